@@ -4,15 +4,15 @@
 #   docker build --target train-sglang -t tepo:sglang .
 # Layers that change rarely come first: system, pinned packages, compiled extensions, this project.
 
-# The CUDA of the base has to be that of the pinned torch, 13.0: Apex refuses to be built with another one. No cuDNN in it:
-# Transformer Engine would load that one, and PyTorch the one of its wheel, both into one process.
+# The base must have the CUDA of the pinned torch, 13.0: Apex refuses to be built with another one. It must have no cuDNN:
+# Transformer Engine would load it, PyTorch loads that of its wheel, and one process would have both.
 ARG BASE_IMAGE=nvidia/cuda:13.0.1-devel-ubuntu24.04
-# No registry holds Apex. Where GitHub is not reached: "apex @ file:///..." with that commit in a folder of the base
+# Apex is in no registry. Without access to GitHub, use "apex @ file:///..." with this commit in a folder of the base.
 ARG APEX="apex @ git+https://github.com/NVIDIA/apex.git@6424da3b4faa6c8f062da4a48c424fff3f02d42d"
-# What Apex is compiled for: 9.0 H100 and H200, 10.0 B200
+# Apex is compiled for 9.0 (H100, H200) and 10.0 (B200).
 ARG TORCH_CUDA_ARCH_LIST="9.0;10.0"
 ARG MAX_JOBS=8
-# 0 leaves Transformer Engine's part for PyTorch and Apex out: for a look at the rest of the image, not for training
+# 0 omits Apex and Transformer Engine's part for PyTorch: the image can be inspected, but not used for training.
 ARG COMPILE=1
 
 FROM ${BASE_IMAGE} AS system
@@ -29,13 +29,13 @@ ENV VIRTUAL_ENV=/opt/venv PATH=/opt/venv/bin:$PATH UV_NO_CACHE=1 PYTHONUNBUFFERE
 RUN python3.12 -m venv "$VIRTUAL_ENV" && pip install --no-cache-dir "uv==$UV_VERSION"
 COPY requirements/gpu-build.txt /opt/requirements/
 RUN uv pip install --no-deps -r /opt/requirements/gpu-build.txt
-# The targets inherit what follows. Healthy: the GPUs can be used, and the project can be imported
+# Both targets inherit the following settings. A container is healthy if it can list the GPUs and import the project.
 WORKDIR /workspace
 HEALTHCHECK --interval=60s --timeout=30s --start-period=30s \
     CMD ["/bin/bash", "-c", "nvidia-smi --list-gpus && tepo --version"]
 CMD ["tepo", "--help"]
 
-# A stage takes no parameters: the steps of the two targets are the same, on other pins
+# Both targets have the same steps on different pins. They are written twice, because a stage takes no parameters.
 FROM system AS train-vllm
 COPY requirements/gpu-vllm.txt /opt/requirements/gpu.txt
 RUN grep -v '^transformer-engine-torch==' /opt/requirements/gpu.txt > /opt/requirements/wheels.txt \

@@ -16,15 +16,15 @@ SITE   := build/docs
 PEERS  := .cache/peers
 GATE   := $(wildcard tests/gate)
 FAST   := not server and not e2e and not slow and not full
-# where all tests of these marks are, which tests/conftest.py checks: to import the others would take seconds
+# folders with all tests of these marks, which tests/conftest.py checks; importing the other folders would take seconds
 RUNS   := tests/e2e tests/launch
 SERVERS := tests/server
 WORKERS ?= 2
 
-# torch: a wheel found through PIP_FIND_LINKS if there is one, else PyTorch's own CPU build
+# Install torch from a wheel below PIP_FIND_LINKS if there is one, else PyTorch's own CPU build.
 UV_ENV := UV_FIND_LINKS="$(PIP_FIND_LINKS)" $(if $(wildcard $(addsuffix /torch-*.whl,$(PIP_FIND_LINKS))),,UV_TORCH_BACKEND=cpu)
 
-# Megatron-Core of the GPU images asks for Python 3.12; it is 3.11, that guard overridden, where there is no 3.12 or no torch for it
+# The GPU images' Megatron-Core requires Python 3.12. Where 3.12 or a torch for it is missing, 3.11 is used without that guard.
 PINS_PYTHON ?= $(shell python3.12 -c "" 2>/dev/null \
   && test -z "$(filter-out $(wildcard $(addsuffix /torch-*-cp312-*.whl,$(PIP_FIND_LINKS))),$(wildcard $(addsuffix /torch-*.whl,$(PIP_FIND_LINKS))))" \
   && echo python3.12 || echo $(PYTHON))
@@ -40,18 +40,18 @@ demo: $(READY) $(if $(filter sglang,$(ENGINE)),$(SGLANG)/.ready)
 	  --model.path .cache/demo/seed-$(SEED) \
 	  --data.train .cache/demo/seed-$(SEED)/train.jsonl --data.eval .cache/demo/seed-$(SEED)/eval.jsonl
 
-# seed 0's base model for every run
+# Every run starts from the base model of seed 0.
 ablation: $(READY)
 	$(BIN)/python -m examples.arithmetic.base_model --seed 0 --out .cache/demo/seed-0
 	$(BIN)/tepo ablate examples/ablation.yaml
 
-# training in bf16 beside fp32
+# Compare training in bf16 with fp32.
 precision: $(READY)
 	$(BIN)/python -m examples.arithmetic.base_model --seed 0 --out .cache/demo/seed-0
 	$(BIN)/tepo ablate examples/precision.yaml
 	$(BIN)/python -m benchmarks.curves runs/precision fp32 bf16
 
-# ours beside others', which are installed apart; a quiet machine, half an hour
+# Measure this project and its peers, which have a folder of their own. Half an hour, on a machine that does nothing else.
 bench: $(READY)
 	@set -e; sum=$$(sha256sum < requirements/bench.txt); \
 	if [ "$$(cat $(PEERS)/.ready 2>/dev/null)" != "$$sum" ]; then \
@@ -61,25 +61,25 @@ bench: $(READY)
 	fi
 	$(BIN)/python -m benchmarks --peers $(PEERS)
 
-# SGLang's own environment: its pins contradict vLLM's
+# SGLang has its own environment, because its pins contradict vLLM's.
 sglang: $(SGLANG)/.ready
 
-# the launcher's own environment: the training environment needs none of NeMo-Run's dependencies (docs/launch.md)
+# The launcher has its own environment; training needs none of NeMo-Run's dependencies (docs/launch.md).
 launch: $(LAUNCH)/.ready
 
-# the launcher's with SkyPilot beside NeMo-Run, apart because it is 0.4 GB larger, and its pins differ
+# The launcher's environment with SkyPilot. It is separate because it is 0.4 GB larger and its pins differ.
 launch-sky: $(SKY)/.ready
 
-# warnings are errors: a link, an anchor or a page that is missing ends it
+# Warnings are errors: a missing link, anchor or page fails the build.
 docs: $(DOCS)/.ready
 	$(DOCS)/bin/sphinx-build --fail-on-warning --keep-going --fresh-env --quiet -c docs -d $(SITE)/.doctrees -b html . $(SITE)
 	@echo "written: $(SITE)/index.html"
 
-# the links to other sites, which takes a network
+# Check the links to other sites; needs a network.
 docs-links: $(DOCS)/.ready
 	$(DOCS)/bin/sphinx-build --quiet -c docs -d $(SITE)/.doctrees -b linkcheck . $(SITE)/links
 
-# three at once, because each waits a part of its time: what needs no server, whole runs, servers. Each prints when it has ended
+# Run three streams of tests at once, because each waits part of the time: tests without servers, whole runs, servers.
 test: $(READY) $(SGLANG)/.ready $(LAUNCH)/.ready
 	@echo "three streams of tests run at once; each prints when it has ended (together some 9 minutes on 2 cores)"
 	@$(MAKE) --no-print-directory -j3 --output-sync=target --keep-going test-parts test-runs test-servers
@@ -93,7 +93,7 @@ test-runs:
 test-servers:
 	$(BIN)/python -m pytest -m "not full and server and not e2e" $(SERVERS)
 
-# in the same two. ARGS: --rotate 3 for a third of the cases of each test, others at each commit
+# Run the same streams without servers. ARGS: --rotate 3 runs a third of the cases of each test, others at each commit.
 test-full: $(READY) $(SGLANG)/.ready $(LAUNCH)/.ready $(SKY)/.ready
 	@$(MAKE) --no-print-directory -j2 --output-sync=target --keep-going test-full-runs test-full-parts
 	$(BIN)/python -m pytest -m "full and alone"
@@ -104,47 +104,53 @@ test-full-runs:
 test-full-parts:
 	$(BIN)/python -m pytest $(ARGS) -m "full and not slurm and not image and not alone and not e2e"
 
-# apt-get install slurm-wlm munge; as root
+# Needs root and: apt-get install slurm-wlm munge
 test-slurm: $(READY) $(LAUNCH)/.ready
 	$(BIN)/python -m pytest -m slurm
 
 test-fast: $(READY) $(LAUNCH)/.ready
 	$(BIN)/python -m pytest -n $(WORKERS) -m "$(FAST)"
 
-# apt-get install buildah debootstrap; as root; 48 GiB of disk below TMPDIR, hours on 2 cores (docs/launch.md). ARGS: -k vllm
+# Needs root, 48 GiB of disk below TMPDIR, and: apt-get install buildah debootstrap. Hours on 2 cores (docs/launch.md).
+# ARGS: -k vllm
 test-image: $(READY)
 	TEPO_IMAGE=1 $(BIN)/python -m pytest -s -m image $(ARGS) tests/launch/test_image.py
 
-# test-fast with the Megatron-Core that the GPU images have, and its part with Transformer Engine; ARGS: more words for pytest
+# Run test-fast with the GPU images' Megatron-Core, and the tests with Transformer Engine. ARGS: more arguments of pytest
 test-pins: $(PINS)/.ready $(LAUNCH)/.ready test-te
 	$(PINS)/bin/python -m pytest -n $(WORKERS) -m "$(FAST)" $(ARGS)
 
-# with Transformer Engine's Python too, its compiled parts replaced; apart, because the other tests hide it
+# Run the tests with Transformer Engine's Python, whose compiled parts are replaced. A separate process, because the other
+# tests hide Transformer Engine.
 test-te: $(TE)/.ready
 	$(PINS)/bin/python -m pytest tests/transformer_engine --confcutdir=tests/transformer_engine
 
-# what .ci/run calls: that part, and the whole gate but what test-full runs
+# .ci/run calls this: the tests with Transformer Engine, and the gate without the cases that test-full runs.
 test-pins-ci: test-te
 	$(if $(GATE),$(PINS)/bin/python -m pytest -n $(WORKERS) -m "not full" $(GATE))
 
-# 100 random kills of short runs with both engines; hours; adds the trials that the file lacks. ARGS: --minutes 30
+# Kill processes of short runs with both engines at random, 100 times; takes hours. Adds the trials that the file lacks.
+# ARGS: --minutes 30
 chaos: $(READY) $(SGLANG)/.ready
 	nice -n 10 $(BIN)/python -m tests.harness.chaos --trials 100 --out benchmarks/results/chaos.jsonl $(ARGS)
 
-# machines that fail runs with both engines: memory, disks, clock, limits; as root; an hour; adds the trials that the file lacks.
+# Run both engines on machines that fail: memory, disks, clock, limits. Needs root, takes an hour. Adds the trials that the
+# file lacks.
 # ARGS: --minutes 30
 hurt: $(READY) $(SGLANG)/.ready
 	nice -n 10 $(BIN)/python -m tests.harness.hurt --out benchmarks/results/hurt.jsonl $(ARGS)
 
-# two starts of one run at 100 delays, with and without overwrite; an hour; adds the trials that the file lacks. ARGS: --minutes 30
+# Start one run twice, at 100 delays, with and without overwrite; takes an hour. Adds the trials that the file lacks.
+# ARGS: --minutes 30
 two-starts: $(READY)
 	nice -n 10 $(BIN)/python -m tests.harness.two_starts --out benchmarks/results/two_starts.jsonl $(ARGS)
 
-# each published or own silent bug, put into a copy of the tree, against the tests that are to notice it. ARGS: --only NAME, --sample 6
+# Put each published or own silent bug into a copy of the tree, and run the tests that must catch it.
+# ARGS: --only NAME, --sample 6
 mutants: $(READY) $(SGLANG)/.ready
 	$(BIN)/python -m tests.mutants --workers $(WORKERS) $(ARGS)
 
-# on a machine with a GPU, in the environment that is active; apart, because the other tests hide the GPU
+# Run on a machine with a GPU, in the active environment. A separate process, because the other tests hide the GPU.
 test-gpu:
 	$(GPU_PYTHON) -m pytest tests/gpu --confcutdir=tests/gpu
 
@@ -161,7 +167,7 @@ format: $(READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# the marker holds the inputs' checksum, so that a touched but unchanged file installs nothing
+# The marker holds the checksum of the inputs, so a touched but unchanged file installs nothing.
 $(READY): pyproject.toml requirements/cpu.txt
 	@sum=$$(cat pyproject.toml requirements/cpu.txt | sha256sum); \
 	if [ "$$(cat $(READY) 2>/dev/null)" = "$$sum" ]; then touch $(READY); exit 0; fi; \
@@ -173,7 +179,7 @@ $(READY): pyproject.toml requirements/cpu.txt
 	$(BIN)/uv pip install --no-config --python $(BIN)/python --no-deps --quiet --editable .; \
 	echo "$$sum" > $(READY)
 
-# this package is there for the loader of its weights (weight_sync/receiver/sglang_loader.py)
+# SGLang's environment holds this package for its weight loader (weight_sync/receiver/sglang_loader.py).
 $(SGLANG)/.ready: $(READY) requirements/sglang-cpu.txt
 	@sum=$$(cat requirements/sglang-cpu.txt | sha256sum); \
 	if [ "$$(cat $@ 2>/dev/null)" = "$$sum" ]; then touch $@; exit 0; fi; \
@@ -184,7 +190,7 @@ $(SGLANG)/.ready: $(READY) requirements/sglang-cpu.txt
 	$(BIN)/uv pip install --no-config --python $(SGLANG)/bin/python --no-deps --quiet --editable .; \
 	echo "$$sum" > $@
 
-# what starts a launcher need not be able to train: uv comes into this environment itself
+# This environment installs its own uv, because a machine that only launches jobs has no training environment.
 $(LAUNCH)/.ready: requirements/launch.txt
 	@sum=$$(cat requirements/launch.txt | sha256sum); \
 	if [ "$$(cat $@ 2>/dev/null)" = "$$sum" ]; then touch $@; exit 0; fi; \
@@ -215,7 +221,7 @@ $(DOCS)/.ready: requirements/docs.txt
 	$(DOCS)/bin/uv pip install --no-config --python $(DOCS)/bin/python --no-deps --quiet --compile-bytecode -r requirements/docs.txt; \
 	echo "$$sum" > $@
 
-# the CPU's packages but for Megatron-Core, which is the GPU images'
+# The CPU's packages, with the Megatron-Core of the GPU images.
 $(PINS)/.ready: pyproject.toml requirements/cpu.txt requirements/gpu-vllm.txt
 	@sum=$$(cat pyproject.toml requirements/cpu.txt requirements/gpu-vllm.txt | sha256sum); \
 	if [ "$$(cat $@ 2>/dev/null)" = "$$sum" ]; then touch $@; exit 0; fi; \
@@ -230,15 +236,15 @@ $(PINS)/.ready: pyproject.toml requirements/cpu.txt requirements/gpu-vllm.txt
 	$(PINS)/bin/uv pip install --no-config --python $(PINS)/bin/python --no-deps --quiet --editable .; \
 	echo "$$sum" > $@
 
-# the Python of the GPU images' Transformer Engine, the one of its three wheels that holds no compiled code; in a folder of its own,
-# which tests/transformer_engine alone looks into
+# The Python part of the GPU images' Transformer Engine, the only one of its three wheels without compiled code. It has a folder
+# of its own, which only tests/transformer_engine uses.
 $(TE)/.ready: $(PINS)/.ready requirements/gpu-vllm.txt
 	rm -rf $(TE)
 	$(PINS)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-compile --target $(TE) \
 	  "$$(grep '^transformer-engine==' requirements/gpu-vllm.txt)"
 	touch $@
 
-# resolve the pins anew
+# Resolve the pins again.
 pins:
 	test -x $(BIN)/uv || ($(PYTHON) -m venv $(VENV) && $(BIN)/python -m pip install --quiet "uv>=0.9")
 	$(UV_ENV) $(BIN)/uv pip compile --quiet --upgrade --no-config --python-version 3.11 --no-header --no-annotate \

@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 
 from benchmarks.results import ROOT, ROWS, Object, load, merged, save, surroundings, table
-from benchmarks.suites import SUITES, Options
+from benchmarks.suites import SUITES, SuiteOptions
 
 OUT = ROOT / "benchmarks/results/cpu.json"
 
@@ -44,7 +44,7 @@ def _rows(text: str) -> set[int]:
     return rows
 
 
-def run_here(name: str, options: Options) -> list[Object]:
+def run_here(name: str, options: SuiteOptions) -> list[Object]:
     """Run a suite in this process; return its measures with machine, versions and commit.
 
     Args:
@@ -57,7 +57,7 @@ def run_here(name: str, options: Options) -> list[Object]:
     return [measure.as_object() | at for measure in SUITES[name].run(options) if measure.row in options.rows]
 
 
-def run_apart(name: str, args: argparse.Namespace) -> list[Object] | None:
+def run_in_subprocess(name: str, args: argparse.Namespace) -> list[Object] | None:
     """Run a suite in a process of its own; return its measures, or None if it failed (its errors are on stderr).
 
     Args:
@@ -78,7 +78,7 @@ def main() -> None:
     """Run the suites, print the table and write the file."""
     args = arguments()
     if args.suite:
-        args.out.write_text(json.dumps(run_here(args.suite, Options(args.peers, args.quick, args.only))))
+        args.out.write_text(json.dumps(run_here(args.suite, SuiteOptions(args.peers, args.quick, args.only))))
         return
     objects: list[Object] = []
     failed = []
@@ -86,7 +86,7 @@ def main() -> None:
         if not args.only & set(suite.rows):
             continue
         start = time.monotonic()
-        found = run_apart(name, args)
+        found = run_in_subprocess(name, args)
         print(f"{name}: {'failed' if found is None else 'done'} in {time.monotonic() - start:.0f} s", file=sys.stderr)
         if found is None:
             failed.append(name)

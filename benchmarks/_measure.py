@@ -21,7 +21,7 @@ CACHE_BYTES = 16 * 2**20
 
 
 @dataclass(frozen=True)
-class Times:
+class MeasuredTimes:
     """Seconds over the repetitions.
 
     Attributes:
@@ -60,7 +60,7 @@ def interleaved(
     alternatives: Mapping[str, Call],
     repetitions: int,
     timed: Callable[[Call, Any], tuple[float, float]] = on_host,
-) -> dict[str, Times]:
+) -> dict[str, MeasuredTimes]:
     """Return the times of each alternative. Every round runs each once and starts with another one; one extra round warms up.
 
     Args:
@@ -81,10 +81,10 @@ def interleaved(
     return {name: _summary(taken) for name, taken in samples.items()}
 
 
-def _summary(samples: list[tuple[float, float]]) -> Times:
+def _summary(samples: list[tuple[float, float]]) -> MeasuredTimes:
     walls = sorted(wall for wall, _ in samples)
     at = lambda share: walls[round(share * (len(walls) - 1))]  # noqa: E731
-    return Times(statistics.median(walls), at(0.2), at(0.8), statistics.median(cpu for _, cpu in samples))
+    return MeasuredTimes(statistics.median(walls), at(0.2), at(0.8), statistics.median(cpu for _, cpu in samples))
 
 
 def peak_extra_bytes(run: Callable[[], Any]) -> int:

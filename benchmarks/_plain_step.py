@@ -29,9 +29,14 @@ class PlainStep:
     def __init__(self, cfg: Config, rollouts: list[Rollout], form: str) -> None:
         self.cfg, self.rollouts, self.form, self.steps = cfg, rollouts, form, 0
         self.model = Qwen3ForCausalLM.from_pretrained(cfg.model.path, dtype=torch.float32, attn_implementation="sdpa")
-        o = cfg.optimizer
+        o, adam = cfg.optimizer, cfg.megatron.known_optimizer
         self.optimizer = torch.optim.AdamW(
-            self.model.parameters(), lr=o.lr, betas=(o.beta1, o.beta2), eps=o.eps, weight_decay=o.weight_decay, fused=True
+            self.model.parameters(),
+            lr=o.lr,
+            betas=(adam.adam_beta1, adam.adam_beta2),
+            eps=adam.adam_eps,
+            weight_decay=o.weight_decay,
+            fused=True,
         )
 
     def __call__(self) -> list[tuple[float, float]]:

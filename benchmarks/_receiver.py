@@ -30,22 +30,22 @@ class Receiver:
         command = [sys.executable, "-m", "benchmarks._receiver", str(model), *([device] if device else [])]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self._threads = ThreadPoolExecutor(1)
-        self.takers = (Recipient("the receiver", "127.0.0.1", 1, self),)
+        self.recipients = (Recipient("the receiver", "127.0.0.1", 1, self),)
 
     base: int | None = None
 
-    def keep(self, names: Sequence[str]) -> None:
+    def keep_unchanged(self, names: Sequence[str]) -> None:
         raise AssertionError("nothing is kept of an earlier version")
 
     def begin_update(self, version: int) -> None:
         self._ask("begin", None)
 
-    def join(self, meetings: Mapping[Recipient, GroupSpec]) -> Future[None]:
-        return self._threads.submit(self._ask, "join", asdict(meetings[self.takers[0]]))
+    def join_groups(self, specs: Mapping[Recipient, GroupSpec]) -> Future[None]:
+        return self._threads.submit(self._ask, "join", asdict(specs[self.recipients[0]]))
 
     def load(self, sources: Sequence[Source]) -> Future[None]:
-        told = [source.to_json() if isinstance(source, Bucket) else str(source) for source in sources]
-        return self._threads.submit(self._ask, "take", told)
+        serialized = [source.to_json() if isinstance(source, Bucket) else str(source) for source in sources]
+        return self._threads.submit(self._ask, "take", serialized)
 
     def finish_update(self) -> None:
         self._ask("finish", None)
@@ -70,22 +70,22 @@ class Receiver:
 
 def main() -> None:
     """Execute the commands on the standard input."""
-    inbox, device = RankReceiver(), torch.device(sys.argv[2]) if len(sys.argv) > 2 else None
+    receiver, device = RankReceiver(), torch.device(sys.argv[2]) if len(sys.argv) > 2 else None
     if device is not None and device.type == "cuda":
         device = torch.device("cuda", 0)
         torch.cuda.set_device(device)
     for line in sys.stdin:
         what, value = json.loads(line)
         if what == "begin":
-            inbox.begin(sys.argv[1], tied_embeddings=True, device=device or torch.device("cpu"))
+            receiver.begin(sys.argv[1], tied_embeddings=True, device=device or torch.device("cpu"))
         elif what == "join":
-            inbox.join(GroupSpec(**value), torch.device("cpu"))
+            receiver.join_groups(GroupSpec(**value), torch.device("cpu"))
         elif what == "take":
-            taken = inbox.take(value)
+            taken = receiver.take(value)
             if device is not None:
                 _copy(taken, device)
         else:
-            inbox.finish()
+            receiver.finish()
         print("done", flush=True)
 
 

@@ -60,7 +60,8 @@ def config(case: str, model: Path, tp: int = 1, share_prompts: str = "auto") -> 
             "max_response_tokens": RESPONSE_TOKENS[1],
         },
         "objective": {"name": "tepo", "beta": 0.01},
-        "optimizer": {"lr": 3e-5, "beta2": 0.99, "warmup_steps": 5},
+        "optimizer": {"lr": 3e-5, "warmup_steps": 5},
+        "megatron": {"optimizer": {"adam_beta2": 0.99}},
         "training": {
             "epochs": 1, "minibatch_prompts": 1, "max_tokens_per_microbatch": 8192, "share_prompts": share_prompts,
         },

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from transformers.utils.logging import disable_progress_bar
 
 from benchmarks import _step_cases as cases
-from benchmarks._mends import MENDS, Mend
+from benchmarks._optimizations import OPTIMIZATIONS, Undo
 from benchmarks._plain_step import FORMS, PlainStep
 from tepo_megatron.config import Config
 from tepo_megatron.types import Rollout
@@ -82,7 +82,7 @@ def serve(
         parent: Process ID; the worker ends with that process.
         environment: Describes the world of ranks.
         pipe: Connection to the parent.
-        without: Key of MENDS of an optimization to undo; None: undo none.
+        without: Key of OPTIMIZATIONS of an optimization to undo; None: undo none.
         share_prompts: Value of training.share_prompts.
     """
     die_with_parent(parent)
@@ -95,10 +95,10 @@ def serve(
     if name.startswith("plain"):
         step = PlainStep(cfg, rollouts, name.split()[1])
     else:
-        mend = Mend() if without is None else MENDS[without]
-        mend.before()
+        undo = Undo() if without is None else OPTIMIZATIONS[without]
+        undo.before()
         step = OurStep(cfg, rollouts)
-        mend.after(step)
+        undo.after(step)
     pipe.send("ready")
     while (threads := pipe.recv()) is not None:
         torch.set_num_threads(threads)
@@ -108,7 +108,7 @@ def serve(
 
 
 @dataclass
-class Worker:
+class StepWorker:
     """One of WORKERS.
 
     Attributes:
@@ -153,14 +153,14 @@ def world(port: int, rank: int = 0, size: int = 1) -> dict[str, str]:
 
 
 @contextmanager
-def started(name: str, case: str, model: Path, without: str | None = None, share_prompts: str = "auto") -> Iterator[Worker]:
+def started(name: str, case: str, model: Path, without: str | None = None, share_prompts: str = "auto") -> Iterator[StepWorker]:
     """Yield the worker, running in processes of its own, which end with the block.
 
     Args:
         name: A key of WORKERS.
         case: One of `_step_cases.CASES`.
         model: Folder of the checkpoint.
-        without: Key of MENDS of an optimization to undo; None: undo none.
+        without: Key of OPTIMIZATIONS of an optimization to undo; None: undo none.
         share_prompts: Value of training.share_prompts.
     """
     context, size, pipes, processes = multiprocessing.get_context("spawn"), WORKERS[name], [], []
@@ -175,7 +175,7 @@ def started(name: str, case: str, model: Path, without: str | None = None, share
             theirs.close()
             pipes.append(ours)
             processes.append(process)
-        yield Worker(pipes, [])
+        yield StepWorker(pipes, [])
     finally:
         for process in processes:
             process.kill()

@@ -16,7 +16,7 @@ MARK = "part: "  # prefix of our events in the profiler
 BACKWARD, ENGINE, ACCUMULATION, UNKNOWN = "backward", "autograd's engine", "add to main_grad", "unknown"
 
 
-class Timers:
+class PartTimers:
     """Exclusive time and calls of each part, by the pass in which it ran. Time in nested parts counts for those only.
 
     Attributes:
@@ -100,7 +100,7 @@ class Timers:
         module.register_forward_hook(self.stop)
 
 
-def shares_of_backward(run: Callable[[], Any], timers: Timers) -> dict[str, float]:
+def shares_of_backward(run: Callable[[], Any], timers: PartTimers) -> dict[str, float]:
     """Return the shares of the part BACKWARD in `run` that the operators of each part's backward take; they add up to 1.
 
     An operator and its backward share a sequence number; it belongs to the part in which the operator ran. ENGINE is the rest:

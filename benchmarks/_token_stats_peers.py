@@ -20,6 +20,11 @@ Statistics = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 def ours(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute the statistics with `token_stats`.
+
+    Args:
+        logits, labels: [R, V] and [R].
+    """
     stats = token_stats(logits, labels, 1.0, None)
     return stats.logprob_R, stats.entropy_R
 

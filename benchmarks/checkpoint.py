@@ -78,7 +78,7 @@ def measure(args: argparse.Namespace, platform: Platform, temporary: Path) -> No
     """
     from tepo_megatron.actor.actor import Actor
     from tepo_megatron.checkpoint.checkpoints import Checkpoints
-    from tepo_megatron.checkpoint.state import written
+    from tepo_megatron.checkpoint.state import saved_slices
     from tepo_megatron.config import CheckpointConfig
     from tepo_megatron.distributed import parallel
     from tepo_megatron.distributed.objects import broadcast_object
@@ -97,7 +97,7 @@ def measure(args: argparse.Namespace, platform: Platform, temporary: Path) -> No
     actor.start_step(1)
     actor.optimizer.step()  # creates the moments
     parameters = sum(b.parameter.numel() for b in actor.bindings)
-    size = sum(box.data.nbytes for box in written(actor))
+    size = sum(piece.data.nbytes for piece in saved_slices(actor))
     if groups.is_main:
         print(f"{args.model}: {parameters / 1e6:.1f} M parameters and {size / 2**20:.0f} MiB of state on rank 0 of {world}")
     plain = _PlainCopies(actor)
@@ -141,10 +141,10 @@ class _PlainCopies:
     """Plain copies of this rank's state, tensor by tensor. Its methods return seconds; each copy follows an optimizer step."""
 
     def __init__(self, actor: Actor) -> None:
-        from tepo_megatron.checkpoint.state import written
+        from tepo_megatron.checkpoint.state import saved_slices
 
         self._optimizer = actor.optimizer
-        self._from = [box.data for box in written(actor)]
+        self._from = [piece.data for piece in saved_slices(actor)]
         self._to = [torch.zeros_like(data, device="cpu", pin_memory=data.is_cuda) for data in self._from]
 
     def kept(self) -> float:

@@ -46,7 +46,7 @@ TARGET_SPEED, TARGET_MEMORY = 0.6, 2**30
 
 
 @dataclass(frozen=True)
-class Run:
+class MeasuredConversion:
     """One timed run.
 
     Attributes:
@@ -100,7 +100,7 @@ def make_model(folder: Path, config: dict[str, object]) -> None:
     (folder / "config.json").write_text(json.dumps(config))
 
 
-def copy(source: Path, out: Path) -> Run:
+def copy(source: Path, out: Path) -> MeasuredConversion:
     """Copy a directory and sync its files; the reference of the conversions.
 
     Args:
@@ -113,10 +113,10 @@ def copy(source: Path, out: Path) -> Run:
         descriptor = os.open(path, os.O_RDONLY)
         os.fsync(descriptor)
         os.close(descriptor)
-    return Run(time.perf_counter() - start)
+    return MeasuredConversion(time.perf_counter() - start)
 
 
-def convert(*words: str) -> Run:
+def convert(*words: str) -> MeasuredConversion:
     """Run the tool in a process of its own."""
     start = time.perf_counter()
     process = subprocess.Popen([sys.executable, str(ROOT / "tools/convert.py"), *words], stdout=subprocess.PIPE, text=True)
@@ -124,11 +124,11 @@ def convert(*words: str) -> Run:
     text = process.stdout.read()
     _, status, usage = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)
-    told = re.search(r"GB in ([\d.]+) s", text)
-    if process.returncode or told is None:
+    printed = re.search(r"GB in ([\d.]+) s", text)
+    if process.returncode or printed is None:
         raise SystemExit(f"convert.py {' '.join(words)} failed with status {process.returncode}:\n{text}")
-    seconds = float(told[1])
-    return Run(seconds, time.perf_counter() - start - seconds, usage.ru_maxrss * 1024)
+    seconds = float(printed[1])
+    return MeasuredConversion(seconds, time.perf_counter() - start - seconds, usage.ru_maxrss * 1024)
 
 
 def largest_group(source: Path, config: dict[str, object]) -> int:
@@ -142,7 +142,7 @@ def largest_group(source: Path, config: dict[str, object]) -> int:
     return 2 * max(v * h, 2 * f * h)
 
 
-def measure(source: Path, folder: Path, repetitions: int) -> dict[str, list[Run]]:
+def measure(source: Path, folder: Path, repetitions: int) -> dict[str, list[MeasuredConversion]]:
     """Return the runs of each kind, made in turn. A first round warms up and is not counted.
 
     Args:
@@ -151,12 +151,12 @@ def measure(source: Path, folder: Path, repetitions: int) -> dict[str, list[Run]
         repetitions: Number of counted rounds; 0: one round, which is counted.
     """
     copied, megatron, exported = (folder / name for name in ("copied", "megatron", "exported"))
-    kinds: dict[str, tuple[Path, Callable[[], Run]]] = {
+    kinds: dict[str, tuple[Path, Callable[[], MeasuredConversion]]] = {
         "copy": (copied, lambda: copy(source, copied)),
         "import": (megatron, lambda: convert("import", "--hf", str(source), "--out", str(megatron))),
         "export": (exported, lambda: convert("export", "--megatron", str(megatron), "--out", str(exported))),
     }
-    runs: dict[str, list[Run]] = {kind: [] for kind in kinds}
+    runs: dict[str, list[MeasuredConversion]] = {kind: [] for kind in kinds}
     startup = 0.0  # seconds, of the last conversion
     for repetition in range(repetitions + 1):
         for kind, (out, run) in kinds.items():
@@ -192,7 +192,7 @@ def differing(one: Path, other: Path) -> list[str]:
     return sorted(ours.keys() ^ theirs.keys()) + sorted(name for name in ours.keys() & theirs.keys() if not same(name))
 
 
-def report(runs: dict[str, list[Run]], nbytes: int, group: int) -> None:
+def report(runs: dict[str, list[MeasuredConversion]], nbytes: int, group: int) -> None:
     """Print medians with their ranges, and compare them with the targets.
 
     Args:
@@ -222,7 +222,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="tools/convert.py against copying")
     parser.add_argument("--quick", action="store_true", help="a model of a few megabytes, to see that it runs")
     parser.add_argument("--shapes", choices=["qwen3-14b"], help="the sizes of a published model")
-    parser.add_argument("--layers", type=int, help="with --shapes: its first so many layers")
+    parser.add_argument("--layers", type=int, help="with --shapes: number of layers, the first of the model")
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--folder", help="where to work (8 GB, removed afterwards); default: the system's temporary folder")
     parser.add_argument(

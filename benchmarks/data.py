@@ -73,7 +73,7 @@ def report(kind: str, r: dict[str, Any]) -> None:
     """
     print(
         f"{kind}: {r['bytes'] / 2**20:.0f} MiB; {r['seconds']:.1f} s (CPU {r['cpu_seconds']:.1f}; target {SECONDS:g}), peak "
-        f"{r['peak_gib']:.2f} GiB (target {GIB:g}; {r['imports_gib']:.2f} before loading); {r['told']}",
+        f"{r['peak_gib']:.2f} GiB (target {GIB:g}; {r['imports_gib']:.2f} before loading); {r['log']}",
         flush=True,
     )
 
@@ -99,7 +99,7 @@ def load(file: str, model: str) -> dict[str, Any]:
         "imports_gib": before,
         "prompts": data.count,
         "tokens": sum(len(p.token_ids) for prompts, _ in data.train for p in prompts),
-        "told": "; ".join(line.removeprefix(f"{file}: ") for line in data.told),
+        "log": "; ".join(line.removeprefix(f"{file}: ") for line in data.log_lines),
     }
 
 

@@ -21,10 +21,10 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import prefix
-from benchmarks._measure import Times, interleaved, load
+from benchmarks._measure import MeasuredTimes, interleaved, load
 from benchmarks._step_workers import world
 
-CASE = prefix.Case(16, 8, 64, 128)
+CASE = prefix.PrefixCase(16, 8, 64, 128)
 # updates per step, and the largest number of tokens of a server that are compared (None: all)
 CASES = {"1 update": (1, None), "8 updates": (8, None), "8 updates, 2,048 tokens compared": (8, 2048)}
 
@@ -93,12 +93,13 @@ def graded() -> list[Any]:
     return [replace(r, reward=float(i % 2), score=float(i % 2), servers=((0, "server"),)) for i, r in enumerate(rollouts)]
 
 
-def _row(name: str, times: dict[str, Times]) -> dict[str, Any]:
+def _row(name: str, times: dict[str, MeasuredTimes]) -> dict[str, Any]:
     ratios = {"ratio": times["gate"].wall / times["none"].wall, "ratio_cpu": times["gate"].cpu / times["none"].cpu}
     return {"id": f"gate/{name}", "seconds": {side: t.wall for side, t in times.items()}, **ratios, "load": load()}
 
 
 def main() -> None:
+    """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repetitions", type=int, default=9)
     for row in measure(parser.parse_args().repetitions):

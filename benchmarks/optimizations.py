@@ -20,7 +20,7 @@ from typing import Any
 from benchmarks import _step_cases as cases
 from benchmarks import step
 from benchmarks._measure import load
-from benchmarks._mends import MENDS
+from benchmarks._optimizations import OPTIMIZATIONS
 from benchmarks._step_workers import started
 
 WITH_ALL = "with all"
@@ -34,12 +34,12 @@ def measure(repetitions: int = 9, quick: bool = False, case: str = "demo") -> di
         quick: Make two repetitions only.
         case: One of `_step_cases.CASES`.
     """
-    samples: dict[str, list[float]] = {name: [] for name in (WITH_ALL, *MENDS)}
+    samples: dict[str, list[float]] = {name: [] for name in (WITH_ALL, *OPTIMIZATIONS)}
     repetitions = 2 if quick else repetitions
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         cases.write_model(case, Path(folder))
         workers = {
-            name: stack.enter_context(started("tp1", case, Path(folder), name if name in MENDS else None, "never"))
+            name: stack.enter_context(started("tp1", case, Path(folder), name if name in OPTIMIZATIONS else None, "never"))
             for name in samples
         }
         for worker in workers.values():
@@ -50,13 +50,13 @@ def measure(repetitions: int = 9, quick: bool = False, case: str = "demo") -> di
                 seconds = workers[name].step(threads=1)
                 if turn:
                     samples[name].append(seconds)
-        found = {name: step.disagreement(workers[name].updates, workers[WITH_ALL].updates) for name in MENDS}
+        found = {name: step.disagreement(workers[name].updates, workers[WITH_ALL].updates) for name in OPTIMIZATIONS}
     assert max(found.values()) <= step.AGREE, f"losses and gradient norms differ: {found}"
     whole = statistics.median(samples[WITH_ALL])
     return {
-        "id": f"mends/{case}", "load": load(), "repetitions": repetitions, "disagreement": found,
+        "id": f"optimizations/{case}", "load": load(), "repetitions": repetitions, "disagreement": found,
         "seconds": {name: step.spread(s) for name, s in samples.items()},
-        "ratio": {name: statistics.median(samples[name]) / whole for name in MENDS},
+        "ratio": {name: statistics.median(samples[name]) / whole for name in OPTIMIZATIONS},
     }  # fmt: skip
 
 
@@ -72,9 +72,9 @@ def main() -> None:
     worst = max(result["disagreement"].values())
     print(f"{result['load']}; {result['repetitions']} repetitions; results differ by {worst:.1e}")
     for name, (median, low, high) in result["seconds"].items():
-        whose = f"without: {name}" if name in MENDS else name
-        beside = f"  {result['ratio'][name]:.2f}x" if name in MENDS else ""
-        print(f"{whose:46}{median * 1e3:8.1f} ms  [{low * 1e3:.1f}, {high * 1e3:.1f}]{beside}")
+        whose = f"without: {name}" if name in OPTIMIZATIONS else name
+        ratio = f"  {result['ratio'][name]:.2f}x" if name in OPTIMIZATIONS else ""
+        print(f"{whose:46}{median * 1e3:8.1f} ms  [{low * 1e3:.1f}, {high * 1e3:.1f}]{ratio}")
     if args.json:
         args.json.write_text(json.dumps(result, indent=1) + "\n")
 

@@ -1,4 +1,4 @@
-"""Measure how much of the mesh's time a plan of microbatches keeps busy, ours next to two others.
+"""Measure the share of the mesh's time that a plan of microbatches keeps busy, ours next to two others.
 
     python -m benchmarks.packing [--seeds 16]
 
@@ -7,7 +7,7 @@ sequence of L tokens costs L (1 + L / 60,000). Efficiency: work / (ranks x time 
 one-forward-one-backward with backward twice as long as forward ("train"), or of the forward pass alone ("forward").
 
 The others, written by us from the description in their sources:
-  longest first   each sequence, the longest first, to the rank with the fewest tokens, there to the first microbatch with room.
+  longest first   each sequence, the longest first, to the rank with the fewest tokens, there to the first microbatch that fits.
   slime           THUDM/slime at 04e6743, slime/utils/dp_schedule.py and seqlen_balancing.py, with `balance_data`: first fit in
                   the order of arrival over all ranks; the fullest bin halved until their number is a multiple of dp; bins to
                   ranks, equally many each, by the largest differencing method (Karmarkar and Karp 1982) on their cost.
@@ -31,7 +31,7 @@ from tepo_megatron.ops.alignment import Alignment
 from tepo_megatron.ops.pipeline_time import Pipeline
 from tepo_megatron.ops.planning import Plan, plan_metrics, plan_microbatches, sequence_costs
 
-MEAN, SIGMA, CAP, ROOM = 6100, 0.9, 32768, 32768
+MEAN, SIGMA, CAP, MICROBATCH_TOKENS = 6100, 0.9, 32768, 32768
 MESHES = ((16, 2), (16, 1), (16, 4), (4, 2))  # dp, pp; the first is the one with a target
 TARGET = 0.90
 SEEDS = 16
@@ -52,10 +52,22 @@ def lognormal(seed: int, count: int = 512) -> list[int]:
 
 
 def ours(lengths: Sequence[int], dp: int, pp: int) -> Plan:
-    return plan_microbatches(lengths, dp, ROOM, Alignment(), pipeline=Pipeline(pp))
+    """Return the plan of `plan_microbatches`.
+
+    Args:
+        lengths: Of all sequences, in tokens.
+        dp, pp: The mesh.
+    """
+    return plan_microbatches(lengths, dp, MICROBATCH_TOKENS, Alignment(), pipeline=Pipeline(pp))
 
 
 def longest_first(lengths: Sequence[int], dp: int, pp: int) -> Plan:
+    """Return the plan of `longest first`, as the top of this file defines it.
+
+    Args:
+        lengths: Of all sequences, in tokens.
+        dp, pp: The mesh.
+    """
     loads, plan = [0] * dp, [[] for _ in range(dp)]  # type: tuple[list[int], Plan]
     for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         rank = loads.index(min(loads))
@@ -65,6 +77,12 @@ def longest_first(lengths: Sequence[int], dp: int, pp: int) -> Plan:
 
 
 def slime(lengths: Sequence[int], dp: int, pp: int) -> Plan:
+    """Return the plan of `slime`, as the top of this file describes it.
+
+    Args:
+        lengths: Of all sequences, in tokens.
+        dp, pp: The mesh.
+    """
     bins: list[list[int]] = []
     for i in range(len(lengths)):
         first_fit(bins, i, lengths)
@@ -80,14 +98,14 @@ def slime(lengths: Sequence[int], dp: int, pp: int) -> Plan:
 
 
 def first_fit(bins: list[list[int]], i: int, lengths: Sequence[int]) -> None:
-    """Put sequence i into the first bin with room, or into a new bin.
+    """Put sequence i into the first bin that has enough free tokens, or into a new bin.
 
     Args:
         bins: Changed in place.
         i: Index of the sequence.
         lengths: Of all sequences, in tokens.
     """
-    found = next((b for b in bins if sum(lengths[j] for j in b) + lengths[i] <= ROOM), None)
+    found = next((b for b in bins if sum(lengths[j] for j in b) + lengths[i] <= MICROBATCH_TOKENS), None)
     if found is None:
         bins.append(found := [])
     found.append(i)
@@ -194,7 +212,9 @@ def _measure(what: str, values: dict[str, float], targets: tuple[Target, ...], h
 
 def padding_share(batches: Sequence[Sequence[int]]) -> dict[str, float]:
     """Return the mean share of padding in our plans for DP16, and in rectangles of PADDED sequences in order of arrival."""
-    packed = [plan_metrics(plan_microbatches(b, 16, ROOM, PADDING), b, PADDING)["packing/padding_share"] for b in batches]
+    packed = [
+        plan_metrics(plan_microbatches(b, 16, MICROBATCH_TOKENS, PADDING), b, PADDING)["packing/padding_share"] for b in batches
+    ]
     rectangles = [
         1 - sum(b) / sum(len(r) * max(r) for r in (b[i : i + PADDED] for i in range(0, len(b), PADDED))) for b in batches
     ]
@@ -217,6 +237,7 @@ def planning_seconds(dp: int, pp: int, count: int = 4096) -> float:
 
 
 def main() -> None:
+    """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=SEEDS)
     args = parser.parse_args()

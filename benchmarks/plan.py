@@ -12,9 +12,9 @@ from typing import Any
 from tepo_megatron.config import Config
 from tepo_megatron.config.io import validate
 from tepo_megatron.plan.activations import Recompute
-from tepo_megatron.plan.compute import Machine
+from tepo_megatron.plan.compute import MachineModel
 from tepo_megatron.plan.gpus import GPUS
-from tepo_megatron.plan.memory_parts import Model
+from tepo_megatron.plan.memory_parts import PlannedModel
 from tepo_megatron.plan.models import read_model
 from tepo_megatron.plan.step import Predictor
 from tepo_megatron.plan.workload import Workload
@@ -25,7 +25,7 @@ NEMO_RL = "NVIDIA-NeMo/RL, docs/about/performance-summary.md, commit 06beed9"
 
 
 @dataclass(frozen=True)
-class Row:
+class PublishedRun:
     """One published run.
 
     Attributes:
@@ -67,27 +67,27 @@ _8B = {"cp": 2, "dp": 4}
 _70B = {"tp": 4, "pp": 4, "cp": 2, "vpp": 5, "dp": 2, "sequence_parallel": True}
 _GRPO = {"prompts_per_step": 64, "samples_per_prompt": 32, "colocate": True}
 ROWS = [
-    Row("Llama 3.1 8B, training, BF16, 8 H100", DGXC.format("8b"), 12.91, "Llama-3.1-8B", _8B, 128, 8192, 8192),
-    Row("Llama 3.1 8B, training, FP8, 8 H100", DGXC.format("8b"), 9.67, "Llama-3.1-8B", _8B, 128, 8192, 8192, 1),
-    Row("Llama 3.1 70B, training, BF16, 64 H100", DGXC.format("70b"), 14.72, "Llama-3.1-70B", _70B, 128, 8192, 8192),
-    Row("Llama 3.1 70B, training, FP8, 64 H100", DGXC.format("70b"), 11.01, "Llama-3.1-70B", _70B, 128, 8192, 8192, 1),
-    Row(
+    PublishedRun("Llama 3.1 8B, training, BF16, 8 H100", DGXC.format("8b"), 12.91, "Llama-3.1-8B", _8B, 128, 8192, 8192),
+    PublishedRun("Llama 3.1 8B, training, FP8, 8 H100", DGXC.format("8b"), 9.67, "Llama-3.1-8B", _8B, 128, 8192, 8192, 1),
+    PublishedRun("Llama 3.1 70B, training, BF16, 64 H100", DGXC.format("70b"), 14.72, "Llama-3.1-70B", _70B, 128, 8192, 8192),
+    PublishedRun("Llama 3.1 70B, training, FP8, 64 H100", DGXC.format("70b"), 11.01, "Llama-3.1-70B", _70B, 128, 8192, 8192, 1),
+    PublishedRun(
         "Qwen3-30B-A3B, training, FP8, 16 H100", BRIDGE, 24.85, "Qwen3-30B-A3B",
         {"pp": 2, "vpp": 24, "ep": 8, "dp": 8}, 512, 4096, 8192, 1,
         note="512 x 4096 tokens / (5275 tokens/s/GPU x 16); `Assumptions.experts` was chosen with this row",
     ),
-    Row(
+    PublishedRun(
         "Llama 3.1 8B, GRPO, BF16, 16 H100", NEMO_RL, 97.7, "Llama-3.1-8B", {"pp": 2, "dp": 8}, 512, 4096, 4096,
         recompute="full", rollout=_GRPO | {"servers": 16}, updates=4, mean=(100, 960),
         note="packed to 4096 tokens; prompts of 100 tokens assumed",
     ),
-    Row(
+    PublishedRun(
         "Qwen3-32B, GRPO, BF16, 32 H100", NEMO_RL, 393.0, "Qwen3-32B",
         {"tp": 4, "pp": 4, "dp": 2, "sequence_parallel": True}, 512, 4096, 4096,
         rollout=_GRPO | {"servers": 8}, server={"tp": 4}, updates=4, mean=(100, 3106),
         note="packed to 4096 tokens; prompts of 100 tokens assumed",
     ),
-    Row(
+    PublishedRun(
         "Qwen3-30B-A3B, GRPO, BF16, 32 H100", NEMO_RL, 225.0, "Qwen3-30B-A3B",
         {"tp": 2, "ep": 8, "dp": 16, "sequence_parallel": True}, 512, 4096, 4096,
         rollout=_GRPO | {"servers": 8}, server={"tp": 4}, updates=4, mean=(100, 3054),
@@ -96,7 +96,7 @@ ROWS = [
 ]  # fmt: skip
 
 
-def config_of(row: Row) -> Config:
+def config_of(row: PublishedRun) -> Config:
     """Return the row as a config of ours."""
     rollout = dict(row.rollout or {"prompts_per_step": row.batch // 2, "samples_per_prompt": 2})
     samples = rollout["samples_per_prompt"]
@@ -112,20 +112,20 @@ def config_of(row: Row) -> Config:
         "training": {
             "epochs": 1, "minibatch_prompts": row.batch // samples, "max_tokens_per_microbatch": row.tokens,
         },
-        "objective": {"ref_beta": 0.01 if row.rollout else 0.0},  # NeMo-RL's default
-        "sync": {"folder": "weights"},
+        "objective": {"ref_kl": {"beta": 0.01} if row.rollout else None},  # NeMo-RL's default
+        "sync": {"transport": {"folder": "weights"}},
     })  # fmt: skip
 
 
-def predictor_of(row: Row) -> Predictor:
+def predictor_of(row: PublishedRun) -> Predictor:
     """Return the predictor of the row, with the common assumptions."""
     family, arch = read_model(row.model)
     work = Workload(*row.mean, row.sequence - row.mean[0]) if row.rollout else Workload(0, row.sequence, row.sequence)
-    model = Model(family, arch, recompute=row.recompute)
-    return Predictor(config_of(row), model, Machine(GPUS["H100"], row.matmul_size), work)
+    model = PlannedModel(family, arch, recompute=row.recompute)
+    return Predictor(config_of(row), model, MachineModel(GPUS["H100"], row.matmul_size), work)
 
 
-def predicted_seconds(row: Row) -> float:
+def predicted_seconds(row: PublishedRun) -> float:
     """Return the predicted seconds of a step."""
     predictor = predictor_of(row)
     if row.rollout is not None:

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from transformers import Qwen3Config, Qwen3ForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
-from benchmarks._measure import Times, interleaved, load
+from benchmarks._measure import MeasuredTimes, interleaved, load
 from benchmarks._step_workers import world
 from tepo_megatron.config import Config
 from tepo_megatron.config.io import validate
@@ -38,11 +38,11 @@ from tepo_megatron.ops.planning import plan_metrics, plan_microbatches
 from tepo_megatron.ops.shared_prompts import LEAST_SAVED, PrefixGroups
 from tepo_megatron.types import Rollout, TrainBatch
 
-VOCABULARY, ROOM, AGREE = 512, 32_768, 1e-5
+VOCABULARY, MICROBATCH_TOKENS, AGREE = 512, 32_768, 1e-5
 
 
 @dataclass(frozen=True)
-class Case:
+class PrefixCase:
     """Shape of a batch.
 
     Attributes:
@@ -66,13 +66,13 @@ class Case:
 
 
 CASES = {
-    "long": Case(1, 16, 8192, 1024),
-    "alone": Case(16, 1, 1024, 1024),
-    "tiny": Case(8, 8, 4, 32, "always"),
-    "small": Case(8, 8, 12, 32),
-    "medium": Case(8, 8, 64, 128),
+    "long": PrefixCase(1, 16, 8192, 1024),
+    "alone": PrefixCase(16, 1, 1024, 1024),
+    "tiny": PrefixCase(8, 8, 4, 32, "always"),
+    "small": PrefixCase(8, 8, 12, 32),
+    "medium": PrefixCase(8, 8, 64, 128),
 }
-QUICK = CASES | {"long": Case(1, 8, 512, 64), "alone": Case(8, 1, 64, 64)}
+QUICK = CASES | {"long": PrefixCase(1, 8, 512, 64), "alone": PrefixCase(8, 1, 64, 64)}
 
 
 def write_model(folder: Path) -> None:
@@ -84,35 +84,43 @@ def write_model(folder: Path) -> None:
     )).save_pretrained(folder)  # fmt: skip
 
 
-def config(model: Path, case: Case, share: str) -> Config:
+def config(model: Path, case: PrefixCase, share: str) -> Config:
+    """Return the config of a case.
+
+    Args:
+        model: Folder of the checkpoint.
+        case: The case.
+        share: Value of training.share_prompts.
+    """
     return validate({
         "name": "prefix", "platform": "cpu", "model": {"path": str(model), "precision": "fp32"},
         "data": {"train": "unused", "max_prompt_tokens": case.prompt},
         "rollout": {"prompts_per_step": case.groups, "max_response_tokens": case.response},
         "training": {
-            "minibatch_prompts": case.groups, "epochs": 1, "max_tokens_per_microbatch": ROOM, "share_prompts": share,
+            "minibatch_prompts": case.groups, "epochs": 1, "max_tokens_per_microbatch": MICROBATCH_TOKENS,
+            "share_prompts": share,
         },
         "objective": {"name": "tepo", "beta": 0.01},
         "optimizer": {"lr": 1e-6},
     })  # fmt: skip
 
 
-def computed_tokens(case: Case) -> dict[str, float]:
+def computed_tokens(case: PrefixCase) -> dict[str, float]:
     """Return the tokens that a step computes, `plain` and `shared`, from the run's own planner."""
     sequences, alignment = range(case.groups * case.samples), Alignment()
     lengths = [case.length for _ in sequences]
     prompts = [i // case.samples for i in sequences]
     least_saved = 0 if case.share == "always" else LEAST_SAVED
-    families = PrefixGroups.of(prompts, [case.prompt for _ in sequences], alignment.sequence, least_saved)
+    prefix_groups = PrefixGroups.of(prompts, [case.prompt for _ in sequences], alignment.sequence, least_saved)
 
-    def of(families: PrefixGroups | None) -> float:
-        plan = plan_microbatches(lengths, 1, ROOM, alignment, families=families)
-        return plan_metrics(plan, lengths, alignment, families=families)["packing/computed_tokens"]
+    def of(prefix_groups: PrefixGroups | None) -> float:
+        plan = plan_microbatches(lengths, 1, MICROBATCH_TOKENS, alignment, prefix_groups=prefix_groups)
+        return plan_metrics(plan, lengths, alignment, prefix_groups=prefix_groups)["packing/computed_tokens"]
 
-    return {"plain": of(None), "shared": of(families)}
+    return {"plain": of(None), "shared": of(prefix_groups)}
 
 
-def batch_of(case: Case) -> TrainBatch:
+def batch_of(case: PrefixCase) -> TrainBatch:
     """Return a batch of random tokens. It is the second of two updates, so that old statistics are given."""
     generator = torch.Generator().manual_seed(0)
 
@@ -172,7 +180,7 @@ def measure(names: list[str], repetitions: int, quick: bool) -> list[dict[str, A
     return found
 
 
-def _row(name: str, case: Case, times: dict[str, Times], metrics: dict[str, dict[str, float]]) -> dict[str, Any]:
+def _row(name: str, case: PrefixCase, times: dict[str, MeasuredTimes], metrics: dict[str, dict[str, float]]) -> dict[str, Any]:
     for key in ("loss/total", "actor/grad_norm"):
         plain, shared = (metrics[side][key] for side in ("plain", "shared"))
         assert abs(shared - plain) <= AGREE * abs(plain), f"{name}: {key} is {shared}, without sharing {plain}"

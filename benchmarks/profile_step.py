@@ -35,7 +35,7 @@ from transformers.utils.logging import disable_progress_bar
 from benchmarks import _step_cases as cases
 from benchmarks._measure import load
 from benchmarks._step_workers import OurStep, world
-from benchmarks._timers import BACKWARD, UNKNOWN, Row, Timers, shares_of_backward
+from benchmarks._timers import BACKWARD, UNKNOWN, PartTimers, Row, shares_of_backward
 
 REST = "other Python"
 OLD, UPDATE = "old pass", "update"
@@ -58,7 +58,7 @@ MODULES = {
 }
 
 
-def instrument(step: OurStep, timers: Timers) -> None:
+def instrument(step: OurStep, timers: PartTimers) -> None:
     """Put the timers around the parts of the actor.
 
     Args:
@@ -123,7 +123,7 @@ def measure(case: str = "demo", steps: int = 10, threads: int = 1) -> dict[str, 
         cfg = cases.config(case, Path(folder))
         step = OurStep(cfg, cases.rollouts(case, cfg))
     bare = timed(step, steps)
-    timers = Timers(UPDATE)
+    timers = PartTimers(UPDATE)
     instrument(step, timers)
     samples: dict[Row, list[float]] = defaultdict(list)
 

@@ -36,7 +36,7 @@ def main() -> None:
     chance = random.Random(0)
     tokens = [tuple(chance.randrange(4, VOCABULARY) for _ in range(3 + i % 10)) for i in range(PROMPTS)]
     prompts = [Prompt(id=i, token_ids=ids, answer="") for i, ids in enumerate(tokens)]
-    server = ServerConfig(kv_cache_gib=0.25, restart_after_growth_gib=0, ready_seconds=3600, silent_seconds=600, restarts=0)
+    server = ServerConfig(kv_cache_gib=0.25, restart_after_growth_gib=0, ready_seconds=3600, heartbeat_timeout=600, restarts=0)
     launch = LaunchSpec(args.model, max_model_len=128, platform="cpu", precision="fp32", seed=0)
     with (
         tempfile.TemporaryDirectory() as folder,

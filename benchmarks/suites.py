@@ -13,7 +13,7 @@ from benchmarks.results import ROWS, Measure
 
 
 @dataclass(frozen=True)
-class Options:
+class SuiteOptions:
     """Options of all suites.
 
     Attributes:
@@ -38,65 +38,65 @@ class Suite:
     """
 
     rows: tuple[int, ...]
-    run: Callable[[Options], list[Measure]]
+    run: Callable[[SuiteOptions], list[Measure]]
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
-def _token_stats(options: Options) -> list[Measure]:
+def _token_stats(options: SuiteOptions) -> list[Measure]:
     from benchmarks import token_stats
 
     return token_stats.measure(options.peers, options.quick, rows=options.rows)
 
 
-def _layouts(options: Options) -> list[Measure]:
+def _layouts(options: SuiteOptions) -> list[Measure]:
     from benchmarks import layouts
 
     return layouts.measure(options.peers)
 
 
-def _packing(options: Options) -> list[Measure]:
+def _packing(options: SuiteOptions) -> list[Measure]:
     from benchmarks import packing
 
     return packing.measures(2 if options.quick else packing.SEEDS)
 
 
-def _step(options: Options) -> list[Measure]:
+def _step(options: SuiteOptions) -> list[Measure]:
     from benchmarks import _collected
 
     return _collected.step(options.quick)
 
 
-def _gpu(options: Options) -> list[Measure]:
+def _gpu(options: SuiteOptions) -> list[Measure]:
     from benchmarks.gpu import not_measured
 
     return not_measured()
 
 
-def _convert(options: Options) -> list[Measure]:
+def _convert(options: SuiteOptions) -> list[Measure]:
     from benchmarks import _collected
 
     return _collected.convert(options.quick)
 
 
-def _checkpoint(options: Options) -> list[Measure]:
+def _checkpoint(options: SuiteOptions) -> list[Measure]:
     from benchmarks import _collected
 
     return _collected.checkpoint(options.quick)
 
 
-def _sync(options: Options) -> list[Measure]:
+def _sync(options: SuiteOptions) -> list[Measure]:
     from benchmarks import _collected
 
     return _collected.sync(options.quick)
 
 
-def _overlap(options: Options) -> list[Measure]:
+def _overlap(options: SuiteOptions) -> list[Measure]:
     from benchmarks import _collected
 
     return _collected.overlap(options.quick)
 
 
-def _prefix(options: Options) -> list[Measure]:
+def _prefix(options: SuiteOptions) -> list[Measure]:
     from benchmarks import _collected
 
     return _collected.prefix(options.quick)

@@ -51,19 +51,19 @@ if TYPE_CHECKING:  # Megatron-Core is imported after the platform is active
 TARGETS = {"shm": 3.0, "group": 10.0, "ipc": 3.0}  # limits, in copies
 
 
-class Nobody:
+class NullReceiver:
     """A receiver that accepts everything at once, reads nothing, and never joins a process group."""
 
-    takers: tuple[Recipient, ...] = ()
+    recipients: tuple[Recipient, ...] = ()
 
-    def join(self, meetings: Mapping[Recipient, GroupSpec]) -> Future[None]:
-        raise AssertionError("nobody is invited")
+    def join_groups(self, specs: Mapping[Recipient, GroupSpec]) -> Future[None]:
+        raise AssertionError("this receiver joins no group")
 
     base: int | None = None
 
     def begin_update(self, version: int) -> None: ...
 
-    def keep(self, names: Sequence[str]) -> None: ...
+    def keep_unchanged(self, names: Sequence[str]) -> None: ...
 
     def load(self, sources: Sequence[Source]) -> Future[None]:
         done: Future[None] = Future()
@@ -75,7 +75,7 @@ class Nobody:
     def verify(self, sent: Mapping[str, int]) -> None: ...
 
 
-class Timed:
+class TimedFleet:
     """A fleet that also counts the seconds in which it was loading or finishing."""
 
     def __init__(self, fleet: Fleet) -> None:
@@ -90,15 +90,15 @@ class Timed:
     def base(self) -> int | None:
         return self.fleet.base
 
-    def keep(self, names: Sequence[str]) -> None:
-        self.fleet.keep(names)
+    def keep_unchanged(self, names: Sequence[str]) -> None:
+        self.fleet.keep_unchanged(names)
 
     @property
-    def takers(self) -> tuple[Recipient, ...]:
-        return self.fleet.takers
+    def recipients(self) -> tuple[Recipient, ...]:
+        return self.fleet.recipients
 
-    def join(self, meetings: Mapping[Recipient, GroupSpec]) -> Future[None]:
-        return self.fleet.join(meetings)
+    def join_groups(self, specs: Mapping[Recipient, GroupSpec]) -> Future[None]:
+        return self.fleet.join_groups(specs)
 
     def load(self, sources: Sequence[Source]) -> Future[None]:
         start = time.perf_counter()
@@ -119,6 +119,12 @@ class Timed:
 
 
 def timed_push(sync: WeightSync, version: int) -> float:
+    """Push the weights and return the seconds until all ranks have finished.
+
+    Args:
+        sync: Delivers the weights.
+        version: Version of the weights.
+    """
     start = time.perf_counter()
     sync.push(version)
     return time.perf_counter() - start
@@ -137,17 +143,19 @@ def measure(actor: Actor, cfg: Config, engine: Fleet | None, nbytes: int, pushes
     source = torch.ones(nbytes, dtype=torch.uint8)
     from tepo_megatron.weight_sync.sync import make_weight_sync
 
-    receiver = Timed(engine) if engine is not None else None
-    main, grouped = actor.groups.is_main, cfg.sync.transport == "group"
+    receiver = TimedFleet(engine) if engine is not None else None
+    main, grouped = actor.groups.is_main, cfg.sync.transport.type == "group"
     times: dict[str, list[float]] = collections.defaultdict(list)
     with contextlib.ExitStack() as stack:
 
         def sync_to(receiver: Any) -> WeightSync:
             return stack.enter_context(make_weight_sync(cfg.sync, actor.bindings, actor.arch, actor.groups, receiver))
 
-        syncs = {"gather": sync_to(Nobody() if main else None)} if grouped else {}
-        taker = stack.enter_context(Receiver(Path(cfg.model.path))) if grouped and main else Nobody() if main else None
-        syncs |= {"transport": sync_to(taker), "total": sync_to(receiver)}
+        syncs = {"gather": sync_to(NullReceiver() if main else None)} if grouped else {}
+        recipient = (
+            stack.enter_context(Receiver(Path(cfg.model.path))) if grouped and main else NullReceiver() if main else None
+        )
+        syncs |= {"transport": sync_to(recipient), "total": sync_to(receiver)}
         for version in range(pushes + 1):
             once = {"copy": copy_seconds(source)} | {name: timed_push(sync, version) for name, sync in syncs.items()}
             once["loading"] = receiver.seconds if receiver is not None else 0.0

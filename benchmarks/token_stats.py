@@ -27,7 +27,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import torch
 from torch import Tensor
 
-from benchmarks._measure import Times, bytes_moved, interleaved, load, peak_extra_bytes
+from benchmarks._measure import MeasuredTimes, bytes_moved, interleaved, load, peak_extra_bytes
 from benchmarks._token_stats_peers import Statistics, alternatives, ours
 from benchmarks.results import OURS, Measure, Target, surroundings, table
 
@@ -128,7 +128,7 @@ def times(them: dict[str, Statistics], shape: Shape, threads: int, repetitions: 
     found = []
     for name, run in (("time", forward_backward), ("time, entropy without gradient", logprob_only)):
         calls = {k: (lambda given, s=s, run=run: run(s, given)) for k, s in them.items()}
-        taken: dict[str, Times] = interleaved(inputs(shape, torch.bfloat16), calls, repetitions)
+        taken: dict[str, MeasuredTimes] = interleaved(inputs(shape, torch.bfloat16), calls, repetitions)
         more: dict[str, Any] = {
             "spread": {k: [t.low, t.high] for k, t in taken.items()},
             "cpu": {k: t.cpu for k, t in taken.items()},

@@ -50,7 +50,7 @@ _RESOURCES = re.compile(r"REG:(\d+) STACK:(\d+)")
 
 
 @dataclass(frozen=True)
-class Compiled:
+class CompiledKernel:
     """One kernel, compiled for one type of logits, one alignment of the columns and one architecture.
 
     Attributes:
@@ -88,7 +88,7 @@ class Compiled:
         return triton_kernels.BLOCK * ITEM_BYTES[self.logits] // (16 * 32 * triton_kernels.OPTIONS["num_warps"])
 
 
-def compile_kernel(kernel: str, logits: str, shape: str, arch: int) -> Compiled:
+def compile_kernel(kernel: str, logits: str, shape: str, arch: int) -> CompiledKernel:
     """Compile one kernel and return its properties.
 
     Args:
@@ -120,7 +120,7 @@ def compile_kernel(kernel: str, logits: str, shape: str, arch: int) -> Compiled:
     return _read(compiled.asm["cubin"], compiled.metadata.shared, kernel, logits, shape, arch)
 
 
-def _read(cubin: bytes, shared: int, kernel: str, logits: str, shape: str, arch: int) -> Compiled:
+def _read(cubin: bytes, shared: int, kernel: str, logits: str, shape: str, arch: int) -> CompiledKernel:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
@@ -130,7 +130,7 @@ def _read(cubin: bytes, shared: int, kernel: str, logits: str, shape: str, arch:
         raise RuntimeError("cuobjdump prints no resource usage of the kernel; has its format changed?")
     registers, stack = map(int, resources.groups())
     accesses = Counter((op, _width(suffix or "")) for op, suffix in _ACCESS.findall(code))
-    return Compiled(
+    return CompiledKernel(
         triton.__version__, _ptxas_version(arch), arch, kernel, logits, shape, registers,
         sum(n for (op, _), n in accesses.items() if op in ("LDL", "STL")), stack, shared,
         resident_warps(registers, shared, triton_kernels.OPTIONS["num_warps"]),
@@ -174,18 +174,18 @@ def _run(tool: str, *arguments: str) -> str:
     return subprocess.run([_BINARIES / tool, *arguments], capture_output=True, text=True, check=True, timeout=60).stdout
 
 
-def compile_all() -> list[Compiled]:
+def compile_all() -> list[CompiledKernel]:
     """Compile every row of the file with the installed Triton."""
     cases = itertools.product(ARCHITECTURES, VARIANTS, ("bf16", "fp32"), RECORDED_SHAPES)
     return [compile_kernel(kernel, logits, shape, arch) for arch, kernel, logits, shape in cases]
 
 
-def load(path: Path = OUT) -> list[Compiled]:
+def load(path: Path = OUT) -> list[CompiledKernel]:
     """Read the file; [] if it does not exist."""
-    return [Compiled(**x) for x in json.loads(path.read_text())] if path.exists() else []
+    return [CompiledKernel(**x) for x in json.loads(path.read_text())] if path.exists() else []
 
 
-def save(rows: Sequence[Compiled], path: Path = OUT) -> None:
+def save(rows: Sequence[CompiledKernel], path: Path = OUT) -> None:
     """Write JSON, and the table as Markdown next to it.
 
     Args:
@@ -196,7 +196,7 @@ def save(rows: Sequence[Compiled], path: Path = OUT) -> None:
     path.with_suffix(".md").write_text(table(rows))
 
 
-def table(rows: Sequence[Compiled]) -> str:
+def table(rows: Sequence[CompiledKernel]) -> str:
     """Return a Markdown table."""
     head = ("triton", "ptxas", "sm", "kernel", "logits", "columns", "registers", "spills", "shared bytes", "warps of 64",
             "loads", "stores")  # fmt: skip

@@ -58,7 +58,7 @@ def _about(words: list[str]) -> str:
 
 def _launch(words: list[str]) -> int:
     kind = words.pop(0) if words and words[0] in ("convert", "evaluate") else "train"
-    words, rest = _cut(words) if kind != "train" else (words, [])
+    words, rest = _split_words(words) if kind != "train" else (words, [])
     parser = argparse.ArgumentParser(prog="launch", usage=USAGE, allow_abbrev=False)
     parser.add_argument("target", metavar="CONFIG" if kind == "train" else "FOLDER")
     parser.add_argument("--executor", choices=list(EXECUTORS), default="local", help="(default: %(default)s)")
@@ -98,7 +98,7 @@ def _start(executor: Executor, job: Any, folder: Path, dry_run: bool) -> int:
     return executor.start(job, folder)
 
 
-def _cut(words: list[str]) -> tuple[list[str], list[str]]:
+def _split_words(words: list[str]) -> tuple[list[str], list[str]]:
     """Return the words before and after `--`."""
     if "--" not in words:
         return words, []

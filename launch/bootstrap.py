@@ -14,7 +14,7 @@ from tepo_megatron.observability import run_dir
 from tepo_megatron.utils.atomic import replace_file
 
 
-def begin(config: str, task_id: str) -> int:
+def count_start(config: str, task_id: str) -> int:
     """Count a start of the job.
 
     Args:
@@ -39,6 +39,6 @@ def begin(config: str, task_id: str) -> int:
 
 if __name__ == "__main__":
     try:
-        print(f"launch: start {begin(sys.argv[1], os.environ['SKYPILOT_TASK_ID'])} of this job")
+        print(f"launch: start {count_start(sys.argv[1], os.environ['SKYPILOT_TASK_ID'])} of this job")
     except TepoError as e:
         sys.exit(f"launch: error: {e}")

@@ -66,10 +66,10 @@ def folders(cfg: Config) -> list[tuple[str, str | None]]:
     return [
         ("output", cfg.output),
         ("model.path", cfg.model.path),
-        ("model.reference", cfg.model.reference),
+        ("objective.ref_kl.path", cfg.objective.reference_path),
         *(("data.train", source.path if cfg.rollout.replay is None else None) for source in cfg.data.sets),
         ("data.eval", cfg.data.eval),
         ("rollout.replay", cfg.rollout.replay),
-        ("rollout.server.rendezvous", cfg.rollout.server.rendezvous),
-        ("sync.folder", cfg.sync.folder if cfg.sync.folder != "/dev/shm" else None),
+        ("rollout.server.rendezvous", cfg.rollout.server.rendezvous_folder),
+        ("sync.transport.folder", cfg.sync.shared_folder if cfg.sync.shared_folder != "/dev/shm" else None),
     ]

@@ -19,7 +19,7 @@ _RECORD = "job.json"
 
 
 @dataclass(frozen=True)
-class Job:
+class SubmittedJob:
     """A submitted job.
 
     Attributes:
@@ -36,7 +36,7 @@ class Job:
     submitted: str
 
 
-def home_of(folder: Path) -> Path:
+def launch_folder(folder: Path) -> Path:
     """Return the folder in which launch keeps the files that belong to a run or to another folder."""
     return folder.absolute() / "launch"
 
@@ -47,19 +47,19 @@ def write(folder: Path, executor: str, job_id: str) -> None:
     Args:
         folder: The folder.
         executor: Name of the executor.
-        job_id: `Job.id`.
+        job_id: `SubmittedJob.id`.
     """
-    home = home_of(folder)
+    home = launch_folder(folder)
     home.mkdir(parents=True, exist_ok=True)
-    job = Job(executor, job_id, os.uname().nodename, time.strftime("%Y-%m-%dT%H:%M:%S%z"))
+    job = SubmittedJob(executor, job_id, os.uname().nodename, time.strftime("%Y-%m-%dT%H:%M:%S%z"))
     replace_file(home / _RECORD, json.dumps(asdict(job), indent=2).encode() + b"\n", durable=False)
 
 
-def read(folder: Path) -> Job:
+def read(folder: Path) -> SubmittedJob:
     """Return the newest job of a folder. Raise ConfigError if there is none."""
-    path = home_of(folder) / _RECORD
+    path = launch_folder(folder) / _RECORD
     try:
-        return Job(**json.loads(path.read_text()))
+        return SubmittedJob(**json.loads(path.read_text()))
     except FileNotFoundError:
         raise ConfigError(f"{folder}: nothing was launched there; give a run's folder, output/name of its config") from None
     except (OSError, ValueError, TypeError) as e:
@@ -68,7 +68,7 @@ def read(folder: Path) -> Job:
 
 def next_submission(folder: Path) -> tuple[str, Path, int]:
     """Return the name of the next submission, the folder for its files, and its number (one more than the greatest so far)."""
-    home, name = home_of(folder), folder.absolute().name
+    home, name = launch_folder(folder), folder.absolute().name
     numbers = (path.name.rpartition("_")[2] for path in (home / "experiments" / name).glob(f"{name}_*"))
     return name, home, 1 + max((int(number) for number in numbers if number.isdigit()), default=0)
 
@@ -79,7 +79,7 @@ def submitted(folder: Path, executor: str, job_id: str, what: str = "job") -> in
     Args:
         folder: The folder.
         executor: Name of the executor.
-        job_id: `Job.id`.
+        job_id: `SubmittedJob.id`.
         what: The executor's word for a job.
 
     Returns:
@@ -105,7 +105,7 @@ def progress(folder: Path) -> list[str]:
     return lines
 
 
-def ends(folder: Path, paths: Iterable[Path], lines: int) -> str:
+def log_tails(folder: Path, paths: Iterable[Path], lines: int) -> str:
     """Return the last lines of some files and of the run's own log, under their names; empty if none exists.
 
     Args:
@@ -114,9 +114,9 @@ def ends(folder: Path, paths: Iterable[Path], lines: int) -> str:
         lines: Number of lines of each file.
     """
     found = [path for path in [*paths, folder / "log.txt"] if path.exists()]
-    return "\n".join(f"==== {path}\n{_end(path, lines)}" for path in found)
+    return "\n".join(f"==== {path}\n{_log_tail(path, lines)}" for path in found)
 
 
-def _end(path: Path, lines: int) -> str:
+def _log_tail(path: Path, lines: int) -> str:
     with path.open(errors="replace") as file:
         return escaped("".join(deque(file, lines)).rstrip())

@@ -52,14 +52,14 @@ def lay_out(cfg: Config, cluster: Cluster) -> Layout:
     world = cfg.parallel.world_size
     train_nodes, ranks = _split(world, cluster.slots, f"parallel has {world} ranks", "dp, tp, pp or cp")
     server = cfg.rollout.server
-    if server.rendezvous is None:
-        if train_nodes > 1 and server.urls is None and cfg.rollout.replay is None:
+    if server.rendezvous_folder is None:
+        if train_nodes > 1 and not server.others and cfg.rollout.replay is None:
             raise ConfigError(
                 f"parallel has {world} ranks, on {train_nodes} machines of {cluster.slots}, and all servers would be on one of "
                 "them; with --rollout.server.rendezvous FOLDER they are on each of these machines (--rollout.colocate true), "
-                "or with --sync.folder FOLDER on machines of their own (--rollout.colocate false)"
+                "or with --sync.transport.folder FOLDER on machines of their own (--rollout.colocate false)"
             )
-        starts = server.urls is None and cfg.rollout.replay is None
+        starts = not server.others and cfg.rollout.replay is None
         taken = world + cfg.rollout.servers * server.tp
         if starts and not cfg.rollout.colocate and cfg.platform == "cuda" and taken > cluster.gpus_per_node:
             raise ConfigError(
@@ -68,29 +68,29 @@ def lay_out(cfg: Config, cluster: Cluster) -> Layout:
                 "machines of their own with --rollout.server.rendezvous FOLDER"
             )
         return Layout(train_nodes, ranks)
-    room = None if cluster.slots is None else cluster.slots // server.tp
-    if room == 0:
+    slots = None if cluster.slots is None else cluster.slots // server.tp
+    if slots == 0:
         raise ConfigError(
             f"rollout.server.tp={server.tp} exceeds the {cluster.slots} GPUs of a machine; lower it to that at most"
         )
     if cfg.rollout.colocate:
         servers, left = divmod(cfg.rollout.servers, train_nodes)
-        if left or (room is not None and servers > room):
+        if left or (slots is not None and servers > slots):
             raise ConfigError(
                 f"rollout.servers={cfg.rollout.servers} of {server.tp} GPUs cannot be spread evenly over the {train_nodes} "
-                f"machines of the ranks, at most {room} on each; make it a multiple of {train_nodes}"
+                f"machines of the ranks, at most {slots} on each; make it a multiple of {train_nodes}"
             )
         return Layout(train_nodes, ranks, train_nodes, servers, shared=True)
     serve_nodes, servers = _split(
-        cfg.rollout.servers, room, f"rollout.servers={cfg.rollout.servers} of {server.tp} GPUs", "rollout.servers"
+        cfg.rollout.servers, slots, f"rollout.servers={cfg.rollout.servers} of {server.tp} GPUs", "rollout.servers"
     )
     return Layout(train_nodes, ranks, serve_nodes, servers)
 
 
-def _split(count: int, room: int | None, what: str, keys: str) -> tuple[int, int]:
+def _split(count: int, slots: int | None, what: str, keys: str) -> tuple[int, int]:
     """Return (machines, count on each), all alike. Raise ConfigError if the count does not divide evenly."""
-    if room is None or count <= room:
+    if slots is None or count <= slots:
         return 1, count
-    if count % room:
-        raise ConfigError(f"{what}: on machines with room for {room} some would stay empty; make it a multiple, by {keys}")
-    return count // room, room
+    if count % slots:
+        raise ConfigError(f"{what}: on machines of {slots} some would stay empty; make it a multiple of {slots}, by {keys}")
+    return count // slots, slots

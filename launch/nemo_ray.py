@@ -90,7 +90,7 @@ def state(id: str) -> str:
     return "\n".join([*lines, *(f"pod {pod.metadata.name}: {why}" for pod in pods if (why := _waits(pod.status)))])
 
 
-def said(id: str, lines: int) -> str:
+def submitter_output(id: str, lines: int) -> str:
     """Return the output of the job's submitter, which is the output of on_ray.py.
 
     Args:

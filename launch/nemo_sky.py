@@ -74,7 +74,7 @@ def submit(job: ManagedJob) -> str:
     """
     with _environment(job.home):
         executor = _executor(job, job.home)
-        with _told("SkyPilot refused the job"):
+        with _reported("SkyPilot refused the job"):
             executor.package(executor.packager, job_name=job.name)
             number, _ = executor.launch(_task(executor, job))
     found = number[0] if isinstance(number, list) and number else number
@@ -85,7 +85,7 @@ def submit(job: ManagedJob) -> str:
 
 def status(number: str) -> str:
     """Return the state of a job as text."""
-    with _environment(Path.cwd()), _told(f"the state of managed job {number}"):
+    with _environment(Path.cwd()), _reported(f"the state of managed job {number}"):
         import sky
         from sky.jobs.client import sdk
 
@@ -105,7 +105,7 @@ def logs(number: str, lines: int) -> str:
         lines: Number of lines.
     """
     text = io.StringIO()
-    with _environment(Path.cwd()), _told(f"the logs of managed job {number}"):
+    with _environment(Path.cwd()), _reported(f"the logs of managed job {number}"):
         from sky.jobs.client import sdk
 
         sdk.tail_logs(job_id=int(number), follow=False, tail=lines, output_stream=text)
@@ -114,7 +114,7 @@ def logs(number: str, lines: int) -> str:
 
 def cancel(number: str) -> None:
     """Cancel a job after its written files have reached their buckets."""
-    with _environment(Path.cwd()), _told(f"cancelling managed job {number}"):
+    with _environment(Path.cwd()), _reported(f"cancelling managed job {number}"):
         import sky
         from sky.jobs.client import sdk
 
@@ -157,7 +157,7 @@ def _task(executor: Any, job: ManagedJob) -> Any:
     """Return NeMo-Run's SkyPilot task, completed with options that its executor lacks."""
     sky = job.cluster.skypilot
     assert sky is not None, "checked before"
-    with _told("SkyPilot refuses the task"):
+    with _reported("SkyPilot refuses the task"):
         task = executor.to_task(job.name, ["bash", RUN])
         task.update_secrets({name: os.environ[name] for name in job.cluster.secrets})
         if sky.volumes:
@@ -207,7 +207,7 @@ def _importing() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _told(what: str) -> Iterator[None]:
+def _reported(what: str) -> Iterator[None]:
     """Turn an error of SkyPilot or NeMo-Run into a ConfigError with a one-line message."""
     try:
         with _importing():

@@ -30,7 +30,7 @@ _HEAD = "node:__internal_head__"  # a resource that only Ray's head node has
 
 
 @dataclass(frozen=True)
-class Script:
+class PlannedScript:
     """A script in the plan. It runs once on each of `nodes` machines from the `first` on, with one log per machine."""
 
     name: str
@@ -45,7 +45,7 @@ class Script:
 
 
 @dataclass(frozen=True)
-class Plan:
+class RayJobPlan:
     """The plan that `launch` wrote.
 
     The job ends when the first script has ended on all its machines. The end of another script is a failure.
@@ -61,17 +61,17 @@ class Plan:
     checkpoints: str | None
     state: str
     log: str
-    scripts: list[Script]
+    scripts: list[PlannedScript]
 
     @classmethod
-    def read(cls, path: str) -> Plan:
+    def read(cls, path: str) -> RayJobPlan:
         """Read the plan from its file."""
         tree = json.loads(Path(path).read_text())
-        return cls(**tree | {"scripts": [Script(**script) for script in tree["scripts"]]})
+        return cls(**tree | {"scripts": [PlannedScript(**script) for script in tree["scripts"]]})
 
 
 @dataclass
-class State:
+class RayJobState:
     """State that must outlive this program.
 
     Attributes:
@@ -83,7 +83,7 @@ class State:
     failed_at: list[str] = field(default_factory=list)
 
     @classmethod
-    def read(cls, path: Path) -> State:
+    def read(cls, path: Path) -> RayJobState:
         """Read the state from its file; a new job has the initial state."""
         return cls(**json.loads(path.read_text())) if path.exists() else cls()
 
@@ -94,11 +94,11 @@ class State:
         part.replace(path)
 
 
-class Failure(Exception):
+class RayJobFailure(Exception):
     """A start of the job has ended; the message says why and where."""
 
 
-class Machine:
+class RayMachine:
     """An actor that supervises the scripts of one machine. It is killed with its node; then supervise.py ends the scripts."""
 
     def __init__(self) -> None:
@@ -137,26 +137,26 @@ class Machine:
         outputs = {kept.stdout: name for name, kept in self._kept.items() if name not in self._ended}
         for output in select.select(list(outputs), [], [], seconds)[0]:
             assert output is not None
-            told = output.readline()  # written at once, so never partial; empty if supervise.py was killed
-            self._ended[outputs[output]] = int(told or 137)
+            line = output.readline()  # written at once, so never partial; empty if supervise.py was killed
+            self._ended[outputs[output]] = int(line or 137)
         return self._ended
 
 
-class Job:
+class RayJobRunner:
     """A job on the Ray cluster, with all its starts."""
 
-    def __init__(self, plan: Plan, keeper: Path) -> None:
+    def __init__(self, plan: RayJobPlan, supervisor: Path) -> None:
         self._plan = plan
-        self._keeper = keeper
-        self._actor = ray.remote(num_cpus=0, num_gpus=plan.gpus, max_restarts=0)(Machine)
+        self._supervisor = supervisor
+        self._actor = ray.remote(num_cpus=0, num_gpus=plan.gpus, max_restarts=0)(RayMachine)
 
     def run(self) -> int:
         """Start the job until it is done. Return 0 if the first script succeeded, and 1 if the job is given up."""
-        state = State.read(Path(self._plan.state))
+        state = RayJobState.read(Path(self._plan.state))
         while True:
             try:
                 nodes = self._machines()
-            except Failure as e:
+            except RayJobFailure as e:
                 self._say(f"{e}: this is the end")
                 return 1
             state.starts += 1
@@ -164,7 +164,7 @@ class Job:
             try:
                 self._start(nodes, state.starts - 1)
                 return 0
-            except Failure as e:
+            except RayJobFailure as e:
                 said = str(e)
             newest = self._newest()
             state.failed_at.append(newest)
@@ -181,7 +181,7 @@ class Job:
     def _machines(self) -> list[Any]:
         """Return a responsive actor on each required machine. Raise Failure if the machines are not available in time."""
         deadline = time.monotonic() + self._plan.wait_seconds
-        told = 0.0
+        last_logged = 0.0
         while True:
             nodes = sorted(filter(self._usable, ray.nodes()), key=lambda node: (node["NodeName"], node["NodeID"]))
             if len(nodes) >= self._plan.machines:
@@ -189,9 +189,9 @@ class Job:
                 if found is not None:
                     return found
             if time.monotonic() > deadline:
-                raise Failure(f"{len(nodes)} of {self._plan.machines} machines after {self._plan.wait_seconds} s")
-            if time.monotonic() > told + 60:
-                told = time.monotonic()
+                raise RayJobFailure(f"{len(nodes)} of {self._plan.machines} machines after {self._plan.wait_seconds} s")
+            if time.monotonic() > last_logged + 60:
+                last_logged = time.monotonic()
                 self._say(f"{len(nodes)} of {self._plan.machines} machines are there; waiting for the others")
             time.sleep(_LOOK_SECONDS)
 
@@ -226,7 +226,7 @@ class Job:
             started = {}
             for script in self._plan.scripts:
                 for i in filter(script.runs_on, range(len(actors))):
-                    words = [str(self._keeper), script.log.format(machine=i), "bash", script.path]
+                    words = [str(self._supervisor), script.log.format(machine=i), "bash", script.path]
                     started[actors[i].start.remote(script.name, words, shared | own[i])] = names[i]
             self._answers(started)
             while not self._done([self._answers({a.ended.remote(): n})[0] for a, n in zip(actors, names, strict=True)], names):
@@ -240,15 +240,15 @@ class Job:
         try:
             return [self._answer(ref, name) for ref, name in asked.items()]
         except RayError as e:
-            raise Failure(f"{type(e).__name__}: {e}") from None
+            raise RayJobFailure(f"{type(e).__name__}: {e}") from None
 
     def _answer(self, ref: Any, name: str) -> Any:
         try:
             return ray.get(ref, timeout=_ANSWER_SECONDS)
         except RayActorError:
-            raise Failure(f"{name} is lost") from None
+            raise RayJobFailure(f"{name} is lost") from None
         except GetTimeoutError:
-            raise Failure(f"{name} did not answer within {_ANSWER_SECONDS:.0f} s") from None
+            raise RayJobFailure(f"{name} did not answer within {_ANSWER_SECONDS:.0f} s") from None
 
     def _done(self, ended: list[dict[str, int]], names: list[str]) -> bool:
         """Return whether the first script succeeded on all its machines. Raise Failure if one failed or another one ended."""
@@ -256,7 +256,7 @@ class Job:
         for name, statuses in zip(names, ended, strict=True):
             for script, status in statuses.items():
                 if status or script != first.name:
-                    raise Failure(f"{script} on {name} ended with status {status}")
+                    raise RayJobFailure(f"{script} on {name} ended with status {status}")
         return sum(first.name in statuses for statuses in ended) == first.nodes
 
     def _newest(self) -> str:
@@ -274,9 +274,9 @@ class Job:
 
 def main() -> int:
     """Run the plan and return the exit status of the job."""
-    plan = Plan.read(sys.argv[1])
+    plan = RayJobPlan.read(sys.argv[1])
     ray.init(address="auto", log_to_driver=False)
-    return Job(plan, Path(__file__).absolute().with_name("supervise.py")).run()
+    return RayJobRunner(plan, Path(__file__).absolute().with_name("supervise.py")).run()
 
 
 if __name__ == "__main__":

@@ -102,7 +102,7 @@ class Cluster:
             raise ValueError(f"environment.{twice[0]} is given twice, by network or secrets too; remove one of them")
         if self.skypilot is not None and (self.skypilot.gpu is None) != (self.gpus_per_node == 0):
             raise ValueError(
-                f"skypilot.gpu={self.skypilot.gpu} and gpus_per_node={self.gpus_per_node} say different things; give both, or "
+                f"skypilot.gpu={self.skypilot.gpu} and gpus_per_node={self.gpus_per_node} contradict each other; give both, or "
                 "neither"
             )
 

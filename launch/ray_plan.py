@@ -10,13 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launch.profile import Cluster
-from launch.scripts import ENDPOINT, Starts, Task
+from launch.scripts import ENDPOINT, StartVariables, Task
 from launch.sections import KubeRayConfig
 
 # on_ray.py sets these variables for every start of a job. Addresses are passed, because only a pod itself can resolve its name.
-STARTS = Starts(
+STARTS = StartVariables(
     "$LAUNCH_START", '"${LAUNCH_JOB}-${LAUNCH_START}"',
-    meet=f'{ENDPOINT} --node-rank "$LAUNCH_MACHINE"', address=f'{Starts.address} --address "$LAUNCH_ADDRESS"',
+    rendezvous=f'{ENDPOINT} --node-rank "$LAUNCH_MACHINE"',
+    address=f'{StartVariables.address} --address "$LAUNCH_ADDRESS"',
 )  # fmt: skip
 # By default Ray's workers and their children run at nice 15, are the first that the kernel kills, and are killed by Ray when
 # memory is scarce. Here one worker is a whole machine's work. Usage statistics are off.
@@ -24,7 +25,7 @@ OF_RAY = {
     "RAY_worker_niceness": "0", "RAY_worker_oom_score_adjustment": "0", "RAY_memory_monitor_refresh_ms": "0",
     "RAY_USAGE_STATS_ENABLED": "0", "PYTHONUNBUFFERED": "1",
 }  # fmt: skip
-PLAN, PROGRAM, KEEPER = "plan.json", "on_ray.py", "supervise.py"
+PLAN, PROGRAM, SUPERVISOR = "plan.json", "on_ray.py", "supervise.py"
 _NAME_LENGTH = 24  # characters of the run's name in the job's name, which KubeRay limits to 47
 
 
@@ -38,7 +39,7 @@ class RayJob:
         number: Number of this submission from that folder.
         tasks: The tasks.
         cluster: The cluster's profile.
-        goes_on: True for a run with checkpoints, which is restarted after a failure.
+        resumes: True for a run with checkpoints, which is restarted after a failure.
     """
 
     name: str
@@ -46,7 +47,7 @@ class RayJob:
     number: int
     tasks: Sequence[Task]
     cluster: Cluster
-    goes_on: bool = False
+    resumes: bool = False
 
     @property
     def id(self) -> str:
@@ -79,7 +80,7 @@ class RayJob:
     def files(self) -> dict[str, str]:
         """Return name -> content of the files that the entrypoint needs in the job's folder."""
         scripts = {f"{task.name}.sh": f"#!/bin/bash\n{task.script}" for task in self.tasks}
-        programs = {name: Path(__file__).with_name(name).read_text() for name in (PROGRAM, KEEPER)}
+        programs = {name: Path(__file__).with_name(name).read_text() for name in (PROGRAM, SUPERVISOR)}
         return {PLAN: json.dumps(self._plan(), indent=2) + "\n", **scripts, **programs}
 
     def write(self) -> None:
@@ -103,9 +104,9 @@ class RayJob:
             "gpus": self.cluster.gpus_per_node,
             "port": self.cluster.network.port,
             "wait_seconds": self.kuberay.wait_seconds,
-            "restarts": self.kuberay.restarts if self.goes_on else 0,
+            "restarts": self.kuberay.restarts if self.resumes else 0,
             "error_restarts": self.kuberay.error_restarts,
-            "checkpoints": str(self.home.parent / "checkpoints") if self.goes_on else None,
+            "checkpoints": str(self.home.parent / "checkpoints") if self.resumes else None,
             "state": str(self.folder / "state.json"),
             "log": str(self.home / f"{self.name}-head-{self.number}.log"),
             "scripts": scripts,

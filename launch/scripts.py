@@ -19,20 +19,20 @@ ENDPOINT = '--rdzv-endpoint "${MASTER_ADDR%% *}:$MASTER_PORT"'
 
 
 @dataclass(frozen=True)
-class Starts:
+class StartVariables:
     """Information about a start of a job that the scheduler provides, as shell words.
 
     Attributes:
         count: Number of earlier starts of the job.
         id: Unique among all starts of all jobs.
-        meet: torchrun options: the rendezvous address of the ranks' machines, and the index of this machine.
+        rendezvous: torchrun options: the rendezvous address of the ranks' machines, and the index of this machine.
         address: Options of `tepo serve`.
         config: The run's config. None: the config.yaml in its folder.
     """
 
     count: str
     id: str
-    meet: str = f'{ENDPOINT} --node-rank "$SLURM_PROCID"'
+    rendezvous: str = f'{ENDPOINT} --node-rank "$SLURM_PROCID"'
     address: str = "--host 0.0.0.0"
     config: str | None = None
 
@@ -56,7 +56,7 @@ class Task:
     shared: bool = False
 
 
-def training(cfg: Config, cluster: Cluster, layout: Layout, folder: Path, starts: Starts) -> list[Task]:
+def training(cfg: Config, cluster: Cluster, layout: Layout, folder: Path, starts: StartVariables) -> list[Task]:
     """Return the tasks of a run.
 
     Args:
@@ -81,7 +81,7 @@ def training(cfg: Config, cluster: Cluster, layout: Layout, folder: Path, starts
     return tasks
 
 
-def train_lines(cfg: Config, cluster: Cluster, layout: Layout, starts: Starts) -> list[str]:
+def train_lines(cfg: Config, cluster: Cluster, layout: Layout, starts: StartVariables) -> list[str]:
     """Return the lines for a machine with ranks. The last line is the command.
 
     Args:
@@ -108,10 +108,10 @@ def train_lines(cfg: Config, cluster: Cluster, layout: Layout, starts: Starts) -
         # not c10d: its agents unpickle anything that anybody put into their store (torch 2.13)
         *("--rdzv-backend", "static", "--max-restarts", "0"),
     ]
-    return [*lines, f'{env}{joined(start)} {starts.meet} --rdzv-id {starts.id} -m tepo_megatron "${{words[@]}}"']
+    return [*lines, f'{env}{joined(start)} {starts.rendezvous} --rdzv-id {starts.id} -m tepo_megatron "${{words[@]}}"']
 
 
-def serve_line(cfg: Config, cluster: Cluster, layout: Layout, starts: Starts) -> str:
+def serve_line(cfg: Config, cluster: Cluster, layout: Layout, starts: StartVariables) -> str:
     """Return the command for a machine with servers.
 
     Args:
@@ -179,13 +179,13 @@ def head(folder: Path) -> list[str]:
     return ["set -euo pipefail", f"cd {shlex.quote(str(folder))}"]
 
 
-def _config(cfg: Config, starts: Starts) -> str:
+def _config(cfg: Config, starts: StartVariables) -> str:
     return starts.config or str(cfg.run_dir / "config.yaml")
 
 
-def _rendezvous(cfg: Config, starts: Starts) -> str:
-    """Return a folder of its own for each start, so that the servers of a killed start are never found."""
-    return f"{shlex.quote(str(cfg.rollout.server.rendezvous))}/{starts.id}"
+def _rendezvous(cfg: Config, starts: StartVariables) -> str:
+    """Return a rendezvous folder that no other start uses, so that the servers of a killed start are never found."""
+    return f"{shlex.quote(str(cfg.rollout.server.rendezvous_folder))}/{starts.id}"
 
 
 def joined(words: Sequence[str]) -> str:

@@ -27,7 +27,7 @@ class SlurmConfig:
 
     Attributes:
         account, partition, qos, time, mem, exclusive: Options of sbatch.
-        warning_seconds: Seconds before the time limit at which a run is told to requeue after its next checkpoint.
+        warning_seconds: Seconds before the time limit at which a run gets the signal to requeue after its next checkpoint.
         restarts: Maximum restarts for any reason; 0: never restart.
         error_restarts: Maximum restarts at one checkpoint, or before the first, after a part of the run failed or was killed;
             0: the first failure ends the run.

@@ -1,7 +1,7 @@
 """Supervise one command and all its descendants for a process that may be killed: `python supervise.py LOG WORDS...`.
 
-It is run by its file path. Stdin is never read. When stdin is closed, because the process at the other end closed it or is
-gone, everything is ended. When no process of the command is left, one line with the command's exit status goes to stdout. No
+Run it by its file path. Stdin is never read. When stdin is closed, because the process at the other end closed it or has ended,
+all processes of the command are ended. When none is left, one line with the command's exit status is written to stdout. No
 descendant can escape, because this process adopts orphans (PR_SET_CHILD_SUBREAPER). Only the standard library is needed
 (Linux).
 """
@@ -25,7 +25,7 @@ _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def keep(log: str, words: list[str]) -> int:
+def supervise(log: str, words: list[str]) -> int:
     """Run a command until it ends or stdin is closed. No process of it is left afterwards.
 
     Args:
@@ -105,7 +105,7 @@ def main() -> None:
     if os.fork():
         os._exit(0)
     os.setsid()
-    status = keep(sys.argv[1], sys.argv[2:])
+    status = supervise(sys.argv[1], sys.argv[2:])
     with contextlib.suppress(BrokenPipeError):  # nobody waits for the status
         os.write(1, f"{status}\n".encode())
 

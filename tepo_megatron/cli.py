@@ -57,8 +57,9 @@ def _add_train(commands: Commands) -> None:
 def _add_report(commands: Commands) -> None:
     parser = commands.add_parser(
         "report",
-        help="a run as a page and a picture, finished or under way; several runs compared",
-        epilog="Of one run: report.html and report.png in it. Of several: comparison.html beside the first, the baseline.",
+        help="show a run, finished or not, as a page and a picture; compare several runs",
+        epilog="One run: writes report.html and report.png into its folder. Several runs: writes comparison.html next to the "
+        "first run, the baseline.",
     )
     parser.add_argument("run_dirs", type=Path, nargs="+", metavar="RUN_DIR", help="the run's directory, runs/NAME")
     parser.add_argument("--out", type=Path, metavar="FILE", help="where to write the comparison instead")
@@ -86,7 +87,7 @@ def _add_serve(commands: Commands) -> None:
     )
     parser.add_argument("config", metavar="CONFIG", help="the trainer's YAML file")
     parser.add_argument("--host", default="127.0.0.1", help="the address to listen on, 0.0.0.0 for all (default: %(default)s)")
-    parser.add_argument("--address", help="what other machines call it (default: the host, or this machine's name)")
+    parser.add_argument("--address", help="name by which other machines reach it (default: the host, or this machine's name)")
     parser.set_defaults(run=lambda args, overrides: serve(args.config, args.host, args.address, overrides))
 
 
@@ -114,14 +115,14 @@ def _add_evaluate(commands: Commands) -> None:
     parser.add_argument(
         "checkpoint", type=Path, metavar="CHECKPOINT", help="a Hugging Face directory, a run, or a Megatron checkpoint"
     )
-    parser.add_argument("--config", metavar="FILE", help="settings of engine, grading and evaluation, as of tepo train")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="for samples and results (default: in evaluations/)")
+    parser.add_argument("--config", metavar="FILE", help="settings of engine, grading and evaluation, as for tepo train")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="folder for samples and results (default: in evaluations/)")
     parser.add_argument("--against", type=Path, metavar="DIR", help="another evaluation, to be compared problem by problem")
     parser.add_argument(
         "--published",
         default="auto",
         metavar="ROWS",
-        help="rows of the paper to print beside it: the name of a model as it stands there, all, none, or auto: of the model "
+        help="rows of the paper to print next to the results: the name of a model in the paper, all, none, or auto: the model "
         "that CHECKPOINT names (default: %(default)s)",
     )
     parser.set_defaults(run=evaluate)
@@ -130,25 +131,27 @@ def _add_evaluate(commands: Commands) -> None:
 def _add_plan(commands: Commands) -> None:
     parser = commands.add_parser(
         "plan",
-        help="memory and time of a config before any GPU is asked for, and the best layouts",
+        help="predict memory and time of a config before any GPU is requested, and list the best layouts",
         usage="tepo plan CONFIG [--gpus N] [--gpu H100|H200|B200] [--section.key VALUE ...]",
         epilog="Exit status 1: the given layout does not fit. The model, its sources and its errors: docs/plan.md.",
         allow_abbrev=False,
     )
     parser.add_argument("config", metavar="CONFIG", help="the run's YAML file; of the model only config.json is read")
-    parser.add_argument("--gpus", type=int, metavar="N", help="of trainer and engine together (default: what CONFIG takes)")
-    parser.add_argument("--gpu", default="H100", help="which, in its SXM form (default: %(default)s)")
-    parser.add_argument("--prompt", type=int, metavar="TOKENS", help="of a prompt on average")
-    parser.add_argument("--response", type=int, metavar="TOKENS", help="of a response on average")
-    parser.add_argument("--dropped", type=float, metavar="SHARE", help="of the groups that are all right or all wrong")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all of it there, too")
+    parser.add_argument(
+        "--gpus", type=int, metavar="N", help="GPUs of trainer and engine together (default: as many as CONFIG needs)"
+    )
+    parser.add_argument("--gpu", default="H100", help="type of the GPUs, SXM form (default: %(default)s)")
+    parser.add_argument("--prompt", type=int, metavar="TOKENS", help="mean tokens of a prompt")
+    parser.add_argument("--response", type=int, metavar="TOKENS", help="mean tokens of a response")
+    parser.add_argument("--dropped", type=float, metavar="SHARE", help="share of the groups that are all right or all wrong")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the result to this file")
     parser.set_defaults(run=plan)
 
 
 def _add_compare(commands: Commands) -> None:
-    parser = commands.add_parser("compare", help="two evaluations, problem by problem")
-    parser.add_argument("first", type=Path, metavar="DIR", help="what tepo evaluate wrote")
-    parser.add_argument("second", type=Path, metavar="DIR", help="another, which is subtracted")
+    parser = commands.add_parser("compare", help="compare two evaluations, problem by problem")
+    parser.add_argument("first", type=Path, metavar="DIR", help="folder that tepo evaluate wrote")
+    parser.add_argument("second", type=Path, metavar="DIR", help="folder of the evaluation that is subtracted")
     parser.set_defaults(run=_compare)
 
 
@@ -245,13 +248,13 @@ def evaluate(args: argparse.Namespace, overrides: list[str]) -> int:
         args: The parsed options.
         overrides: The remaining arguments.
     """
-    from tepo_megatron.evaluation.command import Request, run
+    from tepo_megatron.evaluation.command import EvaluationRequest, run
     from tepo_megatron.evaluation.published import MODELS
 
     known = ("auto", "all", "none", *MODELS)
     if args.published not in known:
         raise ConfigError(f"--published {args.published}: the paper has no such rows; use one of {', '.join(known)}")
-    request = Request(args.checkpoint, args.config, overrides, args.out, args.against, args.published)
+    request = EvaluationRequest(args.checkpoint, args.config, overrides, args.out, args.against, args.published)
     print("written:", run(request, lambda text: print(escaped(text), flush=True)))
     return 0
 
@@ -264,7 +267,7 @@ def plan(args: argparse.Namespace, overrides: list[str]) -> int:
         overrides: The remaining arguments.
     """
     from tepo_megatron.config.io import load_config
-    from tepo_megatron.plan.command import Request, plan, predictor_of
+    from tepo_megatron.plan.command import PlanRequest, plan, predictor_of
 
     for name in ("gpus", "prompt", "response"):
         value = getattr(args, name)
@@ -272,7 +275,7 @@ def plan(args: argparse.Namespace, overrides: list[str]) -> int:
             raise ConfigError(f"--{name} {value}: a positive number")
     if args.dropped is not None and not 0 <= args.dropped < 1:
         raise ConfigError(f"--dropped {args.dropped:g}: a share of at least 0 and below 1")
-    request = Request(args.gpus, args.gpu, args.prompt, args.response, args.json, args.dropped)
+    request = PlanRequest(args.gpus, args.gpu, args.prompt, args.response, args.json, args.dropped)
     predictor = predictor_of(load_config(args.config, overrides), request)
     return plan(predictor, request, lambda text: print(escaped(text), flush=True))
 

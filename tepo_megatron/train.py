@@ -42,7 +42,7 @@ def train(
         make_engine: Makes an engine to use instead of the one that the config names.
         on_hang: Called by the hang watchdog to end this process; see `hang_watchdog.HangWatchdog`.
     """
-    check_one_host(cfg.sync, servers_beside_ranks=cfg.rollout.colocate and cfg.rollout.server.rendezvous is not None)
+    check_one_host(cfg.sync, servers_with_ranks=cfg.rollout.colocate and cfg.rollout.server.rendezvous_folder is not None)
     groups = parallel.initialize(cfg.parallel, platform, cfg.seed, config=plain(cfg))
     with _watched(cfg.parallel, groups, cfg.run_dir, on_hang), open_driver(cfg, groups, make_engine) as driver:
         if cfg.rollout.only:
@@ -55,7 +55,7 @@ def train(
 def _watched(
     cfg: ParallelConfig, groups: parallel.ParallelDims, folder: Path, on_hang: Callable[[str, bool], object]
 ) -> hang_watchdog.HangWatchdog:
-    seconds = {"silent_seconds": cfg.silent_seconds, "stuck_seconds": cfg.stuck_seconds}
+    seconds = {"heartbeat_timeout": cfg.heartbeat_timeout, "stuck_seconds": cfg.stuck_seconds}
     return hang_watchdog.HangWatchdog(
         parallel.world_store(), groups.rank, groups.world_size, folder, **seconds, on_hang=on_hang
     )
@@ -67,7 +67,7 @@ def _train(cfg: Config, groups: parallel.ParallelDims, driver: Driver) -> None:
         driver.sleep_engine()
         barrier(groups)
     actor, objective = Actor.open(cfg, groups), build_objective(cfg.objective)
-    if objective.ref_beta:
+    if objective.ref_kl is not None:
         actor.keep_reference()
     steps, every = cfg.training.steps, cfg.checkpoint.every
     evaluation = cfg.evaluation if cfg.data.eval is not None or cfg.evaluation.benchmarks else None
@@ -106,7 +106,7 @@ def _train(cfg: Config, groups: parallel.ParallelDims, driver: Driver) -> None:
         if schedule.ended:
             schedule.load_trainer()
         driver.log_checkpoint(checkpoints.wait())
-        if cfg.export_hf:  # first, so that a later failure cannot cost the model
+        if cfg.export_hf:  # first, so that a later failure does not lose the model
             actor.export_hf(cfg.run_dir / "hf", driver.check_in_place)
         schedule.evaluate(schedule.trained)
     if table := memory.table():
@@ -207,21 +207,22 @@ def _is_due(step: int, every: int) -> bool:
 def _needs_old_pass(batch: TrainBatch, objective: Objective, training: TrainingConfig) -> bool:
     """Return whether old statistics need a forward pass of their own.
 
-    They do not if the only update's own forward pass yields them and nothing asks for them earlier.
+    They need none if the batch takes one update, whose forward pass yields them, and nothing uses them before.
     """
-    in_reward = bool(objective.ref_beta) and objective.ref_kl_in == "reward"
+    in_reward = objective.ref_kl is not None and objective.ref_kl.where == "reward"
     several = batch.updates(training.epochs, training.minibatch_prompts) > 1
     return several or objective.needs_batch_statistics or in_reward
 
 
 def _with_reference(batch: TrainBatch, actor: Actor, objective: Objective, log: StepLog) -> TrainBatch:
     """Return the batch with what the objective needs of the reference policy; unchanged if it needs nothing."""
-    if not objective.ref_beta:
+    penalty = objective.ref_kl
+    if penalty is None:
         return batch
     batch = actor.attach_ref_logprobs(batch)
-    if objective.ref_kl_in == "loss":
+    if penalty.where == "loss":
         return batch
-    divergence_B = reference_divergence(batch, objective.ref_kl, actor.groups)
+    divergence_B = reference_divergence(batch, penalty.estimator, actor.groups)
     log.note({"reward/ref_kl": float(divergence_B.mean())})
-    rollouts = penalized(batch.rollouts, objective.ref_beta * divergence_B)
+    rollouts = penalized(batch.rollouts, penalty.beta * divergence_B)
     return replace(batch, rollouts=rollouts, advantages_B=group_advantages(rollouts, objective.advantage))

@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 _PRINTED = 25  # rows of each kind
-_CGROUPS = (Path("/sys/fs/cgroup/unified"), Path("/sys/fs/cgroup"))  # version 2's folder, beside version 1's or alone
+_CGROUPS = (Path("/sys/fs/cgroup/unified"), Path("/sys/fs/cgroup"))  # version 2's folder, next to version 1's or alone
 
 
 class Meter:
@@ -45,7 +45,7 @@ class Meter:
 
     @property
     def counts_daemons(self) -> bool:
-        """Whether processes count whose parents have ended."""
+        """True if processes whose parents have ended are counted."""
         return self._group is not None
 
     def seconds(self) -> float:

@@ -18,7 +18,7 @@ CHAT_TEMPLATE = (
 
 
 def character_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per character, and a beginning-of-sequence token that must never be added."""
+    """Return a tokenizer with one token per character, and a beginning-of-sequence token that must never be added."""
     vocabulary = {c: i for i, c in enumerate(["<bos>", "<unk>", *map(chr, range(32, 127))])}
     core = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     core.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
@@ -29,12 +29,22 @@ def character_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def text(tokenizer: PreTrainedTokenizerFast, token_ids: tuple[int, ...]) -> str:
-    """What was tokenized, line ends as <unk>."""
+    """Return the tokenized text, with line ends as <unk>.
+
+    Args:
+        tokenizer: Tokenizer whose ids these are.
+        token_ids: Token ids to decode.
+    """
     return "".join(tokenizer.convert_ids_to_tokens(list(token_ids)))
 
 
 def write(path: Path, *rows: object) -> Path:
-    """Rows as JSON lines; bytes are written as they are."""
+    """Write rows as JSON lines; bytes are written unchanged.
+
+    Args:
+        path: File to write.
+        rows: Objects, or raw bytes of a line.
+    """
     lines = [row if isinstance(row, bytes) else json.dumps(row).encode() for row in rows]
     path.write_bytes(b"".join(line + b"\n" for line in lines))
     return path

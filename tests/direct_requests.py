@@ -10,16 +10,22 @@ from tepo_megatron.inference.servers.client import Client
 from tepo_megatron.inference.servers.fleet import Fleet
 
 Answer = TypeVar("Answer")
-SECONDS = 120.0  # of a request
+SECONDS = 120.0  # time limit of a request
 
 
 def connected(fleet: Fleet, server: int, use: Callable[[Client], Awaitable[Answer]]) -> Answer:
-    """Return what `use` returns, given a connection to one server at the address that it had when it was last ready."""
+    """Return the result of `use`, called with a connection to one server at the address of its last readiness.
+
+    Args:
+        fleet: Fleet of the server.
+        server: Index of the server.
+        use: Function of the connection.
+    """
     address = fleet.endpoints[server].address
     assert address is not None, "it has never been ready"
 
     async def run() -> Answer:
-        client = Client(address.url, address.key, request_seconds=SECONDS, silent_seconds=SECONDS)
+        client = Client(address.url, address.key, request_seconds=SECONDS, heartbeat_timeout=SECONDS)
         try:
             return await use(client)
         finally:
@@ -29,5 +35,16 @@ def connected(fleet: Fleet, server: int, use: Callable[[Client], Awaitable[Answe
 
 
 def ask(fleet: Fleet, server: int, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
-    """Send one request with the server's key and return its JSON answer. Raises RequestFailed."""
+    """Send one request with the server's key and return its JSON answer.
+
+    Args:
+        fleet: Fleet of the server.
+        server: Index of the server.
+        method: HTTP method.
+        path: Path of the URL.
+        body: JSON body. None: no body.
+
+    Raises:
+        RequestFailed: The server refused, or did not answer.
+    """
     return connected(fleet, server, lambda client: client.send(method, path, body))

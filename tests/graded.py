@@ -9,17 +9,24 @@ import torch
 from tepo_megatron.rewards.boxed import last_boxed
 from tepo_megatron.rewards.math import MathTerm
 from tepo_megatron.rewards.pool import GradingPool, PoolLimits
-from tepo_megatron.rewards.terms import Term, WeightedReward
+from tepo_megatron.rewards.terms import RewardTerm, WeightedReward
 from tepo_megatron.types import Rollout
 
 
 def decode(ids: Sequence[int]) -> str:
-    """Token ids are code points here."""
+    """Decode token ids, which are code points here."""
     return "".join(map(chr, ids))
 
 
 def rollout(response: str, answer: str = "7", prompt_id: int = 0, prompt: str = "?") -> Rollout:
-    """A prompt and `response`, ungraded."""
+    """Return an ungraded rollout of a prompt and `response`.
+
+    Args:
+        response: Text of the response.
+        answer: Gold answer of the prompt.
+        prompt_id: Id of the prompt.
+        prompt: Text of the prompt.
+    """
     token_ids_L = torch.tensor([*map(ord, prompt + response)])
     response_mask_L = torch.arange(token_ids_L.numel()) >= len(prompt)
     logprobs_L = torch.zeros(token_ids_L.numel())
@@ -27,12 +34,18 @@ def rollout(response: str, answer: str = "7", prompt_id: int = 0, prompt: str = 
 
 
 def math_reward(workers: int = 1, soft_seconds: float = 1, hard_seconds: float = 2) -> WeightedReward:
-    """Of boxes alone."""
+    """Return a math reward that grades boxed answers only.
+
+    Args:
+        workers: Number of grading processes.
+        soft_seconds: Limit after which a worker interrupts itself.
+        hard_seconds: Limit after which a worker is killed.
+    """
     limits = PoolLimits(workers, soft_seconds, hard_seconds, memory_mib=1024)
-    return WeightedReward([(1.0, MathTerm(last_boxed, 512, limits))], decode)
+    return WeightedReward([(1.0, MathTerm(last_boxed, limits))], decode)
 
 
-def pool_of(term: Term) -> GradingPool:
+def pool_of(term: RewardTerm) -> GradingPool:
     """The pool that a term has."""
     pool = getattr(term, "pool", None)
     assert isinstance(pool, GradingPool)
@@ -40,10 +53,16 @@ def pool_of(term: Term) -> GradingPool:
 
 
 def worker_pids(reward: WeightedReward) -> list[int]:
-    """Of its first term."""
+    """Return the process ids of the workers of the first term."""
     return pool_of(reward.terms[0][1]).pids
 
 
 def statuses(reward: WeightedReward, responses: Sequence[str], answer: str = "7") -> list[str]:
-    """What each response is graded."""
+    """Return the grading status of each response.
+
+    Args:
+        reward: Reward that grades.
+        responses: Texts to grade.
+        answer: Gold answer.
+    """
     return [graded.status for graded in reward.score([rollout(text, answer) for text in responses])]

@@ -13,7 +13,12 @@ from typing import NamedTuple
 
 
 class Pair(NamedTuple):
-    """kind: the heading it stands under; right: what the grader should find."""
+    """A labelled answer.
+
+    Attributes:
+        kind: Heading of its section in the table.
+        right: The verdict that the grader should give.
+    """
 
     kind: str
     gold: str
@@ -524,7 +529,7 @@ x^2 === x²
 
 
 def load_pairs() -> list[Pair]:
-    """All pairs, in the table's order. Raises ValueError for a line that is none."""
+    """Return all pairs, in the order of the table. Raise ValueError for a line that is no pair."""
     pairs, kind = [], ""
     for line in TABLE.strip().splitlines():
         if line.startswith("# "):

@@ -8,7 +8,7 @@ import random
 
 
 def hostile_answers() -> list[str]:
-    """All of them, none twice, the same on every call."""
+    """Return all of them, without duplicates and in the same order on every call."""
     found = [
         *_towers(),
         *_factorials(),
@@ -230,7 +230,7 @@ def _algebra() -> list[str]:
 
 
 def _mutations() -> list[str]:
-    """Good answers with pieces lost, doubled or exchanged."""
+    """Return good answers with pieces lost, doubled or exchanged."""
     draw = random.Random(21)
     good = [r"\frac{1+\sqrt{5}}{2}", r"\begin{pmatrix}1&2\\3&4\end{pmatrix}", r"(-\infty,0)\cup[1,\infty)", r"\{1,\frac12,3\}"]
     found = []

@@ -23,13 +23,18 @@ ADDRESSES = ("10.213.77.1", "10.213.77.2")
 
 @dataclass(frozen=True)
 class Host:
-    """enter: words before a command that is to run there; address: its own, on the link."""
+    """One of the two hosts.
+
+    Attributes:
+        enter: Argument prefix of a command that is to run on this host.
+        address: Address of this host on the link.
+    """
 
     enter: tuple[str, ...]
     address: str
 
     def call(self, *words: str) -> str:
-        """The output of a command that runs there."""
+        """Run a command on this host and return its output."""
         done = subprocess.run([*self.enter, *words], env=_ENV, capture_output=True, text=True, timeout=30, check=False)
         assert done.returncode == 0, f"{' '.join(words)}: {done.stderr}"
         return done.stdout
@@ -43,7 +48,7 @@ _ENV = {**os.environ, "PATH": PATH}
 
 
 def missing() -> str | None:
-    """Why there can be none here."""
+    """Return why this machine cannot provide the two hosts; None if it can."""
     lacking = [name for name in PROGRAMS if shutil.which(name, path=PATH) is None]
     if lacking:
         return f"{', '.join(lacking)} not installed (Debian: iproute2, util-linux)"
@@ -56,7 +61,7 @@ def missing() -> str | None:
 
 @contextlib.contextmanager
 def two_hosts() -> Iterator[tuple[Host, Host]]:
-    """Raises AssertionError where the kernel or this user's rights do not allow for it."""
+    """Yield two hosts. Raise AssertionError where the kernel or this user's rights do not allow it."""
     own = ["--user", "--map-root-user"] if os.geteuid() else []
     with contextlib.ExitStack() as stack:
         first = _held(stack, [], own)
@@ -80,7 +85,7 @@ def _spaces(pid: int) -> list[str]:
 
 
 def _held(stack: contextlib.ExitStack, enter: Sequence[str], own: Sequence[str]) -> int:
-    """A process that keeps namespaces until our end of its input is closed, by us or by our own end."""
+    """Keep namespaces open until our end of the process's input is closed, by us or because we end."""
     keep = "mount -t tmpfs tmpfs /dev/shm && echo ready && read line"
     command = [*enter, "unshare", *own, "--net", "--mount", "sh", "-c", keep]
     pipe = subprocess.PIPE

@@ -1,7 +1,7 @@
 """Machines that fail a run from below: memory groups, small and slow disks, a clock that is set. Each needs root and Linux.
 
-Whatever cannot be had skips the test with the reason. Nothing outlives its context: mounts are in a mount namespace of their
-own, which ends with its last process, and groups are removed.
+A test whose machine cannot be set up is skipped with the reason. Nothing outlives its context: mounts are in a mount namespace
+of their own, which ends with its last process, and groups are removed.
 """
 
 from __future__ import annotations
@@ -22,23 +22,28 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-SECONDS = 60.0  # for any helper
-NOTHING = 65536  # bytes: a limit that the next page that a process touches is beyond
+SECONDS = 60.0  # time limit of any helper
+NOTHING = 65536  # bytes; a limit that a process exceeds with the next page that it touches
 
 
 @dataclass(frozen=True)
 class Group:
-    """A control group of this test's own. folder: its files; events: that with its count of killed processes."""
+    """A control group of this test.
+
+    Attributes:
+        folder: Folder of its files.
+        events: Name of the file with its count of killed processes.
+    """
 
     folder: Path
     events: str = ""
 
     def add(self, pid: int) -> None:
-        """Move a process there, with all its threads. What it uses already is not counted."""
+        """Move a process into the group, with all its threads. Memory that it uses already is not counted."""
         (self.folder / "cgroup.procs").write_text(f"{pid}\n")
 
     def kills(self) -> int:
-        """How many of its processes the kernel killed for want of memory."""
+        """Return the number of its processes that the kernel killed because memory ran out."""
         lines = (self.folder / self.events).read_text().splitlines()
         return next(int(line.split()[1]) for line in lines if line.startswith("oom_kill "))
 
@@ -55,9 +60,11 @@ def _mounts(kind: str, controller: str) -> list[Path]:
 
 @contextlib.contextmanager
 def control_group(controller: str, limits: Mapping[str, Mapping[str, str]]) -> Iterator[Group]:
-    """A control group of version 1 or 2, below the root of its hierarchy.
+    """Create a control group of version 1 or 2, below the root of its hierarchy.
 
-    limits: "cgroup" (version 1) or "cgroup2" -> file -> what is written there.
+    Args:
+        controller: Name of the controller.
+        limits: "cgroup" (version 1) or "cgroup2" -> file -> text to write.
     """
     why = "there is no control group"
     for kind in ("cgroup", "cgroup2"):
@@ -84,7 +91,7 @@ def control_group(controller: str, limits: Mapping[str, Mapping[str, str]]) -> I
 
 
 def _remove(folder: Path) -> None:
-    """With the processes in it, which are this test's own; those that others kill are waited for."""
+    """Remove the group with the processes in it, which are this test's own; wait for processes that others kill."""
     deadline = time.monotonic() + SECONDS
     while folder.exists():
         try:
@@ -99,45 +106,55 @@ def _remove(folder: Path) -> None:
 
 
 def memory_group(size: int) -> contextlib.AbstractContextManager[Group]:
-    """A control group whose processes may take `size` bytes together."""
+    """Create a control group whose processes may take `size` bytes together."""
     return control_group("memory", {"cgroup": {"memory.limit_in_bytes": str(size)}, "cgroup2": {"memory.max": str(size)}})
 
 
 def slow_group(device: str, rate: int) -> contextlib.AbstractContextManager[Group]:
-    """A control group whose processes write so many bytes a second to a block device. device: MAJOR:MINOR."""
+    """Create a control group whose processes write at a bounded rate to a block device.
+
+    Args:
+        device: MAJOR:MINOR.
+        rate: Bytes per second.
+    """
     first, second = {"blkio.throttle.write_bps_device": f"{device} {rate}"}, {"io.max": f"{device} wbps={rate}"}
     return control_group("blkio" if _mounts("cgroup", "blkio") else "io", {"cgroup": first, "cgroup2": second})
 
 
 @dataclass(frozen=True)
 class Disk:
-    """A file system that only processes of its own mount namespace see. folder: its place there; keeper: who holds it."""
+    """A file system that only processes of its own mount namespace see.
+
+    Attributes:
+        folder: Mount point in that namespace.
+        keeper: Process that holds the namespace.
+    """
 
     folder: Path
     keeper: int
 
     @property
     def outside(self) -> Path:
-        """The same folder, for this process."""
+        """Path of the folder for this process."""
         return Path(f"/proc/{self.keeper}/root") / self.folder.relative_to("/")
 
     def by(self, *words: str | Path) -> Sequence[str]:
-        """What starts a command there, in this checkout."""
+        """Return the command prefix that runs a command in the namespace, in this checkout."""
         inside = ["nsenter", f"--mount=/proc/{self.keeper}/ns/mnt", "sh", "-c", 'cd "$0" && exec "$@"', str(ROOT)]
         return [*inside, *map(str, words)]
 
     def do(self, script: str) -> str:
-        """Run a shell script there; returns what it printed."""
+        """Run a shell script in the namespace; return its output."""
         done = subprocess.run(self.by("sh", "-ec", script), capture_output=True, text=True, timeout=SECONDS)
         assert done.returncode == 0, f"{script}: {done.stdout}{done.stderr}"
         return done.stdout
 
     def device(self) -> str:
-        """The name of its block device."""
+        """Return the name of its block device."""
         return Path(self.do(f"findmnt -n -o SOURCE {self.folder}").strip()).name
 
     def fill(self, name: str = "ballast") -> Path:
-        """Write until nothing more fits; returns the file to remove."""
+        """Write until the disk is full; return the file to remove."""
         path = self.outside / name
         with path.open("ab", buffering=0) as file, contextlib.suppress(OSError):
             for size in (2**20, 4096, 1):
@@ -149,9 +166,12 @@ class Disk:
 
 @contextlib.contextmanager
 def disk(folder: Path, mount: str, *tools: str) -> Iterator[Disk]:
-    """A disk at `folder`, which is made.
+    """Mount a disk at `folder`, which is created.
 
-    mount: shell commands that mount it at "$1"; tools: programs that it takes.
+    Args:
+        folder: Mount point.
+        mount: Shell commands that mount the disk at "$1".
+        tools: Programs that the commands need.
     """
     folder.mkdir(parents=True)
     missing = [tool for tool in ("unshare", "nsenter", "findmnt", *tools) if shutil.which(tool) is None]
@@ -173,7 +193,12 @@ def disk(folder: Path, mount: str, *tools: str) -> Iterator[Disk]:
 
 
 def ext4(image: Path, mib: int) -> str:
-    """Shell commands that mount an ext4 on a file; after an error of the file system it is read-only."""
+    """Return shell commands that mount an ext4 on a file; after an error the file system becomes read-only.
+
+    Args:
+        image: File that holds the file system.
+        mib: Size in MiB.
+    """
     return f'truncate -s {mib}M {image}; mkfs.ext4 -q -F {image}; mount -o loop,errors=remount-ro {image} "$1"'
 
 
@@ -221,7 +246,7 @@ time_t time(time_t *out) {
 
 
 class Clock:
-    """The wall clock of the processes that get `env`, whatever language they are written in: the machine's plus an offset.
+    """The wall clock of the processes that get `env`, in whatever language they are written: the machine's plus an offset.
 
     The monotonic clock, and how long the kernel lets a process wait, stay as they are.
     """
@@ -237,6 +262,6 @@ class Clock:
         self.env = {"LD_PRELOAD": str(library), "TEPO_TEST_CLOCK": str(self._path)}
 
     def set(self, seconds: int) -> None:
-        """Let the clock jump to so many seconds after the machine's."""
+        """Set the clock to the machine's plus this number of seconds."""
         with self._path.open("r+b") as file, mmap.mmap(file.fileno(), 8) as mapped:
             mapped[:] = struct.pack("q", seconds)

@@ -1,8 +1,7 @@
-"""What machines do to runs, and what must come of it: `tests/e2e/test_hurt_runs.py` has a scripted engine, and
-`tests/harness/hurt.py` real ones.
+"""Machine faults and their required outcomes, for a scripted engine (e2e/test_hurt_runs.py) or real ones (harness/hurt.py).
 
-Each hurt is a function of the runs that it is done to and of an empty folder. Afterwards a run has gone on, or was resumed,
-and equals one that nothing happened to, bit for bit. Raises AssertionError, or skips where the machine cannot be had.
+Each fault is a function of the runs that it disturbs and of an empty folder. Afterwards a run has continued, or was resumed,
+and equals an undisturbed one, bit for bit. It raises AssertionError, or skips where the machine cannot be set up.
 """
 
 from __future__ import annotations
@@ -27,20 +26,21 @@ from tests.hurting import NOTHING, Clock, disk, ext4, memory_group, slow_group
 from tests.parallel.resume_worlds import records, weights
 
 Hurt = Callable[["Runs", Path], None]
-BOMB_BYTES = 2**27  # in memory, of a file of kilobytes
-BOMB_GROUP = 2**31  # bytes that a run has which is refused for it; Python and its libraries take 0.75 GiB in two ranks
+BOMB_BYTES = 2**27  # bytes in memory; the file has kilobytes
+# memory limit in bytes of a run that must refuse a bomb; Python and its libraries take 0.75 GiB in two ranks
+BOMB_GROUP = 2**31
 
 
 @dataclass(frozen=True)
 class Runs:
-    """How runs of one kind are started, and what one that nothing happened to has left.
+    """The start of runs of one kind, and the result of the undisturbed run.
 
     Attributes:
         start: See `tests.e2e.conftest.commands`.
         words: (folder of runs, name, more settings) -> the command line.
-        straight: The folder of the run that nothing happened to.
-        steps: Steps of a run; a checkpoint is written at each second one.
-        slow: Behaviour of the scripted engine where a run is to be hurt meanwhile; None: the engine is real.
+        straight: Folder of the undisturbed run.
+        steps: Steps of a run; a checkpoint is written at every second one.
+        slow: Behaviour of the scripted engine where a run is disturbed meanwhile. None: the engine is real.
         good: Its behaviour elsewhere.
         bound: Seconds of each wait, as `Command` takes them.
     """
@@ -54,16 +54,26 @@ class Runs:
     bound: float
 
     def lines(self, run: Path) -> int:
-        """How many steps it has recorded."""
+        """Return the number of recorded steps."""
         path = run / "metrics.jsonl"
         return path.read_text().count("\n") if path.exists() else 0
 
     def in_the_middle(self, command: Command, run: Path) -> None:
-        """Wait until there is a checkpoint to resume from, and steps after it."""
+        """Wait until there is a checkpoint to resume from, and steps after it.
+
+        Args:
+            command: The running command.
+            run: Folder of the run.
+        """
         command.until(lambda: newest(run) >= 2 and self.lines(run) >= 3, timeout=self.bound)
 
     def ended(self, command: Command, *phrases: str) -> str:
-        """Return its one message, which has all the phrases."""
+        """Wait for the failure; return its only error message, which matches all the phrases.
+
+        Args:
+            command: The running command.
+            phrases: Regular expressions.
+        """
         assert command.wait(self.bound) == 1, command.output
         assert command.output.count("tepo: error:") == 1 and "Traceback" not in command.output, command.output
         message = command.output.partition("tepo: error:")[2]
@@ -73,20 +83,26 @@ class Runs:
         return message
 
     def ends_well(self, command: Command) -> None:
-        """Wait for the end."""
+        """Wait for a successful end."""
         assert command.wait(self.bound) == 0, command.output
         command.assert_nothing_left()
 
     def resumed(self, line: list[str], run: Path, **how: Any) -> None:
-        """It goes on from the last checkpoint that was complete."""
+        """Resume the run; it continues from its last complete checkpoint.
+
+        Args:
+            line: Command line of the run.
+            run: Folder of the run.
+            how: Further arguments of `start`.
+        """
         last = newest(run)
         command = self.start(*line, "--resume", "true", engine=self.good, **how)
         self.ends_well(command)
         assert f"resume: from the checkpoint of step {last}" in command.output
 
     def same(self, run: Path) -> None:
-        """Every record and every weight, bit for bit, and no answer was lost."""
-        found, expected = of_no_machine(run), of_no_machine(self.straight)
+        """Assert that every record and weight is that of the undisturbed run, bit for bit, and that no answer was lost."""
+        found, expected = _of_no_machine(run), _of_no_machine(self.straight)
         assert [row["step"] for row in found] == list(range(1, self.steps + 1))
         for row, straight in zip(found, expected, strict=True):
             other = [name for name in row | straight if row.get(name) != straight.get(name)]
@@ -99,18 +115,18 @@ class Runs:
         assert not unfinished, unfinished
 
 
-def of_no_machine(run: Path) -> list[dict[str, Any]]:
-    """Return its records without what is measured of the machine."""
+def _of_no_machine(run: Path) -> list[dict[str, Any]]:
+    """Return its records without the measurements of the machine."""
     return [{name: value for name, value in row.items() if not name.startswith("memory/")} for row in records(run)]
 
 
 def newest(run: Path) -> int:
-    """Return the step of its last whole checkpoint; 0: there is none."""
+    """Return the step of its last complete checkpoint; 0: there is none."""
     return max((int(p.name.removeprefix("step-")) for p in run.glob("checkpoints/step-????????")), default=0)
 
 
-def memory_of_a_grader_and_a_rank(runs: Runs, folder: Path) -> None:
-    """The kernel kills a grader, without which the run goes on, and then a rank."""
+def _memory_of_a_grader_and_a_rank(runs: Runs, folder: Path) -> None:
+    """The kernel kills a grader, without which the run continues, and then a rank."""
     line, run = runs.words(folder / "runs", "memory"), folder / "runs" / "memory"
     with memory_group(NOTHING) as group:
         command = runs.start(*line, engine=runs.slow)
@@ -130,8 +146,8 @@ def memory_of_a_grader_and_a_rank(runs: Runs, folder: Path) -> None:
     runs.same(run)
 
 
-def memory_of_an_engine(runs: Runs, folder: Path) -> None:
-    """The kernel kills the process of a real engine that has the model: its server is started again, and the run goes on."""
+def _memory_of_an_engine(runs: Runs, folder: Path) -> None:
+    """The kernel kills the model's process of a real engine: its server is started again, and the run continues."""
     run = folder / "runs" / "engine"
     with memory_group(NOTHING) as group:
         command = runs.start(*runs.words(folder / "runs", "engine"), engine=runs.slow)
@@ -146,8 +162,8 @@ def memory_of_an_engine(runs: Runs, folder: Path) -> None:
     runs.same(run)
 
 
-def disk_that_is_full(runs: Runs, folder: Path) -> None:
-    """In mid-run; a resume while it is full is refused, and later it has space again."""
+def _disk_that_is_full(runs: Runs, folder: Path) -> None:
+    """The disk becomes full in mid-run. A resume is refused while it is full, and works once there is space."""
     with disk(folder / "disk", 'mount -t tmpfs -o size=256m tmpfs "$1"') as small:
         line, run, by = runs.words(small.folder, "full"), small.outside / "full", small.by(sys.executable)
         command = runs.start(*line, engine=runs.slow, by=by)
@@ -165,8 +181,8 @@ def disk_that_is_full(runs: Runs, folder: Path) -> None:
         runs.same(run)
 
 
-def disk_that_becomes_read_only(runs: Runs, folder: Path) -> None:
-    """As the kernel makes it after an error; later it is repaired."""
+def _disk_that_becomes_read_only(runs: Runs, folder: Path) -> None:
+    """The disk becomes read-only in mid-run, as after an error in the kernel, and is repaired later."""
     image = folder / "image"
     with disk(folder / "disk", ext4(image, 256), "mkfs.ext4", "e2fsck") as failing:
         line, run, by = runs.words(failing.folder, "failing"), failing.outside / "failing", failing.by(sys.executable)
@@ -185,8 +201,8 @@ def disk_that_becomes_read_only(runs: Runs, folder: Path) -> None:
         runs.same(run)
 
 
-def disk_that_is_slow(runs: Runs, folder: Path) -> None:
-    """A checkpoint takes seconds instead of milliseconds to be on the disk; the run waits, and nothing takes it for hung."""
+def _disk_that_is_slow(runs: Runs, folder: Path) -> None:
+    """A checkpoint takes seconds instead of milliseconds to reach the disk; the run waits, and no watchdog ends it."""
     rate = 2 * 2**20
     with disk(folder / "disk", ext4(folder / "image", 256), "mkfs.ext4") as slow:
         device = (Path("/sys/block") / slow.device() / "dev").read_text().strip()
@@ -199,8 +215,8 @@ def disk_that_is_slow(runs: Runs, folder: Path) -> None:
         runs.same(run)
 
 
-def clock_that_jumps(runs: Runs, folder: Path) -> None:
-    """Forwards and back by hours, every half second, in every process of the run, whatever language reads it."""
+def _clock_that_jumps(runs: Runs, folder: Path) -> None:
+    """The clock jumps forwards and back by hours, every half second, in every process of the run, in whatever language."""
     clock, over = Clock(folder), threading.Event()
     clock.set(10 * 365 * 86400)
 
@@ -220,7 +236,7 @@ def clock_that_jumps(runs: Runs, folder: Path) -> None:
         runs.ended(runs.start(*line, "--resume", "true", engine=runs.good, env=clock.env), "under way in another process")
         command.until(lambda: runs.lines(run) >= 1, timeout=runs.bound)
         roles = {name: found for name, found in roles_of(command.process.pid).items() if found}
-        blind = [name for name, found in roles.items() if not any(sees(process, clock) for process in found)]
+        blind = [name for name, found in roles.items() if not any(_sees(process, clock) for process in found)]
         assert command.wait(runs.bound) == 0, command.output
     finally:
         over.set()
@@ -236,17 +252,18 @@ def clock_that_jumps(runs: Runs, folder: Path) -> None:
     runs.same(run)
 
 
-def sees(process: psutil.Process, clock: Clock) -> bool:
-    """Whether a process asks this clock for the time."""
+def _sees(process: psutil.Process, clock: Clock) -> bool:
+    """Return whether a process reads this clock."""
     try:
         return clock.env["LD_PRELOAD"] in Path(f"/proc/{process.pid}/maps").read_text()
     except OSError:  # it has ended
         return False
 
 
-def few_open_files(runs: Runs, folder: Path) -> None:
-    """A hard limit that is too low is refused with the number that is needed; with that number, and a soft one that is too
-    low, all goes well.
+def _few_open_files(runs: Runs, folder: Path) -> None:
+    """A hard limit on open files that is too low is refused with the required number, which then suffices.
+
+    With the required hard limit, and a soft limit that is too low, the run ends well.
     """
 
     def limited(soft: int, hard: int) -> list[str]:
@@ -261,7 +278,7 @@ def few_open_files(runs: Runs, folder: Path) -> None:
     runs.same(run)
 
 
-def parquet_bombs(runs: Runs, folder: Path) -> None:
+def _parquet_bombs(runs: Runs, folder: Path) -> None:
     """Training data that would fill the memory are refused by name, in less memory than they would take."""
     import pyarrow as pa
     import pyarrow.parquet as parquet
@@ -278,7 +295,7 @@ def parquet_bombs(runs: Runs, folder: Path) -> None:
     for name, (values, options) in bombs.items():
         path = folder / f"{name}.parquet"
         table = pa.table({"prompt": [f"{i}?" for i in range(len(values))], "answer": values})
-        row_groups = 1 if name == "dictionary" else -(-3 * BOMB_GROUP // (2 * values.nbytes))  # half as much again as there is
+        row_groups = 1 if name == "dictionary" else -(-3 * BOMB_GROUP // (2 * values.nbytes))  # half as much again as the limit
         with parquet.ParquetWriter(path, table.schema, compression="zstd", store_schema=False, **options) as writer:
             for _ in range(row_groups):
                 writer.write_table(table)
@@ -291,14 +308,14 @@ def parquet_bombs(runs: Runs, folder: Path) -> None:
         assert not (folder / "runs" / name / "checkpoints").exists()
 
 
-# name -> what is done; of those that a scripted engine has no process for
-OF_REAL_ENGINES: dict[str, Hurt] = {"memory of an engine": memory_of_an_engine}
+# faults by name that need the process of a real engine
+OF_REAL_ENGINES: dict[str, Hurt] = {"memory of an engine": _memory_of_an_engine}
 OF_ALL: dict[str, Hurt] = {
-    "memory of a grader and a rank": memory_of_a_grader_and_a_rank,
-    "full disk": disk_that_is_full,
-    "read-only disk": disk_that_becomes_read_only,
-    "slow disk": disk_that_is_slow,
-    "clock": clock_that_jumps,
-    "open files": few_open_files,
-    "parquet bombs": parquet_bombs,
+    "memory of a grader and a rank": _memory_of_a_grader_and_a_rank,
+    "full disk": _disk_that_is_full,
+    "read-only disk": _disk_that_becomes_read_only,
+    "slow disk": _disk_that_is_slow,
+    "clock": _clock_that_jumps,
+    "open files": _few_open_files,
+    "parquet bombs": _parquet_bombs,
 }

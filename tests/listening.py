@@ -22,11 +22,15 @@ _ACCEPTS = 0x10000  # a flag of Unix sockets
 
 @dataclass(frozen=True, order=True)
 class Listener:
-    """One socket at which a process can be reached.
+    """A socket at which a process can be reached.
 
-    kind: tcp, udp or unix; address: an IP address, or the path of a Unix socket ("@..." for an abstract one, which every local
-    user reaches; empty for one without a name, which nobody does); port: 0 for a Unix socket; pid, process: who holds it, and
-    its command line.
+    Attributes:
+        kind: tcp, udp or unix.
+        address: An IP address, or the path of a Unix socket: "@..." for an abstract one, which every local user reaches; empty
+            for one without a name, which nobody reaches.
+        port: Port; 0 for a Unix socket.
+        pid: Process that holds the socket.
+        process: Command line of that process.
     """
 
     kind: str
@@ -37,12 +41,15 @@ class Listener:
 
     @property
     def is_loopback(self) -> bool:
-        """Whether an IP address is reached from this machine alone."""
+        """True if the IP address is reachable from this machine alone."""
         return ipaddress.ip_address(self.address).is_loopback
 
     @property
     def is_private(self) -> bool:
-        """Whether other users of this machine cannot reach it: a Unix socket without a name, or below a folder of mode 0700."""
+        """True if other users of this machine cannot reach the Unix socket.
+
+        It has no name, or it lies below a folder of mode 0700.
+        """
         if self.kind != "unix" or self.address.startswith("@"):
             return False
         return not self.address or any(_keeps_out(folder) for folder in Path(self.address).parents)
@@ -109,15 +116,16 @@ def _inet(kind: str, row: list[str]) -> tuple[str, str, str, int]:
 class Watch:
     """Look at the processes of a run every POLL_SECONDS, from `with` to its end.
 
-    found: every socket at which one of them could be reached; public: those that other users of the machine, or other machines,
-    could reach, as they were when they were seen.
+    Attributes:
+        found: Every socket at which one of the processes could be reached.
+        public: The sockets that other users of the machine, or other machines, could reach when they were seen.
     """
 
     def __init__(self, pids: Callable[[], Iterable[int]]) -> None:
-        """Look at nothing yet.
+        """Store the arguments; the first look happens on entry.
 
         Args:
-            pids: called at each look: the processes that belong to the run then.
+            pids: Called at each look. Returns the processes that belong to the run then.
         """
         self._pids = pids
         self.found: set[Listener] = set()

@@ -7,7 +7,15 @@ import pytest
 
 
 def slow_but(fast: Iterable[Any], cases: Iterable[Any]) -> list[Any]:
-    """The cases, all marked slow but those named in `fast`. Raises ValueError for a name that is no case."""
+    """Return the cases, all marked slow except those named in `fast`.
+
+    Args:
+        fast: Cases that stay unmarked.
+        cases: All cases.
+
+    Raises:
+        ValueError: A name in `fast` is not among `cases`.
+    """
     fast, cases = list(fast), list(cases)
     if unknown := [case for case in fast if case not in cases]:
         raise ValueError(f"{unknown} are not among the cases")
@@ -15,11 +23,22 @@ def slow_but(fast: Iterable[Any], cases: Iterable[Any]) -> list[Any]:
 
 
 def full_but(fast: Iterable[Any], slow: Iterable[Any], cases: Iterable[Any]) -> list[Any]:
-    """The cases, all marked full but those named in `fast`, and in `slow`, which are marked slow."""
+    """Return the cases, all marked full except those in `fast`, and those in `slow`, which are marked slow.
+
+    Args:
+        fast: Cases that stay unmarked.
+        slow: Cases that are marked slow.
+        cases: All cases.
+    """
     fast, slow = list(fast), list(slow)
     return [case if case in fast else marked(case, pytest.mark.slow if case in slow else pytest.mark.full) for case in cases]
 
 
 def marked(case: Any, mark: Any) -> Any:
-    """One case, a tuple for several arguments, with a mark."""
+    """Return one case with a mark.
+
+    Args:
+        case: The parameters; a tuple for several.
+        mark: The mark.
+    """
     return pytest.param(*case, marks=mark) if isinstance(case, tuple) else pytest.param(case, marks=mark)

@@ -1,6 +1,6 @@
 """Servers that misbehave: every kind of answer that a client must survive, from raw sockets.
 
-Which kind a connection gets stands in its path: /KIND/... Each kind lasts, where it lasts, far longer than any client may wait.
+The path of a request, /KIND/..., selects the kind. A kind that lasts does so far longer than any client may wait.
 """
 
 from __future__ import annotations
@@ -23,12 +23,18 @@ _SPACES = b" " * 65536
 
 Kind = Callable[[socket.socket], None]
 KINDS: dict[str, Kind] = {}
-# the kinds that answer for a while or for ever, where a client must give up by itself
+# kinds that answer for a while or for ever, so that a client must give up by itself
 ENDLESS: set[str] = set()
 seen: list[tuple[str, str | None]] = []  # (kind, authorization) of each request
 
 
 def kind(endless: bool = False) -> Callable[[Kind], Kind]:
+    """Register a function as a kind.
+
+    Args:
+        endless: Whether it answers for a while or for ever, so that the client must give up by itself.
+    """
+
     def add(function: Kind) -> Kind:
         KINDS[function.__name__] = function
         if endless:
@@ -38,26 +44,28 @@ def kind(endless: bool = False) -> Callable[[Kind], Kind]:
     return add
 
 
-def head(*lines: str, status: str = "200 OK", type: str | None = "application/json", length: int | None = None) -> bytes:
+def _head(*lines: str, status: str = "200 OK", type: str | None = "application/json", length: int | None = None) -> bytes:
+    """Return the head of a response; None omits a header."""
     fields = [f"HTTP/1.1 {status}", *lines]
     fields += [] if type is None else [f"Content-Type: {type}"]
     fields += [] if length is None else [f"Content-Length: {length}"]
     return ("\r\n".join(fields) + "\r\n\r\n").encode()
 
 
-def whole(connection: socket.socket, body: bytes, *lines: str, status: str = "200 OK", type: str = "application/json") -> None:
-    connection.sendall(head(*lines, status=status, type=type, length=len(body)) + body)
+def _whole(connection: socket.socket, body: bytes, *lines: str, status: str = "200 OK", type: str = "application/json") -> None:
+    """Send a complete response."""
+    connection.sendall(_head(*lines, status=status, type=type, length=len(body)) + body)
 
 
 @functools.cache
 def bomb() -> bytes:
-    """256 MiB once it is unpacked, in a quarter of one."""
+    """Return a quarter of a MiB that unpacks to 256 MiB."""
     unpacker, spaces = zlib.compressobj(wbits=31), b" " * MIB
     return b"".join([*(unpacker.compress(spaces) for _ in range(256)), unpacker.flush()])
 
 
-def for_ever(connection: socket.socket, piece: bytes, pause: float = 0.0) -> None:
-    """Until the client hangs up."""
+def _for_ever(connection: socket.socket, piece: bytes, pause: float = 0.0) -> None:
+    """Send a piece again and again, `pause` seconds apart, until the client hangs up."""
     end = time.monotonic() + LASTS
     while time.monotonic() < end:
         connection.sendall(piece)
@@ -66,14 +74,14 @@ def for_ever(connection: socket.socket, piece: bytes, pause: float = 0.0) -> Non
 
 @kind(endless=True)
 def drip(connection: socket.socket) -> None:
-    connection.sendall(head(length=10**6))
-    for_ever(connection, b"1", 0.1)
+    connection.sendall(_head(length=10**6))
+    _for_ever(connection, b"1", 0.1)
 
 
 @kind(endless=True)
 def slow_headers(connection: socket.socket) -> None:
     connection.sendall(b"HTTP/1.1 200 OK\r\nX-Slow: ")
-    for_ever(connection, b"1", 0.1)
+    _for_ever(connection, b"1", 0.1)
 
 
 @kind(endless=True)
@@ -85,84 +93,84 @@ def never_answers(connection: socket.socket) -> None:
 
 @kind(endless=True)
 def continues_flood(connection: socket.socket) -> None:
-    for_ever(connection, b"HTTP/1.1 100 Continue\r\n\r\n" * 64, 0.01)
+    _for_ever(connection, b"HTTP/1.1 100 Continue\r\n\r\n" * 64, 0.01)
 
 
 @kind()
 def endless_body(connection: socket.socket) -> None:
-    connection.sendall(head())
-    for_ever(connection, _SPACES)
+    connection.sendall(_head())
+    _for_ever(connection, _SPACES)
 
 
 @kind()
 def endless_headers(connection: socket.socket) -> None:
     connection.sendall(b"HTTP/1.1 200 OK\r\n")
-    for_ever(connection, b"X-Header: " + b"1" * 1000 + b"\r\n")
+    _for_ever(connection, b"X-Header: " + b"1" * 1000 + b"\r\n")
 
 
 @kind()
 def endless_header_line(connection: socket.socket) -> None:
     connection.sendall(b"HTTP/1.1 200 OK\r\nX: ")
-    for_ever(connection, b"1" * 65536)
+    _for_ever(connection, b"1" * 65536)
 
 
 @kind()
 def chunks_never_end(connection: socket.socket) -> None:
-    connection.sendall(head("Transfer-Encoding: chunked"))
-    for_ever(connection, b"10000\r\n" + _SPACES + b"\r\n")
+    connection.sendall(_head("Transfer-Encoding: chunked"))
+    _for_ever(connection, b"10000\r\n" + _SPACES + b"\r\n")
 
 
 @kind(endless=True)
 def tiny_chunks(connection: socket.socket) -> None:
-    connection.sendall(head("Transfer-Encoding: chunked"))
-    for_ever(connection, b"1;extension=" + b"x" * 100 + b"\r\n \r\n", 0.01)
+    connection.sendall(_head("Transfer-Encoding: chunked"))
+    _for_ever(connection, b"1;extension=" + b"x" * 100 + b"\r\n \r\n", 0.01)
 
 
 @kind()
 def gzip_bomb(connection: socket.socket) -> None:
-    whole(connection, bomb(), "Content-Encoding: gzip")
+    _whole(connection, bomb(), "Content-Encoding: gzip")
 
 
 @kind()
 def nested_gzip(connection: socket.socket) -> None:
-    whole(connection, gzip.compress(bomb()), "Content-Encoding: gzip, gzip")
+    _whole(connection, gzip.compress(bomb()), "Content-Encoding: gzip, gzip")
 
 
 @kind()
 def unasked_deflate_of_an_error(connection: socket.socket) -> None:
-    whole(connection, bomb(), "Content-Encoding: deflate", status="500 Oops")
+    _whole(connection, bomb(), "Content-Encoding: deflate", status="500 Oops")
 
 
 @kind(endless=True)
 def length_too_long(connection: socket.socket) -> None:
-    connection.sendall(head(length=1000) + b'{"rewards": [1]}')
+    connection.sendall(_head(length=1000) + b'{"rewards": [1]}')
     never_answers(connection)
 
 
 @kind()
 def length_too_long_and_closed(connection: socket.socket) -> None:
-    connection.sendall(head(length=1000) + b'{"rewards": [1]}')
+    connection.sendall(_head(length=1000) + b'{"rewards": [1]}')
 
 
 @kind()
 def length_too_short(connection: socket.socket) -> None:
-    connection.sendall(head(length=5) + b'{"rewards": [1]}')
+    connection.sendall(_head(length=5) + b'{"rewards": [1]}')
 
 
 @kind()
 def length_absurd(connection: socket.socket) -> None:
-    connection.sendall(head(length=10**18))
-    for_ever(connection, _SPACES)
+    connection.sendall(_head(length=10**18))
+    _for_ever(connection, _SPACES)
 
 
 @kind()
 def length_negative(connection: socket.socket) -> None:
-    connection.sendall(head(length=-5) + b"{}")
+    connection.sendall(_head(length=-5) + b"{}")
 
 
 @kind()
 def hangs_up(connection: socket.socket) -> None:
-    """Without a word."""
+    """Close the connection without an answer."""
 
 
 @kind()
@@ -173,108 +181,108 @@ def resets(connection: socket.socket) -> None:
 @kind()
 def redirects_elsewhere(connection: socket.socket) -> None:
     port = connection.getsockname()[1]
-    whole(connection, b"", f"Location: http://127.0.0.1:{port}/was_redirected/x", status="307 Temporary Redirect")
+    _whole(connection, b"", f"Location: http://127.0.0.1:{port}/was_redirected/x", status="307 Temporary Redirect")
 
 
 @kind()
 def redirects_in_circles(connection: socket.socket) -> None:
-    whole(connection, b"", "Location: ?", status="308 Permanent Redirect")
+    _whole(connection, b"", "Location: ?", status="308 Permanent Redirect")
 
 
 def was_redirected(connection: socket.socket) -> None:
-    whole(connection, b'{"rewards": [1]}', status="418 No Place For A Key")
+    _whole(connection, b'{"rewards": [1]}', status="418 No Place For A Key")
 
 
 @kind()
 def not_json(connection: socket.socket) -> None:
-    whole(connection, b"what is this")
+    _whole(connection, b"what is this")
 
 
 @kind()
 def truncated_json(connection: socket.socket) -> None:
-    whole(connection, b'{"rewards": [1')
+    _whole(connection, b'{"rewards": [1')
 
 
 @kind()
 def deep_nesting(connection: socket.socket) -> None:
-    whole(connection, b"[" * 100_000 + b"]" * 100_000)
+    _whole(connection, b"[" * 100_000 + b"]" * 100_000)
 
 
 @kind()
 def many_values(connection: socket.socket) -> None:
-    whole(connection, b'{"rewards": [' + b"{}," * 2_000_000 + b"1]}")
+    _whole(connection, b'{"rewards": [' + b"{}," * 2_000_000 + b"1]}")
 
 
 @kind()
 def huge_number(connection: socket.socket) -> None:
-    whole(connection, b'{"rewards": [1' + b"0" * 400 + b'], "max_model_len": 1' + b"0" * 400 + b"}")
+    _whole(connection, b'{"rewards": [1' + b"0" * 400 + b'], "max_model_len": 1' + b"0" * 400 + b"}")
 
 
 @kind()
 def huge_exponent(connection: socket.socket) -> None:
-    whole(connection, b'{"rewards": [1e99999], "version": 1e99999}')
+    _whole(connection, b'{"rewards": [1e99999], "version": 1e99999}')
 
 
 @kind()
 def more_digits_than_are_converted(connection: socket.socket) -> None:
-    whole(connection, b'{"rewards": [' + b"9" * MIB + b"]}")
+    _whole(connection, b'{"rewards": [' + b"9" * MIB + b"]}")
 
 
 @kind()
 def not_a_number(connection: socket.socket) -> None:
-    whole(connection, b'{"rewards": [NaN], "version": NaN}')
+    _whole(connection, b'{"rewards": [NaN], "version": NaN}')
 
 
 @kind()
 def infinity(connection: socket.socket) -> None:
-    whole(connection, b'{"rewards": [-Infinity], "version": Infinity}')
+    _whole(connection, b'{"rewards": [-Infinity], "version": Infinity}')
 
 
 @kind()
 def wrong_types(connection: socket.socket) -> None:
-    whole(connection, b'{"rewards": {"0": 1}, "version": [], "data": 3, "weight_version": {}}')
+    _whole(connection, b'{"rewards": {"0": 1}, "version": [], "data": 3, "weight_version": {}}')
 
 
 @kind()
 def a_list(connection: socket.socket) -> None:
-    whole(connection, b"[[], {}, null]")
+    _whole(connection, b"[[], {}, null]")
 
 
 @kind()
 def wrong_count(connection: socket.socket) -> None:
-    whole(connection, json.dumps({"rewards": [1] * 1000, "choices": [{}] * 1000}).encode())
+    _whole(connection, json.dumps({"rewards": [1] * 1000, "choices": [{}] * 1000}).encode())
 
 
 @kind()
 def huge_string(connection: socket.socket) -> None:
-    whole(connection, b'{"rewards": "' + "\U0001f600".encode() + b"1" * (7 * MIB) + b'", "version": "2"}')
+    _whole(connection, b'{"rewards": "' + "\U0001f600".encode() + b"1" * (7 * MIB) + b'", "version": "2"}')
 
 
 @kind()
 def invalid_utf8(connection: socket.socket) -> None:
-    whole(connection, b'{"rewards": ["\xff\xfe\x80"]}')
+    _whole(connection, b'{"rewards": ["\xff\xfe\x80"]}')
 
 
 @kind()
 def lone_surrogates(connection: socket.socket) -> None:
-    whole(connection, b'{"rewards": ["\\ud800"], "version": "\\udfff"}')
+    _whole(connection, b'{"rewards": ["\\ud800"], "version": "\\udfff"}')
 
 
 @kind()
 def html(connection: socket.socket) -> None:
-    whole(connection, b"<html><script>alert(1)</script>" + b"x" * MIB, type="text/html; charset=utf-8")
+    _whole(connection, b"<html><script>alert(1)</script>" + b"x" * MIB, type="text/html; charset=utf-8")
 
 
 @kind()
 def error_with_endless_body(connection: socket.socket) -> None:
-    connection.sendall(head(status="500 Oops"))
-    for_ever(connection, _SPACES)
+    connection.sendall(_head(status="500 Oops"))
+    _for_ever(connection, _SPACES)
 
 
 @kind(endless=True)
 def error_that_drips(connection: socket.socket) -> None:
-    connection.sendall(head(status="503 Later", length=10**6))
-    for_ever(connection, b"1", 0.1)
+    connection.sendall(_head(status="503 Later", length=10**6))
+    _for_ever(connection, b"1", 0.1)
 
 
 ANSI = b"\x1b]0;owned\x07\x1b[2J\x1b[31mred \xc2\x9b31m \xe2\x80\xae reversed \r over"
@@ -282,19 +290,19 @@ ANSI = b"\x1b]0;owned\x07\x1b[2J\x1b[31mred \xc2\x9b31m \xe2\x80\xae reversed \r
 
 @kind()
 def terminal_codes(connection: socket.socket) -> None:
-    whole(connection, ANSI * 100, status="400 Bad", type="text/plain")
+    _whole(connection, ANSI * 100, status="400 Bad", type="text/plain")
 
 
 @kind()
 def terminal_codes_in_json(connection: socket.socket) -> None:
     text = json.dumps({"error": {"message": ANSI.decode()}, "message": ANSI.decode()})
-    whole(connection, text.encode(), status="422 Bad")
+    _whole(connection, text.encode(), status="422 Bad")
 
 
 @kind()
 def terminal_codes_as_values(connection: socket.socket) -> None:
     text = json.dumps({"rewards": [ANSI.decode()], "version": ANSI.decode(), "weight_version": ANSI.decode()})
-    whole(connection, text.encode())
+    _whole(connection, text.encode())
 
 
 @kind()
@@ -315,7 +323,7 @@ def garbage(connection: socket.socket) -> None:
 @kind()
 def cookies(connection: socket.socket) -> None:
     fields = [f"Set-Cookie: c{i}={'x' * 900}" for i in range(80)]
-    whole(connection, b"{}", *fields)
+    _whole(connection, b"{}", *fields)
 
 
 class _Handler(socketserver.BaseRequestHandler):
@@ -343,12 +351,12 @@ class _Server(socketserver.ThreadingTCPServer):
     request_queue_size = 64
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """A client that hangs up is what is wanted."""
+        """Ignore the error: a client that hangs up is the expected outcome."""
 
 
 @contextlib.contextmanager
 def serving() -> Iterator[str]:
-    """The URL below which the kinds are."""
+    """Yield the URL below which the kinds are served."""
     bomb()
     server = _Server(("127.0.0.1", 0), _Handler)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)

@@ -2,9 +2,8 @@
 
     python -m tests.misbehaving_clients URL PAIRS
 
-PAIRS is a JSON list of [client, kind]. Prints one JSON object for each: how long it took, how it ended, what it said, and by
-how many MiB the greatest resident size grew. What lasts until its deadline goes on beside others of that sort; what may take
-memory is alone.
+PAIRS is a JSON list of [client, kind]. Prints one JSON object for each: duration, outcome, message, and by how many MiB the
+peak resident size grew. Pairs that last until their deadline run concurrently; pairs that may take memory run alone.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from tepo_megatron.inference.servers import process as process_module
 from tepo_megatron.inference.servers.client import Client, RequestFailed, healthy
 from tepo_megatron.inference.servers.endpoint import Endpoint
 from tepo_megatron.inference.servers.process import ServerProcess
-from tepo_megatron.inference.servers.server import Address
+from tepo_megatron.inference.servers.server import ServerAddress
 from tepo_megatron.inference.sglang import SglangApi
 from tepo_megatron.inference.vllm import VllmApi
 from tepo_megatron.rewards.remote import HttpTerm
@@ -52,8 +51,8 @@ class Elsewhere:
     def __init__(self, url: str) -> None:
         self.url = url
 
-    async def reached(self) -> Address:
-        return Address(self.url, KEY)
+    async def wait_ready(self) -> ServerAddress:
+        return ServerAddress(self.url, KEY)
 
     async def failure(self, what: str) -> RolloutError:
         return RolloutError(f"{self.name} {what}")
@@ -66,10 +65,17 @@ def reward(url: str) -> object:
 
 
 def engine(api: Callable[[], EngineApi], act: Callable[[Endpoint], Any]) -> Callable[[str], object]:
+    """Return a client that calls an engine's endpoint.
+
+    Args:
+        api: Constructor of the engine's API.
+        act: Call to make.
+    """
+
     async def run(url: str) -> object:
-        cfg = ServerConfig(request_seconds=DEADLINE, silent_seconds=DEADLINE)
+        cfg = ServerConfig(request_seconds=DEADLINE, heartbeat_timeout=DEADLINE)
         endpoint = Endpoint(Elsewhere(url), api(), cfg, max_model_len=64)  # type: ignore[arg-type]
-        endpoint.client = Client(url, KEY, request_seconds=DEADLINE, silent_seconds=DEADLINE)
+        endpoint.client = Client(url, KEY, request_seconds=DEADLINE, heartbeat_timeout=DEADLINE)
         try:
             return await act(endpoint)
         finally:
@@ -80,13 +86,13 @@ def engine(api: Callable[[], EngineApi], act: Callable[[Endpoint], Any]) -> Call
 
 def illness(url: str) -> object:
     async def run() -> str:
-        client = Client(url, KEY, request_seconds=DEADLINE, silent_seconds=DEADLINE)
+        client = Client(url, KEY, request_seconds=DEADLINE, heartbeat_timeout=DEADLINE)
         try:
-            return await asyncio.wait_for(client.illness(), 3 * DEADLINE)
+            return await asyncio.wait_for(client.wait_unhealthy(), 3 * DEADLINE)
         finally:
             await client.close()
 
-    with contextlib.suppress(TimeoutError):  # it is well
+    with contextlib.suppress(TimeoutError):  # the server is well
         raise RequestFailed(asyncio.run(run()))
     return None
 
@@ -96,7 +102,7 @@ def health(url: str) -> object:
 
 
 def wait_ready(url: str) -> object:
-    """The process lives, and its health is asked for elsewhere."""
+    """Wait for a server whose process lives elsewhere than its health URL."""
     with tempfile.TemporaryDirectory() as folder:
         server = ServerProcess(
             ["sleep", "600"],
@@ -128,19 +134,26 @@ CLIENTS: dict[str, Callable[[str], object]] = {
     "healthy": health,
     "wait_ready": wait_ready,
 }
-ASKS_FOR_HEALTH = ("illness", "healthy", "wait_ready")  # they last, and read little
+ASKS_FOR_HEALTH = ("illness", "healthy", "wait_ready")  # clients that wait for long and read little
 
 
 def memory(what: str) -> float:
-    """VmRSS or VmHWM of this process in MiB."""
+    """Return VmRSS or VmHWM of this process in MiB."""
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(what))
     return int(line.split()[1]) / 1024
 
 
 def measured(name: str, kind: str, url: str) -> dict[str, Any]:
+    """Run one client against one kind and return its measurements.
+
+    Args:
+        name: A name in CLIENTS.
+        kind: Kind of misbehaviour.
+        url: URL below which the kinds are served.
+    """
     begin, before = time.monotonic(), memory("VmRSS")
     with contextlib.suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")  # forgets the greatest size
+        Path("/proc/self/clear_refs").write_text("5")  # resets the peak size
     try:
         ended, said = "returned", repr(CLIENTS[name](f"{url}/{kind}"))
     except Exception as e:

@@ -1,13 +1,15 @@
-"""The product's answer to a random minibatch, beside the reference's. The minibatches: `tests/reference/minibatches.py`."""
+"""The product's answer to a random minibatch, next to the reference's. The minibatches: `tests/reference/minibatches.py`."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from tepo_megatron.config.objective import PARTS, read_part, variants
 from tepo_megatron.losses import Objective
 from tepo_megatron.losses.inputs import LossInputs
 from tepo_megatron.ops.segments import Segments
@@ -17,21 +19,68 @@ from tests.reference.methods import CORRECTION_BOUNDS
 from tests.reference.minibatches import LENGTHS, MARGIN, Batch, draw, expected, fair_cases, gradient
 from tests.reference.parts import Method
 
-__all__ = ["LENGTHS", "MARGIN", "Batch", "compare", "draw", "expected", "fair_cases", "inputs_of", "method_of", "ours"]
+__all__ = [
+    "LENGTHS", "MARGIN", "Batch", "compare", "draw", "expected", "fair_cases", "inputs_of", "method_of", "objective_of", "ours",
+    "replaced", "section_of",
+]  # fmt: skip
 TOLERANCES = ((torch.float64, 1e-10), (torch.float32, 1e-5))
 
 
+# a part of the reference's method -> the part and the field in which the product has it
+FIELDS = {
+    "weighting": ("weighting", "type"), "cov_share": ("weighting", "share"), "cov_low": ("weighting", "low"),
+    "cov_high": ("weighting", "high"), "cov_beta": ("weighting", "beta"), "steer_lambda_min": ("weighting", "lambda_min"),
+    "correction": ("correction", "type"), "correction_low": ("correction", "low"), "correction_high": ("correction", "high"),
+    "ref_beta": ("ref_kl", "beta"), "ref_kl": ("ref_kl", "estimator"), "ref_kl_in": ("ref_kl", "where"),
+}  # fmt: skip
+
+
+def section_of(parts: Mapping[str, Any]) -> dict[str, Any]:
+    """Parts of the reference's method as the product's config has them."""
+    section: dict[str, Any] = {}
+    for name, value in parts.items():
+        part, field = FIELDS.get(name, (name, ""))
+        if field and value is not None:
+            section.setdefault(part, {})[field] = value
+        elif not field:
+            section[part] = value
+    return section
+
+
+def replaced(objective: Objective, **parts: Any) -> Objective:
+    """The objective with parts of the reference's method replaced. Fields that a weighting or correction lacks are left out."""
+    section = section_of(parts)
+    for part in section.keys() & {part for part, _ in FIELDS.values()}:
+        of_row = getattr(objective, part)
+        held = {} if of_row is None else dataclasses.asdict(of_row)
+        kind = section[part].get("type", held.get("type", ""))
+        fields = (held if held.get("type", "") == kind else {}) | section[part]
+        known = {f.name for f in dataclasses.fields(variants(PARTS[part])[kind])}
+        section[part] = read_part(part, {name: value for name, value in fields.items() if name in known})
+    return dataclasses.replace(objective, **section)
+
+
+def objective_of(**parts: Any) -> Objective:
+    """The product's objective with the parts of a method in the reference's words."""
+    return replaced(Objective(ratio=parts["ratio"], surrogate=parts.get("surrogate", "clip")), **parts)
+
+
 def method_of(objective: Objective) -> Method:
-    """The same parts in the reference's words."""
+    """Return the objective as a method of the reference."""
     parts: dict[str, Any] = dataclasses.asdict(objective)
-    low, high = CORRECTION_BOUNDS[objective.correction]
-    parts["correction_low"] = low if objective.correction_low is None else objective.correction_low
-    parts["correction_high"] = high if objective.correction_high is None else objective.correction_high
-    return Method(**parts)
+    nested = {part: parts.pop(part) or {} for part in ("weighting", "correction", "ref_kl")}
+    parts |= {name: nested[part][field] for name, (part, field) in FIELDS.items() if field in nested[part]}
+    low, high = CORRECTION_BOUNDS[objective.correction.type]
+    return Method(**{"correction_low": low, "correction_high": high} | parts)
 
 
 def inputs_of(batch: Batch, dtype: torch.dtype = torch.float64) -> LossInputs:
-    """The whole minibatch as one microbatch on one rank."""
+    """Return the whole minibatch as one microbatch on one rank.
+
+    Args:
+        batch: The minibatch.
+        dtype: Dtype of all tensors.
+    """
     lengths = torch.tensor([len(r.old) for r in batch.responses])
     position = torch.tensor([t for n in lengths.tolist() for t in range(n)], dtype=torch.int64)
     segments = Segments(
@@ -52,7 +101,13 @@ def inputs_of(batch: Batch, dtype: torch.dtype = torch.float64) -> LossInputs:
 
 
 def ours(objective: Objective, batch: Batch, dtype: torch.dtype = torch.float64) -> tuple[LossOutput, Tensor, Tensor]:
-    """The product's output, and its gradients with respect to the log-probs and to the entropies."""
+    """Return the product's output, and its gradients with respect to the log-probs and to the entropies.
+
+    Args:
+        objective: Objective to evaluate.
+        batch: The minibatch.
+        dtype: Dtype of the computation.
+    """
     x = batch.logprob.to(dtype, copy=True).requires_grad_()
     h = batch.entropy.to(dtype, copy=True).requires_grad_()
     inputs = inputs_of(batch, dtype)
@@ -65,7 +120,15 @@ def ours(objective: Objective, batch: Batch, dtype: torch.dtype = torch.float64)
 
 
 def compare(objective: Objective, batch: Batch, theirs: tuple[reference.Outcome, Tensor, Tensor]) -> None:
-    """Loss relative to what it adds up (at least to 1, an advantage), gradients by 2-norm; in fp64 and in fp32."""
+    """Assert that loss and gradients are those of the reference, in fp64 and in fp32.
+
+    The loss error is relative to the magnitude of the loss (at least to 1, an advantage); the gradient error is in the 2-norm.
+
+    Args:
+        objective: Objective of the product.
+        batch: The minibatch.
+        theirs: Answer of the reference.
+    """
     outcome, x_grad, h_grad = theirs
     for dtype, tolerance in TOLERANCES:
         out, grad, entropy_grad = ours(objective, batch, dtype)

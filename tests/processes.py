@@ -21,9 +21,17 @@ ROOT = Path(__file__).parents[1]
 
 
 def run_processes(size: int, fn: Callable[..., Any], *args: Any, folder: Path, timeout: float = 300.0) -> list[Any]:
-    """Run `fn(rank, *args)` on `size` ranks under torchrun and return their results, by rank; as `worlds.run_world`.
+    """Run `fn(rank, *args)` on `size` ranks under torchrun and return their results, by rank, as `worlds.run_world` does.
 
-    fn: of a module; folder: an empty one, for what is handed over. Raises AssertionError with the end of what the ranks said.
+    Args:
+        size: Number of ranks.
+        fn: Function of a module.
+        args: Further arguments of `fn`.
+        folder: An empty folder for arguments and results.
+        timeout: Seconds until the ranks are killed.
+
+    Raises:
+        AssertionError: A rank failed. The message holds the end of the ranks' output.
     """
     words = command(size, fn, *args, folder=folder)
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=timeout, check=False)
@@ -32,14 +40,21 @@ def run_processes(size: int, fn: Callable[..., Any], *args: Any, folder: Path, t
 
 
 def command(size: int, fn: Callable[..., Any], *args: Any, folder: Path) -> list[str]:
-    """Return the command that starts the ranks of `run_processes`, for a caller that does not wait for their end."""
+    """Return the command that starts the ranks of `run_processes`, for a caller that does not wait for their end.
+
+    Args:
+        size: Number of ranks.
+        fn: Function of a module.
+        args: Further arguments of `fn`.
+        folder: An empty folder for arguments and results.
+    """
     (folder / "call").write_bytes(pickle.dumps((fn.__module__, fn.__qualname__, args)))
     start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)]
     return [sys.executable, *start, "-m", __name__, str(folder)]
 
 
 def main() -> None:
-    """One rank, on a GPU where there are any."""
+    """Run one rank, on a GPU where the machine has one."""
     die_with_parent(os.getppid(), signal.SIGKILL)  # torchrun may be killed
     activate("cuda" if torch.cuda.is_available() else "cpu")  # before Megatron-Core is imported
     folder, rank = Path(sys.argv[1]), int(os.environ["RANK"])

@@ -19,7 +19,7 @@ from tepo_megatron.utils.processes import die_with_parent
 from tests.launch.cases import PYTHON
 from tests.slurm import free_port
 
-MARK = "TEPO_TEST_RAY"  # in the environment of all that runs on a machine: which cluster's, and which
+MARK = "TEPO_TEST_RAY"  # environment variable of every process of a machine: the cluster and the machine
 RAY = PYTHON.with_name("ray")
 # seconds, not minutes, until a dead machine is noticed
 _NOTICE = {"RAY_health_check_period_ms": "1000", "RAY_health_check_timeout_ms": "4000"}
@@ -28,7 +28,12 @@ _NOTICE |= {"RAY_health_check_failure_threshold": "4", "RAY_raylet_start_wait_ti
 
 @dataclass
 class Cluster:
-    """folder: of its files, short, since Ray makes sockets in it; stack: at whose end its processes end."""
+    """A Ray cluster on this machine.
+
+    Attributes:
+        folder: Folder of its files, with a short path, since Ray creates sockets in it.
+        stack: Exit stack that ends its processes.
+    """
 
     folder: Path
     environment: dict[str, str]
@@ -39,16 +44,19 @@ class Cluster:
 
     @property
     def address(self) -> str:
-        """Of its head."""
+        """Address of the head."""
         return f"127.0.0.1:{self.port}"
 
     def marked(self, machine: str) -> dict[str, str]:
-        """The environment of that machine, with its own Python before others."""
+        """Return the environment of that machine, with this Python first on its PATH."""
         own = {MARK: f"{self.mark}-{machine}", "RAY_ADDRESS": self.address, "PATH": f"{RAY.parent}:{os.environ['PATH']}"}
         return {**os.environ, **self.environment, **_NOTICE, **OF_RAY, **own}
 
     def boot(self, machine: str) -> None:
-        """A node, until it is up: two that start at once would choose the same names. "head" is the first."""
+        """Start a node and wait until it is up; "head" comes first.
+
+        Two nodes that start at once would choose the same names.
+        """
         head = ["--head", "--port", str(self.port), "--include-dashboard", "false", "--temp-dir", str(self.folder)]
         where = head if machine == "head" else ["--address", self.address]
         ports = ["--min-worker-port", "0", "--max-worker-port", "0", "--dashboard-agent-listen-port", str(free_port())]
@@ -67,12 +75,12 @@ class Cluster:
             time.sleep(0.1)
 
     def raylet(self, machine: str) -> int:
-        """Its process."""
+        """Return the raylet process of a machine."""
         (pid,) = (pid for pid, line in self.processes(machine).items() if line.split()[0].endswith("/raylet"))
         return pid
 
     def processes(self, machine: str = "") -> dict[int, str]:
-        """Command lines of what runs on a machine, or on any."""
+        """Return the command lines of the processes of a machine, or of all machines."""
         found = {}
         for folder in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
@@ -83,7 +91,7 @@ class Cluster:
         return found
 
     def kill(self, machine: str) -> None:
-        """SIGKILL for all that runs on it: that of Ray first, so that nothing is told."""
+        """Kill all processes of a machine with SIGKILL, Ray's first, so that none can report the loss."""
         deadline = time.monotonic() + 20
         while found := self.processes(machine):
             assert time.monotonic() < deadline, found
@@ -94,13 +102,19 @@ class Cluster:
         self.nodes[machine].wait(10)
 
     def logs(self) -> str:
-        """The ends of what `ray start` printed."""
+        """Return the last lines that each `ray start` printed."""
         return "\n".join(f"== {p.name}\n{p.read_text()[-1500:]}" for p in sorted(self.folder.parent.glob("*.log")))
 
 
 @contextlib.contextmanager
 def running(folder: Path, machines: int, environment: dict[str, str]) -> Iterator[Cluster]:
-    """A head and m0, m1, ... until the end of the block; then none of their processes is left, or it fails."""
+    """Run a head and the machines m0, m1, ... until the end of the block. Fail if one of their processes is left then.
+
+    Args:
+        folder: Folder of the cluster's files.
+        machines: Number of machines without the head.
+        environment: Further environment variables of all machines.
+    """
     place = folder / "r"
     place.mkdir(parents=True)
     with contextlib.ExitStack() as stack:

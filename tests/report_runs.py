@@ -24,6 +24,13 @@ SUMMARY = {
 
 
 def write_run(folder: Path, records: list[dict[str, Any]], **settings: Any) -> Config:
+    """Write config and records of a run.
+
+    Args:
+        folder: Folder of the run.
+        records: Lines of metrics.jsonl.
+        settings: Sections of the config, added to a minimal one.
+    """
     tree: dict[str, Any] = {
         "name": folder.name,
         "model": {"path": "m/tiny", "precision": "fp32"},
@@ -40,7 +47,7 @@ def records(steps: int) -> list[dict[str, Any]]:
 
 
 def measured(steps: int) -> list[dict[str, Any]]:
-    """Plausible records of a TEPO run: the noise floor known at every third step, nothing optional."""
+    """Return plausible records of a TEPO run: the noise floor at every third step, nothing optional."""
     rows = []
     for s in range(1, steps + 1):
         spread = 0.02 + 0.1 / s
@@ -59,7 +66,15 @@ def measured(steps: int) -> list[dict[str, Any]]:
 
 
 def rollout(prompt: int, prompt_ids: Sequence[int], response_ids: Sequence[int], score: float, **others: Any) -> Rollout:
-    """A graded one."""
+    """Return a graded rollout.
+
+    Args:
+        prompt: Id of the prompt.
+        prompt_ids: Token ids of the prompt.
+        response_ids: Token ids of the response.
+        score: Verdict, 0 or 1.
+        others: Further fields of the rollout.
+    """
     length = len(prompt_ids) + len(response_ids)
     fields = {"policy_version": 0, "stop_reason": "stop", "answer": "7", "status": "exact" if score else "wrong"} | others
     return Rollout(
@@ -72,5 +87,11 @@ def rollout(prompt: int, prompt_ids: Sequence[int], response_ids: Sequence[int],
 
 
 def record_step(run: Path, step: int, rollouts: Sequence[Rollout]) -> None:
-    """As a run with rollout.record=true does."""
+    """Record the rollouts of a step as a run with rollout.record=true does.
+
+    Args:
+        run: Folder of the run.
+        step: Number of the step.
+        rollouts: Graded rollouts.
+    """
     record.write(run / record.FOLDER, step, rollouts, Metrics())

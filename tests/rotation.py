@@ -20,7 +20,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out the cases that are not this commit's turn."""
+    """Leave out the cases that are not this commit's turn.
+
+    Args:
+        config: Config of the session, with --rotate.
+        items: Collected tests, changed in place.
+    """
     number = config.getoption("--rotate")
     if number < 2:
         return
@@ -34,12 +39,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def turn(cases: Sequence[pytest.Item], number: int, head: str) -> Sequence[pytest.Item]:
-    """Return the cases of one test that are run.
+    """Return the cases of one test that are run at this commit.
 
     Args:
-        cases: Those that are marked full.
-        number: One in as many is run, at least one.
-        head: The commit's hash, in hexadecimal digits, or a sentence that says that there is none.
+        cases: The cases that are marked full.
+        number: One case in this many is run, at least one.
+        head: The commit's hash in hexadecimal digits, or a message that there is none.
     """
     number = min(number, len(cases))
     try:

@@ -1,4 +1,4 @@
-"""The side of an engine that speaks with `scripted_server.py`."""
+"""The client side of an engine that speaks with `scripted_server.py`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,11 @@ from tests.scripted_server import KEY
 
 
 class ScriptedApi:
-    """See `engine_api.EngineApi`. takes_broadcasts: and not only the names of files."""
+    """The `engine_api.EngineApi` of the scripted server.
+
+    Attributes:
+        takes_broadcasts: Whether it receives weights by broadcast too, and not only names of files.
+    """
 
     name = "the scripted server"
 
@@ -32,7 +36,7 @@ class ScriptedApi:
     def environment(self, cfg: ServerConfig, launch: LaunchSpec, inherited: Mapping[str, str], key: str) -> dict[str, str]:
         return {**inherited, KEY: key, "PYTHONPATH": str(Path(__file__).resolve().parents[1])}
 
-    async def about(self, send: Send) -> ServerInfo:
+    async def server_info(self, send: Send) -> ServerInfo:
         return ServerInfo("1.0", served_label((await send("GET", "/about", None))["version"]), max_model_len=64)
 
     async def prepare(self, send: Send) -> None: ...
@@ -57,11 +61,11 @@ class ScriptedApi:
     async def begin_update(self, send: Send) -> None:
         await send("POST", "/begin", {})
 
-    async def join(self, send: Send, meeting: GroupSpec) -> None:
-        await send("POST", "/join", asdict(meeting))
+    async def join_groups(self, send: Send, spec: GroupSpec) -> None:
+        await send("POST", "/join", asdict(spec))
 
-    async def keep(self, send: Send, kept: UnchangedTensors) -> None:
-        await send("POST", "/keep", asdict(kept))
+    async def keep_unchanged(self, send: Send, unchanged: UnchangedTensors) -> None:
+        await send("POST", "/keep", asdict(unchanged))
 
     async def load(self, send: Send, sources: Sequence[Source]) -> None:
         files = [source.name for source in sources if isinstance(source, Path)]

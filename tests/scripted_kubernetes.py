@@ -17,7 +17,12 @@ PODS = "/api/v1/namespaces/lab/pods"
 
 
 class Kubernetes:
-    """jobs: by name; pods: what is listed whatever is asked for, and what each has printed."""
+    """An API server that keeps RayJobs.
+
+    Attributes:
+        jobs: Submitted jobs by name.
+        pods: Pods that every listing returns, with the output of each.
+    """
 
     def __init__(self) -> None:
         self.jobs: dict[str, Any] = {}
@@ -25,7 +30,13 @@ class Kubernetes:
         self.printed = ""
 
     def answer(self, method: str, path: str, body: Any) -> tuple[int, Any]:
-        """Status, and an object or text."""
+        """Return the status and the body of a response, an object or text.
+
+        Args:
+            method: HTTP method.
+            path: Path of the URL.
+            body: JSON body of the request. None: no body.
+        """
         path, _, _ = path.partition("?")
         if method == "POST" and path == JOBS:
             name = body["metadata"]["name"]
@@ -51,7 +62,7 @@ def _failure(code: int, message: str) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def serving(folder: Path) -> Iterator[tuple[Kubernetes, Path]]:
-    """It, and a file for KUBECONFIG that names it."""
+    """Yield the API server, and a KUBECONFIG file that names it."""
     kubernetes = Kubernetes()
 
     class Handler(BaseHTTPRequestHandler):

@@ -6,11 +6,13 @@ import sys
 
 from tepo_megatron.config.io import load_config
 from tepo_megatron.inference import engines
+from tepo_megatron.inference.servers import slot
 from tepo_megatron.inference.servers.serve import serve
 from tests.scripted_api import ScriptedApi
 
 if __name__ == "__main__":
     engines.ENGINES["vllm"] = ScriptedApi  # type: ignore[index]
+    slot.BACKOFF_SECONDS = 0.05
     cfg, host = load_config(sys.argv[1]), sys.argv[2]
     sections = (cfg.model, cfg.rollout, cfg.sync)
     launch = engines.launch_of(*sections, platform=cfg.platform, max_model_len=cfg.served_tokens, seed=cfg.seed, host=host)

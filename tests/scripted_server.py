@@ -1,9 +1,9 @@
-"""A small inference server of our own, a real process behind real HTTP, that fails when told to: what the fleet is tested on.
+"""A small inference server of our own, a real process behind real HTTP, that fails on request. The fleet is tested with it.
 
     python -m tests.scripted_server PORT HOST [RANKS MODEL]
 
 Its samples depend on (prompt, seed) alone. It keeps the ids of the groups that it delivered in full. With the last two
-arguments it takes weights of that model by broadcast too, with as many ranks, each a thread of its own with a real inbox; only
+arguments it takes weights of that model by broadcast too, with RANKS ranks, each a thread of its own with a real inbox; only
 then it imports torch, which takes seconds.
 """
 
@@ -27,20 +27,29 @@ KEY = "TEPO_SCRIPTED_KEY"
 
 
 class Handler(BaseHTTPRequestHandler):
-    """behaviour: errors (answers with 500 to come), slow (seconds of an answer), loading (seconds of a load), refuse or die (in
-    the next update or change of sleep; at: in which of its requests), broadcast (what happens to its first rank in the next
-    round that is sent: `die` before it, or in the `midst` of it, `freeze` before it; `absent`: it never comes to a
-    meeting; `late`: all its ranks form the group and never broadcast in it; `leaves`: they form it, and the server dies),
-    save (the folder for what its ranks got in an update), checksums (its answer when it is asked for those), grow (MiB more
-    that it holds from now on). loaded: names of
-    the files of the last update; kept: what it left out. asleep: what it has released; like SGLang it dies of being told twice,
-    or while it samples.
+    """The server's state and its HTTP handler.
+
+    Attributes:
+        behaviour: Scripted faults:
+            errors: Number of the next answers with status 500.
+            slow: Seconds that an answer takes.
+            loading: Seconds that a load takes.
+            refuse, die: Fault in the next update or change of sleep; `at` selects its request.
+            broadcast: Fault of the first rank in the next round: `die` before it, die in the `midst` of it, or `freeze` before
+                it; `absent`: it never joins a group; `late`: all its ranks form the group and never broadcast in it; `leaves`:
+                they form it, and the server dies.
+            save: Folder in which its ranks save what an update brought.
+            checksums: Its answer to a request for checksums.
+            grow: MiB of memory that it holds from now on.
+        loaded: Names of the files of the last update.
+        kept: Names of the tensors that the last update left out.
+        asleep: Parts that are released. Like SGLang, it dies of a second release, or of a release while it samples.
     """
 
     ranks: ClassVar[list[Any]] = []
 
     version = -1  # as `engine.INITIAL_VERSION`
-    loading: ClassVar[Any] = None  # names, in an update
+    loading: ClassVar[Any] = None  # file names during an update
     loaded: ClassVar[Any] = None
     kept: ClassVar[Any] = None
     asleep: ClassVar[list[str]] = []
@@ -72,7 +81,7 @@ class Handler(BaseHTTPRequestHandler):
         if self.path == "/keep":
             Handler.kept = body
             for rank in Handler.ranks:
-                rank.keep(body)
+                rank.keep_unchanged(body)
             return self.fails("cannot keep these") or self.answer(200, {})
         if self.path in ("/begin", "/load", "/update"):
             return self.update(body)
@@ -101,7 +110,7 @@ class Handler(BaseHTTPRequestHandler):
         return self.answer(200, answer | {"stop_reason": "length" if there == body["max_tokens"] else "abort"})
 
     def sampled(self, tokens: int) -> int:
-        """How many tokens are there when all are, or when an interruption comes."""
+        """Return the number of tokens at the end of the sample, or when an interruption comes."""
         before, pause = Handler.interruptions, Handler.behaviour.get("slow", 0.0) / tokens
         for there in range(tokens):
             if Handler.interruptions > before:
@@ -110,7 +119,7 @@ class Handler(BaseHTTPRequestHandler):
         return tokens
 
     def rest(self) -> None:
-        """Sleep, or wake in part."""
+        """Sleep, or wake a part."""
         if self.fails("cannot do that"):
             return
         part = self.path.rpartition("/")[2]
@@ -120,7 +129,7 @@ class Handler(BaseHTTPRequestHandler):
         self.answer(200, {})
 
     def fails(self, why: str) -> bool:
-        """Whether it was told to refuse or to die of this request, and does."""
+        """Return whether a scripted fault refuses this request; die if the fault says so."""
         if self.path == Handler.behaviour.get("at", "/update"):
             if Handler.behaviour.pop("refuse", False):
                 self.answer(500, {"message": why})
@@ -130,7 +139,7 @@ class Handler(BaseHTTPRequestHandler):
         return False
 
     def update(self, body: dict[str, Any]) -> None:
-        """Begun, loaded, or finished; each only when it is its turn."""
+        """Begin, load or finish an update; refuse a request that is out of order."""
         if self.fails("cannot load these"):
             return
         if Handler.asleep[:1] == ["weights"]:
@@ -150,20 +159,20 @@ class Handler(BaseHTTPRequestHandler):
             Handler.version, Handler.loaded, Handler.loading = body["version"], Handler.loading, None
         return self.answer(200, {})
 
-    def join(self, body: dict[str, Any]) -> None:
-        """Each rank in its place."""
+    def join_groups(self, body: dict[str, Any]) -> None:
+        """Let each rank join its group."""
         from tepo_megatron.weight_sync.broadcast_group import GroupSpec
 
         first = body["first"]
         for i, rank in enumerate(Handler.ranks):
-            rank.meeting = GroupSpec(**body | {"first": first + i})
+            rank.spec = GroupSpec(**body | {"first": first + i})
         fault = Handler.behaviour.get("broadcast")
         if fault in ("late", "leaves"):
             self.on_all_ranks(lambda rank: rank.form_only())
             if fault == "leaves":
                 os._exit(3)
         elif fault != "absent":
-            self.on_all_ranks(lambda rank: rank.join())
+            self.on_all_ranks(lambda rank: rank.join_groups())
         return self.answer(200, {})
 
     def on_all_ranks(self, do: Callable[[Any], None]) -> None:
@@ -171,6 +180,12 @@ class Handler(BaseHTTPRequestHandler):
             list(threads.map(do, Handler.ranks))
 
     def answer(self, status: int, content: Any) -> None:
+        """Send a JSON answer.
+
+        Args:
+            status: HTTP status.
+            content: Object to send.
+        """
         data = json.dumps(content).encode()
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
@@ -183,7 +198,7 @@ class Handler(BaseHTTPRequestHandler):
 
 
 class Rank:
-    """One of the server's, and the tensors of its last update."""
+    """One rank of the server, and the tensors of its last update."""
 
     def __init__(self, model: str, number: int) -> None:
         import torch
@@ -191,29 +206,29 @@ class Rank:
         from tepo_megatron.weight_sync.receiver.receiver import RankReceiver
 
         self.model, self.number, self.device = model, number, torch.device("cpu")
-        self.inbox, self.tensors, self.meeting = RankReceiver(), {}, None
+        self.inbox, self.tensors, self.spec = RankReceiver(), {}, None
 
     def begin(self) -> None:
         self.inbox.begin(self.model, tied_embeddings=True)
         self.tensors = {}
 
-    def keep(self, body: dict[str, Any]) -> None:
+    def keep_unchanged(self, body: dict[str, Any]) -> None:
         from tepo_megatron.weight_sync.broadcast_group import UnchangedTensors
 
-        self.inbox.keep(UnchangedTensors(**body))
+        self.inbox.keep_unchanged(UnchangedTensors(**body))
 
-    def join(self) -> None:
-        self.inbox.join(self.meeting, self.device)
+    def join_groups(self) -> None:
+        self.inbox.join_groups(self.spec, self.device)
 
     def form_only(self) -> None:
-        """Come, and form the first sender's group, which nobody has broadcast in yet."""
+        """Join, and form the first sender's group without ever broadcasting in it."""
         from tepo_megatron.weight_sync.broadcast_group import form_group, join_store, signal
 
-        store = join_store(self.meeting)
-        rank = self.meeting.first
-        signal(store, self.meeting.came_key(rank))
+        store = join_store(self.spec)
+        rank = self.spec.first
+        signal(store, self.spec.joining_key(rank))
         with contextlib.suppress(RuntimeError):  # too slow for the deadline: it lives all the same
-            self.group = form_group(self.meeting, 0, rank, self.device)
+            self.group = form_group(self.spec, 0, rank, self.device)
 
     def load(self, buckets: list[str]) -> None:
         fault = Handler.behaviour.pop("broadcast", None) if self.number == 0 else None
@@ -234,7 +249,7 @@ class Rank:
 
         bucket = Bucket.from_json(text)
         row = torch.zeros(bucket.nbytes, dtype=torch.uint8)
-        self.inbox.membership.channels[bucket.sender].start(row)
+        self.inbox.membership.groups[bucket.sender].start(row)
         while not row.any():
             time.sleep(0)
         os._exit(3)
@@ -242,7 +257,7 @@ class Rank:
     def finish(self, folder: str | None) -> None:
         from safetensors.torch import save_file
 
-        if self.tensors or self.inbox.kept:
+        if self.tensors or self.inbox.unchanged:
             self.inbox.finish()
         if folder is not None:
             save_file(self.tensors, Path(folder) / f"{os.getpid()}-{self.number}.safetensors")

@@ -1,4 +1,4 @@
-"""A thread that answers like an SGLang server: a real model behind real HTTP, whose weights our own loader replaces.
+"""Answer like an SGLang server in a thread: a real model behind real HTTP, whose weights our own loader replaces.
 
 `SglangThread` is the `Server` of an endpoint. So a run in one process samples and updates weights as it does with an SGLang
 server, through the real client, adapter and loader.
@@ -20,14 +20,14 @@ import torch
 from tepo_megatron.errors import RolloutError
 from tepo_megatron.inference.engine import INITIAL_VERSION
 from tepo_megatron.inference.engine_api import INITIAL_LABEL
-from tepo_megatron.inference.servers.server import Address
+from tepo_megatron.inference.servers.server import ServerAddress
 from tepo_megatron.types import Prompt
 from tepo_megatron.weight_sync.receiver import sglang_loader
 from tests.e2e.scripted_worker import ScriptedEngine
 
 
 class ScriptedModel(ScriptedEngine):
-    """The model behind the server, with what the loader asks of SGLang's model."""
+    """The model behind the server, with the methods that the loader calls on SGLang's model."""
 
     @property
     def config(self) -> Any:
@@ -42,7 +42,13 @@ class ScriptedModel(ScriptedEngine):
             own[name].copy_(tensor)
 
     def answer(self, ids: list[int], seed: int, label: str) -> dict[str, Any]:
-        """One sample, as SGLang answers it; right for an even seed."""
+        """Return one sample, in the form of SGLang's answer; it is right if the seed is even.
+
+        Args:
+            ids: Token ids of the prompt.
+            seed: Seed of the sample.
+            label: Weight version, as SGLang labels it.
+        """
         self.version = INITIAL_VERSION if label == INITIAL_LABEL else int(label)
         made = self._sample(Prompt(0, tuple(ids), "7"), right=seed % 2 == 0)
         logprobs = made.rollout_logprobs_L[made.response_mask_L].tolist()
@@ -61,10 +67,10 @@ class SglangThread:
     """See `server.Server`.
 
     Args:
-        model: What it serves.
+        model: The served model.
     """
 
-    name, again, running, resident_bytes = "the scripted SGLang", "is not started again", True, 0
+    name, restart_note, running, resident_bytes = "the scripted SGLang", "is not started again", True, 0
 
     def __init__(self, model: ScriptedModel) -> None:
         self._http = ThreadingHTTPServer(("127.0.0.1", 0), _handler(model))
@@ -72,8 +78,8 @@ class SglangThread:
     def launch(self) -> None:
         threading.Thread(target=self._http.serve_forever, daemon=True).start()
 
-    async def reached(self) -> Address:
-        return Address(f"http://127.0.0.1:{self._http.server_port}", "key")
+    async def wait_ready(self) -> ServerAddress:
+        return ServerAddress(f"http://127.0.0.1:{self._http.server_port}", "key")
 
     async def failure(self, what: str) -> RolloutError:
         return RolloutError(f"{self.name} {what}")

@@ -25,7 +25,7 @@ LOST_SECONDS = 10  # without an answer of its daemon, until a machine is taken f
 
 
 def missing() -> str | None:
-    """Why there can be none here."""
+    """Return why there can be no Slurm here; None if there can."""
     lacking = [name for name in PROGRAMS if shutil.which(name, path=PATH) is None]
     if lacking:
         return f"{', '.join(lacking)} not installed (Debian: slurm-wlm, munge)"
@@ -34,7 +34,12 @@ def missing() -> str | None:
 
 @dataclass(frozen=True)
 class Process:
-    """machine: where its job runs it; line: the command."""
+    """A process of a job.
+
+    Attributes:
+        machine: Machine on which the job runs it.
+        line: Command line.
+    """
 
     pid: int
     parent: int
@@ -45,7 +50,12 @@ class Process:
 
 @dataclass
 class Slurm:
-    """environment: with which its commands find it; stack: at whose end its daemons end."""
+    """A Slurm of several machines.
+
+    Attributes:
+        environment: Environment variables with which its commands find it.
+        stack: Exit stack that ends its daemons.
+    """
 
     folder: Path
     environment: dict[str, str]
@@ -53,7 +63,12 @@ class Slurm:
     daemons: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
 
     def start(self, name: str, command: list[str]) -> None:
-        """A daemon."""
+        """Start a daemon.
+
+        Args:
+            name: Name of its log.
+            command: Command line.
+        """
         with (self.folder / f"{name}.log").open("a") as out:
             process = self.daemons[name] = subprocess.Popen(
                 command, env=self.environment, stdout=out, stderr=subprocess.STDOUT, start_new_session=True,
@@ -62,11 +77,11 @@ class Slurm:
         self.stack.callback(_end, process)
 
     def boot(self, machine: str) -> None:
-        """Its daemon, on which the controller counts once it answers."""
+        """Start the daemon of a machine, on which the controller counts once it answers."""
         self.start(machine, ["slurmd", "-D", "-f", f"{self.folder}/slurm.conf", "-N", machine])
 
     def kill(self, machine: str) -> None:
-        """SIGKILL for its daemon and all that it started."""
+        """Kill the daemon of a machine and all processes that it started with SIGKILL."""
         self.daemons[machine].kill()
         self.daemons[machine].wait()
         on_it = [process for process in self.processes() if process.machine == machine]
@@ -76,22 +91,27 @@ class Slurm:
                 os.kill(pid, signal.SIGKILL)
 
     def call(self, *words: str) -> str:
-        """The output of one of its commands."""
+        """Run one of its commands and return the output."""
         done = subprocess.run(words, env=self.environment, capture_output=True, text=True, timeout=30, check=False)
         assert done.returncode == 0, done.stderr
         return done.stdout
 
     def about(self, job: str) -> dict[str, str]:
-        """What the controller says of a job, by its names."""
+        """Return the controller's fields of a job."""
         words = self.call("scontrol", "show", "job", "--oneliner", job).split()
         return dict(word.split("=", 1) for word in words if "=" in word)
 
     def state(self, job: str) -> str:
-        """PENDING, RUNNING, ..."""
+        """Return the state of a job: PENDING, RUNNING, ..."""
         return self.about(job)["JobState"]
 
     def ended(self, job: str, timeout: float) -> str:
-        """Wait for the end of a job; how it ended."""
+        """Wait for the end of a job; return its last state.
+
+        Args:
+            job: Number of the job.
+            timeout: Seconds.
+        """
         deadline = time.monotonic() + timeout
         while (state := self.state(job)) in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "REQUEUED"):
             assert time.monotonic() < deadline, f"job {job} is still {state}: {self.logs()}"
@@ -99,7 +119,7 @@ class Slurm:
         return state
 
     def processes(self) -> list[Process]:
-        """Of its jobs, on all machines."""
+        """Return the processes of its jobs, on all machines."""
         found = []
         for folder in Path("/proc").glob("[0-9]*"):
             try:
@@ -114,19 +134,24 @@ class Slurm:
         return found
 
     def idle(self) -> int:
-        """Machines that wait for work; 0 while the controller does not answer."""
+        """Return the number of idle machines; 0 while the controller does not answer."""
         words = ["sinfo", "--noheader", "--states", "idle", "--format", "%D"]
         done = subprocess.run(words, env=self.environment, capture_output=True, text=True, timeout=30, check=False)
         return int(done.stdout.strip() or 0) if done.returncode == 0 else 0
 
     def logs(self) -> str:
-        """The ends of the daemons' logs."""
+        """Return the ends of the daemons' logs."""
         return "\n".join(f"== {path.name}\n{path.read_text()[-2000:]}" for path in sorted(self.folder.glob("*.log")))
 
 
 @contextlib.contextmanager
 def running(folder: Path, machines: int) -> Iterator[Slurm]:
-    """Until the end of the block; then nothing of it is left."""
+    """Run a Slurm until the end of the block; then nothing of it is left.
+
+    Args:
+        folder: Folder of its files.
+        machines: Number of machines.
+    """
     host, free = socket.gethostname(), [free_port() for _ in range(machines + 1)]
     names = [f"n{i + 1}" for i in range(machines)]
     for name in ("state", "spool", "munge"):
@@ -206,7 +231,7 @@ def _until(condition: Callable[[], bool], what: str, slurm: Slurm | None = None,
 
 
 def free_port() -> int:
-    """Of this machine, below those from which the kernel gives one to whoever asks for any, until it is listened on."""
+    """Return a free port below the range of ephemeral ports, so that the kernel gives it to nobody else before it is used."""
     while True:
         port = random.SystemRandom().randrange(20_000, 29_000)
         with socket.socket() as s, contextlib.suppress(OSError):

@@ -20,7 +20,7 @@ CHARACTERS = "0123456789+-*/=?.,() \n\\{}" + "abcdefghijklmnopqrstuvwxyz"
 
 
 def char_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per character; ids 0-3 are pad, bos, eos, unknown; VOCAB_SIZE ids in all."""
+    """Return a tokenizer with one token per character and VOCAB_SIZE ids; ids 0-3 are pad, bos, eos, unknown."""
     tokens = [PAD, BOS, EOS, UNKNOWN, *CHARACTERS]
     tokens += [f"<extra_{i}>" for i in range(len(tokens), VOCAB_SIZE)]
     tokenizer = Tokenizer(models.WordLevel({t: i for i, t in enumerate(tokens)}, unk_token=UNKNOWN))
@@ -46,10 +46,16 @@ def tiny_qwen3(
     vocab_size: int = VOCAB_SIZE,
     **sizes: int,
 ) -> PreTrainedModel:
-    """Write a Qwen3 and its tokenizer to `path`; returns the model (fp32, eval).
+    """Write a Qwen3 and its tokenizer to `path`; return the model (fp32, eval).
 
-    scale: multiplies the 2-dim weights, so that the next token's distribution is far from uniform and a wrong weight shows;
-    sizes: keys of the model's config, in the place of those here.
+    Args:
+        path: Directory to write.
+        tied: Whether the output layer is the embedding.
+        seed: Seed of the weights.
+        layers: Number of decoder layers.
+        scale: Factor of the 2-dim weights, so that the next token's distribution is far from uniform and a wrong weight shows.
+        vocab_size: Rows of the embedding.
+        sizes: Keys of the model's config that replace the defaults here.
     """
     shape = {
         "hidden_size": 128, "intermediate_size": 384, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
@@ -70,9 +76,15 @@ def tiny_qwen3(
 
 
 def tiny_model(path: Path, config: PretrainedConfig, *, seed: int = 0, scale: float = 4.0) -> PreTrainedModel:
-    """Write a random model of this config, with the character tokenizer, to `path`; returns the model (fp32, eval).
+    """Write a random model of this config, with the character tokenizer, to `path`; return the model (fp32, eval).
 
-    scale: multiplies all but the vectors. The global random state is left as it was.
+    The global random state stays unchanged.
+
+    Args:
+        path: Directory to write.
+        config: Config of the model.
+        seed: Seed of the weights.
+        scale: Factor of all weights except vectors.
     """
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)

@@ -1,4 +1,4 @@
-"""What the tests of the token statistics share: the back ends that can run in this process, and the fp64 reference."""
+"""Shared parts of the tests of the token statistics: the back ends that can run in this process, and the fp64 reference."""
 
 import os
 from importlib.util import find_spec
@@ -13,20 +13,32 @@ BACKENDS = ["torch"] + (["triton"] if HAS_TRITON and (INTERPRETED or torch.cuda.
 
 
 def device_of(backend: str) -> torch.device:
-    """Where a back end is tested."""
+    """Return the device on which a back end is tested."""
     return torch.device("cuda" if backend == "triton" and not INTERPRETED else "cpu")
 
 
 def reference(
     logits: torch.Tensor, labels: torch.Tensor, temperature: float, vocab_size: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-prob and entropy in fp64, by autograd."""
+    """Return log-prob and entropy in fp64, differentiable by autograd.
+
+    Args:
+        logits: [rows, columns], padding columns included.
+        labels: int64 [rows].
+        temperature: Divisor of the logits.
+        vocab_size: Number of real columns.
+    """
     logp = torch.log_softmax(logits.double()[:, :vocab_size] / temperature, dim=-1)
     return logp.gather(1, labels[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
 
 
 def to_bf16(x: torch.Tensor, backend: str) -> torch.Tensor:
-    """fp32 to bf16 as that back end stores it: to nearest, but Triton's interpreter (3.9) cuts the low bits off."""
+    """Round fp32 to bf16 as a back end stores it: to nearest, except that Triton's interpreter (3.9) truncates the low bits.
+
+    Args:
+        x: fp32 tensor.
+        backend: Name of the back end.
+    """
     if backend == "triton" and INTERPRETED:
         return (x.view(torch.int32) & -(1 << 16)).view(torch.float32).bfloat16()
     return x.bfloat16()

@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-import tepo_megatron.actor.actor  # noqa: F401  imported here, else by every rank anew
+import tepo_megatron.actor.actor  # noqa: F401  imported here, else again by every rank
 from tepo_megatron.utils.processes import die_with_parent
 
 _POLL_SECONDS = 0.003
@@ -34,10 +34,18 @@ _STACK_SECONDS = 0.3  # for the ranks to write their stacks after a timeout
 def run_world(size: int, fn: Callable[..., Any], *args: Any, timeout: float = 180.0) -> list[Any]:
     """Run `fn(rank, *args)` on `size` ranks and return their results, by rank.
 
-    The ranks see the environment that torchrun sets, so `init_process_group` needs no address. None ends before all have
-    returned; then, or when one fails, or after `timeout` seconds, all are killed, with whatever they started.
+    The ranks see the environment that torchrun sets, so `init_process_group` needs no address. No rank ends before all have
+    returned. Then, or when one fails, or after `timeout` seconds, all are killed, with every process that they started.
 
-    Raises AssertionError with the traceback of the rank that failed first, or, on a timeout, with the stack of each rank.
+    Args:
+        size: Number of ranks.
+        fn: Function that each rank runs.
+        args: Further arguments of `fn`.
+        timeout: Seconds until the ranks are killed.
+
+    Raises:
+        AssertionError: A rank failed, or the time is up. The message holds the traceback of the rank that failed first, or, on
+            a timeout, the stack of each rank.
     """
     with tempfile.TemporaryDirectory(prefix="world-") as name, socket.create_server(("127.0.0.1", 0)) as door:
         folder, deadline = Path(name), time.monotonic() + timeout
@@ -80,10 +88,10 @@ def _fork(rank: int, size: int, door: socket.socket, folder: Path, fn: Callable[
 
 
 def _join_rendezvous(rank: int, size: int, door: socket.socket) -> dist.TCPStore | None:
-    """What torchrun tells its ranks. The store behind it is rank 0's, which the caller must keep.
+    """Set the variables by which torchrun describes the world to its ranks. Rank 0's store is behind them; the caller keeps it.
 
-    Its port was open before the ranks were: nobody guesses one. It cannot live in the pytest process: its event loop loses
-    messages when the process forks (torch 2.13; one world of four ranks in ten then waited forever).
+    Its port was open before the ranks existed, so nobody guesses one. The store cannot live in the pytest process: its event
+    loop loses messages when the process forks (torch 2.13; one world of four ranks in ten then waited forever).
     """
     os.environ.update(
         RANK=str(rank),
@@ -107,13 +115,13 @@ def _join_rendezvous(rank: int, size: int, door: socket.socket) -> dist.TCPStore
 
 
 def _wait_for_the_end(store: dist.TCPStore | None) -> NoReturn:
-    """A rank that ended now would break connections that others still open, and rank 0 would take the store along."""
+    """Wait until every rank is done. An earlier exit would break connections that others still open, and end rank 0's store."""
     while True:
         signal.pause()
 
 
 def _wait(pids: dict[int, int], folder: Path, deadline: float) -> str | None:
-    """Until every rank has left a result (None), one has ended without, or the time is up (then: what to tell)."""
+    """Wait until every rank has left a result (None), one has ended without a result, or the time is up (then: the message)."""
     while not all(_result(folder, rank).exists() for rank in pids.values()):
         for pid, rank in pids.items():
             ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)  # left to be reaped by _kill
@@ -126,7 +134,7 @@ def _wait(pids: dict[int, int], folder: Path, deadline: float) -> str | None:
 
 
 def _first_failure(folder: Path, rank: int, ended: os.waitid_result, size: int) -> str:
-    """Peers of a rank that fails often fail with it, in their collectives: the earliest traceback is the cause."""
+    """Return the earliest traceback. Peers often fail with a failed rank, in their collectives; the earliest is the cause."""
     errors = [error for r in range(size) if (error := _error(folder, r)).exists()]
     if not errors:
         by_signal = ended.si_code in (os.CLD_KILLED, os.CLD_DUMPED)
@@ -140,11 +148,11 @@ def _stuck(pids: dict[int, int], folder: Path) -> str:
     for pid in pids:
         os.kill(pid, signal.SIGUSR1)
     time.sleep(_STACK_SECONDS)
-    told = [f"{sum(not _result(folder, r).exists() for r in pids.values())} of {len(pids)} ranks did not return in time"]
+    lines = [f"{sum(not _result(folder, r).exists() for r in pids.values())} of {len(pids)} ranks did not return in time"]
     for rank in pids.values():
         stack = _stack(folder, rank)
-        told.append(f"rank {rank}:\n{stack.read_text() if stack.exists() else '(had not started)'}")
-    return "\n".join(told)
+        lines.append(f"rank {rank}:\n{stack.read_text() if stack.exists() else '(had not started)'}")
+    return "\n".join(lines)
 
 
 def _kill(pids: dict[int, int]) -> None:

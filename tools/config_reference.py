@@ -1,7 +1,8 @@
-"""Write docs/configuration.md from the types of the config: `python -m tools.config_reference`.
+"""Write docs/configuration.md and a table of docs/objectives.md from the config: `python -m tools.config_reference`.
 
 The meaning of a key comes from the docstring of its section ("key: meaning; ..."), the comment above the key and the comment on
-its line. What is refused comes from the errors that the section raises.
+its line. What is refused comes from the errors that the section raises, and from those of the functions `check_...` of its
+module whose first parameter is the section. A section with variants has a subsection for each; their common keys come first.
 """
 
 from __future__ import annotations
@@ -24,19 +25,23 @@ from typing import Any
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic.fields import FieldInfo
 
-from tepo_megatron.config import AnyTermConfig, Config, ObjectiveConfig
-from tepo_megatron.losses.objective import _TABLES, Objective
+from tepo_megatron.config import AnyTermConfig, Config, MegatronConfig, ObjectiveConfig
+from tepo_megatron.config.megatron import CHECKED
+from tepo_megatron.config.objective import PARTS
+from tools.nested_keys import nested_keys
 
 PAGE = Path(__file__).parents[1] / "docs" / "configuration.md"
 HEAD = """# Configuration reference
 
-Made by `python -m tools.config_reference` from `tepo_megatron/config/`; a test compares.
+Made by `python -m tools.config_reference` from `tepo_megatron/config/`; a test compares. This page lists <count> keys.
 
 A config is a YAML file of sections. `rollout.server.tp` is the key `tp` in `server` in `rollout`; on the command line it is
-`--rollout.server.tp 2` or `--rollout.server.tp=2`, read as YAML, and wins over the file. `base: other.yaml` (a path relative to
-the file itself) lays a file over another one: sections are merged key by key, lists and values are replaced, `null` takes a key
-back to its default. An unknown key is an error that names the nearest known one. Below each section stands what it refuses
-(`…`: what the message fills in); what depends on the model and on the objective is refused before anything starts, too.
+`--rollout.server.tp 2` or `--rollout.server.tp=2`, read as YAML, and wins over the file. `base: other.yaml` (a path relative
+to the file itself) lays a file over another one: sections are merged key by key, lists and values are replaced, `null` takes
+a key back to its default. A section with a `type` is replaced by one with another `type`. Names that keys had before work for
+one release, with a message that gives the new name. An unknown key is an error that names the nearest known one. Below each
+section is what it refuses (`…`: what the message fills in); what depends on the model and on the objective is refused before
+anything starts, too.
 """
 NAMES = {int: "integer", float: "number", str: "text", bool: "true, false", type(None): "null", Any: "anything"}
 OF_A_TERM = {"type": "which term it is", "weight": "of its value in the reward"}
@@ -50,10 +55,12 @@ class Section:
     Attributes:
         name: the section as its heading shows it; "" for the top level.
         cls: its type.
+        variants: all types that the section can have, if there are several, and `cls` is one of them.
     """
 
     name: str
     cls: type
+    variants: tuple[type, ...] = ()
 
     @property
     def prefix(self) -> str:
@@ -73,6 +80,8 @@ def sections(cls: type = Config, name: str = "") -> Iterator[Section]:
         key = f"{name}.{field}" if name else field
         if dataclasses.is_dataclass(hint):
             yield from sections(typing.cast(type, hint), key)
+        elif variants := variants_of(hint):
+            yield from (Section(key, variant, variants) for variant in variants)
         else:
             for inner in _dataclasses_in(hint):
                 yield from sections(inner, f"{key}[]")
@@ -81,37 +90,50 @@ def sections(cls: type = Config, name: str = "") -> Iterator[Section]:
 def all_keys() -> Iterator[str]:
     """Yield every key with dots, sections included: `rollout.server.tp`, `reward.terms[].weight`."""
     for section in sections():
-        for name in _fields(section.cls):
+        for name in fields_of(section.cls):
             yield section.prefix + name
+
+
+def variants_of(hint: Any) -> tuple[type, ...]:
+    """Return the section types among which the value of a key is chosen; empty if it is no section, or always the same one."""
+    plain = [_bare(arg) for arg in typing.get_args(_bare(hint))] if typing.get_origin(hint) is not list else []
+    return tuple(plain) if len(plain) > 1 and all(isinstance(x, type) and dataclasses.is_dataclass(x) for x in plain) else ()
 
 
 def page() -> str:
     """Return the whole reference page."""
     parts = [HEAD]
     for section in sections():
-        parts.append(_section(section))
-    return "\n".join(parts)
+        parts.append(_variant(section) if section.variants else _section(section))
+    text = "\n".join(parts)
+    return text.replace("<count>", str(count(text)))
+
+
+def count(text: str) -> int:
+    """Return the number of different keys in the tables of a page, without sections and without keys of list items."""
+    return len({row[1] for row in re.finditer(r"^\| `([\w.]+)` \| (?!\[section\])", text, re.M)})
 
 
 def meanings(cls: type) -> tuple[str, dict[str, str]]:
     """Return the description of a section, and the meaning of each of its keys."""
     intro, of_key = _from_docstring(cls)
-    for name, comment in _comments(cls).items():
+    said = {name: comment for base in reversed(cls.__mro__[:-1]) for name, comment in comments(base).items()}
+    for name, comment in said.items():
         of_key[name] = "; ".join(x for x in (of_key.get(name, ""), comment) if x)
     if cls in typing.get_args(AnyTermConfig):
         of_key = OF_A_TERM | of_key
-    if cls is ObjectiveConfig:
-        for name, comment in _comments(Objective).items():
-            of_key.setdefault(name, comment)
-        for name, table in _TABLES.items():
-            of_key[name] = "; ".join(filter(None, ["one of " + ", ".join(f"`{x}`" for x in table), of_key.get(name, "")]))
     return intro, of_key
 
 
 def refusals(cls: type) -> list[str]:
     """Return the messages of the errors that a section's checks raise, with `…` for what they fill in."""
     found = []
-    for node in ast.walk(_tree(cls)):
+    trees: list[ast.AST] = [_tree(cls)]
+    for node in ast.parse(inspect.getsource(inspect.getmodule(cls))).body:  # type: ignore[arg-type]
+        if isinstance(node, ast.FunctionDef) and re.match("_?check_", node.name):
+            first = node.args.args[0].annotation
+            trees += [node] * (isinstance(first, ast.Name) and first.id == cls.__name__)
+    for node in itertools.chain.from_iterable(map(ast.walk, trees)):
         if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and node.exc.args:
             message = node.exc.args[0]
             parts = message.values if isinstance(message, ast.JoinedStr) else [message]
@@ -122,34 +144,94 @@ def refusals(cls: type) -> list[str]:
 def _section(section: Section) -> str:
     """Return the part of the page for one section."""
     cls = section.cls
-    intro, of_key = meanings(cls)
-    hints = typing.get_type_hints(cls, include_extras=True)
+    intro, hints = meanings(cls)[0], typing.get_type_hints(cls, include_extras=True)
     title = f"`{section.name}`" if section.name else "The top"
     if section.name.endswith("[]") and "type" in hints:
-        title += f": {_type(hints['type'])}"
+        title += f": {type_of(hints['type'])}"
     lines = [f"## {title}", ""]
     if intro:
-        lines += [_prose(intro), ""]
-    lines += ["| key | type | default | meaning |", "|---|---|---|---|"]
-    for name, field in _fields(cls).items():
-        key = f"`{section.prefix}{name}`"
-        if dataclasses.is_dataclass(hints[name]):
-            lines.append(f"| {key} | [section](#{(section.prefix + name).replace('.', '')}) | | |")
+        lines += [prose(intro), ""]
+    return "\n".join([*lines, *_table(section, list(fields_of(cls))), *_checked_fields(cls), *_refused(cls)]) + "\n"
+
+
+def _checked_fields(cls: type) -> list[str]:
+    """Return the table of the fields of Megatron-Core's configs that this project checks; empty for other sections."""
+    lines = ["", "Fields that this project checks, or for which it has a default of its own:", ""]
+    lines += ["| in | field | type | default | meaning |", "|---|---|---|---|---|"]
+    for name, fields in CHECKED.items():
+        lines += [f"| `{name}` {row}" for row in _table(Section("", fields), list(fields_of(fields)))[2:]]
+    return lines if cls is MegatronConfig else []
+
+
+def _variant(section: Section) -> str:
+    """Return the part of the page for one variant of a section; the first one has the section's heading and the common keys."""
+    cls, variants = section.cls, section.variants
+    common = [name for name in fields_of(cls) if all(name in fields_of(x) for x in variants) and name != "type"]
+    before = {name for x in variants[: variants.index(cls)] for name in fields_of(x)}
+    lines = []
+    if cls is variants[0]:
+        lines += [f"## `{section.name}`", "", f"A section in one of these variants: {'; '.join(map(_named, variants))}.", ""]
+        if common:
+            lines += [*_table(section, common), ""]
+    lines += [f"### `{section.name}`: {_named(cls)}", "", prose(meanings(cls)[0])]
+    own = [name for name in fields_of(cls) if name not in (*common, "type") and name not in before]
+    if own:
+        lines += ["", *_table(section, own)]
+    again = [name for name in fields_of(cls) if name not in (*common, "type") and name in before]
+    if again:
+        lines += ["", "Also: " + ", ".join(f"`{name}`" for name in again) + "."]
+    return "\n".join([*lines, *_refused(cls)]) + "\n"
+
+
+def _named(cls: type) -> str:
+    """Return what distinguishes a variant: its `type`, or the key that only it requires."""
+    if "type" in fields_of(cls):
+        return f"`type: {_kind(cls)}`"
+    required = [name for name, field in fields_of(cls).items() if default_of(field) == "**required**"]
+    return f"with `{required[0]}`" if required else "by default"
+
+
+def _kind(cls: type) -> str:
+    """Return the `type` of a variant."""
+    return str(typing.get_args(typing.get_type_hints(cls)["type"])[0])
+
+
+def _table(section: Section, names: list[str]) -> list[str]:
+    """Return the lines of a table of keys.
+
+    Args:
+        section: the section.
+        names: those of its keys that the table shows.
+    """
+    of_key, fields = meanings(section.cls)[1], fields_of(section.cls)
+    hints = typing.get_type_hints(section.cls, include_extras=True)
+    lines = ["| key | type | default | meaning |", "|---|---|---|---|"]
+    for name in names:
+        key, link = f"`{section.prefix}{name}`", f"[section](#{(section.prefix + name).replace('.', '')})"
+        variants = variants_of(hints[name])
+        typed = bool(variants) and all("type" in fields_of(x) for x in variants)
+        if dataclasses.is_dataclass(hints[name]) or (variants and not typed):
+            lines.append(f"| {key} | {link} | | |")
             continue
-        cells = [key, _type(hints[name]), _default(field), _prose(of_key.get(name, ""))]
+        words = ", ".join(f"`{_kind(x)}`" for x in variants) + f", or a {link}" if typed else type_of(hints[name])
+        cells = [key, words, default_of(fields[name]), prose(of_key.get(name, ""))]
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
-    if messages := refusals(cls):
-        lines += ["", "Refused:", "", *(f"* {_code(message)}" for message in messages)]
-    return "\n".join(lines) + "\n"
+    return lines
+
+
+def _refused(cls: type) -> list[str]:
+    """Return the lines that list what a section refuses."""
+    return ["", "Refused:", "", *(f"* {_code(message)}" for message in found)] if (found := refusals(cls)) else []
 
 
 @functools.cache
 def _dotted() -> re.Pattern[str]:
     """Return a pattern of all keys with a dot."""
-    return re.compile(rf"(?<![\w.])(?:{'|'.join(re.escape(key) for key in all_keys() if '.' in key)})(?![\w.]\w)")
+    keys = [re.escape(key) for key in (*all_keys(), *nested_keys()) if "." in key]
+    return re.compile(rf"(?<![\w.])(?:{'|'.join(keys)})(?![\w.]\w)")
 
 
-def _prose(text: str) -> str:
+def prose(text: str) -> str:
     """Return text with keys as code, and with the special characters of Markdown escaped outside of code."""
     parts = re.split(r"(`[^`]+`)", text)
     for i in range(0, len(parts), 2):
@@ -161,11 +243,13 @@ def _code(text: str) -> str:
     return f"`` {text} ``" if "`" in text else f"`{text}`"
 
 
-def _fields(cls: type) -> dict[str, dataclasses.Field[Any]]:
-    return {f.name: f for f in dataclasses.fields(cls)}
+def fields_of(cls: type) -> dict[str, dataclasses.Field[Any]]:
+    """Return the keys of a section. The parts of an objective are in a table of their own."""
+    hidden = PARTS.keys() if cls is ObjectiveConfig else ()
+    return {f.name: f for f in dataclasses.fields(cls) if f.name not in hidden}
 
 
-def _default(field: dataclasses.Field[Any]) -> str:
+def default_of(field: dataclasses.Field[Any]) -> str:
     """Return the default of a key as code."""
     value = field.default
     if isinstance(value, FieldInfo):
@@ -174,25 +258,31 @@ def _default(field: dataclasses.Field[Any]) -> str:
         if field.default_factory is dataclasses.MISSING:
             return "**required**"
         value = field.default_factory()
-    return f"`{json.dumps(value)}`"
+    kind = getattr(value, "type", None)
+    return f"`{json.dumps(kind or value, default=_shortest)}`"
 
 
-def _type(hint: Any, bounds: tuple[Any, ...] = ()) -> str:
+def _shortest(value: Any) -> dict[str, Any]:
+    """Return a section as a mapping without the keys that have their defaults."""
+    return {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if getattr(value, f.name) != f.default}
+
+
+def type_of(hint: Any, bounds: tuple[Any, ...] = ()) -> str:
     """Return the type of a key in words, with its bounds."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin is typing.Annotated:
         metadata = [x for extra in args[1:] for x in (extra.metadata if isinstance(extra, FieldInfo) else (extra,))]
-        return _type(args[0], tuple(x for x in metadata if type(x) in SIGNS))
+        return type_of(args[0], tuple(x for x in metadata if type(x) in SIGNS))
     if origin is typing.Literal:
         return ", ".join(f"`{value}`" for value in args)
     if origin in (typing.Union, types.UnionType):
         plain = [a for a in args if a is not type(None)]
         if all(dataclasses.is_dataclass(_bare(a)) for a in plain):
             plain = plain[:1]  # each of them has a section of its own
-        words = [_type(a) for a in plain] + ["`null`"] * (type(None) in args)
+        words = [type_of(a) for a in plain] + ["`null`"] * (type(None) in args)
         return " or ".join(words)
     if origin is list:
-        return "list of " + _type(args[0])
+        return "list of " + type_of(args[0])
     if origin is dict:
         return "mapping"
     if dataclasses.is_dataclass(hint):
@@ -224,7 +314,7 @@ def _from_docstring(cls: type) -> tuple[str, dict[str, str]]:
     A meaning is a clause that begins with names of keys and a colon, after a full stop, a semicolon or at the start of a line.
     """
     text = re.sub(r"\s*\n\s*", " ", inspect.cleandoc(cls.__doc__ or "").replace("\n\n", "\n"))
-    names = "|".join(_fields(cls))
+    names = "|".join(fields_of(cls))
     heads = list(re.finditer(rf"(?:(?<=[.;:] )|^)((?:(?:{names}), )*(?:{names})): ", text))
     intro = text[: heads[0].start()] if heads else text
     found: dict[str, str] = {}
@@ -235,7 +325,7 @@ def _from_docstring(cls: type) -> tuple[str, dict[str, str]]:
     return intro.strip().rstrip(";"), found
 
 
-def _comments(cls: type) -> dict[str, str]:
+def comments(cls: type) -> dict[str, str]:
     """Return the comment lines above each field, joined with the comment on the field's line."""
     source = textwrap.dedent(inspect.getsource(cls))
     lines, found = source.splitlines(), {}
@@ -253,5 +343,8 @@ def _comments(cls: type) -> dict[str, str]:
 
 
 if __name__ == "__main__":
+    from tools import objective_parts
+
     PAGE.write_text(page())
-    print("written:", PAGE)
+    objective_parts.PAGE.write_text(objective_parts.with_section(objective_parts.PAGE.read_text()))
+    print("written:", PAGE, objective_parts.PAGE)

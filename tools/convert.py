@@ -72,11 +72,11 @@ def _export(args: argparse.Namespace) -> int:
     _start_streaming()
     import torch
 
-    from tepo_megatron.convert.exporting import Format, export_hf
+    from tepo_megatron.convert.exporting import ExportFormat, export_hf
 
     dtypes = {None: None, "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
     start = time.monotonic()
-    _tell(args.out, export_hf(checkpoint, args.out, Format(dtypes[args.dtype], args.fp8_blockwise), base), start)
+    _tell(args.out, export_hf(checkpoint, args.out, ExportFormat(dtypes[args.dtype], args.fp8_blockwise), base), start)
     return 0
 
 

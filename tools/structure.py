@@ -1,4 +1,4 @@
-"""Count what makes the package large or tangled: packages, arrows, lines of code, sizes, and the lengths of the two long paths.
+"""Measure the structure of the package: packages, arrows, lines of code, sizes, and the lengths of the two long paths.
 
     python -m tools.structure [--arrows]
 
@@ -57,7 +57,12 @@ def imports(path: Path, type_checking: bool = True) -> frozenset[str]:
 
 
 def own_imports(name: str, type_checking: bool = True) -> set[str]:
-    """Return the modules of ours that the module `name` imports: for `from a.b import c` a.b.c if that is one, else a.b."""
+    """Return our modules that a module imports: for `from a.b import c` it is a.b.c if that is a module, else a.b.
+
+    Args:
+        name: Dotted name of the module, without the package's own.
+        type_checking: Whether to include imports below `if TYPE_CHECKING`, which do not run.
+    """
     found = set()
     names = {n.removeprefix(NAME + ".") for n in imports(modules()[name], type_checking) if n.startswith(NAME + ".")}
     for other in names:
@@ -141,7 +146,7 @@ def _walk(node: ast.AST, type_checking: bool) -> Iterator[ast.AST]:
 
 
 def main() -> None:
-    """See the module."""
+    """Print the counts, and with --arrows the arrows."""
     parser = argparse.ArgumentParser(prog="python -m tools.structure", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--arrows", action="store_true", help="list the arrows")
     args = parser.parse_args()

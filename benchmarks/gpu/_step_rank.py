@@ -47,7 +47,7 @@ def rollouts(cfg: Config, work: Workload) -> list[Rollout]:
     return out
 
 
-class Steps:
+class MeasuredSteps:
     """Training steps on the same rollouts, as `train.py` makes them.
 
     Attributes:
@@ -92,14 +92,14 @@ class Steps:
 
     def _timed(self, name: str, call: Callable[[], Any]) -> Any:
         """Time a call from when all ranks are ready until all are done."""
-        self._meet()
+        self._form_groups()
         start = time.perf_counter()
         found = call()
-        self._meet()
+        self._form_groups()
         self.seconds[name].append(time.perf_counter() - start)
         return found
 
-    def _meet(self) -> None:
+    def _form_groups(self) -> None:
         if self.on_gpu:
             torch.cuda.synchronize()
         dist.barrier(group=self.groups.host)
@@ -107,9 +107,9 @@ class Steps:
     def peak_gib(self) -> float | None:
         """Return the peak GiB allocated since the start, on the rank with the largest peak; None without a GPU."""
         mine = torch.cuda.max_memory_allocated() / 2**30 if self.on_gpu else 0.0
-        everybody = [mine] * self.groups.world_size
-        dist.all_gather_object(everybody, mine, group=self.groups.host)
-        return max(everybody) if self.on_gpu else None
+        all_ranks = [mine] * self.groups.world_size
+        dist.all_gather_object(all_ranks, mine, group=self.groups.host)
+        return max(all_ranks) if self.on_gpu else None
 
 
 def main() -> None:
@@ -117,7 +117,7 @@ def main() -> None:
     die_with_parent(os.getppid(), signal.SIGKILL)  # also if torchrun is killed
     asked = json.loads(sys.argv[1])
     cfg = load_config(asked["config"], asked["overrides"])
-    steps = Steps(cfg, Workload.of(cfg, asked["prompt"], asked["response"]))
+    steps = MeasuredSteps(cfg, Workload.of(cfg, asked["prompt"], asked["response"]))
     batch = steps.begin(1)
     noise = steps.actor.measure_noise(batch)
     logprobs_N = torch.zeros(batch.num_tokens, device=steps.groups.device)

@@ -38,7 +38,7 @@ from torch import Tensor
 from benchmarks.gpu._step_rank import OLD, UPDATES
 from benchmarks.results import ROOT, surroundings
 from tepo_megatron.config.io import load_config
-from tepo_megatron.plan.command import Request, predictor_of
+from tepo_megatron.plan.command import PlanRequest, predictor_of
 from tepo_megatron.utils.processes import die_with_parent
 
 PRECISIONS = ("bf16", "fp8-current", "fp8-blockwise")
@@ -46,7 +46,7 @@ PLANNED = {OLD: ("old log-probs",), UPDATES: ("forward and backward", "gradients
 
 
 @dataclass(frozen=True)
-class Found:
+class StepResult:
     """The result of one precision.
 
     Attributes:
@@ -66,7 +66,7 @@ class Found:
     logprobs_N: Tensor
 
 
-def measured(args: argparse.Namespace, overrides: Sequence[str], precision: str) -> Found:
+def measured(args: argparse.Namespace, overrides: Sequence[str], precision: str) -> StepResult:
     """Run the ranks. Raises CalledProcessError if they fail; their output has been shown then.
 
     Args:
@@ -84,20 +84,20 @@ def measured(args: argparse.Namespace, overrides: Sequence[str], precision: str)
         words = [sys.executable, "-m", "torch.distributed.run", *start, json.dumps(asked | {"folder": folder})]
         with_us = functools.partial(die_with_parent, os.getpid(), signal.SIGKILL)
         subprocess.run(words, cwd=ROOT, check=True, timeout=args.timeout, preexec_fn=with_us)
-        told = json.loads(Path(folder, "found.json").read_text())
+        found_json = json.loads(Path(folder, "found.json").read_text())
         logprobs_N = torch.load(Path(folder, "logprobs.pt"))
-    phases = predictor_of(cfg, Request(gpu=args.gpu, prompt=args.prompt, response=args.response)).step().phases
-    return Found(
-        {name: statistics.median(taken) for name, taken in told["seconds"].items()},
+    phases = predictor_of(cfg, PlanRequest(gpu=args.gpu, prompt=args.prompt, response=args.response)).step().phases
+    return StepResult(
+        {name: statistics.median(taken) for name, taken in found_json["seconds"].items()},
         {name: sum(phases[phase] for phase in PLANNED[name]) for name in PLANNED},
-        told["tokens"],
-        told["peak_gib"],
-        told["noise"],
+        found_json["tokens"],
+        found_json["peak_gib"],
+        found_json["noise"],
         logprobs_N,
     )
 
 
-def as_object(found: Found, first: Found) -> dict[str, Any]:
+def as_object(found: StepResult, first: StepResult) -> dict[str, Any]:
     """Return the result as it is written to JSON.
 
     Args:

@@ -1,9 +1,9 @@
-"""Build the demo's base model: a tiny Qwen3 that knows how to work an arithmetic problem, but mostly does not.
+"""Build the demo's base model: a tiny Qwen3 that can work out an arithmetic problem, but mostly guesses.
 
     python -m examples.arithmetic.base_model --seed 0 --out runs/base-model-seed0
 
-Phase A teaches worked solutions until sampling solves 65 % of held-out problems. Phase B then spoils it on purpose:
-65 % of the targets are unworked guesses. What is left is a latent skill, sampled too rarely to help, which the reward
+Phase A teaches worked solutions until sampling solves 65 % of held-out problems. Phase B then spoils the model on purpose:
+65 % of the targets are unworked guesses. The model keeps a latent skill that is sampled too rarely to help, and that the reward
 can bring back. The folder holds the model and tokenizer in Hugging Face format, `train.jsonl` and `eval.jsonl`.
 """
 
@@ -43,7 +43,7 @@ IGNORED_LABEL = -100  # what PyTorch's cross entropy ignores
 
 @dataclass(frozen=True)
 class Settings:
-    """What the folder depends on, besides the source of this package."""
+    """The settings that determine the folder's content, in addition to the source of this package."""
 
     seed: int = 0
     train_problems: int = 4096
@@ -61,13 +61,13 @@ class Settings:
     hasty_share: float = 0.65
 
     def fingerprint(self) -> str:
-        """Changes when a setting or the source does."""
+        """Return a hash that changes when a setting or the source changes."""
         source = [Path(__file__).read_bytes(), Path(task.__file__).read_bytes()]
         return hashlib.sha256(b"".join([json.dumps(asdict(self)).encode(), *source])).hexdigest()
 
 
 def build_model(tokenizer: PreTrainedTokenizerBase) -> Qwen3ForCausalLM:
-    """An untrained Qwen3 of 599,104 parameters, fp32."""
+    """Return an untrained Qwen3 of 599,104 parameters, fp32."""
     special = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     config = Qwen3Config(
         vocab_size=task.VOCABULARY_SIZE,
@@ -88,8 +88,16 @@ def build_model(tokenizer: PreTrainedTokenizerBase) -> Qwen3ForCausalLM:
 
 
 @torch.no_grad()
-def sampled_accuracy(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerBase, problems: Sequence[task.Problem]) -> float:
-    """Share of problems whose one sample at temperature 1 boxes the answer."""
+def sampled_accuracy(
+    model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerBase, problems: Sequence[task.ArithmeticProblem]
+) -> float:
+    """Return the share of problems that are solved by one sample at temperature 1.
+
+    Args:
+        model: The model.
+        tokenizer: Its tokenizer.
+        problems: The problems.
+    """
     prompts = tokenizer([p.prompt for p in problems], padding=True, padding_side="left", return_tensors="pt")
     tokens = model.generate(**prompts, max_new_tokens=MAX_RESPONSE_TOKENS)
     texts = tokenizer.batch_decode(tokens[:, prompts.input_ids.shape[1] :], skip_special_tokens=True)
@@ -98,7 +106,7 @@ def sampled_accuracy(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerBase
 
 
 class SupervisedTraining:
-    """AdamW on (prompt, target) pairs that are drawn afresh for every step, never from `held_out`."""
+    """AdamW on (prompt, target) pairs that are drawn for every step, never from `held_out`."""
 
     def __init__(self, settings: Settings, held_out: frozenset[str]) -> None:
         self.settings = settings
@@ -110,7 +118,12 @@ class SupervisedTraining:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), betas=(0.9, 0.98), weight_decay=0.01, fused=True)
 
     def step(self, lr: float, hasty_share: float) -> float:
-        """One update; returns the mean negative log-likelihood of a whole target, in nats."""
+        """Take one optimizer step; return the mean negative log-likelihood of a whole target, in nats.
+
+        Args:
+            lr: Learning rate.
+            hasty_share: Share of targets that are unworked guesses.
+        """
         settings, rng = self.settings, self.rng
         operations = rng.choice(task.OPERATIONS)  # one length per batch: little padding
         pairs: list[tuple[str, str]] = []
@@ -131,7 +144,7 @@ class SupervisedTraining:
         return loss.item() * int((labels != IGNORED_LABEL).sum()) / len(pairs)
 
     def encode(self, pairs: Sequence[tuple[str, str]]) -> tuple[Tensor, Tensor]:
-        """(prompt, target) pairs as token ids and labels, int64 [pairs, longest]; prompts and padding carry no label."""
+        """Return (prompt, target) pairs as token ids and labels, int64 [pairs, longest]; prompts and padding have no label."""
         texts = [prompt + target + task.END for prompt, target in pairs]
         batch = self.tokenizer(texts, padding=True, padding_side="right", return_tensors="pt")
         labels = batch.input_ids.masked_fill(batch.attention_mask == 0, IGNORED_LABEL)
@@ -140,8 +153,17 @@ class SupervisedTraining:
         return batch.input_ids, labels
 
 
-def train(settings: Settings, held_out: frozenset[str], check: Sequence[task.Problem]) -> SupervisedTraining:
-    """Phases A and B; prints how far it is. Raises TepoError when phase A does not get there."""
+def train(settings: Settings, held_out: frozenset[str], check: Sequence[task.ArithmeticProblem]) -> SupervisedTraining:
+    """Run phases A and B, and print the progress.
+
+    Args:
+        settings: The settings.
+        held_out: Prompts that are never trained on.
+        check: Held-out problems that decide when phase A ends.
+
+    Raises:
+        TepoError: Phase A does not reach `settings.skill`.
+    """
     training = SupervisedTraining(settings, held_out)
     nats, accuracy = 0.0, 0.0
     for step in range(1, settings.max_skill_steps + 1):
@@ -168,14 +190,24 @@ def train(settings: Settings, held_out: frozenset[str], check: Sequence[task.Pro
     return training
 
 
-def write_problems(path: Path, problems: Sequence[task.Problem]) -> None:
-    """JSON lines of `prompt` and `answer`, both strings."""
+def write_problems(path: Path, problems: Sequence[task.ArithmeticProblem]) -> None:
+    """Write JSON lines of `prompt` and `answer`, both strings.
+
+    Args:
+        path: The file.
+        problems: The problems.
+    """
     rows = [json.dumps({"prompt": p.prompt, "answer": str(p.answer)}) + "\n" for p in problems]
     path.write_text("".join(rows))
 
 
 def write_folder(folder: Path, settings: Settings) -> float:
-    """Train and write everything but the marker; returns the sampled accuracy on the evaluation problems."""
+    """Train and write everything but the marker; return the sampled accuracy on the evaluation problems.
+
+    Args:
+        folder: Folder to write.
+        settings: The settings.
+    """
     # the same evaluation problems for every seed, so that runs can be compared
     evaluation = task.distinct_problems(random.Random("evaluation"), settings.eval_problems)
     taken = {p.prompt for p in evaluation}
@@ -193,9 +225,16 @@ def write_folder(folder: Path, settings: Settings) -> float:
 
 
 def build(out: Path, settings: Settings) -> None:
-    """Write the folder `out`, or keep it if it already is what these settings and this source make.
+    """Write the folder `out`, or keep it if these settings and this source already made it.
 
-    The folder appears complete or not at all. Raises DataError when `out` holds anything else than such a folder.
+    The folder appears complete or not at all.
+
+    Args:
+        out: The folder.
+        settings: The settings.
+
+    Raises:
+        DataError: `out` holds something else than such a folder.
     """
     marker = out / MARKER
     if not marker.exists() and out.exists() and any(out.iterdir()):
@@ -222,7 +261,7 @@ def build(out: Path, settings: Settings) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit status."""
+    """Run the command and return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m examples.arithmetic.base_model", description=__doc__)
     parser.add_argument("--seed", type=int, default=Settings.seed)
     parser.add_argument("--out", type=Path, required=True, help="folder to write, or to re-use")

@@ -29,16 +29,27 @@ LARGEST_GUESS_ERROR = 5
 
 
 @dataclass(frozen=True)
-class Problem:
-    """prompt ends in a newline; solution works every step and boxes `answer`."""
+class ArithmeticProblem:
+    """One problem of the task.
+
+    Attributes:
+        prompt: The chain, "?" and a newline.
+        solution: The worked steps, with the answer in a box at the end.
+        answer: The result.
+    """
 
     prompt: str
     solution: str
     answer: int
 
 
-def make_problem(rng: random.Random, operations: int | None = None) -> Problem:
-    """A random chain of `operations` steps (None: 2, 3 or 4, equally likely), all partial results in 0..20."""
+def make_problem(rng: random.Random, operations: int | None = None) -> ArithmeticProblem:
+    """Return a random chain of additions and subtractions with all partial results in 0..20.
+
+    Args:
+        rng: Source of random numbers.
+        operations: Number of steps. None: 2, 3 or 4, equally likely.
+    """
     result = rng.randint(0, LARGEST_OPERAND)
     chain = worked = str(result)
     for _ in range(operations or rng.choice(OPERATIONS)):
@@ -50,12 +61,18 @@ def make_problem(rng: random.Random, operations: int | None = None) -> Problem:
         step = f"{'+' if sign > 0 else '-'}{operand}"
         chain += step
         worked += f"{step}={result}"
-    return Problem(prompt=f"{chain}?\n", solution=f"{worked}.{BOX}{result}}}", answer=result)
+    return ArithmeticProblem(prompt=f"{chain}?\n", solution=f"{worked}.{BOX}{result}}}", answer=result)
 
 
-def distinct_problems(rng: random.Random, count: int, taken: Collection[str] = ()) -> list[Problem]:
-    """`count` problems with different prompts, none of them in `taken`."""
-    problems: dict[str, Problem] = {}
+def distinct_problems(rng: random.Random, count: int, taken: Collection[str] = ()) -> list[ArithmeticProblem]:
+    """Return problems with different prompts.
+
+    Args:
+        rng: Source of random numbers.
+        count: Number of problems.
+        taken: Prompts that are not returned.
+    """
+    problems: dict[str, ArithmeticProblem] = {}
     while len(problems) < count:
         problem = make_problem(rng)
         if problem.prompt not in taken:
@@ -63,8 +80,14 @@ def distinct_problems(rng: random.Random, count: int, taken: Collection[str] = (
     return list(problems.values())
 
 
-def hasty_demonstration(rng: random.Random, problem: Problem, share: float) -> str:
-    """The target of an impatient teacher: with probability `share` an unworked guess near the answer, else the solution."""
+def hasty_demonstration(rng: random.Random, problem: ArithmeticProblem, share: float) -> str:
+    """Return the target of an impatient teacher: an unworked guess near the answer, or the solution.
+
+    Args:
+        rng: Source of random numbers.
+        problem: The problem.
+        share: Probability of a guess.
+    """
     if rng.random() >= share:
         return problem.solution
     guess = max(0, problem.answer + rng.randint(-LARGEST_GUESS_ERROR, LARGEST_GUESS_ERROR))
@@ -72,14 +95,14 @@ def hasty_demonstration(rng: random.Random, problem: Problem, share: float) -> s
 
 
 def boxed_answer(text: str) -> str | None:
-    """What stands in the last \\boxed{}; None without a closed one."""
+    """Return the content of the last closed \\boxed{}; None without one."""
     _, box, tail = text.rpartition(BOX)
     content, brace, _ = tail.partition("}")
     return content if box and brace else None
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per character, except that `\\boxed{` is one; 64 entries, the spare ones never produced by encoding."""
+    """Return a tokenizer with one token per character and one for `\\boxed{`; it has 64 entries, of which some are unused."""
     entries = [PAD, END, UNKNOWN, *SYMBOLS]
     entries += [f"<spare_{i}>" for i in range(len(entries), VOCABULARY_SIZE)]
     tokenizer = Tokenizer(models.WordLevel({entry: i for i, entry in enumerate(entries)}, unk_token=UNKNOWN))

@@ -21,7 +21,7 @@ _AFTER = 'Remember to put your answer on its own line after "Answer:".'
 
 
 def convert(records: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Each problem once, in the order of the dataset, as {"prompt": [one chat message], "answer": ...}.
+    """Yield each problem once, in the order of the dataset, as {"prompt": [one chat message], "answer": ...}.
 
     Raises ValueError for a record whose prompt is not worded as this dataset's are.
     """
@@ -35,7 +35,7 @@ def convert(records: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
 
 
 def _problem(prompt: str, number: int) -> str:
-    """The prompt without the dataset's own instructions, which stand in paragraphs of their own around it."""
+    """Return the prompt without the dataset's own instructions, which are separate paragraphs around it."""
     before, _, rest = prompt.strip().partition("\n\n")
     problem, _, after = rest.rpartition("\n\n")
     if not before.startswith(_BEFORE) or after != _AFTER or not problem.strip():
@@ -44,7 +44,7 @@ def _problem(prompt: str, number: int) -> str:
 
 
 def main() -> None:
-    """Download, convert, write."""
+    """Download, convert and write the dataset."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()

@@ -1,1 +1,1 @@
-"""A tool for the demo's model: a generation function of one's own."""
+"""A tool for the demo's model, as an example of a user's own generation function."""

@@ -1,4 +1,4 @@
-"""A calculator for the demo's model: where it writes `9+5=`, the sum is worked out for it, and it goes on from there.
+"""A calculator for the demo's model: where the model writes `9+5=`, the tool inserts the sum, and the model continues.
 
     prompt    9+5-7?
     sample    9+5=14-7=7.\\boxed{7}        the 14 and the first 7 are the tool's: context, not trained on
@@ -17,7 +17,7 @@ CALL = re.compile(r"(\d+)([+-])(\d+)=$")
 
 
 async def calculator(conversation: Conversation) -> None:
-    """`rollout.function` of `demo.yaml`."""
+    """Run one sample with the calculator; `rollout.function` of `demo.yaml` names this function."""
     call = conversation.encode("=")  # one token, at which a turn ends
     for _ in range(MOST_CALLS):
         turn = await conversation.generate(stop_token_ids=call)
@@ -28,7 +28,7 @@ async def calculator(conversation: Conversation) -> None:
 
 
 def result(text: str) -> str:
-    """What the calculator says to a text that ends in "=": the sum or difference right before it, "?" where there is none."""
+    """Return the result of the sum or difference at the end of a text that ends in "="; "?" if there is none."""
     called = CALL.search(text)
     if called is None:
         return "?"

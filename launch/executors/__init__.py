@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from launch.executors import kuberay, local, skypilot, slurm
-from launch.jobs import Job
+from launch.jobs import SubmittedJob
 from launch.layout import Layout
 from launch.profile import Cluster
 from tepo_megatron.config import Config
@@ -86,10 +86,10 @@ class Executor(Protocol):
             The exit status of `launch`.
         """
 
-    def state(self, job: Job) -> str:
+    def state(self, job: SubmittedJob) -> str:
         """Return the state of a job as text."""
 
-    def logs(self, job: Job, folder: Path, lines: int) -> str:
+    def logs(self, job: SubmittedJob, folder: Path, lines: int) -> str:
         """Return the last lines of a job's logs; empty if there are none yet.
 
         Args:
@@ -98,7 +98,7 @@ class Executor(Protocol):
             lines: Number of lines of each log.
         """
 
-    def cancel(self, job: Job) -> str:
+    def cancel(self, job: SubmittedJob) -> str:
         """Cancel a job and return a message about it."""
 
 

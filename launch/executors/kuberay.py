@@ -14,7 +14,7 @@ from typing import NoReturn
 
 from launch import checks, jobs, scripts
 from launch.executors.lazy import imported
-from launch.jobs import Job, ends, submitted
+from launch.jobs import SubmittedJob, log_tails, submitted
 from launch.layout import Layout
 from launch.profile import Cluster
 from launch.ray_plan import STARTS, RayJob
@@ -72,8 +72,8 @@ def check_run(cfg: Config, cluster: Cluster, layout: Layout) -> None:
 
 
 def training(cfg: Config, cluster: Cluster, layout: Layout, after: str | None) -> RayJob:
-    goes_on = not cfg.rollout.only  # rollout.only keeps no checkpoints
-    return _job(cfg.run_dir, scripts.training(cfg, cluster, layout, Path.cwd(), STARTS), cluster, goes_on)
+    resumes = not cfg.rollout.only  # rollout.only keeps no checkpoints
+    return _job(cfg.run_dir, scripts.training(cfg, cluster, layout, Path.cwd(), STARTS), cluster, resumes)
 
 
 def command(kind: str, words: Sequence[str], folder: Path, cluster: Cluster, after: str | None) -> RayJob:
@@ -90,11 +90,11 @@ def start(job: RayJob, folder: Path) -> int:
     return submitted(folder, NAME, _client().submit(job))
 
 
-def state(job: Job) -> str:
+def state(job: SubmittedJob) -> str:
     return _client().state(job.id)
 
 
-def logs(job: Job, folder: Path, lines: int) -> str:
+def logs(job: SubmittedJob, folder: Path, lines: int) -> str:
     """Return the last lines of the job's log files; if there are none yet, the submitter's output.
 
     The names of the files end with the submission's number, like the id.
@@ -104,18 +104,18 @@ def logs(job: Job, folder: Path, lines: int) -> str:
         folder: Its folder.
         lines: Number of lines of each log.
     """
-    paths = sorted(jobs.home_of(folder).glob(f"*-{job.id.rpartition('-')[2]}.log"))
-    printed = "" if paths else _client().said(job.id, lines)
-    return printed or ends(folder, paths, lines)
+    paths = sorted(jobs.launch_folder(folder).glob(f"*-{job.id.rpartition('-')[2]}.log"))
+    printed = "" if paths else _client().submitter_output(job.id, lines)
+    return printed or log_tails(folder, paths, lines)
 
 
-def cancel(job: Job) -> str:
+def cancel(job: SubmittedJob) -> str:
     _client().cancel(job.id)
     return f"job {job.id} is cancelled"
 
 
-def _job(folder: Path, tasks: Sequence[scripts.Task], cluster: Cluster, goes_on: bool = False) -> RayJob:
-    job = RayJob(*jobs.next_submission(folder), tasks, cluster, goes_on)
+def _job(folder: Path, tasks: Sequence[scripts.Task], cluster: Cluster, resumes: bool = False) -> RayJob:
+    job = RayJob(*jobs.next_submission(folder), tasks, cluster, resumes)
     os.environ["NEMORUN_HOME"] = str(job.home)
     return job
 

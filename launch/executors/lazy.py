@@ -42,6 +42,6 @@ def submission(
         setup: Shell code for the batch script.
         requeued: The job gets a signal before its time limit.
     """
-    os.environ["NEMORUN_HOME"] = str(jobs.home_of(folder))
+    os.environ["NEMORUN_HOME"] = str(jobs.launch_folder(folder))
     nemo = imported("launch.nemo")
     return nemo.Submission(*jobs.next_submission(folder), tasks, cluster, Path.cwd(), setup, requeued, after)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from launch import checks, jobs, scripts
 from launch.executors.lazy import submission
-from launch.jobs import Job, ends
+from launch.jobs import SubmittedJob, log_tails
 from launch.layout import Layout
 from launch.profile import Cluster
 from tepo_megatron.config import Config
@@ -57,25 +57,25 @@ def start(job: Submission, folder: Path) -> int:
     return 0 if job.run_here() else 1
 
 
-def state(job: Job) -> str:
+def state(job: SubmittedJob) -> str:
     if job.host != os.uname().nodename:
         return f"on {job.host}"
     return "under way" if _is_launch(int(job.id)) else "ended"
 
 
-def logs(job: Job, folder: Path, lines: int) -> str:
+def logs(job: SubmittedJob, folder: Path, lines: int) -> str:
     # If the clock was set back, this may be an earlier launch. That is harmless, because the result is only displayed.
-    newest = max(jobs.home_of(folder).glob("experiments/*/*"), key=lambda path: path.stat().st_mtime)
-    return ends(folder, sorted(newest.rglob("combined.log")), lines)
+    newest = max(jobs.launch_folder(folder).glob("experiments/*/*"), key=lambda path: path.stat().st_mtime)
+    return log_tails(folder, sorted(newest.rglob("combined.log")), lines)
 
 
-def cancel(job: Job) -> str:
+def cancel(job: SubmittedJob) -> str:
     if job.host != os.uname().nodename:
         raise ConfigError(f"this job runs on {job.host}; call cancel there")
     if not _is_launch(int(job.id)):
         return f"process {job.id} has ended already"
     os.kill(int(job.id), signal.SIGTERM)
-    return f"process {job.id} is told to end"
+    return f"sent SIGTERM to process {job.id}"
 
 
 def _script(cfg: Config, cluster: Cluster, layout: Layout) -> str:

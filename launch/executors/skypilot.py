@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from launch import checks, jobs, nemo_sky, scripts
-from launch.jobs import Job, submitted
+from launch.jobs import SubmittedJob, submitted
 from launch.layout import Layout
 from launch.nemo_sky import ManagedJob
 from launch.profile import Cluster
@@ -64,7 +64,8 @@ def check_run(cfg: Config, cluster: Cluster, layout: Layout) -> None:
             "is on a bucket, of which each machine has a copy of its own; put it below a path of skypilot.volumes, or make the "
             "run fit one machine"
         )
-    for key, folder in (("rollout.server.rendezvous", cfg.rollout.server.rendezvous), ("sync.folder", cfg.sync.folder)):
+    server, weights = cfg.rollout.server.rendezvous_folder, cfg.sync.shared_folder
+    for key, folder in (("rollout.server.rendezvous", server), ("sync.transport.folder", weights)):
         if folder is not None:
             _check_shared(key, folder, sky, layout)
     for key, path in _read(cfg):
@@ -96,15 +97,15 @@ def start(job: ManagedJob, folder: Path) -> int:
     return submitted(folder, NAME, nemo_sky.submit(job), "managed job")
 
 
-def state(job: Job) -> str:
+def state(job: SubmittedJob) -> str:
     return nemo_sky.status(job.id)
 
 
-def logs(job: Job, folder: Path, lines: int) -> str:
+def logs(job: SubmittedJob, folder: Path, lines: int) -> str:
     return nemo_sky.logs(job.id, lines)
 
 
-def cancel(job: Job) -> str:
+def cancel(job: SubmittedJob) -> str:
     nemo_sky.cancel(job.id)
     return f"managed job {job.id} is cancelled"
 
@@ -127,7 +128,7 @@ def _read(cfg: Config) -> list[tuple[str, str | None]]:
     """Return the paths that the run reads, by key."""
     return [
         ("model.path", cfg.model.path),
-        ("model.reference", cfg.model.reference),
+        ("objective.ref_kl.path", cfg.objective.reference_path),
         *(("data.train", source.path if cfg.rollout.replay is None else None) for source in cfg.data.sets),
         ("data.eval", cfg.data.eval),
         ("rollout.replay", cfg.rollout.replay),
@@ -147,7 +148,7 @@ def check_code(folder: Path) -> list[str]:
     if not found:
         return []
     more = f" and {len(found) - 1} more" if len(found) > 1 else ""
-    return [f"{found[0]}{more} would not travel, since NeMo-Run sends the commit HEAD; commit, stash or remove them"]
+    return [f"{found[0]}{more} would not be sent, since NeMo-Run sends the commit HEAD; commit, stash or remove them"]
 
 
 def _git(folder: Path, *words: str) -> str | None:
@@ -185,14 +186,14 @@ def run_script(cfg: Config, cluster: Cluster, layout: Layout) -> str:
     ]
     meet = f'--rdzv-endpoint "${{machines[0]}}:{cluster.network.port}" --node-rank "$rank"'
     serves = '--host 0.0.0.0 --address "$here"'  # pods cannot resolve each other's names
-    starts = scripts.Starts("$((start - 1))", '"$SKYPILOT_TASK_ID-$start"', meet, serves, nemo_sky.CONFIG)
+    starts = scripts.StartVariables("$((start - 1))", '"$SKYPILOT_TASK_ID-$start"', meet, serves, nemo_sky.CONFIG)
     *words, train = scripts.train_lines(cfg, cluster, layout, starts)
     if not layout.serve_nodes:
         return scripts.text([*lines, *words, f"exec {train}"])
     serve = scripts.serve_line(cfg, cluster, layout, starts)
     if layout.shared:
         return scripts.text([*lines, *words, *scripts.side_by_side(serve, train)])
-    return scripts.text([*lines, *_apart(words, train, serve, layout)])
+    return scripts.text([*lines, *_disaggregated(words, train, serve, layout)])
 
 
 def _there(sky: SkypilotConfig) -> list[str]:
@@ -200,7 +201,7 @@ def _there(sky: SkypilotConfig) -> list[str]:
     return [f"mkdir -p {sky.workdir}", f"cd {sky.workdir}", f"export PYTHONPATH={nemo_sky.CODE}"]
 
 
-def _apart(words: list[str], train: str, serve: str, layout: Layout) -> list[str]:
+def _disaggregated(words: list[str], train: str, serve: str, layout: Layout) -> list[str]:
     """Return lines with which the first machines train, and the others serve until a file holds training's status."""
     end = "trap 'kill $! 2>/dev/null || true' TERM INT"
     return [

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from launch import checks, jobs, scripts
 from launch.executors.lazy import submission
-from launch.jobs import Job, ends, submitted
+from launch.jobs import SubmittedJob, log_tails, submitted
 from launch.layout import Layout
 from launch.profile import Cluster
 from launch.sections import SlurmConfig
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from launch.nemo import Submission
 
 NAME, RUN_IS_HERE = "slurm", True
-_STARTS = scripts.Starts("${SLURM_RESTART_COUNT:-0}", '"${SLURM_JOB_ID}-${SLURM_RESTART_COUNT:-0}"')
+_STARTS = scripts.StartVariables("${SLURM_RESTART_COUNT:-0}", '"${SLURM_JOB_ID}-${SLURM_RESTART_COUNT:-0}"')
 _MARGIN_SECONDS = 60  # part of the warning time reserved for Slurm to end the job before its limit
 
 
@@ -43,10 +43,10 @@ def check_run(cfg: Config, cluster: Cluster, layout: Layout) -> None:
 
 def training(cfg: Config, cluster: Cluster, layout: Layout, after: str | None) -> Submission:
     assert cluster.slurm is not None, "checked before"
-    goes_on = not cfg.rollout.only  # rollout.only keeps no checkpoints
+    resumes = not cfg.rollout.only  # rollout.only keeps no checkpoints
     tasks = scripts.training(cfg, cluster, layout, Path.cwd(), _STARTS)
-    setup = batch_setup(cfg, cluster.slurm, jobs.home_of(cfg.run_dir)) if goes_on and cluster.slurm.restarts else ""
-    return submission(cfg.run_dir, tasks, cluster, after, setup, requeued=goes_on)
+    setup = batch_setup(cfg, cluster.slurm, jobs.launch_folder(cfg.run_dir)) if resumes and cluster.slurm.restarts else ""
+    return submission(cfg.run_dir, tasks, cluster, after, setup, requeued=resumes)
 
 
 def command(kind: str, words: Sequence[str], folder: Path, cluster: Cluster, after: str | None) -> Submission:
@@ -63,7 +63,7 @@ def start(job: Submission, folder: Path) -> int:
     return submitted(folder, NAME, job.submit())
 
 
-def state(job: Job) -> str:
+def state(job: SubmittedJob) -> str:
     shown = _call("scontrol", "show", "job", "--oneliner", job.id)  # scontrol forgets jobs minutes after their end
     if shown.returncode == 0:
         words = dict(word.split("=", 1) for word in shown.stdout.split() if "=" in word)
@@ -75,11 +75,11 @@ def state(job: Job) -> str:
     return "unknown to scontrol and sacct"
 
 
-def logs(job: Job, folder: Path, lines: int) -> str:
-    return ends(folder, sorted(jobs.home_of(folder).glob(f"*-{job.id}.log")), lines)
+def logs(job: SubmittedJob, folder: Path, lines: int) -> str:
+    return log_tails(folder, sorted(jobs.launch_folder(folder).glob(f"*-{job.id}.log")), lines)
 
 
-def cancel(job: Job) -> str:
+def cancel(job: SubmittedJob) -> str:
     ended = _call("scancel", job.id)
     if ended.returncode:
         raise ConfigError(f"scancel {job.id}: {' '.join(ended.stderr.split())}")
@@ -114,7 +114,7 @@ def batch_setup(cfg: Config, slurm: SlurmConfig, home: Path) -> str:
 
 
 def _before_the_limit(slurm: SlurmConfig, checkpoints: Path, failures: str, steps: int) -> str:
-    """Return the part that requeues the job before its time limit, with the variables that `_after_a_failure` reads too.
+    """Return the shell code that requeues the job before its time limit, with the variables that `_after_a_failure` also reads.
 
     Args:
         slurm: Section of the profile.
@@ -151,7 +151,7 @@ trap queue_again USR1
 
 
 def _after_a_failure(slurm: SlurmConfig, log: str) -> str:
-    """Return the part that requeues the job after a failed task or the batch script's own death.
+    """Return the shell code that requeues the job after a failed task or the batch script's own death.
 
     Args:
         slurm: Section of the profile.

@@ -34,7 +34,7 @@ BARS = "Bars: 95 % intervals over problems; what other seeds would change is not
 
 
 @dataclass(frozen=True)
-class Look:
+class LineStyle:
     """Colour and dash pattern of a run in all panels."""
 
     color: str
@@ -86,22 +86,22 @@ def draw(plan: AblationPlan, table: Sequence[MethodRow], outcomes: Mapping[str, 
         axis.set_xlabel("step")
     cells = grid[0, len(groups)].subgridspec(2, 1, hspace=0.26)
     accuracy, difference = figure.add_subplot(cells[0]), figure.add_subplot(cells[1])
-    _dots(accuracy, [(row, row.after, _in_words(row.after)) for row in shown if row.after], looks)
+    _dots(accuracy, [(row, row.after, _formatted(row.after)) for row in shown if row.after], looks)
     accuracy.set_title("Accuracy after the last step, held-out problems", pad=8)
     accuracy.xaxis.set_major_formatter(PERCENT)
     difference.axvline(0, color=MUTED, lw=1, ls=":")
-    _dots(difference, [(row, row.difference, _difference_in_words(plan, row)) for row in shown], looks)
+    _dots(difference, [(row, row.difference, _formatted_difference(plan, row)) for row in shown], looks)
     difference.set_title(f"Percentage points over {plan.baseline}, paired by problem", pad=8)
     difference.xaxis.set_major_formatter(POINTS)
     _heading(figure, plan, shown, looks)
     return figure
 
 
-def _looks(plan: AblationPlan, shown: Sequence[MethodRow]) -> dict[str, Look]:
+def _looks(plan: AblationPlan, shown: Sequence[MethodRow]) -> dict[str, LineStyle]:
     """Give the baseline the colour of the text, and the others the palette's colours."""
     others = [row.name for row in shown if row.name != plan.baseline]
-    looks = {name: Look(COLORS[i % len(COLORS)], DASHES[i // len(COLORS) % len(DASHES)]) for i, name in enumerate(others)}
-    return looks | {plan.baseline: Look(INK, "-")}
+    looks = {name: LineStyle(COLORS[i % len(COLORS)], DASHES[i // len(COLORS) % len(DASHES)]) for i, name in enumerate(others)}
+    return looks | {plan.baseline: LineStyle(INK, "-")}
 
 
 def _has(keys: Sequence[str], outcomes: Mapping[int, RunOutcome]) -> bool:
@@ -114,7 +114,7 @@ def _total(outcome: RunOutcome, keys: Sequence[str]) -> np.ndarray:
 
 
 def _curves(
-    axis: Any, keys: Sequence[str], outcomes: Mapping[str, Mapping[int, RunOutcome]], looks: Mapping[str, Look]
+    axis: Any, keys: Sequence[str], outcomes: Mapping[str, Mapping[int, RunOutcome]], looks: Mapping[str, LineStyle]
 ) -> None:
     """Draw a line per seed and, with several seeds, their mean. Each run is drawn thinner, so that equal curves all show."""
     widths = np.linspace(1.4 + 0.7 * min(4, len(outcomes) - 1), 1.4, len(outcomes))
@@ -127,7 +127,7 @@ def _curves(
         axis.plot(steps, values.mean(0), color=look.color, ls=look.dash, lw=width)
 
 
-def _dots(axis: Any, lines: Sequence[tuple[MethodRow, Estimate | None, str]], looks: Mapping[str, Look]) -> None:
+def _dots(axis: Any, lines: Sequence[tuple[MethodRow, Estimate | None, str]], looks: Mapping[str, LineStyle]) -> None:
     """Draw a row per run, the first on top: name and remark above its mean with the interval, the means of its seeds below."""
     for place, (row, estimate, remark) in enumerate(lines):
         color = looks[row.name].color
@@ -150,17 +150,17 @@ def _dots(axis: Any, lines: Sequence[tuple[MethodRow, Estimate | None, str]], lo
     axis.margins(x=0.08)
 
 
-def _in_words(estimate: Estimate) -> str:
+def _formatted(estimate: Estimate) -> str:
     error = "" if estimate.standard_error is None else f", SE {100 * estimate.standard_error:.1f}"
     return f"{100 * estimate.mean:.1f} %{error}"
 
 
-def _difference_in_words(plan: AblationPlan, row: MethodRow) -> str:
+def _formatted_difference(plan: AblationPlan, row: MethodRow) -> str:
     value = "" if row.difference is None else f"{100 * row.difference.mean:+z.1f}, "
     return value + verdict(plan, row)
 
 
-def _heading(figure: Figure, plan: AblationPlan, shown: Sequence[MethodRow], looks: Mapping[str, Look]) -> None:
+def _heading(figure: Figure, plan: AblationPlan, shown: Sequence[MethodRow], looks: Mapping[str, LineStyle]) -> None:
     """Write name, circumstances and the key of colours at the top, and how to read the figure at the bottom."""
     height = figure.get_figheight()
     cfg = plan.any_config

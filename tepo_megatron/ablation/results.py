@@ -1,4 +1,4 @@
-"""Read what the runs of an ablation left, and summarize it in one row of figures per run."""
+"""Read the results of an ablation's runs, and summarize them in one row of figures per run."""
 
 import math
 import statistics

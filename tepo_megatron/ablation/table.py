@@ -76,13 +76,13 @@ def notes(plan: AblationPlan, table: Sequence[MethodRow]) -> list[str]:
     sets = "; ".join(f"{row.name}: {_keys(plan.own[row.name])}" for row in table)
     comparisons = len(table) - 1
     said = [
-        f"All runs start from {cfg.model.path}, accuracy {with_error(before) if before else NOTHING}. Nothing differs but the "
-        f"seed and what each sets. {sets}.",
+        f"All runs start from {cfg.model.path}, accuracy {with_error(before) if before else NOTHING}. They differ only in the "
+        f"seed and in the keys that each sets. {sets}.",
         "Runs of one seed share prompts and random numbers: updates that hardly differ give the same samples and figures.",
         f"Accuracy: right answers, {problems} held-out problems x {samples} at temperature {cfg.evaluation.temperature:g}, "
         f"after the last step, mean over the seeds that ended well, of {seeds}.",
-        "SE: standard error over problems, each averaged over seeds first. It does not hold what other seeds would change; for "
-        "that, `by seed` shows the lowest and the highest as they are.",
+        "SE: standard error over problems, each averaged over seeds first. It does not include the effect of other seeds; for "
+        "that, `by seed` shows the lowest and the highest accuracy.",
         f"Steps: the first at which the rollouts' accuracy (all samples, mean of the last {WINDOW} steps) reaches "
         f"{SHARE_OF_BEST:g} of its own maximum; per seed, then averaged. A run whose best is low may get there early.",
         f"Entropy: of the actor on the tokens it learned from, mean of the last {WINDOW} steps and over seeds.",

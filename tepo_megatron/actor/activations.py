@@ -19,7 +19,7 @@ from tepo_megatron.utils.host_sizes import LEAST_OFFLOADED
 
 
 @dataclass
-class _Away:
+class _Offloaded:
     """A saved tensor in host memory.
 
     Attributes:
@@ -74,7 +74,7 @@ class HostActivations:
         for hook in self._begins:
             hook.remove()
 
-    def _away(self, x: Tensor) -> Tensor | _Away:
+    def _away(self, x: Tensor) -> Tensor | _Offloaded:
         """Copy a tensor that autograd saves to the host, unless it must stay on the device."""
         storage = x.untyped_storage()
         if _in_backward() or x.nbytes < self.least_bytes or type(x) is not Tensor or storage.data_ptr() in self._stay:
@@ -87,16 +87,16 @@ class HostActivations:
         host = piece.data.view(x.dtype).as_strided(x.shape, strides)
         if not x.is_cuda:
             host.copy_(x)
-            return _Away(piece, host, x.device)
+            return _Offloaded(piece, host, x.device)
         if self._stream is None:
             self._stream = torch.cuda.Stream(x.device)
         self._stream.wait_stream(torch.cuda.current_stream(x.device))
         with torch.cuda.stream(self._stream):
             host.copy_(x, non_blocking=True)
         x.record_stream(self._stream)  # the allocator must not reuse its memory before the copy is done
-        return _Away(piece, host, x.device, self._stream, self._stream.record_event())
+        return _Offloaded(piece, host, x.device, self._stream, self._stream.record_event())
 
-    def _back(self, kept: Tensor | _Away) -> Tensor:
+    def _back(self, kept: Tensor | _Offloaded) -> Tensor:
         """Return the saved tensor on its device."""
         if isinstance(kept, Tensor):
             return kept

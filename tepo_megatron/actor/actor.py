@@ -22,7 +22,7 @@ from tepo_megatron.actor.comparisons import mismatch
 from tepo_megatron.actor.expert_replay import ExpertReplay
 from tepo_megatron.actor.kernels import check_transformer_engine, hardware, installed
 from tepo_megatron.actor.minibatch import MinibatchInputs
-from tepo_megatron.actor.offload import PARTS, Offload, Part
+from tepo_megatron.actor.offload import PARTS, Offloader, Part
 from tepo_megatron.actor.output_rows import OutputRows
 from tepo_megatron.actor.packer import Packer
 from tepo_megatron.actor.pipeline import PipelineSchedule
@@ -83,7 +83,7 @@ class Actor:
     scheduler: OptimizerParamScheduler
     packer: Packer
     schedule: PipelineSchedule
-    offloader: Offload
+    offloader: Offloader
     activations: HostActivations | None
     rows: OutputRows | None
     reference: HostWeights | None = None
@@ -95,6 +95,10 @@ class Actor:
     def open(cls, cfg: Config, groups: ParallelDims) -> Actor:
         """Build this rank's part of the model with the weights of `model.path`, and its optimizer.
 
+        Args:
+            cfg: The run's config.
+            groups: The mesh of this run.
+
         Raises:
             ConfigError: The hardware or the installed packages cannot do what the config asks.
             CheckpointError: The weights cannot be read, or are not those of the architecture.
@@ -105,25 +109,29 @@ class Actor:
         replays, device = cfg.rollout.replay_experts, groups.device
         shares = build.shares_prompts(cfg.training, cfg.model, device, groups.cp.size)
         check_hardware(cfg.model, hardware(device))
-        check_transformer_engine(cfg.optimizer, cfg.parallel, installed())
-        padding = alignment(cfg.model, cfg.parallel, cfg.training)
+        check_transformer_engine(cfg.megatron, installed())
+        fixed_length = cfg.training.max_tokens_per_microbatch if cfg.megatron.fixed_length else 0
+        padding = alignment(cfg.model, cfg.parallel, fixed_length)
         packer = Packer(cfg.training, groups, padding, shares_prompts=shares, replays_experts=replays)
-        if cfg.parallel.tp_comm_overlap:
-            build.open_user_buffers(cfg.model, cfg.parallel, padding.padded([1])[0] // groups.cp.size, arch.hidden_size)
-        config = build.transformer_config(arch, cfg.model, cfg.parallel, device, cfg.training, replays, shares)
+        if cfg.megatron.tp_comm_overlap:
+            some_bf16, tokens = any(cfg.megatron.bf16_layers), padding.padded([1])[0] // groups.cp.size
+            build.open_user_buffers(cfg.model.fp8, some_bf16, cfg.parallel.tp, tokens, arch.hidden_size)
+        config = build.transformer_config(
+            *(arch, cfg.model, cfg.parallel, device, cfg.training, replays, shares), megatron=cfg.megatron
+        )
         bare = build.build_chunks(config, arch, cfg.model, groups)
         bindings = bind(bare, family, arch)
         # the weights must be loaded before the optimizer copies its fp32 masters from them
         load_hf(bindings, HfReader(cfg.model.path), family, arch, groups.tp)
         fused = cfg.training.logits_budget_mib is not None
         rows = OutputRows(bare[-1].output_layer, keep_hidden=fused) if groups.is_last_stage else None
-        chunks = build.wrap_ddp(config, bare, cfg.parallel, cfg.platform)
-        optimizer, scheduler = build.build_optimizer(cfg.optimizer, cfg.model, cfg.parallel, chunks, cfg.platform)
+        chunks = build.wrap_ddp(config, bare, cfg.megatron, cfg.platform)
+        optimizer, scheduler = build.build_optimizer(cfg.optimizer, cfg.model, cfg.megatron, chunks, cfg.platform)
         config.finalize_model_grads_func = finalize_model_grads
         config.grad_scale_func = optimizer.scale_loss
         experts = ExpertReplay(chunks, arch.sparse_layers, groups, cfg.parallel.sequence_parallel) if replays else None
         schedule = PipelineSchedule(chunks, rows, groups, experts)
-        offloader = Offload(chunks, optimizer, device)
+        offloader = Offloader(chunks, optimizer, device)
         activations = HostActivations(chunks, device) if cfg.training.offload_activations else None
         return cls(
             *(cfg, groups, family, arch, config, chunks, bindings, optimizer, scheduler),
@@ -131,7 +139,7 @@ class Actor:
         )
 
     def offload(self, *parts: Part) -> None:
-        """Offload these parts, or all (see `Offload`). Until `load`, methods that need them raise RuntimeError."""
+        """Offload these parts, or all (see `Offloader`). Until `load`, methods that need them raise RuntimeError."""
         self.finish_step()
         self.offloader.release(parts or PARTS)
 
@@ -140,9 +148,13 @@ class Actor:
         self.offloader.restore(parts or PARTS)
 
     def require_loaded(self, what: str, *parts: Part) -> None:
-        """Raise RuntimeError if one of these parts (default: all) is offloaded. `what` names the caller in the message.
+        """Raise RuntimeError if one of these parts is offloaded.
 
         Also gather the parameters that an update left sharded, except for the next UPDATE, whose forward pass gathers them.
+
+        Args:
+            what: The operation that needs the parts, for the message.
+            parts: The parts. None given: all parts.
         """
         self.offloader.require(what, parts or PARTS)
         if what != UPDATE:
@@ -156,11 +168,11 @@ class Actor:
         return batch.with_old_stats(self._whole_stats(batch))
 
     def keep_reference(self) -> None:
-        """Read the reference policy, `model.reference` or else `model.path`, into host memory."""
+        """Read the reference policy, `objective.ref_kl.path` or else `model.path`, into host memory."""
         self.require_loaded("the reference policy", "parameters")
         parameters = [b.parameter for b in self.bindings]
         kept = HostWeights(parameters)
-        path = self.cfg.model.reference or self.cfg.model.path
+        path = self.cfg.objective.reference_path or self.cfg.model.path
         load_hf(self.bindings, HfReader(path), self.family, self.arch, self.groups.tp)
         kept.exchange()  # restores the policy and keeps the reference
         self.reference = kept
@@ -177,7 +189,7 @@ class Actor:
         It is the same on every rank, and later updates use it. None if no other packing exists; the last value then stays.
         """
         assert batch.old_entropies_N is not None, "attach_old_stats comes first"
-        tokens = self.cfg.training.tokens_without_grad
+        tokens = self.cfg.training.tokens_without_grad(self.cfg.megatron.fixed_length)
         plan = another_plan(partial(self.packer.plan, batch), batch.lengths, self.groups.dp.size, tokens)
         if plan is None:
             return None
@@ -209,7 +221,7 @@ class Actor:
     def finish_step(self) -> None:
         """Gather every parameter on every rank, for code that reads parameters.
 
-        Under `parallel.overlap_param_gather` an update leaves that to the next update's forward pass. Collectives: then one
+        Under `megatron.ddp.overlap_param_gather` an update leaves that to the next update's forward pass. Collectives: then one
         all-gather over dp x cp per bucket, else none.
         """
         if not self._gathered:
@@ -236,7 +248,7 @@ class Actor:
                 f"or look for infinite rewards"
             )
         _, grad_norm, _ = self.optimizer.step()
-        self._gathered = not self.cfg.parallel.gathers_late(self.cfg.platform)
+        self._gathered = not self.cfg.megatron.gathers_late(self.cfg.platform)
         if not math.isfinite(grad_norm):
             raise NumericalError(
                 f"gradient norm is {grad_norm} in step {self._step}, update {batch.update}; lower optimizer.lr"
@@ -303,7 +315,7 @@ class Actor:
         def visit(microbatch: PackedMicrobatch, output: Tensor) -> None:
             whole.add(microbatch, self._stats(microbatch, output))
 
-        plan = plan or self.packer.plan(batch, self.cfg.training.tokens_without_grad)
+        plan = plan or self.packer.plan(batch, self.cfg.training.tokens_without_grad(self.cfg.megatron.fixed_length))
         self.schedule.forward(self.packer.pack(batch, plan, replays), visit)
         return whole.gather()
 

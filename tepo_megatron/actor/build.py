@@ -16,15 +16,16 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 
 from tepo_megatron.actor import modules, precision, rotary
 from tepo_megatron.actor.attention import SDPACoreAttention
-from tepo_megatron.actor.kernels import Kernels, choose, installed
+from tepo_megatron.actor.kernels import KernelChoice, choose, installed
 from tepo_megatron.actor.layout import stage_layers
 from tepo_megatron.actor.modules import ApexRMSNorm, RMSNorm
-from tepo_megatron.config import ModelConfig, OptimizerConfig, ParallelConfig, TrainingConfig
+from tepo_megatron.actor.passed_fields import passed_fields
+from tepo_megatron.config import MegatronConfig, ModelConfig, OptimizerConfig, ParallelConfig, TrainingConfig
 from tepo_megatron.distributed.parallel import ParallelDims
 from tepo_megatron.errors import ConfigError
 from tepo_megatron.weights.ops import Architecture, padded_vocab_size
 
-_TRAINING = TrainingConfig()
+_TRAINING, _MEGATRON = TrainingConfig(), MegatronConfig()
 
 
 def shares_prompts(training: TrainingConfig, model: ModelConfig, device: torch.device, cp: int) -> bool:
@@ -39,7 +40,7 @@ def shares_prompts(training: TrainingConfig, model: ModelConfig, device: torch.d
     Raises:
         ConfigError: share_prompts is always, but the config selects Transformer Engine's attention, which cannot share them.
     """
-    if training.share_prompts == "always" and choose(model, training, device.type, installed(), cp=cp).layers == "te":
+    if training.share_prompts == "always" and choose(model, _MEGATRON, device.type, installed(), cp=cp).layers == "te":
         raise ConfigError(
             "training.share_prompts=always, and model.attention=auto takes Transformer Engine, whose packed attention cannot "
             "give several responses the keys of one prompt; set model.attention to sdpa, or share_prompts to auto or never"
@@ -55,28 +56,50 @@ def transformer_config(
     training: TrainingConfig = _TRAINING,
     replay_experts: bool = False,
     share_prompts: bool = False,
+    megatron: MegatronConfig = _MEGATRON,
 ) -> TransformerConfig:
     """Return Megatron's config of this architecture on this mesh.
 
-    It also installs this package's rotary embedding and fused weight gradient in Megatron (see their `lend_to_megatron`).
+    It also installs this package's rotary embedding and fused weight gradient in Megatron (see their `install_in_megatron`).
 
     Args:
         arch: Architecture of the model.
         model: Its precision and attention.
         parallel: The mesh.
         device: Device of the model.
-        training: Recomputation and gradient accumulation.
+        training: Recomputation, and offloaded activations.
         replay_experts: Build routers that can be given their choices (`ExpertReplay`).
         share_prompts: Whether sequences of a microbatch may share prompts.
+        megatron: Fields that the config passes through.
     """
-    kernels = choose(model, training, device.type, installed(), cp=parallel.cp)
-    rotary.lend_to_megatron(share_prompts)
-    modules.lend_to_megatron()
-    return TransformerConfig(
+    rotary.install_in_megatron(share_prompts)
+    modules.install_in_megatron()
+    own = own_fields(arch, model, parallel, device, training, replay_experts, megatron)
+    return TransformerConfig(**own | passed_fields(megatron, "transformer"))
+
+
+def own_fields(
+    arch: Architecture,
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    device: torch.device,
+    training: TrainingConfig,
+    replay_experts: bool,
+    megatron: MegatronConfig,
+) -> dict[str, Any]:
+    """Return the fields of TransformerConfig that this project sets itself.
+
+    Args: see `transformer_config`.
+    """
+    kernels = choose(
+        *(model, megatron, device.type, installed()), cp=parallel.cp, offload_activations=training.offload_activations
+    )
+    return dict(
         **_network(arch),
-        **precision.transformer_fields(model),
+        **precision.transformer_fields(model, megatron),
         **precision.recompute_fields(training, arch.experts is not None),
         **_mesh(arch, parallel),
+        tp_comm_overlap=megatron.tp_comm_overlap,
         # Megatron's initialisation also marks the parameters that are split over tp. Without the marks the gradient norm counts
         # rank 0's shards only, and perform_initialization=False loses them (0.16). So it runs with methods that fill nothing.
         use_cpu_initialization=device.type == "cpu",
@@ -140,7 +163,6 @@ def _mesh(arch: Architecture, parallel: ParallelConfig) -> dict[str, Any]:
         "expert_model_parallel_size": parallel.ep,
         "expert_tensor_parallel_size": parallel.tp,
         "sequence_parallel": parallel.sequence_parallel,
-        "tp_comm_overlap": parallel.tp_comm_overlap,
         # packed microbatches differ in length; Megatron requires the all-to-all dispatcher with it, even for dense models
         "variable_seq_lengths": parallel.pp > 1,
         # without both of these, interleaved 1F1B over gloo gives silently wrong activations (Megatron 0.16)
@@ -181,7 +203,7 @@ def build_chunks(config: TransformerConfig, arch: Architecture, model: ModelConf
         model: Its precision and attention.
         groups: The mesh.
     """
-    kernels = choose(model, _TRAINING, groups.device.type, installed(), cp=groups.cp.size)
+    kernels = choose(model, _MEGATRON, groups.device.type, installed(), cp=groups.cp.size)
     chunks = []
     for chunk in range(groups.vpp):
         vp_stage = chunk if groups.vpp > 1 else None
@@ -207,7 +229,7 @@ def build_chunks(config: TransformerConfig, arch: Architecture, model: ModelConf
 
 
 def wrap_ddp(
-    config: TransformerConfig, chunks: list[GPTModel], parallel: ParallelConfig, platform: str
+    config: TransformerConfig, chunks: list[GPTModel], megatron: MegatronConfig, platform: str
 ) -> list[DistributedDataParallel]:
     """Return the chunks in Megatron's DDP: gradients reduced in fp32, optimizer state sharded over dp x cp.
 
@@ -216,42 +238,43 @@ def wrap_ddp(
     Args:
         config: Config of the model; it gets a `no_sync_func` if gradients are reduced during backward.
         chunks: This rank's model chunks.
-        parallel: The mesh and its overlaps.
+        megatron: Overlaps, bucket size, and fields that the config passes through.
         platform: "cpu" or "cuda".
     """
-    ddp = DistributedDataParallelConfig(**precision.ddp_fields(parallel, platform))
+    ddp = DistributedDataParallelConfig(**precision.ddp_fields(megatron, platform) | passed_fields(megatron, "ddp"))
     wrapped = [DistributedDataParallel(config, ddp, chunk, disable_bucketing=i > 0) for i, chunk in enumerate(chunks)]
-    if parallel.reduces_early(platform):
+    if megatron.reduces_early(platform):
         held = [chunk.no_sync for chunk in wrapped]
         config.no_sync_func = held if len(held) > 1 else held[0]
     return wrapped
 
 
 def build_optimizer(
-    cfg: OptimizerConfig, model: ModelConfig, parallel: ParallelConfig, chunks: list[DistributedDataParallel], platform: str
+    cfg: OptimizerConfig, model: ModelConfig, megatron: MegatronConfig, chunks: list[DistributedDataParallel], platform: str
 ) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
     """Return a distributed AdamW with fp32 masters, and its schedule: linear warm-up, then a constant rate.
 
     One-dimensional parameters have no weight decay (Megatron's rule). The scheduler sets the weight decay.
 
     Args:
-        cfg: Learning rate, moments and offloading.
+        cfg: Learning rate, weight decay and clipping.
         model: Its precision.
-        parallel: The mesh and its overlaps.
+        megatron: Decay rates, moments, offloading, overlaps, and fields that the config passes through.
         chunks: This rank's model chunks.
         platform: "cpu" or "cuda".
     """
+    adam = megatron.known_optimizer
     optimizer = get_megatron_optimizer(
         MegatronOptimizerConfig(
             optimizer="adam",
             lr=cfg.lr,
             min_lr=0.0,
             weight_decay=cfg.weight_decay,
-            adam_beta1=cfg.beta1,
-            adam_beta2=cfg.beta2,
-            adam_eps=cfg.eps,
+            adam_beta1=adam.adam_beta1,
+            adam_beta2=adam.adam_beta2,
+            adam_eps=adam.adam_eps,
             clip_grad=cfg.clip_grad,
-            **precision.optimizer_fields(model, parallel, cfg, platform),
+            **precision.optimizer_fields(model, megatron, platform) | passed_fields(megatron, "optimizer"),
         ),
         chunks,
     )
@@ -271,7 +294,7 @@ def build_optimizer(
     return optimizer, scheduler
 
 
-def _layer_spec(config: TransformerConfig, kernels: Kernels, vp_stage: int | None) -> TransformerBlockSubmodules:
+def _layer_spec(config: TransformerConfig, kernels: KernelChoice, vp_stage: int | None) -> TransformerBlockSubmodules:
     """Return Megatron's layer spec with the norms and the core attention that `kernels` names."""
     spec = get_gpt_decoder_block_spec(
         config, use_transformer_engine=kernels.layers == "te", normalization="RMSNorm", vp_stage=vp_stage
@@ -289,23 +312,22 @@ def _layer_spec(config: TransformerConfig, kernels: Kernels, vp_stage: int | Non
     return spec
 
 
-def open_user_buffers(model: ModelConfig, parallel: ParallelConfig, tokens: int, hidden_size: int) -> None:
-    """Allocate Transformer Engine's user buffers for `parallel.tp_comm_overlap`, which overlaps products with communication.
+def open_user_buffers(fp8: bool, some_bf16: bool, tp: int, tokens: int, hidden_size: int) -> None:
+    """Allocate Transformer Engine's user buffers for `megatron.transformer.tp_comm_overlap`, once per process.
 
-    Call it once per process, after the mesh is built and before the model (Transformer Engine 2.7 and later).
+    Call it after the mesh is built and before the model (Transformer Engine 2.7 and later).
 
     Args:
-        model: Its precision.
-        parallel: The mesh.
+        fp8: Whether layers multiply in FP8.
+        some_bf16: Whether some layers of an FP8 model stay in bf16.
+        tp: Tensor-parallel ranks.
         tokens: Tokens of every microbatch on a context-parallel rank. The buffers are [tokens, hidden_size], and Transformer
             Engine refuses any other shape.
         hidden_size: Hidden size of the model.
     """
     from transformer_engine.pytorch.module import base
 
-    modes = [base.UserBufferQuantizationMode.FP8 if model.fp8 else base.UserBufferQuantizationMode.NONE]
-    if model.bf16_end_layers:
+    modes = [base.UserBufferQuantizationMode.FP8 if fp8 else base.UserBufferQuantizationMode.NONE]
+    if some_bf16:
         modes.append(base.UserBufferQuantizationMode.NONE)
-    base.initialize_ub(
-        shape=[tokens, hidden_size], tp_size=parallel.tp, quantization_modes=modes, bootstrap_backend=dist.get_backend()
-    )
+    base.initialize_ub(shape=[tokens, hidden_size], tp_size=tp, quantization_modes=modes, bootstrap_backend=dist.get_backend())

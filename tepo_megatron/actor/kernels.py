@@ -15,7 +15,7 @@ import torch
 from packaging.version import Version
 
 from tepo_megatron.actor.precision import Hardware
-from tepo_megatron.config import ModelConfig, OptimizerConfig, ParallelConfig, TrainingConfig
+from tepo_megatron.config import MegatronConfig, ModelConfig
 from tepo_megatron.errors import ConfigError
 
 _MODULES = ("transformer_engine", "apex", "amp_C", "fused_layer_norm_cuda", "fused_weight_gradient_mlp_cuda")
@@ -23,7 +23,7 @@ _NAMES = {"te": "Transformer Engine", "apex": "Apex", "torch": "PyTorch", "host"
 
 
 @dataclass(frozen=True)
-class Kernels:
+class KernelChoice:
     """The package that implements each kind of kernel.
 
     Attributes:
@@ -51,22 +51,32 @@ def installed() -> frozenset[str]:
     return frozenset(name for name in _MODULES if importlib.util.find_spec(name) is not None)
 
 
-def choose(model: ModelConfig, training: TrainingConfig, device_type: str, found: frozenset[str], *, cp: int = 1) -> Kernels:
+def choose(
+    model: ModelConfig,
+    megatron: MegatronConfig,
+    device_type: str,
+    found: frozenset[str],
+    *,
+    cp: int = 1,
+    offload_activations: bool = False,
+) -> KernelChoice:
     """Return the implementations that this config runs with.
 
     Args:
         model: Its precision and attention.
-        training: Its accumulation of gradients.
+        megatron: Its accumulation of gradients.
         device_type: "cpu", "cuda" or "meta".
         found: What `installed` returns.
         cp: Context-parallel ranks. Transformer Engine 2.20 has no attention in fp32 for more than one: its flash and cuDNN
             kernels take 16 bits and less, its unfused form takes no context parallelism. `auto` then takes PyTorch's layers.
+        offload_activations: `training.offload_activations`, which needs separate accumulation.
 
     Raises:
         ConfigError: The config needs a package that is not installed, or Apex lacks its CUDA extensions.
     """
+    fused = megatron.fuses_gradient_accumulation("cuda" if device_type == "cuda" else "cpu", offload_activations)
     if device_type != "cuda":  # a CPU, or "meta", on which tools/convert.py builds models
-        return Kernels("torch", "torch", "host", _gradient_accumulation(training, "cpu", found))
+        return KernelChoice("torch", "torch", "host", _gradient_accumulation(fused, "cpu", found))
     if (model.attention == "te" or model.fp8) and "transformer_engine" not in found:
         key, other = (f"model.precision={model.precision}", "bf16") if model.fp8 else ("model.attention=te", "auto")
         raise ConfigError(f"{key}, but transformer-engine is not installed; install the extra `te` or use {other}")
@@ -83,32 +93,30 @@ def choose(model: ModelConfig, training: TrainingConfig, device_type: str, found
     wanted = model.attention == "te" or (model.attention == "auto" and not (model.precision == "fp32" and cp > 1))
     layers: Literal["te", "torch"] = "te" if "transformer_engine" in found and wanted else "torch"
     plain: Literal["apex", "torch"] = "apex" if {"apex", "fused_layer_norm_cuda"} <= found else "torch"
-    return Kernels(layers, "te" if layers == "te" else plain, adam, _gradient_accumulation(training, device_type, found))
+    return KernelChoice(layers, "te" if layers == "te" else plain, adam, _gradient_accumulation(fused, device_type, found))
 
 
-def _gradient_accumulation(
-    training: TrainingConfig, device_type: str, found: frozenset[str]
-) -> Literal["apex", "torch", "separate"]:
+def _gradient_accumulation(fused: bool, device_type: str, found: frozenset[str]) -> Literal["apex", "torch", "separate"]:
     """Return the implementation that adds weight gradients to the fp32 sum."""
-    if not training.fuses_gradient_accumulation(device_type):
+    if not fused:
         return "separate"
     return "apex" if device_type == "cuda" and "fused_weight_gradient_mlp_cuda" in found else "torch"
 
 
-def check_transformer_engine(optimizer: OptimizerConfig, parallel: ParallelConfig, found: frozenset[str]) -> None:
+def check_transformer_engine(megatron: MegatronConfig, found: frozenset[str]) -> None:
     """Raise ConfigError if the config needs Transformer Engine for the optimizer or for overlap, and it is not installed.
 
     Args:
-        optimizer: Its moments and offloading.
-        parallel: Its overlap of tensor-parallel communication.
+        megatron: Types of the moments, offloading, and overlap of tensor-parallel communication.
         found: What `installed` returns.
     """
     if "transformer_engine" in found:
         return
+    moments, share = megatron.known_optimizer.small_moments, megatron.offloaded_share
     for key, asked, instead in (
-        (f"optimizer.moments={optimizer.moments}", optimizer.moments != "fp32", "fp32"),
-        (f"optimizer.offload={optimizer.offload:g}", optimizer.offload > 0, "0"),
-        ("parallel.tp_comm_overlap=true", parallel.tp_comm_overlap, "false"),
+        (f"megatron.optimizer.{moments}", moments, "fp32"),
+        (f"megatron.optimizer.optimizer_offload_fraction={share:g}", share > 0, "0"),
+        ("megatron.transformer.tp_comm_overlap=true", megatron.tp_comm_overlap, "false"),
     ):
         if asked:
             raise ConfigError(f"{key}, but transformer-engine is not installed; install the extra `te` or use {instead}")

@@ -59,7 +59,7 @@ class WeightGradient:
         add_product(main_grad, gradient, hidden)
 
 
-def lend_to_megatron() -> None:
+def install_in_megatron() -> None:
     """Install `WeightGradient` as what `TransformerConfig.gradient_accumulation_fusion` calls, unless Apex's is installed."""
     if not layers._grad_accum_fusion_available:
         layers.fused_weight_gradient_mlp_cuda = WeightGradient

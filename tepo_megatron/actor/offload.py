@@ -28,7 +28,7 @@ ON_CPU: Mapping[Part, Target] = {"gradients": "nowhere", "optimizer": "stays", "
 
 
 @dataclass
-class _Away:
+class _Offloaded:
     """An offloaded storage of `size` bytes. copy: uint8, its contents on the host; None if they are not kept."""
 
     storage: torch.UntypedStorage
@@ -36,7 +36,7 @@ class _Away:
     copy: Tensor | None
 
 
-class Offload:
+class Offloader:
     """Offloads parts of an actor from its device and restores them.
 
     Gradients hold no values between two updates and are not copied. On a GPU the copies are in page-locked memory, an arena for
@@ -58,7 +58,7 @@ class Offload:
     ) -> None:
         self._chunks, self._optimizer, self._device = chunks, optimizer, device
         self._targets = targets or (ON_CUDA if device.type == "cuda" else ON_CPU)
-        self._away: dict[Part, list[_Away]] = {}
+        self._away: dict[Part, list[_Offloaded]] = {}
         self._arenas: dict[Part, HostArena] = {part: HostArena(device) for part in PARTS}
 
     def require(self, what: str, parts: Iterable[Part] = PARTS) -> None:
@@ -88,7 +88,7 @@ class Offload:
         for part in parts:
             for away in self._away[part]:
                 away.storage.resize_(0)
-        memory.give_back(self._device)
+        memory.release_cached_memory(self._device)
 
     @torch.no_grad()
     def restore(self, parts: Iterable[Part]) -> None:
@@ -112,17 +112,17 @@ class Offload:
         """Return the copies in host memory of all storages that are offloaded now, each a uint8 view of its part's arena."""
         return [away.copy for parts in self._away.values() for away in parts if away.copy is not None]
 
-    def _copied(self, part: Part) -> list[_Away]:
+    def _copied(self, part: Part) -> list[_Offloaded]:
         """Start the copies of a part to the host, and return its storages, none if the part stays."""
         if self._targets[part] == "stays":
             return []
         storages = self._storages(part)
         if self._targets[part] == "nowhere":
-            return [_Away(storage, storage.nbytes(), None) for storage in storages]
+            return [_Offloaded(storage, storage.nbytes(), None) for storage in storages]
         copies = self._arenas[part].pieces([storage.nbytes() for storage in storages])
         for storage, copy in zip(storages, copies, strict=True):
             copy.copy_(_bytes(storage), non_blocking=True)
-        return [_Away(storage, storage.nbytes(), copy) for storage, copy in zip(storages, copies, strict=True)]
+        return [_Offloaded(storage, storage.nbytes(), copy) for storage, copy in zip(storages, copies, strict=True)]
 
     def _storages(self, part: Part) -> list[torch.UntypedStorage]:
         """Return the storages of a part, each once: those on the device that have memory. A storage that parameters and

@@ -47,7 +47,7 @@ class Packer:
             multiple_of=self._groups.pp.size if self._groups.vpp > 1 else 1,
             longest_first=longest_first,
             pipeline=self._pipeline,
-            families=self._families(batch),
+            prefix_groups=self._prefix_groups(batch),
         )
 
     def pack(self, batch: TrainBatch, plan: Plan, replays: bool = True) -> list[PackedMicrobatch]:
@@ -61,17 +61,22 @@ class Packer:
         ids = [r.token_ids_L for r in batch.rollouts]
         masks = [r.response_mask_L for r in batch.rollouts]
         experts = batch.experts if replays and self._replays else None
-        families = self._families(batch)
+        prefix_groups = self._prefix_groups(batch)
         return [
-            pack(ids, masks, batch.first_tokens, indices, self.alignment, self._groups.cp.rank, experts, families)
+            pack(ids, masks, batch.first_tokens, indices, self.alignment, self._groups.cp.rank, experts, prefix_groups)
             for indices in plan[self._groups.dp.rank]
         ]
 
     def metrics(self, batch: TrainBatch, plan: Plan) -> dict[str, float]:
-        """Return the metrics of the batch's plan. See `plan_metrics`."""
-        return plan_metrics(plan, batch.lengths, self.alignment, self._pipeline, families=self._families(batch))
+        """Return the metrics of `plan_metrics`.
 
-    def _families(self, batch: TrainBatch) -> PrefixGroups | None:
+        Args:
+            batch: The batch.
+            plan: Its plan.
+        """
+        return plan_metrics(plan, batch.lengths, self.alignment, self._pipeline, prefix_groups=self._prefix_groups(batch))
+
+    def _prefix_groups(self, batch: TrainBatch) -> PrefixGroups | None:
         """Return the prefix groups of the batch; None if no prompt is shared."""
         if not self._shares:
             return None

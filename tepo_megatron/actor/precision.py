@@ -1,7 +1,7 @@
 """Precision presets and memory options: the Megatron fields that they set, and the hardware and shapes that they require.
 
-This is the only module that turns `model.precision`, `parallel.overlap_*`, `training.recompute`, `optimizer.moments` and
-`optimizer.offload` into fields of Megatron's configs (named alike in 0.16 to 0.19). The checks need no Megatron and run before
+This is the only module that turns `model.precision`, `training.recompute` and the checked fields of `megatron.*` into fields of
+Megatron's configs (named alike in 0.16 to 0.19). The checks need no Megatron and run before
 any process is started.
 
 FP8 covers the products of the layers' linear modules, forward and backward: qkv, attention output, MLP, experts. Not in FP8 are
@@ -18,7 +18,7 @@ from typing import Any, Literal
 import torch
 
 from tepo_megatron.actor.layout import stage_layers
-from tepo_megatron.config import ModelConfig, OptimizerConfig, ParallelConfig, Precision, TrainingConfig
+from tepo_megatron.config import MegatronConfig, ModelConfig, ParallelConfig, Precision, TrainingConfig
 from tepo_megatron.errors import ConfigError
 from tepo_megatron.ops.alignment import Alignment
 from tepo_megatron.weights.ops import Architecture
@@ -63,6 +63,7 @@ PRESETS: dict[Precision, Fp8 | None] = {
         "blockwise", "e4m3", "128 channels of a token, 128 x 128 of a weight", 128, 128, (2, 3), cuda=(12, 9)
     ),
 }  # fmt: skip
+_MEGATRON = MegatronConfig()
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _MOMENTS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.uint8}  # uint8: Megatron's and TE's type for FP8
 
@@ -75,7 +76,7 @@ class Hardware:
         name: Name of the device.
         capability: CUDA compute capability. None: a CPU.
         transformer_engine: Version of Transformer Engine. None: not installed.
-        cuda: Version of CUDA. None: not there.
+        cuda: Version of CUDA. None: no CUDA.
     """
 
     name: str
@@ -93,13 +94,19 @@ PROFILES = (
 )
 
 
-def transformer_fields(model: ModelConfig) -> dict[str, Any]:
-    """Return the fields of TransformerConfig for the precision preset."""
+def transformer_fields(model: ModelConfig, megatron: MegatronConfig = _MEGATRON) -> dict[str, Any]:
+    """Return the fields of TransformerConfig for the precision preset.
+
+    Args:
+        model: Its precision.
+        megatron: The layers that stay in bf16.
+    """
     dtype = DTYPES[model.dtype]
     fields: dict[str, Any] = {"params_dtype": dtype, "pipeline_dtype": dtype, "bf16": model.dtype == "bf16"}
     fp8 = PRESETS[model.precision]
     if fp8 is None:
         return fields
+    start, end = megatron.bf16_layers
     return fields | {
         "fp8": fp8.format,
         "fp8_recipe": fp8.recipe,
@@ -107,9 +114,9 @@ def transformer_fields(model: ModelConfig) -> dict[str, Any]:
         "fp8_wgrad": True,
         "fp8_dot_product_attention": False,
         "fp8_multi_head_attention": False,
-        "first_last_layers_bf16": model.bf16_end_layers > 0,
-        "num_layers_at_start_in_bf16": model.bf16_end_layers,
-        "num_layers_at_end_in_bf16": model.bf16_end_layers,
+        "first_last_layers_bf16": start + end > 0,
+        "num_layers_at_start_in_bf16": start,
+        "num_layers_at_end_in_bf16": end,
         **fp8.fields,
     }
 
@@ -128,52 +135,52 @@ def recompute_fields(training: TrainingConfig, experts: bool) -> dict[str, Any]:
     return {"recompute_granularity": "selective", "recompute_modules": ["mlp", "moe"] if experts else ["mlp"]}
 
 
-def ddp_fields(parallel: ParallelConfig, platform: str) -> dict[str, Any]:
+def ddp_fields(megatron: MegatronConfig, platform: str) -> dict[str, Any]:
     """Return the fields of DistributedDataParallelConfig.
 
     Args:
-        parallel: Its overlaps and bucket size.
-        platform: "cpu" or "cuda", which decides the defaults of `parallel.overlap_*`.
+        megatron: Overlaps and bucket size.
+        platform: "cpu" or "cuda", which decides the defaults of the overlaps.
     """
     return {
         "grad_reduce_in_fp32": True,
         "use_distributed_optimizer": True,
         "average_in_collective": False,  # gradients are divided once, by the token count
-        "overlap_grad_reduce": parallel.reduces_early(platform),
-        "overlap_param_gather": parallel.gathers_late(platform),
-        "bucket_size": parallel.bucket_parameters,
+        "overlap_grad_reduce": megatron.reduces_early(platform),
+        "overlap_param_gather": megatron.gathers_late(platform),
+        "bucket_size": megatron.known_ddp.bucket_size,
         "fp8_param_gather": False,
     }
 
 
-def optimizer_fields(model: ModelConfig, parallel: ParallelConfig, optimizer: OptimizerConfig, platform: str) -> dict[str, Any]:
+def optimizer_fields(model: ModelConfig, megatron: MegatronConfig, platform: str) -> dict[str, Any]:
     """Return the fields of Megatron's OptimizerConfig for precision, overlap, moments and offloading.
 
     Args:
         model: Its precision.
-        parallel: Its overlaps.
-        optimizer: Its moments and offloading.
-        platform: "cpu" or "cuda", which decides the defaults of `parallel.overlap_*`.
+        megatron: Overlaps, moments and offloading.
+        platform: "cpu" or "cuda", which decides the defaults of the overlaps.
     """
+    adam = megatron.known_optimizer
     fields: dict[str, Any] = {
         "params_dtype": DTYPES[model.dtype],
         "bf16": model.dtype == "bf16",
         "use_distributed_optimizer": True,
-        "overlap_param_gather": parallel.gathers_late(platform),
+        "overlap_param_gather": megatron.gathers_late(platform),
         "main_params_dtype": torch.float32,
         "main_grads_dtype": torch.float32,
     }
-    if optimizer.moments != "fp32":
-        moments = _MOMENTS[optimizer.moments]
-        fields |= {"use_precision_aware_optimizer": True, "exp_avg_dtype": moments, "exp_avg_sq_dtype": moments}
-    if optimizer.offload:
+    if adam.small_moments:
+        fields |= {"use_precision_aware_optimizer": True}
+        fields |= {"exp_avg_dtype": _MOMENTS[adam.exp_avg_dtype], "exp_avg_sq_dtype": _MOMENTS[adam.exp_avg_sq_dtype]}
+    if adam.optimizer_offload_fraction:
         # Megatron offers its hybrid optimizer only together with the precision-aware one, whatever the precision
         fields |= {"use_precision_aware_optimizer": True, "optimizer_cpu_offload": True}
-        fields |= {"optimizer_offload_fraction": optimizer.offload, "overlap_cpu_optimizer_d2h_h2d": True}
+        fields |= {"optimizer_offload_fraction": adam.optimizer_offload_fraction, "overlap_cpu_optimizer_d2h_h2d": True}
     return fields
 
 
-def alignment(model: ModelConfig, parallel: ParallelConfig, training: TrainingConfig) -> Alignment:
+def alignment(model: ModelConfig, parallel: ParallelConfig, fixed_length: int = 0) -> Alignment:
     """Return the padding of packed tokens.
 
     In FP8 the tokens of a rank are a multiple of 16 or 128. Under sequence parallelism that holds for each tensor-parallel
@@ -182,11 +189,11 @@ def alignment(model: ModelConfig, parallel: ParallelConfig, training: TrainingCo
     Args:
         model: Its precision.
         parallel: The mesh.
-        training: Its `fixed_length` and `max_tokens_per_microbatch`.
+        fixed_length: Packed tokens that every microbatch is padded to (`MegatronConfig.fixed_length`). 0: its own length.
     """
     fp8 = PRESETS[model.precision]
     total = (fp8.tokens if fp8 else 1) * (parallel.tp if parallel.sequence_parallel else 1)
-    return Alignment(parallel.cp, total, training.max_tokens_per_microbatch if training.fixed_length else 0)
+    return Alignment(parallel.cp, total, fixed_length)
 
 
 def refusal(precision: Precision, hardware: Hardware) -> str | None:
@@ -229,13 +236,16 @@ def check_hardware(model: ModelConfig, hardware: Hardware) -> None:
         raise ConfigError(f"model.precision={model.precision} on {hardware.name}: {reason}; use {' or '.join(others)}")
 
 
-def check_shapes(arch: Architecture, model: ModelConfig, parallel: ParallelConfig) -> None:
+def check_shapes(
+    arch: Architecture, model: ModelConfig, parallel: ParallelConfig, bf16_layers: tuple[int, int] = (0, 0)
+) -> None:
     """Raise ConfigError if sizes of the model do not fit the precision preset on this mesh. The message names the size.
 
     Args:
         arch: Architecture of the model.
         model: Its precision.
         parallel: The mesh.
+        bf16_layers: Numbers of first and of last layers that stay in bf16.
     """
     fp8 = PRESETS[model.precision]
     if fp8 is None:
@@ -247,11 +257,12 @@ def check_shapes(arch: Architecture, model: ModelConfig, parallel: ParallelConfi
                 f"parallel.tp={parallel.tp} {name} is {size}; use a smaller tp, or {_less_strict(size)}"
             )
     most = min(stage_layers(arch.num_layers, parallel.pp), default=0)
-    if model.bf16_end_layers > most:
-        raise ConfigError(
-            f"model.bf16_end_layers={model.bf16_end_layers} exceeds the {most} layers of a pipeline stage, which Megatron "
-            f"refuses; use at most {most}"
-        )
+    for end, number in zip(("start", "end"), bf16_layers, strict=True):
+        if number > most:
+            raise ConfigError(
+                f"megatron.transformer.num_layers_at_{end}_in_bf16={number} exceeds the {most} layers of a pipeline stage, "
+                f"which Megatron refuses; use at most {most}"
+            )
 
 
 def _widths(arch: Architecture, tp: int) -> dict[str, int]:

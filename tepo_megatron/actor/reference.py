@@ -17,17 +17,17 @@ class HostWeights:
         self.arena = HostArena(parameters[0].device if parameters else torch.device("cpu"))
         pieces = self.arena.pieces([p.nbytes for p in parameters])
         self._kept = [piece.view(p.dtype).view(p.shape) for piece, p in zip(pieces, parameters, strict=True)]
-        self.keep()
+        self.capture()
 
     @torch.no_grad()
-    def keep(self) -> None:
+    def capture(self) -> None:
         """Copy the current values of the parameters over the kept ones."""
         for parameter, kept in zip(self._parameters, self._kept, strict=True):
             kept.copy_(parameter.detach())
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Swap the kept values into the parameters within the context, and the own values back afterwards, bit for bit.
+        """Swap the kept values into the parameters within the context, and swap them back afterwards, bit for bit.
 
         Device memory beyond the parameters: a copy of one parameter at a time.
         """

@@ -15,10 +15,10 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from tepo_megatron.ops.context_parallel import zigzag_rows
 
-_NEVER_INTERLEAVED = "no family turns neighbours: rotary_interleaved is never set"
+_NEVER_INTERLEAVED = "rotary_interleaved must be False: no supported model family rotates adjacent channels"
 
 
-def lend_to_megatron(shared_prompts: bool = False) -> None:
+def install_in_megatron(shared_prompts: bool = False) -> None:
     """Install these functions as those that `TransformerConfig.apply_rope_fusion` calls, unless Transformer Engine's are there.
 
     With `shared_prompts` the function for packed tokens is installed in any case: Transformer Engine's cannot share prompts.
@@ -73,7 +73,7 @@ class PackedRotary:
 
     def __init__(self) -> None:
         self.tables: RotaryTables | None = None
-        # for every microbatch whose `cu_seqlens` is alive: a pipeline recomputes one after the forward passes of later ones
+        # one entry per microbatch whose `cu_seqlens` is alive: a pipeline recomputes one after the forward passes of later ones
         self._starts: MutableMapping[Tensor, Sequence[int]] = WeakTensorKeyDictionary()
 
     def start(self, cu_seqlens: Tensor, starts: Sequence[int]) -> None:

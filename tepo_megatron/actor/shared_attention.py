@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from tepo_megatron.actor.attention_layout import AttentionLayout, spread
-from tepo_megatron.ops.flash_attention import Keys, flash_of, merge
+from tepo_megatron.ops.flash_attention import AttendedKeys, flash_attention_of, merge
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class _Call:
     first_key: int
     stride: int
     end: int
-    keys: Keys
+    keys: AttendedKeys
 
     def of_queries(self, x: Tensor) -> Tensor:
         """Return a view of the call's queries: [rows, H, ...] -> [n, H, length, ...]."""
@@ -47,7 +47,7 @@ def _own_calls(layout: AttentionLayout) -> Iterator[_Call]:
     for bucket in layout.buckets:
         stride = bucket.total * bucket.chunk
         for piece, mask in zip(bucket.pieces, bucket.masks, strict=True):
-            end, keys = (piece + 1) * bucket.chunk, Keys(causal=mask is None, mask=mask)
+            end, keys = (piece + 1) * bucket.chunk, AttendedKeys(causal=mask is None, mask=mask)
             yield _Call(query, bucket.sequences, bucket.chunk, key, stride, end, keys)
             query += bucket.sequences * bucket.chunk
         key += bucket.key_rows
@@ -56,7 +56,7 @@ def _own_calls(layout: AttentionLayout) -> Iterator[_Call]:
 def _prompt_calls(layout: AttentionLayout) -> Iterator[_Call]:
     """Yield the calls of responses over their prompt. Rows of queries are local tokens, rows of keys the layout's slots."""
     for p in layout.prompts:
-        yield _Call(p.first_query, 1, p.queries, p.first_key, p.keys, p.keys, Keys())
+        yield _Call(p.first_query, 1, p.queries, p.first_key, p.keys, p.keys, AttendedKeys())
 
 
 def shared_attention(query_S: Tensor, key_T: Tensor, value_T: Tensor, layout: AttentionLayout, scale: float | None) -> Tensor:
@@ -82,7 +82,7 @@ class _SharedAttention(torch.autograd.Function):
     def forward(
         ctx: Any, query_S: Tensor, key_T: Tensor, value_T: Tensor, layout: AttentionLayout, scale: float | None
     ) -> Tensor:
-        flash = flash_of(query_S.device)
+        flash = flash_attention_of(query_S.device)
         queries, keys, values = _in_slots(query_S, key_T, value_T, layout)
         parts = [
             flash.forward(call.of_queries(queries), call.of_keys(keys), call.of_keys(values), call.keys, scale)
@@ -106,13 +106,13 @@ class _SharedAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_S: Tensor) -> tuple[Tensor | None, ...]:
         query_S, key_T, value_T, output_S, lse_S = ctx.saved_tensors
-        layout, scale, flash = ctx.layout, ctx.scale, flash_of(query_S.device)
+        layout, scale, flash = ctx.layout, ctx.scale, flash_attention_of(query_S.device)
         queries, keys, values = _in_slots(query_S, key_T, value_T, layout)
         grads, outputs, lses = (spread(x, layout.query_slot_S, layout.query_rows) for x in (grad_S, output_S, lse_S))
         grad_queries, grad_keys, grad_values = (torch.zeros_like(x) for x in (queries, keys, values))
 
         def add(call: _Call, q: Tensor, grad_q: Tensor, grad: Tensor, output: Tensor, lse: Tensor) -> None:
-            """Add the gradients of one call. Args: its query rows are those of all tensor arguments."""
+            """Add the gradients of one call. All tensor arguments have its query rows."""
             q, grad, output, lse = (call.of_queries(x) for x in (q, grad, output, lse))
             found = flash.backward(grad, q, call.of_keys(keys), call.of_keys(values), output, lse, call.keys, scale)
             for total, part in zip(

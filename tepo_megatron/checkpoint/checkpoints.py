@@ -17,9 +17,16 @@ import torch.distributed as dist
 from tepo_megatron.actor.actor import Actor
 from tepo_megatron.checkpoint import folder as folders
 from tepo_megatron.checkpoint import optimizer, restoring, rng_state
-from tepo_megatron.checkpoint.planning import SavePlanner, make_room
+from tepo_megatron.checkpoint.planning import SavePlanner, create_folder
 from tepo_megatron.checkpoint.restoring import FoundCheckpoint
-from tepo_megatron.checkpoint.saving import Commit, Content, Save, Saved, SaveOutcome, SavingThread
+from tepo_megatron.checkpoint.saving import (
+    CheckpointContent,
+    CommitPlan,
+    PendingSave,
+    SavedCheckpoint,
+    SaveOutcome,
+    SavingThread,
+)
 from tepo_megatron.checkpoint.shard_cache import ShardCache
 from tepo_megatron.checkpoint.state import CONTENT
 from tepo_megatron.checkpoint.tensors import HostCopy
@@ -29,7 +36,8 @@ from tepo_megatron.distributed.own_peers import own_peers_only
 from tepo_megatron.distributed.parallel import ParallelDims
 from tepo_megatron.errors import CheckpointError
 
-_FAREWELL_SECONDS = 60.0  # how long an error that ends the run waits for the save in flight
+TIMEOUT_SECONDS = 1800.0  # a checkpoint that takes longer to write, on any rank, has failed
+_ERROR_WAIT_SECONDS = 60.0  # how long an error that ends the run waits for the save in flight
 
 
 class Checkpoints:
@@ -48,6 +56,7 @@ class Checkpoints:
         plans: plans the saves, over a process group that only the saving threads use.
         callers: process group of the calling threads.
         thread: this rank's saving thread, started.
+        timeout_seconds: seconds in which a checkpoint must be written.
     """
 
     def __init__(
@@ -58,30 +67,33 @@ class Checkpoints:
         plans: SavePlanner,
         callers: dist.ProcessGroup,
         thread: SavingThread,
+        timeout_seconds: float,
     ) -> None:
-        self._folder, self._cfg, self._groups = folder, cfg, groups
+        self._folder, self._cfg, self._groups, self._timeout_seconds = folder, cfg, groups, timeout_seconds
         self._plans, self._callers, self._thread = plans, callers, thread
-        self._views, self._memory = ShardCache(), HostCopy()
-        self._save: Save | None = None
+        self._shard_cache, self._memory = ShardCache(), HostCopy()
+        self._save: PendingSave | None = None
         self._blocked = 0.0
-        self._complete: deque[Saved] = deque()
+        self._complete: deque[SavedCheckpoint] = deque()
         self._broken: str | None = None
         self._held = contextlib.ExitStack()
 
     @classmethod
-    def open(cls, folder: Path, cfg: CheckpointConfig, groups: ParallelDims) -> Checkpoints:
+    def open(
+        cls, folder: Path, cfg: CheckpointConfig, groups: ParallelDims, timeout_seconds: float = TIMEOUT_SECONDS
+    ) -> Checkpoints:
         """Create two process groups and start the saving thread.
 
         Args:
-            folder, cfg, groups: See the class.
+            folder, cfg, groups, timeout_seconds: See the class.
         """
-        backend, limit = dist.get_backend(groups.host), datetime.timedelta(seconds=cfg.timeout_seconds)
+        backend, limit = dist.get_backend(groups.host), datetime.timedelta(seconds=timeout_seconds)
         with own_peers_only():
             plans = SavePlanner(dist.new_group(backend=backend, timeout=limit))
             callers = dist.new_group(backend=backend, timeout=2 * limit)  # one rank may still wait for its saving thread
         thread = SavingThread()
         thread.start()
-        return cls(folder, cfg, groups, plans, callers, thread)
+        return cls(folder, cfg, groups, plans, callers, thread, timeout_seconds)
 
     def save(self, step: int, actor: Actor, run_state: Mapping[str, Any], best: int | None = None) -> None:
         """Start saving the current state. Return once it is copied to host memory; training may then go on.
@@ -104,26 +116,26 @@ class Checkpoints:
         if self._broken is not None:
             raise CheckpointError(f"no more checkpoints can be written in this run: {self._broken}")
         # While this thread copies, without the interpreter lock, the saving thread finds out everything else. That includes
-        # whether the boxes known from the last save are still the state; if not, the new boxes are copied below.
-        before = self._views.boxes
-        asked = self._thread.ask(
-            lambda: (self._views.of(actor), rng_state.capture(), self._commit(step, actor, run_state, best))
+        # whether the shard slices known from the last save are still the state; if not, the new shard slices are copied below.
+        before = self._shard_cache.shard_slices
+        asked = self._thread.submit(
+            lambda: (self._shard_cache.of(actor), rng_state.capture(), self._commit(step, actor, run_state, best))
         )
         copies = self._memory.take(before)
-        (boxes, objects), states, commit = asked.result()
-        if boxes is not before:
-            copies = self._memory.take(boxes)
+        (shard_slices, objects), states, commit = asked.result()
+        if shard_slices is not before:
+            copies = self._memory.take(shard_slices)
         if self._cfg.hf:
-            make_room(self._folder, step, commit.refused if commit else None, self._callers)
+            create_folder(self._folder, step, commit.refused if commit else None, self._callers)
             actor.export_hf(folders.partial(self._folder, step) / "hf")
-        content = Content(copies, objects, restoring.rng_name(self._groups.rank, self._groups.world_size), states)
-        self._save = Save(self._folder, step, content, commit, self._plans, self._cfg.hf, start)
+        content = CheckpointContent(copies, objects, restoring.rng_name(self._groups.rank, self._groups.world_size), states)
+        self._save = PendingSave(self._folder, step, content, commit, self._plans, self._cfg.hf, start)
         self._thread.begin(self._save)
         self._blocked = time.perf_counter() - start
         if not self._cfg.asynchronous:
             self._settle()
 
-    def poll(self) -> Saved | None:
+    def poll(self) -> SavedCheckpoint | None:
         """Return a checkpoint that has become complete and was not returned yet, or None. Do not wait.
 
         Collectives while a save is in flight: one all-reduce of a number, and an all-gather of small objects when the save has
@@ -133,10 +145,10 @@ class Checkpoints:
             self._finish(self._save)
         return self._complete.popleft() if self._complete else None
 
-    def wait(self) -> Saved | None:
+    def wait(self) -> SavedCheckpoint | None:
         """Wait for the save in flight, then return like `poll`.
 
-        Raises CheckpointError, on every rank, when the save failed or takes longer than `checkpoint.timeout_seconds`.
+        Raises CheckpointError, on every rank, when the save failed or takes longer than `timeout_seconds`.
         """
         self._settle()
         return self._complete.popleft() if self._complete else None
@@ -185,9 +197,9 @@ class Checkpoints:
         self._held.close()
         self._thread.end()
         if self._save is not None:
-            self._save.wait(min(_FAREWELL_SECONDS, self._cfg.timeout_seconds))
+            self._save.wait(min(_ERROR_WAIT_SECONDS, self._timeout_seconds))
 
-    def _commit(self, step: int, actor: Actor, run_state: Mapping[str, Any], best: int | None) -> Commit | None:
+    def _commit(self, step: int, actor: Actor, run_state: Mapping[str, Any], best: int | None) -> CommitPlan | None:
         """Return what rank 0 adds to the checkpoint; None on other ranks."""
         if not self._groups.is_main:
             return None
@@ -203,18 +215,18 @@ class Checkpoints:
             run = restoring.describe_run(step, actor, run_state)
         except (TypeError, ValueError) as e:
             refused = str(e)
-        return Commit(copy.deepcopy(common), run, refused, self._cfg.keep_last, self._cfg.keep_every, best)
+        return CommitPlan(copy.deepcopy(common), run, refused, self._cfg.keep_last, self._cfg.keep_every, best)
 
     def _settle(self) -> None:
         """Wait for the save in flight, if there is one, and take over its outcome."""
         if self._save is not None:
-            self._save.wait(max(0.0, self._save.begun + self._cfg.timeout_seconds - time.perf_counter()))
+            self._save.wait(max(0.0, self._save.begun + self._timeout_seconds - time.perf_counter()))
             self._finish(self._save)
 
-    def _finish(self, save: Save) -> None:
+    def _finish(self, save: PendingSave) -> None:
         """Exchange the outcomes of a save between ranks. Record the checkpoint, or raise CheckpointError on every rank."""
         self._save = None
-        limit = self._cfg.timeout_seconds
+        limit = self._timeout_seconds
         late = SaveOutcome(error=f"rank {self._groups.rank}: still writing after {limit:g} s", broken=True)
         outcomes = all_gather_object(save.outcome or late, self._callers)
         errors = [o.error for o in outcomes if o.error is not None]
@@ -225,4 +237,4 @@ class Checkpoints:
             raise CheckpointError(f"{path} was not written: {errors[0]}")
         seconds = save.ended - save.started
         blocked = self._blocked if self._cfg.asynchronous else seconds
-        self._complete.append(Saved(save.step, path, outcomes[0].size, blocked, seconds))
+        self._complete.append(SavedCheckpoint(save.step, path, outcomes[0].size, blocked, seconds))

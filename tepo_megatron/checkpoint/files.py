@@ -17,14 +17,14 @@ _CHUNK = 1 << 22  # bytes; large enough for zlib and the kernel, small enough no
 
 
 @dataclass(frozen=True)
-class FileSum:
+class FileChecksum:
     """The size of a file in bytes and the CRC-32 of its content."""
 
     size: int
     crc32: int
 
 
-class SummedFile:
+class ChecksummedFile:
     """A new file that is written from start to end while its checksum is computed.
 
     When the `with` block ends, the file is synced to disk and `sum` describes it. The checksum covers the bytes that were
@@ -58,11 +58,11 @@ class SummedFile:
         """Do nothing: leaving the `with` block flushes the file."""
 
     @property
-    def sum(self) -> FileSum:
+    def sum(self) -> FileChecksum:
         """Return the size and checksum of what was written so far."""
-        return FileSum(self._size, self._crc)
+        return FileChecksum(self._size, self._crc)
 
-    def __enter__(self) -> SummedFile:
+    def __enter__(self) -> ChecksummedFile:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None) -> None:
@@ -74,7 +74,7 @@ class SummedFile:
                 os.fsync(self._file.fileno())
 
 
-def write(path: Path, data: bytes) -> FileSum:
+def write(path: Path, data: bytes) -> FileChecksum:
     """Write a new file and sync it to disk.
 
     Args:
@@ -87,21 +87,21 @@ def write(path: Path, data: bytes) -> FileSum:
     Raises:
         OSError: the file exists or cannot be written.
     """
-    with SummedFile(path) as f:
+    with ChecksummedFile(path) as f:
         f.write(data)
     return f.sum
 
 
-def read_sum(path: Path) -> FileSum:
+def read_sum(path: Path) -> FileChecksum:
     """Read a file once and return its size and checksum. Raises OSError."""
     size = crc = 0
     with path.open("rb", buffering=0) as f:
         while chunk := f.read(_CHUNK):
             size, crc = size + len(chunk), zlib.crc32(chunk, crc)
-    return FileSum(size, crc)
+    return FileChecksum(size, crc)
 
 
-def write_manifest(folder: Path, sums: Mapping[str, FileSum]) -> None:
+def write_manifest(folder: Path, sums: Mapping[str, FileChecksum]) -> None:
     """Write the manifest, which is the last file of a checkpoint.
 
     It lists all other files and ends with its own checksum.
@@ -114,7 +114,7 @@ def write_manifest(folder: Path, sums: Mapping[str, FileSum]) -> None:
     write(folder / MANIFEST, text.encode() + _seal(text.encode()))
 
 
-def read_manifest(folder: Path) -> dict[str, FileSum]:
+def read_manifest(folder: Path) -> dict[str, FileChecksum]:
     """Return size and checksum of each file of a checkpoint, by its path in the folder.
 
     Raises CheckpointError when the manifest is missing or not as it was written.
@@ -127,10 +127,10 @@ def read_manifest(folder: Path) -> dict[str, FileSum]:
     head, tail = data[: -len(_seal(b""))], data[-len(_seal(b"")) :]
     if tail != _seal(head):
         raise CheckpointError(f"{path}: not as it was written (its own checksum differs)")
-    return {name: FileSum(**value) for name, value in json.loads(head).items()}
+    return {name: FileChecksum(**value) for name, value in json.loads(head).items()}
 
 
-def check(folder: Path, sums: Mapping[str, FileSum], names: Iterable[str]) -> list[str]:
+def check(folder: Path, sums: Mapping[str, FileChecksum], names: Iterable[str]) -> list[str]:
     """Read the files `names` once each and return one message for each that is damaged.
 
     Args:
@@ -152,7 +152,7 @@ def check(folder: Path, sums: Mapping[str, FileSum], names: Iterable[str]) -> li
     return wrong
 
 
-def shares(sums: Mapping[str, FileSum], ranks: int) -> list[list[str]]:
+def shares(sums: Mapping[str, FileChecksum], ranks: int) -> list[list[str]]:
     """Split the files among readers, with about the same number of bytes for each.
 
     The result depends on the arguments alone, so every rank computes the same.

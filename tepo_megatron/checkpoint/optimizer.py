@@ -16,7 +16,7 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True)
-class Shard:
+class OptimizerShard:
     """The range of a flattened parameter that this rank's optimizer owns.
 
     All tensors are 1-dim, of the same length, and views of what the optimizer uses.
@@ -35,7 +35,7 @@ class Shard:
     state: dict[str, Tensor]
 
 
-def shards(optimizer: MegatronOptimizer, create: bool = False) -> Iterator[Shard]:
+def shards(optimizer: MegatronOptimizer, create: bool = False) -> Iterator[OptimizerShard]:
     """Yield the shard of every parameter of which this rank owns a range.
 
     Args:
@@ -56,7 +56,7 @@ def shards(optimizer: MegatronOptimizer, create: bool = False) -> Iterator[Shard
             state = {"param": main, **{name: moments[name] for name in _MOMENTS}}
             if main.dtype == weight.dtype:  # then the master is a view of the weight
                 del state["param"]
-            yield Shard(parameter, here.start, weight, {f"optimizer.state.{k}.": v.detach() for k, v in state.items()})
+            yield OptimizerShard(parameter, here.start, weight, {f"optimizer.state.{k}.": v.detach() for k, v in state.items()})
 
 
 def tensors(optimizer: MegatronOptimizer) -> Iterator[Tensor]:
@@ -68,7 +68,7 @@ def tensors(optimizer: MegatronOptimizer) -> Iterator[Tensor]:
             yield from (state[name] for name in _MOMENTS if name in state)
 
 
-def count(optimizer: MegatronOptimizer) -> int:
+def adam_steps(optimizer: MegatronOptimizer) -> int:
     """Return the number of Adam steps so far."""
     counts = [0]
     for part in _parts(optimizer):
@@ -77,7 +77,7 @@ def count(optimizer: MegatronOptimizer) -> int:
     return max(counts)
 
 
-def set_count(optimizer: MegatronOptimizer, step: int) -> None:
+def set_adam_steps(optimizer: MegatronOptimizer, step: int) -> None:
     """Set the number of Adam steps so far. The moments must exist.
 
     Args:
@@ -98,7 +98,7 @@ def common_state(optimizer: MegatronOptimizer) -> dict[str, Any]:
 
     The result is empty before the first step.
     """
-    if count(optimizer) == 0:  # with torch's Adam inside, `state_dict` reads its step, which is missing then
+    if adam_steps(optimizer) == 0:  # with torch's Adam inside, `state_dict` reads its step, which is missing then
         return {}
     state = optimizer.state_dict()
     for part in state if isinstance(state, list) else [state]:

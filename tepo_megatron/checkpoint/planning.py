@@ -27,27 +27,28 @@ class SavePlanner:
         self.group = group
         self._source: tuple[Sequence[ShardSlice], Sequence[str]] = ((), ())  # the arguments from which `_made` was made
         self._made: SavePlan | None = None
-        self._told: SavePlan | None = None  # this rank's plan as rank 0 has it
+        self._sent: SavePlan | None = None  # this rank's plan that rank 0 received last
         self._plans: list[SavePlan | None] = [None] * group.size()
         self._metadata: Metadata | None = None
 
-    def agree(self, boxes: Sequence[ShardSlice], objects: Sequence[str]) -> tuple[Sequence[WriteItem], Metadata | None]:
+    def agree(self, shard_slices: Sequence[ShardSlice], objects: Sequence[str]) -> tuple[Sequence[WriteItem], Metadata | None]:
         """Exchange plans with all ranks, and return what this rank writes.
 
         Collectives: one gather and one broadcast of objects.
 
         Args:
-            boxes: the boxes that this rank writes, with their data.
-            objects: names of the byte strings that this rank writes after the boxes.
+            shard_slices: the shard slices that this rank writes, with their data.
+            objects: names of the byte strings that this rank writes after the shard slices.
 
         Returns:
             The write items of this rank, in that order, and on rank 0 the metadata of what all ranks write (None elsewhere).
 
         Raises:
-            CheckpointError: on every rank, when the boxes of a tensor do not add up to it. So no checkpoint lacks a weight.
+            CheckpointError: on every rank, when the shard slices of a tensor do not add up to it. So no checkpoint lacks a
+                weight.
         """
-        mine = self._plan(boxes, objects)
-        changes = gather_object(None if mine is self._told or mine == self._told else mine, self.group)
+        mine = self._plan(shard_slices, objects)
+        changes = gather_object(None if mine is self._sent or mine == self._sent else mine, self.group)
         error = None
         if any(change is not None for change in changes):
             self._plans = [new or old for new, old in zip(changes, self._plans, strict=True)]
@@ -58,17 +59,17 @@ class SavePlanner:
         error = broadcast_object(error, self.group)
         if error is not None:
             raise CheckpointError(error)
-        self._told = mine
+        self._sent = mine
         return mine.items, self._metadata
 
-    def _plan(self, boxes: Sequence[ShardSlice], objects: Sequence[str]) -> SavePlan:
-        """Return the plan of this rank, cached as long as `boxes` is the same object and `objects` is equal."""
-        if self._made is None or self._source[0] is not boxes or self._source[1] != objects:
-            self._made, self._source = plan(boxes, objects), (boxes, objects)
+    def _plan(self, shard_slices: Sequence[ShardSlice], objects: Sequence[str]) -> SavePlan:
+        """Return the plan of this rank, cached as long as `shard_slices` is the same object and `objects` is equal."""
+        if self._made is None or self._source[0] is not shard_slices or self._source[1] != objects:
+            self._made, self._source = plan(shard_slices, objects), (shard_slices, objects)
         return self._made
 
 
-def make_room(folder: Path, step: int, refused: str | None, group: dist.ProcessGroup) -> None:
+def create_folder(folder: Path, step: int, refused: str | None, group: dist.ProcessGroup) -> None:
     """Create the empty folder of a checkpoint on rank 0. Collectives: one broadcast of an object.
 
     Args:
@@ -91,21 +92,21 @@ def make_room(folder: Path, step: int, refused: str | None, group: dist.ProcessG
         raise CheckpointError(f"rank 0: {folders.partial(folder, step)}: cannot be begun ({error})")
 
 
-def plan(boxes: Sequence[ShardSlice], objects: Sequence[str]) -> SavePlan:
+def plan(shard_slices: Sequence[ShardSlice], objects: Sequence[str]) -> SavePlan:
     """Return the save plan of this rank.
 
     Args:
-        boxes: the boxes to write.
-        objects: names of the byte strings to write after the boxes.
+        shard_slices: the shard slices to write.
+        objects: names of the byte strings to write after the shard slices.
     """
-    items = [_write_item(box) for box in boxes]
+    items = [_write_item(shard_slice) for shard_slice in shard_slices]
     return SavePlan([*items, *(WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO) for name in objects)])
 
 
 def merge(plans: list[SavePlan]) -> Metadata:
     """Return the metadata of what all ranks write.
 
-    Raises AssertionError when the boxes of a tensor have, in total, more or fewer elements than the tensor.
+    Raises AssertionError when the shard slices of a tensor have, in total, more or fewer elements than the tensor.
     """
     _, metadata = create_default_global_save_plan(plans)
     for name, tensor in metadata.state_dict_metadata.items():
@@ -115,8 +116,8 @@ def merge(plans: list[SavePlan]) -> Metadata:
     return metadata
 
 
-def _write_item(box: ShardSlice) -> WriteItem:
-    """Return the write item of a box."""
-    properties = TensorProperties(dtype=box.data.dtype)
-    write_data = TensorWriteData(chunk(box), properties, torch.Size(box.shape))
-    return WriteItem(MetadataIndex(box.name, box.offset), WriteItemType.SHARD, tensor_data=write_data)
+def _write_item(shard_slice: ShardSlice) -> WriteItem:
+    """Return the write item of a shard slice."""
+    properties = TensorProperties(dtype=shard_slice.data.dtype)
+    write_data = TensorWriteData(chunk(shard_slice), properties, torch.Size(shard_slice.shape))
+    return WriteItem(MetadataIndex(shard_slice.name, shard_slice.offset), WriteItemType.SHARD, tensor_data=write_data)

@@ -1,4 +1,4 @@
-"""Read boxes out of a checkpoint in Megatron's distributed format, on any parallel layout."""
+"""Read shard slices out of a checkpoint in Megatron's distributed format, on any parallel layout."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tepo_megatron.utils.restricted_pickle import MetadataReader
 
 
 class SliceReader:
-    """Reads boxes out of a checkpoint. They need not be the boxes that were written."""
+    """Reads shard slices out of a checkpoint. They need not be the shard slices that were written."""
 
     def __init__(self, folder: Path, reader: MetadataReader, metadata: Metadata) -> None:
         self._folder, self._reader, self._metadata = folder, reader, metadata
@@ -38,25 +38,28 @@ class SliceReader:
         """Return the names of all tensors."""
         return {n for n, m in self._metadata.state_dict_metadata.items() if isinstance(m, TensorStorageMetadata)}
 
-    def plan(self, boxes: Sequence[ShardSlice]) -> list[list[ReadItem]]:
-        """Return the read items of each box. Raises CheckpointError for a missing tensor or one of another shape or dtype."""
-        return [self._items(box, i) for i, box in enumerate(boxes)]
+    def plan(self, shard_slices: Sequence[ShardSlice]) -> list[list[ReadItem]]:
+        """Return the read items of each shard slice.
 
-    def read(self, boxes: Sequence[ShardSlice], items: Sequence[Sequence[ReadItem]]) -> None:
-        """Fill the data of the boxes, in place. What a flexible box has beyond the stored tensor becomes 0.
+        Raises CheckpointError for a missing tensor or one of another shape or dtype.
+        """
+        return [self._items(shard_slice, i) for i, shard_slice in enumerate(shard_slices)]
+
+    def read(self, shard_slices: Sequence[ShardSlice], items: Sequence[Sequence[ReadItem]]) -> None:
+        """Fill the data of the shard slices, in place. What a flexible shard slice has beyond the stored tensor becomes 0.
 
         Args:
-            boxes: the boxes to fill.
+            shard_slices: the shard slices to fill.
             items: what `plan` returned for them.
 
         Raises:
             OSError: a file cannot be read.
         """
-        for box in boxes:
-            if box.flexible:
-                box.data.zero_()
+        for shard_slice in shard_slices:
+            if shard_slice.flexible:
+                shard_slice.data.zero_()
         everything = [item for of_box in items for item in of_box]
-        self._reader.read_data(LoadPlan(everything), _Targets(boxes)).wait()
+        self._reader.read_data(LoadPlan(everything), _Targets(shard_slices)).wait()
 
     def read_bytes(self, name: str) -> bytes:
         """Return the byte string of this name. Raises OSError."""
@@ -66,35 +69,37 @@ class SliceReader:
         self._reader.read_data(LoadPlan([item]), targets).wait()
         return targets.bytes[name]
 
-    def _items(self, box: ShardSlice, place: int) -> list[ReadItem]:
-        """Return the read items of one box, `place` being its index in the list of boxes."""
-        stored = self._metadata.state_dict_metadata.get(box.name)
+    def _items(self, shard_slice: ShardSlice, place: int) -> list[ReadItem]:
+        """Return the read items of one shard slice, `place` being its index in the list of shard slices."""
+        stored = self._metadata.state_dict_metadata.get(shard_slice.name)
         if not isinstance(stored, TensorStorageMetadata):
-            raise CheckpointError(f"{self._folder}: has no tensor {box.name}; resume with the model that it was saved from")
-        if stored.properties.dtype != box.data.dtype:
             raise CheckpointError(
-                f"{self._folder}: {box.name} is {stored.properties.dtype}, and {box.data.dtype} here; resume with the "
-                "model.precision that it was saved with"
+                f"{self._folder}: has no tensor {shard_slice.name}; resume with the model that it was saved from"
             )
-        if tuple(stored.size) != box.shape and not box.flexible:
+        if stored.properties.dtype != shard_slice.data.dtype:
             raise CheckpointError(
-                f"{self._folder}: {box.name} has the shape {tuple(stored.size)}, and {box.shape} here; resume with the model "
-                "that it was saved from"
+                f"{self._folder}: {shard_slice.name} is {stored.properties.dtype}, and {shard_slice.data.dtype} here; "
+                "resume with the model.precision that it was saved with"
             )
-        items = create_read_items_for_chunk_list(box.name, stored, [chunk(box)])
-        # `_Targets` finds a box by its index in the list, because two boxes may have the same name and offset
+        if tuple(stored.size) != shard_slice.shape and not shard_slice.flexible:
+            raise CheckpointError(
+                f"{self._folder}: {shard_slice.name} has the shape {tuple(stored.size)}, and {shard_slice.shape} here; "
+                "resume with the model that it was saved from"
+            )
+        items = create_read_items_for_chunk_list(shard_slice.name, stored, [chunk(shard_slice)])
+        # `_Targets` finds a shard slice by its index in the list, because two shard slices may have the same name and offset
         return [replace(item, dest_index=MetadataIndex(str(place))) for item in items]
 
 
 class _Targets:
     """Tells `FileSystemReader.read_data`, in the place of a load planner, where to put each item."""
 
-    def __init__(self, boxes: Sequence[ShardSlice]) -> None:
-        self._boxes = boxes
+    def __init__(self, shard_slices: Sequence[ShardSlice]) -> None:
+        self._shard_slices = shard_slices
         self.bytes: dict[str, bytes] = {}
 
     def resolve_tensor(self, item: ReadItem) -> Tensor:
-        target = self._boxes[int(item.dest_index.fqn)].data
+        target = self._shard_slices[int(item.dest_index.fqn)].data
         for dim, (start, length) in enumerate(zip(item.dest_offsets, item.lengths, strict=True)):
             target = target.narrow(dim, start, length)
         return target

@@ -13,10 +13,10 @@ import torch.distributed as dist
 from tepo_megatron.actor.actor import Actor
 from tepo_megatron.checkpoint import folder as folders
 from tepo_megatron.checkpoint import optimizer, rng_state
-from tepo_megatron.checkpoint.files import FileSum, check, read_manifest, shares
+from tepo_megatron.checkpoint.files import FileChecksum, check, read_manifest, shares
 from tepo_megatron.checkpoint.reading import SliceReader
 from tepo_megatron.checkpoint.saving import RUN
-from tepo_megatron.checkpoint.state import wanted
+from tepo_megatron.checkpoint.state import loaded_slices
 from tepo_megatron.distributed.objects import all_gather_object, broadcast_object, same_error
 from tepo_megatron.distributed.parallel import ParallelDims
 from tepo_megatron.errors import CheckpointError
@@ -68,7 +68,7 @@ def describe_run(step: int, actor: Actor, run_state: Mapping[str, Any]) -> bytes
     Raises:
         TypeError or ValueError: the run state is not JSON.
     """
-    numbers = {"adam_step": optimizer.count(actor.optimizer), "scheduler_steps": actor.scheduler.num_steps}
+    numbers = {"adam_step": optimizer.adam_steps(actor.optimizer), "scheduler_steps": actor.scheduler.num_steps}
     content = {"format": FORMAT, "step": step, "layout": describe_layout(actor), "numbers": numbers, "run": dict(run_state)}
     return json.dumps(content).encode()  # with an indent this would take ten times as long
 
@@ -115,7 +115,7 @@ def newest(folder: Path, group: dist.ProcessGroup, held: contextlib.ExitStack) -
     if passed_over:
         raise CheckpointError(
             f"{folder}: no checkpoint is valid: {'; '.join(passed_over)}. Restore one from a copy, or move the folder away to "
-            "start anew"
+            "start again"
         )
     return None
 
@@ -135,35 +135,35 @@ def restore(found: FoundCheckpoint, actor: Actor, groups: ParallelDims, group: d
     """
     if (before := found.layout["vocab_size"]) != (here := actor.arch.vocab_size):
         raise CheckpointError(f"{found.path}: the vocabulary had {before} tokens and has {here}; resume with the same model")
-    boxes = list(wanted(actor))
+    shard_slices = list(loaded_slices(actor))
     reader = items = None
     with same_error(group, (CheckpointError,), CheckpointError):
         reader = SliceReader.open(found.path)
-        items = reader.plan(boxes)
+        items = reader.plan(shard_slices)
     assert reader is not None and items is not None
-    left_over = sorted(reader.names - set().union(*all_gather_object({b.name for b in boxes}, group)))
+    left_over = sorted(reader.names - set().union(*all_gather_object({b.name for b in shard_slices}, group)))
     if left_over:
         raise CheckpointError(
             f"{found.path}: holds {left_over[0]} (and {len(left_over) - 1} more), which this model lacks; resume with the "
             "model that it was saved from"
         )
     with same_error(group, (OSError, RuntimeError), CheckpointError):
-        reader.read(boxes, items)
+        reader.read(shard_slices, items)
         if found.layout == describe_layout(actor):
             rng_state.restore(reader.read_bytes(rng_name(groups.rank, groups.world_size)))
         elif groups.is_main:
             _log.warning(
-                "%s was saved on the layout %s; random generators start anew on %s",
+                "%s was saved on the layout %s; random generators start from the seed on %s",
                 found.path, found.layout, describe_layout(actor),
             )  # fmt: skip
-    optimizer.set_count(actor.optimizer, found.numbers["adam_step"])
+    optimizer.set_adam_steps(actor.optimizer, found.numbers["adam_step"])
     actor.scheduler.num_steps = 0
     actor.scheduler.step(increment=found.numbers["scheduler_steps"])  # the rates come from the current config
 
 
 def _offer(
     folder: Path, last: int | None, held: contextlib.ExitStack
-) -> tuple[tuple[int, dict[str, FileSum]] | None, list[str]]:
+) -> tuple[tuple[int, dict[str, FileChecksum]] | None, list[str]]:
     """Return, on rank 0, the newest checkpoint before `last` whose manifest is valid, and the defects of those in between."""
     wrong: list[str] = []
     try:

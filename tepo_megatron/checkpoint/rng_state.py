@@ -14,7 +14,7 @@ from tepo_megatron.checkpoint.tensors import pickled
 
 
 @dataclass(frozen=True)
-class States:
+class RngStates:
     """The RNG states of one rank, as the libraries returned them.
 
     Attributes:
@@ -32,10 +32,10 @@ class States:
     parallel: dict[str, Any]
 
 
-def capture() -> States:
+def capture() -> RngStates:
     """Return the current RNG states. Later use of the generators does not change the result."""
     parallel = tensor_parallel.get_cuda_rng_tracker().get_states()
-    return States(
+    return RngStates(
         random.getstate(),
         np.random.get_state(),
         torch.get_rng_state(),
@@ -44,7 +44,7 @@ def capture() -> States:
     )
 
 
-def packed(states: States) -> bytes:
+def packed(states: RngStates) -> bytes:
     """Return the states as bytes that `restore` reads."""
     kind, keys, *rest = states.numpy
     return pickled({**vars(states), "numpy": (kind, torch.from_numpy(keys.astype(np.int64)), *rest)})

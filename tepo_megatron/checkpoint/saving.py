@@ -1,7 +1,8 @@
-"""A save under way: a thread on each rank plans and writes what was copied, until the checkpoint is complete or has failed.
+"""One save in flight: a thread on each rank plans and writes the copied state, until the checkpoint is complete or has failed.
 
-Threads, not processes: a fork would carry along the locks of gloo's and CUDA's threads, a spawned process would import the
-program anew, and either could outlive a killed rank. Writing, summing and fsync leave the interpreter to the training thread.
+Threads are used, not processes: a fork would inherit the locks of gloo's and CUDA's threads, a spawned process would import the
+program again, and either could outlive a killed rank. Writing, checksums and fsync release the interpreter lock, so the
+training thread runs meanwhile.
 """
 
 import contextlib
@@ -23,8 +24,8 @@ from torch.distributed.checkpoint.planner import WriteItem
 
 from tepo_megatron.checkpoint import folder as folders
 from tepo_megatron.checkpoint import rng_state
-from tepo_megatron.checkpoint.files import FileSum, files_below, read_sum, write, write_manifest
-from tepo_megatron.checkpoint.planning import SavePlanner, make_room
+from tepo_megatron.checkpoint.files import FileChecksum, files_below, read_sum, write, write_manifest
+from tepo_megatron.checkpoint.planning import SavePlanner, create_folder
 from tepo_megatron.checkpoint.state import ShardSlice
 from tepo_megatron.checkpoint.tensors import Stored, pickled, write_items, write_metadata
 from tepo_megatron.distributed.objects import broadcast_object, gather_object
@@ -39,11 +40,15 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Saved:
+class SavedCheckpoint:
     """A complete checkpoint.
 
-    size: bytes of all its files; blocked_seconds: how long this rank's training waited for it; seconds: from the call of `save`
-    until it was complete.
+    Attributes:
+        step: training step of the checkpoint.
+        path: its folder.
+        size: bytes of all its files.
+        blocked_seconds: how long this rank's training waited for it.
+        seconds: time from the call of `save` until the checkpoint was complete.
     """
 
     step: int
@@ -54,25 +59,31 @@ class Saved:
 
 
 @dataclass(frozen=True)
-class Content:
-    """What one rank writes, as it was when the save was asked for. Training reaches none of it.
+class CheckpointContent:
+    """The state that one rank writes, copied when the save was requested. Training does not change it.
 
-    boxes: with their data in host memory; objects: to be pickled, by name; rng_states: of this rank, saved under the name
-    `rng`.
+    Attributes:
+        shard_slices: slices of the global tensors, with their data in host memory.
+        objects: objects to be pickled, by name.
+        rng: name under which `rng_states` is saved.
+        rng_states: states of this rank's random generators.
     """
 
-    boxes: Sequence[ShardSlice]
+    shard_slices: Sequence[ShardSlice]
     objects: Mapping[str, Any]
     rng: str
-    rng_states: rng_state.States
+    rng_states: rng_state.RngStates
 
 
 @dataclass(frozen=True)
-class Commit:
-    """What rank 0 adds to the ranks' files, and which older checkpoints stay.
+class CommitPlan:
+    """The files that rank 0 adds to those of the ranks, and the rules for deleting older checkpoints.
 
-    run: the content of run.json, on one line; refused: why there is none, and the checkpoint cannot be begun; best: a step
-    whose checkpoint stays.
+    Attributes:
+        common: content of common.pt.
+        run: content of run.json, on one line.
+        refused: the reason why the checkpoint cannot be written; None: it can.
+        keep_last, keep_every, best: see `folder.prune`.
     """
 
     common: Mapping[str, Any]
@@ -84,57 +95,95 @@ class Commit:
 
 
 @dataclass(frozen=True)
-class Written:
-    """One rank's file, or why there is none."""
+class WrittenFile:
+    """One rank's file, or the error for which there is none.
+
+    Attributes:
+        name: name of the file.
+        sum: its size and checksum.
+        stored: the place of each write item in the file.
+        error: the error; None: the file was written.
+    """
 
     name: str
-    sum: FileSum | None = None
+    sum: FileChecksum | None = None
     stored: Stored = field(default_factory=dict)
     error: str | None = None
 
 
 @dataclass(frozen=True)
 class SaveOutcome:
-    """How a save ended, as one rank knows it. error: None when the checkpoint is complete; broken: ranks lost each other."""
+    """Outcome of a save, as one rank knows it.
+
+    Attributes:
+        size: bytes of all files.
+        error: the error; None: the checkpoint is complete.
+        broken: whether ranks lost each other, so that no further save is possible.
+    """
 
     size: int = 0
     error: str | None = None
     broken: bool = False
 
 
-class Save:
-    """One checkpoint, written with the fellows on the other ranks, over a group that nobody else uses."""
+class PendingSave:
+    """One in-flight save, coordinated with the other ranks over a dedicated process group.
+
+    Attributes:
+        step: training step of the checkpoint.
+        started: `time.perf_counter()` when the save was requested.
+        begun: the same when the save before had ended.
+        ended: the same when this save had ended.
+        outcome: the outcome; None until the save has ended.
+    """
 
     def __init__(
-        self, folder: Path, step: int, content: Content, commit: Commit | None, plans: SavePlanner, room: bool, started: float
+        self,
+        folder: Path,
+        step: int,
+        content: CheckpointContent,
+        commit: CommitPlan | None,
+        plans: SavePlanner,
+        has_folder: bool,
+        started: float,
     ) -> None:
-        """commit: on rank 0 only; room: its folder is there; started: `time.perf_counter()` when the save was asked for."""
+        """Store what the save needs; `run` does the work.
+
+        Args:
+            folder: folder of all checkpoints.
+            step: training step of the checkpoint.
+            content: the state that this rank writes.
+            commit: on rank 0, what it adds; None on other ranks.
+            plans: the save plans of all ranks.
+            has_folder: whether the folder of the checkpoint exists already.
+            started: `time.perf_counter()` when the save was requested.
+        """
         self.step = step
-        self.started, self.begun, self.ended = started, time.perf_counter(), 0.0  # begun: once the former save was over
-        self.outcome: SaveOutcome | None = None  # None until it is over
+        self.started, self.begun, self.ended = started, time.perf_counter(), 0.0
+        self.outcome: SaveOutcome | None = None
         self._folder, self._partial = folder, folders.partial(folder, step)
-        self._commit, self._plans, self._room = commit, plans, room
-        self._content: Content | None = content
+        self._commit, self._plans, self._has_folder = commit, plans, has_folder
+        self._content: CheckpointContent | None = content
         self._group = plans.group
         self._over = threading.Event()
 
     def is_over(self) -> bool:
-        """Whether it is complete or has failed."""
+        """Return whether the checkpoint is complete or has failed."""
         return self._over.is_set()
 
     def wait(self, seconds: float) -> None:
-        """Until it is over, or for so long."""
+        """Wait until the save has ended, but at most this long."""
         self._over.wait(seconds)
 
     def run(self) -> None:
-        """Nothing is raised: see `outcome`."""
+        """Write the checkpoint. Errors are stored in `outcome`, not raised."""
         try:
-            outcome = self._together()
+            outcome = self._save_all_ranks()
         except CheckpointError as e:  # on all ranks
             if self._group.rank() == 0:
                 _discard(self._partial)
             outcome = SaveOutcome(error=str(e))
-        except Exception as e:  # whatever gloo raises when a rank is gone or late
+        except Exception as e:  # gloo raises many types of errors when a rank is gone or late
             outcome = SaveOutcome(
                 error=f"rank {self._group.rank()}: the ranks lost each other while writing ({e})", broken=True
             )
@@ -143,20 +192,20 @@ class Save:
         self.outcome = outcome
         self._over.set()
 
-    def _together(self) -> SaveOutcome:
+    def _save_all_ranks(self) -> SaveOutcome:
         content, commit = self._content, self._commit
         assert content is not None
-        if not self._room:
-            make_room(self._folder, self.step, commit.refused if commit else None, self._group)
+        if not self._has_folder:
+            create_folder(self._folder, self.step, commit.refused if commit else None, self._group)
         place = FolderIdentity(self._partial)
         try:
             return self._write_all(content, commit, place)
         finally:
             place.close()
 
-    def _write_all(self, content: Content, commit: Commit | None, place: FolderIdentity) -> SaveOutcome:
-        """Write this rank's file; on rank 0 complete the checkpoint too. place: the folder that it is written to."""
-        items, metadata = self._plans.agree(content.boxes, (*content.objects, content.rng))
+    def _write_all(self, content: CheckpointContent, commit: CommitPlan | None, place: FolderIdentity) -> SaveOutcome:
+        """Write this rank's file; on rank 0 complete the checkpoint too. `place` identifies the folder of the checkpoint."""
+        items, metadata = self._plans.agree(content.shard_slices, (*content.objects, content.rng))
         everything = gather_object(self._write(items, content), self._group)
         outcome = SaveOutcome()
         if commit is not None:
@@ -164,7 +213,7 @@ class Save:
             outcome = self._conclude(everything, metadata, commit, place)
         return broadcast_object(outcome, self._group)
 
-    def _write(self, items: Sequence[WriteItem], content: Content) -> Written:
+    def _write(self, items: Sequence[WriteItem], content: CheckpointContent) -> WrittenFile:
         rank = self._group.rank()
         name = f"__{rank}_0.distcp"
         path = self._partial / name
@@ -172,68 +221,74 @@ class Save:
             if rank == 0:
                 folders.sweep(self._folder, writing=self.step)  # first, since the space may be needed
             objects = [pickled([value]) for value in content.objects.values()]  # in a list, as Megatron expects them
-            values = [*(box.data for box in content.boxes), *objects, rng_state.packed(content.rng_states)]
-            return Written(name, *write_items(path, items, values))
+            values = [
+                *(shard_slice.data for shard_slice in content.shard_slices),
+                *objects,
+                rng_state.packed(content.rng_states),
+            ]
+            return WrittenFile(name, *write_items(path, items, values))
         except Exception as e:
-            return Written(name, error=f"rank {rank}: {path} cannot be written ({_why(e, self._folder)})")
+            return WrittenFile(name, error=f"rank {rank}: {path} cannot be written ({_reason(e, self._folder)})")
 
-    def _conclude(self, everything: list[Written], metadata: Metadata, commit: Commit, place: FolderIdentity) -> SaveOutcome:
-        """Complete the checkpoint on rank 0, or delete what was written of it."""
+    def _conclude(
+        self, everything: list[WrittenFile], metadata: Metadata, commit: CommitPlan, place: FolderIdentity
+    ) -> SaveOutcome:
+        """Complete the checkpoint on rank 0, or delete its files after an error."""
         partial = self._partial
-        if not place.is_in_place():  # what is there now belongs to another run: it is neither published nor deleted
+        if not place.is_in_place():  # the folder at this path belongs to another run: neither publish nor delete it
             return SaveOutcome(error=f"{partial} was removed, moved or replaced while it was written")
         errors = [w.error for w in everything if w.error is not None]
         sums = {w.name: w.sum for w in everything if w.sum is not None}
         if not errors:
-            errors += _out_of_sight(partial, sums)
+            errors += _invisible_files(partial, sums)
         if not errors:
             try:
                 sums = _complete(partial, sums, everything, metadata, commit)
                 for aside in folders.publish(self._folder, self.step):
-                    _log.warning("%s is of another course of this run and was set aside", aside)
+                    _log.warning("%s is from a part of this run that was abandoned by a resume, and was set aside", aside)
             except Exception as e:
-                errors.append(f"rank 0: {partial} cannot be completed ({_why(e, self._folder)})")
+                errors.append(f"rank 0: {partial} cannot be completed ({_reason(e, self._folder)})")
         if errors:
             _discard(partial)
             return SaveOutcome(error="; ".join(errors))
         try:
             folders.prune(self._folder, commit.keep_last, commit.keep_every, commit.best)
-        except OSError as e:  # the new one is complete all the same
+        except OSError as e:  # the new checkpoint is complete nevertheless
             _log.warning("%s: older checkpoints cannot be deleted (%s)", self._folder, e)
         return SaveOutcome(size=sum(s.size for s in sums.values()))
 
 
 class SavingThread(threading.Thread):
-    """Does one thing after the other. To start a thread for each save would hold up training by a fifth of a small copy."""
+    """A thread that runs tasks one after another. Starting a new thread for each save would block training for longer."""
 
     def __init__(self) -> None:
         super().__init__(name="checkpoints", daemon=True)  # a save that hangs does not keep the process
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._device = torch.cuda.current_device() if torch.cuda.is_available() else None
 
-    def ask(self, question: Callable[[], T]) -> Future[T]:
-        """What it returns or raises."""
+    def submit(self, work: Callable[[], T]) -> Future[T]:
+        """Run `work` in the thread and return the future of its result."""
         answer: Future[T] = Future()
 
         def task() -> None:
             try:
-                answer.set_result(question())
+                answer.set_result(work())
             except Exception as e:
                 answer.set_exception(e)
 
         self._tasks.put(task)
         return answer
 
-    def begin(self, save: Save) -> None:
-        """Once the former is over."""
+    def begin(self, save: PendingSave) -> None:
+        """Run a save after the tasks that were submitted before."""
         self._tasks.put(save.run)
 
     def end(self) -> None:
-        """Once the save under way is over, if there is one."""
+        """End the thread after all tasks that were submitted before."""
         self._tasks.put(None)
 
     def run(self) -> None:
-        """In the thread, on the device of whoever made it: CUDA would take a new thread to the first one."""
+        """Run the tasks, on the device of the thread that created this one: CUDA starts new threads on the first device."""
         if self._device is not None:
             torch.cuda.set_device(self._device)
         while (task := self._tasks.get()) is not None:
@@ -241,9 +296,17 @@ class SavingThread(threading.Thread):
 
 
 def _complete(
-    partial: Path, sums: Mapping[str, FileSum], everything: list[Written], metadata: Metadata, commit: Commit
-) -> dict[str, FileSum]:
-    """All of a checkpoint but the ranks' files, whose sums are given; the manifest comes last. Returns the sums of all."""
+    partial: Path, sums: Mapping[str, FileChecksum], everything: list[WrittenFile], metadata: Metadata, commit: CommitPlan
+) -> dict[str, FileChecksum]:
+    """Write all files that do not belong to one rank, the manifest last. Return the checksums of all files.
+
+    Args:
+        partial: folder of the checkpoint.
+        sums: checksums of the ranks' files.
+        everything: the ranks' files.
+        metadata: metadata of the tensors that all ranks wrote.
+        commit: what rank 0 adds.
+    """
     stored = {index: info for w in everything for index, info in w.stored.items()}
     whole = {**sums, **{name: read_sum(partial / name) for name in files_below(partial) if name.startswith("hf/")}}
     whole |= write_metadata(partial, metadata, stored, commit.common)
@@ -257,16 +320,16 @@ def _discard(partial: Path) -> None:
         shutil.rmtree(partial)
 
 
-def _out_of_sight(partial: Path, sums: Mapping[str, FileSum]) -> list[str]:
-    """Files that other ranks wrote and rank 0 cannot see whole."""
+def _invisible_files(partial: Path, sums: Mapping[str, FileChecksum]) -> list[str]:
+    """Return a message if rank 0 does not see some files in the size in which other ranks wrote them."""
     unseen = [name for name, s in sums.items() if not (partial / name).exists() or (partial / name).stat().st_size != s.size]
     if not unseen:
         return []
     return [f"{partial}: rank 0 does not see {', '.join(unseen)} as written; the run's folder must be shared by all ranks"]
 
 
-def _why(error: Exception, folder: Path) -> str:
-    """The error, with the fix or the free space where it is of the disk."""
+def _reason(error: Exception, folder: Path) -> str:
+    """Return a description of the error, with the fix or the free space if the disk is the cause."""
     if (fault := disk_fault(error, folder)) is not None:
         return fault.partition(": cannot be written: ")[2]
     if not isinstance(error, OSError):

@@ -1,4 +1,4 @@
-"""Split a range of a flattened array into boxes, which are rectangular parts of the array."""
+"""Split a range of a flattened array into slices, which are rectangular parts of the array."""
 
 import math
 from collections.abc import Iterator
@@ -6,8 +6,8 @@ from collections.abc import Iterator
 Sizes = tuple[int, ...]
 
 
-def boxes(start: int, stop: int, shape: Sizes) -> Iterator[tuple[Sizes, Sizes]]:
-    """Split the elements [start, stop) of a row-major array into the fewest boxes.
+def split_range(start: int, stop: int, shape: Sizes) -> Iterator[tuple[Sizes, Sizes]]:
+    """Split the elements [start, stop) of a row-major array into the fewest slices.
 
     Args:
         start: index of the first element in the flattened array.
@@ -15,7 +15,7 @@ def boxes(start: int, stop: int, shape: Sizes) -> Iterator[tuple[Sizes, Sizes]]:
         shape: shape of the array, with at least one dimension.
 
     Yields:
-        (offset, sizes) of each box, in row-major order; at most 2 * len(shape) - 1 of them.
+        (offset, sizes) of each slice, in row-major order; at most 2 * len(shape) - 1 slices.
     """
     if start >= stop:
         return
@@ -55,6 +55,6 @@ def ranges(start: int, stop: int, shape: Sizes, limit: int) -> Iterator[tuple[in
 
 
 def _within(row: int, start: int, stop: int, shape: Sizes) -> Iterator[tuple[Sizes, Sizes]]:
-    """Yield the boxes of the elements [start, stop) of one row."""
-    for offset, sizes in boxes(start, stop, shape[1:]):
+    """Yield the slices of the elements [start, stop) of one row."""
+    for offset, sizes in split_range(start, stop, shape[1:]):
         yield (row, *offset), (1, *sizes)

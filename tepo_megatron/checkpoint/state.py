@@ -1,10 +1,10 @@
-"""Describe the state of an actor as boxes, which are rectangular parts of global tensors.
+"""Describe the state of an actor as shard slices, which are rectangular parts of global tensors.
 
 Every tensor has the name, the shape and the offset in the whole model that Megatron-Core gives it (`sharded_state_dict`). The
 optimizer's tensors have the names of Megatron's `fully_reshardable` format. To write that format, Megatron gathers the
 optimizer's shards over dp x cp (`DistributedOptimizer.sharded_param_state_fully_reshardable`, 0.16 to 0.19): every rank then
-holds and moves dp x cp times its share, while training waits. Here each rank writes the range that it owns as boxes of the
-global tensors, and nothing is moved between ranks.
+holds and moves dp x cp times its share, while training waits. Here each rank writes the range that it owns as shard slices of
+the global tensors, and nothing is moved between ranks.
 """
 
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from tepo_megatron.actor.actor import Actor
 from tepo_megatron.checkpoint.optimizer import shards
-from tepo_megatron.checkpoint.shard_slices import boxes, ranges
+from tepo_megatron.checkpoint.shard_slices import ranges, split_range
 
 # The options of `sharded_state_dict`. They are stored as `content_metadata`, so that Megatron can read a checkpoint by itself.
 CONTENT = {
@@ -33,9 +33,9 @@ CONTENT = {
     "non_homogeneous_layers": True,  # one tensor per layer, because layers may differ
     "singleton_local_shards": False,
 }
-# Most elements of a box that is written; a single row may have more. A larger box would hold up other threads while torch
-# serializes it, and would be read as a whole for any part of it.
-_BOX_ELEMENTS = 1 << 22
+# Most elements of a shard slice that is written; a single row may have more. A larger shard slice would hold up other threads
+# while torch serializes it, and would be read as a whole for any part of it.
+_SLICE_ELEMENTS = 1 << 22
 
 
 @dataclass(frozen=True)
@@ -58,8 +58,8 @@ class ShardSlice:
     flexible: bool
 
 
-def written(actor: Actor) -> Iterator[ShardSlice]:
-    """Yield the boxes that this rank writes; over all ranks, they hold every element of the state once.
+def saved_slices(actor: Actor) -> Iterator[ShardSlice]:
+    """Yield the shard slices that this rank writes; over all ranks, they hold every element of the state once.
 
     They are its range of each parameter and of the optimizer's state, and the tensors that are not trained if this rank has
     their first replica. Raises RuntimeError when the actor is offloaded.
@@ -70,35 +70,35 @@ def written(actor: Actor) -> Iterator[ShardSlice]:
         sharding = shardings[id(shard.parameter)]
         if all(r == 0 for r in sharding.replica_id[:2]):  # the third counts replicas over dp x cp, each of which owns a range
             for prefix, values in {"": shard.weight, **shard.state}.items():
-                yield from _boxes(sharding, prefix, values, shard.start, _BOX_ELEMENTS)
+                yield from _shard_slices(sharding, prefix, values, shard.start, _SLICE_ELEMENTS)
     for sharding in shardings.values():
         if not sharding.data.requires_grad and is_main_replica(sharding.replica_id):
-            yield from _boxes(sharding, "", _flat(sharding.data), 0, _BOX_ELEMENTS)
+            yield from _shard_slices(sharding, "", _flat(sharding.data), 0, _SLICE_ELEMENTS)
 
 
 def objects(actor: Actor) -> dict[str, Any]:
     """Return what Megatron expects in addition to tensors, by name: the "extra state" of modules, which holds scales of fp8.
 
-    With fp32 and bf16 the extra state is empty, and `wanted` reads none of it. Megatron's own loader refuses a checkpoint
-    without it.
+    With fp32 and bf16 the extra state is empty, and `loaded_slices` reads none of it. Megatron's own loader refuses a
+    checkpoint without it.
     """
     found = (v for v in _values(actor) if isinstance(v, ShardedObject) and is_main_replica(v.replica_id))
     return {value.unique_key: value.data for value in found}
 
 
-def wanted(actor: Actor) -> Iterator[ShardSlice]:
-    """Yield the boxes that this rank reads: all its weights, and its range of the optimizer's state.
+def loaded_slices(actor: Actor) -> Iterator[ShardSlice]:
+    """Yield the shard slices that this rank reads: all its weights, and its range of the optimizer's state.
 
-    The data of a box are views of the actor's tensors, to be filled in place. Moments that do not exist yet are created. Raises
-    RuntimeError when the actor is offloaded.
+    The data of a shard slice are views of the actor's tensors, to be filled in place. Moments that do not exist yet are
+    created. Raises RuntimeError when the actor is offloaded.
     """
     actor.require_loaded("to resume", "parameters", "optimizer")
     shardings = _shardings(actor)
     for sharding in shardings.values():
-        yield from _boxes(sharding, "", _flat(sharding.data), 0, sharding.data.numel())
+        yield from _shard_slices(sharding, "", _flat(sharding.data), 0, sharding.data.numel())
     for shard in shards(actor.optimizer, create=True):
         for prefix, values in shard.state.items():
-            yield from _boxes(shardings[id(shard.parameter)], prefix, values, shard.start, values.numel())
+            yield from _shard_slices(shardings[id(shard.parameter)], prefix, values, shard.start, values.numel())
 
 
 def _shardings(actor: Actor) -> dict[int, ShardedTensor | ShardedTensorFactory]:
@@ -112,23 +112,23 @@ def _values(actor: Actor) -> Iterator[ShardedBase]:
         yield from nested_values(chunk.module.sharded_state_dict(metadata=dict(CONTENT)))
 
 
-def _boxes(
+def _shard_slices(
     sharding: ShardedTensor | ShardedTensorFactory, prefix: str, values: Tensor, start: int, limit: int
 ) -> Iterator[ShardSlice]:
-    """Yield the boxes, in the global tensor, of a range of a flattened local tensor.
+    """Yield the shard slices, in the global tensor, of a range of a flattened local tensor.
 
     Args:
         sharding: describes the local tensor.
         prefix: put before the name of the global tensor.
         values: 1-dim, the values of the range.
         start: index of the first of them in the flattened local tensor.
-        limit: most elements of a box, unless one row has more.
+        limit: most elements of a shard slice, unless one row has more.
     """
     for part, first in _parts(sharding):
         low, high = max(start, first), min(start + values.numel(), first + part.data.numel())
         for a, b in ranges(low - first, high - first, part.local_shape, limit):
             taken = first + a - start
-            for offset, sizes in boxes(a, b, part.local_shape):
+            for offset, sizes in split_range(a, b, part.local_shape):
                 count = torch.Size(sizes).numel()
                 yield ShardSlice(
                     name=prefix + part.key,
@@ -145,7 +145,7 @@ def _parts(sharding: ShardedTensor | ShardedTensorFactory) -> Iterator[tuple[Sha
 
     Each comes with the index of its first element in the flattened local tensor. A factory splits a tensor whose parts lie
     apart in the global one: gate and up projections are one weight here. It must do nothing else: if a part is no contiguous
-    view, ranges of the local tensor are no boxes of the global one, and this raises NotImplementedError.
+    view, ranges of the local tensor are no shard slices of the global one, and this raises NotImplementedError.
     """
     if isinstance(sharding, ShardedTensor):
         yield sharding, 0
@@ -154,7 +154,7 @@ def _parts(sharding: ShardedTensor | ShardedTensorFactory) -> Iterator[tuple[Sha
     for part in nested_values(built) if isinstance(built, (dict, list)) else [built]:
         same = part.data.untyped_storage().data_ptr() == sharding.data.untyped_storage().data_ptr()
         if not (same and part.data.is_contiguous()):
-            raise NotImplementedError(f"{part.key}: Megatron stores it rearranged, which checkpoints do not know to undo")
+            raise NotImplementedError(f"{part.key}: Megatron stores this tensor rearranged; checkpoints do not support that")
         yield part, part.data.storage_offset() - sharding.data.storage_offset()
 
 

@@ -1,7 +1,7 @@
 """Write Megatron-Core's distributed format (`torch_dist`), which is that of torch.distributed.checkpoint.
 
     __0_0.distcp   what rank 0 wrote: one `torch.save` archive after the other
-    .metadata      every tensor's shape, and the file and first byte of each of its boxes
+    .metadata      every tensor's shape, and the file and first byte of each of its shard slices
     common.pt, metadata.json   what `megatron.core.dist_checkpointing.load` needs in addition
 
 Megatron's own writer (0.16) forks processes per file while other threads run, gets its results through a manager process that
@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo  # its name is 
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import WriteItem
 
-from tepo_megatron.checkpoint.files import FileSum, SummedFile, write
+from tepo_megatron.checkpoint.files import ChecksummedFile, FileChecksum, write
 from tepo_megatron.checkpoint.state import ShardSlice
 from tepo_megatron.platform.host_memory import HostArena
 from tepo_megatron.utils.restricted_pickle import METADATA
@@ -37,40 +37,45 @@ class HostCopy:
     def __init__(self) -> None:
         self._device = torch.device("cpu")
         self.arena = HostArena(self._device)
-        self._boxes: Sequence[ShardSlice] = ()
+        self._shard_slices: Sequence[ShardSlice] = ()
         self._copies: Sequence[ShardSlice] = ()
         self._from: list[Tensor] = []
         self._to: list[Tensor] = []
 
-    def take(self, boxes: Sequence[ShardSlice]) -> Sequence[ShardSlice]:
-        """Copy the data of the boxes to host memory, and return the same boxes with these copies as their data.
+    def take(self, shard_slices: Sequence[ShardSlice]) -> Sequence[ShardSlice]:
+        """Copy the data of the shard slices to host memory, and return the same shard slices with these copies as their data.
 
-        The copies are complete when this returns, and the next call overwrites them. If `boxes` is the same object as in the
-        call before, so is the result.
+        The copies are complete when this returns, and the next call overwrites them. If `shard_slices` is the same object as in
+        the call before, so is the result.
         """
-        if boxes is not self._boxes:
-            self._make_places(boxes)
-        if boxes:
+        if shard_slices is not self._shard_slices:
+            self._make_places(shard_slices)
+        if shard_slices:
             torch._foreach_copy_(self._to, self._from, non_blocking=True)  # a loop takes a third longer for a small model
         if any(data.is_cuda for data in self._from):
             torch.cuda.current_stream().synchronize()
         return self._copies
 
-    def _make_places(self, boxes: Sequence[ShardSlice]) -> None:
-        """Allocate host memory for the boxes."""
+    def _make_places(self, shard_slices: Sequence[ShardSlice]) -> None:
+        """Allocate host memory for the shard slices."""
         self._copies, self._to = (), []  # so that the arena can free its memory before it allocates more
-        device = next((box.data.device for box in boxes if box.data.is_cuda), torch.device("cpu"))
+        device = next(
+            (shard_slice.data.device for shard_slice in shard_slices if shard_slice.data.is_cuda), torch.device("cpu")
+        )
         if self._device != device:
             self._device, self.arena = device, HostArena(device)
         # each piece has a storage of its own: torch.save writes whole storages
-        pieces = self.arena.pieces([box.data.nbytes for box in boxes])
-        self._to = [piece.view(box.data.dtype).view(box.data.shape) for piece, box in zip(pieces, boxes, strict=True)]
-        self._from = [box.data for box in boxes]
-        self._copies = [replace(box, data=data) for box, data in zip(boxes, self._to, strict=True)]
-        self._boxes = boxes
+        pieces = self.arena.pieces([shard_slice.data.nbytes for shard_slice in shard_slices])
+        self._to = [
+            piece.view(shard_slice.data.dtype).view(shard_slice.data.shape)
+            for piece, shard_slice in zip(pieces, shard_slices, strict=True)
+        ]
+        self._from = [shard_slice.data for shard_slice in shard_slices]
+        self._copies = [replace(shard_slice, data=data) for shard_slice, data in zip(shard_slices, self._to, strict=True)]
+        self._shard_slices = shard_slices
 
 
-def write_items(path: Path, items: Sequence[WriteItem], values: Sequence[Tensor | bytes]) -> tuple[FileSum, Stored]:
+def write_items(path: Path, items: Sequence[WriteItem], values: Sequence[Tensor | bytes]) -> tuple[FileChecksum, Stored]:
     """Write one rank's file and sync it to disk.
 
     Args:
@@ -85,7 +90,7 @@ def write_items(path: Path, items: Sequence[WriteItem], values: Sequence[Tensor 
         OSError: the file cannot be written.
     """
     stored = {}
-    with SummedFile(path) as f:
+    with ChecksummedFile(path) as f:
         for item, value in zip(items, values, strict=True):
             start = f.tell()
             torch.save(value, f) if isinstance(value, Tensor) else f.write(value)
@@ -93,7 +98,7 @@ def write_items(path: Path, items: Sequence[WriteItem], values: Sequence[Tensor 
     return f.sum, stored
 
 
-def write_metadata(folder: Path, metadata: Metadata, stored: Stored, common: Mapping[str, Any]) -> dict[str, FileSum]:
+def write_metadata(folder: Path, metadata: Metadata, stored: Stored, common: Mapping[str, Any]) -> dict[str, FileChecksum]:
     """Write the files that do not belong to one rank: `.metadata`, common.pt and metadata.json.
 
     Args:
@@ -124,6 +129,6 @@ def pickled(value: Any) -> bytes:
     return buffer.getvalue()
 
 
-def chunk(box: ShardSlice) -> ChunkStorageMetadata:
-    """Return the offset and shape of a box in its global tensor."""
-    return ChunkStorageMetadata(torch.Size(box.offset), torch.Size(box.data.shape))
+def chunk(shard_slice: ShardSlice) -> ChunkStorageMetadata:
+    """Return the offset and shape of a shard slice in its global tensor."""
+    return ChunkStorageMetadata(torch.Size(shard_slice.offset), torch.Size(shard_slice.data.shape))

@@ -1,4 +1,4 @@
-"""What is trained and evaluated on."""
+"""Section `data`: prompts and gold answers."""
 
 from __future__ import annotations
 
@@ -10,12 +10,17 @@ from pydantic import Discriminator, Field, Tag
 
 from tepo_megatron.config.fields import Positive, PositiveFloat, config
 
-# what `data.train` and `data.eval` may end with: rows from a place on and up to one, counted or in percent
+# the slice at the end of `data.train` or `data.eval`: first and last row, counted or in percent
 SLICE = re.compile(r"(?P<source>.*)\[(?P<start>\d+%?)?:(?P<stop>\d+%?)?\]", re.DOTALL)
 
 
 def _check_source(key: str, source: str) -> None:
-    """Raise ValueError for a slice that is none."""
+    """Raise ValueError if a source names nothing, or ends with a malformed slice.
+
+    Args:
+        key: Name of the key in errors.
+        source: File or dataset.
+    """
     match = SLICE.fullmatch(source)
     if not source.strip() or (match is not None and not match["source"].strip()):
         raise ValueError(f"{key}={source!r} names no file and no dataset")
@@ -27,21 +32,23 @@ def _check_source(key: str, source: str) -> None:
 
 @config
 class DataSet:
-    """One of the sets that are mixed. path: as `data.train`; prompt_key, answer_key: of this set, None as in `data`.
+    """One of the sets that are mixed."""
 
-    weight: its share of the prompts, beside those of the other sets, whatever its size; when it is through it starts again.
-    """
-
+    # File or dataset, as in data.train.
     path: str
+    # Share of the prompts that come from this set, relative to the weights of the other sets and independent of the set's
+    # size. A set that is used up starts again.
     weight: PositiveFloat = 1.0
+    # Key of the prompt in the rows of this set. null: data.prompt_key.
     prompt_key: str | None = None
+    # Key of the gold answer in the rows of this set. null: data.answer_key.
     answer_key: str | None = None
 
     def __post_init__(self) -> None:
         _check_source("path", self.path)
 
 
-# the tags keep errors about one of the two apart from errors about the other; `config/io.py` leaves them out of what it tells
+# the tags keep errors about one of the two types apart from errors about the other; `config/io.py` leaves them out of messages
 _Train = Annotated[
     Annotated[str, Tag("<path>")] | Annotated[list[DataSet], Tag("<sets>")],
     Discriminator(lambda value: "<sets>" if isinstance(value, list) else "<path>"),
@@ -50,30 +57,35 @@ _Train = Annotated[
 
 @config
 class DataConfig:
-    """train, eval: a file (JSON lines or parquet; `*` stands for several), or a dataset of Hugging Face:
-    ORG/NAME[:CONFIG][:SPLIT]. Either may end with a slice of its different prompts: [:1000], [10%:]. train may also be a list
-    of sets that are mixed.
+    """Prompts for training and evaluation, and their gold answers."""
 
-    prompt_key: a string, or a list of chat messages (then the chat template applies); a dot leads into an object. None, here or
-    for answer_key: found out from the columns (`data/schemas.py`). answer_key: the gold answer, for the grader.
-    deduplicate: a prompt is taken once, and refused where it has different answers. skip_bad_rows: what cannot be used is
-    counted instead of refused. check_answers: what becomes of rows whose answer the grader cannot read.
-    as_chat: strings, too, are messages to the chat template. system_prompt: of chats without one. instruction: ends the last
-    message, or the string, as a paragraph of its own. template_kwargs: for the chat template ({enable_thinking: false}).
-    """
-
+    # Prompts to train on: a file (JSON lines or parquet; `*` matches several files), or a Hugging Face dataset
+    # ORG/NAME[:CONFIG][:SPLIT]. Either may end with a slice of its distinct prompts, such as [:1000] or [10%:]. A list of
+    # sections mixes several sets.
     train: _Train
+    # Prompts to evaluate on: one file or dataset, with a slice, as in data.train. null: none.
     eval: str | None = None
+    # Key of the prompt in a row; a dot leads into an object. The prompt is a string, or a list of chat messages, to which the
+    # chat template is applied. null: the key is detected from the columns (`data/schemas.py`).
     prompt_key: str | None = None
+    # Key of the gold answer in a row, which the grader compares with. null: the key is detected from the columns.
     answer_key: str | None = None
-    max_prompt_tokens: Positive = 2048  # longer prompts are dropped and counted
-    shuffle: bool = True  # anew in each epoch
-    deduplicate: bool = True
+    # Maximum number of tokens of a prompt. Longer prompts are dropped and counted.
+    max_prompt_tokens: Positive = 2048
+    # Shuffle the prompts, in another order in each pass over the data.
+    shuffle: bool = True
+    # Drop and count rows that cannot be used, and prompts with different answers, instead of refusing the data.
     skip_bad_rows: bool = False
+    # Treatment of rows whose gold answer the grader cannot read. tell: report them and keep them. drop: leave them out. error:
+    # refuse the data. off: do not try the answers.
     check_answers: Literal["tell", "drop", "error", "off"] = "tell"
+    # Apply the chat template to prompts that are strings, too: each becomes a message of the user.
     as_chat: bool = False
+    # System message for chats without one. null: none is added.
     system_prompt: str | None = None
+    # Paragraph that is appended to the last message of a chat, or to a prompt that is a string. null: none.
     instruction: str | None = None
+    # Additional arguments of the chat template, such as {enable_thinking: false}.
     template_kwargs: dict[str, Any] = Field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -84,11 +96,11 @@ class DataConfig:
                 _check_source(key, source)
         own = sorted({"tokenize", "add_generation_prompt", "return_dict", "conversation"} & self.template_kwargs.keys())
         if own:
-            raise ValueError(f"template_kwargs.{own[0]} is not the template's to know; remove it")
+            raise ValueError(f"template_kwargs.{own[0]} is set by the package; remove it")
 
     @property
     def sets(self) -> list[DataSet]:
-        """What is trained on: one set, or those that are mixed, with their keys."""
+        """Return the training sets (one, or those that are mixed), each with its own keys."""
         if isinstance(self.train, str):
             return [DataSet(path=self.train, prompt_key=self.prompt_key, answer_key=self.answer_key)]
         return [
@@ -98,11 +110,11 @@ class DataConfig:
 
     @property
     def name(self) -> str:
-        """What errors call that which is trained on."""
+        """Return the name of the training data in errors."""
         return " and ".join(s.path for s in self.sets)
 
     @property
     def paths(self) -> list[tuple[str, str]]:
-        """(key, path) of all that is read."""
+        """Return (key, path) of all sources."""
         named = [("data.train", s.path) for s in self.sets]
         return named if self.eval is None else [*named, ("data.eval", self.eval)]

@@ -1,9 +1,9 @@
-"""What the sections of the config are made of."""
+"""Building blocks of the config's sections."""
 
 from __future__ import annotations
 
 import typing
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
@@ -24,3 +24,8 @@ NonNegative = Annotated[int, Field(ge=0, strict=True)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Weight = Annotated[float, Field(allow_inf_nan=False)]
+
+
+def without_nulls(value: Any) -> Any:
+    """Return a section without the keys that are null, which so take their defaults; anything else as it is."""
+    return {k: v for k, v in value.items() if v is not None} if isinstance(value, dict) else value

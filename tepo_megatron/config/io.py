@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import os
+import sys
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,8 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> Config:
         path: The YAML file.
         overrides: Arguments of the form `--key.sub value` or `--key.sub=value`.
 
+    Keys under old names are reported on stderr.
+
     Raises:
         ConfigError: The message names the file that set the key, the key and the fix.
     """
@@ -46,7 +49,9 @@ def load_with_sources(path: str | Path, overrides: list[str]) -> tuple[Config, L
 
 
 def with_overrides(layers: Layers, overrides: list[str], source: str) -> Config:
-    """Return the config of these layers with the command line's overrides on top. Raises ConfigError as `load_config` does.
+    """Return the config of these layers with the command line's overrides on top, and report keys under old names on stderr.
+
+    Raises ConfigError as `load_config` does.
 
     Args:
         layers: The files; the overrides are added to them.
@@ -57,7 +62,15 @@ def with_overrides(layers: Layers, overrides: list[str], source: str) -> Config:
         words: dict[str, Any] = {}
         set_key(words, key, value)
         layers.add(words, "command line")
-    return validate_as(Config, layers.tree, source, layers)
+    cfg = validate_as(Config, layers.tree, source, layers)
+    print_warnings(layers.messages)
+    return cfg
+
+
+def print_warnings(messages: Iterable[str]) -> None:
+    """Print each different message about an old name as one line on stderr."""
+    for message in dict.fromkeys(messages):
+        print(f"warning: {message}", file=sys.stderr)
 
 
 def read_layers(path: str | Path) -> Layers:
@@ -124,14 +137,18 @@ def validate_as(cls: type[T], tree: dict[str, Any], source: str, layers: Layers 
     Raises:
         ConfigError: One line per fault.
     """
+    if layers is None and cls is Config:  # keys under old names are translated here, too
+        layers = Layers()
+        layers.add(tree, source)
+        tree = layers.tree
     try:
         return TypeAdapter(cls).validate_python(tree)
     except ValidationError as e:
         lines = []
         for err in e.errors():
-            loc = tuple(part for part in err["loc"] if not str(part).startswith("<"))  # names of possible types are no keys
+            loc = tuple(part for part in err["loc"] if not str(part).startswith("<"))  # tags of variants are no keys
             where = ", ".join(layers.sources(loc, err["msg"]) if layers else ()) or source
-            lines.append(f"{where}: {_explain(cls, loc, err)}")
+            lines.append(f"{where}: {_explain(cls, err)}")
         raise ConfigError("\n".join(lines)) from None
 
 
@@ -143,6 +160,14 @@ def to_yaml(cfg: Config) -> str:
 def plain(cfg: Config) -> dict[str, Any]:
     """Return the resolved config as plain JSON values."""
     return typing.cast(dict[str, Any], _ADAPTER.dump_python(cfg, mode="json"))
+
+
+def under_new_names(tree: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a plain config of an earlier version as today's version resolves it; as it is if that is not possible."""
+    try:
+        return plain(validate(dict(tree)))
+    except ConfigError:
+        return tree
 
 
 def differences(before: Mapping[str, Any], after: Mapping[str, Any], above: str = "") -> list[str]:
@@ -201,14 +226,29 @@ def set_key(tree: dict[str, Any], dotted: str, value: Any) -> None:
     tree[leaf] = value
 
 
-def _explain(root: type, loc: tuple[Any, ...], error: Any) -> str:
-    """Return one validation error as a line that names the key and the fix."""
-    key = ".".join(str(part) for part in loc) or "config"
+def faults(error: ValueError, key: str) -> list[str]:
+    """Return one line for each fault of a section that was read by itself.
+
+    Args:
+        error: A pydantic ValidationError, or a ValueError about the whole section.
+        key: The section's key.
+    """
+    if not isinstance(error, ValidationError):
+        return [f"{key}: {error}"]
+    return [_explain(object, {**err, "loc": (key, *err["loc"])}) for err in error.errors()]
+
+
+def _explain(root: type, error: Any) -> str:
+    """Return one validation error as a line that names the key and the fix.
+
+    Args:
+        root: The dataclass that was validated.
+        error: The error, as pydantic describes it.
+    """
+    loc = tuple(error["loc"])
+    key = ".".join(str(part) for part in loc if not str(part).startswith("<")) or "config"
     if error["type"] == "unexpected_keyword_argument":
-        close = difflib.get_close_matches(str(loc[-1]), _fields_at(root, loc[:-1]), n=1)
-        return f"{key}: unknown key" + (
-            f"; did you mean {close[0]}?" if close else f"; see {root.__module__.replace('.', '/')}.py for all keys"
-        )
+        return f"{key}: {_unknown_key(root, loc)}"
     if error["type"] in ("missing", "missing_argument", "missing_keyword_only_argument"):
         return f"{key}: this key is required"
     if error["type"] == "union_tag_not_found":
@@ -218,10 +258,40 @@ def _explain(root: type, loc: tuple[Any, ...], error: Any) -> str:
     return f"{key}: {message}{given}"
 
 
-def _fields_at(root: type, loc: tuple[Any, ...]) -> list[str]:
-    """Return the keys of the section at `loc`."""
+def _unknown_key(root: type, loc: tuple[Any, ...]) -> str:
+    """Return what is wrong with a key that its section does not have, and the fix.
+
+    Args:
+        root: The dataclass that was validated.
+        loc: The key, with the tags of variants on the way.
+    """
+    name, (cls, variants) = str(loc[-1]), _section_at(root, loc[:-1])
+    having = [x for x in variants if name in _names(x)]
+    if having and (reason := getattr(cls, "NOT_FOR", None)):
+        return f"{reason}; remove it"
+    if having and cls is not None:
+        mine, theirs = (typing.get_args(typing.get_type_hints(x)["type"])[0] for x in (cls, having[0]))
+        return f"only type {theirs} has this key, and the type is {mine}; remove it"
+    if close := difflib.get_close_matches(name, _names(cls), n=1):
+        return f"unknown key; did you mean {close[0]}?"
+    return f"unknown key; see {root.__module__.replace('.', '/')}.py for all keys"
+
+
+def _section_at(root: type, loc: tuple[Any, ...]) -> tuple[type | None, list[type]]:
+    """Return the class of the section at `loc`, and the other variants that the section could be.
+
+    Args:
+        root: The dataclass to begin with.
+        loc: Keys, indices and tags of variants.
+    """
     cls: Any = root
+    variants: list[type] = []
     for part in loc:
+        if isinstance(part, str) and part.startswith("<"):  # the tag of a variant: the name of its class
+            variants = _sections_in(cls)
+            cls = next((x for x in variants if x.__name__ == part[1:-1]), cls)
+            continue
+        variants = []
         if dataclasses.is_dataclass(cls):
             cls = typing.get_type_hints(cls).get(str(part))
         elif isinstance(part, str):  # in a list of sections of several types: select this section's type
@@ -229,7 +299,12 @@ def _fields_at(root: type, loc: tuple[Any, ...]) -> list[str]:
         else:  # an index into a list
             lists = [hint for hint in (cls, *typing.get_args(cls)) if typing.get_origin(hint) is list]
             cls = typing.get_args(lists[0])[0] if lists else cls
-    return [f.name for f in dataclasses.fields(cls)] if dataclasses.is_dataclass(cls) else []
+    return (cls if isinstance(cls, type) and dataclasses.is_dataclass(cls) else None), [x for x in variants if x is not cls]
+
+
+def _names(cls: type | None) -> list[str]:
+    """Return the keys of a section; none without a section."""
+    return [f.name for f in dataclasses.fields(cls)] if cls is not None and dataclasses.is_dataclass(cls) else []
 
 
 def _sections_in(hint: Any) -> list[type]:

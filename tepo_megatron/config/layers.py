@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Mapping
 from typing import Any
 
 from tepo_megatron.config.renamed import translate
 from tepo_megatron.config.renamed_keys import RENAMED
+from tepo_megatron.config.server import variant_named_by
+from tepo_megatron.config.sync import TRANSPORTS
 from tepo_megatron.errors import ConfigError
 
 Key = tuple[Any, ...]
+# sections for which a plain string is short for {type: string}
+SHORTHANDS: tuple[Key, ...] = (("sync", "transport"), ("objective", "weighting"), ("objective", "correction"))
 
 
 class Layers:
@@ -18,6 +23,10 @@ class Layers:
 
     A section is merged key by key. Any other value replaces the one below it, a list as a whole. `null` removes what the layers
     below set for a key or a section, which then has its default; if they set nothing, `null` is a value like any other.
+
+    A section with variants is merged as long as the variant stays the same. A layer that sets another `type` than the layers
+    below replaces the section. A layer that sets `urls` or `rendezvous` of rollout.server removes the keys below which servers
+    of that kind do not have.
     """
 
     def __init__(self) -> None:
@@ -32,8 +41,8 @@ class Layers:
             values: The layer.
             source: The layer's name in errors.
         """
-        values, messages = translate(values, source, RENAMED)
-        self.messages += messages
+        values, messages = translate(_written_out(values), source, RENAMED)
+        self.messages += [message for message in messages if message not in self.messages]
         self._merge(self.tree, values, source, ())
 
     def _merge(self, tree: dict[str, Any], values: Mapping[str, Any], source: str, above: Key) -> None:
@@ -43,6 +52,7 @@ class Layers:
             if isinstance(value, Mapping) and below is not None:
                 if not isinstance(below, dict):
                     raise ConfigError(f"{source}: {_dotted(key)} is a value, not a section")
+                self._remove_other_variants(below, value, source, key)
                 self._merge(below, value, source, key)
                 continue
             self._setters = {k: s for k, s in self._setters.items() if k[: len(key)] != key}
@@ -55,6 +65,24 @@ class Layers:
             else:
                 tree[name] = value
                 self._setters[key] = source
+
+    def _remove_other_variants(self, below: dict[str, Any], values: Mapping[str, Any], source: str, key: Key) -> None:
+        """Remove keys of lower layers that the variant which `values` choose does not have.
+
+        Args:
+            below: The section so far. It is changed.
+            values: The layer's values in this section.
+            source: The layer's name. Keys that this layer set before are kept: each word of the command line is a layer.
+            key: The section.
+        """
+        kept = _kept(below, values, key)
+        if kept is None:
+            return
+        for name in [name for name in below if name not in kept]:
+            here = {k: s for k, s in self._setters.items() if k[: len(key) + 1] == (*key, name)}
+            if source not in here.values():
+                del below[name]
+                self._setters = {k: s for k, s in self._setters.items() if k not in here}
 
     def sources(self, key: Key, message: str) -> list[str]:
         """Return the names of the layers to which an error refers; empty if no layer set the key.
@@ -75,3 +103,38 @@ class Layers:
 
 def _dotted(key: Key) -> str:
     return ".".join(map(str, key))
+
+
+def _kept(below: Mapping[str, Any], values: Mapping[str, Any], key: Key) -> frozenset[str] | None:
+    """Return the keys of a section that stay when a layer is merged into it; None: all.
+
+    Args:
+        below: The section in the layers below.
+        values: The layer's values in it.
+        key: The section.
+    """
+    kind = values.get("type")
+    if kind is not None and below.get("type", kind) != kind:
+        return frozenset()
+    cls: type | None = None
+    if key == ("sync", "transport") and isinstance(kind, str):
+        cls = TRANSPORTS.get(kind)
+    elif key == ("rollout", "server"):
+        cls = variant_named_by(values)
+    return None if cls is None else frozenset(f.name for f in dataclasses.fields(cls))
+
+
+def _written_out(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a layer in which each section that is given as a plain string is written out as {type: string}."""
+    tree = dict(values)
+    for *above, leaf in SHORTHANDS:
+        section = tree
+        for name in above:
+            if not isinstance(section.get(name), Mapping):
+                break
+            section[name] = dict(section[name])
+            section = section[name]
+        else:
+            if isinstance(section.get(leaf), str):
+                section[leaf] = {"type": section[leaf]}
+    return tree

@@ -4,25 +4,21 @@ from __future__ import annotations
 
 from typing import Literal
 
-from tepo_megatron.config.fields import NonNegative, Positive, PositiveFloat, config
-from tepo_megatron.config.platform_defaults import default_of
+from tepo_megatron.config.fields import Positive, PositiveFloat, config
 
 Precision = Literal["fp32", "bf16", "fp8-delayed", "fp8-current", "fp8-blockwise"]
 
 
 @config
 class ModelConfig:
-    """path: a Hugging Face directory (config.json, safetensors, tokenizer).
+    """The model, its precision, and the implementation of its layers."""
 
-    precision: of weights and activations; the optimizer keeps fp32 copies.
-    """
-
-    path: str
-    reference: str | None = None  # the reference policy of objective.ref_beta, of the same architecture; None: as `path`
-    # a row of `actor/precision.py`: fp8-* keep parameters in bf16 and multiply in FP8 by Transformer Engine (docs/precision.md)
+    path: str  # Hugging Face directory of the initial policy: config.json, safetensors files, tokenizer.
+    # Type of weights and activations; the optimizer keeps fp32 copies. `fp8-*`: parameters in bf16, products of layers in FP8
+    # (docs/precision.md).
     precision: Precision = "bf16"
-    bf16_end_layers: NonNegative = 0  # of fp8-current and fp8-blockwise: so many first and so many last layers stay in bf16
-    # `auto` takes Transformer Engine where it is installed (platform cuda), else PyTorch's SDPA
+    # Implementation of attention and layers. `auto`: Transformer Engine where it is installed (platform cuda), else PyTorch's
+    # scaled dot-product attention.
     attention: Literal["auto", "te", "sdpa"] = "auto"
 
     def __post_init__(self) -> None:
@@ -31,81 +27,77 @@ class ModelConfig:
                 f"attention=sdpa builds the layers without Transformer Engine, and precision={self.precision} is its; set "
                 "attention to auto, or precision to bf16"
             )
-        if self.bf16_end_layers and self.precision not in ("fp8-current", "fp8-blockwise"):
-            why = (
-                "has no FP8 layers" if not self.fp8 else "keeps a history of scales for all layers alike (Megatron refuses it)"
-            )
-            raise ValueError(
-                f"bf16_end_layers={self.bf16_end_layers}: precision={self.precision} {why}; set it to 0, or precision to "
-                "fp8-current or fp8-blockwise"
-            )
 
     @property
     def fp8(self) -> bool:
-        """Whether layers multiply in FP8."""
+        """Return whether layers multiply in FP8."""
         return self.precision.startswith("fp8")
 
     @property
     def dtype(self) -> Literal["fp32", "bf16"]:
-        """Of the parameters, and of the weights that engines and exports get."""
+        """Return the type of the parameters, and of the weights that engines and exports get."""
         return "fp32" if self.precision == "fp32" else "bf16"
 
 
 @config
 class ParallelConfig:
-    """Sizes of the mesh axes; their product tp*pp*cp*dp is the number of ranks.
+    """Sizes of the mesh axes. Their product tp x pp x cp x dp is the number of ranks."""
 
-    tp: tensor parallel; pp: pipeline stages; cp: context parallel; ep: of the experts, inside dp x cp; dp: data parallel.
-    sequence_parallel: norms and residuals, too, are cut over tp, along the sequence.
-    """
-
-    tp: Positive = 1
-    pp: Positive = 1
-    vpp: Positive = 1  # model chunks per pipeline stage
-    cp: Positive = 1
-    ep: Positive = 1
-    dp: Positive = 1
-    sequence_parallel: bool = False
-    # gradients are reduced over dp x cp bucket by bucket while backward goes on; None: on GPUs
-    overlap_grad_reduce: bool | None = None
-    # parameters are gathered over dp x cp bucket by bucket when the next forward pass comes to them; None: on GPUs
-    overlap_param_gather: bool | None = None
-    # of sequence parallelism: Transformer Engine communicates parts of a product's input or output while it multiplies others
-    tp_comm_overlap: bool = False
-    bucket_parameters: Positive | None = None  # of a bucket; None: Megatron's 40 million, or a million for each of dp x cp
-    timeout_seconds: PositiveFloat = 600.0  # a collective of training that waits longer fails
-    silent_seconds: PositiveFloat = 60.0  # a rank that gives no sign of life for so long is frozen (`hang_watchdog.py`)
+    tp: Positive = 1  # Tensor-parallel ranks: each layer's weights are divided over them.
+    pp: Positive = 1  # Pipeline stages: the layers are divided over them.
+    vpp: Positive = 1  # Model chunks per pipeline stage (interleaved schedule).
+    cp: Positive = 1  # Context-parallel ranks: each packed sequence is divided over them.
+    ep: Positive = 1  # Expert-parallel ranks, inside dp x cp: the experts are divided over them.
+    dp: Positive = 1  # Data-parallel ranks: each minibatch is divided over them.
+    sequence_parallel: bool = False  # Divide norms and residuals over tp, too, along the sequence.
+    timeout_seconds: PositiveFloat = 600.0  # Seconds that a collective of training may wait before it fails.
+    # Seconds without a heartbeat after which a rank counts as frozen and the run ends with its name (`hang_watchdog.py`).
+    heartbeat_timeout: PositiveFloat = 60.0
 
     def __post_init__(self) -> None:
         if self.sequence_parallel and self.tp == 1:
             raise ValueError("sequence_parallel=true needs tp > 1; set it to false or raise tp")
         if self.vpp > 1 and self.pp == 1:
             raise ValueError(f"vpp={self.vpp} needs pp > 1; set vpp to 1 or raise pp")
-        if self.tp_comm_overlap and not self.sequence_parallel:
-            raise ValueError("tp_comm_overlap=true needs sequence_parallel=true (and tp > 1); set both, or neither")
-        if self.overlap_param_gather and self.overlap_grad_reduce is False:
-            raise ValueError(
-                "overlap_param_gather=true needs overlap_grad_reduce=true, which makes the buckets that it gathers; set that "
-                "to true, or this to false"
-            )
         if (self.dp * self.cp) % self.ep:
             raise ValueError(f"ep={self.ep} does not divide dp*cp={self.dp * self.cp}")
 
-    def reduces_early(self, platform: str) -> bool:
-        """Whether gradients are reduced during backward."""
-        return default_of("parallel.overlap_grad_reduce", platform, self.overlap_grad_reduce)
-
-    def gathers_late(self, platform: str) -> bool:
-        """Whether an update leaves parameters to be gathered by the next forward pass."""
-        wanted = default_of("parallel.overlap_param_gather", platform, self.overlap_param_gather)
-        return wanted and self.reduces_early(platform)
-
     @property
     def stuck_seconds(self) -> float:
-        """A rank in one place for so long is reported as stuck, before a collective gives up, which says less."""
+        """Return the seconds in one place after which a rank is reported as stuck, before a collective gives up."""
         return 0.9 * self.timeout_seconds
 
     @property
     def world_size(self) -> int:
-        """Ranks of the whole job."""
+        """Return the number of ranks of the whole job."""
         return self.tp * self.pp * self.cp * self.dp
+
+
+def check_attention(model: ModelConfig, parallel: ParallelConfig, share_prompts: str, platform: str) -> None:
+    """Raise ValueError if the attention cannot do what the config asks of it.
+
+    Args:
+        model: Its precision and attention.
+        parallel: Its context parallelism.
+        share_prompts: `training.share_prompts`.
+        platform: "cpu" or "cuda".
+    """
+    if share_prompts == "always" and model.attention == "te":
+        raise ValueError(
+            "training.share_prompts=always with model.attention=te, whose packed attention cannot give several responses the "
+            "keys of one prompt; set model.attention to sdpa, or share_prompts to auto or never"
+        )
+    if model.precision == "fp32" and model.attention == "te" and parallel.cp > 1:
+        raise ValueError(
+            f"model.precision=fp32 with model.attention=te and parallel.cp={parallel.cp}: Transformer Engine has no attention "
+            "in fp32 under context parallelism; set model.attention to auto or sdpa, or model.precision to bf16, or "
+            "parallel.cp to 1"
+        )
+    if platform == "cuda":
+        return
+    for key, asked, instead in (
+        ("model.attention=te", model.attention == "te", "auto or sdpa"),
+        (f"model.precision={model.precision}", model.fp8, "bf16 or fp32"),
+    ):
+        if asked:
+            raise ValueError(f"{key} needs platform=cuda; use {instead}")

@@ -24,15 +24,14 @@ class PlatformDefault:
 
 
 PLATFORM_DEFAULTS: Mapping[str, PlatformDefault] = {
-    "parallel.overlap_grad_reduce": PlatformDefault(False, True, "gloo has no stream that runs beside the backward pass"),
-    "parallel.overlap_param_gather": PlatformDefault(False, True, "gloo has no stream that runs beside the forward pass"),
+    "megatron.ddp.overlap_grad_reduce": PlatformDefault(False, True, "gloo has no stream that runs beside the backward pass"),
+    "megatron.ddp.overlap_param_gather": PlatformDefault(False, True, "gloo has no stream that runs beside the forward pass"),
     "training.share_prompts": PlatformDefault(
         "where it saves", "never", "Transformer Engine's packed attention cannot share keys; on GPUs it is not measured"
     ),
-    "training.fuse_gradient_accumulation": PlatformDefault(
+    "megatron.transformer.gradient_accumulation_fusion": PlatformDefault(
         False, True, "saves a GPU one write and two reads of every weight gradient; published CPU runs were made without"
     ),
-    "sync.join_seconds": PlatformDefault(30.0, 300.0, "the first start of NCCL over InfiniBand can take minutes"),
     "rollout.server.ready_seconds": PlatformDefault(
         300.0, 1800.0, "14B weights from a cold disk, compilation and the capture of CUDA graphs"
     ),
@@ -53,15 +52,30 @@ def default_of(key: str, platform: str, value: T | None) -> T:
     return found
 
 
+JOIN_SECONDS = PlatformDefault(30.0, 300.0, "the first start of NCCL over InfiniBand can take minutes")
+
+
+def join_seconds(platform: str) -> float:
+    """Return the seconds in which ranks and servers must have formed the groups of `sync.transport=group`, in one attempt.
+
+    The groups are formed at the first delivery and again whenever a server comes back, and connect in a broadcast of one byte.
+
+    Args:
+        platform: "cpu" or "cuda".
+    """
+    found: float = getattr(JOIN_SECONDS, platform)
+    return found
+
+
 # Every other place of the package that asks for the platform (file below tepo_megatron/, function), and what differs there.
 PLATFORM_BRANCHES: Mapping[str, str] = {
     "actor/activations.py:HostActivations._away": "a GPU copies on a stream of its own, to page-locked memory",
     "actor/attention_layout.py:repeats_keys": "CUDA's attention with a mask knows no grouped heads",
-    "actor/build.py:transformer_config": "Megatron initializes parameters on the host",
+    "actor/build.py:own_fields": "Megatron initializes parameters on the host",
     "actor/kernels.py:choose": "Transformer Engine and Apex run on a GPU only",
     "actor/kernels.py:_gradient_accumulation": "Apex's extension runs on a GPU only",
     "actor/kernels.py:hardware": "a CPU has no compute capability",
-    "actor/offload.py:Offload.__init__": "what leaves the device: the gate has a CPU do as a GPU does",
+    "actor/offload.py:Offloader.__init__": "what leaves the device: the gate has a CPU do as a GPU does",
     "weight_sync/broadcast_group.py:BroadcastGroup._form": "a thread that forms a group works on this rank's GPU",
     "weight_sync/broadcast_group.py:BroadcastGroup.close": "work on a GPU is waited for before NCCL's group goes",
     "weight_sync/broadcast_group.py:form_group": "NCCL needs to know its device",
@@ -70,16 +84,17 @@ PLATFORM_BRANCHES: Mapping[str, str] = {
     "checkpoint/saving.py:SavingThread.__init__": "copies from a GPU have a stream of their own",
     "checkpoint/tensors.py:HostCopy.take": "a copy from a GPU is waited for",
     "checkpoint/tensors.py:HostCopy._make_places": "page-locked memory for copies from a GPU",
-    "config/run.py:Config.__post_init__": "refuses what only a GPU has",
-    "config/run.py:Config._check_sync": "NCCL has no group of two processes on one GPU",
-    "config/run.py:Config._check_quantize": "engines compute blockwise FP8 on GPUs",
+    "config/megatron.py:check_platform": "refuses what only a GPU has",
+    "config/model.py:check_attention": "likewise",
+    "config/sync.py:_check_group": "NCCL has no group of two processes on one GPU",
+    "config/sync.py:check_quantize": "engines compute blockwise FP8 on GPUs",
     "doctor/machine.py:enough_devices": "counts GPUs",
     "doctor/machine.py:processors": "asks for the driver, or for cores",
     "doctor/versions.py:kernels": "advice about Transformer Engine",
     "doctor/versions.py:cudnn": "a CPU loads no cuDNN",
     "weight_sync/ipc.py:export_buffer": "CUDA IPC, or an unnamed file in memory",
     "weight_sync/ipc.py:open_buffer": "likewise",
-    "weight_sync/ipc.py:_device_row": "likewise",
+    "weight_sync/ipc.py:_open_device_buffer": "likewise",
     "launcher/launcher.py:_environment": "threads of a rank",
     "ops/flash_attention.py:(module)": "PyTorch's kernels of each device: parity in tests/unit/ops and tests/gpu",
     "ops/output_layer.py:add_product": "tensor cores add bf16 products in fp32: parity in tests/unit/ops and tests/gpu",
@@ -91,13 +106,13 @@ PLATFORM_BRANCHES: Mapping[str, str] = {
     "report/panels.py:has_limits": "which limits the report draws",
     "inference/engines.py:first_server_device": "GPUs that the ranks leave to the servers",
     "rollout/experts.py:replayed_routing": "vLLM returns no experts on a CPU",
-    "weight_sync/receiver/vllm_plugin.py:InboxEngine.update_weights": "vLLM reloads layer by layer on GPUs",
-    "weight_sync/receiver/vllm_plugin.py:InboxEngine.receive_weights": "likewise",
+    "weight_sync/receiver/vllm_plugin.py:TepoWeightTransferEngine.update_weights": "vLLM reloads layer by layer on GPUs",
+    "weight_sync/receiver/vllm_plugin.py:TepoWeightTransferEngine.receive_weights": "likewise",
     "inference/sglang.py:SglangApi.command": "options of the server",
     "inference/sglang.py:SglangApi.environment": "its environment",
     "inference/vllm.py:VllmApi.command": "options of the server",
     "inference/vllm.py:VllmApi.environment": "its environment",
     "config/safety.py:_checksums": "vLLM on a CPU packs linear layers, of which it tells no checksum",
     "weight_sync/stores.py:FileTransport.__init__": "files of weights leave a GPU through page-locked memory",
-    "weight_sync/stores.py:Staging.copy": "copies from a GPU are waited for",
+    "weight_sync/stores.py:PinnedStaging.copy": "copies from a GPU are waited for",
 }

@@ -1,6 +1,7 @@
 """Read config keys under the names that they had before version 0.1, for one release.
 
-A layer of a config (a file, the command line) is translated before it is merged. Each old key gives a message with the new name.
+A layer of a config (a file, the command line) is translated before it is merged. Each old key gives a message with the new
+name.
 """
 
 from __future__ import annotations
@@ -20,11 +21,13 @@ class Renamed:
     """An old key and what became of it.
 
     Attributes:
-        old: The old key with dots, such as "rollout.in_flight".
+        old: The old key with dots, such as "rollout.in_flight". A removed key may be one of the sections in a list, such as
+            "reward.terms[].attempts".
         new: The new key with dots; None: the key was removed.
         convert: Translates the old value to the new one.
         applies: Tells whether a value at `old` is of the old form. It matters where the new form has the same name.
         constant: The only value that a removed key may still have: the one that is always used now.
+        unused: Tells, from the value and the layer, that the old key had no effect in it. It is then dropped.
         why: Why the key was removed, for the message.
     """
 
@@ -33,6 +36,7 @@ class Renamed:
     convert: Callable[[Any], Any] = lambda value: value
     applies: Callable[[Any], bool] = lambda value: True
     constant: Any = _MISSING
+    unused: Callable[[Any, Mapping[str, Any]], bool] = lambda value, layer: False
     why: str = ""
 
 
@@ -48,23 +52,66 @@ def translate(values: Mapping[str, Any], source: str, table: Iterable[Renamed]) 
         ConfigError: A layer has a key under both names, or sets a removed key to another value than its constant.
     """
     tree = copy.deepcopy(dict(values))
-    messages = []
+    messages: list[str] = []
     for key in table:
-        value = _take(tree, key)
-        if value is _MISSING:
-            continue
-        if key.new is None:
-            if value is not None and value != key.constant:
-                raise ConfigError(f"{source}: {key.old}={value!r}: this key was removed ({key.why}); remove it")
-            messages.append(f"{source}: {key.old} was removed ({key.why}); remove it")
-            continue
-        _put(tree, key, None if value is None else key.convert(value), source)
-        messages.append(f"{source}: {key.old} is now {key.new}; the old name works for one release")
-    return tree, messages
+        found = _take_from_list(tree, key) if "[]." in key.old else [_take(tree, key)]
+        for value in found:
+            if value is not _MISSING:
+                messages.append(_replace(tree, key, value, values, source))
+    return tree, list(dict.fromkeys(messages))
+
+
+def _replace(tree: dict[str, Any], key: Renamed, value: Any, layer: Mapping[str, Any], source: str) -> str:
+    """Set the new key of an old one and return the message. Raises ConfigError as `translate` does.
+
+    Args:
+        tree: The layer so far, without the old key. It is changed.
+        key: The old key.
+        value: Its value.
+        layer: The layer before any translation.
+        source: The layer's name.
+    """
+    unused = value is not None and key.unused(value, layer)
+    if key.new is None:
+        if value is not None and not unused and value != key.constant:
+            raise ConfigError(f"{source}: {key.old}={value!r}: this key was removed ({key.why}); remove it")
+        return f"{source}: {key.old} was removed ({key.why}); remove it"
+    if unused:
+        return f"{source}: {key.old} is now {key.new}, which has no effect here; remove it"
+    _put(tree, key, None if value is None else _converted(key, value, source), source)
+    return f"{source}: {key.old} is now {key.new}; the old name works for one release"
+
+
+def _converted(key: Renamed, value: Any, source: str) -> Any:
+    """Return the new value of an old key. Raises ConfigError if the old value has another type than the key had."""
+    try:
+        return key.convert(value)
+    except (TypeError, ValueError, AttributeError, KeyError):
+        raise ConfigError(f"{source}: {key.old}={value!r} is not valid; set its new name {key.new} instead") from None
+
+
+def _take_from_list(tree: dict[str, Any], key: Renamed) -> list[Any]:
+    """Remove an old key from all sections of a list, and return its values there.
+
+    Args:
+        tree: The layer. It is changed.
+        key: The old key.
+    """
+    above, _, leaf = key.old.partition("[].")
+    items: Any = tree
+    for name in above.split("."):
+        items = items.get(name) if isinstance(items, dict) else None
+    sections = [item for item in items if isinstance(item, dict)] if isinstance(items, list) else []
+    return [section.pop(leaf) for section in sections if leaf in section]
 
 
 def _take(tree: dict[str, Any], key: Renamed) -> Any:
-    """Remove an old key from the tree and return its value; `_MISSING` if it is not there. Sections left empty are removed."""
+    """Remove an old key and return its value; `_MISSING` if it is not there. Sections left empty are removed.
+
+    Args:
+        tree: The layer. It is changed.
+        key: The old key.
+    """
     *above, leaf = key.old.split(".")
     sections: list[dict[str, Any]] = [tree]
     for name in above:
@@ -82,7 +129,14 @@ def _take(tree: dict[str, Any], key: Renamed) -> Any:
 
 
 def _put(tree: dict[str, Any], key: Renamed, value: Any, source: str) -> None:
-    """Set the new key. Raises ConfigError if the layer sets it already."""
+    """Set the new key. Raises ConfigError if the layer sets it already.
+
+    Args:
+        tree: The layer. It is changed.
+        key: The old key.
+        value: The new value.
+        source: The layer's name.
+    """
     *above, leaf = str(key.new).split(".")
     for name in above:
         child = tree.setdefault(name, {})
@@ -91,6 +145,10 @@ def _put(tree: dict[str, Any], key: Renamed, value: Any, source: str) -> None:
                 f"{source}: {key.old} is now {key.new}, and {name} is a value here, not a section; write the new key"
             )
         tree = child
-    if leaf in tree and not (isinstance(tree[leaf], dict) and isinstance(value, dict) and not tree[leaf].keys() & value.keys()):
+    there = tree.get(leaf)
+    if isinstance(there, dict) and isinstance(value, dict) and not there.keys() & value.keys():
+        tree[leaf] = {**there, **value}
+    elif there is not None:
         raise ConfigError(f"{source}: {key.old} and its new name {key.new} are both set; remove the first")
-    tree[leaf] = {**tree[leaf], **value} if leaf in tree else value
+    else:
+        tree[leaf] = value

@@ -1,4 +1,4 @@
-"""How a response is graded."""
+"""Section `reward`: grading of the responses."""
 
 from __future__ import annotations
 
@@ -8,23 +8,31 @@ from urllib.parse import urlsplit
 
 from pydantic import Field
 
-from tepo_megatron.config.fields import NonNegative, NonNegativeFloat, Positive, PositiveFloat, Weight, config
+from tepo_megatron.config.fields import NonNegative, Positive, PositiveFloat, Weight, config
 
 
 @config
 class AnswerTermConfig:
-    """1 for the right final answer, 0 for any other: the last \\boxed{}; for answer_line, or a later line `Answer: ...`."""
+    """1 for a right final answer, 0 for any other.
 
+    The final answer is the last \\boxed{}. For answer_line a line `Answer: ...` after it takes precedence.
+    """
+
+    # Kind of the term.
     type: Literal["math", "answer_line"]
+    # Factor of the term in the reward.
     weight: Weight = 1.0
 
 
 @config
 class FormatTermConfig:
-    """1 where the whole response matches the regular expression `pattern` (`.` is a line break, too), else 0."""
+    """1 if the whole response matches a regular expression, else 0."""
 
+    # Kind of the term.
     type: Literal["format"]
+    # Python regular expression that must match the whole response. `.` also matches a line break.
     pattern: str
+    # Factor of the term in the reward.
     weight: Weight = 1.0
 
     def __post_init__(self) -> None:
@@ -38,9 +46,13 @@ class FormatTermConfig:
 class LengthTermConfig:
     """1 for responses of min_tokens to max_tokens; |y| / min_tokens for shorter, max_tokens / |y| for longer ones."""
 
+    # Kind of the term.
     type: Literal["length"]
+    # Number of tokens of the longest response that scores 1.
     max_tokens: Positive
+    # Number of tokens of the shortest response that scores 1.
     min_tokens: NonNegative = 0
+    # Factor of the term in the reward.
     weight: Weight = 1.0
 
     def __post_init__(self) -> None:
@@ -50,23 +62,29 @@ class LengthTermConfig:
 
 @config
 class CustomTermConfig:
-    """function: path/to/file.py:name of a function (prompt, response, answer) -> float, all texts, run in worker processes."""
+    """The value of a Python function, which runs in worker processes."""
 
+    # Kind of the term.
     type: Literal["custom"]
+    # path/to/file.py:name of a function (prompt, response, answer) -> float. All three arguments are text.
     function: str
+    # Factor of the term in the reward.
     weight: Weight = 1.0
 
 
 @config
 class HttpTermConfig:
-    """Rewards from a server at `url`, one request for each batch (`rewards/remote.py`); without an answer the run fails."""
+    """Rewards from a server, with one request per batch (`rewards/remote.py`). If the server does not answer, the run fails."""
 
+    # Kind of the term.
     type: Literal["http"]
+    # http(s)://HOST[:PORT]/PATH of the reward server.
     url: str
-    timeout_seconds: PositiveFloat = 60.0  # seconds of one whole exchange, to the last byte of the answer
-    attempts: Positive = 4  # requests for the same batch
-    backoff_seconds: NonNegativeFloat = 1.0  # before the second of them, doubled each time
-    key_variable: str | None = None  # the environment variable with the key that goes along as a bearer token
+    # Seconds until the last byte of the server's answer must have arrived.
+    timeout_seconds: PositiveFloat = 60.0
+    # Environment variable with the key that is sent as a bearer token. null: no key is sent.
+    key_variable: str | None = None
+    # Factor of the term in the reward.
     weight: Weight = 1.0
 
     def __post_init__(self) -> None:
@@ -79,33 +97,27 @@ AnyTermConfig = AnswerTermConfig | FormatTermConfig | LengthTermConfig | CustomT
 RewardTerm = Annotated[AnyTermConfig, Field(discriminator="type")]
 
 
+def _default_terms() -> list[AnyTermConfig]:
+    return [AnswerTermConfig(type="math")]
+
+
 @config
 class RewardConfig:
-    """How a response is graded, in worker processes, and how that grade is shaped.
+    """Grading of the responses in worker processes, and shaping of the reward."""
 
-    type: of the one term that grades; terms: several, summed up by their weights, instead. Their first is the verdict, by which
-    groups are filtered and accuracies counted, without its weight; the others change the reward only.
-    """
-
-    type: Literal["math", "answer_line"] = "math"
-    terms: list[RewardTerm] | None = None
-    workers: Positive = 2  # processes of each term that needs some
-    soft_seconds: Positive = 2  # of processor time, then a worker gives an answer up
-    hard_seconds: PositiveFloat = 4.0  # of wall time, then it is killed
-    memory_mib: Positive = 1024  # address space of a worker
-    max_answer_chars: Positive = 512  # a longer answer is wrong, unread
-    # the last tokens before rollout.max_response_tokens, in which a response costs more and more, up to overlong_penalty;
-    # 0: never; None: a fifth of rollout.max_response_tokens under objective.overlong_shaping, else 0
+    # Terms of the reward, summed up by their weights. The first term is the verdict: it decides which groups are filtered and
+    # counts as accuracy, without its weight. The other terms change the reward only.
+    terms: list[RewardTerm] = Field(default_factory=_default_terms)
+    # Number of worker processes for each term that needs some.
+    workers: Positive = 2
+    # Seconds of wall time after which grading of a response is aborted and the worker is replaced. A worker itself gives up
+    # after half as many seconds of processor time. Either way the term is 0 and the status of the sample is `timeout`.
+    timeout_seconds: PositiveFloat = 4.0
+    # Number of tokens before rollout.max_response_tokens in which the penalty on long responses grows linearly from 0 to 0.5.
+    # 0: no penalty. null: a fifth of rollout.max_response_tokens under objective.overlong_shaping, else 0.
     overlong_buffer_tokens: NonNegative | None = None
-    overlong_penalty: PositiveFloat = 0.5  # verdicts are 0 and 1; DAPO's 1 stands beside verdicts of -1 and 1
 
     def __post_init__(self) -> None:
-        if self.hard_seconds <= self.soft_seconds:
-            raise ValueError(f"hard_seconds={self.hard_seconds} must exceed soft_seconds={self.soft_seconds}")
-        if self.terms is None:
-            return
-        if self.type != "math":
-            raise ValueError(f"type={self.type} is not used beside terms; remove it, or write an entry of that type")
         if not self.terms or self.terms[0].type in ("format", "length"):
             raise ValueError(
                 "terms: the first entry is the verdict, by which groups are filtered and accuracies counted; let it be math, "
@@ -113,6 +125,6 @@ class RewardConfig:
             )
 
     @property
-    def entries(self) -> list[AnyTermConfig]:
-        """`terms`, or the one that `type` names."""
-        return self.terms if self.terms is not None else [AnswerTermConfig(type=self.type)]
+    def processor_seconds(self) -> float:
+        """Return the seconds of processor time after which a worker gives a response up."""
+        return self.timeout_seconds / 2

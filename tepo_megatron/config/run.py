@@ -8,38 +8,39 @@ from typing import Literal
 
 from pydantic import Field
 
+from tepo_megatron.config import megatron as megatron_section
 from tepo_megatron.config.data import DataConfig
 from tepo_megatron.config.fields import NonNegative, config
-from tepo_megatron.config.model import ModelConfig, ParallelConfig
+from tepo_megatron.config.megatron import MegatronConfig
+from tepo_megatron.config.model import ModelConfig, ParallelConfig, check_attention
+from tepo_megatron.config.objective import ObjectiveConfig
 from tepo_megatron.config.reward import RewardConfig
-from tepo_megatron.config.rollout import RolloutConfig
-from tepo_megatron.config.training import ObjectiveConfig, OptimizerConfig, SyncConfig, TrainingConfig
-from tepo_megatron.config.upkeep import CheckpointConfig, EvaluationConfig, LoggingConfig
+from tepo_megatron.config.rollout import RolloutConfig, check_batch
+from tepo_megatron.config.sync import SyncConfig, check_quantize, check_transport
+from tepo_megatron.config.training import OptimizerConfig, TrainingConfig, check_recompute, check_sequence
+from tepo_megatron.config.upkeep import CheckpointConfig, EvaluationConfig, LoggingConfig, check_checkpoint, check_evaluation
 
 
 @config
 class Config:
-    """One run.
+    """One run."""
 
-    name: of its folder; platform: what ranks and servers compute on; seed: of everything that is random; export_hf: the trained
-    model is written as a Hugging Face directory, `hf/` in the run's folder.
-    """
-
-    name: str
+    name: str  # Run name; the run is written to output/name/.
     model: ModelConfig
     data: DataConfig
-    platform: Literal["cpu", "cuda"] = "cuda"
-    seed: NonNegative = 0
-    output: str = "runs"  # the run lives in output/name/
-    overwrite: bool = False  # a run of that name is replaced
-    resume: bool = False  # a run of that name goes on from its newest checkpoint, or from the start where it has none
-    export_hf: bool = True
+    platform: Literal["cpu", "cuda"] = "cuda"  # Device of ranks and servers: CPUs with gloo, or GPUs with NCCL.
+    seed: NonNegative = 0  # Seed of every random choice of the run.
+    output: str = "runs"  # Folder that contains the folders of runs.
+    overwrite: bool = False  # Replace an existing run of this name.
+    resume: bool = False  # Continue a run of this name from its newest checkpoint, or from the start if it has none.
+    export_hf: bool = True  # Write the trained model as a Hugging Face directory to output/name/hf/.
     parallel: ParallelConfig = Field(default_factory=ParallelConfig)
     rollout: RolloutConfig = Field(default_factory=RolloutConfig)
     reward: RewardConfig = Field(default_factory=RewardConfig)
     objective: ObjectiveConfig = Field(default_factory=ObjectiveConfig)
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
     training: TrainingConfig = Field(default_factory=TrainingConfig)
+    megatron: MegatronConfig = Field(default_factory=MegatronConfig)
     sync: SyncConfig = Field(default_factory=SyncConfig)
     evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
@@ -48,63 +49,20 @@ class Config:
     def __post_init__(self) -> None:
         if not re.fullmatch(r"\w[\w.+-]*", self.name):
             raise ValueError(f"name={self.name!r} must be a plain folder name: letters, digits and . _ + -")
-        self._check_evaluation()
-        self._check_lengths()
+        check_evaluation(self.evaluation, self.data, self.rollout)
+        check_checkpoint(self.checkpoint, self.evaluation)
+        check_batch(self.rollout, self.training)
         self._check_what_runs()
-        self._check_model()
-        if self.platform == "cpu":
-            self._check_cpu()
-        self._check_sync()
-        self._check_quantize()
-        self._check_overlap()
-        self._check_optimizer_state()
-
-    def _check_evaluation(self) -> None:
-        """Check when evaluations happen, and what depends on them: early stopping and the best checkpoint."""
-        if self.evaluation.every and self.data.eval is None and not self.evaluation.benchmarks:
-            raise ValueError(
-                f"evaluation.every={self.evaluation.every} needs data.eval or evaluation.benchmarks; give it a file or set "
-                "every to 0"
-            )
-        if self.evaluation.patience is not None and not self.evaluation.every:
-            raise ValueError(
-                f"evaluation.patience={self.evaluation.patience} counts evaluations between steps, and evaluation.every=0 "
-                "makes none; raise that, or remove patience"
-            )
-        if self.evaluation.patience is not None and self.rollout.max_staleness:
-            raise ValueError(
-                f"evaluation.patience={self.evaluation.patience} ends the run at the step that is evaluated, and "
-                f"rollout.max_staleness={self.rollout.max_staleness} is steps ahead by then; set one of them to its default"
-            )
-        every = self.checkpoint.every
-        if self.checkpoint.keep_best and not (every and self.evaluation.every and self.evaluation.every % every == 0):
-            raise ValueError(
-                f"checkpoint.keep_best=true needs a checkpoint of every step that is evaluated, and evaluation.every="
-                f"{self.evaluation.every} is no multiple of checkpoint.every={every}; make it one, or set keep_best to false"
-            )
-
-    def _check_lengths(self) -> None:
-        """Check that minibatches fit the rollout batch, and that sequences fit microbatches."""
-        if self.training.minibatch_prompts > self.rollout.prompts_per_step:
-            raise ValueError(
-                f"training.minibatch_prompts={self.training.minibatch_prompts} exceeds "
-                f"rollout.prompts_per_step={self.rollout.prompts_per_step}; lower the first or raise the second"
-            )
-        limit, prompt = self.rollout.max_sequence_tokens, self.data.max_prompt_tokens
-        if limit is not None and limit <= prompt:
-            raise ValueError(
-                f"rollout.max_sequence_tokens={limit} leaves no response after data.max_prompt_tokens={prompt}; raise it or "
-                "lower that"
-            )
-        sequence = self.sequence_tokens
-        for key in ("max_tokens_per_microbatch", "max_tokens_without_grad"):
-            room = getattr(self.training, key)
-            if room is not None and sequence > room:
-                raise ValueError(
-                    f"training.{key}={room} cannot hold one sequence of "
-                    f"{sequence} tokens (data.max_prompt_tokens + rollout.max_response_tokens, or "
-                    "rollout.max_sequence_tokens where that is less); raise it to at least that"
-                )
+        check_sequence(self.training, self.sequence_tokens)
+        check_recompute(self.training, self.rollout.replay_experts)
+        check_attention(self.model, self.parallel, self.training.share_prompts, self.platform)
+        megatron_section.check_fusion(self.megatron, self.training.offload_activations)
+        megatron_section.check_bf16_layers(self.megatron, self.model)
+        megatron_section.check_platform(self.megatron, self.platform)
+        megatron_section.check_overlap(self.megatron, self.parallel, self.model.attention, self.platform)
+        megatron_section.check_optimizer_state(self.megatron, self.checkpoint.every, self.resume, self.rollout.colocate)
+        check_transport(self.sync, self.rollout, self.parallel, self.platform)
+        check_quantize(self.sync, self.rollout, self.model, self.platform)
 
     def _check_what_runs(self) -> None:
         """Check that resume and overwrite, and sampling alone and training, do not contradict each other."""
@@ -118,142 +76,10 @@ class Config:
                     f"rollout.only=true trains nothing: one rank is enough, not {self.parallel.world_size}; set parallel.* to 1"
                 )
 
-    def _check_model(self) -> None:
-        """Check what the layers can do: recomputation, attention, and a reference policy that is used."""
-        if self.rollout.replay_experts and self.training.recompute != "none":
-            raise ValueError(
-                f"rollout.replay_experts=true with training.recompute={self.training.recompute}: routers that compute again "
-                "would be told the experts of a later microbatch; set one of them to its default"
-            )
-        if self.model.reference is not None and not self.objective.ref_beta:
-            raise ValueError(
-                f"model.reference={self.model.reference} is not used; set objective.ref_beta above 0, or remove it"
-            )
-        if self.training.share_prompts == "always" and self.model.attention == "te":
-            raise ValueError(
-                "training.share_prompts=always with model.attention=te, whose packed attention cannot give several responses "
-                "the keys of one prompt; set model.attention to sdpa, or share_prompts to auto or never"
-            )
-        if self.model.precision == "fp32" and self.model.attention == "te" and self.parallel.cp > 1:
-            raise ValueError(
-                f"model.precision=fp32 with model.attention=te and parallel.cp={self.parallel.cp}: Transformer Engine has no "
-                "attention in fp32 under context parallelism; set model.attention to auto or sdpa, model.precision to bf16, or "
-                "parallel.cp to 1"
-            )
-
-    def _check_sync(self) -> None:
-        """Whom weights reach, and in time."""
-        if self.sync.transport == "group" and self.sync.timeout_seconds >= self.rollout.server.silent_seconds:
-            raise ValueError(
-                f"sync.timeout_seconds={self.sync.timeout_seconds:g} must be below rollout.server.silent_seconds="
-                f"{self.rollout.server.silent_seconds:g}: a server that waits for weights may not answer about its health"
-            )
-        join_seconds = self.sync.join_limit(self.platform)
-        if self.sync.transport == "group" and join_seconds >= self.parallel.stuck_seconds:
-            raise ValueError(
-                f"sync.join_seconds={join_seconds:g} must be below 0.9 of parallel.timeout_seconds="
-                f"{self.parallel.timeout_seconds:g}, after which a rank that forms a group counts as stuck; lower the first or "
-                "raise the second"
-            )
-        sends = not self.rollout.only and self.rollout.replay is None
-        if sends and self.rollout.server.remote and self.sync.transport == "ipc":
-            raise ValueError(
-                "sync.transport=ipc lends memory of this machine's processes, which servers that others start (rollout.server."
-                "urls or rollout.server.rendezvous) may not see; use sync.transport=group, or shm with sync.folder"
-            )
-        elsewhere = sends and self.rollout.server.remote and not self.rollout.colocate
-        if elsewhere and self.sync.transport == "shm" and self.sync.folder is None:
-            raise ValueError(
-                "sync.folder is not set, and shared memory does not reach servers of other machines; set it to a folder that "
-                "the trainer shares with the servers of rollout.server.urls or rollout.server.rendezvous (/dev/shm where they "
-                "are on one machine), or use sync.transport=group"
-            )
-
-        if self.rollout.colocate and self.sync.transport == "group" and self.platform == "cuda":
-            raise ValueError(
-                "sync.transport=group with rollout.colocate=true: NCCL has no group of two processes on one GPU; use "
-                "sync.transport=ipc on one machine, or shm"
-            )
-
-    def _check_quantize(self) -> None:
-        """What servers of an FP8 model need."""
-        if self.sync.quantize == "none":
-            return
-        if self.platform == "cpu":
-            raise ValueError(
-                "sync.quantize=fp8 needs platform=cuda: on CPUs both engines compute blockwise FP8 with AMX alone, which was "
-                "not tried; set it to none"
-            )
-        precision = self.rollout.server.precision or self.model.dtype
-        if precision != "bf16":
-            raise ValueError(
-                f"sync.quantize=fp8 needs what is not quantized to be served in bf16, not {precision}; set "
-                "rollout.server.precision=bf16, or sync.quantize=none"
-            )
-        if self.rollout.only:
-            raise ValueError(
-                "sync.quantize=fp8 has servers wait for their first weights, and rollout.only=true sends none; set it to none"
-            )
-
-    def _check_cpu(self) -> None:
-        """What only a GPU has."""
-        for key, asked, instead in (
-            ("model.attention=te", self.model.attention == "te", "auto or sdpa"),
-            (f"model.precision={self.model.precision}", self.model.fp8, "bf16 or fp32"),
-            (f"optimizer.moments={self.optimizer.moments}", self.optimizer.moments != "fp32", "fp32"),
-            (f"optimizer.offload={self.optimizer.offload:g}", self.optimizer.offload > 0, "0"),
-            ("parallel.tp_comm_overlap=true", self.parallel.tp_comm_overlap, "false"),
-        ):
-            if asked:
-                raise ValueError(f"{key} needs platform=cuda; use {instead}")
-
-    def _check_overlap(self) -> None:
-        """Buckets are there where gradients are reduced early; user buffers have one shape."""
-        if self.parallel.tp_comm_overlap and not self.training.fixed_length:
-            raise ValueError(
-                "parallel.tp_comm_overlap=true needs training.fixed_length=true, since Transformer Engine's buffers have one "
-                "shape and packed microbatches differ in length; set that, or tp_comm_overlap to false"
-            )
-        if self.parallel.tp_comm_overlap and self.model.attention == "sdpa":
-            raise ValueError(
-                "parallel.tp_comm_overlap=true is Transformer Engine's, and model.attention=sdpa builds the layers without it; "
-                "set model.attention to auto, or tp_comm_overlap to false"
-            )
-        if self.parallel.reduces_early(self.platform):
-            return
-        found = self.parallel.overlap_grad_reduce
-        off = f"parallel.overlap_grad_reduce={'null (false on a CPU)' if found is None else 'false'}"
-        for key, asked, instead in (
-            (f"parallel.bucket_parameters={self.parallel.bucket_parameters}", self.parallel.bucket_parameters, "null"),
-            ("parallel.overlap_param_gather=true", self.parallel.overlap_param_gather, "false"),
-        ):
-            if asked:
-                raise ValueError(
-                    f"{key} speaks of buckets, and with {off} there is one; set that to true, or this to {instead}"
-                )
-
-    def _check_optimizer_state(self) -> None:
-        """Checkpoints know fp32 masters and moments on the device, in the places where the distributed optimizer keeps them."""
-        other = [f"optimizer.moments={self.optimizer.moments}"] if self.optimizer.moments != "fp32" else []
-        other += [f"optimizer.offload={self.optimizer.offload:g}"] if self.optimizer.offload else []
-        if other and (self.checkpoint.every or self.resume):
-            key = f"checkpoint.every={self.checkpoint.every}" if self.checkpoint.every else "resume=true"
-            default = "moments to fp32" if self.optimizer.moments != "fp32" else "offload to 0"
-            raise ValueError(
-                f"{other[0]} with {key}: checkpoints of such a state are not built; set checkpoint.every to 0 and resume to "
-                f"false, or optimizer.{default}"
-            )
-        if self.optimizer.offload and self.rollout.colocate:
-            raise ValueError(
-                f"optimizer.offload={self.optimizer.offload:g} with rollout.colocate=true: colocation moves all of the "
-                "optimizer's state to host memory while the engine works; set optimizer.offload to 0, or colocate to false"
-            )
-
     @property
     def sequence_tokens(self) -> int:
-        """Prompt and response tokens of a sequence at most."""
-        most = self.data.max_prompt_tokens + self.rollout.max_response_tokens
-        return min(most, self.rollout.max_sequence_tokens or most)
+        """Return the maximum number of tokens of a sequence, prompt and response."""
+        return self.data.max_prompt_tokens + self.rollout.max_response_tokens
 
     @property
     def served_tokens(self) -> int:

@@ -92,7 +92,7 @@ def _experts(rollout: RolloutConfig, sync: SyncConfig) -> tuple[bool, str]:
         "the actor takes it over, so that a wrong choice is not seen; a stale router is, by the weights that it gives the "
         "chosen experts"
     )
-    if rollout.in_flight == "continue":
+    if rollout.on_weight_update == "continue":
         state += "; tokens of older weights are compared with the choice of the newest that went on with their response"
     if _delivers(rollout) and sync.verify_every:
         state += "; the checksums (sync.verify_every) are of routers too"

@@ -1,4 +1,4 @@
-"""Evaluations, checkpoints and logs of a run."""
+"""Sections `evaluation`, `checkpoint` and `logging`: what a run does besides training."""
 
 from __future__ import annotations
 
@@ -6,29 +6,40 @@ from typing import Literal
 
 from pydantic import Field
 
-from tepo_megatron.config.fields import NonNegative, NonNegativeFloat, Positive, PositiveFloat, config
+from tepo_megatron.config.data import DataConfig
+from tepo_megatron.config.fields import NonNegative, NonNegativeFloat, Positive, config
+from tepo_megatron.config.rollout import RolloutConfig
 
-PAPER_TOKENS = 8192  # of a response to a benchmark's problem (Section 4.1)
+PAPER_TOKENS = 8192  # maximum length of a response to a benchmark's problem (Section 4.1)
 Benchmark = Literal["aime24", "aime25", "amc", "math500", "omni_math", "olympiad_bench", "minerva"]  # the columns of Table 1
 
 
 @config
 class EvaluationConfig:
-    """Accuracy on `data.eval` and on benchmarks, before the first and after the last step, and every `every` steps (0: never
-    between). samples, temperature: of `data.eval`; benchmarks have their own (`evaluation/benchmarks.py`).
-    """
+    """Accuracy on `data.eval` and on benchmarks. Both are evaluated before the first and after the last step."""
 
+    # Number of steps between evaluations during training; 0: no evaluations between the first and the last one.
     every: NonNegative = 0
+    # Number of responses to each problem of data.eval. Benchmarks have their own number.
     samples: Positive = 1
-    temperature: NonNegativeFloat = 1.0  # 0: greedy
-    max_problems: Positive | None = None  # the first so many of data.eval, and of each benchmark
-    benchmarks: list[Benchmark] = Field(default_factory=list)  # each by the paper's protocol
-    # holds NAME.jsonl for benchmarks that are not to be fetched from the Hugging Face hub, their rows as there
+    # Sampling temperature for data.eval; 0 decodes greedily. Benchmarks have their own temperature.
+    temperature: NonNegativeFloat = 1.0
+    # Maximum number of problems of data.eval and of each benchmark: the first ones are taken. null: all.
+    max_problems: Positive | None = None
+    # Benchmarks to evaluate, each by the protocol of the paper.
+    benchmarks: list[Benchmark] = Field(default_factory=list)
+    # Folder with a file NAME.jsonl for each benchmark that is read from there, with the rows of the original dataset. Other
+    # benchmarks are downloaded from the Hugging Face Hub.
     benchmark_folder: str | None = None
-    benchmark_samples: Positive | None = None  # of those that are sampled; None: 32 as in the paper. The others are greedy
-    benchmark_tokens: Positive = PAPER_TOKENS  # of a response at most
-    benchmark_prompt: str | None = None  # in the place of the benchmarks' own; <problem> stands for the problem
-    # the run ends after so many evaluations in a row without a new highest accuracy (of the benchmarks, else of data.eval)
+    # Number of responses to each problem of the benchmarks that are sampled; the other benchmarks are decoded greedily. null:
+    # 32, as in the paper.
+    benchmark_samples: Positive | None = None
+    # Maximum number of tokens of a response to a benchmark's problem.
+    benchmark_tokens: Positive = PAPER_TOKENS
+    # Prompt for all benchmarks instead of their own. <problem> in it is replaced by the problem.
+    benchmark_prompt: str | None = None
+    # Number of consecutive evaluations without a new highest accuracy (on the benchmarks, else on data.eval) after which the
+    # run ends early. null: never.
     patience: Positive | None = None
 
     def __post_init__(self) -> None:
@@ -42,34 +53,73 @@ class EvaluationConfig:
             raise ValueError(f"samples={self.samples} at temperature=0 would all be the same; use samples=1 or temperature > 0")
 
 
+def check_evaluation(evaluation: EvaluationConfig, data: DataConfig, rollout: RolloutConfig) -> None:
+    """Check that evaluations have problems, and that early stopping has evaluations. Raises ValueError.
+
+    Args:
+        evaluation: The section.
+        data: Its `eval`.
+        rollout: Its `max_staleness`.
+    """
+    if evaluation.every and data.eval is None and not evaluation.benchmarks:
+        raise ValueError(
+            f"evaluation.every={evaluation.every} needs data.eval or evaluation.benchmarks; give it a file or set every to 0"
+        )
+    if evaluation.patience is not None and not evaluation.every:
+        raise ValueError(
+            f"evaluation.patience={evaluation.patience} counts evaluations between steps, and evaluation.every=0 makes none; "
+            "raise that, or remove patience"
+        )
+    if evaluation.patience is not None and rollout.max_staleness:
+        raise ValueError(
+            f"evaluation.patience={evaluation.patience} ends the run at the step that is evaluated, and "
+            f"rollout.max_staleness={rollout.max_staleness} is steps ahead by then; set one of them to its default"
+        )
+
+
 @config
 class CheckpointConfig:
-    """A run can go on from its checkpoints, `checkpoints/` in the run's folder, which all ranks must share.
+    """Checkpoints from which a run can resume, in `checkpoints/` of the run's folder. All ranks must share that folder."""
 
-    every: steps between them; 0: never. keep_last: how many of the newest stay; keep_every: those of steps that it divides stay
-    too. asynchronous: training goes on while they are written, from a copy in host memory of what each rank writes. hf: each
-    also holds the model as a Hugging Face directory, which training waits for.
-    """
-
+    # Number of steps between checkpoints; 0: no checkpoints.
     every: NonNegative = 0
+    # Number of the newest checkpoints that are kept.
     keep_last: Positive = 2
+    # Also keep checkpoints whose step is a multiple of this number.
     keep_every: Positive | None = None
-    keep_best: bool = False  # that of the step with the highest accuracy (of the benchmarks, else of data.eval) stays too
+    # Also keep the checkpoint of the step with the highest accuracy (on the benchmarks, else on data.eval).
+    keep_best: bool = False
+    # Continue training while a checkpoint is written, from a copy in host memory of what each rank writes.
     asynchronous: bool = True
+    # Add the model as a Hugging Face directory to each checkpoint. Training waits while it is written.
     hf: bool = False
-    timeout_seconds: PositiveFloat = 1800.0  # a checkpoint that takes longer to write, on any rank, has failed
+
+
+def check_checkpoint(checkpoint: CheckpointConfig, evaluation: EvaluationConfig) -> None:
+    """Check that the best checkpoint can be kept. Raises ValueError.
+
+    Args:
+        checkpoint: The section.
+        evaluation: Its `every`.
+    """
+    every = checkpoint.every
+    if checkpoint.keep_best and not (every and evaluation.every and evaluation.every % every == 0):
+        raise ValueError(
+            f"checkpoint.keep_best=true needs a checkpoint of every step that is evaluated, and evaluation.every="
+            f"{evaluation.every} is no multiple of checkpoint.every={every}; make it one, or set keep_best to false"
+        )
 
 
 @config
 class LoggingConfig:
-    """metrics.jsonl and log.txt are always written.
+    """Logs of a run. metrics.jsonl and log.txt are always written."""
 
-    noise_floor_every: steps between measurements of the rounding noise in dH, each of which repeats the old pass under another
-    packing; the first is at step 1; 0: never. memory: record what ranks and servers hold at the end of each phase, as
-    rollout.colocate does by itself.
-    """
-
+    # Number of steps between measurements of the rounding noise in the entropy change dH, beginning with step 1; 0: never. Each
+    # measurement repeats the pass for the old log-probs under another packing.
     noise_floor_every: NonNegative = 20
+    # Record the memory that ranks and servers hold at the end of each phase. rollout.colocate always records it.
     memory: bool = False
-    tensorboard: bool = False  # the same metrics in its files, in the run's folder
-    wandb_project: str | None = None  # the same metrics at Weights & Biases
+    # Write the metrics as TensorBoard files into the run's folder, too.
+    tensorboard: bool = False
+    # Weights & Biases project to which the metrics are sent, too. null: none.
+    wandb_project: str | None = None

@@ -1,12 +1,13 @@
-"""The rollout side of a run, as the training loop sees it on every rank: here of ranks without it.
+"""The interface between the training loop and the rollout side of a run.
 
-`main_driver.MainDriver` is rank 0's: the engine, the grader, the prompts and the log. `opening.open_driver` chooses.
+`Driver` is used on ranks other than 0, which have no rollout side. Rank 0 uses `main_driver.MainDriver`, which owns the engine,
+the grader, the prompts and the log. `opening.open_driver` returns the right one.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from tepo_megatron.checkpoint.checkpoints import Saved
+from tepo_megatron.checkpoint.checkpoints import SavedCheckpoint
 from tepo_megatron.controller.step_log import StepLog
 from tepo_megatron.inference.engine import RolloutEngine
 from tepo_megatron.observability.metrics import Metrics
@@ -36,7 +37,7 @@ class Driver:
 
     @property
     def engine(self) -> RolloutEngine | None:
-        """The engine, in whatever state; None on other ranks and without an engine."""
+        """The engine, which may not serve yet; None on other ranks and without an engine."""
         return None
 
     def sleep_engine(self) -> None:
@@ -50,7 +51,12 @@ class Driver:
         return NoTask()
 
     def collect(self, step: int, clock: Clock) -> tuple[list[Rollout], Metrics] | None:
-        """Return the step's graded rollouts and their metrics; add the seconds of sampling and grading to `clock`."""
+        """Return the step's graded rollouts and their metrics.
+
+        Args:
+            step: Number of the step.
+            clock: Receives the seconds of sampling and grading.
+        """
         return None
 
     def evaluate(self, step: int) -> None:
@@ -67,23 +73,34 @@ class Driver:
         return False
 
     def log_step(self, step: int, log: StepLog, clock: Clock) -> None:
-        """Write the step's record, with the seconds of `clock`, to the metrics."""
+        """Write the step's record to the metrics.
+
+        Args:
+            step: Number of the step.
+            log: The step's metrics.
+            clock: The step's seconds by phase.
+        """
 
     def state(self, step: int) -> dict[str, Any]:
-        """Return what a checkpoint after `step` must hold of this side of the run, as plain JSON."""
+        """Return the state of the rollout side that belongs into a checkpoint after `step`, as plain JSON."""
         return {}
 
     def resume(self, state: Mapping[str, Any] | None, passed_over: Sequence[str] = ()) -> None:
-        """Restore `state`; None: start from the beginning, because the run has no checkpoint.
+        """Restore the state of the rollout side.
 
-        `passed_over` says, for the log, why newer checkpoints were not used. Raises ConfigError if the state is of a step after
-        the last one, and DataError if it is of other data; the run's records are unchanged then.
+        Args:
+            state: Result of `state`, from a checkpoint. None: the run has no checkpoint and starts from the beginning.
+            passed_over: For the log: the reasons why newer checkpoints were not used.
+
+        Raises:
+            ConfigError: The state belongs to a step after `training.steps`. The run's records are unchanged.
+            DataError: The state belongs to other data. The run's records are unchanged.
         """
 
     def check_in_place(self) -> None:
         """Raise RunReplacedError if another run has taken over the run's folder."""
 
-    def log_checkpoint(self, checkpoint: Saved | None) -> None:
+    def log_checkpoint(self, checkpoint: SavedCheckpoint | None) -> None:
         """Log a checkpoint that became complete. None: none did."""
 
     def finish(self, step: int) -> None:

@@ -34,7 +34,7 @@ Source = tuple[int, str]  # (version, name of the server or "" if unknown)
 
 
 @dataclass
-class Difference:
+class LogprobDifference:
     """Sum of |engine log-prob - actor log-prob| in nats over response tokens.
 
     Attributes:
@@ -50,7 +50,7 @@ class Difference:
         """Return the mean in nats per token; 0 without tokens."""
         return self.total / max(1, self.tokens)
 
-    def add(self, other: Difference) -> None:
+    def add(self, other: LogprobDifference) -> None:
         """Add the sum and the tokens of another difference."""
         self.total, self.tokens = self.total + other.total, self.tokens + other.tokens
 
@@ -73,7 +73,7 @@ class WeightsGate:
         # Another run's weights sampled replayed rollouts; only those recorded as of the newest version can be compared.
         self._keeps = rollout.max_staleness if rollout.replay is None else 0
         self._kept: dict[int, HostWeights] = {}  # version -> weights
-        self._compared: dict[Source, Difference] = {}  # differences of the current step
+        self._compared: dict[Source, LogprobDifference] = {}  # differences of the current step
         self._step_tokens = 0
         self._newest_too = False  # whether `before_updates` compared the tokens of the newest version
 
@@ -84,7 +84,7 @@ class WeightsGate:
         unused = [self._kept.pop(v) for v in self.versions if v < version - self._keeps]
         if unused:  # reuse the buffer, because allocating page-locked memory is slow
             self._kept[version] = unused[0]
-            unused[0].keep()
+            unused[0].capture()
         else:
             self._kept[version] = self._actor.host_copy()
 
@@ -109,7 +109,7 @@ class WeightsGate:
             return
         several = batch.updates(training.epochs, training.minibatch_prompts) > 1
         self._newest_too = training.old_logprobs == "rollout" and several
-        compared: dict[Source, Difference] = {}
+        compared: dict[Source, LogprobDifference] = {}
         for version in sorted({version for r in batch.rollouts for _, (version, _) in pieces(r)}):
             if version != newest or self._newest_too:
                 part = batch.select(chosen(batch.rollouts, version, self._sync.compared_tokens), update=0)
@@ -153,13 +153,13 @@ class WeightsGate:
         if version not in self._kept:
             known = ", ".join(map(str, self.versions)) or "none"
             raise SyncError(
-                f"rollouts say that version {version} of the weights sampled them, which this run did not deliver (it keeps "
-                f"{known}): they cannot be compared with the actor; end the servers and start them again"
+                f"rollouts were sampled with version {version} of the weights, which this run did not deliver (it keeps "
+                f"{known}), so they cannot be compared with the actor; end the servers and start them again"
             )
         with self._kept[version].in_place():
             yield
 
-    def _differences(self, batch: TrainBatch, logprobs_N: Tensor, version: int) -> dict[Source, Difference]:
+    def _differences(self, batch: TrainBatch, logprobs_N: Tensor, version: int) -> dict[Source, LogprobDifference]:
         """Return the difference of each server's tokens of `version`. Collectives: one broadcast over pp."""
         sources, counts = _layout(batch.rollouts)
         sums = torch.zeros(len(sources), dtype=torch.float64, device=self._groups.device)
@@ -169,15 +169,15 @@ class WeightsGate:
             sums.index_add_(0, owner_N, diff_N)
         totals = self._groups.broadcast_from_last_stage(sums).tolist()
         tokens = torch.zeros(len(sources), dtype=torch.int64).index_add_(0, *counts).tolist()
-        found = {s: Difference(total, n) for s, total, n in zip(sources, totals, tokens, strict=True)}
+        found = {s: LogprobDifference(total, n) for s, total, n in zip(sources, totals, tokens, strict=True)}
         return {source: difference for source, difference in found.items() if source[0] == version and difference.tokens}
 
-    def _judge(self, compared: Mapping[Source, Difference]) -> None:
+    def _judge(self, compared: Mapping[Source, LogprobDifference]) -> None:
         """Add to the step's differences. Raise SyncError if one server, or all together, differ too much."""
         if not compared:
             return
         for source, difference in compared.items():
-            self._compared.setdefault(source, Difference()).add(difference)
+            self._compared.setdefault(source, LogprobDifference()).add(difference)
         limit = self._sync
         # first the server that exceeds the limit for its number of tokens the most, because it best identifies the fault
         worst = sorted(compared.items(), key=lambda item: -item[1].mean / allowed_difference(item[1].tokens, limit))
@@ -185,8 +185,8 @@ class WeightsGate:
             check_mismatch(difference.mean, version, limit, server, difference.tokens)
         check_mismatch(self._whole().mean, max(version for version, _ in compared), limit)
 
-    def _whole(self) -> Difference:
-        whole = Difference()
+    def _whole(self) -> LogprobDifference:
+        whole = LogprobDifference()
         for difference in self._compared.values():
             whole.add(difference)
         return whole

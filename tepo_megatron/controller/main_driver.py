@@ -1,4 +1,4 @@
-"""Rank 0's driver: collect and evaluate with the engine, write the log, and keep what a checkpoint needs of this side."""
+"""Rank 0's driver: collect and evaluate with the engine, write the log, and hold the rollout side's state for checkpoints."""
 
 import json
 import time
@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-from tepo_megatron.checkpoint.checkpoints import Saved
+from tepo_megatron.checkpoint.checkpoints import SavedCheckpoint
 from tepo_megatron.checkpoint.folder import complete
 from tepo_megatron.config import Config
-from tepo_megatron.config.io import differences, plain
+from tepo_megatron.config.io import differences, plain, under_new_names
 from tepo_megatron.controller.driver import Driver, NoTask
 from tepo_megatron.controller.step_log import StepLog
 from tepo_megatron.data import PromptStream
@@ -84,7 +84,7 @@ class MainDriver(Driver):
         self._clock, self._seconds_before = Clock(), 0.0
         self._restarts = 0  # server restarts that are in the metrics already
         self._positions: dict[int, dict[str, Any]] = {}  # step -> position in the prompt stream after its rollouts
-        # one thread for all work: the graders that it starts are ended when it ends
+        # one thread for all work, because the graders that a thread starts are ended when the thread ends
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="rollout")
 
     @property
@@ -119,7 +119,7 @@ class MainDriver(Driver):
         rollouts, metrics = self._source.collect(step, clock)
         if isinstance(self._source, Collector):
             if step == self._cfg.training.steps:
-                self._source.give_up()
+                self._source.cancel()
             recent = {s: p for s, p in self._positions.items() if s >= step - 1 - self._cfg.rollout.max_staleness}
             self._positions = recent | {step: self._source.position()}
         self._log_events()
@@ -195,7 +195,7 @@ class MainDriver(Driver):
         if self._prompts is not None and state["prompts"] is not None:
             self._prompts.load_state_dict(state["prompts"])
         self._log.message(f"resume: from the checkpoint of step {step}")
-        for change in differences(state["config"], plain(self._cfg)):
+        for change in differences(under_new_names(state["config"]), plain(self._cfg)):
             if not change.startswith(("resume ", "overwrite ")):
                 self._log.message(f"resume: {change}")
         if self._prompts is not None and state["prompts"] is None:
@@ -206,7 +206,7 @@ class MainDriver(Driver):
     def check_in_place(self) -> None:
         self._log.check_in_place()
 
-    def log_checkpoint(self, checkpoint: Saved | None) -> None:
+    def log_checkpoint(self, checkpoint: SavedCheckpoint | None) -> None:
         if checkpoint is not None:
             self._log.message(
                 f"checkpoint of step {checkpoint.step}: {checkpoint.size / 2**20:.0f} MiB complete after "

@@ -6,7 +6,7 @@ from typing import Literal, Protocol
 
 from tepo_megatron.distributed.objects import all_gather_object
 from tepo_megatron.distributed.parallel import ParallelDims
-from tepo_megatron.platform.memory import Usage, reset_peak, usage
+from tepo_megatron.platform.memory import MemoryUsage, reset_peak, usage
 
 Phase = Literal["generate", "train"]
 _GIB = 2**30
@@ -28,7 +28,7 @@ class _Measured:
         servers: Resident memory of all server processes together.
     """
 
-    ranks: Sequence[Usage]
+    ranks: Sequence[MemoryUsage]
     servers: int
 
 
@@ -98,7 +98,7 @@ def _larger(a: _Measured, b: _Measured) -> _Measured:
         return x if y is None else y if x is None else max(x, y)
 
     ranks = [
-        Usage(max(x.held, y.held), max(x.peak, y.peak), most(x.used, y.used), most(x.device, y.device))
+        MemoryUsage(max(x.held, y.held), max(x.peak, y.peak), most(x.used, y.used), most(x.device, y.device))
         for x, y in zip(a.ranks, b.ranks, strict=True)
     ]
     return _Measured(ranks, max(a.servers, b.servers))

@@ -2,17 +2,14 @@
 
 from dataclasses import dataclass
 
-from tepo_megatron.config import Config, ObjectiveConfig, RewardConfig, RolloutConfig
+from tepo_megatron.config import DYNAMIC_SAMPLING_ROUNDS, Config, RewardConfig, RolloutConfig
 from tepo_megatron.errors import ConfigError
 from tepo_megatron.losses import Objective, build_objective
 from tepo_megatron.rewards.overlong import OverlongShaping
 
-# DAPO's public recipe gives up after 10 generation batches (verl, recipe/dapo/run_dapo_qwen2.5_32b.sh: max_num_gen_batches=10).
-# Each of them has 3 times the prompts of a step, and too few groups end the run. Here a refill samples one prompt for each
-# missing group, and the step trains on the groups that were found.
-DYNAMIC_SAMPLING_REFILLS = 9
 # The penalty starts in the last 1/5 of the response length. DAPO, Section 4.1: the last 4096 of 20480 tokens.
 OVERLONG_BUFFER_SHARE = 5
+OVERLONG_PENALTY = 0.5  # the largest one. Verdicts are 0 and 1 here; DAPO takes 1 for verdicts of -1 and 1
 
 
 @dataclass(frozen=True)
@@ -21,12 +18,13 @@ class Method:
 
     Attributes:
         objective: The loss.
-        max_refills: Number of further generation rounds in a step, to replace groups that were filtered out. 0: none.
+        max_generation_rounds: Maximum number of rounds in which a step samples prompts. The rounds after the first one replace
+            groups that were filtered out.
         overlong: Penalty on the reward of nearly overlong responses. None: no penalty.
     """
 
     objective: Objective
-    max_refills: int
+    max_generation_rounds: int
     overlong: OverlongShaping | None
 
 
@@ -35,16 +33,16 @@ def resolve(cfg: Config) -> Method:
     objective = build_objective(cfg.objective)
     _check_reward_penalty(objective, cfg.rollout.filter_uniform_groups)
     _check_old_logprobs(objective, cfg.training.old_logprobs)
-    max_refills = _max_refills(cfg.rollout, objective, cfg.objective.name)
-    return Method(objective, max_refills, _overlong(cfg.objective, cfg.reward, objective, cfg.rollout.max_response_tokens))
+    rounds = _max_generation_rounds(cfg.rollout, objective, cfg.objective.name)
+    return Method(objective, rounds, _overlong(cfg.reward, objective, cfg.rollout.max_response_tokens))
 
 
 def _check_reward_penalty(objective: Objective, filters_groups: bool) -> None:
     """Raise ConfigError if a KL in the reward would decide the advantages of groups with equal scores."""
-    in_reward = objective.ref_beta > 0 and objective.ref_kl_in == "reward"
+    in_reward = objective.ref_kl is not None and objective.ref_kl.where == "reward"
     if in_reward and objective.advantage == "std" and not filters_groups:
         raise ConfigError(
-            "objective.ref_kl_in=reward with objective.advantage=std and rollout.filter_uniform_groups=false: in a group of "
+            "objective.ref_kl.where=reward with objective.advantage=std and rollout.filter_uniform_groups=false: in a group of "
             "equal verdicts the KL is all that differs, and dividing it by its standard deviation makes full-size advantages "
             "of it; use objective.advantage=mean, or filter those groups"
         )
@@ -59,52 +57,40 @@ def _check_old_logprobs(objective: Objective, old_logprobs: str) -> None:
             f"training.old_logprobs=rollout knows no old entropies, which objective.kl_mask={objective.kl_mask} compares with; "
             f"use old_logprobs=actor, or objective.kl_mask=none with beta=0"
         )
-    if objective.correction != "none":
+    if objective.correction.type != "none":
         raise ConfigError(
-            f"training.old_logprobs=rollout leaves objective.correction={objective.correction} nothing to correct (old over "
-            f"rollout is 1); remove one of them"
+            f"training.old_logprobs=rollout leaves objective.correction.type={objective.correction.type} nothing to "
+            f"correct (old over rollout is 1); remove one of them"
         )
 
 
-def _max_refills(cfg: RolloutConfig, objective: Objective, name: str) -> int:
-    """Return `rollout.max_refills`, or its default for the objective. Raises ConfigError if the keys contradict each other."""
-    given = cfg.max_refills
-    if objective.dynamic_sampling:
-        cause = f"objective {name} samples dynamically (objective.dynamic_sampling)"
-        if not cfg.filter_uniform_groups:
-            raise ConfigError(
-                f"{cause}: it replaces the groups that rollout.filter_uniform_groups=false keeps; set that to true, or "
-                f"objective.dynamic_sampling=false"
-            )
-        if given == 0:
-            raise ConfigError(
-                f"{cause}, which rollout.max_refills=0 forbids; raise that (null: {DYNAMIC_SAMPLING_REFILLS}), or set "
-                f"objective.dynamic_sampling=false"
-            )
-    if given and not cfg.filter_uniform_groups:
+def _max_generation_rounds(cfg: RolloutConfig, objective: Objective, name: str) -> int:
+    """Return `rollout.max_generation_rounds`, or its default. Raises ConfigError if the keys contradict each other.
+
+    Args:
+        cfg: May give the number.
+        objective: Gives the default.
+        name: Name of the objective in errors.
+    """
+    given = cfg.max_generation_rounds
+    if objective.dynamic_sampling and given is None and not cfg.filter_uniform_groups:
         raise ConfigError(
-            f"rollout.max_refills={given} has no effect with rollout.filter_uniform_groups=false, which drops no group; "
-            f"change one of them"
+            f"objective {name} samples dynamically: it replaces the groups that rollout.filter_uniform_groups=false keeps; set "
+            f"that to true, or rollout.max_generation_rounds=1"
+        )
+    if given is not None and given > 1 and not cfg.filter_uniform_groups:
+        raise ConfigError(
+            f"rollout.max_generation_rounds={given} has no effect with rollout.filter_uniform_groups=false, which drops no "
+            f"group; change one of them"
         )
     if given is None:
-        return DYNAMIC_SAMPLING_REFILLS if objective.dynamic_sampling else 0
+        return DYNAMIC_SAMPLING_ROUNDS if objective.dynamic_sampling else 1
     return given
 
 
-def _overlong(cfg: ObjectiveConfig, reward: RewardConfig, objective: Objective, max_tokens: int) -> OverlongShaping | None:
-    """Return the overlong shaping, None for none. Raises ConfigError if the keys contradict each other."""
+def _overlong(reward: RewardConfig, objective: Objective, max_tokens: int) -> OverlongShaping | None:
+    """Return the overlong shaping that the config or else the objective asks for; None for none."""
     buffer = reward.overlong_buffer_tokens
-    if objective.overlong_shaping and buffer == 0:
-        raise ConfigError(
-            f"objective {cfg.name} shapes the reward of long responses (objective.overlong_shaping), which "
-            f"reward.overlong_buffer_tokens=0 forbids; raise that (null: a fifth of rollout.max_response_tokens), or set "
-            f"objective.overlong_shaping=false"
-        )
-    if buffer and cfg.overlong_shaping is False:
-        raise ConfigError(
-            f"reward.overlong_buffer_tokens={buffer} shapes the reward, which objective.overlong_shaping=false forbids; "
-            f"remove one of them"
-        )
     if buffer is None:
         buffer = max(1, max_tokens // OVERLONG_BUFFER_SHARE) if objective.overlong_shaping else 0
-    return OverlongShaping(max_tokens, buffer, reward.overlong_penalty) if buffer else None
+    return OverlongShaping(max_tokens, buffer, OVERLONG_PENALTY) if buffer else None

@@ -1,4 +1,4 @@
-"""Open the driver of a rank: on rank 0 load the prompts, start the engine and the graders, and say in the log what runs."""
+"""Open the driver of a rank: on rank 0 load the prompts, start the engine and the graders, and log the setup of the run."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 
 from tepo_megatron.config import Config, TrainingConfig
+from tepo_megatron.config.megatron import untested_fields
 from tepo_megatron.config.safety import checks_that_are_off, safety_checks
 from tepo_megatron.controller.driver import Driver
 from tepo_megatron.controller.main_driver import MainDriver
@@ -53,7 +54,7 @@ def open_driver(cfg: Config, groups: ParallelDims, make_engine: EngineFactory | 
     if rollout.replay is not None:
         with RunLog(run_dir, cfg.logging, steps) as log:
             log.message(f"objective {cfg.objective.name}; rollouts of {rollout.replay}, no engine")
-            _log_lines(log, *checks_that_are_off(safety_checks(cfg)))
+            _log_lines(log, *untested_fields(cfg.megatron), *checks_that_are_off(safety_checks(cfg)))
             yield MainDriver(cfg, Replay(Path(rollout.replay), routing), None, evaluations([], None), log)
         return
     encode, decode = text_functions(tokenizer)
@@ -68,20 +69,21 @@ def open_driver(cfg: Config, groups: ParallelDims, make_engine: EngineFactory | 
             f"objective {cfg.objective.name}, {cfg.parallel.world_size} {cfg.platform} ranks; {data.count} prompts "
             f"to train on, {len(data.eval)} to evaluate on"
         )
-        _log_lines(log, *data.told)
+        _log_lines(log, *data.log_lines)
+        _log_lines(log, *untested_fields(cfg.megatron))
         _log_lines(log, *_method_lines(method, cfg.training, rollout.prompts_per_step))
         _log_lines(log, *checks_that_are_off(safety_checks(cfg)), *beginning(rollout, run_dir / SERVER_LOG))
         engine = stack.enter_context((make_engine or _build_engine)(cfg))
         if rollout.function is not None:
             log.message(f"each sample is made by {rollout.function}")
-        mixed = rollout.in_flight == "continue"
+        mixed = rollout.on_weight_update == "continue"
         sampler, sampler_events = stack.enter_context(open_sampler(engine, rollout.function, encode, decode, mixed))
         engine.start()
         reward = stack.enter_context(build_reward(cfg.reward, decode))
         prompts = PromptStream.mixed(data.train, cfg.seed, cfg.data.shuffle)
         collector = Collector(
             *(rollout, sampler, reward, prompts, cfg.seed, stops),
-            max_refills=method.max_refills,
+            max_generation_rounds=method.max_generation_rounds,
             overlong=method.overlong,
             routing=routing,
         )
@@ -102,12 +104,12 @@ def _log_lines(log: RunLog, *lines: str) -> None:
 
 
 def _method_lines(method: Method, training: TrainingConfig, prompts_per_step: int) -> list[str]:
-    """Return what the log says of the method: parts that never act with one update per batch, and rounds of prompts."""
+    """Return log lines about the method: parts without effect under one update per batch, and rounds of prompts."""
     lines = []
     if training.epochs == 1 and training.minibatch_prompts == prompts_per_step:
         lines.append("one update per rollout batch: all ratios are 1 and all dH are 0, so clipping and KL mask never act")
-    if method.max_refills or method.overlong:
-        lines.append(f"rounds of prompts per step: up to {1 + method.max_refills}; overlong shaping: {method.overlong}")
+    if method.max_generation_rounds > 1 or method.overlong:
+        lines.append(f"rounds of prompts per step: up to {method.max_generation_rounds}; overlong shaping: {method.overlong}")
     return lines
 
 

@@ -6,9 +6,9 @@
     generate   nothing                        weights and KV cache
     repair     parameters                     everything; a restarted server is receiving its weights
 
-Both are never fully on the device, neither in a state nor during a transition: each waits until the other has released its
-memory on every rank. On a CPU the device memory is host memory. The states are the same; gradients and freed memory leave the
-process, and parameters and the optimizer's state stay in place.
+Trainer and engine are never both fully on the device, neither in a state nor during a transition: each waits until the other
+has released its memory on every rank. On a CPU the device memory is host memory and the states are the same: gradients and
+freed memory are returned to the system, while parameters and the optimizer's state stay in place.
 """
 
 from collections.abc import Callable
@@ -29,7 +29,7 @@ _WAYS: dict[State, tuple[State, ...]] = {
 }
 
 
-class Trainer(Protocol):
+class OffloadableTrainer(Protocol):
     """The part of `actor.Actor` that is needed here."""
 
     def offload(self, *parts: Part) -> None:
@@ -40,7 +40,7 @@ class Trainer(Protocol):
 
 
 class Disaggregated:
-    """The disaggregated placement: the engine has devices of its own, so nobody waits."""
+    """The disaggregated placement: the engine has devices of its own, so neither side waits for the other."""
 
     shared = False
     engine_sleeps = False
@@ -71,7 +71,7 @@ class Colocated(Disaggregated):
 
     shared = True
 
-    def __init__(self, trainer: Trainer, engine: Sleepable | None, groups: ParallelDims) -> None:
+    def __init__(self, trainer: OffloadableTrainer, engine: Sleepable | None, groups: ParallelDims) -> None:
         self._trainer, self._engine, self._groups = trainer, engine, groups
         self.state: State = "train"
 

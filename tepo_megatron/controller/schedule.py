@@ -66,7 +66,7 @@ class Schedule:
         """
         self._driver, self._sync, self._gate, self._groups = driver, sync, gate, groups
         self._placement, self._memory = placement, memory
-        self._staleness, self._interrupts = rollout.max_staleness, rollout.in_flight != "finish"
+        self._staleness, self._interrupts = rollout.max_staleness, rollout.on_weight_update != "finish"
         self._evaluation, self._last = evaluation, steps
         self._ahead: deque[tuple[NoTask, Clock]] = deque()  # rollouts of the next steps, finished or not
         self._started = trained  # last step whose rollouts were started
@@ -112,8 +112,8 @@ class Schedule:
     def publish_weights(self, step: int, clock: Clock) -> None:
         """Have the engine serve the actor's weights, which are those of `step`.
 
-        That happens at once, or later if something is being sampled that must finish first; with shared devices, when something
-        is to be sampled with them.
+        The weights are sent at once, unless sampling in progress must finish first. With shared devices they are sent when the
+        next sampling starts.
 
         Args:
             step: The step that was trained.
@@ -152,10 +152,9 @@ class Schedule:
             self._ahead.append((self._driver.run_in_background(collect), sampling))
 
     def _wait(self, task: NoTask) -> Any:
-        """Return the task's result from rank 0 on every rank; meanwhile send the weights if a restarted server lacks them.
+        """Return the task's result from rank 0 on every rank. Meanwhile send the weights to servers that were restarted.
 
-        The actor only has its newest weights. If rollouts are sampled ahead, the rest of them is therefore sampled with the
-        newest.
+        The actor has only its newest weights. Rollouts that are sampled ahead are therefore completed with the newest weights.
         """
         while True:
             weights_wanted, result = broadcast_object(task.wait(), self._groups.host)

@@ -32,7 +32,7 @@ _FILE_BYTES = 4 * 2**30
 _ALIGNMENT = 64  # bytes; archives begin at multiples of it, so that mapped tensors are aligned as torch.save aligns them
 
 
-class Writer:
+class DistCheckpointWriter:
     """Writes a checkpoint piece by piece through several streams. It can be read once `finish` has returned.
 
     Each stream has files of its own, so each can be used by a thread of its own. What is written does not depend on the order
@@ -48,12 +48,13 @@ class Writer:
 
     def __init__(self, directory: Path, streams: int = 1) -> None:
         self._directory = directory
-        self.streams = tuple(Stream(directory, i, streams) for i in range(streams))
+        self.streams = tuple(ArchiveWriter(directory, i, streams) for i in range(streams))
 
     def finish(self, common: Mapping[str, Any]) -> None:
         """Close the streams, then write `common.pt`, `.metadata` and `metadata.json`.
 
-        common: content of common.pt, the part of a checkpoint that is not sharded (the iteration and the like).
+        Args:
+            common: content of common.pt, the part of a checkpoint that is not sharded (such as the iteration).
         """
         self.close()
         tensors: dict[str, Any] = {}
@@ -95,7 +96,7 @@ class _Written:
     shape: torch.Size = torch.Size()  # noqa: RUF009
 
 
-class Stream:
+class ArchiveWriter:
     """Writes archives one after the other, into files of about 4 GiB. Only one thread may use it.
 
     The files are `__0_{first}.distcp`, `__0_{first + step}.distcp` and so on.

@@ -16,10 +16,10 @@ from tepo_megatron.convert.dist_reader import DistCheckpointReader, read_common
 from tepo_megatron.convert.importing import check_finite
 from tepo_megatron.convert.output import new_directory
 from tepo_megatron.convert.places import carried_folder
-from tepo_megatron.convert.plan import ConversionPlan, Slot, make_plan
+from tepo_megatron.convert.plan import ConversionPlan, ParameterSlot, make_plan
 from tepo_megatron.convert.progress import Advance, progress_bar
 from tepo_megatron.convert.safetensors_writer import SafetensorsWriter
-from tepo_megatron.convert.streams import CopyJob, work
+from tepo_megatron.convert.streams import CopyJob, run_queues
 from tepo_megatron.convert.world import world_of_one
 from tepo_megatron.distributed.parallel import ParallelDims
 from tepo_megatron.errors import ConversionError
@@ -32,7 +32,7 @@ _FILES = 8  # number for a model of medium size: enough for the streams to end a
 
 
 @dataclass(frozen=True)
-class Format:
+class ExportFormat:
     """The dtypes of an exported model.
 
     Attributes:
@@ -43,7 +43,7 @@ class Format:
     dtype: torch.dtype | None = None
     fp8_blockwise: bool = False
 
-    def convert(self, slot: Slot, name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
+    def convert(self, slot: ParameterSlot, name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
         """Return what is written for one HF tensor: named tensors, more than one if it is quantized.
 
         Args:
@@ -62,7 +62,7 @@ class Format:
         return [(name, cast)]
 
 
-def export_hf(checkpoint: Path, out: Path, form: Format = Format(), base: Path | None = None) -> int:  # noqa: B008
+def export_hf(checkpoint: Path, out: Path, form: ExportFormat = ExportFormat(), base: Path | None = None) -> int:  # noqa: B008
     """Write the model of a Megatron checkpoint to a HF directory, and return the bytes of tensors written.
 
     The memory that it takes is that of `import_hf`.
@@ -96,7 +96,7 @@ def export_hf(checkpoint: Path, out: Path, form: Format = Format(), base: Path |
                 )
 
             try:
-                work([[job(i) for i in file] for file in files])
+                run_queues([[job(i) for i in file] for file in files])
                 writer.finish()
             finally:
                 writer.close()
@@ -105,7 +105,9 @@ def export_hf(checkpoint: Path, out: Path, form: Format = Format(), base: Path |
     return total
 
 
-def _convert(slot: Slot, reader: DistCheckpointReader, form: Format, writer: SafetensorsWriter, advance: Advance) -> None:
+def _convert(
+    slot: ParameterSlot, reader: DistCheckpointReader, form: ExportFormat, writer: SafetensorsWriter, advance: Advance
+) -> None:
     """Read one parameter, and write its HF tensors."""
     for name, tensor in zip(slot.hf_names, hf_tensors(slot, reader), strict=True):
         for part, data in form.convert(slot, name, tensor):
@@ -170,7 +172,7 @@ def plan_of(
     return plan
 
 
-def hf_tensors(slot: Slot, reader: DistCheckpointReader) -> list[Tensor]:
+def hf_tensors(slot: ParameterSlot, reader: DistCheckpointReader) -> list[Tensor]:
     """Return the HF tensors of a parameter in their stored dtype, contiguous.
 
     Args:
@@ -185,7 +187,7 @@ def hf_tensors(slot: Slot, reader: DistCheckpointReader) -> list[Tensor]:
     return [t.contiguous() for t in slot.to_hf(parameter)]
 
 
-def read_parameter(slot: Slot, reader: DistCheckpointReader) -> Tensor:
+def read_parameter(slot: ParameterSlot, reader: DistCheckpointReader) -> Tensor:
     """Return a whole Megatron parameter.
 
     Args:
@@ -208,7 +210,7 @@ def _read(piece: ShardedTensor, reader: DistCheckpointReader) -> Tensor:
     return reader.region(piece.key, piece.global_offset, shape).view(piece.local_shape)
 
 
-def _announced(slot: Slot, reader: DistCheckpointReader, form: Format) -> dict[str, Tensor]:
+def _announced(slot: ParameterSlot, reader: DistCheckpointReader, form: ExportFormat) -> dict[str, Tensor]:
     """Return the tensors that will be written for a parameter, by name, on the meta device."""
     announced: dict[str, Tensor] = {}
     for name, tensor in zip(slot.hf_names, slot.to_hf(_stored(slot, reader)), strict=True):
@@ -220,7 +222,7 @@ def _merged(parts: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     return {name: tensor for part in parts for name, tensor in part.items()}
 
 
-def _stored(slot: Slot, reader: DistCheckpointReader) -> Tensor:
+def _stored(slot: ParameterSlot, reader: DistCheckpointReader) -> Tensor:
     """Return the Megatron parameter in the dtype of the checkpoint, on the meta device."""
     parameter = slot.binding.parameter.detach()
     return parameter.to(reader.tensors[slot.pieces(parameter)[0].key].properties.dtype)

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from tepo_megatron.convert import HF_FOLDER
-from tepo_megatron.convert.dist_writer import Stream, Writer, without_checksums
+from tepo_megatron.convert.dist_writer import ArchiveWriter, DistCheckpointWriter, without_checksums
 from tepo_megatron.convert.output import new_directory
-from tepo_megatron.convert.plan import ConversionPlan, Slot, make_plan
+from tepo_megatron.convert.plan import ConversionPlan, ParameterSlot, make_plan
 from tepo_megatron.convert.progress import progress_bar
-from tepo_megatron.convert.streams import STREAMS, CopyJob, deal, work
+from tepo_megatron.convert.streams import STREAMS, CopyJob, balance, run_queues
 from tepo_megatron.convert.world import world_of_one
 from tepo_megatron.errors import ConversionError
 from tepo_megatron.weights.families import check_tokenizer, read_config
@@ -48,24 +48,24 @@ def import_hf(source: Path, out: Path) -> int:
         with new_directory(out, total) as filling, progress_bar("import", total) as advance:
             (filling / HF_FOLDER).mkdir()
             carry_over(source, filling / HF_FOLDER)
-            writer = Writer(filling, STREAMS)
+            writer = DistCheckpointWriter(filling, STREAMS)
 
-            def job(i: int, stream: Stream) -> CopyJob:
+            def job(i: int, stream: ArchiveWriter) -> CopyJob:
                 return CopyJob(lambda: advance(_convert(plan.slots[i], reader, stream)), sizes[i])
 
             try:
                 for kept in plan.objects:
                     writer.streams[0].add_object(kept)
                 with without_checksums():
-                    hands = zip(deal(sizes, STREAMS), writer.streams, strict=True)
-                    work([[*(job(i, stream) for i in hand), CopyJob(stream.close)] for hand, stream in hands])
+                    shares = zip(balance(sizes, STREAMS), writer.streams, strict=True)
+                    run_queues([[*(job(i, stream) for i in share), CopyJob(stream.close)] for share, stream in shares])
                 writer.finish({})
             finally:
                 writer.close(sync=False)
     return total
 
 
-def _convert(slot: Slot, reader: HfReader, stream: Stream) -> int:
+def _convert(slot: ParameterSlot, reader: HfReader, stream: ArchiveWriter) -> int:
     """Read one parameter, write its pieces, and return its size in bytes."""
     parameter = slot.from_hf([reader.get(n) for n in slot.hf_names])
     check_finite(parameter, f"{reader.path}: {', '.join(slot.hf_names)}")

@@ -24,7 +24,7 @@ _MODEL = ("embedding", "decoder", "output_layer")
 
 
 @dataclass(frozen=True)
-class Contents:
+class CheckpointContents:
     """The content of a checkpoint, as far as its metadata tell.
 
     Attributes:
@@ -44,7 +44,11 @@ class Contents:
     iteration: int | None = None
 
     def lines(self, list_tensors: bool) -> list[str]:
-        """Return a description for people, in lines. list_tensors: append one line for each tensor."""
+        """Return a description in lines.
+
+        Args:
+            list_tensors: whether to append one line for each tensor.
+        """
         sizes = {name: math.prod(shape) for name, (shape, _) in self.tensors.items()}
         total = sum(sizes[n] * t.itemsize for n, (_, t) in self.tensors.items())
         dtypes = Counter[str]()
@@ -57,7 +61,7 @@ class Contents:
         text.append(f"tensors: {len(self.tensors)}, {total:,} bytes")
         text.append(f"parameters: {sum(parameters.values()):,} ({parts})")
         if self.others[0]:
-            text.append(f"beside the model: {self.others[0]} tensors, {self.others[1]:,} bytes (optimizer state)")
+            text.append(f"in addition to the model: {self.others[0]} tensors, {self.others[1]:,} bytes (optimizer state)")
         if self.iteration is not None:
             text.append(f"iteration: {self.iteration}")
         if list_tensors:
@@ -68,7 +72,7 @@ class Contents:
         return text
 
 
-def inspect(path: Path) -> Contents:
+def inspect(path: Path) -> CheckpointContents:
     """Describe a HF directory or a Megatron checkpoint; its files tell which one it is. Raises CheckpointError for neither."""
     if not path.is_dir():
         raise CheckpointError(f"{path}: no such directory")
@@ -78,11 +82,11 @@ def inspect(path: Path) -> Contents:
     if any(path.glob("*.safetensors")):
         shapes = HfReader(path).shapes()
         tensors = {n: (tuple(t.shape), t.dtype) for n, t in shapes.items()}
-        return Contents(path, "Hugging Face model", _describe(path), tensors)
+        return CheckpointContents(path, "Hugging Face model", _describe(path), tensors)
     raise CheckpointError(f"{path}: neither a Hugging Face model (*.safetensors) nor a Megatron checkpoint (.metadata)")
 
 
-def _megatron(directory: Path) -> Contents:
+def _megatron(directory: Path) -> CheckpointContents:
     """Describe a Megatron checkpoint from its metadata."""
     tensors, others = {}, Counter[str]()
     for name, entry in load_metadata(directory).state_dict_metadata.items():
@@ -92,7 +96,7 @@ def _megatron(directory: Path) -> Contents:
             tensors[name] = (tuple(entry.size), entry.properties.dtype)
         else:
             others.update(tensors=1, bytes=math.prod(entry.size) * entry.properties.dtype.itemsize)
-    return Contents(
+    return CheckpointContents(
         directory,
         "Megatron checkpoint (torch_dist)",
         _describe(directory / HF_FOLDER),

@@ -27,7 +27,7 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @dataclass(frozen=True)
-class Slot:
+class ParameterSlot:
     """One whole Megatron parameter: its HF tensors and its place in the checkpoint.
 
     Attributes:
@@ -84,7 +84,7 @@ class Slot:
                 f"{names} become {self.binding.name} and must share one dtype of bfloat16, float16, float32, not {dtypes}"
             )
         try:
-            with NoIdleCopies():
+            with NoRedundantCopies():
                 parameter = self.binding.row.op.shard(tensors, self.arch, 1, 0)
         except (RuntimeError, ValueError) as e:  # shapes of a view or a concatenation do not fit
             raise ConversionError(f"{names} do not have the shapes of config.json: {e}") from None
@@ -97,7 +97,7 @@ class Slot:
 
     def to_hf(self, parameter: Tensor) -> list[Tensor]:
         """Return the whole HF tensors of a parameter, in the order of `hf_names`; some may be views of it."""
-        with NoIdleCopies():
+        with NoRedundantCopies():
             return self.binding.row.op.unshard([parameter], self.arch)
 
 
@@ -114,7 +114,7 @@ class ConversionPlan:
 
     family: Family
     arch: Architecture
-    slots: tuple[Slot, ...]
+    slots: tuple[ParameterSlot, ...]
     objects: tuple[ShardedObject, ...]
 
     @property
@@ -151,11 +151,11 @@ def make_plan(hf_config: Mapping[str, Any], groups: ParallelDims, content: Mappi
     for binding in bind([chunk], family, arch):
         if id(binding.parameter) not in of_parameter:
             raise ConversionError(f"parameter {binding.name} is not in the model's sharded state dict")
-        slots.append(Slot(binding, of_parameter[id(binding.parameter)], arch))
+        slots.append(ParameterSlot(binding, of_parameter[id(binding.parameter)], arch))
     return ConversionPlan(family, arch, tuple(slots), tuple(e for e in entries if isinstance(e, ShardedObject)))
 
 
-class NoIdleCopies(TorchFunctionMode):
+class NoRedundantCopies(TorchFunctionMode):
     """Makes torch.cat of one tensor, and padding by nothing, return the tensor itself instead of a copy.
 
     A whole parameter is one shard. Without this mode the largest tensor, the embedding, would be in memory twice.
@@ -169,6 +169,6 @@ class NoIdleCopies(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _meta(slot: Slot) -> Tensor:
+def _meta(slot: ParameterSlot) -> Tensor:
     """Return the parameter, on the meta device."""
     return slot.binding.parameter.detach()

@@ -32,7 +32,7 @@ class CopyJob:
     nbytes: int = 0
 
 
-def work(queues: Sequence[Sequence[CopyJob]], large_bytes: int = LARGE_BYTES) -> None:
+def run_queues(queues: Sequence[Sequence[CopyJob]], large_bytes: int = LARGE_BYTES) -> None:
     """Run all jobs. The jobs of a queue run in order in one thread; STREAMS queues run at a time, and start in their order.
 
     A job that is larger than `large_bytes` runs concurrently with no other such job. After an exception, or an interrupt, each
@@ -69,23 +69,23 @@ def work(queues: Sequence[Sequence[CopyJob]], large_bytes: int = LARGE_BYTES) ->
         raise failures[0]
 
 
-def deal(sizes: Sequence[int], hands: int = STREAMS) -> list[list[int]]:
-    """Distribute items over `hands`, so that the sums of their sizes are about equal. The largest items are distributed first.
+def balance(sizes: Sequence[int], shares: int = STREAMS) -> list[list[int]]:
+    """Distribute items over `shares`, so that the sums of their sizes are about equal. The largest items are distributed first.
 
     Args:
         sizes: size of each item.
-        hands: number of shares.
+        shares: number of shares.
 
     Returns:
         For each share the indices of its items, in ascending order.
     """
-    dealt: list[list[int]] = [[] for _ in range(hands)]
-    sums = [0] * hands
+    dealt: list[list[int]] = [[] for _ in range(shares)]
+    sums = [0] * shares
     for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
-        hand = sums.index(min(sums))
-        dealt[hand].append(i)
-        sums[hand] += sizes[i]
-    return [sorted(hand) for hand in dealt]
+        share = sums.index(min(sums))
+        dealt[share].append(i)
+        sums[share] += sizes[i]
+    return [sorted(share) for share in dealt]
 
 
 @contextlib.contextmanager

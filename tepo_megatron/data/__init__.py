@@ -1,8 +1,17 @@
 """Datasets: read prompts from the common row schemas, stream them to the rollouts, and load the tokenizer."""
 
 from tepo_megatron.data.mixture import Data, load_data
-from tepo_megatron.data.prompts import Loaded, load_prompts
+from tepo_megatron.data.prompts import LoadedPrompts, load_prompts
 from tepo_megatron.data.stream import PromptStream
 from tepo_megatron.data.tokenizer import load_tokenizer, stop_tokens, text_functions
 
-__all__ = ["Data", "Loaded", "PromptStream", "load_data", "load_prompts", "load_tokenizer", "stop_tokens", "text_functions"]
+__all__ = [
+    "Data",
+    "LoadedPrompts",
+    "PromptStream",
+    "load_data",
+    "load_prompts",
+    "load_tokenizer",
+    "stop_tokens",
+    "text_functions",
+]

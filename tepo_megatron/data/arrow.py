@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from tepo_megatron.data import readers
-from tepo_megatron.data.parquet_bombs import careful, huge_dictionaries, refuse_bombs
+from tepo_megatron.data.parquet_bombs import decoding_limits, huge_dictionaries, refuse_bombs
 from tepo_megatron.data.readers import Row
 from tepo_megatron.errors import DataError
 
@@ -77,12 +77,12 @@ def parquet(files: list[Path]) -> ArrowRows:
             huge = huge_dictionaries(path)
             with pyarrow.parquet.ParquetFile(path, read_dictionary=sorted(huge)) as file:
                 for group in range(file.metadata.num_row_groups):
-                    rows, swelling = careful(path, file.metadata.row_group(group), huge)
+                    rows, swelling = decoding_limits(path, file.metadata.row_group(group), huge)
                     for batch in file.iter_batches(batch_size=rows, row_groups=[group]):
                         swelling.refuse(batch)
                         yield batch
         except (pyarrow.ArrowException, OSError) as e:
-            raise DataError(f"{path}: not a parquet file that can be read ({e}); download or write it anew") from None
+            raise DataError(f"{path}: not a parquet file that can be read ({e}); download or write it again") from None
 
     return ArrowRows(files, batches)
 

@@ -80,7 +80,7 @@ class Encoder:
             ids = self._ask(prompts, chats)
         except Exception as e:  # a template may raise any exception; a lone surrogate raises TypeError
             if len(prompts) == 1:
-                return [DataError(f"is refused by the tokenizer ({' '.join(str(e).split())}); mend the prompt")]
+                return [DataError(f"is refused by the tokenizer ({' '.join(str(e).split())}); correct the prompt")]
             return [self._tokens([prompt], chats)[0] for prompt in prompts]
         return [tuple(row) if row else DataError("has no tokens; fill it in or remove the row") for row in ids]
 

@@ -25,12 +25,12 @@ class Data:
     Attributes:
         train: (prompts, sampling weight) of each training set.
         eval: Held-out problems; empty without `data.eval`.
-        told: Lines for the log about what was read and dropped.
+        log_lines: Lines for the log about what was read and dropped.
     """
 
     train: list[tuple[list[Prompt], float]]
     eval: list[Prompt]
-    told: list[str]
+    log_lines: list[str]
 
     @property
     def count(self) -> int:
@@ -57,19 +57,19 @@ def load_data(cfg: DataConfig, reward: RewardConfig, tokenizer: PreTrainedTokeni
         """Try gold answers on the grader, without a time limit where the result decides what is kept."""
         return unreadable_golds(golds, reward, GOLDS_SECONDS if cfg.check_answers == "tell" else math.inf)
 
-    told: list[str] = []
+    log_lines: list[str] = []
     train: list[tuple[list[Prompt], float]] = []
     seen: dict[bytes, tuple[str, str]] = {}
     for number, source in enumerate(cfg.sets):
         loaded = load_prompts(source, cfg, tokenizer, try_golds, number=number, earlier=seen)
         seen |= loaded.seen
         train.append((loaded.prompts, source.weight))
-        told += [str(loaded.report), *loaded.report.details()]
+        log_lines += [str(loaded.report), *loaded.report.details()]
     if cfg.eval is None:
-        return Data(train, [], told)
+        return Data(train, [], log_lines)
     source = DataSet(path=cfg.eval, prompt_key=cfg.prompt_key, answer_key=cfg.answer_key)
     held_out = load_prompts(source, cfg, tokenizer, try_golds)
-    told += [str(held_out.report), *held_out.report.details()]
+    log_lines += [str(held_out.report), *held_out.report.details()]
     if both := len(held_out.seen.keys() & seen.keys()):
-        told.append(f"warning: {both} of the {len(held_out.seen)} prompts of data.eval are in data.train too")
-    return Data(train, held_out.prompts, told)
+        log_lines.append(f"warning: {both} of the {len(held_out.seen)} prompts of data.eval are in data.train too")
+    return Data(train, held_out.prompts, log_lines)

@@ -74,7 +74,7 @@ def huge_dictionaries(path: Path) -> set[str]:
     return found
 
 
-def careful(path: Path, group: Any, huge: set[str]) -> tuple[int, Swelling]:
+def decoding_limits(path: Path, group: Any, huge: set[str]) -> tuple[int, ExpansionGuard]:
     """Return how many rows of a row group to decode at once, and the guard that refuses batches that still expand too much.
 
     Args:
@@ -90,10 +90,10 @@ def careful(path: Path, group: Any, huge: set[str]) -> tuple[int, Swelling]:
         if chunk in repeating or chunk.path_in_schema in huge:
             name = chunk.path_in_schema.partition(".")[0]
             stored[name] = stored.get(name, 0) + chunk.total_uncompressed_size
-    return max(1, rows), Swelling(path, stored)
+    return max(1, rows), ExpansionGuard(path, stored)
 
 
-class Swelling:
+class ExpansionGuard:
     """Compares the memory of one row group's decoded values with the bytes that the file stores of them."""
 
     def __init__(self, path: Path, stored: Mapping[str, int]) -> None:

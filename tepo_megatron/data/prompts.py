@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 from tepo_megatron.config import DataConfig, DataSet
 from tepo_megatron.data.chat import Encoder
 from tepo_megatron.data.readers import Row, RowReader
-from tepo_megatron.data.report import Faults, Report, some
-from tepo_megatron.data.schemas import Messages, MissingKeyError, Schema, detect, take
-from tepo_megatron.data.sources import Source
-from tepo_megatron.data.unique import Item, Unique, glance_at, key_of
+from tepo_megatron.data.report import DatasetReport, RowFaults, shorten
+from tepo_megatron.data.schemas import Messages, MissingKeyError, Schema, detect, prompt_and_answer
+from tepo_megatron.data.sources import DatasetSource
+from tepo_megatron.data.unique import DatasetRow, Deduplicator, key_of, raw_digest
 from tepo_megatron.errors import DataError
 from tepo_megatron.types import Prompt
 
@@ -26,7 +26,7 @@ _CHUNK = 1024  # prompts per tokenizer call
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadedPrompts:
     """The prompts of one set.
 
     Attributes:
@@ -36,7 +36,7 @@ class Loaded:
     """
 
     prompts: list[Prompt]
-    report: Report
+    report: DatasetReport
     seen: dict[bytes, tuple[str, str]]
 
 
@@ -48,7 +48,7 @@ def load_prompts(
     *,
     number: int = 0,
     earlier: Mapping[bytes, tuple[str, str]] | None = None,
-) -> Loaded:
+) -> LoadedPrompts:
     """Load the prompts of one set.
 
     `Prompt.id` is `number * FIRST_ID` plus the row's place counted from 0 over all files (blank lines count), so ids do not
@@ -60,21 +60,21 @@ def load_prompts(
         tokenizer: The model's tokenizer.
         try_golds: Tries answers on the grader, used unless `cfg.check_answers` is "off". None: answers are not tried.
         number: Index of the set, from 0.
-        earlier: `Loaded.seen` of the sets before it, whose prompts are left out if `cfg.deduplicate`.
+        earlier: `LoadedPrompts.seen` of the sets before it, whose prompts are left out.
 
     Raises:
         DataError: A row cannot be read or used (the message has file, row counted from 1, and the fix), or no prompt is left.
     """
-    place = Source.of(source.path)
+    place = DatasetSource.of(source.path)
     reader = place.reader()
-    faults = Faults(cfg.skip_bad_rows)
+    faults = RowFaults(cfg.skip_bad_rows)
     schema = _schema(reader, source, faults)
-    report = Report(source.path, str(schema), faults)
-    items = _unique(reader, schema, cfg, report) if cfg.deduplicate else list(_items(reader, schema, faults, None))
+    report = DatasetReport(source.path, str(schema), faults)
+    items = _unique(reader, schema, cfg, report)
     report.rows = reader.read
     kept = place.slice(items)
     report.outside = len(items) - len(kept)
-    if cfg.deduplicate and earlier:
+    if earlier:
         kept = _without_earlier(kept, reader, earlier, report)
     if cfg.check_answers != "off" and try_golds is not None:
         kept = _tried(kept, reader, cfg, try_golds, report)
@@ -83,10 +83,10 @@ def load_prompts(
     report.prompts = len(prompts)
     if not prompts:
         raise DataError(f"no prompt left: {report}; give another slice or file, or change what drops them")
-    return Loaded(prompts, report, {item.key: (item.answer, reader.where(item.place)) for item in kept})
+    return LoadedPrompts(prompts, report, {item.key: (item.answer, reader.where(item.place)) for item in kept})
 
 
-def _schema(reader: RowReader, source: DataSet, faults: Faults) -> Schema:
+def _schema(reader: RowReader, source: DataSet, faults: RowFaults) -> Schema:
     """Return the schema of the first row that fits one. With `skip_bad_rows`, rows before it that fit none are passed over."""
     row: Row | DataError | None = None
     at = 0
@@ -110,29 +110,29 @@ def _schema(reader: RowReader, source: DataSet, faults: Faults) -> Schema:
     raise DataError(f"{source.path}: no row fits a known schema; the last: {row if isinstance(row, DataError) else list(row)}")
 
 
-def _items(reader: RowReader, schema: Schema, faults: Faults, unique: Unique | None) -> Iterator[Item]:
-    """Yield the rows of the dataset as items. With `unique`, yield only rows whose prompt was not seen before."""
+def _items(reader: RowReader, schema: Schema, faults: RowFaults, unique: Deduplicator) -> Iterator[DatasetRow]:
+    """Yield the rows of the dataset whose prompt was not seen before, as items."""
     first = ""
     used = {schema.prompt_key, schema.answer_key}
     columns = sorted(used | {key.partition(".")[0] for key in used})
-    for place, row in reader.rows(used, passing_repeats=unique is not None):
+    for place, row in reader.rows(used, passing_repeats=True):
         if isinstance(row, DataError):
             faults.add(str(row))
             continue
-        glance = glance_at([row.get(column) for column in columns]) if unique is not None else None
-        if unique is not None and unique.is_copy(glance):
+        glance = raw_digest([row.get(column) for column in columns])
+        if unique.is_copy(glance):
             continue
         try:
-            prompt, answer = take(row, schema)
+            prompt, answer = prompt_and_answer(row, schema)
         except DataError as e:
             fault = _missing(reader.whole(place), e, schema, first) if isinstance(e, MissingKeyError) else str(e)
             faults.add(f"{reader.where(place)}: {fault}")
             continue
         first = first or reader.where(place)
         key = key_of(prompt)
-        if unique is None or unique.is_new(key, place, answer, glance):
+        if unique.is_new(key, place, answer, glance):
             meta = {k: v for k, v in reader.whole(place).items() if k not in used}
-            yield Item(place, key, prompt, answer, meta)
+            yield DatasetRow(place, key, prompt, answer, meta)
 
 
 def _missing(row: Row, error: MissingKeyError, schema: Schema, first: str) -> str:
@@ -145,27 +145,27 @@ def _missing(row: Row, error: MissingKeyError, schema: Schema, first: str) -> st
     return text
 
 
-def _unique(reader: RowReader, schema: Schema, cfg: DataConfig, report: Report) -> list[Item]:
+def _unique(reader: RowReader, schema: Schema, cfg: DataConfig, report: DatasetReport) -> list[DatasetRow]:
     """Return each prompt once. A prompt with several answers is an error, or with `skip_bad_rows` dropped with all its rows."""
-    unique = Unique()
+    unique = Deduplicator()
     for item in _items(reader, schema, report.faults, unique):
         unique.items[item.key] = item
     contradicted = unique.take_contradicted()
-    told = [" and ".join(f"{reader.where(place)} ({answer!r})" for place, answer in rows[:3]) for rows in contradicted]
+    descriptions = [" and ".join(f"{reader.where(place)} ({answer!r})" for place, answer in rows[:3]) for rows in contradicted]
     if contradicted and not cfg.skip_bad_rows:
         raise DataError(
-            f"{report.source}: {len(contradicted)} prompts have different answers: {some(told)}; correct them, or set "
-            "data.skip_bad_rows=true, which leaves such prompts out (data.deduplicate=false compares nothing)"
+            f"{report.source}: {len(contradicted)} prompts have different answers: {shorten(descriptions)}; correct them, "
+            "or set data.skip_bad_rows=true, which leaves such prompts out"
         )
-    for rows, text in zip(contradicted, told, strict=True):
+    for rows, text in zip(contradicted, descriptions, strict=True):
         report.faults.add(f"different answers: {text}", rows=len(rows))
     report.duplicates = reader.repeats + unique.duplicates
     return list(unique.items.values())
 
 
 def _without_earlier(
-    items: list[Item], reader: RowReader, earlier: Mapping[bytes, tuple[str, str]], report: Report
-) -> list[Item]:
+    items: list[DatasetRow], reader: RowReader, earlier: Mapping[bytes, tuple[str, str]], report: DatasetReport
+) -> list[DatasetRow]:
     """Return the items whose prompts no earlier set has. A prompt with another answer than there is a fault."""
     kept = []
     for item in items:
@@ -181,7 +181,9 @@ def _without_earlier(
     return kept
 
 
-def _tried(items: list[Item], reader: RowReader, cfg: DataConfig, try_golds: TryGolds, report: Report) -> list[Item]:
+def _tried(
+    items: list[DatasetRow], reader: RowReader, cfg: DataConfig, try_golds: TryGolds, report: DatasetReport
+) -> list[DatasetRow]:
     """Report the items whose answers the grader cannot read; drop them or raise DataError if `cfg.check_answers` says so.
 
     An answer that timed out or killed its worker may be the machine's fault: it is reported, but never dropped or refused.
@@ -197,7 +199,7 @@ def _tried(items: list[Item], reader: RowReader, cfg: DataConfig, try_golds: Try
     report.unsettled, report.unreadable = named(unsettled), named(unreadable)
     if unreadable and cfg.check_answers == "error":
         raise DataError(
-            f"{report.source}: {len(report.unreadable)} answers that the grader cannot read: {some(report.unreadable)}; "
+            f"{report.source}: {len(report.unreadable)} answers that the grader cannot read: {shorten(report.unreadable)}; "
             "correct them, or set data.check_answers to drop or tell"
         )
     report.dropped_unreadable = cfg.check_answers == "drop"
@@ -205,13 +207,13 @@ def _tried(items: list[Item], reader: RowReader, cfg: DataConfig, try_golds: Try
 
 
 def _tokenized(
-    items: list[Item],
+    items: list[DatasetRow],
     reader: RowReader,
     schema: Schema,
     cfg: DataConfig,
     tokenizer: PreTrainedTokenizerBase,
     first_id: int,
-    report: Report,
+    report: DatasetReport,
 ) -> Iterator[Prompt]:
     """Yield the prompts of at most `data.max_prompt_tokens` tokens. Raise DataError if all of them are longer."""
     encoder = Encoder(tokenizer, cfg)

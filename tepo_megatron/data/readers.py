@@ -162,14 +162,14 @@ def _parse(line: bytes, first: bool) -> Row:
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as e:  # malformed JSON, bytes that are not UTF-8, or nesting without end
-        mend = "; `jq -c '.[]' FILE` makes lines of an array" if first and line.lstrip()[:1] == b"[" else ""
-        raise DataError(f"not valid JSON ({e}); each line must hold one JSON object{mend}") from None
+        hint = "; `jq -c '.[]' FILE` makes lines of an array" if first and line.lstrip()[:1] == b"[" else ""
+        raise DataError(f"not valid JSON ({e}); each line must hold one JSON object{hint}") from None
     if not isinstance(row, dict):
-        raise DataError(f"each line must hold one JSON object, not {kind(row)}")
+        raise DataError(f"each line must hold one JSON object, not {describe_value(row)}")
     return row
 
 
-def kind(value: Any) -> str:
+def describe_value(value: Any) -> str:
     """Return a description of a value for messages: the JSON name of its type, and its first 60 characters."""
     names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
     text = json.dumps(value, default=repr)

@@ -1,14 +1,14 @@
-"""Counts of what became of a dataset's rows, for the log of the run."""
+"""Counts of a dataset's used and dropped rows, for the log of the run."""
 
 from dataclasses import dataclass, field
 
 from tepo_megatron.errors import DataError
 
-_TOLD = 10  # most rows that one message names
+_MOST_NAMED = 10  # most rows that one message names
 
 
 @dataclass
-class Faults:
+class RowFaults:
     """Rows that cannot be used. Without `skip` the first one is an error; with it they are counted."""
 
     skip: bool
@@ -28,12 +28,12 @@ class Faults:
         if not self.skip:
             raise DataError(f"{fault} (data.skip_bad_rows=true leaves such rows out, and counts them)")
         self.count += rows
-        if len(self.first) < _TOLD:
+        if len(self.first) < _MOST_NAMED:
             self.first.append(fault)
 
 
 @dataclass
-class Report:
+class DatasetReport:
     """Counts of one dataset's rows.
 
     Attributes:
@@ -52,7 +52,7 @@ class Report:
 
     source: str
     schema: str
-    faults: Faults
+    faults: RowFaults
     rows: int = 0
     duplicates: int = 0
     elsewhere: int = 0
@@ -82,9 +82,13 @@ class Report:
         """Return further lines: dropped rows and what to fix."""
         lines = [f"{self.source}: left out: {fault}" for fault in self.faults.first]
         if self.unreadable:
-            lines.append(f"{self.source}: {len(self.unreadable)} answers that the grader cannot read: {some(self.unreadable)}")
+            lines.append(
+                f"{self.source}: {len(self.unreadable)} answers that the grader cannot read: {shorten(self.unreadable)}"
+            )
         if self.unsettled:
-            lines.append(f"{self.source}: {len(self.unsettled)} answers that the grader did not settle: {some(self.unsettled)}")
+            lines.append(
+                f"{self.source}: {len(self.unsettled)} answers that the grader did not settle: {shorten(self.unsettled)}"
+            )
         if self.untried:
             lines.append(f"{self.source}: {self.untried} answers were not tried on the grader: there was no time for more")
         if self.unboxed:
@@ -95,7 +99,7 @@ class Report:
         return lines
 
 
-def some(things: list[str]) -> str:
+def shorten(things: list[str]) -> str:
     """Return the first ten things in one string, and how many more there are."""
-    more = f", and {len(things) - _TOLD} more" if len(things) > _TOLD else ""
-    return ", ".join(things[:_TOLD]) + more
+    more = f", and {len(things) - _MOST_NAMED} more" if len(things) > _MOST_NAMED else ""
+    return ", ".join(things[:_MOST_NAMED]) + more

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tepo_megatron.data.readers import Row, kind
+from tepo_megatron.data.readers import Row, describe_value
 from tepo_megatron.errors import DataError
 from tepo_megatron.rewards.boxed import last_boxed
 
@@ -110,7 +110,7 @@ def _reach(row: Mapping[str, Any], key: str) -> tuple[Any, bool]:
     return _reach(inner, rest) if dot and isinstance(inner, Mapping) else (None, False)
 
 
-def take(row: Row, schema: Schema) -> tuple[str | Messages, str]:
+def prompt_and_answer(row: Row, schema: Schema) -> tuple[str | Messages, str]:
     """Return (prompt, gold answer) of a row.
 
     Args:
@@ -155,7 +155,7 @@ def gold(value: Any, key: str) -> str:
     if isinstance(value, float) and not math.isfinite(value):
         raise DataError(f"{key!r} is {value}; an answer must be finite")
     if isinstance(value, bool) or not isinstance(value, (str, int, float)):
-        raise DataError(f"{key!r} must be a string or a number, or a list of one, not {kind(value)}")
+        raise DataError(f"{key!r} must be a string or a number, or a list of one, not {describe_value(value)}")
     text = str(value)
     if "boxed" in text:
         text = last_boxed(text) or text
@@ -173,7 +173,9 @@ def _prompt(value: Any, key: str) -> str | Messages:
     if is_chat(value):
         # parquet columns hold null for the keys that only other messages have
         return [{k: v for k, v in message.items() if v is not None} for message in value]
-    raise DataError(f"{key!r} must be a string or a list of messages with string 'role' and 'content', not {kind(value)}")
+    raise DataError(
+        f"{key!r} must be a string or a list of messages with string 'role' and 'content', not {describe_value(value)}"
+    )
 
 
 def is_chat(value: Any) -> bool:

@@ -20,7 +20,7 @@ _FILE = re.compile(r"\.(jsonl?|ndjson|parquet|csv|txt|gz)$", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
-class Source:
+class DatasetSource:
     """A dataset and a slice of its rows.
 
     Attributes:
@@ -34,7 +34,7 @@ class Source:
     stop: str = ""
 
     @classmethod
-    def of(cls, text: str) -> Source:
+    def of(cls, text: str) -> DatasetSource:
         """Parse the text of a config."""
         match = SLICE.fullmatch(text)
         return cls(text) if match is None else cls(match["source"], match["start"] or "", match["stop"] or "")

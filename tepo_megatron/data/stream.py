@@ -10,7 +10,7 @@ from tepo_megatron.errors import DataError
 from tepo_megatron.types import Prompt
 
 
-class _Walk:
+class _SetCursor:
     """Goes through one set epoch after epoch. With `shuffle`, the order is that of a hash of (seed, epoch, prompt id)."""
 
     def __init__(self, prompts: Sequence[Prompt], weight: float, seed: int, shuffle: bool) -> None:
@@ -89,7 +89,7 @@ class PromptStream:
         if len({prompt.id for prompt in self._prompts}) < len(self._prompts):
             raise DataError("data.train: two prompts have the same id; ids are unique over all sets")
         self._seed, self._shuffle = seed, shuffle
-        self._walks = [_Walk(prompts, weight, seed, shuffle) for prompts, weight in sets]
+        self._walks = [_SetCursor(prompts, weight, seed, shuffle) for prompts, weight in sets]
         self._fingerprint = _fingerprint(self._prompts)
         self._returned: list[Prompt] = []
 
@@ -111,7 +111,8 @@ class PromptStream:
         if n > sum(left):
             raise DataError(
                 f"data.train has {len(self._prompts)} prompts, {len(self._prompts) - sum(left)} of them already in this "
-                f"step; {n} more different ones are not there: lower rollout.prompts_per_step (or rollout.max_refills)"
+                f"step; {n} more different ones are not there: lower rollout.prompts_per_step (or "
+                "rollout.max_generation_rounds)"
             )
         taken: list[Prompt] = []
         for prompt in [p for p in self._returned if p.id not in held][:n]:
@@ -171,7 +172,7 @@ class PromptStream:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where `state` was saved. Raise DataError if it belongs to other prompts, weights, or another order."""
         here = self.state_dict()
-        for key, mend in (
+        for key, fix in (
             ("count", "resume with the same data.train and data.max_prompt_tokens"),
             ("fingerprint", "resume with the same data.train, keys and tokenizer"),
             ("weights", "resume with the same sets and weights in data.train"),
@@ -181,7 +182,7 @@ class PromptStream:
             if state.get(key) != here.get(key):
                 raise DataError(
                     f"the checkpoint's place in the dataset is not one of this dataset: {key} was {state.get(key)} and is "
-                    f"{here.get(key)}; {mend}, or start a new run"
+                    f"{here.get(key)}; {fix}, or start a new run"
                 )
         places = state.get("sets", [[state["epoch"], state["position"], 0]])
         for walk, (epoch, position, drawn) in zip(self._walks, places, strict=True):

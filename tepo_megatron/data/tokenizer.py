@@ -38,7 +38,7 @@ def load_tokenizer(model_path: str | Path) -> PreTrainedTokenizerBase:
         return AutoTokenizer.from_pretrained(directory, local_files_only=True)
     except Exception as e:  # transformers passes on whatever its parsers raise, even a bare Exception
         raise CheckpointError(
-            f"{directory}: the tokenizer files cannot be read ({type(e).__name__}: {e}); copy them anew from the base model"
+            f"{directory}: the tokenizer files cannot be read ({type(e).__name__}: {e}); copy them again from the base model"
         ) from e
 
 

@@ -11,7 +11,7 @@ from tepo_megatron.data.schemas import Messages
 
 
 @dataclass(frozen=True, slots=True)
-class Item:
+class DatasetRow:
     """The first row of a prompt.
 
     Attributes:
@@ -40,7 +40,7 @@ def key_of(prompt: str | Messages) -> bytes:
     return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=16).digest()
 
 
-def glance_at(values: list[Any]) -> bytes | None:
+def raw_digest(values: list[Any]) -> bytes | None:
     """Return a digest of a row's raw values, equal for copies; None if the values cannot be serialized."""
     try:
         data = marshal.dumps(values, 2)  # version 2 has no references, which would depend on who else holds a string
@@ -49,17 +49,17 @@ def glance_at(values: list[Any]) -> bytes | None:
     return hashlib.blake2b(data, digest_size=16).digest()
 
 
-class Unique:
+class Deduplicator:
     """Registers rows one after the other and keeps the first of each prompt."""
 
     def __init__(self) -> None:
-        self.items: dict[bytes, Item] = {}
+        self.items: dict[bytes, DatasetRow] = {}
         self.duplicates = 0
         self._glances: set[bytes] = set()  # of rows registered before, so that copies (1.8 million rows) need no parsing
         self._others: dict[bytes, list[tuple[int, str]]] = {}  # rows with another answer than the first, by prompt
 
     def is_copy(self, glance: bytes | None) -> bool:
-        """Return whether a row with this `glance_at` digest was registered before; count the row if so."""
+        """Return whether a row with this `raw_digest` was registered before; count the row if so."""
         if glance not in self._glances:
             return False
         self.duplicates += 1
@@ -72,7 +72,7 @@ class Unique:
             key: `key_of` the prompt.
             place: Place of the row.
             answer: Gold answer of the row.
-            glance: `glance_at` of the row, or None.
+            glance: `raw_digest` of the row, or None.
         """
         if glance is not None:
             self._glances.add(glance)

@@ -22,7 +22,7 @@ _LISTENS, _ESTABLISHED, _CLOSE_WAIT = "0A", "01", "08"
 _MAPPED = "0000000000000000FFFF0000"  # prefix of an IPv4 address in the IPv6 table
 
 
-class Stranger(RuntimeError):
+class ForeignPeer(RuntimeError):
     """A process group may have a member on this machine that is not a process of this user."""
 
 
@@ -55,7 +55,7 @@ def own_peers_only() -> Iterator[None]:
     """Check the gloo process groups formed in this block. Members on other machines are not checked.
 
     Raises:
-        Stranger: A port opened in the block has a connection from this machine whose other end belongs to another user or is
+        ForeignPeer: A port opened in the block has a connection from this machine whose other end belongs to another user or is
             gone. The groups must not be used. Another user's mere attempt to connect raises this too.
     """
     before = _listening()
@@ -67,7 +67,7 @@ def own_peers_only() -> Iterator[None]:
         users, known = _users_of_peers(new)
         if users or not (left or known):
             who = f"user {min(users)}" if users else "a process that has ended"
-            raise Stranger(
+            raise ForeignPeer(
                 f"{who} of this machine connected to a process group of pid {os.getpid()} that was being formed; only this "
                 f"user's processes may, so nothing was exchanged in it"
             )

@@ -125,7 +125,7 @@ def initialize(cfg: ParallelConfig, platform: Platform, seed: int, config: Mappi
 
     Raises:
         ConfigError: The world size is not tp*pp*cp*dp, or (raised on all ranks) a rank has another config than rank 0.
-        Stranger: Another user of this machine took part in forming the groups.
+        ForeignPeer: Another user of this machine took part in forming the groups.
     """
     world_size, local_rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("LOCAL_RANK", "0"))
     if world_size != cfg.world_size:
@@ -176,8 +176,8 @@ def _refuse_other_configs(config: Mapping[str, Any]) -> None:
     own = json.dumps(config, sort_keys=True)
     store.set(f"config/{rank}", json.dumps({"host": socket.gethostname(), "sha256": _sha256(own), "config": own}))
     if rank == 0:
-        told = (json.loads(store.get(f"config/{other}")) for other in range(1, dist.get_world_size()))
-        store.set("config/verdict", _verdict(config, _sha256(own), list(told)))
+        configs = (json.loads(store.get(f"config/{other}")) for other in range(1, dist.get_world_size()))
+        store.set("config/verdict", _verdict(config, _sha256(own), list(configs)))
     if verdict := store.get("config/verdict").decode():
         raise ConfigError(verdict)
 

@@ -34,13 +34,16 @@ def examine(
     for name, look in (
         ("packages", machine.packages),
         ("versions", lambda: versions.combinations(versions.installed())),
-        ("kernels", lambda: versions.kernels(cfg.model, cfg.training, cfg.platform, cfg.parallel.cp)),
+        (
+            "kernels",
+            lambda: versions.kernels(cfg.model, cfg.megatron, cfg.platform, cfg.parallel.cp, cfg.training.offload_activations),
+        ),
+        ("megatron", partial(versions.passed_fields, cfg.megatron)),
         ("cuDNN", partial(versions.cudnn, cfg.platform, os.environ)),
         ("config", config),
         ("processors", partial(machine.processors, cfg.platform, ranks, cfg.rollout)),
         ("memory", partial(machine.memory, cfg.model, cfg.sync, replays=cfg.rollout.replay is not None)),
         ("disk", partial(machine.disk, Path(cfg.output), cfg.model, cfg.checkpoint, exports=cfg.export_hf)),
-        ("port", partial(machine.ports, cfg.rollout)),
         ("conversion", partial(model.conversion, cfg.model.path, cfg.parallel.tp)),
         ("tokenizer", partial(model.tokenizer, cfg.model.path, cfg.data, cfg.rollout.stop_token_ids)),
         ("data", partial(inputs.data, cfg.model.path, cfg.data, cfg.reward, cfg.rollout.prompts_per_step)),
@@ -65,7 +68,7 @@ def _why_no_step(rollout: RolloutConfig, enough_devices: bool, failed: bool, qui
     if failed:
         return "not tried: fix the above first"
     if rollout.replay is not None or rollout.only:
-        return "not tried: rollout.replay and rollout.only are no whole runs"
+        return "not tried: rollout.replay and rollout.only do not run a whole step"
     if not enough_devices:
         return "not tried: it needs more GPUs than this machine has"
     return ""

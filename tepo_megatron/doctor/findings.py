@@ -17,14 +17,14 @@ class Finding:
     Attributes:
         check: Subject of the check.
         verdict: Result.
-        said: State that was found, on one line.
-        mend: The fix; empty if none is needed.
+        said: Description of the state, on one line.
+        fix: The fix; empty if none is needed.
     """
 
     check: str
     verdict: Verdict
     said: str
-    mend: str = ""
+    fix: str = ""
 
     def __str__(self) -> str:
         """Return the finding as text for a terminal.
@@ -32,8 +32,8 @@ class Finding:
         It is escaped, because it quotes models, datasets and servers. Lines after the first are indented, so that no quoted
         text looks like another finding.
         """
-        mend = f"\n→ {self.mend}" if self.mend else ""
-        indented = escaped(self.said + mend).replace("\n", f"\n{'':22}")
+        fix = f"\n→ {self.fix}" if self.fix else ""
+        indented = escaped(self.said + fix).replace("\n", f"\n{'':22}")
         return f"{self.verdict:5} {self.check:16}{indented}"
 
 

@@ -25,7 +25,7 @@ def data(model_path: str, cfg: DataConfig, reward: RewardConfig, prompts_per_ste
     """
     tokenizer = load_tokenizer(model_path)
     found = load_data(cfg, reward, tokenizer)
-    for line in found.told:
+    for line in found.log_lines:
         yield Finding("data", "warn" if line.startswith("warning") else "pass", line.removeprefix("warning: "))
     train = [prompt for prompts, _ in found.train for prompt in prompts]
     first = train[0]
@@ -67,7 +67,7 @@ def grading(cfg: RewardConfig, prompts: Sequence[Prompt]) -> Iterator[Finding]:
         yield Finding(
             "grading", "fail" if len(wrong) == len(prompts) else "warn",
             f"{len(wrong)} of {len(prompts)} right answers are not found right: {shown}",
-            "mend these answers in the dataset, or take their rows out",
+            "fix these answers in the dataset, or take their rows out",
         )  # fmt: skip
     else:
         yield Finding("grading", "pass", f"{len(prompts)} right answers are found right")

@@ -13,8 +13,6 @@ from packaging.requirements import Requirement
 
 from tepo_megatron.config import CheckpointConfig, ModelConfig, RolloutConfig, SyncConfig
 from tepo_megatron.doctor.findings import Finding
-from tepo_megatron.errors import RolloutError
-from tepo_megatron.inference.servers.process import choose_port
 from tepo_megatron.weights.hf_io import HfReader
 
 DISTRIBUTION = "tepo-megatron"
@@ -89,18 +87,22 @@ def memory(model: ModelConfig, sync: SyncConfig, *, replays: bool) -> Iterator[F
         sync: Sets how weights are sent.
         replays: Whether rollouts are replayed, so that no weights are sent.
     """
-    free, files = psutil.virtual_memory().available, sync.transport == "shm" and sync.folder is None
+    free, files = (
+        psutil.virtual_memory().available,
+        sync.transport.type == "shm" and sync.shared_folder is None,
+    )
     yield Finding("memory", "pass" if free > 4 * 2**30 else "warn", f"{free / 2**30:.1f} GiB available on this machine")
     if files and not replays:
-        rounds, room = 2 * sync.bucket_mib * 2**20, shutil.disk_usage("/dev/shm").free
-        wanted = min(rounds, _parameters(model.path) * WEIGHT_BYTES[model.dtype])
-        if room < wanted:
+        two_rounds, available = 2 * sync.bucket_mib * 2**20, shutil.disk_usage("/dev/shm").free
+        wanted = min(two_rounds, _parameters(model.path) * WEIGHT_BYTES[model.dtype])
+        if available < wanted:
             yield Finding(
-                "shared memory", "fail", f"{room / 2**30:.2f} GiB free in /dev/shm, and two rounds take {wanted / 2**30:.2f}",
-                "lower sync.bucket_mib, enlarge /dev/shm, or set sync.folder",
+                "shared memory", "fail",
+                f"{available / 2**30:.2f} GiB free in /dev/shm, and two rounds take {wanted / 2**30:.2f}",
+                "lower sync.bucket_mib, enlarge /dev/shm, or set sync.transport.folder",
             )  # fmt: skip
         else:
-            yield Finding("shared memory", "pass", f"{room / 2**30:.1f} GiB free in /dev/shm")
+            yield Finding("shared memory", "pass", f"{available / 2**30:.1f} GiB free in /dev/shm")
 
 
 def disk(output: Path, model: ModelConfig, checkpoint: CheckpointConfig, *, exports: bool) -> Iterator[Finding]:
@@ -133,17 +135,6 @@ def disk(output: Path, model: ModelConfig, checkpoint: CheckpointConfig, *, expo
         yield Finding("disk speed", "warn", said, "put output on a faster file system, or raise checkpoint.every")
     else:
         yield Finding("disk speed", "pass", said)
-
-
-def ports(rollout: RolloutConfig) -> Iterator[Finding]:
-    """Check that the server's port is free, if the config names one."""
-    if not rollout.server.port or rollout.server.remote or rollout.replay is not None:
-        return
-    try:
-        choose_port(rollout.server.port)
-        yield Finding("port", "pass", f"{rollout.server.port} is free")
-    except RolloutError as e:
-        yield Finding("port", "fail", str(e))
 
 
 def _gpus() -> int:

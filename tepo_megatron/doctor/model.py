@@ -112,13 +112,15 @@ def _vocabulary(found: PreTrainedTokenizerBase, rows: int) -> Finding:
 def _stops(found: PreTrainedTokenizerBase, stops: Sequence[int]) -> Finding:
     """Check the stop tokens. A pad token as one of several is harmless, because responses are not padded here."""
     named = ", ".join(f"{found.convert_ids_to_tokens(token)!r} ({token})" for token in stops)
-    mend = "name the tokens that end a response in rollout.stop_token_ids"
+    fix = "name the tokens that end a response in rollout.stop_token_ids"
     if not stops:
-        return Finding("stop tokens", "fail", "none: every response would be cut off at rollout.max_response_tokens", mend)
+        return Finding("stop tokens", "fail", "none: every response would be cut off at rollout.max_response_tokens", fix)
     if unknown := [token for token in stops if found.convert_ids_to_tokens(token) is None]:
-        return Finding("stop tokens", "fail", f"{unknown} are no tokens of the tokenizer", "mend eos_token_id in config.json")
+        return Finding(
+            "stop tokens", "fail", f"{unknown} are no tokens of the tokenizer", "correct eos_token_id in config.json"
+        )
     if set(stops) == {found.pad_token_id} and found.eos_token_id is None:
-        return Finding("stop tokens", "warn", f"{named}, the pad token, and there is no end-of-sequence token", mend)
+        return Finding("stop tokens", "warn", f"{named}, the pad token, and there is no end-of-sequence token", fix)
     return Finding("stop tokens", "pass", f"{named} end a response")
 
 
@@ -131,7 +133,7 @@ def _template(own: Mapping[str, Any], found: PreTrainedTokenizerBase, stops: Seq
     asked = text(**own)
     silent = text(prompt=False, **own)
     if not asked.startswith(silent) or asked == silent:
-        said = "it adds no prompt for the answer: the model would go on with the user's words"
+        said = "it adds no generation prompt: the model would continue the user's message"
         yield Finding("chat template", "warn", said, "use a template with add_generation_prompt")
         return
     by_template = list(found.apply_chat_template(list(chat), add_generation_prompt=True, return_dict=False, **own))

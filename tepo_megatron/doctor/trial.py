@@ -37,7 +37,9 @@ def trial_of(cfg: Config, folder: Path) -> Config:
         export_hf=False,
         data=replace(cfg.data, eval=None),
         evaluation=replace(cfg.evaluation, every=0),
-        rollout=replace(cfg.rollout, prompts_per_step=prompts, filter_uniform_groups=False, max_refills=0, record=False),
+        rollout=replace(
+            cfg.rollout, prompts_per_step=prompts, filter_uniform_groups=False, max_generation_rounds=1, record=False
+        ),
         training=replace(cfg.training, steps=1, minibatch_prompts=max(1, prompts // updates)),
         sync=replace(cfg.sync, verify_every=1),
         checkpoint=replace(cfg.checkpoint, every=0),
@@ -46,7 +48,7 @@ def trial_of(cfg: Config, folder: Path) -> Config:
 
 
 def ranks(cfg: Config, launch: Callable[..., None]) -> Iterator[Finding]:
-    """Yield how fast the ranks' all-reduces are, which also shows that the ranks find each other.
+    """Yield the speed of the ranks' all-reduces, which also shows that the ranks can connect.
 
     Args:
         cfg: A config from `trial_of`.
@@ -97,15 +99,15 @@ def _samples(record: Mapping[str, Any], max_response_tokens: int) -> Finding:
     if cut > 0.5:
         return Finding("samples", "warn", said, f"raise rollout.max_response_tokens={max_response_tokens}")
     if accuracy in (0.0, 1.0):
-        return Finding("samples", "warn", said, "groups that are all alike teach nothing: look at prompts and answers")
+        return Finding("samples", "warn", said, "groups with equal scores have no advantage: check prompts and answers")
     return Finding("samples", "pass", said)
 
 
 def _noise(record: Mapping[str, Any]) -> Finding:
     floor, below = record.get("tepo/entropy_noise_floor"), record.get("tepo/mask_below_noise")
     if floor is None or below is None:
-        return Finding("noise of dH", "skip", "the old statistics are not computed apart, so it cannot be measured")
-    said = f"{floor:.1e} nats; {below:.1%} of the tokens that bear the KL have a smaller dH"
+        return Finding("noise of dH", "skip", "there is no separate pass for the old statistics, so it cannot be measured")
+    said = f"{floor:.1e} nats; {below:.1%} of the tokens with a KL penalty have a smaller dH"
     return Finding("noise of dH", "warn" if below > 0.1 else "pass", said)
 
 

@@ -11,7 +11,8 @@ from packaging.requirements import Requirement
 
 from tepo_megatron.actor.kernels import choose
 from tepo_megatron.actor.kernels import installed as computing
-from tepo_megatron.config import ModelConfig, TrainingConfig
+from tepo_megatron.config import MegatronConfig, ModelConfig
+from tepo_megatron.config.megatron import untested_fields
 from tepo_megatron.doctor.findings import Finding, Verdict
 from tepo_megatron.errors import ConfigError
 
@@ -24,7 +25,7 @@ class KnownBad:
         together: The combination is bad if all of these requirements are installed ("python" is the interpreter).
         verdict: Verdict of the finding.
         why: Description of the problem.
-        mend: The fix.
+        fix: The fix.
         source: Source of this knowledge.
         variable: The combination is bad only if this environment variable is set. None: always.
     """
@@ -32,7 +33,7 @@ class KnownBad:
     together: tuple[str, ...]
     verdict: Verdict
     why: str
-    mend: str
+    fix: str
     source: str
     variable: str | None = None
 
@@ -101,30 +102,39 @@ def combinations(there: Mapping[str, str]) -> Iterator[Finding]:
     ]
     for known in bad:
         versions = ", ".join(f"{name} {there[name]}" for name in (Requirement(text).name for text in known.together))
-        yield Finding("versions", known.verdict, f"{versions}: {known.why} ({known.source})", known.mend)
+        yield Finding("versions", known.verdict, f"{versions}: {known.why} ({known.source})", known.fix)
     if not bad:
         yield Finding("versions", "pass", f"none of {len(KNOWN_BAD)} combinations that are known not to work")
 
 
-def kernels(model: ModelConfig, training: TrainingConfig, platform: str, cp: int) -> Iterator[Finding]:
+def kernels(
+    model: ModelConfig, megatron: MegatronConfig, platform: str, cp: int, offload_activations: bool = False
+) -> Iterator[Finding]:
     """Report which implementation runs layers, norms, the optimizer step and sums of gradients (`actor/kernels.py`).
 
     Args:
         model: Its precision and attention.
-        training: Recomputation and gradient accumulation.
+        megatron: Its accumulation of gradients.
         platform: "cpu" or "cuda".
         cp: Number of context-parallel ranks.
+        offload_activations: `training.offload_activations`.
     """
     try:
-        chosen = choose(model, training, platform, computing(), cp=cp)
+        chosen = choose(model, megatron, platform, computing(), cp=cp, offload_activations=offload_activations)
     except ConfigError as e:
         yield Finding("kernels", "fail", str(e), "install what is missing, or change that key")
         return
     if platform == "cpu" or chosen.layers == "te":
         yield Finding("kernels", "pass", str(chosen))
     else:
-        mend = "it works, and is slower; install the extra `te` and use model.attention=auto"
-        yield Finding("kernels", "warn", str(chosen), mend)
+        fix = "it works, and is slower; install the extra `te` and use model.attention=auto"
+        yield Finding("kernels", "warn", str(chosen), fix)
+
+
+def passed_fields(megatron: MegatronConfig) -> Iterator[Finding]:
+    """List the fields that the config passes to Megatron-Core and that no test of this project trains with."""
+    for line in untested_fields(megatron):
+        yield Finding("megatron", "warn", line, "compare a few steps with and without them")
 
 
 def cudnn(platform: str, environment: Mapping[str, str], toolkit: Path = Path("/usr/local/cuda")) -> Iterator[Finding]:
@@ -148,7 +158,7 @@ def cudnn(platform: str, environment: Mapping[str, str], toolkit: Path = Path("/
                 "remove it, or use a CUDA image without cuDNN (nvidia/cuda:...-devel, not -cudnn-devel)",
             )
             return
-    yield Finding("cuDNN", "pass", "none beside that of the wheels")
+    yield Finding("cuDNN", "pass", "none besides that of the wheels")
 
 
 def _has(there: Mapping[str, str], wanted: Requirement) -> bool:

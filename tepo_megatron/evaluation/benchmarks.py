@@ -23,7 +23,7 @@ class Benchmark:
         answer: Column of the gold answer.
         subset: Configuration of the dataset, None for the default one.
         prompt: User message; `<problem>` stands for the problem text.
-        grader: Grader, as `reward.type`.
+        grader: Grader, a type of `reward.terms`.
         samples: Samples per problem.
         temperature: Sampling temperature; 0 is greedy.
     """

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import get_args
 
-from tepo_megatron.config import Benchmark, Config
+from tepo_megatron.config import AnswerTermConfig, Benchmark, Config
 from tepo_megatron.config.io import read_layers, with_overrides
 from tepo_megatron.config.layers import Layers
 from tepo_megatron.data import load_tokenizer, stop_tokens, text_functions
@@ -18,7 +18,7 @@ from tepo_megatron.evaluation.folder import RECORD_FILE, TABLE_FILE, EvaluationF
 from tepo_megatron.evaluation.problems import Problems, load_benchmarks
 from tepo_megatron.evaluation.published import rows_of
 from tepo_megatron.evaluation.samples import sample_benchmark
-from tepo_megatron.evaluation.tables import beside_the_paper, figures
+from tepo_megatron.evaluation.tables import figures, paper_table
 from tepo_megatron.inference.engine import RolloutEngine
 from tepo_megatron.inference.engine_api import LaunchSpec
 from tepo_megatron.inference.engines import build_engine
@@ -29,20 +29,20 @@ from tepo_megatron.rollout.custom import open_sampler
 _SERVES_ALONE = (
     *(f"--parallel.{axis}=1" for axis in ("tp", "pp", "vpp", "cp", "ep", "dp")),
     *("--parallel.sequence_parallel=false", "--rollout.only=true", "--rollout.colocate=false", "--rollout.replay=null"),
-    *("--rollout.max_staleness=0", "--rollout.in_flight=finish"),
+    *("--rollout.max_staleness=0", "--rollout.on_weight_update=finish"),
 )
 
 EngineFactory = Callable[[Config, LaunchSpec, Path], RolloutEngine]
 
 
 @dataclass(frozen=True)
-class Request:
+class EvaluationRequest:
     """Arguments of `tepo evaluate`.
 
     Attributes:
         checkpoint: Model to evaluate; see `checkpoint.hf_model`.
         config: YAML file of settings, or None.
-        words: Command-line settings (`--key value`), which override those of the file.
+        argv: Command-line settings (`--key value`), which override those of the file.
         out: Folder to write; None for a folder in `evaluations/` named after the checkpoint.
         against: Folder of another evaluation to compare with, or None.
         published: Rows of the paper to print; see `published.rows_of`.
@@ -50,13 +50,13 @@ class Request:
 
     checkpoint: Path
     config: str | None
-    words: Sequence[str]
+    argv: Sequence[str]
     out: Path | None
     against: Path | None
     published: str
 
 
-def settings(request: Request) -> Config:
+def settings(request: EvaluationRequest) -> Config:
     """Return the config of an evaluation, with all seven benchmarks if it names none. Raises ConfigError."""
     if request.config is None:
         layers = Layers()
@@ -64,13 +64,13 @@ def settings(request: Request) -> Config:
         layers.add(needed, "tepo evaluate")
     else:
         layers = read_layers(request.config)
-    cfg = with_overrides(layers, [*request.words, *_SERVES_ALONE], request.config or "tepo evaluate")
+    cfg = with_overrides(layers, [*request.argv, *_SERVES_ALONE], request.config or "tepo evaluate")
     if cfg.evaluation.benchmarks:
         return cfg
     return replace(cfg, evaluation=replace(cfg.evaluation, benchmarks=list(get_args(Benchmark))))
 
 
-def run(request: Request, tell: Callable[[str], None], make_engine: EngineFactory | None = None) -> Path:
+def run(request: EvaluationRequest, tell: Callable[[str], None], make_engine: EngineFactory | None = None) -> Path:
     """Evaluate, print the tables and write the folder; return the folder.
 
     Args:
@@ -96,7 +96,7 @@ def run(request: Request, tell: Callable[[str], None], make_engine: EngineFactor
         folder = _evaluate(cfg, request, out, tell, make_engine)
     grids = [
         figures(str(request.checkpoint), folder.results, folder.changes),
-        beside_the_paper("this model", folder.results, rows_of(request.published, str(request.checkpoint.resolve()))),
+        paper_table("this model", folder.results, rows_of(request.published, str(request.checkpoint.resolve()))),
     ]
     if request.against is not None:
         grids.append(compare_folders(out, request.against))
@@ -107,7 +107,7 @@ def run(request: Request, tell: Callable[[str], None], make_engine: EngineFactor
 
 
 def _evaluate(
-    cfg: Config, request: Request, out: Path, tell: Callable[[str], None], make_engine: EngineFactory | None
+    cfg: Config, request: EvaluationRequest, out: Path, tell: Callable[[str], None], make_engine: EngineFactory | None
 ) -> EvaluationFolder:
     tokenizer = load_tokenizer(cfg.model.path)
     suite = load_benchmarks(cfg.evaluation, tokenizer, cfg.data.max_prompt_tokens)
@@ -115,7 +115,7 @@ def _evaluate(
 
     encode, decode = text_functions(tokenizer)
     folder = EvaluationFolder(out, {"checkpoint": str(request.checkpoint), "seed": cfg.seed})
-    todo = folder.keep(suite) if cfg.resume else suite
+    todo = folder.take_over(suite) if cfg.resume else suite
     for name in folder.results:
         tell(f"{BENCHMARKS[name].title}: evaluated before, kept")
     if not todo:
@@ -134,10 +134,13 @@ def _evaluate(
         sampler, sampler_events = stack.enter_context(open_sampler(engine, cfg.rollout.function, encode, decode))
         engine.start()
         kinds = {problems.entry.grader for problems in todo}
-        graders = {kind: stack.enter_context(build_reward(replace(cfg.reward, type=kind), decode)) for kind in kinds}
+        graders = {
+            kind: stack.enter_context(build_reward(replace(cfg.reward, terms=[AnswerTermConfig(type=kind)]), decode))
+            for kind in kinds
+        }
         engine.wait_ready()
         for problems in todo:
-            tell(f"{problems.entry.title}: {_in_words(problems)}")
+            tell(f"{problems.entry.title}: {_description(problems)}")
             samples = sample_benchmark(problems, sampler, graders[problems.entry.grader], decode, stops, cfg.seed)
             accuracy = folder.add(problems, samples).accuracy
             tell(f"{problems.entry.title}: avg@{problems.entry.samples} {100 * accuracy.mean:.2f} %")
@@ -146,7 +149,7 @@ def _evaluate(
     return folder
 
 
-def _in_words(problems: Problems) -> str:
+def _description(problems: Problems) -> str:
     entry = problems.entry
     how = f"temperature {entry.temperature:g}" if entry.temperature else "greedy"
     size = f"{len(problems.prompts)} problems x {entry.samples}"

@@ -8,11 +8,11 @@ from tepo_megatron.errors import DataError
 from tepo_megatron.evaluation.benchmarks import BENCHMARKS
 from tepo_megatron.evaluation.folder import read_record, samples_file
 from tepo_megatron.evaluation.results import compare
-from tepo_megatron.evaluation.samples import Sample, read_samples
-from tepo_megatron.evaluation.tables import Grid, comparison
+from tepo_megatron.evaluation.samples import BenchmarkSample, read_samples
+from tepo_megatron.evaluation.tables import ResultTable, comparison
 
 
-def compare_folders(ours: Path, theirs: Path) -> Grid:
+def compare_folders(ours: Path, theirs: Path) -> ResultTable:
     """Return a table of the first evaluation minus the second, for every benchmark that both have.
 
     Args:
@@ -42,7 +42,7 @@ def compare_folders(ours: Path, theirs: Path) -> Grid:
             incomplete.append(f"{BENCHMARKS[name].title}: compared on the {count} problems that both have; {rest}.")
         found[name] = compare(pair[0], pair[1], name)
     grid = comparison(str(ours), str(theirs), found)
-    return Grid(grid.title, grid.headings, grid.rows, [*grid.notes, *incomplete, *_differing(names, records)])
+    return ResultTable(grid.title, grid.headings, grid.rows, [*grid.notes, *incomplete, *_differing(names, records)])
 
 
 def _samples_of(entry: dict[str, Any]) -> int:
@@ -51,7 +51,7 @@ def _samples_of(entry: dict[str, Any]) -> int:
     return int(protocol.get("problems", 0)) * int(protocol.get("samples", 0))
 
 
-def _common(pair: Sequence[Sequence[Sample]], name: str) -> list[list[Sample]]:
+def _common(pair: Sequence[Sequence[BenchmarkSample]], name: str) -> list[list[BenchmarkSample]]:
     """Return the samples of the problems that both evaluations have. Raises DataError if there are none."""
     first, second = ({sample.problem for sample in samples} for samples in pair)
     if not first & second:

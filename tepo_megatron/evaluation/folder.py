@@ -10,7 +10,7 @@ from typing import Any
 from tepo_megatron.errors import DataError
 from tepo_megatron.evaluation.problems import Problems
 from tepo_megatron.evaluation.results import Result, result
-from tepo_megatron.evaluation.samples import Sample, load_samples, to_lines
+from tepo_megatron.evaluation.samples import BenchmarkSample, load_samples, to_lines
 from tepo_megatron.utils.atomic import replace_file
 
 RECORD_FILE = "evaluation.json"
@@ -39,7 +39,7 @@ class EvaluationFolder:
         self.changes: dict[str, Sequence[str]] = {}
         self.results: dict[str, Result] = {}
 
-    def keep(self, suite: Sequence[Problems]) -> list[Problems]:
+    def take_over(self, suite: Sequence[Problems]) -> list[Problems]:
         """Take over the benchmarks that an earlier process added with the same model, seed and protocol.
 
         Call it before any `add`. Returns the benchmarks still to be evaluated. Damaged ones are among them, and a warning says
@@ -79,7 +79,7 @@ class EvaluationFolder:
         same = {key: record.get(key) for key in self._about} == self._about
         return dict(record["benchmarks"]) if same else {}
 
-    def add(self, problems: Problems, samples: Sequence[Sample]) -> Result:
+    def add(self, problems: Problems, samples: Sequence[BenchmarkSample]) -> Result:
         """Write the samples of a benchmark, then the record with its result; return the result.
 
         Each file is replaced atomically.
@@ -103,7 +103,7 @@ class EvaluationFolder:
         replace_file(self.path / RECORD_FILE, json.dumps(record, indent=2, ensure_ascii=False).encode() + b"\n")
         return self.results[problems.name]
 
-    def _note(self, problems: Problems, samples: Sequence[Sample]) -> None:
+    def _note(self, problems: Problems, samples: Sequence[BenchmarkSample]) -> None:
         self.results[problems.name] = result(samples)
         self.changes[problems.name] = problems.changes
         self._protocols[problems.name] = protocol(problems)

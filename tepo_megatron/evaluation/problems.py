@@ -90,7 +90,7 @@ def check_sources(cfg: EvaluationConfig) -> None:
     """Raise DataError for a benchmark that has no local file and cannot be downloaded. Call it before anything is started."""
     for name in cfg.benchmarks:
         if not _file(name, cfg.benchmark_folder) and importlib.util.find_spec("datasets") is None:
-            raise DataError(f"evaluation.benchmarks: {name}: {_NOT_INSTALLED}, or {_mend(name)}")
+            raise DataError(f"evaluation.benchmarks: {name}: {_NOT_INSTALLED}, or {_fix(name)}")
 
 
 def _rows(name: str, entry: Benchmark, folder: str | None) -> tuple[str, list[tuple[int, str, Mapping[str, Any]]]]:
@@ -101,7 +101,7 @@ def _rows(name: str, entry: Benchmark, folder: str | None) -> tuple[str, list[tu
     try:
         return source, list(_read(hugging_face(source)))
     except DataError as e:
-        raise DataError(f"{e}; or {_mend(name)}") from None
+        raise DataError(f"{e}; or {_fix(name)}") from None
 
 
 def _read(reader: RowReader) -> Iterator[tuple[int, str, Row]]:
@@ -118,7 +118,7 @@ def _file(name: str, folder: str | None) -> Path | None:
     return file if file is not None and file.exists() else None
 
 
-def _mend(name: str) -> str:
+def _fix(name: str) -> str:
     return f"save its dataset as {name}.jsonl, one row per line, in the folder that evaluation.benchmark_folder names"
 
 

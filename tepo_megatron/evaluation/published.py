@@ -43,7 +43,7 @@ DeepSeek-R1-Distill-Qwen-7B tepo 32.70 24.58 66.41 87.80 39.55 49.92 40.80 48.60
 
 
 @dataclass(frozen=True)
-class Published:
+class PublishedRow:
     """One row of the paper's tables.
 
     Attributes:
@@ -66,7 +66,7 @@ class Published:
         return f"{self.table}: {self.model}, {METHODS[self.method]}"
 
 
-def _read() -> tuple[Published, ...]:
+def _read() -> tuple[PublishedRow, ...]:
     found, table = [], ""
     for line in _ROWS.strip().splitlines():
         if line.startswith("# "):
@@ -74,7 +74,7 @@ def _read() -> tuple[Published, ...]:
             continue
         model, method, *figures, average = line.split()
         accuracy = {name: float(f) for name, f in zip(COLUMNS, figures, strict=True) if f != _NONE}
-        found.append(Published(table, model, method, accuracy, float(average)))
+        found.append(PublishedRow(table, model, method, accuracy, float(average)))
     return tuple(found)
 
 
@@ -82,7 +82,7 @@ PUBLISHED = _read()
 MODELS = tuple(dict.fromkeys(row.model for row in PUBLISHED))
 
 
-def rows_of(which: str, path: str = "") -> list[Published]:
+def rows_of(which: str, path: str = "") -> list[PublishedRow]:
     """Return the rows to print.
 
     Args:

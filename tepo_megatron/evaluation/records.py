@@ -70,10 +70,10 @@ def read_scores(run_dir: Path) -> tuple[Scores, list[str]]:
     for problem, before, after, _ in rows:
         scores.before[problem], scores.after[problem] = before, after
     if len(rows) > len(scores.after):
-        faults.append(f"{len(rows) - len(scores.after)} problems stand there twice, of which the later line counts")
+        faults.append(f"{len(rows) - len(scores.after)} problems are in the file twice; the later line counts")
     of = max((of for *_, of in rows if of is not None), default=None)
     if of is not None and of > len(scores.after):
-        faults.append(f"the scores of {of - len(scores.after)} of {of} problems are missing, so its means are of the others")
+        faults.append(f"the scores of {of - len(scores.after)} of {of} problems are missing, so the means are over the others")
     return scores, faults
 
 

@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tepo_megatron.errors import DataError
-from tepo_megatron.evaluation.samples import Sample
-from tepo_megatron.evaluation.statistics import Difference, Share, difference, majority, pass_at_k, share
+from tepo_megatron.evaluation.samples import BenchmarkSample
+from tepo_megatron.evaluation.statistics import PairedDifference, ScoreEstimate, difference, majority, pass_at_k, share
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Result:
 
     problems: int
     samples: int
-    accuracy: Share
+    accuracy: ScoreEstimate
     pass_at: Mapping[int, float]
     majority: float
     truncated: float
@@ -35,7 +35,7 @@ class Result:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class BenchmarkComparison:
     """Comparison of two runs on one benchmark.
 
     Attributes:
@@ -49,12 +49,12 @@ class Comparison:
 
     ours: float
     theirs: float
-    difference: Difference
+    difference: PairedDifference
     gained: tuple[int, ...]
     lost: tuple[int, ...]
 
 
-def result(samples: Sequence[Sample]) -> Result:
+def result(samples: Sequence[BenchmarkSample]) -> Result:
     """Return the result of a benchmark from all its samples. Raises DataError if problems have different numbers of samples."""
     groups = by_problem(samples)
     k = len(next(iter(groups.values())))
@@ -72,9 +72,9 @@ def result(samples: Sequence[Sample]) -> Result:
     )
 
 
-def by_problem(samples: Sequence[Sample]) -> dict[int, list[Sample]]:
+def by_problem(samples: Sequence[BenchmarkSample]) -> dict[int, list[BenchmarkSample]]:
     """Return the samples of each problem. Raises DataError if problems have different numbers of samples."""
-    groups: dict[int, list[Sample]] = {}
+    groups: dict[int, list[BenchmarkSample]] = {}
     for sample in samples:
         groups.setdefault(sample.problem, []).append(sample)
     counts = {len(group) for group in groups.values()}
@@ -83,12 +83,12 @@ def by_problem(samples: Sequence[Sample]) -> dict[int, list[Sample]]:
     return groups
 
 
-def scores(samples: Sequence[Sample]) -> dict[int, float]:
+def scores(samples: Sequence[BenchmarkSample]) -> dict[int, float]:
     """Return problem -> mean score of its samples."""
     return {problem: statistics.fmean(s.score for s in group) for problem, group in by_problem(samples).items()}
 
 
-def compare(ours: Sequence[Sample], theirs: Sequence[Sample], name: str) -> Comparison:
+def compare(ours: Sequence[BenchmarkSample], theirs: Sequence[BenchmarkSample], name: str) -> BenchmarkComparison:
     """Return the first run minus the second, problem by problem.
 
     Args:
@@ -108,7 +108,7 @@ def compare(ours: Sequence[Sample], theirs: Sequence[Sample], name: str) -> Comp
             "evaluate both on the same file"
         )
     order = sorted(a)
-    return Comparison(
+    return BenchmarkComparison(
         ours=statistics.fmean(a.values()),
         theirs=statistics.fmean(b.values()),
         difference=difference([a[p] for p in order], [b[p] for p in order]),
@@ -128,7 +128,7 @@ def over_benchmarks(results: Mapping[str, Result]) -> float:
     return statistics.fmean(r.accuracy.mean for r in results.values())
 
 
-def _vote(sample: Sample) -> str | None:
+def _vote(sample: BenchmarkSample) -> str | None:
     """Return the sample's vote for maj@k: the same for all right answers, else the answer without spaces; None for none."""
     if sample.score > 0:
         return f"right: {sample.gold}"

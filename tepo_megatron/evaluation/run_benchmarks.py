@@ -59,7 +59,7 @@ class BenchmarkRuns:
             RewardError: The grader fails.
         """
         folder = EvaluationFolder(self.folder(step), {"checkpoint": self.model, "step": step, "seed": self.seed})
-        for problems in folder.keep(self.suite):
+        for problems in folder.take_over(self.suite):
             folder.add(problems, sample_benchmark(problems, engine, reward, self.decode, self.stop_token_ids, self.seed))
         return folder.results
 
@@ -113,7 +113,7 @@ class BenchmarkRuns:
         return sorted(int(name) for name in names if name.isdigit())
 
 
-def in_words(results: Mapping[str, Result]) -> str:
+def summary_line(results: Mapping[str, Result]) -> str:
     """Return avg@k of each benchmark, in percent, and their mean."""
     each = ", ".join(f"{name} {100 * r.accuracy.mean:.2f}" for name, r in results.items())
     return f"{each}; mean {100 * over_benchmarks(results):.2f} %"

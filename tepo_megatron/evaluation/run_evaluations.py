@@ -7,7 +7,7 @@ from typing import Any
 
 from tepo_megatron.config import EvaluationConfig
 from tepo_megatron.evaluation.records import write_evaluation
-from tepo_megatron.evaluation.run_benchmarks import BenchmarkRuns, in_words
+from tepo_megatron.evaluation.run_benchmarks import BenchmarkRuns, summary_line
 from tepo_megatron.evaluation.runner import Accuracy, evaluate
 from tepo_megatron.inference.engine import Sampler
 from tepo_megatron.rewards import Reward
@@ -66,7 +66,7 @@ class Evaluations:
         if self._benchmarks is not None and step not in self._benchmarked:
             results = self._benchmarks.evaluate(step, engine, reward)
             self._benchmarked.append(step)
-            yield f"benchmarks at step {step}, avg@k: {in_words(results)}"
+            yield f"benchmarks at step {step}, avg@k: {summary_line(results)}"
 
     @property
     def best_step(self) -> int | None:
@@ -107,13 +107,13 @@ class Evaluations:
         What was not measured at both steps is not written. Returns (entries for the summary, lines for the log).
         """
         before, after = self._by_step.get(0), self._by_step.get(step)
-        told = []
+        lines = []
         if before and after and before.scores.keys() != after.scores.keys():
-            told.append("resume: the first evaluation was of other problems, so there is no accuracy from before")
+            lines.append("resume: the first evaluation was of other problems, so there is no accuracy from before")
             before = None
         if before and after:
             write_evaluation(self._run_dir, before, after)
-            told.append(f"accuracy before: {before}\naccuracy after:  {after}")
+            lines.append(f"accuracy before: {before}\naccuracy after:  {after}")
         summary: dict[str, Any] = {
             "accuracy_before": before and before.mean,
             "accuracy_after": after and after.mean,
@@ -123,8 +123,8 @@ class Evaluations:
             of_benchmarks = {"before": self._benchmarks.accuracies(0), "after": self._benchmarks.accuracies(step)}
             summary["benchmarks"] = of_benchmarks
             if all(of_benchmarks.values()):
-                told.append(f"benchmarks, after against before: {self._benchmarks.compare(0, step)}")
-        return summary, told
+                lines.append(f"benchmarks, after against before: {self._benchmarks.compare(0, step)}")
+        return summary, lines
 
 
 def _best(accuracies: Mapping[int, float]) -> int | None:

@@ -17,7 +17,7 @@ from tepo_megatron.utils.seeding import derive_seed
 
 
 @dataclass(frozen=True)
-class Sample:
+class BenchmarkSample:
     """One graded sample.
 
     Attributes:
@@ -50,7 +50,7 @@ def sample_benchmark(
     decode: Callable[[Sequence[int]], str],
     stop_token_ids: tuple[int, ...],
     seed: int,
-) -> list[Sample]:
+) -> list[BenchmarkSample]:
     """Sample all problems of a benchmark and grade the responses; return the samples in the order of the problems.
 
     They depend only on (weights, protocol, seed), and the random numbers that they use affect nothing else.
@@ -73,7 +73,7 @@ def sample_benchmark(
     for place, rollout in enumerate(reward.score(rollouts)):
         text = decode(rollout.response_ids)
         samples.append(
-            Sample(
+            BenchmarkSample(
                 problem=rollout.prompt_id,
                 sample=place % sampling.samples,
                 score=rollout.score,
@@ -88,14 +88,14 @@ def sample_benchmark(
     return samples
 
 
-def to_lines(samples: Iterable[Sample]) -> bytes:
+def to_lines(samples: Iterable[BenchmarkSample]) -> bytes:
     """Return the samples as JSON lines."""
     return "".join(json.dumps(dataclasses.asdict(sample), ensure_ascii=False) + "\n" for sample in samples).encode(
         errors="surrogatepass"
     )
 
 
-def read_samples(path: Path) -> list[Sample]:
+def read_samples(path: Path) -> list[BenchmarkSample]:
     """Return the samples that `to_lines` wrote, each once, and warn of faults of the file.
 
     A problem that lost some of its samples is left out, so that every mean is over equally many samples.
@@ -114,7 +114,7 @@ def read_samples(path: Path) -> list[Sample]:
     return [sample for sample in samples if counts[sample.problem] == k]
 
 
-def load_samples(path: Path) -> tuple[list[Sample], list[str]]:
+def load_samples(path: Path) -> tuple[list[BenchmarkSample], list[str]]:
     """Return every readable sample once, and one sentence per fault of the file. Raises as `read_samples`."""
     try:
         found, faults = records.read_rows(path, "problem", _sample)
@@ -125,13 +125,13 @@ def load_samples(path: Path) -> tuple[list[Sample], list[str]]:
         raise DataError(f"{path}: there is no sample in it{what}; make the evaluation again")
     once = {(sample.problem, sample.sample): sample for sample in found}
     if len(once) < len(found):
-        faults.append(f"{len(found) - len(once)} samples stand there twice, of which the later line counts")
+        faults.append(f"{len(found) - len(once)} samples are in the file twice; the later line counts")
     return [once[key] for key in sorted(once)], faults
 
 
-def _sample(row: Any) -> Sample:
+def _sample(row: Any) -> BenchmarkSample:
     """Return the sample in a JSON object. Raises ValueError or TypeError for an invalid one."""
-    sample = Sample(**row)
+    sample = BenchmarkSample(**row)
     if type(sample.problem) is not int or type(sample.sample) is not int or type(sample.tokens) is not int:
         raise ValueError("its problem, sample or tokens is no integer")
     if not all(type(text) is str for text in (sample.status, sample.gold, sample.stop, sample.text)):

@@ -96,7 +96,7 @@ Interval = tuple[float, float]
 
 
 @dataclass(frozen=True)
-class Share:
+class ScoreEstimate:
     """A mean of scores in [0, 1]. All but the mean are None for a single problem.
 
     Attributes:
@@ -113,7 +113,7 @@ class Share:
 
 
 @dataclass(frozen=True)
-class Difference:
+class PairedDifference:
     """Paired difference of two runs on the same problems. The error and intervals are None for a single problem.
 
     Attributes:
@@ -135,7 +135,7 @@ class Difference:
     sign_test: float
 
 
-def share(means: Sequence[float], samples: int) -> Share:
+def share(means: Sequence[float], samples: int) -> ScoreEstimate:
     """Return the mean over problems with its errors.
 
     Args:
@@ -147,11 +147,11 @@ def share(means: Sequence[float], samples: int) -> Share:
     """
     mean, error = statistics.fmean(means), standard_error(means)
     if error is None:
-        return Share(mean, None, None, None)
-    return Share(mean, error, score_interval(mean, error, len(means), samples), bootstrap_interval(means))
+        return ScoreEstimate(mean, None, None, None)
+    return ScoreEstimate(mean, error, score_interval(mean, error, len(means), samples), bootstrap_interval(means))
 
 
-def difference(means: Sequence[float], baseline: Sequence[float]) -> Difference:
+def difference(means: Sequence[float], baseline: Sequence[float]) -> PairedDifference:
     """Return means - baseline, problem by problem.
 
     Args:
@@ -165,10 +165,10 @@ def difference(means: Sequence[float], baseline: Sequence[float]) -> Difference:
     mean, error = statistics.fmean(changes), standard_error(changes)
     better, worse = sum(c > 0 for c in changes), sum(c < 0 for c in changes)
     if error is None:
-        return Difference(mean, None, None, None, better, worse, sign_test(better, worse))
+        return PairedDifference(mean, None, None, None, better, worse, sign_test(better, worse))
     half = student_95(len(changes) - 1) * error
     interval = max(-1.0, mean - half), min(1.0, mean + half)
-    return Difference(mean, error, interval, bootstrap_interval(changes), better, worse, sign_test(better, worse))
+    return PairedDifference(mean, error, interval, bootstrap_interval(changes), better, worse, sign_test(better, worse))
 
 
 def score_interval(mean: float, error: float, problems: int, samples: int) -> Interval:

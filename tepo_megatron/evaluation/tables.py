@@ -8,8 +8,8 @@ from rich.console import Console
 from rich.table import Table
 
 from tepo_megatron.evaluation.benchmarks import BENCHMARKS
-from tepo_megatron.evaluation.published import COLUMNS, Published
-from tepo_megatron.evaluation.results import Comparison, Result, over_benchmarks, over_samples
+from tepo_megatron.evaluation.published import COLUMNS, PublishedRow
+from tepo_megatron.evaluation.results import BenchmarkComparison, Result, over_benchmarks, over_samples
 from tepo_megatron.evaluation.statistics import Interval
 from tepo_megatron.utils.escaping import escaped
 
@@ -18,7 +18,7 @@ FILE_WIDTH = 150  # width in characters if the output is no terminal
 
 
 @dataclass(frozen=True)
-class Grid:
+class ResultTable:
     """A table.
 
     Attributes:
@@ -58,7 +58,7 @@ class Grid:
         return "\n".join([f"## {self.title}", "", *body, "", *(f"* {note}" for note in self.notes), ""])
 
 
-def figures(title: str, results: Mapping[str, Result], changes: Mapping[str, Sequence[str]]) -> Grid:
+def figures(title: str, results: Mapping[str, Result], changes: Mapping[str, Sequence[str]]) -> ResultTable:
     """Return the table of measured results.
 
     Args:
@@ -81,9 +81,9 @@ def figures(title: str, results: Mapping[str, Result], changes: Mapping[str, Seq
         if r.unreadable:
             notes.append(
                 f"{BENCHMARKS[name].title}: {r.unreadable} gold answers are empty or cannot be read by math-verify; of "
-                "these only the very text is right."
+                "these only the exact text counts as right."
             )
-    return Grid(
+    return ResultTable(
         title,
         ["", "problems", "k", "avg@k, % ± SE", "95 %", "bootstrap", "pass@k", "maj@k", "cut off, %", "tokens"],
         [_row(name, r) for name, r in results.items()],
@@ -100,7 +100,7 @@ def _row(name: str, r: Result) -> list[str]:
     ]  # fmt: skip
 
 
-def beside_the_paper(title: str, results: Mapping[str, Result], published: Sequence[Published]) -> Grid:
+def paper_table(title: str, results: Mapping[str, Result], published: Sequence[PublishedRow]) -> ResultTable:
     """Return a table of avg@k in the paper's columns, above rows of the paper.
 
     Args:
@@ -117,8 +117,8 @@ def beside_the_paper(title: str, results: Mapping[str, Result], published: Seque
         mean = f"{sum(known) / len(known):.2f}" if len(known) == len(names) else NOTHING
         cells = [f"{row.accuracy[name]:.2f}" if name in row.accuracy else NOTHING for name in names]
         rows.append([row.title, *cells, mean, f"{row.average:.2f}" if len(names) == len(COLUMNS) else NOTHING])
-    return Grid(
-        "avg@k, %, beside the paper",
+    return ResultTable(
+        "avg@k, %, next to the paper",
         ["", *(BENCHMARKS[name].title for name in names), "mean", "over samples"],
         rows,
         [
@@ -130,7 +130,7 @@ def beside_the_paper(title: str, results: Mapping[str, Result], published: Seque
     )
 
 
-def comparison(ours: str, theirs: str, compared: Mapping[str, Comparison]) -> Grid:
+def comparison(ours: str, theirs: str, compared: Mapping[str, BenchmarkComparison]) -> ResultTable:
     """Return the table of two runs, paired by problem.
 
     Args:
@@ -159,7 +159,7 @@ def comparison(ours: str, theirs: str, compared: Mapping[str, Comparison]) -> Gr
         if c.gained or c.lost:
             flips = f"gained {_rows(c.gained)}, lost {_rows(c.lost)}"
             notes.append(f"{BENCHMARKS[name].title}, rows: {flips}.")
-    return Grid(
+    return ResultTable(
         f"{ours} against {theirs}",
         ["", "first", "second", "difference", "95 %", "bootstrap", "better", "worse", "p", "gained", "lost"],
         rows,

@@ -66,7 +66,7 @@ def pattern(expression: str) -> Grader:
 
 def custom(spec: str) -> Grader:
     """Return the grader (prompt, response, answer) -> graded with the user function's value, or failed with the error."""
-    from tepo_megatron.utils.user_file import load, told
+    from tepo_megatron.utils.user_file import describe_error, load
 
     found = load(spec, "function")
 
@@ -75,7 +75,7 @@ def custom(spec: str) -> Grader:
             value = found.value(prompt, response, answer)
             number = float(value)
         except (Exception, SystemExit) as e:
-            return "failed", 0.0, told(e, found.file)
+            return "failed", 0.0, describe_error(e, found.file)
         if not math.isfinite(number):
             return "failed", 0.0, f"it returned {number}, which is not finite"
         return "graded", number, ""

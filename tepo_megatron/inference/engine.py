@@ -1,10 +1,10 @@
-"""Protocols of an inference engine, one for each kind of user: sampling, weight updates, sleeping, and its life.
+"""Protocols of an inference engine, one for each kind of user: sampling, weight updates, sleeping, start and end.
 
     protocol                                     used by
     Sampler                                      rollouts, evaluations, custom generation functions
     WeightReceiver (`weight_sync/transport.py`)  the weight transports
     Sleepable                                    colocation with the trainer
-    Lifecycle                                    whoever starts the engine: the driver of a run, `tepo evaluate`
+    Lifecycle                                    code that starts the engine: the driver of a run, `tepo evaluate`
 
 `RolloutEngine` is their union. Ask for the smallest protocol that you use.
 """
@@ -95,7 +95,7 @@ class Sleepable(Protocol):
 
 
 class Lifecycle(Protocol):
-    """Starts and ends the servers, and reports their state and what happened to them.
+    """Starts and ends the servers, and reports their state and events.
 
     `with engine:` closes it on the way out, whatever happened; `start` it inside.
     """
@@ -122,7 +122,7 @@ class Lifecycle(Protocol):
         """Number of server restarts since `start`, for any reason."""
 
     def take_events(self) -> list[str]:
-        """Return messages for the user about what happened since the last call, a line or more each."""
+        """Return messages for the user about events since the last call, a line or more each."""
 
     def close(self) -> None:
         """End the servers and every process that they started; bounded in time. May be called again."""
@@ -137,11 +137,11 @@ class RolloutEngine(Sampler, WeightReceiver, Sleepable, Lifecycle, Protocol):
 
     The methods of an update, in the order of their calls. Each raises SyncError, after which the engine can only be closed.
 
-        begin_update   Requests in flight are handled as `rollout.in_flight` says, and nothing is sampled until
+        begin_update   Requests in flight are handled as `rollout.on_weight_update` says, and nothing is sampled until
                        `finish_update`. An earlier update that was not finished is forgotten.
-        keep           Announces tensors that stay those of version `base`. It comes before any `load`. If some updates of
+        keep_unchanged Announces tensors that stay those of version `base`. It comes before any `load`. If some updates of
                        an engine leave tensors unchanged, call it in all of its updates.
-        join           Has servers form process groups with ranks of the trainer, before any `load` of what these ranks
+        join_groups    Has servers form process groups with ranks of the trainer, before any `load` of what these ranks
                        broadcast. Returns at once. The future is done when all servers have tried; the store of the group
                        spec shows which ranks came.
         load           Loads each tensor of the model once, in any number of calls, one at a time. Returns at once. Once the

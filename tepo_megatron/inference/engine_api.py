@@ -73,7 +73,7 @@ async def longest_sequence(send: Send) -> int:
 
 
 class EngineApi(Protocol):
-    """Adapter for one kind of server, with all that differs between engines.
+    """Adapter for one kind of server: everything that differs between engines.
 
     `send` of its methods sends a request to the server.
     """
@@ -101,7 +101,7 @@ class EngineApi(Protocol):
             key: Key that the server requires in every request.
         """
 
-    async def about(self, send: Send) -> ServerInfo:
+    async def server_info(self, send: Send) -> ServerInfo:
         """Ask a healthy server to describe itself."""
 
     async def prepare(self, send: Send) -> None:
@@ -124,18 +124,18 @@ class EngineApi(Protocol):
     async def begin_update(self, send: Send) -> None:
         """Begin an update of all weights, on a new server or one that has finished the update before."""
 
-    async def join(self, send: Send, meeting: GroupSpec) -> None:
+    async def join_groups(self, send: Send, spec: GroupSpec) -> None:
         """Have all ranks of the server join process groups with the trainer's ranks, if they can.
 
         Args:
-            meeting: See `RankReceiver.join`.
+            spec: See `RankReceiver.join_groups`.
         """
 
-    async def keep(self, send: Send, kept: UnchangedTensors) -> None:
-        """Announce the tensors that the update under way leaves unchanged.
+    async def keep_unchanged(self, send: Send, unchanged: UnchangedTensors) -> None:
+        """Announce the tensors that the current update leaves unchanged.
 
         Args:
-            kept: See `RankReceiver.keep`.
+            unchanged: See `RankReceiver.keep_unchanged`.
         """
 
     async def load(self, send: Send, sources: Sequence[Source]) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from tepo_megatron.config import ModelConfig, RolloutConfig, ServerConfig, SyncConfig
+from tepo_megatron.config import ModelConfig, RendezvousServerConfig, RolloutConfig, ServerConfig, SyncConfig, UrlServerConfig
 from tepo_megatron.errors import ConfigError
 from tepo_megatron.inference.engine_api import EngineApi, LaunchSpec, Platform
 from tepo_megatron.inference.servers.endpoint import Endpoint
@@ -58,7 +58,7 @@ def launch_of(
         sleeps=rollout.colocate,
         returns_experts=rollout.replay_experts,
         first_device=first_device,
-        maps_memory=sync.transport == "ipc",
+        maps_memory=sync.transport.type == "ipc",
         in_fp8=sync.quantize == "fp8",
     )
 
@@ -77,9 +77,8 @@ def first_server_device(cfg: RolloutConfig, platform: Platform, world_size: int)
         ConfigError: This machine has too few GPUs.
     """
     first = 0 if cfg.colocate else int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-    own = cfg.server.urls is None and cfg.server.rendezvous is None
     wanted, there = first + cfg.servers * cfg.server.tp, torch.cuda.device_count()
-    if own and platform == "cuda" and there < wanted:
+    if not cfg.server.others and platform == "cuda" and there < wanted:
         raise ConfigError(
             f"{first} ranks, and rollout.servers={cfg.servers} of rollout.server.tp={cfg.server.tp}, "
             f"take {wanted} GPUs, and this machine has {there}; let them take turns (rollout.colocate=true), or give servers "
@@ -95,12 +94,13 @@ def beginning(cfg: RolloutConfig, log_path: Path) -> list[str]:
         cfg: Of a run that has an engine.
         log_path: See `build_engine`.
     """
-    told = []
-    limit = cfg.server.restart_after_growth_gib
-    if limit and (cfg.server.others or cfg.only):
+    lines = []
+    limit = cfg.server.growth_limit_gib
+    if isinstance(cfg.server, UrlServerConfig) or (limit and (cfg.server.others or cfg.only)):
         why = "no weights are sent, between which that is done" if cfg.only else "their memory is not known here"
-        told = [f"servers are not restarted when they grow (rollout.server.restart_after_growth_gib={limit:g}): {why}"]
-    return [*told, _where_from(cfg, log_path)]
+        key = f" (rollout.server.restart_after_growth_gib={limit:g})" if limit else ""
+        lines = [f"servers are not restarted when they grow{key}: {why}"]
+    return [*lines, _where_from(cfg, log_path)]
 
 
 def build_engine(cfg: RolloutConfig, launch: LaunchSpec, log_path: Path) -> Fleet:
@@ -114,9 +114,9 @@ def build_engine(cfg: RolloutConfig, launch: LaunchSpec, log_path: Path) -> Flee
     apis = [ENGINES[cfg.engine]() for _ in range(cfg.servers)]
     quiesce: Quiesce | None = None
     servers: list[NamedServer] | list[FoundServer] | list[LocalServer]
-    if cfg.server.urls is not None:
+    if isinstance(cfg.server, UrlServerConfig):
         servers = [NamedServer(name_of(cfg, i), cfg.server, launch, url) for i, url in enumerate(cfg.server.urls)]
-    elif cfg.server.rendezvous is not None:
+    elif isinstance(cfg.server, RendezvousServerConfig):
         rendezvous, run = Rendezvous(Path(cfg.server.rendezvous)), log_path.parent
         servers = found = _found(cfg, rendezvous, launch, run)
         if cfg.colocate:
@@ -139,9 +139,11 @@ def local_servers(
         log_path: See `build_engine`.
         key: The key that all servers require. None: each makes its own.
     """
+    server = cfg.server
+    assert isinstance(server, ServerConfig)
     logs = [log_path if cfg.servers == 1 else log_path.with_stem(f"{log_path.stem}-{i}") for i in range(cfg.servers)]
-    here = [replace(launch, first_device=launch.first_device + i * cfg.server.tp) for i in range(cfg.servers)]
-    return [LocalServer(name_of(cfg, i), apis[i], cfg.server, here[i], logs[i], key) for i in range(cfg.servers)]
+    here = [replace(launch, first_device=launch.first_device + i * server.tp) for i in range(cfg.servers)]
+    return [LocalServer(name_of(cfg, i), apis[i], server, here[i], logs[i], key) for i in range(cfg.servers)]
 
 
 def name_of(cfg: RolloutConfig, i: int) -> str:
@@ -166,15 +168,15 @@ def _quiesce(servers: list[FoundServer], rendezvous: Rendezvous, run: Path, cfg:
     def starts() -> list[str]:
         return [server.start for server in servers if server.start is not None]
 
-    # A starting server is ended only once it is up, and a pending health request may take up to silent_seconds.
-    seconds = cfg.ready_limit(launch.platform) + cfg.silent_seconds + 5 * GRACE_SECONDS
+    # A starting server is ended only once it is up, and a pending health request may take up to heartbeat_timeout.
+    seconds = cfg.ready_limit(launch.platform) + cfg.heartbeat_timeout + 5 * GRACE_SECONDS
     return Quiesce(rendezvous.leases, str(run.resolve()), starts, seconds)
 
 
 def _where_from(cfg: RolloutConfig, log_path: Path) -> str:
     server = cfg.server
-    if server.urls is not None:
+    if isinstance(server, UrlServerConfig):
         return f"{cfg.engine} at {', '.join(server.urls)}"
-    if server.rendezvous is not None:
+    if isinstance(server, RendezvousServerConfig):
         return f"{cfg.engine}: looking for rollout.servers={cfg.servers} in {server.rendezvous}"
     return f"starting {cfg.engine}; its log: {log_path}"

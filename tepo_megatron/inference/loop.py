@@ -9,7 +9,7 @@ from tepo_megatron.types import Prompt, Rollout, SamplingParams
 from tepo_megatron.utils.loop import LoopThread
 
 
-class Arrivals:
+class QueuedGroupStream:
     """Implementation of `engine.GroupStream` on an event loop.
 
     Args:

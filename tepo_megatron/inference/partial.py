@@ -25,17 +25,17 @@ class GenerationRequest:
     seed: int
 
 
-def rest(cut: Rollout, prompt: Prompt, sampling: SamplingParams, seed: int) -> GenerationRequest:
+def continuation(aborted: Rollout, prompt: Prompt, sampling: SamplingParams, seed: int) -> GenerationRequest:
     """Return the request that continues an aborted response, with one sample.
 
     Args:
-        cut: The aborted response.
+        aborted: The aborted response.
         prompt: Its original prompt.
         sampling: Of the original request; `max_tokens` is the limit of the whole response.
         seed: Seed of the continuation. It must depend on the place in the group and the number of tokens so far, so that no
             random number is used twice. The engine adds the prompt's id.
     """
-    tokens = tuple(cut.token_ids_L.tolist())
+    tokens = tuple(aborted.token_ids_L.tolist())
     longer = replace(prompt, token_ids=tokens)
     left = sampling.max_tokens - (len(tokens) - len(prompt.token_ids))
     return GenerationRequest(longer, replace(sampling, samples=1, max_tokens=left), seed)
@@ -51,33 +51,33 @@ def continuations(
         prompt, sampling, seed: Of the group's original request.
     """
     return {
-        place: rest(r, prompt, sampling, derive_seed(seed, "rest", place, r.token_ids_L.numel()))
+        place: continuation(r, prompt, sampling, derive_seed(seed, "rest", place, r.token_ids_L.numel()))
         for place, r in enumerate(group)
         if r.stop_reason == ABORTED
     }
 
 
-def merge(cut: Rollout, end: Rollout) -> Rollout:
+def merge(aborted: Rollout, end: Rollout) -> Rollout:
     """Merge an aborted response and its continuation, which may have been aborted itself.
 
     Args:
-        cut: The aborted response.
-        end: The response to the request of `rest`; stop reason and experts of the result are its own.
+        aborted: The aborted response.
+        end: The response to the request of `continuation`; stop reason and experts of the result are its own.
     """
-    if not cut.response_length:
+    if not aborted.response_length:
         return end
-    begun, versions = cut.token_ids_L.numel(), list(cut.later_versions)
-    newest = versions[-1][1] if versions else cut.policy_version
+    begun, versions = aborted.token_ids_L.numel(), list(aborted.later_versions)
+    newest = versions[-1][1] if versions else aborted.policy_version
     if end.response_length:
         versions += [change for change in [(begun, end.policy_version), *end.later_versions] if change[1] != newest]
-    servers = cut.servers
+    servers = aborted.servers
     if end.response_length:
         servers = continued(servers, [(begun if place == 0 else place, name) for place, name in end.servers])
     return replace(
         end,
-        response_mask_L=torch.cat([cut.response_mask_L, end.response_mask_L[begun:]]),
-        rollout_logprobs_L=torch.cat([cut.rollout_logprobs_L, end.rollout_logprobs_L[begun:]]),
-        policy_version=cut.policy_version,
+        response_mask_L=torch.cat([aborted.response_mask_L, end.response_mask_L[begun:]]),
+        rollout_logprobs_L=torch.cat([aborted.rollout_logprobs_L, end.rollout_logprobs_L[begun:]]),
+        policy_version=aborted.policy_version,
         later_versions=tuple(versions),
         servers=servers,
     )

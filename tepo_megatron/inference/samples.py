@@ -51,7 +51,7 @@ def answer_bytes(prompt: Prompt, sampling: SamplingParams) -> int:
     return CONTROL_BYTES + tokens * (TOKEN_BYTES + experts)
 
 
-def neutral(sampling: SamplingParams) -> dict[str, Any]:
+def engine_sampling_params(sampling: SamplingParams) -> dict[str, Any]:
     """Return the sampling parameters of both engines.
 
     Whatever would change their distribution from the actor's is switched off.

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from tepo_megatron.config import ServerConfig
-from tepo_megatron.distributed.meeting_store import is_loopback
+from tepo_megatron.distributed.rendezvous_store import is_loopback
 from tepo_megatron.errors import ConfigError, SyncError
 from tepo_megatron.inference.engine import ENGINE_PARTS, EnginePart
 from tepo_megatron.inference.engine_api import (
@@ -36,7 +36,7 @@ from tepo_megatron.inference.engine_api import (
     serialize,
     served_label,
 )
-from tepo_megatron.inference.samples import RETURN_EXPERTS, checked_rollout, neutral, parsed, prompt_seed
+from tepo_megatron.inference.samples import RETURN_EXPERTS, checked_rollout, engine_sampling_params, parsed, prompt_seed
 from tepo_megatron.inference.servers.environment import devices, new_file, on_this_machine, without_torchrun
 from tepo_megatron.inference.servers.process import LOOPBACK
 from tepo_megatron.types import Prompt, Rollout, SamplingParams
@@ -98,7 +98,7 @@ class SglangApi:
             MODEL_VARIABLE: str(launch.model_path),
             "HF_HUB_OFFLINE": "1",
             # A health check generates a token, with a time limit of 20 s by default: less than a round of weights may take.
-            "SGLANG_HEALTH_CHECK_TIMEOUT": str(math.ceil(cfg.silent_seconds)),
+            "SGLANG_HEALTH_CHECK_TIMEOUT": str(math.ceil(cfg.heartbeat_timeout)),
         }
         # Its processes rendezvous through a private file instead of a store without a key that listens on all interfaces.
         # With AMX SGLang names the shared memory after MASTER_ADDR and MASTER_PORT, so they are set, too.
@@ -116,7 +116,7 @@ class SglangApi:
             env["TORCH_COMPILE_DISABLE"] = "1"  # else a helper is compiled at the first request
         return env
 
-    async def about(self, send: Send) -> ServerInfo:
+    async def server_info(self, send: Send) -> ServerInfo:
         """Ask for SGLang's version, the label of its weights, and the longest sequence of its model."""
         server = await send("GET", "/server_info", None)
         served = await send("GET", "/model_info", None)
@@ -145,21 +145,21 @@ class SglangApi:
         await send("POST", "/begin_weight_update", {"selector": "all"})
         await send("POST", "/update_weights_from_tensor", self._payload(BEGIN))
 
-    async def join(self, send: Send, meeting: GroupSpec) -> None:
+    async def join_groups(self, send: Send, spec: GroupSpec) -> None:
         """Send the groups as an update without tensors.
 
         Args:
-            send, meeting: See `EngineApi.join`.
+            send, spec: See `EngineApi.join_groups`.
         """
-        await send("POST", "/update_weights_from_tensor", self._payload(JOIN, json.dumps(asdict(meeting))))
+        await send("POST", "/update_weights_from_tensor", self._payload(JOIN, json.dumps(asdict(spec))))
 
-    async def keep(self, send: Send, kept: UnchangedTensors) -> None:
+    async def keep_unchanged(self, send: Send, unchanged: UnchangedTensors) -> None:
         """Send the names of the unchanged tensors as an update without tensors.
 
         Args:
-            send, kept: See `EngineApi.keep`.
+            send, unchanged: See `EngineApi.keep_unchanged`.
         """
-        await send("POST", "/update_weights_from_tensor", self._payload(KEEP, json.dumps(asdict(kept))))
+        await send("POST", "/update_weights_from_tensor", self._payload(KEEP, json.dumps(asdict(unchanged))))
 
     async def load(self, send: Send, sources: Sequence[Source]) -> None:
         """Send the names of the sources; the tensors themselves go another way.
@@ -226,7 +226,7 @@ def generate_request(prompt: Prompt, sampling: SamplingParams, seed: int) -> dic
         prompt, sampling, seed: See `Sampler.generate`.
     """
     first = prompt_seed(seed, prompt.id, sampling.samples)
-    params = {"max_new_tokens": sampling.max_tokens, **neutral(sampling)}
+    params = {"max_new_tokens": sampling.max_tokens, **engine_sampling_params(sampling)}
     return {
         "input_ids": [list(prompt.token_ids)] * sampling.samples,
         "sampling_params": [params | {"sampling_seed": first + k} for k in range(sampling.samples)],

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from tepo_megatron.config import ServerConfig
-from tepo_megatron.distributed.meeting_store import is_loopback
+from tepo_megatron.distributed.rendezvous_store import is_loopback
 from tepo_megatron.errors import RolloutError, SyncError
 from tepo_megatron.inference.engine import EnginePart
 from tepo_megatron.inference.engine_api import (
@@ -29,7 +29,7 @@ from tepo_megatron.inference.engine_api import (
     serialize,
     served_label,
 )
-from tepo_megatron.inference.samples import RETURN_EXPERTS, checked_rollout, neutral, parsed, prompt_seed
+from tepo_megatron.inference.samples import RETURN_EXPERTS, checked_rollout, engine_sampling_params, parsed, prompt_seed
 from tepo_megatron.inference.servers.environment import devices, on_this_machine, without_torchrun
 from tepo_megatron.inference.servers.process import LOOPBACK
 from tepo_megatron.types import Prompt, Rollout, SamplingParams
@@ -116,7 +116,7 @@ class VllmApi:
             env["TORCH_COMPILE_DISABLE"] = "1"
         return env
 
-    async def about(self, send: Send) -> ServerInfo:
+    async def server_info(self, send: Send) -> ServerInfo:
         """Ask for vLLM's version, the label of its weights, and the longest sequence of its model."""
         version = await send("GET", "/version", None)
         served = await send("GET", "/weight_info", None)
@@ -147,21 +147,21 @@ class VllmApi:
         """Call vLLM's own update route; our plugin is behind it."""
         await send("POST", "/start_weight_update", None)
 
-    async def join(self, send: Send, meeting: GroupSpec) -> None:
+    async def join_groups(self, send: Send, spec: GroupSpec) -> None:
         """Send the groups to `/init_weight_transfer_engine`, the route of `prepare`.
 
         Args:
-            send, meeting: See `EngineApi.join`.
+            send, spec: See `EngineApi.join_groups`.
         """
-        await send("POST", "/init_weight_transfer_engine", {"init_info": {"meeting": asdict(meeting)}})
+        await send("POST", "/init_weight_transfer_engine", {"init_info": {"spec": asdict(spec)}})
 
-    async def keep(self, send: Send, kept: UnchangedTensors) -> None:
-        """Use the route of `join`: the route that begins an update takes no arguments.
+    async def keep_unchanged(self, send: Send, unchanged: UnchangedTensors) -> None:
+        """Use the route of `join_groups`: the route that begins an update takes no arguments.
 
         Args:
-            send, kept: See `EngineApi.keep`.
+            send, unchanged: See `EngineApi.keep_unchanged`.
         """
-        await send("POST", "/init_weight_transfer_engine", {"init_info": {"kept": asdict(kept)}})
+        await send("POST", "/init_weight_transfer_engine", {"init_info": {"unchanged": asdict(unchanged)}})
 
     async def load(self, send: Send, sources: Sequence[Source]) -> None:
         """Send the sources as one chunk of vLLM's update.
@@ -229,7 +229,7 @@ def completion_request(prompt: Prompt, sampling: SamplingParams, seed: int) -> d
         "prompt": list(prompt.token_ids),
         "n": sampling.samples,
         "max_tokens": sampling.max_tokens,
-        **neutral(sampling),
+        **engine_sampling_params(sampling),
         "seed": prompt_seed(seed, prompt.id, sampling.samples),
         "logprobs": 0,  # only the log-prob of the sampled token
         "return_token_ids": True,

@@ -12,13 +12,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from tepo_megatron.config import Config, ServerConfig
+from tepo_megatron.config import AnyServerConfig, Config
 from tepo_megatron.config.io import to_yaml
 from tepo_megatron.errors import TepoError
 from tepo_megatron.launcher.ranks import RankProcesses, first_failure, interrupted_by_signals, leave_message
 from tepo_megatron.utils.memory_kills import MemoryKills
 from tepo_megatron.utils.private import WORLD_FOLDER, make_private_folder
-from tepo_megatron.utils.processes import die_with_parent, end_later
+from tepo_megatron.utils.processes import die_with_parent, kill_later
 from tepo_megatron.utils.quiet import quiet_upstream
 from tepo_megatron.utils.storage import disk_fault, writing
 
@@ -54,8 +54,8 @@ def launch(cfg: Config, worker: str = "tepo_megatron.launcher.worker", inherit: 
 
     Raises:
         RanksFailed: A rank failed; the message is that of the first failure.
-        KeyboardInterrupt: A signal ended the launcher. After either error all ranks are gone; their servers and graders end
-            with them, which they have asked the kernel for.
+        KeyboardInterrupt: A signal ended the launcher. After either error all ranks have ended. Their servers and graders end
+            with them (PR_SET_PDEATHSIG).
     """
     kills = MemoryKills()
     with interrupted_by_signals(), make_private_folder("ranks") as private:
@@ -73,10 +73,10 @@ def launch(cfg: Config, worker: str = "tepo_megatron.launcher.worker", inherit: 
         raise RanksFailed(first_failure(failures, kills))
 
 
-def _environment(ranks: int, platform: str, server: ServerConfig, folder: Path) -> dict[str, str]:
+def _environment(ranks: int, platform: str, server: AnyServerConfig, folder: Path) -> dict[str, str]:
     """Return the environment of all ranks: their rendezvous, number of threads, and the interface of gloo and NCCL."""
     shared = {_LAUNCHER: str(os.getpid()), WORLD_FOLDER: str(folder), "GLOO_SOCKET_IFNAME": "lo"}
-    if server.urls is None and server.rendezvous is None:
+    if not server.others:
         shared["NCCL_SOCKET_IFNAME"] = "=lo"  # otherwise servers on other machines may have to reach a rank
     threads = {"OMP_NUM_THREADS": str(threads_of_rank(ranks))}
     if platform == "cpu":
@@ -136,12 +136,12 @@ def run_rank(
 
 
 def _end_at_once(message: str, cut_off: bool) -> NoReturn:
-    """End this rank with a message. If it is cut off from the world's store (`cut_off`), have torchrun's agent ended, too.
+    """End this rank with a message. If it is cut off from the world's store (`cut_off`), end torchrun's agent, too.
 
     The agent of this machine asks the same store, and a connection without an answer blocks it until TCP gives up, whatever its
     own time-outs say (torch 2.13).
     """
     leave_message(message, expected=True)
     if cut_off and _AGENT in os.environ and _LAUNCHER not in os.environ:
-        end_later(os.getppid(), _AGENT_SECONDS)
+        kill_later(os.getppid(), _AGENT_SECONDS)
     os._exit(1)

@@ -30,7 +30,7 @@ ERROR_FILE, _AGENT_FILE = "TEPO_ERROR_FILE", "TORCHELASTIC_ERROR_FILE"
 
 
 @dataclass(frozen=True)
-class Failure:
+class RankFailure:
     """The end of one rank.
 
     Attributes:
@@ -92,7 +92,7 @@ class RankProcesses:
         """Process IDs of the ranks that were started, in their order."""
         return [process.pid for process in self._started]
 
-    def wait(self) -> dict[int, Failure]:
+    def wait(self) -> dict[int, RankFailure]:
         """Return {} once all ranks have ended without error. After a first failure, end the others and return all failures."""
         while True:
             statuses = [process.poll() for process in self._started]
@@ -120,19 +120,19 @@ class RankProcesses:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, number)
 
-    def _failures(self) -> dict[int, Failure]:
+    def _failures(self) -> dict[int, RankFailure]:
         found = {}
         for rank, process in enumerate(self._started):
             if process.returncode:
                 message = _read(self._error_file(rank))
-                found[rank] = Failure(process.pid, process.returncode, message, rank in self._running)
+                found[rank] = RankFailure(process.pid, process.returncode, message, rank in self._running)
         return found
 
     def _error_file(self, rank: int) -> Path:
         return self._folder / f"error-{rank}.json"
 
 
-def first_failure(failures: Mapping[int, Failure], kills: MemoryKills) -> str:
+def first_failure(failures: Mapping[int, RankFailure], kills: MemoryKills) -> str:
     """Return the message of the failure that caused the others.
 
     The order is: a rank that the kernel killed for memory; a TepoError; a rank that was killed from outside; the earliest

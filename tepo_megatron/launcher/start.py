@@ -1,4 +1,4 @@
-"""One run from its check to its end: what can be refused before a process is started, and the start itself."""
+"""Run one training job from its checks to its end. The checks are made before any process is started."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ if TYPE_CHECKING:  # heavy imports come later, where an interrupt is reported in
 
 
 def preflight(cfg: Config) -> None:
-    """Check everything that can be refused before a process is started. Raises a TepoError."""
+    """Make every check that is possible before a process is started. Raises a TepoError."""
     from tepo_megatron.actor.layout import check_layout
+    from tepo_megatron.actor.passed_fields import check_passed_fields
     from tepo_megatron.actor.precision import check_shapes
     from tepo_megatron.controller.method import resolve
     from tepo_megatron.evaluation.problems import check_sources
@@ -36,18 +37,17 @@ def preflight(cfg: Config) -> None:
     hf_config = read_config(cfg.model.path)
     architecture = find_family(hf_config).architecture(hf_config)
     check_layout(architecture, cfg.parallel)
-    check_shapes(architecture, cfg.model, cfg.parallel)
+    check_shapes(architecture, cfg.model, cfg.parallel, cfg.megatron.bf16_layers)
+    check_passed_fields(cfg.megatron)
     check_experts(cfg.rollout, cfg.model.path)
     replayed_routing(cfg.rollout, cfg.model.path, cfg.platform)
     check_tokenizer(cfg.model.path, architecture.vocab_size)
     HfReader(cfg.model.path)
-    if cfg.model.reference is not None:
-        hf_config = read_config(cfg.model.reference)
+    if (reference := cfg.objective.reference_path) is not None:
+        hf_config = read_config(reference)
         if find_family(hf_config).architecture(hf_config) != architecture:
-            raise ConfigError(
-                f"model.reference={cfg.model.reference} has another architecture than model.path={cfg.model.path}"
-            )
-        HfReader(cfg.model.reference)
+            raise ConfigError(f"objective.ref_kl.path={reference} has another architecture than model.path={cfg.model.path}")
+        HfReader(reference)
 
 
 def start(cfg: Config) -> None:

@@ -5,8 +5,11 @@ those of the TEPO paper; "Panel" is a panel of its Table 3. Comments say which v
 """
 
 import dataclasses
+from typing import Any
 
 from tepo_megatron.config import ObjectiveConfig
+from tepo_megatron.config.io import faults
+from tepo_megatron.config.objective import PARTS, ClipCov, KlCov, Steer, read_part, variants
 from tepo_megatron.errors import ConfigError
 from tepo_megatron.losses.contradictions import check_overrides
 from tepo_megatron.losses.objective import Objective
@@ -50,16 +53,18 @@ OBJECTIVES: dict[str, Objective] = {
     "rloo": Objective(ratio="none", surrogate="reinforce", advantage="leave_one_out"),  # arXiv 2402.14740
     "prefix_is": _GRPO.replace(ratio="prefix"),  # Panel C, "Sentence Prefix IS"
     # arXiv 2505.22617 with the r and k of Section 4.1. Its public scripts widen Clip-Cov's ratio range to [0, 2].
-    "clip_cov": _GRPO.replace(weighting="clip_cov", cov_share=2e-4, clip_low=1.0, clip_high=1.0),
-    "kl_cov": _GRPO.replace(surrogate="unclipped", weighting="kl_cov", cov_share=2e-3, cov_beta=1.0),
-    "steer": _GRPO.replace(weighting="steer"),  # arXiv 2510.10150; the paper calls it STEEL
+    "clip_cov": _GRPO.replace(weighting=ClipCov(share=2e-4), clip_low=1.0, clip_high=1.0),
+    "kl_cov": _GRPO.replace(surrogate="unclipped", weighting=KlCov(share=2e-3, beta=1.0)),
+    "steer": _GRPO.replace(weighting=Steer()),  # arXiv 2510.10150; the paper calls it STEEL
     # Section 4.1: alpha 4e-4, kappa 2. Public implementations of arXiv 2506.14758 use alpha 0.4.
     "entropy_advantage": _GRPO.replace(advantage_alpha=4e-4, advantage_kappa=2.0),
 }
 
 
 def build_objective(cfg: ObjectiveConfig) -> Objective:
-    """Return the row of `OBJECTIVES` that `cfg.name` names, with every other field of `cfg` that is not None replaced.
+    """Return the row of `OBJECTIVES` that `cfg.name` names, with the parts that `cfg` sets replaced.
+
+    Of a part with fields, such as `correction`, a field that `cfg` leaves out is as in the row, unless `cfg` sets another type.
 
     Raises:
         ConfigError: The name of the row or of a part is unknown, parts contradict each other, or a replacement would have no
@@ -67,8 +72,27 @@ def build_objective(cfg: ObjectiveConfig) -> Objective:
     """
     if cfg.name not in OBJECTIVES:
         raise ConfigError(f"objective.name={cfg.name!r} is unknown; use one of {', '.join(OBJECTIVES)}")
-    parts = {k: v for k, v in dataclasses.asdict(cfg).items() if v is not None}
-    del parts["name"]
-    objective = OBJECTIVES[cfg.name].replace(**parts)
+    row, parts = OBJECTIVES[cfg.name], cfg.replacements
+    for part in parts.keys() & {part for part, hint in PARTS.items() if variants(hint)}:
+        parts[part] = _merged(cfg.name, part, getattr(row, part), parts[part])
+    objective = row.replace(**parts)
     check_overrides(objective, cfg.name, parts)
     return objective
+
+
+def _merged(name: str, part: str, of_row: Any, fields: dict[str, Any]) -> Any:
+    """Return a part with some fields replaced.
+
+    Args:
+        name: The row, for messages.
+        part: Name of the part.
+        of_row: The part in the row; None: the row lacks it.
+        fields: The replaced fields.
+    """
+    held = {} if of_row is None else dataclasses.asdict(of_row)
+    if fields.get("type", held.get("type")) != held.get("type"):
+        held = {}
+    try:
+        return read_part(part, {**held, **fields})
+    except ValueError as e:
+        raise ConfigError("\n".join(f"objective {name}: {line}" for line in faults(e, f"objective.{part}"))) from None

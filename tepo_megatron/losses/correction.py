@@ -1,24 +1,26 @@
 """Corrections of the rollout/train mismatch, per response row (_R): truncation, sequence masking and IcePop.
 
 The inference engine and the actor run the same weights with different kernels, so the tokens are samples of pi_rollout, not of
-pi_old. A correction is a function (mismatch_R, segments, low, high) -> weight_R, a `CorrectionFunction`:
+pi_old. A correction is a function (mismatch_R, segments, part) -> weight_R, a `CorrectionFunction`:
     mismatch_R: l_old - l_rollout in nats
     segments: the sequence of each row, and sums over sequences
-    low, high: bounds on the ratio pi_old / pi_rollout
+    part: the correction's fields in the objective: bounds on the ratio pi_old / pi_rollout
 
 The weight has no gradient and multiplies the surrogate alone. The denominators of the loss do not change.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from tepo_megatron.config.objective import IcePop, Mis, Tis
 from tepo_megatron.losses.ratio import exp_clamped
 from tepo_megatron.ops.segments import Segments
 
-CorrectionFunction = Callable[[Tensor, Segments, float, float], Tensor]
+CorrectionFunction = Callable[[Tensor, Segments, Any], Tensor]
 
 
 @dataclass(frozen=True)
@@ -27,28 +29,24 @@ class Correction:
 
     Attributes:
         weight: The correction function.
-        low: Default lower bound. None: the correction has none.
-        high: Default upper bound.
         constant: Whether the weight is the same on every token of a sequence.
     """
 
     weight: CorrectionFunction
-    low: float | None
-    high: float
     constant: bool = False
 
 
-def truncated(mismatch_R: Tensor, segments: Segments, low: float, high: float) -> Tensor:
+def truncated(mismatch_R: Tensor, segments: Segments, part: Tis) -> Tensor:
     """Return min(pi_old / pi_rollout, high), truncated importance sampling per token (TIS). No collective.
 
     Source: Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training".
 
-    Args: see `CorrectionFunction` at the top of this file. `low` has no effect.
+    Args: see `CorrectionFunction` at the top of this file.
     """
-    return exp_clamped(mismatch_R).clamp(max=high)
+    return exp_clamped(mismatch_R).clamp(max=part.high)
 
 
-def sequence_masked(mismatch_R: Tensor, segments: Segments, low: float, high: float) -> Tensor:
+def sequence_masked(mismatch_R: Tensor, segments: Segments, part: Mis) -> Tensor:
     """Return 1 on sequences whose geometric-mean ratio pi_old / pi_rollout lies in [low, high], 0 on the others.
 
     Args: see `CorrectionFunction` at the top of this file.
@@ -56,22 +54,22 @@ def sequence_masked(mismatch_R: Tensor, segments: Segments, low: float, high: fl
     Collectives (context parallel): one all-reduce of G sums.
     """
     ratio_G = exp_clamped(segments.mean_detached(mismatch_R))
-    return segments.spread(((ratio_G >= low) & (ratio_G <= high)).to(mismatch_R.dtype))
+    return segments.spread(((ratio_G >= part.low) & (ratio_G <= part.high)).to(mismatch_R.dtype))
 
 
-def icepop(mismatch_R: Tensor, segments: Segments, low: float, high: float) -> Tensor:
+def icepop(mismatch_R: Tensor, segments: Segments, part: IcePop) -> Tensor:
     """Return pi_old / pi_rollout where it lies in [low, high], else 0 (IcePop, arXiv 2510.18855). No collective.
 
     Args: see `CorrectionFunction` at the top of this file.
     """
     ratio_R = exp_clamped(mismatch_R)
-    return torch.where((ratio_R >= low) & (ratio_R <= high), ratio_R, 0.0)
+    return torch.where((ratio_R >= part.low) & (ratio_R <= part.high), ratio_R, 0.0)
 
 
-# The cap of 2 is common; the other bounds are our choice (`mis` admits a mean mismatch of 0.01 nats per token).
+# by the `type` of the part
 CORRECTIONS: dict[str, Correction | None] = {
     "none": None,
-    "tis": Correction(truncated, low=None, high=2.0),
-    "mis": Correction(sequence_masked, low=0.99, high=1.01, constant=True),
-    "icepop": Correction(icepop, low=0.5, high=5.0),
+    "tis": Correction(truncated),
+    "mis": Correction(sequence_masked, constant=True),
+    "icepop": Correction(icepop),
 }

@@ -22,7 +22,7 @@ Pairs = dict[str, tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
-class Terms:
+class LossTerms:
     """The parts of a loss, per response row (_R).
 
     Attributes:
@@ -52,7 +52,7 @@ class Terms:
     correction_R: Tensor | None
 
 
-def metrics(terms: Terms, whole_tokens: Tensor, noise_floor: float | None) -> Pairs:
+def metrics(terms: LossTerms, whole_tokens: Tensor, noise_floor: float | None) -> Pairs:
     """Return a (numerator, denominator) pair for each name in METRICS.
 
     The denominators of `loss/total`, `loss/kl` and `loss/ref_kl` add up to 1 over the minibatch. The others are counts of rows.
@@ -89,7 +89,7 @@ def metrics(terms: Terms, whole_tokens: Tensor, noise_floor: float | None) -> Pa
     return pairs
 
 
-def histograms(terms: Terms) -> dict[str, Tensor]:
+def histograms(terms: LossTerms) -> dict[str, Tensor]:
     """Return the counts of dH (int64, one per bin) for each name in HISTOGRAMS."""
     sides = (terms.advantage_R > 0, terms.advantage_R < 0)
     return {name: counts(terms.entropy_change_R, side_R) for name, side_R in zip(HISTOGRAMS, sides, strict=True)}

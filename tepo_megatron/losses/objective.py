@@ -1,9 +1,10 @@
 """One policy-optimization method as a loss: a choice of ratio, surrogate, weighting, penalties and aggregation.
 
-loss = -sum_R a * ( c * lambda * surrogate(ratio, A) - rho * |l - l_old| - beta * M * KL(old) - ref_beta * KL(ref) + alpha * H )
+loss = -sum_R a * ( c * lambda * surrogate(ratio, A) - rho * |l - l_old| - beta * M * KL(old) - b * KL(ref) + alpha * H )
 
 The sum runs over response rows. a: weight of the row in the mean (aggregate.py); c: correction of the rollout/train mismatch;
-lambda, rho: weight and penalty of the weighting; A: advantage; l: log-prob; M: KL mask; H: entropy; alpha: entropy_coefficient.
+lambda, rho: weight and penalty of the weighting; A: advantage; l: log-prob; M: KL mask; b: ref_kl.beta; H: entropy;
+alpha: entropy_coefficient.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
+from tepo_megatron.config.objective import ObjectiveParts
 from tepo_megatron.errors import ConfigError
 from tepo_megatron.losses import contradictions, diagnostics
 from tepo_megatron.losses.advantages import ADVANTAGES
@@ -24,65 +26,43 @@ from tepo_megatron.losses.entropy import advantage_with_entropy
 from tepo_megatron.losses.inputs import LossInputs
 from tepo_megatron.losses.kl import ESTIMATORS, MASKS
 from tepo_megatron.losses.ratio import RATIOS
-from tepo_megatron.losses.surrogate import SURROGATES, Bounds
-from tepo_megatron.losses.weighting import WEIGHTINGS, BatchStatistics, MinibatchTokens, WeightingOptions
+from tepo_megatron.losses.surrogate import SURROGATES, ClipBounds
+from tepo_megatron.losses.weighting import WEIGHTINGS, BatchStatistics, MinibatchTokens
 from tepo_megatron.types import LossOutput, TokenStats
 
-_TABLES: dict[str, Mapping[str, Any]] = {
+CHOICES: dict[str, Mapping[str, Any]] = {
     "ratio": RATIOS,
     "surrogate": SURROGATES,
     "kl": ESTIMATORS,
     "kl_mask": MASKS,
-    "ref_kl": ESTIMATORS,
-    "weighting": WEIGHTINGS,
-    "correction": CORRECTIONS,
+    "ref_kl.estimator": ESTIMATORS,
+    "weighting.type": WEIGHTINGS,
+    "correction.type": CORRECTIONS,
     "aggregate": AGGREGATES,
     "advantage": ADVANTAGES,
 }
 
 
 @dataclass(frozen=True, kw_only=True)
-class Objective:
-    """A method, callable as its loss. Each string names an entry of RATIOS, SURROGATES, ESTIMATORS (`kl`, `ref_kl`), MASKS,
-    WEIGHTINGS, CORRECTIONS, AGGREGATES or ADVANTAGES.
+class Objective(ObjectiveParts):
+    """A method, callable as its loss. Each string names an entry of RATIOS, SURROGATES, ESTIMATORS (`kl`), MASKS, AGGREGATES or
+    ADVANTAGES. `weighting` and `correction` have a type each, which names an entry of WEIGHTINGS or CORRECTIONS.
+
+    Attributes:
+        dynamic_sampling: Sample further prompts to replace groups whose scores are all equal.
+        overlong_shaping: Subtract a penalty from the reward of responses close to the length limit.
 
     Raises:
         ConfigError: A name is in no table, or parts contradict each other.
     """
 
-    ratio: str
-    surrogate: str = "clip"
-    clip_low: float = 0.2  # the ratio is clipped to [1 - clip_low, 1 + clip_high]
-    clip_high: float = 0.2  # see clip_low
-    dual_clip: float | None = None  # dual-clip constant c > 1: floors the surrogate at c * A where A < 0; None: no floor
-    aggregate: str = "token_mean"
-    advantage: str = "std"
-    kl: str = "k3"  # estimator of the KL to the old policy
-    kl_mask: str = "none"  # the tokens on which that KL is charged
-    kl_entropy_tolerance: float = 0.0  # nats: the mask counts an entropy change up to this as none
-    beta: float = 0.0  # coefficient of the KL to the old policy
-    ref_kl: str = "k3"  # estimator of the KL to the reference policy
-    ref_beta: float = 0.0  # coefficient of the KL to the reference policy
-    ref_kl_in: str = "loss"  # "loss", or "reward": subtract the KL from each reward before advantages are computed
-    entropy_coefficient: float = 0.0  # entropy bonus: above 0 the loss raises the mean entropy, below 0 it lowers it
-    advantage_alpha: float = 0.0  # coefficient of the entropy inside the advantage
-    advantage_kappa: float = 2.0  # that entropy adds |A| / kappa at most
-    weighting: str = "none"  # token weights that depend on the whole minibatch
-    cov_share: float = 2e-4  # clip_cov, kl_cov: share of the tokens to pick
-    cov_low: float = 1.0  # clip_cov: only tokens with a covariance above this can be picked
-    cov_high: float = 5.0  # clip_cov: and below this
-    cov_beta: float = 1.0  # kl_cov: coefficient of the penalty on picked tokens
-    steer_lambda_min: float = 0.8  # steer: the smallest weight
-    correction: str = "none"  # correction of the rollout/train mismatch
-    correction_low: float | None = None  # lower bound of the correction; None: its default in CORRECTIONS
-    correction_high: float | None = None  # upper bound, likewise
-    dynamic_sampling: bool = False  # sample further prompts to replace groups whose scores are all equal
-    overlong_shaping: bool = False  # subtract a penalty from the reward of responses close to the length limit
+    dynamic_sampling: bool = False
+    overlong_shaping: bool = False
 
     def __post_init__(self) -> None:
-        for part, table in _TABLES.items():
-            name = getattr(self, part)
-            if name not in table:
+        for part, table in CHOICES.items():
+            name = _field(self, part)
+            if name is not None and name not in table:
                 raise ConfigError(f"objective.{part}={name!r} is unknown; use one of {', '.join(table)}")
         contradictions.check(self)
 
@@ -97,7 +77,7 @@ class Objective:
         The group's advantage and the denominators are. Entropy inside the advantage is not, nor is a weighting or a correction
         whose values differ from token to token.
         """
-        weighting, correction = WEIGHTINGS[self.weighting], CORRECTIONS[self.correction]
+        weighting, correction = WEIGHTINGS[self.weighting.type], CORRECTIONS[self.correction.type]
         return (
             self.advantage_alpha == 0
             and (weighting is None or weighting.constant)
@@ -105,19 +85,9 @@ class Objective:
         )
 
     @property
-    def correction_bounds(self) -> tuple[float, float]:
-        """Return the lower and the upper bound of the correction. The lower bound is 0 where the correction has none."""
-        own = CORRECTIONS[self.correction]
-        low, high = (own.low or 0.0, own.high) if own else (0.0, 1.0)
-        return (
-            low if self.correction_low is None else self.correction_low,
-            high if self.correction_high is None else self.correction_high,
-        )
-
-    @property
     def needs_batch_statistics(self) -> bool:
         """Return whether `batch_statistics` must be called before any backward of an update."""
-        return self.weighting != "none"
+        return WEIGHTINGS[self.weighting.type] is not None
 
     def batch_statistics(self, stats_N: TokenStats, inputs_N: LossInputs, keys_N: Tensor) -> BatchStatistics:
         """Return the weights that the weighting gives to all N response tokens of a minibatch. No collective, no gradient.
@@ -127,7 +97,7 @@ class Objective:
             inputs_N: Loss inputs whose rows are all N tokens, with segments that have no context-parallel group.
             keys_N: int64, a random number for each token, the same in every layout.
         """
-        weighting = WEIGHTINGS[self.weighting]
+        weighting = WEIGHTINGS[self.weighting.type]
         assert weighting is not None
         logprob_N, entropy_N = stats_N.logprob_R.detach(), stats_N.entropy_R.detach()
         log_ratio_N = logprob_N - inputs_N.old_logprob_R
@@ -135,8 +105,7 @@ class Objective:
         ratio_N = RATIOS[self.ratio](log_ratio_N, inputs_N.segments, True)
         _, clipped_N = SURROGATES[self.surrogate](ratio_N, logprob_N, advantage_N, self._bounds)
         tokens = MinibatchTokens(advantage_N, logprob_N, entropy_N, log_ratio_N, clipped_N, keys_N)
-        options = WeightingOptions(self.cov_share, self.cov_low, self.cov_high, self.cov_beta, self.steer_lambda_min)
-        return weighting.statistics(tokens, options)
+        return weighting.statistics(tokens, self.weighting)
 
     def __call__(self, stats: TokenStats, inputs: LossInputs) -> LossOutput:
         """Return the part of the minibatch's loss that the rows of one microbatch on this rank contribute.
@@ -151,12 +120,12 @@ class Objective:
         value_R, clipped_R = SURROGATES[self.surrogate](ratio_R, stats.logprob_R, advantage_R, self._bounds)
 
         correction_R = affected_R = ref_penalty_R = None
-        if correction := CORRECTIONS[self.correction]:
+        if correction := CORRECTIONS[self.correction.type]:
             mismatch_R = inputs.old_logprob_R - inputs.rollout_logprob_R
-            correction_R = correction.weight(mismatch_R, segments, *self.correction_bounds)
+            correction_R = correction.weight(mismatch_R, segments, self.correction)
             value_R = correction_R * value_R
         if self.needs_batch_statistics:
-            assert inputs.weights is not None, f"objective.weighting={self.weighting} needs batch_statistics"
+            assert inputs.weights is not None, f"objective.weighting.type={self.weighting.type} needs batch_statistics"
             affected_R = (inputs.weights.weight_R < 0.99) | (inputs.weights.penalty_R != 0)
             value_R = inputs.weights.weight_R * value_R - inputs.weights.penalty_R * log_ratio_R.abs()
 
@@ -164,17 +133,17 @@ class Objective:
         mask_R = MASKS[self.kl_mask](advantage_R, entropy_change_R, self.kl_entropy_tolerance)
         penalty_R = mask_R * ESTIMATORS[self.kl](log_ratio_R)
         value_R = value_R - self.beta * penalty_R
-        if self.ref_beta and self.ref_kl_in == "loss":
-            assert inputs.ref_logprob_R is not None, "objective.ref_beta needs the log-probs of the reference policy"
-            ref_penalty_R = ESTIMATORS[self.ref_kl](stats.logprob_R - inputs.ref_logprob_R)
-            value_R = value_R - self.ref_beta * ref_penalty_R
+        if self.ref_kl is not None and self.ref_kl.where == "loss":
+            assert inputs.ref_logprob_R is not None, "objective.ref_kl needs the log-probs of the reference policy"
+            ref_penalty_R = ESTIMATORS[self.ref_kl.estimator](stats.logprob_R - inputs.ref_logprob_R)
+            value_R = value_R - self.ref_kl.beta * ref_penalty_R
         if self.entropy_coefficient:
             value_R = value_R + self.entropy_coefficient * stats.entropy_R
 
         aggregate_R = AGGREGATES[self.aggregate](segments, inputs.whole)
         loss = -(aggregate_R * value_R).sum()
         ratio_R = ratio_R.detach()
-        terms = diagnostics.Terms(
+        terms = diagnostics.LossTerms(
             loss, advantage_R, ratio_R, clipped_R, entropy_change_R, mask_R, aggregate_R, penalty_R,
             ref_penalty_R, affected_R, correction_R,
         )  # fmt: skip
@@ -188,5 +157,12 @@ class Objective:
         return advantage_with_entropy(advantage_R, entropy_R, self.advantage_alpha, self.advantage_kappa)
 
     @property
-    def _bounds(self) -> Bounds:
-        return Bounds(self.clip_low, self.clip_high, self.dual_clip)
+    def _bounds(self) -> ClipBounds:
+        return ClipBounds(self.clip_low, self.clip_high, self.dual_clip)
+
+
+def _field(objective: Objective, path: str) -> Any:
+    """Return a field of an objective, or a field of one of its parts; None if the objective does not have the part."""
+    part, _, field = path.partition(".")
+    value = getattr(objective, part)
+    return getattr(value, field) if field and value is not None else value

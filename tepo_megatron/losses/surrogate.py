@@ -17,7 +17,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Bounds:
+class ClipBounds:
     """The clip range of the ratio and the dual clip.
 
     Attributes:
@@ -35,10 +35,10 @@ class Bounds:
         return ratio_R.clamp(1 - self.low, 1 + self.high)
 
 
-SurrogateFunction = Callable[[Tensor, Tensor, Tensor, Bounds], tuple[Tensor, Tensor]]
+SurrogateFunction = Callable[[Tensor, Tensor, Tensor, ClipBounds], tuple[Tensor, Tensor]]
 
 
-def clip(ratio_R: Tensor, logprob_R: Tensor, advantage_R: Tensor, bounds: Bounds) -> tuple[Tensor, Tensor]:
+def clip(ratio_R: Tensor, logprob_R: Tensor, advantage_R: Tensor, bounds: ClipBounds) -> tuple[Tensor, Tensor]:
     """Return min(r A, clip(r) A), PPO's pessimistic bound (arXiv 1707.06347, Eq. 7).
 
     With `bounds.dual` and A < 0 it is max(min(r A, clip(r) A), dual A), dual-clip PPO (arXiv 1912.09729).
@@ -54,7 +54,7 @@ def clip(ratio_R: Tensor, logprob_R: Tensor, advantage_R: Tensor, bounds: Bounds
     return value_R, clipped_R
 
 
-def clip_eq4(ratio_R: Tensor, logprob_R: Tensor, advantage_R: Tensor, bounds: Bounds) -> tuple[Tensor, Tensor]:
+def clip_eq4(ratio_R: Tensor, logprob_R: Tensor, advantage_R: Tensor, bounds: ClipBounds) -> tuple[Tensor, Tensor]:
     """Return min(r, clip(r)) A, the surrogate of TEPO's Eq. 4 as printed.
 
     Eq. 4 takes the minimum before it multiplies by A, which makes it min(r, 1 + high) A. The ratio is never clipped from below,
@@ -65,7 +65,7 @@ def clip_eq4(ratio_R: Tensor, logprob_R: Tensor, advantage_R: Tensor, bounds: Bo
     return torch.minimum(ratio_R, bounds.clip(ratio_R)) * advantage_R, ratio_R > 1 + bounds.high
 
 
-def unclipped(ratio_R: Tensor, logprob_R: Tensor, advantage_R: Tensor, bounds: Bounds) -> tuple[Tensor, Tensor]:
+def unclipped(ratio_R: Tensor, logprob_R: Tensor, advantage_R: Tensor, bounds: ClipBounds) -> tuple[Tensor, Tensor]:
     """Return r A, without clipping (Algorithm 1, line 15).
 
     Args: see `SurrogateFunction` at the top of this file.
@@ -73,7 +73,7 @@ def unclipped(ratio_R: Tensor, logprob_R: Tensor, advantage_R: Tensor, bounds: B
     return ratio_R * advantage_R, torch.zeros_like(ratio_R, dtype=torch.bool)
 
 
-def stop_gradient(ratio_R: Tensor, logprob_R: Tensor, advantage_R: Tensor, bounds: Bounds) -> tuple[Tensor, Tensor]:
+def stop_gradient(ratio_R: Tensor, logprob_R: Tensor, advantage_R: Tensor, bounds: ClipBounds) -> tuple[Tensor, Tensor]:
     """Return sg[clip(r)] A l (CISPO, arXiv 2506.13585).
 
     The clipped ratio is a detached weight: a clipped token still has a gradient.
@@ -84,7 +84,7 @@ def stop_gradient(ratio_R: Tensor, logprob_R: Tensor, advantage_R: Tensor, bound
     return weight_R * advantage_R * logprob_R, weight_R != ratio_R
 
 
-def reinforce(ratio_R: Tensor, logprob_R: Tensor, advantage_R: Tensor, bounds: Bounds) -> tuple[Tensor, Tensor]:
+def reinforce(ratio_R: Tensor, logprob_R: Tensor, advantage_R: Tensor, bounds: ClipBounds) -> tuple[Tensor, Tensor]:
     """Return A l, REINFORCE (Williams, 1992). The ratio has no effect.
 
     Args: see `SurrogateFunction` at the top of this file.

@@ -1,8 +1,8 @@
 """Token weights and penalties that depend on the whole minibatch: Clip-Cov, KL-Cov and STEER.
 
-A weighting is a function (tokens, options) -> BatchStatistics:
+A weighting is a function (tokens, part) -> BatchStatistics:
     tokens: the N response tokens of all ranks and microbatches, so that means, maxima and top-k are those of the minibatch
-    options: shares, bounds and coefficients from the objective
+    part: the weighting's fields in the objective: shares, bounds and coefficients
 
 It runs once per optimizer step, before any backward. No gradient passes through it.
 """
@@ -10,10 +10,12 @@ It runs once per optimizer step, before any backward. No gradient passes through
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from tepo_megatron.config.objective import ClipCov, KlCov, Steer
 from tepo_megatron.losses.ratio import exp_clamped
 
 
@@ -41,25 +43,6 @@ class MinibatchTokens:
     def covariance_N(self) -> Tensor:
         """Return (A - mean A)(l - mean l) of each token. Its mean over the tokens is Cov(A, l)."""
         return (self.advantage_N - self.advantage_N.mean()) * (self.logprob_N - self.logprob_N.mean())
-
-
-@dataclass(frozen=True)
-class WeightingOptions:
-    """The weighting's fields of an objective.
-
-    Attributes:
-        share: Share of the N tokens to pick; at least one token is picked.
-        low: Clip-Cov picks among tokens with a covariance above this.
-        high: Clip-Cov picks among tokens with a covariance below this.
-        beta: KL-Cov's coefficient of |l - l_old|.
-        lambda_min: STEER's smallest weight.
-    """
-
-    share: float
-    low: float
-    high: float
-    beta: float
-    lambda_min: float
 
 
 @dataclass(frozen=True)
@@ -91,11 +74,11 @@ class Weighting:
         constant: Whether weight_N is 1 on every token. `Objective.has_constant_factors` depends on it.
     """
 
-    statistics: Callable[[MinibatchTokens, WeightingOptions], BatchStatistics]
+    statistics: Callable[[MinibatchTokens, Any], BatchStatistics]
     constant: bool = False
 
 
-def clip_cov(tokens: MinibatchTokens, options: WeightingOptions) -> BatchStatistics:
+def clip_cov(tokens: MinibatchTokens, part: ClipCov) -> BatchStatistics:
     """Return weight 0 for randomly drawn tokens with a high covariance, 1 for the others (Clip-Cov, arXiv 2505.22617).
 
     `share` of all tokens is drawn, from the tokens with a covariance in (low, high) that the surrogate does not clip already.
@@ -103,13 +86,13 @@ def clip_cov(tokens: MinibatchTokens, options: WeightingOptions) -> BatchStatist
     Args: see the top of this file.
     """
     covariance_N = tokens.covariance_N
-    candidate_N = ~tokens.clipped_N & (covariance_N > options.low) & (covariance_N < options.high)
+    candidate_N = ~tokens.clipped_N & (covariance_N > part.low) & (covariance_N < part.high)
     last = torch.iinfo(torch.int64).max
-    drawn = torch.where(candidate_N, tokens.key_N, last).argsort()[: _count(tokens, options)]
+    drawn = torch.where(candidate_N, tokens.key_N, last).argsort()[: _count(tokens, part.share)]
     return BatchStatistics(1.0 - (_marked(drawn, candidate_N) & candidate_N).to(covariance_N), torch.zeros_like(covariance_N))
 
 
-def kl_cov(tokens: MinibatchTokens, options: WeightingOptions) -> BatchStatistics:
+def kl_cov(tokens: MinibatchTokens, part: KlCov) -> BatchStatistics:
     """Return the penalty coefficient beta of |l - l_old| for the tokens with the largest covariance (KL-Cov, arXiv 2505.22617).
 
     `share` of all tokens is picked; the others have penalty 0. All weights are 1.
@@ -118,12 +101,12 @@ def kl_cov(tokens: MinibatchTokens, options: WeightingOptions) -> BatchStatistic
     """
     covariance_N = tokens.covariance_N
     shuffled = tokens.key_N.argsort()  # the keys decide ties, so that the layout of the tokens does not
-    largest = shuffled[covariance_N[shuffled].argsort(descending=True, stable=True)[: _count(tokens, options)]]
+    largest = shuffled[covariance_N[shuffled].argsort(descending=True, stable=True)[: _count(tokens, part.share)]]
     chosen_N = _marked(largest, tokens.clipped_N)
-    return BatchStatistics(torch.ones_like(covariance_N), options.beta * chosen_N.to(covariance_N))
+    return BatchStatistics(torch.ones_like(covariance_N), part.beta * chosen_N.to(covariance_N))
 
 
-def steer(tokens: MinibatchTokens, options: WeightingOptions) -> BatchStatistics:
+def steer(tokens: MinibatchTokens, part: Steer) -> BatchStatistics:
     """Return smaller weights for tokens whose update would change the entropy more (STEER, arXiv 2510.10150).
 
     The TEPO paper calls it STEEL. The weight is lambda = clamp(exp(-k |Omega|), lambda_min, 1), where
@@ -135,13 +118,13 @@ def steer(tokens: MinibatchTokens, options: WeightingOptions) -> BatchStatistics
     ratio_N, not_chosen_N = exp_clamped(tokens.log_ratio_N), -torch.expm1(tokens.logprob_N)  # 1 - pi, exact near 0
     omega_N = (tokens.advantage_N * ratio_N * not_chosen_N * (tokens.logprob_N + tokens.entropy_N)).abs()
     largest = torch.cat((omega_N, omega_N.new_full((1,), 0.02))).max()
-    weight_N = (omega_N * (math.log(options.lambda_min) / largest)).exp().clamp(options.lambda_min, 1.0)
+    weight_N = (omega_N * (math.log(part.lambda_min) / largest)).exp().clamp(part.lambda_min, 1.0)
     return BatchStatistics(weight_N, torch.zeros_like(weight_N))
 
 
-def _count(tokens: MinibatchTokens, options: WeightingOptions) -> int:
+def _count(tokens: MinibatchTokens, share: float) -> int:
     """Return the number of tokens to pick, at least 1."""
-    return max(1, math.floor(options.share * tokens.key_N.numel()))
+    return max(1, math.floor(share * tokens.key_N.numel()))
 
 
 def _marked(indices: Tensor, like_N: Tensor) -> Tensor:
@@ -151,6 +134,7 @@ def _marked(indices: Tensor, like_N: Tensor) -> Tensor:
     return marked_N
 
 
+# by the `type` of the part
 WEIGHTINGS: dict[str, Weighting | None] = {
     "none": None,
     "clip_cov": Weighting(clip_cov),

@@ -1,4 +1,4 @@
-"""What a run tells about itself: metrics, their outputs, the folder they are in, and which rank hangs where.
+"""Observability of a run: metrics, their outputs, the run's folder, and the detection of hanging ranks.
 
 run_dir.py        the folder of a run
 sinks.py          metrics.jsonl, the terminal, TensorBoard, Weights & Biases

@@ -33,7 +33,7 @@ _COLLECTIVES = os.path.join("torch", "distributed", "")
 
 
 @dataclass
-class Here:
+class RunPosition:
     """Position of this process in the run; the training loop and the schedule update it.
 
     Attributes:
@@ -59,7 +59,7 @@ class Here:
             self.phase = before
 
 
-progress = Here()
+progress = RunPosition()
 
 
 class BeatStore(Protocol):
@@ -99,7 +99,7 @@ class _Seen:
     Attributes:
         beat: Number of the heartbeat.
         place: Position of the main thread, as text.
-        phase: `Here.phase`.
+        phase: `RunPosition.phase`.
         left: True if the rank has ended normally.
         unheard: Beats of the listening rank since this rank's last heartbeat.
         unmoved: Beats of the listening rank since this rank's position changed.
@@ -123,7 +123,7 @@ class HangWatchdog:
         rank: This rank.
         world_size: Ranks in the world.
         folder: Folder for the explanation (hang.txt) and the stacks.
-        silent_seconds: A rank without heartbeat for this long counts as frozen.
+        heartbeat_timeout: A rank without heartbeat for this long counts as frozen.
         stuck_seconds: Maximum time at one position of a training phase.
         on_hang: Ends this process, given the explanation and whether this rank is cut off from the world's store.
     """
@@ -135,17 +135,17 @@ class HangWatchdog:
         world_size: int,
         folder: Path,
         *,
-        silent_seconds: float,
+        heartbeat_timeout: float,
         stuck_seconds: float,
         on_hang: Callable[[str, bool], object],
     ) -> None:
         self._store, self._rank, self._world_size, self._folder, self._on_hang = store, rank, world_size, folder, on_hang
-        self._silent_seconds, self._stuck_seconds = silent_seconds, stuck_seconds
+        self._heartbeat_timeout, self._stuck_seconds = heartbeat_timeout, stuck_seconds
         listened: Sequence[int] = range(world_size) if rank == 0 else (0,) if rank == 1 else ()
         self._seen = {r: _Seen() for r in listened}
         self._beats = self._unanswered = 0
         self._identity = FolderIdentity(folder)
-        self._main, self._over, self._told = threading.main_thread().ident, threading.Event(), threading.Lock()
+        self._main, self._over, self._report_lock = threading.main_thread().ident, threading.Event(), threading.Lock()
         self._threads = [threading.Thread(target=run, name="watch", daemon=True) for run in (self._beat, self._hold_store)]
 
     def __enter__(self) -> HangWatchdog:
@@ -156,7 +156,7 @@ class HangWatchdog:
     def __exit__(self, *exc_info: object) -> None:
         self._over.set()
         for thread in self._threads:
-            thread.join(self._silent_seconds)
+            thread.join(self._heartbeat_timeout)
         self._identity.close()
         with contextlib.suppress(RuntimeError):  # the store ended with its owner
             self._say(left=True)
@@ -176,10 +176,11 @@ class HangWatchdog:
         """Detect a store that does not answer. A store frozen with its machine blocks its callers for ever."""
         while not self._over.wait(BEAT_SECONDS):
             self._unanswered += 1
-            if self._unanswered * BEAT_SECONDS > self._silent_seconds:
+            if self._unanswered * BEAT_SECONDS > self._heartbeat_timeout:
                 self._leave(
-                    f"the store of this world has not answered for {self._silent_seconds:g} s (parallel.silent_seconds): rank "
-                    f"0, or whoever started it, is frozen, or its machine is gone; rank {self._rank} is at {self._place()}",
+                    f"the store of this world has not answered for {self._heartbeat_timeout:g} s (parallel.heartbeat_timeout): "
+                    f"rank 0, or whoever started it, is frozen, or its machine is gone; rank {self._rank} is at "
+                    f"{self._place()}",
                     cut_off=True,
                 )
 
@@ -205,10 +206,10 @@ class HangWatchdog:
     def _fault(self) -> str | None:
         there = {rank: of for rank, of in self._seen.items() if not of.left}
         for rank, of in there.items():
-            if of.unheard * BEAT_SECONDS >= self._silent_seconds:
+            if of.unheard * BEAT_SECONDS >= self._heartbeat_timeout:
                 return (
-                    f"rank {rank} has not been heard of for {self._silent_seconds:g} s (parallel.silent_seconds): its process "
-                    f"is frozen, or its machine is gone; last at {of.place}"
+                    f"rank {rank} has not been heard of for {self._heartbeat_timeout:g} s (parallel.heartbeat_timeout): its "
+                    f"process is frozen, or its machine is gone; last at {of.place}"
                 )
         for rank, of in there.items() if self._rank == 0 else ():
             if of.phase.startswith((*TRAINING, JOINING)) and of.unmoved * BEAT_SECONDS >= self._stuck_seconds:
@@ -232,7 +233,7 @@ class HangWatchdog:
             cut_off: True if this rank has lost the store. It then does not overwrite an existing hang.txt, whose text says
                 more.
         """
-        with self._told:
+        with self._report_lock:
             if self._identity.is_in_place():  # else the folder now belongs to another run
                 self._write(explanation, cut_off)
             time.sleep(2 * BEAT_SECONDS)  # so that the others read the verdict and write their stacks

@@ -57,7 +57,7 @@ def claim(cfg: Config) -> RunLock:
 
     inputs = (
         ("model.path", cfg.model.path),
-        ("model.reference", cfg.model.reference),
+        ("objective.ref_kl.path", cfg.objective.reference_path),
         *cfg.data.paths,
         ("rollout.replay", cfg.rollout.replay),
         ("rollout.function", cfg.rollout.function),
@@ -197,7 +197,7 @@ def _refuse_without_checkpoints(run_dir: Path, only_samples: bool) -> None:
     checkpoints = (run_dir / "checkpoints").glob("step-*")
     if (run_dir / "summary.json").exists() and not any(c.name.removeprefix("step-").isdigit() for c in checkpoints):
         raise ConfigError(
-            f"{run_dir} holds a run that has ended and kept no checkpoints, so resume=true would train it anew; choose "
+            f"{run_dir} holds a run that has ended and kept no checkpoints, so resume=true would train it again; choose "
             f"another `name`, or replace it with --overwrite true"
         )
 

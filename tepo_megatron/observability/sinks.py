@@ -166,8 +166,8 @@ class RunLog:
         """Go back to the state after `step`: metrics.jsonl then holds the steps up to it, each once and in order.
 
         Everything else in the file moves to metrics.lost.jsonl: later steps, which the run repeats, and damaged lines.
-        TensorBoard is told to drop later steps. If the process is killed during this and calls it again, everything is moved
-        exactly once. Return what was moved and what is wrong with the file, one sentence each.
+        Later steps are dropped from TensorBoard. If the process is killed in between and the method is called again, everything
+        is moved exactly once. Return one sentence for each thing that was moved and for each fault of the file.
         """
         path = self.run_dir / METRICS_FILE
         data = path.read_bytes() if path.exists() else b""
@@ -260,7 +260,7 @@ def read_metrics(run_dir: Path) -> list[dict[str, Value]]:
     return found.records
 
 
-def read_steps(run_dir: Path) -> records.Steps:
+def read_steps(run_dir: Path) -> records.StepRecords:
     """Return a run's records and the file's faults as text. Raise DataError, naming the file, if there is no record."""
     path = run_dir / METRICS_FILE
     try:

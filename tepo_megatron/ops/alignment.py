@@ -35,8 +35,11 @@ class Alignment:
         """Return the length of one sequence with its own padding, in tokens over all context-parallel ranks."""
         return -(-length // self.sequence) * self.sequence
 
-    def room(self, max_tokens: int) -> int:
-        """Return the capacity for padded sequences of a microbatch of `max_tokens`, whose total is padded too. At least 1."""
+    def capacity(self, max_tokens: int) -> int:
+        """Return how many tokens of padded sequences fit into a microbatch of `max_tokens`, whose total is padded too.
+
+        At least 1.
+        """
         return max(1, max_tokens // self.step * self.step)
 
     def padded(self, lengths: Sequence[int]) -> list[int]:

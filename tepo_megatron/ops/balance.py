@@ -1,6 +1,6 @@
 """Greedy assignment of sequences to data-parallel ranks, and of a rank's sequences to microbatches, by cost. O(n log n).
 
-Sequences are named by their index into `Items`. They are assigned in that order, as a rule the longest first.
+Sequences are named by their index into `PlanItems`. They are assigned in that order, as a rule the longest first.
 """
 
 import bisect
@@ -12,18 +12,18 @@ _HALVINGS = 24  # bisection steps in the search for the time of the slowest rank
 
 
 @dataclass(frozen=True)
-class Items:
+class PlanItems:
     """The sequences to assign.
 
     Attributes:
         costs: Cost of each sequence, in any unit.
-        tokens: Padded tokens of each sequence, at most `room`.
-        room: Capacity of a microbatch in tokens.
+        tokens: Padded tokens of each sequence, at most `capacity`.
+        capacity: Capacity of a microbatch in tokens.
     """
 
     costs: list[float]
     tokens: list[int]
-    room: int
+    capacity: int
 
 
 def assign_ranks(costs: Sequence[float], dp: int, count: int, bubble: float, group_longest: bool) -> list[list[int]]:
@@ -93,7 +93,7 @@ def _grouped(costs: Sequence[float], dp: int, count: int, bubble: float) -> list
     return sizes if len(sizes) <= dp else []
 
 
-def fill(sequences: Sequence[int], items: Items, weights: Sequence[float]) -> list[list[int]] | None:
+def fill(sequences: Sequence[int], items: PlanItems, weights: Sequence[float]) -> list[list[int]] | None:
     """Return the sequences of one rank in microbatches whose costs are proportional to `weights`; None if one does not fit.
 
     Each sequence goes to the microbatch that is furthest below its share of the cost, among those with enough free tokens.
@@ -106,26 +106,26 @@ def fill(sequences: Sequence[int], items: Items, weights: Sequence[float]) -> li
     share = sum(items.costs[i] for i in sequences) / sum(weights)
     lacking = [(-share * weight, m) for m, weight in enumerate(weights)]
     heapq.heapify(lacking)
-    parked: list[tuple[int, float, int]] = []  # microbatches too full for the current length: (-room, -lack, m)
+    parked: list[tuple[int, float, int]] = []  # microbatches too full for the current length: (-capacity, -lack, m)
     out: list[list[int]] = [[] for _ in weights]
-    room = [items.room] * len(weights)
+    capacity = [items.capacity] * len(weights)
     for i in sequences:
         tokens = items.tokens[i]
         while parked and -parked[0][0] >= tokens:
             heapq.heappush(lacking, heapq.heappop(parked)[1:])
-        while lacking and room[lacking[0][1]] < tokens:
+        while lacking and capacity[lacking[0][1]] < tokens:
             lack, m = heapq.heappop(lacking)
-            heapq.heappush(parked, (-room[m], lack, m))
+            heapq.heappush(parked, (-capacity[m], lack, m))
         if not lacking:
             return None
         lack, m = lacking[0]
         out[m].append(i)
-        room[m] -= tokens
+        capacity[m] -= tokens
         heapq.heapreplace(lacking, (lack + items.costs[i], m))
     return out
 
 
-def fill_tightly(sequences: Sequence[int], items: Items, count: int) -> list[list[int]] | None:
+def fill_tightly(sequences: Sequence[int], items: PlanItems, count: int) -> list[list[int]] | None:
     """Return the sequences of one rank in `count` microbatches by best fit; None if one does not fit.
 
     Each sequence goes to the fullest microbatch that can still hold it.
@@ -136,12 +136,12 @@ def fill_tightly(sequences: Sequence[int], items: Items, count: int) -> list[lis
         count: Number of microbatches.
     """
     out: list[list[int]] = [[] for _ in range(count)]
-    rooms = [(items.room, m) for m in range(count)]  # ascending
+    capacities = [(items.capacity, m) for m in range(count)]  # ascending
     for i in sequences:
-        at = bisect.bisect_left(rooms, (items.tokens[i], -1))
+        at = bisect.bisect_left(capacities, (items.tokens[i], -1))
         if at == count:
             return None
-        room, m = rooms.pop(at)
+        capacity, m = capacities.pop(at)
         out[m].append(i)
-        bisect.insort(rooms, (room - items.tokens[i], m))
+        bisect.insort(capacities, (capacity - items.tokens[i], m))
     return out

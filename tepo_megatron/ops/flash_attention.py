@@ -23,7 +23,7 @@ _BIAS_ALIGNMENT = 8  # elements to which it requires the rows of a bias to be al
 
 
 @dataclass(frozen=True)
-class Keys:
+class AttendedKeys:
     """The keys that a query attends to: by default all of them.
 
     Attributes:
@@ -41,10 +41,10 @@ class Keys:
         return torch.zeros(self.mask.shape, dtype=dtype, device=self.mask.device).masked_fill_(~self.mask, -torch.inf)
 
 
-class Flash(Protocol):
+class FlashAttention(Protocol):
     """The flash attention of a platform."""
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, keys: Keys, scale: float | None) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, keys: AttendedKeys, scale: float | None) -> tuple[Tensor, Tensor]:
         """Return the output [n, H, Lq, D] and the log-sum-exp of the scores [n, H, Lq] (fp32; fp64 for fp64 inputs).
 
         Args:
@@ -56,7 +56,7 @@ class Flash(Protocol):
         """
 
     def backward(
-        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, keys: Keys, scale: float | None
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, keys: AttendedKeys, scale: float | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the gradients of q, k and v.
 
@@ -75,14 +75,14 @@ class Flash(Protocol):
 class _Cpu:
     """PyTorch's flash attention for the CPU, in fp32, fp64 and bf16. It takes grouped heads without repeating them."""
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, keys: Keys, scale: float | None) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, keys: AttendedKeys, scale: float | None) -> tuple[Tensor, Tensor]:
         out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, 0.0, keys.causal, attn_mask=keys.bias(q.dtype), scale=scale
         )
         return out, lse
 
     def backward(
-        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, keys: Keys, scale: float | None
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, keys: AttendedKeys, scale: float | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         gradients: tuple[Tensor, Tensor, Tensor] = aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad, q, k, v, out, lse, 0.0, keys.causal, attn_mask=keys.bias(q.dtype), scale=scale
@@ -97,7 +97,7 @@ class _Cuda:
     Not measured: `tests/gpu/test_flash_attention.py` has not been run.
     """
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, keys: Keys, scale: float | None) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, keys: AttendedKeys, scale: float | None) -> tuple[Tensor, Tensor]:
         k, v = (x.repeat_interleave(q.size(1) // x.size(1), dim=1) for x in (k, v))
         out, lse, _, _ = aten._scaled_dot_product_efficient_attention(
             q, k, v, self._bias(q, keys), True, 0.0, keys.causal, scale=scale
@@ -105,7 +105,7 @@ class _Cuda:
         return out, lse[:, :, : q.size(2)]
 
     def backward(
-        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, keys: Keys, scale: float | None
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, keys: AttendedKeys, scale: float | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         heads = q.size(1) // k.size(1)
         lse = F.pad(lse, (0, -lse.size(2) % _LSE_ALIGNMENT)).contiguous()
@@ -118,7 +118,7 @@ class _Cuda:
         return grad_q, grad_k, grad_v
 
     @staticmethod
-    def _bias(q: Tensor, keys: Keys) -> Tensor | None:
+    def _bias(q: Tensor, keys: AttendedKeys) -> Tensor | None:
         bias = keys.bias(q.dtype)
         if bias is None:
             return None
@@ -127,14 +127,15 @@ class _Cuda:
         return bias.expand(q.size(0), q.size(1), -1, -1)
 
 
-_PLATFORMS: dict[str, Flash] = {"cpu": _Cpu(), "cuda": _Cuda()}
+_PLATFORMS: dict[str, FlashAttention] = {"cpu": _Cpu(), "cuda": _Cuda()}
 
 
-def flash_of(device: torch.device) -> Flash:
+def flash_attention_of(device: torch.device) -> FlashAttention:
     """Return the flash attention of a device's platform. Raises ConfigError if the platform has none."""
     if device.type not in _PLATFORMS:
         raise ConfigError(
-            f"training.share_prompts needs attention that tells its log-sum-exp, which {device.type} has not; set it to never"
+            f"training.share_prompts needs attention that returns its log-sum-exp, and {device.type} has none; set "
+            f"training.share_prompts=never"
         )
     return _PLATFORMS[device.type]
 

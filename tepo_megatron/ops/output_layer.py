@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 from tepo_megatron.ops.token_statistics import RowKernels, row_kernels
 from tepo_megatron.ops.token_statistics.shard import (
     Normalizer,
-    Shard,
+    VocabShard,
     coefficients,
     combine,
     gather,
@@ -103,7 +103,7 @@ class _OutputLayerStats(torch.autograd.Function):
         summed_over: dist.ProcessGroup | None,
         kernels: RowKernels,
     ) -> tuple[Tensor, Tensor]:
-        shard = Shard.of(weight.size(0), labels_R, group, vocab_size)
+        shard = VocabShard.of(weight.size(0), labels_R, group, vocab_size)
         budget = logits_budget if ctx.needs_input_grad[0] or ctx.needs_input_grad[1] else 0
         kept: dict[int, Tensor] = {}  # by first row
         parts = []
@@ -123,7 +123,7 @@ class _OutputLayerStats(torch.autograd.Function):
         if grad_logprob_R is None and grad_entropy_R is None:
             return (None,) * 9
         hidden_R, weight, owned_R, column_R, *normalizer = ctx.saved_tensors
-        shard = Shard(ctx.columns, owned_R, column_R)
+        shard = VocabShard(ctx.columns, owned_R, column_R)
         row = coefficients(Normalizer(*normalizer), shard, grad_logprob_R, grad_entropy_R, ctx.temperature)
         kept, ctx.kept = ctx.kept, {}  # this pass overwrites them, so a second backward recomputes all logits
         grad_hidden = torch.empty_like(hidden_R) if ctx.needs_input_grad[0] else None
@@ -214,8 +214,12 @@ def add_on_tensor_cores(total: Tensor, a: Tensor, b: Tensor) -> None:
 
     `out` must be the same tensor object as the one that is added to: PyTorch copies `total` first if `out` is another view of
     it. Before PyTorch 2.10 the product is added in pieces, which reads and writes fp32 twice. A `total` of one row or one
-    column is added in pieces too, because PyTorch may take it for a bias and pass it to cuBLASLt without the values that it
-    holds.
+    column is added in pieces too, because PyTorch may take it for a bias and pass it to cuBLASLt without its values.
+
+    Args:
+        total: fp32 [V, H], the sum, changed in place.
+        a: bf16 [V, r].
+        b: bf16 [r, H].
     """
     if ADDS_WITHIN_PRODUCT and min(total.shape) > 1:
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)

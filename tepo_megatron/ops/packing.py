@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tepo_megatron.ops.alignment import Alignment
 from tepo_megatron.ops.context_parallel import zigzag_rows
-from tepo_megatron.ops.shared_prompts import Piece, PrefixGroups, pieces_of
+from tepo_megatron.ops.shared_prompts import PrefixGroups, SequencePiece, pieces_of
 from tepo_megatron.types import NO_EXPERT, PackedMicrobatch
 
 
@@ -25,7 +25,7 @@ def pack(
     alignment: Alignment,
     cp_rank: int,
     experts: Sequence[Tensor] | None = None,
-    families: PrefixGroups | None = None,
+    prefix_groups: PrefixGroups | None = None,
 ) -> PackedMicrobatch:
     """Pack the sequences `indices` one after another and return this context-parallel rank's part.
 
@@ -40,10 +40,10 @@ def pack(
         alignment: Padding that the mesh requires.
         cp_rank: Context-parallel rank.
         experts: Experts of each sequence of the batch, each int16 [L, K, T]. None: the routers choose.
-        families: Prefix groups, whose prompts are packed once; the members of a group are then packed next to each other.
+        prefix_groups: Prefix groups, whose prompts are packed once; the members of a group are then packed next to each other.
             None: no prompt is shared.
     """
-    pieces = pieces_of(indices, [ids.numel() for ids in token_ids], families)
+    pieces = pieces_of(indices, [ids.numel() for ids in token_ids], prefix_groups)
     packed = _Packed.of(pieces, alignment)
     token_ids_S = torch.zeros(packed.total, dtype=torch.int64)
     if pieces:
@@ -99,8 +99,13 @@ class _Packed:
         return self.piece_S.numel()
 
     @classmethod
-    def of(cls, pieces: Sequence[Piece], alignment: Alignment) -> _Packed:
-        """Return the padded positions of the pieces, or of one dummy token if there are none. Args: those of `pack`."""
+    def of(cls, pieces: Sequence[SequencePiece], alignment: Alignment) -> _Packed:
+        """Return the padded positions of the pieces, or of one dummy token if there are none.
+
+        Args:
+            pieces: Pieces in the order in which they are packed.
+            alignment: Padding that the mesh requires.
+        """
         sizes = [p.tokens for p in pieces] or [1]
         length_P = torch.tensor(alignment.padded(sizes))
         cu_seqlens = torch.cat((length_P.new_zeros(1), length_P.cumsum(0)))
@@ -132,7 +137,7 @@ class _Rows:
     chunk_N: Tensor
 
 
-def _rows(token_ids: Sequence[Tensor], masks: Sequence[Tensor], pieces: Sequence[Piece], packed: _Packed) -> _Rows:
+def _rows(token_ids: Sequence[Tensor], masks: Sequence[Tensor], pieces: Sequence[SequencePiece], packed: _Packed) -> _Rows:
     """Return the rows of the response tokens. The row of a token is the token before it in its sequence: the position whose
     logits predict it. That may be the last token of a shared prompt.
     """
@@ -176,7 +181,7 @@ def _chunk(packed: _Packed, row_N: Tensor, piece_N: Tensor, in_prompt_N: Tensor,
     return torch.where(in_prompt_N, 0, chunk_N + behind_prompt_N)
 
 
-def _experts(experts: Sequence[Tensor], pieces: Sequence[Piece], is_token_S: Tensor) -> Tensor:
+def _experts(experts: Sequence[Tensor], pieces: Sequence[SequencePiece], is_token_S: Tensor) -> Tensor:
     """Return the experts of the packed tokens, int16 [S, K, T].
 
     Padding and the last token of a sequence have no known experts. No other token attends to them, so any distinct experts do.

@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from tepo_megatron.ops.alignment import Alignment
-from tepo_megatron.ops.balance import Items, assign_ranks, fill, fill_tightly
+from tepo_megatron.ops.balance import PlanItems, assign_ranks, fill, fill_tightly
 from tepo_megatron.ops.pipeline_time import ALONE, Costs, Pipeline, small_at_the_ends, tapered
-from tepo_megatron.ops.shared_prompts import PrefixGroups, cut, pieces_of
+from tepo_megatron.ops.shared_prompts import PrefixGroups, pieces_of, split_into_parts
 
 # [dp rank][microbatch] = indices of the sequences in it
 Plan = list[list[list[int]]]
@@ -41,7 +41,7 @@ def plan_microbatches(
     longest_first: bool = True,
     pipeline: Pipeline = ALONE,
     attention_tokens: float = ATTENTION_TOKENS,
-    families: PrefixGroups | None = None,
+    prefix_groups: PrefixGroups | None = None,
 ) -> Plan:
     """Assign sequences to data-parallel ranks and microbatches.
 
@@ -59,9 +59,9 @@ def plan_microbatches(
         longest_first: Whether to assign the longest sequences first. False gives a poorer plan, with other neighbours.
         pipeline: Pipeline whose time the plan minimises.
         attention_tokens: See `sequence_costs`.
-        families: Prefix groups, whose prompt is counted once in each microbatch. The members of a group are kept together, or
-            split into parts of at most half, a quarter, ... of a microbatch, or planned one by one, whichever takes the least
-            time by the cost model. None: no prompt is shared.
+        prefix_groups: Prefix groups, whose prompt is counted once in each microbatch. The members of a group are kept together,
+            or split into parts of at most half, a quarter, ... of a microbatch, or planned one by one, whichever takes the
+            least time by the cost model. None: no prompt is shared.
 
     Returns:
         plan[dp_rank][microbatch], a list of indices into `lengths`.
@@ -72,26 +72,28 @@ def plan_microbatches(
     longest = max(range(len(lengths)), key=lambda i: lengths[i], default=None)
     if longest is not None and lengths[longest] > max_tokens:
         raise ValueError(f"sequence {longest} has {lengths[longest]} tokens; max_tokens_per_microbatch is {max_tokens}")
-    room = alignment.room(max_tokens)
-    costs = _Costs(sequence_costs(lengths, attention_tokens), families, attention_tokens)
+    capacity = alignment.capacity(max_tokens)
+    costs = _Costs(sequence_costs(lengths, attention_tokens), prefix_groups, attention_tokens)
 
     def planned(groups: list[list[int]]) -> Plan:
         order = sorted(groups, key=lambda group: (costs.of(group) * (-1 if longest_first else 1), group))
-        tokens = [min(room, sum(alignment.padded_one(p.tokens) for p in pieces_of(g, lengths, families))) for g in order]
-        items = Items([costs.of(group) for group in order], tokens, room)
+        tokens = [
+            min(capacity, sum(alignment.padded_one(p.tokens) for p in pieces_of(g, lengths, prefix_groups))) for g in order
+        ]
+        items = PlanItems([costs.of(group) for group in order], tokens, capacity)
         plan = _plan_of_items(items, dp, multiple_of, pipeline, longest_first)
         return [[sorted(i for at in m for i in order[at]) for m in rank] for rank in plan]
 
     alone = [[i] for i in range(len(lengths))]
-    if families is None:
+    if prefix_groups is None:
         return planned(alone)
-    plans = [planned(groups) for groups in (*cut(families, lengths, alignment, room), alone)]
+    plans = [planned(groups) for groups in (*split_into_parts(prefix_groups, lengths, alignment, capacity), alone)]
     return min(plans, key=lambda p: float(pipeline.makespans(costs.of_plan(p)).max()) + MICROBATCH_TOKENS * len(p[0]))
 
 
-def _plan_of_items(items: Items, dp: int, multiple_of: int, pipeline: Pipeline, longest_first: bool) -> Plan:
+def _plan_of_items(items: PlanItems, dp: int, multiple_of: int, pipeline: Pipeline, longest_first: bool) -> Plan:
     """Return the plan of items, each a sequence or a part of a prefix group, named by its index into `items`."""
-    wanted = max(1, -(-sum(items.tokens) // (dp * items.room)), _count_for_bubble(items.costs, dp, pipeline))
+    wanted = max(1, -(-sum(items.tokens) // (dp * items.capacity)), _count_for_bubble(items.costs, dp, pipeline))
     count, plan = -(-wanted // multiple_of) * multiple_of, None
     while plan is None:  # it ends at the latest when every item has a microbatch of its own
         plan = _plan_of(items, dp, count, pipeline, longest_first)
@@ -102,16 +104,16 @@ def _plan_of_items(items: Items, dp: int, multiple_of: int, pipeline: Pipeline, 
 class _Costs:
     """The cost of sequences that share a microbatch: the sum of their own costs, with each shared prompt counted once."""
 
-    def __init__(self, costs: list[float], families: PrefixGroups | None, attention_tokens: float) -> None:
-        self._costs, self._families = costs, families
-        self._prompts = [] if families is None else sequence_costs(families.lengths, attention_tokens)
+    def __init__(self, costs: list[float], prefix_groups: PrefixGroups | None, attention_tokens: float) -> None:
+        self._costs, self._prefix_groups = costs, prefix_groups
+        self._prompts = [] if prefix_groups is None else sequence_costs(prefix_groups.lengths, attention_tokens)
 
     def of(self, indices: Sequence[int]) -> float:
         """Return the cost of these sequences in one microbatch."""
         cost = sum(self._costs[i] for i in indices)
-        if self._families is None:
+        if self._prefix_groups is None:
             return cost
-        return cost - sum(self._prompts[m[0]] * (len(m) - 1) for m in self._families.members(indices))
+        return cost - sum(self._prompts[m[0]] * (len(m) - 1) for m in self._prefix_groups.members(indices))
 
     def of_plan(self, plan: Plan) -> Costs:
         """Return the cost of each microbatch, fp64 [dp, m]."""
@@ -145,7 +147,7 @@ def plan_metrics(
     alignment: Alignment,
     pipeline: Pipeline = ALONE,
     attention_tokens: float = ATTENTION_TOKENS,
-    families: PrefixGroups | None = None,
+    prefix_groups: PrefixGroups | None = None,
 ) -> dict[str, float]:
     """Return what a plan computes and wastes. Times are those of the cost model.
 
@@ -155,7 +157,7 @@ def plan_metrics(
         alignment: Padding that the mesh requires.
         pipeline: Pipeline that runs the microbatches.
         attention_tokens: See `sequence_costs`.
-        families: Prefix groups. None: no prompt is shared.
+        prefix_groups: Prefix groups. None: no prompt is shared.
 
     Returns:
         `packing/computed_tokens`: tokens that all ranks compute, padding included.
@@ -167,9 +169,9 @@ def plan_metrics(
         `packing/microbatches`: number of microbatches of one rank.
         balance x (1 - bubble_share) is the total cost divided by (number of ranks x time of the slowest rank).
     """
-    sizes = [[p.tokens for p in pieces_of(m, lengths, families)] for rank in plan for m in rank]
+    sizes = [[p.tokens for p in pieces_of(m, lengths, prefix_groups)] for rank in plan for m in rank]
     tokens, padded = sum(map(sum, sizes)), sum(sum(alignment.padded(pieces or [1])) for pieces in sizes)
-    costs_Km = _Costs(sequence_costs(lengths, attention_tokens), families, attention_tokens).of_plan(plan)
+    costs_Km = _Costs(sequence_costs(lengths, attention_tokens), prefix_groups, attention_tokens).of_plan(plan)
     times_K = pipeline.makespans(costs_Km)
     longest, total = float(times_K.max()), float(times_K.sum())
     return {
@@ -193,7 +195,7 @@ def _count_for_bubble(costs: Sequence[float], dp: int, pipeline: Pipeline) -> in
     return min(round(least), len(costs) // dp)
 
 
-def _plan_of(items: Items, dp: int, count: int, pipeline: Pipeline, longest_first: bool) -> Plan | None:
+def _plan_of(items: PlanItems, dp: int, count: int, pipeline: Pipeline, longest_first: bool) -> Plan | None:
     """Return a plan of `count` microbatches for each rank; None if the sequences of some rank do not fit into that many.
 
     Each rank takes the faster of equal and tapered microbatches. If its sequences fit into neither, it packs them by best fit.
@@ -201,7 +203,7 @@ def _plan_of(items: Items, dp: int, count: int, pipeline: Pipeline, longest_firs
     equal = (1.0,) * count
     shapes = [equal, tapered(count, pipeline.stages)] if pipeline.stages > 1 and pipeline.chunks == 1 else [equal]
     assigned = assign_ranks(items.costs, dp, count, pipeline.bubble, longest_first)
-    if any(sum(items.tokens[i] for i in mine) > count * items.room for mine in assigned):
+    if any(sum(items.tokens[i] for i in mine) > count * items.capacity for mine in assigned):
         return None
     choices: list[Plan] = []  # [rank][choice]
     for mine in assigned:
@@ -215,7 +217,7 @@ def _plan_of(items: Items, dp: int, count: int, pipeline: Pipeline, longest_firs
     return [min((next(times), at, option) for at, option in enumerate(found))[2] for found in choices]
 
 
-def _in_order(microbatches: list[list[int]], items: Items, shape: Sequence[float], pipeline: Pipeline) -> list[list[int]]:
+def _in_order(microbatches: list[list[int]], items: PlanItems, shape: Sequence[float], pipeline: Pipeline) -> list[list[int]]:
     """Return the microbatches in the order in which they run: in a pipeline the cheap ones at both ends, else the largest
     first, so that a lack of memory shows at once."""
     by_cost = sorted(microbatches, key=lambda m: (sum(items.costs[i] for i in m), m))

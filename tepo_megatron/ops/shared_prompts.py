@@ -1,6 +1,6 @@
 """Shared prompts: compute a prompt once for all sequences of a microbatch that begin with it.
 
-A prefix group (a "family" in the identifiers) is the set of sequences of a batch whose prompts are equal. The members of a
+A prefix group (a "group" in the identifiers) is the set of sequences of a batch whose prompts are equal. The members of a
 group in one microbatch share one copy of the prompt: the prompt is packed as a piece of its own, and the rest of each member
 follows it as a piece of its own.
 """
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from tepo_megatron.ops.alignment import Alignment
 
 LEAST_SAVED = 64  # tokens: a group that saves fewer is not worth one more attention call per part and layer
-_HALVINGS = 5  # how often `cut` halves the size limit of a part
+_HALVINGS = 5  # how often `split_into_parts` halves the size limit of a part
 
 
 @dataclass(frozen=True)
@@ -22,11 +22,11 @@ class PrefixGroups:
     """The prefix groups of a batch.
 
     Attributes:
-        family: Number of the prefix group of each sequence.
+        group: Number of the prefix group of each sequence.
         lengths: Prompt tokens of each sequence, equal within a group.
     """
 
-    family: tuple[int, ...]
+    group: tuple[int, ...]
     lengths: tuple[int, ...]
 
     @classmethod
@@ -47,19 +47,19 @@ class PrefixGroups:
         if not any(shares):
             return None
         alone = len(prompt_ids)  # numbers from here on name groups of one sequence
-        family = (i if share else alone + at for at, (i, share) in enumerate(zip(prompt_ids, shares, strict=True)))
-        return cls(tuple(family), tuple(lengths))
+        group = (i if share else alone + at for at, (i, share) in enumerate(zip(prompt_ids, shares, strict=True)))
+        return cls(tuple(group), tuple(lengths))
 
     def members(self, indices: Sequence[int]) -> list[list[int]]:
         """Return the sequences `indices` by prefix group. The groups are in the order of their first members."""
         found: defaultdict[int, list[int]] = defaultdict(list)
         for i in indices:
-            found[self.family[i]].append(i)
+            found[self.group[i]].append(i)
         return list(found.values())
 
 
 @dataclass(frozen=True)
-class Piece:
+class SequencePiece:
     """Tokens `start` to `stop` of a sequence, packed together.
 
     With `start` above 0, the tokens before them in the sequence are the closest earlier piece that starts at 0.
@@ -75,58 +75,60 @@ class Piece:
         return self.stop - self.start
 
 
-def pieces_of(indices: Sequence[int], lengths: Sequence[int], families: PrefixGroups | None) -> list[Piece]:
+def pieces_of(indices: Sequence[int], lengths: Sequence[int], prefix_groups: PrefixGroups | None) -> list[SequencePiece]:
     """Return the pieces of a microbatch: whole sequences, shared prompts, and what follows these prompts.
 
     Args:
         indices: The sequences of the microbatch.
         lengths: Tokens of each sequence of the batch.
-        families: Prefix groups of the batch. None: no prompt is shared.
+        prefix_groups: Prefix groups of the batch. None: no prompt is shared.
     """
-    if families is None:
-        return [Piece(i, 0, lengths[i]) for i in indices]
-    out: list[Piece] = []
-    for members in families.members(indices):
+    if prefix_groups is None:
+        return [SequencePiece(i, 0, lengths[i]) for i in indices]
+    out: list[SequencePiece] = []
+    for members in prefix_groups.members(indices):
         prompt = 0
         if len(members) > 1:
-            prompt = families.lengths[members[0]]
-            out.append(Piece(members[0], 0, prompt))
-        out += [Piece(i, prompt, lengths[i]) for i in members]
+            prompt = prefix_groups.lengths[members[0]]
+            out.append(SequencePiece(members[0], 0, prompt))
+        out += [SequencePiece(i, prompt, lengths[i]) for i in members]
     return out
 
 
-def cut(families: PrefixGroups, lengths: Sequence[int], alignment: Alignment, room: int) -> list[list[list[int]]]:
+def split_into_parts(
+    prefix_groups: PrefixGroups, lengths: Sequence[int], alignment: Alignment, capacity: int
+) -> list[list[list[int]]]:
     """Return several ways to split a batch into parts of prefix groups, each part to be computed in one microbatch.
 
-    The parts of the first way have at most `room` tokens, those of the next half as many, and so on. The shared prompt and all
-    padding count; a part of a single sequence may exceed the limit.
+    The parts of the first way have at most `capacity` tokens, those of the next half as many, and so on. The shared prompt and
+    all padding count; a part of a single sequence may exceed the limit.
 
     Args:
-        families: Prefix groups of the batch.
+        prefix_groups: Prefix groups of the batch.
         lengths: Tokens of each sequence of the batch.
         alignment: Padding that the mesh requires.
-        room: Capacity of a microbatch in tokens.
+        capacity: Capacity of a microbatch in tokens.
 
     Returns:
         [way][part], a list of sequence indices.
     """
-    whole = families.members(range(len(lengths)))
+    whole = prefix_groups.members(range(len(lengths)))
     ways: list[list[list[int]]] = []
     for halving in range(_HALVINGS):
-        way = [part for members in whole for part in _parts(members, families, lengths, alignment, room >> halving)]
+        way = [part for members in whole for part in _parts(members, prefix_groups, lengths, alignment, capacity >> halving)]
         if way not in ways:
             ways.append(way)
     return ways
 
 
 def _parts(
-    members: list[int], families: PrefixGroups, lengths: Sequence[int], alignment: Alignment, most: int
+    members: list[int], prefix_groups: PrefixGroups, lengths: Sequence[int], alignment: Alignment, most: int
 ) -> list[list[int]]:
     """Split a group into as few parts of at most `most` tokens as hold it: the longest first, each into the emptiest part."""
-    prompt = families.lengths[members[0]]
+    prompt = prefix_groups.lengths[members[0]]
     behind = {i: alignment.padded_one(lengths[i] - prompt) for i in members}
-    room = most - alignment.padded_one(prompt)
-    least = -(-sum(behind.values()) // room) if room > 0 else len(members)
+    capacity = most - alignment.padded_one(prompt)
+    least = -(-sum(behind.values()) // capacity) if capacity > 0 else len(members)
     for count in range(max(1, least), len(members)):
         parts: list[list[int]] = [[] for _ in range(count)]
         tokens = [0] * count
@@ -134,6 +136,6 @@ def _parts(
             at = tokens.index(min(tokens))
             parts[at].append(i)
             tokens[at] += behind[i]
-        if all(n <= room or len(part) == 1 for n, part in zip(tokens, parts, strict=True)):
+        if all(n <= capacity or len(part) == 1 for n, part in zip(tokens, parts, strict=True)):
             return parts
     return [[i] for i in members]

@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from tepo_megatron.ops.token_statistics import RowKernels, row_kernels
 from tepo_megatron.ops.token_statistics.shard import (
     Normalizer,
-    Shard,
+    VocabShard,
     coefficients,
     combine,
     gather,
@@ -94,7 +94,7 @@ class _TokenStats(torch.autograd.Function):
         keep_logits: bool,
         kernels: RowKernels,
     ) -> tuple[Tensor, Tensor]:
-        shard = Shard.of(logits.size(1), labels_R, group, vocab_size)
+        shard = VocabShard.of(logits.size(1), labels_R, group, vocab_size)
         local = local_statistics(kernels, logits, shard, temperature)
         logprob_R, entropy_R, normalizer = combine(gather(local, group), temperature)
         ctx.save_for_backward(logits, shard.owned_R, shard.column_R, *normalizer)
@@ -116,7 +116,7 @@ class _TokenStats(torch.autograd.Function):
                 "the logits of token_stats were overwritten after its forward, perhaps by its own backward; "
                 "to use them again, pass keep_logits=True"
             ) from e
-        shard = Shard(ctx.columns, owned_R, column_R)
+        shard = VocabShard(ctx.columns, owned_R, column_R)
         row = coefficients(Normalizer(*normalizer), shard, grad_logprob_R, grad_entropy_R, ctx.temperature)
         logits = logits.detach()  # the same storage
         grad = torch.empty_like(logits) if ctx.keep_logits else logits

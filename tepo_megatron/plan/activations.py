@@ -29,7 +29,7 @@ FP32, INT64 = 4, 8
 
 
 @dataclass(frozen=True)
-class Term:
+class ActivationTerm:
     """One kind of tensor that a layer keeps for backward, per token.
 
     Attributes:
@@ -59,7 +59,7 @@ class Term:
 
 
 @dataclass(frozen=True)
-class Kernels:
+class PlannedKernels:
     """The kernels that determine what is kept.
 
     Attributes:
@@ -71,11 +71,13 @@ class Kernels:
     fused_norms: bool = True
 
 
-ON_CPU = Kernels("sdpa", False)
-ON_CUDA = Kernels()
+ON_CPU = PlannedKernels("sdpa", False)
+ON_CUDA = PlannedKernels()
 
 
-def layer_terms(arch: Architecture, parallel: ParallelConfig, sparse: bool, kernels: Kernels, sequence: int) -> list[Term]:
+def layer_terms(
+    arch: Architecture, parallel: ParallelConfig, sparse: bool, kernels: PlannedKernels, sequence: int
+) -> list[ActivationTerm]:
     """Return the terms of one layer without recomputation, for one packed token of a rank.
 
     Args:
@@ -90,65 +92,68 @@ def layer_terms(arch: Architecture, parallel: ParallelConfig, sparse: bool, kern
     queries, keys = arch.num_heads * arch.head_dim / tp, arch.num_query_groups * arch.head_dim / tp
     terms = [
         *_norm("the first norm", hidden, hidden / arch.hidden_size, kernels),
-        Term("input of q, k, v", "rest", hidden),
-        Term("queries, turned", "rest", queries),
-        Term("output of attention", "rest", queries),
-        Term("log-sum-exp of its scores", "rest", arch.num_heads / tp, FP32),
+        ActivationTerm("input of q, k, v", "rest", hidden),
+        ActivationTerm("queries, turned", "rest", queries),
+        ActivationTerm("output of attention", "rest", queries),
+        ActivationTerm("log-sum-exp of its scores", "rest", arch.num_heads / tp, FP32),
         *_norm("the second norm", hidden, hidden / arch.hidden_size, kernels),
-        Term("input of the feed-forward block", "rest", hidden),
+        ActivationTerm("input of the feed-forward block", "rest", hidden),
     ]
     if cp == 1:
         # the values are a view of q, k and v, so all three stay
-        terms += [Term("keys, turned", "rest", keys), Term("q, k, v", "rest", queries + 2 * keys, saved=keys)]
+        terms += [
+            ActivationTerm("keys, turned", "rest", keys),
+            ActivationTerm("q, k, v", "rest", queries + 2 * keys, saved=keys),
+        ]
     else:
-        terms.append(Term("k, v of all", "rest", 2 * keys * cp))
+        terms.append(ActivationTerm("k, v of all", "rest", 2 * keys * cp))
     if kernels.attention == "sdpa":
-        terms.append(Term("queries in buckets", "rest", queries))
-        terms.append(Term("keys and values in buckets", "rest", 2 * keys * cp))
-        terms.append(Term("input of the output projection", "rest", queries))
+        terms.append(ActivationTerm("queries in buckets", "rest", queries))
+        terms.append(ActivationTerm("keys and values in buckets", "rest", 2 * keys * cp))
+        terms.append(ActivationTerm("input of the output projection", "rest", queries))
         if cp > 1:
-            terms.append(Term("which keys a query sees", "rest", sequence / 2))
+            terms.append(ActivationTerm("which keys a query sees", "rest", sequence / 2))
     if arch.qk_norm:
         if cp > 1 or not kernels.fused_norms:
             terms += _norm(
                 "the norms of queries and keys", queries + keys, (arch.num_heads + arch.num_query_groups) / tp, kernels
             )
         else:  # their input is a view of a tensor that is kept anyway
-            terms.append(Term("scales of their norms", "rest", (arch.num_heads + arch.num_query_groups) / tp, FP32))
+            terms.append(ActivationTerm("scales of their norms", "rest", (arch.num_heads + arch.num_query_groups) / tp, FP32))
     if sparse:
         return terms + _expert_terms(arch, parallel, hidden)
     ffn = arch.ffn_size / tp
     return [*terms, *_swiglu(ffn)]
 
 
-def _norm(what: str, size: float, rows: float, kernels: Kernels) -> list[Term]:
+def _norm(what: str, size: float, rows: float, kernels: PlannedKernels) -> list[ActivationTerm]:
     """Return the terms of an RMS norm of `rows` vectors with `size` elements in total."""
-    scale = Term(f"scale of {what}", "rest", rows, FP32)
+    scale = ActivationTerm(f"scale of {what}", "rest", rows, FP32)
     if kernels.fused_norms:
-        return [Term(f"input of {what}", "rest", size), scale]
+        return [ActivationTerm(f"input of {what}", "rest", size), scale]
     return [
-        Term(f"input of {what}, in fp32", "rest", size, FP32, saved=2 * size),
-        Term(f"{what}, in fp32", "rest", size, FP32),
+        ActivationTerm(f"input of {what}, in fp32", "rest", size, FP32, saved=2 * size),
+        ActivationTerm(f"{what}, in fp32", "rest", size, FP32),
         scale,
     ]
 
 
-def _swiglu(ffn: float) -> list[Term]:
+def _swiglu(ffn: float) -> list[ActivationTerm]:
     return [
-        Term("gate and up projections", "mlp", 2 * ffn),  # SwiGLU is one function, which recomputes the rest
-        Term("their product", "mlp", ffn),
+        ActivationTerm("gate and up projections", "mlp", 2 * ffn),  # SwiGLU is one function, which recomputes the rest
+        ActivationTerm("their product", "mlp", ffn),
     ]
 
 
-def _expert_terms(arch: Architecture, parallel: ParallelConfig, hidden: float) -> list[Term]:
+def _expert_terms(arch: Architecture, parallel: ParallelConfig, hidden: float) -> list[ActivationTerm]:
     """Return the terms of the experts, assuming balanced load: each token has `per_token` copies, on whichever rank."""
     assert arch.experts is not None
     chosen, ffn, number = arch.experts.per_token, arch.experts.ffn_size / parallel.tp, arch.experts.number
     tokens = hidden / arch.hidden_size  # share of a token that this rank routes
     return [
-        Term("router: logits and scores", "mlp", 2 * tokens * number, FP32),
-        Term("router: which were chosen", "mlp", tokens * number, 1),
-        Term("tokens as they reach the experts", "mlp", chosen * arch.hidden_size),
+        ActivationTerm("router: logits and scores", "mlp", 2 * tokens * number, FP32),
+        ActivationTerm("router: which were chosen", "mlp", tokens * number, 1),
+        ActivationTerm("tokens as they reach the experts", "mlp", chosen * arch.hidden_size),
         *_swiglu(chosen * ffn),
     ]
 
@@ -166,7 +171,7 @@ class SavedActivations:
     host: float = 0.0
 
 
-def kept(terms: Sequence[Term], element_size: int, tokens: float = 1, *, offloaded: bool = False) -> SavedActivations:
+def kept(terms: Sequence[ActivationTerm], element_size: int, tokens: float = 1, *, offloaded: bool = False) -> SavedActivations:
     """Return the bytes that some tokens of a rank keep for backward.
 
     Args:
@@ -184,11 +189,11 @@ def kept_terms(
     arch: Architecture,
     parallel: ParallelConfig,
     recompute: Recompute = "none",
-    kernels: Kernels = ON_CUDA,
+    kernels: PlannedKernels = ON_CUDA,
     *,
     sparse: bool = False,
     sequence: int = 0,
-) -> list[Term]:
+) -> list[ActivationTerm]:
     """Return the terms that one layer keeps for one token; under `full` its input alone.
 
     Args:
@@ -200,12 +205,14 @@ def kept_terms(
         sequence: Tokens of a sequence.
     """
     if recompute == "full":
-        return [Term("input of the layer", "rest", arch.hidden_size / (parallel.tp if parallel.sequence_parallel else 1))]
+        return [
+            ActivationTerm("input of the layer", "rest", arch.hidden_size / (parallel.tp if parallel.sequence_parallel else 1))
+        ]
     terms = layer_terms(arch, parallel, sparse, kernels, sequence)
     return [t for t in terms if t.module not in RECOMPUTED[recompute]]
 
 
-def final_norm_terms(arch: Architecture, parallel: ParallelConfig, kernels: Kernels = ON_CUDA) -> list[Term]:
+def final_norm_terms(arch: Architecture, parallel: ParallelConfig, kernels: PlannedKernels = ON_CUDA) -> list[ActivationTerm]:
     """Return the terms of the final norm, on the last stage.
 
     Args:

@@ -8,23 +8,24 @@ from pathlib import Path
 from tepo_megatron.config import Config
 from tepo_megatron.errors import ConfigError
 from tepo_megatron.ops.alignment import Alignment
-from tepo_megatron.plan.activations import ON_CPU, Kernels
-from tepo_megatron.plan.compute import Machine
+from tepo_megatron.plan.activations import ON_CPU, PlannedKernels
+from tepo_megatron.plan.compute import MachineModel
 from tepo_megatron.plan.gpus import GIB, GPUS
 from tepo_megatron.plan.memory import host_bytes
-from tepo_megatron.plan.memory_parts import ELEMENT, Model
+from tepo_megatron.plan.memory_parts import ELEMENT, PlannedModel
 from tepo_megatron.plan.models import read_model
 from tepo_megatron.plan.search import LayoutCandidate, judge, search
 from tepo_megatron.plan.step import Predictor
 from tepo_megatron.plan.tables import as_json, memory_lines, run_lines, search_lines, time_lines
 from tepo_megatron.plan.whole_run import whole_run
-from tepo_megatron.plan.workload import Workload, families_of
+from tepo_megatron.plan.workload import Workload, prefix_groups_of
 
 # largest component of a state that does not fit -> fix
-_MENDS = {
+_FIXES = {
     "weights": "raise parallel.tp or parallel.pp",
     "gradients": "raise parallel.tp or parallel.pp",
-    "optimizer": "raise parallel.dp, over which it is split, or parallel.tp, or set optimizer.moments or optimizer.offload",
+    "optimizer": "raise parallel.dp, over which it is split, or parallel.tp, or set exp_avg_dtype and exp_avg_sq_dtype or "
+    "optimizer_offload_fraction in megatron.optimizer",
     "activations": "lower training.max_tokens_per_microbatch, set training.recompute or training.offload_activations, or raise "
     "parallel.cp or parallel.tp with sequence_parallel",
     "logits and entropy": "set training.logits_budget_mib, or raise parallel.tp",
@@ -34,7 +35,7 @@ _MENDS = {
 
 
 @dataclass(frozen=True)
-class Request:
+class PlanRequest:
     """The options of `tepo plan`.
 
     Attributes:
@@ -54,7 +55,7 @@ class Request:
     dropped: float | None = None
 
 
-def predictor_of(cfg: Config, request: Request) -> Predictor:
+def predictor_of(cfg: Config, request: PlanRequest) -> Predictor:
     """Return the predictor of a config.
 
     Args:
@@ -69,16 +70,16 @@ def predictor_of(cfg: Config, request: Request) -> Predictor:
     family, arch = read_model(cfg.model.path)
     work = Workload.of(cfg, request.prompt, request.response, request.dropped)
     samples = cfg.rollout.samples_per_prompt
-    kernels = ON_CPU if cfg.platform == "cpu" else Kernels("sdpa" if cfg.model.attention == "sdpa" else "te")
-    if families_of(cfg.training, cfg.platform, samples, work.prompt, samples, Alignment(cfg.parallel.cp)) is not None:
+    kernels = ON_CPU if cfg.platform == "cpu" else PlannedKernels("sdpa" if cfg.model.attention == "sdpa" else "te")
+    if prefix_groups_of(cfg.training, cfg.platform, samples, work.prompt, samples, Alignment(cfg.parallel.cp)) is not None:
         kernels = replace(kernels, attention="shared")
     element = ELEMENT[cfg.model.dtype]
-    model = Model(family, arch, element, recompute=cfg.training.recompute, kernels=kernels)
+    model = PlannedModel(family, arch, element, recompute=cfg.training.recompute, kernels=kernels)
     matmul_size = 1 if cfg.model.precision.startswith("fp8") else element
-    return Predictor(cfg, model, Machine(GPUS[request.gpu], matmul_size), work)
+    return Predictor(cfg, model, MachineModel(GPUS[request.gpu], matmul_size), work)
 
 
-def plan(predictor: Predictor, request: Request, tell: Callable[[str], None]) -> int:
+def plan(predictor: Predictor, request: PlanRequest, tell: Callable[[str], None]) -> int:
     """Report what a config needs and how fast it would be.
 
     Args:
@@ -98,7 +99,7 @@ def plan(predictor: Predictor, request: Request, tell: Callable[[str], None]) ->
     given = judge(predictor)
     why = given.why
     if not why and predictor.placement.gpus > gpus:
-        why = f"{predictor.placement.gpus} GPUs are needed, {gpus} are there"
+        why = f"{predictor.placement.gpus} GPUs are needed, {gpus} are available"
     tell(f"{cfg.model.path}, {cfg.model.precision}, on {gpus} {gpu.name}; trainer and engine {predictor.placement.kind}")
     tell(f"given: {given.name}")
     assumed = "given" if request.prompt and request.response else "assumed"
@@ -132,5 +133,5 @@ def _refusal(given: LayoutCandidate, why: str) -> str:
         return f"does not fit: {why}"
     state = given.fullest
     largest = state.largest
-    mend = _MENDS.get(largest, "use more GPUs")
-    return f"does not fit: {why}; the greatest part is {largest}, {state.parts[largest] / GIB:.1f} GiB: {mend}"
+    fix = _FIXES.get(largest, "use more GPUs")
+    return f"does not fit: {why}; the greatest part is {largest}, {state.parts[largest] / GIB:.1f} GiB: {fix}"

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from tepo_megatron.config import ParallelConfig
 from tepo_megatron.plan import parameters
 from tepo_megatron.plan.gpus import ASSUMED, GPUS_PER_NODE, Assumptions, Gpu
-from tepo_megatron.plan.memory_parts import Model
+from tepo_megatron.plan.memory_parts import PlannedModel
 from tepo_megatron.weights.ops import Architecture
 
 ATTENTION_BACKWARD = 2.5
@@ -56,7 +56,7 @@ class Cost:
 
 
 @dataclass(frozen=True)
-class Machine:
+class MachineModel:
     """A GPU with assumptions about it.
 
     Attributes:
@@ -134,7 +134,7 @@ def attention_operations(arch: Architecture, lengths_squared: float) -> float:
 
 
 def forward_layer(
-    model: Model, parallel: ParallelConfig, machine: Machine, tokens: float, lengths_squared: float, sparse: bool
+    model: PlannedModel, parallel: ParallelConfig, machine: MachineModel, tokens: float, lengths_squared: float, sparse: bool
 ) -> Cost:
     """Return the cost of one layer in forward.
 
@@ -164,7 +164,9 @@ def forward_layer(
     )
 
 
-def forward_feed_forward(model: Model, parallel: ParallelConfig, machine: Machine, tokens: float, sparse: bool) -> Cost:
+def forward_feed_forward(
+    model: PlannedModel, parallel: ParallelConfig, machine: MachineModel, tokens: float, sparse: bool
+) -> Cost:
     """Return the cost of one layer's feed-forward block in forward.
 
     Args:
@@ -192,7 +194,7 @@ def forward_feed_forward(model: Model, parallel: ParallelConfig, machine: Machin
     return Cost(products=mine * products / tp, elementwise=moved / machine.memory_rate, links=links)
 
 
-def _between_tensor_ranks(model: Model, parallel: ParallelConfig, machine: Machine, mine: float) -> float:
+def _between_tensor_ranks(model: PlannedModel, parallel: ParallelConfig, machine: MachineModel, mine: float) -> float:
     """Return the seconds of an all-reduce, or of a gather and a scatter, of a rank's tokens over tensor-parallel ranks."""
     if parallel.tp == 1:
         return 0.0
@@ -200,7 +202,7 @@ def _between_tensor_ranks(model: Model, parallel: ParallelConfig, machine: Machi
     return 2 * activation * (parallel.tp - 1) / parallel.tp / machine.link(parallel.tp, 1)
 
 
-def forward_output(model: Model, parallel: ParallelConfig, machine: Machine, rows: float) -> Cost:
+def forward_output(model: PlannedModel, parallel: ParallelConfig, machine: MachineModel, rows: float) -> Cost:
     """Return the cost of the output layer in forward, including the statistics of its logits.
 
     Args:
@@ -218,9 +220,9 @@ def forward_output(model: Model, parallel: ParallelConfig, machine: Machine, row
 
 
 def stage_seconds(
-    model: Model,
+    model: PlannedModel,
     parallel: ParallelConfig,
-    machine: Machine,
+    machine: MachineModel,
     tokens: float,
     lengths_squared: float,
     rows: float,

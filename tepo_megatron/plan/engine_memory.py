@@ -1,14 +1,14 @@
-"""Predict the engine's bytes on a GPU: weights, KV cache, and what a sleeping engine keeps."""
+"""Predict the engine's bytes on a GPU: weights, KV cache, and the memory that a sleeping engine keeps."""
 
-from tepo_megatron.config import RolloutConfig, ServerConfig
+from tepo_megatron.config import AnyServerConfig, RolloutConfig, ServerConfig
 from tepo_megatron.errors import ConfigError
 from tepo_megatron.plan import parameters
 from tepo_megatron.plan.gpus import ASSUMED, GIB, Assumptions, Gpu
-from tepo_megatron.plan.memory_parts import ELEMENT, Model, State
+from tepo_megatron.plan.memory_parts import ELEMENT, MemoryState, PlannedModel
 from tepo_megatron.weights.ops import Architecture
 
 
-def engine_weights(model: Model, tp: int, element: int) -> float:
+def engine_weights(model: PlannedModel, tp: int, element: int) -> float:
     """Return the bytes of the engine's weights on each GPU. Norms are replicated, but small enough to count as split.
 
     Args:
@@ -28,14 +28,19 @@ def kv_bytes(arch: Architecture, tp: int, element: int = 2) -> float:
     return 2 * arch.num_layers * max(1.0, arch.num_query_groups / tp) * arch.head_dim * element
 
 
-def engine_share(cfg: ServerConfig, assumed: Assumptions = ASSUMED) -> float:
+def _extra_args(cfg: AnyServerConfig) -> list[str]:
+    """Return the additional arguments of the engine; none are known of servers that others start."""
+    return cfg.extra_args if isinstance(cfg, ServerConfig) else []
+
+
+def engine_share(cfg: AnyServerConfig, assumed: Assumptions = ASSUMED) -> float:
     """Return the share of a GPU's memory that the engine takes.
 
     Args:
         cfg: Section `rollout.server`; its `extra_args` may set the share. Raises ConfigError if it is not a number.
         assumed: Gives the default.
     """
-    words = [part for word in cfg.extra_args for part in word.split("=", 1)]
+    words = [part for word in _extra_args(cfg) for part in word.split("=", 1)]
     for option in ("--gpu-memory-utilization", "--mem-fraction-static"):
         if option in words:
             value = [*words, ""][words.index(option) + 1]
@@ -46,7 +51,7 @@ def engine_share(cfg: ServerConfig, assumed: Assumptions = ASSUMED) -> float:
     return assumed.engine_share
 
 
-def generating(cfg: ServerConfig, dtype: str, model: Model, gpu: Gpu, assumed: Assumptions = ASSUMED) -> State:
+def generating(cfg: AnyServerConfig, dtype: str, model: PlannedModel, gpu: Gpu, assumed: Assumptions = ASSUMED) -> MemoryState:
     """Return the engine's part of a GPU: weights, working memory, and the rest of its share for the KV cache.
 
     Args:
@@ -57,11 +62,11 @@ def generating(cfg: ServerConfig, dtype: str, model: Model, gpu: Gpu, assumed: A
         assumed: Assumptions about the GPU.
     """
     weights = engine_weights(model, cfg.tp, ELEMENT[cfg.precision or dtype])
-    if cfg.kv_cache_gib is not None:
+    if isinstance(cfg, ServerConfig) and cfg.kv_cache_gib is not None:
         cache = cfg.kv_cache_gib * GIB
     else:
         cache = max(0.0, engine_share(cfg, assumed) * gpu.memory - weights - assumed.engine_other)
-    return State("generate", {"engine's weights": weights, "KV cache": cache, "engine's other": assumed.engine_other})
+    return MemoryState("generate", {"engine's weights": weights, "KV cache": cache, "engine's other": assumed.engine_other})
 
 
 def sleeping_bytes(cfg: RolloutConfig, assumed: Assumptions = ASSUMED) -> int:
@@ -72,6 +77,6 @@ def sleeping_bytes(cfg: RolloutConfig, assumed: Assumptions = ASSUMED) -> int:
         assumed: Assumptions about the engine.
     """
     size = assumed.asleep - (assumed.graphs if cfg.engine == "vllm" else 0)
-    if "--enable-nccl-comm-suspend" in cfg.server.extra_args and cfg.server.tp > 1:
+    if "--enable-nccl-comm-suspend" in _extra_args(cfg.server) and cfg.server.tp > 1:
         size -= assumed.nccl
     return size

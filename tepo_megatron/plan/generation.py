@@ -4,14 +4,14 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tepo_megatron.plan.compute import Machine, attention_operations, layer_operations
+from tepo_megatron.plan.compute import MachineModel, attention_operations, layer_operations
 from tepo_megatron.plan.engine_memory import kv_bytes
-from tepo_megatron.plan.memory_parts import Model
+from tepo_megatron.plan.memory_parts import PlannedModel
 from tepo_megatron.weights.ops import Architecture
 
 
 @dataclass(frozen=True)
-class Engine:
+class EngineModel:
     """One inference server.
 
     Attributes:
@@ -23,8 +23,8 @@ class Engine:
         element: Bytes of a weight.
     """
 
-    model: Model
-    machine: Machine
+    model: PlannedModel
+    machine: MachineModel
     tp: int
     cache: float
     sequences: int
@@ -67,12 +67,12 @@ class Engine:
             / self.tp
             / self.machine.matmul_rate
         )
-        room = self.cache / kv_bytes(arch, self.tp)
+        cache_tokens = self.cache / kv_bytes(arch, self.tp)
         waiting = list(reversed(responses))
         ends: list[tuple[float, int]] = []  # (step at which a sequence ends, its response tokens)
         now = used = seconds = 0.0
         while waiting or ends:
-            while waiting and len(ends) < self.sequences and (not ends or used + prompt + waiting[-1] <= room):
+            while waiting and len(ends) < self.sequences and (not ends or used + prompt + waiting[-1] <= cache_tokens):
                 tokens = waiting.pop()
                 heapq.heappush(ends, (now + tokens, tokens))
                 used += prompt + tokens

@@ -11,18 +11,18 @@ from tepo_megatron.config import (
     CheckpointConfig,
     Config,
     ModelConfig,
-    OptimizerConfig,
     ParallelConfig,
     RolloutConfig,
     SyncConfig,
     TrainingConfig,
 )
+from tepo_megatron.config.megatron import OptimizerFields
 from tepo_megatron.plan import activations, parameters
 from tepo_megatron.plan.activations import Recompute, SavedActivations
 from tepo_megatron.plan.engine_memory import generating, sleeping_bytes
 from tepo_megatron.plan.gpus import ASSUMED, GPUS_PER_NODE, Assumptions, Gpu
-from tepo_megatron.plan.memory_parts import ELEMENT, Model, State
-from tepo_megatron.plan.parameters import Held
+from tepo_megatron.plan.memory_parts import ELEMENT, MemoryState, PlannedModel
+from tepo_megatron.plan.parameters import HeldElements
 from tepo_megatron.plan.placement import placement_of
 from tepo_megatron.utils.host_sizes import arena_bytes
 from tepo_megatron.weights.ops import Architecture
@@ -31,10 +31,10 @@ MOMENT: Mapping[str, int] = {"fp32": 4, "bf16": 2, "fp8": 1}
 FP8_WORKSPACES = "FP8 copies of weights"
 HOST_OPTIMIZER = 16  # bytes per element in Megatron's hybrid optimizer: fp32 master, gradient and two moments
 MIB = 2**20
-_OPTIMIZER = OptimizerConfig()
+_ADAM = OptimizerFields()
 
 
-def state_bytes(held: Held, precision: str, optimizer: OptimizerConfig = _OPTIMIZER) -> dict[str, float]:
+def state_bytes(held: HeldElements, precision: str, adam: OptimizerFields = _ADAM) -> dict[str, float]:
     """Return the bytes of weights, gradients (fp32) and optimizer state of one rank on its device.
 
     bf16: fp32 master and two fp32 moments of the owned elements. fp32: the weights themselves are the masters. With smaller
@@ -43,36 +43,36 @@ def state_bytes(held: Held, precision: str, optimizer: OptimizerConfig = _OPTIMI
     Args:
         held: Elements that the rank holds.
         precision: Type of the weights, fp32 or bf16.
-        optimizer: Sets the moments' type and the offloaded share.
+        adam: Sets the types of the moments and the offloaded share.
     """
     return {
         "weights": held.buffer * ELEMENT[precision],
         "gradients": held.buffer * 4,
-        "optimizer": held.owned * sum(_kept_of_an_element(precision, optimizer)) * (1 - optimizer.offload),
+        "optimizer": held.owned * sum(_kept_of_an_element(precision, adam)) * (1 - adam.optimizer_offload_fraction),
     }
 
 
-def _kept_of_an_element(precision: str, optimizer: OptimizerConfig) -> tuple[int, ...]:
+def _kept_of_an_element(precision: str, adam: OptimizerFields) -> tuple[int, ...]:
     """Return the bytes per owned element of each optimizer tensor: the master, if any, and two moments."""
-    moment = MOMENT[optimizer.moments]
-    if optimizer.moments != "fp32":
-        return (4 if precision == "fp32" else 2, moment, moment)
-    return (moment, moment) if precision == "fp32" else (4, moment, moment)
+    moments = (MOMENT[adam.exp_avg_dtype], MOMENT[adam.exp_avg_sq_dtype])
+    if adam.small_moments:
+        return (4 if precision == "fp32" else 2, *moments)
+    return moments if precision == "fp32" else (4, *moments)
 
 
-def offload_bytes(held: Held, precision: str, optimizer: OptimizerConfig = _OPTIMIZER) -> int:
+def offload_bytes(held: HeldElements, precision: str, adam: OptimizerFields = _ADAM) -> int:
     """Return the host memory of one rank's weights and optimizer while the engine has its GPU (`actor/offload.py`).
 
     Args:
-        held, precision, optimizer: As in `state_bytes`.
+        held, precision, adam: As in `state_bytes`.
     """
     element = ELEMENT[precision]
     weights = arena_bytes([n * element for n in held.buffers])
-    each = _kept_of_an_element(precision, optimizer)
+    each = _kept_of_an_element(precision, adam)
     return weights + arena_bytes([n * size for n in held.shards for size in each])
 
 
-def checkpoint_bytes(held: Held, precision: str) -> int:
+def checkpoint_bytes(held: HeldElements, precision: str) -> int:
     """Return the maximum bytes that one rank writes of a checkpoint: weight, master and both moments of each owned element.
 
     Weights that several ranks hold, such as norms, are written by only one of them.
@@ -80,41 +80,55 @@ def checkpoint_bytes(held: Held, precision: str) -> int:
     Args:
         held, precision: As in `state_bytes`.
     """
-    return held.owned * (ELEMENT[precision] + sum(_kept_of_an_element(precision, _OPTIMIZER)))
+    return held.owned * (ELEMENT[precision] + sum(_kept_of_an_element(precision, _ADAM)))
 
 
 @dataclass(frozen=True)
-class Trainer:
-    """What determines the memory of the trainer's ranks.
+class TrainerMemory:
+    """The inputs for the memory of the trainer's ranks.
 
     Attributes:
         model: The model and its way of computing.
         parallel: The mesh.
-        training: Tokens of a microbatch, and what is offloaded.
+        training: Tokens of a microbatch, and offloading.
         precision: Types of the weights (`model.precision`).
-        optimizer: Types of the moments, and the offloaded share.
+        adam: Types of the moments, and the offloaded share.
+        bf16_layers: Numbers of first and of last layers that stay in bf16 in an FP8 model.
         sequence_tokens: Maximum tokens of a sequence.
     """
 
-    model: Model
+    model: PlannedModel
     parallel: ParallelConfig
     training: TrainingConfig
     precision: ModelConfig
-    optimizer: OptimizerConfig
+    adam: OptimizerFields
+    bf16_layers: tuple[int, int]
     sequence_tokens: int
 
     @classmethod
-    def of(cls, cfg: Config, model: Model) -> Trainer:
-        """Return the trainer of a config and its model."""
-        return cls(model, cfg.parallel, cfg.training, cfg.model, cfg.optimizer, cfg.sequence_tokens)
+    def of(cls, cfg: Config, model: PlannedModel) -> TrainerMemory:
+        """Return the inputs for a config.
 
-    def state(self, assumed: Assumptions = ASSUMED) -> State:
+        Args:
+            cfg: The config.
+            model: Its model.
+        """
+        fields = cfg.megatron
+        adam = fields.known_optimizer
+        return cls(model, cfg.parallel, cfg.training, cfg.model, adam, fields.bf16_layers, cfg.sequence_tokens)
+
+    def state(self, assumed: Assumptions = ASSUMED) -> MemoryState:
         """Return the memory of the fullest pipeline stage in the backward pass of an update with full microbatches."""
         found = [self._stage(rank, assumed) for rank in range(self.parallel.pp)]
-        return State("train", max(found, key=lambda parts: sum(parts.values())))
+        return MemoryState("train", max(found, key=lambda parts: sum(parts.values())))
 
-    def held(self, rank: int, dp_cp_rank: int = 0) -> Held:
-        """Return the elements that a rank holds, by its pipeline rank and its rank in dp x cp."""
+    def held(self, rank: int, dp_cp_rank: int = 0) -> HeldElements:
+        """Return the elements that a rank holds.
+
+        Args:
+            rank: Pipeline rank.
+            dp_cp_rank: Rank in dp x cp.
+        """
         return parameters.held(self.model.family.rows, self.model.arch, self.parallel, rank, dp_cp_rank)
 
     def kept(self, rank: int) -> SavedActivations:
@@ -140,7 +154,7 @@ class Trainer:
         return -(-self.training.max_tokens_per_microbatch // self.parallel.cp)
 
     def _stage(self, rank: int, assumed: Assumptions) -> dict[str, float]:
-        parts: dict[str, float] = dict(state_bytes(self.held(rank), self.precision.dtype, self.optimizer))
+        parts: dict[str, float] = dict(state_bytes(self.held(rank), self.precision.dtype, self.adam))
         parts["activations"] = self.kept(rank).device + self._there_for_a_while(rank)
         if self.precision.fp8:
             parts[FP8_WORKSPACES] = self._fp8_workspaces(rank)
@@ -154,8 +168,7 @@ class Trainer:
 
     def _fp8_workspaces(self, rank: int) -> float:
         """Return the bytes of Transformer Engine's FP8 copies of the layers' linear weights: one copy and its transpose."""
-        ends = self.precision.bf16_end_layers
-        linear = parameters.linear_parameters(self.model.family.rows, self.model.arch, self.parallel, rank, ends)
+        linear = parameters.linear_parameters(self.model.family.rows, self.model.arch, self.parallel, rank, self.bf16_layers)
         blockwise = self.precision.precision == "fp8-blockwise"
         scales = 2 * 4 / 128**2 if blockwise else 0.0  # fp32 scale per block of 128 x 128 weights
         return linear * (2 + scales)
@@ -172,7 +185,7 @@ class Trainer:
             most = max(most, again + 2 * (mine - stays))
         return most
 
-    def _terms(self, sparse: bool, *, again: bool = False) -> list[activations.Term]:
+    def _terms(self, sparse: bool, *, again: bool = False) -> list[activations.ActivationTerm]:
         """Return the terms of a layer. `again`: all of them, including the recomputed ones."""
         model = self.model
         recompute: Recompute = "none" if again else model.recompute
@@ -193,7 +206,7 @@ def _layers(arch: Architecture, parallel: ParallelConfig, rank: int) -> dict[boo
     return {kind: count for kind, count in ((False, len(layers) - sparse), (True, sparse)) if count}
 
 
-def _in_passing(model: Model, parallel: ParallelConfig, tokens: int) -> float:
+def _in_passing(model: PlannedModel, parallel: ParallelConfig, tokens: int) -> float:
     """Return the bytes of backward's temporaries: the largest weight gradient before its fp32 sum, one block's gradients."""
     arch, tp = model.arch, parallel.tp
     largest = max(math.prod(parameters.shape(row, arch, tp)) for row in model.family.rows)
@@ -201,7 +214,9 @@ def _in_passing(model: Model, parallel: ParallelConfig, tokens: int) -> float:
     return model.element * (largest + tokens * (3 * ffn / tp + 2 * arch.hidden_size))
 
 
-def states(trainer: Trainer, rollout: RolloutConfig, sync: SyncConfig, gpu: Gpu, assumed: Assumptions = ASSUMED) -> list[State]:
+def states(
+    trainer: TrainerMemory, rollout: RolloutConfig, sync: SyncConfig, gpu: Gpu, assumed: Assumptions = ASSUMED
+) -> list[MemoryState]:
     """Return all states that must fit, for the mesh and for the placement of trainer and engine.
 
     Args:
@@ -213,21 +228,21 @@ def states(trainer: Trainer, rollout: RolloutConfig, sync: SyncConfig, gpu: Gpu,
     """
     train = trainer.state(assumed)
     generate = generating(rollout.server, trainer.precision.dtype, trainer.model, gpu, assumed)
-    buckets = {"sync buckets": sync.bucket_mib * MIB * (2 if sync.transport == "group" else 1)}
+    buckets = {"sync buckets": sync.bucket_mib * MIB * (2 if sync.transport.type == "group" else 1)}
     names = ("weights", "gradients", "optimizer", FP8_WORKSPACES, "context, NCCL")
     stays = {name: train.parts[name] for name in names if name in train.parts}
-    if placement_of(trainer.parallel.world_size, rollout).kind == "apart":
-        return [train, State("sync", stays | buckets), generate]
+    if placement_of(trainer.parallel.world_size, rollout).kind == "disaggregated":
+        return [train, MemoryState("sync", stays | buckets), generate]
     engine = {name: generate.parts[name] for name in ("engine's weights", "engine's other")}
     mine = {"weights": stays["weights"], "context, NCCL": stays["context, NCCL"]}
     return [
-        State("train", {**train.parts, "sleeping engine": sleeping_bytes(rollout, assumed)}),
-        State("sync", mine | engine | buckets),
-        State("generate", {**generate.parts, "trainer's context, NCCL": assumed.reserved}),
+        MemoryState("train", {**train.parts, "sleeping engine": sleeping_bytes(rollout, assumed)}),
+        MemoryState("sync", mine | engine | buckets),
+        MemoryState("generate", {**generate.parts, "trainer's context, NCCL": assumed.reserved}),
     ]
 
 
-def host_bytes(cfg: Config, model: Model) -> dict[str, float]:
+def host_bytes(cfg: Config, model: PlannedModel) -> dict[str, float]:
     """Return the host memory for copies of the ranks' state, by component, on the machine of ranks that needs most.
 
     All but the optimizer's share is page-locked. Its arenas and stacks have the sizes that `host_sizes` computes.
@@ -237,7 +252,7 @@ def host_bytes(cfg: Config, model: Model) -> dict[str, float]:
     """
     tp, whole = cfg.parallel.tp, cfg.parallel.dp * cfg.parallel.cp
     ranks = [(rank // (tp * whole), rank // tp % whole) for rank in range(cfg.parallel.world_size)]
-    trainer, has_reference = Trainer.of(cfg, model), bool(cfg.objective.ref_beta)
+    trainer, has_reference = TrainerMemory.of(cfg, model), cfg.objective.ref_kl is not None
     of_ranks = {
         rank: _host_bytes_of(trainer, cfg.rollout, cfg.checkpoint, has_reference, *rank) for rank in dict.fromkeys(ranks)
     }
@@ -249,7 +264,7 @@ def host_bytes(cfg: Config, model: Model) -> dict[str, float]:
                 machine[name] += size
         machines.append(machine)
     parts = max(machines, key=lambda machine: sum(machine.values()))
-    if cfg.sync.transport == "shm":
+    if cfg.sync.transport.type == "shm":
         # two rounds of files, and on CUDA the staging memory of one round
         rounds = 3 if cfg.platform == "cuda" else 2
         parts["weights on their way to the engine"] = rounds * cfg.sync.bucket_mib * MIB
@@ -257,19 +272,24 @@ def host_bytes(cfg: Config, model: Model) -> dict[str, float]:
 
 
 def _host_bytes_of(
-    trainer: Trainer, rollout: RolloutConfig, checkpoint: CheckpointConfig, has_reference: bool, pp_rank: int, dp_cp_rank: int
+    trainer: TrainerMemory,
+    rollout: RolloutConfig,
+    checkpoint: CheckpointConfig,
+    has_reference: bool,
+    pp_rank: int,
+    dp_cp_rank: int,
 ) -> dict[str, float]:
-    model, parallel, optimizer, dtype = trainer.model, trainer.parallel, trainer.optimizer, trainer.precision.dtype
+    model, parallel, adam, dtype = trainer.model, trainer.parallel, trainer.adam, trainer.precision.dtype
     held = trainer.held(pp_rank, dp_cp_rank)
     parts: dict[str, float] = {}
-    if optimizer.offload:
-        parts["optimizer's share of the host"] = held.owned * HOST_OPTIMIZER * optimizer.offload
+    if adam.optimizer_offload_fraction:
+        parts["optimizer's share of the host"] = held.owned * HOST_OPTIMIZER * adam.optimizer_offload_fraction
     if trainer.training.offload_activations:
         in_flight = activations.microbatches_in_flight(parallel, pp_rank)
         of_each = trainer.kept(pp_rank).host / in_flight
         parts["activations that wait for backward"] = in_flight * arena_bytes([math.ceil(of_each)])
     if rollout.colocate:
-        parts["weights and optimizer while the engine has the GPU"] = offload_bytes(held, dtype, optimizer)
+        parts["weights and optimizer while the engine has the GPU"] = offload_bytes(held, dtype, adam)
     if checkpoint.every and checkpoint.asynchronous:
         parts["checkpoint that is being written"] = arena_bytes([checkpoint_bytes(held, dtype)])
     found = parameters.rank_parameters(model.family.rows, model.arch, parallel, pp_rank)

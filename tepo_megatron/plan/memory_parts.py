@@ -1,9 +1,9 @@
-"""What predictions of memory speak of: a model with its way of computing, and the memory of a GPU in one state."""
+"""Data objects of the memory predictions: a model with its way of computing, and the memory of a GPU in one state."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from tepo_megatron.plan.activations import Kernels, Recompute
+from tepo_megatron.plan.activations import PlannedKernels, Recompute
 from tepo_megatron.weights.families import Family
 from tepo_megatron.weights.ops import Architecture
 
@@ -11,18 +11,18 @@ ELEMENT: Mapping[str, int] = {"fp32": 4, "bf16": 2}  # bytes
 
 
 @dataclass(frozen=True)
-class Model:
+class PlannedModel:
     """The trained model and its way of computing."""
 
     family: Family
     arch: Architecture
     element: int = 2  # bytes of a weight and of an activation
     recompute: Recompute = "none"  # `training.recompute`
-    kernels: Kernels = field(default_factory=Kernels)
+    kernels: PlannedKernels = field(default_factory=PlannedKernels)
 
 
 @dataclass(frozen=True)
-class State:
+class MemoryState:
     """Memory of one GPU at the fullest moment of a state."""
 
     name: str  # train, sync or generate

@@ -29,7 +29,7 @@ _LINEAR = ("linear_proj.weight", "linear_qkv.weight", "linear_fc1.weight", "line
 
 
 @dataclass(frozen=True)
-class Stage:
+class ModelChunk:
     """One model chunk.
 
     Attributes:
@@ -61,7 +61,7 @@ class Parameter:
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldElements:
     """Elements that one rank holds.
 
     Attributes:
@@ -84,12 +84,12 @@ class Held:
         """Return the elements whose optimizer state the rank keeps."""
         return sum(self.shards)
 
-    def __add__(self, other: Held) -> Held:
-        return Held(self.parameters + other.parameters, self.buffers + other.buffers, self.shards + other.shards)
+    def __add__(self, other: HeldElements) -> HeldElements:
+        return HeldElements(self.parameters + other.parameters, self.buffers + other.buffers, self.shards + other.shards)
 
 
 @lru_cache(maxsize=8192)
-def stages(arch: Architecture, parallel: ParallelConfig, rank: int) -> list[Stage]:
+def stages(arch: Architecture, parallel: ParallelConfig, rank: int) -> list[ModelChunk]:
     """Return the model chunks of a pipeline rank.
 
     Args:
@@ -100,11 +100,11 @@ def stages(arch: Architecture, parallel: ParallelConfig, rank: int) -> list[Stag
     if parallel.vpp == 1:
         sizes = stage_layers(arch.num_layers, parallel.pp)
         start = sum(sizes[:rank])
-        return [Stage(tuple(range(start, start + sizes[rank])), rank == 0, rank == parallel.pp - 1)]
+        return [ModelChunk(tuple(range(start, start + sizes[rank])), rank == 0, rank == parallel.pp - 1)]
     pieces = parallel.pp * parallel.vpp
     size = arch.num_layers // pieces
     places = [chunk * parallel.pp + rank for chunk in range(parallel.vpp)]
-    return [Stage(tuple(range(at * size, (at + 1) * size)), at == 0, at == pieces - 1) for at in places]
+    return [ModelChunk(tuple(range(at * size, (at + 1) * size)), at == 0, at == pieces - 1) for at in places]
 
 
 def shape(row: WeightMapping, arch: Architecture, tp: int) -> tuple[int, ...]:
@@ -139,7 +139,7 @@ def shape(row: WeightMapping, arch: Architecture, tp: int) -> tuple[int, ...]:
 
 
 def chunk_parameters(
-    rows_of: tuple[WeightMapping, ...], arch: Architecture, parallel: ParallelConfig, stage: Stage
+    rows_of: tuple[WeightMapping, ...], arch: Architecture, parallel: ParallelConfig, stage: ModelChunk
 ) -> Iterator[Parameter]:
     """Yield the parameters of a model chunk on one rank, in the order of its modules.
 
@@ -189,7 +189,7 @@ def rank_parameters(
 @lru_cache(maxsize=8192)
 def held(
     rows: tuple[WeightMapping, ...], arch: Architecture, parallel: ParallelConfig, pp_rank: int, dp_cp_rank: int | None = None
-) -> Held:
+) -> HeldElements:
     """Return the elements that one rank holds.
 
     Args:
@@ -200,7 +200,7 @@ def held(
         dp_cp_rank: Rank among those that share gradients (context-parallel neighbours first). None: the one that owns most.
     """
     whole = parallel.dp * parallel.cp
-    per_rank = [Held()] * whole
+    per_rank = [HeldElements()] * whole
     for stage in stages(arch, parallel, pp_rank):
         found = list(chunk_parameters(rows, arch, parallel, stage))
         for expert, ranks in ((False, whole), (True, whole // parallel.ep)):
@@ -211,13 +211,13 @@ def held(
             total = sum(n for n, _ in sizes)
             # ranks with the same experts are ep ranks apart
             places = [rank // parallel.ep if expert else rank for rank in range(whole)]
-            per_rank = [a + Held(total, (buffer,), shards[at]) for a, at in zip(per_rank, places, strict=True)]
+            per_rank = [a + HeldElements(total, (buffer,), shards[at]) for a, at in zip(per_rank, places, strict=True)]
     return max(per_rank, key=lambda h: h.owned) if dp_cp_rank is None else per_rank[dp_cp_rank]
 
 
 @lru_cache(maxsize=8192)
 def linear_parameters(
-    rows: tuple[WeightMapping, ...], arch: Architecture, parallel: ParallelConfig, pp_rank: int, ends: int = 0
+    rows: tuple[WeightMapping, ...], arch: Architecture, parallel: ParallelConfig, pp_rank: int, ends: tuple[int, int] = (0, 0)
 ) -> int:
     """Return the elements of a rank's weights that Transformer Engine's linear modules multiply with.
 
@@ -226,12 +226,12 @@ def linear_parameters(
         arch: Sizes of the model.
         parallel: The mesh.
         pp_rank: Pipeline rank.
-        ends: Number of layers to leave out at each end of the model (`model.bf16_end_layers`).
+        ends: Numbers of layers to leave out at the start and at the end of the model (`MegatronConfig.bf16_layers`).
     """
     total = 0
     for stage in stages(arch, parallel, pp_rank):
-        layers = tuple(layer for layer in stage.layers if ends <= layer < arch.num_layers - ends)
-        found = chunk_parameters(rows, arch, parallel, Stage(layers, False, False))
+        layers = tuple(layer for layer in stage.layers if ends[0] <= layer < arch.num_layers - ends[1])
+        found = chunk_parameters(rows, arch, parallel, ModelChunk(layers, False, False))
         total += sum(p.elements for p in found if p.name.endswith(_LINEAR))
     return total
 

@@ -6,7 +6,7 @@ from typing import Literal
 from tepo_megatron.config import RolloutConfig
 from tepo_megatron.plan.gpus import GPUS_PER_NODE
 
-Kind = Literal["in turns", "apart"]
+Kind = Literal["colocated", "disaggregated"]
 
 
 @dataclass(frozen=True)
@@ -14,7 +14,7 @@ class Placement:
     """The GPUs of trainer and engine.
 
     Attributes:
-        kind: "in turns": colocated (rollout.colocate); "apart": the engine has GPUs of its own.
+        kind: "colocated" (rollout.colocate), or "disaggregated": the engine has GPUs of its own.
         trainer: GPUs of the trainer.
         engine: GPUs of the engine.
         here: True if the run's first rank starts the servers.
@@ -28,7 +28,7 @@ class Placement:
     @property
     def gpus(self) -> int:
         """Return the GPUs of both together."""
-        return self.trainer + self.engine if self.kind == "apart" else max(self.trainer, self.engine)
+        return self.trainer + self.engine if self.kind == "disaggregated" else max(self.trainer, self.engine)
 
     @property
     def machines(self) -> int:
@@ -41,8 +41,8 @@ class Placement:
         if self.here and self.trainer > GPUS_PER_NODE:
             return (
                 f"the run starts its servers on the first of {-(-self.trainer // GPUS_PER_NODE)} machines of ranks; set "
-                "rollout.server.rendezvous, with which they are on each of them (rollout.colocate=true), or with sync.folder "
-                "on machines of their own (false)"
+                "rollout.server.rendezvous, with which they are on each of them (rollout.colocate=true), or with "
+                "sync.transport.folder on machines of their own (false)"
             )
         if self.here and self.gpus > GPUS_PER_NODE:
             return (
@@ -61,6 +61,5 @@ def placement_of(ranks: int, rollout: RolloutConfig) -> Placement:
     """
     server = rollout.server
     engine = 0 if rollout.replay is not None else rollout.servers * server.tp
-    elsewhere = server.urls is not None or server.rendezvous is not None
-    kind: Kind = "in turns" if rollout.colocate else "apart"
-    return Placement(kind, ranks, engine, here=engine > 0 and not elsewhere)
+    kind: Kind = "colocated" if rollout.colocate else "disaggregated"
+    return Placement(kind, ranks, engine, here=engine > 0 and not server.others)

@@ -5,14 +5,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from tepo_megatron.actor.layout import check_layout, divisors
-from tepo_megatron.config import Config, RolloutConfig, SyncConfig, TrainingConfig
+from tepo_megatron.config import AnyServer, Config, RolloutConfig, ShmTransportConfig, SyncConfig, UrlServerConfig
 from tepo_megatron.errors import ConfigError
 from tepo_megatron.plan.engine_memory import kv_bytes
 from tepo_megatron.plan.gpus import GIB, GPUS_PER_NODE
-from tepo_megatron.plan.memory import Trainer, states
-from tepo_megatron.plan.memory_parts import State
+from tepo_megatron.plan.memory import TrainerMemory, states
+from tepo_megatron.plan.memory_parts import MemoryState
 from tepo_megatron.plan.placement import placement_of
-from tepo_megatron.plan.step import Predictor, Step
+from tepo_megatron.plan.step import Predictor, StepPrediction
 
 
 @dataclass(frozen=True)
@@ -27,12 +27,12 @@ class LayoutCandidate:
     """
 
     cfg: Config
-    states: tuple[State, ...] = ()
-    step: Step | None = None
+    states: tuple[MemoryState, ...] = ()
+    step: StepPrediction | None = None
     why: str = ""
 
     @property
-    def fullest(self) -> State:
+    def fullest(self) -> MemoryState:
         """Return the state with the most bytes."""
         return max(self.states, key=lambda state: state.total)
 
@@ -75,7 +75,7 @@ def judge(predictor: Predictor, *, timed: bool = True) -> LayoutCandidate:
         return LayoutCandidate(cfg, why=str(e).partition(";")[0])
     if fault := predictor.placement.fault:
         return LayoutCandidate(cfg, why=fault)
-    found = tuple(states(Trainer.of(cfg, model), cfg.rollout, cfg.sync, gpu, predictor.machine.assumed))
+    found = tuple(states(TrainerMemory.of(cfg, model), cfg.rollout, cfg.sync, gpu, predictor.machine.assumed))
     layout = LayoutCandidate(cfg, found)
     over = layout.fullest.total - gpu.memory
     if over > 0:
@@ -114,7 +114,7 @@ def search(predictor: Predictor, gpus: int) -> SearchResult:
 def _candidates(predictor: Predictor, gpus: int) -> Iterator[Config]:
     cfg, experts = predictor.cfg, predictor.model.arch.experts is not None
     placement = placement_of(cfg.parallel.world_size, cfg.rollout)
-    if placement.kind == "apart":
+    if placement.kind == "disaggregated":
         splits = [(n, gpus - n) for n in divisors(gpus) if n < gpus] + ([(3 * gpus // 4, gpus // 4)] if gpus % 4 == 0 else [])
     else:
         splits = [(gpus, gpus)]
@@ -128,25 +128,19 @@ def _candidates(predictor: Predictor, gpus: int) -> Iterator[Config]:
                         for ep in divisors(dp * cp) if experts else (1,):
                             mesh = replace(cfg.parallel, tp=tp, pp=pp, vpp=1, cp=cp, ep=ep, dp=dp, sequence_parallel=tp > 1)
                             for factor in (1, 2):
-                                training = _with_tokens(cfg.training, factor)
+                                tokens = cfg.training.max_tokens_per_microbatch * factor
+                                training = replace(cfg.training, max_tokens_per_microbatch=tokens)
                                 yield replace(cfg, rollout=rollout, sync=sync, parallel=mesh, training=training)
 
 
 def _served(cfg: RolloutConfig, sync: SyncConfig, servers: int, tp: int) -> tuple[RolloutConfig, SyncConfig]:
     """Return sections for this number of servers and GPUs per server. A folder replaces addresses, whose number is fixed."""
-    server = replace(cfg.server, tp=tp)
-    if server.urls is not None:
-        server, sync = replace(server, urls=None, rendezvous="servers"), replace(sync, folder=sync.folder or "weights")
+    server: AnyServer = replace(cfg.server, tp=tp)
+    if isinstance(server, UrlServerConfig):
+        server = server.at_rendezvous("servers")
+        if isinstance(sync.transport, ShmTransportConfig):
+            sync = replace(sync, transport=ShmTransportConfig(folder=sync.transport.folder or "weights"))
     return replace(cfg, servers=servers, min_servers=1, server=server), sync
-
-
-def _with_tokens(cfg: TrainingConfig, factor: int) -> TrainingConfig:
-    without = cfg.max_tokens_without_grad
-    return replace(
-        cfg,
-        max_tokens_per_microbatch=cfg.max_tokens_per_microbatch * factor,
-        max_tokens_without_grad=None if without is None else without * factor,
-    )
 
 
 def _reason(layout: LayoutCandidate) -> str:

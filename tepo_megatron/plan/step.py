@@ -13,14 +13,14 @@ from tepo_megatron.ops.planning import plan_metrics, plan_microbatches
 from tepo_megatron.ops.shared_prompts import pieces_of
 from tepo_megatron.plan import parameters
 from tepo_megatron.plan.activations import microbatches_in_flight
-from tepo_megatron.plan.compute import Cost, Machine, stage_seconds
+from tepo_megatron.plan.compute import Cost, MachineModel, stage_seconds
 from tepo_megatron.plan.engine_memory import generating
-from tepo_megatron.plan.generation import Engine
+from tepo_megatron.plan.generation import EngineModel
 from tepo_megatron.plan.gpus import GPUS_PER_NODE
-from tepo_megatron.plan.memory import Trainer, state_bytes
-from tepo_megatron.plan.memory_parts import ELEMENT, Model
+from tepo_megatron.plan.memory import TrainerMemory, state_bytes
+from tepo_megatron.plan.memory_parts import ELEMENT, PlannedModel
 from tepo_megatron.plan.placement import Placement, placement_of
-from tepo_megatron.plan.workload import Workload, families_of
+from tepo_megatron.plan.workload import Workload, prefix_groups_of
 
 _LAUNCHED_AGAIN = {"none": 0.0, "selective": 0.5, "full": 1.0}  # share of a layer's forward pass
 REFILLS = "sample again, for what was dropped"  # name of a phase
@@ -28,7 +28,7 @@ _OPTIMIZER_BYTES = 34  # per owned element: reads gradient, master and two momen
 
 
 @dataclass(frozen=True)
-class Pass:
+class PassPrediction:
     """All microbatches of one pass.
 
     Attributes:
@@ -43,7 +43,7 @@ class Pass:
 
 
 @dataclass(frozen=True)
-class Step:
+class StepPrediction:
     """A predicted training step.
 
     Attributes:
@@ -56,7 +56,7 @@ class Step:
     """
 
     phases: Mapping[str, float]
-    update: Pass
+    update: PassPrediction
     tokens: int
     gpus: int
     overlapping: bool
@@ -96,8 +96,8 @@ class Predictor:
     """
 
     cfg: Config
-    model: Model
-    machine: Machine
+    model: PlannedModel
+    machine: MachineModel
     workload: Workload
     known: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
 
@@ -111,7 +111,7 @@ class Predictor:
         """Return the number of layers in a stage. The host launches each of them."""
         return max(stage_layers(self.model.arch.num_layers, self.cfg.parallel.pp))
 
-    def run(self, sequences: Sequence[int], max_tokens: int, *, backward: bool) -> Pass:
+    def run(self, sequences: Sequence[int], max_tokens: int, *, backward: bool) -> PassPrediction:
         """Return one pass. All sequences have the mean prompt, which the sequences of a group share.
 
         Args:
@@ -122,20 +122,22 @@ class Predictor:
         key = (self.cfg.parallel, len(sequences), max_tokens, backward)
         if key not in self.known:
             self.known[key] = self._run(sequences, max_tokens, backward)
-        found: Pass = self.known[key]
+        found: PassPrediction = self.known[key]
         return found
 
-    def _run(self, sequences: Sequence[int], max_tokens: int, backward: bool) -> Pass:
+    def _run(self, sequences: Sequence[int], max_tokens: int, backward: bool) -> PassPrediction:
         parallel = self.cfg.parallel
         alignment = Alignment(parallel.cp, parallel.tp if parallel.sequence_parallel else 1)
         pipeline = Pipeline(parallel.pp, parallel.vpp)
         multiple = parallel.pp if parallel.vpp > 1 else 1
         cfg, samples = self.cfg, self.cfg.rollout.samples_per_prompt
-        families = families_of(cfg.training, cfg.platform, samples, self.workload.prompt, len(sequences), alignment)
-        plan = plan_microbatches(sequences, parallel.dp, max_tokens, alignment, multiple, pipeline=pipeline, families=families)
-        packing = plan_metrics(plan, sequences, alignment, pipeline, families=families)
+        prefix_groups = prefix_groups_of(cfg.training, cfg.platform, samples, self.workload.prompt, len(sequences), alignment)
+        plan = plan_microbatches(
+            sequences, parallel.dp, max_tokens, alignment, multiple, pipeline=pipeline, prefix_groups=prefix_groups
+        )
+        packing = plan_metrics(plan, sequences, alignment, pipeline, prefix_groups=prefix_groups)
         tokens = packing["packing/computed_tokens"] / parallel.dp
-        pieces = [piece for rank in plan for m in rank for piece in pieces_of(m, sequences, families)]
+        pieces = [piece for rank in plan for m in rank for piece in pieces_of(m, sequences, prefix_groups)]
         squares = sum(piece.stop**2 - piece.start**2 for piece in pieces) / parallel.dp
         rows = (sum(sequences) - len(sequences) * self.workload.prompt) / parallel.dp
         fused = self.cfg.training.logits_budget_mib is not None
@@ -146,14 +148,14 @@ class Predictor:
         count = packing["packing/microbatches"] + pipeline.bubble
         launches = 3 + _LAUNCHED_AGAIN[self.model.recompute] if backward else 1
         host = count * self._launches * launches * self.machine.assumed.layer_seconds
-        return Pass(max(cost.total / waiting, host), cost, packing)
+        return PassPrediction(max(cost.total / waiting, host), cost, packing)
 
     def _offload_seconds(self, tokens: float) -> float:
         """Return the seconds to move the activations of `tokens` tokens to the host and back."""
         cfg, parallel = self.cfg, self.cfg.parallel
         if not cfg.training.offload_activations:
             return 0.0
-        trainer = Trainer.of(cfg, self.model)
+        trainer = TrainerMemory.of(cfg, self.model)
         of_a_microbatch = max(trainer.kept(rank).host / microbatches_in_flight(parallel, rank) for rank in range(parallel.pp))
         return 2 * of_a_microbatch * tokens / cfg.training.max_tokens_per_microbatch / self.host_rate
 
@@ -162,7 +164,7 @@ class Predictor:
         """Return the bytes per second between a GPU and its host, in one direction."""
         return self.machine.gpu.host * self.machine.assumed.links
 
-    def step(self) -> Step:
+    def step(self) -> StepPrediction:
         """Return a whole training step."""
         cfg, work = self.cfg, self.workload
         training, rollout = cfg.training, cfg.rollout
@@ -171,14 +173,14 @@ class Predictor:
         updates = training.epochs * -(-groups // training.minibatch_prompts)
         minibatch = work.sequences(min(groups, training.minibatch_prompts) * rollout.samples_per_prompt)
         update = self.run(minibatch, training.max_tokens_per_microbatch, backward=True)
-        without = self.run(everything, training.tokens_without_grad, backward=False)
+        without = self.run(everything, training.tokens_without_grad(cfg.megatron.fixed_length), backward=False)
         reduced, stepped = self.optimizer_seconds()
         phases = {
             "sample": self.sample_seconds()[0],
             REFILLS: self.sample_seconds()[1],
             "old log-probs": without.seconds if updates > 1 and training.old_logprobs == "actor" else 0.0,
             "log-probs of the weights that sampled": self.gate_share(updates) * without.seconds,
-            "reference log-probs": without.seconds if cfg.objective.ref_beta else 0.0,
+            "reference log-probs": without.seconds if cfg.objective.ref_kl else 0.0,
             "forward and backward": updates * update.seconds,
             "gradients and weights over dp": updates * reduced,
             "optimizer": updates * stepped,
@@ -186,7 +188,7 @@ class Predictor:
             "send weights": self.sync_seconds(),
         }
         overlapping = rollout.max_staleness > 0 and not rollout.colocate
-        return Step(phases, update, sum(everything), self.placement.gpus, overlapping, self.machine.assumed.beyond)
+        return StepPrediction(phases, update, sum(everything), self.placement.gpus, overlapping, self.machine.assumed.beyond)
 
     def gate_share(self, updates: int) -> float:
         """Return the share of a step's tokens that the stale-weights gate compares in a separate pass.
@@ -227,7 +229,7 @@ class Predictor:
         engine_state = generating(server, cfg.model.dtype, self.model, self.machine.gpu, self.machine.assumed)
         cache = max(engine_state.parts["KV cache"], 1.0)
         element = ELEMENT[server.precision or cfg.model.dtype]
-        engine = Engine(self.model, self.machine, server.tp, cache, at_once, element)
+        engine = EngineModel(self.model, self.machine, server.tp, cache, at_once, element)
         return engine.seconds(work.prompt, each, work.responses(each * samples))
 
     def optimizer_seconds(self) -> tuple[float, float]:
@@ -243,7 +245,7 @@ class Predictor:
         )
         sent = most.buffer * (4 + self.model.element) * (ranks - 1) / ranks
         link = self.machine.link(ranks, parallel.tp)
-        on_host = most.owned * self.cfg.optimizer.offload
+        on_host = most.owned * self.cfg.megatron.offloaded_share
         stepped = (most.owned - on_host) * _OPTIMIZER_BYTES / self.machine.memory_rate
         # fp32 gradients to the host, fp32 weights back, and the host's Adam in between
         stepped += on_host * (2 * 4 / self.host_rate + _OPTIMIZER_BYTES / self.machine.assumed.host_adam)
@@ -254,7 +256,7 @@ class Predictor:
         if not self.cfg.rollout.colocate:
             return 0.0
         held = parameters.held(self.model.family.rows, self.model.arch, self.cfg.parallel, 0)
-        state = state_bytes(held, self.cfg.model.dtype, self.cfg.optimizer)
+        state = state_bytes(held, self.cfg.model.dtype, self.cfg.megatron.known_optimizer)
         return 2 * (state["weights"] + state["optimizer"]) / self.host_rate
 
     def sync_seconds(self) -> float:
@@ -264,9 +266,9 @@ class Predictor:
         files lie in a machine's memory, on each machine after a network transfer, or on a file system as fast as the network.
         """
         size = parameters.total_parameters(self.model.family.rows, self.model.arch) * self.model.element
-        if self.cfg.sync.transport == "group":
+        if self.cfg.sync.transport.type == "group":
             return size / self.machine.link(GPUS_PER_NODE + 1 if self.placement.machines > 1 else 2, 1)
         network = size / self.machine.link(GPUS_PER_NODE + 1, 1) if self.placement.machines > 1 else 0.0
-        if self.cfg.sync.folder is not None and network:
+        if self.cfg.sync.shared_folder is not None and network:
             return network
         return network + size / (self.machine.assumed.host_copy * self.cfg.parallel.pp)

@@ -5,7 +5,7 @@ from typing import Any
 
 from tepo_megatron.plan.gpus import GIB, Gpu
 from tepo_megatron.plan.search import LayoutCandidate, SearchResult
-from tepo_megatron.plan.step import Predictor, Step
+from tepo_megatron.plan.step import Predictor, StepPrediction
 from tepo_megatron.plan.whole_run import WholeRun, time_range, whole_run
 
 _SHOWN = 8
@@ -27,7 +27,7 @@ def memory_lines(layout: LayoutCandidate, gpu: Gpu) -> Iterator[str]:
     yield f"  total, of {gpu.memory / GIB:.1f}".ljust(28) + "".join(f"{state.total / GIB:10.2f}" for state in states)
 
 
-def time_lines(step: Step, error: float) -> Iterator[str]:
+def time_lines(step: StepPrediction, error: float) -> Iterator[str]:
     """Yield the seconds of each phase, and the throughput.
 
     Args:

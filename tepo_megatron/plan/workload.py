@@ -8,13 +8,12 @@ from dataclasses import dataclass
 from functools import lru_cache
 from statistics import NormalDist
 
-from tepo_megatron.config import Config, ObjectiveConfig, RolloutConfig, TrainingConfig
+from tepo_megatron.config import DYNAMIC_SAMPLING_ROUNDS, Config, ObjectiveConfig, RolloutConfig, TrainingConfig
 from tepo_megatron.ops.alignment import Alignment
 from tepo_megatron.ops.shared_prompts import LEAST_SAVED, PrefixGroups
 from tepo_megatron.plan.gpus import ASSUMED
 
 _SIGMA = 0.7  # standard deviation of the logarithm of a response's length
-_DYNAMIC_SAMPLING_REFILLS = 9  # `method.DYNAMIC_SAMPLING_REFILLS`
 _PROMPT_SHARE, _RESPONSE_SHARE = 1 / 8, 1 / 4  # share of the maximum that the config allows
 
 
@@ -55,16 +54,16 @@ class Workload:
     def rounds(self, rollout: RolloutConfig, objective: ObjectiveConfig) -> tuple[list[int], int]:
         """Return the number of prompts in each sampling round of a step, and the number of groups that are learned from.
 
-        Each round samples for the missing groups, and `rollout.max_refills` limits the further rounds.
+        Each round samples for the missing groups, and `rollout.max_generation_rounds` limits the rounds.
 
         Args:
-            rollout: Sets the number of prompts and of further rounds.
+            rollout: Sets the number of prompts and of rounds.
             objective: Sets whether the method samples dynamically.
         """
         wanted = rollout.prompts_per_step
         asked: list[int] = []
         kept = 0
-        while kept < wanted and len(asked) <= max_refills(rollout, objective):
+        while kept < wanted and len(asked) < max_generation_rounds(rollout, objective):
             asked.append(math.ceil((wanted - kept) * rollout.oversample))
             kept = min(wanted, kept + max(1, round(asked[-1] * (1 - self.dropped))))
         return asked, kept
@@ -80,20 +79,19 @@ class Workload:
         return [self.prompt + lengths[i * step % count] for i in range(count)]
 
 
-def max_refills(rollout: RolloutConfig, objective: ObjectiveConfig) -> int:
-    """Return `rollout.max_refills`, resolved like in `method.resolve`, which needs torch.
+def max_generation_rounds(rollout: RolloutConfig, objective: ObjectiveConfig) -> int:
+    """Return `rollout.max_generation_rounds`, resolved like in `method.resolve`, which needs torch.
 
     Args:
         rollout: May give the number.
         objective: Gives the default.
     """
-    if rollout.max_refills is not None:
-        return rollout.max_refills
-    dynamic = objective.dynamic_sampling
-    return _DYNAMIC_SAMPLING_REFILLS if (objective.name == "dapo" if dynamic is None else dynamic) else 0
+    if rollout.max_generation_rounds is not None:
+        return rollout.max_generation_rounds
+    return DYNAMIC_SAMPLING_ROUNDS if objective.name == "dapo" else 1
 
 
-def families_of(
+def prefix_groups_of(
     training: TrainingConfig, platform: str, samples: int, prompt: int, count: int, alignment: Alignment
 ) -> PrefixGroups | None:
     """Return the shared prompts of some sequences, group after group; None if the run shares none.

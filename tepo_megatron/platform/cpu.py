@@ -38,11 +38,11 @@ def install(transformer_engine: bool = False) -> None:
     gloo.shorten_groups_of_one()
     if not transformer_engine:
         mcore.hide_gpu_packages()
-    mcore.lend_triton_to_paged_stash()
+    mcore.provide_triton_to_paged_stash()
     with mcore.without_compilation(), mcore.without_import_warnings():
         mcore.load()
-    mcore.mend_missing_transformer_engine_names()
-    mcore.mend_host_copy_of_splits()
+    mcore.fix_missing_transformer_engine_names()
+    mcore.fix_host_copy_of_splits()
     if not transformer_engine:
         mcore.use_host_adam()
     mcore.silence_generator_warning()

@@ -29,10 +29,10 @@ def redirect_device_queries() -> None:
 
 def redirect_streams_and_events() -> None:
     """Replace streams and events by a single stream in order, on which nothing has to be waited for."""
-    torch.cuda.Stream = Stream
+    torch.cuda.Stream = HostStream
     torch.cuda.Event = Event
-    torch.cuda.current_stream = lambda device=None: Stream()
-    torch.cuda.default_stream = lambda device=None: Stream()
+    torch.cuda.current_stream = lambda device=None: HostStream()
+    torch.cuda.default_stream = lambda device=None: HostStream()
     torch.cuda.set_stream = _returning(None)
     torch.cuda.stream = _context()
     torch.cuda.is_current_stream_capturing = _returning(False)
@@ -68,25 +68,25 @@ def silence_nvtx() -> None:
     torch.cuda.nvtx.range = _context()
 
 
-class Stream:
+class HostStream:
     """The only stream. All instances are equal."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self.device, self.cuda_stream = CPU, 0
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Stream)
+        return isinstance(other, HostStream)
 
     def __hash__(self) -> int:
         return 0
 
-    def __enter__(self) -> Stream:
+    def __enter__(self) -> HostStream:
         return self
 
     def __exit__(self, *_: object) -> None:
         return None
 
-    def wait_stream(self, stream: Stream) -> None:
+    def wait_stream(self, stream: HostStream) -> None:
         """Do nothing: the work is done."""
 
     def wait_event(self, event: Event) -> None:
@@ -112,11 +112,11 @@ class Event:
     def __init__(self, *_: Any, **__: Any) -> None:
         self._seconds = 0.0
 
-    def record(self, stream: Stream | None = None) -> None:
+    def record(self, stream: HostStream | None = None) -> None:
         """Store the current time."""
         self._seconds = time.perf_counter()
 
-    def wait(self, stream: Stream | None = None) -> None:
+    def wait(self, stream: HostStream | None = None) -> None:
         """Do nothing: the work is done."""
 
     def synchronize(self) -> None:

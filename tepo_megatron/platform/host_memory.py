@@ -108,11 +108,11 @@ class _Stack:
 
     Attributes:
         used: bytes that the pieces need.
-        lent: number of pieces that are in use.
+        in_use: number of pieces that are in use.
     """
 
     def __init__(self) -> None:
-        self.used = self.lent = 0
+        self.used = self.in_use = 0
         self._memory: _Mapping | None = None
         self._beyond: list[_Mapping] = []  # one mapping for each piece that did not fit into the memory
         self._spare: list[_Mapping] = []  # those of earlier microbatches, for reuse
@@ -128,7 +128,7 @@ class _Stack:
         self._spare += self._beyond
         self._beyond = []
 
-    def join(self, size: int, device: torch.device) -> None:
+    def consolidate(self, size: int, device: torch.device) -> None:
         """Make the stack empty, and leave it one block and no other memory. No piece may be in use.
 
         Args:
@@ -188,13 +188,13 @@ class HostStacks:
         self._collect()
         self._current = None
         for stack in self._stacks:
-            if not stack.lent:
-                stack.join(self._largest, self._device)
+            if not stack.in_use:
+                stack.consolidate(self._largest, self._device)
 
     def begin(self) -> None:
         """Begin another microbatch, to which the pieces of later `take` calls belong."""
         self._collect()
-        free = next((stack for stack in self._stacks if not stack.lent), None)
+        free = next((stack for stack in self._stacks if not stack.in_use), None)
         if free is None:
             free = _Stack()
             self._stacks.append(free)
@@ -208,14 +208,14 @@ class HostStacks:
         stack = self._current
         assert stack is not None
         data = stack.push(size, self._device)
-        stack.lent += 1
+        stack.in_use += 1
         return HostPiece(data, stack, self._returned)
 
     def _collect(self) -> None:
         """Update the size of the largest microbatch, and count the pieces that were returned."""
         self._largest = max(self._largest, self._current.used if self._current is not None else 0)
         while self._returned:
-            self._returned.popleft().lent -= 1
+            self._returned.popleft().in_use -= 1
 
 
 def _piece(memory: _Mapping | None, start: int, size: int) -> Tensor:

@@ -61,7 +61,7 @@ def without_import_warnings() -> Iterator[None]:
         yield
 
 
-def lend_triton_to_paged_stash() -> None:
+def provide_triton_to_paged_stash() -> None:
     """Let Megatron import `moe/**/paged_stash.py` without triton.
 
     Megatron 0.18 and later import triton there unconditionally, for kernels that only a GPU runs.
@@ -70,7 +70,7 @@ def lend_triton_to_paged_stash() -> None:
         sys.meta_path.insert(0, _PagedStashFinder())
 
 
-def mend_missing_transformer_engine_names() -> None:
+def fix_missing_transformer_engine_names() -> None:
     """Define names that `moe_utils` uses but does not define without Transformer Engine (Megatron-Core 0.16).
 
     For example, it tests `te_general_gemm is not None`.
@@ -82,7 +82,7 @@ def mend_missing_transformer_engine_names() -> None:
             setattr(moe_utils, name, None)
 
 
-def mend_host_copy_of_splits() -> None:
+def fix_host_copy_of_splits() -> None:
     """Make `maybe_move_tensor_to_cpu(as_numpy=True)` convert CPU tensors too; its callers rely on numpy arrays."""
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
 

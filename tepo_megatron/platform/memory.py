@@ -23,7 +23,7 @@ def keep_freed_memory() -> None:
         mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)  # the heap does not shrink
 
 
-def give_back(device: torch.device) -> None:
+def release_cached_memory(device: torch.device) -> None:
     """Return freed memory, which is kept for the next tensors, to the device.
 
     On the CPU the memory goes back to the system, for other processes.
@@ -37,7 +37,7 @@ def give_back(device: torch.device) -> None:
 
 
 @dataclass(frozen=True)
-class Usage:
+class MemoryUsage:
     """The memory of this process, in bytes.
 
     Attributes:
@@ -53,11 +53,11 @@ class Usage:
     device: int | None = None
 
 
-def usage(device: torch.device) -> Usage:
+def usage(device: torch.device) -> MemoryUsage:
     """Return the current memory of this process."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
-        return Usage(
+        return MemoryUsage(
             held=torch.cuda.memory_reserved(device),
             peak=torch.cuda.max_memory_reserved(device),
             used=torch.cuda.memory_allocated(device),
@@ -65,7 +65,7 @@ def usage(device: torch.device) -> Usage:
         )
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     resident, peak = (int(status[key].split()[0]) * 2**10 for key in ("VmRSS", "VmHWM"))
-    return Usage(held=resident, peak=peak)
+    return MemoryUsage(held=resident, peak=peak)
 
 
 def reset_peak(device: torch.device) -> None:

@@ -28,7 +28,7 @@ Staged = Callable[[Tensor], bool]
 
 
 @dataclass(frozen=True)
-class Roles:
+class TensorParameters:
     """The parameters of a collective that hold tensors or lists of tensors. A parameter in both fields is changed in place.
 
     Attributes:
@@ -42,18 +42,18 @@ class Roles:
 
 # The collectives that Megatron-Core calls. all_to_all of lists is not one of them; gloo of torch 2.11 lacks it.
 COLLECTIVES = {
-    "all_reduce": Roles(("tensor",), ("tensor",)),
-    "broadcast": Roles(("tensor",), ("tensor",)),
-    "reduce": Roles(("tensor",), ("tensor",)),
-    "all_gather": Roles(("tensor",), ("tensor_list",)),
-    "all_gather_into_tensor": Roles(("input_tensor",), ("output_tensor",)),
-    "reduce_scatter": Roles(("input_list",), ("output",)),
-    "reduce_scatter_tensor": Roles(("input",), ("output",)),
-    "all_to_all_single": Roles(("input",), ("output",)),
-    "gather": Roles(("tensor",), ("gather_list",)),
-    "scatter": Roles(("scatter_list",), ("tensor",)),
-    "isend": Roles(("tensor",)),  # send and recv call these two
-    "irecv": Roles((), ("tensor",)),
+    "all_reduce": TensorParameters(("tensor",), ("tensor",)),
+    "broadcast": TensorParameters(("tensor",), ("tensor",)),
+    "reduce": TensorParameters(("tensor",), ("tensor",)),
+    "all_gather": TensorParameters(("tensor",), ("tensor_list",)),
+    "all_gather_into_tensor": TensorParameters(("input_tensor",), ("output_tensor",)),
+    "reduce_scatter": TensorParameters(("input_list",), ("output",)),
+    "reduce_scatter_tensor": TensorParameters(("input",), ("output",)),
+    "all_to_all_single": TensorParameters(("input",), ("output",)),
+    "gather": TensorParameters(("tensor",), ("gather_list",)),
+    "scatter": TensorParameters(("scatter_list",), ("tensor",)),
+    "isend": TensorParameters(("tensor",)),  # send and recv call these two
+    "irecv": TensorParameters((), ("tensor",)),
 }
 ALWAYS_ASYNC = ("isend", "irecv")
 
@@ -178,7 +178,7 @@ def _coalescing_manager(group: Any = None, device: Any = None, async_ops: bool =
         coalesced.wait()
 
 
-def _staged(original: Callable[..., Any], roles: Roles, staged: Staged, always_async: bool) -> Callable[..., Any]:
+def _staged(original: Callable[..., Any], roles: TensorParameters, staged: Staged, always_async: bool) -> Callable[..., Any]:
     """Return a collective that stages its tensors through host memory if `staged` is true for one of them."""
     signature = inspect.signature(original)
 

@@ -7,13 +7,13 @@ from tepo_megatron.errors import ConfigError
 from tepo_megatron.report.drawing import STYLE, Curves
 from tepo_megatron.report.page import render
 from tepo_megatron.report.picture import draw, save_picture, write_picture
-from tepo_megatron.report.run import Run, Summary, read_run
+from tepo_megatron.report.run import RunRecord, Summary, read_run
 from tepo_megatron.utils.atomic import replace_file
 
 __all__ = [
     "STYLE",
     "Curves",
-    "Run",
+    "RunRecord",
     "Summary",
     "draw",
     "read_run",
@@ -70,5 +70,5 @@ def write_page(page: Path, text: str) -> Path:
     try:
         replace_file(page, text.encode())
     except OSError as e:
-        raise ConfigError(f"{page}: the page cannot be written ({e.strerror}); make room, or name another place") from None
+        raise ConfigError(f"{page}: the page cannot be written ({e.strerror}); free some space, or name another file") from None
     return page

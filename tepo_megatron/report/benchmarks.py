@@ -15,8 +15,8 @@ from matplotlib.gridspec import SubplotSpec
 from tepo_megatron.errors import DataError
 from tepo_megatron.report.drawing import BLUE, GREEN, MUTED, ORANGE, PERCENT, PURPLE, RED, legend, stacked
 from tepo_megatron.report.figures import NOTHING
-from tepo_megatron.report.run import Run
-from tepo_megatron.report.samples import Group, Sample
+from tepo_megatron.report.run import RunRecord
+from tepo_megatron.report.samples import ReportSample, SampleGroup
 from tepo_megatron.report.words import of_text, shortened
 
 SHOWN = 4  # steps in the table
@@ -33,11 +33,11 @@ class BenchmarkPanel:
     Attributes:
         scores: Accuracy and standard error by step (ascending) and benchmark.
         groups: Samples of the problems whose scores changed most.
-        notes: Sentences on what could not be read.
+        notes: Sentences about files that could not be read.
     """
 
     scores: Scores
-    groups: Sequence[Group]
+    groups: Sequence[SampleGroup]
     notes: Sequence[str]
 
     @property
@@ -60,11 +60,11 @@ class BenchmarkPanel:
         return [(name, *(_written(self.scores[step].get(name)) for step in self._shown)) for name in self.names]
 
 
-def read_benchmarks(run: Run) -> BenchmarkPanel:
+def read_benchmarks(run: RunRecord) -> BenchmarkPanel:
     """Read the benchmarks of a run. Missing files are skipped, and unreadable ones become notes."""
     folders = {int(path.name.removeprefix("step-")): path for path in (run.folder / "evaluation").glob("step-[0-9]*[0-9]")}
     scores: dict[int, dict[str, tuple[float, float]]] = {}
-    groups: list[Group] = []
+    groups: list[SampleGroup] = []
     notes: list[str] = []
     for step in sorted(folders):
         path = folders[step] / "evaluation.json"
@@ -120,7 +120,7 @@ def _read(path: Path, notes: list[str]) -> dict[int, list[dict[str, Any]]]:
     return found
 
 
-def _changed(name: str, by_step: Mapping[int, Mapping[int, Sequence[dict[str, Any]]]]) -> list[Group]:
+def _changed(name: str, by_step: Mapping[int, Mapping[int, Sequence[dict[str, Any]]]]) -> list[SampleGroup]:
     """Return the problems whose mean score changed most between two steps.
 
     Each group has, for each step, the sample whose score is nearest the problem's mean at that step.
@@ -134,13 +134,13 @@ def _changed(name: str, by_step: Mapping[int, Mapping[int, Sequence[dict[str, An
             _sample(f"step {step}, mean score {mean[problem]:.3g} of {len(found[problem])}", found[problem], mean[problem])
             for (step, found), mean in zip(by_step.items(), means, strict=True)
         ]
-        groups.append(Group(f"{name}, problem {problem}: {before[problem]:.3g} → {after[problem]:.3g}", samples))
+        groups.append(SampleGroup(f"{name}, problem {problem}: {before[problem]:.3g} → {after[problem]:.3g}", samples))
     return groups
 
 
-def _sample(title: str, rows: Sequence[dict[str, Any]], mean: float) -> Sample:
+def _sample(title: str, rows: Sequence[dict[str, Any]], mean: float) -> ReportSample:
     row = min(rows, key=lambda r: abs(r["score"] - mean))
     facts = [f"score {row['score']:.3g}", str(row["status"]), f"{row['tokens']} tokens"]
     if row["stop"] == "length":
         facts.append("cut off at the length limit")
-    return Sample(title, row["score"] > 0.5, facts, str(row["gold"]), (), shortened(of_text(row["text"], "response")))
+    return ReportSample(title, row["score"] > 0.5, facts, str(row["gold"]), (), shortened(of_text(row["text"], "response")))

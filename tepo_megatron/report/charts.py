@@ -10,7 +10,7 @@ from matplotlib.gridspec import SubplotSpec
 
 from tepo_megatron.report import panels
 from tepo_megatron.report.drawing import STYLE, steps_along
-from tepo_megatron.report.run import Run
+from tepo_megatron.report.run import RunRecord
 from tepo_megatron.report.svg import listed, to_svg
 
 _INCHES = (5.3, 3.1)  # text of 10 points stays readable if this is scaled to the width of a phone
@@ -36,7 +36,7 @@ class Chart:
 
 
 @dataclass(frozen=True)
-class Section:
+class ChartSection:
     """Charts under one heading."""
 
     name: str
@@ -66,7 +66,7 @@ def chart(name: str, caption: str, panel: Panel, last_step: float | None) -> Cha
         return Chart(title, caption, to_svg(figure, name), listed(figure))
 
 
-def sections(run: Run, prefix: str) -> list[Section]:
+def sections(run: RunRecord, prefix: str) -> list[ChartSection]:
     """Return the charts of one run.
 
     Args:
@@ -84,35 +84,35 @@ def sections(run: Run, prefix: str) -> list[Section]:
     time = [
         draw(
             panels.mismatch,
-            "Engine against actor on the same tokens: growth means that they no longer agree.",
+            "Engine and actor on the same tokens: growth means that they no longer agree.",
             panels.has_limits(run.cfg.platform, run.cfg.model.precision),
         ),
         draw(panels.seconds, ahead if run.cfg.rollout.max_staleness else in_turns, run.cfg.rollout.max_staleness > 0),
         draw(panels.throughput, "Padding and bubbles are shares of a step's work that teach nothing."),
     ]
     if curves.named("memory/"):
-        time.append(draw(panels.memory, "Of the rank that holds most, and of all servers together."))
+        time.append(draw(panels.memory, "Memory of the rank that holds most, and of all servers together."))
     return [
-        Section(
+        ChartSection(
             "Learning",
             [
-                draw(panels.learning, "Of all that was sampled; diamonds: held-out problems, ± standard error.", evaluations),
-                draw(panels.entropy, "A fall to 0 means that all samples of a prompt become alike."),
-                draw(panels.updates, "A sudden gradient, or responses that only grow, come before a collapse."),
+                draw(panels.learning, "All samples; diamonds: held-out problems, ± standard error.", evaluations),
+                draw(panels.entropy, "A fall to 0 means that all samples of a prompt become the same."),
+                draw(panels.updates, "A sudden large gradient, or responses that keep growing, precede a collapse."),
                 draw(panels.sampling, "Groups all right or all wrong have no advantage; by default they are not trained on."),
             ],
         ),
-        Section(
+        ChartSection(
             "TEPO",
             [
                 draw(panels.ratio, "Geometric mean of a sequence's token ratios. Clip bounds act outside 1 ± eps."),
                 draw(
                     panels.entropy_change,
-                    "TEPO's KL mask holds tokens of A > 0 whose entropy fell: in the upper plot, what is negative.",
+                    "TEPO's KL mask selects tokens with A > 0 and falling entropy: the negative values of the upper plot.",
                 ),
                 draw(panels.token_shares, "Grey: masked by rounding alone."),
-                draw(panels.constraints, "What holds the policy back: the bounds of the ratio, and the KL under the mask."),
+                draw(panels.constraints, "The constraints on the policy: the bounds of the ratio, and the KL under the mask."),
             ],
         ),
-        Section("Mismatch and time", time),
+        ChartSection("Mismatch and time", time),
     ]

@@ -16,7 +16,7 @@ from tepo_megatron.report.charts import Chart, chart
 from tepo_megatron.report.drawing import BLUE, GREEN, ORANGE, PERCENT, PURPLE, RED, from_zero, stacked
 from tepo_megatron.report.figures import NOTHING, QUANTITIES, Quantity, at_end
 from tepo_megatron.report.held_out import HeldOut
-from tepo_megatron.report.run import Run
+from tepo_megatron.report.run import RunRecord
 
 COLORS = (BLUE, ORANGE, GREEN, PURPLE, RED)
 DASHES = ("-", "--", ":", "-.")  # used after the colours run out
@@ -24,7 +24,7 @@ _FROM_ZERO = ("actor/entropy", "actor/grad_norm", "rollout/response_tokens_mean"
 
 
 @dataclass(frozen=True)
-class Comparison:
+class RunComparison:
     """Comparison of several runs.
 
     Attributes:
@@ -44,7 +44,7 @@ class Comparison:
     settings: Sequence[Sequence[str]]
 
 
-def names(runs: Sequence[Run]) -> list[str]:
+def names(runs: Sequence[RunRecord]) -> list[str]:
     """Return the names of the runs, or their folders if two runs have the same name."""
     found = [run.cfg.name for run in runs]
     return found if len(set(found)) == len(runs) else [str(run.folder) for run in runs]
@@ -55,7 +55,7 @@ def color(place: int) -> str:
     return COLORS[place % len(COLORS)]
 
 
-def compare(runs: Mapping[str, Run], evaluated: Sequence[HeldOut]) -> Comparison:
+def compare(runs: Mapping[str, RunRecord], evaluated: Sequence[HeldOut]) -> RunComparison:
     """Compare runs; the first is the baseline.
 
     Args:
@@ -69,7 +69,7 @@ def compare(runs: Mapping[str, Run], evaluated: Sequence[HeldOut]) -> Comparison
     ]
     rows = [row for quantity in QUANTITIES if (row := _figures(quantity, list(runs.values())))]
     rows.insert(0, ("steps", *(f"{run.curves.steps[-1]:.0f}" for run in runs.values())))
-    return Comparison(
+    return RunComparison(
         charts=charts,
         headings=["", *runs],
         rows=rows,
@@ -79,7 +79,7 @@ def compare(runs: Mapping[str, Run], evaluated: Sequence[HeldOut]) -> Comparison
     )
 
 
-def _overlay(quantity: Quantity, runs: Sequence[Run]) -> Chart:
+def _overlay(quantity: Quantity, runs: Sequence[RunRecord]) -> Chart:
     """Draw one line per run. The page's key explains the colours, and `gid` holds the run's name for the pointer."""
     called = names(runs)
 
@@ -102,16 +102,16 @@ def _overlay(quantity: Quantity, runs: Sequence[Run]) -> Chart:
     return chart(f"compare-{quantity.key}", "", panel, max(run.last_step for run in runs))
 
 
-def _figures(quantity: Quantity, runs: Sequence[Run]) -> tuple[str, ...]:
+def _figures(quantity: Quantity, runs: Sequence[RunRecord]) -> tuple[str, ...]:
     """Return a row of the table; empty if no run has the quantity."""
     if not any(quantity.key in run.curves for run in runs):
         return ()
     values = [at_end(run.curves[quantity.key]) for run in runs]
-    others = [f"{quantity.written(v)} ({quantity.written(v - values[0], sign='+')})" for v in values[1:]]
-    return (quantity.label, quantity.written(values[0]), *others)
+    others = [f"{quantity.format(v)} ({quantity.format(v - values[0], sign='+')})" for v in values[1:]]
+    return (quantity.label, quantity.format(values[0]), *others)
 
 
-def _accuracies(runs: Mapping[str, Run]) -> Chart | None:
+def _accuracies(runs: Mapping[str, RunRecord]) -> Chart | None:
     """Draw the last evaluation of each run; None if no run has any."""
     found = [
         (name, run.summary.evaluations[-1][1], run.summary.evaluations[-1][2], color(place))
@@ -129,7 +129,7 @@ def _differences(called: Sequence[str], evaluated: Sequence[HeldOut]) -> list[tu
     said = []
     for name, one in zip(called[1:], evaluated[1:], strict=True):
         change = held_out.change(one.after, evaluated[0].after)
-        words = f"against {called[0]}: no paired difference, for want of scores of the same problems."
+        words = f"against {called[0]}: no paired difference, because there are no scores of the same problems."
         if change is not None:
             words = (
                 f"against {called[0]}, paired by problem: {change} (95 %), {change.verdict}; {change.better} problems better, "

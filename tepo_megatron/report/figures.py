@@ -25,7 +25,7 @@ class Quantity:
     key: str
     percent: bool = False
 
-    def written(self, value: float, sign: str = "") -> str:
+    def format(self, value: float, sign: str = "") -> str:
         """Return a value as a table cell.
 
         Args:
@@ -73,5 +73,5 @@ def table(curves: Curves) -> list[tuple[str, ...]]:
             values = curves[quantity.key]
             known = values[np.isfinite(values)]
             cells = (known[0], at_end(values), known.min(), known.max())
-            rows.append((quantity.label, *(quantity.written(float(cell)) for cell in cells)))
+            rows.append((quantity.label, *(quantity.format(float(cell)) for cell in cells)))
     return rows

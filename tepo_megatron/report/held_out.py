@@ -9,11 +9,11 @@ from matplotlib.figure import Figure
 from matplotlib.gridspec import SubplotSpec
 
 from tepo_megatron.config import DataConfig
-from tepo_megatron.data.schemas import Messages, detect, take
-from tepo_megatron.data.sources import Source
+from tepo_megatron.data.schemas import Messages, detect, prompt_and_answer
+from tepo_megatron.data.sources import DatasetSource
 from tepo_megatron.errors import DataError
 from tepo_megatron.report.drawing import INK, PERCENT, stacked
-from tepo_megatron.report.run import Run
+from tepo_megatron.report.run import RunRecord
 
 EVALUATION_FILE = "evaluation.jsonl"
 MOST = 8  # problems that are listed
@@ -21,7 +21,7 @@ _HALF = statistics.NormalDist().inv_cdf(0.975)  # half width of a 95 % interval,
 
 
 @dataclass(frozen=True)
-class Change:
+class ScoreChange:
     """Paired difference of two evaluations of the same problems, in percentage points.
 
     Attributes:
@@ -51,7 +51,7 @@ class Change:
 
 
 @dataclass(frozen=True)
-class Problem:
+class HeldOutProblem:
     """A held-out problem and its scores before and after the run.
 
     Attributes:
@@ -82,13 +82,13 @@ class HeldOut:
     """
 
     accuracies: Sequence[tuple[str, str]]
-    change: Change | None
-    changed: Sequence[Problem]
+    change: ScoreChange | None
+    changed: Sequence[HeldOutProblem]
     after: Mapping[int, float]
     notes: Sequence[str] = ()
 
 
-def change(scores: Mapping[int, float], baseline: Mapping[int, float]) -> Change | None:
+def change(scores: Mapping[int, float], baseline: Mapping[int, float]) -> ScoreChange | None:
     """Return scores - baseline, problem by problem; None if they are not of the same problems, or of none.
 
     Args:
@@ -101,10 +101,10 @@ def change(scores: Mapping[int, float], baseline: Mapping[int, float]) -> Change
 
     found = difference(list(scores.values()), [baseline[problem] for problem in scores])
     interval = None if found.interval is None else (100 * found.interval[0], 100 * found.interval[1])
-    return Change(100 * found.mean, interval, found.better, found.worse, len(scores) - found.better - found.worse)
+    return ScoreChange(100 * found.mean, interval, found.better, found.worse, len(scores) - found.better - found.worse)
 
 
-def read_held_out(run: Run) -> HeldOut:
+def read_held_out(run: RunRecord) -> HeldOut:
     """Read summary.json and evaluation.jsonl. Missing files give empty results. Raises DataError for a malformed one."""
     found = [] if run.summary is None else run.summary.evaluations
     accuracies = [(f"step {step}", f"{accuracy:.1%} ± {100 * error:.1f}") for step, accuracy, error in found]
@@ -116,7 +116,7 @@ def read_held_out(run: Run) -> HeldOut:
     order = sorted(scores.after, key=lambda p: -abs(scores.after[p] - scores.before[p]))
     most = [p for p in order[:MOST] if scores.after[p] != scores.before[p]]
     rows = _rows(run.cfg.data, most)
-    changed = [Problem(p, scores.before[p], scores.after[p], *rows.get(p, ("", ""))) for p in most]
+    changed = [HeldOutProblem(p, scores.before[p], scores.after[p], *rows.get(p, ("", ""))) for p in most]
     notes = [f"{EVALUATION_FILE}: {fault}." for fault in faults]
     return HeldOut(accuracies, change(scores.after, scores.before), changed, scores.after, notes)
 
@@ -149,13 +149,13 @@ def _rows(data: DataConfig, wanted: Collection[int]) -> dict[int, tuple[str, str
     if data.eval is None or not wanted:
         return rows
     try:
-        reader = Source.of(data.eval).reader()
+        reader = DatasetSource.of(data.eval).reader()
         for place, row in reader.rows((), passing_repeats=False):
             if place in wanted and not isinstance(row, DataError):
                 whole = reader.whole(place)
                 schema = detect(whole, data.prompt_key, data.answer_key)
                 if schema is not None:
-                    prompt, answer = take(whole, schema)
+                    prompt, answer = prompt_and_answer(whole, schema)
                     rows[place] = _words(prompt), answer
     except DataError:  # the dataset was moved or changed since the run
         return rows

@@ -16,9 +16,9 @@ from tepo_megatron import __version__
 from tepo_megatron.config.io import to_yaml
 from tepo_megatron.config.safety import SafetyCheck, safety_checks
 from tepo_megatron.report import benchmarks, charts, comparison, figures, held_out, samples, words
-from tepo_megatron.report.charts import Chart, Section
+from tepo_megatron.report.charts import Chart, ChartSection
 from tepo_megatron.report.drawing import BLUE, MUTED
-from tepo_megatron.report.run import Run, facts
+from tepo_megatron.report.run import RunRecord, facts
 from tepo_megatron.report.svg import css_color
 
 _TEMPLATES = Path(__file__).parent / "templates"
@@ -52,18 +52,18 @@ class RunView:
     facts: Sequence[str]
     safety: Sequence[SafetyCheck]
     notes: Sequence[str]
-    sections: Sequence[Section]
+    sections: Sequence[ChartSection]
     contents: Sequence[tuple[str, str]]
     held_out: held_out.HeldOut
     evaluation: Chart | None
     benchmarks: benchmarks.BenchmarkPanel
     over_steps: Chart | None
-    samples: samples.Samples
+    samples: samples.ReportSamples
     table: Sequence[Sequence[str]]
     config: str
 
 
-def render(runs: Sequence[Run]) -> str:
+def render(runs: Sequence[RunRecord]) -> str:
     """Return the page of one run, or the comparison of several with each run below. Raises DataError for a malformed file."""
     names = comparison.names(runs)
     views = [_view(run, name, place) for place, (run, name) in enumerate(zip(runs, names, strict=True))]
@@ -86,7 +86,7 @@ def render(runs: Sequence[Run]) -> str:
     )
 
 
-def _view(run: Run, name: str, place: int) -> RunView:
+def _view(run: RunRecord, name: str, place: int) -> RunView:
     anchor, evaluated, suite = f"run-{place}", held_out.read_held_out(run), benchmarks.read_benchmarks(run)
     sections = charts.sections(run, anchor)
     numbered = [(section.name, f"{anchor}-{number}") for number, section in enumerate(sections, start=1)]
@@ -110,7 +110,7 @@ def _view(run: Run, name: str, place: int) -> RunView:
     )
 
 
-def _evaluation(run: Run, anchor: str) -> Chart | None:
+def _evaluation(run: RunRecord, anchor: str) -> Chart | None:
     if run.summary is None or not run.summary.evaluations:
         return None
     found: list[Any] = [
@@ -120,7 +120,7 @@ def _evaluation(run: Run, anchor: str) -> Chart | None:
     return charts.chart(f"{anchor}-evaluation", caption, lambda f, cell: held_out.accuracies(f, cell, found), None)
 
 
-def _over_steps(run: Run, suite: benchmarks.BenchmarkPanel, anchor: str) -> Chart | None:
+def _over_steps(run: RunRecord, suite: benchmarks.BenchmarkPanel, anchor: str) -> Chart | None:
     if not suite.scores:
         return None
     caption = "± standard error, clustered by problem."

@@ -217,7 +217,7 @@ def mismatch(figure: Figure, cell: SubplotSpec, curves: Curves, gated: bool) -> 
 
 
 def seconds(figure: Figure, cell: SubplotSpec, curves: Curves, ahead: bool) -> None:
-    """Draw what training spent each step on.
+    """Draw the seconds of each step by phase.
 
     Args:
         figure: Figure to draw into.

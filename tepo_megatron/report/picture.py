@@ -7,13 +7,13 @@ from matplotlib.figure import Figure
 
 from tepo_megatron.report import panels
 from tepo_megatron.report.drawing import BLUE, MUTED, STYLE, steps_along
-from tepo_megatron.report.run import Run, facts
+from tepo_megatron.report.run import RunRecord, facts
 from tepo_megatron.utils.atomic import replacing
 
 _INCHES = (15, 13.9)
 
 
-def write_picture(run: Run) -> Path:
+def write_picture(run: RunRecord) -> Path:
     """Draw the run into its folder; return the picture's path. An older picture is replaced atomically."""
     with matplotlib.rc_context(STYLE):
         return save_picture(draw(run), run.folder / "report.png")
@@ -31,7 +31,7 @@ def save_picture(figure: Figure, path: Path) -> Path:
     return path
 
 
-def draw(run: Run) -> Figure:
+def draw(run: RunRecord) -> Figure:
     """Return the whole figure of a run: nine panels and a strip with the seconds per step."""
     cfg, curves, summary = run.cfg, run.curves, run.summary
     figure = Figure(figsize=_INCHES)
@@ -54,7 +54,7 @@ def draw(run: Run) -> Figure:
     return figure
 
 
-def _heading(figure: Figure, run: Run) -> None:
+def _heading(figure: Figure, run: RunRecord) -> None:
     """Write name and circumstances on the left; the result, once there is one, on the right."""
     summary = run.summary
     if summary is not None and summary.evaluations:

@@ -29,7 +29,7 @@ class Summary:
 
 
 @dataclass(frozen=True)
-class Run:
+class RunRecord:
     """The folder of a run with its config.yaml, metrics.jsonl and summary.json.
 
     Attributes:
@@ -52,15 +52,15 @@ class Run:
         return max(self.cfg.training.steps, self.curves.steps[-1])
 
 
-def read_run(folder: Path) -> Run:
+def read_run(folder: Path) -> RunRecord:
     """Read a run. Raises DataError if no step was recorded or a file is malformed, ConfigError if config.yaml is malformed."""
     found = read_steps(folder)
     notes = tuple(f"{METRICS_FILE}: {fault}." for fault in found.faults)
     summary = _read_summary(folder / "summary.json")
-    return Run(folder, load_config(folder / "config.yaml"), Curves(found.records), summary, notes)
+    return RunRecord(folder, load_config(folder / "config.yaml"), Curves(found.records), summary, notes)
 
 
-def facts(run: Run) -> tuple[str, ...]:
+def facts(run: RunRecord) -> tuple[str, ...]:
     """Return the circumstances of a run in a few words each."""
     cfg, curves, summary = run.cfg, run.curves, run.summary
     sizes = {name: getattr(cfg.parallel, name) for name in ("dp", "tp", "pp", "vpp", "cp", "ep")}
@@ -68,10 +68,10 @@ def facts(run: Run) -> tuple[str, ...]:
     progress = f"step {curves.steps[-1]:.0f} of {cfg.training.steps}"
     if summary is not None:
         progress = f"{summary.steps} steps in {duration(summary.seconds)}"
-    told = [cfg.objective.name, Path(cfg.model.path).name, layout, f"{cfg.platform} {cfg.model.precision}", progress]
+    facts = [cfg.objective.name, Path(cfg.model.path).name, layout, f"{cfg.platform} {cfg.model.precision}", progress]
     if restarts := int(np.nansum(curves["rollout/server_restarts"])):
-        told.append(f"{restarts} server restart{'s' * (restarts > 1)}")
-    return tuple(told)
+        facts.append(f"{restarts} server restart{'s' * (restarts > 1)}")
+    return tuple(facts)
 
 
 def duration(seconds: float) -> str:

@@ -1,4 +1,4 @@
-"""Samples of a run to read: the best, worst and longest of the first and last recorded step, and what changed most."""
+"""Samples of a run to read: the best, worst and longest of the first and last recorded step, and those that changed most."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tepo_megatron.errors import CheckpointError, DataError
-from tepo_megatron.report.run import Run
-from tepo_megatron.report.words import Piece, of_tokens, shortened
+from tepo_megatron.report.run import RunRecord
+from tepo_megatron.report.words import TextSpan, of_tokens, shortened
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -22,11 +22,11 @@ MOST_CHANGED = 3  # prompts shown
 
 
 @dataclass(frozen=True)
-class Sample:
+class ReportSample:
     """One response to show.
 
     Attributes:
-        title: What the response is an example of.
+        title: The reason for which the response is shown.
         right: The answer is right.
         facts: Facts in a few words each.
         answer: Gold answer.
@@ -38,57 +38,57 @@ class Sample:
     right: bool
     facts: Sequence[str]
     answer: str
-    prompt: Sequence[Piece]
-    response: Sequence[Piece]
+    prompt: Sequence[TextSpan]
+    response: Sequence[TextSpan]
 
 
 @dataclass(frozen=True)
-class Group:
+class SampleGroup:
     """Samples under one heading."""
 
     title: str
-    samples: Sequence[Sample]
+    samples: Sequence[ReportSample]
 
 
 @dataclass(frozen=True)
-class Samples:
+class ReportSamples:
     """Groups of samples, and one sentence for each thing that is missing and why."""
 
-    groups: Sequence[Group]
+    groups: Sequence[SampleGroup]
     notes: Sequence[str]
 
 
-def read_samples(run: Run) -> Samples:
-    """Read samples from the rollouts that a run recorded or replayed. What cannot be read becomes a note."""
+def read_samples(run: RunRecord) -> ReportSamples:
+    """Read samples from the rollouts that a run recorded or replayed. A file that cannot be read becomes a note."""
     replayed = run.cfg.rollout.replay
     folder = run.folder / "rollouts"
     if replayed is not None and not folder.is_dir():
         folder = Path(replayed)
     if not folder.is_dir():
-        return Samples((), ["No samples were kept: rollout.record=true keeps what each step learns from."])
+        return ReportSamples((), ["No samples were kept: rollout.record=true keeps the rollouts of each step."])
     from tepo_megatron.rollout import record  # imports torch
 
     steps = record.steps(folder)
     if not steps:
-        return Samples((), [f"{folder.name}/ holds no recorded step yet."])
+        return ReportSamples((), [f"{folder.name}/ holds no recorded step yet."])
     notes = ["Recorded are the rollouts that steps learned from: groups all right or all wrong may have been left out."]
     tokenizer = _tokenizer(run, notes)
-    groups: list[Group] = []
+    groups: list[SampleGroup] = []
     try:
         ends = {step: record.read(folder, step)[0] for step in dict.fromkeys((steps[0], steps[-1]))}
         groups += [_of_step(step, rollouts, tokenizer) for step, rollouts in ends.items() if rollouts]
         changed = _changed(folder, steps)
         if not changed:
-            notes.append("No prompt was recorded at two steps, so there is none whose responses could be compared.")
+            notes.append("No prompt was recorded at two steps, so no responses to the same prompt can be compared.")
         for prompt, first, last in changed:
             pair = [(step, [r for r in record.read(folder, step)[0] if r.prompt_id == prompt]) for step in (first, last)]
             groups.append(_of_prompt(prompt, pair, tokenizer))
     except DataError as e:
         notes.append(str(e))
-    return Samples(groups, notes)
+    return ReportSamples(groups, notes)
 
 
-def _tokenizer(run: Run, notes: list[str]) -> PreTrainedTokenizerBase | None:
+def _tokenizer(run: RunRecord, notes: list[str]) -> PreTrainedTokenizerBase | None:
     """Load the model's tokenizer or, if the model has moved, the exported model's; None with a note if both are missing."""
     from tepo_megatron.data import load_tokenizer
 
@@ -98,11 +98,11 @@ def _tokenizer(run: Run, notes: list[str]) -> PreTrainedTokenizerBase | None:
             return load_tokenizer(path)
         except CheckpointError as e:
             missing.append(str(e))
-    notes.append(f"Token ids are shown, for want of a tokenizer: {missing[0]}")
+    notes.append(f"Token ids are shown, because there is no tokenizer: {missing[0]}")
     return None
 
 
-def _of_step(step: int, rollouts: Sequence[Rollout], tokenizer: PreTrainedTokenizerBase | None) -> Group:
+def _of_step(step: int, rollouts: Sequence[Rollout], tokenizer: PreTrainedTokenizerBase | None) -> SampleGroup:
     """Return the best, worst and longest rollouts of a step. Among equal rewards the shorter response is better."""
     order = sorted(rollouts, key=lambda r: (r.reward, -r.response_length))
     chosen = (("best", order[-1]), ("worst", order[0]), ("longest", max(rollouts, key=lambda r: r.response_length)))
@@ -110,7 +110,7 @@ def _of_step(step: int, rollouts: Sequence[Rollout], tokenizer: PreTrainedTokeni
     for title, rollout in chosen:
         titles.setdefault(id(rollout), []).append(title)
     by_id = {id(rollout): rollout for _, rollout in chosen}
-    return Group(f"step {step}", [_sample(", ".join(said), by_id[key], tokenizer) for key, said in titles.items()])
+    return SampleGroup(f"step {step}", [_sample(", ".join(said), by_id[key], tokenizer) for key, said in titles.items()])
 
 
 def _changed(folder: Path, steps: Sequence[int]) -> list[tuple[int, int, int]]:
@@ -126,7 +126,9 @@ def _changed(folder: Path, steps: Sequence[int]) -> list[tuple[int, int, int]]:
     return [(p, seen[p][0][0], seen[p][-1][0]) for p in sorted(changes, key=lambda p: -changes[p])[:MOST_CHANGED]]
 
 
-def _of_prompt(prompt: int, pair: Sequence[tuple[int, Sequence[Rollout]]], tokenizer: PreTrainedTokenizerBase | None) -> Group:
+def _of_prompt(
+    prompt: int, pair: Sequence[tuple[int, Sequence[Rollout]]], tokenizer: PreTrainedTokenizerBase | None
+) -> SampleGroup:
     """Return, for each step, the sample whose score is nearest its group's mean."""
     samples, means = [], []
     for step, rollouts in pair:
@@ -134,10 +136,10 @@ def _of_prompt(prompt: int, pair: Sequence[tuple[int, Sequence[Rollout]]], token
         means.append(f"{mean:.3g}")
         typical = min(rollouts, key=lambda r: abs(r.score - mean))
         samples.append(_sample(f"step {step}, mean score {mean:.3g} of {len(rollouts)}", typical, tokenizer))
-    return Group(f"most changed: prompt {prompt}, {' → '.join(means)}", samples)
+    return SampleGroup(f"most changed: prompt {prompt}, {' → '.join(means)}", samples)
 
 
-def _sample(title: str, rollout: Rollout, tokenizer: PreTrainedTokenizerBase | None) -> Sample:
+def _sample(title: str, rollout: Rollout, tokenizer: PreTrainedTokenizerBase | None) -> ReportSample:
     prompt, response = of_tokens(rollout.token_ids_L.tolist(), rollout.response_mask_L.tolist(), tokenizer)
     mean_logprob = rollout.rollout_logprobs_L[rollout.response_mask_L].mean().item() if rollout.response_length else 0.0
     facts = [
@@ -150,4 +152,4 @@ def _sample(title: str, rollout: Rollout, tokenizer: PreTrainedTokenizerBase | N
     ]
     if rollout.score != rollout.reward:
         facts.insert(1, f"score {rollout.score:.3g}")
-    return Sample(title, rollout.score > 0.5, facts, rollout.answer, shortened(prompt), shortened(response))
+    return ReportSample(title, rollout.score > 0.5, facts, rollout.answer, shortened(prompt), shortened(response))

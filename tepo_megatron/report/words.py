@@ -1,4 +1,4 @@
-"""Split token ids and untrusted text into pieces that a page can show: no invisible characters, no endless text."""
+"""Split token ids and untrusted text into spans that a page can show: no invisible characters, no endless text."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _INVISIBLE = re.compile(r"([\x00-\x08\x0b-\x1f\x7f-\x9f\u00ad\u200b\u200e\u200f\
 
 
 @dataclass(frozen=True)
-class Piece:
+class TextSpan:
     """A piece of text of one kind.
 
     Attributes:
@@ -32,7 +32,7 @@ class Piece:
     text: str
 
 
-def of_text(text: str, kind: str) -> list[Piece]:
+def of_text(text: str, kind: str) -> list[TextSpan]:
     """Return `text` in pieces, with invisible characters replaced by their names.
 
     Args:
@@ -40,13 +40,13 @@ def of_text(text: str, kind: str) -> list[Piece]:
         kind: Kind of the visible pieces.
     """
     parts = _INVISIBLE.split(text)
-    pieces = [Piece("control", f"U+{ord(p):04X}") if i % 2 else Piece(kind, p) for i, p in enumerate(parts)]
+    pieces = [TextSpan("control", f"U+{ord(p):04X}") if i % 2 else TextSpan(kind, p) for i, p in enumerate(parts)]
     return [piece for piece in pieces if piece.text]
 
 
 def of_tokens(
     token_ids: Sequence[int], response_mask: Sequence[bool], tokenizer: PreTrainedTokenizerBase | None
-) -> tuple[list[Piece], list[Piece]]:
+) -> tuple[list[TextSpan], list[TextSpan]]:
     """Return (prompt, what came after it) of one sequence in pieces. Without a tokenizer the pieces hold the ids.
 
     Args:
@@ -56,23 +56,23 @@ def of_tokens(
     """
     start = list(response_mask).index(True) if any(response_mask) else len(token_ids)
     marks = [("prompt" if i < start else "response" if chosen else "context") for i, chosen in enumerate(response_mask)]
-    pieces: list[list[Piece]] = [[], []]
+    pieces: list[list[TextSpan]] = [[], []]
     for (kind, special), group in itertools.groupby(
         zip(token_ids, marks, strict=True), key=lambda pair: (pair[1], _is_special(pair[0], tokenizer))
     ):
         ids = [token for token, _ in group]
         if special and tokenizer is not None:
-            found = [Piece("special", str(tokenizer.convert_ids_to_tokens(token) or f"token {token}")) for token in ids]
+            found = [TextSpan("special", str(tokenizer.convert_ids_to_tokens(token) or f"token {token}")) for token in ids]
         elif tokenizer is not None:
             text = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
             found = of_text(str(text), kind)
         else:
-            found = [Piece(kind, " ".join(map(str, ids)) + " ")]
+            found = [TextSpan(kind, " ".join(map(str, ids)) + " ")]
         pieces[kind != "prompt"] += found
     return pieces[0], pieces[1]
 
 
-def shortened(pieces: Sequence[Piece], kept: int = KEPT) -> list[Piece]:
+def shortened(pieces: Sequence[TextSpan], kept: int = KEPT) -> list[TextSpan]:
     """Return the first and last `kept` characters, with a piece between them that says how many were left out.
 
     Args:
@@ -83,16 +83,16 @@ def shortened(pieces: Sequence[Piece], kept: int = KEPT) -> list[Piece]:
     if length <= 2 * kept:
         return list(pieces)
     head = list(_first(pieces, kept))
-    tail = [Piece(p.kind, p.text[::-1]) for p in _first(((Piece(p.kind, p.text[::-1])) for p in reversed(pieces)), kept)]
-    return [*head, Piece("cut", f"{length - 2 * kept:,} characters left out"), *reversed(tail)]
+    tail = [TextSpan(p.kind, p.text[::-1]) for p in _first(((TextSpan(p.kind, p.text[::-1])) for p in reversed(pieces)), kept)]
+    return [*head, TextSpan("cut", f"{length - 2 * kept:,} characters left out"), *reversed(tail)]
 
 
-def _first(pieces: Iterable[Piece], room: int) -> Iterator[Piece]:
+def _first(pieces: Iterable[TextSpan], limit: int) -> Iterator[TextSpan]:
     for piece in pieces:
-        if room <= 0:
+        if limit <= 0:
             return
-        yield Piece(piece.kind, piece.text[:room])
-        room -= len(piece.text)
+        yield TextSpan(piece.kind, piece.text[:limit])
+        limit -= len(piece.text)
 
 
 def _is_special(token: int, tokenizer: PreTrainedTokenizerBase | None) -> bool:

@@ -8,9 +8,9 @@ from tepo_megatron.config import RewardConfig
 from tepo_megatron.rewards.boxed import last_answer, last_boxed
 from tepo_megatron.rewards.gold import gold_fault
 from tepo_megatron.rewards.math import STATUSES, MathTerm
-from tepo_megatron.rewards.pool import PoolLimits
+from tepo_megatron.rewards.pool import limits_of
 from tepo_megatron.rewards.simple import CustomTerm, FormatTerm, LengthTerm, check_function
-from tepo_megatron.rewards.terms import Decode, Term, WeightedReward
+from tepo_megatron.rewards.terms import Decode, RewardTerm, WeightedReward
 from tepo_megatron.types import Rollout
 
 __all__ = ["STATUSES", "Decode", "Reward", "build_reward", "check_reward", "gold_fault"]
@@ -42,7 +42,7 @@ def build_reward(cfg: RewardConfig, decode: Decode) -> WeightedReward:
     """
     with contextlib.ExitStack() as stack:
         terms = []
-        for entry in cfg.entries:
+        for entry in cfg.terms:
             term = _TERMS[entry.type](cfg, entry)
             stack.callback(term.close)
             terms.append((entry.weight, term))
@@ -54,34 +54,30 @@ def check_reward(cfg: RewardConfig) -> None:
     """Raise ConfigError for what can be refused before anything is started: a custom function or an API key that is missing."""
     from tepo_megatron.rewards.remote import key_from
 
-    for entry in cfg.entries:
+    for entry in cfg.terms:
         if entry.type == "custom":
             check_function(entry.function)
         if entry.type == "http":
             key_from(entry.key_variable)
 
 
-def _limits(cfg: RewardConfig) -> PoolLimits:
-    return PoolLimits(cfg.workers, cfg.soft_seconds, cfg.hard_seconds, cfg.memory_mib)
+def _http(cfg: RewardConfig, entry: Any) -> RewardTerm:
+    from tepo_megatron.rewards import remote  # httpx takes a while, and every rank imports this package
 
-
-def _http(cfg: RewardConfig, entry: Any) -> Term:
-    from tepo_megatron.rewards.remote import HttpTerm  # httpx takes a while, and every rank imports this package
-
-    return HttpTerm(
+    return remote.HttpTerm(
         entry.url,
         timeout_seconds=entry.timeout_seconds,
-        attempts=entry.attempts,
-        backoff_seconds=entry.backoff_seconds,
+        attempts=remote.ATTEMPTS,
+        backoff_seconds=remote.BACKOFF_SECONDS,
         key_variable=entry.key_variable,
     )
 
 
-_TERMS: dict[str, Callable[[RewardConfig, Any], Term]] = {
-    "math": lambda cfg, entry: MathTerm(last_boxed, cfg.max_answer_chars, _limits(cfg)),
-    "answer_line": lambda cfg, entry: MathTerm(last_answer, cfg.max_answer_chars, _limits(cfg)),
-    "format": lambda cfg, entry: FormatTerm(entry.pattern, _limits(cfg)),
+_TERMS: dict[str, Callable[[RewardConfig, Any], RewardTerm]] = {
+    "math": lambda cfg, entry: MathTerm(last_boxed, limits_of(cfg)),
+    "answer_line": lambda cfg, entry: MathTerm(last_answer, limits_of(cfg)),
+    "format": lambda cfg, entry: FormatTerm(entry.pattern, limits_of(cfg)),
     "length": lambda cfg, entry: LengthTerm(entry.min_tokens, entry.max_tokens),
-    "custom": lambda cfg, entry: CustomTerm(entry.function, _limits(cfg)),
+    "custom": lambda cfg, entry: CustomTerm(entry.function, limits_of(cfg)),
     "http": _http,
 }

@@ -10,8 +10,8 @@ _ANSWER_LINE = re.compile(r"^[ \t#>*_-]{0,8}(?:final )?answer[*_]{0,2}[ \t]?:[ \
 def last_boxed(text: str) -> str | None:
     r"""Return the stripped content of the last closed `\boxed{...}` or `\fbox{...}`; None if there is none.
 
-    Of nested boxes the inner one counts, since it opens last. A box that the length limit cut off does not count. One pass,
-    linear in the length of any text.
+    If one box contains another, the inner one counts, since it opens last. A box that the length limit cut off does not count.
+    The function makes one pass over the text, linear in its length.
 
     >>> last_boxed(r"so \boxed{1}, no: \boxed{ \frac{1}{2} } and \boxed{3")
     '\\frac{1}{2}'

@@ -4,7 +4,7 @@ import re
 
 from tepo_megatron.rewards.boxed import last_boxed
 
-MAX_CHARS = 512  # the default of reward.max_answer_chars
+MAX_ANSWER_CHARS = 512  # a longer answer is wrong without being read
 _UNREADABLE = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ud800-\udfff]")
 _SOMETHING = re.compile(r"\w|\\(?:infty|emptyset|varnothing|pi)|[∅∞π]")
 _BRACE = re.compile(r"\\.|([{}])", re.DOTALL)
@@ -15,15 +15,11 @@ def gold_answer(answer: str) -> str:
     return (last_boxed(answer) or answer).strip()
 
 
-def gold_fault(answer: str, max_chars: int = MAX_CHARS) -> str | None:
+def gold_fault(answer: str) -> str | None:
     r"""Return why no response could be graded by this gold answer; None if it is usable. Cheap and pure: no parser is loaded.
 
     An answer that passes may still be unreadable for math-verify. Its samples then have the status `bad_gold`, which the
     metrics count.
-
-    Args:
-        answer: Gold answer of the dataset.
-        max_chars: Most characters of the compared part (`reward.max_answer_chars`).
 
     >>> gold_fault(r"\frac{1}{2}"), gold_fault(" "), gold_fault(r"\frac{1}{2")
     (None, 'it is blank', 'its braces do not match')
@@ -31,8 +27,8 @@ def gold_fault(answer: str, max_chars: int = MAX_CHARS) -> str | None:
     content = gold_answer(answer)
     if not content:
         return "it is blank"
-    if len(content) > max_chars:
-        return f"it has {len(content)} characters, more than the {max_chars} of reward.max_answer_chars"
+    if len(content) > MAX_ANSWER_CHARS:
+        return f"it has {len(content)} characters, more than {MAX_ANSWER_CHARS}"
     if _UNREADABLE.search(content):
         return "it holds control characters or halves of surrogate pairs"
     if not _SOMETHING.search(content):

@@ -3,10 +3,11 @@
 import re
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 from tepo_megatron.config import RewardConfig
-from tepo_megatron.rewards.gold import gold_answer, gold_fault
-from tepo_megatron.rewards.pool import GradingPool, PoolLimits
+from tepo_megatron.rewards.gold import MAX_ANSWER_CHARS, gold_answer, gold_fault
+from tepo_megatron.rewards.pool import GradingPool, limits_of
 
 _NUMBER = r"-?(\d{1,30}(\.\d{1,30})?|\.\d{1,30}|\d{1,3}(,\d{3}){1,5})"
 _INTEGER = r"-?\d{1,30}"
@@ -40,19 +41,19 @@ def unreadable_golds(golds: Sequence[str], cfg: RewardConfig, seconds: float) ->
     Raises:
         RewardError: The worker processes cannot start.
     """
-    if not any(entry.type in ("math", "answer_line") for entry in cfg.entries):
+    if not any(entry.type in ("math", "answer_line") for entry in cfg.terms):
         return {}, 0
     bad: dict[str, str] = {}
     open_: list[tuple[str, str]] = []  # (the whole answer, the part that is compared)
     for text in dict.fromkeys(text.strip() for text in golds):
         gold = gold_answer(text)
-        if gold_fault(text, cfg.max_answer_chars) is not None:
-            bad[text] = "too_long" if len(gold) > cfg.max_answer_chars else "bad_gold"
+        if gold_fault(text) is not None:
+            bad[text] = "too_long" if len(gold) > MAX_ANSWER_CHARS else "bad_gold"
         elif not _READABLE.fullmatch(gold):
             open_.append((text, gold))
     if not open_:
         return bad, 0
-    limits = PoolLimits(min(cfg.workers, len(open_)), cfg.soft_seconds, cfg.hard_seconds, cfg.memory_mib)
+    limits = replace(limits_of(cfg), workers=min(cfg.workers, len(open_)))
     pool = GradingPool(limits, ["equality"], "that math-verify is installed")
     end, done = time.monotonic() + seconds, 0
     try:

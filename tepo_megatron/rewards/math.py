@@ -6,7 +6,7 @@ from typing import Literal, cast, get_args
 
 from tepo_megatron.errors import RewardError
 from tepo_megatron.grading.answers import canonical, integer
-from tepo_megatron.rewards.gold import gold_answer, gold_fault
+from tepo_megatron.rewards.gold import MAX_ANSWER_CHARS, gold_answer, gold_fault
 from tepo_megatron.rewards.pool import GradingPool, PoolLimits
 from tepo_megatron.rewards.terms import UNSETTLED, Response, Verdict
 
@@ -25,24 +25,23 @@ class MathTerm:
     wrong     both can be read and are not equal
     unparsed  math-verify cannot read the answer
     no_box    there is no closed box (nor an `Answer:` line, where that counts)
-    too_long  the answer has more than `max_answer_chars` characters
+    too_long  the answer has more than MAX_ANSWER_CHARS characters
     timeout   not settled within `soft_seconds` of processor time (the worker gave up) or `hard_seconds` (it was killed)
     died      the worker ended while grading, or sent an invalid reply
-    bad_gold  the gold answer is empty, longer than `max_answer_chars`, or unreadable
+    bad_gold  the gold answer is empty, longer than MAX_ANSWER_CHARS, or unreadable
 
     The last 65536 verdicts by (gold, answer) are cached, least recently used evicted first. `died` and `timeout` are not
     cached, since the cause may lie outside the answer.
     """
 
-    def __init__(self, find: Callable[[str], str | None], max_answer_chars: int, limits: PoolLimits) -> None:
+    def __init__(self, find: Callable[[str], str | None], limits: PoolLimits) -> None:
         """Start the workers in the background.
 
         Args:
             find: Returns the final answer in a text, or None for none.
-            max_answer_chars: Most characters of an answer or gold answer.
             limits: Limits of the worker processes.
         """
-        self._find, self._max_answer_chars = find, max_answer_chars
+        self._find = find
         self.pool = GradingPool(limits, ["equality"], "that math-verify is installed")
         self._verdicts: OrderedDict[tuple[str, str], Status] = OrderedDict()
 
@@ -79,12 +78,12 @@ class MathTerm:
             return "no_box"
         if answer == gold and gold:
             return "exact"
-        if len(answer) > self._max_answer_chars:
+        if len(answer) > MAX_ANSWER_CHARS:
             return "too_long"
         if (gold, answer) in self._verdicts:
             self._verdicts.move_to_end((gold, answer))
             return self._verdicts[gold, answer]
-        if gold_fault(gold, self._max_answer_chars) is not None:
+        if gold_fault(gold) is not None:
             return "bad_gold"
         wanted, given = canonical(gold), canonical(answer)
         if (a := integer(wanted)) is not None and (b := integer(given)) is not None:

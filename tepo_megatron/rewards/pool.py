@@ -11,12 +11,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from tepo_megatron.config import RewardConfig
 from tepo_megatron.errors import RewardError
-from tepo_megatron.rewards.process import START_SECONDS, Worker, WorkerBroken, WorkerOutcome
+from tepo_megatron.rewards.process import START_SECONDS, GradingWorker, WorkerBroken, WorkerOutcome
 from tepo_megatron.utils.memory_kills import MemoryKills
 
 _log = logging.getLogger(__name__)
 _MOST_REPORTED = 10  # lost workers that one pool reports
+MEMORY_MIB = 1024  # address space of a worker
 _START_ATTEMPTS = 3  # the kernel may have killed a starting worker for lack of memory
 
 
@@ -37,6 +39,11 @@ class PoolLimits:
     memory_mib: int
 
 
+def limits_of(cfg: RewardConfig) -> PoolLimits:
+    """Return the limits that the config sets for the workers of one term."""
+    return PoolLimits(cfg.workers, cfg.processor_seconds, cfg.timeout_seconds, MEMORY_MIB)
+
+
 class GradingPool:
     """Grades requests in worker processes. They start at once, but only `grade` waits for them.
 
@@ -44,18 +51,18 @@ class GradingPool:
     replacements, the thread that grades.
     """
 
-    def __init__(self, limits: PoolLimits, command: Sequence[str], mend: str) -> None:
+    def __init__(self, limits: PoolLimits, command: Sequence[str], check: str) -> None:
         """Start the workers without waiting for them.
 
         Args:
             limits: Limits of the workers.
             command: Grader of `grading/worker.py` and its arguments.
-            mend: What the error message tells the user to check if a worker does not start.
+            check: The thing to check if a worker does not start, for the error message.
 
         Raises:
             RewardError: The system cannot create a process.
         """
-        self._limits, self._command, self._mend = limits, command, mend
+        self._limits, self._command, self._check = limits, command, check
         self._workers = [self._start() for _ in range(limits.workers)]
         self._failed_starts = 0  # consecutive
         self._repeat_next: list[int] = []  # requests whose workers died
@@ -101,13 +108,13 @@ class GradingPool:
             worker.kill()
         self._workers = []
 
-    def _start(self) -> Worker:
+    def _start(self) -> GradingWorker:
         try:
-            return Worker(self._command, self._limits.soft_seconds, self._limits.memory_mib)
+            return GradingWorker(self._command, self._limits.soft_seconds, self._limits.memory_mib)
         except OSError as e:
             raise RewardError(f"cannot start a grading worker ({e}); lower reward.workers") from e
 
-    def _replace(self, worker: Worker) -> None:
+    def _replace(self, worker: GradingWorker) -> None:
         worker.kill()
         self._workers[self._workers.index(worker)] = self._start()
 
@@ -146,7 +153,7 @@ class GradingPool:
         for worker in waiting:
             try:
                 if worker.requests in possible:
-                    worker.send_on()
+                    worker.continue_send()
                 if worker.replies in possible:
                     self._read(worker, outcomes)
                 elif time.monotonic() >= worker.deadline:
@@ -154,7 +161,7 @@ class GradingPool:
             except WorkerBroken:
                 self._settle(worker, "died", outcomes)
 
-    def _read(self, worker: Worker, outcomes: dict[int, WorkerOutcome]) -> None:
+    def _read(self, worker: GradingWorker, outcomes: dict[int, WorkerOutcome]) -> None:
         outcome = worker.receive()
         if outcome is not None:
             assert worker.task is not None
@@ -164,7 +171,7 @@ class GradingPool:
         elif time.monotonic() >= worker.deadline:  # a reply that never ends
             self._settle(worker, "timeout", outcomes)
 
-    def _settle(self, worker: Worker, status: Literal["timeout", "died"], outcomes: dict[int, WorkerOutcome]) -> None:
+    def _settle(self, worker: GradingWorker, status: Literal["timeout", "died"], outcomes: dict[int, WorkerOutcome]) -> None:
         """Record the outcome of a worker that will not reply, or schedule its request again, and replace the worker.
 
         Raises RewardError if starting the worker again would be useless.
@@ -178,20 +185,20 @@ class GradingPool:
         elif status == "timeout" or self._failed_starts == _START_ATTEMPTS - 1:
             fate = "ended" if status == "died" else f"was not ready after {START_SECONDS:.0f} s"
             raise RewardError(
-                f"a grading worker {fate} before its first answer; check {self._mend} and that "
-                f"reward.memory_mib={self._limits.memory_mib} is enough ({sys.executable}). Its last words:\n"
-                f"{worker.last_words() or '(none)'}"
+                f"a grading worker {fate} before its first answer; check {self._check} and that "
+                f"{self._limits.memory_mib} MiB of memory are enough ({sys.executable}). Its last words:\n"
+                f"{worker.stderr_tail() or '(none)'}"
             )
         else:
             self._failed_starts += 1
         self._replace(worker)
 
-    def _report(self, worker: Worker, again: bool) -> None:
+    def _report(self, worker: GradingWorker, again: bool) -> None:
         """Warn about a worker that was lost with a request, for the first ten only: answers may kill workers on purpose."""
         self._deaths += 1
         if self._deaths > _MOST_REPORTED:
             return
-        fate = worker.fate()
+        fate = worker.exit_description()
         if fate.endswith("SIGKILL"):
             fate += f": {self._kills.explain('give the job more memory, or lower reward.workers')}"
         then = "its answer is graded again" if again else "so did another at the same answer, which counts as 0 (died)"

@@ -42,7 +42,7 @@ class WorkerBroken(Exception):
     """The process is gone, or sent an invalid reply."""
 
 
-class Worker:
+class GradingWorker:
     """One child process and its current request.
 
     Attributes:
@@ -100,7 +100,7 @@ class Worker:
         """Return whether the process runs. An ended process keeps its pid until `kill`."""
         return not has_ended(self.pid)
 
-    def fate(self) -> str:
+    def exit_description(self) -> str:
         """Return how the process ended, for a message: by a signal, with a status, or not at all (it sent an invalid reply)."""
         with contextlib.suppress(ChildProcessError):
             deadline = time.monotonic() + _END_SECONDS  # pipes close shortly before the process has ended
@@ -124,9 +124,9 @@ class Worker:
         self.task, self.deadline = task, time.monotonic() + hard_seconds
         self._serial += 1
         self._unsent = json.dumps([self._serial, *texts]).encode() + b"\n"
-        self.send_on()
+        self.continue_send()
 
-    def send_on(self) -> None:
+    def continue_send(self) -> None:
         """Write as much of the request as the pipe takes. Raises WorkerBroken."""
         try:
             while self._unsent:
@@ -171,7 +171,7 @@ class Worker:
                 return WorkerOutcome(status, float(value), detail)
         raise WorkerBroken
 
-    def last_words(self) -> str:
+    def stderr_tail(self) -> str:
         """Return the end of what the process wrote to stderr before it was ready."""
         self._stderr.seek(max(0, self._stderr.seek(0, os.SEEK_END) - _STDERR_TAIL_BYTES))
         return self._stderr.read().decode(errors="replace").strip()

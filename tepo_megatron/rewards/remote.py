@@ -9,9 +9,11 @@ from collections.abc import Sequence
 from tepo_megatron.errors import ConfigError, RewardError
 from tepo_megatron.rewards.terms import Response, Verdict
 from tepo_megatron.utils.escaping import excerpt
-from tepo_megatron.utils.exchange import Answer, BadAnswer, BlockingHttp, ExchangeFailed, TimedOut
+from tepo_megatron.utils.exchange import BadAnswer, BlockingHttpClient, ExchangeFailed, HttpAnswer, TimedOut
 
 ANSWER_BYTES, SAMPLE_BYTES = 2**20, 4096  # the largest answer is the first, plus the second for each sample
+ATTEMPTS = 4  # to send the same batch
+BACKOFF_SECONDS = 1.0  # pause before the second attempt, doubled for each further one
 _PASSING = frozenset({408, 425, 429})  # client errors (4xx) that another attempt may not meet
 
 
@@ -41,7 +43,7 @@ class HttpTerm:
             ConfigError: The environment variable is not set.
         """
         self._url, self._timeout_seconds, self._attempts, self._backoff = url, timeout_seconds, attempts, backoff_seconds
-        self._http = BlockingHttp(url, key_from(key_variable))
+        self._http = BlockingHttpClient(url, key_from(key_variable))
 
     def grade(self, responses: Sequence[Response]) -> list[Verdict]:
         """Return one verdict per response; see `Term.grade`."""
@@ -55,8 +57,8 @@ class HttpTerm:
             except _Failure as e:
                 if e.final or attempt == self._attempts:
                     raise RewardError(
-                        f"the reward server {self._url} {e} (attempt {attempt} of {self._attempts}); mend the server, or raise "
-                        "attempts, backoff_seconds or timeout_seconds of its entry in reward.terms"
+                        f"the reward server {self._url} {e} (attempt {attempt} of {self._attempts}); fix the server, or raise "
+                        "timeout_seconds of its entry in reward.terms"
                     ) from None
             time.sleep(self._backoff * 2 ** (attempt - 1))
         raise AssertionError("attempts is at least 1")
@@ -106,7 +108,7 @@ def key_from(variable: str | None) -> str | None:
     return key
 
 
-def _rewards(answer: Answer, samples: int) -> list[float]:
+def _rewards(answer: HttpAnswer, samples: int) -> list[float]:
     """Return the rewards in an answer. Raises _Failure unless it has one finite number per sample."""
     try:
         found = answer.json()["rewards"]

@@ -77,7 +77,7 @@ class CustomTerm:
         outcomes = self.pool.grade([(r.prompt, r.text, r.answer) for r in responses])
         for outcome in outcomes:
             if outcome.status == "failed":
-                raise RewardError(f"the reward function {self._function} failed: {outcome.detail}; mend it")
+                raise RewardError(f"the reward function {self._function} failed: {outcome.detail}; fix it")
         return [Verdict(outcome.value, outcome.status) for outcome in outcomes]
 
     def close(self) -> None:

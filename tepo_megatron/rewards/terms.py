@@ -59,7 +59,7 @@ class Verdict:
     status: str
 
 
-class Term(Protocol):
+class RewardTerm(Protocol):
     """One part of a reward. It may hold processes or connections."""
 
     def grade(self, responses: Sequence[Response]) -> list[Verdict]:
@@ -80,7 +80,7 @@ class WeightedReward:
     status.
     """
 
-    def __init__(self, terms: Sequence[tuple[float, Term]], decode: Decode) -> None:
+    def __init__(self, terms: Sequence[tuple[float, RewardTerm]], decode: Decode) -> None:
         """Store the terms.
 
         Args:

@@ -26,7 +26,7 @@ class Collector:
         prompts: Stream of training prompts.
         seed: Seed of the run.
         stop_token_ids, routing: See `SamplingParams`.
-        max_refills: Resolved value of `cfg.max_refills`.
+        max_generation_rounds: Resolved value of `cfg.max_generation_rounds`.
         overlong: Shapes the rewards of graded samples. None: no shaping. It is separate from `reward` because `reward` also
             grades evaluations, which may have another length limit.
     """
@@ -40,25 +40,25 @@ class Collector:
         seed: int,
         stop_token_ids: tuple[int, ...] = (),
         *,
-        max_refills: int,
+        max_generation_rounds: int,
         overlong: OverlongShaping | None,
         routing: Routing | None = None,
     ) -> None:
         self.cfg, self.sampler, self.reward, self.prompts, self.seed = cfg, sampler, reward, prompts, seed
-        self.max_refills, self.overlong = max_refills, overlong
+        self.max_generation_rounds, self.overlong = max_generation_rounds, overlong
         self.sampling = SamplingParams(
-            *(cfg.samples_per_prompt, cfg.temperature, cfg.max_response_tokens, stop_token_ids, cfg.max_sequence_tokens),
+            *(cfg.samples_per_prompt, cfg.temperature, cfg.max_response_tokens, stop_token_ids),
             routing=routing,
         )
         self._groups: GroupStream | None = None
-        self._under_way: dict[int, Prompt] = {}  # prompt id -> prompt, in the order in which they were taken
+        self._in_progress: dict[int, Prompt] = {}  # prompt id -> prompt, in the order in which they were taken
 
     def collect(self, step: int, clock: Clock) -> tuple[list[Rollout], Metrics]:
         """Return graded rollouts of at most `prompts_per_step` groups, contiguous by prompt, and metrics of all samples.
 
-        With `filter_uniform_groups`, groups whose samples are all right or all wrong (unshaped score) are dropped, and up to
-        `max_refills` further rounds replace them. The result is empty if every group was dropped. With `in_flight: continue`,
-        groups that are still being sampled go on for the next step.
+        With `filter_uniform_groups`, groups whose samples are all right or all wrong (unshaped score) are dropped, and further
+        rounds replace them, up to `max_generation_rounds` in all. The result is empty if every group was dropped. With
+        `on_weight_update: continue`, groups that are still being sampled go on for the next step.
 
         Args:
             step: Number of the step, from 1.
@@ -71,11 +71,11 @@ class Collector:
         kept: list[list[Rollout]] = []
         sampled = stale = 0
         metrics = Metrics()
-        for refill in range(1 + self.max_refills):
+        for number in range(self.max_generation_rounds):
             missing = self.cfg.prompts_per_step - len(kept)
             if missing == 0:
                 break
-            self._ask(missing, {group[0].prompt_id for group in kept}, derive_seed(self.seed, "rollout", step, refill))
+            self._request(missing, {group[0].prompt_id for group in kept}, derive_seed(self.seed, "rollout", step, number))
             groups, old = self._graded(step, missing, clock)
             for rollout in (r for group in groups for r in group):
                 metrics.add("reward/mean", rollout.reward)
@@ -95,26 +95,26 @@ class Collector:
 
     def position(self) -> dict[str, Any]:
         """Return the position in the prompt stream as plain JSON. Prompts still being sampled count as not yet taken."""
-        return self.prompts.state_dict(returned=list(self._under_way.values()))
+        return self.prompts.state_dict(returned=list(self._in_progress.values()))
 
-    def give_up(self) -> None:
+    def cancel(self) -> None:
         """Cancel what is being sampled, and return its prompts to the front of the stream."""
         if self._groups is not None:
             self._groups.close()
-        self.prompts.give_back(list(self._under_way.values()))
-        self._groups, self._under_way = None, {}
+        self.prompts.give_back(list(self._in_progress.values()))
+        self._groups, self._in_progress = None, {}
 
-    def _ask(self, missing: int, kept: set[int], seed: int) -> None:
+    def _request(self, missing: int, kept: set[int], seed: int) -> None:
         """Start enough groups that `missing` times `oversample` (rounded up) are being sampled."""
-        asked = math.ceil(missing * self.cfg.oversample) - len(self._under_way)
+        asked = math.ceil(missing * self.cfg.oversample) - len(self._in_progress)
         if self._groups is None:
             self._groups = self.sampler.open()
         if asked > 0:
-            self._begin(self.prompts.take(asked, excluding=kept | self._under_way.keys()), seed)
+            self._begin(self.prompts.take(asked, excluding=kept | self._in_progress.keys()), seed)
 
     def _begin(self, prompts: list[Prompt], seed: int) -> None:
         assert self._groups is not None
-        self._under_way |= {prompt.id: prompt for prompt in prompts}
+        self._in_progress |= {prompt.id: prompt for prompt in prompts}
         self._groups.add(prompts, self.sampling, seed)
 
     def _graded(self, step: int, wanted: int, clock: Clock) -> tuple[list[list[Rollout]], int]:
@@ -123,7 +123,7 @@ class Collector:
         Each group is graded while others are still being sampled. Returns early once `wanted` useful groups are there.
         """
         assert self._groups is not None
-        order = {prompt: place for place, prompt in enumerate(self._under_way)}
+        order = {prompt: place for place, prompt in enumerate(self._in_progress)}
         graded: list[list[Rollout]] = []
         useful = stale = 0
         while useful < wanted:
@@ -131,9 +131,9 @@ class Collector:
                 group = self._groups.next()
             if group is None:
                 break
-            prompt = self._under_way.pop(group[0].prompt_id)
+            prompt = self._in_progress.pop(group[0].prompt_id)
             if self._too_old(step, group):
-                self._begin([prompt], derive_seed(self.seed, "anew", step))
+                self._begin([prompt], derive_seed(self.seed, "resample", step))
                 stale += 1
                 continue
             with clock.phase("reward"):
@@ -141,8 +141,8 @@ class Collector:
                 group = group if self.overlong is None else self.overlong.shape(group)
             graded.append(group)
             useful += len(self._useful([group]))
-        if self.cfg.in_flight != "continue":
-            self.give_up()
+        if self.cfg.on_weight_update != "continue":
+            self.cancel()
         return sorted(graded, key=lambda group: order[group[0].prompt_id]), stale
 
     def _useful(self, groups: list[list[Rollout]]) -> list[list[Rollout]]:
@@ -158,7 +158,7 @@ class Collector:
         oldest = max(0, newest - self.cfg.max_staleness)
         allowed = {INITIAL_VERSION} if self.cfg.only else set(range(oldest, newest + 1))
         wrong = sorted({version for r in group for version in (r.policy_version, *(v for _, v in r.later_versions))} - allowed)
-        if wrong and self.cfg.in_flight == "continue" and max(wrong) < oldest:
+        if wrong and self.cfg.on_weight_update == "continue" and max(wrong) < oldest:
             return True
         if wrong:
             raise SyncError(f"step {step}: rollouts of version {wrong}, but only {sorted(allowed)} may be learned from")

@@ -22,12 +22,12 @@ from tepo_megatron.types import Prompt, Rollout, SamplingParams
 from tepo_megatron.utils.seeding import derive_seed
 
 # (context, sampling, seed) -> one sample; the context is a Prompt with the id of the original prompt
-Ask = Callable[[Prompt, SamplingParams, int], Awaitable[Rollout]]
+TurnSampler = Callable[[Prompt, SamplingParams, int], Awaitable[Rollout]]
 Encode = Callable[[str], Sequence[int]]
 Decode = Callable[[Sequence[int]], str]
 
 
-class OutOfRoom(Exception):
+class OutOfTokens(Exception):
     """No tokens of rollout.max_response_tokens are left.
 
     A function that lets this error pass ends its sample there. That is no failure: the sample is kept as it is, with stop
@@ -61,7 +61,7 @@ class Conversation:
         prompt: The prompt.
         sampling: For all turns. Its max_tokens limits the whole sample after the prompt, whoever writes the tokens.
         seed: Seed of this sample; each turn derives its own from it.
-        ask: Samples one response to a context.
+        sample_turn: Samples one response to a context.
         encode, decode: Text to token ids and back.
         mixed: Newer weights may continue a sample that older ones began.
 
@@ -75,7 +75,7 @@ class Conversation:
         sampling: SamplingParams,
         seed: int,
         *,
-        ask: Ask,
+        sample_turn: TurnSampler,
         encode: Encode,
         decode: Decode,
         mixed: bool = False,
@@ -83,7 +83,7 @@ class Conversation:
         self.prompt = prompt
         self.failure: TepoError | None = None
         self.encode, self.decode = encode, decode
-        self._sampling, self._seed, self._ask, self._mixed = sampling, seed, ask, mixed
+        self._sampling, self._seed, self._sample_turn, self._mixed = sampling, seed, sample_turn, mixed
         self._token_ids = list(prompt.token_ids)
         self._mask = [False] * len(prompt.token_ids)
         self._logprobs = [0.0] * len(prompt.token_ids)
@@ -109,7 +109,7 @@ class Conversation:
         return self._turns
 
     @property
-    def room(self) -> int:
+    def tokens_left(self) -> int:
         """Number of tokens that can still be added."""
         return self._sampling.max_tokens - (len(self._token_ids) - len(self.prompt.token_ids))
 
@@ -117,11 +117,11 @@ class Conversation:
         """Let the model write one turn.
 
         Args:
-            max_tokens: Limit of this turn. None: all tokens that are left (`room`), which also caps a larger value.
+            max_tokens: Limit of this turn. None: all tokens that are left (`tokens_left`), which also caps a larger value.
             stop_token_ids: Tokens that end this turn, as its last token, in addition to those that end a response.
 
         Raises:
-            OutOfRoom: No tokens are left.
+            OutOfTokens: No tokens are left.
             ValueError: `max_tokens` is below 1.
             RuntimeError: Another turn is still running, or the conversation has ended.
             RolloutError: The engine failed. Catching it does not save the sample.
@@ -130,17 +130,17 @@ class Conversation:
         self._require_free()
         if max_tokens is not None and max_tokens < 1:
             raise ValueError(f"max_tokens={max_tokens} must be at least 1")
-        if self.room < 1:
+        if self.tokens_left < 1:
             self._spent("nothing is left to generate with")
         sampling = replace(
             self._sampling,
             samples=1,
-            max_tokens=min(self.room, max_tokens or self.room),
+            max_tokens=min(self.tokens_left, max_tokens or self.tokens_left),
             stop_token_ids=tuple(sorted({*self._sampling.stop_token_ids, *stop_token_ids})),
         )
         self._busy = True
         try:
-            written = await self._ask(
+            written = await self._sample_turn(
                 replace(self.prompt, token_ids=self.token_ids), sampling, derive_seed(self._seed, self._turns)
             )
             begun = len(self._token_ids)
@@ -164,13 +164,13 @@ class Conversation:
         as such, so remove them from untrusted text.
 
         Raises:
-            OutOfRoom: The model could not write a single token afterwards. Nothing was added.
+            OutOfTokens: The model could not write a single token afterwards. Nothing was added.
             RuntimeError: A turn is still running, or the conversation has ended.
         """
         self._require_free()
         ids = [operator.index(token) for token in (self.encode(what) if isinstance(what, str) else what)]
-        if len(ids) >= self.room:
-            self._spent(f"{len(ids)} more tokens leave none of the {self.room} to the model")
+        if len(ids) >= self.tokens_left:
+            self._spent(f"{len(ids)} more tokens leave none of the {self.tokens_left} to the model")
         self._add(ids, False, [0.0] * len(ids))
 
     def finish(self) -> Rollout:
@@ -204,7 +204,7 @@ class Conversation:
 
     def _spent(self, why: str) -> None:
         self._stop_reason = "length"
-        raise OutOfRoom(f"prompt {self.prompt.id}: {why}; raise rollout.max_response_tokens={self._sampling.max_tokens}")
+        raise OutOfTokens(f"prompt {self.prompt.id}: {why}; raise rollout.max_response_tokens={self._sampling.max_tokens}")
 
     def _require_free(self) -> None:
         """Raise RuntimeError if a turn is running or the sample has ended.
@@ -212,7 +212,7 @@ class Conversation:
         Two turns at once would each lack the other in their context, and a turn after the end would be lost.
         """
         if self._busy:
-            raise RuntimeError("a turn is still under way; await `generate` before anything else is done with its conversation")
+            raise RuntimeError("a turn is still running; await `generate` before anything else is done with its conversation")
         if self._finished:
             raise RuntimeError("the conversation has ended; await all that uses it before the function returns")
 

@@ -14,8 +14,8 @@ from typing import Self
 
 from tepo_megatron.errors import ConfigError, RolloutError
 from tepo_megatron.inference.engine import Deliver, GroupStream, Sampler
-from tepo_megatron.inference.loop import Arrivals
-from tepo_megatron.rollout.conversation import Conversation, Decode, Encode, OutOfRoom, WeightsChanged
+from tepo_megatron.inference.loop import QueuedGroupStream
+from tepo_megatron.rollout.conversation import Conversation, Decode, Encode, OutOfTokens, WeightsChanged
 from tepo_megatron.types import Prompt, Rollout, SamplingParams
 from tepo_megatron.utils import user_file
 from tepo_megatron.utils.loop import LoopThread
@@ -25,7 +25,7 @@ CLOSE_SECONDS = 5.0  # time for running functions to end; one that blocks its th
 
 
 @dataclass(frozen=True)
-class Function:
+class GenerationFunction:
     """The user's generation function.
 
     Attributes:
@@ -39,7 +39,7 @@ class Function:
     call: Callable[[Conversation], Awaitable[object]]
 
 
-def load_function(spec: str) -> Function:
+def load_function(spec: str) -> GenerationFunction:
     """Load the async function that `rollout.function`, "path/to/file.py:name", names. The file is executed.
 
     Raises ConfigError that names the key, the error and the fix.
@@ -50,14 +50,14 @@ def load_function(spec: str) -> Function:
             f"{key}: {found.name} is no async function; write `async def {found.name}(conversation: Conversation) -> None`"
         )
     user_file.check_takes(found, key, 1, "a conversation")
-    return Function(found.file, found.name, found.value)
+    return GenerationFunction(found.file, found.name, found.value)
 
 
 @contextmanager
 def open_sampler(
     sampler: Sampler, spec: str | None, encode: Encode, decode: Decode, mixed: bool = False
 ) -> Iterator[tuple[Sampler, Callable[[], list[str]]]]:
-    """Yield what samples the responses of a run: `sampler` itself, or the user's function on top of it.
+    """Yield the sampler of a run: `sampler` itself, or one that samples through the user's function.
 
     Args:
         sampler: The engine.
@@ -80,8 +80,8 @@ def open_sampler(
 class CustomRollouts:
     """Implementation of `engine.Sampler` that samples through a user's function, whose turns another sampler generates.
 
-    The function runs in a separate event loop. A function that computes for a while delays other samples, but not the watch
-    over the servers. `with` it, inside that of the engine: it cancels the conversations on the way out.
+    The function runs in a separate event loop. A function that computes for a while delays other samples, but not the health
+    checks of the servers. Use it as a context manager inside that of the engine; leaving the block cancels the conversations.
 
     Args:
         sampler: Samples the turns.
@@ -90,7 +90,9 @@ class CustomRollouts:
         mixed: Newer weights may continue a sample that older ones began.
     """
 
-    def __init__(self, sampler: Sampler, function: Function, encode: Encode, decode: Decode, mixed: bool = False) -> None:
+    def __init__(
+        self, sampler: Sampler, function: GenerationFunction, encode: Encode, decode: Decode, mixed: bool = False
+    ) -> None:
         self._sampler, self._function, self._mixed = sampler, function, mixed
         self._encode, self._decode = encode, decode
         self._loop = LoopThread("conversations")
@@ -113,7 +115,7 @@ class CustomRollouts:
 
     def open(self) -> GroupStream:
         """See `Sampler.open`. The groups are those of `generate`."""
-        return Arrivals(self._loop, self._converse)
+        return QueuedGroupStream(self._loop, self._converse)
 
     async def sample(self, prompt: Prompt, sampling: SamplingParams, seed: int) -> list[Rollout]:
         """See `Sampler.sample`. The function is not called.
@@ -148,7 +150,7 @@ class CustomRollouts:
 
         try:
             async with asyncio.TaskGroup() as tasks:
-                samples = [tasks.create_task(self._one(prompt, sampling.after(prompt), seed, k)) for prompt, k in each]
+                samples = [tasks.create_task(self._one(prompt, sampling, seed, k)) for prompt, k in each]
                 for place in range(len(prompts) if deliver is not None else 0):
                     tasks.create_task(group(samples[place * sampling.samples : (place + 1) * sampling.samples]))
         except ExceptionGroup as failed:
@@ -169,7 +171,7 @@ class CustomRollouts:
             try:
                 return await self._once(prompt, sampling, seed, sample)
             except WeightsChanged as e:
-                self._events.append(f"{e}; sample {sample} is made anew")
+                self._events.append(f"{e}; sample {sample} is made again")
 
     async def _once(self, prompt: Prompt, sampling: SamplingParams, seed: int, sample: int) -> Rollout:
         function, what = self._function, self._what(prompt, sample)
@@ -177,7 +179,7 @@ class CustomRollouts:
             prompt,
             sampling,
             derive_seed(seed, sample),
-            ask=self._ask,
+            sample_turn=self._sample_turn,
             encode=self._encode,
             decode=self._decode,
             mixed=self._mixed,
@@ -189,8 +191,8 @@ class CustomRollouts:
             raise
         except BaseException as e:  # SystemExit would end the event loop and leave its callers waiting
             cause = _first(e)
-            if conversation.failure is None and not isinstance(cause, OutOfRoom):
-                raise RolloutError(f"{what} failed: {user_file.told(cause, function.file)}") from cause
+            if conversation.failure is None and not isinstance(cause, OutOfTokens):
+                raise RolloutError(f"{what} failed: {user_file.describe_error(cause, function.file)}") from cause
         if conversation.failure is not None:  # the function caught the error and went on
             raise conversation.failure
         if returned is not None:
@@ -205,7 +207,7 @@ class CustomRollouts:
         except RuntimeError as e:
             raise RolloutError(f"{what} returned too early: {e}") from None
 
-    async def _ask(self, context: Prompt, sampling: SamplingParams, seed: int) -> Rollout:
+    async def _sample_turn(self, context: Prompt, sampling: SamplingParams, seed: int) -> Rollout:
         (rollout,) = await self._sampler.sample(context, sampling, seed)
         return rollout
 

@@ -1,4 +1,4 @@
-"""Rollouts on disk: what each step sampled and graded, so that another run can train on it without an engine."""
+"""Record the graded rollouts of each step on disk, so that another run can train on them without an engine."""
 
 import json
 import zlib
@@ -82,7 +82,7 @@ def set_aside(folder: Path, after: int) -> list[str]:
     for step in later:
         path = file_of(folder, step)
         path.replace(path.with_suffix(".lost"))
-    return [f"{len(later)} recorded rollout files of steps that are taken again are now called *.lost"] if later else []
+    return [f"{len(later)} rollout files of steps that are repeated were renamed to *.lost"] if later else []
 
 
 def faults(folder: Path, last: int) -> list[str]:

@@ -1,4 +1,4 @@
-"""The rollouts of one step, as the trainer learns from them. The package has the legend of the layout suffixes."""
+"""The training batch of one step. The docstring of the package explains the layout suffixes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one forward pass takes and yields. The package has the legend of the layout suffixes."""
+"""Inputs and outputs of one forward pass. The docstring of the package explains the layout suffixes."""
 
 from dataclasses import dataclass
 

@@ -1,8 +1,7 @@
-"""What the engine is asked for: prompts, sampling settings, and the experts of a model."""
+"""Inputs of a generation request: prompts, sampling settings, and the shape of a model's expert routing."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -69,7 +68,6 @@ class SamplingParams:
         temperature: Sampling temperature.
         max_tokens: Maximum response tokens.
         stop_token_ids: Tokens that end a response; the response includes them. Empty: the engine decides.
-        max_sequence_tokens: Maximum tokens of prompt and response together. None: no such limit.
         routing: Routing of the model, if the engine is to return the experts that it chose. None: not requested.
     """
 
@@ -77,16 +75,4 @@ class SamplingParams:
     temperature: float = 1.0
     max_tokens: int = 256
     stop_token_ids: tuple[int, ...] = ()
-    max_sequence_tokens: int | None = None
     routing: Routing | None = None
-
-    def after(self, prompt: Prompt) -> SamplingParams:
-        """Return the settings for this prompt, limited by `max_tokens` alone. Raise ValueError if that leaves no token."""
-        if self.max_sequence_tokens is None:
-            return self
-        room = self.max_sequence_tokens - len(prompt.token_ids)
-        if room < 1:
-            raise ValueError(
-                f"prompt {prompt.id} has {len(prompt.token_ids)} tokens, max_sequence_tokens={self.max_sequence_tokens}"
-            )
-        return dataclasses.replace(self, max_tokens=min(self.max_tokens, room), max_sequence_tokens=None)

@@ -1,1 +1,1 @@
-"""What every layer may use: processes, locks, private folders, HTTP, damaged files. Nothing here knows what a run trains."""
+"""Tools that every layer may use: processes, locks, private folders, HTTP, damaged files. They depend on no other package."""

@@ -1,4 +1,4 @@
-"""HTTP exchanges with a server that may be faulty or hostile: bounded in time and memory, whatever the server does.
+"""HTTP exchanges with a server that may be faulty or hostile. Every exchange is bounded in time and memory.
 
 Every HTTP client of the package uses this module: rewards, engines, health checks. A deadline covers the whole exchange (name
 look-up, connection, request, headers, body). Redirects are not followed, so a key never reaches another server. Compressed
@@ -26,7 +26,7 @@ CONTROL_BYTES = 8 * 2**20  # maximum bytes of an answer whose size does not foll
 LEAST_VALUES = 1_000_000  # numbers, strings and containers that any JSON answer may hold; about 72 MB of memory
 _BYTES_PER_VALUE = 16  # minimum average in longer answers
 _SLACK_SECONDS = 5.0  # extra time for a busy event loop to report the time-out itself
-# Numbers with so many digits or such an exponent may exceed the float range; json.loads accepts up to 4300 digits.
+# Numbers with this many digits or this large an exponent may exceed the float range; json.loads accepts up to 4300 digits.
 _EXTREME = re.compile(rb"[0-9]{300}|[eE]\+?[0-9]{3}")
 _JSON = re.compile(r"(application|text)/([\w.-]+\+)?json|text/plain|application/octet-stream")
 
@@ -44,7 +44,7 @@ class BadAnswer(ExchangeFailed):
 
 
 @dataclass(frozen=True)
-class Answer:
+class HttpAnswer:
     """An HTTP answer of any status.
 
     Attributes:
@@ -91,7 +91,7 @@ class Answer:
             raise BadAnswer(f"something that is not JSON ({excerpt(getattr(e, 'msg', str(e)), 80)})") from None
 
 
-class Http:
+class HttpClient:
     """Exchanges with one server, in one event loop.
 
     Each exchange opens its own connection: servers close idle connections, and a request on a closed one fails.
@@ -115,7 +115,7 @@ class Http:
 
     async def exchange(
         self, method: str, path: str, *, seconds: float, most_bytes: int = CONTROL_BYTES, body: bytes | None = None
-    ) -> Answer:
+    ) -> HttpAnswer:
         """Send one request and return the answer, whatever its status. The request is never repeated.
 
         Args:
@@ -148,16 +148,16 @@ class Http:
         await self._http.aclose()
 
 
-class BlockingHttp:
-    """`Http` for callers without an event loop. The first exchange starts a thread with an event loop of its own."""
+class BlockingHttpClient:
+    """`HttpClient` for callers without an event loop. The first exchange starts a thread with an event loop of its own."""
 
     def __init__(self, url: str, key: str | None = None) -> None:
-        self._http, self._loop = Http(url, key), LoopThread("http")
+        self._http, self._loop = HttpClient(url, key), LoopThread("http")
 
     def exchange(
         self, method: str, path: str, *, seconds: float, most_bytes: int = CONTROL_BYTES, body: bytes | None = None
-    ) -> Answer:
-        """Send one request, like `Http.exchange`. It returns in time even if the event loop itself is blocked.
+    ) -> HttpAnswer:
+        """Send one request, like `HttpClient.exchange`. It returns in time even if the event loop itself is blocked.
 
         Args:
             method: HTTP method.
@@ -167,7 +167,7 @@ class BlockingHttp:
             body: JSON. None: no body.
 
         Raises:
-            TimedOut, BadAnswer, ExchangeFailed: As `Http.exchange`.
+            TimedOut, BadAnswer, ExchangeFailed: As `HttpClient.exchange`.
         """
         future = self._loop.submit(self._http.exchange(method, path, seconds=seconds, most_bytes=most_bytes, body=body))
         try:
@@ -189,7 +189,7 @@ def to_json(value: Mapping[str, Any] | None) -> bytes | None:
     return None if value is None else json.dumps(value).encode()
 
 
-async def _received(response: httpx.Response, most_bytes: int) -> Answer:
+async def _received(response: httpx.Response, most_bytes: int) -> HttpAnswer:
     """Read an answer within its size limit. Raise BadAnswer if it is compressed or too large."""
     kind = response.headers.get("content-type")
     kind = None if kind is None else kind.partition(";")[0].strip().lower()
@@ -197,7 +197,7 @@ async def _received(response: httpx.Response, most_bytes: int) -> Answer:
     encoding = response.headers.get("content-encoding", "identity").strip().lower()
     if encoding not in ("", "identity"):
         if fails:
-            return Answer(response.status_code, kind, b"")
+            return HttpAnswer(response.status_code, kind, b"")
         raise BadAnswer(f"a body that is compressed ({excerpt(encoding, 40)}), which was not asked for")
     limit = ERROR_BYTES if fails else most_bytes
     received = bytearray()
@@ -206,9 +206,9 @@ async def _received(response: httpx.Response, most_bytes: int) -> Answer:
             received += chunk
             if len(received) > limit:
                 if fails:
-                    return Answer(response.status_code, kind, bytes(received[:limit]))
+                    return HttpAnswer(response.status_code, kind, bytes(received[:limit]))
                 raise BadAnswer(f"more than {limit} bytes, which no answer to this request has")
-    return Answer(response.status_code, kind, bytes(received))
+    return HttpAnswer(response.status_code, kind, bytes(received))
 
 
 def _reason(error: BaseException) -> str:

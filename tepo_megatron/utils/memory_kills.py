@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _FIX = (
-    "give the job or the container more memory, or make the run take less (`tepo plan` says what it takes), then start again "
-    "(--resume true goes on from the last checkpoint)"
+    "give the job or the container more memory, or make the run use less (`tepo plan` predicts it), then start again "
+    "(--resume true continues from the last checkpoint)"
 )
 _GIB = 2**30
 _UNLIMITED = 2**60  # bytes; cgroup v1 writes a number near 2**63 for "no limit"
@@ -87,7 +87,7 @@ class MemoryKills:
         )
 
     def hint(self, fix: str = _FIX) -> str:
-        """Return a sentence that the kernel has killed a process for memory, which may be one of those meant.
+        """Return a sentence which says that the kernel has killed a process for lack of memory, perhaps one of this job.
 
         Args:
             fix: What the user should do if one of them was killed.

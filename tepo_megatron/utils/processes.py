@@ -69,7 +69,7 @@ def read_stat(pid: int) -> ProcessStat | None:
     return ProcessStat(pid, fields[0], int(fields[1]), int(fields[2]), int(fields[3]), int(fields[19]))
 
 
-def family(leader: int) -> list[ProcessStat]:
+def process_tree(leader: int) -> list[ProcessStat]:
     """Return the live processes of the session that `leader` leads or led, and all their descendants, without `leader`."""
     processes = [stat for name in os.listdir("/proc") if name.isdigit() and (stat := read_stat(int(name))) is not None]
     found, parents = {leader}, {leader}
@@ -88,8 +88,8 @@ def has_ended(child: int) -> bool:
         return True
 
 
-def end_family(leader: int, seconds: float) -> bool:
-    """Send SIGKILL to `family(leader)` until none is left, because they may start others in the meantime.
+def kill_process_tree(leader: int, seconds: float) -> bool:
+    """Send SIGKILL to `process_tree(leader)` until none is left, because they may start others in the meantime.
 
     Args:
         leader: Pid of the session leader.
@@ -99,7 +99,7 @@ def end_family(leader: int, seconds: float) -> bool:
         False if processes are left after `seconds`.
     """
     deadline = time.monotonic() + seconds
-    while found := family(leader):
+    while found := process_tree(leader):
         if time.monotonic() > deadline:
             return False
         for process in found:
@@ -109,7 +109,7 @@ def end_family(leader: int, seconds: float) -> bool:
     return True
 
 
-def end_later(pid: int, seconds: float) -> None:
+def kill_later(pid: int, seconds: float) -> None:
     """Send SIGKILL to a process that still lives after a delay. A separate process sends it, so this one may end first.
 
     Args:

@@ -26,7 +26,7 @@ Record = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Line:
+class JsonLine:
     """One line of a file, or one of several records in the same line.
 
     Attributes:
@@ -43,7 +43,7 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Steps:
+class StepRecords:
     """The step records of a run, sorted.
 
     Attributes:
@@ -53,9 +53,9 @@ class Steps:
         faults: What is wrong with the file, one sentence each.
     """
 
-    kept: list[Line]
-    later: list[Line] = field(default_factory=list)
-    rest: list[Line] = field(default_factory=list)
+    kept: list[JsonLine]
+    later: list[JsonLine] = field(default_factory=list)
+    rest: list[JsonLine] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
 
     @property
@@ -64,7 +64,7 @@ class Steps:
         return [line.value for line in self.kept if line.value is not None]
 
 
-def parse_lines(data: bytes, first: str) -> list[Line]:
+def parse_lines(data: bytes, first: str) -> list[JsonLine]:
     """Return the non-blank lines of `data`.
 
     Args:
@@ -72,7 +72,7 @@ def parse_lines(data: bytes, first: str) -> list[Line]:
         first: First key of every object. It locates a complete record that follows a truncated one in the same line.
     """
     data = _utf8(data)
-    lines: list[Line] = []
+    lines: list[JsonLine] = []
     for number, raw in enumerate(data.split(b"\n"), start=1):
         raw = raw.removesuffix(b"\r")
         if raw.strip(b" \t\r"):
@@ -80,7 +80,7 @@ def parse_lines(data: bytes, first: str) -> list[Line]:
     return lines
 
 
-def read_lines(path: Path, first: str) -> list[Line]:
+def read_lines(path: Path, first: str) -> list[JsonLine]:
     """Read a file and return its lines.
 
     Args:
@@ -93,7 +93,7 @@ def read_lines(path: Path, first: str) -> list[Line]:
     return parse_lines(path.read_bytes(), first)
 
 
-def steps_of(lines: Iterable[Line], last: int | None = None) -> Steps:
+def steps_of(lines: Iterable[JsonLine], last: int | None = None) -> StepRecords:
     """Sort the step records: each step once, in order.
 
     Of two records of the same step the later one in the file is kept, because it comes from the later attempt.
@@ -102,10 +102,10 @@ def steps_of(lines: Iterable[Line], last: int | None = None) -> Steps:
         lines: Lines of `metrics.jsonl`, from `parse_lines`.
         last: Last step to keep; a missing step up to it is a fault. None: keep all steps up to the greatest.
     """
-    found = Steps([])
-    by_step: dict[int, Line] = {}
+    found = StepRecords([])
+    by_step: dict[int, JsonLine] = {}
     doubled: list[int] = []
-    unreadable: list[tuple[Line, str]] = []
+    unreadable: list[tuple[JsonLine, str]] = []
     order: list[int] = []
     for line in lines:
         fault = line.fault or _no_record(line.value)
@@ -127,7 +127,7 @@ def steps_of(lines: Iterable[Line], last: int | None = None) -> Steps:
     found.kept.extend(by_step[step] for step in sorted(by_step))
     found.faults.extend(named_faults(unreadable))
     if doubled:
-        found.faults.append(f"recorded more than once, of which the later record counts: {_steps(doubled)}")
+        found.faults.append(f"recorded more than once (the later record counts): {_steps(doubled)}")
     end = (max(by_step) if by_step else 0) if last is None else last
     if missing := _gaps(by_step, end):
         found.faults.append(f"no record of {_ranges(missing)}, and what is lost cannot be made again")
@@ -136,7 +136,7 @@ def steps_of(lines: Iterable[Line], last: int | None = None) -> Steps:
     return found
 
 
-def named_faults(unreadable: Sequence[tuple[Line, str]]) -> list[str]:
+def named_faults(unreadable: Sequence[tuple[JsonLine, str]]) -> list[str]:
     """Return one sentence for each of the first unreadable lines, and one for all the others together."""
     said = [f"line {line.number} cannot be read: {fault}" for line, fault in unreadable[:_MOST_NAMED]]
     if len(unreadable) > _MOST_NAMED:
@@ -170,7 +170,7 @@ def read_rows(path: Path, first: str, take: Callable[[Record], Any]) -> tuple[li
         OSError: The file cannot be read.
     """
     made: list[Any] = []
-    unreadable: list[tuple[Line, str]] = []
+    unreadable: list[tuple[JsonLine, str]] = []
     for line in read_lines(path, first):
         if line.value is None:
             unreadable.append((line, line.fault))
@@ -192,7 +192,7 @@ def _utf8(data: bytes) -> bytes:
     return data.removeprefix(codecs.BOM_UTF8)
 
 
-def _lines_in(number: int, raw: bytes, first: str) -> list[Line]:
+def _lines_in(number: int, raw: bytes, first: str) -> list[JsonLine]:
     """Return the records of one physical line, usually one."""
     whole = _object(number, raw)
     if whole.value is not None or len(raw) > LONGEST_LINE:
@@ -201,7 +201,7 @@ def _lines_in(number: int, raw: bytes, first: str) -> list[Line]:
     if not begins or (begins == [0] and _ended(raw) is None):
         return [whole]
     ends = [*begins[1:], len(raw)]
-    found = [Line(number, raw[: begins[0]], None, "what stands before a record is none")] if raw[: begins[0]].strip() else []
+    found = [JsonLine(number, raw[: begins[0]], None, "text before a record")] if raw[: begins[0]].strip() else []
     for begin, end in zip(begins, ends, strict=True):
         piece = raw[begin:end].rstrip()
         size = _ended(piece)
@@ -210,7 +210,7 @@ def _lines_in(number: int, raw: bytes, first: str) -> list[Line]:
             continue
         found.append(_object(number, piece[:size]))
         if piece[size:].strip():
-            found.append(Line(number, piece[size:], None, "what stands behind a record is none"))
+            found.append(JsonLine(number, piece[size:], None, "text after a record"))
     return found
 
 
@@ -224,19 +224,19 @@ def _ended(raw: bytes) -> int | None:
     return len(text[:end].encode("utf-8", "surrogateescape"))
 
 
-def _object(number: int, raw: bytes) -> Line:
+def _object(number: int, raw: bytes) -> JsonLine:
     if len(raw) > LONGEST_LINE:
-        return Line(number, raw, None, f"it has {len(raw)} bytes")
+        return JsonLine(number, raw, None, f"it has {len(raw)} bytes")
     try:
         value = json.loads(raw.decode("utf-8", "surrogatepass"))
     except UnicodeDecodeError:
-        return Line(number, raw, None, f"not UTF-8 ({len(raw)} bytes)")
+        return JsonLine(number, raw, None, f"not UTF-8 ({len(raw)} bytes)")
     except (ValueError, RecursionError) as e:
         why = getattr(e, "msg", None) or excerpt(str(e), 60)
-        return Line(number, raw, None, f"not valid JSON ({why}; {len(raw)} bytes)")
+        return JsonLine(number, raw, None, f"not valid JSON ({why}; {len(raw)} bytes)")
     if not isinstance(value, dict):
-        return Line(number, raw, None, "not an object")
-    return Line(number, raw, value)
+        return JsonLine(number, raw, None, "not an object")
+    return JsonLine(number, raw, value)
 
 
 def _no_record(value: Record | None) -> str:

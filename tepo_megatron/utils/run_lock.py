@@ -130,7 +130,7 @@ class RunLock:
 class FolderIdentity:
     """The folder that a run began in, held open to detect its replacement. An open inode is never reused for another folder.
 
-    A user may replace a run while it is under way. Then the path leads to another run's folder, or the folder holds another
+    A user may replace a run while it is in progress. Then the path leads to another run's folder, or the folder holds another
     run's lock.
     """
 

@@ -108,7 +108,7 @@ def claim(root: Path, name: str) -> tuple[Path, int]:
             os.close(lock)
             unnamed.rmdir()
             raise
-    raise OSError(f"{root}: no folder made here stays")
+    raise OSError(f"{root}: folders that are created here disappear at once")
 
 
 def sweep(*roots: Path) -> list[Path]:

@@ -1,4 +1,4 @@
-"""Derive seeds from what is drawn, never from the process that draws it."""
+"""Derive seeds from the purpose of the random numbers, never from the process that draws them."""
 
 import hashlib
 

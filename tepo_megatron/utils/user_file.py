@@ -66,7 +66,7 @@ def check_takes(found: UserFunction, key: str, arguments: int, what: str) -> Non
         raise ConfigError(f"{key}: {found.name} must take {what} and nothing else ({e}); give the rest defaults") from None
 
 
-def told(error: BaseException, file: Path) -> str:
+def describe_error(error: BaseException, file: Path) -> str:
     """Return an error as text, with the source line where it arose.
 
     Args:
@@ -90,6 +90,7 @@ def _run(file: Path, key: str) -> ModuleType:
     except (Exception, SystemExit) as e:
         del sys.modules[name]
         raise ConfigError(
-            f"{key}: {file} cannot be imported ({told(e, file)}); mend it, or put the folder of what it imports on PYTHONPATH"
+            f"{key}: {file} cannot be imported ({describe_error(e, file)}); fix it, or put the folder of "
+            "the modules that it imports on PYTHONPATH"
         ) from e
     return module

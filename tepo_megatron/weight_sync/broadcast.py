@@ -19,15 +19,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tepo_megatron.config import SyncConfig
-from tepo_megatron.distributed.meeting_store import KeyValueStore
+from tepo_megatron.config import GroupTransportConfig, SyncConfig
+from tepo_megatron.config.platform_defaults import join_seconds
 from tepo_megatron.distributed.parallel import ParallelDims
+from tepo_megatron.distributed.rendezvous_store import KeyValueStore
 from tepo_megatron.errors import ConfigError, SyncError
 from tepo_megatron.observability.hang_watchdog import JOINING, progress
 from tepo_megatron.weight_sync.broadcast_group import (
     SENDER,
     BroadcastGroup,
-    BrokenChannel,
+    BrokenGroup,
     Bucket,
     GroupSpec,
     Source,
@@ -36,15 +37,15 @@ from tepo_megatron.weight_sync.broadcast_group import (
     signal,
 )
 from tepo_megatron.weight_sync.buckets import BucketPlan
-from tepo_megatron.weight_sync.meeting import OwnedStore, own_address
-from tepo_megatron.weight_sync.transport import Recipient, Staged, WeightReceiver
+from tepo_megatron.weight_sync.rendezvous import OwnedStore, own_address
+from tepo_megatron.weight_sync.transport import Recipient, StagedBucket, WeightReceiver
 
 ATTEMPTS = 3  # at sending a round, while all servers live
 JOIN_POLL_SECONDS = 0.05
 
 
 @dataclass
-class _Flight:
+class _RoundInFlight:
     """One round that was started, seen from this rank."""
 
     sources: Sequence[Source]  # of all ranks
@@ -75,18 +76,21 @@ class GroupTransport:
 
     Attributes:
         sent_bytes: Bytes that this rank has broadcast so far.
-        meetings: How often new groups were formed so far, or tried to be; counted on rank 0 only.
+        formations: How often new groups were formed so far, or tried to be; counted on rank 0 only.
+        join_seconds: Seconds in which ranks and servers must form the groups, in one attempt.
     """
 
     def __init__(self, cfg: SyncConfig, plan: BucketPlan, groups: ParallelDims, receiver: WeightReceiver | None) -> None:
-        self.cfg, self.groups, self.receiver, self._plan = cfg, groups, receiver, plan
-        self.sent_bytes = self.meetings = 0
+        assert isinstance(cfg.transport, GroupTransportConfig)
+        self.cfg, self.groups, self.receiver, self._plan = cfg.transport, groups, receiver, plan
+        self.join_seconds = join_seconds(groups.device.type)
+        self.sent_bytes = self.formations = 0
         self._sender = plan.senders.index(groups.rank) if groups.rank in plan.senders else None  # index of this rank's group
-        self._meeting: GroupSpec | None = None  # the spec of the current groups
+        self._spec: GroupSpec | None = None  # the spec of the current groups
         self._channel: BroadcastGroup | None = None
         self._rows: list[Tensor] = []
         self._staged: Tensor | None = None  # the bytes of this rank's bucket that was staged last
-        self._flight: _Flight | None = None
+        self._flight: _RoundInFlight | None = None
         # the rest is used on rank 0 only
         self._owned: OwnedStore | None = None
         self._store: KeyValueStore | None = None  # `_owned.store`
@@ -94,7 +98,7 @@ class GroupTransport:
         self._ranks: dict[Recipient, range] = {}  # ranks of each server of the last group spec, the same in every group
         self._absent: list[str] = []  # names of the servers that missed the last group forming or round
 
-    def stage(self, version: int, number: int, tensors: Iterable[tuple[str, Tensor]], checked: bool) -> Staged | None:
+    def stage(self, version: int, number: int, tensors: Iterable[tuple[str, Tensor]], checked: bool) -> StagedBucket | None:
         """Pack the bucket into one of two buffers that are used in turn. See `WeightTransport.stage`."""
         row, self._staged = self._row(number % 2), None
         contents = pack(tensors, row, checked)
@@ -102,7 +106,7 @@ class GroupTransport:
             return None
         bucket = Bucket(number, self._sender, contents)
         self._staged = row[: bucket.nbytes]
-        return Staged(bucket, bucket.checksums)
+        return StagedBucket(bucket, bucket.checksums)
 
     def _row(self, which: int) -> Tensor:
         while len(self._rows) <= which:
@@ -111,16 +115,16 @@ class GroupTransport:
 
     def start(self, sources: Sequence[Source]) -> None:
         """Begin to broadcast the staged round. See `WeightTransport.start`."""
-        self._flight = _Flight(sources, self._staged)
+        self._flight = _RoundInFlight(sources, self._staged)
         self._send(self._flight)
 
-    def _send(self, it: _Flight) -> None:
+    def _send(self, it: _RoundInFlight) -> None:
         """Begin to send a round, in new groups if the recipients are not those of the current groups."""
-        with self._plan.agreed() as said:
-            said.mine = self._invitation()
-        invitation: GroupSpec | None = said.all[0]
+        with self._plan.raise_on_all_ranks() as replies:
+            replies.mine = self._next_spec()
+        invitation: GroupSpec | None = replies.all[0]
         it.loading, it.attempts = None, it.attempts + 1
-        it.sent = invitation is not None and (invitation == self._meeting or self._meet(invitation))
+        it.sent = invitation is not None and (invitation == self._spec or self._form_groups(invitation))
         if not it.sent:
             return
         if self.receiver is not None:
@@ -138,17 +142,17 @@ class GroupTransport:
         try:
             if self._channel is not None:
                 self._channel.wait()
-        except BrokenChannel:
+        except BrokenGroup:
             broken = True
         if self.receiver is not None:
             if it.loading is not None:
                 it.loading.result()
-            takers = self.receiver.takers
-            arrived = not takers or (it.sent and self._is_here(it.number, takers))
-            if set(takers) != set(self._ranks):
+            recipients = self.receiver.recipients
+            arrived = not recipients or (it.sent and self._has_arrived(it.number, recipients))
+            if set(recipients) != set(self._ranks):
                 broken, it.attempts = True, 0
             elif not arrived and it.attempts >= ATTEMPTS:
-                raise SyncError(self._not_taken(it))
+                raise SyncError(self._timeout_message(it))
         return _Report(broken, arrived)
 
     def complete(self, reports: Sequence[_Report]) -> None:
@@ -160,19 +164,19 @@ class GroupTransport:
             if arrived:
                 break
             self._send(self._flight)
-            with self._plan.agreed() as said:
-                said.mine = self.wait()
-            reports = said.all
+            with self._plan.raise_on_all_ranks() as replies:
+                replies.mine = self.wait()
+            reports = replies.all
         self._flight = None
 
-    def _is_here(self, number: int, takers: Sequence[Recipient]) -> bool:
+    def _has_arrived(self, number: int, recipients: Sequence[Recipient]) -> bool:
         """Return whether every rank of these servers has reported that it has the round."""
-        assert self._meeting is not None
-        keys = {t: [self._meeting.arrived_key(number, rank) for rank in self._ranks[t]] for t in takers}
-        self._absent = [taker.name for taker, its in keys.items() if not self._said(its)]
+        assert self._spec is not None
+        keys = {t: [self._spec.arrived_key(number, rank) for rank in self._ranks[t]] for t in recipients}
+        self._absent = [recipient.name for recipient, its in keys.items() if not self._take_keys(its)]
         return not self._absent
 
-    def _said(self, keys: Sequence[str]) -> bool:
+    def _take_keys(self, keys: Sequence[str]) -> bool:
         """Return whether all of these keys are in the store, and remove those that are."""
         assert self._store is not None
         there = [key for key in keys if self._store.check([key])]
@@ -180,82 +184,82 @@ class GroupTransport:
             self._store.delete_key(key)
         return len(there) == len(keys)
 
-    def _invitation(self) -> GroupSpec | None:
+    def _next_spec(self) -> GroupSpec | None:
         """Return the spec of the current groups if they fit the recipients, or of new groups; None without recipients."""
-        takers = self.receiver.takers if self.receiver is not None else ()
-        if not takers:
+        recipients = self.receiver.recipients if self.receiver is not None else ()
+        if not recipients:
             return None
-        if self._meeting is not None and takers == tuple(self._ranks):
-            return self._meeting
+        if self._spec is not None and recipients == tuple(self._ranks):
+            return self._spec
         if self._owned is None:
             try:
-                self._address = self.cfg.address or own_address([taker.host for taker in takers])
+                self._address = self.cfg.address or own_address([recipient.host for recipient in recipients])
                 self._owned = OwnedStore.open(self._address)
                 self._store = self._owned.store
             except OSError as e:
+                where = self._address or "an address of this machine"
                 raise ConfigError(
-                    f"sync.address={self.cfg.address}: no port at {self._address or 'an address of this machine'} ({e}); set "
-                    "it to an IPv4 address of rank 0's machine that the servers reach"
+                    f"sync.transport.address={self.cfg.address}: no port at {where} ({e}); set it to an IPv4 address "
+                    "of rank 0's machine that the servers reach"
                 ) from None
         end = SENDER + 1
         self._ranks = {}
-        for taker in takers:
-            self._ranks[taker] = range(end, end + taker.ranks)
-            end += taker.ranks
-        self.meetings += 1
-        name, senders = f"meeting-{self.meetings}", len(self._plan.senders)
-        seconds, join_seconds = self.cfg.timeout_seconds, self.cfg.join_limit(self.groups.device.type)
-        owned = self._owned
-        return GroupSpec(self._address, owned.port, name, senders, end, SENDER, seconds, join_seconds, owned.folder)
+        for recipient in recipients:
+            self._ranks[recipient] = range(end, end + recipient.ranks)
+            end += recipient.ranks
+        self.formations += 1
+        name, senders = f"groups-{self.formations}", len(self._plan.senders)
+        seconds, owned = self.cfg.timeout_seconds, self._owned
+        return GroupSpec(self._address, owned.port, name, senders, end, SENDER, seconds, self.join_seconds, owned.folder)
 
-    def _meet(self, meeting: GroupSpec) -> bool:
+    def _form_groups(self, spec: GroupSpec) -> bool:
         """Form the groups; return whether all members joined. The watchdog reports a rank that never leaves this phase."""
         self._leave()
-        joining = self.receiver.join({t: meeting.at(r.start) for t, r in self._ranks.items()}) if self.receiver else None
-        until = time.monotonic() + meeting.join_seconds
-        with progress.within(f"{JOINING} {meeting.name}"):
+        joining = self.receiver.join_groups({t: spec.at(r.start) for t, r in self._ranks.items()}) if self.receiver else None
+        until = time.monotonic() + spec.join_seconds
+        with progress.within(f"{JOINING} {spec.name}"):
             if self._sender is not None:
-                with contextlib.suppress(BrokenChannel):
-                    store = self._store or join_store(meeting)
+                with contextlib.suppress(BrokenGroup):
+                    store = self._store or join_store(spec)
                     device = self.groups.device
                     self._channel = BroadcastGroup.form(
-                        meeting, self._sender, SENDER, device, until, lambda: self._is_wanted(meeting, store)
+                        spec, self._sender, SENDER, device, until, lambda: self._is_wanted(spec, store)
                     )
             came = self._sender is None or self._channel is not None
-            with self._plan.agreed():
+            with self._plan.raise_on_all_ranks():
                 if joining is not None:
                     joining.result()
-                    came = self._all_joined(meeting, until) and came
+                    came = self._all_joined(spec, until) and came
             if not all(self._plan.from_all(came)):
                 self._leave()
                 return False
-        self._meeting = meeting
+        self._spec = spec
         return True
 
-    def _is_wanted(self, meeting: GroupSpec, store: KeyValueStore) -> bool:
+    def _is_wanted(self, spec: GroupSpec, store: KeyValueStore) -> bool:
         """Return whether the invited servers all live; if one does not, rank 0 signals the other ranks through the store."""
-        if self.receiver is not None and self.receiver.takers != tuple(self._ranks):
-            signal(store, meeting.off_key())
+        if self.receiver is not None and self.receiver.recipients != tuple(self._ranks):
+            signal(store, spec.cancelled_key())
             return False
-        return self.receiver is not None or not store.check([meeting.off_key()])
+        return self.receiver is not None or not store.check([spec.cancelled_key()])
 
-    def _all_joined(self, meeting: GroupSpec, until: float) -> bool:
+    def _all_joined(self, spec: GroupSpec, until: float) -> bool:
         """Wait on rank 0, while the invited servers all live, until their ranks are in all groups; return whether they are."""
         assert self._store is not None
-        joined = [meeting.joined_key(rank) for ranks in self._ranks.values() for rank in ranks]
+        joined = [spec.joined_key(rank) for ranks in self._ranks.values() for rank in ranks]
         while not self._store.check(joined):
-            if time.monotonic() > until or not self._is_wanted(meeting, self._store):
-                signal(self._store, meeting.off_key())
-                self._absent = self._without(meeting, GroupSpec.came_key) or self._without(meeting, GroupSpec.joined_key)
+            if time.monotonic() > until or not self._is_wanted(spec, self._store):
+                signal(self._store, spec.cancelled_key())
+                self._absent = self._without(spec, GroupSpec.joining_key) or self._without(spec, GroupSpec.joined_key)
                 return False
             time.sleep(JOIN_POLL_SECONDS)
-        return self._said(joined)
+        return self._take_keys(joined)
 
-    def _without(self, meeting: GroupSpec, key: Callable[[GroupSpec, int], str]) -> list[str]:
+    def _without(self, spec: GroupSpec, key: Callable[[GroupSpec, int], str]) -> list[str]:
         """Return the names of the invited servers with a rank that has not put its key into the store."""
         assert self._store is not None
-        lacking = {t for t, ranks in self._ranks.items() for rank in ranks if not self._store.check([key(meeting, rank)])}
-        return [taker.name for taker in self._ranks if taker in lacking]
+        lacking = {t for t, ranks in self._ranks.items() for rank in ranks if not self._store.check([key(spec, rank)])}
+        return [recipient.name for recipient in self._ranks if recipient in lacking]
 
     def finish(self) -> None:
         """Free the buffers. The groups last until the next update."""
@@ -270,18 +274,18 @@ class GroupTransport:
         """Leave this rank's group; members that still wait in it fail at once."""
         if self._channel is not None:
             self._channel.close()
-        self._channel = self._meeting = None
+        self._channel = self._spec = None
 
-    def _not_taken(self, it: _Flight) -> str:
+    def _timeout_message(self, it: _RoundInFlight) -> str:
         assert self._owned is not None
         who = ", ".join(self._absent) or "inference servers"
-        what, key, seconds = "meet the trainer's ranks", "sync.join_seconds", self.cfg.join_limit(self.groups.device.type)
+        what, seconds, fix = "meet the trainer's ranks", self.join_seconds, ""
         if it.sent:
             what, seconds = "take a round of weights", self.cfg.timeout_seconds
-            key = "sync.timeout_seconds (or rather rollout.server's silent_seconds with it)"
+            fix = "raise sync.transport.timeout_seconds (and rollout.server.heartbeat_timeout with it), "
         return (
             f"{who}: alive, but did not {what} in {ATTEMPTS} attempts of {seconds:g} s, {self._owned.where}; "
-            f"see the log, raise {key}, or set sync.address to an address of this machine that the servers reach"
+            f"see the log, {fix}or set sync.transport.address to an address of this machine that the servers reach"
         )
 
     def close(self) -> None:

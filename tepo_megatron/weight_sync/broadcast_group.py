@@ -22,15 +22,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tepo_megatron.distributed.meeting_store import FolderStore, KeyValueStore, address_towards, connect
 from tepo_megatron.distributed.own_peers import own_peers_only
-from tepo_megatron.weight_sync.ipc import Handle
+from tepo_megatron.distributed.rendezvous_store import FolderStore, KeyValueStore, address_towards, connect
+from tepo_megatron.weight_sync.ipc import BufferHandle
 
 SENDER = 0  # rank of the sender in its group; the servers' ranks follow
 POLL_SECONDS, FORMING_POLL_SECONDS = 0.0005, 0.05
 
 
-class BrokenChannel(Exception):
+class BrokenGroup(Exception):
     """A member did not join, left, or was too slow. The group cannot be used any more."""
 
 
@@ -52,11 +52,11 @@ class GroupSpec:
         """Return the same spec for another server."""
         return replace(self, first=first)
 
-    def came_key(self, rank: int) -> str:
+    def joining_key(self, rank: int) -> str:
         """Return the key that a server's rank puts into the store when it begins to form the groups."""
         return f"{self.name}/came/{rank}"
 
-    def off_key(self) -> str:
+    def cancelled_key(self) -> str:
         """Return the key that rank 0 puts into the store when the groups are cancelled."""
         return f"{self.name}/off"
 
@@ -65,12 +65,17 @@ class GroupSpec:
         return f"{self.name}/joined/{rank}"
 
     def arrived_key(self, number: int, rank: int) -> str:
-        """Return the key that a server's rank puts into the store once it has received the round `number` of an update."""
+        """Return the key that a server's rank puts into the store once it has received a round.
+
+        Args:
+            number: Number of the round in its update.
+            rank: The server's rank in each group.
+        """
         return f"{self.name}/arrived/{number}/{rank}"
 
 
 @dataclass(frozen=True)
-class Content:
+class TensorEntry:
     """One tensor of a bucket."""
 
     name: str
@@ -95,8 +100,8 @@ class Bucket:
 
     number: int  # of the round in its update, from 0
     sender: int  # index of the sender and of its group
-    contents: tuple[Content, ...]
-    handle: Handle | None = None  # of the shared buffer; None: the bucket is broadcast
+    contents: tuple[TensorEntry, ...]
+    handle: BufferHandle | None = None  # of the shared buffer; None: the bucket is broadcast
 
     @property
     def nbytes(self) -> int:
@@ -116,8 +121,8 @@ class Bucket:
     def from_json(cls, text: str) -> Bucket:
         """Return the bucket that `to_json` wrote."""
         read = json.loads(text)
-        contents = tuple(Content(c["name"], tuple(c["shape"]), c["dtype"], c["crc32"]) for c in read["contents"])
-        handle = None if read["handle"] is None else Handle(**read["handle"])
+        contents = tuple(TensorEntry(c["name"], tuple(c["shape"]), c["dtype"], c["crc32"]) for c in read["contents"])
+        handle = None if read["handle"] is None else BufferHandle(**read["handle"])
         return cls(read["number"], read["sender"], contents, handle)
 
     def tensors(self, row: Tensor) -> Iterator[tuple[str, Tensor]]:
@@ -128,7 +133,7 @@ class Bucket:
             yield content.name, tensor
 
 
-def pack(tensors: Iterable[tuple[str, Tensor]], row: Tensor, with_checksums: bool) -> tuple[Content, ...]:
+def pack(tensors: Iterable[tuple[str, Tensor]], row: Tensor, with_checksums: bool) -> tuple[TensorEntry, ...]:
     """Copy tensors into a buffer in the layout of a `Bucket`; with the widest dtypes first, it has no gaps.
 
     Args:
@@ -136,18 +141,18 @@ def pack(tensors: Iterable[tuple[str, Tensor]], row: Tensor, with_checksums: boo
         row: The buffer, uint8, on any device.
         with_checksums: Whether to compute each tensor's CRC-32.
     """
-    contents: list[Content] = []
+    contents: list[TensorEntry] = []
     end = 0
     for name, tensor in tensors:
         start = _aligned(end, tensor.dtype)
         end = start + tensor.nbytes
         row[start:end].view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
         checksum = crc32(tensor) if with_checksums else None
-        contents.append(Content(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), checksum))
+        contents.append(TensorEntry(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), checksum))
     return tuple(contents)
 
 
-def _places(contents: Sequence[Content]) -> list[int]:
+def _places(contents: Sequence[TensorEntry]) -> list[int]:
     """Return the offset of each tensor in the buffer, and the end of the last one."""
     places, end = [], 0
     for content in contents:
@@ -191,7 +196,7 @@ class BroadcastGroup:
     @classmethod
     def form(
         cls,
-        meeting: GroupSpec,
+        spec: GroupSpec,
         sender: int,
         rank: int,
         device: torch.device,
@@ -204,16 +209,16 @@ class BroadcastGroup:
         makes the call. If it is late, the thread is abandoned and the group is never used.
 
         Args:
-            meeting, sender, rank, device: Spec of the groups, index of this group, this rank in it, its device.
-            until: Deadline by `time.monotonic()`; None: `meeting.join_seconds` from now.
+            spec, sender, rank, device: Spec of the groups, index of this group, this rank in it, its device.
+            until: Deadline by `time.monotonic()`; None: `spec.join_seconds` from now.
             wanted: Polled while the group is formed; False cancels it.
 
         Raises:
-            BrokenChannel: A member left, the group was late, or it was cancelled.
+            BrokenGroup: A member left, the group was late, or it was cancelled.
         """
-        formed = cls(meeting.seconds, device)
-        until = time.monotonic() + meeting.join_seconds if until is None else until
-        forming = threading.Thread(target=formed._form, args=(meeting, sender, rank), name="form group", daemon=True)
+        formed = cls(spec.seconds, device)
+        until = time.monotonic() + spec.join_seconds if until is None else until
+        forming = threading.Thread(target=formed._form, args=(spec, sender, rank), name="form group", daemon=True)
         forming.start()
         try:
             while forming.is_alive() and time.monotonic() < until and wanted():
@@ -222,25 +227,25 @@ class BroadcastGroup:
             if forming.is_alive():
                 formed._given_up.set()
         if formed._given_up.is_set():
-            raise BrokenChannel(f"group {sender} was called off, or not formed within {meeting.join_seconds:g} s")
+            raise BrokenGroup(f"group {sender} was called off, or not formed within {spec.join_seconds:g} s")
         if formed._failed:
-            raise BrokenChannel(formed._failed)
+            raise BrokenGroup(formed._failed)
         return formed
 
-    def _form(self, meeting: GroupSpec, sender: int, rank: int) -> None:
+    def _form(self, spec: GroupSpec, sender: int, rank: int) -> None:
         """Form the group and broadcast one byte in it, over a connection to the store that only this thread uses."""
         group: Any = None
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)  # the current device is set per thread
         try:
-            group = form_group(meeting, sender, rank, self._device)
-            work = group.broadcast([torch.zeros(1, dtype=torch.uint8, device=self._device)], _from_sender(meeting.join_seconds))
+            group = form_group(spec, sender, rank, self._device)
+            work = group.broadcast([torch.zeros(1, dtype=torch.uint8, device=self._device)], _from_sender(spec.join_seconds))
             while not work.is_completed() and not self._given_up.is_set():
                 time.sleep(POLL_SECONDS)
             if not self._given_up.is_set():
                 work.wait()
                 self._group = group
-        except (RuntimeError, OSError, BrokenChannel) as e:
+        except (RuntimeError, OSError, BrokenGroup) as e:
             self._failed = _first_line(e)
         if group is not None and self._device.type == "cuda" and (self._failed or self._given_up.is_set()):
             group.abort()
@@ -254,21 +259,21 @@ class BroadcastGroup:
             self._failed = _first_line(e)
 
     def wait(self) -> None:
-        """Return when the started broadcast is over. Raises BrokenChannel. It polls, because waiting for an NCCL collective
+        """Return when the started broadcast is over. Raises BrokenGroup. It polls, because waiting for an NCCL collective
         returns once the stream has the work, or never.
         """
         work, self._work = self._work, None
         if self._failed:
-            raise BrokenChannel(self._failed)
+            raise BrokenGroup(self._failed)
         try:
             while work is not None and not work.is_completed():
                 if time.monotonic() > self._until + self._seconds:  # gloo itself fails after `seconds`
-                    raise BrokenChannel(f"not over after {2 * self._seconds:g} s")
+                    raise BrokenGroup(f"not over after {2 * self._seconds:g} s")
                 time.sleep(POLL_SECONDS)
             if work is not None:
                 work.wait()
         except RuntimeError as e:
-            raise BrokenChannel(_first_line(e)) from None
+            raise BrokenGroup(_first_line(e)) from None
 
     def close(self) -> None:
         """Leave the group; members that wait for this one fail at once."""
@@ -277,25 +282,29 @@ class BroadcastGroup:
         self._group = self._work = None
 
 
-def join_store(meeting: GroupSpec) -> FolderStore | dist.TCPStore:
-    """Open the spec's store. Raises BrokenChannel if it cannot be reached, or if other users could write in it."""
+def join_store(spec: GroupSpec) -> FolderStore | dist.TCPStore:
+    """Open the spec's store. Raises BrokenGroup if it cannot be reached, or if other users could write in it."""
     try:
-        if meeting.folder:
-            return FolderStore(Path(meeting.folder))
-        return connect(meeting.address, meeting.port, meeting.join_seconds)
+        if spec.folder:
+            return FolderStore(Path(spec.folder))
+        return connect(spec.address, spec.port, spec.join_seconds)
     except (RuntimeError, OSError) as e:
-        raise BrokenChannel(_first_line(e)) from None
+        raise BrokenGroup(_first_line(e)) from None
 
 
 def signal(store: KeyValueStore, key: str) -> None:
-    """Put a key into a store; once this has returned, all members see the key. Raises BrokenChannel.
+    """Put a key into a store; once this has returned, all members see the key. Raises BrokenGroup.
 
-    `set` would not do: the store does not answer it, so a message on another path (an HTTP response) may overtake it.
+    `set` does not suffice: the store does not answer it, so a message on another path (an HTTP response) may overtake it.
+
+    Args:
+        store: The store.
+        key: The key.
     """
     try:
         store.add(key, 1)
     except (RuntimeError, OSError) as e:
-        raise BrokenChannel(_first_line(e)) from None
+        raise BrokenGroup(_first_line(e)) from None
 
 
 def crc32(tensor: Tensor) -> int:
@@ -310,17 +319,17 @@ def _from_sender(seconds: float) -> Any:
     return options
 
 
-def form_group(meeting: GroupSpec, sender: int, rank: int, device: torch.device) -> Any:
+def form_group(spec: GroupSpec, sender: int, rank: int, device: torch.device) -> Any:
     """Form a process group over the interface that leads to the trainer: NCCL for GPUs, else gloo, which connects all members.
 
     Args:
-        meeting, sender, rank, device: As in `BroadcastGroup`.
+        spec, sender, rank, device: As in `BroadcastGroup`.
 
     Raises:
-        BrokenChannel, RuntimeError, OSError: The group cannot be formed, or on one machine another user is in it (`Stranger`).
+        BrokenGroup, RuntimeError, OSError: The group cannot be formed, or on one machine another user is in it (`ForeignPeer`).
     """
-    timeout = datetime.timedelta(seconds=meeting.join_seconds)
-    joined, name = join_store(meeting), f"{meeting.name}/{sender}"
+    timeout = datetime.timedelta(seconds=spec.join_seconds)
+    joined, name = join_store(spec), f"{spec.name}/{sender}"
     store = joined.of_group(name) if isinstance(joined, FolderStore) else dist.PrefixStore(name, joined)
     store.set_timeout(timeout)
     if device.type == "cuda":
@@ -328,14 +337,14 @@ def form_group(meeting: GroupSpec, sender: int, rank: int, device: torch.device)
 
         nccl = ProcessGroupNCCL.Options()
         nccl._timeout = datetime.timedelta(days=1)  # NCCL's watchdog would end the process; `wait` and `close` act before
-        return ProcessGroupNCCL(store, rank, meeting.ranks, nccl)
+        return ProcessGroupNCCL(store, rank, spec.ranks, nccl)
     from torch.distributed.distributed_c10d import ProcessGroupGloo
 
     gloo = ProcessGroupGloo._Options()
-    gloo._devices = [ProcessGroupGloo.create_device(hostname=address_towards(meeting.address))]
+    gloo._devices = [ProcessGroupGloo.create_device(hostname=address_towards(spec.address))]
     gloo._timeout, gloo._threads = timeout, 1
-    with own_peers_only() if meeting.folder else contextlib.nullcontext():
-        return ProcessGroupGloo(store, rank, meeting.ranks, gloo)
+    with own_peers_only() if spec.folder else contextlib.nullcontext():
+        return ProcessGroupGloo(store, rank, spec.ranks, gloo)
 
 
 def _dtype(name: str) -> torch.dtype:

@@ -30,7 +30,7 @@ _LAYER = re.compile(r"decoder\.layers\.\d+\.")
 
 @dataclass
 class RankReplies:
-    """The ranks' replies within `BucketPlan.agreed`.
+    """The ranks' replies within `BucketPlan.raise_on_all_ranks`.
 
     Attributes:
         mine: This rank's reply, set before the block ends.
@@ -77,14 +77,14 @@ class BucketPlan:
         plan = cls(cfg, bindings, arch, groups)
         sends = bool(plan.sent) and groups.tp.rank == 0
         plan.senders = [rank for rank, it_does in enumerate(plan.from_all(sends)) if it_does]
-        plan._buckets = cut(plan.sent, arch, plan._bytes, limit=cfg.bucket_mib * 2**20 // len(plan.senders))
+        plan._buckets = split_into_buckets(plan.sent, arch, plan._bytes, limit=cfg.bucket_mib * 2**20 // len(plan.senders))
         plan.mine = len(plan._buckets) if sends else 0
         plan.sent = [b for bucket in plan._buckets for b in bucket]
         plan.count = max(plan.from_all(plan.mine))
         plan.largest = max((sum(map(plan._bytes, bucket)) for bucket in plan._buckets), default=0) * sends
         return plan
 
-    def names_without(self, only: Sequence[Binding] | None) -> list[str]:
+    def omitted_names(self, only: Sequence[Binding] | None) -> list[str]:
         """Return the Hugging Face names that this rank leaves out when it sends `only` these; [] for None, which sends all."""
         if only is None or not self.mine:
             return []
@@ -129,24 +129,24 @@ class BucketPlan:
         return [part for name, tensor in whole for part in fp8.parts(binding.row.op, name, tensor)]
 
     @contextlib.contextmanager
-    def agreed(self) -> Iterator[RankReplies]:
+    def raise_on_all_ranks(self) -> Iterator[RankReplies]:
         """Raise a TepoError of this block on all ranks: unchanged where it occurred, elsewhere prefixed with the rank's number.
 
         Collectives: one all-gather over the host group.
         """
-        said = RankReplies()
+        own_reply = RankReplies()
         mine: TepoError | None = None
         try:
-            yield said
+            yield own_reply
         except TepoError as e:
             mine = e
-        told = self.from_all((said.mine, mine))
+        replies = self.from_all((own_reply.mine, mine))
         if mine is not None:
             raise mine
-        for rank, (_, error) in enumerate(told):
+        for rank, (_, error) in enumerate(replies):
             if error is not None:
                 raise type(error)(f"rank {rank}: {error}")
-        said.all = [value for value, _ in told]
+        own_reply.all = [value for value, _ in replies]
 
     def from_all(self, value: Any) -> list[Any]:
         """Return every rank's value, indexed by rank. Collectives: one all-gather over the host group."""
@@ -215,7 +215,9 @@ def _quantized(whole: Iterator[tuple[str, Tensor]], bucket: Sequence[Binding]) -
         raise refused
 
 
-def cut(bindings: Sequence[Binding], arch: Architecture, size_of: Callable[[Binding], int], limit: int) -> list[list[Binding]]:
+def split_into_buckets(
+    bindings: Sequence[Binding], arch: Architecture, size_of: Callable[[Binding], int], limit: int
+) -> list[list[Binding]]:
     """Split the parameters into buckets, in order.
 
     All ranks of a tensor-parallel group, which gather a bucket together, get the same buckets.
@@ -227,16 +229,16 @@ def cut(bindings: Sequence[Binding], arch: Architecture, size_of: Callable[[Bind
         limit: Bytes of a bucket. A larger parameter gets a bucket of its own.
     """
     buckets: list[list[Binding]] = []
-    room = 0
+    free_bytes = 0
     for b in bindings:
         if b.name == "output_layer.weight" and arch.tied_embeddings:  # tied: the tensor is sent as the embedding
             continue
         size = size_of(b)
-        if not buckets or size > room:
+        if not buckets or size > free_bytes:
             buckets.append([])
-            room = limit
+            free_bytes = limit
         buckets[-1].append(b)
-        room -= size
+        free_bytes -= size
     return buckets
 
 

@@ -1,9 +1,9 @@
 """A byte buffer in the memory of one process that other processes of the machine map, so that nothing is copied on the way.
 
 On a GPU it is CUDA IPC; on the CPU it is a memfd, an unnamed in-memory file that is freed with its last user. Runs in the
-trainer, which exports buffers, and inside the servers, which open them. Nothing is unpickled: a `Handle` is plain JSON. Facts
-are of PyTorch 2.13 (vLLM's image). `torch/multiprocessing/reductions.py`, the public user of the same calls, is byte for byte
-the same in 2.14.1 (SGLang's image). The CUDA IPC path has never been run.
+trainer, which exports buffers, and inside the servers, which open them. Nothing is unpickled: a `BufferHandle` is plain JSON.
+Facts are of PyTorch 2.13 (vLLM's image). `torch/multiprocessing/reductions.py`, the public user of the same calls, is byte for
+byte the same in 2.14.1 (SGLang's image). The CUDA IPC path has never been run.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ _NO_COUNTER = b"/tepo-counts-nothing"  # no shared memory has this name
 
 
 @dataclass(frozen=True)
-class Handle:
+class BufferHandle:
     """The location of a buffer: in a file that a process has open, or in a GPU's memory.
 
     Attributes:
@@ -48,26 +48,26 @@ class IpcBuffer(Protocol):
         bytes: This process's view, uint8 [n].
     """
 
-    handle: Handle
+    handle: BufferHandle
     bytes: Tensor
 
-    def written(self) -> None:
+    def flush(self) -> None:
         """Return when other processes may read what was written."""
 
     def close(self) -> None:
         """Release the buffer. On the CPU processes that have it mapped can still read it; on a GPU they must be done."""
 
 
-class HostRow:
+class HostBuffer:
     """A buffer in a memfd. See `IpcBuffer`."""
 
     def __init__(self, nbytes: int) -> None:
         self._file = os.memfd_create("tepo-weights")
         os.ftruncate(self._file, nbytes)
         self.bytes = torch.frombuffer(mmap.mmap(self._file, nbytes), dtype=torch.uint8)
-        self.handle = Handle(nbytes, pid=os.getpid(), file=self._file)
+        self.handle = BufferHandle(nbytes, pid=os.getpid(), file=self._file)
 
-    def written(self) -> None:
+    def flush(self) -> None:
         """Do nothing: the readers map the same memory."""
 
     def close(self) -> None:
@@ -76,7 +76,7 @@ class HostRow:
         self.bytes = torch.empty(0, dtype=torch.uint8)
 
 
-class DeviceRow:
+class DeviceBuffer:
     """A buffer in a GPU's memory. See `IpcBuffer`.
 
     PyTorch would count the users, one per handle, and keep the memory until the count is zero. Here any number of readers open
@@ -90,9 +90,9 @@ class DeviceRow:
         _, memory, _, offset, counter, counter_offset, _, _ = storage._share_cuda_()
         torch.UntypedStorage._release_ipc_counter_cuda(counter, counter_offset)
         uuid = str(torch.cuda.get_device_properties(device).uuid)
-        self.handle = Handle(nbytes, 0, 0, uuid, memory.hex(), offset)
+        self.handle = BufferHandle(nbytes, 0, 0, uuid, memory.hex(), offset)
 
-    def written(self) -> None:
+    def flush(self) -> None:
         """Wait for all kernels of this device, because readers wait for no event."""
         torch.cuda.synchronize(self._device)
 
@@ -108,11 +108,11 @@ def export_buffer(nbytes: int, device: torch.device) -> IpcBuffer:
         nbytes: Size of the buffer.
         device: A CUDA device, or the CPU.
     """
-    return DeviceRow(nbytes, device) if device.type == "cuda" else HostRow(nbytes)
+    return DeviceBuffer(nbytes, device) if device.type == "cuda" else HostBuffer(nbytes)
 
 
 @contextlib.contextmanager
-def open_buffer(handle: Handle, device: torch.device) -> Iterator[Tensor]:
+def open_buffer(handle: BufferHandle, device: torch.device) -> Iterator[Tensor]:
     """Map the buffer for this process and yield it as a uint8 tensor.
 
     The tensor must not be used after the `with` block, whose end waits for the kernels that read it.
@@ -124,7 +124,7 @@ def open_buffer(handle: Handle, device: torch.device) -> Iterator[Tensor]:
     Raises:
         ValueError: The buffer cannot be mapped.
     """
-    row = _device_row(handle, device) if handle.gpu else _host_row(handle)
+    row = _open_device_buffer(handle, device) if handle.gpu else _open_host_buffer(handle)
     try:
         yield row
     finally:
@@ -132,7 +132,7 @@ def open_buffer(handle: Handle, device: torch.device) -> Iterator[Tensor]:
             torch.cuda.synchronize(device)
 
 
-def _host_row(handle: Handle) -> Tensor:
+def _open_host_buffer(handle: BufferHandle) -> Tensor:
     """Map a buffer on the CPU, copy-on-write: what is written into it stays in this process."""
     try:
         with open(f"/proc/{handle.pid}/fd/{handle.file}", "rb") as file:
@@ -145,7 +145,7 @@ def _host_row(handle: Handle) -> Tensor:
     return torch.frombuffer(mapped, dtype=torch.uint8)
 
 
-def _device_row(handle: Handle, device: torch.device) -> Tensor:
+def _open_device_buffer(handle: BufferHandle, device: torch.device) -> Tensor:
     """Open a buffer that lies on the same GPU as `device` or on one whose memory it reaches (peer access)."""
     seen = {str(torch.cuda.get_device_properties(i).uuid): i for i in range(torch.cuda.device_count())}
     there = seen.get(handle.gpu)

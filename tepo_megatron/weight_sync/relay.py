@@ -26,28 +26,28 @@ from tepo_megatron.utils import scratch
 from tepo_megatron.weight_sync import stores
 from tepo_megatron.weight_sync.broadcast_group import Bucket, Source, pack
 from tepo_megatron.weight_sync.buckets import BucketPlan
-from tepo_megatron.weight_sync.transport import Staged, WeightReceiver
+from tepo_megatron.weight_sync.transport import StagedBucket, WeightReceiver
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")  # unique to a running kernel
 
 
 @dataclass(frozen=True)
-class Route:
+class RelayRoute:
     """The path of one sender's buckets.
 
     Attributes:
         sender: The sending rank.
-        takers: The recipients: one rank of every machine but the sender's.
+        recipients: The recipients: one rank of every machine but the sender's.
         group: The process group of sender and recipients; None if there are no recipients.
     """
 
     sender: int
-    takers: tuple[int, ...]
+    recipients: tuple[int, ...]
     group: dist.ProcessGroup | None
 
-    def passes(self, rank: int) -> bool:
+    def includes(self, rank: int) -> bool:
         """Return whether this rank sends or receives the buckets."""
-        return rank == self.sender or rank in self.takers
+        return rank == self.sender or rank in self.recipients
 
 
 class RelayTransport(stores.StoredTransport):
@@ -67,9 +67,9 @@ class RelayTransport(stores.StoredTransport):
         self._owned: scratch.PrivateFolder | None = None
         self._written: list[tuple[int, Path]] = []  # (number of the round, file) of each file this rank wrote
         self._rows: dict[str, Tensor] = {}
-        self._routes: list[Route] = []
+        self._routes: list[RelayRoute] = []
         self.machines: list[list[int]] = []
-        self.folder = self._told = Path()
+        self.folder = self._shared_folder = Path()
 
     @classmethod
     def open(cls, cfg: SyncConfig, plan: BucketPlan, groups: ParallelDims, receiver: WeightReceiver | None) -> RelayTransport:
@@ -79,17 +79,17 @@ class RelayTransport(stores.StoredTransport):
             cfg, plan, groups, receiver: See `sync.make_weight_sync`.
         """
         made = cls(cfg, plan, groups, receiver)
-        with plan.agreed() as said:
-            said.mine = memory_identity(stores.SHARED_MEMORY), scratch.new_name(stores.PURPOSE)
-        made.machines = together([memory for memory, _ in said.all])
-        made.folder = stores.SHARED_MEMORY / said.all[0][1]
+        with plan.raise_on_all_ranks() as replies:
+            replies.mine = memory_identity(stores.SHARED_MEMORY), scratch.new_name(stores.PURPOSE)
+        made.machines = group_by_memory([memory for memory, _ in replies.all])
+        made.folder = stores.SHARED_MEMORY / replies.all[0][1]
         try:
-            with plan.agreed() as said:
+            with plan.raise_on_all_ranks() as replies:
                 if groups.rank in (ranks[0] for ranks in made.machines):
                     made._owned = _make(made.folder)
-                said.mine = made.folder
-            made._told = said.all[0]
-            with plan.agreed():
+                replies.mine = made.folder
+            made._shared_folder = replies.all[0]
+            with plan.raise_on_all_ranks():
                 _check_seen(made.folder)
         except BaseException:
             made.close()
@@ -97,7 +97,7 @@ class RelayTransport(stores.StoredTransport):
         made._routes = _routes(plan.senders, made.machines)
         return made
 
-    def stage(self, version: int, number: int, tensors: Iterable[tuple[str, Tensor]], checked: bool) -> Staged | None:
+    def stage(self, version: int, number: int, tensors: Iterable[tuple[str, Tensor]], checked: bool) -> StagedBucket | None:
         """Write the buckets of all senders on every machine. See `WeightTransport.stage`.
 
         An error on one rank before anything is sent is raised on all ranks.
@@ -110,16 +110,16 @@ class RelayTransport(stores.StoredTransport):
         own = self._row("own", self._plan.largest)
         name = f"v{version}-{number:05d}-{self._owner}.safetensors"
         mine: Bucket | None = None
-        with self._plan.agreed() as said:
+        with self._plan.raise_on_all_ranks() as replies:
             contents = pack(tensors, own, checked)
             if contents:
                 mine = Bucket(number, self._plan.senders.index(self._rank), contents)
-                said.mine = name, mine
+                replies.mine = name, mine
         fault: TepoError | None = None  # raised after all buckets are sent: other ranks broadcast with this one
         for route in self._routes:
-            if said.all[route.sender] is None or not route.passes(self._rank):
+            if replies.all[route.sender] is None or not route.includes(self._rank):
                 continue
-            file, bucket = said.all[route.sender]
+            file, bucket = replies.all[route.sender]
             row = own if route.sender == self._rank else self._row("taken", bucket.nbytes)
             row = row[: bucket.nbytes]
             if route.group is not None:
@@ -130,7 +130,7 @@ class RelayTransport(stores.StoredTransport):
                 fault = fault or e
         if fault is not None:
             raise fault
-        return None if mine is None else Staged(self._told / name, mine.checksums)
+        return None if mine is None else StagedBucket(self._shared_folder / name, mine.checksums)
 
     def _write(self, name: str, bucket: Bucket, row: Tensor) -> None:
         """Write a bucket to its file. Raises CheckpointError, and SyncError for a tensor that was damaged in transit."""
@@ -183,7 +183,7 @@ class RelayTransport(stores.StoredTransport):
             self._owned.remove()
 
 
-def together(memories: Sequence[object]) -> list[list[int]]:
+def group_by_memory(memories: Sequence[object]) -> list[list[int]]:
     """Return the groups of ranks that see the same memory, ordered by their lowest rank; `memories` is indexed by rank."""
     machines: dict[object, list[int]] = {}
     for rank, memory in enumerate(memories):
@@ -191,7 +191,7 @@ def together(memories: Sequence[object]) -> list[list[int]]:
     return list(machines.values())
 
 
-def takers(machines: Sequence[Sequence[int]], sender: int, turn: int) -> tuple[int, ...]:
+def recipients(machines: Sequence[Sequence[int]], sender: int, turn: int) -> tuple[int, ...]:
     """Return the recipient on every machine but the sender's.
 
     Args:
@@ -202,16 +202,16 @@ def takers(machines: Sequence[Sequence[int]], sender: int, turn: int) -> tuple[i
     return tuple(ranks[turn % len(ranks)] for ranks in machines if sender not in ranks)
 
 
-def _routes(senders: Sequence[int], machines: Sequence[Sequence[int]]) -> list[Route]:
+def _routes(senders: Sequence[int], machines: Sequence[Sequence[int]]) -> list[RelayRoute]:
     """Return the routes in the order in which all ranks send and receive, to avoid deadlock. All ranks create all groups."""
     groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
     routes = []
     for turn, sender in enumerate(senders):
-        ends = takers(machines, sender, turn)
+        ends = recipients(machines, sender, turn)
         members = tuple(sorted((sender, *ends)))
         if ends and members not in groups:
             groups[members] = dist.new_group(list(members))
-        routes.append(Route(sender, ends, groups.get(members)))
+        routes.append(RelayRoute(sender, ends, groups.get(members)))
     return routes
 
 
@@ -229,7 +229,7 @@ def memory_identity(root: Path) -> tuple[str, int, int]:
     except OSError as e:
         raise ConfigError(
             f"{root} on {socket.gethostname()}: {e.strerror}; weights for servers of several machines lie there: give the "
-            "machine one, or set sync.folder to a folder that all machines share"
+            "machine one, or set sync.transport.folder to a folder that all machines share"
         ) from None
     return boot, found.st_dev, found.st_ino
 
@@ -248,5 +248,5 @@ def _check_seen(folder: Path) -> None:
         return
     raise ConfigError(
         f"{folder} on {socket.gethostname()} is not seen by this rank, though it was taken for that of a rank on the same "
-        "machine; set sync.folder to a folder that all machines share"
+        "machine; set sync.transport.folder to a folder that all machines share"
     )

@@ -1,7 +1,7 @@
 """Transports `shm` and `ipc`: the engine loads a round from where the ranks stored it.
 
-A bucket is a safetensors file in shared memory or in `sync.folder` (here; on several machines: `relay.py`), or a byte buffer in
-the memory of its sender, which servers of this machine map.
+A bucket is a safetensors file in shared memory or in `sync.transport.folder` (here; on several machines: `relay.py`), or a
+byte buffer in the memory of its sender, which servers of this machine map.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tepo_megatron.utils.atomic import replacing
 from tepo_megatron.weight_sync.broadcast_group import Bucket, Source, crc32, pack
 from tepo_megatron.weight_sync.buckets import BucketPlan
 from tepo_megatron.weight_sync.ipc import IpcBuffer, export_buffer
-from tepo_megatron.weight_sync.transport import Staged, WeightReceiver
+from tepo_megatron.weight_sync.transport import StagedBucket, WeightReceiver
 
 SHARED_MEMORY = scratch.SHARED_MEMORY
 PURPOSE = "sync"  # in the names of the folders, see `scratch.claim`
@@ -81,8 +81,8 @@ class FileTransport(StoredTransport):
         super().__init__(receiver)
         self.folder = Path()
         self._owned: scratch.PrivateFolder | None = None
-        self._owner, self._for_others = groups.owner, cfg.folder is not None
-        self._staging = Staging(plan.largest, groups.device) if groups.device.type == "cuda" else None
+        self._owner, self._for_others = groups.owner, cfg.shared_folder is not None
+        self._staging = PinnedStaging(plan.largest, groups.device) if groups.device.type == "cuda" else None
 
     @classmethod
     def open(cls, cfg: SyncConfig, plan: BucketPlan, groups: ParallelDims, receiver: WeightReceiver | None) -> FileTransport:
@@ -93,12 +93,12 @@ class FileTransport(StoredTransport):
         """
         made = cls(cfg, plan, groups, receiver)
         if groups.is_main:
-            made._owned = scratch.PrivateFolder(*make_folder(cfg.folder))
+            made._owned = scratch.PrivateFolder(*make_folder(cfg.shared_folder))
             made.folder = made._owned.path
         made.folder = broadcast_object(made.folder, groups.host)
         return made
 
-    def stage(self, version: int, number: int, tensors: Iterable[tuple[str, Tensor]], checked: bool) -> Staged | None:
+    def stage(self, version: int, number: int, tensors: Iterable[tuple[str, Tensor]], checked: bool) -> StagedBucket | None:
         """Write the bucket to a file. See `WeightTransport.stage`."""
         there = {name: on_host(t) for name, t in tensors} if self._staging is None else self._staging.copy(tensors)
         if not there:
@@ -106,7 +106,7 @@ class FileTransport(StoredTransport):
         path = self.folder / f"v{version}-{number:05d}-{self._owner}.safetensors"
         checksums = {name: crc32(t) for name, t in there.items()} if checked else {}
         write_file(there, path, checksums, for_others=self._for_others)
-        return Staged(path, checksums)
+        return StagedBucket(path, checksums)
 
     def _release(self, sources: Sequence[Source]) -> None:
         """Delete files that the engine has read, so that two rounds lie in the folder at most."""
@@ -139,7 +139,7 @@ class IpcTransport(StoredTransport):
         self._sender = plan.senders.index(groups.rank) if groups.rank in plan.senders else -1
         self._buffers: dict[int, IpcBuffer] = {}
 
-    def stage(self, version: int, number: int, tensors: Iterable[tuple[str, Tensor]], checked: bool) -> Staged | None:
+    def stage(self, version: int, number: int, tensors: Iterable[tuple[str, Tensor]], checked: bool) -> StagedBucket | None:
         """Copy the bucket into one of the two buffers. See `WeightTransport.stage`."""
         if not self._nbytes:  # this rank does not send, but its tensor-parallel group gathers together with it
             collections.deque(tensors, maxlen=0)
@@ -148,9 +148,9 @@ class IpcTransport(StoredTransport):
         contents = pack(tensors, buffer.bytes, checked)
         if not contents:
             return None
-        buffer.written()
+        buffer.flush()
         bucket = Bucket(number, self._sender, contents, buffer.handle)
-        return Staged(bucket, bucket.checksums)
+        return StagedBucket(bucket, bucket.checksums)
 
     def _buffer(self, which: int) -> IpcBuffer:
         if which not in self._buffers:
@@ -173,7 +173,7 @@ class IpcTransport(StoredTransport):
         self.abort()
 
 
-class Staging:
+class PinnedStaging:
     """Pinned host memory through which a sender's bucket leaves its GPU. It is kept from one update to the next.
 
     A copy to pageable memory would go through a small buffer of the driver, one tensor after the other, and wait for each.
@@ -253,6 +253,6 @@ def make_folder(shared: str | None = None) -> tuple[Path, int]:
             root.mkdir(parents=True, exist_ok=True)
         except OSError as e:
             raise ConfigError(
-                f"sync.folder={shared}: cannot be made ({e.strerror}); give a folder that all machines share"
+                f"sync.transport.folder={shared}: cannot be made ({e.strerror}); give a folder that all machines share"
             ) from None
     return scratch.claim(root, scratch.new_name(PURPOSE))

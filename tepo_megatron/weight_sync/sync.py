@@ -1,4 +1,4 @@
-"""Deliver the actor's weights to the inference engine after every step: one push, whatever carries the weights.
+"""Deliver the actor's weights to the inference engine after every step. One push works with every transport.
 
 The path of a weight from a Megatron shard to the engine:
     weights/gather.py          gathers the shards of a parameter over tp
@@ -29,7 +29,7 @@ from tepo_megatron.weight_sync.broadcast import GroupTransport
 from tepo_megatron.weight_sync.buckets import BucketPlan, Delta, is_check_due
 from tepo_megatron.weight_sync.relay import RelayTransport
 from tepo_megatron.weight_sync.stores import FileTransport, IpcTransport
-from tepo_megatron.weight_sync.transport import Staged, WeightReceiver, WeightTransport
+from tepo_megatron.weight_sync.transport import StagedBucket, WeightReceiver, WeightTransport
 from tepo_megatron.weights.gather import Binding
 from tepo_megatron.weights.ops import Architecture
 
@@ -41,7 +41,7 @@ class WeightSync:
     each round and two at the end, with `sync.delta` four more, and two more if the delivery is checked; those of the transport.
 
     Attributes:
-        transport: What carries the rounds.
+        transport: The transport that sends the rounds.
         rounds: Number of rounds of a delivery of all weights.
     """
 
@@ -75,7 +75,7 @@ class WeightSync:
         checked = is_check_due(version, self._delivered, self._verify_every)
         try:
             self._send(version, checked)
-            with self._plan.agreed():
+            with self._plan.raise_on_all_ranks():
                 if self._receiver is not None:
                     self._receiver.finish_update()
             if checked:
@@ -91,20 +91,20 @@ class WeightSync:
         only = self._begin(version) if self._delta is not None else None
         number = 0  # of the next round, counting only those in which any rank has something to send
         for i in range(self.rounds):
-            with self._plan.agreed() as said:
-                said.mine = self._stage(version, i, number, only, checked), self.transport.wait()
+            with self._plan.raise_on_all_ranks() as replies:
+                replies.mine = self._stage(version, i, number, only, checked), self.transport.wait()
                 if i == 0 and self._delta is None and self._receiver is not None:
                     self._receiver.begin_update(version)
-            self.transport.complete([report for _, report in said.all])
-            sources = [staged.source for staged, _ in said.all if staged is not None]
+            self.transport.complete([report for _, report in replies.all])
+            sources = [staged.source for staged, _ in replies.all if staged is not None]
             if sources:
                 self.transport.start(sources)
                 number += 1
-        with self._plan.agreed() as said:
-            said.mine = self.transport.wait()
-        self.transport.complete(said.all)
+        with self._plan.raise_on_all_ranks() as replies:
+            replies.mine = self.transport.wait()
+        self.transport.complete(replies.all)
 
-    def _stage(self, version: int, i: int, number: int, only: Sequence[Binding] | None, checked: bool) -> Staged | None:
+    def _stage(self, version: int, i: int, number: int, only: Sequence[Binding] | None, checked: bool) -> StagedBucket | None:
         """Stage this rank's bucket of round `i`, which is sent as round `number`. See `WeightTransport.stage`."""
         try:
             staged = self.transport.stage(version, number, self._plan.tensors(i, only), checked)
@@ -118,23 +118,23 @@ class WeightSync:
     def _begin(self, version: int) -> list[Binding] | None:
         """Begin a delta update; return the parameters to send of those that leave through this rank, None for all of them."""
         assert self._delta is not None
-        with self._plan.agreed() as said:
+        with self._plan.raise_on_all_ranks() as replies:
             if self._receiver is not None:
                 self._receiver.begin_update(version)
-                said.mine = self._receiver.base
-        only = self._delta.changed(version, said.all[0])
-        told = self._plan.from_all(self._plan.names_without(only))
-        with self._plan.agreed():
+                replies.mine = self._receiver.base
+        only = self._delta.changed(version, replies.all[0])
+        gathered = self._plan.from_all(self._plan.omitted_names(only))
+        with self._plan.raise_on_all_ranks():
             if self._receiver is not None:
-                self._receiver.keep([name for names in told for name in names])
+                self._receiver.keep_unchanged([name for names in gathered for name in names])
         return only
 
     def _verify(self) -> None:
         """Compare the served weights with the sent ones; raise SyncError on all ranks if they differ."""
-        told = self._plan.from_all(self._sent)
-        with self._plan.agreed():
+        gathered = self._plan.from_all(self._sent)
+        with self._plan.raise_on_all_ranks():
             if self._receiver is not None:
-                self._receiver.verify({name: crc32 for sent in told for name, crc32 in sent.items()})
+                self._receiver.verify({name: crc32 for sent in gathered for name, crc32 in sent.items()})
 
     def close(self) -> None:
         """Close the transport. A second call does nothing."""
@@ -148,7 +148,7 @@ class WeightSync:
 
 
 class NoSync:
-    """Stands in for a sync when no engine serves the weights."""
+    """Replacement for `WeightSync` when no engine serves the weights."""
 
     def push(self, version: int) -> None:
         """Do nothing."""
@@ -168,13 +168,13 @@ def _file_transport(
 ) -> WeightTransport:
     """Return `RelayTransport` if ranks are on several machines that share no `folder`, else `FileTransport`."""
     here, everywhere = _ranks()
-    kind = FileTransport if cfg.folder is not None or here == everywhere else RelayTransport
+    kind = FileTransport if cfg.shared_folder is not None or here == everywhere else RelayTransport
     return kind.open(cfg, plan, groups, receiver)
 
 
 @dataclass(frozen=True)
-class TransportRow:
-    """One transport, and what it cannot do."""
+class TransportEntry:
+    """One transport and its limits."""
 
     make: MakeTransport
     # (config, whether the servers are next to the ranks) -> whether it carries weights of ranks on several machines
@@ -182,14 +182,14 @@ class TransportRow:
     fix: str = ""  # what to set if it does not
 
 
-TRANSPORTS: Mapping[str, TransportRow] = {
-    "shm": TransportRow(
+TRANSPORTS: Mapping[str, TransportEntry] = {
+    "shm": TransportEntry(
         _file_transport,
-        spans_machines=lambda cfg, local: cfg.folder is not None or local,
-        fix="set sync.folder to a folder that all machines share, or ",
+        spans_machines=lambda cfg, local: cfg.shared_folder is not None or local,
+        fix="set sync.transport.folder to a folder that all machines share, or ",
     ),
-    "ipc": TransportRow(IpcTransport, spans_machines=lambda cfg, local: False),
-    "group": TransportRow(GroupTransport, spans_machines=lambda cfg, local: True),
+    "ipc": TransportEntry(IpcTransport, spans_machines=lambda cfg, local: False),
+    "group": TransportEntry(GroupTransport, spans_machines=lambda cfg, local: True),
 }
 
 
@@ -208,7 +208,7 @@ def make_weight_sync(
         receiver: The engine, on rank 0; None on other ranks.
     """
     plan = BucketPlan.agree(cfg, bindings, arch, groups)
-    return WeightSync(cfg, plan, TRANSPORTS[cfg.transport].make(cfg, plan, groups, receiver), receiver)
+    return WeightSync(cfg, plan, TRANSPORTS[cfg.transport.type].make(cfg, plan, groups, receiver), receiver)
 
 
 def _ranks() -> tuple[int, int]:
@@ -216,17 +216,17 @@ def _ranks() -> tuple[int, int]:
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1")), int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def check_one_host(cfg: SyncConfig, servers_beside_ranks: bool) -> None:
+def check_one_host(cfg: SyncConfig, servers_with_ranks: bool) -> None:
     """Raise ConfigError if torchrun started ranks on several machines and the transport would not reach the servers.
 
     Args:
         cfg: The transport and its folder.
-        servers_beside_ranks: Whether servers run on the machines of the ranks, and nowhere else.
+        servers_with_ranks: Whether servers run on the machines of the ranks, and nowhere else.
     """
-    (here, everywhere), row = _ranks(), TRANSPORTS[cfg.transport]
-    if here == everywhere or row.spans_machines(cfg, servers_beside_ranks):
+    (here, everywhere), row = _ranks(), TRANSPORTS[cfg.transport.type]
+    if here == everywhere or row.spans_machines(cfg, servers_with_ranks):
         return
-    what = f"sync.transport={cfg.transport}" + (" without sync.folder" if cfg.transport == "shm" else "")
+    what = f"sync.transport={cfg.transport.type}" + (" without sync.transport.folder" if cfg.transport.type == "shm" else "")
     raise ConfigError(
         f"{what} needs all ranks on one machine, but only {here} of {everywhere} are here; {row.fix}use sync.transport=group"
     )

@@ -1,4 +1,4 @@
-"""The two contracts of a push: what carries a round of buckets, and what the engine must offer."""
+"""The two interfaces of a push: `WeightTransport` sends rounds of buckets, and `WeightReceiver` is the engine's side."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
@@ -17,7 +17,7 @@ class Recipient:
     name: str
     host: str
     ranks: int  # number of its ranks
-    life: object  # differs from its value before a restart of the server
+    incarnation: object  # differs from its value before a restart of the server
 
 
 class WeightReceiver(Protocol):
@@ -30,14 +30,14 @@ class WeightReceiver(Protocol):
     def base(self) -> int | None:
         """The version that all servers in the update had before it; None: they have no version in common."""
 
-    def keep(self, names: Sequence[str]) -> None:
+    def keep_unchanged(self, names: Sequence[str]) -> None:
         """Keep these tensors as they are in version `base`; the update does not send them. Raises SyncError."""
 
     @property
-    def takers(self) -> tuple[Recipient, ...]:
+    def recipients(self) -> tuple[Recipient, ...]:
         """The recipients: the servers in the update in progress."""
 
-    def join(self, meetings: Mapping[Recipient, GroupSpec]) -> Future[None]:
+    def join_groups(self, specs: Mapping[Recipient, GroupSpec]) -> Future[None]:
         """Have each recipient join the process groups of its group spec."""
 
     def load(self, sources: Sequence[Source]) -> Future[None]:
@@ -50,7 +50,7 @@ class WeightReceiver(Protocol):
         """Compare the served tensors with the CRC-32 of the sent ones, by Hugging Face name. Raises SyncError."""
 
 
-class Staged(NamedTuple):
+class StagedBucket(NamedTuple):
     """One rank's bucket of a round, ready to be loaded."""
 
     source: Source  # what the engine is given
@@ -64,7 +64,7 @@ class WeightTransport(Protocol):
     rounds at most. Rounds in which no rank has anything to send are staged but not started, and not counted.
     """
 
-    def stage(self, version: int, number: int, tensors: Iterable[tuple[str, Tensor]], checked: bool) -> Staged | None:
+    def stage(self, version: int, number: int, tensors: Iterable[tuple[str, Tensor]], checked: bool) -> StagedBucket | None:
         """Put this rank's bucket where it can be loaded from; return None if it is empty.
 
         `RelayTransport` makes collective calls here; it iterates the tensors like all others, which gathers them over tp.

@@ -28,7 +28,12 @@ ADAPTERS = ("own", "trl", "verl")
 
 
 def method_of(row: str, replaced: list[str]) -> Method:
-    """The method of a row with parts replaced, each "name=value"."""
+    """Return the method of a row with parts replaced.
+
+    Args:
+        row: Name of a row of the table.
+        replaced: Replacements, each "name=value".
+    """
     if row not in METHODS:
         raise SystemExit(f"--as {row}: no such method; one of {', '.join(METHODS)}")
     parts = dict(METHODS[row])
@@ -46,7 +51,12 @@ def method_of(row: str, replaced: list[str]) -> Method:
 
 
 def subjects_of(name: str, args: argparse.Namespace) -> list[Subject]:
-    """What a name on the command line stands for."""
+    """Return the loss functions that a name on the command line selects.
+
+    Args:
+        name: `own`, `trl`, `verl`, or the path "module:function" of a user's function.
+        args: Parsed command line.
+    """
     if name in ADAPTERS:
         adapter = importlib.import_module(f"tests.conformance.adapters.{name}")
         try:
@@ -62,7 +72,12 @@ def subjects_of(name: str, args: argparse.Namespace) -> list[Subject]:
 
 
 def report(subject: Subject, results: list[Result]) -> int:
-    """Print the results of one function; returns how many cases failed that it does not explain."""
+    """Print the results of one function; return the number of failed cases that it does not explain.
+
+    Args:
+        subject: The loss function.
+        results: Its result for each case.
+    """
     print(f"{subject.name}: {sum(r.passed is True for r in results)} of {len(results)} cases pass")
     unexplained = 0
     for result in results:
@@ -79,7 +94,7 @@ def report(subject: Subject, results: list[Result]) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """See the module."""
+    """Run the command line and return its exit status."""
     parser = argparse.ArgumentParser(prog="python -m tests.conformance", description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="+", metavar="NAME", help=f"module:function, or one of {', '.join(ADAPTERS)}")
     parser.add_argument("--as", dest="row", metavar="ROW", help=f"what it should compute: one of {', '.join(METHODS)}")

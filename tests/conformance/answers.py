@@ -1,4 +1,4 @@
-"""Loss and gradients of a minibatch: those of a loss function, and those of the reference."""
+"""Loss and gradients of a minibatch, computed by a loss function and by the reference."""
 
 from __future__ import annotations
 
@@ -27,17 +27,23 @@ class Answer:
 
     @property
     def gradient(self) -> Tensor:
-        """Both, one after the other."""
+        """Both gradients, concatenated."""
         return torch.cat((self.logprob_N, self.entropy_N))
 
     @property
     def finite(self) -> bool:
-        """Whether all of it is."""
+        """True if the loss and both gradients are finite."""
         return math.isfinite(self.loss) and bool(torch.isfinite(self.gradient).all())
 
 
 def answer(loss: Loss, batch: Batch, case: Case) -> Answer:
-    """What the parts of a case's layout add up to."""
+    """Return the sum of the answers for the parts of a case's layout.
+
+    Args:
+        loss: Loss function under test.
+        batch: Minibatch.
+        case: Layout, padding and dtype.
+    """
     x = batch.logprob.to(case.dtype, copy=True).requires_grad_()
     h = batch.entropy.to(case.dtype, copy=True).requires_grad_()
     total = 0.0
@@ -50,13 +56,24 @@ def answer(loss: Loss, batch: Batch, case: Case) -> Answer:
 
 
 def right_answer(method: Method, batch: Batch) -> tuple[Answer, float]:
-    """The reference's, and the sum of the absolute values that its loss adds up."""
+    """Return the reference's answer, and the sum of the absolute values that its loss adds up.
+
+    Args:
+        method: Method that the reference evaluates.
+        batch: Minibatch.
+    """
     outcome, x_grad, h_grad = expected(method, batch)
     return Answer(float(outcome.loss.detach()), x_grad, h_grad), outcome.magnitude
 
 
 def errors(got: Answer, right: Answer, magnitude: float) -> tuple[float, float]:
-    """Of the loss and of the gradients; nan counts as infinite."""
+    """Return the relative errors of the loss and of the gradients; nan counts as infinite.
+
+    Args:
+        got: Answer under test.
+        right: Answer of the reference.
+        magnitude: Sum of the absolute values that the loss adds up; the loss error is relative to it, at least to 1.
+    """
     norm = float(right.gradient.norm())
     of_loss = abs(got.loss - right.loss) / max(1.0, magnitude)
     of_gradient = float((got.gradient - right.gradient).norm()) / (norm or 1.0)

@@ -31,16 +31,17 @@ class Case:
     """One comparison.
 
     Attributes:
-        name: In the table and the messages.
-        layout: Who holds what.
-        lengths: Response tokens of the sequences; as many as the layout deals out.
-        extreme: A third of the log-ratios to any other policy are +-60 nats.
-        change: Of the minibatch that was drawn.
-        skip: So many minibatches that would do are left for other cases.
-        padding: In log-probs and entropies outside of the mask.
-        dtype: Of all tensors.
-        tolerance: Of loss (relative to what it adds up, at least 1) and of gradients (2-norm); None: they must be finite.
-        usually: What a failure of this case alone usually is.
+        name: Name in the table and in messages.
+        layout: Distribution of the sequences over ranks and microbatches.
+        lengths: Response tokens of each sequence; as many sequences as the layout distributes.
+        extreme: Set a third of the log-ratios to any other policy to +-60 nats.
+        change: Modification of the minibatch after it was drawn.
+        skip: Number of suitable minibatches to skip, because other cases use them.
+        padding: Value of log-probs and entropies outside the mask.
+        dtype: Dtype of all tensors.
+        tolerance: Bound on the errors of loss (relative to its magnitude, at least 1) and gradients (2-norm). None: they must
+            only be finite.
+        usually: Usual cause if this case alone fails.
     """
 
     name: str
@@ -56,11 +57,11 @@ class Case:
 
     @property
     def splits_sequences(self) -> bool:
-        """Whether a sequence's tokens lie in several parts."""
+        """True if the tokens of a sequence are distributed over several parts."""
         return self.layout.halves > 1
 
     def draw(self, method: Method) -> Batch:
-        """The first minibatch, by seed, in which no number that decides something lies near its threshold."""
+        """Return the first minibatch, by seed, in which no number that a condition compares is close to its threshold."""
         tiny = self.dtype == torch.float64 and not self.extreme
         if self.tolerance is None:
             return self.change(draw(0, self.lengths, extreme=self.extreme, tiny=tiny))
@@ -92,7 +93,7 @@ def _first_update(batch: Batch) -> Batch:
 
 
 def _beyond_fp32(batch: Batch) -> Batch:
-    """Every fourth token's log-ratio is +-100 nats: its exponential is no number of fp32."""
+    """Set every fourth token's log-ratio to +-100 nats, whose exponential overflows or underflows in fp32."""
     lengths = [len(r.old) for r in batch.responses]
     down, old_down = torch.zeros_like(batch.logprob), torch.zeros_like(batch.logprob)
     down[::8], old_down[4::8] = 100.0, 100.0

@@ -1,4 +1,4 @@
-"""One loss function against the reference, case by case."""
+"""Check one loss function against the reference, case by case."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ class Subject:
     """A loss function under test.
 
     Attributes:
-        name: In the table.
-        loss: See `parts`.
-        method: What it is meant to compute.
-        splits_sequences: Whether a part with some of a sequence's tokens is enough for it. A sequence ratio needs all of them,
-            and so communication, which a pure function has not.
-        says: Why it fails a case by design, as its code has it: case -> a phrase with "it" as the subject.
+        name: Name in the table.
+        loss: The function; see `parts`.
+        method: Method that it is meant to compute.
+        splits_sequences: Whether the function can handle a part with only some of a sequence's tokens. A sequence ratio needs
+            all tokens of a sequence, and therefore communication, which a pure function does not have.
+        says: Why it fails a case by design, as its code states: case -> a phrase with "it" as the subject.
     """
 
     name: str
@@ -34,15 +34,15 @@ class Subject:
 
 @dataclass(frozen=True)
 class Result:
-    """What came of a case.
+    """The result of one case.
 
     Attributes:
-        case: Which.
-        passed: None where it does not apply.
-        loss_error: Relative to what the loss adds up, at least to 1.
+        case: The case.
+        passed: Whether it passed. None: the case does not apply.
+        loss_error: Error relative to the magnitude of the loss, at least to 1.
         gradient_error: ||got - expected|| / ||expected||.
-        message: Of a failure: expected, got, and what that usually is.
-        usually: The last of these alone.
+        message: Message of a failure: expected, got, and the usual cause.
+        usually: The usual cause alone.
     """
 
     case: Case
@@ -54,7 +54,12 @@ class Result:
 
 
 def check(subject: Subject, case: Case) -> Result:
-    """Run one case."""
+    """Run one case and return its result.
+
+    Args:
+        subject: Loss function under test.
+        case: Case to run.
+    """
     if case.splits_sequences and not subject.splits_sequences:
         return Result(case, None, message="needs whole sequences, or communication")
     batch = case.draw(subject.method)
@@ -89,5 +94,10 @@ def _message(got: Answer, right: Answer | None, said: str) -> str:
 
 
 def check_all(subject: Subject, cases: Sequence[Case] = CASES) -> list[Result]:
-    """Run every case."""
+    """Run every case and return the results.
+
+    Args:
+        subject: Loss function under test.
+        cases: Cases to run.
+    """
     return [check(subject, case) for case in cases]

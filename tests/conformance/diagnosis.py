@@ -1,4 +1,4 @@
-"""What a wrong answer usually is: the reference makes each of many mistakes, and the one that gives the answer is named."""
+"""Name the usual mistake behind a wrong answer: the reference makes each of many mistakes until one reproduces the answer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,11 @@ ALIKE = 1e-5  # relative distance below which a mistake explains an answer
 
 @dataclass(frozen=True)
 class Suspect:
-    """A mistake in words, and what the reference makes of it. can_be_made: not where bounds are equal and exchanged, say."""
+    """A candidate mistake.
+
+    Attributes:
+        can_be_made: Whether the mistake is possible here; exchanging equal bounds, for example, is not.
+    """
 
     words: str
     answer: Callable[[], Answer]
@@ -26,7 +30,15 @@ class Suspect:
 
 
 def usually(method: Method, batch: Batch, case: Case, got: Answer, right: Answer) -> str:
-    """Return the mistake that gives this answer, or what the differences look like."""
+    """Return the mistake that gives this answer, or a description of the differences.
+
+    Args:
+        method: Method that the function is meant to compute.
+        batch: Minibatch.
+        case: Case that failed.
+        got: Answer under test.
+        right: Answer of the reference.
+    """
     if not got.finite:
         return case.usually if case.name != "whole" else "exp overflows, or 0 / 0"
     if (factor := _factor(got, right)) is not None:
@@ -42,7 +54,13 @@ def usually(method: Method, batch: Batch, case: Case, got: Answer, right: Answer
 
 
 def suspects(method: Method, batch: Batch, case: Case) -> Iterator[Suspect]:
-    """The mistakes that are tried, those first that people make most."""
+    """Return the mistakes to try, the most common ones first.
+
+    Args:
+        method: Method that the function is meant to compute.
+        batch: Minibatch.
+        case: Case that failed.
+    """
     return (suspect for suspect in _all_suspects(method, batch, case) if suspect.can_be_made)
 
 
@@ -139,7 +157,7 @@ def _alike(got: Answer, other: Answer) -> bool:
 
 
 def _factor(got: Answer, right: Answer) -> float | None:
-    """The number that the whole answer is off by; None if there is none."""
+    """Return the number by which the whole answer is off; None if there is none."""
     square = float(right.gradient @ right.gradient)
     if square == 0:
         return None
@@ -177,7 +195,7 @@ def _name_of_factor(factor: float, batch: Batch, case: Case) -> str:
 
 
 def _profile(batch: Batch, got: Answer, right: Answer) -> str | None:
-    """What the factors of the responses' own gradients, by their lengths, look like."""
+    """Describe the factors of the gradients of single responses, ordered by response length."""
     lengths = [len(r.old) for r in batch.responses]
     seen = []
     for n, a, b in zip(lengths, got.logprob_N.split(lengths), right.logprob_N.split(lengths), strict=True):

@@ -53,13 +53,24 @@ only asks for finite numbers it says so. The columns of the tables of results ar
 
 
 def write(tables: Mapping[str, Table], cases: Sequence[Case]) -> None:
-    """Write the page. Tables that are in it already, and are not among these, stay."""
+    """Write the page. Tables that it holds already and that are not among `tables` stay.
+
+    Args:
+        tables: Results of each subject, by table name.
+        cases: The columns.
+    """
     path = Path(PAGE)
     path.write_text(text(tables, cases, path.read_text() if path.exists() else ""))
 
 
 def text(tables: Mapping[str, Table], cases: Sequence[Case], before: str = "") -> str:
-    """Return the page. before: a page whose other tables are to stay."""
+    """Return the text of the page.
+
+    Args:
+        tables: Results of each subject, by table name.
+        cases: The columns.
+        before: A page whose other tables are kept.
+    """
     written = f"Written by `python -m tests.conformance {' '.join(TITLES)} --peers FOLDER --write`."
     lines = [_HEAD, "## Results", "", written, _MEANING]
     lines += ["|  | case | what a failure usually is |", "|---|---|---|"]
@@ -101,7 +112,7 @@ def _cell(subject: Subject, result: Result) -> str:
 
 
 def _notes(table: Table, cases: Sequence[Case]) -> list[str]:
-    """One line for each reason, with the losses and the numbers of the cases that it is the reason of."""
+    """Return one line for each reason, with the losses and the numbers of the cases that it explains."""
     reasons: dict[str, dict[str, list[str]]] = {}
     for subject, results in table:
         for number, result in enumerate(results, 1):

@@ -1,4 +1,4 @@
-"""What a loss function under test is given: a part of a minibatch, padded as most trainers hold it.
+"""The input of a loss function under test: a part of a minibatch, padded as in most trainers.
 
     def loss(part: Part) -> Tensor
 
@@ -21,11 +21,11 @@ from tests.reference.minibatches import Batch
 
 @dataclass(frozen=True)
 class Layout:
-    """Who holds what.
+    """Distribution of the sequences over ranks and microbatches.
 
     Attributes:
         rows: For each rank, for each of its microbatches, the sequences in it.
-        halves: Tokens of every sequence are dealt to so many ranks (context parallelism); 1: whole sequences.
+        halves: Number of context-parallel ranks over which the tokens of every sequence are distributed; 1: whole sequences.
     """
 
     rows: tuple[tuple[tuple[int, ...], ...], ...]
@@ -74,14 +74,14 @@ class Part:
 
 
 def parts_of(batch: Batch, logprob_N: Tensor, entropy_N: Tensor, layout: Layout, padding: float) -> list[Part]:
-    """Deal a minibatch out.
+    """Distribute a minibatch over parts.
 
     Args:
-        batch: the minibatch.
-        logprob_N: the current log-probs, leaves of the graph; their dtype is that of all tensors.
-        entropy_N: the current entropies, likewise.
-        layout: who holds what.
-        padding: what stands in log-probs and entropies outside of the mask.
+        batch: The minibatch.
+        logprob_N: Current log-probs, leaves of the graph. Their dtype is that of all tensors.
+        entropy_N: Current entropies, likewise.
+        layout: Distribution over ranks and microbatches.
+        padding: Value of log-probs and entropies outside the mask.
     """
     everything = list(range(len(batch.responses)))
     whole = _part(batch, logprob_N.detach(), entropy_N.detach(), everything, (1, 1, 1, 0), padding, None)
@@ -104,7 +104,11 @@ def _part(
     padding: float,
     whole: Part | None,
 ) -> Part:
-    """sizes: ranks, microbatches, halves, and which of them this is."""
+    """Return one part.
+
+    Args:
+        sizes: Ranks, microbatches, halves, and the number of this half.
+    """
     lengths = torch.tensor([len(r.old) for r in batch.responses])
     first = lengths.cumsum(0) - lengths
     ranks, microbatches, halves, half = sizes

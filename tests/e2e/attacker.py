@@ -1,7 +1,7 @@
-"""What somebody without any right tries on a run: `python -m tests.e2e.attacker UID TARGETS` (JSON of `Targets`).
+"""Attacks on a run by somebody without any rights: `python -m tests.e2e.attacker UID TARGETS` (JSON of `Targets`).
 
-Prints a JSON list of attacks: what was tried, what came of it, and whether it succeeded. An attack succeeds when something was
-read or changed that is the owner's. Code that runs shows in the folder of `Targets.canary`, whoever runs it.
+Prints a JSON list of attacks: the attempt, its result, and whether it succeeded. An attack succeeds when something was read or
+changed that is the owner's. Code that runs shows in the folder of `Targets.canary`, whoever runs it.
 """
 
 from __future__ import annotations
@@ -33,9 +33,18 @@ PTRACE_ATTACH = 16
 
 @dataclass(frozen=True)
 class Targets:
-    """host: where the ports are tried; ports: of TCP listeners; server: the port of the inference server; routes: of it that
-    control something; sockets: paths of Unix sockets; files, folders: the run's; pids: its processes; canary: a folder in which
-    everybody may make files.
+    """The targets of the attacks.
+
+    Attributes:
+        host: Address at which the ports are tried.
+        ports: Ports of TCP listeners.
+        server: Port of the inference server.
+        routes: Routes of the inference server that control something.
+        sockets: Paths of Unix sockets.
+        files: Files of the run.
+        folders: Folders of the run.
+        pids: Processes of the run.
+        canary: A folder in which everybody may create files.
     """
 
     host: str
@@ -51,7 +60,7 @@ class Targets:
 
 @dataclass(frozen=True)
 class Attack:
-    """One attempt. read: what it got to see, for the test to look for secrets in."""
+    """One attempt. `read` holds what the attacker got to see, so that the test can search it for secrets."""
 
     name: str
     result: str
@@ -60,7 +69,7 @@ class Attack:
 
 
 class Payload:
-    """Unpickled, it leaves a file in the folder of canaries."""
+    """An object that leaves a file in the folder of canaries when it is unpickled."""
 
     def __init__(self, canary: str) -> None:
         self.canary = canary
@@ -70,7 +79,7 @@ class Payload:
 
 
 def attacks(targets: Targets) -> list[tuple[str, Callable[[], Attack]]]:
-    """All of them, each with its name."""
+    """Return all attacks, each with its name."""
     payload = pickle.dumps(Payload(targets.canary))
     made: list[tuple[str, Callable[[], Attack]]] = []
 
@@ -107,7 +116,13 @@ def attacks(targets: Targets) -> list[tuple[str, Callable[[], Attack]]]:
 
 
 def in_store(host: str, port: int, payload: bytes) -> tuple[str, bool, str]:
-    """Write a pickle, plain and in base 64, into every key of a store, and those of PyTorch's launcher."""
+    """Write a pickle, plain and in base 64, into every key of a store, and into those of PyTorch's launcher.
+
+    Args:
+        host: Address of the store.
+        port: Port of the store.
+        payload: Pickle to write.
+    """
     with contextlib.suppress(OSError), socket.create_connection((host, port), SECONDS):
         try:
             store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=SECONDS))
@@ -121,7 +136,13 @@ def in_store(host: str, port: int, payload: bytes) -> tuple[str, bool, str]:
 
 
 def as_member(host: str, port: int, payload: bytes) -> tuple[str, bool, str]:
-    """Its number first, then a message."""
+    """Pretend to be a member of a process group: send its number first, then a message.
+
+    Args:
+        host: Address of the listener.
+        port: Port of the listener.
+        payload: Pickle to send.
+    """
     answer = b""
     for number in range(4):
         try:
@@ -136,7 +157,14 @@ def as_member(host: str, port: int, payload: bytes) -> tuple[str, bool, str]:
 
 
 def over_http(targets: Targets, method: str, route: str, key: str | None) -> tuple[str, bool, str]:
-    """A route that could change what is sampled."""
+    """Call a route that could change the samples.
+
+    Args:
+        targets: Targets of the attacks.
+        method: HTTP method.
+        route: Path of the URL.
+        key: Key to send. None: no key.
+    """
     connection = HTTPConnection(targets.host, targets.server, timeout=SECONDS)
     headers = {"Content-Type": "application/json"} | ({} if key is None else {"Authorization": f"Bearer {key}"})
     try:
@@ -151,7 +179,12 @@ def over_http(targets: Targets, method: str, route: str, key: str | None) -> tup
 
 
 def to_unix(path: str, payload: bytes) -> tuple[str, bool, str]:
-    """A connection is a success: what listens there unpickles."""
+    """Connect to a Unix socket. A connection is a success, since the listener unpickles what it receives.
+
+    Args:
+        path: Path of the socket.
+        payload: Pickle to send.
+    """
     with socket.socket(socket.AF_UNIX) as connection:
         try:
             connection.settimeout(SECONDS)
@@ -170,7 +203,7 @@ def attempt(act: Callable[[], str]) -> tuple[str, bool, str]:
 
 
 def reading(path: str) -> tuple[str, bool, str]:
-    """Not a success by itself: what the owner lets all read is no secret. The test looks for secrets in what was read."""
+    """Read a file. This is no success by itself: the owner may let everybody read it. The test searches it for secrets."""
 
     def act() -> str:
         with open(path, "rb") as file:
@@ -218,7 +251,12 @@ def signalling(pid: int) -> tuple[str, bool, str]:
 
 
 def main(user: int, targets: Targets) -> None:
-    """Become that user, and try everything at once."""
+    """Become that user, and try everything at once.
+
+    Args:
+        user: User id.
+        targets: Targets of the attacks.
+    """
     todo = attacks(targets)
     if user:
         os.setgroups([])

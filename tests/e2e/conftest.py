@@ -33,14 +33,14 @@ build(Path(sys.argv[1]), Settings(seed=3, skill=0.2, hasty_steps=0, train_proble
 
 @dataclass
 class Command:
-    """A `tepo` command under way, in a process group of its own; `mark` is in the environment of all its descendants."""
+    """A running `tepo` command, in a process group of its own; `mark` is in the environment of all its descendants."""
 
     process: subprocess.Popen[str]
     mark: str
     log: Path
 
     def wait(self, timeout: float) -> int:
-        """Exit status; AssertionError with the output after PATIENCE times `timeout` seconds."""
+        """Return the exit status. Raise AssertionError with the output after PATIENCE times `timeout` seconds."""
         try:
             return self.process.wait(PATIENCE * timeout)
         except subprocess.TimeoutExpired:
@@ -48,11 +48,16 @@ class Command:
 
     @property
     def output(self) -> str:
-        """What it printed so far, stdout and stderr."""
+        """The output so far, stdout and stderr."""
         return self.log.read_text()
 
     def until(self, condition: Callable[[], bool], timeout: float) -> None:
-        """Wait for a condition while the command runs; as `wait`."""
+        """Wait until a condition holds while the command runs; fail as `wait` does.
+
+        Args:
+            condition: Called repeatedly.
+            timeout: Seconds, multiplied by PATIENCE.
+        """
         deadline = time.monotonic() + PATIENCE * timeout
         while not condition():
             assert self.process.poll() is None, f"ended with status {self.process.returncode}:\n{self.output}"
@@ -61,9 +66,13 @@ class Command:
 
     @contextmanager
     def stopped_when(self, condition: Callable[[], bool], timeout: float) -> Iterator[None]:
-        """Stop all processes of the command at a moment at which a condition holds, and let them go on after the block.
+        """Stop all processes of the command at a moment at which a condition holds, and continue them after the block.
 
-        Whatever the block does happens while the condition holds, on a busy machine, too. It fails as `until` does.
+        The condition holds during the whole block, on a busy machine too. It fails as `until` does.
+
+        Args:
+            condition: Called repeatedly.
+            timeout: Seconds, multiplied by PATIENCE.
         """
         deadline, held = time.monotonic() + timeout, False
         while not held:
@@ -87,14 +96,16 @@ class Command:
         os.killpg(self.process.pid, signal.SIGINT)
 
     def oldest_server(self, word: str) -> int:
-        """Return the process that was started first of those with `word` in their command line, guards apart: a server that has
-        served longest, not one of its workers. Numbers of processes say nothing of their age: they begin again at some point.
+        """Return the process that was started first among those with `word` in their command line, guards excluded.
+
+        This is the server that has served longest, not one of its workers. Process ids say nothing about age, since they wrap
+        around.
         """
         found = [int(line.split()[0]) for line in self.left_over() if word in line and "guard" not in line]
         return min(found, key=lambda pid: psutil.Process(pid).create_time())
 
     def left_over(self) -> list[str]:
-        """Command lines of its descendants that still run."""
+        """Return the command lines of its descendants that still run."""
         found = []
         for folder in Path("/proc").glob("[0-9]*"):
             try:
@@ -107,7 +118,7 @@ class Command:
         return found
 
     def assert_nothing_left(self, within: float = 30.0) -> None:
-        """No descendant may outlive the command by more than `within` seconds."""
+        """Assert that no descendant outlives the command by more than `within` seconds."""
         deadline = time.monotonic() + within
         while left := self.left_over():
             assert time.monotonic() < deadline, "\n".join(left)
@@ -116,9 +127,13 @@ class Command:
 
 @contextmanager
 def commands(folder: Path) -> Iterator[Callable[..., Command]]:
-    """Start `tepo WORDS...`, with the engine of scripted_worker.py if one is named; what still runs at the end is killed.
+    """Start `tepo WORDS...`, with the engine of scripted_worker.py if one is named; kill what still runs at the end.
 
-    folder: for their output; by: what starts the module, instead of this Python.
+    `start` takes, besides the words: engine, the behaviour of the scripted engine; env, further variables; by, the arguments
+    that start the module, instead of this Python.
+
+    Args:
+        folder: Folder for the output of the commands.
     """
     started: list[Command] = []
 
@@ -143,7 +158,7 @@ def commands(folder: Path) -> Iterator[Callable[..., Command]]:
     finally:
         for command in started:
             for line in command.left_over():
-                with suppress(ProcessLookupError):  # it went with one that was killed before
+                with suppress(ProcessLookupError):  # it ended together with one that was killed before
                     os.kill(int(line.split()[0]), signal.SIGKILL)
             command.process.wait(60)
 
@@ -165,7 +180,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def random_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model that knows nothing, with datasets: for what a run does around it."""
+    """A model with random weights, with datasets: for what a run does around the model."""
     path = tmp_path_factory.mktemp("random") / "model"
     tiny_qwen3(path, layers=2)
     rows = [{"prompt": f"1+{i}?\n", "answer": str(1 + i)} for i in range(40)]
@@ -185,7 +200,12 @@ def arguments(tmp_path: Path) -> Callable[..., list[str]]:
 
 
 def settings(model: Path, **overrides: object) -> list[str]:
-    """Of a model with its problems, and more, as words of a command."""
+    """Return command-line arguments for a model with its problems.
+
+    Args:
+        model: Directory of the model and its datasets.
+        overrides: Further config keys, with `__` in place of the dot.
+    """
     keys = {"model.path": model, "data.train": model / "train.jsonl", "data.eval": model / "eval.jsonl"}
     keys |= {k.replace("__", "."): v for k, v in overrides.items()}
     return [word for k, v in keys.items() for word in (f"--{k}", str(v))]

@@ -28,7 +28,7 @@ from tests.scripted_groups import ScriptedGroups
 
 
 class ScriptedEngine:
-    """Answers with a box, right or wrong at random; its log-probs are those of the weights that it was sent."""
+    """An engine that answers with a box, right or wrong at random, and log-probs of the weights that it received."""
 
     def __init__(self, cfg: Config) -> None:
         self._behaviour = os.environ["TEPO_TEST_ENGINE"]
@@ -83,7 +83,12 @@ class ScriptedEngine:
         self.update_weights([], self._coming)
 
     def update_weights(self, files: Sequence[Path], version: int) -> None:
-        """Serve these files and what was loaded before."""
+        """Serve these files, and for other tensors what was loaded before.
+
+        Args:
+            files: safetensors files.
+            version: Version of the weights.
+        """
         self.load(files)
         with self._weights:
             if not (self._behaviour == "stale" and version > 0):

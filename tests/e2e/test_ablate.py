@@ -15,7 +15,7 @@ RUNS = {"tepo": None, "grpo": None, "exploding": {"objective": {"name": "grpo"},
 
 
 @pytest.mark.full
-def test_two_objectives_and_a_run_that_fails(tepo, tmp_path: Path) -> None:
+def test_an_ablation_compares_two_objectives_and_reports_a_failed_run(tepo, tmp_path: Path) -> None:
     model = tmp_path / "model"
     tiny_qwen3(model, layers=2)
     rows = [{"prompt": f"1+{i}?\n", "answer": str(1 + i)} for i in range(16)]

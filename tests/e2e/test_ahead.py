@@ -48,9 +48,9 @@ def test_rollouts_are_one_step_old_and_take_the_prompts_that_taking_turns_would(
 @pytest.mark.full
 @pytest.mark.parametrize("in_flight", ["finish", "continue"])
 def test_rollouts_up_to_three_steps_old(tepo, arguments, model: Path, in_flight: str, tmp_path: Path) -> None:  # noqa: F811
-    """When new weights come is up to time; that none is older than it may be, and that every prompt comes once, is not."""
+    """No rollout is older than allowed, and every prompt comes once; the arrival time of new weights varies between runs."""
     run, straight = tmp_path / "runs" / "ahead", tmp_path / "runs" / "turns"
-    settings = AHEAD | {"rollout__max_staleness": 3, "rollout__in_flight": in_flight}
+    settings = AHEAD | {"rollout__max_staleness": 3, "rollout__on_weight_update": in_flight}
     finished(tepo(*arguments(model, **settings, name="ahead", evaluation__every=4), engine="good"))
     finished(tepo(*arguments(model, **AHEAD | {"rollout__max_staleness": 0}, name="turns"), engine="good"))
     staleness = [r["rollout/staleness"] for r in whole_lines(run)]

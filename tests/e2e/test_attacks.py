@@ -64,7 +64,7 @@ def two() -> Iterator[tuple[Host, Host]]:
 
 
 def attack(host: Host, user: int, targets: Targets) -> list[dict[str, Any]]:
-    """What `tests.e2e.attacker` printed."""
+    """Return what `tests.e2e.attacker` printed."""
     words = [sys.executable, "-m", "tests.e2e.attacker", str(user), json.dumps(asdict(targets))]
     env = {name: value for name, value in os.environ.items() if name != MARK}
     done = subprocess.run([*host.enter, *words], cwd=ROOT, env=env, capture_output=True, text=True, timeout=180, check=False)
@@ -108,7 +108,7 @@ def has_steps(run: Path, count: int) -> bool:
     ],
     ids=["vllm-shm-ahead", "sglang-group-2-servers", "vllm-ipc-colocated"],
 )
-def test_nobody_gets_in(
+def test_no_attack_from_another_host_or_user_succeeds(
     folder: Path, two: tuple[Host, Host], random_model: Path, tmp_path: Path, engine: str, transport: str, keys: dict[str, Any]
 ) -> None:
     ours, other = two
@@ -126,8 +126,8 @@ def test_nobody_gets_in(
             rows = [("this machine, another user", row) for row in attack(ours, NOBODY, local)]
             far = replace(local, host=ours.address, sockets=[], files=[], folders=[], pids=[])
             rows += [("another machine", row) for row in attack(other, 0, far)]
-            told = [(where, row) for where, row in rows if row["succeeded"] or any(key in row["read"] for key in secrets)]
-            won = [(where, row["name"], row["result"]) for where, row in told]
+            suspicious = [(where, row) for where, row in rows if row["succeeded"] or any(key in row["read"] for key in secrets)]
+            won = [(where, row["name"], row["result"]) for where, row in suspicious]
             for where, row in rows:
                 print(f"{row['name'][:80]:80} | {where:26} | {row['result'][:60]}{' | SUCCEEDED' if row['succeeded'] else ''}")
             print(f"{len(rows)} attacks, {len(won)} succeeded")
@@ -153,7 +153,7 @@ def reached_from_outside(watch: Watch) -> list[Listener]:
 
 
 def test_the_list_of_sockets_sees_what_is_open(tmp_path: Path) -> None:
-    """Of each kind, in this process: the test above could not fail otherwise."""
+    """Open one socket of each kind in this process: without this check, the test above could not fail."""
     tmp_path.chmod(0o700)
     private, public = str(tmp_path / "private"), f"\0tepo-test-{os.getpid()}"
     with (

@@ -12,7 +12,7 @@ from tests.e2e.conftest import ROOT
 pytestmark = [pytest.mark.e2e, pytest.mark.full]
 
 
-def test_a_sample_of_random_kills(tmp_path: Path) -> None:
+def test_a_sample_of_random_kills_changes_nothing(tmp_path: Path) -> None:
     out = tmp_path / "chaos.jsonl"
     words = [sys.executable, "-m", "tests.harness.chaos", "--engines", "scripted", "--trials", "2", "--seed", "7", "--out", out]
     for _ in range(2):  # the second call finds both trials done

@@ -19,8 +19,8 @@ RUN: dict[str, Any] = {
     "optimizer__warmup_steps": 0, "optimizer__lr": "1e-3", "evaluation__every": 2, "evaluation__max_problems": 4,
     "rollout__server__kv_cache_gib": 0.25, "rollout__oversample": 1.5,
 }  # fmt: skip
-# what the server's log says of five turns: each return of the KV cache; each flush, two to go to sleep and one of an update
-TOLD = {"vllm": ("wake up the engine with tags: ['kv_cache']", 5), "sglang": ("Cache flushed successfully!", 15)}
+# lines of the server's log in five turns: each return of the KV cache; each flush (two to fall asleep, one per update)
+LOGGED = {"vllm": ("wake up the engine with tags: ['kv_cache']", 5), "sglang": ("Cache flushed successfully!", 15)}
 MEASURED = ("actor/grad_norm", "loss/total", "actor/entropy", "rollout/logprob_diff_max", "loss/kl")
 
 
@@ -55,7 +55,7 @@ def test_a_run_in_turns_learns_what_the_same_rollouts_teach_without_them(
     assert len(with_turns) == len(without) == 3
     for a, b in zip(with_turns, without, strict=True):
         assert {k: a[k] for k in MEASURED} == {k: b[k] for k in MEASURED} and a["actor/grad_norm"] > 0
-        # of the weights of the step before, the newest there are
+        # samples of the previous step's weights, the newest ones
         assert a["rollout/logprob_diff_mean"] <= 1e-5 and a["rollout/staleness"] == 0
         for phase in ("generate", "train"):
             assert 0.1 < a[f"memory/{phase}_held"] <= a[f"memory/{phase}_peak"] and a[f"memory/{phase}_servers"] > 0.1
@@ -63,6 +63,6 @@ def test_a_run_in_turns_learns_what_the_same_rollouts_teach_without_them(
     assert first.keys() == last.keys() and all(torch.equal(first[name], last[name]) for name in first)
     assert output.count("accuracy at step") == 3 and "is started again" not in output
     # it sampled for step 0's evaluation and step 1, for step 2, for its evaluation, before a checkpoint, for step 3, and last
-    log, (line, times) = (runs / "turns/server.log").read_text(), TOLD[engine]
+    log, (line, times) = (runs / "turns/server.log").read_text(), LOGGED[engine]
     assert log.count(line) == times, log
     assert "memory, GiB" in output and (runs / "turns/checkpoints/step-00000002").exists()

@@ -16,7 +16,7 @@ def can_mount(folder: Path) -> bool:
     return os.geteuid() == 0 and subprocess.run(words, capture_output=True).returncode == 0
 
 
-def test_a_read_only_output_folder(tepo, arguments, random_model: Path, tmp_path: Path) -> None:
+def test_a_read_only_output_folder_is_refused(tepo, arguments, random_model: Path, tmp_path: Path) -> None:
     folder = tmp_path / "runs"
     folder.mkdir()
     if not can_mount(folder):

@@ -10,7 +10,7 @@ from tests.e2e.conftest import settings
 pytestmark = [pytest.mark.server, pytest.mark.e2e, pytest.mark.full]
 
 
-def test_a_run_that_can_work_and_one_that_cannot(tepo, base: Path, tmp_path: Path) -> None:
+def test_doctor_passes_a_working_run_and_fails_another(tepo, base: Path, tmp_path: Path) -> None:
     words = settings(base, output=tmp_path / "runs", name="new")
     command = tepo("doctor", "examples/demo.yaml", *words)
     assert command.wait(240) == 0, command.output

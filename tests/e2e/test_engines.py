@@ -24,7 +24,7 @@ from tests.tiny import VOCAB_SIZE, tiny_model
 pytestmark = [pytest.mark.server, pytest.mark.e2e, pytest.mark.full]
 STEPS = 5
 LAYOUTS = {"TP2": {"tp": 2}, "PP2": {"tp": 1, "pp": 2}, "TP2xPP2": {"tp": 2, "pp": 2}, "EP2": {"tp": 1, "ep": 2, "dp": 2}}
-LAYOUTS["EP2 replay"] = LAYOUTS["EP2"]  # of the engine's experts
+LAYOUTS["EP2 replay"] = LAYOUTS["EP2"]  # replays the engine's experts
 RETURN_EXPERTS = ("sglang",)  # on a CPU
 ENGINES, SERVER_TP = ("vllm", "sglang"), (1, 2)
 DENSE = [("TP2", "shm"), ("PP2", "shm"), ("TP2xPP2", "shm"), ("PP2", "group")]
@@ -42,7 +42,12 @@ def cases() -> list[Any]:
 
 @dataclass
 class ServedElsewhere:
-    """A server that a `tepo serve` keeps. settings: of a run that uses it; key: what it asks for."""
+    """A server that a `tepo serve` keeps.
+
+    Attributes:
+        settings: Settings of a run that uses it.
+        key: Key that it requires.
+    """
 
     model: Path
     settings: dict[str, object]
@@ -76,7 +81,7 @@ def served(
     about = {"rollout__engine": engine, "rollout__server__tp": tp}
     if kind == "mixture" and engine in RETURN_EXPERTS:
         about["rollout__replay_experts"] = "true"
-    where = {"rollout__server__rendezvous": folder / "servers", "sync__folder": folder / "weights", "output": folder}
+    where = {"rollout__server__rendezvous": folder / "servers", "sync__transport__folder": folder / "weights", "output": folder}
     with commands(folder) as tepo:
         serve = tepo("serve", "examples/demo.yaml", *settings(model, **about, **where))
         serve.until(lambda: bool(list((folder / "servers").glob("*.json"))), timeout=240)
@@ -93,9 +98,9 @@ def test_rollouts_are_of_the_actors_weights(
     overrides |= {"optimizer__warmup_steps": 0, "evaluation__max_problems": 8, "optimizer__lr": "1e-3"}
     overrides |= {"training__steps": STEPS, "rollout__prompts_per_step": 8, "training__minibatch_prompts": 4}
     overrides |= served.settings | {"name": "run", "sync__transport": transport}
-    overrides |= {"sync__folder": tmp_path / "weights"} if transport == "shm" else {}
+    overrides |= {"sync__transport__folder": tmp_path / "weights"} if transport == "shm" else {}
     if layout == "EP2":
-        overrides["rollout__replay_experts"] = "false"  # asked for by the run or not, the server could tell
+        overrides["rollout__replay_experts"] = "false"  # the server could report them whether or not the run asks
     if layout == "EP2 replay":
         overrides["rollout__record"] = "true"
     # which problems are solved differs from machine to machine: every step trains, and the entropy moves the weights

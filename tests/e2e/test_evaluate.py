@@ -23,7 +23,7 @@ WORDS = {
 }  # fmt: skip
 
 
-def test_all_seven_on_an_engine_of_its_own_and_on_one_that_runs(tepo, base: Path, tmp_path: Path) -> None:
+def test_seven_benchmarks_run_on_an_own_and_on_a_running_engine(tepo, base: Path, tmp_path: Path) -> None:
     words = [*CONFIG, *(w for key, value in WORDS.items() for w in (f"--{key}", value))]
     own = tepo("evaluate", base, *words, "--out", tmp_path / "own", "--published", "Qwen3-14B")
     assert own.wait(300) == 0, own.output
@@ -62,7 +62,7 @@ def test_all_seven_on_an_engine_of_its_own_and_on_one_that_runs(tepo, base: Path
 
 
 def greedy_texts(model: Path, problems: dict) -> list[str]:
-    """What transformers makes of the same problems."""
+    """Return the greedy responses of transformers to the same problems."""
     tokenizer, policy = AutoTokenizer.from_pretrained(model), AutoModelForCausalLM.from_pretrained(model)
     texts = []
     for name, samples in problems.items():

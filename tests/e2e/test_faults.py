@@ -7,7 +7,6 @@ of these needs a server (those that do: tests/server, test_train.py); those in m
 import json
 import os
 import signal
-import socket
 import subprocess
 from pathlib import Path
 
@@ -66,7 +65,7 @@ def test_refused_without_a_process(
     overrides: dict,
     phrase: str,
 ) -> None:
-    """As above, by the command's function in this process, which may start none."""
+    """Call the command's function in this process, which may start no other one; it refuses as above."""
 
     def start(*words: object, **options: object) -> None:
         raise AssertionError(f"{words} was started")
@@ -78,7 +77,7 @@ def test_refused_without_a_process(
     assert not (tmp_path / "runs").exists()
 
 
-def test_truncated_checkpoint(tepo, arguments, tmp_path: Path) -> None:
+def test_a_truncated_checkpoint_is_refused(tepo, arguments, tmp_path: Path) -> None:
     path = tmp_path / "model"
     tiny_qwen3(path, layers=4)
     weights = path / "model.safetensors"
@@ -97,19 +96,12 @@ def test_truncated_checkpoint(tepo, arguments, tmp_path: Path) -> None:
         ),
     ],
 )
-def test_datasets_without_a_usable_prompt(
+def test_datasets_without_a_usable_prompt_are_refused(
     tepo, arguments, model: Path, tmp_path: Path, text: str, overrides: dict, phrase: str
 ) -> None:
     data = tmp_path / "train.jsonl"
     data.write_text(text)
     refused(tepo(*arguments(model, data__train=data, **overrides)), phrase)
-
-
-@pytest.mark.full
-def test_busy_port(tepo, arguments, model: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as busy:
-        port = busy.getsockname()[1]
-        refused(tepo(*arguments(model, rollout__server__port=port)), "rollout.server.port", str(port))
 
 
 def test_cuda_without_a_gpu(tepo, arguments, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,7 +121,7 @@ def whole_lines(run: Path) -> list[dict]:
 
 
 def fault(command, run: Path, *phrases: str, steps: int) -> None:
-    """The fault comes in mid-run: as `refused`, with the steps before it on record and nothing half-written."""
+    """Assert that the fault ends the run in mid-run as in `refused`, with earlier steps on record and no partial files."""
     command.until(lambda: "actor built" in command.output, timeout=BOUND)
     refused(command, *phrases)
     assert len(whole_lines(run)) == steps
@@ -160,12 +152,12 @@ def test_steps_without_an_informative_group_change_nothing_and_go_on(tepo, argum
 
 
 @pytest.mark.full
-def test_a_loss_that_is_not_a_number(tepo, arguments, model: Path, tmp_path: Path) -> None:
+def test_a_loss_that_is_not_a_number_ends_the_run(tepo, arguments, model: Path, tmp_path: Path) -> None:
     command = tepo(*arguments(model, **SHORT, optimizer__lr="1e30", name="nan"), engine="good")
     fault(command, tmp_path / "runs" / "nan", "is nan in step 1, update 1", "optimizer.lr", steps=0)
 
 
-def test_an_engine_that_serves_other_weights(tepo, arguments, model: Path, tmp_path: Path) -> None:
+def test_an_engine_that_serves_other_weights_ends_the_run(tepo, arguments, model: Path, tmp_path: Path) -> None:
     command = tepo(*arguments(model, **SHORT, optimizer__lr="1e-3", name="stale"), engine="stale")
     fault(command, tmp_path / "runs" / "stale", "sync.max_logprob_diff", "version 1", steps=1)
 
@@ -178,13 +170,13 @@ def test_an_engine_that_serves_other_weights_ahead_of_training(tepo, arguments, 
     fault(command, tmp_path / "runs" / "stale", "sync.max_logprob_diff", "version 1", steps=2)
 
 
-def test_a_server_that_dies_in_mid_run(tepo, arguments, model: Path, tmp_path: Path) -> None:
+def test_a_server_that_dies_in_mid_run_ends_the_run(tepo, arguments, model: Path, tmp_path: Path) -> None:
     command = tepo(*arguments(model, **SHORT, name="dies"), engine="dies")
     fault(command, tmp_path / "runs" / "dies", "inference server was killed by SIGKILL", steps=1)
 
 
 @pytest.mark.full
-def test_a_rank_that_is_killed(tepo, arguments, model: Path, tmp_path: Path) -> None:
+def test_a_killed_rank_ends_the_run(tepo, arguments, model: Path, tmp_path: Path) -> None:
     command = tepo(*arguments(model, **SHORT | {"training__steps": 500}, name="killed"), engine="slow")
     run = tmp_path / "runs" / "killed"
     command.until(lambda: len(whole_lines(run)) >= 2, timeout=BOUND)
@@ -194,7 +186,7 @@ def test_a_rank_that_is_killed(tepo, arguments, model: Path, tmp_path: Path) -> 
     assert len(whole_lines(run)) >= 2
 
 
-def test_ctrl_c_in_mid_run(tepo, arguments, model: Path, tmp_path: Path) -> None:
+def test_ctrl_c_ends_the_run(tepo, arguments, model: Path, tmp_path: Path) -> None:
     command = tepo(*arguments(model, **SHORT | {"training__steps": 500}, name="stopped"), engine="slow")
     run = tmp_path / "runs" / "stopped"
     command.until(lambda: len(whole_lines(run)) >= 2, timeout=BOUND)

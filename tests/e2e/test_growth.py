@@ -22,7 +22,7 @@ RUN: dict[str, Any] = {
 
 
 def test_a_restart_between_steps_changes_no_bit(tepo, arguments, random_model: Path, tmp_path: Path) -> None:
-    """Both runs at once: a server takes most of their time, and a core. The second step's growth ends the server."""
+    """Run both runs at once, since a server takes most of the time, and one core. The second step's growth ends the server."""
     limits = {"grown": f"{A_PAGE:.9f}", "straight": "0"}
     commands = {
         name: tepo(*arguments(random_model, **RUN, rollout__server__restart_after_growth_gib=limit, name=name))

@@ -18,7 +18,7 @@ from tests.hurts import OF_ALL, Hurt, Runs
 from tests.tiny import tiny_qwen3
 
 pytestmark = [pytest.mark.e2e, pytest.mark.full]
-BOUND = 120.0  # seconds, of a run; of each wait in one
+BOUND = 120.0  # seconds of a run, and of each wait in it
 STEPS = 8
 RUN: dict[str, Any] = SHORT | {
     "training__steps": STEPS, "checkpoint__every": 2, "optimizer__lr": "1e-4", "parallel__tp": 2, "reward__workers": 1,

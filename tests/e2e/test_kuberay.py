@@ -54,7 +54,7 @@ class Site:
     folder: Path
 
     def launch(self, *words: str | Path) -> str:
-        """What it prints."""
+        """Run the launcher and return its output."""
         done = subprocess.run(
             [PYTHON, "-m", "launch", *words],
             cwd=self.folder, env=self.environment, capture_output=True, text=True, timeout=600, check=False,
@@ -63,7 +63,7 @@ class Site:
         return done.stdout
 
     def profile(self, python: str, **section: Any) -> Path:
-        """Of machines with a rank each."""
+        """Write a profile of machines with one rank each."""
         kuberay = {"namespace": "lab", "claims": {"data": "/tmp"}, "cpu": "1", "memory": "1Gi", "wait_seconds": 240} | section
         tree = {"python": python, "ranks_per_node": 1, "network": {"port": free_port()}, "container": {"image": "none"}}
         path = self.folder / "profile.yaml"
@@ -81,7 +81,7 @@ class Job:
 
     @classmethod
     def started(cls, site: Site, *words: str | Path) -> Job:
-        """As KubeRay does: the entrypoint of the manifest, in a shell of the head."""
+        """Start the entrypoint of the manifest in a shell of the head, as KubeRay does."""
         said = site.launch(*words, "--executor", "kuberay")
         id = said.split(";")[0].removeprefix("job ")
         entrypoint = site.api.jobs[id.removeprefix("lab/")]["spec"]["entrypoint"]
@@ -96,18 +96,18 @@ class Job:
 
     @property
     def output(self) -> str:
-        """What the program on the head printed, and the ends of all logs."""
+        """The output of the program on the head, and the ends of all logs."""
         return (self.site.folder / "driver.txt").read_text() + self.site.launch("logs", self.run) + self.site.ray.logs()
 
     def until(self, condition: Callable[[], bool], timeout: float) -> None:
-        """Wait for a condition while it runs."""
+        """Wait until a condition holds while the job runs."""
         deadline = time.monotonic() + timeout
         while not condition():
             assert self.process.poll() is None and time.monotonic() < deadline, self.output
             time.sleep(0.1)
 
     def ended(self, timeout: float) -> int:
-        """Its exit status."""
+        """Wait for the end and return the exit status."""
         try:
             return self.process.wait(timeout)
         except subprocess.TimeoutExpired:
@@ -116,35 +116,36 @@ class Job:
 
 
 def of_the_run(site: Site, machine: str = "") -> dict[int, str]:
-    """Processes that the scripts started."""
+    """Return the processes that the scripts started."""
     return {pid: line for pid, line in site.ray.processes(machine).items() if "tepo_megatron" in line or "scripted" in line}
 
 
 @pytest.fixture
 def site(tmp_path_factory: pytest.TempPathFactory, tmp_path: Path) -> Iterator[Site]:
-    """Of two machines."""
+    """A site of two machines."""
     short = Path("/tmp") / f"tepo-{uuid.uuid4().hex[:8]}"  # Ray makes sockets in it, whose paths may have 107 letters
     with rays.running(short, 2, ENVIRONMENT) as ray, serving(tmp_path) as (api, kubeconfig):
         yield Site(ray, api, {**os.environ, **ENVIRONMENT, "KUBECONFIG": str(kubeconfig)}, tmp_path)
 
 
 def scripted(site: Site, model: Path, **more: object) -> Job:
-    """Two machines with a rank each, whose engine needs no server."""
+    """Submit a run on two machines with one rank each, whose engine needs no server."""
     python = site.folder / "python"
     python.write_text(SCRIPTED)
     python.chmod(0o755)
     settings = SHORT | {
         "name": "run", "parallel__tp": 1, "parallel__dp": 2, "training__steps": 5, "checkpoint__every": 2, "model__path": model,
         "data__train": model / "train.jsonl", "data__eval": model / "eval.jsonl", "rollout__record": "true",
-        "rollout__filter_uniform_groups": "false", "rollout__server__urls": "[http://127.0.0.1:9]", "sync__folder": "weights",
+        "rollout__filter_uniform_groups": "false", "rollout__server__urls": "[http://127.0.0.1:9]",
+        "sync__transport__folder": "weights",
         **more,
     }  # fmt: skip
     return Job.started(site, ROOT / "examples" / "demo.yaml", "--cluster", site.profile(str(python)), *words_of(settings))
 
 
 def test_a_run_goes_on_when_a_machine_is_lost(site: Site, random_model: Path) -> None:
-    """Its Ray dies, and nothing else is told: what it had started ends by itself, and another machine takes its place."""
-    job = scripted(site, random_model, training__steps=15)  # so many that the loss is noticed before the last
+    """Kill Ray on one machine without notice: its processes end by themselves, and another machine takes its place."""
+    job = scripted(site, random_model, training__steps=15)  # enough steps for the loss to be noticed before the last
     job.until(lambda: steps_of(job.run) >= 3, timeout=240)
     assert len(of_the_run(site, "m0")) >= 2 and len(of_the_run(site, "m1")) >= 2  # torchrun and a rank
     os.kill(site.ray.raylet("m1"), signal.SIGKILL)
@@ -154,8 +155,8 @@ def test_a_run_goes_on_when_a_machine_is_lost(site: Site, random_model: Path) ->
     assert [r["step"] for r in records(job.run)] == list(range(1, 16))
     seen = Counter(prompt for step in prompts_of(job.run).values() for prompt in step)
     assert seen.total() == 120 and max(seen.values()) - min(seen.values()) <= 1, "a prompt was lost or doubled"
-    told = (job.run / "launch" / "run-head-1.log").read_text()
-    newest = re.search(r"is lost; started again; newest checkpoint: step-(\d+)\n", told)
-    assert newest is not None and int(newest[1]) in range(2, 15, 2), told
+    log = (job.run / "launch" / "run-head-1.log").read_text()
+    newest = re.search(r"is lost; started again; newest checkpoint: step-(\d+)\n", log)
+    assert newest is not None and int(newest[1]) in range(2, 15, 2), log
     assert f"resume: from the checkpoint of step {int(newest[1])}" in (job.run / "log.txt").read_text()
     assert of_the_run(site) == {} and no_secret_in(site.folder)

@@ -27,7 +27,7 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become 
 
 # This Python may lie where nobody else can execute it: it starts as root, and becomes another user at once.
 BECOME = f"import os; os.setgroups([]); os.setgid({NOBODY}); os.setuid({NOBODY})"
-# As another user: read, replace, add to or remove what the ranks of a run tell each other. Prints what succeeded.
+# As another user: read, replace, extend or remove the messages between the ranks of a run. Prints what succeeded.
 INTRUDER = """
 import sys
 from pathlib import Path
@@ -75,7 +75,7 @@ class Listener:
             time.sleep(0.05)
 
     def result(self) -> set[tuple[str, str]]:
-        """Once the command has ended."""
+        """Return the sockets once the command has ended."""
         self._thread.join(60)
         return self.found
 
@@ -171,7 +171,7 @@ def test_another_user_in_the_place_of_a_rank_is_noticed_before_anything_is_sent(
             process.kill()
             process.communicate()
     if attacked:
-        assert said.startswith((f"Stranger user {NOBODY} of this machine connected to a process group", "RuntimeError"))
+        assert said.startswith((f"ForeignPeer user {NOBODY} of this machine connected to a process group", "RuntimeError"))
         assert "formed" not in said.splitlines()
     else:
         assert said == "formed\n"

@@ -72,15 +72,15 @@ def test_a_run_survives_the_kill_of_its_launcher_and_of_a_rank(tepo, arguments, 
     first, last = weights(straight), weights(run)
     assert first.keys() == last.keys() and all(torch.equal(last[name], first[name]) for name in first)
 
-    told = (run / "log.txt").read_text()
+    log = (run / "log.txt").read_text()
     command = tepo(*again, engine="good")
     results = "summary.json, report.html, report.png, hf"
     assert f"this run is finished, with {STEPS} steps; its results: {results}" in finished(command)
-    assert (run / "log.txt").read_text() == told, "something was started"
+    assert (run / "log.txt").read_text() == log, "something was started"
 
 
 @pytest.mark.full
-def test_resume_with_other_settings_data_and_damage(tepo, arguments, model: Path, tmp_path: Path) -> None:
+def test_resume_accepts_other_settings_and_refuses_other_data(tepo, arguments, model: Path, tmp_path: Path) -> None:
     run = tmp_path / "runs" / "again"
     finished(tepo(*arguments(model, **RUN, name="again"), engine="good"))
     before = records(run)
@@ -99,16 +99,16 @@ def test_resume_with_other_settings_data_and_damage(tepo, arguments, model: Path
     (newest / "run.json").write_text("{}")
     more = again | {"parallel__tp": 1, "training__steps": STEPS + 1}
     output = finished(tepo(*arguments(model, **more), engine="good"))
-    for told in (
+    for message in (
         str(newest / "run.json"),
         f"resume: from the checkpoint of step {STEPS - 2}",
         "resume: parallel.tp was 2 and is 1",
         f"resume: training.steps was {STEPS} and is {STEPS + 1}",
         "resume: 2 recorded steps are taken again",
     ):
-        assert told in output
-    assert output.count(str(newest / "run.json")) == output.count("random generators start anew") == 1
-    assert (run / "log.txt").read_text().count("random generators start anew") == 1
+        assert message in output
+    assert output.count(str(newest / "run.json")) == output.count("random generators start from the seed") == 1
+    assert (run / "log.txt").read_text().count("random generators start from the seed") == 1
     assert f"resume: from the checkpoint of step {STEPS - 2}" in (run / "log.txt").read_text()
     assert [r["step"] for r in records(run)] == list(range(1, STEPS + 2))
     for here, there in zip(records(run), before, strict=False):

@@ -27,7 +27,7 @@ def test_a_run_tells_no_secret(
 ) -> None:
     given = {name: f"not-for-any-file-{secrets.token_hex(8)}" for name in GIVEN}
     run = tmp_path / "runs" / "told"
-    words = arguments(random_model, **SHORT, name="told", rollout__engine=engine, sync__folder=tmp_path / "weights")
+    words = arguments(random_model, **SHORT, name="told", rollout__engine=engine, sync__transport__folder=tmp_path / "weights")
     command = tepo(*words, env=given)
     command.until(lambda: "accuracy at step 0" in command.output, timeout=300)
     lines = command.left_over()
@@ -45,7 +45,7 @@ def test_a_run_tells_no_secret(
 
 
 def keys_of_servers(lines: Iterable[str]) -> set[str]:
-    """What the servers among these processes ("PID COMMAND") ask for: their owner can read it in their environment."""
+    """Return the keys of the servers among these processes ("PID COMMAND"), which their owner can read in their environment."""
     found = set()
     for line in lines:
         try:
@@ -56,7 +56,7 @@ def keys_of_servers(lines: Iterable[str]) -> set[str]:
 
 
 def files_with(hidden: Iterable[str], folder: Path) -> list[Path]:
-    """Files that hold one of these, as text."""
+    """Return the files that hold one of these secrets, as text."""
     needles = [secret.encode() for secret in hidden]
     files = [path for path in folder.rglob("*") if path.is_file()]
     assert files

@@ -20,7 +20,12 @@ SERVER = "-m vllm.entrypoints"
 def test_a_served_engine_killed_in_mid_run_costs_no_sample(tepo, arguments, base: Path, tmp_path: Path) -> None:
     rendezvous, weights, run = tmp_path / "rendezvous", tmp_path / "weights", tmp_path / "runs" / "far"
     settings = {"training__steps": STEPS, "rollout__server__rendezvous": rendezvous}
-    settings |= {"sync__folder": weights, "rollout__record": "true", "rollout__filter_uniform_groups": "false", "name": "far"}
+    settings |= {
+        "sync__transport__folder": weights,
+        "rollout__record": "true",
+        "rollout__filter_uniform_groups": "false",
+        "name": "far",
+    }
     settings |= {"rollout__prompts_per_step": 8, "training__minibatch_prompts": 4, "evaluation__max_problems": 8}
     words = arguments(base, **settings)
     serve = tepo("serve", words[1], "--host", "127.0.0.2", *words[2:])
@@ -52,7 +57,7 @@ def test_a_served_engine_killed_in_mid_run_costs_no_sample(tepo, arguments, base
 
 
 def test_a_served_engine_takes_turns_and_is_killed_in_the_trainers(tepo, arguments, base: Path, tmp_path: Path) -> None:
-    """In turns the weights need no folder: the server is on the machine of the ranks."""
+    """A colocated run needs no folder for weights, because the server is on the machine of the ranks."""
     rendezvous, run = tmp_path / "rendezvous", tmp_path / "runs" / "turns"
     settings = {"training__steps": 4, "rollout__server__rendezvous": rendezvous, "name": "turns"}
     settings |= {"rollout__record": "true", "rollout__filter_uniform_groups": "false", "rollout__colocate": "true"}

@@ -47,7 +47,7 @@ RUN = SHORT | {
 
 @dataclass
 class Job:
-    """A managed job of three machines: two of ranks, one that serves. task: SkyPilot's id, the same in each start."""
+    """A managed job of three machines: two with ranks, one that serves. `task` is SkyPilot's id, the same in each start."""
 
     folder: Path
     cfg: Config
@@ -61,7 +61,7 @@ class Job:
         return self.folder / "volume" / "runs" / "run"
 
     def hand_over(self) -> None:
-        """What SkyPilot copies to /nemo_run, at another place, since this machine is shared."""
+        """Copy what SkyPilot copies to /nemo_run, to another place, since this machine is shared."""
         home = self.folder / "handed-over"
         scripts = {
             nemo_sky.SETUP: skypilot.setup_script(self.cluster),
@@ -75,7 +75,7 @@ class Job:
             (home / "code").symlink_to(ROOT)
 
     def start(self, script: str, variable: str) -> list[subprocess.Popen[bytes]]:
-        """On all machines at once."""
+        """Run a script on all machines at once."""
         more = {"SKYPILOT_TASK_ID": self.task, "SKYPILOT_NODE_IPS": "\n".join(["127.0.0.1"] * 3), "TEPO_TEST_ENGINE": "slow"}
         environment = {**os.environ, **more, "OMP_NUM_THREADS": "1"}
         environment.pop("PYTHONPATH", None)
@@ -93,7 +93,7 @@ class Job:
         return started
 
     def set_up(self) -> list[int]:
-        """The exit status of each machine."""
+        """Run the setup and return the exit status of each machine."""
         return [process.wait(240) for process in self.start(nemo_sky.SETUP, "SKYPILOT_SETUP_NODE_RANK")]
 
     def begin(self) -> list[subprocess.Popen[bytes]]:
@@ -103,7 +103,7 @@ class Job:
         return (self.folder / f"machine-{rank}.log").read_text(errors="replace")
 
     def lose(self) -> None:
-        """All machines, in the midst of what they do."""
+        """Kill all machines while they work."""
         for process in self.processes:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
@@ -129,7 +129,7 @@ def job(random_model: Path, tmp_path: Path) -> Iterator[Job]:
         Cluster, {"python": str(python), "ranks_per_node": 1, "network": network, "skypilot": sky}, "cluster.yaml"
     )
     (tmp_path / "volume").mkdir()
-    words = settings(random_model, **RUN, sync__folder="weights")
+    words = settings(random_model, **RUN, sync__transport__folder="weights")
     cfg = load_config(ROOT / "examples" / "demo.yaml", words)
     layout = lay_out(cfg, cluster)
     assert layout == Layout(2, 1, 1, 1)

@@ -38,8 +38,8 @@ exec {sys.executable} -m tests.e2e.scripted_run "$@"
 """
 SLURM = {"account": "lab", "exclusive": False, "warning_seconds": 150}
 PATHS = {"PYTHONPATH": str(ROOT)}
-APART_STEPS, PROMPTS = 24, 8  # steps of a second: more than are taken until the batch script looks at its tasks
-STEPS = 64  # of half a second at least: more than fit before the signal, which comes within the first half minute
+APART_STEPS, PROMPTS = 24, 8  # steps of a second; more than are taken before the batch script looks at its tasks
+STEPS = 64  # steps of at least half a second; more than fit before the signal, which comes within the first half minute
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +60,7 @@ def launch(cluster: slurm.Slurm, folder: Path, *words: str | Path) -> str:
 
 
 def submitted(cluster: slurm.Slurm, folder: Path, *words: str | Path) -> str:
-    """The number of the job."""
+    """Submit a job and return its number."""
     said = launch(cluster, folder, *words, "--executor", "slurm")
     return said.split(";")[0].removeprefix("job ")
 
@@ -79,7 +79,11 @@ def no_secret_in(folder: Path) -> bool:
 
 
 def scripted(cluster: slurm.Slurm, folder: Path, name: str, limit: str, **more: object) -> tuple[str, Path]:
-    """A job of one machine whose engine needs no server, on 40 prompts: its number, and the run. limit: of its time."""
+    """Submit a job of one machine whose engine needs no server, on 40 prompts; return its number and the run.
+
+    Args:
+        limit: Time limit of the job.
+    """
     python = folder / "python"
     python.write_text(SCRIPTED)
     python.chmod(0o755)
@@ -103,8 +107,8 @@ def test_a_run_longer_than_its_time_limit_resumes_until_it_is_done(cluster: slur
     batch = (run / "launch" / f"long-train-batch-{job}.log").read_text()
     restarts = batch.count("launch: queued again; newest checkpoint: step-")
     assert restarts >= 1, batch
-    told = (run / "log.txt").read_text()
-    assert told.count("resume: from the checkpoint of step ") == restarts, told
+    log = (run / "log.txt").read_text()
+    assert log.count("resume: from the checkpoint of step ") == restarts, log
     status = launch(cluster, tmp_path, "status", "runs/long")
     assert "COMPLETED, " in status and f"restarts: {restarts}" in status and f"{STEPS} steps recorded, ended" in status
     assert f"long-train-{job}.log" in launch(cluster, tmp_path, "logs", "runs/long")
@@ -125,19 +129,19 @@ def test_a_killed_rank_has_the_job_queued_again_and_no_prompt_is_lost(cluster: s
 
 
 def steps_of(run: Path) -> int:
-    """Those on record."""
+    """Return the recorded steps."""
     path = run / "metrics.jsonl"
     return path.read_text().count("\n") if path.exists() else 0
 
 
 def prompts_of(run: Path) -> dict[int, list[int]]:
-    """Those that each step trained on."""
+    """Return the prompts that each step trained on."""
     folder = run / record.FOLDER
     return {step: sorted({prompt for prompt, _ in record.scores(folder, step)}) for step in record.steps(folder)}
 
 
 def wait_for(condition: Callable[[], bool], cluster: slurm.Slurm, job: str) -> None:
-    """While the job is to go on."""
+    """Wait for a condition while the job keeps running."""
     deadline = time.monotonic() + 400
     while not condition():
         assert cluster.state(job) not in ("FAILED", "CANCELLED", "COMPLETED", "NODE_FAIL", "TIMEOUT"), cluster.logs()
@@ -147,7 +151,7 @@ def wait_for(condition: Callable[[], bool], cluster: slurm.Slurm, job: str) -> N
 
 @dataclass(frozen=True)
 class Apart:
-    """A job of two machines of ranks and one of servers: torchrun over two machines, a real vLLM on the third."""
+    """A job of two machines with ranks and one with servers: torchrun over two machines, a real vLLM on the third."""
 
     cluster: slurm.Slurm
     folder: Path
@@ -164,7 +168,7 @@ class Apart:
         settings = {
             "name": "apart", "parallel__tp": 2, "training__steps": APART_STEPS, "checkpoint__every": 2, "model__path": base,
             "data__train": base / "train.jsonl", "data__eval": base / "eval.jsonl", "evaluation__max_problems": 8,
-            "rollout__server__rendezvous": folder / "servers", "sync__folder": folder / "weights",
+            "rollout__server__rendezvous": folder / "servers", "sync__transport__folder": folder / "weights",
             "rollout__prompts_per_step": PROMPTS, "training__minibatch_prompts": 4, "rollout__samples_per_prompt": 4,
             "rollout__filter_uniform_groups": "false", "rollout__record": "true",
         }  # fmt: skip
@@ -172,7 +176,7 @@ class Apart:
         return cls(cluster, folder, job)
 
     def ends_well(self) -> None:
-        """Every step is on record once, and nothing is left of the job."""
+        """Assert that every step is on record once, and that nothing is left of the job."""
         assert self.cluster.ended(self.job, timeout=500) == "COMPLETED", self.logs()
         found = records(self.run)
         assert [r["step"] for r in found] == list(range(1, APART_STEPS + 1)), self.logs()
@@ -183,10 +187,10 @@ class Apart:
         assert left == []
 
     def resumed(self) -> list[int]:
-        """Of which steps the checkpoints were from which a start went on."""
+        """Return the steps of the checkpoints from which the starts resumed."""
         path = self.run / "log.txt"
-        told = path.read_text() if path.exists() else ""
-        return [int(step) for step in re.findall(r"resume: from the checkpoint of step (\d+)", told)]
+        log = path.read_text() if path.exists() else ""
+        return [int(step) for step in re.findall(r"resume: from the checkpoint of step (\d+)", log)]
 
     def logs(self) -> str:
         return launch(self.cluster, self.folder, "logs", "runs/apart")
@@ -194,7 +198,7 @@ class Apart:
 
 @pytest.fixture(scope="module")
 def straight(cluster: slurm.Slurm, base: Path, tmp_path_factory: pytest.TempPathFactory) -> Apart:
-    """The run that nothing befalls, when it has ended."""
+    """The finished run that nothing disturbed."""
     job = Apart.submit(cluster, base, tmp_path_factory.mktemp("straight"))
     job.ends_well()
     return job
@@ -202,19 +206,19 @@ def straight(cluster: slurm.Slurm, base: Path, tmp_path_factory: pytest.TempPath
 
 @pytest.mark.server
 def test_two_machines_of_ranks_and_one_of_servers(straight: Apart) -> None:
-    """The server is found, sent weights, and ended with the run."""
+    """The ranks find the server, send it weights, and end it with the run."""
     assert "is ready: http://" in (straight.run / "launch" / f"apart-serve-{straight.job}.log").read_text()
     assert len({prompt for step in prompts_of(straight.run).values() for prompt in step}) == APART_STEPS * PROMPTS
 
 
 def ranks_of(processes: list[slurm.Process]) -> list[slurm.Process]:
-    """In their order."""
+    """Return the processes of ranks, in the order of the ranks."""
     found = [p for p in processes if "RANK" in p.environment and "-m tepo_megatron train" in p.line]
     assert len(found) == 2, found
     return sorted(found, key=lambda p: p.environment["RANK"])
 
 
-# what dies: which of all processes of the job, given that of rank 1
+# victim -> its processes among those of the job, given the process of rank 1
 KILLS: dict[str, Callable[[slurm.Process, slurm.Process], bool]] = {
     "rank": lambda p, rank: p.pid == rank.pid,
     "torchrun": lambda p, rank: p.machine == rank.machine and "-m torch.distributed.run" in p.line,
@@ -223,7 +227,7 @@ KILLS: dict[str, Callable[[slurm.Process, slurm.Process], bool]] = {
     "srun": lambda p, rank: p.line.startswith("srun") and p.line.endswith("/apart-0.sh"),
     "batch": lambda p, rank: p.line.endswith("/slurm_script"),
 }
-STAYS = ["server"]  # what the job replaces without another start of itself
+STAYS = ["server"]  # victims that the job replaces without restarting itself
 
 
 @pytest.mark.server

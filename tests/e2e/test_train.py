@@ -17,7 +17,7 @@ from tepo_megatron.rollout import record
 pytestmark = [pytest.mark.server, pytest.mark.e2e]
 
 STEPS = 4
-# what this run has no use for, and what a step may have nothing of: the noise floor is measured now and then
+# metrics that this run lacks, and metrics that some steps lack: the noise floor is not measured in every step
 UNUSED = {"reward/ref_kl", "loss/ref_kl", "weighting/affected_share", "correction/weight_mean", "tepo/entropy_noise_floor"}
 
 
@@ -88,7 +88,7 @@ def test_a_server_killed_in_mid_run_on_three_stages(tepo, arguments, base: Path,
 def test_servers_killed_and_frozen_in_mid_run_cost_no_sample(tepo, arguments, base: Path, tmp_path: Path, engine: str) -> None:
     """16 steps on two servers, of which one is killed and then one frozen: every prompt is learned from exactly once."""
     settings = {"training__steps": 16, "rollout__engine": engine, "rollout__servers": 2, "rollout__record": "true"}
-    settings |= {"rollout__server__silent_seconds": 5, "rollout__filter_uniform_groups": "false", "data__shuffle": "false"}
+    settings |= {"rollout__server__heartbeat_timeout": 5, "rollout__filter_uniform_groups": "false", "data__shuffle": "false"}
     settings |= {"rollout__prompts_per_step": 8, "training__minibatch_prompts": 4, "rollout__server__restarts": 9}
     command = tepo(*arguments(base, name="chaos", **settings))
     run = tmp_path / "runs" / "chaos"
@@ -98,7 +98,7 @@ def test_servers_killed_and_frozen_in_mid_run_cost_no_sample(tepo, arguments, ba
         return path.read_text().count("\n") if path.exists() else 0
 
     def first_process() -> int:
-        """Of the server that has served longest."""
+        """Return the server process that has served longest."""
         return command.oldest_server({"vllm": "-m vllm.entrypoints", "sglang": f"-m {sglang.SERVER}"}[engine])
 
     with command.stopped_when(lambda: steps() >= 2, timeout=240):

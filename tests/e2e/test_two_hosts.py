@@ -18,9 +18,9 @@ from tests.parallel import resume_worlds as w
 
 pytestmark = [pytest.mark.full, pytest.mark.e2e]
 PORT, SILENT = 29400, 6
-# a step waits for half a second in its engine: a cut comes in its midst
+# every step waits for half a second in its engine, so that the cut comes during a step
 RUN = SHORT | {
-    "training__steps": 8, "parallel__tp": 1, "parallel__dp": 2, "parallel__silent_seconds": SILENT, "checkpoint__every": 2,
+    "training__steps": 8, "parallel__tp": 1, "parallel__dp": 2, "parallel__heartbeat_timeout": SILENT, "checkpoint__every": 2,
     "rollout__max_response_tokens": 16, "training__max_tokens_per_microbatch": 512,
 }  # fmt: skip
 Start = Callable[..., Command]
@@ -46,17 +46,21 @@ def straight(random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 
 def words(model: Path, output: Path, **more: object) -> list[str | Path]:
-    return ["train", "examples/demo.yaml", *settings(model, **RUN, name="run", output=output, sync__folder=output, **more)]
+    return [
+        "train",
+        "examples/demo.yaml",
+        *settings(model, **RUN, name="run", output=output, sync__transport__folder=output, **more),
+    ]
 
 
 def started(tepo: Start, two: tuple[Host, Host], *of_run: str | Path) -> tuple[Command, Command]:
-    """On each host the command that docs/rollouts.md names for it."""
+    """Return, for each host, the command that docs/rollouts.md names for it."""
     first, second = (tepo(*of_run, engine="slow", by=torchrun(host, two), env=ENVIRONMENT) for host in two)
     return first, second
 
 
 def torchrun(host: Host, two: tuple[Host, Host]) -> list[str]:
-    """A rank of two there. The first host keeps the rendezvous, and has rank 0."""
+    """Return the command that starts one of two ranks. The first host keeps the rendezvous, and has rank 0."""
     return [
         *host.enter, sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", "--max-restarts=0",
         "--rdzv-id=two-hosts", "--rdzv-backend=static", f"--rdzv-endpoint={two[0].address}:{PORT}",
@@ -92,8 +96,8 @@ def test_a_cut_link_ends_both_and_the_run_goes_on_from_there(
         assert command.wait(90) != 0, command.output
         command.assert_nothing_left()
     assert time.monotonic() - cut < 60
-    told = (run / "hang.txt").read_text()
-    assert told.startswith(f"rank 1 has not been heard of for {SILENT} s (parallel.silent_seconds)"), told
+    report = (run / "hang.txt").read_text()
+    assert report.startswith(f"rank 1 has not been heard of for {SILENT} s (parallel.heartbeat_timeout)"), report
     assert {path.name for path in (run / "stacks").iterdir()} == {"rank-0.txt", "rank-1.txt"}
     assert not (run / "hf").exists()
 
@@ -102,4 +106,4 @@ def test_a_cut_link_ends_both_and_the_run_goes_on_from_there(
     for command in both:
         assert command.wait(300) == 0, command.output
     assert_same(run, straight)
-    assert (run / "hang.former.txt").read_text() == told and not (run / "hang.txt").exists()
+    assert (run / "hang.former.txt").read_text() == report and not (run / "hang.txt").exists()

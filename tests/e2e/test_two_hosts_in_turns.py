@@ -19,7 +19,6 @@ from tests.hosts import Host
 
 pytestmark = [pytest.mark.full, pytest.mark.e2e, pytest.mark.server]
 STEPS = 3
-PORTS = (18001, 18002)  # which no connection of the ranks has; the hosts have one name, which is in the records with the port
 TURNS = RUN | {
     "training__steps": STEPS, "rollout__colocate": "true", "parallel__tp": 1, "parallel__pp": 2, "sync__bucket_mib": 1,
     "evaluation__every": 0, "rollout__oversample": 1, "sync__verify_every": 2,
@@ -33,15 +32,15 @@ def test_servers_of_both_hosts_get_the_weights_of_both(
     random_model: Path,
     tmp_path: Path,
 ) -> None:
-    """Half of the layers is on each host, and no step's log-probs are those of other weights, on neither server."""
+    """Each host has half of the layers; in every step the log-probs of both servers are those of the current weights."""
     rendezvous, run = tmp_path / "rendezvous", tmp_path / "runs" / "turns"
     words = settings(random_model, **TURNS, output=tmp_path / "runs", name="turns", rollout__server__rendezvous=rendezvous)
     serves = [
         tepo(
-            *("serve", "examples/demo.yaml", "--host", host.address, *words, "--rollout.server.port", str(port)),
+            *("serve", "examples/demo.yaml", "--host", host.address, *words),
             by=[*host.enter, sys.executable], env=ENVIRONMENT,
         )
-        for host, port in zip(two, PORTS, strict=True)
+        for host in two
     ]  # fmt: skip
     words = ["train", "examples/demo.yaml", *words, "--rollout.servers", "2", "--rollout.min_servers", "2"]
     ranks = [tepo(*words, by=torchrun(host, two), env=ENVIRONMENT) for host in two]

@@ -1,4 +1,4 @@
-"""What recipes and covering array share: the reference's answer to a config, and the comparison."""
+"""Shared by recipes and covering array: the reference's answer to a config, and the comparison."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from tests.objective_cases import method_of
 from tests.reference.parts import Method
 
 TOLERANCE = 1e-5
-LEAST_MOVED = 0.01  # of each tensor's norm: a change that is smaller says little about the update
-MARGIN = 1e-5  # between two numbers of which one decides: nearer, fp32 and fp64 may rightly differ
+LEAST_MOVED = 0.01  # share of a tensor's norm; a smaller change says little about the update
+MARGIN = 1e-5  # distance of a compared number to its threshold; closer, fp32 and fp64 may rightly differ
 BF16_GRADIENT, BF16_CHANGE = 0.1, 0.9
 
 
@@ -30,18 +30,18 @@ def expectation(
     """Train the fp64 reference as the config says, on the rollouts of all steps.
 
     Args:
-        cfg: the run's config.
-        material: models and rollouts.
-        found: see `reference.Trainer`.
-        method: what the objective is made of; None: the parts of the product's own row, with the config's replacements.
+        cfg: Config of the run.
+        material: Models and rollouts.
+        found: Gradients of the run; see `reference.Trainer`.
+        method: Method of the objective. None: the parts of the product's own row, with the config's replacements.
     """
     method = method or method_of(build_objective(cfg.objective))
-    optimizer = cfg.optimizer
+    optimizer, adam = cfg.optimizer, cfg.megatron.known_optimizer
     settings = reference.Settings(
-        optimizer.lr, optimizer.eps, (optimizer.beta1, optimizer.beta2), optimizer.weight_decay, optimizer.clip_grad,
+        optimizer.lr, adam.adam_eps, (adam.adam_beta1, adam.adam_beta2), optimizer.weight_decay, optimizer.clip_grad,
         cfg.rollout.temperature, cfg.training.old_logprobs,
     )  # fmt: skip
-    ref = Path(cfg.model.reference) if cfg.model.reference else None
+    ref = Path(cfg.objective.reference_path) if cfg.objective.reference_path else None
     if method.ref_beta and ref is None:
         ref = material.model
     trainer = reference.Trainer(material.model, method, settings, ref, found)
@@ -51,7 +51,7 @@ def expectation(
 
 
 def _step(trainer: reference.Trainer, cfg: Config, rollouts: tuple[Rollout, ...], step: int) -> None:
-    """Minibatches and random keys are drawn by the product's own seeds: which they are is no part of the arithmetic."""
+    """Draw minibatches and random keys by the product's own seeds; the choice of seeds is no part of the arithmetic."""
     batch = TrainBatch.build(rollouts, torch.zeros(len(rollouts)))
     shuffle = derive_seed(cfg.seed, "minibatches", step)
     parts = list(batch.epochs(cfg.training.epochs, cfg.training.minibatch_prompts, shuffle))
@@ -67,13 +67,13 @@ def _step(trainer: reference.Trainer, cfg: Config, rollouts: tuple[Rollout, ...]
 
 
 def check_equal(found: Outcome, expected: reference.Trained, what: str, tolerance: float = TOLERANCE) -> None:
-    """Assert that loss and gradients of each update, and what the weights changed by, are the reference's.
+    """Assert that loss and gradients of each update, and the change of the weights, are the reference's.
 
     Args:
-        found: of all ranks together, in fp32.
-        expected: the reference's answer.
-        what: said of a failure.
-        tolerance: per tensor, ||a - b|| / ||b||.
+        found: Results of all ranks together, in fp32.
+        expected: The reference's answer.
+        what: Subject of the failure message.
+        tolerance: Bound per tensor on ||a - b|| / ||b||.
     """
     assert len(found.gradients) == len(expected.updates), what
     for i, update in enumerate(expected.updates):
@@ -86,7 +86,13 @@ def check_equal(found: Outcome, expected: reference.Trained, what: str, toleranc
 
 
 def check_near(found: Outcome, expected: reference.Trained, what: str) -> None:
-    """Assert that bf16 is finite, its first gradient near the reference's, and the change of the weights in its direction."""
+    """Assert that bf16 is finite, its first gradient near the reference's, and the change of the weights in its direction.
+
+    Args:
+        found: Results of all ranks together, in bf16.
+        expected: The reference's answer.
+        what: Subject of the failure message.
+    """
     gradients, changes = found.gradients[0], _changes(found, expected)
     for tensors in (*found.gradients, changes):
         assert all(torch.isfinite(t).all() for t in tensors.values()), what

@@ -39,7 +39,7 @@ FACTORS: dict[str, tuple[Value, ...]] = {
     "tied": (False, True),
     "overlap": ("none", "gradients", "both"),
     "logits_budget_mib": (None, 0, 512),
-    "fuse_gradient_accumulation": (False, True),
+    "gradient_accumulation_fusion": (False, True),
     "recompute": ("none", "selective", "full"),
     "offload_activations": (False, True),
     "colocate": (False, True),
@@ -53,62 +53,72 @@ FACTORS: dict[str, tuple[Value, ...]] = {
 DEFAULTS = {name: values[0] for name, values in FACTORS.items()}
 LAYERS = 4  # one for each virtual stage
 LEARNING_RATE = 0.035  # moves every weight tensor by 1 % at least in two updates
-TRIES = 60  # completions of a pair that are drawn for a row, of which the best is taken
+TRIES = 60  # completions of a pair that are drawn for a row; the best one is taken
 _OVERLAP = {"none": (False, False), "gradients": (True, False), "both": (True, True)}
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """A pair that config refuses, in the words of the refusal."""
+    """A pair that config refuses, with the text of the refusal."""
 
     pair: Pair
     reason: str
 
 
 def family_of(row: Row) -> tuple[str, bool]:
-    """The key of `data.FAMILIES`, and whether embeddings are tied."""
+    """Return the key of `data.FAMILIES`, and whether embeddings are tied."""
     return ("qwen3_moe" if row["experts"] else "qwen3"), row["tied"]
 
 
 def config_of(row: Row, model: str = "model", other: str = "other") -> Config:
-    """The config of a row.
+    """Return the config of a row.
+
+    Args:
+        row: Value of each factor.
+        model: Directory of the policy.
+        other: Directory of the reference policy.
 
     Raises:
-        ConfigError: two of its values contradict each other.
+        ConfigError: Two values of the row contradict each other.
     """
     objective: dict[str, Any] = {"name": row["weighting"]}
     if row["weighting"] == "none":
-        # tepo's mask compares entropies, which an engine does not tell
+        # tepo's mask compares entropies, which an engine does not report
         objective = {"name": "tepo", "beta": 0.5} if row["old_logprobs"] == "actor" else {"name": "tepo_no_kl"}
     if row["weighting"] in ("clip_cov", "kl_cov"):
-        objective |= {"cov_share": 0.2}  # of a tiny minibatch: several tokens
+        objective["weighting"] = {"share": 0.2}  # of a tiny minibatch: several tokens
     if row["weighting"] == "clip_cov":
-        objective |= {"cov_low": 0.1}
+        objective["weighting"] |= {"low": 0.1}
     if row["correction"] != "none":
         objective["correction"] = row["correction"]
     if row["reference"] != "none":
-        objective |= {"ref_beta": 0.1, "ref_kl_in": row["reference"]}
+        objective["ref_kl"] = {"beta": 0.1, "where": row["reference"], "path": other}
     gradients, parameters = _OVERLAP[row["overlap"]]
     layout = {axis: row[axis] for axis in ("tp", "pp", "vpp", "cp", "dp", "ep", "sequence_parallel")}
-    same = ("logits_budget_mib", "fuse_gradient_accumulation", "recompute", "offload_activations", "share_prompts")
+    same = ("logits_budget_mib", "recompute", "offload_activations", "share_prompts")
     cfg = validate({
         "name": "pair", "platform": "cpu",
-        "model": {"path": model, "precision": "fp32"} | ({"reference": other} if row["reference"] != "none" else {}),
+        "model": {"path": model, "precision": "fp32"},
         "data": {"train": "unused", "max_prompt_tokens": max(PROMPTS)},
-        "parallel": layout | {
-            "overlap_grad_reduce": gradients, "overlap_param_gather": parameters,
-            "bucket_parameters": plan.BUCKET if gradients else None,
-        },
+        "parallel": layout,
         "rollout": {
             "prompts_per_step": len(PROMPTS), "samples_per_prompt": 3, "temperature": TEMPERATURE,
             "max_response_tokens": LONGEST - max(PROMPTS), "colocate": row["colocate"],
         },
         "training": {name: row[name] for name in same} | {
-            "fixed_length": row["fixed_length"], "old_logprobs": row["old_logprobs"], "epochs": 2,
+            "old_logprobs": row["old_logprobs"], "epochs": 2,
             "minibatch_prompts": len(PROMPTS), "max_tokens_per_microbatch": plan.MICROBATCH,
         },
         "objective": objective,
-        "optimizer": {"lr": LEARNING_RATE, "eps": plan.EPS, "beta2": 0.95, "weight_decay": 0.01},
+        "optimizer": {"lr": LEARNING_RATE, "weight_decay": 0.01},
+        "megatron": {
+            "transformer": {"gradient_accumulation_fusion": row["gradient_accumulation_fusion"]},
+            "ddp": {
+                "overlap_grad_reduce": gradients, "overlap_param_gather": parameters,
+                "bucket_size": plan.BUCKET if gradients else None,
+            },
+            "optimizer": {"adam_eps": plan.EPS, "adam_beta2": 0.95},
+        },
         "sync": {"max_logprob_diff": 10.0},
         "logging": {"noise_floor_every": 0},
     })  # fmt: skip
@@ -134,17 +144,17 @@ def refusal(row: Row) -> str | None:
 
 
 def ranks(row: Row) -> int:
-    """Of the row's world."""
+    """Return the number of ranks of the row's world."""
     return int(row["tp"] * row["pp"] * row["cp"] * row["dp"])
 
 
 def pairs_of(row: Row) -> set[Pair]:
-    """All pairs of a row's values."""
+    """Return all pairs of a row's values."""
     return {frozenset(pair) for pair in itertools.combinations(row.items(), 2)}
 
 
 def all_pairs() -> list[Pair]:
-    """All pairs of values of two factors, in a fixed order."""
+    """Return all pairs of values of two factors, in a fixed order."""
     found = []
     for (a, values), (b, others) in itertools.combinations(FACTORS.items(), 2):
         found += [frozenset({(a, x), (b, y)}) for x in values for y in others]
@@ -153,7 +163,7 @@ def all_pairs() -> list[Pair]:
 
 @cache
 def array() -> tuple[tuple[Row, ...], tuple[Refusal, ...]]:
-    """The rows, and the pairs that no row can have. Drawn with a fixed seed: the same in every run."""
+    """Return the rows, and the pairs that no row can have. Drawn with a fixed seed, so the same in every run."""
     rng = random.Random(0)
     rows: list[Row] = []
     refusals: list[Refusal] = []
@@ -172,7 +182,7 @@ def array() -> tuple[tuple[Row, ...], tuple[Refusal, ...]]:
 
 
 def _completions(pair: Pair, missing: Mapping[Pair, None], rng: random.Random) -> Iterator[Row]:
-    """Valid rows with this pair. Values are taken one after the other, those first that are in many missing pairs."""
+    """Return valid rows with this pair. Values are chosen one after the other, those in many missing pairs first."""
     for _ in range(TRIES):
         row = dict(pair)
         names = [name for name in FACTORS if name not in row]
@@ -189,7 +199,7 @@ def _completions(pair: Pair, missing: Mapping[Pair, None], rng: random.Random) -
 
 
 def _may_go_on(row: Row) -> bool:
-    """Return whether a row that lacks some values may become valid. It only saves tries: `refusal` has the last word."""
+    """Return whether a row that lacks some values may become valid. It only saves tries; `refusal` decides."""
     held = dict(row)
     sizes = [held.get(axis, 1) for axis in plan.AXES]
     return (
@@ -203,7 +213,7 @@ def _may_go_on(row: Row) -> bool:
 
 
 def _reason(pair: Pair) -> str:
-    """Return the words in which config refuses the pair, everything else being at its default."""
+    """Return the text with which config refuses the pair, everything else being at its default."""
     row = DEFAULTS | dict(pair)
     if row["ep"] == 2 and row["cp"] == 1 and ("dp", 1) not in pair:
         row["dp"] = 2
@@ -213,12 +223,12 @@ def _reason(pair: Pair) -> str:
 
 
 def describe(row: Row) -> str:
-    """What of a row is not the default."""
+    """Describe the values of a row that are not the default."""
     return ", ".join(f"{name}={value}" for name, value in row.items() if value != DEFAULTS[name]) or "defaults"
 
 
 def words_of(pair: Pair) -> str:
-    """A pair, in the order of the factors."""
+    """Describe a pair, in the order of the factors."""
     order: Sequence[str] = list(FACTORS)
     return " with ".join(f"{name}={value}" for name, value in sorted(pair, key=lambda item: order.index(item[0])))
 

@@ -22,12 +22,12 @@ from tepo_megatron.types import Rollout
 from tests.gate import reference
 from tests.tiny import tiny_model
 
-VOCAB = 70  # no multiple of 16 tp: every layout pads it
+VOCAB = 70  # no multiple of 16 tp, so every layout pads it
 TEMPERATURE = 0.8
 PROMPTS = (5, 3, 8, 2)  # tokens of each group's prompt
 RESPONSES = ((9, 2, 12), (7, 1, 10), (4, 14, 6), (11, 5, 8))  # tokens of each group's responses
 REWARDS = ((1.0, 0.0, 0.0), (0.0, 1.0, 1.0), (1.0, 0.0, 1.0), (0.0, 0.0, 1.0))
-LONGEST = 22  # of a prompt and its response
+LONGEST = 22  # tokens of a prompt and its response
 
 SIZES = {
     "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -57,12 +57,12 @@ def make_material(folder: Path, family: str, *, tied: bool, layers: int, steps: 
     """Write the models and draw the rollouts.
 
     Args:
-        folder: where the model directories go.
-        family: a key of FAMILIES.
-        tied: the output layer is the embedding.
-        layers: decoder layers.
-        steps: rollout batches.
-        seed: of weights and rollouts.
+        folder: Parent of the model directories.
+        family: A key of FAMILIES.
+        tied: Whether the output layer is the embedding.
+        layers: Decoder layers.
+        steps: Number of rollout batches.
+        seed: Seed of weights and rollouts.
     """
     config = FAMILIES[family](num_hidden_layers=layers, tie_word_embeddings=tied, **SIZES)
     name = f"{family}-{'tied' if tied else 'untied'}-{layers}"
@@ -76,7 +76,7 @@ def make_material(folder: Path, family: str, *, tied: bool, layers: int, steps: 
 
 
 def _perturb(path: Path, seed: int) -> None:
-    """Change every weight of a model directory by some per cent."""
+    """Change every weight of a model directory by some percent."""
     from safetensors.torch import load_file, save_file
 
     generator = torch.Generator().manual_seed(seed)
@@ -86,7 +86,7 @@ def _perturb(path: Path, seed: int) -> None:
 
 
 def _rollouts(policy: torch.nn.Module, step: int, generator: torch.Generator) -> tuple[Rollout, ...]:
-    """Random tokens; the engine's log-probs are the policy's at the start, off by up to half a nat for some tokens."""
+    """Draw random tokens. The engine's log-probs are the policy's at the start, off by up to half a nat for some tokens."""
     out: list[Rollout] = []
     for group, (length, responses, rewards) in enumerate(zip(PROMPTS, RESPONSES, REWARDS, strict=True)):
         # never id 0: transformers keeps the padding token out of the gradient (padding_idx)

@@ -1,7 +1,7 @@
-"""From a shipped config to the smallest worlds that train it on a CPU with the switches of a GPU.
+"""The smallest worlds that train a shipped config on a CPU with the switches of a GPU.
 
-Only sizes shrink: model, tokens, axes of the layout. What chooses code stays as the config has it, and what the config leaves
-to the platform is set to what `platform: cuda` takes.
+Only sizes shrink: model, tokens, axes of the layout. Keys that select code stay as in the config, and keys that the config
+leaves to the platform get the value of `platform: cuda`.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from tepo_megatron.config.io import plain, validate
 from tepo_megatron.config.platform_defaults import PLATFORM_DEFAULTS
 from tests.gate.data import LONGEST, PROMPTS, TEMPERATURE
 
-RANKS = 4  # of a world
+RANKS = 4  # ranks of a world
 AXES = ("tp", "pp", "cp", "dp")
-EPS = 1e-3  # of Adam: with 1e-8 it turns the sign of rounding noise into a step, in any arithmetic
+EPS = 1e-3  # eps of Adam; 1e-8 would turn the sign of rounding noise into a step, in any arithmetic
 LEARNING_RATE = 0.02  # moves every weight tensor by 1 % at least in two updates
-MICROBATCH = 64  # tokens: several microbatches
-BUCKET = 5_000  # parameters: several buckets where there is overlap
+MICROBATCH = 64  # tokens of a microbatch, so that there are several
+BUCKET = 5_000  # parameters of a bucket, so that there are several where communication overlaps
 
 
 def worlds(cfg: Config) -> list[dict[str, Any]]:
@@ -39,7 +39,7 @@ def _layout(cfg: Config, axes: tuple[str, ...]) -> dict[str, Any]:
 
 
 def name_of(layout: dict[str, Any]) -> str:
-    """A layout in the words of the field: TP2+SP DP2."""
+    """Return a layout in the usual notation: TP2+SP DP2."""
     words = [f"{axis.upper()}{layout[axis]}" for axis in ("tp", "pp", "vpp", "cp", "ep", "dp") if layout[axis] > 1]
     if layout["sequence_parallel"]:
         words[0] += "+SP"
@@ -47,12 +47,12 @@ def name_of(layout: dict[str, Any]) -> str:
 
 
 def on_a_cpu(cfg: Config, model: str, layout: dict[str, Any], precision: str) -> Config:
-    """The config of one world.
+    """Return the config of one world.
 
     Args:
-        cfg: as shipped, resolved.
-        model: directory of the tiny model.
-        layout: one of `worlds`.
+        cfg: Config as shipped, resolved.
+        model: Directory of the tiny model.
+        layout: One of `worlds`.
         precision: fp32 or bf16.
     """
     tree = plain(cfg)
@@ -62,33 +62,36 @@ def on_a_cpu(cfg: Config, model: str, layout: dict[str, Any], precision: str) ->
             found = tree
             for part in section.split("."):
                 found = found[part]
-            if found[name] in (None, "auto"):
+            if found.get(name) in (None, "auto"):
                 found[name] = default.cuda
     tree["platform"] = "cpu"
-    tree["model"] |= {"path": model, "precision": precision, "bf16_end_layers": 0}
+    tree["model"] |= {"path": model, "precision": precision}
     tree["parallel"] |= layout
-    if tree["parallel"]["overlap_grad_reduce"]:
-        tree["parallel"]["bucket_parameters"] = BUCKET
+    if tree["megatron"]["ddp"].get("overlap_grad_reduce"):
+        tree["megatron"]["ddp"]["bucket_size"] = BUCKET
+    tree["megatron"]["transformer"].pop("first_last_layers_bf16", None)
     tree["data"] |= {"train": "unused", "eval": None, "max_prompt_tokens": max(PROMPTS)}
     tree["evaluation"] |= {"every": 0, "benchmarks": []}
     tree["rollout"] |= {
         "prompts_per_step": len(PROMPTS), "samples_per_prompt": 3, "temperature": TEMPERATURE, "function": None,
-        "max_response_tokens": LONGEST - max(PROMPTS), "max_sequence_tokens": None,
+        "max_response_tokens": LONGEST - max(PROMPTS),
     }  # fmt: skip
     epochs, minibatch, _ = updates(cfg)
     tree["training"] |= {
-        "max_tokens_per_microbatch": MICROBATCH, "max_tokens_without_grad": None, "epochs": epochs,
-        "minibatch_prompts": minibatch,
+        "max_tokens_per_microbatch": MICROBATCH, "epochs": epochs, "minibatch_prompts": minibatch,
     }  # fmt: skip
     # the rollouts' log-probs are off by design, and `sync` has no engine
     tree["sync"] |= {"max_logprob_diff": 10.0, "quantize": "none"}
-    tree["optimizer"] |= {"lr": LEARNING_RATE, "warmup_steps": 0, "eps": EPS, "moments": "fp32", "offload": 0.0}
+    tree["optimizer"] |= {"lr": LEARNING_RATE, "warmup_steps": 0}
+    tree["megatron"]["optimizer"] |= {
+        "adam_eps": EPS, "exp_avg_dtype": "fp32", "exp_avg_sq_dtype": "fp32", "optimizer_offload_fraction": 0.0
+    }  # fmt: skip
     tree["logging"]["noise_floor_every"] = 0
     return validate(tree)
 
 
 def updates(cfg: Config) -> tuple[int, int, int]:
-    """Return epochs, prompts of a minibatch and steps that come to two updates, as like the config's own as they can be."""
+    """Return epochs, prompts of a minibatch and steps that amount to two updates, as close to the config's own as possible."""
     parts = -(-cfg.rollout.prompts_per_step // cfg.training.minibatch_prompts)
     if cfg.training.epochs > 1:
         return 2, len(PROMPTS), 1

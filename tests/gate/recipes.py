@@ -20,16 +20,16 @@ from tepo_megatron.plan.models import read_model
 from tests.gate import plan
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-# models that recipes name but that are in no table of sizes: family and whether the embedding is tied
+# family, and whether the embedding is tied, of models that are in recipes but in no table of sizes
 OWN_MODELS = {"my-qwen3": ("qwen3", True), "seed-0": ("qwen3", True)}
-# sections that choose no code of an update
+# sections that do not affect the code of an update
 _NOT_TRAINING = ("name", "data", "output", "reward", "evaluation", "logging", "overwrite", "resume", "export_hf", "seed")
-_NOT_TRAINING_ROLLOUT = ("server", "servers", "min_servers", "engine", "max_refills", "attempts", "filter_uniform_groups")
+_NOT_TRAINING_ROLLOUT = ("server", "servers", "min_servers", "engine", "max_generation_rounds", "filter_uniform_groups")
 
 
 @dataclass(frozen=True)
 class Shipped:
-    """A training config of the repository. name: its file, and the run where the file is an ablation."""
+    """A training config of the repository. `name` is its file, and the run where the file is an ablation."""
 
     name: str
     cfg: Config
@@ -46,22 +46,22 @@ class Shipped:
 
 @dataclass
 class JobPlan:
-    """One distinct training config of a world, and the names of those that it stands for."""
+    """One distinct training config of a world, and the names of the configs that it represents."""
 
     family: tuple[str, bool]
-    cfg: Config  # as shipped, of the first name
+    cfg: Config  # as shipped, under the first name
     layout: dict[str, object]
     names: list[str] = field(default_factory=list)
 
 
 def yaml_files() -> list[Path]:
-    """All of them."""
+    """Return all YAML files under examples/."""
     return sorted(EXAMPLES.rglob("*.yaml"))
 
 
 @cache
 def shipped() -> tuple[Shipped, ...]:
-    """Every training config. A file without a name is a fragment, which its users stand for."""
+    """Return every training config. A file without a name is a fragment, which is covered by the files that use it."""
     found = []
     for path in yaml_files():
         name = str(path.relative_to(EXAMPLES))
@@ -79,7 +79,7 @@ def is_fragment(path: Path) -> bool:
 
 
 def bases_of(path: Path) -> set[Path]:
-    """The files below a file."""
+    """Return the files on which a file builds."""
     base = yaml.safe_load(path.read_text()).get("base")
     if base is None:
         return set()
@@ -88,7 +88,7 @@ def bases_of(path: Path) -> set[Path]:
 
 
 def switches(job: JobPlan) -> str:
-    """What tells two jobs apart: the resolved config on a CPU, without what chooses no code of an update."""
+    """Return the key that distinguishes jobs: the resolved config on a CPU, without the keys that do not affect an update."""
     tree = plain(plan.on_a_cpu(job.cfg, "model", dict(job.layout), "fp32"))
     for key in _NOT_TRAINING:
         tree.pop(key)
@@ -99,7 +99,7 @@ def switches(job: JobPlan) -> str:
 
 @cache
 def worlds() -> dict[str, list[JobPlan]]:
-    """The jobs of each world, by the name of its layout."""
+    """Return the jobs of each world, by the name of its layout."""
     found: dict[str, dict[str, JobPlan]] = defaultdict(dict)
     for recipe in shipped():
         for layout in plan.worlds(recipe.cfg):
@@ -109,7 +109,7 @@ def worlds() -> dict[str, list[JobPlan]]:
 
 
 def mapping() -> str:
-    """A line for each file: the worlds, and in each the job, that train it."""
+    """Return a line for each file: the worlds, and in each the job, that train it."""
     places: dict[str, list[str]] = defaultdict(list)
     for world, jobs in worlds().items():
         for number, job in enumerate(jobs):

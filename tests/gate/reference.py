@@ -1,7 +1,7 @@
 """The fp64 reference of the gate: transformers and plain autograd, any method of `tests/reference`, AdamW with clipping.
 
-No packing, no microbatches, no parallelism. It shares no code with the product but for the random keys of tokens, which it is
-given (Clip-Cov and KL-Cov draw tokens by them).
+No packing, no microbatches, no parallelism. It shares no code with the product except for the random keys of tokens, which are
+an input (Clip-Cov and KL-Cov draw tokens by them).
 """
 
 from __future__ import annotations
@@ -24,7 +24,15 @@ Statistics = tuple[Tensor, Tensor]  # log-probs and entropies of all response to
 
 @dataclass(frozen=True)
 class Sample:
-    """ids: int64 [L]; response: bool [L]; group: number of its prompt; rollout: the engine's log-probs, fp64 [|y|]."""
+    """One sample of a rollout batch.
+
+    Attributes:
+        ids: int64 [L], token ids.
+        response: bool [L], response tokens.
+        group: Number of its prompt.
+        reward: Reward of the response.
+        rollout: fp64 [|y|], the engine's log-probs.
+    """
 
     ids: Tensor
     response: Tensor
@@ -35,7 +43,17 @@ class Sample:
 
 @dataclass(frozen=True)
 class Settings:
-    """lr, eps, betas, weight_decay: AdamW's. clip: 2-norm, 0 never clips. old: who says the old log-probs."""
+    """Settings of optimizer and sampling.
+
+    Attributes:
+        lr: Learning rate of AdamW.
+        eps: eps of AdamW.
+        betas: Decay of AdamW's moments.
+        weight_decay: Decoupled weight decay.
+        clip: Bound on the 2-norm of the gradient; 0 never clips.
+        temperature: Divisor of the logits.
+        old: Source of the old log-probs.
+    """
 
     lr: float
     eps: float
@@ -48,8 +66,14 @@ class Settings:
 
 @dataclass(frozen=True)
 class Update:
-    """One optimizer step: what the loss was, its gradients before clipping, the narrowest comparison it made, and the shares of
-    the tokens that each of its conditions touched."""
+    """One optimizer step.
+
+    Attributes:
+        loss: Loss of the minibatch.
+        gradients: Gradients before clipping.
+        margin: Distance of the closest comparison to its threshold.
+        shares: Share of the tokens that each condition affected.
+    """
 
     loss: float
     gradients: dict[str, Tensor]
@@ -59,7 +83,7 @@ class Update:
 
 @dataclass(frozen=True)
 class Trained:
-    """All updates, and what they changed in sum: weights after the last one less those before the first."""
+    """All updates, and their total change: weights after the last update minus those before the first."""
 
     updates: list[Update]
     change: dict[str, Tensor]
@@ -67,15 +91,21 @@ class Trained:
 
 
 def load(path: Path) -> torch.nn.Module:
-    """The Hugging Face model in fp64, with its plainest attention and experts."""
+    """Return the Hugging Face model in fp64, with eager attention and experts."""
     plain = {"attn_implementation": "eager", "experts_implementation": "eager"}
     return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, **plain).double()
 
 
 def statistics(model: torch.nn.Module, ids: Sequence[Tensor], responses: Sequence[Tensor], temperature: float) -> Statistics:
-    """Log-prob and entropy of every response token, sequence after sequence, from softmax(logits / temperature).
+    """Return log-prob and entropy of every response token, sequence after sequence, from softmax(logits / temperature).
 
     Sequences are padded on the right, which causal attention does not see.
+
+    Args:
+        model: Model to evaluate.
+        ids: Token ids of each sequence.
+        responses: Response mask of each sequence.
+        temperature: Divisor of the logits.
     """
     padded = torch.nn.utils.rnn.pad_sequence(list(ids), batch_first=True, padding_value=3)
     logits = model(padded).logits[:, :-1] / temperature
@@ -100,13 +130,13 @@ class Trainer:
         """Load the models.
 
         Args:
-            path: of the policy.
-            method: the objective.
-            settings: of optimizer and sampling.
-            ref: of the reference policy, None: `path`.
-            found: gradients of each update as the run had them, with which the optimizer then steps in the place of those that
-                are computed here. Without them the second update starts from weights that differ by the rounding of the first
-                gradient, and a large step makes ten times as much of that.
+            path: Directory of the policy.
+            method: Method of the objective.
+            settings: Settings of optimizer and sampling.
+            ref: Directory of the reference policy. None: `path`.
+            found: Gradients of each update of the run; the optimizer then steps with these instead of the gradients computed
+                here. Without them the second update starts from weights that differ by the rounding of the first gradient, and
+                a large step makes ten times as much of that.
         """
         self.model, self.method, self.settings = load(path), method, settings
         self.ref = None if ref is None else load(ref)
@@ -124,9 +154,9 @@ class Trainer:
         """Take the updates of one rollout batch.
 
         Args:
-            samples: all of the batch, groups together.
-            minibatches: the samples of each update.
-            keys: of an update's number and samples, the random key of each token, int64 [N].
+            samples: All samples of the batch, groups together.
+            minibatches: Samples of each update.
+            keys: Function of an update's number and samples; returns the random key of each token, int64 [N].
         """
         responses = self._responses(samples)
         for number, chosen in enumerate(minibatches):
@@ -135,7 +165,7 @@ class Trainer:
             self._update([samples[i] for i in chosen], batch, number)
 
     def trained(self) -> Trained:
-        """What all steps so far came to."""
+        """Return the result of all steps so far."""
         weights = self._weights()
         return Trained(self.updates, {n: w - self.start[n] for n, w in weights.items()}, weights)
 
@@ -143,11 +173,11 @@ class Trainer:
         return self._named({n: p.detach().clone() for n, p in self.model.named_parameters()})
 
     def _named(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """As the files of a checkpoint are named, in which every expert has tensors of its own."""
+        """Name tensors as in the files of a checkpoint, in which every expert has tensors of its own."""
         return in_file_names(type(self.model).__name__.lower(), tensors)
 
     def _responses(self, samples: Sequence[Sample]) -> list[Response]:
-        """What is known before the first update: old, rollout and reference statistics, and advantages."""
+        """Compute the inputs of the first update: old, rollout and reference statistics, and advantages."""
         lengths = [int(s.response.sum()) for s in samples]
         with torch.no_grad():
             old, entropy = (x.split(lengths) for x in self._statistics(self.model, samples))
@@ -170,16 +200,16 @@ class Trainer:
     def _update(self, samples: Sequence[Sample], batch: list[Response], number: int) -> None:
         self.optimizer.zero_grad()
         logprob_N, entropy_N = self._statistics(self.model, samples)
-        if self.settings.old == "rollout":  # the engine knows no entropy: that of the current pass stands for it
+        if self.settings.old == "rollout":  # the engine knows no entropy: that of the current pass replaces it
             entropies = entropy_N.detach().split([len(r.old) for r in batch])
             batch = [replace(r, old_entropy=h.tolist()) for r, h in zip(batch, entropies, strict=True)]
-        elif number == 0:  # the old statistics are those of this very pass
+        elif number == 0:  # the old statistics are those of this pass
             logprobs, entropies = (x.detach().split([len(r.old) for r in batch]) for x in (logprob_N, entropy_N))
             batch = [
                 replace(r, old=x.tolist(), old_entropy=h.tolist()) for r, x, h in zip(batch, logprobs, entropies, strict=True)
             ]
         outcome = objectives.evaluate(self.method, batch, logprob_N, entropy_N)
-        # where every token is clipped the loss is a constant, and its gradient 0
+        # if every token is clipped, the loss is a constant and its gradient 0
         (outcome.loss + 0 * logprob_N.sum()).backward()
         gradients = self._named({n: p.grad.clone() for n, p in self.model.named_parameters() if p.grad is not None})
         if self._found is not None:
@@ -190,7 +220,7 @@ class Trainer:
         self.updates.append(Update(outcome.loss.item(), gradients, outcome.margin, outcome.shares))
 
     def _take(self, gradients: Mapping[str, Tensor]) -> None:
-        """Let the parameters have these gradients, which are named as in a checkpoint's files."""
+        """Set the gradients of the parameters; they are named as in a checkpoint's files."""
         own = {n: p.grad for n, p in self.model.named_parameters() if p.grad is not None}
         for name, view in self._named(own).items():
             view.copy_(gradients[name])

@@ -1,4 +1,4 @@
-"""What ships is what is tested: every YAML file under examples/ takes two updates equal to the fp64 reference.
+"""Every YAML file under examples/ takes two updates equal to the fp64 reference: what ships is what is tested.
 
 On a CPU, with a tiny model of the same family, the layout shrunk, and every default that `platform: cuda` switches on
 (`tests/gate/plan.py`). Run with `-s` to see which file is trained by which job.
@@ -20,7 +20,7 @@ from tests.gate.reference import Trained
 from tests.gate.world import Job, Outcome, merged, run_jobs
 from tests.worlds import run_world
 
-JOBS = 8  # of a world that is forked at once
+JOBS = 8  # jobs of a world that run in one fork
 
 
 def _every_part() -> Iterator[tuple[str, int]]:
@@ -30,7 +30,7 @@ def _every_part() -> Iterator[tuple[str, int]]:
 
 
 def parts() -> Iterator[Any]:
-    """Yield every part: `make test` takes the first one of each world, `make test-fast` those of the smallest."""
+    """Yield every part: `make test` takes the first part of each world, `make test-fast` those of the smallest world."""
     for name, first in _every_part():
         mark = pytest.mark.full if first else pytest.mark.slow
         yield pytest.param(name, first, marks=[] if (name, first) == ("TP2", 0) else [mark])
@@ -48,9 +48,9 @@ def _material(folder: Path, job: recipes.JobPlan) -> Material:
 
 @pytest.mark.parametrize(("world", "first"), parts())
 def test_recipes_train_to_the_reference(world: str, first: int, folder: Path) -> None:
-    """In fp32, and in bf16 what differs from others in more than its objective."""
+    """Train in fp32, and in bf16 the jobs that differ from others in more than their objective."""
     plans = recipes.worlds()[world][first : first + JOBS]
-    names: list[str] = []  # of each job, as jobs and expected
+    names: list[str] = []  # name of each job, in the order of jobs and expected
     jobs: list[Job] = []
     expected: list[Trained] = []
     for number, recipe in enumerate(plans):
@@ -94,13 +94,13 @@ def _is_first_of_its_kind(plans: list[recipes.JobPlan], number: int) -> bool:
     """Return whether no earlier job delivers weights in the same way: jobs of several objectives differ in nothing else."""
 
     def kind(job: recipes.JobPlan) -> tuple[object, ...]:
-        return job.family, job.cfg.rollout.colocate, job.cfg.sync.transport
+        return job.family, job.cfg.rollout.colocate, job.cfg.sync.transport.type
 
     return all(kind(other) != kind(plans[number]) for other in plans[:number])
 
 
 def _check_service(outcome: Outcome, what: str) -> None:
-    """What the engine received is what was trained, to the bit, and a checkpoint goes on as if nothing had happened."""
+    """Assert that the engine received exactly the trained weights, and that a checkpoint resumes to the same bits."""
     assert outcome.resumed is not False, f"{what}: the actor from the checkpoint trained to other weights"
     if outcome.delivered is not None:
         assert outcome.delivered.keys() == outcome.weights.keys(), what

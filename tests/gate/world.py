@@ -1,4 +1,4 @@
-"""What the ranks of a world do in the gate: the product's own learning step on fixed rollouts, several configs in turn."""
+"""The program of each rank in the gate: the product's own learning step on fixed rollouts, several configs in turn."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
 
-from tepo_megatron.config import Config
+from tepo_megatron.config import Config, MegatronConfig
 from tepo_megatron.types import Rollout
 from tests.parallel.test_broadcast import fleet, got
 from tests.parallel.test_families import sent, whole_gradients
@@ -24,39 +25,52 @@ from tests.unit.rollout.test_fleet import behave
 class Job:
     """One config and the rollouts of its steps.
 
-    folder: where the trained weights are delivered through `sync.transport`, and a checkpoint is saved that another actor loads
-    and goes on from; None: neither is done.
+    Attributes:
+        cfg: Config to train.
+        steps: Rollouts of each step.
+        folder: Folder through which the trained weights are delivered by `sync.transport`, and in which a checkpoint is saved
+            that another actor loads and continues. None: neither is done.
+        fixed_length: Pad every microbatch to one length, as on GPUs under megatron.transformer.tp_comm_overlap.
     """
 
     cfg: Config
     steps: tuple[tuple[Rollout, ...], ...]
     folder: Path | None = None
+    fixed_length: bool = False
 
 
 @dataclass
 class Outcome:
-    """What one rank saw of a job: its parts, in Hugging Face names, of gradients (one dict for each update) and weights."""
+    """The results of a job on one rank: its parts, in Hugging Face names, of gradients (one dict per update) and weights."""
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
-    metrics: list[dict[str, tuple[float, float]]] = field(default_factory=list)  # of each update: numerator, denominator
+    metrics: list[dict[str, tuple[float, float]]] = field(default_factory=list)  # numerator and denominator of each update
     gradients: list[dict[str, Tensor]] = field(default_factory=list)
     weights: dict[str, Tensor] = field(default_factory=dict)
     buckets: int = 0
     delivered: dict[str, Tensor] | None = None  # what the engine's side received, on rank 0
-    resumed: bool | None = None  # whether an actor from the checkpoint trains on to the same bits
+    resumed: bool | None = None  # whether an actor that loads the checkpoint continues to the same bits
 
 
 def run_jobs(rank: int, jobs: Sequence[Job]) -> list[Outcome]:
-    """In a forked rank: every job, one after the other, on the mesh of the first one's layout."""
+    """Run every job in a forked rank, one after the other, on the mesh of the first job's layout.
+
+    Args:
+        rank: Number of this rank.
+        jobs: Jobs of one layout.
+    """
     from tepo_megatron.actor import offload
     from tepo_megatron.distributed import parallel
     from tepo_megatron.platform import activate
 
-    # what a GPU does: optimizer and parameters leave the device, instead of staying where device and host share memory
+    # as on a GPU, optimizer and parameters leave the device; by default they stay where device and host share memory
     offload.ON_CPU = offload.ON_CUDA
     groups = parallel.initialize(jobs[0].cfg.parallel, activate("cpu"), 0)
-    found = [_train(job, groups) for job in jobs]
+    found = []
+    for job in jobs:
+        with mock.patch.object(MegatronConfig, "fixed_length", job.fixed_length):
+            found.append(_train(job, groups))
     parallel.shutdown()
     return found
 
@@ -73,7 +87,7 @@ def _train(job: Job, groups: Any) -> Outcome:
     actor, objective = Actor.open(cfg, groups), build_objective(cfg.objective)
     if actor.activations is not None:
         actor.activations.least_bytes = 1  # tiny tensors are moved too
-    if objective.ref_beta:
+    if objective.ref_kl is not None:
         actor.keep_reference()
     turns = Colocated(actor, None, groups) if cfg.rollout.colocate else Disaggregated()
     out.buckets = len(actor.chunks[0].bucket_groups)
@@ -103,7 +117,7 @@ def _train(job: Job, groups: Any) -> Outcome:
 
 
 def _gate(actor: Any, step: int, groups: Any) -> Any:
-    """A gate that knows the versions of the rollouts of `step` + 1, all of them with the actor's weights."""
+    """Return a gate that knows the versions of the rollouts of `step` + 1, all of them with the actor's weights."""
     from tepo_megatron.controller.gate import WeightsGate
 
     gate = WeightsGate(actor.cfg.rollout, actor.cfg.training, actor.cfg.sync, actor, groups)
@@ -113,14 +127,14 @@ def _gate(actor: Any, step: int, groups: Any) -> Any:
 
 
 def _deliver(actor: Any, turns: Any, folder: Path, version: int) -> dict[str, Tensor] | None:
-    """Send the weights as the config says, in the state that colocation is in then; return what arrived, on rank 0."""
+    """Send the weights as the config says, in the current state of colocation; return what arrived, on rank 0."""
     from tepo_megatron.weight_sync.sync import make_weight_sync
 
     cfg, groups = actor.cfg, actor.groups
     with contextlib.ExitStack() as stack:
         receiver: Any = None
         if groups.is_main:
-            receiver = Recorder() if cfg.sync.transport != "group" else stack.enter_context(_server(folder, cfg))
+            receiver = Recorder() if cfg.sync.transport.type != "group" else stack.enter_context(_server(folder, cfg))
         sync = stack.enter_context(make_weight_sync(cfg.sync, actor.bindings, actor.arch, groups, receiver))
 
         def push() -> None:
@@ -136,7 +150,7 @@ def _deliver(actor: Any, turns: Any, folder: Path, version: int) -> dict[str, Te
 
 @contextlib.contextmanager
 def _server(folder: Path, cfg: Config) -> Iterator[Any]:
-    """A real process in the place of an engine, which joins the group and saves what it gets."""
+    """Start a real process in the place of an engine; it joins the group and saves what it receives."""
     with fleet(folder, Path(cfg.model.path), servers=1, tp=1) as servers:
         behave(servers, 0, save=str(folder))
         yield servers
@@ -151,7 +165,7 @@ def _resumed(actor: Any, folder: Path, step: int) -> Any:
         checkpoints.save(step, actor, {"step": step})
         assert checkpoints.wait() is not None
         fresh = Actor.open(actor.cfg, actor.groups)
-        if fresh.cfg.objective.ref_beta:
+        if fresh.cfg.objective.ref_kl:
             fresh.keep_reference()
         found = checkpoints.newest()
         assert found is not None
@@ -160,13 +174,13 @@ def _resumed(actor: Any, folder: Path, step: int) -> Any:
 
 
 def _versioned(rollouts: Sequence[Rollout], step: int, cfg: Config) -> list[Rollout]:
-    """The rollouts as weights of an older version sampled them, if the config samples ahead."""
+    """Return the rollouts as if weights of an older version had sampled them, if the config samples ahead."""
     return [replace(r, policy_version=step - 1 - cfg.rollout.max_staleness) for r in rollouts]
 
 
 @contextlib.contextmanager
 def _captured(actor: Any, out: Outcome) -> Iterator[None]:
-    """Within, keep loss, gradients and their norm of each update, as the optimizer is about to use them."""
+    """Keep loss, gradients and their norm of each update within the block, just before the optimizer uses them."""
     step, update = actor.optimizer.step, actor.update
 
     def step_and_keep() -> Any:
@@ -187,7 +201,7 @@ def _captured(actor: Any, out: Outcome) -> Iterator[None]:
 
 
 def merged(ranks: Sequence[Outcome]) -> Outcome:
-    """What all ranks hold together."""
+    """Return the parts of all ranks merged into whole tensors."""
     first = ranks[0]
     updates = range(len(first.gradients))
     gradients = [{n: t for rank in ranks for n, t in rank.gradients[i].items()} for i in updates]
@@ -196,5 +210,10 @@ def merged(ranks: Sequence[Outcome]) -> Outcome:
 
 
 def distance(a: Tensor, b: Tensor) -> float:
-    """||a - b|| / ||b||, in fp64."""
+    """Return ||a - b|| / ||b||, in fp64.
+
+    Args:
+        a: Tensor under test.
+        b: Expected tensor.
+    """
     return ((a.double() - b.double()).norm() / b.double().norm().clamp(min=1e-300)).item()

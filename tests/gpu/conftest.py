@@ -1,7 +1,7 @@
 """Tests on a GPU, in a process of their own: `python -m pytest tests/gpu --confcutdir=tests/gpu`.
 
-The other tests' conftest hides GPUs from its process, and so nothing here is collected beside them, nor where there is no GPU.
-Without one the kernels run in Triton's interpreter: tests/unit/ops/test_triton_interpreter.py.
+The other tests' conftest hides GPUs from its process, so nothing here is collected together with them, nor where there is no
+GPU. Without one the kernels run in Triton's interpreter: tests/unit/ops/test_triton_interpreter.py.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ collect_ignore_glob = [] if torch.cuda.is_available() else ["test_*.py"]
 
 @pytest.fixture(scope="module")
 def alone() -> Iterator[Any]:
-    """This process as a world of one rank."""
+    """Initialize this process as a world of one rank."""
     from tepo_megatron.config import ParallelConfig
     from tepo_megatron.distributed import parallel
     from tepo_megatron.platform import activate

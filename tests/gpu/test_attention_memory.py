@@ -7,7 +7,7 @@ from tepo_megatron.actor.attention_layout import AttentionBucket
 
 DEVICE = torch.device("cuda")
 HEADS, KV_HEADS, CHANNELS = 32, 8, 128
-PIECES, TOTAL = (0, 3), 4  # of the first of two context-parallel ranks
+PIECES, TOTAL = (0, 3), 4  # chunks of the first of two context-parallel ranks
 
 
 def bucket_of(chunks: list[int], device: torch.device) -> AttentionBucket:
@@ -32,7 +32,7 @@ def test_memory_of_16k_tokens_is_far_below_that_of_their_scores(dtype: torch.dty
     before = torch.cuda.memory_allocated()
     torch.cat(bucket.attend(leaves[0], leaves[1], leaves[2], None)).backward(grad)
     extra = torch.cuda.max_memory_allocated() - before
-    scores = HEADS * bucket.chunk * bucket.total * bucket.chunk * dtype.itemsize  # of the last piece, stored once
+    scores = HEADS * bucket.chunk * bucket.total * bucket.chunk * dtype.itemsize  # scores of the last piece, stored once
     assert extra < scores / 2, (extra, scores)
     assert all(x.grad is not None and x.grad.isfinite().all() for x in leaves)
 

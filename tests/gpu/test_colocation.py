@@ -1,4 +1,4 @@
-"""What really leaves a GPU: the actor's parts, and a server's weights and KV cache; and that both come back."""
+"""The actor's parts, and a server's weights and KV cache, really leave a GPU, and come back."""
 
 from __future__ import annotations
 
@@ -51,9 +51,9 @@ def test_the_actor_leaves_the_gpu_and_comes_back_bit_for_bit(alone: Any, tmp_pat
 
 
 def test_page_locked_memory_is_what_the_plan_says(alone: Any, tmp_path: Path) -> None:
-    """To the byte; PyTorch's allocator, which rounds up to powers of two, gives none of it. Seconds are printed (`-s`)."""
+    """The plan is exact to the byte: none of it comes from PyTorch's allocator, which rounds up. Seconds are printed (`-s`)."""
     from tepo_megatron.actor.actor import Actor
-    from tepo_megatron.checkpoint.state import written
+    from tepo_megatron.checkpoint.state import saved_slices
     from tepo_megatron.checkpoint.tensors import HostCopy
     from tepo_megatron.config.io import plain, validate
     from tepo_megatron.plan.memory import offload_bytes
@@ -64,7 +64,7 @@ def test_page_locked_memory_is_what_the_plan_says(alone: Any, tmp_path: Path) ->
     case = cases.make_case(tmp_path, tied=True)
     tree = plain(cases.run_config(case.model, {})) | {"platform": "cuda"}
     tree["model"]["precision"] = "bf16"
-    tree["parallel"] |= {"overlap_grad_reduce": False, "overlap_param_gather": False}  # one bucket, as the plan counts
+    tree["megatron"]["ddp"] |= {"overlap_grad_reduce": False, "overlap_param_gather": False}  # one bucket, as the plan counts
     cfg = validate(tree)
     actor = Actor.open(cfg, alone)
     actor.optimizer.step()  # there are moments from here on
@@ -79,7 +79,7 @@ def test_page_locked_memory_is_what_the_plan_says(alone: Any, tmp_path: Path) ->
         print(f"offload {middle - start:.4f} s, load {time.perf_counter() - middle:.4f} s, {actor.offloader.host_bytes} bytes")
     family, arch = read_model(case.model)
     assert actor.offloader.host_bytes == offload_bytes(held(family.rows, arch, cfg.parallel, 0, 0), "bf16")
-    copied = HostCopy().take(list(written(actor)))
+    copied = HostCopy().take(list(saved_slices(actor)))
     assert all(box.data.is_pinned() for box in copied if box.data.numel())
     assert torch.cuda.host_memory_stats().get("allocated_bytes.allocated", 0) == theirs
 

@@ -1,6 +1,6 @@
-"""What Transformer Engine keeps on a GPU besides the actor's parts: measured, and gone with the parameters. Not run so far.
+"""Transformer Engine's caches on a GPU besides the actor's parts: their size, and that they are freed with the parameters.
 
-The same with kernels of the host: tests/transformer_engine/test_fp8.py.
+Not run so far. The same with kernels of the host: tests/transformer_engine/test_fp8.py.
 """
 
 from __future__ import annotations

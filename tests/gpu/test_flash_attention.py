@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from tepo_megatron.ops.flash_attention import Keys, flash_of, merge
+from tepo_megatron.ops.flash_attention import AttendedKeys, flash_attention_of, merge
 
 DEVICE = torch.device("cuda")
 
@@ -15,15 +15,15 @@ DEVICE = torch.device("cuda")
 def test_two_parts_of_a_softmax(dtype: torch.dtype, tolerance: float, masked: bool) -> None:
     """70 tokens that see 131 before them and themselves up to their own place, the latter as a triangle or as a mask."""
     generator = torch.Generator(DEVICE).manual_seed(0)
-    flash, before, length, heads, kv_heads, channels = flash_of(DEVICE), 131, 70, 4, 2, 64
+    flash, before, length, heads, kv_heads, channels = flash_attention_of(DEVICE), 131, 70, 4, 2, 64
 
     def draw(heads: int, tokens: int) -> torch.Tensor:
         return torch.randn(1, heads, tokens, channels, device=DEVICE, generator=generator).to(dtype)
 
     q, k, v, grad = draw(heads, length), draw(kv_heads, before + length), draw(kv_heads, before + length), draw(heads, length)
     triangle = torch.ones(length, length, dtype=torch.bool, device=DEVICE).tril()
-    own = Keys(mask=triangle[None, None]) if masked else Keys(causal=True)
-    calls = [(k[:, :, :before], v[:, :, :before], Keys()), (k[:, :, before:], v[:, :, before:], own)]
+    own = AttendedKeys(mask=triangle[None, None]) if masked else AttendedKeys(causal=True)
+    calls = [(k[:, :, :before], v[:, :, :before], AttendedKeys()), (k[:, :, before:], v[:, :, before:], own)]
     out, lse = merge(*flash.forward(q, *calls[0], None), *flash.forward(q, *calls[1], None))
     parts = [flash.backward(grad, q, *call[:2], out, lse, call[2], None) for call in calls]
     found = [

@@ -39,7 +39,7 @@ def blocks_of_128(path: Path, seed: int) -> Any:
 
 
 def quantized(model: Qwen3ForCausalLM) -> dict[str, torch.Tensor]:
-    """Its tensors as `sync.quantize=fp8` sends them; the model itself gets the values that an engine computes with."""
+    """Return the tensors as `sync.quantize=fp8` sends them; set the model to the values that an engine computes with."""
     sent: dict[str, torch.Tensor] = {}
     for name, weight in model.named_parameters():
         data = weight.detach().bfloat16()
@@ -62,7 +62,7 @@ def test_a_server_serves_the_quantized_weights_that_it_is_sent(name: Any, tmp_pa
     tensors = quantized(new)
     row = export_buffer(2 * sum(t.nbytes for t in tensors.values()), DEVICE)
     contents = pack(((n, t.to(DEVICE)) for n, t in tensors.items()), row.bytes, with_checksums=True)
-    row.written()
+    row.flush()
     cfg = RolloutConfig(engine=name, server=ServerConfig(extra_args=EXTRA[name]))
     launch = LaunchSpec(
         tmp_path / "model", max_model_len=128, platform="cuda", precision="bf16", seed=0, maps_memory=True, in_fp8=True

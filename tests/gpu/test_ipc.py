@@ -48,14 +48,14 @@ def test_buckets_are_read_where_they_lie_and_their_memory_is_free_afterwards(tmp
         for i, (name, tensor) in enumerate(model.items()):
             row = rows[i % 2]
             contents = pack([(name, tensor)], row.bytes, with_checksums=True)
-            row.written()
+            row.flush()
             receiver.stdin.write(Bucket(i, 0, contents, row.handle).to_json() + "\n")
             receiver.stdin.flush()
-            there, *told = receiver.stdout.readline().split()
+            there, *printed = receiver.stdout.readline().split()
             sent = tensor.view(torch.uint8).cpu()
             expected = [*sent[[0, 1, -2, -1]].tolist(), sent.long().sum().item()]
-            assert there == name and json.loads(f"[{','.join(told[:-1])}]") == expected
-            assert int(told[-1]) <= 2 * 2 * NUMEL  # the receiver's own copy, and no more with each round
+            assert there == name and json.loads(f"[{','.join(printed[:-1])}]") == expected
+            assert int(printed[-1]) <= 2 * 2 * NUMEL  # the receiver's own copy, and no more with each round
             row.bytes.fill_(255)
         receiver.stdin.close()
         assert receiver.wait(timeout=60) == 0

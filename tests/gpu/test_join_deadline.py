@@ -7,15 +7,15 @@ import time
 import pytest
 import torch
 
-from tepo_megatron.distributed.meeting_store import open_store
-from tepo_megatron.weight_sync.broadcast_group import SENDER, BroadcastGroup, BrokenChannel, GroupSpec
+from tepo_megatron.distributed.rendezvous_store import open_store
+from tepo_megatron.weight_sync.broadcast_group import SENDER, BroadcastGroup, BrokenGroup, GroupSpec
 
 
 def test_a_member_that_never_comes_does_not_hang_the_sender() -> None:
     store = open_store("127.0.0.1")
-    meeting = GroupSpec("127.0.0.1", store.port, "lonely", 1, 2, SENDER + 1, seconds=60.0, join_seconds=5.0)
+    spec = GroupSpec("127.0.0.1", store.port, "lonely", 1, 2, SENDER + 1, seconds=60.0, join_seconds=5.0)
     start = time.monotonic()
-    with pytest.raises(BrokenChannel, match="called off, or not formed within 5 s"):
-        BroadcastGroup.form(meeting, 0, SENDER, torch.device("cuda", 0))
+    with pytest.raises(BrokenGroup, match="called off, or not formed within 5 s"):
+        BroadcastGroup.form(spec, 0, SENDER, torch.device("cuda", 0))
     assert time.monotonic() - start < 8.0
     assert torch.ones(3, device="cuda").sum().item() == 3.0  # the GPU is as usable as before

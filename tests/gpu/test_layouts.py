@@ -16,7 +16,7 @@ from tepo_megatron.config.io import plain, validate
 from tests.parallel import cases
 from tests.processes import run_processes
 
-TOLERANCE = 1e-4  # of fp32, per tensor
+TOLERANCE = 1e-4  # for fp32, per tensor
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,7 @@ def test_fp32_equals_the_reference(case: cases.Case, layout: str, tmp_path: Path
 
 @pytest.mark.parametrize("layout", cases.LAYOUTS)
 def test_bf16_is_near_it(case: cases.Case, layout: str, tmp_path: Path) -> None:
-    """With Transformer Engine, where it is installed."""
+    """Transformer Engine's modules are used where it is installed."""
     ranks = trained(case, config(case, layout, precision="bf16"), tmp_path)
     apart, norm = cases.nearness(ranks, case.steps)
     assert apart < 0.05 and norm < 0.1

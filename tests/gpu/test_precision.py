@@ -1,4 +1,4 @@
-"""Presets of precision, and Transformer Engine's and Apex's kernels beside the plain ones, on a GPU."""
+"""Presets of precision, and Transformer Engine's and Apex's kernels next to the plain ones, on a GPU."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> cases.Case:
 
 @dataclass
 class Trained:
-    """Log-probs before an update, the gradients of it, the weights after it."""
+    """Log-probs before an update, its gradients, and the weights after it."""
 
     logprobs: Tensor
     gradients: dict[str, Tensor]
@@ -109,7 +109,7 @@ def test_fp8_trains_near_bf16_or_is_refused(alone: Any, case: cases.Case, in_bf1
 
 @needs("transformer_engine")
 def test_only_the_layers_linear_modules_are_transformer_engines_products(alone: Any, case: cases.Case) -> None:
-    """What FP8 reaches: everything of these classes, and nothing else multiplies weights."""
+    """FP8 covers every module of these classes, and nothing else multiplies weights."""
     from transformer_engine.pytorch import LayerNormLinear, Linear
 
     from tepo_megatron.actor.actor import Actor
@@ -150,19 +150,24 @@ def test_activations_leave_the_gpu(alone: Any) -> None:
 @needs("transformer_engine")
 @pytest.mark.parametrize(
     ("keys", "tolerance"),
-    [({"moments": "bf16"}, 1e-2), ({"moments": "fp8"}, 1e-1), ({"offload": 0.5}, 1e-3), ({"offload": 1}, 1e-3)],
+    [
+        ({"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}, 1e-2),
+        ({"exp_avg_dtype": "fp8", "exp_avg_sq_dtype": "fp8"}, 1e-1),
+        ({"optimizer_offload_fraction": 0.5}, 1e-3),
+        ({"optimizer_offload_fraction": 1}, 1e-3),
+    ],
 )
 def test_moments_and_masters_elsewhere_take_nearly_the_same_step(
     alone: Any, case: cases.Case, in_bf16: Trained, keys: dict[str, Any], tolerance: float
 ) -> None:
-    found = trained(alone, config(case, optimizer=keys), case)
+    found = trained(alone, config(case, megatron={"optimizer": keys}), case)
     assert found.norm == pytest.approx(in_bf16.norm, rel=1e-4)
     assert max(apart(x, y) for x, y in zip(found.weights, in_bf16.weights, strict=True)) < tolerance
 
 
 @needs("fused_weight_gradient_mlp_cuda")
 def test_fused_gradient_accumulation_adds_up_the_same(alone: Any, case: cases.Case, in_bf16: Trained) -> None:
-    found = trained(alone, config(case, training={"fuse_gradient_accumulation": True}), case)
+    found = trained(alone, config(case, megatron={"transformer": {"gradient_accumulation_fusion": True}}), case)
     assert all(apart(found.gradients[name], g) < 1e-2 for name, g in in_bf16.gradients.items())
 
 

@@ -26,7 +26,7 @@ def case(rows: int, dtype: torch.dtype, shift: float = 0.0) -> tuple[torch.Tenso
 
 @pytest.mark.parametrize("shift", [0.0, 100.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_against_fp64(dtype: torch.dtype, shift: float) -> None:
+def test_kernels_equal_fp64(dtype: torch.dtype, shift: float) -> None:
     source, labels, gradients = case(64, dtype, shift)
     logits = source.clone().requires_grad_() * 1  # not a leaf, so that backward writes in its place
     stats = token_stats(logits, labels, 1.0, None, VOCAB, backend="triton")
@@ -87,7 +87,7 @@ def test_more_elements_than_an_int32_counts() -> None:
 
 
 @pytest.mark.parametrize("budget", [0, 2**40], ids=["logits computed again", "logits kept"])
-def test_the_output_layer(budget: int) -> None:
+def test_the_output_layer_equals_fp64(budget: int) -> None:
     """bf16 on tensor cores; against fp64 on the logits that it rounds to bf16, the weight's gradient summed in fp32."""
     generator = torch.Generator(DEVICE).manual_seed(0)
     hidden = torch.randn(1500, 256, device=DEVICE, generator=generator).bfloat16().requires_grad_()

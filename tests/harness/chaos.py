@@ -54,15 +54,22 @@ RUN: dict[str, Any] = {
     "training__steps": STEPS, "training__minibatch_prompts": 4, "rollout__prompts_per_step": 6, "parallel__tp": 2,
     "rollout__samples_per_prompt": SAMPLES, "rollout__max_response_tokens": 12, "rollout__record": "true",
     "rollout__filter_uniform_groups": "false", "rollout__server__kv_cache_gib": 0.25, "rollout__server__restarts": 9,
-    "rollout__server__silent_seconds": 20, "optimizer__warmup_steps": 0, "optimizer__lr": "1e-4", "checkpoint__every": 2,
+    "rollout__server__heartbeat_timeout": 20, "optimizer__warmup_steps": 0, "optimizer__lr": "1e-4", "checkpoint__every": 2,
     "evaluation__max_problems": 8, "sync__max_logprob_diff": "1e-3",
 }  # fmt: skip
 
 
 @dataclass
 class Trial:
-    """One line of the output. phase, after: the victims die so many seconds after it; stopped: seconds until SIGKILL; None: at
-    once; ended: the exit status of each start."""
+    """One line of the output.
+
+    Attributes:
+        phase: Phase of the run in which the victims die.
+        after: Seconds from the start of the phase until the victims die.
+        stopped: Seconds from SIGSTOP to SIGKILL. None: SIGKILL at once.
+        killed: Roles that were killed.
+        ended: Exit status of each start.
+    """
 
     number: int
     engine: str
@@ -79,7 +86,13 @@ class Trial:
 
     @classmethod
     def draw(cls, seed: int, number: int, engines: list[str]) -> Trial:
-        """Return trial `number`; every four in a row cover two engines and both modes."""
+        """Return trial `number`; every four in a row cover two engines and both modes.
+
+        Args:
+            seed: Seed of all trials.
+            number: Number of the trial.
+            engines: Engines to draw from.
+        """
         chance = random.Random(f"{seed}/{number}")
         engine, mode = engines[number // len(MODES) % len(engines)], MODES[number % len(MODES)]
         roles = [role for role in ROLES if engine != "scripted" or role not in ("guard", "server", "engine")]
@@ -89,7 +102,7 @@ class Trial:
 
 
 def write_inputs(model: Path) -> None:
-    """Write a model that knows nothing, with problems and a reward that it gets by chance."""
+    """Write a model with random weights, with problems and a reward that it earns by chance."""
     tiny_qwen3(model, layers=2)
     rows = [{"prompt": f"1+{i}?\n", "answer": str(1 + i)} for i in range(40)]
     for name in ("train.jsonl", "eval.jsonl"):
@@ -98,7 +111,7 @@ def write_inputs(model: Path) -> None:
 
 
 class Bench:
-    """Where the runs are, and what undisturbed ones look like."""
+    """Folders of the runs, and the undisturbed run of each kind."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.model = folder, folder / "model"
@@ -107,7 +120,7 @@ class Bench:
         write_inputs(self.model)
         self._straight: dict[tuple[str, str], Path] = {}
 
-    def words(self, trial: Trial, name: str, resume: bool) -> list[str]:
+    def _words(self, trial: Trial, name: str, resume: bool) -> list[str]:
         """Return the command line of a run."""
         keys = RUN | {"name": name, "output": self.folder / "runs", "rollout__max_staleness": int(trial.mode == "ahead")}
         if trial.engine != "scripted":
@@ -117,13 +130,25 @@ class Bench:
         return ["train", "examples/demo.yaml", *settings(self.model, **keys)]
 
     def start(self, start: Any, trial: Trial, name: str, resume: bool = False) -> Command:
-        """Start a run with a TMPDIR of its own, in which it may leave nothing."""
+        """Start a run with a TMPDIR of its own, in which it may leave nothing.
+
+        Args:
+            start: See `tests.e2e.conftest.commands`.
+            trial: Trial of the run.
+            name: Name of the run.
+            resume: Whether to resume the run.
+        """
         (self.folder / "t").mkdir(exist_ok=True)
         env = {"TMPDIR": str(self.folder / "t")}
-        return start(*self.words(trial, name, resume), engine="slow" if trial.engine == "scripted" else None, env=env)
+        return start(*self._words(trial, name, resume), engine="slow" if trial.engine == "scripted" else None, env=env)
 
     def straight(self, start: Any, trial: Trial) -> Path:
-        """Return the folder of the undisturbed run."""
+        """Return the folder of the undisturbed run.
+
+        Args:
+            start: See `tests.e2e.conftest.commands`.
+            trial: Trial whose engine and mode the run has.
+        """
         key = (trial.engine, trial.mode)
         if key not in self._straight:
             name = f"straight-{trial.engine}-{trial.mode}"
@@ -160,8 +185,8 @@ def roles_of(launcher: int) -> dict[str, list[psutil.Process]]:
     return found
 
 
-def reached(trial: Trial, run: Path, started: float) -> bool:
-    """Whether the run is where its victims are to die; those are times when there is something to be broken."""
+def _reached(trial: Trial, run: Path, started: float) -> bool:
+    """Return whether the run is in the phase in which its victims are to die, with work under way that a kill could break."""
     lines = (run / "metrics.jsonl").read_text().count("\n") if (run / "metrics.jsonl").exists() else 0
     match trial.phase:
         case "start":
@@ -175,10 +200,10 @@ def reached(trial: Trial, run: Path, started: float) -> bool:
     return (run / "hf.partial").exists() or lines >= STEPS
 
 
-def disturb(trial: Trial, command: Command, run: Path) -> list[psutil.Process]:
-    """Kill the victims when their time has come; return the processes that the run had then."""
+def _disturb(trial: Trial, command: Command, run: Path) -> list[psutil.Process]:
+    """Kill the victims in their phase; return the processes that the run had then."""
     started = time.monotonic()
-    while command.process.poll() is None and not reached(trial, run, started):
+    while command.process.poll() is None and not _reached(trial, run, started):
         if time.monotonic() - started > RUN_SECONDS:
             trial.failures.append("the phase never came")
             break
@@ -199,15 +224,15 @@ def disturb(trial: Trial, command: Command, run: Path) -> list[psutil.Process]:
 
 
 def lives(process: psutil.Process) -> bool:
-    """Return whether it runs; one that has ended and that no parent waits for does not."""
+    """Return whether the process runs; a zombie does not."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.Error:
         return False
 
 
-def check_nothing_lives(trial: Trial, command: Command, seen: list[psutil.Process]) -> None:
-    """After the end of the launcher. seen: some rename themselves, which hides the mark in their environment."""
+def _check_nothing_lives(trial: Trial, command: Command, seen: list[psutil.Process]) -> None:
+    """Assert that no process of the run is left after the end of the launcher."""
     deadline = time.monotonic() + LEFT_SECONDS
     while (alive := [p for p in seen if lives(p)]) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -221,15 +246,21 @@ def check_nothing_lives(trial: Trial, command: Command, seen: list[psutil.Proces
 
 
 def left_behind(temporary: Path, run: Path, private_memory: bool) -> list[str]:
-    """Return the files that a run has left in its TMPDIR and in shared memory, and what is unfinished in its folder."""
+    """Return the files that a run has left in its TMPDIR and in shared memory, and the unfinished files in its folder.
+
+    Args:
+        temporary: TMPDIR of the run.
+        run: Folder of the run.
+        private_memory: Whether /dev/shm belongs to this process alone.
+    """
     left = [path.name for path in temporary.iterdir() if not path.name.startswith(IGNORED)]
     if private_memory:
         left += [path.name for path in Path("/dev/shm").iterdir()]
     return left + [str(path.relative_to(run)) for path in run.rglob("*") if ".partial" in path.name or ".deleted" in path.name]
 
 
-def check_outcome(trial: Trial, bench: Bench, run: Path, straight: Path, private_memory: bool) -> None:
-    """Files, and what the run computed."""
+def _check_outcome(trial: Trial, bench: Bench, run: Path, straight: Path, private_memory: bool) -> None:
+    """Check the files of a run, and the numbers that it computed."""
     trial.failures += [f"file left: {name}" for name in left_behind(bench.folder / "t", run, private_memory)]
     if [row["step"] for row in records(run)] != list(range(1, STEPS + 1)):
         trial.failures.append(f"steps {[row['step'] for row in records(run)]}")
@@ -245,7 +276,7 @@ def check_outcome(trial: Trial, bench: Bench, run: Path, straight: Path, private
             trial.failures.append("other weights")
 
 
-def carry_out(trial: Trial, bench: Bench, private_memory: bool) -> None:
+def _carry_out(trial: Trial, bench: Bench, private_memory: bool) -> None:
     """Run, kill, resume, check."""
     began = time.monotonic()
     with commands(bench.folder) as start:
@@ -253,14 +284,14 @@ def carry_out(trial: Trial, bench: Bench, private_memory: bool) -> None:
         name = f"trial-{trial.number}"
         run = bench.folder / "runs" / name
         command = bench.start(start, trial, name)
-        seen = disturb(trial, command, run)
+        seen = _disturb(trial, command, run)
         for _ in range(3):
             try:
                 status = command.process.wait(RUN_SECONDS)
             except subprocess.TimeoutExpired:
                 trial.failures.append(f"still running after {RUN_SECONDS:.0f} s: {command.output[-800:]}")
                 break
-            check_nothing_lives(trial, command, seen)
+            _check_nothing_lives(trial, command, seen)
             trial.ended.append(status)
             if status == 0:
                 break
@@ -270,7 +301,7 @@ def carry_out(trial: Trial, bench: Bench, private_memory: bool) -> None:
         else:
             trial.failures.append(f"does not resume: {command.output[-800:]}")
         if (run / "summary.json").exists():
-            check_outcome(trial, bench, run, straight, private_memory)
+            _check_outcome(trial, bench, run, straight, private_memory)
         else:
             trial.failures.append("no summary")
     if trial.failures:
@@ -296,7 +327,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--engines", default="vllm,sglang", help="of vllm, sglang, scripted")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--minutes", type=float, default=float("inf"), help="start no trial after so many minutes")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="minutes after which no trial is started")
     args = parser.parse_args(argv)
     done = [json.loads(line) for line in args.out.read_text().splitlines()] if args.out.exists() else []
     out = args.out.absolute()
@@ -308,7 +339,7 @@ def main(argv: list[str] | None = None) -> int:
             if any(line["number"] == number for line in done) or time.monotonic() > deadline:
                 continue
             trial = Trial.draw(args.seed, number, args.engines.split(","))
-            carry_out(trial, bench, private_memory)
+            _carry_out(trial, bench, private_memory)
             done.append(asdict(trial))
             with out.open("a") as file:
                 file.write(json.dumps(done[-1]) + "\n")

@@ -1,4 +1,4 @@
-"""A model with experts for the scripted engine, and the choice of experts: recorded of one network, told to another."""
+"""A model with experts for the scripted engine, and its choice of experts: recorded on one network, replayed on another."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LAYERS, NUMBER = 2, 4
 
 
 def write_model(dense: Path) -> Path:
-    """Write a model with experts in every layer beside a model with datasets, which it gets too."""
+    """Write a model with experts in every layer next to a model with datasets, which are copied."""
     path = dense.with_name(f"{dense.name}-experts")
     if not path.exists():
         tiny_model(path, Qwen3MoeConfig(
@@ -32,7 +32,7 @@ def write_model(dense: Path) -> Path:
 
 
 def fused(state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """Return the tensors of a checkpoint as transformers' modules hold them: a layer's experts in one."""
+    """Return the tensors of a checkpoint as the modules of transformers hold them: the experts of a layer in one tensor."""
     if not any(".mlp.experts." in name for name in state):
         return state
     out = {name: tensor for name, tensor in state.items() if ".mlp.experts." not in name}
@@ -48,12 +48,12 @@ def fused(state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
 
 
 def routers(model: nn.Module) -> list[Any]:
-    """Return those of a model, by layer."""
+    """Return the routers of a model, by layer."""
     return [module for name, module in model.named_modules() if name.endswith(".mlp.gate")]
 
 
 def record_choices(model: nn.Module) -> list[Tensor]:
-    """Return a list to which each router adds what it chooses in a forward pass: int64 [tokens, per token]."""
+    """Return a list to which each router appends its choices in a forward pass: int64 [tokens, per token]."""
     chosen: list[Tensor] = []
     for router in routers(model):
 
@@ -67,17 +67,17 @@ def record_choices(model: nn.Module) -> list[Tensor]:
 
 
 def tell_choices(model: nn.Module) -> list[Tensor]:
-    """Return a list of which each router takes the first, in every forward pass, in the place of its own choice."""
-    told: list[Tensor] = []
+    """Return a list of choices; in every forward pass each router takes the first one instead of its own choice."""
+    choices: list[Tensor] = []
     for router in routers(model):
 
         def obeying(hidden: Tensor, router: Any = router) -> Any:
-            logits, index = torch.nn.functional.linear(hidden, router.weight), told.pop(0)
+            logits, index = torch.nn.functional.linear(hidden, router.weight), choices.pop(0)
             weights = logits.softmax(-1).gather(1, index)  # as the module itself has it, bit for bit
             return logits, weights / weights.sum(-1, keepdim=True), index
 
         router.forward = obeying
-    return told
+    return choices
 
 
 def experts_of(chosen: list[Tensor]) -> Tensor:

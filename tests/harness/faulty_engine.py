@@ -1,4 +1,4 @@
-"""An engine whose servers have other weights than they say, and which keeps book of how far that moves each log-prob."""
+"""An engine whose servers have other weights than they report; it records how far that moves each log-prob."""
 
 from __future__ import annotations
 
@@ -34,10 +34,12 @@ SERVER = "server {}"
 
 @dataclass(frozen=True)
 class Fault:
-    """What is wrong with the weights of some servers.
+    """The error in the weights of some servers.
 
-    kind: a name in FAULTS, or "none". first: the version from which on; the engine still reports every version as it should.
-    server: the only one that has it; None: all.
+    Attributes:
+        kind: A name in FAULTS, or "none".
+        first: Version from which on the fault is present. The engine still reports every version as it should.
+        server: The only server with the fault. None: all.
     """
 
     kind: str
@@ -45,24 +47,24 @@ class Fault:
     server: int | None = None
 
 
-def ignored(now: State, history: Sequence[State], first: int) -> State:
-    """Every update since is ignored."""
+def _ignored(now: State, history: Sequence[State], first: int) -> State:
+    """Ignore every update."""
     return history[first - 1]
 
 
-def older(k: int) -> Callable[[State, Sequence[State], int], State]:
-    """The weights are `k` versions old."""
+def _older(k: int) -> Callable[[State, Sequence[State], int], State]:
+    """Return a fault that serves weights of `k` versions ago."""
     return lambda now, history, first: history[max(0, len(history) - 1 - k)]
 
 
-def one_tensor(now: State, history: Sequence[State], first: int) -> State:
-    """One tensor ignores every update."""
+def _one_tensor(now: State, history: Sequence[State], first: int) -> State:
+    """Ignore every update of one tensor."""
     name = next(n for n in sorted(now) if n.startswith("model.layers.1.mlp.") and n.endswith("down_proj.weight"))
     return {**now, name: history[first - 1][name]}
 
 
-def one_shard(now: State, history: Sequence[State], first: int) -> State:
-    """The second half of the rows of each matrix of the layers ignores every update, as if one of two TP ranks did."""
+def _one_shard(now: State, history: Sequence[State], first: int) -> State:
+    """Ignore every update of the second half of the rows of each layer matrix, as if one of two TP ranks did."""
     out = dict(now)
     for name, tensor in now.items():
         if "layers" in name and tensor.dim() == 2:
@@ -71,40 +73,41 @@ def one_shard(now: State, history: Sequence[State], first: int) -> State:
     return out
 
 
-def swapped(now: State, history: Sequence[State], first: int) -> State:
-    """The first two layers have changed places."""
+def _swapped(now: State, history: Sequence[State], first: int) -> State:
+    """Exchange the first two layers."""
     other = {"layers.0.": "layers.1.", "layers.1.": "layers.0."}
     return {name: now[_replaced(name, other)] for name in now}
 
 
-def one_router(now: State, history: Sequence[State], first: int) -> State:
-    """The router of the last layer ignores every update."""
+def _one_router(now: State, history: Sequence[State], first: int) -> State:
+    """Ignore every update of the router of the last layer."""
     name = "model.layers.1.mlp.gate.weight"
     return {**now, name: history[first - 1][name]}
 
 
-def mixed(now: State, history: Sequence[State], first: int) -> State:
-    """Every other tensor is one version old."""
+def _mixed(now: State, history: Sequence[State], first: int) -> State:
+    """Serve every other tensor one version old."""
     before = history[max(0, len(history) - 2)]
     return {name: (before if number % 2 else now)[name] for number, name in enumerate(sorted(now))}
 
 
 FAULTS: dict[str, Callable[[State, Sequence[State], int], State]] = {
-    "ignores every update": ignored,
-    "one version old": older(1),
-    "two versions old": older(2),
-    "one tensor stale": one_tensor,
-    "one TP shard stale": one_shard,
-    "two layers swapped": swapped,
-    "every other tensor old": mixed,
+    "ignores every update": _ignored,
+    "one version old": _older(1),
+    "two versions old": _older(2),
+    "one tensor stale": _one_tensor,
+    "one TP shard stale": _one_shard,
+    "two layers swapped": _swapped,
+    "every other tensor old": _mixed,
 }
-FAULTS_OF_EXPERTS = {"one router stale": one_router}
+FAULTS_OF_EXPERTS = {"one router stale": _one_router}
 
 
 @dataclass(frozen=True)
 class Scored:
-    """The log-probs of a sequence's tokens but the first, by what a server serves, and by what it was sent; where experts are
-    replayed, with the experts that the server's routers chose.
+    """Log-probs of a sequence's tokens except the first, under the served weights and under the sent weights.
+
+    Where experts are replayed, both use the experts that the server's routers chose.
     """
 
     server: int
@@ -114,10 +117,15 @@ class Scored:
 
 
 class FaultyEngine(ScriptedEngine):
-    """One model for each of `rollout.servers`, and one that has what was sent. Each server takes weights as real ones do, in an
-    `RankReceiver`: files, lent memory or broadcasts, whole or what changed.
+    """An engine with one model for each of `rollout.servers`, and one model with the weights that were sent.
 
-    book: a file; a line for each sample tells by how much, in nats, the fault moved each log-prob. In bf16 if the run is.
+    Each server receives weights as real ones do, in a `RankReceiver`: files, exported memory or broadcasts, all or only changed
+    tensors. Models are in bf16 if the run is.
+
+    Args:
+        cfg: Config of the run.
+        fault: Fault of the servers.
+        book: File with a line for each sample: by how much, in nats, the fault moved each log-prob.
     """
 
     def __init__(self, cfg: Config, fault: Fault, book: Path) -> None:
@@ -133,7 +141,7 @@ class FaultyEngine(ScriptedEngine):
 
         self._right, self._served = model(), [model() for _ in range(cfg.rollout.servers)]
         self._chosen = [experts.record_choices(served) for served in self._served]
-        self._told = experts.tell_choices(self._right) if cfg.rollout.replay_experts else None
+        self._choices = experts.tell_choices(self._right) if cfg.rollout.replay_experts else None
         self._inboxes = [RankReceiver() for _ in self._served]
         self._threads = ThreadPoolExecutor(1 + len(self._inboxes))
         self._given: list[dict[str, Tensor]] = [{} for _ in self._served]  # to each server, by all updates
@@ -151,18 +159,18 @@ class FaultyEngine(ScriptedEngine):
         """See `WeightReceiver.base`: all servers are always of one version."""
         return self.version
 
-    def keep(self, names: Sequence[str]) -> None:
+    def keep_unchanged(self, names: Sequence[str]) -> None:
         for inbox in self._inboxes:
-            inbox.keep(UnchangedTensors(self._coming, self.base, tuple(names)))
+            inbox.keep_unchanged(UnchangedTensors(self._coming, self.base, tuple(names)))
 
     @property
-    def takers(self) -> tuple[Recipient, ...]:
-        """See `WeightReceiver.takers`."""
+    def recipients(self) -> tuple[Recipient, ...]:
+        """See `WeightReceiver.recipients`."""
         return tuple(Recipient(SERVER.format(i), "127.0.0.1", 1, i) for i in range(len(self._inboxes)))
 
-    def join(self, meetings: Mapping[Recipient, GroupSpec]) -> Future[None]:
-        for taker, meeting in meetings.items():
-            self._inboxes[int(str(taker.life))].join(meeting, torch.device("cpu"))
+    def join_groups(self, specs: Mapping[Recipient, GroupSpec]) -> Future[None]:
+        for recipient, spec in specs.items():
+            self._inboxes[int(str(recipient.incarnation))].join_groups(spec, torch.device("cpu"))
         done: Future[None] = Future()
         done.set_result(None)
         return done
@@ -215,17 +223,24 @@ class FaultyEngine(ScriptedEngine):
         return [rollout for prompt in prompts for rollout in found[prompt.id]]
 
     async def sample(self, prompt: Prompt, sampling: SamplingParams, seed: int) -> list[Rollout]:
-        """See `Sampler.sample`: on a server by chance, so that conversations have several."""
+        # a server by chance, so that a conversation uses several
         server = derive_seed(seed, "server") % len(self._served)
         return await asyncio.to_thread(lambda: self.begin(prompt, sampling, seed, server)())
 
     def begin(
         self, prompt: Prompt, sampling: SamplingParams, seed: int, server: int | None = None
     ) -> Callable[[], list[Rollout]]:
-        """Begin a group; the function that is returned ends it, with the weights that are served then: all of it, or the second
-        half of each response if the run goes on with what new weights interrupt.
+        """Begin a group; the returned function ends it, with the weights that are served then.
+
+        It samples all of each response, or the second half if the run continues what new weights interrupt.
+
+        Args:
+            prompt: Prompt of the group.
+            sampling: Sampling parameters.
+            seed: Seed of the group.
+            server: Index of the server.
         """
-        goes_on = self._cfg.rollout.in_flight == "continue"
+        goes_on = self._cfg.rollout.on_weight_update == "continue"
         if server is None:
             server = self._asked % len(self._served)
             self._asked += 1
@@ -248,7 +263,7 @@ class FaultyEngine(ScriptedEngine):
         return end
 
     def _response(self, prompt: Prompt, sampling: SamplingParams, seed: int) -> Tensor:
-        """Prompt and response: the right box, or a wrong one, as far as there is room."""
+        """Return prompt and response: the right box, or a wrong one, cut off at the token limit."""
         text = f"\\boxed{{{prompt.answer if seed % 2 else seed % 9973}}}"
         response = [*self._tokenizer.encode(text, add_special_tokens=False), self._tokenizer.eos_token_id]
         return torch.tensor([*prompt.token_ids, *response[: sampling.max_tokens]])
@@ -258,18 +273,21 @@ class FaultyEngine(ScriptedEngine):
         chosen = self._chosen[server]
         chosen.clear()
         served = self._scores(self._served[server], ids)
-        if self._told is None:
+        if self._choices is None:
             return Scored(server, served, self._scores(self._right, ids))
-        self._told[:] = chosen  # as the actor's routers are told
+        self._choices[:] = chosen  # replayed as in the actor's routers
         return Scored(server, served, self._scores(self._right, ids), experts.experts_of(chosen))
 
     def _scores(self, model: torch.nn.Module, ids: Tensor) -> Tensor:
-        """Log-probs of each token but the first."""
+        """Return the log-probs of each token except the first."""
         logits = model(ids[None]).logits[0, :-1].float() / self._cfg.rollout.temperature
         return logits.log_softmax(-1).gather(1, ids[1:, None])[:, 0]
 
     def _rollout(self, prompt: Prompt, ids: Tensor, first: Scored, rest: Scored, version: int, place: int) -> Rollout:
-        """Tokens before `place` by `first`, under `version`; those from there on by `rest`, under the version of now."""
+        """Return a rollout of two halves.
+
+        Tokens before `place` are from `first`, under `version`; the others are from `rest`, under the current version.
+        """
         own = torch.arange(ids.numel()) >= len(prompt.token_ids)
         aligned, right = (
             torch.cat([torch.zeros(1), torch.where(torch.arange(1, ids.numel()) < place, a, b)]) * own
@@ -289,7 +307,7 @@ class FaultyEngine(ScriptedEngine):
 
 
 class FaultyGroups:
-    """See `engine.GroupStream`."""
+    """The `GroupStream` of a faulty engine."""
 
     def __init__(self, engine: FaultyEngine) -> None:
         self._engine = engine
@@ -307,8 +325,10 @@ class FaultyGroups:
 
 
 def tokens_of(rollout: Rollout) -> Iterator[tuple[str, tuple[int, str]]]:
-    """Yield (name, source) of each response token. The name is the same where the sequence was written and read again, or is
-    part of a longer one, and of no other token.
+    """Yield (name, source) of each response token.
+
+    The name is the same where the sequence was written and read again, or is part of a longer one, and differs for any other
+    token.
     """
     sources = [source for tokens, source in pieces(rollout) for _ in range(tokens)]
     places = rollout.response_mask_L.nonzero()[:, 0].tolist()

@@ -1,11 +1,11 @@
-"""Do to runs with real engines what machines do: out of memory, disks, a clock that jumps, limits, files that are bombs.
+"""Run real engines on machines that fail: out of memory, disks, a clock that jumps, limits, decompression bombs.
 
     python -m tests.harness.hurt --out FILE [--minutes 60] [--only "slow disk"]
 
-Every trial, a hurt of `tests/hurts.py` done to a run of one of WAYS, is one JSON line in FILE; a trial that FILE holds already
-is skipped, so that the command can be interrupted and called again. The first trials do every hurt to SGLang, to vLLM, to a
-run in turns (colocated) and over the transports group and ipc. A trial fails unless the run goes on, or ends with one message
-and is resumed; unless all its metrics and weights equal those of an undisturbed run of the same engine (apart, over shm), bit
+Every trial, a fault of `tests/hurts.py` in a run of one of WAYS, is one JSON line in FILE; a trial that FILE holds already is
+skipped, so that the command can be interrupted and called again. The first trials apply every fault to SGLang, to vLLM, to a
+colocated run and over the transports group and ipc. A trial fails unless the run continues, or ends with one message and is
+resumed; unless all its metrics and weights equal those of an undisturbed run of the same engine (disaggregated, over shm), bit
 for bit; and unless no process, no file in TMPDIR or shared memory, and no unfinished file is left.
 
 Takes root and Linux. /dev/shm is a file system of the harness alone.
@@ -34,7 +34,7 @@ from tests.e2e.conftest import Command, commands, settings
 from tests.harness.chaos import LEFT_SECONDS, RUN, STEPS, left_behind, lives, own_shared_memory, write_inputs
 from tests.hurts import OF_ALL, OF_REAL_ENGINES, Runs
 
-BOUND = 600.0  # seconds of each wait: of machines on which others work too
+BOUND = 600.0  # seconds of each wait, on machines that do other work too
 PR_SET_CHILD_SUBREAPER = 36
 HURTS = OF_REAL_ENGINES | OF_ALL
 # name -> settings
@@ -48,8 +48,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "sglang shm": {"rollout__engine": "sglang", "sync__transport": "shm"},
 }
 COVERING = 2  # the first ones have both engines, colocation, group and ipc
-WITHOUT_A_SERVER = ("parquet bombs",)  # refused before there is any
-# takes more memory with each answer: a grader that takes none is not killed for it
+WITHOUT_A_SERVER = ("parquet bombs",)  # refused before a server exists
+# takes more memory with each answer, so that the kernel kills this grader
 _SCORE = """
 kept = []
 
@@ -59,7 +59,7 @@ def score(prompt, response, answer):
 """
 _KEYS = RUN | {
     "reward__workers": 1, "rollout__prompts_per_step": 4, "evaluation__max_problems": 4, "rollout__server__ready_seconds": 1800,
-    "rollout__server__silent_seconds": 120, "rollout__server__restarts": 3,
+    "rollout__server__heartbeat_timeout": 120, "rollout__server__restarts": 3,
 }  # fmt: skip
 
 
@@ -75,12 +75,12 @@ class Trial:
 
     @property
     def key(self) -> tuple[str, str]:
-        """What tells it from the others."""
+        """Fault and kind of run, which identify the trial."""
         return self.hurt, self.way
 
 
 def trials() -> list[Trial]:
-    """Return all of them: every hurt with the ways that cover all, then each with one of the others in turn."""
+    """Return all trials: every fault with the kinds of runs that cover all, then each with one of the others in turn."""
     ways, hurts = list(WAYS), [name for name in HURTS if name not in WITHOUT_A_SERVER]
     found = [Trial(hurt, way) for hurt in hurts for way in ways[:COVERING]]
     found += [Trial(hurt, ways[0]) for hurt in WITHOUT_A_SERVER]
@@ -89,7 +89,7 @@ def trials() -> list[Trial]:
 
 
 class Bench:
-    """Where the runs are, and what undisturbed ones look like."""
+    """Folders of the runs, and the undisturbed run of each engine."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.model, self.temporary = folder, folder / "model", folder / "t"
@@ -98,20 +98,39 @@ class Bench:
         self._straight: dict[str, Path] = {}
 
     def words(self, way: str, output: Path, name: str, **more: Any) -> list[str]:
-        """Return the command line of a run."""
+        """Return the command line of a run.
+
+        Args:
+            way: A name in WAYS.
+            output: Parent of the run's folder.
+            name: Name of the run.
+            more: Further config keys.
+        """
         score = [{"type": "custom", "function": f"{self.model / 'score.py'}:score"}]
         keys = _KEYS | WAYS[way] | {"reward__terms": json.dumps(score), "output": output, "name": name} | more
         return ["train", "examples/demo.yaml", *settings(self.model, **keys)]
 
     def start(self, start: Any, *words: str, env: dict[str, str] | None = None, **how: Any) -> Command:
-        """Start a run of this checkout, with a TMPDIR of its own in which it may leave nothing."""
+        """Start a run of this checkout, with a TMPDIR of its own in which it may leave nothing.
+
+        Args:
+            start: See `tests.e2e.conftest.commands`.
+            words: Command line of the run.
+            env: Further environment variables.
+            how: Further arguments of `start`.
+        """
         self.temporary.mkdir(exist_ok=True)
         how["by"] = how.get("by") or [sys.executable]
         command: Command = start(*words, env={"TMPDIR": str(self.temporary)} | (env or {}), **how)
         return command
 
     def straight(self, start: Any, engine: str) -> Path:
-        """Return the folder of the undisturbed run."""
+        """Return the folder of the undisturbed run.
+
+        Args:
+            start: See `tests.e2e.conftest.commands`.
+            engine: vllm or sglang.
+        """
         if engine not in self._straight:
             folder = self.folder / "straight"
             command = self.start(start, *self.words(f"{engine} shm", folder, engine))
@@ -122,7 +141,13 @@ class Bench:
 
 
 def carry_out(trial: Trial, bench: Bench, private_memory: bool) -> None:
-    """Hurt a run, and look at what is left."""
+    """Apply the fault to a run, and check what is left.
+
+    Args:
+        trial: Trial to carry out; it collects the results.
+        bench: Folders of the runs.
+        private_memory: Whether /dev/shm belongs to this process alone.
+    """
     began = time.monotonic()
     with tempfile.TemporaryDirectory(dir=bench.folder) as name, commands(Path(name)) as start:
         straight = bench.straight(start, trial.way.partition(" ")[0])
@@ -139,7 +164,7 @@ def carry_out(trial: Trial, bench: Bench, private_memory: bool) -> None:
         for folder in (
             bench.temporary,
             *(Path("/dev/shm").iterdir() if private_memory else ()),
-        ):  # it is this trial's fault alone
+        ):  # leftovers count for this trial alone
             shutil.rmtree(folder, ignore_errors=True)
     trial.seconds, trial.commit = round(time.monotonic() - began, 1), commit()
 
@@ -161,7 +186,7 @@ def main(argv: list[str] | None = None) -> int:
     """Make the trials that FILE lacks; exit status 1 if any in it failed."""
     parser = argparse.ArgumentParser(prog="python -m tests.harness.hurt", description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--minutes", type=float, default=float("inf"), help="start no trial after so many minutes")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="minutes after which no trial is started")
     parser.add_argument("--only", default="", help="trials whose hurt and way contain this alone")
     args = parser.parse_args(argv)
     lines = args.out.read_text().splitlines() if args.out.exists() else []

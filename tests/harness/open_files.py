@@ -30,7 +30,7 @@ RUN_SECONDS = 1500.0
 
 
 def open_files(pid: int) -> Counter[str]:
-    """Open files of a process by sort; empty where it has ended."""
+    """Return the open files of a process by kind; empty if it has ended."""
     found: Counter[str] = Counter()
     with contextlib.suppress(OSError):
         for name in os.listdir(f"/proc/{pid}/fd"):
@@ -41,7 +41,7 @@ def open_files(pid: int) -> Counter[str]:
 
 
 def watch(command: Command) -> dict[str, Counter[str]]:
-    """The fullest process of each role, until the run ends."""
+    """Watch a command until it ends; return the open files of the fullest process of each role, by kind."""
     greatest: dict[str, Counter[str]] = {}
     deadline = time.monotonic() + RUN_SECONDS
     while command.process.poll() is None:

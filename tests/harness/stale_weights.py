@@ -56,17 +56,17 @@ TURNS: dict[str, dict[str, Any]] = {
     "ahead, tp 2": {"rollout": {"max_staleness": 1}, "parallel": {"tp": 2}},
     "ahead, pp 2": {"rollout": {"max_staleness": 1}, "parallel": {"pp": 2}},
     "3 ahead, finish": {"rollout": {"max_staleness": 3}},
-    "3 ahead, continue": {"rollout": {"max_staleness": 3, "in_flight": "continue", "oversample": 1.5}},
-    "3 ahead, restart": {"rollout": {"max_staleness": 3, "in_flight": "restart", "oversample": 1.5}},
+    "3 ahead, continue": {"rollout": {"max_staleness": 3, "on_weight_update": "continue", "oversample": 1.5}},
+    "3 ahead, restart": {"rollout": {"max_staleness": 3, "on_weight_update": "restart", "oversample": 1.5}},
 }
-# other ways of the weights to the servers, and of samples from them
+# other transports of weights, and other ways of sampling
 WAYS: dict[str, dict[str, Any]] = {
     "group": {"sync": {"transport": "group"}},
     "group, ahead": {"rollout": {"max_staleness": 1}, "sync": {"transport": "group"}},
     "group, pp 2": {"parallel": {"pp": 2}, "sync": {"transport": "group"}},
     "group, colocated": {"rollout": {"colocate": True}, "sync": {"transport": "group"}},
     "group, 3 ahead, continue": {
-        "rollout": {"max_staleness": 3, "in_flight": "continue", "oversample": 1.5},
+        "rollout": {"max_staleness": 3, "on_weight_update": "continue", "oversample": 1.5},
         "sync": {"transport": "group"},
     },
     "delta": {"sync": {"delta": True}},
@@ -76,7 +76,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "function": {"rollout": {"function": FUNCTION}},
     "function, ahead": {"rollout": {"max_staleness": 1, "function": FUNCTION}},
     "function, 3 ahead, continue": {
-        "rollout": {"max_staleness": 3, "in_flight": "continue", "oversample": 1.5, "function": FUNCTION},
+        "rollout": {"max_staleness": 3, "on_weight_update": "continue", "oversample": 1.5, "function": FUNCTION},
     },
     "temperature 0.3": {"rollout": {"temperature": 0.3}},
     "experts": {},
@@ -86,12 +86,13 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 MODES = TURNS | WAYS
 SERVERS = 4
-RATES = (1e-9, 3e-9, 1e-8, 2e-8, 4e-8, 1e-7, 1e-6, 1e-5, 1e-4, 1e-3)  # of learning: how far versions lie apart
+# learning rates, which determine the distance between versions
+RATES = (1e-9, 3e-9, 1e-8, 2e-8, 4e-8, 1e-7, 1e-6, 1e-5, 1e-4, 1e-3)
 
 
 @dataclass(frozen=True)
 class Trial:
-    """A run. one_server: of SERVERS, only the third has the fault."""
+    """A run with a fault. With `one_server`, only the third of SERVERS has it."""
 
     mode: str
     fault: str
@@ -103,9 +104,14 @@ class Trial:
 
 @dataclass(frozen=True)
 class Verdict:
-    """first: the first step with rollouts whose fault is above the limit; largest: mean nats by which the fault moved the
-    log-probs of a server and version in a step, over what such a number of tokens is allowed; stopped: the step in which the
-    run ended by the gate; worst_noise: of healthy steps. None: none.
+    """The result of a trial.
+
+    Attributes:
+        first: First step with rollouts whose fault is above the limit. None: no step.
+        stopped: Step in which the gate ended the run. None: it did not.
+        largest: Mean nats by which the fault moved the log-probs of a server and version in a step, minus the difference that
+            is allowed for this number of tokens; the largest of all steps.
+        worst_healthy: Largest mean |engine - actor| of healthy steps. None: there was none.
     """
 
     first: int | None
@@ -115,17 +121,23 @@ class Verdict:
 
     @property
     def good(self) -> bool:
-        """Whether a fault above the limit was stopped in the first possible step; below it anything goes."""
+        """True if a fault above the limit was stopped in the first possible step; below the limit, any result is right."""
         return self.first is None or self.stopped == self.first
 
 
 def config(trial: Trial, model: Path, folder: Path) -> Config:
-    """Of the trial's run."""
+    """Return the config of the trial's run.
+
+    Args:
+        trial: Trial of the run.
+        model: Directory of the model.
+        folder: Parent of the run's folder.
+    """
     if "expert" in trial.mode:
         model = experts.write_model(model)
     sections: dict[str, Any] = {name: dict(section) for name, section in MODES[trial.mode].items()}
     common: dict[str, dict[str, Any]] = {
-        "rollout": {"record": True, "filter_uniform_groups": False, "max_refills": 0},
+        "rollout": {"record": True, "filter_uniform_groups": False, "max_generation_rounds": 1},
         "training": {"steps": trial.steps},
         "optimizer": {"lr": trial.rate, "warmup_steps": 0},
         "evaluation": {"every": 0},
@@ -142,12 +154,21 @@ def config(trial: Trial, model: Path, folder: Path) -> Config:
 
 
 def noise(cfg: Config) -> float:
-    """Nats: rounding is of logits, which the temperature divides."""
+    """Return the rounding noise in nats: rounding is of logits, which the temperature divides."""
     return NOISE[cfg.model.precision] / min(1.0, cfg.rollout.temperature)
 
 
 def run(trial: Trial, model: Path, folder: Path) -> Verdict:
-    """Take the trial. Raises AssertionError where the run ends for another reason than the gate."""
+    """Run the trial.
+
+    Args:
+        trial: Trial to run.
+        model: Directory of the model.
+        folder: Folder of the trial.
+
+    Raises:
+        AssertionError: The run ended for another reason than the gate.
+    """
     cfg, book = config(trial, model, folder), folder / "book.jsonl"
     folder.mkdir(parents=True, exist_ok=True)
     book.touch()

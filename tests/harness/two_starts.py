@@ -1,8 +1,8 @@
 """Two starts of one run, one after the other: `python -m tests.harness.two_starts --out FILE`.
 
-Each trial starts the real `tepo train` twice, with different learning rates. It asks: did exactly one run, with its own
-config from the first file to the last, and was the other refused without a trace? A line per trial, with the commit, is
-appended to FILE; those that it holds are left out. The engine is scripted (tests/e2e/scripted_worker.py); launcher, ranks and
+Each trial starts the real `tepo train` twice, with different learning rates. It asks: did exactly one run, with its own config
+from the first file to the last, and was the other refused without a trace? A line per trial, with the commit, is appended to
+FILE; trials that FILE holds already are skipped. The engine is scripted (tests/e2e/scripted_worker.py); launcher, ranks and
 files are real.
 """
 
@@ -27,13 +27,19 @@ from tests.tiny import tiny_qwen3
 ROOT = Path(__file__).parents[2]
 RATES = (1e-3, 2e-3)
 STEPS = 4
-SECONDS = 600.0  # for both starts of a trial, on a busy machine
+SECONDS = 600.0  # time limit of both starts of a trial, on a busy machine
 REFUSALS = ("this run is under way in another process", "holds a run already")
 
 
 @dataclass(frozen=True)
 class Trial:
-    """delay: seconds between the starts; overwrite: what both are told, over a run that is there already; ranks: of each."""
+    """Two starts.
+
+    Attributes:
+        delay: Seconds between the starts.
+        overwrite: Whether both starts get `overwrite`, over a run that exists already.
+        ranks: Ranks of each start.
+    """
 
     delay: float
     overwrite: bool
@@ -41,12 +47,12 @@ class Trial:
 
     @property
     def key(self) -> str:
-        """What tells it from the others."""
+        """Name of the trial."""
         return f"{self.delay:.2f}-{'overwrite' if self.overwrite else 'new'}"
 
 
 def write_inputs(path: Path) -> Path:
-    """A model that knows nothing, with problems."""
+    """Write a model with random weights, with problems."""
     tiny_qwen3(path, layers=2)
     rows = [{"prompt": f"1+{i}?\n", "answer": str(1 + i)} for i in range(40)]
     (path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -54,7 +60,14 @@ def write_inputs(path: Path) -> Path:
 
 
 def words_of(trial: Trial, model: Path, output: Path, rate: float) -> list[str]:
-    """The command line of a start."""
+    """Return the command line of a start.
+
+    Args:
+        trial: Trial of the start.
+        model: Directory of the model.
+        output: Parent of the run's folder.
+        rate: Learning rate.
+    """
     keys = {
         "name": "run", "output": output, "model.path": model, "data.train": model / "train.jsonl", "data.eval": "null",
         "parallel.tp": 1, "parallel.dp": trial.ranks, "training.steps": STEPS, "training.epochs": 1,
@@ -66,7 +79,16 @@ def words_of(trial: Trial, model: Path, output: Path, rate: float) -> list[str]:
 
 
 def run(trial: Trial, model: Path, folder: Path) -> dict[str, object]:
-    """Make a trial; returns its line: `ok`, and what is wrong otherwise. Raises subprocess.TimeoutExpired."""
+    """Run a trial and return its line: `ok`, and otherwise the faults.
+
+    Args:
+        trial: Trial to run.
+        model: Directory of the model.
+        folder: Folder of the trial.
+
+    Raises:
+        subprocess.TimeoutExpired: A start did not end in time.
+    """
     output = folder / trial.key
     if trial.overwrite:
         leave_a_run(output / "run")
@@ -90,13 +112,19 @@ def run(trial: Trial, model: Path, folder: Path) -> dict[str, object]:
 
 
 def leave_a_run(run_dir: Path) -> None:
-    """What `overwrite` replaces."""
+    """Write the run that `overwrite` replaces."""
     (run_dir / "checkpoints" / "step-00000009").mkdir(parents=True)
     (run_dir / "metrics.jsonl").write_text('{"step": 9}\n')
 
 
 def faults(statuses: Sequence[int], outputs: Sequence[str], run_dir: Path) -> Iterator[str]:
-    """What is wrong with the end of a trial."""
+    """Yield the faults in the outcome of a trial.
+
+    Args:
+        statuses: Exit status of each start.
+        outputs: Output of each start.
+        run_dir: Folder of the run.
+    """
     if sorted(statuses) != [0, 1]:
         yield f"exit statuses {list(statuses)}: " + " / ".join(text[-800:] for text in outputs)
         return
@@ -122,19 +150,19 @@ def faults(statuses: Sequence[int], outputs: Sequence[str], run_dir: Path) -> It
 
 
 def spread(count: int) -> list[int]:
-    """The numbers below `count` in an order whose every beginning is spread over all of them."""
+    """Return the numbers below `count` in an order whose every prefix is spread over all of them."""
     bits = max(1, (count - 1).bit_length())
     order = (int(f"{i:0{bits}b}"[::-1], 2) for i in range(2**bits))
     return [i for i in order if i < count]
 
 
 def main() -> int:
-    """Exit status 1 where a trial went wrong."""
+    """Run the command line; the exit status is 1 if a trial failed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="JSON lines, one per trial; trials in it are left out")
     parser.add_argument("--most", type=float, default=4.95, help="the longest delay in seconds (default: %(default)s)")
     parser.add_argument("--every", type=float, default=0.05, help="seconds between delays (default: %(default)s)")
-    parser.add_argument("--minutes", type=float, default=float("inf"), help="start no trial after so many minutes")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="minutes after which no trial is started")
     args = parser.parse_args()
     lines = args.out.read_text().splitlines() if args.out.exists() else []
     done = {line["key"]: line["ok"] for line in map(json.loads, lines)}

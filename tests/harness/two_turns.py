@@ -1,4 +1,4 @@
-"""A generation function whose samples have two turns, each on the server that is next, with a tool's word between them."""
+"""A generation function whose samples have two turns, each on the next server, with a tool's output between them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The dry runs whose scripts stand in golden/. `python -m tests.launch.cases` in .venv writes them anew."""
+"""The dry runs whose scripts are in golden/. `python -m tests.launch.cases` in .venv writes them again."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ SERVERS = ["--rollout.servers", "2", "--rollout.server.rendezvous", "servers"]
 APART = ["--parallel.dp", "2", "--rollout.colocate", "false", *SERVERS]
 CASES = {
     "colocated": ["run.yaml", "--cluster", "contained.yaml"],
-    "apart": ["run.yaml", "--cluster", "bare.yaml", *APART, "--sync.folder", "weights"],
+    "apart": ["run.yaml", "--cluster", "bare.yaml", *APART, "--sync.transport.folder", "weights"],
     "in_turns": ["run.yaml", "--cluster", "bare.yaml", "--parallel.dp", "2", *SERVERS],
     "convert": ["convert", "out", "--cluster", "bare.yaml", "--after", "before", "--", "inspect", "a model"],
 }
-# all in one process: the import of NeMo-Run is what takes time
+# all in one process, because the import of NeMo-Run takes most of the time
 PROGRAM = """
 import contextlib, io, json, sys
 from launch.__main__ import main
@@ -58,7 +58,13 @@ print(json.dumps({name: call(words) for name, words in json.loads(sys.argv[1]).i
 
 
 def call(folder: Path, calls: dict[str, list[str]], python: Path = PYTHON) -> dict[str, tuple[int, str, str]]:
-    """`python -m launch WORDS` in `folder`, several of them: exit status, stdout and stderr by name."""
+    """Run `python -m launch WORDS` in `folder` several times; return exit status, stdout and stderr by name.
+
+    Args:
+        folder: Working directory.
+        calls: Words of each call, by name.
+        python: Interpreter.
+    """
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1", "WANDB_API_KEY": SECRET}
     environment["TEPO_SERVER_KEY"] = SECRET
     words = [python, "-c", PROGRAM, json.dumps(calls)]
@@ -68,7 +74,7 @@ def call(folder: Path, calls: dict[str, list[str]], python: Path = PYTHON) -> di
 
 
 def prepare(folder: Path) -> None:
-    """The files that the cases name, and a job that one of them waits for."""
+    """Write the files that the cases name, and a job for which one of them waits."""
     for name, tree in FILES.items():
         (folder / name).write_text(yaml.safe_dump(tree, sort_keys=False))
     (folder / "before" / "launch").mkdir(parents=True)
@@ -77,14 +83,19 @@ def prepare(folder: Path) -> None:
 
 
 def dry_runs(folder: Path) -> dict[str, tuple[int, str, str]]:
-    """Of all cases, as they are told for a project in /project."""
+    """Return the output of all cases for a project in /project."""
     prepare(folder)
     calls = {name: [*before_dashes(words, "--executor", "slurm", "--dry-run")] for name, words in CASES.items()}
     return {name: (s, out.replace(str(folder), "/project"), err) for name, (s, out, err) in call(folder, calls).items()}
 
 
 def before_dashes(words: list[str], *more: str) -> list[str]:
-    """The words with others before their "--", where those of a command begin; at the end if there is none."""
+    """Return the words with others inserted before their "--", behind which a command begins; appended if there is none.
+
+    Args:
+        words: Words of a call.
+        more: Words to insert.
+    """
     at = words.index("--") if "--" in words else len(words)
     return [*words[:at], *more, *words[at:]]
 

@@ -1,4 +1,4 @@
-"""The dry runs for KubeRay that stand in golden/. `python -m tests.launch.kuberay_cases` in .venv writes them anew."""
+"""The dry runs for KubeRay that are in golden/. `python -m tests.launch.kuberay_cases` in .venv writes them again."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ SECTION = {
 }  # fmt: skip
 CASES = {
     "kuberay_colocated": ["run.yaml", "--cluster", "k8s.yaml"],
-    "kuberay_apart": ["run.yaml", "--cluster", "k8s.yaml", *cases.APART, "--sync.folder", "weights"],
+    "kuberay_apart": ["run.yaml", "--cluster", "k8s.yaml", *cases.APART, "--sync.transport.folder", "weights"],
     "kuberay_convert": ["convert", "out", "--cluster", "k8s.yaml", "--", "inspect", "a model"],
 }
 
 
 def prepare(folder: Path) -> dict[str, object]:
-    """The files that the cases name, with a claim that holds the folder; the profile's tree."""
+    """Write the files that the cases name, with a claim that holds the folder; return the tree of the profile."""
     cases.prepare(folder)
     section = SECTION | {"claims": {"shared": "/shared", "home.of.all": str(folder)}}
     shared = {key: value for key, value in cases.CLUSTER.items() if key != "slurm"}
@@ -35,7 +35,7 @@ def prepare(folder: Path) -> dict[str, object]:
 
 
 def dry_runs(folder: Path) -> dict[str, tuple[int, str, str]]:
-    """Of all cases, as they are told for a project in /project, whose checksum is said to be c0ffee."""
+    """Return the output of all cases for a project in /project, whose checksum is replaced by c0ffee."""
     prepare(folder)
     calls = {name: cases.before_dashes(words, "--executor", "kuberay", "--dry-run") for name, words in CASES.items()}
     found = {}

@@ -1,4 +1,4 @@
-"""The dry runs with SkyPilot, as cases.py has those with Slurm. `python -m tests.launch.skypilot_cases` writes them anew."""
+"""The dry runs with SkyPilot, as cases.py has those with Slurm. `python -m tests.launch.skypilot_cases` writes them again."""
 
 from __future__ import annotations
 
@@ -26,24 +26,29 @@ FILES = {
     "volume.yaml": CLUSTER | {"container": {"image": "lab/tepo:vllm"}, "skypilot": SKYPILOT | {"volumes": {"/shared": "lab"}}},
     "bucket.yaml": CLUSTER | {"python": ".venv/bin/python", "skypilot": BUCKET},
 }
-APART = [*cases.APART, "--sync.folder", "weights"]
+APART = [*cases.APART, "--sync.transport.folder", "weights"]
 CASES = {
     "skypilot-one": ["run.yaml", "--cluster", "bucket.yaml", "--model.path", "/models/14b"],
     "skypilot-apart": ["run.yaml", "--cluster", "volume.yaml", *APART],
     "skypilot-in-turns": [
-        "run.yaml", "--cluster", "volume.yaml", "--parallel.dp", "2", *cases.SERVERS, "--sync.folder", "weights",
+        "run.yaml", "--cluster", "volume.yaml", "--parallel.dp", "2", *cases.SERVERS, "--sync.transport.folder", "weights",
     ],
 }  # fmt: skip
 
 
 def prepare(folder: Path) -> None:
-    """The files that the cases name."""
+    """Write the files that the cases name."""
     for name, tree in FILES.items():
         (folder / name).write_text(yaml.safe_dump(tree, sort_keys=False))
 
 
 def call(folder: Path, calls: dict[str, list[str]]) -> dict[str, tuple[int, str, str]]:
-    """`python -m launch WORDS --executor skypilot`; paths as those of a project in /project."""
+    """Run `python -m launch WORDS --executor skypilot`; return the results with the paths of a project in /project.
+
+    Args:
+        folder: Working directory.
+        calls: Words of each call, by name.
+    """
     words = {name: [*words, "--executor", "skypilot"] for name, words in calls.items()}
     done = cases.call(folder, words, PYTHON)
     return {
@@ -53,7 +58,7 @@ def call(folder: Path, calls: dict[str, list[str]]) -> dict[str, tuple[int, str,
 
 
 def dry_runs(folder: Path) -> dict[str, tuple[int, str, str]]:
-    """Of all cases."""
+    """Return the output of all cases."""
     prepare(folder)
     return call(folder, {name: [*words, "--dry-run"] for name, words in CASES.items()})
 

@@ -26,11 +26,11 @@ PATHS = "/usr/local/cuda/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/
 CERTIFICATES = "/etc/ssl/certs/ca-certificates.crt"
 ENVIRONMENT = {"PATH": PATHS, "SSL_CERT_FILE": CERTIFICATES, "PIP_CERT": CERTIFICATES}
 APEX = "TEPO_IMAGE_APEX"  # a git repository with Apex's pinned commit, for a machine that does not reach GitHub
-APEX_FOLDER = "/opt/apex"  # where the stand-in has it then
+APEX_FOLDER = "/opt/apex"  # path of the repository in the stand-in
 
 
 def missing() -> str | None:
-    """Why no image can be built here."""
+    """Return why no image can be built here; None if one can."""
     if lacking := [name for name in TOOLS if shutil.which(name) is None]:
         return f"{', '.join(lacking)} not installed (Debian: buildah debootstrap)"
     if os.geteuid() != 0:
@@ -39,7 +39,7 @@ def missing() -> str | None:
 
 
 def prefix() -> Path | None:
-    """Of a Python 3.12 of this machine."""
+    """Return the prefix of a Python 3.12 of this machine; None if there is none."""
     for path in (shutil.which(PYTHON), *Path.home().glob(f".pyenv/versions/3.12*/bin/{PYTHON}")):
         words = [str(path), "-c", "import sys; print(sys.base_prefix)"]
         done = subprocess.run(words, capture_output=True, text=True, check=False) if path else None
@@ -49,7 +49,16 @@ def prefix() -> Path | None:
 
 
 def call(words: Sequence[str | Path], *, log: Path | None = None, environment: dict[str, str] | None = None) -> str:
-    """What a command says. Raises AssertionError with the end of its words when it fails. log: a file that has them all."""
+    """Run a command and return its output.
+
+    Args:
+        words: Command line.
+        log: File for the whole output. None: no file.
+        environment: Environment variables.
+
+    Raises:
+        AssertionError: The command failed. The message holds the end of its output.
+    """
     done = subprocess.run(
         [str(w) for w in words], capture_output=True, text=True, timeout=4 * 3600, check=False, env=environment
     )
@@ -85,7 +94,12 @@ class Store:
 
 
 def make(buildah: Store, cuda: str) -> None:
-    """The image `NAME`. cuda: the pin of cuda-toolkit whose version it has."""
+    """Build the image `NAME`.
+
+    Args:
+        buildah: Store of images.
+        cuda: Pin of cuda-toolkit whose version the image gets.
+    """
     container = buildah("from", "scratch")
     root = Path(buildah("mount", container))
     inside = ["chroot", root, "env", "-i", *(f"{key}={value}" for key, value in ENVIRONMENT.items())]
@@ -93,7 +107,7 @@ def make(buildah: Store, cuda: str) -> None:
     python = prefix()
     assert python is not None
     shutil.copytree(python, root / "usr/local", symlinks=True, dirs_exist_ok=True)
-    own = Path("/usr/local/share/ca-certificates")  # of a network that has its own authority
+    own = Path("/usr/local/share/ca-certificates")  # certificates of a network that has its own authority
     if own.is_dir():
         shutil.copytree(own, root / own.relative_to("/"), dirs_exist_ok=True)
     shutil.copy("/etc/resolv.conf", root / "etc/resolv.conf")
@@ -112,7 +126,7 @@ def make(buildah: Store, cuda: str) -> None:
 
 
 def _toolkit(root: Path) -> None:
-    """The folders of the packages as /usr/local/cuda, with the names that a linker looks for."""
+    """Lay out the folders of the packages as /usr/local/cuda, with the names that a linker looks for."""
     toolkit = root / "opt/cuda/nvidia/cu13"
     (root / "usr/local/cuda").symlink_to("/opt/cuda/nvidia/cu13")
     (toolkit / "lib64").symlink_to("lib")
@@ -142,7 +156,7 @@ def _packages(root: Path) -> None:
 
 
 def _package(packages: Path, name: str) -> str:
-    """An empty one; returns its paragraph of the index."""
+    """Write an empty package; return its paragraph of the index."""
     control = f"Package: {name}\nVersion: 3.12\nArchitecture: all\nMaintainer: nobody\nDescription: a stand-in\n"
     built = packages / name / "DEBIAN"
     built.mkdir(parents=True)
@@ -154,6 +168,11 @@ def _package(packages: Path, name: str) -> str:
 
 
 def pin(engine: str, name: str) -> str:
-    """The line of a package in an engine's pins."""
+    """Return the line of a package in an engine's pins.
+
+    Args:
+        engine: vllm or sglang.
+        name: Name of the package.
+    """
     pins = (ROOT / "requirements" / f"gpu-{engine}.txt").read_text()
     return next(line for line in pins.splitlines() if line.startswith(f"{name}=="))

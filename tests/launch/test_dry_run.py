@@ -29,15 +29,18 @@ REFUSED = {
     "nothing launched": (["status", "nowhere"], "nowhere: nothing was launched there"),
     "wait for nothing": ([*SLURM, "--cluster", "bare.yaml", "--after", "nowhere"], "nowhere: nothing was launched there"),
     "local container": (["run.yaml", "--cluster", "contained.yaml"], "--executor local starts no container"),
-    "local machines": (["run.yaml", "--cluster", "bare.yaml", *cases.APART, "--sync.folder", "w"], "takes 4 machines of 8"),
+    "local machines": (
+        ["run.yaml", "--cluster", "bare.yaml", *cases.APART, "--sync.transport.folder", "w"],
+        "takes 4 machines of 8",
+    ),
     "no sbatch": ([*SLURM, "--cluster", "bare.yaml"], "sbatch refused the job: "),
     "words": (["convert", "out", "--cluster", "bare.yaml", "--hf"], "--hf: words of `convert` come after --"),
 }
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str, str]]:
-    """What each call answers, and "left": the files that the dry runs left."""
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str, str]]:
+    """Return the result of each call, and as "left" the files that the dry runs left."""
     folder = tmp_path_factory.mktemp("project")
     dry = cases.dry_runs(folder)
     left = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
@@ -46,8 +49,8 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str, 
 
 
 @pytest.mark.parametrize("case", cases.CASES)
-def test_the_scripts(told: dict[str, tuple[int, str, str]], case: str, tmp_path: Path) -> None:
-    status, text, error = told[case]
+def test_the_scripts_equal_the_golden_files(results: dict[str, tuple[int, str, str]], case: str, tmp_path: Path) -> None:
+    status, text, error = results[case]
     assert (status, error) == (0, "")
     assert text == (cases.GOLDEN / f"{case}.sh").read_text()
     assert cases.SECRET not in text
@@ -67,18 +70,18 @@ def test_each_rank_of_several_machines_gets_its_share_of_the_cores(cores: int, b
     assert subprocess.run(["bash", "-c", run], env=env, check=True, capture_output=True, text=True).stdout.strip() == threads
 
 
-def test_a_dry_run_leaves_nothing(told: dict[str, tuple[int, str, str]]) -> None:
-    assert told["left"][1].split("\n") == ["bare.yaml", "before/launch/job.json", "contained.yaml", "run.yaml"]
+def test_a_dry_run_leaves_nothing(results: dict[str, tuple[int, str, str]]) -> None:
+    assert results["left"][1].split("\n") == ["bare.yaml", "before/launch/job.json", "contained.yaml", "run.yaml"]
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_is_refused_in_one_line(told: dict[str, tuple[int, str, str]], case: str) -> None:
-    status, _, error = told[case]
+def test_what_is_refused_in_one_line(results: dict[str, tuple[int, str, str]], case: str) -> None:
+    status, _, error = results[case]
     assert status == 1 and error.startswith("launch: error: ") and error.count("\n") == 1
     assert REFUSED[case][1] in error
 
 
-def test_a_record_that_another_launch_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_job_of_an_unknown_executor_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     jobs.write(tmp_path, "pbs", "3")
     for word in ("status", "logs", "cancel"):
         assert main([word, str(tmp_path)]) == 1
@@ -86,7 +89,7 @@ def test_a_record_that_another_launch_left(tmp_path: Path, capsys: pytest.Captur
 
 
 def batch_code(folder: Path, scontrol: str, srun: str) -> tuple[str, dict[str, str]]:
-    """What a run's batch script does beside its tasks, with these bodies of commands; the run has a checkpoint of step 5."""
+    """Return the code of a batch script without its tasks, with these bodies of commands; the run is at checkpoint 5."""
     tree = {"name": "a", "output": str(folder), "model": {"path": "m"}, "data": {"train": "t"}, "checkpoint": {"every": 5}}
     slurm = validate_as(Cluster, {"slurm": {"account": "a", "warning_seconds": 30, "restarts": 9}}, "c").slurm
     assert isinstance(slurm, SlurmConfig)
@@ -100,7 +103,7 @@ def batch_code(folder: Path, scontrol: str, srun: str) -> tuple[str, dict[str, s
 
 @pytest.mark.parametrize("checkpoint", [True, False])
 def test_before_its_time_limit_a_job_waits_for_a_checkpoint_and_is_queued_again(tmp_path: Path, checkpoint: bool) -> None:
-    """The batch script's own code, with a task that sleeps and an `scontrol` that writes down what it is told."""
+    """Run the batch script's own code, with a task that sleeps and an `scontrol` that records its arguments."""
     patience = "end=$((SECONDS + 15))"  # half of the warning: Slurm has to end the job in the other half
     setup, environment = batch_code(tmp_path, scontrol="echo $* >> calls", srun="")
     assert patience in setup
@@ -131,7 +134,7 @@ def test_before_its_time_limit_a_job_waits_for_a_checkpoint_and_is_queued_again(
         job.wait()
 
 
-# a job as `scontrol` shows it, and an `srun` that does what it is told here
+# a job as `scontrol` shows it, and an `srun` that behaves as this test needs
 SHOWN = """
 if [ $1 != show ]; then echo $* >> calls; exit; fi
 echo "JobId=7 JobState=$STATE Reason=$REASON Restarts=0 ExitCode=$EXIT Nodes=1"
@@ -145,7 +148,7 @@ def test_a_failure_has_the_job_queued_again_once_at_each_checkpoint(tmp_path: Pa
     calls = tmp_path / "calls"
 
     def ends(status: int, state: str = "RUNNING", restarts: int = 0) -> str:
-        """What the script says when it ends with this status."""
+        """Return the output of the script when it ends with this status."""
         calls.unlink(missing_ok=True)
         more = {"STATE": state, "REASON": "None", "EXIT": "0:0", "SLURM_RESTART_COUNT": str(restarts)}
         done = subprocess.run(
@@ -190,7 +193,7 @@ def test_when_the_batch_script_was_killed_its_guard_has_the_job_queued_again(
 
 
 def children_of(pid_file: Path) -> str:
-    """The commands of the processes that a process started."""
+    """Return the commands of the processes that a process started."""
     if not pid_file.exists():
         return ""
     words = ["ps", "--no-headers", "-o", "comm", "--ppid", pid_file.read_text().strip() or "0"]
@@ -198,7 +201,7 @@ def children_of(pid_file: Path) -> str:
 
 
 def ended(pid_file: Path) -> bool:
-    """Whether the process is gone, or waits for whoever adopted it to ask how it ended."""
+    """Return whether the process is gone, or is a zombie."""
     try:
         return Path("/proc", pid_file.read_text().strip(), "stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except OSError:

@@ -1,7 +1,7 @@
-"""Both targets of the Dockerfile, unchanged, built by buildah on a stand-in base (tests/launch/stand_in.py), and looked at.
+"""Both targets of the Dockerfile, unchanged, are built by buildah on a stand-in base (tests/launch/stand_in.py) and inspected.
 
-Run by hand: make test-image. Every RUN step is executed, but that TEPO_IMAGE_COMPILE=0 leaves out what takes a C++ or CUDA
-compiler. What a stand-in cannot show is in docs/launch.md.
+Run by hand: make test-image. Every RUN step is executed, except that TEPO_IMAGE_COMPILE=0 leaves out what takes a C++ or CUDA
+compiler. docs/launch.md lists what a stand-in cannot show.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ pytestmark = [
     pytest.mark.skipif(stand_in.missing() is not None, reason=str(stand_in.missing())),
 ]
 CANARY = "not-for-any-image-c0ffee"
-# where what is private lies on the machine that builds
+# places of private files on the machine that builds
 PRIVATE = (
     ".env",
     ".netrc",
@@ -62,7 +62,7 @@ IN_THE_IMAGE = {
 
 @pytest.fixture(scope="module")
 def buildah() -> Iterator[stand_in.Store]:
-    """With the stand-in; nothing of it is left afterwards."""
+    """A store of images with the stand-in, which is removed afterwards."""
     folder = Path(tempfile.mkdtemp(prefix="tepo-image-", dir=os.environ.get("TMPDIR")))
     free = shutil.disk_usage(folder).free
     store = stand_in.Store(folder / "buildah")
@@ -123,7 +123,7 @@ def built(request: pytest.FixtureRequest, buildah: stand_in.Store) -> Iterator[B
 
 
 def _context(folder: Path) -> None:
-    """What git knows of, as a person has it: with secrets in the places where they lie."""
+    """Copy the files that git tracks, and add secrets where a person has them."""
     files = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     for name in files.rstrip("\0").split("\0"):
         if (ROOT / name).exists():
@@ -205,7 +205,7 @@ def test_the_health_check_asks_for_gpus_and_the_project(built: Built, tmp_path: 
 
 
 def test_nothing_private_is_in_it(built: Built, tmp_path: Path) -> None:
-    """Neither what lies about where it is built, nor how that machine reaches the network; in files, settings and history."""
+    """Files, settings and history hold neither files next to the build folder nor the machine's network settings."""
     words = {CANARY, *_own_network()}
     settings = "\n".join([*built.history, *(set(built.config["Env"]) - built.base), json.dumps(built.config.get("Labels"))])
     assert "uv pip install" in settings and "VIRTUAL_ENV=/opt/venv" in settings
@@ -221,7 +221,7 @@ def test_nothing_private_is_in_it(built: Built, tmp_path: Path) -> None:
 
 
 def _folders(root: Path) -> list[Path]:
-    """Where the Dockerfile's steps put files: its own, the user's, and the base's that a step may write."""
+    """Return the folders into which the Dockerfile's steps write: its own, the user's, and some of the base's."""
     return [
         root / name
         for name in ("opt/venv", "opt/requirements", "opt/tepo_megatron", "workspace", "home", "root", "etc", "tmp", "var")

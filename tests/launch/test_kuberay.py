@@ -25,21 +25,21 @@ SECTION = {"claims": {"a": "/work"}, "cpu": "8", "memory": "64Gi"}
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str, str]]:
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str, str]]:
     return kuberay_cases.dry_runs(tmp_path_factory.mktemp("project"))
 
 
 def parts(text: str) -> dict[str, str]:
-    """By the file's name."""
+    """Split the output by the name of the file."""
     found = [part.partition("\n") for part in text.split("#==== ")[1:]]
     return {Path(path).name: body for path, _, body in found}
 
 
 @pytest.mark.parametrize("case", kuberay_cases.CASES)
 def test_a_dry_run_prints_the_manifest_the_plan_and_the_scripts(
-    told: dict[str, tuple[int, str, str]], case: str, tmp_path: Path
+    results: dict[str, tuple[int, str, str]], case: str, tmp_path: Path
 ) -> None:
-    status, text, error = told[case]
+    status, text, error = results[case]
     assert (status, error) == (0, "")
     assert text == (cases.GOLDEN / f"{case}.txt").read_text()
     assert cases.SECRET not in text
@@ -49,8 +49,8 @@ def test_a_dry_run_prints_the_manifest_the_plan_and_the_scripts(
         subprocess.run(["bash", "-n", tmp_path / name], check=True)
 
 
-def test_what_a_pod_needs_is_in_the_manifest(told: dict[str, tuple[int, str, str]]) -> None:
-    files = parts(told["kuberay_apart"][1])
+def test_what_a_pod_needs_is_in_the_manifest(results: dict[str, tuple[int, str, str]]) -> None:
+    files = parts(results["kuberay_apart"][1])
     body, plan = yaml.safe_load(files["rayjob.yaml"]), json.loads(files["plan.json"])
     spec = body["spec"]["rayClusterSpec"]
     (group,) = spec["workerGroupSpecs"]
@@ -64,7 +64,7 @@ def test_what_a_pod_needs_is_in_the_manifest(told: dict[str, tuple[int, str, str
         assert mounts["/project"]["persistentVolumeClaim"] == {"claimName": "home.of.all"}
         environment = {entry["name"]: entry for entry in pod["containers"][0]["env"]}
         assert environment["WANDB_API_KEY"]["valueFrom"] == {"secretKeyRef": {"name": "keys", "key": "WANDB_API_KEY"}}
-        assert environment["NOTE"]["value"] == "it's $$HOME"  # of which Kubernetes makes one $
+        assert environment["NOTE"]["value"] == "it's $$HOME"  # Kubernetes replaces $$ with $
     assert body["spec"]["entrypoint"].split()[1:] == [
         f"/project/runs/qwen/launch/experiments/qwen/qwen_1/{name}" for name in ("on_ray.py", "plan.json")
     ]
@@ -120,7 +120,7 @@ def test_what_is_refused_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyP
         ({"worker": 1}, r"kuberay\.worker: unknown key"),
     ],
 )
-def test_a_mistake_is_told_with_its_key_and_the_mend(keys: dict[str, Any], said: str) -> None:
+def test_a_mistake_is_reported_with_its_key_and_the_fix(keys: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         cluster(kuberay=SECTION | keys)
 
@@ -154,7 +154,7 @@ def test_names_that_kubernetes_takes() -> None:
 
 
 @pytest.mark.full
-def test_submitted_asked_and_cancelled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_is_submitted_queried_and_cancelled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """NeMo-Run's manifest and Kubernetes' own client, over HTTP."""
     with serving(tmp_path) as (kubernetes, kubeconfig):
         monkeypatch.setenv("KUBECONFIG", str(kubeconfig))
@@ -198,5 +198,5 @@ def test_what_the_images_have_is_what_the_manifest_says() -> None:
     version = KubeRayConfig(**SECTION).ray_version
     for engine in ("vllm", "sglang"):
         pins = (cases.ROOT / "requirements" / f"gpu-{engine}.txt").read_text().splitlines()
-        assert f"ray=={version}" in pins and "aiohttp-cors==0.8.1" in pins  # of ray[default], which serves jobs
+        assert f"ray=={version}" in pins and "aiohttp-cors==0.8.1" in pins  # needed by ray[default], which serves jobs
     assert f"ray=={version}" in (cases.ROOT / "requirements" / "launch.txt").read_text().splitlines()

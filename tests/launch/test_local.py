@@ -42,7 +42,7 @@ def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
-    """A config, a profile of this machine, and one whose `python` only tells what it was called with."""
+    """A config, a profile of this machine, and one whose `python` only prints its arguments."""
     stand_in = tmp_path / "stand-in"
     stand_in.write_text(STAND_IN)
     stand_in.chmod(0o755)
@@ -66,7 +66,7 @@ def test_a_run_that_fails_says_why_and_its_logs_are_found(project: Path) -> None
 
 
 def test_servers_apart_end_with_the_run(project: Path) -> None:
-    apart = ["--rollout.server.rendezvous", "servers", "--sync.folder", "weights", "--rollout.servers", "2"]
+    apart = ["--rollout.server.rendezvous", "servers", "--sync.transport.folder", "weights", "--rollout.servers", "2"]
     status, _ = ended(launch(project, "run.yaml", "--cluster", "short.yaml", *apart))
     (log,) = project.rglob("combined.log")
     text = log.read_text()
@@ -85,7 +85,7 @@ def test_cancel_ends_the_run_and_all_that_it_started(project: Path) -> None:
             assert process.poll() is None and time.monotonic() < deadline
             time.sleep(0.1)
         assert json.loads((project / "runs" / "a" / "launch" / "job.json").read_text())["id"] == str(process.pid)
-        assert "is told to end" in ended(launch(project, "cancel", "runs/a"))[1]
+        assert "sent SIGTERM to process" in ended(launch(project, "cancel", "runs/a"))[1]
         status, _ = ended(process)
     finally:
         process.send_signal(signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""What a cluster's profile may say, and on which machines a run goes."""
+"""Profiles of clusters: their keys, their refusals, and the machines on which a run goes."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ def run(**keys: Any) -> Config:
         ({"container": {"image": "i", "mounts": ["data"]}}, r"container: mounts: 'data' is not /HOST/PATH:/CONTAINER/PATH"),
     ],
 )
-def test_a_mistake_is_told_with_its_key_and_the_mend(keys: dict[str, Any], said: str) -> None:
+def test_a_mistake_is_reported_with_its_key_and_the_fix(keys: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         cluster(**keys)
 
 
-def test_the_value_of_a_refused_secret_is_not_told() -> None:
+def test_the_value_of_a_refused_secret_is_not_printed() -> None:
     with pytest.raises(ConfigError) as e:
         cluster(environment={"HF_TOKEN": "hf_very_private"})
     assert "hf_very_private" not in str(e.value)
@@ -65,7 +65,7 @@ def test_a_secret_has_to_be_set(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "launch" / "profiles").glob("*.yaml")), ids=lambda path: path.name)
-def test_the_profiles_of_the_repository(path: Path) -> None:
+def test_the_profiles_of_the_repository_are_valid(path: Path) -> None:
     assert isinstance(load_cluster(path), Cluster)
 
 
@@ -91,7 +91,7 @@ APART = {"server": {"rendezvous": "r"}}
     ],
 )
 def test_machines_of_eight(parallel: dict[str, int], rollout: dict[str, Any], expected: Layout) -> None:
-    cfg = run(parallel=parallel, rollout=rollout, sync={"folder": "w"})
+    cfg = run(parallel=parallel, rollout=rollout, sync={"transport": {"folder": "w"}})
     assert lay_out(cfg, cluster(gpus_per_node=8)) == expected
     assert expected.nodes == expected.train_nodes + expected.serve_nodes * (not expected.shared)
 
@@ -101,8 +101,12 @@ def test_machines_of_eight(parallel: dict[str, int], rollout: dict[str, Any], ex
     [
         ({"tp": 8, "dp": 2}, {"colocate": True}, r"parallel has 16 ranks, on 2 machines of 8.*--rollout\.server\.rendezvous"),
         ({"tp": 8}, {}, r"8 ranks and rollout\.servers=1 of rollout\.server\.tp=1 take 9 GPUs, and a machine has 8; let them"),
-        ({"dp": 12}, {}, r"parallel has 12 ranks: on machines with room for 8 some would stay empty"),
-        ({"tp": 8}, {"servers": 3, "server": {"rendezvous": "r", "tp": 4}}, r"rollout\.servers=3 of 4 GPUs: .* room for 2"),
+        ({"dp": 12}, {}, r"parallel has 12 ranks: on machines of 8 some would stay empty"),
+        (
+            {"tp": 8},
+            {"servers": 3, "server": {"rendezvous": "r", "tp": 4}},
+            r"rollout\.servers=3 of 4 GPUs: .* of 2 some",
+        ),
         (
             {"tp": 8, "dp": 4},
             {"colocate": True, "servers": 6, **APART},
@@ -118,19 +122,19 @@ def test_machines_of_eight(parallel: dict[str, int], rollout: dict[str, Any], ex
 )
 def test_what_fits_no_machines_is_refused(parallel: dict[str, int], rollout: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        lay_out(run(parallel=parallel, rollout=rollout, sync={"folder": "w"}), cluster(gpus_per_node=8))
+        lay_out(run(parallel=parallel, rollout=rollout, sync={"transport": {"folder": "w"}}), cluster(gpus_per_node=8))
 
 
-def test_without_gpus() -> None:
+def test_a_layout_is_placed_on_machines_without_gpus() -> None:
     with pytest.raises(ConfigError, match="platform=cuda, and the cluster's machines have no GPUs; set gpus_per_node"):
         lay_out(run(), cluster())
     cfg = run(platform="cpu", parallel={"tp": 4})
     assert lay_out(cfg, cluster()) == Layout(1, 4)
-    cfg = run(platform="cpu", parallel={"tp": 4}, rollout=APART, sync={"folder": "w"})
+    cfg = run(platform="cpu", parallel={"tp": 4}, rollout=APART, sync={"transport": {"folder": "w"}})
     assert lay_out(cfg, cluster(ranks_per_node=2)) == Layout(2, 2, 1, 1)
 
 
-def test_what_would_go_wrong_when_the_job_starts() -> None:
+def test_faults_of_the_job_are_found_before_it_is_submitted() -> None:
     slurm = cluster(gpus_per_node=8, slurm=SLURM)
     with pytest.raises(ConfigError, match=r"checkpoint\.every=0: after its time limit of 04:00:00 the run would start over"):
         check_run(run(checkpoint={"every": 0}), slurm)
@@ -144,7 +148,7 @@ def test_what_would_go_wrong_when_the_job_starts() -> None:
 
 
 def test_launch_knows_little_of_the_training_code_and_few_files_of_nemo_run() -> None:
-    """So that it starts in an environment without PyTorch."""
+    """The launcher must start in an environment without PyTorch."""
     known = {
         "tepo_megatron",
         "tepo_megatron.config",

@@ -37,8 +37,8 @@ READ = "import sys, sky; print(*(sky.Task.from_yaml_str(text).num_nodes for text
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str, str]]:
-    """What each call answers, and "left": the files that the dry runs left."""
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str, str]]:
+    """Return the result of each call, and as "left" the files that the dry runs left."""
     folder = tmp_path_factory.mktemp("project")
     home = {path: path.stat().st_mtime_ns for path in (Path.home() / ".sky").rglob("*")}
     dry = sky.dry_runs(folder)
@@ -54,8 +54,8 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str, 
 @pytest.mark.full
 @missing
 @pytest.mark.parametrize("case", sky.CASES)
-def test_the_task(told: dict[str, tuple[int, str, str]], case: str, tmp_path: Path) -> None:
-    status, text, said = told[case]
+def test_the_task_equals_the_golden_file(results: dict[str, tuple[int, str, str]], case: str, tmp_path: Path) -> None:
+    status, text, said = results[case]
     assert status == 0 and said == f"launch: warning: {REFUSED['no git'][1]}\n"
     assert text == (cases.GOLDEN / f"{case}.txt").read_text()
     assert cases.SECRET not in text and "WANDB_API_KEY: <redacted>" in text
@@ -79,21 +79,21 @@ def test_skypilot_reads_the_tasks(tmp_path: Path) -> None:
 
 @pytest.mark.full
 @missing
-def test_a_dry_run_leaves_nothing(told: dict[str, tuple[int, str, str]]) -> None:
-    assert told["left"][1].split("\n") == ["bucket.yaml", "run.yaml", "volume.yaml"]
+def test_a_dry_run_leaves_nothing(results: dict[str, tuple[int, str, str]]) -> None:
+    assert results["left"][1].split("\n") == ["bucket.yaml", "run.yaml", "volume.yaml"]
 
 
 @pytest.mark.full
 @missing
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_is_refused_in_one_line(told: dict[str, tuple[int, str, str]], case: str) -> None:
-    status, _, error = told[case]
+def test_what_is_refused_in_one_line(results: dict[str, tuple[int, str, str]], case: str) -> None:
+    status, _, error = results[case]
     error = "".join(line for line in error.splitlines(keepends=True) if not line.startswith("launch: warning: "))
     assert status == 1 and error.startswith("launch: error: ") and error.count("\n") == 1
     assert REFUSED[case][1] in error and cases.SECRET not in error
 
 
-def test_without_skypilot_installed(tmp_path: Path) -> None:
+def test_a_missing_skypilot_is_named(tmp_path: Path) -> None:
     sky.prepare(tmp_path)
     words = [*VOLUME, "--executor", "skypilot", "--dry-run"]
     status, _, error = cases.call(tmp_path, {"it": words})["it"]
@@ -128,17 +128,18 @@ def on_a_bucket(mode: str = "MOUNT_CACHED", **keys: Any) -> Cluster:
             {"volumes": {"/shared": "a"}, "storage": {"/shared": {"name": "b"}}},
             r"/shared is given twice, by volumes and storage",
         ),
-        ({"volumes": {"/shared": "lab"}, "gpu": None}, r"skypilot\.gpu=None and gpus_per_node=8 say different things"),
+        ({"volumes": {"/shared": "lab"}, "gpu": None}, r"skypilot\.gpu=None and gpus_per_node=8 contradict each other"),
         ({"volumes": {"/shared": "lab"}, "memry": "8"}, r"skypilot\.memry: unknown key"),
     ],
 )
-def test_a_mistake_of_the_profile_is_told_with_its_key_and_the_mend(keys: dict[str, Any], said: str) -> None:
+def test_a_mistake_of_the_profile_is_reported_with_its_key_and_the_fix(keys: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         cluster(**keys)
 
 
 APART = {
-    "parallel": {"tp": 8, "dp": 2}, "rollout": {"servers": 8, "server": {"rendezvous": "r"}}, "sync": {"folder": "w"},
+    "parallel": {"tp": 8, "dp": 2}, "rollout": {"servers": 8, "server": {"rendezvous": "r"}},
+    "sync": {"transport": {"folder": "w"}},
 }  # fmt: skip
 
 
@@ -148,11 +149,13 @@ def check(cluster: Cluster, **keys: Any) -> None:
     skypilot.check_run(cfg, cluster, lay_out(cfg, cluster))
 
 
-def test_what_can_go_where() -> None:
+def test_a_run_on_a_volume_or_a_bucket_is_accepted() -> None:
     check(on_a_volume())
     check(on_a_bucket())
     check(on_a_volume(), **APART)
-    check(on_a_bucket(), rollout={"colocate": True, "server": {"rendezvous": "/tmp/r"}}, sync={"folder": "/tmp/w"})
+    check(
+        on_a_bucket(), rollout={"colocate": True, "server": {"rendezvous": "/tmp/r"}}, sync={"transport": {"folder": "/tmp/w"}}
+    )
     check(on_a_volume(setup=["fetch /data/m"]), model={"path": "/data/m"})
 
 
@@ -164,10 +167,14 @@ def test_what_can_go_where() -> None:
             APART,
             r"takes 3 machines with one folder of checkpoints, and skypilot\.workdir=/shared/me is on a bucket",
         ),
-        (on_a_volume(), APART | {"sync": {"folder": "/w"}}, r"sync\.folder=/w is not on a volume, and 3 machines share it"),
+        (
+            on_a_volume(),
+            APART | {"sync": {"transport": {"folder": "/w"}}},
+            r"sync\.transport\.folder=/w is not on a volume, and 3 machines share it",
+        ),
         (
             on_a_bucket(),
-            {"rollout": {"colocate": True, "server": {"rendezvous": "r"}}, "sync": {"folder": "/tmp/w"}},
+            {"rollout": {"colocate": True, "server": {"rendezvous": "r"}}, "sync": {"transport": {"folder": "/tmp/w"}}},
             r"rollout\.server\.rendezvous=r is on a bucket, which has neither hard links nor",
         ),
         (on_a_volume(), {"output": "/shared/runs"}, r"output=/shared/runs: give a relative path; on the machines it is below"),
@@ -198,7 +205,7 @@ def test_what_is_not_committed_would_not_travel(tmp_path: Path) -> None:
     (tmp_path / "launch" / "new.py").write_text("")
     (tmp_path / "launch" / "bootstrap.py").write_text("changed")
     (said,) = skypilot.check_code(tmp_path)
-    assert said.startswith("launch/bootstrap.py and 1 more would not travel, since NeMo-Run sends the commit HEAD; commit")
+    assert said.startswith("launch/bootstrap.py and 1 more would not be sent, since NeMo-Run sends the commit HEAD; commit")
 
 
 def test_starts_are_counted_and_the_first_makes_the_run(tmp_path: Path) -> None:
@@ -207,8 +214,8 @@ def test_starts_are_counted_and_the_first_makes_the_run(tmp_path: Path) -> None:
     config.write_text(json.dumps(tree))
     checkpoint = run / "checkpoints" / "step-00000005"
     checkpoint.mkdir(parents=True)
-    assert bootstrap.begin(str(config), "job_7-0") == 1
+    assert bootstrap.count_start(str(config), "job_7-0") == 1
     assert not checkpoint.exists() and (run / "config.yaml").exists()  # as overwrite says
     checkpoint.mkdir(parents=True)
-    assert bootstrap.begin(str(config), "job_7-0") == 2 and checkpoint.exists()
-    assert bootstrap.begin(str(config), "job_8-0") == 1 and not checkpoint.exists()
+    assert bootstrap.count_start(str(config), "job_7-0") == 2 and checkpoint.exists()
+    assert bootstrap.count_start(str(config), "job_8-0") == 1 and not checkpoint.exists()

@@ -40,7 +40,7 @@ def chosen(args: argparse.Namespace) -> list[Exhibit]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """See the module."""
+    """Run the command line and return its exit status."""
     parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME")
     parser.add_argument("--sample", type=int, default=0, metavar="N")

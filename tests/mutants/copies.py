@@ -22,7 +22,13 @@ _TESTS_FAILED = 1  # exit status of pytest; others say that it could not run the
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of a bug. caught_by: the first test that failed, None: none did; how: its error; seconds: until then."""
+    """The result for a bug.
+
+    Attributes:
+        caught_by: First test that failed. None: none did.
+        how: Error of that test.
+        seconds: Seconds until then.
+    """
 
     name: str
     caught_by: str | None
@@ -30,7 +36,7 @@ class Verdict:
     seconds: float
 
     def line(self) -> str:
-        """Return it for the terminal."""
+        """Return a line for the terminal."""
         return f"{'caught ' if self.caught_by else 'MISSED '} {self.seconds:5.1f} s  {self.name}: {self.caught_by or self.how}"
 
 
@@ -50,7 +56,15 @@ class Copy:
     def look(self, exhibit: Exhibit, tests: Sequence[str], seconds: float) -> Verdict:
         """Put the bug in, run tests until one fails, and take it out again.
 
-        That pytest cannot run them, or is not done in time, is not taken for a bug that was noticed. Raises NotFound.
+        A bug does not count as caught when pytest cannot run the tests, or does not end in time.
+
+        Args:
+            exhibit: Exhibit with the bug.
+            tests: Arguments of pytest.
+            seconds: Time limit.
+
+        Raises:
+            NotFound: The exhibit does not fit the tree.
         """
         file, text = mutated(exhibit, self.path)
         original = (self.path / file).read_text()
@@ -61,7 +75,7 @@ class Copy:
             (self.path / file).write_text(original)
 
     def _run(self, name: str, tests: Sequence[str], seconds: float) -> Verdict:
-        # no bytecode: of two texts of one file that are written within a second it would be taken for the other's
+        # no bytecode: of two versions of a file written within a second, one would run with the other's bytecode
         env = os.environ | {"PYTHONPATH": str(self.path), "PYTHONDONTWRITEBYTECODE": "1"}
         words = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", "--durations=0", *tests]
         started = time.monotonic()

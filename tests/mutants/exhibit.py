@@ -38,15 +38,15 @@ class Exhibit:
     """One silent bug.
 
     Attributes:
-        name: Unique.
-        source: Where the bug was published ("verl #6836"), or which of our own documents tells of it.
-        kind: Its class.
-        bug: What is computed wrongly, and why nobody sees it; one or two sentences.
-        cost: What it cost, or would have.
+        name: Unique name.
+        source: Where the bug was published ("verl #6836"), or which of our own documents describes it.
+        kind: Class of the bug.
+        bug: The wrong computation, and why nobody sees it; one or two sentences.
+        cost: What it cost, or would have cost.
         symbol: The function, "Class.method" or module-level name in PLACES whose source is changed.
-        old: A part of that source, there exactly once, and in no other source of a symbol with that name.
-        new: What takes its place.
-        tests: pytest's words for the tests that see it.
+        old: A part of that source. It occurs there exactly once, and in no other source of a symbol with that name.
+        new: Replacement of that part.
+        tests: Pytest's arguments for the tests that catch it.
         guard: The run-time check that stops a run with this bug, where the tests show that.
     """
 
@@ -63,7 +63,15 @@ class Exhibit:
 
 
 def mutated(exhibit: Exhibit, root: Path) -> tuple[Path, str]:
-    """Return the file of `root` that an exhibit changes, and its text afterwards. Raises NotFound."""
+    """Return the file of `root` that an exhibit changes, and its text afterwards.
+
+    Args:
+        exhibit: Exhibit to apply.
+        root: Root of the tree.
+
+    Raises:
+        NotFound: The symbol, or the text in it, does not occur exactly once.
+    """
     places, found = _symbols(root).get(exhibit.symbol, []), []
     for file, first, last in places:
         lines = (root / file).read_text().splitlines(keepends=True)

@@ -20,7 +20,13 @@ notice it. This page is written by `python -m tests.mutants --write`; what is ch
 
 
 def write(root: Path, exhibits: Sequence[Exhibit], verdicts: Sequence[Verdict]) -> None:
-    """Add the verdicts to the results of other exhibits, and write the page of all that are still shown."""
+    """Add the verdicts to the results of other exhibits, and write the page of all current exhibits.
+
+    Args:
+        root: Root of the tree.
+        exhibits: All exhibits, in the order of the page.
+        verdicts: New verdicts.
+    """
     path = root / RESULTS
     known = {row["name"]: row for row in json.loads(path.read_text())} if path.exists() else {}
     known |= {verdict.name: asdict(verdict) for verdict in verdicts}
@@ -29,7 +35,12 @@ def write(root: Path, exhibits: Sequence[Exhibit], verdicts: Sequence[Verdict]) 
 
 
 def page(exhibits: Sequence[Exhibit], verdicts: dict[str, dict[str, object]]) -> str:
-    """Return the page. verdicts: by name, as in the file of results."""
+    """Return the page.
+
+    Args:
+        exhibits: All exhibits, in the order of the page.
+        verdicts: Verdict of each exhibit by name, as in the file of results.
+    """
     lines = [_INTRODUCTION]
     for kind in dict.fromkeys(exhibit.kind for exhibit in exhibits):
         lines += [f"## {kind.capitalize()}", "", "| bug | source | what it cost | noticed by | s |", "|---|---|---|---|---|"]

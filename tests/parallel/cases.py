@@ -1,7 +1,7 @@
-"""The batch that every layout must agree on, and how to run it on one.
+"""The batch that every layout must agree on, and functions that run it on one layout.
 
 The old statistics come from perturbed weights and the advantages' signs are chosen so that clipping on both sides, the KL mask,
-and sequences of length 1, groups of one, and sequences over several context-parallel ranks are all in play.
+and sequences of length 1, groups of one, and sequences over several context-parallel ranks all occur.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ LAYOUTS = {
 
 @dataclass(frozen=True)
 class Case:
-    """The model directory, the batch of each optimizer step, and what the reference made of them."""
+    """The model directory, the batch of each optimizer step, and the reference's result for each."""
 
     model: Path
     batches: tuple[TrainBatch, ...]
@@ -57,12 +57,15 @@ class Case:
 def make_case(
     folder: Path, *, tied: bool, form: str = "tepo", shared: bool = False, layers: int = 4, **model_keys: Any
 ) -> Case:
-    """Model, batches and the fp64 reference's steps.
+    """Write a model, and return batches and the fp64 reference's steps.
 
     Args:
-        shared: whether the sequences of a group have the same prompt.
-        layers: of the model.
-        model_keys: further arguments of `tiny_qwen3`, sizes for example.
+        folder: Directory of the model.
+        tied: Whether the output layer is the embedding.
+        form: Form of TEPO; see `tests.reference.tepo.tepo_loss`.
+        shared: Whether the sequences of a group have the same prompt.
+        layers: Layers of the model.
+        model_keys: Further arguments of `tiny_qwen3`, sizes for example.
     """
     model = folder / f"tiny-{tied}"
     tiny_qwen3(model, tied=tied, layers=layers, vocab_size=VOCAB, **model_keys)
@@ -82,7 +85,12 @@ def make_case(
 
 
 def reference_steps(model: Path, batches: tuple[TrainBatch, ...]) -> tuple[reference.Step, ...]:
-    """What the fp64 reference makes of other batches than those of `make_case`."""
+    """Return the fp64 reference's steps for other batches than those of `make_case`.
+
+    Args:
+        model: Directory of the model.
+        batches: Batch of each step.
+    """
     trainer = reference.Trainer(model, **ADAM)
     steps = []
     for batch in batches:
@@ -104,8 +112,10 @@ def _sequence(
     generator: torch.Generator,
     prompts: list[Tensor] | None,
 ) -> reference.Sequence:
-    """Tokens at random, behind its group's prompt if there are `prompts`; old statistics from perturbed weights plus a drift
-    that pushes w over the clip range for two of three sequences, on the side that the sign of A clips.
+    """Draw tokens, behind the group's prompt if there are `prompts`, and old statistics.
+
+    The old statistics come from perturbed weights plus a drift that pushes w beyond the clip range for two of three sequences,
+    on the side that the sign of A clips.
     """
     prompt = prompts[GROUP_OF[i]].numel() if prompts else 3 + (5 * i + step) % 6
     # never id 0: transformers keeps the padding token out of the gradient (padding_idx)
@@ -126,7 +136,7 @@ def _sequence(
 
 
 def _batch(sequences: list[reference.Sequence], update: int) -> TrainBatch:
-    """The same as the product's data objects."""
+    """Convert the sequences to the product's data objects."""
     rollouts = tuple(
         Rollout(
             prompt_id=GROUP_OF[i],
@@ -152,9 +162,19 @@ def run_config(
     parallel: dict[str, Any],
     max_tokens: int = 4096,
     objective: dict[str, Any] | None = None,
+    ddp: dict[str, Any] | None = None,
     **training: Any,
 ) -> Config:
-    """The run's config for a layout; objective: instead of the reference's tepo; training: more keys of that section."""
+    """Return the run's config for a layout.
+
+    Args:
+        model: Directory of the model.
+        parallel: Section `parallel`.
+        max_tokens: Tokens of a microbatch.
+        objective: Section `objective`. None: the reference's TEPO.
+        ddp: Fields of megatron.ddp.
+        training: Further keys of section `training`.
+    """
     return validate({
         "name": "layout",
         "platform": "cpu",
@@ -165,20 +185,38 @@ def run_config(
         "parallel": parallel,
         "objective": objective or {"name": "tepo", "beta": BETA, "clip_low": EPS, "clip_high": EPS},
         "optimizer": {
-            "lr": ADAM["lr"], "eps": ADAM["eps"], "beta1": ADAM["betas"][0], "beta2": ADAM["betas"][1],
-            "weight_decay": ADAM["weight_decay"], "clip_grad": ADAM["clip"],
+            "lr": ADAM["lr"], "weight_decay": ADAM["weight_decay"], "clip_grad": ADAM["clip"],
+        },
+        "megatron": {
+            "ddp": ddp or {},
+            "optimizer": {
+                "adam_eps": ADAM["eps"], "adam_beta1": ADAM["betas"][0], "adam_beta2": ADAM["betas"][1],
+            },
         },
     })  # fmt: skip
 
 
 def permuted(batch: TrainBatch, seed: int) -> TrainBatch:
-    """The same sequences in another order, so that they are packed with other neighbours."""
+    """Return the same sequences in another order, so that they are packed with other neighbours.
+
+    Args:
+        batch: Batch to permute.
+        seed: Seed of the order.
+    """
     order = torch.randperm(len(batch), generator=torch.Generator().manual_seed(seed)).tolist()
     return replace(batch.select(order, batch.update))
 
 
 def train_steps(rank: int, cfg: Config, batches: tuple[TrainBatch, ...]) -> list[dict[str, Any]]:
-    """In a forked rank: the optimizer steps, each as {loss, grad_norm, gradients, weights}; tensors on stage owners only."""
+    """Take the optimizer steps in a forked rank; return each as {loss, grad_norm, gradients, weights}.
+
+    Tensors are returned on the ranks that own them in their pipeline stage only.
+
+    Args:
+        rank: Number of this rank.
+        cfg: Config of the run.
+        batches: Batch of each step.
+    """
     from tepo_megatron.actor.actor import Actor
     from tepo_megatron.distributed import parallel
     from tepo_megatron.platform import activate
@@ -190,7 +228,12 @@ def train_steps(rank: int, cfg: Config, batches: tuple[TrainBatch, ...]) -> list
 
 
 def steps_of(actor: Any, batches: tuple[TrainBatch, ...]) -> list[dict[str, Any]]:
-    """The optimizer steps of an actor, as `train_steps` returns them."""
+    """Take the optimizer steps of an actor; return them as `train_steps` does.
+
+    Args:
+        actor: Actor to train.
+        batches: Batch of each step.
+    """
     from tepo_megatron.losses import build_objective
 
     objective = build_objective(actor.cfg.objective)
@@ -220,14 +263,25 @@ def steps_of(actor: Any, batches: tuple[TrainBatch, ...]) -> list[dict[str, Any]
 
 
 def compare(ranks: list[list[dict[str, Any]]], steps: tuple[reference.Step, ...], tolerance: float = TOLERANCE) -> None:
-    """What `train_steps` returned on each rank with the reference: loss, gradient norm, every gradient and every weight."""
+    """Assert that loss, gradient norm, every gradient and every weight of `train_steps` are the reference's.
+
+    Args:
+        ranks: Steps of each rank.
+        steps: Steps of the reference.
+        tolerance: Bound on the relative distance.
+    """
     found = errors(ranks, steps)
     worst = max(found, key=found.__getitem__)
     assert found[worst] <= tolerance, f"{worst} differ by {found[worst]:.1e}"
 
 
 def errors(ranks: list[list[dict[str, Any]]], steps: tuple[reference.Step, ...]) -> dict[str, float]:
-    """Relative distance to the reference of loss, gradient norm, each gradient and each weight, by name. NaN counts as inf."""
+    """Return the relative errors of loss, gradient norm, each gradient and each weight, by name; NaN counts as inf.
+
+    Args:
+        ranks: Steps of each rank.
+        steps: Steps of the reference.
+    """
     found: dict[str, float] = {}
     for i, expected in enumerate(steps):
         for number, rank in enumerate(ranks):
@@ -241,8 +295,12 @@ def errors(ranks: list[list[dict[str, Any]]], steps: tuple[reference.Step, ...])
 
 
 def nearness(ranks: list[list[dict[str, Any]]], steps: tuple[reference.Step, ...]) -> tuple[float, float]:
-    """For low precision: 1 - cosine between all gradients and the reference's, and the relative error of their norm; of the
-    step where that is worst."""
+    """Return 1 - cosine of all gradients and the relative error of their norm, of the worst step; for low precision.
+
+    Args:
+        ranks: Steps of each rank.
+        steps: Steps of the reference.
+    """
     apart, norms = [], []
     for i, expected in enumerate(steps):
         gradients = _whole({name: t for rank in ranks for name, t in rank[i]["gradients"].items()})
@@ -256,7 +314,7 @@ def _whole(tensors: dict[str, Tensor]) -> Tensor:
 
 
 def full_gradients(actor: Any) -> dict[str, Tensor]:
-    """Gradients after reduction, in HF names. The distributed optimizer leaves each rank a shard: gather them first."""
+    """Return the reduced gradients, in HF names, gathered from the shards that the distributed optimizer leaves each rank."""
     import torch.distributed as dist
     from megatron.core.distributed.param_and_grad_buffer import shard_buffer
 
@@ -275,7 +333,12 @@ def full_gradients(actor: Any) -> dict[str, Tensor]:
 
 
 def owned_tensors(actor: Any, tensors: list[Tensor]) -> dict[str, Tensor]:
-    """What this rank would send of `tensors` (one per binding), in HF layout."""
+    """Return the part of `tensors` that this rank would send, in HF layout.
+
+    Args:
+        actor: Actor whose bindings name the tensors.
+        tensors: One tensor per binding.
+    """
     from tepo_megatron.weights.gather import iterate_hf
 
     bindings = [replace(b, parameter=t) for b, t in zip(actor.bindings, tensors, strict=True)]
@@ -285,5 +348,10 @@ def owned_tensors(actor: Any, tensors: list[Tensor]) -> dict[str, Tensor]:
 
 
 def distance(a: Tensor, b: Tensor) -> float:
-    """||a - b|| / ||b||."""
+    """Return ||a - b|| / ||b||.
+
+    Args:
+        a: Tensor under test.
+        b: Expected tensor.
+    """
     return ((a.double() - b.double()).norm() / b.double().norm()).item()

@@ -1,4 +1,4 @@
-"""What the ranks of the checkpoint tests do, and how the test compares what they return."""
+"""Programs of the ranks in the checkpoint tests, and comparisons of their results."""
 
 from __future__ import annotations
 
@@ -22,7 +22,13 @@ RUN_STATE = {"policy_version": 1, "data": {"epoch": 0, "position": 16}, "accurac
 
 
 def run_config(model: Path, layout: dict[str, Any], precision: str = "fp32") -> Config:
-    """As the other layout tests, with a learning rate that differs from step to step."""
+    """Return the config of the other layout tests, with a learning rate that differs from step to step.
+
+    Args:
+        model: Directory of the model.
+        layout: Section `parallel`.
+        precision: fp32 or bf16.
+    """
     cfg = cases.run_config(model, layout)
     return replace(cfg, model=replace(cfg.model, precision=precision), optimizer=replace(cfg.optimizer, warmup_steps=3))
 
@@ -35,14 +41,28 @@ def start(cfg: Config) -> Any:
     return Actor.open(cfg, parallel.initialize(cfg.parallel, activate("cpu"), cfg.seed))
 
 
-def checkpoints(folder: Path, actor: Any, **fields: Any) -> Any:
+def checkpoints(folder: Path, actor: Any, timeout_seconds: float = 1800.0, **fields: Any) -> Any:
+    """Open the checkpoints of an actor.
+
+    Args:
+        folder: Folder of the run.
+        actor: Actor whose groups are used.
+        timeout_seconds: Seconds that a checkpoint may take to be written.
+        fields: Fields of the checkpoint config.
+    """
     from tepo_megatron.checkpoint.checkpoints import Checkpoints
 
-    return Checkpoints.open(folder, CheckpointConfig(**fields), actor.groups)
+    return Checkpoints.open(folder, CheckpointConfig(**fields), actor.groups, timeout_seconds)
 
 
 def update(actor: Any, step: int, batch: Any) -> float:
-    """One step of a run; its loss."""
+    """Take one step of a run and return its loss.
+
+    Args:
+        actor: Actor to train.
+        step: Number of the step.
+        batch: Batch of the step.
+    """
     from tepo_megatron.losses import build_objective
 
     actor.start_step(step)
@@ -50,7 +70,7 @@ def update(actor: Any, step: int, batch: Any) -> float:
 
 
 def raw_state(actor: Any) -> list[Any]:
-    """This rank's weights, masters, moments and counters as Megatron holds them, in its order."""
+    """Return this rank's weights, masters, moments and counters as Megatron holds them, in its order."""
     state = [p.detach().clone() for chunk in actor.chunks for p in chunk.parameters()]
     for part in actor.optimizer.chained_optimizers:
         for group in part.optimizer.param_groups:
@@ -62,18 +82,23 @@ def raw_state(actor: Any) -> list[Any]:
 
 
 def generators() -> tuple[Any, ...]:
-    """The state of every random generator of this process."""
+    """Return the state of every random generator of this process."""
     kind, keys, *rest = np.random.get_state()
     return random.getstate(), kind, keys.tolist(), rest, torch.get_rng_state().tolist()
 
 
 def draw(count: int) -> None:
-    """So many numbers from each of them."""
+    """Return `count` numbers from each generator."""
     torch.rand(count), np.random.rand(count), [random.random() for _ in range(count)]
 
 
 def same(a: Sequence[Any], b: Sequence[Any]) -> bool:
-    """Bit for bit."""
+    """Return whether two states are equal, bit for bit.
+
+    Args:
+        a: A state.
+        b: Another state.
+    """
 
     def equal(x: Any, y: Any) -> bool:
         if isinstance(x, Tensor):
@@ -84,14 +109,19 @@ def same(a: Sequence[Any], b: Sequence[Any]) -> bool:
 
 
 def parts(actor: Any) -> list[tuple[str, tuple[int, ...], tuple[int, ...], Tensor]]:
-    """What this rank holds of each whole tensor: name, whole shape, offset, values."""
-    from tepo_megatron.checkpoint.state import wanted
+    """Return this rank's part of each whole tensor: name, whole shape, offset, values."""
+    from tepo_megatron.checkpoint.state import loaded_slices
 
-    return [(b.name, b.shape, b.offset, b.data.clone()) for b in wanted(actor)]
+    return [(b.name, b.shape, b.offset, b.data.clone()) for b in loaded_slices(actor)]
 
 
 def whole(ranks: Sequence[list[tuple[str, tuple[int, ...], tuple[int, ...], Tensor]]], vocab: int) -> dict[str, Tensor]:
-    """The whole tensors that the parts of all ranks make up, without the padding of the vocabulary; nan where none does."""
+    """Assemble the whole tensors from the parts of all ranks, without the padding of the vocabulary; nan where no part is.
+
+    Args:
+        ranks: Parts of each rank.
+        vocab: Rows of the vocabulary without padding.
+    """
     tensors: dict[str, Tensor] = {}
     for name, shape, offset, values in (part for rank in ranks for part in rank):
         tensor = tensors.setdefault(name, torch.full(shape, torch.nan, dtype=values.dtype))
@@ -101,7 +131,7 @@ def whole(ranks: Sequence[list[tuple[str, tuple[int, ...], tuple[int, ...], Tens
 
 
 def hold_back_writing(begun: threading.Event | None = None) -> threading.Event:
-    """The saving thread of this rank waits for the returned event before it writes its file. begun: set when it waits."""
+    """Let the saving thread of this rank wait for the returned event before it writes its file; set `begun` when it waits."""
     from tepo_megatron.checkpoint import saving
 
     go, original = threading.Event(), saving.write_items
@@ -117,8 +147,8 @@ def hold_back_writing(begun: threading.Event | None = None) -> threading.Event:
 
 
 @contextlib.contextmanager
-def warnings_of_the_room() -> Iterator[list[str]]:
-    """What `tepo_megatron.checkpoint` warns of on this rank."""
+def checkpoint_warnings() -> Iterator[list[str]]:
+    """Collect the warnings of `tepo_megatron.checkpoint` on this rank."""
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]

@@ -1,4 +1,4 @@
-"""What many worlds only read: made once."""
+"""Inputs that many worlds only read: made once."""
 
 import pytest
 

@@ -1,6 +1,6 @@
 """Every row of the table and combinations of parts, each as a config of the product and as a method of the reference.
 
-What the reference gets is built from `tests/reference/methods.py` alone: a part that the product's row has beside it shows.
+The reference's method is built from `tests/reference/methods.py` alone, so a part that only the product's row has shows.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ from typing import Any
 from tepo_megatron.config import Config
 from tepo_megatron.config.io import validate
 from tests.gate.data import LONGEST, PROMPTS, TEMPERATURE, Material
+from tests.objective_cases import section_of
 from tests.reference.methods import CORRECTION_BOUNDS, METHODS
 from tests.reference.parts import Method
 
-# coefficients and shares at which no part drowns in another, for rows that have the part at all
+# coefficients and shares that are large enough for every part to have a visible effect, for rows that have the part
 LARGER = {"beta": 0.5, "entropy_coefficient": 0.1, "advantage_alpha": 0.4}
 SHARES = {"cov_share": 0.2, "cov_low": 0.1}
 COVARIANCES: dict[str, Any] = {"cov_share": 0.2, "cov_low": 0.02, "cov_high": 5.0}
@@ -26,7 +27,7 @@ LEARNING_RATE = 1.5
 
 @dataclass(frozen=True)
 class Variant:
-    """A row with some of its parts replaced; training: other keys of that section of the config."""
+    """A row with some of its parts replaced. `training` holds further keys of that section of the config."""
 
     row: str
     parts: dict[str, Any]
@@ -34,18 +35,26 @@ class Variant:
 
     @property
     def method(self) -> Method:
-        """The same in the reference's words."""
+        """Return the variant as a method of the reference."""
         parts = METHODS[self.row] | self.parts
         low, high = CORRECTION_BOUNDS[parts.get("correction", "none")]
         return Method(**{"correction_low": low, "correction_high": high} | parts)
 
     def config(self, material: Material, layout: Mapping[str, Any], max_tokens: int) -> Config:
-        """The run's config on a layout. max_tokens: of a microbatch."""
-        reference = {"reference": str(material.other)} if self.method.ref_beta else {}
+        """Return the run's config on a layout.
+
+        Args:
+            material: Model and rollouts.
+            layout: Section `parallel`.
+            max_tokens: Tokens of a microbatch.
+        """
+        section = section_of({"name": self.row} | self.parts)
+        if self.method.ref_beta:
+            section["ref_kl"]["path"] = str(material.other)
         return validate({
             "name": "row",
             "platform": "cpu",
-            "model": {"path": str(material.model), "precision": "fp32"} | reference,
+            "model": {"path": str(material.model), "precision": "fp32"},
             "data": {"train": "unused", "max_prompt_tokens": max(PROMPTS)},
             "rollout": {
                 "prompts_per_step": len(PROMPTS), "samples_per_prompt": 3, "temperature": TEMPERATURE,
@@ -53,9 +62,10 @@ class Variant:
             },
             "training": {"max_tokens_per_microbatch": max_tokens, "minibatch_prompts": 2, "epochs": 1} | self.training,
             "parallel": dict(layout),
-            "objective": {"name": self.row} | self.parts,
+            "objective": section,
             # with a large eps the step is the gradient's, so that the rounding of one update is not the next one's error
-            "optimizer": {"lr": LEARNING_RATE, "eps": 1.0, "weight_decay": 0.0},
+            "optimizer": {"lr": LEARNING_RATE, "weight_decay": 0.0},
+            "megatron": {"optimizer": {"adam_eps": 1.0}},
             "sync": {"max_logprob_diff": 10.0},
             "logging": {"noise_floor_every": 0},
         })  # fmt: skip

@@ -1,4 +1,4 @@
-"""Runs that are killed and go on: real loop, real grading, real checkpoints, an engine that follows the weights it was sent."""
+"""Runs that are killed and resumed: real loop, grading and checkpoints, and an engine that follows the weights it receives."""
 
 from __future__ import annotations
 
@@ -40,7 +40,12 @@ STEPS, PROMPTS = 5, 13  # an epoch ends in the middle of a step
 class Kill:
     """SIGKILL for one rank in the `call`-th call of a function since step `step` began (0: since the start of the attempt).
 
-    where: "module:name", as the caller looks it up. after: when the call has returned, instead of before it begins.
+    Attributes:
+        where: "module:name", as the caller looks it up.
+        step: Step from which on calls count.
+        call: Number of the call.
+        after: Whether the kill comes after the call has returned, instead of before it begins.
+        rank: Rank to kill.
     """
 
     where: str
@@ -54,17 +59,19 @@ class Kill:
         return f"{when}, call {self.call} from step {self.step} on, rank {self.rank}"
 
     def __post_init__(self) -> None:
-        owner, name = self.place()
-        assert hasattr(owner, name), f"{self.where}: there is no such function; follow its new name"
+        for where in self.where.split():
+            owner, name = self.place(where)
+            assert hasattr(owner, name), f"{where}: there is no such function; follow its new name"
 
-    def place(self) -> tuple[Any, str]:
-        """Return the module or class that holds the function, and the function's name."""
-        module, _, path = self.where.partition(":")
+    @staticmethod
+    def place(where: str) -> tuple[Any, str]:
+        """Return the module or class that holds the function `where`, and the function's name."""
+        module, _, path = where.partition(":")
         *owners, name = path.split(".")
         return functools.reduce(getattr, owners, importlib.import_module(module)), name
 
     def arm(self, journal: Path) -> None:
-        """In the process that is to die; it tells the journal."""
+        """Arm the kill in the process that is to die; the kill is written to the journal."""
         from tepo_megatron.controller.schedule import Schedule
 
         now, calls = 0, 0
@@ -78,7 +85,7 @@ class Kill:
             return next_batch
 
         Schedule.next_batch = note_step(Schedule.next_batch)  # type: ignore[method-assign]
-        owner, name = self.place()
+        owner, name = self.place(self.where)
         original = getattr(owner, name)
 
         @functools.wraps(original)
@@ -96,14 +103,19 @@ class Kill:
         setattr(owner, name, deadly)
 
     def die(self, journal: Path, *args: Any) -> None:
-        """End this process as a power cut would."""
+        """Write the kill to the journal, and end this process as a power cut would.
+
+        Args:
+            journal: File of the journal.
+            args: Arguments of the function in which the kill comes.
+        """
         with journal.open("a") as f:
             f.write(json.dumps({"killed": str(self)}) + "\n")
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 class HalfALine(Kill):
-    """The kill comes when half of a record is in metrics.jsonl."""
+    """A kill that comes when half of a record is in metrics.jsonl."""
 
     def die(self, journal: Path, log: Any, step: int, *_: Any) -> None:  # type: ignore[override]
         with (log.run_dir / "metrics.jsonl").open("ab") as file:
@@ -112,7 +124,10 @@ class HalfALine(Kill):
 
 
 class FollowingEngine(ScriptedEngine):
-    """Tells the journal what it is asked, and answers by (prompt, seed) and, if `exact`, every bit of the weights received."""
+    """An engine that writes its requests to the journal.
+
+    Its answers depend on (prompt, seed) and, if `exact`, on every bit of the weights received.
+    """
 
     exact = True
 
@@ -136,7 +151,7 @@ class FollowingEngine(ScriptedEngine):
 
 
 def write_inputs(folder: Path) -> Path:
-    """A model directory with its datasets."""
+    """Write a model directory with its datasets."""
     tiny_qwen3(folder, layers=2)
     for name, count in (("train", PROMPTS), ("eval", 4)):
         rows = [{"prompt": f"{i}+{len(name)}=", "answer": str(i + len(name))} for i in range(count)]
@@ -145,13 +160,19 @@ def write_inputs(folder: Path) -> Path:
 
 
 def run_config(model: Path, output: Path, **sections: Any) -> Config:
-    """A run of STEPS steps with two updates each, rounds of refill, evaluations in between, and a rate that changes."""
+    """Return the config of a run of STEPS steps with two updates each, refills, evaluations, and a changing learning rate.
+
+    Args:
+        model: Directory of the model.
+        output: Parent of the run's folder.
+        sections: Further sections of the config.
+    """
     tree: dict[str, Any] = {
         "name": "run", "output": str(output), "platform": "cpu", "seed": 3,
         "model": {"path": str(model), "precision": "fp32"},
         "data": {"train": str(model / "train.jsonl"), "eval": str(model / "eval.jsonl"), "max_prompt_tokens": 16},
-        "rollout": {"prompts_per_step": 4, "samples_per_prompt": 2, "max_response_tokens": 16, "max_refills": 1},
-        "reward": {"workers": 1, "hard_seconds": 30.0},
+        "rollout": {"prompts_per_step": 4, "samples_per_prompt": 2, "max_response_tokens": 16, "max_generation_rounds": 2},
+        "reward": {"workers": 1, "timeout_seconds": 30.0},
         "objective": {"name": "tepo", "beta": 0.1},
         "optimizer": {"lr": 1e-3, "warmup_steps": 3},
         "training": {"steps": STEPS, "epochs": 1, "minibatch_prompts": 2, "max_tokens_per_microbatch": 64},
@@ -164,7 +185,17 @@ def run_config(model: Path, output: Path, **sections: Any) -> Config:
 
 
 def attempt(cfg: Config, journal: Path, number: int = 0, kill: Kill | None = None) -> None:
-    """What `tepo train` does, in forked ranks. Raises AssertionError when a rank ends before its time."""
+    """Run `tepo train` in forked ranks.
+
+    Args:
+        cfg: Config of the run.
+        journal: File of the journal.
+        number: Number of the attempt.
+        kill: Kill of this attempt. None: nobody is killed.
+
+    Raises:
+        AssertionError: A rank ended before its time.
+    """
     if run_dir.finished(cfg):
         return
     run_dir.prepare(cfg)
@@ -182,7 +213,13 @@ def _rank(rank: int, cfg: Config, journal: Path, number: int, kill: Kill | None)
 
 
 def lineage(cfg: Config, journal: Path, *kills: Kill) -> None:
-    """The run, killed as `kills` say and resumed after each, to its end. No record may vanish in between."""
+    """Run to the end: kill the run as `kills` say and resume it after each. Assert that no record vanishes in between.
+
+    Args:
+        cfg: Config of the run.
+        journal: File of the journal.
+        kills: Kill of each attempt.
+    """
     recorded: list[str] = []
     for number, kill in enumerate(kills):
         with pytest.raises(AssertionError):
@@ -197,9 +234,9 @@ def lineage(cfg: Config, journal: Path, *kills: Kill) -> None:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a finished run leaves, without its seconds.
+    """The result of a finished run, without its seconds.
 
-    prompts: by step, what the engine was asked in the attempt that took the step for good: seed and prompt ids of each round.
+    `prompts` holds by step the requests of the attempt whose step counts: seed and prompt ids of each round.
     """
 
     records: list[dict[str, Any]]
@@ -210,7 +247,12 @@ class Outcome:
 
 
 def outcome(cfg: Config, journal: Path) -> Outcome:
-    """Of a run that has ended."""
+    """Return the outcome of a run that has ended.
+
+    Args:
+        cfg: Config of the run.
+        journal: File of the journal.
+    """
     evaluations = {derive_seed(cfg.seed, "evaluation")}
     evaluations |= {derive_seed(cfg.seed, "benchmark", name) for name in cfg.evaluation.benchmarks}
     asked = [row for row in journal_rows(journal) if "seed" in row and row["seed"] not in evaluations]
@@ -227,7 +269,12 @@ def outcome(cfg: Config, journal: Path) -> Outcome:
 
 
 def assert_same(run: Outcome, straight: Outcome) -> None:
-    """Bit for bit."""
+    """Assert that two outcomes are equal, bit for bit.
+
+    Args:
+        run: Outcome under test.
+        straight: Outcome of the run that nobody killed.
+    """
     assert run.prompts == straight.prompts
     assert run.records == straight.records
     assert run.summary == straight.summary and run.evaluation == straight.evaluation
@@ -237,14 +284,14 @@ def assert_same(run: Outcome, straight: Outcome) -> None:
 
 
 def records(folder: Path) -> list[dict[str, Any]]:
-    """Of metrics.jsonl, without what is measured with a clock and how often servers were started again."""
+    """Return the records of metrics.jsonl, without clock measurements and counts of server restarts."""
     rows = [json.loads(line) for line in _lines(folder / "metrics.jsonl")]
     other = ("tokens_per_second", "rollout/server_restarts")
     return [{k: v for k, v in row.items() if not k.startswith("seconds/") and k not in other} for row in rows]
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
-    """Of the exported model."""
+    """Return the weights of the exported model."""
     return {name: t for file in sorted((folder / "hf").glob("*.safetensors")) for name, t in load_file(file).items()}
 
 
@@ -253,5 +300,5 @@ def _lines(path: Path) -> list[str]:
 
 
 def journal_rows(journal: Path) -> list[dict[str, Any]]:
-    """What engines were asked, and who was killed."""
+    """Return the journal: requests to engines, and kills."""
     return [json.loads(line) for line in _lines(journal)]

@@ -154,7 +154,7 @@ def wrong_world(rank: int, cfg: Any) -> None:
     start(cfg)
 
 
-def test_world_of_the_wrong_size(tmp_path: Path) -> None:
+def test_a_world_of_the_wrong_size_is_refused(tmp_path: Path) -> None:
     tiny_qwen3(tmp_path, layers=4)
     with pytest.raises(AssertionError, match=r"tp\*pp\*cp\*dp = 2\*1\*1\*1 = 2 ranks, but 1 were started"):
         run_world(1, wrong_world, cases.run_config(tmp_path, {"tp": 2}))

@@ -20,7 +20,7 @@ from tests.zigzag import shard_zigzag_packed
 HEADS, KV_HEADS, CHANNELS = 4, 2, 8
 # in units of 2 cp tokens, so that every context-parallel size divides them: the shortest, equal ones, and several buckets
 UNITS = (1, 1, 3, 1, 20, 4, 3, 60, 25, 7, 2)
-# (units, tokens less than that which are no padding): of a shared prompt, with the units of its responses; and alone
+# (units, padding tokens in them) of a shared prompt, with the units of its responses; and of sequences alone
 FAMILIES = (((3, 1), (2, 20, 5, 2)), ((4, 0), ()), ((1, 0), (1, 7)), ((30, 2), (9, 0, 3)), ((2, 0), (0,)), ((1, 0), (1,)))
 
 
@@ -53,7 +53,13 @@ def plain_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 
 def expected(tensors: list[Tensor], cu: list[int], starts: list[int] | None = None) -> list[Tensor]:
-    """Output and the gradients of query, key, value, all packed. starts: as of a PackedMicrobatch."""
+    """Return the output and the gradients of query, key and value, all packed.
+
+    Args:
+        tensors: Query, key, value, and the gradient of the output.
+        cu: Cumulative lengths of the sequences.
+        starts: As in a PackedMicrobatch.
+    """
     query, key, value = leaves = [x.clone().requires_grad_() for x in tensors[:3]]
     outputs, prompt = [], 0
     for (a, b), start in zip(itertools.pairwise(cu), starts or [0] * len(cu), strict=False):

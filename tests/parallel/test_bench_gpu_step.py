@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.full
-def test_it_measures_each_precision(tmp_path: Path) -> None:
+def test_the_benchmark_measures_each_precision(tmp_path: Path) -> None:
     tiny_qwen3(tmp_path / "model")
     tree = {
         "name": "a", "platform": "cpu", "model": {"path": str(tmp_path / "model")},

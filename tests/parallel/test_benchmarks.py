@@ -59,7 +59,7 @@ def test_a_run_with_benchmarks_trains_as_one_without(model: Path, tmp_path: Path
 
 
 @pytest.mark.full
-def test_kills_in_the_midst_of_benchmarks(model: Path, tmp_path: Path) -> None:
+def test_a_run_killed_during_benchmarks_ends_like_an_undisturbed_one(model: Path, tmp_path: Path) -> None:
     def run(name: str, *kills: Kill, **checkpoint: Any) -> tuple[w.Outcome, dict[str, str]]:
         cfg = w.run_config(model, tmp_path / name, evaluation=BENCHMARKS, checkpoint=checkpoint)
         w.lineage(cfg, tmp_path / name / "journal", *kills)
@@ -114,6 +114,6 @@ def test_a_run_that_gains_nothing_ends_early_and_is_finished(
     resumed = replace(cfg, resume=True)
     assert run_dir.finished(resumed)
     assert cli.train(str(cfg.run_dir / "config.yaml"), ["--resume", "true"]) == 0
-    told = capsys.readouterr().out
-    assert "finished, with 2 steps" in told and "only --evaluation.patience null makes it go on" in told
+    output = capsys.readouterr().out
+    assert "finished, with 2 steps" in output and "only --evaluation.patience null makes it go on" in output
     assert not run_dir.finished(replace(resumed, evaluation=replace(cfg.evaluation, patience=None)))

@@ -14,9 +14,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tepo_megatron.config import RolloutConfig, ServerConfig
+from tepo_megatron.config import GroupTransportConfig, RolloutConfig, ServerConfig
 from tepo_megatron.errors import SyncError
 from tepo_megatron.inference.engine_api import LaunchSpec
+from tepo_megatron.inference.servers import slot
 from tepo_megatron.inference.servers.endpoint import Endpoint
 from tepo_megatron.inference.servers.fleet import Fleet
 from tepo_megatron.inference.servers.local import LocalServer
@@ -29,12 +30,12 @@ from tests.tiny import tiny_qwen3
 from tests.unit.rollout.test_fleet import behave, process, until
 from tests.worlds import run_world
 
-SECONDS = 5.0  # of sync.timeout_seconds
+SECONDS = 5.0  # of sync.transport.timeout_seconds
 
 
 @contextmanager
 def fleet(folder: Path, model: Path, servers: int, **server: Any) -> Iterator[Fleet]:
-    settings = {"restarts": 3, "backoff_seconds": 0.05, "silent_seconds": 20.0, "ready_seconds": 60} | server
+    settings = {"restarts": 3, "heartbeat_timeout": 20.0, "ready_seconds": 60} | server
     cfg = RolloutConfig(servers=servers, server=ServerConfig(**settings))
     launch = LaunchSpec(model, max_model_len=64, platform="cpu", precision="fp32", seed=0)
     endpoints = []
@@ -42,13 +43,21 @@ def fleet(folder: Path, model: Path, servers: int, **server: Any) -> Iterator[Fl
         api = ScriptedApi(takes_broadcasts=True)
         here = LocalServer(f"server {i}", api, cfg.server, launch, folder / f"{i}.log")
         endpoints.append(Endpoint(here, api, cfg.server, launch.max_model_len))
-    with Fleet(endpoints, cfg) as made:
+    with pytest.MonkeyPatch.context() as patch, Fleet(endpoints, cfg) as made:
+        patch.setattr(slot, "BACKOFF_SECONDS", 0.05)
         made.start()
         made.wait_ready()
         yield made
 
 
-def sync_of(cfg: Any, receiver: Fleet | None) -> Any:
+def sync_of(cfg: Any, receiver: Fleet | None, join_seconds: float | None = None) -> Any:
+    """Return the sync of a new actor.
+
+    Args:
+        cfg: The run's config.
+        receiver: The engine, on rank 0.
+        join_seconds: Time limit to form the groups. None: the platform's.
+    """
     from tepo_megatron.actor.actor import Actor
     from tepo_megatron.distributed import parallel
     from tepo_megatron.platform import activate
@@ -56,17 +65,21 @@ def sync_of(cfg: Any, receiver: Fleet | None) -> Any:
 
     groups = parallel.initialize(cfg.parallel, activate("cpu"), 0)
     actor = Actor.open(cfg, groups)
-    return make_weight_sync(cfg.sync, actor.bindings, actor.arch, groups, receiver)
+    sync = make_weight_sync(cfg.sync, actor.bindings, actor.arch, groups, receiver)
+    if join_seconds is not None:
+        sync.transport.join_seconds = join_seconds
+    return sync
 
 
 def config_of(model: Path, layout: dict[str, int], **sync: Any) -> Any:
     cfg = cases.run_config(model, layout)
-    settings = {"transport": "group", "bucket_mib": 1, "timeout_seconds": SECONDS} | sync
+    transport = GroupTransportConfig(type="group", timeout_seconds=sync.pop("timeout_seconds", SECONDS))
+    settings = {"transport": transport, "bucket_mib": 1} | sync
     return replace(cfg, sync=replace(cfg.sync, **settings))
 
 
 def got(folder: Path) -> list[dict[str, torch.Tensor]]:
-    """What each rank of each server has got since the last call."""
+    """Return the tensors that each rank of each server has received since the last call."""
     files = sorted(folder.glob("*.safetensors"))
     read = [{name: tensor.clone() for name, tensor in load_file(file).items()} for file in files]
     for file in files:
@@ -96,7 +109,7 @@ def push_twice(rank: int, cfg: Any, folder: Path) -> dict[str, Any]:
         return {
             "sent": sync.transport.sent_bytes,
             "rounds": sync.rounds,
-            "meetings": sync.transport.meetings,
+            "formations": sync.transport.formations,
             "received": received,
         }
 
@@ -116,7 +129,7 @@ def test_every_rank_of_every_server_gets_the_model_and_every_byte_is_broadcast_o
     assert sum(r["sent"] for r in ranks) == 2 * sum(t.nbytes for t in expected.values())
     senders = [r for r in ranks if r["sent"]]
     assert len(senders) == cfg.parallel.pp * cfg.parallel.ep
-    assert ranks[0]["rounds"] > 2 and ranks[0]["meetings"] == 1
+    assert ranks[0]["rounds"] > 2 and ranks[0]["formations"] == 1
 
 
 def push_and_lose(rank: int, cfg: Any, folder: Path, fault: str) -> dict[str, Any]:
@@ -126,7 +139,7 @@ def push_and_lose(rank: int, cfg: Any, folder: Path, fault: str) -> dict[str, An
                 sync.push(version)
         return {}
     silent = 3.0 if fault == "freeze" else 20.0  # of seconds; a frozen one is to be noticed before a round is late
-    with fleet(folder, Path(cfg.model.path), servers=3, silent_seconds=silent) as servers, sync_of(cfg, servers) as sync:
+    with fleet(folder, Path(cfg.model.path), servers=3, heartbeat_timeout=silent) as servers, sync_of(cfg, servers) as sync:
         sync.push(1)
         pids = [process(servers, i).pid for i in range(3)]
         for i in range(3):
@@ -139,7 +152,7 @@ def push_and_lose(rank: int, cfg: Any, folder: Path, fault: str) -> dict[str, An
         sync.push(2)
         assert not servers.needs_weights
         events = "\n".join(servers.take_events())
-        return {"survivors": survivors, "again": got(folder), "events": events, "meetings": sync.transport.meetings}
+        return {"survivors": survivors, "again": got(folder), "events": events, "formations": sync.transport.formations}
 
 
 @pytest.mark.full
@@ -154,16 +167,16 @@ def test_the_servers_that_live_get_everything_and_go_on_when_one_is_lost(tmp_pat
     assert len(rank0["again"]) == 1 and is_model(rank0["again"][0], expected)
     assert "server 1 is started again (restart 1)" in rank0["events"] and "server 0" not in rank0["events"]
     assert ("it has ended with exit status 3" in rank0["events"]) == (fault != "freeze"), "it was lost in another way"
-    assert rank0["meetings"] == 3  # of all, without the lost one, with that one alone
+    assert rank0["formations"] == 3  # of all, without the lost one, with that one alone
 
 
-# of each push: version, part of the names of the parameters that change before it, what happens to server 1 in it
+# per push: version, part of the names of the parameters that change before it, fault of server 1 during it
 PUSHES = [(1, "all", {}), (2, "", {}), (3, "layers.1.mlp", {}), (4, "layers.2.mlp", {"broadcast": "midst"}), (4, "", {}),
           (5, "layers.1.mlp", {})]  # fmt: skip
 
 
 def push_changes(rank: int, cfg: Any, folder: Path) -> dict[str, Any]:
-    """What the servers got in each push."""
+    """Return the tensors that the servers received in each push."""
     received: list[list[list[str]]] = []
     with contextlib.ExitStack() as stack:
         servers = stack.enter_context(fleet(folder, Path(cfg.model.path), servers=2)) if rank == 0 else None
@@ -180,7 +193,7 @@ def push_changes(rank: int, cfg: Any, folder: Path) -> dict[str, Any]:
             sync.push(version)
             if servers is not None:
                 received.append([sorted(tensors) for tensors in got(folder)])
-        return {"received": received, "meetings": sync.transport.meetings}
+        return {"received": received, "formations": sync.transport.formations}
 
 
 @pytest.mark.slow
@@ -192,14 +205,14 @@ def test_only_layers_that_changed_are_broadcast_and_a_server_that_comes_back_get
     names = sorted(tensors(model))
     layers = [[name for name in names if f"layers.{i}." in name] for i in range(4)]
     assert rank0["received"] == [[names] * 2, [[]] * 2, [layers[1]] * 2, [layers[2]], [names], [layers[1]] * 2]
-    assert rank0["meetings"] == 4  # of both, without the lost one, with that one alone, of both
+    assert rank0["formations"] == 4  # of both, without the lost one, with that one alone, of both
 
 
-def push_to_nobody(rank: int, cfg: Any, folder: Path, fault: str) -> str:
+def push_to_nobody(rank: int, cfg: Any, folder: Path, fault: str, join_seconds: float | None = None) -> str:
     if rank > 0:
-        with sync_of(cfg, None) as sync:
+        with sync_of(cfg, None, join_seconds) as sync:
             return outcome(sync)
-    with fleet(folder, Path(cfg.model.path), servers=1) as servers, sync_of(cfg, servers) as sync:
+    with fleet(folder, Path(cfg.model.path), servers=1) as servers, sync_of(cfg, servers, join_seconds) as sync:
         behave(servers, 0, broadcast=fault)
         return outcome(sync)
 
@@ -215,11 +228,11 @@ def outcome(sync: Any) -> str:
 @pytest.mark.full
 def test_a_server_that_lives_and_does_not_come_is_an_error_on_every_rank(tmp_path: Path) -> None:
     tiny_qwen3(tmp_path / "model", layers=4, vocab_size=cases.VOCAB)
-    cfg = config_of(tmp_path / "model", {"pp": 2}, join_seconds=0.5)
-    for told in run_world(2, push_to_nobody, cfg, tmp_path, "absent", timeout=120):
+    cfg = config_of(tmp_path / "model", {"pp": 2})
+    for message in run_world(2, push_to_nobody, cfg, tmp_path, "absent", 0.5, timeout=120):
         assert (
-            "server 0: alive, but did not meet the trainer's ranks in 3 attempts of 0.5 s, in " in told
-            and "sync.address" in told
+            "server 0: alive, but did not meet the trainer's ranks in 3 attempts of 0.5 s, in " in message
+            and "sync.transport.address" in message
         )
 
 
@@ -230,8 +243,8 @@ def test_the_only_server_may_be_lost(tmp_path: Path) -> None:
     assert run_world(2, push_to_nobody, cfg, tmp_path, "midst", timeout=120) == ["pushed", "pushed"]
 
 
-def push_to_two(rank: int, cfg: Any, folder: Path, fault: str) -> Any:
-    with fleet(folder, Path(cfg.model.path), servers=2) as servers, sync_of(cfg, servers) as sync:
+def push_to_two(rank: int, cfg: Any, folder: Path, fault: str, join_seconds: float) -> Any:
+    with fleet(folder, Path(cfg.model.path), servers=2) as servers, sync_of(cfg, servers, join_seconds) as sync:
         for i in range(2):
             behave(servers, i, save=str(folder), **({"broadcast": fault} if i == 1 else {}))
         start = time.monotonic()
@@ -240,11 +253,11 @@ def push_to_two(rank: int, cfg: Any, folder: Path, fault: str) -> Any:
 
 @pytest.mark.slow
 def test_a_server_that_joins_and_never_broadcasts_ends_the_run_with_its_name(tmp_path: Path) -> None:
-    """With NCCL the trainer would wait in the first broadcast for ever; the deadline of a round in gloo is longer here."""
+    """NCCL would wait in the first broadcast for ever; here the deadline of a round in gloo is longer than that of joining."""
     tiny_qwen3(tmp_path / "model", layers=2, vocab_size=cases.VOCAB)
-    cfg = config_of(tmp_path / "model", {}, join_seconds=2.0, timeout_seconds=15.0)
-    (told, seconds, *_) = run_world(1, push_to_two, cfg, tmp_path, "late", timeout=120)[0]
-    names, _, why = told.partition(": ")
+    cfg = config_of(tmp_path / "model", {}, timeout_seconds=15.0)
+    (message, seconds, *_) = run_world(1, push_to_two, cfg, tmp_path, "late", 2.0, timeout=120)[0]
+    names, _, why = message.partition(": ")
     assert "server 1" in names.split(", ")  # and on a busy machine one that was slow
     assert why.startswith("alive, but did not meet the trainer's ranks in 3 attempts of 2 s")
     assert seconds < 20.0
@@ -253,8 +266,8 @@ def test_a_server_that_joins_and_never_broadcasts_ends_the_run_with_its_name(tmp
 @pytest.mark.full
 def test_the_others_go_on_when_a_server_dies_between_joining_and_the_first_broadcast(tmp_path: Path) -> None:
     tiny_qwen3(tmp_path / "model", layers=2, vocab_size=cases.VOCAB)
-    cfg = config_of(tmp_path / "model", {}, join_seconds=20.0)
-    told, seconds, events, received = run_world(1, push_to_two, cfg, tmp_path, "leaves", timeout=120)[0]
-    assert told == "pushed" and "server 1 is started again" in events
+    cfg = config_of(tmp_path / "model", {})
+    outcome, seconds, events, received = run_world(1, push_to_two, cfg, tmp_path, "leaves", 20.0, timeout=120)[0]
+    assert outcome == "pushed" and "server 1 is started again" in events
     assert seconds < 15.0  # nobody waits for the dead one until the deadline
     assert len(received) == 1 and is_model(received[0], tensors(tmp_path / "model"))

@@ -1,4 +1,4 @@
-"""What can go wrong with a checkpoint: damaged files, full disks, killed and hanging ranks, another model."""
+"""Faults of checkpoints: damaged files, full disks, killed and hanging ranks, another model."""
 
 import hashlib
 import os
@@ -49,9 +49,9 @@ def remove(path: Path, dice: random.Random) -> None:
 
 
 def damage_everything(rank: int, cfg: Any, folder: Path) -> list[tuple[str, str, int | None, tuple[str, ...]]]:
-    """Two checkpoints; every file of the newer one is damaged in three ways, one at a time, and mended again."""
+    """Damage every file of the newer of two checkpoints in three ways, one at a time, and restore it."""
     actor, dice, out = w.start(cfg), random.Random(0), []
-    with w.checkpoints(folder, actor) as checkpoints, w.warnings_of_the_room():
+    with w.checkpoints(folder, actor) as checkpoints, w.checkpoint_warnings():
         for step in (1, 2):
             checkpoints.save(step, actor, {"step": step})
         checkpoints.wait()
@@ -85,7 +85,7 @@ def test_any_damaged_file_is_found_and_the_former_checkpoint_taken(case: cases.C
 
 def all_damaged(rank: int, cfg: Any, folder: Path) -> Any:
     actor = w.start(cfg)
-    with w.checkpoints(folder, actor) as checkpoints, w.warnings_of_the_room():
+    with w.checkpoints(folder, actor) as checkpoints, w.checkpoint_warnings():
         nothing = checkpoints.newest()
         for step in (1, 2):
             checkpoints.save(step, actor, {})
@@ -159,7 +159,7 @@ def hf_on_a_full_disk(rank: int, cfg: Any, folder: Path, victim: int) -> tuple[s
 def test_a_model_that_one_rank_cannot_write_fails_on_all_at_once(
     case: cases.Case, tmp_path: Path, layout: dict[str, int], victim: int
 ) -> None:
-    """Also where the others hold parts of its tensors, which they go on to send."""
+    """The other ranks hold parts of its tensors, which they continue to send, and fail too."""
     ranks = run_world(2, hf_on_a_full_disk, w.run_config(case.model, layout), tmp_path, victim)
     (message, _), (other, _) = ranks
     assert message == other and all(seconds < 40 for _, seconds in ranks)
@@ -175,7 +175,7 @@ def run_until_killed(rank: int, cfg: Any, batch: Any, folder: Path, digests: Pat
         data = b"".join(x.numpy().tobytes() for x in w.raw_state(actor) if isinstance(x, torch.Tensor))
         return digests / f"{step}-{rank}-{hashlib.sha256(data).hexdigest()}"
 
-    with w.checkpoints(folder, actor) as checkpoints, w.warnings_of_the_room() as warnings:
+    with w.checkpoints(folder, actor) as checkpoints, w.checkpoint_warnings() as warnings:
         found = checkpoints.newest()
         step = 1
         if found is not None:
@@ -226,7 +226,7 @@ def hang(rank: int, cfg: Any, folder: Path) -> Any:
 def test_a_rank_that_hangs_costs_the_checkpoint_and_not_the_run(case: cases.Case, tmp_path: Path) -> None:
     ranks = run_world(2, hang, w.run_config(case.model, {"dp": 2}), tmp_path)
     for message, seconds, found in ranks:
-        assert "rank" in message and seconds < 40 and found == 1  # what hangs does so for a minute
+        assert "rank" in message and seconds < 40 and found == 1  # the hang lasts a minute
     assert ranks[0][0] == ranks[1][0]
 
 
@@ -297,7 +297,7 @@ def test_the_newest_and_every_third_stay_and_so_does_one_that_is_to_be_loaded(ca
 def go_back(rank: int, cfg: Any, folder: Path) -> Any:
     """Step 2 is damaged, so the run goes on from 1 and comes to 2 again."""
     actor = w.start(cfg)
-    with w.checkpoints(folder, actor) as checkpoints, w.warnings_of_the_room() as warnings:
+    with w.checkpoints(folder, actor) as checkpoints, w.checkpoint_warnings() as warnings:
         for step in (1, 2, 4):
             checkpoints.save(step, actor, {"course": 1})
         checkpoints.wait()
@@ -361,7 +361,7 @@ def test_the_checkpoint_of_another_model_is_refused_before_anything_changes(case
 
 
 def save_nonsense(rank: int, cfg: Any, folder: Path, fields: dict[str, bool]) -> tuple[str, list[str]]:
-    """Told by `save` itself where it waits for the end or for the folder; else by whatever comes next."""
+    """Raise the error in `save` itself where it waits for the end or for the folder; else in the next call."""
     actor = w.start(cfg)
     with w.checkpoints(folder, actor, **fields) as checkpoints:
         if not fields:
@@ -387,13 +387,13 @@ def save_to_no_folder(rank: int, cfg: Any, folder: Path) -> list[str]:
     actor, messages = w.start(cfg), []
     checkpoints = w.checkpoints(folder, actor)
     checkpoints.save(1, actor, {})
-    messages.append(refused(lambda: checkpoints.save(2, actor, {})))  # of the first
+    messages.append(refused(lambda: checkpoints.save(2, actor, {})))  # the message of the first save
     checkpoints.save(3, actor, {})
     messages.append(refused(checkpoints.close))
     return messages
 
 
-def test_a_folder_that_cannot_be_made_is_told_by_what_comes_next(case: cases.Case, tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_made_is_reported_by_the_next_call(case: cases.Case, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     ranks = run_world(2, save_to_no_folder, w.run_config(case.model, {"dp": 2}), tmp_path / "file")
     assert ranks[0] == ranks[1]

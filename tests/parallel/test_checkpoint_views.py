@@ -1,4 +1,4 @@
-"""What is kept from one save to the next is never saved where it is no longer the state."""
+"""Data that is kept from one save to the next is never saved where it is no longer the state."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow
 
 
 def moments(actor: Any) -> dict[str, torch.Tensor]:
-    """What the optimizer keeps for its first parameter."""
+    """Return the optimizer's state of its first parameter."""
     part = actor.optimizer.chained_optimizers[0].optimizer
     return next(iter(part.state.values()))
 
@@ -30,7 +30,7 @@ def replace_moment(actor: Any) -> None:
 
 
 def replace_state(actor: Any) -> None:
-    """As `load_state_dict` of torch's optimizers does: every dict and tensor in it is another one."""
+    """Replace every dict and tensor of the state, as `load_state_dict` of torch's optimizers does."""
     for part in actor.optimizer.chained_optimizers:
         for main, state in list(part.optimizer.state.items()):
             part.optimizer.state[main] = {name: 2 * value for name, value in state.items()}
@@ -52,7 +52,7 @@ REPLACED = (replace_moment, replace_state, replace_weight, replace_parameter, no
 
 
 def save_and_replace(rank: int, cfg: Any, batch: Any, folder: Path) -> list[tuple[str, bool, bool]]:
-    """Of each way to replace something: whether it changed the state, and whether what is saved next is the state."""
+    """Return, for each way to replace something, whether it changed the state, and whether the next save holds the state."""
     from tepo_megatron.actor.actor import Actor
 
     actor, out = w.start(cfg), []
@@ -108,7 +108,7 @@ def look_twice(rank: int, cfg: Any, batch: Any) -> list[bool]:
     return [second is first, third is second]
 
 
-def test_the_boxes_are_described_again_only_when_a_tensor_was_replaced(case: cases.Case) -> None:
+def test_the_shard_slices_are_described_again_only_when_a_tensor_was_replaced(case: cases.Case) -> None:
     assert run_world(1, look_twice, w.run_config(case.model, {}), case.batches[0]) == [[True, False]]
 
 
@@ -129,6 +129,6 @@ def ask_for_objects(rank: int, cfg: Any) -> list[list[Any]]:
 
 
 def test_extra_state_of_modules_is_that_of_the_moment(case: cases.Case) -> None:
-    """With fp8 it is there from the first forward pass on, and holds what the passes found."""
+    """Extra state exists in fp8 from the first forward pass on, and holds the scales of the passes so far."""
     (found,) = run_world(1, ask_for_objects, w.run_config(case.model, {}))
     assert found == [["None"], ["None", "tensor([2.])"], ["None", "tensor([3.])"], ["None"]]

@@ -28,7 +28,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(model: Path, folder: Path, *kills: Kill, **sections: Any) -> tuple[w.Outcome, list[dict[str, Any]], str]:
-    """What a run leaves, what it measured of memory by step, and its log."""
+    """Run with kills; return the outcome, the memory measurements by step, and the log."""
     journal = folder / "journal"
     folder.mkdir()
     cfg = w.run_config(model, folder, parallel=LAYOUT, checkpoint={"every": 2}, **sections)
@@ -45,7 +45,7 @@ def apart(model: Path, tmp_path_factory: pytest.TempPathFactory) -> w.Outcome:
     return made
 
 
-def test_a_run_in_turns_is_the_same_run(model: Path, apart: w.Outcome, tmp_path: Path) -> None:
+def test_a_colocated_run_equals_the_disaggregated_one(model: Path, apart: w.Outcome, tmp_path: Path) -> None:
     """Evaluations and checkpoints are both due after steps 2 and 4."""
     made, memory, log = run(model, tmp_path / "run", rollout={"colocate": True})
     w.assert_same(made, apart)
@@ -75,13 +75,13 @@ def test_a_run_in_turns_is_the_same_run(model: Path, apart: w.Outcome, tmp_path:
     ],
     ids=str,
 )
-def test_a_run_in_turns_that_is_killed_goes_on(model: Path, apart: w.Outcome, tmp_path: Path, kill: Kill) -> None:
+def test_a_killed_colocated_run_resumes(model: Path, apart: w.Outcome, tmp_path: Path, kill: Kill) -> None:
     made, _, _ = run(model, tmp_path / "run", kill, rollout={"colocate": True})
     w.assert_same(made, apart)
 
 
 @pytest.mark.full
-def test_memory_is_measured_without_it_too(model: Path, apart: w.Outcome, tmp_path: Path) -> None:
+def test_memory_is_measured_without_colocation_too(model: Path, apart: w.Outcome, tmp_path: Path) -> None:
     made, memory, log = run(model, tmp_path / "run", logging={"memory": True, "noise_floor_every": 2})
     w.assert_same(made, apart)
     assert all(len(step) == 10 for step in memory) and "memory, GiB" in log
@@ -89,7 +89,7 @@ def test_memory_is_measured_without_it_too(model: Path, apart: w.Outcome, tmp_pa
 
 @dataclass
 class Scribe:
-    """Trainer and engine that only write down what they are told, the trainer of rank 1 after a while."""
+    """A trainer and an engine that only record their calls; the trainer of rank 1 does so after a while."""
 
     file: Path
     rank: int
@@ -125,26 +125,26 @@ def _turns(rank: int, file: Path) -> list[str]:
     def push() -> None:
         scribe.note(f"push in {turns.state}")
 
-    told = []
+    refusals = []
     with pytest.raises(RuntimeError) as refused:
         turns.repair(push)
-    told.append(str(refused.value))
+    refusals.append(str(refused.value))
     assert turns.engine_sleeps
     turns.generate(push)
     assert not turns.engine_sleeps
     with pytest.raises(RuntimeError) as refused:
         turns.generate(push)
-    told.append(str(refused.value))
+    refusals.append(str(refused.value))
     turns.repair(push)
     turns.train()
     turns.train()  # is there
-    return told
+    return refusals
 
 
-def test_who_goes_first(tmp_path: Path) -> None:
+def test_trainer_and_engine_alternate_in_a_fixed_order(tmp_path: Path) -> None:
     file = tmp_path / "journal"
-    told = run_world(2, _turns, file)
-    assert told == [[
+    refusals = run_world(2, _turns, file)
+    assert refusals == [[
         "trainer and engine cannot go from train to repair; from train they go to sync",
         "trainer and engine cannot go from generate to sync; from generate they go to train or repair",
     ]] * 2  # fmt: skip

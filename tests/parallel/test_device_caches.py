@@ -1,5 +1,6 @@
-"""What is kept on the device between updates besides the actor's parts leaves it with the parameters. See also
-tests/transformer_engine/test_fp8.py.
+"""Caches on the device, besides the actor's parts, leave it with the parameters between updates.
+
+See also tests/transformer_engine/test_fp8.py.
 """
 
 from __future__ import annotations

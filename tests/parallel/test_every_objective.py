@@ -60,7 +60,7 @@ def test_every_row_trains_to_the_reference(material: Material, expected: dict[st
 
 
 def first_difference(found: Outcome, expected: Trained, row: str) -> str | None:
-    """In words; None where losses, gradients, their norm and the shares of all updates are the reference's."""
+    """Describe the first difference; None where losses, gradients, norms and shares of all updates are the reference's."""
     assert len(found.gradients) == len(expected.updates) == UPDATES
     for i, update in enumerate(expected.updates):
         said = f"{row}, update {i}:"
@@ -87,7 +87,7 @@ CONDITIONS = {
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_the_batch_puts_a_row_to_the_test(expected: dict[str, Trained], name: str) -> None:
+def test_the_batch_triggers_every_condition_of_a_row(expected: dict[str, Trained], name: str) -> None:
     """Each of its conditions acts in one of the updates, and no number lies so near to a threshold that fp32 may differ."""
     updates, method = expected[name].updates, VARIANTS[name].method
     assert min(u.margin for u in updates) >= common.MARGIN

@@ -33,7 +33,7 @@ from tests.tiny import tiny_model
 from tests.worlds import run_world
 
 NUMBER, PER_TOKEN = EXPERTS["num_experts"], EXPERTS["num_experts_per_tok"]
-SPARSE = (0, 2, 3)  # of four layers: under VPP2 a chunk has no router
+SPARSE = (0, 2, 3)  # layers with experts, out of four; under VPP2 one chunk has no router
 LAYOUTS = [{}, TP_SP, {"pp": 2}, {"cp": 2}, EP2]
 FULL = [
     {"pp": 2, "vpp": 2}, {"dp": 2}, {"ep": 2, "cp": 2}, {"cp": 2} | TP_SP, EP2 | {"pp": 2}, EP2 | TP_SP, {"pp": 2, "cp": 2},
@@ -72,15 +72,15 @@ def given() -> TrainBatch:
     return with_experts(batch, [random_experts(r, generator) for r in batch.rollouts])
 
 
-def told_experts(model: Path, given: TrainBatch) -> tuple[Tensor, dict[str, Tensor]]:
-    """Log-probs [N] and gradients of -sum A log pi / N of transformers' model in fp64, whose gates are told what to choose."""
+def replayed_experts(model: Path, given: TrainBatch) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return fp64 log-probs [N] and gradients of -sum A log pi / N of transformers' model with the given experts."""
     network = transformers_model(model).double()
-    told: dict[int, Tensor] = {}
+    chosen: dict[int, Tensor] = {}
 
     def gate(layer: int, module: Any) -> Any:
         def forward(hidden_LH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             logits = torch.nn.functional.linear(hidden_LH, module.weight)
-            return logits, logits.gather(1, told[layer]).softmax(-1), told[layer]
+            return logits, logits.gather(1, chosen[layer]).softmax(-1), chosen[layer]
 
         return forward
 
@@ -91,7 +91,7 @@ def told_experts(model: Path, given: TrainBatch) -> tuple[Tensor, dict[str, Tens
     for rollout in given.rollouts:
         assert rollout.experts_LKT is not None
         experts_LKT = rollout.experts_LKT[:-1].long()
-        told.update({layer: experts_LKT[:, k] for k, layer in enumerate(SPARSE)})
+        chosen.update({layer: experts_LKT[:, k] for k, layer in enumerate(SPARSE)})
         ids = rollout.token_ids_L
         logp = torch.log_softmax(network(ids[None, :-1]).logits[0] / cases.TEMPERATURE, dim=-1)
         logprobs.append(logp.gather(1, ids[1:, None]).squeeze(1)[rollout.response_mask_L[1:]])
@@ -103,7 +103,7 @@ def told_experts(model: Path, given: TrainBatch) -> tuple[Tensor, dict[str, Tens
 
 @pytest.fixture(scope="module")
 def expected(model: Path, given: TrainBatch) -> tuple[Tensor, dict[str, Tensor]]:
-    return told_experts(model, given)
+    return replayed_experts(model, given)
 
 
 def old_pass_and_gradients(rank: int, cfg: Any, batch: TrainBatch) -> dict[str, Any]:
@@ -170,7 +170,7 @@ def own_and_others(rank: int, cfg: Any, batch: TrainBatch) -> dict[str, Tensor]:
     actor.keep_reference()
     experts = own_choices(actor, batch)
     changed = [e.clone() for e in experts]
-    first = changed[0][0, 1]  # of the first token, in the second of the layers
+    first = changed[0][0, 1]  # the first token in the second sparse layer
     first[0] = next(e for e in range(NUMBER) if e not in first)
     out = {
         "free": actor.logprobs(batch, replays=False),

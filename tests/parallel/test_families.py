@@ -97,7 +97,7 @@ STEPS = [
 
 
 def transformers_model(path: Path) -> torch.nn.Module:
-    """In fp32, with its plainest attention and experts (its grouped products take neither fp64 nor odd sizes)."""
+    """Return the fp32 model with eager attention and experts (grouped products take neither fp64 nor odd sizes)."""
     plain = {"attn_implementation": "eager", "experts_implementation": "eager"}
     return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, **plain).eval()
 
@@ -158,7 +158,7 @@ def gathered_logits(actor: Any, batch: TrainBatch) -> Tensor:
 
 
 def visit_model(rank: int, cfg: Any, sequences: list[Tensor], out: Path) -> dict[str, Any]:
-    """In a forked rank: export, push to an engine, logits of all positions; on one rank also a continuation, token by token."""
+    """Export, push to an engine, and compute logits of all positions in a forked rank; on one rank, also continue greedily."""
     from tepo_megatron.actor.actor import Actor
     from tepo_megatron.distributed import parallel
     from tepo_megatron.platform import activate
@@ -192,7 +192,7 @@ def check(name: str, layout: dict[str, Any], folder: Path, tmp_path: Path) -> No
     for rank in ranks:
         difference = (rank["logits"] - torch.cat(expected)).abs().max() / scale
         assert difference <= TOLERANCE, f"logits differ by {difference:.1e}"
-        # from the same prefix the same next token, at each of its positions: the same continuation
+        # the same next token after the same prefix at each position is the same continuation
         assert rank["logits"][-NEW_TOKENS:].argmax(-1).tolist() == greedy
         assert rank["token by token"] in ([], greedy)
 
@@ -225,7 +225,7 @@ def test_the_model_is_that_of_transformers(folder: Path, tmp_path: Path, name: s
 
 @pytest.mark.parametrize("name", MODELS)
 def test_the_models_are_far_from_uniform(folder: Path, name: str) -> None:
-    """So that a wrong weight shows, and greedy tokens are not all the same."""
+    """A wrong weight shows only if the distribution is far from uniform and greedy tokens are not all the same."""
     _, _, logits, greedy = reference(name, folder)
     entropy = torch.distributions.Categorical(logits=torch.cat(logits)).entropy().mean()
     assert entropy < 0.8 * torch.tensor(float(VOCAB)).log() and len(set(greedy)) >= 4
@@ -260,7 +260,7 @@ def rewarded_batch() -> TrainBatch:
         ids = torch.randint(3, VOCAB, (prompt + response,), generator=generator)
         mask = torch.arange(ids.numel()) >= prompt
         rollouts.append(Rollout(i, ids, mask, torch.zeros(ids.numel()), 0, "stop"))
-    old_N = torch.zeros(sum(r.response_length for r in rollouts))  # of no use to the policy gradient
+    old_N = torch.zeros(sum(r.response_length for r in rollouts))  # not used by the policy gradient
     return TrainBatch(tuple(rollouts), torch.tensor([1.0, -0.7, 0.4, -1.3, 0.8]), old_N, old_N)
 
 
@@ -348,7 +348,7 @@ def whole_gradients(actor: Any) -> list[Tensor]:
 
 
 def sent(actor: Any, values: list[Tensor]) -> dict[str, Tensor]:
-    """What this rank would send of `values` (one per binding), in HF layout."""
+    """Return the part of `values` (one per binding) that this rank would send, in HF layout."""
     from dataclasses import replace
 
     from tepo_megatron.weights.gather import iterate_hf, sent_by
@@ -358,7 +358,7 @@ def sent(actor: Any, values: list[Tensor]) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize(("name", "layout"), params(STEPS))
-def test_a_training_step(folder: Path, name: str, layout: dict[str, Any]) -> None:
+def test_a_training_step_equals_the_reference(folder: Path, name: str, layout: dict[str, Any]) -> None:
     """Gradients and weights per tensor, by ||a - b|| / ||b||, and the gradient norm."""
     gradients, norm, weights = reference_step(name, folder)
     cfg = cases.run_config(reference(name, folder)[0], layout, max_tokens=50, objective={"name": "reinforce"})

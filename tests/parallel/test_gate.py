@@ -77,7 +77,7 @@ def sampled(logprobs_N: torch.Tensor, batch: TrainBatch, version: int, servers: 
 
 
 def verdicts(rank: int, cfg: Any, batch: TrainBatch) -> dict[str, Any]:
-    """What the gate says of rollouts of version 0, by four servers, when the actor has version 1."""
+    """Return the gate's verdicts on rollouts of version 0, by four servers, when the actor has version 1."""
     from tepo_megatron.actor.actor import Actor
     from tepo_megatron.controller.gate import WeightsGate
     from tepo_megatron.distributed import parallel
@@ -159,7 +159,7 @@ def test_versions_that_no_rollout_can_be_of_are_forgotten(case: cases.Case) -> N
 
 
 def kept_after(rank: int, cfg: Any, versions: int) -> tuple[list[int], int]:
-    """The versions that are kept after so many, and how many copies were made in all."""
+    """Return the versions that are kept after each number of versions, and the total number of copies."""
     from tepo_megatron.actor.actor import Actor
     from tepo_megatron.controller.gate import WeightsGate
     from tepo_megatron.distributed import parallel

@@ -1,4 +1,4 @@
-"""Every pair of switches that bear on the gate is refused, or stale log-probs end the step, or `safety.py` says why not.
+"""Every pair of switches that affect the gate is refused, or stale log-probs end the step, or `safety.py` says why not.
 
 What `safety.py` says is held against what the product's own `learn` does with rollouts of other weights than they say.
 """
@@ -29,12 +29,12 @@ Tree = dict[str, dict[str, Any]]
 LIMIT = 1e-3
 SWITCHES: dict[str, dict[str, Tree]] = {
     "staleness": {str(k): {"rollout": {"max_staleness": k}} for k in (0, 1, 3)},
-    "in_flight": {name: {"rollout": {"in_flight": name}} for name in ("finish", "continue", "restart")},
+    "on_weight_update": {name: {"rollout": {"on_weight_update": name}} for name in ("finish", "continue", "restart")},
     "colocate": {name: {"rollout": {"colocate": name == "yes"}} for name in ("no", "yes")},
     "servers": {
         "own": {}, "one": {"rollout": {"servers": 1}},
         "urls": {"rollout": {"server": {"urls": ["http://127.0.0.1:1", "http://127.0.0.1:2"]}}},
-        "rendezvous": {"rollout": {"server": {"rendezvous": "folder"}}, "sync": {"folder": "shared"}},
+        "rendezvous": {"rollout": {"server": {"rendezvous": "folder"}}, "sync": {"transport": {"folder": "shared"}}},
     },
     "transport": {
         "shm": {}, "group": {"sync": {"transport": "group"}}, "ipc": {"sync": {"transport": "ipc"}},
@@ -54,8 +54,8 @@ SWITCHES: dict[str, dict[str, Tree]] = {
     "old_logprobs": {name: {"training": {"old_logprobs": name}} for name in ("actor", "rollout")},
     "correction": {"none": {}} | {name: {"objective": {"correction": name}} for name in ("tis", "mis", "icepop")},
     "reference": {
-        "none": {}, "loss": {"objective": {"ref_beta": 0.1}},
-        "reward": {"objective": {"ref_beta": 0.1, "ref_kl_in": "reward", "advantage": "mean"}},
+        "none": {}, "loss": {"objective": {"ref_kl": {"beta": 0.1}}},
+        "reward": {"objective": {"ref_kl": {"beta": 0.1, "where": "reward"}, "advantage": "mean"}},
     },
     "weighting": {"none": {}, "steer": {"objective": {"weighting": "steer"}}},
     "compared": {"all": {}, "some": {"sync": {"compared_tokens": 30}}},
@@ -63,7 +63,7 @@ SWITCHES: dict[str, dict[str, Tree]] = {
     "verify": {str(every): {"sync": {"verify_every": every}} for every in (0, 1, 3, 1000)},
     "evaluation": {"no": {}, "yes": {"data": {"eval": "eval.jsonl"}}},
 }  # fmt: skip
-# what may have to be switched for a pair to be allowed, tried in turn
+# changes that a pair may need in order to be allowed, tried in turn
 FOR_OTHERS: tuple[dict[str, str], ...] = (
     {}, {"staleness": "1"}, {"servers": "rendezvous"}, {"updates": "one"}, {"filter": "yes"},
 )  # fmt: skip
@@ -100,8 +100,8 @@ def pairs(model: str) -> Iterator[tuple[dict[str, str], Config | None]]:
             yield pair, found
 
 
-def bears_on(cfg: Config) -> Config:
-    """Return the config with all at its default that `learn` does not read."""
+def as_learn_reads(cfg: Config) -> Config:
+    """Return the config with every key that `learn` does not read set to its default."""
     from tepo_megatron.config import DataConfig, RolloutConfig
 
     read = ("max_staleness", "temperature", "replay", "prompts_per_step", "samples_per_prompt", "max_response_tokens")
@@ -177,12 +177,12 @@ def test_no_pair_of_switches_turns_the_gate_off_without_a_word(case: cases.Case)
     batch = replace(case.batches[0], old_logprobs_N=None, old_entropies_N=None, update=0)
     allowed = [(pair, cfg) for pair, cfg in pairs(str(case.model)) if cfg is not None]
     trained = [(pair, cfg) for pair, cfg in allowed if not cfg.rollout.only]
-    asked = {json.dumps(repr(bears_on(cfg))): bears_on(cfg) for _, cfg in trained}
+    asked = {json.dumps(repr(as_learn_reads(cfg))): as_learn_reads(cfg) for _, cfg in trained}
     (rows,) = run_world(1, stopped, list(asked.values()), batch)
     outcome = dict(zip(asked, rows, strict=True))
     silent, wrong = [], []
     for pair, cfg in trained:
-        *stale, healthy = outcome[json.dumps(repr(bears_on(cfg)))]
+        *stale, healthy = outcome[json.dumps(repr(as_learn_reads(cfg)))]
         works = safety_checks(cfg)[0].works
         if not all(stale) and works:
             silent.append(pair)
@@ -194,7 +194,7 @@ def test_no_pair_of_switches_turns_the_gate_off_without_a_word(case: cases.Case)
 
 
 def test_each_pair_is_allowed_or_refused_by_name() -> None:
-    """That pairs are refused is no accident of this test: it says how many, and which values are refused with all others."""
+    """The number of refused pairs, and the values that are refused with all others, are fixed here."""
     found = list(pairs("model"))
     refused = [pair for pair, cfg in found if cfg is None]
     for switch, values in SWITCHES.items():

@@ -47,7 +47,7 @@ def test_every_rank_of_every_server_that_lives_gets_the_model(tmp_path: Path) ->
     model = tmp_path / "model"
     tiny_qwen3(model, layers=4, vocab_size=cases.VOCAB)
     ranks = run_world(2, push_and_lose, config_of(model, {"pp": 2}, transport="ipc", verify_every=1), tmp_path)
-    assert [len(received) for received in ranks[0]["received"]] == [4, 2, 2]  # ranks of all, of the one left, of the one back
+    assert [len(received) for received in ranks[0]["received"]] == [4, 2, 2]  # all servers, the one left, the one back
     expected = tensors(model)
     assert all(is_model(r, expected) for received in ranks[0]["received"] for r in received)
     assert ranks[0]["rounds"] > 2 and [rank["left"] for rank in ranks] == [[], []]

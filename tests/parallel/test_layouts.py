@@ -57,7 +57,7 @@ def test_layout_equals_reference(tied: cases.Case, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["1 rank", "TP2+SP", "PP2", "CP2 TP2"])
 @pytest.mark.slow
-def test_untied_embeddings(untied: cases.Case, name: str) -> None:
+def test_untied_embeddings_train_to_the_reference(untied: cases.Case, name: str) -> None:
     check(untied, LAYOUTS[name])
 
 
@@ -65,7 +65,7 @@ def test_untied_embeddings(untied: cases.Case, name: str) -> None:
 @pytest.mark.parametrize("embeddings", ["tied", marked("untied", pytest.mark.full)])
 @pytest.mark.slow
 def test_output_layer_in_chunks(request: pytest.FixtureRequest, name: str, embeddings: str) -> None:
-    """Fused with the token statistics; in microbatches, and without room to keep logits."""
+    """Fuse the output layer with the token statistics, in microbatches, and with a budget that keeps no logits."""
     check(request.getfixturevalue(embeddings), LAYOUTS[name], max_tokens=80, logits_budget_mib=0)
 
 
@@ -94,8 +94,8 @@ def test_number_of_microbatches(tied: cases.Case, name: str, max_tokens: int) ->
 
 
 @pytest.mark.parametrize(("name", "seed"), slow_but([("DP2", 3)], [("1 rank", 1), ("CP2 TP2", 2), ("DP2", 3)]))
-def test_packing(tied: cases.Case, name: str, seed: int) -> None:
-    """Other neighbours in the packed rows change nothing."""
+def test_the_order_of_packing_changes_nothing(tied: cases.Case, name: str, seed: int) -> None:
+    """The result does not depend on a sequence's neighbours in the packed rows."""
     batches = tuple(cases.permuted(b, seed) for b in tied.batches)
     check(tied, LAYOUTS[name], batches=batches, max_tokens=80)
 
@@ -114,7 +114,7 @@ def test_more_data_parallel_ranks_than_sequences(tied: cases.Case) -> None:
     ("form", "objective"), [("eq4", {"name": "tepo_eq4", "beta": cases.BETA}), ("alg1", {"name": "tepo_alg1"})]
 )
 @pytest.mark.slow
-def test_other_forms_of_tepo(tmp_path: Path, form: str, objective: dict) -> None:
+def test_other_forms_of_tepo_train_to_the_reference(tmp_path: Path, form: str, objective: dict) -> None:
     case = cases.make_case(tmp_path, tied=True, form=form)
     check(case, LAYOUTS["CP2"], objective=objective)
 

@@ -28,7 +28,7 @@ from tepo_megatron.ops.planning import plan_microbatches
 from tepo_megatron.ops.segments import Segments
 from tepo_megatron.ops.shared_prompts import PrefixGroups
 from tepo_megatron.types import PackedMicrobatch, TokenStats
-from tests.objective_cases import MARGIN, Batch, draw, expected, inputs_of, method_of
+from tests.objective_cases import MARGIN, Batch, draw, expected, inputs_of, method_of, replaced
 from tests.worlds import run_world
 
 pytestmark = pytest.mark.slow
@@ -43,38 +43,43 @@ def objectives() -> dict[str, Objective]:
     out = {}
     for name, row in OBJECTIVES.items():
         parts: dict[str, Any] = {k: math.copysign(v, getattr(row, k)) for k, v in LARGER.items() if getattr(row, k)}
-        if row.weighting != "none":
+        if row.weighting.type != "none":
             parts |= {"cov_share": 0.2, "cov_low": 0.3, "steer_lambda_min": 0.5}
-        out[name] = row.replace(**parts)
+        out[name] = replaced(row, **parts)
     tepo, grpo, prefix = out["tepo"], out["grpo"], out["prefix_is"]
     return out | {
-        "grpo, tis": grpo.replace(correction="tis"),
-        "grpo, icepop, reference": grpo.replace(correction="icepop", ref_beta=0.3),
-        "tepo, tis": tepo.replace(correction="tis"),
-        "tepo, mis": tepo.replace(correction="mis", correction_low=0.8, correction_high=1.3),
-        "tepo, steer": tepo.replace(weighting="steer", steer_lambda_min=0.5),
-        "tepo, clip_cov": tepo.replace(weighting="clip_cov", cov_share=0.2, cov_low=0.3),
-        "tepo_alg1, kl_cov": out["tepo_alg1"].replace(weighting="kl_cov", cov_share=0.2),
-        "tepo, entropy advantage": tepo.replace(advantage_alpha=0.4),
-        "prefix, mis, sequence mean": prefix.replace(
-            correction="mis", correction_low=0.8, aggregate="sequence_mean_token_mean"
+        "grpo, tis": replaced(grpo, correction="tis"),
+        "grpo, icepop, reference": replaced(grpo, correction="icepop", ref_beta=0.3),
+        "tepo, tis": replaced(tepo, correction="tis"),
+        "tepo, mis": replaced(tepo, correction="mis", correction_low=0.8, correction_high=1.3),
+        "tepo, steer": replaced(tepo, weighting="steer", steer_lambda_min=0.5),
+        "tepo, clip_cov": replaced(tepo, weighting="clip_cov", cov_share=0.2, cov_low=0.3),
+        "tepo_alg1, kl_cov": replaced(out["tepo_alg1"], weighting="kl_cov", cov_share=0.2),
+        "tepo, entropy advantage": replaced(tepo, advantage_alpha=0.4),
+        "prefix, mis, sequence mean": replaced(
+            prefix, correction="mis", correction_low=0.8, aggregate="sequence_mean_token_mean"
         ),
-        "prefix, icepop, KL": prefix.replace(correction="icepop", kl_mask="both", beta=0.5),
-        "prefix, steer": prefix.replace(weighting="steer", steer_lambda_min=0.5),
-        "prefix, eq4": prefix.replace(surrogate="clip_eq4"),
-        "prefix, unclipped, kl_cov": prefix.replace(surrogate="unclipped", weighting="kl_cov", cov_share=0.2),
+        "prefix, icepop, KL": replaced(prefix, correction="icepop", kl_mask="both", beta=0.5),
+        "prefix, steer": replaced(prefix, weighting="steer", steer_lambda_min=0.5),
+        "prefix, eq4": replaced(prefix, surrogate="clip_eq4"),
+        "prefix, unclipped, kl_cov": replaced(prefix, surrogate="unclipped", weighting="kl_cov", cov_share=0.2),
     }
 
 
 @dataclass(frozen=True)
 class Layout:
-    """room: packed tokens of a microbatch; microbatches: how many that makes on each data-parallel rank, a multiple of
-    `multiple` (the last ones may then be empty). The sequences are packed in an order drawn from the seed `order`. shared:
-    equal prompts of a microbatch are packed once."""
+    """A layout of the minibatch.
+
+    Attributes:
+        max_tokens: Packed tokens of a microbatch.
+        microbatches: Number of microbatches on each data-parallel rank, a multiple of `multiple`; the last ones may be empty.
+        order: Seed of the order in which the sequences are packed.
+        shared: Whether equal prompts of a microbatch are packed once.
+    """
 
     cp: int
     dp: int
-    room: int
+    max_tokens: int
     microbatches: int
     order: int
     multiple: int = 1
@@ -105,7 +110,7 @@ class Laid:
         self.batch = batch
         self.masks = [torch.arange(3 + (5 * i) % 6 + n) >= 3 + (5 * i) % 6 for i, n in enumerate(RESPONSES)]
         prompts = [int(m.int().argmax()) if n else m.numel() for m, n in zip(self.masks, RESPONSES, strict=True)]
-        self.families = PrefixGroups.of(prompts, prompts, 1, 0)
+        self.prefix_groups = PrefixGroups.of(prompts, prompts, 1, 0)
         self.masks[3] = torch.cat([self.masks[3][:9], torch.zeros(4, dtype=torch.bool), self.masks[3][9:]])
         assert int(self.masks[3].int().diff().abs().sum()) == 3
         self.ids = [torch.arange(m.numel()) + 1 for m in self.masks]
@@ -113,20 +118,20 @@ class Laid:
         self.inputs_N = inputs_of(batch, torch.float32)
 
     def inputs(self, token_R: Tensor, segments: Segments, weights: TokenWeights | None) -> LossInputs:
-        """For the rows that are the tokens `token_R` of the flat tensors."""
+        """Return the inputs of the loss for the rows of the tokens `token_R` of the flat tensors."""
         rows = {name: x[token_R] for name, x in vars(self.inputs_N).items() if name.endswith("_R") and x is not None}
         return dataclasses.replace(self.inputs_N, **rows, segments=segments, weights=weights)
 
     def microbatches(self, layout: Layout, rank: int) -> list[PackedMicrobatch]:
-        """What this rank sees of the minibatch."""
+        """Return this rank's part of the minibatch."""
         order = torch.randperm(len(RESPONSES), generator=torch.Generator().manual_seed(layout.order)).tolist()
         lengths, alignment = [self.ids[i].numel() for i in order], Alignment(cp=layout.cp)
-        plan = plan_microbatches(lengths, layout.dp, layout.room, alignment, layout.multiple)
+        plan = plan_microbatches(lengths, layout.dp, layout.max_tokens, alignment, layout.multiple)
         assert len(plan[0]) == layout.microbatches, f"{layout} gives {len(plan[0])} microbatches"
         dp_rank, cp_rank = divmod(rank, layout.cp)
-        families = self.families if layout.shared else None
+        prefix_groups = self.prefix_groups if layout.shared else None
         packed = [
-            pack(self.ids, self.masks, self.first, [order[i] for i in indices], alignment, cp_rank, families=families)
+            pack(self.ids, self.masks, self.first, [order[i] for i in indices], alignment, cp_rank, prefix_groups=prefix_groups)
             for indices in plan[dp_rank]
         ]
         assert any(m.starts is not None for m in packed) == layout.shared
@@ -134,7 +139,7 @@ class Laid:
 
 
 def backward(laid: Laid, objective: Objective, packed: list[PackedMicrobatch], group: Any) -> tuple[Tensor, Counter, Counter]:
-    """This rank's part of [loss, d logprob_N, d entropy_N], and the collectives of forward and backward."""
+    """Return this rank's part of [loss, d logprob_N, d entropy_N], and the collectives of forward and backward."""
     logprob_N = laid.batch.logprob.float().requires_grad_()
     entropy_N = laid.batch.entropy.float().requires_grad_()
     statistics = None
@@ -156,7 +161,7 @@ def backward(laid: Laid, objective: Objective, packed: list[PackedMicrobatch], g
 
 @contextlib.contextmanager
 def counted(counts: Counter) -> Iterator[None]:
-    """Counts the all-reduces inside of it."""
+    """Count the all-reduces within the block."""
     real = dist.all_reduce
 
     def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -190,7 +195,7 @@ def every_layout(rank: int, batch: Batch) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def batch() -> Batch:
-    """One in which no number lies near a threshold of any of the objectives."""
+    """A batch in which no number is near a threshold of any of the objectives."""
     for seed in range(100):
         batch = draw(seed, RESPONSES)
         if all(expected(method_of(o), batch)[0].margin >= MARGIN for o in objectives().values()):
@@ -219,14 +224,14 @@ def test_same_on_every_layout(results: dict[str, Any], layout: str) -> None:
 
 @pytest.mark.parametrize("name", objectives())
 def test_alone_as_the_reference(results: dict[str, Any], batch: Batch, name: str) -> None:
-    """And every condition of the objective acts on at least a twentieth of the tokens of this batch."""
+    """One rank agrees with the reference, and every condition affects at least a twentieth of the batch's tokens."""
     o = objectives()[name]
     outcome, x_grad, h_grad = expected(method_of(o), batch)
     conditions = {
         "clipped": o.surrogate in ("clip", "clip_eq4", "stop_gradient") and o.clip_low < 1,
         "masked": o.kl_mask != "none",
-        "weighted": o.weighting != "none",
-        "corrected": o.correction != "none",
+        "weighted": o.weighting.type != "none",
+        "corrected": o.correction.type != "none",
     }
     assert all(outcome.shares[condition] >= 0.05 for condition, there in conditions.items() if there), outcome.shares
     compare(results["alone"][name][0], torch.cat([outcome.loss.detach()[None], x_grad, h_grad]), name)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tepo_megatron.actor.offload import ON_CPU, ON_CUDA, PARTS, Offload, Part
+from tepo_megatron.actor.offload import ON_CPU, ON_CUDA, PARTS, Offloader, Part
 from tepo_megatron.config import Config
 from tepo_megatron.config.io import plain, validate
 from tepo_megatron.platform import memory
@@ -37,7 +37,7 @@ def config(model: Path, layout: str, precision: str) -> Config:
 
 def offloads(actor: Any, targets: str) -> None:
     """Have the actor offload as on that platform; on "cuda", to a second copy in host memory, whose first is really freed."""
-    actor.offloader = Offload(actor.chunks, actor.optimizer, CPU, {"cpu": ON_CPU, "cuda": ON_CUDA}[targets])
+    actor.offloader = Offloader(actor.chunks, actor.optimizer, CPU, {"cpu": ON_CPU, "cuda": ON_CUDA}[targets])
 
 
 def sizes(actor: Any, part: Part) -> list[int]:
@@ -87,7 +87,10 @@ def _shards(actor: Any) -> list[Any]:
 
 
 def _round_trip(actor: Any, targets: str) -> None:
-    """In the order of a run: gradients and optimizer, then parameters; back, and parameters alone there and back."""
+    """Offload and load in the order of a run.
+
+    Gradients and optimizer leave, then the parameters; the parameters come back and leave again alone; then all come back.
+    """
     gone: dict[Part, bool] = {part: targets == "cuda" or part == "gradients" for part in PARTS}
     full = {part: sizes(actor, part) for part in PARTS}
     assert all(min(full[part]) > 0 for part in PARTS)
@@ -127,7 +130,7 @@ def test_training_goes_on_as_if_nothing_had_left(case: cases.Case, layout: str, 
 
 def _refused(rank: int, cfg: Config, batch: TrainBatch) -> list[str]:
     from tepo_megatron.actor.actor import Actor
-    from tepo_megatron.checkpoint.state import wanted, written
+    from tepo_megatron.checkpoint.state import loaded_slices, saved_slices
     from tepo_megatron.distributed import parallel
     from tepo_megatron.losses import build_objective
     from tepo_megatron.platform import activate
@@ -137,25 +140,25 @@ def _refused(rank: int, cfg: Config, batch: TrainBatch) -> list[str]:
     actor.offload()
     uses = (
         lambda: actor.update(batch, objective), lambda: actor.attach_old_stats(batch), lambda: actor.export_hf(Path("no")),
-        actor.keep_reference, lambda: list(written(actor)), lambda: list(wanted(actor)),
+        actor.keep_reference, lambda: list(saved_slices(actor)), lambda: list(loaded_slices(actor)),
     )  # fmt: skip
-    told = []
+    refusals = []
     for use in uses:
         with pytest.raises(RuntimeError) as refused:
             use()
-        told.append(str(refused.value))
+        refusals.append(str(refused.value))
     actor.load()
     actor.update(batch, objective)
     parallel.shutdown()
-    return told
+    return refusals
 
 
 def test_whatever_needs_what_is_away_is_refused(case: cases.Case) -> None:
-    (told,) = run_world(1, _refused, cases.run_config(case.model, {}), case.batches[0])
-    assert [t.partition(" needs the ")[0] for t in told] == [
+    (refusals,) = run_world(1, _refused, cases.run_config(case.model, {}), case.batches[0])
+    assert [t.partition(" needs the ")[0] for t in refusals] == [
         "an update", "a forward pass", "an export", "the reference policy", "a checkpoint", "to resume",
     ]  # fmt: skip
-    assert all(t.endswith("which are offloaded; load them first") for t in told)
+    assert all(t.endswith("which are offloaded; load them first") for t in refusals)
 
 
 def _resident(rank: int) -> tuple[int, int, int, int]:
@@ -168,7 +171,7 @@ def _resident(rank: int) -> tuple[int, int, int, int]:
     there = memory.usage(CPU).held
     buffer.untyped_storage().resize_(0)
     freed = memory.usage(CPU).held
-    memory.give_back(CPU)
+    memory.release_cached_memory(CPU)
     memory.reset_peak(CPU)
     gone = memory.usage(CPU)
     buffer.untyped_storage().resize_(64 * 2**20)

@@ -1,14 +1,18 @@
 """Passes that are not made: with one update on a rollout batch, and where the engine's log-probs are the old ones."""
 
+import contextlib
 import functools
 import json
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
+from tepo_megatron.config import TrainingConfig
 from tests.marks import slow_but
 from tests.parallel import cases
 from tests.parallel import resume_worlds as w
@@ -19,7 +23,7 @@ ONE_UPDATE = {"epochs": 1, "minibatch_prompts": 4}
 
 
 def with_and_without(rank: int, cfg: Any, batch: Any) -> list[dict[str, Any]]:
-    """One update on a batch with the statistics of an old pass, and one without, from the same weights."""
+    """Take one update with the statistics of an old pass, and one without, from the same weights."""
     from tepo_megatron.actor.actor import Actor
     from tepo_megatron.actor.comparisons import mismatch
     from tepo_megatron.distributed import parallel
@@ -66,7 +70,7 @@ def test_the_first_updates_ratio_is_one_in_bf16_too(case: cases.Case, layout: di
 
 
 class Count(w.Kill):
-    """Kills nobody: tells the journal of each call of any of `where`, separated by spaces."""
+    """Report each call of any function in `where` (separated by spaces) to the journal, and kill nobody."""
 
     def __post_init__(self) -> None:
         for place in self.where.split():
@@ -97,7 +101,7 @@ CALLS = Count("tepo_megatron.actor.pipeline:PipelineSchedule.forward tepo_megatr
 
 
 def run(model: Path, folder: Path, **sections: Any) -> tuple[list[dict[str, Any]], Counter]:
-    """Records of a run, and how often it passed without gradient and updated."""
+    """Return the records of a run, and the number of its passes without gradient and of its updates."""
     cfg = w.run_config(model, folder, **sections)
     w.attempt(cfg, folder / "journal", kill=CALLS)
     calls = Counter(row["called"] for row in w.journal_rows(folder / "journal") if "called" in row)
@@ -105,7 +109,7 @@ def run(model: Path, folder: Path, **sections: Any) -> tuple[list[dict[str, Any]
 
 
 def updates_of(record: dict[str, Any], minibatch: int) -> int:
-    """How many a step made, from the groups that it kept."""
+    """Return the number of updates of a step, from the groups that it kept."""
     return -(-int(record["rollout/kept_groups"]) // minibatch)
 
 
@@ -119,7 +123,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         ({"training": ONE_UPDATE}, 0),
         ({"training": ONE_UPDATE, "objective": {"name": "clip_cov", "beta": None}}, w.STEPS),
-        ({"training": ONE_UPDATE, "objective": {"ref_beta": 0.1, "ref_kl_in": "reward"}}, 2 * w.STEPS),
+        ({"training": ONE_UPDATE, "objective": {"ref_kl": {"beta": 0.1, "where": "reward"}}}, 2 * w.STEPS),
         # the gate's own: one where a step takes several updates
         ({"training": {"old_logprobs": "rollout"}, "objective": {"name": "grpo", "beta": None}}, None),
     ],
@@ -144,7 +148,10 @@ def test_no_pass_is_wasted_and_the_engine_is_checked_all_the_same(
 
 @pytest.mark.slow
 def test_several_updates_have_their_pass(model: Path, tmp_path: Path) -> None:
-    """But for steps that kept few groups. Which seeds have both kinds of steps hangs on the rounding of earlier ones."""
+    """A step with several updates makes an old pass; a step that kept few groups makes none.
+
+    Which seeds have both kinds of steps depends on the rounding of earlier steps.
+    """
     for seed in range(10):
         records, calls = run(model, tmp_path / str(seed), logging={"noise_floor_every": 0}, seed=seed)
         updates = [updates_of(r, 2) for r in records]
@@ -155,15 +162,25 @@ def test_several_updates_have_their_pass(model: Path, tmp_path: Path) -> None:
     assert [r["tepo/kl_mask_share"] is not None for r in records] == [n == 2 for n in updates]
 
 
+@contextlib.contextmanager
+def _bounded(tokens: int | None) -> Iterator[None]:
+    """Within this, passes without gradient take so many tokens of a microbatch; None: the default."""
+    default = TrainingConfig.tokens_without_grad
+    with mock.patch.object(TrainingConfig, "tokens_without_grad", lambda cfg, fixed: tokens or default(cfg, fixed)):
+        yield
+
+
 @pytest.mark.slow
 def test_passes_without_gradient_take_larger_microbatches(model: Path, tmp_path: Path) -> None:
-    """Their own bound, and the same numbers."""
+    """Passes without gradient have a token limit of their own, and give the same numbers."""
     records, microbatches = [], []
     for bound in (32, None, 4096):
         folder = tmp_path / str(bound)
-        records.append(
-            run(model, folder, training={"max_tokens_without_grad": bound, "steps": 1, "minibatch_prompts": 1})[0][0]
-        )
+        default = TrainingConfig.tokens_without_grad
+        with mock.patch.object(
+            TrainingConfig, "tokens_without_grad", lambda cfg, fixed, b=bound, d=default: b or d(cfg, fixed)
+        ):
+            records.append(run(model, folder, training={"steps": 1, "minibatch_prompts": 1})[0][0])
         rows = w.journal_rows(folder / "journal")
         microbatches.append(next(row["size"] for row in rows if row.get("called") == "forward"))
     assert microbatches[0] > microbatches[1] and microbatches[2] == 1

@@ -34,7 +34,7 @@ def trained(rank: int, rates: list[float], folder: Path) -> str:
 
 
 def test_training_compares_the_configs_before_anything_else(tmp_path: Path) -> None:
-    assert all("was started with another config" in told for told in run_world(2, trained, [1e-3, 2e-3], tmp_path))
+    assert all("was started with another config" in message for message in run_world(2, trained, [1e-3, 2e-3], tmp_path))
 
 
 def test_a_rank_with_another_config_is_named_on_all_ranks() -> None:

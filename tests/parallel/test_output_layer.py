@@ -50,7 +50,7 @@ def expected(dtype: torch.dtype, tied: bool = False) -> list[torch.Tensor]:
 def on_rank(
     rank: int, size: int, dtype: torch.dtype, parallel: str, ways: Sequence[tuple[int, bool]]
 ) -> dict[tuple[int, bool], dict[str, Any]]:
-    """In a forked rank: each way, a budget for logits in bytes and whether the weight has a main_grad."""
+    """Compute each way in a forked rank. A way is a budget for logits in bytes and whether the weight has a main_grad."""
     from megatron.core import parallel_state
 
     from tepo_megatron.platform import activate
@@ -97,7 +97,7 @@ def relative(a: torch.Tensor, b: torch.Tensor) -> float:
 
 @pytest.fixture(scope="module")
 def every_way() -> Callable[[int, str], list[dict[tuple[int, bool], dict[str, Any]]]]:
-    """What the ranks of a world give in each way; one world for all ways."""
+    """Return the results of each way on the ranks of a world; one world for all ways."""
 
     @functools.cache
     def run(size: int, parallel: str) -> list[Any]:
@@ -182,7 +182,7 @@ def test_a_second_backward_computes_the_logits_again() -> None:
     torch.testing.assert_close(h.grad, 2 * first)
 
 
-def test_no_rows() -> None:
+def test_no_rows_give_zero_gradients() -> None:
     h, w = torch.zeros(0, 4, requires_grad=True), torch.ones(9, 4, requires_grad=True)
     stats = output_layer.output_layer_stats(h, w, torch.zeros(0, dtype=torch.int64), 1.0, None)
     (stats.logprob_R.sum() + stats.entropy_R.sum()).backward()

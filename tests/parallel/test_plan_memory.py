@@ -1,4 +1,4 @@
-"""What `tepo plan` says of memory against real actors: parameters, gradients and optimizer to the byte, activations to 15 %."""
+"""The memory figures of `tepo plan` are those of real actors: states to the byte, activations to 15 %."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from tepo_megatron.config import Config
 from tepo_megatron.config.io import plain, validate
 from tepo_megatron.plan import activations
 from tepo_megatron.plan.activations import ON_CPU, final_norm_terms, kept_terms, output_bytes
-from tepo_megatron.plan.memory import Trainer, checkpoint_bytes, offload_bytes, state_bytes
-from tepo_megatron.plan.memory_parts import ELEMENT, Model
+from tepo_megatron.plan.memory import TrainerMemory, checkpoint_bytes, offload_bytes, state_bytes
+from tepo_megatron.plan.memory_parts import ELEMENT, PlannedModel
 from tepo_megatron.plan.models import read_model
 from tepo_megatron.plan.parameters import held, rank_parameters
 from tepo_megatron.types import Rollout, TrainBatch
@@ -49,12 +49,10 @@ def config(folder: Path, layout: dict[str, Any], precision: str, **training: Any
 
 
 def built(rank: int, cfg: Config) -> dict[str, int]:
-    """In a forked rank: bytes of the buffers and of the optimizer's tensors after one step with gradients of zero, and of the
-    host memory that they take as on a GPU.
-    """
+    """Return the bytes of buffers, optimizer tensors and host memory after one step with zero gradients, in a forked rank."""
     from tepo_megatron.actor.actor import Actor
-    from tepo_megatron.actor.offload import ON_CUDA, Offload, optimizer_tensors
-    from tepo_megatron.checkpoint.state import written
+    from tepo_megatron.actor.offload import ON_CUDA, Offloader, optimizer_tensors
+    from tepo_megatron.checkpoint.state import saved_slices
     from tepo_megatron.checkpoint.tensors import HostCopy
     from tepo_megatron.distributed import parallel
     from tepo_megatron.platform import activate
@@ -62,13 +60,13 @@ def built(rank: int, cfg: Config) -> dict[str, int]:
     groups = parallel.initialize(cfg.parallel, activate("cpu"), cfg.seed)
     actor = Actor.open(cfg, groups)
     actor.optimizer.step()
-    actor.offloader = Offload(actor.chunks, actor.optimizer, groups.device, ON_CUDA)
+    actor.offloader = Offloader(actor.chunks, actor.optimizer, groups.device, ON_CUDA)
     actor.offload()
     actor.load()
     actor.keep_reference()
     assert actor.reference is not None
-    copied, boxes = HostCopy(), list(written(actor))
-    copied.take(boxes)
+    copied, shard_slices = HostCopy(), list(saved_slices(actor))
+    copied.take(shard_slices)
     buffers = [b for chunk in actor.chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
     weights = {b.param_data.untyped_storage()._cdata: b.param_data.untyped_storage() for b in buffers}
     optimizer = {t.untyped_storage()._cdata: t.untyped_storage() for t in optimizer_tensors(actor.optimizer) if t.numel()}
@@ -82,7 +80,7 @@ def built(rank: int, cfg: Config) -> dict[str, int]:
         "host": actor.offloader.host_bytes,
         "reference": actor.reference.arena.allocated,
         "checkpoint": copied.arena.allocated,
-        "boxes": len(boxes),
+        "shard slices": len(shard_slices),
     }
     parallel.shutdown()
     return out
@@ -101,8 +99,8 @@ def test_states_to_the_byte(tmp_path: Path, model: str, layout: dict[str, Any], 
         assert state_bytes(mine, precision) == {k: rank[k] for k in ("weights", "gradients", "optimizer")}
         assert offload_bytes(mine, precision) == rank["host"]
         planned = arena_bytes([checkpoint_bytes(mine, precision)])
-        assert rank["checkpoint"] <= planned + arena_bytes([1] * rank["boxes"])
-        if cfg.parallel.tp * cfg.parallel.pp == 1:  # else norms and tied tables are written by one of those that have them
+        assert rank["checkpoint"] <= planned + arena_bytes([1] * rank["shard slices"])
+        if cfg.parallel.tp * cfg.parallel.pp == 1:  # otherwise one of the ranks that hold norms and tied tables writes them
             assert rank["checkpoint"] >= planned
         ours = rank_parameters(family.rows, arch, cfg.parallel, rank["pp"])
         assert arena_bytes([p.elements * ELEMENT[precision] for p in ours]) == rank["reference"]
@@ -135,7 +133,7 @@ def wide(model: str) -> PretrainedConfig:
 
 
 def one_batch(shared: bool) -> TrainBatch:
-    """shared: all sequences have one prompt."""
+    """Return a batch, whose sequences have one prompt if `shared`."""
     generator = torch.Generator().manual_seed(0)
     ids = [torch.randint(1, TABLE, (n,), generator=generator) for n in LENGTHS]
     rollouts = [
@@ -154,9 +152,10 @@ def one_batch(shared: bool) -> TrainBatch:
 
 
 def kept(rank: int, cfg: Config) -> tuple[int, int, int]:
-    """In a forked rank, of one microbatch: bytes of all storages that the forward pass saves for backward, but for the
-    parameters'; of the copies that `training.offload_activations` makes of tensors of every size; and of the host memory that
-    they take.
+    """Return the bytes that the forward pass of one microbatch saves for backward, in a forked rank.
+
+    They are: storages on the device without the parameters'; copies that `training.offload_activations` makes of tensors of
+    every size; and the host memory of these copies.
     """
     from tepo_megatron.actor.activations import HostActivations
     from tepo_megatron.actor.actor import Actor
@@ -181,7 +180,7 @@ def kept(rank: int, cfg: Config) -> tuple[int, int, int]:
     with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
         actor.backward(batch, objective)
     away = actor.activations = HostActivations(actor.chunks, torch.device("cpu"), least_bytes=1)
-    for _ in range(2):  # by the second time it is known how much a microbatch needs
+    for _ in range(2):  # the second pass knows how much a microbatch needs
         actor.backward(batch, objective)
     parallel.shutdown()
     return sum(storage.nbytes() for storage in saved.values()), away.moved // 2, away.memory.allocated
@@ -200,7 +199,7 @@ def test_activations(
     precision: str,
     training: dict[str, Any],
 ) -> None:
-    """What stays on the device to 5 %, and what waits in host memory instead, with a copy for each who saved it, to 15 %."""
+    """Compare the memory on the device to 5 %, and the copies in host memory, one for each tensor that saved it, to 15 %."""
     tiny_model(tmp_path, wide(model))
     cfg = config(tmp_path, layout, precision, **training)
     _, arch = read_model(tmp_path)
@@ -228,12 +227,12 @@ def test_the_plan_of_a_stage_is_made_of_these(tmp_path: Path) -> None:
     tiny_model(tmp_path, wide("qwen3"))
     cfg = config(tmp_path, {}, "bf16")
     family, arch = read_model(tmp_path)
-    trainer = Trainer.of(cfg, Model(family, arch, kernels=ON_CPU))
+    trainer = TrainerMemory.of(cfg, PlannedModel(family, arch, kernels=ON_CPU))
     parts = trainer.state().parts
     terms = kept_terms(arch, cfg.parallel, "none", ON_CPU, sequence=cfg.sequence_tokens)
     layer = sum(term.bytes(2) for term in terms)
     each = 4 * layer + sum(term.bytes(2) for term in final_norm_terms(arch, cfg.parallel, ON_CPU))
     assert parts["activations"] == pytest.approx(cfg.training.max_tokens_per_microbatch * each)
     halves = replace(trainer, parallel=replace(cfg.parallel, pp=2, dp=1)).state().parts
-    of_layers = cfg.training.max_tokens_per_microbatch * 4 * layer  # of the first stage: half of them, of two microbatches
+    of_layers = cfg.training.max_tokens_per_microbatch * 4 * layer  # half of the layers, two microbatches in flight
     assert halves["activations"] == pytest.approx(of_layers)

@@ -1,4 +1,4 @@
-"""What an update says about its plan is what its ranks computed."""
+"""An update's metrics about its plan are those that its ranks computed."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from tests.worlds import run_world
 
 
 def update(rank: int, cfg: Any, batch: Any) -> dict[str, Any]:
-    """In a forked rank: one update; its metrics, and the tokens of the microbatches that this rank ran."""
+    """Take one update in a forked rank; return its metrics, and the tokens of the microbatches that this rank ran."""
     from tepo_megatron.actor.actor import Actor
     from tepo_megatron.distributed import parallel
     from tepo_megatron.losses import build_objective
@@ -32,7 +32,7 @@ def update(rank: int, cfg: Any, batch: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("layout", "copies"),  # of each token: stages that compute it
+    ("layout", "copies"),  # stages that compute each token
     slow_but(
         [({"pp": 2, "vpp": 2}, 2)],
         [({"dp": 2, "cp": 2}, 1), ({"pp": 2, "tp": 2, "sequence_parallel": True}, 4), ({"pp": 2, "vpp": 2}, 2)],

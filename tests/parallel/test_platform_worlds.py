@@ -57,7 +57,7 @@ class Trainer:
         )  # fmt: skip
 
     def step(self) -> tuple[float, float]:
-        """One optimizer step on the fixed batch: (loss, grad norm), known to the last stage and to all."""
+        """Take one optimizer step on the fixed batch; return (loss, grad norm). Only the last stage knows the loss."""
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
         losses: list[float] = []
@@ -254,7 +254,7 @@ def train_twice(rank: int, changes: dict[str, Any]) -> list[tuple[float, float]]
 
 @pytest.mark.parametrize("dropout", slow_but([0.1], [0.0, 0.1]))
 def test_recomputation_changes_nothing(dropout: float) -> None:
-    """With dropout, the second forward must draw the numbers of the first: random states are saved and restored."""
+    """With dropout, the second forward pass must draw the numbers of the first, so random states are saved and restored."""
     kept = run_world(2, train_twice, {"hidden_dropout": dropout})
     for how, changes in RECOMPUTE.items():
         assert run_world(2, train_twice, {"hidden_dropout": dropout} | changes) == kept, how

@@ -14,7 +14,7 @@ import torch
 from tepo_megatron.config import SyncConfig
 from tepo_megatron.errors import ConversionError
 from tepo_megatron.inference.servers.served_model import ServedModel
-from tepo_megatron.weight_sync.receiver.weight_files import Update, tensor_shapes
+from tepo_megatron.weight_sync.receiver.weight_files import UpdateTracker, tensor_shapes
 from tests.marks import full_but
 from tests.parallel import cases
 from tests.parallel.test_broadcast import fleet, got
@@ -61,7 +61,7 @@ def sync_of(cfg: Any, sync: SyncConfig, receiver: Any) -> tuple[Any, Any]:
 
 
 def plain(tensors: dict[str, torch.Tensor]) -> dict[str, tuple[torch.dtype, torch.Size, torch.Tensor]]:
-    """What can be pickled, which tensors in FP8 cannot."""
+    """Return tensors that can be pickled, which tensors in FP8 cannot."""
     return {name: (t.dtype, t.shape, t.reshape(-1).view(torch.uint8)) for name, t in tensors.items()}
 
 
@@ -74,7 +74,7 @@ def push(rank: int, cfg: Any, sync: SyncConfig) -> dict[str, Any]:
 
 
 def broadcast(rank: int, cfg: Any, sync: SyncConfig, folder: Path) -> dict[str, Any]:
-    """To a server that holds the FP8 model: its inbox refuses what does not belong to that."""
+    """Broadcast to a server that holds the FP8 model, whose receiver refuses other tensors."""
     if rank > 0:
         pushing, _ = sync_of(cfg, sync, None)
         with pushing:
@@ -107,7 +107,8 @@ def test_what_is_sent_is_what_the_export_writes(exported: Path, tmp_path: Path, 
     folder = exported
     cfg = cases.run_config(folder / "hf", ROUNDS[layout])
     way = "shm" if transport == "relay" else transport
-    sync = replace(cfg.sync, bucket_mib=1, transport=way, quantize="fp8", verify_every=1, timeout_seconds=20)
+    settings = {"type": way} | ({"timeout_seconds": 20} if way == "group" else {})
+    sync = replace(cfg.sync, bucket_mib=1, transport=settings, quantize="fp8", verify_every=1)
     if transport == "group":
         (folder / "got").mkdir(exist_ok=True)
         ranks = run_world(2, broadcast, cfg, sync, folder, timeout=120)
@@ -125,13 +126,13 @@ def test_what_is_sent_is_what_the_export_writes(exported: Path, tmp_path: Path, 
     linear = {n for n in before if n + "_scale_inv" in expected}
     assert len(linear) > 20 and all(expected[n].dtype == torch.float8_e4m3fn for n in linear)
     nbytes = sum(t.nbytes for t in expected.values())
-    assert sum(rank.get("bytes", 0) for rank in ranks) == nbytes < 0.4 * sum(t.nbytes for t in before.values())  # of fp32
+    assert sum(rank.get("bytes", 0) for rank in ranks) == nbytes < 0.4 * sum(t.nbytes for t in before.values())  # size in fp32
     assert ranks[0]["rounds"] > 1
 
 
 @pytest.mark.parametrize("exported", MODELS, indirect=True)
-def test_a_server_is_told_the_model_that_the_export_writes(exported: Path) -> None:
-    """And the file that says it takes no room on the disk."""
+def test_a_server_gets_the_config_that_the_export_writes(exported: Path) -> None:
+    """The config file for the server takes no space on the disk."""
     folder = exported
     served = ServedModel.create(folder / "hf", in_fp8=True)
     try:
@@ -141,12 +142,12 @@ def test_a_server_is_told_the_model_that_the_export_writes(exported: Path) -> No
         }
         assert {n: t.dtype for n, t in tensors(served.path).items()} == {n: t.dtype for n, t in tensors(folder / "fp8").items()}
         assert weights.stat().st_blocks * 512 < 65_536 < weights.stat().st_size
-        told, exports = (
+        servers, exports = (
             json.loads((f / "config.json").read_text())["quantization_config"] for f in (served.path, folder / "fp8")
         )
-        assert sorted(told.pop("modules_to_not_convert")) == sorted(exports.pop("modules_to_not_convert"))
-        assert told == exports
-        update = Update(served.path, tied_embeddings=True)
+        assert sorted(servers.pop("modules_to_not_convert")) == sorted(exports.pop("modules_to_not_convert"))
+        assert servers == exports
+        update = UpdateTracker(served.path, tied_embeddings=True)
         update.add([(name, list(t.shape)) for name, t in tensors(folder / "fp8").items()])
         update.finish()
     finally:
@@ -180,7 +181,7 @@ def test_scales_are_left_out_with_their_weights(exported: Path) -> None:
 
 
 def push_nan(rank: int, cfg: Any, sync: SyncConfig) -> str:
-    """On tensor-parallel ranks of which one alone quantizes, and the other gathers with it."""
+    """Push from tensor-parallel ranks of which only one quantizes, while the other takes part in the gather."""
     pushing, actor = sync_of(cfg, sync, Nobody() if rank == 0 else None)
     spoilt = next(b for b in actor.bindings if b.name.endswith("layers.1.mlp.linear_fc2.weight"))
     spoilt.parameter.data.view(-1)[5] = torch.nan
@@ -193,9 +194,9 @@ def push_nan(rank: int, cfg: Any, sync: SyncConfig) -> str:
 
 
 class Nobody(Recorder):
-    """To whom nothing is broadcast."""
+    """A receiver without servers."""
 
-    takers = ()
+    recipients = ()
 
 
 @pytest.mark.parametrize("transport", ["ipc", "group"])
@@ -203,5 +204,5 @@ class Nobody(Recorder):
 def test_a_weight_that_is_not_a_number_ends_the_push_on_every_rank(exported: Path, transport: str) -> None:
     cfg = cases.run_config(exported / "hf", {"tp": 2})
     sync = replace(cfg.sync, bucket_mib=1, transport=transport, quantize="fp8")
-    for told in run_world(2, push_nan, cfg, sync, timeout=120):
-        assert "model.layers.1.mlp.down_proj.weight: a weight that is infinite or not a number" in told
+    for message in run_world(2, push_nan, cfg, sync, timeout=120):
+        assert "model.layers.1.mlp.down_proj.weight: a weight that is infinite or not a number" in message

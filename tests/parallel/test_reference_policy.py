@@ -41,7 +41,7 @@ def build(cfg: Any) -> Any:
 
 
 def with_reference(rank: int, cfg: Any, batch: Any) -> dict[str, Any]:
-    """What the reference policy gives, and whether the policy came through it unchanged."""
+    """Return the statistics of the reference policy, and whether the policy is unchanged afterwards."""
     from tepo_megatron.actor.comparisons import reference_divergence
     from tepo_megatron.distributed import parallel
     from tepo_megatron.losses import build_objective
@@ -68,14 +68,13 @@ def with_reference(rank: int, cfg: Any, batch: Any) -> dict[str, Any]:
 def outs(case: cases.Case, other: Path) -> list[list[dict[str, Any]]]:
     out = []
     for layout in LAYOUTS:
-        cfg = cases.run_config(case.model, layout, 100, {"name": "grpo", "ref_beta": BETA})
-        cfg = replace(cfg, model=replace(cfg.model, reference=str(other)))
+        cfg = cases.run_config(case.model, layout, 100, {"name": "grpo", "ref_kl": {"beta": BETA, "path": str(other)}})
         out.append(run_world(cfg.parallel.world_size, with_reference, cfg, case.batches[0]))
     return out
 
 
 def _logprobs(path: Path, case: cases.Case) -> torch.Tensor:
-    """Of the first batch's response tokens under a model, in fp64."""
+    """Return the log-probs of the first batch's response tokens under a model, in fp64."""
     model = reference.load(path)
     with torch.no_grad():
         rollouts = case.batches[0].rollouts
@@ -103,7 +102,7 @@ def test_reference_logprobs_are_those_of_the_other_model(case: cases.Case, other
 
 @pytest.mark.slow
 def test_the_penalty_is_in_the_loss_on_every_layout(case: cases.Case, other: Path, outs: list) -> None:
-    """And it is the mean of k3 of the two models in fp64."""
+    """The penalty is the mean of k3 of the two models in fp64."""
     alone = outs[0][0]
     numerator, denominator = alone["ref_kl"]
     policy, ref = (_logprobs(path, case) for path in (case.model, other))

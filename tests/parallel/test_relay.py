@@ -37,7 +37,7 @@ MACHINES: dict[str, tuple[str, tuple[int, ...]]] = {
 
 
 class Counted:
-    """torch.distributed, whose broadcasts are told: (sender, members, bytes)."""
+    """torch.distributed with a record of its broadcasts: (sender, members, bytes)."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[int, tuple[int, ...], int]] = []
@@ -60,7 +60,7 @@ def simulated(rank: int, machines: Sequence[int], root: Path, fn: Callable[..., 
     original = Recorder.take
 
     def take(recorder: Recorder, sources: list[Path]) -> None:
-        """What lies on rank 0's machine lies on all, and at most two rounds of it."""
+        """Check that all machines hold what rank 0's machine holds, and at most two rounds of it."""
         for machine in set(machines):
             there = {path.name for path in (memory(root, machine) / sources[0].parent.name).glob("v*")}
             assert len({name.split("-")[1] for name in there}) <= 2, there
@@ -77,7 +77,7 @@ def memory(root: Path, machine: int) -> Path:
 
 
 def contents(file: Path) -> tuple[Any, bytes]:
-    """Its header and its bytes; the order of what is in the header is as it comes."""
+    """Return its header and its bytes; the order of the header's entries does not matter."""
     data = file.read_bytes()
     end = 8 + int.from_bytes(data[:8], "little")
     return json.loads(data[8:end]), data[end:]
@@ -176,7 +176,7 @@ FAULTS = {
     "full": rf"CheckpointError: (rank 1: )?{HERE}: .*cannot be written .*No space left on device.*sync\.bucket_mib",
     "damaged": rf"SyncError: (rank 1: )?{HERE}: tensor .* was damaged on its way",
     "refused": r"SyncError: (rank 0: )?the server does not like them",
-    "no memory": rf"ConfigError: (rank 1: )?.*/none {HERE}: No such file.*set sync\.folder",
+    "no memory": rf"ConfigError: (rank 1: )?.*/none {HERE}: No such file.*set sync\.transport\.folder",
     "read-only": rf"CheckpointError: (rank 1: )?/proc/tepo-sync-\w+ {HERE}: cannot be made",
 }
 

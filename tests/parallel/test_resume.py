@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow
 
 ENGINE, CHECKPOINT = "tests.parallel.resume_worlds:FollowingEngine.", "tepo_megatron.checkpoint."
 EVALUATION = "tepo_megatron.evaluation.run_evaluations:"
-# where it can be hit in a step, and whether ranks other than 0 come there
+# places of a kill in a step, and whether ranks other than 0 reach them
 PLACES = {
     "tepo_megatron.rollout.collector:Collector.collect": False,
     ENGINE + "generate": False,
@@ -48,7 +48,7 @@ AT_THE_END = {
     "tepo_megatron.weights.hf_io:publish": False,
     EVALUATION + "evaluate": False,
     EVALUATION + "write_evaluation": False,
-    "tepo_megatron.controller.main_driver:replace_file": False,  # of the summary
+    "tepo_megatron.controller.main_driver:replace_file": False,  # writes the summary
     "tepo_megatron.report:write_report": False,
     "tepo_megatron.controller.main_driver:MainDriver.finish": False,
 }
@@ -66,7 +66,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def straight(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Outcome]:
-    """What the run makes that nobody kills and that writes no checkpoints, by tp."""
+    """The run that nobody kills and that writes no checkpoints, by tp."""
     made: dict[int, Outcome] = {}
 
     def run(tp: int) -> Outcome:
@@ -88,7 +88,9 @@ def test_the_run_that_nobody_kills_takes_every_prompt_once_an_epoch(straight: Ca
     assert len(taken) > w.PROMPTS and sorted(taken[: w.PROMPTS]) == list(range(w.PROMPTS))
 
 
-def test_kills_in_one_run(straight: Callable[[int], Outcome], model: Path, tmp_path: Path) -> None:
+def test_a_run_killed_several_times_ends_like_an_undisturbed_one(
+    straight: Callable[[int], Outcome], model: Path, tmp_path: Path
+) -> None:
     cfg = w.run_config(model, tmp_path, checkpoint={"every": 1, "asynchronous": False})
     w.lineage(
         cfg,
@@ -106,7 +108,9 @@ def test_kills_in_one_run(straight: Callable[[int], Outcome], model: Path, tmp_p
     assert sorted(p.name for p in (tmp_path / "run" / "checkpoints").iterdir()) == ["step-00000004", "step-00000005"]
 
 
-def test_the_kill_of_one_of_two_ranks(straight: Callable[[int], Outcome], model: Path, tmp_path: Path) -> None:
+def test_a_run_with_one_killed_rank_ends_like_an_undisturbed_one(
+    straight: Callable[[int], Outcome], model: Path, tmp_path: Path
+) -> None:
     cfg = w.run_config(model, tmp_path, parallel={"tp": 2}, checkpoint={"every": 2})
     w.lineage(
         cfg,
@@ -120,7 +124,7 @@ def test_prompts_that_were_sampled_ahead_of_a_kill_are_not_lost(model: Path, tmp
     """A checkpoint holds the place of what was trained: the next step's rollouts are there when it is written."""
 
     def prompts(folder: Path, *kills: Kill) -> list[list[int]]:
-        ahead = {"max_staleness": 1, "record": True, "filter_uniform_groups": False, "max_refills": 0}
+        ahead = {"max_staleness": 1, "record": True, "filter_uniform_groups": False, "max_generation_rounds": 1}
         cfg = w.run_config(model, folder, rollout=ahead, checkpoint={"every": 1, "asynchronous": False})
         w.lineage(cfg, folder / "journal", *kills)
         steps = [record.read(cfg.run_dir / record.FOLDER, step)[0] for step in range(1, w.STEPS + 1)]
@@ -131,7 +135,9 @@ def test_prompts_that_were_sampled_ahead_of_a_kill_are_not_lost(model: Path, tmp
 
 
 @pytest.mark.full
-def test_more_kills_in_one_run(straight: Callable[[int], Outcome], model: Path, tmp_path: Path) -> None:
+def test_a_run_on_two_ranks_killed_several_times_ends_like_an_undisturbed_one(
+    straight: Callable[[int], Outcome], model: Path, tmp_path: Path
+) -> None:
     cfg = w.run_config(model, tmp_path, parallel={"tp": 2}, checkpoint={"every": 1, "asynchronous": False})
     w.lineage(
         cfg,
@@ -165,7 +171,7 @@ OF_CHECKPOINTS = [where for where in PLACES if where.startswith(CHECKPOINT) or w
     ],
     ids=str,
 )
-def test_a_kill_in_every_place(
+def test_a_kill_at_any_place_changes_nothing(
     straight: Callable[[int], Outcome],
     model: Path,
     tmp_path: Path,
@@ -173,7 +179,7 @@ def test_a_kill_in_every_place(
     tp: int,
     checkpoint: dict[str, Any],
 ) -> None:
-    """Before the call, and, when the run is there again, after it."""
+    """Kill before the call, and in the resumed run after the call."""
     cfg = w.run_config(model, tmp_path, parallel={"tp": tp}, checkpoint=checkpoint)
     rank = tp - 1 if (PLACES | AT_THE_END)[where] else 0
     first, second = (w.STEPS, 0) if where in AT_THE_END else (3, 3)  # the resumed run may have no step left to take
@@ -193,7 +199,7 @@ kills = st.builds(
 @pytest.mark.full
 @settings(max_examples=8, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(kills, min_size=1, max_size=2), st.sampled_from([1, 2]), st.booleans())
-def test_kills_at_random(
+def test_random_kills_change_nothing(
     straight: Callable[[int], Outcome],
     model: Path,
     tmp_path_factory: pytest.TempPathFactory,
@@ -202,7 +208,7 @@ def test_kills_at_random(
     asynchronous: bool,
 ) -> None:
     folder = tmp_path_factory.mktemp("random")
-    of = sorted(of, key=lambda kill: kill.step)  # else the second would not come
+    of = sorted(of, key=lambda kill: kill.step)  # otherwise the second kill would not come
     cfg = w.run_config(model, folder, parallel={"tp": 2}, checkpoint={"every": every, "asynchronous": asynchronous})
     w.lineage(cfg, folder / "journal", *of)
     w.assert_same(w.outcome(cfg, folder / "journal"), straight(2))
@@ -242,15 +248,15 @@ def test_a_finished_run_stays_as_it_is_or_goes_on_to_more_steps(
     w.attempt(w.run_config(model, tmp_path, checkpoint={"every": 1}, resume=True), tmp_path / "journal", 3)
     w.assert_same(w.outcome(cfg, tmp_path / "journal"), straight(1))
     assert (cfg.run_dir / "summary.former.json").read_text() == former
-    told = [line for line in log_of(cfg).splitlines() if line.startswith("resume: ")]
-    assert told[-2:] == ["resume: from the checkpoint of step 3", "resume: training.steps was 3 and is 5"]
+    lines = [line for line in log_of(cfg).splitlines() if line.startswith("resume: ")]
+    assert lines[-2:] == ["resume: from the checkpoint of step 3", "resume: training.steps was 3 and is 5"]
 
 
-def test_damage_other_data_and_other_problems(model: Path, tmp_path: Path) -> None:
+def test_damaged_checkpoints_are_passed_over_and_other_data_is_refused(model: Path, tmp_path: Path) -> None:
     """A damaged checkpoint is passed over; one of other prompts is refused before a record moves."""
     cfg = made(model, tmp_path)
     before = w.outcome(cfg, tmp_path / "journal")
-    (cfg.run_dir / "summary.json").unlink()  # else there is nothing left to do
+    (cfg.run_dir / "summary.json").unlink()  # otherwise nothing is left to do
     newest = cfg.run_dir / "checkpoints" / "step-00000003" / "__0_0.distcp"
     newest.write_bytes(newest.read_bytes()[:-1])
     fewer = tmp_path / "fewer.jsonl"
@@ -273,7 +279,9 @@ def test_damage_other_data_and_other_problems(model: Path, tmp_path: Path) -> No
     assert summary["accuracy_before"] is None and summary["accuracy_after"] is not None
 
 
-def test_damaged_records_are_told_and_the_run_goes_on(straight: Callable[[int], Outcome], model: Path, tmp_path: Path) -> None:
+def test_damaged_records_are_reported_and_the_run_completes(
+    straight: Callable[[int], Outcome], model: Path, tmp_path: Path
+) -> None:
     """Every record that can be read is there once at the end, and the run ends as if nothing had happened to its records."""
     cfg = made(model, tmp_path, rollout={"record": True})
     metrics, lost, folder = (cfg.run_dir / name for name in ("metrics.jsonl", "metrics.lost.jsonl", "rollouts"))
@@ -284,15 +292,15 @@ def test_damaged_records_are_told_and_the_run_goes_on(straight: Callable[[int], 
     record.write_bytes(record.read_bytes()[:-3])
     more = {"rollout": {"record": True}, "checkpoint": {"every": 1}, "resume": True}
     w.attempt(w.run_config(model, tmp_path, training={"steps": 4}, **more), tmp_path / "journal", 1)
-    told = log_of(cfg)
+    log = log_of(cfg)
     for words in (
         "resume: metrics.jsonl: line 2 cannot be read", "resume: metrics.jsonl: line 3 cannot be read",
-        "resume: metrics.jsonl: recorded more than once, of which the later record counts: steps 1, 3",
+        "resume: metrics.jsonl: recorded more than once (the later record counts): steps 1, 3",
         "resume: metrics.jsonl: no record of step 2, and what is lost cannot be made again",
         "resume: metrics.jsonl: its records were not in the order of their steps",
         "resume: 4 other lines of metrics.jsonl moved to metrics.lost.jsonl", f"resume: {record}: not the recorded rollouts",
     ):  # fmt: skip
-        assert words in told, words
+        assert words in log, words
     recorded = metrics.read_text().splitlines()
     assert recorded[:2] == [first, third] and len(recorded) == 3 and lost.read_text().count(third) == 1
     metrics.write_text("")  # and once more, all of it

@@ -13,7 +13,7 @@ from tepo_megatron.types import Rollout, TrainBatch
 from tests.marks import slow_but
 from tests.parallel import cases
 from tests.parallel.test_expert_replay import model as model_with_experts  # noqa: F401  a fixture
-from tests.parallel.test_expert_replay import old_pass_and_gradients, random_experts, replaying, told_experts, with_experts
+from tests.parallel.test_expert_replay import old_pass_and_gradients, random_experts, replayed_experts, replaying, with_experts
 from tests.parallel.test_families import TP_SP, rewarded_batch
 from tests.reference import tepo as reference
 from tests.worlds import run_world
@@ -27,7 +27,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> cases.Case:
 
 
 def other_passes(rank: int, cfg: Any, batch: TrainBatch) -> dict[str, Any]:
-    """In a forked rank: old and reference statistics and the noise floor, and how many tokens their forward passes had."""
+    """Return old and reference statistics, the noise floor, and the tokens of their forward passes, in a forked rank."""
     from tepo_megatron.actor.actor import Actor
     from tepo_megatron.distributed import parallel
     from tepo_megatron.platform import activate
@@ -93,7 +93,7 @@ def test_experts_of_a_prompt_are_replayed_once(model_with_experts: Path, layout:
     assert batch.prompt_ids == [0, 0, 0, 1, 1] and batch.prompt_lengths == [11] * 5
     cfg = replaying(model_with_experts, layout)
     cfg = replace(cfg, training=replace(cfg.training, share_prompts="always", max_tokens_per_microbatch=90))
-    logprobs, gradients = told_experts(model_with_experts, batch)
+    logprobs, gradients = replayed_experts(model_with_experts, batch)
     ranks = run_world(cfg.parallel.world_size, old_pass_and_gradients, cfg, batch)
     for rank in ranks:
         assert (rank["logprobs"] - logprobs).norm() <= TOLERANCE * logprobs.norm()

@@ -74,38 +74,38 @@ def blocking_and_late(rank: int) -> dict[str, Any]:
     """Send and receive, blocking and not; a handle that is waited for twice; a group of one of the two ranks."""
     spies = Spies()
     dist.init_process_group("gloo")
-    told: dict[str, Any] = {}
+    seen: dict[str, Any] = {}
     x = torch.full((3,), float(rank))
     if rank == 0:
         dist.barrier(device_ids=[0])
         dist.send(x + 5, dst=1)
-        told["sender"] = None
+        seen["sender"] = None
     else:
         out = torch.zeros(3)
         work = dist.irecv(out, src=0)
-        told["before"], told["completed"] = out.tolist(), work.is_completed()
+        seen["before"], seen["completed"] = out.tolist(), work.is_completed()
         dist.barrier(device_ids=[0])
         work.wait()
-        told["after"] = out.tolist()
+        seen["after"] = out.tolist()
         out.zero_()
         work.wait()
-        told["waited for twice"] = out.tolist()
+        seen["waited for twice"] = out.tolist()
     transposed = torch.arange(6.0).view(2, 3).t()
     dist.all_reduce(transposed)
-    told["not contiguous"] = transposed.tolist()
+    seen["not contiguous"] = transposed.tolist()
     alone, outside = dist.new_group([0]), torch.full((2,), 7.0)
     dist.all_reduce(outside, group=alone)
-    told["outside"] = outside.tolist()
+    seen["outside"] = outside.tolist()
     reduced = x.clone()
     dist.reduce(reduced, dst=1)
     if rank == 0:
         dist.send(x, dst=1)
         dist.send(x + 1, dst=1)
     else:
-        told["reduced"] = reduced.tolist()
-        told["from"] = (dist.recv(out, src=0), dist.recv(out), out.tolist())
-    told["shared"] = spies.shared()
-    return told
+        seen["reduced"] = reduced.tolist()
+        seen["from"] = (dist.recv(out, src=0), dist.recv(out), out.tolist())
+    seen["shared"] = spies.shared()
+    return seen
 
 
 def test_handles_groups_and_blocking_calls() -> None:
@@ -113,14 +113,14 @@ def test_handles_groups_and_blocking_calls() -> None:
     assert receiver["before"] == [0.0] * 3 and not receiver["completed"]
     assert receiver["after"] == [5.0] * 3 and receiver["waited for twice"] == [0.0] * 3
     assert receiver["reduced"] == [1.0] * 3 and receiver["from"] == (0, 0, [1.0] * 3)
-    for told in (sender, receiver):
-        assert told["outside"] == [7.0] * 2 and told["shared"] == 0
-        assert told["not contiguous"] == [[0.0, 6.0], [2.0, 8.0], [4.0, 10.0]]
+    for seen in (sender, receiver):
+        assert seen["outside"] == [7.0] * 2 and seen["shared"] == 0
+        assert seen["not contiguous"] == [[0.0, 6.0], [2.0, 8.0], [4.0, 10.0]]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("value", ["0", "1"])
-def test_the_environment_decides(value: str) -> None:
+def test_the_environment_variable_selects_staging(value: str) -> None:
     """Megatron-Core gets the staged collectives with TEPO_STAGED_GLOO=1 only."""
     code = (
         "import torch.distributed as dist; plain = dist.irecv\n"
@@ -139,7 +139,7 @@ def test_the_environment_decides(value: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("value", ["0", "1"])
 def test_the_ranks_of_cuda_share_the_first_gpu(value: str) -> None:
-    """With the variable: gloo, GPU 0 for each rank, and staging of what is not on the host. Without: NCCL, a GPU each."""
+    """The variable selects gloo, GPU 0 for each rank, and staging of device tensors; without it, NCCL and a GPU per rank."""
     code = (
         "import torch, torch.distributed as dist; torch.cuda.is_available = lambda: True; plain = dist.all_reduce\n"
         "from tepo_megatron.platform import activate, staged_gloo\n"
@@ -155,7 +155,7 @@ def test_the_ranks_of_cuda_share_the_first_gpu(value: str) -> None:
     assert done.stdout.strip() == expected
 
 
-def test_it_refuses_to_come_late() -> None:
-    """This process has Megatron-Core already."""
+def test_staging_after_the_import_of_megatron_is_refused() -> None:
+    """The process has imported Megatron-Core already, so `install` is refused."""
     with pytest.raises(RuntimeError, match="activate first"):
         staged_gloo.install()

@@ -46,7 +46,7 @@ def statistics_on_rank(rank: int, size: int, backend: str) -> dict[str, Any]:
     from tepo_megatron.weights.ops import padded_vocab_size
 
     logits, labels = logits_and_labels()
-    # of four ranks, the third has six real columns, the last none
+    # the third of four ranks has six real columns, the last none
     padded = torch.nn.functional.pad(logits, (0, padded_vocab_size(VOCAB, size) - VOCAB), value=float("nan"))
     leaf = padded.chunk(size, dim=1)[rank].clone().requires_grad_()
     local = leaf * 1  # not a leaf, so that backward writes in its place

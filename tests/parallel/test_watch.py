@@ -1,4 +1,4 @@
-"""One rank is frozen, or turns in circles: who, and where everybody was, is told before any collective gives up."""
+"""A rank that is frozen, or makes no progress, is named with the place of every rank before any collective times out."""
 
 from __future__ import annotations
 
@@ -28,7 +28,11 @@ SILENT, STUCK = 4.0, 6.0
 
 
 def watched(rank: int, folder: Path, work: Callable[[int], Any], store: Path | None = None) -> Any:
-    """store: a file; None: the world's, which rank 0 keeps here, and torchrun's agent elsewhere."""
+    """Do the work under a hang watchdog.
+
+    Args:
+        store: File of a store. None: the world's store, which rank 0 keeps here, and torchrun's agent elsewhere.
+    """
     dist.init_process_group("gloo")
     kept = world_store() if store is None else dist.FileStore(str(store), dist.get_world_size())
 
@@ -38,7 +42,7 @@ def watched(rank: int, folder: Path, work: Callable[[int], Any], store: Path | N
         part.rename(part.with_suffix(".txt"))  # when one has ended, the others are killed
         os._exit(1)
 
-    limits = {"silent_seconds": SILENT, "stuck_seconds": STUCK}
+    limits = {"heartbeat_timeout": SILENT, "stuck_seconds": STUCK}
     with HangWatchdog(kept, rank, dist.get_world_size(), folder, **limits, on_hang=end):
         return work(rank)
 
@@ -48,8 +52,8 @@ def explained(folder: Path, size: int, *how: Any) -> str:
     with pytest.raises(AssertionError):
         run_world(size, watched, folder, *how, timeout=60.0)
     assert time.monotonic() - start < 50  # none waits for the collective
-    told = {path.read_text() for path in folder.glob("end-*.txt")}
-    (only,) = told  # all say the same
+    reports = {path.read_text() for path in folder.glob("end-*.txt")}
+    (only,) = reports  # all say the same
     assert (folder / "hang.txt").read_text() == only + "\n"
     return only
 
@@ -69,20 +73,20 @@ def frozen(who: int) -> Callable[[int], None]:
 
 @pytest.mark.parametrize("who", full_but([], [1], range(3)))
 def test_a_frozen_rank_is_named(tmp_path: Path, who: int) -> None:
-    told = explained(tmp_path, 3, frozen(who), tmp_path / "store")
-    assert told.startswith(f"rank {who} has not been heard of for 4 s (parallel.silent_seconds)")
-    assert f"  rank {who}: step 3, update, microbatch 2\n" in told
+    report = explained(tmp_path, 3, frozen(who), tmp_path / "store")
+    assert report.startswith(f"rank {who} has not been heard of for 4 s (parallel.heartbeat_timeout)")
+    assert f"  rank {who}: step 3, update, microbatch 2\n" in report
     others = {0: "ranks 1-2", 1: "ranks 0, 2", 2: "ranks 0-1"}[who]
-    assert f"  {others}: step 3, update, microbatch 2, in all_reduce\n" in told
+    assert f"  {others}: step 3, update, microbatch 2, in all_reduce\n" in report
     stacks = tmp_path / "stacks"
     assert {path.name for path in stacks.iterdir()} == {f"rank-{rank}.txt" for rank in range(3) if rank != who}
     assert all("all_reduce" in path.read_text() for path in stacks.iterdir())
 
 
 @pytest.mark.full
-def test_a_frozen_store_is_told(tmp_path: Path) -> None:
-    told = explained(tmp_path, 2, frozen(0))
-    assert told.startswith("the store of this world has not answered for 4 s") and "rank 1 is at step 3, update" in told
+def test_a_frozen_store_is_named(tmp_path: Path) -> None:
+    report = explained(tmp_path, 2, frozen(0))
+    assert report.startswith("the store of this world has not answered for 4 s") and "rank 1 is at step 3, update" in report
 
 
 def circling(rank: int) -> None:
@@ -93,24 +97,24 @@ def circling(rank: int) -> None:
 
 
 @pytest.mark.full
-def test_ranks_that_do_not_get_on_are_told(tmp_path: Path) -> None:
-    told = explained(tmp_path, 2, circling)
-    assert "has been in one place for 6 s: step 0, old_stats" in told.splitlines()[0]
-    assert "  rank 0: step 0, old_stats, in all_reduce\n" in told and "  rank 1: step 0, old_stats\n" in told
+def test_ranks_without_progress_are_named(tmp_path: Path) -> None:
+    report = explained(tmp_path, 2, circling)
+    assert "has been in one place for 6 s: step 0, old_stats" in report.splitlines()[0]
+    assert "  rank 0: step 0, old_stats, in all_reduce\n" in report and "  rank 1: step 0, old_stats\n" in report
 
 
 def test_a_rank_that_never_leaves_the_forming_of_a_group_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hang_watchdog, "BEAT_SECONDS", 0.05)
     stuck, ended = 20 * hang_watchdog.BEAT_SECONDS, threading.Event()
-    with progress.within(f"{JOINING} meeting-1"):
+    with progress.within(f"{JOINING} groups-1"):
         start = time.monotonic()
         with HangWatchdog(
-            dist.HashStore(), 0, 1, tmp_path, silent_seconds=60.0, stuck_seconds=stuck, on_hang=lambda *_: ended.set()
+            dist.HashStore(), 0, 1, tmp_path, heartbeat_timeout=60.0, stuck_seconds=stuck, on_hang=lambda *_: ended.set()
         ):
             assert ended.wait(60.0)
         assert time.monotonic() - start >= stuck, "it was given its time"
-    told = (tmp_path / "hang.txt").read_text()
-    assert told.startswith(f"rank 0 has been in one place for 1 s: step {progress.step}, joining the servers in meeting-1")
+    report = (tmp_path / "hang.txt").read_text()
+    assert report.startswith(f"rank 0 has been in one place for 1 s: step {progress.step}, joining the servers in groups-1")
 
 
 def leaving(rank: int) -> int:
@@ -128,7 +132,7 @@ def test_who_waits_or_has_left_is_no_fault(tmp_path: Path) -> None:
 
 @dataclass(frozen=True)
 class Freeze(Kill):
-    """Instead of the kill: SIGSTOP."""
+    """SIGSTOP instead of the kill."""
 
     def die(self, journal: Path, *args: Any) -> None:
         os.kill(os.getpid(), signal.SIGSTOP)
@@ -153,14 +157,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 )
 def test_a_run_with_a_frozen_rank_ends_and_says_which(model: Path, tmp_path: Path, where: str, rank: int) -> None:
     """Rank 0 keeps the store of these worlds: where it is frozen, that is what the other one tells."""
-    parallel = {"tp": 2, "silent_seconds": SILENT, "timeout_seconds": 60.0}
-    every_group = {"filter_uniform_groups": False, "max_refills": 0}  # so that every step has several updates, and an old pass
+    parallel = {"tp": 2, "heartbeat_timeout": SILENT, "timeout_seconds": 60.0}
+    every_group = {"filter_uniform_groups": False, "max_generation_rounds": 1}  # every step has several updates and an old pass
     checkpoint = {"every": 1, "asynchronous": False}
     cfg = w.run_config(model, tmp_path, parallel=parallel, rollout=every_group, checkpoint=checkpoint)
     with pytest.raises(AssertionError):
         w.attempt(cfg, tmp_path / "journal", 0, Freeze(where, step=2 if "export" not in where else 0, rank=rank))
-    told = (cfg.run_dir / "hang.txt").read_text()
+    report = (cfg.run_dir / "hang.txt").read_text()
     whose = f"rank {rank} has not been heard of" if rank else "the store of this world has not answered"
-    assert told.startswith(f"{whose} for 4 s")
-    assert f"step {2 if 'export' not in where else w.STEPS}" in told
+    assert report.startswith(f"{whose} for 4 s")
+    assert f"step {2 if 'export' not in where else w.STEPS}" in report
     assert (cfg.run_dir / "stacks" / f"rank-{1 - rank}.txt").stat().st_size > 0

@@ -32,10 +32,14 @@ LAYOUTS = {
 
 
 class Recorder:
-    """The receiving side of a sync: reads what is sent as late as an engine may, when its answer is awaited.
+    """The receiving side of a sync; it reads as late as an engine may, when its answer is awaited.
 
-    version: finished; rounds: their files' names, or the numbers of who lends them; data: bytes of all tensors; largest: bytes
-    of the largest round's; peak: bytes of all files that lay in the folder at a time, the first of which have not been read.
+    Attributes:
+        version: Version that was finished.
+        rounds: Names of the files of each round, or the ranks that export them.
+        data: Bytes of all tensors.
+        largest: Bytes of the largest round's tensors.
+        peak: Largest number of bytes in the folder at a time, including files that have not been read.
     """
 
     def __init__(self, refuses: int | None = None) -> None:
@@ -88,14 +92,14 @@ class Recorder:
 
 
 def left_of(sync: Any) -> list[str]:
-    """What this rank still has of an update: files, or rows that it lends."""
+    """Return what this rank still holds of an update: files, or exported buffers."""
     if hasattr(sync.transport, "folder"):
         return [file.name for file in sync.transport.folder.iterdir()]
     return [line for line in Path("/proc/self/maps").read_text().splitlines() if "tepo-weights" in line]
 
 
 def size_of(file: Path) -> int:
-    """Of one that may get another name meanwhile, which the next look counts."""
+    """Return the size of a file; 0 if it gets another name meanwhile, under which the next look counts it."""
     try:
         return file.stat().st_size
     except FileNotFoundError:
@@ -176,7 +180,7 @@ def actor_of(cfg: Any) -> Any:
 
 
 def sync_of(cfg: Any, receiver: Recorder | None, actor: Any = None) -> Any:
-    """actor: whose weights are sent; None: a new one's."""
+    """Return a sync of the weights of `actor`. None: of a new actor."""
     from tepo_megatron.weight_sync.sync import make_weight_sync
 
     actor = actor or actor_of(cfg)
@@ -225,7 +229,12 @@ def test_rounds_bound_the_memory_and_send_every_byte_once(tmp_path: Path, name: 
 
 
 class Keeper(Recorder):
-    """One that takes updates which leave tensors out. base: of its next update; kept: in the last."""
+    """A receiver of updates that leave tensors out.
+
+    Attributes:
+        base: Version on which its next update builds.
+        kept: Names of the tensors that the last update left out.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -236,12 +245,12 @@ class Keeper(Recorder):
         Recorder.__init__(self)
         self.version, self.kept = -version, []
 
-    def keep(self, names: list[str]) -> None:
+    def keep_unchanged(self, names: list[str]) -> None:
         self.kept = names
 
 
 def push_changes(rank: int, cfg: Any) -> list[dict[str, Any]]:
-    """What was taken in pushes of all, of nothing, after changes of an MLP and of all layers, and to who lacks them."""
+    """Return the tensors of each push: all, none, after changes of an MLP and of all layers, and to servers that lack them."""
     receiver = Keeper() if rank == 0 else None
     taken, actor = [], actor_of(cfg)
     with sync_of(cfg, receiver, actor) as sync:
@@ -371,7 +380,7 @@ def export_onto_a_full_disk(rank: int, cfg: Any, out: Path) -> None:
 
 @pytest.mark.parametrize("when", [1, 2], ids=["before", "meanwhile"])
 def test_an_export_into_a_run_that_was_replaced_writes_nothing_there(tmp_path: Path, when: int) -> None:
-    """when: the call of the check that finds the folder replaced."""
+    """`when` is the call of the check that finds the folder replaced."""
     tiny_qwen3(tmp_path / "base", layers=4, vocab_size=cases.VOCAB)
     run = tmp_path / "run"
     run.mkdir()

@@ -1,4 +1,4 @@
-"""The launcher of the worlds: failures are told, bounded, and leave nothing behind."""
+"""The launcher of the worlds reports failures, has time limits, and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def misbehave(rank: int, how: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "told", "timeout"),
+    ("how", "message", "timeout"),
     [
         ("raise", "rank 1 of 3 failed(.|\n)*ValueError: rank 1 gives up", 50.0),
         ("die", "rank [012] of 3", 50.0),
@@ -33,9 +33,9 @@ def misbehave(rank: int, how: str) -> None:
     ],
     ids=["raise", "die", "hang"],
 )
-def test_a_world_that_fails_says_so_and_leaves_nothing(how: str, told: str, timeout: float) -> None:
+def test_a_world_that_fails_says_so_and_leaves_nothing(how: str, message: str, timeout: float) -> None:
     children, before = psutil.Process().children(recursive=True), time.monotonic()
-    with pytest.raises(AssertionError, match=told):
+    with pytest.raises(AssertionError, match=message):
         run_world(3, misbehave, how, timeout=timeout)
     assert time.monotonic() - before < 40  # rank 1 sleeps for a minute
     assert psutil.Process().children(recursive=True) == children

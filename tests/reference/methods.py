@@ -39,7 +39,7 @@ REINFORCE: dict[str, Any] = {
 
 
 def without_bounds(method: dict[str, Any]) -> dict[str, Any]:
-    """The method where nothing reads the clip bounds."""
+    """Return the method without clip bounds where nothing reads them."""
     return {k: v for k, v in method.items() if not k.startswith("clip_")}
 
 

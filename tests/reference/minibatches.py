@@ -1,7 +1,7 @@
-"""Random minibatches for whoever is compared with the reference, and the reference's answer to them; needs torch alone.
+"""Random minibatches for comparisons with the reference, and the reference's answer to them; needs torch alone.
 
 All numbers are representable in fp32, so that fp32 and fp64 see the same case. Log-ratios are exactly 0 or at least 0.05 apart
-from 0 (but for those asked for as tiny): nearer to it 1 - exp(-x) has lost more digits in fp32 than the tests allow.
+from 0 (except those that are requested as tiny): nearer to it 1 - exp(-x) has lost more digits in fp32 than the tests allow.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tests.reference import objectives as reference
 from tests.reference.parts import Method, Response
 
 LENGTHS = (1, 5, 17, 2, 0, 30, 1, 8, 3, 12)  # |y|; one response without any token
-MARGIN = 1e-4  # cases with a number nearer to its threshold are left out
+MARGIN = 1e-4  # cases with a number closer to its threshold are left out
 
 
 @dataclass(frozen=True)
@@ -29,20 +29,25 @@ class Batch:
     entropy: Tensor
 
     def flat(self, name: str) -> Tensor:
-        """A list of each response, one after another (fp64 [N])."""
+        """Return a field of all responses, one after another (fp64 [N])."""
         return torch.tensor([x for r in self.responses for x in getattr(r, name)], dtype=torch.float64)
 
     @property
     def keys(self) -> Tensor:
-        """int64 [N]."""
+        """Return the random keys, int64 [N]."""
         return torch.tensor([k for r in self.responses for k in r.keys], dtype=torch.int64)
 
 
 def draw(seed: int, lengths: tuple[int, ...] = LENGTHS, *, extreme: bool = False, tiny: bool = False) -> Batch:
-    """Responses that stand still, move a little or drift off, advantages of both signs and zero, entropies up, down and equal.
+    """Draw a minibatch whose responses stay, move a little or drift off.
 
-    extreme: a third of the log-ratios (to the old, the rollout and the reference policy) are +-60; tiny: some responses move
-    by 1e-4 to 1e-3 nats a token.
+    Advantages of both signs and zero, and entropies that rise, fall and stay equal occur.
+
+    Args:
+        seed: Seed of the minibatch.
+        lengths: Response tokens of each response.
+        extreme: Whether a third of the log-ratios (to the old, the rollout and the reference policy) are +-60.
+        tiny: Whether some responses move by 1e-4 to 1e-3 nats per token.
     """
     g = torch.Generator().manual_seed(seed)
 
@@ -86,12 +91,17 @@ def _torn_apart(g: torch.Generator, *logprobs: Tensor) -> list[Tensor]:
 
 
 def gradient(x: Tensor) -> Tensor:
-    """Its gradient, zeros where nothing depended on it."""
+    """Return the gradient of a leaf; zeros where nothing depended on it."""
     return torch.zeros_like(x) if x.grad is None else x.grad
 
 
 def expected(method: Method, batch: Batch) -> tuple[reference.Outcome, Tensor, Tensor]:
-    """The reference's answer, and its gradients with respect to the log-probs and to the entropies."""
+    """Return the reference's answer, and its gradients with respect to the log-probs and to the entropies.
+
+    Args:
+        method: Method to evaluate.
+        batch: Minibatch.
+    """
     x, h = batch.logprob.clone().requires_grad_(), batch.entropy.clone().requires_grad_()
     outcome = reference.evaluate(method, batch.responses, x, h)
     if outcome.loss.requires_grad:
@@ -102,7 +112,13 @@ def expected(method: Method, batch: Batch) -> tuple[reference.Outcome, Tensor, T
 def fair_cases(
     method: Method, count: int, drawn: Callable[[int], Batch]
 ) -> Iterator[tuple[Batch, tuple[reference.Outcome, Tensor, Tensor]]]:
-    """The first `count` batches, by seed, in which nothing lies within MARGIN of its threshold, and what to expect of them."""
+    """Return the first `count` batches, by seed, with nothing within MARGIN of its threshold, and their expected answers.
+
+    Args:
+        method: Method to evaluate.
+        count: Number of batches.
+        drawn: Arguments of `draw`.
+    """
     for seed in itertools.count():
         batch = drawn(seed)
         theirs = expected(method, batch)

@@ -21,8 +21,14 @@ from tests.reference.weightings import batch_weights
 
 @dataclass
 class Outcome:
-    """loss, with its graph; magnitude: the sum of the absolute values that it adds up; margin: the least distance of a compared
-    number to its threshold (of ratios: in nats); shares: of the tokens, those that each condition touches."""
+    """The result of an evaluation.
+
+    Attributes:
+        loss: Loss, with its graph.
+        magnitude: Sum of the absolute values that the loss adds up.
+        margin: Least distance of a compared number to its threshold (of ratios: in nats).
+        shares: Share of the tokens that each condition affects.
+    """
 
     loss: Tensor
     magnitude: float
@@ -31,7 +37,14 @@ class Outcome:
 
 
 def evaluate(method: Method, responses: list[Response], logprob_N: Tensor, entropy_N: Tensor) -> Outcome:
-    """The loss of a minibatch, differentiable with respect to logprob_N and entropy_N (fp64 [N])."""
+    """Return the loss of a minibatch, differentiable with respect to logprob_N and entropy_N.
+
+    Args:
+        method: Method to evaluate.
+        responses: Responses of the minibatch.
+        logprob_N: fp64 [N], current log-probs.
+        entropy_N: fp64 [N], current entropies.
+    """
     conditions = Conditions(limit=method.log_ratio_limit)
     tokens = collect(method, responses, logprob_N, entropy_N, conditions)
     for token in tokens:
@@ -65,7 +78,15 @@ def evaluate(method: Method, responses: list[Response], logprob_N: Tensor, entro
 def collect(
     method: Method, responses: list[Response], logprob_N: Tensor, entropy_N: Tensor, conditions: Conditions
 ) -> list[Token]:
-    """The tokens of all responses, with what their own response says about them."""
+    """Return the tokens of all responses, with the quantities of their own response.
+
+    Args:
+        method: Method to evaluate.
+        responses: Responses of the minibatch.
+        logprob_N: fp64 [N], current log-probs.
+        entropy_N: fp64 [N], current entropies.
+        conditions: Recorder of comparisons.
+    """
     logprobs, entropies = list(logprob_N.unbind()), list(entropy_N.unbind())
     total = len(logprobs)
     tokens: list[Token] = []
@@ -100,7 +121,12 @@ def collect(
 
 
 def log_ratios(kind: str, x: list[Tensor]) -> list[Tensor]:
-    """The log of the ratio of each token of a response."""
+    """Return the log of the ratio of each token of a response.
+
+    Args:
+        kind: Kind of ratio.
+        x: l - l_old of each token.
+    """
     if kind == "token":
         return x
     if kind == "none":
@@ -113,7 +139,14 @@ def log_ratios(kind: str, x: list[Tensor]) -> list[Tensor]:
 
 
 def correction(method: Method, response: Response, t: int, conditions: Conditions) -> float:
-    """c: what the mismatch between l_old and l_rollout makes of the token's surrogate."""
+    """Return c, the factor that the mismatch between l_old and l_rollout puts on the token's surrogate.
+
+    Args:
+        method: Method to evaluate.
+        response: Response of the token.
+        t: Position of the token in the response.
+        conditions: Recorder of comparisons.
+    """
     x = [o - r for o, r in zip(response.old, response.rollout, strict=True)]
     if method.correction == "none":
         return 1.0
@@ -128,7 +161,13 @@ def correction(method: Method, response: Response, t: int, conditions: Condition
 
 
 def surrogate(method: Method, token: Token, conditions: Conditions) -> tuple[Tensor, bool]:
-    """S, and whether one of the bounds (the dual clip is one) took the place of the ratio."""
+    """Return S, and whether one of the bounds (the dual clip is one) replaced the ratio.
+
+    Args:
+        method: Method to evaluate.
+        token: Token to evaluate.
+        conditions: Recorder of comparisons.
+    """
     r, a = torch.exp(token.y), token.a
     if method.surrogate == "reinforce":
         return a * token.logprob, False
@@ -150,7 +189,13 @@ def surrogate(method: Method, token: Token, conditions: Conditions) -> tuple[Ten
 
 
 def in_kl_mask(method: Method, token: Token, conditions: Conditions) -> bool:
-    """M."""
+    """Return M.
+
+    Args:
+        method: Method to evaluate.
+        token: Token to evaluate.
+        conditions: Recorder of comparisons.
+    """
     if method.kl_mask in ("none", "all"):
         return method.kl_mask == "all"
     change = token.entropy.item() - token.old_entropy
@@ -165,7 +210,13 @@ def in_kl_mask(method: Method, token: Token, conditions: Conditions) -> bool:
 
 
 def divergence(kind: str, x: Tensor, conditions: Conditions) -> Tensor:
-    """The estimator of KL(pi || other) from x = l - l_other."""
+    """Return the estimator of KL(pi || other) from x = l - l_other.
+
+    Args:
+        kind: Estimator.
+        x: Log-ratio in nats.
+        conditions: Recorder of comparisons.
+    """
     y = clamped(x, conditions)
     if kind == "k1":
         return x

@@ -1,4 +1,4 @@
-"""What the reference's objectives work with: methods, responses, tokens, and comparisons that remember how close they were."""
+"""Types of the reference's objectives: methods, responses, tokens, and comparisons that remember their closest margin."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-LIMIT = 20.0  # of a log-ratio, before exp
+LIMIT = 20.0  # bound on a log-ratio, before exp
 
 
 @dataclass(frozen=True)
 class Method:
-    """What a method is made of. Bounds of a correction have no default here."""
+    """The parts of a method. Bounds of a correction have no default here."""
 
     ratio: str
     surrogate: str = "clip"
@@ -48,7 +48,7 @@ class Method:
 
 @dataclass(frozen=True)
 class Response:
-    """One sampled response of |y| >= 0 tokens: its advantage; of each token, nats under the other policies and a random key."""
+    """One sampled response of |y| >= 0 tokens: its advantage, and per token nats under the other policies and a random key."""
 
     advantage: float
     old: list[float]
@@ -60,16 +60,22 @@ class Response:
 
 @dataclass
 class Conditions:
-    """Strict comparisons, and the narrowest of them so far. Exactly equal numbers are exactly equal in fp32 too.
+    """Strict comparisons, and the closest of them so far. Exactly equal numbers are exactly equal in fp32 too.
 
-    limit: of a log-ratio, before exp.
+    Attributes:
+        limit: Bound on a log-ratio, before exp.
     """
 
     margin: float = math.inf
     limit: float = LIMIT
 
     def above(self, a: float, b: float) -> bool:
-        """a > b."""
+        """Return whether a > b, and record the distance.
+
+        Args:
+            a: Number to compare.
+            b: Threshold.
+        """
         if a != b:
             self.margin = min(self.margin, abs(a - b))
         return a > b
@@ -77,7 +83,13 @@ class Conditions:
 
 @dataclass
 class Token:
-    """A response token on its way: a: advantage with its entropy term; x: l - l_old; y: the log of the ratio, clamped."""
+    """A response token during the evaluation.
+
+    Attributes:
+        a: Advantage with its entropy term.
+        x: l - l_old.
+        y: Log of the ratio, clamped.
+    """
 
     a: float
     logprob: Tensor
@@ -94,12 +106,17 @@ class Token:
 
 
 def number(value: float) -> Tensor:
-    """A constant."""
+    """Return a constant as a tensor."""
     return torch.tensor(value, dtype=torch.float64)
 
 
 def clamped(x: Tensor, conditions: Conditions) -> Tensor:
-    """x within the limit; beyond it a constant."""
+    """Return x within the limit; beyond it a constant.
+
+    Args:
+        x: Log-ratio in nats.
+        conditions: Holds the limit.
+    """
     if conditions.above(abs(x.item()), conditions.limit):
         return number(math.copysign(conditions.limit, x.item()))
     return x

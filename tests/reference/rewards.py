@@ -1,4 +1,4 @@
-"""What becomes of rewards before the loss: group advantages, DAPO's overlong penalty, a reference KL in the reward."""
+"""Transformations of rewards before the loss: group advantages, DAPO's overlong penalty, a reference KL in the reward."""
 
 from __future__ import annotations
 
@@ -9,7 +9,12 @@ from tests.reference.parts import Conditions, Method, Response, number
 
 
 def group_advantages(kind: str, groups: list[list[float]]) -> list[float]:
-    """One advantage for each reward, group after group. A group of one, or of equal rewards, gets zeros."""
+    """Return one advantage for each reward, group after group. A group of one, or of equal rewards, gets zeros.
+
+    Args:
+        kind: Kind of advantage.
+        groups: Rewards of each group.
+    """
     samples = sum(len(g) for g in groups)
     silent = sum(len(g) for g in groups if max(g) == min(g))
     out = []
@@ -31,7 +36,16 @@ def group_advantages(kind: str, groups: list[list[float]]) -> list[float]:
 
 
 def overlong_penalty(tokens: int, max_tokens: int, buffer: int, penalty: float = 1.0) -> float:
-    """What DAPO (Eq. 13, arXiv 2503.14476) adds to the reward: 0 up to max - buffer, then down to -penalty at max."""
+    """Return the term that DAPO (Eq. 13, arXiv 2503.14476) adds to the reward.
+
+    It is 0 up to max_tokens - buffer, then falls linearly to -penalty at max_tokens.
+
+    Args:
+        tokens: Length of the response.
+        max_tokens: Limit of the response length.
+        buffer: Tokens before the limit over which the penalty grows.
+        penalty: Largest penalty.
+    """
     if tokens <= max_tokens - buffer:
         return 0.0
     if tokens <= max_tokens:
@@ -40,6 +54,12 @@ def overlong_penalty(tokens: int, max_tokens: int, buffer: int, penalty: float =
 
 
 def reward_towards_reference(method: Method, reward: float, response: Response) -> float:
-    """The reward less ref_beta times the response's summed KL(l_old - l_ref)."""
+    """Return the reward minus ref_beta times the response's summed KL(l_old - l_ref).
+
+    Args:
+        method: Method with ref_beta and the estimator.
+        reward: Reward of the response.
+        response: Response.
+    """
     kl = (divergence(method.ref_kl, number(o - r), Conditions()) for o, r in zip(response.old, response.ref, strict=True))
     return reward - method.ref_beta * sum(k.item() for k in kl)

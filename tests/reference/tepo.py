@@ -16,7 +16,15 @@ from transformers import AutoModelForCausalLM
 
 @dataclass
 class Sequence:
-    """ids: int64 [L]; response: bool [L]; advantage; old_logprob, old_entropy: fp64 over the response tokens."""
+    """A sequence with its old statistics.
+
+    Attributes:
+        ids: int64 [L].
+        response: bool [L].
+        advantage: Advantage of the sequence.
+        old_logprob: fp64 over the response tokens.
+        old_entropy: fp64 over the response tokens.
+    """
 
     ids: Tensor
     response: Tensor
@@ -27,7 +35,7 @@ class Sequence:
 
 @dataclass
 class Step:
-    """loss; gradients before clipping; their norm; weights after the optimizer step; and whether the case tested anything."""
+    """One optimizer step: loss, gradients before clipping, their norm, weights after it, and measures of coverage."""
 
     loss: float
     gradients: dict[str, Tensor]
@@ -39,13 +47,25 @@ class Step:
 
 
 def load(path: Path, dtype: torch.dtype = torch.float64) -> torch.nn.Module:
-    """The HF model, with eager attention, in fp64."""
+    """Return the HF model, with eager attention, in fp64 by default.
+
+    Args:
+        path: Directory of the model.
+        dtype: Dtype of the weights.
+    """
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
     return model.to(dtype)
 
 
 def statistics(model: torch.nn.Module, ids: Tensor, response: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """Log-prob and entropy of each response token, from softmax(logits / temperature)."""
+    """Return log-prob and entropy of each response token, from softmax(logits / temperature).
+
+    Args:
+        model: Model to evaluate.
+        ids: int64 [L].
+        response: bool [L].
+        temperature: Divisor of the logits.
+    """
     logits = model(ids[None]).logits[0, :-1] / temperature
     logp = torch.log_softmax(logits, dim=-1)
     chosen = logp.gather(1, ids[1:, None])[:, 0]
@@ -57,7 +77,16 @@ def statistics(model: torch.nn.Module, ids: Tensor, response: Tensor, temperatur
 def tepo_loss(
     model: torch.nn.Module, batch: list[Sequence], temperature: float, eps: float, beta: float, form: str
 ) -> tuple[Tensor, dict[str, float]]:
-    """-J of Eq. 4 over a minibatch; form: "tepo" (PPO's pessimistic clip), "eq4" (to the letter), "alg1" (unclipped, no KL)."""
+    """Return -J of Eq. 4 over a minibatch.
+
+    Args:
+        model: Current policy.
+        batch: Sequences of the minibatch.
+        temperature: Divisor of the logits.
+        eps: Clip range.
+        beta: Coefficient of the KL.
+        form: "tepo" (PPO's pessimistic clip), "eq4" (to the letter), "alg1" (unclipped, no KL).
+    """
     total = sum(int(s.response.sum()) for s in batch)
     objective = torch.zeros((), dtype=torch.float64)
     high = low = masked = 0
@@ -97,7 +126,15 @@ class Trainer:
         self.clip = clip
 
     def step(self, batch: list[Sequence], temperature: float, eps: float, beta: float, form: str = "tepo") -> Step:
-        """Loss, gradients, and the weights after one step."""
+        """Take one step; return loss, gradients, and the weights after it.
+
+        Args:
+            batch: Sequences of the minibatch.
+            temperature: Divisor of the logits.
+            eps: Clip range.
+            beta: Coefficient of the KL.
+            form: See `tepo_loss`.
+        """
         self.optimizer.zero_grad()
         loss, shares = tepo_loss(self.model, batch, temperature, eps, beta, form)
         loss.backward()

@@ -8,7 +8,13 @@ from tests.reference.parts import Conditions, Method, Token, clamped
 
 
 def batch_weights(method: Method, tokens: list[Token], conditions: Conditions) -> list[tuple[float, float]]:
-    """(lambda, rho) of each token, from all tokens of the minibatch."""
+    """Return (lambda, rho) of each token, from all tokens of the minibatch.
+
+    Args:
+        method: Method with the weighting.
+        tokens: Tokens of the minibatch.
+        conditions: Recorder of comparisons.
+    """
     out = [(1.0, 0.0)] * len(tokens)
     if method.weighting == "none" or not tokens:
         return out
@@ -37,7 +43,13 @@ def batch_weights(method: Method, tokens: list[Token], conditions: Conditions) -
 
 
 def steer(method: Method, tokens: list[Token], conditions: Conditions) -> list[tuple[float, float]]:
-    """STEER's lambda, from the change of entropy that each token is expected to bring."""
+    """Return STEER's lambda, from the expected change of entropy by each token.
+
+    Args:
+        method: Method with the weighting.
+        tokens: Tokens of the minibatch.
+        conditions: Recorder of comparisons.
+    """
     omega = []
     for t in tokens:
         ratio, pi = math.exp(clamped(t.x, conditions).item()), math.exp(t.logprob.item())

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import PreTrainedModel, Qwen3ForCausalLM
 
-from tepo_megatron.config import RolloutConfig, ServerConfig
+from tepo_megatron.config import RolloutConfig, ServerConfig, UrlServerConfig
 from tepo_megatron.inference.engine_api import LaunchSpec
 from tepo_megatron.inference.engines import build_engine
 from tepo_megatron.inference.servers.fleet import Fleet
@@ -56,8 +56,16 @@ def serve(
     host: str = LOOPBACK,
     **server: Any,
 ) -> Iterator[Served]:
-    """Ready servers of engine `name`, whose failures are final. make: writes their model; generation_config: of the model's
-    author, whom nobody asked; host: the address that they listen on; server: fields of ServerConfig.
+    """Yield ready servers of engine `name`, whose failures are final.
+
+    Args:
+        name: vllm or sglang.
+        folder: Folder of model and log.
+        make: Writes the servers' model.
+        generation_config: Generation config of the model's author, which must have no effect. None: no such file.
+        servers: Number of servers.
+        host: Address on which they listen.
+        server: Fields of ServerConfig.
     """
     model = make(folder / "model")
     if generation_config is not None:
@@ -75,15 +83,17 @@ def serve(
 
 @contextmanager
 def another_engine(served: Served, **rollout: Any) -> Iterator[Fleet]:
-    """A second engine, ready, that knows the first server by its URL. After updates by it the first engine has to update again.
+    """Yield a second engine, ready, that knows the first server by its URL.
+
+    After updates by the second engine, the first engine has to update again.
 
     Args:
-        served: Whose first server it is.
+        served: Engine that owns the server.
         rollout: Fields of RolloutConfig.
     """
     address = served.engine.endpoints[0].address
     assert address is not None
-    server = ServerConfig(urls=[address.url], tp=served.tp, ready_seconds=60, restarts=0)
+    server = UrlServerConfig(urls=[address.url], tp=served.tp, ready_seconds=60, restarts=0)
     cfg = RolloutConfig(engine=served.name, server=server, **rollout)
     launch = LaunchSpec(served.log_path.parent / "model", MAX_MODEL_LEN, platform="cpu", precision="fp32", seed=0)
     with mock.patch.dict(os.environ, {KEY_VARIABLE: address.key}), build_engine(cfg, launch, served.log_path) as engine:
@@ -93,12 +103,27 @@ def another_engine(served: Served, **rollout: Any) -> Iterator[Fleet]:
 
 
 def call(served: Served, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
-    """One request with the key, past the engine. Raises RequestFailed."""
+    """Send one request with the key, past the engine, and return the answer.
+
+    Args:
+        served: Engine with the server.
+        method: HTTP method.
+        path: Path of the URL.
+        body: JSON body. None: no body.
+
+    Raises:
+        RequestFailed: The server refused.
+    """
     return ask(served.engine, 0, method, path, body)
 
 
 def make_prompts(count: int, seed: int) -> list[Prompt]:
-    """Of different lengths, and with ids that are not their positions."""
+    """Return prompts of different lengths, with ids that are not their positions.
+
+    Args:
+        count: Number of prompts.
+        seed: Seed of the tokens.
+    """
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(4, VOCAB_SIZE, (count, 12), generator=generator).tolist()
     return [Prompt(id=1000 + 7 * i, token_ids=tuple(ids[: 3 + i % 10]), answer=str(i)) for i, ids in enumerate(tokens)]
@@ -106,7 +131,13 @@ def make_prompts(count: int, seed: int) -> list[Prompt]:
 
 @torch.no_grad()
 def logprob_diff(model: Qwen3ForCausalLM, rollouts: list[Rollout], temperature: float) -> float:
-    """Largest |engine - transformers| of a response token, in nats."""
+    """Return the largest |engine - transformers| of a response token, in nats.
+
+    Args:
+        model: Model in transformers.
+        rollouts: Rollouts of the engine.
+        temperature: Divisor of the logits.
+    """
 
     def padded(rows: list[torch.Tensor]) -> torch.Tensor:  # on the right, where causal attention does not look
         return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
@@ -120,7 +151,7 @@ def logprob_diff(model: Qwen3ForCausalLM, rollouts: list[Rollout], temperature: 
 
 
 def responses(rollouts: list[Rollout]) -> dict[int, list[list[int]]]:
-    """prompt id -> the responses, in order."""
+    """Return prompt id -> the responses, in order."""
     groups: dict[int, list[list[int]]] = {}
     for rollout in rollouts:
         groups.setdefault(rollout.prompt_id, []).append(rollout.response_ids)
@@ -128,7 +159,13 @@ def responses(rollouts: list[Rollout]) -> dict[int, list[list[int]]]:
 
 
 def save_weights(model: Qwen3ForCausalLM, folder: Path, files: int) -> list[Path]:
-    """The model's tensors, the tied output layer left out, dealt to several files."""
+    """Write the model's tensors, without the tied output layer, distributed over several files.
+
+    Args:
+        model: Model to save.
+        folder: Folder of the files.
+        files: Number of files.
+    """
     names = [name for name, _ in model.named_parameters()]
     weights = model.state_dict()
     paths = [folder / f"{i}.safetensors" for i in range(files)]
@@ -138,7 +175,12 @@ def save_weights(model: Qwen3ForCausalLM, folder: Path, files: int) -> list[Path
 
 
 def server_processes(engine: Fleet, server: int = 0) -> list[psutil.Process]:
-    """The guard, the server's first process and those that it started."""
+    """Return the guard, the server's first process and those that it started.
+
+    Args:
+        engine: Engine that started the server.
+        server: Index of the server.
+    """
     behind = engine.endpoints[server].server
     assert isinstance(behind, LocalServer)
     assert behind.process is not None and behind.process.guard_pid is not None

@@ -45,7 +45,7 @@ def encode(text: str) -> list[int]:
 
 
 def two_turns(made: list[Rollout]) -> list[Rollout]:
-    return [r for r in made if r.response_mask_L.diff().sum() == 3]  # of prompt, turn, tool, turn
+    return [r for r in made if r.response_mask_L.diff().sum() == 3]  # segments: prompt, turn, tool, turn
 
 
 def test_two_turns_have_the_masks_and_log_probs_that_they_should(served: Served, rollouts: CustomRollouts) -> None:
@@ -95,7 +95,7 @@ def test_new_weights_are_seen_by_all_turns(served: Served, rollouts: CustomRollo
 
 
 def _without_tool(rollout: Rollout) -> Rollout:
-    """Its last turn right after its first."""
+    """Return the rollout with its last turn directly after its first."""
     mask = rollout.response_mask_L.clone()
     mask[: int(mask.nonzero()[0])] = True  # the prompt stays
     return replace(

@@ -33,7 +33,7 @@ def test_experts_of_layers_that_are_left_out_stay(tmp_path: Path) -> None:
             sent = {name: t for name, t in (new if version == 1 else old).items() if part in name}
             old |= sent
             served.engine.begin_update(version)
-            served.engine.keep([name for name in old if name not in sent])
+            served.engine.keep_unchanged([name for name in old if name not in sent])
             if sent:
                 save_file(sent, tmp_path / "sent.safetensors")
                 served.engine.load([tmp_path / "sent.safetensors"]).result()

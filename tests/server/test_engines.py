@@ -21,7 +21,7 @@ from transformers import Qwen3ForCausalLM
 
 from tepo_megatron.errors import RolloutError, SyncError
 from tepo_megatron.inference.engine import INITIAL_VERSION
-from tepo_megatron.inference.servers.checksums import Checks
+from tepo_megatron.inference.servers.checksums import ChecksumChecks
 from tepo_megatron.inference.servers.client import RequestFailed
 from tepo_megatron.inference.sglang import generate_request
 from tepo_megatron.inference.vllm import completion_request
@@ -74,10 +74,10 @@ CONTROLS = {
     ),
 }
 REFUSED = {"vllm": r"400: .*max_model_len", "sglang": r"400: .*context length"}
-# answers that every stranger may have: how the server is, and its counters
+# routes that answer without the key: the server's health and its counters
 OPEN = {"/health", "/health_generate", "/ready", "/metrics"}
 ABOUT = {"vllm": "/weight_info", "sglang": "/model_info"}
-# of the model's author: nearly greedy, and a response ends at any lower-case letter
+# settings of the model's author: nearly greedy, and any lower-case letter ends a response
 HOSTILE = {"temperature": 0.01, "top_k": 1, "repetition_penalty": 2.0, "eos_token_id": list(range(30, 56))}
 
 
@@ -259,7 +259,7 @@ def test_an_update_does_not_fail_on_a_health_check_that_is_under_way(served: Ser
 
 @pytest.mark.full
 def test_checksums_tell_other_weights_as_far_as_they_reach(served: Served, tmp_path: Path) -> None:
-    """That is all of SGLang's parameters, and of vLLM's on CPU those which it does not pack."""
+    """Checksums cover all of SGLang's parameters, and the parameters of vLLM on a CPU that it does not pack."""
     engine, version = served.engine, served.engine.version + 1
     new = tiny_qwen3(tmp_path / "new", tied=True, seed=300)
     answers, sent = [], []
@@ -269,7 +269,7 @@ def test_checksums_tell_other_weights_as_far_as_they_reach(served: Served, tmp_p
         answers.append(connected(engine, 0, lambda client: engine.endpoints[0].api.checksums(client.send)))
         sent.append({name: crc32(weight) for name, weight in model.named_parameters()})
     served.model = new
-    checks = Checks(same_precision=True)
+    checks = ChecksumChecks(same_precision=True)
     checks.compare(version - 1, {"server 0": answers[0]}, sent[0])
     assert checks.stale(answers[1], sent[1]) == []
     stale = set(checks.stale(answers[0], sent[1]))
@@ -284,11 +284,11 @@ def test_layers_that_are_left_out_stay(served: Served, tmp_path: Path) -> None:
     engine, prompts, old = served.engine, make_prompts(8, seed=13), served.model
     new, mixed = tiny_qwen3(tmp_path / "new", tied=True, seed=400), copy.deepcopy(old)
     mixed.load_state_dict({name: t for name, t in new.state_dict().items() if ".layers.1." in name}, strict=False)
-    for model, part in ((old, ""), (mixed, ".layers.1."), (mixed, "nothing")):  # all, with their version; a layer; nothing
+    for model, part in ((old, ""), (mixed, ".layers.1."), (mixed, "nothing")):  # all tensors; a layer; none
         weights = dict(model.named_parameters())
         sent = {name: weight.detach().clone() for name, weight in weights.items() if part in name}
         engine.begin_update(engine.version + 1)
-        engine.keep([name for name in weights if name not in sent])
+        engine.keep_unchanged([name for name in weights if name not in sent])
         if sent:
             save_file(sent, tmp_path / "sent.safetensors")
             engine.load([tmp_path / "sent.safetensors"]).result()
@@ -306,10 +306,10 @@ def test_what_is_under_way_goes_on_under_new_weights(in_flight: str, served: Ser
     """Every token has the log-prob of the weights that it is said to be of, given all tokens before it."""
     old, version = served.model, served.engine.version
     new = tiny_qwen3(tmp_path / "new", tied=True, seed=200 + version)
-    (tmp_path / "old").mkdir(mode=0o700)  # from another one no server reads
+    (tmp_path / "old").mkdir(mode=0o700)  # servers read from no other folder
     old_files, files = save_weights(old, tmp_path / "old", files=1), save_weights(new, tmp_path, files=1)
     prompts, sampling = make_prompts(48, seed=12), replace(SAMPLING, samples=8, max_tokens=100, stop_token_ids=())
-    with another_engine(served, max_staleness=1, in_flight=in_flight) as engine:
+    with another_engine(served, max_staleness=1, on_weight_update=in_flight) as engine:
         engine.update_weights(old_files, version)
         groups = engine.open()
         groups.add(prompts, sampling, seed=0)
@@ -331,9 +331,9 @@ def test_what_is_under_way_goes_on_under_new_weights(in_flight: str, served: Ser
         assert not of_it or logprob_diff(model, of_it, sampling.temperature) <= MAX_LOGPROB_DIFF
     if in_flight == "restart":
         assert not mixed
-        anew = {r.prompt_id for r in made if r.policy_version == version + 1}
+        sampled_again = {r.prompt_id for r in made if r.policy_version == version + 1}
         found = responses(made)
-        assert anew and all(found[i] == again[i] for i in anew)
+        assert sampled_again and all(found[i] == again[i] for i in sampled_again)
     else:
         assert len(mixed) > 50
         other = [replace(r, response_mask_L=r.response_mask_L & (r.versions_L == version)) for r in mixed]
@@ -363,7 +363,7 @@ def test_a_server_killed_in_mid_generation_is_one_prompt_error_and_leaves_nothin
     with pytest.raises(RolloutError, match=re.escape(str(served.log_path))) as caught:
         served.engine.generate(make_prompts(512, seed=11), endless, seed=0)
     seconds = time.monotonic() - started
-    assert 0.7 <= seconds < 30, seconds  # its requests might take minutes
+    assert 0.7 <= seconds < 30, seconds  # requests might take minutes
     assert "it has ended by SIGKILL" in str(caught.value)
     served.engine.update_weights([], version=7)  # to nobody
     with pytest.raises(RolloutError, match="it has ended by SIGKILL"):
@@ -374,13 +374,13 @@ def test_a_server_killed_in_mid_generation_is_one_prompt_error_and_leaves_nothin
 
 
 def other_address() -> str:
-    """Of this machine, and not of its loopback interface where it has another one."""
+    """Return an address of this machine, not of its loopback interface where it has another one."""
     found = [a.address for nic in psutil.net_if_addrs().values() for a in nic if a.family == socket.AF_INET]
     return next((address for address in found if not address.startswith("127.")), "127.0.0.2")
 
 
 def written(model: Qwen3ForCausalLM, folder: Path) -> Iterator[Path]:
-    """Its weights in three files, of which each is gone once it was read; the parts of each layer lie in different ones."""
+    """Write the weights to three files, each removed after it was read; the parts of a layer are in different files."""
     for file in save_weights(model, folder, files=3):
         yield file
         file.unlink()

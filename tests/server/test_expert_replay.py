@@ -31,7 +31,7 @@ ROUTING = Routing(num_layers=3, sparse_layers=(0, 1, 2), per_token=2, number=6)
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("experts") / "model"
-    config = Qwen3MoeConfig(  # without dense layers: SGLang 0.5.23 takes each of this family's for one with experts
+    config = Qwen3MoeConfig(  # without dense layers: SGLang 0.5.23 takes every layer of this family for one with experts
         vocab_size=VOCAB_SIZE, hidden_size=128, intermediate_size=256, moe_intermediate_size=96, num_hidden_layers=3,
         num_attention_heads=4, num_key_value_heads=2, head_dim=32, num_experts=6, num_experts_per_tok=2,
         norm_topk_prob=True, max_position_embeddings=512, pad_token_id=0, bos_token_id=1, eos_token_id=2,
@@ -42,7 +42,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def megatrons(rank: int, cfg: Any, batch: TrainBatch) -> tuple[list[Tensor], Tensor]:
-    """What its routers choose, and the log-probs with the engine's choices."""
+    """Return the choices of Megatron's routers, and the log-probs with the engine's choices."""
     from tepo_megatron.actor.actor import Actor
     from tepo_megatron.distributed import parallel
     from tepo_megatron.platform import activate
@@ -71,7 +71,7 @@ def test_the_engines_experts_are_those_of_the_same_weights(model: Path, tmp_path
     ((own, logprobs_N),) = run_world(1, megatrons, cfg, batch)
     assert (logprobs_N - batch.rollout_logprobs_N).abs().max() <= 1e-4
     assert agreement(rollouts, own) >= 0.99
-    # shifted by a token, or in other layers, they would agree by chance
+    # experts shifted by a token, or of other layers, would agree by chance
     assert agreement(rollouts, [e.roll(1, dims=0) for e in own]) < 0.9 and agreement(rollouts, [e.flip(1) for e in own]) < 0.9
 
 

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
-def test_it_delivers_weights_and_measures(engine: str, tmp_path: Path) -> None:
+def test_the_benchmark_delivers_weights_and_measures_memory(engine: str, tmp_path: Path) -> None:
     tiny_qwen3(tmp_path, layers=2)
     words = [sys.executable, "-m", "benchmarks.server_memory", tmp_path, "--engine", engine, "--steps", "2"]
     ended = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=1800)

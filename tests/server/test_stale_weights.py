@@ -39,7 +39,7 @@ pytestmark = [pytest.mark.server, pytest.mark.full]
 PLANTED = Path(__file__).parent / "planted"
 KEY = secrets.token_hex(32)
 FAULTY = "inference server 1"
-FIRST = 2  # the first version with the fault: before it, an update that changed every weight was served as it should be
+FIRST = 2  # the first version with the fault; the update before it, which changed every weight, is served correctly
 LIMIT, NOISE = 1e-3, 1e-4  # nats
 SCORE = """
 import zlib
@@ -47,7 +47,7 @@ import zlib
 def score(prompt, response, answer):
     return float(zlib.crc32(response.encode()) % 2)
 """
-CONTINUE = {"max_staleness": 3, "in_flight": "continue", "oversample": 1.5}
+CONTINUE = {"max_staleness": 3, "on_weight_update": "continue", "oversample": 1.5}
 # name -> (what is planted, sections of the config)
 RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "shm": ("dropped", {}),
@@ -70,14 +70,14 @@ class Servers:
     control: Path
 
     def config(self, folder: Path, sections: dict[str, Any]) -> Config:
-        """Of a run with them."""
+        """Return the config of a run with these servers."""
         common: dict[str, dict[str, Any]] = {
             "rollout": {
                 "engine": self.engine, "servers": len(self.urls),
-                "server": {"urls": self.urls, "kv_cache_gib": 0.25, "ready_seconds": 600},
-                "samples_per_prompt": 4, "record": True, "filter_uniform_groups": False, "max_refills": 0,
+                "server": {"urls": self.urls, "ready_seconds": 600},
+                "samples_per_prompt": 4, "record": True, "filter_uniform_groups": False, "max_generation_rounds": 1,
             },
-            "reward": {"terms": [{"type": "custom", "function": f"{self.score}:score"}], "workers": 1, "hard_seconds": 30.0},
+            "reward": {"terms": [{"type": "custom", "function": f"{self.score}:score"}], "workers": 1, "timeout_seconds": 30.0},
             "training": {"steps": 7},
             "optimizer": {"lr": 1e-3, "warmup_steps": 0},
             "evaluation": {"every": 0},
@@ -108,7 +108,7 @@ def servers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
             stack.callback(server.stop)
             with mock.patch.dict(os.environ, more):
                 server.launch()
-        made.urls = [asyncio.run(server.reached()).url for server in started]
+        made.urls = [asyncio.run(server.wait_ready()).url for server in started]
         yield made
 
 

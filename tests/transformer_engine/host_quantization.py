@@ -17,7 +17,7 @@ LIMITS = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 
 
 def install(tex: Any) -> None:
-    """Put them into the stub of the C++ module."""
+    """Put the functions into the stub of the C++ module."""
     tex.quantize = quantize
     tex.create_empty_quantized_tensor = create_empty
     tex.fp8_transpose = transpose
@@ -32,7 +32,14 @@ def plain(tensor: Any) -> Tensor:
 
 
 def quantize(tensor: Tensor, quantizer: Any, out: Any = None, noop: Tensor | None = None) -> Any:
-    """Cast to the quantizer's format; into `out`, if there is one."""
+    """Cast to the quantizer's format; into `out`, if there is one.
+
+    Args:
+        tensor: Tensor to cast.
+        quantizer: Format and scales.
+        out: Quantized tensor to write. None: a new one.
+        noop: Must be None.
+    """
     assert noop is None
     x = tensor.detach()
     if out is None:
@@ -45,7 +52,14 @@ def quantize(tensor: Tensor, quantizer: Any, out: Any = None, noop: Tensor | Non
 
 
 def create_empty(quantizer: Any, shape: Sequence[int], dtype: torch.dtype, *_: Any) -> Any:
-    """A quantized tensor without values, for row-wise and column-wise use as the quantizer says."""
+    """Return a quantized tensor without values, for row-wise and column-wise use as the quantizer says.
+
+    Args:
+        quantizer: Format and scales.
+        shape: Shape of the tensor.
+        dtype: Dtype of the dequantized values.
+        _: Not used.
+    """
     shape = torch.Size(shape)
     if hasattr(quantizer, "scale"):  # fp8-delayed's describes no layout
         data = torch.empty(shape, dtype=torch.uint8)
@@ -59,12 +73,25 @@ def create_empty(quantizer: Any, shape: Sequence[int], dtype: torch.dtype, *_: A
 
 
 def split_quantize(tensor: Tensor, sizes: list[int], quantizers: list[Any], **_: Any) -> list[Any]:
-    """Cast the parts of a tensor's rows, each by its own quantizer."""
+    """Cast the parts of a tensor's rows, each by its own quantizer.
+
+    Args:
+        tensor: Tensor to cast.
+        sizes: Rows of each part.
+        quantizers: Quantizer of each part.
+        _: Not used.
+    """
     return [quantize(part, quantizer) for part, quantizer in zip(tensor.split(list(sizes)), quantizers, strict=True)]
 
 
 def transpose(data: Tensor, dtype: Any, out: Tensor | None = None) -> Tensor:
-    """The values of a tensor with its last dimension first."""
+    """Return the values of a tensor with its last dimension first.
+
+    Args:
+        data: Values in FP8.
+        dtype: Not used.
+        out: Tensor to write. None: a new one.
+    """
     moved = data.movedim(-1, 0)
     return moved.contiguous() if out is None else out.copy_(moved)
 
@@ -76,7 +103,7 @@ def _format(quantizer: Any) -> torch.dtype:
 
 
 def _fill_per_tensor(out: Any, x: Tensor, quantizer: Any) -> None:
-    """One scale for all: delayed, which the quantizer holds, or current, of this tensor's maximum."""
+    """Cast with one scale for the tensor: the quantizer's (delayed), or that of the tensor's maximum (current)."""
     dtype = _format(quantizer)
     amax = x.float().abs().max() if x.numel() else torch.zeros(())
     if hasattr(quantizer, "scale"):
@@ -96,7 +123,7 @@ def _fill_per_tensor(out: Any, x: Tensor, quantizer: Any) -> None:
 
 
 def _fill_blockwise(out: Any, x: Tensor, quantizer: Any) -> None:
-    """One scale for 128 values of a row (block_scaling_dim 1) or for 128 x 128 values (2), a power of two."""
+    """Cast with one power-of-two scale for 128 values of a row (block_scaling_dim 1) or for 128 x 128 values (2)."""
     dtype, both = _format(quantizer), quantizer.block_scaling_dim == 2
     for name, values in (("rowwise", x), ("columnwise", x.T)):
         data, scale_inv = getattr(out, f"_{name}_data"), getattr(out, f"_{name}_scale_inv")

@@ -15,7 +15,7 @@ import torch
 from transformers import PretrainedConfig, Qwen3Config, Qwen3MoeConfig
 
 from tepo_megatron.actor.actor import Actor
-from tepo_megatron.actor.offload import ON_CUDA, Offload
+from tepo_megatron.actor.offload import ON_CUDA, Offloader
 from tepo_megatron.actor.precision import check_shapes
 from tepo_megatron.config import Config
 from tepo_megatron.config.io import plain, validate
@@ -51,22 +51,51 @@ MODELS = {
 
 
 def write(name: str, folder: Path, scale: float = 4.0) -> Path:
-    """Write a random model of this name below `folder`, and return its directory. scale: see `tiny_model`."""
+    """Write a random model of this name below `folder`, and return its directory.
+
+    Args:
+        name: A name in the table of models.
+        folder: Parent of the directory.
+        scale: See `tiny_model`.
+    """
     tiny_model(folder / name, MODELS[name].config, scale=scale)
     return folder / name
 
 
-def config(path: Path, parallel: dict[str, Any], precision: str, platform: str = "cuda", **sections: dict[str, Any]) -> Config:
-    """Return the config of `tests/parallel/cases.py` for this model; sections: further keys, by their section."""
+def config(
+    path: Path,
+    parallel: dict[str, Any],
+    precision: str,
+    platform: str = "cuda",
+    fused: bool | None = None,
+    **sections: dict[str, Any],
+) -> Config:
+    """Return the config of `tests/parallel/cases.py` for this model.
+
+    Args:
+        path: The model.
+        parallel: The mesh.
+        precision: `model.precision`.
+        platform: "cpu" or "cuda".
+        fused: megatron.transformer.gradient_accumulation_fusion. None: the platform's default.
+        sections: Further keys, by their section.
+    """
     tree = plain(cases.run_config(path, parallel)) | {"platform": platform}
     tree["model"]["precision"] = precision
     for section, keys in sections.items():
         tree[section] |= keys
+    if fused is not None:
+        tree["megatron"]["transformer"]["gradient_accumulation_fusion"] = fused
     return validate(tree)
 
 
 def actor(cfg: Config, groups: ParallelDims) -> Actor:
-    """Return the actor of this config, as on the config's platform."""
+    """Return the actor of this config, as on the config's platform.
+
+    Args:
+        cfg: Config of the run.
+        groups: Mesh of the ranks.
+    """
     made = Actor.open(cfg, replace(groups, device=torch.device("cuda", 0)) if cfg.platform == "cuda" else groups)
     check_shapes(made.arch, cfg.model, cfg.parallel)
     return made
@@ -74,7 +103,7 @@ def actor(cfg: Config, groups: ParallelDims) -> Actor:
 
 def frees_memory(made: Actor) -> None:
     """Have an actor really free what it offloads, to a copy in host memory, as on GPUs."""
-    made.offloader = Offload(made.chunks, made.optimizer, torch.device("cpu"), ON_CUDA)
+    made.offloader = Offloader(made.chunks, made.optimizer, torch.device("cpu"), ON_CUDA)
 
 
 def linear_modules(chunks: Iterable[torch.nn.Module]) -> list[Any]:

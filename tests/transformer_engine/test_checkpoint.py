@@ -1,4 +1,4 @@
-"""What a checkpoint of an actor with Transformer Engine holds, and that a fresh actor goes on from it."""
+"""The checkpoint of an actor with Transformer Engine has the right tensors, and a fresh actor continues from it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ Content = dict[str, Any]
 
 
 def _content(rank: int, cfg: Config, batches: tuple[Any, ...] = ()) -> Content:
-    """What the actor's checkpoint holds after some updates: "boxes", "objects", "common", "wanted"; the bits that follow."""
+    """Return the content of the checkpoint after some updates, and the bits of the next update.
+
+    The keys are "shard slices", "objects", "common" and "wanted".
+    """
     from tepo_megatron.distributed import parallel
     from tepo_megatron.platform import activate
 
@@ -30,14 +33,14 @@ def _content(rank: int, cfg: Config, batches: tuple[Any, ...] = ()) -> Content:
     if batches:
         cases.steps_of(actor, batches[:1])
     found: Content = {
-        "boxes": [(b.name, b.shape, b.offset, b.data.clone()) for b in state.written(actor)],
+        "shard slices": [(b.name, b.shape, b.offset, b.data.clone()) for b in state.saved_slices(actor)],
         "objects": {name: type(value) for name, value in state.objects(actor).items()},
         "common": optimizer.common_state(actor.optimizer),
-        "count": (optimizer.count(actor.optimizer), actor.scheduler.num_steps),
+        "count": (optimizer.adam_steps(actor.optimizer), actor.scheduler.num_steps),
     }
     if batches:
         found["next"] = _next(actor, batches)
-    found["wanted"] = [(b.name, b.shape) for b in state.wanted(actor)]
+    found["wanted"] = [(b.name, b.shape) for b in state.loaded_slices(actor)]
     parallel.shutdown()
     return found
 
@@ -52,16 +55,18 @@ def _next(actor: Any, batches: tuple[Any, ...]) -> tuple[float, dict[str, torch.
     return result.metrics["actor/grad_norm"][0], weights
 
 
-def _resumed(rank: int, cfg: Config, batches: tuple[Any, ...], whole: dict[str, torch.Tensor], count: tuple[int, int]) -> Any:
+def _resumed(
+    rank: int, cfg: Config, batches: tuple[Any, ...], whole: dict[str, torch.Tensor], adam_steps: tuple[int, int]
+) -> Any:
     """The second update of a fresh actor that was given the whole tensors of a checkpoint."""
     from tepo_megatron.distributed import parallel
     from tepo_megatron.platform import activate
 
     actor = models.actor(cfg, parallel.initialize(cfg.parallel, activate("cpu"), cfg.seed))
-    for box in state.wanted(actor):
+    for box in state.loaded_slices(actor):
         box.data.copy_(_part(whole[box.name], box.offset, box.data.shape))
-    optimizer.set_count(actor.optimizer, count[0])
-    actor.scheduler.step(increment=count[1])
+    optimizer.set_adam_steps(actor.optimizer, adam_steps[0])
+    actor.scheduler.step(increment=adam_steps[1])
     found = _next(actor, batches)
     parallel.shutdown()
     return found
@@ -72,15 +77,15 @@ def _part(whole: torch.Tensor, offset: tuple[int, ...], shape: torch.Size) -> to
 
 
 def assembled(ranks: list[Content]) -> dict[str, torch.Tensor]:
-    """The whole tensors. Fails where the ranks' boxes leave a gap or overlap."""
+    """Return the whole tensors. Fail where the ranks' shard slices leave a gap or overlap."""
     whole: dict[str, torch.Tensor] = {}
     filled: dict[str, int] = {}
     for rank in ranks:
-        for name, shape, offset, data in rank["boxes"]:
+        for name, shape, offset, data in rank["shard slices"]:
             target = whole.setdefault(name, torch.full(shape, math.nan, dtype=data.dtype))
             assert target.shape == shape and target.dtype == data.dtype
             part = _part(target, offset, data.shape)
-            assert bool(part.isnan().all()), f"{name}: two boxes hold the same elements"
+            assert bool(part.isnan().all()), f"{name}: two shard slices hold the same elements"
             part.copy_(data)
             filled[name] = filled.get(name, 0) + data.numel()
     assert all(filled[name] == tensor.numel() for name, tensor in whole.items())
@@ -113,7 +118,7 @@ def test_tensors_are_those_of_an_actor_without_it(tmp_path: Path, name: str, pre
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_fresh_actor_goes_on_bit_for_bit(tmp_path: Path, precision: str) -> None:
-    """From masters, moments and counts of FusedAdam, over two data-parallel ranks."""
+    """It continues from masters, moments and counts of FusedAdam, over two data-parallel ranks."""
     case = cases.make_case(tmp_path, tied=False)
     cfg = models.config(case.model, {"dp": 2}, precision)
     straight = run_world(2, _content, cfg, case.batches)

@@ -25,7 +25,7 @@ SEVERAL = {"max_tokens_per_microbatch": 128}  # two microbatches and more
 
 @pytest.fixture(scope="module")
 def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Both models, with weights as small as those of a new model: rounding is then not blown up from layer to layer."""
+    """Both models, with weights as small as those of a new model, so that rounding does not grow from layer to layer."""
     folder = tmp_path_factory.mktemp("models")
     return {name: models.write(name, folder, scale=1.0) for name in models.MODELS}
 
@@ -71,10 +71,12 @@ def exact(paths: dict[str, Path], batches: tuple[TrainBatch, ...]) -> Callable[[
 def test_gradients_are_those_of_fp32_to_the_rounding_of_fp8(
     paths: dict[str, Path], batches: tuple[TrainBatch, ...], exact: Callable[[str], list[Any]], layout: str, precision: str
 ) -> None:
-    """In the norm over all of them: here bf16 is 0.01 to 0.03 away, FP8 0.1 to 0.25; a scale that ranks do not share, 0.5."""
+    """Compare the norms over all gradients.
+
+    bf16 differs by 0.01 to 0.03, FP8 by 0.1 to 0.25, and a scale that ranks do not share by 0.5.
+    """
     name, parallel, fused = LAYOUTS[layout]
-    keys = SEVERAL | {"fuse_gradient_accumulation": fused}
-    found = run_world(2, _train, models.config(paths[name], parallel, precision, training=keys), batches)
+    found = run_world(2, _train, models.config(paths[name], parallel, precision, fused=fused, training=SEVERAL), batches)
     for step in range(cases.STEPS):
         expected = {n: t for rank in exact(layout) for n, t in rank[step]["gradients"].items()}
         gradients = {n: t for rank in found for n, t in rank[step]["gradients"].items()}
@@ -92,7 +94,7 @@ def _buffers(actor: Any) -> Iterator[torch.Tensor]:
 
 
 def _casts(actor: Any) -> Counter[str]:
-    """Counts from now on how often each weight is cast to FP8. By name."""
+    """Count from now on how often each weight is cast to FP8, by name."""
     import transformer_engine_torch as tex
 
     counts, quantize = Counter[str](), tex.quantize
@@ -153,7 +155,7 @@ def test_fp8_copies_of_weights_leave_with_the_parameters(
     paths: dict[str, Path], batches: tuple[TrainBatch, ...], name: str, precision: str
 ) -> None:
     """They are made in the first microbatch of every pass, so never those of older weights; dropping them changes no bit."""
-    cfg = models.config(paths[name], {}, precision, training=SEVERAL | {"max_tokens_without_grad": 128})
+    cfg = models.config(paths[name], {}, precision, training={"max_tokens_per_microbatch": 64})
     straight, offloaded = (run_world(1, _workspaces, cfg, batches, offloads)[0] for offloads in (False, True))
     assert len(straight["passes"]) == 2 * len(batches)
     for run in (straight, offloaded):

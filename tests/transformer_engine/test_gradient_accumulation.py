@@ -1,7 +1,7 @@
-"""`training.fuse_gradient_accumulation` where Transformer Engine is installed and Apex is not: the default of `platform: cuda`.
+"""`megatron.transformer.gradient_accumulation_fusion` where Transformer Engine is installed and Apex is not.
 
-Megatron's own output layer asks for Apex's extension then; `actor/modules.py` replaces it. That the gradients are
-right: test_training.py.
+That is the default of `platform: cuda`. Megatron's own output layer asks for Apex's extension then;
+`actor/modules.py` replaces it. test_training.py checks the gradients.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tests.worlds import run_world
 
 
 def _built(rank: int, cfg: Config) -> dict[str, bool]:
-    """By type of module: whether it adds gradients inside of its products."""
+    """Return, by type of module, whether it adds gradients inside its products."""
     from megatron.core.tensor_parallel import ColumnParallelLinear
 
     from tepo_megatron.distributed import parallel

@@ -13,7 +13,7 @@ from tests.transformer_engine import models
 from tests.worlds import run_world
 
 PRECISIONS = ("bf16", "fp8-delayed", "fp8-current", "fp8-blockwise")
-# of a parameter without the mark: how Megatron-Core and the distributed optimizer read it
+# defaults with which Megatron-Core and the distributed optimizer read a missing mark
 MARKS: dict[str, Any] = {
     "allreduce": True, "sequence_parallel": False, "tensor_model_parallel": False, "partition_dim": -1,
     "is_embedding_or_output_parameter": False, "shared_embedding": False, "shared": False,
@@ -34,7 +34,10 @@ Facts = dict[str, Any]
 
 
 def _facts(rank: int, path: Path, name: str, precision: str) -> Facts:
-    """What the actors of one precision hold: "te" as on GPUs, "plain" as on a CPU, by the name in the whole model."""
+    """Return the properties of the actors of one precision, by the name in the whole model.
+
+    "te" is built as on GPUs, "plain" as on a CPU.
+    """
     from tepo_megatron.distributed import parallel
     from tepo_megatron.platform import activate
     from tepo_megatron.weights.gather import iterate_hf
@@ -63,7 +66,7 @@ def _facts(rank: int, path: Path, name: str, precision: str) -> Facts:
 
 
 def _computes(module: torch.nn.Module) -> bool:
-    """Whether a module holds parameters of its own, or is attention."""
+    """Return whether a module holds parameters of its own, or is attention."""
     return any(True for _ in module.parameters(recurse=False)) or type(module).__name__ == "TEDotProductAttention"
 
 
@@ -141,7 +144,7 @@ def test_parameters_are_those_of_the_model_without_it(facts: Any, name: str, pre
 
 @ALL
 def test_marks_differ_between_parameters(facts: Any, name: str, precision: str) -> None:
-    """Else the comparison above would compare defaults."""
+    """Equal marks would make the comparison above one of defaults."""
     marks = {parameter: found["marks"] for parameter, found in facts(name, precision)[0]["te"].items()}
     assert len({m["partition_dim"] for m in marks.values()}) == 3
     dense = name == "qwen3"
@@ -151,7 +154,7 @@ def test_marks_differ_between_parameters(facts: Any, name: str, precision: str) 
 
 @ALL
 def test_weights_leave_as_they_came(facts: Any, name: str, precision: str, tmp_path: Path) -> None:
-    """Through the gather over tensor-parallel ranks; each expert from the rank that holds it."""
+    """Weights pass the gather over tensor-parallel ranks unchanged; each expert comes from the rank that holds it."""
     from safetensors.torch import load_file
 
     expected = load_file(models.write(name, tmp_path) / "model.safetensors")

@@ -37,7 +37,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, cases.Case]:
 
 
 def _train(rank: int, cfg: Config, batches: tuple[TrainBatch, ...], change: Change | None = None) -> list[dict[str, Any]]:
-    """The steps of an actor as on GPUs; change: applied to it first."""
+    """Return the steps of an actor as on GPUs; `change` is applied to the actor first."""
     from tepo_megatron.distributed import parallel
     from tepo_megatron.platform import activate
 
@@ -45,7 +45,7 @@ def _train(rank: int, cfg: Config, batches: tuple[TrainBatch, ...], change: Chan
     if cfg.platform == "cuda":
         _check_that_it_is_as_on_gpus(actor)
         fused = {module.fuse_wgrad_accumulation for module in models.linear_modules(actor.chunks)}
-        assert fused == {cfg.training.fuses_gradient_accumulation("cuda")}
+        assert fused == {cfg.megatron.fuses_gradient_accumulation("cuda", cfg.training.offload_activations)}
     if change is not None:
         change(actor)
     steps = cases.steps_of(actor, batches)
@@ -53,9 +53,9 @@ def _train(rank: int, cfg: Config, batches: tuple[TrainBatch, ...], change: Chan
     return steps
 
 
-def _keys(max_tokens: int, fused: bool) -> dict[str, Any]:
-    """Of the section `training`."""
-    return {"max_tokens_per_microbatch": max_tokens, "fuse_gradient_accumulation": fused}
+def _keys(max_tokens: int) -> dict[str, Any]:
+    """Return keys of section `training`."""
+    return {"max_tokens_per_microbatch": max_tokens}
 
 
 def _check_that_it_is_as_on_gpus(actor: Any) -> None:
@@ -78,7 +78,7 @@ def test_layout_equals_reference(
 ) -> None:
     """Two steps in fp32, in one and in several microbatches: loss, gradient norm, every gradient and every weight."""
     case = made[embeddings]
-    cfg = models.config(case.model, cases.LAYOUTS[layout], "fp32", training=_keys(max_tokens, fused))
+    cfg = models.config(case.model, cases.LAYOUTS[layout], "fp32", fused=fused, training=_keys(max_tokens))
     ranks = run_world(cfg.parallel.world_size, _train, cfg, case.batches)
     cases.compare(ranks, case.steps)
 
@@ -86,7 +86,7 @@ def test_layout_equals_reference(
 @pytest.mark.parametrize(("embeddings", "layout"), [("tied", "DP2"), ("untied", "DP2")])
 def test_output_layer_in_chunks(made: dict[str, cases.Case], embeddings: str, layout: str) -> None:
     """Its weight's gradient is added to `main_grad` by this package, next to what Transformer Engine's modules add."""
-    case, keys = made[embeddings], _keys(80, INSIDE) | {"logits_budget_mib": 0}
+    case, keys = made[embeddings], _keys(80) | {"logits_budget_mib": 0}
     cfg = models.config(case.model, cases.LAYOUTS[layout], "fp32", training=keys)
     cases.compare(run_world(cfg.parallel.world_size, _train, cfg, case.batches), case.steps)
 
@@ -117,14 +117,13 @@ def test_the_forward_pass_gathers_what_the_last_update_left(made: dict[str, case
 
 
 def test_bf16_is_as_near_to_the_reference_as_without_it(made: dict[str, cases.Case]) -> None:
-    """In the norm over all gradients; recomputation changes no bit of them."""
+    """The distance is the norm over all gradients; recomputation changes no bit of them."""
     case, apart = made["untied"], {}
     for platform, recompute, fused in (
         ("cpu", "none", HOOK), ("cuda", "none", HOOK), ("cuda", "none", INSIDE), ("cuda", "selective", INSIDE),
         ("cuda", "full", INSIDE),
     ):  # fmt: skip
-        keys = {"recompute": recompute, "fuse_gradient_accumulation": fused}
-        cfg = models.config(case.model, {"dp": 2}, "bf16", platform, training=keys)
+        cfg = models.config(case.model, {"dp": 2}, "bf16", platform, fused, training={"recompute": recompute})
         found = run_world(2, _train, cfg, case.batches[:1])[0][0]
         expected = case.steps[0].gradients
         assert found["gradients"].keys() == expected.keys()
@@ -138,10 +137,10 @@ def test_bf16_is_as_near_to_the_reference_as_without_it(made: dict[str, cases.Ca
 @pytest.mark.parametrize("parallel", [{"dp": 2, "ep": 2}, {"tp": 2, "sequence_parallel": True}], ids=["EP2", "TP2+SP"])
 def test_experts_train_as_without_it(made: dict[str, cases.Case], tmp_path: Path, parallel: dict[str, Any]) -> None:
     """Grouped products against one product for each expert; layers with and without experts."""
-    model, batches, tokens = models.write("qwen3_moe", tmp_path), made["untied"].batches, _keys(80, HOOK)
+    model, batches, tokens = models.write("qwen3_moe", tmp_path), made["untied"].batches, _keys(80)
     plain = run_world(2, _train, models.config(model, parallel, "fp32", "cpu", training=tokens), batches)
     for fused in (HOOK, INSIDE):
-        found = run_world(2, _train, models.config(model, parallel, "fp32", training=_keys(80, fused)), batches)
+        found = run_world(2, _train, models.config(model, parallel, "fp32", fused=fused, training=_keys(80)), batches)
         for ours, theirs in zip(found, plain, strict=True):
             for step, expected in zip(ours, theirs, strict=True):
                 assert step["loss"] == pytest.approx(expected["loss"], rel=cases.TOLERANCE)

@@ -38,7 +38,7 @@ _ATTENTION = {"NVTE_No_Backend": -1, "NVTE_F16_arbitrary_seqlen": 1, "NVTE_FP8":
 
 @dataclass(frozen=True)
 class Device:
-    """What Transformer Engine and Megatron-Core ask of a GPU before they compute: the answers of an H100."""
+    """The properties of a GPU that Transformer Engine and Megatron-Core read before they compute: those of an H100."""
 
     name: str = "NVIDIA H100 80GB HBM3"
     major: int = 9

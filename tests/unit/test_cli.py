@@ -1,4 +1,4 @@
-"""What the command refuses before it starts anything, and what it may and may not remove."""
+"""The command refuses before it starts anything, and removes only what it may remove."""
 
 import json
 from pathlib import Path
@@ -104,8 +104,8 @@ def test_the_resume_of_a_finished_run_tells_its_results_and_starts_nothing(
     summary = {"accuracy_before": None, "accuracy_after": None, "standard_error": {"before": None, "after": None}}
     (run / "summary.json").write_text(json.dumps(summary | {"steps": 3, "seconds": 1.0}))
     assert cli.main(words) == 0
-    told = capsys.readouterr().out
-    assert f"{run}: this run is finished, with 3 steps; its results: summary.json, report.html, report.png, hf" in told
+    output = capsys.readouterr().out
+    assert f"{run}: this run is finished, with 3 steps; its results: summary.json, report.html, report.png, hf" in output
     assert (run / "report.png").read_bytes().startswith(b"\x89PNG"), "a kill came before the picture"
     assert cli.main([*words, "--training.steps", "2"]) == 1
     assert "ended at step 3" in capsys.readouterr().err

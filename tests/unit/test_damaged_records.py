@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from launch.jobs import progress
 from tepo_megatron.config import LoggingConfig
 from tepo_megatron.observability.sinks import LOST_FILE, METRICS_FILE, RunLog, read_metrics
-from tepo_megatron.utils.records import Steps, parse_lines, steps_of
+from tepo_megatron.utils.records import StepRecords, parse_lines, steps_of
 
-WRITTEN, CHECKPOINT = 6, 4  # the run had recorded so many steps, and goes on from the checkpoint of that one
+WRITTEN, CHECKPOINT = 6, 4  # recorded steps; step of the checkpoint from which the run continues
 RECORDS = [{"step": s, "reward/mean": s / 8, "loss/kl": None, "actor/grad_norm": 1e-3 * s} for s in range(1, WRITTEN + 1)]
 LINES = [json.dumps(record).encode() + b"\n" for record in RECORDS]
 WHOLE = b"".join(LINES)
@@ -61,15 +61,15 @@ DAMAGES: dict[str, tuple[Damage, set[int], str]] = {
     "line of the checkpoint removed": (without(4), {1, 2, 3}, MISSING + "4,"),
     "later line removed": (without(5), ALL, "1 recorded steps are taken again"),
     "all but later lines removed": (without(1, 2, 3, 4), set(), MISSING + "1 to 4"),
-    "line doubled": (with_line(2, LINES[1]), ALL, "recorded more than once, .* step 2"),
-    "line doubled elsewhere": (with_line(6, LINES[1]), ALL, "recorded more than once, .* step 2"),
-    "all lines doubled": (lambda data: data + data, ALL, "recorded more than once, .* steps 1, 2, 3, 4"),
+    "line doubled": (with_line(2, LINES[1]), ALL, "recorded more than once .*: step 2"),
+    "line doubled elsewhere": (with_line(6, LINES[1]), ALL, "recorded more than once .*: step 2"),
+    "all lines doubled": (lambda data: data + data, ALL, "recorded more than once .*: steps 1, 2, 3, 4"),
     "garbage text": (with_line(3, b"what is this\n"), ALL, "line 4 cannot be read: not valid JSON"),
     "garbage bytes": (with_line(0, bytes(range(128, 256)) + b"\n"), ALL, r"line 1 cannot be read: not UTF-8 \(128 bytes\)"),
     "garbage without an end": (lambda data: data + b"\x00\xff{", ALL, "line 7 cannot be read"),
     "another object": (with_line(1, b'{"loss": 3}\n'), ALL, 'line 2 cannot be read: not an object with an integer "step"'),
     "a list": (with_line(1, b"[1, 2]\n"), ALL, "line 2 cannot be read: not an object"),
-    "NUL bytes before a line": (instead(3, b"\0" * 999 + LINES[2]), ALL, "line 3 cannot be read: what stands before"),
+    "NUL bytes before a line": (instead(3, b"\0" * 999 + LINES[2]), ALL, "line 3 cannot be read: text before"),
     "NUL bytes at the end": (lambda data: data + b"\0" * 4096, ALL, "line 7 cannot be read"),
     "NUL bytes in a line": (instead(3, b'{"step": 3, \0\0"x": 1}\n'), {1, 2, 4}, "line 3 cannot be read"),
     "a hole of NUL bytes": (lambda data: b"\0" * 60 + data[60:], {2, 3, 4} if STEP_2 > 60 else {3, 4}, "cannot be read"),
@@ -118,7 +118,7 @@ def test_a_resume_keeps_each_readable_record_once(name: str, tmp_path: Path) -> 
 
     moved = lost.read_bytes() if lost.exists() else b""
     after = path.read_bytes() + moved
-    for line in LINES:  # what stood in the file stands in one of the two, as often
+    for line in LINES:  # each line of the file is in one of the two, as often as before
         assert after.count(line) == data.replace(b"\r\n", b"\n").count(line) or line not in data
     missing = [line for line in said if re.search(MISSING, line)]
     assert len(missing) == (readable != ALL)
@@ -137,7 +137,7 @@ def test_of_two_records_of_a_step_the_later_attempts_stays() -> None:
         assert [line.value["reward/mean"] for line in found.kept if line.value and line.value["step"] == 2] == [kept]
 
 
-def test_a_file_that_is_gone_is_told(tmp_path: Path) -> None:
+def test_a_file_that_is_gone_is_reported(tmp_path: Path) -> None:
     assert len(resumed(tmp_path)) == 1
     assert re.search(MISSING + "1 to 4", resumed(tmp_path)[0]) and not (tmp_path / LOST_FILE).exists()
 
@@ -184,7 +184,7 @@ OPERATIONS = st.lists(st.tuples(KINDS, st.integers(0, 2**16), st.binary(max_size
 @settings(max_examples=300, deadline=None, derandomize=True)
 @given(OPERATIONS)
 def test_damage_at_random(operations: list[tuple[str, int, bytes]]) -> None:
-    """Nothing that stands in a line of its own is lost, no step is kept twice, and every step that is missing is named."""
+    """No intact line is lost, no step is kept twice, and every step that is missing is named."""
     lines, half = list(LINES), b""
     for what, place, garbage in operations:
         i = place % max(1, len(lines))
@@ -211,7 +211,7 @@ def test_damage_at_random(operations: list[tuple[str, int, bytes]]) -> None:
     assert _named(found) == ALL - set(kept)
 
 
-def _named(found: Steps) -> set[int]:
+def _named(found: StepRecords) -> set[int]:
     """The steps that the faults call missing."""
     named: set[int] = set()
     for fault in found.faults:
@@ -223,7 +223,7 @@ def _named(found: Steps) -> set[int]:
 
 
 def _damaged(data: bytes, what: str) -> bytes:
-    """One file of several lines."""
+    """Return a damaged version of a file of several lines."""
     lines = data.splitlines(keepends=True)
     return {
         "cut": data[:-7],
@@ -264,9 +264,9 @@ def _accuracy(scores: dict[int, float]) -> Any:
 
 @pytest.mark.parametrize("what", ["cut", "removed", "doubled", "garbage", "windows"])
 def test_samples_of_a_benchmark(what: str, tmp_path: Path) -> None:
-    from tepo_megatron.evaluation.samples import Sample, load_samples, read_samples, to_lines
+    from tepo_megatron.evaluation.samples import BenchmarkSample, load_samples, read_samples, to_lines
 
-    made = [Sample(p, i, 1.0, "exact", "7", "7", 3, "stop", f"{p} \u2028") for p in range(3) for i in range(2)]
+    made = [BenchmarkSample(p, i, 1.0, "exact", "7", "7", 3, "stop", f"{p} \u2028") for p in range(3) for i in range(2)]
     path = tmp_path / "amc.jsonl"
     path.write_bytes(_damaged(to_lines(made).replace(b"\n", b"\n"), what))
     found, faults = load_samples(path)
@@ -295,7 +295,7 @@ def test_recorded_rollouts(tmp_path: Path) -> None:
     (tmp_path / "step-what.safetensors").write_bytes(b"foreign")
     (tmp_path / "step-000004.partial").write_bytes(b"half")
     said = record.set_aside(tmp_path, after=4)
-    assert said == ["2 recorded rollout files of steps that are taken again are now called *.lost"]
+    assert said == ["2 rollout files of steps that are repeated were renamed to *.lost"]
     assert record.steps(tmp_path) == [2, 3, 4] and record.set_aside(tmp_path, after=4) == []
     faults = record.faults(tmp_path, last=4)
     assert [str(files[2]) in faults[1], str(files[3]) in faults[2]] == [True, True] and len(faults) == 3

@@ -1,4 +1,4 @@
-"""Counts that add up, and quantiles within half a bin."""
+"""Histograms of parts add up to that of the whole, and quantiles are exact to half a bin."""
 
 import math
 

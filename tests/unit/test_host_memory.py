@@ -71,7 +71,7 @@ def test_memory_is_given_back_with_the_last_piece() -> None:
 
 
 def test_a_forked_child_gets_no_copy() -> None:
-    """And may throw its references away without harm to memory that it took meanwhile."""
+    """A forked child may drop its references without harm to memory that it took meanwhile."""
     arena = HostArena(CPU)
     (piece,) = arena.pieces([PAGE])
     piece.fill_(7)
@@ -127,7 +127,7 @@ def test_stacks_unlock_nothing_amid_an_update() -> None:
 
 
 class Registry:
-    """Stands for CUDA's runtime, which this machine does not have: what is locked, by address."""
+    """A replacement of CUDA's runtime, which this machine does not have: the locked memory, by address."""
 
     def __init__(self) -> None:
         self.locked: dict[int, int] = {}
@@ -151,7 +151,7 @@ class Registry:
 
 
 def mapped(address: int) -> bool:
-    """Whether this process has memory at an address."""
+    """Return whether this process has memory at an address."""
     bounds = (line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines())
     return any(int(low, 16) <= address < int(high, 16) for low, high in bounds)
 

@@ -1,4 +1,4 @@
-"""How many threads the ranks of one machine get."""
+"""The ranks of one machine share its cores as threads."""
 
 from __future__ import annotations
 

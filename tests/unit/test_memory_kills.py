@@ -1,4 +1,4 @@
-"""What the kernel counts of processes that it killed for memory, in control groups of both versions and in containers."""
+"""The kernel's counts of processes killed for memory, in control groups of both versions and in containers."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ print(ended.returncode, kills.explain())
 
 
 def test_a_process_that_the_kernel_does_kill() -> None:
-    """In a real group, of whichever version this machine has."""
+    """Use a real group, of whichever version this machine has."""
     with limited(128 * 2**20) as group:
         parent = subprocess.Popen([sys.executable, "-c", GREEDY], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         group.add(parent.pid)

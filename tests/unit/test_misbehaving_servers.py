@@ -1,4 +1,4 @@
-"""Whatever a server answers, every client of ours ends in time, in little memory, with an error that is safe to print."""
+"""Every client of ours survives every answer of a server: in time, in little memory, with an error that is safe to print."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from collections.abc import Callable
 import pytest
 
 from tepo_megatron.utils.escaping import escaped
-from tepo_megatron.utils.exchange import ERROR_BYTES, BadAnswer, BlockingHttp, TimedOut
+from tepo_megatron.utils.exchange import ERROR_BYTES, BadAnswer, BlockingHttpClient, TimedOut
 from tests import misbehaving
 from tests.misbehaving_clients import ASKS_FOR_HEALTH, CLIENTS, DEADLINE, KEY
 
 SLACK = 20.0  # seconds, for a machine that is busy; without a deadline a server goes on for misbehaving.LASTS
 GROWTH = 200.0  # MiB
 ERRORS = {"RewardError", "RequestFailed", "RolloutError", "SyncError", "ConfigError", "StaleWeights"}
-Pairs = set[tuple[str, str]]  # of a client and a kind
+Pairs = set[tuple[str, str]]  # (client, kind)
 ALL: Pairs = {(client, kind) for client in CLIENTS for kind in misbehaving.KINDS}
 
 
@@ -67,7 +67,7 @@ def test_every_client_ends_in_time_with_an_error_that_is_safe(chosen: Callable[[
 
 def test_each_limit_holds_by_itself() -> None:
     """With a deadline that no busy machine meets, so that it cannot hide a size that is not limited."""
-    with misbehaving.serving() as url, contextlib.closing(BlockingHttp(url)) as http:
+    with misbehaving.serving() as url, contextlib.closing(BlockingHttpClient(url)) as http:
         for kind in ("endless_body", "chunks_never_end", "length_absurd"):
             with pytest.raises(BadAnswer, match=r"^more than 1048576 bytes"):
                 http.exchange("GET", f"/{kind}", seconds=50.0, most_bytes=misbehaving.MIB)

@@ -73,7 +73,7 @@ def test_an_exhibit_that_does_not_fit_is_an_error(changes: dict[str, str], compl
         mutated(dataclasses.replace(EXHIBIT, **changes), tree)
 
 
-def test_a_symbol_that_is_there_twice_is_told_apart_by_its_text(tree: Path) -> None:
+def test_a_symbol_that_occurs_twice_is_distinguished_by_its_text(tree: Path) -> None:
     other = tree / "tepo_megatron" / "box.py"
     other.write_text(TREE)
     with pytest.raises(NotFound, match=r"and 2 have, of those in tepo_megatron/box\.py, tepo_megatron/deep/box\.py"):

@@ -1,4 +1,4 @@
-"""Who may be in a process group on one machine, by real connections of two users; and the private folder of a meeting."""
+"""Membership in a process group on one machine, by real connections of two users; and the private folder of a group."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from tepo_megatron.distributed.meeting_store import FolderStore
-from tepo_megatron.distributed.own_peers import Stranger, own_peers_only
-from tepo_megatron.weight_sync.broadcast_group import BrokenChannel, GroupSpec, join_store
+from tepo_megatron.distributed.own_peers import ForeignPeer, own_peers_only
+from tepo_megatron.distributed.rendezvous_store import FolderStore
+from tepo_megatron.weight_sync.broadcast_group import BrokenGroup, GroupSpec, join_store
 
 NOBODY = 65534
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
@@ -52,7 +52,7 @@ def called(port: int, user: int, then: str, address: str = "127.0.0.1") -> Itera
 def test_a_group_that_another_user_connected_to_is_not_used(then: str) -> None:
     with contextlib.ExitStack() as stack:
         who = f"user {NOBODY}" if then == "stays" else f"(user {NOBODY}|a process that has ended)"
-        with pytest.raises(Stranger, match=f"{who} of this machine connected to a process group of pid {os.getpid()}"):  # noqa: SIM117
+        with pytest.raises(ForeignPeer, match=f"{who} of this machine connected to a process group of pid {os.getpid()}"):  # noqa: SIM117
             with own_peers_only():
                 door = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
                 stack.enter_context(called(door.getsockname()[1], NOBODY, then))
@@ -63,7 +63,7 @@ def test_a_group_that_another_user_connected_to_is_not_used(then: str) -> None:
 @pytest.mark.parametrize("listens", [socket.AF_INET, socket.AF_INET6])
 def test_another_user_is_found_whose_socket_is_of_ipv6(listens: socket.AddressFamily) -> None:
     """The kernel lists such sockets in a table of their own."""
-    with contextlib.ExitStack() as stack, pytest.raises(Stranger, match=f"user {NOBODY} of this machine"), own_peers_only():
+    with contextlib.ExitStack() as stack, pytest.raises(ForeignPeer, match=f"user {NOBODY} of this machine"), own_peers_only():
         door = stack.enter_context(
             socket.create_server(("127.0.0.1" if listens == socket.AF_INET else "::1", 0), family=listens)
         )
@@ -119,5 +119,5 @@ def test_a_folder_that_is_not_private_is_no_store(fault: str, tmp_path: Path) ->
         folder.rmdir()
     if fault == "a file":
         folder.touch(mode=0o700)
-    with pytest.raises(BrokenChannel, match="No such file" if fault == "missing" else "not a folder of mode 0700 that user"):
+    with pytest.raises(BrokenGroup, match="No such file" if fault == "missing" else "not a folder of mode 0700 that user"):
         join_store(GroupSpec("127.0.0.1", 0, "m", 1, 2, 1, 1.0, 1.0, str(folder)))

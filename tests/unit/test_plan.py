@@ -14,17 +14,23 @@ import torch
 from benchmarks.plan import ROWS, predicted_seconds, table
 from tepo_megatron.actor.precision import optimizer_fields
 from tepo_megatron.cli import main
-from tepo_megatron.config import Config, ModelConfig, OptimizerConfig, ParallelConfig, TrainingConfig
+from tepo_megatron.config import Config, MegatronConfig, ModelConfig, ParallelConfig, TrainingConfig
 from tepo_megatron.config.io import load_config, validate
 from tepo_megatron.errors import ConfigError
 from tepo_megatron.plan import activations
-from tepo_megatron.plan.command import Request, plan, predictor_of
-from tepo_megatron.plan.compute import Machine, attention_operations, feed_forward_operations, layer_operations, stage_seconds
+from tepo_megatron.plan.command import PlanRequest, plan, predictor_of
+from tepo_megatron.plan.compute import (
+    MachineModel,
+    attention_operations,
+    feed_forward_operations,
+    layer_operations,
+    stage_seconds,
+)
 from tepo_megatron.plan.engine_memory import engine_share, kv_bytes
-from tepo_megatron.plan.generation import Engine, touched_weights
+from tepo_megatron.plan.generation import EngineModel, touched_weights
 from tepo_megatron.plan.gpus import ASSUMED, GIB, GPUS
-from tepo_megatron.plan.memory import MOMENT, Trainer, host_bytes, state_bytes
-from tepo_megatron.plan.memory_parts import Model
+from tepo_megatron.plan.memory import MOMENT, TrainerMemory, host_bytes, state_bytes
+from tepo_megatron.plan.memory_parts import PlannedModel
 from tepo_megatron.plan.models import read_model
 from tepo_megatron.plan.parameters import held, stages, total_parameters
 from tepo_megatron.plan.placement import Placement, placement_of
@@ -56,9 +62,9 @@ def config(model: str = "models/Qwen2.5-7B", **sections: Any) -> Config:
 
 
 def run(cfg: Config, **request: Any) -> tuple[int, str]:
-    told: list[str] = []
-    asked = Request(**request)
-    return plan(predictor_of(cfg, asked), asked, told.append), "\n".join(told)
+    lines: list[str] = []
+    asked = PlanRequest(**request)
+    return plan(predictor_of(cfg, asked), asked, lines.append), "\n".join(lines)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -102,7 +108,13 @@ def test_recomputed_blocks_take_time() -> None:
     family, arch = read_model("Qwen3-14B")
     seconds = {
         mode: stage_seconds(
-            Model(family, arch, recompute=mode), ParallelConfig(), Machine(GPUS["H100"]), 8192, 8192**2, 8192, backward=True
+            PlannedModel(family, arch, recompute=mode),
+            ParallelConfig(),
+            MachineModel(GPUS["H100"]),
+            8192,
+            8192**2,
+            8192,
+            backward=True,
         ).products
         for mode in activations.RECOMPUTED
     }
@@ -111,33 +123,41 @@ def test_recomputed_blocks_take_time() -> None:
     assert added == pytest.approx(block / layer)
 
 
+def both_moments(kind: str) -> dict[str, Any]:
+    return {"exp_avg_dtype": kind, "exp_avg_sq_dtype": kind}
+
+
 @pytest.mark.parametrize(
     ("precision", "keys", "element"),
     [
         ("bf16", {}, 12),
-        ("bf16", {"moments": "bf16"}, 6),  # of the masters the 16 bits that the weights lack
-        ("bf16", {"moments": "fp8"}, 4),
-        ("bf16", {"offload": 0.75}, 3),
+        ("bf16", both_moments("bf16"), 6),  # of the masters the 16 bits that the weights lack
+        ("bf16", both_moments("fp8"), 4),
+        ("bf16", {"optimizer_offload_fraction": 0.75}, 3),
         ("fp32", {}, 8),
-        ("fp32", {"moments": "bf16"}, 8),
-        ("fp32", {"offload": 1.0}, 0),
+        ("fp32", both_moments("bf16"), 8),
+        ("fp32", {"optimizer_offload_fraction": 1.0}, 0),
     ],
 )
 def test_the_optimizers_bytes_of_an_element(precision: str, keys: dict[str, Any], element: float) -> None:
     family, arch = read_model("Qwen2.5-7B")
     mine = held(family.rows, arch, ParallelConfig(dp=4), 0)
-    optimizer = OptimizerConfig(**keys)
-    found = state_bytes(mine, precision, optimizer)
+    megatron = MegatronConfig(optimizer=keys)
+    adam = megatron.known_optimizer
+    found = state_bytes(mine, precision, adam)
     assert found["optimizer"] == pytest.approx(element * mine.owned)
     assert found | {"optimizer": 0} == state_bytes(mine, precision) | {"optimizer": 0}
-    moments = optimizer_fields(ModelConfig(path="m"), ParallelConfig(), optimizer, "cuda")
-    assert MOMENT[optimizer.moments] == moments.get("exp_avg_dtype", torch.float32).itemsize
+    moments = optimizer_fields(ModelConfig(path="m"), megatron, "cuda")
+    assert MOMENT[adam.exp_avg_dtype] == moments.get("exp_avg_dtype", torch.float32).itemsize
 
 
-def test_an_optimizer_on_the_host() -> None:
-    """What leaves the GPU is there, with gradients, for each rank of a machine; and the update waits for it."""
+def test_an_offloaded_optimizer_takes_host_memory_and_time() -> None:
+    """State that leaves the GPU is in host memory, with gradients, for each rank of a machine; the update waits for it."""
     here, there = (
-        predictor_of(config(optimizer={"offload": share}, checkpoint={"every": 0}, parallel={"dp": 4}), Request())
+        predictor_of(
+            config(megatron={"optimizer": {"optimizer_offload_fraction": share}}, checkpoint={"every": 0}, parallel={"dp": 4}),
+            PlanRequest(),
+        )
         for share in (0.0, 1.0)
     )
     whole = total_parameters(here.model.family.rows, here.model.arch)
@@ -149,10 +169,10 @@ def test_an_optimizer_on_the_host() -> None:
 
 def test_activations_on_the_host() -> None:
     """Nearly all of them leave the GPU, wait on the host, and take their time on the way."""
-    here, there = (predictor_of(config(training={"offload_activations": on}), Request()) for on in (False, True))
-    before, after = (Trainer.of(p.cfg, p.model).state().parts["activations"] for p in (here, there))
+    here, there = (predictor_of(config(training={"offload_activations": on}), PlanRequest()) for on in (False, True))
+    before, after = (TrainerMemory.of(p.cfg, p.model).state().parts["activations"] for p in (here, there))
     layers = here.model.arch.num_layers
-    assert after == pytest.approx(before * 2 / layers, rel=0.05)  # of two layers, whose copies are under way
+    assert after == pytest.approx(before * 2 / layers, rel=0.05)  # two layers, whose copies are under way
     waiting = host_bytes(there.cfg, there.model)["activations that wait for backward"]
     assert waiting > 0.5 * before and "activations that wait for backward" not in host_bytes(here.cfg, here.model)
     lengths = [2048] * 64
@@ -163,7 +183,7 @@ def test_activations_on_the_host() -> None:
 
 
 def test_small_activations_stay() -> None:
-    terms = [activations.Term("small", "rest", 1), activations.Term("large", "rest", 4, saved=8)]
+    terms = [activations.ActivationTerm("small", "rest", 1), activations.ActivationTerm("large", "rest", 4, saved=8)]
     found = activations.kept(terms, 2, 2**17, offloaded=True)
     assert found == activations.SavedActivations(device=2 * 2**17, host=16 * 2**17)
 
@@ -173,7 +193,7 @@ def test_shared_prompts_are_computed_once() -> None:
     groups = config(data={"max_prompt_tokens": 1024}, rollout={"samples_per_prompt": 8})
     groups = replace(groups, model=replace(groups.model, attention="sdpa"))
     never, auto, always = (
-        predictor_of(replace(groups, training=TrainingConfig(share_prompts=share)), Request(prompt=1024, response=256))
+        predictor_of(replace(groups, training=TrainingConfig(share_prompts=share)), PlanRequest(prompt=1024, response=256))
         for share in ("never", "auto", "always")
     )
     lengths = never.workload.sequences(8 * 16)
@@ -185,11 +205,11 @@ def test_shared_prompts_are_computed_once() -> None:
     squares = sum(n * n for n in lengths)
     assert shared.cost.attention / plain.cost.attention == pytest.approx((squares - 7 * 16 * 1024**2) / squares)
     assert [p.model.kernels.attention for p in (never, auto, always)] == ["sdpa", "sdpa", "shared"]
-    before, after = (Trainer.of(p.cfg, p.model).state().parts["activations"] for p in (never, always))
+    before, after = (TrainerMemory.of(p.cfg, p.model).state().parts["activations"] for p in (never, always))
     assert after < before, "no copies of queries and keys in buckets"
 
 
-def test_operations_by_hand() -> None:
+def test_operations_equal_the_published_formula() -> None:
     """Llama 3.1 8B on 8192 tokens: the formula that dgxc-benchmarking prints, whose attention is not causal."""
     _, arch = read_model("Llama-3.1-8B")
     tokens = 8192
@@ -200,27 +220,27 @@ def test_operations_by_hand() -> None:
     assert ours == pytest.approx(theirs, rel=1e-9)
 
 
-def test_responses_have_the_mean_and_the_limit() -> None:
+def test_planned_responses_have_the_given_mean_and_limit() -> None:
     lengths = Workload(100, 2048, 8192).responses(512)
     assert sum(lengths) / 512 == pytest.approx(2048, rel=0.01) and max(lengths) <= 8192 and min(lengths) >= 1
     assert sorted(Workload(0, 8192, 8192).responses(8)) == [8192] * 8
     assert sorted(Workload(100, 500, 900).sequences(64)) == sorted(100 + n for n in Workload(100, 500, 900).responses(64))
 
 
-def test_the_engine() -> None:
+def test_decoding_time_follows_weights_cache_and_batch() -> None:
     family, arch = read_model("Qwen2.5-7B")
-    machine = Machine(GPUS["H100"])
-    engine = Engine(Model(family, arch), machine, 1, 40 * GIB, 256)
+    machine = MachineModel(GPUS["H100"])
+    engine = EngineModel(PlannedModel(family, arch), machine, 1, 40 * GIB, 256)
     alone = engine.step_seconds(1, 100)
     reading = 2 * touched_weights(arch, 1) / (3.35e12 * ASSUMED.elementwise)
     assert alone == pytest.approx(reading + ASSUMED.decode_seconds, rel=0.01)  # all weights once for one token
     assert engine.step_seconds(64, 100) < 2 * alone and engine.step_seconds(64, 20000) > 2 * alone
-    few = replace(engine, cache=2200 * kv_bytes(arch, 1))  # room for two of them
+    few = replace(engine, cache=2200 * kv_bytes(arch, 1))  # capacity for two of them
     assert few.seconds(100, 8, [1000] * 8) == pytest.approx(4 * engine.seconds(100, 8, [1000] * 8), rel=0.15)
     assert few.seconds(100, 1, [5000]) > 0  # one that fits alone runs
 
 
-def test_experts_that_a_batch_reads() -> None:
+def test_decoding_reads_only_the_experts_that_a_batch_uses() -> None:
     _, arch = read_model("Qwen3-30B-A3B")
     assert touched_weights(arch, 1) < 4e9 < 28e9 < touched_weights(arch, 1000) < 31e9
 
@@ -229,18 +249,18 @@ def placed(cfg: Config) -> Placement:
     return placement_of(cfg.parallel.world_size, cfg.rollout)
 
 
-def test_where_trainer_and_engine_are() -> None:
+def test_trainer_and_engine_are_placed_on_the_gpus_of_the_config() -> None:
     server = {"tp": 2}
     apart = config(rollout={"servers": 2, "server": {**server, "rendezvous": "x"}}, sync={"transport": "group"})
-    assert (placed(apart).kind, placed(apart).gpus) == ("apart", 5)
+    assert (placed(apart).kind, placed(apart).gpus) == ("disaggregated", 5)
     turns = config(rollout={"colocate": True, "servers": 2, "server": server}, parallel={"dp": 4})
-    assert (placed(turns).kind, placed(turns).gpus) == ("in turns", 4)
+    assert (placed(turns).kind, placed(turns).gpus) == ("colocated", 4)
     here = placed(config(rollout={"servers": 2, "server": server}))
-    assert (here.kind, here.gpus, here.fault) == ("apart", 5, "")
+    assert (here.kind, here.gpus, here.fault) == ("disaggregated", 5, "")
     assert "9 GPUs of ranks and servers do not fit" in placed(config(rollout={"servers": 4, "server": server})).fault
 
 
-def test_the_share_of_the_engine() -> None:
+def test_the_engines_share_of_memory_is_read_from_its_arguments() -> None:
     for words in (["--gpu-memory-utilization", "0.5"], ["--mem-fraction-static=0.5"]):
         assert engine_share(config(rollout={"server": {"extra_args": words}}).rollout.server) == 0.5
     assert engine_share(config().rollout.server) == ASSUMED.engine_share
@@ -252,7 +272,10 @@ def test_the_share_of_the_engine() -> None:
     ("sections", "why"),
     [
         ({"parallel": {"tp": 8, "sequence_parallel": True}}, "parallel.tp=8 does not divide num_query_groups=4"),
-        ({"parallel": {"pp": 32}, "rollout": {"server": {"rendezvous": "x"}}, "sync": {"folder": "x"}}, "pp=32 exceeds"),
+        (
+            {"parallel": {"pp": 32}, "rollout": {"server": {"rendezvous": "x"}}, "sync": {"transport": {"folder": "x"}}},
+            "pp=32 exceeds",
+        ),
         ({"parallel": {"dp": 16}, "rollout": {"colocate": True}}, "the first of 2 machines"),
         ({"parallel": {"tp": 2, "dp": 4}, "rollout": {"colocate": True}, "training": {"max_tokens_per_microbatch": 10**5}},
          r"GiB too much to train; the greatest part is activations, [\d.]+ GiB: lower training.max_tokens_per_microbatch"),
@@ -264,14 +287,14 @@ def test_the_share_of_the_engine() -> None:
     ids=str,
 )  # fmt: skip
 def test_what_does_not_fit_says_why(sections: dict[str, Any], why: str) -> None:
-    status, told = run(config(**sections))
+    status, output = run(config(**sections))
     assert status == 1
-    assert re.search(why, told.splitlines()[-1]), told.splitlines()[-1]
+    assert re.search(why, output.splitlines()[-1]), output.splitlines()[-1]
 
 
-def test_the_search() -> None:
+def test_the_search_ranks_the_layouts_that_fit() -> None:
     cfg = load_config("examples/recipes/qwen2.5-7b-8gpu-colocated.yaml")
-    predictor = predictor_of(cfg, Request())
+    predictor = predictor_of(cfg, PlanRequest())
     found = search(predictor, 8)
     assert found.seen == len(found.best) + sum(map(len, found.refused.values()))
     speeds = [layout.step.tokens_per_second for layout in found.best if layout.step]
@@ -279,23 +302,26 @@ def test_the_search() -> None:
     assert any("does not divide num_query_groups=4" in why for why in found.refused)
     for layout in found.best:  # what the search says of a layout is what it says of the config alone
         assert layout.cfg.parallel.world_size == 8 and layout.fullest.total <= GPUS["H100"].memory
-    alone = judge(predictor_of(found.best[-1].cfg, Request()))
+    alone = judge(predictor_of(found.best[-1].cfg, PlanRequest()))
     assert alone.step is not None and alone.step.seconds == found.best[-1].step.seconds
-    more = search(replace(predictor, machine=Machine(GPUS["H200"])), 8)
+    more = search(replace(predictor, machine=MachineModel(GPUS["H200"])), 8)
     assert len(more.best) > len(found.best)
 
 
 def test_the_search_around_servers_of_others() -> None:
     named = {"servers": 2, "server": {"tp": 2, "urls": ["http://127.0.0.1:1", "http://127.0.0.1:2"]}}
-    found = search(predictor_of(config(rollout=named, parallel={"tp": 4, "sequence_parallel": True}), Request()), 8)
+    found = search(predictor_of(config(rollout=named, parallel={"tp": 4, "sequence_parallel": True}), PlanRequest()), 8)
     assert found.best and {placed(layout.cfg).gpus for layout in found.best} == {8}
 
 
 def test_a_larger_gpu_is_faster_and_longer_responses_are_slower() -> None:
     cfg = load_config("examples/recipes/qwen3-14b-16gpu-apart.yaml")
-    seconds = [predictor_of(cfg, Request(gpu=gpu)).step().seconds for gpu in ("H100", "H200", "B200")]
+    seconds = [predictor_of(cfg, PlanRequest(gpu=gpu)).step().seconds for gpu in ("H100", "H200", "B200")]
     assert seconds == sorted(seconds, reverse=True)
-    assert predictor_of(cfg, Request(response=4096)).step().seconds > predictor_of(cfg, Request(response=1024)).step().seconds
+    assert (
+        predictor_of(cfg, PlanRequest(response=4096)).step().seconds
+        > predictor_of(cfg, PlanRequest(response=1024)).step().seconds
+    )
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda p: p.stem)
@@ -314,8 +340,8 @@ def test_recipes_fit_an_h100(path: Path) -> None:
     cfg = load_config(path)
     gpus = int(re.search(r"(\d+)gpu", path.stem)[1])
     assert cfg.name == path.stem and placed(cfg).gpus == gpus
-    layout = judge(predictor_of(cfg, Request()))
-    assert layout.why == "" and layout.fullest.total < 0.95 * GPUS["H100"].memory  # with room for what is not modelled
+    layout = judge(predictor_of(cfg, PlanRequest()))
+    assert layout.why == "" and layout.fullest.total < 0.95 * GPUS["H100"].memory  # with a margin for what is not modelled
     assert cfg.rollout.colocate == path.stem.endswith("colocated")
 
 
@@ -327,7 +353,7 @@ def test_what_a_model_is_called_cannot_drive_a_terminal(tmp_path: Path, capsys: 
         assert "\\x1b]0;owned" in text and text == escaped(text), text
 
 
-def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_writes_json_and_refuses_wrong_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe, file = "examples/recipes/qwen2.5-7b-8gpu-colocated.yaml", tmp_path / "plan.json"
     assert main(["plan", recipe, "--gpu", "H200", "--json", str(file), "--parallel.cp", "1", "--parallel.dp", "4"]) == 0
     out = json.loads(file.read_text())
@@ -347,7 +373,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_no_torch_is_imported() -> None:
-    """It answers in a second or two: torch alone would take as long."""
+    """The command answers in a second or two; importing torch alone would take as long."""
     code = (
         "import sys; from tepo_megatron.cli import main; status = main(['plan', sys.argv[1]]);"
         "assert not {'torch', 'transformers', 'megatron'} & set(sys.modules); sys.exit(status)"

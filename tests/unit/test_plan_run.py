@@ -8,45 +8,47 @@ from typing import Any
 
 import pytest
 
-from tepo_megatron.config import Config
+from tepo_megatron.config import Config, MegatronConfig
 from tepo_megatron.config.io import load_config
 from tepo_megatron.controller.method import resolve
 from tepo_megatron.evaluation import benchmarks
-from tepo_megatron.plan.command import Request, predictor_of
+from tepo_megatron.plan.command import PlanRequest, predictor_of
 from tepo_megatron.plan.gpus import ASSUMED, GPUS
-from tepo_megatron.plan.memory import FP8_WORKSPACES, Trainer, host_bytes, states
-from tepo_megatron.plan.memory_parts import Model, State
+from tepo_megatron.plan.memory import FP8_WORKSPACES, TrainerMemory, host_bytes, states
+from tepo_megatron.plan.memory_parts import MemoryState, PlannedModel
 from tepo_megatron.plan.models import read_model
 from tepo_megatron.plan.parameters import held, total_parameters
 from tepo_megatron.plan.step import REFILLS
 from tepo_megatron.plan.whole_run import BENCHMARKS, WholeRun, asked, time_range, whole_run
-from tepo_megatron.plan.workload import Workload, max_refills
+from tepo_megatron.plan.workload import Workload, max_generation_rounds
 from tepo_megatron.utils.host_sizes import block_bytes
 from tests.unit.test_plan import RECIPES, config, run
 
 
 def test_fp8_copies_of_weights() -> None:
-    """By hand, of Qwen3-14B with tp=4: qkv, output, gate and up, and down projections of 40 layers, two bytes of an element."""
+    """The copies of Qwen3-14B with tp=4 take two bytes per element of the four linear modules of 40 layers."""
     cfg = load_config("examples/recipes/qwen3-14b-16gpu-colocated.yaml")
     fp8 = replace(cfg.model, precision="fp8-current")
     layer = 5120 * ((40 + 2 * 8) * 128 + 40 * 128 + 3 * 17408) / cfg.parallel.tp
-    for model, expected in (
-        (cfg.model, None),
-        (fp8, 2 * 40 * layer),
-        (replace(fp8, bf16_end_layers=2), 2 * 36 * layer),
-        (replace(fp8, precision="fp8-blockwise"), (2 + 8 / 128**2) * 40 * layer),
+    ends = {"num_layers_at_start_in_bf16": 2, "num_layers_at_end_in_bf16": 2}
+    in_bf16 = MegatronConfig(transformer={"first_last_layers_bf16": True, **ends})
+    for model, megatron, expected in (
+        (cfg.model, cfg.megatron, None),
+        (fp8, cfg.megatron, 2 * 40 * layer),
+        (fp8, in_bf16, 2 * 36 * layer),
+        (replace(fp8, precision="fp8-blockwise"), cfg.megatron, (2 + 8 / 128**2) * 40 * layer),
     ):
-        predictor = predictor_of(replace(cfg, model=model), Request())
-        assert Trainer.of(predictor.cfg, predictor.model).state().parts.get(FP8_WORKSPACES) == expected
+        predictor = predictor_of(replace(cfg, model=model, megatron=megatron), PlanRequest())
+        assert TrainerMemory.of(predictor.cfg, predictor.model).state().parts.get(FP8_WORKSPACES) == expected
 
 
-def states_of(cfg: Config, model: Model, gpu: str) -> list[State]:
-    return states(Trainer.of(cfg, model), cfg.rollout, cfg.sync, GPUS[gpu])
+def states_of(cfg: Config, model: PlannedModel, gpu: str) -> list[MemoryState]:
+    return states(TrainerMemory.of(cfg, model), cfg.rollout, cfg.sync, GPUS[gpu])
 
 
 def test_fp8_copies_go_with_the_parameters() -> None:
     for recipe, where in (("colocated", ["train"]), ("apart", ["train", "sync"])):
-        predictor = predictor_of(load_config(f"examples/recipes/qwen3-14b-16gpu-fp8-{recipe}.yaml"), Request())
+        predictor = predictor_of(load_config(f"examples/recipes/qwen3-14b-16gpu-fp8-{recipe}.yaml"), PlanRequest())
         found = states_of(predictor.cfg, predictor.model, "H100")
         assert [state.name for state in found if FP8_WORKSPACES in state.parts] == where
 
@@ -60,50 +62,50 @@ def test_fp8_copies_go_with_the_parameters() -> None:
         ("vllm", 1, ["--enable-nccl-comm-suspend"], ASSUMED.graphs),
     ],
 )
-def test_a_sleeping_engine(engine: str, tp: int, args: list[str], gives_back: int) -> None:
+def test_a_sleeping_engine_keeps_its_assumed_memory(engine: str, tp: int, args: list[str], gives_back: int) -> None:
     server = {"tp": tp, "extra_args": args}
     cfg = config(rollout={"engine": engine, "colocate": True, "server": server}, parallel={"dp": tp})
     family, arch = read_model(cfg.model.path)
-    train = next(state for state in states_of(cfg, Model(family, arch), "H200") if state.name == "train")
+    train = next(state for state in states_of(cfg, PlannedModel(family, arch), "H200") if state.name == "train")
     assert train.parts["sleeping engine"] == ASSUMED.asleep - gives_back > 0
 
 
 def test_page_locked_memory_of_a_machine() -> None:
-    """Of Qwen3-14B: all weights, twice over cp, and the optimizer's state, once; and of two machines, the fuller one's."""
-    predictor = predictor_of(load_config("examples/recipes/qwen3-14b-8gpu-colocated.yaml"), Request())
+    """Qwen3-14B locks all weights twice over cp, and the optimizer's state once; of two machines the fuller one counts."""
+    predictor = predictor_of(load_config("examples/recipes/qwen3-14b-8gpu-colocated.yaml"), PlanRequest())
     whole = total_parameters(predictor.model.family.rows, predictor.model.arch)
     found = host_bytes(predictor.cfg, predictor.model)["weights and optimizer while the engine has the GPU"]
     assert found == pytest.approx((2 * 2 + 12) * whole, rel=1e-3)
     family, arch = read_model("models/Llama-3.1-8B")  # whose last stages have the norm besides
     cfg = config(
-        "models/Llama-3.1-8B", objective={"ref_beta": 0.1}, parallel={"tp": 8, "pp": 2, "sequence_parallel": True},
+        "models/Llama-3.1-8B", objective={"ref_kl": {"beta": 0.1}}, parallel={"tp": 8, "pp": 2, "sequence_parallel": True},
         rollout={"server": {"rendezvous": "x"}}, sync={"transport": "group"},
     )  # fmt: skip
     stages_ = [held(family.rows, arch, cfg.parallel, rank).parameters for rank in range(2)]
     assert stages_[1] == stages_[0] + arch.hidden_size
-    assert host_bytes(cfg, Model(family, arch)) == {"reference policy": 8 * block_bytes(2 * stages_[1])}
+    assert host_bytes(cfg, PlannedModel(family, arch)) == {"reference policy": 8 * block_bytes(2 * stages_[1])}
 
 
 @pytest.mark.parametrize("path", [*RECIPES, *sorted(Path("examples/paper").glob("table*/*.yaml"))], ids=lambda p: p.stem)
 def test_refills_are_those_of_the_run(path: Path) -> None:
     cfg = load_config(path)
-    assert max_refills(cfg.rollout, cfg.objective) == resolve(cfg).max_refills
+    assert max_generation_rounds(cfg.rollout, cfg.objective) == resolve(cfg).max_generation_rounds
 
 
 def test_rounds_of_a_step() -> None:
-    cfg = config(rollout={"prompts_per_step": 64, "max_refills": 9})
+    cfg = config(rollout={"prompts_per_step": 64, "max_generation_rounds": 10})
     assert Workload.of(cfg).dropped == ASSUMED.uniform_groups
     assert Workload(1, 1, 1, 0.5).rounds(cfg.rollout, cfg.objective) == ([64, 32, 16, 8, 4, 2, 1], 64)
     assert Workload(1, 1, 1).rounds(cfg.rollout, cfg.objective) == ([64], 64)
-    few = config(rollout={"prompts_per_step": 64, "max_refills": 1, "oversample": 1.25})
+    few = config(rollout={"prompts_per_step": 64, "max_generation_rounds": 2, "oversample": 1.25})
     assert Workload(1, 1, 1, 0.5).rounds(few.rollout, few.objective) == ([80, 30], 55)
     everything = config(rollout={"filter_uniform_groups": False})
     assert Workload.of(everything, dropped=0.5).rounds(everything.rollout, everything.objective) == ([64], 64)
 
 
 def test_refills_take_time_and_what_is_dropped_is_not_learned_from() -> None:
-    once, again = (predictor_of(config(rollout={"max_refills": n}), Request()) for n in (0, 9))
-    none = predictor_of(config(rollout={"max_refills": 9}), Request(dropped=0.0))
+    once, again = (predictor_of(config(rollout={"max_generation_rounds": n}), PlanRequest()) for n in (1, 10))
+    none = predictor_of(config(rollout={"max_generation_rounds": 10}), PlanRequest(dropped=0.0))
     steps = [p.step() for p in (once, again, none)]
     assert steps[1].phases["sample"] == steps[0].phases["sample"] == steps[2].phases["sample"]
     assert steps[1].phases[REFILLS] > 0 == steps[0].phases[REFILLS] == steps[2].phases[REFILLS]
@@ -119,7 +121,7 @@ def sampled(cfg: Config) -> list[tuple[int, int, int]]:
     return list(asked(cfg.data.eval, cfg.evaluation, cfg.rollout.max_response_tokens))
 
 
-def test_what_an_evaluation_samples() -> None:
+def test_evaluation_samples_are_counted_by_set() -> None:
     both = config(
         data={"eval": "held.jsonl[100:400]"}, rollout={"max_response_tokens": 512},
         evaluation={"samples": 4, "benchmarks": ["aime24", "math500"], "benchmark_tokens": 1024, "benchmark_samples": 16},
@@ -141,24 +143,25 @@ def test_what_an_evaluation_samples() -> None:
     ids=str,
 )
 def test_how_often_a_run_stops(keys: dict[str, Any], evaluations: int, checkpoints: int) -> None:
-    found = whole_run(predictor_of(config(**keys), Request()), 100.0)
+    found = whole_run(predictor_of(config(**keys), PlanRequest()), 100.0)
     assert (found.evaluations, found.checkpoints) == (evaluations, checkpoints)
 
 
-def test_the_whole_run() -> None:
+def test_the_time_of_a_run_adds_up_steps_evaluations_and_checkpoints() -> None:
     found = WholeRun(10, 100.0, 3, 50.0, 2, 5.0, 40.0, 8, 0.3)
     assert found.seconds == 1200 and found.gpu_hours == pytest.approx(8 / 3)
     low, high = time_range(100.0, 0.3)
     assert (low * 1.3, high * 0.7) == (pytest.approx(100), pytest.approx(100))
     waits, writes = (
-        whole_run(predictor_of(config(checkpoint={"every": 5, "asynchronous": on}), Request()), 100.0) for on in (True, False)
+        whole_run(predictor_of(config(checkpoint={"every": 5, "asynchronous": on}), PlanRequest()), 100.0)
+        for on in (True, False)
     )
     assert writes.checkpoint > 10 * waits.checkpoint > 0 and waits.ending > writes.ending
 
 
-def test_what_the_readme_shows() -> None:
+def test_the_readme_shows_the_output_of_the_command() -> None:
     block = Path("README.md").read_text().partition("$ .venv/bin/tepo plan ")[2].partition("```")[0]
     command, *shown = block.strip().splitlines()
-    status, told = run(load_config(command.split()[0]), gpus=8, gpu="H100")
+    status, output = run(load_config(command.split()[0]), gpus=8, gpu="H100")
     assert status == 0 and len(shown) > 8
-    assert [line for line in shown if line not in told.splitlines()] == []
+    assert [line for line in shown if line not in output.splitlines()] == []

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from tepo_megatron import platform
 from tepo_megatron.errors import ConfigError
 from tepo_megatron.platform.adam import HostAdam
-from tepo_megatron.platform.mcore import lend_triton_to_paged_stash
+from tepo_megatron.platform.mcore import provide_triton_to_paged_stash
 from tests.tiny import tiny_qwen3
 
 
@@ -182,7 +182,7 @@ def test_paged_stash_is_lent_an_empty_triton(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(sys, "meta_path", [*before])
     with monkeypatch.context() as without:
         without.setattr(importlib.util, "find_spec", lambda name, package=None: None)
-        lend_triton_to_paged_stash()
+        provide_triton_to_paged_stash()
     (finder,) = (each for each in sys.meta_path if each not in before)
     spec = finder.find_spec("megatron.core.transformer.moe.paged_stash", [str(tmp_path)])
     assert spec is not None and spec.loader is not None

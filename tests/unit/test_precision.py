@@ -14,7 +14,7 @@ from megatron.core.transformer import TransformerConfig
 from transformers import Qwen3MoeConfig
 
 from tepo_megatron.actor import kernels, precision
-from tepo_megatron.config import ModelConfig, OptimizerConfig, ParallelConfig, TrainingConfig
+from tepo_megatron.config import MegatronConfig, ModelConfig, ParallelConfig, TrainingConfig
 from tepo_megatron.config.io import validate
 from tepo_megatron.errors import ConfigError
 from tepo_megatron.ops.alignment import Alignment
@@ -23,7 +23,12 @@ from tests.tiny import tiny_model, tiny_qwen3
 from tests.worlds import run_world
 
 BASE = {"name": "run", "model": {"path": "model"}, "data": {"train": "train.jsonl"}}
-UB = {"tp": 2, "sequence_parallel": True, "tp_comm_overlap": True}
+MEGATRON = MegatronConfig()
+SP = {"tp": 2, "sequence_parallel": True}
+UB = {"transformer": {"tp_comm_overlap": True}}
+ENDS = {"transformer": {"first_last_layers_bf16": True}}
+MOMENT = {"optimizer": {"exp_avg_dtype": "fp8"}}
+HOST = {"optimizer": {"optimizer_offload_fraction": 0.5}}
 GPU = {"H100", "H200", "B200"}
 
 
@@ -64,8 +69,18 @@ def test_a_preset_becomes_these_fields_of_the_transformer(name: str) -> None:
     assert {key: getattr(built, key) for key in found} == found, "Megatron keeps them as they are"
 
 
+def ddp(**fields: Any) -> dict[str, Any]:
+    return {"ddp": fields}
+
+
+def in_bf16(number: int) -> MegatronConfig:
+    """So many layers at each end."""
+    ends = {"num_layers_at_start_in_bf16": number, "num_layers_at_end_in_bf16": number}
+    return MegatronConfig(transformer={"first_last_layers_bf16": True, **ends})
+
+
 def test_layers_at_the_ends_that_stay_in_bf16() -> None:
-    found = precision.transformer_fields(model("fp8-current", bf16_end_layers=2))
+    found = precision.transformer_fields(model("fp8-current"), in_bf16(2))
     wanted = {"first_last_layers_bf16": True, "num_layers_at_start_in_bf16": 2, "num_layers_at_end_in_bf16": 2}
     assert found == FIELDS["fp8-current"] | wanted
     TransformerConfig(num_layers=4, hidden_size=128, num_attention_heads=4, **found)
@@ -73,12 +88,12 @@ def test_layers_at_the_ends_that_stay_in_bf16() -> None:
 
 @pytest.mark.parametrize("name", precision.PRESETS)
 def test_a_preset_becomes_these_fields_of_data_parallelism_and_optimizer(name: str) -> None:
-    assert precision.ddp_fields(ParallelConfig(), "cpu") == {
+    assert precision.ddp_fields(MEGATRON, "cpu") == {
         "grad_reduce_in_fp32": True, "use_distributed_optimizer": True, "average_in_collective": False,
         "overlap_grad_reduce": False, "overlap_param_gather": False, "bucket_size": None, "fp8_param_gather": False,
     }  # fmt: skip
     in_fp32 = name == "fp32"
-    found = precision.optimizer_fields(model(name), ParallelConfig(), OptimizerConfig(), "cpu")
+    found = precision.optimizer_fields(model(name), MEGATRON, "cpu")
     assert found == {
         "params_dtype": torch.float32 if in_fp32 else torch.bfloat16, "bf16": not in_fp32, "use_distributed_optimizer": True,
         "overlap_param_gather": False, "main_params_dtype": torch.float32, "main_grads_dtype": torch.float32,
@@ -88,30 +103,34 @@ def test_a_preset_becomes_these_fields_of_data_parallelism_and_optimizer(name: s
 
 
 def test_overlap_becomes_these_fields() -> None:
-    parallel = ParallelConfig(dp=2, overlap_grad_reduce=True, overlap_param_gather=True, bucket_parameters=7)
-    built = DistributedDataParallelConfig(**precision.ddp_fields(parallel, "cpu"))
+    megatron = MegatronConfig(ddp={"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 7})
+    built = DistributedDataParallelConfig(**precision.ddp_fields(megatron, "cpu"))
     assert (built.overlap_grad_reduce, built.overlap_param_gather, built.bucket_size) == (True, True, 7)
-    assert precision.optimizer_fields(model("bf16"), parallel, OptimizerConfig(), "cpu")["overlap_param_gather"]
+    assert precision.optimizer_fields(model("bf16"), megatron, "cpu")["overlap_param_gather"]
     for keys, on in (
         ({}, (True, True)),
         ({"overlap_param_gather": False}, (True, False)),
         ({"overlap_grad_reduce": False}, (False, False)),
     ):
-        by_default = precision.ddp_fields(ParallelConfig(**keys), "cuda")
+        by_default = precision.ddp_fields(MegatronConfig(ddp=keys), "cuda")
         assert (by_default["overlap_grad_reduce"], by_default["overlap_param_gather"]) == on, "GPUs overlap unless told not to"
+
+
+def both_moments(kind: str) -> MegatronConfig:
+    return MegatronConfig(optimizer={"exp_avg_dtype": kind, "exp_avg_sq_dtype": kind})
 
 
 @pytest.mark.parametrize(("moments", "dtype"), [("bf16", torch.bfloat16), ("fp8", torch.uint8)])
 def test_moments_become_these_fields(moments: Any, dtype: torch.dtype) -> None:
-    found = precision.optimizer_fields(model("bf16"), ParallelConfig(), OptimizerConfig(moments=moments), "cpu")
+    found = precision.optimizer_fields(model("bf16"), both_moments(moments), "cpu")
     more = {"use_precision_aware_optimizer": True, "exp_avg_dtype": dtype, "exp_avg_sq_dtype": dtype}
-    assert found == precision.optimizer_fields(model("bf16"), ParallelConfig(), OptimizerConfig(), "cpu") | more
+    assert found == precision.optimizer_fields(model("bf16"), MEGATRON, "cpu") | more
     assert found.keys() <= {f.name for f in dataclasses.fields(MegatronOptimizerConfig)}
 
 
 def test_an_optimizer_on_the_host_becomes_these_fields() -> None:
-    found = precision.optimizer_fields(model("bf16"), ParallelConfig(), OptimizerConfig(offload=0.25), "cpu")
-    assert found == precision.optimizer_fields(model("bf16"), ParallelConfig(), OptimizerConfig(), "cpu") | {
+    found = precision.optimizer_fields(model("bf16"), MegatronConfig(optimizer={"optimizer_offload_fraction": 0.25}), "cpu")
+    assert found == precision.optimizer_fields(model("bf16"), MEGATRON, "cpu") | {
         "use_precision_aware_optimizer": True, "optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.25,
         "overlap_cpu_optimizer_d2h_h2d": True,
     }  # fmt: skip
@@ -170,7 +189,9 @@ def test_what_is_too_old_is_named(name: str, hardware: precision.Hardware, reaso
         ("fp8-blockwise", qwen(experts=Experts(8, 2, 704, True, tuple(range(28)))), 1, r"the experts' ffn_size is 704"),
     ],
 )
-def test_shapes(name: str, architecture: Architecture, tp: int, said: str | None) -> None:
+def test_shapes_that_a_preset_cannot_split_are_refused(
+    name: str, architecture: Architecture, tp: int, said: str | None
+) -> None:
     parallel = ParallelConfig(tp=tp)
     if said is None:
         precision.check_shapes(architecture, model(name), parallel)
@@ -180,9 +201,11 @@ def test_shapes(name: str, architecture: Architecture, tp: int, said: str | None
 
 
 def test_no_more_layers_in_bf16_than_a_stage_has() -> None:
-    precision.check_shapes(qwen(), model("fp8-current", bf16_end_layers=7), ParallelConfig(pp=4))
-    with pytest.raises(ConfigError, match=r"bf16_end_layers=8 exceeds the 7 layers of a pipeline stage.*use at most 7"):
-        precision.check_shapes(qwen(), model("fp8-current", bf16_end_layers=8), ParallelConfig(pp=4))
+    precision.check_shapes(qwen(), model("fp8-current"), ParallelConfig(pp=4), in_bf16(7).bf16_layers)
+    with pytest.raises(ConfigError, match=r"start_in_bf16=8 exceeds the 7 layers of a pipeline stage.*use at most 7"):
+        precision.check_shapes(qwen(), model("fp8-current"), ParallelConfig(pp=4), in_bf16(8).bf16_layers)
+    with pytest.raises(ConfigError, match=r"end_in_bf16=8 exceeds the 7 layers"):
+        precision.check_shapes(qwen(), model("fp8-current"), ParallelConfig(pp=4), (7, 8))
 
 
 @pytest.mark.parametrize(
@@ -190,30 +213,28 @@ def test_no_more_layers_in_bf16_than_a_stage_has() -> None:
     [
         ({"model": {"path": "m", "precision": "fp8-current"}, "platform": "cpu"}, "fp8-current needs platform=cuda; use bf16"),
         ({"model": {"path": "m", "precision": "fp8-current", "attention": "sdpa"}}, "attention=sdpa builds .* to auto"),
-        ({"model": {"path": "m", "bf16_end_layers": 1}}, "bf16_end_layers=1: precision=bf16 has no FP8 layers"),
-        ({"model": {"path": "m", "precision": "fp8-delayed", "bf16_end_layers": 1}}, "fp8-delayed keeps a history of scales"),
-        ({"parallel": {"overlap_param_gather": True, "overlap_grad_reduce": False}}, "gather=true needs overlap_grad_reduce"),
-        ({"parallel": {"overlap_param_gather": True}, "platform": "cpu"}, "gather=true speaks of buckets, .* to false"),
-        ({"parallel": {"bucket_parameters": 5}, "platform": "cpu"}, "parallel.bucket_parameters=5 .* on a CPU.* this to null"),
-        ({"parallel": {"bucket_parameters": 5, "overlap_grad_reduce": False}}, "=5 .*reduce=false there is one"),
-        ({"parallel": {"tp_comm_overlap": True}}, "tp_comm_overlap=true needs sequence_parallel=true"),
-        ({"parallel": UB}, "parallel.tp_comm_overlap=true needs training.fixed_length=true"),
-        ({"parallel": UB, "platform": "cpu"}, "parallel.tp_comm_overlap=true needs platform=cuda; use false"),
+        ({"megatron": ENDS}, "first_last_layers_bf16=true: model.precision=bf16 has no FP8 layers"),
+        ({"model": {"path": "m", "precision": "fp8-delayed"}, "megatron": ENDS}, "fp8-delayed keeps a history of scales"),
+        ({"megatron": ddp(overlap_param_gather=True, overlap_grad_reduce=False)}, "gather=true needs overlap_grad_reduce"),
+        ({"megatron": ddp(overlap_param_gather=True), "platform": "cpu"}, "gather=true speaks of buckets, .* to false"),
+        ({"megatron": ddp(bucket_size=5), "platform": "cpu"}, "megatron.ddp.bucket_size=5 .* on a CPU.* this to null"),
+        ({"megatron": ddp(bucket_size=5, overlap_grad_reduce=False)}, "=5 .*reduce=false there is one"),
+        ({"megatron": UB}, "tp_comm_overlap=true needs parallel.sequence_parallel=true"),
+        ({"parallel": SP, "megatron": UB, "platform": "cpu"}, "tp_comm_overlap=true needs platform=cuda; use false"),
         (
-            {"parallel": UB, "training": {"fixed_length": True}, "model": {"path": "m", "attention": "sdpa"}},
+            {"parallel": SP, "megatron": UB, "model": {"path": "m", "attention": "sdpa"}},
             "tp_comm_overlap=true is Transformer Engine's, .* to auto",
         ),
-        ({"training": {"fixed_length": True, "max_tokens_without_grad": 20000}}, "20000 is another length; set that to null"),
-        ({"optimizer": {"moments": "bf16"}, "platform": "cpu"}, "optimizer.moments=bf16 needs platform=cuda; use fp32"),
-        ({"optimizer": {"offload": 0.5}, "platform": "cpu"}, "optimizer.offload=0.5 needs platform=cuda; use 0"),
-        ({"optimizer": {"offload": 0.5, "moments": "fp8"}}, "moments=fp8 and offload=0.5"),
-        ({"optimizer": {"moments": "fp8"}, "checkpoint": {"every": 2}}, "moments=fp8 with checkpoint.every=2: .* to fp32"),
-        ({"optimizer": {"offload": 1}, "resume": True}, "offload=1 with resume=true: .*offload to 0"),
-        ({"optimizer": {"offload": 1}, "rollout": {"colocate": True}}, "offload=1 with rollout.colocate=true"),
+        ({"megatron": MOMENT, "platform": "cpu"}, "optimizer.exp_avg_dtype=fp8 needs platform=cuda; use fp32"),
+        ({"megatron": HOST, "platform": "cpu"}, "optimizer_offload_fraction=0.5 needs platform=cuda; use 0"),
+        ({"megatron": {"optimizer": HOST["optimizer"] | MOMENT["optimizer"]}}, "exp_avg_dtype=fp8 and .*_fraction=0.5"),
+        ({"megatron": MOMENT, "checkpoint": {"every": 2}}, "exp_avg_dtype=fp8 with checkpoint.every=2: .* to fp32"),
+        ({"megatron": HOST, "resume": True}, "fraction=0.5 with resume=true: .*fraction to 0"),
+        ({"megatron": HOST, "rollout": {"colocate": True}}, "fraction=0.5 with rollout.colocate=true"),
         ({"rollout": {"replay_experts": True}, "training": {"recompute": "full"}}, "recompute=full: routers that compute"),
     ],
 )  # fmt: skip
-def test_contradictions_name_key_value_reason_and_mend(change: dict[str, Any], said: str) -> None:
+def test_contradictions_name_key_value_reason_and_fix(change: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         validate(BASE | change)
 
@@ -233,9 +254,9 @@ def test_engines_get_bf16_from_fp8() -> None:
         ("fp8-blockwise", {"cp": 2}, 128),
     ],
 )
-def test_packed_tokens_of_a_rank(name: str, parallel: dict[str, Any], multiple: int) -> None:
+def test_packed_tokens_of_a_rank_are_padded_to_the_presets_multiple(name: str, parallel: dict[str, Any], multiple: int) -> None:
     mesh = ParallelConfig(**parallel)
-    alignment = precision.alignment(model(name), mesh, TrainingConfig())
+    alignment = precision.alignment(model(name), mesh)
     assert alignment == Alignment(cp=mesh.cp, total=multiple)
     for lengths in ([1], [5, 17, 30], [512] * 3, [127, 129]):
         padded = alignment.padded(lengths)
@@ -288,7 +309,7 @@ def test_experts_are_chosen_in_fp32_whatever_the_precision(tmp_path: Path) -> No
 
 
 def test_embedding_and_output_layer_are_not_transformer_engines(tmp_path: Path) -> None:
-    """They are GPTModel's own, whatever the layers are made of, and so are not in reach of its FP8."""
+    """Both are GPTModel's own modules, whatever the layers are made of, so FP8 does not reach them."""
     tiny_qwen3(tmp_path / "model", tied=False)
     ((found),) = run_world(1, _outside, tmp_path / "model")
     ours = "megatron.core.tensor_parallel.layers."
@@ -316,7 +337,7 @@ APEX = ALL - {"transformer_engine"}
     ],
 )
 def test_who_does_what(keys: dict[str, Any], device: str, found: frozenset[str], wanted: tuple[str, ...]) -> None:
-    chosen = kernels.choose(model("bf16", **keys), TrainingConfig(), device, found)
+    chosen = kernels.choose(model("bf16", **keys), MEGATRON, device, found)
     assert dataclasses.astuple(chosen) == wanted
 
 
@@ -329,7 +350,7 @@ def test_no_fp32_attention_of_transformer_engine_under_context_parallelism(
     precision: str, attention: str, cp: int, layers: str
 ) -> None:
     cfg = ModelConfig(path="model", precision=precision, attention=attention)
-    assert kernels.choose(cfg, TrainingConfig(), "cuda", ALL, cp=cp).layers == layers
+    assert kernels.choose(cfg, MEGATRON, "cuda", ALL, cp=cp).layers == layers
 
 
 @pytest.mark.parametrize(
@@ -343,8 +364,8 @@ def test_no_fp32_attention_of_transformer_engine_under_context_parallelism(
     ],
 )
 def test_who_accumulates_gradients(asked: bool | None, device: str, found: frozenset[str], who: str) -> None:
-    training = TrainingConfig(fuse_gradient_accumulation=asked)
-    assert kernels.choose(model("bf16"), training, device, found).gradient_accumulation == who
+    megatron = MegatronConfig(transformer={} if asked is None else {"gradient_accumulation_fusion": asked})
+    assert kernels.choose(model("bf16"), megatron, device, found).gradient_accumulation == who
 
 
 @pytest.mark.parametrize(
@@ -355,37 +376,38 @@ def test_who_accumulates_gradients(asked: bool | None, device: str, found: froze
         ({}, frozenset({"apex"}), "Apex is installed without its CUDA extensions"),
     ],
 )
-def test_what_is_missing_is_named(keys: dict[str, Any], found: frozenset[str], said: str) -> None:
+def test_a_missing_package_is_named(keys: dict[str, Any], found: frozenset[str], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        kernels.choose(ModelConfig(path="model", **keys), TrainingConfig(), "cuda", found)
+        kernels.choose(ModelConfig(path="model", **keys), MEGATRON, "cuda", found)
 
 
-@pytest.mark.parametrize("optimizer", [OptimizerConfig(moments="bf16"), OptimizerConfig(offload=0.5)])
-def test_an_optimizer_that_needs_transformer_engine(optimizer: OptimizerConfig) -> None:
-    kernels.check_transformer_engine(optimizer, ParallelConfig(), ALL)
+@pytest.mark.parametrize("fields", [MOMENT, HOST])
+def test_an_optimizer_that_needs_transformer_engine(fields: dict[str, Any]) -> None:
+    kernels.check_transformer_engine(MegatronConfig(**fields), ALL)
     with pytest.raises(ConfigError, match="transformer-engine is not installed"):
-        kernels.check_transformer_engine(optimizer, ParallelConfig(), APEX)
+        kernels.check_transformer_engine(MegatronConfig(**fields), APEX)
 
 
 def test_overlapped_tensor_parallelism_needs_transformer_engine() -> None:
-    parallel = ParallelConfig(tp=2, sequence_parallel=True, tp_comm_overlap=True)
-    kernels.check_transformer_engine(OptimizerConfig(), parallel, ALL)
+    megatron = MegatronConfig(**UB)
+    kernels.check_transformer_engine(megatron, ALL)
     with pytest.raises(ConfigError, match=r"tp_comm_overlap=true, but transformer-engine is not installed.* use false"):
-        kernels.check_transformer_engine(OptimizerConfig(), parallel, APEX)
+        kernels.check_transformer_engine(megatron, APEX)
 
 
 @pytest.mark.parametrize("cp", [1, 2])
-def test_microbatches_of_one_length(cp: int) -> None:
-    """Whatever is in them, and also where what they are padded to is no multiple of what the mesh asks for."""
+def test_fixed_length_pads_every_microbatch_to_one_length(cp: int) -> None:
+    """The length does not depend on the content, and is padded further where it is no multiple of what the mesh requires."""
     parallel = ParallelConfig(cp=cp, tp=2, sequence_parallel=True)
-    training = TrainingConfig(fixed_length=True, max_tokens_per_microbatch=1000)
-    alignment = precision.alignment(model("fp8-current"), parallel, training)
+    training = TrainingConfig(max_tokens_per_microbatch=1000)
+    alignment = precision.alignment(model("fp8-current"), parallel, training.max_tokens_per_microbatch)
     assert {sum(alignment.padded(lengths)) for lengths in ([1], [17, 400], [333] * 3, [1000])} == {1024}
-    assert training.tokens_without_grad == 1000
+    assert training.tokens_without_grad(MegatronConfig(**UB).fixed_length) == 1000
+    assert training.tokens_without_grad(MEGATRON.fixed_length) == 2000
 
 
 def test_what_doctor_says() -> None:
-    said = str(kernels.choose(model("bf16"), TrainingConfig(), "cpu", kernels.installed()))
+    said = str(kernels.choose(model("bf16"), MEGATRON, "cpu", kernels.installed()))
     assert said == "layers and attention: PyTorch; norms: PyTorch; Adam: this package; gradient accumulation: autograd"
 
 

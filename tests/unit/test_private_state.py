@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 TESTS = Path(__file__).parents[1]
-# of other packages, which offer nothing public for it
+# private state of other packages, which offer nothing public instead
 FOREIGN = {
     "_C", "_INNER_TENSORS", "_cdata", "_coalescing_manager", "_compute_loss", "_current_graph_task_id", "_data",
     "_dummy_wgrads", "_exit", "_fp8_workspaces", "_getframe", "_nnz", "_rebuild_tensor_v2", "_replace", "_scale_inv",
@@ -30,7 +30,7 @@ def accesses(source: str) -> Iterator[str]:
             yield from (f"{node.lineno}: import {alias.name}" for alias in node.names if private(alias.name))
 
 
-def test_what_is_counted() -> None:
+def test_private_accesses_are_found() -> None:
     counted = [
         "actor._plan",
         "self.fleet._members[0]",

@@ -1,4 +1,4 @@
-"""The ranks of one machine as processes: whose failure is told, how they end, and where they meet."""
+"""The ranks of one machine as processes: whose failure is reported, how they end, and where they meet."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tepo_megatron.errors import ConfigError
-from tepo_megatron.launcher.ranks import ERROR_FILE, Failure, RankProcesses, first_failure, interrupted_by_signals
+from tepo_megatron.launcher.ranks import ERROR_FILE, RankFailure, RankProcesses, first_failure, interrupted_by_signals
 from tepo_megatron.utils.heartbeats import HeartbeatFolder
 from tepo_megatron.utils.memory_kills import MemoryKills
 from tepo_megatron.utils.private import check_private, make_private_folder
@@ -24,22 +24,28 @@ def message(text: str, expected: bool, when: float) -> dict[str, object]:
     return {"message": text, "expected": expected, "time": when}
 
 
-def test_the_failure_that_caused_the_others_is_told(tmp_path: Path) -> None:
-    killed, ended, silent = Failure(7, -signal.SIGKILL, None), Failure(8, -signal.SIGTERM, None), Failure(9, 3, None)
-    late, early = Failure(1, 1, message("late", False, 2.0)), Failure(2, 1, message("early", False, 1.0))
-    ours = Failure(3, 1, message("ours", True, 3.0))
-    by_us = Failure(4, -signal.SIGKILL, None, ended_by_us=True)
+def test_the_failure_that_caused_the_others_is_reported(tmp_path: Path) -> None:
+    killed, ended, silent = (
+        RankFailure(7, -signal.SIGKILL, None),
+        RankFailure(8, -signal.SIGTERM, None),
+        RankFailure(9, 3, None),
+    )
+    late, early = RankFailure(1, 1, message("late", False, 2.0)), RankFailure(2, 1, message("early", False, 1.0))
+    ours = RankFailure(3, 1, message("ours", True, 3.0))
+    by_us = RankFailure(4, -signal.SIGKILL, None, ended_by_us=True)
     (tmp_path / "vmstat").write_text("oom_kill 0\n")
     kills = MemoryKills(proc=tmp_path)
     assert first_failure({0: late, 1: early, 2: killed, 3: ours, 4: ended}, kills) == "rank 3: ours"
-    told = first_failure({0: late, 1: early, 2: killed}, kills)
-    assert told.startswith("rank 2 (pid 7) was ended by SIGKILL: the kernel has counted no process killed for memory meanwhile")
+    found = first_failure({0: late, 1: early, 2: killed}, kills)
+    assert found.startswith(
+        "rank 2 (pid 7) was ended by SIGKILL: the kernel has counted no process killed for memory meanwhile"
+    )
     assert first_failure({0: late, 1: early, 2: ended, 3: silent}, kills) == "rank 1: early"
     assert first_failure({3: silent}, kills) == "rank 3 (pid 9) exited with status 3 without a message"
     assert first_failure({0: by_us, 1: early}, kills) == "rank 1: early"
     (tmp_path / "vmstat").write_text("oom_kill 1\n")
-    told = first_failure({0: late, 2: killed, 3: ours, 4: by_us}, kills)
-    assert told.startswith("rank 2 (pid 7) was ended by SIGKILL: probably the kernel killed it for memory"), told
+    found = first_failure({0: late, 2: killed, 3: ours, 4: by_us}, kills)
+    assert found.startswith("rank 2 (pid 7) was ended by SIGKILL: probably the kernel killed it for memory"), found
     assert first_failure({0: by_us, 3: ours}, kills) == "rank 3: ours"
 
 

@@ -34,7 +34,7 @@ def test_values_and_gradients_are_megatrons(cp: int, rank: int) -> None:
 
 
 def test_tables_are_those_of_the_microbatch_at_hand() -> None:
-    """Shared by all layers, and made anew for other lengths, angles or types."""
+    """The tables are shared by all layers, and computed again for other lengths, angles or types."""
     rotate, t = PackedRotary(), torch.randn(12, HEADS, D)
     half = torch.rand(12, D // 2)
     freqs = torch.cat((half, half), dim=-1)[:, None, None, :]
@@ -48,7 +48,7 @@ def test_tables_are_those_of_the_microbatch_at_hand() -> None:
 
 
 def test_pieces_behind_a_shared_prompt_start_after_it() -> None:
-    """As sequences of their own would be, of which only what comes behind the prompt is looked at; other tensors start at 0."""
+    """Compare with separate sequences, of which only the part behind the prompt counts; other tensors start at 0."""
     t, half = torch.randn(14, HEADS, D), torch.rand(12, D // 2)
     freqs = torch.cat((half, half), dim=-1)[:, None, None, :]
     rotate, cu_seqlens = PackedRotary(), torch.tensor([0, 4, 9, 9, 14])

@@ -1,4 +1,4 @@
-"""What `--rotate` leaves out at one commit, it runs at another; a test with one long case is always run."""
+"""A case that `--rotate` leaves out at one commit runs at another; a test with one long case is always run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One owner of a run's folder: whoever comes second is refused and changes nothing, whenever it comes."""
+"""A run's folder has one owner: a second start is refused and changes nothing, whenever it comes."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_without_locks_the_owner_is_looked_for_on_this_machine(
 
 
 def test_a_run_notices_that_its_folder_was_replaced(tmp_path: Path) -> None:
-    """Its next record and its next checkpoint are refused, and the other run's folder stays as it is."""
+    """The run's next record and next checkpoint are refused, and the other run's folder stays as it is."""
     folder = tmp_path / "a"
     with RunLock(folder) as lock, RunLog(folder, LoggingConfig(), steps=3) as log:
         lock.sign()
@@ -161,7 +161,7 @@ def test_the_explanation_of_a_hang_is_not_written_into_another_run(
         """A watch, and what it ends with: more than once where it does not end the process."""
         ends = queue.SimpleQueue[str]()
         return HangWatchdog(
-            store, 0, 1, folder, silent_seconds=60.0, stuck_seconds=60.0, on_hang=lambda text, _: ends.put(text)
+            store, 0, 1, folder, heartbeat_timeout=60.0, stuck_seconds=60.0, on_hang=lambda text, _: ends.put(text)
         ), ends
 
     first, ends = watch()

@@ -1,4 +1,4 @@
-"""Which safety checks work in a run, by its config."""
+"""The report of safety checks names the checks that work in a run, by its config."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ def config(**sections: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    "rollout", [{}, {"max_staleness": 1}, {"max_staleness": 3, "in_flight": "continue"}, {"colocate": True}]
+    "rollout", [{}, {"max_staleness": 1}, {"max_staleness": 3, "on_weight_update": "continue"}, {"colocate": True}]
 )
 def test_log_probs_are_compared_in_every_mode(rollout: dict[str, Any]) -> None:
     checks = safety_checks(config(rollout=rollout))

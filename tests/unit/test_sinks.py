@@ -1,4 +1,4 @@
-"""What a run leaves on disk and on the screen."""
+"""The files of a run on disk, and its output on the screen."""
 
 from __future__ import annotations
 
@@ -136,15 +136,15 @@ def test_a_sink_that_is_not_installed_is_named(
         RunLog(tmp_path, cfg, steps=1)
 
 
-def test_what_the_package_warns_of_is_told_once(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_warning_of_the_package_is_logged_once(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     logger = logging.getLogger("tepo_megatron.checkpoint.restoring")
     with RunLog(tmp_path, LoggingConfig(), steps=1):
-        logger.warning("%s start anew", "generators")
+        logger.warning("%s start again", "generators")
         logger.info("not this")
     with RunLog(tmp_path, LoggingConfig(), steps=1):
         logger.warning("again")
     captured = capfd.readouterr()
-    lines = ["warning: generators start anew", "warning: again"]
+    lines = ["warning: generators start again", "warning: again"]
     assert captured.out.splitlines() == (tmp_path / "log.txt").read_text().splitlines() == lines
     assert captured.err == ""
 
@@ -153,7 +153,7 @@ def test_a_warning_on_a_full_disk_is_no_error(tmp_path: Path, monkeypatch: pytes
     real = os.write
     with RunLog(tmp_path, LoggingConfig(), steps=1):
         monkeypatch.setattr(os, "write", lambda file, data: real(file, data[:3]))
-        logging.getLogger("tepo_megatron.checkpoint").warning("cannot be told")
+        logging.getLogger("tepo_megatron.checkpoint").warning("cannot be written")
         monkeypatch.undo()
     assert (tmp_path / "log.txt").read_text() == ""
 

@@ -1,4 +1,4 @@
-"""What a run says of a disk that takes nothing: the file, the reason and the fix. Other errors stay as they are."""
+"""A disk error names the file, the reason and the fix. Other errors stay as they are."""
 
 from __future__ import annotations
 

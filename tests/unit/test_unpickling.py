@@ -51,7 +51,7 @@ ALLOWED = {
 
 
 def risky_calls(source: str) -> set[str]:
-    """What could execute what it reads, as `ALLOWED` spells it. Base classes count as calls."""
+    """Yield the calls that could execute what they read, as `ALLOWED` spells them. Base classes count as calls."""
     found: set[str] = set()
     if not WORDS.search(source):  # most files, which need not be parsed
         return found
@@ -95,7 +95,7 @@ def test_the_list_sees_each_kind_of_call(call: str) -> None:
 
 
 def whole() -> Metadata:
-    """As PyTorch and Megatron-Core write it."""
+    """Write metadata as PyTorch and Megatron-Core do."""
     tensor = TensorStorageMetadata(
         TensorProperties(dtype=torch.bfloat16), torch.Size((4,)), [ChunkStorageMetadata(torch.Size((0,)), torch.Size((4,)))]
     )
@@ -152,16 +152,16 @@ HOSTILE: dict[str, Callable[[Path], Any]] = {
 
 
 def megatron_loads(folder: Path) -> None:
-    """As `tepo verify` has Megatron-Core load a checkpoint."""
+    """Load a checkpoint with Megatron-Core, as `tepo verify` does."""
     with restricted_loading():
         FileSystemReader(folder).read_metadata()
 
 
 def evaluation_loads(folder: Path) -> None:
-    """As `tepo evaluate` makes a model of a Megatron checkpoint, in a folder of its own."""
-    told: list[str] = []
+    """Convert a Megatron checkpoint to a model, as `tepo evaluate` does, in a folder of its own."""
+    lines: list[str] = []
     (folder / "scratch").mkdir()
-    with hf_model(folder, folder / "scratch", told.append):
+    with hf_model(folder, folder / "scratch", lines.append):
         raise AssertionError("it was converted")
 
 

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.check import lines
-from benchmarks.gpu.check.parts import CPU, PARTS, Part, limit, selected
-from benchmarks.gpu.check.report import Result, load, merged, result_of, save, status_of, told
+from benchmarks.gpu.check.parts import CPU, PARTS, CheckPart, limit, selected
+from benchmarks.gpu.check.report import Result, load, merged, outcome_line, result_of, save, status_of
 from benchmarks.results import ROOT, surroundings
 
 GRACE = 10.0  # seconds between SIGTERM and SIGKILL, in which launchers end their ranks
@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             result = _run(part, platform, refusal, Path(folder), limit(part, args.minutes, end - time.monotonic()), keep)
             keep(result)
             results.append(result | at)
-            print(told(results[-1]), flush=True)
+            print(outcome_line(results[-1]), flush=True)
     print(f"written: {file} and {file.with_suffix('.md').name}")
     return int(any(result["status"] not in ("passed", "skipped") for result in results))
 
@@ -90,7 +90,7 @@ def _device(platform: str) -> tuple[str, str]:
     return name, "" if name else f"needs a GPU, and torch {version} finds none"
 
 
-def _run(part: Part, platform: str, refusal: str, folder: Path, seconds: float, keep: Callable[[Result], None]) -> Result:
+def _run(part: CheckPart, platform: str, refusal: str, folder: Path, seconds: float, keep: Callable[[Result], None]) -> Result:
     """Run a part, or report why it does not run. `keep` gets its lines every few seconds while it runs."""
     if platform == "cpu" and not part.cpu:
         return result_of(part, "skipped", [], "needs a GPU")
@@ -116,7 +116,7 @@ def _run(part: Part, platform: str, refusal: str, folder: Path, seconds: float, 
 
 
 def _subprocess(
-    part: Part, platform: str, folder: Path, file: Path, log: Path, seconds: float, progress: Callable[[], None]
+    part: CheckPart, platform: str, folder: Path, file: Path, log: Path, seconds: float, progress: Callable[[], None]
 ) -> int | None:
     """Run the code of a part; return its exit status, None if it ran out of time and was ended with all its children."""
     words = [sys.executable, "-m", "benchmarks.gpu.check.part", part.name, platform, str(folder), str(file), f"{seconds:.0f}"]

@@ -24,7 +24,7 @@ def gpu_tests() -> tuple[str, ...]:
 
 
 @dataclass(frozen=True)
-class Part:
+class CheckPart:
     """One part of the check.
 
     Attributes:
@@ -42,37 +42,37 @@ class Part:
     cpu: bool = True
 
 
-PARTS: tuple[Part, ...] = (
-    Part("environment", "The machine and what is installed", 60, ("device", "driver", "torch", "packages")),
-    Part("tests", "Tests that need a GPU (tests/gpu)", 150, gpu_tests(), cpu=False),
-    Part("kernels", "Token statistics and the fused output layer", 90, (
+PARTS: tuple[CheckPart, ...] = (
+    CheckPart("environment", "The machine and what is installed", 60, ("device", "driver", "torch", "packages")),
+    CheckPart("tests", "Tests that need a GPU (tests/gpu)", 150, gpu_tests(), cpu=False),
+    CheckPart("kernels", "Token statistics and the fused output layer", 90, (
         "error: statistics of fp32 logits", "error: statistics of bf16 logits", "error: output layer, logits kept",
         f"error: output layer, {WITHOUT_LOGITS}", "statistics: time", "statistics: extra memory", "output layer: time",
         "output layer: extra memory", "statistics: trl", "statistics: verl",
     )),
-    Part("training", "Two optimizer steps of one rank against the fp64 reference", 90, (
+    CheckPart("training", "Two optimizer steps of one rank against the fp64 reference", 90, (
         "fp32", f"fp32, {WITHOUT_LOGITS}", "bf16", f"bf16, {WITHOUT_LOGITS}", *FP8,
     )),
-    Part("layouts", "Two optimizer steps of several ranks on one device, collectives staged through host memory", 150, (
+    CheckPart("layouts", "Two optimizer steps of several ranks on one device, collectives staged through host memory", 150, (
         *(f"fp32, {name}" for name in LAYOUTS), f"fp32, DP2, {WITHOUT_LOGITS}", "fp32, DP2, overlapped",
         *(f"bf16, {name}" for name in LAYOUTS),
     )),
-    Part("offload", "The actor leaves the device and comes back", 60, (
+    CheckPart("offload", "The actor leaves the device and comes back", 60, (
         "offload", "reload", "bytes that left the device", "host memory in use afterwards", "page-locked by PyTorch",
         "state after the round trip",
     )),
-    Part("transfer", "Weights to another process", 60, (
+    CheckPart("transfer", "Weights to another process", 60, (
         "ipc", "shm", "copy of as many bytes on the device", "copy of as many bytes to /dev/shm",
     )),
-    Part("step", "A training step of a random Qwen3 beside the prediction of `tepo plan`", 200, (
+    CheckPart("step", "A training step of a random Qwen3 next to the prediction of `tepo plan`", 200, (
         "old log-probs, logits kept", "updates, logits kept", "memory, logits kept",
         "old log-probs, logits_budget_mib 512", "updates, logits_budget_mib 512", "memory, logits_budget_mib 512",
     )),
-    Part("engines", "Servers that sleep, wake and take FP8 weights", 300, ENGINE_TESTS, cpu=False),
+    CheckPart("engines", "Servers that sleep, wake and take FP8 weights", 300, ENGINE_TESTS, cpu=False),
 )  # fmt: skip
 
 
-def selected(words: str | None) -> tuple[str, tuple[Part, ...]]:
+def selected(words: str | None) -> tuple[str, tuple[CheckPart, ...]]:
     """Return the platform and the parts that `--parts` asks for; None asks for all of them on the GPU.
 
     Raises ValueError for a name that no part has, or for a part that cannot run on a CPU.
@@ -85,7 +85,7 @@ def selected(words: str | None) -> tuple[str, tuple[Part, ...]]:
     return platform, tuple(part for part in PARTS if not names or part.name in names)
 
 
-def limit(part: Part, minutes: float, left: float) -> float:
+def limit(part: CheckPart, minutes: float, left: float) -> float:
     """Return the seconds that a part may take.
 
     Args:
@@ -96,6 +96,6 @@ def limit(part: Part, minutes: float, left: float) -> float:
     return min(left, part.seconds * max(1.0, minutes / 10))
 
 
-def line_names(parts: Sequence[Part]) -> list[str]:
+def line_names(parts: Sequence[CheckPart]) -> list[str]:
     """Return "part/line" of each line that the parts report."""
     return [f"{part.name}/{line}" for part in parts for line in part.lines]

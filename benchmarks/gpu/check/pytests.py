@@ -41,11 +41,11 @@ def _run_file(check: Check, name: str, selection: str) -> None:
         raise RuntimeError(f"pytest ended with exit status {done.returncode} and ran no test")
     if not counts:
         raise Skip("no test was collected: torch finds no GPU, or the file skips this machine")
-    told = ", ".join(f"{n} {what}" for what, n in sorted(counts.items()))
+    summary = ", ".join(f"{n} {what}" for what, n in sorted(counts.items()))
     why = "; ".join(f"{n} x {reason}" if n > 1 else reason for reason, n in reasons.items())
     bad = done.returncode not in (0, NOTHING_COLLECTED) or counts["failed"]
     status = "failed" if bad else "passed" if counts["passed"] else "skipped"
-    check.report(name, status, told, why=why[:1500])  # type: ignore[arg-type]
+    check.report(name, status, summary, why=why[:1500])  # type: ignore[arg-type]
 
 
 def outcomes(report: Path) -> tuple[Counter[str], Counter[str]]:
@@ -54,9 +54,9 @@ def outcomes(report: Path) -> tuple[Counter[str], Counter[str]]:
     reasons: Counter[str] = Counter()
     for case in ElementTree.parse(report).iter("testcase"):
         found = [(what, case.find(tag)) for tag, what in (("failure", "failed"), ("error", "failed"), ("skipped", "skipped"))]
-        told = next(((what, element) for what, element in found if element is not None), None)
-        counts[told[0] if told else "passed"] += 1
-        if told is not None:
-            message = (told[1].get("message") or "no reason").strip().splitlines()[0]
-            reasons[message if told[0] == "skipped" else f"{case.get('name')}: {message}"] += 1
+        outcome = next(((what, element) for what, element in found if element is not None), None)
+        counts[outcome[0] if outcome else "passed"] += 1
+        if outcome is not None:
+            message = (outcome[1].get("message") or "no reason").strip().splitlines()[0]
+            reasons[message if outcome[0] == "skipped" else f"{case.get('name')}: {message}"] += 1
     return counts, reasons

@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.check.parts import PARTS, Part
+from benchmarks.gpu.check.parts import PARTS, CheckPart
 
 NOT_MEASURED = "not measured"
 Result = dict[str, Any]  # of one part
 
 
-def result_of(part: Part, status: str, lines: Sequence[Mapping[str, Any]], why: str = "", **more: Any) -> Result:
+def result_of(part: CheckPart, status: str, lines: Sequence[Mapping[str, Any]], why: str = "", **more: Any) -> Result:
     """Return a part's result. Lines that it should have but did not report are added as not measured.
 
     Args:
@@ -77,14 +77,14 @@ def markdown(results: Sequence[Result]) -> str:
     """Return one table per part."""
     text = ["# One GPU, checked by `python tools/gpu_check.py`"]
     for result in results:
-        text += ["", f"## {result['title']}", "", told(result), ""]
+        text += ["", f"## {result['title']}", "", outcome_line(result), ""]
         rows = [("line", "result", "remark"), ("---", "---", "---")]
         rows += [(line["name"], shown(line), _cell(line["why"])) for line in result["lines"]]
         text += ["| " + " | ".join(row) + " |" for row in rows]
     return "\n".join(text)
 
 
-def told(result: Result) -> str:
+def outcome_line(result: Result) -> str:
     """Return a part's outcome in one line."""
     lines = result["lines"]
     counts = {status: sum(line["status"] == status for line in lines) for status in ("passed", "measured", "failed", "skipped")}

@@ -42,8 +42,10 @@ def run(check: Check) -> None:
         except importlib.metadata.PackageNotFoundError:
             missing.append(name)
     programs = [name for name in PROGRAMS if shutil.which(name)]
-    told = ", ".join(f"{name} {version}" for name, version in there.items())
-    check.report("packages", "measured", told, why=f"missing: {', '.join(missing)}; programs: {', '.join(programs) or 'none'}")
+    packages = ", ".join(f"{name} {version}" for name, version in there.items())
+    check.report(
+        "packages", "measured", packages, why=f"missing: {', '.join(missing)}; programs: {', '.join(programs) or 'none'}"
+    )
 
 
 def driver() -> str:

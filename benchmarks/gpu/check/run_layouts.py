@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from benchmarks.gpu.check.lines import Check
 from benchmarks.gpu.check.parts import LAYOUTS, WITHOUT_LOGITS
-from benchmarks.gpu.check.worlds import Job, train
+from benchmarks.gpu.check.worlds import TrainingJob, train
 from tests.parallel import cases
 
 
@@ -13,9 +13,9 @@ def run(check: Check) -> None:
     folder = check.folder / "layouts"
     folder.mkdir(exist_ok=True)
     case = cases.make_case(folder, tied=True)
-    jobs = [Job(f"fp32, {name}", case, cases.LAYOUTS[name], "fp32", {}) for name in LAYOUTS]
-    jobs += [Job(f"fp32, DP2, {WITHOUT_LOGITS}", case, cases.LAYOUTS["DP2"], "fp32", {"logits_budget_mib": 0})]
-    overlapped = cases.LAYOUTS["DP2"] | {"overlap_grad_reduce": True, "overlap_param_gather": True}  # as on `cuda`
-    jobs += [Job("fp32, DP2, overlapped", case, overlapped, "fp32", {})]
-    jobs += [Job(f"bf16, {name}", case, cases.LAYOUTS[name], "bf16", {}) for name in LAYOUTS]
+    jobs = [TrainingJob(f"fp32, {name}", case, cases.LAYOUTS[name], "fp32", {}) for name in LAYOUTS]
+    jobs += [TrainingJob(f"fp32, DP2, {WITHOUT_LOGITS}", case, cases.LAYOUTS["DP2"], "fp32", {"logits_budget_mib": 0})]
+    overlaps = {"overlap_grad_reduce": True, "overlap_param_gather": True}  # as on `cuda`
+    jobs += [TrainingJob("fp32, DP2, overlapped", case, cases.LAYOUTS["DP2"], "fp32", {}, overlaps)]
+    jobs += [TrainingJob(f"bf16, {name}", case, cases.LAYOUTS[name], "bf16", {}) for name in LAYOUTS]
     train(check, jobs, staged=True)

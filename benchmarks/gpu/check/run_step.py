@@ -15,9 +15,9 @@ from benchmarks.gpu.check.lines import Check
 from benchmarks.gpu.check.model import LENGTHS, random_model, run_tree
 from benchmarks.gpu.step import OLD, PLANNED, UPDATES, measured
 from tepo_megatron.config.io import load_config
-from tepo_megatron.plan.command import Request, predictor_of
+from tepo_megatron.plan.command import PlanRequest, predictor_of
 from tepo_megatron.plan.gpus import GIB, GPUS
-from tepo_megatron.plan.memory import Trainer
+from tepo_megatron.plan.memory import TrainerMemory
 
 BUDGETS = {"logits kept": "null", "logits_budget_mib 512": "512"}
 NOT_ALLOCATED = ("fragmentation", "context, NCCL")  # parts of the plan that PyTorch's allocator does not count as tensors
@@ -50,8 +50,8 @@ def _step(check: Check, name: str, args: argparse.Namespace, overrides: list[str
         more: dict[str, Any] = {"planned": found.planned[phase], "tokens": found.tokens, "noise": found.noise}
         check.report(f"{phase}, {name}", "measured", found.seconds[phase], "s", why, **more)
     cfg = load_config(args.config, [*overrides, "--model.precision", "bf16"])
-    predictor = predictor_of(cfg, Request(gpu=args.gpu, prompt=args.prompt, response=args.response))
-    parts = Trainer.of(cfg, predictor.model).state().parts
+    predictor = predictor_of(cfg, PlanRequest(gpu=args.gpu, prompt=args.prompt, response=args.response))
+    parts = TrainerMemory.of(cfg, predictor.model).state().parts
     planned = sum(size for part, size in parts.items() if part not in NOT_ALLOCATED) / GIB
     why = f"allocated at most; planned {planned:.3g} GiB without {' and '.join(NOT_ALLOCATED)}"
     line = f"memory, {name}"

@@ -9,7 +9,7 @@ import torch
 
 from benchmarks.gpu.check.lines import Check, Skip
 from benchmarks.gpu.check.parts import FP8, WITHOUT_LOGITS
-from benchmarks.gpu.check.worlds import Job, train
+from benchmarks.gpu.check.worlds import TrainingJob, train
 from tepo_megatron.actor import kernels, precision
 from tests.parallel import cases
 
@@ -23,12 +23,12 @@ def run(check: Check) -> None:
     folder.mkdir(exist_ok=True)
     case = cases.make_case(folder, tied=True)
     fused = {"logits_budget_mib": 0}
-    jobs = [Job(name, case, {}, name, {}) for name in ("fp32", "bf16")]
-    jobs += [Job(f"{name}, {WITHOUT_LOGITS}", case, {}, name, fused) for name in ("fp32", "bf16")]
+    jobs = [TrainingJob(name, case, {}, name, {}) for name in ("fp32", "bf16")]
+    jobs += [TrainingJob(f"{name}, {WITHOUT_LOGITS}", case, {}, name, fused) for name in ("fp32", "bf16")]
     train(check, jobs + _fp8(check, folder / "wide"), staged=False)
 
 
-def _fp8(check: Check, folder: Path) -> list[Job]:
+def _fp8(check: Check, folder: Path) -> list[TrainingJob]:
     """Return the jobs of the presets that run here, and report the others."""
     here = kernels.hardware(torch.device(check.platform))
     names = []
@@ -42,4 +42,4 @@ def _fp8(check: Check, folder: Path) -> list[Job]:
         return []
     folder.mkdir(exist_ok=True)
     case = cases.make_case(folder, tied=True, **WIDE)
-    return [Job(name, case, {}, name, {}) for name in names]
+    return [TrainingJob(name, case, {}, name, {}) for name in names]

@@ -14,7 +14,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,7 @@ NEAR_BF16, NEAR_FP8 = (0.05, 0.1), (0.1, 0.2)  # limits of 1 - cosine of the gra
 
 
 @dataclass(frozen=True)
-class Job:
+class TrainingJob:
     """Two optimizer steps of a config.
 
     Attributes:
@@ -49,6 +49,7 @@ class Job:
         layout: Keys of the config's section `parallel`.
         precision: A preset.
         training: Keys of the config's section `training`.
+        ddp: Fields of `megatron.ddp`.
     """
 
     line: str
@@ -56,10 +57,11 @@ class Job:
     layout: dict[str, Any]
     precision: str
     training: dict[str, Any]
+    ddp: dict[str, Any] = field(default_factory=dict)
 
     def config(self, platform: str) -> Config:
         """Return the config, with what the platform switches on by default."""
-        tree = plain(cases.run_config(self.case.model, self.layout, **self.training)) | {"platform": platform}
+        tree = plain(cases.run_config(self.case.model, self.layout, ddp=self.ddp, **self.training)) | {"platform": platform}
         attention = "sdpa" if self.precision == "fp32" else "auto"
         tree["model"] |= {"precision": self.precision, "attention": attention}
         return validate(tree)
@@ -83,7 +85,7 @@ class Job:
         check.report(self.line, "passed" if good else "failed", apart, why=why, norm=norm)
 
 
-def train(check: Check, jobs: Sequence[Job], staged: bool) -> None:
+def train(check: Check, jobs: Sequence[TrainingJob], staged: bool) -> None:
     """Run the jobs and report each when it is done. After a failure the rest runs in a new world.
 
     Args:
@@ -97,7 +99,7 @@ def train(check: Check, jobs: Sequence[Job], staged: bool) -> None:
         remaining = remaining[done:]
 
 
-def _world(check: Check, jobs: Sequence[Job], staged: bool) -> int:
+def _world(check: Check, jobs: Sequence[TrainingJob], staged: bool) -> int:
     """Run jobs in one world; return the number of reported jobs: all, or those up to the first failure."""
     configs = [job.config(check.platform) for job in jobs]
     with tempfile.TemporaryDirectory(dir=check.folder) as name:
@@ -115,11 +117,11 @@ def _world(check: Check, jobs: Sequence[Job], staged: bool) -> int:
                     failure = _wait(process, files, (JOB_SECONDS if number else START_SECONDS)[check.platform])
                     if failure:
                         raised = "".join(sorted(file.read_text() for file in folder.glob("*.error"))[:1])
-                        told = raised or "\n".join(log.read_text(errors="replace").splitlines()[-20:])
-                        print(f"{job.line}: {failure}\n{told}", flush=True)
-                        check.report(job.line, "failed", why=f"{failure}: {_last(told)}")
+                        shown_log = raised or "\n".join(log.read_text(errors="replace").splitlines()[-20:])
+                        print(f"{job.line}: {failure}\n{shown_log}", flush=True)
+                        check.report(job.line, "failed", why=f"{failure}: {_last(shown_log)}")
                         if not raised and number == 0 and process.poll() is not None:
-                            raise RuntimeError(f"the ranks did not start: {_last(told)}")
+                            raise RuntimeError(f"the ranks did not start: {_last(shown_log)}")
                         return number + 1
                     with check.line(job.line):
                         job.report(check, [pickle.loads(file.read_bytes()) for file in files])

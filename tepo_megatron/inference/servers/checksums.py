@@ -17,7 +17,7 @@ _NOTHING = "e3b0c44298fc1c14"  # prefix of the SHA-256 of zero bytes; SGLang kee
 _JOINED = (re.compile(r"\.[qkv]_proj\."), ".qkv_proj."), (re.compile(r"\.(gate|up)_proj\."), ".gate_up_proj.")
 
 
-class Checks:
+class ChecksumChecks:
     """Consecutive checks of servers that hold the same model in the same layout.
 
     Args:

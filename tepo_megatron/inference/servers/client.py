@@ -10,10 +10,10 @@ from tepo_megatron.utils.exchange import (
     CONNECT_SECONDS,
     CONTROL_BYTES,
     ERROR_BYTES,
-    Answer,
     BadAnswer,
     ExchangeFailed,
-    Http,
+    HttpAnswer,
+    HttpClient,
     TimedOut,
     to_json,
 )
@@ -41,14 +41,14 @@ class Client:
         url: Base URL of the server.
         key: Sent with every request.
         request_seconds: Time limit of one whole exchange.
-        silent_seconds: Time without an answer from `/health` after which the server counts as hung.
+        heartbeat_timeout: Time without an answer from `/health` after which the server counts as hung.
     """
 
-    def __init__(self, url: str, key: str, *, request_seconds: float, silent_seconds: float) -> None:
+    def __init__(self, url: str, key: str, *, request_seconds: float, heartbeat_timeout: float) -> None:
         self.url = url
-        self._request_seconds, self._silent_seconds = request_seconds, silent_seconds
-        self._asking, self._resting = asyncio.Lock(), False  # held during a health request
-        self._http = Http(url, key)
+        self._request_seconds, self._heartbeat_timeout = request_seconds, heartbeat_timeout
+        self._asking, self._paused = asyncio.Lock(), False  # held during a health request
+        self._http = HttpClient(url, key)
 
     async def send(self, method: str, path: str, body: Mapping[str, Any] | None = None, most_bytes: int = CONTROL_BYTES) -> Any:
         """Send one request and return the JSON answer. A request is never repeated, because it may have had its effect.
@@ -81,35 +81,35 @@ class Client:
         what = f"answered {path} with {answer.status}: {_message(answer)}"
         raise RequestFailed(what, answered=True, refused=400 <= answer.status < 500)
 
-    async def rest(self) -> None:
+    async def pause(self) -> None:
         """Pause health requests: from now on the watch only checks that the server accepts a connection.
 
         Returns when no health request is in flight. SGLang samples a token to answer `/health`, which kills a server that is
         asleep or about to sleep.
         """
         async with self._asking:
-            self._resting = True
+            self._paused = True
 
-    def rise(self) -> None:
+    def resume(self) -> None:
         """Resume health requests."""
-        self._resting = False
+        self._paused = False
 
     async def _ask_for_health(self) -> None:
         """Check the server's health once. Raises ExchangeFailed, or BadAnswer with the status if that is an error."""
-        limit = max(HEALTH_SECONDS, self._silent_seconds)
+        limit = max(HEALTH_SECONDS, self._heartbeat_timeout)
         async with self._asking:
-            if self._resting:
+            if self._paused:
                 await self._http.exchange("HEAD", "/", seconds=limit, most_bytes=ERROR_BYTES)
                 return
             answer = await self._http.exchange("GET", "/health", seconds=limit, most_bytes=ERROR_BYTES)
             if not answer.ok:
                 raise BadAnswer(str(answer.status))
 
-    async def illness(self) -> str:
+    async def wait_unhealthy(self) -> str:
         """Watch the server's health. Returns once the server is unhealthy, with a phrase that says how.
 
-        Unhealthy means: it accepts no connections, reports an error itself, or is silent for `silent_seconds`. vLLM, when it is
-        asked to end, waits for its open requests without ever answering them: only its health shows that.
+        Unhealthy means: it accepts no connections, reports an error itself, or is silent for `heartbeat_timeout`. vLLM, when
+        it is asked to end, waits for its open requests without ever answering them: only its health shows that.
         """
         heard = time.monotonic()
         while True:
@@ -118,10 +118,10 @@ class Client:
                 await self._ask_for_health()
                 heard = time.monotonic()
             except TimedOut:
-                if time.monotonic() - heard >= self._silent_seconds:
+                if time.monotonic() - heard >= self._heartbeat_timeout:
                     return (
-                        f"did not answer /health for {self._silent_seconds:g} s; raise rollout.server.silent_seconds if it "
-                        "was busy"
+                        f"did not answer /health for {self._heartbeat_timeout:g} s; raise rollout.server.heartbeat_timeout if "
+                        "it was busy"
                     )
             except BadAnswer as e:
                 return f"answered /health with {e}"
@@ -135,7 +135,7 @@ class Client:
 
 async def healthy(url: str) -> bool:
     """Return whether a server at `url` reports that it takes requests."""
-    http = Http(url)
+    http = HttpClient(url)
     try:
         return (await http.exchange("GET", "/health", seconds=CONNECT_SECONDS, most_bytes=ERROR_BYTES)).status == 200
     except ExchangeFailed:
@@ -144,11 +144,11 @@ async def healthy(url: str) -> bool:
         await http.close()
 
 
-def _message(answer: Answer) -> str:
+def _message(answer: HttpAnswer) -> str:
     """Return an error answer's message on one line, cut at 500 characters: {"error": {"message": ...}} or {"message": ...}."""
     try:
-        told = answer.json()
-        text = str(told["error"]["message"] if "error" in told else told["message"])
+        body = answer.json()
+        text = str(body["error"]["message"] if "error" in body else body["message"])
     except (BadAnswer, KeyError, TypeError, IndexError):
         text = answer.text
     return excerpt(text, 500)

@@ -10,14 +10,14 @@ from dataclasses import replace
 from typing import TypeVar
 from urllib.parse import urlsplit
 
-from tepo_megatron.config import ServerConfig
+from tepo_megatron.config import AnyServerConfig
 from tepo_megatron.errors import ConfigError, RolloutError, SyncError
 from tepo_megatron.inference.engine import ENGINE_PARTS, INITIAL_VERSION, UNKNOWN_VERSION, EnginePart
 from tepo_megatron.inference.engine_api import INITIAL_LABEL, EngineApi, Send, ServerInfo
 from tepo_megatron.inference.partial import GenerationRequest
 from tepo_megatron.inference.samples import answer_bytes
 from tepo_megatron.inference.servers.client import Client, RequestFailed
-from tepo_megatron.inference.servers.server import Address, Server
+from tepo_megatron.inference.servers.server import Server, ServerAddress
 from tepo_megatron.types import Rollout
 from tepo_megatron.utils.escaping import excerpt
 from tepo_megatron.weight_sync.broadcast_group import GroupSpec, Source, UnchangedTensors
@@ -31,7 +31,7 @@ def _odd(error: Exception) -> str:
     return f"answered with something other than was asked for ({excerpt(repr(error))})"
 
 
-class Connected:
+class ServerConnection:
     """A server across its restarts, and the connection to it.
 
     All methods run in one event loop.
@@ -43,14 +43,14 @@ class Connected:
 
     Attributes:
         client: Connection to the current start of the server; None while there is none.
-        address, about: Address and self-description since the last `ready`; None before the first.
+        address, info: Address and self-description since the last `ready`; None before the first.
     """
 
-    def __init__(self, server: Server, api: EngineApi, cfg: ServerConfig) -> None:
+    def __init__(self, server: Server, api: EngineApi, cfg: AnyServerConfig) -> None:
         self.server, self.api, self._cfg = server, api, cfg
         self.client: Client | None = None
-        self.address: Address | None = None
-        self.about: ServerInfo | None = None
+        self.address: ServerAddress | None = None
+        self.info: ServerInfo | None = None
 
     @property
     def name(self) -> str:
@@ -66,13 +66,13 @@ class Connected:
 
     async def ready(self) -> None:
         """Return when the server takes requests. Raises RolloutError, or ConfigError if the server does not fit the run."""
-        cfg, address = self._cfg, await self.server.reached()
-        client = Client(address.url, address.key, request_seconds=cfg.request_seconds, silent_seconds=cfg.silent_seconds)
+        cfg, address = self._cfg, await self.server.wait_ready()
+        client = Client(address.url, address.key, request_seconds=cfg.request_seconds, heartbeat_timeout=cfg.heartbeat_timeout)
         self.client, self.address = client, address
         try:
-            about = await self.api.about(client.send)
-            self.about = replace(about, engine_version=excerpt(about.engine_version, 60))
-            await self._greet(client, self.about)
+            info = await self.api.server_info(client.send)
+            self.info = replace(info, engine_version=excerpt(info.engine_version, 60))
+            await self._greet(client, self.info)
         except RequestFailed as e:
             raise await self.server.failure(e.what) from None
         except _ODD_ANSWER as e:
@@ -93,11 +93,11 @@ class Connected:
         self.client = None
 
 
-class Endpoint(Connected):
+class Endpoint(ServerConnection):
     """A server of a fleet, with the version of its weights.
 
     Args:
-        server, api, cfg: See `Connected`.
+        server, api, cfg: See `ServerConnection`.
         max_model_len: Longest sequence in tokens (prompt and response) that the run may request.
 
     Attributes:
@@ -108,7 +108,7 @@ class Endpoint(Connected):
         answered: The server has answered a generation request since it was launched.
     """
 
-    def __init__(self, server: Server, api: EngineApi, cfg: ServerConfig, max_model_len: int) -> None:
+    def __init__(self, server: Server, api: EngineApi, cfg: AnyServerConfig, max_model_len: int) -> None:
         super().__init__(server, api, cfg)
         self._max_model_len, self.ranks = max_model_len, cfg.tp
         self.version = INITIAL_VERSION
@@ -118,7 +118,7 @@ class Endpoint(Connected):
         self.answered = False
 
     def launch(self) -> None:
-        """See `Connected.launch`. A new server starts awake."""
+        """See `ServerConnection.launch`. A new server starts awake."""
         super().launch()
         self.asleep, self.answered = frozenset(), False
 
@@ -139,7 +139,7 @@ class Endpoint(Connected):
         if about.max_model_len < self._max_model_len:
             raise ConfigError(
                 f"{self.name} takes sequences of {about.max_model_len} tokens, and this run asks for up to "
-                f"{self._max_model_len} (rollout.max_sequence_tokens, or data.max_prompt_tokens + "
+                f"{self._max_model_len} (data.max_prompt_tokens + "
                 "rollout.max_response_tokens; for benchmarks data.max_prompt_tokens + evaluation.benchmark_tokens); start it "
                 "for that many, or lower one of them"
             )
@@ -184,18 +184,18 @@ class Endpoint(Connected):
         self.version, self._coming = UNKNOWN_VERSION, version
         await self._updating(self.api.begin_update)
 
-    async def keep(self, base: int, names: Sequence[str]) -> None:
+    async def keep_unchanged(self, base: int, names: Sequence[str]) -> None:
         """Announce the tensors that the update leaves unchanged.
 
         Args:
             base: Version whose tensors are kept.
             names: Hugging Face names.
         """
-        await self._updating(lambda send: self.api.keep(send, UnchangedTensors(self._coming, base, tuple(names))))
+        await self._updating(lambda send: self.api.keep_unchanged(send, UnchangedTensors(self._coming, base, tuple(names))))
 
-    async def join(self, meeting: GroupSpec) -> None:
+    async def join_groups(self, spec: GroupSpec) -> None:
         """Have the server's ranks join process groups with ranks of the trainer."""
-        await self._updating(lambda send: self.api.join(send, meeting))
+        await self._updating(lambda send: self.api.join_groups(send, spec))
 
     async def load(self, sources: Sequence[Source]) -> None:
         """Load the tensors of these sources."""
@@ -240,7 +240,7 @@ class Endpoint(Connected):
             RolloutError: The answer is not what was asked for.
         """
         client = self._connected()
-        await client.rest()
+        await client.pause()
         self.version = UNKNOWN_VERSION
         await self._asked(self.api.sleep(client.send))
         self.asleep = frozenset(ENGINE_PARTS)
@@ -251,7 +251,7 @@ class Endpoint(Connected):
         await self._asked(self.api.wake(client.send, part))
         self.asleep -= {part}
         if not self.asleep:
-            client.rise()
+            client.resume()
 
     async def _asked(self, asking: Awaitable[Asked]) -> Asked:
         """Await an answer. Raises RolloutError if its shape is not the engine's, and what `asking` raises."""

@@ -64,7 +64,7 @@ def devices(inherited: Mapping[str, str], first: int, count: int, others: bool =
     Args:
         inherited: Environment of this process; its CUDA_VISIBLE_DEVICES is respected.
         first: Index of the server's first GPU among those that this process sees.
-        count: Number of GPUs; fewer if not so many are left.
+        count: Number of GPUs; if fewer are left, the server gets those.
         others: Append the other GPUs. The server computes nothing on them, but may map their memory.
     """
     seen = inherited.get("CUDA_VISIBLE_DEVICES")

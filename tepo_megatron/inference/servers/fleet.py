@@ -18,12 +18,12 @@ from tepo_megatron.inference.servers.updates import PoolUpdates
 
 
 class Fleet(RoutedSampler, PoolUpdates):
-    """Implementation of `engine.RolloutEngine` on several servers: what its bases share is the pool of these servers.
+    """Implementation of `engine.RolloutEngine` on several servers. Its base classes share the pool of these servers.
 
     Args:
         endpoints: The servers, not yet launched.
-        cfg: Only attempts, in_flight, min_servers, only, server.concurrency, server.precision, server.restarts,
-            server.backoff_seconds and server.restart_after_growth_gib are used.
+        cfg: Only on_weight_update, min_servers, only, server.concurrency, server.precision, server.restarts
+            and server.restart_after_growth_gib are used.
         quiesce: Quiesces servers that others start, where they have to sleep (`rollout.colocate`). None: not needed.
 
     Attributes:
@@ -76,7 +76,7 @@ class Fleet(RoutedSampler, PoolUpdates):
         return self._pool.slots
 
     def take_events(self) -> list[str]:
-        """Return what happened to servers since the last call, one message each, and forget it."""
+        """Return the events of the servers since the last call, one message each."""
         return self._pool.take_events()
 
     def resident_bytes(self) -> int:
@@ -86,7 +86,7 @@ class Fleet(RoutedSampler, PoolUpdates):
     @property
     def restarts(self) -> int:
         """See `Lifecycle.restarts`."""
-        return sum(slot.again for slot in self._pool.slots)
+        return sum(slot.restart_count for slot in self._pool.slots)
 
     def close(self) -> None:
         """End all servers; bounded in time. May be called again, and before `start`."""

@@ -1,8 +1,8 @@
 """Restart servers whose memory has grown too far, at moments when they are idle.
 
-A long run must not end because an engine leaks memory. What a healthy server needs depends on the model, the engine and its
-settings, so the limit is relative. The baseline of each incarnation is measured after it has answered a batch of requests, when
-everything that is set up lazily is there. The incarnation is ended once it holds more than the limit beyond that baseline. The
+A long run must not end because an engine leaks memory. The memory that a healthy server needs depends on the model, the engine
+and its settings, so the limit is relative. The baseline of each incarnation is measured after it has answered a batch of
+requests, because engines allocate lazily. The incarnation is ended once it holds more than the limit beyond that baseline. The
 default of 4 GiB is ten times what the caches of a vLLM server were seen to take after that point (docs/faults.md). Samples
 depend on weights, prompt and seed alone, so such a restart does not change the results of a run.
 """
@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from weakref import WeakKeyDictionary
 
 from tepo_megatron.inference.servers.endpoint import Endpoint
-from tepo_megatron.inference.servers.slot import Incarnation, Planned, ServerSlot
+from tepo_megatron.inference.servers.slot import Incarnation, PlannedRestart, ServerSlot
 
 _GIB = 2**30
 
@@ -31,7 +31,7 @@ class GrowthLimit:
     async def end_grown(
         self, idle: Iterable[tuple[ServerSlot[Endpoint], Incarnation]]
     ) -> list[tuple[ServerSlot[Endpoint], Incarnation]]:
-        """End the servers that have grown too far. `ServerSlot.keep` restarts them.
+        """End the servers that have grown too far. `ServerSlot.supervise` restarts them.
 
         The first call that sees an incarnation records its baseline.
 
@@ -44,14 +44,14 @@ class GrowthLimit:
             The servers that were asked to end; they may still be up when this returns.
         """
         ended = []
-        for member, life in idle if self._gib else ():
-            if member.life is not life or not member.endpoint.answered:
+        for member, incarnation in idle if self._gib else ():
+            if member.incarnation is not incarnation or not member.endpoint.answered:
                 continue
             now = await asyncio.to_thread(lambda endpoint: endpoint.resident_bytes, member.endpoint)
-            first = self._first.setdefault(life, now)
+            first = self._first.setdefault(incarnation, now)
             if now - first > self._gib * _GIB:
-                life.end(Planned(self._why(member.endpoint.name, first, now)))
-                ended.append((member, life))
+                incarnation.end(PlannedRestart(self._why(member.endpoint.name, first, now)))
+                ended.append((member, incarnation))
         return ended
 
     def _why(self, name: str, first: int, now: int) -> str:

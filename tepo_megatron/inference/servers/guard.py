@@ -26,7 +26,7 @@ import time
 from pathlib import Path
 
 from tepo_megatron.utils import scratch
-from tepo_megatron.utils.processes import die_with_parent, end_family, family, read_stat
+from tepo_megatron.utils.processes import die_with_parent, kill_process_tree, process_tree, read_stat
 from tepo_megatron.weight_sync.receiver.lifeline import GUARD_VARIABLE
 
 PR_SET_CHILD_SUBREAPER = 36
@@ -41,7 +41,7 @@ AT_ONCE = signal.SIGUSR1  # to the guard: the server is ill, skip the grace peri
 _SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, AT_ONCE, signal.SIGCHLD}
 
 
-class Segments:
+class SharedMemorySegments:
     """Shared-memory segments that processes of the server map, or mapped at an earlier check.
 
     Args:
@@ -69,7 +69,7 @@ class Segments:
     def note(self) -> None:
         """Check for segments now, and record new ones in the folder."""
         before = dict(self._found)
-        self._found |= scratch.mapped_segments(process.pid for process in family(os.getpid()))
+        self._found |= scratch.mapped_segments(process.pid for process in process_tree(os.getpid()))
         if self._folder is not None and self._found != before:
             with contextlib.suppress(OSError):  # a full disk is no reason to end a server
                 scratch.record_segments(self._folder, self._found)
@@ -104,7 +104,7 @@ def main(owner: int, grace_seconds: float, folder: Path | None, command: list[st
         process_group=0,  # in the guard's session: the owner knows the session id
         preexec_fn=functools.partial(_before_exec, me.pid),
     )
-    segments = Segments(folder)
+    segments = SharedMemorySegments(folder)
     while server.poll() is None and os.getppid() == owner:
         segments.note_if_due()
         received = signal.sigtimedwait(_SIGNALS, OWNER_CHECK_SECONDS)
@@ -124,7 +124,7 @@ def _before_exec(guard: int) -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
 
 
-def _end(server: subprocess.Popen[bytes], grace_seconds: float, segments: Segments) -> int:
+def _end(server: subprocess.Popen[bytes], grace_seconds: float, segments: SharedMemorySegments) -> int:
     """End what is left of the server. Returns its exit status when none of its processes exists any more."""
     segments.note()
     if server.poll() is None and grace_seconds:
@@ -132,7 +132,7 @@ def _end(server: subprocess.Popen[bytes], grace_seconds: float, segments: Segmen
         with contextlib.suppress(subprocess.TimeoutExpired):
             server.wait(grace_seconds)
     deadline = time.monotonic() + KILLED_SECONDS
-    end_family(os.getpid(), KILLED_SECONDS)
+    kill_process_tree(os.getpid(), KILLED_SECONDS)
     code = server.wait()
     with contextlib.suppress(ChildProcessError):  # no child is left
         while time.monotonic() < deadline:

@@ -1,7 +1,7 @@
 """The device lease: which run has the devices of the machines on which `tepo serve` runs servers.
 
-    HOST-PID.keeper   a running `tepo serve`, and the last lease token that it acknowledged
-    turn              the lease: the run that has the devices, the starts that it keeps, and a token for the acknowledgements
+    HOST-PID.service  a running `tepo serve`, and the last lease token that it acknowledged
+    lease             the lease: the run that has the devices, the starts that it keeps, and a token for the acknowledgements
 
 `Quiesce` takes the lease for a trainer, and `serve.py` follows it.
 """
@@ -21,7 +21,7 @@ from tepo_megatron.errors import RolloutError
 from tepo_megatron.inference.servers.shared_folder import read_file, replace_private
 
 POLL_SECONDS = 0.1
-_LEASE, _KEEPER = "turn", "keeper"
+_LEASE, _SERVICE = "lease", "service"
 
 
 @dataclass(frozen=True)
@@ -46,44 +46,44 @@ class DeviceLeases:
     def killed(self) -> list[str]:
         """Return the registered `tepo serve` processes of this machine that are no longer there."""
         found = []
-        for keeper, (machine, _) in self._registered().items():
-            host, _, pid = keeper.rpartition("-")
+        for service, (machine, _) in self._registered().items():
+            host, _, pid = service.rpartition("-")
             if host == this_host() and machine == _machine() and not Path("/proc", pid).exists():
-                found.append(keeper)
+                found.append(service)
         return found
 
-    def register(self, keeper: str) -> None:
+    def register(self, service: str) -> None:
         """Register a `tepo serve` that begins. The first one finds no lease.
 
         Args:
-            keeper: See `keeper_name`.
+            service: See `service_name`.
         """
         if not self._registered():
             self._write("{}")
-        self.acknowledge(keeper, "")
+        self.acknowledge(service, "")
 
-    def acknowledge(self, keeper: str, token: str) -> None:
+    def acknowledge(self, service: str, token: str) -> None:
         """Acknowledge a lease for a `tepo serve`: it starts no server, and runs none except those that the lease keeps.
 
         Args:
-            keeper: See `keeper_name`.
+            service: See `service_name`.
             token: Token of the lease. Empty string: none.
         """
-        replace_private(self.folder / f"{keeper}.{_KEEPER}", f"{_machine()} {token}")
+        replace_private(self.folder / f"{service}.{_SERVICE}", f"{_machine()} {token}")
 
-    def deregister(self, keeper: str) -> None:
+    def deregister(self, service: str) -> None:
         """Unregister a `tepo serve` whose servers have ended. The last one also removes the lease."""
-        (self.folder / f"{keeper}.{_KEEPER}").unlink(missing_ok=True)
+        (self.folder / f"{service}.{_SERVICE}").unlink(missing_ok=True)
         if not self._registered():
             (self.folder / _LEASE).unlink(missing_ok=True)
 
     def acknowledgements(self) -> dict[str, str]:
-        """Return keeper -> last acknowledged token of every registered `tepo serve`; empty string if it acknowledged none."""
-        return {keeper: token for keeper, (_, token) in self._registered().items()}
+        """Return service -> last acknowledged token of every registered `tepo serve`; empty string if it acknowledged none."""
+        return {service: token for service, (_, token) in self._registered().items()}
 
     def missing(self, lease: DeviceLease) -> list[str]:
         """Return the registered `tepo serve` processes that have not acknowledged the lease."""
-        return [keeper for keeper, token in self.acknowledgements().items() if token != lease.token]
+        return [service for service, token in self.acknowledgements().items() if token != lease.token]
 
     def take(self, run: str, starts: Sequence[str]) -> DeviceLease:
         """Write a new device lease and return it.
@@ -108,8 +108,8 @@ class DeviceLeases:
             self._write("{}")
 
     def _registered(self) -> dict[str, tuple[str, str]]:
-        found = {path.stem: read_file(path) for path in sorted(self.folder.glob(f"*.{_KEEPER}"))}
-        return {keeper: (text.split(" ")[0], text.split(" ")[1]) for keeper, text in found.items() if text is not None}
+        found = {path.stem: read_file(path) for path in sorted(self.folder.glob(f"*.{_SERVICE}"))}
+        return {service: (text.split(" ")[0], text.split(" ")[1]) for service, text in found.items() if text is not None}
 
     def _write(self, text: str) -> None:
         replace_private(self.folder / _LEASE, text)
@@ -147,7 +147,7 @@ class Quiesce:
             k for k, token in (await asyncio.to_thread(self._leases.acknowledgements)).items() if token != lease.token
         ]:
             if time.monotonic() > deadline:
-                files = ", ".join(f"{keeper}.keeper" for keeper in missing)
+                files = ", ".join(f"{service}.service" for service in missing)
                 raise RolloutError(
                     f"rollout.colocate: {', '.join(missing)} (host and pid of `tepo serve`) did not say within "
                     f"{self._seconds:g} s that the devices are free; look at its log in {self._leases.folder}, and if it "
@@ -160,7 +160,7 @@ class Quiesce:
         self._leases.release(self._run)
 
 
-def keeper_name(host: str, pid: int) -> str:
+def service_name(host: str, pid: int) -> str:
     """Return HOST-PID, which identifies a `tepo serve`.
 
     Args:

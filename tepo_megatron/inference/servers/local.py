@@ -12,7 +12,7 @@ from tepo_megatron.errors import RolloutError
 from tepo_megatron.inference.engine_api import EngineApi, LaunchSpec
 from tepo_megatron.inference.servers.process import LOOPBACK, ServerProcess, hold_port
 from tepo_megatron.inference.servers.served_model import ServedModel
-from tepo_megatron.inference.servers.server import Address
+from tepo_megatron.inference.servers.server import ServerAddress
 
 # A dying engine closes its connections first and ends a moment later; waiting for the end lets the error name the cause.
 DEATH_SECONDS = 1.0
@@ -34,7 +34,7 @@ class LocalServer:
         address: Where that process listens, or will; None before the first `launch`.
     """
 
-    again = "is started again"
+    restart_note = "is started again"
 
     def __init__(
         self, name: str, api: EngineApi, cfg: ServerConfig, launch: LaunchSpec, log_path: Path, key: str | None = None
@@ -42,7 +42,7 @@ class LocalServer:
         self.name, self.log_path = name, log_path
         self._api, self._cfg, self._launch, self._key = api, cfg, launch, key
         self.process: ServerProcess | None = None
-        self.address: Address | None = None
+        self.address: ServerAddress | None = None
         self._door: socket.socket | None = None  # keeps the port from others until the server listens there
         self._served: ServedModel | None = None
 
@@ -52,7 +52,7 @@ class LocalServer:
         Raises RolloutError (busy port, unwritable log), ConfigError (not installed).
         """
         self._let_go()
-        self._door = hold_port(self._cfg.port, self._launch.host)
+        self._door = hold_port(0, self._launch.host)
         port, key = int(self._door.getsockname()[1]), self._key or secrets.token_urlsafe(32)
         url = url_of(self._launch.host, port)
         if self._served is None:
@@ -69,9 +69,9 @@ class LocalServer:
             folder=self._served.folder,
         )
         process.start()
-        self.process, self.address = process, Address(url, key)
+        self.process, self.address = process, ServerAddress(url, key)
 
-    async def reached(self) -> Address:
+    async def wait_ready(self) -> ServerAddress:
         """Wait until the server is healthy, and return its address.
 
         Raises RolloutError if it ends, or is not healthy `rollout.server.ready_seconds` after its start.

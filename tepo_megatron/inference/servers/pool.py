@@ -24,7 +24,7 @@ class ServerPool:
 
     Args:
         endpoints: The servers, not yet launched.
-        cfg: Only min_servers, server.restarts, server.backoff_seconds and server.restart_after_growth_gib are used.
+        cfg: Only min_servers, server.restarts and server.restart_after_growth_gib are used.
         quiesce: Quiesces servers that others start, where they have to sleep (`rollout.colocate`). None: not needed.
 
     Attributes:
@@ -43,9 +43,9 @@ class ServerPool:
         self.slots: list[ServerSlot[Endpoint]] = []
         self.version, self.refused = INITIAL_VERSION, ""
         self.loop, self.changed = LoopThread("fleet"), asyncio.Condition()
-        self.growth = GrowthLimit(cfg.server.restart_after_growth_gib)
+        self.growth = GrowthLimit(cfg.server.growth_limit_gib)
         self.sleeping = SleepController(self.changed, quiesce, self.growth)
-        self._keepers: list[asyncio.Task[None]] = []
+        self._supervisors: list[asyncio.Task[None]] = []
         self._events: list[str] = []
 
     def start(self) -> None:
@@ -53,11 +53,11 @@ class ServerPool:
 
         Raises RolloutError (busy port, unwritable log), ConfigError (not installed).
         """
-        if self._keepers:
+        if self._supervisors:
             raise RolloutError("the inference servers were already started; close the fleet first")
         self.version, self.refused, self.changed = INITIAL_VERSION, "", asyncio.Condition()
         self.sleeping = SleepController(self.changed, self._quiesce, self.growth)
-        self.sleeping.rise()  # a killed run may have left its device lease
+        self.sleeping.allow_starts()  # a killed run may have left its device lease
         may_start = self.sleeping.may_start
         self.slots = [ServerSlot(e, self._cfg.server, self.notify, self.event, may_start) for e in self.endpoints]
         for endpoint in self.endpoints:
@@ -76,12 +76,12 @@ class ServerPool:
             list(threads.map(lambda endpoint: endpoint.server.stop(), self.endpoints))
         for endpoint in self.endpoints:
             endpoint.server.forget()
-        self.sleeping.rise()
-        self._keepers = []
+        self.sleeping.allow_starts()
+        self._supervisors = []
 
     def require_start(self) -> None:
         """Raise RolloutError unless the servers were started."""
-        if not self._keepers:
+        if not self._supervisors:
             raise RolloutError("the inference server is not running; call start() and wait_ready() first")
 
     def require_trust(self) -> None:
@@ -113,18 +113,18 @@ class ServerPool:
 
     def up(self) -> list[tuple[ServerSlot[Endpoint], Incarnation]]:
         """Return the servers that take requests, with their incarnations, whatever weights they serve."""
-        return [(slot, slot.life) for slot in self.slots if slot.life is not None]
+        return [(slot, slot.incarnation) for slot in self.slots if slot.incarnation is not None]
 
     def serving(self) -> list[tuple[ServerSlot[Endpoint], Incarnation]]:
         """Return the servers that take requests and serve `version`, with their incarnations."""
-        return [(slot, life) for slot, life in self.up() if slot.endpoint.version == self.version]
+        return [(slot, incarnation) for slot, incarnation in self.up() if slot.endpoint.version == self.version]
 
     def event(self, text: str) -> None:
         """Add a message for the user."""
         self._events.append(text)
 
     def take_events(self) -> list[str]:
-        """Return what happened to servers since the last call, one message each, and forget it."""
+        """Return the events of the servers since the last call, one message each."""
         events, self._events = self._events, []
         return events
 
@@ -134,7 +134,7 @@ class ServerPool:
             self.changed.notify_all()
 
     async def _keep_all(self) -> None:
-        self._keepers = [asyncio.create_task(slot.keep()) for slot in self.slots]
+        self._supervisors = [asyncio.create_task(slot.supervise()) for slot in self.slots]
 
     async def _until_settled(self) -> None:
         async with self.changed:

@@ -18,9 +18,9 @@ import psutil
 
 from tepo_megatron.errors import RolloutError
 from tepo_megatron.inference.servers import guard
-from tepo_megatron.utils.exchange import ERROR_BYTES, BlockingHttp, ExchangeFailed
+from tepo_megatron.utils.exchange import ERROR_BYTES, BlockingHttpClient, ExchangeFailed
 from tepo_megatron.utils.memory_kills import MemoryKills
-from tepo_megatron.utils.processes import end_family, has_ended
+from tepo_megatron.utils.processes import has_ended, kill_process_tree
 
 LOOPBACK = "127.0.0.1"
 POLL_SECONDS = 0.2
@@ -73,8 +73,7 @@ def hold_port(port: int, host: str = LOOPBACK) -> socket.socket:
     except OSError as e:
         held.close()
         raise RolloutError(
-            f"rollout.server.port={port} cannot be used on {host} ({e.strerror}); "
-            "stop what listens there, or set it to 0 for any free port"
+            f"port {port} cannot be used on {host} ({e.strerror}); stop what listens there, or give an address of this machine"
         ) from None
     return held
 
@@ -168,7 +167,7 @@ class ServerProcess:
         with self._ending:  # several threads call this
             while self._guard.returncode is None:
                 if has_ended(self._guard.pid):
-                    end_family(self._guard.pid, guard.KILLED_SECONDS)
+                    kill_process_tree(self._guard.pid, guard.KILLED_SECONDS)
                     self._guard.wait()
                 elif time.monotonic() >= deadline:
                     return False
@@ -192,7 +191,7 @@ class ServerProcess:
 
         Raises RolloutError if the server ends, or is not ready `ready_seconds` after `start`.
         """
-        with contextlib.closing(BlockingHttp(self._health_url)) as http:
+        with contextlib.closing(BlockingHttpClient(self._health_url)) as http:
             while self.running:
                 with contextlib.suppress(ExchangeFailed):
                     answer = http.exchange("GET", self._health_url, seconds=HEALTH_SECONDS, most_bytes=ERROR_BYTES)

@@ -9,18 +9,18 @@ import contextlib
 import time
 from pathlib import Path
 
-from tepo_megatron.config import ServerConfig
+from tepo_megatron.config import AnyServerConfig
 from tepo_megatron.errors import ConfigError, RolloutError
 from tepo_megatron.inference.engine_api import LaunchSpec
 from tepo_megatron.inference.servers.client import healthy
-from tepo_megatron.inference.servers.rendezvous import Record, Rendezvous, fingerprint
-from tepo_megatron.inference.servers.server import Address
+from tepo_megatron.inference.servers.rendezvous import Rendezvous, ServerRecord, fingerprint
+from tepo_megatron.inference.servers.server import ServerAddress
 from tepo_megatron.inference.servers.server_key import KEY_VARIABLE, key_from_environment
 
 POLL_SECONDS = 0.5
 
 
-class _Elsewhere:
+class _RemoteServer:
     """Base of servers whose process is watched elsewhere."""
 
     resident_bytes = 0  # its memory is not on this machine, or not known here
@@ -29,7 +29,7 @@ class _Elsewhere:
         """Do nothing: no files were made here."""
 
 
-class NamedServer(_Elsewhere):
+class NamedServer(_RemoteServer):
     """Implementation of `server.Server` for whatever answers at a URL.
 
     Args:
@@ -39,10 +39,10 @@ class NamedServer(_Elsewhere):
         url: Base URL of the server.
     """
 
-    again = "is waited for"
+    restart_note = "is waited for"
     running = True
 
-    def __init__(self, name: str, cfg: ServerConfig, launch: LaunchSpec, url: str) -> None:
+    def __init__(self, name: str, cfg: AnyServerConfig, launch: LaunchSpec, url: str) -> None:
         self.name = f"{name} ({url})"
         self._url, self._ready_seconds = url, cfg.ready_limit(launch.platform)
         self._deadline = 0.0
@@ -53,7 +53,7 @@ class NamedServer(_Elsewhere):
             raise ConfigError(f"rollout.server.urls: {KEY_VARIABLE} is not set; set it to the key of these servers")
         self._deadline = time.monotonic() + self._ready_seconds
 
-    async def reached(self) -> Address:
+    async def wait_ready(self) -> ServerAddress:
         """Wait until the server is healthy. Raises RolloutError if it is not `rollout.server.ready_seconds` after `launch`."""
         while not await healthy(self._url):
             if time.monotonic() > self._deadline:
@@ -62,7 +62,7 @@ class NamedServer(_Elsewhere):
                     "rollout.server.ready_seconds"
                 )
             await asyncio.sleep(POLL_SECONDS)
-        return Address(self._url, key_from_environment() or "")
+        return ServerAddress(self._url, key_from_environment() or "")
 
     async def failure(self, what: str) -> RolloutError:
         """Return an error that says `what` the server did, and where to look."""
@@ -75,7 +75,7 @@ class NamedServer(_Elsewhere):
         """Do nothing: the server is left to whoever started it."""
 
 
-class FoundServer(_Elsewhere):
+class FoundServer(_RemoteServer):
     """Implementation of `server.Server` for any server in a rendezvous folder that no other run uses.
 
     A start (incarnation) of a server serves one process of one run, because another process may have left half an update
@@ -92,12 +92,12 @@ class FoundServer(_Elsewhere):
         used: Start ids that can no longer be taken, shared by all servers of the fleet.
     """
 
-    again = "is started again"
+    restart_note = "is started again"
 
     def __init__(
         self,
         name: str,
-        cfg: ServerConfig,
+        cfg: AnyServerConfig,
         launch: LaunchSpec,
         rendezvous: Rendezvous,
         *,
@@ -108,7 +108,7 @@ class FoundServer(_Elsewhere):
         self.name = name
         self._cfg, self._launch, self._rendezvous = cfg, launch, rendezvous
         self._engine, self._run, self._used = engine, str(run.resolve()), used
-        self._record: Record | None = None
+        self._record: ServerRecord | None = None
         self._looking, self._deadline, self._ready_seconds = False, 0.0, cfg.ready_limit(launch.platform)
 
     def launch(self) -> None:
@@ -125,7 +125,7 @@ class FoundServer(_Elsewhere):
         """Return whether a server was taken, or is being looked for."""
         return self._looking or self._record is not None
 
-    async def reached(self) -> Address:
+    async def wait_ready(self) -> ServerAddress:
         """Take a healthy server and return its address.
 
         Raises:
@@ -137,24 +137,24 @@ class FoundServer(_Elsewhere):
         finally:
             self._looking = False
 
-    async def _found(self) -> Address:
+    async def _found(self) -> ServerAddress:
         while True:
             key = await asyncio.to_thread(self._rendezvous.key)
             records = await asyncio.to_thread(self._rendezvous.records)
             for record in records if key else ():
-                over = record.start in self._used or self._rendezvous.ended(record) is not None
+                over = record.start in self._used or self._rendezvous.end_reason(record) is not None
                 if over or not await healthy(record.url) or record.start in self._used:  # another slot may have been faster
                     continue
                 self._used.add(record.start)
                 self._check(record)
                 if self._take(record):
                     self._record = record
-                    return Address(record.url, key or "")
+                    return ServerAddress(record.url, key or "")
             if time.monotonic() > self._deadline:
                 seen = ", ".join(record.where for record in records) or "none"
                 lease = await asyncio.to_thread(self._rendezvous.leases.current)
-                fix = "if that run was killed, remove the file `turn`"
-                whose = "" if lease is None else f". None is started in the turn of {lease.run}; {fix}"
+                fix = "if that run was killed, remove the file `lease`"
+                whose = "" if lease is None else f". None is started while {lease.run} has the devices; {fix}"
                 raise RolloutError(
                     f"{self.name}: no free server in rollout.server.rendezvous={self._rendezvous.folder} within "
                     f"{self._ready_seconds:g} s; start `tepo serve` with this config, lower rollout.servers, or raise "
@@ -178,11 +178,11 @@ class FoundServer(_Elsewhere):
         record, self._record = self._record, None
         if record is not None:
             with contextlib.suppress(OSError, RolloutError):  # the folder may be gone with `tepo serve`
-                self._rendezvous.end(record, f"{why} ({self._run})")
+                self._rendezvous.request_end(record, f"{why} ({self._run})")
 
-    def _take(self, record: Record) -> bool:
+    def _take(self, record: ServerRecord) -> bool:
         """Return whether this start is now reserved for this run. Raises ConfigError if another run uses it."""
-        taken = self._rendezvous.take(record, self._run)
+        taken = self._rendezvous.claim(record, self._run)
         if not taken:
             return taken is None
         if taken != self._run:
@@ -190,10 +190,10 @@ class FoundServer(_Elsewhere):
                 f"{record.where} is used by the run {taken}; wait for its end, use another rollout.server.rendezvous, or, if "
                 f"that run was killed, end its servers and start them again"
             )
-        self._rendezvous.end(record, f"a process of the run that was killed used it ({self._run})")
+        self._rendezvous.request_end(record, f"a process of the run that was killed used it ({self._run})")
         return False
 
-    def _check(self, record: Record) -> None:
+    def _check(self, record: ServerRecord) -> None:
         """Raise ConfigError that lists all differences from the server that this run would start."""
         model, precision, tp = self._launch.model_path, self._launch.serves, self._cfg.tp
         faults = []

@@ -1,11 +1,11 @@
 """A folder in which servers publish their addresses, and trainers mark the servers that they use. All machines of a run see it.
 
     key                       the key that every server requires, unless TEPO_SERVER_KEY gives it
-    HOST-PORT.json            a healthy server, as a `Record`
+    HOST-PORT.json            a healthy server, as a `ServerRecord`
     HOST-PORT.START.taken     the run that uses this start (incarnation) of the server
     HOST-PORT.START.end       why its user ended this start: the server has to be restarted
-    HOST-PID.keeper           a running `tepo serve`, and the last lease token that it acknowledged
-    turn                      the device lease (`lease.py`): the run that has the servers' devices, the starts that it
+    HOST-PID.service          a running `tepo serve`, and the last lease token that it acknowledged
+    lease                     the device lease (`lease.py`): the run that has the servers' devices, the starts that it
                               keeps, and a token for the acknowledgements
 
 Every file appears under its name only when it is complete. The folder belongs to its owner alone: whoever could write a record
@@ -20,13 +20,13 @@ from hashlib import sha256
 from pathlib import Path
 
 from tepo_megatron.errors import ConfigError, RolloutError
-from tepo_megatron.inference.servers.lease import DeviceLeases, keeper_name
+from tepo_megatron.inference.servers.lease import DeviceLeases, service_name
 from tepo_megatron.inference.servers.server_key import make_key, read_key
 from tepo_megatron.inference.servers.shared_folder import check_owner, read_file, replace_private, write_part
 
 
 @dataclass(frozen=True)
-class Record:
+class ServerRecord:
     """One start of a served engine, as `tepo serve` publishes it once the server is healthy."""
 
     engine: str
@@ -49,9 +49,9 @@ class Record:
         return f"{self.host}-{self.url.rpartition(':')[2]}"
 
     @property
-    def keeper(self) -> str:
+    def service(self) -> str:
         """HOST-PID of the `tepo serve` that runs the server."""
-        return keeper_name(self.host, self.pid)
+        return service_name(self.host, self.pid)
 
     @property
     def where(self) -> str:
@@ -102,13 +102,13 @@ class Rendezvous:
 
     def clear_killed(self) -> None:
         """Remove what killed `tepo serve` processes of this machine left behind."""
-        for keeper in self.leases.killed():
+        for service in self.leases.killed():
             for record in self.records():
-                if record.keeper == keeper:
+                if record.service == service:
                     self.withdraw(record)
-            self.leases.deregister(keeper)
+            self.leases.deregister(service)
 
-    def records(self) -> list[Record]:
+    def records(self) -> list[ServerRecord]:
         """Return the published servers, which are or were healthy, ordered by name.
 
         Raises:
@@ -121,7 +121,7 @@ class Rendezvous:
             try:
                 text = read_file(path)
                 if text is not None:  # else it was withdrawn meanwhile
-                    found.append(Record(**json.loads(text)))
+                    found.append(ServerRecord(**json.loads(text)))
             except ConfigError:  # a ValueError too
                 raise
             except (OSError, ValueError, TypeError) as e:
@@ -130,17 +130,17 @@ class Rendezvous:
                 ) from None
         return found
 
-    def publish(self, record: Record) -> None:
+    def publish(self, record: ServerRecord) -> None:
         """Publish a healthy server. Replaces the record of an earlier server at the same address."""
         self._clear(record)
         replace_private(self.folder / f"{record.stem}.json", json.dumps(dataclasses.asdict(record), indent=2) + "\n")
 
-    def withdraw(self, record: Record) -> None:
+    def withdraw(self, record: ServerRecord) -> None:
         """Remove the record of a server."""
         (self.folder / f"{record.stem}.json").unlink(missing_ok=True)
         self._clear(record)
 
-    def take(self, record: Record, run: str) -> str | None:
+    def claim(self, record: ServerRecord, run: str) -> str | None:
         """Reserve a start for one run.
 
         Args:
@@ -158,28 +158,28 @@ class Rendezvous:
             return (read_file(path) or "").strip()
         finally:
             part.unlink()
-        return None if self._stands(record, path) else ""
+        return None if self._check_published(record, path) else ""
 
-    def end(self, record: Record, why: str) -> None:
+    def request_end(self, record: ServerRecord, why: str) -> None:
         """Ask `tepo serve` to restart a server. Does nothing if the start is over already.
 
         Args:
             record: The start that has to end.
-            why: Reason, which `ended` returns.
+            why: Reason, which `end_reason` returns.
         """
         path = self._path(record, "end")
         if record in self.records():
             replace_private(path, why)
-            self._stands(record, path)
+            self._check_published(record, path)
 
-    def ended(self, record: Record) -> str | None:
+    def end_reason(self, record: ServerRecord) -> str | None:
         """Return why a restart of this server was requested; None if it was not."""
         return read_file(self._path(record, "end"))
 
-    def _path(self, record: Record, what: str) -> Path:
+    def _path(self, record: ServerRecord, what: str) -> Path:
         return self.folder / f"{record.stem}.{record.start}.{what}"
 
-    def _stands(self, record: Record, path: Path) -> bool:
+    def _check_published(self, record: ServerRecord, path: Path) -> bool:
         """Return whether the start is still published.
 
         If not, remove `path`: whoever withdrew the record may not have seen that file.
@@ -189,7 +189,7 @@ class Rendezvous:
         path.unlink(missing_ok=True)
         return False
 
-    def _clear(self, record: Record) -> None:
+    def _clear(self, record: ServerRecord) -> None:
         for what in ("taken", "end"):
             for path in self.folder.glob(f"{record.stem}.*.{what}"):
                 path.unlink(missing_ok=True)

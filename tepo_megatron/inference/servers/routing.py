@@ -11,7 +11,7 @@ from tepo_megatron.config import RolloutConfig
 from tepo_megatron.errors import RolloutError
 from tepo_megatron.inference.engine import Deliver, GroupStream
 from tepo_megatron.inference.engine_api import StaleWeights
-from tepo_megatron.inference.loop import Arrivals
+from tepo_megatron.inference.loop import QueuedGroupStream
 from tepo_megatron.inference.partial import GenerationRequest, continuations, merge
 from tepo_megatron.inference.servers.client import RequestFailed
 from tepo_megatron.inference.servers.endpoint import Endpoint
@@ -19,6 +19,7 @@ from tepo_megatron.inference.servers.pool import ServerPool
 from tepo_megatron.inference.servers.slot import Incarnation, ServerSlot
 from tepo_megatron.types import Prompt, Rollout, SamplingParams
 
+ATTEMPTS = 3  # to sample a prompt, on other servers where there are some
 RETRY_SECONDS = 0.2  # before a request is sent again, doubled each time
 
 
@@ -27,7 +28,7 @@ class RoutedSampler:
 
     Args:
         pool: The servers.
-        cfg: Only attempts, in_flight, only and server.concurrency are used.
+        cfg: Only on_weight_update, only and server.concurrency are used.
     """
 
     def __init__(self, pool: ServerPool, cfg: RolloutConfig) -> None:
@@ -36,7 +37,7 @@ class RoutedSampler:
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams, seed: int) -> list[Rollout]:
         """See `Sampler.generate`: one request per prompt, at most `rollout.server.concurrency` at once on each server.
 
-        A failed request is sent again, to another server if there is one, up to `rollout.attempts` times. A request that a
+        A failed request is sent again, to another server if there is one, up to ATTEMPTS times. A request that a
         server rejects (4xx) fails the call at once.
 
         Args:
@@ -52,7 +53,7 @@ class RoutedSampler:
     def open(self) -> GroupStream:
         """See `Sampler.open`. Requests are routed and retried as in `generate`."""
         self._require_service()
-        return Arrivals(self._pool.loop, self._generate)
+        return QueuedGroupStream(self._pool.loop, self._generate)
 
     async def sample(self, prompt: Prompt, sampling: SamplingParams, seed: int) -> list[Rollout]:
         """See `Sampler.sample`: one request, routed and retried like those of `generate`, with the same errors.
@@ -91,10 +92,10 @@ class RoutedSampler:
 
         Responses that a weight update cut off are continued, or sampled again, until all are complete.
         """
-        whole = GenerationRequest(prompt, sampling.after(prompt), seed)
+        whole = GenerationRequest(prompt, sampling, seed)
         group = await self._answer([whole])
         while lacking := continuations(group, prompt, whole.sampling, seed):
-            if self._cfg.in_flight == "restart":
+            if self._cfg.on_weight_update == "restart":
                 group = await self._answer([whole])
                 continue
             ends = await self._answer(list(lacking.values()))
@@ -105,8 +106,8 @@ class RoutedSampler:
     async def _answer(self, asks: Sequence[GenerationRequest]) -> list[Rollout]:
         """Return the requested samples, all from one server. Retries on other servers."""
         avoid: Endpoint | None = None
-        for attempt in range(1, self._cfg.attempts + 1):
-            member, life = await self._free(avoid)
+        for attempt in range(1, ATTEMPTS + 1):
+            member, incarnation = await self._free(avoid)
             member.endpoint.in_flight += 1
             try:
                 rollouts = await member.endpoint.generate(asks)
@@ -115,16 +116,16 @@ class RoutedSampler:
             except RequestFailed as e:
                 if e.refused:
                     raise RolloutError(f"{member.endpoint.name} {e.what}") from None
-                error = await member.failed(life, e)
+                error = await member.failed(incarnation, e)
             except RolloutError as e:
                 error = e
                 if isinstance(e, StaleWeights):
-                    life.end(e)
+                    incarnation.end(e)
             finally:
                 member.endpoint.in_flight -= 1
                 await self._pool.notify()
             avoid = member.endpoint
-            if attempt < self._cfg.attempts:
+            if attempt < ATTEMPTS:
                 self._pool.event(f"prompt {asks[0].prompt.id} is sampled again: {str(error).splitlines()[0]}")
                 await asyncio.sleep(RETRY_SECONDS * 2 ** (attempt - 1))
         raise error

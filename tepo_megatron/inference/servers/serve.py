@@ -13,15 +13,15 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from tepo_megatron.config import RolloutConfig
-from tepo_megatron.distributed.meeting_store import is_loopback
+from tepo_megatron.config import RendezvousServerConfig, RolloutConfig
+from tepo_megatron.distributed.rendezvous_store import is_loopback
 from tepo_megatron.errors import ConfigError, RolloutError
 from tepo_megatron.inference.engine_api import LaunchSpec
 from tepo_megatron.inference.engines import ENGINES, local_servers
-from tepo_megatron.inference.servers.endpoint import Connected
-from tepo_megatron.inference.servers.lease import keeper_name, this_host
+from tepo_megatron.inference.servers.endpoint import ServerConnection
+from tepo_megatron.inference.servers.lease import service_name, this_host
 from tepo_megatron.inference.servers.local import LocalServer
-from tepo_megatron.inference.servers.rendezvous import Record, Rendezvous, fingerprint
+from tepo_megatron.inference.servers.rendezvous import Rendezvous, ServerRecord, fingerprint
 from tepo_megatron.inference.servers.slot import ServerSlot
 
 LOOK_SECONDS = 1.0  # poll interval for the requests of trainers
@@ -45,7 +45,7 @@ def serve(name: str, cfg: RolloutConfig, launch: LaunchSpec, address: str | None
         ConfigError: The config does not name a rendezvous folder, or names URLs.
         RolloutError: Every server was lost.
     """
-    if cfg.server.urls is not None or cfg.server.rendezvous is None:
+    if not isinstance(cfg.server, RendezvousServerConfig):
         raise ConfigError(
             "tepo serve starts servers and says in rollout.server.rendezvous where they are; set that to a folder which the "
             "trainer sees, and remove rollout.server.urls"
@@ -74,15 +74,17 @@ class _Service:
         apis = [ENGINES[cfg.engine]() for _ in range(cfg.servers)]
         self._servers = local_servers(cfg, apis, launch, log, key)
         self._launch, self._model = launch, fingerprint(launch.model_path)
-        self._keeper, self._acknowledged = keeper_name(this_host(), os.getpid()), ""
+        self._service, self._acknowledged = service_name(this_host(), os.getpid()), ""
         self._look_seconds = TURN_SECONDS if launch.sleeps else LOOK_SECONDS
         self._may_start = asyncio.Event()
         self._may_start.set()
         self._members = [
-            ServerSlot(Connected(server, api, cfg.server), cfg.server, self._changed, tell, self._may_start)
+            ServerSlot(ServerConnection(server, api, cfg.server), cfg.server, self._changed, tell, self._may_start)
             for server, api in zip(self._servers, apis, strict=True)
         ]
-        self._records: dict[int, tuple[Record, float]] = {}  # server index -> (record, `time.monotonic()` of its publication)
+        self._records: dict[
+            int, tuple[ServerRecord, float]
+        ] = {}  # server index -> (record, `time.monotonic()` of its publication)
         self._lost: set[int] = set()
         self._over = asyncio.Event()
 
@@ -90,32 +92,32 @@ class _Service:
         """Run the servers until a signal comes or all are lost. See `serve`."""
         for signum in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(signum, self._over.set)
-        keepers: list[asyncio.Task[None]] = []
+        supervisors: list[asyncio.Task[None]] = []
         try:
             self._rendezvous.clear_killed()
-            self._rendezvous.leases.register(self._keeper)
+            self._rendezvous.leases.register(self._service)
             await self._follow_lease()
             while not self._may_start.is_set() and not await self._over_within(self._look_seconds):
                 await self._follow_lease()
             if not self._over.is_set():
                 for server in self._servers:
                     server.launch()
-                keepers = [asyncio.create_task(member.keep()) for member in self._members]
+                supervisors = [asyncio.create_task(member.supervise()) for member in self._members]
             while not self._over.is_set():
                 await self._follow_lease()
                 records = list(self._records.items())
                 await asyncio.gather(*(self._attend(self._members[i], record, since) for i, (record, since) in records))
                 await self._over_within(self._look_seconds)
         finally:
-            for keeper in keepers:
-                keeper.cancel()
+            for supervisor in supervisors:
+                supervisor.cancel()
             for i in list(self._records):
                 self._rendezvous.withdraw(self._records.pop(i)[0])
             await asyncio.gather(*(asyncio.to_thread(server.stop) for server in self._servers))
-            await asyncio.gather(*keepers, return_exceptions=True)
+            await asyncio.gather(*supervisors, return_exceptions=True)
             for server in self._servers:
                 server.forget()
-            self._rendezvous.leases.deregister(self._keeper)
+            self._rendezvous.leases.deregister(self._service)
         if len(self._lost) == len(self._members):
             raise RolloutError(str(self._members[0].lost))
 
@@ -136,34 +138,34 @@ class _Service:
             if not self._may_start.is_set():
                 self._may_start.set()
                 for client in clients:
-                    client.rise()
+                    client.resume()
             return
         self._may_start.clear()
-        await asyncio.gather(*(client.rest() for client in clients))
-        settled = not any(member.between for member in self._members)
+        await asyncio.gather(*(client.pause() for client in clients))
+        settled = not any(member.draining for member in self._members)
         for i, (record, _) in self._records.items():
             member = self._members[i]
             if record.start in lease.starts:
                 continue
             settled = False
             member.delivered()  # not a failure of the server
-            if member.life is not None:
-                member.life.end(RolloutError(f"{member.endpoint.name} is not of {lease.run}, which has the devices now"))
+            if member.incarnation is not None:
+                member.incarnation.end(RolloutError(f"{member.endpoint.name} is not of {lease.run}, which has the devices now"))
         if settled and self._acknowledged != lease.token:
-            self._rendezvous.leases.acknowledge(self._keeper, lease.token)
+            self._rendezvous.leases.acknowledge(self._service, lease.token)
             self._acknowledged = lease.token
 
-    async def _attend(self, member: ServerSlot[Connected], record: Record, since: float) -> None:
+    async def _attend(self, member: ServerSlot[ServerConnection], record: ServerRecord, since: float) -> None:
         """Handle one healthy server: reset its failure counters after STEADY_SECONDS, and end it if its user asked for that."""
-        why = self._rendezvous.ended(record)
+        why = self._rendezvous.end_reason(record)
         if why is not None or time.monotonic() - since > STEADY_SECONDS:
             member.delivered()  # its restarts so far do not count
-        life = member.life
-        if why is not None and life is not None:
+        incarnation = member.incarnation
+        if why is not None and incarnation is not None:
             error = await member.endpoint.server.failure(f"was given back: {why}")
             if member.endpoint.server.running:  # the log of a healthy server does not explain the end
                 error = RolloutError(f"{member.endpoint.name} was given back: {why}")
-            life.end(error)
+            incarnation.end(error)
 
     async def _changed(self) -> None:
         """Publish servers that came up, withdraw those that went down, and report those that were lost."""
@@ -181,18 +183,18 @@ class _Service:
         if len(self._lost) == len(self._members):
             self._over.set()
 
-    def _record(self, connected: Connected, server: LocalServer) -> Record:
-        assert connected.about is not None and connected.address is not None, "it is up"
+    def _record(self, connected: ServerConnection, server: LocalServer) -> ServerRecord:
+        assert connected.info is not None and connected.address is not None, "it is up"
         port = connected.address.url.rpartition(":")[2]
         name = f"[{self._address}]" if ":" in self._address else self._address
-        return Record(
+        return ServerRecord(
             engine=self._cfg.engine,
-            engine_version=connected.about.engine_version,
+            engine_version=connected.info.engine_version,
             url=f"http://{name}:{port}",
             run=self._name,
             tp=self._cfg.server.tp,
             model=self._model,
-            max_model_len=connected.about.max_model_len,
+            max_model_len=connected.info.max_model_len,
             precision=self._launch.serves,
             host=this_host(),
             pid=os.getpid(),

@@ -7,7 +7,7 @@ from tepo_megatron.errors import RolloutError
 
 
 @dataclass(frozen=True)
-class Address:
+class ServerAddress:
     """URL of a server, and the key that it requires."""
 
     url: str
@@ -21,16 +21,16 @@ class Server(Protocol):
 
     Attributes:
         name: Name in messages.
-        again: Predicate for messages that says what happens after a failure, like "is started again".
+        restart_note: Predicate for messages that says what happens after a failure, like "is started again".
     """
 
     name: str
-    again: str
+    restart_note: str
 
     def launch(self) -> None:
         """Start the server, the first time and after each `end`. Returns at once. Raises RolloutError, ConfigError."""
 
-    async def reached(self) -> Address:
+    async def wait_ready(self) -> ServerAddress:
         """Return the address once the server takes requests.
 
         Raises RolloutError if it fails, ConfigError if it does not fit the run.

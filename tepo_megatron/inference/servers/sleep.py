@@ -68,15 +68,17 @@ class SleepController:
             raise RolloutError(f"the engine cannot go to sleep from being {self.state}; wake all of it first")
         self.asleep = frozenset(ENGINE_PARTS)  # from now on no request is sent to a server
         self.may_start.clear()
-        await self._until(lambda: not any(m.between or m.endpoint.in_flight for m in members))
-        ended = await self._growth.end_grown([(m, m.life) for m in members if m.life is not None])
-        await self._until(lambda: all(m.life is not life for m, life in ended))
-        lives = None
-        while lives != (lives := [m.life for m in members]):  # servers that end meanwhile have to be gone, too
+        await self._until(lambda: not any(m.draining or m.endpoint.in_flight for m in members))
+        ended = await self._growth.end_grown([(m, m.incarnation) for m in members if m.incarnation is not None])
+        await self._until(lambda: all(m.incarnation is not incarnation for m, incarnation in ended))
+        incarnations = None
+        while incarnations != (
+            incarnations := [m.incarnation for m in members]
+        ):  # servers that end meanwhile have to be gone, too
             if self._quiesce is not None:
                 await self._quiesce.reach()
             await self._tell([m for m in members if not m.endpoint.asleep], lambda endpoint: endpoint.sleep())
-            await self._until(lambda: not any(m.between for m in members))
+            await self._until(lambda: not any(m.draining for m in members))
 
     async def wake(self, members: Sequence[ServerSlot], part: EnginePart) -> None:
         """Wake one part of all sleeping servers. Once all parts are awake, servers may be started again.
@@ -90,14 +92,14 @@ class SleepController:
         """
         turn = next((p for p in ENGINE_PARTS if p in self.asleep), None)
         if part != turn:
-            mend = "it is awake already" if turn is None else f"wake its {turn} first"
-            raise RolloutError(f"the engine is {self.state} and its {part} cannot be woken: {mend}")
+            fix = "it is awake already" if turn is None else f"wake its {turn} first"
+            raise RolloutError(f"the engine is {self.state} and its {part} cannot be woken: {fix}")
         await self._tell([m for m in members if part in m.endpoint.asleep], lambda endpoint: endpoint.wake(part))
         self.asleep -= {part}
         if not self.asleep:
-            self.rise()
+            self.allow_starts()
 
-    def rise(self) -> None:
+    def allow_starts(self) -> None:
         """Allow servers to be started, here and in every `tepo serve`."""
         self.may_start.set()
         if self._quiesce is not None:
@@ -105,14 +107,14 @@ class SleepController:
 
     async def _tell(self, members: Sequence[ServerSlot], say: Callable[[Endpoint], Awaitable[None]]) -> None:
         """Make one call to all servers that are up, concurrently. A server on which the call fails is ended."""
-        alive = [(m, m.life) for m in members if m.life is not None]
+        alive = [(m, m.incarnation) for m in members if m.incarnation is not None]
         results = await asyncio.gather(*(say(m.endpoint) for m, _ in alive), return_exceptions=True)
-        for (member, life), result in zip(alive, results, strict=True):
+        for (member, incarnation), result in zip(alive, results, strict=True):
             if isinstance(result, RequestFailed):
                 result = RolloutError(f"{member.endpoint.name} {result.what}")
             if isinstance(result, RolloutError):
-                life.end(result)
-                await self._until(lambda m=member, over=life: m.life is not over)  # type: ignore[misc]
+                incarnation.end(result)
+                await self._until(lambda m=member, over=incarnation: m.incarnation is not over)  # type: ignore[misc]
             elif isinstance(result, BaseException):
                 raise result
 

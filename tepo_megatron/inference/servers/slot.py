@@ -4,17 +4,18 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Generic, TypeVar
 
-from tepo_megatron.config import ServerConfig
+from tepo_megatron.config import AnyServerConfig
 from tepo_megatron.errors import RolloutError, TepoError
 from tepo_megatron.inference.servers.client import RequestFailed
-from tepo_megatron.inference.servers.endpoint import Connected
+from tepo_megatron.inference.servers.endpoint import ServerConnection
 
+BACKOFF_SECONDS = 1.0  # pause before the first restart, doubled for each consecutive one
 LONGEST_PAUSE = 30.0  # seconds; upper limit of the back-off before a restart
-C = TypeVar("C", bound=Connected)
+C = TypeVar("C", bound=ServerConnection)
 MOST_ERRORS = 3  # consecutive error answers after which a server is restarted
 
 
-class Planned(RolloutError):
+class PlannedRestart(RolloutError):
     """Reason for ending a healthy server. The server is restarted at once, and the restart does not count as a failure."""
 
 
@@ -45,29 +46,29 @@ class ServerSlot(Generic[C]):
 
     Args:
         endpoint: The server's connection.
-        cfg: Only `restarts` and `backoff_seconds` are used.
+        cfg: Only `restarts` is used.
         tell: Awaited whenever the state of this slot changes; it wakes those who wait for a change.
         event: Receives messages for the user.
         may_start: Set while servers may be started (a start takes the server's whole memory). None: always.
 
     Attributes:
-        life: Current incarnation; None while the server is not healthy.
+        incarnation: Current incarnation; None while the server is not healthy.
         lost: The error for which the server is no longer restarted; None while it is not lost.
-        again: Number of restarts so far, planned ones included.
+        restart_count: Number of restarts so far, planned ones included.
     """
 
     def __init__(
         self,
         endpoint: C,
-        cfg: ServerConfig,
+        cfg: AnyServerConfig,
         tell: Callable[[], Awaitable[None]],
         event: Callable[[str], None],
         may_start: asyncio.Event | None = None,
     ) -> None:
         self.endpoint = endpoint
-        self.life: Incarnation | None = None
+        self.incarnation: Incarnation | None = None
         self.lost: TepoError | None = None
-        self.again = 0
+        self.restart_count = 0
         self._ending = False  # it was up, and it is not decided yet whether it is lost
         self._cfg, self._tell, self._event, self._may_start = cfg, tell, event, may_start
         self._restarts = self._errors = 0  # failures and error answers since the last good answer
@@ -75,14 +76,14 @@ class ServerSlot(Generic[C]):
     @property
     def up(self) -> bool:
         """Return whether the server takes requests."""
-        return self.life is not None
+        return self.incarnation is not None
 
     @property
-    def between(self) -> bool:
+    def draining(self) -> bool:
         """Return whether the slot is in transition: not up, but its process may hold memory, or its loss is undecided."""
         return not self.up and (self._ending or self.endpoint.server.running)
 
-    async def keep(self) -> None:
+    async def supervise(self) -> None:
         """Supervise the server, which was launched already, until it is lost or this task is cancelled."""
         endpoint, once_up = self.endpoint, False
         try:
@@ -96,10 +97,10 @@ class ServerSlot(Generic[C]):
                 await endpoint.close()
                 pause = self._pause(error, once_up)
                 self._ending = False
-                self.again += 1
+                self.restart_count += 1
                 await self._tell()
                 number = f" (restart {self._restarts}) after {pause:g} s" if pause is not None else ""
-                self._event(f"{error}\n{endpoint.name} {endpoint.server.again}{number}")
+                self._event(f"{error}\n{endpoint.name} {endpoint.server.restart_note}{number}")
                 await asyncio.sleep(pause or 0.0)
                 while self._may_start is not None and not self._may_start.is_set():
                     await self._may_start.wait()
@@ -115,46 +116,48 @@ class ServerSlot(Generic[C]):
 
     def _pause(self, error: RolloutError, once_up: bool) -> float | None:
         """Return the seconds until the next start, None for a planned restart. Raise `error` if the server is lost."""
-        if isinstance(error, Planned):
+        if isinstance(error, PlannedRestart):
             return None
         self._restarts += 1
         # A server that fails before it ever served has a wrong setting, which retries would only hide.
         if not once_up or self._restarts > self._cfg.restarts:
             raise error
-        return min(LONGEST_PAUSE, self._cfg.backoff_seconds * 2 ** (self._restarts - 1))
+        return min(LONGEST_PAUSE, BACKOFF_SECONDS * 2 ** (self._restarts - 1))
 
     def delivered(self) -> None:
         """Reset the failure counters after a good answer."""
         self._restarts = self._errors = 0
 
-    async def failed(self, life: Incarnation, cause: RequestFailed) -> RolloutError:
+    async def failed(self, incarnation: Incarnation, cause: RequestFailed) -> RolloutError:
         """Return the error of a failed request, and end the incarnation if the server cannot be trusted to go on.
 
         The incarnation goes on if the server answered with an error, has done so fewer than `MOST_ERRORS` times since its last
         good answer, and its process is running.
 
         Args:
-            life: Incarnation in which the request was sent. If it is over already, nothing is ended.
+            incarnation: Incarnation in which the request was sent. If it is over already, nothing is ended.
             cause: How the request failed.
         """
-        if life is not self.life or self.endpoint.client is None:  # another request failed before: this incarnation is over
+        if (
+            incarnation is not self.incarnation or self.endpoint.client is None
+        ):  # another request failed before: this incarnation is over
             return RolloutError(f"{self.endpoint.name} {cause.what}")
         error = await self.endpoint.server.failure(cause.what)
         self._errors += 1
         if not cause.answered or self._errors >= MOST_ERRORS or not self.endpoint.server.running:
-            life.end(error)
+            incarnation.end(error)
         return error
 
     async def _live(self) -> RolloutError:
         """Publish a new incarnation, wait until it has to end, and return the reason."""
         assert self.endpoint.client is not None
-        life = self.life = Incarnation()
-        watch = asyncio.create_task(self.endpoint.client.illness())
-        watch.add_done_callback(lambda _: life.end(None))
+        incarnation = self.incarnation = Incarnation()
+        watch = asyncio.create_task(self.endpoint.client.wait_unhealthy())
+        watch.add_done_callback(lambda _: incarnation.end(None))
         await self._tell()
         try:
-            return await life.ended() or await self.endpoint.server.failure(watch.result())
+            return await incarnation.ended() or await self.endpoint.server.failure(watch.result())
         finally:
-            self.life, self._ending = None, True
+            self.incarnation, self._ending = None, True
             watch.cancel()
             await self._tell()

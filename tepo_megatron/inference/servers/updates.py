@@ -13,7 +13,7 @@ from pathlib import Path
 from tepo_megatron.config import RolloutConfig
 from tepo_megatron.errors import RolloutError, SyncError
 from tepo_megatron.inference.engine import UNKNOWN_VERSION
-from tepo_megatron.inference.servers.checksums import Checks
+from tepo_megatron.inference.servers.checksums import ChecksumChecks
 from tepo_megatron.inference.servers.client import RequestFailed
 from tepo_megatron.inference.servers.endpoint import Endpoint
 from tepo_megatron.inference.servers.pool import ServerPool
@@ -29,7 +29,7 @@ class PoolUpdates:
 
     Args:
         pool: The servers. An update sets the version that they must serve.
-        cfg: Only in_flight and server.precision are used.
+        cfg: Only on_weight_update and server.precision are used.
     """
 
     def __init__(self, pool: ServerPool, cfg: RolloutConfig) -> None:
@@ -41,7 +41,7 @@ class PoolUpdates:
         # servers of the update under way, with their incarnation when it began
         self._updating: list[tuple[ServerSlot[Endpoint], Incarnation]] = []
         self._bases: set[int] = set()  # versions that these servers had before the update
-        self._checks = Checks(same_precision=self._cfg.server.precision is None)
+        self._checks = ChecksumChecks(same_precision=self._cfg.server.precision is None)
 
     def begin_update(self, version: int) -> None:
         """See `RolloutEngine`. Servers that have `version` already take no part in the update.
@@ -60,22 +60,22 @@ class PoolUpdates:
         """See `WeightReceiver.base`."""
         return next(iter(self._bases)) if len(self._bases) == 1 else None
 
-    def keep(self, names: Sequence[str]) -> None:
+    def keep_unchanged(self, names: Sequence[str]) -> None:
         """See `RolloutEngine`. Without a `base` no tensor can stay unchanged, so `names` has to be empty."""
         base = UNKNOWN_VERSION if self.base is None else self.base
-        self._pool.loop.run(self._each(lambda endpoint: endpoint.keep(base, names)))
+        self._pool.loop.run(self._each(lambda endpoint: endpoint.keep_unchanged(base, names)))
 
     @property
-    def takers(self) -> tuple[Recipient, ...]:
-        """See `WeightReceiver.takers`."""
-        taking = [(m.endpoint, life) for m, life in self._updating if m.life is life]
-        return tuple(Recipient(e.name, e.host, e.ranks, life) for e, life in taking)
+    def recipients(self) -> tuple[Recipient, ...]:
+        """See `WeightReceiver.recipients`."""
+        taking = [(m.endpoint, incarnation) for m, incarnation in self._updating if m.incarnation is incarnation]
+        return tuple(Recipient(e.name, e.host, e.ranks, incarnation) for e, incarnation in taking)
 
-    def join(self, meetings: Mapping[Recipient, GroupSpec]) -> Future[None]:
+    def join_groups(self, specs: Mapping[Recipient, GroupSpec]) -> Future[None]:
         """See `RolloutEngine`."""
-        of = {taker.life: meeting for taker, meeting in meetings.items()}
-        places = {m.endpoint: of[life] for m, life in self._updating if life in of}
-        return self._pool.loop.submit(self._each(lambda endpoint: endpoint.join(places[endpoint])))
+        of = {recipient.incarnation: spec for recipient, spec in specs.items()}
+        places = {m.endpoint: of[incarnation] for m, incarnation in self._updating if incarnation in of}
+        return self._pool.loop.submit(self._each(lambda endpoint: endpoint.join_groups(places[endpoint])))
 
     def load(self, sources: Sequence[Source]) -> Future[None]:
         """See `RolloutEngine`."""
@@ -106,9 +106,9 @@ class PoolUpdates:
 
     async def _begin(self, version: int) -> None:
         self._pool.version = version
-        broken_off = [life for _, life in self._updating]
-        for member, life in self._updating:
-            life.end(RolloutError(f"{member.endpoint.name} was given weights half-way"))
+        broken_off = [incarnation for _, incarnation in self._updating]
+        for member, incarnation in self._updating:
+            incarnation.end(RolloutError(f"{member.endpoint.name} was given weights half-way"))
         self._gather_behind(broken_off)
         await self._until_idle()
         if not self._pool.sleeping.asleep and await self._renew_grown():
@@ -120,8 +120,8 @@ class PoolUpdates:
 
         Incarnations that took part in an unfinished update are left out.
         """
-        behind = [(m, life) for m, life in self._pool.up() if m.endpoint.version != self._pool.version]
-        self._updating = [(m, life) for m, life in behind if life not in broken_off]
+        behind = [(m, incarnation) for m, incarnation in self._pool.up() if m.endpoint.version != self._pool.version]
+        self._updating = [(m, incarnation) for m, incarnation in behind if incarnation not in broken_off]
         self._bases = {m.endpoint.version for m, _ in self._updating}
 
     async def _renew_grown(self) -> bool:
@@ -134,27 +134,31 @@ class PoolUpdates:
         if not ended:
             return False
         async with self._pool.changed:
-            await self._pool.changed.wait_for(lambda: all(m.lost or m.life not in (None, life) for m, life in ended))
+            await self._pool.changed.wait_for(
+                lambda: all(m.lost or m.incarnation not in (None, incarnation) for m, incarnation in ended)
+            )
         self._pool.require_enough()
         return True
 
     async def _until_idle(self) -> None:
-        """Wait until no request with the former weights runs, and abort the requests if `rollout.in_flight` says so.
+        """Wait until no request with the former weights runs, and abort the requests if `rollout.on_weight_update` says so.
 
         The servers of the update get no new requests meanwhile.
         """
 
         def busy_ones() -> list[tuple[ServerSlot, Incarnation]]:
-            return [(m, life) for m, life in self._updating if m.life is life and m.endpoint.in_flight]
+            return [
+                (m, incarnation) for m, incarnation in self._updating if m.incarnation is incarnation and m.endpoint.in_flight
+            ]
 
         while busy := busy_ones():
             wait = None
-            if self._cfg.in_flight != "finish":
+            if self._cfg.on_weight_update != "finish":
                 wait = INTERRUPT_SECONDS
                 results = await asyncio.gather(*(m.endpoint.interrupt() for m, _ in busy), return_exceptions=True)
-                for (member, life), result in zip(busy, results, strict=True):
+                for (member, incarnation), result in zip(busy, results, strict=True):
                     if isinstance(result, RequestFailed):
-                        await member.failed(life, result)
+                        await member.failed(incarnation, result)
                     elif result is not None:
                         raise result
             with contextlib.suppress(TimeoutError):
@@ -167,11 +171,11 @@ class PoolUpdates:
         Raises:
             SyncError: A server refused the call. The fleet is then no longer usable.
         """
-        alive = [(m, life) for m, life in self._updating if m.life is life]
+        alive = [(m, incarnation) for m, incarnation in self._updating if m.incarnation is incarnation]
         results = await asyncio.gather(*(say(m.endpoint) for m, _ in alive), return_exceptions=True)
-        for (member, life), result in zip(alive, results, strict=True):
+        for (member, incarnation), result in zip(alive, results, strict=True):
             if isinstance(result, RequestFailed):
-                await member.failed(life, result)
+                await member.failed(incarnation, result)
             elif isinstance(result, BaseException) and not isinstance(result, SyncError):
                 raise result
         self._updating = [each for each, result in zip(alive, results, strict=True) if result is None]
@@ -189,9 +193,9 @@ class PoolUpdates:
         asked = self._pool.serving()
         results = await asyncio.gather(*(m.endpoint.checksums() for m, _ in asked), return_exceptions=True)
         answers: dict[str, Mapping[str, str]] = {}
-        for (member, life), result in zip(asked, results, strict=True):
+        for (member, incarnation), result in zip(asked, results, strict=True):
             if isinstance(result, RequestFailed):
-                await member.failed(life, result)
+                await member.failed(incarnation, result)
             elif isinstance(result, BaseException):
                 raise result
             elif result is not None:

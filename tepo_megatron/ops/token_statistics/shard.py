@@ -16,7 +16,7 @@ from tepo_megatron.ops.token_statistics import NO_COLUMNS, Coefficients, RowKern
 
 
 @dataclass(frozen=True)
-class Shard:
+class VocabShard:
     """This rank's shard of the vocabulary, and the labels that lie in it.
 
     Attributes:
@@ -30,7 +30,7 @@ class Shard:
     column_R: Tensor
 
     @classmethod
-    def of(cls, width: int, labels_R: Tensor, group: dist.ProcessGroup | None, vocab_size: int | None) -> Shard:
+    def of(cls, width: int, labels_R: Tensor, group: dist.ProcessGroup | None, vocab_size: int | None) -> VocabShard:
         """Return the shard of this rank.
 
         Args:
@@ -45,9 +45,9 @@ class Shard:
         owned_R = (local_R >= 0) & (local_R < columns)
         return cls(columns, owned_R, torch.where(owned_R, local_R, 0))
 
-    def rows(self, rows: slice) -> Shard:
+    def rows(self, rows: slice) -> VocabShard:
         """Return the shard for some rows."""
-        return Shard(self.columns, self.owned_R[rows], self.column_R[rows])
+        return VocabShard(self.columns, self.owned_R[rows], self.column_R[rows])
 
 
 class Normalizer(NamedTuple):
@@ -64,7 +64,7 @@ class Normalizer(NamedTuple):
     mean: Tensor
 
 
-def local_statistics(kernels: RowKernels, logits: Tensor, shard: Shard, temperature: float) -> Tensor:
+def local_statistics(kernels: RowKernels, logits: Tensor, shard: VocabShard, temperature: float) -> Tensor:
     """Return [R, 4] over this rank's real columns: largest logit, sum exp(d), sum d exp(d), the label's logit (0 if not owned).
 
     The third sum is taken of d, not of the logits: the entropy is a small difference of sums, and would lose 5e-6 to 3e-5 in
@@ -123,7 +123,7 @@ def combine(statistics: Tensor, temperature: float) -> tuple[Tensor, Tensor, Nor
 
 
 def coefficients(
-    normalizer: Normalizer, shard: Shard, grad_logprob_R: Tensor | None, grad_entropy_R: Tensor | None, temperature: float
+    normalizer: Normalizer, shard: VocabShard, grad_logprob_R: Tensor | None, grad_entropy_R: Tensor | None, temperature: float
 ) -> Coefficients:
     """Return the coefficients of each row's gradient.
 
@@ -148,7 +148,7 @@ def coefficients(
 
 
 def write_gradient(
-    kernels: RowKernels, logits: Tensor, shard: Shard, temperature: float, row: Coefficients, out: Tensor
+    kernels: RowKernels, logits: Tensor, shard: VocabShard, temperature: float, row: Coefficients, out: Tensor
 ) -> None:
     """Write the gradient of the logits into `out`, 0 at padding, and record for autograd that `out` has changed.
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from tepo_megatron.weight_sync.broadcast_group import (
     BroadcastGroup,
-    BrokenChannel,
+    BrokenGroup,
     Bucket,
     GroupSpec,
     UnchangedTensors,
@@ -27,7 +27,7 @@ from tepo_megatron.weight_sync.broadcast_group import (
     signal,
 )
 from tepo_megatron.weight_sync.ipc import open_buffer
-from tepo_megatron.weight_sync.receiver.weight_files import Update, tensors
+from tepo_megatron.weight_sync.receiver.weight_files import UpdateTracker, tensors
 
 logger = logging.getLogger(__name__)
 _CPU = torch.device("cpu")
@@ -37,16 +37,16 @@ class RankReceiver:
     """Receiver of weight updates, one per process of a server.
 
     Attributes:
-        lent: The round that was taken last lies in memory of the trainer, which overwrites it two rounds later.
+        in_trainer_memory: Whether the last round lies in memory of the trainer, which overwrites it two rounds later.
         membership: Membership in the groups that were joined last; None while there is none.
     """
 
     def __init__(self) -> None:
-        self.lent = False
-        self._update: Update | None = None
+        self.in_trainer_memory = False
+        self._update: UpdateTracker | None = None
         self._next = 0  # number of the next round
-        # Versions of the model now, before the update under way, and after it. None where an update did not state its version
-        # (only `keep` states it).
+        # Versions of the model now, before the current update, and after it. None where an update did not state its version
+        # (only `keep_unchanged` states it).
         self._version: int | None = None
         self._before: int | None = None
         self._coming: int | None = None
@@ -57,48 +57,48 @@ class RankReceiver:
         """Begin an update, and forget what an earlier one gave.
 
         Args:
-            model: Folder with the model's checkpoint. See `Update`.
-            tied_embeddings: The output layer shares the embedding's weights. See `Update`.
+            model: Folder with the model's checkpoint. See `UpdateTracker`.
+            tied_embeddings: The output layer shares the embedding's weights. See `UpdateTracker`.
             device: The model's device.
         """
         self._device = device
-        self._update, self._next = Update(model, tied_embeddings), 0
+        self._update, self._next = UpdateTracker(model, tied_embeddings), 0
         self._before, self._version, self._coming = self._version, None, None
 
-    def keep(self, kept: UnchangedTensors) -> None:
+    def keep_unchanged(self, unchanged: UnchangedTensors) -> None:
         """Note the tensors that the update leaves unchanged.
 
-        Raises ValueError for tensors that the model does not have, or if the weights here are not of version `kept.base`.
+        Raises ValueError for tensors that the model does not have, or if the weights here are not of version `unchanged.base`.
         """
         assert self._update is not None, "the update has to begin first"
-        if kept.names and kept.base != self._before:
+        if unchanged.names and unchanged.base != self._before:
             raise ValueError(
-                f"{len(kept.names)} tensors of version {kept.base} are to stay, but the weights here are of another "
-                f"({self._before if self._before is not None else 'unknown'})"
+                f"{len(unchanged.names)} tensors are to stay as in version {unchanged.base}, but this process has version "
+                f"{self._before if self._before is not None else 'unknown'}"
             )
-        self._update.keep(kept.names)
-        self._coming = kept.version
+        self._update.keep_unchanged(unchanged.names)
+        self._coming = unchanged.version
 
     @property
-    def kept(self) -> frozenset[str]:
+    def unchanged(self) -> frozenset[str]:
         """Hugging Face names of the tensors that the update under way leaves unchanged."""
         assert self._update is not None, "the update has to begin first"
-        return self._update.kept
+        return self._update.unchanged
 
-    def join(self, meeting: GroupSpec, device: torch.device) -> None:
+    def join_groups(self, spec: GroupSpec, device: torch.device) -> None:
         """Leave the old process groups and begin to form new ones.
 
         A thread forms them, so that the server answers health requests meanwhile. Errors are only logged: the trainer notices
         that the report of this rank is missing in its store.
 
         Args:
-            meeting: Where the groups are formed. The rank here is `meeting.first` plus the rank in the server's default group.
+            spec: Where the groups are formed. The rank here is `spec.first` plus the rank in the server's default group.
             device: Device of the groups' tensors.
         """
         self.leave()
         self._device = device
-        rank = meeting.first + (dist.get_rank() if dist.is_initialized() else 0)
-        self.membership = Membership(meeting, rank, device)
+        rank = spec.first + (dist.get_rank() if dist.is_initialized() else 0)
+        self.membership = Membership(spec, rank, device)
         self.membership.start()
 
     def leave(self) -> None:
@@ -119,25 +119,25 @@ class RankReceiver:
             None if there is nothing to load, because the round did not arrive or was loaded already.
 
         Raises:
-            ValueError: The tensors are not the model's (see `Update.add`), or the round is out of order. The iterator raises it
-                for a tensor that was damaged.
+            ValueError: The tensors are not the model's (see `UpdateTracker.add`), or the round is out of order. The iterator
+                raises it for a tensor that was damaged.
         """
         assert self._update is not None, "the update has to begin first"
         buckets = [Bucket.from_json(source) for source in sources if source.startswith("{")]
-        self.lent = False
+        self.in_trainer_memory = False
         if not buckets:
             self._update.add_files(sources)
             return tensors(sources)
         number = buckets[0].number
-        self.lent = lent = buckets[0].handle is not None
-        rows = [] if lent else self._receive(buckets)
-        if rows is None or (number == self._next - 1 and not lent):
+        self.in_trainer_memory = is_mapped = buckets[0].handle is not None
+        rows = [] if is_mapped else self._receive(buckets)
+        if rows is None or (number == self._next - 1 and not is_mapped):
             return None
         if number != self._next:
             raise ValueError(f"round {number} of the update came when round {self._next} was due")
         self._update.add([(c.name, list(c.shape)) for bucket in buckets for c in bucket.contents])
         self._next += 1
-        if lent:
+        if is_mapped:
             return self._borrow(buckets)
         return (item for bucket, row in zip(buckets, rows, strict=True) for item in bucket.tensors(row))
 
@@ -169,11 +169,11 @@ class RankReceiver:
         try:
             for bucket in buckets:
                 row = torch.empty(bucket.nbytes, dtype=torch.uint8, device=self._device)
-                member.channels[bucket.sender].start(row)
-                member.channels[bucket.sender].wait()
+                member.groups[bucket.sender].start(row)
+                member.groups[bucket.sender].wait()
                 rows.append(row)
-            member.tell_arrived(buckets[0].number)
-        except BrokenChannel as e:
+            member.report_arrived(buckets[0].number)
+        except BrokenGroup as e:
             logger.warning("tepo: round %d did not arrive: %s", buckets[0].number, e)
             self.leave()
             return None
@@ -181,23 +181,23 @@ class RankReceiver:
 
 
 class Membership:
-    """Membership of one process in the groups of a meeting, one group for each sender. A thread forms the groups.
+    """Membership of one process in the groups of a spec, one group for each sender. A thread forms the groups.
 
     Args:
-        meeting: Where the groups are formed.
+        spec: Where the groups are formed.
         rank: Rank of this process in each group.
         device: Device of the groups' tensors.
 
     Attributes:
-        channels: One channel per sender; complete once `joined` is set.
+        groups: One group per sender; complete once `joined` is set.
         joined: Set while this process is in all groups.
     """
 
-    def __init__(self, meeting: GroupSpec, rank: int, device: torch.device) -> None:
-        self.channels: list[BroadcastGroup] = []
+    def __init__(self, spec: GroupSpec, rank: int, device: torch.device) -> None:
+        self.groups: list[BroadcastGroup] = []
         self.joined = threading.Event()
         self._left, self._closing = threading.Event(), threading.Lock()
-        self._meeting, self._rank, self._device = meeting, rank, device
+        self._spec, self._rank, self._device = spec, rank, device
         self._store: dist.Store | None = None
 
     def start(self) -> None:
@@ -205,29 +205,29 @@ class Membership:
         threading.Thread(target=self._form, name="join groups", daemon=True).start()
 
     def _form(self) -> None:
-        until = time.monotonic() + self._meeting.join_seconds
+        until = time.monotonic() + self._spec.join_seconds
         try:
-            self._store = join_store(self._meeting)
-            signal(self._store, self._meeting.came_key(self._rank))
-            for sender in range(self._meeting.senders):
-                channel = BroadcastGroup.form(self._meeting, sender, self._rank, self._device, until, self._is_wanted)
-                self.channels.append(channel)
+            self._store = join_store(self._spec)
+            signal(self._store, self._spec.joining_key(self._rank))
+            for sender in range(self._spec.senders):
+                group = BroadcastGroup.form(self._spec, sender, self._rank, self._device, until, self._is_wanted)
+                self.groups.append(group)
             self.joined.set()
-            signal(self._store, self._meeting.joined_key(self._rank))
-        except (BrokenChannel, RuntimeError) as e:
-            logger.warning("tepo: could not join %s: %s", self._meeting.name, e)
+            signal(self._store, self._spec.joined_key(self._rank))
+        except (BrokenGroup, RuntimeError) as e:
+            logger.warning("tepo: could not join %s: %s", self._spec.name, e)
             self._left.set()
         if self._left.is_set():
             self._close()
 
     def _is_wanted(self) -> bool:
         assert self._store is not None
-        return not self._left.is_set() and not self._store.check([self._meeting.off_key()])
+        return not self._left.is_set() and not self._store.check([self._spec.cancelled_key()])
 
-    def tell_arrived(self, number: int) -> None:
-        """Report to rank 0 of the trainer, through the store, that the round `number` arrived. Raises BrokenChannel."""
+    def report_arrived(self, number: int) -> None:
+        """Report to rank 0 of the trainer, through the store, that the round `number` arrived. Raises BrokenGroup."""
         assert self._store is not None
-        signal(self._store, self._meeting.arrived_key(number, self._rank))
+        signal(self._store, self._spec.arrived_key(number, self._rank))
 
     def leave(self) -> None:
         """Leave the groups, or give up forming them."""
@@ -238,5 +238,5 @@ class Membership:
     def _close(self) -> None:
         with self._closing:
             self.joined.clear()
-            while self.channels:
-                self.channels.pop().close()
+            while self.groups:
+                self.groups.pop().close()

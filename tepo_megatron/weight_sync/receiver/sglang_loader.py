@@ -20,7 +20,7 @@ MODEL_VARIABLE = "TEPO_MODEL_PATH"  # model folder that the server was started w
 # the tensors that an update leaves unchanged.
 BEGIN, FINISH, JOIN, KEEP = "tepo:begin", "tepo:finish", "tepo:join", "tepo:keep"
 
-_inbox = RankReceiver()  # of this process
+_receiver = RankReceiver()  # of this process
 
 
 def load_sources(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
@@ -43,14 +43,14 @@ def load_sources(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torc
     """
     names = [name for name, _ in named_tensors]
     if names == [BEGIN]:
-        _inbox.begin(os.environ[MODEL_VARIABLE], model.config.tie_word_embeddings, next(model.parameters()).device)
+        _receiver.begin(os.environ[MODEL_VARIABLE], model.config.tie_word_embeddings, next(model.parameters()).device)
     elif names == [FINISH]:
-        _inbox.finish()
+        _receiver.finish()
     elif names[:1] == [JOIN]:
-        _inbox.join(GroupSpec(**json.loads(names[1])), next(model.parameters()).device)
+        _receiver.join_groups(GroupSpec(**json.loads(names[1])), next(model.parameters()).device)
     elif names[:1] == [KEEP]:
-        _inbox.keep(UnchangedTensors(**json.loads(names[1])))
+        _receiver.keep_unchanged(UnchangedTensors(**json.loads(names[1])))
     else:
-        arrived = _inbox.take(names)
+        arrived = _receiver.take(names)
         if arrived is not None:
             model.load_weights(arrived)

@@ -179,7 +179,7 @@ def hide(key: str) -> None:
 
 
 def main(argv: list[str]) -> None:
-    """Run the server until it is told to end. `argv` holds SGLang's arguments without the key."""
+    """Run the server until a signal ends it. `argv` holds SGLang's arguments without the key."""
     if os.environ.get(CPU_VARIABLE):
         from sglang.srt.arg_groups import choices
 

@@ -34,7 +34,7 @@ def register() -> None:
     lifeline.hold()
     guard_process_groups()
     if BACKEND not in WeightTransferEngineFactory._registry:
-        WeightTransferEngineFactory.register_engine(BACKEND, __name__, InboxEngine.__name__)
+        WeightTransferEngineFactory.register_engine(BACKEND, __name__, TepoWeightTransferEngine.__name__)
 
 
 @dataclass
@@ -42,12 +42,12 @@ class InitInfo(WeightTransferInitInfo):
     """Arguments of `init_transfer_engine`.
 
     Attributes:
-        meeting: Fields of a `GroupSpec` whose groups are to be joined. None: no groups (files need none).
-        kept: Fields of a `UnchangedTensors`, inside an update. None: nothing to note.
+        spec: Fields of a `GroupSpec` whose groups are to be joined. None: no groups (files need none).
+        unchanged: Fields of a `UnchangedTensors`, inside an update. None: nothing to note.
     """
 
-    meeting: dict[str, Any] | None = None
-    kept: dict[str, Any] | None = None
+    spec: dict[str, Any] | None = None
+    unchanged: dict[str, Any] | None = None
 
 
 @dataclass
@@ -61,7 +61,7 @@ class UpdateInfo(WeightTransferUpdateInfo):
     sources: list[str]
 
 
-class InboxEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
+class TepoWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     """Replace all weights, except unchanged ones, by those that are sent.
 
     vLLM calls `start_weight_update`, `update_weights` for each round, and `finish_weight_update`. After an error of the last
@@ -70,7 +70,7 @@ class InboxEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
-    _inbox: RankReceiver | None = None
+    _receiver: RankReceiver | None = None
     _touched = False
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
@@ -78,16 +78,16 @@ class InboxEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
         vLLM calls this at the start, for new groups to join, and for tensors that an update leaves unchanged.
         """
-        self._inbox = self._inbox or RankReceiver()
-        if init_info.meeting is not None:
-            self._inbox.join(GroupSpec(**init_info.meeting), self.device)
-        if init_info.kept is not None:
-            self._inbox.keep(UnchangedTensors(**init_info.kept))
+        self._receiver = self._receiver or RankReceiver()
+        if init_info.spec is not None:
+            self._receiver.join_groups(GroupSpec(**init_info.spec), self.device)
+        if init_info.unchanged is not None:
+            self._receiver.keep_unchanged(UnchangedTensors(**init_info.unchanged))
 
     def start_weight_update(self) -> None:
         """Forget what an earlier update gave. The model is not touched before the first tensors can be loaded."""
-        assert self._inbox is not None, "the trainer calls init_transfer_engine first"
-        self._inbox.begin(self.model_config.model, self.model_config.hf_config.tie_word_embeddings, self.device)
+        assert self._receiver is not None, "the trainer calls init_transfer_engine first"
+        self._receiver.begin(self.model_config.model, self.model_config.hf_config.tie_word_embeddings, self.device)
         self._touched = False
 
     def update_weights(self, update_info: dict[str, object]) -> None:
@@ -107,20 +107,22 @@ class InboxEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         """
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
-        assert self._inbox is not None, "the trainer calls init_transfer_engine first"
-        arrived = self._inbox.take(update_info.sources)
+        assert self._receiver is not None, "the trainer calls init_transfer_engine first"
+        arrived = self._receiver.take(update_info.sources)
         if arrived is None:
             return
         if not self._touched:
             # Restore the checkpoint layout: on CPU the linear weights are packed and their originals freed.
             if self.device.type == "cpu":
-                _forget_packed_experts(self.model, self._inbox.kept)
+                _forget_packed_experts(self.model, self._receiver.unchanged)
             initialize_layerwise_reload(self.model)
             self._touched = True
-        if self._inbox.lent:  # a module may wait for its other tensors, and the trainer overwrites its memory two rounds later
+        if (
+            self._receiver.in_trainer_memory
+        ):  # a module may wait for its other tensors, and the trainer overwrites its memory two rounds later
             arrived = ((name, tensor.clone()) for name, tensor in arrived)
         self.model.load_weights(arrived)
-        if not self._inbox.lent:
+        if not self._receiver.in_trainer_memory:
             own_waiting_tensors(self.model)
 
     def finish_weight_update(self) -> None:
@@ -131,8 +133,8 @@ class InboxEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
-        assert self._inbox is not None, "the trainer calls init_transfer_engine first"
-        self._inbox.finish()
+        assert self._receiver is not None, "the trainer calls init_transfer_engine first"
+        self._receiver.finish()
         if not self._touched:  # nothing changed
             return
         finalize_layerwise_reload(self.model, self.model_config)
@@ -143,8 +145,8 @@ class InboxEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def shutdown(self) -> None:
         """Leave all groups."""
-        if self._inbox is not None:
-            self._inbox.leave()
+        if self._receiver is not None:
+            self._receiver.leave()
 
 
 def own_waiting_tensors(model: torch.nn.Module) -> None:

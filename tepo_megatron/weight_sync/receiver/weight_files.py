@@ -18,7 +18,7 @@ from safetensors import safe_open
 OUTPUT_LAYER = "lm_head.weight"
 
 
-class Update:
+class UpdateTracker:
     """Bookkeeping of one update: which of the model's tensors were given so far.
 
     A cast to the served dtype is no error. The check is needed because the engines' own loaders silently keep the old value of
@@ -35,12 +35,12 @@ class Update:
         }
         self._optional = {OUTPUT_LAYER} if tied_embeddings else set()
         self._given: set[str] = set()
-        self.kept: frozenset[str] = frozenset()  # unchanged by the update
+        self.unchanged: frozenset[str] = frozenset()  # unchanged by the update
 
-    def keep(self, names: Sequence[str]) -> None:
+    def keep_unchanged(self, names: Sequence[str]) -> None:
         """Mark tensors that the update leaves unchanged. Raises ValueError if the model does not have one of them."""
         _refuse({"unknown": set(names) - self._expected.keys() - self._optional})
-        self.kept = frozenset(names)
+        self.unchanged = frozenset(names)
 
     def add_files(self, paths: Sequence[str]) -> None:
         """Mark the tensors in these files as given; see `add`.
@@ -54,8 +54,8 @@ class Update:
         except FileNotFoundError as e:
             raise ValueError(
                 f"{e.filename} is not seen on {socket.gethostname()}: shared memory reaches servers on the machines of the "
-                "ranks, in containers with the same /dev/shm; for others set sync.folder to a folder that all of them see, or "
-                "use sync.transport=group"
+                "ranks, in containers with the same /dev/shm; for others set sync.transport.folder to a folder that all of "
+                "them see, or use sync.transport=group"
             ) from None
         self.add(given)
 
@@ -70,14 +70,14 @@ class Update:
         _refuse({
             "given twice": {name for name, count in names.items() if count > 1 or name in self._given},
             "unknown": names.keys() - known,
-            "given that were to stay": names.keys() & self.kept,
+            "given that were to stay": names.keys() & self.unchanged,
             "of another shape": {name for name, shape in given if shape != self._expected.get(name, shape)},
         })  # fmt: skip
         self._given |= names.keys()
 
     def finish(self) -> None:
         """Raise ValueError if a tensor of the model was neither given nor unchanged."""
-        _refuse({"missing": self._expected.keys() - self._given - self.kept - self._optional})
+        _refuse({"missing": self._expected.keys() - self._given - self.unchanged - self._optional})
 
 
 def tensors(paths: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -40,7 +40,7 @@ _REQUIRED: Mapping[str, tuple[Any, ...]] = {
 }
 
 
-_MENDS = dict.fromkeys(
+_FIXES = dict.fromkeys(
     ("sliding_window", "use_sliding_window", "layer_types"),
     "; full attention is the same where no sequence is longer than the window: say so in config.json, or choose another model",
 )
@@ -135,7 +135,7 @@ class Family:
                         absent = " (what transformers takes when it is absent)" if name not in hf_config else ""
                         raise ConversionError(
                             f"config.json: {name}={v!r}{absent} is not supported for {self.name}; only {only} is"
-                            + _MENDS.get(name, "")
+                            + _FIXES.get(name, "")
                         )
             elif name not in _MAPPED | _NO_EFFECT | self.mapped | self.no_effect:
                 raise ConversionError(

@@ -16,16 +16,17 @@ from tepo_megatron.types import Denominators, TokenStats
 from tests.conformance.answers import Loss
 from tests.conformance.check import Subject
 from tests.conformance.parts import Part
+from tests.objective_cases import replaced
 from tests.reference.methods import METHODS
 from tests.reference.parts import Method
 
-# coefficients and shares at which no part drowns in another
+# coefficients and shares that are large enough for every part to have a visible effect
 _LARGER = {"beta": 0.5, "entropy_coefficient": 0.1, "advantage_alpha": 0.4, "cov_share": 0.2, "cov_low": 0.3}
 NEEDS = "this repository's environment: `make .venv/.ready`"
 
 
 def loss_of(objective: Objective) -> Loss:
-    """An objective as the kit calls it."""
+    """Return an objective as a loss function that the kit can call."""
 
     def loss(part: Part) -> Tensor:
         weights = None
@@ -61,20 +62,20 @@ def _inputs(part: Part, weights: TokenWeights | None) -> LossInputs:
 
 
 def _subject(name: str, **more: Any) -> Subject:
-    """more: replaced parts, with the same names in the product and in the reference."""
+    """more: replaced parts, by their names in the reference."""
     method = METHODS[name] | more
     parts = {k: math.copysign(v, method[k]) for k, v in _LARGER.items() if method.get(k)} | more
     reaches_over_sequences = method["ratio"] in ("sequence", "prefix") or method.get("correction") == "mis"
     return Subject(
         ", ".join([name, *(f"{k}={v}" for k, v in more.items())]),
-        loss_of(OBJECTIVES[name].replace(**parts)),
+        loss_of(replaced(OBJECTIVES[name], **parts)),
         Method(**(method | parts)),
         splits_sequences=not reaches_over_sequences,
     )
 
 
 def subjects() -> list[Subject]:
-    """Every row, with larger coefficients, and the corrections."""
+    """Return every row, with larger coefficients, and the corrections."""
     return [
         *(_subject(name) for name in OBJECTIVES),
         _subject("grpo", correction="tis", correction_high=2.0),

@@ -1,6 +1,7 @@
-"""The losses of TRL's GRPO trainer: its own `_compute_loss`, with the log-probs given in the place of a model's.
+"""The losses of TRL's GRPO trainer: its own `_compute_loss`, called with given log-probs instead of a model.
 
-TRL's gradients are averaged over ranks; the loss is divided by the accumulated microbatches where TRL does not do it by tokens.
+TRL's gradients are averaged over ranks. The loss is divided by the number of accumulated microbatches, except where TRL divides
+by tokens.
 """
 
 from __future__ import annotations
@@ -19,16 +20,16 @@ from tests.conformance.parts import Part
 from tests.reference.methods import METHODS
 from tests.reference.parts import Method
 
-NEEDS = "trl, installed beside torch: `pip install --no-deps --target FOLDER -r requirements/bench.txt`, then `--peers FOLDER`"
+NEEDS = "trl, installed with torch: `pip install --no-deps --target FOLDER -r requirements/bench.txt`, then `--peers FOLDER`"
 _MEANS = "averages means of microbatches, which is the minibatch's mean where all hold as many sequences"
 _TOKENS = "averages means over each microbatch's own tokens"
 
 
 def loss_of(loss_type: str, level: str = "token", **keys: Any) -> Loss:
-    """A `loss_type` of `GRPOConfig`.
+    """Return the loss that a `loss_type` of `GRPOConfig` selects.
 
     Args:
-        loss_type: the option of this name.
+        loss_type: Option of this name.
         level: `importance_sampling_level`.
         keys: `epsilon_low`, `epsilon_high`, `delta`, `beta`, `entropy_coef`.
     """
@@ -63,7 +64,7 @@ def loss_of(loss_type: str, level: str = "token", **keys: Any) -> Loss:
 
 
 def subjects() -> list[Subject]:
-    """What TRL and the reference both know."""
+    """Return the methods that both TRL and the reference implement."""
     unclamped = {"log_ratio_limit": math.inf}
     plain = METHODS["grpo"] | unclamped | {"clip_high": 0.2}
     higher, per_sequence = plain | {"clip_high": 0.28}, {"aggregate": "sequence_mean_token_mean"}

@@ -17,18 +17,18 @@ from tests.conformance.parts import Part
 from tests.reference.methods import METHODS
 from tests.reference.parts import Method
 
-NEEDS = "verl, installed beside torch: `pip install --no-deps --target FOLDER -r requirements/bench.txt`, then `--peers FOLDER`"
+NEEDS = "verl, installed with torch: `pip install --no-deps --target FOLDER -r requirements/bench.txt`, then `--peers FOLDER`"
 _PART = "chooses by the covariances of each microbatch, not of the minibatch"
 
 
 def loss_of(name: str, aggregation: str, ref_beta: float = 0.0, **keys: Any) -> Loss:
-    """A registered policy loss.
+    """Return a registered policy loss.
 
     Args:
-        name: in verl's registry.
+        name: Name in verl's registry.
         aggregation: `loss_agg_mode`.
-        ref_beta: coefficient of the KL to the reference, added as verl's actor adds it.
-        keys: of `ActorConfig`; `policy_loss` as a dict.
+        ref_beta: Coefficient of the KL to the reference, added as verl's actor adds it.
+        keys: Fields of `ActorConfig`; `policy_loss` as a dict.
     """
     from verl.trainer.ppo import core_algos
     from verl.workers.config import ActorConfig, PolicyLossConfig
@@ -59,7 +59,7 @@ def loss_of(name: str, aggregation: str, ref_beta: float = 0.0, **keys: Any) -> 
 
 
 def subjects() -> list[Subject]:
-    """What verl and the reference both know."""
+    """Return the methods that both verl and the reference implement."""
     clip = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.28}
     grpo = METHODS["grpo"] | {"dual_clip": 3.0}
     found = [

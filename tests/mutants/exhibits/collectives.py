@@ -81,7 +81,7 @@ EXHIBITS = (
             "gradient norm counts rank 0's shards only."
         ),
         cost="Under tp > 1 the norm is too small and clipping too weak. Weights are the checkpoint's either way.",
-        symbol="transformer_config",
+        symbol="own_fields",
         old='use_cpu_initialization=device.type == "cpu",',
         new=('use_cpu_initialization=device.type == "cpu",\n        perform_initialization=False,'),
         tests=("tests/parallel/test_layouts.py::test_layout_equals_reference",),

@@ -77,8 +77,8 @@ EXHIBITS = (
         ),
         cost="A prompt's responses differ from epoch to epoch only as far as the weights do.",
         symbol="Collector.collect",
-        old='derive_seed(self.seed, "rollout", step, refill)',
-        new='derive_seed(self.seed, "rollout", refill)',
+        old='derive_seed(self.seed, "rollout", step, number)',
+        new='derive_seed(self.seed, "rollout", number)',
         tests=("tests/unit/rollout/test_collector.py::test_each_step_samples_with_its_own_seed",),
     ),
     Exhibit(
@@ -91,7 +91,7 @@ EXHIBITS = (
             "penalties do not fit."
         ),
         cost="Responses that are cut and go on may exceed rollout.max_response_tokens.",
-        symbol="rest",
+        symbol="continuation",
         old="left = sampling.max_tokens - (len(tokens) - len(prompt.token_ids))",
         new="left = sampling.max_tokens",
         tests=("tests/unit/rollout/test_fleet.py::test_what_is_under_way_when_new_weights_come",),
@@ -133,7 +133,7 @@ EXHIBITS = (
             "Log-probs are too small and entropies wrong wherever the vocabulary is padded, and padding gets "
             "gradients. Right where it is a multiple of 16 tp."
         ),
-        symbol="Shard.of",
+        symbol="VocabShard.of",
         old="columns = width if vocab_size is None else min(max(vocab_size - first, 0), width)",
         new="columns = width",
         tests=("tests/unit/ops/test_vocab_parallel.py::test_padded_columns_get_no_probability_and_no_gradient",),

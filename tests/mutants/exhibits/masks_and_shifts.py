@@ -15,7 +15,7 @@ EXHIBITS = (
             "the code ran; ablations of the coefficient compared a thing with itself."
         ),
         cost=(
-            "With objective.ref_kl_in=reward the KL is computed, logged as reward/ref_kl, and leaves the "
+            "With objective.ref_kl.where=reward the KL is computed, logged as reward/ref_kl, and leaves the "
             "advantages as they were."
         ),
         symbol="_with_reference",
@@ -30,8 +30,8 @@ EXHIBITS = (
         bug="As above, one level lower: the penalty is in the loss and in the metric, and nothing learns from it.",
         cost="Loss and loss/ref_kl are right to the last bit; the reference policy does not hold the policy.",
         symbol="Objective.__call__",
-        old="value_R = value_R - self.ref_beta * ref_penalty_R",
-        new="value_R = value_R - self.ref_beta * ref_penalty_R.detach()",
+        old="value_R = value_R - self.ref_kl.beta * ref_penalty_R",
+        new="value_R = value_R - self.ref_kl.beta * ref_penalty_R.detach()",
         tests=("tests/unit/losses/test_objectives.py::test_reference_kl_pulls_towards_the_reference_alone",),
     ),
     Exhibit(
@@ -99,7 +99,7 @@ EXHIBITS = (
             "right, and the gate compares the rest only."
         ),
         symbol="merge",
-        old="response_mask_L=torch.cat([cut.response_mask_L, end.response_mask_L[begun:]]),",
+        old="response_mask_L=torch.cat([aborted.response_mask_L, end.response_mask_L[begun:]]),",
         new="response_mask_L=end.response_mask_L,",
         tests=("tests/unit/rollout/test_fleet.py::test_what_is_under_way_when_new_weights_come",),
     ),
@@ -129,7 +129,7 @@ EXHIBITS = (
         kind="masks and shifts",
         bug=(
             "Replayed experts were misaligned by the token that has none (the last one). Training runs through "
-            "any experts that it is told; log-probs drift, which reads like the usual mismatch of an expert "
+            "any experts that it is given; log-probs drift, which reads like the usual mismatch of an expert "
             "model."
         ),
         cost="Each token is sent to the experts of the token before it. Shapes and `Routing.check` pass.",

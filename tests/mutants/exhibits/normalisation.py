@@ -187,7 +187,7 @@ EXHIBITS = (
             "Megatron divides each microbatch's loss by its own rows, by the number of microbatches and by the "
             "data-parallel size instead of once by N."
         ),
-        symbol="transformer_config",
+        symbol="own_fields",
         old="calculate_per_token_loss=True,",
         new="calculate_per_token_loss=False,",
         tests=("tests/parallel/test_layouts.py::test_layout_equals_reference",),
@@ -273,7 +273,7 @@ EXHIBITS = (
         source="own (the wiring of batch and objective was compared with itself)",
         kind="normalisation",
         bug=(
-            "What a weighting is told of the whole minibatch had the lengths of sequences in the place of those of responses. "
+            "The whole minibatch of a weighting had the lengths of sequences in the place of those of responses. "
             "Only a sequence ratio reads them there, and only to see which tokens are clipped."
         ),
         cost="Clip-Cov with a sequence ratio draws tokens that are clipped anyway. Every other combination is right.",

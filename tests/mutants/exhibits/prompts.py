@@ -48,8 +48,8 @@ EXHIBITS = (
             "Since fast groups win, long responses are lost systematically."
         ),
         cost="With oversample > 1 the prompts of groups that were not needed are never trained on in this epoch.",
-        symbol="Collector.give_up",
-        old=("        self.prompts.give_back(list(self._under_way.values()))\n"),
+        symbol="Collector.cancel",
+        old=("        self.prompts.give_back(list(self._in_progress.values()))\n"),
         new="",
         tests=(
             "tests/unit/rollout/test_collector.py::test_sampling_ends_with_the_groups_that_are_wanted_and_the_other_prompts_come_next",
@@ -78,9 +78,9 @@ EXHIBITS = (
         kind="prompts",
         bug="The order of an epoch is a hash that has to know the epoch.",
         cost="All epochs have the order of one; the same prompts always share a batch.",
-        symbol="_Walk.enter",
+        symbol="_SetCursor.enter",
         old='_digest(f"{self._seed}/{epoch}/{self.prompts[i].id}")',
         new='_digest(f"{self._seed}/{self.prompts[i].id}")',
-        tests=("tests/unit/data/test_prompt_stream.py::test_stream_shuffles_each_epoch_anew_and_everywhere_alike",),
+        tests=("tests/unit/data/test_prompt_stream.py::test_stream_shuffles_each_epoch_in_a_new_order_equal_on_every_rank",),
     ),
 )

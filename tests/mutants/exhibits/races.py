@@ -28,7 +28,7 @@ EXHIBITS = (
             "Weights were replaced while requests were running, so one response was sampled by two versions, some "
             "layers of one and some of the other within a forward pass. Text stays fluent."
         ),
-        cost="With in_flight=finish the update begins while responses are being sampled.",
+        cost="With on_weight_update=finish the update begins while responses are being sampled.",
         symbol="PoolUpdates._begin",
         old=("        await self._until_idle()\n"),
         new="",
@@ -43,7 +43,7 @@ EXHIBITS = (
             "With sync.transport=ipc q, k, v or gate and up that arrive in different rounds may be read after "
             "they were overwritten."
         ),
-        symbol="InboxEngine.receive_weights",
+        symbol="TepoWeightTransferEngine.receive_weights",
         old="arrived = ((name, tensor.clone()) for name, tensor in arrived)",
         new="pass",
         tests=("tests/server/test_engines.py::test_an_update_replaces_all_weights",),
@@ -54,7 +54,7 @@ EXHIBITS = (
         kind="races",
         bug="The guard of a server that is started again wrote its own record of shared memory over that of the killed guard.",
         cost="Shared memory of the first server stays until the machine is started again, and nobody knows whose it is.",
-        symbol="Segments.__init__",
+        symbol="SharedMemorySegments.__init__",
         old="{} if folder is None else scratch.recorded_segments(folder)",
         new="{}",
         tests=(

@@ -63,7 +63,7 @@ EXHIBITS = (
         new='actor.scheduler.step(increment=found.numbers["scheduler_steps"] + 1)',
         tests=(
             "tests/parallel/test_checkpoint.py::test_on_the_same_layout_it_goes_on_bit_for_bit",
-            "tests/parallel/test_resume.py::test_kills_in_one_run",
+            "tests/parallel/test_resume.py::test_a_run_killed_several_times_ends_like_an_undisturbed_one",
         ),
     ),
     Exhibit(
@@ -85,7 +85,7 @@ EXHIBITS = (
         source="reliability_audit.md 5 and 8 (what a kill undid)",
         kind="resume",
         bug=(
-            "After a resume the recording of a step that is taken again stayed beside new ones, so a replay mixes two courses."
+            "After a resume the recording of a step that is taken again stayed next to new ones, so a replay mixes two courses."
         ),
         cost=(
             "The recording of the first step that is taken again is not set aside; if the run ends before it gets "
@@ -117,7 +117,7 @@ EXHIBITS = (
         ),
         cost="The update after a resume uses old moments with the correction of a first step.",
         symbol="restore",
-        old=('    optimizer.set_count(actor.optimizer, found.numbers["adam_step"])\n'),
+        old=('    optimizer.set_adam_steps(actor.optimizer, found.numbers["adam_step"])\n'),
         new="",
         tests=("tests/gate/test_recipes.py",),
     ),

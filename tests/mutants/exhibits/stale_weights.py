@@ -77,7 +77,7 @@ EXHIBITS = (
             "afterwards log-probs are off, which looks like an expert model's usual mismatch."
         ),
         cost=(
-            "On a CPU the experts' kernel is not built anew: log-probs are off by about 1 nat after the first "
+            "On a CPU the experts' kernel is not built again: log-probs are off by about 1 nat after the first "
             "update (our own comment)."
         ),
         symbol="_forget_packed_experts",
@@ -213,7 +213,7 @@ EXHIBITS = (
             "as it was: log-probs were off by 0.5 nats."
         ),
         cost="vLLM on a CPU samples with the old output layer.",
-        symbol="InboxEngine.finish_weight_update",
+        symbol="TepoWeightTransferEngine.finish_weight_update",
         old="module.quant_method.process_weights_after_loading(module)",
         new="pass",
         tests=("tests/server/test_engines.py::test_an_update_replaces_all_weights",),

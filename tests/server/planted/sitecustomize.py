@@ -22,7 +22,7 @@ TENSOR = "model.layers.1.mlp.down_proj.weight"
 
 
 class Planting(importlib.abc.MetaPathFinder):
-    """Finds the module as others do, and plants the fault in it once it has run."""
+    """An import hook that finds the module as the others do, and plants the fault once the module has run."""
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
         if name != INBOX:
@@ -62,6 +62,13 @@ def plant(inbox_class: Any) -> None:
 
 
 def with_old_tensor(arrived: Iterator[tuple[str, Any]], before: dict[str, Any], stale: bool) -> Iterator[tuple[str, Any]]:
+    """Yield the arriving tensors, with TENSOR replaced by its old value if `stale`.
+
+    Args:
+        arrived: Tensors of the update.
+        before: Value of TENSOR before the update; stored here when it is not stale.
+        stale: Whether to replace it.
+    """
     for name, tensor in arrived:
         if name == TENSOR and not stale:
             before[name] = tensor.clone()

@@ -1,6 +1,6 @@
-"""Which runs are made and which are kept, what is said of those that fail, and what is written in the end.
+"""The runner of an ablation makes missing runs, keeps finished ones, reports failures, and writes a table.
 
-Runs are stood in for by the files that a run leaves; the end-to-end test makes real ones.
+The runs here are replaced by the files that a run leaves; the end-to-end test makes real ones.
 """
 
 import json
@@ -76,7 +76,7 @@ def results(file: Path) -> dict[str, dict]:
 ALL = ["tepo-seed0", "tepo-seed1", "grpo-seed0", "grpo-seed1"]
 
 
-def test_every_run_is_made_once_and_told(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_run_is_made_once_and_reported(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trainer, handler = Trainer(), signal.getsignal(signal.SIGTERM)
     assert ablate(file, [], check, trainer) == 0
     assert trainer.started == ALL
@@ -93,7 +93,7 @@ def test_every_run_is_made_once_and_told(file: Path, capsys: pytest.CaptureFixtu
     assert (file.parent / "ab" / "ablation.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_finished_runs_are_kept_and_unfinished_ones_start_anew(file: Path) -> None:
+def test_finished_runs_are_kept_and_unfinished_ones_start_again(file: Path) -> None:
     assert ablate(file, [], check, Trainer()) == 0
     first = results(file)
     (file.parent / "ab" / "grpo-seed0" / "summary.json").unlink()
@@ -122,9 +122,9 @@ def test_a_failing_run_is_reported_and_the_others_go_on(file: Path, capsys: pyte
     tepo, grpo = results(file)["tepo"], results(file)["grpo"]
     assert list(grpo["after"]["by_seed"]) == ["1"] and list(tepo["difference"]["by_seed"]) == ["1"]
     assert grpo["errors"] == {"0": "rank 0: a traceback\nthe server | died"}
-    mended = Trainer()
-    assert ablate(file, [], check, mended) == 0
-    assert mended.started == ["grpo-seed0"]
+    repaired = Trainer()
+    assert ablate(file, [], check, repaired) == 0
+    assert repaired.started == ["grpo-seed0"]
 
 
 def test_a_baseline_that_never_ended_leaves_nothing_to_compare(file: Path) -> None:

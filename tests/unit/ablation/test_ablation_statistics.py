@@ -1,4 +1,4 @@
-"""What an ablation computes, against numbers worked out by hand."""
+"""The statistics of an ablation equal numbers worked out by hand."""
 
 import math
 

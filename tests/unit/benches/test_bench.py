@@ -1,4 +1,4 @@
-"""The committed figures: complete, consistent with themselves, and no better than what the code gives when measured anew."""
+"""The committed figures: complete, consistent with themselves, and no better than the code gives when measured again."""
 
 import json
 import subprocess
@@ -50,12 +50,12 @@ def test_the_readable_table_is_the_same() -> None:
 
 
 def worse(new: Object, old: Object) -> bool:
-    room = ROUNDING * abs(old["ours"])
-    return new["ours"] < old["ours"] - room if old["higher_is_better"] else new["ours"] > old["ours"] + room
+    slack = ROUNDING * abs(old["ours"])
+    return new["ours"] < old["ours"] - slack if old["higher_is_better"] else new["ours"] > old["ours"] + slack
 
 
 def check(measured: list[Measure], rows: set[int]) -> None:
-    """What is the same on every machine: all of it measured again, none of it worse than what is committed, targets met."""
+    """Assert that all rows are measured again, none is worse than the committed one, and targets are met."""
     fresh = {x["id"]: x for x in (m.as_object() for m in measured) if x["deterministic"]}
     committed = {x["id"]: x for x in COMMITTED if x["deterministic"] and x["row"] in rows}
     assert fresh.keys() == committed.keys() and committed
@@ -64,25 +64,25 @@ def check(measured: list[Measure], rows: set[int]) -> None:
 
 
 @pytest.mark.slow
-def test_memory_and_bytes_moved() -> None:
+def test_memory_and_bytes_moved_are_no_worse_than_committed() -> None:
     assert torch.get_num_threads() == 1
     check(token_stats.gates(), {1})
 
 
-def test_packing_and_padding() -> None:
+def test_packing_and_padding_are_no_worse_than_committed() -> None:
     check(packing.measures(planners=[OURS]), {6})
 
 
-def test_tokens_where_prompts_are_shared() -> None:
+def test_tokens_with_shared_prompts_are_no_worse_than_committed() -> None:
     check(prefix_tokens(), {14})
 
 
 @pytest.mark.full
-def test_collectives_and_output_rows() -> None:
+def test_collectives_and_output_rows_are_no_worse_than_committed() -> None:
     check(layouts.measure(), {4, 5})
 
 
-def test_targets() -> None:
+def test_a_target_compares_ours_with_a_peer() -> None:
     values = {OURS: 2.0, "trl": 3.0, "none": 0.0}
     assert Target("trl / ours", ">=", 1.5).met(values) and not Target("trl / ours", ">=", 1.51).met(values)
     assert Target(OURS, "<=", 2.0).met(values) and not Target(OURS, "<=", 1.9).met(values)
@@ -98,8 +98,8 @@ def test_ratio_says_how_many_times_better_ours_is() -> None:
     assert Measure(8, "", "s", None, {}, (Target(OURS, "<=", 1),)).met is None
 
 
-def test_rows_measured_anew_replace_the_old_ones(tmp_path: Path) -> None:
-    """And only those; what is written is what is read."""
+def test_rows_measured_again_replace_the_old_ones(tmp_path: Path) -> None:
+    """Only the measured rows are replaced; reading returns what was written."""
     old = [Measure(row, name, "s", 1.0).as_object() for row, name in ((1, "a"), (1, "b"), (2, "a"))]
     new = [Measure(1, "a", "s", 2.0).as_object()]
     save(tmp_path / "sub/out.json", merged(old, new))
@@ -108,7 +108,7 @@ def test_rows_measured_anew_replace_the_old_ones(tmp_path: Path) -> None:
     assert "**2. " in (tmp_path / "sub/out.md").read_text()
 
 
-def test_the_command(tmp_path: Path) -> None:
+def test_the_command_writes_table_and_file(tmp_path: Path) -> None:
     """A suite in its own process, the table on stdout, the objects in the file, with where they come from."""
     out = tmp_path / "out.json"
     command = [sys.executable, "-m", "benchmarks", "--only", "8,9", "--out", str(out)]
@@ -122,7 +122,7 @@ def test_the_command(tmp_path: Path) -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 @pytest.mark.full
 def test_every_suite_of_the_command_runs(tmp_path: Path) -> None:
-    """At a small size, without peers: every row is there, and all are measured but the GPU's and two runs of the demo."""
+    """At a small size, without peers, every row is there, and all are measured except the GPU's and two runs of the demo."""
     out = tmp_path / "out.json"
     command = [sys.executable, "-m", "benchmarks", "--quick", "--out", str(out)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1800)

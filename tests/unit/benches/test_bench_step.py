@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks import step
-from benchmarks._mends import MENDS
-from benchmarks._timers import Timers
+from benchmarks._optimizations import OPTIMIZATIONS
+from benchmarks._timers import PartTimers
 
 ROOT = Path(__file__).parents[3]
 
@@ -51,14 +51,14 @@ def test_the_parts_add_up_to_the_step(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_a_step_without_one_of_the_mends_computes_the_same(tmp_path: Path) -> None:
+def test_a_step_without_one_of_the_optimizations_computes_the_same(tmp_path: Path) -> None:
     run("benchmarks.optimizations", "--quick", "--json", str(tmp_path / "found.json"))
     found = json.loads((tmp_path / "found.json").read_text())
-    assert found["ratio"].keys() == MENDS.keys() and all(ratio > 0 for ratio in found["ratio"].values())
+    assert found["ratio"].keys() == OPTIMIZATIONS.keys() and all(ratio > 0 for ratio in found["ratio"].values())
     assert max(found["disagreement"].values()) <= step.AGREE
 
 
-def test_updates_that_differ_are_told() -> None:
+def test_updates_that_differ_are_reported() -> None:
     plain = [[(-0.5, 2.0), (-0.6, 3.0)]] * 2
     assert step.disagreement(plain, plain) == 0
     assert step.disagreement([[(-0.5, 2.0), (-0.6, 3.0003)], plain[1]], plain) == pytest.approx(1e-4)
@@ -69,7 +69,7 @@ def test_updates_that_differ_are_told() -> None:
 def test_a_part_does_not_count_what_runs_inside_it(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr("time.perf_counter", lambda: now[0])
-    timers = Timers("first")
+    timers = PartTimers("first")
 
     def wait(seconds: float) -> None:
         now[0] += seconds

@@ -1,4 +1,4 @@
-"""What `python -m benchmarks.curves` says of runs that learn alike, and of others."""
+"""`python -m benchmarks.curves` distinguishes runs that learn alike from others."""
 
 import numpy as np
 import pytest
@@ -24,7 +24,7 @@ def outcome(seed: int, gain: float, noise: float) -> RunOutcome:
 
 
 @pytest.mark.parametrize(("gain", "verdict"), [(0.0, "within noise"), (0.1, "beyond noise")])
-def test_a_difference_is_told_from_noise(gain: float, verdict: str) -> None:
+def test_a_difference_is_distinguished_from_noise(gain: float, verdict: str) -> None:
     first = {seed: outcome(seed, 0.0, 0.02) for seed in range(4)}
     second = {seed: outcome(100 + seed, gain, 0.02) for seed in range(4)}
     lines = table(first, second, ("a", "b")).splitlines()

@@ -17,7 +17,7 @@ from benchmarks import results
 from benchmarks._token_stats_peers import FORMS, plain_formula
 from benchmarks.gpu.check import command, lines, report, run_kernels, worlds
 from benchmarks.gpu.check.lines import Check, Skip
-from benchmarks.gpu.check.parts import FP8, LAYOUTS, PARTS, Part, limit, line_names, selected
+from benchmarks.gpu.check.parts import FP8, LAYOUTS, PARTS, CheckPart, limit, line_names, selected
 from benchmarks.gpu.check.pytests import outcomes, run_files
 from tepo_megatron.actor import precision
 from tests.parallel import cases
@@ -84,7 +84,7 @@ def test_every_part_that_needs_no_gpu_passes(tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_a_part_that_takes_too_long_is_cut_off_and_keeps_its_lines(tmp_path: Path) -> None:
-    """Its ranks end with it, and the parts behind it find no time."""
+    """The ranks of the part end with it, and no time is left for the parts behind it."""
     start = time.monotonic()
     done = check(["--parts", "cpu,layouts,offload", "--minutes", "0.2"], tmp_path / "out")
     assert done.returncode == 1 and time.monotonic() - start < 60
@@ -104,7 +104,9 @@ def test_a_part_that_takes_too_long_is_cut_off_and_keeps_its_lines(tmp_path: Pat
 def test_a_layout_that_fails_leaves_the_others(tmp_path: Path) -> None:
     """Two key-value heads are not split over 3 ranks: that job fails with the rank's reason, and the next one trains."""
     here, case = Check("cpu", tmp_path, tmp_path / "lines", 60.0), cases.make_case(tmp_path, tied=True)
-    worlds.train(here, [worlds.Job(name, case, {"tp": tp}, "fp32", {}) for name, tp in (("a", 3), ("b", 1))], staged=True)
+    worlds.train(
+        here, [worlds.TrainingJob(name, case, {"tp": tp}, "fp32", {}) for name, tp in (("a", 3), ("b", 1))], staged=True
+    )
     a, b = lines.read(here.file)
     assert (a["name"], a["status"]) == ("a", "failed") and "a rank failed" in a["why"] and "3" in a["why"]
     assert (b["name"], b["status"]) == ("b", "passed") and b["value"] < 1e-5
@@ -152,7 +154,7 @@ def test_what_fails_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     statuses = {line["name"]: line["status"] for line in lines.read(here.file)}
     assert statuses["error: output layer, logits kept"] == "failed" and statuses["statistics: time"] == "measured"
     assert report.status_of(lines.read(here.file)) == "failed"
-    dead = Part("kernel", "No module has this name", 30.0, ("a line",))
+    dead = CheckPart("kernel", "No module has this name", 30.0, ("a line",))
     monkeypatch.setattr(command, "selected", lambda words: ("cpu", (dead,)))
     monkeypatch.setattr(report, "PARTS", (dead,))
     assert command.main(["--out", str(tmp_path / "out")]) == 1
@@ -171,9 +173,9 @@ def test_a_line_that_raises_does_not_end_its_part(tmp_path: Path) -> None:
         raise Skip("no such device")
     here.verdict("d", float("nan"), 1.0)
     here.file.write_text(here.file.read_text() + '{"name": "cut o')
-    told = [(line["name"], line["status"], line["why"]) for line in lines.read(here.file)]
-    assert told[:3] == [("a", "measured", ""), ("b", "failed", "ValueError: broken"), ("c", "skipped", "no such device")]
-    assert told[3][:2] == ("d", "failed") and len(told) == 4
+    reported = [(line["name"], line["status"], line["why"]) for line in lines.read(here.file)]
+    assert reported[:3] == [("a", "measured", ""), ("b", "failed", "ValueError: broken"), ("c", "skipped", "no such device")]
+    assert reported[3][:2] == ("d", "failed") and len(reported) == 4
 
 
 def test_results_of_other_runs_stay() -> None:
@@ -207,7 +209,7 @@ def test_names_are_those_of_the_code() -> None:
 
 
 def test_the_command_needs_the_standard_library_alone() -> None:
-    """So that it can say on any machine why the rest cannot run."""
+    """The command must be able to say on any machine why the rest cannot run."""
     code = "import sys; sys.path.insert(0, sys.argv[1]); import benchmarks.gpu.check.command, benchmarks.gpu.check.part"
     subprocess.run([sys.executable, "-I", "-S", "-c", code, str(ROOT)], check=True, timeout=60)
 
@@ -227,7 +229,7 @@ def test_reasons_of_tests(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_files_of_gpu_tests_are_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a GPU the first one fails, and says in which test; the second one is not there."""
+    """Without a GPU the first file fails and names the test; the second file does not exist."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     here = Check("cuda", tmp_path, tmp_path / "lines", 60.0)
     run_files(here, ["test_ipc.py", "test_there_is_none.py"])

@@ -18,7 +18,7 @@ def test_e4m3_has_three_bits_of_mantissa() -> None:
     x = values(40, 300)
     for back in (precision.rounded_by_tensor(x), precision.rounded_by_block(x, 1), precision.rounded_by_block(x, 128)):
         assert back.shape == x.shape and not torch.equal(back, x)
-        large = x.abs() > x.abs().max() / 1000  # of smaller ones e4m3 keeps fewer bits
+        large = x.abs() > x.abs().max() / 1000  # e4m3 keeps fewer bits of smaller numbers
         assert ((back - x).abs() / x.abs())[large].max() <= 2**-4 * (1 + 1e-6)
         assert back.unique().numel() < 1000 * 40
 

@@ -13,8 +13,8 @@ import torch
 from tepo_megatron.checkpoint import folder as folders
 from tepo_megatron.checkpoint.files import (
     MANIFEST,
-    FileSum,
-    SummedFile,
+    ChecksummedFile,
+    FileChecksum,
     check,
     files_below,
     read_manifest,
@@ -27,12 +27,12 @@ from tepo_megatron.errors import CheckpointError
 
 
 def test_the_sum_is_that_of_the_file(tmp_path: Path) -> None:
-    with SummedFile(tmp_path / "a") as f:
+    with ChecksummedFile(tmp_path / "a") as f:
         torch.save(torch.arange(3_000_000), f)
         place = f.tell()
         f.write(b"end")
     data = (tmp_path / "a").read_bytes()
-    assert f.sum == FileSum(len(data), zlib.crc32(data)) == read_sum(tmp_path / "a")
+    assert f.sum == FileChecksum(len(data), zlib.crc32(data)) == read_sum(tmp_path / "a")
     assert data[place:] == b"end" and torch.equal(torch.load(tmp_path / "a"), torch.arange(3_000_000))
 
 
@@ -43,19 +43,19 @@ def test_a_file_that_is_there_is_not_overwritten(tmp_path: Path) -> None:
     assert (tmp_path / "a").read_bytes() == b"1"
 
 
-def test_a_write_that_the_kernel_refuses_is_told_by_its_own_error(tmp_path: Path) -> None:
+def test_a_write_that_the_kernel_refuses_raises_its_own_error(tmp_path: Path) -> None:
     """torch.save alone would say `unexpected pos`."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (10**6, limits[1]))
     try:
-        with pytest.raises(OSError, match="File too large"), SummedFile(tmp_path / "a") as f:
+        with pytest.raises(OSError, match="File too large"), ChecksummedFile(tmp_path / "a") as f:
             torch.save(torch.zeros(10_000_000), f)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 def test_any_change_of_a_manifest_is_found(tmp_path: Path) -> None:
-    sums = {"b": FileSum(3, 1), "hf/a": FileSum(2**40, 2**32 - 1)}
+    sums = {"b": FileChecksum(3, 1), "hf/a": FileChecksum(2**40, 2**32 - 1)}
     write_manifest(tmp_path, sums)
     path = tmp_path / MANIFEST
     data = path.read_bytes()
@@ -70,7 +70,7 @@ def test_any_change_of_a_manifest_is_found(tmp_path: Path) -> None:
         read_manifest(tmp_path)
 
 
-def test_what_is_wrong_with_files(tmp_path: Path) -> None:
+def test_faults_of_files_are_named(tmp_path: Path) -> None:
     (tmp_path / "hf").mkdir()
     sums = {name: write(tmp_path / name, name.encode() * 1000) for name in ("same", "flipped", "short", "gone", "hf/same")}
     assert list(files_below(tmp_path)) == sorted(sums) and check(tmp_path, sums, sums) == []
@@ -85,7 +85,7 @@ def test_what_is_wrong_with_files(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 7])
 def test_each_file_is_read_by_one_rank(ranks: int) -> None:
-    sums = {str(i): FileSum(size, 0) for i, size in enumerate((5, 100, 30, 30, 30, 10))}
+    sums = {str(i): FileChecksum(size, 0) for i, size in enumerate((5, 100, 30, 30, 30, 10))}
     dealt = shares(sums, ranks)
     assert sorted(n for names in dealt for n in names) == sorted(sums) and len(dealt) == ranks
     assert max(sum(sums[n].size for n in names) for names in dealt) <= max(100, 205 // ranks + 5)
@@ -117,7 +117,7 @@ def test_what_an_earlier_save_left_is_no_part_of_the_next(tmp_path: Path) -> Non
     assert names(folders.prepare(tmp_path, 1)) == []
 
 
-def test_retention(tmp_path: Path) -> None:
+def test_retention_keeps_the_newest_and_every_nth(tmp_path: Path) -> None:
     for step in (100_000_000, 5, 6, 7, 9, 12):
         shutil.copytree(folders.prepare(tmp_path, step), folders.complete(tmp_path, step))
     folders.prune(tmp_path, keep_last=2, keep_every=3)

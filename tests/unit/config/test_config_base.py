@@ -29,7 +29,7 @@ def write(path: Path, tree: dict[str, Any]) -> Path:
 
 @pytest.fixture
 def child(tmp_path: Path) -> typing.Callable[..., Path]:
-    """A child of BASE, in a folder beside it."""
+    """A child of BASE, in a folder next to it."""
     write(tmp_path / "base.yaml", BASE)
     return lambda **keys: write(tmp_path / "rows" / "child.yaml", {"base": "../base.yaml", **keys})
 
@@ -41,8 +41,8 @@ def test_sections_are_merged_and_the_rest_is_replaced(child) -> None:
 
 
 def test_a_chain_reads_from_the_bottom_up(tmp_path: Path, child) -> None:
-    child(optimizer={"lr": 1e-6, "beta1": 0.8})
-    top = write(tmp_path / "top.yaml", {"base": "rows/child.yaml", "optimizer": {"beta1": 0.7}})
+    child(optimizer={"lr": 1e-6, "weight_decay": 0.8})
+    top = write(tmp_path / "top.yaml", {"base": "rows/child.yaml", "optimizer": {"weight_decay": 0.7}})
     assert dataclasses.astuple(load_config(top).optimizer)[:2] == (1e-6, 0.7)
 
 
@@ -72,7 +72,7 @@ def test_null_takes_back_a_key_and_a_section(child) -> None:
 
 
 def test_null_loses_no_meaning() -> None:
-    """Wherever null is a value, it is the default too: taking a key back and setting it to null are one thing."""
+    """A key whose value may be null has null as its default, so resetting a key and setting it to null are the same."""
 
     def optional(cls: type, at: str) -> list[str]:
         found = []
@@ -87,7 +87,7 @@ def test_null_loses_no_meaning() -> None:
     assert "data.eval" in optional(Config, "")
 
 
-def test_the_resolved_config_stands_alone(child, tmp_path: Path) -> None:
+def test_the_resolved_config_needs_no_base(child, tmp_path: Path) -> None:
     cfg = load_config(child(name="child", optimizer={"lr": 1e-6}))
     assert "base:" not in to_yaml(cfg)
     resolved = tmp_path / "elsewhere" / "config.yaml"
@@ -100,12 +100,12 @@ def test_the_resolved_config_stands_alone(child, tmp_path: Path) -> None:
     ("in_base", "in_child", "message"),
     [
         ({"optimizer": {"lr": 0}}, {}, r"^\S+/base\.yaml: optimizer\.lr: .*greater than 0"),
-        ({"optimizer": {"lr": 0}}, {"optimizer": {"beta1": 0.5}}, r"^\S+/base\.yaml: optimizer\.lr"),
+        ({"optimizer": {"lr": 0}}, {"optimizer": {"weight_decay": 0.5}}, r"^\S+/base\.yaml: optimizer\.lr"),
         ({}, {"optimizer": {"lr": 0}}, r"^\S+/child\.yaml: optimizer\.lr"),
         ({"optimizer": {"lrr": 1}}, {}, r"^\S+/base\.yaml: optimizer\.lrr: unknown key; did you mean lr\?"),
         ({"rolout": {"engine": "vllm"}}, {}, r"^\S+/base\.yaml: rolout: unknown key"),
         ({"rollout": {"server": {"extra_args": [[1]]}}}, {}, r"^\S+/base\.yaml: rollout\.server\.extra_args\.0"),
-        # of a check across keys, the files that set the keys it names
+        # a check across keys names the files that set its keys
         ({"parallel": {"sequence_parallel": True, "cp": 2}}, {"parallel": {"dp": 2}}, r"^\S+/base\.yaml: parallel: sequence_p"),
         ({"training": {"minibatch_prompts": 9}}, {"rollout": {"prompts_per_step": 8}}, r"^\S+/base\.yaml, \S+/child\.yaml: "),
         ({}, {"rollout": {"prompts_per_step": 8}}, r"^\S+/child\.yaml: config: training\.minibatch_prompts=16 exceeds"),

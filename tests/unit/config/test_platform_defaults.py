@@ -1,4 +1,4 @@
-"""What differs between platforms is in one list: defaults of keys, and every other place that asks for the platform."""
+"""Differences between platforms are in one list: defaults of keys, and every other place that asks for the platform."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pytest
 import tepo_megatron
 from tepo_megatron.config import Config
 from tepo_megatron.config.io import plain, validate
+from tepo_megatron.config.megatron import CHECKED
 from tepo_megatron.config.platform_defaults import PLATFORM_BRANCHES, PLATFORM_DEFAULTS, default_of
 from tests.gate import plan
 
@@ -46,7 +47,7 @@ def test_every_place_that_asks_for_the_platform_is_listed() -> None:
 
 
 def value_of(tree: dict[str, Any], key: str) -> Any:
-    """What a plain config has at a dotted key."""
+    """Return the value of a plain config at a dotted key."""
     for part in key.split("."):
         tree = tree[part]
     return tree
@@ -55,13 +56,17 @@ def value_of(tree: dict[str, Any], key: str) -> Any:
 @pytest.mark.parametrize("key", PLATFORM_DEFAULTS)
 def test_a_key_with_a_platforms_default_is_unset_in_the_config(key: str) -> None:
     default = PLATFORM_DEFAULTS[key]
-    assert value_of(plain(validate(TREE)), key) in (None, "auto")
+    section, _, name = key.removeprefix("megatron.").partition(".")
+    if key.startswith("megatron."):
+        assert getattr(CHECKED[section](), name) is None and plain(validate(TREE))["megatron"][section] == {}
+    else:
+        assert value_of(plain(validate(TREE)), key) in (None, "auto")
     assert default.cpu != default.cuda and default.why
     assert default_of(key, "cpu", None) == default.cpu and default_of(key, "cuda", None) == default.cuda
     assert default_of(key, "cuda", default.cpu) == default.cpu
 
 
-def test_the_gate_sets_them_to_what_cuda_takes() -> None:
+def test_the_gate_sets_every_platform_default_to_that_of_cuda() -> None:
     cfg: Config = validate(TREE | {"platform": "cuda"})
     forced = plain(plan.on_a_cpu(cfg, "model", plan.worlds(cfg)[0], "fp32"))
     assert {key: value_of(forced, key) for key in PLATFORM_DEFAULTS} == {k: d.cuda for k, d in PLATFORM_DEFAULTS.items()}
@@ -69,12 +74,12 @@ def test_the_gate_sets_them_to_what_cuda_takes() -> None:
 
 def test_no_default_of_the_config_changes_with_the_platform_elsewhere() -> None:
     """Methods of the config that take a platform differ for keys in the table only: with these set, they agree."""
-    tree = TREE | {"sync": {}, "rollout": {"server": {}}, "parallel": {}, "training": {}}
+    tree = TREE | {"sync": {}, "rollout": {"server": {}}, "training": {}, "megatron": {"ddp": {}, "transformer": {}}}
     for key, default in PLATFORM_DEFAULTS.items():
         section, _, name = key.rpartition(".")
         value_of(tree, section)[name] = default.cuda
     cfg = validate(tree)
-    assert cfg.parallel.reduces_early("cpu") == cfg.parallel.reduces_early("cuda")
-    assert cfg.parallel.gathers_late("cpu") == cfg.parallel.gathers_late("cuda")
+    assert cfg.megatron.reduces_early("cpu") == cfg.megatron.reduces_early("cuda")
+    assert cfg.megatron.gathers_late("cpu") == cfg.megatron.gathers_late("cuda")
     assert cfg.training.shares_prompts("cpu") == cfg.training.shares_prompts("cuda")
-    assert cfg.training.fuses_gradient_accumulation("cpu") == cfg.training.fuses_gradient_accumulation("cuda")
+    assert cfg.megatron.fuses_gradient_accumulation("cpu", False) == cfg.megatron.fuses_gradient_accumulation("cuda", False)

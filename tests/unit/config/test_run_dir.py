@@ -76,7 +76,7 @@ def test_resume_keeps_the_log_of_a_start_that_failed(tmp_path: Path) -> None:
 
 
 def test_lost_records_alone_are_a_run(tmp_path: Path) -> None:
-    """Its first step was undone and taken again, when the second kill came."""
+    """The run's first step was undone and taken again when the second kill came."""
     run = write_run(tmp_path, "metrics.lost.jsonl")
     with pytest.raises(ConfigError, match=r"holds a run already"):
         run_dir.prepare(config(tmp_path))
@@ -84,7 +84,7 @@ def test_lost_records_alone_are_a_run(tmp_path: Path) -> None:
     assert files(run) == {"config.yaml", "metrics.lost.jsonl"}
 
 
-def test_resume_of_a_finished_run_without_checkpoints_would_train_it_anew(tmp_path: Path) -> None:
+def test_resume_of_a_finished_run_without_checkpoints_is_refused(tmp_path: Path) -> None:
     run = write_run(tmp_path, "metrics.jsonl", *END, "checkpoints/step-00000002.partial/run.json")
     before = files(run)
     with pytest.raises(ConfigError, match=r"has ended and kept no checkpoints.*--overwrite true"):

@@ -11,7 +11,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from tepo_megatron.config import DataConfig
-from tepo_megatron.data import Loaded, load_prompts, load_tokenizer
+from tepo_megatron.data import LoadedPrompts, load_prompts, load_tokenizer
 from tepo_megatron.errors import CheckpointError, DataError
 from tests.datasets import character_tokenizer, write
 
@@ -21,7 +21,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return character_tokenizer()
 
 
-def load(path: Path | str, tokenizer: PreTrainedTokenizerFast, **data: Any) -> Loaded:
+def load(path: Path | str, tokenizer: PreTrainedTokenizerFast, **data: Any) -> LoadedPrompts:
     """One set, read as the config says."""
     cfg = DataConfig(train=str(path), **{"max_prompt_tokens": 64, **data})
     return load_prompts(cfg.sets[0], cfg, tokenizer)
@@ -105,7 +105,7 @@ def test_chat_needs_a_template(tmp_path: Path, tokenizer: PreTrainedTokenizerFas
         load(path, plain)
 
 
-def test_missing_and_empty_files(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_missing_and_empty_files_are_refused(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     with pytest.raises(DataError, match=r"none\.jsonl: cannot read .*No such file"):
         load(tmp_path / "none.jsonl", tokenizer)
     with pytest.raises(DataError, match=r"empty\.jsonl: the dataset is empty"):
@@ -134,15 +134,13 @@ def rows(*pairs: tuple[str, object]) -> list[dict[str, object]]:
 
 
 def test_a_prompt_is_taken_once(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    """Copies to the byte, other columns and another order of keys alike; the first row stands for all."""
+    """Copies to the byte, other columns and another order of keys alike; the first row represents all."""
     first = {"prompt": "1+1?", "answer": "2", "id": 1}
     path = write(tmp_path / "d.jsonl", first, first, {"id": 7, "answer": 2, "prompt": "1+1?"}, *rows(("1+2?", 3), ("1+2?", 3)))
     loaded = load(path, tokenizer)
     assert [(p.id, p.answer, dict(p.meta)) for p in loaded.prompts] == [(0, "2", {"id": 1}), (3, "3", {})]
     assert (loaded.report.rows, loaded.report.duplicates) == (5, 3)
     assert "5 rows, 2 prompts; dropped: 3 duplicates" in str(loaded.report)
-    every = load(path, tokenizer, deduplicate=False)
-    assert [p.id for p in every.prompts] == [0, 1, 2, 3, 4] and every.report.duplicates == 0
 
 
 def test_different_answers_are_refused_or_left_out(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
@@ -155,7 +153,6 @@ def test_different_answers_are_refused_or_left_out(tmp_path: Path, tokenizer: Pr
     loaded = load(path, tokenizer, skip_bad_rows=True)
     assert [p.id for p in loaded.prompts] == [1]
     assert any("different answers" in line for line in loaded.report.details())
-    assert len(load(path, tokenizer, deduplicate=False).prompts) == 6
 
 
 def test_bad_rows_are_counted_if_asked(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
@@ -194,14 +191,14 @@ def test_slices_are_of_different_prompts(
     assert loaded.report.outside == 5 - len(ids)
 
 
-def test_a_slice_without_prompts(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_a_slice_without_prompts_is_refused(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     path = write(tmp_path / "d.jsonl", *rows(("a", 1)))
     with pytest.raises(DataError, match=r"no prompt left: .*1 rows, 0 prompts; dropped: 1 outside the slice"):
         load(f"{path}[5:]", tokenizer)
 
 
 def test_several_files_are_one_set(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    """One of them gzipped. Errors name the file and its own line."""
+    """Errors name the file, of which one is gzipped, and its own line."""
     write(tmp_path / "a-1.jsonl", *rows(("a", 1), ("b", 2)))
     (tmp_path / "a-2.jsonl").write_bytes(gzip.compress(b'{"prompt": "c", "answer": 3}\n{"prompt": "a", "answer": 1}\n'))
     loaded = load(tmp_path / "a-*.jsonl", tokenizer)
@@ -226,7 +223,7 @@ def test_several_files_are_one_set(tmp_path: Path, tokenizer: PreTrainedTokenize
     ],
     ids=["utf-16", "array", "latin-1", "cut off", "damaged", "unknown"],
 )
-def test_files_that_are_something_else(
+def test_files_of_another_kind_are_refused_by_name(
     content: bytes, message: str, tmp_path: Path, tokenizer: PreTrainedTokenizerFast
 ) -> None:
     path = tmp_path / "d.jsonl"
@@ -235,8 +232,8 @@ def test_files_that_are_something_else(
         load(path, tokenizer)
 
 
-def test_answers_that_the_grader_cannot_read(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    """Told, dropped or refused, with their lines; blanks around an answer do not hide it. A busy machine drops nothing."""
+def test_answers_that_the_grader_cannot_read_are_named(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    """They are reported, dropped or refused, with their lines; blanks around an answer hide none. A busy machine drops none."""
     path = write(tmp_path / "d.jsonl", *rows(("a", "7"), ("b", r" \frac{1 "), ("c", "8")))
     asked: list[str] = []
 
@@ -244,13 +241,13 @@ def test_answers_that_the_grader_cannot_read(tmp_path: Path, tokenizer: PreTrain
         asked.extend(golds)
         return {r"\frac{1": "bad_gold", "8": "timeout"}, 1
 
-    def load_with(what: str) -> Loaded:
+    def load_with(what: str) -> LoadedPrompts:
         cfg = DataConfig(train=str(path), check_answers=what)  # type: ignore[arg-type]
         return load_prompts(cfg.sets[0], cfg, tokenizer, try_golds)
 
-    told = load_with("tell")
-    assert [p.id for p in told.prompts] == [0, 1, 2] and asked == ["7", r" \frac{1 ", "8"]
-    assert told.report.details() == [
+    reported = load_with("tell")
+    assert [p.id for p in reported.prompts] == [0, 1, 2] and asked == ["7", r" \frac{1 ", "8"]
+    assert reported.report.details() == [
         f"{path}: 1 answers that the grader cannot read: {path}:2 ' \\\\frac{{1 ' (bad_gold)",
         f"{path}: 1 answers that the grader did not settle: {path}:3 '8' (timeout)",
         f"{path}: 1 answers were not tried on the grader: there was no time for more",

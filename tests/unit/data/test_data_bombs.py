@@ -34,7 +34,7 @@ def test_a_parquet_column_that_swells_is_refused_by_name(tmp_path: Path) -> None
 
 
 def test_honest_columns_are_read(tmp_path: Path) -> None:
-    """One value for all rows, and rows of more than one batch."""
+    """A column with one value for all rows, and rows of more than one batch, are read."""
     path = tmp_path / "honest.parquet"
     pa.parquet.write_table(pa.table({"prompt": ["a system prompt " * 50] * 1000, "answer": list(map(str, range(1000)))}), path)
     rows = [row for _, row in parquet([path]).rows(["prompt", "answer"], passing_repeats=False)]
@@ -71,7 +71,7 @@ def test_parquet_values_that_each_repeat_the_one_before_are_refused_by_name(tmp_
 
 @pytest.mark.slow
 def test_a_parquet_list_that_repeats_one_element_is_refused_by_name(tmp_path: Path) -> None:
-    """One row of 2**25 elements, of which none takes a byte in the file."""
+    """The file has one row of 2**25 elements, none of which takes a byte in the file."""
     path = tmp_path / "bomb.parquet"
     element = pa.DictionaryArray.from_arrays(pa.nulls(2**25, pa.int8()).fill_null(0), pa.array(["x"]))
     write(path, pa.ListArray.from_arrays([0, 2**25], element))
@@ -103,7 +103,7 @@ def refused_by_name(path: Path, said: str) -> None:
 
 
 def test_texts_in_dictionaries_are_the_same_in_python(tmp_path: Path) -> None:
-    """At every depth, with rows that have none, over row groups and batches."""
+    """Texts are equal at every depth, with rows that have none, over row groups and batches."""
     rows = [
         {
             "prompt": f"p{i % 5}",

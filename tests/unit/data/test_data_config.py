@@ -1,4 +1,4 @@
-"""What a config may say of data, and what it is told where it says something else."""
+"""Data sections of the config: the accepted ones, and the refusal of each wrong one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from tepo_megatron.config import DataConfig, DataSet
 from tepo_megatron.config.io import load_config, to_yaml, validate
-from tepo_megatron.data.sources import Source
+from tepo_megatron.data.sources import DatasetSource
 from tepo_megatron.errors import ConfigError
 from tepo_megatron.observability.run_dir import prepare
 
@@ -49,11 +49,11 @@ def test_resolved_configs_load_again(tmp_path: Path) -> None:
         ({"train": [{"weight": 2}]}, r"^config: data\.train\.0\.path: this key is required$"),
         ({"train": [{"path": "a", "weight": 0}]}, r"^config: data\.train\.0\.weight: .*greater than 0 \(got 0\)$"),
         ({"train": [{"path": "a[5:"}]}, r"^config: data\.train\.0: path='a\[5:' does not end"),
-        ({"train": "a", "template_kwargs": {"tokenize": True}}, r"template_kwargs\.tokenize is not the template's to know"),
+        ({"train": "a", "template_kwargs": {"tokenize": True}}, r"template_kwargs\.tokenize is set by the package"),
         ({"train": "a", "check_answers": "maybe"}, r"data\.check_answers: Input should be 'tell', 'drop'"),
     ],
 )
-def test_refused(data: dict[str, Any], message: str) -> None:
+def test_a_wrong_data_section_is_refused(data: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         config(data)
 
@@ -63,11 +63,11 @@ def test_refused(data: dict[str, Any], message: str) -> None:
     [("x", range(9)), ("x[3:]", range(3, 9)), ("x[:0]", []), ("x[33%:66%]", range(2, 5)), ("x[2:50%]", [2, 3]), ("x[7:2]", [])],
 )
 def test_slices(text: str, kept: Any) -> None:
-    assert Source.of(text).slice(list(range(9))) == list(kept) and Source.of(text).path == "x"
+    assert DatasetSource.of(text).slice(list(range(9))) == list(kept) and DatasetSource.of(text).path == "x"
 
 
 def test_brackets_of_several_files_are_no_slice() -> None:
-    assert Source.of("data/train-[0-9].jsonl").path == "data/train-[0-9].jsonl"
+    assert DatasetSource.of("data/train-[0-9].jsonl").path == "data/train-[0-9].jsonl"
     assert DataConfig(train="data/train-[0-9].jsonl[:5]").name == "data/train-[0-9].jsonl[:5]"
 
 

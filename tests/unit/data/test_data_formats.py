@@ -10,7 +10,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from tepo_megatron.config import DataConfig
-from tepo_megatron.data import Loaded, load_prompts
+from tepo_megatron.data import LoadedPrompts, load_prompts
 from tepo_megatron.errors import DataError
 from tests.datasets import character_tokenizer, write
 
@@ -32,7 +32,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return character_tokenizer()
 
 
-def load(path: Path | str, tokenizer: PreTrainedTokenizerFast, **data: Any) -> Loaded:
+def load(path: Path | str, tokenizer: PreTrainedTokenizerFast, **data: Any) -> LoadedPrompts:
     cfg = DataConfig(train=str(path), **data)
     return load_prompts(cfg.sets[0], cfg, tokenizer)
 
@@ -44,8 +44,8 @@ def write_parquet(path: Path, rows: list[dict[str, Any]], **options: Any) -> Pat
     return path
 
 
-def test_parquet_is_what_json_lines_are(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    """To the last key of the rest of a row, over several row groups and files; the ending does not matter."""
+def test_parquet_rows_equal_those_of_json_lines(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    """All keys of a row are equal, over several row groups and files; the file's suffix does not matter."""
     write_parquet(tmp_path / "train-0.parquet", VERL[:4], row_group_size=2)
     write_parquet(tmp_path / "train-1.parquet", VERL[4:])
     of_parquet, of_lines = load(tmp_path / "train-*", tokenizer), load(write(tmp_path / "d.jsonl", *VERL), tokenizer)
@@ -74,7 +74,7 @@ def test_bad_rows_of_parquet_are_named(tmp_path: Path, tokenizer: PreTrainedToke
         load(tmp_path / "d-0.parquet", tokenizer, prompt_key="prompt", answer_key="gold")
 
 
-def test_damaged_parquet_and_files_of_two_kinds(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_damaged_parquet_and_files_of_two_kinds_are_refused(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     path = write_parquet(tmp_path / "d.parquet", VERL)
     path.write_bytes(path.read_bytes()[:-20])
     with pytest.raises(DataError, match=r"d\.parquet: not a parquet file that can be read"):
@@ -98,7 +98,7 @@ def test_what_is_not_installed_is_named(
 def test_a_folder_is_a_dataset_of_hugging_face(
     tmp_path: Path, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By way of the package `datasets`, as ids are; only the download differs."""
+    """A folder is read with the package `datasets`, as an id is; only the download differs."""
     datasets = pytest.importorskip("datasets")
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)

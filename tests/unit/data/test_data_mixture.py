@@ -27,7 +27,7 @@ def files(tmp_path: Path) -> tuple[Path, Path]:
 
 
 def load(tokenizer: PreTrainedTokenizerFast, **data: Any) -> Data:
-    return load_data(DataConfig(**data), RewardConfig(soft_seconds=30, hard_seconds=60.0), tokenizer)
+    return load_data(DataConfig(**data), RewardConfig(timeout_seconds=60.0), tokenizer)
 
 
 def test_sets_with_their_weights_and_keys(files: tuple[Path, Path], tokenizer: PreTrainedTokenizerFast) -> None:
@@ -36,7 +36,7 @@ def test_sets_with_their_weights_and_keys(files: tuple[Path, Path], tokenizer: P
     (first, heavy), (second, light) = data.train
     assert (len(first), len(second), heavy, light, data.count) == (9, 19, 3, 1, 28)  # "8+1?" is the first set's
     assert len({p.id for p in first + second}) == 28 and [p.id for p in first] == list(range(9))
-    assert data.told == [
+    assert data.log_lines == [
         f"{one}[:9]: own (prompt, answer), 10 rows, 9 prompts; dropped: 1 outside the slice",
         f"{two}: keys (question, label), 20 rows, 19 prompts; dropped: 1 in an earlier set",
     ]
@@ -44,7 +44,9 @@ def test_sets_with_their_weights_and_keys(files: tuple[Path, Path], tokenizer: P
     assert sum(p.id < 9 for p in taken) == 9
 
 
-def test_sets_that_contradict_each_other(files: tuple[Path, Path], tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_sets_that_contradict_each_other_are_refused(
+    files: tuple[Path, Path], tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
     one, _ = files
     other = write(tmp_path / "other.jsonl", {"prompt": "3+1?", "answer": 5}, {"prompt": "x", "answer": 1})
     sets = [{"path": str(one)}, {"path": str(other)}]
@@ -53,17 +55,17 @@ def test_sets_that_contradict_each_other(files: tuple[Path, Path], tmp_path: Pat
     assert [len(prompts) for prompts, _ in load(tokenizer, train=sets, skip_bad_rows=True).train] == [10, 1]
 
 
-def test_prompts_of_both_training_and_evaluation_are_told(files: tuple[Path, Path], tokenizer: PreTrainedTokenizerFast) -> None:
+def test_prompts_of_both_train_and_eval_are_reported(files: tuple[Path, Path], tokenizer: PreTrainedTokenizerFast) -> None:
     one, _ = files
     data = load(tokenizer, train=f"{one}[:60%]", eval=f"{one}[60%:]")
-    assert ([p.id for p in data.eval], len(data.told)) == ([6, 7, 8, 9], 2)
+    assert ([p.id for p in data.eval], len(data.log_lines)) == ([6, 7, 8, 9], 2)
     data = load(tokenizer, train=f"{one}[:60%]", eval=f"{one}[50%:]")
-    assert data.told[-1] == "warning: 1 of the 5 prompts of data.eval are in data.train too"
+    assert data.log_lines[-1] == "warning: 1 of the 5 prompts of data.eval are in data.train too"
 
 
 def test_answers_are_tried_on_the_real_grader(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     path = write(tmp_path / "d.jsonl", {"prompt": "a", "answer": "7"}, {"prompt": "b", "answer": r"\frac{1"})
     data = load(tokenizer, train=str(path))
-    assert data.count == 2 and data.told[1:] == [
+    assert data.count == 2 and data.log_lines[1:] == [
         f"{path}: 1 answers that the grader cannot read: {path}:2 '\\\\frac{{1' (bad_gold)"
     ]

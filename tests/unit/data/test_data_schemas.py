@@ -1,4 +1,4 @@
-"""The schemas that users have: recognized, told, and refused where they are mixed; and how prompts become tokens."""
+"""The schemas of datasets: recognized, reported, and refused where they are mixed; and how prompts become tokens."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from tepo_megatron.config import DataConfig
-from tepo_megatron.data import Loaded, load_prompts
+from tepo_megatron.data import LoadedPrompts, load_prompts
 from tepo_megatron.data.schemas import gold
 from tepo_megatron.errors import ConfigError, DataError
 from tests.datasets import character_tokenizer, text, write
@@ -30,7 +30,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return character_tokenizer()
 
 
-def load(path: Path, tokenizer: PreTrainedTokenizerFast, **data: Any) -> Loaded:
+def load(path: Path, tokenizer: PreTrainedTokenizerFast, **data: Any) -> LoadedPrompts:
     cfg = DataConfig(train=str(path), **data)
     return load_prompts(cfg.sets[0], cfg, tokenizer)
 
@@ -58,7 +58,7 @@ def load(path: Path, tokenizer: PreTrainedTokenizerFast, **data: Any) -> Loaded:
         ({"problem": "1+1?", "expected_answer": "2", "id": 1}, "plain (problem, expected_answer)", "1+1?"),
     ],
 )
-def test_recognized(
+def test_every_schema_is_recognized(
     row: dict[str, object], schema: str, prompt: str, tmp_path: Path, tokenizer: PreTrainedTokenizerFast
 ) -> None:
     loaded = load(write(tmp_path / "d.jsonl", row), tokenizer)

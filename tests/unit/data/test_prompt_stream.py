@@ -25,7 +25,7 @@ def test_stream_in_file_order() -> None:
     assert [ids(stream.take(2)) for _ in range(4)] == [[0, 1], [2, 3], [4, 0], [1, 2]]
 
 
-def test_stream_shuffles_each_epoch_anew_and_everywhere_alike() -> None:
+def test_stream_shuffles_each_epoch_in_a_new_order_equal_on_every_rank() -> None:
     stream = PromptStream(prompts(8), seed=3, shuffle=True)
     epochs = [ids(stream.take(8)) for _ in range(3)]
     assert all(sorted(epoch) == list(range(8)) for epoch in epochs)
@@ -107,7 +107,7 @@ def shares(batch: list[Prompt]) -> Counter[int]:
 
 
 def test_sets_are_mixed_by_weight_whatever_their_size() -> None:
-    """After any number of prompts each set has given its share of them to within one."""
+    """At any point, each set has given its share of the prompts to within one."""
     stream = mixed((100, 0.5), (40, 3.0), (7, 1.5))
     given: Counter[int] = Counter()
     for n in range(1, 200):
@@ -117,7 +117,7 @@ def test_sets_are_mixed_by_weight_whatever_their_size() -> None:
 
 
 def test_each_set_of_a_mixture_goes_in_its_own_order() -> None:
-    """That of the set alone: sets that are added or taken away do not change it."""
+    """A set has the order that it has alone; adding or removing other sets does not change it."""
     together = [p.id for p in mixed((8, 1.0), (8, 1.0)).take(16) if p.id < 1000]
     assert together == ids(PromptStream(prompts(8), seed=5, shuffle=True).take(8))
 

@@ -35,7 +35,7 @@ def tokens(page: Path) -> list[Token]:
 
 @functools.cache
 def anchors(page: Path) -> set[str]:
-    """Of its headings, as GitHub and MyST name them."""
+    """Return the anchors of its headings, as GitHub and MyST name them."""
     all_tokens, found = MARKDOWN.parse(page.read_text()), set[str]()
     for token, following in itertools.pairwise(all_tokens):
         if token.type == "heading_open":
@@ -46,7 +46,7 @@ def anchors(page: Path) -> set[str]:
 
 
 def links(page: Path) -> Iterator[str]:
-    """Targets of links and images."""
+    """Return the targets of its links and images."""
     for token in tokens(page):
         if token.type == "link_open":
             yield str(token.attrs["href"])
@@ -59,7 +59,12 @@ def links(page: Path) -> Iterator[str]:
 
 
 def fences(page: Path, info: str | None = None) -> list[str]:
-    """Blocks of code; info: those with that name alone."""
+    """Return its blocks of code.
+
+    Args:
+        page: Path of the page.
+        info: Language of the blocks to return. None: all blocks.
+    """
     blocks = [token for token in tokens(page) if token.type == "fence"]
     return [block.content for block in blocks if info is None or block.info.strip() == info]
 
@@ -69,7 +74,7 @@ def inline_code(page: Path) -> list[str]:
 
 
 def commands(page: Path) -> list[list[str]]:
-    """The lines of blocks in a shell's words, continued ones joined."""
+    """Return the lines of blocks in a shell's language, with continued lines joined."""
     found = []
     for block in fences(page, ""):
         for line in block.replace("\\\n", " ").splitlines():

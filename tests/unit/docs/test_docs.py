@@ -1,8 +1,9 @@
-"""What the pages say of the repository: links, anchors, commands, keys, quoted errors, examples, generated pages."""
+"""The pages agree with the repository: links, anchors, commands, keys, quoted errors, examples, generated pages."""
 
 from __future__ import annotations
 
 import ast
+import dataclasses
 import functools
 import re
 import shlex
@@ -17,14 +18,17 @@ from launch.profile import load_cluster
 from tepo_megatron.actor.layout import check_layout
 from tepo_megatron.config import Config, RewardConfig
 from tepo_megatron.config.io import load_config, validate_as
+from tepo_megatron.config.objective import ObjectiveParts
+from tepo_megatron.config.renamed_keys import RENAMED
 from tepo_megatron.errors import ConfigError
 from tepo_megatron.inference.engine_api import EngineApi
 from tests.unit.docs.pages import PAGES, anchors, commands, fences, inline_code, links
-from tools import config_reference
+from tools import config_reference, objective_parts
+from tools.nested_keys import nested_keys
 
 ELSEWHERE = ("http://", "https://", "mailto:")
 COMMANDS = re.findall(r'add_parser\(\s*"(\w+)"', Path("tepo_megatron/cli.py").read_text())
-# what stands for a file of the reader's own
+# placeholders for a file of the reader's own
 STAND_IN = "examples/template.yaml"
 
 
@@ -44,7 +48,7 @@ def test_links_lead_somewhere() -> None:
 
 
 def test_a_broken_link_and_a_broken_anchor_are_seen(tmp_path: Path) -> None:
-    (tmp_path / "folder").mkdir()  # of which the site has no page
+    (tmp_path / "folder").mkdir()  # a folder, for which the site has no page
     (tmp_path / "a.md").write_text("# One `two.three` (four)\n\n[x](b.md) [y](#one-twothree-four) [z](#one) [f](folder)\n")
     assert list(broken_links(tmp_path / "a.md")) == ["b.md", "#one", "folder"]
 
@@ -73,7 +77,7 @@ def unknown_commands(text: str) -> Iterator[str]:
 
 
 def test_commands_exist() -> None:
-    """In blocks and in the text of every page."""
+    """Commands in the blocks and in the text of every page exist."""
     texts = [(page, text) for page in PAGES for text in [*inline_code(page), *(" ".join(words) for words in commands(page))]]
     assert [(str(page), text, name) for page, text in texts for name in unknown_commands(text)] == []
 
@@ -100,9 +104,10 @@ def unknown_keys(text: str, known: set[str]) -> Iterator[str]:
 
 
 def test_keys_exist() -> None:
-    known = {key.replace("[]", "") for key in config_reference.all_keys()}
+    known = {key.replace("[]", "") for key in (*config_reference.all_keys(), *nested_keys())}
     texts = [(page, text) for page in PAGES for text in inline_code(page)]
-    assert [(str(page), text, key) for page, text in texts for key in unknown_keys(text, known)] == []
+    names = {Path("CHANGELOG.md"): known | {key.old for key in RENAMED}}  # which tells what became of old ones
+    assert [(str(page), text, key) for page, text in texts for key in unknown_keys(text, names.get(page, known))] == []
     assert list(unknown_keys("--training.stepss 3", known)) == ["training.stepss"]
 
 
@@ -184,7 +189,7 @@ def test_the_layouts_of_the_paper_page_fit() -> None:
         others = [re.fullmatch(r"tp (\d) dp (\d) \+ (\d) x tp (\d)", cell).groups() for cell in (sixteen, sixty_four)]
         for gpus, (tp, dp, servers, server_tp) in zip((8, 16, 64), (shared, *others), strict=True):
             words = f"--parallel.tp {tp} --parallel.dp {dp} --rollout.servers {servers} --rollout.server.tp {server_tp}"
-            apart = " --rollout.colocate false --rollout.server.rendezvous s --sync.folder w"
+            apart = " --rollout.colocate false --rollout.server.rendezvous s --sync.transport.folder w"
             words += " --rollout.colocate true" if gpus == 8 else apart
             cfg = load_config(recipes[model], words.split())
             check_layout(architecture(model), cfg.parallel)
@@ -240,7 +245,7 @@ def test_quoted_messages_are_the_code_s() -> None:
 
 
 def python_block(page: str) -> dict[str, object]:
-    """What the page's one example defines."""
+    """Return the definitions of the page's one example."""
     (block,) = fences(Path(page), "python")
     names: dict[str, object] = {}
     exec(compile(block, page, "exec"), names)
@@ -315,10 +320,26 @@ def test_the_configuration_reference_is_that_of_the_code() -> None:
     assert written == config_reference.page(), "run `python -m tools.config_reference`"
 
 
+LIMIT = 117  # keys of the reference
+
+
+def test_the_reference_stays_short() -> None:
+    text = config_reference.PAGE.read_text()
+    assert 100 < config_reference.count(text) <= LIMIT
+    assert f"This page lists {config_reference.count(text)} keys." in text
+
+
+def test_the_table_of_parts_is_that_of_the_code() -> None:
+    written = objective_parts.PAGE.read_text()
+    assert written == objective_parts.with_section(written), "run `python -m tools.config_reference`"
+    (named,) = re.findall(r"\n## Parts of an objective\n(.*?)\n## ", written, re.DOTALL)
+    assert all(f"| `{field.name}` |" in named for field in dataclasses.fields(ObjectiveParts))
+
+
 def test_every_key_has_a_meaning() -> None:
     names = {section.name for section in config_reference.sections()}
     for section in config_reference.sections():
         intro, of_key = config_reference.meanings(section.cls)
-        for key in section.cls.__dataclass_fields__:
+        for key in config_reference.fields_of(section.cls):
             named = of_key.get(key) or re.search(rf"\b{key}\b", intro)
             assert named or f"{section.prefix}{key}" in names, f"{section.prefix}{key}"

@@ -12,6 +12,7 @@ import yaml
 from examples.paper.dapo_math import convert
 from tepo_megatron.config import Config
 from tepo_megatron.config.io import load_config
+from tepo_megatron.config.objective import ClipCov, KlCov, Steer
 from tepo_megatron.controller.method import resolve
 from tepo_megatron.errors import ConfigError, DataError
 from tepo_megatron.evaluation.problems import check_sources
@@ -76,14 +77,14 @@ ROWS: dict[str, tuple[str, str, float, int, int, str]] = {
 # objective -> what the paper, or the paper that it cites, says of it
 NUMBERS: dict[str, dict[str, object]] = {
     "grpo": {"ratio": "token", "clip_low": 0.2, "clip_high": 0.28, "aggregate": "token_mean"},
-    "clip_cov": {"weighting": "clip_cov", "cov_share": 2e-4, "cov_low": 1, "cov_high": 5},
-    "kl_cov": {"weighting": "kl_cov", "cov_share": 2e-3, "cov_beta": 1},
+    "clip_cov": {"weighting": ClipCov(share=2e-4, low=1, high=5)},
+    "kl_cov": {"weighting": KlCov(share=2e-3, beta=1)},
     "entropy_advantage": {"advantage_alpha": 4e-4, "advantage_kappa": 2},
     "gpg": {"ratio": "none", "surrogate": "reinforce", "advantage": "gpg"},
     "gspo": {"ratio": "sequence", "clip_low": 3e-4, "clip_high": 4e-4, "aggregate": "sequence_mean_token_mean"},
     "cispo": {"ratio": "token", "surrogate": "stop_gradient", "clip_low": 1},
     "prefix_is": {"ratio": "prefix"},
-    "steer": {"weighting": "steer", "steer_lambda_min": 0.8},
+    "steer": {"weighting": Steer(lambda_min=0.8)},
     "tepo": {"ratio": "sequence", "aggregate": "token_mean", "kl_mask": "falling_entropy"},
     "tepo_no_kl": {"ratio": "sequence", "aggregate": "token_mean", "kl_mask": "none"},
     "kl_undifferentiated": {"ratio": "sequence", "kl_mask": "all"},
@@ -133,7 +134,7 @@ def test_what_section_4_1_fixes_holds_in_every_row(name: str) -> None:
     assert (cfg.data.max_prompt_tokens, cfg.rollout.max_response_tokens) == (2048, 8192)
     assert 64 // 16 * cfg.training.epochs == 8  # "updated 8 times"
     assert (cfg.platform, cfg.model.precision, cfg.parallel.world_size) == ("cuda", "bf16", 8)
-    assert resolve(cfg).max_refills == 9 and resolve(cfg).overlong is None
+    assert resolve(cfg).max_generation_rounds == 10 and resolve(cfg).overlong is None
 
 
 def test_entropy_rows_differ_in_sign_alone() -> None:
@@ -173,7 +174,7 @@ def test_published_figures() -> None:
 
 
 def test_which_averages_do_not_add_up() -> None:
-    """What the README says of the paper's averages."""
+    """The README names the paper's averages that differ from the mean over all samples."""
     off, exact = [], 0
     for name, row in published().items():
         scores = {key: float(row[key] or 0) for key in SAMPLES}

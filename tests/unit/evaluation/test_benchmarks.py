@@ -20,7 +20,7 @@ from tepo_megatron.evaluation.benchmarks import BENCHMARKS
 from tepo_megatron.evaluation.problems import load_benchmarks
 from tepo_megatron.evaluation.published import COLUMNS, MODELS, PUBLISHED, rows_of
 from tepo_megatron.evaluation.results import compare, over_benchmarks, over_samples, result
-from tepo_megatron.evaluation.samples import Sample, read_samples, to_lines
+from tepo_megatron.evaluation.samples import BenchmarkSample, read_samples, to_lines
 from tests.tiny import char_tokenizer
 
 STAND_INS = Path("tests/problems")
@@ -31,8 +31,10 @@ def settings(**fields: Any) -> EvaluationConfig:
     return EvaluationConfig(**{"benchmarks": list(BENCHMARKS), "benchmark_folder": str(STAND_INS)} | fields)
 
 
-def sample(problem: int, k: int, right: bool, **fields: Any) -> Sample:
-    made = Sample(problem, k, float(right), "exact" if right else "wrong", "1" if right else "2", "1", 10, "stop", "...")
+def sample(problem: int, k: int, right: bool, **fields: Any) -> BenchmarkSample:
+    made = BenchmarkSample(
+        problem, k, float(right), "exact" if right else "wrong", "1" if right else "2", "1", 10, "stop", "..."
+    )
     return dataclasses.replace(made, **fields)
 
 
@@ -115,8 +117,8 @@ def test_an_empty_file_is_no_benchmark(tmp_path: Path) -> None:
 
 def test_without_a_file_the_hub_is_asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     cfg = settings(benchmarks=["olympiad_bench"], benchmark_folder=str(tmp_path))
-    told = r"COMP:train: .*need the package datasets; .*olympiad_bench\.jsonl"
-    with monkeypatch.context() as without, pytest.raises(DataError, match=told):
+    message = r"COMP:train: .*need the package datasets; .*olympiad_bench\.jsonl"
+    with monkeypatch.context() as without, pytest.raises(DataError, match=message):
         without.setitem(sys.modules, "datasets", None)
         load_benchmarks(cfg, TOKENIZER, 400)
     asked = []
@@ -191,7 +193,7 @@ def test_two_runs_are_compared_problem_by_problem() -> None:
         compare(ours, theirs[:-2], "amc")
 
 
-def test_the_two_averages() -> None:
+def test_averages_over_benchmarks_and_over_samples() -> None:
     many = result([sample(p, k, True) for p in range(3) for k in range(4)])
     few = result([sample(p, 0, False) for p in range(4)])
     assert over_benchmarks({"amc": many, "minerva": few}) == 0.5

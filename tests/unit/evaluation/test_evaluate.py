@@ -15,7 +15,7 @@ from tepo_megatron.config import Config
 from tepo_megatron.errors import CheckpointError, ConfigError, DataError
 from tepo_megatron.evaluation.benchmarks import BENCHMARKS
 from tepo_megatron.evaluation.checkpoint import hf_model
-from tepo_megatron.evaluation.command import Request, run, settings
+from tepo_megatron.evaluation.command import EvaluationRequest, run, settings
 from tepo_megatron.evaluation.folder import read_record
 from tepo_megatron.evaluation.results import result
 from tepo_megatron.evaluation.samples import read_samples
@@ -29,7 +29,7 @@ WORDS = {
     "evaluation.benchmark_folder": "tests/problems",
     "evaluation.benchmark_prompt": "'<problem>'",
     "evaluation.benchmark_tokens": "48",
-    "reward.hard_seconds": "30",
+    "reward.timeout_seconds": "30",
     "reward.workers": "1",
 }
 
@@ -41,9 +41,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def request(model: Path, out: Path, *, against: Path | None = None, config: str | None = None, **words: Any) -> Request:
+def request(
+    model: Path, out: Path, *, against: Path | None = None, config: str | None = None, **words: Any
+) -> EvaluationRequest:
     pairs = WORDS | {key.replace("__", "."): str(value) for key, value in words.items()}
-    return Request(model, config, [w for k, v in pairs.items() for w in (f"--{k}", v)], out, against, "auto")
+    return EvaluationRequest(model, config, [w for k, v in pairs.items() for w in (f"--{k}", v)], out, against, "auto")
 
 
 class Engines:
@@ -68,8 +70,8 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> Engines:
 def test_all_seven_from_rows_to_tables(
     model: Path, engines: Engines, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    told: list[str] = []
-    out = run(request(model, tmp_path / "a"), told.append, engines)
+    lines: list[str] = []
+    out = run(request(model, tmp_path / "a"), lines.append, engines)
     assert engines.launches[0].max_model_len == 2048 + 48 and engines.launches[0].model_path == model
     record = read_record(out)
     assert list(record["benchmarks"]) == list(BENCHMARKS) and record["checkpoint"] == str(model)
@@ -89,10 +91,10 @@ def test_all_seven_from_rows_to_tables(
         assert "Table 1: Qwen2.5-7B, TEPO" in text and "43.48" in text and f"{mean:.2f}" in text and "Qwen3-14B" not in text
     assert "Not the paper's protocol: 3 problems instead of 83 (AMC)." in kept
     assert "Not the paper's protocol: another prompt (AIME24, AIME25, AMC, MATH-500," in kept
-    assert f"AMC: avg@32 {mean:.2f} %" in told
+    assert f"AMC: avg@32 {mean:.2f} %" in lines
 
     with pytest.raises(ConfigError, match=r"holds an evaluation already; give another --out, .* --resume true"):
-        run(request(model, tmp_path / "a"), told.append, engines)
+        run(request(model, tmp_path / "a"), lines.append, engines)
 
 
 @pytest.mark.slow
@@ -100,21 +102,21 @@ def test_it_goes_on_where_it_was_killed_and_ends_the_same(model: Path, engines: 
     whole = run(request(model, tmp_path / "whole", evaluation__benchmarks="[amc, minerva]"), print, engines)
     part = run(request(model, tmp_path / "part", evaluation__benchmarks="[amc]"), print, engines)
     before = (part / "amc.jsonl").stat().st_mtime_ns
-    told: list[str] = []
+    lines: list[str] = []
     wanted = {"evaluation__benchmarks": "[amc, minerva]", "resume": "true"}
-    run(request(model, part, **wanted), told.append, engines)
-    assert "AMC: evaluated before, kept" in told and (part / "amc.jsonl").stat().st_mtime_ns == before
+    run(request(model, part, **wanted), lines.append, engines)
+    assert "AMC: evaluated before, kept" in lines and (part / "amc.jsonl").stat().st_mtime_ns == before
     for name in ("amc.jsonl", "minerva.jsonl", "evaluation.json"):
         assert (part / name).read_bytes() == (whole / name).read_bytes()
     assert len(engines.launches) == 3
-    run(request(model, part, **wanted), told.append, engines)
+    run(request(model, part, **wanted), lines.append, engines)
     assert len(engines.launches) == 3  # nothing was left to do
     samples = (part / "amc.jsonl").read_bytes()
     for damaged in (samples[:-9], samples[samples.index(b"\n") + 1 :], b"\0" + samples, b""):
         (part / "amc.jsonl").write_bytes(damaged)
-        run(request(model, part, **wanted), told.append, engines)
+        run(request(model, part, **wanted), lines.append, engines)
         assert (part / "amc.jsonl").read_bytes() == (whole / "amc.jsonl").read_bytes(), "damaged samples are taken again"
-    run(request(model, part, **wanted, seed=1), told.append, engines)  # another evaluation: nothing is kept
+    run(request(model, part, **wanted, seed=1), lines.append, engines)  # another evaluation: nothing is kept
     assert (part / "amc.jsonl").read_bytes() != (whole / "amc.jsonl").read_bytes()
 
 
@@ -130,7 +132,7 @@ def test_two_evaluations_are_compared(
     assert cli.main(["compare", str(b), str(a)]) == 0
     printed = capsys.readouterr().out
     lines = (b / "aime24.jsonl").read_bytes().splitlines(keepends=True)
-    (b / "aime24.jsonl").write_bytes(b"".join(lines[1:])[:-9])  # of the first and the last problem a sample is gone
+    (b / "aime24.jsonl").write_bytes(b"".join(lines[1:])[:-9])  # the first and the last problem lack a sample
     assert cli.main(["compare", str(b), str(a)]) == 0
     problems = len({sample.problem for sample in read_samples(a / "aime24.jsonl")})
     assert f"compared on the {problems - 2} problems that both have" in " ".join(capsys.readouterr().out.split())
@@ -160,7 +162,7 @@ def test_a_training_config_gives_the_settings(model: Path, tmp_path: Path) -> No
     assert cfg.rollout.only and cfg.parallel.world_size == 1 and not cfg.rollout.colocate  # and no folder for weights is needed
 
 
-def test_what_is_taken_for_a_checkpoint(model: Path, tmp_path: Path) -> None:
+def test_a_model_is_found_in_a_folder_a_run_or_a_checkpoint(model: Path, tmp_path: Path) -> None:
     finished = tmp_path / "run"
     shutil.copytree(model, finished / "hf")
     for given, found in ((model, model), (finished, finished / "hf")):
@@ -180,17 +182,17 @@ def test_what_is_taken_for_a_checkpoint(model: Path, tmp_path: Path) -> None:
 
 
 def converted_and_evaluated(rank: int, model: Path, engines: Engines, tmp_path: Path) -> None:
-    """Of a world of its own: the conversion joins one."""
+    """Evaluate in a world of its own, since the conversion joins one."""
     from tepo_megatron.convert.importing import import_hf
 
     run_folder = tmp_path / "run"
     for step in (1, 2):
         import_hf(model, run_folder / "checkpoints" / f"step-{step:08d}")
-    told: list[str] = []
-    out = run(request(run_folder, tmp_path / "a", evaluation__benchmarks="[minerva]"), told.append, engines)
-    assert f"{run_folder / 'checkpoints' / 'step-00000002'} is converted to a Hugging Face model" in told
+    lines: list[str] = []
+    out = run(request(run_folder, tmp_path / "a", evaluation__benchmarks="[minerva]"), lines.append, engines)
+    assert f"{run_folder / 'checkpoints' / 'step-00000002'} is converted to a Hugging Face model" in lines
     assert engines.launches[0].model_path.parent.parent == out and not engines.launches[0].model_path.exists()
-    direct = run(request(model, tmp_path / "b", evaluation__benchmarks="[minerva]"), told.append, engines)
+    direct = run(request(model, tmp_path / "b", evaluation__benchmarks="[minerva]"), lines.append, engines)
     assert (out / "minerva.jsonl").read_bytes() == (direct / "minerva.jsonl").read_bytes()
     assert sorted(os.listdir(out)) == ["evaluation.json", "evaluation.md", "minerva.jsonl"]
 

@@ -64,7 +64,7 @@ def test_a_malformed_line_of_scores_is_named_and_passed_over(tmp_path: Path, cap
 
 
 def test_an_evaluation_samples_as_its_own_settings_say(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not as training does: neither its temperature, its number of samples, nor its replayed experts."""
+    """An evaluation takes neither temperature nor number of samples nor replayed experts from training."""
     asked = []
 
     def evaluate(engine: Any, reward: Any, prompts: Any, sampling: SamplingParams, seed: int) -> Accuracy:
@@ -96,7 +96,7 @@ def result(update: int, mask: float, ratios: list[float]) -> UpdateResult:
 
 
 def test_the_first_update_of_a_rollout_batch_reports_no_mask() -> None:
-    """Its entropy change is rounding noise: the same weights as the old pass."""
+    """The entropy change of the first update is rounding noise, since it has the weights of the old pass."""
     log = StepLog()
     log.add(result(0, 9.0, [1.0, 1.0]))
     log.add(result(1, 3.0, [0.9, 1.1]))
@@ -126,7 +126,7 @@ def test_mismatch_above_the_limit_is_a_sync_error() -> None:
         check_mismatch(1.1e-3, 3, cfg)
     with pytest.raises(SyncError):
         check_mismatch(math.nan, 3, cfg)
-    # a server alone has room for chance, less with more tokens, and is named
+    # a server alone has a margin for chance, less with more tokens, and is named
     check_mismatch(1.1e-3, 3, cfg, "server 1", 1000)
     with pytest.raises(SyncError, match=r"at version 3 over 10000 tokens of server 1, above .*: server 1 does not serve"):
         check_mismatch(1.1e-3, 3, cfg, "server 1", 10000)

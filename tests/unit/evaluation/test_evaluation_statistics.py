@@ -130,12 +130,12 @@ def test_pass_at_k_is_the_share_of_all_choices_of_k_samples(right: int, k: int) 
 
 
 @pytest.mark.parametrize(("right", "k"), [(7, 1), (1, 0), (1, 7), (-1, 2)])
-def test_pass_at_k_of_what_cannot_be(right: int, k: int) -> None:
+def test_pass_at_k_refuses_impossible_arguments(right: int, k: int) -> None:
     with pytest.raises(ValueError, match="among 6 samples"):
         pass_at_k(6, right, k)
 
 
-def test_the_majority() -> None:
+def test_the_majority_vote_counts_only_given_answers() -> None:
     assert majority(["1", "2", "1"], [True, False, True]) == 1
     assert majority(["1", "2", "2"], [True, False, False]) == 0
     assert majority(["1", "2", "3", None], [True, False, False, False]) == pytest.approx(1 / 3)

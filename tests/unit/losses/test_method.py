@@ -1,4 +1,4 @@
-"""The nulls of a config take the values that its objective asks for, and contradictions are refused with the mend."""
+"""The nulls of a config take the values that its objective asks for; contradictions are refused with the fix."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from tepo_megatron.errors import ConfigError
 from tepo_megatron.launcher.start import preflight
 from tepo_megatron.rewards.overlong import OverlongShaping
 
-DYNAMIC = {"name": "grpo", "dynamic_sampling": True}
-SHAPED = {"name": "grpo", "overlong_shaping": True}
+DAPO = {"name": "dapo"}  # it samples dynamically and shapes the reward of long responses
 
 
 def tree(**sections: Any) -> dict[str, Any]:
@@ -25,10 +24,10 @@ def method(**sections: Any) -> Method:
     return resolve(validate(tree(**sections)))
 
 
-def test_a_method_that_asks_for_nothing() -> None:
+def test_a_method_without_requirements_keeps_the_defaults() -> None:
     plain = method(objective={"name": "tepo"})
     assert plain.objective.ratio == "sequence"
-    assert (plain.max_refills, plain.overlong) == (0, None)
+    assert (plain.max_generation_rounds, plain.overlong) == (1, None)
 
 
 def test_dapo_refills_and_shapes() -> None:
@@ -37,63 +36,55 @@ def test_dapo_refills_and_shapes() -> None:
         rollout={"max_response_tokens": 20480},
         training={"max_tokens_per_microbatch": 22528},
     )
-    assert dapo.max_refills == 9  # 10 generation batches
+    assert dapo.max_generation_rounds == 10
     assert dapo.overlong == OverlongShaping(max_tokens=20480, buffer_tokens=4096, penalty=0.5)
 
 
 def test_each_part_alone() -> None:
-    assert (method(objective=DYNAMIC).max_refills, method(objective=DYNAMIC).overlong) == (9, None)
-    assert method(objective=SHAPED).max_refills == 0
-    assert method(objective=SHAPED, rollout={"max_response_tokens": 1023}).overlong == OverlongShaping(1023, 204, 0.5)
-    assert method(objective=SHAPED, rollout={"max_response_tokens": 3}).overlong == OverlongShaping(3, 1, 0.5)
+    """A number in the config switches one of them off."""
+    sampled = method(objective=DAPO, reward={"overlong_buffer_tokens": 0})
+    assert (sampled.max_generation_rounds, sampled.overlong) == (10, None)
+    for tokens, buffer in ((1023, 204), (3, 1)):
+        shaped = method(objective=DAPO, rollout={"max_response_tokens": tokens, "max_generation_rounds": 1})
+        assert (shaped.max_generation_rounds, shaped.overlong) == (1, OverlongShaping(tokens, buffer, 0.5))
+    unfiltered = {"max_generation_rounds": 1, "filter_uniform_groups": False}
+    assert method(objective=DAPO, rollout=unfiltered).max_generation_rounds == 1
 
 
 def test_numbers_in_the_config_hold_for_every_objective() -> None:
-    given = {"rollout": {"max_refills": 2}, "reward": {"overlong_buffer_tokens": 512, "overlong_penalty": 0.25}}
-    for objective in ({"name": "tepo"}, DYNAMIC | SHAPED):
+    given = {"rollout": {"max_generation_rounds": 3}, "reward": {"overlong_buffer_tokens": 512}}
+    for objective in ({"name": "tepo"}, DAPO):
         resolved = method(objective=objective, **given)
-        assert (resolved.max_refills, resolved.overlong) == (2, OverlongShaping(8192, 512, 0.25))
+        assert (resolved.max_generation_rounds, resolved.overlong) == (3, OverlongShaping(8192, 512, 0.5))
 
 
 @pytest.mark.parametrize(
     ("sections", "message"),
     [
         (
-            {"objective": DYNAMIC, "rollout": {"filter_uniform_groups": False}},
-            r"rollout\.filter_uniform_groups=false keeps; set that to true, or objective\.dynamic_sampling=false",
-        ),
-        (
-            {"objective": DYNAMIC, "rollout": {"max_refills": 0}},
-            r"rollout\.max_refills=0 forbids; .* or set objective\.dynamic_sampling=false",
-        ),
-        (
-            {"objective": SHAPED, "reward": {"overlong_buffer_tokens": 0}},
-            r"reward\.overlong_buffer_tokens=0 forbids; .* or set objective\.overlong_shaping=false",
+            {"objective": DAPO, "rollout": {"filter_uniform_groups": False}},
+            r"rollout\.filter_uniform_groups=false keeps; set that to true, or rollout\.max_generation_rounds=1",
         ),
         (
             {"reward": {"overlong_buffer_tokens": 8192}},
             r"overlong_buffer_tokens=8192 must be below rollout\.max_response_tokens=8192",
         ),
-        ({"objective": SHAPED, "rollout": {"max_response_tokens": 1}}, r"overlong_buffer_tokens=1 must be below"),
+        ({"objective": DAPO, "rollout": {"max_response_tokens": 1}}, r"overlong_buffer_tokens=1 must be below"),
         (
             {"training": {"old_logprobs": "rollout"}},
             r"old_logprobs=rollout knows no old entropies, which objective\.kl_mask=falling_entropy compares with",
         ),
         (
             {"training": {"old_logprobs": "rollout"}, "objective": {"name": "grpo", "correction": "tis"}},
-            r"old_logprobs=rollout leaves objective\.correction=tis nothing to correct",
+            r"old_logprobs=rollout leaves objective\.correction\.type=tis nothing to correct",
         ),
         (
-            {"rollout": {"max_refills": 2, "filter_uniform_groups": False}},
-            r"rollout\.max_refills=2 has no effect with rollout\.filter_uniform_groups=false",
-        ),
-        (
-            {"objective": {"name": "dapo", "overlong_shaping": False}, "reward": {"overlong_buffer_tokens": 9}},
-            r"reward\.overlong_buffer_tokens=9 shapes the reward, which objective\.overlong_shaping=false forbids",
+            {"rollout": {"max_generation_rounds": 3, "filter_uniform_groups": False}},
+            r"rollout\.max_generation_rounds=3 has no effect with rollout\.filter_uniform_groups=false",
         ),
         (
             {
-                "objective": {"name": "grpo", "ref_beta": 0.1, "ref_kl_in": "reward"},
+                "objective": {"name": "grpo", "ref_kl": {"beta": 0.1, "where": "reward"}},
                 "rollout": {"filter_uniform_groups": False},
             },
             r"makes full-size advantages of it; use objective\.advantage=mean, or filter those groups",
@@ -109,9 +100,8 @@ def test_contradictions_are_refused_before_the_model_is_looked_for(sections: dic
 @pytest.mark.parametrize(
     ("sections", "message"),
     [
-        ({"rollout": {"max_refills": -1}}, r"rollout\.max_refills: .*greater than or equal to 0"),
+        ({"rollout": {"max_generation_rounds": 0}}, r"rollout\.max_generation_rounds: .*greater than or equal to 1"),
         ({"reward": {"overlong_buffer_tokens": -1}}, r"reward\.overlong_buffer_tokens: .*greater than or equal to 0"),
-        ({"reward": {"overlong_penalty": 0}}, r"reward\.overlong_penalty: .*greater than 0"),
     ],
 )
 def test_values_out_of_range(sections: dict[str, Any], message: str) -> None:
@@ -121,8 +111,8 @@ def test_values_out_of_range(sections: dict[str, Any], message: str) -> None:
 
 def test_nulls_survive_the_resolved_config(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
-    path.write_text(to_yaml(validate(tree(objective=DYNAMIC | SHAPED))))
-    assert resolve(load_config(path)) == method(objective=DYNAMIC | SHAPED)
+    path.write_text(to_yaml(validate(tree(objective=DAPO))))
+    assert resolve(load_config(path)) == method(objective=DAPO)
 
 
 ABLATIONS = {"ablation.yaml", "precision.yaml"}  # these hold several runs
@@ -132,4 +122,4 @@ TRAINING = sorted({p.name for p in Path("examples").glob("*.yaml")} - ABLATIONS)
 @pytest.mark.parametrize("name", TRAINING)
 def test_examples_contradict_nothing(name: str) -> None:
     cfg = load_config(Path("examples") / name)
-    assert resolve(cfg).max_refills == cfg.rollout.max_refills
+    assert resolve(cfg).max_generation_rounds == cfg.rollout.max_generation_rounds

@@ -1,4 +1,4 @@
-"""What a loss is told of a minibatch, by hand: no layout and no model is in the way of a wrong length or an exchanged row."""
+"""The minibatch inputs of a loss, by hand: no layout and no model hides a wrong length or an exchanged row."""
 
 from __future__ import annotations
 

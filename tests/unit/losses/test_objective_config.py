@@ -1,13 +1,19 @@
-"""From the config to an objective: replacements, refusals, and what a new method takes."""
+"""Building an objective from a config: replacements, refusals, and what a new method takes."""
+
+import dataclasses
 
 import pytest
 import torch
 
 from tepo_megatron.config import ObjectiveConfig
+from tepo_megatron.config.io import validate_as
+from tepo_megatron.config.objective import PARTS, ClipCov, KlCov, Mis, ObjectiveParts, ReferenceKl, Steer, variants
 from tepo_megatron.errors import ConfigError
 from tepo_megatron.losses import OBJECTIVES, build_objective
+from tepo_megatron.losses.correction import CORRECTIONS
 from tepo_megatron.losses.objective import Objective
 from tepo_megatron.losses.surrogate import SURROGATES
+from tepo_megatron.losses.weighting import WEIGHTINGS
 from tests.objective_cases import compare, draw, expected, inputs_of, method_of, ours
 from tests.reference.methods import CORRECTION_BOUNDS
 
@@ -18,27 +24,27 @@ from tests.reference.methods import CORRECTION_BOUNDS
         ({"name": "tpeo"}, "objective.name='tpeo' is unknown"),
         ({"ratio": "sentence"}, "objective.ratio='sentence' is unknown; use one of token, sequence"),
         ({"advantage": "median"}, "objective.advantage='median' is unknown; use one of std, mean, leave_one_out, gpg"),
-        ({"weighting": "top"}, "objective.weighting='top' is unknown; use one of none, clip_cov, kl_cov, steer"),
-        ({"correction": "cut"}, "objective.correction='cut' is unknown; use one of none, tis, mis, icepop"),
-        ({"ref_beta": 0.1, "ref_kl": "k4"}, "objective.ref_kl='k4' is unknown; use one of k1, k2, k3"),
-        ({"ref_beta": 0.1, "ref_kl_in": "advantage"}, "objective.ref_kl_in='advantage' is unknown; use one of loss, reward"),
+        ({"weighting": "top"}, "weighting: type='top' is unknown; use one of none, clip_cov, kl_cov, steer"),
+        ({"correction": "cut"}, "correction: type='cut' is unknown; use one of none, tis, mis, icepop"),
+        ({"ref_kl": {"beta": 0.1, "estimator": "k4"}}, "objective.ref_kl.estimator='k4' is unknown; use one of k1, k2, k3"),
+        ({"ref_kl": {"beta": 0.1, "where": "advantage"}}, "ref_kl.where: .* 'loss' or 'reward' .got 'advantage'"),
         ({"name": "tepo_no_kl", "beta": 0.1}, "no effect under objective.kl_mask=none"),
         ({"clip_low": 1.5}, "objective.clip_low=1.5 must lie in"),
-        ({"correction": "tis", "correction_high": 0.5}, "objective.correction_high=0.5 must be at least 1"),
+        ({"correction": {"type": "tis", "high": 0.5}}, "correction: high=0.5 must be at least 1"),
         ({"dual_clip": 0.5}, "objective.dual_clip=0.5 must be above 1"),
         ({"name": "cispo", "dual_clip": 3.0}, "goes with objective.surrogate=clip, not stop_gradient"),
         ({"ratio": "none"}, "objective.ratio=none leaves objective.surrogate=clip without gradient"),
-        ({"weighting": "kl_cov"}, "objective.weighting=kl_cov goes with objective.surrogate=unclipped"),
-        ({"name": "clip_cov", "cov_low": 7.0}, "objective.cov_low=7.0 must be below objective.cov_high=5.0"),
-        ({"name": "clip_cov", "cov_share": 1.5}, "objective.cov_share=1.5"),
-        ({"name": "steer", "steer_lambda_min": 1.0}, "objective.steer_lambda_min=1.0 must lie in"),
-        ({"correction": "mis", "correction_low": 1.005}, "set correction_low <= 1 <= correction_high"),
-        ({"correction": "icepop", "correction_high": 0.9}, "set correction_low <= 1 <= correction_high"),
+        ({"weighting": "kl_cov"}, "objective.weighting.type=kl_cov goes with objective.surrogate=unclipped"),
+        ({"name": "clip_cov", "weighting": {"low": 7.0}}, "objective.weighting: low=7.0 must be below high=5.0"),
+        ({"name": "clip_cov", "weighting": {"share": 1.5}}, "weighting.share: .* less than or equal to 1 .got 1.5"),
+        ({"name": "steer", "weighting": {"lambda_min": 1.0}}, "weighting.lambda_min: .* less than 1 .got 1.0"),
+        ({"correction": {"type": "mis", "low": 1.005}}, "set low <= 1 <= high"),
+        ({"correction": {"type": "icepop", "high": 0.9}}, "set low <= 1 <= high"),
     ],
 )
 def test_contradictions_are_refused(cfg: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        build_objective(ObjectiveConfig(**cfg))
+        build_objective(validate_as(ObjectiveConfig, cfg, "objective"))
 
 
 @pytest.mark.parametrize(
@@ -53,16 +59,7 @@ def test_contradictions_are_refused(cfg: dict, message: str) -> None:
         ("reinforce", "ratio", "sequence"),
         ("kl_undifferentiated", "kl_entropy_tolerance", 0.1),
         ("grpo", "kl_entropy_tolerance", 0.1),
-        ("tepo", "ref_kl", "k1"),
-        ("tepo", "ref_kl_in", "reward"),
         ("tepo", "advantage_kappa", 3.0),
-        ("tepo", "cov_share", 0.1),
-        ("kl_cov", "cov_low", 0.5),
-        ("kl_cov", "cov_high", 7.0),
-        ("clip_cov", "cov_beta", 0.5),
-        ("clip_cov", "steer_lambda_min", 0.5),
-        ("grpo", "correction_low", 0.5),
-        ("grpo", "correction_high", 2.0),
     ],
 )
 def test_a_replacement_without_effect_is_refused(name: str, key: str, value: float | str) -> None:
@@ -70,20 +67,66 @@ def test_a_replacement_without_effect_is_refused(name: str, key: str, value: flo
         build_objective(ObjectiveConfig(name=name, **{key: value}))
 
 
+@pytest.mark.parametrize(
+    ("name", "part", "field", "value"),
+    [
+        ("tepo", "weighting", "share", 0.1),
+        ("kl_cov", "weighting", "low", 0.5),
+        ("kl_cov", "weighting", "high", 7.0),
+        ("clip_cov", "weighting", "beta", 0.5),
+        ("clip_cov", "weighting", "lambda_min", 0.5),
+        ("grpo", "correction", "low", 0.5),
+        ("grpo", "correction", "high", 2.0),
+    ],
+)
+def test_a_field_that_the_row_lacks_is_refused(name: str, part: str, field: str, value: float) -> None:
+    with pytest.raises(ConfigError, match=rf"objective {name}: objective\.{part}: {field} has no effect: {part} \w+ has no"):
+        build_objective(ObjectiveConfig(name=name, **{part: {field: value}}))
+
+
+@pytest.mark.parametrize("fields", [{"estimator": "k1"}, {"where": "reward"}, {"path": "model"}])
+def test_a_penalty_without_a_coefficient_is_refused(fields: dict) -> None:
+    with pytest.raises(ConfigError, match=r"ref_kl\.beta: this key is required"):
+        validate_as(ObjectiveConfig, {"ref_kl": fields}, "objective")
+
+
 def test_a_lower_bound_is_refused_where_the_correction_has_none() -> None:
-    with pytest.raises(ConfigError, match=r"objective\.correction_low=0\.5 has no effect"):
-        build_objective(ObjectiveConfig(name="grpo", correction="tis", correction_low=0.5))
+    with pytest.raises(ConfigError, match=r"correction: low has no effect: correction tis has no such field; it has high"):
+        validate_as(ObjectiveConfig, {"correction": {"type": "tis", "low": 0.5}}, "objective")
 
 
 @pytest.mark.parametrize("correction", CORRECTION_BOUNDS)
 def test_the_bounds_of_a_correction(correction: str) -> None:
-    """Its own where none are given, else those that are."""
+    """A correction has its own bounds where the config gives none."""
     objective = build_objective(ObjectiveConfig(name="grpo", correction=correction))
-    assert objective.correction_bounds == CORRECTION_BOUNDS[correction]
+    found = method_of(objective)
+    assert (found.correction_low, found.correction_high) == CORRECTION_BOUNDS[correction]
     if correction != "none":
         low, _ = CORRECTION_BOUNDS[correction]
-        objective = build_objective(ObjectiveConfig(name="grpo", correction=correction, correction_high=1.5))
-        assert objective.correction_bounds == (low, 1.5)
+        found = method_of(build_objective(ObjectiveConfig(name="grpo", correction={"type": correction, "high": 1.5})))
+        assert (found.correction_low, found.correction_high) == (low, 1.5)
+
+
+@pytest.mark.parametrize(("part", "table"), [("weighting", WEIGHTINGS), ("correction", CORRECTIONS)])
+def test_each_type_has_an_entry_in_its_table(part: str, table: dict) -> None:
+    assert variants(PARTS[part]).keys() == table.keys()
+
+
+def test_fields_that_are_left_out_are_as_in_the_row() -> None:
+    row = OBJECTIVES["kl_cov"].weighting
+    assert isinstance(row, KlCov) and row.share == 2e-3
+    for fields in ({"beta": 0.5}, {"type": "kl_cov", "beta": 0.5}):
+        assert build_objective(ObjectiveConfig(name="kl_cov", weighting=fields)).weighting == KlCov(share=2e-3, beta=0.5)
+    other = build_objective(ObjectiveConfig(name="grpo", weighting={"type": "steer", "lambda_min": 0.5})).weighting
+    assert other == Steer(lambda_min=0.5)
+
+
+def test_the_config_has_every_part() -> None:
+    """With null for what it leaves to the row."""
+    names = {f.name for f in dataclasses.fields(ObjectiveConfig)} - {"name"}
+    assert names == {f.name for f in dataclasses.fields(ObjectiveParts)}
+    assert names == {f.name for f in dataclasses.fields(Objective)} - {"dynamic_sampling", "overlong_shaping"}
+    assert ObjectiveConfig(name="grpo").replacements == {}
 
 
 def test_config_replaces_parts() -> None:
@@ -99,10 +142,10 @@ def test_a_row_named_alone_is_that_row(name: str) -> None:
 @pytest.mark.parametrize(
     "parts",
     [
-        {"name": "tepo", "correction": "mis", "correction_high": 1.2, "ref_beta": 0.1},
-        {"name": "gspo", "weighting": "clip_cov", "cov_share": 0.2, "cov_low": 0.2},
-        {"name": "kl_cov", "ratio": "prefix", "cov_share": 0.25, "aggregate": "sequence_mean_token_sum"},
-        {"name": "entropy_advantage", "advantage_alpha": 0.4, "weighting": "steer", "dual_clip": 3.0},
+        {"name": "tepo", "correction": Mis(high=1.2), "ref_kl": ReferenceKl(beta=0.1)},
+        {"name": "gspo", "weighting": ClipCov(share=0.2, low=0.2)},
+        {"name": "kl_cov", "ratio": "prefix", "weighting": KlCov(share=0.25), "aggregate": "sequence_mean_token_sum"},
+        {"name": "entropy_advantage", "advantage_alpha": 0.4, "weighting": Steer(), "dual_clip": 3.0},
     ],
     ids=lambda parts: parts["name"],
 )

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from tepo_megatron.losses import OBJECTIVES, Objective
 from tests import objective_cases as cases
-from tests.objective_cases import MARGIN, compare, draw, expected, fair_cases, method_of, ours
+from tests.objective_cases import MARGIN, compare, draw, expected, fair_cases, method_of, objective_of, ours, replaced
 from tests.pairwise import pairwise
 
 WITH_RATIO = st.sampled_from(["token", "sequence", "prefix"])
@@ -62,7 +62,7 @@ REFERENCE_KL = (
     })
 )  # fmt: skip
 OBJECTIVE = st.builds(
-    lambda choice, correction, kl, ref, **parts: Objective(**choice, **correction, **kl, **ref, **parts),
+    lambda choice, correction, kl, ref, **parts: objective_of(**choice, **correction, **kl, **ref, **parts),
     choice=SURROGATES,
     correction=CORRECTIONS,
     kl=KL,
@@ -122,7 +122,7 @@ def test_ratio_weighting_correction_and_aggregation_combine(
     aggregate: str, ratio: str, weighting: str, correction: str
 ) -> None:
     """Each pair of parts, next to a KL to the old and one to the reference policy. More parts at once are drawn above."""
-    objective = Objective(
+    objective = objective_of(
         ratio=ratio,
         surrogate="unclipped" if weighting == "kl_cov" else "clip",
         aggregate=aggregate,
@@ -140,7 +140,7 @@ def test_ratio_weighting_correction_and_aggregation_combine(
 
 @pytest.mark.parametrize("surrogate", ["clip", "unclipped"])
 def test_entropy_in_the_advantage_reaches_the_gradient_of_a_sequence_ratio(surrogate: str) -> None:
-    """It differs from token to token, so no token may carry the ratio's gradient alone."""
+    """The entropy term differs from token to token, so no token may carry the ratio's gradient alone."""
     objective = Objective(ratio="sequence", surrogate=surrogate, advantage_alpha=0.4)
     for batch, theirs in fair_cases(method_of(objective), 3, draw):
         compare(objective, batch, theirs)
@@ -155,18 +155,18 @@ ACTIVE = {  # objective -> the condition, the share of the tokens that it acts o
     "falling": (Objective(ratio="token", kl_mask="falling_entropy", beta=1.0), "masked", 0.1),
     "rising": (Objective(ratio="token", kl_mask="rising_entropy", beta=1.0), "masked", 0.1),
     "both": (Objective(ratio="token", kl_mask="both", beta=1.0, kl_entropy_tolerance=0.2), "masked", 0.1),
-    "clip_cov": (Objective(ratio="token", weighting="clip_cov", cov_share=0.27, cov_low=0.2), "weighted", 0.1),
-    "kl_cov": (Objective(ratio="token", surrogate="unclipped", weighting="kl_cov", cov_share=0.27), "weighted", 0.2),
-    "steer": (Objective(ratio="token", weighting="steer", steer_lambda_min=0.5), "weighted", 0.2),
-    "tis": (Objective(ratio="token", correction="tis"), "corrected", 0.2),
-    "mis": (Objective(ratio="token", correction="mis", correction_low=0.8), "corrected", 0.2),
-    "icepop": (Objective(ratio="token", correction="icepop"), "corrected", 0.2),
+    "clip_cov": (objective_of(ratio="token", weighting="clip_cov", cov_share=0.27, cov_low=0.2), "weighted", 0.1),
+    "kl_cov": (objective_of(ratio="token", surrogate="unclipped", weighting="kl_cov", cov_share=0.27), "weighted", 0.2),
+    "steer": (objective_of(ratio="token", weighting="steer", steer_lambda_min=0.5), "weighted", 0.2),
+    "tis": (objective_of(ratio="token", correction="tis"), "corrected", 0.2),
+    "mis": (objective_of(ratio="token", correction="mis", correction_low=0.8), "corrected", 0.2),
+    "icepop": (objective_of(ratio="token", correction="icepop"), "corrected", 0.2),
 }
 
 
 @pytest.mark.parametrize("name", ACTIVE)
 def test_the_cases_test_something(name: str) -> None:
-    """Over the batches that these tests draw, each condition acts on its stated share, and leaves a twentieth alone."""
+    """Each condition affects at least its stated share of the tokens of these tests, and spares at least a twentieth."""
     objective, condition, least = ACTIVE[name]
     shares = []
     for seed in range(10):
@@ -181,7 +181,7 @@ def test_the_cases_test_something(name: str) -> None:
 @pytest.mark.slow
 def test_extreme_log_ratios_stay_finite(name: str, dtype: torch.dtype) -> None:
     for seed in range(5):
-        out, grad, entropy_grad = ours(OBJECTIVES[name].replace(cov_share=0.2), draw(seed, extreme=True), dtype)
+        out, grad, entropy_grad = ours(replaced(OBJECTIVES[name], cov_share=0.2), draw(seed, extreme=True), dtype)
         assert all(bool(torch.isfinite(x).all()) for x in (out.loss, grad, entropy_grad, out.ratio_R))
 
 
@@ -190,7 +190,7 @@ def test_equal_covariances_are_ranked_by_key() -> None:
     batch = draw(0)
     for r in batch.responses:
         object.__setattr__(r, "advantage", 0.0)
-    objective = Objective(ratio="token", surrogate="unclipped", weighting="kl_cov", cov_share=0.2, kl_mask="all", beta=0.1)
+    objective = objective_of(ratio="token", surrogate="unclipped", weighting="kl_cov", cov_share=0.2, kl_mask="all", beta=0.1)
     theirs = expected(method_of(objective), batch)
     assert theirs[0].shares["weighted"] == pytest.approx(0.2, abs=0.02)
     compare(objective, batch, theirs)

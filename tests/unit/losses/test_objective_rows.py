@@ -11,7 +11,7 @@ from tepo_megatron.losses.advantages import group_advantages, penalized
 from tepo_megatron.losses.kl import ESTIMATORS
 from tepo_megatron.rewards.overlong import OverlongShaping
 from tepo_megatron.types import Rollout
-from tests.objective_cases import Batch, compare, draw, fair_cases
+from tests.objective_cases import Batch, compare, draw, fair_cases, method_of, replaced
 from tests.reference import rewards as reference
 from tests.reference.methods import METHODS
 from tests.reference.parts import Method
@@ -36,12 +36,13 @@ def test_every_row_has_a_method_spelled_out() -> None:
 
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_the_numbers_of_a_row(name: str) -> None:
-    assert {k: getattr(OBJECTIVES[name], k) for k in METHODS[name]} == METHODS[name]
+    found = method_of(OBJECTIVES[name])
+    assert {k: getattr(found, k) for k in METHODS[name]} == METHODS[name]
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_a_row_computes_its_method(name: str) -> None:
-    """The method is built from the reference's table alone, so that a part that the row has beside it shows."""
+    """The method is built from the reference's table alone, so that a part that only the row has shows."""
     for batch, theirs in fair_cases(Method(**METHODS[name]), 6, moving):
         compare(OBJECTIVES[name], batch, theirs)
 
@@ -49,7 +50,7 @@ def test_a_row_computes_its_method(name: str) -> None:
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_a_row_with_larger_coefficients(name: str) -> None:
     parts = larger(METHODS[name])
-    objective = OBJECTIVES[name].replace(**{k: v for k, v in parts.items() if k in LARGER and v})
+    objective = replaced(OBJECTIVES[name], **{k: v for k, v in parts.items() if k in LARGER and v})
     for batch, theirs in fair_cases(Method(**parts), 6, moving):
         compare(objective, batch, theirs)
 

@@ -1,4 +1,4 @@
-"""What the objectives must do by their own formulas, in cases that can be worked out by hand."""
+"""The objectives do what their own formulas require, in cases that can be worked out by hand."""
 
 import dataclasses
 import math
@@ -6,10 +6,11 @@ import math
 import pytest
 import torch
 
+from tepo_megatron.config.objective import ClipCov
 from tepo_megatron.losses import OBJECTIVES, Objective
 from tepo_megatron.losses.ratio import sequence_ratio
-from tepo_megatron.losses.surrogate import SURROGATES, Bounds
-from tests.objective_cases import Batch, draw, inputs_of, ours
+from tepo_megatron.losses.surrogate import SURROGATES, ClipBounds
+from tests.objective_cases import Batch, draw, inputs_of, ours, replaced
 from tests.reference.parts import Response
 
 
@@ -37,7 +38,7 @@ def test_both_forms_of_the_sequence_ratio_have_one_gradient(surrogate: str) -> N
     for constant_factors in (True, False):
         x = batch.logprob.clone().requires_grad_()
         ratio = sequence_ratio(x - inputs.old_logprob_R, inputs.segments, constant_factors)
-        bounds = Bounds(objective.clip_low, objective.clip_high)
+        bounds = ClipBounds(objective.clip_low, objective.clip_high)
         value, _ = SURROGATES[surrogate](ratio, x, inputs.advantage_R, bounds)
         value.sum().backward()
         grads.append(x.grad)
@@ -46,7 +47,7 @@ def test_both_forms_of_the_sequence_ratio_have_one_gradient(surrogate: str) -> N
 
 
 def test_unclipped_gradient_is_w_a_over_d() -> None:
-    """dJ/dl_t = w_i A_i / D: line 21 of Algorithm 1 has a spurious 1/|y_i| beside it."""
+    """dJ/dl_t = w_i A_i / D: line 21 of Algorithm 1 has a spurious additional 1/|y_i|."""
     batch = draw(4)
     out, grad, _ = ours(OBJECTIVES["tepo_alg1"], batch)
     inputs = inputs_of(batch)
@@ -79,7 +80,7 @@ def test_prefix_ratios_are_running_geometric_means() -> None:
 
 
 def test_eq4_to_the_letter_lets_a_wrong_answer_grow() -> None:
-    """Where A < 0 and w > 1 + eps, Eq. 4 has no gradient; the pessimistic clip pushes down."""
+    """Eq. 4 has no gradient where A < 0 and w > 1 + eps; the pessimistic clip pushes down."""
     batch = one_response(-1.0, [0.5, 0.5, 0.5])
     _, eq4, _ = ours(OBJECTIVES["tepo_eq4"], batch)
     _, pessimistic, _ = ours(OBJECTIVES["tepo"], batch)
@@ -124,9 +125,9 @@ def test_dual_clip_bounds_the_cost_of_a_wrong_answer_that_became_likelier() -> N
     ],
 )
 def test_corrections_by_hand(correction: str, log_mismatch: list[float], factors: list[float]) -> None:
-    """Their factors on the gradient at ratio one; the denominator stays."""
+    """A correction multiplies the gradient at ratio one by its factor; the denominator stays."""
     batch = one_response(1.0, [0.0] * 4, rollout=[-4 - x for x in log_mismatch])
-    _, grad, _ = ours(OBJECTIVES["grpo"].replace(correction=correction), batch)
+    _, grad, _ = ours(replaced(OBJECTIVES["grpo"], correction=correction), batch)
     assert (-4 * grad).tolist() == pytest.approx(factors, rel=1e-12)
 
 
@@ -136,7 +137,7 @@ def test_clip_cov_drops_the_smallest_keys_among_its_candidates() -> None:
     wrong = Response(-1.0, [-4.0] * 3, [1.0] * 3, [-4.0] * 3, [-4.0] * 3, [2, 1, 0])
     # l - mean l = 2, 2, -1 and -1, -1, -1; A = 1 and -1: covariances 2, 2, -1 and 1, 1, 1, of which those at 1 are not above it
     logprob = torch.tensor([-1.0, -1.0, -4.0, -4.0, -4.0, -4.0], dtype=torch.float64)
-    objective = Objective(ratio="none", surrogate="reinforce", weighting="clip_cov", cov_share=0.2)
+    objective = Objective(ratio="none", surrogate="reinforce", weighting=ClipCov(share=0.2))
     _, grad, _ = ours(objective, Batch([right, wrong], logprob, torch.ones(6).double()))
     assert (-6 * grad).tolist() == [1, 0, 1, -1, -1, -1]
 
@@ -153,7 +154,7 @@ def test_steer_spares_tokens_that_hardly_move_the_entropy(advantage: float) -> N
 
 
 def test_weights_belong_to_tokens_not_to_their_places() -> None:
-    """With the responses in another order, each keeps its weights and penalties."""
+    """Each response keeps its weights and penalties when the responses are reordered."""
     batch, order = draw(7), [5, 0, 3, 9, 1, 8, 2, 4, 7, 6]
     lengths = [len(r.old) for r in batch.responses]
     moved = Batch(
@@ -161,7 +162,7 @@ def test_weights_belong_to_tokens_not_to_their_places() -> None:
         *(torch.cat([x.split(lengths)[i] for i in order]) for x in (batch.logprob, batch.entropy)),
     )
     for name in ("clip_cov", "kl_cov", "steer"):
-        objective = OBJECTIVES[name].replace(cov_share=0.2, ratio="sequence")
+        objective = replaced(OBJECTIVES[name], cov_share=0.2, ratio="sequence")
         _, here, _ = ours(objective, batch)
         _, there, _ = ours(objective, moved)
         torch.testing.assert_close(there, torch.cat([here.split(lengths)[i] for i in order]), rtol=1e-12, atol=0)
@@ -170,7 +171,7 @@ def test_weights_belong_to_tokens_not_to_their_places() -> None:
 def test_reference_kl_pulls_towards_the_reference_alone() -> None:
     """k3 at l - l_ref: gradient 1 - exp(l_ref - l), zero where the policies agree."""
     batch = one_response(0.0, [0.0, 0.0], ref=[-4.0, -3.0])
-    _, grad, _ = ours(OBJECTIVES["grpo"].replace(ref_beta=0.5), batch)
+    _, grad, _ = ours(replaced(OBJECTIVES["grpo"], ref_beta=0.5), batch)
     assert grad.tolist() == pytest.approx([0.0, 0.5 * (1 - math.e) / 2], rel=1e-12)
-    _, grad, _ = ours(OBJECTIVES["grpo"].replace(ref_beta=0.5, ref_kl_in="reward"), batch)
+    _, grad, _ = ours(replaced(OBJECTIVES["grpo"], ref_beta=0.5, ref_kl_in="reward"), batch)
     assert grad.tolist() == [0.0, 0.0]

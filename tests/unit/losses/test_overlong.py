@@ -37,7 +37,7 @@ def test_the_penalty_of_dapo(response_tokens: int, term: float) -> None:
     assert OverlongShaping(max_tokens=20480, buffer_tokens=4096, penalty=1.0).term(response_tokens) == pytest.approx(term)
 
 
-def test_the_penalty_scales() -> None:
+def test_the_penalty_is_scaled_by_its_maximum() -> None:
     assert OverlongShaping(max_tokens=100, buffer_tokens=20, penalty=0.5).term(90) == pytest.approx(-0.25)
 
 

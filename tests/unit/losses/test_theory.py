@@ -86,7 +86,7 @@ def test_equation_3_policy_gradient(seed: int) -> None:
 
 @SEEDS
 def test_equation_13_lacks_a_logarithm(seed: int) -> None:
-    """As printed, -sum pi grad ln pi, it is 0 for every policy; with ln pi inside, it is the gradient of the entropy."""
+    """The printed -sum pi grad ln pi is 0 for every policy; with a factor ln pi inside, it is the gradient of the entropy."""
     phi, _ = policy(seed)
     pi, logp = phi.softmax(-1), phi.log_softmax(-1)
     jacobian = torch.autograd.functional.jacobian(lambda x: x.log_softmax(-1), phi)  # [action, logit]

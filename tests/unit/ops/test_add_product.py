@@ -49,7 +49,7 @@ def test_the_pytorch_that_adds_within_the_product(version: str, expected: bool) 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
 def test_a_product_is_added_in_the_type_of_the_sum(dtype: torch.dtype) -> None:
-    """On a CPU, in three pieces of columns for bf16, against fp64; the sum is never rounded to bf16."""
+    """A CPU adds bf16 in three pieces of columns; the sum equals fp64 and is never rounded to bf16."""
     generator = torch.Generator().manual_seed(0)
     total = torch.randn(9000, 8, generator=generator).to(torch.promote_types(dtype, torch.float32))
     exact = total.double()

@@ -16,7 +16,7 @@ from tepo_megatron.ops.packing import pack
     seed=st.integers(0, 100),
 )
 def test_packing_keeps_every_response_token(shapes: list[tuple[int, int]], cp: int, total: int, seed: int) -> None:
-    """Over the context-parallel ranks each response token is one row, whose position precedes it in its own sequence."""
+    """Each response token is one row on one context-parallel rank, whose position precedes it in its own sequence."""
     generator = torch.Generator().manual_seed(seed)
     ids = [torch.randint(1, 1000, (p + r,), generator=generator) for p, r in shapes]
     masks = [torch.arange(p + r) >= p for p, r in shapes]
@@ -59,12 +59,12 @@ def test_several_turns_in_one_sequence() -> None:
     total=st.sampled_from([1, 2, 3, 8]),
     spare=st.integers(0, 50),
 )
-def test_what_fits_into_the_room_fits_with_all_its_padding(lengths: list[int], cp: int, total: int, spare: int) -> None:
-    """`room` speaks of sequences padded one by one; the padding of the total never leads over max_tokens."""
+def test_sequences_within_the_token_capacity_fit_with_all_padding(lengths: list[int], cp: int, total: int, spare: int) -> None:
+    """`Alignment.capacity` counts sequences padded one by one; the padding of the total never exceeds max_tokens."""
     alignment = Alignment(cp=cp, total=total)
     each = sum(alignment.padded_one(n) for n in lengths)
-    max_tokens = each + spare
-    if each <= alignment.room(max_tokens):
+    max_tokens = max(each + spare, alignment.step)
+    if each <= alignment.capacity(max_tokens):
         assert each <= sum(alignment.padded(lengths)) <= max_tokens
     else:  # the padding of the total does not fit
         assert sum(alignment.padded(lengths)) > max_tokens

@@ -50,7 +50,7 @@ def test_plan_keeps_its_contract(
 @CHECKED
 @given(lengths=LENGTHS, dp=st.integers(1, 4), order=st.randoms(use_true_random=False), pipeline=PIPELINES)
 def test_plan_depends_on_lengths_alone(lengths: list[int], dp: int, order: object, pipeline: Pipeline) -> None:
-    """In another order, with ties broken otherwise, the same lengths lie together in the same microbatches."""
+    """The same lengths are together in the same microbatches when the order changes and ties are broken otherwise."""
     places = list(range(len(lengths)))
     order.shuffle(places)  # type: ignore[attr-defined]
     shuffled = [lengths[i] for i in places]
@@ -66,7 +66,7 @@ def times(plan: Plan, lengths: list[int], pipeline: Pipeline) -> np.ndarray:
 @CHECKED
 @given(lengths=st.lists(st.integers(1, 32768), min_size=1, max_size=60), dp=st.integers(1, 5))
 def test_ranks_are_balanced(lengths: list[int], dp: int) -> None:
-    """Without a pipeline the slowest rank is at most one sequence, less its share of a rank, above the mean (Graham 1969)."""
+    """The slowest rank is at most one sequence, less its share of a rank, above the mean, without a pipeline (Graham 1969)."""
     found = times(plan_microbatches(lengths, dp, 32768, Alignment()), lengths, Pipeline())
     longest = max(sequence_costs(lengths))
     assert found.max() <= (found.mean() + longest * (1 - 1 / dp)) * (1 + 1e-12)
@@ -79,7 +79,7 @@ def test_ranks_are_balanced(lengths: list[int], dp: int) -> None:
     pipeline=st.sampled_from([Pipeline(2), Pipeline(4), Pipeline(2, 2)]),
 )
 def test_never_much_slower_than_longest_first(lengths: list[int], dp: int, pipeline: Pipeline) -> None:
-    """By a quarter at most, in the cost model, and that with few sequences; as a rule it is faster (see the benchmark)."""
+    """The plan is slower by a quarter at most in the cost model, with few sequences; usually it is faster."""
     found = times(plan_microbatches(lengths, dp, 32768, Alignment(), pipeline=pipeline), lengths, pipeline)
     plain = times(longest_first(lengths, dp, pipeline.stages), lengths, pipeline)
     assert found.max() <= 1.25 * plain.max()
@@ -111,7 +111,7 @@ def test_order_and_taper_shorten_the_bubble(m: int, p: int) -> None:
 
 
 def test_more_microbatches_only_where_they_pay() -> None:
-    """Without a pipeline as few as hold the tokens; in one, more, but no more than there are sequences."""
+    """Without a pipeline there are as few as hold the tokens; with one there are more, but at most one per sequence."""
     lengths = [4000] * 64
 
     def count(pipeline: Pipeline, lengths: list[int] = lengths) -> int:

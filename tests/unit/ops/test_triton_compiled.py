@@ -14,7 +14,7 @@ if not HAS_TRITON or INTERPRETED:
 import triton
 
 from benchmarks import triton_aot
-from benchmarks.triton_aot import ARCHITECTURES, OUT, RECORDED_SHAPES, VARIANTS, Compiled, compile_kernel
+from benchmarks.triton_aot import ARCHITECTURES, OUT, RECORDED_SHAPES, VARIANTS, CompiledKernel, compile_kernel
 
 ROOT = Path(__file__).parents[3]
 # Loads of a row's own numbers by each program: number and bytes. The label's column is an int64.
@@ -55,7 +55,7 @@ def test_no_spills_and_16_byte_accesses(arch: int, kernel: str, logits: str, sha
         assert found.warps >= committed[0].warps, f"{found.registers} registers, {committed[0].registers} in {OUT.name}"
 
 
-def key(x: Compiled) -> tuple[str, int, str, str, str]:
+def key(x: CompiledKernel) -> tuple[str, int, str, str, str]:
     return x.triton, x.arch, x.kernel, x.logits, x.shape
 
 

@@ -64,7 +64,7 @@ def test_fp32_accuracy(backend: str, shift: float) -> None:
 @pytest.mark.parametrize("scale", [0.1, 1.0, 10.0])
 @pytest.mark.parametrize("what", ["logprob", "entropy"])
 def test_fp32_accuracy_of_either_gradient(backend: str, what: str, scale: float) -> None:
-    """From nearly uniform to nearly certain rows. A certain row's gradient is a difference of nearly equal numbers."""
+    """Rows are from nearly uniform to nearly certain; a certain row's gradient is a difference of nearly equal numbers."""
     logits, labels = case(16, 5000, torch.float32, scale, shift=30)
     (logprob, entropy, grad), (ref_logprob, ref_entropy, ref_grad) = both(logits, labels, backend, 5000, 0.9, what)
     assert (logprob - ref_logprob).abs().max() <= max(2e-6, 1e-7 * ref_logprob.abs().max())
@@ -102,7 +102,7 @@ def test_padded_columns_get_no_probability_and_no_gradient(backend: str) -> None
 @pytest.mark.parametrize("padding", [1e4, float("inf"), float("nan")])
 @pytest.mark.parametrize(("columns", "width"), [(32001, 32016), (32001, 32128), (1000, 9000), (50, 53)])
 def test_padding_of_any_value_changes_no_bit(backend: str, columns: int, width: int, padding: float) -> None:
-    """Also where the real columns are odd, several blocks are all padding, or the width is no multiple of 16."""
+    """This also holds where the real columns are odd, several blocks are all padding, or the width is no multiple of 16."""
     logits, labels = case(3, columns, torch.bfloat16)
     padded = torch.nn.functional.pad(logits, (0, width - columns), value=padding)
     expected = token_stats_and_gradient(logits, labels, backend, columns)

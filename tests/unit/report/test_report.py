@@ -16,14 +16,14 @@ from tepo_megatron.errors import DataError
 from tepo_megatron.observability.sinks import read_metrics
 from tepo_megatron.report import Curves, Summary, read_run, write_report
 from tepo_megatron.report.picture import write_picture
-from tepo_megatron.report.run import Run, facts
+from tepo_megatron.report.run import RunRecord, facts
 from tests.marks import slow_but
 from tests.report_runs import SUMMARY, measured, records, write_run
 
 
 def drawn(folder: Path, summary: Summary | None = None) -> Figure:
     with matplotlib.rc_context(report.STYLE):
-        return report.draw(Run(folder, load_config(folder / "config.yaml"), Curves(read_metrics(folder)), summary))
+        return report.draw(RunRecord(folder, load_config(folder / "config.yaml"), Curves(read_metrics(folder)), summary))
 
 
 def texts(figure: Figure) -> str:
@@ -36,7 +36,7 @@ def test_the_picture_of_a_finished_run(tmp_path: Path) -> None:
     path = write_report(tmp_path)
     assert path == tmp_path / "report.html"
     page = path.read_text()
-    assert page.startswith("<!doctype html>") and "rollout.record=true keeps what each step learns from" in page
+    assert page.startswith("<!doctype html>") and "rollout.record=true keeps the rollouts of each step" in page
     assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
     assert sorted(p.name for p in tmp_path.iterdir()) == [
         "config.yaml", "metrics.jsonl", "report.html", "report.png", "summary.json",
@@ -126,7 +126,7 @@ def test_what_is_measured_at_some_steps_is_joined_between_them(tmp_path: Path) -
     ],
 )
 @pytest.mark.slow
-def test_what_a_method_lacks_takes_no_room(tmp_path: Path, key: str, title: str, label: str) -> None:
+def test_quantities_that_a_method_lacks_have_no_panel(tmp_path: Path, key: str, title: str, label: str) -> None:
     rows = measured(3)
     write_run(tmp_path, [row | {key: None} for row in rows])
     without = drawn(tmp_path)
@@ -179,6 +179,6 @@ def test_restarts_of_servers_are_counted_where_there_were_some(tmp_path: Path) -
     write_run(tmp_path, rows)
     run = read_run(tmp_path)
     assert facts(replace(run, summary=None))[-2:] == ("step 4 of 72", "3 server restarts")
-    write_run(tmp_path, measured(4))  # of a release that did not count them
+    write_run(tmp_path, measured(4))  # written by a release that did not count them
     run = read_run(tmp_path)
     assert facts(replace(run, summary=None))[-1] == "step 4 of 72"

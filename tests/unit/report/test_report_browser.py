@@ -23,7 +23,7 @@ PROBE = """<script>addEventListener("load", () => {
 
 
 def dom(page: Path, width: int) -> str:
-    """What stands in the browser once the page is loaded and its scripts have run."""
+    """Return the document in the browser once the page is loaded and its scripts have run."""
     command = [
         str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", f"--window-size={width},900",
         f"--user-data-dir={page.parent / 'browser'}", "--virtual-time-budget=2000", "--dump-dom", page.as_uri(),

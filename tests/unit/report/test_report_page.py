@@ -1,4 +1,4 @@
-"""`report.html`: it stands alone, shows what was recorded, and no text of a run becomes markup."""
+"""`report.html` is self-contained, shows what was recorded, and no text of a run becomes markup."""
 
 import base64
 import hashlib
@@ -26,7 +26,7 @@ SPECIAL = "<|end|><svg onload=document.title='owned'>"
 
 
 class Page(HTMLParser):
-    """What a browser makes of a page: its elements and what they say."""
+    """A page as a browser parses it: its elements and their text."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -114,7 +114,7 @@ def test_one_script_may_run_and_it_is_the_pages_own(hostile: tuple[Page, str]) -
     assert "default-src 'none'" in policy and f"script-src 'sha256-{digest}'" in policy
 
 
-def test_the_page_needs_nothing_beside_it(hostile: tuple[Page, str]) -> None:
+def test_the_page_is_self_contained(hostile: tuple[Page, str]) -> None:
     page, text = hostile
     ids = [a["id"] for _, a in page.tags if "id" in a]
     assert len(ids) == len(set(ids))
@@ -159,19 +159,19 @@ def test_the_page_names_the_safety_checks_that_do_not_work(hostile: tuple[Page, 
 
 @pytest.mark.parametrize("ahead", [False, True])
 def test_the_seconds_of_a_step_add_up(ahead: bool) -> None:
-    """Rollouts that are sampled beside training take none of its time."""
+    """Rollouts that are sampled concurrently with training take none of its time."""
     phases = {"wait": 0.2 if ahead else 3.5, "rollout": 3.0, "reward": 0.5, "old_stats": 0.25, "update": 1.0, "sync": 0.125}
     total = 1.75 if ahead else 5.0
     row = {f"seconds/{name}": value for name, value in phases.items()} | {"seconds/total": total}
     curves = drawing.Curves([{"step": step, **row} for step in (1, 2, 5)])
     drawn = chart("seconds", "", lambda figure, cell: panels.seconds(figure, cell, curves, ahead), 5.0)
     (axis,) = drawn.axes
-    beside, stacked = {}, {s["label"]: s["y"][0] for s in axis["series"]}
+    concurrent, stacked = {}, {s["label"]: s["y"][0] for s in axis["series"]}
     if ahead:
-        beside["rollout"] = stacked.pop("rollout")
+        concurrent["rollout"] = stacked.pop("rollout")
     assert [sum(heights) for heights in zip(*stacked.values(), strict=True)] == pytest.approx([total] * 3)
     assert ("rollout" in stacked, "wait" in stacked) == (not ahead, ahead)
-    assert beside == ({"rollout": [3.0] * 3} if ahead else {})
+    assert concurrent == ({"rollout": [3.0] * 3} if ahead else {})
     assert stacked["other"][0] == pytest.approx(0.175 if ahead else 0.125)
 
 
@@ -188,7 +188,7 @@ def two_runs(folder: Path) -> list[Path]:
 
 
 def rows_of(text: str) -> list[list[str]]:
-    """Of the tables of a page."""
+    """Return the rows of the tables of a page."""
     rows = re.findall(r"<tr>(.*?)</tr>", text, re.DOTALL)
     return [[re.sub("<.*?>", "", cell) for cell in re.findall(r"<t[dh]>(.*?)</t[dh]>", row, re.DOTALL)] for row in rows]
 
@@ -211,7 +211,7 @@ def test_several_runs_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture
     assert (first["label"], second["label"]) == ("a", "b") and second["color"] == css_color(drawing.ORANGE) != first["color"]
 
 
-def test_runs_of_one_name_are_told_apart_by_their_folders(tmp_path: Path) -> None:
+def test_runs_of_one_name_are_distinguished_by_their_folders(tmp_path: Path) -> None:
     folders = [tmp_path / "x" / "a", tmp_path / "y" / "a"]
     for folder in folders:
         folder.mkdir(parents=True)
@@ -227,7 +227,7 @@ def test_a_comparison_that_cannot_be_made(tmp_path: Path) -> None:
         write_page(tmp_path / "no" / "c.html", "text")
 
 
-def test_damaged_records_are_told_on_the_page(tmp_path: Path) -> None:
+def test_damaged_records_are_reported_on_the_page(tmp_path: Path) -> None:
     write_run(tmp_path, [*measured(2), *measured(5)[3:]])
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 6, "rew')

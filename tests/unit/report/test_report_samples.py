@@ -10,12 +10,12 @@ from transformers import PreTrainedTokenizerFast
 
 from tepo_megatron.config import Config
 from tepo_megatron.errors import DataError
-from tepo_megatron.report import Run, read_run
+from tepo_megatron.report import RunRecord, read_run
 from tepo_megatron.report.benchmarks import BenchmarkPanel, over_steps, read_benchmarks
 from tepo_megatron.report.charts import chart
 from tepo_megatron.report.held_out import change, read_held_out
 from tepo_megatron.report.samples import MOST_CHANGED, read_samples
-from tepo_megatron.report.words import Piece, of_text, of_tokens, shortened
+from tepo_megatron.report.words import TextSpan, of_text, of_tokens, shortened
 from tepo_megatron.rollout import record
 from tests.report_runs import measured, record_step, rollout, write_run
 from tests.tiny import EOS, VOCAB_SIZE, char_tokenizer
@@ -27,8 +27,8 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 @pytest.fixture
-def run(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> Run:
-    """One whose model lies beside it."""
+def run(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> RunRecord:
+    """A run whose model is next to it."""
     tokenizer.save_pretrained(tmp_path / "model")
     folder = tmp_path / "run"
     folder.mkdir()
@@ -36,11 +36,11 @@ def run(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> Run:
     return read_run(folder)
 
 
-def text(pieces: list[Piece]) -> str:
+def text(pieces: list[TextSpan]) -> str:
     return "".join(piece.text for piece in pieces)
 
 
-def test_the_best_worst_and_longest_of_the_first_and_last_step(run: Run, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_the_best_worst_and_longest_of_the_first_and_last_step(run: RunRecord, tokenizer: PreTrainedTokenizerFast) -> None:
     def make(prompt: int, words: str, score: float, reward: float) -> object:
         return rollout(prompt, tokenizer("1+6?").input_ids, tokenizer(words + EOS).input_ids, score, reward=reward)
 
@@ -58,7 +58,7 @@ def test_the_best_worst_and_longest_of_the_first_and_last_step(run: Run, tokeniz
     assert first.samples[0].right and text(worst.prompt) == "1+6?" and worst.answer == "7"
 
 
-def test_what_changed_most_between_its_first_and_last_step(run: Run) -> None:
+def test_what_changed_most_between_its_first_and_last_step(run: RunRecord) -> None:
     def group(prompt: int, *scores: float) -> list[object]:
         return [rollout(prompt, [5], [6 + i, 7], score) for i, score in enumerate(scores)]
 
@@ -73,7 +73,7 @@ def test_what_changed_most_between_its_first_and_last_step(run: Run) -> None:
     assert [s.right for s in changed[1].samples] == [False, True], "the sample next to the mean"
 
 
-def test_what_cannot_be_read_is_a_note(run: Run, tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_what_cannot_be_read_is_a_note(run: RunRecord, tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     record_step(run.folder, 1, [rollout(0, [5], [6, 7], 1.0)])
     (tmp_path / "model" / "tokenizer.json").unlink()
     found = read_samples(run)
@@ -88,12 +88,12 @@ def test_what_cannot_be_read_is_a_note(run: Run, tmp_path: Path, tokenizer: PreT
     assert any("step-000002.safetensors: not the recorded rollouts" in note for note in found.notes)
 
 
-def test_a_run_that_replays_shows_what_it_replays(run: Run, tmp_path: Path) -> None:
+def test_a_run_that_replays_shows_what_it_replays(run: RunRecord, tmp_path: Path) -> None:
     record_step(run.folder, 1, [rollout(0, [5], [6], 1.0)])
     again = tmp_path / "again"
     again.mkdir()
     cfg: Config = write_run(again, measured(1), rollout={"replay": str(run.folder / "rollouts")})
-    found = read_samples(Run(again, cfg, run.curves, None))
+    found = read_samples(RunRecord(again, cfg, run.curves, None))
     assert found.groups[0].title == "step 1"
 
 
@@ -107,28 +107,29 @@ def test_scores_and_steps_without_reading_the_tokens(tmp_path: Path) -> None:
         record.scores(tmp_path / "rollouts", 11)
 
 
-def test_special_tokens_and_what_others_wrote_are_told_apart(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_special_tokens_and_tool_output_are_marked(tokenizer: PreTrainedTokenizerFast) -> None:
     ids = [*tokenizer("ab").input_ids, *tokenizer(f"cd{EOS}").input_ids, *tokenizer("ef").input_ids, VOCAB_SIZE + 3]
     mask = [False, False, True, True, True, False, False, True]
     prompt, response = of_tokens(ids, mask, tokenizer)
-    assert prompt == [Piece("prompt", "ab")]
+    assert prompt == [TextSpan("prompt", "ab")]
     assert response == [
-        Piece("response", "cd"), Piece("special", EOS), Piece("context", "ef"), Piece("special", f"token {VOCAB_SIZE + 3}"),
+        TextSpan("response", "cd"), TextSpan("special", EOS), TextSpan("context", "ef"),
+        TextSpan("special", f"token {VOCAB_SIZE + 3}"),
     ]  # fmt: skip
 
 
 def test_invisible_characters_are_named() -> None:
     found = of_text("a\u202eb\x00\n\t\ud800é漢", "response")
     assert found == [
-        Piece("response", "a"), Piece("control", "U+202E"), Piece("response", "b"), Piece("control", "U+0000"),
-        Piece("response", "\n\t"), Piece("control", "U+D800"), Piece("response", "é漢"),
+        TextSpan("response", "a"), TextSpan("control", "U+202E"), TextSpan("response", "b"), TextSpan("control", "U+0000"),
+        TextSpan("response", "\n\t"), TextSpan("control", "U+D800"), TextSpan("response", "é漢"),
     ]  # fmt: skip
 
 
 @settings(max_examples=30, deadline=None)
 @given(st.lists(st.text(min_size=1, max_size=9), max_size=9), st.integers(1, 12))
 def test_of_what_is_long_both_ends_are_kept(texts: list[str], kept: int) -> None:
-    whole = [Piece("response", t) for t in texts]
+    whole = [TextSpan("response", t) for t in texts]
     found, all_of_it = shortened(whole, kept), "".join(texts)
     if len(all_of_it) <= 2 * kept:
         assert found == whole
@@ -138,7 +139,7 @@ def test_of_what_is_long_both_ends_are_kept(texts: list[str], kept: int) -> None
     assert found[cut].text == f"{len(all_of_it) - 2 * kept:,} characters left out"
 
 
-def test_the_problems_that_changed_most(run: Run, tmp_path: Path) -> None:
+def test_the_problems_that_changed_most(run: RunRecord, tmp_path: Path) -> None:
     scores = [(0, 0.5, 0.5), (1, 0.0, 1.0), (2, 1.0, 0.5)]
     lines = [f'{{"problem": {p}, "before": {before}, "after": {after}}}\n' for p, before, after in scores]
     (run.folder / "evaluation.jsonl").write_text("".join(lines))
@@ -146,7 +147,7 @@ def test_the_problems_that_changed_most(run: Run, tmp_path: Path) -> None:
     rows = ['{"prompt": "a", "answer": 1}', '{"prompt": [{"role": "user", "content": "b"}], "answer": 2}', "cut"]
     (tmp_path / "eval.jsonl").write_text("\n".join(rows))
     cfg = write_run(run.folder, measured(1), data={"train": "t.jsonl", "eval": str(tmp_path / "eval.jsonl")})
-    found = read_held_out(Run(run.folder, cfg, run.curves, None))
+    found = read_held_out(RunRecord(run.folder, cfg, run.curves, None))
     assert [(p.text, p.answer) for p in found.changed] == [("user: b", "2"), ("", "")]
     assert found.change is not None and (found.change.better, found.change.worse, found.change.same) == (1, 1, 1)
 
@@ -161,7 +162,7 @@ def test_a_paired_difference_by_hand() -> None:
     assert single is not None and single.interval is None and str(single) == "+100.0 points"
 
 
-def write_benchmark(run: Run, step: int, scores: dict[int, list[float]]) -> None:
+def write_benchmark(run: RunRecord, step: int, scores: dict[int, list[float]]) -> None:
     """As `evaluation.benchmarks` does during a run."""
     folder = run.folder / "evaluation" / f"step-{step:08d}"
     folder.mkdir(parents=True)
@@ -175,7 +176,7 @@ def write_benchmark(run: Run, step: int, scores: dict[int, list[float]]) -> None
     (folder / "evaluation.json").write_text(json.dumps({"benchmarks": {"amc": {"result": {"accuracy": accuracy}}}}))
 
 
-def test_benchmarks_of_a_run(run: Run) -> None:
+def test_benchmarks_of_a_run(run: RunRecord) -> None:
     assert read_benchmarks(run) == BenchmarkPanel({}, [], [])
     write_benchmark(run, 0, {0: [0.0, 0.0], 1: [1.0, 1.0], 2: [0.0, 0.0]})
     write_benchmark(run, 2, {0: [0.0, 0.0], 1: [1.0, 0.0], 2: [1.0, 1.0]})

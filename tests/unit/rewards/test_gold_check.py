@@ -10,7 +10,7 @@ from tepo_megatron.grading.equality import load_grader
 from tepo_megatron.rewards import gold_check
 from tepo_megatron.rewards.gold_check import unreadable_golds
 
-CFG = RewardConfig(workers=2, soft_seconds=30, hard_seconds=60.0)  # verdicts must not depend on who else is at work
+CFG = RewardConfig(workers=2, timeout_seconds=60.0)  # verdicts must not depend on who else is at work
 
 
 def of_known_forms(seed: int) -> list[str]:
@@ -30,7 +30,7 @@ def of_known_forms(seed: int) -> list[str]:
 
 
 def test_known_forms_are_readable() -> None:
-    """By math-verify itself, so that nothing is passed over that it would refuse."""
+    """Math-verify itself reads every known form, so that no answer is passed over that it would refuse."""
     grade = load_grader()
     for gold in of_known_forms(0):
         assert unreadable_golds([gold], CFG, seconds=0) == ({}, 0), f"{gold}: its form is not known"  # else it is not tried
@@ -45,13 +45,13 @@ def test_known_forms_need_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(many) > 17_000 and time.process_time() - start < 2
 
 
-def test_others_are_tried() -> None:
-    """In real workers; what hangs there counts as unreadable, and a second time of the same answer costs nothing."""
+def test_answers_of_other_forms_are_tried_in_a_worker() -> None:
+    """An answer that hangs in a worker counts as unreadable; the same answer is tried only once."""
     asked = ["7", r"\frac{1", r"x^2+1", r" \frac{1 ", "9" * 600, r"[0, 1)", "{"]
     bad, unchecked = unreadable_golds(asked, CFG, seconds=60)
     assert bad == {r"\frac{1": "bad_gold", "9" * 600: "too_long", "{": "bad_gold"} and unchecked == 0
 
 
-def test_there_is_an_end_to_trying() -> None:
+def test_the_check_of_gold_answers_has_a_time_limit() -> None:
     bad, unchecked = unreadable_golds([f"x^{i}+1" for i in range(100)], CFG, seconds=0)
     assert bad == {} and unchecked == 100

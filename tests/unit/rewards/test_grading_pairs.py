@@ -53,7 +53,7 @@ print(json.dumps([right(gold, answer) for gold, answer in json.load(sys.stdin)])
 
 
 def graded(pairs: list[Pair]) -> list[bool]:
-    """What the grader finds."""
+    """Return the grader's results."""
     rollouts = [rollout(rf"so \boxed{{{pair.answer}}}", pair.gold) for pair in pairs]
     with math_reward(workers=2, soft_seconds=10, hard_seconds=20) as reward:
         return [bool(r.score) for r in reward.score(rollouts)]
@@ -63,7 +63,7 @@ def disagreements(pairs: list[Pair], found: list[bool]) -> list[Pair]:
     return [pair for pair, right in zip(pairs, found, strict=True) if right != pair.right]
 
 
-def test_the_table() -> None:
+def test_the_table_of_pairs_is_complete() -> None:
     assert len(PAIRS) >= 300 and len(set(PAIRS)) == len(PAIRS)
     both = Counter((pair.kind, pair.right) for pair in PAIRS)
     one_sided = {kind for kind, _ in both if not (both[kind, True] and both[kind, False])}
@@ -85,7 +85,7 @@ def test_listed_faults_are_repaired() -> None:
 
 @pytest.mark.full
 def test_better_than_math_verify_alone() -> None:
-    """On every kind at least as good; each listed fault is still one of math-verify."""
+    """The grader is at least as good on every kind; each listed fault is still one of math-verify."""
     request = json.dumps([(pair.gold, pair.answer) for pair in PAIRS])
     command = [sys.executable, "-W", "ignore", "-c", PLAIN]
     done = subprocess.run(command, input=request, capture_output=True, text=True, timeout=300, env=os.environ, check=True)

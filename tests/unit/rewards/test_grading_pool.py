@@ -1,4 +1,4 @@
-"""What a broken worker costs: its sample its deadline, and nothing else. The workers here are scripts of our own."""
+"""A broken worker costs its sample the deadline, and nothing else. The workers here are scripts of our own."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ FATES = {
 
 
 def pool(folder: Path, monkeypatch: pytest.MonkeyPatch, source: str, workers: int = 1) -> GradingPool:
-    """Of workers that run `source`."""
+    """Return a pool of workers that run `source`."""
     script = folder / "worker.py"
     script.write_text(source)
     monkeypatch.setattr(process, "WORKER", script)
@@ -58,7 +58,7 @@ def pool(folder: Path, monkeypatch: pytest.MonkeyPatch, source: str, workers: in
 def test_a_worker_that_is_killed_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Once where its answer is graded by another one, and again where that one is lost too."""
+    """It is reported once where another worker grades its answer, and again where that worker is lost too."""
     once = tmp_path / "once"
     lost = f"if text == {BAD!r} or not os.path.exists({str(once)!r}): open({str(once)!r}, 'w'); os.kill(os.getpid(), 9)"
     made = pool(tmp_path, monkeypatch, GOOD.replace("BEHAVE", lost))
@@ -105,7 +105,7 @@ def test_a_worker_that_somebody_killed_costs_nothing(tmp_path: Path, monkeypatch
 
 
 def test_a_long_request_to_a_worker_that_does_not_read_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pipe holds 64 KiB: whoever wrote more in one go would wait for ever."""
+    """A pipe holds 64 KiB, so a blocking write of more would wait for ever."""
     deaf = "import time\nprint('\"ready\"', flush=True)\ntime.sleep(60)\n"
     made = pool(tmp_path, monkeypatch, deaf)
     start = time.monotonic()
@@ -129,7 +129,7 @@ def test_a_worker_that_never_gets_ready_is_an_error(tmp_path: Path, monkeypatch:
 
 
 def test_the_soft_alarm_gets_through_libraries_that_swallow_exceptions() -> None:
-    """As math-verify and SymPy do, which then call the answer wrong."""
+    """Math-verify and SymPy swallow exceptions, and then call the answer wrong."""
 
     def grade() -> tuple[str, float, str]:
         try:

@@ -1,4 +1,4 @@
-"""Rewards by HTTP, from a real server that fails when told to."""
+"""Rewards by HTTP, from a real server that fails on request."""
 
 from __future__ import annotations
 
@@ -14,13 +14,17 @@ import pytest
 from tepo_megatron.config import RewardConfig
 from tepo_megatron.config.io import validate_as
 from tepo_megatron.errors import ConfigError, RewardError
-from tepo_megatron.rewards import build_reward, check_reward
+from tepo_megatron.rewards import build_reward, check_reward, remote
 from tepo_megatron.types import Rollout
 from tests.graded import decode, rollout
 
 
 class Handler(BaseHTTPRequestHandler):
-    """script: what it does with the next requests, one each: None answers; a status; bytes as the body; seconds to sleep."""
+    """A reward server with a script.
+
+    Attributes:
+        script: Behaviour of each of the next requests. None: answer; a status; bytes as the body; or seconds to sleep.
+    """
 
     script: ClassVar[list[Any]] = []
     seen: ClassVar[list[tuple[str | None, Any]]] = []
@@ -55,12 +59,14 @@ def url() -> Iterator[str]:
     thread.join()
 
 
-def score(url: str, rollouts: list[Rollout], **settings: Any) -> list[Rollout]:
-    entry = {"type": "http", "url": url, "backoff_seconds": 0.05, "timeout_seconds": 20.0, "attempts": 3, **settings}
-    cfg = validate_as(RewardConfig, {"terms": [entry]}, "config")
+def score(url: str, rollouts: list[Rollout], attempts: int = 3, **settings: Any) -> list[Rollout]:
+    cfg = validate_as(RewardConfig, {"terms": [{"type": "http", "url": url, "timeout_seconds": 20.0, **settings}]}, "config")
     check_reward(cfg)
-    with build_reward(cfg, decode) as reward:
-        return reward.score(rollouts)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(remote, "ATTEMPTS", attempts)
+        patch.setattr(remote, "BACKOFF_SECONDS", 0.05)
+        with build_reward(cfg, decode) as reward:
+            return reward.score(rollouts)
 
 
 ROLLOUTS = [rollout("aaa", "7", prompt="why"), rollout("b", "8"), rollout("\ud800é\0", "9")]
@@ -79,7 +85,7 @@ def test_one_request_for_a_batch_in_order(url: str, monkeypatch: pytest.MonkeyPa
     ]
 
 
-def test_no_rollouts_no_request(url: str) -> None:
+def test_no_rollouts_send_no_request(url: str) -> None:
     assert score(url, []) == [] and Handler.seen == []
 
 
@@ -108,7 +114,7 @@ def test_a_failure_is_tried_again_and_at_last_an_error(url: str, failure: Any, m
     Handler.script = [failure, failure]
     assert [r.reward for r in score(url, ROLLOUTS, **limit)] == [3, 1, 3] and len(Handler.seen) == 3
     Handler.script = [failure] * 2
-    with pytest.raises(RewardError, match=rf"the reward server {url} .*{message}.*\(attempt 2 of 2\); mend the server"):
+    with pytest.raises(RewardError, match=rf"the reward server {url} .*{message}.*\(attempt 2 of 2\); fix the server"):
         score(url, ROLLOUTS, attempts=2, **limit)
 
 
@@ -120,12 +126,12 @@ def test_a_wrong_request_is_not_repeated(url: str, status: int) -> None:
     assert len(Handler.seen) == 1
 
 
-def test_nobody_there() -> None:
+def test_a_server_that_is_not_there_is_an_error() -> None:
     with pytest.raises(RewardError, match=r"broke off \(.*refused.*attempt 2 of 2"):
         score("http://127.0.0.1:9/score", ROLLOUTS, attempts=2)
 
 
-def test_the_key_is_asked_for_before_the_run_and_never_told(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_key_is_required_before_the_run_and_never_printed(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MY_KEY", raising=False)
     with pytest.raises(ConfigError, match="key_variable=MY_KEY: this environment variable is not set; export the key in it"):
         score(url, ROLLOUTS, key_variable="MY_KEY")

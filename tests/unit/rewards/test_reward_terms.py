@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from tepo_megatron.config import LengthTermConfig, RewardConfig
+from tepo_megatron.config import AnswerTermConfig, LengthTermConfig, RewardConfig
 from tepo_megatron.config.io import to_yaml, validate, validate_as
 from tepo_megatron.errors import ConfigError, RewardError
 from tepo_megatron.rewards import build_reward, check_reward, gold_fault
@@ -106,14 +106,15 @@ def test_the_first_term_is_the_verdict_and_the_others_shape() -> None:
         assert all(getattr(before, name) is getattr(after, name) for name in fields)
 
 
-def test_a_type_alone_is_one_term_of_weight_one() -> None:
+def test_one_term_of_weight_one() -> None:
     graded = score(RewardConfig(workers=1), [rollout(r"\boxed{7}"), rollout("Answer: 7")])
     assert [(r.reward, r.score, r.status) for r in graded] == [(1, 1, "exact"), (0, 0, "no_box")]
-    graded = score(RewardConfig(type="answer_line", workers=1), [rollout(r"\boxed{7}"), rollout("Answer: 7"), rollout("7")])
+    answer_line = AnswerTermConfig(type="answer_line")
+    graded = score(RewardConfig(terms=[answer_line], workers=1), [rollout(r"\boxed{7}"), rollout("Answer: 7"), rollout("7")])
     assert [r.score for r in graded] == [1, 1, 0]
 
 
-def test_no_rollouts(functions: str) -> None:
+def test_no_rollouts_give_no_scores(functions: str) -> None:
     assert score(config({"type": "custom", "function": f"{functions}:share"}, {"type": "format", "pattern": "x"}), []) == []
 
 
@@ -137,7 +138,7 @@ def test_no_rollouts(functions: str) -> None:
         ("", None),
     ],
 )
-def test_last_answer(text: str, answer: str | None) -> None:
+def test_the_last_answer_line_is_found(text: str, answer: str | None) -> None:
     assert last_answer(text) == answer
 
 
@@ -149,12 +150,12 @@ def test_last_answer_is_linear(text: str) -> None:
 
 
 @pytest.mark.parametrize(("tokens", "value"), [(0, 0.0), (1, 0.25), (4, 1.0), (7, 1.0), (10, 1.0), (11, 10 / 11), (40, 0.25)])
-def test_length(tokens: int, value: float) -> None:
+def test_the_length_term_is_linear_between_its_bounds(tokens: int, value: float) -> None:
     assert LengthTerm(4, 10).value(tokens) == pytest.approx(value)
 
 
 def test_a_pattern_that_takes_for_ever_costs_its_sample_only() -> None:
-    cfg = config({"type": "math"}, {"type": "format", "pattern": "(a+)+b"}, soft_seconds=1, hard_seconds=2.0)
+    cfg = config({"type": "math"}, {"type": "format", "pattern": "(a+)+b"}, timeout_seconds=2.0)
     graded = score(cfg, [rollout("aaab"), rollout("a" * 40), rollout("ab"), rollout("b")])
     assert [r.reward for r in graded] == [1.0, 0.0, 1.0, 0.0]
     assert [r.status for r in graded] == ["no_box", "timeout", "no_box", "no_box"]
@@ -170,7 +171,7 @@ def test_a_function_of_the_users_own(functions: str) -> None:
 
 
 def test_a_function_that_hangs_or_dies_costs_its_sample_only(functions: str) -> None:
-    cfg = config({"type": "custom", "function": f"{functions}:endless"}, soft_seconds=1, hard_seconds=2.0)
+    cfg = config({"type": "custom", "function": f"{functions}:endless"}, timeout_seconds=2.0)
     graded = score(cfg, [rollout("a"), rollout("loop"), rollout("b"), rollout("die"), rollout("c")])
     assert [r.status for r in graded] == ["graded", "timeout", "graded", "died", "graded"]
     assert [r.score for r in graded] == [1, 0, 1, 0, 1]
@@ -179,7 +180,7 @@ def test_a_function_that_hangs_or_dies_costs_its_sample_only(functions: str) -> 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("fails", r"functions\.py:fails failed: ZeroDivisionError: .* at .*functions\.py:11; mend it"),
+        ("fails", r"functions\.py:fails failed: ZeroDivisionError: .* at .*functions\.py:11; fix it"),
         ("leaves", r"failed: SystemExit: 3"),
         ("text", r"failed: ValueError: could not convert"),
         ("infinite", r"failed: it returned inf, which is not finite"),
@@ -223,10 +224,10 @@ def test_what_is_no_function_is_refused(functions: str, name: str, message: str)
         ({"terms": [{"type": "math", "weight": float("nan")}]}, r"weight: Input should be a finite number"),
         ({"terms": [{"type": "http", "url": "host:80"}]}, r"url='host:80' is not http\(s\)://"),
         ({"terms": [{"type": "http", "url": "https://me:secret@host/"}]}, "without a password"),
-        ({"terms": [{"type": "math"}], "type": "answer_line"}, "type=answer_line is not used beside terms; remove it"),
+        ({"terms": [{"type": "math"}], "type": "answer_line"}, "reward.type and its new name reward.terms are both set"),
     ],
 )
-def test_refused(reward: dict[str, Any], message: str) -> None:
+def test_contradictory_terms_are_refused(reward: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         validate({"name": "run", "model": {"path": "m"}, "data": {"train": "t"}, "reward": reward})
 
@@ -237,7 +238,7 @@ def test_terms_survive_the_resolved_config() -> None:
     terms = [{"type": "answer_line"}, {"type": "length", "max_tokens": 5, "weight": -0.5}]
     cfg = validate({"name": "run", "model": {"path": "m"}, "data": {"train": "t"}, "reward": {"terms": terms}})
     assert validate(yaml.safe_load(to_yaml(cfg))) == cfg
-    assert cfg.reward.entries[1] == LengthTermConfig(type="length", max_tokens=5, weight=-0.5)
+    assert cfg.reward.terms[1] == LengthTermConfig(type="length", max_tokens=5, weight=-0.5)
 
 
 # gold answers

@@ -16,7 +16,7 @@ import pytest
 
 from tepo_megatron.config import RewardConfig
 from tepo_megatron.errors import RewardError
-from tepo_megatron.rewards import build_reward
+from tepo_megatron.rewards import build_reward, pool
 from tepo_megatron.rewards.boxed import last_boxed
 from tepo_megatron.rewards.terms import WeightedReward
 from tests.graded import decode, math_reward, rollout, statuses, worker_pids
@@ -25,7 +25,7 @@ ENDLESS = r"\boxed{9^{9^9}}"
 
 
 def is_running(pid: int) -> bool:
-    """Neither gone nor a zombie."""
+    """Return whether the process is neither gone nor a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except (FileNotFoundError, ProcessLookupError):
@@ -81,7 +81,7 @@ def test_last_boxed(text: str, content: str | None) -> None:
         r"\boxed" + " " * 200_000,
         "{" * 200_000 + "}" * 200_000,
     ],
-    ids=["open boxes", "no braces", "backslashes", "spaces", "nested braces"],
+    ids=["unclosed boxed", "no braces", "backslashes", "spaces", "nested braces"],
 )
 def test_last_boxed_is_linear(text: str) -> None:
     start = time.monotonic()
@@ -256,9 +256,10 @@ def test_worker_dies_with_its_parent() -> None:
     assert eventually(lambda: not is_running(pid))
 
 
-def test_too_little_memory_is_an_error() -> None:
-    with build_reward(RewardConfig(workers=2, memory_mib=24), decode) as reward:
-        with pytest.raises(RewardError, match=r"reward\.memory_mib=24 (?s:.*)MemoryError"):
+def test_too_little_memory_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool, "MEMORY_MIB", 24)
+    with build_reward(RewardConfig(workers=2), decode) as reward:
+        with pytest.raises(RewardError, match=r"24 MiB of memory (?s:.*)MemoryError"):
             reward.score([rollout(r"\boxed{7.0}")])
         assert worker_pids(reward) == []
 

@@ -13,8 +13,8 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from tepo_megatron.distributed.meeting_store import open_store
-from tepo_megatron.weight_sync.broadcast_group import SENDER, BroadcastGroup, BrokenChannel, GroupSpec, signal
+from tepo_megatron.distributed.rendezvous_store import open_store
+from tepo_megatron.weight_sync.broadcast_group import SENDER, BroadcastGroup, BrokenGroup, GroupSpec, signal
 
 CPU = torch.device("cpu")
 MEMBER = """
@@ -22,16 +22,16 @@ import json, os, signal, sys
 import torch, torch.distributed as dist
 from tepo_megatron.weight_sync.broadcast_group import GroupSpec, form_group
 
-meeting = GroupSpec(**json.loads(sys.argv[1]))
-group = form_group(meeting, 0, meeting.first, torch.device("cpu"))
+spec = GroupSpec(**json.loads(sys.argv[1]))
+group = form_group(spec, 0, spec.first, torch.device("cpu"))
 os.kill(os.getpid(), getattr(signal, sys.argv[2]))
 """
 
 
 @contextmanager
-def member(meeting: GroupSpec, signal: str) -> Iterator[None]:
-    told = json.dumps(dataclasses.asdict(meeting))
-    process = subprocess.Popen([sys.executable, "-c", MEMBER, told, signal])
+def member(spec: GroupSpec, signal: str) -> Iterator[None]:
+    described = json.dumps(dataclasses.asdict(spec))
+    process = subprocess.Popen([sys.executable, "-c", MEMBER, described, signal])
     try:
         yield
     finally:
@@ -42,26 +42,24 @@ def member(meeting: GroupSpec, signal: str) -> Iterator[None]:
 @pytest.mark.parametrize("signal", ["SIGKILL", "SIGSTOP"])
 def test_a_member_that_is_lost_after_it_joined_is_noticed_within_the_deadline(signal: str) -> None:
     store = open_store("127.0.0.1")
-    meeting = GroupSpec("127.0.0.1", store.port, signal, 1, 2, SENDER + 1, seconds=60.0, join_seconds=30.0)
-    with member(meeting, signal):
+    spec = GroupSpec("127.0.0.1", store.port, signal, 1, 2, SENDER + 1, seconds=60.0, join_seconds=30.0)
+    with member(spec, signal):
         start = time.monotonic()
-        with pytest.raises(BrokenChannel):
-            BroadcastGroup.form(meeting, 0, SENDER, CPU, until=start + 5.0)
+        with pytest.raises(BrokenGroup):
+            BroadcastGroup.form(spec, 0, SENDER, CPU, until=start + 5.0)
         assert time.monotonic() - start < 7.0
 
 
 def test_forming_a_group_ends_as_soon_as_it_is_called_off() -> None:
     store = open_store("127.0.0.1")
-    meeting = GroupSpec("127.0.0.1", store.port, "off", 1, 2, SENDER + 1, seconds=60.0, join_seconds=60.0)
-    signal(store, meeting.came_key(1))
+    spec = GroupSpec("127.0.0.1", store.port, "off", 1, 2, SENDER + 1, seconds=60.0, join_seconds=60.0)
+    signal(store, spec.joining_key(1))
     start = time.monotonic()
-    with pytest.raises(BrokenChannel, match="called off, or not formed within 60 s"):
-        BroadcastGroup.form(
-            meeting, 0, SENDER, CPU, wanted=lambda: time.monotonic() < start + 0.5 or not tell_off(store, meeting)
-        )
-    assert time.monotonic() - start < 5.0 and store.check([meeting.off_key()])
+    with pytest.raises(BrokenGroup, match="called off, or not formed within 60 s"):
+        BroadcastGroup.form(spec, 0, SENDER, CPU, wanted=lambda: time.monotonic() < start + 0.5 or not tell_off(store, spec))
+    assert time.monotonic() - start < 5.0 and store.check([spec.cancelled_key()])
 
 
-def tell_off(store: torch.distributed.Store, meeting: GroupSpec) -> bool:
-    signal(store, meeting.off_key())
+def tell_off(store: torch.distributed.Store, spec: GroupSpec) -> bool:
+    signal(store, spec.cancelled_key())
     return True

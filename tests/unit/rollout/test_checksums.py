@@ -1,4 +1,4 @@
-"""What servers say that they serve: by itself, and asked of a fleet of real processes."""
+"""The checksums that servers report: compared by themselves, and asked of a fleet of real processes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tepo_megatron.errors import SyncError
-from tepo_megatron.inference.servers.checksums import Checks
+from tepo_megatron.inference.servers.checksums import ChecksumChecks
 from tests.unit.rollout.test_fleet import behave, fleet, process, until
 
 EMPTY = hashlib.sha256(b"").hexdigest()
@@ -18,7 +18,7 @@ SERVED = {f"tp0:{NORM}": "a", "tp0:model.layers.0.self_attn.qkv_proj.weight": "b
 
 
 def check(now: dict[str, str], sent: dict[str, int], same_precision: bool = True, before: dict[str, str] = SERVED) -> None:
-    checks = Checks(same_precision)
+    checks = ChecksumChecks(same_precision)
     checks.compare(1, {"server 0": before}, SENT)
     checks.compare(2, {"server 0": now}, sent)
 

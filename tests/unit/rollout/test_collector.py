@@ -55,7 +55,9 @@ def collector(refills: int, filtered: bool = True, overlong: OverlongShaping | N
     prompts = [Prompt(i, (7,), "1") for i in range(60)]
     engine = ScriptedEngine()
     stream = PromptStream(prompts, 0, shuffle=False)
-    return Collector(cfg, engine, LastTokenReward(), stream, seed=1, max_refills=refills, overlong=overlong), engine
+    return Collector(
+        cfg, engine, LastTokenReward(), stream, seed=1, max_generation_rounds=1 + refills, overlong=overlong
+    ), engine
 
 
 def test_groups_all_right_or_all_wrong_are_dropped() -> None:
@@ -63,7 +65,7 @@ def test_groups_all_right_or_all_wrong_are_dropped() -> None:
     rollouts, metrics = collect.collect(1, Clock())
     assert sorted({r.prompt_id for r in rollouts}) == [1, 4] and len(rollouts) == 8
     means = metrics.means()
-    assert means["accuracy/mean"] == 0.5  # of all 24 samples, dropped ones included
+    assert means["accuracy/mean"] == 0.5  # mean over all 24 samples, dropped ones included
     assert means["rollout/kept_groups"] == 2 and means["rollout/sampled_groups"] == 6
     assert means["rollout/response_tokens_mean"] == 2
     assert len(engine.calls) == 1
@@ -130,7 +132,7 @@ def test_rollouts_of_other_weights_are_refused() -> None:
 def test_sampling_ends_with_the_groups_that_are_wanted_and_the_other_prompts_come_next() -> None:
     cfg = RolloutConfig(prompts_per_step=4, samples_per_prompt=2, oversample=2.0, filter_uniform_groups=False)
     stream, engine = PromptStream([Prompt(i, (1,), "") for i in range(20)], seed=0, shuffle=False), ScriptedEngine()
-    collect = Collector(cfg, engine, LastTokenReward(), stream, seed=1, max_refills=0, overlong=None)
+    collect = Collector(cfg, engine, LastTokenReward(), stream, seed=1, max_generation_rounds=1, overlong=None)
     rollouts, metrics = collect.collect(1, Clock())
     assert engine.calls[0][0] == list(range(8))
     assert [r.prompt_id for r in rollouts[::2]] == [4, 5, 6, 7]  # the engine's last come first
@@ -142,7 +144,7 @@ def test_sampling_ends_with_the_groups_that_are_wanted_and_the_other_prompts_com
 
 
 class Slow(ScriptedGroups):
-    """Only what is in `there` has arrived; the rest is still under way."""
+    """A stream in which only the groups in `there` have arrived; the rest is still under way."""
 
     def add(self, prompts: Sequence[Prompt], sampling: SamplingParams, seed: int) -> None:
         made = ScriptedGroups(self._generate)
@@ -157,11 +159,11 @@ def over_slow_groups() -> tuple[Collector, PromptStream, ScriptedEngine]:
         oversample=1.5,
         filter_uniform_groups=False,
         max_staleness=1,
-        in_flight="continue",
+        on_weight_update="continue",
     )
     prompts, engine = PromptStream([Prompt(i, (1,), "") for i in range(40)], seed=0, shuffle=False), ScriptedEngine()
     engine.open = lambda: Slow(engine.generate)  # type: ignore[method-assign]
-    return Collector(cfg, engine, LastTokenReward(), prompts, seed=1, max_refills=0, overlong=None), prompts, engine
+    return Collector(cfg, engine, LastTokenReward(), prompts, seed=1, max_generation_rounds=1, overlong=None), prompts, engine
 
 
 def test_groups_under_way_go_on_for_the_next_step_and_count_as_its_own() -> None:
@@ -178,11 +180,11 @@ def test_groups_under_way_go_on_for_the_next_step_and_count_as_its_own() -> None
     assert [r.policy_version for r in second[::2]] == [0, 0, 1, 1]
     assert metrics.means()["rollout/staleness"] == 0.5 and metrics.means()["rollout/stale_groups"] == 0
 
-    collect.give_up()
+    collect.cancel()
     assert [p.id for p in prompts.take(3)] == [6, 7, 10]
 
 
-def test_a_group_that_became_too_old_is_counted_and_sampled_anew() -> None:
+def test_a_group_that_became_too_old_is_counted_and_sampled_again() -> None:
     collect, _, engine = over_slow_groups()
     collect.collect(1, Clock())
     engine.version = 2

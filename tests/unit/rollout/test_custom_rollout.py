@@ -22,6 +22,7 @@ from tepo_megatron.errors import ConfigError, RolloutError
 from tepo_megatron.inference.engine import GroupStream
 from tepo_megatron.inference.engine_api import LaunchSpec, Send
 from tepo_megatron.inference.samples import checked_rollout
+from tepo_megatron.inference.servers import slot
 from tepo_megatron.inference.servers.endpoint import Endpoint
 from tepo_megatron.inference.servers.fleet import Fleet
 from tepo_megatron.inference.servers.local import LocalServer
@@ -38,7 +39,7 @@ CALCULATOR = "examples/tools/calculator.py:calculator"
 TOKENIZER = build_tokenizer()
 PROMPTS = [Prompt(id=10 + i, token_ids=(4, 5, 6)[: 1 + i % 3], answer=str(i)) for i in range(12)]
 SAMPLING = SamplingParams(samples=3, max_tokens=20)
-HEADER = "import asyncio\nfrom tepo_megatron.rollout.conversation import Conversation, OutOfRoom\n"
+HEADER = "import asyncio\nfrom tepo_megatron.rollout.conversation import Conversation, OutOfTokens\n"
 TWO_TURNS = """
 async def agent(conversation: Conversation) -> None:
     await conversation.generate(max_tokens=3)
@@ -79,7 +80,7 @@ class InProcess:
 
 
 def count_up(prompt: Prompt, sampling: SamplingParams, seed: int) -> tuple[list[int], str]:
-    """As many tokens as it may, each the place that it gets."""
+    """Write as many tokens as allowed, each with the number of its position."""
     start = len(prompt.token_ids)
     return list(range(start, start + sampling.max_tokens)), "length"
 
@@ -121,7 +122,7 @@ def test_what_the_model_wrote_and_what_it_did_not(tmp_path: Path) -> None:
     assert rollout.response_ids == [2, 3, 4, 7, 8, 9, 10] and rollout.status == "ungraded"
 
 
-def test_the_room_is_that_of_the_whole_sample(tmp_path: Path) -> None:
+def test_the_token_limit_is_that_of_the_whole_sample(tmp_path: Path) -> None:
     """However much the function wants, prompt + max_tokens is the most; the model always gets the last token."""
     body = "while True:\n    await conversation.generate(max_tokens=3)\n    conversation.append([9, 9])"
     rollout = run(tmp_path, agent(body), SamplingParams(max_tokens=14))
@@ -131,15 +132,15 @@ def test_the_room_is_that_of_the_whole_sample(tmp_path: Path) -> None:
     assert full.token_ids_L.numel() == 16 and full.stop_reason == "length"
 
 
-def test_a_function_may_look_at_the_room_and_go_another_way(tmp_path: Path) -> None:
+def test_a_function_may_read_the_remaining_tokens_and_branch(tmp_path: Path) -> None:
     body = """
 await conversation.generate(max_tokens=4)
-assert conversation.room == 6 and conversation.turns == 1 and conversation.token_ids == (4, 5, 2, 3, 4, 5)
+assert conversation.tokens_left == 6 and conversation.turns == 1 and conversation.token_ids == (4, 5, 2, 3, 4, 5)
 try:
     conversation.append([9] * 6)
-except OutOfRoom:
+except OutOfTokens:
     conversation.append("7")
-assert conversation.room == 5
+assert conversation.tokens_left == 5
 turn = await conversation.generate()
 assert turn.stop_reason == "stop" and conversation.text == conversation.decode(conversation.token_ids[2:])"""
 
@@ -152,7 +153,7 @@ assert turn.stop_reason == "stop" and conversation.text == conversation.decode(c
     assert rollout.token_ids_L[6] == encode("7")[0]
 
 
-def test_stop_tokens_of_a_turn_come_beside_those_of_a_response(tmp_path: Path) -> None:
+def test_stop_tokens_of_a_turn_are_added_to_those_of_a_response(tmp_path: Path) -> None:
     seen = []
 
     def write(prompt: Prompt, sampling: SamplingParams, seed: int) -> tuple[list[int], str]:
@@ -191,12 +192,12 @@ def test_a_run_samples_through_its_function_if_it_has_one(tmp_path: Path) -> Non
         ("return await conversation.generate()", r"returned Turn\(.*it must return nothing"),
         ("await conversation.generate(max_tokens=0)", r"ValueError: max_tokens=0 must be at least 1"),
         ("conversation.append([9.5])", "TypeError"),
-        ("await asyncio.gather(conversation.generate(), conversation.generate())", "RuntimeError: a turn is still under way"),
+        ("await asyncio.gather(conversation.generate(), conversation.generate())", "RuntimeError: a turn is still running"),
         ("conversation.generate()\nawait asyncio.sleep(0)", "before the model wrote anything"),
         (
             "await conversation.generate(max_tokens=1)\n"
             "tasks = asyncio.create_task(conversation.generate())\nawait asyncio.sleep(0)",
-            "returned too early: a turn is still under way",
+            "returned too early: a turn is still running",
         ),
     ],
 )
@@ -223,7 +224,7 @@ except Exception:
             run(tmp_path, agent(body.format(then)), write=lost)
 
 
-def test_a_sample_is_made_anew_when_the_weights_change_between_its_turns(tmp_path: Path) -> None:
+def test_a_sample_is_made_again_when_the_weights_change_between_its_turns(tmp_path: Path) -> None:
     engine = InProcess(count_up)
 
     def write(prompt: Prompt, sampling: SamplingParams, seed: int) -> tuple[list[int], str]:
@@ -234,7 +235,7 @@ def test_a_sample_is_made_anew_when_the_weights_change_between_its_turns(tmp_pat
     engine.write, seeds = write, []
     with custom(engine, written(tmp_path, TWO_TURNS)) as made:
         (rollout,) = made.generate(PROMPTS[:1], SamplingParams(1, 1.0, 20), seed=0)
-        again = "prompt 10: version 4 of the weights wrote on after version 3; sample 0 is made anew"
+        again = "prompt 10: version 4 of the weights wrote on after version 3; sample 0 is made again"
         assert made.take_events() == [again] and made.take_events() == []
     assert rollout.policy_version == 4 and rollout.response_length == 7
     assert len(seeds) == 4 and seeds[:2] == seeds[2:] and seeds[0] != seeds[1]
@@ -308,7 +309,7 @@ def test_a_file_may_hold_dataclasses_and_defaults(tmp_path: Path) -> None:
 @contextmanager
 def fleet(folder: Path, api: type[ScriptedApi] = ScriptedApi, servers: int = 3, **settings: Any) -> Iterator[Fleet]:
     (folder / "model").mkdir(exist_ok=True)
-    settings_of_one = ServerConfig(backoff_seconds=0.05, silent_seconds=20.0, concurrency=4, ready_seconds=60, **settings)
+    settings_of_one = ServerConfig(heartbeat_timeout=20.0, concurrency=4, ready_seconds=60, **settings)
     cfg = RolloutConfig(servers=servers, server=settings_of_one)
     launch = LaunchSpec(folder / "model", max_model_len=64, platform="cpu", precision="fp32", seed=0)
     endpoints = []
@@ -316,7 +317,8 @@ def fleet(folder: Path, api: type[ScriptedApi] = ScriptedApi, servers: int = 3, 
         made_of = api()
         server = LocalServer(f"server {i}", made_of, cfg.server, launch, folder / f"{i}.log")
         endpoints.append(Endpoint(server, made_of, cfg.server, launch.max_model_len))
-    with Fleet(endpoints, cfg) as made:
+    with pytest.MonkeyPatch.context() as patch, Fleet(endpoints, cfg) as made:
+        patch.setattr(slot, "BACKOFF_SECONDS", 0.05)
         made.start()
         made.wait_ready()
         yield made
@@ -404,7 +406,7 @@ def test_the_calculator_is_no_part_of_what_is_trained_on_and_graded(tmp_path: Pa
 
 
 def _results(solution: str) -> list[str]:
-    """What stands after each "=": digits alone."""
+    """Return the text after each "=": digits alone."""
     return ["".join(itertools.takewhile(str.isdigit, part)) for part in solution.split("=")[1:]]
 
 

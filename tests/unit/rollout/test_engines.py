@@ -1,4 +1,4 @@
-"""On which GPUs the servers are that a rank starts."""
+"""The servers that a rank starts get the right GPUs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def config(**rollout: Any) -> Config:
         "model": {"path": "m"},
         "data": {"train": "d"},
         "parallel": {"tp": 2, "dp": 2},
-        "sync": {"folder": "w"},
+        "sync": {"transport": {"folder": "w"}},
     }
     return validate({**tree, "rollout": rollout})
 
@@ -41,11 +41,11 @@ def test_servers_follow_the_ranks_of_their_machine(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     assert first_of(config(**rollout)) == first
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")  # of two machines
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")  # on two machines
     assert first_of(config(**rollout)) == first / 2
 
 
-def test_gpus_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     with pytest.raises(
         ConfigError, match=r"4 ranks, and rollout\.servers=1 .* take 5 GPUs, and this machine has 4; let them take"

@@ -19,7 +19,7 @@ from tepo_megatron.config import Config, ServerConfig
 from tepo_megatron.config.io import validate
 from tepo_megatron.errors import ConfigError, DataError, RolloutError
 from tepo_megatron.inference.engine_api import LaunchSpec
-from tepo_megatron.inference.partial import ABORTED, merge, rest
+from tepo_megatron.inference.partial import ABORTED, continuation, merge
 from tepo_megatron.inference.samples import checked_rollout
 from tepo_megatron.inference.sglang import SglangApi, generate_request, parse_generated
 from tepo_megatron.inference.vllm import VllmApi, parse_completion
@@ -116,11 +116,11 @@ def test_servers_are_started_and_asked_for_them_only_where_they_are_replayed(tmp
 
 
 def test_a_response_that_new_weights_interrupt_has_the_experts_of_the_last_ones() -> None:
-    """Those computed its whole context anew, so they chose for every token."""
+    """The last weights computed its whole context again, so they chose for every token."""
     sampling = replace(SAMPLING, max_tokens=4, stop_token_ids=())
     cut = checked_rollout(PROMPT, [8, 9], [-0.5, -0.5], ABORTED, sampling, 1, torch.from_numpy(GIVEN % 300))
     assert cut.experts_LKT is None
-    ask = rest(cut, PROMPT, sampling, 0)
+    ask = continuation(cut, PROMPT, sampling, 0)
     given = torch.arange(6 * 3 * 2).view(6, 3, 2)
     end = checked_rollout(ask.prompt, [10, 11], [-0.5, -0.5], "length", ask.sampling, 2, given)
     cut, end = (replace(r, servers=((0, name),)) for r, name in ((cut, "a"), (end, "b")))
@@ -144,7 +144,7 @@ def sampled(lengths: list[int], seed: int = 0) -> list[Rollout]:
 
 @pytest.mark.parametrize("cp", [1, 2, 4])
 def test_experts_lie_where_their_tokens_lie(cp: int) -> None:
-    """Told by the tokens, whose ids name them: over the context-parallel ranks each has its own experts."""
+    """The token ids name the experts: over the context-parallel ranks each has its own experts."""
     rollouts, order = sampled([9, 2, 17, 5]), [2, 0, 3]
     ids = [r.token_ids_L + 100 * i + 1 for i, r in enumerate(rollouts)]  # padding is 0
     experts = [e for r in rollouts if (e := r.experts_LKT) is not None]

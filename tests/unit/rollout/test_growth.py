@@ -1,4 +1,4 @@
-"""Servers whose memory grows: real processes that hold more when told to, and are started again between two steps."""
+"""Servers whose memory grows: real processes that hold more on request, and are started again between two steps."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tepo_megatron.config import RolloutConfig, ServerConfig
+from tepo_megatron.config import RendezvousServerConfig, RolloutConfig, ServerConfig, UrlServerConfig
 from tepo_megatron.errors import RolloutError
 from tepo_megatron.inference.engines import beginning
 from tepo_megatron.inference.servers.fleet import Fleet
@@ -43,7 +43,7 @@ def test_one_that_has_grown_is_restarted_before_the_next_weights_and_gets_them(
         two.update_weights([], version=0)
         behave(two, 0, grow=2 * MIB)  # before its first requests are answered: what is set up once is no growth
         assert [step(two, version) for version in (1, 2, 3)] == [expected] * 3 and two.restarts == 0
-        for times in (1, 2):  # the process that came back is measured anew
+        for times in (1, 2):  # the process that came back is measured again
             first, other = process(two, 0), process(two, 1)
             behave(two, 0, grow=2 * MIB)
             assert ids(two.generate(PROMPTS, SAMPLING, seed=7)) == expected
@@ -71,35 +71,35 @@ def test_what_did_not_change_is_not_left_out_for_one_that_was_restarted(tmp_path
         step(two, 0)
         two.begin_update(1)
         assert two.base == 0
-        two.keep(["a"])
+        two.keep_unchanged(["a"])
         two.finish_update()
         two.generate(PROMPTS, SAMPLING, seed=7)
         behave(two, 1, grow=2 * MIB)
         two.begin_update(2)
-        assert two.base is None and len(two.takers) == 2
+        assert two.base is None and len(two.recipients) == 2
         two.finish_update()
         assert served(two) == [2, 2] and two.restarts == 1
 
 
-@pytest.mark.parametrize("in_flight", ["finish", "continue"])
+@pytest.mark.parametrize("on_weight_update", ["finish", "continue"])
 def test_what_is_under_way_is_waited_for_or_cut_off_first(
-    in_flight: str,
+    on_weight_update: str,
     expected: list[list[int]],  # noqa: F811
     tmp_path: Path,
 ) -> None:
-    with fleet(tmp_path, servers=1, in_flight=in_flight, **LIMIT) as one:
+    with fleet(tmp_path, servers=1, on_weight_update=on_weight_update, **LIMIT) as one:
         step(one, 0)
         step(one, 1)
-        behave(one, 0, grow=2 * MIB, slow=2.0 if in_flight == "finish" else 15.0)  # of all five tokens
+        behave(one, 0, grow=2 * MIB, slow=2.0 if on_weight_update == "finish" else 15.0)  # of all five tokens
         groups = one.open()
         groups.add(PROMPTS[:4], SAMPLING, seed=7)
         until(lambda: sum(slot.endpoint.in_flight for slot in one.slots) == 4)
-        time.sleep(0.2 if in_flight == "finish" else 4.0)
+        time.sleep(0.2 if on_weight_update == "finish" else 4.0)
         one.update_weights([], version=2)
         assert one.restarts == 1 and not one.needs_weights
         made = sorted((r for group in iter(groups.next, None) for r in group), key=lambda r: r.prompt_id)
         assert len(made) == 12 and {r.response_length for r in made} == {5}
-        if in_flight == "finish":
+        if on_weight_update == "finish":
             assert ids(made) == expected[:12] and {r.policy_version for r in made} == {1}
         else:  # the process that had the first tokens of them is gone
             assert {r.policy_version for r in made} == {1} and all(r.later_versions[0][1] == 2 for r in made)
@@ -157,14 +157,15 @@ def _refusal(fleet: Fleet) -> str:
 @pytest.mark.parametrize(
     ("cfg", "why"),
     [
-        (RolloutConfig(server=ServerConfig(urls=["http://there:1"])), "their memory is not known here"),
-        (RolloutConfig(server=ServerConfig(rendezvous="folder")), "their memory is not known here"),
+        (RolloutConfig(server=UrlServerConfig(urls=["http://there:1"])), "their memory is not known here"),
+        (RolloutConfig(server=RendezvousServerConfig(rendezvous="folder")), "their memory is not known here"),
         (RolloutConfig(only=True), "no weights are sent, between which that is done"),
         (RolloutConfig(only=True, server=ServerConfig(restart_after_growth_gib=0)), None),
         (RolloutConfig(), None),
     ],
 )
 def test_a_run_in_which_it_cannot_work_says_so(cfg: RolloutConfig, why: str | None, tmp_path: Path) -> None:
-    *told, _ = beginning(cfg, tmp_path)
-    line = f"servers are not restarted when they grow (rollout.server.restart_after_growth_gib=4): {why}"
-    assert told == ([] if why is None else [line])
+    *lines, _ = beginning(cfg, tmp_path)
+    key = "" if isinstance(cfg.server, UrlServerConfig) else " (rollout.server.restart_after_growth_gib=4)"
+    line = f"servers are not restarted when they grow{key}: {why}"
+    assert lines == ([] if why is None else [line])

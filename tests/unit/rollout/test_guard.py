@@ -1,4 +1,4 @@
-"""Whoever of a server's owner, guard and processes is killed, in any combination: nothing of the server is left."""
+"""Nothing of a server is left, whichever of its owner, guard and processes are killed."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_nothing_is_left_whoever_is_killed(servers) -> None:
     assert not [name for name in segments if (scratch.SHARED_MEMORY / name).exists()]
 
 
-# A server that creates a segment of shared memory when it is told to, and never removes it.
+# A server that creates a segment of shared memory on request, and never removes it.
 LATE = """
 import sys
 from multiprocessing import resource_tracker, shared_memory
@@ -152,7 +152,7 @@ LOOKING = """
 import os, subprocess, sys, time
 from pathlib import Path
 from tepo_megatron.inference.servers import guard
-segments = guard.Segments(Path(sys.argv[1]))
+segments = guard.SharedMemorySegments(Path(sys.argv[1]))
 server = subprocess.Popen([sys.executable, "-S", "-c", sys.argv[2]], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 deadline = time.monotonic() + guard.SETTLE_SECONDS + 0.5
 while time.monotonic() < deadline:

@@ -1,4 +1,4 @@
-"""What a server's process does with weights that are broadcast, over real gloo groups between threads. No server, no model."""
+"""A server's receiver of broadcast weights, over real gloo groups between threads. No server, no model."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
-from tepo_megatron.distributed.meeting_store import open_store
+from tepo_megatron.distributed.rendezvous_store import open_store
 from tepo_megatron.weight_sync.broadcast_group import (
     SENDER,
     BroadcastGroup,
-    BrokenChannel,
+    BrokenGroup,
     Bucket,
-    Content,
     GroupSpec,
+    TensorEntry,
     UnchangedTensors,
     crc32,
     join_store,
@@ -42,7 +42,9 @@ SECONDS = 5.0
 def packed(number: int, *names: str, sender: int = 0) -> tuple[Bucket, torch.Tensor]:
     """The bucket of these tensors, with checksums, and its row."""
     row = torch.cat([MODEL[name].reshape(-1).view(torch.uint8) for name in names])
-    contents = [Content(n, tuple(MODEL[n].shape), str(MODEL[n].dtype).removeprefix("torch."), crc32(MODEL[n])) for n in names]
+    contents = [
+        TensorEntry(n, tuple(MODEL[n].shape), str(MODEL[n].dtype).removeprefix("torch."), crc32(MODEL[n])) for n in names
+    ]
     return Bucket(number, sender, tuple(contents)), row
 
 
@@ -50,20 +52,20 @@ class Trainer:
     """The side of one sender."""
 
     def __init__(self, store: dist.TCPStore) -> None:
-        self.store, self.meetings = store, 0
+        self.store, self.specs = store, 0
         self.channel: BroadcastGroup | None = None
 
     def meet(self, inbox: RankReceiver, seconds: float = SECONDS) -> GroupSpec:
         """A new group with that inbox."""
-        self.meetings += 1
-        self.meeting = GroupSpec("127.0.0.1", self.store.port, f"m{self.meetings}", 1, 2, SENDER + 1, seconds, SECONDS)
-        inbox.join(self.meeting, CPU)
-        self.channel = BroadcastGroup.form(self.meeting, 0, SENDER, CPU)
-        self.store.wait([self.meeting.joined_key(SENDER + 1)], datetime.timedelta(seconds=SECONDS))
-        return self.meeting
+        self.specs += 1
+        self.spec = GroupSpec("127.0.0.1", self.store.port, f"m{self.specs}", 1, 2, SENDER + 1, seconds, SECONDS)
+        inbox.join_groups(self.spec, CPU)
+        self.channel = BroadcastGroup.form(self.spec, 0, SENDER, CPU)
+        self.store.wait([self.spec.joined_key(SENDER + 1)], datetime.timedelta(seconds=SECONDS))
+        return self.spec
 
     def send(self, inbox: RankReceiver, bucket: Bucket, row: torch.Tensor) -> dict[str, torch.Tensor] | None:
-        """What the inbox has to load then."""
+        """Broadcast a bucket; return what the inbox then has to load."""
         assert self.channel is not None
         with ThreadPoolExecutor() as threads:
             taking = threads.submit(inbox.take, [bucket.to_json()])
@@ -73,7 +75,7 @@ class Trainer:
         return None if arrived is None else {name: tensor.clone() for name, tensor in arrived}
 
     def has(self, number: int) -> bool:
-        return self.store.check([self.meeting.arrived_key(number, SENDER + 1)])
+        return self.store.check([self.spec.arrived_key(number, SENDER + 1)])
 
 
 @contextmanager
@@ -108,9 +110,9 @@ def test_a_round_that_is_here_is_dropped_and_one_that_is_not_due_is_refused(tmp_
 @pytest.mark.parametrize(
     ("bucket", "fault"),
     [
-        (Bucket(1, 0, (Content("c.bias", (2,), "float32"),)), "1 unknown: c.bias"),
-        (Bucket(1, 0, (Content("scale", (2,), "float32"),)), "1 of another shape: scale"),
-        (Bucket(1, 0, (Content("a.weight", (2, 3), "float32"),)), "1 given twice: a.weight"),
+        (Bucket(1, 0, (TensorEntry("c.bias", (2,), "float32"),)), "1 unknown: c.bias"),
+        (Bucket(1, 0, (TensorEntry("scale", (2,), "float32"),)), "1 of another shape: scale"),
+        (Bucket(1, 0, (TensorEntry("a.weight", (2, 3), "float32"),)), "1 given twice: a.weight"),
     ],
 )
 def test_a_round_that_is_not_the_models_is_refused(bucket: Bucket, fault: str, tmp_path: Path) -> None:
@@ -149,12 +151,12 @@ def test_nobody_waits_longer_than_the_meeting_says(tmp_path: Path) -> None:
         bucket, _ = packed(0, "a.weight")
         assert inbox.take([bucket.to_json()]) is None  # a sender that lives and says nothing
         alone = GroupSpec("127.0.0.1", trainer.store.port, "alone", 1, 2, SENDER + 1, SECONDS, 0.3)
-        inbox.join(alone, CPU)
+        inbox.join_groups(alone, CPU)
         start = time.monotonic()
-        with pytest.raises(BrokenChannel):
+        with pytest.raises(BrokenGroup):
             BroadcastGroup.form(replace(alone, name="alone too"), 0, SENDER, CPU)
         assert time.monotonic() - start < 0.3 + SECONDS / 2
-        assert trainer.store.check([alone.came_key(SENDER + 1)])
+        assert trainer.store.check([alone.joining_key(SENDER + 1)])
         assert not trainer.store.check([alone.joined_key(SENDER + 1)])
 
 
@@ -164,26 +166,26 @@ def test_only_who_has_the_version_before_may_keep_tensors_of_it(tmp_path: Path) 
 
     def update(kept: UnchangedTensors, *files: str) -> None:
         inbox.begin(tmp_path, tied_embeddings=False)
-        inbox.keep(kept)
+        inbox.keep_unchanged(kept)
         inbox.take(list(files))
         inbox.finish()
 
-    with pytest.raises(ValueError, match=r"3 tensors of version -1 are to stay, .* of another \(unknown\)"):
+    with pytest.raises(ValueError, match=r"3 tensors are to stay as in version -1, but this process has version unknown"):
         update(UnchangedTensors(1, -1, some))  # those that it was started with
     update(UnchangedTensors(1, -1, ()), file)
     update(UnchangedTensors(2, 1, some))
-    with pytest.raises(ValueError, match=r"of version 1 are to stay, .* of another \(2\)"):
+    with pytest.raises(ValueError, match=r"are to stay as in version 1, but this process has version 2"):
         update(UnchangedTensors(3, 1, some))
-    with pytest.raises(ValueError, match=r"of another \(unknown\)"):  # that one was broken off
+    with pytest.raises(ValueError, match=r"has version unknown"):  # that one was broken off
         update(UnchangedTensors(3, 2, some))
     inbox.begin(tmp_path, tied_embeddings=False)
     inbox.take([file])
     inbox.finish()
-    with pytest.raises(ValueError, match=r"of another \(unknown\)"):  # it did not say which it was
+    with pytest.raises(ValueError, match=r"has version unknown"):  # it did not say which it was
         update(UnchangedTensors(4, 3, some))
 
 
-def test_what_is_told_is_there_for_others_at_once() -> None:
+def test_a_value_in_the_store_is_visible_to_others_at_once() -> None:
     store = open_store("127.0.0.1")
     other = join_store(GroupSpec("127.0.0.1", store.port, "m", 1, 2, SENDER + 1, SECONDS, SECONDS))
     for i in range(5000):  # with `TCPStore.set`, 2 to 35 in 1000 were not

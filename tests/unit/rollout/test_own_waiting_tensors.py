@@ -1,4 +1,4 @@
-"""Which tensors of a round the vLLM plugin copies, with vLLM's own loader and no server."""
+"""The vLLM plugin copies only the tensors of a round that vLLM's own loader keeps waiting; no server."""
 
 from __future__ import annotations
 

@@ -16,33 +16,35 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import psutil
 import pytest
 import yaml
 
-from tepo_megatron.config import Config, RolloutConfig, ServerConfig
+from tepo_megatron.config import Config, RolloutConfig, ServerConfig, UrlServerConfig
 from tepo_megatron.config.io import validate
 from tepo_megatron.errors import ConfigError, RolloutError
 from tepo_megatron.inference import engines
 from tepo_megatron.inference.engine import INITIAL_VERSION, UNKNOWN_VERSION
 from tepo_megatron.inference.engine_api import LaunchSpec
+from tepo_megatron.inference.servers import slot
 from tepo_megatron.inference.servers.fleet import Fleet
 from tepo_megatron.inference.servers.local import LocalServer, url_of
-from tepo_megatron.inference.servers.rendezvous import Record, Rendezvous, fingerprint
+from tepo_megatron.inference.servers.rendezvous import Rendezvous, ServerRecord, fingerprint
 from tepo_megatron.inference.servers.server_key import KEY_FILE, KEY_VARIABLE
 from tests.scripted_api import ScriptedApi
 from tests.unit.rollout.test_fleet import PROMPTS, SAMPLING, ids, until
 
 KEY = "a-key-for-the-tests-alone"
-OWN_SETTINGS = {"backoff_seconds": 0.05, "silent_seconds": 20.0, "ready_seconds": 60, "concurrency": 4}
+OWN_SETTINGS: dict[str, Any] = {"heartbeat_timeout": 20.0, "ready_seconds": 60, "concurrency": 4}
 
 
 @pytest.fixture(autouse=True)
 def scripted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(engines.ENGINES, "vllm", ScriptedApi)  # type: ignore[arg-type]
     monkeypatch.delenv(KEY_VARIABLE, raising=False)
+    monkeypatch.setattr(slot, "BACKOFF_SECONDS", 0.05)
 
 
 def model_in(folder: Path) -> Path:
@@ -61,15 +63,15 @@ def trainer(
     folder: Path, run: str = "run", servers: int = 1, only: bool = False, colocate: bool = False, **server: Any
 ) -> Iterator[Fleet]:
     """A fleet of servers that others start, ready."""
-    cfg = RolloutConfig(servers=servers, only=only, colocate=colocate, server=ServerConfig(**(OWN_SETTINGS | server)))
+    cfg = RolloutConfig(servers=servers, only=only, colocate=colocate, server=cast(Any, OWN_SETTINGS | server))
     with engines.build_engine(cfg, launch_of(folder), folder / run / "server.log") as fleet:
         fleet.start()
         fleet.wait_ready()
         yield fleet
 
 
-def record_of(folder: Path, url: str, **change: Any) -> Record:
-    record = Record(
+def record_of(folder: Path, url: str, **change: Any) -> ServerRecord:
+    record = ServerRecord(
         engine="vllm", engine_version="1.0", url=url, run="r", tp=1, model=fingerprint(model_in(folder)), max_model_len=64,
         precision="fp32", host="there", pid=7, start="0", log="there.log",
     )  # fmt: skip
@@ -84,7 +86,7 @@ class Serving:
     rendezvous: Rendezvous
     log: Path
 
-    def records(self) -> list[Record]:
+    def records(self) -> list[ServerRecord]:
         return self.rendezvous.records()
 
     def processes(self) -> list[psutil.Process]:
@@ -112,7 +114,7 @@ def serving(tmp_path: Path) -> Iterator[Callable[..., Serving]]:
             "model": {"path": str(model_in(tmp_path)), "precision": "fp32"},
             "data": {"train": "t", "max_prompt_tokens": 32},
             "rollout": {"servers": servers, "max_response_tokens": 32, "colocate": colocate, "server": OWN_SETTINGS | server},
-            "sync": {"folder": str(tmp_path)},
+            "sync": {"transport": {"folder": str(tmp_path)}},
         }
         tree["rollout"]["server"] |= {"rendezvous": str(folder)}  # type: ignore[index]
         (tmp_path / "serve.yaml").write_text(yaml.safe_dump(tree))
@@ -153,7 +155,7 @@ def killed_trainer(folder: Path, settings: dict[str, Any], after: str) -> None:
     assert ended.returncode == -signal.SIGKILL, ended.stderr
 
 
-def server_process(serving: Serving, record: Record) -> psutil.Process:
+def server_process(serving: Serving, record: ServerRecord) -> psutil.Process:
     """The first process of the server with this record."""
     port = record.url.rpartition(":")[2]
     return next(psutil.Process(pid) for pid, line in serving.lines().items() if "tests.scripted_server" in line
@@ -200,14 +202,14 @@ def test_a_server_that_dies_says_so_though_the_trainer_saw_it_first(serving: Cal
     serve = serving(servers=1)
     until(lambda: len(serve.records()) == 1)
     (record,) = serve.records()
-    serve.rendezvous.end(record, "a trainer found it ill (run)")
+    serve.rendezvous.request_end(record, "a trainer found it ill (run)")
     server_process(serve, record).kill()
     until(lambda: "is started again" in serve.log.read_text())
     assert "it has ended by SIGKILL" in serve.log.read_text()
 
 
 @pytest.mark.full
-def test_a_server_that_a_killed_run_left_half_way_starts_anew(serving: Callable[..., Serving], tmp_path: Path) -> None:
+def test_a_server_that_a_killed_run_left_half_way_starts_again(serving: Callable[..., Serving], tmp_path: Path) -> None:
     serve = serving(servers=1)
     settings: dict[str, Any] = {"rendezvous": str(serve.rendezvous.folder)}
     killed_trainer(tmp_path, settings, after="update")
@@ -238,7 +240,7 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, str]]:
     folder = tmp_path_factory.mktemp("one")
     server = LocalServer("it", ScriptedApi(), ServerConfig(), launch_of(folder, host="127.0.0.2"), folder / "log", KEY)
     server.launch()
-    yield folder, asyncio.run(server.reached()).url
+    yield folder, asyncio.run(server.wait_ready()).url
     server.stop()
     server.forget()
 
@@ -262,7 +264,7 @@ def test_a_servers_port_is_nobody_elses_until_it_listens_there(tmp_path: Path) -
         with socket.socket() as other, pytest.raises(OSError, match="in use"):  # its process has hardly begun
             other.bind(("127.0.0.1", port))
         assert len(open_sockets() - before) == 1  # holds the port
-        assert asyncio.run(server.reached()) == server.address
+        assert asyncio.run(server.wait_ready()) == server.address
         assert open_sockets() <= before
     finally:
         server.stop()
@@ -294,7 +296,7 @@ def test_weights_of_another_run_are_never_taken_for_the_first_ones(
 def test_a_server_is_taken_from_the_rendezvous_and_given_back(
     one: tuple[Path, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """By one of two that look for it, and by no other run."""
+    """One of two runs that look for a server takes it, and no other run can."""
     folder, url = one
     monkeypatch.setenv(KEY_VARIABLE, KEY)
     rendezvous, record = Rendezvous(tmp_path), record_of(folder, url)
@@ -308,8 +310,8 @@ def test_a_server_is_taken_from_the_rendezvous_and_given_back(
             trainer(folder, run="another", rendezvous=str(tmp_path)),
         ):
             pass
-        assert rendezvous.ended(record) is None
-    assert "its run is over" in str(rendezvous.ended(record))
+        assert rendezvous.end_reason(record) is None
+    assert "its run is over" in str(rendezvous.end_reason(record))
 
 
 @pytest.mark.slow
@@ -336,7 +338,7 @@ def test_a_server_of_another_kind_is_refused_by_name(
 
 
 @pytest.mark.slow
-def test_what_a_fleet_of_others_cannot_do_without(
+def test_a_fleet_of_served_engines_needs_the_key_and_healthy_servers(
     one: tuple[Path, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     folder, url = one
@@ -357,7 +359,7 @@ def test_what_a_fleet_of_others_cannot_do_without(
         trainer(folder, rendezvous=str(tmp_path), ready_seconds=1),
     ):
         pass
-    cfg = RolloutConfig(server=ServerConfig(urls=[url]))
+    cfg = RolloutConfig(server=UrlServerConfig(urls=[url]))
     with engines.build_engine(cfg, launch_of(folder, max_model_len=65), folder / "log") as fleet:
         fleet.start()
         with pytest.raises(RolloutError, match=r"of 64 tokens, and this run asks for up to 65 .*; start it for that many"):
@@ -412,7 +414,7 @@ UNSAFE = {
 def test_a_rendezvous_that_others_can_change_is_refused_on_both_sides(
     fault: str, side: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Before a request that holds the key is sent anywhere, even where the key comes by the environment."""
+    """It is refused before a request that holds the key is sent anywhere, even where the key comes from the environment."""
     spoil, complaint = UNSAFE[fault]
     folder = tmp_path / "rendezvous"
     rendezvous = Rendezvous(folder)
@@ -456,29 +458,29 @@ def test_a_start_is_taken_once_and_forgotten_with_its_server(tmp_path: Path) -> 
     rendezvous, record = Rendezvous(tmp_path), record_of(tmp_path, "http://127.0.0.2:9")
     rendezvous.publish(record)
     assert rendezvous.records() == [record]
-    assert rendezvous.take(record, "a") is None and rendezvous.take(record, "b") == "a"
-    assert rendezvous.ended(record) is None
-    rendezvous.end(record, "why")
-    assert rendezvous.ended(record) == "why"
+    assert rendezvous.claim(record, "a") is None and rendezvous.claim(record, "b") == "a"
+    assert rendezvous.end_reason(record) is None
+    rendezvous.request_end(record, "why")
+    assert rendezvous.end_reason(record) == "why"
     again = dataclasses.replace(record, start="1")
     rendezvous.publish(again)
-    assert rendezvous.records() == [again] and rendezvous.take(again, "b") is None and rendezvous.ended(again) is None
+    assert rendezvous.records() == [again] and rendezvous.claim(again, "b") is None and rendezvous.end_reason(again) is None
     rendezvous.withdraw(again)
     assert {path.name for path in tmp_path.iterdir()} == {"model"}
-    assert rendezvous.take(again, "c") == ""  # by one who has read its record before
+    assert rendezvous.claim(again, "c") == ""  # by one who has read its record before
     assert {path.name for path in tmp_path.iterdir()} == {"model"}
     (tmp_path / "x.json").write_text('{"engine": 1}')
     with pytest.raises(RolloutError, match=r"x\.json: not the record of a server"):
         rendezvous.records()
 
 
-def test_addresses() -> None:
+def test_a_listening_address_becomes_a_url() -> None:
     assert url_of("0.0.0.0", 80) == "http://127.0.0.1:80" and url_of("::", 80) == "http://[::1]:80"
     assert url_of("10.0.0.1", 80) == "http://10.0.0.1:80" and url_of("fd00::2", 80) == "http://[fd00::2]:80"
 
 
 def config(**server: Any) -> Config:
-    sync = {"folder": server.pop("folder", None)}
+    sync = {"transport": {"folder": server.pop("folder", None)}}
     rollout = {name: server.pop(name) for name in ("servers", "only") if name in server} | {"server": server}
     return validate({"name": "a", "model": {"path": "m"}, "data": {"train": "t"}, "sync": sync, "rollout": rollout})
 
@@ -486,7 +488,7 @@ def config(**server: Any) -> Config:
 @pytest.mark.parametrize("host", ["10.0.0.1", "node-7.cluster", "[fd00::2]"])
 def test_weights_must_reach_the_servers(host: str) -> None:
     for server in ({"urls": [f"http://{host}:80"]}, {"rendezvous": "r"}):
-        with pytest.raises(ConfigError, match=r"sync\.folder is not set"):
+        with pytest.raises(ConfigError, match=r"sync\.transport\.folder is not set"):
             config(**server)
         assert config(**server, folder="f").rollout.server.remote
         assert config(**server, only=True).rollout.server.remote
@@ -505,6 +507,6 @@ def test_weights_must_reach_the_servers(host: str) -> None:
         ({"urls": ["http://localhost:1", "http://localhost:2"]}, r"names 2 servers, not servers=1"),
     ],
 )
-def test_urls_that_are_none(server: dict[str, Any], complaint: str) -> None:
+def test_malformed_urls_are_refused(server: dict[str, Any], complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):
         config(**server)

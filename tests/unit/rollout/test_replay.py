@@ -42,8 +42,8 @@ def test_a_replay_makes_the_same_records_and_weights_without_an_engine(recorded:
     cfg = replaying(recorded, tmp_path)
     w.attempt(cfg, tmp_path / "journal")
     assert not (tmp_path / "journal").exists(), "an engine was asked"
-    told = (cfg.run_dir / "log.txt").read_text()
-    assert "safety check log-probs of engine and actor (sync.max_logprob_diff): OFF, rollout.replay has no engine" in told
+    log = (cfg.run_dir / "log.txt").read_text()
+    assert "safety check log-probs of engine and actor (sync.max_logprob_diff): OFF, rollout.replay has no engine" in log
     assert w.records(cfg.run_dir) == w.records(recorded.run_dir)
     again, first = w.weights(cfg.run_dir), w.weights(recorded.run_dir)
     assert again.keys() == first.keys() and all(torch.equal(again[name], first[name]) for name in first)
@@ -65,7 +65,7 @@ def test_a_replay_that_was_killed_goes_on(recorded: Config, tmp_path: Path) -> N
 @pytest.mark.slow
 def test_recordings_of_sampling_alone_can_be_trained_on(model: Path, tmp_path: Path) -> None:
     """Only the first step is on the policy that sampled: the later ones need a looser gate."""
-    only = w.run_config(model, tmp_path, rollout={"only": True, "filter_uniform_groups": False, "max_refills": 0})
+    only = w.run_config(model, tmp_path, rollout={"only": True, "filter_uniform_groups": False, "max_generation_rounds": 1})
     w.attempt(only, tmp_path / "journal")
     records = w.records(only.run_dir)
     assert len(records) == w.STEPS and all(r["loss/total"] is None and r["reward/mean"] is not None for r in records)

@@ -192,19 +192,19 @@ def test_a_command_that_is_never_ready_names_the_key(start: Start) -> None:
     assert time.monotonic() - started < 30  # it would sleep for a minute
 
 
-def test_a_busy_port_names_the_key_and_any_other_is_free() -> None:
+def test_a_busy_port_is_named_and_any_other_is_free() -> None:
     with socket.socket() as listener:
         listener.bind((LOOPBACK, 0))
         listener.listen()
         port = listener.getsockname()[1]
-        with pytest.raises(RolloutError, match=rf"rollout\.server\.port={port} .*Address already in use"):
+        with pytest.raises(RolloutError, match=rf"port {port} cannot be used .*Address already in use"):
             choose_port(port)
         assert choose_port(0) not in (0, port)
     assert choose_port(port) == port
 
 
 def test_a_port_that_is_held_is_nobody_elses_free_one_and_the_servers_to_listen_on() -> None:
-    """Chosen and let go, one of some 7000 is the next one's free port, too: that of the server beside, which starts as well."""
+    """A port that is chosen and released may be the next caller's free port too: that of a server that starts meanwhile."""
     held = [hold_port(0) for _ in range(500)]
     try:
         ports = [h.getsockname()[1] for h in held]

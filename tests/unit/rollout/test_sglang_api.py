@@ -1,4 +1,4 @@
-"""What SGLang is asked for, and that no answer other than that gets through. No server."""
+"""The requests to SGLang, and that no answer other than the requested one is accepted. No server."""
 
 from __future__ import annotations
 
@@ -124,14 +124,14 @@ def test_the_key_and_torchrun_stay_where_they_belong(tmp_path: Path) -> None:
 
 
 def test_its_processes_meet_in_a_file_of_their_own(tmp_path: Path) -> None:
-    """In TMPDIR, which is private to a server, and on loopback; another start has another file."""
+    """The file is in TMPDIR, which is private to a server; another start has another file. They listen on loopback."""
     made = [SglangApi().environment(ServerConfig(), launch(tmp_path), {"TMPDIR": str(tmp_path)}, "sekrit") for _ in range(2)]
     files = {env["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] for env in made}
     assert len(files) == 2 and all(file.startswith(f"file://{tmp_path}/") for file in files)
     assert all(env["GLOO_SOCKET_IFNAME"] == "lo" and env["SGLANG_USE_MESSAGE_QUEUE_BROADCASTER"] == "0" for env in made)
 
 
-def test_a_missing_environment_is_named_with_its_mend(tmp_path: Path) -> None:
+def test_a_missing_environment_is_named_with_the_fix(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no Python with SGLang at .*nowhere; run `make sglang`"):
         command(ServerConfig(python=str(tmp_path / "nowhere")), launch(tmp_path))
 

@@ -25,8 +25,8 @@ from tests.unit.rollout.test_fleet import PROMPTS, SAMPLING, behave, expected, f
 pytestmark = pytest.mark.slow
 
 
-def told(fleet: Fleet, server: int) -> list[str]:
-    """What the server itself says that it has released."""
+def released(fleet: Fleet, server: int) -> list[str]:
+    """Return the parts that the server itself reports as released."""
     released: list[str] = ask(fleet, server, "GET", "/health")["asleep"]
     return released
 
@@ -45,9 +45,9 @@ def test_all_sleep_and_wake_in_turn_and_serve_the_weights_that_they_are_given(
         two.update_weights([], version=1)
         for version in (1, 2):  # the same version again, too: what it was of is gone
             two.sleep()
-            assert [told(two, i) for i in range(2)] == [["weights", "kv_cache"]] * 2
+            assert [released(two, i) for i in range(2)] == [["weights", "kv_cache"]] * 2
             two.wake("weights")
-            assert [told(two, i) for i in range(2)] == [["kv_cache"]] * 2
+            assert [released(two, i) for i in range(2)] == [["kv_cache"]] * 2
             two.update_weights([], version)
             two.wake("kv_cache")
             rollouts = two.generate(PROMPTS, SAMPLING, seed=7)
@@ -114,7 +114,7 @@ def test_a_server_that_dies_asleep_is_started_when_the_others_are_awake(
         until(lambda: two.needs_weights)  # it came back
         two.update_weights([], 2)
         two.sleep()
-        assert told(two, 0) == ["weights", "kv_cache"]
+        assert released(two, 0) == ["weights", "kv_cache"]
         wake(two, 3)
         assert ids(two.generate(PROMPTS, SAMPLING, seed=7)) == expected
 
@@ -149,7 +149,7 @@ def test_a_server_that_is_being_started_is_waited_for_and_then_put_to_sleep(
 ) -> None:
     with fleet(tmp_path, servers=2) as two:
         two.update_weights([], version=1)
-        monkeypatch.setenv("TEPO_SCRIPTED_START_SECONDS", "3")  # of those that start from here on
+        monkeypatch.setenv("TEPO_SCRIPTED_START_SECONDS", "3")  # for servers that start from here on
         first, behind = process(two, 0), two.endpoints[0].server
         assert isinstance(behind, LocalServer)
         before = behind.process
@@ -158,7 +158,7 @@ def test_a_server_that_is_being_started_is_waited_for_and_then_put_to_sleep(
         coming = two.slots[0]
         assert coming.endpoint.server.running and not coming.up  # launched again
         two.sleep()
-        assert two.slots[0].up and [told(two, i) for i in range(2)] == [["weights", "kv_cache"]] * 2
+        assert two.slots[0].up and [released(two, i) for i in range(2)] == [["weights", "kv_cache"]] * 2
         wake(two, 2)
         assert not two.needs_weights  # the update was of both
 

@@ -15,7 +15,7 @@ import pytest
 
 from tepo_megatron.errors import RolloutError
 from tepo_megatron.inference.servers.fleet import Fleet
-from tepo_megatron.inference.servers.lease import Quiesce, keeper_name, this_host
+from tepo_megatron.inference.servers.lease import Quiesce, service_name, this_host
 from tepo_megatron.inference.servers.rendezvous import Rendezvous
 from tests.unit.rollout.test_fleet import PROMPTS, SAMPLING, behave, ids, until
 from tests.unit.rollout.test_remote import (  # noqa: F401
@@ -27,7 +27,7 @@ from tests.unit.rollout.test_remote import (  # noqa: F401
     serving,
     trainer,
 )
-from tests.unit.rollout.test_sleep import told, wake
+from tests.unit.rollout.test_sleep import released, wake
 
 BOTH_PARTS = ["weights", "kv_cache"]
 
@@ -52,7 +52,7 @@ def test_a_server_that_dies_in_the_trainers_turn_is_started_after_it(
         fleet.update_weights([], version=1)
         expected = ids(fleet.generate(PROMPTS, SAMPLING, seed=7))
         fleet.sleep()
-        assert [told(fleet, i) for i in range(2)] == [BOTH_PARTS] * 2
+        assert [released(fleet, i) for i in range(2)] == [BOTH_PARTS] * 2
         dead = serves[0].records()[0]
         serve = next(s for s in serves if s.process.pid == dead.pid)
         server_process(serve, dead).kill()
@@ -61,11 +61,11 @@ def test_a_server_that_dies_in_the_trainers_turn_is_started_after_it(
         time.sleep(1.0)
         assert servers_of(serve) == 0 and len(serve.records()) == 1
         wake(fleet, version=2)
-        assert versions(fleet) == {2}  # of the other one
+        assert versions(fleet) == {2}  # version of the other server
         until(lambda: fleet.needs_weights)
         fleet.update_weights([], version=2)
         fleet.sleep()
-        assert [told(fleet, i) for i in range(2)] == [BOTH_PARTS] * 2
+        assert [released(fleet, i) for i in range(2)] == [BOTH_PARTS] * 2
         wake(fleet, version=3)
         rollouts = fleet.generate(PROMPTS, SAMPLING, seed=7)
         assert ids(rollouts) == expected and {r.policy_version for r in rollouts} == {3}
@@ -129,7 +129,7 @@ def test_a_killed_trainers_turn_ends_when_its_run_is_resumed(
         resumed.update_weights([], version=1)
         assert versions(resumed) == {1}
         resumed.sleep()
-        assert told(resumed, 0) == BOTH_PARTS
+        assert released(resumed, 0) == BOTH_PARTS
 
 
 @pytest.mark.full
@@ -154,15 +154,15 @@ def test_a_keeper_that_comes_in_a_turn_starts_nothing_and_one_that_goes_is_not_w
 
 
 def test_what_a_killed_keeper_left_behind_is_removed_by_the_next(tmp_path: Path) -> None:
-    """Of this machine; and with the last of them the turn of whatever run it was."""
+    """The next keeper removes the leftovers of this machine; the last one of all also ends the turn of whatever run it was."""
     rendezvous = Rendezvous(tmp_path)
     killed = subprocess.Popen([sys.executable, "-c", ""])
     killed.wait()
     gone = record_of(tmp_path, "http://here:1", host=this_host(), pid=killed.pid)
-    rendezvous.leases.register(gone.keeper)
+    rendezvous.leases.register(gone.service)
     rendezvous.publish(gone)
     rendezvous.leases.take("runs/a", [gone.start])
-    me = keeper_name(this_host(), os.getpid())
+    me = service_name(this_host(), os.getpid())
     rendezvous.clear_killed()
     rendezvous.leases.register(me)
     assert (
@@ -173,7 +173,7 @@ def test_what_a_killed_keeper_left_behind_is_removed_by_the_next(tmp_path: Path)
     assert rendezvous.leases.current() is not None
     for keeper in (me, "elsewhere-1"):
         rendezvous.leases.deregister(keeper)
-    assert list(tmp_path.glob("*.keeper")) == [] and not (tmp_path / "turn").exists()
+    assert list(tmp_path.glob("*.service")) == [] and not (tmp_path / "lease").exists()
 
 
 def test_who_does_not_answer_is_named(tmp_path: Path) -> None:
@@ -181,7 +181,9 @@ def test_who_does_not_answer_is_named(tmp_path: Path) -> None:
     for keeper in ("there-7", "elsewhere-8"):
         rendezvous.leases.register(keeper)
     standstill = Quiesce(rendezvous.leases, "runs/a", list, seconds=0.3)
-    with pytest.raises(RolloutError, match=r"elsewhere-8, there-7 \(host .* remove elsewhere-8\.keeper, there-7\.keeper there"):
+    with pytest.raises(
+        RolloutError, match=r"elsewhere-8, there-7 \(host .* remove elsewhere-8\.service, there-7\.service there"
+    ):
         asyncio.run(standstill.reach())
     rendezvous.leases.deregister("elsewhere-8")
 

@@ -1,4 +1,4 @@
-"""What vLLM is asked for, and that no answer other than that gets through. No server."""
+"""The requests to vLLM, and that no answer other than the requested one is accepted. No server."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_an_answer_without_its_choices_is_refused(bad: Any) -> None:
 
 
 def test_an_answer_counts_only_if_vllm_served_the_version_that_was_asked_for() -> None:
-    """Its answers do not hold it, so it is asked afterwards: an update that came between would have changed it."""
+    """Answers do not hold the version, so vLLM is asked afterwards: an update in between would have changed it."""
 
     async def ask(served: int) -> list[Rollout]:
         async def send(method: str, route: str, body: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What a server accepts as the weights of its model. No server."""
+"""Weight files that a server accepts as those of its model, and those that it refuses. No server."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tepo_megatron.weight_sync.receiver.weight_files import Update, tensors
+from tepo_megatron.weight_sync.receiver.weight_files import UpdateTracker, tensors
 
 MODEL = {"a.weight": torch.zeros(3, 2), "b.weight": torch.zeros(4), "lm_head.weight": torch.zeros(3, 2)}
 
@@ -38,7 +38,7 @@ FAULTS = {
 
 
 def received(model: Path, *rounds: list[str], tied_embeddings: bool = False) -> None:
-    update = Update(model, tied_embeddings)
+    update = UpdateTracker(model, tied_embeddings)
     for paths in rounds:
         update.add_files(paths)
     update.finish()
@@ -55,7 +55,7 @@ def test_files_that_are_not_the_model_are_refused(fault: str, apart: bool, tmp_p
 
 def test_a_file_of_another_machine_is_named_with_this_one(tmp_path: Path) -> None:
     saved(tmp_path / "model", MODEL)
-    with pytest.raises(ValueError, match=rf"/none is not seen on {socket.gethostname()}: .* set sync\.folder"):
+    with pytest.raises(ValueError, match=rf"/none is not seen on {socket.gethostname()}: .* set sync\.transport\.folder"):
         received(tmp_path / "model", [str(tmp_path / "none")])
 
 
@@ -98,7 +98,7 @@ def test_what_others_could_have_written_is_not_read(change: Callable[[Path], Non
 def test_only_what_is_missing_waits_for_the_end(tmp_path: Path) -> None:
     saved(tmp_path / "model", MODEL)
     first, unknown = saved(tmp_path / "sent", {"b.weight": torch.zeros(4)}, {"c.bias": torch.zeros(1)})
-    update = Update(tmp_path / "model", tied_embeddings=False)
+    update = UpdateTracker(tmp_path / "model", tied_embeddings=False)
     update.add_files([first])
     with pytest.raises(ValueError, match=r"1 unknown: c\.bias"):
         update.add_files([unknown])
@@ -125,8 +125,8 @@ def test_a_tied_output_layer_may_be_there_or_not(tmp_path: Path) -> None:
 
 def test_what_stays_need_not_be_given_and_may_not(tmp_path: Path) -> None:
     saved(tmp_path / "model", MODEL)
-    update = Update(tmp_path / "model", tied_embeddings=False)
-    update.keep(["a.weight"])
+    update = UpdateTracker(tmp_path / "model", tied_embeddings=False)
+    update.keep_unchanged(["a.weight"])
     (b,) = saved(tmp_path / "b", {"b.weight": torch.zeros(4)})
     update.add_files([b])
     with pytest.raises(ValueError, match=r"1 given that were to stay: a\.weight"):
@@ -136,4 +136,4 @@ def test_what_stays_need_not_be_given_and_may_not(tmp_path: Path) -> None:
     update.add_files(saved(tmp_path / "head", {"lm_head.weight": torch.zeros(3, 2)}))
     update.finish()
     with pytest.raises(ValueError, match=r"1 unknown: c\.bias"):
-        Update(tmp_path / "model", tied_embeddings=False).keep(["c.bias"])
+        UpdateTracker(tmp_path / "model", tied_embeddings=False).keep_unchanged(["c.bias"])

@@ -61,7 +61,7 @@ def tensors(path: Path) -> dict[str, Tensor]:
 
 
 def assert_same(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
-    """Bit for bit, dtypes included."""
+    """Assert that tensors are equal bit for bit, dtypes included."""
     assert a.keys() == b.keys()
     for name in a:
         assert a[name].dtype == b[name].dtype and torch.equal(a[name].view(torch.uint8), b[name].view(torch.uint8)), name
@@ -197,7 +197,7 @@ def save_with_megatron(rank: int, layout: dict[str, int], hf: Path, out: Path, m
 @pytest.mark.parametrize("layout", [{"tp": 2, "pp": 2}, {"tp": 4}], ids=["TP2 PP2", "TP4"])
 @pytest.mark.parametrize("metadata", [None, {"non_homogeneous_layers": True}], ids=["stacked", "by layer"])
 def test_what_megatron_core_saves_is_exported(tmp_path: Path, layout: dict[str, int], metadata: dict[str, Any] | None) -> None:
-    """By its own writer, cut over ranks, with the vocabulary padded for them; config and tokenizer come from --hf."""
+    """Megatron-Core's writer shards tensors over ranks and pads the vocabulary; config and tokenizer come from --hf."""
     hf, run = tmp_path / "hf", tmp_path / "run"
     tiny_model(hf, four_heads(), scale=4.0)
     (run / "iter_0000012").mkdir(parents=True)
@@ -241,12 +241,12 @@ def test_a_checkpoint_of_a_run_is_exported_without_its_optimizer(tmp_path: Path)
     run_world(4, train_and_save, cases.run_config(hf, {"tp": 2, "dp": 2}), tmp_path / "checkpoints")
     succeed("export", "--megatron", tmp_path / "checkpoints", "--out", tmp_path / "back", "--hf", hf)
     assert_same(tensors(tmp_path / "back"), tensors(hf))
-    told = succeed("inspect", tmp_path / "checkpoints")
-    assert "iteration: 7" in told and "(optimizer state)" in told
+    output = succeed("inspect", tmp_path / "checkpoints")
+    assert "iteration: 7" in output and "(optimizer state)" in output
 
 
-def test_fp8_export(tmp_path: Path) -> None:
-    """The layout that engines load: e4m3 weights, fp32 scales beside them, the rest as it was, and what config.json says."""
+def test_fp8_export_has_the_layout_that_engines_load(tmp_path: Path) -> None:
+    """The layout that engines load: e4m3 weights, their fp32 scales, the rest as it was, and the fields of config.json."""
     from tepo_megatron.weights import fp8
 
     hf = tmp_path / "hf"
@@ -262,19 +262,24 @@ def test_fp8_export(tmp_path: Path) -> None:
         quantized, scale = fp8.quantize(before[name])
         assert_same({"w": after[name], "s": after[name + "_scale_inv"]}, {"w": quantized, "s": scale})
     config = json.loads((tmp_path / "fp8/config.json").read_text())
-    told = config["quantization_config"]
-    whole = told.pop("modules_to_not_convert")
-    assert told == {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+    quantization = config["quantization_config"]
+    whole = quantization.pop("modules_to_not_convert")
+    assert quantization == {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [128, 128],
+    }
     assert {"lm_head", "model.embed_tokens", "model.norm"} <= set(whole) and config["dtype"] == "bfloat16"
     assert not {n.removesuffix(".weight") for n in linear} & set(whole)
     parameters = sum(t.numel() for t in before.values())
-    told_of_it = succeed("inspect", tmp_path / "fp8")
-    assert f"parameters: {parameters:,} (" in told_of_it and "in float8_e4m3fn" in told_of_it and "quantized: fp8" in told_of_it
+    inspected = succeed("inspect", tmp_path / "fp8")
+    assert f"parameters: {parameters:,} (" in inspected and "in float8_e4m3fn" in inspected and "quantized: fp8" in inspected
     status, _, err = convert("import", "--hf", tmp_path / "fp8", "--out", tmp_path / "again")
     assert status == 1 and "the weights are quantized (quantization_config)" in err
 
 
-def test_dtype(tmp_path: Path) -> None:
+def test_export_casts_to_the_requested_dtype(tmp_path: Path) -> None:
     hf = tmp_path / "hf"
     tiny_qwen3(hf, tied=False)
     succeed("import", "--hf", hf, "--out", tmp_path / "megatron")
@@ -287,15 +292,15 @@ def test_verify_names_what_differs(tmp_path: Path) -> None:
     hf, megatron = tmp_path / "hf", tmp_path / "megatron"
     tiny_qwen3(hf, tied=False)
     succeed("import", "--hf", hf, "--out", megatron)
-    told = succeed("verify", "--hf", hf, "--megatron", megatron, "--text", "1+2=")
-    assert "36 of 36 bitwise equal" in told and "over 4 tokens in fp32" in told and told.endswith("passed\n")
+    output = succeed("verify", "--hf", hf, "--megatron", megatron, "--text", "1+2=")
+    assert "36 of 36 bitwise equal" in output and "over 4 tokens in fp32" in output and output.endswith("passed\n")
     weights = tensors(hf)
     name = "model.layers.1.mlp.up_proj.weight"
     changed = weights | {name: weights[name] * 1.05}
     save_file(changed, hf / "model.safetensors", {"format": "pt"})
-    status, told, _ = convert("verify", "--hf", hf, "--megatron", megatron)
-    assert status == 1 and f"differs: {name}" in told and "35 of 36" in told
-    assert "first that differs (above 0.0001): layer 1" in told and told.endswith("FAILED\n")
+    status, output, _ = convert("verify", "--hf", hf, "--megatron", megatron)
+    assert status == 1 and f"differs: {name}" in output and "35 of 36" in output
+    assert "first that differs (above 0.0001): layer 1" in output and output.endswith("FAILED\n")
 
 
 def test_verify_sees_what_no_tensor_shows(tmp_path: Path) -> None:
@@ -306,26 +311,26 @@ def test_verify_sees_what_no_tensor_shows(tmp_path: Path) -> None:
     config = json.loads((hf / "config.json").read_text())
     config["rope_parameters"]["rope_theta"] = 500.0
     (hf / "config.json").write_text(json.dumps(config))
-    status, told, _ = convert("verify", "--hf", hf, "--megatron", megatron)
-    assert status == 1 and "35 of 35 bitwise equal" in told and "layer 0" in told
+    status, output, _ = convert("verify", "--hf", hf, "--megatron", megatron)
+    assert status == 1 and "35 of 35 bitwise equal" in output and "layer 0" in output
 
 
-def test_inspect(tmp_path: Path) -> None:
+def test_inspect_shows_kind_family_and_parameters(tmp_path: Path) -> None:
     hf, megatron = tmp_path / "hf", tmp_path / "megatron"
     model = tiny_qwen3(hf, tied=False)
     succeed("import", "--hf", hf, "--out", megatron)
     numbers = f"{model.num_parameters():,}"
     for path, kind in ((hf, "Hugging Face model"), (megatron, "Megatron checkpoint (torch_dist)")):
-        told = succeed("inspect", path)
-        assert kind in told and "family: qwen3" in told and "num_layers=3" in told
-        assert f"parameters: {numbers} ({numbers} in float32)" in told and "iteration" not in told
+        output = succeed("inspect", path)
+        assert kind in output and "family: qwen3" in output and "num_layers=3" in output
+        assert f"parameters: {numbers} ({numbers} in float32)" in output and "iteration" not in output
     listed = succeed("inspect", megatron, "--tensors")
     assert "decoder.layers.mlp.linear_fc1.weight  [3, 768, 128]  float32" in listed
 
 
 @pytest.mark.full
-def test_the_command_itself(tmp_path: Path) -> None:
-    """As a user starts it: a process of its own, without torchrun and from anywhere."""
+def test_the_command_runs_without_torchrun_from_any_folder(tmp_path: Path) -> None:
+    """Start the command as a user does: in a process of its own, without torchrun and from anywhere."""
     tiny_qwen3(tmp_path / "hf")
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
 

@@ -1,4 +1,4 @@
-"""tools/convert.py on damaged input, full disks and kills: a message with file, tensor and mend, and nothing half-written."""
+"""tools/convert.py on damaged input, full disks and kills: a message with file, tensor and fix, and nothing half-written."""
 
 from __future__ import annotations
 
@@ -214,9 +214,9 @@ def test_what_exists_is_left_alone(tmp_path: Path, imported: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["out"] and (out / "mine").read_text() == "kept"
 
 
-def on_a_full_disk(rank: int, words: list[str], room: int) -> tuple[int, str, str]:
-    """The system refuses to let a file grow beyond `room` bytes, in the middle of a write."""
-    resource.setrlimit(resource.RLIMIT_FSIZE, (room, room))
+def on_a_full_disk(rank: int, words: list[str], limit: int) -> tuple[int, str, str]:
+    """The system refuses to let a file grow beyond `limit` bytes, in the middle of a write."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
     return command(rank, words)
 
 

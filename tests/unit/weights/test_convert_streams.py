@@ -1,4 +1,4 @@
-"""Converting in several threads: what runs beside what, how it ends, and that the output shows nothing of it."""
+"""Converting in several threads: what runs concurrently, how it ends, and that the output shows nothing of it."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ import pytest
 import torch
 
 from tepo_megatron.convert.exporting import file_ranges
-from tepo_megatron.convert.streams import STREAMS, CopyJob, deal, work
+from tepo_megatron.convert.streams import STREAMS, CopyJob, balance, run_queues
 from tepo_megatron.errors import CheckpointError, ConversionError
 from tests.tiny import tiny_qwen3
 from tests.unit.weights.test_convert import succeed
 
 
-def test_queues_run_beside_each_other_and_each_in_order() -> None:
+def test_queues_run_concurrently_and_each_in_order() -> None:
     meeting, done = threading.Barrier(STREAMS, timeout=10), []
 
     def job(queue: int, i: int) -> CopyJob:
         return CopyJob(lambda: (i == 0 and meeting.wait(), done.append((queue, i))))
 
-    work([[job(queue, i) for i in range(3)] for queue in range(STREAMS)])
+    run_queues([[job(queue, i) for i in range(3)] for queue in range(STREAMS)])
     assert sorted(done) == [(queue, i) for queue in range(STREAMS) for i in range(3)]
     for queue in range(STREAMS):
         assert [i for q, i in done if q == queue] == [0, 1, 2]
@@ -50,7 +50,7 @@ def test_large_ones_are_never_in_flight_together() -> None:
             running[large] -= 1
 
     jobs = [CopyJob(lambda large=large: run(large), 11 if large else 10) for large in [True, False] * 10]  # type: ignore[misc]
-    work([jobs, jobs[::-1]], large_bytes=10)
+    run_queues([jobs, jobs[::-1]], large_bytes=10)
     assert highest[True] == 1 and together.is_set()
 
 
@@ -69,9 +69,12 @@ def test_the_first_exception_ends_all_and_keeps_its_type(error: BaseException) -
         time.sleep(0.05)  # what is begun is ended
         done.append("last")
 
-    queues = [[CopyJob(fail), CopyJob(lambda: done.append("after"))], [CopyJob(last), CopyJob(lambda: done.append("beside"))]]
+    queues = [
+        [CopyJob(fail), CopyJob(lambda: done.append("after"))],
+        [CopyJob(last), CopyJob(lambda: done.append("other"))],
+    ]
     with pytest.raises(type(error)) as caught:
-        work([*queues, [CopyJob(lambda: done.append("queued"))]])
+        run_queues([*queues, [CopyJob(lambda: done.append("queued"))]])
     assert caught.value is error and done == ["last"]
     assert not any(t.name.startswith("convert") for t in threading.enumerate())
 
@@ -89,7 +92,7 @@ def test_an_interrupt_ends_all() -> None:
         time.sleep(0.02)
 
     with pytest.raises(KeyboardInterrupt):
-        work([[CopyJob(interrupt)], [CopyJob(run)] * 100])
+        run_queues([[CopyJob(interrupt)], [CopyJob(run)] * 100])
     assert len(done) < 100
     assert not any(t.name.startswith("convert") for t in threading.enumerate())
 
@@ -98,7 +101,7 @@ def test_threads_see_the_callers_context_and_compute_alone() -> None:
     variable, threads = contextvars.ContextVar("variable", default=0), torch.get_num_threads()
     variable.set(7)
     seen = []
-    work([[CopyJob(lambda: seen.append((variable.get(), torch.get_num_threads())))] for _ in range(3)])
+    run_queues([[CopyJob(lambda: seen.append((variable.get(), torch.get_num_threads())))] for _ in range(3)])
     assert seen == [(7, 1)] * 3 and torch.get_num_threads() == threads
 
 
@@ -106,8 +109,8 @@ def test_threads_see_the_callers_context_and_compute_alone() -> None:
     ("sizes", "hands"),
     [([], [[], []]), ([5], [[0], []]), ([1, 1, 1, 9, 5, 1], [[3], [0, 1, 2, 4, 5]]), ([2, 2, 2, 2], [[0, 2], [1, 3]])],
 )
-def test_deal(sizes: list[int], hands: list[list[int]]) -> None:
-    assert deal(sizes, 2) == hands
+def test_sizes_are_distributed_evenly_over_two_threads(sizes: list[int], hands: list[list[int]]) -> None:
+    assert balance(sizes, 2) == hands
 
 
 def test_a_model_of_two_gigabytes_has_several_files_and_a_large_one_no_small_ones() -> None:

@@ -191,7 +191,7 @@ def test_the_table_names_the_tensors_that_transformers_writes(tmp_path: Path, na
         assert set(f.keys()) == find_family(written).tensor_names(read(written))
 
 
-def test_no_field_stands_in_two_tables() -> None:
+def test_no_field_is_in_two_tables() -> None:
     for family in FAMILIES.values():
         assert not family.mapped & family.no_effect and not family.no_effect & family.required.keys()
         assert {r.megatron for r in family.rows if "{expert}" in r.megatron} == {
@@ -233,8 +233,8 @@ def test_each_operation_undoes_itself(op: Any, size: int) -> None:
         ("mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight", ["post_attention_layernorm.weight"]),
     ],
 )
-def test_where_a_parameter_stands_in_the_whole_model(local: str, name: str, hf: list[str]) -> None:
-    """Of a rank whose second layer is the model's eighth, with the fourth to the sixth of its experts."""
+def test_a_parameter_is_named_by_its_place_in_the_whole_model(local: str, name: str, hf: list[str]) -> None:
+    """The rank's second layer is the model's eighth, and it has the fourth to the sixth of its experts."""
     layer = SimpleNamespace(layer_number=8, mlp=SimpleNamespace(local_expert_indices=[3, 4, 5]))
     parameters = {f"decoder.layers.1.{local}": torch.nn.Parameter(torch.zeros(1))}
     chunk: Any = SimpleNamespace(decoder=SimpleNamespace(layers=[None, layer]), named_parameters=parameters.items)
@@ -285,15 +285,15 @@ def test_every_pipeline_gets_all_layers(layers: int, pp: int) -> None:
         ({"pp": 5, "vpp": 2}, r"parallel.pp \* parallel.vpp=10 does not divide num_layers=48; use 1, 2, .* or 48, or vpp=1"),
     ],
 )
-def test_layouts_that_do_not_fit_experts(parallel: dict[str, Any], message: str) -> None:
+def test_layouts_that_do_not_fit_the_experts_are_refused(parallel: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         check_layout(read(PUBLISHED["Qwen3-30B-A3B"]), ParallelConfig(**parallel))
 
 
-def test_layouts_that_fit() -> None:
+def test_layouts_that_fit_the_experts_are_accepted() -> None:
     arch = read(PUBLISHED["Qwen3-30B-A3B"])
     check_layout(arch, ParallelConfig(tp=4, sequence_parallel=True, ep=8, dp=8, pp=5))
-    odd = read(PUBLISHED["Qwen3-30B-A3B"] | {"intermediate_size": 6145})  # of no layer: all are sparse
+    odd = read(PUBLISHED["Qwen3-30B-A3B"] | {"intermediate_size": 6145})  # used by no layer, since all are sparse
     check_layout(odd, ParallelConfig(tp=2, sequence_parallel=True))
     with pytest.raises(ConfigError, match=r"parallel.tp=2 does not divide the experts' ffn_size=767; use 1$"):
         odd = read(PUBLISHED["Qwen3-30B-A3B"] | {"moe_intermediate_size": 767})

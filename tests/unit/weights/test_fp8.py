@@ -59,7 +59,7 @@ def test_the_largest_value_of_a_block_is_the_largest_of_the_format() -> None:
 
 
 def test_blocks_do_not_touch_each_other() -> None:
-    """A row of small values beside large ones loses them only inside its own block."""
+    """A row of small values next to large ones loses them only inside its own block."""
     weight = torch.full((128, 256), 1e-4)
     weight[:, 128:] = 1e4
     quantized, scale = check_bound(weight)

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from tepo_megatron.inference.servers.environment import devices
 from tepo_megatron.weight_sync.broadcast_group import Bucket, pack
-from tepo_megatron.weight_sync.ipc import Handle, export_buffer, open_buffer
+from tepo_megatron.weight_sync.ipc import BufferHandle, export_buffer, open_buffer
 from tepo_megatron.weight_sync.receiver.receiver import RankReceiver
 from tepo_megatron.weights import fp8
 
@@ -45,8 +45,8 @@ def packed(number: int = 0) -> tuple[Bucket, torch.Tensor]:
 
 def test_another_process_reads_the_same_bytes_and_changes_none() -> None:
     bucket, row = packed()
-    told = subprocess.run([sys.executable, "-c", READER], input=bucket.to_json(), capture_output=True, text=True, check=True)
-    assert [int(word) for word in told.stdout.split()] == row.bytes[: bucket.nbytes].tolist()
+    reader = subprocess.run([sys.executable, "-c", READER], input=bucket.to_json(), capture_output=True, text=True, check=True)
+    assert [int(word) for word in reader.stdout.split()] == row.bytes[: bucket.nbytes].tolist()
     assert row.bytes[: bucket.nbytes].any()
     row.close()
 
@@ -63,10 +63,10 @@ def test_tensors_of_any_order_lie_where_their_dtype_allows_it() -> None:
     row.close()
 
 
-def test_memory_that_is_gone_is_an_error_with_a_mend() -> None:
+def test_memory_that_is_gone_is_an_error_with_a_fix() -> None:
     row = export_buffer(16, CPU)
     row.close()
-    gone = Handle(16, pid=2**22, file=3)  # above every process
+    gone = BufferHandle(16, pid=2**22, file=3)  # above every process
     for handle in (row.handle, gone):
         with (
             pytest.raises(ValueError, match=r"cannot be mapped .*sync\.transport=ipc .*use shm or group"),
@@ -76,7 +76,7 @@ def test_memory_that_is_gone_is_an_error_with_a_mend() -> None:
 
 
 def test_a_gpu_that_is_not_there_is_named() -> None:
-    handle = Handle(16, gpu="GPU-1234")
+    handle = BufferHandle(16, gpu="GPU-1234")
     with pytest.raises(ValueError, match=r"on the GPU GPU-1234, which cpu does not reach"), open_buffer(handle, CPU):
         pass
 

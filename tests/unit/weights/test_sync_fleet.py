@@ -19,7 +19,7 @@ ROUNDS = [[Path("a"), Path("b")], [Path("c")]]
 
 
 def about(fleet: Fleet, server: int) -> Any:
-    """What the server tells of its last update."""
+    """Return the server's own report of its last update."""
     return ask(fleet, server, "GET", "/health")
 
 
@@ -57,7 +57,7 @@ def test_a_server_that_dies_of_it_asks_for_the_weights_and_the_others_go_on(at: 
         two.begin_update(1)
         two.load(ROUNDS[0]).result()
         if at != "/update":
-            until(lambda: two.slots[0].up and two.slots[0].again == 1)  # back before the update is over
+            until(lambda: two.slots[0].up and two.slots[0].restart_count == 1)  # back before the update is over
         two.load(ROUNDS[1]).result()
         two.finish_update()
         assert versions(two) == {1} and loaded(two, 1) == ["a", "b", "c"]
@@ -88,7 +88,7 @@ def test_a_refusal_in_any_part_ends_the_fleet(at: str, tmp_path: Path) -> None:
             two.finish_update()
 
 
-def test_servers_of_an_update_that_was_broken_off_start_anew(tmp_path: Path) -> None:
+def test_servers_of_an_aborted_update_start_again(tmp_path: Path) -> None:
     with fleet(tmp_path, servers=1) as one:
         one.begin_update(1)
         one.load(ROUNDS[0]).result()
@@ -104,7 +104,7 @@ def test_tensors_stay_only_where_all_servers_have_the_same_version(tmp_path: Pat
         for version, base, names in ((1, INITIAL_VERSION, []), (2, 1, ["kept"])):
             two.begin_update(version)
             assert two.base == base
-            two.keep(names)
+            two.keep_unchanged(names)
             two.finish_update()
             said = {"version": version, "base": base, "names": names}
             assert [about(two, i)["kept"] for i in range(2)] == [said, said]
@@ -112,7 +112,7 @@ def test_tensors_stay_only_where_all_servers_have_the_same_version(tmp_path: Pat
         until(lambda: two.needs_weights)
         two.begin_update(3)
         assert two.base is None  # one of them has what it was started with
-        two.keep([])
+        two.keep_unchanged([])
         behave(two, 0, refuse=True, at="/keep")
         with pytest.raises(SyncError, match="server 0 answered /keep with 500"):
-            two.keep([])
+            two.keep_unchanged([])

@@ -1,4 +1,4 @@
-"""The rendezvous store of a trainer's ranks and its servers, on the trainer's side (see `meeting_store.py`)."""
+"""The rendezvous store of a trainer's ranks and its servers, on the trainer's side (see `rendezvous_store.py`)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tepo_megatron.distributed.meeting_store import FolderStore, KeyValueStore, address_towards, is_loopback, open_store
+from tepo_megatron.distributed.rendezvous_store import FolderStore, KeyValueStore, address_towards, is_loopback, open_store
 from tepo_megatron.utils.scratch import PrivateFolder
 from tepo_megatron.weight_sync.stores import make_folder
 

@@ -1,4 +1,4 @@
-"""A range of a flattened array is the union of its boxes, in order."""
+"""A range of a flattened array is the union of its shard slices, in order."""
 
 import math
 
@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tepo_megatron.checkpoint.shard_slices import boxes, ranges
+from tepo_megatron.checkpoint.shard_slices import ranges, split_range
 
 shapes = st.lists(st.integers(1, 5), min_size=1, max_size=4).map(tuple)
 
@@ -19,17 +19,19 @@ def ranges_of_shapes(draw: st.DrawFn) -> tuple[tuple[int, ...], int, int]:
 
 
 @given(ranges_of_shapes())
-def test_boxes_hold_the_range_in_order(case: tuple[tuple[int, ...], int, int]) -> None:
+def test_shard_slices_hold_the_range_in_order(case: tuple[tuple[int, ...], int, int]) -> None:
     shape, start, stop = case
     array = torch.arange(math.prod(shape)).view(shape)
-    found = [array[tuple(slice(o, o + n) for o, n in zip(*box, strict=True))].flatten() for box in boxes(start, stop, shape)]
+    found = [
+        array[tuple(slice(o, o + n) for o, n in zip(*box, strict=True))].flatten() for box in split_range(start, stop, shape)
+    ]
     assert torch.cat([torch.empty(0, dtype=torch.int64), *found]).tolist() == list(range(start, stop))
     assert all(part.numel() for part in found) and len(found) <= 2 * len(shape) - 1
 
 
 def test_whole_rows_are_one_box() -> None:
-    assert list(boxes(6, 18, (4, 2, 3))) == [((1, 0, 0), (2, 2, 3))]
-    assert list(boxes(4, 21, (4, 2, 3))) == [
+    assert list(split_range(6, 18, (4, 2, 3))) == [((1, 0, 0), (2, 2, 3))]
+    assert list(split_range(4, 21, (4, 2, 3))) == [
         ((0, 1, 1), (1, 1, 2)),
         ((1, 0, 0), (2, 2, 3)),
         ((3, 0, 0), (1, 1, 3)),

@@ -36,7 +36,7 @@ class KeyValueStore(Protocol):
         """Remove a key."""
 
 
-class NotPrivate(RuntimeError):
+class FolderNotPrivate(RuntimeError):
     """A folder belongs to another user, or others can write in it."""
 
 
@@ -49,14 +49,14 @@ class FolderStore:
         folder: Folder of mode 0700 that this user owns.
 
     Raises:
-        NotPrivate: The folder belongs to another user, or others may enter it.
+        FolderNotPrivate: The folder belongs to another user, or others may enter it.
         OSError: The folder cannot be read.
     """
 
     def __init__(self, folder: Path) -> None:
         found = folder.lstat()
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:
-            raise NotPrivate(
+            raise FolderNotPrivate(
                 f"{folder}: not a folder of mode 0700 that user {os.getuid()} owns; run the servers as the user who trains"
             )
         self.folder = folder

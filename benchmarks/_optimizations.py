@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Mend:
+class Undo:
     """Undoes one optimization.
 
     Attributes:
@@ -39,8 +39,8 @@ def _tables_of_every_layer(step: OurStep) -> None:
     step.actor.config.apply_rope_fusion = False  # use Megatron-Core's own rotary embedding
 
 
-MENDS = {
-    "rotary tables shared by the layers": Mend(after=_tables_of_every_layer),
-    "freed memory stays": Mend(before=_give_freed_memory_back),
-    "no copies in groups of one": Mend(before=_copy_in_groups_of_one),
+OPTIMIZATIONS = {
+    "rotary tables shared by the layers": Undo(after=_tables_of_every_layer),
+    "freed memory stays": Undo(before=_give_freed_memory_back),
+    "no copies in groups of one": Undo(before=_copy_in_groups_of_one),
 }

@@ -1,0 +1,179 @@
+"""Section `rollout.server`: the inference servers. A key that is present decides who starts them.
+
+`urls`: others do. `rendezvous`: `tepo serve` does, from the config of the run. Neither: the run itself does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
+from urllib.parse import urlsplit
+
+from pydantic import BeforeValidator, Discriminator, Field, Tag
+
+from tepo_megatron.config.fields import NonNegative, NonNegativeFloat, Positive, PositiveFloat, config, without_nulls
+from tepo_megatron.config.platform_defaults import default_of
+
+_LOOPBACK = re.compile(r"localhost|127(\.\d+){3}|::1")  # hosts that are this machine, whichever it is
+
+
+@config
+class AnyServerConfig:
+    """Keys of all inference servers, whoever starts them."""
+
+    # Number of tensor-parallel ranks of each server.
+    tp: Positive = 1
+    # Seconds until a server must serve, counted from its start or, for servers that others start, from the moment at which the
+    # run looks for it. null: 300 on cpu, 1800 on cuda.
+    ready_seconds: PositiveFloat | None = None
+    # Seconds until a server must have answered one request. A request that takes longer is sent again.
+    request_seconds: PositiveFloat = 1800.0
+    # Seconds without an answer to a health request after which a server counts as hung and is replaced by a new start.
+    heartbeat_timeout: PositiveFloat = 60.0
+    # Number of consecutive restarts of a server that served before, until it counts as lost.
+    restarts: NonNegative = 3
+    # Maximum number of concurrent requests to one server.
+    concurrency: Positive = 64
+    # Precision of the served model. null: that of model.precision.
+    precision: Literal["fp32", "bf16"] | None = None
+
+    def ready_limit(self, platform: str) -> float:
+        """Return the seconds until a server must serve, on "cpu" or "cuda"."""
+        return default_of("rollout.server.ready_seconds", platform, self.ready_seconds)
+
+    @property
+    def others(self) -> bool:
+        """Return whether others than the run start the servers."""
+        raise NotImplementedError
+
+    @property
+    def remote(self) -> bool:
+        """Return whether weights may have to reach another machine."""
+        raise NotImplementedError
+
+    @property
+    def rendezvous_folder(self) -> str | None:
+        """Return `rendezvous`; None for servers that are not found through a folder."""
+        return None
+
+    @property
+    def growth_limit_gib(self) -> float:
+        """Return `restart_after_growth_gib`; 0 for servers without that key."""
+        return 0.0
+
+    def at_rendezvous(self, folder: str) -> RendezvousServerConfig:
+        """Return the same servers, found through this folder."""
+        own = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        shared = {f.name for f in dataclasses.fields(RendezvousServerConfig)}
+        return RendezvousServerConfig(**({k: v for k, v in own.items() if k in shared} | {"rendezvous": folder}))
+
+
+@config
+class ServerConfig(AnyServerConfig):
+    """Servers that the run starts and watches itself. They listen on loopback only."""
+
+    # Python interpreter of the engine's environment. null: this interpreter for vLLM, the one that `make sglang` installs for
+    # SGLang.
+    python: str | None = None
+    # GiB by which the resident memory of a server may grow beyond its size after the first requests; 0: no limit. A server
+    # above the limit is restarted before it receives the next weights; this changes no sample and does not count as one of
+    # `rollout.server.restarts`. No effect on servers that `tepo serve` starts.
+    restart_after_growth_gib: NonNegativeFloat = 4.0
+    # GiB of the KV cache, on platform cpu. null: the engine decides.
+    kv_cache_gib: PositiveFloat | None = None
+    # Additional arguments on the engine's command line.
+    extra_args: list[str] = Field(default_factory=list)
+
+    @property
+    def others(self) -> bool:
+        return False
+
+    @property
+    def remote(self) -> bool:
+        return False
+
+    @property
+    def growth_limit_gib(self) -> float:
+        return self.restart_after_growth_gib
+
+
+@config
+class RendezvousServerConfig(ServerConfig):
+    """Servers that `tepo serve` starts from the same config, on the machines of the ranks or on other ones."""
+
+    # Folder in which `tepo serve` publishes the addresses of its servers. The run waits until it has found rollout.servers of
+    # them.
+    rendezvous: str
+
+    @property
+    def rendezvous_folder(self) -> str:
+        return self.rendezvous
+
+    @property
+    def others(self) -> bool:
+        return True
+
+    @property
+    def remote(self) -> bool:
+        return True
+
+
+@config
+class UrlServerConfig(AnyServerConfig):
+    """Servers that others start. Keys that only a start of a server uses are refused here."""
+
+    NOT_FOR: ClassVar[str] = "has no effect on the servers of rollout.server.urls, which others start"
+
+    # Addresses of the servers, http(s)://HOST:PORT, one for each of rollout.servers. All require the key in the environment
+    # variable TEPO_SERVER_KEY.
+    urls: list[str]
+
+    def __post_init__(self) -> None:
+        for url in self.urls:
+            if not re.fullmatch(r"https?://[\w.-]+(:\d+)?|https?://\[[0-9a-fA-F:]+\](:\d+)?", url):
+                raise ValueError(f"urls: {url!r} is not http(s)://HOST:PORT, which is all that a server's address has")
+        if len(set(self.urls)) < len(self.urls):
+            raise ValueError(f"urls={self.urls} names one twice")
+
+    @property
+    def others(self) -> bool:
+        return True
+
+    @property
+    def remote(self) -> bool:
+        hosts = [urlsplit(url).hostname or "" for url in self.urls]
+        return any(not _LOOPBACK.fullmatch(host) for host in hosts)
+
+
+def _prepared(value: Any) -> Any:
+    """Return the section without null keys. Raises ValueError if it names two kinds of servers."""
+    value = without_nulls(value)
+    if isinstance(value, dict) and {"urls", "rendezvous"} <= value.keys():
+        raise ValueError("urls and rendezvous are two ways to find the same servers; remove one of them")
+    return value
+
+
+def variant_named_by(values: Mapping[str, Any]) -> type[AnyServerConfig] | None:
+    """Return the variant that the keys of a section choose; None if they choose none, and the run starts the servers itself."""
+    if values.get("urls") is not None:
+        return UrlServerConfig
+    return RendezvousServerConfig if values.get("rendezvous") is not None else None
+
+
+def _variant(value: Any) -> str:
+    """Return the tag of the variant that a section or an instance is."""
+    if isinstance(value, AnyServerConfig):
+        return f"<{type(value).__name__}>"
+    cls = variant_named_by(value) if isinstance(value, dict) else None
+    return f"<{(cls or ServerConfig).__name__}>"
+
+
+AnyServer = Annotated[
+    Annotated[ServerConfig, Tag("<ServerConfig>")]
+    | Annotated[RendezvousServerConfig, Tag("<RendezvousServerConfig>")]
+    | Annotated[UrlServerConfig, Tag("<UrlServerConfig>")],
+    Discriminator(_variant),
+    BeforeValidator(_prepared),
+]
