@@ -10,8 +10,9 @@ On the path of a weight, an iterator of the package belongs to it, too. A file c
 * if a function of it hands one to the end of the path, or
 * if a function of it hands one, as an argument, to a function of another file that carries them.
 
-A file that is only given an object, and hands it to nobody who carries it, reads it. The methods of the data objects themselves
-(`types/`) are no files to hand them to, and `platform/` counts as a part of PyTorch, some of whose functions it replaces.
+A file that is only given an object, and hands it to no file that carries it, reads it. The methods of the data objects
+themselves (`types/`) are no files to hand them to, and `platform/` counts as a part of PyTorch, some of whose functions it
+replaces.
 """
 
 from __future__ import annotations
@@ -59,7 +60,12 @@ class Flow:
     over: bool = False
 
     def holds(self, value: Any, depth: int = 3) -> bool:
-        """Whether a value belongs to the path."""
+        """Return whether a value belongs to the path.
+
+        Args:
+            value: The value.
+            depth: Levels of containers to look into.
+        """
         if isinstance(value, self.types):
             return True
         if self.iterators and isinstance(value, GeneratorType):
@@ -77,23 +83,30 @@ class Flow:
 
     @property
     def carriers(self) -> set[str]:
-        """The files that carry the objects."""
+        """Return the files that carry the objects."""
         found = set(self.returning)
-        while more := {giver for giver, taker in self.handed if taker in found} - found:
+        while more := {giver for giver, receiver in self.handed if receiver in found} - found:
             found |= more
         return found
 
     @property
     def readers(self) -> set[str]:
-        """The files that only read them."""
+        """Return the files that only read them."""
         return self.given - self.carriers
 
     def event(self, place: Place) -> int | None:
-        """The number of the first event in which a function handled an object; None: it handled none."""
+        """Return the number of the first event in which a function handled an object; None: it handled none."""
         return self.handled.get(place, self.taken.get(place))
 
     def see(self, frame: FrameType, event: str, value: Any, number: int) -> None:
-        """Note a call or a return."""
+        """Record a call or a return.
+
+        Args:
+            frame: Frame of the called or returning function.
+            event: "call" or "return".
+            value: The returned value; None for a call.
+            number: Number of the event.
+        """
         code, caller = frame.f_code, frame.f_back
         name, giver = _name(code), None if caller is None else _name(caller.f_code)
         by = None if caller is None or giver is None else (giver, caller.f_code.co_qualname)
@@ -123,7 +136,7 @@ _names: dict[str, str | None] = {}
 
 
 def _name(code: CodeType) -> str | None:
-    """The file of a function of the package, relative to the repository; None for others."""
+    """Return the file of a function of the package, relative to the repository; None for others."""
     path = code.co_filename
     if path not in _names:
         short = path.removeprefix(ROOT)

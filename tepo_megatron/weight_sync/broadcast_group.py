@@ -86,7 +86,7 @@ class TensorEntry:
     @property
     def nbytes(self) -> int:
         """The tensor's size in bytes."""
-        return math.prod(self.shape) * _dtype(self.dtype).itemsize
+        return math.prod(self.shape) * getattr(torch, self.dtype).itemsize
 
     def check(self, tensor: Tensor) -> None:
         """Raise ValueError if the tensor was damaged in transit."""
@@ -128,7 +128,7 @@ class Bucket:
     def tensors(self, row: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, view of the uint8 buffer) of each tensor. Raises ValueError for a damaged one."""
         for content, start in zip(self.contents, _places(self.contents), strict=False):
-            tensor = row[start : start + content.nbytes].view(_dtype(content.dtype)).view(content.shape)
+            tensor = row[start : start + content.nbytes].view(getattr(torch, content.dtype)).view(content.shape)
             content.check(tensor)
             yield content.name, tensor
 
@@ -156,7 +156,7 @@ def _places(contents: Sequence[TensorEntry]) -> list[int]:
     """Return the offset of each tensor in the buffer, and the end of the last one."""
     places, end = [], 0
     for content in contents:
-        places.append(_aligned(end, _dtype(content.dtype)))
+        places.append(_aligned(end, getattr(torch, content.dtype)))
         end = places[-1] + content.nbytes
     return [*places, end]
 
@@ -178,15 +178,14 @@ class UnchangedTensors:
 
 
 class BroadcastGroup:
-    """One rank's end of a sender's process group. `form` makes one."""
+    """One rank's end of a sender's process group. `form` makes one.
+
+    Args:
+        seconds: Time limit of a broadcast.
+        device: Device of the group's tensors.
+    """
 
     def __init__(self, seconds: float, device: torch.device) -> None:
-        """Store the time limit of a broadcast and the device of the group's tensors.
-
-        Args:
-            seconds: Time limit in seconds.
-            device: This rank's device.
-        """
         self._seconds, self._device = seconds, device
         self._group: Any = None
         self._work: Any = None
@@ -259,9 +258,7 @@ class BroadcastGroup:
             self._failed = _first_line(e)
 
     def wait(self) -> None:
-        """Return when the started broadcast is over. Raises BrokenGroup. It polls, because waiting for an NCCL collective
-        returns once the stream has the work, or never.
-        """
+        """Poll until the started broadcast is over: NCCL's own wait returns too early, or never. Raises BrokenGroup."""
         work, self._work = self._work, None
         if self._failed:
             raise BrokenGroup(self._failed)
@@ -345,10 +342,6 @@ def form_group(spec: GroupSpec, sender: int, rank: int, device: torch.device) ->
     gloo._timeout, gloo._threads = timeout, 1
     with own_peers_only() if spec.folder else contextlib.nullcontext():
         return ProcessGroupGloo(store, rank, spec.ranks, gloo)
-
-
-def _dtype(name: str) -> torch.dtype:
-    return getattr(torch, name)
 
 
 def _first_line(error: BaseException) -> str:

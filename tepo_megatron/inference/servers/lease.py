@@ -143,9 +143,7 @@ class Quiesce:
         """
         lease = await asyncio.to_thread(self._leases.take, self._run, self._starts())
         deadline = time.monotonic() + self._seconds
-        while missing := [
-            k for k, token in (await asyncio.to_thread(self._leases.acknowledgements)).items() if token != lease.token
-        ]:
+        while missing := await asyncio.to_thread(self._leases.missing, lease):
             if time.monotonic() > deadline:
                 files = ", ".join(f"{service}.service" for service in missing)
                 raise RolloutError(

@@ -9,7 +9,7 @@ from tools.structure import ROLLOUT, TOUR, WEIGHT, hops, places
 
 
 def defined(path: Path) -> set[str]:
-    """The qualified names of a file's functions, classes and methods."""
+    """Return the qualified names of a file's functions, classes and methods."""
 
     def below(node: ast.AST, above: str) -> set[str]:
         found: set[str] = set()
