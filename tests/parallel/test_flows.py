@@ -66,7 +66,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple:
     """For each path, return the files that carry it, those that read it, and the events of the tour's hops."""
     folder = write_inputs(tmp_path_factory.mktemp("run"))
     one = {"data": {"eval": None}, "training": {"steps": 1}, "evaluation": {"every": 0}, "export_hf": False}
-    cfg = run_config(folder, folder / "output", **one, rollout={"max_generation_rounds": 3})
+    cfg = run_config(folder, folder / "output", **one, rollout={"max_generation_rounds": 4})
     run_dir.prepare(cfg)
     return run_world(1, _rank, cfg)[0]
 
