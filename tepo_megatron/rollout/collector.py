@@ -135,7 +135,7 @@ class Collector:
                 break
             prompt = self._in_progress.pop(group[0].prompt_id)
             if self._too_old(step, group):
-                self._begin([prompt], derive_seed(self.seed, "anew", step))
+                self._begin([prompt], derive_seed(self.seed, "resample", step))
                 stale += 1
                 continue
             with clock.phase("reward"):
