@@ -35,7 +35,7 @@ class PlainStep:
             lr=o.lr,
             betas=(adam.adam_beta1, adam.adam_beta2),
             eps=adam.adam_eps,
-            weight_decay=o.weight_decay,
+            weight_decay=adam.weight_decay,
             fused=True,
         )
 
@@ -67,7 +67,8 @@ class PlainStep:
             )
             self.optimizer.zero_grad()
             loss.backward()
-            norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.cfg.optimizer.clip_grad)
+            clip = self.cfg.megatron.known_optimizer.clip_grad
+            norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), clip)
             self.optimizer.step()
             out.append((loss.item(), float(norm)))
         return out

@@ -48,7 +48,12 @@ def section_of(parts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def replaced(objective: Objective, **parts: Any) -> Objective:
-    """The objective with parts of the reference's method replaced. Fields that a weighting or correction lacks are left out."""
+    """Return the objective with parts replaced. Fields that a weighting or correction lacks are left out.
+
+    Args:
+        objective: The objective.
+        parts: Parts in the reference's words.
+    """
     section = section_of(parts)
     for part in section.keys() & {part for part, _ in FIELDS.values()}:
         of_row = getattr(objective, part)

@@ -75,7 +75,7 @@ class Handler(BaseHTTPRequestHandler):
             Handler.hoard += b"\1" * (body.get("grow", 0) * 2**20)
             return self.answer(200, {})
         if self.path == "/join":
-            return self.join(body)
+            return self.join_groups(body)
         if self.path in ("/sleep", "/wake/weights", "/wake/kv_cache"):
             return self.rest()
         if self.path == "/keep":

@@ -268,7 +268,12 @@ def _shortest(value: Any) -> dict[str, Any]:
 
 
 def type_of(hint: Any, bounds: tuple[Any, ...] = ()) -> str:
-    """Return the type of a key in words, with its bounds."""
+    """Return the type of a key in words, with its bounds.
+
+    Args:
+        hint: The key's type.
+        bounds: Bounds of its value, as annotations of the type.
+    """
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin is typing.Annotated:
         metadata = [x for extra in args[1:] for x in (extra.metadata if isinstance(extra, FieldInfo) else (extra,))]
@@ -336,8 +341,8 @@ def comments(cls: type) -> dict[str, str]:
         while lines[at].strip().startswith("#"):
             above.insert(0, lines[at].strip().removeprefix("#").strip())
             at -= 1
-        beside = re.search(r"  # (.*)$", lines[(node.end_lineno or node.lineno) - 1])
-        if words := "; ".join(x for x in (" ".join(above), beside[1] if beside else "") if x):
+        comment = re.search(r"  # (.*)$", lines[(node.end_lineno or node.lineno) - 1])
+        if words := "; ".join(x for x in (" ".join(above), comment[1] if comment else "") if x):
             found[node.target.id] = words
     return found
 

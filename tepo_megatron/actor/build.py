@@ -257,9 +257,9 @@ def build_optimizer(
     One-dimensional parameters have no weight decay (Megatron's rule). The scheduler sets the weight decay.
 
     Args:
-        cfg: Learning rate, weight decay and clipping.
+        cfg: Learning rate and warm-up.
         model: Its precision.
-        megatron: Decay rates, moments, offloading, overlaps, and fields that the config passes through.
+        megatron: Weight decay, clipping, decay rates, moments, offloading, overlaps, and fields that the config passes through.
         chunks: This rank's model chunks.
         platform: "cpu" or "cuda".
     """
@@ -269,11 +269,11 @@ def build_optimizer(
             optimizer="adam",
             lr=cfg.lr,
             min_lr=0.0,
-            weight_decay=cfg.weight_decay,
+            weight_decay=adam.weight_decay,
             adam_beta1=adam.adam_beta1,
             adam_beta2=adam.adam_beta2,
             adam_eps=adam.adam_eps,
-            clip_grad=cfg.clip_grad,
+            clip_grad=adam.clip_grad,
             **precision.optimizer_fields(model, megatron, platform) | passed_fields(megatron, "optimizer"),
         ),
         chunks,
@@ -286,8 +286,8 @@ def build_optimizer(
         lr_warmup_steps=cfg.warmup_steps,
         lr_decay_steps=max(1, cfg.warmup_steps + 1),
         lr_decay_style="constant",
-        start_wd=cfg.weight_decay,
-        end_wd=cfg.weight_decay,
+        start_wd=adam.weight_decay,
+        end_wd=adam.weight_decay,
         wd_incr_steps=0,
         wd_incr_style="constant",
     )

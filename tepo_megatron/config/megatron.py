@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
-from tepo_megatron.config.fields import NonNegative, Positive, PositiveFloat, config
+from tepo_megatron.config.fields import NonNegative, NonNegativeFloat, Positive, PositiveFloat, config
 from tepo_megatron.config.model import ModelConfig, ParallelConfig
 from tepo_megatron.config.owned_fields import OWNED
 from tepo_megatron.config.platform_defaults import default_of
@@ -61,6 +61,8 @@ class OptimizerFields:
     adam_beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9  # Decay rate of the first moment.
     adam_beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95  # Decay rate of the second moment.
     adam_eps: PositiveFloat = 1e-8  # Added to the square root of the second moment.
+    weight_decay: NonNegativeFloat = 0.0  # Decoupled weight decay. One-dimensional parameters have none.
+    clip_grad: NonNegativeFloat = 1.0  # Largest 2-norm of the gradient; a larger gradient is scaled down. 0: no clipping.
     exp_avg_dtype: MomentType = "fp32"  # Type of the first moment. Other types than fp32 need Transformer Engine.
     exp_avg_sq_dtype: MomentType = "fp32"  # Type of the second moment. Other types than fp32 need Transformer Engine.
     # Share of masters and moments that are kept and updated in host memory. Above 0 it needs Transformer Engine.
@@ -85,7 +87,7 @@ CHECKED: Mapping[str, Any] = {"transformer": TransformerFields, "ddp": DdpFields
 TESTED: Mapping[str, frozenset[str]] = {
     "transformer": frozenset({"gradient_accumulation_fusion"}),
     "ddp": frozenset({"overlap_grad_reduce", "overlap_param_gather", "bucket_size"}),
-    "optimizer": frozenset({"adam_beta1", "adam_beta2", "adam_eps"}),
+    "optimizer": frozenset({"adam_beta1", "adam_beta2", "adam_eps", "weight_decay", "clip_grad"}),
 }
 
 

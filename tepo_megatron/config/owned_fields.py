@@ -78,8 +78,6 @@ OWNED: Mapping[str, Mapping[str, str]] = {
         "optimizer": "it is adam",
         "lr": "it is optimizer.lr",
         "min_lr": "the rate is constant after optimizer.warmup_steps",
-        "weight_decay": "it is optimizer.weight_decay",
-        "clip_grad": "it is optimizer.clip_grad",
         **dict.fromkeys(("params_dtype", "bf16", "fp16"), _PRECISION),
         **dict.fromkeys(("use_distributed_optimizer", "main_params_dtype", "main_grads_dtype"), _DISTRIBUTED),
         "overlap_param_gather": "it is megatron.ddp.overlap_param_gather",

@@ -24,8 +24,8 @@ class PlatformDefault:
 
 
 PLATFORM_DEFAULTS: Mapping[str, PlatformDefault] = {
-    "megatron.ddp.overlap_grad_reduce": PlatformDefault(False, True, "gloo has no stream that runs beside the backward pass"),
-    "megatron.ddp.overlap_param_gather": PlatformDefault(False, True, "gloo has no stream that runs beside the forward pass"),
+    "megatron.ddp.overlap_grad_reduce": PlatformDefault(False, True, "gloo has no stream that runs next to the backward pass"),
+    "megatron.ddp.overlap_param_gather": PlatformDefault(False, True, "gloo has no stream that runs next to the forward pass"),
     "training.share_prompts": PlatformDefault(
         "where it saves", "never", "Transformer Engine's packed attention cannot share keys; on GPUs it is not measured"
     ),

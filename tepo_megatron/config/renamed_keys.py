@@ -88,6 +88,8 @@ RENAMED: tuple[Renamed, ...] = (
     Renamed("optimizer.beta1", "megatron.optimizer.adam_beta1"),
     Renamed("optimizer.beta2", "megatron.optimizer.adam_beta2"),
     Renamed("optimizer.eps", "megatron.optimizer.adam_eps"),
+    Renamed("optimizer.weight_decay", "megatron.optimizer.weight_decay"),
+    Renamed("optimizer.clip_grad", "megatron.optimizer.clip_grad"),
     Renamed("optimizer.moments", "megatron.optimizer", convert=_moments),
     Renamed("optimizer.offload", "megatron.optimizer.optimizer_offload_fraction"),
     # the sections rollout, sync, reward, data, checkpoint, evaluation and logging

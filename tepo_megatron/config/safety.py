@@ -102,7 +102,7 @@ def _experts(rollout: RolloutConfig, sync: SyncConfig) -> tuple[bool, str]:
 def _versions(rollout: RolloutConfig) -> tuple[bool, str]:
     if not _delivers(rollout):
         return False, "no weights are sent" if rollout.only else "rollout.replay has no engine"
-    return True, "an answer of another version than was sent is sampled again; it only shows what the server was told"
+    return True, "an answer of another version than was sent is sampled again; it only shows which version the server was given"
 
 
 def _checksums(rollout: RolloutConfig, sync: SyncConfig, steps: int, platform: str) -> tuple[bool, str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from tepo_megatron.config.fields import NonNegative, NonNegativeFloat, Positive, PositiveFloat, config
+from tepo_megatron.config.fields import NonNegative, Positive, PositiveFloat, config
 from tepo_megatron.config.platform_defaults import default_of
 
 
@@ -16,8 +16,6 @@ class OptimizerConfig:
     """
 
     lr: PositiveFloat = 5e-7  # Learning rate after the warm-up.
-    weight_decay: NonNegativeFloat = 0.0  # Decoupled weight decay. One-dimensional parameters have none.
-    clip_grad: NonNegativeFloat = 1.0  # Largest 2-norm of the gradient; a larger gradient is scaled down. 0: no clipping.
     warmup_steps: NonNegative = 0  # Training steps (rollout batches) in which the learning rate rises from 0 to `lr`.
 
 

@@ -38,7 +38,7 @@ def expectation(
     method = method or method_of(build_objective(cfg.objective))
     optimizer, adam = cfg.optimizer, cfg.megatron.known_optimizer
     settings = reference.Settings(
-        optimizer.lr, adam.adam_eps, (adam.adam_beta1, adam.adam_beta2), optimizer.weight_decay, optimizer.clip_grad,
+        optimizer.lr, adam.adam_eps, (adam.adam_beta1, adam.adam_beta2), adam.weight_decay, adam.clip_grad,
         cfg.rollout.temperature, cfg.training.old_logprobs,
     )  # fmt: skip
     ref = Path(cfg.objective.reference_path) if cfg.objective.reference_path else None

@@ -110,14 +110,14 @@ def config_of(row: Row, model: str = "model", other: str = "other") -> Config:
             "minibatch_prompts": len(PROMPTS), "max_tokens_per_microbatch": plan.MICROBATCH,
         },
         "objective": objective,
-        "optimizer": {"lr": LEARNING_RATE, "weight_decay": 0.01},
+        "optimizer": {"lr": LEARNING_RATE},
         "megatron": {
             "transformer": {"gradient_accumulation_fusion": row["gradient_accumulation_fusion"]},
             "ddp": {
                 "overlap_grad_reduce": gradients, "overlap_param_gather": parameters,
                 "bucket_size": plan.BUCKET if gradients else None,
             },
-            "optimizer": {"adam_eps": plan.EPS, "adam_beta2": 0.95},
+            "optimizer": {"adam_eps": plan.EPS, "adam_beta2": 0.95, "weight_decay": 0.01},
         },
         "sync": {"max_logprob_diff": 10.0},
         "logging": {"noise_floor_every": 0},

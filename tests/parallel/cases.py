@@ -184,13 +184,12 @@ def run_config(
         "training": {"max_tokens_per_microbatch": max_tokens, "minibatch_prompts": 16} | training,
         "parallel": parallel,
         "objective": objective or {"name": "tepo", "beta": BETA, "clip_low": EPS, "clip_high": EPS},
-        "optimizer": {
-            "lr": ADAM["lr"], "weight_decay": ADAM["weight_decay"], "clip_grad": ADAM["clip"],
-        },
+        "optimizer": {"lr": ADAM["lr"]},
         "megatron": {
             "ddp": ddp or {},
             "optimizer": {
                 "adam_eps": ADAM["eps"], "adam_beta1": ADAM["betas"][0], "adam_beta2": ADAM["betas"][1],
+                "weight_decay": ADAM["weight_decay"], "clip_grad": ADAM["clip"],
             },
         },
     })  # fmt: skip

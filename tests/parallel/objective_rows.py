@@ -64,7 +64,7 @@ class Variant:
             "parallel": dict(layout),
             "objective": section,
             # with a large eps the step is the gradient's, so that the rounding of one update is not the next one's error
-            "optimizer": {"lr": LEARNING_RATE, "weight_decay": 0.0},
+            "optimizer": {"lr": LEARNING_RATE},
             "megatron": {"optimizer": {"adam_eps": 1.0}},
             "sync": {"max_logprob_diff": 10.0},
             "logging": {"noise_floor_every": 0},

@@ -131,7 +131,8 @@ def test_overlapped_communication_trains_the_same_bits(case: cases.Case, layout:
     parallel = OVERLAPS[layout]
     overlap = {"overlap_grad_reduce": True, "overlap_param_gather": gather, "bucket_size": 20_000}
     # buckets change which rank adds up which part of the gradient norm: without clipping, nothing depends on that
-    plain_cfg, cfg = (config(case, parallel, 96, ddp, optimizer={"clip_grad": 0}) for ddp in ({}, overlap))
+    unclipped = {"optimizer": {**cases.run_config(case.model, parallel).megatron.optimizer, "clip_grad": 0}}
+    plain_cfg, cfg = (config(case, parallel, 96, ddp, megatron=unclipped) for ddp in ({}, overlap))
     size = cfg.parallel.world_size
     straight = run_world(size, trained, plain_cfg, case)
     overlapped = run_world(size, trained, cfg, case)

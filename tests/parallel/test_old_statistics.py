@@ -1,10 +1,8 @@
 """Passes that are not made: with one update on a rollout batch, and where the engine's log-probs are the old ones."""
 
-import contextlib
 import functools
 import json
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -160,14 +158,6 @@ def test_several_updates_have_their_pass(model: Path, tmp_path: Path) -> None:
     assert set(updates) == {1, 2}
     assert calls["forward"] == updates.count(2) and calls["update"] == sum(updates)
     assert [r["tepo/kl_mask_share"] is not None for r in records] == [n == 2 for n in updates]
-
-
-@contextlib.contextmanager
-def _bounded(tokens: int | None) -> Iterator[None]:
-    """Within this, passes without gradient take so many tokens of a microbatch; None: the default."""
-    default = TrainingConfig.tokens_without_grad
-    with mock.patch.object(TrainingConfig, "tokens_without_grad", lambda cfg, fixed: tokens or default(cfg, fixed)):
-        yield
 
 
 @pytest.mark.slow

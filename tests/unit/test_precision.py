@@ -74,7 +74,7 @@ def ddp(**fields: Any) -> dict[str, Any]:
 
 
 def in_bf16(number: int) -> MegatronConfig:
-    """So many layers at each end."""
+    """Return the fields that keep a number of layers in bf16 at each end."""
     ends = {"num_layers_at_start_in_bf16": number, "num_layers_at_end_in_bf16": number}
     return MegatronConfig(transformer={"first_last_layers_bf16": True, **ends})
 

@@ -56,12 +56,12 @@ def test_later_layers_win_and_words_reach_every_run(tmp_path: Path) -> None:
     plan = plan_of(
         tmp_path,
         ("--optimizer.lr", "1e-3", "--seeds", "[4]", "--name=other", "--baseline", "b"),
-        overrides={"training": {"steps": 3, "epochs": 1}, "optimizer": {"lr": 1e-5, "clip_grad": 0.5}},
+        overrides={"training": {"steps": 3, "epochs": 1}, "optimizer": {"lr": 1e-5, "warmup_steps": 5}},
         runs={"a": {"objective": {"name": "grpo"}, "training": {"steps": 5}}, "b": {"objective": {"name": "gspo"}}},
     )
     a, b = plan.runs["a"][4], plan.runs["b"][4]
     assert (a.training.steps, b.training.steps, a.training.epochs) == (5, 3, 1)
-    assert {(c.optimizer.lr, c.optimizer.clip_grad) for c in (a, b)} == {(1e-3, 0.5)}
+    assert {(c.optimizer.lr, c.optimizer.warmup_steps) for c in (a, b)} == {(1e-3, 5)}
     assert plan.seeds == (4,) and plan.name == "other" and plan.baseline == "b" and b.name == "b-seed4"
 
 

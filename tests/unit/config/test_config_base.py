@@ -41,9 +41,9 @@ def test_sections_are_merged_and_the_rest_is_replaced(child) -> None:
 
 
 def test_a_chain_reads_from_the_bottom_up(tmp_path: Path, child) -> None:
-    child(optimizer={"lr": 1e-6, "weight_decay": 0.8})
-    top = write(tmp_path / "top.yaml", {"base": "rows/child.yaml", "optimizer": {"weight_decay": 0.7}})
-    assert dataclasses.astuple(load_config(top).optimizer)[:2] == (1e-6, 0.7)
+    child(optimizer={"lr": 1e-6, "warmup_steps": 8})
+    top = write(tmp_path / "top.yaml", {"base": "rows/child.yaml", "optimizer": {"warmup_steps": 7}})
+    assert dataclasses.astuple(load_config(top).optimizer)[:2] == (1e-6, 7)
 
 
 def test_paths_are_relative_to_the_file_that_names_them(child, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -100,7 +100,7 @@ def test_the_resolved_config_needs_no_base(child, tmp_path: Path) -> None:
     ("in_base", "in_child", "message"),
     [
         ({"optimizer": {"lr": 0}}, {}, r"^\S+/base\.yaml: optimizer\.lr: .*greater than 0"),
-        ({"optimizer": {"lr": 0}}, {"optimizer": {"weight_decay": 0.5}}, r"^\S+/base\.yaml: optimizer\.lr"),
+        ({"optimizer": {"lr": 0}}, {"optimizer": {"warmup_steps": 5}}, r"^\S+/base\.yaml: optimizer\.lr"),
         ({}, {"optimizer": {"lr": 0}}, r"^\S+/child\.yaml: optimizer\.lr"),
         ({"optimizer": {"lrr": 1}}, {}, r"^\S+/base\.yaml: optimizer\.lrr: unknown key; did you mean lr\?"),
         ({"rolout": {"engine": "vllm"}}, {}, r"^\S+/base\.yaml: rolout: unknown key"),

@@ -190,4 +190,4 @@ def test_passed_fields_arrive_in_the_built_configs(tmp_path: Path) -> None:
 
 def test_the_optimizer_section_keeps_its_own_keys() -> None:
     names = {f.name for f in dataclasses.fields(OptimizerConfig)}
-    assert names == {"lr", "weight_decay", "clip_grad", "warmup_steps"}
+    assert names == {"lr", "warmup_steps"}

@@ -75,6 +75,10 @@ SAME: list[tuple[dict[str, Any], dict[str, Any]]] = [
         {"optimizer.beta1": 0.8, "optimizer.beta2": 0.99, "optimizer.eps": 1e-6},
         {"megatron.optimizer": {"adam_beta1": 0.8, "adam_beta2": 0.99, "adam_eps": 1e-6}},
     ),
+    (
+        {"optimizer.weight_decay": 0.1, "optimizer.clip_grad": 0.5},
+        {"megatron.optimizer": {"weight_decay": 0.1, "clip_grad": 0.5}},
+    ),
     ({"optimizer.moments": "fp8"}, {"megatron.optimizer": {"exp_avg_dtype": "fp8", "exp_avg_sq_dtype": "fp8"}}),
     ({"optimizer.offload": 0.5}, {"megatron.optimizer.optimizer_offload_fraction": 0.5}),
 ]  # fmt: skip
