@@ -18,8 +18,9 @@ from typing import Any, Self
 
 import torch
 
-from tepo_megatron.weight_sync.broadcast_group import Bucket, GroupSpec, Recipient, Source
+from tepo_megatron.weight_sync.broadcast_group import Bucket, GroupSpec, Source
 from tepo_megatron.weight_sync.receiver.receiver import RankReceiver
+from tepo_megatron.weight_sync.transport import Recipient
 
 
 class Receiver:

@@ -103,23 +103,16 @@ def measure(args: argparse.Namespace, platform: Platform, temporary: Path) -> No
     plain = _PlainCopies(actor)
     saves: list[dict[str, float]] = []
     folder = broadcast_object(args.folder or temporary / "checkpoints", groups.host)
-    with Checkpoints(folder, CheckpointConfig(keep_last=1), groups) as checkpoints:
+    with Checkpoints.open(folder, CheckpointConfig(keep_last=1), groups) as checkpoints:
         for step in range(1, args.saves + 1):
             kept, fresh = plain.kept(), plain.fresh()
             actor.optimizer.step()
             checkpoints.save(step, actor, {"step": step})
             saved = checkpoints.wait()
             assert saved is not None
-            blocked = saved.blocked_seconds
-            saves.append({"blocked": blocked, "kept": kept, "fresh": fresh, "complete": saved.seconds})
-            if groups.is_main:
-                print(
-                    f"save {step}: blocked {blocked * 1e3:.2f} ms; copy kept {kept * 1e3:.2f} ms ({blocked / kept:.2f}x), "
-                    f"fresh {fresh * 1e3:.2f} ms ({blocked / fresh:.2f}x); complete after {saved.seconds * 1e3:.0f} ms"
-                )
-        if groups.is_main and len(saves) > 1:
-            medians = {name: statistics.median(s[name] for s in saves[1:]) for name in ("blocked", "kept", "fresh")}
-            print("medians after the first: " + ", ".join(f"{name} {x * 1e3:.2f} ms" for name, x in medians.items()))
+            saves.append({"blocked": saved.blocked_seconds, "kept": kept, "fresh": fresh, "complete": saved.seconds})
+        if groups.is_main:
+            _print_saves(saves)
         start = time.perf_counter()
         found = checkpoints.newest()
         checking = time.perf_counter() - start
@@ -130,6 +123,18 @@ def measure(args: argparse.Namespace, platform: Platform, temporary: Path) -> No
             if args.json:
                 args.json.write_text(json.dumps(saves))
     parallel.shutdown()
+
+
+def _print_saves(saves: list[dict[str, float]]) -> None:
+    for step, save in enumerate(saves, 1):
+        blocked, kept, fresh = save["blocked"], save["kept"], save["fresh"]
+        print(
+            f"save {step}: blocked {blocked * 1e3:.2f} ms; copy kept {kept * 1e3:.2f} ms ({blocked / kept:.2f}x), "
+            f"fresh {fresh * 1e3:.2f} ms ({blocked / fresh:.2f}x); complete after {save['complete'] * 1e3:.0f} ms"
+        )
+    if len(saves) > 1:
+        medians = {name: statistics.median(s[name] for s in saves[1:]) for name in ("blocked", "kept", "fresh")}
+        print("medians after the first: " + ", ".join(f"{name} {x * 1e3:.2f} ms" for name, x in medians.items()))
 
 
 class _PlainCopies:

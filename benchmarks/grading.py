@@ -30,10 +30,10 @@ from typing import Any
 import torch
 
 from tepo_megatron.config import RewardConfig
-from tepo_megatron.inference.loop import LoopThread
 from tepo_megatron.rewards import build_reward
 from tepo_megatron.rewards.terms import Response, WeightedReward
 from tepo_megatron.types import Rollout
+from tepo_megatron.utils.loop import LoopThread
 from tests.grading_pairs import load_pairs
 from tests.hostile_answers import hostile_answers
 

@@ -1,7 +1,5 @@
 """The `tepo` command."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json
@@ -9,16 +7,12 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from tepo_megatron import __version__
 from tepo_megatron.errors import ConfigError, TepoError
 from tepo_megatron.observability import run_dir
 from tepo_megatron.utils.escaping import escaped
 from tepo_megatron.utils.run_lock import RunLock
-
-if TYPE_CHECKING:  # heavy imports come later, where an interrupt is reported in one line
-    pass
 
 COMMANDS_WITH_KEYS = ("train", "ablate", "serve", "doctor", "evaluate", "plan")  # they take --section.key VALUE
 Commands = argparse._SubParsersAction
@@ -57,7 +51,7 @@ def _add_train(commands: Commands) -> None:
         epilog="Every key can be given, as --section.key VALUE; they are listed in docs/configuration.md.",
     )
     parser.add_argument("config", metavar="CONFIG", help="a YAML file; start from examples/template.yaml")
-    parser.set_defaults(run=_train)
+    parser.set_defaults(run=lambda args, overrides: train(args.config, overrides))
 
 
 def _add_report(commands: Commands) -> None:
@@ -94,7 +88,7 @@ def _add_serve(commands: Commands) -> None:
     parser.add_argument("config", metavar="CONFIG", help="the trainer's YAML file")
     parser.add_argument("--host", default="127.0.0.1", help="the address to listen on, 0.0.0.0 for all (default: %(default)s)")
     parser.add_argument("--address", help="name by which other machines reach it (default: the host, or this machine's name)")
-    parser.set_defaults(run=_serve)
+    parser.set_defaults(run=lambda args, overrides: serve(args.config, args.host, args.address, overrides))
 
 
 def _add_doctor(commands: Commands) -> None:
@@ -159,14 +153,6 @@ def _add_compare(commands: Commands) -> None:
     parser.add_argument("first", type=Path, metavar="DIR", help="folder that tepo evaluate wrote")
     parser.add_argument("second", type=Path, metavar="DIR", help="folder of the evaluation that is subtracted")
     parser.set_defaults(run=_compare)
-
-
-def _train(args: argparse.Namespace, overrides: list[str]) -> int:
-    return train(args.config, overrides)
-
-
-def _serve(args: argparse.Namespace, overrides: list[str]) -> int:
-    return serve(args.config, args.host, args.address, overrides)
 
 
 def _doctor(args: argparse.Namespace, overrides: list[str]) -> int:

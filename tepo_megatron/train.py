@@ -1,7 +1,5 @@
 """The training loop. Every rank runs it; only rank 0 talks to the engine, the grader and the user."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -74,17 +72,14 @@ def _train(cfg: Config, groups: parallel.ParallelDims, driver: Driver) -> None:
     steps, every = cfg.training.steps, cfg.checkpoint.every
     evaluation = cfg.evaluation if cfg.data.eval is not None or cfg.evaluation.benchmarks else None
     with (
-        Checkpoints(cfg.run_dir / "checkpoints", cfg.checkpoint, groups) as checkpoints,
+        Checkpoints.open(cfg.run_dir / "checkpoints", cfg.checkpoint, groups) as checkpoints,
         _open_sync(cfg.sync, cfg.rollout.replay is not None, groups, actor, driver.wait_engine()) as sync,
     ):
         first = _resume(checkpoints, actor, driver) if cfg.resume else 0
         gate = WeightsGate(cfg.rollout, cfg.training, cfg.sync, actor, groups)
         placement = Colocated(actor, driver.engine, groups) if cfg.rollout.colocate else Disaggregated()
         memory = MemoryReport(groups, driver.engine, enabled=cfg.logging.memory or cfg.rollout.colocate)
-        schedule = Schedule(
-            *(cfg.rollout, evaluation, steps, driver, sync, gate, placement, memory, groups),
-            trained=first,
-        )
+        schedule = Schedule(*(cfg.rollout, evaluation, steps, driver, sync, gate, placement, memory, groups), trained=first)
         schedule.publish_first_weights()
         if first == 0:
             schedule.evaluate(0)
@@ -92,7 +87,8 @@ def _train(cfg: Config, groups: parallel.ParallelDims, driver: Driver) -> None:
             if schedule.ended:
                 break
             clock, log, hang_watchdog.progress.step = Clock(), StepLog(), step
-            rollouts = log.receive(schedule.next_batch(step, clock))
+            rollouts, metrics = schedule.next_batch(step, clock)
+            log.receive(rollouts, metrics)
             actor.start_step(step)
             if rollouts:
                 noise = _is_due(step - 1, cfg.logging.noise_floor_every)
@@ -181,7 +177,7 @@ def _sample(driver: Driver, steps: int) -> None:
         clock, log = Clock(), StepLog()
         sampled = driver.collect(step, clock)
         assert sampled is not None, "rollout.only runs on one rank"
-        log.receive(sampled)
+        log.receive(*sampled)
         driver.log_step(step, log, clock)
 
 

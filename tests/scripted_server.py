@@ -222,11 +222,11 @@ class Rank:
 
     def form_only(self) -> None:
         """Join, and form the first sender's group without ever broadcasting in it."""
-        from tepo_megatron.weight_sync.broadcast_group import form_group, join_store, joining_key, signal
+        from tepo_megatron.weight_sync.broadcast_group import form_group, join_store, signal
 
         store = join_store(self.spec)
         rank = self.spec.first
-        signal(store, joining_key(self.spec, rank))
+        signal(store, self.spec.joining_key(rank))
         with contextlib.suppress(RuntimeError):  # too slow for the deadline: it lives all the same
             self.group = form_group(self.spec, 0, rank, self.device)
 

@@ -1,9 +1,10 @@
-"""Measure the structure of the package: packages, arrows, lines of code, signatures with the whole config.
+"""Measure the structure of the package: packages, arrows, lines of code, sizes, and the lengths of the two long paths.
 
     python -m tools.structure [--arrows]
 
 A package is a folder or a module at the top of `tepo_megatron`; an arrow says that a module of one imports from another. Lines
-of code are those that are neither blank nor a comment nor part of a docstring.
+of code are those that are neither blank nor a comment nor part of a docstring. The path of a rollout and that of a weight are
+written in docs/tour.md, hop by hop; `tests/parallel/test_flows.py` proves that a real run takes exactly these.
 """
 
 from __future__ import annotations
@@ -11,13 +12,21 @@ from __future__ import annotations
 import argparse
 import ast
 import io
+import re
 import tokenize
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-PACKAGE = Path(__file__).parents[1] / "tepo_megatron"
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "tepo_megatron"
 NAME = PACKAGE.name
+TOUR = ROOT / "docs" / "tour.md"
+ROLLOUT, WEIGHT = "From an engine's answer to the optimizer's step", "From the Megatron shard to the engine"  # headings in TOUR
+SIZED = ("tepo_megatron", "launch", "tools", "benchmarks")  # folders whose sizes are bounded
+FUNCTION_LINES, FILE_LINES, PUBLIC_METHODS = 60, 350, 15
+_PLACE = re.compile(r"`([\w/]+\.py)`: `([\w.]+)`")
+_Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 @cache
@@ -100,6 +109,34 @@ def takes_config() -> list[str]:
     return found
 
 
+def places(text: str) -> list[tuple[str, str]]:
+    """Return each (file, qualified name) that a page names as `path/file.py`: `name`, in order."""
+    return _PLACE.findall(text)
+
+
+def hops(heading: str) -> list[tuple[str, str]]:
+    """Return the hops of a path, as (file, qualified name): the first place of each list item below a heading of the tour."""
+    section = re.split(r"^#+ ", TOUR.read_text().partition(f" {heading}\n")[2], flags=re.MULTILINE)[0]
+    return [places(item)[0] for item in re.split(r"^\d+\. ", section, flags=re.MULTILINE)[1:]]
+
+
+def too_large() -> list[str]:
+    """Return the functions, files and classes that are larger than FUNCTION_LINES, FILE_LINES and PUBLIC_METHODS."""
+    found = []
+    for path in sorted(path for folder in SIZED for path in (ROOT / folder).rglob("*.py")):
+        text, name = path.read_text(), path.relative_to(ROOT)
+        if (lines := len(text.splitlines())) > FILE_LINES:
+            found.append(f"{name}: {lines} lines")
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, _Function) and (lines := (node.end_lineno or 0) - node.lineno + 1) > FUNCTION_LINES:
+                found.append(f"{name}: {node.name} has {lines} lines")
+            elif isinstance(node, ast.ClassDef):
+                public = {each.name for each in node.body if isinstance(each, _Function) and not each.name.startswith("_")}
+                if len(public) > PUBLIC_METHODS:
+                    found.append(f"{name}: {node.name} has {len(public)} public methods")
+    return found
+
+
 def _walk(node: ast.AST, type_checking: bool) -> Iterator[ast.AST]:
     yield node
     for child in ast.iter_child_nodes(node):
@@ -119,6 +156,12 @@ def main() -> None:
     print(f"arrows between them: {len(arrows())}")
     print(f"lines of code: {sum(map(lines_of_code, modules().values()))} in {len(modules())} modules")
     print(f"signatures with the whole Config: {len(takes_config())}")
+    for what, heading in (("files of a rollout", ROLLOUT), ("modules of a weight", WEIGHT)):
+        files = list(dict.fromkeys(file.removeprefix(f"{NAME}/") for file, _ in hops(heading)))
+        print(f"{what}, {heading[0].lower() + heading[1:]}: {len(files)} ({', '.join(files)})")
+    large = too_large()
+    limits = f"{FUNCTION_LINES} lines, files over {FILE_LINES}, classes over {PUBLIC_METHODS} public methods"
+    print("\n    ".join([f"functions over {limits}: {len(large)}", *large]))
     if args.arrows:
         print("\n".join(f"{a} -> {b}" for a, b in sorted(arrows())))
 

@@ -1,7 +1,5 @@
 """Draw `ablation.png`: learning curves of all runs on the left, final accuracies with their noise on the right."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -24,10 +22,7 @@ from tepo_megatron.report.drawing import BLUE, GREEN, GREY, INK, MUTED, ORANGE, 
 COLORS = (BLUE, ORANGE, GREEN, PURPLE, RED)
 DASHES = ("-", "--", ":", "-.")  # used after the colours run out
 # title, keys in metrics.jsonl (summed), whether the quantity is a share
-ALWAYS = (
-    ("Accuracy of the rollouts", ("accuracy/mean",), True),
-    ("Entropy, nats per token", ("actor/entropy",), False),
-)
+ALWAYS = (("Accuracy of the rollouts", ("accuracy/mean",), True), ("Entropy, nats per token", ("actor/entropy",), False))
 WHERE_THERE_IS_ONE = (
     ("Tokens under the KL mask", ("tepo/kl_mask_share",), True),
     ("Tokens clipped", ("loss/clip_fraction_low", "loss/clip_fraction_high"), True),

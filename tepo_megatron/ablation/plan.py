@@ -1,7 +1,5 @@
 """Read the file of an ablation and derive its training runs."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

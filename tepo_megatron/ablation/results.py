@@ -1,18 +1,19 @@
 """Read the results of an ablation's runs, and summarize them in one row of figures per run."""
 
-from __future__ import annotations
-
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tepo_megatron.ablation.statistics import mean_of_last, steps_to_share_of_best
 from tepo_megatron.errors import DataError
 from tepo_megatron.evaluation import Scores, read_evaluation
 from tepo_megatron.evaluation.statistics import Estimate, over_problems, paired_difference
 from tepo_megatron.observability.sinks import read_metrics
 from tepo_megatron.report.drawing import Curves
+
+WINDOW = 5  # steps
+SHARE_OF_BEST = 0.9
 
 
 @dataclass(frozen=True)
@@ -108,3 +109,24 @@ def _mean(values: Sequence[float | None]) -> float | None:
     """Return the mean over seeds; None if a seed lacks the value, since a mean over the others would not be comparable."""
     known = [value for value in values if value is not None]
     return statistics.fmean(known) if known and len(known) == len(values) else None
+
+
+def steps_to_share_of_best(values: Sequence[float]) -> int | None:
+    """Return the first step (from 1) at which the mean of the last WINDOW values reaches SHARE_OF_BEST of its own maximum.
+
+    None for fewer than WINDOW steps, if a value is missing (NaN), or if the mean never exceeds 0. `values` has one value per
+    step of a single run.
+    """
+    if any(math.isnan(value) for value in values):
+        return None
+    trailing = [statistics.fmean(values[end - WINDOW : end]) for end in range(WINDOW, len(values) + 1)]
+    best = max(trailing, default=0.0)
+    if best <= 0:
+        return None
+    return WINDOW + next(i for i, mean in enumerate(trailing) if mean >= SHARE_OF_BEST * best)
+
+
+def mean_of_last(values: Sequence[float]) -> float | None:
+    """Return the mean of those of the last WINDOW values that are not NaN; None if all of them are."""
+    known = [value for value in values[-WINDOW:] if not math.isnan(value)]
+    return statistics.fmean(known) if known else None

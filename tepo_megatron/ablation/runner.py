@@ -1,7 +1,5 @@
 """Train the missing runs of an ablation one after the other, and write the results."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import signal

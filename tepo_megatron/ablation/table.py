@@ -1,7 +1,5 @@
 """Format an ablation's rows as a table, for the terminal, in Markdown and as JSON, from one set of cells and notes."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,8 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tepo_megatron.ablation.plan import AblationPlan
-from tepo_megatron.ablation.results import MethodRow
-from tepo_megatron.ablation.statistics import SHARE_OF_BEST, WINDOW
+from tepo_megatron.ablation.results import SHARE_OF_BEST, WINDOW, MethodRow
 from tepo_megatron.evaluation.statistics import NORMAL_95, Estimate
 from tepo_megatron.utils.escaping import escaped
 

@@ -1,14 +1,11 @@
 """Accumulate the metrics of an update over its microbatches, then over ranks."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tepo_megatron.actor.minibatch_stats import MinibatchTokenStats
 from tepo_megatron.distributed.parallel import ParallelDims
 from tepo_megatron.losses.diagnostics import HISTOGRAMS, METRICS
 from tepo_megatron.observability.histogram import BINS
@@ -36,6 +33,33 @@ class UpdateResult:
     knows_entropy_change: bool
     mismatch: dict[str, float] | None = None
     measured: TrainBatch | None = None
+
+
+class MinibatchTokenStats:
+    """A buffer for the log-probs and entropies (fp32, detached) of N response tokens. Ranks of the last stage add their own."""
+
+    def __init__(self, tokens: int, groups: ParallelDims) -> None:
+        self._groups = groups
+        self._stats_N = torch.zeros(tokens, 2, device=groups.device)
+
+    def add(self, microbatch: PackedMicrobatch, stats: TokenStats) -> None:
+        """Add the statistics of one microbatch's rows.
+
+        Args:
+            microbatch: The microbatch, on the device.
+            stats: Its token statistics.
+        """
+        rows = torch.stack((stats.logprob_R.detach(), stats.entropy_R.detach()), dim=1)
+        self._stats_N[microbatch.token_R] = rows
+
+    def gather(self) -> TokenStats:
+        """Return the statistics of all N tokens, valid on the last pipeline stage. Call it once.
+
+        Collectives: on the last stage, one all-reduce of [N, 2] over dp x cp. One rank computes each token; the others add 0.
+        """
+        if self._groups.is_last_stage:
+            dist.all_reduce(self._stats_N, group=self._groups.dp_cp.group)
+        return TokenStats(self._stats_N[:, 0], self._stats_N[:, 1])
 
 
 class UpdateAccumulator:

@@ -16,20 +16,18 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 from tepo_megatron.actor import build
-from tepo_megatron.actor.accumulator import UpdateAccumulator, UpdateResult
+from tepo_megatron.actor.accumulator import MinibatchTokenStats, UpdateAccumulator, UpdateResult
 from tepo_megatron.actor.activations import HostActivations
 from tepo_megatron.actor.comparisons import mismatch
 from tepo_megatron.actor.expert_replay import ExpertReplay
 from tepo_megatron.actor.kernels import check_transformer_engine, hardware, installed
 from tepo_megatron.actor.minibatch import MinibatchInputs
-from tepo_megatron.actor.minibatch_stats import MinibatchTokenStats
 from tepo_megatron.actor.offload import PARTS, Offloader, Part
 from tepo_megatron.actor.output_rows import OutputRows
 from tepo_megatron.actor.packer import Packer
 from tepo_megatron.actor.pipeline import PipelineSchedule
 from tepo_megatron.actor.precision import alignment, check_hardware
 from tepo_megatron.actor.reference import HostWeights
-from tepo_megatron.actor.user_buffers import open_buffers
 from tepo_megatron.config import Config
 from tepo_megatron.distributed.parallel import ParallelDims
 from tepo_megatron.errors import NumericalError
@@ -117,7 +115,7 @@ class Actor:
         packer = Packer(cfg.training, groups, padding, shares_prompts=shares, replays_experts=replays)
         if cfg.megatron.tp_comm_overlap:
             some_bf16, tokens = any(cfg.megatron.bf16_layers), padding.padded([1])[0] // groups.cp.size
-            open_buffers(cfg.model.fp8, some_bf16, cfg.parallel.tp, tokens, arch.hidden_size)
+            build.open_user_buffers(cfg.model.fp8, some_bf16, cfg.parallel.tp, tokens, arch.hidden_size)
         config = build.transformer_config(
             *(arch, cfg.model, cfg.parallel, device, cfg.training, replays, shares), megatron=cfg.megatron
         )

@@ -3,8 +3,6 @@
 Suffixes and dimensions are those of attention_layout.py, which computes the positions of a microbatch's tokens.
 """
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

@@ -1,11 +1,10 @@
 """Build this rank's Megatron GPTModel chunks, their DDP wrappers and the optimizer from the architecture and the config."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
@@ -15,7 +14,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
-from tepo_megatron.actor import precision, rotary, weight_gradient
+from tepo_megatron.actor import modules, precision, rotary
 from tepo_megatron.actor.attention import SDPACoreAttention
 from tepo_megatron.actor.kernels import KernelChoice, choose, installed
 from tepo_megatron.actor.layout import stage_layers
@@ -74,7 +73,7 @@ def transformer_config(
         megatron: Fields that the config passes through.
     """
     rotary.install_in_megatron(share_prompts)
-    weight_gradient.install_in_megatron()
+    modules.install_in_megatron()
     own = own_fields(arch, model, parallel, device, training, replay_experts, megatron)
     return TransformerConfig(**own | passed_fields(megatron, "transformer"))
 
@@ -311,3 +310,24 @@ def _layer_spec(config: TransformerConfig, kernels: KernelChoice, vp_stage: int 
                 attention.q_layernorm = attention.k_layernorm = norm
         spec.layer_norm = norm
     return spec
+
+
+def open_user_buffers(fp8: bool, some_bf16: bool, tp: int, tokens: int, hidden_size: int) -> None:
+    """Allocate Transformer Engine's user buffers for `megatron.transformer.tp_comm_overlap`, once per process.
+
+    Call it after the mesh is built and before the model (Transformer Engine 2.7 and later).
+
+    Args:
+        fp8: Whether layers multiply in FP8.
+        some_bf16: Whether some layers of an FP8 model stay in bf16.
+        tp: Tensor-parallel ranks.
+        tokens: Tokens of every microbatch on a context-parallel rank. The buffers are [tokens, hidden_size], and Transformer
+            Engine refuses any other shape.
+        hidden_size: Hidden size of the model.
+    """
+    from transformer_engine.pytorch.module import base
+
+    modes = [base.UserBufferQuantizationMode.FP8 if fp8 else base.UserBufferQuantizationMode.NONE]
+    if some_bf16:
+        modes.append(base.UserBufferQuantizationMode.NONE)
+    base.initialize_ub(shape=[tokens, hidden_size], tp_size=tp, quantization_modes=modes, bootstrap_backend=dist.get_backend())

@@ -1,7 +1,5 @@
 """Compare the log-probs of a batch's old policy with the engine's and with the reference policy's."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 
@@ -24,11 +22,7 @@ def mismatch(batch: TrainBatch, groups: ParallelDims) -> dict[str, float]:
     diff_N = (batch.rollout_logprobs_N.to(groups.device) - batch.old_logprobs_N).abs()
     values = torch.stack((diff_N.mean(), diff_N.max(), batch.old_entropies_N.mean())).double()
     mean, largest, entropy = groups.broadcast_from_last_stage(values).tolist()
-    return {
-        "rollout/logprob_diff_mean": mean,
-        "rollout/logprob_diff_max": largest,
-        "actor/entropy": entropy,
-    }
+    return {"rollout/logprob_diff_mean": mean, "rollout/logprob_diff_max": largest, "actor/entropy": entropy}
 
 
 def reference_divergence(batch: TrainBatch, estimator: str, groups: ParallelDims) -> Tensor:

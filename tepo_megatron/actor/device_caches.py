@@ -4,8 +4,6 @@ No parameter, gradient or optimizer state is among them: each cache can be compu
 must not take device memory while the inference engine uses the device, so `Offload.release` drops them with the parameters.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterable
 

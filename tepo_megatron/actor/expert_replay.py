@@ -8,8 +8,6 @@ The choices are set before the forward pass of each microbatch. Megatron's separ
 not needed, because no module with a router is recomputed (config/run.py refuses it).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

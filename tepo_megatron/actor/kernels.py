@@ -93,12 +93,7 @@ def choose(
     wanted = model.attention == "te" or (model.attention == "auto" and not (model.precision == "fp32" and cp > 1))
     layers: Literal["te", "torch"] = "te" if "transformer_engine" in found and wanted else "torch"
     plain: Literal["apex", "torch"] = "apex" if {"apex", "fused_layer_norm_cuda"} <= found else "torch"
-    return KernelChoice(
-        layers,
-        "te" if layers == "te" else plain,
-        adam,
-        _gradient_accumulation(fused, device_type, found),
-    )
+    return KernelChoice(layers, "te" if layers == "te" else plain, adam, _gradient_accumulation(fused, device_type, found))
 
 
 def _gradient_accumulation(fused: bool, device_type: str, found: frozenset[str]) -> Literal["apex", "torch", "separate"]:

@@ -1,7 +1,5 @@
 """Check that the model can be split over the mesh. It needs no Megatron, and runs before any process is started."""
 
-from __future__ import annotations
-
 from tepo_megatron.config import ParallelConfig
 from tepo_megatron.errors import ConfigError
 from tepo_megatron.weights.ops import Architecture

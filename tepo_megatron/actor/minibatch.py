@@ -1,7 +1,5 @@
 """The flat tensors of a minibatch on the device, and the loss inputs of its microbatches."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

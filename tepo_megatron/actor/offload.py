@@ -6,8 +6,6 @@ optimizer's masters of an fp32 model are views of a few buffers, and many object
 checks that.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal

@@ -1,7 +1,5 @@
 """Restrict the output layer to the response rows, so that prompt rows and padding cost no vocabulary-sized work."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

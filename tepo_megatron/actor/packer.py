@@ -1,7 +1,5 @@
 """Divide a batch into microbatches over the data-parallel ranks, and pack those of this rank."""
 
-from __future__ import annotations
-
 from tepo_megatron.config import TrainingConfig
 from tepo_megatron.distributed.parallel import ParallelDims
 from tepo_megatron.ops.alignment import Alignment

@@ -1,7 +1,5 @@
 """Run packed microbatches through Megatron's own pipeline schedules."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -80,7 +78,7 @@ class PipelineSchedule:
 
         def forward_step(data: Iterator[PackedMicrobatch], chunk: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
             progress.microbatch += 1
-            microbatch = next(data).to(self._groups.device)
+            microbatch = on_device(next(data), self._groups.device)
             if self._rows is not None:
                 self._rows.current = microbatch.rows_R
             if self._experts is not None and microbatch.experts_SKT is not None:
@@ -105,6 +103,17 @@ class PipelineSchedule:
         )
         if self._experts is not None:
             self._experts.clear()
+
+
+def on_device(microbatch: PackedMicrobatch, device: torch.device) -> PackedMicrobatch:
+    """Return the same microbatch with its tensors on another device.
+
+    Args:
+        microbatch: The microbatch.
+        device: The device.
+    """
+    moved = {k: v.to(device, non_blocking=True) if isinstance(v, Tensor) else v for k, v in vars(microbatch).items()}
+    return PackedMicrobatch(**moved)
 
 
 def packed_seq_params(microbatch: PackedMicrobatch) -> PackedSeqParams:

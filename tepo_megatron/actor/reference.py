@@ -1,7 +1,5 @@
 """The reference policy: keep its weights in host memory, and swap them in for a forward pass."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 

@@ -4,8 +4,6 @@ Megatron-Core's own implementation (0.16) splits packed tokens into sequences, a
 queries and keys of every layer. Here the tables are computed once per microbatch, and all its layers share them.
 """
 
-from __future__ import annotations
-
 from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any

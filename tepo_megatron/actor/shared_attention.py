@@ -6,8 +6,6 @@ queries of all its responses. Both are merged by their log-sum-exps; backward pa
 call (ops/flash_attention.py).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any

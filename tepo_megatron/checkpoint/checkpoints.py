@@ -43,7 +43,7 @@ _ERROR_WAIT_SECONDS = 60.0  # how long an error that ends the run waits for the 
 class Checkpoints:
     """The checkpoints of a run, in a folder that all ranks share.
 
-    Every method is collective: all ranks call it, in the same order. So is the constructor, which creates two process groups.
+    Every method is collective: all ranks call it, in the same order. `open` makes one.
 
     In addition to the actor's host memory, each rank keeps memory for a host copy of what it writes (weights, fp32 masters and
     Adam's moments, each element on one rank). The memory is kept from one save to the next, and is page-locked if the actor is
@@ -53,25 +53,47 @@ class Checkpoints:
         folder: folder of all checkpoints, on a file system that all ranks share.
         cfg: the section `checkpoint` of the config.
         groups: the mesh of the run.
+        plans: plans the saves, over a process group that only the saving threads use.
+        callers: process group of the calling threads.
+        thread: this rank's saving thread, started.
         timeout_seconds: seconds in which a checkpoint must be written.
     """
 
     def __init__(
-        self, folder: Path, cfg: CheckpointConfig, groups: ParallelDims, timeout_seconds: float = TIMEOUT_SECONDS
+        self,
+        folder: Path,
+        cfg: CheckpointConfig,
+        groups: ParallelDims,
+        plans: SavePlanner,
+        callers: dist.ProcessGroup,
+        thread: SavingThread,
+        timeout_seconds: float,
     ) -> None:
         self._folder, self._cfg, self._groups, self._timeout_seconds = folder, cfg, groups, timeout_seconds
-        backend, limit = dist.get_backend(groups.host), datetime.timedelta(seconds=timeout_seconds)
-        with own_peers_only():
-            self._plans = SavePlanner(dist.new_group(backend=backend, timeout=limit))  # only the saving threads use it
-            self._callers = dist.new_group(backend=backend, timeout=2 * limit)  # one rank may still wait for its saving thread
+        self._plans, self._callers, self._thread = plans, callers, thread
         self._shard_cache, self._memory = ShardCache(), HostCopy()
         self._save: PendingSave | None = None
-        self._thread = SavingThread()
-        self._thread.start()
         self._blocked = 0.0
         self._complete: deque[SavedCheckpoint] = deque()
         self._broken: str | None = None
         self._held = contextlib.ExitStack()
+
+    @classmethod
+    def open(
+        cls, folder: Path, cfg: CheckpointConfig, groups: ParallelDims, timeout_seconds: float = TIMEOUT_SECONDS
+    ) -> Checkpoints:
+        """Create two process groups and start the saving thread.
+
+        Args:
+            folder, cfg, groups, timeout_seconds: See the class.
+        """
+        backend, limit = dist.get_backend(groups.host), datetime.timedelta(seconds=timeout_seconds)
+        with own_peers_only():
+            plans = SavePlanner(dist.new_group(backend=backend, timeout=limit))
+            callers = dist.new_group(backend=backend, timeout=2 * limit)  # one rank may still wait for its saving thread
+        thread = SavingThread()
+        thread.start()
+        return cls(folder, cfg, groups, plans, callers, thread, timeout_seconds)
 
     def save(self, step: int, actor: Actor, run_state: Mapping[str, Any], best: int | None = None) -> None:
         """Start saving the current state. Return once it is copied to host memory; training may then go on.

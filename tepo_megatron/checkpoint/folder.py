@@ -8,8 +8,6 @@
 Anything else in the folder is left alone.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import os

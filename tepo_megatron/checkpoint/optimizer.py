@@ -4,8 +4,6 @@ Megatron's own way to load state into a fresh optimizer depends on which Adam it
 tensors are accessed directly.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any

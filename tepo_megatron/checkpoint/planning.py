@@ -1,7 +1,5 @@
 """Agree with all ranks on what each of them writes, and create the folder to write to, while training goes on."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from pathlib import Path

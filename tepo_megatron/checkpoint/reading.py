@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
@@ -22,12 +22,16 @@ from tepo_megatron.utils.restricted_pickle import MetadataReader
 class SliceReader:
     """Reads shard slices out of a checkpoint. They need not be the shard slices that were written."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, reader: MetadataReader, metadata: Metadata) -> None:
+        self._folder, self._reader, self._metadata = folder, reader, metadata
+
+    @classmethod
+    def open(cls, folder: Path) -> SliceReader:
         """Read the metadata of the checkpoint in `folder`. Raises CheckpointError when it is missing or damaged."""
-        self._reader = MetadataReader(folder)
-        self._metadata = self._reader.read_metadata()
-        self._reader.set_up_storage_reader(self._metadata, is_coordinator=False)
-        self._folder = folder
+        reader = MetadataReader(folder)
+        metadata = reader.read_metadata()
+        reader.set_up_storage_reader(metadata, is_coordinator=False)
+        return cls(folder, reader, metadata)
 
     @property
     def names(self) -> set[str]:

@@ -1,7 +1,5 @@
 """Find the newest valid checkpoint of a run, and restore the actor from it."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging
@@ -70,10 +68,7 @@ def describe_run(step: int, actor: Actor, run_state: Mapping[str, Any]) -> bytes
     Raises:
         TypeError or ValueError: the run state is not JSON.
     """
-    numbers = {
-        "adam_step": optimizer.adam_steps(actor.optimizer),
-        "scheduler_steps": actor.scheduler.num_steps,
-    }
+    numbers = {"adam_step": optimizer.adam_steps(actor.optimizer), "scheduler_steps": actor.scheduler.num_steps}
     content = {"format": FORMAT, "step": step, "layout": describe_layout(actor), "numbers": numbers, "run": dict(run_state)}
     return json.dumps(content).encode()  # with an indent this would take ten times as long
 
@@ -143,7 +138,7 @@ def restore(found: FoundCheckpoint, actor: Actor, groups: ParallelDims, group: d
     shard_slices = list(loaded_slices(actor))
     reader = items = None
     with same_error(group, (CheckpointError,), CheckpointError):
-        reader = SliceReader(found.path)
+        reader = SliceReader.open(found.path)
         items = reader.plan(shard_slices)
     assert reader is not None and items is not None
     left_over = sorted(reader.names - set().union(*all_gather_object({b.name for b in shard_slices}, group)))

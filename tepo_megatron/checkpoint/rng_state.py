@@ -1,7 +1,5 @@
 """Capture and restore the random generators of one rank."""
 
-from __future__ import annotations
-
 import io
 import random
 from dataclasses import dataclass

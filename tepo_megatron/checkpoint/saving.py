@@ -5,8 +5,6 @@ program again, and either could outlive a killed rank. Writing, checksums and fs
 training thread runs meanwhile.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging

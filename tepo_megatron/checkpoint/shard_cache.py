@@ -5,8 +5,6 @@ the tensors keep their addresses. A shard slice of a tensor that was replaced wo
 addresses are compared at every save.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Sequence
 from typing import Any

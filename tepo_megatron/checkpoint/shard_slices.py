@@ -1,7 +1,5 @@
 """Split a range of a flattened array into slices, which are rectangular parts of the array."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 

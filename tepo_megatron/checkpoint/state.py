@@ -7,8 +7,6 @@ holds and moves dp x cp times its share, while training waits. Here each rank wr
 the global tensors, and nothing is moved between ranks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any

@@ -8,8 +8,6 @@ Megatron's own writer (0.16) forks processes per file while other threads run, g
 imports the main module again, waits without limit, and has no checksums. Therefore a thread of this package writes the files.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import pickle
@@ -28,8 +26,8 @@ from torch.distributed.checkpoint.planner import WriteItem
 from tepo_megatron.checkpoint.files import ChecksummedFile, FileChecksum, write
 from tepo_megatron.checkpoint.state import ShardSlice
 from tepo_megatron.platform.host_memory import HostArena
+from tepo_megatron.utils.restricted_pickle import METADATA
 
-METADATA = ".metadata"
 Stored = dict[MetadataIndex, _StorageInfo]
 
 

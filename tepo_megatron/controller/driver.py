@@ -4,8 +4,6 @@
 the grader, the prompts and the log. `opening.open_driver` returns the right one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,7 +13,19 @@ from tepo_megatron.inference.engine import RolloutEngine
 from tepo_megatron.observability.metrics import Metrics
 from tepo_megatron.observability.timing import Clock
 from tepo_megatron.types import Rollout
-from tepo_megatron.utils.background import NoTask
+
+
+class NoTask:
+    """The placeholder for the background work on ranks other than 0."""
+
+    @property
+    def done(self) -> bool:
+        """Return whether the work has finished."""
+        return True
+
+    def wait(self) -> tuple[bool, Any]:
+        """Return (False, None). Rank 0 broadcasts its own result instead."""
+        return False, None
 
 
 class Driver:

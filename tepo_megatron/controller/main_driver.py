@@ -1,17 +1,16 @@
 """Rank 0's driver: collect and evaluate with the engine, write the log, and hold the rollout side's state for checkpoints."""
 
-from __future__ import annotations
-
 import json
+import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from tepo_megatron.checkpoint.checkpoints import SavedCheckpoint
 from tepo_megatron.checkpoint.folder import complete
 from tepo_megatron.config import Config
 from tepo_megatron.config.io import differences, plain, under_new_names
-from tepo_megatron.controller.driver import Driver
+from tepo_megatron.controller.driver import Driver, NoTask
 from tepo_megatron.controller.step_log import StepLog
 from tepo_megatron.data import PromptStream
 from tepo_megatron.errors import ConfigError
@@ -23,11 +22,37 @@ from tepo_megatron.observability.sinks import RunLog
 from tepo_megatron.observability.timing import Clock
 from tepo_megatron.rollout import record
 from tepo_megatron.rollout.collector import Collector
-from tepo_megatron.rollout.replay import Replay
+from tepo_megatron.rollout.record import Replay
 from tepo_megatron.types import Rollout
 from tepo_megatron.utils.atomic import replace_file
-from tepo_megatron.utils.background import BackgroundTask
 from tepo_megatron.utils.storage import writing
+
+POLL_SECONDS = 0.05
+
+
+class BackgroundTask(NoTask):
+    """Background work on rank 0.
+
+    Args:
+        future: Future of the work.
+        weights_wanted: Returns whether the engine asks for weights. Without them the work may never finish.
+    """
+
+    def __init__(self, future: Future[Any], weights_wanted: Callable[[], bool]) -> None:
+        self._future, self._weights_wanted = future, weights_wanted
+
+    @property
+    def done(self) -> bool:
+        """Return whether the work has finished."""
+        return self._future.done()
+
+    def wait(self) -> tuple[bool, Any]:
+        """Return (True, None) when the engine asks for weights, (False, result) when the work is done. Re-raise its errors."""
+        while not self._future.done():
+            if self._weights_wanted():
+                return True, None
+            time.sleep(POLL_SECONDS)
+        return False, self._future.result()
 
 
 class MainDriver(Driver):

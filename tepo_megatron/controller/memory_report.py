@@ -1,7 +1,5 @@
 """Report the memory of ranks and servers at the end of each phase, as step metrics and as one table at the end of the run."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol

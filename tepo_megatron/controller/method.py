@@ -1,7 +1,5 @@
 """Resolve what the objective requires of sampling and reward shaping, where the config leaves it null."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from tepo_megatron.config import DYNAMIC_SAMPLING_ROUNDS, Config, RewardConfig, RolloutConfig

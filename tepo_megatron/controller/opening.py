@@ -1,7 +1,5 @@
 """Open the driver of a rank: on rank 0 load the prompts, start the engine and the graders, and log the setup of the run."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -26,7 +24,7 @@ from tepo_megatron.rewards import build_reward
 from tepo_megatron.rollout.collector import Collector
 from tepo_megatron.rollout.custom import open_sampler
 from tepo_megatron.rollout.experts import replayed_routing
-from tepo_megatron.rollout.replay import Replay
+from tepo_megatron.rollout.record import Replay
 
 SERVER_LOG = "server.log"
 

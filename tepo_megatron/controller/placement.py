@@ -11,8 +11,6 @@ has released its memory on every rank. On a CPU the device memory is host memory
 freed memory are returned to the system, while parameters and the optimizer's state stay in place.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Literal, Protocol
 

@@ -12,14 +12,12 @@ If trainer and engine share their devices (rollout.colocate), the engine sleeps 
 is to be sampled. Anything in between, such as a checkpoint, finds the trainer as training left it.
 """
 
-from __future__ import annotations
-
+import functools
 from collections import deque
-from collections.abc import Callable
 from typing import Any
 
 from tepo_megatron.config import EvaluationConfig, RolloutConfig
-from tepo_megatron.controller.driver import Driver
+from tepo_megatron.controller.driver import Driver, NoTask
 from tepo_megatron.controller.gate import WeightsGate
 from tepo_megatron.controller.memory_report import MemoryReport
 from tepo_megatron.controller.placement import Disaggregated
@@ -28,7 +26,6 @@ from tepo_megatron.distributed.parallel import ParallelDims
 from tepo_megatron.observability.metrics import Metrics
 from tepo_megatron.observability.timing import Clock
 from tepo_megatron.types import Rollout
-from tepo_megatron.utils.background import NoTask
 from tepo_megatron.weight_sync.sync import NoSync, WeightSync
 
 
@@ -151,10 +148,8 @@ class Schedule:
         while self._started < min(self._last, self._served + 1 + self._staleness):
             self._started += 1
             sampling = Clock()
-            self._ahead.append((self._driver.run_in_background(self._collecting(self._started, sampling)), sampling))
-
-    def _collecting(self, step: int, clock: Clock) -> Callable[[], Any]:
-        return lambda: self._driver.collect(step, clock)
+            collect = functools.partial(self._driver.collect, self._started, sampling)
+            self._ahead.append((self._driver.run_in_background(collect), sampling))
 
     def _wait(self, task: NoTask) -> Any:
         """Return the task's result from rank 0 on every rank. Meanwhile send the weights to servers that were restarted.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -46,11 +46,14 @@ class StepLog:
         self._trained_tokens = 0
         self._memory: dict[str, float | None] = {}
 
-    def receive(self, collected: tuple[list[Rollout], Metrics]) -> list[Rollout]:
-        """Take over the metrics of all samples and return the kept rollouts."""
-        rollouts, self._metrics = collected
-        self._trained_tokens = sum(r.token_ids_L.numel() for r in rollouts)
-        return rollouts
+    def receive(self, rollouts: Sequence[Rollout], metrics: Metrics) -> None:
+        """Take over the metrics of all samples and count the tokens that are trained on.
+
+        Args:
+            rollouts: The kept rollouts.
+            metrics: The metrics of all samples.
+        """
+        self._metrics, self._trained_tokens = metrics, sum(r.token_ids_L.numel() for r in rollouts)
 
     def note(self, values: Mapping[str, float | None]) -> None:
         """Record values measured once per step. None: the value could not be measured."""

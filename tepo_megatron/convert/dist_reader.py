@@ -3,8 +3,6 @@
 PyTorch's own reader plans a load of the whole model; this one memory-maps pieces of it on request.
 """
 
-from __future__ import annotations
-
 import math
 import mmap
 import pickle

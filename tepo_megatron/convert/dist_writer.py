@@ -5,8 +5,6 @@ each piece is. DCP's own writer is not used, because it keeps the last piece of 
 2.13, `filesystem._write_files_from_queue`). That is the whole model if layers have keys of their own.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 from collections.abc import Callable, Iterator, Mapping
@@ -15,11 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
-from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -29,8 +24,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.storage import WriteResult
 
+from tepo_megatron.checkpoint.tensors import Stored, write_metadata
 from tepo_megatron.convert.sink import Sink
 
 _FILE_BYTES = 4 * 2**30
@@ -62,9 +57,8 @@ class DistCheckpointWriter:
             common: content of common.pt, the part of a checkpoint that is not sharded (such as the iteration).
         """
         self.close()
-        torch.save(dict(common), self._directory / COMMON_STATE_FNAME)
         tensors: dict[str, Any] = {}
-        results = []
+        stored: Stored = {}
         for w in sorted((w for s in self.streams for w in s.written), key=lambda w: (w.key, w.offsets)):
             if w.properties is None:
                 tensors[w.key], index = BytesStorageMetadata(), MetadataIndex(w.key)
@@ -72,9 +66,8 @@ class DistCheckpointWriter:
                 entry = tensors.setdefault(w.key, TensorStorageMetadata(w.properties, w.size, []))
                 index = MetadataIndex(w.key, w.offsets, len(entry.chunks))
                 entry.chunks.append(ChunkStorageMetadata(w.offsets, w.shape))
-            results.append(WriteResult(index, w.place.length, w.place))
-        FileSystemWriter(self._directory).finish(Metadata(tensors), [results])
-        save_config(CheckpointingConfig("torch_dist", 1), str(self._directory))
+            stored[index] = w.place
+        write_metadata(self._directory, Metadata(tensors), stored, common)
 
     def close(self, sync: bool = True) -> None:
         """Close the files that are being written; with `sync`, sync them to disk first."""

@@ -1,7 +1,5 @@
 """Export a Megatron-Core checkpoint, whatever layout wrote it, to a Hugging Face directory."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence

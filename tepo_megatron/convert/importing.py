@@ -1,7 +1,5 @@
 """Import a Hugging Face directory as a Megatron-Core checkpoint that loads on any layout."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Describe what a checkpoint holds, without reading its tensors."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import re

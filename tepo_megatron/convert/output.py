@@ -1,7 +1,5 @@
 """Create an output directory that appears complete or not at all."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import os

@@ -1,7 +1,5 @@
 """Find the directories that the user names on the command line."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

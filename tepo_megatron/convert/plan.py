@@ -4,8 +4,6 @@ The mapping is Megatron-Core's own: a GPTModel of one rank is built on the meta 
 `sharded_state_dict`. No key, no shape, and no layout of layers or of gate and up projections is written down here.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

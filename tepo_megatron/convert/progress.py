@@ -1,7 +1,5 @@
 """Show the progress of a conversion."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator
 

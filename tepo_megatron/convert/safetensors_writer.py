@@ -5,8 +5,6 @@ tensor) and the data. Names and shapes are known beforehand. So the header is wr
 and the files do not depend on the order of writing.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

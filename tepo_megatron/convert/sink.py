@@ -1,7 +1,5 @@
 """Write a file that is synced to disk when it is closed."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 from pathlib import Path

@@ -4,8 +4,6 @@ Most of a conversion is work of the kernel (it maps pages that are read, and all
 the kernel serializes writes to one file. So each thread does all steps for its parameters, and writes to files of its own.
 """
 
-from __future__ import annotations
-
 import contextlib
 import contextvars
 import threading

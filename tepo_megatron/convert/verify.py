@@ -1,7 +1,5 @@
 """Verify that a Megatron checkpoint is a given Hugging Face model: compare all bits, and what both models compute."""
 
-from __future__ import annotations
-
 import gc
 import warnings
 from collections.abc import Sequence

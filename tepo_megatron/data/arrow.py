@@ -1,7 +1,5 @@
 """Read the rows of parquet files and of Hugging Face datasets through Arrow record batches."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any

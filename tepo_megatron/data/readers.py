@@ -1,7 +1,5 @@
 """Read the rows of JSON-lines files, and define the `RowReader` interface that every kind of dataset implements."""
 
-from __future__ import annotations
-
 import bisect
 import glob
 import gzip
@@ -41,15 +39,12 @@ class RowReader(Protocol):
             keys: Dotted keys. A row holds at least the columns that these name, as far as it has them.
             passing_repeats: Rows that are recognized as byte-identical copies of an earlier row may be skipped.
         """
-        ...
 
     def whole(self, place: int) -> Row:
         """Return all columns of the row that `rows` yielded last; `place` must be its place."""
-        ...
 
     def where(self, place: int) -> str:
         """Return how error messages name the row: its file, and its number counted from 1."""
-        ...
 
 
 class JsonLines:

@@ -1,7 +1,5 @@
 """Counts of a dataset's used and dropped rows, for the log of the run."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from tepo_megatron.errors import DataError

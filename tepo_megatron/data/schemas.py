@@ -1,7 +1,5 @@
 """Known row schemas: the columns of prompt and gold answer, and how a row's schema is detected."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Deduplicate prompts: keep the first row of each, count copies, collect rows with contradicting answers."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import marshal

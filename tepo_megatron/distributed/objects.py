@@ -4,8 +4,6 @@ Every function is a collective over an explicit group, and waits no longer than 
 group must consist of processes of one run.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from typing import TypeVar

@@ -6,8 +6,6 @@ wheels.) The kernel knows the user behind each end of a connection within one ma
 facts refer to PyTorch 2.13.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import os

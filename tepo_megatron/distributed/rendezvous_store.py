@@ -5,8 +5,6 @@ change its contents, including the addresses of members. Between machines the st
 the servers (docs/security.md). This module runs in the trainer and inside the servers.
 """
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 import ipaddress
@@ -30,15 +28,12 @@ class KeyValueStore(Protocol):
             key: The key.
             amount: Added to the key's number in a TCPStore.
         """
-        ...
 
     def check(self, keys: Sequence[str]) -> bool:
         """Return whether all keys exist."""
-        ...
 
     def delete_key(self, key: str) -> bool:
         """Remove a key."""
-        ...
 
 
 class FolderNotPrivate(RuntimeError):

@@ -1,7 +1,5 @@
 """`tepo doctor`: find out whether a run can work before it costs anything."""
 
-from __future__ import annotations
-
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator

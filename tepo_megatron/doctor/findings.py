@@ -1,7 +1,5 @@
 """The result of a check, and its form on the terminal."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal

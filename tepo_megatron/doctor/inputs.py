@@ -1,7 +1,5 @@
 """Check the inputs of a run: the model's tokenizer, the prompts and their answers."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 import torch

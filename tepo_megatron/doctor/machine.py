@@ -1,7 +1,5 @@
 """Check this machine without starting anything: packages, processors, memory, disk, ports."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import os
 import shutil

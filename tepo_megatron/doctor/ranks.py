@@ -1,7 +1,5 @@
 """Let the ranks of a run connect and measure their all-reduces: `python -m tepo_megatron.doctor.ranks CONFIG` per rank."""
 
-from __future__ import annotations
-
 import json
 import sys
 import time

@@ -1,7 +1,5 @@
 """Run one small step of the run itself and discard it: with real ranks, real servers and real grading."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

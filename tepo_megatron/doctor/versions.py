@@ -1,7 +1,5 @@
 """Check for known bad combinations of versions, and report which kernels compute on a GPU."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import os
 import platform

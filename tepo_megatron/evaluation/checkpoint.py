@@ -1,7 +1,5 @@
 """Turn the checkpoint that a user names into a Hugging Face directory that an engine can load."""
 
-from __future__ import annotations
-
 import contextlib
 import tempfile
 from collections.abc import Callable, Iterator

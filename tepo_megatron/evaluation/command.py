@@ -1,7 +1,5 @@
 """`tepo evaluate`: evaluate a model on benchmarks, with an engine started for it or on running servers."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace

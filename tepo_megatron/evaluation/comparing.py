@@ -1,7 +1,5 @@
 """`tepo compare A B`: compare two evaluations on the same problems, paired by problem."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The folder of an evaluation: `evaluation.json` (protocols and results), `NAME.jsonl` (every sample), `evaluation.md`."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import logging

@@ -1,7 +1,5 @@
 """Tables 1 and 2 of the paper, in percent, to print next to a result. About their averages see examples/paper/README.md."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Read and write `evaluation.jsonl`: each held-out problem's score before and after a run, for comparisons between runs."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Compute results from the samples of benchmarks: of one benchmark, over all, and of two runs on the same problems."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

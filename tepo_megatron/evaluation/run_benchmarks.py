@@ -1,7 +1,5 @@
 """Benchmarks during a run, on its own servers. They are stored in `evaluation/step-00000010/`, as `tepo evaluate` does."""
 
-from __future__ import annotations
-
 import logging
 import shutil
 import statistics

@@ -1,7 +1,5 @@
 """The evaluations of a run: measure at a step, choose the best step, stop early, and summarize."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path

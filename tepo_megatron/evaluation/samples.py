@@ -1,7 +1,5 @@
 """Every graded sample of a benchmark, one line of JSON each. Results are computed from these lines, now and later."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from collections.abc import Callable, Iterable, Sequence

@@ -6,8 +6,6 @@ training seed would change: with few seeds nothing honest can be computed for th
 mean.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 import statistics

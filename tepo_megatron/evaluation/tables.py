@@ -1,7 +1,5 @@
 """Results as tables, for the terminal and in Markdown, from one set of cells."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 

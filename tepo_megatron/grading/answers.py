@@ -5,8 +5,6 @@ All functions are linear, or nearly so, in the length of the text: they run in t
 
 # ruff: noqa: RUF001  (this file is about signs that look like others)
 
-from __future__ import annotations
-
 import re
 import unicodedata
 

@@ -4,8 +4,6 @@ Each repair names the fault of math-verify 0.9.0 that it corrects; docs/rewards.
 cases.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
@@ -35,12 +33,7 @@ def load_grader() -> Callable[[str, str], str]:
 
     def parse_boxed(content: str) -> list[Any]:
         # no time limit here or in verify: theirs covers single calls, the worker's alarm covers all of them
-        return parse(
-            f"\\boxed{{{content}}}",
-            extraction_config=targets,
-            fallback_mode="no_fallback",
-            parsing_timeout=None,
-        )
+        return parse(f"\\boxed{{{content}}}", extraction_config=targets, fallback_mode="no_fallback", parsing_timeout=None)
 
     parse_gold = lru_cache(maxsize=_GOLDS_KEPT)(parse_boxed)  # one gold answer is compared with a whole group of answers
 

@@ -5,8 +5,6 @@ stdout, after a first line `"ready"`. It is run as a file, so that it starts in 
 nor a GPU context (unless a user's own function loads them).
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import logging

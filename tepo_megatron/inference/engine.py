@@ -9,10 +9,7 @@
 `RolloutEngine` is their union. Ask for the smallest protocol that you use.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
-from types import TracebackType
 from typing import Literal, Protocol, Self
 
 from tepo_megatron.types import Prompt, Rollout, SamplingParams
@@ -41,15 +38,12 @@ class GroupStream(Protocol):
         Args:
             prompts, sampling, seed: See `Sampler.generate`.
         """
-        ...
 
     def next(self) -> list[Rollout] | None:
         """Wait for the next group and return it; None if nothing is being sampled. Raises as `Sampler.generate`."""
-        ...
 
     def close(self) -> None:
         """Cancel what is being sampled."""
-        ...
 
 
 class Sampler(Protocol):
@@ -72,11 +66,9 @@ class Sampler(Protocol):
         Raises:
             RolloutError: Sampling failed.
         """
-        ...
 
     def open(self) -> GroupStream:
         """Return a stream that samples like `generate` and delivers group by group. Nothing is being sampled yet."""
-        ...
 
     async def sample(self, prompt: Prompt, sampling: SamplingParams, seed: int) -> list[Rollout]:
         """Sample one prompt like `generate`, awaited in any event loop, many at once: for samples with several turns.
@@ -84,7 +76,6 @@ class Sampler(Protocol):
         Args:
             prompt, sampling, seed: See `generate`.
         """
-        ...
 
 
 class Sleepable(Protocol):
@@ -95,14 +86,12 @@ class Sleepable(Protocol):
 
     def sleep(self) -> None:
         """Release the memory of the weights and the KV cache, once no request is in flight. Returns when the memory is free."""
-        ...
 
     def wake(self, part: EnginePart) -> None:
         """Allocate the memory of `part` again: first the weights, then the KV cache, after which the engine serves.
 
         The values of the weights are lost; an update has to send them again.
         """
-        ...
 
 
 class Lifecycle(Protocol):
@@ -113,42 +102,34 @@ class Lifecycle(Protocol):
 
     def start(self) -> None:
         """Start the servers and return at once, so that the actor can be built meanwhile. Raises RolloutError, ConfigError."""
-        ...
 
     def wait_ready(self) -> None:
         """Return when the servers take requests. Raises RolloutError if too few do in time."""
-        ...
 
     def resident_bytes(self) -> int:
         """Return the host memory of the engine's processes: the sum of their resident set sizes, in bytes."""
-        ...
 
     @property
     def version(self) -> int:
         """Version of the weights of the last `begin_update`; INITIAL_VERSION before the first."""
-        ...
 
     @property
     def needs_weights(self) -> bool:
         """Return whether a server lacks the weights of `version`, so that another update has to send them."""
-        ...
 
     @property
     def restarts(self) -> int:
         """Number of server restarts since `start`, for any reason."""
-        ...
 
     def take_events(self) -> list[str]:
         """Return messages for the user about events since the last call, a line or more each."""
-        ...
 
     def close(self) -> None:
         """End the servers and every process that they started; bounded in time. May be called again."""
-        ...
 
     def __enter__(self) -> Self: ...
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None: ...
+    def __exit__(self, *exc_info: object) -> None: ...
 
 
 class RolloutEngine(Sampler, WeightReceiver, Sleepable, Lifecycle, Protocol):

@@ -1,7 +1,5 @@
 """The adapter that each kind of engine implements: how one of its servers is started, and which HTTP requests it takes."""
 
-from __future__ import annotations
-
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -93,7 +91,6 @@ class EngineApi(Protocol):
         Raises:
             ConfigError: The engine is not installed.
         """
-        ...
 
     def environment(self, cfg: ServerConfig, launch: LaunchSpec, inherited: Mapping[str, str], key: str) -> dict[str, str]:
         """Return the server's whole environment.
@@ -103,15 +100,12 @@ class EngineApi(Protocol):
             inherited: Environment of this process.
             key: Key that the server requires in every request.
         """
-        ...
 
     async def server_info(self, send: Send) -> ServerInfo:
         """Ask a healthy server to describe itself."""
-        ...
 
     async def prepare(self, send: Send) -> None:
         """Send what a healthy server needs once before it takes weights."""
-        ...
 
     async def generate(self, send: Send, prompt: Prompt, sampling: SamplingParams, seed: int, version: int) -> list[Rollout]:
         """Return the samples of one prompt, by sample index. Raises RolloutError for an answer that is not what was asked for.
@@ -120,18 +114,15 @@ class EngineApi(Protocol):
             prompt, sampling, seed: See `Sampler.generate`.
             version: Version that the server has to serve. Raises StaleWeights if it does not.
         """
-        ...
 
     async def interrupt(self, send: Send) -> None:
         """Abort the requests in flight.
 
         They return the tokens sampled so far; the stop reason of aborted samples is `partial.ABORTED`.
         """
-        ...
 
     async def begin_update(self, send: Send) -> None:
         """Begin an update of all weights, on a new server or one that has finished the update before."""
-        ...
 
     async def join_groups(self, send: Send, spec: GroupSpec) -> None:
         """Have all ranks of the server join process groups with the trainer's ranks, if they can.
@@ -139,7 +130,6 @@ class EngineApi(Protocol):
         Args:
             spec: See `RankReceiver.join_groups`.
         """
-        ...
 
     async def keep_unchanged(self, send: Send, unchanged: UnchangedTensors) -> None:
         """Announce the tensors that the current update leaves unchanged.
@@ -147,7 +137,6 @@ class EngineApi(Protocol):
         Args:
             unchanged: See `RankReceiver.keep_unchanged`.
         """
-        ...
 
     async def load(self, send: Send, sources: Sequence[Source]) -> None:
         """Load the tensors of some sources. When this returns, files are no longer needed.
@@ -155,7 +144,6 @@ class EngineApi(Protocol):
         Args:
             sources: See `RankReceiver.take`.
         """
-        ...
 
     async def finish_update(self, send: Send, version: int) -> None:
         """Serve the loaded weights and drop every cache of the old ones.
@@ -165,18 +153,15 @@ class EngineApi(Protocol):
         Args:
             version: Version of the new weights.
         """
-        ...
 
     async def checksums(self, send: Send) -> Mapping[str, str] | None:
         """Return "rank:parameter" -> checksum of what is served, in the engine's own names.
 
         None: the engine has no checksums.
         """
-        ...
 
     async def sleep(self, send: Send) -> None:
         """Release weights and KV cache of an idle, awake server. Raises RolloutError for an answer that says otherwise."""
-        ...
 
     async def wake(self, send: Send, part: EnginePart) -> None:
         """Allocate memory again. With that of the KV cache the server serves. Raises as `sleep`.
@@ -184,4 +169,3 @@ class EngineApi(Protocol):
         Args:
             part: Part to wake, once after each `sleep`.
         """
-        ...

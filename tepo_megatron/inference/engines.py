@@ -3,8 +3,6 @@
 A new engine is a file with an `EngineApi` and a row in `ENGINES`.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -17,9 +15,9 @@ from tepo_megatron.errors import ConfigError
 from tepo_megatron.inference.engine_api import EngineApi, LaunchSpec, Platform
 from tepo_megatron.inference.servers.endpoint import Endpoint
 from tepo_megatron.inference.servers.fleet import Fleet
+from tepo_megatron.inference.servers.lease import Quiesce
 from tepo_megatron.inference.servers.local import LocalServer
 from tepo_megatron.inference.servers.process import GRACE_SECONDS, LOOPBACK
-from tepo_megatron.inference.servers.quiesce import Quiesce
 from tepo_megatron.inference.servers.remote import FoundServer, NamedServer
 from tepo_megatron.inference.servers.rendezvous import Rendezvous
 from tepo_megatron.inference.servers.server import Server

@@ -5,8 +5,6 @@ partial response as the prompt. The new weights alone sample it, with a new KV c
 Both engines can also resume requests after a pause, but only SGLang reports which token came from which weights.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 

@@ -1,7 +1,5 @@
 """Turn an engine's answers into rollouts. Answers that do not match the request are rejected, whatever the engine."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 from collections.abc import Callable, Sequence

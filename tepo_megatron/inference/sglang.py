@@ -4,8 +4,6 @@ Facts about SGLang are of 0.5.23. Nothing here imports SGLang: it runs in a sepa
 vLLM's), started by `weight_sync/receiver/sglang_server.py`, which must be importable there.
 """
 
-from __future__ import annotations
-
 import base64
 import functools
 import json
@@ -228,10 +226,7 @@ def generate_request(prompt: Prompt, sampling: SamplingParams, seed: int) -> dic
         prompt, sampling, seed: See `Sampler.generate`.
     """
     first = prompt_seed(seed, prompt.id, sampling.samples)
-    params = {
-        "max_new_tokens": sampling.max_tokens,
-        **engine_sampling_params(sampling),
-    }
+    params = {"max_new_tokens": sampling.max_tokens, **engine_sampling_params(sampling)}
     return {
         "input_ids": [list(prompt.token_ids)] * sampling.samples,
         "sampling_params": [params | {"sampling_seed": first + k} for k in range(sampling.samples)],

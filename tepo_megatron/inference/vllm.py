@@ -4,8 +4,6 @@ Facts about vLLM are of 0.32; timings are of a 0.6 M-parameter model on 2 CPU co
 separate process, in which `vllm_plugin.py` loads weights and `vllm_auth.py` requires the key.
 """
 
-from __future__ import annotations
-
 import base64
 import io
 import json

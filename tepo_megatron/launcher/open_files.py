@@ -1,7 +1,5 @@
 """Check that this machine lets the processes of a run open as many files as they need."""
 
-from __future__ import annotations
-
 import resource
 
 from tepo_megatron.config import RewardConfig, RolloutConfig

@@ -4,8 +4,6 @@ This package imports neither Megatron nor torch.distributed. "Eq.", "Section", "
 those of the TEPO paper; "Panel" is a panel of its Table 3. Comments say which values the paper leaves open.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

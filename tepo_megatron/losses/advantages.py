@@ -1,7 +1,5 @@
 """Group-relative advantages: each response is compared with the other responses to the same prompt."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -29,14 +27,6 @@ def split_groups(rollouts: Sequence[Rollout]) -> list[list[Rollout]]:
             raise ValueError(f"the rollouts of prompt {prompt_id} are not next to each other; order them by prompt")
         seen.add(prompt_id)
     return groups
-
-
-def informative(groups: Sequence[list[Rollout]]) -> list[list[Rollout]]:
-    """Return the groups whose unshaped scores differ. If all are right or all wrong, no response is better than another.
-
-    This is the paper's filter (Section 4.1) and that of DAPO's dynamic sampling (arXiv 2503.14476).
-    """
-    return [group for group in groups if len({rollout.score for rollout in group}) > 1]
 
 
 def group_advantages(rollouts: Sequence[Rollout], kind: str) -> Tensor:

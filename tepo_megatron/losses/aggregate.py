@@ -8,8 +8,6 @@ Since the denominators are those of the whole minibatch, the sum of the weighted
 objective, however the sequences are distributed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from torch import Tensor

@@ -9,8 +9,6 @@ pi_old. A correction is a function (mismatch_R, segments, part) -> weight_R, a `
 The weight has no gradient and multiplies the surrogate alone. The denominators of the loss do not change.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

@@ -3,8 +3,6 @@
 A metric is a (numerator, denominator) pair. Both are summed over microbatches and ranks before the division.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from torch import Tensor

@@ -1,7 +1,5 @@
 """The entropy term inside the advantage, per response row (_R). The entropy bonus is a line of `Objective.__call__`."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """The inputs of a loss, apart from the current token statistics."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from torch import Tensor

@@ -7,8 +7,6 @@ A mask is a function (advantage_R, entropy_change_R, tolerance) -> bool_R, a `Ma
     tolerance: nats; |dH| up to it counts as no change
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

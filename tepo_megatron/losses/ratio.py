@@ -7,8 +7,6 @@ A ratio is a function (log_ratio_R, segments, constant_factors) -> ratio_R, a `R
         a sequence, so that the sequence ratio may skip its collective in backward
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

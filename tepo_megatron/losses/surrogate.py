@@ -9,8 +9,6 @@ A surrogate is a function (ratio_R, logprob_R, advantage_R, bounds) -> (value_R,
     clipped_R: bool, the rows on which the bounds act: they remove the gradient or, for `stop_gradient`, limit the weight
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

@@ -7,8 +7,6 @@ A weighting is a function (tokens, part) -> BatchStatistics:
 It runs once per optimizer step, before any backward. No gradient passes through it.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

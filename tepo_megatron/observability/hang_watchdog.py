@@ -67,11 +67,9 @@ class BeatStore(Protocol):
 
     def check(self, keys: list[str], /) -> bool:
         """Return whether all keys exist."""
-        ...
 
     def get(self, key: str, /) -> bytes:
         """Return the value of a key."""
-        ...
 
     def set(self, key: str, value: str, /) -> None:
         """Replace the value of a key.
@@ -80,7 +78,6 @@ class BeatStore(Protocol):
             key: The key.
             value: The new value.
         """
-        ...
 
     def compare_set(self, key: str, expected: str, value: str, /) -> bytes:
         """Set a key if it has the expected value.
@@ -93,7 +90,6 @@ class BeatStore(Protocol):
         Returns:
             The value that the key has afterwards.
         """
-        ...
 
 
 @dataclass

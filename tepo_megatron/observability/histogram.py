@@ -1,7 +1,5 @@
 """Logarithmic histograms of signed numbers. Counts add up over ranks, microbatches and updates; quantiles come last."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

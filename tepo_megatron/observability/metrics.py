@@ -1,7 +1,5 @@
 """Metrics as (numerator, denominator) pairs, so that means over microbatches and ranks are exact."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 

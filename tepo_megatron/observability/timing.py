@@ -1,7 +1,5 @@
 """Measure wall time by phase."""
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections.abc import Iterator

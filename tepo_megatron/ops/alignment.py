@@ -1,7 +1,5 @@
 """Padding of packed sequences, as the mesh requires it. It imports no torch, because `tepo plan` runs without."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

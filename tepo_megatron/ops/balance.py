@@ -3,8 +3,6 @@
 Sequences are named by their index into `PlanItems`. They are assigned in that order, as a rule the longest first.
 """
 
-from __future__ import annotations
-
 import bisect
 import heapq
 from collections.abc import Sequence

@@ -4,8 +4,6 @@ A sequence is split into 2 cp chunks of equal length; rank r holds chunks r and 
 which attends to few tokens, is paired with a late one, so that causal attention costs every rank the same. Packed sequences are
 split one by one. All functions are pure; nothing here communicates."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch
@@ -20,24 +18,6 @@ def zigzag_chunks(cp_size: int, cp_rank: int) -> tuple[int, ...]:
         cp_rank: Rank among them.
     """
     return (0,) if cp_size == 1 else (cp_rank, 2 * cp_size - 1 - cp_rank)
-
-
-def shard_zigzag_packed(x_S: Tensor, cu_seqlens: Tensor, cp_size: int, cp_rank: int, dim: int) -> Tensor:
-    """Return this rank's chunks of sequences packed along `dim`, packed again: [..., S, ...] -> [..., S / cp_size, ...].
-
-    Args:
-        x_S: Tensor with S packed tokens along `dim`.
-        cu_seqlens: Integer [G + 1], the start of each sequence, and S.
-        cp_size: Number of context-parallel ranks. With 1, `x_S` is returned as it is.
-        cp_rank: Rank among them.
-        dim: Dimension of the tokens.
-
-    Raises:
-        ValueError: With context parallelism, 2 cp_size does not divide the length of a sequence.
-    """
-    if cp_size == 1:
-        return x_S
-    return x_S.index_select(dim, zigzag_rows(cu_seqlens, cp_size, cp_rank).to(x_S.device))
 
 
 def zigzag_rows(cu_seqlens: Tensor, cp_size: int, cp_rank: int) -> Tensor:

@@ -8,8 +8,6 @@ whose keys are a part of a softmax, given the output and the log-sum-exp of the 
 contribution of its keys to the gradients.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Protocol
 

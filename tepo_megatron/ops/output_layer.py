@@ -7,8 +7,6 @@ directly in fp32.
 Layout: R rows (those whose label is a response token); V local vocabulary columns, padding included; H hidden size.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

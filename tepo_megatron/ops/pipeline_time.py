@@ -4,8 +4,6 @@ Legend: m microbatches, K rows of costs that are evaluated together, for example
 of forward and backward on ONE stage, in any unit. All stages are assumed to take the same time.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache

@@ -4,8 +4,6 @@ Every rank holds the lengths of the whole batch and derives the same plan from t
 of cost is the time of one token without attention. Sequences that share a prompt are planned as one item.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import numpy as np

@@ -46,12 +46,7 @@ class Segments:
             group: Context-parallel group. None: one rank.
         """
         return cls(
-            microbatch.sequence_R,
-            microbatch.lengths_G,
-            group,
-            microbatch.position_R,
-            microbatch.chunk_R,
-            microbatch.chunks,
+            microbatch.sequence_R, microbatch.lengths_G, group, microbatch.position_R, microbatch.chunk_R, microbatch.chunks
         )
 
     def sum(self, x_R: Tensor) -> Tensor:

@@ -7,8 +7,6 @@ gradient, so that no second tensor of their size is held.
 Layout: R rows; V local vocabulary columns (tensor-parallel rank r owns columns [r * V, (r + 1) * V) of the vocabulary).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -8,8 +8,6 @@ With `training.offload_activations` tensors of `LEAST_OFFLOADED` bytes or more a
 that saves a tensor makes its own copy of the part that it saves.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal

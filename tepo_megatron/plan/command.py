@@ -1,7 +1,5 @@
 """The command `tepo plan CONFIG`."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Predict the engine's bytes on a GPU: weights, KV cache, and the memory that a sleeping engine keeps."""
 
-from __future__ import annotations
-
 from tepo_megatron.config import AnyServerConfig, RolloutConfig, ServerConfig
 from tepo_megatron.errors import ConfigError
 from tepo_megatron.plan import parameters

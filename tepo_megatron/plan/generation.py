@@ -1,7 +1,5 @@
 """Predict the sampling time of the engine. Every decoding step reads the weights and the KV cache of all running sequences."""
 
-from __future__ import annotations
-
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ This project measured none of these numbers. docs/plan.md names the sources, and
 are from what others measured.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

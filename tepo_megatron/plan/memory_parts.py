@@ -1,7 +1,5 @@
 """Data objects of the memory predictions: a model with its way of computing, and the memory of a GPU in one state."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 

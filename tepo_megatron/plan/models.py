@@ -1,7 +1,5 @@
 """Sizes of models that recipes and published figures name, as in their `config.json`, for machines without these models."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

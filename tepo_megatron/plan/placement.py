@@ -1,7 +1,5 @@
 """Determine the GPUs of trainer and engine from the config (`docs/launch.md`, "Where ranks and servers are")."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

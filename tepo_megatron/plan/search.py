@@ -1,7 +1,5 @@
 """Search all layouts of a number of GPUs: which ones fit, how fast they are predicted to be, and why the others are refused."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace

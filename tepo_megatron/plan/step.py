@@ -1,7 +1,5 @@
 """Predict the seconds of a training step by phase, and its throughput."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property

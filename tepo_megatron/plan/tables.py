@@ -1,7 +1,5 @@
 """Format the output of `tepo plan`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Predict the hours of a whole run: steps, evaluations, and the time that training waits for checkpoints."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 

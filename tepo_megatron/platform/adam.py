@@ -1,7 +1,5 @@
 """Implement Adam on the CPU with the interface of Transformer Engine's and Apex's FusedAdam."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

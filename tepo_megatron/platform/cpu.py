@@ -13,8 +13,6 @@ redirection is one function that states its reason, in a file for each kind:
 Redirections last as long as the process and affect all of it: a process is either a CPU process or a CUDA process.
 """
 
-from __future__ import annotations
-
 import os
 
 from tepo_megatron.platform import cuda_api, gloo, mcore, memory, tensors

@@ -1,7 +1,5 @@
 """Require a GPU for the CUDA platform, which redirects nothing."""
 
-from __future__ import annotations
-
 import torch
 
 from tepo_megatron.errors import ConfigError

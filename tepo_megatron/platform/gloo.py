@@ -5,8 +5,6 @@ gloo has everything else that Megatron-Core calls, including bf16 and ReduceOp.A
 each.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -79,10 +77,7 @@ def _uneven_all_gather(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def all_gather(
-        tensor_list: list[Tensor],
-        tensor: Tensor,
-        group: dist.ProcessGroup | None = None,
-        async_op: bool = False,
+        tensor_list: list[Tensor], tensor: Tensor, group: dist.ProcessGroup | None = None, async_op: bool = False
     ) -> Any:
         if async_op or _are_equal(tensor_list):
             return original(tensor_list, tensor, group=group, async_op=async_op)

@@ -1,7 +1,5 @@
 """Import Megatron-Core without a GPU, and fix what it gets wrong there."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import importlib.machinery

@@ -1,7 +1,5 @@
 """Keep freed memory in the process, return it to the device, and report how much memory the process has."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 from dataclasses import dataclass

@@ -8,8 +8,6 @@ On the platform `cpu` the same variable stages every tensor. That adds copies an
 GPU: tests/parallel/test_staged_gloo.py.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import inspect

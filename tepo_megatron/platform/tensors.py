@@ -1,7 +1,5 @@
 """Redirect tensor factories and methods, so that a request for a CUDA device gets the CPU."""
 
-from __future__ import annotations
-
 import functools
 import sys
 from collections.abc import Callable
@@ -13,15 +11,7 @@ from torch.utils._device import _device_constructors
 
 CPU = torch.device("cpu")
 
-_LIKE_FACTORIES = (
-    "empty_like",
-    "full_like",
-    "ones_like",
-    "rand_like",
-    "randint_like",
-    "randn_like",
-    "zeros_like",
-)
+_LIKE_FACTORIES = ("empty_like", "full_like", "ones_like", "rand_like", "randint_like", "randn_like", "zeros_like")
 
 
 def redirect_factories() -> None:

@@ -1,7 +1,5 @@
 """`tepo report`: show a run as a page, `report.html`, and as a picture, `report.png`; compare several runs on one page."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

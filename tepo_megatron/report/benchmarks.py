@@ -1,7 +1,5 @@
 """Report the benchmarks of a run, from the `evaluation.json` and `NAME.jsonl` files in `evaluation/step-00000010/`."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import json

@@ -1,7 +1,5 @@
 """The charts of a run's page, by section: each panel of the picture alone, with a sentence on how to read it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any

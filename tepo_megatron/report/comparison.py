@@ -1,7 +1,5 @@
 """Compare several runs: curves in shared axes, final figures, evaluations, and the settings that differ."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Shared by all panels: the records as arrays, colours and style, and ways to draw a curve."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any

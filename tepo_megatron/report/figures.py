@@ -1,7 +1,5 @@
 """Summarize curves: one figure per quantity, and how it is formatted."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Report a run's evaluations on held-out problems: accuracies, the paired change, and the problems that changed most."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The panels of the picture. Each function draws one cell of the grid; quantities that no step measured are left out."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -10,39 +8,21 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.gridspec import SubplotSpec
 
-from tepo_megatron.report.drawing import (
-    BLUE,
-    GREEN,
-    GREY,
-    INK,
-    MUTED,
-    ORANGE,
-    PERCENT,
-    PURPLE,
-    RED,
-    SMALL,
-    Curves,
-    band,
-    from_zero,
-    legend,
-    line,
-    stack,
-    stacked,
-    symmetric_log,
-)
+from tepo_megatron.report import drawing as draw
+from tepo_megatron.report.drawing import Curves
 
 # fp32 on the CPU platform keeps the rollout/train log-prob difference below these if the engine serves the actor's weights
 FP32_MEAN_GATE = 1e-5
 FP32_MAX_GATE = 1e-3
 
 PHASES = (
-    ("rollout", BLUE),
-    ("reward", ORANGE),
-    ("old_stats", PURPLE),
-    ("update", GREEN),
-    ("sync", RED),
+    ("rollout", draw.BLUE),
+    ("reward", draw.ORANGE),
+    ("old_stats", draw.PURPLE),
+    ("update", draw.GREEN),
+    ("sync", draw.RED),
 )
-PHASES_AHEAD = (("wait", BLUE), *PHASES[2:])
+PHASES_AHEAD = (("wait", draw.BLUE), *PHASES[2:])
 
 
 def learning(figure: Figure, cell: SubplotSpec, curves: Curves, evaluations: Sequence[tuple[float, float, float]]) -> None:
@@ -54,18 +34,18 @@ def learning(figure: Figure, cell: SubplotSpec, curves: Curves, evaluations: Seq
         curves: Records of the run.
         evaluations: (step, accuracy, standard error) of each evaluation.
     """
-    (axis,) = stacked(figure, cell, "Reward and accuracy", 1)
+    (axis,) = draw.stacked(figure, cell, "Reward and accuracy", 1)
     reward, accuracy = curves["reward/mean"], curves["accuracy/mean"]
     if np.array_equal(reward, accuracy, equal_nan=True):
-        line(axis, curves, accuracy, BLUE, "rollouts: reward = accuracy")
+        draw.line(axis, curves, accuracy, draw.BLUE, "rollouts: reward = accuracy")
     else:
-        line(axis, curves, reward, ORANGE, "rollouts: reward")
-        line(axis, curves, accuracy, BLUE, "accuracy")
+        draw.line(axis, curves, reward, draw.ORANGE, "rollouts: reward")
+        draw.line(axis, curves, accuracy, draw.BLUE, "accuracy")
     if evaluations:
         steps, means, errors = zip(*evaluations, strict=True)
-        axis.errorbar(steps, means, errors, fmt="D", color=INK, ms=6, capsize=4, lw=1.5, zorder=5, label="evaluation")
-    axis.yaxis.set_major_formatter(PERCENT)
-    legend(axis)
+        axis.errorbar(steps, means, errors, fmt="D", color=draw.INK, ms=6, capsize=4, lw=1.5, zorder=5, label="evaluation")
+    axis.yaxis.set_major_formatter(draw.PERCENT)
+    draw.legend(axis)
 
 
 def entropy(figure: Figure, cell: SubplotSpec, curves: Curves) -> None:
@@ -79,13 +59,13 @@ def entropy(figure: Figure, cell: SubplotSpec, curves: Curves) -> None:
     units = {"loss/ref_kl": "nats per token", "reward/ref_kl": "nats per response"}
     measured = [key for key in units if key in curves]
     title = "Entropy and KL to the reference" if measured else "Entropy"
-    top, *rest = stacked(figure, cell, title, 1 + len(measured))
-    line(top, curves, curves["actor/entropy"], PURPLE, "mean over response tokens, nats")
-    from_zero(top)
-    legend(top)
+    top, *rest = draw.stacked(figure, cell, title, 1 + len(measured))
+    draw.line(top, curves, curves["actor/entropy"], draw.PURPLE, "mean over response tokens, nats")
+    draw.from_zero(top)
+    draw.legend(top)
     for axis, key in zip(rest, measured, strict=True):
-        line(axis, curves, curves[key], BLUE, f"KL to the reference, {units[key]}")
-        legend(axis)
+        draw.line(axis, curves, curves[key], draw.BLUE, f"KL to the reference, {units[key]}")
+        draw.legend(axis)
 
 
 def ratio(figure: Figure, cell: SubplotSpec, curves: Curves) -> None:
@@ -96,11 +76,11 @@ def ratio(figure: Figure, cell: SubplotSpec, curves: Curves) -> None:
         cell: Cell of its grid.
         curves: Records of the run.
     """
-    (axis,) = stacked(figure, cell, "Ratio w to the old policy", 1)
-    line(axis, curves, curves["tepo/ratio_p50"], GREEN, "median")
-    band(axis, curves, curves["tepo/ratio_p01"], curves["tepo/ratio_p99"], GREEN, "1st to 99th percentile")
-    axis.axhline(1, color=MUTED, lw=1, ls=":")
-    legend(axis)
+    (axis,) = draw.stacked(figure, cell, "Ratio w to the old policy", 1)
+    draw.line(axis, curves, curves["tepo/ratio_p50"], draw.GREEN, "median")
+    draw.band(axis, curves, curves["tepo/ratio_p01"], curves["tepo/ratio_p99"], draw.GREEN, "1st to 99th percentile")
+    axis.axhline(1, color=draw.MUTED, lw=1, ls=":")
+    draw.legend(axis)
 
 
 def entropy_change(figure: Figure, cell: SubplotSpec, curves: Curves) -> None:
@@ -111,22 +91,24 @@ def entropy_change(figure: Figure, cell: SubplotSpec, curves: Curves) -> None:
         cell: Cell of its grid.
         curves: Records of the run.
     """
-    axes = stacked(figure, cell, "Entropy change dH by sign of A, nats", 2)
+    axes = draw.stacked(figure, cell, "Entropy change dH by sign of A, nats", 2)
     floor = curves.between("tepo/entropy_noise_floor")
     magnitudes = [0.0]
-    for axis, side, color, label in zip(axes, ("up", "down"), (BLUE, ORANGE), ("A > 0: median", "A < 0: median"), strict=True):
+    for axis, side, color, label in zip(
+        axes, ("up", "down"), (draw.BLUE, draw.ORANGE), ("A > 0: median", "A < 0: median"), strict=True
+    ):
         low, middle, high = (curves[f"tepo/dH_{side}_p{q}"] for q in ("05", "50", "95"))
         magnitudes += [float(v) for v in np.abs(np.concatenate((low, high))) if math.isfinite(v)]
-        line(axis, curves, middle, color, label)
-        band(axis, curves, low, high, color, "5th to 95th percentile")
+        draw.line(axis, curves, middle, color, label)
+        draw.band(axis, curves, low, high, color, "5th to 95th percentile")
         if "tepo/entropy_noise_floor" in curves:
-            axis.fill_between(curves.steps, -floor, floor, color=GREY, alpha=0.6, lw=0, zorder=0.5, label="noise floor")
-        axis.axhline(0, color=MUTED, lw=1, ls=":")
-        legend(axis)
+            axis.fill_between(curves.steps, -floor, floor, color=draw.GREY, alpha=0.6, lw=0, zorder=0.5, label="noise floor")
+        axis.axhline(0, color=draw.MUTED, lw=1, ls=":")
+        draw.legend(axis)
     extreme = max(magnitudes) or 1.0
     measured = floor[floor > 0]
     linear = float(np.median(measured)) if measured.size else extreme / 100
-    symmetric_log(axes, linear, max(extreme, 10 * linear))
+    draw.symmetric_log(axes, linear, max(extreme, 10 * linear))
 
 
 def token_shares(figure: Figure, cell: SubplotSpec, curves: Curves) -> None:
@@ -138,18 +120,18 @@ def token_shares(figure: Figure, cell: SubplotSpec, curves: Curves) -> None:
         curves: Records of the run.
     """
     weighted = "weighting/affected_share" in curves
-    top, *rest = stacked(figure, cell, "KL mask and weighting" if weighted else "KL mask", 2 if weighted else 1)
+    top, *rest = draw.stacked(figure, cell, "KL mask and weighting" if weighted else "KL mask", 2 if weighted else 1)
     share = curves["tepo/kl_mask_share"]
-    line(top, curves, share, GREEN, "tokens under the mask")
+    draw.line(top, curves, share, draw.GREEN, "tokens under the mask")
     if "tepo/mask_below_noise" in curves:
         noise = share * curves.between("tepo/mask_below_noise")
-        top.fill_between(curves.steps, 0, noise, color=GREY, alpha=0.8, lw=0, label="of these, dH below the noise floor")
+        top.fill_between(curves.steps, 0, noise, color=draw.GREY, alpha=0.8, lw=0, label="of these, dH below the noise floor")
     for axis in rest:
-        line(axis, curves, curves["weighting/affected_share"], PURPLE, "tokens that the weighting acts on")
+        draw.line(axis, curves, curves["weighting/affected_share"], draw.PURPLE, "tokens that the weighting acts on")
     for axis, at_least in zip((top, *rest), (1e-2, 1e-4), strict=False):
-        axis.yaxis.set_major_formatter(PERCENT)
-        from_zero(axis, at_least)
-        legend(axis)
+        axis.yaxis.set_major_formatter(draw.PERCENT)
+        draw.from_zero(axis, at_least)
+        draw.legend(axis)
 
 
 def constraints(figure: Figure, cell: SubplotSpec, curves: Curves) -> None:
@@ -160,18 +142,18 @@ def constraints(figure: Figure, cell: SubplotSpec, curves: Curves) -> None:
         cell: Cell of its grid.
         curves: Records of the run.
     """
-    top, bottom = stacked(figure, cell, "Clipping and KL term", 2)
-    line(top, curves, curves["loss/clip_fraction_high"], RED, "tokens clipped: upper bound")
-    line(top, curves, curves["loss/clip_fraction_low"], BLUE, "lower bound")
-    top.yaxis.set_major_formatter(PERCENT)
-    from_zero(top, at_least=1e-3)
+    top, bottom = draw.stacked(figure, cell, "Clipping and KL term", 2)
+    draw.line(top, curves, curves["loss/clip_fraction_high"], draw.RED, "tokens clipped: upper bound")
+    draw.line(top, curves, curves["loss/clip_fraction_low"], draw.BLUE, "lower bound")
+    top.yaxis.set_major_formatter(draw.PERCENT)
+    draw.from_zero(top, at_least=1e-3)
     kl = curves["loss/kl"]
-    line(bottom, curves, kl, GREEN, "KL term, nats per token")
+    draw.line(bottom, curves, kl, draw.GREEN, "KL term, nats per token")
     if not (kl < 0).any():  # only the k1 estimator can be negative
-        from_zero(bottom, at_least=1e-6)
-    bottom.yaxis.set_major_formatter(SMALL)
-    legend(top)
-    legend(bottom)
+        draw.from_zero(bottom, at_least=1e-6)
+    bottom.yaxis.set_major_formatter(draw.SMALL)
+    draw.legend(top)
+    draw.legend(bottom)
 
 
 def updates(figure: Figure, cell: SubplotSpec, curves: Curves) -> None:
@@ -182,12 +164,12 @@ def updates(figure: Figure, cell: SubplotSpec, curves: Curves) -> None:
         cell: Cell of its grid.
         curves: Records of the run.
     """
-    top, bottom = stacked(figure, cell, "Gradient norm and response length", 2)
-    line(top, curves, curves["actor/grad_norm"], ORANGE, "gradient norm before clipping")
-    from_zero(top)
-    line(bottom, curves, curves["rollout/response_tokens_mean"], BLUE, "mean response, tokens")
-    legend(top)
-    legend(bottom)
+    top, bottom = draw.stacked(figure, cell, "Gradient norm and response length", 2)
+    draw.line(top, curves, curves["actor/grad_norm"], draw.ORANGE, "gradient norm before clipping")
+    draw.from_zero(top)
+    draw.line(bottom, curves, curves["rollout/response_tokens_mean"], draw.BLUE, "mean response, tokens")
+    draw.legend(top)
+    draw.legend(bottom)
 
 
 def sampling(figure: Figure, cell: SubplotSpec, curves: Curves) -> None:
@@ -198,16 +180,16 @@ def sampling(figure: Figure, cell: SubplotSpec, curves: Curves) -> None:
         cell: Cell of its grid.
         curves: Records of the run.
     """
-    top, bottom = stacked(figure, cell, "Groups and truncated responses", 2)
+    top, bottom = draw.stacked(figure, cell, "Groups and truncated responses", 2)
     if "rollout/sampled_groups" in curves:
-        line(top, curves, curves["rollout/sampled_groups"], MUTED, "groups sampled")
-    line(top, curves, curves["rollout/kept_groups"], GREEN, "trained on")
-    from_zero(top)
-    line(bottom, curves, curves["rollout/truncated"], RED, "responses at the length limit")
-    bottom.yaxis.set_major_formatter(PERCENT)
-    from_zero(bottom, at_least=0.01)
-    legend(top)
-    legend(bottom)
+        draw.line(top, curves, curves["rollout/sampled_groups"], draw.MUTED, "groups sampled")
+    draw.line(top, curves, curves["rollout/kept_groups"], draw.GREEN, "trained on")
+    draw.from_zero(top)
+    draw.line(bottom, curves, curves["rollout/truncated"], draw.RED, "responses at the length limit")
+    bottom.yaxis.set_major_formatter(draw.PERCENT)
+    draw.from_zero(bottom, at_least=0.01)
+    draw.legend(top)
+    draw.legend(bottom)
 
 
 def mismatch(figure: Figure, cell: SubplotSpec, curves: Curves, gated: bool) -> None:
@@ -220,18 +202,18 @@ def mismatch(figure: Figure, cell: SubplotSpec, curves: Curves, gated: bool) -> 
         gated: Draw the limits of fp32.
     """
     corrected = "correction/weight_mean" in curves
-    axis, *rest = stacked(figure, cell, "Rollout/train log-prob difference, nats", 2 if corrected else 1)
-    for name, color, gate in (("max", ORANGE, FP32_MAX_GATE), ("mean", BLUE, FP32_MEAN_GATE)):
+    axis, *rest = draw.stacked(figure, cell, "Rollout/train log-prob difference, nats", 2 if corrected else 1)
+    for name, color, gate in (("max", draw.ORANGE, FP32_MAX_GATE), ("mean", draw.BLUE, FP32_MEAN_GATE)):
         values = curves[f"rollout/logprob_diff_{name}"]
-        line(axis, curves, np.where(values > 0, values, math.nan), color, name)  # a log scale cannot show 0
+        draw.line(axis, curves, np.where(values > 0, values, math.nan), color, name)  # a log scale cannot show 0
         if gated:
             axis.axhline(gate, color=color, lw=1.2, ls="--", label=f"limit {gate:g}")
     axis.set_yscale("log")
-    legend(axis)
+    draw.legend(axis)
     for below in rest:
-        line(below, curves, curves["correction/weight_mean"], PURPLE, "mean correction weight")
-        below.axhline(1, color=MUTED, lw=1, ls=":")
-        legend(below)
+        draw.line(below, curves, curves["correction/weight_mean"], draw.PURPLE, "mean correction weight")
+        below.axhline(1, color=draw.MUTED, lw=1, ls=":")
+        draw.legend(below)
 
 
 def seconds(figure: Figure, cell: SubplotSpec, curves: Curves, ahead: bool) -> None:
@@ -243,19 +225,19 @@ def seconds(figure: Figure, cell: SubplotSpec, curves: Curves, ahead: bool) -> N
         curves: Records of the run.
         ahead: Rollouts are sampled concurrently with training. The bars then hold the wait for them, and a line their duration.
     """
-    axis: Any = stacked(figure, cell, "Seconds per step", 1)[0]
+    axis: Any = draw.stacked(figure, cell, "Seconds per step", 1)[0]
     layers = []
     for phase, color in PHASES_AHEAD if ahead else PHASES:
         layers.append((phase.replace("_", " "), np.nan_to_num(curves[f"seconds/{phase}"]), color))
     known = np.sum([height for _, height, _ in layers], axis=0)
-    layers.append(("other", np.clip(np.nan_to_num(curves["seconds/total"]) - known, 0, None), GREY))
-    stack(axis, curves, layers)
+    layers.append(("other", np.clip(np.nan_to_num(curves["seconds/total"]) - known, 0, None), draw.GREY))
+    draw.stack(axis, curves, layers)
     if ahead:
-        line(axis, curves, curves["seconds/rollout"], INK, "rollout")
+        draw.line(axis, curves, curves["seconds/rollout"], draw.INK, "rollout")
     axis.grid(axis="x", visible=False)
     axis.set_xlabel("step")
-    from_zero(axis)
-    legend(axis)
+    draw.from_zero(axis)
+    draw.legend(axis)
 
 
 def throughput(figure: Figure, cell: SubplotSpec, curves: Curves) -> None:
@@ -266,15 +248,15 @@ def throughput(figure: Figure, cell: SubplotSpec, curves: Curves) -> None:
         cell: Cell of its grid.
         curves: Records of the run.
     """
-    top, bottom = stacked(figure, cell, "Throughput and layout", 2)
-    line(top, curves, curves["tokens_per_second"], BLUE, "trained tokens per second, prompts too")
-    from_zero(top)
-    line(bottom, curves, curves["packing/padding_share"], ORANGE, "padding")
-    line(bottom, curves, curves["packing/bubble_share"], PURPLE, "pipeline bubble")
-    bottom.yaxis.set_major_formatter(PERCENT)
-    from_zero(bottom, at_least=0.01)
-    legend(top)
-    legend(bottom)
+    top, bottom = draw.stacked(figure, cell, "Throughput and layout", 2)
+    draw.line(top, curves, curves["tokens_per_second"], draw.BLUE, "trained tokens per second, prompts too")
+    draw.from_zero(top)
+    draw.line(bottom, curves, curves["packing/padding_share"], draw.ORANGE, "padding")
+    draw.line(bottom, curves, curves["packing/bubble_share"], draw.PURPLE, "pipeline bubble")
+    bottom.yaxis.set_major_formatter(draw.PERCENT)
+    draw.from_zero(bottom, at_least=0.01)
+    draw.legend(top)
+    draw.legend(bottom)
 
 
 def memory(figure: Figure, cell: SubplotSpec, curves: Curves) -> None:
@@ -285,13 +267,13 @@ def memory(figure: Figure, cell: SubplotSpec, curves: Curves) -> None:
         cell: Cell of its grid.
         curves: Records of the run.
     """
-    (axis,) = stacked(figure, cell, "Memory, GiB, most of any phase", 1)
+    (axis,) = draw.stacked(figure, cell, "Memory, GiB, most of any phase", 1)
     keys = curves.named("memory/")
     things = sorted({key.rpartition("_")[2] for key in keys})
-    for thing, color in zip(things, (BLUE, ORANGE, GREEN, PURPLE, RED), strict=False):
-        line(axis, curves, np.fmax.reduce([curves[key] for key in keys if key.endswith(f"_{thing}")]), color, thing)
-    from_zero(axis)
-    legend(axis)
+    for thing, color in zip(things, (draw.BLUE, draw.ORANGE, draw.GREEN, draw.PURPLE, draw.RED), strict=False):
+        draw.line(axis, curves, np.fmax.reduce([curves[key] for key in keys if key.endswith(f"_{thing}")]), color, thing)
+    draw.from_zero(axis)
+    draw.legend(axis)
 
 
 def has_limits(platform: str, precision: str) -> bool:

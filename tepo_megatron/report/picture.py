@@ -1,7 +1,5 @@
 """Draw `report.png`, the curves of a run as one picture."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import matplotlib

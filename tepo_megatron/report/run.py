@@ -1,7 +1,5 @@
 """Read the records of a run for a report."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Convert matplotlib figures to SVG for a page: in its colours, with the values that it lists at the pointer."""
 
-from __future__ import annotations
-
 import io
 import math
 import re

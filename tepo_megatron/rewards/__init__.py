@@ -1,7 +1,5 @@
 """Rewards, which grade rollouts. `_TERMS` lists every kind of term; a config adds terms up in `reward.terms`."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, Self
@@ -26,11 +24,9 @@ class Reward(Protocol):
 
         A bad answer gives a status, never an error. Raises RewardError if the grader itself cannot work.
         """
-        ...
 
     def close(self) -> None:
         """Release processes and connections. A second call does nothing."""
-        ...
 
     def __enter__(self) -> Self: ...
 

@@ -1,7 +1,5 @@
 """Find the final answer in a response."""
 
-from __future__ import annotations
-
 import re
 
 # An escaped brace is a character and opens nothing. `\\boxed` is a box: models that imitate quoted strings write it so.

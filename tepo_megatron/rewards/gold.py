@@ -1,7 +1,5 @@
 """Gold answers: extract the part that is compared, and refuse those by which no response could be right."""
 
-from __future__ import annotations
-
 import re
 
 from tepo_megatron.rewards.boxed import last_boxed

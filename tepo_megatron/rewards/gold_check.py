@@ -1,7 +1,5 @@
 """Check before a run starts which gold answers the grader cannot read. Only unusual forms are tried on the grader."""
 
-from __future__ import annotations
-
 import re
 import time
 from collections.abc import Sequence

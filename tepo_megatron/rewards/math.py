@@ -1,7 +1,5 @@
 """Reward terms that grade the final answer right or wrong: by exact string match, otherwise math-verify in worker processes."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Literal, cast, get_args

@@ -1,7 +1,5 @@
 """Overlong shaping: a penalty that grows as a response nears the length limit (DAPO, arXiv 2503.14476, Eq. 13)."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass

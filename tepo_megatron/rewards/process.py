@@ -1,7 +1,5 @@
 """One grading worker from its parent's side: the child process, its pipes, and its current request."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math

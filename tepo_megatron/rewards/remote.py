@@ -1,7 +1,5 @@
 """Rewards from a remote server: one HTTP request per batch."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """Reward terms other than the right answer: format, length, and a user's own function."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from tepo_megatron.errors import ConfigError, RewardError

@@ -1,7 +1,5 @@
 """The interface of reward terms, and the weighted sum of several terms."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -69,11 +67,9 @@ class RewardTerm(Protocol):
 
         A bad response gives a status, never an error. Raises RewardError if the term cannot work.
         """
-        ...
 
     def close(self) -> None:
         """Release processes and connections. A second call does nothing."""
-        ...
 
 
 class WeightedReward:

@@ -1,15 +1,13 @@
 """Collect the graded groups of one step: sample, grade, drop uninformative groups, and refill."""
 
-from __future__ import annotations
-
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from tepo_megatron.config import RolloutConfig
 from tepo_megatron.data import PromptStream
 from tepo_megatron.errors import SyncError
 from tepo_megatron.inference.engine import INITIAL_VERSION, GroupStream, Sampler
-from tepo_megatron.losses.advantages import informative
 from tepo_megatron.observability.metrics import Metrics
 from tepo_megatron.observability.timing import Clock
 from tepo_megatron.rewards import STATUSES, Reward
@@ -165,3 +163,11 @@ class Collector:
         if wrong:
             raise SyncError(f"step {step}: rollouts of version {wrong}, but only {sorted(allowed)} may be learned from")
         return False
+
+
+def informative(groups: Sequence[list[Rollout]]) -> list[list[Rollout]]:
+    """Return the groups whose unshaped scores differ. If all are right or all wrong, no response is better than another.
+
+    This is the paper's filter (Section 4.1) and that of DAPO's dynamic sampling (arXiv 2503.14476).
+    """
+    return [group for group in groups if len({rollout.score for rollout in group}) > 1]

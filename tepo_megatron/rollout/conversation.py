@@ -10,8 +10,6 @@
 of `append` are only context. The function never handles masks or log-probs, so it cannot get them wrong.
 """
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace

@@ -3,8 +3,6 @@
 `CustomRollouts` wraps a sampler, so that training and evaluation both sample through the function.
 """
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import threading
@@ -12,15 +10,15 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from tepo_megatron.errors import ConfigError, RolloutError
 from tepo_megatron.inference.engine import Deliver, GroupStream, Sampler
-from tepo_megatron.inference.loop import LoopThread, QueuedGroupStream
+from tepo_megatron.inference.loop import QueuedGroupStream
 from tepo_megatron.rollout.conversation import Conversation, Decode, Encode, OutOfTokens, WeightsChanged
 from tepo_megatron.types import Prompt, Rollout, SamplingParams
 from tepo_megatron.utils import user_file
+from tepo_megatron.utils.loop import LoopThread
 from tepo_megatron.utils.seeding import derive_seed
 
 CLOSE_SECONDS = 5.0  # time for running functions to end; one that blocks its thread never does
@@ -137,7 +135,7 @@ class CustomRollouts:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self.close()
 
     async def _converse(

@@ -1,7 +1,5 @@
 """Record the graded rollouts of each step on disk, so that another run can train on them without an engine."""
 
-from __future__ import annotations
-
 import json
 import zlib
 from collections.abc import Mapping, Sequence
@@ -14,7 +12,8 @@ from torch import Tensor
 
 from tepo_megatron.errors import DataError
 from tepo_megatron.observability.metrics import Metrics
-from tepo_megatron.types import Rollout
+from tepo_megatron.observability.timing import Clock
+from tepo_megatron.types import Rollout, Routing
 from tepo_megatron.utils.atomic import PARTIAL, replacing
 from tepo_megatron.utils.storage import writing
 from tepo_megatron.weights.hf_io import follow_umask
@@ -170,3 +169,43 @@ def _sum_of(tensors: Mapping[str, Tensor], text: Mapping[str, str]) -> str:
     for name in sorted(tensors):
         crc = zlib.crc32(tensors[name].numpy(), zlib.crc32(name.encode(), crc))
     return f"{crc:08x}"
+
+
+class Replay:
+    """Returns the recorded rollouts of each step.
+
+    Args:
+        folder: Folder of `write`.
+        routing: The model's routing, if each rollout must have recorded expert choices. None: they are not needed.
+    """
+
+    def __init__(self, folder: Path, routing: Routing | None = None) -> None:
+        self._folder, self._routing = folder, routing
+
+    def collect(self, step: int, clock: Clock) -> tuple[list[Rollout], Metrics]:
+        """Return the step's graded rollouts and their metrics.
+
+        Args:
+            step: Number of the step.
+            clock: The time is measured as phase "rollout".
+
+        Raises:
+            DataError: A file is missing or damaged, or its experts are missing or of another model.
+        """
+        with clock.phase("rollout"):
+            rollouts, metrics = read(self._folder, step)
+            for rollout in rollouts if self._routing is not None else ():
+                self._check(rollout, step)
+            return rollouts, metrics
+
+    def _check(self, rollout: Rollout, step: int) -> None:
+        file, routing = file_of(self._folder, step), self._routing
+        assert routing is not None
+        if rollout.experts_LKT is None:
+            raise DataError(
+                f"{file}: recorded without experts; record it with rollout.replay_experts=true, or set that to false"
+            )
+        try:
+            routing.check(rollout.experts_LKT)
+        except ValueError as e:
+            raise DataError(f"{file}: prompt {rollout.prompt_id} was sampled by another model ({e})") from None

@@ -1,10 +1,7 @@
 """Inputs and outputs of one forward pass. The docstring of the package explains the layout suffixes."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 
@@ -48,11 +45,6 @@ class PackedMicrobatch:
     sequences_G: Tensor
     starts: tuple[int, ...] | None = None
     experts_SKT: Tensor | None = None
-
-    def to(self, device: torch.device) -> PackedMicrobatch:
-        """Return the same microbatch with its tensors on `device`."""
-        moved = {k: v.to(device, non_blocking=True) if isinstance(v, Tensor) else v for k, v in vars(self).items()}
-        return PackedMicrobatch(**moved)
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,5 @@
 """One sampled sequence, as the engine returns it and the grader completes it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,7 +1,5 @@
 """Replace files atomically: write a temporary file, sync it, rename it, sync the folder."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Make foreign text safe to print: output of a server, a model or a dataset must not control the terminal."""
 
-from __future__ import annotations
-
 import unicodedata
 
 # Control and format characters (bidirectional overrides, zero-width), lone surrogates, line and paragraph separators.

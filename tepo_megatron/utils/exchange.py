@@ -5,14 +5,11 @@ look-up, connection, request, headers, body). Redirects are not followed, so a k
 bodies are refused unread, so no answer is larger than the bytes received.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json
 import os
 import re
-import threading
 from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass
 from http.cookiejar import CookieJar, DefaultCookiePolicy
@@ -21,6 +18,7 @@ from typing import Any, cast
 import httpx
 
 from tepo_megatron.utils.escaping import excerpt
+from tepo_megatron.utils.loop import LoopThread
 
 CONNECT_SECONDS = 10.0
 ERROR_BYTES = 64 * 2**10  # maximum bytes read of an error answer
@@ -154,9 +152,7 @@ class BlockingHttpClient:
     """`HttpClient` for callers without an event loop. The first exchange starts a thread with an event loop of its own."""
 
     def __init__(self, url: str, key: str | None = None) -> None:
-        self._http = HttpClient(url, key)
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread: threading.Thread | None = None
+        self._http, self._loop = HttpClient(url, key), LoopThread("http")
 
     def exchange(
         self, method: str, path: str, *, seconds: float, most_bytes: int = CONTROL_BYTES, body: bytes | None = None
@@ -173,12 +169,7 @@ class BlockingHttpClient:
         Raises:
             TimedOut, BadAnswer, ExchangeFailed: As `HttpClient.exchange`.
         """
-        if self._loop is None:
-            self._loop = asyncio.new_event_loop()
-            self._thread = threading.Thread(target=self._loop.run_forever, name="http", daemon=True)
-            self._thread.start()
-        work = self._http.exchange(method, path, seconds=seconds, most_bytes=most_bytes, body=body)
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        future = self._loop.submit(self._http.exchange(method, path, seconds=seconds, most_bytes=most_bytes, body=body))
         try:
             return future.result(seconds + _SLACK_SECONDS)
         except TimeoutError:
@@ -188,18 +179,9 @@ class BlockingHttpClient:
 
     def close(self) -> None:
         """Close the connections and stop the thread. It may be called repeatedly."""
-        if self._loop is None or self._thread is None:
-            return
         with contextlib.suppress(TimeoutError):
-            asyncio.run_coroutine_threadsafe(self._end(self._loop), self._loop).result(_SLACK_SECONDS)
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
-        self._loop = self._thread = None
-
-    async def _end(self, loop: asyncio.AbstractEventLoop) -> None:
-        await self._http.close()
-        await loop.shutdown_asyncgens()
+            self._loop.submit(self._http.close()).result(_SLACK_SECONDS)
+        self._loop.stop()
 
 
 def to_json(value: Mapping[str, Any] | None) -> bytes | None:

@@ -4,8 +4,6 @@ A torch `FileStore` does not fit: it appends every `set` for ever, and every ran
 rank, torch 2.13).
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import time

@@ -1,7 +1,5 @@
 """Sizes of page-locked host memory. The allocating code and `tepo plan` share them, so both count the same bytes. No torch."""
 
-from __future__ import annotations
-
 import mmap
 from collections.abc import Sequence
 from itertools import accumulate

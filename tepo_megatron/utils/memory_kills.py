@@ -3,8 +3,6 @@
 This module imports nothing heavy, because the parents of graders and the launchers use it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import re
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 This module imports nothing heavy, because every process of a run uses it.
 """
 
-from __future__ import annotations
-
 import os
 import stat
 import tempfile
@@ -36,7 +34,7 @@ def make_private_folder(purpose: str) -> PrivateFolder:
                 f"TMPDIR={parent}: other users can replace what this run creates there; set TMPDIR to a folder of your own, or "
                 f"set the folder's sticky bit (chmod +t)"
             )
-        return PrivateFolder(purpose, parent)
+        return PrivateFolder.create(purpose, parent)
     except OSError as e:
         raise ConfigError(
             f"TMPDIR={parent}: cannot create a folder there ({e}); set TMPDIR to a folder that is writable"

@@ -3,8 +3,6 @@
 This module imports nothing heavy, because workers and guards start with it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import os

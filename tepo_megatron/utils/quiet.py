@@ -1,7 +1,5 @@
 """Suppress warnings of other packages that do not matter to the user of a run, each with its reason."""
 
-from __future__ import annotations
-
 import warnings
 
 

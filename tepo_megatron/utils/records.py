@@ -4,8 +4,6 @@ Every reader of a run's folder uses this module. A truncated, corrupt, duplicate
 and is reported. Only the standard library is imported, because launchers read progress with this module.
 """
 
-from __future__ import annotations
-
 import codecs
 import json
 import logging

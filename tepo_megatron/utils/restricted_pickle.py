@@ -5,8 +5,6 @@ and conversion. Here it may name the classes that such metadata consists of, and
 up a memory layout by name. tests/unit/test_unpickling.py lists every other call that could execute what it reads.
 """
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import io

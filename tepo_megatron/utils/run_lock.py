@@ -4,8 +4,6 @@ The launcher (rank 0 under torchrun) holds it from before the folder is touched 
 which Linux's NFS client turns into a lock of the server) on a file that names its holder.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import json

@@ -8,8 +8,6 @@ and of live runs stay.
 This module imports nothing heavy, because guards use it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import json
@@ -21,7 +19,6 @@ import stat
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from tepo_megatron.utils.atomic import replace_file
@@ -37,8 +34,18 @@ Segments = dict[str, int]  # name of a file in /dev/shm -> inode
 class PrivateFolder:
     """A folder that this process owns until `remove`, or until the process ends."""
 
-    def __init__(self, purpose: str, root: Path | None = None) -> None:
-        """Create the folder, after sweeping `root` and shared memory.
+    def __init__(self, path: Path, lock: int) -> None:
+        """Store what `claim` returned.
+
+        Args:
+            path: The folder.
+            lock: The open file that holds its lock.
+        """
+        self.path, self._lock = path, lock
+
+    @classmethod
+    def create(cls, purpose: str, root: Path | None = None) -> Self:
+        """Create a folder, after sweeping `root` and shared memory.
 
         Args:
             purpose: Part of the name; lower-case letters.
@@ -49,12 +56,12 @@ class PrivateFolder:
         """
         root = Path(tempfile.gettempdir()) if root is None else root
         sweep(SHARED_MEMORY)
-        self.path, self._lock = claim(root, new_name(purpose))
+        return cls(*claim(root, new_name(purpose)))
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self.remove()
 
     def remove(self) -> None:

@@ -1,7 +1,5 @@
 """Derive seeds from the purpose of the random numbers, never from the process that draws them."""
 
-from __future__ import annotations
-
 import hashlib
 
 import torch

@@ -1,7 +1,5 @@
 """Explain disk errors: which file could not be written, why, and how to fix it."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os

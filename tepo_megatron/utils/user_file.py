@@ -1,7 +1,5 @@
 """Load functions from the user's own files, named "path/to/file.py:name" in a config. This module imports nothing heavy."""
 
-from __future__ import annotations
-
 import importlib.util
 import inspect
 import sys

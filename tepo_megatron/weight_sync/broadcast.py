@@ -9,8 +9,6 @@ that take part now. A round that a live rank lacks is sent again to all; a rank 
 update.
 """
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -33,19 +31,14 @@ from tepo_megatron.weight_sync.broadcast_group import (
     BrokenGroup,
     Bucket,
     GroupSpec,
-    Recipient,
     Source,
-    arrived_key,
-    cancelled_key,
     join_store,
-    joined_key,
-    joining_key,
     pack,
     signal,
 )
 from tepo_megatron.weight_sync.buckets import BucketPlan
 from tepo_megatron.weight_sync.rendezvous import OwnedStore, own_address
-from tepo_megatron.weight_sync.transport import StagedBucket, WeightReceiver
+from tepo_megatron.weight_sync.transport import Recipient, StagedBucket, WeightReceiver
 
 ATTEMPTS = 3  # at sending a round, while all servers live
 JOIN_POLL_SECONDS = 0.05
@@ -179,7 +172,7 @@ class GroupTransport:
     def _has_arrived(self, number: int, recipients: Sequence[Recipient]) -> bool:
         """Return whether every rank of these servers has reported that it has the round."""
         assert self._spec is not None
-        keys = {t: [arrived_key(self._spec, number, rank) for rank in self._ranks[t]] for t in recipients}
+        keys = {t: [self._spec.arrived_key(number, rank) for rank in self._ranks[t]] for t in recipients}
         self._absent = [recipient.name for recipient, its in keys.items() if not self._take_keys(its)]
         return not self._absent
 
@@ -201,7 +194,7 @@ class GroupTransport:
         if self._owned is None:
             try:
                 self._address = self.cfg.address or own_address([recipient.host for recipient in recipients])
-                self._owned = OwnedStore(self._address)
+                self._owned = OwnedStore.open(self._address)
                 self._store = self._owned.store
             except OSError as e:
                 where = self._address or "an address of this machine"
@@ -229,7 +222,7 @@ class GroupTransport:
                 with contextlib.suppress(BrokenGroup):
                     store = self._store or join_store(spec)
                     device = self.groups.device
-                    self._channel = BroadcastGroup(
+                    self._channel = BroadcastGroup.form(
                         spec, self._sender, SENDER, device, until, lambda: self._is_wanted(spec, store)
                     )
             came = self._sender is None or self._channel is not None
@@ -246,18 +239,18 @@ class GroupTransport:
     def _is_wanted(self, spec: GroupSpec, store: KeyValueStore) -> bool:
         """Return whether the invited servers all live; if one does not, rank 0 signals the other ranks through the store."""
         if self.receiver is not None and self.receiver.recipients != tuple(self._ranks):
-            signal(store, cancelled_key(spec))
+            signal(store, spec.cancelled_key())
             return False
-        return self.receiver is not None or not store.check([cancelled_key(spec)])
+        return self.receiver is not None or not store.check([spec.cancelled_key()])
 
     def _all_joined(self, spec: GroupSpec, until: float) -> bool:
         """Wait on rank 0, while the invited servers all live, until their ranks are in all groups; return whether they are."""
         assert self._store is not None
-        joined = [joined_key(spec, rank) for ranks in self._ranks.values() for rank in ranks]
+        joined = [spec.joined_key(rank) for ranks in self._ranks.values() for rank in ranks]
         while not self._store.check(joined):
             if time.monotonic() > until or not self._is_wanted(spec, self._store):
-                signal(self._store, cancelled_key(spec))
-                self._absent = self._without(spec, joining_key) or self._without(spec, joined_key)
+                signal(self._store, spec.cancelled_key())
+                self._absent = self._without(spec, GroupSpec.joining_key) or self._without(spec, GroupSpec.joined_key)
                 return False
             time.sleep(JOIN_POLL_SECONDS)
         return self._take_keys(joined)

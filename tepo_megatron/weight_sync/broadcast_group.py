@@ -52,6 +52,27 @@ class GroupSpec:
         """Return the same spec for another server."""
         return replace(self, first=first)
 
+    def joining_key(self, rank: int) -> str:
+        """Return the key that a server's rank puts into the store when it begins to form the groups."""
+        return f"{self.name}/came/{rank}"
+
+    def cancelled_key(self) -> str:
+        """Return the key that rank 0 puts into the store when the groups are cancelled."""
+        return f"{self.name}/off"
+
+    def joined_key(self, rank: int) -> str:
+        """Return the key that a server's rank puts into the store once it is in all groups."""
+        return f"{self.name}/joined/{rank}"
+
+    def arrived_key(self, number: int, rank: int) -> str:
+        """Return the key that a server's rank puts into the store once it has received a round.
+
+        Args:
+            number: Number of the round in its update.
+            rank: The server's rank in each group.
+        """
+        return f"{self.name}/arrived/{number}/{rank}"
+
 
 @dataclass(frozen=True)
 class TensorEntry:
@@ -65,7 +86,7 @@ class TensorEntry:
     @property
     def nbytes(self) -> int:
         """The tensor's size in bytes."""
-        return math.prod(self.shape) * _dtype(self.dtype).itemsize
+        return math.prod(self.shape) * getattr(torch, self.dtype).itemsize
 
     def check(self, tensor: Tensor) -> None:
         """Raise ValueError if the tensor was damaged in transit."""
@@ -107,7 +128,7 @@ class Bucket:
     def tensors(self, row: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, view of the uint8 buffer) of each tensor. Raises ValueError for a damaged one."""
         for content, start in zip(self.contents, _places(self.contents), strict=False):
-            tensor = row[start : start + content.nbytes].view(_dtype(content.dtype)).view(content.shape)
+            tensor = row[start : start + content.nbytes].view(getattr(torch, content.dtype)).view(content.shape)
             content.check(tensor)
             yield content.name, tensor
 
@@ -135,7 +156,7 @@ def _places(contents: Sequence[TensorEntry]) -> list[int]:
     """Return the offset of each tensor in the buffer, and the end of the last one."""
     places, end = [], 0
     for content in contents:
-        places.append(_aligned(end, _dtype(content.dtype)))
+        places.append(_aligned(end, getattr(torch, content.dtype)))
         end = places[-1] + content.nbytes
     return [*places, end]
 
@@ -156,28 +177,31 @@ class UnchangedTensors:
     names: tuple[str, ...]
 
 
-@dataclass(frozen=True)
-class Recipient:
-    """A recipient: one server in an update."""
-
-    name: str
-    host: str
-    ranks: int  # number of its ranks
-    incarnation: object  # differs from its value before a restart of the server
-
-
 class BroadcastGroup:
-    """One rank's end of a sender's process group."""
+    """One rank's end of a sender's process group. `form` makes one.
 
-    def __init__(
-        self,
+    Args:
+        seconds: Time limit of a broadcast.
+        device: Device of the group's tensors.
+    """
+
+    def __init__(self, seconds: float, device: torch.device) -> None:
+        self._seconds, self._device = seconds, device
+        self._group: Any = None
+        self._work: Any = None
+        self._failed, self._until = "", 0.0
+        self._given_up = threading.Event()
+
+    @classmethod
+    def form(
+        cls,
         spec: GroupSpec,
         sender: int,
         rank: int,
         device: torch.device,
         until: float | None = None,
         wanted: Callable[[], bool] = lambda: True,
-    ) -> None:
+    ) -> BroadcastGroup:
         """Form the group and broadcast one byte in it.
 
         NCCL connects the members in their first collective, and that call never returns if a member is missing. So a thread
@@ -191,24 +215,21 @@ class BroadcastGroup:
         Raises:
             BrokenGroup: A member left, the group was late, or it was cancelled.
         """
-        self._seconds, self._device = spec.seconds, device
-        self._group: Any = None
-        self._work: Any = None
-        self._failed, self._until = "", 0.0
-        self._given_up = threading.Event()
+        formed = cls(spec.seconds, device)
         until = time.monotonic() + spec.join_seconds if until is None else until
-        forming = threading.Thread(target=self._form, args=(spec, sender, rank), name="form group", daemon=True)
+        forming = threading.Thread(target=formed._form, args=(spec, sender, rank), name="form group", daemon=True)
         forming.start()
         try:
             while forming.is_alive() and time.monotonic() < until and wanted():
                 forming.join(FORMING_POLL_SECONDS)
         finally:
             if forming.is_alive():
-                self._given_up.set()
-        if self._given_up.is_set():
+                formed._given_up.set()
+        if formed._given_up.is_set():
             raise BrokenGroup(f"group {sender} was called off, or not formed within {spec.join_seconds:g} s")
-        if self._failed:
-            raise BrokenGroup(self._failed)
+        if formed._failed:
+            raise BrokenGroup(formed._failed)
+        return formed
 
     def _form(self, spec: GroupSpec, sender: int, rank: int) -> None:
         """Form the group and broadcast one byte in it, over a connection to the store that only this thread uses."""
@@ -237,9 +258,7 @@ class BroadcastGroup:
             self._failed = _first_line(e)
 
     def wait(self) -> None:
-        """Return when the started broadcast is over. Raises BrokenGroup. It polls, because waiting for an NCCL collective
-        returns once the stream has the work, or never.
-        """
+        """Poll until the started broadcast is over: NCCL's own wait returns too early, or never. Raises BrokenGroup."""
         work, self._work = self._work, None
         if self._failed:
             raise BrokenGroup(self._failed)
@@ -268,42 +287,6 @@ def join_store(spec: GroupSpec) -> FolderStore | dist.TCPStore:
         return connect(spec.address, spec.port, spec.join_seconds)
     except (RuntimeError, OSError) as e:
         raise BrokenGroup(_first_line(e)) from None
-
-
-def joining_key(spec: GroupSpec, rank: int) -> str:
-    """Return the key that a server's rank puts into the store when it begins to form the groups.
-
-    Args:
-        spec: Spec of the groups.
-        rank: The server's rank in each group.
-    """
-    return f"{spec.name}/came/{rank}"
-
-
-def cancelled_key(spec: GroupSpec) -> str:
-    """Return the key that rank 0 puts into the store when the groups are cancelled."""
-    return f"{spec.name}/off"
-
-
-def joined_key(spec: GroupSpec, rank: int) -> str:
-    """Return the key that a server's rank puts into the store once it is in all groups.
-
-    Args:
-        spec: Spec of the groups.
-        rank: The server's rank in each group.
-    """
-    return f"{spec.name}/joined/{rank}"
-
-
-def arrived_key(spec: GroupSpec, number: int, rank: int) -> str:
-    """Return the key that a server's rank puts into the store once it has received a round.
-
-    Args:
-        spec: Spec of the groups.
-        number: Number of the round in its update.
-        rank: The server's rank in each group.
-    """
-    return f"{spec.name}/arrived/{number}/{rank}"
 
 
 def signal(store: KeyValueStore, key: str) -> None:
@@ -359,10 +342,6 @@ def form_group(spec: GroupSpec, sender: int, rank: int, device: torch.device) ->
     gloo._timeout, gloo._threads = timeout, 1
     with own_peers_only() if spec.folder else contextlib.nullcontext():
         return ProcessGroupGloo(store, rank, spec.ranks, gloo)
-
-
-def _dtype(name: str) -> torch.dtype:
-    return getattr(torch, name)
 
 
 def _first_line(error: BaseException) -> str:

@@ -53,7 +53,20 @@ class BucketPlan:
     """
 
     def __init__(self, cfg: SyncConfig, bindings: Sequence[Binding], arch: Architecture, groups: ParallelDims) -> None:
-        """Plan the buckets. Collectives: two all-gathers over the host group.
+        """Store the parts; see `agree`, which makes the plan.
+
+        Args:
+            cfg, bindings, arch, groups: See `agree`.
+        """
+        self._arch, self._groups, self._in_fp8 = arch, groups, cfg.quantize == "fp8"
+        self.sent = sent_by(bindings, groups)
+        self.senders: list[int] = []
+        self._buckets: list[list[Binding]] = []
+        self.mine = self.count = self.largest = 0
+
+    @classmethod
+    def agree(cls, cfg: SyncConfig, bindings: Sequence[Binding], arch: Architecture, groups: ParallelDims) -> BucketPlan:
+        """Return the plan of all ranks. Collectives: two all-gathers over the host group.
 
         Args:
             cfg: `bucket_mib` bounds a round, so each sender gets an equal share of it per bucket; `quantize` changes the sizes.
@@ -61,15 +74,15 @@ class BucketPlan:
             arch: The model's architecture.
             groups: The mesh of this run.
         """
-        self._arch, self._groups, self._in_fp8 = arch, groups, cfg.quantize == "fp8"
-        sent = sent_by(bindings, groups)
-        sends = bool(sent) and groups.tp.rank == 0
-        self.senders = [rank for rank, it_does in enumerate(self.from_all(sends)) if it_does]
-        self._buckets = split_into_buckets(sent, arch, self._bytes, limit=cfg.bucket_mib * 2**20 // len(self.senders))
-        self.mine = len(self._buckets) if sends else 0
-        self.sent = [b for bucket in self._buckets for b in bucket]
-        self.count = max(self.from_all(self.mine))
-        self.largest = max((sum(map(self._bytes, bucket)) for bucket in self._buckets), default=0) * sends
+        plan = cls(cfg, bindings, arch, groups)
+        sends = bool(plan.sent) and groups.tp.rank == 0
+        plan.senders = [rank for rank, it_does in enumerate(plan.from_all(sends)) if it_does]
+        plan._buckets = split_into_buckets(plan.sent, arch, plan._bytes, limit=cfg.bucket_mib * 2**20 // len(plan.senders))
+        plan.mine = len(plan._buckets) if sends else 0
+        plan.sent = [b for bucket in plan._buckets for b in bucket]
+        plan.count = max(plan.from_all(plan.mine))
+        plan.largest = max((sum(map(plan._bytes, bucket)) for bucket in plan._buckets), default=0) * sends
+        return plan
 
     def omitted_names(self, only: Sequence[Binding] | None) -> list[str]:
         """Return the Hugging Face names that this rank leaves out when it sends `only` these; [] for None, which sends all."""

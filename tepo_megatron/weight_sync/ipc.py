@@ -6,8 +6,6 @@ Facts are of PyTorch 2.13 (vLLM's image). `torch/multiprocessing/reductions.py`,
 byte the same in 2.14.1 (SGLang's image). The CUDA IPC path has never been run.
 """
 
-from __future__ import annotations
-
 import contextlib
 import mmap
 import os
@@ -55,11 +53,9 @@ class IpcBuffer(Protocol):
 
     def flush(self) -> None:
         """Return when other processes may read what was written."""
-        ...
 
     def close(self) -> None:
         """Release the buffer. On the CPU processes that have it mapped can still read it; on a GPU they must be done."""
-        ...
 
 
 class HostBuffer:

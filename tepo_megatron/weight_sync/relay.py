@@ -10,7 +10,6 @@ once.
 from __future__ import annotations
 
 import os
-import shutil
 import socket
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -54,7 +53,7 @@ class RelayRoute:
 class RelayTransport(stores.StoredTransport):
     """Stores a copy of every bucket as a file on each machine. See `WeightTransport`.
 
-    Collectives: at construction, three all-gathers over the host group, and the creation of groups; in `stage`, one all-gather
+    Collectives: in `open`, three all-gathers over the host group, and the creation of groups; in `stage`, one all-gather
     over the host group, and for each sender with a bucket one broadcast over the sender and its recipients.
 
     Attributes:
@@ -65,25 +64,38 @@ class RelayTransport(stores.StoredTransport):
     def __init__(self, cfg: SyncConfig, plan: BucketPlan, groups: ParallelDims, receiver: WeightReceiver | None) -> None:
         super().__init__(receiver)
         self._plan, self._rank, self._owner, self._device = plan, groups.rank, groups.owner, groups.device
-        self._in_use: int | None = None
+        self._owned: scratch.PrivateFolder | None = None
         self._written: list[tuple[int, Path]] = []  # (number of the round, file) of each file this rank wrote
         self._rows: dict[str, Tensor] = {}
+        self._routes: list[RelayRoute] = []
+        self.machines: list[list[int]] = []
+        self.folder = self._shared_folder = Path()
+
+    @classmethod
+    def open(cls, cfg: SyncConfig, plan: BucketPlan, groups: ParallelDims, receiver: WeightReceiver | None) -> RelayTransport:
+        """Return a transport whose folder is made on every machine, and whose routes have their process groups.
+
+        Args:
+            cfg, plan, groups, receiver: See `sync.make_weight_sync`.
+        """
+        made = cls(cfg, plan, groups, receiver)
         with plan.raise_on_all_ranks() as replies:
             replies.mine = memory_identity(stores.SHARED_MEMORY), scratch.new_name(stores.PURPOSE)
-        self.machines = group_by_memory([memory for memory, _ in replies.all])
-        self.folder = stores.SHARED_MEMORY / replies.all[0][1]
+        made.machines = group_by_memory([memory for memory, _ in replies.all])
+        made.folder = stores.SHARED_MEMORY / replies.all[0][1]
         try:
             with plan.raise_on_all_ranks() as replies:
-                if groups.rank in (ranks[0] for ranks in self.machines):
-                    self._in_use = _make(self.folder)
-                replies.mine = self.folder
-            self._shared_folder: Path = replies.all[0]
+                if groups.rank in (ranks[0] for ranks in made.machines):
+                    made._owned = _make(made.folder)
+                replies.mine = made.folder
+            made._shared_folder = replies.all[0]
             with plan.raise_on_all_ranks():
-                _check_seen(self.folder)
+                _check_seen(made.folder)
         except BaseException:
-            self.close()
+            made.close()
             raise
-        self._routes = _routes(plan.senders, self.machines)
+        made._routes = _routes(plan.senders, made.machines)
+        return made
 
     def stage(self, version: int, number: int, tensors: Iterable[tuple[str, Tensor]], checked: bool) -> StagedBucket | None:
         """Write the buckets of all senders on every machine. See `WeightTransport.stage`.
@@ -167,10 +179,8 @@ class RelayTransport(stores.StoredTransport):
     def close(self) -> None:
         """Remove the folder, on the rank that made it."""
         self.abort()
-        if self._in_use is not None:
-            shutil.rmtree(self.folder, ignore_errors=True)
-            os.close(self._in_use)
-            self._in_use = None
+        if self._owned is not None:
+            self._owned.remove()
 
 
 def group_by_memory(memories: Sequence[object]) -> list[list[int]]:
@@ -224,13 +234,12 @@ def memory_identity(root: Path) -> tuple[str, int, int]:
     return boot, found.st_dev, found.st_ino
 
 
-def _make(folder: Path) -> int:
-    """Make the folder; return the lock that marks it as in use. Raises CheckpointError."""
+def _make(folder: Path) -> scratch.PrivateFolder:
+    """Make the folder and return it. Raises CheckpointError."""
     try:
-        _, lock = scratch.claim(folder.parent, folder.name)
+        return scratch.PrivateFolder(*scratch.claim(folder.parent, folder.name))
     except OSError as e:
         raise CheckpointError(f"{folder} on {socket.gethostname()}: cannot be made ({e.strerror})") from None
-    return lock
 
 
 def _check_seen(folder: Path) -> None:

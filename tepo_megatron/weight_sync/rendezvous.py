@@ -3,47 +3,53 @@
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Sequence
-
-import torch.distributed as dist
+from dataclasses import dataclass
 
 from tepo_megatron.distributed.rendezvous_store import FolderStore, KeyValueStore, address_towards, is_loopback, open_store
+from tepo_megatron.utils.scratch import PrivateFolder
 from tepo_megatron.weight_sync.stores import make_folder
 
 
+@dataclass(frozen=True)
 class OwnedStore:
     """A private folder if all participants are on this machine, otherwise a TCPStore on one of this machine's addresses.
 
     Attributes:
         store: The store itself.
-        port: The TCPStore's port, as in `channel.Meeting`; 0 for a folder.
-        folder: The folder's path, as in `channel.Meeting`; "" for a TCPStore.
         where: The store's location, for messages.
-
-    Raises:
-        OSError: No port can be opened at the address.
-        ConfigError: The folder cannot be made.
+        port: The TCPStore's port, as in `GroupSpec`; 0 for a folder.
+        owned: The folder; None for a TCPStore.
     """
 
-    def __init__(self, address: str) -> None:
-        self.store: KeyValueStore
-        self.port, self.folder = 0, ""
-        self._in_use: int | None = None
-        self.where = ""
+    store: KeyValueStore
+    where: str
+    port: int = 0
+    owned: PrivateFolder | None = None
+
+    @classmethod
+    def open(cls, address: str) -> OwnedStore:
+        """Make the folder, or open the TCPStore's port.
+
+        Raises:
+            OSError: No port can be opened at the address.
+            ConfigError: The folder cannot be made.
+        """
         if is_loopback(address):
-            folder, self._in_use = make_folder()
-            self.store, self.folder, self.where = FolderStore(folder), str(folder), f"in {folder}"
-        else:
-            tcp: dist.TCPStore = open_store(address)
-            self.store, self.port, self.where = tcp, tcp.port, f"at {address}:{tcp.port}"
+            owned = PrivateFolder(*make_folder())
+            return cls(FolderStore(owned.path), f"in {owned.path}", owned=owned)
+        store = open_store(address)
+        return cls(store, f"at {address}:{store.port}", store.port)
+
+    @property
+    def folder(self) -> str:
+        """The folder's path, as in `GroupSpec`; "" for a TCPStore."""
+        return "" if self.owned is None else str(self.owned.path)
 
     def close(self) -> None:
         """Remove the folder. A second call does nothing."""
-        if self._in_use is not None:
-            shutil.rmtree(self.folder, ignore_errors=True)
-            os.close(self._in_use)
-            self._in_use = None
+        if self.owned is not None:
+            self.owned.remove()
 
 
 def own_address(hosts: Sequence[str]) -> str:

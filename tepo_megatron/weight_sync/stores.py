@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import collections
 import json
-import os
 import shutil
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
@@ -75,18 +74,29 @@ class StoredTransport:
 class FileTransport(StoredTransport):
     """Stores buckets as safetensors files in one folder, which rank 0 makes and empties. See `WeightTransport`.
 
-    Collectives: at construction, one broadcast over the host group; none in a push.
+    Collectives: `open` takes one broadcast over the host group; a push takes none.
     """
 
     def __init__(self, cfg: SyncConfig, plan: BucketPlan, groups: ParallelDims, receiver: WeightReceiver | None) -> None:
         super().__init__(receiver)
-        self._in_use: int | None = None
+        self.folder = Path()
+        self._owned: scratch.PrivateFolder | None = None
         self._owner, self._for_others = groups.owner, cfg.shared_folder is not None
-        folder = Path()
-        if groups.is_main:
-            folder, self._in_use = make_folder(cfg.shared_folder)
-        self.folder = broadcast_object(folder, groups.host)
         self._staging = PinnedStaging(plan.largest, groups.device) if groups.device.type == "cuda" else None
+
+    @classmethod
+    def open(cls, cfg: SyncConfig, plan: BucketPlan, groups: ParallelDims, receiver: WeightReceiver | None) -> FileTransport:
+        """Return a transport whose folder rank 0 has made.
+
+        Args:
+            cfg, plan, groups, receiver: See `sync.make_weight_sync`.
+        """
+        made = cls(cfg, plan, groups, receiver)
+        if groups.is_main:
+            made._owned = scratch.PrivateFolder(*make_folder(cfg.shared_folder))
+            made.folder = made._owned.path
+        made.folder = broadcast_object(made.folder, groups.host)
+        return made
 
     def stage(self, version: int, number: int, tensors: Iterable[tuple[str, Tensor]], checked: bool) -> StagedBucket | None:
         """Write the bucket to a file. See `WeightTransport.stage`."""
@@ -107,16 +117,14 @@ class FileTransport(StoredTransport):
     def abort(self) -> None:
         """Delete the files that are left; only the rank that made the folder does."""
         self._loading = None
-        if self._in_use is not None:
+        if self._owned is not None:
             for file in self.folder.iterdir():
                 file.unlink()
 
     def close(self) -> None:
         """Remove the folder, on the rank that made it."""
-        if self._in_use is not None:
-            shutil.rmtree(self.folder, ignore_errors=True)
-            os.close(self._in_use)
-            self._in_use = None
+        if self._owned is not None:
+            self._owned.remove()
 
 
 class IpcTransport(StoredTransport):

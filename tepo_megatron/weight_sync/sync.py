@@ -16,8 +16,6 @@ rounds are held at most, each of `sync.bucket_mib` (or, if that is larger, of on
 parameters that did not change since the last push are left out.
 """
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -161,7 +159,7 @@ class NoSync:
     def __exit__(self, *exc_info: object) -> None: ...
 
 
-# makes a transport; the parameters are those of `FileTransport`
+# opens a transport; the parameters are those of `FileTransport.open`
 MakeTransport = Callable[[SyncConfig, BucketPlan, ParallelDims, WeightReceiver | None], WeightTransport]
 
 
@@ -170,8 +168,8 @@ def _file_transport(
 ) -> WeightTransport:
     """Return `RelayTransport` if ranks are on several machines that share no `folder`, else `FileTransport`."""
     here, everywhere = _ranks()
-    make: MakeTransport = FileTransport if cfg.shared_folder is not None or here == everywhere else RelayTransport
-    return make(cfg, plan, groups, receiver)
+    kind = FileTransport if cfg.shared_folder is not None or here == everywhere else RelayTransport
+    return kind.open(cfg, plan, groups, receiver)
 
 
 @dataclass(frozen=True)
@@ -209,7 +207,7 @@ def make_weight_sync(
         groups: The mesh of this run.
         receiver: The engine, on rank 0; None on other ranks.
     """
-    plan = BucketPlan(cfg, bindings, arch, groups)
+    plan = BucketPlan.agree(cfg, bindings, arch, groups)
     return WeightSync(cfg, plan, TRANSPORTS[cfg.transport.type].make(cfg, plan, groups, receiver), receiver)
 
 

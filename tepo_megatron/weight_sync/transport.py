@@ -1,14 +1,23 @@
 """The two interfaces of a push: `WeightTransport` sends rounds of buckets, and `WeightReceiver` is the engine's side."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
-from tepo_megatron.weight_sync.broadcast_group import GroupSpec, Recipient, Source
+from tepo_megatron.weight_sync.broadcast_group import GroupSpec, Source
+
+
+@dataclass(frozen=True)
+class Recipient:
+    """A recipient: one server in an update."""
+
+    name: str
+    host: str
+    ranks: int  # number of its ranks
+    incarnation: object  # differs from its value before a restart of the server
 
 
 class WeightReceiver(Protocol):
@@ -70,7 +79,6 @@ class WeightTransport(Protocol):
             CheckpointError: The bucket cannot be stored.
             ConversionError: A tensor cannot be quantized.
         """
-        ...
 
     def start(self, sources: Sequence[Source]) -> None:
         """Begin to load the staged round and return. Collective: see the class.
@@ -78,14 +86,12 @@ class WeightTransport(Protocol):
         Args:
             sources: The sources of all ranks, the same on every rank; at least one.
         """
-        ...
 
     def wait(self) -> Any:
         """Return this rank's report once the started round is no longer in flight here. No collective.
 
         Returns at once if no round was started. Raises SyncError if the engine refuses the round.
         """
-        ...
 
     def complete(self, reports: Sequence[Any]) -> None:
         """Return when all recipients that live have the round. Collective: see the class.
@@ -93,16 +99,12 @@ class WeightTransport(Protocol):
         Args:
             reports: The results of `wait`, indexed by rank.
         """
-        ...
 
     def finish(self) -> None:
         """Release what the update still holds after it has succeeded. Other ranks may already have begun the next update."""
-        ...
 
     def abort(self) -> None:
         """Release what the update still holds after it has failed."""
-        ...
 
     def close(self) -> None:
         """Close the transport for good. A second call does nothing."""
-        ...

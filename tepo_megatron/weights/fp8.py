@@ -6,8 +6,6 @@ weight_scale_inv of its block. e4m3 has three mantissa bits: the relative error 
 last place). Below the smallest normal value, 2^-6, the error is at most 2^-10 of the block's scale.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -50,17 +48,6 @@ def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
         each = scales[i].repeat_interleave(BLOCK)[: part.size(1)]
         quantized[band] = (part / each).clamp(-MAX, MAX).to(torch.float8_e4m3fn)
     return quantized, scales
-
-
-def dequantize(weight: Tensor, scale_inv: Tensor) -> Tensor:
-    """Return the values that an engine computes with, fp32 [n, k].
-
-    Args:
-        weight: e4m3 [n, k].
-        scale_inv: fp32 [ceil(n / 128), ceil(k / 128)], the scale of each block.
-    """
-    each = scale_inv.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
-    return weight.float() * each[: weight.size(0), : weight.size(1)]
 
 
 def is_quantized(op: Op, tensor: Tensor) -> bool:

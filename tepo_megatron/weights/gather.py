@@ -4,8 +4,6 @@ A parameter is identified by its Megatron name with the indices of its layer and
 virtual-pipeline and expert parallelism need no rules of their own, except for the tensor-parallel split in `weights/ops.py`.
 """
 
-from __future__ import annotations
-
 import collections
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Read Hugging Face checkpoints tensor by tensor, and write sharded ones that are complete or absent."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Iterable, Iterator, Mapping

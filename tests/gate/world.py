@@ -161,7 +161,7 @@ def _resumed(actor: Any, folder: Path, step: int) -> Any:
     from tepo_megatron.actor.actor import Actor
     from tepo_megatron.checkpoint.checkpoints import Checkpoints
 
-    with Checkpoints(folder / "checkpoints", actor.cfg.checkpoint, actor.groups) as checkpoints:
+    with Checkpoints.open(folder / "checkpoints", actor.cfg.checkpoint, actor.groups) as checkpoints:
         checkpoints.save(step, actor, {"step": step})
         assert checkpoints.wait() is not None
         fresh = Actor.open(actor.cfg, actor.groups)

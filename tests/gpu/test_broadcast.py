@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from tepo_megatron.distributed.rendezvous_store import open_store
-from tepo_megatron.weight_sync.broadcast_group import SENDER, BroadcastGroup, Bucket, GroupSpec, TensorEntry, arrived_key
+from tepo_megatron.weight_sync.broadcast_group import SENDER, BroadcastGroup, Bucket, GroupSpec, TensorEntry
 
 if torch.cuda.device_count() < 2:
     pytest.skip("NCCL takes no two ranks on one GPU", allow_module_level=True)
@@ -52,7 +52,7 @@ def test_rounds_arrive_on_the_other_gpu(tmp_path: Path) -> None:
     )
     try:
         assert receiver.stdin is not None and receiver.stdout is not None
-        channel = BroadcastGroup(spec, 0, SENDER, device)
+        channel = BroadcastGroup.form(spec, 0, SENDER, device)
         for i, (name, tensor) in enumerate(model.items()):
             bucket = Bucket(i, 0, (TensorEntry(name, tuple(tensor.shape), "bfloat16"),))
             receiver.stdin.write(bucket.to_json() + "\n")
@@ -61,7 +61,7 @@ def test_rounds_arrive_on_the_other_gpu(tmp_path: Path) -> None:
             channel.wait()
             expected = [name, "torch.bfloat16", tensor.double().sum().item(), tensor[-1].item()]
             assert json.loads(receiver.stdout.readline()) == expected
-            assert store.check([arrived_key(spec, i, SENDER + 1)])
+            assert store.check([spec.arrived_key(i, SENDER + 1)])
         receiver.stdin.close()
         assert receiver.wait(timeout=60) == 0
         channel.close()

@@ -17,6 +17,7 @@ from tepo_megatron.inference.sglang import default_python
 from tepo_megatron.weight_sync.broadcast_group import Bucket, pack
 from tepo_megatron.weight_sync.ipc import export_buffer
 from tepo_megatron.weights import fp8
+from tests.dequantized import dequantize
 from tests.server.served import SAMPLING, logprob_diff, make_prompts
 from tests.tiny import VOCAB_SIZE, tiny_model
 
@@ -46,7 +47,7 @@ def quantized(model: Qwen3ForCausalLM) -> dict[str, torch.Tensor]:
             sent[name] = data
             continue
         sent[name], sent[name + fp8.SCALE_SUFFIX] = fp8.quantize(data)
-        data = fp8.dequantize(sent[name], sent[name + fp8.SCALE_SUFFIX])
+        data = dequantize(sent[name], sent[name + fp8.SCALE_SUFFIX])
         weight.data.copy_(data)
     return sent
 

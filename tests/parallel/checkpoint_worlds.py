@@ -52,7 +52,7 @@ def checkpoints(folder: Path, actor: Any, timeout_seconds: float = 1800.0, **fie
     """
     from tepo_megatron.checkpoint.checkpoints import Checkpoints
 
-    return Checkpoints(folder, CheckpointConfig(**fields), actor.groups, timeout_seconds)
+    return Checkpoints.open(folder, CheckpointConfig(**fields), actor.groups, timeout_seconds)
 
 
 def update(actor: Any, step: int, batch: Any) -> float:

@@ -14,8 +14,8 @@ from torch import Tensor
 from tepo_megatron.actor import attention
 from tepo_megatron.actor.attention import SDPACoreAttention
 from tepo_megatron.errors import ConfigError
-from tepo_megatron.ops.context_parallel import shard_zigzag_packed
 from tests.worlds import run_world
+from tests.zigzag import shard_zigzag_packed
 
 HEADS, KV_HEADS, CHANNELS = 4, 2, 8
 # in units of 2 cp tokens, so that every context-parallel size divides them: the shortest, equal ones, and several buckets

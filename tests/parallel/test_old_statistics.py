@@ -70,6 +70,10 @@ def test_the_first_updates_ratio_is_one_in_bf16_too(case: cases.Case, layout: di
 class Count(w.Kill):
     """Report each call of any function in `where` (separated by spaces) to the journal, and kill nobody."""
 
+    def __post_init__(self) -> None:
+        for place in self.where.split():
+            w.Kill(place)  # refuses a place that does not exist
+
     def arm(self, journal: Path) -> None:
         import importlib
 

@@ -134,7 +134,7 @@ def test_what_is_sent_is_what_the_export_writes(exported: Path, tmp_path: Path, 
 def test_a_server_gets_the_config_that_the_export_writes(exported: Path) -> None:
     """The config file for the server takes no space on the disk."""
     folder = exported
-    served = ServedModel(folder / "hf", in_fp8=True)
+    served = ServedModel.create(folder / "hf", in_fp8=True)
     try:
         (weights,) = served.path.glob("*.safetensors")
         assert tensor_shapes(weights) == {

@@ -20,7 +20,7 @@ HOLDER = """
 import sys, time
 from pathlib import Path
 from tepo_megatron.utils.scratch import PrivateFolder
-folder = PrivateFolder("test", Path(sys.argv[1]))
+folder = PrivateFolder.create("test", Path(sys.argv[1]))
 (folder.path / "file").touch()
 print(folder.path, flush=True)
 time.sleep(300)
@@ -28,7 +28,7 @@ time.sleep(300)
 
 
 def test_a_folder_is_private_and_goes_with_its_end(tmp_path: Path) -> None:
-    with PrivateFolder("test", tmp_path) as folder:
+    with PrivateFolder.create("test", tmp_path) as folder:
         assert stat.S_IMODE(folder.path.stat().st_mode) == 0o700 and folder.path.name.startswith("tepo-test-")
         (folder.path / "file").touch()
         assert scratch.sweep(tmp_path) == [] and folder.path.exists()
@@ -45,7 +45,7 @@ def test_a_killed_owners_folder_is_swept_and_a_live_ones_is_not(tmp_path: Path) 
         owner.kill()
         owner.wait(60)
         assert path.exists()
-    with PrivateFolder("other", tmp_path) as next_one:
+    with PrivateFolder.create("other", tmp_path) as next_one:
         assert list(tmp_path.iterdir()) == [next_one.path]
 
 
@@ -75,7 +75,7 @@ def test_another_users_folder_stays_even_with_root(tmp_path: Path) -> None:
 
 def test_many_starts_at_once_take_no_folder_from_each_other(tmp_path: Path) -> None:
     def start(_: int) -> bool:
-        with PrivateFolder("test", tmp_path) as folder:
+        with PrivateFolder.create("test", tmp_path) as folder:
             (folder.path / "file").touch()
             scratch.sweep(tmp_path)
             return (folder.path / "file").exists()
@@ -104,7 +104,7 @@ def test_segments_go_with_the_folder_that_names_them_while_they_are_the_same(
     (memory / "another").touch()  # takes no inode that is still in use
     shutil.copy(memory / "another", memory / "psm_c")
     (memory / "psm_c").replace(memory / "psm_b")  # another file under that name by now
-    folder = PrivateFolder("test", tmp_path)
+    folder = PrivateFolder.create("test", tmp_path)
     scratch.record_segments(folder.path, segments | {"../kept": 1, "missing": 1})
     folder.remove()
     assert sorted(path.name for path in memory.iterdir()) == ["another", "kept", "psm_b"]

@@ -166,7 +166,7 @@ def evaluation_loads(folder: Path) -> None:
 
 
 READERS = {
-    "resume": ResumeReader, "conversion": ConversionReader, "verification": megatron_loads, "evaluation": evaluation_loads,
+    "resume": ResumeReader.open, "conversion": ConversionReader, "verification": megatron_loads, "evaluation": evaluation_loads,
 }  # fmt: skip
 
 

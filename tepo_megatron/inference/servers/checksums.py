@@ -7,8 +7,6 @@ the norms, and no linear layer. Those are covered only by the CRC-32 check on ar
 log-probs.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 

@@ -1,7 +1,5 @@
 """HTTP client of one inference server: requests, and a watch over the server's health."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Mapping

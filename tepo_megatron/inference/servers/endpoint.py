@@ -3,8 +3,6 @@
 Only the `Server` behind it knows whether the server is a process of this machine or one that others started.
 """
 
-from __future__ import annotations
-
 import asyncio
 import functools
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -36,7 +34,7 @@ def _odd(error: Exception) -> str:
 class ServerConnection:
     """A server across its restarts, and the connection to it.
 
-    All methods except `stop` and `forget` run in one event loop.
+    All methods run in one event loop.
 
     Args:
         server: Starts and ends the server, or finds one.
@@ -76,27 +74,16 @@ class ServerConnection:
             self.info = replace(info, engine_version=excerpt(info.engine_version, 60))
             await self._greet(client, self.info)
         except RequestFailed as e:
-            raise await self.failure(e.what) from None
+            raise await self.server.failure(e.what) from None
         except _ODD_ANSWER as e:
             if isinstance(e, ConfigError):
                 raise
-            raise await self.failure(f"does not tell what it serves ({excerpt(repr(e))}); is this {self.api.name}?") from None
+            raise await self.server.failure(
+                f"does not tell what it serves ({excerpt(repr(e))}); is this {self.api.name}?"
+            ) from None
 
     async def _greet(self, client: Client, about: ServerInfo) -> None:
         """Hook for subclasses: the first requests to a healthy server."""
-
-    async def failure(self, what: str) -> RolloutError:
-        """Return an error that says `what` the server did, whether it died, and where to look."""
-        return await self.server.failure(what)
-
-    @property
-    def running(self) -> bool:
-        """Return whether the server is alive, as far as this is known without a request."""
-        return self.server.running
-
-    def stop(self) -> None:
-        """Release the server at the end of the run. May be called again, before `launch`, and from any thread."""
-        self.server.stop()
 
     async def close(self) -> None:
         """End this start of an ill server at once, and close the connection."""
@@ -104,10 +91,6 @@ class ServerConnection:
         if self.client is not None:
             await self.client.close()
         self.client = None
-
-    def forget(self) -> None:
-        """Remove the files that were made for the server."""
-        self.server.forget()
 
 
 class Endpoint(ServerConnection):

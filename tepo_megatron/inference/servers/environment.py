@@ -1,7 +1,5 @@
 """Build the environment variables of a server from those of this process."""
 
-from __future__ import annotations
-
 import secrets
 import tempfile
 from collections.abc import Mapping

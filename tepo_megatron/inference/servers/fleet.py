@@ -4,19 +4,16 @@ A server is used only while it is healthy and serves the fleet's version of the 
 It is used again once it has received the weights again, which `needs_weights` asks the trainer for.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
-from types import TracebackType
 from typing import Self
 
 from tepo_megatron.config import RolloutConfig
 from tepo_megatron.inference.engine import EnginePart
 from tepo_megatron.inference.servers.endpoint import Endpoint
+from tepo_megatron.inference.servers.lease import Quiesce
 from tepo_megatron.inference.servers.pool import ServerPool
-from tepo_megatron.inference.servers.quiesce import Quiesce
 from tepo_megatron.inference.servers.routing import RoutedSampler
-from tepo_megatron.inference.servers.status import ServerStatus, status_of
+from tepo_megatron.inference.servers.slot import ServerSlot
 from tepo_megatron.inference.servers.updates import PoolUpdates
 
 
@@ -73,9 +70,10 @@ class Fleet(RoutedSampler, PoolUpdates):
         """Return whether a healthy server waits for the weights of `version`."""
         return any(slot.endpoint.version != self._pool.version for slot, _ in self._pool.up())
 
-    def status(self) -> tuple[ServerStatus, ...]:
-        """Return the state of all servers now, in the order of `endpoints`; empty before `start`."""
-        return tuple(status_of(slot) for slot in self._pool.slots)
+    @property
+    def slots(self) -> Sequence[ServerSlot[Endpoint]]:
+        """The slots of all servers, in the order of `endpoints`; empty before `start`. Only the fleet may change them."""
+        return self._pool.slots
 
     def take_events(self) -> list[str]:
         """Return the events of the servers since the last call, one message each."""
@@ -98,5 +96,5 @@ class Fleet(RoutedSampler, PoolUpdates):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self.close()

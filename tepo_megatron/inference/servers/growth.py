@@ -7,8 +7,6 @@ default of 4 GiB is ten times what the caches of a vLLM server were seen to take
 depend on weights, prompt and seed alone, so such a restart does not change the results of a run.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterable
 from weakref import WeakKeyDictionary

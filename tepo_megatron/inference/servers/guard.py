@@ -15,8 +15,6 @@ it, and removes it when the owner cannot. Exit status: that of COMMAND, or 128 +
 nothing heavy, because it lives as long as the server; it costs 10 MB.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import functools

@@ -1,7 +1,5 @@
 """A server that this process starts, watches and ends."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import secrets
@@ -58,7 +56,7 @@ class LocalServer:
         port, key = int(self._door.getsockname()[1]), self._key or secrets.token_urlsafe(32)
         url = url_of(self._launch.host, port)
         if self._served is None:
-            self._served = ServedModel(self._launch.model_path, self._launch.in_fp8)
+            self._served = ServedModel.create(self._launch.model_path, self._launch.in_fp8)
         launch = replace(self._launch, model_path=self._served.path)
         inherited = os.environ | {"TMPDIR": str(self._served.scratch)}
         process = ServerProcess(

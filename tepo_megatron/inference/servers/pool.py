@@ -4,22 +4,19 @@ Everything that concerns servers runs in the event loop of the pool. `routing.py
 `fleet.py` (the rest of an engine) share one pool.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from tepo_megatron.config import RolloutConfig
 from tepo_megatron.errors import RolloutError, SyncError
-from tepo_megatron.inference.engine import INITIAL_VERSION
-from tepo_megatron.inference.loop import LoopThread
+from tepo_megatron.inference.engine import INITIAL_VERSION, UNKNOWN_VERSION
 from tepo_megatron.inference.servers.endpoint import Endpoint
 from tepo_megatron.inference.servers.growth import GrowthLimit
-from tepo_megatron.inference.servers.quiesce import Quiesce
+from tepo_megatron.inference.servers.lease import Quiesce
 from tepo_megatron.inference.servers.sleep import SleepController
 from tepo_megatron.inference.servers.slot import Incarnation, ServerSlot
-from tepo_megatron.inference.servers.status import require_enough
+from tepo_megatron.utils.loop import LoopThread
 
 
 class ServerPool:
@@ -76,9 +73,9 @@ class ServerPool:
         """End all servers; bounded in time. May be called again, and before `start`."""
         self.loop.stop()
         with ThreadPoolExecutor(len(self.endpoints)) as threads:  # each stop takes some seconds
-            list(threads.map(lambda endpoint: endpoint.stop(), self.endpoints))
+            list(threads.map(lambda endpoint: endpoint.server.stop(), self.endpoints))
         for endpoint in self.endpoints:
-            endpoint.forget()
+            endpoint.server.forget()
         self.sleeping.allow_starts()
         self._supervisors = []
 
@@ -94,7 +91,25 @@ class ServerPool:
 
     def require_enough(self) -> None:
         """Raise RolloutError if fewer than `min_servers` servers are left."""
-        require_enough(self.slots, self._cfg.min_servers)
+        lost = [slot.lost for slot in self.slots if slot.lost is not None]
+        servers, left, wanted = len(self.slots), len(self.slots) - len(lost), self._cfg.min_servers
+        if left >= wanted:
+            return
+        if servers == 1:
+            raise RolloutError(str(lost[0]))
+        reasons = "\n".join(str(error) for error in lost)
+        raise RolloutError(
+            f"{left} of {servers} inference servers are left, fewer than rollout.min_servers={wanted}:\n{reasons}"
+        )
+
+    def refuse_other_weights(self) -> None:
+        """Raise RolloutError if a server needs weights that nobody will send (`rollout.only`)."""
+        for member in self.slots:
+            if member.up and member.endpoint.version == UNKNOWN_VERSION:
+                raise RolloutError(
+                    f"rollout.only=true samples with the weights of model.path, and {member.endpoint.name} serves others, "
+                    "which another run sent; start it again"
+                )
 
     def up(self) -> list[tuple[ServerSlot[Endpoint], Incarnation]]:
         """Return the servers that take requests, with their incarnations, whatever weights they serve."""

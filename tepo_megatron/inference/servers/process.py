@@ -1,7 +1,5 @@
 """The process of an inference server: start it, wait until it is ready, watch it, and end all of its processes."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

@@ -4,8 +4,6 @@ They take part in a fleet like servers that this process starts. That is why `en
 weights. `tepo serve` restarts a server on request. At a URL nobody does that; there the label of the weights shows it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import time

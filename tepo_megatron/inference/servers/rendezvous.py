@@ -12,8 +12,6 @@ Every file appears under its name only when it is complete. The folder belongs t
 would be sent the key.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

@@ -4,11 +4,8 @@ A prompt's group is one request to one server (its samples share the prefix cach
 complete answer counts.
 """
 
-from __future__ import annotations
-
 import asyncio
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 from tepo_megatron.config import RolloutConfig
 from tepo_megatron.errors import RolloutError
@@ -20,7 +17,6 @@ from tepo_megatron.inference.servers.client import RequestFailed
 from tepo_megatron.inference.servers.endpoint import Endpoint
 from tepo_megatron.inference.servers.pool import ServerPool
 from tepo_megatron.inference.servers.slot import Incarnation, ServerSlot
-from tepo_megatron.inference.servers.status import refuse_other_weights
 from tepo_megatron.types import Prompt, Rollout, SamplingParams
 
 ATTEMPTS = 3  # to sample a prompt, on other servers where there are some
@@ -112,21 +108,22 @@ class RoutedSampler:
         avoid: Endpoint | None = None
         for attempt in range(1, ATTEMPTS + 1):
             member, incarnation = await self._free(avoid)
-            with _occupied(member.endpoint):
-                try:
-                    rollouts = await member.endpoint.generate(asks)
-                    member.delivered()
-                    return rollouts
-                except RequestFailed as e:
-                    if e.refused:
-                        raise RolloutError(f"{member.endpoint.name} {e.what}") from None
-                    error = await member.failed(incarnation, e)
-                except RolloutError as e:
-                    error = e
-                    if isinstance(e, StaleWeights):
-                        incarnation.end(e)
-                finally:
-                    await self._pool.notify()
+            member.endpoint.in_flight += 1
+            try:
+                rollouts = await member.endpoint.generate(asks)
+                member.delivered()
+                return rollouts
+            except RequestFailed as e:
+                if e.refused:
+                    raise RolloutError(f"{member.endpoint.name} {e.what}") from None
+                error = await member.failed(incarnation, e)
+            except RolloutError as e:
+                error = e
+                if isinstance(e, StaleWeights):
+                    incarnation.end(e)
+            finally:
+                member.endpoint.in_flight -= 1
+                await self._pool.notify()
             avoid = member.endpoint
             if attempt < ATTEMPTS:
                 self._pool.event(f"prompt {asks[0].prompt.id} is sampled again: {str(error).splitlines()[0]}")
@@ -142,16 +139,7 @@ class RoutedSampler:
                 serving = [] if self._pool.sleeping.asleep else self._pool.serving()
                 free = [each for each in serving if each[0].endpoint.in_flight < self._cfg.server.concurrency]
                 if self._cfg.only and not serving:
-                    refuse_other_weights(self._pool.slots)
+                    self._pool.refuse_other_weights()
                 if free:
                     return min(free, key=lambda each: (each[0].endpoint is avoid, each[0].endpoint.in_flight))
                 await self._pool.changed.wait()
-
-
-@contextmanager
-def _occupied(endpoint: Endpoint) -> Iterator[None]:
-    endpoint.in_flight += 1
-    try:
-        yield
-    finally:
-        endpoint.in_flight -= 1

@@ -4,8 +4,6 @@ The servers are started, watched and restarted as a trainer's own servers are. H
 folder. A trainer that is done with a server, or finds it ill, requests a restart of the server there.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os
@@ -55,7 +53,9 @@ def serve(name: str, cfg: RolloutConfig, launch: LaunchSpec, address: str | None
     address = address or (this_host() if launch.host in EVERYWHERE else launch.host)
     if is_loopback(launch.host):
         tell(f"listening on {launch.host}: trainers of this machine alone can use the servers; give --host for others")
-    asyncio.run(_Service(name, cfg, launch, address, Rendezvous(Path(cfg.server.rendezvous)), tell).run())
+    rendezvous = Rendezvous(Path(cfg.server.rendezvous))
+    rendezvous.create()
+    asyncio.run(_Service(name, cfg, launch, address, rendezvous, rendezvous.make_key(), tell).run())
 
 
 class _Service:
@@ -66,13 +66,13 @@ class _Service:
         launch: LaunchSpec,
         address: str,
         rendezvous: Rendezvous,
+        key: str,
         tell: Callable[[str], None],
     ) -> None:
         self._name, self._cfg, self._address, self._rendezvous, self._say = name, cfg, address, rendezvous, tell
-        rendezvous.create()
         log = rendezvous.folder / f"{this_host()}-{os.getpid()}.log"
         apis = [ENGINES[cfg.engine]() for _ in range(cfg.servers)]
-        self._servers = local_servers(cfg, apis, launch, log, key=rendezvous.make_key())
+        self._servers = local_servers(cfg, apis, launch, log, key)
         self._launch, self._model = launch, fingerprint(launch.model_path)
         self._service, self._acknowledged = service_name(this_host(), os.getpid()), ""
         self._look_seconds = TURN_SECONDS if launch.sleeps else LOOK_SECONDS
@@ -162,8 +162,8 @@ class _Service:
             member.delivered()  # its restarts so far do not count
         incarnation = member.incarnation
         if why is not None and incarnation is not None:
-            error = await member.endpoint.failure(f"was given back: {why}")
-            if member.endpoint.running:  # the log of a healthy server does not explain the end
+            error = await member.endpoint.server.failure(f"was given back: {why}")
+            if member.endpoint.server.running:  # the log of a healthy server does not explain the end
                 error = RolloutError(f"{member.endpoint.name} was given back: {why}")
             incarnation.end(error)
 

@@ -21,28 +21,34 @@ _FORMATS = {"float8_e4m3fn": "F8_E4M3", "float32": "F32", "bfloat16": "BF16", "f
 class ServedModel:
     """A private folder with links to the files of a model, without the model's sampling defaults (`generation_config.json`).
 
-    Args:
-        model: Hugging Face directory.
-        in_fp8: Announce the same model quantized to FP8, without its weights: a changed config.json, and one safetensors file
-            of zeros whose header lists the tensors that updates will give.
-
     Attributes:
         folder: The private folder; it contains the other two.
         path: The model directory for the server.
         scratch: Folder for the server's sockets and other temporary files.
     """
 
-    def __init__(self, model: Path, in_fp8: bool = False) -> None:
-        self._private = PrivateFolder("served")
-        self.folder = self._private.path
+    def __init__(self, private: PrivateFolder) -> None:
+        self._private, self.folder = private, private.path
         self.path, self.scratch = self.folder / "model", self.folder / "tmp"
-        self.path.mkdir()
-        self.scratch.mkdir()
+
+    @classmethod
+    def create(cls, model: Path, in_fp8: bool = False) -> ServedModel:
+        """Make the folder and the links.
+
+        Args:
+            model: Hugging Face directory.
+            in_fp8: Announce the same model quantized to FP8, without its weights: a changed config.json, and one safetensors
+                file of zeros whose header lists the tensors that updates will give.
+        """
+        served = cls(PrivateFolder.create("served"))
+        served.path.mkdir()
+        served.scratch.mkdir()
         for file in model.iterdir():
             if file.name != HIDDEN and not (in_fp8 and (file.suffix == ".safetensors" or file.name in (CONFIG, INDEX))):
-                (self.path / file.name).symlink_to(file.resolve())
+                (served.path / file.name).symlink_to(file.resolve())
         if in_fp8:
-            _announce_fp8(model, self.path)
+            _announce_fp8(model, served.path)
+        return served
 
     def remove(self) -> None:
         """Remove the folder. The model's own files stay."""

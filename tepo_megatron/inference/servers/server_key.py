@@ -1,7 +1,5 @@
 """The key that every server requires: from the environment, or from a file of the rendezvous folder."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import secrets

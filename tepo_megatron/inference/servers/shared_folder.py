@@ -3,8 +3,6 @@
 Whoever could write into the folder would be sent the servers' key and the weights, so both sides check its owner.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import secrets

@@ -4,8 +4,6 @@ A server that fails to sleep or wake holds an unknown amount of memory, so it is
 like a server that dies while the others sleep: a start takes a server's whole memory, which the trainer uses until then.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 
@@ -14,7 +12,7 @@ from tepo_megatron.inference.engine import ENGINE_PARTS, EnginePart
 from tepo_megatron.inference.servers.client import RequestFailed
 from tepo_megatron.inference.servers.endpoint import Endpoint
 from tepo_megatron.inference.servers.growth import GrowthLimit
-from tepo_megatron.inference.servers.quiesce import Quiesce
+from tepo_megatron.inference.servers.lease import Quiesce
 from tepo_megatron.inference.servers.slot import ServerSlot
 
 

@@ -1,7 +1,5 @@
 """Supervision of one server of a fleet: restart it when it fails, and give it up when restarts do not help."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Generic, TypeVar
@@ -83,7 +81,7 @@ class ServerSlot(Generic[C]):
     @property
     def draining(self) -> bool:
         """Return whether the slot is in transition: not up, but its process may hold memory, or its loss is undecided."""
-        return not self.up and (self._ending or self.endpoint.running)
+        return not self.up and (self._ending or self.endpoint.server.running)
 
     async def supervise(self) -> None:
         """Supervise the server, which was launched already, until it is lost or this task is cancelled."""
@@ -144,9 +142,9 @@ class ServerSlot(Generic[C]):
             incarnation is not self.incarnation or self.endpoint.client is None
         ):  # another request failed before: this incarnation is over
             return RolloutError(f"{self.endpoint.name} {cause.what}")
-        error = await self.endpoint.failure(cause.what)
+        error = await self.endpoint.server.failure(cause.what)
         self._errors += 1
-        if not cause.answered or self._errors >= MOST_ERRORS or not self.endpoint.running:
+        if not cause.answered or self._errors >= MOST_ERRORS or not self.endpoint.server.running:
             incarnation.end(error)
         return error
 
@@ -158,7 +156,7 @@ class ServerSlot(Generic[C]):
         watch.add_done_callback(lambda _: incarnation.end(None))
         await self._tell()
         try:
-            return await incarnation.ended() or await self.endpoint.failure(watch.result())
+            return await incarnation.ended() or await self.endpoint.server.failure(watch.result())
         finally:
             self.incarnation, self._ending = None, True
             watch.cancel()

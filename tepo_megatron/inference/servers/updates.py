@@ -4,8 +4,6 @@ A server that dies during an update is restarted and needs the weights afterward
 are restarted, too, because they may hold a part of it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -20,7 +18,8 @@ from tepo_megatron.inference.servers.client import RequestFailed
 from tepo_megatron.inference.servers.endpoint import Endpoint
 from tepo_megatron.inference.servers.pool import ServerPool
 from tepo_megatron.inference.servers.slot import Incarnation, ServerSlot
-from tepo_megatron.weight_sync.broadcast_group import GroupSpec, Recipient, Source
+from tepo_megatron.weight_sync.broadcast_group import GroupSpec, Source
+from tepo_megatron.weight_sync.transport import Recipient
 
 INTERRUPT_SECONDS = 0.5  # between abort calls: repeated for requests that were still on their way to the server
 

@@ -4,8 +4,6 @@ exp(d) is computed as 2 ** (d log2 e): `exp` goes through MKL, which takes three
 factor shares one multiplication with 1 / temperature. Rounding it costs exp(d) a relative error of |d| 2^-24.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from typing import NamedTuple

@@ -8,8 +8,6 @@ compiler specializes the same kernel for narrower accesses. `python -m benchmark
 Without a GPU the kernels run in Triton's interpreter: set TRITON_INTERPRET=1 before anything imports triton.
 """
 
-from __future__ import annotations
-
 import math
 
 import triton

@@ -23,11 +23,7 @@ from tepo_megatron.weight_sync.broadcast_group import (
     Bucket,
     GroupSpec,
     UnchangedTensors,
-    arrived_key,
-    cancelled_key,
     join_store,
-    joined_key,
-    joining_key,
     signal,
 )
 from tepo_megatron.weight_sync.ipc import open_buffer
@@ -103,6 +99,7 @@ class RankReceiver:
         self._device = device
         rank = spec.first + (dist.get_rank() if dist.is_initialized() else 0)
         self.membership = Membership(spec, rank, device)
+        self.membership.start()
 
     def leave(self) -> None:
         """Leave all groups."""
@@ -202,18 +199,21 @@ class Membership:
         self._left, self._closing = threading.Event(), threading.Lock()
         self._spec, self._rank, self._device = spec, rank, device
         self._store: dist.Store | None = None
+
+    def start(self) -> None:
+        """Begin to form the groups, in a thread."""
         threading.Thread(target=self._form, name="join groups", daemon=True).start()
 
     def _form(self) -> None:
         until = time.monotonic() + self._spec.join_seconds
         try:
             self._store = join_store(self._spec)
-            signal(self._store, joining_key(self._spec, self._rank))
+            signal(self._store, self._spec.joining_key(self._rank))
             for sender in range(self._spec.senders):
-                group = BroadcastGroup(self._spec, sender, self._rank, self._device, until, self._is_wanted)
+                group = BroadcastGroup.form(self._spec, sender, self._rank, self._device, until, self._is_wanted)
                 self.groups.append(group)
             self.joined.set()
-            signal(self._store, joined_key(self._spec, self._rank))
+            signal(self._store, self._spec.joined_key(self._rank))
         except (BrokenGroup, RuntimeError) as e:
             logger.warning("tepo: could not join %s: %s", self._spec.name, e)
             self._left.set()
@@ -222,12 +222,12 @@ class Membership:
 
     def _is_wanted(self) -> bool:
         assert self._store is not None
-        return not self._left.is_set() and not self._store.check([cancelled_key(self._spec)])
+        return not self._left.is_set() and not self._store.check([self._spec.cancelled_key()])
 
     def report_arrived(self, number: int) -> None:
         """Report to rank 0 of the trainer, through the store, that the round `number` arrived. Raises BrokenGroup."""
         assert self._store is not None
-        signal(self._store, arrived_key(self._spec, number, self._rank))
+        signal(self._store, self._spec.arrived_key(number, self._rank))
 
     def leave(self) -> None:
         """Leave the groups, or give up forming them."""

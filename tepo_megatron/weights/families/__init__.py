@@ -1,7 +1,5 @@
 """Define each model family in one file, as tables that loading, export and weight sync all use."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

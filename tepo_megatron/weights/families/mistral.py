@@ -4,8 +4,5 @@ from tepo_megatron.weights.families.family import Family
 from tepo_megatron.weights.families.tensors import DECODER, swiglu
 
 FAMILY = Family(
-    name="mistral",
-    rows=DECODER + swiglu(),
-    required={"sliding_window": (None,)},
-    defaults={"sliding_window": 4096},
+    name="mistral", rows=DECODER + swiglu(), required={"sliding_window": (None,)}, defaults={"sliding_window": 4096}
 )

@@ -1,7 +1,5 @@
 """Read RoPE and its scalings from a HF config."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -16,9 +16,7 @@ DECODER = (
     WeightMapping("decoder.final_layernorm.weight", ("model.norm.weight",), Replicated()),
     WeightMapping(_MEGATRON + "input_layernorm.weight", (_HF + "input_layernorm.weight",), Replicated()),
     WeightMapping(
-        _MEGATRON + "self_attention.linear_qkv.weight",
-        tuple(_HF + f"self_attn.{x}_proj.weight" for x in "qkv"),
-        FusedQKV(),
+        _MEGATRON + "self_attention.linear_qkv.weight", tuple(_HF + f"self_attn.{x}_proj.weight" for x in "qkv"), FusedQKV()
     ),
     WeightMapping(_MEGATRON + "self_attention.linear_proj.weight", (_HF + "self_attn.o_proj.weight",), Split(dim=1)),
     WeightMapping(_MEGATRON + "pre_mlp_layernorm.weight", (_HF + "post_attention_layernorm.weight",), Replicated()),

@@ -1,7 +1,5 @@
 """Check that the ids of a tokenizer lie in the vocabulary."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

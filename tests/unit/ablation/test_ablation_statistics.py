@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from tepo_megatron.ablation.statistics import mean_of_last, steps_to_share_of_best
+from tepo_megatron.ablation.results import mean_of_last, steps_to_share_of_best
 from tepo_megatron.evaluation.statistics import Estimate, over_problems, paired_difference, standard_error
 
 RUN = {0: {1: 1.0, 2: 0.0, 3: 0.5}, 1: {1: 1.0, 2: 0.5, 3: 0.0}}

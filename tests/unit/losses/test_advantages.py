@@ -8,7 +8,8 @@ import statistics
 import pytest
 import torch
 
-from tepo_megatron.losses.advantages import ADVANTAGES, group_advantages, informative, split_groups
+from tepo_megatron.losses.advantages import ADVANTAGES, group_advantages, split_groups
+from tepo_megatron.rollout.collector import informative
 from tepo_megatron.types import Rollout
 
 

@@ -14,15 +14,7 @@ import pytest
 import torch
 
 from tepo_megatron.distributed.rendezvous_store import open_store
-from tepo_megatron.weight_sync.broadcast_group import (
-    SENDER,
-    BroadcastGroup,
-    BrokenGroup,
-    GroupSpec,
-    cancelled_key,
-    joining_key,
-    signal,
-)
+from tepo_megatron.weight_sync.broadcast_group import SENDER, BroadcastGroup, BrokenGroup, GroupSpec, signal
 
 CPU = torch.device("cpu")
 MEMBER = """
@@ -54,20 +46,20 @@ def test_a_member_that_is_lost_after_it_joined_is_noticed_within_the_deadline(si
     with member(spec, signal):
         start = time.monotonic()
         with pytest.raises(BrokenGroup):
-            BroadcastGroup(spec, 0, SENDER, CPU, until=start + 5.0)
+            BroadcastGroup.form(spec, 0, SENDER, CPU, until=start + 5.0)
         assert time.monotonic() - start < 7.0
 
 
 def test_forming_a_group_ends_as_soon_as_it_is_called_off() -> None:
     store = open_store("127.0.0.1")
     spec = GroupSpec("127.0.0.1", store.port, "off", 1, 2, SENDER + 1, seconds=60.0, join_seconds=60.0)
-    signal(store, joining_key(spec, 1))
+    signal(store, spec.joining_key(1))
     start = time.monotonic()
     with pytest.raises(BrokenGroup, match="called off, or not formed within 60 s"):
-        BroadcastGroup(spec, 0, SENDER, CPU, wanted=lambda: time.monotonic() < start + 0.5 or not tell_off(store, spec))
-    assert time.monotonic() - start < 5.0 and store.check([cancelled_key(spec)])
+        BroadcastGroup.form(spec, 0, SENDER, CPU, wanted=lambda: time.monotonic() < start + 0.5 or not tell_off(store, spec))
+    assert time.monotonic() - start < 5.0 and store.check([spec.cancelled_key()])
 
 
 def tell_off(store: torch.distributed.Store, spec: GroupSpec) -> bool:
-    signal(store, cancelled_key(spec))
+    signal(store, spec.cancelled_key())
     return True

@@ -27,13 +27,13 @@ from tepo_megatron.inference.servers.endpoint import Endpoint
 from tepo_megatron.inference.servers.fleet import Fleet
 from tepo_megatron.inference.servers.local import LocalServer
 from tepo_megatron.ops.alignment import Alignment
-from tepo_megatron.ops.context_parallel import shard_zigzag_packed
 from tepo_megatron.ops.packing import pack
 from tepo_megatron.rewards import build_reward
 from tepo_megatron.rollout.custom import CustomRollouts, load_function, open_sampler
 from tepo_megatron.types import Prompt, Rollout, SamplingParams, TrainBatch
 from tests.scripted_api import ScriptedApi
 from tests.unit.rollout.test_fleet import behave, process
+from tests.zigzag import shard_zigzag_packed
 
 CALCULATOR = "examples/tools/calculator.py:calculator"
 TOKENIZER = build_tokenizer()

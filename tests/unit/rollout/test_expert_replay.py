@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig, Qwen3Config, Qwen3MoeConfig
 
+from tepo_megatron.actor.pipeline import on_device
 from tepo_megatron.config import Config, ServerConfig
 from tepo_megatron.config.io import validate
 from tepo_megatron.errors import ConfigError, DataError, RolloutError
@@ -29,7 +30,7 @@ from tepo_megatron.ops.alignment import Alignment
 from tepo_megatron.ops.packing import pack
 from tepo_megatron.rollout import record
 from tepo_megatron.rollout.experts import check_experts, replayed_routing
-from tepo_megatron.rollout.replay import Replay
+from tepo_megatron.rollout.record import Replay
 from tepo_megatron.types import NO_EXPERT, Prompt, Rollout, Routing, SamplingParams
 
 PROMPT = Prompt(id=7, token_ids=(4, 5, 6), answer="9")
@@ -152,7 +153,7 @@ def test_experts_lie_where_their_tokens_lie(cp: int) -> None:
     for rank in range(cp):
         m = pack(ids, [r.response_mask_L for r in rollouts], [0] * 4, order, Alignment(cp, 2), rank, experts)
         assert m.experts_SKT is not None and m.experts_SKT.shape == (m.tokens_S.numel(), 2, 2)
-        assert m.to(torch.device("cpu")).experts_SKT is not None
+        assert on_device(m, torch.device("cpu")).experts_SKT is not None
         for token, experts_KT in zip(m.tokens_S[0].tolist(), m.experts_SKT, strict=True):
             assert bool((experts_KT >= 0).all()) and bool((experts_KT[:, 0] != experts_KT[:, 1]).all())
             found[token] = experts_KT

@@ -235,7 +235,7 @@ def test_groups_stream_in_as_they_are_done_and_to_close_the_stream_ends_the_rest
         groups.close()
         assert time.monotonic() - started < 15.0
         assert all(ids(group) == expected[3 * group[0].prompt_id :][:3] for group in first)
-        until(lambda: not any(server.in_flight for server in two.status()), seconds=4.0)
+        until(lambda: not any(slot.endpoint.in_flight for slot in two.slots), seconds=4.0)
         with pytest.raises(RolloutError, match="max_tokens is too large"):
             groups.add(PROMPTS, SamplingParams(samples=1, max_tokens=101), seed=0)
             groups.next()
@@ -251,7 +251,7 @@ def test_what_is_under_way_when_new_weights_come(on_weight_update: str, expected
             behave(two, i, slow=3.0 if on_weight_update == "finish" else 15.0)  # of all five tokens
         groups = two.open()
         groups.add(PROMPTS[:8], SAMPLING, seed=7)
-        until(lambda: sum(server.in_flight for server in two.status()) == 8)
+        until(lambda: sum(slot.endpoint.in_flight for slot in two.slots) == 8)
         time.sleep(1.0 if on_weight_update == "finish" else 4.0)
         for i in range(2):
             behave(two, i)  # the requests after these are fast

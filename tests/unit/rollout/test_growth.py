@@ -93,7 +93,7 @@ def test_what_is_under_way_is_waited_for_or_cut_off_first(
         behave(one, 0, grow=2 * MIB, slow=2.0 if on_weight_update == "finish" else 15.0)  # of all five tokens
         groups = one.open()
         groups.add(PROMPTS[:4], SAMPLING, seed=7)
-        until(lambda: sum(server.in_flight for server in one.status()) == 4)
+        until(lambda: sum(slot.endpoint.in_flight for slot in one.slots) == 4)
         time.sleep(0.2 if on_weight_update == "finish" else 4.0)
         one.update_weights([], version=2)
         assert one.restarts == 1 and not one.needs_weights
@@ -121,10 +121,10 @@ def test_one_that_is_put_to_sleep_is_ended_and_comes_back_when_all_are_awake(
         first = process(two, 0)
         behave(two, 0, grow=2 * MIB)
         two.sleep()
-        assert not first.is_running() and not two.status()[0].running, "it holds memory still"
+        assert not first.is_running() and not two.slots[0].endpoint.server.running, "it holds memory still"
         two.wake("weights")
         time.sleep(0.3)
-        assert not two.status()[0].running, "it takes memory that is the trainer's"
+        assert not two.slots[0].endpoint.server.running, "it takes memory that is the trainer's"
         two.update_weights([], 3)
         two.wake("kv_cache")
         assert ids(two.generate(PROMPTS, SAMPLING, seed=7)) == expected

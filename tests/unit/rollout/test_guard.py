@@ -50,7 +50,7 @@ process.GRACE_SECONDS = 0.2
 code, out, *kinds = sys.argv[1:]
 servers = []
 for i, kind in enumerate(kinds):
-    folder = PrivateFolder("served", Path(out))
+    folder = PrivateFolder.create("served", Path(out))
     command = [sys.executable, "-S", code, str(folder.path), kind]
     servers.append((folder, ServerProcess(command, env=dict(os.environ), health_url="", log_path=Path(out) / f"{i}.log",
                                           ready_seconds=60, folder=folder.path)))
@@ -167,7 +167,7 @@ os.killpg(0, 9)
 
 
 def test_segments_of_a_killed_guard_are_recorded_at_once_and_stay_in_the_record(tmp_path: Path) -> None:
-    folder = scratch.PrivateFolder("served", tmp_path)
+    folder = scratch.PrivateFolder.create("served", tmp_path)
     found: list[str] = []
     try:
         for _ in range(2):  # the second server is started in the folder of the first one

@@ -24,11 +24,8 @@ from tepo_megatron.weight_sync.broadcast_group import (
     GroupSpec,
     TensorEntry,
     UnchangedTensors,
-    arrived_key,
     crc32,
     join_store,
-    joined_key,
-    joining_key,
     signal,
 )
 from tepo_megatron.weight_sync.receiver.receiver import RankReceiver
@@ -63,8 +60,8 @@ class Trainer:
         self.specs += 1
         self.spec = GroupSpec("127.0.0.1", self.store.port, f"m{self.specs}", 1, 2, SENDER + 1, seconds, SECONDS)
         inbox.join_groups(self.spec, CPU)
-        self.channel = BroadcastGroup(self.spec, 0, SENDER, CPU)
-        self.store.wait([joined_key(self.spec, SENDER + 1)], datetime.timedelta(seconds=SECONDS))
+        self.channel = BroadcastGroup.form(self.spec, 0, SENDER, CPU)
+        self.store.wait([self.spec.joined_key(SENDER + 1)], datetime.timedelta(seconds=SECONDS))
         return self.spec
 
     def send(self, inbox: RankReceiver, bucket: Bucket, row: torch.Tensor) -> dict[str, torch.Tensor] | None:
@@ -78,7 +75,7 @@ class Trainer:
         return None if arrived is None else {name: tensor.clone() for name, tensor in arrived}
 
     def has(self, number: int) -> bool:
-        return self.store.check([arrived_key(self.spec, number, SENDER + 1)])
+        return self.store.check([self.spec.arrived_key(number, SENDER + 1)])
 
 
 @contextmanager
@@ -157,10 +154,10 @@ def test_nobody_waits_longer_than_the_meeting_says(tmp_path: Path) -> None:
         inbox.join_groups(alone, CPU)
         start = time.monotonic()
         with pytest.raises(BrokenGroup):
-            BroadcastGroup(replace(alone, name="alone too"), 0, SENDER, CPU)
+            BroadcastGroup.form(replace(alone, name="alone too"), 0, SENDER, CPU)
         assert time.monotonic() - start < 0.3 + SECONDS / 2
-        assert trainer.store.check([joining_key(alone, SENDER + 1)])
-        assert not trainer.store.check([joined_key(alone, SENDER + 1)])
+        assert trainer.store.check([alone.joining_key(SENDER + 1)])
+        assert not trainer.store.check([alone.joined_key(SENDER + 1)])
 
 
 def test_only_who_has_the_version_before_may_keep_tensors_of_it(tmp_path: Path) -> None:

@@ -281,7 +281,7 @@ def test_weights_of_another_run_are_never_taken_for_the_first_ones(
         assert {r.policy_version for r in earlier.generate(PROMPTS[:2], SAMPLING, seed=0)} == {INITIAL_VERSION}
         earlier.update_weights([], version=0)
     with trainer(folder, urls=[url]) as later:
-        assert later.status()[0].version == UNKNOWN_VERSION and later.needs_weights
+        assert later.slots[0].endpoint.version == UNKNOWN_VERSION and later.needs_weights
         later.update_weights([], version=0)  # the same number, other weights
         assert not later.needs_weights
         assert {r.policy_version for r in later.generate(PROMPTS[:2], SAMPLING, seed=0)} == {0}
@@ -302,7 +302,7 @@ def test_a_server_is_taken_from_the_rendezvous_and_given_back(
     rendezvous, record = Rendezvous(tmp_path), record_of(folder, url)
     rendezvous.publish(record)
     with trainer(folder, servers=2, ready_seconds=3, rendezvous=str(tmp_path)) as fleet:
-        assert [server.up for server in fleet.status()].count(True) == 1
+        assert [slot.up for slot in fleet.slots].count(True) == 1
         fleet.update_weights([], version=8)
         assert {r.policy_version for r in fleet.generate(PROMPTS[:2], SAMPLING, seed=0)} == {8}
         with (

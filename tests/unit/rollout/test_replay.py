@@ -12,7 +12,7 @@ from tepo_megatron.errors import DataError
 from tepo_megatron.observability.metrics import Metrics
 from tepo_megatron.observability.timing import Clock
 from tepo_megatron.rollout import record
-from tepo_megatron.rollout.replay import Replay
+from tepo_megatron.rollout.record import Replay
 from tepo_megatron.types import Rollout
 from tests.parallel import resume_worlds as w
 from tests.parallel.resume_worlds import Kill

@@ -89,7 +89,7 @@ def test_sleep_waits_for_what_is_being_sampled(tmp_path: Path) -> None:
         answers: list[int] = []
         asking = threading.Thread(target=lambda: answers.append(len(two.generate(first, SAMPLING, seed=7))))
         asking.start()
-        until(lambda: any(server.in_flight for server in two.status()))
+        until(lambda: any(slot.endpoint.in_flight for slot in two.slots))
         two.sleep()
         asking.join()
         assert answers == [12] and two.take_events() == []
@@ -103,10 +103,10 @@ def test_a_server_that_dies_asleep_is_started_when_the_others_are_awake(
         two.update_weights([], version=1)
         two.sleep()
         process(two, 0).kill()
-        until(lambda: not two.status()[0].up)
+        until(lambda: not two.slots[0].up)
         two.wake("weights")
         time.sleep(0.3)  # several times what it would wait before a start
-        assert not two.status()[0].running
+        assert not two.slots[0].endpoint.server.running
         two.update_weights([], 2)
         two.wake("kv_cache")
         rollouts = two.generate(PROMPTS, SAMPLING, seed=7)
@@ -133,7 +133,7 @@ def test_a_server_that_fails_at_it_is_ended_and_comes_back(
         behave(two, 0, **{how: True, "at": at})
         two.sleep()
         if at == "/sleep":
-            assert not first.is_running() and not two.status()[0].running, "it may hold memory still"
+            assert not first.is_running() and not two.slots[0].endpoint.server.running, "it may hold memory still"
         wake(two, 2)
         assert ids(two.generate(PROMPTS, SAMPLING, seed=7)) == expected
         until(lambda: two.needs_weights)
@@ -155,10 +155,10 @@ def test_a_server_that_is_being_started_is_waited_for_and_then_put_to_sleep(
         before = behind.process
         first.kill()
         until(lambda: behind.process is not before)
-        coming = two.status()[0]
-        assert coming.running and not coming.up  # launched again
+        coming = two.slots[0]
+        assert coming.endpoint.server.running and not coming.up  # launched again
         two.sleep()
-        assert two.status()[0].up and [released(two, i) for i in range(2)] == [["weights", "kv_cache"]] * 2
+        assert two.slots[0].up and [released(two, i) for i in range(2)] == [["weights", "kv_cache"]] * 2
         wake(two, 2)
         assert not two.needs_weights  # the update was of both
 

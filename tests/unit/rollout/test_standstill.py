@@ -15,8 +15,7 @@ import pytest
 
 from tepo_megatron.errors import RolloutError
 from tepo_megatron.inference.servers.fleet import Fleet
-from tepo_megatron.inference.servers.lease import service_name, this_host
-from tepo_megatron.inference.servers.quiesce import Quiesce
+from tepo_megatron.inference.servers.lease import Quiesce, service_name, this_host
 from tepo_megatron.inference.servers.rendezvous import Rendezvous
 from tests.unit.rollout.test_fleet import PROMPTS, SAMPLING, behave, ids, until
 from tests.unit.rollout.test_remote import (  # noqa: F401
@@ -57,7 +56,7 @@ def test_a_server_that_dies_in_the_trainers_turn_is_started_after_it(
         dead = serves[0].records()[0]
         serve = next(s for s in serves if s.process.pid == dead.pid)
         server_process(serve, dead).kill()
-        until(lambda: not all(server.up for server in fleet.status()))
+        until(lambda: not all(slot.up for slot in fleet.slots))
         until(lambda: "is started again" in serve.log.read_text())  # it would be, 0.05 s later
         time.sleep(1.0)
         assert servers_of(serve) == 0 and len(serve.records()) == 1

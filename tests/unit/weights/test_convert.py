@@ -228,7 +228,7 @@ def train_and_save(rank: int, cfg: Any, folder: Path) -> None:
     from tepo_megatron.platform import activate
 
     actor = Actor.open(cfg, parallel.initialize(cfg.parallel, activate("cpu"), cfg.seed))
-    with Checkpoints(folder, CheckpointConfig(hf=False), actor.groups) as checkpoints:
+    with Checkpoints.open(folder, CheckpointConfig(hf=False), actor.groups) as checkpoints:
         checkpoints.save(7, actor, {"policy_version": 7, "data": {}, "config": ""})
         checkpoints.wait()
 

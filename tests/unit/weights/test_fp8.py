@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from tepo_megatron.errors import ConversionError
 from tepo_megatron.weights import fp8
+from tests.dequantized import dequantize
 
 # fp32 rounds the quotient and the product, each by 2^-24 of itself
 ROUNDING = 2.0**-22
@@ -27,7 +28,7 @@ def check_bound(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             back = quantized[place].double() * s
             bound = torch.maximum(2.0**-4 * block.abs(), 2.0**-10 * s) * (1 + ROUNDING)
             assert ((back - block).abs() <= bound).all()
-            assert (fp8.dequantize(quantized, scale)[place].double() - back).abs().max() <= ROUNDING * back.abs().max()
+            assert (dequantize(quantized, scale)[place].double() - back).abs().max() <= ROUNDING * back.abs().max()
     return quantized, scale
 
 
@@ -62,12 +63,12 @@ def test_blocks_do_not_touch_each_other() -> None:
     weight = torch.full((128, 256), 1e-4)
     weight[:, 128:] = 1e4
     quantized, scale = check_bound(weight)
-    torch.testing.assert_close(fp8.dequantize(quantized, scale), weight, rtol=1e-6, atol=0)
+    torch.testing.assert_close(dequantize(quantized, scale), weight, rtol=1e-6, atol=0)
 
 
 def test_zeros_stay_zeros() -> None:
     quantized, scale = check_bound(torch.zeros(130, 260, dtype=torch.bfloat16))
-    assert torch.equal(fp8.dequantize(quantized, scale), torch.zeros(130, 260)) and torch.equal(scale, torch.ones(2, 3))
+    assert torch.equal(dequantize(quantized, scale), torch.zeros(130, 260)) and torch.equal(scale, torch.ones(2, 3))
 
 
 def test_blocks_below_the_normal_numbers_keep_a_finite_scale() -> None:

@@ -57,7 +57,7 @@ def test_a_server_that_dies_of_it_asks_for_the_weights_and_the_others_go_on(at: 
         two.begin_update(1)
         two.load(ROUNDS[0]).result()
         if at != "/update":
-            until(lambda: two.status()[0].up and two.status()[0].restarts == 1)  # back before the update is over
+            until(lambda: two.slots[0].up and two.slots[0].restart_count == 1)  # back before the update is over
         two.load(ROUNDS[1]).result()
         two.finish_update()
         assert versions(two) == {1} and loaded(two, 1) == ["a", "b", "c"]

@@ -1,0 +1,27 @@
+"""The figures that `python -m tools.structure` prints stay within their bounds; see also `tests/parallel/test_flows.py`."""
+
+from __future__ import annotations
+
+from tools.structure import ROLLOUT, WEIGHT, arrows, hops, lines_of_code, modules, package_of, takes_config, too_large
+
+
+def test_the_top_of_the_package_is_small() -> None:
+    assert len({package_of(name) for name in modules()} - {"", "__main__"}) <= 32
+    assert len(arrows()) <= 190
+
+
+def test_functions_take_what_they_use() -> None:
+    assert len(takes_config()) <= 30, takes_config()
+
+
+def test_the_package_does_not_grow() -> None:
+    assert sum(map(lines_of_code, modules().values())) <= 23_392
+
+
+def test_functions_files_and_classes_are_small() -> None:
+    assert too_large() == []
+
+
+def test_the_long_paths_are_short() -> None:
+    assert len({file for file, _ in hops(ROLLOUT)}) <= 16
+    assert len({file for file, _ in hops(WEIGHT)}) <= 8
