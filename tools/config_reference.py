@@ -113,13 +113,10 @@ def count(text: str) -> int:
 
 def meanings(cls: type) -> tuple[str, dict[str, str]]:
     """Return the description of a section, and the meaning of each of its keys."""
-    intro, of_key = _from_docstring(cls)
-    said = {name: comment for base in reversed(cls.__mro__[:-1]) for name, comment in comments(base).items()}
-    for name, comment in said.items():
-        of_key[name] = "; ".join(x for x in (of_key.get(name, ""), comment) if x)
+    of_key = {name: comment for base in reversed(cls.__mro__[:-1]) for name, comment in comments(base).items()}
     if cls in typing.get_args(AnyTermConfig):
         of_key = OF_A_TERM | of_key
-    return intro, of_key
+    return " ".join(inspect.cleandoc(cls.__doc__ or "").split()), of_key
 
 
 def refusals(cls: type) -> list[str]:
@@ -305,23 +302,6 @@ def _dataclasses_in(hint: Any) -> list[type]:
 def _tree(cls: type) -> ast.Module:
     """Return the syntax tree of a class."""
     return ast.parse(textwrap.dedent(inspect.getsource(cls)))
-
-
-def _from_docstring(cls: type) -> tuple[str, dict[str, str]]:
-    """Return the description of a section and the meanings of keys that its docstring states.
-
-    A meaning is a clause that begins with names of keys and a colon, after a full stop, a semicolon or at the start of a line.
-    """
-    text = re.sub(r"\s*\n\s*", " ", inspect.cleandoc(cls.__doc__ or "").replace("\n\n", "\n"))
-    names = "|".join(fields_of(cls))
-    heads = list(re.finditer(rf"(?:(?<=[.;:] )|^)((?:(?:{names}), )*(?:{names})): ", text))
-    intro = text[: heads[0].start()] if heads else text
-    found: dict[str, str] = {}
-    for head, following in itertools.zip_longest(heads, heads[1:]):
-        clause = text[head.end() : following.start() if following else len(text)].strip().rstrip(".;")
-        for name in head[1].split(", "):
-            found[name] = clause
-    return intro.strip().rstrip(";"), found
 
 
 def comments(cls: type) -> dict[str, str]:
