@@ -102,10 +102,7 @@ def variants_of(hint: Any) -> tuple[type, ...]:
 
 def page() -> str:
     """Return the whole reference page."""
-    parts = [HEAD]
-    for section in sections():
-        parts.append(_variant(section) if section.variants else _section(section))
-    text = "\n".join(parts)
+    text = "\n".join([HEAD, *(_variant(section) if section.variants else _section(section) for section in sections())])
     return text.replace("<count>", str(count(text)))
 
 
@@ -145,9 +142,7 @@ def _section(section: Section) -> str:
     title = f"`{section.name}`" if section.name else "The top"
     if section.name.endswith("[]") and "type" in hints:
         title += f": {type_of(hints['type'])}"
-    lines = [f"## {title}", ""]
-    if intro:
-        lines += [prose(intro), ""]
+    lines = [f"## {title}", "", *([prose(intro), ""] if intro else [])]
     return "\n".join([*lines, *_table(section, list(fields_of(cls))), *_checked_fields(cls), *_refused(cls)]) + "\n"
 
 
@@ -171,11 +166,10 @@ def _variant(section: Section) -> str:
         if common:
             lines += [*_table(section, common), ""]
     lines += [f"### `{section.name}`: {_named(cls)}", "", prose(meanings(cls)[0])]
-    own = [name for name in fields_of(cls) if name not in (*common, "type") and name not in before]
-    if own:
+    special = [name for name in fields_of(cls) if name not in (*common, "type")]
+    if own := [name for name in special if name not in before]:
         lines += ["", *_table(section, own)]
-    again = [name for name in fields_of(cls) if name not in (*common, "type") and name in before]
-    if again:
+    if again := [name for name in special if name in before]:
         lines += ["", "Also: " + ", ".join(f"`{name}`" for name in again) + "."]
     return "\n".join([*lines, *_refused(cls)]) + "\n"
 
