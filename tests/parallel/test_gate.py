@@ -145,7 +145,7 @@ def test_each_server_is_compared_with_the_version_that_it_says(case: cases.Case,
         assert "tokens of server 2, above sync.max_logprob_diff=0.001: server 2 does not serve" in said["one server"]
         assert "at version 0" in said["stale"] and "above sync.max_logprob_diff" in said["stale"]
         assert said["some"]["gate/compared_share"] < 1
-        assert "version -1 of the weights sampled them, which this run did not deliver (it keeps 0, 1)" in said["unknown"]
+        assert "sampled with version -1 of the weights, which this run did not deliver (it keeps 0, 1)" in said["unknown"]
         assert 0.5 < said["both"]["gate/compared_share"] < 1
         assert (
             said["both, in the end"]["gate/compared_share"] == 1 and said["both, in the end"]["gate/logprob_diff_worst"] < 1e-5
