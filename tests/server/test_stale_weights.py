@@ -21,7 +21,7 @@ from unittest import mock
 import pytest
 
 from tepo_megatron import report
-from tepo_megatron.config import Config
+from tepo_megatron.config import Config, ServerConfig
 from tepo_megatron.controller.gate import pieces
 from tepo_megatron.inference.engines import ENGINES, launch_of
 from tepo_megatron.inference.servers.local import LocalServer
@@ -98,7 +98,7 @@ def servers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     run = made.config(folder, {})
     sections = (run.model, run.rollout, run.sync)
     launch = launch_of(*sections, platform=run.platform, max_model_len=run.served_tokens, seed=run.seed)
-    cfg = run.rollout.server
+    cfg = ServerConfig(ready_seconds=600)
     path = [str(PLANTED), *filter(None, [os.environ.get("PYTHONPATH")])]
     faulty = {CONTROL: str(made.control), "PYTHONPATH": os.pathsep.join(path)}
     started = [LocalServer(f"server {i}", ENGINES[request.param](), cfg, launch, folder / f"{i}.log", KEY) for i in (0, 1)]
