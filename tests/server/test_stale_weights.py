@@ -98,7 +98,7 @@ def servers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     run = made.config(folder, {})
     sections = (run.model, run.rollout, run.sync)
     launch = launch_of(*sections, platform=run.platform, max_model_len=run.served_tokens, seed=run.seed)
-    cfg = ServerConfig(ready_seconds=600)
+    cfg = ServerConfig(kv_cache_gib=0.25, ready_seconds=600)
     path = [str(PLANTED), *filter(None, [os.environ.get("PYTHONPATH")])]
     faulty = {CONTROL: str(made.control), "PYTHONPATH": os.pathsep.join(path)}
     started = [LocalServer(f"server {i}", ENGINES[request.param](), cfg, launch, folder / f"{i}.log", KEY) for i in (0, 1)]
