@@ -142,7 +142,8 @@ def _fill_blockwise(out: Any, x: Tensor, quantizer: Any) -> None:
 def _block_scales(x: Tensor, dtype: torch.dtype, both: bool) -> Tensor:
     rows, columns = x.shape
     x = torch.nn.functional.pad(x.abs(), (0, -columns % BLOCK, 0, -rows % BLOCK if both else 0))
-    shape = (x.shape[0] // BLOCK, BLOCK, -1, BLOCK) if both else (x.shape[0], 1, -1, BLOCK)
+    blocks = x.shape[1] // BLOCK  # written out, because an expert may get no token
+    shape = (x.shape[0] // BLOCK, BLOCK, blocks, BLOCK) if both else (x.shape[0], 1, blocks, BLOCK)
     amax = x.reshape(shape).amax((1, 3))
     return torch.where(amax > 0, torch.exp2(torch.floor(torch.log2(LIMITS[dtype] / amax.clamp_min(1e-30)))), 1.0)
 
