@@ -42,6 +42,28 @@ class Group:
         """Move a process into the group, with all its threads. Memory that it uses already is not counted."""
         (self.folder / "cgroup.procs").write_text(f"{pid}\n")
 
+    def exhaust(self, pid: int) -> None:
+        """Move a process into the group, and make it need memory now rather than at its next allocation, which may never come.
+
+        A byte of each page of its libraries is written over with itself, which gives the process a copy of the page.
+
+        Args:
+            pid: A process that no longer fits into the group after 64 KiB.
+        """
+        self.add(pid)
+        # writing fails as soon as the kernel has killed it
+        with contextlib.suppress(OSError), open(f"/proc/{pid}/mem", "r+b", buffering=0) as memory:
+            for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+                span, permissions, *_, name = line.split()
+                if permissions != "r--p" or ".so" not in name:
+                    continue
+                first, end = (int(address, 16) for address in span.split("-"))
+                for address in range(first, end, mmap.PAGESIZE):
+                    memory.seek(address)
+                    byte = memory.read(1)
+                    memory.seek(address)
+                    memory.write(byte)
+
     def kills(self) -> int:
         """Return the number of its processes that the kernel killed because memory ran out."""
         lines = (self.folder / self.events).read_text().splitlines()

@@ -6,10 +6,15 @@ and equals an undisturbed one, bit for bit. It raises AssertionError, or skips w
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import fcntl
 import json
+import os
 import re
+import signal
 import sys
+import termios
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -58,14 +63,14 @@ class Runs:
         path = run / "metrics.jsonl"
         return path.read_text().count("\n") if path.exists() else 0
 
-    def in_the_middle(self, command: Command, run: Path) -> None:
-        """Wait until there is a checkpoint to resume from, and steps after it.
+    def in_the_middle(self, command: Command, run: Path) -> contextlib.AbstractContextManager[None]:
+        """Stop the run, for the block, where there is a checkpoint to resume from, a step after it, and a step to come.
 
         Args:
             command: The running command.
             run: Folder of the run.
         """
-        command.until(lambda: newest(run) >= 2 and self.lines(run) >= 3, timeout=self.bound)
+        return command.stopped_when(lambda: newest(run) >= 2 and 3 <= self.lines(run) < self.steps, timeout=self.bound)
 
     def ended(self, command: Command, *phrases: str) -> str:
         """Wait for the failure; return its only error message, which matches all the phrases.
@@ -120,6 +125,12 @@ def _of_no_machine(run: Path) -> list[dict[str, Any]]:
     return [{name: value for name, value in row.items() if not name.startswith("memory/")} for row in records(run)]
 
 
+def _bytes_to_read(pid: int) -> int:
+    """Return the number of bytes that wait in the pipe of a process's standard input."""
+    with open(f"/proc/{pid}/fd/0", "rb", buffering=0) as pipe:
+        return int.from_bytes(fcntl.ioctl(pipe, termios.FIONREAD, bytes(4)), sys.byteorder)
+
+
 def newest(run: Path) -> int:
     """Return the step of its last complete checkpoint; 0: there is none."""
     return max((int(p.name.removeprefix("step-")) for p in run.glob("checkpoints/step-????????")), default=0)
@@ -131,13 +142,16 @@ def _memory_of_a_grader_and_a_rank(runs: Runs, folder: Path) -> None:
     with memory_group(NOTHING) as group:
         command = runs.start(*line, engine=runs.slow)
         command.until(lambda: runs.lines(run) >= 1, timeout=runs.bound)
-        group.add(roles_of(command.process.pid)["grader"][0].pid)
+        grader = roles_of(command.process.pid)["grader"][0].pid
+        os.kill(grader, signal.SIGSTOP)
+        command.until(lambda: _bytes_to_read(grader) > 0, timeout=runs.bound)  # it has an answer to grade
+        group.exhaust(grader)
         command.until(lambda: group.kills() == 1, timeout=runs.bound)
         command.until(lambda: "its answer is graded again" in command.output, timeout=runs.bound)
         assert re.search(r"warning: grading worker \d+ was ended by SIGKILL: probably the kernel killed it", command.output)
-        runs.in_the_middle(command, run)
-        rank = roles_of(command.process.pid)["rank 1"][0].pid
-        group.add(rank)
+        with runs.in_the_middle(command, run):
+            rank = roles_of(command.process.pid)["rank 1"][0].pid
+            group.exhaust(rank)
         message = runs.ended(command, r"rank \d \(pid \d+\) was ended by SIGKILL: probably the kernel killed it for memory")
         assert f"(pid {rank})" in message and "more memory" in message and "--resume true" in message
         assert group.kills() == 2
@@ -153,7 +167,7 @@ def _memory_of_an_engine(runs: Runs, folder: Path) -> None:
         command = runs.start(*runs.words(folder / "runs", "engine"), engine=runs.slow)
         command.until(lambda: runs.lines(run) >= 1, timeout=runs.bound)
         engines = roles_of(command.process.pid)["engine"]
-        group.add(max(engines, key=lambda process: process.memory_info().rss).pid)
+        group.exhaust(max(engines, key=lambda process: process.memory_info().rss).pid)
         command.until(lambda: group.kills() == 1, timeout=runs.bound)
         command.until(lambda: "is started again" in command.output, timeout=runs.bound)
         runs.ends_well(command)
@@ -167,8 +181,8 @@ def _disk_that_is_full(runs: Runs, folder: Path) -> None:
     with disk(folder / "disk", 'mount -t tmpfs -o size=256m tmpfs "$1"') as small:
         line, run, by = runs.words(small.folder, "full"), small.outside / "full", small.by(sys.executable)
         command = runs.start(*line, engine=runs.slow, by=by)
-        runs.in_the_middle(command, run)
-        ballast = small.fill()
+        with runs.in_the_middle(command, run):
+            ballast = small.fill()
         full = r"the disk is full \(.*\d MiB free\); free some space"
         runs.ended(command, rf"{small.folder}/full/\S+", full, "--resume true")
         last = newest(run)
@@ -190,8 +204,8 @@ def _disk_that_becomes_read_only(runs: Runs, folder: Path) -> None:
         if not fault.exists():
             pytest.skip(f"this kernel has no {fault}")
         command = runs.start(*line, engine=runs.slow, by=by)
-        runs.in_the_middle(command, run)
-        fault.write_text("an error for a test")
+        with runs.in_the_middle(command, run):
+            fault.write_text("an error for a test")
         reasons = r"(its file system is read-only|the disk failed).*see `dmesg`"
         runs.ended(command, rf"{failing.folder}/failing/\S+", reasons, "--resume true")
 
@@ -230,13 +244,14 @@ def _clock_that_jumps(runs: Runs, folder: Path) -> None:
     line, run = runs.words(folder / "runs", "clock"), folder / "runs" / "clock"
     command = runs.start(*line, engine=runs.slow, env=clock.env)
     try:
-        command.until(lambda: (run / "run.lock").exists() and b"since" in (run / "run.lock").read_bytes(), timeout=runs.bound)
-        years = int(json.loads((run / "run.lock").read_text())["since"][:4])
-        thread.start()
-        runs.ended(runs.start(*line, "--resume", "true", engine=runs.good, env=clock.env), "under way in another process")
-        command.until(lambda: runs.lines(run) >= 1, timeout=runs.bound)
-        roles = {name: found for name, found in roles_of(command.process.pid).items() if found}
-        blind = [name for name, found in roles.items() if not any(_sees(process, clock) for process in found)]
+        lock = run / "run.lock"
+        with command.stopped_when(lambda: lock.exists() and b"since" in lock.read_bytes(), timeout=runs.bound):
+            years = int(json.loads(lock.read_text())["since"][:4])
+            thread.start()
+            runs.ended(runs.start(*line, "--resume", "true", engine=runs.good, env=clock.env), "under way in another process")
+        with command.stopped_when(lambda: 1 <= runs.lines(run) < runs.steps, timeout=runs.bound):
+            roles = {name: found for name, found in roles_of(command.process.pid).items() if found}
+            blind = [name for name, found in roles.items() if not any(_sees(process, clock) for process in found)]
         assert command.wait(runs.bound) == 0, command.output
     finally:
         over.set()
