@@ -85,7 +85,7 @@ test: $(READY) $(SGLANG)/.ready $(LAUNCH)/.ready
 	@$(MAKE) --no-print-directory -j3 --output-sync=target --keep-going test-parts test-runs test-servers
 
 test-parts:
-	$(BIN)/python -m pytest -n $(WORKERS) -m "not full and not server and not e2e"
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not full and not server and not e2e"
 
 test-runs:
 	$(BIN)/python -m pytest -m "not full and e2e" $(RUNS)

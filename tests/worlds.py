@@ -9,8 +9,10 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import gc
+import io
 import os
 import pickle
+import select
 import signal
 import socket
 import sys
@@ -27,7 +29,6 @@ import torch.distributed as dist
 import tepo_megatron.actor.actor  # noqa: F401  imported here, else again by every rank
 from tepo_megatron.utils.processes import die_with_parent
 
-_POLL_SECONDS = 0.003
 _STACK_SECONDS = 0.3  # for the ranks to write their stacks after a timeout
 
 
@@ -47,15 +48,21 @@ def run_world(size: int, fn: Callable[..., Any], *args: Any, timeout: float = 18
         AssertionError: A rank failed, or the time is up. The message holds the traceback of the rank that failed first, or, on
             a timeout, the stack of each rank.
     """
-    with tempfile.TemporaryDirectory(prefix="world-") as name, socket.create_server(("127.0.0.1", 0)) as door:
+    done, write_end = os.pipe()  # gets a byte from each rank that has a result
+    with (
+        os.fdopen(done, "rb", buffering=0),
+        os.fdopen(write_end, "wb", buffering=0) as finished,
+        tempfile.TemporaryDirectory(prefix="world-") as name,
+        socket.create_server(("127.0.0.1", 0)) as door,
+    ):
         folder, deadline = Path(name), time.monotonic() + timeout
         sys.stdout.flush()
         sys.stderr.flush()
         pids: dict[int, int] = {}  # rank of each process
         try:
             for rank in range(size):
-                pids[_fork(rank, size, door, folder, fn, args)] = rank
-            failure = _wait(pids, folder, deadline)
+                pids[_fork(rank, size, door, folder, finished, fn, args)] = rank
+            failure = _wait(pids, folder, done, deadline)
         finally:
             _kill(pids)
         if failure is not None:
@@ -63,7 +70,9 @@ def run_world(size: int, fn: Callable[..., Any], *args: Any, timeout: float = 18
         return [pickle.loads(_result(folder, rank).read_bytes()) for rank in range(size)]
 
 
-def _fork(rank: int, size: int, door: socket.socket, folder: Path, fn: Callable[..., Any], args: tuple[Any, ...]) -> int:
+def _fork(
+    rank: int, size: int, door: socket.socket, folder: Path, finished: io.FileIO, fn: Callable[..., Any], args: tuple[Any, ...]
+) -> int:
     parent = os.getpid()
     pid = os.fork()
     if pid:
@@ -78,6 +87,7 @@ def _fork(rank: int, size: int, door: socket.socket, folder: Path, fn: Callable[
         faulthandler.register(signal.SIGUSR1, file=_stack(folder, rank).open("w"))
         store = _join_rendezvous(rank, size, door)
         _write(_result(folder, rank), pickle.dumps(fn(rank, *args)))
+        finished.write(b".")
         _wait_for_the_end(store)
     except BaseException:
         _write(_error(folder, rank), traceback.format_exc().encode())
@@ -120,16 +130,24 @@ def _wait_for_the_end(store: dist.TCPStore | None) -> NoReturn:
         signal.pause()
 
 
-def _wait(pids: dict[int, int], folder: Path, deadline: float) -> str | None:
+def _wait(pids: dict[int, int], folder: Path, done: int, deadline: float) -> str | None:
     """Wait until every rank has left a result (None), one has ended without a result, or the time is up (then: the message)."""
-    while not all(_result(folder, rank).exists() for rank in pids.values()):
-        for pid, rank in pids.items():
-            ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)  # left to be reaped by _kill
-            if ended is not None:
-                return _first_failure(folder, rank, ended, len(pids))
-        if time.monotonic() > deadline:
-            return _stuck(pids, folder)
-        time.sleep(_POLL_SECONDS)
+    with contextlib.ExitStack() as stack:
+        ends = {stack.enter_context(os.fdopen(os.pidfd_open(pid))).fileno(): pid for pid in pids}
+        poll = select.poll()
+        for descriptor in (done, *ends):
+            poll.register(descriptor, select.POLLIN)
+        results = 0
+        while results < len(pids):
+            ready = [descriptor for descriptor, _ in poll.poll(1000 * max(0.0, deadline - time.monotonic()))]
+            if not ready:
+                return _stuck(pids, folder)
+            for pid in (ends[descriptor] for descriptor in ready if descriptor != done):
+                ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)  # left to be reaped by _kill
+                if ended is not None:
+                    return _first_failure(folder, pids[pid], ended, len(pids))
+            if done in ready:
+                results += len(os.read(done, len(pids)))
     return None
 
 

@@ -171,9 +171,9 @@ def tepo(tmp_path: Path) -> Iterator[Callable[..., Command]]:
 
 
 @pytest.fixture(scope="session")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A base model that solves a fifth of the problems, with its datasets."""
-    out = tmp_path_factory.mktemp("base") / "model"
+def base() -> Path:
+    """A base model that solves a fifth of the problems, with its datasets. It is built once for a checkout and its source."""
+    out = ROOT / ".cache" / "tests" / "base-model"
     subprocess.run([sys.executable, "-c", BUILD, out], cwd=ROOT, check=True, timeout=900, stdout=subprocess.DEVNULL)
     return out
 

@@ -140,6 +140,7 @@ def test_a_scripted_run_without_evaluation_data_ends_well(tepo, arguments, model
     command.assert_nothing_left()
 
 
+@pytest.mark.full
 def test_steps_without_an_informative_group_change_nothing_and_go_on(tepo, arguments, model: Path, tmp_path: Path) -> None:
     command = tepo(*arguments(model, **SHORT, name="uniform"), engine="uniform")
     assert command.wait(2 * BOUND) == 0, command.output
@@ -157,6 +158,7 @@ def test_a_loss_that_is_not_a_number_ends_the_run(tepo, arguments, model: Path, 
     fault(command, tmp_path / "runs" / "nan", "is nan in step 1, update 1", "optimizer.lr", steps=0)
 
 
+@pytest.mark.full
 def test_an_engine_that_serves_other_weights_ends_the_run(tepo, arguments, model: Path, tmp_path: Path) -> None:
     command = tepo(*arguments(model, **SHORT, optimizer__lr="1e-3", name="stale"), engine="stale")
     fault(command, tmp_path / "runs" / "stale", "sync.max_logprob_diff", "version 1", steps=1)

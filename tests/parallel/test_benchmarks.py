@@ -99,6 +99,7 @@ def test_the_best_checkpoint_stays(model: Path, tmp_path: Path, measure: str) ->
     assert json.loads((cfg.run_dir / "summary.json").read_text())["best_step"] == best
 
 
+@pytest.mark.full
 def test_a_run_that_gains_nothing_ends_early_and_is_finished(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -251,7 +251,7 @@ def push_to_two(rank: int, cfg: Any, folder: Path, fault: str, join_seconds: flo
         return outcome(sync), time.monotonic() - start, "\n".join(servers.take_events()), got(folder)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_server_that_joins_and_never_broadcasts_ends_the_run_with_its_name(tmp_path: Path) -> None:
     """NCCL would wait in the first broadcast for ever; here the deadline of a round in gloo is longer than that of joining."""
     tiny_qwen3(tmp_path / "model", layers=2, vocab_size=cases.VOCAB)

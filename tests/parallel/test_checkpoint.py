@@ -11,6 +11,7 @@ import psutil
 import pytest
 import torch
 
+from tests.marks import full_but
 from tests.parallel import cases
 from tests.parallel import checkpoint_worlds as w
 from tests.parallel.test_families import EIGHT
@@ -130,7 +131,7 @@ def test_on_the_same_layout_it_goes_on_bit_for_bit(
     [
         ("dense", {}),
         ("dense", {"tp": 2, "pp": 2}),
-        ("bf16", {"pp": 2}),
+        pytest.param("bf16", {"pp": 2}, marks=pytest.mark.full),
         ("moe", {"pp": 2}),
         pytest.param("dense", {"pp": 2}, marks=pytest.mark.full),
         pytest.param("dense", {"cp": 2}, marks=pytest.mark.full),
@@ -191,7 +192,7 @@ def read_by_megatron(rank: int, cfg: Any, folder: Path) -> list[bool]:
     ]
 
 
-@pytest.mark.parametrize("layout", [FROM, {"pp": 2}, pytest.param({}, marks=pytest.mark.full)], ids=str)
+@pytest.mark.parametrize("layout", full_but([FROM], [], [FROM, {"pp": 2}, {}]), ids=str)
 def test_megatron_reads_what_was_written(saved: Callable[[str, dict], Saved], layout: dict) -> None:
     run = saved(*RUNS["bf16"])
     cfg = w.run_config(run.model, layout, "bf16")

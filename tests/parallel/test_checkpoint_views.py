@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.marks import full_but
 from tests.parallel import cases
 from tests.parallel import checkpoint_worlds as w
 from tests.worlds import run_world
@@ -82,7 +83,7 @@ def save_and_replace(rank: int, cfg: Any, batch: Any, folder: Path) -> list[tupl
 
 
 @pytest.mark.parametrize(
-    ("precision", "layout"), [("bf16", {"dp": 2}), pytest.param("fp32", {}, marks=pytest.mark.full)], ids=str
+    ("precision", "layout"), full_but([("bf16", {})], [], [("bf16", {}), ("bf16", {"dp": 2}), ("fp32", {})]), ids=str
 )
 def test_what_is_saved_is_the_state_whatever_was_replaced(
     case: cases.Case, tmp_path: Path, precision: str, layout: dict[str, int]

@@ -17,7 +17,7 @@ from tests.gate import common
 from tests.gate.data import Material, make_material
 from tests.gate.reference import Trained
 from tests.gate.world import Job, Outcome, distance, merged, run_jobs
-from tests.marks import marked
+from tests.marks import full_but
 from tests.parallel.objective_rows import VARIANTS
 from tests.worlds import run_world
 
@@ -49,14 +49,31 @@ def expected(material: Material) -> dict[str, Trained]:
     return {name: common.expectation(v.config(material, {}, 4096), material, method=v.method) for name, v in VARIANTS.items()}
 
 
-@pytest.mark.parametrize("name", [marked(n, pytest.mark.full) if n == "CP4" else n for n in LAYOUTS])
-def test_every_row_trains_to_the_reference(material: Material, expected: dict[str, Trained], name: str) -> None:
+def _some_rows(layout: str) -> list[str]:
+    """Return a third of the rows, of which each is in the thirds of two of the layouts of several ranks or microbatches."""
+    first = list(LAYOUTS).index(layout)
+    return list(VARIANTS)[first % 3 :: 3]
+
+
+PARTS = [("1 rank", "every row"), *((name, part) for name in LAYOUTS if name != "1 rank" for part in ("a third", "every row"))]
+
+
+@pytest.mark.parametrize(
+    ("name", "part"), full_but(PARTS[:1], [case for case in PARTS if case[1] == "a third" and case[0] != "CP4"], PARTS)
+)
+def test_every_row_trains_to_the_reference(material: Material, expected: dict[str, Trained], name: str, part: str) -> None:
     layout, max_tokens = LAYOUTS[name]
-    configs = [variant.config(material, layout, max_tokens) for variant in VARIANTS.values()]
+    rows = list(VARIANTS) if part == "every row" else _some_rows(name)
+    configs = [VARIANTS[row].config(material, layout, max_tokens) for row in rows]
     ranks = run_world(configs[0].parallel.world_size, run_jobs, [Job(cfg, material.steps) for cfg in configs])
-    found = {row: merged(of_ranks) for row, of_ranks in zip(VARIANTS, zip(*ranks, strict=True), strict=True)}
-    wrong = [difference for row in VARIANTS if (difference := first_difference(found[row], expected[row], row))]
-    assert not wrong, f"{len(wrong)} of {len(VARIANTS)} rows on {name}:\n" + "\n".join(wrong)
+    found = {row: merged(of_ranks) for row, of_ranks in zip(rows, zip(*ranks, strict=True), strict=True)}
+    wrong = [difference for row in rows if (difference := first_difference(found[row], expected[row], row))]
+    assert not wrong, f"{len(wrong)} of {len(rows)} rows on {name}:\n" + "\n".join(wrong)
+
+
+def test_every_row_is_in_a_third_on_several_ranks() -> None:
+    thirds = [set(_some_rows(name)) for name in ("TP2", "PP2", "CP2", "DP2")]
+    assert set().union(*thirds) == set(VARIANTS) and sum(map(len, thirds)) > len(VARIANTS)
 
 
 def first_difference(found: Outcome, expected: Trained, row: str) -> str | None:

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import functools
 import json
-import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -197,26 +196,36 @@ def check(name: str, layout: dict[str, Any], folder: Path, tmp_path: Path) -> No
         assert rank["token by token"] in ([], greedy)
 
 
-def params(pairs: Iterable[tuple[str, dict[str, Any]]]) -> list[Any]:
-    """Worlds of more than two ranks, and of two with seven heads, are only part of the full matrix."""
-
-    def ranks(layout: dict[str, Any]) -> int:
-        return math.prod(layout.get(axis, 1) for axis in ("tp", "pp", "cp", "dp"))
-
+def params(on_two_ranks: Sequence[tuple[str, dict[str, Any]]], pairs: Iterable[tuple[str, dict[str, Any]]]) -> list[Any]:
+    """Mark as full all worlds of several ranks but those of `on_two_ranks`."""
     return [
         pytest.param(
-            name, layout, marks=[pytest.mark.full] if ranks(layout) > (1 if name in SEVEN else 2) else [], id=f"{name} {layout}"
+            name,
+            layout,
+            marks=[pytest.mark.full] if layout and (name, layout) not in on_two_ranks else [],
+            id=f"{name} {layout}",
         )
         for name, layout in pairs
     ]
 
 
+# each family on one layout of two ranks, families with experts on several
+ON_TWO_RANKS: list[tuple[str, dict[str, Any]]] = [
+    ("qwen2", {"tp": 2}), ("qwen3", {"pp": 2}), ("llama", {"tp": 2}), ("mistral", {"pp": 2}), ("qwen3_moe", TP_SP),
+    ("qwen3_moe", {"ep": 2, "cp": 2}), ("mixtral", EP2), ("mixtral", {"pp": 2}), ("mixtral deep", {"pp": 2, "vpp": 2}),
+]  # fmt: skip
+STEPS_ON_TWO_RANKS: list[tuple[str, dict[str, Any]]] = [
+    ("qwen2", TP_SP), ("qwen3_moe", {"ep": 2, "cp": 2}), ("mixtral", EP2), ("mixtral deep", {"pp": 2, "vpp": 2}),
+]  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("name", "layout"),
     params(
+        ON_TWO_RANKS,
         [(name, layout) for name in EIGHT for layout in (MOE_LAYOUTS if name in MOE else DENSE_LAYOUTS)]
         + [(name, layout) for name in SEVEN for layout in ({}, {"pp": 2})]
-        + [("mixtral deep", {"pp": 2, "vpp": 2}), ("qwen2 deep", {"pp": 3})]
+        + [("mixtral deep", {"pp": 2, "vpp": 2}), ("qwen2 deep", {"pp": 3})],
     ),
 )
 def test_the_model_is_that_of_transformers(folder: Path, tmp_path: Path, name: str, layout: dict[str, Any]) -> None:
@@ -357,7 +366,7 @@ def sent(actor: Any, values: list[Tensor]) -> dict[str, Tensor]:
     return {n: t.detach().clone() for n, t in iterate_hf(sent_by(bindings, actor.groups), actor.arch, actor.groups.tp)}
 
 
-@pytest.mark.parametrize(("name", "layout"), params(STEPS))
+@pytest.mark.parametrize(("name", "layout"), params(STEPS_ON_TWO_RANKS, STEPS))
 def test_a_training_step_equals_the_reference(folder: Path, name: str, layout: dict[str, Any]) -> None:
     """Gradients and weights per tensor, by ||a - b|| / ||b||, and the gradient norm."""
     gradients, norm, weights = reference_step(name, folder)

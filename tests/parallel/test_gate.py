@@ -11,7 +11,7 @@ import torch
 from tepo_megatron.errors import SyncError
 from tepo_megatron.types import Rollout, TrainBatch
 from tests.harness import stale_weights as harness
-from tests.marks import full_but, slow_but
+from tests.marks import full_but
 from tests.parallel import cases
 from tests.parallel import resume_worlds as w
 from tests.worlds import run_world
@@ -133,7 +133,9 @@ def verdicts(rank: int, cfg: Any, batch: TrainBatch) -> dict[str, Any]:
     return out
 
 
-@pytest.mark.parametrize("layout", slow_but([{}, {"pp": 2}], [{}, {"pp": 2}, {"tp": 2}, {"cp": 2}, {"dp": 2}]), ids=str)
+@pytest.mark.parametrize(
+    "layout", full_but([{}, {"pp": 2}], [{"cp": 2}], [{}, {"pp": 2}, {"tp": 2}, {"cp": 2}, {"dp": 2}]), ids=str
+)
 def test_each_server_is_compared_with_the_version_that_it_says(case: cases.Case, layout: dict) -> None:
     batch = replace(case.batches[0], old_logprobs_N=None, old_entropies_N=None, update=0)
     cfg = cases.run_config(case.model, layout, max_tokens=60)

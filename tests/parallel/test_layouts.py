@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.marks import full_but, marked, slow_but
+from tests.marks import full_but, slow_but
 from tests.parallel import cases
 from tests.parallel.cases import LAYOUTS
 from tests.worlds import run_world
@@ -55,15 +55,19 @@ def test_layout_equals_reference(tied: cases.Case, name: str) -> None:
     check(tied, LAYOUTS[name])
 
 
-@pytest.mark.parametrize("name", ["1 rank", "TP2+SP", "PP2", "CP2 TP2"])
-@pytest.mark.slow
+@pytest.mark.parametrize("name", full_but([], ["PP2", "CP2 TP2"], ["1 rank", "TP2+SP", "PP2", "CP2 TP2"]))
 def test_untied_embeddings_train_to_the_reference(untied: cases.Case, name: str) -> None:
     check(untied, LAYOUTS[name])
 
 
-@pytest.mark.parametrize("name", ["1 rank", "TP2", "CP2 TP2+SP", "TP2 PP2"])
-@pytest.mark.parametrize("embeddings", ["tied", marked("untied", pytest.mark.full)])
-@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("embeddings", "name"),
+    full_but(
+        [],
+        [("tied", "1 rank"), ("tied", "CP2 TP2+SP")],
+        itertools.product(["tied", "untied"], ["1 rank", "TP2", "CP2 TP2+SP", "TP2 PP2"]),
+    ),
+)
 def test_output_layer_in_chunks(request: pytest.FixtureRequest, name: str, embeddings: str) -> None:
     """Fuse the output layer with the token statistics, in microbatches, and with a budget that keeps no logits."""
     check(request.getfixturevalue(embeddings), LAYOUTS[name], max_tokens=80, logits_budget_mib=0)
@@ -77,7 +81,7 @@ SHARING = [
 
 @pytest.mark.parametrize(
     ("name", "max_tokens", "training"),
-    full_but([("1 rank", 40, {}), ("CP2 TP2+SP", 4096, {})], SHARING[-4:], SHARING),
+    full_but([("1 rank", 40, {}), ("CP2 TP2+SP", 4096, {})], [SHARING[-4], SHARING[-1]], SHARING),
 )
 def test_shared_prompts(shared: cases.Case, name: str, max_tokens: int, training: dict) -> None:
     """Groups of one, two and three, prompts of one token and more, whole and cut over small microbatches."""
@@ -87,13 +91,13 @@ def test_shared_prompts(shared: cases.Case, name: str, max_tokens: int, training
 MICROBATCHES = [("1 rank", 40), ("CP2", 64), ("PP2", 90), ("PP2 VPP2", 100), ("DP2", 50)]
 
 
-@pytest.mark.parametrize(("name", "max_tokens"), slow_but([("PP2 VPP2", 100)], MICROBATCHES))
+@pytest.mark.parametrize(("name", "max_tokens"), full_but([("PP2 VPP2", 100)], [("CP2", 64), ("DP2", 50)], MICROBATCHES))
 def test_number_of_microbatches(tied: cases.Case, name: str, max_tokens: int) -> None:
     """Many small microbatches instead of one; under VPP their number is padded to a multiple of pp with empty ones."""
     check(tied, LAYOUTS[name], max_tokens=max_tokens)
 
 
-@pytest.mark.parametrize(("name", "seed"), slow_but([("DP2", 3)], [("1 rank", 1), ("CP2 TP2", 2), ("DP2", 3)]))
+@pytest.mark.parametrize(("name", "seed"), full_but([("DP2", 3)], [], [("1 rank", 1), ("CP2 TP2", 2), ("DP2", 3)]))
 def test_the_order_of_packing_changes_nothing(tied: cases.Case, name: str, seed: int) -> None:
     """The result does not depend on a sequence's neighbours in the packed rows."""
     batches = tuple(cases.permuted(b, seed) for b in tied.batches)
@@ -113,7 +117,7 @@ def test_more_data_parallel_ranks_than_sequences(tied: cases.Case) -> None:
 @pytest.mark.parametrize(
     ("form", "objective"), [("eq4", {"name": "tepo_eq4", "beta": cases.BETA}), ("alg1", {"name": "tepo_alg1"})]
 )
-@pytest.mark.slow
+@pytest.mark.full
 def test_other_forms_of_tepo_train_to_the_reference(tmp_path: Path, form: str, objective: dict) -> None:
     case = cases.make_case(tmp_path, tied=True, form=form)
     check(case, LAYOUTS["CP2"], objective=objective)

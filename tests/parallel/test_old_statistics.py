@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 
 from tepo_megatron.config import TrainingConfig
-from tests.marks import slow_but
+from tests.marks import full_but
 from tests.parallel import cases
 from tests.parallel import resume_worlds as w
 from tests.worlds import run_world
@@ -39,7 +39,7 @@ def with_and_without(rank: int, cfg: Any, batch: Any) -> list[dict[str, Any]]:
     return out
 
 
-@pytest.mark.parametrize("layout", slow_but([{"tp": 2}], LAYOUTS), ids=str)
+@pytest.mark.parametrize("layout", full_but([{"tp": 2}], [{"cp": 2}], LAYOUTS), ids=str)
 def test_a_single_update_needs_no_old_pass(case: cases.Case, layout: dict) -> None:
     """Loss, weights and mismatch are those with the pass, and the ratio is 1."""
     batch = replace(case.batches[0], old_logprobs_N=None, old_entropies_N=None, update=0)
@@ -55,7 +55,7 @@ def test_a_single_update_needs_no_old_pass(case: cases.Case, layout: dict) -> No
             assert cases.distance(without["weights"][name], weight) <= 1e-5, name
 
 
-@pytest.mark.parametrize("layout", slow_but([{}], [{}, {"tp": 2}]), ids=str)
+@pytest.mark.parametrize("layout", full_but([{}], [], [{}, {"tp": 2}]), ids=str)
 def test_the_first_updates_ratio_is_one_in_bf16_too(case: cases.Case, layout: dict) -> None:
     """The old pass packs other sequences together, which moves log-probs in bf16: by more than GSPO's clip range."""
     batch = replace(case.batches[0], old_logprobs_N=None, old_entropies_N=None, update=0)

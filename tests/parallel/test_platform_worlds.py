@@ -14,7 +14,7 @@ from torch import Tensor
 from tepo_megatron.config import ParallelConfig
 from tepo_megatron.distributed import parallel
 from tepo_megatron.platform import activate
-from tests.marks import slow_but
+from tests.marks import full_but
 from tests.worlds import run_world
 
 VOCAB, LENGTH, MICROBATCHES = 64, 16, 2
@@ -163,7 +163,7 @@ def load_and_train(rank: int, layout: dict[str, int], folder: Path, changes: dic
     return [trainer.step(), trainer.step()]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_checkpoint_continues_on_another_layout(tmp_path: Path) -> None:
     """Weights, Adam's moments and its step: the second step after the load depends on all of them."""
     first = run_world(4, train_and_save, {"tp": 2, "dp": 2}, tmp_path, {})[0]
@@ -224,7 +224,7 @@ def step_with_gradients(trainer: Trainer) -> dict[str, Any]:
     return {"loss": loss, "grad_norm": grad_norm, "gradients": captured}
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_experts_over_ranks_equal_experts_on_one(tmp_path: Path) -> None:
     (whole,) = run_world(1, save_experts, tmp_path)
     ranks = run_world(2, load_experts, {"dp": 2, "ep": 2}, tmp_path)
@@ -252,7 +252,7 @@ def train_twice(rank: int, changes: dict[str, Any]) -> list[tuple[float, float]]
     return [trainer.step(), trainer.step()]
 
 
-@pytest.mark.parametrize("dropout", slow_but([0.1], [0.0, 0.1]))
+@pytest.mark.parametrize("dropout", full_but([0.1], [], [0.0, 0.1]))
 def test_recomputation_changes_nothing(dropout: float) -> None:
     """With dropout, the second forward pass must draw the numbers of the first, so random states are saved and restored."""
     kept = run_world(2, train_twice, {"hidden_dropout": dropout})

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tepo_megatron.types import Rollout, TrainBatch
-from tests.marks import slow_but
+from tests.marks import full_but
 from tests.parallel import cases
 from tests.parallel.test_expert_replay import model as model_with_experts  # noqa: F401  a fixture
 from tests.parallel.test_expert_replay import old_pass_and_gradients, random_experts, replayed_experts, replaying, with_experts
@@ -50,7 +50,7 @@ def other_passes(rank: int, cfg: Any, batch: TrainBatch) -> dict[str, Any]:
     return out
 
 
-@pytest.mark.parametrize("layout", slow_but([{}], [{}, {"cp": 2}, {"pp": 2}, {"dp": 2} | TP_SP]), ids=str)
+@pytest.mark.parametrize("layout", full_but([{}], [{"cp": 2}], [{}, {"cp": 2}, {"pp": 2}, {"dp": 2} | TP_SP]), ids=str)
 def test_passes_without_gradient(shared: cases.Case, layout: dict[str, Any]) -> None:
     """The reference's numbers from fewer tokens, and repeated under another packing the same but for rounding."""
     model, sides = reference.load(shared.model), []
@@ -80,7 +80,7 @@ def of_one_prompt() -> TrainBatch:
     return replace(batch, rollouts=tuple(rollouts))
 
 
-@pytest.mark.parametrize("layout", slow_but([{}], [{}, TP_SP, {"pp": 2}, {"cp": 2}]), ids=str)
+@pytest.mark.parametrize("layout", full_but([{}], [TP_SP], [{}, TP_SP, {"pp": 2}, {"cp": 2}]), ids=str)
 def test_experts_of_a_prompt_are_replayed_once(model_with_experts: Path, layout: dict[str, Any]) -> None:  # noqa: F811
     """Two of the sequences have other experts in their prompt: they share with each other, and the rest among themselves.
     The reference computes each sequence by itself.

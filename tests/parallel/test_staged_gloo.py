@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tepo_megatron.platform import gloo, staged_gloo
+from tests.marks import full_but
 from tests.parallel.test_collectives import call_collectives
 from tests.worlds import run_world
 
@@ -118,8 +119,7 @@ def test_handles_groups_and_blocking_calls() -> None:
         assert seen["not contiguous"] == [[0.0, 6.0], [2.0, 8.0], [4.0, 10.0]]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("value", ["0", "1"])
+@pytest.mark.parametrize("value", full_but([], ["1"], ["0", "1"]))
 def test_the_environment_variable_selects_staging(value: str) -> None:
     """Megatron-Core gets the staged collectives with TEPO_STAGED_GLOO=1 only."""
     code = (
@@ -136,8 +136,7 @@ def test_the_environment_variable_selects_staging(value: str) -> None:
     assert done.stdout.split()[-1] == str(value == "1")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("value", ["0", "1"])
+@pytest.mark.parametrize("value", full_but([], ["1"], ["0", "1"]))
 def test_the_ranks_of_cuda_share_the_first_gpu(value: str) -> None:
     """The variable selects gloo, GPU 0 for each rank, and staging of device tensors; without it, NCCL and a GPU per rank."""
     code = (

@@ -1,5 +1,6 @@
 """Weights in and out on every layout: bitwise round trips, whole exports, delivery to an engine, and refusals."""
 
+import itertools
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping
@@ -16,7 +17,7 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 from tepo_megatron.errors import CheckpointError, SyncError
 from tepo_megatron.weight_sync.broadcast_group import Bucket, crc32
 from tepo_megatron.weight_sync.ipc import open_buffer
-from tests.marks import slow_but
+from tests.marks import full_but
 from tests.parallel import cases
 from tests.tiny import tiny_model, tiny_qwen3
 from tests.worlds import run_world
@@ -143,8 +144,14 @@ def tensors(path: Path) -> dict[str, torch.Tensor]:
     return {k: v for file in path.glob("*.safetensors") for k, v in load_file(file).items()}
 
 
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("name", slow_but(["1 rank"], LAYOUTS))
+@pytest.mark.parametrize(
+    ("name", "tied"),
+    full_but(
+        [("1 rank", True), ("1 rank", False)],
+        [*((name, True) for name in LAYOUTS), ("PP2", False), ("TP2 PP2", False)],
+        itertools.product(LAYOUTS, (True, False)),
+    ),
+)
 def test_round_trip_is_bitwise(tmp_path: Path, name: str, tied: bool) -> None:
     model = tiny_qwen3(tmp_path / "base", tied=tied, layers=4, vocab_size=cases.VOCAB)
     cfg = cases.run_config(tmp_path / "base", LAYOUTS[name])
@@ -206,10 +213,14 @@ def tiny_moe(path: Path) -> None:
 
 
 ROUNDS = {"TP2": {"tp": 2}, "PP2": {"pp": 2}, "TP2 PP2": {"tp": 2, "pp": 2}, "EP2": {"ep": 2, "dp": 2}}
+SENT = full_but(
+    [("PP2", "shm"), ("TP2", "ipc")],
+    [("TP2 PP2", "shm"), ("TP2 PP2", "ipc"), ("EP2", "shm")],
+    itertools.product(ROUNDS, ("shm", "ipc")),
+)
 
 
-@pytest.mark.parametrize("transport", ["shm", "ipc"])
-@pytest.mark.parametrize("name", slow_but(["PP2"], ROUNDS))
+@pytest.mark.parametrize(("name", "transport"), SENT)
 def test_rounds_bound_the_memory_and_send_every_byte_once(tmp_path: Path, name: str, transport: str) -> None:
     if name == "EP2":
         tiny_moe(tmp_path)
@@ -266,8 +277,7 @@ def push_changes(rank: int, cfg: Any) -> list[dict[str, Any]]:
     return taken
 
 
-@pytest.mark.parametrize("transport", ["shm", "ipc"])
-@pytest.mark.parametrize("name", slow_but(["TP2 PP2"], ROUNDS))
+@pytest.mark.parametrize(("name", "transport"), SENT)
 def test_only_layers_that_changed_are_sent_and_the_rest_is_named(tmp_path: Path, name: str, transport: str) -> None:
     if name == "EP2":
         tiny_moe(tmp_path)

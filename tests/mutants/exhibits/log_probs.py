@@ -176,6 +176,6 @@ EXHIBITS = (
         new="""rollout_logprob_R=stats.logprob_R.detach() if logprobs is None else logprobs[token_R],
             old_entropy_R=stats.entropy_R.detach() if entropies is None else entropies[token_R],
             old_logprob_R=self._rollout_logprobs_N[token_R],""",
-        tests=("tests/parallel/test_every_objective.py::test_every_row_trains_to_the_reference[1 rank]",),
+        tests=("tests/parallel/test_every_objective.py::test_every_row_trains_to_the_reference[1 rank-every row]",),
     ),
 )

@@ -252,7 +252,7 @@ EXHIBITS = (
         symbol="MinibatchInputs.__init__",
         old="sequences=torch.tensor(float(len(batch)), device=device),",
         new="sequences=torch.tensor(float(len(batch) - 1), device=device),",
-        tests=("tests/parallel/test_every_objective.py::test_every_row_trains_to_the_reference[1 rank]",),
+        tests=("tests/parallel/test_every_objective.py::test_every_row_trains_to_the_reference[1 rank-every row]",),
     ),
     Exhibit(
         name="a_response_is_one_token_longer",
@@ -266,7 +266,7 @@ EXHIBITS = (
         symbol="pack",
         old="minlength=len(rows.sequences)).clamp(min=1).float(),",
         new="minlength=len(rows.sequences)).add(1).float(),",
-        tests=("tests/parallel/test_every_objective.py::test_every_row_trains_to_the_reference[1 rank]",),
+        tests=("tests/parallel/test_every_objective.py::test_every_row_trains_to_the_reference[1 rank-every row]",),
     ),
     Exhibit(
         name="the_prompt_counts_as_response_in_a_weighting",

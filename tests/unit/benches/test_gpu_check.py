@@ -112,7 +112,7 @@ def test_a_layout_that_fails_leaves_the_others(tmp_path: Path) -> None:
     assert (b["name"], b["status"]) == ("b", "passed") and b["value"] < 1e-5
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_nothing_outlives_the_command(tmp_path: Path) -> None:
     """Killed while ranks train: the part, torchrun and the ranks end, and the results say how far it came."""
     words = [sys.executable, str(ROOT / "tools/gpu_check.py"), "--parts", "cpu,training", "--out", str(tmp_path / "out")]
@@ -227,7 +227,7 @@ def test_reasons_of_tests(tmp_path: Path) -> None:
     assert {reason.split(":")[0] for reason in reasons} == {"no engine", "test_c", "test_d"}
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_files_of_gpu_tests_are_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a GPU the first file fails and names the test; the second file does not exist."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
