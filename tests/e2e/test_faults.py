@@ -85,15 +85,14 @@ def test_a_truncated_checkpoint_is_refused(tepo, arguments, tmp_path: Path) -> N
     refused(tepo(*arguments(path)), f"{weights}: truncated or corrupt")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("text", "overrides", "phrase"),
     [
-        pytest.param("", {}, "train.jsonl", id="empty", marks=pytest.mark.full),
-        pytest.param(ONE_PROMPT, {}, "fewer than rollout.prompts_per_step=32", id="too few", marks=pytest.mark.full),
+        pytest.param("", {}, "train.jsonl", id="empty"),
+        pytest.param(ONE_PROMPT, {}, "fewer than rollout.prompts_per_step=32", id="too few"),
         pytest.param(ONE_PROMPT + '{"prompt": ', {}, "train.jsonl:2", id="malformed"),
-        pytest.param(
-            ONE_PROMPT, {"data__max_prompt_tokens": 3}, "data.max_prompt_tokens=3", id="all over-long", marks=pytest.mark.full
-        ),
+        pytest.param(ONE_PROMPT, {"data__max_prompt_tokens": 3}, "data.max_prompt_tokens=3", id="all over-long"),
     ],
 )
 def test_datasets_without_a_usable_prompt_are_refused(
@@ -172,6 +171,7 @@ def test_an_engine_that_serves_other_weights_ahead_of_training(tepo, arguments, 
     fault(command, tmp_path / "runs" / "stale", "sync.max_logprob_diff", "version 1", steps=2)
 
 
+@pytest.mark.full
 def test_a_server_that_dies_in_mid_run_ends_the_run(tepo, arguments, model: Path, tmp_path: Path) -> None:
     command = tepo(*arguments(model, **SHORT, name="dies"), engine="dies")
     fault(command, tmp_path / "runs" / "dies", "inference server was killed by SIGKILL", steps=1)

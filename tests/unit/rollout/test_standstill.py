@@ -41,7 +41,7 @@ def versions(fleet: Fleet) -> set[int]:
     return {r.policy_version for r in fleet.generate(PROMPTS, SAMPLING, seed=7)}
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_server_that_dies_in_the_trainers_turn_is_started_after_it(
     serving: Callable[..., Serving],  # noqa: F811
     tmp_path: Path,
