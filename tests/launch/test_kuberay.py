@@ -95,6 +95,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.slow
 def test_what_is_refused_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
     project(tmp_path)

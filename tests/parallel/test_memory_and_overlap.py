@@ -122,8 +122,8 @@ OVERLAPS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(
     ("layout", "gather"),
     full_but(
-        [("DP2", True)],
-        [("DP2 PP2 VPP2", True)],
+        [],
+        [("DP2", True), ("DP2 PP2 VPP2", True)],
         itertools.product(OVERLAPS, (False, True)),
     ),
 )

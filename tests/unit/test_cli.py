@@ -91,6 +91,7 @@ def test_what_contradicts_itself_names_the_file_that_says_it(tmp_path: Path) -> 
         cli.train(str(tmp_path / "mine.yaml"), ["--objective.name", "gpg"])
 
 
+@pytest.mark.slow
 def test_the_resume_of_a_finished_run_tells_its_results_and_starts_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -214,6 +214,7 @@ def test_the_command_needs_the_standard_library_alone() -> None:
     subprocess.run([sys.executable, "-I", "-S", "-c", code, str(ROOT)], check=True, timeout=60)
 
 
+@pytest.mark.slow
 def test_reasons_of_tests(tmp_path: Path) -> None:
     file = tmp_path / "test_some.py"
     file.write_text(

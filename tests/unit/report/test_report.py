@@ -30,6 +30,7 @@ def texts(figure: Figure) -> str:
     return "\n".join(t.get_text() for t in figure.texts)
 
 
+@pytest.mark.slow
 def test_the_picture_of_a_finished_run(tmp_path: Path) -> None:
     write_run(tmp_path, records(4))
     (tmp_path / "summary.json").write_text(json.dumps(SUMMARY))

@@ -148,6 +148,7 @@ def test_what_lies_under_the_pointer_is_what_was_recorded(hostile: tuple[Page, s
     assert 0 < left < right < 1 and 0 < top < bottom < 1
 
 
+@pytest.mark.slow
 def test_the_page_names_the_safety_checks_that_do_not_work(hostile: tuple[Page, str], tmp_path: Path) -> None:
     assert "Safety checks: 2 of 4 work in this run" in hostile[1] and "sync.max_logprob_diff): every token" in hostile[1]
     assert "log-probs of evaluations: OFF" in hostile[1]
@@ -227,6 +228,7 @@ def test_a_comparison_that_cannot_be_made(tmp_path: Path) -> None:
         write_page(tmp_path / "no" / "c.html", "text")
 
 
+@pytest.mark.slow
 def test_damaged_records_are_reported_on_the_page(tmp_path: Path) -> None:
     write_run(tmp_path, [*measured(2), *measured(5)[3:]])
     with (tmp_path / "metrics.jsonl").open("a") as file:

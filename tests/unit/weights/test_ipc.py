@@ -43,6 +43,7 @@ def packed(number: int = 0) -> tuple[Bucket, torch.Tensor]:
     return Bucket(number, 0, contents, row.handle), row
 
 
+@pytest.mark.slow
 def test_another_process_reads_the_same_bytes_and_changes_none() -> None:
     bucket, row = packed()
     reader = subprocess.run([sys.executable, "-c", READER], input=bucket.to_json(), capture_output=True, text=True, check=True)
