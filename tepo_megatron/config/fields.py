@@ -1,7 +1,5 @@
 """Building blocks of the config's sections."""
 
-from __future__ import annotations
-
 import typing
 from typing import Annotated, Any
 

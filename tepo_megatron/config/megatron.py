@@ -4,8 +4,6 @@ Nothing here imports Megatron. Names and types of all other fields are checked i
 is started.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import typing
 from collections.abc import Mapping

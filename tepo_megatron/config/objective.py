@@ -3,8 +3,6 @@
 Each part is defined once, here. `losses.Objective` adds the computation. `ObjectiveConfig` is derived from `ObjectiveParts`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import difflib
 import types

@@ -3,8 +3,6 @@
 A config that passes one of them through would contradict a key of this project, or break a rule that the loss depends on.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 _NETWORK = "it follows from config.json in model.path"

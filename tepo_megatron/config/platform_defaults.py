@@ -5,8 +5,6 @@ Nothing else in the package may choose a value of a config key by the platform: 
 reads the source and fails. The recipe gate (`tests/gate/`) trains every shipped YAML on a CPU with the `cuda` column forced on.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar

@@ -4,8 +4,6 @@ A layer of a config (a file, the command line) is translated before it is merged
 name.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Render runs as one self-contained HTML file. Every value is escaped, and only the page's own script may run."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 from collections.abc import Sequence

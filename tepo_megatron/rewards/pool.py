@@ -1,7 +1,5 @@
 """A pool of grading workers: child processes that may hang, exhaust memory or crash without harm to the run."""
 
-from __future__ import annotations
-
 import logging
 import selectors
 import sys
