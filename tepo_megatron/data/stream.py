@@ -110,9 +110,8 @@ class PromptStream:
         left = [sum(prompt.id not in held for prompt in walk.prompts) for walk in self._walks]
         if n > sum(left):
             raise DataError(
-                f"data.train has {len(self._prompts)} prompts, {len(self._prompts) - sum(left)} of them already in this "
-                f"step; {n} more different ones are not there: lower rollout.prompts_per_step (or "
-                "rollout.max_generation_rounds)"
+                f"data.train has {len(self._prompts)} prompts, {len(self._prompts) - sum(left)} of them already in this step; "
+                f"{n} more different ones are not there: lower rollout.prompts_per_step (or rollout.max_generation_rounds)"
             )
         taken: list[Prompt] = []
         for prompt in [p for p in self._returned if p.id not in held][:n]:

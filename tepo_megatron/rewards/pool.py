@@ -183,9 +183,8 @@ class GradingPool:
         elif status == "timeout" or self._failed_starts == _START_ATTEMPTS - 1:
             fate = "ended" if status == "died" else f"was not ready after {START_SECONDS:.0f} s"
             raise RewardError(
-                f"a grading worker {fate} before its first answer; check {self._check} and that "
-                f"{self._limits.memory_mib} MiB of memory are enough ({sys.executable}). Its last words:\n"
-                f"{worker.stderr_tail() or '(none)'}"
+                f"a grading worker {fate} before its first answer; check {self._check} and that {self._limits.memory_mib} MiB "
+                f"of memory are enough ({sys.executable}). Its last words:\n{worker.stderr_tail() or '(none)'}"
             )
         else:
             self._failed_starts += 1
