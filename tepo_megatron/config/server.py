@@ -3,8 +3,6 @@
 `urls`: others do. `rendezvous`: `tepo serve` does, from the config of the run. Neither: the run itself does.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from collections.abc import Mapping
@@ -63,7 +61,7 @@ class AnyServerConfig:
         """Return `restart_after_growth_gib`; 0 for servers without that key."""
         return 0.0
 
-    def at_rendezvous(self, folder: str) -> RendezvousServerConfig:
+    def at_rendezvous(self, folder: str) -> "RendezvousServerConfig":
         """Return the same servers, found through this folder."""
         own = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         shared = {f.name for f in dataclasses.fields(RendezvousServerConfig)}

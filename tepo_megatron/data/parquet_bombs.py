@@ -6,8 +6,6 @@ value before (DELTA_BYTE_ARRAY), or a list of a billion equal elements. Ordinary
 most to a hundredth.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -74,7 +72,7 @@ def huge_dictionaries(path: Path) -> set[str]:
     return found
 
 
-def decoding_limits(path: Path, group: Any, huge: set[str]) -> tuple[int, ExpansionGuard]:
+def decoding_limits(path: Path, group: Any, huge: set[str]) -> "tuple[int, ExpansionGuard]":
     """Return how many rows of a row group to decode at once, and the guard that refuses batches that still expand too much.
 
     Args:

@@ -1,7 +1,5 @@
 """Load one dataset as prompts: read rows, deduplicate, slice, try the answers on the grader, tokenize."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -43,7 +41,7 @@ class LoadedPrompts:
 def load_prompts(
     source: DataSet,
     cfg: DataConfig,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: "PreTrainedTokenizerBase",
     try_golds: TryGolds | None = None,
     *,
     number: int = 0,
@@ -211,7 +209,7 @@ def _tokenized(
     reader: RowReader,
     schema: Schema,
     cfg: DataConfig,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: "PreTrainedTokenizerBase",
     first_id: int,
     report: DatasetReport,
 ) -> Iterator[Prompt]:

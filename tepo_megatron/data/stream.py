@@ -1,7 +1,5 @@
 """An endless, resumable stream of prompts from one training set, or from several by weight."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -67,7 +65,7 @@ class PromptStream:
         self._set_up([(prompts, 1.0)], seed, shuffle)
 
     @classmethod
-    def mixed(cls, sets: Sequence[tuple[Sequence[Prompt], float]], seed: int, shuffle: bool) -> PromptStream:
+    def mixed(cls, sets: Sequence[tuple[Sequence[Prompt], float]], seed: int, shuffle: bool) -> "PromptStream":
         """Return a stream of several sets.
 
         Args:

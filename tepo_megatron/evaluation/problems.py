@@ -1,7 +1,5 @@
 """Load a benchmark's problems as prompts, from a local file or from the Hugging Face hub."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib.util
 import math
@@ -51,7 +49,7 @@ class Problems:
         return SamplingParams(self.entry.samples, self.entry.temperature, self.max_tokens, stop_token_ids)
 
 
-def load_benchmarks(cfg: EvaluationConfig, tokenizer: PreTrainedTokenizerBase, max_prompt_tokens: int) -> list[Problems]:
+def load_benchmarks(cfg: EvaluationConfig, tokenizer: "PreTrainedTokenizerBase", max_prompt_tokens: int) -> list[Problems]:
     """Load the benchmarks that the config names, in its order.
 
     No problem is dropped, since the result would then be that of another benchmark.
@@ -126,7 +124,7 @@ def _prompt(
     number: int,
     row: Mapping[str, Any],
     entry: Benchmark,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: "PreTrainedTokenizerBase",
     max_prompt_tokens: int,
     where: str,
 ) -> Prompt:

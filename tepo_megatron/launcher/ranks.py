@@ -1,7 +1,5 @@
 """Run the ranks of a run on this machine as child processes: start them, watch them, end them, and find out why they failed."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -66,7 +64,7 @@ class RankProcesses:
         self._started: list[subprocess.Popen[bytes]] = []
         self._running: set[int] = set()  # ranks that still ran when the launcher ended all of them
 
-    def __enter__(self) -> RankProcesses:
+    def __enter__(self) -> "RankProcesses":
         return self
 
     def __exit__(self, *exc_info: object) -> None:

@@ -5,8 +5,6 @@ slowest link. Nothing overlaps, as the trainer is configured. Backward takes twi
 and a half times the attention (arXiv 2307.08691).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from tepo_megatron.config import ParallelConfig
@@ -32,7 +30,7 @@ class Cost:
         """Return the sum of all kinds."""
         return self.products + self.attention + self.elementwise + self.links
 
-    def __add__(self, other: Cost) -> Cost:
+    def __add__(self, other: "Cost") -> "Cost":
         return Cost(
             self.products + other.products,
             self.attention + other.attention,
@@ -40,7 +38,7 @@ class Cost:
             self.links + other.links,
         )
 
-    def times(self, factor: float, attention: float | None = None) -> Cost:
+    def times(self, factor: float, attention: float | None = None) -> "Cost":
         """Return the cost multiplied by a factor.
 
         Args:

@@ -1,7 +1,5 @@
 """Predict bytes on a GPU by component, for every pipeline stage and each state of trainer and engine."""
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Mapping
@@ -106,7 +104,7 @@ class TrainerMemory:
     sequence_tokens: int
 
     @classmethod
-    def of(cls, cfg: Config, model: PlannedModel) -> TrainerMemory:
+    def of(cls, cfg: Config, model: PlannedModel) -> "TrainerMemory":
         """Return the inputs for a config.
 
         Args:
