@@ -46,8 +46,7 @@ def default_of(key: str, platform: str, value: T | None) -> T:
     """
     if value is not None:
         return value
-    found: T = getattr(PLATFORM_DEFAULTS[key], platform)
-    return found
+    return getattr(PLATFORM_DEFAULTS[key], platform)
 
 
 JOIN_SECONDS = PlatformDefault(30.0, 300.0, "the first start of NCCL over InfiniBand can take minutes")
@@ -61,8 +60,7 @@ def join_seconds(platform: str) -> float:
     Args:
         platform: "cpu" or "cuda".
     """
-    found: float = getattr(JOIN_SECONDS, platform)
-    return found
+    return getattr(JOIN_SECONDS, platform)
 
 
 # Every other place of the package that asks for the platform (file below tepo_megatron/, function), and what differs there.

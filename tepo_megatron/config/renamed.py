@@ -53,9 +53,7 @@ def translate(values: Mapping[str, Any], source: str, table: Iterable[Renamed]) 
     messages: list[str] = []
     for key in table:
         found = _take_from_list(tree, key) if "[]." in key.old else [_take(tree, key)]
-        for value in found:
-            if value is not _MISSING:
-                messages.append(_replace(tree, key, value, values, source))
+        messages += [_replace(tree, key, value, values, source) for value in found if value is not _MISSING]
     return tree, list(dict.fromkeys(messages))
 
 
