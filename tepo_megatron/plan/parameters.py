@@ -130,9 +130,8 @@ def shape(row: WeightMapping, arch: Architecture, tp: int) -> tuple[int, ...]:
         "linear_fc2.weight": (arch.hidden_size, ffn),
     }
     suffix = max((s for s in whole if row.megatron.endswith(s)), key=len)
-    split = 1 if isinstance(row.op, Replicated) else tp
     size = list(whole[suffix])
-    size[getattr(row.op, "dim", 0)] //= split
+    size[getattr(row.op, "dim", 0)] //= 1 if isinstance(row.op, Replicated) else tp
     return tuple(size)
 
 
