@@ -15,16 +15,9 @@ from tepo_megatron.report.drawing import BLUE, GREEN, GREY, GRID, INK, MUTED, OR
 
 # the page's style sheet gives each variable a value for light and for dark mode
 VARIABLES = {
-    INK: "ink",
-    MUTED: "muted",
-    GREY: "grey",
-    GRID: "grid",
-    BLUE: "blue",
-    ORANGE: "orange",
-    GREEN: "green",
-    PURPLE: "purple",
+    INK: "ink", MUTED: "muted", GREY: "grey", GRID: "grid", BLUE: "blue", ORANGE: "orange", GREEN: "green", PURPLE: "purple",
     RED: "red",
-}
+}  # fmt: skip
 DIGITS = 4  # significant digits of listed values
 
 
