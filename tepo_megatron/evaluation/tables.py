@@ -26,36 +26,43 @@ class ResultTable:
         headings: Column headings. The first column has names, the others figures.
         rows: Cells of each row.
         notes: Sentences below the table.
+        texts: Columns of text, which are aligned left.
+        width: Width in characters if the output is no terminal.
+        wraps: Whether names may be broken into several lines.
     """
 
     title: str
     headings: Sequence[str]
     rows: Sequence[Sequence[str]]
     notes: Sequence[str] = ()
+    texts: Sequence[int] = (0,)
+    width: int = FILE_WIDTH
+    wraps: bool = True
 
     def print(self) -> None:
         """Print the table to the terminal."""
         console = Console()
         if not console.is_terminal:
-            console = Console(width=FILE_WIDTH)
+            console = Console(width=self.width)
         drawn = Table(box=box.SIMPLE_HEAD, title=escaped(self.title), title_justify="left", title_style="bold")
         for number, heading in enumerate(self.headings):
-            drawn.add_column(heading, justify="right" if number else "left")
+            no_wrap = number == 0 and not self.wraps
+            drawn.add_column(heading, justify="left" if number in self.texts else "right", no_wrap=no_wrap)
         for row in self.rows:
             drawn.add_row(*map(escaped, row))
         console.print(drawn, markup=False, highlight=False)
         for note in self.notes:
             console.print(escaped(note), markup=False, highlight=False, style="dim")
 
-    def markdown(self) -> str:
-        """Return the table in Markdown."""
+    def markdown(self, level: int = 2) -> str:
+        """Return the table in Markdown, below a heading of this level."""
 
         def line(texts: Sequence[str]) -> str:
             return "| " + " | ".join(text.replace("|", "\\|") for text in texts) + " |"
 
-        rule = line(["---", *["---:"] * (len(self.headings) - 1)])
+        rule = line(["---" if number in self.texts else "---:" for number in range(len(self.headings))])
         body = [line(self.headings), rule, *(line(row) for row in self.rows)]
-        return "\n".join([f"## {self.title}", "", *body, "", *(f"* {note}" for note in self.notes), ""])
+        return "\n".join([f"{'#' * level} {self.title}", "", *body, "", *(f"* {note}" for note in self.notes), ""])
 
 
 def figures(title: str, results: Mapping[str, Result], changes: Mapping[str, Sequence[str]]) -> ResultTable:
