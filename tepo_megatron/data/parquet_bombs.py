@@ -65,9 +65,8 @@ def huge_dictionaries(path: Path) -> set[str]:
             continue
         with pyarrow.parquet.ParquetFile(path, read_dictionary=names) as file:
             for batch in file.iter_batches(batch_size=1, row_groups=[group], columns=names):
-                for name in names:
-                    if not 0 < _longest(_column(batch, name)) <= _BOMB_BYTES // BATCH_ROWS:
-                        found.add(name)
+                most = _BOMB_BYTES // BATCH_ROWS
+                found |= {name for name in names if not 0 < _longest(_column(batch, name)) <= most}
                 break
     return found
 

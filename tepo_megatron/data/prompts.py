@@ -129,8 +129,7 @@ def _items(reader: RowReader, schema: Schema, faults: RowFaults, unique: Dedupli
         first = first or reader.where(place)
         key = key_of(prompt)
         if unique.is_new(key, place, answer, glance):
-            meta = {k: v for k, v in reader.whole(place).items() if k not in used}
-            yield DatasetRow(place, key, prompt, answer, meta)
+            yield DatasetRow(place, key, prompt, answer, {k: v for k, v in reader.whole(place).items() if k not in used})
 
 
 def _missing(row: Row, error: MissingKeyError, schema: Schema, first: str) -> str:
