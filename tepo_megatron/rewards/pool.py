@@ -90,7 +90,9 @@ class GradingPool:
         self._repeated = set()
         try:
             while len(outcomes) < len(requests):
-                self._repeat(todo, requests)
+                todo.extendleft((task, requests[task]) for task in self._repeat_next)
+                self._repeated.update(self._repeat_next)
+                self._repeat_next = []
                 self._dispatch(todo, outcomes)
                 self._collect(outcomes)
         except BaseException:
@@ -115,12 +117,6 @@ class GradingPool:
     def _replace(self, worker: GradingWorker) -> None:
         worker.kill()
         self._workers[self._workers.index(worker)] = self._start()
-
-    def _repeat(self, todo: deque[tuple[int, Sequence[str]]], requests: Sequence[Sequence[str]]) -> None:
-        """Put the requests whose workers died at the head of the queue."""
-        todo.extendleft((task, requests[task]) for task in self._repeat_next)
-        self._repeated.update(self._repeat_next)
-        self._repeat_next = []
 
     def _dispatch(self, todo: deque[tuple[int, Sequence[str]]], outcomes: dict[int, WorkerOutcome]) -> None:
         """Send each idle worker the next request."""
