@@ -54,8 +54,7 @@ def entropy(figure: Figure, cell: SubplotSpec, curves: Curves) -> None:
     """
     units = {"loss/ref_kl": "nats per token", "reward/ref_kl": "nats per response"}
     measured = [key for key in units if key in curves]
-    title = "Entropy and KL to the reference" if measured else "Entropy"
-    top, *rest = draw.stacked(figure, cell, title, 1 + len(measured))
+    top, *rest = draw.stacked(figure, cell, "Entropy and KL to the reference" if measured else "Entropy", 1 + len(measured))
     draw.line(top, curves, curves["actor/entropy"], draw.PURPLE, "mean over response tokens, nats")
     draw.from_zero(top)
     draw.legend(top)

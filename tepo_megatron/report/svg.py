@@ -83,5 +83,4 @@ def _listed(axis: Any) -> dict[str, Any]:
 
 def _plain(values: Any) -> list[float | None]:
     """Return the values for JSON, rounded to DIGITS significant digits; null for NaN."""
-    numbers = np.asarray(values, dtype=float).tolist()
-    return [float(f"{v:.{DIGITS}g}") if math.isfinite(v) else None for v in numbers]
+    return [float(f"{v:.{DIGITS}g}") if math.isfinite(v) else None for v in np.asarray(values, dtype=float).tolist()]
