@@ -44,9 +44,7 @@ def default_of(key: str, platform: str, value: T | None) -> T:
         platform: "cpu" or "cuda".
         value: what the config says.
     """
-    if value is not None:
-        return value
-    return getattr(PLATFORM_DEFAULTS[key], platform)
+    return getattr(PLATFORM_DEFAULTS[key], platform) if value is None else value
 
 
 JOIN_SECONDS = PlatformDefault(30.0, 300.0, "the first start of NCCL over InfiniBand can take minutes")

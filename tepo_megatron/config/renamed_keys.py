@@ -10,8 +10,7 @@ def _bf16_layers(number: int) -> dict[str, Any]:
     """Return the fields of TransformerConfig that keep this number of layers at both ends in bf16."""
     if not number:
         return {"first_last_layers_bf16": False}
-    ends = {"num_layers_at_start_in_bf16": number, "num_layers_at_end_in_bf16": number}
-    return {"first_last_layers_bf16": True, **ends}
+    return {"first_last_layers_bf16": True, "num_layers_at_start_in_bf16": number, "num_layers_at_end_in_bf16": number}
 
 
 _MOMENTS = ("exp_avg_dtype", "exp_avg_sq_dtype")

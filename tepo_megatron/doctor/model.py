@@ -113,10 +113,8 @@ def _stops(found: "PreTrainedTokenizerBase", stops: Sequence[int]) -> Finding:
     fix = "name the tokens that end a response in rollout.stop_token_ids"
     if not stops:
         return Finding("stop tokens", "fail", "none: every response would be cut off at rollout.max_response_tokens", fix)
-    if unknown := [token for token in stops if found.convert_ids_to_tokens(token) is None]:
-        return Finding(
-            "stop tokens", "fail", f"{unknown} are no tokens of the tokenizer", "correct eos_token_id in config.json"
-        )
+    if wrong := [token for token in stops if found.convert_ids_to_tokens(token) is None]:
+        return Finding("stop tokens", "fail", f"{wrong} are no tokens of the tokenizer", "correct eos_token_id in config.json")
     if set(stops) == {found.pad_token_id} and found.eos_token_id is None:
         return Finding("stop tokens", "warn", f"{named}, the pad token, and there is no end-of-sequence token", fix)
     return Finding("stop tokens", "pass", f"{named} end a response")

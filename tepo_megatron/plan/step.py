@@ -233,10 +233,8 @@ class Predictor:
         """
         parallel = self.cfg.parallel
         ranks = parallel.dp * parallel.cp
-        most = max(
-            (parameters.held(self.model.family.rows, self.model.arch, parallel, rank) for rank in range(parallel.pp)),
-            key=lambda held: held.buffer,
-        )
+        stages = (parameters.held(self.model.family.rows, self.model.arch, parallel, rank) for rank in range(parallel.pp))
+        most = max(stages, key=lambda held: held.buffer)
         sent = most.buffer * (4 + self.model.element) * (ranks - 1) / ranks
         link = self.machine.link(ranks, parallel.tp)
         on_host = most.owned * self.cfg.megatron.offloaded_share
