@@ -33,8 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if overrides and args.command not in COMMANDS_WITH_KEYS:
             raise ConfigError(f"tepo {args.command} takes no {overrides[0]}")
-        status: int = args.run(args, overrides)
-        return status
+        return args.run(args, overrides)
     except TepoError as e:
         print(f"tepo: error: {escaped(str(e))}", file=sys.stderr)
         return 1
@@ -161,8 +160,7 @@ def _doctor(args: argparse.Namespace, overrides: list[str]) -> int:
     from tepo_megatron.launcher.launcher import launch
     from tepo_megatron.launcher.start import preflight, start
 
-    findings = examine(load_config(args.config, overrides), preflight, start, launch, args.quick)
-    return print_findings(findings)
+    return print_findings(examine(load_config(args.config, overrides), preflight, start, launch, args.quick))
 
 
 def _ablate(args: argparse.Namespace, overrides: list[str]) -> int:
@@ -307,8 +305,7 @@ def _print_results(folder: Path, steps: int) -> None:
     results = ", ".join(name for name in names if (folder / name).exists())
     made = json.loads((folder / "summary.json").read_text())["steps"]
     print(f"{escaped(str(folder))}: this run is finished, with {made} steps; its results: {results}")
-    early = made < steps
-    print(f"only {'--evaluation.patience null' if early else 'a higher training.steps'} makes it go on")
+    print(f"only {'--evaluation.patience null' if made < steps else 'a higher training.steps'} makes it go on")
 
 
 if __name__ == "__main__":

@@ -17,10 +17,9 @@ from tepo_megatron.ablation.results import MethodRow, RunOutcome
 from tepo_megatron.ablation.table import verdict
 from tepo_megatron.evaluation.statistics import Estimate
 from tepo_megatron.report import save_picture
-from tepo_megatron.report.drawing import BLUE, GREEN, GREY, INK, MUTED, ORANGE, PERCENT, PURPLE, RED, STYLE, from_zero
+from tepo_megatron.report.comparison import COLORS, DASHES
+from tepo_megatron.report.drawing import GREY, INK, MUTED, PERCENT, STYLE, from_zero
 
-COLORS = (BLUE, ORANGE, GREEN, PURPLE, RED)
-DASHES = ("-", "--", ":", "-.")  # used after the colours run out
 # title, keys in metrics.jsonl (summed), whether the quantity is a share
 ALWAYS = (("Accuracy of the rollouts", ("accuracy/mean",), True), ("Entropy, nats per token", ("actor/entropy",), False))
 WHERE_THERE_IS_ONE = (

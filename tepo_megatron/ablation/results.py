@@ -74,18 +74,13 @@ def rows(
     """
     reference = _after(outcomes[baseline])
     try:
-        return [
-            _row(name, by_seed, errors[name], None if name == baseline else reference) for name, by_seed in outcomes.items()
-        ]
+        return [_row(name, runs, errors[name], None if name == baseline else reference) for name, runs in outcomes.items()]
     except ValueError as e:
         raise DataError(f"the runs cannot be compared: {e}; remove those made with another data.eval") from None
 
 
 def _row(
-    name: str,
-    outcomes: Mapping[int, RunOutcome],
-    errors: Mapping[int, str],
-    reference: Mapping[int, Mapping[int, float]] | None,
+    name: str, outcomes: Mapping[int, RunOutcome], errors: Mapping[int, str], baseline: Mapping[int, Mapping[int, float]] | None
 ) -> MethodRow:
     after = _after(outcomes)
     curves = [outcome.curves for outcome in outcomes.values()]
@@ -96,7 +91,7 @@ def _row(
         after=over_problems(after) if outcomes else None,
         steps_to_best=_mean([steps_to_share_of_best(c["accuracy/mean"].tolist()) for c in curves]),
         entropy_at_end=_mean([mean_of_last(c["actor/entropy"].tolist()) for c in curves]),
-        difference=None if reference is None else paired_difference(after, reference),
+        difference=None if baseline is None else paired_difference(after, baseline),
         errors=errors,
     )
 

@@ -1,9 +1,8 @@
 """Train the missing runs of an ablation one after the other, and write the results."""
 
-import contextlib
 import json
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 from tepo_megatron.ablation.picture import write_picture
@@ -14,6 +13,7 @@ from tepo_megatron.config import Config
 from tepo_megatron.config.io import load_config
 from tepo_megatron.errors import ConfigError, TepoError
 from tepo_megatron.utils.escaping import escaped
+from tepo_megatron.utils.processes import handlers_restored
 
 
 def ablate(path: str | Path, words: list[str], check: Callable[[Config], None], train: Callable[[Config], None]) -> int:
@@ -41,7 +41,7 @@ def ablate(path: str | Path, words: list[str], check: Callable[[Config], None], 
             print(f"run {number} of {len(plan.runs) * len(plan.seeds)}: {cfg.name} {state}", flush=True)
             try:
                 if not kept:
-                    with _handlers_restored():
+                    with handlers_restored((signal.SIGINT, signal.SIGTERM)):  # a launcher leaves its own
                         train(cfg)
                 outcomes[name][seed] = read_outcome(cfg.run_dir)
             except TepoError as e:
@@ -96,14 +96,3 @@ def _config_in(run_dir: Path) -> Config | None:
         return load_config(run_dir / "config.yaml")
     except ConfigError:
         return None
-
-
-@contextlib.contextmanager
-def _handlers_restored() -> Iterator[None]:
-    """Restore the signal handlers on exit: the launcher's agent leaves handlers whose exception only the launcher handles."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

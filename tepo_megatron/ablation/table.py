@@ -4,16 +4,11 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rich import box
-from rich.console import Console
-from rich.table import Table
-
 from tepo_megatron.ablation.plan import AblationPlan
 from tepo_megatron.ablation.results import SHARE_OF_BEST, WINDOW, MethodRow
 from tepo_megatron.evaluation.statistics import NORMAL_95, Estimate
-from tepo_megatron.utils.escaping import escaped
+from tepo_megatron.evaluation.tables import NOTHING, ResultTable
 
-NOTHING = "–"  # noqa: RUF001
 FILE_WIDTH = 170  # width in characters if the output is no terminal
 
 
@@ -104,17 +99,7 @@ def print_table(plan: AblationPlan, table: Sequence[MethodRow]) -> None:
         plan: Plan of the ablation.
         table: One row per run.
     """
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=FILE_WIDTH)
-    drawn = Table(box=box.SIMPLE_HEAD, title=escaped(plan.name), title_justify="left", title_style="bold")
-    for number, heading in enumerate(headings(plan)):
-        drawn.add_column(heading, justify="left" if number in (0, 7) else "right", no_wrap=number == 0)
-    for row in table:
-        drawn.add_row(*map(escaped, cells(plan, row)))
-    console.print(drawn, markup=False, highlight=False)
-    for note in notes(plan, table):
-        console.print(escaped(note), markup=False, highlight=False, style="dim")
+    _result_table(plan, table).print()
 
 
 def to_markdown(plan: AblationPlan, table: Sequence[MethodRow]) -> str:
@@ -124,14 +109,7 @@ def to_markdown(plan: AblationPlan, table: Sequence[MethodRow]) -> str:
         plan: Plan of the ablation.
         table: One row per run.
     """
-
-    def line(texts: Sequence[str]) -> str:
-        return "| " + " | ".join(text.replace("|", "\\|") for text in texts) + " |"
-
-    rule = line(["---" if number in (0, 7) else "---:" for number in range(len(headings(plan)))])
-    body = [line(headings(plan)), rule, *(line(cells(plan, row)) for row in table)]
-    listed = [f"* {note}" for note in notes(plan, table)]
-    return "\n".join([f"# {plan.name}", "", *body, "", *listed, "", "![Curves and accuracies](ablation.png)", ""])
+    return _result_table(plan, table).markdown(level=1) + "\n![Curves and accuracies](ablation.png)\n"
 
 
 def to_json(plan: AblationPlan, table: Sequence[MethodRow]) -> dict[str, Any]:
@@ -148,6 +126,11 @@ def to_json(plan: AblationPlan, table: Sequence[MethodRow]) -> dict[str, Any]:
         "notes": notes(plan, table),
         "rows": [_record(plan, row) for row in table],
     }
+
+
+def _result_table(plan: AblationPlan, table: Sequence[MethodRow]) -> ResultTable:
+    rows = [cells(plan, row) for row in table]
+    return ResultTable(plan.name, headings(plan), rows, notes(plan, table), texts=(0, 7), width=FILE_WIDTH, wraps=False)
 
 
 def _record(plan: AblationPlan, row: MethodRow) -> Mapping[str, Any]:

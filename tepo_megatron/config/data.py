@@ -1,7 +1,5 @@
 """Section `data`: prompts and gold answers."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from typing import Annotated, Any, Literal

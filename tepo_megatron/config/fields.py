@@ -1,7 +1,5 @@
 """Building blocks of the config's sections."""
 
-from __future__ import annotations
-
 import typing
 from typing import Annotated, Any
 
@@ -14,9 +12,8 @@ T = typing.TypeVar("T")
 @typing.dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(Field,))
 def config(cls: type[T]) -> type[T]:
     """A section of the config: keyword-only, frozen, validated, unknown keys refused."""
-    return typing.cast(
-        type[T], dataclass(config=ConfigDict(extra="forbid", coerce_numbers_to_str=True), kw_only=True, frozen=True)(cls)
-    )
+    section = dataclass(config=ConfigDict(extra="forbid", coerce_numbers_to_str=True), kw_only=True, frozen=True)
+    return typing.cast(type[T], section(cls))
 
 
 Positive = Annotated[int, Field(ge=1, strict=True)]  # strict: `true` is no number

@@ -1,7 +1,5 @@
 """Read configs from YAML files and the command line. Errors name the key and the fix."""
 
-from __future__ import annotations
-
 import dataclasses
 import difflib
 import os

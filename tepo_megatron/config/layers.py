@@ -1,7 +1,5 @@
 """Merge config files into one tree, and remember which file set which key."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from collections.abc import Mapping

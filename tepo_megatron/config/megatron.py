@@ -4,8 +4,6 @@ Nothing here imports Megatron. Names and types of all other fields are checked i
 is started.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import typing
 from collections.abc import Mapping
@@ -146,12 +144,8 @@ class MegatronConfig:
     @property
     def untested(self) -> list[str]:
         """Return the keys that are set here and that no test of this project trains with."""
-        return [
-            f"megatron.{section}.{name}"
-            for section, tested in TESTED.items()
-            for name in getattr(self, section)
-            if name not in tested
-        ]
+        fields = ((section, name) for section in TESTED for name in getattr(self, section))
+        return [f"megatron.{section}.{name}" for section, name in fields if name not in TESTED[section]]
 
     @property
     def tp_comm_overlap(self) -> bool:
@@ -198,9 +192,7 @@ class MegatronConfig:
 
 def untested_fields(megatron: MegatronConfig) -> list[str]:
     """Return the line that names the fields which no test of this project trains with; empty if there are none."""
-    if not megatron.untested:
-        return []
-    return [f"{', '.join(megatron.untested)}: passed to Megatron-Core, not tested here"]
+    return [f"{', '.join(megatron.untested)}: passed to Megatron-Core, not tested here"] if megatron.untested else []
 
 
 def check_fusion(megatron: MegatronConfig, offload_activations: bool) -> None:
@@ -242,14 +234,10 @@ def check_platform(megatron: MegatronConfig, platform: str) -> None:
     """
     if platform == "cuda":
         return
-    adam = megatron.known_optimizer
+    moments, share = megatron.known_optimizer.small_moments, megatron.offloaded_share
     for key, asked, instead in (
-        (f"megatron.optimizer.{adam.small_moments}", adam.small_moments, "fp32"),
-        (
-            f"megatron.optimizer.optimizer_offload_fraction={adam.optimizer_offload_fraction:g}",
-            adam.optimizer_offload_fraction > 0,
-            "0",
-        ),
+        (f"megatron.optimizer.{moments}", moments, "fp32"),
+        (f"megatron.optimizer.optimizer_offload_fraction={share:g}", share > 0, "0"),
         ("megatron.transformer.tp_comm_overlap=true", megatron.tp_comm_overlap, "false"),
     ):
         if asked:

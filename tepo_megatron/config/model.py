@@ -1,7 +1,5 @@
 """The model, its precision, and the mesh that it lies on."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from tepo_megatron.config.fields import Positive, PositiveFloat, config

@@ -3,8 +3,6 @@
 Each part is defined once, here. `losses.Objective` adds the computation. `ObjectiveConfig` is derived from `ObjectiveParts`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import difflib
 import types
@@ -73,7 +71,8 @@ class Tis:
     high: PositiveFloat = 2.0  # Largest weight of a token. 2 is common.
 
     def __post_init__(self) -> None:
-        _check_high(self.high)
+        if self.high < 1:
+            raise ValueError(f"high={self.high} must be at least 1: below, it weighs down what matches")
 
 
 @config
@@ -120,12 +119,6 @@ def _check_bounds(name: str, low: float, high: float) -> None:
         raise ValueError(
             f"correction {name} keeps ratios in [{low}, {high}], without 1: it would drop what matches; set low <= 1 <= high"
         )
-
-
-def _check_high(high: float) -> None:
-    """Raise ValueError if the cap reduces a ratio of 1."""
-    if high < 1:
-        raise ValueError(f"high={high} must be at least 1: below, it weighs down what matches")
 
 
 @dataclass(frozen=True, kw_only=True)

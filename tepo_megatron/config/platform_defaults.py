@@ -5,8 +5,6 @@ Nothing else in the package may choose a value of a config key by the platform: 
 reads the source and fails. The recipe gate (`tests/gate/`) trains every shipped YAML on a CPU with the `cuda` column forced on.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -46,10 +44,7 @@ def default_of(key: str, platform: str, value: T | None) -> T:
         platform: "cpu" or "cuda".
         value: what the config says.
     """
-    if value is not None:
-        return value
-    found: T = getattr(PLATFORM_DEFAULTS[key], platform)
-    return found
+    return getattr(PLATFORM_DEFAULTS[key], platform) if value is None else value
 
 
 JOIN_SECONDS = PlatformDefault(30.0, 300.0, "the first start of NCCL over InfiniBand can take minutes")
@@ -63,8 +58,7 @@ def join_seconds(platform: str) -> float:
     Args:
         platform: "cpu" or "cuda".
     """
-    found: float = getattr(JOIN_SECONDS, platform)
-    return found
+    return getattr(JOIN_SECONDS, platform)
 
 
 # Every other place of the package that asks for the platform (file below tepo_megatron/, function), and what differs there.

@@ -4,8 +4,6 @@ A layer of a config (a file, the command line) is translated before it is merged
 name.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -55,9 +53,7 @@ def translate(values: Mapping[str, Any], source: str, table: Iterable[Renamed]) 
     messages: list[str] = []
     for key in table:
         found = _take_from_list(tree, key) if "[]." in key.old else [_take(tree, key)]
-        for value in found:
-            if value is not _MISSING:
-                messages.append(_replace(tree, key, value, values, source))
+        messages += [_replace(tree, key, value, values, source) for value in found if value is not _MISSING]
     return tree, list(dict.fromkeys(messages))
 
 

@@ -6,24 +6,14 @@ from typing import Any
 from tepo_megatron.config.renamed import Renamed
 
 
-def _is_text(value: Any) -> bool:
-    """Return whether a value is a text."""
-    return isinstance(value, str)
-
-
 def _bf16_layers(number: int) -> dict[str, Any]:
     """Return the fields of TransformerConfig that keep this number of layers at both ends in bf16."""
     if not number:
         return {"first_last_layers_bf16": False}
-    ends = {"num_layers_at_start_in_bf16": number, "num_layers_at_end_in_bf16": number}
-    return {"first_last_layers_bf16": True, **ends}
+    return {"first_last_layers_bf16": True, "num_layers_at_start_in_bf16": number, "num_layers_at_end_in_bf16": number}
 
 
-def _moments(kind: str) -> dict[str, Any]:
-    """Return the fields of OptimizerConfig that keep both moments in this type."""
-    return {"exp_avg_dtype": kind, "exp_avg_sq_dtype": kind}
-
-
+_MOMENTS = ("exp_avg_dtype", "exp_avg_sq_dtype")
 _OVERLONG = "set reward.overlong_buffer_tokens to the number of last tokens that are penalized"
 _LENGTH = "all microbatches have one length where megatron.transformer.tp_comm_overlap is on, and only there"
 _WITHOUT_GRAD = "passes without gradient take twice training.max_tokens_per_microbatch; logits_budget_mib bounds their logits"
@@ -68,7 +58,7 @@ RENAMED: tuple[Renamed, ...] = (
     Renamed("objective.steer_lambda_min", "objective.weighting.lambda_min"),
     Renamed("objective.correction_low", "objective.correction.low"),
     Renamed("objective.correction_high", "objective.correction.high"),
-    Renamed("objective.ref_kl", "objective.ref_kl.estimator", applies=_is_text),
+    Renamed("objective.ref_kl", "objective.ref_kl.estimator", applies=lambda value: isinstance(value, str)),
     Renamed("objective.ref_kl_in", "objective.ref_kl.where"),
     Renamed("model.reference", "objective.ref_kl.path"),
     # 0 meant no penalty
@@ -90,7 +80,7 @@ RENAMED: tuple[Renamed, ...] = (
     Renamed("optimizer.eps", "megatron.optimizer.adam_eps"),
     Renamed("optimizer.weight_decay", "megatron.optimizer.weight_decay"),
     Renamed("optimizer.clip_grad", "megatron.optimizer.clip_grad"),
-    Renamed("optimizer.moments", "megatron.optimizer", convert=_moments),
+    Renamed("optimizer.moments", "megatron.optimizer", convert=lambda kind: dict.fromkeys(_MOMENTS, kind)),
     Renamed("optimizer.offload", "megatron.optimizer.optimizer_offload_fraction"),
     # the sections rollout, sync, reward, data, checkpoint, evaluation and logging
     Renamed("rollout.in_flight", "rollout.on_weight_update"),

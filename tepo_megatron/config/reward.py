@@ -1,7 +1,5 @@
 """Section `reward`: grading of the responses."""
 
-from __future__ import annotations
-
 import re
 from typing import Annotated, Literal
 from urllib.parse import urlsplit

@@ -1,7 +1,5 @@
 """Section `rollout`: sampling of the responses that a step learns from."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal
 
 from pydantic import Field

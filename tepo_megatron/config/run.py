@@ -1,7 +1,5 @@
 """A run: all sections, and what they ask of each other."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Literal

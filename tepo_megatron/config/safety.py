@@ -3,8 +3,6 @@
 The start of a run and the reports show the result.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 

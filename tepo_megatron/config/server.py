@@ -3,8 +3,6 @@
 `urls`: others do. `rendezvous`: `tepo serve` does, from the config of the run. Neither: the run itself does.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from collections.abc import Mapping
@@ -22,6 +20,8 @@ _LOOPBACK = re.compile(r"localhost|127(\.\d+){3}|::1")  # hosts that are this ma
 @config
 class AnyServerConfig:
     """Keys of all inference servers, whoever starts them."""
+
+    others: ClassVar[bool]  # whether others than the run start the servers
 
     # Number of tensor-parallel ranks of each server.
     tp: Positive = 1
@@ -44,14 +44,9 @@ class AnyServerConfig:
         return default_of("rollout.server.ready_seconds", platform, self.ready_seconds)
 
     @property
-    def others(self) -> bool:
-        """Return whether others than the run start the servers."""
-        raise NotImplementedError
-
-    @property
     def remote(self) -> bool:
         """Return whether weights may have to reach another machine."""
-        raise NotImplementedError
+        return self.others
 
     @property
     def rendezvous_folder(self) -> str | None:
@@ -63,7 +58,7 @@ class AnyServerConfig:
         """Return `restart_after_growth_gib`; 0 for servers without that key."""
         return 0.0
 
-    def at_rendezvous(self, folder: str) -> RendezvousServerConfig:
+    def at_rendezvous(self, folder: str) -> "RendezvousServerConfig":
         """Return the same servers, found through this folder."""
         own = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         shared = {f.name for f in dataclasses.fields(RendezvousServerConfig)}
@@ -73,6 +68,8 @@ class AnyServerConfig:
 @config
 class ServerConfig(AnyServerConfig):
     """Servers that the run starts and watches itself. They listen on loopback only."""
+
+    others: ClassVar[bool] = False
 
     # Python interpreter of the engine's environment. null: this interpreter for vLLM, the one that `make sglang` installs for
     # SGLang.
@@ -87,14 +84,6 @@ class ServerConfig(AnyServerConfig):
     extra_args: list[str] = Field(default_factory=list)
 
     @property
-    def others(self) -> bool:
-        return False
-
-    @property
-    def remote(self) -> bool:
-        return False
-
-    @property
     def growth_limit_gib(self) -> float:
         return self.restart_after_growth_gib
 
@@ -102,6 +91,8 @@ class ServerConfig(AnyServerConfig):
 @config
 class RendezvousServerConfig(ServerConfig):
     """Servers that `tepo serve` starts from the same config, on the machines of the ranks or on other ones."""
+
+    others: ClassVar[bool] = True
 
     # Folder in which `tepo serve` publishes the addresses of its servers. The run waits until it has found rollout.servers of
     # them.
@@ -111,19 +102,12 @@ class RendezvousServerConfig(ServerConfig):
     def rendezvous_folder(self) -> str:
         return self.rendezvous
 
-    @property
-    def others(self) -> bool:
-        return True
-
-    @property
-    def remote(self) -> bool:
-        return True
-
 
 @config
 class UrlServerConfig(AnyServerConfig):
     """Servers that others start. Keys that only a start of a server uses are refused here."""
 
+    others: ClassVar[bool] = True
     NOT_FOR: ClassVar[str] = "has no effect on the servers of rollout.server.urls, which others start"
 
     # Addresses of the servers, http(s)://HOST:PORT, one for each of rollout.servers. All require the key in the environment
@@ -138,13 +122,8 @@ class UrlServerConfig(AnyServerConfig):
             raise ValueError(f"urls={self.urls} names one twice")
 
     @property
-    def others(self) -> bool:
-        return True
-
-    @property
     def remote(self) -> bool:
-        hosts = [urlsplit(url).hostname or "" for url in self.urls]
-        return any(not _LOOPBACK.fullmatch(host) for host in hosts)
+        return any(not _LOOPBACK.fullmatch(urlsplit(url).hostname or "") for url in self.urls)
 
 
 def _prepared(value: Any) -> Any:

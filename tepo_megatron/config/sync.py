@@ -1,7 +1,5 @@
 """Section `sync`: deliver the trained weights to the inference servers, and compare the engine's log-probs with the actor's."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 

@@ -1,7 +1,5 @@
 """The optimizer and the updates."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from tepo_megatron.config.fields import NonNegative, Positive, PositiveFloat, config

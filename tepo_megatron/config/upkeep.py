@@ -1,7 +1,5 @@
 """Sections `evaluation`, `checkpoint` and `logging`: what a run does besides training."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from pydantic import Field

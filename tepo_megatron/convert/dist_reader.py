@@ -82,8 +82,7 @@ class DistCheckpointReader:
                 inside = getattr(storage, "_checkpoint_offset", None)  # None before torch 2.13
                 if inside is None or not described.is_contiguous() or storage.nbytes() != described.nbytes:
                     archive.seek(0)
-                    copied: Tensor = torch.load(archive, map_location="cpu", weights_only=True)
-                    return copied
+                    return torch.load(archive, map_location="cpu", weights_only=True)
                 start = place.offset + inside
                 before = start % mmap.ALLOCATIONGRANULARITY  # a map must begin at a page
                 length = before + storage.nbytes()

@@ -15,15 +15,8 @@ from typing import Any
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from torch import Tensor
+from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 
 from tepo_megatron.checkpoint.tensors import Stored, write_metadata
 from tepo_megatron.convert.sink import Sink
@@ -61,13 +54,13 @@ class DistCheckpointWriter:
         stored: Stored = {}
         for w in sorted((w for s in self.streams for w in s.written), key=lambda w: (w.key, w.offsets)):
             if w.properties is None:
-                tensors[w.key], index = BytesStorageMetadata(), MetadataIndex(w.key)
+                tensors[w.key], index = dcp.BytesStorageMetadata(), dcp.MetadataIndex(w.key)
             else:
-                entry = tensors.setdefault(w.key, TensorStorageMetadata(w.properties, w.size, []))
-                index = MetadataIndex(w.key, w.offsets, len(entry.chunks))
-                entry.chunks.append(ChunkStorageMetadata(w.offsets, w.shape))
+                entry = tensors.setdefault(w.key, dcp.TensorStorageMetadata(w.properties, w.size, []))
+                index = dcp.MetadataIndex(w.key, w.offsets, len(entry.chunks))
+                entry.chunks.append(dcp.ChunkStorageMetadata(w.offsets, w.shape))
             stored[index] = w.place
-        write_metadata(self._directory, Metadata(tensors), stored, common)
+        write_metadata(self._directory, dcp.Metadata(tensors), stored, common)
 
     def close(self, sync: bool = True) -> None:
         """Close the files that are being written; with `sync`, sync them to disk first."""
@@ -90,7 +83,7 @@ class _Written:
 
     key: str
     place: _StorageInfo
-    properties: TensorProperties | None = None
+    properties: dcp.TensorProperties | None = None
     size: torch.Size = torch.Size()  # noqa: RUF009  immutable
     offsets: torch.Size = torch.Size()  # noqa: RUF009
     shape: torch.Size = torch.Size()  # noqa: RUF009
@@ -114,7 +107,7 @@ class ArchiveWriter:
         data = _alone(piece.data).view((1,) * piece.prepend_axis_num + tuple(piece.local_shape))
         place = self._write(lambda sink: torch.save(data, sink))
         size, offsets = torch.Size(piece.global_shape), torch.Size(piece.global_offset)
-        self.written.append(_Written(piece.key, place, TensorProperties(dtype=data.dtype), size, offsets, data.shape))
+        self.written.append(_Written(piece.key, place, dcp.TensorProperties(dtype=data.dtype), size, offsets, data.shape))
 
     def add_object(self, piece: ShardedObject) -> None:
         """Write an object that a module keeps in addition to its parameters."""

@@ -91,9 +91,8 @@ def export_hf(checkpoint: Path, out: Path, form: ExportFormat = ExportFormat(), 
 
             def job(i: int) -> CopyJob:
                 slot = plan.slots[i]
-                return CopyJob(
-                    partial(_convert, slot, reader, form, writer, advance), max(sizes[i], _stored(slot, reader).nbytes)
-                )
+                work = partial(_convert, slot, reader, form, writer, advance)
+                return CopyJob(work, max(sizes[i], _stored(slot, reader).nbytes))
 
             try:
                 run_queues([[job(i) for i in file] for file in files])
@@ -149,8 +148,7 @@ def plan_of(
     Raises:
         ConversionError: a tensor is missing, left over or of another shape, or the model is not supported.
     """
-    content = read_common(checkpoint).get("content_metadata")
-    plan = make_plan(hf_config, groups, content)
+    plan = make_plan(hf_config, groups, read_common(checkpoint).get("content_metadata"))
     expected = {p.key: p for slot in plan.slots for p in slot.pieces(slot.binding.parameter.detach())}
     for key, piece in expected.items():
         if key not in reader.tensors:
@@ -237,8 +235,6 @@ def _config_changes(plan: ConversionPlan, announced: Mapping[str, Tensor], hf_co
     field = "torch_dtype" if "torch_dtype" in hf_config else "dtype"
     changes: dict[str, Any] = {field: str(sizes.most_common(1)[0][0]).removeprefix("torch.")}
     if any(name.endswith(fp8.SCALE_SUFFIX) for name in announced):
-        whole = [
-            n.removesuffix(".weight") for n in announced if n.endswith(".weight") and n + fp8.SCALE_SUFFIX not in announced
-        ]
-        changes["quantization_config"] = fp8.config([*whole, *(["lm_head"] if plan.arch.tied_embeddings else [])])
+        full = [n.removesuffix(".weight") for n in announced if n.endswith(".weight") and n + fp8.SCALE_SUFFIX not in announced]
+        changes["quantization_config"] = fp8.config([*full, *(["lm_head"] if plan.arch.tied_embeddings else [])])
     return changes

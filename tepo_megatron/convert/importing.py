@@ -40,9 +40,8 @@ def import_hf(source: Path, out: Path) -> int:
         plan = read_plan(source, hf_config, reader, groups)
         tensors = reader.shapes()
         for slot in plan.slots:
-            slot.from_hf(
-                [tensors[n] for n in slot.hf_names]
-            )  # on the meta device: this checks shapes and dtypes before anything is written
+            # on the meta device: this checks shapes and dtypes before anything is written
+            slot.from_hf([tensors[n] for n in slot.hf_names])
         sizes = [sum(tensors[n].nbytes for n in slot.hf_names) for slot in plan.slots]
         total = sum(sizes)
         with new_directory(out, total) as filling, progress_bar("import", total) as advance:

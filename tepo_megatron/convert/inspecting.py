@@ -80,8 +80,7 @@ def inspect(path: Path) -> CheckpointContents:
     if (directory / ".metadata").exists():
         return _megatron(directory)
     if any(path.glob("*.safetensors")):
-        shapes = HfReader(path).shapes()
-        tensors = {n: (tuple(t.shape), t.dtype) for n, t in shapes.items()}
+        tensors = {n: (tuple(t.shape), t.dtype) for n, t in HfReader(path).shapes().items()}
         return CheckpointContents(path, "Hugging Face model", _describe(path), tensors)
     raise CheckpointError(f"{path}: neither a Hugging Face model (*.safetensors) nor a Megatron checkpoint (.metadata)")
 
@@ -96,14 +95,9 @@ def _megatron(directory: Path) -> CheckpointContents:
             tensors[name] = (tuple(entry.size), entry.properties.dtype)
         else:
             others.update(tensors=1, bytes=math.prod(entry.size) * entry.properties.dtype.itemsize)
-    return CheckpointContents(
-        directory,
-        "Megatron checkpoint (torch_dist)",
-        _describe(directory / HF_FOLDER),
-        tensors,
-        (others["tensors"], others["bytes"]),
-        _iteration(directory),
-    )
+    kind, model = "Megatron checkpoint (torch_dist)", _describe(directory / HF_FOLDER)
+    counts = (others["tensors"], others["bytes"])
+    return CheckpointContents(directory, kind, model, tensors, counts, _iteration(directory))
 
 
 def _iteration(directory: Path) -> int | None:

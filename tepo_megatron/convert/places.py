@@ -71,8 +71,6 @@ def carried_folder(checkpoint: Path, base: Path | None) -> Path:
     """
     folder = base or checkpoint / HF_FOLDER
     if not (folder / "config.json").exists():
-        raise CheckpointError(
-            f"{folder / 'config.json'}: not found; "
-            + ("give the model's Hugging Face directory" if base else "give the model's Hugging Face directory with --hf")
-        )
+        option = "" if base else " with --hf"
+        raise CheckpointError(f"{folder / 'config.json'}: not found; give the model's Hugging Face directory{option}")
     return folder

@@ -69,8 +69,7 @@ class ParameterSlot:
         if all(p.data.untyped_storage().data_ptr() == own for p in pieces):
             return parameter
         assert isinstance(self.sharded, ShardedTensorFactory)
-        merged: Tensor = self.sharded.merge_fn([p.data for p in pieces])
-        return merged
+        return self.sharded.merge_fn([p.data for p in pieces])
 
     def from_hf(self, tensors: Sequence[Tensor]) -> Tensor:
         """Return the Megatron parameter made of its whole HF tensors, which are in the order of `hf_names`.

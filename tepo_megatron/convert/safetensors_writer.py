@@ -71,11 +71,9 @@ class SafetensorsWriter:
         Raises:
             ValueError: shape or dtype are not as announced, or the tensor was written before (a bug of the caller).
         """
-        file, announced = self._file_of[name], self._tensors[name]
-        if tensor.shape != announced.shape or tensor.dtype != announced.dtype or name not in file.left:
-            raise ValueError(
-                f"{name}: {tensor.dtype} {tuple(tensor.shape)} was announced as {announced.dtype} {announced.shape}"
-            )
+        file, known = self._file_of[name], self._tensors[name]
+        if tensor.shape != known.shape or tensor.dtype != known.dtype or name not in file.left:
+            raise ValueError(f"{name}: {tensor.dtype} {tuple(tensor.shape)} was announced as {known.dtype} {known.shape}")
         if file.sink is None:
             file.sink = Sink(self._directory / file.name)
             file.sink.write(file.header)

@@ -82,15 +82,13 @@ def verify(source: Path, checkpoint: Path, text: str = TEXT, precision: str = "f
         sizes = source_reader.shapes()
         with progress_bar("compare", sum(t.nbytes for t in sizes.values())) as advance:
             for slot in plan.slots:
-                for name, tensor in zip(slot.hf_names, hf_tensors(slot, reader), strict=True):
-                    if name not in sizes:
-                        raise ConversionError(
-                            f"{source}: tensor {name} of {checkpoint} is not in it; they are different models"
-                        )
+                for key, tensor in zip(slot.hf_names, hf_tensors(slot, reader), strict=True):
+                    if key not in sizes:
+                        raise ConversionError(f"{source}: tensor {key} of {checkpoint} is not in it; they are different models")
                     count += 1
-                    if not _bitwise_equal(tensor, source_reader.get(name)):
-                        differing.append(name)
-                    advance(sizes[name].nbytes)
+                    if not _bitwise_equal(tensor, source_reader.get(key)):
+                        differing.append(key)
+                    advance(sizes[key].nbytes)
                 del tensor
         tokens = _tokens(source, text, plan.arch.vocab_size, plan.arch.max_positions)
         theirs = _hf_outputs(source, tokens, _DTYPES[precision])
@@ -163,8 +161,7 @@ def _megatron_outputs(
     _keep(chunk.embedding, "embedding", outputs, sequence_first=True)
     for i, layer in enumerate(chunk.decoder.layers):
         _keep(layer, f"layer {i}", outputs, sequence_first=True)
-    positions = torch.arange(tokens.size(1))[None]
-    outputs["logits"] = chunk(tokens, positions, None)[0, :, : arch.vocab_size].float()
+    outputs["logits"] = chunk(tokens, torch.arange(tokens.size(1))[None], None)[0, :, : arch.vocab_size].float()
     return outputs
 
 

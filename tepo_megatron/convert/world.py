@@ -1,7 +1,5 @@
 """Create a mesh of a single rank on the CPU, which Megatron-Core needs to build anything."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -16,7 +14,7 @@ if TYPE_CHECKING:
 
 
 @contextlib.contextmanager
-def world_of_one() -> Iterator[ParallelDims]:
+def world_of_one() -> "Iterator[ParallelDims]":
     """Yield a mesh of this process alone, which lasts as long as the block. It needs no network and no free port."""
     platform = activate("cpu")
     from tepo_megatron.distributed import parallel  # imports Megatron-Core, which the platform must precede

@@ -6,12 +6,5 @@ from tepo_megatron.data.stream import PromptStream
 from tepo_megatron.data.tokenizer import load_tokenizer, stop_tokens, text_functions
 
 __all__ = [
-    "Data",
-    "LoadedPrompts",
-    "PromptStream",
-    "load_data",
-    "load_prompts",
-    "load_tokenizer",
-    "stop_tokens",
-    "text_functions",
-]
+    "Data", "LoadedPrompts", "PromptStream", "load_data", "load_prompts", "load_tokenizer", "stop_tokens", "text_functions",
+]  # fmt: skip

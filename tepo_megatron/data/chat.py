@@ -1,7 +1,5 @@
 """Turn prompts into token ids, by the tokenizer's chat template or, for plain strings, directly."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -21,7 +19,7 @@ class Encoder:
     prompt appended.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, cfg: DataConfig) -> None:
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase", cfg: DataConfig) -> None:
         """Check the configuration against the chat template.
 
         Args:

@@ -1,7 +1,5 @@
 """Load all prompts that a run reads: the training sets of the mixture and the held-out set."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -38,7 +36,7 @@ class Data:
         return sum(len(prompts) for prompts, _ in self.train)
 
 
-def load_data(cfg: DataConfig, reward: RewardConfig, tokenizer: PreTrainedTokenizerBase) -> Data:
+def load_data(cfg: DataConfig, reward: RewardConfig, tokenizer: "PreTrainedTokenizerBase") -> Data:
     """Read all sets that `cfg` names. A prompt that several training sets have is kept in the first of them only.
 
     Prompts of `data.eval` that are also in `data.train` are kept in both and reported in a warning line.

@@ -6,8 +6,6 @@ value before (DELTA_BYTE_ARRAY), or a list of a billion equal elements. Ordinary
 most to a hundredth.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -67,14 +65,13 @@ def huge_dictionaries(path: Path) -> set[str]:
             continue
         with pyarrow.parquet.ParquetFile(path, read_dictionary=names) as file:
             for batch in file.iter_batches(batch_size=1, row_groups=[group], columns=names):
-                for name in names:
-                    if not 0 < _longest(_column(batch, name)) <= _BOMB_BYTES // BATCH_ROWS:
-                        found.add(name)
+                most = _BOMB_BYTES // BATCH_ROWS
+                found |= {name for name in names if not 0 < _longest(_column(batch, name)) <= most}
                 break
     return found
 
 
-def decoding_limits(path: Path, group: Any, huge: set[str]) -> tuple[int, ExpansionGuard]:
+def decoding_limits(path: Path, group: Any, huge: set[str]) -> "tuple[int, ExpansionGuard]":
     """Return how many rows of a row group to decode at once, and the guard that refuses batches that still expand too much.
 
     Args:

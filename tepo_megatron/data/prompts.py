@@ -1,7 +1,5 @@
 """Load one dataset as prompts: read rows, deduplicate, slice, try the answers on the grader, tokenize."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -43,7 +41,7 @@ class LoadedPrompts:
 def load_prompts(
     source: DataSet,
     cfg: DataConfig,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: "PreTrainedTokenizerBase",
     try_golds: TryGolds | None = None,
     *,
     number: int = 0,
@@ -131,8 +129,7 @@ def _items(reader: RowReader, schema: Schema, faults: RowFaults, unique: Dedupli
         first = first or reader.where(place)
         key = key_of(prompt)
         if unique.is_new(key, place, answer, glance):
-            meta = {k: v for k, v in reader.whole(place).items() if k not in used}
-            yield DatasetRow(place, key, prompt, answer, meta)
+            yield DatasetRow(place, key, prompt, answer, {k: v for k, v in reader.whole(place).items() if k not in used})
 
 
 def _missing(row: Row, error: MissingKeyError, schema: Schema, first: str) -> str:
@@ -211,7 +208,7 @@ def _tokenized(
     reader: RowReader,
     schema: Schema,
     cfg: DataConfig,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: "PreTrainedTokenizerBase",
     first_id: int,
     report: DatasetReport,
 ) -> Iterator[Prompt]:

@@ -149,9 +149,7 @@ def _lines(path: Path) -> Iterator[bytes]:
         with gzip.open(path) if start.startswith(_GZIP) else path.open("rb") as file:
             while line := cast(IO[bytes], file).readline(LINE_BYTES + 1):
                 if len(line) > LINE_BYTES:
-                    raise DataError(
-                        f"{path}: a line is longer than {LINE_BYTES / 2**20:.0f} MiB; each must hold one JSON object"
-                    )
+                    raise DataError(f"{path}: a line is longer than {LINE_BYTES // 2**20} MiB; each must hold one JSON object")
                 yield line
     except (OSError, EOFError, zlib.error) as e:
         raise unreadable(path, e) from e

@@ -80,23 +80,19 @@ class DatasetReport:
 
     def details(self) -> list[str]:
         """Return further lines: dropped rows and what to fix."""
-        lines = [f"{self.source}: left out: {fault}" for fault in self.faults.first]
+        lines = [f"left out: {fault}" for fault in self.faults.first]
         if self.unreadable:
-            lines.append(
-                f"{self.source}: {len(self.unreadable)} answers that the grader cannot read: {shorten(self.unreadable)}"
-            )
+            lines.append(f"{len(self.unreadable)} answers that the grader cannot read: {shorten(self.unreadable)}")
         if self.unsettled:
-            lines.append(
-                f"{self.source}: {len(self.unsettled)} answers that the grader did not settle: {shorten(self.unsettled)}"
-            )
+            lines.append(f"{len(self.unsettled)} answers that the grader did not settle: {shorten(self.unsettled)}")
         if self.untried:
-            lines.append(f"{self.source}: {self.untried} answers were not tried on the grader: there was no time for more")
+            lines.append(f"{self.untried} answers were not tried on the grader: there was no time for more")
         if self.unboxed:
             lines.append(
-                f'{self.source}: warning: {self.unboxed} prompts ask for a last line "Answer: ..." and say nothing of '
-                "\\boxed{}, which is all that the grader reads: docs/data.md says what to do"
+                f'warning: {self.unboxed} prompts ask for a last line "Answer: ..." and say nothing of \\boxed{{}}, which is '
+                "all that the grader reads: docs/data.md says what to do"
             )
-        return lines
+        return [f"{self.source}: {line}" for line in lines]
 
 
 def shorten(things: list[str]) -> str:

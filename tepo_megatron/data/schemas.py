@@ -69,9 +69,8 @@ def detect(row: Row, prompt_key: str | None, answer_key: str | None) -> Schema |
         answer_key: Answer key that the config gives, or None. With both given the row is not looked at.
     """
     if prompt_key is not None and answer_key is not None:
-        return next((s for s in SCHEMAS if (s.prompt_key, s.answer_key) == (prompt_key, answer_key)), None) or Schema(
-            "keys", prompt_key, answer_key
-        )
+        known = (schema for schema in SCHEMAS if (schema.prompt_key, schema.answer_key) == (prompt_key, answer_key))
+        return next(known, Schema("keys", prompt_key, answer_key))
     for schema in SCHEMAS:
         keys = Schema(schema.name, prompt_key or schema.prompt_key, answer_key or schema.answer_key)
         if schema.prompt_key == schema.answer_key and (
@@ -180,10 +179,8 @@ def _prompt(value: Any, key: str) -> str | Messages:
 
 def is_chat(value: Any) -> bool:
     """Return whether the value is a non-empty list of messages, each with a string `role` and `content`."""
-    return (
-        isinstance(value, list)
-        and bool(value)
-        and all(
-            isinstance(message, dict) and all(isinstance(message.get(k), str) for k in ("role", "content")) for message in value
-        )
-    )
+    return isinstance(value, list) and bool(value) and all(map(_is_message, value))
+
+
+def _is_message(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(value.get(key), str) for key in ("role", "content"))

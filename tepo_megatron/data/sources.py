@@ -1,7 +1,5 @@
 """Resolve the datasets that `data.train` and `data.eval` name: files or a Hugging Face dataset, and a slice of the rows."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -34,7 +32,7 @@ class DatasetSource:
     stop: str = ""
 
     @classmethod
-    def of(cls, text: str) -> DatasetSource:
+    def of(cls, text: str) -> "DatasetSource":
         """Parse the text of a config."""
         match = SLICE.fullmatch(text)
         return cls(text) if match is None else cls(match["source"], match["start"] or "", match["stop"] or "")

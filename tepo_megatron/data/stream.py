@@ -1,7 +1,5 @@
 """An endless, resumable stream of prompts from one training set, or from several by weight."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -67,7 +65,7 @@ class PromptStream:
         self._set_up([(prompts, 1.0)], seed, shuffle)
 
     @classmethod
-    def mixed(cls, sets: Sequence[tuple[Sequence[Prompt], float]], seed: int, shuffle: bool) -> PromptStream:
+    def mixed(cls, sets: Sequence[tuple[Sequence[Prompt], float]], seed: int, shuffle: bool) -> "PromptStream":
         """Return a stream of several sets.
 
         Args:
@@ -110,9 +108,8 @@ class PromptStream:
         left = [sum(prompt.id not in held for prompt in walk.prompts) for walk in self._walks]
         if n > sum(left):
             raise DataError(
-                f"data.train has {len(self._prompts)} prompts, {len(self._prompts) - sum(left)} of them already in this "
-                f"step; {n} more different ones are not there: lower rollout.prompts_per_step (or "
-                "rollout.max_generation_rounds)"
+                f"data.train has {len(self._prompts)} prompts, {len(self._prompts) - sum(left)} of them already in this step; "
+                f"{n} more different ones are not there: lower rollout.prompts_per_step (or rollout.max_generation_rounds)"
             )
         taken: list[Prompt] = []
         for prompt in [p for p in self._returned if p.id not in held][:n]:

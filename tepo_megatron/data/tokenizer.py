@@ -1,7 +1,5 @@
 """Load the tokenizer of a Hugging Face model directory, and determine the stop tokens."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,7 +14,7 @@ if TYPE_CHECKING:
 _VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
-def load_tokenizer(model_path: str | Path) -> PreTrainedTokenizerBase:
+def load_tokenizer(model_path: str | Path) -> "PreTrainedTokenizerBase":
     """Return the tokenizer in the directory `model_path`. Nothing is downloaded.
 
     Raises CheckpointError that names the directory, the missing or unreadable file, and the fix.
@@ -42,7 +40,7 @@ def load_tokenizer(model_path: str | Path) -> PreTrainedTokenizerBase:
         ) from e
 
 
-def text_functions(tokenizer: PreTrainedTokenizerBase) -> tuple[Callable[[str], list[int]], Callable[[Sequence[int]], str]]:
+def text_functions(tokenizer: "PreTrainedTokenizerBase") -> tuple[Callable[[str], list[int]], Callable[[Sequence[int]], str]]:
     """Return the functions (encode, decode) between text and token ids, without special tokens in either direction."""
 
     def encode(text: str) -> list[int]:
@@ -54,7 +52,7 @@ def text_functions(tokenizer: PreTrainedTokenizerBase) -> tuple[Callable[[str], 
     return encode, decode
 
 
-def stop_tokens(model_path: str | Path, tokenizer: PreTrainedTokenizerBase, further: Sequence[int] = ()) -> tuple[int, ...]:
+def stop_tokens(model_path: str | Path, tokenizer: "PreTrainedTokenizerBase", further: Sequence[int] = ()) -> tuple[int, ...]:
     """Return the sorted ids of the tokens that end a response.
 
     These are the model's end-of-sequence tokens (config.json), the tokenizer's, and `further`. generation_config.json is

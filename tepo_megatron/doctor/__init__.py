@@ -31,13 +31,11 @@ def examine(
         )
 
     failed, ranks = False, cfg.parallel.world_size
+    kernels = partial(versions.kernels, cfg.model, cfg.megatron, cfg.platform, cfg.parallel.cp)
     for name, look in (
         ("packages", machine.packages),
         ("versions", lambda: versions.combinations(versions.installed())),
-        (
-            "kernels",
-            lambda: versions.kernels(cfg.model, cfg.megatron, cfg.platform, cfg.parallel.cp, cfg.training.offload_activations),
-        ),
+        ("kernels", partial(kernels, cfg.training.offload_activations)),
         ("megatron", partial(versions.passed_fields, cfg.megatron)),
         ("cuDNN", partial(versions.cudnn, cfg.platform, os.environ)),
         ("config", config),
@@ -51,8 +49,7 @@ def examine(
         for finding in found_by(name, look):
             failed |= finding.verdict == "fail"
             yield finding
-    enough = machine.enough_devices(cfg.platform, ranks, cfg.rollout)
-    if why := _why_no_step(cfg.rollout, enough, failed, quick):
+    if why := _why_no_step(cfg.rollout, machine.enough_devices(cfg.platform, ranks, cfg.rollout), failed, quick):
         yield Finding("a step", "skip", why)
         return
     Path(cfg.output).mkdir(parents=True, exist_ok=True)

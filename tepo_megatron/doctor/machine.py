@@ -87,10 +87,7 @@ def memory(model: ModelConfig, sync: SyncConfig, *, replays: bool) -> Iterator[F
         sync: Sets how weights are sent.
         replays: Whether rollouts are replayed, so that no weights are sent.
     """
-    free, files = (
-        psutil.virtual_memory().available,
-        sync.transport.type == "shm" and sync.shared_folder is None,
-    )
+    free, files = psutil.virtual_memory().available, sync.transport.type == "shm" and sync.shared_folder is None
     yield Finding("memory", "pass" if free > 4 * 2**30 else "warn", f"{free / 2**30:.1f} GiB available on this machine")
     if files and not replays:
         two_rounds, available = 2 * sync.bucket_mib * 2**20, shutil.disk_usage("/dev/shm").free

@@ -1,7 +1,5 @@
 """Check the model as the run reads it: conversion of its weights, tokenizer, chat template."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -59,7 +57,7 @@ def conversion(model_path: str, tp: int) -> Iterator[Finding]:
         yield Finding("conversion", "pass", said)
 
 
-def _ends(row: WeightMapping, arch: Architecture) -> list[tuple[str, ...]]:
+def _ends(row: "WeightMapping", arch: Architecture) -> list[tuple[str, ...]]:
     """Return a row's first and last instance; with experts the first and last expert of the first and last layer."""
     instances = list(row.instances(arch))
     of_layer = arch.experts.number if arch.experts is not None and "{expert}" in row.megatron else 1
@@ -67,7 +65,7 @@ def _ends(row: WeightMapping, arch: Architecture) -> list[tuple[str, ...]]:
     return [instances[i] for i in sorted(kept)]
 
 
-def _changed(row: WeightMapping, names: Sequence[str], tensors: Sequence[Tensor], arch: Architecture, tp: int) -> str:
+def _changed(row: "WeightMapping", names: Sequence[str], tensors: Sequence[Tensor], arch: Architecture, tp: int) -> str:
     """Return what is wrong with the round trip; empty if nothing is."""
     if not all(bool(torch.isfinite(tensor).all()) for tensor in tensors):
         return f"{', '.join(names)} hold values that are not finite"
@@ -102,29 +100,27 @@ def tokenizer(model_path: str, data: DataConfig, stop_token_ids: Sequence[int]) 
         )
 
 
-def _vocabulary(found: PreTrainedTokenizerBase, rows: int) -> Finding:
+def _vocabulary(found: "PreTrainedTokenizerBase", rows: int) -> Finding:
     said = f"{len(found)} tokens, {rows} rows of the embedding"
     if len(found) > rows:
         return Finding("vocabulary", "fail", said, "use the tokenizer that belongs to the model")
     return Finding("vocabulary", "pass", said)
 
 
-def _stops(found: PreTrainedTokenizerBase, stops: Sequence[int]) -> Finding:
+def _stops(found: "PreTrainedTokenizerBase", stops: Sequence[int]) -> Finding:
     """Check the stop tokens. A pad token as one of several is harmless, because responses are not padded here."""
     named = ", ".join(f"{found.convert_ids_to_tokens(token)!r} ({token})" for token in stops)
     fix = "name the tokens that end a response in rollout.stop_token_ids"
     if not stops:
         return Finding("stop tokens", "fail", "none: every response would be cut off at rollout.max_response_tokens", fix)
-    if unknown := [token for token in stops if found.convert_ids_to_tokens(token) is None]:
-        return Finding(
-            "stop tokens", "fail", f"{unknown} are no tokens of the tokenizer", "correct eos_token_id in config.json"
-        )
+    if wrong := [token for token in stops if found.convert_ids_to_tokens(token) is None]:
+        return Finding("stop tokens", "fail", f"{wrong} are no tokens of the tokenizer", "correct eos_token_id in config.json")
     if set(stops) == {found.pad_token_id} and found.eos_token_id is None:
         return Finding("stop tokens", "warn", f"{named}, the pad token, and there is no end-of-sequence token", fix)
     return Finding("stop tokens", "pass", f"{named} end a response")
 
 
-def _template(own: Mapping[str, Any], found: PreTrainedTokenizerBase, stops: Sequence[int]) -> Iterator[Finding]:
+def _template(own: Mapping[str, Any], found: "PreTrainedTokenizerBase", stops: Sequence[int]) -> Iterator[Finding]:
     chat = [{"role": "user", "content": QUESTION}]
 
     def text(messages: Sequence[dict[str, str]] = chat, prompt: bool = True, **kwargs: object) -> str:

@@ -40,43 +40,32 @@ class KnownBad:
 
 KNOWN_BAD = (
     KnownBad(
-        ("nemo-run==0.11.1", "leptonai>=0.47"),
-        "fail",
+        ("nemo-run==0.11.1", "leptonai>=0.47"), "fail",
         "nemo-run imports leptonai.api.v1, which leptonai 0.47 dropped: the launcher cannot start",
-        "install requirements/launch.txt into an environment of its own",
-        "requirements/overrides.txt",
+        "install requirements/launch.txt into an environment of its own", "requirements/overrides.txt",
     ),
     KnownBad(
-        ("vllm", "sglang"),
-        "warn",
+        ("vllm", "sglang"), "warn",
         "they pin contradicting versions of torch and xgrammar, so that one of the two was installed over its pins",
-        "give each an environment of its own (rollout.server.python)",
-        "requirements/gpu-vllm.txt, requirements/gpu-sglang.txt",
+        "give each an environment of its own (rollout.server.python)", "requirements/gpu-vllm.txt, requirements/gpu-sglang.txt",
     ),
     KnownBad(
-        ("apex>=0.9,<1",),
-        "fail",
+        ("apex>=0.9,<1",), "fail",
         "PyPI's apex is another project than NVIDIA's, and shadows it",
-        "uninstall it; NVIDIA's Apex is built from source (Dockerfile)",
-        "the metadata of both",
+        "uninstall it; NVIDIA's Apex is built from source (Dockerfile)", "the metadata of both",
     ),
     KnownBad(
-        ("python<3.12", "megatron-core>=0.19"),
-        "warn",
-        "megatron-core 0.19 asks for Python 3.12; the fast tests pass on 3.11 all the same",
-        "use Python 3.12",
+        ("python<3.12", "megatron-core>=0.19"), "warn",
+        "megatron-core 0.19 asks for Python 3.12; the fast tests pass on 3.11 all the same", "use Python 3.12",
         "Requires-Python of its wheel; make test-pins",
     ),
     KnownBad(
-        ("transformer-engine-cu13>=2.20,<2.21", "nvidia-cublas<13.2"),
-        "fail",
+        ("transformer-engine-cu13>=2.20,<2.21", "nvidia-cublas<13.2"), "fail",
         "with LD_BIND_NOW set Transformer Engine cannot be imported: its library names "
         "cublasLtGroupedMatrixLayoutInit_internal, which this cuBLAS lacks, and which is never called with it",
-        "unset LD_BIND_NOW",
-        "both wheels, loaded on a CPU with and without it",
-        "LD_BIND_NOW",
+        "unset LD_BIND_NOW", "both wheels, loaded on a CPU with and without it", "LD_BIND_NOW",
     ),
-)
+)  # fmt: skip
 # Transformer Engine looks for cuDNN there before it uses the wheel's, which PyTorch loads (2.20.2, common/__init__.py).
 _CUDNN_VARIABLES = ("CUDNN_HOME", "CUDNN_PATH", "CUDA_HOME", "CUDA_PATH")
 

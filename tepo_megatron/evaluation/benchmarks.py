@@ -1,7 +1,5 @@
 """The paper's seven benchmarks, one entry each (Section 4.1). `docs/evaluation.md` says what the paper leaves open."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal

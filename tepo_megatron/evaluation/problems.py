@@ -1,11 +1,9 @@
 """Load a benchmark's problems as prompts, from a local file or from the Hugging Face hub."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib.util
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -51,7 +49,7 @@ class Problems:
         return SamplingParams(self.entry.samples, self.entry.temperature, self.max_tokens, stop_token_ids)
 
 
-def load_benchmarks(cfg: EvaluationConfig, tokenizer: PreTrainedTokenizerBase, max_prompt_tokens: int) -> list[Problems]:
+def load_benchmarks(cfg: EvaluationConfig, tokenizer: "PreTrainedTokenizerBase", max_prompt_tokens: int) -> list[Problems]:
     """Load the benchmarks that the config names, in its order.
 
     No problem is dropped, since the result would then be that of another benchmark.
@@ -93,7 +91,7 @@ def check_sources(cfg: EvaluationConfig) -> None:
             raise DataError(f"evaluation.benchmarks: {name}: {_NOT_INSTALLED}, or {_fix(name)}")
 
 
-def _rows(name: str, entry: Benchmark, folder: str | None) -> tuple[str, list[tuple[int, str, Mapping[str, Any]]]]:
+def _rows(name: str, entry: Benchmark, folder: str | None) -> tuple[str, list[tuple[int, str, Row]]]:
     """Return where the rows come from, and (number from 0, place for messages, row) of each."""
     if file := _file(name, folder):
         return str(file), list(_read(JsonLines([file])))
@@ -123,12 +121,7 @@ def _fix(name: str) -> str:
 
 
 def _prompt(
-    number: int,
-    row: Mapping[str, Any],
-    entry: Benchmark,
-    tokenizer: PreTrainedTokenizerBase,
-    max_prompt_tokens: int,
-    where: str,
+    number: int, row: Row, entry: Benchmark, tokenizer: "PreTrainedTokenizerBase", max_prompt_tokens: int, where: str
 ) -> Prompt:
     """Return one row as a prompt, rendered by the chat template if there is one. Raises DataError for an unusable row."""
     for key in (entry.problem, entry.answer):

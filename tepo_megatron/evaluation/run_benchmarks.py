@@ -76,13 +76,9 @@ class BenchmarkRuns:
 
     def means(self) -> dict[int, float]:
         """Return step -> mean avg@k over the benchmarks, from the disk, for each step at which all of them were evaluated."""
-        found = {}
         names = {problems.name for problems in self.suite}
-        for step in self._steps():
-            accuracies = self.accuracies(step)
-            if accuracies and accuracies.keys() == names:
-                found[step] = statistics.fmean(accuracies.values())
-        return found
+        by_step = {step: self.accuracies(step) for step in self._steps()}
+        return {step: statistics.fmean(found.values()) for step, found in by_step.items() if found and found.keys() == names}
 
     def compare(self, before: int, after: int) -> Path:
         """Print and write what changed between two steps, paired by problem; return the file.

@@ -1,7 +1,5 @@
 """Sample answers to held-out problems from the serving engine and grade them."""
 
-from __future__ import annotations
-
 import itertools
 import statistics
 from collections.abc import Mapping, Sequence
@@ -37,7 +35,7 @@ class Accuracy:
         return {**vars(self), "scores": [[problem, score] for problem, score in self.scores.items()]}
 
     @classmethod
-    def of(cls, state: Mapping[str, Any]) -> Accuracy:
+    def of(cls, state: Mapping[str, Any]) -> "Accuracy":
         """Restore an accuracy from what `state` returned."""
         return cls(**{**state, "scores": dict(state["scores"])})
 

@@ -2,7 +2,8 @@
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 from tepo_megatron.errors import DataError
 from tepo_megatron.evaluation.problems import Problems
 from tepo_megatron.inference.engine import Sampler
-from tepo_megatron.rewards import Reward
+from tepo_megatron.rewards import Decode, Reward
 from tepo_megatron.rewards.boxed import last_boxed
 from tepo_megatron.utils import records
 from tepo_megatron.utils.seeding import derive_seed
@@ -44,12 +45,7 @@ class BenchmarkSample:
 
 
 def sample_benchmark(
-    problems: Problems,
-    engine: Sampler,
-    reward: Reward,
-    decode: Callable[[Sequence[int]], str],
-    stop_token_ids: tuple[int, ...],
-    seed: int,
+    problems: Problems, engine: Sampler, reward: Reward, decode: Decode, stop_token_ids: tuple[int, ...], seed: int
 ) -> list[BenchmarkSample]:
     """Sample all problems of a benchmark and grade the responses; return the samples in the order of the problems.
 
@@ -90,9 +86,8 @@ def sample_benchmark(
 
 def to_lines(samples: Iterable[BenchmarkSample]) -> bytes:
     """Return the samples as JSON lines."""
-    return "".join(json.dumps(dataclasses.asdict(sample), ensure_ascii=False) + "\n" for sample in samples).encode(
-        errors="surrogatepass"
-    )
+    lines = (json.dumps(dataclasses.asdict(sample), ensure_ascii=False) + "\n" for sample in samples)
+    return "".join(lines).encode(errors="surrogatepass")
 
 
 def read_samples(path: Path) -> list[BenchmarkSample]:
@@ -103,9 +98,7 @@ def read_samples(path: Path) -> list[BenchmarkSample]:
     Raises DataError that names the file if it cannot be read or holds no sample.
     """
     samples, faults = load_samples(path)
-    counts: dict[int, int] = {}
-    for sample in samples:
-        counts[sample.problem] = counts.get(sample.problem, 0) + 1
+    counts = Counter(sample.problem for sample in samples)
     k = max(counts.values())
     if short := sorted(problem for problem, count in counts.items() if count < k):
         rest = ", ..." if len(short) > 5 else ""

@@ -26,36 +26,43 @@ class ResultTable:
         headings: Column headings. The first column has names, the others figures.
         rows: Cells of each row.
         notes: Sentences below the table.
+        texts: Columns of text, which are aligned left.
+        width: Width in characters if the output is no terminal.
+        wraps: Whether names may be broken into several lines.
     """
 
     title: str
     headings: Sequence[str]
     rows: Sequence[Sequence[str]]
     notes: Sequence[str] = ()
+    texts: Sequence[int] = (0,)
+    width: int = FILE_WIDTH
+    wraps: bool = True
 
     def print(self) -> None:
         """Print the table to the terminal."""
         console = Console()
         if not console.is_terminal:
-            console = Console(width=FILE_WIDTH)
+            console = Console(width=self.width)
         drawn = Table(box=box.SIMPLE_HEAD, title=escaped(self.title), title_justify="left", title_style="bold")
         for number, heading in enumerate(self.headings):
-            drawn.add_column(heading, justify="right" if number else "left")
+            no_wrap = number == 0 and not self.wraps
+            drawn.add_column(heading, justify="left" if number in self.texts else "right", no_wrap=no_wrap)
         for row in self.rows:
             drawn.add_row(*map(escaped, row))
         console.print(drawn, markup=False, highlight=False)
         for note in self.notes:
             console.print(escaped(note), markup=False, highlight=False, style="dim")
 
-    def markdown(self) -> str:
-        """Return the table in Markdown."""
+    def markdown(self, level: int = 2) -> str:
+        """Return the table in Markdown, below a heading of this level."""
 
         def line(texts: Sequence[str]) -> str:
             return "| " + " | ".join(text.replace("|", "\\|") for text in texts) + " |"
 
-        rule = line(["---", *["---:"] * (len(self.headings) - 1)])
+        rule = line(["---" if number in self.texts else "---:" for number in range(len(self.headings))])
         body = [line(self.headings), rule, *(line(row) for row in self.rows)]
-        return "\n".join([f"## {self.title}", "", *body, "", *(f"* {note}" for note in self.notes), ""])
+        return "\n".join([f"{'#' * level} {self.title}", "", *body, "", *(f"* {note}" for note in self.notes), ""])
 
 
 def figures(title: str, results: Mapping[str, Result], changes: Mapping[str, Sequence[str]]) -> ResultTable:
@@ -83,12 +90,8 @@ def figures(title: str, results: Mapping[str, Result], changes: Mapping[str, Seq
                 f"{BENCHMARKS[name].title}: {r.unreadable} gold answers are empty or cannot be read by math-verify; of "
                 "these only the exact text counts as right."
             )
-    return ResultTable(
-        title,
-        ["", "problems", "k", "avg@k, % ± SE", "95 %", "bootstrap", "pass@k", "maj@k", "cut off, %", "tokens"],
-        [_row(name, r) for name, r in results.items()],
-        notes,
-    )
+    headings = ["", "problems", "k", "avg@k, % ± SE", "95 %", "bootstrap", "pass@k", "maj@k", "cut off, %", "tokens"]
+    return ResultTable(title, headings, [_row(name, r) for name, r in results.items()], notes)
 
 
 def _row(name: str, r: Result) -> list[str]:
@@ -110,24 +113,18 @@ def paper_table(title: str, results: Mapping[str, Result], published: Sequence[P
     """
     names = [name for name in COLUMNS if name in results]
     ours = [f"{100 * results[name].accuracy.mean:.2f}" for name in names]
-    both = [f"{100 * over_benchmarks(results):.2f}", f"{100 * over_samples(results):.2f}"]
-    rows = [[title, *ours, *both]]
+    rows = [[title, *ours, f"{100 * over_benchmarks(results):.2f}", f"{100 * over_samples(results):.2f}"]]
     for row in published:
         known = [row.accuracy[name] for name in names if name in row.accuracy]
         mean = f"{sum(known) / len(known):.2f}" if len(known) == len(names) else NOTHING
         cells = [f"{row.accuracy[name]:.2f}" if name in row.accuracy else NOTHING for name in names]
         rows.append([row.title, *cells, mean, f"{row.average:.2f}" if len(names) == len(COLUMNS) else NOTHING])
-    return ResultTable(
-        "avg@k, %, next to the paper",
-        ["", *(BENCHMARKS[name].title for name in names), "mean", "over samples"],
-        rows,
-        [
-            "mean: of the columns. over samples: every sample counts the same; the paper's printed average, which is no mean "
-            "of its columns, is best explained by that (examples/paper/README.md)."
-        ]
-        if published
-        else [],
+    headings = ["", *(BENCHMARKS[name].title for name in names), "mean", "over samples"]
+    note = (
+        "mean: of the columns. over samples: every sample counts the same; the paper's printed average, which is no mean of "
+        "its columns, is best explained by that (examples/paper/README.md)."
     )
+    return ResultTable("avg@k, %, next to the paper", headings, rows, [note] if published else [])
 
 
 def comparison(ours: str, theirs: str, compared: Mapping[str, BenchmarkComparison]) -> ResultTable:
@@ -157,14 +154,9 @@ def comparison(ours: str, theirs: str, compared: Mapping[str, BenchmarkCompariso
     ]
     for name, c in compared.items():
         if c.gained or c.lost:
-            flips = f"gained {_rows(c.gained)}, lost {_rows(c.lost)}"
-            notes.append(f"{BENCHMARKS[name].title}, rows: {flips}.")
-    return ResultTable(
-        f"{ours} against {theirs}",
-        ["", "first", "second", "difference", "95 %", "bootstrap", "better", "worse", "p", "gained", "lost"],
-        rows,
-        notes,
-    )
+            notes.append(f"{BENCHMARKS[name].title}, rows: gained {_rows(c.gained)}, lost {_rows(c.lost)}.")
+    headings = ["", "first", "second", "difference", "95 %", "bootstrap", "better", "worse", "p", "gained", "lost"]
+    return ResultTable(f"{ours} against {theirs}", headings, rows, notes)
 
 
 def _rows(problems: Sequence[int], most: int = 20) -> str:
@@ -179,6 +171,4 @@ def interval(bounds: Interval | None, sign: str = "") -> str:
         bounds: Interval of shares, or None.
         sign: "+" writes the sign of positive numbers too.
     """
-    if bounds is None:
-        return NOTHING
-    return f"[{100 * bounds[0]:{sign}z.2f}, {100 * bounds[1]:{sign}z.2f}]"
+    return NOTHING if bounds is None else f"[{100 * bounds[0]:{sign}z.2f}, {100 * bounds[1]:{sign}z.2f}]"

@@ -8,16 +8,7 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
-from tepo_megatron.grading.answers import (
-    as_interval,
-    canonical,
-    choice,
-    is_percentage,
-    is_sum_in_words,
-    unit,
-    without_percent,
-    words,
-)
+from tepo_megatron.grading import answers
 
 _GOLDS_KEPT = 4096
 _TINY = 1e-5  # below this, math-verify's absolute comparisons (6 decimals, 15 digits) call different numbers equal
@@ -41,30 +32,30 @@ def load_grader() -> Callable[[str, str], str]:
         return bool(verify(gold, answer, timeout_seconds=None)) and not _differ(gold, answer)
 
     def grade(gold: str, answer: str) -> str:
-        gold, answer = canonical(gold), canonical(answer)
-        if (spoken := words(gold)) is not None:
+        gold, answer = answers.canonical(gold), answers.canonical(answer)
+        if (spoken := answers.words(gold)) is not None:
             # math-verify would multiply the letters of words, but "even" is no product
-            return "equal" if spoken == words(answer) else "wrong"
-        if (letter := choice(gold)) is not None and choice(answer) is not None:
-            return "equal" if letter == choice(answer) else "wrong"
+            return "equal" if spoken == answers.words(answer) else "wrong"
+        if (letter := answers.choice(gold)) is not None and answers.choice(answer) is not None:
+            return "equal" if letter == answers.choice(answer) else "wrong"
         parsed_gold = parse_gold(gold)
         if not parsed_gold:
             return "bad_gold"
-        if is_sum_in_words(answer) and not is_sum_in_words(gold):
+        if answers.is_sum_in_words(answer) and not answers.is_sum_in_words(gold):
             return "unparsed"
         if any(isinstance(x, Set) for x in parsed_gold):
             # math-verify can compare an inequality with a set, but solves it first, which takes long
-            answer = as_interval(answer) or answer
+            answer = answers.as_interval(answer) or answer
         parsed_answer = parse_boxed(answer)
         if not parsed_answer:
             return "unparsed"
-        if (asked := unit(gold)) and (given := unit(answer)) and asked != given:
+        if (asked := answers.unit(gold)) and (given := answers.unit(answer)) and asked != given:
             return "wrong"
         if equal(parsed_gold, parsed_answer):
             return "equal"
-        if is_percentage(gold) != is_percentage(answer):
+        if answers.is_percentage(gold) != answers.is_percentage(answer):
             # 12.5% and 12.5 count as equal, but math-verify drops the percent sign of whole numbers only
-            bare = [parse_boxed(without_percent(text)) for text in (gold, answer)]
+            bare = [parse_boxed(answers.without_percent(text)) for text in (gold, answer)]
             return "equal" if all(bare) and equal(*bare) else "wrong"
         return "wrong"
 

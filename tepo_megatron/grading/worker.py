@@ -72,8 +72,7 @@ def custom(spec: str) -> Grader:
 
     def graded(prompt: str, response: str, answer: str) -> Graded:
         try:
-            value = found.value(prompt, response, answer)
-            number = float(value)
+            number = float(found.value(prompt, response, answer))
         except (Exception, SystemExit) as e:
             return "failed", 0.0, describe_error(e, found.file)
         if not math.isfinite(number):

@@ -3,8 +3,6 @@
 Under torchrun (RANK is set) `tepo train` is a rank itself.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import traceback
@@ -94,7 +92,7 @@ def threads_of_rank(ranks: int) -> int:
 
 
 def run_rank(
-    cfg: Config, make_engine: EngineFactory | None = None, work: Callable[[Config, Platform], None] | None = None
+    cfg: Config, make_engine: "EngineFactory | None" = None, work: "Callable[[Config, Platform], None] | None" = None
 ) -> int:
     """Train as this process's rank; return the exit status.
 

@@ -22,8 +22,7 @@ def needed_open_files(ranks: int, rollout: RolloutConfig, reward: RewardConfig) 
         reward: Sets the number of grading workers.
     """
     requests = rollout.servers * rollout.server.concurrency
-    terms = 1 if reward.terms is None else len(reward.terms)
-    return _BASE + requests + _PER_RANK * ranks + _PER_WORKER * reward.workers * terms
+    return _BASE + requests + _PER_RANK * ranks + _PER_WORKER * reward.workers * len(reward.terms)
 
 
 def check_open_files(needed: int) -> None:

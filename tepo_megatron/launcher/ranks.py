@@ -1,7 +1,5 @@
 """Run the ranks of a run on this machine as child processes: start them, watch them, end them, and find out why they failed."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -19,6 +17,7 @@ from typing import Any
 from tepo_megatron.utils.atomic import replace_file
 from tepo_megatron.utils.escaping import escaped
 from tepo_megatron.utils.memory_kills import MemoryKills
+from tepo_megatron.utils.processes import handlers_restored
 
 _POLL_SECONDS = 0.1
 GRACE_SECONDS = 10.0  # between SIGTERM and SIGKILL
@@ -46,28 +45,23 @@ class RankFailure:
     ended_by_us: bool = False
 
 
-class RankProcesses:
+class RankProcesses(contextlib.AbstractContextManager["RankProcesses"]):
     """A context manager that starts ranks and waits for them; no rank is left when it exits."""
 
-    def __init__(
-        self, words: Sequence[str], size: int, folder: Path, shared: Mapping[str, str], inherit: Sequence[int]
-    ) -> None:
+    def __init__(self, argv: Sequence[str], size: int, folder: Path, shared: Mapping[str, str], inherit: Sequence[int]) -> None:
         """Store what to start; nothing is started yet.
 
         Args:
-            words: Arguments of the Python interpreter.
+            argv: Arguments of the Python interpreter.
             size: Number of ranks.
             folder: A private folder for the messages of failed ranks.
             shared: Environment variables of all ranks, in addition to this process's.
             inherit: File descriptors that the ranks keep open.
         """
-        self._words, self._size, self._folder = words, size, folder
+        self._argv, self._size, self._folder = argv, size, folder
         self._shared, self._inherit = shared, inherit
         self._started: list[subprocess.Popen[bytes]] = []
         self._running: set[int] = set()  # ranks that still ran when the launcher ended all of them
-
-    def __enter__(self) -> RankProcesses:
-        return self
 
     def __exit__(self, *exc_info: object) -> None:
         self._end()
@@ -82,7 +76,7 @@ class RankProcesses:
             # each in its own session: Ctrl-C in a terminal reaches only the launcher, which then ends the ranks in order
             self._started.append(
                 subprocess.Popen(
-                    [sys.executable, *self._words], env={**os.environ, **self._shared, **own},
+                    [sys.executable, *self._argv], env={**os.environ, **self._shared, **own},
                     start_new_session=True, pass_fds=self._inherit,
                 )
             )  # fmt: skip
@@ -193,21 +187,17 @@ def interrupted_by_signals() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.getsignal(number) for number in _HANDLED}
-    ignored = {number for number, handler in before.items() if handler is signal.SIG_IGN}  # for example by nohup
 
     def interrupt(number: int, _: FrameType | None) -> None:
         for other in _HANDLED:
             signal.signal(other, signal.SIG_IGN)  # the ranks are already being ended
         raise KeyboardInterrupt(f"signal {signal.Signals(number).name}")
 
-    for number in before.keys() - ignored:
-        signal.signal(number, interrupt)
-    try:
-        yield
-    finally:
+    with handlers_restored(_HANDLED) as before:
         for number, handler in before.items():
-            signal.signal(number, handler)
+            if handler is not signal.SIG_IGN:  # for example by nohup
+                signal.signal(number, interrupt)
+        yield
 
 
 def _read(path: Path) -> Mapping[str, Any] | None:

@@ -1,7 +1,5 @@
 """Run one training job from its checks to its end. The checks are made before any process is started."""
 
-from __future__ import annotations
-
 import contextlib
 from typing import TYPE_CHECKING
 
@@ -13,7 +11,7 @@ if TYPE_CHECKING:  # heavy imports come later, where an interrupt is reported in
     from tepo_megatron.config import Config
 
 
-def preflight(cfg: Config) -> None:
+def preflight(cfg: "Config") -> None:
     """Make every check that is possible before a process is started. Raises a TepoError."""
     from tepo_megatron.actor.layout import check_layout
     from tepo_megatron.actor.passed_fields import check_passed_fields
@@ -50,7 +48,7 @@ def preflight(cfg: Config) -> None:
         HfReader(reference)
 
 
-def start(cfg: Config) -> None:
+def start(cfg: "Config") -> None:
     """Make one run, already checked by `preflight`, in processes of its own and wait for it.
 
     Raises a TepoError, which is also written to the run's log.txt.

@@ -101,10 +101,8 @@ def layer_terms(
     ]
     if cp == 1:
         # the values are a view of q, k and v, so all three stay
-        terms += [
-            ActivationTerm("keys, turned", "rest", keys),
-            ActivationTerm("q, k, v", "rest", queries + 2 * keys, saved=keys),
-        ]
+        terms.append(ActivationTerm("keys, turned", "rest", keys))
+        terms.append(ActivationTerm("q, k, v", "rest", queries + 2 * keys, saved=keys))
     else:
         terms.append(ActivationTerm("k, v of all", "rest", 2 * keys * cp))
     if kernels.attention == "sdpa":
@@ -114,16 +112,14 @@ def layer_terms(
         if cp > 1:
             terms.append(ActivationTerm("which keys a query sees", "rest", sequence / 2))
     if arch.qk_norm:
+        heads = (arch.num_heads + arch.num_query_groups) / tp
         if cp > 1 or not kernels.fused_norms:
-            terms += _norm(
-                "the norms of queries and keys", queries + keys, (arch.num_heads + arch.num_query_groups) / tp, kernels
-            )
+            terms += _norm("the norms of queries and keys", queries + keys, heads, kernels)
         else:  # their input is a view of a tensor that is kept anyway
-            terms.append(ActivationTerm("scales of their norms", "rest", (arch.num_heads + arch.num_query_groups) / tp, FP32))
+            terms.append(ActivationTerm("scales of their norms", "rest", heads, FP32))
     if sparse:
         return terms + _expert_terms(arch, parallel, hidden)
-    ffn = arch.ffn_size / tp
-    return [*terms, *_swiglu(ffn)]
+    return [*terms, *_swiglu(arch.ffn_size / tp)]
 
 
 def _norm(what: str, size: float, rows: float, kernels: PlannedKernels) -> list[ActivationTerm]:
@@ -205,11 +201,9 @@ def kept_terms(
         sequence: Tokens of a sequence.
     """
     if recompute == "full":
-        return [
-            ActivationTerm("input of the layer", "rest", arch.hidden_size / (parallel.tp if parallel.sequence_parallel else 1))
-        ]
-    terms = layer_terms(arch, parallel, sparse, kernels, sequence)
-    return [t for t in terms if t.module not in RECOMPUTED[recompute]]
+        hidden = arch.hidden_size / (parallel.tp if parallel.sequence_parallel else 1)
+        return [ActivationTerm("input of the layer", "rest", hidden)]
+    return [t for t in layer_terms(arch, parallel, sparse, kernels, sequence) if t.module not in RECOMPUTED[recompute]]
 
 
 def final_norm_terms(arch: Architecture, parallel: ParallelConfig, kernels: PlannedKernels = ON_CUDA) -> list[ActivationTerm]:

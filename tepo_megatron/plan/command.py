@@ -93,8 +93,7 @@ def plan(predictor: Predictor, request: PlanRequest, tell: Callable[[str], None]
     Raises:
         ConfigError: The config cannot be planned.
     """
-    cfg = predictor.cfg
-    gpu, work = predictor.machine.gpu, predictor.workload
+    cfg, gpu, work = predictor.cfg, predictor.machine.gpu, predictor.workload
     gpus = request.gpus or predictor.placement.gpus
     given = judge(predictor)
     why = given.why
@@ -112,8 +111,7 @@ def plan(predictor: Predictor, request: PlanRequest, tell: Callable[[str], None]
         )
     if given.states:
         tell("\n" + "\n".join(memory_lines(given, gpu)))
-        host = host_bytes(cfg, predictor.model)
-        for name, size in host.items():
+        for name, size in host_bytes(cfg, predictor.model).items():
             tell(f"  of a machine's memory: {size / GIB:.1f} GiB, {name}")
     if given.step is not None:
         tell("\n" + "\n".join(time_lines(given.step, predictor.machine.assumed.error)))

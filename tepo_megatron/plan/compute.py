@@ -5,9 +5,8 @@ slowest link. Nothing overlaps, as the trainer is configured. Backward takes twi
 and a half times the attention (arXiv 2307.08691).
 """
 
-from __future__ import annotations
-
-from dataclasses import dataclass
+import operator
+from dataclasses import astuple, dataclass
 
 from tepo_megatron.config import ParallelConfig
 from tepo_megatron.plan import parameters
@@ -32,27 +31,18 @@ class Cost:
         """Return the sum of all kinds."""
         return self.products + self.attention + self.elementwise + self.links
 
-    def __add__(self, other: Cost) -> Cost:
-        return Cost(
-            self.products + other.products,
-            self.attention + other.attention,
-            self.elementwise + other.elementwise,
-            self.links + other.links,
-        )
+    def __add__(self, other: "Cost") -> "Cost":
+        return Cost(*map(operator.add, astuple(self), astuple(other)))
 
-    def times(self, factor: float, attention: float | None = None) -> Cost:
+    def times(self, factor: float, attention: float | None = None) -> "Cost":
         """Return the cost multiplied by a factor.
 
         Args:
             factor: Factor of every kind.
             attention: Factor of attention instead. None: `factor`.
         """
-        return Cost(
-            self.products * factor,
-            self.attention * (factor if attention is None else attention),
-            self.elementwise * factor,
-            self.links * factor,
-        )
+        attention = factor if attention is None else attention
+        return Cost(self.products * factor, self.attention * attention, self.elementwise * factor, self.links * factor)
 
 
 @dataclass(frozen=True)
@@ -95,8 +85,7 @@ class MachineModel:
         """
         if size * stride <= GPUS_PER_NODE:
             return self.gpu.nvlink * self.assumed.links
-        members = max(1, GPUS_PER_NODE // stride)
-        return min(self.gpu.nvlink, self.gpu.network * members) * self.assumed.links
+        return min(self.gpu.nvlink, self.gpu.network * max(1, GPUS_PER_NODE // stride)) * self.assumed.links
 
 
 def layer_operations(arch: Architecture, sparse: bool) -> float:
@@ -106,9 +95,8 @@ def layer_operations(arch: Architecture, sparse: bool) -> float:
         arch: Sizes of the model.
         sparse: True for a layer with experts.
     """
-    return 2.0 * arch.hidden_size * arch.head_dim * (2 * arch.num_heads + 2 * arch.num_query_groups) + feed_forward_operations(
-        arch, sparse
-    )
+    projections = 2.0 * arch.hidden_size * arch.head_dim * (2 * arch.num_heads + 2 * arch.num_query_groups)
+    return projections + feed_forward_operations(arch, sparse)
 
 
 def feed_forward_operations(arch: Architecture, sparse: bool) -> float:
@@ -249,8 +237,7 @@ def stage_seconds(
         for sparse in (False, True):
             count = sum((layer in model.arch.sparse_layers) == sparse for layer in layers)
             if count:
-                one = forward_layer(model, parallel, machine, tokens, lengths_squared, sparse)
-                cost += one.times(count)
+                cost += forward_layer(model, parallel, machine, tokens, lengths_squared, sparse).times(count)
                 if model.recompute == "selective":
                     again += forward_feed_forward(model, parallel, machine, tokens, sparse).times(count)
         again = cost if model.recompute == "full" else again

@@ -61,12 +61,8 @@ class EngineModel:
             responses: Tokens of each response.
         """
         arch = self.model.arch
-        prefill = (
-            prompts
-            * (prompt * decode_operations(arch) + arch.num_layers * attention_operations(arch, prompt**2))
-            / self.tp
-            / self.machine.matmul_rate
-        )
+        operations = prompts * (prompt * decode_operations(arch) + arch.num_layers * attention_operations(arch, prompt**2))
+        prefill = operations / self.tp / self.machine.matmul_rate
         cache_tokens = self.cache / kv_bytes(arch, self.tp)
         waiting = list(reversed(responses))
         ends: list[tuple[float, int]] = []  # (step at which a sequence ends, its response tokens)
@@ -76,8 +72,7 @@ class EngineModel:
                 tokens = waiting.pop()
                 heapq.heappush(ends, (now + tokens, tokens))
                 used += prompt + tokens
-            end = ends[0][0]
-            active = len(ends)
+            end, active = ends[0][0], len(ends)
             context = prompt + (sum(tokens - (at - now) for at, tokens in ends) / active) + (end - now) / 2
             seconds += (end - now) * self.step_seconds(active, context)
             now = end
@@ -104,5 +99,4 @@ def touched_weights(arch: Architecture, active: float) -> float:
         return dense
     one = 3 * arch.hidden_size * arch.experts.ffn_size
     missed = (1 - arch.experts.per_token / arch.experts.number) ** active
-    sparse = len(arch.sparse_layers)
-    return dense + sparse * one * (arch.experts.number * (1 - missed) - arch.experts.per_token)
+    return dense + len(arch.sparse_layers) * one * (arch.experts.number * (1 - missed) - arch.experts.per_token)

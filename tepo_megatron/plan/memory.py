@@ -1,22 +1,13 @@
 """Predict bytes on a GPU by component, for every pipeline stage and each state of trainer and engine."""
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from tepo_megatron.config import (
-    CheckpointConfig,
-    Config,
-    ModelConfig,
-    ParallelConfig,
-    RolloutConfig,
-    SyncConfig,
-    TrainingConfig,
-)
+from tepo_megatron.config import CheckpointConfig, Config, ModelConfig, ParallelConfig, RolloutConfig, SyncConfig
 from tepo_megatron.config.megatron import OptimizerFields
+from tepo_megatron.config.training import TrainingConfig
 from tepo_megatron.plan import activations, parameters
 from tepo_megatron.plan.activations import Recompute, SavedActivations
 from tepo_megatron.plan.engine_memory import generating, sleeping_bytes
@@ -66,8 +57,7 @@ def offload_bytes(held: HeldElements, precision: str, adam: OptimizerFields = _A
     Args:
         held, precision, adam: As in `state_bytes`.
     """
-    element = ELEMENT[precision]
-    weights = arena_bytes([n * element for n in held.buffers])
+    weights = arena_bytes([n * ELEMENT[precision] for n in held.buffers])
     each = _kept_of_an_element(precision, adam)
     return weights + arena_bytes([n * size for n in held.shards for size in each])
 
@@ -106,7 +96,7 @@ class TrainerMemory:
     sequence_tokens: int
 
     @classmethod
-    def of(cls, cfg: Config, model: PlannedModel) -> TrainerMemory:
+    def of(cls, cfg: Config, model: PlannedModel) -> "TrainerMemory":
         """Return the inputs for a config.
 
         Args:
@@ -114,8 +104,8 @@ class TrainerMemory:
             model: Its model.
         """
         fields = cfg.megatron
-        adam = fields.known_optimizer
-        return cls(model, cfg.parallel, cfg.training, cfg.model, adam, fields.bf16_layers, cfg.sequence_tokens)
+        optimizer, ends = fields.known_optimizer, fields.bf16_layers
+        return cls(model, cfg.parallel, cfg.training, cfg.model, optimizer, ends, cfg.sequence_tokens)
 
     def state(self, assumed: Assumptions = ASSUMED) -> MemoryState:
         """Return the memory of the fullest pipeline stage in the backward pass of an update with full microbatches."""
@@ -169,8 +159,9 @@ class TrainerMemory:
     def _fp8_workspaces(self, rank: int) -> float:
         """Return the bytes of Transformer Engine's FP8 copies of the layers' linear weights: one copy and its transpose."""
         linear = parameters.linear_parameters(self.model.family.rows, self.model.arch, self.parallel, rank, self.bf16_layers)
-        blockwise = self.precision.precision == "fp8-blockwise"
-        scales = 2 * 4 / 128**2 if blockwise else 0.0  # fp32 scale per block of 128 x 128 weights
+        scales = (
+            2 * 4 / 128**2 if self.precision.precision == "fp8-blockwise" else 0.0
+        )  # fp32 scale per block of 128 x 128 weights
         return linear * (2 + scales)
 
     def _there_for_a_while(self, rank: int) -> float:
@@ -252,10 +243,8 @@ def host_bytes(cfg: Config, model: PlannedModel) -> dict[str, float]:
     """
     tp, whole = cfg.parallel.tp, cfg.parallel.dp * cfg.parallel.cp
     ranks = [(rank // (tp * whole), rank // tp % whole) for rank in range(cfg.parallel.world_size)]
-    trainer, has_reference = TrainerMemory.of(cfg, model), cfg.objective.ref_kl is not None
-    of_ranks = {
-        rank: _host_bytes_of(trainer, cfg.rollout, cfg.checkpoint, has_reference, *rank) for rank in dict.fromkeys(ranks)
-    }
+    trainer, reference = TrainerMemory.of(cfg, model), cfg.objective.ref_kl is not None
+    of_ranks = {rank: _host_bytes_of(trainer, cfg.rollout, cfg.checkpoint, reference, *rank) for rank in dict.fromkeys(ranks)}
     machines: list[dict[str, float]] = []
     for first in range(0, len(ranks), GPUS_PER_NODE):
         machine: dict[str, float] = defaultdict(float)
@@ -272,12 +261,7 @@ def host_bytes(cfg: Config, model: PlannedModel) -> dict[str, float]:
 
 
 def _host_bytes_of(
-    trainer: TrainerMemory,
-    rollout: RolloutConfig,
-    checkpoint: CheckpointConfig,
-    has_reference: bool,
-    pp_rank: int,
-    dp_cp_rank: int,
+    trainer: TrainerMemory, rollout: RolloutConfig, checkpoint: CheckpointConfig, reference: bool, pp_rank: int, dp_cp_rank: int
 ) -> dict[str, float]:
     model, parallel, adam, dtype = trainer.model, trainer.parallel, trainer.adam, trainer.precision.dtype
     held = trainer.held(pp_rank, dp_cp_rank)
@@ -294,7 +278,7 @@ def _host_bytes_of(
         parts["checkpoint that is being written"] = arena_bytes([checkpoint_bytes(held, dtype)])
     found = parameters.rank_parameters(model.family.rows, model.arch, parallel, pp_rank)
     weights = arena_bytes([p.elements * model.element for p in found])
-    if has_reference:
+    if reference:
         parts["reference policy"] = weights
     if rollout.max_staleness:
         parts["weights that may have sampled"] = (rollout.max_staleness + 1) * weights

@@ -5,8 +5,6 @@ chunk's parameters into one buffer each for weights and gradients, in reverse or
 distributed optimizer gives each data-parallel rank an equal slice of every bucket.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -84,7 +82,7 @@ class HeldElements:
         """Return the elements whose optimizer state the rank keeps."""
         return sum(self.shards)
 
-    def __add__(self, other: HeldElements) -> HeldElements:
+    def __add__(self, other: "HeldElements") -> "HeldElements":
         return HeldElements(self.parameters + other.parameters, self.buffers + other.buffers, self.shards + other.shards)
 
 
@@ -132,9 +130,8 @@ def shape(row: WeightMapping, arch: Architecture, tp: int) -> tuple[int, ...]:
         "linear_fc2.weight": (arch.hidden_size, ffn),
     }
     suffix = max((s for s in whole if row.megatron.endswith(s)), key=len)
-    split = 1 if isinstance(row.op, Replicated) else tp
     size = list(whole[suffix])
-    size[getattr(row.op, "dim", 0)] //= split
+    size[getattr(row.op, "dim", 0)] //= 1 if isinstance(row.op, Replicated) else tp
     return tuple(size)
 
 

@@ -106,11 +106,6 @@ class Predictor:
         """Return the GPUs of trainer and engine."""
         return placement_of(self.cfg.parallel.world_size, self.cfg.rollout)
 
-    @property
-    def _launches(self) -> float:
-        """Return the number of layers in a stage. The host launches each of them."""
-        return max(stage_layers(self.model.arch.num_layers, self.cfg.parallel.pp))
-
     def run(self, sequences: Sequence[int], max_tokens: int, *, backward: bool) -> PassPrediction:
         """Return one pass. All sequences have the mean prompt, which the sequences of a group share.
 
@@ -122,8 +117,7 @@ class Predictor:
         key = (self.cfg.parallel, len(sequences), max_tokens, backward)
         if key not in self.known:
             self.known[key] = self._run(sequences, max_tokens, backward)
-        found: PassPrediction = self.known[key]
-        return found
+        return self.known[key]
 
     def _run(self, sequences: Sequence[int], max_tokens: int, backward: bool) -> PassPrediction:
         parallel = self.cfg.parallel
@@ -147,7 +141,8 @@ class Predictor:
         waiting = packing["packing/balance"] * (1 - packing["packing/bubble_share"])
         count = packing["packing/microbatches"] + pipeline.bubble
         launches = 3 + _LAUNCHED_AGAIN[self.model.recompute] if backward else 1
-        host = count * self._launches * launches * self.machine.assumed.layer_seconds
+        layers = max(stage_layers(self.model.arch.num_layers, parallel.pp))
+        host = count * layers * launches * self.machine.assumed.layer_seconds
         return PassPrediction(max(cost.total / waiting, host), cost, packing)
 
     def _offload_seconds(self, tokens: float) -> float:
@@ -212,8 +207,7 @@ class Predictor:
             asked = self.workload.rounds(rollout, self.cfg.objective)[0]
             first, *further = (self.served_seconds(n, rollout.samples_per_prompt, self.workload) for n in asked)
             self.known[key] = first, sum(further)
-        found: tuple[float, float] = self.known[key]
-        return found
+        return self.known[key]
 
     def served_seconds(self, prompts: int, samples: int, work: Workload) -> float:
         """Return the seconds until the slowest of equal servers has answered.
@@ -239,10 +233,8 @@ class Predictor:
         """
         parallel = self.cfg.parallel
         ranks = parallel.dp * parallel.cp
-        most = max(
-            (parameters.held(self.model.family.rows, self.model.arch, parallel, rank) for rank in range(parallel.pp)),
-            key=lambda held: held.buffer,
-        )
+        stages = (parameters.held(self.model.family.rows, self.model.arch, parallel, rank) for rank in range(parallel.pp))
+        most = max(stages, key=lambda held: held.buffer)
         sent = most.buffer * (4 + self.model.element) * (ranks - 1) / ranks
         link = self.machine.link(ranks, parallel.tp)
         on_host = most.owned * self.cfg.megatron.offloaded_share

@@ -19,9 +19,8 @@ def memory_lines(layout: LayoutCandidate, gpu: Gpu) -> Iterator[str]:
         gpu: Datasheet values.
     """
     states = layout.states
-    names = list(dict.fromkeys(name for state in states for name in state.parts))
     yield "memory of a GPU, GiB".ljust(28) + "".join(state.name.rjust(10) for state in states)
-    for name in names:
+    for name in dict.fromkeys(name for state in states for name in state.parts):
         cells = (f"{state.parts[name] / GIB:10.2f}" if name in state.parts else " " * 10 for state in states)
         yield f"  {name}".ljust(28) + "".join(cells)
     yield f"  total, of {gpu.memory / GIB:.1f}".ljust(28) + "".join(f"{state.total / GIB:10.2f}" for state in states)
@@ -43,8 +42,7 @@ def time_lines(step: StepPrediction, error: float) -> Iterator[str]:
     low, high = time_range(step.seconds, error)
     yield f"  all, {how}".ljust(38) + f"{step.seconds:10.2f}  ({low:.0f} to {high:.0f})"
     parts = step.update.cost
-    shares = {"products": parts.products, "attention": parts.attention, "elementwise": parts.elementwise, "links": parts.links}
-    words = ", ".join(f"{name} {seconds / parts.total:.0%}" for name, seconds in shares.items())
+    words = ", ".join(f"{name} {seconds / parts.total:.0%}" for name, seconds in vars(parts).items())
     packing = step.update.packing
     waits = 1 - packing["packing/balance"] * (1 - packing["packing/bubble_share"])
     yield f"  of an update: {words}; {packing['packing/microbatches']:.0f} microbatches, {waits:.0%} waiting"

@@ -12,14 +12,9 @@ from tepo_megatron.plan.step import Predictor
 
 # name -> (problems, samples per problem), copied from `evaluation.benchmarks`, whose package needs torch
 BENCHMARKS: Mapping[str, tuple[int, int]] = {
-    "aime24": (30, 32),
-    "aime25": (30, 32),
-    "amc": (83, 32),
-    "math500": (500, 1),
-    "omni_math": (4428, 1),
-    "olympiad_bench": (674, 1),
-    "minerva": (272, 1),
-}
+    "aime24": (30, 32), "aime25": (30, 32), "amc": (83, 32), "math500": (500, 1), "omni_math": (4428, 1),
+    "olympiad_bench": (674, 1), "minerva": (272, 1),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -51,8 +46,7 @@ class WholeRun:
     @property
     def seconds(self) -> float:
         """Return the seconds of the run, without the start of servers and ranks."""
-        often = self.steps * self.step + self.evaluations * self.evaluation + self.checkpoints * self.checkpoint
-        return often + self.ending
+        return self.steps * self.step + self.evaluations * self.evaluation + self.checkpoints * self.checkpoint + self.ending
 
     @property
     def gpu_hours(self) -> float:

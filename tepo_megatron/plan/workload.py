@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from statistics import NormalDist
@@ -43,8 +42,7 @@ class Workload:
             response: Mean tokens of a response. None: a quarter of the longest response.
             dropped: Share of dropped groups, if `rollout.filter_uniform_groups` drops any. None: `Assumptions.uniform_groups`.
         """
-        longest = cfg.sequence_tokens - (prompt or 0)
-        longest = min(longest, cfg.rollout.max_response_tokens)
+        longest = min(cfg.sequence_tokens - (prompt or 0), cfg.rollout.max_response_tokens)
         prompt = prompt or max(1, round(cfg.data.max_prompt_tokens * _PROMPT_SHARE))
         response = response or max(1, round(longest * _RESPONSE_SHARE))
         dropped = ASSUMED.uniform_groups if dropped is None else dropped
@@ -118,12 +116,8 @@ def _quantiles(mean: int, longest: int, count: int) -> tuple[int, ...]:
     low, high = 0.0, longest / min(shape)
     for _ in range(50):  # bisection for the scale at which the truncated lengths have this mean
         scale = (low + high) / 2
-        if _mean([min(longest, scale * x) for x in shape]) < mean:
+        if sum(min(longest, scale * x) for x in shape) / count < mean:
             low = scale
         else:
             high = scale
     return tuple(max(1, round(min(longest, high * x))) for x in shape)
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)

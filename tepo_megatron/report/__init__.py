@@ -11,17 +11,9 @@ from tepo_megatron.report.run import RunRecord, Summary, read_run
 from tepo_megatron.utils.atomic import replace_file
 
 __all__ = [
-    "STYLE",
-    "Curves",
-    "RunRecord",
-    "Summary",
-    "draw",
-    "read_run",
-    "save_picture",
-    "write_comparison",
-    "write_page",
+    "STYLE", "Curves", "RunRecord", "Summary", "draw", "read_run", "save_picture", "write_comparison", "write_page",
     "write_report",
-]
+]  # fmt: skip
 
 
 def write_report(run_dir: Path) -> Path:

@@ -62,15 +62,12 @@ def compare(runs: Mapping[str, RunRecord], evaluated: Sequence[HeldOut]) -> RunC
         runs: Runs by name.
         evaluated: Their evaluations, in the same order.
     """
-    charts = [
-        _overlay(quantity, list(runs.values()))
-        for quantity in QUANTITIES
-        if any(quantity.key in run.curves for run in runs.values())
-    ]
-    rows = [row for quantity in QUANTITIES if (row := _figures(quantity, list(runs.values())))]
+    records = list(runs.values())
+    shown = [quantity for quantity in QUANTITIES if any(quantity.key in run.curves for run in records)]
+    rows = [_figures(quantity, records) for quantity in shown]
     rows.insert(0, ("steps", *(f"{run.curves.steps[-1]:.0f}" for run in runs.values())))
     return RunComparison(
-        charts=charts,
+        charts=[_overlay(quantity, records) for quantity in shown],
         headings=["", *runs],
         rows=rows,
         evaluation=_accuracies(runs),
@@ -103,9 +100,7 @@ def _overlay(quantity: Quantity, runs: Sequence[RunRecord]) -> Chart:
 
 
 def _figures(quantity: Quantity, runs: Sequence[RunRecord]) -> tuple[str, ...]:
-    """Return a row of the table; empty if no run has the quantity."""
-    if not any(quantity.key in run.curves for run in runs):
-        return ()
+    """Return a row of the table."""
     values = [at_end(run.curves[quantity.key]) for run in runs]
     others = [f"{quantity.format(v)} ({quantity.format(v - values[0], sign='+')})" for v in values[1:]]
     return (quantity.label, quantity.format(values[0]), *others)

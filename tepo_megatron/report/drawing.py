@@ -14,28 +14,12 @@ from tepo_megatron.observability.sinks import Value
 INK, MUTED, GREY, GRID = "#1f2933", "#6b7785", "#c3cad3", "#e6e9ee"
 BLUE, ORANGE, GREEN, PURPLE, RED = "#2f6fde", "#e8833a", "#2a9d78", "#8a63d2", "#d64550"
 STYLE = {
-    "font.size": 10,
-    "text.color": INK,
-    "axes.titlesize": 11.5,
-    "axes.titleweight": "bold",
-    "axes.titlelocation": "left",
-    "axes.titlepad": 22,
-    "axes.edgecolor": GREY,
-    "axes.labelcolor": MUTED,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "axes.formatter.useoffset": False,
-    "grid.color": GRID,
-    "xtick.color": MUTED,
-    "ytick.color": MUTED,
-    "lines.linewidth": 1.8,
-    "lines.solid_capstyle": "round",
-    "legend.frameon": False,
-    "legend.fontsize": 9,
-    "savefig.facecolor": "white",
-}
+    "font.size": 10, "text.color": INK, "axes.titlesize": 11.5, "axes.titleweight": "bold", "axes.titlelocation": "left",
+    "axes.titlepad": 22, "axes.edgecolor": GREY, "axes.labelcolor": MUTED, "axes.spines.top": False, "axes.spines.right": False,
+    "axes.grid": True, "axes.axisbelow": True, "axes.formatter.useoffset": False, "grid.color": GRID, "xtick.color": MUTED,
+    "ytick.color": MUTED, "lines.linewidth": 1.8, "lines.solid_capstyle": "round", "legend.frameon": False,
+    "legend.fontsize": 9, "savefig.facecolor": "white",
+}  # fmt: skip
 PERCENT = FuncFormatter(lambda share, _: f"{100 * share:.3g}%")
 SMALL = FuncFormatter(lambda value, _: f"{value:.1e}" if value else "0")
 
@@ -171,11 +155,13 @@ def symmetric_log(axes: Sequence[Any], linear: float, extreme: float) -> None:
         axis.yaxis.set_major_formatter(FuncFormatter(_power_of_ten))
 
 
-def legend(axis: Any) -> None:
+def legend(*axes: Any) -> None:
     """Place the legend in one row between title and axes, where it never hides data."""
-    axis.legend(
-        loc="lower left", bbox_to_anchor=(0, 1), ncols=6, borderpad=0, borderaxespad=0.3, handlelength=1.4, columnspacing=1.3
-    )  # fmt: skip
+    for axis in axes:
+        axis.legend(
+            loc="lower left", bbox_to_anchor=(0, 1), ncols=6, borderpad=0, borderaxespad=0.3, handlelength=1.4,
+            columnspacing=1.3,
+        )  # fmt: skip
 
 
 def _power_of_ten(value: float, _: int) -> str:

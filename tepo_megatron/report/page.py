@@ -1,13 +1,10 @@
 """Render runs as one self-contained HTML file. Every value is escaped, and only the page's own script may run."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import jinja2
 from markupsafe import Markup
@@ -78,7 +75,7 @@ def render(runs: Sequence[RunRecord]) -> str:
         title="Comparison of runs" if several else names[0],
         style=Markup((_TEMPLATES / "style.css").read_text()),
         script=Markup(script),
-        script_hash=_hash(script),
+        script_hash="sha256-" + base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         version=__version__,
         window=figures.WINDOW,
         runs=views,
@@ -113,9 +110,7 @@ def _view(run: RunRecord, name: str, place: int) -> RunView:
 def _evaluation(run: RunRecord, anchor: str) -> Chart | None:
     if run.summary is None or not run.summary.evaluations:
         return None
-    found: list[Any] = [
-        (f"step {step}", mean, error, MUTED if step == 0 else BLUE) for step, mean, error in run.summary.evaluations
-    ]
+    found = [(f"step {step}", mean, error, MUTED if step == 0 else BLUE) for step, mean, error in run.summary.evaluations]
     caption = "Bars: 95 % intervals over problems."
     return charts.chart(f"{anchor}-evaluation", caption, lambda f, cell: held_out.accuracies(f, cell, found), None)
 
@@ -123,12 +118,5 @@ def _evaluation(run: RunRecord, anchor: str) -> Chart | None:
 def _over_steps(run: RunRecord, suite: benchmarks.BenchmarkPanel, anchor: str) -> Chart | None:
     if not suite.scores:
         return None
-    caption = "± standard error, clustered by problem."
-    return charts.chart(
-        f"{anchor}-benchmarks", caption, lambda f, cell: benchmarks.over_steps(f, cell, suite.scores), run.last_step
-    )
-
-
-def _hash(script: str) -> str:
-    """Return the script's hash in the form by which a Content-Security-Policy allows it to run."""
-    return "sha256-" + base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    name, caption = f"{anchor}-benchmarks", "± standard error, clustered by problem."
+    return charts.chart(name, caption, lambda f, cell: benchmarks.over_steps(f, cell, suite.scores), run.last_step)

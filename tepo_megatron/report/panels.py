@@ -16,12 +16,8 @@ FP32_MEAN_GATE = 1e-5
 FP32_MAX_GATE = 1e-3
 
 PHASES = (
-    ("rollout", draw.BLUE),
-    ("reward", draw.ORANGE),
-    ("old_stats", draw.PURPLE),
-    ("update", draw.GREEN),
-    ("sync", draw.RED),
-)
+    ("rollout", draw.BLUE), ("reward", draw.ORANGE), ("old_stats", draw.PURPLE), ("update", draw.GREEN), ("sync", draw.RED),
+)  # fmt: skip
 PHASES_AHEAD = (("wait", draw.BLUE), *PHASES[2:])
 
 
@@ -58,8 +54,7 @@ def entropy(figure: Figure, cell: SubplotSpec, curves: Curves) -> None:
     """
     units = {"loss/ref_kl": "nats per token", "reward/ref_kl": "nats per response"}
     measured = [key for key in units if key in curves]
-    title = "Entropy and KL to the reference" if measured else "Entropy"
-    top, *rest = draw.stacked(figure, cell, title, 1 + len(measured))
+    top, *rest = draw.stacked(figure, cell, "Entropy and KL to the reference" if measured else "Entropy", 1 + len(measured))
     draw.line(top, curves, curves["actor/entropy"], draw.PURPLE, "mean over response tokens, nats")
     draw.from_zero(top)
     draw.legend(top)
@@ -152,8 +147,7 @@ def constraints(figure: Figure, cell: SubplotSpec, curves: Curves) -> None:
     if not (kl < 0).any():  # only the k1 estimator can be negative
         draw.from_zero(bottom, at_least=1e-6)
     bottom.yaxis.set_major_formatter(draw.SMALL)
-    draw.legend(top)
-    draw.legend(bottom)
+    draw.legend(top, bottom)
 
 
 def updates(figure: Figure, cell: SubplotSpec, curves: Curves) -> None:
@@ -168,8 +162,7 @@ def updates(figure: Figure, cell: SubplotSpec, curves: Curves) -> None:
     draw.line(top, curves, curves["actor/grad_norm"], draw.ORANGE, "gradient norm before clipping")
     draw.from_zero(top)
     draw.line(bottom, curves, curves["rollout/response_tokens_mean"], draw.BLUE, "mean response, tokens")
-    draw.legend(top)
-    draw.legend(bottom)
+    draw.legend(top, bottom)
 
 
 def sampling(figure: Figure, cell: SubplotSpec, curves: Curves) -> None:
@@ -188,8 +181,7 @@ def sampling(figure: Figure, cell: SubplotSpec, curves: Curves) -> None:
     draw.line(bottom, curves, curves["rollout/truncated"], draw.RED, "responses at the length limit")
     bottom.yaxis.set_major_formatter(draw.PERCENT)
     draw.from_zero(bottom, at_least=0.01)
-    draw.legend(top)
-    draw.legend(bottom)
+    draw.legend(top, bottom)
 
 
 def mismatch(figure: Figure, cell: SubplotSpec, curves: Curves, gated: bool) -> None:
@@ -226,9 +218,8 @@ def seconds(figure: Figure, cell: SubplotSpec, curves: Curves, ahead: bool) -> N
         ahead: Rollouts are sampled concurrently with training. The bars then hold the wait for them, and a line their duration.
     """
     axis: Any = draw.stacked(figure, cell, "Seconds per step", 1)[0]
-    layers = []
-    for phase, color in PHASES_AHEAD if ahead else PHASES:
-        layers.append((phase.replace("_", " "), np.nan_to_num(curves[f"seconds/{phase}"]), color))
+    phases = PHASES_AHEAD if ahead else PHASES
+    layers = [(phase.replace("_", " "), np.nan_to_num(curves[f"seconds/{phase}"]), color) for phase, color in phases]
     known = np.sum([height for _, height, _ in layers], axis=0)
     layers.append(("other", np.clip(np.nan_to_num(curves["seconds/total"]) - known, 0, None), draw.GREY))
     draw.stack(axis, curves, layers)
@@ -255,8 +246,7 @@ def throughput(figure: Figure, cell: SubplotSpec, curves: Curves) -> None:
     draw.line(bottom, curves, curves["packing/bubble_share"], draw.PURPLE, "pipeline bubble")
     bottom.yaxis.set_major_formatter(draw.PERCENT)
     draw.from_zero(bottom, at_least=0.01)
-    draw.legend(top)
-    draw.legend(bottom)
+    draw.legend(top, bottom)
 
 
 def memory(figure: Figure, cell: SubplotSpec, curves: Curves) -> None:

@@ -61,7 +61,6 @@ def _heading(figure: Figure, run: RunRecord) -> None:
         result = "  →  ".join(f"{accuracy:.1%} ± {100 * error:.1f}" for _, accuracy, error in summary.evaluations)
         figure.text(0.985, 0.965, result, fontsize=19, fontweight="bold", ha="right", color=BLUE)
         when = "before and after" if len(summary.evaluations) > 1 else "after"
-        caption = f"evaluation accuracy {when}, ± standard error"
-        figure.text(0.985, 0.944, caption, fontsize=11, ha="right", color=MUTED)
+        figure.text(0.985, 0.944, f"evaluation accuracy {when}, ± standard error", fontsize=11, ha="right", color=MUTED)
     figure.text(0.05, 0.965, run.cfg.name, fontsize=19, fontweight="bold")
     figure.text(0.05, 0.944, "  ·  ".join(facts(run)), fontsize=11, color=MUTED)

@@ -87,10 +87,9 @@ def _read_summary(path: Path) -> Summary | None:
         return None
     try:
         row = json.loads(path.read_text())
-        measured = [(0, "before"), (row["steps"], "after")]
         found = [
             (step, row[f"accuracy_{when}"], row["standard_error"][when] or 0.0)
-            for step, when in measured
+            for step, when in ((0, "before"), (row["steps"], "after"))
             if row[f"accuracy_{when}"] is not None
         ]
         return Summary(row["steps"], row["seconds"], found)

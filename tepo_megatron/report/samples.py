@@ -1,7 +1,5 @@
 """Samples of a run to read: the best, worst and longest of the first and last recorded step, and those that changed most."""
 
-from __future__ import annotations
-
 import itertools
 import statistics
 from collections.abc import Sequence
@@ -88,7 +86,7 @@ def read_samples(run: RunRecord) -> ReportSamples:
     return ReportSamples(groups, notes)
 
 
-def _tokenizer(run: RunRecord, notes: list[str]) -> PreTrainedTokenizerBase | None:
+def _tokenizer(run: RunRecord, notes: list[str]) -> "PreTrainedTokenizerBase | None":
     """Load the model's tokenizer or, if the model has moved, the exported model's; None with a note if both are missing."""
     from tepo_megatron.data import load_tokenizer
 
@@ -102,7 +100,7 @@ def _tokenizer(run: RunRecord, notes: list[str]) -> PreTrainedTokenizerBase | No
     return None
 
 
-def _of_step(step: int, rollouts: Sequence[Rollout], tokenizer: PreTrainedTokenizerBase | None) -> SampleGroup:
+def _of_step(step: int, rollouts: "Sequence[Rollout]", tokenizer: "PreTrainedTokenizerBase | None") -> SampleGroup:
     """Return the best, worst and longest rollouts of a step. Among equal rewards the shorter response is better."""
     order = sorted(rollouts, key=lambda r: (r.reward, -r.response_length))
     chosen = (("best", order[-1]), ("worst", order[0]), ("longest", max(rollouts, key=lambda r: r.response_length)))
@@ -127,7 +125,7 @@ def _changed(folder: Path, steps: Sequence[int]) -> list[tuple[int, int, int]]:
 
 
 def _of_prompt(
-    prompt: int, pair: Sequence[tuple[int, Sequence[Rollout]]], tokenizer: PreTrainedTokenizerBase | None
+    prompt: int, pair: "Sequence[tuple[int, Sequence[Rollout]]]", tokenizer: "PreTrainedTokenizerBase | None"
 ) -> SampleGroup:
     """Return, for each step, the sample whose score is nearest its group's mean."""
     samples, means = [], []
@@ -139,7 +137,7 @@ def _of_prompt(
     return SampleGroup(f"most changed: prompt {prompt}, {' → '.join(means)}", samples)
 
 
-def _sample(title: str, rollout: Rollout, tokenizer: PreTrainedTokenizerBase | None) -> ReportSample:
+def _sample(title: str, rollout: "Rollout", tokenizer: "PreTrainedTokenizerBase | None") -> ReportSample:
     prompt, response = of_tokens(rollout.token_ids_L.tolist(), rollout.response_mask_L.tolist(), tokenizer)
     mean_logprob = rollout.rollout_logprobs_L[rollout.response_mask_L].mean().item() if rollout.response_length else 0.0
     facts = [

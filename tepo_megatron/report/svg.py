@@ -15,16 +15,9 @@ from tepo_megatron.report.drawing import BLUE, GREEN, GREY, GRID, INK, MUTED, OR
 
 # the page's style sheet gives each variable a value for light and for dark mode
 VARIABLES = {
-    INK: "ink",
-    MUTED: "muted",
-    GREY: "grey",
-    GRID: "grid",
-    BLUE: "blue",
-    ORANGE: "orange",
-    GREEN: "green",
-    PURPLE: "purple",
+    INK: "ink", MUTED: "muted", GREY: "grey", GRID: "grid", BLUE: "blue", ORANGE: "orange", GREEN: "green", PURPLE: "purple",
     RED: "red",
-}
+}  # fmt: skip
 DIGITS = 4  # significant digits of listed values
 
 
@@ -90,5 +83,4 @@ def _listed(axis: Any) -> dict[str, Any]:
 
 def _plain(values: Any) -> list[float | None]:
     """Return the values for JSON, rounded to DIGITS significant digits; null for NaN."""
-    numbers = np.asarray(values, dtype=float).tolist()
-    return [float(f"{v:.{DIGITS}g}") if math.isfinite(v) else None for v in numbers]
+    return [float(f"{v:.{DIGITS}g}") if math.isfinite(v) else None for v in np.asarray(values, dtype=float).tolist()]

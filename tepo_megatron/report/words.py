@@ -1,7 +1,5 @@
 """Split token ids and untrusted text into spans that a page can show: no invisible characters, no endless text."""
 
-from __future__ import annotations
-
 import itertools
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -45,7 +43,7 @@ def of_text(text: str, kind: str) -> list[TextSpan]:
 
 
 def of_tokens(
-    token_ids: Sequence[int], response_mask: Sequence[bool], tokenizer: PreTrainedTokenizerBase | None
+    token_ids: Sequence[int], response_mask: Sequence[bool], tokenizer: "PreTrainedTokenizerBase | None"
 ) -> tuple[list[TextSpan], list[TextSpan]]:
     """Return (prompt, what came after it) of one sequence in pieces. Without a tokenizer the pieces hold the ids.
 
@@ -95,7 +93,7 @@ def _first(pieces: Iterable[TextSpan], limit: int) -> Iterator[TextSpan]:
         limit -= len(piece.text)
 
 
-def _is_special(token: int, tokenizer: PreTrainedTokenizerBase | None) -> bool:
+def _is_special(token: int, tokenizer: "PreTrainedTokenizerBase | None") -> bool:
     """Return whether the token is an added token (<|im_end|>, <think>, ...) or an id beyond the vocabulary."""
     if tokenizer is None:
         return False

@@ -69,7 +69,9 @@ class MathTerm:
                 raise RewardError(f"a grading worker answered {outcome.status!r}, which is no status; reinstall tepo-megatron")
             settled[pair] = cast(Status, outcome.status)
             if outcome.status not in UNSETTLED:  # a timeout or death may be due to the machine
-                self._remember(pair, settled[pair])
+                self._verdicts[pair] = settled[pair]
+                if len(self._verdicts) > _CACHED_VERDICTS:
+                    self._verdicts.popitem(last=False)
         return [settled[pair] for pair in pairs]
 
     def _settle_here(self, gold: str, answer: str | None) -> Status | None:
@@ -89,8 +91,3 @@ class MathTerm:
         if (a := integer(wanted)) is not None and (b := integer(given)) is not None:
             return "equal" if a == b else "wrong"
         return "equal" if wanted == given else None
-
-    def _remember(self, pair: tuple[str, str], verdict: Status) -> None:
-        self._verdicts[pair] = verdict
-        if len(self._verdicts) > _CACHED_VERDICTS:
-            self._verdicts.popitem(last=False)

@@ -1,7 +1,5 @@
 """A pool of grading workers: child processes that may hang, exhaust memory or crash without harm to the run."""
 
-from __future__ import annotations
-
 import logging
 import selectors
 import sys
@@ -92,7 +90,9 @@ class GradingPool:
         self._repeated = set()
         try:
             while len(outcomes) < len(requests):
-                self._repeat(todo, requests)
+                todo.extendleft((task, requests[task]) for task in self._repeat_next)
+                self._repeated.update(self._repeat_next)
+                self._repeat_next = []
                 self._dispatch(todo, outcomes)
                 self._collect(outcomes)
         except BaseException:
@@ -117,12 +117,6 @@ class GradingPool:
     def _replace(self, worker: GradingWorker) -> None:
         worker.kill()
         self._workers[self._workers.index(worker)] = self._start()
-
-    def _repeat(self, todo: deque[tuple[int, Sequence[str]]], requests: Sequence[Sequence[str]]) -> None:
-        """Put the requests whose workers died at the head of the queue."""
-        todo.extendleft((task, requests[task]) for task in self._repeat_next)
-        self._repeated.update(self._repeat_next)
-        self._repeat_next = []
 
     def _dispatch(self, todo: deque[tuple[int, Sequence[str]]], outcomes: dict[int, WorkerOutcome]) -> None:
         """Send each idle worker the next request."""
@@ -185,9 +179,8 @@ class GradingPool:
         elif status == "timeout" or self._failed_starts == _START_ATTEMPTS - 1:
             fate = "ended" if status == "died" else f"was not ready after {START_SECONDS:.0f} s"
             raise RewardError(
-                f"a grading worker {fate} before its first answer; check {self._check} and that "
-                f"{self._limits.memory_mib} MiB of memory are enough ({sys.executable}). Its last words:\n"
-                f"{worker.stderr_tail() or '(none)'}"
+                f"a grading worker {fate} before its first answer; check {self._check} and that {self._limits.memory_mib} MiB "
+                f"of memory are enough ({sys.executable}). Its last words:\n{worker.stderr_tail() or '(none)'}"
             )
         else:
             self._failed_starts += 1

@@ -119,9 +119,7 @@ def _rewards(answer: HttpAnswer, samples: int) -> list[float]:
     if not isinstance(found, list) or len(found) != samples:
         count = len(found) if isinstance(found, list) else "no list of"
         raise _Failure(f"answered with {count} rewards for {samples} samples")
-    for place, value in enumerate(found):
+    for i, value in enumerate(found):
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise _Failure(
-                f"answered with {excerpt(str(value), 40)!r} as the reward of sample {place}, which is no finite number"
-            )
+            raise _Failure(f"answered with {excerpt(str(value), 40)!r} as the reward of sample {i}, which is no finite number")
     return [float(value) for value in found]

@@ -1,10 +1,11 @@
 """The interface of reward terms, and the weighted sum of several terms."""
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol, Self
+from typing import Protocol
 
 from tepo_megatron.types import Rollout
 
@@ -72,7 +73,7 @@ class RewardTerm(Protocol):
         """Release processes and connections. A second call does nothing."""
 
 
-class WeightedReward:
+class WeightedReward(contextlib.AbstractContextManager["WeightedReward"]):
     """A `Reward` that is a weighted sum of terms.
 
     The first term is the verdict: its unweighted value is the `score` that filters and accuracies use, and its status is the
@@ -105,9 +106,6 @@ class WeightedReward:
         """Close all terms; see `Reward.close`."""
         for _, term in self.terms:
             term.close()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()

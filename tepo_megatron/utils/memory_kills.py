@@ -60,7 +60,8 @@ class MemoryKills:
 
     def seen(self) -> bool:
         """Return whether the kernel has since killed any process of the group or of the machine."""
-        return any(now > before for before, now in self._pairs())
+        counts = zip(self._before, self._counts(), strict=True)
+        return any(before is not None and now is not None and now > before for before, now in counts)
 
     def explain(self, fix: str = _FIX) -> str:
         """Return text for a message about a process that ended by SIGKILL: whether the cause was lack of memory.
@@ -103,10 +104,6 @@ class MemoryKills:
             f"the kernel has killed a process for memory since this was started, perhaps one of it "
             f"({where}: oom_kill {before} -> {now}); if so, {fix}"
         )
-
-    def _pairs(self) -> list[tuple[int, int]]:
-        counts = zip(self._before, self._counts(), strict=True)
-        return [(before, now) for before, now in counts if before is not None and now is not None]
 
 
 def memory_group(process: Path) -> MemoryGroup | None:

@@ -11,8 +11,10 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -107,6 +109,17 @@ def kill_process_tree(leader: int, seconds: float) -> bool:
                 os.kill(process.pid, signal.SIGKILL)
         time.sleep(_POLL_SECONDS)
     return True
+
+
+@contextlib.contextmanager
+def handlers_restored(numbers: Iterable[signal.Signals]) -> Iterator[dict[signal.Signals, Any]]:
+    """Yield the present handlers of these signals, and restore them in the end."""
+    before = {number: signal.getsignal(number) for number in numbers}
+    try:
+        yield before
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def kill_later(pid: int, seconds: float) -> None:

@@ -127,7 +127,8 @@ def steps_of(lines: Iterable[JsonLine], last: int | None = None) -> StepRecords:
     found.kept.extend(by_step[step] for step in sorted(by_step))
     found.faults.extend(named_faults(unreadable))
     if doubled:
-        found.faults.append(f"recorded more than once (the later record counts): {_steps(doubled)}")
+        twice = _ranges([(step, step) for step in sorted(set(doubled))])
+        found.faults.append(f"recorded more than once (the later record counts): {twice}")
     end = (max(by_step) if by_step else 0) if last is None else last
     if missing := _gaps(by_step, end):
         found.faults.append(f"no record of {_ranges(missing)}, and what is lost cannot be made again")
@@ -274,7 +275,3 @@ def _ranges(gaps: Sequence[tuple[int, int]]) -> str:
     more = f" and {len(gaps) - _MOST_NAMED} further ranges" if len(gaps) > _MOST_NAMED else ""
     plural = "s" if len(gaps) > 1 or gaps[0][0] != gaps[0][1] else ""
     return f"step{plural} {', '.join(shown)}{more}"
-
-
-def _steps(numbers: Iterable[int]) -> str:
-    return _ranges([(number, number) for number in sorted(set(numbers))])

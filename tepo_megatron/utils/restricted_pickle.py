@@ -27,25 +27,14 @@ METADATA = ".metadata"
 _CLASSES: dict[str, Any] = {
     f"{found.__module__}.{found.__qualname__}": found
     for found in (
-        dcp.BytesStorageMetadata,
-        dcp.ChunkStorageMetadata,
-        dcp.Metadata,
-        dcp.MetadataIndex,
-        dcp.StorageMeta,
-        dcp.TensorProperties,
-        dcp.TensorStorageMetadata,
-        dcp._MEM_FORMAT_ENCODING,
-        dcp_filesystem._StorageInfo,
-        dcp_planner.BytesIOWriteData,  # part of each rank's plan, which Megatron-Core keeps for its next save
-        dcp_planner.SavePlan,
-        dcp_planner.TensorWriteData,
-        dcp_planner.WriteItem,
+        dcp.BytesStorageMetadata, dcp.ChunkStorageMetadata, dcp.Metadata, dcp.MetadataIndex, dcp.StorageMeta,
+        dcp.TensorProperties, dcp.TensorStorageMetadata, dcp._MEM_FORMAT_ENCODING, dcp_filesystem._StorageInfo,
+        # parts of each rank's plan, which Megatron-Core keeps for its next save
+        dcp_planner.BytesIOWriteData, dcp_planner.SavePlan, dcp_planner.TensorWriteData, dcp_planner.WriteItem,
         dcp_planner.WriteItemType,
-        collections.OrderedDict,
-        pathlib.PosixPath,
-        pathlib.PurePosixPath,
+        collections.OrderedDict, pathlib.PosixPath, pathlib.PurePosixPath,
     )
-}
+}  # fmt: skip
 _ALLOWED: dict[str, Any] = _CLASSES | {
     "torch.Size": torch.Size,
     "torch.serialization._get_layout": _get_layout,

@@ -12,7 +12,7 @@ import os
 import socket
 import time
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from tepo_megatron.errors import ConfigError
 from tepo_megatron.utils.storage import disk_fault, writing
@@ -21,7 +21,7 @@ LOCK_FILE = "run.lock"
 _log = logging.getLogger(__name__)
 
 
-class RunLock:
+class RunLock(contextlib.AbstractContextManager["RunLock"]):
     """The exclusive right to write in one run's folder; a context manager that releases it on exit.
 
     Ranks that inherit `file` keep the lock if the launcher dies. The lock is free once all of them have ended too.
@@ -77,26 +77,24 @@ class RunLock:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ConfigError(
-                f"{self._path.parent}: this run is under way in another process{_who(file)}; wait for its end, or choose "
-                f"another `name`"
-            ) from None
+            raise self._refusal(file) from None
         except OSError as e:
             self._without_locks(file, e)
+
+    def _refusal(self, file: int) -> ConfigError:
+        owner = _read(file)
+        who = "" if owner is None else f" (process {owner['pid']} on {owner['host']}, since {owner['since']})"
+        text = f"this run is under way in another process{who}; wait for its end, or choose another `name`"
+        return ConfigError(f"{self._path.parent}: {text}")
 
     def _without_locks(self, file: int, error: OSError) -> None:
         """Without locks in the file system, only check whether the last owner still runs on this machine, and warn."""
         owner = _read(file)
         if owner is not None and owner["host"] == socket.gethostname() and owner["start"] == _start_of(owner["pid"]):
-            raise ConfigError(
-                f"{self._path.parent}: this run is under way in another process{_who(file)}; wait for its end, or choose "
-                f"another `name`"
-            ) from None
+            raise self._refusal(file) from None
         _log.warning(
-            "%s: its file system has no locks (%s): a start of the same run on another machine will not be noticed; mount it "
-            "with locks, or choose another `output`",
-            self._path.parent,
-            error.strerror,
+            f"{self._path.parent}: its file system has no locks ({error.strerror}): a start of the same run on another machine "
+            "will not be noticed; mount it with locks, or choose another `output`"
         )
 
     def holds(self) -> bool:
@@ -119,9 +117,6 @@ class RunLock:
         for folder in self._made:
             with contextlib.suppress(OSError):
                 folder.rmdir()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *exc_info: object) -> None:
         self.release()
@@ -187,8 +182,3 @@ def _read(file: int) -> dict[str, Any] | None:
         if isinstance(owner, dict) and {"host", "pid", "start", "since"} <= owner.keys() and isinstance(owner["pid"], int):
             return owner
     return None
-
-
-def _who(file: int) -> str:
-    owner = _read(file)
-    return "" if owner is None else f" (process {owner['pid']} on {owner['host']}, since {owner['since']})"

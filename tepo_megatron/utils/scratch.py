@@ -31,7 +31,7 @@ _ATTEMPTS = 100
 Segments = dict[str, int]  # name of a file in /dev/shm -> inode
 
 
-class PrivateFolder:
+class PrivateFolder(contextlib.AbstractContextManager["PrivateFolder"]):
     """A folder that this process owns until `remove`, or until the process ends."""
 
     def __init__(self, path: Path, lock: int) -> None:
@@ -57,9 +57,6 @@ class PrivateFolder:
         root = Path(tempfile.gettempdir()) if root is None else root
         sweep(SHARED_MEMORY)
         return cls(*claim(root, new_name(purpose)))
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *exc_info: object) -> None:
         self.remove()

@@ -8,8 +8,7 @@ from torch import Tensor
 
 def derive_seed(*parts: int | str) -> int:
     """Return a seed in [0, 2^62) for (run seed, purpose, step, ...), the same in all processes, platforms and layouts."""
-    digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 2
+    return int.from_bytes(hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest(), "big") >> 2
 
 
 def hash_rows(seed: int, rows: Tensor) -> Tensor:
