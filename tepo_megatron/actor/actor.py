@@ -1,7 +1,5 @@
 """The actor: log-probs and entropies of the policy, its updates, and the export of its weights."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections.abc import Callable
@@ -92,7 +90,7 @@ class Actor:
     _gathered: bool = True
 
     @classmethod
-    def open(cls, cfg: Config, groups: ParallelDims) -> Actor:
+    def open(cls, cfg: Config, groups: ParallelDims) -> "Actor":
         """Build this rank's part of the model with the weights of `model.path`, and its optimizer.
 
         Args:

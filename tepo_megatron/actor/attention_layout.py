@@ -9,8 +9,6 @@ therefore padded to the same length and computed in one call. The padding is at 
 to, so no key mask is needed. The positions are computed once per microbatch and shared by all layers.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -46,7 +44,7 @@ class AttentionBucket:
     masks: tuple[Tensor | None, ...]
 
     @classmethod
-    def of(cls, chunk_n: Tensor, pieces: tuple[int, ...], total: int, device: torch.device) -> AttentionBucket:
+    def of(cls, chunk_n: Tensor, pieces: tuple[int, ...], total: int, device: torch.device) -> "AttentionBucket":
         """Return the bucket of these sequences, with its masks.
 
         Args:
@@ -179,7 +177,7 @@ class AttentionLayout:
         cp_group: torch.distributed.ProcessGroup,
         device: torch.device,
         starts: Sequence[int] | None = None,
-    ) -> AttentionLayout:
+    ) -> "AttentionLayout":
         """Return this rank's layout of a packed microbatch.
 
         Args:

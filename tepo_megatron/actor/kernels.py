@@ -4,8 +4,6 @@ Megatron itself takes FusedAdam from Transformer Engine, else from Apex, else Ad
 supports only Transformer Engine's norms, and it does not use Apex's RMS norm.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import importlib.util
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ A name that Megatron-Core does not have, and a value of another type, are refuse
 imported only if a config passes such fields.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import difflib
 import enum

@@ -9,8 +9,6 @@ the embedding and the output layer (Megatron's own, not Transformer Engine's), a
 router (fp32); softmax and attention. Parameters are bf16, gradients are reduced in fp32, the optimizer's masters are fp32.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
 from typing import Any, Literal

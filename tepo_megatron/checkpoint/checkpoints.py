@@ -1,7 +1,5 @@
 """Save and load the checkpoints of a run: the interface of the training loop."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import datetime
@@ -81,7 +79,7 @@ class Checkpoints:
     @classmethod
     def open(
         cls, folder: Path, cfg: CheckpointConfig, groups: ParallelDims, timeout_seconds: float = TIMEOUT_SECONDS
-    ) -> Checkpoints:
+    ) -> "Checkpoints":
         """Create two process groups and start the saving thread.
 
         Args:
@@ -186,7 +184,7 @@ class Checkpoints:
         self._thread.end()
         self._settle()
 
-    def __enter__(self) -> Checkpoints:
+    def __enter__(self) -> "Checkpoints":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None) -> None:

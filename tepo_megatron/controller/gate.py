@@ -12,8 +12,6 @@ design.
       rollout                 |
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
@@ -50,7 +48,7 @@ class LogprobDifference:
         """Return the mean in nats per token; 0 without tokens."""
         return self.total / max(1, self.tokens)
 
-    def add(self, other: LogprobDifference) -> None:
+    def add(self, other: "LogprobDifference") -> None:
         """Add the sum and the tokens of another difference."""
         self.total, self.tokens = self.total + other.total, self.tokens + other.tokens
 

@@ -1,7 +1,5 @@
 """Collect the metrics of one step: sums from rollouts and updates become one line of metrics.jsonl."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -65,7 +63,7 @@ class StepLog:
         """Record the memory held in the step's phases, by key of the record. Empty: not measured."""
         self._memory = values
 
-    def add(self, result: UpdateResult) -> None:
+    def add(self, result: "UpdateResult") -> None:
         """Record one optimizer step.
 
         The first update of a rollout batch uses the very weights that gave the old entropies. Its dH is 0 or rounding noise, so

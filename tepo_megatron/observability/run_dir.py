@@ -1,7 +1,5 @@
 """The folder of a run: its contents, and when a start may replace or resume the run in it."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import json
@@ -34,13 +32,13 @@ _OF_A_RUN = (
 )  # fmt: skip
 
 
-def prepare(cfg: Config) -> Path:
+def prepare(cfg: "Config") -> Path:
     """Prepare the folder of a run that starts later: call `claim`, then release the lock. Return the path of config.yaml."""
     with claim(cfg):
         return cfg.run_dir / "config.yaml"
 
 
-def claim(cfg: Config) -> RunLock:
+def claim(cfg: "Config") -> RunLock:
     """Lock the run's folder and prepare it: write the resolved config.yaml and remove what `overwrite` replaces.
 
     With `resume` nothing is removed. The outcome of a run that had ended keeps its name until the run continues
@@ -137,7 +135,7 @@ def _rename(run_dir: Path, names: Mapping[str, str]) -> None:
             (run_dir / name).replace(run_dir / former)
 
 
-def finished(cfg: Config) -> bool:
+def finished(cfg: "Config") -> bool:
     """Return whether `resume` has nothing left to do.
 
     That is the case if the run took `training.steps` steps, or ended early under `evaluation.patience`, and its model is

@@ -3,8 +3,6 @@
 Only rank 0 opens a `RunLog`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import json
@@ -109,7 +107,7 @@ class RunLog:
         self._lines = 0
         self._warnings = _Warnings(self)
 
-    def __enter__(self) -> RunLog:
+    def __enter__(self) -> "RunLog":
         logging.getLogger(_PACKAGE).addHandler(self._warnings)
         return self
 

@@ -3,8 +3,6 @@
 Suffixes: _S packed tokens over all context-parallel ranks, _N response tokens of the microbatch, _P pieces, _G sequences.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -99,7 +97,7 @@ class _Packed:
         return self.piece_S.numel()
 
     @classmethod
-    def of(cls, pieces: Sequence[SequencePiece], alignment: Alignment) -> _Packed:
+    def of(cls, pieces: Sequence[SequencePiece], alignment: Alignment) -> "_Packed":
         """Return the padded positions of the pieces, or of one dummy token if there are none.
 
         Args:

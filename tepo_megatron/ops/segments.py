@@ -4,8 +4,6 @@ A loss communicates over context-parallel ranks only through this module. Suffix
 _P chunks of sequences (a piece here is one chunk of one sequence).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,7 +36,7 @@ class Segments:
     chunks: int = 1
 
     @classmethod
-    def of(cls, microbatch: PackedMicrobatch, group: dist.ProcessGroup | None) -> Segments:
+    def of(cls, microbatch: PackedMicrobatch, group: dist.ProcessGroup | None) -> "Segments":
         """Return the segments of a packed microbatch.
 
         Args:

@@ -5,8 +5,6 @@ group in one microbatch share one copy of the prompt: the prompt is packed as a 
 follows it as a piece of its own.
 """
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -30,7 +28,9 @@ class PrefixGroups:
     lengths: tuple[int, ...]
 
     @classmethod
-    def of(cls, prompt_ids: Sequence[int], lengths: Sequence[int], least_tokens: int, least_saved: int) -> PrefixGroups | None:
+    def of(
+        cls, prompt_ids: Sequence[int], lengths: Sequence[int], least_tokens: int, least_saved: int
+    ) -> "PrefixGroups | None":
         """Return the prefix groups of a batch; None if no prompt is shared. A sequence that shares nothing is its own group.
 
         Args:

@@ -5,8 +5,6 @@ of a 14B model takes 314 GiB instead of 220. Here a block is an anonymous mappin
 it are pinned for PyTorch (`is_pinned`), so that copies to and from them are asynchronous. See decision 0025.
 """
 
-from __future__ import annotations
-
 import mmap
 import os
 import sys
@@ -32,7 +30,7 @@ class _Mapping(mmap.mmap):
     locked_at: int | None = None
     owner: int
 
-    def __new__(cls, size: int, device: torch.device) -> _Mapping:
+    def __new__(cls, size: int, device: torch.device) -> "_Mapping":
         """Map `size` bytes, and page-lock them if `device` is a GPU.
 
         Raises OSError or RuntimeError when the machine lacks the memory or cannot page-lock it.
@@ -96,7 +94,7 @@ class HostPiece:
         data: the memory, uint8.
     """
 
-    def __init__(self, data: Tensor, stack: _Stack, returned: deque[_Stack]) -> None:
+    def __init__(self, data: Tensor, stack: "_Stack", returned: "deque[_Stack]") -> None:
         self.data, self._stack, self._returned = data, stack, returned
 
     def __del__(self) -> None:

@@ -1,7 +1,5 @@
 """Check, before anything is started, that the engine supports the model's experts and can return the chosen ones."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from tepo_megatron.config import RolloutConfig

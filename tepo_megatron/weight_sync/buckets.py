@@ -5,8 +5,6 @@ bucket of every sender. The plan is the same for all transports; an error on any
 `sync.delta` only parameters that changed since the last push are sent (`Delta`).
 """
 
-from __future__ import annotations
-
 import contextlib
 import re
 from collections.abc import Callable, Iterator, Sequence, Set
@@ -65,7 +63,7 @@ class BucketPlan:
         self.mine = self.count = self.largest = 0
 
     @classmethod
-    def agree(cls, cfg: SyncConfig, bindings: Sequence[Binding], arch: Architecture, groups: ParallelDims) -> BucketPlan:
+    def agree(cls, cfg: SyncConfig, bindings: Sequence[Binding], arch: Architecture, groups: ParallelDims) -> "BucketPlan":
         """Return the plan of all ranks. Collectives: two all-gathers over the host group.
 
         Args:

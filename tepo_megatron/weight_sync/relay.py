@@ -7,8 +7,6 @@ enters each machine once. Senders take different recipients on a machine in turn
 once.
 """
 
-from __future__ import annotations
-
 import os
 import socket
 from collections.abc import Iterable, Sequence
@@ -72,7 +70,7 @@ class RelayTransport(stores.StoredTransport):
         self.folder = self._shared_folder = Path()
 
     @classmethod
-    def open(cls, cfg: SyncConfig, plan: BucketPlan, groups: ParallelDims, receiver: WeightReceiver | None) -> RelayTransport:
+    def open(cls, cfg: SyncConfig, plan: BucketPlan, groups: ParallelDims, receiver: WeightReceiver | None) -> "RelayTransport":
         """Return a transport whose folder is made on every machine, and whose routes have their process groups.
 
         Args:

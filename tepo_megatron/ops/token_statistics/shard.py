@@ -3,8 +3,6 @@
 Layout: R rows; C real columns of this rank's vocabulary shard.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -30,7 +28,7 @@ class VocabShard:
     column_R: Tensor
 
     @classmethod
-    def of(cls, width: int, labels_R: Tensor, group: dist.ProcessGroup | None, vocab_size: int | None) -> VocabShard:
+    def of(cls, width: int, labels_R: Tensor, group: dist.ProcessGroup | None, vocab_size: int | None) -> "VocabShard":
         """Return the shard of this rank.
 
         Args:
@@ -45,7 +43,7 @@ class VocabShard:
         owned_R = (local_R >= 0) & (local_R < columns)
         return cls(columns, owned_R, torch.where(owned_R, local_R, 0))
 
-    def rows(self, rows: slice) -> VocabShard:
+    def rows(self, rows: slice) -> "VocabShard":
         """Return the shard for some rows."""
         return VocabShard(self.columns, self.owned_R[rows], self.column_R[rows])
 

@@ -3,8 +3,6 @@
 Facts about SGLang are of 0.5.23.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Sequence

@@ -11,8 +11,6 @@ has, in memory only:
 One function is replaced: `seeded_choice` samples if a request in the batch is greedy, or asks for top-k or top-p.
 """
 
-from __future__ import annotations
-
 import importlib.machinery
 import importlib.util
 import logging

@@ -4,8 +4,6 @@ vLLM 0.32 requires its API key only under /v1 and a few other prefixes. Anyone w
 or replace its weights, and a loopback port can be reached by all users of the machine.
 """
 
-from __future__ import annotations
-
 import hmac
 import os
 from collections.abc import Awaitable, Callable, MutableMapping

@@ -5,8 +5,6 @@ selects it. Of this package it imports only `receiver.py`, `lifeline.py`, `distr
 server loads nothing of the trainer. Facts are of vLLM 0.32.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Set
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Check which tensors an update has to give, and read tensors that come in files. Runs inside the servers."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket

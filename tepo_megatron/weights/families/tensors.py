@@ -1,7 +1,5 @@
 """Define the rows of the tensor table that families share."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from tepo_megatron.weights.families.family import WeightMapping
