@@ -183,8 +183,7 @@ def _sample(driver: Driver, steps: int) -> None:
 
 def _resume(checkpoints: Checkpoints, actor: Actor, driver: Driver) -> int:
     """Restore the newest checkpoint; return its step, 0 without a checkpoint."""
-    found = checkpoints.newest()
-    if found is None:
+    if (found := checkpoints.newest()) is None:
         driver.resume(None)
         return 0
     state = checkpoints.load(found, actor)
@@ -216,8 +215,7 @@ def _needs_old_pass(batch: TrainBatch, objective: Objective, training: TrainingC
 
 def _with_reference(batch: TrainBatch, actor: Actor, objective: Objective, log: StepLog) -> TrainBatch:
     """Return the batch with what the objective needs of the reference policy; unchanged if it needs nothing."""
-    penalty = objective.ref_kl
-    if penalty is None:
+    if (penalty := objective.ref_kl) is None:
         return batch
     batch = actor.attach_ref_logprobs(batch)
     if penalty.where == "loss":

@@ -68,8 +68,7 @@ class Offloader:
             what: The operation that needs the parts, for the message.
             parts: The parts.
         """
-        missing = [part for part in parts if part in self._away]
-        if missing:
+        if missing := [part for part in parts if part in self._away]:
             raise RuntimeError(f"{what} needs the {' and '.join(missing)}, which are offloaded; load them first")
 
     @torch.no_grad()

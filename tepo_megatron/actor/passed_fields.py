@@ -37,8 +37,7 @@ def passed_fields(megatron: MegatronConfig, section: str) -> dict[str, Any]:
     Raises:
         ConfigError: As `check_passed_fields`.
     """
-    values = megatron.passed(section)
-    if not values:
+    if not (values := megatron.passed(section)):
         return {}
     cls = _megatron_class(section)
     fields, hints = {f.name: f for f in dataclasses.fields(cls) if f.init}, typing.get_type_hints(cls)

@@ -101,8 +101,7 @@ def transformer_fields(model: ModelConfig, megatron: MegatronConfig = _MEGATRON)
     """
     dtype = DTYPES[model.dtype]
     fields: dict[str, Any] = {"params_dtype": dtype, "pipeline_dtype": dtype, "bf16": model.dtype == "bf16"}
-    fp8 = PRESETS[model.precision]
-    if fp8 is None:
+    if (fp8 := PRESETS[model.precision]) is None:
         return fields
     start, end = megatron.bf16_layers
     return fields | {
@@ -245,8 +244,7 @@ def check_shapes(
         parallel: The mesh.
         bf16_layers: Numbers of first and of last layers that stay in bf16.
     """
-    fp8 = PRESETS[model.precision]
-    if fp8 is None:
+    if (fp8 := PRESETS[model.precision]) is None:
         return
     for name, size in _widths(arch, parallel.tp).items():
         if size % fp8.widths:

@@ -197,8 +197,7 @@ def pieces(rollout: Rollout) -> list[tuple[int, Source]]:
     bounds = [*sorted({0, *versions, *servers}), rollout.token_ids_L.numel()]
     for start, end in itertools.pairwise(bounds):
         version, server = versions.get(start, version), servers.get(start, server)
-        tokens = int(rollout.response_mask_L[start:end].sum())
-        if tokens:
+        if tokens := int(rollout.response_mask_L[start:end].sum()):
             found.append((tokens, (version, server)))
     return found
 

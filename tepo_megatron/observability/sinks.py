@@ -171,8 +171,7 @@ class RunLog:
         data = path.read_bytes() if path.exists() else b""
         found = records.steps_of(records.parse_lines(data, _FIRST_KEY), last=step)
         kept = b"".join(line.raw + b"\n" for line in found.kept)
-        lost = b"".join(line.raw + b"\n" for line in (*found.rest, *found.later))
-        if lost:
+        if lost := b"".join(line.raw + b"\n" for line in (*found.rest, *found.later)):
             self._add_lost(lost)
         if data.startswith(kept):
             os.ftruncate(self._metrics, len(kept))

@@ -119,8 +119,7 @@ class _Cuda:
 
     @staticmethod
     def _bias(q: Tensor, keys: AttendedKeys) -> Tensor | None:
-        bias = keys.bias(q.dtype)
-        if bias is None:
+        if (bias := keys.bias(q.dtype)) is None:
             return None
         length = bias.size(-1)
         bias = F.pad(bias, (0, -length % _BIAS_ALIGNMENT))[..., :length]

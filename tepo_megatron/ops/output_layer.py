@@ -169,8 +169,7 @@ def _logits(hidden_R: Tensor, weight: Tensor, kept: dict[int, Tensor], budget: i
     rows, buffer = hidden_R.size(0), None
     for at in range(0, max(rows, 1), CHUNK_ROWS):
         chunk = slice(at, min(rows, at + CHUNK_ROWS))
-        logits = kept.get(at)
-        if logits is None:
+        if (logits := kept.get(at)) is None:
             size = (chunk.stop - at, weight.size(0))
             budget -= size[0] * size[1] * hidden_R.element_size()
             if budget >= 0:

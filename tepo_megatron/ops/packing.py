@@ -140,8 +140,7 @@ def _rows(token_ids: Sequence[Tensor], masks: Sequence[Tensor], pieces: Sequence
     logits predict it. That may be the last token of a shared prompt.
     """
     last = [i for i, p in enumerate(pieces) if i + 1 == len(pieces) or not pieces[i + 1].start or p.start]
-    sequences = [pieces[i].sequence for i in last]
-    if not sequences:
+    if not (sequences := [pieces[i].sequence for i in last]):
         none = torch.zeros(0, dtype=torch.int64)
         return _Rows([], none, none, none, none, none)
     prompt_P = torch.tensor([i if not p.start else 0 for i, p in enumerate(pieces)]).cummax(0).values

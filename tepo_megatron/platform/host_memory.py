@@ -40,8 +40,7 @@ class _Mapping(mmap.mmap):
         self.owner = os.getpid()
         if device.type == "cuda":
             address = torch.frombuffer(self, dtype=torch.uint8).data_ptr()
-            status = int(torch.cuda.cudart().cudaHostRegister(address, size, _PORTABLE))
-            if status:
+            if status := int(torch.cuda.cudart().cudaHostRegister(address, size, _PORTABLE)):
                 raise RuntimeError(
                     f"CUDA error {status}: cudaHostRegister could not lock {size / 2**30:.2f} GiB of host memory; compare what "
                     "`tepo plan` says of a machine's memory with the machine's, and with the container's limit"
@@ -192,8 +191,7 @@ class HostStacks:
     def begin(self) -> None:
         """Begin another microbatch, to which the pieces of later `take` calls belong."""
         self._collect()
-        free = next((stack for stack in self._stacks if not stack.in_use), None)
-        if free is None:
+        if (free := next((stack for stack in self._stacks if not stack.in_use), None)) is None:
             free = _Stack()
             self._stacks.append(free)
         free.restart()

@@ -109,8 +109,7 @@ class RelayTransport(stores.StoredTransport):
         name = f"v{version}-{number:05d}-{self._owner}.safetensors"
         mine: Bucket | None = None
         with self._plan.raise_on_all_ranks() as replies:
-            contents = pack(tensors, own, checked)
-            if contents:
+            if contents := pack(tensors, own, checked):
                 mine = Bucket(number, self._plan.senders.index(self._rank), contents)
                 replies.mine = name, mine
         fault: TepoError | None = None  # raised after all buckets are sent: other ranks broadcast with this one

@@ -143,8 +143,7 @@ class IpcTransport(StoredTransport):
             collections.deque(tensors, maxlen=0)
             return None
         buffer = self._buffer(number % 2)
-        contents = pack(tensors, buffer.bytes, checked)
-        if not contents:
+        if not (contents := pack(tensors, buffer.bytes, checked)):
             return None
         buffer.flush()
         bucket = Bucket(number, self._sender, contents, buffer.handle)

@@ -96,8 +96,7 @@ class WeightSync:
                 if i == 0 and self._delta is None and self._receiver is not None:
                     self._receiver.begin_update(version)
             self.transport.complete([report for _, report in replies.all])
-            sources = [staged.source for staged, _ in replies.all if staged is not None]
-            if sources:
+            if sources := [staged.source for staged, _ in replies.all if staged is not None]:
                 self.transport.start(sources)
                 number += 1
         with self._plan.raise_on_all_ranks() as replies:

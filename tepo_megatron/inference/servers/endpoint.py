@@ -139,9 +139,8 @@ class Endpoint(ServerConnection):
         if about.max_model_len < self._max_model_len:
             raise ConfigError(
                 f"{self.name} takes sequences of {about.max_model_len} tokens, and this run asks for up to "
-                f"{self._max_model_len} (data.max_prompt_tokens + "
-                "rollout.max_response_tokens; for benchmarks data.max_prompt_tokens + evaluation.benchmark_tokens); start it "
-                "for that many, or lower one of them"
+                f"{self._max_model_len} (data.max_prompt_tokens + rollout.max_response_tokens; for benchmarks "
+                "data.max_prompt_tokens + evaluation.benchmark_tokens); start it for that many, or lower one of them"
             )
         await self.api.prepare(client.send)
         self.version = INITIAL_VERSION if about.label == INITIAL_LABEL else UNKNOWN_VERSION

@@ -130,8 +130,7 @@ class PoolUpdates:
         The restarted servers come back with their first weights and take part in the update like the others. Raises
         RolloutError if too few servers are left.
         """
-        ended = await self._pool.growth.end_grown(self._updating)
-        if not ended:
+        if not (ended := await self._pool.growth.end_grown(self._updating)):
             return False
         async with self._pool.changed:
             await self._pool.changed.wait_for(
@@ -179,8 +178,7 @@ class PoolUpdates:
             elif isinstance(result, BaseException) and not isinstance(result, SyncError):
                 raise result
         self._updating = [each for each, result in zip(alive, results, strict=True) if result is None]
-        refused = [result for result in results if isinstance(result, SyncError)]
-        if refused:
+        if refused := [result for result in results if isinstance(result, SyncError)]:
             self._pool.refused = f"the update to version {self._pool.version} failed"
             raise refused[0]
 

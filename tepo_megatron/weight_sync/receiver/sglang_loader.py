@@ -49,6 +49,5 @@ def load_sources(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torc
     elif names[:1] == [KEEP]:
         _receiver.keep_unchanged(UnchangedTensors(**json.loads(names[1])))
     else:
-        arrived = _receiver.take(names)
-        if arrived is not None:
+        if (arrived := _receiver.take(names)) is not None:
             model.load_weights(arrived)

@@ -23,8 +23,7 @@ class RequireKey:
 
     def __init__(self, app: App) -> None:
         self._app = app
-        key = os.environ.get(API_KEY_VARIABLE)
-        if not key:
+        if not (key := os.environ.get(API_KEY_VARIABLE)):
             raise RuntimeError(f"{API_KEY_VARIABLE} is not set: without a key anyone could replace the weights")
         self._expected = f"Bearer {key}".encode()
 

@@ -106,8 +106,7 @@ class TepoWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
         assert self._receiver is not None, "the trainer calls init_transfer_engine first"
-        arrived = self._receiver.take(update_info.sources)
-        if arrived is None:
+        if (arrived := self._receiver.take(update_info.sources)) is None:
             return
         if not self._touched:
             # Restore the checkpoint layout: on CPU the linear weights are packed and their originals freed.
