@@ -165,12 +165,9 @@ def _found(cfg: RolloutConfig, rendezvous: Rendezvous, launch: LaunchSpec, run: 
 
 
 def _quiesce(servers: list[FoundServer], rendezvous: Rendezvous, run: Path, cfg: ServerConfig, launch: LaunchSpec) -> Quiesce:
-    def starts() -> list[str]:
-        return [server.start for server in servers if server.start is not None]
-
     # A starting server is ended only once it is up, and a pending health request may take up to heartbeat_timeout.
     seconds = cfg.ready_limit(launch.platform) + cfg.heartbeat_timeout + 5 * GRACE_SECONDS
-    return Quiesce(rendezvous.leases, str(run.resolve()), starts, seconds)
+    return Quiesce(rendezvous.leases, str(run.resolve()), lambda: [s.start for s in servers if s.start is not None], seconds)
 
 
 def _where_from(cfg: RolloutConfig, log_path: Path) -> str:

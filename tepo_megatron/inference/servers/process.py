@@ -104,12 +104,9 @@ class ServerProcess:
         name: str = "the inference server",
         folder: Path | None = None,
     ) -> None:
-        self._name, self._folder = name, folder
-        self._command = list(command)
-        self._env = dict(env)
-        self._health_url = health_url
-        self._log_path = log_path
-        self._ready_seconds = ready_seconds
+        self._name, self._folder, self._log_path = name, folder, log_path
+        self._command, self._env = list(command), dict(env)
+        self._health_url, self._ready_seconds = health_url, ready_seconds
         self._guard: subprocess.Popen[bytes] | None = None
         self._ending = threading.Lock()
         self._kills = MemoryKills()
