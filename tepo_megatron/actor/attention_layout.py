@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -84,14 +85,9 @@ class AttentionBucket:
             k, v = key[:, :, :end], value[:, :, :end]
             if repeats_keys(query.device.type, query.dtype, mask is not None):
                 k, v = repeat_heads(k, heads), repeat_heads(v, heads)
+            q = query.unflatten(0, (len(self.pieces), self.sequences, self.chunk))[i].transpose(1, 2)
             output = F.scaled_dot_product_attention(
-                query.unflatten(0, (len(self.pieces), self.sequences, self.chunk))[i].transpose(1, 2),
-                k,
-                v,
-                attn_mask=mask,
-                is_causal=mask is None,
-                scale=scale,
-                enable_gqa=k.size(1) != heads,
+                q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=k.size(1) != heads
             )
             outputs.append(output.transpose(1, 2).flatten(0, 1))
         return outputs
@@ -170,13 +166,14 @@ class AttentionLayout:
         """Return the number of key rows of all buckets."""
         return sum(b.key_rows for b in self.buckets)
 
+    def in_slots(self, query_S: Tensor, key_T: Tensor, value_T: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Copy queries, keys and values to their slots in the buckets; see `spread`."""
+        keys, values = (spread(x, self.key_slot_T, self.key_rows) for x in (key_T, value_T))
+        return spread(query_S, self.query_slot_S, self.query_rows), keys, values
+
     @classmethod
     def of(
-        cls,
-        lengths: Sequence[int],
-        cp_group: torch.distributed.ProcessGroup,
-        device: torch.device,
-        starts: Sequence[int] | None = None,
+        cls, lengths: Sequence[int], cp_group: dist.ProcessGroup, device: torch.device, starts: Sequence[int] | None = None
     ) -> "AttentionLayout":
         """Return this rank's layout of a packed microbatch.
 

@@ -83,9 +83,8 @@ class PipelineSchedule:
                 self._rows.current = microbatch.rows_R
             if self._experts is not None and microbatch.experts_SKT is not None:
                 self._experts.set(self._chunks.index(chunk), microbatch.experts_SKT)
-            output = chunk(
-                microbatch.tokens_S, None, None, packed_seq_params=packed_seq_params(microbatch)
-            )  # positions come from cu_seqlens
+            # positions come from cu_seqlens
+            output = chunk(microbatch.tokens_S, None, None, packed_seq_params=packed_seq_params(microbatch))
             return output, partial(on_output, microbatch)
 
         progress.microbatch = 0
