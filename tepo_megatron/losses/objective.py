@@ -29,16 +29,9 @@ from tepo_megatron.losses.weighting import WEIGHTINGS, BatchStatistics, Minibatc
 from tepo_megatron.types import LossOutput, TokenStats
 
 CHOICES: dict[str, Mapping[str, Any]] = {
-    "ratio": RATIOS,
-    "surrogate": SURROGATES,
-    "kl": ESTIMATORS,
-    "kl_mask": MASKS,
-    "ref_kl.estimator": ESTIMATORS,
-    "weighting.type": WEIGHTINGS,
-    "correction.type": CORRECTIONS,
-    "aggregate": AGGREGATES,
-    "advantage": ADVANTAGES,
-}
+    "ratio": RATIOS, "surrogate": SURROGATES, "kl": ESTIMATORS, "kl_mask": MASKS, "ref_kl.estimator": ESTIMATORS,
+    "weighting.type": WEIGHTINGS, "correction.type": CORRECTIONS, "aggregate": AGGREGATES, "advantage": ADVANTAGES,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
