@@ -157,14 +157,10 @@ def _rows(token_ids: Sequence[Tensor], masks: Sequence[Tensor], pieces: Sequence
     piece_N = torch.where(in_prompt_N, prompt_P[piece_N], piece_N)
     row_N = packed.cu_seqlens[piece_N] + before_N - packed.start_P[piece_N]
     count_G = torch.bincount(sequence_N, minlength=len(sequences))
-    return _Rows(
-        sequences,
-        row_N,
-        torch.cat([token_ids[i] for i in sequences])[token_N],
-        sequence_N,
-        torch.arange(token_N.numel()) - (count_G.cumsum(0) - count_G)[sequence_N],
-        _chunk(packed, row_N, piece_N, in_prompt_N, behind_prompt_N),
-    )
+    label_N = torch.cat([token_ids[i] for i in sequences])[token_N]
+    position_N = torch.arange(token_N.numel()) - (count_G.cumsum(0) - count_G)[sequence_N]
+    chunk_N = _chunk(packed, row_N, piece_N, in_prompt_N, behind_prompt_N)
+    return _Rows(sequences, row_N, label_N, sequence_N, position_N, chunk_N)
 
 
 def _chunk(packed: _Packed, row_N: Tensor, piece_N: Tensor, in_prompt_N: Tensor, behind_prompt_N: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 Layout: R rows; C real columns of this rank's vocabulary shard.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -121,7 +122,11 @@ def combine(statistics: Tensor, temperature: float) -> tuple[Tensor, Tensor, Nor
 
 
 def coefficients(
-    normalizer: Normalizer, shard: VocabShard, grad_logprob_R: Tensor | None, grad_entropy_R: Tensor | None, temperature: float
+    normalizer: Sequence[Tensor],
+    shard: VocabShard,
+    grad_logprob_R: Tensor | None,
+    grad_entropy_R: Tensor | None,
+    temperature: float,
 ) -> Coefficients:
     """Return the coefficients of each row's gradient.
 
