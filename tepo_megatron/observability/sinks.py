@@ -102,9 +102,7 @@ class RunLog:
         lock(self._metrics, run_dir)
         self._log = _open_for_appending(run_dir / LOG_FILE)
         _end_line(self._log, run_dir / LOG_FILE)
-        self._console = Console()
-        self._steps = steps
-        self._lines = 0
+        self._console, self._steps, self._lines = Console(), steps, 0
         self._warnings = _Warnings(self)
 
     def __enter__(self) -> "RunLog":

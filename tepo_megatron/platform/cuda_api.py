@@ -29,8 +29,7 @@ def redirect_streams_and_events() -> None:
     """Replace streams and events by a single stream in order, on which nothing has to be waited for."""
     torch.cuda.Stream = HostStream
     torch.cuda.Event = Event
-    torch.cuda.current_stream = lambda device=None: HostStream()
-    torch.cuda.default_stream = lambda device=None: HostStream()
+    torch.cuda.current_stream = torch.cuda.default_stream = lambda device=None: HostStream()
     torch.cuda.set_stream = _returning(None)
     torch.cuda.stream = _context()
     torch.cuda.is_current_stream_capturing = _returning(False)

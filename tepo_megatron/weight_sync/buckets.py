@@ -192,9 +192,7 @@ def is_check_due(version: int, before: int | None, every: int) -> bool:
         before: The version of the last delivery; None: there was none.
         every: Steps between checks; 0: never check.
     """
-    if every == 0:
-        return False
-    return version % every == 0 or (before is not None and version // every > before // every)
+    return every != 0 and (version % every == 0 or (before is not None and version // every > before // every))
 
 
 def _quantized(whole: Iterator[tuple[str, Tensor]], bucket: Sequence[Binding]) -> Iterator[tuple[str, Tensor]]:

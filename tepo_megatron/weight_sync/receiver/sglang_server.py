@@ -67,10 +67,8 @@ def fill_gaps() -> None:
     common.ALLOC_MEMORY_FUNCS["cpu"] = _unpinned
     from sglang.srt.layers import sampler
 
-    _upstream["choice"], sampler.top_k_top_p_min_p_sampling_from_probs_torch = (
-        sampler.top_k_top_p_min_p_sampling_from_probs_torch,
-        seeded_choice,
-    )
+    _upstream["choice"] = sampler.top_k_top_p_min_p_sampling_from_probs_torch
+    sampler.top_k_top_p_min_p_sampling_from_probs_torch = seeded_choice
 
 
 _upstream: dict[str, Any] = {}  # SGLang's functions that are replaced here, by name

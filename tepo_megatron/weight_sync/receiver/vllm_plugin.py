@@ -114,9 +114,8 @@ class TepoWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
                 _forget_packed_experts(self.model, self._receiver.unchanged)
             initialize_layerwise_reload(self.model)
             self._touched = True
-        if (
-            self._receiver.in_trainer_memory
-        ):  # a module may wait for its other tensors, and the trainer overwrites its memory two rounds later
+        # a module may wait for its other tensors, and the trainer overwrites its memory two rounds later
+        if self._receiver.in_trainer_memory:
             arrived = ((name, tensor.clone()) for name, tensor in arrived)
         self.model.load_weights(arrived)
         if not self._receiver.in_trainer_memory:
