@@ -209,8 +209,7 @@ def _needs_old_pass(batch: TrainBatch, objective: Objective, training: TrainingC
     They need none if the batch takes one update, whose forward pass yields them, and nothing uses them before.
     """
     in_reward = objective.ref_kl is not None and objective.ref_kl.where == "reward"
-    several = batch.updates(training.epochs, training.minibatch_prompts) > 1
-    return several or objective.needs_batch_statistics or in_reward
+    return batch.updates(training.epochs, training.minibatch_prompts) > 1 or objective.needs_batch_statistics or in_reward
 
 
 def _with_reference(batch: TrainBatch, actor: Actor, objective: Objective, log: StepLog) -> TrainBatch:

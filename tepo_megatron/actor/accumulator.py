@@ -49,8 +49,7 @@ class MinibatchTokenStats:
             microbatch: The microbatch, on the device.
             stats: Its token statistics.
         """
-        rows = torch.stack((stats.logprob_R.detach(), stats.entropy_R.detach()), dim=1)
-        self._stats_N[microbatch.token_R] = rows
+        self._stats_N[microbatch.token_R] = torch.stack((stats.logprob_R.detach(), stats.entropy_R.detach()), dim=1)
 
     def gather(self) -> TokenStats:
         """Return the statistics of all N tokens, valid on the last pipeline stage. Call it once.

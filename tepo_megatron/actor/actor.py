@@ -168,8 +168,7 @@ class Actor:
     def keep_reference(self) -> None:
         """Read the reference policy, `objective.ref_kl.path` or else `model.path`, into host memory."""
         self.require_loaded("the reference policy", "parameters")
-        parameters = [b.parameter for b in self.bindings]
-        kept = HostWeights(parameters)
+        kept = HostWeights([b.parameter for b in self.bindings])
         path = self.cfg.objective.reference_path or self.cfg.model.path
         load_hf(self.bindings, HfReader(path), self.family, self.arch, self.groups.tp)
         kept.exchange()  # restores the policy and keeps the reference

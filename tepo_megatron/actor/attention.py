@@ -83,8 +83,7 @@ class SDPACoreAttention(MegatronModule):
         length, batch = query.shape[:2]
         layout = AttentionLayout.of([length * self.cp_group.size()] * batch, self.cp_group, query.device)
         query, key, value = (x.transpose(0, 1).flatten(0, 1) for x in (query, key, value))
-        output_S = self._attend(query, key, value, layout)
-        return output_S.view(batch, length, -1).transpose(0, 1)
+        return self._attend(query, key, value, layout).view(batch, length, -1).transpose(0, 1)
 
     def _packed_layout(self, params: PackedSeqParams, query_S: Tensor) -> AttentionLayout:
         """Return the layout of the microbatch. The first layer stores it on `params`: reading `cu_seqlens` waits for a GPU."""

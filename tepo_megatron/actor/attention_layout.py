@@ -119,8 +119,7 @@ def repeat_heads(x: Tensor, heads: int) -> Tensor:
     n, groups, length, channels = x.shape
     if groups == heads:
         return x
-    repeated = x.unsqueeze(2).expand(n, groups, heads // groups, length, channels)
-    return repeated.reshape(n, heads, length, channels)
+    return x.unsqueeze(2).expand(n, groups, heads // groups, length, channels).reshape(n, heads, length, channels)
 
 
 @dataclass(frozen=True)
@@ -167,7 +166,13 @@ class AttentionLayout:
         return sum(b.key_rows for b in self.buckets)
 
     def in_slots(self, query_S: Tensor, key_T: Tensor, value_T: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Copy queries, keys and values to their slots in the buckets; see `spread`."""
+        """Return queries, keys and values in their slots of the buckets; see `spread`.
+
+        Args:
+            query_S: Queries of this rank.
+            key_T: Keys of all context-parallel ranks.
+            value_T: Values of all context-parallel ranks.
+        """
         keys, values = (spread(x, self.key_slot_T, self.key_rows) for x in (key_T, value_T))
         return spread(query_S, self.query_slot_S, self.query_rows), keys, values
 

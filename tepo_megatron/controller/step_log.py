@@ -87,10 +87,6 @@ class StepLog:
         for name, counts in self._histograms.items():
             for share, quantile in zip(("p05", "p50", "p95"), quantiles(counts, (0.05, 0.5, 0.95)), strict=True):
                 values[f"{name}_{share}"] = quantile
-        record = {key: values.get(key) for key in KEYS}
-        record |= self._memory
-        for phase in PHASES:
-            record[f"seconds/{phase}"] = clock.seconds.get(phase, 0.0)
-        record["seconds/total"] = clock.total
-        record["tokens_per_second"] = self._trained_tokens / clock.total
-        return record
+        record = {key: values.get(key) for key in KEYS} | self._memory
+        record |= {f"seconds/{phase}": clock.seconds.get(phase, 0.0) for phase in PHASES}
+        return record | {"seconds/total": clock.total, "tokens_per_second": self._trained_tokens / clock.total}

@@ -118,7 +118,11 @@ def build_engine(cfg: RolloutConfig, launch: LaunchSpec, log_path: Path) -> Flee
         servers = [NamedServer(name_of(cfg, i), cfg.server, launch, url) for i, url in enumerate(cfg.server.urls)]
     elif isinstance(cfg.server, RendezvousServerConfig):
         rendezvous, run = Rendezvous(Path(cfg.server.rendezvous)), log_path.parent
-        servers = found = _found(cfg, rendezvous, launch, run)
+        used = set[str]()
+        servers = found = [
+            FoundServer(name_of(cfg, i), cfg.server, launch, rendezvous, engine=cfg.engine, run=run, used=used)
+            for i in range(cfg.servers)
+        ]
         if cfg.colocate:
             quiesce = _quiesce(found, rendezvous, run, cfg.server, launch)
     else:
@@ -154,14 +158,6 @@ def name_of(cfg: RolloutConfig, i: int) -> str:
         i: Index of the server.
     """
     return "the inference server" if cfg.servers == 1 else f"inference server {i}"
-
-
-def _found(cfg: RolloutConfig, rendezvous: Rendezvous, launch: LaunchSpec, run: Path) -> list[FoundServer]:
-    used = set[str]()
-    return [
-        FoundServer(name_of(cfg, i), cfg.server, launch, rendezvous, engine=cfg.engine, run=run, used=used)
-        for i in range(cfg.servers)
-    ]
 
 
 def _quiesce(servers: list[FoundServer], rendezvous: Rendezvous, run: Path, cfg: ServerConfig, launch: LaunchSpec) -> Quiesce:

@@ -18,6 +18,7 @@ from tepo_megatron.utils.storage import disk_fault
 if TYPE_CHECKING:
     from tepo_megatron.config import Config
 
+Inputs = Sequence[tuple[str, str | None]]  # (config key, path) of everything that a run reads
 # Files of a run that made progress. A failed start leaves none of them.
 _SIGNS = ("summary.json", "hf", "checkpoints", "metrics.lost.jsonl")
 # Files written at the end of a run -> their names after the run is resumed, which writes them again.
@@ -78,9 +79,7 @@ def claim(cfg: "Config") -> RunLock:
     return lock
 
 
-def _refuse_what_is_there(
-    run_dir: Path, overwrite: bool, resume: bool, only_samples: bool, inputs: Sequence[tuple[str, str | None]]
-) -> None:
+def _refuse_what_is_there(run_dir: Path, overwrite: bool, resume: bool, only_samples: bool, inputs: Inputs) -> None:
     """Raise ConfigError if the run may not start in the folder as it is now. This only reads.
 
     Args:
@@ -200,7 +199,7 @@ def _refuse_without_checkpoints(run_dir: Path, only_samples: bool) -> None:
         )
 
 
-def _refuse_to_remove_what_is_used(inputs: Sequence[tuple[str, str | None]], removed: list[Path]) -> None:
+def _refuse_to_remove_what_is_used(inputs: Inputs, removed: list[Path]) -> None:
     for key, used in inputs:
         if used is not None and any(Path(used).resolve().is_relative_to(path.resolve()) for path in removed):
             raise ConfigError(f"{key}={used} lies in the run that would be replaced; choose another `name`")

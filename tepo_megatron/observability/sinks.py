@@ -129,7 +129,7 @@ class RunLog:
             RunReplacedError, StorageError: The run's folder was replaced, or the named file cannot be written.
         """
         self.check_in_place()
-        values = {key: _finite(value) for key, value in record.items()}
+        values = {k: v if v is not None and math.isfinite(v) else None for k, v in record.items()}
         self._append(self._metrics, METRICS_FILE, json.dumps({"step": step, **values}) + "\n")
         self._progress(step, values)
         known = {key: value for key, value in values.items() if value is not None}
@@ -267,10 +267,6 @@ def read_steps(run_dir: Path) -> records.StepRecords:
         what = f"{found.faults[0]}; restore the file, or repeat the run" if found.faults else "wait for the first one"
         raise DataError(f"{path}: no step has been recorded yet; {what}")
     return found
-
-
-def _finite(value: Value) -> Value:
-    return value if value is not None and math.isfinite(value) else None
 
 
 def _open_for_appending(path: Path) -> int:

@@ -21,8 +21,7 @@ def check_experts(cfg: RolloutConfig, model_path: str) -> None:
     if cfg.engine != "sglang" or cfg.replay is not None:
         return
     hf_config = read_config(model_path)
-    family = find_family(hf_config)
-    arch = family.architecture(hf_config)
+    arch = find_family(hf_config).architecture(hf_config)
     if arch.experts is not None and len(arch.experts.sparse_layers) < arch.num_layers:
         dense = sorted(set(range(arch.num_layers)) - set(arch.experts.sparse_layers))
         raise ConfigError(

@@ -162,9 +162,7 @@ class NoSync:
 MakeTransport = Callable[[SyncConfig, BucketPlan, ParallelDims, WeightReceiver | None], WeightTransport]
 
 
-def _file_transport(
-    cfg: SyncConfig, plan: BucketPlan, groups: ParallelDims, receiver: WeightReceiver | None
-) -> WeightTransport:
+def _shm_transport(cfg: SyncConfig, plan: BucketPlan, groups: ParallelDims, receiver: WeightReceiver | None) -> WeightTransport:
     """Return `RelayTransport` if ranks are on several machines that share no `folder`, else `FileTransport`."""
     here, everywhere = _ranks()
     kind = FileTransport if cfg.shared_folder is not None or here == everywhere else RelayTransport
@@ -183,7 +181,7 @@ class TransportEntry:
 
 TRANSPORTS: Mapping[str, TransportEntry] = {
     "shm": TransportEntry(
-        _file_transport,
+        _shm_transport,
         spans_machines=lambda cfg, local: cfg.shared_folder is not None or local,
         fix="set sync.transport.folder to a folder that all machines share, or ",
     ),

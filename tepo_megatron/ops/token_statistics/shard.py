@@ -13,6 +13,8 @@ from torch import Tensor
 
 from tepo_megatron.ops.token_statistics import NO_COLUMNS, Coefficients, RowKernels, compute_dtype
 
+Tensors = Sequence[Tensor]
+
 
 @dataclass(frozen=True)
 class VocabShard:
@@ -122,11 +124,7 @@ def combine(statistics: Tensor, temperature: float) -> tuple[Tensor, Tensor, Nor
 
 
 def coefficients(
-    normalizer: Sequence[Tensor],
-    shard: VocabShard,
-    grad_logprob_R: Tensor | None,
-    grad_entropy_R: Tensor | None,
-    temperature: float,
+    normalizer: Tensors, shard: VocabShard, grad_logprob_R: Tensor | None, grad_entropy_R: Tensor | None, temperature: float
 ) -> Coefficients:
     """Return the coefficients of each row's gradient.
 

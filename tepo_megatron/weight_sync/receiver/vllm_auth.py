@@ -40,5 +40,4 @@ class RequireKey:
     def _admits(self, scope: Message) -> bool:
         if scope["path"] in OPEN_PATHS:
             return True
-        given = dict(scope["headers"]).get(b"authorization", b"")
-        return hmac.compare_digest(given, self._expected)
+        return hmac.compare_digest(dict(scope["headers"]).get(b"authorization", b""), self._expected)
