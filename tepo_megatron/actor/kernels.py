@@ -121,12 +121,7 @@ def hardware(device: torch.device) -> Hardware:
     """Return a description of this rank's device and of its software."""
     if device.type != "cuda":
         return Hardware("a CPU", None)
-    major, minor = torch.cuda.get_device_capability(device)
     cuda = Version(torch.version.cuda) if torch.version.cuda else None
     engine = Version(importlib.metadata.version("transformer-engine")) if "transformer_engine" in installed() else None
-    return Hardware(
-        torch.cuda.get_device_name(device),
-        (major, minor),
-        (engine.major, engine.minor) if engine else None,
-        (cuda.major, cuda.minor) if cuda else None,
-    )
+    versions = ((version.major, version.minor) if version else None for version in (engine, cuda))
+    return Hardware(torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device), *versions)

@@ -223,7 +223,8 @@ class ServerProcess:
         ended = "" if self.running else " (it has ended)"
         if status is not None:
             why = f": {self._kills.explain()}" if status == 128 + signal.SIGKILL and self._kills.seen() else ""
-            ended = f" (it has ended {_how(status)}{why})"
+            how = f"by {signal.Signals(status - 128).name}" if status > 128 else f"with exit status {status}"
+            ended = f" (it has ended {how}{why})"
         if status != 128 + signal.SIGKILL and (hint := self._kills.hint()):
             ended += f"; {hint}"
         tail = self.log_tail()
@@ -280,8 +281,3 @@ def _begin(log: BinaryIO) -> int:
     log.write(end + _START + f"{number} at {time.strftime('%Y-%m-%d %H:%M:%S')} ===\n".encode())
     log.flush()
     return log.tell()
-
-
-def _how(status: int) -> str:
-    """Describe the guard's exit status in words. 128 + n means that signal n ended the server."""
-    return f"by {signal.Signals(status - 128).name}" if status > 128 else f"with exit status {status}"
