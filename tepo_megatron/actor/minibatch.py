@@ -29,8 +29,10 @@ class MinibatchInputs:
         self._advantages_B = batch.advantages_B.to(device)
         self._rollout_logprobs_N = batch.rollout_logprobs_N.to(device)
         self._ref_logprobs_N = None if batch.ref_logprobs_N is None else batch.ref_logprobs_N.to(device)
-        tokens = torch.tensor(float(max(1, batch.num_tokens)), device=device)
-        self._whole = Denominators(tokens, torch.tensor(float(len(batch)), device=device))
+        self._whole = Denominators(
+            tokens=torch.tensor(float(max(1, batch.num_tokens)), device=device),
+            sequences=torch.tensor(float(len(batch)), device=device),
+        )
 
     @property
     def old_stats(self) -> TokenStats | None:

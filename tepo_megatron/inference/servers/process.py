@@ -223,6 +223,7 @@ class ServerProcess:
         ended = "" if self.running else " (it has ended)"
         if status is not None:
             why = f": {self._kills.explain()}" if status == 128 + signal.SIGKILL and self._kills.seen() else ""
+            # 128 + n: signal n ended the server
             how = f"by {signal.Signals(status - 128).name}" if status > 128 else f"with exit status {status}"
             ended = f" (it has ended {how}{why})"
         if status != 128 + signal.SIGKILL and (hint := self._kills.hint()):
