@@ -173,8 +173,9 @@ class AttentionLayout:
             key_T: Keys of all context-parallel ranks.
             value_T: Values of all context-parallel ranks.
         """
+        queries = spread(query_S, self.query_slot_S, self.query_rows)
         keys, values = (spread(x, self.key_slot_T, self.key_rows) for x in (key_T, value_T))
-        return spread(query_S, self.query_slot_S, self.query_rows), keys, values
+        return queries, keys, values
 
     @classmethod
     def of(

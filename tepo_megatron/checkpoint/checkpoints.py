@@ -118,9 +118,8 @@ class Checkpoints:
         if self._cfg.hf:
             create_folder(self._folder, step, commit.refused if commit else None, self._callers)
             actor.export_hf(folders.partial(self._folder, step) / "hf")
-        content = saving.CheckpointContent(
-            copies, objects, restoring.rng_name(self._groups.rank, self._groups.world_size), states
-        )
+        rng = restoring.rng_name(self._groups.rank, self._groups.world_size)
+        content = saving.CheckpointContent(copies, objects, rng, states)
         self._save = saving.PendingSave(self._folder, step, content, commit, self._plans, self._cfg.hf, start)
         self._thread.begin(self._save)
         self._blocked = time.perf_counter() - start
@@ -218,9 +217,8 @@ class Checkpoints:
     def _finish(self, save: saving.PendingSave) -> None:
         """Exchange the outcomes of a save between ranks. Record the checkpoint, or raise CheckpointError on every rank."""
         self._save = None
-        late = saving.SaveOutcome(
-            error=f"rank {self._groups.rank}: still writing after {self._timeout_seconds:g} s", broken=True
-        )
+        limit = self._timeout_seconds
+        late = saving.SaveOutcome(error=f"rank {self._groups.rank}: still writing after {limit:g} s", broken=True)
         outcomes = all_gather_object(save.outcome or late, self._callers)
         errors = [o.error for o in outcomes if o.error is not None]
         path = folders.complete(self._folder, save.step)
