@@ -183,8 +183,7 @@ def _sample(driver: Driver, steps: int) -> None:
 
 def _resume(checkpoints: Checkpoints, actor: Actor, driver: Driver) -> int:
     """Restore the newest checkpoint; return its step, 0 without a checkpoint."""
-    found = checkpoints.newest()
-    if found is None:
+    if (found := checkpoints.newest()) is None:
         driver.resume(None)
         return 0
     state = checkpoints.load(found, actor)
@@ -210,14 +209,12 @@ def _needs_old_pass(batch: TrainBatch, objective: Objective, training: TrainingC
     They need none if the batch takes one update, whose forward pass yields them, and nothing uses them before.
     """
     in_reward = objective.ref_kl is not None and objective.ref_kl.where == "reward"
-    several = batch.updates(training.epochs, training.minibatch_prompts) > 1
-    return several or objective.needs_batch_statistics or in_reward
+    return batch.updates(training.epochs, training.minibatch_prompts) > 1 or objective.needs_batch_statistics or in_reward
 
 
 def _with_reference(batch: TrainBatch, actor: Actor, objective: Objective, log: StepLog) -> TrainBatch:
     """Return the batch with what the objective needs of the reference policy; unchanged if it needs nothing."""
-    penalty = objective.ref_kl
-    if penalty is None:
+    if (penalty := objective.ref_kl) is None:
         return batch
     batch = actor.attach_ref_logprobs(batch)
     if penalty.where == "loss":

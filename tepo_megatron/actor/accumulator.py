@@ -49,8 +49,7 @@ class MinibatchTokenStats:
             microbatch: The microbatch, on the device.
             stats: Its token statistics.
         """
-        rows = torch.stack((stats.logprob_R.detach(), stats.entropy_R.detach()), dim=1)
-        self._stats_N[microbatch.token_R] = rows
+        self._stats_N[microbatch.token_R] = torch.stack((stats.logprob_R.detach(), stats.entropy_R.detach()), dim=1)
 
     def gather(self) -> TokenStats:
         """Return the statistics of all N tokens, valid on the last pipeline stage. Call it once.
@@ -102,9 +101,6 @@ class UpdateAccumulator:
         if groups.is_last_stage:
             dist.all_reduce(flat, group=groups.dp_cp.group)
         pairs, counts, ratio_B = groups.broadcast_from_last_stage(flat).cpu().split([part.numel() for part in parts])
-        return UpdateResult(
-            {name: (n, d) for name, (n, d) in zip(METRICS, pairs.view(-1, 2).tolist(), strict=True)},
-            dict(zip(HISTOGRAMS, counts.view(-1, BINS).long(), strict=True)),
-            ratio_B,
-            self._knows_entropy_change,
-        )
+        metrics = {name: (n, d) for name, (n, d) in zip(METRICS, pairs.view(-1, 2).tolist(), strict=True)}
+        histograms = dict(zip(HISTOGRAMS, counts.view(-1, BINS).long(), strict=True))
+        return UpdateResult(metrics, histograms, ratio_B, self._knows_entropy_change)

@@ -6,8 +6,6 @@ Here autograd's saved-tensor hooks offload whatever an operation saves; with `tr
 modules.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -61,7 +59,7 @@ class HostActivations:
         self._stream: torch.cuda.Stream | None = None
         self.moved = 0
 
-    def __enter__(self) -> HostActivations:
+    def __enter__(self) -> "HostActivations":
         self._stay = {p.untyped_storage().data_ptr() for chunk in self._chunks for p in chunk.parameters()}
         self.memory.settle()
         self._begins = [chunk.register_forward_pre_hook(lambda *_: self.memory.begin()) for chunk in self._chunks]

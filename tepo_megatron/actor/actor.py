@@ -1,7 +1,5 @@
 """The actor: log-probs and entropies of the policy, its updates, and the export of its weights."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections.abc import Callable
@@ -92,7 +90,7 @@ class Actor:
     _gathered: bool = True
 
     @classmethod
-    def open(cls, cfg: Config, groups: ParallelDims) -> Actor:
+    def open(cls, cfg: Config, groups: ParallelDims) -> "Actor":
         """Build this rank's part of the model with the weights of `model.path`, and its optimizer.
 
         Args:
@@ -170,8 +168,7 @@ class Actor:
     def keep_reference(self) -> None:
         """Read the reference policy, `objective.ref_kl.path` or else `model.path`, into host memory."""
         self.require_loaded("the reference policy", "parameters")
-        parameters = [b.parameter for b in self.bindings]
-        kept = HostWeights(parameters)
+        kept = HostWeights([b.parameter for b in self.bindings])
         path = self.cfg.objective.reference_path or self.cfg.model.path
         load_hf(self.bindings, HfReader(path), self.family, self.arch, self.groups.tp)
         kept.exchange()  # restores the policy and keeps the reference
@@ -273,9 +270,8 @@ class Actor:
         inputs = MinibatchInputs(batch, self.groups.device, self.noise_floor)
         weights = self._batch_statistics(batch, inputs, objective) if objective.needs_batch_statistics else None
         unmeasured = batch.update == 0 and batch.old_entropies_N is None
-        accumulator = UpdateAccumulator(
-            batch, self.groups.device, MinibatchTokenStats(batch.num_tokens, self.groups) if unmeasured else None
-        )
+        whole = MinibatchTokenStats(batch.num_tokens, self.groups) if unmeasured else None
+        accumulator = UpdateAccumulator(batch, self.groups.device, whole)
 
         def loss(microbatch: PackedMicrobatch, output: Tensor) -> Tensor:
             segments = Segments.of(microbatch, self.groups.cp.group)
@@ -327,17 +323,9 @@ class Actor:
     def _stats(self, microbatch: PackedMicrobatch, output: Tensor) -> TokenStats:
         """Return the statistics from `output`: logits [R, V / tp], or hidden states [R, H] under training.logits_budget_mib."""
         labels_R, temperature = microbatch.labels_R, self.cfg.rollout.temperature
-        tp, vocab_size, budget_mib = self.groups.tp.group, self.arch.vocab_size, self.cfg.training.logits_budget_mib
-        if budget_mib is None:
-            return token_stats(output, labels_R, temperature, tp, vocab_size)
+        rest = (labels_R, temperature, self.groups.tp.group, self.arch.vocab_size)
+        if (budget_mib := self.cfg.training.logits_budget_mib) is None:
+            return token_stats(output, *rest)
         assert self.rows is not None
-        return output_layer_stats(
-            output,
-            self.rows.weight,
-            labels_R,
-            temperature,
-            tp,
-            vocab_size,
-            logits_budget=budget_mib * 2**20,
-            sum_hidden_gradient=not self.cfg.parallel.sequence_parallel,
-        )
+        sums = not self.cfg.parallel.sequence_parallel
+        return output_layer_stats(output, self.rows.weight, *rest, logits_budget=budget_mib * 2**20, sum_hidden_gradient=sums)

@@ -4,7 +4,6 @@ Suffixes and dimensions are those of attention_layout.py, which computes the pos
 """
 
 import itertools
-from typing import Any
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -15,7 +14,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
-from tepo_megatron.actor.attention_layout import AttentionLayout, spread
+from tepo_megatron.actor.attention_layout import AttentionLayout
 from tepo_megatron.actor.shared_attention import shared_attention
 from tepo_megatron.errors import ConfigError
 
@@ -84,8 +83,7 @@ class SDPACoreAttention(MegatronModule):
         length, batch = query.shape[:2]
         layout = AttentionLayout.of([length * self.cp_group.size()] * batch, self.cp_group, query.device)
         query, key, value = (x.transpose(0, 1).flatten(0, 1) for x in (query, key, value))
-        output_S = self._attend(query, key, value, layout)
-        return output_S.view(batch, length, -1).transpose(0, 1)
+        return self._attend(query, key, value, layout).view(batch, length, -1).transpose(0, 1)
 
     def _packed_layout(self, params: PackedSeqParams, query_S: Tensor) -> AttentionLayout:
         """Return the layout of the microbatch. The first layer stores it on `params`: reading `cu_seqlens` waits for a GPU."""
@@ -107,17 +105,11 @@ class SDPACoreAttention(MegatronModule):
         key_T, value_T = self._gather(key_S, value_S)
         if layout.prompts:
             return shared_attention(query_S, key_T, value_T, layout, self.softmax_scale)
-        queries = spread(query_S, layout.query_slot_S, layout.query_rows)
-        keys = spread(key_T, layout.key_slot_T, layout.key_rows)
-        values = spread(value_T, layout.key_slot_T, layout.key_rows)
+        queries, keys, values = layout.in_slots(query_S, key_T, value_T)
         outputs: list[Tensor] = []
-        for bucket, q, k, v in zip(
-            layout.buckets,
-            queries.split([b.query_rows for b in layout.buckets]),
-            keys.split([b.key_rows for b in layout.buckets]),
-            values.split([b.key_rows for b in layout.buckets]),
-            strict=True,
-        ):
+        key_rows = [b.key_rows for b in layout.buckets]
+        parts = queries.split([b.query_rows for b in layout.buckets]), keys.split(key_rows), values.split(key_rows)
+        for bucket, q, k, v in zip(layout.buckets, *parts, strict=True):
             outputs += bucket.attend(q, k, v, self.softmax_scale)
         return torch.cat(outputs).index_select(0, layout.query_slot_S).flatten(1)
 
@@ -134,19 +126,14 @@ def _check_supported(
     config: TransformerConfig, layer_number: int, mask_type: AttnMaskType, attention_type: str, dropout: float
 ) -> None:
     """Raise ConfigError for attention that `SDPACoreAttention` does not compute. The message names what the layer asks for."""
-    refused: dict[str, Any] = {}
-    if mask_type not in (AttnMaskType.causal, AttnMaskType.padding_causal):
-        refused["attn_mask_type"] = mask_type.name
-    if attention_type != "self":
-        refused["attention_type"] = attention_type
-    if dropout:
-        refused["attention_dropout"] = dropout
-    if config.window_size is not None:
-        refused["window_size"] = config.window_size
-    if config.softmax_type != "vanilla":
-        refused["softmax_type"] = config.softmax_type
-    if refused:
-        what = ", ".join(f"{key}={value}" for key, value in refused.items())
+    refused = (
+        ("attn_mask_type", mask_type.name, mask_type not in (AttnMaskType.causal, AttnMaskType.padding_causal)),
+        ("attention_type", attention_type, attention_type != "self"),
+        ("attention_dropout", dropout, dropout),
+        ("window_size", config.window_size, config.window_size is not None),
+        ("softmax_type", config.softmax_type, config.softmax_type != "vanilla"),
+    )
+    if what := ", ".join(f"{key}={value}" for key, value, is_refused in refused if is_refused):
         raise ConfigError(
             f"model.attention=sdpa computes causal self-attention only; layer {layer_number} asks for {what}; use "
             "model.attention=te on platform=cuda"

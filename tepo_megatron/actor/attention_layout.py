@@ -9,13 +9,12 @@ therefore padded to the same length and computed in one call. The padding is at 
 to, so no key mask is needed. The positions are computed once per microbatch and shared by all layers.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -46,7 +45,7 @@ class AttentionBucket:
     masks: tuple[Tensor | None, ...]
 
     @classmethod
-    def of(cls, chunk_n: Tensor, pieces: tuple[int, ...], total: int, device: torch.device) -> AttentionBucket:
+    def of(cls, chunk_n: Tensor, pieces: tuple[int, ...], total: int, device: torch.device) -> "AttentionBucket":
         """Return the bucket of these sequences, with its masks.
 
         Args:
@@ -86,14 +85,9 @@ class AttentionBucket:
             k, v = key[:, :, :end], value[:, :, :end]
             if repeats_keys(query.device.type, query.dtype, mask is not None):
                 k, v = repeat_heads(k, heads), repeat_heads(v, heads)
+            q = query.unflatten(0, (len(self.pieces), self.sequences, self.chunk))[i].transpose(1, 2)
             output = F.scaled_dot_product_attention(
-                query.unflatten(0, (len(self.pieces), self.sequences, self.chunk))[i].transpose(1, 2),
-                k,
-                v,
-                attn_mask=mask,
-                is_causal=mask is None,
-                scale=scale,
-                enable_gqa=k.size(1) != heads,
+                q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=k.size(1) != heads
             )
             outputs.append(output.transpose(1, 2).flatten(0, 1))
         return outputs
@@ -125,8 +119,7 @@ def repeat_heads(x: Tensor, heads: int) -> Tensor:
     n, groups, length, channels = x.shape
     if groups == heads:
         return x
-    repeated = x.unsqueeze(2).expand(n, groups, heads // groups, length, channels)
-    return repeated.reshape(n, heads, length, channels)
+    return x.unsqueeze(2).expand(n, groups, heads // groups, length, channels).reshape(n, heads, length, channels)
 
 
 @dataclass(frozen=True)
@@ -172,14 +165,22 @@ class AttentionLayout:
         """Return the number of key rows of all buckets."""
         return sum(b.key_rows for b in self.buckets)
 
+    def in_slots(self, query_S: Tensor, key_T: Tensor, value_T: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries, keys and values in their slots of the buckets; see `spread`.
+
+        Args:
+            query_S: Queries of this rank.
+            key_T: Keys of all context-parallel ranks.
+            value_T: Values of all context-parallel ranks.
+        """
+        queries = spread(query_S, self.query_slot_S, self.query_rows)
+        keys, values = (spread(x, self.key_slot_T, self.key_rows) for x in (key_T, value_T))
+        return queries, keys, values
+
     @classmethod
     def of(
-        cls,
-        lengths: Sequence[int],
-        cp_group: torch.distributed.ProcessGroup,
-        device: torch.device,
-        starts: Sequence[int] | None = None,
-    ) -> AttentionLayout:
+        cls, lengths: Sequence[int], cp_group: dist.ProcessGroup, device: torch.device, starts: Sequence[int] | None = None
+    ) -> "AttentionLayout":
         """Return this rank's layout of a packed microbatch.
 
         Args:

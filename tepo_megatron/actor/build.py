@@ -207,15 +207,13 @@ def build_chunks(config: TransformerConfig, arch: Architecture, model: ModelConf
     chunks = []
     for chunk in range(groups.vpp):
         vp_stage = chunk if groups.vpp > 1 else None
-        first = groups.pp.rank == 0 and chunk == 0
-        last = groups.is_last_stage and chunk == groups.vpp - 1
         gpt = GPTModel(
             config=config,
             transformer_layer_spec=_layer_spec(config, kernels, vp_stage),
             vocab_size=padded_vocab_size(arch.vocab_size, groups.tp.size),
             max_sequence_length=arch.max_positions,
-            pre_process=first,
-            post_process=last,
+            pre_process=groups.pp.rank == 0 and chunk == 0,
+            post_process=groups.is_last_stage and chunk == groups.vpp - 1,
             share_embeddings_and_output_weights=arch.tied_embeddings,
             position_embedding_type="rope",
             rotary_base=arch.rotary_base,

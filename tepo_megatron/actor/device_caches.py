@@ -33,8 +33,7 @@ def drop_fp8_workspaces(chunks: Iterable[nn.Module]) -> None:
     """
     for chunk in chunks:
         for module in chunk.modules():
-            workspaces = getattr(module, "_fp8_workspaces", None)
-            if workspaces is not None:
+            if (workspaces := getattr(module, "_fp8_workspaces", None)) is not None:
                 workspaces.clear()
 
 
@@ -43,8 +42,7 @@ def drop_dummy_gradients() -> None:
 
     Transformer Engine 2.20.2 keeps one for each shape of a weight in `_dummy_wgrads`; Megatron's own layers share them.
     """
-    base = sys.modules.get("transformer_engine.pytorch.module.base")
-    if base is not None:
+    if (base := sys.modules.get("transformer_engine.pytorch.module.base")) is not None:
         base._dummy_wgrads.clear()
 
 

@@ -4,8 +4,6 @@ Megatron itself takes FusedAdam from Transformer Engine, else from Apex, else Ad
 supports only Transformer Engine's norms, and it does not use Apex's RMS norm.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import importlib.util
 from dataclasses import dataclass
@@ -80,18 +78,15 @@ def choose(
     if (model.attention == "te" or model.fp8) and "transformer_engine" not in found:
         key, other = (f"model.precision={model.precision}", "bf16") if model.fp8 else ("model.attention=te", "auto")
         raise ConfigError(f"{key}, but transformer-engine is not installed; install the extra `te` or use {other}")
-    adam: Literal["te", "apex", "torch"] = "torch"
-    if "transformer_engine" in found:
-        adam = "te"
-    elif "apex" in found:
-        adam = "apex"
+    has_te, has_apex = "transformer_engine" in found, "apex" in found
+    adam: Literal["te", "apex", "torch"] = "te" if has_te else "apex" if has_apex else "torch"
     if adam == "apex" and "amp_C" not in found:
         raise ConfigError(
             "Apex is installed without its CUDA extensions, and Megatron would take its FusedAdam, which needs them; build it "
             "with APEX_CPP_EXT=1 APEX_CUDA_EXT=1 as the Dockerfile does, or remove it"
         )
     wanted = model.attention == "te" or (model.attention == "auto" and not (model.precision == "fp32" and cp > 1))
-    layers: Literal["te", "torch"] = "te" if "transformer_engine" in found and wanted else "torch"
+    layers: Literal["te", "torch"] = "te" if has_te and wanted else "torch"
     plain: Literal["apex", "torch"] = "apex" if {"apex", "fused_layer_norm_cuda"} <= found else "torch"
     return KernelChoice(layers, "te" if layers == "te" else plain, adam, _gradient_accumulation(fused, device_type, found))
 
@@ -126,12 +121,7 @@ def hardware(device: torch.device) -> Hardware:
     """Return a description of this rank's device and of its software."""
     if device.type != "cuda":
         return Hardware("a CPU", None)
-    major, minor = torch.cuda.get_device_capability(device)
     cuda = Version(torch.version.cuda) if torch.version.cuda else None
     engine = Version(importlib.metadata.version("transformer-engine")) if "transformer_engine" in installed() else None
-    return Hardware(
-        torch.cuda.get_device_name(device),
-        (major, minor),
-        (engine.major, engine.minor) if engine else None,
-        (cuda.major, cuda.minor) if cuda else None,
-    )
+    versions = ((version.major, version.minor) if version else None for version in (engine, cuda))
+    return Hardware(torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device), *versions)

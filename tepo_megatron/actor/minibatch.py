@@ -53,13 +53,8 @@ class MinibatchInputs:
             weights: The weighting's result for the minibatch. None: no weighting.
         """
         token_R = microbatch.token_R
-        return self._inputs(
-            token_R,
-            segments.spread(self._advantages_B[microbatch.sequences_G]),
-            segments,
-            stats,
-            None if weights is None else weights.rows(token_R),
-        )
+        advantage_R = segments.spread(self._advantages_B[microbatch.sequences_G])
+        return self._inputs(token_R, advantage_R, segments, stats, None if weights is None else weights.rows(token_R))
 
     def whole(self, stats_N: TokenStats) -> LossInputs:
         """Return the inputs for all N response tokens, as if one rank held them in one microbatch.
@@ -68,15 +63,11 @@ class MinibatchInputs:
             stats_N: Current statistics. They also serve as the old ones if these are unknown.
         """
         sequence_N = self._batch.sequence_N.to(self._device)
-        segments = Segments(
-            sequence_N,
-            torch.tensor(self._batch.response_lengths, dtype=torch.float32, device=self._device).clamp(min=1),
-            position_R=self._batch.token_keys_N[:, 1].to(self._device),
-            chunk_R=torch.zeros_like(sequence_N),
-        )
-        return self._inputs(
-            torch.arange(sequence_N.numel(), device=self._device), self._advantages_B[sequence_N], segments, stats_N, None
-        )
+        lengths_B = torch.tensor(self._batch.response_lengths, dtype=torch.float32, device=self._device).clamp(min=1)
+        position_N = self._batch.token_keys_N[:, 1].to(self._device)
+        segments = Segments(sequence_N, lengths_B, position_R=position_N, chunk_R=torch.zeros_like(sequence_N))
+        token_N = torch.arange(sequence_N.numel(), device=self._device)
+        return self._inputs(token_N, self._advantages_B[sequence_N], segments, stats_N, None)
 
     def _inputs(
         self, token_R: Tensor, advantage_R: Tensor, segments: Segments, stats: TokenStats, weights: TokenWeights | None

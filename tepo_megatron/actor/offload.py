@@ -8,7 +8,7 @@ checks that.
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
@@ -68,8 +68,7 @@ class Offloader:
             what: The operation that needs the parts, for the message.
             parts: The parts.
         """
-        missing = [part for part in parts if part in self._away]
-        if missing:
+        if missing := [part for part in parts if part in self._away]:
             raise RuntimeError(f"{what} needs the {' and '.join(missing)}, which are offloaded; load them first")
 
     @torch.no_grad()
@@ -145,8 +144,7 @@ class Offloader:
 
 def optimizer_tensors(optimizer: MegatronOptimizer) -> Iterator[Tensor]:
     """Yield the fp32 masters and the optimizer state of each. Moments exist from the first step on."""
-    parts: list[Any] = getattr(optimizer, "chained_optimizers", [optimizer])
-    for part in parts:
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         if not part.is_stub_optimizer:
             for group in part.optimizer.param_groups:
                 for main in group["params"]:

@@ -4,8 +4,6 @@ A name that Megatron-Core does not have, and a value of another type, are refuse
 imported only if a config passes such fields.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import difflib
 import enum
@@ -39,8 +37,7 @@ def passed_fields(megatron: MegatronConfig, section: str) -> dict[str, Any]:
     Raises:
         ConfigError: As `check_passed_fields`.
     """
-    values = megatron.passed(section)
-    if not values:
+    if not (values := megatron.passed(section)):
         return {}
     cls = _megatron_class(section)
     fields, hints = {f.name: f for f in dataclasses.fields(cls) if f.init}, typing.get_type_hints(cls)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from torch import Tensor
+from torch import Tensor, nn
 
 from tepo_megatron.actor.expert_replay import ExpertReplay
 from tepo_megatron.actor.output_rows import OutputRows
@@ -32,11 +32,7 @@ class PipelineSchedule:
     """
 
     def __init__(
-        self,
-        chunks: Sequence[torch.nn.Module],
-        rows: OutputRows | None,
-        groups: ParallelDims,
-        experts: ExpertReplay | None = None,
+        self, chunks: Sequence[nn.Module], rows: OutputRows | None, groups: ParallelDims, experts: ExpertReplay | None = None
     ) -> None:
         self._chunks, self._rows, self._groups, self._experts = list(chunks), rows, groups, experts
 
@@ -76,16 +72,15 @@ class PipelineSchedule:
     def _run(self, microbatches: Sequence[PackedMicrobatch], on_output: Callable[..., Any], **how: bool) -> None:
         """Run Megatron's schedule. `on_output` gets each microbatch and its output on the last stage."""
 
-        def forward_step(data: Iterator[PackedMicrobatch], chunk: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
+        def forward_step(data: Iterator[PackedMicrobatch], chunk: nn.Module) -> tuple[Tensor, Callable[..., Any]]:
             progress.microbatch += 1
             microbatch = on_device(next(data), self._groups.device)
             if self._rows is not None:
                 self._rows.current = microbatch.rows_R
             if self._experts is not None and microbatch.experts_SKT is not None:
                 self._experts.set(self._chunks.index(chunk), microbatch.experts_SKT)
-            output = chunk(
-                microbatch.tokens_S, None, None, packed_seq_params=packed_seq_params(microbatch)
-            )  # positions come from cu_seqlens
+            # positions come from cu_seqlens
+            output = chunk(microbatch.tokens_S, None, None, packed_seq_params=packed_seq_params(microbatch))
             return output, partial(on_output, microbatch)
 
         progress.microbatch = 0

@@ -9,8 +9,6 @@ the embedding and the output layer (Megatron's own, not Transformer Engine's), a
 router (fp32); softmax and attention. Parameters are bf16, gradients are reduced in fp32, the optimizer's masters are fp32.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -103,8 +101,7 @@ def transformer_fields(model: ModelConfig, megatron: MegatronConfig = _MEGATRON)
     """
     dtype = DTYPES[model.dtype]
     fields: dict[str, Any] = {"params_dtype": dtype, "pipeline_dtype": dtype, "bf16": model.dtype == "bf16"}
-    fp8 = PRESETS[model.precision]
-    if fp8 is None:
+    if (fp8 := PRESETS[model.precision]) is None:
         return fields
     start, end = megatron.bf16_layers
     return fields | {
@@ -247,8 +244,7 @@ def check_shapes(
         parallel: The mesh.
         bf16_layers: Numbers of first and of last layers that stay in bf16.
     """
-    fp8 = PRESETS[model.precision]
-    if fp8 is None:
+    if (fp8 := PRESETS[model.precision]) is None:
         return
     for name, size in _widths(arch, parallel.tp).items():
         if size % fp8.widths:

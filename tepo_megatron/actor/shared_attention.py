@@ -83,7 +83,7 @@ class _SharedAttention(torch.autograd.Function):
         ctx: Any, query_S: Tensor, key_T: Tensor, value_T: Tensor, layout: AttentionLayout, scale: float | None
     ) -> Tensor:
         flash = flash_attention_of(query_S.device)
-        queries, keys, values = _in_slots(query_S, key_T, value_T, layout)
+        queries, keys, values = layout.in_slots(query_S, key_T, value_T)
         parts = [
             flash.forward(call.of_queries(queries), call.of_keys(keys), call.of_keys(values), call.keys, scale)
             for call in _own_calls(layout)
@@ -107,7 +107,7 @@ class _SharedAttention(torch.autograd.Function):
     def backward(ctx: Any, grad_S: Tensor) -> tuple[Tensor | None, ...]:
         query_S, key_T, value_T, output_S, lse_S = ctx.saved_tensors
         layout, scale, flash = ctx.layout, ctx.scale, flash_attention_of(query_S.device)
-        queries, keys, values = _in_slots(query_S, key_T, value_T, layout)
+        queries, keys, values = layout.in_slots(query_S, key_T, value_T)
         grads, outputs, lses = (spread(x, layout.query_slot_S, layout.query_rows) for x in (grad_S, output_S, lse_S))
         grad_queries, grad_keys, grad_values = (torch.zeros_like(x) for x in (queries, keys, values))
 
@@ -127,12 +127,3 @@ class _SharedAttention(torch.autograd.Function):
             add(call, query_S, grad_query_S, grad_S, output_S, lse_S)
         grad_key_T, grad_value_T = (x.index_select(0, layout.key_slot_T) for x in (grad_keys, grad_values))
         return grad_query_S, grad_key_T, grad_value_T, None, None
-
-
-def _in_slots(query_S: Tensor, key_T: Tensor, value_T: Tensor, layout: AttentionLayout) -> tuple[Tensor, Tensor, Tensor]:
-    """Return queries, keys and values in the slots of the layout's buckets."""
-    return (
-        spread(query_S, layout.query_slot_S, layout.query_rows),
-        spread(key_T, layout.key_slot_T, layout.key_rows),
-        spread(value_T, layout.key_slot_T, layout.key_rows),
-    )

@@ -1,7 +1,5 @@
 """Save and load the checkpoints of a run: the interface of the training loop."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import datetime
@@ -16,17 +14,9 @@ import torch.distributed as dist
 
 from tepo_megatron.actor.actor import Actor
 from tepo_megatron.checkpoint import folder as folders
-from tepo_megatron.checkpoint import optimizer, restoring, rng_state
+from tepo_megatron.checkpoint import optimizer, restoring, rng_state, saving
 from tepo_megatron.checkpoint.planning import SavePlanner, create_folder
 from tepo_megatron.checkpoint.restoring import FoundCheckpoint
-from tepo_megatron.checkpoint.saving import (
-    CheckpointContent,
-    CommitPlan,
-    PendingSave,
-    SavedCheckpoint,
-    SaveOutcome,
-    SavingThread,
-)
 from tepo_megatron.checkpoint.shard_cache import ShardCache
 from tepo_megatron.checkpoint.state import CONTENT
 from tepo_megatron.checkpoint.tensors import HostCopy
@@ -66,22 +56,22 @@ class Checkpoints:
         groups: ParallelDims,
         plans: SavePlanner,
         callers: dist.ProcessGroup,
-        thread: SavingThread,
+        thread: saving.SavingThread,
         timeout_seconds: float,
     ) -> None:
         self._folder, self._cfg, self._groups, self._timeout_seconds = folder, cfg, groups, timeout_seconds
         self._plans, self._callers, self._thread = plans, callers, thread
         self._shard_cache, self._memory = ShardCache(), HostCopy()
-        self._save: PendingSave | None = None
+        self._save: saving.PendingSave | None = None
         self._blocked = 0.0
-        self._complete: deque[SavedCheckpoint] = deque()
+        self._complete: deque[saving.SavedCheckpoint] = deque()
         self._broken: str | None = None
         self._held = contextlib.ExitStack()
 
     @classmethod
     def open(
         cls, folder: Path, cfg: CheckpointConfig, groups: ParallelDims, timeout_seconds: float = TIMEOUT_SECONDS
-    ) -> Checkpoints:
+    ) -> "Checkpoints":
         """Create two process groups and start the saving thread.
 
         Args:
@@ -91,7 +81,7 @@ class Checkpoints:
         with own_peers_only():
             plans = SavePlanner(dist.new_group(backend=backend, timeout=limit))
             callers = dist.new_group(backend=backend, timeout=2 * limit)  # one rank may still wait for its saving thread
-        thread = SavingThread()
+        thread = saving.SavingThread()
         thread.start()
         return cls(folder, cfg, groups, plans, callers, thread, timeout_seconds)
 
@@ -128,14 +118,15 @@ class Checkpoints:
         if self._cfg.hf:
             create_folder(self._folder, step, commit.refused if commit else None, self._callers)
             actor.export_hf(folders.partial(self._folder, step) / "hf")
-        content = CheckpointContent(copies, objects, restoring.rng_name(self._groups.rank, self._groups.world_size), states)
-        self._save = PendingSave(self._folder, step, content, commit, self._plans, self._cfg.hf, start)
+        rng = restoring.rng_name(self._groups.rank, self._groups.world_size)
+        content = saving.CheckpointContent(copies, objects, rng, states)
+        self._save = saving.PendingSave(self._folder, step, content, commit, self._plans, self._cfg.hf, start)
         self._thread.begin(self._save)
         self._blocked = time.perf_counter() - start
         if not self._cfg.asynchronous:
             self._settle()
 
-    def poll(self) -> SavedCheckpoint | None:
+    def poll(self) -> saving.SavedCheckpoint | None:
         """Return a checkpoint that has become complete and was not returned yet, or None. Do not wait.
 
         Collectives while a save is in flight: one all-reduce of a number, and an all-gather of small objects when the save has
@@ -145,7 +136,7 @@ class Checkpoints:
             self._finish(self._save)
         return self._complete.popleft() if self._complete else None
 
-    def wait(self) -> SavedCheckpoint | None:
+    def wait(self) -> saving.SavedCheckpoint | None:
         """Wait for the save in flight, then return like `poll`.
 
         Raises CheckpointError, on every rank, when the save failed or takes longer than `timeout_seconds`.
@@ -186,7 +177,7 @@ class Checkpoints:
         self._thread.end()
         self._settle()
 
-    def __enter__(self) -> Checkpoints:
+    def __enter__(self) -> "Checkpoints":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None) -> None:
@@ -199,7 +190,7 @@ class Checkpoints:
         if self._save is not None:
             self._save.wait(min(_ERROR_WAIT_SECONDS, self._timeout_seconds))
 
-    def _commit(self, step: int, actor: Actor, run_state: Mapping[str, Any], best: int | None) -> CommitPlan | None:
+    def _commit(self, step: int, actor: Actor, run_state: Mapping[str, Any], best: int | None) -> saving.CommitPlan | None:
         """Return what rank 0 adds to the checkpoint; None on other ranks."""
         if not self._groups.is_main:
             return None
@@ -215,7 +206,7 @@ class Checkpoints:
             run = restoring.describe_run(step, actor, run_state)
         except (TypeError, ValueError) as e:
             refused = str(e)
-        return CommitPlan(copy.deepcopy(common), run, refused, self._cfg.keep_last, self._cfg.keep_every, best)
+        return saving.CommitPlan(copy.deepcopy(common), run, refused, self._cfg.keep_last, self._cfg.keep_every, best)
 
     def _settle(self) -> None:
         """Wait for the save in flight, if there is one, and take over its outcome."""
@@ -223,11 +214,11 @@ class Checkpoints:
             self._save.wait(max(0.0, self._save.begun + self._timeout_seconds - time.perf_counter()))
             self._finish(self._save)
 
-    def _finish(self, save: PendingSave) -> None:
+    def _finish(self, save: saving.PendingSave) -> None:
         """Exchange the outcomes of a save between ranks. Record the checkpoint, or raise CheckpointError on every rank."""
         self._save = None
         limit = self._timeout_seconds
-        late = SaveOutcome(error=f"rank {self._groups.rank}: still writing after {limit:g} s", broken=True)
+        late = saving.SaveOutcome(error=f"rank {self._groups.rank}: still writing after {limit:g} s", broken=True)
         outcomes = all_gather_object(save.outcome or late, self._callers)
         errors = [o.error for o in outcomes if o.error is not None]
         path = folders.complete(self._folder, save.step)
@@ -237,4 +228,4 @@ class Checkpoints:
             raise CheckpointError(f"{path} was not written: {errors[0]}")
         seconds = save.ended - save.started
         blocked = self._blocked if self._cfg.asynchronous else seconds
-        self._complete.append(SavedCheckpoint(save.step, path, outcomes[0].size, blocked, seconds))
+        self._complete.append(saving.SavedCheckpoint(save.step, path, outcomes[0].size, blocked, seconds))

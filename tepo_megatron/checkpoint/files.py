@@ -1,7 +1,5 @@
 """Write files with checksums, sync them to disk, and check the files of a checkpoint against its manifest."""
 
-from __future__ import annotations
-
 import json
 import os
 import zlib
@@ -62,7 +60,7 @@ class ChecksummedFile:
         """Return the size and checksum of what was written so far."""
         return FileChecksum(self._size, self._crc)
 
-    def __enter__(self) -> ChecksummedFile:
+    def __enter__(self) -> "ChecksummedFile":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None) -> None:

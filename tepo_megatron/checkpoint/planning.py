@@ -56,8 +56,7 @@ class SavePlanner:
                 self._metadata = merge([p for p in self._plans if p is not None])
             except (AssertionError, ValueError) as e:
                 error = f"rank 0: what the ranks write is no whole state ({e})"
-        error = broadcast_object(error, self.group)
-        if error is not None:
+        if (error := broadcast_object(error, self.group)) is not None:
             raise CheckpointError(error)
         self._sent = mine
         return mine.items, self._metadata
@@ -87,8 +86,7 @@ def create_folder(folder: Path, step: int, refused: str | None, group: dist.Proc
             folders.prepare(folder, step)
         except OSError as e:
             error = str(e)
-    error = broadcast_object(error, group)
-    if error is not None:
+    if (error := broadcast_object(error, group)) is not None:
         raise CheckpointError(f"rank 0: {folders.partial(folder, step)}: cannot be begun ({error})")
 
 

@@ -1,7 +1,5 @@
 """Read shard slices out of a checkpoint in Megatron's distributed format, on any parallel layout."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Sequence
 from dataclasses import replace
@@ -26,7 +24,7 @@ class SliceReader:
         self._folder, self._reader, self._metadata = folder, reader, metadata
 
     @classmethod
-    def open(cls, folder: Path) -> SliceReader:
+    def open(cls, folder: Path) -> "SliceReader":
         """Read the metadata of the checkpoint in `folder`. Raises CheckpointError when it is missing or damaged."""
         reader = MetadataReader(folder)
         metadata = reader.read_metadata()

@@ -108,8 +108,7 @@ def newest(folder: Path, group: dist.ProcessGroup, held: contextlib.ExitStack) -
         last, sums = offer
         path = folders.complete(folder, last)
         mine = shares(sums, group.size())[group.rank()]
-        wrong = [line for lines in all_gather_object(check(path, sums, mine), group) for line in lines]
-        if not wrong:
+        if not (wrong := [line for lines in all_gather_object(check(path, sums, mine), group) for line in lines]):
             return _read_run(path, tuple(passed_over))
         passed_over += wrong
     if passed_over:
@@ -141,8 +140,7 @@ def restore(found: FoundCheckpoint, actor: Actor, groups: ParallelDims, group: d
         reader = SliceReader.open(found.path)
         items = reader.plan(shard_slices)
     assert reader is not None and items is not None
-    left_over = sorted(reader.names - set().union(*all_gather_object({b.name for b in shard_slices}, group)))
-    if left_over:
+    if left_over := sorted(reader.names - set().union(*all_gather_object({b.name for b in shard_slices}, group))):
         raise CheckpointError(
             f"{found.path}: holds {left_over[0]} (and {len(left_over) - 1} more), which this model lacks; resume with the "
             "model that it was saved from"

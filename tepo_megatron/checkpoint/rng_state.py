@@ -35,13 +35,9 @@ class RngStates:
 def capture() -> RngStates:
     """Return the current RNG states. Later use of the generators does not change the result."""
     parallel = tensor_parallel.get_cuda_rng_tracker().get_states()
-    return RngStates(
-        random.getstate(),
-        np.random.get_state(),
-        torch.get_rng_state(),
-        torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
-        {name: state.clone() if isinstance(state, Tensor) else state for name, state in parallel.items()},
-    )
+    copies = {name: state.clone() if isinstance(state, Tensor) else state for name, state in parallel.items()}
+    device = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
+    return RngStates(random.getstate(), np.random.get_state(), torch.get_rng_state(), device, copies)
 
 
 def packed(states: RngStates) -> bytes:

@@ -184,9 +184,8 @@ class PendingSave:
                 _discard(self._partial)
             outcome = SaveOutcome(error=str(e))
         except Exception as e:  # gloo raises many types of errors when a rank is gone or late
-            outcome = SaveOutcome(
-                error=f"rank {self._group.rank()}: the ranks lost each other while writing ({e})", broken=True
-            )
+            error = f"rank {self._group.rank()}: the ranks lost each other while writing ({e})"
+            outcome = SaveOutcome(error=error, broken=True)
         self._content = None  # the copies may be overwritten by the next save
         self.ended = time.perf_counter()
         self.outcome = outcome
@@ -197,11 +196,8 @@ class PendingSave:
         assert content is not None
         if not self._has_folder:
             create_folder(self._folder, self.step, commit.refused if commit else None, self._group)
-        place = FolderIdentity(self._partial)
-        try:
+        with contextlib.closing(FolderIdentity(self._partial)) as place:
             return self._write_all(content, commit, place)
-        finally:
-            place.close()
 
     def _write_all(self, content: CheckpointContent, commit: CommitPlan | None, place: FolderIdentity) -> SaveOutcome:
         """Write this rank's file; on rank 0 complete the checkpoint too. `place` identifies the folder of the checkpoint."""
@@ -221,11 +217,8 @@ class PendingSave:
             if rank == 0:
                 folders.sweep(self._folder, writing=self.step)  # first, since the space may be needed
             objects = [pickled([value]) for value in content.objects.values()]  # in a list, as Megatron expects them
-            values = [
-                *(shard_slice.data for shard_slice in content.shard_slices),
-                *objects,
-                rng_state.packed(content.rng_states),
-            ]
+            tensors = [shard_slice.data for shard_slice in content.shard_slices]
+            values = [*tensors, *objects, rng_state.packed(content.rng_states)]
             return WrittenFile(name, *write_items(path, items, values))
         except Exception as e:
             return WrittenFile(name, error=f"rank {rank}: {path} cannot be written ({_reason(e, self._folder)})")

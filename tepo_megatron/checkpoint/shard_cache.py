@@ -29,9 +29,8 @@ class ShardCache:
 
     def __init__(self) -> None:
         self.shard_slices: Sequence[ShardSlice] = ()
-        self._places: _Places | None = (
-            None  # addresses when the shard slices were made; None: the shard slices cannot be reused
-        )
+        # addresses when the shard slices were made; None: the shard slices cannot be reused
+        self._places: _Places | None = None
         self._objects: dict[str, Any] | None = None
 
     def of(self, actor: Actor) -> tuple[Sequence[ShardSlice], dict[str, Any]]:

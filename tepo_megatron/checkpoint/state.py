@@ -13,13 +13,7 @@ from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import (
-    ShardedBase,
-    ShardedObject,
-    ShardedTensor,
-    ShardedTensorFactory,
-    is_main_replica,
-)
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory, is_main_replica
 from torch import Tensor
 
 from tepo_megatron.actor.actor import Actor
@@ -106,7 +100,7 @@ def _shardings(actor: Actor) -> dict[int, ShardedTensor | ShardedTensorFactory]:
     return {id(v.data): v for v in _values(actor) if isinstance(v, (ShardedTensor, ShardedTensorFactory))}
 
 
-def _values(actor: Actor) -> Iterator[ShardedBase]:
+def _values(actor: Actor) -> Iterator[Any]:
     """Yield the entries of the model's sharded state dict."""
     for chunk in actor.chunks:
         yield from nested_values(chunk.module.sharded_state_dict(metadata=dict(CONTENT)))

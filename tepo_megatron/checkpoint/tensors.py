@@ -59,18 +59,13 @@ class HostCopy:
     def _make_places(self, shard_slices: Sequence[ShardSlice]) -> None:
         """Allocate host memory for the shard slices."""
         self._copies, self._to = (), []  # so that the arena can free its memory before it allocates more
-        device = next(
-            (shard_slice.data.device for shard_slice in shard_slices if shard_slice.data.is_cuda), torch.device("cpu")
-        )
+        self._from = [shard_slice.data for shard_slice in shard_slices]
+        device = next((data.device for data in self._from if data.is_cuda), torch.device("cpu"))
         if self._device != device:
             self._device, self.arena = device, HostArena(device)
         # each piece has a storage of its own: torch.save writes whole storages
-        pieces = self.arena.pieces([shard_slice.data.nbytes for shard_slice in shard_slices])
-        self._to = [
-            piece.view(shard_slice.data.dtype).view(shard_slice.data.shape)
-            for piece, shard_slice in zip(pieces, shard_slices, strict=True)
-        ]
-        self._from = [shard_slice.data for shard_slice in shard_slices]
+        pieces = self.arena.pieces([data.nbytes for data in self._from])
+        self._to = [piece.view(data.dtype).view(data.shape) for piece, data in zip(pieces, self._from, strict=True)]
         self._copies = [replace(shard_slice, data=data) for shard_slice, data in zip(shard_slices, self._to, strict=True)]
         self._shard_slices = shard_slices
 

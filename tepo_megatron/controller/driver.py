@@ -7,7 +7,7 @@ the grader, the prompts and the log. `opening.open_driver` returns the right one
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from tepo_megatron.checkpoint.checkpoints import SavedCheckpoint
+from tepo_megatron.checkpoint.saving import SavedCheckpoint
 from tepo_megatron.controller.step_log import StepLog
 from tepo_megatron.inference.engine import RolloutEngine
 from tepo_megatron.observability.metrics import Metrics

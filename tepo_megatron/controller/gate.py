@@ -12,8 +12,6 @@ design.
       rollout                 |
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
@@ -50,7 +48,7 @@ class LogprobDifference:
         """Return the mean in nats per token; 0 without tokens."""
         return self.total / max(1, self.tokens)
 
-    def add(self, other: LogprobDifference) -> None:
+    def add(self, other: "LogprobDifference") -> None:
         """Add the sum and the tokens of another difference."""
         self.total, self.tokens = self.total + other.total, self.tokens + other.tokens
 
@@ -199,8 +197,7 @@ def pieces(rollout: Rollout) -> list[tuple[int, Source]]:
     bounds = [*sorted({0, *versions, *servers}), rollout.token_ids_L.numel()]
     for start, end in itertools.pairwise(bounds):
         version, server = versions.get(start, version), servers.get(start, server)
-        tokens = int(rollout.response_mask_L[start:end].sum())
-        if tokens:
+        if tokens := int(rollout.response_mask_L[start:end].sum()):
             found.append((tokens, (version, server)))
     return found
 

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-from tepo_megatron.checkpoint.checkpoints import SavedCheckpoint
 from tepo_megatron.checkpoint.folder import complete
+from tepo_megatron.checkpoint.saving import SavedCheckpoint
 from tepo_megatron.config import Config
 from tepo_megatron.config.io import differences, plain, under_new_names
 from tepo_megatron.controller.driver import Driver, NoTask

@@ -82,8 +82,7 @@ class MemoryReport:
         if not self._largest:
             return ""
         columns = [(phase, name) for phase in self._largest for name in ("held", "peak")]
-        head = "memory, GiB".ljust(12) + "".join(f"{phase} {name}".rjust(15) for phase, name in columns)
-        rows = [head]
+        rows = ["memory, GiB".ljust(12) + "".join(f"{phase} {name}".rjust(15) for phase, name in columns)]
         for rank in range(self._groups.world_size):
             cells = (getattr(self._largest[phase].ranks[rank], name) / _GIB for phase, name in columns)
             rows.append(f"rank {rank}".ljust(12) + "".join(f"{cell:15.3f}" for cell in cells))

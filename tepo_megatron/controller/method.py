@@ -90,7 +90,6 @@ def _max_generation_rounds(cfg: RolloutConfig, objective: Objective, name: str) 
 
 def _overlong(reward: RewardConfig, objective: Objective, max_tokens: int) -> OverlongShaping | None:
     """Return the overlong shaping that the config or else the objective asks for; None for none."""
-    buffer = reward.overlong_buffer_tokens
-    if buffer is None:
+    if (buffer := reward.overlong_buffer_tokens) is None:
         buffer = max(1, max_tokens // OVERLONG_BUFFER_SHARE) if objective.overlong_shaping else 0
     return OverlongShaping(max_tokens, buffer, OVERLONG_PENALTY) if buffer else None

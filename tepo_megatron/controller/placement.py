@@ -22,11 +22,8 @@ from tepo_megatron.inference.engine import EnginePart, Sleepable
 
 State = Literal["train", "sync", "generate", "repair"]
 _WAYS: dict[State, tuple[State, ...]] = {
-    "train": ("sync",),
-    "sync": ("generate",),
-    "generate": ("train", "repair"),
-    "repair": ("generate",),
-}
+    "train": ("sync",), "sync": ("generate",), "generate": ("train", "repair"), "repair": ("generate",),
+}  # fmt: skip
 
 
 class OffloadableTrainer(Protocol):

@@ -1,7 +1,5 @@
 """Collect the metrics of one step: sums from rollouts and updates become one line of metrics.jsonl."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -65,7 +63,7 @@ class StepLog:
         """Record the memory held in the step's phases, by key of the record. Empty: not measured."""
         self._memory = values
 
-    def add(self, result: UpdateResult) -> None:
+    def add(self, result: "UpdateResult") -> None:
         """Record one optimizer step.
 
         The first update of a rollout batch uses the very weights that gave the old entropies. Its dH is 0 or rounding noise, so
@@ -89,10 +87,6 @@ class StepLog:
         for name, counts in self._histograms.items():
             for share, quantile in zip(("p05", "p50", "p95"), quantiles(counts, (0.05, 0.5, 0.95)), strict=True):
                 values[f"{name}_{share}"] = quantile
-        record = {key: values.get(key) for key in KEYS}
-        record |= self._memory
-        for phase in PHASES:
-            record[f"seconds/{phase}"] = clock.seconds.get(phase, 0.0)
-        record["seconds/total"] = clock.total
-        record["tokens_per_second"] = self._trained_tokens / clock.total
-        return record
+        record = {key: values.get(key) for key in KEYS} | self._memory
+        record |= {f"seconds/{phase}": clock.seconds.get(phase, 0.0) for phase in PHASES}
+        return record | {"seconds/total": clock.total, "tokens_per_second": self._trained_tokens / clock.total}

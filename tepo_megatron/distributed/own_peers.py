@@ -61,8 +61,7 @@ def own_peers_only() -> Iterator[None]:
     before = _listening()
     yield
     for left in reversed(range(READS)):
-        new = _listening() - before
-        if not new:
+        if not (new := _listening() - before):
             return
         users, known = _users_of_peers(new)
         if users or not (left or known):

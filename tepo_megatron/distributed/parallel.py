@@ -3,8 +3,6 @@
 Axes: dp (data), tp (tensor), pp (pipeline), cp (context) and ep (expert parallelism, which divides the ranks of dp x cp).
 """
 
-from __future__ import annotations
-
 import datetime
 import hashlib
 import json
@@ -38,7 +36,7 @@ class Axis:
     group: dist.ProcessGroup
 
     @classmethod
-    def of(cls, group: dist.ProcessGroup) -> Axis:
+    def of(cls, group: dist.ProcessGroup) -> "Axis":
         """Return the axis of an initialised process group."""
         return cls(group.size(), group.rank(), group)
 

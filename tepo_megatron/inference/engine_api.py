@@ -67,9 +67,15 @@ class ServerInfo:
 Send = Callable[[str, str, Mapping[str, Any] | None], Awaitable[Any]]
 
 
-async def longest_sequence(send: Send) -> int:
-    """Return the longest sequence that a server takes, in tokens, from OpenAI's list of models, which both engines have."""
-    return int((await send("GET", "/v1/models", None))["data"][0]["max_model_len"])
+async def describe(send: Send, engine_version: object, label: object) -> ServerInfo:
+    """Return a server's description. Its longest sequence comes from OpenAI's list of models, which both engines have.
+
+    Args:
+        send: Sends a request to the server.
+        engine_version, label: What the server answered for these fields of the description.
+    """
+    length = int((await send("GET", "/v1/models", None))["data"][0]["max_model_len"])
+    return ServerInfo(str(engine_version), str(label), length)
 
 
 class EngineApi(Protocol):

@@ -118,7 +118,11 @@ def build_engine(cfg: RolloutConfig, launch: LaunchSpec, log_path: Path) -> Flee
         servers = [NamedServer(name_of(cfg, i), cfg.server, launch, url) for i, url in enumerate(cfg.server.urls)]
     elif isinstance(cfg.server, RendezvousServerConfig):
         rendezvous, run = Rendezvous(Path(cfg.server.rendezvous)), log_path.parent
-        servers = found = _found(cfg, rendezvous, launch, run)
+        used = set[str]()
+        servers = found = [
+            FoundServer(name_of(cfg, i), cfg.server, launch, rendezvous, engine=cfg.engine, run=run, used=used)
+            for i in range(cfg.servers)
+        ]
         if cfg.colocate:
             quiesce = _quiesce(found, rendezvous, run, cfg.server, launch)
     else:
@@ -156,21 +160,10 @@ def name_of(cfg: RolloutConfig, i: int) -> str:
     return "the inference server" if cfg.servers == 1 else f"inference server {i}"
 
 
-def _found(cfg: RolloutConfig, rendezvous: Rendezvous, launch: LaunchSpec, run: Path) -> list[FoundServer]:
-    used = set[str]()
-    return [
-        FoundServer(name_of(cfg, i), cfg.server, launch, rendezvous, engine=cfg.engine, run=run, used=used)
-        for i in range(cfg.servers)
-    ]
-
-
 def _quiesce(servers: list[FoundServer], rendezvous: Rendezvous, run: Path, cfg: ServerConfig, launch: LaunchSpec) -> Quiesce:
-    def starts() -> list[str]:
-        return [server.start for server in servers if server.start is not None]
-
     # A starting server is ended only once it is up, and a pending health request may take up to heartbeat_timeout.
     seconds = cfg.ready_limit(launch.platform) + cfg.heartbeat_timeout + 5 * GRACE_SECONDS
-    return Quiesce(rendezvous.leases, str(run.resolve()), starts, seconds)
+    return Quiesce(rendezvous.leases, str(run.resolve()), lambda: [s.start for s in servers if s.start is not None], seconds)
 
 
 def _where_from(cfg: RolloutConfig, log_path: Path) -> str:

@@ -8,6 +8,9 @@ from typing import Any
 from tepo_megatron.types import Prompt, Rollout, SamplingParams
 from tepo_megatron.utils.loop import LoopThread
 
+# (prompts, sampling, seed, called with each group) -> the work of sampling them
+Begin = Callable[[Sequence[Prompt], SamplingParams, int, Callable[[list[Rollout]], None]], Coroutine[Any, Any, object]]
+
 
 class QueuedGroupStream:
     """Implementation of `engine.GroupStream` on an event loop.
@@ -17,11 +20,7 @@ class QueuedGroupStream:
         begin: Samples prompts, and hands each group to the function that it gets as its last argument.
     """
 
-    def __init__(
-        self,
-        loop: LoopThread,
-        begin: Callable[[Sequence[Prompt], SamplingParams, int, Callable[[list[Rollout]], None]], Coroutine[Any, Any, object]],
-    ) -> None:
+    def __init__(self, loop: LoopThread, begin: Begin) -> None:
         self._loop, self._begin = loop, begin
         self._items: queue.SimpleQueue[list[Rollout] | Future[object]] = queue.SimpleQueue()
         self._working: set[Future[object]] = set()

@@ -66,12 +66,10 @@ def merge(aborted: Rollout, end: Rollout) -> Rollout:
     """
     if not aborted.response_length:
         return end
-    begun, versions = aborted.token_ids_L.numel(), list(aborted.later_versions)
+    begun, versions, servers = aborted.token_ids_L.numel(), list(aborted.later_versions), aborted.servers
     newest = versions[-1][1] if versions else aborted.policy_version
     if end.response_length:
         versions += [change for change in [(begun, end.policy_version), *end.later_versions] if change[1] != newest]
-    servers = aborted.servers
-    if end.response_length:
         servers = continued(servers, [(begun if place == 0 else place, name) for place, name in end.servers])
     return replace(
         end,

@@ -17,6 +17,8 @@ from tepo_megatron.utils.exchange import CONTROL_BYTES
 LARGEST_SEED = 2**63 - 1
 TOKEN_BYTES = 512  # limit per token of prompt and response in an answer: ids, log-probs, texts
 EXPERT_BYTES = 8  # limit per expert of one layer and token
+# values with which an engine samples from the whole distribution
+_WHOLE = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 RETURN_EXPERTS = "--enable-return-routed-experts"  # option of both engines' servers
 
 
@@ -56,16 +58,7 @@ def engine_sampling_params(sampling: SamplingParams) -> dict[str, Any]:
 
     Whatever would change their distribution from the actor's is switched off.
     """
-    return {
-        "temperature": sampling.temperature,
-        "top_p": 1.0,
-        "top_k": -1,
-        "min_p": 0.0,
-        "repetition_penalty": 1.0,
-        "presence_penalty": 0.0,
-        "frequency_penalty": 0.0,
-        "stop_token_ids": list(sampling.stop_token_ids),
-    }
+    return {"temperature": sampling.temperature, **_WHOLE, "stop_token_ids": list(sampling.stop_token_ids)}
 
 
 def parsed(answer: Any, prompt: Prompt, engine: str, parse: Callable[[Any], list[Rollout]]) -> list[Rollout]:

@@ -27,15 +27,7 @@ from tepo_megatron.config import ServerConfig
 from tepo_megatron.distributed.rendezvous_store import is_loopback
 from tepo_megatron.errors import ConfigError, SyncError
 from tepo_megatron.inference.engine import ENGINE_PARTS, EnginePart
-from tepo_megatron.inference.engine_api import (
-    LaunchSpec,
-    Send,
-    ServerInfo,
-    StaleWeights,
-    longest_sequence,
-    serialize,
-    served_label,
-)
+from tepo_megatron.inference.engine_api import LaunchSpec, Send, ServerInfo, StaleWeights, describe, serialize, served_label
 from tepo_megatron.inference.samples import RETURN_EXPERTS, checked_rollout, engine_sampling_params, parsed, prompt_seed
 from tepo_megatron.inference.servers.environment import devices, new_file, on_this_machine, without_torchrun
 from tepo_megatron.inference.servers.process import LOOPBACK
@@ -120,8 +112,7 @@ class SglangApi:
         """Ask for SGLang's version, the label of its weights, and the longest sequence of its model."""
         server = await send("GET", "/server_info", None)
         served = await send("GET", "/model_info", None)
-        length = await longest_sequence(send)
-        return ServerInfo(str(server["version"]), str(served["weight_version"]), length)
+        return await describe(send, server["version"], served["weight_version"])
 
     async def prepare(self, send: Send) -> None:
         """Ask for the tensor-parallel size: an update names its sources once for each tensor-parallel rank."""

@@ -20,15 +20,7 @@ from tepo_megatron.config import ServerConfig
 from tepo_megatron.distributed.rendezvous_store import is_loopback
 from tepo_megatron.errors import RolloutError, SyncError
 from tepo_megatron.inference.engine import EnginePart
-from tepo_megatron.inference.engine_api import (
-    LaunchSpec,
-    Send,
-    ServerInfo,
-    StaleWeights,
-    longest_sequence,
-    serialize,
-    served_label,
-)
+from tepo_megatron.inference.engine_api import LaunchSpec, Send, ServerInfo, StaleWeights, describe, serialize, served_label
 from tepo_megatron.inference.samples import RETURN_EXPERTS, checked_rollout, engine_sampling_params, parsed, prompt_seed
 from tepo_megatron.inference.servers.environment import devices, on_this_machine, without_torchrun
 from tepo_megatron.inference.servers.process import LOOPBACK
@@ -120,8 +112,7 @@ class VllmApi:
         """Ask for vLLM's version, the label of its weights, and the longest sequence of its model."""
         version = await send("GET", "/version", None)
         served = await send("GET", "/weight_info", None)
-        length = await longest_sequence(send)
-        return ServerInfo(str(version["version"]), str(served["weight_version"]), length)
+        return await describe(send, version["version"], served["weight_version"])
 
     async def prepare(self, send: Send) -> None:
         """Initialize the transfer backend. Files need no process group, but vLLM requires the call."""

@@ -11,6 +11,7 @@ from torch import Tensor
 from tepo_megatron.types import Rollout
 
 _STD_EPS = 1e-6
+AdvantageFunction = Callable[[list[Tensor]], list[Tensor]]  # the rewards of each group -> their advantages
 
 
 def split_groups(rollouts: Sequence[Rollout]) -> list[list[Rollout]]:
@@ -86,9 +87,4 @@ def _gpg(groups: list[Tensor]) -> list[Tensor]:
     return [alpha * (r - r.mean()) for r in groups]
 
 
-ADVANTAGES: dict[str, Callable[[list[Tensor]], list[Tensor]]] = {
-    "std": _std,
-    "mean": _mean,
-    "leave_one_out": _leave_one_out,
-    "gpg": _gpg,
-}
+ADVANTAGES: dict[str, AdvantageFunction] = {"std": _std, "mean": _mean, "leave_one_out": _leave_one_out, "gpg": _gpg}

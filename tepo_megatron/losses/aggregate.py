@@ -42,8 +42,5 @@ def sequence_mean_token_sum(segments: Segments, whole: Denominators) -> Tensor:
     return (1.0 / whole.sequences).expand(segments.sequence_R.numel())
 
 
-AGGREGATES: dict[str, Aggregate] = {
-    "token_mean": token_mean,
-    "sequence_mean_token_mean": sequence_mean_token_mean,
-    "sequence_mean_token_sum": sequence_mean_token_sum,
-}
+_AGGREGATES = (token_mean, sequence_mean_token_mean, sequence_mean_token_sum)
+AGGREGATES: dict[str, Aggregate] = {aggregate.__name__: aggregate for aggregate in _AGGREGATES}

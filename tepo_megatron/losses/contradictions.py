@@ -1,7 +1,5 @@
 """Checks of an objective: refuse parts that contradict each other and replacements without effect, and name the fix."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
@@ -12,7 +10,7 @@ if TYPE_CHECKING:
     from tepo_megatron.losses.objective import Objective
 
 
-def check(o: Objective) -> None:
+def check(o: "Objective") -> None:
     """Raise ConfigError if the parts of an objective contradict each other."""
     if o.beta and o.kl_mask == "none":
         raise ConfigError(f"objective.beta={o.beta} has no effect under objective.kl_mask=none; set beta to 0 or choose a mask")
@@ -36,7 +34,7 @@ def check(o: Objective) -> None:
 
 
 # field -> (whether the objective uses it, what would make it used, for the message)
-_USED: dict[str, tuple[Callable[[Objective], bool], str]] = {
+_USED: "dict[str, tuple[Callable[[Objective], bool], str]]" = {
     "clip_low": (lambda o: o.surrogate in ("clip", "stop_gradient"), "surrogate=clip or stop_gradient"),
     "clip_high": (lambda o: o.surrogate in ("clip", "clip_eq4", "stop_gradient"), "surrogate=clip, clip_eq4 or stop_gradient"),
     "ratio": (lambda o: o.surrogate != "reinforce" or o.ratio == "none", "another surrogate than reinforce"),
@@ -47,7 +45,7 @@ _USED: dict[str, tuple[Callable[[Objective], bool], str]] = {
 }
 
 
-def check_overrides(objective: Objective, name: str, keys: Iterable[str]) -> None:
+def check_overrides(objective: "Objective", name: str, keys: Iterable[str]) -> None:
     """Raise ConfigError if a replaced field has no effect on the objective.
 
     Args:

@@ -76,16 +76,12 @@ def mask_rising_entropy(advantage_R: Tensor, entropy_change_R: Tensor, tolerance
 
 def mask_both(advantage_R: Tensor, entropy_change_R: Tensor, tolerance: float) -> Tensor:
     """Select the tokens of either mask, falling or rising entropy (Panel E). Args: see `Mask` at the top of this file."""
-    return mask_falling_entropy(advantage_R, entropy_change_R, tolerance) | mask_rising_entropy(
-        advantage_R, entropy_change_R, tolerance
-    )
+    tokens = advantage_R, entropy_change_R, tolerance
+    return mask_falling_entropy(*tokens) | mask_rising_entropy(*tokens)
 
 
 ESTIMATORS: dict[str, Estimator] = {"k1": k1, "k2": k2, "k3": k3, "k3_reverse": k3_reverse, "abs": absolute}
 MASKS: dict[str, Mask] = {
-    "none": mask_none,
-    "all": mask_all,
-    "falling_entropy": mask_falling_entropy,
-    "rising_entropy": mask_rising_entropy,
+    "none": mask_none, "all": mask_all, "falling_entropy": mask_falling_entropy, "rising_entropy": mask_rising_entropy,
     "both": mask_both,
-}
+}  # fmt: skip

@@ -7,8 +7,6 @@ lambda, rho: weight and penalty of the weighting; A: advantage; l: log-prob; M: 
 alpha: entropy_coefficient.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -31,16 +29,9 @@ from tepo_megatron.losses.weighting import WEIGHTINGS, BatchStatistics, Minibatc
 from tepo_megatron.types import LossOutput, TokenStats
 
 CHOICES: dict[str, Mapping[str, Any]] = {
-    "ratio": RATIOS,
-    "surrogate": SURROGATES,
-    "kl": ESTIMATORS,
-    "kl_mask": MASKS,
-    "ref_kl.estimator": ESTIMATORS,
-    "weighting.type": WEIGHTINGS,
-    "correction.type": CORRECTIONS,
-    "aggregate": AGGREGATES,
-    "advantage": ADVANTAGES,
-}
+    "ratio": RATIOS, "surrogate": SURROGATES, "kl": ESTIMATORS, "kl_mask": MASKS, "ref_kl.estimator": ESTIMATORS,
+    "weighting.type": WEIGHTINGS, "correction.type": CORRECTIONS, "aggregate": AGGREGATES, "advantage": ADVANTAGES,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +57,7 @@ class Objective(ObjectiveParts):
                 raise ConfigError(f"objective.{part}={name!r} is unknown; use one of {', '.join(table)}")
         contradictions.check(self)
 
-    def replace(self, **parts: Any) -> Objective:
+    def replace(self, **parts: Any) -> "Objective":
         """Return the same method with these fields replaced. A field given as None keeps its value."""
         return dataclasses.replace(self, **{k: v for k, v in parts.items() if v is not None})
 

@@ -92,10 +92,5 @@ def reinforce(ratio_R: Tensor, logprob_R: Tensor, advantage_R: Tensor, bounds: C
     return advantage_R * logprob_R, torch.zeros_like(ratio_R, dtype=torch.bool)
 
 
-SURROGATES: dict[str, SurrogateFunction] = {
-    "clip": clip,
-    "clip_eq4": clip_eq4,
-    "unclipped": unclipped,
-    "stop_gradient": stop_gradient,
-    "reinforce": reinforce,
-}
+_SURROGATES = (clip, clip_eq4, unclipped, stop_gradient, reinforce)
+SURROGATES: dict[str, SurrogateFunction] = {surrogate.__name__: surrogate for surrogate in _SURROGATES}

@@ -6,8 +6,6 @@ of a training phase, this is reported once, every rank that can writes the stack
 here is a collective or needs the main thread.
 """
 
-from __future__ import annotations
-
 import contextlib
 import faulthandler
 import json
@@ -148,7 +146,7 @@ class HangWatchdog:
         self._main, self._over, self._report_lock = threading.main_thread().ident, threading.Event(), threading.Lock()
         self._threads = [threading.Thread(target=run, name="watch", daemon=True) for run in (self._beat, self._hold_store)]
 
-    def __enter__(self) -> HangWatchdog:
+    def __enter__(self) -> "HangWatchdog":
         for thread in self._threads:
             thread.start()
         return self

@@ -33,8 +33,5 @@ class Metrics:
 
     def means(self) -> dict[str, float | None]:
         """Return name -> numerator / denominator; None if the denominator is 0 or the value is not finite (JSON has no NaN)."""
-        out: dict[str, float | None] = {}
-        for name, (n, d) in self._pairs.items():
-            value = n / d if d else math.nan
-            out[name] = value if math.isfinite(value) else None
-        return out
+        means = {name: n / d if d else math.nan for name, (n, d) in self._pairs.items()}
+        return {name: mean if math.isfinite(mean) else None for name, mean in means.items()}

@@ -1,7 +1,5 @@
 """The folder of a run: its contents, and when a start may replace or resume the run in it."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import json
@@ -20,6 +18,7 @@ from tepo_megatron.utils.storage import disk_fault
 if TYPE_CHECKING:
     from tepo_megatron.config import Config
 
+Inputs = Sequence[tuple[str, str | None]]  # (config key, path) of everything that a run reads
 # Files of a run that made progress. A failed start leaves none of them.
 _SIGNS = ("summary.json", "hf", "checkpoints", "metrics.lost.jsonl")
 # Files written at the end of a run -> their names after the run is resumed, which writes them again.
@@ -34,13 +33,13 @@ _OF_A_RUN = (
 )  # fmt: skip
 
 
-def prepare(cfg: Config) -> Path:
+def prepare(cfg: "Config") -> Path:
     """Prepare the folder of a run that starts later: call `claim`, then release the lock. Return the path of config.yaml."""
     with claim(cfg):
         return cfg.run_dir / "config.yaml"
 
 
-def claim(cfg: Config) -> RunLock:
+def claim(cfg: "Config") -> RunLock:
     """Lock the run's folder and prepare it: write the resolved config.yaml and remove what `overwrite` replaces.
 
     With `resume` nothing is removed. The outcome of a run that had ended keeps its name until the run continues
@@ -80,9 +79,7 @@ def claim(cfg: Config) -> RunLock:
     return lock
 
 
-def _refuse_what_is_there(
-    run_dir: Path, overwrite: bool, resume: bool, only_samples: bool, inputs: Sequence[tuple[str, str | None]]
-) -> None:
+def _refuse_what_is_there(run_dir: Path, overwrite: bool, resume: bool, only_samples: bool, inputs: Inputs) -> None:
     """Raise ConfigError if the run may not start in the folder as it is now. This only reads.
 
     Args:
@@ -137,7 +134,7 @@ def _rename(run_dir: Path, names: Mapping[str, str]) -> None:
             (run_dir / name).replace(run_dir / former)
 
 
-def finished(cfg: Config) -> bool:
+def finished(cfg: "Config") -> bool:
     """Return whether `resume` has nothing left to do.
 
     That is the case if the run took `training.steps` steps, or ended early under `evaluation.patience`, and its model is
@@ -202,7 +199,7 @@ def _refuse_without_checkpoints(run_dir: Path, only_samples: bool) -> None:
         )
 
 
-def _refuse_to_remove_what_is_used(inputs: Sequence[tuple[str, str | None]], removed: list[Path]) -> None:
+def _refuse_to_remove_what_is_used(inputs: Inputs, removed: list[Path]) -> None:
     for key, used in inputs:
         if used is not None and any(Path(used).resolve().is_relative_to(path.resolve()) for path in removed):
             raise ConfigError(f"{key}={used} lies in the run that would be replaced; choose another `name`")

@@ -3,8 +3,6 @@
 Only rank 0 opens a `RunLog`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import json
@@ -104,12 +102,10 @@ class RunLog:
         lock(self._metrics, run_dir)
         self._log = _open_for_appending(run_dir / LOG_FILE)
         _end_line(self._log, run_dir / LOG_FILE)
-        self._console = Console()
-        self._steps = steps
-        self._lines = 0
+        self._console, self._steps, self._lines = Console(), steps, 0
         self._warnings = _Warnings(self)
 
-    def __enter__(self) -> RunLog:
+    def __enter__(self) -> "RunLog":
         logging.getLogger(_PACKAGE).addHandler(self._warnings)
         return self
 
@@ -133,7 +129,7 @@ class RunLog:
             RunReplacedError, StorageError: The run's folder was replaced, or the named file cannot be written.
         """
         self.check_in_place()
-        values = {key: _finite(value) for key, value in record.items()}
+        values = {k: v if v is not None and math.isfinite(v) else None for k, v in record.items()}
         self._append(self._metrics, METRICS_FILE, json.dumps({"step": step, **values}) + "\n")
         self._progress(step, values)
         known = {key: value for key, value in values.items() if value is not None}
@@ -173,8 +169,7 @@ class RunLog:
         data = path.read_bytes() if path.exists() else b""
         found = records.steps_of(records.parse_lines(data, _FIRST_KEY), last=step)
         kept = b"".join(line.raw + b"\n" for line in found.kept)
-        lost = b"".join(line.raw + b"\n" for line in (*found.rest, *found.later))
-        if lost:
+        if lost := b"".join(line.raw + b"\n" for line in (*found.rest, *found.later)):
             self._add_lost(lost)
         if data.startswith(kept):
             os.ftruncate(self._metrics, len(kept))
@@ -272,10 +267,6 @@ def read_steps(run_dir: Path) -> records.StepRecords:
         what = f"{found.faults[0]}; restore the file, or repeat the run" if found.faults else "wait for the first one"
         raise DataError(f"{path}: no step has been recorded yet; {what}")
     return found
-
-
-def _finite(value: Value) -> Value:
-    return value if value is not None and math.isfinite(value) else None
 
 
 def _open_for_appending(path: Path) -> int:

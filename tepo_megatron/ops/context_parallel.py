@@ -52,9 +52,7 @@ def concatenated_ranges(first: Tensor, size: Tensor) -> Tensor:
 
 def _check_lengths(lengths: Sequence[int], cp_size: int) -> None:
     """Raise ValueError if a length cannot be split into equal zigzag chunks."""
-    if cp_size == 1:
-        return
-    for i, length in enumerate(lengths):
+    for i, length in enumerate(lengths if cp_size > 1 else ()):
         if length % (2 * cp_size):
             raise ValueError(
                 f"sequence {i} has {length} tokens, which 2 * cp = {2 * cp_size} zigzag chunks do not divide; pad it to a "

@@ -76,18 +76,16 @@ class _Cpu:
     """PyTorch's flash attention for the CPU, in fp32, fp64 and bf16. It takes grouped heads without repeating them."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, keys: AttendedKeys, scale: float | None) -> tuple[Tensor, Tensor]:
-        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
+        return aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, 0.0, keys.causal, attn_mask=keys.bias(q.dtype), scale=scale
         )
-        return out, lse
 
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, keys: AttendedKeys, scale: float | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        gradients: tuple[Tensor, Tensor, Tensor] = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        return aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad, q, k, v, out, lse, 0.0, keys.causal, attn_mask=keys.bias(q.dtype), scale=scale
         )
-        return gradients
 
 
 class _Cuda:
@@ -119,8 +117,7 @@ class _Cuda:
 
     @staticmethod
     def _bias(q: Tensor, keys: AttendedKeys) -> Tensor | None:
-        bias = keys.bias(q.dtype)
-        if bias is None:
+        if (bias := keys.bias(q.dtype)) is None:
             return None
         length = bias.size(-1)
         bias = F.pad(bias, (0, -length % _BIAS_ALIGNMENT))[..., :length]

@@ -17,15 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from tepo_megatron.ops.token_statistics import RowKernels, row_kernels
-from tepo_megatron.ops.token_statistics.shard import (
-    Normalizer,
-    VocabShard,
-    coefficients,
-    combine,
-    gather,
-    local_statistics,
-    write_gradient,
-)
+from tepo_megatron.ops.token_statistics.shard import VocabShard, coefficients, combine, gather, local_statistics, write_gradient
 from tepo_megatron.types import TokenStats
 
 # Rows per chunk: enough for a matrix product to run at full speed.
@@ -124,7 +116,7 @@ class _OutputLayerStats(torch.autograd.Function):
             return (None,) * 9
         hidden_R, weight, owned_R, column_R, *normalizer = ctx.saved_tensors
         shard = VocabShard(ctx.columns, owned_R, column_R)
-        row = coefficients(Normalizer(*normalizer), shard, grad_logprob_R, grad_entropy_R, ctx.temperature)
+        row = coefficients(normalizer, shard, grad_logprob_R, grad_entropy_R, ctx.temperature)
         kept, ctx.kept = ctx.kept, {}  # this pass overwrites them, so a second backward recomputes all logits
         grad_hidden = torch.empty_like(hidden_R) if ctx.needs_input_grad[0] else None
         total = ctx.main_grad if ctx.needs_input_grad[1] else None
@@ -169,8 +161,7 @@ def _logits(hidden_R: Tensor, weight: Tensor, kept: dict[int, Tensor], budget: i
     rows, buffer = hidden_R.size(0), None
     for at in range(0, max(rows, 1), CHUNK_ROWS):
         chunk = slice(at, min(rows, at + CHUNK_ROWS))
-        logits = kept.get(at)
-        if logits is None:
+        if (logits := kept.get(at)) is None:
             size = (chunk.stop - at, weight.size(0))
             budget -= size[0] * size[1] * hidden_R.element_size()
             if budget >= 0:

@@ -3,8 +3,6 @@
 Suffixes: _S packed tokens over all context-parallel ranks, _N response tokens of the microbatch, _P pieces, _G sequences.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -99,7 +97,7 @@ class _Packed:
         return self.piece_S.numel()
 
     @classmethod
-    def of(cls, pieces: Sequence[SequencePiece], alignment: Alignment) -> _Packed:
+    def of(cls, pieces: Sequence[SequencePiece], alignment: Alignment) -> "_Packed":
         """Return the padded positions of the pieces, or of one dummy token if there are none.
 
         Args:
@@ -142,8 +140,7 @@ def _rows(token_ids: Sequence[Tensor], masks: Sequence[Tensor], pieces: Sequence
     logits predict it. That may be the last token of a shared prompt.
     """
     last = [i for i, p in enumerate(pieces) if i + 1 == len(pieces) or not pieces[i + 1].start or p.start]
-    sequences = [pieces[i].sequence for i in last]
-    if not sequences:
+    if not (sequences := [pieces[i].sequence for i in last]):
         none = torch.zeros(0, dtype=torch.int64)
         return _Rows([], none, none, none, none, none)
     prompt_P = torch.tensor([i if not p.start else 0 for i, p in enumerate(pieces)]).cummax(0).values
@@ -160,14 +157,10 @@ def _rows(token_ids: Sequence[Tensor], masks: Sequence[Tensor], pieces: Sequence
     piece_N = torch.where(in_prompt_N, prompt_P[piece_N], piece_N)
     row_N = packed.cu_seqlens[piece_N] + before_N - packed.start_P[piece_N]
     count_G = torch.bincount(sequence_N, minlength=len(sequences))
-    return _Rows(
-        sequences,
-        row_N,
-        torch.cat([token_ids[i] for i in sequences])[token_N],
-        sequence_N,
-        torch.arange(token_N.numel()) - (count_G.cumsum(0) - count_G)[sequence_N],
-        _chunk(packed, row_N, piece_N, in_prompt_N, behind_prompt_N),
-    )
+    label_N = torch.cat([token_ids[i] for i in sequences])[token_N]
+    position_N = torch.arange(token_N.numel()) - (count_G.cumsum(0) - count_G)[sequence_N]
+    chunk_N = _chunk(packed, row_N, piece_N, in_prompt_N, behind_prompt_N)
+    return _Rows(sequences, row_N, label_N, sequence_N, position_N, chunk_N)
 
 
 def _chunk(packed: _Packed, row_N: Tensor, piece_N: Tensor, in_prompt_N: Tensor, behind_prompt_N: Tensor) -> Tensor:

@@ -184,11 +184,6 @@ def plan_metrics(
     }
 
 
-def _costs_of(plan: Plan, costs: Sequence[float]) -> Costs:
-    """Return the cost of each microbatch, fp64 [dp, m]."""
-    return np.array([[sum(costs[i] for i in m) for m in rank] for rank in plan], dtype=np.float64)
-
-
 def _count_for_bubble(costs: Sequence[float], dp: int, pipeline: Pipeline) -> int:
     """Return the m that minimises work x bubble / m + m x MICROBATCH_TOKENS, at most the number of sequences per rank."""
     least = (sum(costs) / dp * pipeline.bubble / MICROBATCH_TOKENS) ** 0.5
@@ -213,7 +208,8 @@ def _plan_of(items: PlanItems, dp: int, count: int, pipeline: Pipeline, longest_
         choices.append([_in_order(out, items, shape, pipeline) for shape, out in filled if out is not None])
         if not choices[-1]:
             return None
-    times = iter(pipeline.makespans(_costs_of([option for found in choices for option in found], items.costs)).tolist())
+    options = [option for found in choices for option in found]
+    times = iter(pipeline.makespans(_Costs(items.costs, None, ATTENTION_TOKENS).of_plan(options)).tolist())
     return [min((next(times), at, option) for at, option in enumerate(found))[2] for found in choices]
 
 

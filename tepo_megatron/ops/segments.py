@@ -4,8 +4,6 @@ A loss communicates over context-parallel ranks only through this module. Suffix
 _P chunks of sequences (a piece here is one chunk of one sequence).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,7 +36,7 @@ class Segments:
     chunks: int = 1
 
     @classmethod
-    def of(cls, microbatch: PackedMicrobatch, group: dist.ProcessGroup | None) -> Segments:
+    def of(cls, microbatch: PackedMicrobatch, group: dist.ProcessGroup | None) -> "Segments":
         """Return the segments of a packed microbatch.
 
         Args:
@@ -83,8 +81,7 @@ class Segments:
         Collectives: forward one all-reduce of G x chunks sums (fp64); backward one of the same size.
         """
         assert self.position_R is not None and self.chunk_R is not None, "running sums need position_R and chunk_R"
-        total_R = _RunningSum.apply(x_R, self)
-        return total_R / (self.position_R + 1)
+        return _RunningSum.apply(x_R, self) / (self.position_R + 1)
 
     @property
     def _alone(self) -> bool:
@@ -102,8 +99,7 @@ class Segments:
         assert self.chunk_R is not None
         x_R = x_R.double()
         piece_R = self.sequence_R * self.chunks + self.chunk_R
-        pieces = x_R.new_zeros(self.lengths_G.numel() * self.chunks)
-        sums_P = pieces.index_add(0, piece_R, x_R)
+        sums_P = x_R.new_zeros(self.lengths_G.numel() * self.chunks).index_add(0, piece_R, x_R)
         # the rows of a piece are contiguous, and the pieces of a sequence are in ascending order of their chunks
         inside_R = x_R.cumsum(0) - (sums_P.cumsum(0) - sums_P)[piece_R]
         if reverse:

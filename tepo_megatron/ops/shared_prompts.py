@@ -5,14 +5,14 @@ group in one microbatch share one copy of the prompt: the prompt is packed as a 
 follows it as a piece of its own.
 """
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Self
 
 from tepo_megatron.ops.alignment import Alignment
 
+Parts = list[list[int]]  # indices of the sequences of each part
 LEAST_SAVED = 64  # tokens: a group that saves fewer is not worth one more attention call per part and layer
 _HALVINGS = 5  # how often `split_into_parts` halves the size limit of a part
 
@@ -30,7 +30,7 @@ class PrefixGroups:
     lengths: tuple[int, ...]
 
     @classmethod
-    def of(cls, prompt_ids: Sequence[int], lengths: Sequence[int], least_tokens: int, least_saved: int) -> PrefixGroups | None:
+    def of(cls, prompt_ids: Sequence[int], lengths: Sequence[int], least_tokens: int, least_saved: int) -> Self | None:
         """Return the prefix groups of a batch; None if no prompt is shared. A sequence that shares nothing is its own group.
 
         Args:
@@ -95,9 +95,7 @@ def pieces_of(indices: Sequence[int], lengths: Sequence[int], prefix_groups: Pre
     return out
 
 
-def split_into_parts(
-    prefix_groups: PrefixGroups, lengths: Sequence[int], alignment: Alignment, capacity: int
-) -> list[list[list[int]]]:
+def split_into_parts(prefix_groups: PrefixGroups, lengths: Sequence[int], alignment: Alignment, capacity: int) -> list[Parts]:
     """Return several ways to split a batch into parts of prefix groups, each part to be computed in one microbatch.
 
     The parts of the first way have at most `capacity` tokens, those of the next half as many, and so on. The shared prompt and
@@ -113,7 +111,7 @@ def split_into_parts(
         [way][part], a list of sequence indices.
     """
     whole = prefix_groups.members(range(len(lengths)))
-    ways: list[list[list[int]]] = []
+    ways: list[Parts] = []
     for halving in range(_HALVINGS):
         way = [part for members in whole for part in _parts(members, prefix_groups, lengths, alignment, capacity >> halving)]
         if way not in ways:
@@ -121,9 +119,7 @@ def split_into_parts(
     return ways
 
 
-def _parts(
-    members: list[int], prefix_groups: PrefixGroups, lengths: Sequence[int], alignment: Alignment, most: int
-) -> list[list[int]]:
+def _parts(members: list[int], prefix_groups: PrefixGroups, lengths: Sequence[int], alignment: Alignment, most: int) -> Parts:
     """Split a group into as few parts of at most `most` tokens as hold it: the longest first, each into the emptiest part."""
     prompt = prefix_groups.lengths[members[0]]
     behind = {i: alignment.padded_one(lengths[i] - prompt) for i in members}

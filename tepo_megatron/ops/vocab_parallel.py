@@ -15,15 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from tepo_megatron.ops.token_statistics import RowKernels, row_kernels
-from tepo_megatron.ops.token_statistics.shard import (
-    Normalizer,
-    VocabShard,
-    coefficients,
-    combine,
-    gather,
-    local_statistics,
-    write_gradient,
-)
+from tepo_megatron.ops.token_statistics.shard import VocabShard, coefficients, combine, gather, local_statistics, write_gradient
 from tepo_megatron.types import TokenStats
 
 
@@ -117,7 +109,7 @@ class _TokenStats(torch.autograd.Function):
                 "to use them again, pass keep_logits=True"
             ) from e
         shard = VocabShard(ctx.columns, owned_R, column_R)
-        row = coefficients(Normalizer(*normalizer), shard, grad_logprob_R, grad_entropy_R, ctx.temperature)
+        row = coefficients(normalizer, shard, grad_logprob_R, grad_entropy_R, ctx.temperature)
         logits = logits.detach()  # the same storage
         grad = torch.empty_like(logits) if ctx.keep_logits else logits
         write_gradient(ctx.kernels, logits, shard, ctx.temperature, row, grad)

@@ -5,8 +5,6 @@ the calls that Megatron-Core makes to `torch.cuda` to the CPU, so that the same 
 without a GPU. The config alone decides: under `cpu`, a GPU in the machine has no effect.
 """
 
-from __future__ import annotations
-
 import sys
 from dataclasses import dataclass, replace
 from typing import Literal

@@ -55,8 +55,7 @@ class HostAdam(torch.optim.Optimizer):
     def _update(self, p: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
         """Update one parameter."""
         (beta1, beta2), lr, decay, step = group["betas"], group["lr"], group["weight_decay"], group["step"]
-        state = self.state[p]
-        if not state:
+        if not (state := self.state[p]):
             state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(p), torch.zeros_like(p)
         if self.adam_w_mode:
             p.mul_(1 - lr * decay)

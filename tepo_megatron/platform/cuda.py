@@ -9,9 +9,7 @@ def require() -> None:
     """Raise ConfigError when PyTorch cannot use a GPU."""
     if torch.cuda.is_available():
         return
-    reason = (
-        f"torch {torch.__version__} is built without CUDA"
-        if torch.version.cuda is None
-        else "torch.cuda finds no usable GPU; check `nvidia-smi` and CUDA_VISIBLE_DEVICES"
-    )
+    reason = "torch.cuda finds no usable GPU; check `nvidia-smi` and CUDA_VISIBLE_DEVICES"
+    if torch.version.cuda is None:
+        reason = f"torch {torch.__version__} is built without CUDA"
     raise ConfigError(f"platform=cuda, but {reason}; use platform=cpu, or a machine with a GPU and a CUDA build of torch")

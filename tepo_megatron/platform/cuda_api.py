@@ -4,8 +4,6 @@ Every replacement is a function object of its own, because torch's tracer keeps 
 has two names in torch.
 """
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections.abc import Callable
@@ -31,8 +29,7 @@ def redirect_streams_and_events() -> None:
     """Replace streams and events by a single stream in order, on which nothing has to be waited for."""
     torch.cuda.Stream = HostStream
     torch.cuda.Event = Event
-    torch.cuda.current_stream = lambda device=None: HostStream()
-    torch.cuda.default_stream = lambda device=None: HostStream()
+    torch.cuda.current_stream = torch.cuda.default_stream = lambda device=None: HostStream()
     torch.cuda.set_stream = _returning(None)
     torch.cuda.stream = _context()
     torch.cuda.is_current_stream_capturing = _returning(False)
@@ -80,19 +77,19 @@ class HostStream:
     def __hash__(self) -> int:
         return 0
 
-    def __enter__(self) -> HostStream:
+    def __enter__(self) -> "HostStream":
         return self
 
     def __exit__(self, *_: object) -> None:
         return None
 
-    def wait_stream(self, stream: HostStream) -> None:
+    def wait_stream(self, stream: "HostStream") -> None:
         """Do nothing: the work is done."""
 
-    def wait_event(self, event: Event) -> None:
+    def wait_event(self, event: "Event") -> None:
         """Do nothing: the work is done."""
 
-    def record_event(self, event: Event | None = None) -> Event:
+    def record_event(self, event: "Event | None" = None) -> "Event":
         """Record the current time in an event, and return the event."""
         event = event or Event()
         event.record(self)
@@ -126,7 +123,7 @@ class Event:
         """Return whether the work before the event is done, which is always true."""
         return True
 
-    def elapsed_time(self, end: Event) -> float:
+    def elapsed_time(self, end: "Event") -> float:
         """Return the milliseconds from this event to `end`."""
         return (end._seconds - self._seconds) * 1e3
 

@@ -7,10 +7,12 @@ each.
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch.distributed as dist
 from torch import Tensor
+
+Group: TypeAlias = dist.ProcessGroup | None
 
 
 def add_uneven_collectives() -> None:
@@ -33,9 +35,7 @@ def _all_gather_into_tensor(original: Callable[..., Any]) -> Callable[..., Any]:
     """Return the collective with a shortcut for groups of one rank; asynchronous calls go to gloo."""
 
     @functools.wraps(original)
-    def all_gather_into_tensor(
-        output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup | None = None, async_op: bool = False
-    ) -> Any:
+    def all_gather_into_tensor(output_tensor: Tensor, input_tensor: Tensor, group: Group = None, async_op: bool = False) -> Any:
         if async_op or dist.get_world_size(group) > 1:
             return original(output_tensor, input_tensor, group=group, async_op=async_op)
         return _copy(output_tensor, input_tensor)
@@ -48,11 +48,7 @@ def _reduce_scatter_tensor(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def reduce_scatter_tensor(
-        output: Tensor,
-        input: Tensor,
-        op: Any = dist.ReduceOp.SUM,
-        group: dist.ProcessGroup | None = None,
-        async_op: bool = False,
+        output: Tensor, input: Tensor, op: Any = dist.ReduceOp.SUM, group: Group = None, async_op: bool = False
     ) -> Any:
         if async_op or dist.get_world_size(group) > 1:
             return original(output, input, op=op, group=group, async_op=async_op)
@@ -76,9 +72,7 @@ def _uneven_all_gather(original: Callable[..., Any]) -> Callable[..., Any]:
     """Return an all_gather that broadcasts from each rank in turn if shapes differ; asynchronous calls go to gloo."""
 
     @functools.wraps(original)
-    def all_gather(
-        tensor_list: list[Tensor], tensor: Tensor, group: dist.ProcessGroup | None = None, async_op: bool = False
-    ) -> Any:
+    def all_gather(tensor_list: list[Tensor], tensor: Tensor, group: Group = None, async_op: bool = False) -> Any:
         if async_op or _are_equal(tensor_list):
             return original(tensor_list, tensor, group=group, async_op=async_op)
         tensor_list[dist.get_rank(group)].copy_(tensor)
@@ -93,11 +87,7 @@ def _uneven_reduce_scatter(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def reduce_scatter(
-        output: Tensor,
-        input_list: list[Tensor],
-        op: Any = dist.ReduceOp.SUM,
-        group: dist.ProcessGroup | None = None,
-        async_op: bool = False,
+        output: Tensor, input_list: list[Tensor], op: Any = dist.ReduceOp.SUM, group: Group = None, async_op: bool = False
     ) -> Any:
         if async_op or _are_equal(input_list):
             return original(output, input_list, op=op, group=group, async_op=async_op)

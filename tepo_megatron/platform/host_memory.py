@@ -5,8 +5,6 @@ of a 14B model takes 314 GiB instead of 220. Here a block is an anonymous mappin
 it are pinned for PyTorch (`is_pinned`), so that copies to and from them are asynchronous. See decision 0025.
 """
 
-from __future__ import annotations
-
 import mmap
 import os
 import sys
@@ -32,7 +30,7 @@ class _Mapping(mmap.mmap):
     locked_at: int | None = None
     owner: int
 
-    def __new__(cls, size: int, device: torch.device) -> _Mapping:
+    def __new__(cls, size: int, device: torch.device) -> "_Mapping":
         """Map `size` bytes, and page-lock them if `device` is a GPU.
 
         Raises OSError or RuntimeError when the machine lacks the memory or cannot page-lock it.
@@ -42,8 +40,7 @@ class _Mapping(mmap.mmap):
         self.owner = os.getpid()
         if device.type == "cuda":
             address = torch.frombuffer(self, dtype=torch.uint8).data_ptr()
-            status = int(torch.cuda.cudart().cudaHostRegister(address, size, _PORTABLE))
-            if status:
+            if status := int(torch.cuda.cudart().cudaHostRegister(address, size, _PORTABLE)):
                 raise RuntimeError(
                     f"CUDA error {status}: cudaHostRegister could not lock {size / 2**30:.2f} GiB of host memory; compare what "
                     "`tepo plan` says of a machine's memory with the machine's, and with the container's limit"
@@ -96,7 +93,7 @@ class HostPiece:
         data: the memory, uint8.
     """
 
-    def __init__(self, data: Tensor, stack: _Stack, returned: deque[_Stack]) -> None:
+    def __init__(self, data: Tensor, stack: "_Stack", returned: "deque[_Stack]") -> None:
         self.data, self._stack, self._returned = data, stack, returned
 
     def __del__(self) -> None:
@@ -194,8 +191,7 @@ class HostStacks:
     def begin(self) -> None:
         """Begin another microbatch, to which the pieces of later `take` calls belong."""
         self._collect()
-        free = next((stack for stack in self._stacks if not stack.in_use), None)
-        if free is None:
+        if (free := next((stack for stack in self._stacks if not stack.in_use), None)) is None:
             free = _Stack()
             self._stacks.append(free)
         free.restart()

@@ -18,13 +18,9 @@ from tepo_megatron.platform.adam import HostAdam
 _GPU_PACKAGES = ("transformer_engine", "apex")
 # Everything that is fixed below, and what nearly every caller needs next.
 _MODULES = (
-    "megatron.core",
-    "megatron.core.dist_checkpointing",
-    "megatron.core.models.gpt",
-    "megatron.core.models.gpt.gpt_layer_specs",
-    "megatron.core.optimizer",
-    "megatron.core.pipeline_parallel",
-)
+    "megatron.core", "megatron.core.dist_checkpointing", "megatron.core.models.gpt", "megatron.core.models.gpt.gpt_layer_specs",
+    "megatron.core.optimizer", "megatron.core.pipeline_parallel",
+)  # fmt: skip
 
 
 def load() -> None:

@@ -17,8 +17,7 @@ def keep_freed_memory() -> None:
     By default glibc returns the pages of large tensors with each `free`, and the kernel zeroes new ones for the next tensor.
     With this setting the resident set stays at its peak.
     """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
+    if (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)) is not None:
         mallopt(_M_MMAP_MAX, 0)  # allocate everything on the heap
         mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)  # the heap does not shrink
 
@@ -31,8 +30,7 @@ def release_cached_memory(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.empty_cache()
         return
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
+    if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
         trim(0)
 
 

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Self
 
@@ -93,8 +94,8 @@ class CustomRollouts:
     def __init__(
         self, sampler: Sampler, function: GenerationFunction, encode: Encode, decode: Decode, mixed: bool = False
     ) -> None:
-        self._sampler, self._function, self._mixed = sampler, function, mixed
-        self._encode, self._decode = encode, decode
+        self._sampler, self._function = sampler, function
+        self._begin = partial(Conversation, sample_turn=self._sample_turn, encode=encode, decode=decode, mixed=mixed)
         self._loop = LoopThread("conversations")
         self._events: list[str] = []
 
@@ -175,15 +176,7 @@ class CustomRollouts:
 
     async def _once(self, prompt: Prompt, sampling: SamplingParams, seed: int, sample: int) -> Rollout:
         function, what = self._function, self._what(prompt, sample)
-        conversation = Conversation(
-            prompt,
-            sampling,
-            derive_seed(seed, sample),
-            sample_turn=self._sample_turn,
-            encode=self._encode,
-            decode=self._decode,
-            mixed=self._mixed,
-        )
+        conversation = self._begin(prompt, sampling, derive_seed(seed, sample))
         returned: object = None
         try:
             returned = await function.call(conversation)

@@ -1,7 +1,5 @@
 """Check, before anything is started, that the engine supports the model's experts and can return the chosen ones."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from tepo_megatron.config import RolloutConfig
@@ -23,8 +21,7 @@ def check_experts(cfg: RolloutConfig, model_path: str) -> None:
     if cfg.engine != "sglang" or cfg.replay is not None:
         return
     hf_config = read_config(model_path)
-    family = find_family(hf_config)
-    arch = family.architecture(hf_config)
+    arch = find_family(hf_config).architecture(hf_config)
     if arch.experts is not None and len(arch.experts.sparse_layers) < arch.num_layers:
         dense = sorted(set(range(arch.num_layers)) - set(arch.experts.sparse_layers))
         raise ConfigError(
@@ -48,12 +45,11 @@ def replayed_routing(cfg: RolloutConfig, model_path: str, platform: Literal["cpu
         return None
     hf_config = read_config(model_path)
     arch = find_family(hf_config).architecture(hf_config)
-    if arch.experts is None:
+    if (experts := arch.experts) is None:
         raise ConfigError(f"rollout.replay_experts=true, and the model in model.path={model_path} has none; set it to false")
     if platform == "cpu" and cfg.engine == "vllm" and cfg.replay is None:
         raise ConfigError(
             "rollout.replay_experts=true: vLLM 0.32 returns experts from its second model runner alone, which needs Triton and "
             "does not start on platform=cpu; use rollout.engine=sglang, or set it to false"
         )
-    experts = arch.experts
     return Routing(arch.num_layers, experts.sparse_layers, experts.per_token, experts.number)

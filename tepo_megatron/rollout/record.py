@@ -95,8 +95,7 @@ def faults(folder: Path, last: int) -> list[str]:
         last: The last step to check.
     """
     said, present = [], set(steps(folder))
-    missing = [step for step in range(1, last + 1) if step not in present]
-    if missing:
+    if missing := [step for step in range(1, last + 1) if step not in present]:
         said.append(f"{folder.name}: no recording of step {', '.join(map(str, missing[:5]))}{', ...' * (len(missing) > 5)}")
     for step in sorted(present):
         if step <= last:

@@ -20,14 +20,6 @@ from tepo_megatron.types.rollout import Rollout
 from tepo_megatron.types.sampling import NO_EXPERT, Prompt, Routing, SamplingParams
 
 __all__ = [
-    "NO_EXPERT",
-    "Denominators",
-    "LossOutput",
-    "PackedMicrobatch",
-    "Prompt",
-    "Rollout",
-    "Routing",
-    "SamplingParams",
-    "TokenStats",
-    "TrainBatch",
-]
+    "NO_EXPERT", "Denominators", "LossOutput", "PackedMicrobatch", "Prompt", "Rollout", "Routing", "SamplingParams",
+    "TokenStats", "TrainBatch",
+]  # fmt: skip

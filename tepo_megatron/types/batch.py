@@ -1,7 +1,5 @@
 """The training batch of one step. The docstring of the package explains the layout suffixes."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
@@ -39,7 +37,7 @@ class TrainBatch:
     ids_B: Tensor | None = None
 
     @classmethod
-    def build(cls, rollouts: Sequence[Rollout], advantages_B: Tensor) -> TrainBatch:
+    def build(cls, rollouts: Sequence[Rollout], advantages_B: Tensor) -> "TrainBatch":
         """Return a batch without old statistics.
 
         Args:
@@ -116,7 +114,7 @@ class TrainBatch:
         position_N = torch.arange(self.num_tokens) - torch.tensor(self.first_tokens)[self.sequence_N]
         return torch.stack((ids_B[self.sequence_N], position_N), dim=1)
 
-    def select(self, indices: Sequence[int], update: int) -> TrainBatch:
+    def select(self, indices: Sequence[int], update: int) -> "TrainBatch":
         """Return a batch of some sequences, with their old and reference statistics.
 
         Args:
@@ -140,7 +138,7 @@ class TrainBatch:
             (torch.arange(len(self)) if self.ids_B is None else self.ids_B)[list(indices)],
         )
 
-    def with_old_stats(self, stats_N: TokenStats) -> TrainBatch:
+    def with_old_stats(self, stats_N: TokenStats) -> "TrainBatch":
         """Return the same batch with these statistics as the old ones."""
         return dataclasses.replace(self, old_logprobs_N=stats_N.logprob_R, old_entropies_N=stats_N.entropy_R)
 
@@ -153,7 +151,7 @@ class TrainBatch:
         """
         return epochs * -(-len({r.prompt_id for r in self.rollouts}) // minibatch_prompts)
 
-    def epochs(self, epochs: int, minibatch_prompts: int, seed: int) -> Iterator[TrainBatch]:
+    def epochs(self, epochs: int, minibatch_prompts: int, seed: int) -> "Iterator[TrainBatch]":
         """Yield minibatches of whole groups, as equal in size as possible, reshuffled every epoch.
 
         Args:

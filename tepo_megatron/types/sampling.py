@@ -1,7 +1,5 @@
 """Inputs of a generation request: prompts, sampling settings, and the shape of a model's expert routing."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any

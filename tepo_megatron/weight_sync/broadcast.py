@@ -135,8 +135,7 @@ class GroupTransport:
 
     def wait(self) -> _Report:
         """Wait until the round is no longer in flight. See `WeightTransport.wait`."""
-        it = self._flight
-        if it is None:
+        if (it := self._flight) is None:
             return _Report()
         broken = arrived = False
         try:

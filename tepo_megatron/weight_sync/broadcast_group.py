@@ -4,8 +4,6 @@ Runs in the trainer and inside the servers. The default group there belongs to o
 same PyTorch (and NCCL), because groups of different versions do not understand each other; facts are of PyTorch 2.13.
 """
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 import json
@@ -48,7 +46,7 @@ class GroupSpec:
     join_seconds: float  # time limit for all groups to be formed
     folder: str = ""  # a store in this folder replaces the TCP store if all members are on one machine
 
-    def at(self, first: int) -> GroupSpec:
+    def at(self, first: int) -> "GroupSpec":
         """Return the same spec for another server."""
         return replace(self, first=first)
 
@@ -118,7 +116,7 @@ class Bucket:
         return json.dumps(asdict(self))
 
     @classmethod
-    def from_json(cls, text: str) -> Bucket:
+    def from_json(cls, text: str) -> "Bucket":
         """Return the bucket that `to_json` wrote."""
         read = json.loads(text)
         contents = tuple(TensorEntry(c["name"], tuple(c["shape"]), c["dtype"], c["crc32"]) for c in read["contents"])
@@ -201,7 +199,7 @@ class BroadcastGroup:
         device: torch.device,
         until: float | None = None,
         wanted: Callable[[], bool] = lambda: True,
-    ) -> BroadcastGroup:
+    ) -> "BroadcastGroup":
         """Form the group and broadcast one byte in it.
 
         NCCL connects the members in their first collective, and that call never returns if a member is missing. So a thread

@@ -5,8 +5,6 @@ bucket of every sender. The plan is the same for all transports; an error on any
 `sync.delta` only parameters that changed since the last push are sent (`Delta`).
 """
 
-from __future__ import annotations
-
 import contextlib
 import re
 from collections.abc import Callable, Iterator, Sequence, Set
@@ -65,7 +63,7 @@ class BucketPlan:
         self.mine = self.count = self.largest = 0
 
     @classmethod
-    def agree(cls, cfg: SyncConfig, bindings: Sequence[Binding], arch: Architecture, groups: ParallelDims) -> BucketPlan:
+    def agree(cls, cfg: SyncConfig, bindings: Sequence[Binding], arch: Architecture, groups: ParallelDims) -> "BucketPlan":
         """Return the plan of all ranks. Collectives: two all-gathers over the host group.
 
         Args:
@@ -194,9 +192,7 @@ def is_check_due(version: int, before: int | None, every: int) -> bool:
         before: The version of the last delivery; None: there was none.
         every: Steps between checks; 0: never check.
     """
-    if every == 0:
-        return False
-    return version % every == 0 or (before is not None and version // every > before // every)
+    return every != 0 and (version % every == 0 or (before is not None and version // every > before // every))
 
 
 def _quantized(whole: Iterator[tuple[str, Tensor]], bucket: Sequence[Binding]) -> Iterator[tuple[str, Tensor]]:

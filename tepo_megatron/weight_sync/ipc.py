@@ -86,8 +86,7 @@ class DeviceBuffer:
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self._device = device
         self.bytes = torch.empty(nbytes, dtype=torch.uint8, device=device)
-        storage = self.bytes.untyped_storage()
-        _, memory, _, offset, counter, counter_offset, _, _ = storage._share_cuda_()
+        _, memory, _, offset, counter, counter_offset, _, _ = self.bytes.untyped_storage()._share_cuda_()
         torch.UntypedStorage._release_ipc_counter_cuda(counter, counter_offset)
         uuid = str(torch.cuda.get_device_properties(device).uuid)
         self.handle = BufferHandle(nbytes, 0, 0, uuid, memory.hex(), offset)

@@ -7,8 +7,6 @@ enters each machine once. Senders take different recipients on a machine in turn
 once.
 """
 
-from __future__ import annotations
-
 import os
 import socket
 from collections.abc import Iterable, Sequence
@@ -72,7 +70,7 @@ class RelayTransport(stores.StoredTransport):
         self.folder = self._shared_folder = Path()
 
     @classmethod
-    def open(cls, cfg: SyncConfig, plan: BucketPlan, groups: ParallelDims, receiver: WeightReceiver | None) -> RelayTransport:
+    def open(cls, cfg: SyncConfig, plan: BucketPlan, groups: ParallelDims, receiver: WeightReceiver | None) -> "RelayTransport":
         """Return a transport whose folder is made on every machine, and whose routes have their process groups.
 
         Args:
@@ -111,8 +109,7 @@ class RelayTransport(stores.StoredTransport):
         name = f"v{version}-{number:05d}-{self._owner}.safetensors"
         mine: Bucket | None = None
         with self._plan.raise_on_all_ranks() as replies:
-            contents = pack(tensors, own, checked)
-            if contents:
+            if contents := pack(tensors, own, checked):
                 mine = Bucket(number, self._plan.senders.index(self._rank), contents)
                 replies.mine = name, mine
         fault: TepoError | None = None  # raised after all buckets are sent: other ranks broadcast with this one

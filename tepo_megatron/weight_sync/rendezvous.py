@@ -1,7 +1,5 @@
 """The rendezvous store of a trainer's ranks and its servers, on the trainer's side (see `rendezvous_store.py`)."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,7 +26,7 @@ class OwnedStore:
     owned: PrivateFolder | None = None
 
     @classmethod
-    def open(cls, address: str) -> OwnedStore:
+    def open(cls, address: str) -> "OwnedStore":
         """Make the folder, or open the TCPStore's port.
 
         Raises:

@@ -4,8 +4,6 @@ A bucket is a safetensors file in shared memory or in `sync.transport.folder` (h
 byte buffer in the memory of its sender, which servers of this machine map.
 """
 
-from __future__ import annotations
-
 import collections
 import json
 import shutil
@@ -85,7 +83,7 @@ class FileTransport(StoredTransport):
         self._staging = PinnedStaging(plan.largest, groups.device) if groups.device.type == "cuda" else None
 
     @classmethod
-    def open(cls, cfg: SyncConfig, plan: BucketPlan, groups: ParallelDims, receiver: WeightReceiver | None) -> FileTransport:
+    def open(cls, cfg: SyncConfig, plan: BucketPlan, groups: ParallelDims, receiver: WeightReceiver | None) -> "FileTransport":
         """Return a transport whose folder rank 0 has made.
 
         Args:
@@ -145,8 +143,7 @@ class IpcTransport(StoredTransport):
             collections.deque(tensors, maxlen=0)
             return None
         buffer = self._buffer(number % 2)
-        contents = pack(tensors, buffer.bytes, checked)
-        if not contents:
+        if not (contents := pack(tensors, buffer.bytes, checked)):
             return None
         buffer.flush()
         bucket = Bucket(number, self._sender, contents, buffer.handle)

@@ -96,8 +96,7 @@ class WeightSync:
                 if i == 0 and self._delta is None and self._receiver is not None:
                     self._receiver.begin_update(version)
             self.transport.complete([report for _, report in replies.all])
-            sources = [staged.source for staged, _ in replies.all if staged is not None]
-            if sources:
+            if sources := [staged.source for staged, _ in replies.all if staged is not None]:
                 self.transport.start(sources)
                 number += 1
         with self._plan.raise_on_all_ranks() as replies:
@@ -163,9 +162,7 @@ class NoSync:
 MakeTransport = Callable[[SyncConfig, BucketPlan, ParallelDims, WeightReceiver | None], WeightTransport]
 
 
-def _file_transport(
-    cfg: SyncConfig, plan: BucketPlan, groups: ParallelDims, receiver: WeightReceiver | None
-) -> WeightTransport:
+def _shm_transport(cfg: SyncConfig, plan: BucketPlan, groups: ParallelDims, receiver: WeightReceiver | None) -> WeightTransport:
     """Return `RelayTransport` if ranks are on several machines that share no `folder`, else `FileTransport`."""
     here, everywhere = _ranks()
     kind = FileTransport if cfg.shared_folder is not None or here == everywhere else RelayTransport
@@ -184,7 +181,7 @@ class TransportEntry:
 
 TRANSPORTS: Mapping[str, TransportEntry] = {
     "shm": TransportEntry(
-        _file_transport,
+        _shm_transport,
         spans_machines=lambda cfg, local: cfg.shared_folder is not None or local,
         fix="set sync.transport.folder to a folder that all machines share, or ",
     ),

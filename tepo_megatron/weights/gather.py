@@ -157,8 +157,7 @@ def iterate_hf(bindings: Sequence[Binding], arch: Architecture, tp: Axis) -> Ite
     for b in bindings:
         if b.name == "output_layer.weight" and arch.tied_embeddings:
             continue
-        shards = _gather_shards(b, tp)
-        if shards:
+        if shards := _gather_shards(b, tp):
             yield from zip(b.hf_names, b.row.op.unshard(shards, arch), strict=True)
 
 
@@ -241,8 +240,7 @@ def _place(chunk: torch.nn.Module, name: str) -> tuple[str, int, int]:
     """Return the parameter's name in the table, and the indices of its layer and expert in the whole model (0 if none)."""
     for fused, plain in _FUSED_NORMS.items():
         name = name.replace(fused, plain)
-    match = _LAYER.match(name)
-    if match is None:
+    if (match := _LAYER.match(name)) is None:
         return name, 0, 0
     layer = chunk.decoder.layers[int(match.group(1))]
     name, expert = _LAYER.sub("decoder.layers.{layer}.", name, count=1), 0

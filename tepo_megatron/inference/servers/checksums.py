@@ -53,8 +53,7 @@ class ChecksumChecks:
             different = sorted(name for name in served.keys() | them.keys() if served.get(name) != them.get(name))
             if different:
                 raise SyncError(f"weights of version {version}: {first} and {server} serve different ones: {_some(different)}")
-        stale = self.stale(served, sent)
-        if stale:
+        if stale := self.stale(served, sent):
             raise SyncError(
                 f"weights of version {version}: {', '.join(known)} still serve{'s' * (len(known) == 1)} those of before: "
                 f"{_some(stale)}"

@@ -139,9 +139,8 @@ class Endpoint(ServerConnection):
         if about.max_model_len < self._max_model_len:
             raise ConfigError(
                 f"{self.name} takes sequences of {about.max_model_len} tokens, and this run asks for up to "
-                f"{self._max_model_len} (data.max_prompt_tokens + "
-                "rollout.max_response_tokens; for benchmarks data.max_prompt_tokens + evaluation.benchmark_tokens); start it "
-                "for that many, or lower one of them"
+                f"{self._max_model_len} (data.max_prompt_tokens + rollout.max_response_tokens; for benchmarks "
+                "data.max_prompt_tokens + evaluation.benchmark_tokens); start it for that many, or lower one of them"
             )
         await self.api.prepare(client.send)
         self.version = INITIAL_VERSION if about.label == INITIAL_LABEL else UNKNOWN_VERSION
@@ -211,26 +210,19 @@ class Endpoint(ServerConnection):
 
         Raises SyncError if the server does not report them, RequestFailed if it cannot be reached.
         """
-        try:
-            return await self.api.checksums(self._connected().send)
-        except RequestFailed as e:
-            if e.answered:
-                raise SyncError(f"checksums of version {self.version}: {self.name} {e.what}") from None
-            raise
-        except _ODD_ANSWER as e:
-            raise SyncError(f"checksums of version {self.version}: {self.name} {_odd(e)}") from None
+        return await self._updating(self.api.checksums, f"checksums of version {self.version}")
 
-    async def _updating(self, say: Callable[[Send], Awaitable[None]]) -> None:
+    async def _updating(self, say: Callable[[Send], Awaitable[Asked]], what: str = "") -> Asked:
         try:
-            await say(self._connected().send)
+            return await say(self._connected().send)
         except RequestFailed as e:
             if e.answered:
-                raise SyncError(f"weights of version {self._coming}: {self.name} {e.what}") from None
+                raise SyncError(f"{what or f'weights of version {self._coming}'}: {self.name} {e.what}") from None
             raise
         except _ODD_ANSWER as e:
             if isinstance(e, ConfigError):
                 raise
-            raise SyncError(f"weights of version {self._coming}: {self.name} {_odd(e)}") from None
+            raise SyncError(f"{what or f'weights of version {self._coming}'}: {self.name} {_odd(e)}") from None
 
     async def sleep(self) -> None:
         """Release the memory of the weights and the KV cache.

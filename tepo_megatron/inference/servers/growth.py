@@ -15,6 +15,7 @@ from tepo_megatron.inference.servers.endpoint import Endpoint
 from tepo_megatron.inference.servers.slot import Incarnation, PlannedRestart, ServerSlot
 
 _GIB = 2**30
+LiveServer = tuple[ServerSlot[Endpoint], Incarnation]
 
 
 class GrowthLimit:
@@ -28,9 +29,7 @@ class GrowthLimit:
         self._gib = gib
         self._first: WeakKeyDictionary[Incarnation, int] = WeakKeyDictionary()  # baseline in bytes
 
-    async def end_grown(
-        self, idle: Iterable[tuple[ServerSlot[Endpoint], Incarnation]]
-    ) -> list[tuple[ServerSlot[Endpoint], Incarnation]]:
+    async def end_grown(self, idle: Iterable[LiveServer]) -> list[LiveServer]:
         """End the servers that have grown too far. `ServerSlot.supervise` restarts them.
 
         The first call that sees an incarnation records its baseline.

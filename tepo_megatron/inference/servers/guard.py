@@ -108,10 +108,8 @@ def main(owner: int, grace_seconds: float, folder: Path | None, command: list[st
     while server.poll() is None and os.getppid() == owner:
         segments.note_if_due()
         received = signal.sigtimedwait(_SIGNALS, OWNER_CHECK_SECONDS)
-        if received is not None and received.si_signo == AT_ONCE:
-            grace_seconds = 0.0
-            break
         if received is not None and received.si_signo != signal.SIGCHLD:
+            grace_seconds = 0.0 if received.si_signo == AT_ONCE else grace_seconds
             break
     code = _end(server, grace_seconds, segments)
     if os.getppid() != owner and folder is not None:

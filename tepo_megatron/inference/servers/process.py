@@ -104,12 +104,9 @@ class ServerProcess:
         name: str = "the inference server",
         folder: Path | None = None,
     ) -> None:
-        self._name, self._folder = name, folder
-        self._command = list(command)
-        self._env = dict(env)
-        self._health_url = health_url
-        self._log_path = log_path
-        self._ready_seconds = ready_seconds
+        self._name, self._folder, self._log_path = name, folder, log_path
+        self._command, self._env = list(command), dict(env)
+        self._health_url, self._ready_seconds = health_url, ready_seconds
         self._guard: subprocess.Popen[bytes] | None = None
         self._ending = threading.Lock()
         self._kills = MemoryKills()
@@ -226,7 +223,9 @@ class ServerProcess:
         ended = "" if self.running else " (it has ended)"
         if status is not None:
             why = f": {self._kills.explain()}" if status == 128 + signal.SIGKILL and self._kills.seen() else ""
-            ended = f" (it has ended {_how(status)}{why})"
+            # 128 + n: signal n ended the server
+            how = f"by {signal.Signals(status - 128).name}" if status > 128 else f"with exit status {status}"
+            ended = f" (it has ended {how}{why})"
         if status != 128 + signal.SIGKILL and (hint := self._kills.hint()):
             ended += f"; {hint}"
         tail = self.log_tail()
@@ -283,8 +282,3 @@ def _begin(log: BinaryIO) -> int:
     log.write(end + _START + f"{number} at {time.strftime('%Y-%m-%d %H:%M:%S')} ===\n".encode())
     log.flush()
     return log.tell()
-
-
-def _how(status: int) -> str:
-    """Describe the guard's exit status in words. 128 + n means that signal n ended the server."""
-    return f"by {signal.Signals(status - 128).name}" if status > 128 else f"with exit status {status}"

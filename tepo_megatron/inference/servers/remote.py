@@ -182,8 +182,7 @@ class FoundServer(_RemoteServer):
 
     def _take(self, record: ServerRecord) -> bool:
         """Return whether this start is now reserved for this run. Raises ConfigError if another run uses it."""
-        taken = self._rendezvous.claim(record, self._run)
-        if not taken:
+        if not (taken := self._rendezvous.claim(record, self._run)):
             return taken is None
         if taken != self._run:
             raise ConfigError(

@@ -119,8 +119,7 @@ class Rendezvous:
         found = []
         for path in sorted(self.folder.glob("*.json")):
             try:
-                text = read_file(path)
-                if text is not None:  # else it was withdrawn meanwhile
+                if (text := read_file(path)) is not None:  # else it was withdrawn meanwhile
                     found.append(ServerRecord(**json.loads(text)))
             except ConfigError:  # a ValueError too
                 raise

@@ -82,9 +82,8 @@ class _Service:
             ServerSlot(ServerConnection(server, api, cfg.server), cfg.server, self._changed, tell, self._may_start)
             for server, api in zip(self._servers, apis, strict=True)
         ]
-        self._records: dict[
-            int, tuple[ServerRecord, float]
-        ] = {}  # server index -> (record, `time.monotonic()` of its publication)
+        # server index -> (record, `time.monotonic()` of its publication)
+        self._records: dict[int, tuple[ServerRecord, float]] = {}
         self._lost: set[int] = set()
         self._over = asyncio.Event()
 

@@ -1,7 +1,5 @@
 """The folder of one server: the model as the server sees it, and temporary files that a killed server would leave in /tmp."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -32,7 +30,7 @@ class ServedModel:
         self.path, self.scratch = self.folder / "model", self.folder / "tmp"
 
     @classmethod
-    def create(cls, model: Path, in_fp8: bool = False) -> ServedModel:
+    def create(cls, model: Path, in_fp8: bool = False) -> "ServedModel":
         """Make the folder and the links.
 
         Args:

@@ -20,8 +20,7 @@ def read_key(folder: Path) -> str | None:
     Raises ConfigError.
     """
     check_owner(folder)
-    given = key_from_environment()
-    if given is not None:
+    if (given := key_from_environment()) is not None:
         return given
     path = folder / KEY_FILE
     try:

@@ -72,9 +72,8 @@ class SleepController:
         ended = await self._growth.end_grown([(m, m.incarnation) for m in members if m.incarnation is not None])
         await self._until(lambda: all(m.incarnation is not incarnation for m, incarnation in ended))
         incarnations = None
-        while incarnations != (
-            incarnations := [m.incarnation for m in members]
-        ):  # servers that end meanwhile have to be gone, too
+        # servers that end meanwhile have to be gone, too
+        while incarnations != (incarnations := [m.incarnation for m in members]):
             if self._quiesce is not None:
                 await self._quiesce.reach()
             await self._tell([m for m in members if not m.endpoint.asleep], lambda endpoint: endpoint.sleep())

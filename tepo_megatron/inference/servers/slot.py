@@ -138,9 +138,8 @@ class ServerSlot(Generic[C]):
             incarnation: Incarnation in which the request was sent. If it is over already, nothing is ended.
             cause: How the request failed.
         """
-        if (
-            incarnation is not self.incarnation or self.endpoint.client is None
-        ):  # another request failed before: this incarnation is over
+        # another request failed before: this incarnation is over
+        if incarnation is not self.incarnation or self.endpoint.client is None:
             return RolloutError(f"{self.endpoint.name} {cause.what}")
         error = await self.endpoint.server.failure(cause.what)
         self._errors += 1

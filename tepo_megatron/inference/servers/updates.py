@@ -9,6 +9,7 @@ import contextlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 from tepo_megatron.config import RolloutConfig
 from tepo_megatron.errors import RolloutError, SyncError
@@ -16,8 +17,9 @@ from tepo_megatron.inference.engine import UNKNOWN_VERSION
 from tepo_megatron.inference.servers.checksums import ChecksumChecks
 from tepo_megatron.inference.servers.client import RequestFailed
 from tepo_megatron.inference.servers.endpoint import Endpoint
+from tepo_megatron.inference.servers.growth import LiveServer
 from tepo_megatron.inference.servers.pool import ServerPool
-from tepo_megatron.inference.servers.slot import Incarnation, ServerSlot
+from tepo_megatron.inference.servers.slot import Incarnation
 from tepo_megatron.weight_sync.broadcast_group import GroupSpec, Source
 from tepo_megatron.weight_sync.transport import Recipient
 
@@ -39,7 +41,7 @@ class PoolUpdates:
     def reset(self) -> None:
         """Forget all updates, because the servers are started again or have ended."""
         # servers of the update under way, with their incarnation when it began
-        self._updating: list[tuple[ServerSlot[Endpoint], Incarnation]] = []
+        self._updating: list[LiveServer] = []
         self._bases: set[int] = set()  # versions that these servers had before the update
         self._checks = ChecksumChecks(same_precision=self._cfg.server.precision is None)
 
@@ -68,7 +70,7 @@ class PoolUpdates:
     @property
     def recipients(self) -> tuple[Recipient, ...]:
         """See `WeightReceiver.recipients`."""
-        taking = [(m.endpoint, incarnation) for m, incarnation in self._updating if m.incarnation is incarnation]
+        taking = [(m.endpoint, incarnation) for m, incarnation in self._alive()]
         return tuple(Recipient(e.name, e.host, e.ranks, incarnation) for e, incarnation in taking)
 
     def join_groups(self, specs: Mapping[Recipient, GroupSpec]) -> Future[None]:
@@ -130,8 +132,7 @@ class PoolUpdates:
         The restarted servers come back with their first weights and take part in the update like the others. Raises
         RolloutError if too few servers are left.
         """
-        ended = await self._pool.growth.end_grown(self._updating)
-        if not ended:
+        if not (ended := await self._pool.growth.end_grown(self._updating)):
             return False
         async with self._pool.changed:
             await self._pool.changed.wait_for(
@@ -146,24 +147,41 @@ class PoolUpdates:
         The servers of the update get no new requests meanwhile.
         """
 
-        def busy_ones() -> list[tuple[ServerSlot, Incarnation]]:
-            return [
-                (m, incarnation) for m, incarnation in self._updating if m.incarnation is incarnation and m.endpoint.in_flight
-            ]
+        def busy_ones() -> list[LiveServer]:
+            return [each for each in self._alive() if each[0].endpoint.in_flight]
 
         while busy := busy_ones():
             wait = None
             if self._cfg.on_weight_update != "finish":
                 wait = INTERRUPT_SECONDS
-                results = await asyncio.gather(*(m.endpoint.interrupt() for m, _ in busy), return_exceptions=True)
-                for (member, incarnation), result in zip(busy, results, strict=True):
-                    if isinstance(result, RequestFailed):
-                        await member.failed(incarnation, result)
-                    elif result is not None:
-                        raise result
+                await self._ask(busy, lambda endpoint: endpoint.interrupt())
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(wait), self._pool.changed:
                     await self._pool.changed.wait_for(lambda: not busy_ones())
+
+    def _alive(self) -> list[LiveServer]:
+        return [(m, incarnation) for m, incarnation in self._updating if m.incarnation is incarnation]
+
+    async def _ask(
+        self,
+        servers: Sequence[LiveServer],
+        ask: Callable[[Endpoint], Awaitable[Any]],
+        returned: type[Exception] = RequestFailed,
+    ) -> list[Any]:
+        """Make one call to every server, concurrently, and note which requests failed.
+
+        Args:
+            servers: Servers to call.
+            ask: The call.
+            returned: Kind of error that is returned in place of an answer, as failed requests are. Others are raised.
+        """
+        results = await asyncio.gather(*(ask(m.endpoint) for m, _ in servers), return_exceptions=True)
+        for (member, incarnation), result in zip(servers, results, strict=True):
+            if isinstance(result, RequestFailed):
+                await member.failed(incarnation, result)
+            elif isinstance(result, BaseException) and not isinstance(result, returned):
+                raise result
+        return results
 
     async def _each(self, say: Callable[[Endpoint], Awaitable[None]]) -> None:
         """Make one call of an update to every server whose incarnation took part in it from the start, concurrently.
@@ -171,16 +189,10 @@ class PoolUpdates:
         Raises:
             SyncError: A server refused the call. The fleet is then no longer usable.
         """
-        alive = [(m, incarnation) for m, incarnation in self._updating if m.incarnation is incarnation]
-        results = await asyncio.gather(*(say(m.endpoint) for m, _ in alive), return_exceptions=True)
-        for (member, incarnation), result in zip(alive, results, strict=True):
-            if isinstance(result, RequestFailed):
-                await member.failed(incarnation, result)
-            elif isinstance(result, BaseException) and not isinstance(result, SyncError):
-                raise result
+        alive = self._alive()
+        results = await self._ask(alive, say, returned=SyncError)
         self._updating = [each for each, result in zip(alive, results, strict=True) if result is None]
-        refused = [result for result in results if isinstance(result, SyncError)]
-        if refused:
+        if refused := [result for result in results if isinstance(result, SyncError)]:
             self._pool.refused = f"the update to version {self._pool.version} failed"
             raise refused[0]
 
@@ -191,15 +203,9 @@ class PoolUpdates:
 
     async def _verify(self, sent: Mapping[str, int]) -> None:
         asked = self._pool.serving()
-        results = await asyncio.gather(*(m.endpoint.checksums() for m, _ in asked), return_exceptions=True)
-        answers: dict[str, Mapping[str, str]] = {}
-        for (member, incarnation), result in zip(asked, results, strict=True):
-            if isinstance(result, RequestFailed):
-                await member.failed(incarnation, result)
-            elif isinstance(result, BaseException):
-                raise result
-            elif result is not None:
-                answers[member.endpoint.name] = result
+        results = await self._ask(asked, lambda endpoint: endpoint.checksums())
+        named = {member.endpoint.name: result for (member, _), result in zip(asked, results, strict=True)}
+        answers = {name: result for name, result in named.items() if isinstance(result, Mapping)}
         try:
             self._checks.compare(self._pool.version, answers, sent)
         except SyncError:

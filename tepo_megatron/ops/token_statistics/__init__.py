@@ -4,8 +4,6 @@ Both work on d = (x - top) / temperature, where x are the logits of a row and to
 logits far from zero lose no precision. `pytorch` runs anywhere; `triton_kernels` on CUDA, and on a CPU in Triton's interpreter.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import os
@@ -39,7 +37,7 @@ class Coefficients:
     slope: Tensor | None
     label: Tensor
 
-    def rows(self, rows: slice) -> Coefficients:
+    def rows(self, rows: slice) -> "Coefficients":
         """Return the coefficients of some rows."""
         slope = None if self.slope is None else self.slope[rows]
         return Coefficients(self.top[rows], self.constant[rows], slope, self.label[rows])

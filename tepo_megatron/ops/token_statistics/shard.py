@@ -3,8 +3,7 @@
 Layout: R rows; C real columns of this rank's vocabulary shard.
 """
 
-from __future__ import annotations
-
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -13,6 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tepo_megatron.ops.token_statistics import NO_COLUMNS, Coefficients, RowKernels, compute_dtype
+
+Tensors = Sequence[Tensor]
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ class VocabShard:
     column_R: Tensor
 
     @classmethod
-    def of(cls, width: int, labels_R: Tensor, group: dist.ProcessGroup | None, vocab_size: int | None) -> VocabShard:
+    def of(cls, width: int, labels_R: Tensor, group: dist.ProcessGroup | None, vocab_size: int | None) -> "VocabShard":
         """Return the shard of this rank.
 
         Args:
@@ -45,7 +46,7 @@ class VocabShard:
         owned_R = (local_R >= 0) & (local_R < columns)
         return cls(columns, owned_R, torch.where(owned_R, local_R, 0))
 
-    def rows(self, rows: slice) -> VocabShard:
+    def rows(self, rows: slice) -> "VocabShard":
         """Return the shard for some rows."""
         return VocabShard(self.columns, self.owned_R[rows], self.column_R[rows])
 
@@ -123,7 +124,7 @@ def combine(statistics: Tensor, temperature: float) -> tuple[Tensor, Tensor, Nor
 
 
 def coefficients(
-    normalizer: Normalizer, shard: VocabShard, grad_logprob_R: Tensor | None, grad_entropy_R: Tensor | None, temperature: float
+    normalizer: Tensors, shard: VocabShard, grad_logprob_R: Tensor | None, grad_entropy_R: Tensor | None, temperature: float
 ) -> Coefficients:
     """Return the coefficients of each row's gradient.
 

@@ -6,8 +6,6 @@ server and trainer were killed at the same moment would live on. This file uses 
 inside the engines.
 """
 
-from __future__ import annotations
-
 import os
 import select
 import signal

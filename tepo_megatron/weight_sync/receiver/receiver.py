@@ -6,8 +6,6 @@ an engine's own answer says nothing about its single ranks, and some engines end
 did not arrive. The trainer sends it again in new groups, and the processes that have it already drop it.
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 import time

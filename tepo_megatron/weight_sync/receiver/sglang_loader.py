@@ -3,8 +3,6 @@
 Facts about SGLang are of 0.5.23.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Sequence
@@ -51,6 +49,5 @@ def load_sources(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torc
     elif names[:1] == [KEEP]:
         _receiver.keep_unchanged(UnchangedTensors(**json.loads(names[1])))
     else:
-        arrived = _receiver.take(names)
-        if arrived is not None:
+        if (arrived := _receiver.take(names)) is not None:
             model.load_weights(arrived)

@@ -11,8 +11,6 @@ has, in memory only:
 One function is replaced: `seeded_choice` samples if a request in the batch is greedy, or asks for top-k or top-p.
 """
 
-from __future__ import annotations
-
 import importlib.machinery
 import importlib.util
 import logging
@@ -69,10 +67,8 @@ def fill_gaps() -> None:
     common.ALLOC_MEMORY_FUNCS["cpu"] = _unpinned
     from sglang.srt.layers import sampler
 
-    _upstream["choice"], sampler.top_k_top_p_min_p_sampling_from_probs_torch = (
-        sampler.top_k_top_p_min_p_sampling_from_probs_torch,
-        seeded_choice,
-    )
+    _upstream["choice"] = sampler.top_k_top_p_min_p_sampling_from_probs_torch
+    sampler.top_k_top_p_min_p_sampling_from_probs_torch = seeded_choice
 
 
 _upstream: dict[str, Any] = {}  # SGLang's functions that are replaced here, by name

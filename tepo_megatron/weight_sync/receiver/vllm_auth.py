@@ -4,8 +4,6 @@ vLLM 0.32 requires its API key only under /v1 and a few other prefixes. Anyone w
 or replace its weights, and a loopback port can be reached by all users of the machine.
 """
 
-from __future__ import annotations
-
 import hmac
 import os
 from collections.abc import Awaitable, Callable, MutableMapping
@@ -25,8 +23,7 @@ class RequireKey:
 
     def __init__(self, app: App) -> None:
         self._app = app
-        key = os.environ.get(API_KEY_VARIABLE)
-        if not key:
+        if not (key := os.environ.get(API_KEY_VARIABLE)):
             raise RuntimeError(f"{API_KEY_VARIABLE} is not set: without a key anyone could replace the weights")
         self._expected = f"Bearer {key}".encode()
 
@@ -43,5 +40,4 @@ class RequireKey:
     def _admits(self, scope: Message) -> bool:
         if scope["path"] in OPEN_PATHS:
             return True
-        given = dict(scope["headers"]).get(b"authorization", b"")
-        return hmac.compare_digest(given, self._expected)
+        return hmac.compare_digest(dict(scope["headers"]).get(b"authorization", b""), self._expected)

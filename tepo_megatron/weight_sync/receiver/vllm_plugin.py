@@ -5,8 +5,6 @@ selects it. Of this package it imports only `receiver.py`, `lifeline.py`, `distr
 server loads nothing of the trainer. Facts are of vLLM 0.32.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Set
 from dataclasses import dataclass
@@ -108,8 +106,7 @@ class TepoWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
         assert self._receiver is not None, "the trainer calls init_transfer_engine first"
-        arrived = self._receiver.take(update_info.sources)
-        if arrived is None:
+        if (arrived := self._receiver.take(update_info.sources)) is None:
             return
         if not self._touched:
             # Restore the checkpoint layout: on CPU the linear weights are packed and their originals freed.
@@ -117,9 +114,8 @@ class TepoWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
                 _forget_packed_experts(self.model, self._receiver.unchanged)
             initialize_layerwise_reload(self.model)
             self._touched = True
-        if (
-            self._receiver.in_trainer_memory
-        ):  # a module may wait for its other tensors, and the trainer overwrites its memory two rounds later
+        # a module may wait for its other tensors, and the trainer overwrites its memory two rounds later
+        if self._receiver.in_trainer_memory:
             arrived = ((name, tensor.clone()) for name, tensor in arrived)
         self.model.load_weights(arrived)
         if not self._receiver.in_trainer_memory:

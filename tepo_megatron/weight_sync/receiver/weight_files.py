@@ -1,7 +1,5 @@
 """Check which tensors an update has to give, and read tensors that come in files. Runs inside the servers."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket
@@ -114,8 +112,7 @@ def _check_owner(path: Path) -> None:
 
 def _refuse(faults: Mapping[str, Set[str]]) -> None:
     """Raise ValueError if there is any fault. `faults` maps what is wrong to the names of the tensors."""
-    found = [f"{len(them)} {fault}: {', '.join(sorted(them)[:5])}" for fault, them in faults.items() if them]
-    if found:
+    if found := [f"{len(them)} {fault}: {', '.join(sorted(them)[:5])}" for fault, them in faults.items() if them]:
         raise ValueError(f"what was sent are not the tensors of the model ({'; '.join(found)})")
 
 

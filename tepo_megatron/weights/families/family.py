@@ -1,7 +1,5 @@
 """Define a model family as a table of tensors and a table of config fields. The table of tensors is read in both directions."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping

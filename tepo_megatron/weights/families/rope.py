@@ -57,9 +57,8 @@ def read_rope(
             f"config.json: {where}.partial_rotary_factor={rope['partial_rotary_factor']}: only 1 is supported"
         )
     theta = _theta(hf, rope, where, default_theta)
-    return theta, None if kind == "default" else _table(
-        {**rope, "rope_type": kind, "rope_theta": theta}, head_dim, max_positions
-    )
+    given_table = {**rope, "rope_type": kind, "rope_theta": theta}
+    return theta, None if kind == "default" else _table(given_table, head_dim, max_positions)
 
 
 def _parameters(hf: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:

@@ -1,7 +1,5 @@
 """Define the rows of the tensor table that families share."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from tepo_megatron.weights.families.family import WeightMapping
@@ -9,24 +7,24 @@ from tepo_megatron.weights.ops import FusedGateUp, FusedQKV, Replicated, Split, 
 
 _MEGATRON, _HF = "decoder.layers.{layer}.", "model.layers.{layer}."
 
+
+def _qkv(part: str) -> WeightMapping:
+    hf = tuple(_HF + f"self_attn.{x}_proj.{part}" for x in "qkv")
+    return WeightMapping(_MEGATRON + f"self_attention.linear_qkv.{part}", hf, FusedQKV())
+
+
 # Embeddings, norms and attention projections
 DECODER = (
     WeightMapping("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), Vocabulary()),
     WeightMapping("output_layer.weight", ("lm_head.weight",), Vocabulary()),
     WeightMapping("decoder.final_layernorm.weight", ("model.norm.weight",), Replicated()),
     WeightMapping(_MEGATRON + "input_layernorm.weight", (_HF + "input_layernorm.weight",), Replicated()),
-    WeightMapping(
-        _MEGATRON + "self_attention.linear_qkv.weight", tuple(_HF + f"self_attn.{x}_proj.weight" for x in "qkv"), FusedQKV()
-    ),
+    _qkv("weight"),
     WeightMapping(_MEGATRON + "self_attention.linear_proj.weight", (_HF + "self_attn.o_proj.weight",), Split(dim=1)),
     WeightMapping(_MEGATRON + "pre_mlp_layernorm.weight", (_HF + "post_attention_layernorm.weight",), Replicated()),
 )
 
-QKV_BIAS = (
-    WeightMapping(
-        _MEGATRON + "self_attention.linear_qkv.bias", tuple(_HF + f"self_attn.{x}_proj.bias" for x in "qkv"), FusedQKV()
-    ),
-)
+QKV_BIAS = (_qkv("bias"),)
 
 QK_NORM = (
     WeightMapping(_MEGATRON + "self_attention.q_layernorm.weight", (_HF + "self_attn.q_norm.weight",), Replicated()),
@@ -53,11 +51,9 @@ def experts(block: str, gate: str, up: str, down: str) -> tuple[WeightMapping, .
         down: HF's name of its down projection.
     """
     of_expert = _HF + block + ".experts.{expert}."
-    mine = _MEGATRON + "mlp.experts.{expert}."
+    mine, gate_up = _MEGATRON + "mlp.experts.{expert}.", tuple(of_expert + f"{x}.weight" for x in (gate, up))
     return (
         WeightMapping(_MEGATRON + "mlp.router.weight", (_HF + block + ".gate.weight",), Replicated(), "sparse"),
-        WeightMapping(
-            mine + "linear_fc1.weight", tuple(of_expert + f"{x}.weight" for x in (gate, up)), FusedGateUp(), "sparse"
-        ),
+        WeightMapping(mine + "linear_fc1.weight", gate_up, FusedGateUp(), "sparse"),
         WeightMapping(mine + "linear_fc2.weight", (of_expert + f"{down}.weight",), Split(dim=1), "sparse"),
     )
