@@ -7,6 +7,7 @@ rank are forked too. Forks share the parent's memory: `fn` and its arguments nee
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import faulthandler
 import gc
 import io
@@ -29,6 +30,7 @@ import torch.distributed as dist
 import tepo_megatron.actor.actor  # noqa: F401  imported here, else again by every rank
 from tepo_megatron.utils.processes import die_with_parent
 
+_LIBC = ctypes.CDLL(None)
 _STACK_SECONDS = 0.3  # for the ranks to write their stacks after a timeout
 
 
@@ -58,6 +60,7 @@ def run_world(size: int, fn: Callable[..., Any], *args: Any, timeout: float = 18
         folder, deadline = Path(name), time.monotonic() + timeout
         sys.stdout.flush()
         sys.stderr.flush()
+        _LIBC.malloc_trim(0)  # a fork takes time for each page, and most pages of a long session are free
         pids: dict[int, int] = {}  # rank of each process
         try:
             for rank in range(size):

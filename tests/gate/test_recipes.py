@@ -20,7 +20,7 @@ from tests.gate.reference import Trained
 from tests.gate.world import Job, Outcome, merged, run_jobs
 from tests.worlds import run_world
 
-JOBS = 8  # jobs of a world that run in one fork
+JOBS = 5  # jobs of a world that run in one fork
 
 
 def _every_part() -> Iterator[tuple[str, int]]:

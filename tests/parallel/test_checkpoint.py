@@ -192,6 +192,7 @@ def read_by_megatron(rank: int, cfg: Any, folder: Path) -> list[bool]:
     ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layout", full_but([FROM], [], [FROM, {"pp": 2}, {}]), ids=str)
 def test_megatron_reads_what_was_written(saved: Callable[[str, dict], Saved], layout: dict) -> None:
     run = saved(*RUNS["bf16"])

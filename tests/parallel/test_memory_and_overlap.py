@@ -123,7 +123,7 @@ OVERLAPS: dict[str, dict[str, Any]] = {
     ("layout", "gather"),
     full_but(
         [],
-        [("DP2", True), ("DP2 PP2 VPP2", True)],
+        [("DP2 PP2 VPP2", True)],
         itertools.product(OVERLAPS, (False, True)),
     ),
 )

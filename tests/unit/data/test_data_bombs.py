@@ -69,7 +69,7 @@ def test_parquet_values_that_each_repeat_the_one_before_are_refused_by_name(tmp_
     refused_by_name(path, r"column answer: \d+ rows take \d+ MiB of memory, made of \d\.\d MiB that the file repeats; check ")
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_parquet_list_that_repeats_one_element_is_refused_by_name(tmp_path: Path) -> None:
     """The file has one row of 2**25 elements, none of which takes a byte in the file."""
     path = tmp_path / "bomb.parquet"

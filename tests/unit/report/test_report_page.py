@@ -228,7 +228,7 @@ def test_a_comparison_that_cannot_be_made(tmp_path: Path) -> None:
         write_page(tmp_path / "no" / "c.html", "text")
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_damaged_records_are_reported_on_the_page(tmp_path: Path) -> None:
     write_run(tmp_path, [*measured(2), *measured(5)[3:]])
     with (tmp_path / "metrics.jsonl").open("a") as file:

@@ -194,7 +194,7 @@ def test_worker_killed_at_work_costs_nothing() -> None:
         assert worker_pids(reward) != [pid]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_worker_killed_between_batches_costs_nothing() -> None:
     with math_reward(workers=2) as reward:
         assert statuses(reward, [r"\boxed{7.0}", r"\boxed{8.0}"]) == ["equal", "wrong"]
@@ -257,9 +257,10 @@ def test_worker_dies_with_its_parent() -> None:
 
 
 def test_too_little_memory_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where memory runs out within the imports differs: Python says MemoryError, the loader of its libraries ImportError."""
     monkeypatch.setattr(pool, "MEMORY_MIB", 24)
     with build_reward(RewardConfig(workers=2), decode) as reward:
-        with pytest.raises(RewardError, match=r"24 MiB of memory (?s:.*)MemoryError"):
+        with pytest.raises(RewardError, match=r"24 MiB of memory (?s:.*)(MemoryError|failed to map segment|allocate memory)"):
             reward.score([rollout(r"\boxed{7.0}")])
         assert worker_pids(reward) == []
 

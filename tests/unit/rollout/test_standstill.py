@@ -76,7 +76,7 @@ def test_a_server_that_dies_in_the_trainers_turn_is_started_after_it(
     assert {path.name for path in rendezvous.folder.iterdir() if path.suffix != ".log"} == {"key"}
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_what_nobody_took_is_ended_before_the_trainer_has_the_devices(
     serving: Callable[..., Serving],  # noqa: F811
     tmp_path: Path,
