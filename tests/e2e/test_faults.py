@@ -103,6 +103,7 @@ def test_datasets_without_a_usable_prompt_are_refused(
     refused(tepo(*arguments(model, data__train=data, **overrides)), phrase)
 
 
+@pytest.mark.full
 def test_cuda_without_a_gpu(tepo, arguments, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # on a machine with GPUs too
     refused(tepo(*arguments(model, platform="cuda")), "platform")

@@ -80,6 +80,7 @@ class Listener:
         return self.found
 
 
+@pytest.mark.full
 @needs_root
 def test_a_run_listens_on_loopback_alone_and_another_user_reaches_nothing(
     tepo, arguments, random_model: Path, tmp_path: Path

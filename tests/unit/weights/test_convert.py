@@ -168,7 +168,7 @@ def load_both_ways(rank: int, layout: dict[str, int], hf: Path, megatron: Path) 
 
 @pytest.mark.parametrize(
     ("name", "tied"),
-    [(name, True) for name in LAYOUTS]
+    [marked((name, True), pytest.mark.full) if name in ("1 rank", "TP2", "PP2") else (name, True) for name in LAYOUTS]
     + [("TP2 PP2", False)]
     + [marked((name, False), pytest.mark.full) for name in LAYOUTS if name != "TP2 PP2"],
 )
