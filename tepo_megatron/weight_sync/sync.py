@@ -223,9 +223,9 @@ def check_one_host(cfg: SyncConfig, servers_with_ranks: bool) -> None:
     (here, everywhere), row = _ranks(), TRANSPORTS[cfg.transport.type]
     if here == everywhere or row.spans_machines(cfg, servers_with_ranks):
         return
-    what = f"sync.transport={cfg.transport.type}" + (" without sync.transport.folder" if cfg.transport.type == "shm" else "")
     raise ConfigError(
-        f"{what} needs all ranks on one machine, but only {here} of {everywhere} are here; {row.fix}use sync.transport=group"
+        f"sync.transport={cfg.transport.type} needs all ranks on one machine, but only {here} of {everywhere} are here; "
+        f"{row.fix}use sync.transport=group"
     )
 
 

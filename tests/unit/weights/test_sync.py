@@ -139,7 +139,7 @@ def test_only_files_need_all_ranks_on_one_machine(monkeypatch: pytest.MonkeyPatc
         check_one_host(reaching, servers_with_ranks=False)
     with pytest.raises(
         ConfigError,
-        match=r"without sync\.transport\.folder needs .* only 8 of 16 are here; set sync\.transport\.folder .*=group",
+        match=r"sync\.transport=shm needs .* only 8 of 16 are here; set sync\.transport\.folder .*=group",
     ):
         check_one_host(SyncConfig(), servers_with_ranks=False)
     check_one_host(SyncConfig(), servers_with_ranks=True)
