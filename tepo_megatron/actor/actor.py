@@ -122,7 +122,7 @@ class Actor:
         # the weights must be loaded before the optimizer copies its fp32 masters from them
         load_hf(bindings, HfReader(cfg.model.path), family, arch, groups.tp)
         fused = cfg.training.logits_budget_mib is not None
-        rows = OutputRows(bare[-1].output_layer, keep_hidden=fused) if groups.is_last_stage else None
+        rows = OutputRows.install(bare[-1].output_layer, keep_hidden=fused) if groups.is_last_stage else None
         chunks = build.wrap_ddp(config, bare, cfg.megatron, cfg.platform)
         optimizer, scheduler = build.build_optimizer(cfg.optimizer, cfg.model, cfg.megatron, chunks, cfg.platform)
         config.finalize_model_grads_func = finalize_model_grads
@@ -168,7 +168,7 @@ class Actor:
     def keep_reference(self) -> None:
         """Read the reference policy, `objective.ref_kl.path` or else `model.path`, into host memory."""
         self.require_loaded("the reference policy", "parameters")
-        kept = HostWeights([b.parameter for b in self.bindings])
+        kept = HostWeights.copied([b.parameter for b in self.bindings])
         path = self.cfg.objective.reference_path or self.cfg.model.path
         load_hf(self.bindings, HfReader(path), self.family, self.arch, self.groups.tp)
         kept.exchange()  # restores the policy and keeps the reference
@@ -199,7 +199,7 @@ class Actor:
     def host_copy(self) -> HostWeights:
         """Return a copy of this rank's current parameters in host memory."""
         self.require_loaded("a copy of the weights", "parameters")
-        return HostWeights([b.parameter for b in self.bindings])
+        return HostWeights.copied([b.parameter for b in self.bindings])
 
     def logprobs(self, batch: TrainBatch, replays: bool = True) -> Tensor:
         """Return the log-probs of the response tokens under the current weights: fp32 [N] nats, valid on the last stage.

@@ -14,27 +14,33 @@ class OutputRows:
     gather and its own all-reduce of the input gradient are then switched off; with the latter on, the gradient would be summed
     twice over tp.
 
-    Args:
-        output_layer: The output layer of the last model chunk.
-        keep_hidden: Make the layer return the selected hidden states, [R, 1, H], instead of their logits, for code that fuses
-            the product with the token statistics.
-
     Attributes:
         current: int64, `rows_R` of the microbatch. It must be set before each forward pass.
         weight: With `keep_hidden`, the weight (tied or the layer's own) of the product that the layer skipped.
     """
 
-    def __init__(self, output_layer: torch.nn.Module, keep_hidden: bool = False) -> None:
+    def __init__(self, gather: bool, own_weight: Tensor | None) -> None:
         self.current: Tensor | None = None
         self.weight: Tensor | None = None
-        self._gather = bool(output_layer.sequence_parallel)
-        if self._gather:
+        self._gather, self._own_weight = gather, own_weight
+
+    @classmethod
+    def install(cls, output_layer: torch.nn.Module, keep_hidden: bool = False) -> "OutputRows":
+        """Change the output layer of the last model chunk, and return its hook.
+
+        Args:
+            output_layer: The layer.
+            keep_hidden: Make the layer return the selected hidden states, [R, 1, H], instead of their logits, for code that
+                fuses the product with the token statistics.
+        """
+        rows = cls(bool(output_layer.sequence_parallel), output_layer.weight)
+        if rows._gather:
             output_layer.sequence_parallel = False
             output_layer.disable_grad_reduce = True
-        output_layer.register_forward_pre_hook(self._keep_rows, with_kwargs=True)
+        output_layer.register_forward_pre_hook(rows._keep_rows, with_kwargs=True)
         if keep_hidden:
-            self._own_weight = output_layer.weight
-            output_layer.forward = self._pass_on
+            output_layer.forward = rows._pass_on
+        return rows
 
     def _keep_rows(self, layer: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         hidden, *rest = args  # [S, 1, H], and S / tp rows under sequence parallelism

@@ -10,14 +10,20 @@ from tepo_megatron.platform.host_memory import HostArena
 
 
 class HostWeights:
-    """A copy of parameters in host memory (`arena`), made at construction."""
+    """A copy of parameters in host memory (`arena`)."""
 
-    def __init__(self, parameters: Sequence[Tensor]) -> None:
-        self._parameters = list(parameters)
-        self.arena = HostArena(parameters[0].device if parameters else torch.device("cpu"))
-        pieces = self.arena.pieces([p.nbytes for p in parameters])
-        self._kept = [piece.view(p.dtype).view(p.shape) for piece, p in zip(pieces, parameters, strict=True)]
-        self.capture()
+    def __init__(self, parameters: Sequence[Tensor], kept: Sequence[Tensor], arena: HostArena) -> None:
+        self._parameters, self._kept, self.arena = parameters, kept, arena
+
+    @classmethod
+    def copied(cls, parameters: Sequence[Tensor]) -> "HostWeights":
+        """Return a copy of the current values of the parameters."""
+        arena = HostArena(parameters[0].device if parameters else torch.device("cpu"))
+        pieces = arena.pieces([p.nbytes for p in parameters])
+        kept = [piece.view(p.dtype).view(p.shape) for piece, p in zip(pieces, parameters, strict=True)]
+        copy = cls(parameters, kept, arena)
+        copy.capture()
+        return copy
 
     @torch.no_grad()
     def capture(self) -> None:

@@ -17,7 +17,7 @@ EXHIBITS = (
             "With sequence parallelism (and without a budget for logits) the gradient that enters the decoder is "
             "tp times too large; the output layer's own is right."
         ),
-        symbol="OutputRows.__init__",
+        symbol="OutputRows.install",
         old="output_layer.disable_grad_reduce = True",
         new="output_layer.disable_grad_reduce = False",
         tests=("tests/parallel/test_layouts.py::test_shared_prompts",),
