@@ -32,7 +32,7 @@ from tepo_megatron.rewards import build_reward
 from tepo_megatron.rollout.custom import CustomRollouts, load_function, open_sampler
 from tepo_megatron.types import Prompt, Rollout, SamplingParams, TrainBatch
 from tests.scripted_api import ScriptedApi
-from tests.unit.rollout.test_fleet import behave, process
+from tests.unit.rollout.test_fleet import behave, mid_sampling, process
 from tests.zigzag import shard_zigzag_packed
 
 CALCULATOR = "examples/tools/calculator.py:calculator"
@@ -349,8 +349,7 @@ def test_samples_repeat_whatever_the_servers_do(tmp_path: Path) -> None:
         three.update_weights([], 4)
         for i in range(3):
             behave(three, i, slow=0.4)  # six times at least
-        killer = threading.Timer(0.6, process(three, 1).kill)
-        killer.start()
+        killer = mid_sampling(three, process(three, 1).kill)
         rollouts = made.generate(PROMPTS, SAMPLING, seed=7)
         killer.join()
         assert ids(rollouts) == expected and {r.policy_version for r in rollouts} == {4}

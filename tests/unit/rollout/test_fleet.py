@@ -7,7 +7,7 @@ import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -97,6 +97,18 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> list[list[int]]:
     return ids(rollouts)
 
 
+def mid_sampling(fleet: Fleet, action: Callable[[], object]) -> threading.Thread:
+    """Start a thread that acts as soon as every server has requests in flight, on a busy machine too."""
+
+    def wait_and_act() -> None:
+        until(lambda: all(endpoint.in_flight for endpoint in fleet.endpoints))
+        action()
+
+    thread = threading.Thread(target=wait_and_act)
+    thread.start()
+    return thread
+
+
 def test_the_answer_does_not_depend_on_the_number_of_servers(expected: list[list[int]], tmp_path: Path) -> None:
     with fleet(tmp_path) as three:
         assert ids(three.generate(PROMPTS, SAMPLING, seed=7)) == expected
@@ -124,10 +136,9 @@ def test_a_server_that_fails_costs_no_sample(kind: str, expected: list[list[int]
             "errors": lambda: behave(three, 1, errors=10, slow=0.4),
             "stale": lambda: behave(three, 1, version=3, slow=0.4),
         }
-        timer = threading.Timer(0.5, faults[kind])
-        timer.start()
+        fault = mid_sampling(three, faults[kind])
         rollouts = three.generate(PROMPTS, SAMPLING, seed=7)
-        timer.join()
+        fault.join()
         assert ids(rollouts) == expected
         assert {r.policy_version for r in rollouts} == {4}
         events = "\n".join(three.take_events())
@@ -144,8 +155,7 @@ def test_a_single_server_that_is_killed_comes_back_when_it_gets_its_weights(expe
     with fleet(tmp_path, servers=1) as one:
         one.update_weights([], version=2)
         behave(one, 0, slow=0.05)
-        killer = threading.Timer(0.2, process(one, 0).kill)
-        killer.start()
+        mid_sampling(one, process(one, 0).kill)
         helper = threading.Thread(target=lambda: (until(lambda: one.needs_weights), one.update_weights([], version=2)))
         helper.start()
         rollouts = one.generate(PROMPTS, SAMPLING, seed=7)
@@ -201,8 +211,7 @@ def test_weights_that_come_in_mid_generation_wait_for_what_is_being_sampled(expe
         two.update_weights([], version=1)
         for i in range(2):
             behave(two, i, slow=0.4)  # five times at least
-        updates = threading.Timer(0.5, lambda: two.update_weights([], version=2))
-        updates.start()
+        updates = mid_sampling(two, lambda: two.update_weights([], version=2))
         with ThreadPoolExecutor(1) as thread:
             sampled = thread.submit(two.generate, PROMPTS, SAMPLING, 7)
             try:
