@@ -48,7 +48,7 @@ def _material(folder: Path, job: recipes.JobPlan) -> Material:
 
 @pytest.mark.parametrize(("world", "first"), parts())
 def test_recipes_train_to_the_reference(world: str, first: int, folder: Path) -> None:
-    """Train in fp32, and in bf16 the jobs that differ from others in more than their objective."""
+    """Train in fp32, and in bf16 one job of each kind."""
     plans = recipes.worlds()[world][first : first + JOBS]
     names: list[str] = []  # name of each job, in the order of jobs and expected
     jobs: list[Job] = []
