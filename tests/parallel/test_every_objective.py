@@ -50,7 +50,7 @@ def expected(material: Material) -> dict[str, Trained]:
 
 
 def _some_rows(layout: str) -> list[str]:
-    """Return a third of the rows, of which each is in the thirds of two of the layouts of several ranks or microbatches."""
+    """Return the third of the rows that this layout trains. Every row is in the third of a layout of several ranks."""
     first = list(LAYOUTS).index(layout)
     return list(VARIANTS)[first % 3 :: 3]
 

@@ -155,10 +155,11 @@ def test_a_single_server_that_is_killed_comes_back_when_it_gets_its_weights(expe
     with fleet(tmp_path, servers=1) as one:
         one.update_weights([], version=2)
         behave(one, 0, slow=0.05)
-        mid_sampling(one, process(one, 0).kill)
+        killer = mid_sampling(one, process(one, 0).kill)
         helper = threading.Thread(target=lambda: (until(lambda: one.needs_weights), one.update_weights([], version=2)))
         helper.start()
         rollouts = one.generate(PROMPTS, SAMPLING, seed=7)
+        killer.join()
         assert ids(rollouts) == expected
         assert {r.policy_version for r in rollouts} == {2}, "it was asked before it had the weights"
         helper.join()
