@@ -1,7 +1,7 @@
-"""A pytest option that runs a part of the long cases, others at each commit: `pytest --rotate 3` about a third of them.
+"""A pytest option that runs a part of the long tests, others at each commit: `pytest --rotate 3` a third of them.
 
-Of each test with several cases that are marked full, at least one is run. What a commit leaves out follows from its hash, so a
-failure can be repeated; without git it is always the same.
+It takes every third case among those that are marked full, in the order of the files. With which one it begins follows from the
+commit's hash, so a failure can be repeated; without git it is always the same.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from benchmarks.results import commit
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add --rotate."""
-    words = "run one in N of the cases of each test that are marked full, others at each commit"
+    words = "run one in N of the cases that are marked full, others at each commit"
     parser.addoption("--rotate", type=int, default=1, metavar="N", help=words)
 
 
+@pytest.hookimpl(trylast=True)  # what -m leaves out is gone
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out the cases that are not this commit's turn.
 
@@ -29,24 +30,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     number = config.getoption("--rotate")
     if number < 2:
         return
-    cases: dict[str, list[pytest.Item]] = {}
-    for item in items:
-        if item.get_closest_marker("full"):
-            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    left_out = {id(item) for of_test in cases.values() for item in set(of_test) - set(turn(of_test, number, commit()))}
+    cases = [item for item in items if item.get_closest_marker("full")]
+    left_out = {id(item) for item in cases} - {id(item) for item in turn(cases, number, commit())}
     config.hook.pytest_deselected(items=[item for item in items if id(item) in left_out])
     items[:] = [item for item in items if id(item) not in left_out]
 
 
 def turn(cases: Sequence[pytest.Item], number: int, head: str) -> Sequence[pytest.Item]:
-    """Return the cases of one test that are run at this commit.
+    """Return the cases that are run at this commit, evenly spread over the files.
 
     Args:
         cases: The cases that are marked full.
-        number: One case in this many is run, at least one.
+        number: One case in this many is run.
         head: The commit's hash in hexadecimal digits, or a message that there is none.
     """
-    number = min(number, len(cases))
     try:
         first = int(head[:8], 16) % number
     except ValueError:

@@ -189,6 +189,7 @@ def test_a_killed_rank_ends_the_run(tepo, arguments, model: Path, tmp_path: Path
     assert len(whole_lines(run)) >= 2
 
 
+@pytest.mark.full
 def test_ctrl_c_ends_the_run(tepo, arguments, model: Path, tmp_path: Path) -> None:
     command = tepo(*arguments(model, **SHORT | {"training__steps": 500}, name="stopped"), engine="slow")
     run = tmp_path / "runs" / "stopped"

@@ -148,7 +148,7 @@ time.sleep(60)
 
 
 @needs_root
-@pytest.mark.parametrize("attacked", [True, False])
+@pytest.mark.parametrize("attacked", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_another_user_in_the_place_of_a_rank_is_noticed_before_anything_is_sent(tmp_path: Path, attacked: bool) -> None:
     started: list[subprocess.Popen[str]] = []
 

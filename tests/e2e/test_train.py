@@ -28,6 +28,7 @@ def metrics_of(run: Path) -> list[dict]:
 @pytest.mark.parametrize("engine", ["vllm", pytest.param("sglang", marks=pytest.mark.full)])
 def test_a_run_from_base_model_to_report(tepo, arguments, base: Path, tmp_path: Path, engine: str) -> None:
     settings = {"training__steps": STEPS, "evaluation__every": 1, "optimizer__warmup_steps": 0, "rollout__engine": engine}
+    settings |= {"rollout__prompts_per_step": 8, "training__minibatch_prompts": 4, "evaluation__max_problems": 16}
     command = tepo(*arguments(base, name="whole", **settings))
     assert command.wait(240) == 0, command.output
     command.assert_nothing_left()

@@ -55,6 +55,7 @@ def project(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.full
 def test_a_run_that_fails_says_why_and_its_logs_are_found(project: Path) -> None:
     status, output = ended(launch(project, "run.yaml", "--cluster", "here.yaml", "--name", "b"))
     why = "tepo: error: no-model/config.json: not found"

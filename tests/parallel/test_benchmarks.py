@@ -35,6 +35,7 @@ def evaluated(cfg: Config) -> dict[str, str]:
     return {str(path.relative_to(folder)): path.read_text() for path in sorted(folder.rglob("*.json*"))}
 
 
+@pytest.mark.full
 def test_a_run_with_benchmarks_trains_as_one_without(model: Path, tmp_path: Path) -> None:
     outcomes = []
     for name, evaluation in (("without", {}), ("with", BENCHMARKS)):

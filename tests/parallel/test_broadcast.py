@@ -196,7 +196,7 @@ def push_changes(rank: int, cfg: Any, folder: Path) -> dict[str, Any]:
         return {"received": received, "formations": sync.transport.formations}
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_only_layers_that_changed_are_broadcast_and_a_server_that_comes_back_gets_all(tmp_path: Path) -> None:
     """A server refuses tensors that should have stayed, and an update that lacks others."""
     model = tmp_path / "model"

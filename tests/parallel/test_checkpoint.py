@@ -101,7 +101,7 @@ def saved(case: cases.Case, moe: Path, tmp_path_factory: pytest.TempPathFactory)
     ("precision", "layout"),
     [
         ("fp32", MOE_FROM),
-        ("bf16", FROM),
+        pytest.param("bf16", FROM, marks=pytest.mark.full),
         pytest.param("fp32", FROM, marks=pytest.mark.full),
         pytest.param("fp32", {}, marks=pytest.mark.full),
         pytest.param("fp32", {"pp": 2, "vpp": 2}, marks=pytest.mark.full),
@@ -129,7 +129,7 @@ def test_on_the_same_layout_it_goes_on_bit_for_bit(
 @pytest.mark.parametrize(
     ("run", "layout"),
     [
-        ("dense", {}),
+        pytest.param("dense", {}, marks=pytest.mark.full),
         ("dense", {"tp": 2, "pp": 2}),
         pytest.param("bf16", {"pp": 2}, marks=pytest.mark.full),
         ("moe", {"pp": 2}),

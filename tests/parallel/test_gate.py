@@ -29,7 +29,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("mode", "one_server"),
     full_but(
-        [("ahead", False), ("sync, old_logprobs rollout", True), ("group, ahead", True)],
+        [("sync, old_logprobs rollout", True)],
         [("3 ahead, continue", True)],
         EVERY_MODE,
     ),

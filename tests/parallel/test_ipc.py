@@ -42,7 +42,7 @@ def push_and_lose(rank: int, cfg: Any, folder: Path) -> dict[str, Any]:
             return {"received": received, "left": left_of(pushing), "rounds": pushing.rounds}
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_every_rank_of_every_server_that_lives_gets_the_model(tmp_path: Path) -> None:
     model = tmp_path / "model"
     tiny_qwen3(model, layers=4, vocab_size=cases.VOCAB)

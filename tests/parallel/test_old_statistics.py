@@ -144,7 +144,7 @@ def test_no_pass_is_wasted_and_the_engine_is_checked_all_the_same(
     assert max(spread) <= 1e-5 if sections["training"] is ONE_UPDATE else max(spread) >= 1e-3
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_several_updates_have_their_pass(model: Path, tmp_path: Path) -> None:
     """A step with several updates makes an old pass; a step that kept few groups makes none.
 
@@ -160,7 +160,7 @@ def test_several_updates_have_their_pass(model: Path, tmp_path: Path) -> None:
     assert [r["tepo/kl_mask_share"] is not None for r in records] == [n == 2 for n in updates]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_passes_without_gradient_take_larger_microbatches(model: Path, tmp_path: Path) -> None:
     """Passes without gradient have a token limit of their own, and give the same numbers."""
     records, microbatches = [], []

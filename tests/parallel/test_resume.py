@@ -108,6 +108,7 @@ def test_a_run_killed_several_times_ends_like_an_undisturbed_one(
     assert sorted(p.name for p in (tmp_path / "run" / "checkpoints").iterdir()) == ["step-00000004", "step-00000005"]
 
 
+@pytest.mark.full
 def test_a_run_with_one_killed_rank_ends_like_an_undisturbed_one(
     straight: Callable[[int], Outcome], model: Path, tmp_path: Path
 ) -> None:
@@ -252,6 +253,7 @@ def test_a_finished_run_stays_as_it_is_or_goes_on_to_more_steps(
     assert lines[-2:] == ["resume: from the checkpoint of step 3", "resume: training.steps was 3 and is 5"]
 
 
+@pytest.mark.full
 def test_damaged_checkpoints_are_passed_over_and_other_data_is_refused(model: Path, tmp_path: Path) -> None:
     """A damaged checkpoint is passed over; one of other prompts is refused before a record moves."""
     cfg = made(model, tmp_path)
@@ -279,6 +281,7 @@ def test_damaged_checkpoints_are_passed_over_and_other_data_is_refused(model: Pa
     assert summary["accuracy_before"] is None and summary["accuracy_after"] is not None
 
 
+@pytest.mark.full
 def test_damaged_records_are_reported_and_the_run_completes(
     straight: Callable[[int], Outcome], model: Path, tmp_path: Path
 ) -> None:

@@ -308,7 +308,7 @@ def test_what_is_under_way_goes_on_under_new_weights(in_flight: str, served: Ser
     new = tiny_qwen3(tmp_path / "new", tied=True, seed=200 + version)
     (tmp_path / "old").mkdir(mode=0o700)  # servers read from no other folder
     old_files, files = save_weights(old, tmp_path / "old", files=1), save_weights(new, tmp_path, files=1)
-    prompts, sampling = make_prompts(48, seed=12), replace(SAMPLING, samples=8, max_tokens=100, stop_token_ids=())
+    prompts, sampling = make_prompts(20, seed=12), replace(SAMPLING, samples=8, max_tokens=100, stop_token_ids=())
     with another_engine(served, max_staleness=1, on_weight_update=in_flight) as engine:
         engine.update_weights(old_files, version)
         groups = engine.open()

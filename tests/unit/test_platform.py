@@ -58,7 +58,7 @@ def test_import_is_light() -> None:
     assert python(code).stdout.strip() == "False"
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_cpu_on_a_machine_with_gpus(tmp_path: Path) -> None:
     """Eight GPUs, Transformer Engine and Apex, all of which fail when touched; and no warning on the way."""
     for name in ("transformer_engine", "apex"):

@@ -40,7 +40,7 @@ def found(out: Path) -> dict[str, dict[str, Any]]:
     return {result["part"]: result for result in report.load(out / "gpu.json")}
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_parts_run_on_a_cpu_without_git(tmp_path: Path) -> None:
     done = check(["--parts", "cpu,environment,kernels,engines"], tmp_path / "out", PATH="/nonexistent")
     assert done.returncode == 0, done.stdout + done.stderr

@@ -61,7 +61,7 @@ def test_a_parquet_dictionary_with_a_huge_value_is_refused_by_name(nested: bool,
     refused_by_name(path, f"{said}; check what it holds, and shorten its values or remove the column")
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_parquet_values_that_each_repeat_the_one_before_are_refused_by_name(tmp_path: Path) -> None:
     path = tmp_path / "bomb.parquet"
     encoding = {"answer": "DELTA_BYTE_ARRAY"}

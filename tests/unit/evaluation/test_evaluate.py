@@ -97,7 +97,7 @@ def test_all_seven_from_rows_to_tables(
         run(request(model, tmp_path / "a"), lines.append, engines)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_it_goes_on_where_it_was_killed_and_ends_the_same(model: Path, engines: Engines, tmp_path: Path) -> None:
     whole = run(request(model, tmp_path / "whole", evaluation__benchmarks="[amc, minerva]"), print, engines)
     part = run(request(model, tmp_path / "part", evaluation__benchmarks="[amc]"), print, engines)
