@@ -30,7 +30,7 @@ class Receiver:
         command = [sys.executable, "-m", "benchmarks._receiver", str(model), *([device] if device else [])]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self._threads = ThreadPoolExecutor(1)
-        self.recipients = (Recipient("the receiver", "127.0.0.1", 1, self),)
+        self.recipients = (Recipient("the receiver", "127.0.0.1", 1, 0),)
 
     base: int | None = None
 

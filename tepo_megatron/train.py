@@ -1,37 +1,45 @@
-"""The training loop. Every rank runs it; only rank 0 talks to the engine, the grader and the user."""
+"""The training loop. Every rank runs it; rank 0 calls the rollout service, which owns engine, grading and log."""
 
+import contextlib
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tepo_megatron.actor.actor import Actor
 from tepo_megatron.actor.comparisons import mismatch, reference_divergence
 from tepo_megatron.checkpoint.checkpoints import Checkpoints
 from tepo_megatron.config import Config, ParallelConfig, SyncConfig, TrainingConfig
 from tepo_megatron.config.io import plain
-from tepo_megatron.controller.driver import Driver
+from tepo_megatron.controller.batch_memory import BatchHeader, BatchReceiver
+from tepo_megatron.controller.driver import Driver, ServiceDriver
 from tepo_megatron.controller.gate import WeightsGate
 from tepo_megatron.controller.memory_report import MemoryReport
-from tepo_megatron.controller.opening import EngineFactory, open_driver
 from tepo_megatron.controller.placement import Colocated, Disaggregated, barrier
 from tepo_megatron.controller.schedule import Schedule
+from tepo_megatron.controller.service_client import ServiceClient, start_service
 from tepo_megatron.controller.step_log import StepLog
 from tepo_megatron.distributed import parallel
-from tepo_megatron.inference.engine import RolloutEngine
 from tepo_megatron.losses import Objective, build_objective
 from tepo_megatron.losses.advantages import group_advantages, penalized
 from tepo_megatron.observability import hang_watchdog
+from tepo_megatron.observability.metrics import Metrics
 from tepo_megatron.observability.timing import Clock
 from tepo_megatron.platform import Platform
 from tepo_megatron.types import Rollout, TrainBatch
 from tepo_megatron.utils.seeding import derive_seed
 from tepo_megatron.weight_sync.sync import NoSync, WeightSync, check_one_host, make_weight_sync
+from tepo_megatron.weight_sync.transport import WeightReceiver
+
+if TYPE_CHECKING:
+    from tepo_megatron.controller.opening import EngineFactory
 
 
 def train(
     cfg: Config,
     platform: Platform,
-    make_engine: EngineFactory | None = None,
+    make_engine: "EngineFactory | None" = None,
     on_hang: Callable[[str, bool], object] = hang_watchdog.abort,
 ) -> None:
     """Make one run of `cfg.training.steps` steps: sample and grade a batch, train on it, and update the engine's weights.
@@ -43,13 +51,29 @@ def train(
         on_hang: Called by the hang watchdog to end this process; see `hang_watchdog.HangWatchdog`.
     """
     check_one_host(cfg.sync, servers_with_ranks=cfg.rollout.colocate and cfg.rollout.server.rendezvous_folder is not None)
-    groups = parallel.initialize(cfg.parallel, platform, cfg.seed, config=plain(cfg))
-    with _watched(cfg.parallel, groups, cfg.run_dir, on_hang), open_driver(cfg, groups, make_engine) as driver:
-        if cfg.rollout.only:
-            _sample(driver, cfg.training.steps)
-        else:
-            _train(cfg, groups, driver)
+    is_main = os.environ.get("RANK", "0") == "0"
+    with start_service(cfg.parallel.heartbeat_timeout, make_engine) if is_main else contextlib.nullcontext() as service:
+        groups = parallel.initialize(cfg.parallel, platform, cfg.seed, config=plain(cfg))
+        with _watched(cfg.parallel, groups, cfg.run_dir, on_hang):
+            driver = _open_driver(cfg, service)
+            if cfg.rollout.only:
+                _sample(driver, cfg.training.steps)
+            else:
+                _train(cfg, groups, driver)
     parallel.shutdown()
+
+
+def _open_driver(cfg: Config, service: ServiceClient | None) -> Driver:
+    """Return this rank's driver. On rank 0 the engine starts loading at once, while the actor is built.
+
+    Raises:
+        ConfigError: The config's keys contradict each other. Nothing was started.
+        DataError: The data cannot be used. Nothing was started.
+    """
+    if service is None:
+        return Driver()
+    service.call("open", cfg)
+    return ServiceDriver(service, cfg)
 
 
 def _watched(
@@ -79,7 +103,10 @@ def _train(cfg: Config, groups: parallel.ParallelDims, driver: Driver) -> None:
         gate = WeightsGate(cfg.rollout, cfg.training, cfg.sync, actor, groups)
         placement = Colocated(actor, driver.engine, groups) if cfg.rollout.colocate else Disaggregated()
         memory = MemoryReport(groups, driver.engine, enabled=cfg.logging.memory or cfg.rollout.colocate)
-        schedule = Schedule(*(cfg.rollout, evaluation, steps, driver, sync, gate, placement, memory, groups), trained=first)
+        batches = BatchReceiver.open(groups)
+        schedule = Schedule(
+            *(cfg.rollout, evaluation, steps, driver, sync, gate, placement, memory, batches, groups), trained=first
+        )
         schedule.publish_first_weights()
         if first == 0:
             schedule.evaluate(0)
@@ -88,7 +115,7 @@ def _train(cfg: Config, groups: parallel.ParallelDims, driver: Driver) -> None:
                 break
             clock, log, hang_watchdog.progress.step = Clock(), StepLog(), step
             rollouts, metrics = schedule.next_batch(step, clock)
-            log.receive(rollouts, metrics)
+            log.receive(sum(r.token_ids_L.numel() for r in rollouts), metrics)
             actor.start_step(step)
             if rollouts:
                 noise = _is_due(step - 1, cfg.logging.noise_floor_every)
@@ -175,9 +202,10 @@ def _sample(driver: Driver, steps: int) -> None:
     driver.wait_engine()
     for step in range(1, steps + 1):
         clock, log = Clock(), StepLog()
-        sampled = driver.collect(step, clock)
-        assert sampled is not None, "rollout.only runs on one rank"
-        log.receive(*sampled)
+        header: BatchHeader = driver.collect(step).wait()[1]
+        clock.seconds |= header.seconds
+        log.receive(header.tokens, Metrics(header.metrics))
+        driver.release(header.path)
         driver.log_step(step, log, clock)
 
 
@@ -193,7 +221,7 @@ def _resume(checkpoints: Checkpoints, actor: Actor, driver: Driver) -> int:
 
 
 def _open_sync(
-    cfg: SyncConfig, replays: bool, groups: parallel.ParallelDims, actor: Actor, engine: RolloutEngine | None
+    cfg: SyncConfig, replays: bool, groups: parallel.ParallelDims, actor: Actor, engine: WeightReceiver | None
 ) -> WeightSync | NoSync:
     """Return the sync that delivers the actor's weights; one that does nothing if rollouts are replayed."""
     return NoSync() if replays else make_weight_sync(cfg, actor.bindings, actor.arch, groups, engine)

@@ -31,6 +31,7 @@ import tepo_megatron.actor.actor  # noqa: F401  imported here, else again by eve
 from tepo_megatron.utils.processes import die_with_parent
 
 _LIBC = ctypes.CDLL(None)
+_END_SECONDS = 5.0  # for processes that were killed to be gone
 _STACK_SECONDS = 0.3  # for the ranks to write their stacks after a timeout
 
 
@@ -184,6 +185,16 @@ def _kill(pids: dict[int, int]) -> None:
             os.kill(pid, signal.SIGKILL)
     for pid in pids:
         os.waitpid(pid, 0)
+        deadline = time.monotonic() + _END_SECONDS
+        while _lives(pid) and time.monotonic() < deadline:  # what a rank started may hold files a moment longer
+            time.sleep(0.005)
+
+
+def _lives(group: int) -> bool:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(group, 0)
+        return True
+    return False
 
 
 def _write(path: Path, content: bytes) -> None:

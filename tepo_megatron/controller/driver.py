@@ -1,22 +1,23 @@
 """The interface between the training loop and the rollout side of a run.
 
-`Driver` is used on ranks other than 0, which have no rollout side. Rank 0 uses `main_driver.MainDriver`, which owns the engine,
-the grader, the prompts and the log. `opening.open_driver` returns the right one.
+`Driver` is used on ranks other than 0, which have no rollout side. Rank 0 uses `ServiceDriver`: its methods are calls of the
+rollout service (`service.py`), in which `main_driver.MainDriver` makes them.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
-from tepo_megatron.checkpoint.saving import SavedCheckpoint
+from tepo_megatron.config import Config
+from tepo_megatron.controller.service_client import ServiceClient, ServiceEngine
 from tepo_megatron.controller.step_log import StepLog
-from tepo_megatron.inference.engine import RolloutEngine
-from tepo_megatron.observability.metrics import Metrics
 from tepo_megatron.observability.timing import Clock
-from tepo_megatron.types import Rollout
+
+if TYPE_CHECKING:
+    from tepo_megatron.checkpoint.saving import SavedCheckpoint
 
 
 class NoTask:
-    """The placeholder for the background work on ranks other than 0."""
+    """The placeholder for the service's work on ranks other than 0."""
 
     @property
     def done(self) -> bool:
@@ -31,12 +32,12 @@ class NoTask:
 class Driver:
     """The driver of ranks other than 0: its methods do nothing."""
 
-    def wait_engine(self) -> RolloutEngine | None:
+    def wait_engine(self) -> ServiceEngine | None:
         """Wait until the engine serves and return it; None on other ranks and without an engine."""
         return None
 
     @property
-    def engine(self) -> RolloutEngine | None:
+    def engine(self) -> ServiceEngine | None:
         """The engine, which may not serve yet; None on other ranks and without an engine."""
         return None
 
@@ -46,21 +47,16 @@ class Driver:
     def log_message(self, text: str) -> None:
         """Log a message for the user."""
 
-    def run_in_background(self, work: Callable[[], Any]) -> NoTask:
-        """Start work that needs the engine in a background thread and return its handle."""
+    def collect(self, step: int) -> NoTask:
+        """Start to sample and grade the rollouts of a step; the task's result is their `BatchHeader`."""
         return NoTask()
 
-    def collect(self, step: int, clock: Clock) -> tuple[list[Rollout], Metrics] | None:
-        """Return the step's graded rollouts and their metrics.
+    def evaluate(self, step: int) -> NoTask:
+        """Start to record the accuracy of the weights of `step` on the held-out problems and benchmarks, if there are any."""
+        return NoTask()
 
-        Args:
-            step: Number of the step.
-            clock: Receives the seconds of sampling and grading.
-        """
-        return None
-
-    def evaluate(self, step: int) -> None:
-        """Record the accuracy of the weights of `step` on the held-out problems and benchmarks, if there are any."""
+    def release(self, path: str) -> None:
+        """Let the service close the file of a batch that all ranks have read."""
 
     @property
     def best_step(self) -> int | None:
@@ -100,8 +96,105 @@ class Driver:
     def check_in_place(self) -> None:
         """Raise RunReplacedError if another run has taken over the run's folder."""
 
-    def log_checkpoint(self, checkpoint: SavedCheckpoint | None) -> None:
+    def log_checkpoint(self, checkpoint: "SavedCheckpoint | None") -> None:
         """Log a checkpoint that became complete. None: none did."""
 
     def finish(self, step: int) -> None:
         """Write the summary and the report after the last trained step."""
+
+
+class ServiceTask(NoTask):
+    """Work of the service's rollout thread.
+
+    Args:
+        client: Calls the service.
+        number: Number of the call that started the work.
+    """
+
+    def __init__(self, client: ServiceClient, number: int) -> None:
+        self._client, self._number = client, number
+
+    @property
+    def done(self) -> bool:
+        return bool(self._client.call("done", self._number))
+
+    def wait(self) -> tuple[bool, Any]:
+        """Return (True, None) when the engine asks for weights, (False, result) when the work is done. Re-raise its errors.
+
+        Without weights that the engine asks for the work may never finish.
+        """
+        wanted, result = self._client.call("wait", self._number)
+        return wanted, result
+
+
+class ServiceDriver(Driver):
+    """The driver of rank 0. Every method raises the errors of the service, and RolloutError if the service is lost.
+
+    Args:
+        client: Calls the service.
+        cfg: The run's config.
+    """
+
+    def __init__(self, client: ServiceClient, cfg: Config) -> None:
+        self._client = client
+        self._engine = ServiceEngine(client) if cfg.rollout.replay is None else None
+
+    @property
+    def engine(self) -> ServiceEngine | None:
+        return self._engine
+
+    def wait_engine(self) -> ServiceEngine | None:
+        self._client.call("wait_engine")
+        return self._engine
+
+    def sleep_engine(self) -> None:
+        self._client.call("sleep_engine")
+
+    def log_message(self, text: str) -> None:
+        self._client.call("log_message", text)
+
+    def collect(self, step: int) -> ServiceTask:
+        return self._start("collect", step)
+
+    def evaluate(self, step: int) -> ServiceTask:
+        return self._start("evaluate", step)
+
+    def _start(self, name: str, step: int) -> ServiceTask:
+        pending = self._client.begin(name, step)
+        pending.result()
+        return ServiceTask(self._client, pending.number)
+
+    def release(self, path: str) -> None:
+        self._client.call("release", path)
+
+    @property
+    def best_step(self) -> int | None:
+        best: int | None = self._client.call("best_step")
+        return best
+
+    @property
+    def out_of_patience(self) -> bool:
+        return bool(self._client.call("out_of_patience"))
+
+    def log_step(self, step: int, log: StepLog, clock: Clock) -> None:
+        self._client.call("log_step", step, log.record(clock))
+
+    def state(self, step: int) -> dict[str, Any]:
+        state: dict[str, Any] = self._client.call("state", step)
+        return state
+
+    def resume(self, state: Mapping[str, Any] | None, passed_over: Sequence[str] = ()) -> None:
+        self._client.call("resume", state, passed_over)
+
+    def check_in_place(self) -> None:
+        self._client.call("check_in_place")
+
+    def log_checkpoint(self, checkpoint: "SavedCheckpoint | None") -> None:
+        if checkpoint is not None:
+            self.log_message(
+                f"checkpoint of step {checkpoint.step}: {checkpoint.size / 2**20:.0f} MiB complete after "
+                f"{checkpoint.seconds:.1f} s, of which training waited {checkpoint.blocked_seconds:.2f} s"
+            )
+
+    def finish(self, step: int) -> None:
+        self._client.call("finish", step)

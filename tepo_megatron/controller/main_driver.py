@@ -1,17 +1,12 @@
-"""Rank 0's driver: collect and evaluate with the engine, write the log, and hold the rollout side's state for checkpoints."""
+"""The rollout side of a run: collect and evaluate with the engine, write the log, and hold what a checkpoint needs of it."""
 
 import json
-import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from tepo_megatron.checkpoint.folder import complete
-from tepo_megatron.checkpoint.saving import SavedCheckpoint
 from tepo_megatron.config import Config
 from tepo_megatron.config.io import differences, plain, under_new_names
-from tepo_megatron.controller.driver import Driver, NoTask
-from tepo_megatron.controller.step_log import StepLog
 from tepo_megatron.data import PromptStream
 from tepo_megatron.errors import ConfigError
 from tepo_megatron.evaluation.run_evaluations import Evaluations
@@ -27,36 +22,9 @@ from tepo_megatron.types import Rollout
 from tepo_megatron.utils.atomic import replace_file
 from tepo_megatron.utils.storage import writing
 
-POLL_SECONDS = 0.05
 
-
-class BackgroundTask(NoTask):
-    """Background work on rank 0.
-
-    Args:
-        future: Future of the work.
-        weights_wanted: Returns whether the engine asks for weights. Without them the work may never finish.
-    """
-
-    def __init__(self, future: Future[Any], weights_wanted: Callable[[], bool]) -> None:
-        self._future, self._weights_wanted = future, weights_wanted
-
-    @property
-    def done(self) -> bool:
-        """Return whether the work has finished."""
-        return self._future.done()
-
-    def wait(self) -> tuple[bool, Any]:
-        """Return (True, None) when the engine asks for weights, (False, result) when the work is done. Re-raise its errors."""
-        while not self._future.done():
-            if self._weights_wanted():
-                return True, None
-            time.sleep(POLL_SECONDS)
-        return False, self._future.result()
-
-
-class MainDriver(Driver):
-    """The driver of rank 0."""
+class MainDriver:
+    """Makes the calls of `driver.Driver`, where they are described, in the process of the rollout service."""
 
     def __init__(
         self,
@@ -84,14 +52,14 @@ class MainDriver(Driver):
         self._clock, self._seconds_before = Clock(), 0.0
         self._restarts = 0  # server restarts that are in the metrics already
         self._positions: dict[int, dict[str, Any]] = {}  # step -> position in the prompt stream after its rollouts
-        # one thread for all work, because the graders that a thread starts are ended when the thread ends
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="rollout")
 
     @property
     def engine(self) -> RolloutEngine | None:
+        """The engine; None if rollouts are replayed."""
         return self._engine
 
     def sleep_engine(self) -> None:
+        """Wait until the engine serves and put it to sleep."""
         assert self.engine is not None, "the config allows colocation with an engine only"
         waiting = Clock()
         self.engine.wait_ready()
@@ -99,23 +67,19 @@ class MainDriver(Driver):
         self._log.message(f"{self._cfg.rollout.engine} ready after {waiting.total:.0f} s; it sleeps while the actor is built")
 
     def log_message(self, text: str) -> None:
+        """Log a message for the user."""
         self._log.message(text)
 
-    def run_in_background(self, work: Callable[[], Any]) -> BackgroundTask:
-        engine = self.engine
-        return BackgroundTask(self._thread.submit(work), lambda: engine is not None and engine.needs_weights)
-
-    def wait_engine(self) -> RolloutEngine | None:
-        if self._engine is None:
-            self._clock = Clock()
-            return None
-        waiting = Clock()
-        self._engine.wait_ready()
-        self._log.message(f"actor built; {self._cfg.rollout.engine} ready after {waiting.total:.0f} s more")
+    def wait_engine(self) -> None:
+        """Wait until the engine serves, if there is one."""
+        if self._engine is not None:
+            waiting = Clock()
+            self._engine.wait_ready()
+            self._log.message(f"actor built; {self._cfg.rollout.engine} ready after {waiting.total:.0f} s more")
         self._clock = Clock()  # the run's seconds exclude the start
-        return self._engine
 
     def collect(self, step: int, clock: Clock) -> tuple[list[Rollout], Metrics]:
+        """Return the graded rollouts of a step and their metrics; the clock receives the seconds of sampling and grading."""
         rollouts, metrics = self._source.collect(step, clock)
         if isinstance(self._source, Collector):
             if step == self._cfg.training.steps:
@@ -133,6 +97,7 @@ class MainDriver(Driver):
         return rollouts, metrics
 
     def evaluate(self, step: int) -> None:
+        """Record the accuracy of the weights of `step`, if there is anything to evaluate on."""
         source = self._source
         if isinstance(source, Replay):
             return
@@ -143,20 +108,24 @@ class MainDriver(Driver):
 
     @property
     def best_step(self) -> int | None:
+        """The best evaluated step after step 0; None without `checkpoint.keep_best`."""
         return self._evaluations.best_step
 
     @property
     def out_of_patience(self) -> bool:
+        """True if `evaluation.patience` evaluations came after the best one."""
         return self._evaluations.out_of_patience
 
-    def log_step(self, step: int, log: StepLog, clock: Clock) -> None:
-        self._log.write(step, log.record(clock))
+    def log_step(self, step: int, record: Mapping[str, float | None]) -> None:
+        """Write the record of a step to the metrics."""
+        self._log.write(step, record)
 
     def _log_events(self) -> None:
         for event in (*(self._engine.take_events() if self._engine is not None else ()), *self._sampler_events()):
             self._log.message(event)
 
     def state(self, step: int) -> dict[str, Any]:
+        """Return the state that belongs into a checkpoint after `step`, as plain JSON."""
         self._log.sync()  # every step that a checkpoint contains must be in the metrics file
         return {
             "step": step,
@@ -168,6 +137,11 @@ class MainDriver(Driver):
         }
 
     def resume(self, state: Mapping[str, Any] | None, passed_over: Sequence[str] = ()) -> None:
+        """Restore the state. See `driver.Driver.resume`.
+
+        Args:
+            state, passed_over: See `driver.Driver.resume`.
+        """
         for line in passed_over:
             self._log.message(f"resume: {line}")
         step = 0
@@ -204,20 +178,15 @@ class MainDriver(Driver):
         self._seconds_before = state["seconds"]
 
     def check_in_place(self) -> None:
+        """Raise RunReplacedError if another run has taken over the run's folder."""
         self._log.check_in_place()
-
-    def log_checkpoint(self, checkpoint: SavedCheckpoint | None) -> None:
-        if checkpoint is not None:
-            self._log.message(
-                f"checkpoint of step {checkpoint.step}: {checkpoint.size / 2**20:.0f} MiB complete after "
-                f"{checkpoint.seconds:.1f} s, of which training waited {checkpoint.blocked_seconds:.2f} s"
-            )
 
     @property
     def _seconds(self) -> float:
         return self._seconds_before + self._clock.total
 
     def finish(self, step: int) -> None:
+        """Write the summary and the report after the last trained step."""
         self.check_in_place()
         run_dir, seconds = self._cfg.run_dir, self._seconds
         summary, lines = self._evaluations.finish(step)

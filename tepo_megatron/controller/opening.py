@@ -1,4 +1,4 @@
-"""Open the driver of a rank: on rank 0 load the prompts, start the engine and the graders, and log the setup of the run."""
+"""Open the rollout side of a run: load the prompts, start the engine and the graders, and log the setup of the run."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -8,11 +8,9 @@ from pathlib import Path
 from tepo_megatron.config import Config, TrainingConfig
 from tepo_megatron.config.megatron import untested_fields
 from tepo_megatron.config.safety import checks_that_are_off, safety_checks
-from tepo_megatron.controller.driver import Driver
 from tepo_megatron.controller.main_driver import MainDriver
 from tepo_megatron.controller.method import Method, resolve
 from tepo_megatron.data import Data, PromptStream, load_data, load_tokenizer, stop_tokens, text_functions
-from tepo_megatron.distributed.parallel import ParallelDims
 from tepo_megatron.errors import DataError
 from tepo_megatron.evaluation.problems import load_benchmarks
 from tepo_megatron.evaluation.run_benchmarks import BenchmarkRuns
@@ -32,21 +30,17 @@ EngineFactory = Callable[[Config], RolloutEngine]
 
 
 @contextlib.contextmanager
-def open_driver(cfg: Config, groups: ParallelDims, make_engine: EngineFactory | None = None) -> Iterator[Driver]:
-    """Yield this rank's driver. On rank 0 the engine starts loading at once, while the actor is built.
+def open_driver(cfg: Config, make_engine: EngineFactory | None = None) -> Iterator[MainDriver]:
+    """Yield the driver. The engine starts loading at once, while the ranks build the actor.
 
     Args:
         cfg: The run's config.
-        groups: The mesh of this run.
         make_engine: Makes an engine to use instead of the one that the config names.
 
     Raises:
         ConfigError: The config's keys contradict each other. Nothing was started.
         DataError: The data cannot be used. Nothing was started.
     """
-    if not groups.is_main:
-        yield Driver()
-        return
     rollout, run_dir, steps = cfg.rollout, cfg.run_dir, cfg.training.steps
     method, tokenizer = resolve(cfg), load_tokenizer(cfg.model.path)
     routing = replayed_routing(rollout, cfg.model.path, cfg.platform)

@@ -12,11 +12,11 @@ If trainer and engine share their devices (rollout.colocate), the engine sleeps 
 is to be sampled. Anything in between, such as a checkpoint, finds the trainer as training left it.
 """
 
-import functools
 from collections import deque
 from typing import Any
 
 from tepo_megatron.config import EvaluationConfig, RolloutConfig
+from tepo_megatron.controller.batch_memory import BatchHeader, BatchReceiver
 from tepo_megatron.controller.driver import Driver, NoTask
 from tepo_megatron.controller.gate import WeightsGate
 from tepo_megatron.controller.memory_report import MemoryReport
@@ -47,6 +47,7 @@ class Schedule:
         gate: WeightsGate,
         placement: Disaggregated,
         memory: MemoryReport,
+        batches: BatchReceiver,
         groups: ParallelDims,
         trained: int,
     ) -> None:
@@ -61,14 +62,15 @@ class Schedule:
             gate: Is notified of every delivery.
             placement: Whether trainer and engine share their devices.
             memory: Measures the memory of each phase.
+            batches: Brings the rollouts to all ranks.
             groups: The mesh of this run.
             trained: The step whose weights the actor has now.
         """
         self._driver, self._sync, self._gate, self._groups = driver, sync, gate, groups
-        self._placement, self._memory = placement, memory
+        self._placement, self._memory, self._batches = placement, memory, batches
         self._staleness, self._interrupts = rollout.max_staleness, rollout.on_weight_update != "finish"
         self._evaluation, self._last = evaluation, steps
-        self._ahead: deque[tuple[NoTask, Clock]] = deque()  # rollouts of the next steps, finished or not
+        self._ahead: deque[NoTask] = deque()  # rollouts of the next steps, finished or not
         self._started = trained  # last step whose rollouts were started
         self._served: int | None = None  # version of the served weights
         self.trained, self.ended = trained, False
@@ -90,19 +92,20 @@ class Schedule:
             self._publish(clock)
         self._start_rollouts()
         with clock.phase("wait"):
-            task, sampling = self._ahead.popleft()
-            batch: tuple[list[Rollout], Metrics] = self._wait(task)
-        clock.seconds |= sampling.seconds
+            header: BatchHeader = self._wait(self._ahead.popleft())
+            rollouts = self._batches.receive(header)
+            self._driver.release(header.path)
+        clock.seconds |= header.seconds
         self._memory.end_phase("generate")
         with clock.phase("sync"):
             self.load_trainer()
         if self._staleness:
-            if not broadcast_object(any(not task.done for task, _ in self._ahead), self._groups.host):
+            if not broadcast_object(any(not task.done for task in self._ahead), self._groups.host):
                 self._publish(clock)
                 with clock.paused():
                     self.evaluate_if_due(step - 1)
             self._start_rollouts()
-        return batch
+        return rollouts, Metrics(header.metrics)
 
     def load_trainer(self) -> None:
         """Make the actor ready to be trained, saved and exported: an evaluation may have given the device to the engine."""
@@ -139,7 +142,7 @@ class Schedule:
         if self._evaluation is None:
             return
         self._publish(Clock())
-        self._wait(self._driver.run_in_background(lambda: self._driver.evaluate(step)))
+        self._wait(self._driver.evaluate(step))
         self.ended = broadcast_object(self._driver.out_of_patience, self._groups.host)
 
     def _start_rollouts(self) -> None:
@@ -147,9 +150,7 @@ class Schedule:
         assert self._served is not None
         while self._started < min(self._last, self._served + 1 + self._staleness):
             self._started += 1
-            sampling = Clock()
-            collect = functools.partial(self._driver.collect, self._started, sampling)
-            self._ahead.append((self._driver.run_in_background(collect), sampling))
+            self._ahead.append(self._driver.collect(self._started))
 
     def _wait(self, task: NoTask) -> Any:
         """Return the task's result from rank 0 on every rank. Meanwhile send the weights to servers that were restarted.

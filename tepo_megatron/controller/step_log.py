@@ -1,6 +1,6 @@
 """Collect the metrics of one step: sums from rollouts and updates become one line of metrics.jsonl."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -9,8 +9,7 @@ from torch import Tensor
 from tepo_megatron.observability.histogram import quantiles
 from tepo_megatron.observability.metrics import Metrics
 from tepo_megatron.observability.timing import Clock
-from tepo_megatron.rewards import STATUSES
-from tepo_megatron.types import Rollout
+from tepo_megatron.types import STATUSES
 
 if TYPE_CHECKING:
     from tepo_megatron.actor.accumulator import UpdateResult
@@ -44,14 +43,14 @@ class StepLog:
         self._trained_tokens = 0
         self._memory: dict[str, float | None] = {}
 
-    def receive(self, rollouts: Sequence[Rollout], metrics: Metrics) -> None:
-        """Take over the metrics of all samples and count the tokens that are trained on.
+    def receive(self, trained_tokens: int, metrics: Metrics) -> None:
+        """Take over the metrics of all samples.
 
         Args:
-            rollouts: The kept rollouts.
+            trained_tokens: Tokens of the kept rollouts, prompt and response.
             metrics: The metrics of all samples.
         """
-        self._metrics, self._trained_tokens = metrics, sum(r.token_ids_L.numel() for r in rollouts)
+        self._metrics, self._trained_tokens = metrics, trained_tokens
 
     def note(self, values: Mapping[str, float | None]) -> None:
         """Record values measured once per step. None: the value could not be measured."""

@@ -7,13 +7,13 @@ from typing import Any, Protocol, Self
 from tepo_megatron.config import RewardConfig
 from tepo_megatron.rewards.boxed import last_answer, last_boxed
 from tepo_megatron.rewards.gold import gold_fault
-from tepo_megatron.rewards.math import STATUSES, MathTerm
+from tepo_megatron.rewards.math import MathTerm
 from tepo_megatron.rewards.pool import limits_of
 from tepo_megatron.rewards.simple import CustomTerm, FormatTerm, LengthTerm, check_function
 from tepo_megatron.rewards.terms import Decode, RewardTerm, WeightedReward
 from tepo_megatron.types import Rollout
 
-__all__ = ["STATUSES", "Decode", "Reward", "build_reward", "check_reward", "gold_fault"]
+__all__ = ["Decode", "Reward", "build_reward", "check_reward", "gold_fault"]
 
 
 class Reward(Protocol):

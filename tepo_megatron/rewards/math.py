@@ -2,16 +2,14 @@
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import Literal, cast, get_args
+from typing import cast
 
 from tepo_megatron.errors import RewardError
 from tepo_megatron.grading.answers import canonical, integer
 from tepo_megatron.rewards.gold import MAX_ANSWER_CHARS, gold_answer, gold_fault
 from tepo_megatron.rewards.pool import GradingPool, PoolLimits
 from tepo_megatron.rewards.terms import UNSETTLED, Response, Verdict
-
-Status = Literal["exact", "equal", "wrong", "unparsed", "no_box", "too_long", "timeout", "died", "bad_gold"]
-STATUSES: tuple[Status, ...] = get_args(Status)
+from tepo_megatron.types import STATUSES, Status
 
 _RIGHT: frozenset[Status] = frozenset({"exact", "equal"})
 _CACHED_VERDICTS = 65536

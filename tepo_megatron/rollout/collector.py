@@ -10,9 +10,9 @@ from tepo_megatron.errors import SyncError
 from tepo_megatron.inference.engine import INITIAL_VERSION, GroupStream, Sampler
 from tepo_megatron.observability.metrics import Metrics
 from tepo_megatron.observability.timing import Clock
-from tepo_megatron.rewards import STATUSES, Reward
+from tepo_megatron.rewards import Reward
 from tepo_megatron.rewards.overlong import OverlongShaping
-from tepo_megatron.types import Prompt, Rollout, Routing, SamplingParams
+from tepo_megatron.types import STATUSES, Prompt, Rollout, Routing, SamplingParams
 from tepo_megatron.utils.seeding import derive_seed
 
 

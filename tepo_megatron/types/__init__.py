@@ -16,10 +16,10 @@ Layout suffixes of tensors:
 
 from tepo_megatron.types.batch import TrainBatch
 from tepo_megatron.types.microbatch import Denominators, LossOutput, PackedMicrobatch, TokenStats
-from tepo_megatron.types.rollout import Rollout
+from tepo_megatron.types.rollout import STATUSES, Rollout, Status
 from tepo_megatron.types.sampling import NO_EXPERT, Prompt, Routing, SamplingParams
 
 __all__ = [
-    "NO_EXPERT", "Denominators", "LossOutput", "PackedMicrobatch", "Prompt", "Rollout", "Routing", "SamplingParams",
-    "TokenStats", "TrainBatch",
+    "NO_EXPERT", "STATUSES", "Denominators", "LossOutput", "PackedMicrobatch", "Prompt", "Rollout", "Routing", "SamplingParams",
+    "Status", "TokenStats", "TrainBatch",
 ]  # fmt: skip

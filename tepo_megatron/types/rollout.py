@@ -1,9 +1,14 @@
 """One sampled sequence, as the engine returns it and the grader completes it."""
 
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
+
+# How an answer was graded: the reason for its score.
+Status = Literal["exact", "equal", "wrong", "unparsed", "no_box", "too_long", "timeout", "died", "bad_gold"]
+STATUSES: tuple[Status, ...] = get_args(Status)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ update.
 import contextlib
 import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -38,7 +37,7 @@ from tepo_megatron.weight_sync.broadcast_group import (
 )
 from tepo_megatron.weight_sync.buckets import BucketPlan
 from tepo_megatron.weight_sync.rendezvous import OwnedStore, own_address
-from tepo_megatron.weight_sync.transport import Recipient, StagedBucket, WeightReceiver
+from tepo_megatron.weight_sync.transport import Pending, Recipient, StagedBucket, WeightReceiver
 
 ATTEMPTS = 3  # at sending a round, while all servers live
 JOIN_POLL_SECONDS = 0.05
@@ -51,7 +50,7 @@ class _RoundInFlight:
     sources: Sequence[Source]  # of all ranks
     row: Tensor | None = None  # the bytes of this rank's bucket; None: it has none in this round
     sent: bool = False  # whether there were groups to send the round to
-    loading: Future[None] | None = None  # the servers' work, on rank 0
+    loading: Pending | None = None  # the servers' work, on rank 0
     attempts: int = 0  # at sending the round to the same servers
 
     @property

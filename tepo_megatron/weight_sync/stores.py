@@ -9,7 +9,6 @@ import json
 import shutil
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import Future
 from pathlib import Path
 
 import torch
@@ -27,7 +26,7 @@ from tepo_megatron.utils.atomic import replacing
 from tepo_megatron.weight_sync.broadcast_group import Bucket, Source, crc32, pack
 from tepo_megatron.weight_sync.buckets import BucketPlan
 from tepo_megatron.weight_sync.ipc import IpcBuffer, export_buffer
-from tepo_megatron.weight_sync.transport import StagedBucket, WeightReceiver
+from tepo_megatron.weight_sync.transport import Pending, StagedBucket, WeightReceiver
 
 SHARED_MEMORY = scratch.SHARED_MEMORY
 PURPOSE = "sync"  # in the names of the folders, see `scratch.claim`
@@ -44,7 +43,7 @@ class StoredTransport:
 
     def __init__(self, receiver: WeightReceiver | None) -> None:
         self._receiver = receiver
-        self._loading: Future[None] | None = None
+        self._loading: Pending | None = None
         self._sources: Sequence[Source] = ()
 
     def start(self, sources: Sequence[Source]) -> None:

@@ -1,7 +1,6 @@
 """The two interfaces of a push: `WeightTransport` sends rounds of buckets, and `WeightReceiver` is the engine's side."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -17,7 +16,14 @@ class Recipient:
     name: str
     host: str
     ranks: int  # number of its ranks
-    incarnation: object  # differs from its value before a restart of the server
+    incarnation: int  # differs from its value before a restart of the server
+
+
+class Pending(Protocol):
+    """The result of something that goes on elsewhere: a `concurrent.futures.Future`, or an answer that is under way."""
+
+    def result(self) -> Any:
+        """Wait until it is done; raise its error."""
 
 
 class WeightReceiver(Protocol):
@@ -37,10 +43,10 @@ class WeightReceiver(Protocol):
     def recipients(self) -> tuple[Recipient, ...]:
         """The recipients: the servers in the update in progress."""
 
-    def join_groups(self, specs: Mapping[Recipient, GroupSpec]) -> Future[None]:
+    def join_groups(self, specs: Mapping[Recipient, GroupSpec]) -> Pending:
         """Have each recipient join the process groups of its group spec."""
 
-    def load(self, sources: Sequence[Source]) -> Future[None]:
+    def load(self, sources: Sequence[Source]) -> Pending:
         """Have the recipients load a round. The sources are in use until the future is done; its error is a SyncError."""
 
     def finish_update(self) -> None:

@@ -71,19 +71,22 @@ class Kill:
 
     def arm(self, journal: Path) -> None:
         """Arm the kill in the process that is to die; the kill is written to the journal."""
+        from tepo_megatron.controller.main_driver import MainDriver
         from tepo_megatron.controller.schedule import Schedule
 
         now, calls = 0, 0
 
         def note_step(original: Callable[..., Any]) -> Callable[..., Any]:
-            def next_batch(schedule: Any, step: int, clock: Any) -> Any:
+            def with_step(self: Any, step: int, clock: Any) -> Any:
                 nonlocal now
                 now = step
-                return original(schedule, step, clock)
+                return original(self, step, clock)
 
-            return next_batch
+            return with_step
 
+        # the rank and the rollout service each count for themselves
         Schedule.next_batch = note_step(Schedule.next_batch)  # type: ignore[method-assign]
+        MainDriver.collect = note_step(MainDriver.collect)  # type: ignore[method-assign]
         owner, name = self.place(self.where)
         original = getattr(owner, name)
 

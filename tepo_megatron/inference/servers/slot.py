@@ -1,6 +1,7 @@
 """Supervision of one server of a fleet: restart it when it fails, and give it up when restarts do not help."""
 
 import asyncio
+import itertools
 from collections.abc import Awaitable, Callable
 from typing import Generic, TypeVar
 
@@ -20,9 +21,16 @@ class PlannedRestart(RolloutError):
 
 
 class Incarnation:
-    """One incarnation of a server, from healthy to ended. Whoever finds a reason to end it calls `end`."""
+    """One incarnation of a server, from healthy to ended. Whoever finds a reason to end it calls `end`.
+
+    Attributes:
+        number: Differs between all incarnations of all servers.
+    """
+
+    _numbers = itertools.count()
 
     def __init__(self) -> None:
+        self.number = next(self._numbers)
         self._end: asyncio.Future[RolloutError | None] = asyncio.get_running_loop().create_future()
 
     def end(self, why: RolloutError | None) -> None:

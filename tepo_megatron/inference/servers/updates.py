@@ -71,12 +71,12 @@ class PoolUpdates:
     def recipients(self) -> tuple[Recipient, ...]:
         """See `WeightReceiver.recipients`."""
         taking = [(m.endpoint, incarnation) for m, incarnation in self._alive()]
-        return tuple(Recipient(e.name, e.host, e.ranks, incarnation) for e, incarnation in taking)
+        return tuple(Recipient(e.name, e.host, e.ranks, incarnation.number) for e, incarnation in taking)
 
     def join_groups(self, specs: Mapping[Recipient, GroupSpec]) -> Future[None]:
         """See `RolloutEngine`."""
         of = {recipient.incarnation: spec for recipient, spec in specs.items()}
-        places = {m.endpoint: of[incarnation] for m, incarnation in self._updating if incarnation in of}
+        places = {m.endpoint: of[incarnation.number] for m, incarnation in self._updating if incarnation.number in of}
         return self._pool.loop.submit(self._each(lambda endpoint: endpoint.join_groups(places[endpoint])))
 
     def load(self, sources: Sequence[Source]) -> Future[None]:

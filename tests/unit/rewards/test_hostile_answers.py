@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tepo_megatron.rewards.math import STATUSES
+from tepo_megatron.types import STATUSES
 from tests.graded import math_reward, pool_of, rollout, statuses
 from tests.hostile_answers import hostile_answers
 

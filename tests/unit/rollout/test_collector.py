@@ -10,10 +10,9 @@ from tepo_megatron.config import RolloutConfig
 from tepo_megatron.data import PromptStream
 from tepo_megatron.errors import SyncError
 from tepo_megatron.observability.timing import Clock
-from tepo_megatron.rewards import STATUSES
 from tepo_megatron.rewards.overlong import OverlongShaping
 from tepo_megatron.rollout.collector import Collector
-from tepo_megatron.types import Prompt, Rollout, SamplingParams
+from tepo_megatron.types import STATUSES, Prompt, Rollout, SamplingParams
 from tests.scripted_groups import ScriptedGroups
 
 

@@ -1,0 +1,166 @@
+"""The rollout service: a process beside rank 0 that owns prompts, engine, servers, graders, record and log of a run.
+
+Rank 0 starts it and is its only client (`service_client.py`). They exchange pickled messages over a socket pair, which has no
+address, so that no other process can connect. The service ends when rank 0 closes its end, and with rank 0 however that ends.
+
+    thread    does
+    reader    receives calls, and answers `ping` at once
+    main      makes the calls in their order; starts the servers, which would end with another thread
+    rollout   samples, grades and evaluates
+    waiters   wait for what the rollout thread does
+"""
+
+import contextlib
+import os
+import queue
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple
+
+from tepo_megatron.config import Config
+from tepo_megatron.controller.batch_memory import BatchHeader, BatchMemory
+from tepo_megatron.controller.main_driver import MainDriver
+from tepo_megatron.controller.opening import EngineFactory, open_driver
+from tepo_megatron.controller.service_client import DESCRIPTOR, Answer, Call
+from tepo_megatron.errors import RolloutError, StorageError, TepoError
+from tepo_megatron.observability.timing import Clock
+from tepo_megatron.utils.quiet import quiet_upstream
+from tepo_megatron.utils.storage import disk_fault
+
+POLL_SECONDS = 0.05
+
+
+class _End(NamedTuple):
+    """Rank 0 has closed the connection."""
+
+
+class RolloutService:
+    """Makes the calls of rank 0 on the driver of the run, on its engine, or on itself.
+
+    Args:
+        connection: This process's end of the connection.
+        make_engine: Makes an engine to use instead of the one that the config names.
+    """
+
+    def __init__(self, connection: Connection, make_engine: EngineFactory | None) -> None:
+        self._connection, self._make_engine = connection, make_engine
+        self._sending = threading.Lock()
+        self._calls: queue.SimpleQueue[Call | _End] = queue.SimpleQueue()
+        self._cfg: Config | None = None
+        self._driver: MainDriver | None = None
+        self._memory = BatchMemory()
+        self._tasks: dict[int, Future[Any]] = {}  # by number of the call that started it
+        # one thread for all work, because the graders that a thread starts are ended when the thread ends
+        self._rollout = ThreadPoolExecutor(1, thread_name_prefix="rollout")
+        self._waiters = ThreadPoolExecutor(thread_name_prefix="waiter")
+
+    def run(self) -> None:
+        """Make calls until rank 0 closes the connection; then end the engine."""
+        threading.Thread(target=self._read, name="reader", daemon=True).start()
+        with contextlib.ExitStack() as stack:
+            while isinstance(call := self._calls.get(), Call):
+                self._answer(call, partial(self._make, call, stack))
+
+    def _read(self) -> None:
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                call = self._connection.recv()
+                if call.name == "ping":
+                    self._send(Answer(call.number, None, None))
+                elif call.name == "wait":
+                    self._waiters.submit(self._answer, call, partial(self._wait, *call.args))
+                else:
+                    self._calls.put(call)
+        self._calls.put(_End())
+
+    def _open(self, stack: contextlib.ExitStack, cfg: Config) -> None:
+        self._cfg = cfg
+        self._driver = stack.enter_context(open_driver(cfg, self._make_engine))
+
+    def _make(self, call: Call, stack: contextlib.ExitStack) -> Any:
+        """Make one call and return its result; a future is answered once it is done. The driver is open within the stack."""
+        name, args = call.name, call.args
+        match name:
+            case "open":
+                self._open(stack, *args)
+            case "close":
+                stack.close()
+            case "collect":
+                self._tasks[call.number] = self._rollout.submit(self._collect, *args)
+            case "evaluate":
+                self._tasks[call.number] = self._rollout.submit(self._started.evaluate, *args)
+            case "done":
+                return self._tasks[args[0]].done()
+            case "release":
+                self._memory.release(*args)
+            case _:
+                owner, _, attribute = name.rpartition(".")
+                target = getattr(self._started.engine if owner == "engine" else self._started, attribute)
+                return target(*args) if callable(target) else target
+        return None
+
+    @property
+    def _started(self) -> MainDriver:
+        assert self._driver is not None, "the first call is open"
+        return self._driver
+
+    def _collect(self, step: int) -> BatchHeader:
+        clock = Clock()
+        rollouts, metrics = self._started.collect(step, clock)
+        return self._memory.write(rollouts, metrics.pairs(), clock.seconds)
+
+    def _wait(self, number: int) -> tuple[bool, Any]:
+        """Return (True, None) when the engine asks for weights, (False, result) when the task is done."""
+        assert self._cfg is not None
+        engine, task = self._started.engine, self._tasks[number]
+        while not task.done():
+            if engine is not None and not self._cfg.rollout.only and engine.needs_weights:
+                return True, None
+            time.sleep(POLL_SECONDS)
+        return False, self._tasks.pop(number).result()
+
+    def _answer(self, call: Call, make: Callable[[], Any]) -> None:
+        try:
+            result = make()
+        except Exception as e:
+            self._send(Answer(call.number, None, self._error(e)))
+            return
+        if isinstance(result, Future):
+            result.add_done_callback(lambda done: self._answer(call, done.result))
+        else:
+            self._send(Answer(call.number, result, None))
+
+    def _error(self, e: Exception) -> Exception:
+        """Return the error as rank 0 raises it: our own as it is, any other as its traceback."""
+        if isinstance(e, TepoError):
+            return e
+        fault = None if self._cfg is None else disk_fault(e, self._cfg.run_dir, written=False)
+        return StorageError(fault) if fault is not None else RuntimeError("".join(traceback.format_exception(e)).rstrip())
+
+    def _send(self, answer: Answer) -> None:
+        with self._sending, contextlib.suppress(OSError):  # rank 0 is gone: the reader notices
+            try:
+                self._connection.send(answer)
+            except (TypeError, AttributeError, ValueError) as e:  # it cannot be pickled
+                self._connection.send(Answer(answer.number, None, RolloutError(f"{answer.error or answer.value!r} ({e})")))
+
+
+def serve(connection: Connection, make_engine: EngineFactory | None = None) -> None:
+    """Be the rollout service of rank 0, which holds the other end of the connection.
+
+    Args:
+        connection: This process's end.
+        make_engine: See `RolloutService`.
+    """
+    quiet_upstream()
+    RolloutService(connection, make_engine).run()
+
+
+if __name__ == "__main__":
+    serve(Connection(int(os.environ[DESCRIPTOR])))
+    os._exit(0)  # threads of a run that was cut off may still wait for servers

@@ -1,0 +1,302 @@
+"""Rank 0's end of the rollout service: start the process, call it, and notice when it dies or hangs."""
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from tepo_megatron.errors import RolloutError
+from tepo_megatron.inference.engine import EnginePart
+from tepo_megatron.utils.memory_kills import MemoryKills
+from tepo_megatron.utils.processes import die_with_parent
+from tepo_megatron.weight_sync.broadcast_group import GroupSpec, Source
+from tepo_megatron.weight_sync.transport import Recipient
+
+if TYPE_CHECKING:
+    from tepo_megatron.controller.opening import EngineFactory
+
+DESCRIPTOR = "TEPO_SERVICE_FD"  # environment variable with the service's end of the connection
+PING_SECONDS = 5.0  # of waiting, after which the service is asked whether it lives
+CLOSE_SECONDS = 60.0  # for the service to end its servers and itself
+
+
+class Call(NamedTuple):
+    """A call of rank 0: a method of the driver, `engine.` and a method of the engine, or one of the service's own."""
+
+    number: int
+    name: str
+    args: tuple[Any, ...]
+
+
+class Answer(NamedTuple):
+    """The answer to a call: a value or an error."""
+
+    number: int
+    value: Any
+    error: Exception | None
+
+
+class _Process(Protocol):
+    """The part of `subprocess.Popen` that is needed here."""
+
+    pid: int
+
+    def wait(self, timeout: float) -> int:
+        """Return the exit status, negative for a signal. Raises subprocess.TimeoutExpired."""
+
+    def kill(self) -> None:
+        """Send SIGKILL."""
+
+
+class PendingAnswer:
+    """The answer to a call that was sent. It may arrive while rank 0 waits for another one.
+
+    Args:
+        client: Receives the answer.
+        call: The call.
+    """
+
+    def __init__(self, client: "ServiceClient", call: Call) -> None:
+        self._client, self.number, self.name = client, call.number, call.name
+
+    def result(self) -> Any:
+        """Wait for the answer and return its value. Raises its error, or RolloutError if the service is lost."""
+        return self._client.receive(self)
+
+
+class ServiceClient:
+    """Calls the rollout service. Only rank 0 has one, and only its main thread uses it.
+
+    Args:
+        connection: This process's end of the connection.
+        process: The service.
+        silence_seconds: Seconds without any message after which the service counts as hung.
+    """
+
+    def __init__(self, connection: Connection, process: _Process, silence_seconds: float) -> None:
+        self._connection, self._process, self._silence_seconds = connection, process, silence_seconds
+        self._kills = MemoryKills()
+        self._numbers = 0
+        self._answers: dict[int, Answer] = {}  # those that arrived before they were asked for
+        self._pings: set[int] = set()
+        self._lost: RolloutError | None = None
+
+    def call(self, name: str, *args: Any) -> Any:
+        """Make a call and return its result. Raises its error, or RolloutError if the service is lost.
+
+        Args:
+            name: See `Call`.
+            args: Arguments of the method; they are pickled.
+        """
+        return self.begin(name, *args).result()
+
+    def begin(self, name: str, *args: Any) -> PendingAnswer:
+        """Make a call and return at once.
+
+        Args:
+            name, args: See `call`.
+        """
+        self._numbers += 1
+        call = Call(self._numbers, name, args)
+        try:
+            self._connection.send(call)
+        except OSError:
+            raise self._ended() from None
+        return PendingAnswer(self, call)
+
+    def receive(self, pending: PendingAnswer) -> Any:
+        """Wait for one answer; see `PendingAnswer.result`. Answers to other calls are kept.
+
+        Args:
+            pending: The call.
+        """
+        heard = asked = time.monotonic()
+        while pending.number not in self._answers:
+            try:
+                if self._connection.poll(PING_SECONDS):
+                    answer = self._connection.recv()
+                    if answer.number in self._pings:
+                        self._pings.remove(answer.number)
+                    else:
+                        self._answers[answer.number] = answer
+                    heard = asked = time.monotonic()
+            except (EOFError, OSError):
+                raise self._ended() from None
+            now = time.monotonic()
+            if now - heard > self._silence_seconds:
+                raise RolloutError(
+                    f"the rollout service (pid {self._process.pid}) did not answer for {self._silence_seconds:g} s, in its call "
+                    f"{pending.name}; raise parallel.heartbeat_timeout if its machine was busy"
+                )
+            if now - asked >= PING_SECONDS:
+                asked = now
+                self._pings.add(self.begin("ping").number)
+        answer = self._answers.pop(pending.number)
+        if answer.error is not None:
+            raise answer.error
+        return answer.value
+
+    def close(self) -> None:
+        """Have the service end its servers, graders and itself; bounded in time."""
+        with contextlib.suppress(RolloutError):
+            if self._lost is None:
+                self.call("close")
+        self._connection.close()
+        try:
+            self._process.wait(CLOSE_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait(CLOSE_SECONDS)
+
+    def _ended(self) -> RolloutError:
+        """Return the error for a service that has ended."""
+        if self._lost is None:
+            try:
+                status = self._process.wait(CLOSE_SECONDS)
+            except subprocess.TimeoutExpired:
+                self._lost = RolloutError(f"the rollout service (pid {self._process.pid}) closed its connection")
+                return self._lost
+            how = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"exited with status {status}"
+            why = f": {self._kills.explain()}" if status == -signal.SIGKILL else "; its last lines are above"
+            self._lost = RolloutError(f"the rollout service (pid {self._process.pid}) {how}{why}")
+        return self._lost
+
+
+class ForkedProcess:
+    """A fork of this process that runs one function. For engines that exist in this process alone.
+
+    Args:
+        work: What the fork runs.
+    """
+
+    def __init__(self, work: Callable[[], None]) -> None:
+        parent = os.getpid()
+        self.pid = os.fork()
+        if self.pid == 0:
+            try:
+                die_with_parent(parent)
+                work()
+            except BaseException as e:
+                sys.excepthook(type(e), e, e.__traceback__)
+                os._exit(1)
+            os._exit(0)
+
+    def wait(self, timeout: float) -> int:
+        """Return the exit status, negative for a signal. Raises subprocess.TimeoutExpired."""
+        until = time.monotonic() + timeout
+        while True:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                return os.waitstatus_to_exitcode(status)
+            if time.monotonic() > until:
+                raise subprocess.TimeoutExpired("the rollout service", timeout)
+            time.sleep(0.01)
+
+    def kill(self) -> None:
+        """Send SIGKILL."""
+        os.kill(self.pid, signal.SIGKILL)
+
+
+@contextlib.contextmanager
+def start_service(silence_seconds: float, make_engine: "EngineFactory | None" = None) -> Iterator[ServiceClient]:
+    """Yield a client of a new rollout service, which imports its modules meanwhile and waits for the call `open`.
+
+    Call it before this process joins a process group or starts threads of its own. When the block ends, the service is closed.
+
+    Args:
+        silence_seconds: See `ServiceClient`.
+        make_engine: Makes an engine to use instead of the one that the config names; the service is a fork then.
+    """
+    ours, theirs = multiprocessing.Pipe()
+    process: _Process
+    if make_engine is None:
+        command = [sys.executable, "-P", "-m", "tepo_megatron.controller.service"]
+        environment = {**os.environ, DESCRIPTOR: str(theirs.fileno())}
+        parent = os.getpid()
+        process = subprocess.Popen(
+            command, env=environment, pass_fds=[theirs.fileno()], preexec_fn=lambda: die_with_parent(parent)
+        )
+    else:
+
+        def serve() -> None:
+            from tepo_megatron.controller.service import serve
+
+            ours.close()
+            serve(theirs, make_engine)
+
+        process = ForkedProcess(serve)
+    theirs.close()
+    client = ServiceClient(ours, process, silence_seconds)
+    try:
+        yield client
+    finally:
+        client.close()
+
+
+class ServiceEngine:
+    """The engine in the service, as far as the ranks use it: `WeightReceiver`, `Sleepable` and parts of `Lifecycle`.
+
+    Args:
+        client: Calls the service.
+    """
+
+    def __init__(self, client: ServiceClient) -> None:
+        self._client = client
+
+    def wait_ready(self) -> None:
+        """See `Lifecycle.wait_ready`."""
+        self._client.call("engine.wait_ready")
+
+    def resident_bytes(self) -> int:
+        """See `Lifecycle.resident_bytes`."""
+        return int(self._client.call("engine.resident_bytes"))
+
+    def sleep(self) -> None:
+        """See `Sleepable.sleep`."""
+        self._client.call("engine.sleep")
+
+    def wake(self, part: EnginePart) -> None:
+        """See `Sleepable.wake`."""
+        self._client.call("engine.wake", part)
+
+    def begin_update(self, version: int) -> None:
+        """See `WeightReceiver.begin_update`."""
+        self._client.call("engine.begin_update", version)
+
+    @property
+    def base(self) -> int | None:
+        """See `WeightReceiver.base`."""
+        base: int | None = self._client.call("engine.base")
+        return base
+
+    def keep_unchanged(self, names: Sequence[str]) -> None:
+        """See `WeightReceiver.keep_unchanged`."""
+        self._client.call("engine.keep_unchanged", names)
+
+    @property
+    def recipients(self) -> tuple[Recipient, ...]:
+        """See `WeightReceiver.recipients`."""
+        recipients: tuple[Recipient, ...] = self._client.call("engine.recipients")
+        return recipients
+
+    def join_groups(self, specs: Mapping[Recipient, GroupSpec]) -> PendingAnswer:
+        """See `WeightReceiver.join_groups`."""
+        return self._client.begin("engine.join_groups", specs)
+
+    def load(self, sources: Sequence[Source]) -> PendingAnswer:
+        """See `WeightReceiver.load`."""
+        return self._client.begin("engine.load", sources)
+
+    def finish_update(self) -> None:
+        """See `WeightReceiver.finish_update`."""
+        self._client.call("engine.finish_update")
+
+    def verify(self, sent: Mapping[str, int]) -> None:
+        """See `WeightReceiver.verify`."""
+        self._client.call("engine.verify", sent)
