@@ -21,6 +21,7 @@ import contextlib
 import functools
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -35,7 +36,7 @@ Place = tuple[str, str]  # (file, qualified name of a function)
 
 @dataclass
 class Flow:
-    """A path, and what was recorded of it. Functions have the number of their first event.
+    """A path, and what was recorded of it. Functions have the time of their first event.
 
     Attributes:
         types: Types of the objects.
@@ -95,8 +96,25 @@ class Flow:
         return self.given - self.carriers
 
     def event(self, place: Place) -> int | None:
-        """Return the number of the first event in which a function handled an object; None: it handled none."""
+        """Return the time of the first event in which a function handled an object; None: it handled none."""
         return self.handled.get(place, self.taken.get(place))
+
+    def dump(self) -> dict[str, Any]:
+        """Return what was recorded, to be merged into the flow of another process."""
+        return {name: getattr(self, name) for name in ("handled", "taken", "returning", "handed", "given")}
+
+    def merge(self, recorded: dict[str, Any]) -> None:
+        """Add what was recorded in another process of this machine.
+
+        Args:
+            recorded: The result of `dump` there.
+        """
+        for name, value in recorded.items():
+            own = getattr(self, name)
+            if isinstance(value, set):
+                own |= value
+            else:
+                own |= {place: min(number, own.get(place, number)) for place, number in value.items()}
 
     def see(self, frame: FrameType, event: str, value: Any, number: int) -> None:
         """Record a call or a return.
@@ -105,7 +123,7 @@ class Flow:
             frame: Frame of the called or returning function.
             event: "call" or "return".
             value: The returned value; None for a call.
-            number: Number of the event.
+            number: Time of the event in ns.
         """
         code, caller = frame.f_code, frame.f_back
         name, giver = _name(code), None if caller is None else _name(caller.f_code)
@@ -146,14 +164,13 @@ def _name(code: CodeType) -> str | None:
 
 @contextlib.contextmanager
 def recording(*flows: Flow) -> Iterator[None]:
-    """Record the paths within the block, in this thread and in those that start meanwhile."""
-    number, running = 0, {id(flow): flow.starts is None for flow in flows}
+    """Record the paths within the block, in this thread, in those that start meanwhile, and in forks of this process."""
+    running = {id(flow): flow.starts is None for flow in flows}
 
     def profile(frame: FrameType, event: str, value: Any) -> None:
-        nonlocal number
         if event not in ("call", "return"):
             return
-        number += 1
+        number = time.monotonic_ns()  # the same clock in all processes
         for flow in flows:
             if flow.starts is not None and flow.starts(frame.f_code):
                 running[id(flow)] = event == "call"

@@ -34,7 +34,7 @@ _PID_NAMESPACE, _BOOT = Path("/proc/self/ns/pid"), Path("/proc/sys/kernel/random
 
 @dataclass(frozen=True)
 class BatchHeader:
-    """What is small of a step's rollouts.
+    """The small part of a step's rollouts.
 
     Attributes:
         path: File with the flat arrays, on the machine of the service.
@@ -161,7 +161,7 @@ class BatchReceiver:
         for rank, its in enumerate(all_gather_object(mine, groups.host)):
             machines.setdefault(its, []).append(rank)
         leaders = [ranks[0] for ranks in machines.values()]
-        group = dist.new_group(leaders, backend="gloo") if len(leaders) > 1 else None
+        group = dist.new_group(leaders, backend=dist.get_backend(groups.host)) if len(leaders) > 1 else None
         return cls(groups, list(machines.values()), group if groups.rank in leaders else None)
 
     def receive(self, header: BatchHeader) -> list[Rollout]:

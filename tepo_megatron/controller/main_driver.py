@@ -7,18 +7,17 @@ from typing import Any
 from tepo_megatron.checkpoint.folder import complete
 from tepo_megatron.config import Config
 from tepo_megatron.config.io import differences, plain, under_new_names
+from tepo_megatron.controller.batch_memory import BatchHeader, BatchMemory
 from tepo_megatron.data import PromptStream
 from tepo_megatron.errors import ConfigError
 from tepo_megatron.evaluation.run_evaluations import Evaluations
 from tepo_megatron.inference.engine import RolloutEngine
-from tepo_megatron.observability.metrics import Metrics
 from tepo_megatron.observability.run_dir import rename_outcome
 from tepo_megatron.observability.sinks import RunLog
 from tepo_megatron.observability.timing import Clock
 from tepo_megatron.rollout import record
 from tepo_megatron.rollout.collector import Collector
 from tepo_megatron.rollout.record import Replay
-from tepo_megatron.types import Rollout
 from tepo_megatron.utils.atomic import replace_file
 from tepo_megatron.utils.storage import writing
 
@@ -50,6 +49,7 @@ class MainDriver:
         self._engine, self._sampler_events = engine, sampler_events
         self._cfg, self._source, self._prompts, self._evaluations, self._log = cfg, source, prompts, evaluations, log
         self._clock, self._seconds_before = Clock(), 0.0
+        self._memory = BatchMemory()
         self._restarts = 0  # server restarts that are in the metrics already
         self._positions: dict[int, dict[str, Any]] = {}  # step -> position in the prompt stream after its rollouts
 
@@ -78,8 +78,9 @@ class MainDriver:
             self._log.message(f"actor built; {self._cfg.rollout.engine} ready after {waiting.total:.0f} s more")
         self._clock = Clock()  # the run's seconds exclude the start
 
-    def collect(self, step: int, clock: Clock) -> tuple[list[Rollout], Metrics]:
-        """Return the graded rollouts of a step and their metrics; the clock receives the seconds of sampling and grading."""
+    def collect(self, step: int) -> BatchHeader:
+        """Sample and grade the rollouts of a step; return the header of the file that they are in."""
+        clock = Clock()
         rollouts, metrics = self._source.collect(step, clock)
         if isinstance(self._source, Collector):
             if step == self._cfg.training.steps:
@@ -94,7 +95,11 @@ class MainDriver:
             restarts = self.engine.restarts
             metrics.add("rollout/server_restarts", restarts - self._restarts)
             self._restarts = restarts
-        return rollouts, metrics
+        return self._memory.write(rollouts, metrics.pairs(), clock.seconds)
+
+    def release(self, path: str) -> None:
+        """Close the file of a batch that all ranks have read."""
+        self._memory.release(path)
 
     def evaluate(self, step: int) -> None:
         """Record the accuracy of the weights of `step`, if there is anything to evaluate on."""
@@ -116,9 +121,14 @@ class MainDriver:
         """True if `evaluation.patience` evaluations came after the best one."""
         return self._evaluations.out_of_patience
 
-    def log_step(self, step: int, record: Mapping[str, float | None]) -> None:
-        """Write the record of a step to the metrics."""
-        self._log.write(step, record)
+    def log_step(self, step: int, values: Mapping[str, float | None]) -> None:
+        """Write the record of a step to the metrics.
+
+        Args:
+            step: Number of the step.
+            values: The record.
+        """
+        self._log.write(step, values)
 
     def _log_events(self) -> None:
         for event in (*(self._engine.take_events() if self._engine is not None else ()), *self._sampler_events()):

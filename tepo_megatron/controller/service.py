@@ -1,4 +1,4 @@
-"""The rollout service: a process beside rank 0 that owns prompts, engine, servers, graders, record and log of a run.
+"""The rollout service: a process next to rank 0 that owns prompts, engine, servers, graders, record and log of a run.
 
 Rank 0 starts it and is its only client (`service_client.py`). They exchange pickled messages over a socket pair, which has no
 address, so that no other process can connect. The service ends when rank 0 closes its end, and with rank 0 however that ends.
@@ -23,12 +23,10 @@ from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 from tepo_megatron.config import Config
-from tepo_megatron.controller.batch_memory import BatchHeader, BatchMemory
 from tepo_megatron.controller.main_driver import MainDriver
+from tepo_megatron.controller.messages import DESCRIPTOR, Answer, Call
 from tepo_megatron.controller.opening import EngineFactory, open_driver
-from tepo_megatron.controller.service_client import DESCRIPTOR, Answer, Call
 from tepo_megatron.errors import RolloutError, StorageError, TepoError
-from tepo_megatron.observability.timing import Clock
 from tepo_megatron.utils.quiet import quiet_upstream
 from tepo_megatron.utils.storage import disk_fault
 
@@ -53,7 +51,6 @@ class RolloutService:
         self._calls: queue.SimpleQueue[Call | _End] = queue.SimpleQueue()
         self._cfg: Config | None = None
         self._driver: MainDriver | None = None
-        self._memory = BatchMemory()
         self._tasks: dict[int, Future[Any]] = {}  # by number of the call that started it
         # one thread for all work, because the graders that a thread starts are ended when the thread ends
         self._rollout = ThreadPoolExecutor(1, thread_name_prefix="rollout")
@@ -91,13 +88,11 @@ class RolloutService:
             case "close":
                 stack.close()
             case "collect":
-                self._tasks[call.number] = self._rollout.submit(self._collect, *args)
+                self._tasks[call.number] = self._rollout.submit(self._started.collect, *args)
             case "evaluate":
                 self._tasks[call.number] = self._rollout.submit(self._started.evaluate, *args)
             case "done":
                 return self._tasks[args[0]].done()
-            case "release":
-                self._memory.release(*args)
             case _:
                 owner, _, attribute = name.rpartition(".")
                 target = getattr(self._started.engine if owner == "engine" else self._started, attribute)
@@ -108,11 +103,6 @@ class RolloutService:
     def _started(self) -> MainDriver:
         assert self._driver is not None, "the first call is open"
         return self._driver
-
-    def _collect(self, step: int) -> BatchHeader:
-        clock = Clock()
-        rollouts, metrics = self._started.collect(step, clock)
-        return self._memory.write(rollouts, metrics.pairs(), clock.seconds)
 
     def _wait(self, number: int) -> tuple[bool, Any]:
         """Return (True, None) when the engine asks for weights, (False, result) when the task is done."""

@@ -9,37 +9,21 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
+from tepo_megatron.controller.messages import DESCRIPTOR, Answer, Call
 from tepo_megatron.errors import RolloutError
 from tepo_megatron.inference.engine import EnginePart
 from tepo_megatron.utils.memory_kills import MemoryKills
-from tepo_megatron.utils.processes import die_with_parent
+from tepo_megatron.utils.processes import LIFELINE, die_with_parent
 from tepo_megatron.weight_sync.broadcast_group import GroupSpec, Source
 from tepo_megatron.weight_sync.transport import Recipient
 
 if TYPE_CHECKING:
     from tepo_megatron.controller.opening import EngineFactory
 
-DESCRIPTOR = "TEPO_SERVICE_FD"  # environment variable with the service's end of the connection
 PING_SECONDS = 5.0  # of waiting, after which the service is asked whether it lives
 CLOSE_SECONDS = 60.0  # for the service to end its servers and itself
-
-
-class Call(NamedTuple):
-    """A call of rank 0: a method of the driver, `engine.` and a method of the engine, or one of the service's own."""
-
-    number: int
-    name: str
-    args: tuple[Any, ...]
-
-
-class Answer(NamedTuple):
-    """The answer to a call: a value or an error."""
-
-    number: int
-    value: Any
-    error: Exception | None
 
 
 class _Process(Protocol):
@@ -131,8 +115,8 @@ class ServiceClient:
             now = time.monotonic()
             if now - heard > self._silence_seconds:
                 raise RolloutError(
-                    f"the rollout service (pid {self._process.pid}) did not answer for {self._silence_seconds:g} s, in its call "
-                    f"{pending.name}; raise parallel.heartbeat_timeout if its machine was busy"
+                    f"the rollout service (pid {self._process.pid}) gave no answer for {self._silence_seconds:g} s, in the "
+                    f"call {pending.name}; raise parallel.heartbeat_timeout if its machine was busy"
                 )
             if now - asked >= PING_SECONDS:
                 asked = now
@@ -218,9 +202,9 @@ def start_service(silence_seconds: float, make_engine: "EngineFactory | None" = 
     if make_engine is None:
         command = [sys.executable, "-P", "-m", "tepo_megatron.controller.service"]
         environment = {**os.environ, DESCRIPTOR: str(theirs.fileno())}
-        parent = os.getpid()
+        parent, lifeline = os.getpid(), [int(os.environ[LIFELINE])] if LIFELINE in os.environ else []
         process = subprocess.Popen(
-            command, env=environment, pass_fds=[theirs.fileno()], preexec_fn=lambda: die_with_parent(parent)
+            command, env=environment, pass_fds=[theirs.fileno(), *lifeline], preexec_fn=lambda: die_with_parent(parent)
         )
     else:
 

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from typing import Any
 from tepo_megatron.utils.atomic import replace_file
 from tepo_megatron.utils.escaping import escaped
 from tepo_megatron.utils.memory_kills import MemoryKills
-from tepo_megatron.utils.processes import handlers_restored
+from tepo_megatron.utils.processes import LIFELINE, handlers_restored
 
 _POLL_SECONDS = 0.1
 GRACE_SECONDS = 10.0  # between SIGTERM and SIGKILL
@@ -62,22 +63,24 @@ class RankProcesses(contextlib.AbstractContextManager["RankProcesses"]):
         self._shared, self._inherit = shared, inherit
         self._started: list[subprocess.Popen[bytes]] = []
         self._running: set[int] = set()  # ranks that still ran when the launcher ended all of them
+        self._all_ended, self._lifeline = os.pipe()  # the ranks and the rollout service hold its write end open
 
     def __exit__(self, *exc_info: object) -> None:
         self._end()
 
     def start(self) -> None:
         """Start all ranks."""
+        inherited = [*self._inherit, self._lifeline]
         for rank in range(self._size):
             own = {
                 "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(self._size), "LOCAL_WORLD_SIZE": str(self._size),
-                ERROR_FILE: str(self._error_file(rank)),
+                ERROR_FILE: str(self._error_file(rank)), LIFELINE: str(self._lifeline),
             }  # fmt: skip
             # each in its own session: Ctrl-C in a terminal reaches only the launcher, which then ends the ranks in order
             self._started.append(
                 subprocess.Popen(
                     [sys.executable, *self._argv], env={**os.environ, **self._shared, **own},
-                    start_new_session=True, pass_fds=self._inherit,
+                    start_new_session=True, pass_fds=inherited,
                 )
             )  # fmt: skip
 
@@ -107,6 +110,11 @@ class RankProcesses(contextlib.AbstractContextManager["RankProcesses"]):
         self._send(signal.SIGKILL)
         for process in self._started:
             process.wait()
+        if self._lifeline >= 0:
+            os.close(self._lifeline)
+            self._lifeline = -1
+            select.select([self._all_ended], [], [], GRACE_SECONDS)  # the service dies with rank 0, and holds the run's files
+            os.close(self._all_ended)
 
     def _send(self, number: signal.Signals) -> None:
         for process in self._started:

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+# Environment variable with a pipe's end that the launcher's processes hold open, so that it knows when all have ended.
+LIFELINE = "TEPO_LIFELINE_FD"
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _libc = ctypes.CDLL(None, use_errno=True)
 _POLL_SECONDS = 0.02

@@ -77,10 +77,10 @@ class Kill:
         now, calls = 0, 0
 
         def note_step(original: Callable[..., Any]) -> Callable[..., Any]:
-            def with_step(self: Any, step: int, clock: Any) -> Any:
+            def with_step(self: Any, step: int, *args: Any) -> Any:
                 nonlocal now
                 now = step
-                return original(self, step, clock)
+                return original(self, step, *args)
 
             return with_step
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import pickle
+from pathlib import Path
 from types import CodeType
 
 import pytest
@@ -42,19 +44,33 @@ def _stores_or_loads(code: CodeType) -> bool:
     return code.co_name in ("save_file", "load_weights")
 
 
-def _rank(_: int, cfg: Config) -> tuple[dict[str, int], ...]:
+def _loads_a_round(code: CodeType) -> bool:
+    return code.co_qualname == "load_sources"
+
+
+def _rank(_: int, cfg: Config, in_service: Path) -> tuple[dict[str, int], ...]:
     quiet_upstream()
     os.environ |= {"TEPO_TEST_ENGINE": "good", MODEL_VARIABLE: str(cfg.model.path)}
     report.write_report = lambda folder: folder / "report.png"
 
+    class RecordedFleet(Fleet):
+        """In the rollout service, which is a fork of this process: it records for itself."""
+
+        def __exit__(self, *exc_info: object) -> None:
+            super().__exit__(*exc_info)
+            in_service.write_bytes(pickle.dumps([rollouts.dump(), weights.dump()]))
+
     def make_engine(cfg: Config) -> Fleet:
+        weights.starts = _loads_a_round
         server = SglangThread(ScriptedModel(cfg))
-        return Fleet([Endpoint(server, SglangApi(), cfg.rollout.server, cfg.served_tokens)], cfg.rollout)
+        return RecordedFleet([Endpoint(server, SglangApi(), cfg.rollout.server, cfg.served_tokens)], cfg.rollout)
 
     rollouts = Flow((Rollout, TrainBatch, PackedMicrobatch), _takes_the_step)
     weights = Flow((torch.Tensor,), _stores_or_loads, _pushes, once=False, iterators=True)
     with contextlib.redirect_stdout(io.StringIO()), recording(rollouts, weights):
         train(cfg, activate("cpu"), make_engine)
+    for flow, recorded in zip((rollouts, weights), pickle.loads(in_service.read_bytes()), strict=True):
+        flow.merge(recorded)
     found = []
     for flow, heading in ((rollouts, ROLLOUT), (weights, WEIGHT)):
         found.append((flow.carriers, flow.readers, [flow.event(hop) for hop in hops(heading)]))
@@ -68,7 +84,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple:
     one = {"data": {"eval": None}, "training": {"steps": 1}, "evaluation": {"every": 0}, "export_hf": False}
     cfg = run_config(folder, folder / "output", **one, rollout={"max_generation_rounds": 4})
     run_dir.prepare(cfg)
-    return run_world(1, _rank, cfg)[0]
+    return run_world(1, _rank, cfg, folder / "in-service")[0]
 
 
 @pytest.mark.parametrize(("which", "heading", "most"), [(0, ROLLOUT, 16), (1, WEIGHT, 8)], ids=["rollout", "weight"])
