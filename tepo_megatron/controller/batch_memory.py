@@ -10,7 +10,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -18,9 +18,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tepo_megatron.distributed.objects import all_gather_object
-from tepo_megatron.distributed.parallel import ParallelDims
 from tepo_megatron.observability.metrics import Pair
 from tepo_megatron.types import Rollout
+
+if TYPE_CHECKING:  # the service imports no Megatron-Core
+    from tepo_megatron.distributed.parallel import ParallelDims
 
 _TOKEN_FIELDS = {
     "token_ids_L": np.dtype(np.int32),
@@ -137,7 +139,7 @@ def _arrays(header: BatchHeader, memory: mmap.mmap) -> dict[str, Tensor]:
 class BatchReceiver:
     """Brings batches from the service to all ranks. Make one with `open`; all ranks make the same calls."""
 
-    def __init__(self, groups: ParallelDims, machines: Sequence[Sequence[int]], leaders: dist.ProcessGroup | None) -> None:
+    def __init__(self, groups: "ParallelDims", machines: Sequence[Sequence[int]], leaders: dist.ProcessGroup | None) -> None:
         """Store the machines.
 
         Args:
@@ -149,7 +151,7 @@ class BatchReceiver:
         self._leader = next(ranks[0] for ranks in machines if groups.rank in ranks)
 
     @classmethod
-    def open(cls, groups: ParallelDims, machine: object | None = None) -> "BatchReceiver":
+    def open(cls, groups: "ParallelDims", machine: object | None = None) -> "BatchReceiver":
         """Find out which ranks share a machine. Collectives: one all-gather over the host group, one new group.
 
         Args:

@@ -22,6 +22,7 @@ from tepo_megatron.weight_sync.transport import Recipient
 if TYPE_CHECKING:
     from tepo_megatron.controller.opening import EngineFactory
 
+START_SECONDS = 600.0  # for the service to import its modules, which may lie on a slow file system
 PING_SECONDS = 5.0  # of waiting, after which the service is asked whether it lives
 CLOSE_SECONDS = 60.0  # for the service to end its servers and itself
 
@@ -70,6 +71,12 @@ class ServiceClient:
         self._answers: dict[int, Answer] = {}  # those that arrived before they were asked for
         self._pings: set[int] = set()
         self._lost: RolloutError | None = None
+        self._started = False  # whether the service has sent anything
+
+    @property
+    def pid(self) -> int:
+        """The process id of the service."""
+        return self._process.pid
 
     def call(self, name: str, *args: Any) -> Any:
         """Make a call and return its result. Raises its error, or RolloutError if the service is lost.
@@ -109,13 +116,14 @@ class ServiceClient:
                         self._pings.remove(answer.number)
                     else:
                         self._answers[answer.number] = answer
-                    heard = asked = time.monotonic()
+                    heard, self._started = time.monotonic(), True
             except (EOFError, OSError):
                 raise self._ended() from None
             now = time.monotonic()
-            if now - heard > self._silence_seconds:
+            limit = self._silence_seconds if self._started else max(START_SECONDS, self._silence_seconds)
+            if now - heard > limit:
                 raise RolloutError(
-                    f"the rollout service (pid {self._process.pid}) gave no answer for {self._silence_seconds:g} s, in the "
+                    f"the rollout service (pid {self._process.pid}) gave no answer for {limit:g} s, in the "
                     f"call {pending.name}; raise parallel.heartbeat_timeout if its machine was busy"
                 )
             if now - asked >= PING_SECONDS:

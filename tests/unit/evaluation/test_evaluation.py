@@ -113,7 +113,7 @@ def test_a_step_without_an_informative_group_has_nulls() -> None:
     log = StepLog()
     metrics = Metrics()
     metrics.add("reward/mean", 0.0)
-    log.receive([], metrics)
+    log.receive(0, metrics)
     record = log.record(Clock())
     assert record["reward/mean"] == 0.0 and record["loss/total"] is None and record["tepo/ratio_p50"] is None
     assert record["tokens_per_second"] == 0.0
