@@ -43,8 +43,6 @@ def rollouts(count: int, experts: tuple[int, int] | None = None) -> list[Rollout
                 later_versions=((prompt + 1, i + 1),) if i % 2 else (),
                 servers=((0, f"server {i}"),),
                 experts_LKT=experts_LKT,
-                if experts
-                else None,
             )
         )
     return made
