@@ -95,7 +95,7 @@ class TrainBatch:
 
     @property
     def experts(self) -> list[Tensor]:
-        """Return each sequence's experts, int16 [L, K, T]. Raise ValueError naming the prompt of a rollout without them."""
+        """Return each sequence's experts, [L, K, T]. Raise ValueError naming the prompt of a rollout without them."""
         chosen = [r.experts_LKT for r in self.rollouts if r.experts_LKT is not None]
         if len(chosen) < len(self):
             prompt = next(r.prompt_id for r in self.rollouts if r.experts_LKT is None)
