@@ -297,8 +297,9 @@ class Actor:
         stats_N = self._whole_stats(batch) if stats_N is None else stats_N
         if not self.groups.is_last_stage:
             return None
-        keys_N = hash_rows(derive_seed(self.cfg.seed, "weighting", self._step, batch.update), batch.token_keys_N)
-        return objective.batch_statistics(stats_N, inputs.whole(stats_N), keys_N.to(self.groups.device))
+        seed = derive_seed(self.cfg.seed, "weighting", self._step, batch.update)
+        keys_N = hash_rows(seed, batch.token_keys_N(self.groups.device))
+        return objective.batch_statistics(stats_N, inputs.whole(stats_N), keys_N)
 
     def _whole_stats(self, batch: TrainBatch, plan: Plan | None = None, replays: bool = True) -> TokenStats:
         """Return log-probs and entropies (fp32 _N) of the current weights, without gradient, valid on the last pipeline stage.

@@ -37,5 +37,5 @@ def reference_divergence(batch: TrainBatch, estimator: str, groups: ParallelDims
     if groups.is_last_stage:
         assert batch.old_logprobs_N is not None and batch.ref_logprobs_N is not None, "attach both log-probs first"
         kl_N = ESTIMATORS[estimator](batch.old_logprobs_N - batch.ref_logprobs_N).double()
-        divergence_B.index_add_(0, batch.sequence_N.to(kl_N.device), kl_N)
+        divergence_B.index_add_(0, batch.sequence_N(kl_N.device), kl_N)
     return groups.broadcast_from_last_stage(divergence_B).cpu()

@@ -43,7 +43,7 @@ class ExpertReplay:
 
         Args:
             chunk: Index of the model chunk.
-            experts_SKT: int16 on the device, the experts of the S tokens of this context-parallel rank.
+            experts_SKT: uint8 or int16 on the device, the experts of the S tokens of this context-parallel rank.
         """
         experts_SKT = experts_SKT.chunk(self._parts)[self._part]
         for router, k in self._routers[chunk]:

@@ -62,9 +62,9 @@ class MinibatchInputs:
         Args:
             stats_N: Current statistics. They also serve as the old ones if these are unknown.
         """
-        sequence_N = self._batch.sequence_N.to(self._device)
+        sequence_N = self._batch.sequence_N(self._device)
         lengths_B = torch.tensor(self._batch.response_lengths, dtype=torch.float32, device=self._device).clamp(min=1)
-        position_N = self._batch.token_keys_N[:, 1].to(self._device)
+        position_N = self._batch.token_keys_N(self._device)[1]
         segments = Segments(sequence_N, lengths_B, position_R=position_N, chunk_R=torch.zeros_like(sequence_N))
         token_N = torch.arange(sequence_N.numel(), device=self._device)
         return self._inputs(token_N, self._advantages_B[sequence_N], segments, stats_N, None)

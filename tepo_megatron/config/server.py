@@ -14,6 +14,7 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag
 from tepo_megatron.config.fields import NonNegative, NonNegativeFloat, Positive, PositiveFloat, config, without_nulls
 from tepo_megatron.config.platform_defaults import default_of
 
+TOKENS_PER_LIMIT = 1e6  # tokens that a server samples within request_seconds at least
 _LOOPBACK = re.compile(r"localhost|127(\.\d+){3}|::1")  # hosts that are this machine, whichever it is
 
 
@@ -28,7 +29,8 @@ class AnyServerConfig:
     # Seconds until a server must serve, counted from its start or, for servers that others start, from the moment at which the
     # run looks for it. null: 300 on cpu, 1800 on cuda.
     ready_seconds: PositiveFloat | None = None
-    # Seconds until a server must have answered one request. A request that takes longer is sent again.
+    # Seconds until a server must have answered one request. A request that takes longer is sent again. A generation request
+    # gets this many seconds per million tokens, if rollout.server.concurrency requests like it ask for more than a million.
     request_seconds: PositiveFloat = 1800.0
     # Seconds without an answer to a health request after which a server counts as hung and is replaced by a new start.
     heartbeat_timeout: PositiveFloat = 60.0
@@ -42,6 +44,14 @@ class AnyServerConfig:
     def ready_limit(self, platform: str) -> float:
         """Return the seconds until a server must serve, on "cpu" or "cuda"."""
         return default_of("rollout.server.ready_seconds", platform, self.ready_seconds)
+
+    def generation_limit(self, tokens: int) -> float:
+        """Return the seconds until a generation request must be answered, while the server is full of requests like it.
+
+        Args:
+            tokens: Tokens that the request asks for, over all its samples.
+        """
+        return self.request_seconds * max(1.0, self.concurrency * tokens / TOKENS_PER_LIMIT)
 
     @property
     def remote(self) -> bool:

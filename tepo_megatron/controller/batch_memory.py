@@ -30,7 +30,6 @@ _TOKEN_FIELDS = {
     "response_mask_L": np.dtype(np.bool_),
 }
 _COLUMNS = ("prompt_id", "policy_version", "stop_reason", "reward", "score", "status", "later_versions", "servers")
-_EXPERTS = np.dtype(np.int16)
 _PID_NAMESPACE, _BOOT = Path("/proc/self/ns/pid"), Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -42,7 +41,7 @@ class BatchHeader:
         path: File with the flat arrays, on the machine of the service.
         lengths: Tokens of each sequence, prompt and response.
         columns: Field of `Rollout` -> its value for each sequence. The gold answers are left out: no rank needs them.
-        experts: (MoE layers, experts per token) if the experts are there; else None.
+        experts: (dtype, MoE layers, experts per token) if the experts are there; else None.
         metrics: Pairs of `Metrics` over everything that the step sampled.
         seconds: Seconds of sampling and grading, by phase.
     """
@@ -50,7 +49,7 @@ class BatchHeader:
     path: str
     lengths: tuple[int, ...]
     columns: Mapping[str, tuple[Any, ...]]
-    experts: tuple[int, int] | None
+    experts: tuple[np.dtype[Any], int, int] | None
     metrics: Mapping[str, Pair]
     seconds: Mapping[str, float]
 
@@ -62,8 +61,11 @@ class BatchHeader:
     @property
     def nbytes(self) -> int:
         """Return the size of the file in bytes."""
-        experts = 0 if self.experts is None else self.experts[0] * self.experts[1] * _EXPERTS.itemsize
-        return self.tokens * (sum(dtype.itemsize for dtype in _TOKEN_FIELDS.values()) + experts)
+        per_token = sum(dtype.itemsize for dtype in _TOKEN_FIELDS.values())
+        if self.experts is not None:
+            dtype, layers, chosen = self.experts
+            per_token += dtype.itemsize * layers * chosen
+        return self.tokens * per_token
 
 
 class BatchMemory:
@@ -80,7 +82,11 @@ class BatchMemory:
             metrics, seconds: See `BatchHeader`.
         """
         experts = [r.experts_LKT for r in rollouts if r.experts_LKT is not None]
-        shape = (experts[0].shape[1], experts[0].shape[2]) if experts and len(experts) == len(rollouts) else None
+        shape = None
+        if experts and len(experts) == len(rollouts):
+            narrowest = min((x.dtype for x in experts), key=lambda dtype: dtype.itemsize)
+            experts = [x.to(narrowest) for x in experts]
+            shape = (experts[0].numpy().dtype, *experts[0].shape[1:])
         columns = {name: tuple(getattr(r, name) for r in rollouts) for name in _COLUMNS}
         lengths = tuple(r.token_ids_L.numel() for r in rollouts)
         file, path = _new_file()
@@ -131,8 +137,8 @@ def _arrays(header: BatchHeader, memory: mmap.mmap) -> dict[str, Tensor]:
         found[name] = torch.from_numpy(np.frombuffer(memory, dtype, tokens, offset))
         offset += tokens * dtype.itemsize
     if header.experts is not None:
-        shape = (tokens, *header.experts)
-        found["experts_LKT"] = torch.from_numpy(np.frombuffer(memory, _EXPERTS, -1, offset).reshape(shape))
+        dtype, *shape = header.experts
+        found["experts_LKT"] = torch.from_numpy(np.frombuffer(memory, dtype, -1, offset).reshape(tokens, *shape))
     return found
 
 

@@ -1,6 +1,7 @@
 """An endless, resumable stream of prompts from one training set, or from several by weight."""
 
 import hashlib
+from collections import Counter, deque
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -84,18 +85,19 @@ class PromptStream:
         if not sets or not all(prompts for prompts, _ in sets):
             raise DataError("data.train: no prompts to stream")
         self._prompts = [prompt for prompts, _ in sets for prompt in prompts]
-        if len({prompt.id for prompt in self._prompts}) < len(self._prompts):
+        self._set_of = {prompt.id: at for at, (prompts, _) in enumerate(sets) for prompt in prompts}  # by prompt id
+        if len(self._set_of) < len(self._prompts):
             raise DataError("data.train: two prompts have the same id; ids are unique over all sets")
         self._seed, self._shuffle = seed, shuffle
         self._walks = [_SetCursor(prompts, weight, seed, shuffle) for prompts, weight in sets]
         self._fingerprint = _fingerprint(self._prompts)
-        self._returned: list[Prompt] = []
+        self._returned: deque[Prompt] = deque()
 
     def take(self, n: int, excluding: Collection[int] = ()) -> list[Prompt]:
         """Return the next n prompts, all different; prompts that were given back come first.
 
         A batch that runs over the end of an epoch skips the prompts it already has: responses are grouped by prompt, so a
-        prompt that came twice would form one group.
+        prompt that came twice would form one group. The time does not depend on the size of the sets.
 
         Args:
             n: Number of prompts.
@@ -105,18 +107,24 @@ class PromptStream:
             DataError: There are fewer than n such prompts.
         """
         held = set(excluding)
-        left = [sum(prompt.id not in held for prompt in walk.prompts) for walk in self._walks]
+        held_by_set = Counter(self._set_of.get(i) for i in held)
+        left = [len(walk.prompts) - held_by_set[at] for at, walk in enumerate(self._walks)]
         if n > sum(left):
             raise DataError(
                 f"data.train has {len(self._prompts)} prompts, {len(self._prompts) - sum(left)} of them already in this step; "
                 f"{n} more different ones are not there: lower rollout.prompts_per_step (or rollout.max_generation_rounds)"
             )
         taken: list[Prompt] = []
-        for prompt in [p for p in self._returned if p.id not in held][:n]:
-            self._returned.remove(prompt)
+        skipped: list[Prompt] = []
+        while self._returned and len(taken) < n:
+            prompt = self._returned.popleft()
+            if prompt.id in held:
+                skipped.append(prompt)
+                continue
             held.add(prompt.id)
             taken.append(prompt)
-            left[self._set_of(prompt)] -= 1
+            left[self._set_of[prompt.id]] -= 1
+        self.give_back(skipped)
         while len(taken) < n:
             at = self._behind([i for i, count in enumerate(left) if count])
             prompt = self._walks[at].next(held)
@@ -143,7 +151,7 @@ class PromptStream:
 
     def give_back(self, prompts: Sequence[Prompt]) -> None:
         """Return prompts that were taken and not used; `take` hands them out first, in this order."""
-        self._returned = [*prompts, *self._returned]
+        self._returned.extendleft(reversed(prompts))
 
     def state_dict(self, returned: Sequence[Prompt] = ()) -> dict[str, Any]:
         """Return the state that a checkpoint needs to continue exactly here, as plain JSON values.
@@ -186,7 +194,7 @@ class PromptStream:
             walk.enter(epoch, position)
             walk.drawn = drawn
         by_id = {prompt.id: prompt for prompt in self._prompts}
-        self._returned = [by_id[i] for i in state.get("returned", [])]  # old checkpoints lack the key
+        self._returned = deque(by_id[i] for i in state.get("returned", []))  # old checkpoints lack the key
 
     def _behind(self, able: Sequence[int]) -> int:
         """Return the set of `able` that is furthest behind its share of all prompts drawn; the first one on a tie."""
@@ -195,10 +203,6 @@ class PromptStream:
         drawn = 1 + sum(walk.drawn for walk in self._walks)
         weight = sum(walk.weight for walk in self._walks)
         return max(able, key=lambda i: (drawn * self._walks[i].weight / weight - self._walks[i].drawn, -i))
-
-    def _set_of(self, prompt: Prompt) -> int:
-        """Return the index of the set that has this prompt."""
-        return next(i for i, walk in enumerate(self._walks) if any(p.id == prompt.id for p in walk.prompts))
 
 
 def _digest(text: str) -> str:

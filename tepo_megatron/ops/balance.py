@@ -125,22 +125,22 @@ def fill(sequences: Sequence[int], items: PlanItems, weights: Sequence[float]) -
     return out
 
 
-def fill_tightly(sequences: Sequence[int], items: PlanItems, count: int) -> list[list[int]] | None:
-    """Return the sequences of one rank in `count` microbatches by best fit; None if one does not fit.
+def fill_tightly(sequences: Sequence[int], items: PlanItems) -> list[list[int]]:
+    """Return the sequences of one rank in microbatches by best fit, in as many as that takes.
 
-    Each sequence goes to the fullest microbatch that can still hold it.
+    Each sequence goes to the fullest microbatch that can still hold it, or to a new one if there is none.
 
     Args:
         sequences: The rank's sequences, in the order of assignment.
         items: Costs and tokens of all sequences.
-        count: Number of microbatches.
     """
-    out: list[list[int]] = [[] for _ in range(count)]
-    capacities = [(items.capacity, m) for m in range(count)]  # ascending
+    out: list[list[int]] = []
+    capacities: list[tuple[int, int]] = []  # (free tokens, microbatch), ascending
     for i in sequences:
         at = bisect.bisect_left(capacities, (items.tokens[i], -1))
-        if at == count:
-            return None
+        if at == len(capacities):
+            capacities.append((items.capacity, len(out)))
+            out.append([])
         capacity, m = capacities.pop(at)
         out[m].append(i)
         bisect.insort(capacities, (capacity - items.tokens[i], m))

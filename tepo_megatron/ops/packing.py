@@ -12,7 +12,7 @@ from torch import Tensor
 from tepo_megatron.ops.alignment import Alignment
 from tepo_megatron.ops.context_parallel import zigzag_rows
 from tepo_megatron.ops.shared_prompts import PrefixGroups, SequencePiece, pieces_of
-from tepo_megatron.types import NO_EXPERT, PackedMicrobatch
+from tepo_megatron.types import PackedMicrobatch, no_expert
 
 
 def pack(
@@ -37,7 +37,7 @@ def pack(
         indices: The sequences to pack.
         alignment: Padding that the mesh requires.
         cp_rank: Context-parallel rank.
-        experts: Experts of each sequence of the batch, each int16 [L, K, T]. None: the routers choose.
+        experts: Experts of each sequence of the batch, each uint8 or int16 [L, K, T]. None: the routers choose.
         prefix_groups: Prefix groups, whose prompts are packed once; the members of a group are then packed next to each other.
             None: no prompt is shared.
     """
@@ -175,13 +175,13 @@ def _chunk(packed: _Packed, row_N: Tensor, piece_N: Tensor, in_prompt_N: Tensor,
 
 
 def _experts(experts: Sequence[Tensor], pieces: Sequence[SequencePiece], is_token_S: Tensor) -> Tensor:
-    """Return the experts of the packed tokens, int16 [S, K, T].
+    """Return the experts of the packed tokens, [S, K, T].
 
     Padding and the last token of a sequence have no known experts. No other token attends to them, so any distinct experts do.
     """
-    _, layers, chosen = experts[0].shape
-    experts_SKT = torch.full((is_token_S.numel(), layers, chosen), NO_EXPERT, dtype=torch.int16)
+    (_, layers, chosen), dtype = experts[0].shape, experts[0].dtype
+    experts_SKT = torch.full((is_token_S.numel(), layers, chosen), no_expert(dtype), dtype=dtype)
     if pieces:
         experts_SKT[is_token_S] = torch.cat([experts[p.sequence][p.start : p.stop] for p in pieces])
-    any_T = torch.arange(chosen, dtype=torch.int16)
-    return torch.where(experts_SKT == NO_EXPERT, any_T, experts_SKT)
+    any_T = torch.arange(chosen, dtype=dtype)
+    return torch.where(experts_SKT == no_expert(dtype), any_T, experts_SKT)

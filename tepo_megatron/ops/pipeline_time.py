@@ -4,7 +4,7 @@ Legend: m microbatches, K rows of costs that are evaluated together, for example
 of forward and backward on ONE stage, in any unit. All stages are assumed to take the same time.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Costs = NDArray[np.float64]
+Index = NDArray[np.intp]
 
 BACKWARD = 2 / 3  # share of a microbatch's time: two matrix products for each one of the forward pass
 _TAPERS = (0.25, 0.4, 0.55, 0.7, 0.85, 1.0)  # relative costs of the outermost microbatch that `tapered` tries
@@ -60,39 +61,28 @@ def one_forward_one_backward(costs_Km: Costs, stages: int, backward: float = BAC
         stages: Number of stages.
         backward: Share of a cost that the backward pass takes.
     """
-    backward_mK = costs_Km.T * backward
-    forward_mK = costs_Km.T - backward_mK
+    work = np.concatenate((costs_Km.T - costs_Km.T * backward, costs_Km.T * backward))  # [2 m, K], forwards and backwards
     clock = np.zeros((stages, costs_Km.shape[0]))
-    done_mK = np.zeros_like(forward_mK)  # when the stage before (forward) or after (backward) finished the microbatch
-    for stage, is_forward, i in _schedule(costs_Km.shape[1], stages):
-        clock[stage] = np.maximum(clock[stage], done_mK[i]) + (forward_mK if is_forward else backward_mK)[i]
-        done_mK[i] = clock[stage]
+    done_mK = np.zeros_like(costs_Km.T)  # when the stage before (forward) or after (backward) finished the microbatch
+    for stage, step, i in _schedule(costs_Km.shape[1], stages):
+        clock[stage] = done_mK[i] = np.maximum(clock[stage], done_mK[i]) + work[step]
     return clock.max(0)
 
 
-@lru_cache(maxsize=64)
-def _schedule(microbatches: int, stages: int) -> tuple[tuple[int, bool, int], ...]:
-    """Return the steps (stage, whether it is a forward, microbatch), each one after all steps that it waits for."""
-    queues = []
-    for stage in range(stages):
-        ahead = min(stages - 1 - stage, microbatches)
-        steady = [step for i in range(microbatches - ahead) for step in ((True, i + ahead), (False, i))]
-        first, last = [(True, i) for i in range(ahead)], [(False, i) for i in range(microbatches - ahead, microbatches)]
-        queues.append([*first, *steady, *last])
-    at = [0] * stages
-    out: list[tuple[int, bool, int]] = []
-    seen: list[set[tuple[bool, int]]] = [set() for _ in range(stages)]
-    while len(out) < 2 * microbatches * stages:
-        for stage, queue in enumerate(queues):
-            while at[stage] < len(queue):
-                is_forward, i = step = queue[at[stage]]
-                other = stage - 1 if is_forward else stage + 1
-                if 0 <= other < stages and step not in seen[other]:
-                    break
-                seen[stage].add(step)
-                out.append((stage, is_forward, i))
-                at[stage] += 1
-    return tuple(out)
+def _schedule(microbatches: int, stages: int) -> Iterator[tuple[Index, Index, Index]]:
+    """Yield the steps of all stages in the order in which they run: (stage, index into forwards and backwards, microbatch).
+
+    Steps that are yielded together wait for none of each other: if all steps took equally long, they would run at once. Stage s
+    makes stages - s forwards, then one backward and one forward in turn, then the backwards that are left.
+    """
+    stage, i = np.meshgrid(np.arange(stages), np.arange(microbatches), indexing="ij")
+    forward = stage + np.where(i < stages - stage, i, 2 * i)
+    backward = 2 * stages - 1 - stage + 2 * i
+    times = np.concatenate((forward, backward), axis=1).ravel()
+    order = times.argsort(kind="stable")
+    stage, step = np.divmod(order, 2 * microbatches)
+    cuts = np.flatnonzero(np.diff(times[order])) + 1
+    return zip(*(np.split(x, cuts) for x in (stage, step, step % microbatches)), strict=True)
 
 
 @lru_cache(maxsize=256)

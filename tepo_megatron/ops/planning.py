@@ -94,11 +94,11 @@ def plan_microbatches(
 def _plan_of_items(items: PlanItems, dp: int, multiple_of: int, pipeline: Pipeline, longest_first: bool) -> Plan:
     """Return the plan of items, each a sequence or a part of a prefix group, named by its index into `items`."""
     wanted = max(1, -(-sum(items.tokens) // (dp * items.capacity)), _count_for_bubble(items.costs, dp, pipeline))
-    count, plan = -(-wanted // multiple_of) * multiple_of, None
-    while plan is None:  # it ends at the latest when every item has a microbatch of its own
-        plan = _plan_of(items, dp, count, pipeline, longest_first)
-        count += multiple_of
-    return plan
+    while True:  # it ends at the latest when every item has a microbatch of its own
+        count = -(-wanted // multiple_of) * multiple_of
+        plan, wanted = _plan_of(items, dp, count, pipeline, longest_first)
+        if plan is not None:
+            return plan
 
 
 class _Costs:
@@ -190,27 +190,28 @@ def _count_for_bubble(costs: Sequence[float], dp: int, pipeline: Pipeline) -> in
     return min(round(least), len(costs) // dp)
 
 
-def _plan_of(items: PlanItems, dp: int, count: int, pipeline: Pipeline, longest_first: bool) -> Plan | None:
-    """Return a plan of `count` microbatches for each rank; None if the sequences of some rank do not fit into that many.
+def _plan_of(items: PlanItems, dp: int, count: int, pipeline: Pipeline, longest_first: bool) -> tuple[Plan | None, int]:
+    """Return a plan of `count` microbatches for each rank, and `count`; or None, and how many microbatches its ranks need.
 
-    Each rank takes the faster of equal and tapered microbatches. If its sequences fit into neither, it packs them by best fit.
+    Each rank takes the faster of equal and tapered
+    microbatches. If its sequences fit into neither, it packs them by best fit.
     """
     equal = (1.0,) * count
     shapes = [equal, tapered(count, pipeline.stages)] if pipeline.stages > 1 and pipeline.chunks == 1 else [equal]
-    assigned = assign_ranks(items.costs, dp, count, pipeline.bubble, longest_first)
-    if any(sum(items.tokens[i] for i in mine) > count * items.capacity for mine in assigned):
-        return None
     choices: list[Plan] = []  # [rank][choice]
-    for mine in assigned:
-        filled = [(shape, fill(mine, items, shape)) for shape in shapes]
-        if all(out is None for _, out in filled):
-            filled = [(equal, fill_tightly(mine, items, count))]
-        choices.append([_in_order(out, items, shape, pipeline) for shape, out in filled if out is not None])
-        if not choices[-1]:
-            return None
+    needed = 0
+    for mine in assign_ranks(items.costs, dp, count, pipeline.bubble, longest_first):
+        filled = [(shape, out) for shape in shapes if (out := fill(mine, items, shape)) is not None]
+        if not filled:
+            tight = fill_tightly(mine, items)
+            needed = max(needed, len(tight))
+            filled = [(equal, tight + [[]] * (count - len(tight)))]
+        choices.append([] if needed > count else [_in_order(out, items, shape, pipeline) for shape, out in filled])
+    if needed > count:
+        return None, needed
     options = [option for found in choices for option in found]
     times = iter(pipeline.makespans(_Costs(items.costs, None, ATTENTION_TOKENS).of_plan(options)).tolist())
-    return [min((next(times), at, option) for at, option in enumerate(found))[2] for found in choices]
+    return [min((next(times), at, option) for at, option in enumerate(found))[2] for found in choices], count
 
 
 def _in_order(microbatches: list[list[int]], items: PlanItems, shape: Sequence[float], pipeline: Pipeline) -> list[list[int]]:

@@ -148,18 +148,20 @@ def read(folder: Path, step: int) -> tuple[list[Rollout], Metrics]:
             raise ValueError("its checksum differs")
         lengths = tensors.pop("length").tolist()
         names = [*_TOKENS, _EXPERTS] if _EXPERTS in tensors else _TOKENS
-        per_token = {name: tensors.pop(name).split(lengths) for name in names}
+        # Copies: a view would keep the tensor of the whole step in memory, and pickle all of it.
+        per_token = {name: [x.clone() for x in tensors.pop(name).split(lengths)] for name in names}
         text.setdefault("servers", json.dumps([[]] * len(lengths)))  # older recordings have no servers
         columns = {name: tensors[name].tolist() for name in _NUMBERS} | {name: json.loads(text[name]) for name in _TEXTS}
         for name in ("later_versions", "servers"):
             columns[name] = [tuple(map(tuple, changes)) for changes in columns[name]]
         metrics = Metrics(json.loads(text["metrics"]))
+        fields = {**per_token, **columns}
+        rows = zip(*fields.values(), strict=True)
+        return [Rollout(**dict(zip(fields, row, strict=True))) for row in rows], metrics
     except FileNotFoundError:
         raise DataError(f"{path}: no rollouts of step {step} were recorded; lower training.steps or record more") from None
-    except (OSError, SafetensorError, KeyError, TypeError, ValueError) as e:
+    except (OSError, SafetensorError, KeyError, TypeError, ValueError, IndexError, RuntimeError) as e:
         raise DataError(f"{path}: not the recorded rollouts of a step ({e!r}); record them again") from None
-    fields = {**per_token, **columns}
-    return [Rollout(**{name: values[i] for name, values in fields.items()}) for i in range(len(lengths))], metrics
 
 
 def _sum_of(tensors: Mapping[str, Tensor], text: Mapping[str, str]) -> str:

@@ -17,9 +17,9 @@ Layout suffixes of tensors:
 from tepo_megatron.types.batch import TrainBatch
 from tepo_megatron.types.microbatch import Denominators, LossOutput, PackedMicrobatch, TokenStats
 from tepo_megatron.types.rollout import STATUSES, Rollout, Status
-from tepo_megatron.types.sampling import NO_EXPERT, Prompt, Routing, SamplingParams
+from tepo_megatron.types.sampling import NO_EXPERT, Prompt, Routing, SamplingParams, no_expert
 
 __all__ = [
     "NO_EXPERT", "STATUSES", "Denominators", "LossOutput", "PackedMicrobatch", "Prompt", "Rollout", "Routing", "SamplingParams",
-    "Status", "TokenStats", "TrainBatch",
+    "Status", "TokenStats", "TrainBatch", "no_expert",
 ]  # fmt: skip

@@ -95,24 +95,27 @@ class TrainBatch:
 
     @property
     def experts(self) -> list[Tensor]:
-        """Return each sequence's experts, int16 [L, K, T]. Raise ValueError naming the prompt of a rollout without them."""
+        """Return each sequence's experts, [L, K, T]. Raise ValueError naming the prompt of a rollout without them."""
         chosen = [r.experts_LKT for r in self.rollouts if r.experts_LKT is not None]
         if len(chosen) < len(self):
             prompt = next(r.prompt_id for r in self.rollouts if r.experts_LKT is None)
             raise ValueError(f"rollout.replay_experts=true, and a rollout of prompt {prompt} has none to replay")
         return chosen
 
-    @cached_property
-    def sequence_N(self) -> Tensor:
-        """Return the sequence of each response token, int64 in [0, B)."""
-        return torch.arange(len(self)).repeat_interleave(torch.tensor(self.response_lengths))
+    def sequence_N(self, device: torch.device) -> Tensor:
+        """Return the sequence of each response token, int64 in [0, B), made on `device`."""
+        lengths_B = torch.tensor(self.response_lengths, dtype=torch.int64, device=device)
+        return torch.arange(len(self), device=device).repeat_interleave(lengths_B, output_size=self.num_tokens)
 
-    @cached_property
-    def token_keys_N(self) -> Tensor:
-        """Return int64 [N, 2]: (sequence id, position in the response) of each token, independent of the sequence order."""
-        ids_B = torch.arange(len(self)) if self.ids_B is None else self.ids_B
-        position_N = torch.arange(self.num_tokens) - torch.tensor(self.first_tokens)[self.sequence_N]
-        return torch.stack((ids_B[self.sequence_N], position_N), dim=1)
+    def token_keys_N(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return the sequence id and the position in the response of each token, independent of the sequence order.
+
+        Both are int64 [N], made on `device`: the host holds nothing per token.
+        """
+        sequence_N = self.sequence_N(device)
+        first_B = torch.tensor(self.first_tokens, dtype=torch.int64, device=device)
+        position_N = torch.arange(self.num_tokens, device=device).sub_(first_B[sequence_N])
+        return sequence_N if self.ids_B is None else self.ids_B.to(device)[sequence_N], position_N
 
     def select(self, indices: Sequence[int], update: int) -> "TrainBatch":
         """Return a batch of some sequences, with their old and reference statistics.

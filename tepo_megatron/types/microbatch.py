@@ -27,7 +27,7 @@ class PackedMicrobatch:
         sequences_G: int64, index of each sequence in the TrainBatch.
         starts: Offset of each piece in its sequence. A piece with an offset above 0 continues that many tokens of the last
             piece before it that starts at 0. None: all pieces start at 0.
-        experts_SKT: int16, the experts to route each token to; arbitrary for padding and for tokens without known experts.
+        experts_SKT: Integers, the experts to route each token to; arbitrary for padding and for tokens without known experts.
             None: the routers choose.
     """
 

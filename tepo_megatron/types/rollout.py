@@ -27,8 +27,8 @@ class Rollout:
         score: The grader's unshaped score, used by group filters and accuracies; nan before grading.
         status: Reason for the score (`exact`, `no_box`, `timeout`, ...); "ungraded" before grading.
         later_versions: (index, version) of each change to newer weights, which sampled the tokens from that index on.
-        experts_LKT: int16, the experts that the engine's routers chose. The last token was never an input and has NO_EXPERT.
-            None: not requested.
+        experts_LKT: `Routing.dtype` or int16, the experts that the engine's routers chose. The last token was never an input
+            and has `no_expert` of that type. None: not requested.
         servers: (index, name) of each inference server, like `later_versions`, the first at index 0. Empty: unknown.
     """
 

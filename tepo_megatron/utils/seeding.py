@@ -1,6 +1,7 @@
 """Derive seeds from the purpose of the random numbers, never from the process that draws them."""
 
 import hashlib
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -11,24 +12,27 @@ def derive_seed(*parts: int | str) -> int:
     return int.from_bytes(hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest(), "big") >> 2
 
 
-def hash_rows(seed: int, rows: Tensor) -> Tensor:
+def hash_rows(seed: int, columns: Sequence[Tensor]) -> Tensor:
     """Return one random number per row, independent of the order of the rows: int64 [n] in [0, 2^63).
 
     The hash is the finalizer of SplitMix64 (Steele, Lea and Flood 2014), applied once per column; int64 products wrap around.
+    It runs on the device of the columns and has the same result on every device.
 
     Args:
         seed: Seed of the numbers.
-        rows: int64 [n, k], any device.
+        columns: Columns of the rows, each int64 [n], on one device.
     """
-    key = torch.full((rows.shape[0],), seed, dtype=torch.int64)
-    for column in rows.cpu().unbind(1):
-        key = key + column * -7046029254386353131  # 2^64 / golden ratio, as a signed number
-        key = (key ^ _shifted(key, 30)) * -4658895280553007687
-        key = (key ^ _shifted(key, 27)) * -7723592293110705685
-        key = key ^ _shifted(key, 31)
-    return key & 0x7FFF_FFFF_FFFF_FFFF
+    key = torch.full_like(columns[0], seed)
+    for column in columns:
+        key += column * -7046029254386353131  # 2^64 / golden ratio, as a signed number
+        key ^= _shifted(key, 30)
+        key *= -4658895280553007687
+        key ^= _shifted(key, 27)
+        key *= -7723592293110705685
+        key ^= _shifted(key, 31)
+    return key.bitwise_and_(0x7FFF_FFFF_FFFF_FFFF)
 
 
 def _shifted(x: Tensor, bits: int) -> Tensor:
     """Return x >> bits, filled with zeros."""
-    return (x >> bits) & ((1 << (64 - bits)) - 1)
+    return (x >> bits).bitwise_and_((1 << (64 - bits)) - 1)

@@ -61,7 +61,7 @@ def _step(trainer: reference.Trainer, cfg: Config, rollouts: tuple[Rollout, ...]
     ]
 
     def keys(update: int, chosen: object) -> Tensor:
-        return hash_rows(derive_seed(cfg.seed, "weighting", step, update), parts[update].token_keys_N)
+        return hash_rows(derive_seed(cfg.seed, "weighting", step, update), parts[update].token_keys_N(torch.device("cpu")))
 
     trainer.step(samples, [[place[id(r)] for r in part.rollouts] for part in parts], keys)
 

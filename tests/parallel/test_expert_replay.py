@@ -95,7 +95,7 @@ def replayed_experts(model: Path, given: TrainBatch) -> tuple[Tensor, dict[str, 
         ids = rollout.token_ids_L
         logp = torch.log_softmax(network(ids[None, :-1]).logits[0] / cases.TEMPERATURE, dim=-1)
         logprobs.append(logp.gather(1, ids[1:, None]).squeeze(1)[rollout.response_mask_L[1:]])
-    advantages_N = given.advantages_B.double()[given.sequence_N]
+    advantages_N = given.advantages_B.double()[given.sequence_N(given.advantages_B.device)]
     (-(advantages_N * torch.cat(logprobs)).sum() / given.num_tokens).backward()
     gradients = in_file_names("qwen3_moe", {n: p.grad.clone() for n, p in network.named_parameters()})
     return torch.cat(logprobs).detach(), gradients

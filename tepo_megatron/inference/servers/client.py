@@ -40,7 +40,7 @@ class Client:
     Args:
         url: Base URL of the server.
         key: Sent with every request.
-        request_seconds: Time limit of one whole exchange.
+        request_seconds: Time limit of one whole exchange, unless `send` is given another.
         heartbeat_timeout: Time without an answer from `/health` after which the server counts as hung.
     """
 
@@ -50,7 +50,14 @@ class Client:
         self._asking, self._paused = asyncio.Lock(), False  # held during a health request
         self._http = HttpClient(url, key)
 
-    async def send(self, method: str, path: str, body: Mapping[str, Any] | None = None, most_bytes: int = CONTROL_BYTES) -> Any:
+    async def send(
+        self,
+        method: str,
+        path: str,
+        body: Mapping[str, Any] | None = None,
+        most_bytes: int = CONTROL_BYTES,
+        seconds: float | None = None,
+    ) -> Any:
         """Send one request and return the JSON answer. A request is never repeated, because it may have had its effect.
 
         An answer without a content type is returned as text: some of SGLang's answers are a bare line.
@@ -60,19 +67,19 @@ class Client:
             path: Path with query string.
             body: Sent as JSON. None: no body.
             most_bytes: Size limit of the answer in bytes.
+            seconds: Time limit of the exchange. None: `request_seconds`.
 
         Raises:
-            RequestFailed: No answer within `request_seconds`, a broken connection, or an error answer.
+            RequestFailed: No answer within the limit, a broken connection, or an error answer.
         """
+        seconds = seconds or self._request_seconds
         try:
-            answer = await self._http.exchange(
-                method, path, seconds=self._request_seconds, most_bytes=most_bytes, body=to_json(body)
-            )
+            answer = await self._http.exchange(method, path, seconds=seconds, most_bytes=most_bytes, body=to_json(body))
             if answer.ok:
                 return answer.text if answer.content_type is None else answer.json()
         except TimedOut:
             raise RequestFailed(
-                f"did not answer {path} within {self._request_seconds:g} s; raise rollout.server.request_seconds if it was busy"
+                f"did not answer {path} within {seconds:g} s; raise rollout.server.request_seconds if it was busy"
             ) from None
         except BadAnswer as e:
             raise RequestFailed(f"answered {path} with {e}", answered=True) from None

@@ -153,9 +153,10 @@ class Endpoint(ServerConnection):
             RolloutError: An answer is not what was asked for.
         """
         client, version = self._connected(), self.version
+        seconds = self._cfg.generation_limit(sum(ask.sampling.samples * ask.sampling.max_tokens for ask in asks))
 
         async def generate(ask: GenerationRequest) -> list[Rollout]:
-            send = functools.partial(client.send, most_bytes=answer_bytes(ask.prompt, ask.sampling))
+            send = functools.partial(client.send, most_bytes=answer_bytes(ask.prompt, ask.sampling), seconds=seconds)
             return await self._asked(self.api.generate(send, ask.prompt, ask.sampling, ask.seed, version))
 
         try:

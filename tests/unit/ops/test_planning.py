@@ -1,6 +1,8 @@
 """Plans of microbatches: every sequence once, within the limits, the same everywhere, and little time lost."""
 
 import itertools
+import math
+import sys
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ from tepo_megatron.controller.step_log import KEYS
 from tepo_megatron.ops.alignment import Alignment
 from tepo_megatron.ops.pipeline_time import Pipeline, one_forward_one_backward, tapered
 from tepo_megatron.ops.planning import Plan, another_plan, plan_metrics, plan_microbatches, sequence_costs
+from tepo_megatron.ops.shared_prompts import PrefixGroups
 
 LENGTHS = st.lists(st.integers(2, 60), min_size=0, max_size=40)
 PIPELINES = st.sampled_from([Pipeline(), Pipeline(2), Pipeline(4), Pipeline(2, 2)])
@@ -121,6 +124,33 @@ def test_more_microbatches_only_where_they_pay() -> None:
     assert 4 < count(Pipeline(2, 2)) < count(Pipeline(2)) < count(Pipeline(4)) <= 32
     assert count(Pipeline(4), [4000] * 6) == 3
     assert count(Pipeline(4), [10] * 64) == 1
+
+
+def calls_of_a_plan(count: int, shared: bool) -> int:
+    """Return how many functions a plan of `count` long sequences calls at dp 1, whether they are written in C or not."""
+    drawn = np.random.default_rng(count).lognormal(math.log(6000), 0.7, count)
+    lengths = [300 + int(min(n, 20000)) for n in drawn]
+    groups = PrefixGroups.of([i // 16 for i in range(count)], [300] * count, 64, 64) if shared else None
+    tapered.cache_clear()
+    calls = 0
+
+    def count_call(_frame: object, event: str, _what: object) -> None:
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    sys.setprofile(count_call)
+    try:
+        plan_microbatches(lengths, 1, 21504, Alignment(), pipeline=Pipeline(8), prefix_groups=groups)
+    finally:
+        sys.setprofile(None)
+    return calls
+
+
+@pytest.mark.parametrize(("counts", "shared"), [((256, 4096), False), ((64, 1024), True)])
+def test_the_work_of_a_plan_grows_with_the_sequences(counts: tuple[int, int], shared: bool) -> None:
+    """Sixteen times as many sequences take at most 16 ** 1.1 times as many calls."""
+    few, many = (calls_of_a_plan(count, shared) for count in counts)
+    assert math.log(many / few) / math.log(counts[1] / counts[0]) <= 1.1
 
 
 def test_too_long_a_sequence_is_refused() -> None:

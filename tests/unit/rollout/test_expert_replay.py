@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -31,7 +32,7 @@ from tepo_megatron.ops.packing import pack
 from tepo_megatron.rollout import record
 from tepo_megatron.rollout.experts import check_experts, replayed_routing
 from tepo_megatron.rollout.record import Replay
-from tepo_megatron.types import NO_EXPERT, Prompt, Rollout, Routing, SamplingParams
+from tepo_megatron.types import NO_EXPERT, Prompt, Rollout, Routing, SamplingParams, no_expert
 
 PROMPT = Prompt(id=7, token_ids=(4, 5, 6), answer="9")
 ROUTING = Routing(num_layers=3, sparse_layers=(0, 2), per_token=2, number=300)
@@ -133,26 +134,47 @@ def test_a_response_that_new_weights_interrupt_has_the_experts_of_the_last_ones(
     assert whole.experts_LKT.shape[0] == whole.token_ids_L.numel() == 7 and whole.later_versions == ((5, 2),)
 
 
-def sampled(lengths: list[int], seed: int = 0) -> list[Rollout]:
+def sampled(lengths: list[int], seed: int = 0, routing: Routing = ROUTING) -> list[Rollout]:
     generator = torch.Generator().manual_seed(seed)
     out = []
     for i, n in enumerate(lengths):
-        experts_LKT = torch.rand(n, 2, 300, generator=generator).argsort(-1)[..., :2].to(torch.int16)
+        experts_LKT = torch.rand(n, 2, routing.number, generator=generator).argsort(-1)[..., :2]
         experts_LKT[-1] = NO_EXPERT
+        experts_LKT = experts_LKT.to(routing.dtype)
         out.append(Rollout(i, torch.arange(n), torch.arange(n) > 0, -torch.ones(n), 0, "stop", experts_LKT=experts_LKT))
     return out
 
 
+NARROW = replace(ROUTING, number=255)
+
+
+def test_experts_have_the_narrowest_type_that_leaves_a_value_for_none() -> None:
+    """With 256 experts, uint8 has no value left for the last token."""
+    assert [replace(ROUTING, number=n).dtype for n in (2, 255, 256)] == [torch.uint8, torch.uint8, torch.int16]
+    (rollout,) = sampled([50], routing=NARROW)
+    assert rollout.experts_LKT is not None and rollout.experts_LKT.dtype == torch.uint8
+    NARROW.check(rollout.experts_LKT)
+    wrong = rollout.experts_LKT.clone()
+    wrong[7, 1, 0] = wrong[7, 1, 1]
+    with pytest.raises(ValueError, match="chosen twice"):
+        NARROW.check(wrong)
+    wrong[7, 1, 0] = no_expert(wrong.dtype)  # only the last token may have none
+    with pytest.raises(ValueError, match=r"experts \d to 255 of a model that has 255"):
+        NARROW.check(wrong)
+
+
+@pytest.mark.parametrize("routing", [ROUTING, NARROW])
 @pytest.mark.parametrize("cp", [1, 2, 4])
-def test_experts_lie_where_their_tokens_lie(cp: int) -> None:
+def test_experts_lie_where_their_tokens_lie(cp: int, routing: Routing) -> None:
     """The token ids name the experts: over the context-parallel ranks each has its own experts."""
-    rollouts, order = sampled([9, 2, 17, 5]), [2, 0, 3]
+    rollouts, order = sampled([9, 2, 17, 5], routing=routing), [2, 0, 3]
     ids = [r.token_ids_L + 100 * i + 1 for i, r in enumerate(rollouts)]  # padding is 0
     experts = [e for r in rollouts if (e := r.experts_LKT) is not None]
     found: dict[int, Tensor] = {}
     for rank in range(cp):
         m = pack(ids, [r.response_mask_L for r in rollouts], [0] * 4, order, Alignment(cp, 2), rank, experts)
         assert m.experts_SKT is not None and m.experts_SKT.shape == (m.tokens_S.numel(), 2, 2)
+        assert m.experts_SKT.dtype == routing.dtype and int(m.experts_SKT.max()) < routing.number
         assert on_device(m, torch.device("cpu")).experts_SKT is not None
         for token, experts_KT in zip(m.tokens_S[0].tolist(), m.experts_SKT, strict=True):
             assert bool((experts_KT >= 0).all()) and bool((experts_KT[:, 0] != experts_KT[:, 1]).all())
@@ -166,6 +188,14 @@ def test_an_empty_microbatch_has_experts_too() -> None:
     experts = [e for r in sampled([4]) if (e := r.experts_LKT) is not None]
     m = pack([], [], [], [], Alignment(cp=2, total=2), 1, experts)
     assert m.experts_SKT is not None and m.experts_SKT.shape == (m.tokens_S.numel(), 2, 2)
+
+
+def test_recordings_keep_the_narrow_type(tmp_path: Path) -> None:
+    written = sampled([9, 2], routing=NARROW)
+    record.write(tmp_path, 1, written, Metrics())
+    for a, b in zip(Replay(tmp_path, NARROW).collect(1, Clock())[0], written, strict=True):
+        assert a.experts_LKT is not None and b.experts_LKT is not None
+        assert torch.equal(a.experts_LKT, b.experts_LKT) and a.experts_LKT.dtype == torch.uint8
 
 
 def test_recordings_keep_them(tmp_path: Path) -> None:
@@ -237,3 +267,14 @@ def test_sglang_is_refused_for_experts_in_some_layers(tmp_path: Path, key: str, 
     check(asking(some, rollout={"replay_experts": False, "engine": "vllm"}))
     check(asking(some, rollout={"replay": "recorded"}))
     check(asking(every))
+
+
+def test_every_pair_of_equal_experts_is_found() -> None:
+    routing = Routing(1, (0,), per_token=5, number=64)
+    experts_LKT = torch.arange(5, dtype=routing.dtype).repeat(9, 1, 1)
+    routing.check(experts_LKT)
+    for i, j in itertools.combinations(range(5), 2):
+        wrong = experts_LKT.clone()
+        wrong[3, 0, i] = wrong[3, 0, j]
+        with pytest.raises(ValueError, match="chosen twice"):
+            routing.check(wrong)
