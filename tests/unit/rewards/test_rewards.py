@@ -17,7 +17,7 @@ import pytest
 from tepo_megatron.config import RewardConfig
 from tepo_megatron.errors import RewardError
 from tepo_megatron.grading.boxed import last_boxed
-from tepo_megatron.rewards import build_reward, pool
+from tepo_megatron.rewards import build_reward, pool, process
 from tepo_megatron.rewards.terms import WeightedReward
 from tests.graded import decode, math_reward, rollout, statuses, worker_pids
 
@@ -153,17 +153,28 @@ def test_hostile_answers_end_in_time(reward: WeightedReward) -> None:
     assert not {"exact", "equal"} & set(found[::2])
 
 
-def test_equal_pairs_are_compared_once_and_remembered(reward: WeightedReward) -> None:
-    """This pair costs a worker about 0.2 s, and 100 of them would cost 100 times as much."""
-    cost = r"\boxed{\frac{(x+1)^{20}(x-1)^{20}}{2}+\sin(x)^{10}}"
-    statuses(reward, [r"\boxed{7.0}"])
-    before = reward.cpu_seconds
-    (status,) = set(statuses(reward, [cost], answer=r"\frac{(x^2-1)^{20}}{2}+\sin(x)^{10}"))
-    once = reward.cpu_seconds - before
-    assert once > 0.05 and status in ("equal", "wrong")
-    assert set(statuses(reward, [cost] * 100, answer=r"\frac{(x^2-1)^{20}}{2}+\sin(x)^{10}")) == {status}
-    assert set(statuses(reward, [cost + " "] * 100, answer=r"\frac{(x^2-1)^{21}}{2}+\sin(x)^{10}")) <= {"equal", "wrong"}
-    assert reward.cpu_seconds - before < 20 * once
+COUNTS = """
+import json, sys
+print('"ready"', flush=True)
+for line in sys.stdin:
+    serial, step, gold, text = json.loads(line)
+    if step == "compare":
+        with open(LOG, "a") as log:
+            log.write(text + "\\n")
+    print(json.dumps([serial, "open" if step == "read" else "wrong", 0.0, text, 0.0]), flush=True)
+"""
+
+
+def test_equal_pairs_are_compared_once_and_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = tmp_path / "log"
+    (tmp_path / "worker.py").write_text(COUNTS.replace("LOG", repr(str(log))))
+    monkeypatch.setattr(process, "WORKER", tmp_path / "worker.py")
+    with math_reward(workers=2, hard_seconds=60) as reward:
+        for _ in range(2):
+            assert statuses(reward, ["a", "b"] * 50) == ["wrong"] * 100
+        assert sorted(log.read_text().split()) == ["a", "b"]
+        assert statuses(reward, ["a"], answer="8") == ["wrong"]
+        assert sorted(log.read_text().split()) == ["a", "a", "b"]
 
 
 @pytest.mark.slow
