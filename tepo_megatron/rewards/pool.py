@@ -25,7 +25,7 @@ _log = logging.getLogger(__name__)
 _MOST_REPORTED = 10  # lost workers that one pool reports
 MEMORY_MIB = 1024  # address space of a worker
 _START_ATTEMPTS = 3  # the kernel may have killed a starting worker for lack of memory
-_BATCH_SECONDS, _BATCH_REQUESTS = 0.01, 64  # a worker gets at most so many requests at once, and so much work
+_BATCH_SECONDS, _BATCH_REQUESTS = 0.01, 64  # limits of what a worker gets at once
 _SLOW_SECONDS = 0.05  # if a request takes longer, other workers may take those behind it
 
 

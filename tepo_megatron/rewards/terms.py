@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
 
-import torch
-from torch import Tensor
+import numpy as np
+from numpy.typing import NDArray
 
 from tepo_megatron.rewards.pool import GradingPool
 from tepo_megatron.rewards.process import Field
@@ -36,13 +36,13 @@ class Response:
 
     @cached_property
     def written(self) -> Field:
-        """What the policy wrote, as text or int32 token ids. What tools wrote in between is left out."""
-        return self._field(self._rollout.token_ids_L[self._rollout.response_mask_L])
+        """Tokens that the policy chose, as text or int32 ids. What tools wrote in between is left out."""
+        return self._field(self._rollout.token_ids_L.numpy()[self._rollout.response_mask_L.numpy()])
 
     @cached_property
     def prompt(self) -> Field:
-        """What precedes the first token that the policy chose, as text or int32 token ids."""
-        return self._field(self._rollout.token_ids_L[: int(self._rollout.response_mask_L.int().argmax())])
+        """Tokens before the first that the policy chose, as text or int32 ids."""
+        return self._field(self._rollout.token_ids_L.numpy()[: int(self._rollout.response_mask_L.numpy().argmax())])
 
     @property
     def answer(self) -> str:
@@ -59,8 +59,8 @@ class Response:
         here = Response(self._rollout, self._decode)
         return str(here.prompt), str(here.written)
 
-    def _field(self, ids_L: Tensor) -> Field:
-        return ids_L.to(torch.int32).numpy().tobytes() if self._in_workers else self._decode(ids_L.tolist())
+    def _field(self, ids_L: NDArray[np.int64]) -> Field:  # NumPy starts no threads and takes a tenth of the time
+        return ids_L.astype(np.int32).tobytes() if self._in_workers else self._decode(ids_L.tolist())
 
 
 @dataclass(frozen=True)
