@@ -3,7 +3,7 @@
     python -m benchmarks.grading [--workers 2] [--quick] [--json FILE]
 
 Throughput: 512 distinct pairs of (gold, answer) of one kind, all equal except for their notation; median of five batches of new
-pairs on warm workers, including the decoding of token ids; then only the grading of the same batch, which is remembered by now.
+pairs on warm workers, including the decoding of token ids; then the same batch again, whose comparisons are remembered by now.
 math-verify alone: the same pairs, one after the other, in one process without limits. Generation: how late an event loop in
 another thread, such as the one that talks to the inference servers, is woken meanwhile (it asks every 5 ms; the worst case
 counts).
@@ -31,7 +31,7 @@ import torch
 
 from tepo_megatron.config import RewardConfig
 from tepo_megatron.rewards import build_reward
-from tepo_megatron.rewards.terms import Response, WeightedReward
+from tepo_megatron.rewards.terms import WeightedReward
 from tepo_megatron.types import Rollout
 from tepo_megatron.utils.loop import LoopThread
 from tests.grading_pairs import load_pairs
@@ -72,13 +72,6 @@ def reward_of(workers: int) -> WeightedReward:
     return reward
 
 
-def decoded(rollouts: Sequence[Rollout]) -> list[Response]:
-    """Return responses whose text has been decoded."""
-    responses = [Response(rollout, decode) for rollout in rollouts]
-    assert all(response.text for response in responses)
-    return responses
-
-
 def seconds_of(work: Callable[[], Any]) -> float:
     """Return the wall-clock seconds of one call."""
     start = time.monotonic()
@@ -114,7 +107,7 @@ def throughput(workers: int, pairs: int, batches: int) -> dict[str, dict[str, fl
                 made = [make(1000 + batch * pairs + i) for i in range(pairs)]
                 rollouts = [response(answer, gold) for gold, answer in made]
                 times.append(seconds_of(partial(reward.score, rollouts)))
-                again.append(seconds_of(partial(reward.terms[0][1].grade, decoded(rollouts))))
+                again.append(seconds_of(partial(reward.score, rollouts)))
                 assert all(r.score == 1.0 for r in reward.score(rollouts)), kind
             done.set()
             late = ticks.result()

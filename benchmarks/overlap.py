@@ -33,7 +33,7 @@ ROOT = Path(__file__).resolve().parents[1]
 ENGINE_CORE, TRAINER_CORE = 0, 1
 WARM_UP = 3  # steps
 TARGET = 1.15
-SAMPLING, TRAINING = ("rollout", "reward"), ("old_stats", "update")
+SAMPLING, TRAINING = ("rollout", "grading_wait"), ("old_stats", "update")
 
 
 def main() -> None:

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import torch
 
-from tepo_megatron.rewards.boxed import last_boxed
 from tepo_megatron.rewards.math import MathTerm
 from tepo_megatron.rewards.pool import GradingPool, PoolLimits
 from tepo_megatron.rewards.terms import RewardTerm, WeightedReward
@@ -42,14 +41,13 @@ def math_reward(workers: int = 1, soft_seconds: float = 1, hard_seconds: float =
         hard_seconds: Limit after which a worker is killed.
     """
     limits = PoolLimits(workers, soft_seconds, hard_seconds, memory_mib=1024)
-    return WeightedReward([(1.0, MathTerm(last_boxed, limits))], decode)
+    return WeightedReward([(1.0, MathTerm("boxed", limits))], decode)
 
 
 def pool_of(term: RewardTerm) -> GradingPool:
     """The pool that a term has."""
-    pool = getattr(term, "pool", None)
-    assert isinstance(pool, GradingPool)
-    return pool
+    assert term.pool is not None
+    return term.pool
 
 
 def worker_pids(reward: WeightedReward) -> list[int]:

@@ -59,9 +59,15 @@ class Elsewhere:
 
 
 def reward(url: str) -> object:
-    term = HttpTerm(url, timeout_seconds=DEADLINE, attempts=1, backoff_seconds=0.0, key_variable="TEPO_TEST_KEY")
-    with contextlib.closing(term):
-        return term.grade([Response(rollout("because", "7"), decode)])
+    async def grade() -> object:
+        limits = {"timeout_seconds": DEADLINE, "backoff_seconds": 0.0}
+        term = HttpTerm(url, attempts=1, key_variable="TEPO_TEST_KEY", concurrency=1, **limits)
+        try:
+            return await term.grade([Response(rollout("because", "7"), decode)])
+        finally:
+            await term.close()
+
+    return asyncio.run(grade())
 
 
 def engine(api: Callable[[], EngineApi], act: Callable[[Endpoint], Any]) -> Callable[[str], object]:

@@ -80,6 +80,8 @@ class HttpTermConfig:
     url: str
     # Seconds until the last byte of the server's answer must have arrived.
     timeout_seconds: PositiveFloat = 60.0
+    # Maximum number of requests that the server has at once. A request holds the responses of one group.
+    concurrency: Positive = 16
     # Environment variable with the key that is sent as a bearer token. null: no key is sent.
     key_variable: str | None = None
     # Factor of the term in the reward.

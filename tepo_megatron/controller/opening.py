@@ -10,7 +10,7 @@ from tepo_megatron.config.megatron import untested_fields
 from tepo_megatron.config.safety import checks_that_are_off, safety_checks
 from tepo_megatron.controller.main_driver import MainDriver
 from tepo_megatron.controller.method import Method, resolve
-from tepo_megatron.data import Data, PromptStream, load_data, load_tokenizer, stop_tokens, text_functions
+from tepo_megatron.data import Data, PromptStream, decoder_file, load_data, load_tokenizer, stop_tokens, text_functions
 from tepo_megatron.errors import DataError
 from tepo_megatron.evaluation.problems import load_benchmarks
 from tepo_megatron.evaluation.run_benchmarks import BenchmarkRuns
@@ -73,7 +73,7 @@ def open_driver(cfg: Config, make_engine: EngineFactory | None = None) -> Iterat
         mixed = rollout.on_weight_update == "continue"
         sampler, sampler_events = stack.enter_context(open_sampler(engine, rollout.function, encode, decode, mixed))
         engine.start()
-        reward = stack.enter_context(build_reward(cfg.reward, decode))
+        reward = stack.enter_context(build_reward(cfg.reward, decode, stack.enter_context(decoder_file(tokenizer))))
         prompts = PromptStream.mixed(data.train, cfg.seed, cfg.data.shuffle)
         collector = Collector(
             *(rollout, sampler, reward, prompts, cfg.seed, stops),

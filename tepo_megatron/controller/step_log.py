@@ -29,8 +29,9 @@ KEYS = (
     *(f"grading/{status}" for status in STATUSES),
 )  # fmt: skip
 _OF_ENTROPY_CHANGE = ("tepo/kl_mask_share", "tepo/mask_below_noise")
-# `wait`: time that training waited for `rollout` and `reward`, which run concurrently if rollouts are sampled ahead.
-PHASES = ("wait", "rollout", "reward", "old_stats", "update", "sync")
+# `wait`: time that training waited for `rollout` and `grading_wait`, which run concurrently if rollouts are sampled ahead.
+# `grading_wait` is what grading took after the last sample. `grading_cpu` is no phase: it is processor time of the workers.
+PHASES = ("wait", "rollout", "grading_wait", "grading_cpu", "old_stats", "update", "sync")
 
 
 class StepLog:

@@ -1,7 +1,9 @@
 """Load the tokenizer of a Hugging Face model directory, and determine the stop tokens."""
 
+import contextlib
 import json
-from collections.abc import Callable, Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -50,6 +52,21 @@ def text_functions(tokenizer: "PreTrainedTokenizerBase") -> tuple[Callable[[str]
         return str(tokenizer.decode(ids, skip_special_tokens=True))
 
     return encode, decode
+
+
+@contextlib.contextmanager
+def decoder_file(tokenizer: "PreTrainedTokenizerBase") -> Iterator[str]:
+    """Provide a file with which `tokenizers.Tokenizer` decodes like `text_functions`; "" if there can be none.
+
+    There can be none for a tokenizer that is written in Python, or that edits the text after decoding.
+    """
+    fast = getattr(tokenizer, "backend_tokenizer", None)
+    edits = getattr(tokenizer, "clean_up_tokenization_spaces", False) and type(getattr(fast, "model", None)).__name__ != "BPE"
+    with tempfile.TemporaryDirectory() as folder:
+        path = str(Path(folder) / "tokenizer.json")
+        if fast is not None and not edits:
+            fast.save(path)
+        yield "" if fast is None or edits else path
 
 
 def stop_tokens(model_path: str | Path, tokenizer: "PreTrainedTokenizerBase", further: Sequence[int] = ()) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ from typing import get_args
 from tepo_megatron.config import AnswerTermConfig, Benchmark, Config
 from tepo_megatron.config.io import read_layers, with_overrides
 from tepo_megatron.config.layers import Layers
-from tepo_megatron.data import load_tokenizer, stop_tokens, text_functions
+from tepo_megatron.data import decoder_file, load_tokenizer, stop_tokens, text_functions
 from tepo_megatron.errors import ConfigError
 from tepo_megatron.evaluation.benchmarks import BENCHMARKS
 from tepo_megatron.evaluation.checkpoint import hf_model
@@ -133,9 +133,9 @@ def _evaluate(
         engine: RolloutEngine = stack.enter_context(made)
         sampler, sampler_events = stack.enter_context(open_sampler(engine, cfg.rollout.function, encode, decode))
         engine.start()
-        kinds = {problems.entry.grader for problems in todo}
+        kinds, file = {problems.entry.grader for problems in todo}, stack.enter_context(decoder_file(tokenizer))
         graders = {
-            kind: stack.enter_context(build_reward(replace(cfg.reward, terms=[AnswerTermConfig(type=kind)]), decode))
+            kind: stack.enter_context(build_reward(replace(cfg.reward, terms=[AnswerTermConfig(type=kind)]), decode, file))
             for kind in kinds
         }
         engine.wait_ready()

@@ -10,9 +10,9 @@ from typing import Any
 
 from tepo_megatron.errors import DataError
 from tepo_megatron.evaluation.problems import Problems
+from tepo_megatron.grading.boxed import last_boxed
 from tepo_megatron.inference.engine import Sampler
 from tepo_megatron.rewards import Decode, Reward
-from tepo_megatron.rewards.boxed import last_boxed
 from tepo_megatron.utils import records
 from tepo_megatron.utils.seeding import derive_seed
 

@@ -1,6 +1,6 @@
 """Answers as strings: normalize answers to one spelling, and settle what strings alone can settle.
 
-All functions are linear, or nearly so, in the length of the text: they run in the trainer's process on whatever a model wrote.
+All functions are linear, or nearly so, in the length of the text: reading a response never runs out of time.
 """
 
 # ruff: noqa: RUF001  (this file is about signs that look like others)

@@ -9,6 +9,7 @@ from functools import lru_cache
 from typing import Any
 
 from tepo_megatron.grading import answers
+from tepo_megatron.grading.gold import MAX_ANSWER_CHARS, gold_fault
 
 _GOLDS_KEPT = 4096
 _TINY = 1e-5  # below this, math-verify's absolute comparisons (6 decimals, 15 digits) call different numbers equal
@@ -60,6 +61,27 @@ def load_grader() -> Callable[[str, str], str]:
         return "wrong"
 
     return grade
+
+
+def settle(gold: str, answer: str | None) -> str | None:
+    """Return the status if strings alone can settle the pair, otherwise None.
+
+    Args:
+        gold: The part of the gold answer that is compared.
+        answer: Answer in the response. None: there is none.
+    """
+    if answer is None:
+        return "no_box"
+    if answer == gold and gold:
+        return "exact"
+    if len(answer) > MAX_ANSWER_CHARS:
+        return "too_long"
+    if gold_fault(gold) is not None:
+        return "bad_gold"
+    wanted, given = answers.canonical(gold), answers.canonical(answer)
+    if (a := answers.integer(wanted)) is not None and (b := answers.integer(given)) is not None:
+        return "equal" if a == b else "wrong"
+    return "equal" if wanted == given else None
 
 
 def _differ(gold: list[Any], answer: list[Any]) -> bool:

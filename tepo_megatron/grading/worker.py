@@ -1,8 +1,9 @@
-"""Main program of a grading worker: `python worker.py SOFT_SECONDS MEMORY_MIB PARENT_PID GRADER [ARGUMENT ...]`.
+"""Main program of a grading worker: `python worker.py SOFT_SECONDS MEMORY_MIB PARENT_PID TOKENIZER GRADER [ARGUMENT ...]`.
 
-It reads one JSON line `[serial, text, ...]` at a time from stdin and writes one JSON line `[serial, status, value, detail]` to
-stdout, after a first line `"ready"`. It is run as a file, so that it starts in a fraction of a second and holds neither PyTorch
-nor a GPU context (unless a user's own function loads them).
+It reads one JSON line `[serial, field, ...]` at a time from stdin. A field is text, or a number of bytes: that many bytes of
+token ids (int32) follow the line, in the order of the fields. It writes one JSON line `[serial, status, value, detail, CPU
+seconds]` to stdout, after a first line `"ready"`. It is run as a file, so that it starts in a fraction of a second and holds
+neither PyTorch nor a GPU context (unless a user's own function loads them).
 """
 
 import functools
@@ -14,6 +15,8 @@ import re
 import resource
 import signal
 import sys
+import time
+from array import array
 from collections.abc import Callable
 from types import FrameType
 
@@ -38,18 +41,31 @@ def limit_resources(memory_mib: int) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
-def equality() -> Grader:
-    """Return the grader (gold, answer) -> equal, wrong, unparsed or bad_gold. Exits the process if a self-test fails."""
-    from tepo_megatron.grading.equality import load_grader
+def equality(finder: str) -> Grader:
+    """Return the grader (step, gold, text), where `step` is one of two. Exits the process if a self-test fails.
 
-    grade = load_grader()
+    read      Settle what strings alone can settle about a response. Status `open`: the answer, which is the detail, and the
+              gold answer must be compared.
+    compare   Compare an answer with the gold answer: equal, wrong, unparsed or bad_gold.
+
+    Args:
+        finder: Key of FINDERS, which finds the answer in a response.
+    """
+    from tepo_megatron.grading.boxed import FINDERS
+    from tepo_megatron.grading.equality import load_grader, settle
+    from tepo_megatron.grading.gold import gold_answer
+
+    compare, find = load_grader(), FINDERS[finder]
     # this also builds the tables of the LaTeX parser; with too little memory every answer would silently be graded wrong
-    if (verdict := grade("1/2", "0.5")) != "equal":
+    if (verdict := compare("1/2", "0.5")) != "equal":
         raise SystemExit(f"self-test: 0.5 for 1/2 is graded {verdict!r}")
 
-    def graded(gold: str, answer: str) -> Graded:
-        status = grade(gold, answer)
-        return status, float(status == "equal"), ""
+    def graded(step: str, gold: str, text: str) -> Graded:
+        if step == "compare":
+            return compare(gold, text), 0.0, ""
+        answer = find(text)
+        status = settle(gold_answer(gold), answer)
+        return status or "open", 0.0, "" if status else answer or ""
 
     return graded
 
@@ -74,7 +90,7 @@ def custom(spec: str) -> Grader:
         try:
             number = float(found.value(prompt, response, answer))
         except (Exception, SystemExit) as e:
-            return "failed", 0.0, describe_error(e, found.file)
+            return "failed", 0.0, describe_error(e, found.file)[:_DETAIL_CHARS]
         if not math.isfinite(number):
             return "failed", 0.0, f"it returned {number}, which is not finite"
         return "graded", number, ""
@@ -82,7 +98,26 @@ def custom(spec: str) -> Grader:
     return graded
 
 
-GRADERS: dict[str, Callable[..., Grader]] = {"equality": equality, "pattern": pattern, "custom": custom}
+def texts() -> Grader:
+    """Return the grader (prompt, response), which only decodes: the detail is JSON of both texts."""
+    return lambda *fields: ("decoded", 0.0, json.dumps(fields))
+
+
+GRADERS: dict[str, Callable[..., Grader]] = {"equality": equality, "pattern": pattern, "custom": custom, "texts": texts}
+
+
+def load_decoder(tokenizer: str) -> Callable[[str | bytes], str]:
+    """Return the function that makes the text of a field. Special tokens are left out.
+
+    Args:
+        tokenizer: Tokenizer file (JSON). Empty: every field is text.
+    """
+    if not tokenizer:
+        return str
+    from tokenizers import Tokenizer
+
+    decode = Tokenizer.from_file(tokenizer).decode
+    return lambda field: field if isinstance(field, str) else decode(array("i", field).tolist(), skip_special_tokens=True)
 
 
 def grade_in_time(grade: Callable[[], Graded], seconds: float) -> Graded:
@@ -111,13 +146,14 @@ def grade_in_time(grade: Callable[[], Graded], seconds: float) -> Graded:
         return "timeout", 0.0, ""
 
 
-def main(soft_seconds: float, memory_mib: int, parent_pid: int, grader: str, *arguments: str) -> None:
+def main(soft_seconds: float, memory_mib: int, parent_pid: int, tokenizer: str, grader: str, *arguments: str) -> None:
     """Serve requests until stdin ends.
 
     Args:
         soft_seconds: Processor time per request.
         memory_mib: Limit of the address space, in MiB.
         parent_pid: Process whose end ends this one.
+        tokenizer: See `load_decoder`.
         grader: Key of GRADERS.
         arguments: Arguments of that grader.
     """
@@ -128,15 +164,21 @@ def main(soft_seconds: float, memory_mib: int, parent_pid: int, grader: str, *ar
     logging.disable(logging.CRITICAL)
     replies = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # the output of a library must not be taken for a reply
-    grade = GRADERS[grader](*arguments)
+    grade, text = GRADERS[grader](*arguments), load_decoder(tokenizer)
     quiet = os.open(os.devnull, os.O_WRONLY)
     os.dup2(quiet, 1)
     os.dup2(quiet, 2)  # stderr is read only if the start fails; later output could fill the disk
+
+    def grade_fields(fields: list[str | bytes]) -> Graded:
+        return grade(*map(text, fields))
+
     replies.write('"ready"\n')
-    for line in sys.stdin:
-        serial, *texts = json.loads(line)
-        status, value, detail = grade_in_time(functools.partial(grade, *texts), soft_seconds)
-        replies.write(json.dumps([serial, status, value, detail[:_DETAIL_CHARS]]) + "\n")
+    while line := sys.stdin.buffer.readline():
+        serial, *heads = json.loads(line)
+        fields = [head if isinstance(head, str) else sys.stdin.buffer.read(head) for head in heads]
+        start = time.process_time()
+        status, value, detail = grade_in_time(functools.partial(grade_fields, fields), soft_seconds)
+        replies.write(json.dumps([serial, status, value, detail, time.process_time() - start]) + "\n")
 
 
 if __name__ == "__main__":

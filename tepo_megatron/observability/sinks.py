@@ -70,7 +70,7 @@ COLUMNS = (
     Column("|dlogp|", "rollout/logprob_diff_mean", 7, ".1e"),
     Column("max", "rollout/logprob_diff_max", 7, ".1e"),
     Column("roll s", "seconds/rollout", 6, ".1f"),
-    Column("rew s", "seconds/reward", 5, ".1f"),
+    Column("grade s", "seconds/grading_wait", 7, ".1f"),
     Column("old s", "seconds/old_stats", 5, ".1f"),
     Column("upd s", "seconds/update", 5, ".1f"),
     Column("sync s", "seconds/sync", 6, ".1f"),

@@ -16,7 +16,8 @@ FP32_MEAN_GATE = 1e-5
 FP32_MAX_GATE = 1e-3
 
 PHASES = (
-    ("rollout", draw.BLUE), ("reward", draw.ORANGE), ("old_stats", draw.PURPLE), ("update", draw.GREEN), ("sync", draw.RED),
+    ("rollout", draw.BLUE), ("grading_wait", draw.ORANGE), ("old_stats", draw.PURPLE), ("update", draw.GREEN),
+    ("sync", draw.RED),
 )  # fmt: skip
 PHASES_AHEAD = (("wait", draw.BLUE), *PHASES[2:])
 

@@ -1,14 +1,13 @@
 """Rewards, which grade rollouts. `_TERMS` lists every kind of term; a config adds terms up in `reward.terms`."""
 
-import contextlib
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import Any, Protocol, Self
 
 from tepo_megatron.config import RewardConfig
-from tepo_megatron.rewards.boxed import last_answer, last_boxed
-from tepo_megatron.rewards.gold import gold_fault
+from tepo_megatron.grading.gold import gold_fault
 from tepo_megatron.rewards.math import MathTerm
-from tepo_megatron.rewards.pool import limits_of
+from tepo_megatron.rewards.pool import GradingPool, limits_of
 from tepo_megatron.rewards.simple import CustomTerm, FormatTerm, LengthTerm, check_function
 from tepo_megatron.rewards.terms import Decode, RewardTerm, WeightedReward
 from tepo_megatron.types import Rollout
@@ -17,7 +16,14 @@ __all__ = ["Decode", "Reward", "build_reward", "check_reward", "gold_fault"]
 
 
 class Reward(Protocol):
-    """Grades rollouts. It is a context manager, since it may hold processes."""
+    """Grades rollouts, many groups at once. It is a context manager, since it may hold processes."""
+
+    @property
+    def cpu_seconds(self) -> float:
+        """Processor time of all gradings so far."""
+
+    def submit(self, group: Sequence[Rollout]) -> "Future[list[Rollout]]":
+        """Start to grade a group next to those submitted before, and return its future result at once; see `score`."""
 
     def score(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
         """Return one graded rollout for each given rollout, in order, with `reward`, `score` and `status` set.
@@ -33,21 +39,22 @@ class Reward(Protocol):
     def __exit__(self, *exc_info: object) -> None: ...
 
 
-def build_reward(cfg: RewardConfig, decode: Decode) -> WeightedReward:
-    """Return the reward that `cfg` describes, at once: workers start in the background, and the first `score` waits for them.
+def build_reward(cfg: RewardConfig, decode: Decode, tokenizer: str = "") -> WeightedReward:
+    """Return the reward that `cfg` describes, at once: workers start in the background, and the first grading waits for them.
 
     Args:
         cfg: The reward configuration.
         decode: Turns token ids into text, leaving out special tokens.
+        tokenizer: File with which the workers decode (`data.tokenizer.decoder_file`). Empty: this process decodes.
     """
-    with contextlib.ExitStack() as stack:
-        terms = []
+    terms: list[tuple[float, RewardTerm]] = []
+    try:
         for entry in cfg.terms:
-            term = _TERMS[entry.type](cfg, entry)
-            stack.callback(term.close)
-            terms.append((entry.weight, term))
-        stack.pop_all()
-    return WeightedReward(terms, decode)
+            terms.append((entry.weight, _TERMS[entry.type](cfg, entry, tokenizer)))
+    except BaseException:
+        WeightedReward(terms, decode).close()
+        raise
+    return WeightedReward(terms, decode, in_workers=bool(tokenizer))
 
 
 def check_reward(cfg: RewardConfig) -> None:
@@ -61,23 +68,26 @@ def check_reward(cfg: RewardConfig) -> None:
             key_from(entry.key_variable)
 
 
-def _http(cfg: RewardConfig, entry: Any) -> RewardTerm:
+def _http(cfg: RewardConfig, entry: Any, tokenizer: str) -> RewardTerm:
     from tepo_megatron.rewards import remote  # httpx takes a while, and every rank imports this package
 
+    decoders = "the tokenizer of the model"
     return remote.HttpTerm(
         entry.url,
         timeout_seconds=entry.timeout_seconds,
         attempts=remote.ATTEMPTS,
         backoff_seconds=remote.BACKOFF_SECONDS,
         key_variable=entry.key_variable,
+        concurrency=entry.concurrency,
+        pool=GradingPool(limits_of(cfg), ["texts"], decoders, tokenizer, remote.TEXT_BYTES) if tokenizer else None,
     )
 
 
-_TERMS: dict[str, Callable[[RewardConfig, Any], RewardTerm]] = {
-    "math": lambda cfg, entry: MathTerm(last_boxed, limits_of(cfg)),
-    "answer_line": lambda cfg, entry: MathTerm(last_answer, limits_of(cfg)),
-    "format": lambda cfg, entry: FormatTerm(entry.pattern, limits_of(cfg)),
-    "length": lambda cfg, entry: LengthTerm(entry.min_tokens, entry.max_tokens),
-    "custom": lambda cfg, entry: CustomTerm(entry.function, limits_of(cfg)),
+_TERMS: dict[str, Callable[[RewardConfig, Any, str], RewardTerm]] = {
+    "math": lambda cfg, entry, tokenizer: MathTerm("boxed", limits_of(cfg), tokenizer),
+    "answer_line": lambda cfg, entry, tokenizer: MathTerm("answer_line", limits_of(cfg), tokenizer),
+    "format": lambda cfg, entry, tokenizer: FormatTerm(entry.pattern, limits_of(cfg), tokenizer),
+    "length": lambda cfg, entry, tokenizer: LengthTerm(entry.min_tokens, entry.max_tokens),
+    "custom": lambda cfg, entry, tokenizer: CustomTerm(entry.function, limits_of(cfg), tokenizer),
     "http": _http,
 }

@@ -1,12 +1,13 @@
 """Check before a run starts which gold answers the grader cannot read. Only unusual forms are tried on the grader."""
 
+import asyncio
 import re
 import time
 from collections.abc import Sequence
 from dataclasses import replace
 
 from tepo_megatron.config import RewardConfig
-from tepo_megatron.rewards.gold import MAX_ANSWER_CHARS, gold_answer, gold_fault
+from tepo_megatron.grading.gold import MAX_ANSWER_CHARS, gold_answer, gold_fault
 from tepo_megatron.rewards.pool import GradingPool, limits_of
 
 _NUMBER = r"-?(\d{1,30}(\.\d{1,30})?|\.\d{1,30}|\d{1,3}(,\d{3}){1,5})"
@@ -53,16 +54,21 @@ def unreadable_golds(golds: Sequence[str], cfg: RewardConfig, seconds: float) ->
             open_.append((text, gold))
     if not open_:
         return bad, 0
-    limits = replace(limits_of(cfg), workers=min(cfg.workers, len(open_)))
-    pool = GradingPool(limits, ["equality"], "that math-verify is installed")
-    end, done = time.monotonic() + seconds, 0
+    tried = asyncio.run(_try_each([gold for _, gold in open_], cfg, seconds))
+    found = {text: status for (text, _), status in zip(open_, tried, strict=False)}
+    bad |= {text: status for text, status in found.items() if status in ("bad_gold", "timeout", "died")}
+    return bad, len(open_) - len(tried)
+
+
+async def _try_each(golds: Sequence[str], cfg: RewardConfig, seconds: float) -> list[str]:
+    """Return the status of each gold answer compared with itself, until the time is over."""
+    limits = replace(limits_of(cfg), workers=min(cfg.workers, len(golds)))
+    pool = GradingPool(limits, ["equality", "boxed"], "that math-verify is installed")
+    end, statuses = time.monotonic() + seconds, list[str]()
     try:
-        while done < len(open_) and time.monotonic() < end:
-            chunk = open_[done : done + _CHUNK]
-            outcomes = pool.grade([(gold, gold) for _, gold in chunk])
-            found = {text: outcome.status for (text, _), outcome in zip(chunk, outcomes, strict=True)}
-            bad |= {text: status for text, status in found.items() if status in ("bad_gold", "timeout", "died")}
-            done += len(chunk)
+        while len(statuses) < len(golds) and time.monotonic() < end:
+            chunk = golds[len(statuses) :][:_CHUNK]
+            statuses += [outcome.status for outcome in await pool.grade(("compare", gold, gold) for gold in chunk)]
     finally:
-        pool.close()
-    return bad, len(open_) - done
+        await pool.close()
+    return statuses

@@ -1,13 +1,14 @@
 """Reward terms that grade the final answer right or wrong: by exact string match, otherwise math-verify in worker processes."""
 
+import asyncio
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import cast
 
 from tepo_megatron.errors import RewardError
-from tepo_megatron.grading.answers import canonical, integer
-from tepo_megatron.rewards.gold import MAX_ANSWER_CHARS, gold_answer, gold_fault
+from tepo_megatron.grading.gold import gold_answer
 from tepo_megatron.rewards.pool import GradingPool, PoolLimits
+from tepo_megatron.rewards.process import WorkerOutcome
 from tepo_megatron.rewards.terms import UNSETTLED, Response, Verdict
 from tepo_megatron.types import STATUSES, Status
 
@@ -28,64 +29,48 @@ class MathTerm:
     died      the worker ended while grading, or sent an invalid reply
     bad_gold  the gold answer is empty, longer than MAX_ANSWER_CHARS, or unreadable
 
-    The last 65536 verdicts by (gold, answer) are cached, least recently used evicted first. `died` and `timeout` are not
-    cached, since the cause may lie outside the answer.
+    A worker decodes each response, finds the answer and compares it as a string. Pairs (gold, answer) that this does not settle
+    are compared by math-verify, each once. The last 65536 of them are cached, least recently used evicted first. `died` and
+    `timeout` are not cached, since the cause may lie outside the answer.
     """
 
-    def __init__(self, find: Callable[[str], str | None], limits: PoolLimits) -> None:
+    def __init__(self, finder: str, limits: PoolLimits, tokenizer: str = "") -> None:
         """Start the workers in the background.
 
         Args:
-            find: Returns the final answer in a text, or None for none.
+            finder: Key of `grading.boxed.FINDERS`: how the answer is found in a response.
             limits: Limits of the worker processes.
+            tokenizer: See `GradingWorker`.
         """
-        self._find = find
-        self.pool = GradingPool(limits, ["equality"], "that math-verify is installed")
-        self._verdicts: OrderedDict[tuple[str, str], Status] = OrderedDict()
+        self.pool = GradingPool(limits, ["equality", finder], "that math-verify is installed", tokenizer)
+        self._compared: OrderedDict[tuple[str, str], asyncio.Future[WorkerOutcome]] = OrderedDict()
 
-    def grade(self, responses: Sequence[Response]) -> list[Verdict]:
-        """Return one verdict per response; see `Term.grade`. Raises RewardError as the pool does."""
-        statuses = self._grade([(gold_answer(r.answer), self._find(r.text)) for r in responses])
-        return [Verdict(float(status in _RIGHT), status) for status in statuses]
+    async def grade(self, responses: Sequence[Response]) -> list[Verdict]:
+        """Return one verdict per response; see `RewardTerm.grade`. Raises RewardError as the pool does."""
+        return list(await asyncio.gather(*map(self._verdict, responses)))
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Kill the workers."""
-        self.pool.close()
+        await self.pool.close()
 
-    def _grade(self, pairs: Sequence[tuple[str, str | None]]) -> list[Status]:
-        """Return one status for each (gold, answer) pair; equal pairs are graded once."""
-        settled: dict[tuple[str, str | None], Status] = {}
-        open_pairs: dict[tuple[str, str], None] = {}  # in order of appearance
-        for gold, answer in dict.fromkeys(pairs):
-            status = self._settle_here(gold, answer)
-            if status is not None:
-                settled[gold, answer] = status
-            elif answer is not None:
-                open_pairs[gold, answer] = None
-        for pair, outcome in zip(open_pairs, self.pool.grade(list(open_pairs)), strict=True):
-            if outcome.status not in STATUSES:
-                raise RewardError(f"a grading worker answered {outcome.status!r}, which is no status; reinstall tepo-megatron")
-            settled[pair] = cast(Status, outcome.status)
-            if outcome.status not in UNSETTLED:  # a timeout or death may be due to the machine
-                self._verdicts[pair] = settled[pair]
-                if len(self._verdicts) > _CACHED_VERDICTS:
-                    self._verdicts.popitem(last=False)
-        return [settled[pair] for pair in pairs]
+    async def _verdict(self, response: Response) -> Verdict:
+        # reading a response is linear in its length, so a time-out says something about the machine only
+        outcome = await self.pool.ask(("read", response.answer, response.written), repeats_timeout=True)
+        if outcome.status == "open":
+            outcome = await self._compare(gold_answer(response.answer), outcome.detail)
+        if outcome.status not in STATUSES:
+            raise RewardError(f"a grading worker answered {outcome.status!r}, which is no status; reinstall tepo-megatron")
+        status = cast(Status, outcome.status)
+        return Verdict(float(status in _RIGHT), status)
 
-    def _settle_here(self, gold: str, answer: str | None) -> Status | None:
-        """Return the status if the pair can be settled without a worker, otherwise None."""
-        if answer is None:
-            return "no_box"
-        if answer == gold and gold:
-            return "exact"
-        if len(answer) > MAX_ANSWER_CHARS:
-            return "too_long"
-        if (gold, answer) in self._verdicts:
-            self._verdicts.move_to_end((gold, answer))
-            return self._verdicts[gold, answer]
-        if gold_fault(gold) is not None:
-            return "bad_gold"
-        wanted, given = canonical(gold), canonical(answer)
-        if (a := integer(wanted)) is not None and (b := integer(given)) is not None:
-            return "equal" if a == b else "wrong"
-        return "equal" if wanted == given else None
+    async def _compare(self, gold: str, answer: str) -> WorkerOutcome:
+        pair = gold, answer
+        if pair not in self._compared:
+            self._compared[pair] = self.pool.ask(("compare", *pair))
+            if len(self._compared) > _CACHED_VERDICTS:
+                self._compared.popitem(last=False)
+        self._compared.move_to_end(pair)
+        outcome = await asyncio.shield(self._compared[pair])  # others may wait for it, too
+        if outcome.status in UNSETTLED:  # a timeout or death may be due to the machine
+            self._compared.pop(pair, None)
+        return outcome

@@ -1,5 +1,6 @@
 """One grading worker from its parent's side: the child process, its pipes, and its current request."""
 
+import asyncio
 import contextlib
 import json
 import math
@@ -10,7 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
@@ -20,7 +21,10 @@ WORKER = Path(__file__).parents[1] / "grading" / "worker.py"
 START_SECONDS = 120.0  # a start takes under a second on an idle machine, but the machine may be loading a model
 _END_SECONDS = 0.2  # a process closes its pipes at most this long before it has ended
 _STDERR_TAIL_BYTES = 2000
-_REPLY_BYTES = 65536  # more than any valid reply has
+_CHUNK_BYTES = 65536
+REPLY_BYTES = 65536  # more than any valid reply without a decoded text has
+
+Field = str | bytes  # of a request: text, or token ids (int32), which the worker decodes
 
 
 @dataclass(frozen=True)
@@ -30,12 +34,14 @@ class WorkerOutcome:
     Attributes:
         status: Status of the grader, or `timeout` or `died`.
         value: Value in units of the reward; 0 unless graded.
-        detail: Error text of a grader whose status is `failed`.
+        detail: Text that belongs to the status: the error of `failed`, the answer of `open`.
+        cpu_seconds: Processor time that the worker took.
     """
 
     status: str
     value: float = 0.0
     detail: str = ""
+    cpu_seconds: float = field(default=0.0, compare=False)
 
 
 class WorkerBroken(Exception):
@@ -43,28 +49,22 @@ class WorkerBroken(Exception):
 
 
 class GradingWorker:
-    """One child process and its current request.
+    """One child process, which replies to requests in their order. All coroutines must run in one event loop."""
 
-    Attributes:
-        task: Index of the request, None if there is none.
-        deadline: Time on the monotonic clock at which the start, or the request, is overdue.
-        ready: The worker has reported that it can grade.
-        requests: File descriptor to which requests are written.
-        replies: File descriptor from which replies are read.
-    """
-
-    def __init__(self, command: Sequence[str], soft_seconds: float, memory_mib: int) -> None:
+    def __init__(self, command: Sequence[str], soft_seconds: float, memory_mib: int, tokenizer: str, reply_bytes: int) -> None:
         """Start the process without waiting for it.
 
         Args:
             command: Grader of `grading/worker.py` and its arguments.
             soft_seconds: Processor time that the worker gives itself per request.
             memory_mib: Address space of the worker, in MiB.
+            tokenizer: File of the tokenizer that decodes token ids. Empty: requests hold text only.
+            reply_bytes: Maximum size of a reply.
         """
         self._stderr: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 (closed by kill)
         self._process = subprocess.Popen(
             # -P: the folder of worker.py must not hide modules of the standard library
-            [sys.executable, "-P", str(WORKER), str(soft_seconds), str(memory_mib), str(os.getpid()), *command],
+            [sys.executable, "-P", str(WORKER), str(soft_seconds), str(memory_mib), str(os.getpid()), tokenizer, *command],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._stderr,
@@ -74,33 +74,22 @@ class GradingWorker:
         )
         assert self._process.stdin and self._process.stdout
         self._stdin, self._stdout = self._process.stdin, self._process.stdout
-        self.requests, self.replies = self._stdin.fileno(), self._stdout.fileno()
-        os.set_blocking(self.requests, False)  # a long request to a process that does not read must not block the parent
-        self._unsent, self._received, self._serial = b"", b"", 0
-        self.ready = False
-        self.task: int | None = None
-        self.deadline = time.monotonic() + START_SECONDS
+        for file in (self._stdin, self._stdout):  # a process that neither reads nor writes must not block the parent
+            os.set_blocking(file.fileno(), False)
+        self._unsent, self._received, self._reply_bytes = memoryview(b""), b"", reply_bytes
+        self._sent = self._answered = 0  # requests
+        self._start_deadline = time.monotonic() + START_SECONDS
 
     @property
     def pid(self) -> int:
         """Process id."""
         return self._process.pid
 
-    @property
-    def idle(self) -> bool:
-        """True if the worker is ready and has no request."""
-        return self.ready and self.task is None
+    def is_usable(self) -> bool:
+        """Return whether the process runs and has said nothing since its last reply. It keeps its pid until `kill`."""
+        return not self._received and not has_ended(self.pid)
 
-    @property
-    def sending(self) -> bool:
-        """True while a part of the request has still to be written."""
-        return bool(self._unsent)
-
-    def is_alive(self) -> bool:
-        """Return whether the process runs. An ended process keeps its pid until `kill`."""
-        return not has_ended(self.pid)
-
-    def exit_description(self) -> str:
+    async def exit_description(self) -> str:
         """Return how the process ended, for a message: by a signal, with a status, or not at all (it sent an invalid reply)."""
         with contextlib.suppress(ChildProcessError):
             deadline = time.monotonic() + _END_SECONDS  # pipes close shortly before the process has ended
@@ -110,66 +99,85 @@ class GradingWorker:
                     return f"ended with status {ended.si_status}"
                 if ended is not None:
                     return f"was ended by {signal.Signals(ended.si_status).name}"
-                time.sleep(_END_SECONDS / 20)
+                await asyncio.sleep(_END_SECONDS / 20)
         return "answered with something that is no answer"
 
-    def send(self, task: int, texts: Sequence[str], hard_seconds: float) -> None:
-        """Start to send a request; its deadline counts from now. Raises WorkerBroken.
+    async def wait_ready(self) -> None:
+        """Wait until the process can grade. Raises WorkerBroken, or TimeoutError after START_SECONDS."""
+        if await self._reply(self._start_deadline) != "ready":
+            raise WorkerBroken
+
+    def send(self, requests: Sequence[Sequence[Field]]) -> None:
+        """Send requests, or as much of them as the pipe takes: `receive` sends the rest. Raises WorkerBroken.
 
         Args:
-            task: Index of the request.
-            texts: Texts of the request, the grader's arguments.
-            hard_seconds: Wall time until the request is overdue.
+            requests: The fields of each, the grader's arguments.
         """
-        self.task, self.deadline = task, time.monotonic() + hard_seconds
-        self._serial += 1
-        self._unsent = json.dumps([self._serial, *texts]).encode() + b"\n"
-        self.continue_send()
+        parts: list[bytes] = []
+        for fields in requests:
+            self._sent += 1
+            head = [self._sent, *(f if isinstance(f, str) else len(f) for f in fields)]
+            parts += [json.dumps(head).encode(), b"\n", *(f for f in fields if isinstance(f, bytes))]
+        self._unsent = memoryview(b"".join((self._unsent, *parts)))
+        self._write()
 
-    def continue_send(self) -> None:
-        """Write as much of the request as the pipe takes. Raises WorkerBroken."""
+    async def receive(self, deadline: float) -> WorkerOutcome:
+        """Return the outcome of the next request. If the call is cancelled, nothing is lost.
+
+        Args:
+            deadline: Time on the monotonic clock.
+
+        Raises:
+            TimeoutError: The reply is not complete at the deadline.
+            WorkerBroken: The worker ended, or sent an invalid reply.
+        """
+        match await self._reply(deadline):
+            case [int(serial), str(status), float(value) | int(value), str(detail), float(seconds)] if (
+                serial == self._answered + 1 <= self._sent and math.isfinite(value) and 0 <= seconds < math.inf
+            ):
+                self._answered += 1
+                return WorkerOutcome(status, float(value), detail, seconds)
+        raise WorkerBroken
+
+    async def _reply(self, deadline: float) -> Any:
+        """Return the JSON value in the next line. Raises TimeoutError, WorkerBroken."""
+        while b"\n" not in self._received:
+            if len(self._received) > self._reply_bytes:
+                raise WorkerBroken
+            await self._transfer(deadline)
+        line, _, self._received = self._received.partition(b"\n")
+        try:
+            return json.loads(line)
+        except (ValueError, RecursionError):
+            raise WorkerBroken from None
+
+    async def _transfer(self, deadline: float) -> None:
+        """Wait until the process has written something or reads on, and move these bytes. Raises TimeoutError, WorkerBroken."""
+        loop, ready = asyncio.get_running_loop(), asyncio.Event()
+        loop.add_reader(self._stdout, ready.set)
+        if self._unsent:
+            loop.add_writer(self._stdin, ready.set)
+        try:
+            async with asyncio.timeout_at(deadline):
+                await ready.wait()
+        finally:
+            loop.remove_reader(self._stdout)
+            loop.remove_writer(self._stdin)
+        self._write()
+        with contextlib.suppress(BlockingIOError):
+            chunk = os.read(self._stdout.fileno(), _CHUNK_BYTES)
+            if not chunk:
+                raise WorkerBroken
+            self._received += chunk
+
+    def _write(self) -> None:
         try:
             while self._unsent:
-                self._unsent = self._unsent[os.write(self.requests, self._unsent) :]
+                self._unsent = self._unsent[os.write(self._stdin.fileno(), self._unsent) :]
         except BlockingIOError:
             return
         except BrokenPipeError:
             raise WorkerBroken from None
-
-    def receive(self) -> WorkerOutcome | None:
-        """Read what the pipe holds.
-
-        Returns:
-            The outcome, or None while it is incomplete or the worker only said `ready`.
-
-        Raises:
-            WorkerBroken: The worker ended, or sent an invalid reply.
-        """
-        chunk = os.read(self.replies, _REPLY_BYTES)
-        self._received += chunk
-        line, newline, rest = self._received.partition(b"\n")
-        if not chunk or rest or len(line) > _REPLY_BYTES:
-            raise WorkerBroken
-        if not newline:
-            return None
-        self._received = b""
-        try:
-            reply = json.loads(line)
-        except (ValueError, RecursionError):
-            raise WorkerBroken from None
-        if not self.ready and reply == "ready":
-            self.ready = True
-            return None
-        return self._outcome(reply)
-
-    def _outcome(self, reply: Any) -> WorkerOutcome:
-        """Return the outcome in a reply. Raises WorkerBroken unless it answers the current request."""
-        match reply:
-            case [int(serial), str(status), float(value) | int(value), str(detail)] if (
-                self.task is not None and serial == self._serial and math.isfinite(value)
-            ):
-                return WorkerOutcome(status, float(value), detail)
-        raise WorkerBroken
 
     def stderr_tail(self) -> str:
         """Return the end of what the process wrote to stderr before it was ready."""

@@ -1,18 +1,20 @@
 """Rewards from a remote server: one HTTP request per batch."""
 
+import asyncio
 import json
 import math
 import os
-import time
 from collections.abc import Sequence
 
 from tepo_megatron.errors import ConfigError, RewardError
+from tepo_megatron.rewards.pool import GradingPool
 from tepo_megatron.rewards.terms import Response, Verdict
 from tepo_megatron.utils.escaping import excerpt
-from tepo_megatron.utils.exchange import BadAnswer, BlockingHttpClient, ExchangeFailed, HttpAnswer, TimedOut
+from tepo_megatron.utils.exchange import BadAnswer, ExchangeFailed, HttpAnswer, HttpClient, TimedOut
 
 ANSWER_BYTES, SAMPLE_BYTES = 2**20, 4096  # the largest answer is the first, plus the second for each sample
 ATTEMPTS = 4  # to send the same batch
+TEXT_BYTES = 64 * 2**20  # of a worker's reply with a decoded prompt and response
 BACKOFF_SECONDS = 1.0  # pause before the second attempt, doubled for each further one
 _PASSING = frozenset({408, 425, 429})  # client errors (4xx) that another attempt may not meet
 
@@ -28,7 +30,15 @@ class HttpTerm:
     """
 
     def __init__(
-        self, url: str, *, timeout_seconds: float, attempts: int, backoff_seconds: float, key_variable: str | None
+        self,
+        url: str,
+        *,
+        timeout_seconds: float,
+        attempts: int,
+        backoff_seconds: float,
+        key_variable: str | None,
+        concurrency: int,
+        pool: GradingPool | None = None,
     ) -> None:
         """Prepare the connection; nothing is sent yet.
 
@@ -38,40 +48,58 @@ class HttpTerm:
             attempts: Most attempts per batch.
             backoff_seconds: Pause after the first failed attempt; each later pause is twice as long as the one before.
             key_variable: Environment variable with the key that is sent as a bearer token; None sends none.
+            concurrency: Most batches that are with the server at once.
+            pool: Decodes the responses (grader `texts`). None: they are text.
 
         Raises:
             ConfigError: The environment variable is not set.
         """
         self._url, self._timeout_seconds, self._attempts, self._backoff = url, timeout_seconds, attempts, backoff_seconds
-        self._http = BlockingHttpClient(url, key_from(key_variable))
+        self._http, self._slots, self.pool = HttpClient(url, key_from(key_variable)), asyncio.Semaphore(concurrency), pool
 
-    def grade(self, responses: Sequence[Response]) -> list[Verdict]:
-        """Return one verdict per response; see `Term.grade`."""
+    async def grade(self, responses: Sequence[Response]) -> list[Verdict]:
+        """Return one verdict per response; see `RewardTerm.grade`."""
         if not responses:
             return []
-        body = {"samples": [{"prompt": r.prompt, "response": r.text, "answer": r.answer} for r in responses]}
-        payload = json.dumps(body).encode()
+        payload: bytes | None = None
         for attempt in range(1, self._attempts + 1):
             try:
-                return [Verdict(value, "graded") for value in self._ask(payload, len(responses))]
+                async with self._slots:  # the texts too are made only when there is a slot for them
+                    payload = payload or await self._payload(responses)
+                    return [Verdict(value, "graded") for value in await self._ask(payload, len(responses))]
             except _Failure as e:
                 if e.final or attempt == self._attempts:
                     raise RewardError(
                         f"the reward server {self._url} {e} (attempt {attempt} of {self._attempts}); fix the server, or raise "
                         "timeout_seconds of its entry in reward.terms"
                     ) from None
-            time.sleep(self._backoff * 2 ** (attempt - 1))
+            await asyncio.sleep(self._backoff * 2 ** (attempt - 1))
         raise AssertionError("attempts is at least 1")
 
-    def close(self) -> None:
-        """Close the connections."""
-        self._http.close()
+    async def close(self) -> None:
+        """Close the connections and kill the workers."""
+        await self._http.close()
+        if self.pool is not None:
+            await self.pool.close()
 
-    def _ask(self, payload: bytes, samples: int) -> list[float]:
+    async def _payload(self, responses: Sequence[Response]) -> bytes:
+        texts = await asyncio.gather(*map(self._texts, responses))
+        samples = [{"prompt": p, "response": w, "answer": r.answer} for (p, w), r in zip(texts, responses, strict=True)]
+        return json.dumps({"samples": samples}).encode()
+
+    async def _texts(self, response: Response) -> tuple[str, str]:
+        """Return the prompt and the response as text, decoded by a worker. If none can, this process decodes."""
+        outcome = await self.pool.ask((response.prompt, response.written)) if self.pool is not None else None
+        if outcome is None or outcome.status != "decoded":
+            return response.decoded()
+        prompt, written = json.loads(outcome.detail)
+        return prompt, written
+
+    async def _ask(self, payload: bytes, samples: int) -> list[float]:
         """Send one request and return the rewards. Raises _Failure."""
         most = ANSWER_BYTES + SAMPLE_BYTES * samples
         try:
-            answer = self._http.exchange("POST", self._url, seconds=self._timeout_seconds, most_bytes=most, body=payload)
+            answer = await self._http.exchange("POST", self._url, seconds=self._timeout_seconds, most_bytes=most, body=payload)
             if answer.ok:
                 return _rewards(answer, samples)
         except TimedOut:

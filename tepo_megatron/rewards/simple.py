@@ -14,22 +14,23 @@ class FormatTerm:
     It runs in worker processes, since some expressions take practically forever. Statuses: matched, unmatched, timeout, died.
     """
 
-    def __init__(self, pattern: str, limits: PoolLimits) -> None:
+    def __init__(self, pattern: str, limits: PoolLimits, tokenizer: str = "") -> None:
         """Start the workers in the background.
 
         Args:
             pattern: Regular expression; `.` matches line breaks too.
             limits: Limits of the worker processes.
+            tokenizer: See `GradingWorker`.
         """
-        self.pool = GradingPool(limits, ["pattern", pattern], "the pattern of reward.terms")
+        self.pool = GradingPool(limits, ["pattern", pattern], "the pattern of reward.terms", tokenizer)
 
-    def grade(self, responses: Sequence[Response]) -> list[Verdict]:
-        """Return one verdict per response; see `Term.grade`."""
-        return [Verdict(outcome.value, outcome.status) for outcome in self.pool.grade([(r.text,) for r in responses])]
+    async def grade(self, responses: Sequence[Response]) -> list[Verdict]:
+        """Return one verdict per response; see `RewardTerm.grade`."""
+        return [Verdict(outcome.value, outcome.status) for outcome in await self.pool.grade((r.written,) for r in responses)]
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Kill the workers."""
-        self.pool.close()
+        await self.pool.close()
 
 
 class LengthTerm:
@@ -38,11 +39,13 @@ class LengthTerm:
     |y| counts the tokens that the policy chose. The status is always `measured`.
     """
 
+    pool = None
+
     def __init__(self, min_tokens: int, max_tokens: int) -> None:
         self._min_tokens, self._max_tokens = min_tokens, max_tokens
 
-    def grade(self, responses: Sequence[Response]) -> list[Verdict]:
-        """Return one verdict per response; see `Term.grade`."""
+    async def grade(self, responses: Sequence[Response]) -> list[Verdict]:
+        """Return one verdict per response; see `RewardTerm.grade`."""
         return [Verdict(self.value(r.tokens), "measured") for r in responses]
 
     def value(self, tokens: int) -> float:
@@ -51,7 +54,7 @@ class LengthTerm:
             return tokens / self._min_tokens
         return min(1.0, self._max_tokens / max(1, tokens))
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Do nothing: this term holds no resources."""
 
 
@@ -62,27 +65,28 @@ class CustomTerm:
     with a RewardError that names file and line, since the function is at fault, not the sample.
     """
 
-    def __init__(self, function: str, limits: PoolLimits) -> None:
+    def __init__(self, function: str, limits: PoolLimits, tokenizer: str = "") -> None:
         """Start the workers in the background.
 
         Args:
             function: File and name of the function, as in `reward.terms`.
             limits: Limits of the worker processes.
+            tokenizer: See `GradingWorker`.
         """
         self._function = function
-        self.pool = GradingPool(limits, ["custom", function], f"the function {function} of reward.terms")
+        self.pool = GradingPool(limits, ["custom", function], f"the function {function} of reward.terms", tokenizer)
 
-    def grade(self, responses: Sequence[Response]) -> list[Verdict]:
-        """Return one verdict per response; see `Term.grade`. Raises RewardError if the function failed."""
-        outcomes = self.pool.grade([(r.prompt, r.text, r.answer) for r in responses])
+    async def grade(self, responses: Sequence[Response]) -> list[Verdict]:
+        """Return one verdict per response; see `RewardTerm.grade`. Raises RewardError if the function failed."""
+        outcomes = await self.pool.grade((r.prompt, r.written, r.answer) for r in responses)
         for outcome in outcomes:
             if outcome.status == "failed":
                 raise RewardError(f"the reward function {self._function} failed: {outcome.detail}; fix it")
         return [Verdict(outcome.value, outcome.status) for outcome in outcomes]
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Kill the workers."""
-        self.pool.close()
+        await self.pool.close()
 
 
 def check_function(spec: str) -> None:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import Any
 
 from tepo_megatron.config import RolloutConfig
@@ -61,7 +62,8 @@ class Collector:
 
         Args:
             step: Number of the step, from 1.
-            clock: The time is measured as phases "rollout" and "reward".
+            clock: The time is measured as phases "rollout" and "grading_wait", which is what grading takes after the last
+                sample. "grading_cpu" are the processor seconds of the grading workers.
 
         Raises:
             SyncError: Rollouts come from a version of the weights that is not allowed.
@@ -69,7 +71,7 @@ class Collector:
         """
         kept: list[list[Rollout]] = []
         sampled = stale = 0
-        metrics = Metrics()
+        metrics, cpu_before = Metrics(), self.reward.cpu_seconds
         for number in range(self.max_generation_rounds):
             missing = self.cfg.prompts_per_step - len(kept)
             if missing == 0:
@@ -87,6 +89,7 @@ class Collector:
                     metrics.add(f"grading/{status}", rollout.status == status)
             sampled, stale = sampled + len(groups), stale + old
             kept += self._useful(groups)
+        clock.seconds["grading_cpu"] = self.reward.cpu_seconds - cpu_before
         metrics.add("rollout/sampled_groups", sampled)
         metrics.add("rollout/kept_groups", len(kept))
         metrics.add("rollout/stale_groups", stale)
@@ -119,27 +122,35 @@ class Collector:
     def _graded(self, step: int, wanted: int, clock: Clock) -> tuple[list[list[Rollout]], int]:
         """Return graded groups in the order of their prompts, and the number of groups sampled again because they were too old.
 
-        Each group is graded while others are still being sampled. Returns early once `wanted` useful groups are there.
+        Groups are graded while others are still being sampled. Returns early once `wanted` useful groups are there. A group is
+        submitted only if those before it are too few, even if all of them are useful. So the order in which the samples arrive
+        decides which groups are returned, and the speed of grading does not.
         """
         assert self._groups is not None
         order = {prompt: place for place, prompt in enumerate(self._in_progress)}
         graded: list[list[Rollout]] = []
+        grading: set[Future[list[Rollout]]] = set()
         useful = stale = 0
         while useful < wanted:
-            with clock.phase("rollout"):
-                group = self._groups.next()
-            if group is None:
-                break
-            prompt = self._in_progress.pop(group[0].prompt_id)
-            if self._too_old(step, group):
-                self._begin([prompt], derive_seed(self.seed, "resample", step))
-                stale += 1
-                continue
-            with clock.phase("reward"):
-                group = self.reward.score(group)
-                group = group if self.overlong is None else self.overlong.shape(group)
-            graded.append(group)
-            useful += len(self._useful([group]))
+            group = None
+            if useful + len(grading) < wanted:
+                with clock.phase("rollout"):
+                    group = self._groups.next()
+                if group is None and not grading:
+                    break
+            if group is not None:
+                prompt = self._in_progress.pop(group[0].prompt_id)
+                if self._too_old(step, group):
+                    self._begin([prompt], derive_seed(self.seed, "resample", step))
+                    stale += 1
+                    continue
+                grading.add(self.reward.submit(group))
+            with clock.phase("grading_wait"):
+                done, grading = wait(grading, 0 if group is not None else None, FIRST_COMPLETED)
+            for future in done:
+                group = future.result() if self.overlong is None else self.overlong.shape(future.result())
+                graded.append(group)
+                useful += len(self._useful([group]))
         if self.cfg.on_weight_update != "continue":
             self.cancel()
         return sorted(graded, key=lambda group: order[group[0].prompt_id]), stale

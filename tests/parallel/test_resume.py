@@ -25,7 +25,7 @@ EVALUATION = "tepo_megatron.evaluation.run_evaluations:"
 PLACES = {
     "tepo_megatron.rollout.collector:Collector.collect": False,
     ENGINE + "generate": False,
-    "tepo_megatron.rewards.terms:WeightedReward.score": False,
+    "tepo_megatron.rewards.terms:WeightedReward.submit": False,
     "tepo_megatron.actor.actor:Actor.attach_old_stats": True,
     "tepo_megatron.actor.actor:Actor.update": True,
     "tepo_megatron.platform.adam:HostAdam._update": True,  # one parameter of an optimizer step
@@ -147,7 +147,7 @@ def test_a_run_on_two_ranks_killed_several_times_ends_like_an_undisturbed_one(
         Kill("tepo_megatron.observability.sinks:RunLog.rewind"),
         Kill("tepo_megatron.observability.sinks:os.ftruncate"),  # the lost records are written, and not yet cut off
         Kill("tepo_megatron.weight_sync.sync:WeightSync.push", step=1, after=True),
-        Kill("tepo_megatron.rewards.terms:WeightedReward.score", step=2, after=True),
+        Kill("tepo_megatron.rewards.terms:WeightedReward.submit", step=2, after=True),
         Kill("tepo_megatron.platform.adam:HostAdam._update", step=2, call=9, rank=1),
         Kill(CHECKPOINT + "restoring:restore", after=True, rank=1),
         Kill(ENGINE + "update_weights", step=2),

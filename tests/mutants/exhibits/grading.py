@@ -40,9 +40,9 @@ EXHIBITS = (
         kind="grading",
         bug=("A tool's output lies between the model's turns. If the grader reads it, a tool's box is the model's answer."),
         cost="Everything after the prompt is graded. Without tools it is the same.",
-        symbol="Response.text",
-        old="return self._decode(self._rollout.response_ids)",
-        new=("return self._decode(self._rollout.token_ids_L[int(self._rollout.response_mask_L.int().argmax()) :].tolist())"),
+        symbol="Response.written",
+        old="return self._field(self._rollout.token_ids_L.numpy()[self._rollout.response_mask_L.numpy()])",
+        new="return self._field(self._rollout.token_ids_L.numpy()[int(self._rollout.response_mask_L.int().argmax()) :])",
         tests=("tests/unit/rewards/test_reward_terms.py::test_what_tools_wrote_is_neither_graded_nor_the_prompt",),
     ),
 )

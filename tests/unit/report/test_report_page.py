@@ -161,7 +161,14 @@ def test_the_page_names_the_safety_checks_that_do_not_work(hostile: tuple[Page, 
 @pytest.mark.parametrize("ahead", [False, True])
 def test_the_seconds_of_a_step_add_up(ahead: bool) -> None:
     """Rollouts that are sampled concurrently with training take none of its time."""
-    phases = {"wait": 0.2 if ahead else 3.5, "rollout": 3.0, "reward": 0.5, "old_stats": 0.25, "update": 1.0, "sync": 0.125}
+    phases = {
+        "wait": 0.2 if ahead else 3.5,
+        "rollout": 3.0,
+        "grading_wait": 0.5,
+        "old_stats": 0.25,
+        "update": 1.0,
+        "sync": 0.125,
+    }
     total = 1.75 if ahead else 5.0
     row = {f"seconds/{name}": value for name, value in phases.items()} | {"seconds/total": total}
     curves = drawing.Curves([{"step": step, **row} for step in (1, 2, 5)])

@@ -12,8 +12,7 @@ from types import ModuleType
 
 import pytest
 
-from tepo_megatron.grading import answers
-from tepo_megatron.rewards import boxed, gold
+from tepo_megatron.grading import answers, boxed, gold
 from tests.graded import math_reward, rollout
 from tests.grading_pairs import Pair, load_pairs
 

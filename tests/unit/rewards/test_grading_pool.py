@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -22,7 +24,7 @@ print('"ready"', flush=True)
 for line in sys.stdin:
     serial, text = json.loads(line)
     BEHAVE
-    say(serial, "graded", float(len(text)), "")
+    say(serial, "graded", float(len(text)), "", 0.0)
 """
 HARD_SECONDS = 2.0  # those that answer do so in a thousandth of it
 BAD = "bad" * 5
@@ -36,23 +38,39 @@ FATES = {
     "prints without end": ("while True: os.write(1, b'x' * 4096)", "died"),
     "prints slowly without end": ("while True: os.write(1, b'x'); time.sleep(0.05)", "timeout"),
     "nests without end": ("print('[' * 60000, flush=True); time.sleep(60)", "died"),
-    "answers another request": ("say(serial - 1, 'graded', 9.0, ''); time.sleep(60)", "died"),
-    "answers twice": ("say(serial, 'graded', 9.0, ''); say(serial, 'graded', 9.0, '')", "died"),
+    "answers another request": ("say(serial - 1, 'graded', 9.0, '', 0.0); time.sleep(60)", "died"),
+    "answers twice": ("say(serial, 'graded', 9.0, '', 0.0); say(serial, 'graded', 9.0, '', 0.0)", "died"),
     "says ready again": ("print('\"ready\"', flush=True); time.sleep(60)", "died"),
-    "gives no number": ("say(serial, 'graded', 'much', ''); time.sleep(60)", "died"),
-    "gives NaN": ("say(serial, 'graded', float('nan'), ''); time.sleep(60)", "died"),
+    "gives no number": ("say(serial, 'graded', 'much', '', 0.0); time.sleep(60)", "died"),
+    "gives NaN": ("say(serial, 'graded', float('nan'), '', 0.0); time.sleep(60)", "died"),
+    "takes negative time": ("say(serial, 'graded', 9.0, '', -1.0); time.sleep(60)", "died"),
     "gives too little": ("say(serial, 'graded'); time.sleep(60)", "died"),
     "closes its output": ("os.close(1); time.sleep(60)", "died"),
     "closes its input": ("os.close(0); time.sleep(60)", "timeout"),
 }
 
 
-def pool(folder: Path, monkeypatch: pytest.MonkeyPatch, source: str, workers: int = 1) -> GradingPool:
+class Pool:
+    """A pool with an event loop."""
+
+    def __init__(self, workers: int) -> None:
+        self._runner = asyncio.Runner()
+        self.pool = GradingPool(PoolLimits(workers, 0.3, HARD_SECONDS, 1024), [], "the script")
+
+    def grade(self, requests: Sequence[Sequence[str]]) -> list[WorkerOutcome]:
+        return self._runner.run(self.pool.grade(requests))
+
+    def close(self) -> None:
+        self._runner.run(self.pool.close())
+        self._runner.close()
+
+
+def pool(folder: Path, monkeypatch: pytest.MonkeyPatch, source: str, workers: int = 1) -> Pool:
     """Return a pool of workers that run `source`."""
     script = folder / "worker.py"
     script.write_text(source)
     monkeypatch.setattr(process, "WORKER", script)
-    return GradingPool(PoolLimits(workers, 0.3, HARD_SECONDS, 1024), [], "the script")
+    return Pool(workers)
 
 
 def test_a_worker_that_is_killed_is_reported(
@@ -83,7 +101,7 @@ def test_a_broken_worker_costs_one_sample(fate: str, tmp_path: Path, monkeypatch
         start = time.monotonic()
         found = made.grade([[text] for text in texts])
         seconds = time.monotonic() - start
-        pids = made.pids
+        pids = made.pool.pids
         again = made.grade([["a"]])
         made.close()
     expected = [WorkerOutcome("graded", float(len(text))) for text in texts]
@@ -125,7 +143,7 @@ def test_a_worker_that_never_gets_ready_is_an_error(tmp_path: Path, monkeypatch:
     made = pool(tmp_path, monkeypatch, "import sys\nsys.exit('no such model')\n")
     with pytest.raises(RewardError, match=r"ended before its first answer; check the script(?s:.*)no such model"):
         made.grade([["a"]])
-    assert made.pids == []
+    assert made.pool.pids == []
 
 
 def test_the_soft_alarm_gets_through_libraries_that_swallow_exceptions() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tepo_megatron.types import STATUSES
-from tests.graded import math_reward, pool_of, rollout, statuses
+from tests.graded import math_reward, rollout, statuses
 from tests.hostile_answers import hostile_answers
 
 GOLDS = ("7", r"\frac{1}{2}", r"\text{Monday}", "[0,1)")
@@ -56,12 +56,11 @@ def test_all_hostile_answers_one_by_one() -> None:
 @pytest.mark.alone
 def test_the_pool_is_as_fast_afterwards() -> None:
     with math_reward(workers=2, soft_seconds=0.5, hard_seconds=HARD_SECONDS) as reward:
-        pool = pool_of(reward.terms[0][1])
 
         def seconds(offset: int) -> float:
-            pairs = [(str(i), rf"\frac{{{2 * i}}}{{2}}") for i in range(offset, offset + 100)]
+            rollouts = [rollout(rf"\boxed{{\frac{{{2 * i}}}{{2}}}}", str(i)) for i in range(offset, offset + 100)]
             start = time.monotonic()
-            assert [outcome.status for outcome in pool.grade(pairs)] == ["equal"] * 100
+            assert [graded.status for graded in reward.score(rollouts)] == ["equal"] * 100
             return time.monotonic() - start
 
         seconds(0)

@@ -14,8 +14,8 @@ import torch
 from tepo_megatron.config import AnswerTermConfig, LengthTermConfig, RewardConfig
 from tepo_megatron.config.io import to_yaml, validate, validate_as
 from tepo_megatron.errors import ConfigError, RewardError
+from tepo_megatron.grading.boxed import last_answer
 from tepo_megatron.rewards import build_reward, check_reward, gold_fault
-from tepo_megatron.rewards.boxed import last_answer
 from tepo_megatron.rewards.simple import LengthTerm
 from tepo_megatron.rewards.terms import Response
 from tepo_megatron.types import Rollout
@@ -59,7 +59,7 @@ def test_what_tools_wrote_is_neither_graded_nor_the_prompt() -> None:
     tokens, chosen = torch.tensor([4, 5, 6, 7, 8, 9]), torch.tensor([False, False, True, False, False, True])
     one = Rollout(0, tokens, chosen, torch.zeros(6), 0, "stop", answer="9")
     response = Response(one, lambda ids: " ".join(map(str, ids)))
-    assert (response.prompt, response.text, response.tokens, response.answer) == ("4 5", "6 9", 2, "9")
+    assert (response.prompt, response.written, response.tokens, response.answer) == ("4 5", "6 9", 2, "9")
 
 
 def config(*terms: dict[str, Any], **settings: Any) -> RewardConfig:

@@ -1,6 +1,9 @@
 """Collecting a step: uniform groups dropped on the unshaped score, refills, metrics over all samples."""
 
+import random
+import threading
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 
 import pytest
@@ -45,8 +48,44 @@ class ScriptedEngine:
 class LastTokenReward:
     """score: the last token; reward: shaped away from it, so that a filter on the wrong one would show."""
 
-    def score(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
-        return [replace(r, score=float(r.token_ids_L[-1]), reward=0.1 * i, status="exact") for i, r in enumerate(rollouts)]
+    cpu_seconds = 0.0
+
+    def submit(self, group: Sequence[Rollout]) -> Future[list[Rollout]]:
+        graded = Future[list[Rollout]]()
+        graded.set_result(
+            [replace(r, score=float(r.token_ids_L[-1]), reward=0.1 * i, status="exact") for i, r in enumerate(group)]
+        )
+        return graded
+
+
+class LateReward(LastTokenReward):
+    """Settles each group in a thread, a random time later, so that they are graded in another order."""
+
+    def __init__(self, seed: int) -> None:
+        self._draw, self.submitted = random.Random(seed), list[int]()
+
+    def submit(self, group: Sequence[Rollout]) -> Future[list[Rollout]]:
+        self.submitted.append(group[0].prompt_id)
+        graded = Future[list[Rollout]]()
+        threading.Timer(self._draw.random() / 50, graded.set_result, [super().submit(group).result()]).start()
+        return graded
+
+
+@pytest.mark.parametrize("filtered", [False, True])
+def test_the_speed_of_grading_does_not_decide_which_groups_are_kept(filtered: bool) -> None:
+    """No group is graded that a step does not need, in whatever order the others are graded."""
+    cfg = RolloutConfig(prompts_per_step=6, samples_per_prompt=4, filter_uniform_groups=filtered, oversample=3.0)
+    found = []
+    for reward in (LastTokenReward(), *map(LateReward, range(4))):
+        stream = PromptStream([Prompt(i, (7,), "1") for i in range(60)], 0, shuffle=False)
+        collect = Collector(cfg, ScriptedEngine(), reward, stream, seed=1, max_generation_rounds=1, overlong=None)
+        rollouts, metrics = collect.collect(1, Clock())
+        means = metrics.means()
+        found.append(([r.prompt_id for r in rollouts], means, stream.state_dict()))
+        if isinstance(reward, LateReward):
+            # a group counts only if it arrives before the step has enough
+            assert reward.submitted == list(range(17, 17 - int(means["rollout/sampled_groups"]), -1))
+    assert found[1:] == found[:1] * 4 and len(found[0][0]) == 24
 
 
 def collector(refills: int, filtered: bool = True, overlong: OverlongShaping | None = None) -> tuple[Collector, ScriptedEngine]:

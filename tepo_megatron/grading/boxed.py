@@ -49,3 +49,6 @@ def _last_box(text: str) -> tuple[int, int] | None:
             if start is not None and (last is None or start > last[0]):
                 last = (start, token.start())
     return last
+
+
+FINDERS = {"boxed": last_boxed, "answer_line": last_answer}

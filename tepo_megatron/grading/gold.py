@@ -2,7 +2,7 @@
 
 import re
 
-from tepo_megatron.rewards.boxed import last_boxed
+from tepo_megatron.grading.boxed import last_boxed
 
 MAX_ANSWER_CHARS = 512  # a longer answer is wrong without being read
 _UNREADABLE = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ud800-\udfff]")

@@ -1,0 +1,183 @@
+"""One queue grades all groups: nothing waits for a slow answer, judges are asked at once, and workers decode token ids."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import wait
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from tepo_megatron.config import RewardConfig
+from tepo_megatron.config.io import validate_as
+from tepo_megatron.data.tokenizer import decoder_file, text_functions
+from tepo_megatron.errors import RewardError
+from tepo_megatron.rewards import build_reward
+from tepo_megatron.types import Rollout
+from tests.graded import decode, rollout
+
+FUNCTIONS = """
+import time
+
+def score(prompt, response, answer):
+    while response == "hang":
+        time.sleep(1)
+    return len(response)
+
+def show(prompt, response, answer):
+    assert (prompt, response) == ("ask é", "write \\\\boxed{7}"), (prompt, response)
+    return 2
+"""
+
+
+def config(*terms: dict[str, Any], **settings: Any) -> RewardConfig:
+    return validate_as(RewardConfig, {"terms": list(terms), **settings}, "config")
+
+
+@pytest.fixture
+def functions(tmp_path: Path) -> str:
+    (tmp_path / "functions.py").write_text(FUNCTIONS)
+    return str(tmp_path / "functions.py")
+
+
+def test_a_group_does_not_wait_for_the_time_out_of_another(functions: str) -> None:
+    """Two workers: one has the endless answer, and the other grades everything else, also what the first had been given."""
+    hard_seconds = 8.0
+    cfg = config({"type": "custom", "function": f"{functions}:score"}, workers=2, timeout_seconds=hard_seconds)
+    with build_reward(cfg, decode) as reward:
+        reward.score([rollout("warm")] * 200)
+        slow = reward.submit([rollout("hang"), *[rollout("aa", prompt_id=1)] * 40])
+        quick = [reward.submit([rollout("b" * n, prompt_id=n)] * 16) for n in range(2, 20)]
+        wait(quick, hard_seconds)
+        assert [future.done() for future in quick] == [True] * len(quick) and not slow.done()
+        graded = slow.result(hard_seconds + 20.0)
+    assert [(r.reward, r.status) for r in graded] == [(0.0, "timeout"), *[(2.0, "graded")] * 40]
+    assert [future.result()[0].reward for future in quick] == list(range(2, 20))
+
+
+class Judge(BaseHTTPRequestHandler):
+    """A reward server that takes its time, and counts the requests that it has at once."""
+
+    seconds: ClassVar[float] = 0.2
+    barrier: ClassVar[threading.Barrier | None] = None  # requests that must be there at once
+    now: ClassVar[int] = 0
+    most: ClassVar[int] = 0
+    samples: ClassVar[list[Any]] = []
+    lock = threading.Lock()
+
+    def do_POST(self) -> None:
+        cls = type(self)
+        samples = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["samples"]
+        with self.lock:
+            cls.now += 1
+            cls.most = max(cls.most, cls.now)
+            cls.samples += samples
+        if self.barrier is not None:
+            self.barrier.wait(30.0)
+        time.sleep(self.seconds)
+        with self.lock:
+            cls.now -= 1
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(json.dumps({"rewards": [len(s["response"]) for s in samples]}).encode())
+
+    def log_message(self, format: str, *args: Any) -> None: ...
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    Judge.now, Judge.most, Judge.samples, Judge.barrier = 0, 0, [], None
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Judge)
+    server.daemon_threads = True
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}/score"
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def test_a_judge_has_as_many_groups_at_once_as_the_config_says(url: str) -> None:
+    """32 groups at 0.2 s each take 6.4 s one after the other, and 0.8 s with 8 at once, as the judge demands here."""
+    Judge.barrier = threading.Barrier(8)
+    with build_reward(config({"type": "http", "url": url, "concurrency": 8}), decode) as reward:
+        start = time.monotonic()
+        graded = [future.result(60) for future in [reward.submit([rollout("a" * n)] * 2) for n in range(32)]]
+        seconds = time.monotonic() - start
+    assert [[r.reward for r in group] for group in graded] == [[n, n] for n in range(32)]
+    assert Judge.most == 8 and seconds < 4.0
+
+
+def test_an_error_of_a_judge_reaches_the_group_and_the_others_end() -> None:
+    cfg = config({"type": "http", "url": "http://127.0.0.1:9/score", "concurrency": 2})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tepo_megatron.rewards.remote.ATTEMPTS", 1)
+        with build_reward(cfg, decode) as reward:
+            futures = [reward.submit([rollout("a")]) for _ in range(8)]
+            for future in futures:
+                with pytest.raises(RewardError, match="attempt 1 of 1"):
+                    future.result(60)
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    made = Tokenizer(models.BPE({sign: i for i, sign in enumerate(alphabet)}, []))
+    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<end>")
+
+
+def sampled(made: PreTrainedTokenizerFast, prompt: str, response: str, answer: str = "7") -> Rollout:
+    encode, _ = text_functions(made)
+    ids = [*encode(prompt), *encode(response), made.eos_token_id]
+    mask_L = torch.arange(len(ids)) >= len(encode(prompt))
+    return Rollout(0, torch.tensor(ids), mask_L, torch.zeros(len(ids)), 0, "stop", answer)
+
+
+def no_decode(ids: object) -> str:
+    raise AssertionError("this process decodes")
+
+
+def test_workers_decode_what_the_policy_wrote(functions: str, url: str) -> None:
+    """Each kind of term gets the text without special tokens, and this process decodes nothing."""
+    made = tokenizer()
+    terms = [
+        {"type": "math"},
+        {"type": "format", "pattern": r"write \\boxed\{7\}", "weight": 10.0},
+        {"type": "custom", "function": f"{functions}:show", "weight": 100.0},
+        {"type": "http", "url": url, "weight": 1000.0},
+    ]
+    with decoder_file(made) as file, build_reward(config(*terms, workers=1, timeout_seconds=60.0), no_decode, file) as reward:
+        (graded,) = reward.score([sampled(made, "ask é", r"write \boxed{7}")])
+        cpu_seconds = reward.cpu_seconds
+    assert (graded.status, graded.score, graded.reward) == ("exact", 1.0, 1 + 10 + 200 + 1000 * 15)
+    assert Judge.samples == [{"prompt": "ask é", "response": r"write \boxed{7}", "answer": "7"}]
+    assert cpu_seconds > 0
+
+
+def test_workers_and_text_functions_decode_alike(url: str) -> None:
+    """Also bytes that are no UTF-8, of which a model writes any number."""
+    made = tokenizer()
+    _, decoded = text_functions(made)
+    ids_L = torch.randint(0, len(made), (500,), generator=torch.Generator().manual_seed(0))
+    one = Rollout(0, ids_L, torch.arange(500) > 99, torch.zeros(500), 0, "length", "7")
+    with decoder_file(made) as file, build_reward(config({"type": "http", "url": url}), no_decode, file) as reward:
+        reward.score([one])
+    (sample,) = Judge.samples
+    assert sample["prompt"] == decoded(ids_L[:100].tolist()) and sample["response"] == decoded(ids_L[100:].tolist())
+    assert "\ufffd" in sample["response"]
+
+
+def test_a_tokenizer_that_edits_the_text_decodes_in_this_process() -> None:
+    words = Tokenizer(models.WordLevel({"so": 0, ".": 1, "<end>": 2}, unk_token="<end>"))
+    edits = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<end>", clean_up_tokenization_spaces=True)
+    assert text_functions(edits)[1]([0, 1]) == "so."  # the library alone writes "so ."
+    with decoder_file(edits) as file:
+        assert file == ""
