@@ -48,10 +48,16 @@ class Routing:
         if experts_LKT.shape != shape:
             raise ValueError(f"experts of shape {list(experts_LKT.shape)} instead of {list(shape)} (tokens, layers, per token)")
         chosen_LKT = experts_LKT[:-1] if bool((experts_LKT[-1:] == NO_EXPERT).all()) else experts_LKT
-        if chosen_LKT.numel() and not 0 <= int(chosen_LKT.min()) <= int(chosen_LKT.max()) < self.number:
-            raise ValueError(f"experts {int(chosen_LKT.min())} to {int(chosen_LKT.max())} of a model that has {self.number}")
-        if bool((chosen_LKT.sort(dim=-1).values.diff(dim=-1) == 0).any()):
+        if chosen_LKT.numel():
+            self.check_range(int(chosen_LKT.min()), int(chosen_LKT.max()))
+        # compare each expert with those at a distance: much faster than to sort them
+        if any(bool((chosen_LKT[..., i:] == chosen_LKT[..., :-i]).any()) for i in range(1, self.per_token)):
             raise ValueError("an expert was chosen twice for one token")
+
+    def check_range(self, least: int, most: int) -> None:
+        """Raise ValueError unless experts of the indices `least` to `most` exist."""
+        if not 0 <= least <= most < self.number:
+            raise ValueError(f"experts {least} to {most} of a model that has {self.number}")
 
 
 @dataclass(frozen=True)
