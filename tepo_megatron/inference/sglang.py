@@ -254,13 +254,18 @@ class _Finish(msgspec.Struct):
     type: str
 
 
+class _Entry(msgspec.Struct, array_like=True, gc=False):  # the text, a third element, is skipped
+    logprob: float
+    token_id: int
+
+
 class _Meta(msgspec.Struct):
     """Facts about a sample. One that is aborted before its first token may lack the fields with a default."""
 
     finish_reason: _Finish
     weight_version: str | None = None
     prompt_tokens: int = 0
-    output_token_logprobs: list[tuple[float, int, str | None]] = []  # log-prob, token id and text of each token
+    output_token_logprobs: list[_Entry] = []
     routed_experts: str | None = None  # base64 of int32, flat
 
 
@@ -294,11 +299,11 @@ def json_rollouts(answer: HttpAnswer, ask: GenerationRequest, version: int, engi
     def rollout(sample: _Sample) -> Rollout:
         meta, ids = sample.meta_info, sample.output_ids
         given = meta.output_token_logprobs if ids else []
-        if [entry[1] for entry in given] != ids:
+        if [entry.token_id for entry in given] != ids:
             raise ValueError("its log-probs are of other tokens than its response")
         if ids and meta.prompt_tokens != len(prompt.token_ids):
             raise ValueError("it changed the prompt's tokens")
-        logprobs = [entry[0] for entry in given]
+        logprobs = [entry.logprob for entry in given]
         return checked_rollout(prompt, ids, logprobs, meta.finish_reason.type, sampling, version, experts(meta))
 
     def rollouts(answer: HttpAnswer) -> list[Rollout]:
