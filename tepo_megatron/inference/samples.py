@@ -99,13 +99,13 @@ def check_label(served: Set[object], version: int, engine: str) -> None:
     """Raise StaleWeights if samples have another label than that of the weights of `version`.
 
     Args:
-        served: Labels of the samples, as the server told.
+        served: Labels of the samples, as the server reports them.
         version: Weight version that the server had to serve.
         engine: Name of the engine, for the message.
     """
     if not served <= {served_label(version)}:
-        told = excerpt(str(sorted(map(str, served))))
-        raise StaleWeights(f"{engine} served the weights of {told} when it should have served those of version {version}")
+        labels = excerpt(str(sorted(map(str, served))))
+        raise StaleWeights(f"{engine} served the weights of {labels} when it should have served those of version {version}")
 
 
 def parsed(answer: Answer, prompt: Prompt, engine: str, parse: Callable[[Answer], list[Rollout]]) -> list[Rollout]:

@@ -55,7 +55,11 @@ class Routing:
             raise ValueError("an expert was chosen twice for one token")
 
     def check_range(self, least: int, most: int) -> None:
-        """Raise ValueError unless experts of the indices `least` to `most` exist."""
+        """Raise ValueError unless all experts of a range exist.
+
+        Args:
+            least, most: Smallest and largest index of an expert.
+        """
         if not 0 <= least <= most < self.number:
             raise ValueError(f"experts {least} to {most} of a model that has {self.number}")
 
