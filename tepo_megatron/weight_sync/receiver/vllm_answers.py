@@ -58,17 +58,21 @@ def _in_binary(upstream: Callable[..., Any]) -> Callable[..., Any]:
     return response
 
 
+def _first(flat: Any, values: list[Any]) -> list[Any]:
+    """Return the first of the values of each position, which is that of the sampled token."""
+    return values if len(values) == len(flat) else [values[start] for start in flat.start_indices]
+
+
 def _plain(output: Any) -> bool:
-    """Return whether an output is whole: the first log-prob of each position is that of the sampled token."""
-    ids, flat = np.asarray(output.token_ids, np.int32), output.logprobs
-    fits = not ids.size or np.array_equal(ids, np.asarray(flat.token_ids, np.int32)[flat.start_indices])
-    return output.finish_reason != "error" and fits
+    """Return whether an output is whole, with the log-probs of its own tokens."""
+    ids, flat = output.token_ids, output.logprobs
+    return output.finish_reason != "error" and (len(ids) == 0 or list(ids) == _first(flat, flat.token_ids))
 
 
 def _sample(output: Any, prompt: list[int], experts: bool) -> Sample:
     """Return a finished output with its flat log-probs."""
     ids, flat = np.asarray(output.token_ids, np.int32), output.logprobs
-    logprobs = np.asarray(flat.logprobs, np.float32)[flat.start_indices] if ids.size else np.zeros(0, np.float32)
+    logprobs = np.asarray(_first(flat, flat.logprobs) if ids.size else [], np.float32)
     return Sample(
         finish_reason=str(output.finish_reason),
         label="+".join(span.version for span in output.weight_versions or ()),
