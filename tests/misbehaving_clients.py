@@ -90,6 +90,10 @@ def engine(api: Callable[[], EngineApi], act: Callable[[Endpoint], Any]) -> Call
     return lambda url: asyncio.run(run(url))
 
 
+async def generated(endpoint: Endpoint) -> object:
+    return (await endpoint.generate([ASK]))()
+
+
 def illness(url: str) -> object:
     async def run() -> str:
         client = Client(url, KEY, request_seconds=DEADLINE, heartbeat_timeout=DEADLINE)
@@ -129,12 +133,12 @@ def wait_ready(url: str) -> object:
 CLIENTS: dict[str, Callable[[str], object]] = {
     "reward": reward,
     "vllm, ready": engine(VllmApi, lambda endpoint: endpoint.ready()),
-    "vllm, generate": engine(VllmApi, lambda endpoint: endpoint.generate([ASK])),
+    "vllm, generate": engine(VllmApi, generated),
     "vllm, finish_update": engine(VllmApi, lambda endpoint: endpoint.finish_update()),
     "vllm, checksums": engine(VllmApi, lambda endpoint: endpoint.checksums()),
     "vllm, sleep": engine(VllmApi, lambda endpoint: endpoint.sleep()),
     "sglang, ready": engine(SglangApi, lambda endpoint: endpoint.ready()),
-    "sglang, generate": engine(SglangApi, lambda endpoint: endpoint.generate([ASK])),
+    "sglang, generate": engine(SglangApi, generated),
     "sglang, finish_update": engine(SglangApi, lambda endpoint: endpoint.finish_update()),
     "illness": illness,
     "healthy": health,

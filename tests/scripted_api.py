@@ -6,13 +6,14 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from tepo_megatron.config import ServerConfig
 from tepo_megatron.inference.engine import EnginePart
-from tepo_megatron.inference.engine_api import LaunchSpec, Send, ServerInfo, StaleWeights, served_label
+from tepo_megatron.inference.engine_api import Exchange, LaunchSpec, Send, ServerInfo, StaleWeights, served_label
+from tepo_megatron.inference.partial import GenerationRequest
 from tepo_megatron.inference.samples import checked_rollout, parsed
-from tepo_megatron.types import Prompt, Rollout, SamplingParams
+from tepo_megatron.types import Rollout
+from tepo_megatron.utils.exchange import HttpAnswer
 from tepo_megatron.weight_sync.broadcast_group import Bucket, GroupSpec, Source, UnchangedTensors
 from tests.scripted_server import KEY
 
@@ -41,19 +42,22 @@ class ScriptedApi:
 
     async def prepare(self, send: Send) -> None: ...
 
-    async def generate(self, send: Send, prompt: Prompt, sampling: SamplingParams, seed: int, version: int) -> list[Rollout]:
-        body = {"prompt": prompt.id, "seed": seed, "samples": sampling.samples, "max_tokens": sampling.max_tokens}
-        answer = await send("POST", "/generate", body)
-        if answer["version"] != version:
-            raise StaleWeights(f"served version {answer['version']} instead of {version}")
+    async def generate(self, send: Send, exchange: Exchange, ask: GenerationRequest, version: int) -> HttpAnswer:
+        sampling = ask.sampling
+        body = {"prompt": ask.prompt.id, "seed": ask.seed, "samples": sampling.samples, "max_tokens": sampling.max_tokens}
+        return await exchange("POST", "/generate", body, "*/*")
 
-        def rollouts(answer: Any) -> list[Rollout]:
+    def decode(self, answer: HttpAnswer, ask: GenerationRequest, version: int) -> list[Rollout]:
+        def rollouts(answer: HttpAnswer) -> list[Rollout]:
+            given = answer.json()
+            if given["version"] != version:
+                raise StaleWeights(f"served version {given['version']} instead of {version}")
             return [
-                checked_rollout(prompt, ids, [-1.0] * len(ids), answer["stop_reason"], sampling, version)
-                for ids in answer["samples"]
+                checked_rollout(ask.prompt, ids, [-1.0] * len(ids), given["stop_reason"], ask.sampling, version)
+                for ids in given["samples"]
             ]
 
-        return parsed(answer, prompt, self.name, rollouts)
+        return parsed(answer, ask.prompt, self.name, rollouts)
 
     async def interrupt(self, send: Send) -> None:
         await send("POST", "/interrupt", {})

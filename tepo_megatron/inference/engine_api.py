@@ -8,8 +8,10 @@ from typing import Any, Literal, Protocol
 from tepo_megatron.config import ServerConfig
 from tepo_megatron.errors import RolloutError
 from tepo_megatron.inference.engine import INITIAL_VERSION, EnginePart
+from tepo_megatron.inference.partial import GenerationRequest
 from tepo_megatron.inference.servers.process import LOOPBACK
-from tepo_megatron.types import Prompt, Rollout, SamplingParams
+from tepo_megatron.types import Rollout
+from tepo_megatron.utils.exchange import HttpAnswer
 from tepo_megatron.weight_sync.broadcast_group import Bucket, GroupSpec, Source, UnchangedTensors
 
 INITIAL_LABEL = "default"  # label of the weights of the model directory in vLLM and SGLang
@@ -65,6 +67,8 @@ class ServerInfo:
 
 # (method, path, JSON body) -> JSON answer; raises client.RequestFailed
 Send = Callable[[str, str, Mapping[str, Any] | None], Awaitable[Any]]
+# (method, path, JSON body, preferred content type) -> undecoded answer; raises client.RequestFailed
+Exchange = Callable[[str, str, Mapping[str, Any] | None, str], Awaitable[HttpAnswer]]
 
 
 async def describe(send: Send, engine_version: object, label: object) -> ServerInfo:
@@ -113,12 +117,24 @@ class EngineApi(Protocol):
     async def prepare(self, send: Send) -> None:
         """Send what a healthy server needs once before it takes weights."""
 
-    async def generate(self, send: Send, prompt: Prompt, sampling: SamplingParams, seed: int, version: int) -> list[Rollout]:
-        """Return the samples of one prompt, by sample index. Raises RolloutError for an answer that is not what was asked for.
+    async def generate(self, send: Send, exchange: Exchange, ask: GenerationRequest, version: int) -> HttpAnswer:
+        """Have one prompt sampled, and return the undecoded answer.
 
         Args:
-            prompt, sampling, seed: See `Sampler.generate`.
+            exchange: Sends a request to the server, like `send`, and returns the undecoded answer.
+            ask: The request. Seeds as in `Sampler.generate`.
             version: Version that the server has to serve. Raises StaleWeights if it does not.
+        """
+
+    def decode(self, answer: HttpAnswer, ask: GenerationRequest, version: int) -> list[Rollout]:
+        """Return the samples in an answer, by sample index. It may run in any thread, and asks nobody.
+
+        Args:
+            answer: What `generate` returned.
+            ask, version: Those of `generate`.
+
+        Raises:
+            RolloutError: The answer is not what was asked for. StaleWeights if it tells of other weights.
         """
 
     async def interrupt(self, send: Send) -> None:

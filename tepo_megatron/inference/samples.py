@@ -1,18 +1,23 @@
 """Turn an engine's answers into rollouts. Answers that do not match the request are rejected, whatever the engine."""
 
 import hashlib
-import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Set
+from typing import Any, TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from tepo_megatron.errors import RolloutError
-from tepo_megatron.inference.partial import ABORTED
-from tepo_megatron.types import NO_EXPERT, Prompt, Rollout, Routing, SamplingParams
+from tepo_megatron.inference.engine_api import StaleWeights, served_label
+from tepo_megatron.inference.partial import ABORTED, GenerationRequest
+from tepo_megatron.types import Prompt, Rollout, Routing, SamplingParams, no_expert
 from tepo_megatron.utils.escaping import excerpt
-from tepo_megatron.utils.exchange import CONTROL_BYTES
+from tepo_megatron.utils.exchange import CONTROL_BYTES, BadAnswer, HttpAnswer
+from tepo_megatron.weight_sync.receiver.binary_answer import CONTENT_TYPE, WITH_EXPERTS, decode, ids_crc
+
+Answer = TypeVar("Answer")
 
 LARGEST_SEED = 2**63 - 1
 TOKEN_BYTES = 512  # limit per token of prompt and response in an answer: ids, log-probs, texts
@@ -61,11 +66,53 @@ def engine_sampling_params(sampling: SamplingParams) -> dict[str, Any]:
     return {"temperature": sampling.temperature, **_WHOLE, "stop_token_ids": list(sampling.stop_token_ids)}
 
 
-def parsed(answer: Any, prompt: Prompt, engine: str, parse: Callable[[Any], list[Rollout]]) -> list[Rollout]:
+def accepted(sampling: SamplingParams) -> str:
+    """Return the content type in which a client prefers the answer: binary, with experts if they are asked for."""
+    return CONTENT_TYPE if sampling.routing is None else WITH_EXPERTS
+
+
+def binary_rollouts(answer: HttpAnswer, ask: GenerationRequest, version: int, engine: str) -> list[Rollout]:
+    """Return the rollouts in a binary answer, by sample index.
+
+    Args:
+        answer: The answer, of CONTENT_TYPE.
+        ask: The request.
+        version: Weight version that the server had to serve.
+        engine: Name of the engine, for messages.
+
+    Raises:
+        RolloutError: The answer is not what was asked for. StaleWeights if other weights were served.
+    """
+    prompt, sampling = ask.prompt, ask.sampling
+
+    def rollouts(answer: HttpAnswer) -> list[Rollout]:
+        samples, crc = decode(answer.body, sampling.samples, sampling.max_tokens), ids_crc(prompt.token_ids)
+        if any(s.ids_T.size and (s.prompt_tokens != len(prompt.token_ids) or s.prompt_crc not in (None, crc)) for s in samples):
+            raise ValueError("it changed the prompt's tokens")
+        check_label({s.label for s in samples if s.label or s.ids_T.size}, version, engine)
+        return [checked_rollout(prompt, s.ids_T, s.logprobs_T, s.finish_reason, sampling, version, s.experts) for s in samples]
+
+    return parsed(answer, prompt, engine, rollouts)
+
+
+def check_label(served: Set[object], version: int, engine: str) -> None:
+    """Raise StaleWeights if samples have another label than that of the weights of `version`.
+
+    Args:
+        served: Labels of the samples, as the server reports them.
+        version: Weight version that the server had to serve.
+        engine: Name of the engine, for the message.
+    """
+    if not served <= {served_label(version)}:
+        labels = excerpt(str(sorted(map(str, served))))
+        raise StaleWeights(f"{engine} served the weights of {labels} when it should have served those of version {version}")
+
+
+def parsed(answer: Answer, prompt: Prompt, engine: str, parse: Callable[[Answer], list[Rollout]]) -> list[Rollout]:
     """Return `parse(answer)`, with errors of an unexpected answer turned into RolloutError.
 
     Args:
-        answer: The JSON answer.
+        answer: The answer.
         prompt: Of the request, for the message.
         engine: Name of the engine, for the message.
         parse: Converts the answer.
@@ -75,7 +122,7 @@ def parsed(answer: Any, prompt: Prompt, engine: str, parse: Callable[[Any], list
     """
     try:
         return parse(answer)
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError, RuntimeError) as e:
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError, RuntimeError, BadAnswer) as e:
         if isinstance(e, RolloutError):
             raise
         reason = excerpt(f"{type(e).__name__}: {e}" if isinstance(e, KeyError) else str(e))
@@ -84,66 +131,77 @@ def parsed(answer: Any, prompt: Prompt, engine: str, parse: Callable[[Any], list
 
 def checked_rollout(
     prompt: Prompt,
-    ids: Sequence[int],
-    logprobs: Sequence[float],
+    ids: ArrayLike,
+    logprobs: ArrayLike,
     stop_reason: str,
     sampling: SamplingParams,
     version: int,
-    experts: Tensor | None = None,
+    experts: NDArray[Any] | None = None,
 ) -> Rollout:
     """Return one sampled response as a rollout, after checking it. An aborted response may have no token yet.
 
     Args:
         prompt: The prompt.
-        ids: Response token ids, including the stop token.
-        logprobs: Log-prob of each response token, in nats.
+        ids: Integer response token ids, including the stop token, [T].
+        logprobs: Log-prob of each response token, in nats, [T].
         stop_reason: "stop", "length" or `partial.ABORTED`. ABORTED is corrected if the response is in fact complete.
         sampling: Of the request.
         version: Version of the weights that sampled it.
-        experts: Integer [tokens that were an input, layers of the model, experts per token]. Dropped for an aborted response:
-            the answer to its continuation gives the experts of all its tokens. None: the answer has none.
+        experts: Integer [tokens that were an input, layers of the model, experts per token], or flat. Dropped for an aborted
+            response: the answer to its continuation gives the experts of all its tokens. None: the answer has none.
 
     Raises:
         ValueError: The response does not match the request.
         TypeError: A value is not a list.
     """
-    if stop_reason == ABORTED and len(ids) == sampling.max_tokens:
-        stop_reason = "length"
-    if stop_reason == ABORTED and ids and ids[-1] in sampling.stop_token_ids:
-        stop_reason = "stop"
-    if not (stop_reason != ABORTED) <= len(ids) <= sampling.max_tokens:
-        raise ValueError(f"{len(ids)} response tokens, max_tokens={sampling.max_tokens}")
-    if len(logprobs) != len(ids):
-        raise ValueError(f"{len(ids)} tokens but {len(logprobs)} log-probs")
-    if not all(math.isfinite(logprob) and logprob <= 1e-6 for logprob in logprobs):
+    with np.errstate(over="ignore"):  # what fp32 does not hold becomes infinite, and is refused
+        ids_T, logprobs_T = np.asarray(ids, np.int64), np.asarray(logprobs, np.float32)
+    count, context = ids_T.size, len(prompt.token_ids)
+    stops = count > 0 and int(ids_T[-1]) in sampling.stop_token_ids
+    if stop_reason == ABORTED and (stops or count == sampling.max_tokens):
+        stop_reason = "stop" if stops else "length"
+    if not (stop_reason != ABORTED) <= count <= sampling.max_tokens:
+        raise ValueError(f"{count} response tokens, max_tokens={sampling.max_tokens}")
+    if not ids_T.shape == logprobs_T.shape == (count,):
+        raise ValueError(f"{count} tokens but {logprobs_T.size} log-probs")
+    if count and ids_T.min() < 0:
+        raise ValueError(f"token id {ids_T.min()}")
+    if not (logprobs_T <= 1e-6).all() or not np.isfinite(logprobs_T).all():
         raise ValueError("a log-prob is positive or not finite")
     if stop_reason not in ("stop", "length", ABORTED):
         raise ValueError(f"finish_reason={stop_reason!r}")
-    if stop_reason == "stop" and sampling.stop_token_ids and ids[-1] not in sampling.stop_token_ids:
-        raise ValueError(f"it stopped at token {ids[-1]}, which is none of the stop tokens {list(sampling.stop_token_ids)}")
-    context = len(prompt.token_ids)
+    if stop_reason == "stop" and sampling.stop_token_ids and not stops:
+        raise ValueError(f"it stopped at token {ids_T[-1]}, which is none of the stop tokens {list(sampling.stop_token_ids)}")
+    token_ids_L, mask_L = np.empty(context + count, np.int64), np.zeros(context + count, np.bool_)
+    logprobs_L = np.zeros(context + count, np.float32)
+    token_ids_L[:context], token_ids_L[context:] = prompt.token_ids, ids_T
+    mask_L[context:], logprobs_L[context:] = True, logprobs_T
     return Rollout(
         prompt_id=prompt.id,
-        token_ids_L=torch.tensor([*prompt.token_ids, *ids], dtype=torch.int64),
-        response_mask_L=torch.arange(context + len(ids)) >= context,
-        rollout_logprobs_L=torch.tensor([0.0] * context + list(logprobs), dtype=torch.float32),
+        token_ids_L=torch.from_numpy(token_ids_L),
+        response_mask_L=torch.from_numpy(mask_L),
+        rollout_logprobs_L=torch.from_numpy(logprobs_L),
         policy_version=version,
         stop_reason=stop_reason,
         answer=prompt.answer,
-        experts_LKT=None if stop_reason == ABORTED else _checked_experts(experts, context + len(ids), sampling.routing),
+        experts_LKT=None if stop_reason == ABORTED else _checked_experts(experts, context + count, sampling.routing),
     )
 
 
-def _checked_experts(experts: Tensor | None, length: int, routing: Routing | None) -> Tensor | None:
-    """Return int16 [length, K, T], only for layers with experts, NO_EXPERT for the last token. None if none were asked for."""
+def _checked_experts(experts: NDArray[Any] | None, length: int, routing: Routing | None) -> Tensor | None:
+    """Return `Routing.dtype` [length, K, T], only for layers with experts. None if none were asked for."""
     if routing is None:
         return None
     if experts is None:
         raise ValueError(f"it lacks the experts that were chosen; start its server with {RETURN_EXPERTS}")
     shape = (length - 1, routing.num_layers, routing.per_token)
+    experts = experts.reshape(-1, *shape[1:]) if experts.ndim == 1 else experts
     if experts.shape != shape:
         raise ValueError(f"experts of shape {list(experts.shape)} instead of {list(shape)} (tokens, layers, per token)")
     known_LKT = experts[:, list(routing.sparse_layers)]
-    experts_LKT = torch.cat((known_LKT, torch.full_like(known_LKT[:1], NO_EXPERT)))
-    routing.check(experts_LKT)  # before the cast to int16, which would truncate large values
-    return experts_LKT.to(torch.int16)
+    if known_LKT.size:  # before the cast, which would truncate large values
+        routing.check_range(int(known_LKT.min()), int(known_LKT.max()))
+    experts_LKT = torch.full((length, *known_LKT.shape[1:]), no_expert(routing.dtype), dtype=routing.dtype)
+    experts_LKT.numpy()[:-1] = known_LKT
+    routing.check(experts_LKT)
+    return experts_LKT

@@ -19,21 +19,34 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
-from torch import Tensor
+from numpy.typing import NDArray
 
 from tepo_megatron.config import ServerConfig
 from tepo_megatron.distributed.rendezvous_store import is_loopback
 from tepo_megatron.errors import ConfigError, SyncError
 from tepo_megatron.inference.engine import ENGINE_PARTS, EnginePart
-from tepo_megatron.inference.engine_api import LaunchSpec, Send, ServerInfo, StaleWeights, describe, serialize, served_label
-from tepo_megatron.inference.samples import RETURN_EXPERTS, checked_rollout, engine_sampling_params, parsed, prompt_seed
+from tepo_megatron.inference.engine_api import Exchange, LaunchSpec, Send, ServerInfo, describe, serialize
+from tepo_megatron.inference.partial import GenerationRequest
+from tepo_megatron.inference.samples import (
+    RETURN_EXPERTS,
+    accepted,
+    binary_rollouts,
+    check_label,
+    checked_rollout,
+    engine_sampling_params,
+    parsed,
+    prompt_seed,
+)
 from tepo_megatron.inference.servers.environment import devices, new_file, on_this_machine, without_torchrun
 from tepo_megatron.inference.servers.process import LOOPBACK
 from tepo_megatron.types import Prompt, Rollout, SamplingParams
 from tepo_megatron.utils.escaping import excerpt
+from tepo_megatron.utils.exchange import HttpAnswer
 from tepo_megatron.weight_sync.broadcast_group import GroupSpec, Source, UnchangedTensors
+from tepo_megatron.weight_sync.receiver.binary_answer import CONTENT_TYPE
 from tepo_megatron.weight_sync.receiver.sglang_loader import BEGIN, FINISH, JOIN, KEEP, LOADER, MODEL_VARIABLE
 from tepo_megatron.weight_sync.receiver.sglang_server import CPU_VARIABLE, KEY_VARIABLE
 
@@ -118,14 +131,23 @@ class SglangApi:
         """Ask for the tensor-parallel size: an update names its sources once for each tensor-parallel rank."""
         self._tp = int((await send("GET", "/server_info", None))["tp_size"])
 
-    async def generate(self, send: Send, prompt: Prompt, sampling: SamplingParams, seed: int, version: int) -> list[Rollout]:
+    async def generate(self, send: Send, exchange: Exchange, ask: GenerationRequest, version: int) -> HttpAnswer:
         """Send one request that holds the prompt once per sample: with `n` all samples would share one seed.
 
         Args:
-            send, prompt, sampling, seed, version: See `EngineApi.generate`.
+            send, exchange, ask, version: See `EngineApi.generate`.
         """
-        answer = await send("POST", "/generate", generate_request(prompt, sampling, seed))
-        return parse_generated(answer, prompt, sampling, version)
+        body = generate_request(ask.prompt, ask.sampling, ask.seed)
+        return await exchange("POST", "/generate", body, accepted(ask.sampling))
+
+    def decode(self, answer: HttpAnswer, ask: GenerationRequest, version: int) -> list[Rollout]:
+        """See `EngineApi.decode`.
+
+        Args:
+            answer, ask, version: See `EngineApi.decode`.
+        """
+        decoder = binary_rollouts if answer.content_type == CONTENT_TYPE else json_rollouts
+        return decoder(answer, ask, version, self.name)
 
     async def interrupt(self, send: Send) -> None:
         """Abort all requests, waiting and running."""
@@ -228,48 +250,71 @@ def generate_request(prompt: Prompt, sampling: SamplingParams, seed: int) -> dic
     }
 
 
-def parse_generated(answer: Any, prompt: Prompt, sampling: SamplingParams, version: int) -> list[Rollout]:
-    """Return the rollouts in an answer of `/generate`, by sample index.
+class _Finish(msgspec.Struct):
+    type: str
+
+
+class _Entry(msgspec.Struct, array_like=True, gc=False):  # the text, a third element, is skipped
+    logprob: float
+    token_id: int
+
+
+class _Meta(msgspec.Struct):
+    """Facts about a sample. One that is aborted before its first token may lack the fields with a default."""
+
+    finish_reason: _Finish
+    weight_version: str | None = None
+    prompt_tokens: int = 0
+    output_token_logprobs: list[_Entry] = []
+    routed_experts: str | None = None  # base64 of int32, flat
+
+
+class _Sample(msgspec.Struct):
+    output_ids: list[int]
+    meta_info: _Meta
+
+
+_DECODER = msgspec.json.Decoder(list[_Sample])
+
+
+def json_rollouts(answer: HttpAnswer, ask: GenerationRequest, version: int, engine: str) -> list[Rollout]:
+    """Return the rollouts in a JSON answer of `/generate`, by sample index.
 
     Args:
-        answer: The JSON answer.
-        prompt, sampling: Of the request.
+        answer: The answer.
+        ask: The request.
         version: Weight version that the server had to serve.
+        engine: Name of the engine, for messages.
 
     Raises:
         RolloutError: The answer is not what was asked for. StaleWeights if other weights were served.
     """
+    prompt, sampling = ask.prompt, ask.sampling
 
-    def experts(meta: Any) -> Tensor | None:  # int32, flat
-        encoded, routing = meta.get("routed_experts"), sampling.routing
-        if routing is None or encoded is None:
+    def experts(meta: _Meta) -> NDArray[Any] | None:
+        if sampling.routing is None or meta.routed_experts is None:
             return None
-        flat = np.frombuffer(base64.b64decode(encoded, validate=True), dtype=np.int32)
-        return torch.from_numpy(flat.reshape(-1, routing.num_layers, routing.per_token).copy())
+        return np.frombuffer(base64.b64decode(meta.routed_experts, validate=True), "<i4")
 
-    def rollout(sample: Any) -> Rollout:
-        meta, ids = sample["meta_info"], sample["output_ids"]
-        # [log-prob, token id, text] of each token; a sample aborted before its first token may lack this and other fields
-        given = meta["output_token_logprobs"] if ids else []
-        if [entry[1] for entry in given] != ids:
+    def rollout(sample: _Sample) -> Rollout:
+        meta, ids = sample.meta_info, sample.output_ids
+        given = meta.output_token_logprobs if ids else []
+        if [entry.token_id for entry in given] != ids:
             raise ValueError("its log-probs are of other tokens than its response")
-        if ids and meta["prompt_tokens"] != len(prompt.token_ids):
+        if ids and meta.prompt_tokens != len(prompt.token_ids):
             raise ValueError("it changed the prompt's tokens")
-        logprobs, reason = [entry[0] for entry in given], meta["finish_reason"]["type"]
-        return checked_rollout(prompt, ids, logprobs, reason, sampling, version, experts(meta))
+        logprobs = [entry.logprob for entry in given]
+        return checked_rollout(prompt, ids, logprobs, meta.finish_reason.type, sampling, version, experts(meta))
 
-    def rollouts(answer: Any) -> list[Rollout]:
-        if len(answer) != sampling.samples:
-            raise ValueError(f"{len(answer)} samples instead of {sampling.samples}")
-        return [rollout(sample) for sample in answer]
+    def rollouts(answer: HttpAnswer) -> list[Rollout]:
+        samples = _DECODER.decode(answer.json_body())
+        if len(samples) != sampling.samples:
+            raise ValueError(f"{len(samples)} samples instead of {sampling.samples}")
+        made = [rollout(sample) for sample in samples]
+        check_label({sample.meta_info.weight_version for sample in samples}, version, engine)
+        return made
 
-    made = parsed(answer, prompt, SglangApi.name, rollouts)
-    served = {sample["meta_info"].get("weight_version") for sample in answer}
-    if served != {served_label(version)}:
-        raise StaleWeights(
-            f"SGLang served the weights of {excerpt(str(served))} when it should have served those of version {version}"
-        )
-    return made
+    return parsed(answer, prompt, engine, rollouts)
 
 
 @functools.cache

@@ -1,7 +1,8 @@
 """Adapter for vLLM's OpenAI-compatible server: token ids in, token ids and processed log-probs out.
 
 Facts about vLLM are of 0.32; timings are of a 0.6 M-parameter model on 2 CPU cores. Nothing here imports vLLM: the server is a
-separate process, in which `vllm_plugin.py` loads weights and `vllm_auth.py` requires the key.
+separate process, in which `vllm_plugin.py` loads weights, `vllm_auth.py` requires the key, and `vllm_answers.py` answers in
+binary.
 """
 
 import base64
@@ -12,26 +13,41 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+import msgspec
 import numpy as np
-import torch
-from torch import Tensor
+from numpy.typing import NDArray
 
 from tepo_megatron.config import ServerConfig
 from tepo_megatron.distributed.rendezvous_store import is_loopback
 from tepo_megatron.errors import RolloutError, SyncError
 from tepo_megatron.inference.engine import EnginePart
-from tepo_megatron.inference.engine_api import LaunchSpec, Send, ServerInfo, StaleWeights, describe, serialize, served_label
-from tepo_megatron.inference.samples import RETURN_EXPERTS, checked_rollout, engine_sampling_params, parsed, prompt_seed
+from tepo_megatron.inference.engine_api import Exchange, LaunchSpec, Send, ServerInfo, describe, serialize
+from tepo_megatron.inference.partial import GenerationRequest
+from tepo_megatron.inference.samples import (
+    RETURN_EXPERTS,
+    accepted,
+    binary_rollouts,
+    check_label,
+    checked_rollout,
+    engine_sampling_params,
+    parsed,
+    prompt_seed,
+)
 from tepo_megatron.inference.servers.environment import devices, on_this_machine, without_torchrun
 from tepo_megatron.inference.servers.process import LOOPBACK
 from tepo_megatron.types import Prompt, Rollout, SamplingParams
 from tepo_megatron.utils.escaping import excerpt
+from tepo_megatron.utils.exchange import HttpAnswer
 from tepo_megatron.weight_sync.broadcast_group import GroupSpec, Source, UnchangedTensors
+from tepo_megatron.weight_sync.receiver.binary_answer import CONTENT_TYPE
 from tepo_megatron.weight_sync.receiver.vllm_auth import API_KEY_VARIABLE
 
 BACKEND = "tepo_shm"  # name under which vllm_plugin.py registers the backend inside the server
 SERVED_NAME = "policy"
-MIDDLEWARE = "tepo_megatron.weight_sync.receiver.vllm_auth.RequireKey"
+# the last is asked first
+MIDDLEWARE = tuple(
+    f"tepo_megatron.weight_sync.receiver.{name}" for name in ("vllm_answers.BinaryCompletions", "vllm_auth.RequireKey")
+)
 CPU_BATCH_TOKENS = 8192  # most prompt tokens in one step
 ONEDNN_KERNELS = "64"  # capacity of oneDNN's cache of compiled kernels on CPU
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
@@ -49,7 +65,8 @@ class VllmApi:
             cfg, launch, port: See `EngineApi.command`.
         """
         command = [cfg.python or sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server"]
-        command += ["--host", launch.host, "--port", str(port), "--middleware", MIDDLEWARE]
+        command += ["--host", launch.host, "--port", str(port)]
+        command += [word for name in MIDDLEWARE for word in ("--middleware", name)]
         command += ["--model", str(launch.model_path), "--served-model-name", SERVED_NAME]
         command += ["--dtype", _DTYPES[launch.precision], "--max-model-len", str(launch.max_model_len)]
         command += ["--seed", str(launch.seed), "--tensor-parallel-size", str(cfg.tp)]
@@ -118,16 +135,27 @@ class VllmApi:
         """Initialize the transfer backend. Files need no process group, but vLLM requires the call."""
         await send("POST", "/init_weight_transfer_engine", {"init_info": {}})
 
-    async def generate(self, send: Send, prompt: Prompt, sampling: SamplingParams, seed: int, version: int) -> list[Rollout]:
+    async def generate(self, send: Send, exchange: Exchange, ask: GenerationRequest, version: int) -> HttpAnswer:
         """Send one request for all samples: vLLM gives sample k the request's seed + k.
 
         Args:
-            send, prompt, sampling, seed, version: See `EngineApi.generate`.
+            send, exchange, ask, version: See `EngineApi.generate`.
         """
-        answer = await send("POST", "/v1/completions", completion_request(prompt, sampling, seed))
-        rollouts = parse_completion(answer, prompt, sampling, version)
-        await self._check_version(send, version)  # vLLM's answers do not contain the version
-        return rollouts
+        body = completion_request(ask.prompt, ask.sampling, ask.seed)
+        answer = await exchange("POST", "/v1/completions", body, accepted(ask.sampling))
+        if answer.content_type != CONTENT_TYPE:  # vLLM's JSON does not contain the version
+            served = await send("GET", "/weight_info", None)
+            check_label({served["weight_version"]}, version, self.name)
+        return answer
+
+    def decode(self, answer: HttpAnswer, ask: GenerationRequest, version: int) -> list[Rollout]:
+        """See `EngineApi.decode`.
+
+        Args:
+            answer, ask, version: See `EngineApi.decode`.
+        """
+        decoder = binary_rollouts if answer.content_type == CONTENT_TYPE else json_rollouts
+        return decoder(answer, ask, version, self.name)
 
     async def interrupt(self, send: Send) -> None:
         """Pause and resume. The pause aborts all requests and waits for the last step, which `/abort_requests` does not."""
@@ -201,13 +229,6 @@ class VllmApi:
         if answer.get("status") != status:
             raise RolloutError(f"vLLM answered {path} with {excerpt(str(answer))} when it should have said that it is {status}")
 
-    async def _check_version(self, send: Send, version: int) -> None:
-        served = await send("GET", "/weight_info", None)
-        if served != {"weight_version": served_label(version)}:
-            raise StaleWeights(
-                f"vLLM served the weights of {excerpt(str(served))} when it should have served those of version {version}"
-            )
-
 
 def completion_request(prompt: Prompt, sampling: SamplingParams, seed: int) -> dict[str, Any]:
     """Return the body of `/v1/completions`.
@@ -227,38 +248,64 @@ def completion_request(prompt: Prompt, sampling: SamplingParams, seed: int) -> d
     }
 
 
-def parse_completion(answer: Any, prompt: Prompt, sampling: SamplingParams, version: int) -> list[Rollout]:
-    """Return the rollouts in an answer of `/v1/completions`, by sample index.
+class _Logprobs(msgspec.Struct):
+    token_logprobs: list[float]
+
+
+class _Choice(msgspec.Struct):
+    index: int
+    token_ids: list[int]
+    prompt_token_ids: list[int]
+    finish_reason: str | None
+    logprobs: _Logprobs | None = None
+    routed_experts: str | None = None  # base64 of a .npy file with the narrowest integer type
+
+
+class _Completion(msgspec.Struct):
+    choices: list[_Choice]
+
+
+_DECODER = msgspec.json.Decoder(_Completion)  # skips what the classes do not name, 90 % of an answer
+
+
+def json_rollouts(answer: HttpAnswer, ask: GenerationRequest, version: int, engine: str) -> list[Rollout]:
+    """Return the rollouts in a JSON answer of `/v1/completions`, by sample index.
 
     Args:
-        answer: The JSON answer.
-        prompt, sampling: Of the request.
+        answer: The answer.
+        ask: The request.
         version: Weight version that the rollouts get.
+        engine: Name of the engine, for messages.
 
     Raises:
         RolloutError: The answer is not what was asked for.
     """
+    prompt, sampling = ask.prompt, ask.sampling
 
-    def logprobs(choice: Any) -> list[float]:  # empty if aborted before the first token
-        return choice["logprobs"]["token_logprobs"] if choice["token_ids"] != [] else []
+    def logprobs(choice: _Choice) -> list[float]:  # empty if aborted before the first token
+        if not choice.token_ids:
+            return []
+        if choice.logprobs is None:
+            raise ValueError("it lacks log-probs")
+        return choice.logprobs.token_logprobs
 
-    def experts(choice: Any) -> Tensor | None:  # a .npy file with the narrowest integer type
-        given = choice.get("routed_experts")
-        if sampling.routing is None or given is None:
+    def experts(choice: _Choice) -> NDArray[Any] | None:
+        if sampling.routing is None or choice.routed_experts is None:
             return None
-        array = np.load(io.BytesIO(base64.b64decode(given, validate=True)), allow_pickle=False)
-        return torch.from_numpy(array.astype(np.int32))
+        file = io.BytesIO(base64.b64decode(choice.routed_experts, validate=True))
+        array: NDArray[Any] = np.load(file, allow_pickle=False)
+        return array
 
-    def rollouts(answer: Any) -> list[Rollout]:
-        choices = sorted(answer["choices"], key=lambda choice: choice["index"])
-        indices = [choice["index"] for choice in choices]
+    def rollouts(answer: HttpAnswer) -> list[Rollout]:
+        choices = sorted(_DECODER.decode(answer.json_body()).choices, key=lambda choice: choice.index)
+        indices = [choice.index for choice in choices]
         if indices != list(range(sampling.samples)):
             raise ValueError(f"samples {indices} instead of {sampling.samples}")
-        if any(choice["prompt_token_ids"] != list(prompt.token_ids) for choice in choices):
+        if any(choice.prompt_token_ids != list(prompt.token_ids) for choice in choices):
             raise ValueError("it changed the prompt's tokens")
         return [
-            checked_rollout(prompt, c["token_ids"], logprobs(c), c["finish_reason"], sampling, version, experts(c))
+            checked_rollout(prompt, c.token_ids, logprobs(c), str(c.finish_reason), sampling, version, experts(c))
             for c in choices
         ]
 
-    return parsed(answer, prompt, VllmApi.name, rollouts)
+    return parsed(answer, prompt, engine, rollouts)

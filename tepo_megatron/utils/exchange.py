@@ -16,6 +16,7 @@ from http.cookiejar import CookieJar, DefaultCookiePolicy
 from typing import Any, cast
 
 import httpx
+import numpy as np
 
 from tepo_megatron.utils.escaping import excerpt
 from tepo_megatron.utils.loop import LoopThread
@@ -25,6 +26,7 @@ ERROR_BYTES = 64 * 2**10  # maximum bytes read of an error answer
 CONTROL_BYTES = 8 * 2**20  # maximum bytes of an answer whose size does not follow from the request
 LEAST_VALUES = 1_000_000  # numbers, strings and containers that any JSON answer may hold; about 72 MB of memory
 _BYTES_PER_VALUE = 16  # minimum average in longer answers
+_CHUNK_BYTES = 2**16  # fits into a core's cache
 _SLACK_SECONDS = 5.0  # extra time for a busy event loop to report the time-out itself
 # Numbers with this many digits or this large an exponent may exceed the float range; json.loads accepts up to 4300 digits.
 _EXTREME = re.compile(rb"[0-9]{300}|[eE]\+?[0-9]{3}")
@@ -67,22 +69,27 @@ class HttpAnswer:
         """Return the body as text, with invalid UTF-8 replaced."""
         return self.body.decode(errors="replace")
 
+    def json_body(self) -> bytes:
+        """Return the body for a decoder of JSON. Raises BadAnswer for another content type, or a body of too many values."""
+        if self.content_type is not None and not _JSON.fullmatch(self.content_type):
+            raise BadAnswer(f"{excerpt(self.content_type, 40)!r} instead of JSON")
+        values = _count_values(self.body)
+        if values > max(LEAST_VALUES, len(self.body) // _BYTES_PER_VALUE):
+            raise BadAnswer(f"JSON of {values} values in {len(self.body)} bytes, which no answer of this kind has")
+        return self.body
+
     def json(self) -> Any:
         """Return the JSON value in the body.
 
         Raises:
             BadAnswer: The body is not JSON, has another content type or too many values, or holds a number out of range.
         """
-        if self.content_type is not None and not _JSON.fullmatch(self.content_type):
-            raise BadAnswer(f"{excerpt(self.content_type, 40)!r} instead of JSON")
-        values = sum(self.body.count(sign) for sign in (b",", b"[", b"{"))
-        if values > max(LEAST_VALUES, len(self.body) // _BYTES_PER_VALUE):
-            raise BadAnswer(f"JSON of {values} values in {len(self.body)} bytes, which no answer of this kind has")
+        body = self.json_body()
         hooks: dict[str, Any] = {"parse_constant": _no_constant}
-        if _EXTREME.search(self.body):
+        if _EXTREME.search(body):
             hooks |= {"parse_int": _in_range, "parse_float": _in_range}
         try:
-            return json.loads(self.body.decode(), **hooks)
+            return json.loads(body.decode(), **hooks)
         except RecursionError:
             raise BadAnswer("JSON that is nested too deeply") from None
         except UnicodeDecodeError:
@@ -114,7 +121,14 @@ class HttpClient:
         )
 
     async def exchange(
-        self, method: str, path: str, *, seconds: float, most_bytes: int = CONTROL_BYTES, body: bytes | None = None
+        self,
+        method: str,
+        path: str,
+        *,
+        seconds: float,
+        most_bytes: int = CONTROL_BYTES,
+        body: bytes | None = None,
+        accept: str = "*/*",
     ) -> HttpAnswer:
         """Send one request and return the answer, whatever its status. The request is never repeated.
 
@@ -124,13 +138,14 @@ class HttpClient:
             seconds: Time limit from the name look-up to the last byte of the answer.
             most_bytes: Maximum size of the body of a successful answer.
             body: JSON. None: no body.
+            accept: Content type that the client prefers.
 
         Raises:
             TimedOut: The answer was not complete after `seconds`.
             BadAnswer: The answer is compressed or larger than `most_bytes`.
             ExchangeFailed: There is no server, or it broke off the exchange.
         """
-        headers = {} if body is None else {"Content-Type": "application/json"}
+        headers = {"Accept": accept} | ({} if body is None else {"Content-Type": "application/json"})
         timeout = httpx.Timeout(None, connect=min(CONNECT_SECONDS, seconds))
         try:
             async with (
@@ -219,6 +234,12 @@ def _reason(error: BaseException) -> str:
         if isinstance(cause, OSError) and cause.errno and (system := os.strerror(cause.errno)) not in said:
             said += f": {system}"
     return excerpt(said)
+
+
+def _count_values(body: bytes) -> int:
+    """Return the number of commas and opening brackets, which bounds the number of values. numpy counts them fastest."""
+    chunks = (np.frombuffer(body[at : at + _CHUNK_BYTES], np.uint8) for at in range(0, len(body), _CHUNK_BYTES))
+    return sum(int(np.count_nonzero(c == ord(","))) + int(np.count_nonzero(c | 32 == ord("{"))) for c in chunks)  # [ | 32 is {
 
 
 def _no_constant(text: str) -> Any:

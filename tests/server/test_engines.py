@@ -21,13 +21,16 @@ from transformers import Qwen3ForCausalLM
 
 from tepo_megatron.errors import RolloutError, SyncError
 from tepo_megatron.inference.engine import INITIAL_VERSION
+from tepo_megatron.inference.partial import GenerationRequest
 from tepo_megatron.inference.servers.checksums import ChecksumChecks
 from tepo_megatron.inference.servers.client import RequestFailed
-from tepo_megatron.inference.sglang import generate_request
-from tepo_megatron.inference.vllm import completion_request
+from tepo_megatron.inference.sglang import SglangApi, generate_request
+from tepo_megatron.inference.vllm import VllmApi, completion_request
 from tepo_megatron.types import Prompt, SamplingParams
+from tepo_megatron.utils.exchange import HttpAnswer
 from tepo_megatron.weight_sync.broadcast_group import Bucket, crc32, pack
 from tepo_megatron.weight_sync.ipc import export_buffer
+from tepo_megatron.weight_sync.receiver.binary_answer import CONTENT_TYPE
 from tepo_megatron.weight_sync.stores import write_file
 from tests.direct_requests import connected
 from tests.server.served import (
@@ -53,6 +56,7 @@ SERVERS = [
     pytest.param(("vllm", 2), id="vllm-tp2", marks=pytest.mark.full),
     pytest.param(("sglang", 2), id="sglang-tp2", marks=pytest.mark.full),
 ]
+APIS = {"vllm": VllmApi(), "sglang": SglangApi()}
 # every route that could change what is sampled, or stop it
 CONTROLS = {
     "vllm": (
@@ -107,6 +111,27 @@ def test_groups_arrive_in_prompt_order_with_everything_a_rollout_has(served: Ser
         else:
             assert rollout.stop_reason == "length" and rollout.response_length == SAMPLING.max_tokens
     assert {r.stop_reason for r in rollouts} == {"stop", "length"}
+
+
+def test_binary_and_json_answers_are_equal_bit_for_bit(served: Served) -> None:
+    api = APIS[served.name]
+    path, body = ("/v1/completions", completion_request) if served.name == "vllm" else ("/generate", generate_request)
+    for prompt in make_prompts(8, seed=4):
+        ask = GenerationRequest(prompt, SAMPLING, seed=3)
+
+        def answer(accept: str, ask: GenerationRequest = ask) -> HttpAnswer:
+            request = body(ask.prompt, ask.sampling, ask.seed)
+            return connected(served.engine, 0, lambda client: client.exchange("POST", path, request, accept))
+
+        answer("*/*")  # leaves the prompt in the prefix cache for both
+        as_json, as_binary = answer("*/*"), answer(CONTENT_TYPE)
+        assert (as_json.content_type, as_binary.content_type) == ("application/json", CONTENT_TYPE)
+        assert len(as_binary.body) < len(as_json.body) / 3
+        both = [api.decode(given, ask, served.engine.version) for given in (as_json, as_binary)]
+        for one, other in zip(*both, strict=True):
+            assert torch.equal(one.token_ids_L, other.token_ids_L)
+            assert torch.equal(one.rollout_logprobs_L, other.rollout_logprobs_L)
+            assert torch.equal(one.response_mask_L, other.response_mask_L) and one.stop_reason == other.stop_reason
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0])

@@ -50,14 +50,7 @@ class Client:
         self._asking, self._paused = asyncio.Lock(), False  # held during a health request
         self._http = HttpClient(url, key)
 
-    async def send(
-        self,
-        method: str,
-        path: str,
-        body: Mapping[str, Any] | None = None,
-        most_bytes: int = CONTROL_BYTES,
-        seconds: float | None = None,
-    ) -> Any:
+    async def send(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
         """Send one request and return the JSON answer. A request is never repeated, because it may have had its effect.
 
         An answer without a content type is returned as text: some of SGLang's answers are a bare line.
@@ -66,17 +59,43 @@ class Client:
             method: HTTP method.
             path: Path with query string.
             body: Sent as JSON. None: no body.
-            most_bytes: Size limit of the answer in bytes.
-            seconds: Time limit of the exchange. None: `request_seconds`.
 
         Raises:
             RequestFailed: No answer within the limit, a broken connection, or an error answer.
         """
+        answer = await self.exchange(method, path, body)
+        try:
+            return answer.text if answer.content_type is None else answer.json()
+        except BadAnswer as e:
+            raise RequestFailed(f"answered {path} with {e}", answered=True) from None
+
+    async def exchange(
+        self,
+        method: str,
+        path: str,
+        body: Mapping[str, Any] | None = None,
+        accept: str = "*/*",
+        most_bytes: int = CONTROL_BYTES,
+        seconds: float | None = None,
+    ) -> HttpAnswer:
+        """Send one request, like `send`, and return the undecoded answer.
+
+        Args:
+            method: HTTP method.
+            path: Path with query string.
+            body: Sent as JSON. None: no body.
+            accept: Content type that the client prefers.
+            most_bytes: Size limit of the answer in bytes.
+            seconds: Time limit of the exchange. None: `request_seconds`.
+
+        Raises:
+            RequestFailed: As `send`.
+        """
         seconds = seconds or self._request_seconds
         try:
-            answer = await self._http.exchange(method, path, seconds=seconds, most_bytes=most_bytes, body=to_json(body))
-            if answer.ok:
-                return answer.text if answer.content_type is None else answer.json()
+            answer = await self._http.exchange(
+                method, path, seconds=seconds, most_bytes=most_bytes, body=to_json(body), accept=accept
+            )
         except TimedOut:
             raise RequestFailed(
                 f"did not answer {path} within {seconds:g} s; raise rollout.server.request_seconds if it was busy"
@@ -85,6 +104,8 @@ class Client:
             raise RequestFailed(f"answered {path} with {e}", answered=True) from None
         except ExchangeFailed as e:
             raise RequestFailed(f"broke off {path} ({e})") from None
+        if answer.ok:
+            return answer
         what = f"answered {path} with {answer.status}: {_message(answer)}"
         raise RequestFailed(what, answered=True, refused=400 <= answer.status < 500)
 

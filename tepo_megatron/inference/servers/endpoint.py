@@ -20,6 +20,7 @@ from tepo_megatron.inference.servers.client import Client, RequestFailed
 from tepo_megatron.inference.servers.server import Server, ServerAddress
 from tepo_megatron.types import Rollout
 from tepo_megatron.utils.escaping import excerpt
+from tepo_megatron.utils.exchange import HttpAnswer
 from tepo_megatron.weight_sync.broadcast_group import GroupSpec, Source, UnchangedTensors
 
 Asked = TypeVar("Asked")
@@ -145,27 +146,35 @@ class Endpoint(ServerConnection):
         await self.api.prepare(client.send)
         self.version = INITIAL_VERSION if about.label == INITIAL_LABEL else UNKNOWN_VERSION
 
-    async def generate(self, asks: Sequence[GenerationRequest]) -> list[Rollout]:
-        """Return the requested samples, by request and sample index, sampled with the current `version`.
+    async def generate(self, asks: Sequence[GenerationRequest]) -> Callable[[], list[Rollout]]:
+        """Have the current `version` sample. Returns when the answers have arrived, with a function that decodes them.
+
+        The function may run in any thread. It returns the requested samples, by request and sample index, and raises
+        RolloutError for an answer that is not what was asked for.
 
         Raises:
             RequestFailed: A request failed.
-            RolloutError: An answer is not what was asked for.
+            RolloutError: The server is not running, or serves other weights.
         """
-        client, version = self._connected(), self.version
+        client, version, name = self._connected(), self.version, self.name
         seconds = self._cfg.generation_limit(sum(ask.sampling.samples * ask.sampling.max_tokens for ask in asks))
 
-        async def generate(ask: GenerationRequest) -> list[Rollout]:
-            send = functools.partial(client.send, most_bytes=answer_bytes(ask.prompt, ask.sampling), seconds=seconds)
-            return await self._asked(self.api.generate(send, ask.prompt, ask.sampling, ask.seed, version))
+        async def generate(ask: GenerationRequest) -> HttpAnswer:
+            exchange = functools.partial(client.exchange, most_bytes=answer_bytes(ask.prompt, ask.sampling), seconds=seconds)
+            return await self._asked(self.api.generate(client.send, exchange, ask, version))
 
         try:
             async with asyncio.TaskGroup() as tasks:
                 answers = [tasks.create_task(generate(ask)) for ask in asks]
         except ExceptionGroup as failed:
             raise failed.exceptions[0] from None
+
+        def decode() -> list[Rollout]:
+            decoded = (self.api.decode(answer.result(), ask, version) for ask, answer in zip(asks, answers, strict=True))
+            return [replace(rollout, servers=((0, name),)) for rollouts in decoded for rollout in rollouts]
+
         self.answered = True
-        return [replace(rollout, servers=((0, self.name),)) for answer in answers for rollout in answer.result()]
+        return decode
 
     async def interrupt(self) -> None:
         """Abort the requests in flight; they are answered with the tokens sampled so far. Raises RequestFailed."""

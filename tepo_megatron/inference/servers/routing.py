@@ -110,7 +110,12 @@ class RoutedSampler:
             member, incarnation = await self._free(avoid)
             member.endpoint.in_flight += 1
             try:
-                rollouts = await member.endpoint.generate(asks)
+                try:
+                    decode = await member.endpoint.generate(asks)
+                finally:  # the request is over; the server does not wait until its answer is decoded
+                    member.endpoint.in_flight -= 1
+                    await self._pool.notify()
+                rollouts = await asyncio.to_thread(decode)
                 member.delivered()
                 return rollouts
             except RequestFailed as e:
@@ -121,9 +126,6 @@ class RoutedSampler:
                 error = e
                 if isinstance(e, StaleWeights):
                     incarnation.end(e)
-            finally:
-                member.endpoint.in_flight -= 1
-                await self._pool.notify()
             avoid = member.endpoint
             if attempt < ATTEMPTS:
                 self._pool.event(f"prompt {asks[0].prompt.id} is sampled again: {str(error).splitlines()[0]}")

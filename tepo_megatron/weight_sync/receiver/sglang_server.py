@@ -1,7 +1,7 @@
 """Start the unmodified SGLang server with the key from the environment, also on CPU: `python -m ...sglang_server ARGUMENTS`.
 
-Runs in SGLang's environment and imports nothing of the trainer. On CPU it fills five gaps that every wheel of SGLang 0.5.23
-has, in memory only:
+Runs in SGLang's environment and imports nothing of the trainer. `sglang_answers.py` has it answer in binary. On CPU it fills
+five gaps that every wheel of SGLang 0.5.23 has, in memory only:
   * the schemas of two image operators, because PyPI has only CUDA builds of torchvision;
   * the names of `sgl_kernel`, which are imported and never called;
   * its hash of (seed, position, column), from which seeded sampling draws;
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from tepo_megatron.distributed.own_peers import guard_process_groups
-from tepo_megatron.weight_sync.receiver import lifeline
+from tepo_megatron.weight_sync.receiver import lifeline, sglang_answers
 
 KEY_VARIABLE = "TEPO_SGLANG_KEY"
 CPU_VARIABLE = "SGLANG_USE_CPU_ENGINE"
@@ -186,8 +186,12 @@ def main(argv: list[str]) -> None:
     from sglang.srt.server_args import prepare_server_args
     from sglang.srt.utils import kill_process_tree
 
+    args = prepare_server_args([*argv, f"--api-key={os.environ[KEY_VARIABLE]}"])
+    from sglang.srt.entrypoints import http_server
+
+    sglang_answers.install(http_server)
     try:
-        run_server(prepare_server_args([*argv, f"--api-key={os.environ[KEY_VARIABLE]}"]))
+        run_server(args)
     finally:
         kill_process_tree(os.getpid(), include_parent=False)
 

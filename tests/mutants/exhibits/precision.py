@@ -15,8 +15,8 @@ EXHIBITS = (
         ),
         cost="Rounded to 8 bits; the dtype that is checked stays fp32.",
         symbol="checked_rollout",
-        old="rollout_logprobs_L=torch.tensor([0.0] * context + list(logprobs), dtype=torch.float32),",
-        new="rollout_logprobs_L=torch.tensor([0.0] * context + list(logprobs), dtype=torch.bfloat16).float(),",
+        old="rollout_logprobs_L=torch.from_numpy(logprobs_L),",
+        new="rollout_logprobs_L=torch.from_numpy(logprobs_L).bfloat16().float(),",
         tests=("tests/server/test_engines.py::test_logprobs_are_those_of_transformers_after_temperature",),
     ),
     Exhibit(

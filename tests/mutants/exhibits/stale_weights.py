@@ -190,7 +190,7 @@ EXHIBITS = (
         source="reliability_audit.md 2 (echoed versions as first line of defence)",
         kind="stale weights",
         bug=(
-            "vLLM's answers do not hold the version of their weights, so it is asked afterwards; without that a "
+            "vLLM's JSON does not hold the version of its weights, so it is asked afterwards; without that a "
             "server that others updated meanwhile passes."
         ),
         cost=(
@@ -198,7 +198,7 @@ EXHIBITS = (
             "rendezvous, where another trainer may send weights."
         ),
         symbol="VllmApi.generate",
-        old="await self._check_version(send, version)",
+        old='check_label({served["weight_version"]}, version, self.name)',
         new="pass",
         tests=(
             "tests/unit/rollout/test_vllm_api.py::test_an_answer_counts_only_if_vllm_served_the_version_that_was_asked_for",

@@ -20,7 +20,8 @@ from examples.tools.calculator import result
 from tepo_megatron.config import RewardConfig, RolloutConfig, ServerConfig
 from tepo_megatron.errors import ConfigError, RolloutError
 from tepo_megatron.inference.engine import GroupStream
-from tepo_megatron.inference.engine_api import LaunchSpec, Send
+from tepo_megatron.inference.engine_api import LaunchSpec
+from tepo_megatron.inference.partial import GenerationRequest
 from tepo_megatron.inference.samples import checked_rollout
 from tepo_megatron.inference.servers import slot
 from tepo_megatron.inference.servers.endpoint import Endpoint
@@ -31,6 +32,7 @@ from tepo_megatron.ops.packing import pack
 from tepo_megatron.rewards import build_reward
 from tepo_megatron.rollout.custom import CustomRollouts, load_function, open_sampler
 from tepo_megatron.types import Prompt, Rollout, SamplingParams, TrainBatch
+from tepo_megatron.utils.exchange import HttpAnswer
 from tests.scripted_api import ScriptedApi
 from tests.unit.rollout.test_fleet import behave, mid_sampling, process
 from tests.zigzag import shard_zigzag_packed
@@ -378,8 +380,8 @@ STOPS = (TOKENIZER.eos_token_id,)
 class Solver(ScriptedApi):
     """A real server is asked, but what the sample says is the next piece of the solution: up to a stop token, or the end."""
 
-    async def generate(self, send: Send, prompt: Prompt, sampling: SamplingParams, seed: int, version: int) -> list[Rollout]:
-        await super().generate(send, prompt, sampling, seed, version)
+    def decode(self, answer: HttpAnswer, ask: GenerationRequest, version: int) -> list[Rollout]:
+        prompt, sampling = ask.prompt, ask.sampling
         question, _, answer = decode(prompt.token_ids).partition("\n")
         solution = encode(PROBLEMS[prompt.id].solution + END)
         rest = solution[len(encode(answer)) :]

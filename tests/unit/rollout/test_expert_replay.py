@@ -20,11 +20,11 @@ from tepo_megatron.actor.pipeline import on_device
 from tepo_megatron.config import Config, ServerConfig
 from tepo_megatron.config.io import validate
 from tepo_megatron.errors import ConfigError, DataError, RolloutError
-from tepo_megatron.inference.engine_api import LaunchSpec
-from tepo_megatron.inference.partial import ABORTED, continuation, merge
+from tepo_megatron.inference.engine_api import EngineApi, LaunchSpec
+from tepo_megatron.inference.partial import ABORTED, GenerationRequest, continuation, merge
 from tepo_megatron.inference.samples import checked_rollout
-from tepo_megatron.inference.sglang import SglangApi, generate_request, parse_generated
-from tepo_megatron.inference.vllm import VllmApi, parse_completion
+from tepo_megatron.inference.sglang import SglangApi, generate_request
+from tepo_megatron.inference.vllm import VllmApi
 from tepo_megatron.observability.metrics import Metrics
 from tepo_megatron.observability.timing import Clock
 from tepo_megatron.ops.alignment import Alignment
@@ -33,6 +33,8 @@ from tepo_megatron.rollout import record
 from tepo_megatron.rollout.experts import check_experts, replayed_routing
 from tepo_megatron.rollout.record import Replay
 from tepo_megatron.types import NO_EXPERT, Prompt, Rollout, Routing, SamplingParams, no_expert
+from tepo_megatron.utils.exchange import HttpAnswer
+from tepo_megatron.weight_sync.receiver.binary_answer import CONTENT_TYPE, Sample, encode, ids_crc
 
 PROMPT = Prompt(id=7, token_ids=(4, 5, 6), answer="9")
 ROUTING = Routing(num_layers=3, sparse_layers=(0, 2), per_token=2, number=300)
@@ -57,20 +59,32 @@ def sglangs(experts: np.ndarray | None) -> Any:
     return [{"output_ids": [8, 2], "meta_info": meta | {"weight_version": "3"}}]
 
 
+def binary(experts: np.ndarray | None) -> bytes:
+    ids, logprobs = np.array([8, 2], np.int32), np.array([-0.5, -0.25], np.float32)
+    return encode([Sample("stop", "3", 3, ids_crc(PROMPT.token_ids), ids, logprobs, experts)])
+
+
+def parse(api: EngineApi, answer: Any, sampling: SamplingParams) -> list[Rollout]:
+    is_binary = isinstance(answer, bytes)
+    body = answer if is_binary else json.dumps(answer).encode()
+    given = HttpAnswer(200, CONTENT_TYPE if is_binary else "application/json", body)
+    return api.decode(given, GenerationRequest(PROMPT, sampling, 0), 3)
+
+
 ENGINES = pytest.mark.parametrize(
-    ("parse", "answer", "name"),
-    [(parse_completion, vllms, "vLLM"), (parse_generated, sglangs, "SGLang")],
-    ids=["vllm", "sglang"],
+    ("api", "answer", "name"),
+    [(VllmApi(), vllms, "vLLM"), (SglangApi(), sglangs, "SGLang"), (VllmApi(), binary, "vLLM")],
+    ids=["vllm", "sglang", "binary"],
 )
 
 
 @ENGINES
-def test_the_layers_with_experts_are_kept_and_the_last_token_has_none(parse: Any, answer: Any, name: str) -> None:
-    (rollout,) = parse(answer(GIVEN % 300), PROMPT, SAMPLING, 3)
+def test_the_layers_with_experts_are_kept_and_the_last_token_has_none(api: EngineApi, answer: Any, name: str) -> None:
+    (rollout,) = parse(api, answer(GIVEN % 300), SAMPLING)
     assert rollout.experts_LKT.dtype == torch.int16 and rollout.experts_LKT.shape == (5, 2, 2)
     assert rollout.experts_LKT[:4].tolist() == (GIVEN % 300)[:, [0, 2]].tolist()
     assert (rollout.experts_LKT[4] == NO_EXPERT).all()
-    (unasked,) = parse(answer(GIVEN), PROMPT, replace(SAMPLING, routing=None), 3)
+    (unasked,) = parse(api, answer(GIVEN), replace(SAMPLING, routing=None))
     assert unasked.experts_LKT is None
 
 
@@ -88,16 +102,16 @@ def test_the_layers_with_experts_are_kept_and_the_last_token_has_none(parse: Any
     ],
     ids=["none", "a token less", "too many", "a layer less", "of no such expert", "twice", "that 16 bits cannot hold"],
 )
-def test_anything_else_is_refused(parse: Any, answer: Any, name: str, experts: Any, complaint: str) -> None:
+def test_anything_else_is_refused(api: EngineApi, answer: Any, name: str, experts: Any, complaint: str) -> None:
     with pytest.raises(RolloutError, match=f"prompt 7: .*({complaint}).*{name}"):
-        parse(answer(experts), PROMPT, SAMPLING, 3)
+        parse(api, answer(experts), SAMPLING)
 
 
-@ENGINES
-def test_what_is_no_base64_is_refused(parse: Any, answer: Any, name: str) -> None:
+@pytest.mark.parametrize(("api", "answer", "name"), [(VllmApi(), vllms, "vLLM"), (SglangApi(), sglangs, "SGLang")])
+def test_what_is_no_base64_is_refused(api: EngineApi, answer: Any, name: str) -> None:
     bad = json.loads(json.dumps(answer(GIVEN)).replace(answer_text(answer(GIVEN)), "!"))
     with pytest.raises(RolloutError, match=f"prompt 7: .*{name}"):
-        parse(bad, PROMPT, SAMPLING, 3)
+        parse(api, bad, SAMPLING)
 
 
 def answer_text(answer: Any) -> str:
@@ -120,10 +134,10 @@ def test_servers_are_started_and_asked_for_them_only_where_they_are_replayed(tmp
 def test_a_response_that_new_weights_interrupt_has_the_experts_of_the_last_ones() -> None:
     """The last weights computed its whole context again, so they chose for every token."""
     sampling = replace(SAMPLING, max_tokens=4, stop_token_ids=())
-    cut = checked_rollout(PROMPT, [8, 9], [-0.5, -0.5], ABORTED, sampling, 1, torch.from_numpy(GIVEN % 300))
+    cut = checked_rollout(PROMPT, [8, 9], [-0.5, -0.5], ABORTED, sampling, 1, GIVEN % 300)
     assert cut.experts_LKT is None
     ask = continuation(cut, PROMPT, sampling, 0)
-    given = torch.arange(6 * 3 * 2).view(6, 3, 2)
+    given = np.arange(6 * 3 * 2).reshape(6, 3, 2)
     end = checked_rollout(ask.prompt, [10, 11], [-0.5, -0.5], "length", ask.sampling, 2, given)
     cut, end = (replace(r, servers=((0, name),)) for r, name in ((cut, "a"), (end, "b")))
     assert merge(cut, end).servers == ((0, "a"), (5, "b")) and merge(cut, replace(end, servers=cut.servers)).servers == (

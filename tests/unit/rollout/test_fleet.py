@@ -19,11 +19,13 @@ import pytest
 from tepo_megatron.config import RolloutConfig, ServerConfig
 from tepo_megatron.errors import RolloutError, SyncError
 from tepo_megatron.inference.engine_api import LaunchSpec
+from tepo_megatron.inference.partial import GenerationRequest
 from tepo_megatron.inference.servers import routing, slot
 from tepo_megatron.inference.servers.endpoint import Endpoint
 from tepo_megatron.inference.servers.fleet import Fleet
 from tepo_megatron.inference.servers.local import LocalServer
 from tepo_megatron.types import Prompt, Rollout, SamplingParams
+from tepo_megatron.utils.exchange import HttpAnswer
 from tests.direct_requests import ask
 from tests.scripted_api import ScriptedApi
 
@@ -113,6 +115,25 @@ def test_the_answer_does_not_depend_on_the_number_of_servers(expected: list[list
     with fleet(tmp_path) as three:
         assert ids(three.generate(PROMPTS, SAMPLING, seed=7)) == expected
         assert three.take_events() == []
+
+
+class DecodesInPairs(ScriptedApi):
+    """Its answers are decoded two at a time: the first waits for the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pair = threading.Barrier(2, timeout=30.0)
+
+    def decode(self, answer: HttpAnswer, ask: GenerationRequest, version: int) -> list[Rollout]:
+        self.pair.wait()
+        return super().decode(answer, ask, version)
+
+
+def test_a_server_takes_the_next_request_before_its_answer_is_decoded(expected: list[list[int]], tmp_path: Path) -> None:
+    with fleet(tmp_path, servers=1, concurrency=1) as one:
+        one.endpoints[0].api = DecodesInPairs()
+        assert ids(one.generate(PROMPTS, SAMPLING, seed=7)) == expected
+        assert one.take_events() == []
 
 
 def test_work_goes_to_the_least_loaded(tmp_path: Path) -> None:

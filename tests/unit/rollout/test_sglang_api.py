@@ -15,9 +15,11 @@ from tepo_megatron.config import ServerConfig
 from tepo_megatron.errors import ConfigError, RolloutError
 from tepo_megatron.inference.engine import INITIAL_VERSION
 from tepo_megatron.inference.engine_api import LaunchSpec, StaleWeights
+from tepo_megatron.inference.partial import GenerationRequest
 from tepo_megatron.inference.samples import prompt_seed
-from tepo_megatron.inference.sglang import SglangApi, generate_request, parse_generated
-from tepo_megatron.types import Prompt, SamplingParams
+from tepo_megatron.inference.sglang import SglangApi, generate_request
+from tepo_megatron.types import Prompt, Rollout, SamplingParams
+from tepo_megatron.utils.exchange import HttpAnswer
 from tepo_megatron.weight_sync.receiver.sglang_server import hide, murmur_hash32
 
 PROMPT = Prompt(id=7, token_ids=(4, 5, 6), answer="9")
@@ -34,8 +36,13 @@ def answer() -> list[dict[str, Any]]:
     return [sample([8, 2], [-0.5, -0.25], "stop"), sample([8, 9, 10], [-0.5, -1.0, 0.0], "length")]
 
 
+def parse(value: Any, version: int) -> list[Rollout]:
+    body = HttpAnswer(200, "application/json", json.dumps(value).encode())
+    return SglangApi().decode(body, GenerationRequest(PROMPT, SAMPLING, seed=0), version)
+
+
 def test_an_answer_becomes_rollouts_in_the_order_of_the_samples() -> None:
-    first, second = parse_generated(answer(), PROMPT, SAMPLING, version=3)
+    first, second = parse(answer(), version=3)
     assert first.token_ids_L.tolist() == [4, 5, 6, 8, 2] and first.token_ids_L.dtype == torch.int64
     assert first.response_mask_L.tolist() == [False, False, False, True, True]
     assert first.rollout_logprobs_L.tolist() == [0, 0, 0, -0.5, -0.25]
@@ -49,29 +56,30 @@ def test_an_answer_becomes_rollouts_in_the_order_of_the_samples() -> None:
     [
         (sample([], [], "stop"), "0 response tokens"),
         (sample([8, 9, 10, 11], [-1.0] * 4, "length"), "4 response tokens, max_tokens=3"),
-        (sample([8, 2], [-0.5, float("nan")], "stop"), "not finite"),
+        (sample([8, 2], [-0.5, float("nan")], "stop"), "JSON is malformed"),
+        (sample([8, 2], [-0.5, -1e300], "stop"), "not finite"),
         (sample([8, 2], [-0.5, 0.1], "stop"), "positive"),
         (sample([8, 9], [-0.5, -0.1], "stop"), "stopped at token 9, which is none of the stop tokens"),
         (sample([8, 2], [-0.5, -0.1], "error"), "finish_reason='error'"),
         (sample([8, 2], [-0.5, -0.1], "stop") | {"output_ids": [8, 9]}, "of other tokens"),
-        ({"output_ids": [8, 2], "meta_info": {}}, "KeyError"),
+        ({"output_ids": [8, 2], "meta_info": {}}, "missing required field `finish_reason`"),
     ],
 )
 def test_anything_else_is_refused(bad: dict[str, Any], complaint: str) -> None:
     with pytest.raises(RolloutError, match=f"prompt 7: .*{complaint}.*SGLang"):
-        parse_generated([answer()[0], bad], PROMPT, SAMPLING, version=0)
+        parse([answer()[0], bad], version=0)
 
 
 @pytest.mark.parametrize("bad", [{}, None, [], answer()[:1]])
 def test_an_answer_without_its_samples_is_refused(bad: Any) -> None:
     with pytest.raises(RolloutError, match="prompt 7"):
-        parse_generated(bad, PROMPT, SAMPLING, version=0)
+        parse(bad, version=0)
 
 
 def test_samples_of_other_weights_are_refused() -> None:
     for version in (INITIAL_VERSION, 2, 4):
         with pytest.raises(StaleWeights, match=f"of version {version}"):
-            parse_generated(answer(), PROMPT, SAMPLING, version)
+            parse(answer(), version)
 
 
 def test_nothing_but_the_temperature_shapes_the_distribution() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,13 +15,16 @@ from tepo_megatron.config import RolloutConfig, ServerConfig
 from tepo_megatron.errors import RolloutError
 from tepo_megatron.inference.engine_api import EngineApi, LaunchSpec, StaleWeights, served_label
 from tepo_megatron.inference.engines import build_engine
+from tepo_megatron.inference.partial import GenerationRequest
 from tepo_megatron.inference.samples import LARGEST_SEED, prompt_seed
 from tepo_megatron.inference.sglang import SglangApi
-from tepo_megatron.inference.vllm import VllmApi, completion_request, parse_completion
+from tepo_megatron.inference.vllm import VllmApi, completion_request
 from tepo_megatron.types import Prompt, Rollout, SamplingParams
+from tepo_megatron.utils.exchange import HttpAnswer
 
 PROMPT = Prompt(id=7, token_ids=(4, 5, 6), answer="9")
 SAMPLING = SamplingParams(samples=2, temperature=0.7, max_tokens=3, stop_token_ids=(2,))
+ASK = GenerationRequest(PROMPT, SAMPLING, seed=0)
 CPU = LaunchSpec(Path("m"), max_model_len=64, platform="cpu", precision="fp32", seed=0)
 CUDA = LaunchSpec(Path("m"), max_model_len=64, platform="cuda", precision="bf16", seed=0)
 
@@ -44,6 +48,14 @@ def answer() -> dict[str, Any]:
     return {"choices": [second, first]}
 
 
+def as_json(value: Any) -> HttpAnswer:
+    return HttpAnswer(200, "application/json", json.dumps(value).encode())
+
+
+def parse(value: Any, version: int) -> list[Rollout]:
+    return VllmApi().decode(as_json(value), ASK, version)
+
+
 def test_a_model_in_fp8_has_no_weights_yet_and_lent_ones_lie_on_any_gpu() -> None:
     plain, quantized = (VllmApi().command(ServerConfig(), replace(CUDA, in_fp8=it_is), port=1) for it_is in (False, True))
     assert [word for word in quantized if word not in plain] == ["--load-format", "dummy"]
@@ -55,7 +67,7 @@ def test_a_model_in_fp8_has_no_weights_yet_and_lent_ones_lie_on_any_gpu() -> Non
 
 
 def test_an_answer_becomes_rollouts_in_the_order_of_the_samples() -> None:
-    first, second = parse_completion(answer(), PROMPT, SAMPLING, version=3)
+    first, second = parse(answer(), version=3)
     assert first.token_ids_L.tolist() == [4, 5, 6, 8, 2] and first.token_ids_L.dtype == torch.int64
     assert first.response_mask_L.tolist() == [False, False, False, True, True]
     assert first.rollout_logprobs_L.tolist() == [0, 0, 0, -0.5, -0.25]
@@ -71,11 +83,15 @@ def test_an_answer_becomes_rollouts_in_the_order_of_the_samples() -> None:
         ("index", 1, r"samples \[1, 1\] instead of 2"),
         ("token_ids", [], "0 response tokens"),
         ("token_ids", [8, 9, 10, 11], "4 response tokens, max_tokens=3"),
-        ("token_ids", None, "NoneType"),
+        ("token_ids", None, "got `null`.*token_ids"),
+        ("token_ids", [8, -1], "token id -1"),
+        ("token_ids", [8, 2**70], "too large"),
         ("logprobs", {"token_logprobs": [-0.5]}, "2 tokens but 1 log-probs"),
-        ("logprobs", {"token_logprobs": [-0.5, float("nan")]}, "not finite"),
+        ("logprobs", {"token_logprobs": [-0.5, float("nan")]}, "JSON is malformed"),
+        ("logprobs", {"token_logprobs": [-0.5, None]}, "got `null`"),
+        ("logprobs", {"token_logprobs": [-0.5, -1e300]}, "not finite"),
         ("logprobs", {"token_logprobs": [-0.5, 0.1]}, "positive"),
-        ("logprobs", None, "NoneType"),
+        ("logprobs", None, "lacks log-probs"),
         ("prompt_token_ids", [4, 5], "prompt's tokens"),
         ("finish_reason", "error", "finish_reason='error'"),
         ("token_ids", [8, 9], "stopped at token 9, which is none of the stop tokens"),
@@ -85,23 +101,27 @@ def test_anything_else_is_refused(place: str, value: Any, complaint: str) -> Non
     bad = answer()
     bad["choices"][1][place] = value
     with pytest.raises(RolloutError, match=f"prompt 7: .*({complaint})"):
-        parse_completion(bad, PROMPT, SAMPLING, version=0)
+        parse(bad, version=0)
 
 
 @pytest.mark.parametrize("bad", [{}, None, [], {"choices": answer()["choices"][:1]}])
 def test_an_answer_without_its_choices_is_refused(bad: Any) -> None:
     with pytest.raises(RolloutError, match="prompt 7"):
-        parse_completion(bad, PROMPT, SAMPLING, version=0)
+        parse(bad, version=0)
 
 
 def test_an_answer_counts_only_if_vllm_served_the_version_that_was_asked_for() -> None:
-    """Answers do not hold the version, so vLLM is asked afterwards: an update in between would have changed it."""
+    """Answers in JSON do not hold the version, so vLLM is asked afterwards: an update in between would have changed it."""
 
     async def ask(served: int) -> list[Rollout]:
         async def send(method: str, route: str, body: Any) -> Any:
-            return {"weight_version": served_label(served)} if route == "/weight_info" else answer()
+            assert route == "/weight_info"
+            return {"weight_version": served_label(served)}
 
-        return await VllmApi().generate(send, PROMPT, SAMPLING, seed=0, version=3)
+        async def exchange(method: str, route: str, body: Any, accept: str) -> HttpAnswer:
+            return as_json(answer())
+
+        return VllmApi().decode(await VllmApi().generate(send, exchange, ASK, version=3), ASK, version=3)
 
     assert [rollout.policy_version for rollout in asyncio.run(ask(3))] == [3, 3]
     with pytest.raises(StaleWeights, match="when it should have served those of version 3"):
