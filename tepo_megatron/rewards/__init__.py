@@ -62,7 +62,7 @@ def check_reward(cfg: RewardConfig) -> None:
 
 
 def _http(cfg: RewardConfig, entry: Any) -> RewardTerm:
-    from tepo_megatron.rewards import remote  # httpx takes a while, and every rank imports this package
+    from tepo_megatron.rewards import remote  # aiohttp takes a while, and every rank imports this package
 
     return remote.HttpTerm(
         entry.url,

@@ -71,7 +71,7 @@ class HttpTerm:
         """Send one request and return the rewards. Raises _Failure."""
         most = ANSWER_BYTES + SAMPLE_BYTES * samples
         try:
-            answer = self._http.exchange("POST", self._url, seconds=self._timeout_seconds, most_bytes=most, body=payload)
+            answer = self._http.exchange("POST", "", seconds=self._timeout_seconds, most_bytes=most, body=payload)
             if answer.ok:
                 return _rewards(answer, samples)
         except TimedOut:

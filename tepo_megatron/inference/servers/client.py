@@ -5,6 +5,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from tepo_megatron.errors import RolloutError
 from tepo_megatron.utils.escaping import excerpt
 from tepo_megatron.utils.exchange import (
     CONNECT_SECONDS,
@@ -15,10 +16,12 @@ from tepo_megatron.utils.exchange import (
     HttpAnswer,
     HttpClient,
     TimedOut,
+    TooManyOpenFiles,
     to_json,
 )
 
 HEALTH_SECONDS = 1.0
+CONTROL_CONNECTIONS = 2  # per server, next to those of its generation requests: health, and updates or interruptions
 
 
 class RequestFailed(Exception):
@@ -50,8 +53,15 @@ class Client:
         self._asking, self._paused = asyncio.Lock(), False  # held during a health request
         self._http = HttpClient(url, key)
 
-    async def send(self, method: str, path: str, body: Mapping[str, Any] | None = None, most_bytes: int = CONTROL_BYTES) -> Any:
-        """Send one request and return the JSON answer. A request is never repeated, because it may have had its effect.
+    async def send(
+        self,
+        method: str,
+        path: str,
+        body: Mapping[str, Any] | None = None,
+        most_bytes: int = CONTROL_BYTES,
+        repeatable: bool = False,
+    ) -> Any:
+        """Send one request and return the JSON answer.
 
         An answer without a content type is returned as text: some of SGLang's answers are a bare line.
 
@@ -60,13 +70,20 @@ class Client:
             path: Path with query string.
             body: Sent as JSON. None: no body.
             most_bytes: Size limit of the answer in bytes.
+            repeatable: See `HttpClient.exchange`. False for every request that changes the server's state.
 
         Raises:
+            RolloutError: This process may not open another connection; the server is not to blame.
             RequestFailed: No answer within `request_seconds`, a broken connection, or an error answer.
         """
         try:
             answer = await self._http.exchange(
-                method, path, seconds=self._request_seconds, most_bytes=most_bytes, body=to_json(body)
+                method,
+                path,
+                seconds=self._request_seconds,
+                most_bytes=most_bytes,
+                body=to_json(body),
+                repeatable=repeatable,
             )
             if answer.ok:
                 return answer.text if answer.content_type is None else answer.json()
@@ -74,6 +91,8 @@ class Client:
             raise RequestFailed(
                 f"did not answer {path} within {self._request_seconds:g} s; raise rollout.server.request_seconds if it was busy"
             ) from None
+        except TooManyOpenFiles as e:
+            raise RolloutError(f"{path}: {e}") from None
         except BadAnswer as e:
             raise RequestFailed(f"answered {path} with {e}", answered=True) from None
         except ExchangeFailed as e:
@@ -82,7 +101,7 @@ class Client:
         raise RequestFailed(what, answered=True, refused=400 <= answer.status < 500)
 
     async def pause(self) -> None:
-        """Pause health requests: from now on the watch only checks that the server accepts a connection.
+        """Pause health requests: from now on the watch only checks that the server answers at all.
 
         Returns when no health request is in flight. SGLang samples a token to answer `/health`, which kills a server that is
         asleep or about to sleep.
@@ -98,11 +117,9 @@ class Client:
         """Check the server's health once. Raises ExchangeFailed, or BadAnswer with the status if that is an error."""
         limit = max(HEALTH_SECONDS, self._heartbeat_timeout)
         async with self._asking:
-            if self._paused:
-                await self._http.exchange("HEAD", "/", seconds=limit, most_bytes=ERROR_BYTES)
-                return
-            answer = await self._http.exchange("GET", "/health", seconds=limit, most_bytes=ERROR_BYTES)
-            if not answer.ok:
+            method, path = ("HEAD", "/") if self._paused else ("GET", "/health")
+            answer = await self._http.exchange(method, path, seconds=limit, most_bytes=ERROR_BYTES, repeatable=True)
+            if not (answer.ok or self._paused):
                 raise BadAnswer(str(answer.status))
 
     async def wait_unhealthy(self) -> str:
@@ -123,6 +140,8 @@ class Client:
                         f"did not answer /health for {self._heartbeat_timeout:g} s; raise rollout.server.heartbeat_timeout if "
                         "it was busy"
                     )
+            except TooManyOpenFiles:  # that says nothing about the server
+                heard = time.monotonic()
             except BadAnswer as e:
                 return f"answered /health with {e}"
             except ExchangeFailed as e:

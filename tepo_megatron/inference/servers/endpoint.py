@@ -88,9 +88,13 @@ class ServerConnection:
     async def close(self) -> None:
         """End this start of an ill server at once, and close the connection."""
         await self.server.end()
-        if self.client is not None:
-            await self.client.close()
-        self.client = None
+        await self.disconnect()
+
+    async def disconnect(self) -> None:
+        """Close the connection; requests in progress fail. The server goes on."""
+        client, self.client = self.client, None
+        if client is not None:
+            await client.close()
 
 
 class Endpoint(ServerConnection):
@@ -155,7 +159,7 @@ class Endpoint(ServerConnection):
         client, version = self._connected(), self.version
 
         async def generate(ask: GenerationRequest) -> list[Rollout]:
-            send = functools.partial(client.send, most_bytes=answer_bytes(ask.prompt, ask.sampling))
+            send = functools.partial(client.send, most_bytes=answer_bytes(ask.prompt, ask.sampling), repeatable=True)
             return await self._asked(self.api.generate(send, ask.prompt, ask.sampling, ask.seed, version))
 
         try:
