@@ -23,7 +23,7 @@ from tepo_megatron.utils.escaping import excerpt
 from tepo_megatron.utils.loop import LoopThread
 from tepo_megatron.utils.open_files import open_file_limit
 
-CONNECT_SECONDS = 10.0
+CONNECT_SECONDS = 60.0  # limit of opening a connection; a busy event loop that opens thousands of them takes seconds
 KEEP_SECONDS = 3.0  # an idle connection is kept this long; uvicorn, which serves vLLM and SGLang, closes it after 5 s
 ERROR_BYTES = 64 * 2**10  # maximum bytes read of an error answer
 CONTROL_BYTES = 8 * 2**20  # maximum bytes of an answer whose size does not follow from the request
@@ -152,13 +152,15 @@ class HttpClient:
                 try:
                     if repeatable:
                         with contextlib.suppress(_Unanswered):
-                            return await self._sent(True, method, path, seconds, most_bytes, body)
-                    return await self._sent(False, method, path, seconds, most_bytes, body)
+                            return await self._sent(True, method, path, most_bytes, body)
+                    return await self._sent(False, method, path, most_bytes, body)
                 finally:
                     self._deadlines.discard(deadline)
         except (TimeoutError, _Unanswered, aiohttp.ClientError, OSError, ValueError) as e:
             if self._closed:
                 raise ExchangeFailed(_CLOSED) from None
+            if isinstance(e, aiohttp.ServerTimeoutError):
+                raise ExchangeFailed(f"no connection within {CONNECT_SECONDS:g} s") from None
             if isinstance(e, TimeoutError):
                 raise TimedOut(f"no answer within {seconds:g} s") from None
             raise _failure(e) from None
@@ -174,12 +176,10 @@ class HttpClient:
             async with asyncio.timeout(_CLOSE_SECONDS):
                 await asyncio.gather(*(session.close() for session in sessions))
 
-    async def _sent(
-        self, kept: bool, method: str, path: str, seconds: float, most_bytes: int, body: bytes | None
-    ) -> HttpAnswer:
+    async def _sent(self, kept: bool, method: str, path: str, most_bytes: int, body: bytes | None) -> HttpAnswer:
         """Send the request once. Raises _Unanswered if the server closed the connection before it answered."""
         headers = {} if body is None else {"Content-Type": "application/json"}
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=min(CONNECT_SECONDS, seconds))
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS)
         if self._closed:
             raise ExchangeFailed(_CLOSED)
         try:

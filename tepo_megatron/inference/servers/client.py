@@ -8,7 +8,6 @@ from typing import Any
 from tepo_megatron.errors import RolloutError
 from tepo_megatron.utils.escaping import excerpt
 from tepo_megatron.utils.exchange import (
-    CONNECT_SECONDS,
     CONTROL_BYTES,
     ERROR_BYTES,
     BadAnswer,
@@ -20,7 +19,8 @@ from tepo_megatron.utils.exchange import (
     to_json,
 )
 
-HEALTH_SECONDS = 1.0
+HEALTH_SECONDS = 1.0  # between health requests
+HEALTHY_SECONDS = 10.0  # time limit of the request of `healthy`
 CONTROL_CONNECTIONS = 2  # per server, next to those of its generation requests: health, and updates or interruptions
 
 
@@ -156,7 +156,7 @@ async def healthy(url: str) -> bool:
     """Return whether a server at `url` reports that it takes requests."""
     http = HttpClient(url)
     try:
-        return (await http.exchange("GET", "/health", seconds=CONNECT_SECONDS, most_bytes=ERROR_BYTES)).status == 200
+        return (await http.exchange("GET", "/health", seconds=HEALTHY_SECONDS, most_bytes=ERROR_BYTES)).status == 200
     except ExchangeFailed:
         return False
     finally:
