@@ -176,7 +176,7 @@ def measured(name: str, kind: str, url: str) -> dict[str, Any]:
 
 def main() -> None:
     url = sys.argv[1]
-    client_module.CONNECT_SECONDS = process_module.HEALTH_SECONDS = DEADLINE
+    client_module.HEALTHY_SECONDS = process_module.HEALTH_SECONDS = DEADLINE
     pairs = [(name, kind) for name, kind in json.loads(sys.argv[2])]
     lasting = [(name, kind) for name, kind in pairs if kind in ENDLESS or name in ASKS_FOR_HEALTH]
     with ThreadPoolExecutor(48) as threads:

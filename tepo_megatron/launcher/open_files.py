@@ -1,9 +1,9 @@
 """Check that this machine lets the processes of a run open as many files as they need."""
 
-import resource
-
 from tepo_megatron.config import RewardConfig, RolloutConfig
 from tepo_megatron.errors import ConfigError
+from tepo_megatron.inference.servers.client import CONTROL_CONNECTIONS
+from tepo_megatron.utils.open_files import WANTED, raise_open_file_limit
 
 # Measured with `python -m tests.harness.open_files` on a CPU (gloo, torch 2.13, vLLM 0.32): with vLLM and 2 ranks (tp 2) rank 0
 # has at most 138 open files and rank 1 116; with a scripted engine and 4 ranks (tp 2, dp 2) 145 and 136. That is 10 per rank
@@ -21,22 +21,18 @@ def needed_open_files(ranks: int, rollout: RolloutConfig, reward: RewardConfig) 
         rollout: Sets the number of concurrent requests.
         reward: Sets the number of grading workers.
     """
-    requests = rollout.servers * rollout.server.concurrency
+    requests = rollout.servers * (rollout.server.concurrency + CONTROL_CONNECTIONS)
     return _BASE + requests + _PER_RANK * ranks + _PER_WORKER * reward.workers * len(reward.terms)
 
 
 def check_open_files(needed: int) -> None:
-    """Raise this process's limit of open files to `needed` if it is lower; child processes inherit it.
+    """Raise this process's limit of open files as far as is useful; child processes inherit it.
 
     Raises:
-        ConfigError: The hard limit is too low.
+        ConfigError: The hard limit is lower than `needed`.
     """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY or soft >= needed:
-        return
-    if hard != resource.RLIM_INFINITY and hard < needed:
+    if (limit := raise_open_file_limit(max(needed, WANTED))) < needed:
         raise ConfigError(
-            f"a process may open {hard} files here, and this run needs {needed}; raise the limit (`ulimit -n {needed}`), or "
+            f"a process may open {limit} files here, and this run needs {needed}; raise the limit (`ulimit -n {needed}`), or "
             "lower rollout.server.concurrency or reward.workers"
         )
-    resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))

@@ -69,7 +69,7 @@ def check_reward(cfg: RewardConfig) -> None:
 
 
 def _http(cfg: RewardConfig, entry: Any, tokenizer: str) -> RewardTerm:
-    from tepo_megatron.rewards import remote  # httpx takes a while, and every rank imports this package
+    from tepo_megatron.rewards import remote  # aiohttp takes a while
 
     decoders = "the tokenizer of the model"
     return remote.HttpTerm(

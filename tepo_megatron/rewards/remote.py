@@ -99,7 +99,7 @@ class HttpTerm:
         """Send one request and return the rewards. Raises _Failure."""
         most = ANSWER_BYTES + SAMPLE_BYTES * samples
         try:
-            answer = await self._http.exchange("POST", self._url, seconds=self._timeout_seconds, most_bytes=most, body=payload)
+            answer = await self._http.exchange("POST", "", seconds=self._timeout_seconds, most_bytes=most, body=payload)
             if answer.ok:
                 return _rewards(answer, samples)
         except TimedOut:

@@ -5,9 +5,9 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from tepo_megatron.errors import RolloutError
 from tepo_megatron.utils.escaping import excerpt
 from tepo_megatron.utils.exchange import (
-    CONNECT_SECONDS,
     CONTROL_BYTES,
     ERROR_BYTES,
     BadAnswer,
@@ -15,10 +15,13 @@ from tepo_megatron.utils.exchange import (
     HttpAnswer,
     HttpClient,
     TimedOut,
+    TooManyOpenFiles,
     to_json,
 )
 
-HEALTH_SECONDS = 1.0
+HEALTH_SECONDS = 1.0  # between health requests
+HEALTHY_SECONDS = 10.0  # time limit of the request of `healthy`
+CONTROL_CONNECTIONS = 2  # per server, next to those of its generation requests: health, and updates or interruptions
 
 
 class RequestFailed(Exception):
@@ -61,6 +64,7 @@ class Client:
             body: Sent as JSON. None: no body.
 
         Raises:
+            RolloutError: This process may not open another connection; the server is not to blame.
             RequestFailed: No answer within the limit, a broken connection, or an error answer.
         """
         answer = await self.exchange(method, path, body)
@@ -77,6 +81,7 @@ class Client:
         accept: str = "*/*",
         most_bytes: int = CONTROL_BYTES,
         seconds: float | None = None,
+        repeatable: bool = False,
     ) -> HttpAnswer:
         """Send one request, like `send`, and return the undecoded answer.
 
@@ -87,6 +92,7 @@ class Client:
             accept: Content type that the client prefers.
             most_bytes: Size limit of the answer in bytes.
             seconds: Time limit of the exchange. None: `request_seconds`.
+            repeatable: See `HttpClient.exchange`. False for every request that changes the server's state.
 
         Raises:
             RequestFailed: As `send`.
@@ -94,12 +100,20 @@ class Client:
         seconds = seconds or self._request_seconds
         try:
             answer = await self._http.exchange(
-                method, path, seconds=seconds, most_bytes=most_bytes, body=to_json(body), accept=accept
+                method,
+                path,
+                seconds=seconds,
+                most_bytes=most_bytes,
+                body=to_json(body),
+                accept=accept,
+                repeatable=repeatable,
             )
         except TimedOut:
             raise RequestFailed(
                 f"did not answer {path} within {seconds:g} s; raise rollout.server.request_seconds if it was busy"
             ) from None
+        except TooManyOpenFiles as e:
+            raise RolloutError(f"{path}: {e}") from None
         except BadAnswer as e:
             raise RequestFailed(f"answered {path} with {e}", answered=True) from None
         except ExchangeFailed as e:
@@ -110,7 +124,7 @@ class Client:
         raise RequestFailed(what, answered=True, refused=400 <= answer.status < 500)
 
     async def pause(self) -> None:
-        """Pause health requests: from now on the watch only checks that the server accepts a connection.
+        """Pause health requests: from now on the watch only checks that the server answers at all.
 
         Returns when no health request is in flight. SGLang samples a token to answer `/health`, which kills a server that is
         asleep or about to sleep.
@@ -126,11 +140,9 @@ class Client:
         """Check the server's health once. Raises ExchangeFailed, or BadAnswer with the status if that is an error."""
         limit = max(HEALTH_SECONDS, self._heartbeat_timeout)
         async with self._asking:
-            if self._paused:
-                await self._http.exchange("HEAD", "/", seconds=limit, most_bytes=ERROR_BYTES)
-                return
-            answer = await self._http.exchange("GET", "/health", seconds=limit, most_bytes=ERROR_BYTES)
-            if not answer.ok:
+            method, path = ("HEAD", "/") if self._paused else ("GET", "/health")
+            answer = await self._http.exchange(method, path, seconds=limit, most_bytes=ERROR_BYTES, repeatable=True)
+            if not (answer.ok or self._paused):
                 raise BadAnswer(str(answer.status))
 
     async def wait_unhealthy(self) -> str:
@@ -151,6 +163,8 @@ class Client:
                         f"did not answer /health for {self._heartbeat_timeout:g} s; raise rollout.server.heartbeat_timeout if "
                         "it was busy"
                     )
+            except TooManyOpenFiles:  # that says nothing about the server
+                heard = time.monotonic()
             except BadAnswer as e:
                 return f"answered /health with {e}"
             except ExchangeFailed as e:
@@ -165,7 +179,7 @@ async def healthy(url: str) -> bool:
     """Return whether a server at `url` reports that it takes requests."""
     http = HttpClient(url)
     try:
-        return (await http.exchange("GET", "/health", seconds=CONNECT_SECONDS, most_bytes=ERROR_BYTES)).status == 200
+        return (await http.exchange("GET", "/health", seconds=HEALTHY_SECONDS, most_bytes=ERROR_BYTES)).status == 200
     except ExchangeFailed:
         return False
     finally:

@@ -89,9 +89,13 @@ class ServerConnection:
     async def close(self) -> None:
         """End this start of an ill server at once, and close the connection."""
         await self.server.end()
-        if self.client is not None:
-            await self.client.close()
-        self.client = None
+        await self.disconnect()
+
+    async def disconnect(self) -> None:
+        """Close the connection; requests in progress fail. The server goes on."""
+        client, self.client = self.client, None
+        if client is not None:
+            await client.close()
 
 
 class Endpoint(ServerConnection):
@@ -160,7 +164,8 @@ class Endpoint(ServerConnection):
         seconds = self._cfg.generation_limit(sum(ask.sampling.samples * ask.sampling.max_tokens for ask in asks))
 
         async def generate(ask: GenerationRequest) -> HttpAnswer:
-            exchange = functools.partial(client.exchange, most_bytes=answer_bytes(ask.prompt, ask.sampling), seconds=seconds)
+            most = answer_bytes(ask.prompt, ask.sampling)
+            exchange = functools.partial(client.exchange, most_bytes=most, seconds=seconds, repeatable=True)
             return await self._asked(self.api.generate(client.send, exchange, ask, version))
 
         try:

@@ -5,18 +5,25 @@ Everything that concerns servers runs in the event loop of the pool. `routing.py
 """
 
 import asyncio
+from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+
+import psutil
 
 from tepo_megatron.config import RolloutConfig
 from tepo_megatron.errors import RolloutError, SyncError
 from tepo_megatron.inference.engine import INITIAL_VERSION, UNKNOWN_VERSION
+from tepo_megatron.inference.servers.client import CONTROL_CONNECTIONS
 from tepo_megatron.inference.servers.endpoint import Endpoint
 from tepo_megatron.inference.servers.growth import GrowthLimit
 from tepo_megatron.inference.servers.lease import Quiesce
 from tepo_megatron.inference.servers.sleep import SleepController
 from tepo_megatron.inference.servers.slot import Incarnation, ServerSlot
 from tepo_megatron.utils.loop import LoopThread
+from tepo_megatron.utils.open_files import raise_open_file_limit
+
+SPARE_FILES = 64  # for whatever else the process opens while requests are in flight
 
 
 class ServerPool:
@@ -24,7 +31,7 @@ class ServerPool:
 
     Args:
         endpoints: The servers, not yet launched.
-        cfg: Only min_servers, server.restarts and server.restart_after_growth_gib are used.
+        cfg: Only min_servers, only, server.concurrency, server.restarts and server.restart_after_growth_gib are used.
         quiesce: Quiesces servers that others start, where they have to sleep (`rollout.colocate`). None: not needed.
 
     Attributes:
@@ -33,7 +40,7 @@ class ServerPool:
         version: Version of the weights that a server must serve to be used.
         refused: Why the weights were refused; the served version is unknown then. Empty: they were not.
         loop: Runs all coroutines that concern servers.
-        changed: Notified whenever the state of a server changes.
+        changed: Notified whenever the state of a server changes, or a server has no request in flight any more.
         growth: Ends servers whose memory has grown too far.
         sleeping: The sleep state of the servers.
     """
@@ -47,6 +54,9 @@ class ServerPool:
         self.sleeping = SleepController(self.changed, quiesce, self.growth)
         self._supervisors: list[asyncio.Task[None]] = []
         self._events: list[str] = []
+        # requests that wait for a server, oldest first, each with the server that it avoids
+        self._waiting: OrderedDict[asyncio.Future[tuple[ServerSlot[Endpoint], Incarnation]], Endpoint | None] = OrderedDict()
+        self._in_flight = self._most_in_flight = 0
 
     def start(self) -> None:
         """Launch all servers and return at once.
@@ -56,6 +66,8 @@ class ServerPool:
         if self._supervisors:
             raise RolloutError("the inference servers were already started; close the fleet first")
         self.version, self.refused, self.changed = INITIAL_VERSION, "", asyncio.Condition()
+        self._waiting.clear()
+        self._in_flight, self._most_in_flight = 0, self._allowed_in_flight()
         self.sleeping = SleepController(self.changed, self._quiesce, self.growth)
         self.sleeping.allow_starts()  # a killed run may have left its device lease
         may_start = self.sleeping.may_start
@@ -129,9 +141,80 @@ class ServerPool:
         return events
 
     async def notify(self) -> None:
-        """Wake all tasks that wait for a change of a server's state."""
+        """Wake all tasks that wait for a change of a server's state, and the requests that a server is free for."""
+        self._assign()
         async with self.changed:
             self.changed.notify_all()
+
+    async def acquire(self, avoid: Endpoint | None) -> tuple[ServerSlot[Endpoint], Incarnation]:
+        """Return the least loaded server that may take another request, and count the request. Call `release` after it.
+
+        The oldest waiting request gets the first free server, and wakes only then.
+
+        Args:
+            avoid: Server that is used only if no other is free.
+
+        Raises:
+            RolloutError: Fewer than `min_servers` servers are left, or a server needs weights that nobody will send.
+        """
+        place = asyncio.get_running_loop().create_future()
+        self._waiting[place] = avoid
+        try:
+            self._assign()
+            return await place
+        except asyncio.CancelledError:
+            if place.done() and not place.cancelled() and place.exception() is None:
+                await self.release(place.result()[0])
+            raise
+        finally:
+            self._waiting.pop(place, None)
+
+    async def release(self, slot: ServerSlot[Endpoint]) -> None:
+        """Count a request of `acquire` as ended."""
+        slot.endpoint.in_flight -= 1
+        self._in_flight -= 1
+        if slot.endpoint.in_flight:
+            self._assign()
+        else:
+            await self.notify()
+
+    def _assign(self) -> None:
+        """Give the free servers to waiting requests. A RolloutError goes to all of them."""
+        while self._waiting:
+            try:
+                self.require_enough()
+                # requests of a sleeping engine are those that their caller has abandoned
+                serving = [] if self.sleeping.asleep else self.serving()
+                if self._cfg.only and not serving:
+                    self.refuse_other_weights()
+            except RolloutError as e:
+                for place in self._waiting:
+                    if not place.done():
+                        place.set_exception(e)
+                self._waiting.clear()
+                return
+            free = [each for each in serving if each[0].endpoint.in_flight < self._cfg.server.concurrency]
+            if not free or self._in_flight >= self._most_in_flight:
+                return
+            place, avoid = self._waiting.popitem(last=False)
+            if not place.done():
+                slot, incarnation = min(free, key=lambda each: (each[0].endpoint is avoid, each[0].endpoint.in_flight))
+                slot.endpoint.in_flight += 1
+                self._in_flight += 1
+                place.set_result((slot, incarnation))
+
+    def _allowed_in_flight(self) -> int:
+        """Raise the limit of open files, and return the number of requests for whose connections it is enough."""
+        most, servers = len(self.endpoints) * self._cfg.server.concurrency, len(self.endpoints)
+        limit, others = raise_open_file_limit(), psutil.Process().num_fds() + servers * CONTROL_CONNECTIONS + SPARE_FILES
+        if limit >= others + most:
+            return most
+        allowed = max(1, (limit - others) * 3 // 4)  # the rest is for idle connections
+        self.event(
+            f"only {allowed} of {most} requests run concurrently, because a process may open {limit} files here and these "
+            f"need {others + most}; raise the limit (`ulimit -n {others + most}`), or lower rollout.server.concurrency"
+        )
+        return allowed
 
     async def _keep_all(self) -> None:
         self._supervisors = [asyncio.create_task(slot.supervise()) for slot in self.slots]

@@ -191,7 +191,7 @@ class ServerProcess:
         with contextlib.closing(BlockingHttpClient(self._health_url)) as http:
             while self.running:
                 with contextlib.suppress(ExchangeFailed):
-                    answer = http.exchange("GET", self._health_url, seconds=HEALTH_SECONDS, most_bytes=ERROR_BYTES)
+                    answer = http.exchange("GET", "", seconds=HEALTH_SECONDS, most_bytes=ERROR_BYTES)
                     if answer.status == 200:
                         return
                 if time.monotonic() > self._deadline:

@@ -16,7 +16,6 @@ from tepo_megatron.inference.partial import GenerationRequest, continuations, me
 from tepo_megatron.inference.servers.client import RequestFailed
 from tepo_megatron.inference.servers.endpoint import Endpoint
 from tepo_megatron.inference.servers.pool import ServerPool
-from tepo_megatron.inference.servers.slot import Incarnation, ServerSlot
 from tepo_megatron.types import Prompt, Rollout, SamplingParams
 
 ATTEMPTS = 3  # to sample a prompt, on other servers where there are some
@@ -28,7 +27,7 @@ class RoutedSampler:
 
     Args:
         pool: The servers.
-        cfg: Only on_weight_update, only and server.concurrency are used.
+        cfg: Only on_weight_update is used.
     """
 
     def __init__(self, pool: ServerPool, cfg: RolloutConfig) -> None:
@@ -107,41 +106,35 @@ class RoutedSampler:
         """Return the requested samples, all from one server. Retries on other servers."""
         avoid: Endpoint | None = None
         for attempt in range(1, ATTEMPTS + 1):
-            member, incarnation = await self._free(avoid)
-            member.endpoint.in_flight += 1
+            member, incarnation = await self._pool.acquire(avoid)
+            decode = None
             try:
-                try:
-                    decode = await member.endpoint.generate(asks)
-                finally:  # the request is over; the server does not wait until its answer is decoded
-                    member.endpoint.in_flight -= 1
-                    await self._pool.notify()
-                rollouts = await asyncio.to_thread(decode)
-                member.delivered()
-                return rollouts
+                decode = await member.endpoint.generate(asks)
             except RequestFailed as e:
                 if e.refused:
                     raise RolloutError(f"{member.endpoint.name} {e.what}") from None
                 error = await member.failed(incarnation, e)
             except RolloutError as e:
-                error = e
-                if isinstance(e, StaleWeights):
-                    incarnation.end(e)
+                error = _noted(e, incarnation)
+            finally:  # the request is over; the server does not wait until its answer is decoded
+                await self._pool.release(member)
+            if decode is not None:
+                try:
+                    rollouts = await asyncio.to_thread(decode)
+                except RolloutError as e:
+                    error = _noted(e, incarnation)
+                else:
+                    member.delivered()
+                    return rollouts
             avoid = member.endpoint
             if attempt < ATTEMPTS:
                 self._pool.event(f"prompt {asks[0].prompt.id} is sampled again: {str(error).splitlines()[0]}")
                 await asyncio.sleep(RETRY_SECONDS * 2 ** (attempt - 1))
         raise error
 
-    async def _free(self, avoid: Endpoint | None) -> tuple[ServerSlot[Endpoint], Incarnation]:
-        """Wait for and return the least loaded server with a free slot, preferring others to `avoid`. Raises RolloutError."""
-        while True:
-            async with self._pool.changed:
-                self._pool.require_enough()
-                # requests of a sleeping engine are those that their caller has abandoned
-                serving = [] if self._pool.sleeping.asleep else self._pool.serving()
-                free = [each for each in serving if each[0].endpoint.in_flight < self._cfg.server.concurrency]
-                if self._cfg.only and not serving:
-                    self._pool.refuse_other_weights()
-                if free:
-                    return min(free, key=lambda each: (each[0].endpoint is avoid, each[0].endpoint.in_flight))
-                await self._pool.changed.wait()
+
+def _noted(error: RolloutError, incarnation: Incarnation) -> RolloutError:
+    """Return the error of an answer; if it shows stale weights, end the incarnation."""
+    if isinstance(error, StaleWeights):
+        incarnation.end(error)
+    return error

@@ -120,6 +120,7 @@ class ServerSlot(Generic[C]):
             raise
         finally:
             self._ending = False
+            await self.endpoint.disconnect()
             await self._tell()
 
     def _pause(self, error: RolloutError, once_up: bool) -> float | None:
