@@ -1,7 +1,7 @@
 """Answers of a fake vLLM: token ids, log-probs, and the JSON of `/v1/completions` as vLLM 0.32 writes it.
 
-Ids: 0 to 2 are special tokens, then come the printable ASCII characters, space and newline, the rest of the bytes, and pieces of
-words. Only numpy is imported, so that the process of the servers starts at once.
+Ids: 0 to 2 are special tokens, then come the printable ASCII characters, space and newline, the rest of the bytes, and pieces
+of words. Only numpy is imported, so that the process of the servers starts at once.
 """
 
 from __future__ import annotations

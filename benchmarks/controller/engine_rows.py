@@ -11,7 +11,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from contextvars import Context, ContextVar
 from dataclasses import asdict
 from functools import partial
@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.controller.answers import END, FIRST_PIECE, VOCABULARY, write_tokenizer
-from benchmarks.controller.fake_pool import FakePool, PoolCounts, PoolSpec
+from benchmarks.controller.fake_pool import FakePool, PoolSpec
 from benchmarks.controller.measuring import Point, once
 from tepo_megatron.config import RewardConfig, RolloutConfig, UrlServerConfig
 from tepo_megatron.data import PromptStream
@@ -70,9 +70,9 @@ class CountingLoop(asyncio.SelectorEventLoop):
 
     wakeups = 0
 
-    def call_soon(self, callback: Callable[..., object], *args: Any, context: Context | None = None) -> asyncio.Handle:
+    def call_soon(self, callback: Callable[..., object], *args: Any, context: Context | None = None) -> asyncio.Handle:  # type: ignore[override]
         """Count the callback if it wakes a task, and schedule it."""
-        if isinstance(getattr(callback, "__self__", None), asyncio.Task) and not (context or {}).get(_sending, False):
+        if isinstance(getattr(callback, "__self__", None), asyncio.Task) and not (context and context.get(_sending)):
             CountingLoop.wakeups += 1
         return super().call_soon(callback, *args, context=context)
 
@@ -152,6 +152,19 @@ def sampled(engine: Fleet | CustomRollouts, prompts: Sequence[Prompt], sampling:
     return rollouts
 
 
+def _once(size: float, work: Callable[[], Sequence[Rollout]]) -> Point:
+    """Measure one call that returns rollouts; the size of the point is that of their responses."""
+    tokens: list[int] = []
+
+    def counted_work() -> Sequence[Rollout]:
+        rollouts = work()
+        tokens.append(sum(r.token_ids_L.numel() - PROMPT_TOKENS for r in rollouts))
+        return rollouts
+
+    point = once(size, counted_work)
+    return Point(tokens[0] / 1e6, point.cpu_seconds, point.peak_mib)
+
+
 def intake(sizes: Sequence[float], answer_format: str) -> list[Point]:
     """Measure receiving, decoding and checking the answers, without grading.
 
@@ -159,34 +172,27 @@ def intake(sizes: Sequence[float], answer_format: str) -> list[Point]:
         sizes: Millions of tokens.
         answer_format: See `PoolSpec.format`.
     """
-    found = []
+    found, sampling = [], SamplingParams(samples=SAMPLES, max_tokens=CAP + 1, stop_token_ids=(END,))
     for size in sizes:
         prompts = make_prompts(max(1, round(size * 1e6 / SAMPLES / MEAN)))
         spec = PoolSpec(SERVERS, MEAN, CAP, most_seconds=ARRIVAL_SECONDS * size, format=answer_format)
         with FakePool(spec) as pool, engine_of(rollout_config(pool.urls, CONCURRENCY, SAMPLES, CAP + 1)) as engine:
-            sampling = SamplingParams(samples=SAMPLES, max_tokens=CAP + 1, stop_token_ids=(END,))
-            tokens: list[int] = []
-
-            def work(engine: Fleet = engine, sampling: SamplingParams = sampling, tokens: list[int] = tokens) -> object:
-                rollouts = sampled(engine, prompts, sampling)
-                tokens.append(sum(r.token_ids_L.numel() - PROMPT_TOKENS for r in rollouts))
-                return rollouts
-
-            point = once(size, work)
-            found.append(Point(tokens[0] / 1e6, point.cpu_seconds, point.peak_mib))
+            found.append(_once(size, partial(sampled, engine, prompts, sampling)))
     return found
 
 
 @contextmanager
 def reward_of_run() -> Iterator[WeightedReward]:
     """Yield the default reward with a tokenizer of 60,000 entries, its workers started."""
-    from tepo_megatron.data.tokenizer import load_tokenizer, text_functions
+    from tepo_megatron.data import tokenizer as tokenizers
 
-    with tempfile.TemporaryDirectory(prefix="tokenizer-") as folder:
+    with tempfile.TemporaryDirectory(prefix="tokenizer-") as folder, ExitStack() as stack:
         write_tokenizer(Path(folder))
-        _, decode = text_functions(load_tokenizer(folder))
-        with build_reward(RewardConfig(workers=WORKERS), decode) as reward:
-            yield reward
+        tokenizer = tokenizers.load_tokenizer(folder)
+        given: list[Any] = [tokenizers.text_functions(tokenizer)[1]]
+        if (decoder_file := getattr(tokenizers, "decoder_file", None)) is not None:  # versions whose workers decode
+            given.append(stack.enter_context(decoder_file(tokenizer)))
+        yield stack.enter_context(build_reward(RewardConfig(workers=WORKERS), *given))
 
 
 def collect(sizes: Sequence[float], answer_format: str) -> list[Point]:
@@ -196,6 +202,10 @@ def collect(sizes: Sequence[float], answer_format: str) -> list[Point]:
         sizes: Millions of tokens.
         answer_format: See `PoolSpec.format`.
     """
+
+    def collected(collector: Collector) -> Sequence[Rollout]:
+        return collector.collect(1, Clock())[0]
+
     found = []
     for size in sizes:
         prompts = make_prompts(max(1, round(size * 1e6 / SAMPLES / MEAN)))
@@ -205,15 +215,7 @@ def collect(sizes: Sequence[float], answer_format: str) -> list[Point]:
             with engine_of(cfg) as engine:
                 stream = PromptStream(prompts, 0, shuffle=False)
                 collector = Collector(cfg, engine, reward, stream, 0, (END,), max_generation_rounds=1, overlong=None)
-                tokens: list[int] = []
-
-                def work(collector: Collector = collector, tokens: list[int] = tokens) -> object:
-                    rollouts, metrics = collector.collect(1, Clock())
-                    tokens.append(sum(r.token_ids_L.numel() - PROMPT_TOKENS for r in rollouts))
-                    return rollouts, metrics
-
-                point = once(size, work)
-                found.append(Point(tokens[0] / 1e6, point.cpu_seconds, point.peak_mib))
+                found.append(_once(size, partial(collected, collector)))
     return found
 
 
@@ -272,19 +274,16 @@ def _no_text_decode(ids: Sequence[int]) -> str:
     return ""
 
 
-def concurrent_requests(requests: int, servers: int) -> PoolCounts:
+def concurrent_requests(requests: int, urls: Sequence[str]) -> None:
     """Send this many requests at once and wait for all answers.
 
     Args:
         requests: Number of requests.
-        servers: Number of servers.
+        urls: Base URLs of the servers.
     """
-    concurrency = -(-requests // servers)
-    spec = PoolSpec(servers, TURN_MEAN, TURN_CAP, least_seconds=6.0, most_seconds=8.0)
-    with FakePool(spec) as pool, engine_of(rollout_config(pool.urls, concurrency, 2, TURN_CAP + 1)) as engine:
+    with engine_of(rollout_config(urls, -(-requests // len(urls)), 2, TURN_CAP + 1)) as engine:
         sampling = SamplingParams(samples=2, max_tokens=TURN_CAP + 1, stop_token_ids=(END,))
         assert len(sampled(engine, make_prompts(requests), sampling)) == 2 * requests
-        return pool.counts()
 
 
 def counted(servers: int = 8, concurrency: int = 2, prompts: int = 64, answer_format: str = "json") -> dict[str, float]:
@@ -316,6 +315,3 @@ def counted(servers: int = 8, concurrency: int = 2, prompts: int = 64, answer_fo
         "connections opened": counts.opened,
         "requests per server": counts.requests / servers,
     }
-
-
-json_intake, binary_intake = partial(intake, answer_format="json"), partial(intake, answer_format="binary")
