@@ -10,7 +10,7 @@ from benchmarks.controller.fake_pool import BINARY, binary_format
 from benchmarks.controller.measuring import Point, power_law
 from benchmarks.controller.parts import PARTS, GrowthRow, SingleFigure
 from benchmarks.controller.results_table import load_results, markdown, save_results
-from benchmarks.results import Target
+from benchmarks.results import Target, load
 
 CONCURRENCY = 2  # most requests at once on a server
 JSON_BYTES_PER_TOKEN = 80.0
@@ -33,6 +33,8 @@ def test_counts_with_json_answers() -> None:
     found = counted(concurrency=CONCURRENCY)
     assert 8 < found["bytes per token"] <= JSON_BYTES_PER_TOKEN
     check_counts(found)
+    committed = {x["id"]: x["ours"] for x in load(RESULTS.with_name("cpu.json"))}
+    assert found["bytes per token"] == pytest.approx(committed["15/bytes per token, json"])
 
 
 @pytest.mark.skipif(binary_format() is None, reason="the package has no binary answers")
