@@ -88,7 +88,7 @@ def main() -> None:
         rows = [x.as_object() for x in found if isinstance(x, GrowthRow)]
         figures = [x.as_object() for x in found if not isinstance(x, GrowthRow)]
         args.out.write_text(json.dumps({"rows": rows, "figures": figures}))
-        return
+        os._exit(0)  # threads of an engine that was stopped in the middle of its work may hang
     results = load_results(args.out)
     for name in args.only:
         start = time.monotonic()

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from concurrent.futures import CancelledError
+from contextlib import ExitStack, contextmanager, suppress
 from contextvars import Context, ContextVar
 from dataclasses import asdict
 from functools import partial
@@ -43,6 +45,7 @@ SAMPLES, MEAN, CAP, PROMPT_TOKENS = 16, 6000, 20_000, 300  # of a step at cluste
 SERVERS, CONCURRENCY = 64, 64
 ARRIVAL_SECONDS = 1.5  # in which the answers of a million tokens arrive
 WORKERS = 2  # of the reward
+CLOSE_SECONDS = 20.0  # of an engine; one that was interrupted in the middle of its work may hang
 CONVERSATION_SECONDS = 90.0  # after which the conversations are stopped
 TURNS, TURN_MEAN, TURN_CAP, TOOL_TOKENS = 4, 64, 128, 32
 
@@ -131,10 +134,17 @@ def engine_of(cfg: RolloutConfig) -> Iterator[Fleet]:
     assert isinstance(cfg.server, UrlServerConfig)
     launch = LaunchSpec(Path("none"), max_model_len=10**6, platform="cpu", precision="fp32", seed=0)
     servers = [NamedServer(f"server {i}", cfg.server, launch, url) for i, url in enumerate(cfg.server.urls)]
-    with Fleet([CountedEndpoint(server, VllmApi(), cfg.server, launch.max_model_len) for server in servers], cfg) as fleet:
+    fleet = Fleet([CountedEndpoint(server, VllmApi(), cfg.server, launch.max_model_len) for server in servers], cfg)
+    try:
         fleet.start()
         fleet.wait_ready()
         yield fleet
+    finally:
+        closing = threading.Thread(target=fleet.close, daemon=True)
+        closing.start()
+        closing.join(CLOSE_SECONDS)
+        if closing.is_alive():
+            print(f"the engine was not closed within {CLOSE_SECONDS:g} s", file=sys.stderr)
 
 
 def sampled(engine: Fleet | CustomRollouts, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[Rollout]:
@@ -251,9 +261,8 @@ def conversations(samples: int, servers: int, concurrency: int, counts_wakeups: 
             start, first, wakeups = time.process_time(), time.monotonic(), CountingLoop.wakeups
 
             def work() -> None:
-                try:
+                with suppress(CancelledError):  # stopped
                     sampled(custom, prompts, sampling)
-                finally:
                     done.set()
 
             threading.Thread(target=work, daemon=True).start()

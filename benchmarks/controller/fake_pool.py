@@ -34,7 +34,7 @@ END_SECONDS = 10.0
 
 @dataclass(frozen=True)
 class PoolSpec:
-    """What the servers answer.
+    """The answers of the servers, and their timing.
 
     Attributes:
         servers: Number of servers.
