@@ -26,6 +26,7 @@ from benchmarks.results import ROOT, surroundings
 
 OUT = ROOT / "benchmarks/results/controller.json"
 PART_SECONDS = 900.0
+ERROR_CHARACTERS = 4000  # of a part that failed, printed
 # one thread: threads that spin would count as CPU time of the work
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false"}
 
@@ -75,7 +76,7 @@ def measure_part(name: str, sizes: Sequence[float]) -> dict[str, Any]:
         except subprocess.TimeoutExpired:
             return found | {"error": f"not done after {PART_SECONDS:g} s"}
         if done.returncode:
-            print(done.stderr, file=sys.stderr)
+            print(done.stderr[-ERROR_CHARACTERS:], file=sys.stderr)
             return found | {"error": (done.stderr.strip().splitlines() or ["no error"])[-1][:300]}
         return found | json.loads(out.read_text())
 

@@ -12,8 +12,8 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import CancelledError
-from contextlib import ExitStack, contextmanager, suppress
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import ExitStack, contextmanager
 from contextvars import Context, ContextVar
 from dataclasses import asdict
 from functools import partial
@@ -252,7 +252,7 @@ def conversations(samples: int, servers: int, concurrency: int, counts_wakeups: 
     if counts_wakeups:
         asyncio.set_event_loop_policy(CountingPolicy())
     longest = TURNS * (TURN_CAP + TOOL_TOKENS) + 1
-    prompts, done = make_prompts(samples // SAMPLES), threading.Event()
+    prompts = make_prompts(samples // SAMPLES)
     sampling = SamplingParams(samples=SAMPLES, max_tokens=longest, stop_token_ids=(END,))
     spec = PoolSpec(servers, TURN_MEAN, TURN_CAP, most_seconds=0.5)
     with FakePool(spec) as pool, engine_of(rollout_config(pool.urls, concurrency, SAMPLES, longest)) as engine:
@@ -260,13 +260,10 @@ def conversations(samples: int, servers: int, concurrency: int, counts_wakeups: 
         with CustomRollouts(engine, function, _no_text_encode, _no_text_decode) as custom:
             start, first, wakeups = time.process_time(), time.monotonic(), CountingLoop.wakeups
 
-            def work() -> None:
-                with suppress(CancelledError):  # stopped
-                    sampled(custom, prompts, sampling)
-                    done.set()
-
-            threading.Thread(target=work, daemon=True).start()
-            complete = done.wait(CONVERSATION_SECONDS)
+            sampling_all = ThreadPoolExecutor(1).submit(sampled, custom, prompts, sampling)
+            complete = bool(wait([sampling_all], CONVERSATION_SECONDS).done)
+            if complete:
+                sampling_all.result()
             seconds, wall = time.process_time() - start, time.monotonic() - first
             counts, woken = pool.counts(), CountingLoop.wakeups - wakeups
     return {

@@ -9,6 +9,7 @@ counts, which it writes as a line of JSON. It ends when its standard input does,
 from __future__ import annotations
 
 import asyncio
+import functools
 import importlib
 import json
 import os
@@ -227,7 +228,7 @@ async def _serve(spec: PoolSpec) -> None:
     loop = asyncio.get_running_loop()
     pool = _Pool(spec)
     servers = [
-        await loop.create_server(lambda i=i: _Server(pool, i), "127.0.0.1", 0, backlog=4096) for i in range(spec.servers)
+        await loop.create_server(functools.partial(_Server, pool, i), "127.0.0.1", 0, backlog=4096) for i in range(spec.servers)
     ]
     print(json.dumps([server.sockets[0].getsockname()[1] for server in servers]), flush=True)
     reader = asyncio.StreamReader()
