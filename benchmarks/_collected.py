@@ -133,6 +133,26 @@ def prefix_tokens() -> list[Measure]:
     ]
 
 
+def controller(quick: bool) -> list[Measure]:
+    """Measure row 15: what the engine client costs per token, and counts of bytes, wake-ups and connections."""
+    from benchmarks.controller.engine_rows import counted, intake
+    from benchmarks.controller.fake_pool import BINARY, binary_format
+    from benchmarks.controller.parts import CPU_BINARY, CPU_JSON
+
+    out = []
+    for kind, most in [("json", CPU_JSON), *([(BINARY, CPU_BINARY)] if binary_format() else [])]:
+        (point,) = intake([0.1 if quick else 1.0], kind)
+        cost, targets = point.cpu_seconds / point.size, (Target(OURS, "<=", most),)
+        out.append(Measure(15, f"intake of a million tokens, {kind}", "CPU s", cost, {}, targets))
+        found = counted(answer_format=kind)
+        more = {"tokens": found["tokens"], "servers": 8}
+        # the requests alone decide the answers, and timing the other counts
+        out.append(Measure(15, f"bytes per token, {kind}", "B", found["bytes per token"], deterministic=True, more=more))
+        names = ("wake-ups per request", "connections at once", "connections opened")
+        out += [Measure(15, f"{name}, {kind}", "", found[name], more=more) for name in names]
+    return out
+
+
 def _run(benchmark: str, *words: str) -> Any:
     """Run a benchmark in a process of its own with one thread; return what it wrote to its --json file."""
     with tempfile.TemporaryDirectory() as folder:

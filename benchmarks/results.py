@@ -30,6 +30,7 @@ ROWS = {
     12: "Delivery of the weights to the engine",
     13: "Rollouts one step ahead",
     14: "Training step whose responses share prompts",
+    15: "Rollout data path (all parts: `python -m benchmarks.controller`)",
 }
 PACKAGES = ("torch", "megatron-core", "transformers", "triton", "trl", "verl", "liger-kernel")
 _SENSES = {"<=": operator.le, ">=": operator.ge, "==": operator.eq}

@@ -102,6 +102,12 @@ def _prefix(options: SuiteOptions) -> list[Measure]:
     return _collected.prefix(options.quick)
 
 
+def _controller(options: SuiteOptions) -> list[Measure]:
+    from benchmarks import _collected
+
+    return _collected.controller(options.quick)
+
+
 # waiting threads sleep: on a busy machine, spinning threads would make the times depend on other processes
 _PASSIVE = {"OMP_WAIT_POLICY": "PASSIVE", "KINETO_LOG_LEVEL": "99"}
 # one thread before and after a fork, as in tests/conftest.py; without the flag verl would compile in each rank
@@ -118,4 +124,5 @@ SUITES = {
     "sync": Suite((12,), _sync, {"OMP_NUM_THREADS": "1"}),
     "overlap": Suite((13,), _overlap),
     "prefix": Suite((14,), _prefix),
+    "controller": Suite((15,), _controller, _FORKS),
 }
