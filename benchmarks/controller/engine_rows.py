@@ -28,6 +28,7 @@ from benchmarks.controller.measuring import Point, once
 from tepo_megatron.config import RewardConfig, RolloutConfig, UrlServerConfig
 from tepo_megatron.data import PromptStream
 from tepo_megatron.inference.engine_api import LaunchSpec
+from tepo_megatron.inference.partial import GenerationRequest
 from tepo_megatron.inference.servers.endpoint import Endpoint
 from tepo_megatron.inference.servers.fleet import Fleet
 from tepo_megatron.inference.servers.remote import NamedServer
@@ -55,11 +56,11 @@ _sending: ContextVar[bool] = ContextVar("sending", default=False)
 class CountedEndpoint(Endpoint):
     """An endpoint that marks the context of its requests, so that `CountingLoop` can tell them from waiting for a server."""
 
-    async def generate(self, *args: Any, **options: Any) -> list[Rollout]:
+    async def generate(self, asks: Sequence[GenerationRequest]) -> Callable[[], list[Rollout]]:
         """See `Endpoint.generate`."""
         token = _sending.set(True)
         try:
-            return await super().generate(*args, **options)
+            return await super().generate(asks)
         finally:
             _sending.reset(token)
 

@@ -142,7 +142,7 @@ def weighting(sizes: Sequence[float]) -> list[Point]:
     Args:
         sizes: Millions of tokens.
     """
-    return _on_rollouts(sizes, lambda batch: hash_rows(1, batch.token_keys_N), batch_of)
+    return _on_rollouts(sizes, lambda batch: hash_rows(1, batch.token_keys_N(torch.device("cpu"))), batch_of)
 
 
 def _on_rollouts(

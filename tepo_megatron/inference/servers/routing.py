@@ -16,6 +16,7 @@ from tepo_megatron.inference.partial import GenerationRequest, continuations, me
 from tepo_megatron.inference.servers.client import RequestFailed
 from tepo_megatron.inference.servers.endpoint import Endpoint
 from tepo_megatron.inference.servers.pool import ServerPool
+from tepo_megatron.inference.servers.slot import Incarnation
 from tepo_megatron.types import Prompt, Rollout, SamplingParams
 
 ATTEMPTS = 3  # to sample a prompt, on other servers where there are some

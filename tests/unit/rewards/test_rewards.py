@@ -269,9 +269,9 @@ def test_worker_dies_with_its_parent() -> None:
 
 def test_too_little_memory_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where memory runs out within the imports differs: Python says MemoryError, the loader of its libraries ImportError."""
-    monkeypatch.setattr(pool, "MEMORY_MIB", 24)
+    monkeypatch.setattr(pool, "MEMORY_MIB", 16)
     with build_reward(RewardConfig(workers=2), decode) as reward:
-        with pytest.raises(RewardError, match=r"24 MiB of memory (?s:.*)(MemoryError|failed to map segment|allocate memory)"):
+        with pytest.raises(RewardError, match=r"16 MiB of memory (?s:.*)(MemoryError|failed to map segment|allocate memory)"):
             reward.score([rollout(r"\boxed{7.0}")])
         assert worker_pids(reward) == []
 
