@@ -33,7 +33,8 @@ _SLACK_SECONDS = 5.0  # extra time for a busy event loop to report the time-out 
 _CLOSED = "the connections to it were closed"
 _CLOSE_SECONDS = 1.0  # time limit for closing connections; a frozen server may never take what is still being sent to it
 # Numbers with this many digits or this large an exponent may exceed the float range; json.loads accepts up to 4300 digits.
-_EXTREME = re.compile(rb"[0-9]{300}|[eE]\+?[0-9]{3}")
+_EXTREME = (b"0" * 300, b"e000", b"e+000")
+_DIGITS_AS_ZERO = bytes.maketrans(b"123456789E", b"000000000e")
 _JSON = re.compile(r"(application|text)/([\w.-]+\+)?json|text/plain|application/octet-stream")
 
 
@@ -89,7 +90,8 @@ class HttpAnswer:
         if values > max(LEAST_VALUES, len(self.body) // _BYTES_PER_VALUE):
             raise BadAnswer(f"JSON of {values} values in {len(self.body)} bytes, which no answer of this kind has")
         hooks: dict[str, Any] = {"parse_constant": _no_constant}
-        if _EXTREME.search(self.body):
+        plain = self.body.translate(_DIGITS_AS_ZERO)  # a regular expression takes three times as long as json.loads
+        if any(extreme in plain for extreme in _EXTREME):
             hooks |= {"parse_int": _in_range, "parse_float": _in_range}
         try:
             return json.loads(self.body.decode(), **hooks)
