@@ -11,6 +11,7 @@ address, so that no other process can connect. The service ends when rank 0 clos
 """
 
 import contextlib
+import gc
 import os
 import queue
 import threading
@@ -148,6 +149,8 @@ def serve(connection: Connection, make_engine: EngineFactory | None = None) -> N
         make_engine: See `RolloutService`.
     """
     quiet_upstream()
+    gc.freeze()  # modules stay; thousands of requests are many objects, through which the collector looks in vain
+    gc.set_threshold(50_000, 20, 100)
     RolloutService(connection, make_engine).run()
 
 

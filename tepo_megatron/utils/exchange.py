@@ -35,7 +35,8 @@ _SLACK_SECONDS = 5.0  # extra time for a busy event loop to report the time-out 
 _CLOSED = "the connections to it were closed"
 _CLOSE_SECONDS = 1.0  # time limit for closing connections; a frozen server may never take what is still being sent to it
 # Numbers with this many digits or this large an exponent may exceed the float range; json.loads accepts up to 4300 digits.
-_EXTREME = re.compile(rb"[0-9]{300}|[eE]\+?[0-9]{3}")
+_EXTREME = (b"0" * 300, b"e000", b"e+000")
+_DIGITS_AS_ZERO = bytes.maketrans(b"123456789E", b"000000000e")
 _JSON = re.compile(r"(application|text)/([\w.-]+\+)?json|text/plain|application/octet-stream")
 
 
@@ -96,7 +97,8 @@ class HttpAnswer:
         """
         body = self.json_body()
         hooks: dict[str, Any] = {"parse_constant": _no_constant}
-        if _EXTREME.search(body):
+        plain = body.translate(_DIGITS_AS_ZERO)  # a regular expression takes three times as long as json.loads
+        if any(extreme in plain for extreme in _EXTREME):
             hooks |= {"parse_int": _in_range, "parse_float": _in_range}
         try:
             return json.loads(body.decode(), **hooks)

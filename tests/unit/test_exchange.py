@@ -1,0 +1,165 @@
+"""Connections to servers: which requests share them, when they end, and what is sent twice. Real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tepo_megatron.inference.servers.client import Client, RequestFailed
+from tepo_megatron.utils import exchange
+from tepo_megatron.utils.exchange import ExchangeFailed, HttpClient, TimedOut
+from tests.counting_servers import CountingServer, serving
+
+SECONDS = 30.0
+
+
+async def ask(http: HttpClient, path: str = "/x", repeatable: bool = True, method: str = "POST") -> int:
+    return (await http.exchange(method, path, seconds=SECONDS, body=b"{}", repeatable=repeatable)).status
+
+
+async def until_open(server: CountingServer, count: int) -> None:
+    deadline = time.monotonic() + SECONDS
+    while server.open != count:
+        assert time.monotonic() < deadline, f"{server.open} connections instead of {count}"
+        await asyncio.sleep(0.01)
+
+
+def test_repeatable_requests_share_connections_and_others_have_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exchange, "KEEP_SECONDS", 300.0)
+
+    async def run(server: CountingServer) -> None:
+        http = HttpClient(server.url, "key")
+        for _ in range(20):
+            await ask(http)
+        assert server.opened == 1
+        for _ in range(5):
+            await ask(http, repeatable=False)
+        assert server.opened == 6
+        await until_open(server, 1)
+        for _ in range(5):
+            await asyncio.gather(*(ask(http) for _ in range(8)))
+        assert server.opened <= 5 + 8 and server.requests["/x"] == 65
+        await http.close()
+        await until_open(server, 0)
+
+    with serving(1) as (server,):
+        asyncio.run(run(server))
+
+
+def test_idle_connections_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert exchange.KEEP_SECONDS < 5, "uvicorn closes idle connections after 5 s"
+    monkeypatch.setattr(exchange, "KEEP_SECONDS", 0.2)
+
+    async def run(server: CountingServer) -> None:
+        http = HttpClient(server.url)
+        await asyncio.gather(*(ask(http) for _ in range(4)))
+        await until_open(server, 0)
+        assert await ask(http) == 200
+        await http.close()
+
+    with serving(1) as (server,):
+        asyncio.run(run(server))
+
+
+@pytest.mark.parametrize("method", ["POST", "GET"])
+def test_a_repeatable_request_on_a_connection_that_the_server_closes_is_sent_once_more(method: str) -> None:
+    async def run(server: CountingServer) -> None:
+        http = HttpClient(server.url)
+        assert await ask(http) == 200
+        server.drops_reused = True
+        assert await ask(http, "/again", method=method) == 200
+        assert server.requests["/again"] >= 2
+        await http.close()
+
+    with serving(1) as (server,):
+        asyncio.run(run(server))
+
+
+def test_a_request_that_may_have_had_its_effect_is_sent_once() -> None:
+    async def run(server: CountingServer) -> None:
+        http = HttpClient(server.url)
+        await ask(http)  # leaves a connection that could be used
+        server.drops = {"/update", "/generate"}
+        with pytest.raises(ExchangeFailed, match="disconnected"):
+            await ask(http, "/update", repeatable=False)
+        assert server.requests["/update"] == 1
+        with pytest.raises(ExchangeFailed, match="disconnected"):
+            await ask(http, "/generate")
+        assert server.requests["/generate"] == 2
+        await http.close()
+
+    with serving(1) as (server,):
+        asyncio.run(run(server))
+
+
+def test_to_close_a_client_ends_its_requests_at_once_with_an_error() -> None:
+    async def run(server: CountingServer) -> None:
+        client = Client(server.url, "key", request_seconds=300.0, heartbeat_timeout=300.0)
+        await client.send("GET", "/x", repeatable=True)
+        server.seconds = 300.0
+        sent = [asyncio.create_task(client.send("POST", "/x", {}, repeatable=repeatable)) for repeatable in (True, False)]
+        deadline = time.monotonic() + SECONDS
+        while server.requests["/x"] < 3:
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.01)
+        await client.close()
+        ends = await asyncio.wait_for(asyncio.gather(*sent, return_exceptions=True), SECONDS)
+        assert [type(end) for end in ends] == [RequestFailed, RequestFailed], ends
+        with pytest.raises(RequestFailed, match=r"broke off /x \(the connections to it were closed\)"):
+            await client.send("GET", "/x", repeatable=True)
+        await client.close()
+
+    with serving(1) as (server,):
+        asyncio.run(run(server))
+
+
+def test_a_deadline_also_holds_on_a_kept_connection() -> None:
+    async def run(server: CountingServer) -> None:
+        http = HttpClient(server.url)
+        await ask(http)
+        server.seconds = 2.0
+        with pytest.raises(TimedOut):
+            await http.exchange("GET", "/x", seconds=0.2, repeatable=True)
+        assert server.requests["/x"] == 2
+        await until_open(server, 0)  # nobody gets the late answer
+        await http.close()
+
+    with serving(1) as (server,):
+        asyncio.run(run(server))
+
+
+TOO_MANY = """
+import asyncio, os, resource, sys
+from tepo_megatron.errors import RolloutError
+from tepo_megatron.inference.servers.client import Client
+async def main():
+    client = Client(sys.argv[1], "key", request_seconds=30.0, heartbeat_timeout=30.0)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100))
+    taken = []
+    try:
+        while True:
+            taken.append(os.open("/dev/null", os.O_RDONLY))
+    except OSError:
+        pass
+    try:
+        await client.send("GET", "/x")
+    except RolloutError as e:
+        print(e)
+    for one in taken:
+        os.close(one)
+    print(await client.send("GET", "/x"))
+    await client.close()
+asyncio.run(main())
+"""
+
+
+def test_too_many_open_files_are_an_error_that_names_the_limit() -> None:
+    with serving(1) as (server,):
+        ended = subprocess.run([sys.executable, "-c", TOO_MANY, server.url], capture_output=True, text=True, timeout=120)
+    first, second = ended.stdout.splitlines()
+    assert "it may have only 100 files open; raise the limit (`ulimit -n`)" in first, ended.stdout + ended.stderr
+    assert "weight_version" in second
