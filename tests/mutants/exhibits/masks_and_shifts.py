@@ -134,8 +134,8 @@ EXHIBITS = (
         ),
         cost="Each token is sent to the experts of the token before it. Shapes and `Routing.check` pass.",
         symbol="_checked_experts",
-        old="experts_LKT[:-1] = known_LKT",
-        new="experts_LKT[0], experts_LKT[1:] = known_LKT[0], known_LKT",
+        old="experts_LKT.numpy()[:-1] = known_LKT",
+        new="experts_LKT.numpy()[0], experts_LKT.numpy()[1:] = known_LKT[0], known_LKT",
         tests=("tests/unit/rollout/test_expert_replay.py::test_the_layers_with_experts_are_kept_and_the_last_token_has_none",),
     ),
     Exhibit(
