@@ -151,16 +151,13 @@ class Endpoint(ServerConnection):
         self.version = INITIAL_VERSION if about.label == INITIAL_LABEL else UNKNOWN_VERSION
 
     async def generate(self, asks: Sequence[GenerationRequest]) -> Callable[[], list[Rollout]]:
-        """Have the current `version` sample. Returns when the answers have arrived, with a function that decodes them.
-
-        The function may run in any thread. It returns the requested samples, by request and sample index, and raises
-        RolloutError for an answer that is not what was asked for.
+        """Have the current `version` sample. Returns when the answers have arrived, with `decode` for them, for any thread.
 
         Raises:
             RequestFailed: A request failed.
             RolloutError: The server is not running, or serves other weights.
         """
-        client, version, name = self._connected(), self.version, self.name
+        client, version = self._connected(), self.version
         seconds = self._cfg.generation_limit(sum(ask.sampling.samples * ask.sampling.max_tokens for ask in asks))
 
         async def generate(ask: GenerationRequest) -> HttpAnswer:
@@ -173,13 +170,21 @@ class Endpoint(ServerConnection):
                 answers = [tasks.create_task(generate(ask)) for ask in asks]
         except ExceptionGroup as failed:
             raise failed.exceptions[0] from None
-
-        def decode() -> list[Rollout]:
-            decoded = (self.api.decode(answer.result(), ask, version) for ask, answer in zip(asks, answers, strict=True))
-            return [replace(rollout, servers=((0, name),)) for rollouts in decoded for rollout in rollouts]
-
         self.answered = True
-        return decode
+        return functools.partial(self.decode, asks, [answer.result() for answer in answers], version)
+
+    def decode(self, asks: Sequence[GenerationRequest], answers: Sequence[HttpAnswer], version: int) -> list[Rollout]:
+        """Return the requested samples, by request and sample index.
+
+        Args:
+            asks, answers: The requests, and the answer to each.
+            version: Version that the server had to serve.
+
+        Raises:
+            RolloutError: An answer is not what was asked for.
+        """
+        decoded = [self.api.decode(answer, ask, version) for ask, answer in zip(asks, answers, strict=True)]
+        return [replace(rollout, servers=((0, self.name),)) for rollouts in decoded for rollout in rollouts]
 
     async def interrupt(self) -> None:
         """Abort the requests in flight; they are answered with the tokens sampled so far. Raises RequestFailed."""
