@@ -174,7 +174,7 @@ def step(cfg: Config, name: str, groups: ParallelDims, rollouts: list[Rollout]) 
     logprobs, old_entropies = statistics(actor, batch)
     batch = replace(batch, old_logprobs_N=logprobs, old_entropies_N=old_entropies)
     noise = actor.measure_noise(batch)
-    advantages_N = advantages_B[batch.sequence_N]
+    advantages_N = advantages_B[batch.sequence_N(advantages_B.device)]
     actor.start_step(1)
     masks: list[Tensor] = []
     after, moved = [], []

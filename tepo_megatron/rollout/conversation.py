@@ -151,8 +151,8 @@ class Conversation:
             raise
         finally:
             self._busy = False
-        ids = written.response_ids
-        self._add(ids, True, written.rollout_logprobs_L[written.response_mask_L].tolist())
+        ids = written.token_ids_L[begun:].tolist()  # all that follows the context; a slice costs nothing, unlike the mask
+        self._add(ids, True, written.rollout_logprobs_L[begun:].tolist())
         self._turns += 1
         self._stop_reason = written.stop_reason
         return Turn(tuple(ids), self.decode(ids), written.stop_reason)

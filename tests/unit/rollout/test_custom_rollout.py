@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 import random
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from examples.arithmetic.task import END, build_tokenizer, make_problem
 from examples.tools.calculator import result
@@ -30,6 +33,7 @@ from tepo_megatron.inference.servers.local import LocalServer
 from tepo_megatron.ops.alignment import Alignment
 from tepo_megatron.ops.packing import pack
 from tepo_megatron.rewards import build_reward
+from tepo_megatron.rollout.conversation import Conversation
 from tepo_megatron.rollout.custom import CustomRollouts, load_function, open_sampler
 from tepo_megatron.types import Prompt, Rollout, SamplingParams, TrainBatch
 from tepo_megatron.utils.exchange import HttpAnswer
@@ -132,6 +136,49 @@ def test_the_token_limit_is_that_of_the_whole_sample(tmp_path: Path) -> None:
     assert rollout.stop_reason == "length"
     full = run(tmp_path, agent("while True:\n    await conversation.generate()"), SamplingParams(max_tokens=14))
     assert full.token_ids_L.numel() == 16 and full.stop_reason == "length"
+
+
+class ReadElements(TorchDispatchMode):
+    """Counts the elements that torch operators read or select."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        tensors = [made] if func.is_view else [x for x in (*args, made) if isinstance(x, torch.Tensor)]
+        self.elements += sum(tensor.numel() for tensor in tensors)
+        return made
+
+
+def elements_of_turns(turns: int) -> int:
+    """Return how many elements of its turns' tensors a conversation of `turns` turns of 8 tokens reads."""
+    written = [
+        checked_rollout(Prompt(1, tuple(range(3 + 8 * turn)), ""), list(range(8)), [-0.5] * 8, "length", SAMPLING, 0)
+        for turn in range(turns)
+    ]
+
+    async def sample_turn(context: Prompt, *_: object) -> Rollout:
+        return written[(len(context.token_ids) - 3) // 8]
+
+    prompt, sampling = Prompt(1, (0, 1, 2), ""), replace(SAMPLING, samples=1, max_tokens=8 * turns)
+    conversation = Conversation(prompt, sampling, 0, sample_turn=sample_turn, encode=encode, decode=decode)
+
+    async def converse() -> None:
+        for _ in range(turns):
+            await conversation.generate(max_tokens=8)
+
+    with ReadElements() as read:
+        asyncio.run(converse())
+    assert conversation.finish().response_ids == list(range(8)) * turns
+    return read.elements
+
+
+def test_a_turn_reads_its_new_tokens_and_not_its_context() -> None:
+    """16 times as many turns read at most 16 ** 1.1 times as many elements."""
+    few, many = elements_of_turns(4), elements_of_turns(64)
+    assert few > 0 and math.log(many / few) / math.log(16) <= 1.1
 
 
 def test_a_function_may_read_the_remaining_tokens_and_branch(tmp_path: Path) -> None:
