@@ -99,7 +99,7 @@ def test_a_request_that_may_have_had_its_effect_is_sent_once() -> None:
 def test_to_close_a_client_ends_its_requests_at_once_with_an_error() -> None:
     async def run(server: CountingServer) -> None:
         client = Client(server.url, "key", request_seconds=300.0, heartbeat_timeout=300.0)
-        await client.send("GET", "/x", repeatable=True)
+        await client.exchange("GET", "/x", repeatable=True)
         server.seconds = 300.0
         sent = [asyncio.create_task(client.send("POST", "/x", {}, repeatable=repeatable)) for repeatable in (True, False)]
         deadline = time.monotonic() + SECONDS
@@ -110,7 +110,7 @@ def test_to_close_a_client_ends_its_requests_at_once_with_an_error() -> None:
         ends = await asyncio.wait_for(asyncio.gather(*sent, return_exceptions=True), SECONDS)
         assert [type(end) for end in ends] == [RequestFailed, RequestFailed], ends
         with pytest.raises(RequestFailed, match=r"broke off /x \(the connections to it were closed\)"):
-            await client.send("GET", "/x", repeatable=True)
+            await client.exchange("GET", "/x", repeatable=True)
         await client.close()
 
     with serving(1) as (server,):
