@@ -101,7 +101,7 @@ def test_to_close_a_client_ends_its_requests_at_once_with_an_error() -> None:
         client = Client(server.url, "key", request_seconds=300.0, heartbeat_timeout=300.0)
         await client.exchange("GET", "/x", repeatable=True)
         server.seconds = 300.0
-        sent = [asyncio.create_task(client.send("POST", "/x", {}, repeatable=repeatable)) for repeatable in (True, False)]
+        sent = [asyncio.create_task(client.exchange("POST", "/x", {}, repeatable=repeatable)) for repeatable in (True, False)]
         deadline = time.monotonic() + SECONDS
         while server.requests["/x"] < 3:
             assert time.monotonic() < deadline
