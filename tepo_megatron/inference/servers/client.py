@@ -53,7 +53,7 @@ class Client:
         self._asking, self._paused = asyncio.Lock(), False  # held during a health request
         self._http = HttpClient(url, key)
 
-    async def send(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
+    async def send(self, method: str, path: str, body: Mapping[str, Any] | None = None, repeatable: bool = False) -> Any:
         """Send one request and return the JSON answer. A request is never repeated, because it may have had its effect.
 
         An answer without a content type is returned as text: some of SGLang's answers are a bare line.
@@ -62,12 +62,13 @@ class Client:
             method: HTTP method.
             path: Path with query string.
             body: Sent as JSON. None: no body.
+            repeatable: See `exchange`.
 
         Raises:
             RolloutError: This process may not open another connection; the server is not to blame.
             RequestFailed: No answer within the limit, a broken connection, or an error answer.
         """
-        answer = await self.exchange(method, path, body)
+        answer = await self.exchange(method, path, body, repeatable=repeatable)
         try:
             return answer.text if answer.content_type is None else answer.json()
         except BadAnswer as e:

@@ -160,10 +160,12 @@ class Endpoint(ServerConnection):
         client, version = self._connected(), self.version
         seconds = self._cfg.generation_limit(sum(ask.sampling.samples * ask.sampling.max_tokens for ask in asks))
 
+        send = functools.partial(client.send, repeatable=True)
+
         async def generate(ask: GenerationRequest) -> HttpAnswer:
             most = answer_bytes(ask.prompt, ask.sampling)
             exchange = functools.partial(client.exchange, most_bytes=most, seconds=seconds, repeatable=True)
-            return await self._asked(self.api.generate(client.send, exchange, ask, version))
+            return await self._asked(self.api.generate(send, exchange, ask, version))
 
         try:
             async with asyncio.TaskGroup() as tasks:

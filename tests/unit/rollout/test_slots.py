@@ -17,6 +17,7 @@ import pytest
 from tepo_megatron.config import RolloutConfig, UrlServerConfig
 from tepo_megatron.errors import RolloutError
 from tepo_megatron.inference.engine_api import LaunchSpec
+from tepo_megatron.inference.partial import GenerationRequest
 from tepo_megatron.inference.servers.endpoint import Endpoint
 from tepo_megatron.inference.servers.fleet import Fleet
 from tepo_megatron.inference.servers.pool import ServerPool
@@ -174,10 +175,10 @@ def test_a_server_that_ends_between_a_groups_two_requests_costs_no_sample() -> N
         ended: list[Endpoint] = []
 
         class Ending(VllmApi):
-            async def generate(self, send: Any, prompt: Prompt, *others: Any) -> Any:
-                async def ending(method: str, path: str, body: Any) -> Any:
-                    answer = await send(method, path, body)
-                    if path == "/v1/completions" and prompt.id == 7 and not ended:
+            async def generate(self, send: Any, exchange: Any, ask: GenerationRequest, version: int) -> Any:
+                async def ending(method: str, path: str, *others: Any, **options: Any) -> Any:
+                    answer = await exchange(method, path, *others, **options)
+                    if path == "/v1/completions" and ask.prompt.id == 7 and not ended:
                         ended.append(next(endpoint for endpoint in endpoints if endpoint.api is self))
                         await asyncio.to_thread(servers[endpoints.index(ended[0])].stop)
                         async with asyncio.timeout(SECONDS):
@@ -185,7 +186,7 @@ def test_a_server_that_ends_between_a_groups_two_requests_costs_no_sample() -> N
                                 await asyncio.sleep(0.01)
                     return answer
 
-                return await super().generate(ending, prompt, *others)
+                return await super().generate(send, ending, ask, version)
 
         endpoints, cfg = endpoints_of(servers, 4, Ending)
         with Fleet(endpoints, cfg) as fleet:
