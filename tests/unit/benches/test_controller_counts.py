@@ -16,8 +16,8 @@ CONCURRENCY = 2  # most requests at once on a server
 JSON_BYTES_PER_TOKEN = 80.0
 BINARY_BYTES_PER_TOKEN = 12.0
 WAKEUPS_PER_REQUEST = 5.0  # of all tasks of the engine client: group, request, slot, decoding
-CONNECTIONS_AT_ONCE = CONCURRENCY + 2  # one more for health requests, and one for a control request, which is never kept
-CONNECTIONS_OPENED = 20  # by one server of eight, of 64 requests that keep theirs and of control requests that do not
+CONNECTIONS_AT_ONCE = CONCURRENCY + 1  # the one more is for health requests
+CONNECTIONS_OPENED = 10  # by one server of eight, of 64 requests that keep theirs and of control requests that do not
 RESULTS = Path(__file__).parents[3] / "benchmarks/results/controller.json"
 
 
