@@ -136,11 +136,11 @@ def prefix_tokens() -> list[Measure]:
 def controller(quick: bool) -> list[Measure]:
     """Measure row 15: what the engine client costs per token, and counts of bytes, wake-ups and connections."""
     from benchmarks.controller.engine_rows import counted, intake
-    from benchmarks.controller.fake_pool import BINARY, binary_format
+    from benchmarks.controller.fake_pool import BINARY
     from benchmarks.controller.parts import CPU_BINARY, CPU_JSON
 
     out = []
-    for kind, most in [("json", CPU_JSON), *([(BINARY, CPU_BINARY)] if binary_format() else [])]:
+    for kind, most in [("json", CPU_JSON), (BINARY, CPU_BINARY)]:
         (point,) = intake([0.1 if quick else 1.0], kind)
         cost, targets = point.cpu_seconds / point.size, (Target(OURS, "<=", most),)
         out.append(Measure(15, f"intake of a million tokens, {kind}", "CPU s", cost, {}, targets))

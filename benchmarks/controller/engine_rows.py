@@ -195,15 +195,13 @@ def intake(sizes: Sequence[float], answer_format: str) -> list[Point]:
 @contextmanager
 def reward_of_run() -> Iterator[WeightedReward]:
     """Yield the default reward with a tokenizer of 60,000 entries, its workers started."""
-    from tepo_megatron.data import tokenizer as tokenizers
+    from tepo_megatron.data import decoder_file, load_tokenizer, text_functions
 
     with tempfile.TemporaryDirectory(prefix="tokenizer-") as folder, ExitStack() as stack:
         write_tokenizer(Path(folder))
-        tokenizer = tokenizers.load_tokenizer(folder)
-        given: list[Any] = [tokenizers.text_functions(tokenizer)[1]]
-        if (decoder_file := getattr(tokenizers, "decoder_file", None)) is not None:  # versions whose workers decode
-            given.append(stack.enter_context(decoder_file(tokenizer)))
-        yield stack.enter_context(build_reward(RewardConfig(workers=WORKERS), *given))
+        tokenizer = load_tokenizer(folder)
+        file = stack.enter_context(decoder_file(tokenizer))
+        yield stack.enter_context(build_reward(RewardConfig(workers=WORKERS), text_functions(tokenizer)[1], file))
 
 
 def collect(sizes: Sequence[float], answer_format: str) -> list[Point]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import importlib
 import json
 import os
 import random
@@ -25,6 +24,7 @@ from typing import Any, Self, cast
 
 from benchmarks.controller.answers import json_body, json_choice, sample_answers, token_texts
 from benchmarks.results import ROOT
+from tepo_megatron.weight_sync.receiver.binary_answer import CONTENT_TYPE, Sample, encode, ids_crc
 
 BINARY = "binary"  # answers are binary where the request accepts that
 _LENGTH = re.compile(rb"\ncontent-length: *(\d+)", re.IGNORECASE)
@@ -76,14 +76,6 @@ class PoolCounts:
     at_once: int = 0
 
 
-def binary_format() -> Any | None:
-    """Return the package's module of binary answers; None if this version has none."""
-    try:
-        return importlib.import_module("tepo_megatron.weight_sync.receiver.binary_answer")
-    except ImportError:
-        return None
-
-
 class FakePool:
     """Starts the process and ends it: use it as a context manager.
 
@@ -92,8 +84,6 @@ class FakePool:
     """
 
     def __init__(self, spec: PoolSpec) -> None:
-        if spec.format == BINARY and binary_format() is None:
-            raise RuntimeError("this version of the package has no binary answers")
         command = [sys.executable, "-m", "benchmarks.controller.fake_pool", json.dumps(asdict(spec))]
         self._process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         self._ports: list[int] = []
@@ -208,12 +198,11 @@ class _Pool:
         connection.answer(parts, kind)
 
     def _encoded(self, chosen: Sequence[int], request: Mapping[str, Any], head: bytes) -> tuple[list[bytes], str]:
-        binary = binary_format() if self.spec.format == BINARY else None
-        if binary is not None and binary.CONTENT_TYPE.encode() in head:
-            prompt = len(request["prompt"]), binary.ids_crc(request["prompt"])
+        if self.spec.format == BINARY and CONTENT_TYPE.encode() in head:
+            prompt = len(request["prompt"]), ids_crc(request["prompt"])
             given = [self._answers[i] for i in chosen]
-            samples = [binary.Sample("stop", "default", *prompt, answer.ids, answer.logprobs) for answer in given]
-            return [binary.encode(samples)], binary.CONTENT_TYPE
+            samples = [Sample("stop", "default", *prompt, answer.ids, answer.logprobs) for answer in given]
+            return [encode(samples)], CONTENT_TYPE
         return json_body([self._choices[i] for i in chosen], request["prompt"]), "application/json"
 
 

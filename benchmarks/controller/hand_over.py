@@ -1,8 +1,6 @@
 """Measure how a step's rollouts reach the other ranks: CPU seconds of the sender and of a receiver, over gloo on loopback.
 
-    python -m benchmarks.controller.hand_over STORE     (the receiver, which the sender starts)
-
-`send` and `receive` are the only functions that say how; replace them with the package's way.
+python -m benchmarks.controller.hand_over STORE     (the receiver, which the sender starts)
 """
 
 from __future__ import annotations
@@ -15,37 +13,44 @@ from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 
 from benchmarks.controller.host_rows import make_rollouts
 from benchmarks.controller.measuring import Point, once
 from benchmarks.results import ROOT
+from tepo_megatron.controller.batch_memory import BatchMemory, read
 from tepo_megatron.distributed.objects import broadcast_object
-from tepo_megatron.observability.metrics import Metrics
 from tepo_megatron.types import Rollout
 
 SECONDS = 300.0  # limit of each collective, and of the receiver's end
 
 
-def send(rollouts: Sequence[Rollout], group: dist.ProcessGroup) -> object:
-    """Hand the rollouts to the other ranks of the group. Returns what the sender keeps meanwhile.
+def send(rollouts: Sequence[Rollout], group: dist.ProcessGroup) -> None:
+    """Hand the rollouts to the other rank of the group, as the rollout service does: a file in memory, and its header.
 
     Args:
         rollouts: Rollouts of a step.
         group: Rank 0 sends.
     """
-    return broadcast_object((False, (rollouts, Metrics())), group)
+    memory = BatchMemory()
+    header = memory.write(rollouts, {}, {})
+    broadcast_object(header, group)
+    dist.barrier(group)
+    memory.release(header.path)
 
 
-def receive(group: dist.ProcessGroup) -> Any:
+def receive(group: dist.ProcessGroup) -> list[Rollout]:
     """Return the rollouts that rank 0 sent.
 
     Args:
         group: The group of `send`.
     """
-    return broadcast_object(None, group)
+    header = broadcast_object(None, group)
+    assert header is not None
+    rollouts = read(header, header.path)
+    dist.barrier(group)
+    return rollouts
 
 
 def hand_over(sizes: Sequence[float]) -> dict[str, list[Point]]:

@@ -87,10 +87,8 @@ def _intake(sizes: Sequence[float], answer_format: str, target: float) -> Found:
 
 def _collect(sizes: Sequence[float]) -> Found:
     from benchmarks.controller.engine_rows import collect
-    from benchmarks.controller.fake_pool import binary_format
 
-    best = "json" if binary_format() is None else "binary"
-    return [GrowthRow("intake and grading, in the process that collects", collect(sizes[:2], best))]
+    return [GrowthRow("intake and grading, in the process that collects", collect(sizes[:2], "binary"))]
 
 
 def _grading(sizes: Sequence[float]) -> Found:
@@ -196,10 +194,10 @@ def _tail(sizes: Sequence[float]) -> Found:
 
 def _counts(sizes: Sequence[float]) -> Found:
     from benchmarks.controller.engine_rows import counted
-    from benchmarks.controller.fake_pool import BINARY, binary_format
+    from benchmarks.controller.fake_pool import BINARY
 
     found: Found = []
-    for name, bound in [("json", None), *([(BINARY, 12.0)] if binary_format() else [])]:
+    for name, bound in [("json", None), (BINARY, 12.0)]:
         value = counted(answer_format=name)["bytes per token"]
         found.append(SingleFigure(f"bytes per token of {name} answers", value, "B", _at_most(bound) if bound else None))
     return found

@@ -13,6 +13,7 @@ address, so that no other process can connect. The service ends when rank 0 clos
 import contextlib
 import gc
 import os
+import pickle
 import queue
 import threading
 import time
@@ -127,9 +128,12 @@ class RolloutService:
             self._send(Answer(call.number, result, None))
 
     def _error(self, e: Exception) -> Exception:
-        """Return the error as rank 0 raises it: our own as it is, any other as its traceback."""
+        """Return the error as rank 0 raises it: our own in its class of `errors.py`, any other as its traceback.
+
+        A subclass may lie in a module that no rank imports, and may not survive pickling.
+        """
         if isinstance(e, TepoError):
-            return e
+            return next(kind for kind in type(e).__mro__ if kind.__module__ == TepoError.__module__)(str(e))
         fault = None if self._cfg is None else disk_fault(e, self._cfg.run_dir, written=False)
         return StorageError(fault) if fault is not None else RuntimeError("".join(traceback.format_exception(e)).rstrip())
 
@@ -137,7 +141,7 @@ class RolloutService:
         with self._sending, contextlib.suppress(OSError):  # rank 0 is gone: the reader notices
             try:
                 self._connection.send(answer)
-            except (TypeError, AttributeError, ValueError) as e:  # it cannot be pickled
+            except (pickle.PicklingError, TypeError, AttributeError, ValueError) as e:  # it cannot be pickled
                 self._connection.send(Answer(answer.number, None, RolloutError(f"{answer.error or answer.value!r} ({e})")))
 
 

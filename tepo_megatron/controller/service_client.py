@@ -1,6 +1,7 @@
 """Rank 0's end of the rollout service: start the process, call it, and notice when it dies or hangs."""
 
 import contextlib
+import math
 import multiprocessing
 import os
 import signal
@@ -101,13 +102,14 @@ class ServiceClient:
             raise self._ended() from None
         return PendingAnswer(self, call)
 
-    def receive(self, pending: PendingAnswer) -> Any:
+    def receive(self, pending: PendingAnswer, seconds: float = math.inf) -> Any:
         """Wait for one answer; see `PendingAnswer.result`. Answers to other calls are kept.
 
         Args:
             pending: The call.
+            seconds: Limit of the wait. RolloutError is raised after it, though the service may live.
         """
-        heard = asked = time.monotonic()
+        begun = heard = asked = time.monotonic()
         while pending.number not in self._answers:
             try:
                 if self._connection.poll(PING_SECONDS):
@@ -122,10 +124,14 @@ class ServiceClient:
             now = time.monotonic()
             limit = self._silence_seconds if self._started else max(START_SECONDS, self._silence_seconds)
             if now - heard > limit:
-                raise RolloutError(
+                self._lost = RolloutError(
                     f"the rollout service (pid {self._process.pid}) gave no answer for {limit:g} s, in the "
                     f"call {pending.name}; raise parallel.heartbeat_timeout if its machine was busy"
                 )
+                self._process.kill()
+                raise self._lost
+            if now - begun > seconds:
+                raise RolloutError(f"the rollout service did not finish the call {pending.name} within {seconds:g} s")
             if now - asked >= PING_SECONDS:
                 asked = now
                 self._pings.add(self.begin("ping").number)
@@ -138,7 +144,7 @@ class ServiceClient:
         """Have the service end its servers, graders and itself; bounded in time."""
         with contextlib.suppress(RolloutError):
             if self._lost is None:
-                self.call("close")
+                self.receive(self.begin("close"), CLOSE_SECONDS)
         self._connection.close()
         try:
             self._process.wait(CLOSE_SECONDS)
@@ -169,6 +175,7 @@ class ForkedProcess:
 
     def __init__(self, work: Callable[[], None]) -> None:
         parent = os.getpid()
+        self._status: int | None = None  # exit status, once it is known
         self.pid = os.fork()
         if self.pid == 0:
             try:
@@ -182,17 +189,20 @@ class ForkedProcess:
     def wait(self, timeout: float) -> int:
         """Return the exit status, negative for a signal. Raises subprocess.TimeoutExpired."""
         until = time.monotonic() + timeout
-        while True:
+        while self._status is None:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
             if pid:
-                return os.waitstatus_to_exitcode(status)
-            if time.monotonic() > until:
+                self._status = os.waitstatus_to_exitcode(status)
+            elif time.monotonic() > until:
                 raise subprocess.TimeoutExpired("the rollout service", timeout)
-            time.sleep(0.01)
+            else:
+                time.sleep(0.01)
+        return self._status
 
     def kill(self) -> None:
         """Send SIGKILL."""
-        os.kill(self.pid, signal.SIGKILL)
+        if self._status is None:
+            os.kill(self.pid, signal.SIGKILL)
 
 
 @contextlib.contextmanager

@@ -4,7 +4,7 @@ Every HTTP client of the package uses this module: rewards, engines, health chec
 look-up, connection, request, headers, body). Redirects are not followed, so a key never reaches another server. Compressed
 bodies are refused unread, so no answer is larger than the bytes received.
 
-aiohttp carries the requests: on kept connections it takes a fifth of httpx's CPU time (277 us instead of 1237 us per request).
+aiohttp carries the requests, because its parser is compiled: a step of conversations is tens of thousands of requests.
 """
 
 import asyncio
@@ -97,7 +97,7 @@ class HttpAnswer:
         """
         body = self.json_body()
         hooks: dict[str, Any] = {"parse_constant": _no_constant}
-        plain = body.translate(_DIGITS_AS_ZERO)  # a regular expression takes three times as long as json.loads
+        plain = body.translate(_DIGITS_AS_ZERO)  # faster than a regular expression over the body
         if any(extreme in plain for extreme in _EXTREME):
             hooks |= {"parse_int": _in_range, "parse_float": _in_range}
         try:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from benchmarks.controller.engine_rows import counted
-from benchmarks.controller.fake_pool import BINARY, binary_format
+from benchmarks.controller.fake_pool import BINARY
 from benchmarks.controller.measuring import Point, power_law
 from benchmarks.controller.parts import PARTS, GrowthRow, SingleFigure
 from benchmarks.controller.results_table import load_results, markdown, save_results
@@ -37,7 +37,6 @@ def test_counts_with_json_answers() -> None:
     assert found["bytes per token"] == pytest.approx(committed["15/bytes per token, json"])
 
 
-@pytest.mark.skipif(binary_format() is None, reason="the package has no binary answers")
 def test_counts_with_binary_answers() -> None:
     found = counted(concurrency=CONCURRENCY, answer_format=BINARY)
     assert 8 < found["bytes per token"] <= BINARY_BYTES_PER_TOKEN
