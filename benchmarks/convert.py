@@ -116,19 +116,27 @@ def copy(source: Path, out: Path) -> MeasuredConversion:
     return MeasuredConversion(time.perf_counter() - start)
 
 
+# A process counts the memory of the process that started it among its own peak until it runs its program. So a small process
+# starts the one that is measured.
+_MEASURE = """
+import resource, subprocess, sys
+status = subprocess.call(sys.argv[1:])
+print("peak", resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss, flush=True)
+sys.exit(status)
+"""
+
+
 def convert(*words: str) -> MeasuredConversion:
     """Run the tool in a process of its own."""
     start = time.perf_counter()
-    process = subprocess.Popen([sys.executable, str(ROOT / "tools/convert.py"), *words], stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    text = process.stdout.read()
-    _, status, usage = os.wait4(process.pid, 0)
-    process.returncode = os.waitstatus_to_exitcode(status)
+    command = [sys.executable, "-S", "-c", _MEASURE, sys.executable, str(ROOT / "tools/convert.py"), *words]
+    process = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+    text, _, peak = process.stdout.rpartition("peak ")
     printed = re.search(r"GB in ([\d.]+) s", text)
     if process.returncode or printed is None:
         raise SystemExit(f"convert.py {' '.join(words)} failed with status {process.returncode}:\n{text}")
     seconds = float(printed[1])
-    return MeasuredConversion(seconds, time.perf_counter() - start - seconds, usage.ru_maxrss * 1024)
+    return MeasuredConversion(seconds, time.perf_counter() - start - seconds, int(peak) * 1024)
 
 
 def largest_group(source: Path, config: dict[str, object]) -> int:

@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import resource
 import subprocess
 import sys
 import tempfile
@@ -105,7 +104,11 @@ def load(file: str, model: str) -> dict[str, Any]:
 
 def peak_gib() -> float:
     """Return the peak memory of this process in GiB."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    import torch
+
+    from tepo_megatron.platform import memory
+
+    return memory.usage(torch.device("cpu")).peak / 2**30
 
 
 def make_problems(count: int) -> Iterator[dict[str, Any]]:
