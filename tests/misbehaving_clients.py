@@ -91,7 +91,7 @@ def engine(api: Callable[[], EngineApi], act: Callable[[Endpoint], Any]) -> Call
 
 
 async def generated(endpoint: Endpoint) -> object:
-    return (await endpoint.generate([ASK]))()
+    return (await endpoint.generate([ASK])).decode()
 
 
 def illness(url: str) -> object:

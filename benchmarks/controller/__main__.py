@@ -1,6 +1,6 @@
 """Measure the rollout data path between inference servers and training ranks; print the tables and write them.
 
-    python -m benchmarks.controller [--sizes 1,4,12] [--only intake-json,take] [--state now] [--out FILE]
+    python -m benchmarks.controller [--sizes 1,4,12,67] [--only intake-json,take] [--state now] [--out FILE]
 
 The servers are a fake: one process that answers in vLLM's format (`fake_pool.py`). Everything else is the package's own. Each
 part runs in a process of its own; a part that fails is reported, and the others go on. Measured parts replace those of the same
@@ -20,12 +20,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.controller.parts import PARTS, GrowthRow
+from benchmarks.controller.parts import LARGEST, PARTS, GrowthRow
 from benchmarks.controller.results_table import STATES, load_results, markdown, save_results
 from benchmarks.results import ROOT, surroundings
+from tepo_megatron.controller.service import relax_garbage_collector
 
 OUT = ROOT / "benchmarks/results/controller.json"
-PART_SECONDS = 900.0
+PART_SECONDS = 1800.0
+SIZES = [1.0, 4.0, 12.0, LARGEST]
 ERROR_CHARACTERS = 4000  # of a part that failed, printed
 # one thread: threads that spin would count as CPU time of the work
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false"}
@@ -36,7 +38,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.controller", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--sizes", type=_sizes, default=[1.0, 4.0, 12.0], metavar="M,...", help="millions of tokens of a step")
+    parser.add_argument("--sizes", type=_sizes, default=SIZES, metavar="M,...", help="millions of tokens of a step")
     parser.add_argument("--only", type=_parts, default=list(PARTS), metavar="PART,...", help=", ".join(PARTS))
     parser.add_argument("--state", choices=STATES, default=STATES[-1], help="the state of the code that is measured")
     parser.add_argument("--out", type=Path, default=OUT, help=f"the file; default {OUT.relative_to(ROOT)}")
@@ -85,6 +87,7 @@ def main() -> None:
     """Measure the parts, print the tables and write the file."""
     args = arguments()
     if args.part:
+        relax_garbage_collector()  # as in the service
         found = PARTS[args.part](args.sizes)
         rows = [x.as_object() for x in found if isinstance(x, GrowthRow)]
         figures = [x.as_object() for x in found if not isinstance(x, GrowthRow)]

@@ -23,13 +23,13 @@ from typing import Any
 import numpy as np
 
 from benchmarks.controller.answers import END, FIRST_PIECE, VOCABULARY, write_tokenizer
-from benchmarks.controller.fake_pool import FakePool, PoolSpec
-from benchmarks.controller.measuring import Point, once
+from benchmarks.controller.fake_pool import BINARY, FakePool, PoolSpec
+from benchmarks.controller.measuring import Point, fastest
 from tepo_megatron.config import RewardConfig, RolloutConfig, UrlServerConfig
 from tepo_megatron.data import PromptStream
 from tepo_megatron.inference.engine_api import LaunchSpec
 from tepo_megatron.inference.partial import GenerationRequest
-from tepo_megatron.inference.servers.endpoint import Endpoint
+from tepo_megatron.inference.servers.endpoint import Endpoint, UndecodedAnswers
 from tepo_megatron.inference.servers.fleet import Fleet
 from tepo_megatron.inference.servers.remote import NamedServer
 from tepo_megatron.inference.servers.server_key import KEY_VARIABLE
@@ -44,6 +44,7 @@ from tepo_megatron.types import Prompt, Rollout, SamplingParams
 
 SAMPLES, MEAN, CAP, PROMPT_TOKENS = 16, 6000, 20_000, 300  # of a step at cluster sizes
 SERVERS, CONCURRENCY = 64, 64
+CALLS, REPEATED_MILLIONS = 3, 20.0  # calls of which the fastest counts, up to this size; above it there is one call
 ARRIVAL_SECONDS = 1.5  # in which the answers of a million tokens arrive
 WORKERS = 2  # of the reward
 CLOSE_SECONDS = 20.0  # of an engine; one that was interrupted in the middle of its work may hang
@@ -56,7 +57,7 @@ _sending: ContextVar[bool] = ContextVar("sending", default=False)
 class CountedEndpoint(Endpoint):
     """An endpoint that marks the context of its requests, so that `CountingLoop` can tell them from waiting for a server."""
 
-    async def generate(self, asks: Sequence[GenerationRequest]) -> Callable[[], list[Rollout]]:
+    async def generate(self, asks: Sequence[GenerationRequest]) -> UndecodedAnswers:
         """See `Endpoint.generate`."""
         token = _sending.set(True)
         try:
@@ -163,8 +164,8 @@ def sampled(engine: Fleet | CustomRollouts, prompts: Sequence[Prompt], sampling:
     return rollouts
 
 
-def _once(size: float, work: Callable[[], Sequence[Rollout]]) -> Point:
-    """Measure one call that returns rollouts; the size of the point is that of their responses."""
+def _measured(size: float, work: Callable[[], Sequence[Rollout]]) -> Point:
+    """Measure calls that return rollouts; the size of the point is that of their responses."""
     tokens: list[int] = []
 
     def counted_work() -> Sequence[Rollout]:
@@ -172,8 +173,8 @@ def _once(size: float, work: Callable[[], Sequence[Rollout]]) -> Point:
         tokens.append(sum(r.token_ids_L.numel() - PROMPT_TOKENS for r in rollouts))
         return rollouts
 
-    point = once(size, counted_work)
-    return Point(tokens[0] / 1e6, point.cpu_seconds, point.peak_mib)
+    point = fastest(size, counted_work, CALLS if size <= REPEATED_MILLIONS else 1)
+    return Point(tokens[-1] / 1e6, point.cpu_seconds, point.peak_mib)
 
 
 def intake(sizes: Sequence[float], answer_format: str) -> list[Point]:
@@ -188,7 +189,7 @@ def intake(sizes: Sequence[float], answer_format: str) -> list[Point]:
         prompts = make_prompts(max(1, round(size * 1e6 / SAMPLES / MEAN)))
         spec = PoolSpec(SERVERS, MEAN, CAP, most_seconds=ARRIVAL_SECONDS * size, format=answer_format)
         with FakePool(spec) as pool, engine_of(rollout_config(pool.urls, CONCURRENCY, SAMPLES, CAP + 1)) as engine:
-            found.append(_once(size, partial(sampled, engine, prompts, sampling)))
+            found.append(_measured(size, partial(sampled, engine, prompts, sampling)))
     return found
 
 
@@ -224,7 +225,7 @@ def collect(sizes: Sequence[float], answer_format: str) -> list[Point]:
             with engine_of(cfg) as engine:
                 stream = PromptStream(prompts, 0, shuffle=False)
                 collector = Collector(cfg, engine, reward, stream, 0, (END,), max_generation_rounds=1, overlong=None)
-                found.append(_once(size, partial(collected, collector)))
+                found.append(_measured(size, partial(collected, collector)))
     return found
 
 
@@ -253,7 +254,7 @@ def conversations(samples: int, servers: int, concurrency: int, counts_wakeups: 
     longest = TURNS * (TURN_CAP + TOOL_TOKENS) + 1
     prompts = make_prompts(samples // SAMPLES)
     sampling = SamplingParams(samples=SAMPLES, max_tokens=longest, stop_token_ids=(END,))
-    spec = PoolSpec(servers, TURN_MEAN, TURN_CAP, most_seconds=0.5)
+    spec = PoolSpec(servers, TURN_MEAN, TURN_CAP, most_seconds=0.5, format=BINARY)
     with FakePool(spec) as pool, engine_of(rollout_config(pool.urls, concurrency, SAMPLES, longest)) as engine:
         function = GenerationFunction(Path(__file__), "four_turns", four_turns)
         with CustomRollouts(engine, function, _no_text_encode, _no_text_decode) as custom:

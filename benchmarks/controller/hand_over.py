@@ -17,7 +17,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from benchmarks.controller.host_rows import make_rollouts
-from benchmarks.controller.measuring import Point, once
+from benchmarks.controller.measuring import Point, fastest
 from benchmarks.results import ROOT
 from tepo_megatron.controller.batch_memory import BatchMemory, read
 from tepo_megatron.distributed.objects import broadcast_object
@@ -69,7 +69,7 @@ def hand_over(sizes: Sequence[float]) -> dict[str, list[Point]]:
                 for size in sizes:
                     rollouts = make_rollouts(size)
                     dist.barrier(group)
-                    sent.append(once(size, partial(send, rollouts, group)))
+                    sent.append(fastest(size, partial(send, rollouts, group)))
                 out, _ = other.communicate(timeout=SECONDS)
             except BaseException:
                 other.kill()
@@ -90,7 +90,7 @@ def _main(store: Path, sizes: Sequence[float]) -> None:
     group, found = _join(store, 1), []
     for size in sizes:
         dist.barrier(group)
-        point = once(size, lambda: receive(group))
+        point = fastest(size, lambda: receive(group))
         found.append((point.size, point.cpu_seconds, point.peak_mib))
     print(json.dumps(found), flush=True)
     dist.destroy_process_group()

@@ -13,7 +13,7 @@ import torch
 
 from benchmarks.controller.answers import END, FIRST_PIECE, VOCABULARY, boxed, lengths
 from benchmarks.controller.engine_rows import CAP, MEAN, PROMPT_TOKENS, SAMPLES, reward_of_run
-from benchmarks.controller.measuring import Point, once, repeated
+from benchmarks.controller.measuring import Point, fastest, repeated
 from tepo_megatron.data import PromptStream
 from tepo_megatron.losses.advantages import group_advantages
 from tepo_megatron.observability.metrics import Metrics
@@ -30,7 +30,8 @@ from tepo_megatron.utils.seeding import hash_rows
 MICROBATCH = 32_768  # tokens
 PACK_DP = 8  # the data-parallel ranks of which one packs
 PLAN_MEAN, PLAN_TOKENS = 8000, 21_504  # mean tokens of a planned sequence, and most tokens of a microbatch
-PROMPTS_OF_12M, RETURNED_OF_12M = 1_000_000, 512  # dataset, and prompts returned to it; both grow with the step
+DATASET, SMALL_DATASET = 1_000_000, 100_000  # prompts
+RETURNED_OF_12M = 512  # prompts that are returned to the stream; they grow with the step
 
 
 def make_rollouts(size: float) -> list[Rollout]:
@@ -71,7 +72,7 @@ def grading(sizes: Sequence[float]) -> list[Point]:
             rollouts = make_rollouts(size)
             reward.score(rollouts[:1])
             groups = [rollouts[i : i + SAMPLES] for i in range(0, len(rollouts), SAMPLES)]
-            found.append(once(tokens_of(rollouts), partial(_score, reward, groups)))
+            found.append(fastest(tokens_of(rollouts), partial(_score, reward, groups)))
     return found
 
 
@@ -91,8 +92,8 @@ def recording(sizes: Sequence[float]) -> dict[str, list[Point]]:
         rollouts = make_rollouts(size)
         with tempfile.TemporaryDirectory(prefix="record-") as name:
             folder = Path(name)
-            found["write"].append(once(tokens_of(rollouts), partial(record_once, folder, rollouts=rollouts)))
-            found["read"].append(once(tokens_of(rollouts), partial(record.read, folder, 1)))
+            found["write"].append(fastest(tokens_of(rollouts), partial(record_once, folder, rollouts=rollouts)))
+            found["read"].append(fastest(tokens_of(rollouts), partial(record.read, folder, 1)))
     return {name: points[1:] for name, points in found.items()}  # without the first, which warms up
 
 
@@ -153,7 +154,7 @@ def _on_rollouts(
     for size in sizes:
         rollouts = make_rollouts(size)
         given = before(rollouts)
-        found.append(once(tokens_of(rollouts), partial(work, given)))
+        found.append(fastest(tokens_of(rollouts), partial(work, given)))
     return found
 
 
@@ -186,15 +187,16 @@ def plan(sizes: Sequence[float], dp: int, shared: bool = False) -> list[Point]:
     return found
 
 
-def take(sizes: Sequence[float]) -> list[Point]:
-    """Measure taking prompts that were returned to the stream. Dataset and returned prompts grow with the step.
+def take(sizes: Sequence[float], dataset: int) -> list[Point]:
+    """Measure taking prompts that were returned to the stream. The returned prompts grow with the step.
 
     Args:
-        sizes: Millions of tokens; 12 stands for PROMPTS_OF_12M and RETURNED_OF_12M.
+        sizes: Millions of tokens; 12 stands for RETURNED_OF_12M.
+        dataset: Prompts of the dataset.
     """
     found, ids = [], (1, 2, 3)
+    stream = PromptStream([Prompt(i, ids, "7") for i in range(dataset)], 0, shuffle=True)
     for size in sizes:
-        stream = PromptStream([Prompt(i, ids, "7") for i in range(round(PROMPTS_OF_12M * size / 12))], 0, shuffle=True)
         count = max(1, round(RETURNED_OF_12M * size / 12))
         returned = stream.take(count)
         found.append(repeated(size, partial(stream.take, count), partial(stream.give_back, returned)))

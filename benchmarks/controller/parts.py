@@ -88,7 +88,7 @@ def _intake(sizes: Sequence[float], answer_format: str, target: float) -> Found:
 def _collect(sizes: Sequence[float]) -> Found:
     from benchmarks.controller.engine_rows import collect
 
-    return [GrowthRow("intake and grading, in the process that collects", collect(sizes[:2], "binary"))]
+    return [GrowthRow("intake and grading, in the process that collects", collect(sizes, "binary"))]
 
 
 def _grading(sizes: Sequence[float]) -> Found:
@@ -122,14 +122,20 @@ def _ranks(sizes: Sequence[float]) -> Found:
 def _planning(sizes: Sequence[float]) -> Found:
     from benchmarks.controller.host_rows import plan
 
-    found: Found = [GrowthRow(f"planning, pp 8, dp {dp}", plan([*sizes, LARGEST], dp)) for dp in DATA_PARALLEL]
+    found: Found = [GrowthRow(f"planning, pp 8, dp {dp}", plan(sizes, dp)) for dp in DATA_PARALLEL]
     return [*found, GrowthRow("planning, shared prompts, pp 4, dp 1", plan(sizes, 1, shared=True))]
 
 
 def _take(sizes: Sequence[float]) -> Found:
-    from benchmarks.controller.host_rows import take
+    from benchmarks.controller.host_rows import DATASET, SMALL_DATASET, take
 
-    return [GrowthRow("PromptStream.take of returned prompts (at 12M: 512 of 1M)", take(sizes))]
+    points, (few,) = take(sizes, DATASET), take([12.0], SMALL_DATASET)
+    (many,) = take([12.0], DATASET)
+    title = "time to take 512 returned prompts of 1M, in times of that to take 512 of 100k"
+    return [
+        GrowthRow("PromptStream.take of returned prompts of 1M (at 12M: 512)", points),
+        SingleFigure(title, many.cpu_seconds / few.cpu_seconds, "times", note="a cache misses more often in a larger dataset"),
+    ]
 
 
 def _conversations(sizes: Sequence[float]) -> Found:
@@ -173,23 +179,29 @@ def _open_files(sizes: Sequence[float]) -> Found:
 
 
 def _slow_down(sizes: Sequence[float]) -> Found:
-    from benchmarks.controller.single_figures import slow_down
+    from benchmarks.controller.slow_down import slow_down
 
     found = slow_down()
-    note = ", ".join(f"{name} {value:.3g} steps/s" for name, value in found.items() if name != "slow-down")
+    note = ", ".join(f"{name} {value:.4g} steps/s" for name, value in found.items() if name != "slow-down")
     return [SingleFigure("slow-down of a rank while tokens arrive", found["slow-down"], "times", _at_most(1.05), note)]
 
 
 def _tail(sizes: Sequence[float]) -> Found:
+    from benchmarks.controller.fake_pool import BINARY
     from benchmarks.controller.single_figures import tail
 
-    title, target = "tail after the last token of 16 x 20k, without the server's own part and the hand-over", _at_most(1)
-    try:
-        found = tail()
-    except RuntimeError as e:
-        return [SingleFigure(title, None, "s", target, str(e).partition(";")[0][:300])]
-    note = f"intake {found['intake']:.2f} s, grading {found['grading']:.2f} s"
-    return [SingleFigure(title, found["tail"], "s", target, note)]
+    rows: Found = []
+    for name in (BINARY, "json"):
+        title = f"tail after the last token of 16 x 20k, {name} answers, without the server's own part and the hand-over"
+        target = _at_most(1) if name == BINARY else None
+        try:
+            found = tail(name)
+        except RuntimeError as e:
+            rows.append(SingleFigure(title, None, "s", target, str(e).partition(";")[0][:300]))
+            continue
+        note = f"intake {found['intake']:.2f} s, grading {found['grading']:.2f} s"
+        rows.append(SingleFigure(title, found["tail"], "s", target, note))
+    return rows
 
 
 def _counts(sizes: Sequence[float]) -> Found:

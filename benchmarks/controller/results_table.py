@@ -34,7 +34,7 @@ def save_results(path: Path, results: Results) -> None:
 
 def markdown(results: Results) -> str:
     """Return the tables: rows that grow with the step, single figures, and where they were measured."""
-    sizes = sorted({size for found in results.values() for part in found.values() for size in part["sizes"]})
+    sizes = sorted({size for found in results.values() for part in found.values() for size in part["sizes"]} - {LARGEST})
     head = ["part", "", *(f"{size:g}M" for size in sizes), f"{LARGEST:g}M", "exponent", "peak MiB", "target", ""]
     grown, single = [head], [["figure", "", "value", "target", "", "note"]]
     for name in dict.fromkeys(name for state in STATES for name in results.get(state, {})):

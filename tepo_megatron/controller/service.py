@@ -145,6 +145,12 @@ class RolloutService:
                 self._connection.send(Answer(answer.number, None, RolloutError(f"{answer.error or answer.value!r} ({e})")))
 
 
+def relax_garbage_collector() -> None:
+    """Make the collector run rarely: modules stay, and thousands of requests are many objects in which it finds nothing."""
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 100)
+
+
 def serve(connection: Connection, make_engine: EngineFactory | None = None) -> None:
     """Be the rollout service of rank 0, which holds the other end of the connection.
 
@@ -153,8 +159,7 @@ def serve(connection: Connection, make_engine: EngineFactory | None = None) -> N
         make_engine: See `RolloutService`.
     """
     quiet_upstream()
-    gc.freeze()  # modules stay; thousands of requests are many objects, through which the collector looks in vain
-    gc.set_threshold(50_000, 20, 100)
+    relax_garbage_collector()
     RolloutService(connection, make_engine).run()
 
 

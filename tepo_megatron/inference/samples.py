@@ -21,6 +21,8 @@ Answer = TypeVar("Answer")
 
 LARGEST_SEED = 2**63 - 1
 TOKEN_BYTES = 512  # limit per token of prompt and response in an answer: ids, log-probs, texts
+# Limit per token of values in a JSON answer: an id, log-probs, texts. The commas and brackets in the texts are counted, too.
+TOKEN_VALUES = 64
 EXPERT_BYTES = 8  # limit per expert of one layer and token
 # values with which an engine samples from the whole distribution
 _WHOLE = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
@@ -52,10 +54,23 @@ def answer_bytes(prompt: Prompt, sampling: SamplingParams) -> int:
     Args:
         prompt, sampling: Of the request.
     """
-    tokens = sampling.samples * (len(prompt.token_ids) + sampling.max_tokens)
+    tokens = _most_tokens(prompt, sampling)
     routing = sampling.routing
     experts = 0 if routing is None else EXPERT_BYTES * routing.num_layers * routing.per_token
     return CONTROL_BYTES + tokens * (TOKEN_BYTES + experts)
+
+
+def answer_values(prompt: Prompt, sampling: SamplingParams) -> int:
+    """Return the number of values in a JSON answer that holds a prompt's samples, at most; see `HttpAnswer.json_body`.
+
+    Args:
+        prompt, sampling: Of the request.
+    """
+    return _most_tokens(prompt, sampling) * TOKEN_VALUES
+
+
+def _most_tokens(prompt: Prompt, sampling: SamplingParams) -> int:
+    return sampling.samples * (len(prompt.token_ids) + sampling.max_tokens)
 
 
 def engine_sampling_params(sampling: SamplingParams) -> dict[str, Any]:

@@ -33,6 +33,7 @@ from tepo_megatron.inference.partial import GenerationRequest
 from tepo_megatron.inference.samples import (
     RETURN_EXPERTS,
     accepted,
+    answer_values,
     binary_rollouts,
     check_label,
     checked_rollout,
@@ -307,7 +308,7 @@ def json_rollouts(answer: HttpAnswer, ask: GenerationRequest, version: int, engi
         return checked_rollout(prompt, ids, logprobs, meta.finish_reason.type, sampling, version, experts(meta))
 
     def rollouts(answer: HttpAnswer) -> list[Rollout]:
-        samples = _DECODER.decode(answer.json_body())
+        samples = _DECODER.decode(answer.json_body(answer_values(prompt, sampling)))
         if len(samples) != sampling.samples:
             raise ValueError(f"{len(samples)} samples instead of {sampling.samples}")
         made = [rollout(sample) for sample in samples]

@@ -26,6 +26,7 @@ from tepo_megatron.inference.partial import GenerationRequest
 from tepo_megatron.inference.samples import (
     RETURN_EXPERTS,
     accepted,
+    answer_values,
     binary_rollouts,
     check_label,
     checked_rollout,
@@ -297,7 +298,8 @@ def json_rollouts(answer: HttpAnswer, ask: GenerationRequest, version: int, engi
         return array
 
     def rollouts(answer: HttpAnswer) -> list[Rollout]:
-        choices = sorted(_DECODER.decode(answer.json_body()).choices, key=lambda choice: choice.index)
+        completion = _DECODER.decode(answer.json_body(answer_values(prompt, sampling)))
+        choices = sorted(completion.choices, key=lambda choice: choice.index)
         indices = [choice.index for choice in choices]
         if indices != list(range(sampling.samples)):
             raise ValueError(f"samples {indices} instead of {sampling.samples}")

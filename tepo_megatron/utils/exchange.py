@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import aiohttp
+import msgspec
 import numpy as np
 
 from tepo_megatron.utils.escaping import excerpt
@@ -80,12 +81,16 @@ class HttpAnswer:
         """Return the body as text, with invalid UTF-8 replaced."""
         return self.body.decode(errors="replace")
 
-    def json_body(self) -> bytes:
-        """Return the body for a decoder of JSON. Raises BadAnswer for another content type, or a body of too many values."""
+    def json_body(self, expected_values: int = 0) -> bytes:
+        """Return the body for a decoder of JSON. Raises BadAnswer for another content type, or a body of too many values.
+
+        Args:
+            expected_values: A longer answer may hold this many values in addition to LEAST_VALUES, however short they are.
+        """
         if self.content_type is not None and not _JSON.fullmatch(self.content_type):
             raise BadAnswer(f"{excerpt(self.content_type, 40)!r} instead of JSON")
         values = _count_values(self.body)
-        if values > max(LEAST_VALUES, len(self.body) // _BYTES_PER_VALUE):
+        if values > max(LEAST_VALUES + expected_values, len(self.body) // _BYTES_PER_VALUE):
             raise BadAnswer(f"JSON of {values} values in {len(self.body)} bytes, which no answer of this kind has")
         return self.body
 
@@ -251,7 +256,7 @@ class BlockingHttpClient:
 
 def to_json(value: Mapping[str, Any] | None) -> bytes | None:
     """Return `value` encoded as a request body; None for None."""
-    return None if value is None else json.dumps(value).encode()
+    return None if value is None else msgspec.json.encode(value)
 
 
 class _Unanswered(Exception):

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+_ROWS = 2**18  # hashed at once, so that they stay in a CPU's cache
+
 
 def derive_seed(*parts: int | str) -> int:
     """Return a seed in [0, 2^62) for (run seed, purpose, step, ...), the same in all processes, platforms and layouts."""
@@ -23,14 +25,16 @@ def hash_rows(seed: int, columns: Sequence[Tensor]) -> Tensor:
         columns: Columns of the rows, each int64 [n], on one device.
     """
     key = torch.full_like(columns[0], seed)
-    for column in columns:
-        key += column * -7046029254386353131  # 2^64 / golden ratio, as a signed number
-        key ^= _shifted(key, 30)
-        key *= -4658895280553007687
-        key ^= _shifted(key, 27)
-        key *= -7723592293110705685
-        key ^= _shifted(key, 31)
-    return key.bitwise_and_(0x7FFF_FFFF_FFFF_FFFF)
+    for part, *columns_of_part in zip(key.split(_ROWS), *(column.split(_ROWS) for column in columns), strict=True):
+        for column in columns_of_part:
+            part += column * -7046029254386353131  # 2^64 / golden ratio, as a signed number
+            part ^= _shifted(part, 30)
+            part *= -4658895280553007687
+            part ^= _shifted(part, 27)
+            part *= -7723592293110705685
+            part ^= _shifted(part, 31)
+        part.bitwise_and_(0x7FFF_FFFF_FFFF_FFFF)
+    return key
 
 
 def _shifted(x: Tensor, bits: int) -> Tensor:

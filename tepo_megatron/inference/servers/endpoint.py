@@ -6,7 +6,7 @@ Only the `Server` behind it knows whether the server is a process of this machin
 import asyncio
 import functools
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TypeVar
 from urllib.parse import urlsplit
 
@@ -98,6 +98,19 @@ class ServerConnection:
             await client.close()
 
 
+@dataclass(frozen=True)
+class UndecodedAnswers:
+    """The answers to one call of `Endpoint.generate`.
+
+    Attributes:
+        nbytes: Size of their bodies.
+        decode: Returns the rollouts; see `Endpoint.decode`. May be called in any thread.
+    """
+
+    nbytes: int
+    decode: Callable[[], list[Rollout]]
+
+
 class Endpoint(ServerConnection):
     """A server of a fleet, with the version of its weights.
 
@@ -150,8 +163,8 @@ class Endpoint(ServerConnection):
         await self.api.prepare(client.send)
         self.version = INITIAL_VERSION if about.label == INITIAL_LABEL else UNKNOWN_VERSION
 
-    async def generate(self, asks: Sequence[GenerationRequest]) -> Callable[[], list[Rollout]]:
-        """Have the current `version` sample. Returns when the answers have arrived, with `decode` for them, for any thread.
+    async def generate(self, asks: Sequence[GenerationRequest]) -> "UndecodedAnswers":
+        """Have the current `version` sample. Returns when the answers have arrived.
 
         Raises:
             RequestFailed: A request failed.
@@ -173,7 +186,8 @@ class Endpoint(ServerConnection):
         except ExceptionGroup as failed:
             raise failed.exceptions[0] from None
         self.answered = True
-        return functools.partial(self.decode, asks, [answer.result() for answer in answers], version)
+        received = [answer.result() for answer in answers]
+        return UndecodedAnswers(sum(len(x.body) for x in received), functools.partial(self.decode, asks, received, version))
 
     def decode(self, asks: Sequence[GenerationRequest], answers: Sequence[HttpAnswer], version: int) -> list[Rollout]:
         """Return the requested samples, by request and sample index.

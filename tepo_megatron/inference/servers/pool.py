@@ -198,7 +198,8 @@ class ServerPool:
                 return
             place, avoid = self._waiting.popitem(last=False)
             if not place.done():
-                slot, incarnation = min(free, key=lambda each: (each[0].endpoint is avoid, each[0].endpoint.in_flight))
+                others = free if avoid is None else [each for each in free if each[0].endpoint is not avoid]
+                slot, incarnation = min(others or free, key=_in_flight)
                 slot.endpoint.in_flight += 1
                 self._in_flight += 1
                 place.set_result((slot, incarnation))
@@ -223,3 +224,7 @@ class ServerPool:
         async with self.changed:
             await self.changed.wait_for(lambda: all(slot.up or slot.lost for slot in self.slots))
         self.require_enough()
+
+
+def _in_flight(each: tuple[ServerSlot[Endpoint], Incarnation]) -> int:
+    return each[0].endpoint.in_flight

@@ -129,7 +129,10 @@ class DecodesInPairs(ScriptedApi):
         return super().decode(answer, ask, version)
 
 
-def test_a_server_takes_the_next_request_before_its_answer_is_decoded(expected: list[list[int]], tmp_path: Path) -> None:
+def test_a_server_takes_the_next_request_before_its_answer_is_decoded(
+    expected: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(routing, "BRIEF_BYTES", 0)  # the answers of the scripted server are brief
     with fleet(tmp_path, servers=1, concurrency=1) as one:
         one.endpoints[0].api = DecodesInPairs()
         assert ids(one.generate(PROMPTS, SAMPLING, seed=7)) == expected
