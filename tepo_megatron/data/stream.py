@@ -123,7 +123,7 @@ class PromptStream:
                 continue
             held.add(prompt.id)
             taken.append(prompt)
-            left[self._set_of[prompt.id]] -= 1
+            left[self._set_of[prompt.id] if len(left) > 1 else 0] -= 1
         self.give_back(skipped)
         while len(taken) < n:
             at = self._behind([i for i, count in enumerate(left) if count])
