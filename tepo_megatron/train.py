@@ -16,11 +16,12 @@ from tepo_megatron.controller.batch_memory import BatchHeader, BatchReceiver
 from tepo_megatron.controller.driver import Driver, ServiceDriver
 from tepo_megatron.controller.gate import WeightsGate
 from tepo_megatron.controller.memory_report import MemoryReport
-from tepo_megatron.controller.placement import Colocated, Disaggregated, barrier
+from tepo_megatron.controller.placement import Colocated, Disaggregated
 from tepo_megatron.controller.schedule import Schedule
 from tepo_megatron.controller.service_client import ServiceClient, start_service
 from tepo_megatron.controller.step_log import StepLog
 from tepo_megatron.distributed import parallel
+from tepo_megatron.distributed.objects import broadcast_result
 from tepo_megatron.losses import Objective, build_objective
 from tepo_megatron.losses.advantages import group_advantages, penalized
 from tepo_megatron.observability import hang_watchdog
@@ -88,8 +89,7 @@ def _watched(
 def _train(cfg: Config, groups: parallel.ParallelDims, driver: Driver) -> None:
     """Train for all steps; then export the model, evaluate it and write the report."""
     if cfg.rollout.colocate:
-        driver.sleep_engine()
-        barrier(groups)
+        broadcast_result(driver.sleep_engine, groups.host)
     actor, objective = Actor.open(cfg, groups), build_objective(cfg.objective)
     if objective.ref_kl is not None:
         actor.keep_reference()
@@ -97,7 +97,7 @@ def _train(cfg: Config, groups: parallel.ParallelDims, driver: Driver) -> None:
     evaluation = cfg.evaluation if cfg.data.eval is not None or cfg.evaluation.benchmarks else None
     with (
         Checkpoints.open(cfg.run_dir / "checkpoints", cfg.checkpoint, groups) as checkpoints,
-        _open_sync(cfg.sync, cfg.rollout.replay is not None, groups, actor, driver.wait_engine()) as sync,
+        _open_sync(cfg.sync, cfg.rollout.replay is not None, groups, actor, _serving_engine(driver, groups)) as sync,
     ):
         first = _resume(checkpoints, actor, driver) if cfg.resume else 0
         gate = WeightsGate(cfg.rollout, cfg.training, cfg.sync, actor, groups)
@@ -218,6 +218,12 @@ def _resume(checkpoints: Checkpoints, actor: Actor, driver: Driver) -> int:
     actor.noise_floor = state["noise_floor"]
     driver.resume(state, found.passed_over)
     return int(state["step"])
+
+
+def _serving_engine(driver: Driver, groups: parallel.ParallelDims) -> WeightReceiver | None:
+    """Wait on all ranks until the engine serves. Return it on rank 0; None on other ranks and without an engine."""
+    broadcast_result(driver.wait_engine, groups.host)
+    return driver.engine
 
 
 def _open_sync(

@@ -32,9 +32,8 @@ class NoTask:
 class Driver:
     """The driver of ranks other than 0: its methods do nothing."""
 
-    def wait_engine(self) -> ServiceEngine | None:
-        """Wait until the engine serves and return it; None on other ranks and without an engine."""
-        return None
+    def wait_engine(self) -> None:
+        """Wait until the engine serves, if there is one."""
 
     @property
     def engine(self) -> ServiceEngine | None:
@@ -143,9 +142,8 @@ class ServiceDriver(Driver):
     def engine(self) -> ServiceEngine | None:
         return self._engine
 
-    def wait_engine(self) -> ServiceEngine | None:
+    def wait_engine(self) -> None:
         self._client.call("wait_engine")
-        return self._engine
 
     def sleep_engine(self) -> None:
         self._client.call("sleep_engine")

@@ -21,7 +21,7 @@ from tepo_megatron.controller.driver import Driver, NoTask
 from tepo_megatron.controller.gate import WeightsGate
 from tepo_megatron.controller.memory_report import MemoryReport
 from tepo_megatron.controller.placement import Disaggregated
-from tepo_megatron.distributed.objects import broadcast_object
+from tepo_megatron.distributed.objects import broadcast_object, broadcast_result
 from tepo_megatron.distributed.parallel import ParallelDims
 from tepo_megatron.observability.metrics import Metrics
 from tepo_megatron.observability.timing import Clock
@@ -153,12 +153,12 @@ class Schedule:
             self._ahead.append(self._driver.collect(self._started))
 
     def _wait(self, task: NoTask) -> Any:
-        """Return the task's result from rank 0 on every rank. Meanwhile send the weights to servers that were restarted.
+        """Return the task's result from rank 0, or raise its error, on every rank. Send weights to restarted servers meanwhile.
 
         The actor has only its newest weights. Rollouts that are sampled ahead are therefore completed with the newest weights.
         """
         while True:
-            weights_wanted, result = broadcast_object(task.wait(), self._groups.host)
+            weights_wanted, result = broadcast_result(task.wait, self._groups.host)
             if not weights_wanted:
                 return result
             self._placement.repair(self._push)

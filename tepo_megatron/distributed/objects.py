@@ -5,8 +5,8 @@ group must consist of processes of one run.
 """
 
 import contextlib
-from collections.abc import Iterator
-from typing import TypeVar
+from collections.abc import Callable, Iterator
+from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -51,6 +51,26 @@ def broadcast_object(value: T, group: dist.ProcessGroup) -> T:
     box = [value]
     dist.broadcast_object_list(box, group=group, group_src=0, device=torch.device("cpu"))
     return box[0]
+
+
+def broadcast_result(make: Callable[[], T], group: dist.ProcessGroup) -> T:
+    """Return on every rank what a call returns on rank 0. If the call raises an error there, every rank raises it.
+
+    Args:
+        make: What rank 0 calls; the other ranks call it, too, and ignore what they get.
+        group: Every rank of it calls.
+    """
+    found: tuple[T | None, Exception | None]
+    try:
+        found = make(), None
+    except Exception as e:
+        if group.rank():
+            raise
+        found = None, e
+    result, error = broadcast_object(found, group)
+    if error is not None:
+        raise error
+    return cast(T, result)
 
 
 def all_true(value: bool, group: dist.ProcessGroup) -> bool:

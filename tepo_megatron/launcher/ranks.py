@@ -157,6 +157,9 @@ def first_failure(failures: Mapping[int, RankFailure], kills: MemoryKills) -> st
 
     rank = min(failures, key=order)
     failure = failures[rank]
+    if failure.message is not None:  # every rank raises an error of rank 0
+        text = failure.message["message"]
+        rank = min(r for r, other in failures.items() if other.message is not None and other.message["message"] == text)
     if failure.message is not None:
         return f"rank {rank}: {failure.message['message']}"
     if failure.status < 0:

@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tepo_megatron.distributed.objects import broadcast_result
+from tepo_megatron.errors import RolloutError
 from tests.worlds import run_world
 
 
@@ -118,3 +120,28 @@ def test_gloo_has_every_collective_of_megatron(size: int, dtype: torch.dtype) ->
     for rank, results in enumerate(run_world(size, call_collectives, size, dtype)):
         wrong = [name for name, (got, expected) in results.items() if not torch.equal(got, expected)]
         assert not wrong, f"rank {rank}: {wrong}"
+
+
+def _result_of_rank_0(rank: int) -> list[str]:
+    dist.init_process_group("gloo")
+    group, found = dist.group.WORLD, []
+    assert group is not None
+    for calls in ("value", RolloutError("the service is lost"), RuntimeError("a traceback")):
+
+        def make(result: str | Exception = calls) -> str:
+            if rank:
+                return "of another rank"
+            if isinstance(result, Exception):
+                raise result
+            return result
+
+        try:
+            found.append(broadcast_result(make, group))
+        except Exception as e:
+            found.append(repr(e))
+    return found
+
+
+def test_every_rank_gets_the_result_of_rank_0_or_its_error() -> None:
+    for found in run_world(2, _result_of_rank_0):
+        assert found == ["value", "RolloutError('the service is lost')", "RuntimeError('a traceback')"]

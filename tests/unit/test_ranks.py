@@ -41,6 +41,8 @@ def test_the_failure_that_caused_the_others_is_reported(tmp_path: Path) -> None:
         "rank 2 (pid 7) was ended by SIGKILL: the kernel has counted no process killed for memory meanwhile"
     )
     assert first_failure({0: late, 1: early, 2: ended, 3: silent}, kills) == "rank 1: early"
+    same = RankFailure(5, 1, message("ours", True, 9.0))  # every rank raises an error of rank 0
+    assert first_failure({0: same, 1: late, 3: ours}, kills) == "rank 0: ours"
     assert first_failure({3: silent}, kills) == "rank 3 (pid 9) exited with status 3 without a message"
     assert first_failure({0: by_us, 1: early}, kills) == "rank 1: early"
     (tmp_path / "vmstat").write_text("oom_kill 1\n")
