@@ -14,14 +14,16 @@ _PER_WORKER = 3  # pipes of a grading worker
 
 
 def needed_open_files(ranks: int, rollout: RolloutConfig, reward: RewardConfig) -> int:
-    """Return the maximum number of files, pipes and connections that one process of the run may have open at once.
+    """Return how many files, pipes and connections one process of the run must be able to open, with one request per server.
+
+    With a limit that is too low for `rollout.server.concurrency` requests per server, the run sends fewer (`ServerPool`).
 
     Args:
         ranks: Number of ranks of the run.
-        rollout: Sets the number of concurrent requests.
+        rollout: Sets the number of servers.
         reward: Sets the number of grading workers.
     """
-    requests = rollout.servers * (rollout.server.concurrency + CONTROL_CONNECTIONS)
+    requests = rollout.servers * (1 + CONTROL_CONNECTIONS)
     return _BASE + requests + _PER_RANK * ranks + _PER_WORKER * reward.workers * len(reward.terms)
 
 
@@ -34,5 +36,5 @@ def check_open_files(needed: int) -> None:
     if (limit := raise_open_file_limit(max(needed, WANTED))) < needed:
         raise ConfigError(
             f"a process may open {limit} files here, and this run needs {needed}; raise the limit (`ulimit -n {needed}`), or "
-            "lower rollout.server.concurrency or reward.workers"
+            "lower rollout.servers or reward.workers"
         )
