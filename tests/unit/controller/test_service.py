@@ -127,6 +127,7 @@ def test_answers_that_nobody_waits_for_yet_are_kept() -> None:
         assert theirs.recv().name == "close"
 
     client = ServiceClient(ours, ForkedProcess(answer), silence_seconds=60.0)
+    theirs.close()  # the fork has it
     load, other = client.begin("engine.load", []), client.begin("best_step")
     with pytest.raises(DataError, match="no prompts"):
         load.result()
