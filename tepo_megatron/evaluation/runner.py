@@ -58,7 +58,27 @@ def evaluate(engine: Sampler, reward: Reward, prompts: Sequence[Prompt], samplin
         RolloutError: The engine fails.
         RewardError: The grader fails.
     """
-    return accuracy(reward.score(engine.generate(prompts, sampling, seed)))
+    return accuracy(sample_and_grade(engine, reward, prompts, sampling, seed))
+
+
+def sample_and_grade(
+    engine: Sampler, reward: Reward, prompts: Sequence[Prompt], sampling: SamplingParams, seed: int
+) -> list[Rollout]:
+    """Return the graded samples by prompt and sample index. Groups are graded while others are still being sampled.
+
+    Args:
+        engine, reward, prompts, sampling, seed: See `evaluate`.
+
+    Raises:
+        RolloutError, RewardError: See `evaluate`.
+    """
+    groups = engine.open()
+    try:
+        groups.add(prompts, sampling, seed)
+        grading = {group[0].prompt_id: reward.submit(group) for group in iter(groups.next, None)}
+        return [rollout for prompt in prompts for rollout in grading[prompt.id].result()]
+    finally:
+        groups.close()
 
 
 def accuracy(rollouts: Sequence[Rollout]) -> Accuracy:

@@ -10,6 +10,7 @@ from typing import Any
 
 from tepo_megatron.errors import DataError
 from tepo_megatron.evaluation.problems import Problems
+from tepo_megatron.evaluation.runner import sample_and_grade
 from tepo_megatron.grading.boxed import last_boxed
 from tepo_megatron.inference.engine import Sampler
 from tepo_megatron.rewards import Decode, Reward
@@ -64,9 +65,9 @@ def sample_benchmark(
         RewardError: The grader fails.
     """
     sampling = problems.sampling(stop_token_ids)
-    rollouts = engine.generate(problems.prompts, sampling, derive_seed(seed, "benchmark", problems.name))
+    rollouts = sample_and_grade(engine, reward, problems.prompts, sampling, derive_seed(seed, "benchmark", problems.name))
     samples = []
-    for place, rollout in enumerate(reward.score(rollouts)):
+    for place, rollout in enumerate(rollouts):
         text = decode(rollout.response_ids)
         samples.append(
             BenchmarkSample(

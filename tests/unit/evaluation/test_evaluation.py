@@ -3,6 +3,7 @@
 import math
 import re
 import statistics
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,13 @@ from tepo_megatron.config.io import validate
 from tepo_megatron.controller.step_log import KEYS, StepLog
 from tepo_megatron.errors import DataError, SyncError
 from tepo_megatron.evaluation import Scores, read_evaluation, run_evaluations, write_evaluation
-from tepo_megatron.evaluation.runner import Accuracy, accuracy
+from tepo_megatron.evaluation.runner import Accuracy, accuracy, sample_and_grade
 from tepo_megatron.observability.histogram import counts
 from tepo_megatron.observability.metrics import Metrics
 from tepo_megatron.observability.timing import Clock
 from tepo_megatron.types import Prompt, Rollout, SamplingParams
 from tepo_megatron.weight_sync.sync import check_mismatch
+from tests.scripted_groups import ScriptedGroups
 
 
 def graded(prompt: int, score: float) -> Rollout:
@@ -61,6 +63,32 @@ def test_a_malformed_line_of_scores_is_named_and_passed_over(tmp_path: Path, cap
         unreadable, missing = (record.getMessage() for record in caplog.records)
         assert "evaluation.jsonl: line 2 cannot be read: " in unreadable
         assert "the scores of 1 of 2 problems are missing" in missing
+
+
+def test_groups_are_graded_while_others_are_sampled() -> None:
+    """Each group is submitted before the next one is waited for, and the samples come back in the order of the prompts."""
+    said = []
+
+    class Groups(ScriptedGroups):
+        def next(self) -> list[Rollout] | None:
+            said.append("wait")
+            return super().next()
+
+    class Engine:
+        def open(self) -> Groups:
+            return Groups(lambda prompts, sampling, seed: [graded(p.id, seed + k) for p in prompts for k in range(2)])
+
+    class Grader:
+        def submit(self, group: list[Rollout]) -> Future[list[Rollout]]:
+            said.append(f"grade {group[0].prompt_id}")
+            future = Future[list[Rollout]]()
+            future.set_result(group)
+            return future
+
+    prompts, engine = [Prompt(i, (1,), "") for i in range(3)], Engine()
+    found = sample_and_grade(engine, Grader(), prompts, SamplingParams(samples=2), seed=5)  # type: ignore[arg-type]
+    assert [(rollout.prompt_id, rollout.score) for rollout in found] == [(i, score) for i in range(3) for score in (5, 6)]
+    assert said == ["wait", "grade 2", "wait", "grade 1", "wait", "grade 0", "wait"]
 
 
 def test_an_evaluation_samples_as_its_own_settings_say(monkeypatch: pytest.MonkeyPatch) -> None:
