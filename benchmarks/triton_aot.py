@@ -210,6 +210,7 @@ def table(rows: Sequence[CompiledKernel]) -> str:
     text = ["| " + " | ".join(cell.ljust(n) for cell, n in zip(line, size, strict=True)) + " |" for line in cells]
     text.insert(1, "| " + " | ".join("-" * n for n in size) + " |")
     return (
+        "# Triton kernels, compiled ahead of time\n\n"
         "Compiled ahead of time by `python -m benchmarks.triton_aot`, without a GPU: not a measurement of time.\n"
         "Loads and stores are instructions of the machine code: number x bytes. Those of fewer than 16 bytes are the row's\n"
         "own numbers (maximum, coefficients, label).\n\n" + "\n".join(text) + "\n"

@@ -57,6 +57,8 @@ def test_every_page_is_in_the_contents() -> None:
     contents = [page for page in PAGES if fences(page, "{toctree}")]
     listed = {(page.parent / target).resolve() for page in contents for target in links(page)}
     decisions = {path.resolve() for path in Path("docs/decisions").glob("0*.md")}
+    results = {path.resolve() for path in Path("benchmarks/results").glob("*.md")}
+    assert results <= listed
     assert {page.resolve() for page in PAGES} - listed - decisions == {Path("docs/index.md").resolve()}
 
 
