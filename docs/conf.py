@@ -33,12 +33,15 @@ autoapi_dirs = [str(ROOT / "tepo_megatron")]
 autoapi_generate_api_docs = False  # the pages in docs/api/ name what they show
 autoapi_options = ["members", "undoc-members", "show-inheritance"]
 autodoc_member_order = "bysource"
-ROOMS = ("losses", "rewards", "rollout", "weights", "data", "evaluation")
-FILES = ("config", "config_io", "types", "advantages", "errors", "method", "user_file", "metrics", "channel")
+SHOWN = {
+    name.split(".")[0]
+    for page in (ROOT / "docs/api").glob("*.md")
+    for name in re.findall(r"tepo_megatron\.(\w+)", page.read_text())
+}
 autoapi_ignore = [
     str(path) + ("/*" if path.is_dir() else "")
     for path in sorted((ROOT / "tepo_megatron").iterdir())
-    if path.stem not in (*ROOMS, *FILES, "__init__")
+    if path.stem not in SHOWN | {"__init__"}
 ]
 
 html_theme = "furo"
