@@ -12,7 +12,8 @@ from tepo_megatron.actor.comparisons import mismatch, reference_divergence
 from tepo_megatron.checkpoint.checkpoints import Checkpoints
 from tepo_megatron.config import Config, ParallelConfig, SyncConfig, TrainingConfig
 from tepo_megatron.config.io import plain
-from tepo_megatron.controller.batch_memory import BatchHeader, BatchReceiver
+from tepo_megatron.controller.batch_memory import BatchHeader
+from tepo_megatron.controller.batch_receiver import BatchReceiver
 from tepo_megatron.controller.driver import Driver, ServiceDriver
 from tepo_megatron.controller.gate import WeightsGate
 from tepo_megatron.controller.memory_report import MemoryReport
@@ -104,6 +105,7 @@ def _train(cfg: Config, groups: parallel.ParallelDims, driver: Driver) -> None:
         placement = Colocated(actor, driver.engine, groups) if cfg.rollout.colocate else Disaggregated()
         memory = MemoryReport(groups, driver.engine, enabled=cfg.logging.memory or cfg.rollout.colocate)
         batches = BatchReceiver.open(groups)
+        actor.packer.fetch_experts = batches.fetch_experts
         schedule = Schedule(
             *(cfg.rollout, evaluation, steps, driver, sync, gate, placement, memory, batches, groups), trained=first
         )

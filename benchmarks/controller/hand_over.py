@@ -19,7 +19,8 @@ import torch.distributed as dist
 from benchmarks.controller.host_rows import make_rollouts
 from benchmarks.controller.measuring import Point, fastest
 from benchmarks.results import ROOT
-from tepo_megatron.controller.batch_memory import BatchMemory, read
+from tepo_megatron.controller.batch_memory import BatchMemory
+from tepo_megatron.controller.batch_receiver import read
 from tepo_megatron.distributed.objects import broadcast_object
 from tepo_megatron.types import Rollout
 
@@ -48,7 +49,7 @@ def receive(group: dist.ProcessGroup) -> list[Rollout]:
     """
     header = broadcast_object(None, group)
     assert header is not None
-    rollouts = read(header, header.path)
+    rollouts = read(header, header.path, header.experts_path)
     dist.barrier(group)
     return rollouts
 

@@ -1,5 +1,7 @@
 """Divide a batch into microbatches over the data-parallel ranks, and pack those of this rank."""
 
+from collections.abc import Callable, Sequence
+
 from tepo_megatron.config import TrainingConfig
 from tepo_megatron.distributed.parallel import ParallelDims
 from tepo_megatron.ops.alignment import Alignment
@@ -11,7 +13,7 @@ from tepo_megatron.types import PackedMicrobatch, TrainBatch
 
 
 class Packer:
-    """Plans the microbatches of a batch, the same plan on every rank, and packs them. It uses no collectives.
+    """Plans the microbatches of a batch, the same plan on every rank, and packs them. Only `fetch_experts` uses collectives.
 
     Args:
         cfg: `max_tokens_per_microbatch` bounds a microbatch; `share_prompts` says which prompts are worth sharing.
@@ -22,12 +24,15 @@ class Packer:
 
     Attributes:
         alignment: The padding, as given.
+        fetch_experts: Called on every rank before experts are packed, with the indices in the rollout batch of the sequences
+            that each data-parallel rank packs. None: all experts are there.
     """
 
     def __init__(
         self, cfg: TrainingConfig, groups: ParallelDims, alignment: Alignment, shares_prompts: bool, replays_experts: bool
     ) -> None:
         self.alignment = alignment
+        self.fetch_experts: Callable[[Sequence[Sequence[int]]], None] | None = None
         self._cfg, self._groups, self._shares, self._replays = cfg, groups, shares_prompts, replays_experts
         self._pipeline = Pipeline(groups.pp.size, groups.vpp)
 
@@ -58,12 +63,15 @@ class Packer:
             plan: Its plan.
             replays: False: without the experts of the tokens, even if they are replayed.
         """
-        ids = [r.token_ids_L for r in batch.rollouts]
+        token_ids = [r.token_ids_L for r in batch.rollouts]
         masks = [r.response_mask_L for r in batch.rollouts]
         experts = batch.experts if replays and self._replays else None
+        if experts is not None and self.fetch_experts is not None:
+            ids = range(len(batch)) if batch.ids_B is None else batch.ids_B.tolist()
+            self.fetch_experts([[ids[i] for indices in of_rank for i in indices] for of_rank in plan])
         prefix_groups = self._prefix_groups(batch)
         return [
-            pack(ids, masks, batch.first_tokens, indices, self.alignment, self._groups.cp.rank, experts, prefix_groups)
+            pack(token_ids, masks, batch.first_tokens, indices, self.alignment, self._groups.cp.rank, experts, prefix_groups)
             for indices in plan[self._groups.dp.rank]
         ]
 

@@ -16,7 +16,8 @@ from collections import deque
 from typing import Any
 
 from tepo_megatron.config import EvaluationConfig, RolloutConfig
-from tepo_megatron.controller.batch_memory import BatchHeader, BatchReceiver
+from tepo_megatron.controller.batch_memory import BatchHeader
+from tepo_megatron.controller.batch_receiver import BatchReceiver
 from tepo_megatron.controller.driver import Driver, NoTask
 from tepo_megatron.controller.gate import WeightsGate
 from tepo_megatron.controller.memory_report import MemoryReport
@@ -123,6 +124,7 @@ class Schedule:
             clock: Receives the seconds of the weight update.
         """
         self._memory.end_phase("train")
+        self._batches.release()
         self.trained = step
         if not self._placement.shared and (self._interrupts or not self._ahead):
             self._publish(clock)

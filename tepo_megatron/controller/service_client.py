@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any, Protocol
 
+import torch
+
 from tepo_megatron.controller.messages import DESCRIPTOR, Answer, Call
 from tepo_megatron.errors import RolloutError
 from tepo_megatron.inference.engine import EnginePart
@@ -180,6 +182,7 @@ class ForkedProcess:
         if self.pid == 0:
             try:
                 die_with_parent(parent)
+                torch.set_num_threads(torch.get_num_threads())  # renews the pool of the fork, before two threads do so at once
                 work()
             except BaseException as e:
                 sys.excepthook(type(e), e, e.__traceback__)

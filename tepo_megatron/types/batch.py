@@ -65,7 +65,7 @@ class TrainBatch:
     @cached_property
     def prompt_lengths(self) -> list[int]:
         """Return the number of tokens before the first one that the policy chose; the whole length if it chose none."""
-        return [int(r.response_mask_L.int().argmax()) if r.response_length else r.token_ids_L.numel() for r in self.rollouts]
+        return [r.prompt_length for r in self.rollouts]
 
     @cached_property
     def prompt_ids(self) -> list[int]:
@@ -73,8 +73,9 @@ class TrainBatch:
         numbers: dict[tuple[bytes, bytes], int] = {}
         out = []
         for rollout, length in zip(self.rollouts, self.prompt_lengths, strict=True):
-            experts_LKT = rollout.experts_LKT
-            experts = b"" if experts_LKT is None else experts_LKT[:length].numpy().tobytes()
+            experts = rollout.prompt_experts
+            if rollout.experts_LKT is not None and not experts:
+                experts = rollout.experts_LKT[:length].numpy().tobytes()
             out.append(numbers.setdefault((rollout.token_ids_L[:length].numpy().tobytes(), experts), len(numbers)))
         return out
 

@@ -30,6 +30,8 @@ class Rollout:
         experts_LKT: `Routing.dtype` or int16, the experts that the engine's routers chose. The last token was never an input
             and has `no_expert` of that type. None: not requested.
         servers: (index, name) of each inference server, like `later_versions`, the first at index 0. Empty: unknown.
+        prompt_experts: Digest of the experts of the prompt's tokens, where `experts_LKT` may not be there before it is packed.
+            Empty: not known.
     """
 
     prompt_id: int
@@ -45,6 +47,7 @@ class Rollout:
     later_versions: tuple[tuple[int, int], ...] = ()
     experts_LKT: Tensor | None = None
     servers: tuple[tuple[int, str], ...] = ()
+    prompt_experts: bytes = b""
 
     def __post_init__(self) -> None:
         length = self.token_ids_L.numel()
@@ -63,6 +66,11 @@ class Rollout:
                 f"rollout of prompt {self.prompt_id}: later_versions={self.later_versions} do not ascend from version "
                 f"{self.policy_version} within its {length} tokens"
             )
+
+    @property
+    def prompt_length(self) -> int:
+        """Return the number of tokens before the first one that the policy chose; the whole length if it chose none."""
+        return int(self.response_mask_L.int().argmax()) if self.response_length else self.token_ids_L.numel()
 
     @property
     def response_length(self) -> int:

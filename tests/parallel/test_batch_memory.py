@@ -9,10 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tepo_megatron.config import ParallelConfig
-from tepo_megatron.controller.batch_memory import BatchHeader, BatchMemory, BatchReceiver, read
-from tepo_megatron.types import Rollout
+from tepo_megatron.controller import batch_receiver
+from tepo_megatron.controller.batch_memory import BatchHeader, BatchMemory
+from tepo_megatron.controller.batch_receiver import BatchReceiver, read
+from tepo_megatron.types import Rollout, TrainBatch
 from tests.marks import full_but
 from tests.worlds import run_world
 
@@ -51,6 +54,8 @@ def rollouts(count: int, experts: tuple[int, int] | None = None) -> list[Rollout
 def same(a: Rollout, b: Rollout) -> bool:
     for name, x in vars(a).items():
         y = getattr(b, name)
+        if name == "prompt_experts":
+            continue
         if isinstance(x, torch.Tensor):
             if not isinstance(y, torch.Tensor) or x.dtype != y.dtype or not torch.equal(x, y):
                 return False
@@ -81,11 +86,13 @@ def _rank(rank: int, machines: list[list[int]], sizes: list[int], experts: tuple
             memory.release(header.path)
         assert header.metrics == METRICS and header.seconds == SECONDS
         assert header.tokens == sum(r.token_ids_L.numel() for r in expected)
+        receiver.fetch_experts([range(size)] * groups.dp.size)
         equal += [len(found) == size, *(same(a, b) for a, b in zip(found, expected, strict=True))]
         for rollout in found:
             rollout.rollout_logprobs_L.zero_()  # private: no other rank sees it
+        receiver.release()
         del found, rollout, header
-    left = _descriptors() - before
+    left = max(0, _descriptors() - before)  # a connection of the process groups may have been closed meanwhile
     parallel.shutdown()
     return {"equal": all(equal), "compared": len(equal), "left": left}
 
@@ -105,7 +112,7 @@ def test_a_token_takes_nine_bytes_and_nothing_is_left(tmp_path: Path) -> None:
     memory = BatchMemory()
     header = memory.write(rollouts(5), {}, {})
     assert header.nbytes == 9 * header.tokens == os.path.getsize(header.path)
-    found = read(header, header.path)
+    found = read(header, header.path, header.experts_path)
     memory.release(header.path)
     assert not Path(header.path).exists()
     assert all(same(replace(a, answer=""), b) for a, b in zip(rollouts(5), found, strict=True))  # mapped files outlive the path
@@ -115,5 +122,73 @@ def test_experts_of_some_sequences_only_are_left_out() -> None:
     memory = BatchMemory()
     mixed = [*rollouts(2, (3, 2)), *rollouts(2)]
     header: BatchHeader = memory.write(mixed, {}, {})
-    assert header.experts is None and [r.experts_LKT for r in read(header, header.path)] == [None] * 4
+    assert header.experts is None and header.experts_path == ""
+    assert [r.experts_LKT for r in read(header, header.path, "")] == [None] * 4
+    memory.release(header.path)
+
+
+EXPERTS = (3, 2)
+# sequences that each of four data-parallel ranks packs in each pass; ranks 0 and 1 share the machine of the service
+PASSES = [
+    [[0, 1], [2, 3], [4, 5], [6]],
+    [[6, 5], [4], [3], [2]],  # other ranks pack them
+    [[0, 1], [2, 3], [4, 5], [6]],  # all are there
+]
+
+
+def _fetches(rank: int, machines: list[list[int]]) -> dict[str, Any]:
+    """Return the bytes of experts that this rank's machine was sent in each pass, and the sequences whose experts it has."""
+    from tepo_megatron.distributed import parallel
+    from tepo_megatron.distributed.objects import broadcast_object
+    from tepo_megatron.platform import activate
+
+    groups = parallel.initialize(ParallelConfig(dp=4), activate("cpu"), 0)
+    receiver = BatchReceiver.open(groups, next(i for i, ranks in enumerate(machines) if rank in ranks))
+    memory, expected = BatchMemory(), rollouts(7, EXPERTS)
+    header = broadcast_object(memory.write(expected, METRICS, SECONDS) if rank == 0 else None, groups.host)
+    found, sent, there = receiver.receive(header), [], []
+    if rank == 0:
+        memory.release(header.path)
+    for needed in PASSES:
+        receiver.fetch_experts(needed)
+        sent.append(receiver.expert_bytes)
+        there.append([i for i in range(7) if torch.equal(found[i].experts_LKT, expected[i].experts_LKT)])  # type: ignore[arg-type]
+        dist.barrier(groups.host)  # before the next pass writes into the same file
+    parallel.shutdown()
+    return {"sent": sent, "there": there, "digests": [r.prompt_experts for r in found]}
+
+
+@pytest.mark.parametrize("machines", [[[0, 1], [2, 3]], [[0, 1, 2], [3]]], ids=str)
+def test_a_machine_gets_the_experts_of_the_sequences_that_it_packs_and_each_once(
+    machines: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batch_receiver, "MESSAGE_BYTES", 300)  # several messages, one of a single sequence that is larger
+    sizes = [r.token_ids_L.numel() * 3 * 2 * 2 for r in rollouts(7)]  # int16
+    for rank, found in enumerate(run_world(4, _fetches, machines)):
+        mine = next(ranks for ranks in machines if rank in ranks)
+        seen: set[int] = set()
+        for needed, sent, there in zip(PASSES, found["sent"], found["there"], strict=True):
+            seen |= {i for dp in mine for i in needed[dp]}
+            if 0 in mine:  # the machine of the service
+                assert sent == 0 and there == list(range(7))
+            else:
+                assert sent == sum(sizes[i] for i in seen) < sum(sizes) and there == sorted(seen)
+        assert len(set(found["digests"])) == 7
+
+
+def test_prompts_are_equal_if_their_tokens_and_experts_are(tmp_path: Path) -> None:
+    """A rank knows that without the experts, which may not be there yet."""
+    memory, first = BatchMemory(), rollouts(4, EXPERTS)[3]
+    assert first.experts_LKT is not None and first.prompt_length == 1
+    other_response, other_prompt = first.experts_LKT.clone(), first.experts_LKT.clone()
+    other_response[first.prompt_length] += 1
+    other_prompt[0] += 1
+    given = [first, replace(first, experts_LKT=other_response), replace(first, experts_LKT=other_prompt)]
+    header = memory.write(given, {}, {})
+    found = read(header, header.path, header.experts_path)
+    for rollout in found:
+        assert rollout.experts_LKT is not None
+        rollout.experts_LKT.zero_()
+    for batch in (given, found):
+        assert TrainBatch.build(batch, torch.zeros(3)).prompt_ids == [0, 0, 1]
     memory.release(header.path)

@@ -106,7 +106,7 @@ def expected(model: Path, given: TrainBatch) -> tuple[Tensor, dict[str, Tensor]]
     return replayed_experts(model, given)
 
 
-def old_pass_and_gradients(rank: int, cfg: Any, batch: TrainBatch) -> dict[str, Any]:
+def old_pass_and_gradients(rank: int, cfg: Any, batch: TrainBatch, machines: bool = False) -> dict[str, Any]:
     from tepo_megatron.actor.actor import Actor
     from tepo_megatron.distributed import parallel
     from tepo_megatron.losses import build_objective
@@ -114,6 +114,8 @@ def old_pass_and_gradients(rank: int, cfg: Any, batch: TrainBatch) -> dict[str, 
 
     actor = Actor.open(cfg, parallel.initialize(cfg.parallel, activate("cpu"), 0))
     actor.start_step(1)
+    if machines:
+        batch = received(actor, batch)
     old = actor.attach_old_stats(batch)
     actor.backward(old, build_objective(cfg.objective))
     out = {
@@ -122,6 +124,35 @@ def old_pass_and_gradients(rank: int, cfg: Any, batch: TrainBatch) -> dict[str, 
     }
     parallel.shutdown()
     return out
+
+
+def received(actor: Any, batch: TrainBatch) -> TrainBatch:
+    """Return the batch as each rank receives it on a machine of its own, where the experts come when they are packed."""
+    from tepo_megatron.controller.batch_memory import BatchMemory
+    from tepo_megatron.controller.batch_receiver import BatchReceiver
+    from tepo_megatron.distributed.objects import broadcast_object
+
+    groups, memory = actor.groups, BatchMemory()
+    receiver = BatchReceiver.open(groups, machine=groups.rank)
+    actor.packer.fetch_experts = receiver.fetch_experts
+    header = broadcast_object(memory.write(batch.rollouts, {}, {}) if groups.is_main else None, groups.host)
+    rollouts = receiver.receive(header)
+    assert groups.is_main or not any(r.experts_LKT.any() for r in rollouts if r.experts_LKT is not None)
+    return replace(batch, rollouts=tuple(rollouts))
+
+
+@pytest.mark.parametrize("layout", full_but([{"dp": 2}], [], [{"dp": 2}, {"dp": 2, "pp": 2}, EP2 | {"pp": 2}]), ids=str)
+def test_experts_that_come_from_another_machine(
+    model: Path, given: TrainBatch, expected: tuple[Tensor, dict[str, Tensor]], layout: dict[str, Any]
+) -> None:
+    cfg = replaying(model, layout)
+    here, apart = (
+        run_world(cfg.parallel.world_size, old_pass_and_gradients, cfg, given, machines) for machines in (False, True)
+    )
+    for one, other in zip(here, apart, strict=True):
+        assert torch.equal(one["logprobs"], other["logprobs"]) and one["gradients"].keys() == other["gradients"].keys()
+        assert all(torch.equal(one["gradients"][name], other["gradients"][name]) for name in one["gradients"])
+    assert (apart[0]["logprobs"] - expected[0]).abs().max() <= TOLERANCE * expected[0].abs().max()
 
 
 @pytest.mark.parametrize("layout", full_but([{}, EP2], LAYOUTS, LAYOUTS + FULL), ids=str)
