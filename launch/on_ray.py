@@ -12,6 +12,7 @@ import json
 import os
 import re
 import select
+import socket
 import subprocess
 import sys
 import time
@@ -119,6 +120,12 @@ class RayMachine:
         self._kept[name] = subprocess.Popen([sys.executable, *words], stdin=pipe, stdout=pipe, env=inherited | more)
         self._kept[name].wait()  # reap the process that supervise.py detaches from
 
+    def free_port(self) -> int:
+        """Return a port of this machine that nobody listens on."""
+        with socket.socket() as s:
+            s.bind(("", 0))
+            return int(s.getsockname()[1])
+
     def ended(self) -> dict[str, int]:
         """Return the exit statuses of the scripts that have ended, with all their processes."""
         return self._look(0)
@@ -217,9 +224,13 @@ class RayJobRunner:
         actors = [actor for _, actor in machines]
         names = [f"machine {i} ({addresses[id]})" for i, (id, _) in enumerate(machines)]
         shared = {
-            "LAUNCH_JOB": self._plan.job, "LAUNCH_START": str(start),
-            "MASTER_ADDR": addresses[machines[0][0]], "MASTER_PORT": str(self._plan.port),
-        }  # fmt: skip
+            "LAUNCH_JOB": self._plan.job,
+            "LAUNCH_START": str(start),
+            "MASTER_ADDR": addresses[machines[0][0]],
+            "MASTER_PORT": str(self._plan.port or self._answers({actors[0].free_port.remote(): names[0]})[0]),
+        }
+        if len(machines) > 1 and shared["MASTER_ADDR"].startswith("127."):
+            raise RayJobFailure(f"{names[0]} has told Ray a loopback address, which no other machine reaches")
         own = [{"LAUNCH_MACHINE": str(i), "LAUNCH_ADDRESS": addresses[id]} for i, (id, _) in enumerate(machines)]
         self._say(f"start {start} on {', '.join(names)}")
         try:

@@ -101,8 +101,8 @@ class RayJob:
         return {
             "job": self.id,
             "machines": self.machines,
-            "gpus": self.cluster.gpus_per_node,
-            "port": self.cluster.network.port,
+            "gpus": self.cluster.gpus_per_node or 0,
+            "port": self.cluster.network.port or 0,
             "wait_seconds": self.kuberay.wait_seconds,
             "restarts": self.kuberay.restarts if self.resumes else 0,
             "error_restarts": self.kuberay.error_restarts,

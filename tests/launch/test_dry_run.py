@@ -22,9 +22,10 @@ from tepo_megatron.config.io import validate, validate_as
 from tests.launch import cases
 
 SLURM = ["run.yaml", "--executor", "slurm"]
+NOT_CHECKED = "--no-preflight"
 REFUSED = {
-    "no slurm": (SLURM, "the cluster's profile has no slurm section"),
-    "no skypilot": (["run.yaml", "--executor", "skypilot"], "the cluster's profile has no skypilot section"),
+    "no slurm": ([*SLURM, NOT_CHECKED], "the cluster's profile has no slurm section"),
+    "no skypilot": (["run.yaml", "--executor", "skypilot", NOT_CHECKED], "the cluster's profile has no skypilot section"),
     "no such key": (["run.yaml", "--optimiser.lr", "1"], "optimiser: unknown key; did you mean optimizer?"),
     "nothing launched": (["status", "nowhere"], "nowhere: nothing was launched there"),
     "wait for nothing": ([*SLURM, "--cluster", "bare.yaml", "--after", "nowhere"], "nowhere: nothing was launched there"),
@@ -33,7 +34,7 @@ REFUSED = {
         ["run.yaml", "--cluster", "bare.yaml", *cases.APART, "--sync.transport.folder", "w"],
         "takes 4 machines of 8",
     ),
-    "no sbatch": ([*SLURM, "--cluster", "bare.yaml"], "sbatch refused the job: "),
+    "no sbatch": ([*SLURM, "--cluster", "bare.yaml", NOT_CHECKED], "sbatch refused the job: "),
     "words": (["convert", "out", "--cluster", "bare.yaml", "--hf"], "--hf: words of `convert` come after --"),
 }
 
