@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from launch import jobs, preflight
+from launch.doctor import doctor
 from launch.executors import EXECUTORS, Executor
 from launch.layout import Layout, lay_out
 from launch.profile import Cluster, load_cluster
@@ -23,6 +24,7 @@ USAGE = """
   python -m launch CONFIG --executor kuberay|skypilot --cluster PROFILE [--dry-run] [--no-preflight] [--section.key VALUE ...]
   python -m launch convert FOLDER --executor slurm --cluster PROFILE [--dry-run] [--after FOLDER] -- WORDS...
   python -m launch evaluate FOLDER ... -- WORDS...
+  python -m launch doctor --cluster PROFILE [--nodes N] [--dry-run]
   python -m launch status|logs|cancel FOLDER"""
 
 
@@ -33,6 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if words and words[0] in ("status", "logs", "cancel"):
             print(escaped(_about(words)))
             return 0
+        if words and words[0] == "doctor":
+            return doctor(words[1:])
         return _launch(words)
     except TepoError as e:
         print(f"launch: error: {escaped(str(e))}", file=sys.stderr)

@@ -94,8 +94,8 @@ def run(check: Check) -> int:
     if chosen is None:
         return 0  # the first machine reports what is wrong
     head, candidates = chosen["head"], chosen["candidates"]
-    if check.name not in candidates:
-        return 1 if head is None else 0
+    if head is None or not (first or check.name in candidates):
+        return int(first)
     with contextlib.ExitStack() as stack:
         if check.name == head:
             listener = stack.enter_context(node_facts.Listener(check.port, chosen["token"], check.interfaces))
@@ -104,14 +104,15 @@ def run(check: Check) -> int:
                 {"addresses": listener.addresses, "port": listener.port, "fault": listener.fault} | {"store": free_port()},
             )
         place = check.read([head], "head").get(head)
-        if place is not None and not place["fault"]:
+        if check.name in candidates and place is not None and not place["fault"]:
             check.write("reach", _reach(place, chosen["token"]))
         if first:
             _judge_network(check, chosen, place)
         verdict = check.read([check.names[0]], "verdict").get(check.names[0])
-    if verdict is None or verdict["faults"] or check.name not in verdict["members"]:
+    if verdict is None or verdict["faults"]:
         return _end(check, verdict, None) if first else 0
-    check.write("reduce", _all_reduce(check, verdict))
+    if check.name in verdict["members"]:
+        check.write("reduce", _all_reduce(check, verdict))
     return _end(check, verdict, check.read(verdict["members"], "reduce")) if first else 0
 
 

@@ -156,6 +156,7 @@ class Listener:
                     connection.settimeout(2)
                     if connection.recv(64) == self._token:
                         connection.sendall(repr(time.time()).encode())
+                        connection.recv(1)  # the other side closes first, and this port is not left in TIME_WAIT
 
 
 def free_port() -> int:

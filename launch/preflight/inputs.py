@@ -33,9 +33,8 @@ def faults(cfg: Config, cluster: Cluster, here: bool) -> Iterator[str]:
     for key, path in (("model.path", cfg.model.path), ("objective.ref_kl.path", cfg.objective.reference_path)):
         if path is not None and here:
             yield from _model(key, path, host_path(path, cluster))
-    own = cfg.data.prompt_key
-    sets = [] if cfg.rollout.replay is not None else [("data.train", s.path, s.prompt_key or own) for s in cfg.data.sets]
-    sets += [("data.eval", cfg.data.eval, own)] if cfg.data.eval is not None else []
+    sets = [] if cfg.rollout.replay is not None else [("data.train", s.path, s.prompt_key) for s in cfg.data.sets]
+    sets += [("data.eval", cfg.data.eval, cfg.data.prompt_key)] if cfg.data.eval is not None else []
     for key, source, prompt_key in sets:
         yield from _data(key, source, prompt_key, cluster, offline=offline, here=here)
     if cfg.rollout.replay is not None and here and not host_path(cfg.rollout.replay, cluster).exists():
@@ -80,13 +79,13 @@ def _model(key: str, path: str, folder: Path) -> Iterator[str]:
         yield f"{key}={path}: no *.safetensors are in it; {fetch}"
 
 
-def _data(key: str, source: str, prompt_key: str, cluster: Cluster, *, offline: bool, here: bool) -> Iterator[str]:
+def _data(key: str, source: str, prompt_key: str | None, cluster: Cluster, *, offline: bool, here: bool) -> Iterator[str]:
     """Yield the faults of a set of prompts.
 
     Args:
         key: Key of the config.
         source: Its value: files, or a dataset of the hub, perhaps with a slice.
-        prompt_key: Key of the prompt in a row.
+        prompt_key: Key of the prompt in a row. None: the run detects it.
         cluster: The cluster's profile.
         offline: Jobs may not use the hub.
         here: As in `faults`.
@@ -115,7 +114,7 @@ def _data(key: str, source: str, prompt_key: str, cluster: Cluster, *, offline: 
             yield from _first_row(key, source, file, prompt_key)
 
 
-def _first_row(key: str, source: str, file: Path, prompt_key: str) -> Iterator[str]:
+def _first_row(key: str, source: str, file: Path, prompt_key: str | None) -> Iterator[str]:
     """Yield the fault of a file that is empty, or whose first line is no row with a prompt."""
     if not os.access(file, os.R_OK):
         yield f"{key}={source}: {file} cannot be read by you; change its permissions"
@@ -128,10 +127,11 @@ def _first_row(key: str, source: str, file: Path, prompt_key: str) -> Iterator[s
         try:
             row = json.loads(line)
         except ValueError:
-            row = None if len(line) < _FIRST_BYTES else {prompt_key: ""}  # a long first row is judged by the run
+            if len(line) >= _FIRST_BYTES:
+                return  # a long row, which the run judges
         if not isinstance(row, dict):
             yield f"{key}={source}: the first line of {file} is no JSON object; give a file with one per line"
-        elif prompt_key.partition(".")[0] not in row:
+        elif prompt_key is not None and prompt_key.partition(".")[0] not in row:
             found = ", ".join(list(row)[:8])
             yield f"{key}={source}: the first row has no {prompt_key!r} (it has {found}); set data.prompt_key to its name"
 
