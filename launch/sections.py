@@ -95,7 +95,7 @@ class SlurmConfig:
         if own := sorted(_OWN_OPTIONS & {name.replace("-", "_") for name in self.options}):
             raise ValueError(f"options: {own[0]} has a key of its own, or is set by launch; remove it there")
         for word in self.srun_args:
-            if not re.fullmatch(r"--?[A-Za-z][\w-]*(=.*)?", word):
+            if not re.fullmatch(r"--?[A-Za-z][\w-]*(=[\w:,./@%+#=-]*)?", word):
                 raise ValueError(f'srun_args: {word!r} is not one option; write "--name" or "--name=value"')
             if (name := word.lstrip("-").partition("=")[0]) in _OWN_SRUN_ARGS:
                 raise ValueError(f"srun_args: {name} is set by launch; remove it there")

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from launch.profile import Cluster
 from launch.scripts import head, joined
+from launch.sections import SlurmConfig
 
 PROGRAMS = ("node_check.py", "node_facts.py")
 # Variables that the check sets for the tasks.
@@ -21,6 +22,11 @@ def write_programs(home: Path) -> None:
     home.mkdir(parents=True, exist_ok=True)
     for name in PROGRAMS:
         (home / name).write_text(Path(__file__).with_name(name).read_text())
+
+
+def setup_lines(slurm: SlurmConfig) -> tuple[str, ...]:
+    """Return the lines of `slurm.setup` for a script. Environment modules read variables that are not set."""
+    return ("set +u", *slurm.setup, "set -u") if slurm.setup else ()
 
 
 def check_words(cluster: Cluster, need: int, gpus: int) -> list[str]:
@@ -68,7 +74,7 @@ def check_lines(cluster: Cluster, folder: Path, home: Path, name: str, need: int
     """
     slurm = cluster.slurm
     assert slurm is not None, "checked before"
-    program = [*head(folder), *slurm.setup]
+    program = [*head(folder), *setup_lines(slurm)]
     program.append(f'exec {joined([cluster.python, str(home / PROGRAMS[0])])} "$@"')
     step = ["srun", '--nodes="${#nodes[@]}"', '--ntasks="${#nodes[@]}"', "--ntasks-per-node=1", "--kill-on-bad-exit=0"]
     step += [f"--wait={cluster.node_check.timeout_seconds + 60}"]  # a bad machine ends its part first

@@ -15,6 +15,7 @@ from launch.jobs import SubmittedJob, log_tails, submitted
 from launch.layout import Layout
 from launch.profile import Cluster
 from launch.sections import SlurmConfig
+from launch.slurm_check import setup_lines
 from launch.stops import patience_of
 from tepo_megatron.config import Config
 from tepo_megatron.errors import ConfigError
@@ -46,7 +47,9 @@ def training(cfg: Config, cluster: Cluster, layout: Layout, after: str | None) -
     assert cluster.slurm is not None, "checked before"
     resumes = not cfg.rollout.only  # rollout.only keeps no checkpoints
     own = (slurm_check.OWN_INTERFACES,) if layout.nodes > 1 and not cluster.network.interfaces else ()
-    tasks = scripts.training(cfg, cluster, layout, Path.cwd(), dataclasses.replace(_STARTS, setup=(*cluster.slurm.setup, *own)))
+    tasks = scripts.training(
+        cfg, cluster, layout, Path.cwd(), dataclasses.replace(_STARTS, setup=(*setup_lines(cluster.slurm), *own))
+    )
     home, gpus = jobs.launch_folder(cfg.run_dir), cluster.gpus if cfg.platform == "cuda" else 0
     setup = check_setup(cluster, home, cfg.run_dir.absolute().name, layout.nodes, gpus)
     setup += batch_setup(cfg, cluster.slurm, home) if resumes and cluster.slurm.restarts else ""
@@ -72,7 +75,7 @@ def command(kind: str, words: Sequence[str], folder: Path, cluster: Cluster, aft
     check(cluster, None)
     checks.check_paths([Path.cwd(), folder])
     assert cluster.slurm is not None, "just checked"
-    return submission(folder, [scripts.command(kind, words, cluster, Path.cwd(), cluster.slurm.setup)], cluster, after)
+    return submission(folder, [scripts.command(kind, words, cluster, Path.cwd(), setup_lines(cluster.slurm))], cluster, after)
 
 
 def render(job: Submission) -> str:

@@ -31,8 +31,9 @@ pytestmark = [
     pytest.mark.e2e,
     pytest.mark.skipif(slurm.missing() is not None, reason=str(slurm.missing())),
 ]
-# in the place of the training environment's python: `tepo train`, with an engine that needs no server
+# in the place of the training environment's python: the node check, and `tepo train` with an engine that needs no server
 SCRIPTED = f"""#!/bin/bash
+if [[ $1 = *.py ]]; then exec {sys.executable} "$@"; fi
 shift 2
 exec {sys.executable} -m tests.e2e.scripted_run "$@"
 """
@@ -163,8 +164,8 @@ class Apart:
 
     @classmethod
     def submit(cls, cluster: slurm.Slurm, base: Path, folder: Path) -> Apart:
-        tree = {"python": sys.executable, "environment": PATHS, "ranks_per_node": 1, "network": {"port": slurm.free_port()}}
-        profile = write(folder / "profile.yaml", tree | {"slurm": SLURM | {"time": "00:20:00"}})
+        tree = {"python": sys.executable, "environment": PATHS, "ranks_per_node": 1, "slurm": SLURM | {"time": "00:20:00"}}
+        profile = write(folder / "profile.yaml", tree)
         settings = {
             "name": "apart", "parallel__tp": 2, "training__steps": APART_STEPS, "checkpoint__every": 2, "model__path": base,
             "data__train": base / "train.jsonl", "data__eval": base / "eval.jsonl", "evaluation__max_problems": 8,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import re
 import signal
@@ -16,10 +17,10 @@ import pytest
 from launch import jobs
 from launch.__main__ import main
 from launch.executors.slurm import batch_setup
-from launch.profile import Cluster
-from launch.sections import SlurmConfig
+from launch.profile import Cluster, ContainerConfig, NetworkConfig
+from launch.sections import KubeRayConfig, NodeCheckConfig, SlurmConfig
 from tepo_megatron.config.io import validate, validate_as
-from tests.launch import cases
+from tests.launch import cases, profile_cases
 
 SLURM = ["run.yaml", "--executor", "slurm"]
 NOT_CHECKED = "--no-preflight"
@@ -59,6 +60,34 @@ def test_the_scripts_equal_the_golden_files(results: dict[str, tuple[int, str, s
         file = tmp_path / f"{i}.sh"
         file.write_text(script.partition("\n")[2])
         subprocess.run(["bash", "-n", file], check=True)
+
+
+@pytest.fixture(scope="module")
+def of_profiles(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str, str]]:
+    return profile_cases.dry_runs(tmp_path_factory.mktemp("profiles"))
+
+
+@pytest.mark.parametrize("case", profile_cases.profiles(Path("/project")))
+def test_every_profile_and_every_key_give_the_golden_scripts(of_profiles: dict[str, tuple[int, str, str]], case: str) -> None:
+    status, text, error = of_profiles[case]
+    assert (status, error) == (0, "")
+    assert text == (profile_cases.FOLDER / f"{case}.txt").read_text()
+    assert {path.stem for path in profile_cases.FOLDER.iterdir()} == set(of_profiles)
+
+
+def test_every_key_of_a_profile_is_in_a_golden_dry_run() -> None:
+    cases_of = [tree for _, tree in profile_cases.profiles(Path("/project")).values()]
+    trees = [*cases_of, *(tree for name, tree in cases.FILES.items() if name != "run.yaml")]
+    elsewhere = {
+        "slurm.error_restarts", "kuberay.wait_seconds", "kuberay.restarts", "kuberay.error_restarts", "kuberay.ray_version",
+        "kuberay.head_cpu", "kuberay.head_memory",
+    }  # test_kuberay.py, test_profiles.py and their defaults  # fmt: skip
+    sections = {"": Cluster, "slurm": SlurmConfig, "kuberay": KubeRayConfig, "node_check": NodeCheckConfig}
+    sections |= {"network": NetworkConfig, "container": ContainerConfig}
+    for section, cls in sections.items():
+        seen = {key for tree in trees for key in (tree if section == "" else tree.get(section) or {})}
+        keys = {field.name for field in dataclasses.fields(cls)} - seen - {"skypilot"}
+        assert {f"{section}.{key}" for key in keys} <= elsewhere, section
 
 
 @pytest.mark.parametrize(("cores", "before", "threads"), [(96, None, "12"), (4, None, "1"), (96, "3", "3")])

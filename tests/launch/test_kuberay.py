@@ -119,6 +119,9 @@ def test_what_is_refused_in_a_line_for_each_fault(tmp_path: Path, monkeypatch: p
         ({"memory": "64 GB"}, r'memory=\'64 GB\' is no quantity of Kubernetes, as "32", "500m" or "512Gi"'),
         ({"namespace": "My Lab"}, r"namespace: 'My Lab' is no name of Kubernetes"),
         ({"worker": 1}, r"kuberay\.worker: unknown key"),
+        ({"labels": {"a b": "c"}}, r"labels: a b: 'c' is no label of Kubernetes"),
+        ({"labels": {"a": "c d"}}, r"labels: a: 'c d' is no label of Kubernetes"),
+        ({"capabilities": ["CAP_IPC_LOCK"]}, r"capabilities: 'CAP_IPC_LOCK' is no capability .*as IPC_LOCK, without CAP_"),
     ],
 )
 def test_a_mistake_is_reported_with_its_key_and_the_fix(keys: dict[str, Any], said: str) -> None:
