@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from launch import checks, jobs, scripts, slurm_check
+from launch import check_step, checks, jobs, scripts
 from launch.executors import slurm
 from launch.executors.lazy import submission
 from launch.profile import Cluster, load_cluster
@@ -82,10 +82,10 @@ def _here(cluster: Cluster, gpus: int, dry_run: bool) -> int:
     if cluster.kuberay is not None or cluster.skypilot is not None:
         raise ConfigError("doctor: only Slurm's machines and this one can be checked; give a profile with a slurm section")
     with tempfile.TemporaryDirectory(prefix="launch-doctor-") as folder:
-        program = Path(__file__).with_name(slurm_check.PROGRAMS[0])
+        program = Path(__file__).with_name(check_step.PROGRAMS[0])
         name = os.uname().nodename
         words = [cluster.python, str(program), "--folder", folder, "--names", name, "--name", name]
-        words += slurm_check.check_words(cluster, 1, gpus)
+        words += check_step.check_words(cluster, 1, gpus)
         if dry_run:
             print(scripts.joined(words))
             return 0

@@ -87,6 +87,7 @@ class Check:
 def run(check: Check) -> int:
     """Take part in the check. Return 0 if the job can start, else 1. The first machine's result is that of the check."""
     first = check.names[0] == check.name
+    check.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     check.write("facts", node_facts.gather(check.gpus, check.interfaces, check.skip))
     if first:
         _choose_head(check)

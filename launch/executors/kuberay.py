@@ -46,6 +46,8 @@ def _faults(cluster: Cluster, cfg: Config | None) -> Iterator[str]:
         yield "--executor kuberay: the cluster's profile names no container.image; pods need one, and Ray in it"
     elif cluster.container.all_mounts:
         yield "container.mounts are Pyxis'; with --executor kuberay use kuberay.claims, and remove them"
+    if cluster.node_check.spare_nodes:
+        yield "node_check.spare_nodes is Slurm's; set it to 0: KubeRay's job is started again on the machines that are there"
     if cluster.secrets and section.secret is None:
         yield f"secrets: {cluster.secrets[0]} has to be a key of a Secret of Kubernetes; name that with kuberay.secret"
     used = [("the working directory", str(Path.cwd()))]
@@ -74,8 +76,8 @@ def check_run(cfg: Config, cluster: Cluster, layout: Layout) -> None:
 
 
 def training(cfg: Config, cluster: Cluster, layout: Layout, after: str | None) -> RayJob:
-    resumes = not cfg.rollout.only  # rollout.only keeps no checkpoints
-    return _job(cfg.run_dir, scripts.training(cfg, cluster, layout, Path.cwd(), STARTS), cluster, resumes)
+    resumes, gpus = not cfg.rollout.only, cluster.gpus if cfg.platform == "cuda" else 0  # rollout.only keeps no checkpoints
+    return _job(cfg.run_dir, scripts.training(cfg, cluster, layout, Path.cwd(), STARTS), cluster, resumes, gpus)
 
 
 def command(kind: str, words: Sequence[str], folder: Path, cluster: Cluster, after: str | None) -> RayJob:
@@ -116,8 +118,10 @@ def cancel(job: SubmittedJob) -> str:
     return f"job {job.id} is cancelled"
 
 
-def _job(folder: Path, tasks: Sequence[scripts.Task], cluster: Cluster, resumes: bool = False) -> RayJob:
-    job = RayJob(*jobs.next_submission(folder), tasks, cluster, resumes)
+def _job(
+    folder: Path, tasks: Sequence[scripts.Task], cluster: Cluster, resumes: bool = False, gpus: int | None = None
+) -> RayJob:
+    job = RayJob(*jobs.next_submission(folder), tasks, cluster, resumes, gpus)
     os.environ["NEMORUN_HOME"] = str(job.home)
     return job
 

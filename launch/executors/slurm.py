@@ -9,13 +9,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from launch import checks, jobs, scripts, slurm_check
+from launch import check_step, checks, jobs, scripts
+from launch.check_step import setup_lines
 from launch.executors.lazy import submission
 from launch.jobs import SubmittedJob, log_tails, submitted
 from launch.layout import Layout
 from launch.profile import Cluster
 from launch.sections import SlurmConfig
-from launch.slurm_check import setup_lines
 from launch.stops import patience_of
 from tepo_megatron.config import Config
 from tepo_megatron.errors import ConfigError
@@ -46,7 +46,7 @@ def check_run(cfg: Config, cluster: Cluster, layout: Layout) -> None:
 def training(cfg: Config, cluster: Cluster, layout: Layout, after: str | None) -> Submission:
     assert cluster.slurm is not None, "checked before"
     resumes = not cfg.rollout.only  # rollout.only keeps no checkpoints
-    own = (slurm_check.OWN_INTERFACES,) if layout.nodes > 1 and not cluster.network.interfaces else ()
+    own = (check_step.OWN_INTERFACES,) if layout.nodes > 1 and not cluster.network.interfaces else ()
     tasks = scripts.training(
         cfg, cluster, layout, Path.cwd(), dataclasses.replace(_STARTS, setup=(*setup_lines(cluster.slurm), *own))
     )
@@ -54,7 +54,7 @@ def training(cfg: Config, cluster: Cluster, layout: Layout, after: str | None) -
     setup = check_setup(cluster, home, cfg.run_dir.absolute().name, layout.nodes, gpus)
     setup += batch_setup(cfg, cluster.slurm, home) if resumes and cluster.slurm.restarts else ""
     spares = cluster.node_check.spare_nodes
-    return submission(cfg.run_dir, tasks, cluster, after, setup, resumes, spares, slurm_check.VARIABLES)
+    return submission(cfg.run_dir, tasks, cluster, after, setup, resumes, spares, check_step.VARIABLES)
 
 
 def check_setup(cluster: Cluster, home: Path, name: str, nodes: int, gpus: int) -> str:
@@ -68,7 +68,7 @@ def check_setup(cluster: Cluster, home: Path, name: str, nodes: int, gpus: int) 
         gpus: GPUs that each of them must have.
     """
     exports = sorted({*scripts.variables(cluster, home), "LAUNCH_CHECK"})
-    return slurm_check.check_lines(cluster, Path.cwd(), home, name, nodes, gpus, exports)
+    return check_step.check_lines(cluster, Path.cwd(), home, name, nodes, gpus, exports)
 
 
 def command(kind: str, words: Sequence[str], folder: Path, cluster: Cluster, after: str | None) -> Submission:
@@ -83,7 +83,7 @@ def render(job: Submission) -> str:
 
 
 def start(job: Submission, folder: Path) -> int:
-    slurm_check.write_programs(job.home)
+    check_step.write_programs(job.home)
     return submitted(folder, NAME, job.submit())
 
 

@@ -23,7 +23,7 @@ def check(cfg: Config, cluster: Cluster, report: Report) -> None:
     """
     if cfg.platform != "cuda":
         return
-    gpu = cluster.gpu or "H100"
+    gpu = cluster.gpu or (cluster.skypilot.gpu if cluster.skypilot is not None else None) or "H100"
     try:
         from tepo_megatron.plan.command import PlanRequest, predictor_of, refusal
         from tepo_megatron.plan.search import judge
@@ -34,7 +34,7 @@ def check(cfg: Config, cluster: Cluster, report: Report) -> None:
         report.notes.append(f"tepo plan was skipped: {e.name} is not installed here; run `make launch`")
         return
     except TepoError as e:
-        if str(e).startswith("--gpu"):
+        if str(e).startswith("--gpu") and cluster.gpu is not None:
             report.faults.append(f"gpu={gpu}: {str(e).partition(': ')[2]}; correct it in the profile")
         else:
             report.notes.append(f"tepo plan was skipped: {' '.join(str(e).split())}")

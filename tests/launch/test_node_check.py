@@ -15,8 +15,8 @@ import yaml
 
 from launch import node_check, node_facts
 from launch.__main__ import main
+from launch.check_step import OWN_INTERFACES, check_lines, write_programs
 from launch.profile import Cluster
-from launch.slurm_check import OWN_INTERFACES, check_lines, write_programs
 from tepo_megatron.config.io import validate_as
 from tests import hosts
 

@@ -42,7 +42,7 @@ export NCCL_IB_HCA=mlx5
 # first of all: check the machines, and choose an address and a free port of the first good one
 set +vx
 export LAUNCH_CHECK=/project/runs/qwen/launch/check-"$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}"
-mkdir -p "$LAUNCH_CHECK"
+mkdir -m 700 -p "$LAUNCH_CHECK"
 srun --nodes="${#nodes[@]}" --ntasks="${#nodes[@]}" --ntasks-per-node=1 --kill-on-bad-exit=0 --wait=360 --open-mode=append --output=/project/runs/qwen/launch/qwen-check-%j.log bash -c 'set -euo pipefail
 cd /project
 exec .venv/bin/python /project/runs/qwen/launch/node_check.py "$@"' node_check --folder "$LAUNCH_CHECK" --names "${nodes[@]}" --need 2 --gpus 8 --port 0 --interfaces eth0 --skip '' --least 0 --clock 5 --timeout 300 || true

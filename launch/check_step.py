@@ -1,4 +1,4 @@
-"""The first step of a Slurm job: shell code that checks the machines and sets the head's address (launch/node_check.py)."""
+"""The first step of a job, which checks its machines (launch/node_check.py): its words, and the shell code for Slurm."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def check_lines(cluster: Cluster, folder: Path, home: Path, name: str, need: int
 # first of all: check the machines, and choose an address and a free port of the first good one
 set +vx
 export LAUNCH_CHECK={shlex.quote(str(home / "check"))}-"$SLURM_JOB_ID-${{SLURM_RESTART_COUNT:-0}}"
-mkdir -p "$LAUNCH_CHECK"
+mkdir -m 700 -p "$LAUNCH_CHECK"
 {" ".join(word for word in step if word)} || true
 if [ ! -s "$LAUNCH_CHECK/good" ]; then
   echo "launch: the node check failed and nothing was started; {home / name}-check-$SLURM_JOB_ID.log has all of it:"
