@@ -12,7 +12,7 @@ from launch import jobs, preflight
 from launch.doctor import doctor
 from launch.executors import EXECUTORS, Executor
 from launch.layout import Layout, lay_out
-from launch.profile import Cluster, load_cluster
+from launch.profile import Cluster, load_cluster, this_machine
 from tepo_megatron.config import Config
 from tepo_megatron.config.io import load_config
 from tepo_megatron.errors import ConfigError, TepoError
@@ -77,7 +77,7 @@ def _launch(words: list[str]) -> int:
     if kind == "train":
         read = _read if args.dry_run or args.no_preflight or not executor.QUEUES else preflight.read
         return _train(*read(args.target, overrides, args.cluster, executor), executor, after, args.dry_run)
-    cluster = load_cluster(args.cluster) if args.cluster else Cluster()
+    cluster = load_cluster(args.cluster) if args.cluster else this_machine()
     if overrides:
         raise ConfigError(f"{overrides[0]}: words of `{kind}` come after --")
     folder = Path(args.target)
@@ -90,7 +90,7 @@ def _read(config: str, overrides: list[str], profile: str | None, executor: Exec
     Args:
         config, overrides, profile, executor: As in `preflight.read`.
     """
-    cluster = load_cluster(profile) if profile else Cluster()
+    cluster = load_cluster(profile) if profile else this_machine()
     cfg = load_config(config, overrides)
     executor.check(cluster, cfg)
     layout = lay_out(cfg, cluster)

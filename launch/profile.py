@@ -178,6 +178,12 @@ class Cluster:
         return {name: f"{folder}{below}" for name, below in CACHES.items() if name not in self.environment}
 
 
+def this_machine() -> Cluster:
+    """Return the profile of a call without one: this machine, with the environment of `make` if it is in this folder."""
+    python = Path(".venv", "bin", "python")
+    return Cluster(python=str(python)) if python.exists() else Cluster()
+
+
 def load_cluster(path: str | Path) -> Cluster:
     """Read a profile. Raise ConfigError naming the file, the key and the fix."""
     return validate_as(Cluster, read_yaml(path), str(path))

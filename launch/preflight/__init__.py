@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from launch.layout import Layout, lay_out
 from launch.preflight import image, inputs, planning, storage
-from launch.profile import Cluster, load_cluster
+from launch.profile import Cluster, load_cluster, this_machine
 from tepo_megatron.config import Config
 from tepo_megatron.config.io import load_config
 from tepo_megatron.errors import ConfigError
@@ -68,7 +68,7 @@ def read(config: str, overrides: Sequence[str], profile: str | None, executor: E
         ConfigError: The message has one line for each fault.
     """
     report = Report()
-    cluster = report.attempt(load_cluster, profile) if profile is not None else Cluster()
+    cluster = report.attempt(load_cluster, profile) if profile is not None else this_machine()
     cfg = report.attempt(load_config, config, list(overrides))
     layout = None
     if cluster is not None:

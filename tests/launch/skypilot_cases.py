@@ -43,7 +43,7 @@ def prepare(folder: Path) -> None:
 
 
 def call(folder: Path, calls: dict[str, list[str]]) -> dict[str, tuple[int, str, str]]:
-    """Run `python -m launch WORDS --executor skypilot` without a preflight; return the results with the paths of a project in /project.
+    """Run `python -m launch WORDS --executor skypilot` without a preflight; return the results, for a project in /project.
 
     Args:
         folder: Working directory.

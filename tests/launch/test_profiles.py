@@ -11,7 +11,7 @@ import yaml
 
 from launch.checks import check_paths, check_run, check_secrets
 from launch.layout import Layout, lay_out
-from launch.profile import Cluster, load_cluster
+from launch.profile import Cluster, load_cluster, this_machine
 from tepo_megatron.config import Config
 from tepo_megatron.config.io import validate, validate_as
 from tepo_megatron.errors import ConfigError
@@ -217,6 +217,15 @@ def test_launch_knows_little_of_the_training_code_and_few_files_of_nemo_run() ->
         owners = ("nemo.py", "nemo_ray.py", "nemo_sky.py")
         assert any(n.split(".")[0] == "nemo_run" for n in names) == (path.name in owners), path
         assert any(n.split(".")[0] == "sky" for n in names) == (path.name == "nemo_sky.py"), path
+
+
+def test_without_a_profile_the_environment_of_make_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before, PATH's python ran."""
+    monkeypatch.chdir(tmp_path)
+    assert this_machine() == Cluster()
+    (tmp_path / ".venv" / "bin").mkdir(parents=True)
+    (tmp_path / ".venv" / "bin" / "python").touch()
+    assert this_machine().python == ".venv/bin/python"
 
 
 def test_quoted_times_are_what_yaml_needs() -> None:
