@@ -80,6 +80,8 @@ def _launch(words: list[str]) -> int:
     cluster = load_cluster(args.cluster) if args.cluster else this_machine()
     if overrides:
         raise ConfigError(f"{overrides[0]}: words of `{kind}` come after --")
+    if executor.QUEUES and not (args.dry_run or args.no_preflight):
+        preflight.check_command(cluster, executor)
     folder = Path(args.target)
     return _start(executor, executor.command(kind, rest, folder, cluster, after), folder, args.dry_run)
 

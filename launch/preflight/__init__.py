@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from launch.layout import Layout, lay_out
-from launch.preflight import image, inputs, planning, storage
+from launch.preflight import image, inputs, partition, planning, storage
 from launch.profile import Cluster, load_cluster, this_machine
 from tepo_megatron.config import Config
 from tepo_megatron.config.io import load_config
@@ -80,10 +80,25 @@ def read(config: str, overrides: Sequence[str], profile: str | None, executor: E
         layout = report.attempt(lay_out, cfg, cluster)
         # most of it does not depend on the layout, whose fault is known
         report.attempt(executor.check_run, cfg, cluster, layout or Layout(1, 1))
+        if layout is not None and executor.NAME == "slurm":
+            report.add(partition.faults(cluster, layout))
         if executor.RUN_IS_HERE:
             report.add(storage.faults(cfg, cluster))
         planning.check(cfg, cluster, report)
     return _result(report, cfg, cluster, layout)
+
+
+def check_command(cluster: Cluster, executor: Executor) -> None:
+    """Check what a command such as `convert` needs of the cluster. Raise ConfigError with a line for each fault.
+
+    Args:
+        cluster: The cluster's profile.
+        executor: The executor.
+    """
+    report = Report()
+    report.attempt(executor.check, cluster, None)
+    report.add(image.faults(cluster, executor.NAME))
+    _raise_faults(report)
 
 
 def _result(
@@ -92,9 +107,13 @@ def _result(
     """Print the notes and return what was read, or raise ConfigError with the faults."""
     for note in report.notes:
         print(f"preflight: {note}")
+    _raise_faults(report)
+    assert cfg is not None and cluster is not None and layout is not None, "otherwise there is a fault"
+    return cfg, cluster, layout
+
+
+def _raise_faults(report: Report) -> None:
     if report.faults:
         number = f"{len(report.faults)} faults" if len(report.faults) > 1 else "1 fault"
         lines = "\n".join(f"  {fault}" for fault in report.faults)
         raise ConfigError(f"preflight found {number}, and nothing was submitted (--no-preflight skips these checks):\n{lines}")
-    assert cfg is not None and cluster is not None and layout is not None, "otherwise there is a fault"
-    return cfg, cluster, layout

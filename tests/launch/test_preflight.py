@@ -130,6 +130,17 @@ def no_sbatch(project: Project) -> None:
     project.patch.setenv("PATH", "/nowhere")
 
 
+def sinfo(answer: str) -> Callable[[Project], None]:
+    """Return a change after which `sinfo` prints this line about the partition."""
+
+    def change(project: Project) -> None:
+        program = project.folder.parent / "bin" / "sinfo"
+        program.write_text(f"#!/bin/bash\n[ -z '{answer}' ] || echo '{answer}'\n")
+        program.chmod(0o755)
+
+    return change
+
+
 def bare(project: Project) -> None:
     del project.profile["container"]
     project.profile["python"] = ".venv/bin/python"
@@ -252,6 +263,15 @@ PLANTED: dict[str, tuple[Callable[[Project], None], str, str]] = {
     "no profile": (lambda p: p.words.extend(["--cluster", "none.yaml"]), "none.yaml: cannot read", "give the path"),
     "an example's value": (put("profile", "slurm.account", "my-account"), "slurm.account=my-account is the value", "change it"),
     "unknown key of the config": (put("config", "optimiser", {}), "optimiser: unknown key", "did you mean optimizer?"),
+    "no such partition": (sinfo(""), "slurm.partition=batch is none of this cluster's", "choose one that `sinfo"),
+    "no GRES": (sinfo("9|infinite|(null)"), "gpus_per_node=8: the machines of the", "set gpus_per_node to null and ranks_per"),
+    "fewer GPUs": (sinfo("9|1-00:00:00|gpu:a100:4(S:0-1)"), "gpus_per_node=8: ", "have 4 GPUs at most; lower it"),
+    "a shorter limit": (sinfo("9|1:00:00|gpu:8"), "slurm.time=04:00:00 exceeds the limit 1:00:00", "lower it"),
+    "too few machines": (
+        lambda p: (sinfo("1|infinite|gpu:h100:8,shard:9")(p), p.profile.update(node_check={"spare_nodes": 1})),
+        "slurm.partition=batch has 1 machines with 8 GPUs, and the run takes 2",
+        "lower parallel.*",
+    ),
     "no sbatch": (no_sbatch, "sbatch is not on PATH", "call launch on a login node"),
 }  # fmt: skip
 
@@ -294,6 +314,28 @@ def test_all_faults_are_reported_at_once(project: Project, capsys: pytest.Captur
     for name in names:
         assert PLANTED[name][1] in error, name
     assert f"preflight found {error.count(chr(10)) - 1} faults, and nothing was submitted" in error
+
+
+def test_kubernetes_is_not_asked_before_the_preflight(project: Project, capsys: pytest.CaptureFixture[str]) -> None:
+    del project.profile["slurm"]
+    section = {"claims": {"a": str(project.folder)}, "cpu": "8", "memory": "1Gi"}
+    project.profile |= {"container": {"image": "registry.example.com/tepo#vllm"}, "kuberay": section}
+    project.remove("data/train.jsonl")
+    assert main([word.replace("slurm", "kuberay") for word in project.write()]) == 1
+    error = capsys.readouterr().err
+    for said in ("container.image=", "is no image of a registry", "data.train=", "name that with kuberay.secret"):
+        assert said in error
+    assert "no Kubernetes" not in error
+
+
+def test_a_command_is_checked_too(project: Project, capsys: pytest.CaptureFixture[str]) -> None:
+    PLANTED["no image"][0](project)
+    PLANTED["no secret"][0](project)
+    project.write()
+    assert main(["convert", "out", "--executor", "slurm", "--cluster", "mine.yaml", "--", "inspect", "m"]) == 1
+    error = capsys.readouterr().err
+    assert "preflight found 2 faults" in error and "container.image=" in error and "secrets: WANDB_API_KEY" in error
+    assert not project.calls.exists()
 
 
 @pytest.mark.e2e
