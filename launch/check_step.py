@@ -39,6 +39,7 @@ def check_words(cluster: Cluster, need: int, gpus: int) -> list[str]:
     """
     check = cluster.node_check
     words = ["--need", str(need), "--gpus", str(gpus), "--port", str(cluster.network.port or 0)]
+    words += ["--infiniband", cluster.network.infiniband] if cluster.network.infiniband else []
     words += ["--interfaces", ",".join(cluster.network.interfaces), "--skip", ",".join(check.skip)]
     words += ["--least", f"{check.min_gb_per_second:g}", "--clock", f"{check.max_clock_seconds:g}"]
     return [*words, "--timeout", str(check.timeout_seconds)]

@@ -39,6 +39,7 @@ class Check:
         need: Number of machines that the job uses.
         gpus: GPUs that each machine must have; 0: the check of GPUs and driver is left out.
         interfaces: Interfaces that `network.interface` names; empty: those towards the head are used.
+        infiniband: `network.infiniband`; empty: RDMA adapters are not looked at.
         port: `network.port`; 0: a free one is chosen.
         skip: Checks to leave out.
         least: Least bandwidth of the all-reduce in GB/s.
@@ -53,6 +54,7 @@ class Check:
     need: int
     gpus: int
     interfaces: list[str]
+    infiniband: str
     port: int
     skip: list[str]
     least: float
@@ -88,7 +90,7 @@ def run(check: Check) -> int:
     """Take part in the check. Return 0 if the job can start, else 1. The first machine's result is that of the check."""
     first = check.names[0] == check.name
     check.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    check.write("facts", node_facts.gather(check.gpus, check.interfaces, check.skip))
+    check.write("facts", node_facts.gather(check.gpus, check.interfaces, check.skip, check.infiniband))
     if first:
         _choose_head(check)
     chosen = check.read([check.names[0]], "chosen").get(check.names[0])
@@ -285,6 +287,7 @@ def parse(words: list[str]) -> Check:
     parser.add_argument("--need", type=int, default=1)
     parser.add_argument("--gpus", type=int, default=0)
     parser.add_argument("--interfaces", default="")
+    parser.add_argument("--infiniband", default="")
     parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--skip", default="")
     parser.add_argument("--least", type=float, default=0.0)

@@ -35,15 +35,16 @@ print(json.dumps({"torch": torch.__version__, "cuda": torch.version.cuda, "cudnn
 _ROUNDS, _GPU_NUMEL, _CPU_NUMEL = 5, 64 * 2**20, 2**20  # all-reduces after the first, and their fp32 elements
 
 
-def gather(gpus: int, interfaces: list[str], skip: list[str]) -> dict[str, Any]:
+def gather(gpus: int, interfaces: list[str], skip: list[str], infiniband: str = "") -> dict[str, Any]:
     """Return the facts of this machine, with its faults and a line about it.
 
     Args:
         gpus: GPUs that it must have; 0: they are not looked at.
         interfaces: Interfaces that it must have.
         skip: Checks to leave out.
+        infiniband: RDMA adapters that it must have, as NCCL_IB_HCA names them; empty: they are not looked at.
     """
-    faults: list[str] = []
+    faults = adapter_faults(infiniband)
     there = addresses()
     said = [f"{len(os.sched_getaffinity(0))} CPUs", f"interfaces {', '.join(f'{n} {a}' for n, a in there) or 'none'}"]
     for name in interfaces:
@@ -66,6 +67,21 @@ def gather(gpus: int, interfaces: list[str], skip: list[str]) -> dict[str, Any]:
             faults.append("PyTorch finds no cuDNN; install the wheel that requirements/ pins, or use the image")
     compared = {name: versions.get(name) for name in ("torch", "cuda", "cudnn")}
     return {"faults": faults, "said": "; ".join(said), "versions": json.dumps(compared)}
+
+
+def adapter_faults(wanted: str, folder: Path = Path("/sys/class/infiniband")) -> list[str]:
+    """Return why NCCL would not find its RDMA adapters, and would use TCP without a word.
+
+    Args:
+        wanted: NCCL_IB_HCA: prefixes of names, or after "=" whole names, perhaps with ports; after "^" what is left out.
+        folder: Folder in which Linux lists the adapters.
+    """
+    there = sorted(path.name for path in folder.glob("*"))
+    names = [name.partition(":")[0] for name in wanted.lstrip("=").split(",") if name and not wanted.startswith("^")]
+    exact = wanted.startswith("=")
+    missing = [name for name in names if not any(found == name if exact else found.startswith(name) for found in there)]
+    have = ", ".join(there) or "none"
+    return [f"has no RDMA adapter {name} (it has {have}); correct network.infiniband, or set null" for name in missing]
 
 
 def driver_fault(driver: str | None, versions: dict[str, Any]) -> str | None:

@@ -204,6 +204,19 @@ def test_the_driver_has_to_be_new_enough_for_cuda(driver: str | None, versions: 
     assert said is None or (found is not None and said in found)
 
 
+@pytest.mark.parametrize(
+    ("wanted", "missing"),
+    [("", []), ("mlx5", []), ("=mlx5_0,mlx5_1:1", []), ("=mlx5", ["mlx5"]), ("^mlx5_9", []), ("mlx5,efa", ["efa"])],
+)
+def test_rdma_adapters_that_nccl_would_not_find_are_named(tmp_path: Path, wanted: str, missing: list[str]) -> None:
+    for name in ("mlx5_0", "mlx5_1"):
+        (tmp_path / name).mkdir()
+    found = node_facts.adapter_faults(wanted, tmp_path)
+    assert found == [
+        f"has no RDMA adapter {name} (it has mlx5_0, mlx5_1); correct network.infiniband, or set null" for name in missing
+    ]
+
+
 def test_the_machine_with_other_versions_is_named() -> None:
     facts = {name: {"versions": json.dumps({"torch": version})} for name, version in [("a", "1"), ("b", "2"), ("c", "1")]}
     assert node_facts.differing(facts, ["a", "b", "c"]) == ["b"]

@@ -45,7 +45,7 @@ export LAUNCH_CHECK=/project/runs/qwen/launch/check-"$SLURM_JOB_ID-${SLURM_RESTA
 mkdir -m 700 -p "$LAUNCH_CHECK"
 srun --nodes="${#nodes[@]}" --ntasks="${#nodes[@]}" --ntasks-per-node=1 --kill-on-bad-exit=0 --wait=360 --open-mode=append --output=/project/runs/qwen/launch/qwen-check-%j.log bash -c 'set -euo pipefail
 cd /project
-exec .venv/bin/python /project/runs/qwen/launch/node_check.py "$@"' node_check --folder "$LAUNCH_CHECK" --names "${nodes[@]}" --need 4 --gpus 8 --port 0 --interfaces eth0 --skip '' --least 0 --clock 5 --timeout 300 || true
+exec .venv/bin/python /project/runs/qwen/launch/node_check.py "$@"' node_check --folder "$LAUNCH_CHECK" --names "${nodes[@]}" --need 4 --gpus 8 --port 0 --infiniband mlx5 --interfaces eth0 --skip '' --least 0 --clock 5 --timeout 300 || true
 if [ ! -s "$LAUNCH_CHECK/good" ]; then
   echo "launch: the node check failed and nothing was started; /project/runs/qwen/launch/qwen-check-$SLURM_JOB_ID.log has all of it:"
   cat "$LAUNCH_CHECK/fault" 2>/dev/null || echo "qwen: the check gave no result; the end of that log says why"

@@ -53,7 +53,7 @@ export LAUNCH_CHECK=/project/runs/qwen/launch/check-"$SLURM_JOB_ID-${SLURM_RESTA
 mkdir -m 700 -p "$LAUNCH_CHECK"
 srun --nodes="${#nodes[@]}" --ntasks="${#nodes[@]}" --ntasks-per-node=1 --kill-on-bad-exit=0 --wait=360 --open-mode=append --output=/project/runs/qwen/launch/qwen-check-%j.log --container-image=/shared/tepo.sqsh --container-mounts=/project:/project,/shared:/shared:ro,/scratch:/scratch --container-workdir=/project --container-env=CUDA_CACHE_PATH,FLASHINFER_WORKSPACE_BASE,GLOO_SOCKET_IFNAME,LAUNCH_CHECK,NCCL_DEBUG,NCCL_IB_HCA,NCCL_SOCKET_IFNAME,NOTE,SGLANG_CACHE_DIR,TORCHINDUCTOR_CACHE_DIR,TRITON_CACHE_DIR,TRITON_HOME,VLLM_CACHE_ROOT,XDG_CACHE_HOME bash -c 'set -euo pipefail
 cd /project
-exec python /project/runs/qwen/launch/node_check.py "$@"' node_check --folder "$LAUNCH_CHECK" --names "${nodes[@]}" --need 1 --gpus 8 --port 0 --interfaces eth0 --skip '' --least 0 --clock 5 --timeout 300 || true
+exec python /project/runs/qwen/launch/node_check.py "$@"' node_check --folder "$LAUNCH_CHECK" --names "${nodes[@]}" --need 1 --gpus 8 --port 0 --infiniband mlx5 --interfaces eth0 --skip '' --least 0 --clock 5 --timeout 300 || true
 if [ ! -s "$LAUNCH_CHECK/good" ]; then
   echo "launch: the node check failed and nothing was started; /project/runs/qwen/launch/qwen-check-$SLURM_JOB_ID.log has all of it:"
   cat "$LAUNCH_CHECK/fault" 2>/dev/null || echo "qwen: the check gave no result; the end of that log says why"
