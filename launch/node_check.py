@@ -144,17 +144,16 @@ def _choose_head(check: Check) -> None:
 
 
 def _reach(place: dict[str, Any], token: str) -> dict[str, Any]:
-    """Return the head's addresses that this machine reaches, the interface towards them, and how far its clock is ahead."""
-    reached, interface, offset = [], None, 0.0
+    """Return the head's addresses that this machine reaches, with the interface towards each, and how far its clock is ahead."""
+    reached: dict[str, str | None] = {}
+    offset = 0.0
     for _, address in place["addresses"]:
         try:
-            own, offset_now = node_facts.greet(address, place["port"], token, _CONNECT_SECONDS)
+            own, offset = node_facts.greet(address, place["port"], token, _CONNECT_SECONDS)
         except OSError:
             continue
-        reached.append(address)
-        if interface is None:
-            interface, offset = node_facts.interface_of(own), offset_now
-    return {"reached": reached, "interface": interface, "offset": offset}
+        reached[address] = node_facts.interface_of(own)
+    return {"reached": reached, "offset": offset}
 
 
 def _judge_network(check: Check, chosen: dict[str, Any], place: dict[str, Any] | None) -> None:
@@ -185,7 +184,8 @@ def _judge_network(check: Check, chosen: dict[str, Any], place: dict[str, Any] |
                 "synchronize it (chrony, ntpd)"
             ]
     good = [name for name in candidates if name not in faults][: check.need]
-    interfaces = {name: check.interfaces or [reach.get(name, {}).get("interface") or "lo"] for name in good}
+    towards = {name: reach.get(name, {"reached": {}})["reached"].get(address) for name in good}
+    interfaces = {name: check.interfaces or [towards[name] or "lo"] for name in good}
     _verdict(check, faults, good, address, place, interfaces)
 
 

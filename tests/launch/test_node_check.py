@@ -246,6 +246,24 @@ def test_the_head_is_not_found_by_a_name_that_is_a_loopback_address(two: Sequenc
 
 
 @pytest.mark.slow
+def test_the_head_has_an_interface_that_no_other_machine_reaches(two: Sequence[hosts.Host], tmp_path: Path) -> None:
+    two[0].call("ip", "link", "add", "mgmt0", "type", "veth", "peer", "name", "mgmt1")
+    for words in (
+        ["address", "add", "10.99.0.1/30", "dev", "mgmt0"],
+        ["link", "set", "mgmt0", "up"],
+        ["link", "set", "mgmt1", "up"],
+    ):
+        two[0].call("ip", *words)
+    machines = Machines(tmp_path / "check", ["a", "b"])
+    for name, host in zip(machines.names, two, strict=True):
+        machines.start(name, "--need", "2", *QUICK, enter=host.enter)
+    machines.end()
+    assert (machines.folder / "endpoint").read_text().split()[0] == two[0].address
+    for name in machines.names:
+        assert f"GLOO_SOCKET_IFNAME={hosts.DEVICE}\n" in (machines.folder / f"{name}.sh").read_text()
+
+
+@pytest.mark.slow
 def test_machines_that_do_not_reach_each_other_are_named(two: Sequence[hosts.Host], tmp_path: Path) -> None:
     two[1].link("down")
     machines = Machines(tmp_path / "check", ["a", "b"])
