@@ -144,7 +144,7 @@ def _choose_head(check: Check) -> None:
 
 
 def _reach(place: dict[str, Any], token: str) -> dict[str, Any]:
-    """Return the head's addresses that this machine reaches, with the interface towards each, and how far its clock is ahead."""
+    """Return the head's addresses that this machine reaches, its interface towards each, and how far its clock is ahead."""
     reached: dict[str, str | None] = {}
     offset = 0.0
     for _, address in place["addresses"]:
