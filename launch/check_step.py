@@ -86,6 +86,7 @@ def check_lines(cluster: Cluster, folder: Path, home: Path, name: str, need: int
     return f"""
 # first of all: check the machines, and choose an address and a free port of the first good one
 set +vx
+trap early=1 USR1  # the warning of the time limit, if it comes during the check
 export LAUNCH_CHECK={shlex.quote(str(home / "check"))}-"$SLURM_JOB_ID-${{SLURM_RESTART_COUNT:-0}}"
 mkdir -m 700 -p "$LAUNCH_CHECK"
 {" ".join(word for word in step if word)} || true

@@ -23,6 +23,7 @@ from tepo_megatron.errors import ConfigError
 if TYPE_CHECKING:
     from launch.nemo import Submission
 
+_START_SECONDS = 15  # until the tasks have started, after a warning that came before them
 NAME, RUN_IS_HERE, QUEUES = "slurm", True, True
 _STARTS = scripts.StartVariables("${SLURM_RESTART_COUNT:-0}", '"${SLURM_JOB_ID}-${SLURM_RESTART_COUNT:-0}"')
 
@@ -171,6 +172,7 @@ queue_again() {{
   fi
 }}
 trap queue_again USR1
+if [ -n "${{early:-}}" ]; then {{ sleep {_START_SECONDS}; kill -USR1 $$; }} & fi
 """
 
 

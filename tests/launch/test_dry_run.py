@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from launch import jobs
+from launch import check_step, jobs
 from launch.__main__ import main
 from launch.executors.slurm import batch_setup
 from launch.profile import Cluster, ContainerConfig, NetworkConfig
@@ -162,6 +162,24 @@ def test_before_its_time_limit_a_job_waits_for_a_checkpoint_and_is_queued_again(
         with contextlib.suppress(ProcessLookupError):
             os.killpg(job.pid, signal.SIGKILL)
         job.wait()
+
+
+def test_a_warning_during_the_node_check_is_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the trap of the check the signal would kill the batch script."""
+    monkeypatch.setattr("launch.executors.slurm._START_SECONDS", 1)
+    setup, environment = batch_code(tmp_path, scontrol="echo $* >> calls", srun="")
+    tree = {"slurm": {"account": "lab"}, "python": "true"}
+    check = check_step.check_lines(validate_as(Cluster, tree, "c"), tmp_path, tmp_path, "a", 1, 0, [])
+    (tmp_path / "srun").write_text(
+        '#!/bin/bash\nkill -USR1 $PPID; echo n1 > "$LAUNCH_CHECK/good"; echo h 1 > "$LAUNCH_CHECK/endpoint"\n'
+    )
+    setup = setup.replace("end=$((SECONDS + 15))", "end=$((SECONDS + 1))").partition("# the batch script's own death")[0]
+    script = f"nodes=(n1)\n{check}\n{setup}\nsleep 60 & pids[0]=$!\nwhile [ ! -e calls ]; do sleep 0.1; done\nkill $pids"
+    done = subprocess.run(
+        ["bash", "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60, check=False
+    )  # fmt: skip
+    assert "launch: queued again; newest checkpoint: step-00000005\n" in done.stdout, done.stdout + done.stderr
+    assert (tmp_path / "calls").read_text() == "requeue 7\n"
 
 
 # a job as `scontrol` shows it, and an `srun` that behaves as this test needs

@@ -41,6 +41,7 @@ export NCCL_IB_HCA=mlx5
 
 # first of all: check the machines, and choose an address and a free port of the first good one
 set +vx
+trap early=1 USR1  # the warning of the time limit, if it comes during the check
 export LAUNCH_CHECK=/project/runs/qwen/launch/check-"$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}"
 mkdir -m 700 -p "$LAUNCH_CHECK"
 srun --nodes="${#nodes[@]}" --ntasks="${#nodes[@]}" --ntasks-per-node=1 --kill-on-bad-exit=0 --wait=360 --open-mode=append --output=/project/runs/qwen/launch/qwen-check-%j.log bash -c 'set -euo pipefail
@@ -79,6 +80,7 @@ queue_again() {
   fi
 }
 trap queue_again USR1
+if [ -n "${early:-}" ]; then { sleep 15; kill -USR1 $$; } & fi
 
 # queued again after a failure, unless 2 starts failed at one checkpoint
 job_says() { scontrol show job --oneliner "$SLURM_JOB_ID" | grep -qE "$1"; }

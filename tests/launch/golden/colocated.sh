@@ -49,6 +49,7 @@ export CUDA_CACHE_PATH=/project/runs/qwen/launch/cache/cuda
 
 # first of all: check the machines, and choose an address and a free port of the first good one
 set +vx
+trap early=1 USR1  # the warning of the time limit, if it comes during the check
 export LAUNCH_CHECK=/project/runs/qwen/launch/check-"$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}"
 mkdir -m 700 -p "$LAUNCH_CHECK"
 srun --nodes="${#nodes[@]}" --ntasks="${#nodes[@]}" --ntasks-per-node=1 --kill-on-bad-exit=0 --wait=360 --open-mode=append --output=/project/runs/qwen/launch/qwen-check-%j.log --container-image=/shared/tepo.sqsh --container-mounts=/project:/project,/shared:/shared:ro,/scratch:/scratch --container-workdir=/project --container-env=CUDA_CACHE_PATH,FLASHINFER_WORKSPACE_BASE,GLOO_SOCKET_IFNAME,LAUNCH_CHECK,NCCL_DEBUG,NCCL_IB_HCA,NCCL_SOCKET_IFNAME,NOTE,SGLANG_CACHE_DIR,TORCHINDUCTOR_CACHE_DIR,TRITON_CACHE_DIR,TRITON_HOME,VLLM_CACHE_ROOT,XDG_CACHE_HOME bash -c 'set -euo pipefail
@@ -87,6 +88,7 @@ queue_again() {
   fi
 }
 trap queue_again USR1
+if [ -n "${early:-}" ]; then { sleep 15; kill -USR1 $$; } & fi
 
 # queued again after a failure, unless 2 starts failed at one checkpoint
 job_says() { scontrol show job --oneliner "$SLURM_JOB_ID" | grep -qE "$1"; }
