@@ -8,20 +8,23 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from launch import jobs
+from launch import jobs, preflight
+from launch.doctor import doctor
 from launch.executors import EXECUTORS, Executor
-from launch.layout import lay_out
-from launch.profile import Cluster, load_cluster
+from launch.layout import Layout, lay_out
+from launch.profile import Cluster, load_cluster, this_machine
+from tepo_megatron.config import Config
 from tepo_megatron.config.io import load_config
 from tepo_megatron.errors import ConfigError, TepoError
 from tepo_megatron.observability import run_dir
 from tepo_megatron.utils.escaping import escaped
 
 USAGE = """
-  python -m launch CONFIG --executor slurm --cluster PROFILE [--dry-run] [--after FOLDER] [--section.key VALUE ...]
-  python -m launch CONFIG --executor kuberay|skypilot --cluster PROFILE [--dry-run] [--section.key VALUE ...]
+  python -m launch CONFIG --executor slurm --cluster PROFILE [--dry-run] [--no-preflight] [--after FOLDER] [--section.key VALUE]
+  python -m launch CONFIG --executor kuberay|skypilot --cluster PROFILE [--dry-run] [--no-preflight] [--section.key VALUE ...]
   python -m launch convert FOLDER --executor slurm --cluster PROFILE [--dry-run] [--after FOLDER] -- WORDS...
   python -m launch evaluate FOLDER ... -- WORDS...
+  python -m launch doctor --cluster PROFILE [--nodes N] [--dry-run]
   python -m launch status|logs|cancel FOLDER"""
 
 
@@ -32,6 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if words and words[0] in ("status", "logs", "cancel"):
             print(escaped(_about(words)))
             return 0
+        if words and words[0] == "doctor":
+            return doctor(words[1:])
         return _launch(words)
     except TepoError as e:
         print(f"launch: error: {escaped(str(e))}", file=sys.stderr)
@@ -65,23 +70,37 @@ def _launch(words: list[str]) -> int:
     parser.add_argument("--cluster", metavar="PROFILE", help="a YAML file; start from launch/profiles/")
     parser.add_argument("--dry-run", action="store_true", help="print the scripts that would run, and leave nothing behind")
     parser.add_argument("--after", type=Path, metavar="FOLDER", help="start when the newest job of that folder has succeeded")
+    parser.add_argument("--no-preflight", action="store_true", help="submit without checking model, data, image and space")
     args, overrides = parser.parse_known_args(words)
-    cluster = load_cluster(args.cluster) if args.cluster else Cluster()
     executor = EXECUTORS[args.executor]
     after = None if args.after is None else executor.after(args.after)
     if kind == "train":
-        return _train(args.target, overrides, executor, cluster, after, args.dry_run)
+        read = _read if args.dry_run or args.no_preflight or not executor.QUEUES else preflight.read
+        return _train(*read(args.target, overrides, args.cluster, executor), executor, after, args.dry_run)
+    cluster = load_cluster(args.cluster) if args.cluster else this_machine()
     if overrides:
         raise ConfigError(f"{overrides[0]}: words of `{kind}` come after --")
+    if executor.QUEUES and not (args.dry_run or args.no_preflight):
+        preflight.check_command(cluster, executor)
     folder = Path(args.target)
     return _start(executor, executor.command(kind, rest, folder, cluster, after), folder, args.dry_run)
 
 
-def _train(config: str, overrides: list[str], executor: Executor, cluster: Cluster, after: str | None, dry_run: bool) -> int:
+def _read(config: str, overrides: list[str], profile: str | None, executor: Executor) -> tuple[Config, Cluster, Layout]:
+    """Read a config and a profile without a preflight, and raise ConfigError for the first fault.
+
+    Args:
+        config, overrides, profile, executor: As in `preflight.read`.
+    """
+    cluster = load_cluster(profile) if profile else this_machine()
     cfg = load_config(config, overrides)
     executor.check(cluster, cfg)
     layout = lay_out(cfg, cluster)
     executor.check_run(cfg, cluster, layout)
+    return cfg, cluster, layout
+
+
+def _train(cfg: Config, cluster: Cluster, layout: Layout, executor: Executor, after: str | None, dry_run: bool) -> int:
     if executor.RUN_IS_HERE and run_dir.finished(cfg):
         print(f"{cfg.run_dir}: this run is finished; only a higher training.steps makes it go on")
         return 0

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from launch.preflight.inputs import functions
 from launch.profile import Cluster
 from launch.sections import reserved
 from tepo_megatron.config import Config
 from tepo_megatron.errors import ConfigError
+
+# Keys of folders that a run writes.
+WRITTEN = ("output", "rollout.server.rendezvous", "sync.transport.folder")
 
 
 def check_section(cluster: Cluster, executor: str) -> None:
@@ -26,10 +30,18 @@ def check_section(cluster: Cluster, executor: str) -> None:
 
 
 def check_secrets(cluster: Cluster) -> None:
-    """Raise ConfigError if a secret is not set here."""
-    for name in cluster.secrets:
-        if not os.environ.get(name):
-            raise ConfigError(f"secrets: {name} is not set; `export {name}=...` before, or remove it from the profile")
+    """Raise ConfigError with a line for each secret that is not set here."""
+    raise_all(
+        f"secrets: {name} is not set; `export {name}=...` before, or remove it from the profile"
+        for name in cluster.secrets
+        if not os.environ.get(name)
+    )
+
+
+def raise_all(faults: Iterable[str]) -> None:
+    """Raise one ConfigError with a line for each fault; none if there is none."""
+    if found := list(faults):
+        raise ConfigError("\n".join(found))
 
 
 def check_paths(paths: Iterable[Path]) -> None:
@@ -47,18 +59,36 @@ def check_run(cfg: Config, cluster: Cluster) -> None:
         cluster: The cluster's profile.
     """
     check_paths([Path.cwd(), cfg.run_dir])
-    if cluster.slurm is not None and cluster.slurm.restarts and not cfg.checkpoint.every and not cfg.rollout.only:
-        raise ConfigError(
-            f"checkpoint.every=0: after its time limit of {cluster.slurm.time} the run would start over; set it to a number of "
+    raise_all(_run_faults(cfg, cluster))
+
+
+def _run_faults(cfg: Config, cluster: Cluster) -> Iterator[str]:
+    slurm = cluster.slurm
+    if slurm is not None and slurm.restarts and not cfg.checkpoint.every and not cfg.rollout.only:
+        yield (
+            f"checkpoint.every=0: after its time limit of {slurm.time} the run would start over; set it to a number of "
             "steps, or slurm.restarts in the cluster's profile to 0"
+        )
+    if slurm is not None and cfg.platform == "cuda" and not cluster.gpus_per_node and not slurm.exclusive:
+        yield (
+            "slurm.exclusive=false and gpus_per_node=0: Slurm would give the same GPUs to several jobs; set slurm.exclusive to "
+            "true, or gpus_per_node where the site has a GRES of GPUs"
         )
     if cluster.container is None:
         return
-    seen = [Path.cwd(), *(Path(mount.split(":")[1]) for mount in cluster.container.mounts)]
+    mounts = [mount.split(":") for mount in cluster.container.all_mounts]
     for key, used in folders(cfg):
-        if used is not None and not any(Path(used).absolute().is_relative_to(root) for root in seen):
-            parent = Path(used).absolute().parent
-            raise ConfigError(f"{key}={used} is not in the container; add {parent}:{parent} to container.mounts")
+        if used is None:
+            continue
+        place = Path(used).absolute()
+        above = [mount for mount in mounts if place.is_relative_to(mount[1])]
+        if place.is_relative_to(Path.cwd()):
+            continue
+        if not above:
+            yield f"{key}={used} is not in the container; add {place.parent}:{place.parent} to container.mounts"
+        elif key in WRITTEN and "ro" in max(above, key=lambda mount: len(mount[1]))[2:]:
+            root = max(above, key=lambda mount: len(mount[1]))[1]
+            yield f"{key}={used} is on the read-only mount of {root}; remove :ro from container.mounts, or give another {key}"
 
 
 def folders(cfg: Config) -> list[tuple[str, str | None]]:
@@ -69,6 +99,8 @@ def folders(cfg: Config) -> list[tuple[str, str | None]]:
         ("objective.ref_kl.path", cfg.objective.reference_path),
         *(("data.train", source.path if cfg.rollout.replay is None else None) for source in cfg.data.sets),
         ("data.eval", cfg.data.eval),
+        ("evaluation.benchmark_folder", cfg.evaluation.benchmark_folder if cfg.evaluation.benchmarks else None),
+        *((key, function.rpartition(":")[0]) for key, function in functions(cfg)),
         ("rollout.replay", cfg.rollout.replay),
         ("rollout.server.rendezvous", cfg.rollout.server.rendezvous_folder),
         ("sync.transport.folder", cfg.sync.shared_folder if cfg.sync.shared_folder != "/dev/shm" else None),

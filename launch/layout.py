@@ -47,8 +47,11 @@ def lay_out(cfg: Config, cluster: Cluster) -> Layout:
         ConfigError: Ranks or servers do not fill machines, or several machines of ranks would share the servers of one machine
             without a way to it.
     """
-    if cfg.platform == "cuda" and not cluster.gpus_per_node:
-        raise ConfigError("platform=cuda, and the cluster's machines have no GPUs; set gpus_per_node in its profile")
+    if cfg.platform == "cuda" and not cluster.gpus:
+        raise ConfigError(
+            "platform=cuda, and the cluster's machines have no GPUs; set gpus_per_node in its profile, or ranks_per_node to "
+            "their number where the scheduler knows no GPUs"
+        )
     world = cfg.parallel.world_size
     train_nodes, ranks = _split(world, cluster.slots, f"parallel has {world} ranks", "dp, tp, pp or cp")
     server = cfg.rollout.server
@@ -61,10 +64,10 @@ def lay_out(cfg: Config, cluster: Cluster) -> Layout:
             )
         starts = not server.others and cfg.rollout.replay is None
         taken = world + cfg.rollout.servers * server.tp
-        if starts and not cfg.rollout.colocate and cfg.platform == "cuda" and taken > cluster.gpus_per_node:
+        if starts and not cfg.rollout.colocate and cfg.platform == "cuda" and taken > cluster.gpus:
             raise ConfigError(
                 f"{world} ranks and rollout.servers={cfg.rollout.servers} of rollout.server.tp={server.tp} take {taken} GPUs, "
-                f"and a machine has {cluster.gpus_per_node}; let them take turns (--rollout.colocate true), or give servers "
+                f"and a machine has {cluster.gpus}; let them take turns (--rollout.colocate true), or give servers "
                 "machines of their own with --rollout.server.rendezvous FOLDER"
             )
         return Layout(train_nodes, ranks)

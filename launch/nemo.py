@@ -54,6 +54,8 @@ class Submission:
         setup: Shell code for the batch script.
         requeued: True: the job gets a signal before its time limit.
         after: Number of a Slurm job that must succeed first; None: no waiting.
+        spare_nodes: Machines in addition to those of the tasks.
+        variables: Names of variables that `setup` exports for the tasks.
     """
 
     name: str
@@ -65,6 +67,8 @@ class Submission:
     setup: str = ""
     requeued: bool = False
     after: str | None = None
+    spare_nodes: int = 0
+    variables: Sequence[str] = ()
 
     @property
     def id(self) -> str:
@@ -130,11 +134,10 @@ def _executor(submission: Submission, task: Task, home: Path) -> Any:
     machines = f'--nodelist=$(IFS=,; echo "${{nodes[*]:{task.first}:{task.nodes}}}")'
     srun = [f"--nodes={task.nodes}", f"--ntasks={task.nodes}", "--ntasks-per-node=1", machines]
     srun += ["--overlap"] if task.shared else []  # otherwise the second task waits for the end of the first
-    environment = variables(cluster) | {
-        "MASTER_ADDR": f"${run.SlurmExecutor.HEAD_NODE_IP_VAR}",
-        "MASTER_PORT": str(cluster.network.port),
-    }
+    environment = variables(cluster, submission.home)
     image = cluster.container
+    named = {"constraint": slurm.constraint, "reservation": slurm.reservation}  # options that NeMo-Run's executor lacks
+    options = {name: value for name, value in named.items() if value is not None} | slurm.options
     executor = run.SlurmExecutor(
         account=slurm.account,
         partition=slurm.partition,
@@ -142,15 +145,15 @@ def _executor(submission: Submission, task: Task, home: Path) -> Any:
         time=slurm.time,
         mem=slurm.mem,
         exclusive=slurm.exclusive or None,
-        nodes=max(t.first + t.nodes for t in submission.tasks),
+        nodes=max(t.first + t.nodes for t in submission.tasks) + submission.spare_nodes,
         ntasks_per_node=1,
         gpus_per_node=cluster.gpus_per_node or None,
         signal=f"B:USR1@{slurm.warning_seconds}" if submission.requeued and slurm.restarts else None,
-        additional_parameters=dict(slurm.options) or None,
+        additional_parameters=options or None,
         container_image=image and image.image,
-        container_mounts=[f"{submission.folder}:{submission.folder}", *image.mounts] if image else [],
-        container_env=sorted({*environment, *cluster.secrets}) if image else None,
-        srun_args=[*srun, "--open-mode=append"],
+        container_mounts=[f"{submission.folder}:{submission.folder}", *image.all_mounts] if image else [],
+        container_env=sorted({*environment, *submission.variables, *cluster.secrets}) if image else None,
+        srun_args=[*srun, "--open-mode=append", *slurm.srun_args],
         setup_lines=submission.setup or None,
         env_vars=environment if task is submission.tasks[0] else {},  # exported once, for all tasks
         job_details=_Logs(job_name=f"{submission.name}-{task.name}", folder=str(submission.home)),

@@ -15,6 +15,7 @@ import logging
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -26,6 +27,7 @@ from urllib3.exceptions import HTTPError
 
 from launch.profile import Cluster
 from launch.ray_plan import OF_RAY, RayJob
+from launch.sections import KubeRayConfig, Toleration
 from tepo_megatron.errors import ConfigError
 from tepo_megatron.utils.escaping import excerpt
 
@@ -126,21 +128,65 @@ def cancel(id: str) -> None:
 
 
 def manifest(job: RayJob) -> dict[str, Any]:
-    """Return NeMo-Run's RayJob, completed with options that NeMo-Run lacks: node selection, tolerations and further devices."""
+    """Return NeMo-Run's RayJob, completed with options that NeMo-Run lacks: placement, labels, devices and capabilities."""
     with contextlib.redirect_stdout(io.StringIO()):
         body = _Job(name=job.id, executor=_executor(job)).start(command=job.entrypoint, dryrun=True)
     body = json.loads(json.dumps(body))  # a deep copy, because head and workers share lists
     del body["spec"]["runtimeEnvYAML"]  # null
     (workers,) = body["spec"]["rayClusterSpec"]["workerGroupSpecs"]
-    pod, section = workers["template"]["spec"], job.kuberay
-    if section.node_selector:
-        pod["nodeSelector"] = section.node_selector
-    if section.tolerations:
-        given = (asdict(toleration).items() for toleration in section.tolerations)
-        pod["tolerations"] = [{key: value for key, value in items if value is not None} for items in given]
+    template, section = workers["template"], job.kuberay
+    _place(template, section, section.node_selector, section.tolerations)
+    _place(
+        body["spec"]["rayClusterSpec"]["headGroupSpec"]["template"],
+        section,
+        section.head_node_selector,
+        section.head_tolerations,
+    )
+    submitter = {"spec": {"restartPolicy": "Never", "containers": [_submitter(job)]}}
+    if _place(submitter, section, section.head_node_selector, section.head_tolerations):
+        body["spec"]["submitterPodTemplate"] = submitter
+    if section.labels:
+        body["metadata"]["labels"] = dict(section.labels)  # where Kueue looks
+    if section.annotations:
+        template.setdefault("metadata", {})["annotations"] = dict(section.annotations)
+    pod = template["spec"]
+    if section.host_network:
+        pod |= {"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"}
+    if section.capabilities:
+        pod["containers"][0]["securityContext"] = {"capabilities": {"add": list(section.capabilities)}}
     for kind in ("requests", "limits"):
         pod["containers"][0]["resources"][kind] |= section.devices
     return body
+
+
+def _place(template: dict[str, Any], section: KubeRayConfig, selector: dict[str, str], tolerations: list[Toleration]) -> bool:
+    """Add to a pod's template what decides on which machine it runs, and when. Return whether there was anything to add.
+
+    Args:
+        template: The template, which is changed.
+        section: The `kuberay` section of the profile.
+        selector: Labels of its machine.
+        tolerations: Its tolerations.
+    """
+    given = (asdict(toleration).items() for toleration in tolerations)
+    keys = {
+        "nodeSelector": dict(selector),
+        "tolerations": [{key: value for key, value in items if value is not None} for items in given],
+        "schedulerName": section.scheduler,
+        "priorityClassName": section.priority_class,
+    }
+    added = {key: value for key, value in keys.items() if value}
+    template["spec"] |= added
+    if section.labels:
+        template.setdefault("metadata", {})["labels"] = dict(section.labels)
+    return bool(added or section.labels)
+
+
+def _submitter(job: RayJob) -> dict[str, Any]:
+    """Return the container of the pod that submits the job. KubeRay adds its command; the resources are KubeRay's defaults."""
+    assert job.cluster.container is not None, "checked before"
+    resources = {"requests": {"cpu": "500m", "memory": "200Mi"}, "limits": {"cpu": "1", "memory": "1Gi"}}
+    return {"name": "ray-job-submitter", "image": job.cluster.container.image, "resources": resources}
 
 
 def _executor(job: RayJob) -> KubeRayExecutor:
@@ -166,14 +212,20 @@ def _executor(job: RayJob) -> KubeRayExecutor:
         worker_groups=[workers],
         volumes=[*volumes, {"name": _MEMORY, "emptyDir": {"medium": "Memory"}}],
         volume_mounts=[*mounts, {"name": _MEMORY, "mountPath": "/dev/shm"}],
-        container_kwargs={"env": _environment(cluster, section.secret)},
+        container_kwargs={"env": _environment(cluster, section.secret, job.home)},
         spec_kwargs={"securityContext": who} if who else {},
     )
 
 
-def _environment(cluster: Cluster, secret: str | None) -> list[dict[str, Any]]:
-    """Return the environment in Kubernetes' form, where $ begins a reference and $$ stands for itself."""
-    values = OF_RAY | cluster.environment | cluster.network.variables
+def _environment(cluster: Cluster, secret: str | None, home: Path) -> list[dict[str, Any]]:
+    """Return the environment in Kubernetes' form, where $ begins a reference and $$ stands for itself.
+
+    Args:
+        cluster: The cluster's profile.
+        secret: Name of the Kubernetes Secret with the values of `secrets`.
+        home: Folder of the job's files.
+    """
+    values = OF_RAY | cluster.environment | cluster.network.variables | cluster.cache_variables(home)
     plain: list[dict[str, Any]] = [{"name": name, "value": value.replace("$", "$$")} for name, value in values.items()]
     return plain + [{"name": name, "valueFrom": {"secretKeyRef": {"name": secret, "key": name}}} for name in cluster.secrets]
 

@@ -141,7 +141,9 @@ def _executor(job: ManagedJob, home: Path) -> Any:
         container_image=_image(cluster),
         storage_mounts={path: _given(vars(bucket)) for path, bucket in sky.storage.items()} or None,
         setup=f"{_DEACTIVATE}\nbash {SETUP}",
-        env_vars=cluster.environment | cluster.network.variables,
+        env_vars=cluster.environment
+        | cluster.network.variables
+        | ({} if cluster.cache is None else cluster.cache_variables(home)),
         packager=run.GitArchivePackager(include_submodules=False, check_uncommitted_changes=True),
     )
     executor.assign(title, str(home / "experiments" / job.name / title), job.name, job.name)

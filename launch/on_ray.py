@@ -12,6 +12,7 @@ import json
 import os
 import re
 import select
+import socket
 import subprocess
 import sys
 import time
@@ -26,6 +27,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 _LOOK_SECONDS = 1.0
 _ANSWER_SECONDS = 60.0  # time limit for an answer of a machine; longer than Ray takes to notice a lost one
 _END_SECONDS = 60.0  # time to end all processes of a machine; supervise.py kills them after half of it
+_CHECK = "check"  # name of the script that checks the machines
 _HEAD = "node:__internal_head__"  # a resource that only Ray's head node has
 
 
@@ -48,7 +50,8 @@ class PlannedScript:
 class RayJobPlan:
     """The plan that `launch` wrote.
 
-    The job ends when the first script has ended on all its machines. The end of another script is a failure.
+    The job ends when the first script has ended on all its machines. The end of another script is a failure. Before them the
+    script `check`, if there is one, checks all machines.
     """
 
     job: str
@@ -59,6 +62,7 @@ class RayJobPlan:
     restarts: int
     error_restarts: int
     checkpoints: str | None
+    check: PlannedScript | None
     state: str
     log: str
     scripts: list[PlannedScript]
@@ -67,7 +71,8 @@ class RayJobPlan:
     def read(cls, path: str) -> RayJobPlan:
         """Read the plan from its file."""
         tree = json.loads(Path(path).read_text())
-        return cls(**tree | {"scripts": [PlannedScript(**script) for script in tree["scripts"]]})
+        check = None if tree["check"] is None else PlannedScript(**tree["check"])
+        return cls(**tree | {"scripts": [PlannedScript(**script) for script in tree["scripts"]], "check": check})
 
 
 @dataclass
@@ -118,6 +123,12 @@ class RayMachine:
         pipe = subprocess.PIPE
         self._kept[name] = subprocess.Popen([sys.executable, *words], stdin=pipe, stdout=pipe, env=inherited | more)
         self._kept[name].wait()  # reap the process that supervise.py detaches from
+
+    def free_port(self) -> int:
+        """Return a port of this machine that nobody listens on."""
+        with socket.socket() as s:
+            s.bind(("", 0))
+            return int(s.getsockname()[1])
 
     def ended(self) -> dict[str, int]:
         """Return the exit statuses of the scripts that have ended, with all their processes."""
@@ -217,12 +228,19 @@ class RayJobRunner:
         actors = [actor for _, actor in machines]
         names = [f"machine {i} ({addresses[id]})" for i, (id, _) in enumerate(machines)]
         shared = {
-            "LAUNCH_JOB": self._plan.job, "LAUNCH_START": str(start),
-            "MASTER_ADDR": addresses[machines[0][0]], "MASTER_PORT": str(self._plan.port),
-        }  # fmt: skip
+            "LAUNCH_JOB": self._plan.job,
+            "LAUNCH_START": str(start),
+            "MASTER_ADDR": addresses[machines[0][0]],
+            "MASTER_PORT": str(self._plan.port or self._answers({actors[0].free_port.remote(): names[0]})[0]),
+            "LAUNCH_NAMES": " ".join(f"machine-{i}" for i in range(len(actors))),
+            "LAUNCH_CHECK": f"{Path(self._plan.state).parent}/check-{start}",
+        }
+        if shared["MASTER_ADDR"].startswith("127.") and len({addresses[id] for id, _ in machines}) > 1:
+            raise RayJobFailure(f"{names[0]} has told Ray a loopback address, which no other machine reaches")
         own = [{"LAUNCH_MACHINE": str(i), "LAUNCH_ADDRESS": addresses[id]} for i, (id, _) in enumerate(machines)]
         self._say(f"start {start} on {', '.join(names)}")
         try:
+            shared |= self._checked(actors, names, shared, own)
             started = {}
             for script in self._plan.scripts:
                 for i in filter(script.runs_on, range(len(actors))):
@@ -235,6 +253,38 @@ class RayJobRunner:
             ray.wait([actor.end.remote() for actor in actors], num_returns=len(actors), timeout=_END_SECONDS + _ANSWER_SECONDS)
             for actor in actors:
                 ray.kill(actor)
+
+    def _checked(
+        self, actors: list[Any], names: list[str], shared: dict[str, str], own: list[dict[str, str]]
+    ) -> dict[str, str]:
+        """Check all machines. Return the variables of the head's address that the check chose; none without a check.
+
+        Args:
+            actors: The machines.
+            names: Their names in messages.
+            shared: Variables of all machines.
+            own: Variables of each machine.
+
+        Raises:
+            RayJobFailure: A machine is bad.
+        """
+        check = self._plan.check
+        if check is None:
+            return {}
+        started = {}
+        for i, actor in enumerate(actors):
+            words = [str(self._supervisor), check.log.format(machine=i), "bash", check.path]
+            started[actor.start.remote(_CHECK, words, shared | own[i])] = names[i]
+        self._answers(started)
+        while not all(_CHECK in self._answers({a.ended.remote(): n})[0] for a, n in zip(actors, names, strict=True)):
+            time.sleep(_LOOK_SECONDS)
+        folder = Path(shared["LAUNCH_CHECK"])
+        if not (folder / "good").exists():
+            fault = folder / "fault"
+            said = "; ".join(fault.read_text().splitlines()) if fault.exists() else "it gave no result; its log says why"
+            raise RayJobFailure(f"node check: {said}")
+        address, port = (folder / "endpoint").read_text().split()
+        return {"MASTER_ADDR": address, "MASTER_PORT": port}
 
     def _answers(self, asked: dict[Any, str]) -> list[Any]:
         try:
@@ -255,7 +305,7 @@ class RayJobRunner:
         first = self._plan.scripts[0]
         for name, statuses in zip(names, ended, strict=True):
             for script, status in statuses.items():
-                if status or script != first.name:
+                if script != _CHECK and (status or script != first.name):
                     raise RayJobFailure(f"{script} on {name} ended with status {status}")
         return sum(first.name in statuses for statuses in ended) == first.nodes
 

@@ -11,11 +11,22 @@ from typing import Annotated
 
 from pydantic import Field
 
-from launch.sections import KubeRayConfig, SkypilotConfig, SlurmConfig
+from launch.sections import KubeRayConfig, NodeCheckConfig, SkypilotConfig, SlurmConfig
 from tepo_megatron.config.fields import NonNegative, Positive, config
 from tepo_megatron.config.io import read_yaml, validate_as
 
 _SECRET = re.compile(r"(^|_)(KEY|TOKEN|SECRET|PASSWORD|CREDENTIALS?)$")
+# Variable -> folder below the folder of caches. Without XDG_CACHE_HOME, Hugging Face's cache would be in the home as well.
+CACHES = {
+    "XDG_CACHE_HOME": "",
+    "TRITON_HOME": "",
+    "TRITON_CACHE_DIR": "/triton",
+    "TORCHINDUCTOR_CACHE_DIR": "/inductor",
+    "VLLM_CACHE_ROOT": "/vllm",
+    "SGLANG_CACHE_DIR": "/sglang",
+    "FLASHINFER_WORKSPACE_BASE": "/flashinfer",
+    "CUDA_CACHE_PATH": "/cuda",
+}
 _NAME = re.compile(r"[A-Z_][A-Z0-9_]*")  # NeMo-Run converts names to capitals
 
 
@@ -25,37 +36,62 @@ class ContainerConfig:
 
     Attributes:
         image: For Pyxis an image of a registry or a .sqsh file; for Kubernetes an image name.
-        mounts: HOST:CONTAINER[:FLAGS]; Pyxis only.
+        mounts: HOST:CONTAINER[:FLAGS]; Pyxis only. HOST must exist where `launch` is called.
+        node_mounts: The same for folders that only the machines have, such as a local disk.
     """
 
     image: str
     mounts: list[str] = Field(default_factory=list)
+    node_mounts: list[str] = Field(default_factory=list)
+
+    @property
+    def all_mounts(self) -> list[str]:
+        """Return mounts and node_mounts."""
+        return [*self.mounts, *self.node_mounts]
 
     def __post_init__(self) -> None:
-        for mount in self.mounts:
+        for mount in self.all_mounts:
             if not re.fullmatch(r"/[^:,\s]*:/[^:,\s]*(:[\w+]+)?", mount):
                 raise ValueError(f"mounts: {mount!r} is not /HOST/PATH:/CONTAINER/PATH[:FLAGS]")
 
 
 @config
 class NetworkConfig:
-    """The network between the machines. None leaves the choice to NCCL and Gloo.
+    """The network between the machines.
 
     Attributes:
-        interface: Interface of TCP traffic (NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME): `ib0` or `=eth0,eth1`.
-        infiniband: RDMA adapters (NCCL_IB_HCA).
-        port: Port on which torchrun listens on the first machine.
+        interface: Interfaces of TCP traffic by their whole names: `ib0` or `eth0,eth1`. NCCL gets all of them and Gloo the
+            first. None: under Slurm each machine's interface towards the head; elsewhere NCCL and Gloo choose.
+        infiniband: RDMA adapters (NCCL_IB_HCA). None: NCCL chooses.
+        port: Port on which torchrun listens on the first machine. None: one that is free there (SkyPilot: 29400).
     """
 
     interface: str | None = None
     infiniband: str | None = None
-    port: Annotated[int, Field(ge=1024, le=65535)] = 29400
+    port: Annotated[int, Field(ge=1024, le=65535)] | None = None
+
+    def __post_init__(self) -> None:
+        for name in self.interfaces:
+            if not re.fullmatch(r"[\w.-]{1,15}", name):
+                raise ValueError(f"interface: {name!r} is no whole name of an interface; give names as `ip link` prints them")
+            if name == "lo":
+                raise ValueError("interface: lo reaches no other machine; name another one, or set null to have one found")
+
+    @property
+    def interfaces(self) -> list[str]:
+        """Return the names in `interface`; a leading "=", NCCL's sign for whole names, is accepted."""
+        return [] if self.interface is None else self.interface.removeprefix("=").split(",")
 
     @property
     def variables(self) -> dict[str, str]:
-        """Return the environment variables for these settings."""
-        found = {"NCCL_SOCKET_IFNAME": self.interface, "GLOO_SOCKET_IFNAME": self.interface, "NCCL_IB_HCA": self.infiniband}
-        return {name: value for name, value in found.items() if value is not None}
+        """Return the environment variables for these settings.
+
+        NCCL takes a list of prefixes, or after "=" of whole names. Gloo takes whole names, and fails where one is missing.
+        """
+        found = {}
+        if self.interfaces:
+            found = {"NCCL_SOCKET_IFNAME": f"={','.join(self.interfaces)}", "GLOO_SOCKET_IFNAME": self.interfaces[0]}
+        return found if self.infiniband is None else found | {"NCCL_IB_HCA": self.infiniband}
 
 
 @config
@@ -64,24 +100,33 @@ class Cluster:
 
     Attributes:
         python: Interpreter of the training environment, on the machines or in the container.
-        gpus_per_node: GPUs of every machine; 0: none.
+        gpus_per_node: GPUs that the scheduler is asked for on every machine. 0 or None: none is asked for. Where a Slurm has
+            no GRES of GPUs, set this to null and ranks_per_node to the GPUs of a machine.
+        gpu: Name of the GPU in `tepo plan`, for the preflight. None: H100.
         ranks_per_node: Training ranks, or GPUs of servers, that fit on one machine. None: gpus_per_node; any number without
             GPUs.
+        cache: Folder for compiled kernels and other caches of Triton, PyTorch, vLLM, SGLang and FlashInfer, on the machines or
+            in the container. None: `launch/cache` in the job's folder with a container, where home may be read-only;
+            otherwise the caches stay in the user's home.
         environment: Environment variables of all tasks.
         secrets: Names of variables whose values are in no file. They must be set where `launch` is called (KubeRay: in a
             Kubernetes Secret).
         network: Network between the machines.
         container: Container of the tasks; None: no container.
+        node_check: Check of the machines before the run.
         slurm, skypilot, kuberay: Sections of individual executors.
     """
 
     python: str = "python"
-    gpus_per_node: NonNegative = 0
+    gpus_per_node: NonNegative | None = 0
+    gpu: str | None = None
     ranks_per_node: Positive | None = None
+    cache: str | None = None
     environment: dict[str, str] = Field(default_factory=dict)
     secrets: list[str] = Field(default_factory=list)
     network: NetworkConfig = Field(default_factory=NetworkConfig)
     container: ContainerConfig | None = None
+    node_check: NodeCheckConfig = Field(default_factory=NodeCheckConfig)
     slurm: SlurmConfig | None = None
     skypilot: SkypilotConfig | None = None
     kuberay: KubeRayConfig | None = None
@@ -100,7 +145,12 @@ class Cluster:
                 raise ValueError(f"environment.{name} has several lines; a script's `export` takes one")
         if twice := sorted(set(self.environment) & (set(self.network.variables) | set(self.secrets))):
             raise ValueError(f"environment.{twice[0]} is given twice, by network or secrets too; remove one of them")
-        if self.skypilot is not None and (self.skypilot.gpu is None) != (self.gpus_per_node == 0):
+        if self.cache is not None:
+            if not re.fullmatch(r"(/[\w.-]+)+", self.cache):
+                raise ValueError(f"cache={self.cache!r} is no absolute path of letters, digits, _ . -")
+            if twice := sorted(set(self.environment) & set(CACHES)):
+                raise ValueError(f"environment.{twice[0]} is given twice, by cache too; remove one of them")
+        if self.skypilot is not None and (self.skypilot.gpu is None) != (not self.gpus_per_node):
             raise ValueError(
                 f"skypilot.gpu={self.skypilot.gpu} and gpus_per_node={self.gpus_per_node} contradict each other; give both, or "
                 "neither"
@@ -110,6 +160,28 @@ class Cluster:
     def slots(self) -> int | None:
         """Return the number of ranks that fit on a machine; None: any number."""
         return self.ranks_per_node or self.gpus_per_node or None
+
+    @property
+    def gpus(self) -> int:
+        """Return the GPUs of a machine of a run on GPUs: those asked for, else ranks_per_node, else 0."""
+        return self.gpus_per_node or self.ranks_per_node or 0
+
+    def cache_variables(self, home: Path) -> dict[str, str]:
+        """Return the environment variables that move caches out of the user's home, without those of `environment`.
+
+        Args:
+            home: Folder of the job's files.
+        """
+        if self.cache is None and self.container is None:
+            return {}
+        folder = self.cache or str(home / "cache")
+        return {name: f"{folder}{below}" for name, below in CACHES.items() if name not in self.environment}
+
+
+def this_machine() -> Cluster:
+    """Return the profile of a call without one: this machine, with the environment of `make` if it is in this folder."""
+    python = Path(".venv", "bin", "python")
+    return Cluster(python=str(python)) if python.exists() else Cluster()
 
 
 def load_cluster(path: str | Path) -> Cluster:

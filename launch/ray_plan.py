@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from launch import check_step
 from launch.profile import Cluster
-from launch.scripts import ENDPOINT, StartVariables, Task
+from launch.scripts import ENDPOINT, StartVariables, Task, head, joined, text
 from launch.sections import KubeRayConfig
 
 # on_ray.py sets these variables for every start of a job. Addresses are passed, because only a pod itself can resolve its name.
@@ -25,6 +26,7 @@ OF_RAY = {
     "RAY_worker_niceness": "0", "RAY_worker_oom_score_adjustment": "0", "RAY_memory_monitor_refresh_ms": "0",
     "RAY_USAGE_STATS_ENABLED": "0", "PYTHONUNBUFFERED": "1",
 }  # fmt: skip
+_CHECK = "check.sh"
 PLAN, PROGRAM, SUPERVISOR = "plan.json", "on_ray.py", "supervise.py"
 _NAME_LENGTH = 24  # characters of the run's name in the job's name, which KubeRay limits to 47
 
@@ -40,6 +42,7 @@ class RayJob:
         tasks: The tasks.
         cluster: The cluster's profile.
         resumes: True for a run with checkpoints, which is restarted after a failure.
+        gpus: GPUs that the node check expects on each machine. None: no check.
     """
 
     name: str
@@ -48,6 +51,7 @@ class RayJob:
     tasks: Sequence[Task]
     cluster: Cluster
     resumes: bool = False
+    gpus: int | None = None
 
     @property
     def id(self) -> str:
@@ -80,33 +84,49 @@ class RayJob:
     def files(self) -> dict[str, str]:
         """Return name -> content of the files that the entrypoint needs in the job's folder."""
         scripts = {f"{task.name}.sh": f"#!/bin/bash\n{task.script}" for task in self.tasks}
-        programs = {name: Path(__file__).with_name(name).read_text() for name in (PROGRAM, SUPERVISOR)}
+        names = (PROGRAM, SUPERVISOR) if self.gpus is None else (PROGRAM, SUPERVISOR, *check_step.PROGRAMS)
+        programs = {name: Path(__file__).with_name(name).read_text() for name in names}
+        if self.gpus is not None:
+            scripts[_CHECK] = f"#!/bin/bash\n{self._check(self.gpus)}"
         return {PLAN: json.dumps(self._plan(), indent=2) + "\n", **scripts, **programs}
 
     def write(self) -> None:
         """Write the files."""
         self.folder.mkdir(parents=True)
-        for name, text in self.files().items():
-            (self.folder / name).write_text(text)
+        for name, content in self.files().items():
+            (self.folder / name).write_text(content)
+
+    def _planned(self, name: str, nodes: int, first: int) -> dict[str, object]:
+        """Return the plan of a script.
+
+        Args:
+            name: Its name, that of its file without .sh.
+            nodes: Number of its machines.
+            first: Index of its first machine.
+        """
+        log = self.home / f"{self.name}-{name}-{{machine}}-{self.number}.log"
+        return {"name": name, "path": str(self.folder / f"{name}.sh"), "nodes": nodes, "first": first, "log": str(log)}
+
+    def _check(self, gpus: int) -> str:
+        """Return the script that checks one machine."""
+        program = joined([self.cluster.python, str(self.folder / check_step.PROGRAMS[0])])
+        place = '--folder "$LAUNCH_CHECK" --names $LAUNCH_NAMES --name "machine-$LAUNCH_MACHINE"'
+        words = joined(check_step.check_words(self.cluster, self.machines, gpus))
+        return text([*head(Path.cwd()), f"exec {program} {place} {words}"])
 
     def _plan(self) -> dict[str, object]:
         """Return the plan for on_ray.py. Paths are absolute; `{machine}` in a log path stands for the machine's index."""
-        scripts = [
-            {
-                "name": task.name, "path": str(self.folder / f"{task.name}.sh"), "nodes": task.nodes, "first": task.first,
-                "log": str(self.home / f"{self.name}-{task.name}-{{machine}}-{self.number}.log"),
-            }
-            for task in self.tasks
-        ]  # fmt: skip
+        scripts = [self._planned(task.name, task.nodes, task.first) for task in self.tasks]
         return {
             "job": self.id,
             "machines": self.machines,
-            "gpus": self.cluster.gpus_per_node,
-            "port": self.cluster.network.port,
+            "gpus": self.cluster.gpus_per_node or 0,
+            "port": self.cluster.network.port or 0,
             "wait_seconds": self.kuberay.wait_seconds,
             "restarts": self.kuberay.restarts if self.resumes else 0,
             "error_restarts": self.kuberay.error_restarts,
             "checkpoints": str(self.home.parent / "checkpoints") if self.resumes else None,
+            "check": None if self.gpus is None else self._planned("check", self.machines, 0),
             "state": str(self.folder / "state.json"),
             "log": str(self.home / f"{self.name}-head-{self.number}.log"),
             "scripts": scripts,

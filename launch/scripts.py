@@ -28,6 +28,7 @@ class StartVariables:
         rendezvous: torchrun options: the rendezvous address of the ranks' machines, and the index of this machine.
         address: Options of `tepo serve`.
         config: The run's config. None: the config.yaml in its folder.
+        setup: Lines that each task runs first.
     """
 
     count: str
@@ -35,6 +36,7 @@ class StartVariables:
     rendezvous: str = f'{ENDPOINT} --node-rank "$SLURM_PROCID"'
     address: str = "--host 0.0.0.0"
     config: str | None = None
+    setup: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -67,10 +69,13 @@ def training(cfg: Config, cluster: Cluster, layout: Layout, folder: Path, starts
         starts: What the scheduler says of a start.
     """
     *words, train = train_lines(cfg, cluster, layout, starts)
-    tasks = [Task("train", text([*head(folder), *words, f"exec {train}"]), layout.train_nodes, shared=layout.shared)]
+    tasks = [
+        Task("train", text([*head(folder), *starts.setup, *words, f"exec {train}"]), layout.train_nodes, shared=layout.shared)
+    ]
     if layout.serve_nodes:
         lines = [
             *head(folder),
+            *starts.setup,
             f"{serve_line(cfg, cluster, layout, starts)} &",
             "trap 'kill $! 2>/dev/null || true' TERM",
             "wait || true; wait || true",
@@ -169,9 +174,15 @@ def command(kind: str, words: Sequence[str], cluster: Cluster, folder: Path, exp
     return Task(kind, text([*head(folder), *exports, f"exec {joined([cluster.python, *_COMMANDS[kind], *words])}"]))
 
 
-def variables(cluster: Cluster) -> dict[str, str]:
-    """Return the environment variables of every task, with values quoted for a shell."""
-    return {name: shlex.quote(value) for name, value in (cluster.environment | cluster.network.variables).items()}
+def variables(cluster: Cluster, home: Path) -> dict[str, str]:
+    """Return the environment variables of every task, with values quoted for a shell.
+
+    Args:
+        cluster: The cluster's profile.
+        home: Folder of the job's files.
+    """
+    values = cluster.environment | cluster.network.variables | cluster.cache_variables(home)
+    return {name: shlex.quote(value) for name, value in values.items()}
 
 
 def head(folder: Path) -> list[str]:

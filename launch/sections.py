@@ -1,4 +1,4 @@
-"""Profile sections of individual executors: `slurm`, `skypilot`, `kuberay`. launch/profile.py has the rest of a profile."""
+"""Profile sections: `node_check`, and those of individual executors. launch/profile.py has the rest of a profile."""
 
 from __future__ import annotations
 
@@ -13,20 +13,55 @@ from tepo_megatron.config.fields import NonNegative, Positive, config
 # NeMo-Run replaces this text everywhere in the scripts that it writes.
 _RESERVED = "/nemo_run"
 _LABEL = re.compile(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?")  # names of Kubernetes objects
+_LABEL_KEY = re.compile(r"([a-z0-9]([-a-z0-9.]*[a-z0-9])?/)?[A-Za-z0-9]([\w.-]{0,61}[A-Za-z0-9])?")
 _QUANTITY = re.compile(r"\d+(\.\d+)?(m|[kMGTPE]i?|Ki)?")
 # sbatch options that other keys set. If one is given twice, the last silently wins.
 _OWN_OPTIONS = {
     "account", "partition", "qos", "time", "nodes", "ntasks_per_node", "gpus_per_node", "mem", "exclusive", "signal",
-    "output", "error", "job_name", "dependency", "requeue", "open_mode", "export",
+    "output", "error", "job_name", "dependency", "requeue", "open_mode", "export", "constraint", "reservation", "gpus",
+}  # fmt: skip
+# The same for srun. Single letters are short forms.
+_OWN_SRUN_ARGS = {
+    "nodes", "N", "ntasks", "n", "ntasks-per-node", "nodelist", "w", "output", "o", "error", "e", "overlap", "open-mode",
+    "chdir", "D", "wait", "W", "kill-on-bad-exit", "K", "container-image", "container-mounts", "container-env",
+    "container-workdir", "export",
 }  # fmt: skip
 
 
 @config
-class SlurmConfig:
-    """Options of sbatch.
+class NodeCheckConfig:
+    """The first step of a Slurm job, and `python -m launch doctor`: every machine is checked before the run starts.
 
     Attributes:
-        account, partition, qos, time, mem, exclusive: Options of sbatch.
+        skip: Checks to leave out. The shared folder, the interfaces and the head's address are always checked.
+        spare_nodes: Machines that the job asks for in addition. The run takes the first good machines, so that as many bad
+            ones are left out. 0: a bad machine ends the job.
+        min_gb_per_second: Least bus bandwidth of the all-reduce over all machines in GB/s. 0: it is only reported.
+        max_clock_seconds: Largest difference between a machine's clock and the head's.
+        timeout_seconds: Time for the whole check, the start of the container on each machine included.
+    """
+
+    skip: list[Literal["gpus", "driver", "cudnn", "clock", "all_reduce"]] = Field(default_factory=list)
+    spare_nodes: NonNegative = 0
+    min_gb_per_second: Annotated[float, Field(ge=0)] = 0.0
+    max_clock_seconds: Annotated[float, Field(gt=0)] = 5.0
+    timeout_seconds: Annotated[int, Field(ge=10)] = 300
+
+    def __post_init__(self) -> None:
+        if self.min_gb_per_second and "all_reduce" in self.skip:
+            raise ValueError(
+                f"min_gb_per_second={self.min_gb_per_second} and skip: all_reduce contradict each other; remove one of them"
+            )
+
+
+@config
+class SlurmConfig:
+    """Options of sbatch and srun.
+
+    Attributes:
+        account, partition, qos, time, mem, exclusive, constraint, reservation: Options of sbatch.
+        srun_args: Further options of each `srun`, such as "--container-writable" or "--mpi=none".
+        setup: Lines of bash that run first in each task, in the container if there is one, such as "module load cuda".
         warning_seconds: Seconds before the time limit at which a run gets the signal to requeue after its next checkpoint.
         restarts: Maximum restarts for any reason; 0: never restart.
         error_restarts: Maximum restarts at one checkpoint, or before the first, after a part of the run failed or was killed;
@@ -40,6 +75,10 @@ class SlurmConfig:
     time: str = "04:00:00"
     mem: str | None = None
     exclusive: bool = True
+    constraint: str | None = None
+    reservation: str | None = None
+    srun_args: list[str] = Field(default_factory=list)
+    setup: list[str] = Field(default_factory=list)
     warning_seconds: Annotated[int, Field(ge=30, le=7200)] = 900
     restarts: NonNegative = 20
     error_restarts: NonNegative = 1
@@ -55,6 +94,13 @@ class SlurmConfig:
             )
         if own := sorted(_OWN_OPTIONS & {name.replace("-", "_") for name in self.options}):
             raise ValueError(f"options: {own[0]} has a key of its own, or is set by launch; remove it there")
+        for word in self.srun_args:
+            if not re.fullmatch(r"--?[A-Za-z][\w-]*(=[\w:,./@%+#=-]*)?", word):
+                raise ValueError(f'srun_args: {word!r} is not one option; write "--name" or "--name=value"')
+            if (name := word.lstrip("-").partition("=")[0]) in _OWN_SRUN_ARGS:
+                raise ValueError(f"srun_args: {name} is set by launch; remove it there")
+        if twice := [line for line in self.setup if "\n" in line or not line.strip()]:
+            raise ValueError(f"setup: {twice[0]!r} is not one line of bash; give a list of lines")
 
     @property
     def seconds(self) -> int:
@@ -166,6 +212,13 @@ class KubeRayConfig:
         head_cpu, head_memory: Of the head.
         devices: Further devices of each worker, such as RDMA adapters -> how many.
         node_selector, tolerations: Of the workers.
+        head_node_selector, head_tolerations: Of the head and of the pod that submits the job.
+        labels: Labels of the RayJob and of all pods, such as Kueue's queue-name or KAI's queue.
+        annotations: Annotations of the workers, such as Multus' networks.
+        scheduler: schedulerName of all pods, such as kai-scheduler. None: the cluster's default.
+        priority_class: priorityClassName of all pods. None: the cluster's default.
+        host_network: Workers use their machine's network instead of the pods'.
+        capabilities: Linux capabilities of the workers, such as IPC_LOCK, which RDMA needs for users other than root.
         user, group: User and group of the processes. None: the image's.
         secret: Kubernetes Secret whose keys are the names under `secrets`.
         wait_seconds: Maximum wait for machines, at the start and after each failure.
@@ -183,6 +236,14 @@ class KubeRayConfig:
     devices: dict[str, Positive] = Field(default_factory=dict)
     node_selector: dict[str, str] = Field(default_factory=dict)
     tolerations: list[Toleration] = Field(default_factory=list)
+    head_node_selector: dict[str, str] = Field(default_factory=dict)
+    head_tolerations: list[Toleration] = Field(default_factory=list)
+    labels: dict[str, str] = Field(default_factory=dict)
+    annotations: dict[str, str] = Field(default_factory=dict)
+    scheduler: str | None = None
+    priority_class: str | None = None
+    host_network: bool = False
+    capabilities: list[str] = Field(default_factory=list)
     user: Positive | None = None
     group: Positive | None = None
     secret: str | None = None
@@ -203,6 +264,12 @@ class KubeRayConfig:
         for name, path in self.claims.items():
             if not re.fullmatch(r"(/[\w.-]+)+", path) or path == "/dev/shm":
                 raise ValueError(f"claims.{name}: {path!r} is not an absolute path that a volume can be mounted at")
+        for label, value in self.labels.items():
+            if not _LABEL_KEY.fullmatch(label) or not re.fullmatch(r"([A-Za-z0-9]([\w.-]{0,61}[A-Za-z0-9])?)?", value):
+                raise ValueError(f"labels: {label}: {value!r} is no label of Kubernetes; see its rules for keys and values")
+        for name in self.capabilities:
+            if not re.fullmatch(r"[A-Z]+(_[A-Z]+)*", name) or name.startswith("CAP_"):
+                raise ValueError(f"capabilities: {name!r} is no capability as Kubernetes writes it, as IPC_LOCK, without CAP_")
         if twice := sorted(path for path in set(self.claims.values()) if list(self.claims.values()).count(path) > 1):
             raise ValueError(f"claims: {twice[0]} is the path of two; give each its own")
 

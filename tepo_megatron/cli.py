@@ -275,7 +275,11 @@ def plan(args: argparse.Namespace, overrides: list[str]) -> int:
         raise ConfigError(f"--dropped {args.dropped:g}: a share of at least 0 and below 1")
     request = PlanRequest(args.gpus, args.gpu, args.prompt, args.response, args.json, args.dropped)
     predictor = predictor_of(load_config(args.config, overrides), request)
-    return plan(predictor, request, lambda text: print(escaped(text), flush=True))
+    try:
+        return plan(predictor, request, lambda text: print(escaped(text), flush=True))
+    except BrokenPipeError:  # the reader has seen enough, such as `head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
 
 
 def report_on(run_dirs: Sequence[Path], out: Path | None) -> Path:

@@ -24,12 +24,14 @@ class Executor(Protocol):
         NAME: Name in --executor and in records, and of the section in a profile.
         RUN_IS_HERE: True if `launch` and the machines share the run's folder, so that `launch` creates it and looks there for a
             finished run.
+        QUEUES: True if a job waits before it runs, so that a preflight comes first.
 
     The type of a job before its start is private to the module.
     """
 
     NAME: str
     RUN_IS_HERE: bool
+    QUEUES: bool
 
     def after(self, folder: Path) -> str:
         """Return the id of the newest job of a folder, for a job that is to wait for it."""

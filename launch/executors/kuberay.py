@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import NoReturn
@@ -21,7 +21,7 @@ from launch.ray_plan import STARTS, RayJob
 from tepo_megatron.config import Config
 from tepo_megatron.errors import ConfigError
 
-NAME, RUN_IS_HERE = "kuberay", True
+NAME, RUN_IS_HERE, QUEUES = "kuberay", True, True
 
 
 def after(folder: Path) -> NoReturn:
@@ -36,20 +36,24 @@ def check(cluster: Cluster, cfg: Config | None) -> None:
         cfg: The run's config; None for a command.
     """
     checks.check_section(cluster, NAME)
+    checks.raise_all(_faults(cluster, cfg))
+
+
+def _faults(cluster: Cluster, cfg: Config | None) -> Iterator[str]:
     section = cluster.kuberay
-    assert section is not None, "just checked"
+    assert section is not None, "checked before"
     if cluster.container is None:
-        raise ConfigError("--executor kuberay: the cluster's profile names no container.image; pods need one, and Ray in it")
-    if cluster.container.mounts:
-        raise ConfigError("container.mounts are Pyxis'; with --executor kuberay use kuberay.claims, and remove them")
+        yield "--executor kuberay: the cluster's profile names no container.image; pods need one, and Ray in it"
+    elif cluster.container.all_mounts:
+        yield "container.mounts are Pyxis'; with --executor kuberay use kuberay.claims, and remove them"
+    if cluster.node_check.spare_nodes:
+        yield "node_check.spare_nodes is Slurm's; set it to 0: KubeRay's job is started again on the machines that are there"
     if cluster.secrets and section.secret is None:
-        raise ConfigError(
-            f"secrets: {cluster.secrets[0]} has to be a key of a Secret of Kubernetes; name that with kuberay.secret"
-        )
+        yield f"secrets: {cluster.secrets[0]} has to be a key of a Secret of Kubernetes; name that with kuberay.secret"
     used = [("the working directory", str(Path.cwd()))]
     if cfg is not None:
         if section.restarts and not cfg.checkpoint.every and not cfg.rollout.only:
-            raise ConfigError(
+            yield (
                 "checkpoint.every=0: after a failure the run would start over; set it to a number of steps, or "
                 "kuberay.restarts in the cluster's profile to 0"
             )
@@ -57,10 +61,10 @@ def check(cluster: Cluster, cfg: Config | None) -> None:
     for key, path in used:
         place = Path(path).absolute()
         if not any(place.is_relative_to(mount) for mount in section.claims.values()):
-            raise ConfigError(f"{key}={path} is on no volume of the pods; add a claim with its mount path to kuberay.claims")
+            yield (f"{key}={path} is on no volume of the pods; add a claim with its mount path to kuberay.claims")
     home = (Path.cwd() if cfg is None else cfg.run_dir).absolute()
     if not re.fullmatch(r"[\w./-]+", str(home)):
-        raise ConfigError(f"{home}: KubeRay gives it to a shell as it is; use a folder of letters, digits, . _ and - alone")
+        yield (f"{home}: KubeRay gives it to a shell as it is; use a folder of letters, digits, . _ and - alone")
 
 
 def check_run(cfg: Config, cluster: Cluster, layout: Layout) -> None:
@@ -72,8 +76,8 @@ def check_run(cfg: Config, cluster: Cluster, layout: Layout) -> None:
 
 
 def training(cfg: Config, cluster: Cluster, layout: Layout, after: str | None) -> RayJob:
-    resumes = not cfg.rollout.only  # rollout.only keeps no checkpoints
-    return _job(cfg.run_dir, scripts.training(cfg, cluster, layout, Path.cwd(), STARTS), cluster, resumes)
+    resumes, gpus = not cfg.rollout.only, cluster.gpus if cfg.platform == "cuda" else 0  # rollout.only keeps no checkpoints
+    return _job(cfg.run_dir, scripts.training(cfg, cluster, layout, Path.cwd(), STARTS), cluster, resumes, gpus)
 
 
 def command(kind: str, words: Sequence[str], folder: Path, cluster: Cluster, after: str | None) -> RayJob:
@@ -114,8 +118,10 @@ def cancel(job: SubmittedJob) -> str:
     return f"job {job.id} is cancelled"
 
 
-def _job(folder: Path, tasks: Sequence[scripts.Task], cluster: Cluster, resumes: bool = False) -> RayJob:
-    job = RayJob(*jobs.next_submission(folder), tasks, cluster, resumes)
+def _job(
+    folder: Path, tasks: Sequence[scripts.Task], cluster: Cluster, resumes: bool = False, gpus: int | None = None
+) -> RayJob:
+    job = RayJob(*jobs.next_submission(folder), tasks, cluster, resumes, gpus)
     os.environ["NEMORUN_HOME"] = str(job.home)
     return job
 

@@ -30,7 +30,14 @@ def imported(module: str) -> ModuleType:
 
 
 def submission(
-    folder: Path, tasks: Sequence[Task], cluster: Cluster, after: str | None = None, setup: str = "", requeued: bool = False
+    folder: Path,
+    tasks: Sequence[Task],
+    cluster: Cluster,
+    after: str | None = None,
+    setup: str = "",
+    requeued: bool = False,
+    spare_nodes: int = 0,
+    variables: Sequence[str] = (),
 ) -> Submission:
     """Return the next submission of a folder, through launch/nemo.py.
 
@@ -41,7 +48,10 @@ def submission(
         after: Number of a Slurm job that must succeed first; None: no waiting.
         setup: Shell code for the batch script.
         requeued: The job gets a signal before its time limit.
+        spare_nodes: Machines in addition to those of the tasks.
+        variables: Names of variables that `setup` exports for the tasks.
     """
     os.environ["NEMORUN_HOME"] = str(jobs.launch_folder(folder))
     nemo = imported("launch.nemo")
-    return nemo.Submission(*jobs.next_submission(folder), tasks, cluster, Path.cwd(), setup, requeued, after)
+    place = jobs.next_submission(folder)
+    return nemo.Submission(*place, tasks, cluster, Path.cwd(), setup, requeued, after, spare_nodes, variables)

@@ -19,7 +19,7 @@ from tepo_megatron.errors import ConfigError
 if TYPE_CHECKING:
     from launch.nemo import Submission
 
-NAME, RUN_IS_HERE = "local", True
+NAME, RUN_IS_HERE, QUEUES = "local", True, False
 
 
 def after(folder: Path) -> NoReturn:
@@ -45,7 +45,7 @@ def training(cfg: Config, cluster: Cluster, layout: Layout, after: str | None) -
 def command(kind: str, words: Sequence[str], folder: Path, cluster: Cluster, after: str | None) -> Submission:
     check(cluster, None)
     checks.check_paths([Path.cwd(), folder])
-    return submission(folder, [scripts.command(kind, words, cluster, Path.cwd(), _exports(cluster))], cluster)
+    return submission(folder, [scripts.command(kind, words, cluster, Path.cwd(), _exports(cluster, folder))], cluster)
 
 
 def render(job: Submission) -> str:
@@ -82,15 +82,15 @@ def _script(cfg: Config, cluster: Cluster, layout: Layout) -> str:
     """Return all tasks of a run as one script. Disaggregated servers run next to the ranks and end with them."""
     config = str(cfg.run_dir / "config.yaml")
     train = scripts.joined([cluster.python, "-m", "tepo_megatron", "train", config])
-    lines = [*scripts.head(Path.cwd()), *_exports(cluster)]
+    lines = [*scripts.head(Path.cwd()), *_exports(cluster, cfg.run_dir)]
     if not layout.serve_nodes:
         return scripts.text([*lines, f"exec {train}"])
     serve = scripts.joined([cluster.python, *scripts.serve_words(config, layout)])
     return scripts.text([*lines, *scripts.side_by_side(serve, train)])
 
 
-def _exports(cluster: Cluster) -> list[str]:
-    return [f"export {name}={value}" for name, value in scripts.variables(cluster).items()]
+def _exports(cluster: Cluster, folder: Path) -> list[str]:
+    return [f"export {name}={value}" for name, value in scripts.variables(cluster, jobs.launch_folder(folder)).items()]
 
 
 def _is_launch(pid: int) -> bool:

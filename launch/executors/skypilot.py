@@ -24,7 +24,8 @@ from tepo_megatron.config import Config
 from tepo_megatron.config.io import to_yaml
 from tepo_megatron.errors import ConfigError
 
-NAME, RUN_IS_HERE = "skypilot", False
+NAME, RUN_IS_HERE, QUEUES = "skypilot", False, True
+_PORT = 29400  # of torchrun on the first machine, which no other job uses
 _LOOK_SECONDS = 5  # interval at which a serving machine checks whether training has ended
 _NEEDED = "launch/bootstrap.py"  # a file that identifies a checkout of this project
 
@@ -184,7 +185,7 @@ def run_script(cfg: Config, cluster: Cluster, layout: Layout) -> str:
         'mapfile -t machines <<< "$SKYPILOT_NODE_IPS"',
         "rank=$SKYPILOT_NODE_RANK; here=${machines[$rank]}",
     ]
-    meet = f'--rdzv-endpoint "${{machines[0]}}:{cluster.network.port}" --node-rank "$rank"'
+    meet = f'--rdzv-endpoint "${{machines[0]}}:{cluster.network.port or _PORT}" --node-rank "$rank"'
     serves = '--host 0.0.0.0 --address "$here"'  # pods cannot resolve each other's names
     starts = scripts.StartVariables("$((start - 1))", '"$SKYPILOT_TASK_ID-$start"', meet, serves, nemo_sky.CONFIG)
     *words, train = scripts.train_lines(cfg, cluster, layout, starts)

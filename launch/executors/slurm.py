@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shlex
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from launch import checks, jobs, scripts
+from launch import check_step, checks, jobs, scripts
+from launch.check_step import setup_lines
 from launch.executors.lazy import submission
 from launch.jobs import SubmittedJob, log_tails, submitted
 from launch.layout import Layout
 from launch.profile import Cluster
 from launch.sections import SlurmConfig
+from launch.stops import patience_of
 from tepo_megatron.config import Config
 from tepo_megatron.errors import ConfigError
 
 if TYPE_CHECKING:
     from launch.nemo import Submission
 
-NAME, RUN_IS_HERE = "slurm", True
+_START_SECONDS = 15  # until the tasks have started, after a warning that came before them
+NAME, RUN_IS_HERE, QUEUES = "slurm", True, True
 _STARTS = scripts.StartVariables("${SLURM_RESTART_COUNT:-0}", '"${SLURM_JOB_ID}-${SLURM_RESTART_COUNT:-0}"')
-_MARGIN_SECONDS = 60  # part of the warning time reserved for Slurm to end the job before its limit
 
 
 def after(folder: Path) -> str:
@@ -44,15 +47,36 @@ def check_run(cfg: Config, cluster: Cluster, layout: Layout) -> None:
 def training(cfg: Config, cluster: Cluster, layout: Layout, after: str | None) -> Submission:
     assert cluster.slurm is not None, "checked before"
     resumes = not cfg.rollout.only  # rollout.only keeps no checkpoints
-    tasks = scripts.training(cfg, cluster, layout, Path.cwd(), _STARTS)
-    setup = batch_setup(cfg, cluster.slurm, jobs.launch_folder(cfg.run_dir)) if resumes and cluster.slurm.restarts else ""
-    return submission(cfg.run_dir, tasks, cluster, after, setup, requeued=resumes)
+    own = (check_step.OWN_INTERFACES,) if layout.nodes > 1 and not cluster.network.interfaces else ()
+    tasks = scripts.training(
+        cfg, cluster, layout, Path.cwd(), dataclasses.replace(_STARTS, setup=(*setup_lines(cluster.slurm), *own))
+    )
+    home, gpus = jobs.launch_folder(cfg.run_dir), cluster.gpus if cfg.platform == "cuda" else 0
+    setup = check_setup(cluster, home, cfg.run_dir.absolute().name, layout.nodes, gpus)
+    setup += batch_setup(cfg, cluster.slurm, home) if resumes and cluster.slurm.restarts else ""
+    spares = cluster.node_check.spare_nodes
+    return submission(cfg.run_dir, tasks, cluster, after, setup, resumes, spares, check_step.VARIABLES)
+
+
+def check_setup(cluster: Cluster, home: Path, name: str, nodes: int, gpus: int) -> str:
+    """Return the shell code of the node check for a batch script.
+
+    Args:
+        cluster: The cluster's profile.
+        home: Folder of the job's files.
+        name: Name of the job.
+        nodes: Machines that the job uses.
+        gpus: GPUs that each of them must have.
+    """
+    exports = sorted({*scripts.variables(cluster, home), "LAUNCH_CHECK"})
+    return check_step.check_lines(cluster, Path.cwd(), home, name, nodes, gpus, exports)
 
 
 def command(kind: str, words: Sequence[str], folder: Path, cluster: Cluster, after: str | None) -> Submission:
     check(cluster, None)
     checks.check_paths([Path.cwd(), folder])
-    return submission(folder, [scripts.command(kind, words, cluster, Path.cwd())], cluster, after)
+    assert cluster.slurm is not None, "just checked"
+    return submission(folder, [scripts.command(kind, words, cluster, Path.cwd(), setup_lines(cluster.slurm))], cluster, after)
 
 
 def render(job: Submission) -> str:
@@ -60,6 +84,7 @@ def render(job: Submission) -> str:
 
 
 def start(job: Submission, folder: Path) -> int:
+    check_step.write_programs(job.home)
     return submitted(folder, NAME, job.submit())
 
 
@@ -122,7 +147,7 @@ def _before_the_limit(slurm: SlurmConfig, checkpoints: Path, failures: str, step
         failures: Quoted start of the path of the file that lists failed starts.
         steps: Last step of the run.
     """
-    patience = slurm.warning_seconds - min(_MARGIN_SECONDS, slurm.warning_seconds // 2)
+    patience = patience_of(slurm.warning_seconds)
     return f"""
 # queued again before the time limit: after the next checkpoint, or {patience} s from now without one
 set +vx
@@ -147,6 +172,7 @@ queue_again() {{
   fi
 }}
 trap queue_again USR1
+if [ -n "${{early:-}}" ]; then {{ sleep {_START_SECONDS}; kill -USR1 $$; }} & fi
 """
 
 

@@ -292,6 +292,8 @@ def _section_at(root: type, loc: tuple[Any, ...]) -> tuple[type | None, list[typ
         variants = []
         if dataclasses.is_dataclass(cls):
             cls = typing.get_type_hints(cls).get(str(part))
+            if type(None) in typing.get_args(cls) and len(inner := _sections_in(cls)) == 1 and inner[0] in typing.get_args(cls):
+                cls = inner[0]  # a section that may be missing
         elif isinstance(part, str):  # in a list of sections of several types: select this section's type
             cls = next((x for x in _sections_in(cls) if part in typing.get_args(typing.get_type_hints(x)["type"])), None)
         else:  # an index into a list

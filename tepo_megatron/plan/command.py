@@ -121,12 +121,18 @@ def plan(predictor: Predictor, request: PlanRequest, tell: Callable[[str], None]
     if request.json_file is not None:
         request.json_file.write_text(json.dumps(as_json(predictor, given, found, gpus), indent=1))
     if why:
-        tell("\n" + _refusal(given, why))
+        tell("\n" + refusal(given, why))
         return 1
     return 0
 
 
-def _refusal(given: LayoutCandidate, why: str) -> str:
+def refusal(given: LayoutCandidate, why: str) -> str:
+    """Return why a layout does not fit, with the largest part of its memory and the fix.
+
+    Args:
+        given: The layout.
+        why: The reason, as `LayoutCandidate.why`.
+    """
     if not given.states:
         return f"does not fit: {why}"
     state = given.fullest

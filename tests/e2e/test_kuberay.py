@@ -29,7 +29,6 @@ from tests.e2e.test_slurm import no_secret_in, prompts_of, steps_of, words_of
 from tests.launch.cases import PYTHON, ROOT, SECRET
 from tests.parallel.resume_worlds import records
 from tests.scripted_kubernetes import Kubernetes, serving
-from tests.slurm import free_port
 
 pytestmark = [pytest.mark.full, pytest.mark.e2e]
 # in the place of the training environment's python: `tepo train`, by torchrun or not, with an engine that needs no server
@@ -65,7 +64,7 @@ class Site:
     def profile(self, python: str, **section: Any) -> Path:
         """Write a profile of machines with one rank each."""
         kuberay = {"namespace": "lab", "claims": {"data": "/tmp"}, "cpu": "1", "memory": "1Gi", "wait_seconds": 240} | section
-        tree = {"python": python, "ranks_per_node": 1, "network": {"port": free_port()}, "container": {"image": "none"}}
+        tree = {"python": python, "ranks_per_node": 1, "container": {"image": "none"}}
         path = self.folder / "profile.yaml"
         path.write_text(yaml.safe_dump({**tree, "environment": {"PYTHONPATH": str(ROOT)}, "kuberay": kuberay}))
         return path

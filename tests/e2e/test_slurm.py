@@ -31,8 +31,9 @@ pytestmark = [
     pytest.mark.e2e,
     pytest.mark.skipif(slurm.missing() is not None, reason=str(slurm.missing())),
 ]
-# in the place of the training environment's python: `tepo train`, with an engine that needs no server
+# in the place of the training environment's python: the node check, and `tepo train` with an engine that needs no server
 SCRIPTED = f"""#!/bin/bash
+if [[ $1 = *.py ]]; then exec {sys.executable} "$@"; fi
 shift 2
 exec {sys.executable} -m tests.e2e.scripted_run "$@"
 """
@@ -119,7 +120,7 @@ def test_a_killed_rank_has_the_job_queued_again_and_no_prompt_is_lost(cluster: s
     more = {"training__steps": 5, "checkpoint__every": 2, "rollout__record": "true", "rollout__filter_uniform_groups": "false"}
     job, run = scripted(cluster, tmp_path, "killed", "00:20:00", **more)
     wait_for(lambda: steps_of(run) >= 3, cluster, job)
-    (rank,) = (p for p in cluster.processes() if "tests.e2e.scripted_worker" in p.line)
+    rank = next(p for p in cluster.processes() if "tests.e2e.scripted_worker" in p.line)  # others are the rollout service's
     os.kill(rank.pid, signal.SIGKILL)
     assert cluster.ended(job, timeout=200) == "COMPLETED", launch(cluster, tmp_path, "logs", "runs/killed")
     assert [r["step"] for r in records(run)] == [1, 2, 3, 4, 5]
@@ -163,8 +164,8 @@ class Apart:
 
     @classmethod
     def submit(cls, cluster: slurm.Slurm, base: Path, folder: Path) -> Apart:
-        tree = {"python": sys.executable, "environment": PATHS, "ranks_per_node": 1, "network": {"port": slurm.free_port()}}
-        profile = write(folder / "profile.yaml", tree | {"slurm": SLURM | {"time": "00:20:00"}})
+        tree = {"python": sys.executable, "environment": PATHS, "ranks_per_node": 1, "slurm": SLURM | {"time": "00:20:00"}}
+        profile = write(folder / "profile.yaml", tree)
         settings = {
             "name": "apart", "parallel__tp": 2, "training__steps": APART_STEPS, "checkpoint__every": 2, "model__path": base,
             "data__train": base / "train.jsonl", "data__eval": base / "eval.jsonl", "evaluation__max_problems": 8,
@@ -270,6 +271,37 @@ def test_a_job_waits_for_another_and_is_cancelled(cluster: slurm.Slurm, tmp_path
     assert cluster.ended(first, timeout=120) == "CANCELLED"
     launch(cluster, tmp_path, "cancel", "second")
     assert cluster.ended(second, timeout=120) == "CANCELLED"
+
+
+# on n2 of the simulated machines one of two GPUs is missing
+NVIDIA_SMI = """#!/bin/bash
+for i in $(seq $([ "$SLURMD_NODENAME" = n2 ] && echo 1 || echo 2)); do echo 580.65.06; done
+"""
+
+
+def test_doctor_names_a_bad_machine_or_leaves_it_out_and_a_job_does_not_start_on_it(
+    cluster: slurm.Slurm, tmp_path: Path
+) -> None:
+    (tmp_path / "nvidia-smi").write_text(NVIDIA_SMI)
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    check = {"skip": ["driver", "cudnn", "all_reduce"], "timeout_seconds": 60}
+    tree = {"python": sys.executable, "environment": {"PATH": f"{tmp_path}:{slurm.PATH}"}, "ranks_per_node": 2}
+
+    def doctor(nodes: int, spares: int) -> tuple[int, str]:
+        keys = {"node_check": check | {"spare_nodes": spares}, "slurm": SLURM | {"time": "00:10:00"}}
+        profile = write(tmp_path / "profile.yaml", tree | keys)
+        call = [PYTHON, "-m", "launch", "doctor", "--cluster", profile, "--nodes", str(nodes)]
+        done = subprocess.run(
+            call, cwd=tmp_path, env=cluster.environment, capture_output=True, text=True, timeout=300, check=False
+        )  # fmt: skip
+        return done.returncode, done.stdout + done.stderr
+
+    status, said = doctor(4, 0)
+    assert status == 1 and "node check: n2: has 1 GPUs, and gpus_per_node is 2; drain it" in said and "FAILED" in said
+    batch = "".join(path.read_text() for path in tmp_path.glob("jobs/doctor/launch/*batch*.log"))
+    assert "launch: the node check failed and nothing was started" in batch and "the machines are good" not in batch
+    status, said = doctor(3, 1)
+    assert status == 0 and "node check: left out: n2: has 1 GPUs" in said and "good: n1, n3, n4" in said
 
 
 def _bytes(path: Path) -> bytes:

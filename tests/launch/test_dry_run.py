@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import re
 import signal
@@ -13,18 +14,19 @@ from pathlib import Path
 
 import pytest
 
-from launch import jobs
+from launch import check_step, jobs
 from launch.__main__ import main
 from launch.executors.slurm import batch_setup
-from launch.profile import Cluster
-from launch.sections import SlurmConfig
+from launch.profile import Cluster, ContainerConfig, NetworkConfig
+from launch.sections import KubeRayConfig, NodeCheckConfig, SlurmConfig
 from tepo_megatron.config.io import validate, validate_as
-from tests.launch import cases
+from tests.launch import cases, profile_cases
 
 SLURM = ["run.yaml", "--executor", "slurm"]
+NOT_CHECKED = "--no-preflight"
 REFUSED = {
-    "no slurm": (SLURM, "the cluster's profile has no slurm section"),
-    "no skypilot": (["run.yaml", "--executor", "skypilot"], "the cluster's profile has no skypilot section"),
+    "no slurm": ([*SLURM, NOT_CHECKED], "the cluster's profile has no slurm section"),
+    "no skypilot": (["run.yaml", "--executor", "skypilot", NOT_CHECKED], "the cluster's profile has no skypilot section"),
     "no such key": (["run.yaml", "--optimiser.lr", "1"], "optimiser: unknown key; did you mean optimizer?"),
     "nothing launched": (["status", "nowhere"], "nowhere: nothing was launched there"),
     "wait for nothing": ([*SLURM, "--cluster", "bare.yaml", "--after", "nowhere"], "nowhere: nothing was launched there"),
@@ -33,7 +35,7 @@ REFUSED = {
         ["run.yaml", "--cluster", "bare.yaml", *cases.APART, "--sync.transport.folder", "w"],
         "takes 4 machines of 8",
     ),
-    "no sbatch": ([*SLURM, "--cluster", "bare.yaml"], "sbatch refused the job: "),
+    "no sbatch": ([*SLURM, "--cluster", "bare.yaml", NOT_CHECKED], "sbatch refused the job: "),
     "words": (["convert", "out", "--cluster", "bare.yaml", "--hf"], "--hf: words of `convert` come after --"),
 }
 
@@ -58,6 +60,34 @@ def test_the_scripts_equal_the_golden_files(results: dict[str, tuple[int, str, s
         file = tmp_path / f"{i}.sh"
         file.write_text(script.partition("\n")[2])
         subprocess.run(["bash", "-n", file], check=True)
+
+
+@pytest.fixture(scope="module")
+def of_profiles(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str, str]]:
+    return profile_cases.dry_runs(tmp_path_factory.mktemp("profiles"))
+
+
+@pytest.mark.parametrize("case", profile_cases.profiles(Path("/project")))
+def test_every_profile_and_every_key_give_the_golden_scripts(of_profiles: dict[str, tuple[int, str, str]], case: str) -> None:
+    status, text, error = of_profiles[case]
+    assert (status, error) == (0, "")
+    assert text == (profile_cases.FOLDER / f"{case}.txt").read_text()
+    assert {path.stem for path in profile_cases.FOLDER.iterdir()} == set(of_profiles)
+
+
+def test_every_key_of_a_profile_is_in_a_golden_dry_run() -> None:
+    cases_of = [tree for _, tree in profile_cases.profiles(Path("/project")).values()]
+    trees = [*cases_of, *(tree for name, tree in cases.FILES.items() if name != "run.yaml")]
+    elsewhere = {
+        "slurm.error_restarts", "kuberay.wait_seconds", "kuberay.restarts", "kuberay.error_restarts", "kuberay.ray_version",
+        "kuberay.head_cpu", "kuberay.head_memory",
+    }  # test_kuberay.py, test_profiles.py and their defaults  # fmt: skip
+    sections = {"": Cluster, "slurm": SlurmConfig, "kuberay": KubeRayConfig, "node_check": NodeCheckConfig}
+    sections |= {"network": NetworkConfig, "container": ContainerConfig}
+    for section, cls in sections.items():
+        seen = {key for tree in trees for key in (tree if section == "" else tree.get(section) or {})}
+        keys = {field.name for field in dataclasses.fields(cls)} - seen - {"skypilot"}
+        assert {f"{section}.{key}" for key in keys} <= elsewhere, section
 
 
 @pytest.mark.parametrize(("cores", "before", "threads"), [(96, None, "12"), (4, None, "1"), (96, "3", "3")])
@@ -132,6 +162,24 @@ def test_before_its_time_limit_a_job_waits_for_a_checkpoint_and_is_queued_again(
         with contextlib.suppress(ProcessLookupError):
             os.killpg(job.pid, signal.SIGKILL)
         job.wait()
+
+
+def test_a_warning_during_the_node_check_is_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the trap of the check the signal would kill the batch script."""
+    monkeypatch.setattr("launch.executors.slurm._START_SECONDS", 1)
+    setup, environment = batch_code(tmp_path, scontrol="echo $* >> calls", srun="")
+    tree = {"slurm": {"account": "lab"}, "python": "true"}
+    check = check_step.check_lines(validate_as(Cluster, tree, "c"), tmp_path, tmp_path, "a", 1, 0, [])
+    (tmp_path / "srun").write_text(
+        '#!/bin/bash\nkill -USR1 $PPID; echo n1 > "$LAUNCH_CHECK/good"; echo h 1 > "$LAUNCH_CHECK/endpoint"\n'
+    )
+    setup = setup.replace("end=$((SECONDS + 15))", "end=$((SECONDS + 1))").partition("# the batch script's own death")[0]
+    script = f"nodes=(n1)\n{check}\n{setup}\nsleep 60 & pids[0]=$!\nwhile [ ! -e calls ]; do sleep 0.1; done\nkill $pids"
+    done = subprocess.run(
+        ["bash", "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60, check=False
+    )  # fmt: skip
+    assert "launch: queued again; newest checkpoint: step-00000005\n" in done.stdout, done.stdout + done.stderr
+    assert (tmp_path / "calls").read_text() == "requeue 7\n"
 
 
 # a job as `scontrol` shows it, and an `srun` that behaves as this test needs

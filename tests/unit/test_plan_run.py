@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -165,3 +167,13 @@ def test_the_readme_shows_the_output_of_the_command() -> None:
     status, output = run(load_config(command.split()[0]), gpus=8, gpu="H100")
     assert status == 0 and len(shown) > 8
     assert [line for line in shown if line not in output.splitlines()] == []
+
+
+def test_a_reader_that_has_seen_enough_causes_no_traceback() -> None:
+    """`tepo plan ... | head -n 1`"""
+    words = [sys.executable, "-m", "tepo_megatron", "plan", "examples/recipes/qwen2.5-7b-8gpu-colocated.yaml"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as plan:
+        assert plan.stdout is not None and plan.stderr is not None
+        assert "7B" in plan.stdout.readline()
+        plan.stdout.close()
+        assert plan.stderr.read() == "" and plan.wait(60) == 0

@@ -35,11 +35,35 @@ head_node_ip=$(srun --nodes=1 --ntasks=1 -w "$head_node" hostname --ip-address)
 
 export NCCL_DEBUG=WARN
 export NOTE='it'"'"'s $HOME'
-export NCCL_SOCKET_IFNAME=eth0
+export NCCL_SOCKET_IFNAME==eth0
 export GLOO_SOCKET_IFNAME=eth0
 export NCCL_IB_HCA=mlx5
-export MASTER_ADDR=$head_node_ip
-export MASTER_PORT=29400
+export XDG_CACHE_HOME=/project/runs/qwen/launch/cache
+export TRITON_HOME=/project/runs/qwen/launch/cache
+export TRITON_CACHE_DIR=/project/runs/qwen/launch/cache/triton
+export TORCHINDUCTOR_CACHE_DIR=/project/runs/qwen/launch/cache/inductor
+export VLLM_CACHE_ROOT=/project/runs/qwen/launch/cache/vllm
+export SGLANG_CACHE_DIR=/project/runs/qwen/launch/cache/sglang
+export FLASHINFER_WORKSPACE_BASE=/project/runs/qwen/launch/cache/flashinfer
+export CUDA_CACHE_PATH=/project/runs/qwen/launch/cache/cuda
+
+# first of all: check the machines, and choose an address and a free port of the first good one
+set +vx
+trap early=1 USR1  # the warning of the time limit, if it comes during the check
+export LAUNCH_CHECK=/project/runs/qwen/launch/check-"$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}"
+mkdir -m 700 -p "$LAUNCH_CHECK"
+srun --nodes="${#nodes[@]}" --ntasks="${#nodes[@]}" --ntasks-per-node=1 --kill-on-bad-exit=0 --wait=360 --open-mode=append --output=/project/runs/qwen/launch/qwen-check-%j.log --container-image=/shared/tepo.sqsh --container-mounts=/project:/project,/shared:/shared:ro,/scratch:/scratch --container-workdir=/project --container-env=CUDA_CACHE_PATH,FLASHINFER_WORKSPACE_BASE,GLOO_SOCKET_IFNAME,LAUNCH_CHECK,NCCL_DEBUG,NCCL_IB_HCA,NCCL_SOCKET_IFNAME,NOTE,SGLANG_CACHE_DIR,TORCHINDUCTOR_CACHE_DIR,TRITON_CACHE_DIR,TRITON_HOME,VLLM_CACHE_ROOT,XDG_CACHE_HOME bash -c 'set -euo pipefail
+cd /project
+exec python /project/runs/qwen/launch/node_check.py "$@"' node_check --folder "$LAUNCH_CHECK" --names "${nodes[@]}" --need 1 --gpus 8 --port 0 --infiniband mlx5 --interfaces eth0 --skip '' --least 0 --clock 5 --timeout 300 || true
+if [ ! -s "$LAUNCH_CHECK/good" ]; then
+  echo "launch: the node check failed and nothing was started; /project/runs/qwen/launch/qwen-check-$SLURM_JOB_ID.log has all of it:"
+  cat "$LAUNCH_CHECK/fault" 2>/dev/null || echo "qwen: the check gave no result; the end of that log says why"
+  exit 1
+fi
+mapfile -t nodes < "$LAUNCH_CHECK/good"
+head_node=${nodes[0]}
+read -r MASTER_ADDR MASTER_PORT < "$LAUNCH_CHECK/endpoint"
+export MASTER_ADDR MASTER_PORT
 
 # queued again before the time limit: after the next checkpoint, or 840 s from now without one
 set +vx
@@ -64,6 +88,7 @@ queue_again() {
   fi
 }
 trap queue_again USR1
+if [ -n "${early:-}" ]; then { sleep 15; kill -USR1 $$; } & fi
 
 # queued again after a failure, unless 2 starts failed at one checkpoint
 job_says() { scontrol show job --oneliner "$SLURM_JOB_ID" | grep -qE "$1"; }
@@ -97,7 +122,7 @@ srun --overlap --nodes=1 --ntasks=1 --nodelist="$head_node" --open-mode=append -
 
 # Command 1
 
-srun --output /project/runs/qwen/launch/qwen-train-%j.log --container-image /shared/tepo.sqsh --container-mounts /project:/project,/shared:/shared:ro,/scratch:/scratch,/project/runs/qwen/launch/experiments/qwen/qwen_1/qwen:/nemo_run --container-workdir /nemo_run/code --container-env GLOO_SOCKET_IFNAME,MASTER_ADDR,MASTER_PORT,NCCL_DEBUG,NCCL_IB_HCA,NCCL_SOCKET_IFNAME,NOTE,WANDB_API_KEY --wait=60 --kill-on-bad-exit=1 --nodes=1 --ntasks=1 --ntasks-per-node=1 --nodelist=$(IFS=,; echo "${nodes[*]:0:1}") --open-mode=append bash /nemo_run/scripts/qwen-0.sh & pids[0]=$!
+srun --output /project/runs/qwen/launch/qwen-train-%j.log --container-image /shared/tepo.sqsh --container-mounts /project:/project,/shared:/shared:ro,/scratch:/scratch,/project/runs/qwen/launch/experiments/qwen/qwen_1/qwen:/nemo_run --container-workdir /nemo_run/code --container-env CUDA_CACHE_PATH,FLASHINFER_WORKSPACE_BASE,GLOO_SOCKET_IFNAME,LAUNCH_CHECK,MASTER_ADDR,MASTER_PORT,NCCL_DEBUG,NCCL_IB_HCA,NCCL_SOCKET_IFNAME,NOTE,SGLANG_CACHE_DIR,TORCHINDUCTOR_CACHE_DIR,TRITON_CACHE_DIR,TRITON_HOME,VLLM_CACHE_ROOT,WANDB_API_KEY,XDG_CACHE_HOME --wait=60 --kill-on-bad-exit=1 --nodes=1 --ntasks=1 --ntasks-per-node=1 --nodelist=$(IFS=,; echo "${nodes[*]:0:1}") --open-mode=append bash /nemo_run/scripts/qwen-0.sh & pids[0]=$!
 
 
 # The code below monitors all SLURM jobs to ensure any failure forces them all to stop

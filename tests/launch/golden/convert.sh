@@ -35,11 +35,9 @@ head_node_ip=$(srun --nodes=1 --ntasks=1 -w "$head_node" hostname --ip-address)
 
 export NCCL_DEBUG=WARN
 export NOTE='it'"'"'s $HOME'
-export NCCL_SOCKET_IFNAME=eth0
+export NCCL_SOCKET_IFNAME==eth0
 export GLOO_SOCKET_IFNAME=eth0
 export NCCL_IB_HCA=mlx5
-export MASTER_ADDR=$head_node_ip
-export MASTER_PORT=29400
 
 
 # Command 1

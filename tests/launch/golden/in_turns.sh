@@ -35,11 +35,27 @@ head_node_ip=$(srun --nodes=1 --ntasks=1 -w "$head_node" hostname --ip-address)
 
 export NCCL_DEBUG=WARN
 export NOTE='it'"'"'s $HOME'
-export NCCL_SOCKET_IFNAME=eth0
+export NCCL_SOCKET_IFNAME==eth0
 export GLOO_SOCKET_IFNAME=eth0
 export NCCL_IB_HCA=mlx5
-export MASTER_ADDR=$head_node_ip
-export MASTER_PORT=29400
+
+# first of all: check the machines, and choose an address and a free port of the first good one
+set +vx
+trap early=1 USR1  # the warning of the time limit, if it comes during the check
+export LAUNCH_CHECK=/project/runs/qwen/launch/check-"$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}"
+mkdir -m 700 -p "$LAUNCH_CHECK"
+srun --nodes="${#nodes[@]}" --ntasks="${#nodes[@]}" --ntasks-per-node=1 --kill-on-bad-exit=0 --wait=360 --open-mode=append --output=/project/runs/qwen/launch/qwen-check-%j.log bash -c 'set -euo pipefail
+cd /project
+exec .venv/bin/python /project/runs/qwen/launch/node_check.py "$@"' node_check --folder "$LAUNCH_CHECK" --names "${nodes[@]}" --need 2 --gpus 8 --port 0 --infiniband mlx5 --interfaces eth0 --skip '' --least 0 --clock 5 --timeout 300 || true
+if [ ! -s "$LAUNCH_CHECK/good" ]; then
+  echo "launch: the node check failed and nothing was started; /project/runs/qwen/launch/qwen-check-$SLURM_JOB_ID.log has all of it:"
+  cat "$LAUNCH_CHECK/fault" 2>/dev/null || echo "qwen: the check gave no result; the end of that log says why"
+  exit 1
+fi
+mapfile -t nodes < "$LAUNCH_CHECK/good"
+head_node=${nodes[0]}
+read -r MASTER_ADDR MASTER_PORT < "$LAUNCH_CHECK/endpoint"
+export MASTER_ADDR MASTER_PORT
 
 # queued again before the time limit: after the next checkpoint, or 840 s from now without one
 set +vx
@@ -64,6 +80,7 @@ queue_again() {
   fi
 }
 trap queue_again USR1
+if [ -n "${early:-}" ]; then { sleep 15; kill -USR1 $$; } & fi
 
 # queued again after a failure, unless 2 starts failed at one checkpoint
 job_says() { scontrol show job --oneliner "$SLURM_JOB_ID" | grep -qE "$1"; }
@@ -101,15 +118,11 @@ export NCCL_DEBUG=WARN
 
 export NOTE='it'"'"'s $HOME'
 
-export NCCL_SOCKET_IFNAME=eth0
+export NCCL_SOCKET_IFNAME==eth0
 
 export GLOO_SOCKET_IFNAME=eth0
 
 export NCCL_IB_HCA=mlx5
-
-export MASTER_ADDR=$head_node_ip
-
-export MASTER_PORT=29400
 
 
 srun --output /project/runs/qwen/launch/qwen-train-%j.log --chdir /project/runs/qwen/launch/experiments/qwen/qwen_1/qwen/code --wait=60 --kill-on-bad-exit=1 --nodes=2 --ntasks=2 --ntasks-per-node=1 --nodelist=$(IFS=,; echo "${nodes[*]:0:2}") --overlap --open-mode=append bash /project/runs/qwen/launch/experiments/qwen/qwen_1/qwen/scripts/qwen-0.sh & pids[0]=$!

@@ -1,0 +1,96 @@
+"""`python -m launch doctor`: check a cluster's machines without a run (launch/node_check.py), as a job of its own or here."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from launch import check_step, checks, jobs, scripts
+from launch.executors import slurm
+from launch.executors.lazy import submission
+from launch.profile import Cluster, load_cluster
+from tepo_megatron.errors import ConfigError
+
+_LOOK_SECONDS = 2.0
+_WAITING = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "REQUEUED", "SUSPENDED")
+
+
+def doctor(words: Sequence[str]) -> int:
+    """Check the machines of a cluster and print what each says. Return 0 if they can take a run, else 1.
+
+    Args:
+        words: Words of the command line after `doctor`.
+    """
+    parser = argparse.ArgumentParser(prog="launch doctor", allow_abbrev=False)
+    parser.add_argument(
+        "--cluster", metavar="PROFILE", required=True, help="with a slurm section: a job; without: this machine"
+    )
+    parser.add_argument("--nodes", type=int, default=1, help="machines to check at once (default: %(default)s)")
+    parser.add_argument("--cpu", action="store_true", help="expect no GPUs: a profile's ranks_per_node alone counts as GPUs")
+    parser.add_argument("--folder", type=Path, default=Path("jobs/doctor"), help="for scripts and logs (default: %(default)s)")
+    parser.add_argument("--dry-run", action="store_true", help="print the scripts that would run, and leave nothing behind")
+    args = parser.parse_args(list(words))
+    cluster = load_cluster(args.cluster)
+    gpus = 0 if args.cpu else cluster.gpus
+    if args.nodes < 1:
+        raise ConfigError(f"--nodes {args.nodes}: give at least 1")
+    if cluster.slurm is None:
+        return _here(cluster, gpus, args.dry_run)
+    checks.check_paths([Path.cwd(), args.folder])
+    home, name = jobs.launch_folder(args.folder), args.folder.absolute().name
+    setup = slurm.check_setup(cluster, home, name, args.nodes, gpus)
+    task = scripts.Task("check", scripts.text(["echo the machines are good"]))
+    job = submission(args.folder, [task], cluster, None, setup, False, args.nodes - 1 + cluster.node_check.spare_nodes)
+    if args.dry_run:
+        print(slurm.render(job), end="")
+        return 0
+    slurm.start(job, args.folder)
+    return _wait(args.folder, home / f"{name}-check-{jobs.read(args.folder).id}.log")
+
+
+def _wait(folder: Path, log: Path) -> int:
+    """Wait for the end of a job, print its check's log, and return the exit status.
+
+    Args:
+        folder: Folder of the job.
+        log: Log of the check.
+    """
+    job, before = jobs.read(folder), ""
+    while (state := slurm.state(job)).startswith(_WAITING):
+        if state.split(",")[0] != before:
+            before = state.split(",")[0]
+            print(before, flush=True)
+        time.sleep(_LOOK_SECONDS)
+    print(log.read_text().rstrip() if log.exists() else slurm.logs(job, folder, 40))
+    print(state)
+    return 0 if state.startswith("COMPLETED") else 1
+
+
+def _here(cluster: Cluster, gpus: int, dry_run: bool) -> int:
+    """Check this machine alone.
+
+    Args:
+        cluster: The cluster's profile.
+        gpus: GPUs that it must have.
+        dry_run: Print the command only.
+    """
+    if cluster.kuberay is not None or cluster.skypilot is not None:
+        raise ConfigError("doctor: only Slurm's machines and this one can be checked; give a profile with a slurm section")
+    with tempfile.TemporaryDirectory(prefix="launch-doctor-") as folder:
+        program = Path(__file__).with_name(check_step.PROGRAMS[0])
+        name = os.uname().nodename
+        words = [cluster.python, str(program), "--folder", folder, "--names", name, "--name", name]
+        words += check_step.check_words(cluster, 1, gpus)
+        if dry_run:
+            print(scripts.joined(words))
+            return 0
+        try:
+            done = subprocess.run(words, env=os.environ | cluster.environment | cluster.network.variables, check=False)
+        except OSError as e:
+            raise ConfigError(f"python={cluster.python}: {e.strerror}; name the training environment's interpreter") from None
+        return done.returncode

@@ -1,0 +1,119 @@
+"""Find before a job is queued what would otherwise end it after it was queued. All faults are reported at once.
+
+A fault is one line of text: the key with its value, what is wrong, and the fix. `--no-preflight` leaves these checks out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from launch.layout import Layout, lay_out
+from launch.preflight import image, inputs, partition, planning, storage
+from launch.profile import Cluster, load_cluster, this_machine
+from tepo_megatron.config import Config
+from tepo_megatron.config.io import load_config
+from tepo_megatron.errors import ConfigError
+
+if TYPE_CHECKING:
+    from launch.executors import Executor
+
+T = TypeVar("T")
+
+
+@dataclass
+class Report:
+    """What a preflight found.
+
+    Attributes:
+        faults: Faults, one line each.
+        notes: What was not checked, one line each.
+    """
+
+    faults: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def attempt(self, call: Callable[..., T], *args: Any) -> T | None:
+        """Return the result of a call; for a ConfigError add its lines to the faults and return None.
+
+        Args:
+            call: The function.
+            args: Its arguments.
+        """
+        try:
+            return call(*args)
+        except ConfigError as e:
+            self.faults += [line for line in str(e).splitlines() if line not in self.faults]
+            return None
+
+    def add(self, faults: Iterator[str]) -> None:
+        """Add faults that are not among them yet."""
+        self.faults += [fault for fault in faults if fault not in self.faults]
+
+
+def read(config: str, overrides: Sequence[str], profile: str | None, executor: Executor) -> tuple[Config, Cluster, Layout]:
+    """Read a config and a profile and check everything about the run that can be known here.
+
+    Args:
+        config: Path of the run's config.
+        overrides: Keys of the command line.
+        profile: Path of the cluster's profile. None: no profile.
+        executor: The executor.
+
+    Returns:
+        The config, the profile and the layout.
+
+    Raises:
+        ConfigError: The message has one line for each fault.
+    """
+    report = Report()
+    cluster = report.attempt(load_cluster, profile) if profile is not None else this_machine()
+    cfg = report.attempt(load_config, config, list(overrides))
+    layout = None
+    if cluster is not None:
+        report.attempt(executor.check, cluster, cfg)
+        report.add(image.faults(cluster, executor.NAME))
+    if cfg is not None:
+        report.add(inputs.faults(cfg, cluster or Cluster(), here=executor.RUN_IS_HERE))
+    if cluster is not None and cfg is not None and getattr(cluster, executor.NAME, None) is not None:
+        layout = report.attempt(lay_out, cfg, cluster)
+        # most of it does not depend on the layout, whose fault is known
+        report.attempt(executor.check_run, cfg, cluster, layout or Layout(1, 1))
+        if layout is not None and executor.NAME == "slurm":
+            report.add(partition.faults(cluster, layout))
+        if executor.RUN_IS_HERE:
+            report.add(storage.faults(cfg, cluster))
+        planning.check(cfg, cluster, report)
+    return _result(report, cfg, cluster, layout)
+
+
+def check_command(cluster: Cluster, executor: Executor) -> None:
+    """Check what a command such as `convert` needs of the cluster. Raise ConfigError with a line for each fault.
+
+    Args:
+        cluster: The cluster's profile.
+        executor: The executor.
+    """
+    report = Report()
+    report.attempt(executor.check, cluster, None)
+    report.add(image.faults(cluster, executor.NAME))
+    _raise_faults(report)
+
+
+def _result(
+    report: Report, cfg: Config | None, cluster: Cluster | None, layout: Layout | None
+) -> tuple[Config, Cluster, Layout]:
+    """Print the notes and return what was read, or raise ConfigError with the faults."""
+    for note in report.notes:
+        print(f"preflight: {note}")
+    _raise_faults(report)
+    assert cfg is not None and cluster is not None and layout is not None, "otherwise there is a fault"
+    return cfg, cluster, layout
+
+
+def _raise_faults(report: Report) -> None:
+    if report.faults:
+        number = f"{len(report.faults)} faults" if len(report.faults) > 1 else "1 fault"
+        lines = "\n".join(f"  {fault}" for fault in report.faults)
+        raise ConfigError(f"preflight found {number}, and nothing was submitted (--no-preflight skips these checks):\n{lines}")

@@ -1,0 +1,93 @@
+"""Dry runs with each profile of launch/profiles and with each key of a profile, whose output is in golden/profiles.
+
+`python -m tests.launch.profile_cases` in .venv writes them again.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from launch.profile import Cluster
+from launch.ray_plan import RayJob
+from tests.launch import cases, kuberay_cases
+
+FOLDER = cases.GOLDEN / "profiles"
+PROFILES = cases.ROOT / "launch" / "profiles"
+SLURM: dict[str, Any] = {
+    "qos": "high", "mem": "0", "constraint": "h100&nvme", "reservation": "tuesday", "time": "08:00:00", "account": "lab",
+    "srun_args": ["--mpi=none", "--container-writable"], "setup": ["module load cuda/13.0", 'export NOTE="it is $HOME"'],
+    "options": {"exclude": "n13", "mail-type": "END"}, "exclusive": True, "partition": "batch",
+}  # fmt: skip
+# every key that changes a script of Slurm
+ALL_OF_SLURM: dict[str, Any] = {
+    "python": "/opt/venv/bin/python",
+    "gpus_per_node": None,
+    "ranks_per_node": 8,
+    "cache": "/raid/cache",
+    "network": {"interface": "=eth0,eth1", "infiniband": "=mlx5_0,mlx5_1", "port": 29411},
+    "container": {"image": "lab#tepo:sglang", "mounts": ["/shared:/shared"], "node_mounts": ["/raid:/raid"]},
+    "node_check": {
+        "skip": ["cudnn", "clock"], "spare_nodes": 2, "min_gb_per_second": 40.0, "max_clock_seconds": 1.0,
+        "timeout_seconds": 600,
+    },
+    "slurm": SLURM,
+}  # fmt: skip
+# every key that changes the manifest of Kubernetes
+ALL_OF_KUBERAY: dict[str, Any] = kuberay_cases.SECTION | {
+    "head_node_selector": {"pool": "cpu"}, "head_tolerations": [{"key": "cpu", "operator": "Equal", "value": "only"}],
+    "labels": {"kueue.x-k8s.io/queue-name": "lab"}, "annotations": {"k8s.v1.cni.cncf.io/networks": "rdma-0, rdma-1"},
+    "scheduler": "kai-scheduler", "priority_class": "high", "host_network": True, "capabilities": ["IPC_LOCK"],
+}  # fmt: skip
+HERE = ["--model.path", "models/Qwen3-14B", "--data.train", "data/train.jsonl"]
+TWO = ["--parallel.dp", "2", "--rollout.servers", "2", "--rollout.server.rendezvous", "servers"]
+
+
+def profiles(folder: Path) -> dict[str, tuple[str, dict[str, Any]]]:
+    """Return name -> (executor, profile) of all cases.
+
+    Args:
+        folder: Working directory, which a claim of Kubernetes has to hold.
+    """
+    found: dict[str, tuple[str, dict[str, Any]]] = {}
+    for path in sorted(PROFILES.glob("*.yaml")):
+        tree = yaml.safe_load(path.read_text())
+        executor = next((name for name in ("slurm", "kuberay", "skypilot") if name in tree), "local")
+        if executor == "skypilot":
+            continue  # needs an environment of its own; test_profiles.py reads it, and test_skypilot.py has its keys
+        if executor == "kuberay":
+            tree["kuberay"]["claims"]["home"] = str(folder)
+        found[path.stem] = executor, tree
+    found["all-of-slurm"] = "slurm", ALL_OF_SLURM
+    claims = {"shared": "/shared", "home": str(folder)}
+    image = {"image": "registry.example.com/tepo:sglang"}
+    kuberay = {"gpus_per_node": 8, "container": image, "cache": "/shared/cache", "kuberay": ALL_OF_KUBERAY | {"claims": claims}}
+    found["all-of-kuberay"] = "kuberay", kuberay
+    return found
+
+
+def dry_runs(folder: Path) -> dict[str, tuple[int, str, str]]:
+    """Return the output of all cases for a project in /project."""
+    cases.prepare(folder)
+    calls = {}
+    for name, (executor, tree) in profiles(folder).items():
+        (folder / f"{name}.yaml").write_text(yaml.safe_dump(tree, sort_keys=False))
+        more = HERE if executor == "local" else [*HERE, *TWO]
+        calls[name] = ["run.yaml", "--cluster", f"{name}.yaml", "--executor", executor, "--dry-run", *more]
+    calls["local"] += ["--platform", "cpu"]
+    checksum = RayJob("a", folder / "runs/qwen/launch", 1, [], Cluster()).id.split("-")[-2]
+    return {
+        name: (status, out.replace(str(folder), "/project").replace(checksum, "c0ffee"), said)
+        for name, (status, out, said) in cases.call(folder, calls).items()
+    }
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as scratch:
+        FOLDER.mkdir(exist_ok=True)
+        for case, (status, text, said) in dry_runs(Path(scratch)).items():
+            assert status == 0, (case, said)
+            (FOLDER / f"{case}.txt").write_text(text)
