@@ -119,13 +119,13 @@ def _late_reader(rank: int) -> list[bool]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(batch_memory, "read", late)
         headers = [memory.write(rollouts(4), {}, {})] if rank == 0 else []
-        for _ in range(2):
+        for size in (4, 5):
             header = broadcast_object(headers[-1] if rank == 0 else None, groups.host)
             found = receiver.receive(header)
             if rank == 0:
                 memory.release(header.path)
-                headers.append(memory.write(rollouts(4), {}, {}))
-            equal.append(all(same(a, b) for a, b in zip(found, rollouts(4), strict=True)))
+                headers.append(memory.write(rollouts(5), {}, {}))
+            equal.append(all(same(a, b) for a, b in zip(found, rollouts(size), strict=True)))
     parallel.shutdown()
     return equal
 
