@@ -180,7 +180,7 @@ EXHIBITS = (
     ),
     Exhibit(
         name="only_the_first_part_of_the_rows_is_hashed",
-        source="our own: commit 5aab493 (rows are hashed in parts)",
+        source="our own: CHANGELOG Changed (random keys of weightings are made on the device)",
         kind="log-probs",
         bug="Keys of tokens are computed for 262,144 rows at once. The rows after them keep the seed as their key.",
         cost="In larger batches all later tokens have one key: methods that draw tokens take all of them or none.",

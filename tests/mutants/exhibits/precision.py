@@ -88,7 +88,7 @@ EXHIBITS = (
     ),
     Exhibit(
         name="rewards_are_recorded_in_fp32",
-        source="our own: `rollout/record.py` (a replay is the recorded run, bit for bit)",
+        source="our own: CHANGELOG Added (recording and replay)",
         kind="precision",
         bug="Rewards are fp64 in the run that records them and fp32 in its recordings.",
         cost="A replay has other advantages in their last digits, and goes another way after some steps.",

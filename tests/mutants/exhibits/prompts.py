@@ -85,7 +85,7 @@ EXHIBITS = (
     ),
     Exhibit(
         name="a_returned_prompt_is_taken_twice",
-        source="our own: commit 5aab493 (returned prompts in `PromptStream.take`)",
+        source="our own: CHANGELOG Changed (taking back prompts is linear)",
         kind="prompts",
         bug="A prompt that was given back is handed out again, and once more if the next epoch begins within the batch.",
         cost="A prompt comes twice in a step. Responses are grouped by prompt, so it forms one group of twice the size.",
@@ -96,7 +96,7 @@ EXHIBITS = (
     ),
     Exhibit(
         name="returned_prompts_that_the_step_holds_are_lost",
-        source="our own: commit 5aab493 (returned prompts in `PromptStream.take`)",
+        source="our own: CHANGELOG Changed (taking back prompts is linear)",
         kind="prompts",
         bug="A prompt that was given back is passed over while the step holds it, and is not given back again.",
         cost="Prompts are missing from their epoch, with oversampling and refills in every step.",

@@ -85,7 +85,7 @@ EXHIBITS = (
     ),
     Exhibit(
         name="an_error_of_the_service_is_known_to_rank_0_alone",
-        source="our own: commit 50c1db7 (errors of the service are raised on every rank)",
+        source="our own: decisions/0031 (how they talk); errors are raised on every rank since commit 50c1db7",
         kind="rollout service",
         bug="Only rank 0 calls the service. Where only rank 0 raises its error, the others go on with a result that is none.",
         cost="The other ranks fail with an error of their own or wait for rank 0, and the launcher may report the wrong one.",
