@@ -25,6 +25,8 @@ Kind = Literal[
     "precision",
     "grading",
     "races",
+    "rollout service",
+    "requests to servers",
 ]
 PLACES = ("tepo_megatron", "launch", "tools")  # where symbols are looked for
 

@@ -13,9 +13,10 @@ from tests.mutants.exhibit import Exhibit
 RESULTS, PAGE = "benchmarks/results/mutants.json", "docs/mutants.md"
 _INTRODUCTION = """# The museum of silent bugs
 
-Every row is a bug that raised no error: most were published by users of other RL backends, the others were found in this
-one. `make mutants` puts each into a copy of the tree, as a small change of this package, and runs the tests that are to
-notice it. This page is written by `python -m tests.mutants --write`; what is changed is in `tests/mutants/exhibits/`.
+Every row is a bug that raises no error. Many were published by users of other RL backends; the others were found in this
+one, or are easy to make in it. `make mutants` puts each into a copy of the tree, as a small change of this package, and runs
+the tests that are to notice it. This page is written by `python -m tests.mutants --write`; what is changed is in
+`tests/mutants/exhibits/`.
 """
 
 

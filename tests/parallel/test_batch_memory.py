@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from tests.marks import full_but
 from tests.worlds import run_world
 
 SECONDS = {"rollout": 1.5, "reward": 0.25}
-METRICS = {"reward/mean": (3.0, 4.0)}
+METRICS = {"reward/mean": (3.0, 4.0), "rollout/stale_groups": (0.0, 1.0)}
 
 
 def rollouts(count: int, experts: tuple[int, int] | None = None) -> list[Rollout]:
@@ -106,6 +107,37 @@ def test_every_rank_gets_every_bit(machines: list[list[int]], experts: tuple[int
     sizes = [4, 0, 7]
     for found in run_world(sum(map(len, machines)), _rank, machines, sizes, experts):
         assert found == {"equal": True, "compared": len(sizes) + sum(sizes), "left": 0}
+
+
+def _late_reader(rank: int) -> list[bool]:
+    """Rank 1 comes late to each file; rank 0 releases one as soon as it has its own batch, and then writes the next."""
+    from tepo_megatron.distributed import parallel
+    from tepo_megatron.distributed.objects import broadcast_object
+    from tepo_megatron.platform import activate
+
+    groups = parallel.initialize(ParallelConfig(dp=2), activate("cpu"), 0)
+    receiver, memory, equal = BatchReceiver.open(groups, "one machine"), BatchMemory(), []
+
+    def late(header: BatchHeader, path: str, experts_path: str) -> list[Rollout]:
+        time.sleep(0.3 * rank)
+        return read(header, path, experts_path)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(batch_receiver, "read", late)
+        headers = [memory.write(rollouts(4), {}, {})] if rank == 0 else []
+        for size in (4, 5):
+            header = broadcast_object(headers[-1] if rank == 0 else None, groups.host)
+            found = receiver.receive(header)
+            if rank == 0:
+                memory.release(header.path)
+                headers.append(memory.write(rollouts(5), {}, {}))
+            equal.append(all(same(a, b) for a, b in zip(found, rollouts(size), strict=True)))
+    parallel.shutdown()
+    return equal
+
+
+def test_a_file_is_there_until_the_last_rank_has_mapped_it() -> None:
+    assert run_world(2, _late_reader) == [[True, True]] * 2
 
 
 def test_a_token_takes_nine_bytes_and_nothing_is_left(tmp_path: Path) -> None:

@@ -116,9 +116,11 @@ def old_pass_and_gradients(rank: int, cfg: Any, batch: TrainBatch, machines: boo
     actor.start_step(1)
     if machines:
         batch = received(actor, batch)
+    last_first = actor.logprobs(batch.select([len(batch) - 1, 0], update=0))  # before all experts are there
     old = actor.attach_old_stats(batch)
     actor.backward(old, build_objective(cfg.objective))
     out = {
+        "last first": actor.groups.broadcast_from_last_stage(last_first.clone()),
         "logprobs": actor.groups.broadcast_from_last_stage(old.old_logprobs_N.clone()),
         "gradients": sent(actor, whole_gradients(actor)),
     }
@@ -150,7 +152,8 @@ def test_experts_that_come_from_another_machine(
         run_world(cfg.parallel.world_size, old_pass_and_gradients, cfg, given, machines) for machines in (False, True)
     )
     for one, other in zip(here, apart, strict=True):
-        assert torch.equal(one["logprobs"], other["logprobs"]) and one["gradients"].keys() == other["gradients"].keys()
+        assert all(torch.equal(one[name], other[name]) for name in ("last first", "logprobs"))
+        assert one["gradients"].keys() == other["gradients"].keys()
         assert all(torch.equal(one["gradients"][name], other["gradients"][name]) for name in one["gradients"])
     assert (apart[0]["logprobs"] - expected[0]).abs().max() <= TOLERANCE * expected[0].abs().max()
 

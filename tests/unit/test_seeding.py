@@ -1,7 +1,9 @@
 """Random numbers that belong to a token, not to its place in a batch."""
 
+import pytest
 import torch
 
+from tepo_megatron.utils import seeding
 from tepo_megatron.utils.seeding import derive_seed, hash_rows
 
 
@@ -21,6 +23,14 @@ def test_keys_are_distinct_uniform_and_depend_on_the_seed() -> None:
     assert abs(torch.corrcoef(torch.stack((unit[1:], unit[:-1])))[0, 1]) < 0.02
     assert abs(torch.corrcoef(torch.stack((unit[128:], unit[:-128])))[0, 1]) < 0.02
     assert (hash_rows(1, rows.unbind(1)) == hash_rows(2, rows.unbind(1))).sum() == 0
+
+
+@pytest.mark.parametrize("rows_of_part", [1, 7, 2000])
+def test_rows_that_are_hashed_in_parts_have_the_same_keys(rows_of_part: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    columns = torch.cartesian_prod(torch.arange(50), torch.arange(40)).unbind(1)
+    at_once = hash_rows(7, columns)
+    monkeypatch.setattr(seeding, "_ROWS", rows_of_part)
+    assert torch.equal(hash_rows(7, columns), at_once)
 
 
 def test_keys_are_those_of_earlier_releases() -> None:

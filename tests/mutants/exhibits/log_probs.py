@@ -178,4 +178,15 @@ EXHIBITS = (
             old_logprob_R=self._rollout_logprobs_N[token_R],""",
         tests=("tests/parallel/test_every_objective.py::test_every_row_trains_to_the_reference[1 rank-every row]",),
     ),
+    Exhibit(
+        name="only_the_first_part_of_the_rows_is_hashed",
+        source="our own: CHANGELOG Changed (random keys of weightings are made on the device)",
+        kind="log-probs",
+        bug="Keys of tokens are computed for 262,144 rows at once. The rows after them keep the seed as their key.",
+        cost="In larger batches all later tokens have one key: methods that draw tokens take all of them or none.",
+        symbol="hash_rows",
+        old="        part.bitwise_and_(0x7FFF_FFFF_FFFF_FFFF)\n",
+        new="        part.bitwise_and_(0x7FFF_FFFF_FFFF_FFFF)\n        break\n",
+        tests=("tests/unit/test_seeding.py::test_rows_that_are_hashed_in_parts_have_the_same_keys",),
+    ),
 )

@@ -86,4 +86,15 @@ EXHIBITS = (
         new='"grad_reduce_in_fp32": False,',
         tests=("tests/unit/test_precision.py::test_a_preset_becomes_these_fields_of_data_parallelism_and_optimizer",),
     ),
+    Exhibit(
+        name="rewards_are_recorded_in_fp32",
+        source="our own: CHANGELOG Added (recording and replay)",
+        kind="precision",
+        bug="Rewards are fp64 in the run that records them and fp32 in its recordings.",
+        cost="A replay has other advantages in their last digits, and goes another way after some steps.",
+        symbol="_NUMBERS",
+        old='"reward": torch.float64',
+        new='"reward": torch.float32',
+        tests=("tests/unit/rollout/test_record.py::test_rollouts_and_metrics_come_back_bit_for_bit",),
+    ),
 )

@@ -135,6 +135,36 @@ def test_answers_that_nobody_waits_for_yet_are_kept() -> None:
     client.close()
 
 
+def test_an_evaluation_that_fails_is_an_error_of_its_wait() -> None:
+    ours, theirs = Pipe()
+    cfg = config(Path("/nowhere"))
+
+    class Failing:
+        """A driver whose evaluations fail at even steps."""
+
+        engine = None
+
+        def evaluate(self, step: int) -> None:
+            if step % 2 == 0:
+                raise DataError("no held-out problems")
+
+    def answer() -> None:
+        from tepo_megatron.controller.service import RolloutService
+
+        ours.close()
+        made: Any = RolloutService(theirs, None)
+        made._cfg, made._driver = cfg, Failing()
+        made.run()
+
+    client = ServiceClient(ours, ForkedProcess(answer), silence_seconds=60.0)
+    theirs.close()
+    driver = ServiceDriver(client, cfg)
+    assert driver.evaluate(1).wait() == (False, None)
+    with pytest.raises(DataError, match="no held-out problems"):
+        driver.evaluate(2).wait()
+    client.close()
+
+
 def test_an_error_of_an_engine_arrives_in_a_class_that_ranks_import(tmp_path: Path) -> None:
     def make_engine(cfg: Config) -> Fleet:
         raise StaleWeights("vLLM served other weights")

@@ -217,3 +217,9 @@ def test_prompts_that_the_step_holds_stay_returned_in_their_order() -> None:
     assert ids(stream.take(2, excluding=[0, 2])) == [1, 3]
     assert stream.state_dict()["returned"] == [0, 2, 4]
     assert ids(stream.take(4)) == [0, 2, 4, 5]
+
+
+def test_a_returned_prompt_is_not_taken_twice_where_the_next_epoch_begins() -> None:
+    stream = PromptStream(prompts(5), seed=0, shuffle=False)
+    stream.give_back(stream.take(5)[:2])
+    assert ids(stream.take(5)) == [0, 1, 2, 3, 4]

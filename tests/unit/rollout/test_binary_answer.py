@@ -79,6 +79,12 @@ def test_an_answer_arrives_bit_for_bit() -> None:
         (np.arange(24).reshape(4, 3, 2) + 300, "<u2"),
         (np.arange(24).reshape(4, 3, 2) - 1, "<i2"),
         (np.arange(24) + 70000, "<i4"),
+        (np.array([0, 255]), "u1"),
+        (np.array([0, 256]), "<u2"),
+        (np.array([0, 65535]), "<u2"),
+        (np.array([0, 65536]), "<i4"),
+        (np.array([-1, 32767]), "<i2"),
+        (np.array([-1, 32768]), "<i4"),
     ],
 )
 def test_experts_travel_in_the_narrowest_integers_that_hold_them(experts: np.ndarray, kind: str) -> None:

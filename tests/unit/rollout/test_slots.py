@@ -195,6 +195,7 @@ def test_a_server_that_ends_between_a_groups_two_requests_costs_no_sample() -> N
             rollouts = fleet.generate(PROMPTS, SAMPLING, 0)
             events = fleet.take_events()
     assert [r.prompt_id for r in rollouts] == [prompt.id for prompt in PROMPTS] and len(ended) == 1
+    assert [endpoint.in_flight for endpoint in endpoints] == [0, 0], "a failed request keeps its slot, or frees two"
     lost = [event for event in events if event.startswith("prompt 7 is sampled again")]
     assert len(lost) == 1 and "broke off /weight_info (the connections to it were closed)" in lost[0], events
 

@@ -1,0 +1,132 @@
+"""Batches, metrics and errors on their way from the rollout service to the ranks."""
+
+from __future__ import annotations
+
+from tests.mutants.exhibit import Exhibit
+
+EXHIBITS = (
+    Exhibit(
+        name="the_last_token_of_a_step_is_overwritten",
+        source="our own: decisions/0031 (how a batch travels)",
+        kind="rollout service",
+        bug=(
+            "The flat arrays of a batch lie one after the other, and one began an element too early: the first log-prob, which "
+            "is 0 for a token of a prompt, overwrites the last token id, and the first mask a byte of the last log-prob."
+        ),
+        cost="The last token of each step has id 0. All other tokens, all lengths and the size of the file are right.",
+        symbol="token_arrays",
+        old="offset += tokens * dtype.itemsize",
+        new="offset += (tokens - 1) * dtype.itemsize",
+        tests=("tests/parallel/test_batch_memory.py::test_a_token_takes_nine_bytes_and_nothing_is_left",),
+    ),
+    Exhibit(
+        name="token_ids_in_16_bits",
+        source="our own: decisions/0031 (int32 ids, 9 bytes a token)",
+        kind="rollout service",
+        bug="Ids of small vocabularies fit into 16 bits, which halves them. Larger ids wrap around without an error.",
+        cost="With a vocabulary above 65,536 rare tokens are trained as other tokens. Small vocabularies show nothing.",
+        symbol="_TOKEN_FIELDS",
+        old='"token_ids_L": np.dtype(np.int32),',
+        new='"token_ids_L": np.dtype(np.uint16),',
+        tests=("tests/parallel/test_batch_memory.py::test_every_rank_gets_every_bit",),
+    ),
+    Exhibit(
+        name="a_batch_is_released_before_all_ranks_have_mapped_it",
+        source="our own: decisions/0031 (the service may release the file when `receive` returns on any rank)",
+        kind="rollout service",
+        bug=(
+            "Rank 0 lets the service close the file while a slower rank has not opened it. The path names a descriptor, which "
+            "the next batch takes: the slow rank then trains on the batch of the next step."
+        ),
+        cost="A race that a busy machine loses now and then: ranks train on different batches, or one ends without its file.",
+        symbol="BatchReceiver.receive",
+        old="        dist.barrier(group=groups.host)\n",
+        new="",
+        tests=("tests/parallel/test_batch_memory.py::test_a_file_is_there_until_the_last_rank_has_mapped_it",),
+    ),
+    Exhibit(
+        name="metrics_that_are_zero_are_left_out",
+        source="our own: CHANGELOG Fixed (rollout/stale_groups was counted and never recorded)",
+        kind="rollout service",
+        bug="The header of a batch has only those metrics that are not zero, as if a zero were a metric that nobody measured.",
+        cost="A step whose answers are all wrong has no accuracy in the records, and means over steps are too high.",
+        symbol="BatchMemory.write",
+        old="header = BatchHeader(path, experts_path, lengths, columns, digests, shape, metrics, seconds)",
+        new=(
+            "measured = {name: pair for name, pair in metrics.items() if pair[0]}\n"
+            "        header = BatchHeader(path, experts_path, lengths, columns, digests, shape, measured, seconds)"
+        ),
+        tests=("tests/parallel/test_batch_memory.py::test_every_rank_gets_every_bit",),
+    ),
+    Exhibit(
+        name="experts_of_sequences_that_another_pass_needed_are_not_sent",
+        source="our own: decisions/0031 (each once in a step)",
+        kind="rollout service",
+        bug="A machine that has got experts in a step is taken to have all of them: later minibatches, shuffled anew, lack some.",
+        cost="On several machines tokens are routed to expert 0 from the second pass on. One machine shows nothing.",
+        symbol="BatchReceiver.fetch_experts",
+        old="sorted({i for dp in ranks for i in needed[dp]} - fetched)",
+        new="[] if fetched else sorted({i for dp in ranks for i in needed[dp]})",
+        tests=(
+            "tests/parallel/test_batch_memory.py::test_a_machine_gets_the_experts_of_the_sequences_that_it_packs_and_each_once",
+        ),
+    ),
+    Exhibit(
+        name="experts_of_the_minibatch_by_its_own_order",
+        source="our own: decisions/0031; ids_B names the place in the rollout batch",
+        kind="rollout service",
+        bug="The sequences of a shuffled minibatch are fetched by their place in the minibatch instead of in the rollout batch.",
+        cost="On several machines the wrong experts arrive and those that are packed are all 0. One machine shows nothing.",
+        symbol="Packer.pack",
+        old="ids = range(len(batch)) if batch.ids_B is None else batch.ids_B.tolist()",
+        new="ids = range(len(batch))",
+        tests=("tests/parallel/test_expert_replay.py::test_experts_that_come_from_another_machine",),
+    ),
+    Exhibit(
+        name="prompts_with_other_experts_are_shared",
+        source="our own: decisions/0031 (a digest in the header)",
+        kind="rollout service",
+        bug="Ranks compare the tokens of prompts alone, because the experts have not arrived when prompts are grouped.",
+        cost="Under training.share_prompts and replayed experts a prompt is routed as another sample's prompt was.",
+        symbol="TrainBatch.prompt_ids",
+        old="numbers.setdefault((rollout.token_ids_L[:length].numpy().tobytes(), experts), len(numbers))",
+        new='numbers.setdefault((rollout.token_ids_L[:length].numpy().tobytes(), b""), len(numbers))',
+        tests=("tests/parallel/test_batch_memory.py::test_prompts_are_equal_if_their_tokens_and_experts_are",),
+    ),
+    Exhibit(
+        name="the_next_answer_is_taken_for_the_awaited_one",
+        source="our own: decisions/0031 (answers may overtake each other)",
+        kind="rollout service",
+        bug=(
+            "Rank 0 gives the next answer that arrives to the call for which it waits. That is right until two calls are under "
+            "way, as when a round of weights is loaded while the next one is staged."
+        ),
+        cost="A round of weights counts as loaded when another call has ended, and its buffer is written again too early.",
+        symbol="ServiceClient.receive",
+        old="self._answers[answer.number] = answer",
+        new="self._answers[pending.number] = answer",
+        tests=("tests/unit/controller/test_service.py::test_answers_that_nobody_waits_for_yet_are_kept",),
+    ),
+    Exhibit(
+        name="a_failed_evaluation_counts_as_done",
+        source="our own: CHANGELOG Changed (the rollout service)",
+        kind="rollout service",
+        bug="The service waits for its work without asking for the result, so an error of work without a result is lost.",
+        cost="An evaluation that failed leaves no record and no message, and early stopping goes by older evaluations.",
+        symbol="RolloutService._wait",
+        old="return False, self._tasks.pop(number).result()",
+        new="return False, None if (done := self._tasks.pop(number)).exception() is not None else done.result()",
+        tests=("tests/unit/controller/test_service.py::test_an_evaluation_that_fails_is_an_error_of_its_wait",),
+    ),
+    Exhibit(
+        name="an_error_of_the_service_is_known_to_rank_0_alone",
+        source="our own: decisions/0031 (how they talk); errors are raised on every rank since commit 50c1db7",
+        kind="rollout service",
+        bug="Only rank 0 calls the service. Where only rank 0 raises its error, the others go on with a result that is none.",
+        cost="The other ranks fail with an error of their own or wait for rank 0, and the launcher may report the wrong one.",
+        symbol="broadcast_result",
+        old="    if error is not None:\n",
+        new="    if error is not None and group.rank() == 0:\n",
+        tests=("tests/parallel/test_collectives.py::test_every_rank_gets_the_result_of_rank_0_or_its_error",),
+    ),
+)
