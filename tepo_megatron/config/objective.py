@@ -132,7 +132,7 @@ class ObjectiveParts:
     dual_clip: PositiveFloat | None = None  # Dual-clip constant c > 1: floors the surrogate at c * A for A < 0. null: no floor.
     aggregate: str = "token_mean"  # Weight of each token in the loss.
     advantage: str = "std"  # Advantage of a response relative to its group.
-    kl: str = "k3"  # Estimator of the KL to the old policy.
+    kl: str = "k3_importance_weighted"  # Estimator of the KL to the old policy. The default alone is unbiased.
     kl_mask: str = "none"  # Tokens on which the KL to the old policy is penalized.
     kl_entropy_tolerance: NonNegativeFloat = 0.0  # Nats: kl_mask counts an entropy change up to this as no change.
     beta: NonNegativeFloat = 0.0  # Coefficient of the KL to the old policy.

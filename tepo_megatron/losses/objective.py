@@ -122,11 +122,11 @@ class Objective(ObjectiveParts):
 
         entropy_change_R = stats.entropy_R.detach() - inputs.old_entropy_R
         mask_R = MASKS[self.kl_mask](advantage_R, entropy_change_R, self.kl_entropy_tolerance)
-        penalty_R = mask_R * ESTIMATORS[self.kl](log_ratio_R)
+        penalty_R = mask_R * ESTIMATORS[self.kl](log_ratio_R, log_ratio_R)
         value_R = value_R - self.beta * penalty_R
         if self.ref_kl is not None and self.ref_kl.where == "loss":
             assert inputs.ref_logprob_R is not None, "objective.ref_kl needs the log-probs of the reference policy"
-            ref_penalty_R = ESTIMATORS[self.ref_kl.estimator](stats.logprob_R - inputs.ref_logprob_R)
+            ref_penalty_R = ESTIMATORS[self.ref_kl.estimator](stats.logprob_R - inputs.ref_logprob_R, log_ratio_R)
             value_R = value_R - self.ref_kl.beta * ref_penalty_R
         if self.entropy_coefficient:
             value_R = value_R + self.entropy_coefficient * stats.entropy_R

@@ -12,7 +12,7 @@ TEPO: dict[str, Any] = {
     "clip_high": 0.2,
     "aggregate": "token_mean",
     "advantage": "std",
-    "kl": "k3",
+    "kl": "k3_importance_weighted",
     "kl_mask": "falling_entropy",
     "kl_entropy_tolerance": 0.0,
     "beta": 0.001,

@@ -54,12 +54,12 @@ def evaluate(method: Method, responses: list[Response], logprob_N: Tensor, entro
     for token, (weight, penalty) in zip(tokens, weights, strict=True):
         parts = [token.correction * weight * token.surrogate]
         if in_kl_mask(method, token, conditions):
-            parts.append(-method.beta * divergence(method.kl, token.x, conditions))
+            parts.append(-method.beta * divergence(method.kl, token.x, token.x, conditions))
             masked += 1
         if penalty:
             parts.append(-penalty * abs(token.x))
         if method.ref_beta and method.ref_kl_in == "loss":
-            parts.append(-method.ref_beta * divergence(method.ref_kl, token.logprob - token.ref, conditions))
+            parts.append(-method.ref_beta * divergence(method.ref_kl, token.logprob - token.ref, token.x, conditions))
         if method.entropy_coefficient:
             parts.append(method.entropy_coefficient * token.entropy)
         for part in parts:
@@ -209,12 +209,13 @@ def in_kl_mask(method: Method, token: Token, conditions: Conditions) -> bool:
     }[method.kl_mask]
 
 
-def divergence(kind: str, x: Tensor, conditions: Conditions) -> Tensor:
+def divergence(kind: str, x: Tensor, log_ratio: Tensor, conditions: Conditions) -> Tensor:
     """Return the estimator of KL(pi || other) from x = l - l_other.
 
     Args:
         kind: Estimator.
         x: Log-ratio in nats.
+        log_ratio: l - l_old of the token, in nats.
         conditions: Recorder of comparisons.
     """
     y = clamped(x, conditions)
@@ -224,7 +225,7 @@ def divergence(kind: str, x: Tensor, conditions: Conditions) -> Tensor:
         return x * x / 2
     if kind == "k3":  # with q = other / pi: q - 1 - ln q
         return torch.exp(-y) - 1 + x
-    if kind == "k3_reverse":  # with r = pi / other: r ln r - r + 1
-        return torch.exp(y) * y - torch.exp(y) + 1
+    if kind == "k3_importance_weighted":  # r (q - 1 - ln q) with r = pi / old
+        return torch.exp(clamped(log_ratio, conditions)) * (torch.exp(-y) - 1 + y)
     assert kind == "abs"
     return abs(x)

@@ -61,5 +61,6 @@ def reward_towards_reference(method: Method, reward: float, response: Response) 
         reward: Reward of the response.
         response: Response.
     """
-    kl = (divergence(method.ref_kl, number(o - r), Conditions()) for o, r in zip(response.old, response.ref, strict=True))
+    pairs = zip(response.old, response.ref, strict=True)
+    kl = (divergence(method.ref_kl, number(o - r), number(0.0), Conditions()) for o, r in pairs)
     return reward - method.ref_beta * sum(k.item() for k in kl)

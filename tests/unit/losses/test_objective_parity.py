@@ -48,7 +48,7 @@ KL = (
     st.just({})
     | st.fixed_dictionaries({
         "kl_mask": st.sampled_from(["all", "falling_entropy", "rising_entropy", "both"]),
-        "kl": st.sampled_from(["k1", "k2", "k3", "k3_reverse", "abs"]),
+        "kl": st.sampled_from(["k1", "k2", "k3", "k3_importance_weighted", "abs"]),
         "kl_entropy_tolerance": st.sampled_from([0.0, 0.2]),
         "beta": st.sampled_from([0.01, 1.0]),
     })
@@ -56,7 +56,7 @@ KL = (
 REFERENCE_KL = (
     st.just({})
     | st.fixed_dictionaries({
-        "ref_kl": st.sampled_from(["k1", "k2", "k3", "k3_reverse", "abs"]),
+        "ref_kl": st.sampled_from(["k1", "k2", "k3", "k3_importance_weighted", "abs"]),
         "ref_beta": st.sampled_from([0.01, 1.0]),
         "ref_kl_in": st.sampled_from(["loss", "loss", "reward"]),
     })

@@ -110,7 +110,8 @@ def test_advantages_after_a_reference_kl_in_the_reward(kind: str, extreme: bool)
     method = Method("token", ref_kl=kind, ref_beta=0.1, ref_kl_in="reward")
     shaped = [reference.reward_towards_reference(method, r, s) for r, s in zip(rewards, responses, strict=True)]
     expected = reference.group_advantages("std", [shaped[:3], shaped[3:]])
-    penalty = [0.1 * ESTIMATORS[kind](torch.tensor(s.old).double() - torch.tensor(s.ref).double()).sum() for s in responses]
+    apart = [torch.tensor(s.old).double() - torch.tensor(s.ref).double() for s in responses]
+    penalty = [0.1 * ESTIMATORS[kind](x, torch.zeros_like(x)).sum() for x in apart]
     got = group_advantages(penalized(rollouts([rewards[:3], rewards[3:]]), torch.stack(penalty)), "std")
     assert got.tolist() == pytest.approx(expected, rel=1e-6, abs=1e-7)
 
