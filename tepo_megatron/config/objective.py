@@ -130,6 +130,9 @@ class ObjectiveParts:
     clip_low: NonNegativeFloat = 0.2  # The ratio is clipped from below at 1 - clip_low.
     clip_high: NonNegativeFloat = 0.2  # The ratio is clipped from above at 1 + clip_high.
     dual_clip: PositiveFloat | None = None  # Dual-clip constant c > 1: floors the surrogate at c * A for A < 0. null: no floor.
+    tau_positive: PositiveFloat = 1.0  # Temperature of soft_gate where A > 0: the larger, the narrower the gate.
+    tau_negative: PositiveFloat = 1.05  # Temperature of soft_gate where A <= 0.
+    max_divergence: PositiveFloat = 0.15  # Trust region of a token: difference of probabilities, or nats of trust_region_kl.
     aggregate: str = "token_mean"  # Weight of each token in the loss.
     advantage: str = "std"  # Advantage of a response relative to its group.
     kl: str = "k3_importance_weighted"  # Estimator of the KL to the old policy. The default alone is unbiased.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 # Eq. 4 of TEPO with PPO's pessimistic clip; the paper gives no clip range, 0.2 is this project's. beta: Section 4.1.
@@ -43,6 +44,9 @@ def without_bounds(method: dict[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in method.items() if not k.startswith("clip_")}
 
 
+# arXiv 2602.04879: Eq. 12 sums over the tokens, the advantage is r - mean, Appendix C.1 has the limits
+DPPO = without_bounds(GRPO) | {"aggregate": "sequence_mean_token_sum", "advantage": "mean"}
+
 METHODS: dict[str, dict[str, Any]] = {
     "tepo": TEPO,
     "tepo_no_kl": NO_KL,
@@ -63,6 +67,22 @@ METHODS: dict[str, dict[str, Any]] = {
     "gspo": GRPO | {"ratio": "sequence", "clip_low": 3e-4, "clip_high": 4e-4, "aggregate": "sequence_mean_token_mean"},
     # arXiv 2506.13585: bounded from above only; no upper bound is named there
     "cispo": GRPO | {"surrogate": "stop_gradient", "clip_low": 1.0, "clip_high": 0.28},
+    # arXiv 2507.20673: the range (e^-0.4, e^0.4) of token ratios, one mean per sequence
+    "gmpo": GRPO
+    | {
+        "ratio": "sequence",
+        "surrogate": "clip_tokens",
+        "clip_low": 1 - math.exp(-0.4),
+        "clip_high": math.exp(0.4) - 1,
+        "aggregate": "sequence_mean_token_mean",
+    },
+    # arXiv 2511.20347: tau_pos 1.0, tau_neg 1.05
+    "sapo": without_bounds(GRPO)
+    | {"surrogate": "soft_gate", "tau_positive": 1.0, "tau_negative": 1.05, "aggregate": "sequence_mean_token_mean"},
+    "dppo": DPPO | {"surrogate": "trust_region_tv", "max_divergence": 0.15},
+    "dppo_kl": DPPO | {"surrogate": "trust_region_kl", "max_divergence": 0.05},
+    # arXiv 2601.05242: GRPO with rewards that are normalised term by term
+    "gdpo": GRPO | {"clip_high": 0.2, "aggregate": "sequence_mean_token_mean", "advantage": "gdpo"},
     "gpg": REINFORCE | {"advantage": "gpg"},  # arXiv 2504.02546
     "reinforce": REINFORCE,
     "rloo": REINFORCE | {"advantage": "leave_one_out"},  # arXiv 2402.14740

@@ -94,15 +94,19 @@ def collect(
         n = len(response.old)
         own = [logprobs.pop(0) for _ in range(n)]
         x = [own[t] - response.old[t] for t in range(n)]
-        log_ratio = log_ratios(method.ratio, x)
-        for t in range(n):
-            entropy = entropies.pop(0)
+        own_entropies, a = [entropies.pop(0) for _ in range(n)], []
+        for entropy in own_entropies:
             bonus = min(method.advantage_alpha * entropy.item(), abs(response.advantage) / method.advantage_kappa)
+            a.append(response.advantage + bonus if method.advantage_alpha else response.advantage)
+        held = [held_back(method, a[t], x[t], conditions) for t in range(n)]
+        log_ratio = log_ratios(method.ratio, [held[t][0] for t in range(n)])
+        for t in range(n):
             tokens.append(
                 Token(
-                    a=response.advantage + bonus if method.advantage_alpha else response.advantage,
+                    a=a[t],
                     logprob=own[t],
-                    entropy=entropy,
+                    entropy=own_entropies[t],
+                    clipped=held[t][1],
                     x=x[t],
                     y=clamped(log_ratio[t], conditions),
                     old_entropy=response.old_entropy[t],
@@ -118,6 +122,26 @@ def collect(
             )
     assert not logprobs and not entropies
     return tokens
+
+
+def held_back(method: Method, a: float, x: Tensor, conditions: Conditions) -> tuple[Tensor, bool]:
+    """Return a token's log-ratio as GMPO clips it before the mean (other methods do not), and whether it was clipped.
+
+    Args:
+        method: Method to evaluate.
+        a: Advantage of the token.
+        x: l - l_old of the token.
+        conditions: Recorder of comparisons.
+    """
+    if method.surrogate != "clip_tokens":
+        return x, False
+    low = math.log(1 - method.clip_low) if method.clip_low < 1 else -math.inf
+    high = math.log(1 + method.clip_high)
+    if a > 0 and conditions.above(x.item(), high):
+        return number(high), True
+    if a < 0 and conditions.above(low, x.item()):
+        return number(low), True
+    return x, False
 
 
 def log_ratios(kind: str, x: list[Tensor]) -> list[Tensor]:
@@ -171,8 +195,14 @@ def surrogate(method: Method, token: Token, conditions: Conditions) -> tuple[Ten
     r, a = torch.exp(token.y), token.a
     if method.surrogate == "reinforce":
         return a * token.logprob, False
-    if method.surrogate == "unclipped":
-        return r * a, False
+    if method.surrogate in ("unclipped", "clip_tokens"):
+        return r * a, token.clipped
+    if method.surrogate == "soft_gate":
+        tau = method.tau_positive if a > 0 else method.tau_negative
+        return a * 4 / (tau * (1 + torch.exp(-tau * (r - 1)))), False
+    if method.surrogate in ("trust_region_tv", "trust_region_kl"):
+        leaves = leaves_trust_region(method, token, conditions)
+        return (number(0.0) if leaves else r * a), leaves
     over = conditions.above(token.y.item(), math.log(1 + method.clip_high))
     under = method.clip_low < 1 and conditions.above(math.log(1 - method.clip_low), token.y.item())
     bounded = number(1 + method.clip_high) if over else number(1 - method.clip_low) if under else r
@@ -186,6 +216,24 @@ def surrogate(method: Method, token: Token, conditions: Conditions) -> tuple[Ten
     if method.dual_clip is not None and a < 0 and conditions.above(token.y.item(), math.log(method.dual_clip)):
         return number(method.dual_clip * a), True
     return value, clipped
+
+
+def leaves_trust_region(method: Method, token: Token, conditions: Conditions) -> bool:
+    """Return whether DPPO drops the token: it is too far from the old policy, and its update would move it further.
+
+    Args:
+        method: Method to evaluate.
+        token: Token to evaluate.
+        conditions: Recorder of comparisons.
+    """
+    pi, mu = math.exp(token.logprob.item()), math.exp(token.logprob.item() - token.x.item())
+    distance = abs(pi - mu)
+    if method.surrogate == "trust_region_kl":
+        other_pi, other_mu = max(1 - pi, 1e-20), max(1 - mu, 1e-20)
+        distance = mu * -token.x.item() + other_mu * math.log(other_mu / other_pi)
+    away = (token.a > 0 and conditions.above(token.x.item(), 0.0)) or (token.a < 0 and conditions.above(0.0, token.x.item()))
+    # as logarithms: what counts for fp32 is the relative distance to the limit
+    return away and conditions.above(math.log(max(distance, 1e-300)), math.log(method.max_divergence))
 
 
 def in_kl_mask(method: Method, token: Token, conditions: Conditions) -> bool:

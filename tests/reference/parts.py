@@ -20,6 +20,9 @@ class Method:
     clip_low: float = 0.0
     clip_high: float = 0.0
     dual_clip: float | None = None
+    tau_positive: float = 1.0
+    tau_negative: float = 1.05
+    max_divergence: float = 0.0
     aggregate: str = "token_mean"
     advantage: str = "std"
     kl: str = "k3"

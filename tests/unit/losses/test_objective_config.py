@@ -157,7 +157,7 @@ def test_replaced_parts_are_computed(parts: dict) -> None:
 
 
 def test_a_new_method_is_a_function_and_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    def squared(ratio_R, logprob_R, advantage_R, bounds):
+    def squared(ratio_R, logprob_R, old_logprob_R, advantage_R, bounds):
         return ratio_R.square() * advantage_R, torch.zeros_like(ratio_R, dtype=torch.bool)
 
     monkeypatch.setitem(SURROGATES, "squared", squared)

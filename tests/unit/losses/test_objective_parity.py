@@ -30,6 +30,19 @@ SURROGATES = (
         "weighting": st.sampled_from(["none", "clip_cov", "kl_cov", "steer"]),
     })
     | st.fixed_dictionaries({
+        "ratio": WITH_RATIO,
+        "surrogate": st.sampled_from(["clip_tokens", "soft_gate"]),
+        "tau_positive": st.sampled_from([0.5, 1.0]),
+        "tau_negative": st.sampled_from([1.05, 3.0]),
+        "weighting": BOUNDED,
+    })
+    | st.fixed_dictionaries({
+        "ratio": st.just("token"),
+        "surrogate": st.sampled_from(["trust_region_tv", "trust_region_kl"]),
+        "max_divergence": st.sampled_from([0.02, 0.1]),
+        "weighting": BOUNDED,
+    })
+    | st.fixed_dictionaries({
         "ratio": st.sampled_from(["none", "token", "sequence"]),
         "surrogate": st.just("reinforce"),
         "weighting": BOUNDED,
@@ -151,6 +164,9 @@ ACTIVE = {  # objective -> the condition, the share of the tokens that it acts o
     "clip, sequence": (Objective(ratio="sequence", clip_low=0.1), "clipped", 0.15),
     "clip, prefix": (Objective(ratio="prefix", clip_low=0.1), "clipped", 0.15),
     "clip_eq4": (Objective(ratio="token", surrogate="clip_eq4"), "clipped", 0.1),
+    "clip_tokens": (Objective(ratio="sequence", surrogate="clip_tokens"), "clipped", 0.1),
+    "trust_region_tv": (Objective(ratio="token", surrogate="trust_region_tv", max_divergence=0.1), "clipped", 0.05),
+    "trust_region_kl": (Objective(ratio="token", surrogate="trust_region_kl", max_divergence=0.02), "clipped", 0.05),
     "stop_gradient": (Objective(ratio="token", surrogate="stop_gradient"), "clipped", 0.2),
     "falling": (Objective(ratio="token", kl_mask="falling_entropy", beta=1.0), "masked", 0.1),
     "rising": (Objective(ratio="token", kl_mask="rising_entropy", beta=1.0), "masked", 0.1),

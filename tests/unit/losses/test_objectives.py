@@ -39,7 +39,7 @@ def test_both_forms_of_the_sequence_ratio_have_one_gradient(surrogate: str) -> N
         x = batch.logprob.clone().requires_grad_()
         ratio = sequence_ratio(x - inputs.old_logprob_R, inputs.segments, constant_factors)
         bounds = ClipBounds(objective.clip_low, objective.clip_high)
-        value, _ = SURROGATES[surrogate](ratio, x, inputs.advantage_R, bounds)
+        value, _ = SURROGATES[surrogate](ratio, x, inputs.old_logprob_R, inputs.advantage_R, bounds)
         value.sum().backward()
         grads.append(x.grad)
     assert grads[0].norm() > 0
