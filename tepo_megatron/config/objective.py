@@ -76,15 +76,27 @@ class Tis:
 
 
 @config
-class Mis:
-    """Masked importance sampling: drop sequences whose geometric-mean ratio pi_old / pi_rollout is outside of [low, high]."""
+class SequenceMis:
+    """Masked importance sampling: weigh each sequence by pi_old(y) / pi_rollout(y); drop it where the ratio is large."""
 
-    type: Literal["mis"] = "mis"
+    type: Literal["sequence_mis"] = "sequence_mis"
+    high: PositiveFloat = 2.0  # Largest ratio of a whole sequence (the product over its tokens) that is kept.
+
+    def __post_init__(self) -> None:
+        if self.high < 1:
+            raise ValueError(f"high={self.high} must be at least 1: below, it would drop what matches")
+
+
+@config
+class GeometricMask:
+    """Drop sequences whose geometric-mean ratio pi_old / pi_rollout is outside of [low, high]; the others have weight 1."""
+
+    type: Literal["geometric_mask"] = "geometric_mask"
     low: NonNegativeFloat = 0.99  # Smallest ratio of a sequence that is kept. The default admits 0.01 nats per token.
     high: PositiveFloat = 1.01  # Largest ratio of a sequence that is kept.
 
     def __post_init__(self) -> None:
-        _check_bounds("mis", self.low, self.high)
+        _check_bounds("geometric_mask", self.low, self.high)
 
 
 @config
@@ -110,7 +122,7 @@ class ReferenceKl:
 
 
 Weighting = NoWeighting | ClipCov | KlCov | Steer
-Correction = NoCorrection | Tis | Mis | IcePop
+Correction = NoCorrection | Tis | SequenceMis | GeometricMask | IcePop
 
 
 def _check_bounds(name: str, low: float, high: float) -> None:

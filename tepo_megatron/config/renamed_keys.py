@@ -57,6 +57,13 @@ RENAMED: tuple[Renamed, ...] = (
     Renamed("objective.cov_high", "objective.weighting.high"),
     Renamed("objective.cov_beta", "objective.weighting.beta"),
     Renamed("objective.steer_lambda_min", "objective.weighting.lambda_min"),
+    Renamed(
+        "objective.correction.type",
+        "objective.correction.type",
+        lambda value: "geometric_mask",
+        lambda value: value == "mis",
+        note="objective.correction.type mis is now objective.correction.type geometric_mask (published: sequence_mis)",
+    ),
     Renamed("objective.correction_low", "objective.correction.low"),
     Renamed("objective.correction_high", "objective.correction.high"),
     Renamed(

@@ -43,8 +43,8 @@ def _check_reward_penalty(objective: Objective, filters_groups: bool) -> None:
     if in_reward and objective.advantage in ("std", "gdpo") and not filters_groups:
         raise ConfigError(
             f"objective.ref_kl.where=reward with objective.advantage={objective.advantage} and "
-            "rollout.filter_uniform_groups=false: in a group of equal verdicts the KL is all that differs, and dividing it by its "
-            "standard deviation makes full-size advantages of it; use objective.advantage=mean, or filter those groups"
+            "rollout.filter_uniform_groups=false: in a group of equal verdicts the KL is all that differs, and dividing it by "
+            "its standard deviation makes full-size advantages of it; use objective.advantage=mean, or filter those groups"
         )
 
 

@@ -26,7 +26,7 @@ _NO_KL = _TEPO.replace(kl_mask="none", beta=0.0)
 _GRPO = Objective(ratio="token", clip_low=0.2, clip_high=0.28, aggregate="token_mean")
 # DPPO: Eq. 12 sums over tokens; advantages are not divided by the standard deviation; Appendix C.1 gives the limits.
 _DPPO = Objective(
-    ratio="token", surrogate="trust_region_tv", max_divergence=0.15, aggregate="sequence_mean_token_sum", advantage="mean"
+    ratio="token", surrogate="trust_region_tv", max_divergence=0.15, aggregate="sequence_mean_token_sum_norm", advantage="mean"
 )
 
 OBJECTIVES: dict[str, Objective] = {
@@ -48,11 +48,11 @@ OBJECTIVES: dict[str, Objective] = {
     "grpo": _GRPO,
     # DAPO as published (arXiv 2503.14476): also dynamic sampling and the penalty on nearly overlong responses
     "dapo": _GRPO.replace(dynamic_sampling=True, overlong_shaping=True),
-    "dr_grpo": _GRPO.replace(clip_high=0.2, aggregate="sequence_mean_token_sum", advantage="mean"),  # arXiv 2503.20783
+    "dr_grpo": _GRPO.replace(clip_high=0.2, aggregate="sequence_mean_token_sum_norm", advantage="mean"),  # arXiv 2503.20783
     # arXiv 2507.18071
     "gspo": Objective(ratio="sequence", clip_low=3e-4, clip_high=4e-4, aggregate="sequence_mean_token_mean"),
-    # arXiv 2506.13585: no lower bound. The paper names no upper bound: 0.28 is our choice.
-    "cispo": _GRPO.replace(surrogate="stop_gradient", clip_low=1.0, clip_high=0.28),
+    # arXiv 2506.13585: no lower bound. It names no upper bound: weights up to 5, as in TRL after arXiv 2510.13786.
+    "cispo": _GRPO.replace(surrogate="stop_gradient", clip_low=1.0, clip_high=4.0),
     # arXiv 2507.20673: token ratios are clipped to (e^-0.4, e^0.4) before their geometric mean
     "gmpo": Objective(
         ratio="sequence",

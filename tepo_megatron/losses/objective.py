@@ -130,7 +130,7 @@ class Objective(ObjectiveParts):
         if self.entropy_coefficient:
             value_R = value_R + self.entropy_coefficient * stats.entropy_R
 
-        aggregate_R = AGGREGATES[self.aggregate](segments, inputs.whole)
+        aggregate_R = AGGREGATES[self.aggregate](segments, inputs.whole, inputs.group_tokens_R)
         loss = -(aggregate_R * value_R).sum()
         ratio_R = ratio_R.detach()
         terms = diagnostics.LossTerms(

@@ -38,7 +38,8 @@ class Variant:
         """Return the variant as a method of the reference."""
         parts = METHODS[self.row] | self.parts
         low, high = CORRECTION_BOUNDS[parts.get("correction", "none")]
-        return Method(**{"correction_low": low, "correction_high": high} | parts)
+        limit = LONGEST - max(PROMPTS)
+        return Method(**{"correction_low": low, "correction_high": high, "max_response_tokens": limit} | parts)
 
     def config(self, material: Material, layout: Mapping[str, Any], max_tokens: int) -> Config:
         """Return the run's config on a layout.
@@ -91,8 +92,11 @@ VARIANTS: dict[str, Variant] = {name: _row(name) for name in METHODS} | {
     "dppo, old log-probs of the engine": _row("dppo", {"old_logprobs": "rollout"}),
     "gmpo": _row("gmpo", clip_low=0.1, clip_high=0.1),
     "gmpo, tis": _row("gmpo", correction="tis", correction_high=1.3, clip_low=0.1, clip_high=0.1),
-    "gspo, mis": _row("gspo", correction="mis", correction_low=0.8, correction_high=1.05, clip_low=0.1, clip_high=0.1),
+    "gspo, mis": _row(
+        "gspo", correction="geometric_mask", correction_low=0.8, correction_high=1.05, clip_low=0.1, clip_high=0.1
+    ),
     "tepo, tis, reference": _row("tepo", correction="tis", correction_high=1.3, ref_beta=0.3, ref_kl="k2"),
+    "tepo, prompt mean": _row("tepo", aggregate="prompt_mean_token_mean"),
     "tepo, steer": _row("tepo", weighting="steer", steer_lambda_min=0.5),
     "gspo, clip_cov": _row("gspo", weighting="clip_cov", clip_low=0.1, clip_high=0.1, **COVARIANCES),
     "prefix_is, clip_cov": _row("prefix_is", weighting="clip_cov", **COVARIANCES),

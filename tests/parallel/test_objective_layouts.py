@@ -54,16 +54,18 @@ def objectives() -> dict[str, Objective]:
         "grpo, tis": replaced(grpo, correction="tis"),
         "grpo, icepop, reference": replaced(grpo, correction="icepop", ref_beta=0.3),
         "tepo, tis": replaced(tepo, correction="tis"),
-        "tepo, mis": replaced(tepo, correction="mis", correction_low=0.8, correction_high=1.3),
+        "tepo, mis": replaced(tepo, correction="geometric_mask", correction_low=0.8, correction_high=1.3),
+        "tepo, sequence_mis": replaced(tepo, correction="sequence_mis"),
         "tepo, steer": replaced(tepo, weighting="steer", steer_lambda_min=0.5),
         "tepo, clip_cov": replaced(tepo, weighting="clip_cov", cov_share=0.2, cov_low=0.3),
         "tepo_alg1, kl_cov": replaced(out["tepo_alg1"], weighting="kl_cov", cov_share=0.2),
         "tepo, entropy advantage": replaced(tepo, advantage_alpha=0.4),
         "prefix, mis, sequence mean": replaced(
-            prefix, correction="mis", correction_low=0.8, aggregate="sequence_mean_token_mean"
+            prefix, correction="geometric_mask", correction_low=0.8, aggregate="sequence_mean_token_mean"
         ),
         "prefix, icepop, KL": replaced(prefix, correction="icepop", kl_mask="both", beta=0.5),
         "prefix, steer": replaced(prefix, weighting="steer", steer_lambda_min=0.5),
+        "tepo, prompt mean": replaced(tepo, aggregate="prompt_mean_token_mean"),
         "gmpo, tis": replaced(out["gmpo"], correction="tis"),
         "prefix, clip_tokens": replaced(prefix, surrogate="clip_tokens"),
         "prefix, soft_gate": replaced(prefix, surrogate="soft_gate"),

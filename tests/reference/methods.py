@@ -45,7 +45,7 @@ def without_bounds(method: dict[str, Any]) -> dict[str, Any]:
 
 
 # arXiv 2602.04879: Eq. 12 sums over the tokens, the advantage is r - mean, Appendix C.1 has the limits
-DPPO = without_bounds(GRPO) | {"aggregate": "sequence_mean_token_sum", "advantage": "mean"}
+DPPO = without_bounds(GRPO) | {"aggregate": "sequence_mean_token_sum_norm", "advantage": "mean"}
 
 METHODS: dict[str, dict[str, Any]] = {
     "tepo": TEPO,
@@ -62,11 +62,11 @@ METHODS: dict[str, dict[str, Any]] = {
     "grpo": GRPO | {"dynamic_sampling": False, "overlong_shaping": False},
     "dapo": GRPO | {"dynamic_sampling": True, "overlong_shaping": True},  # arXiv 2503.14476
     # arXiv 2503.20783: no division by the length nor by the group's deviation; PPO's own clip
-    "dr_grpo": GRPO | {"clip_high": 0.2, "aggregate": "sequence_mean_token_sum", "advantage": "mean"},
+    "dr_grpo": GRPO | {"clip_high": 0.2, "aggregate": "sequence_mean_token_sum_norm", "advantage": "mean"},
     # arXiv 2507.18071, Section 5.1: 3e-4 and 4e-4
     "gspo": GRPO | {"ratio": "sequence", "clip_low": 3e-4, "clip_high": 4e-4, "aggregate": "sequence_mean_token_mean"},
-    # arXiv 2506.13585: bounded from above only; no upper bound is named there
-    "cispo": GRPO | {"surrogate": "stop_gradient", "clip_low": 1.0, "clip_high": 0.28},
+    # arXiv 2506.13585: bounded from above only; no upper bound is named there, TRL has 5 (arXiv 2510.13786)
+    "cispo": GRPO | {"surrogate": "stop_gradient", "clip_low": 1.0, "clip_high": 4.0},
     # arXiv 2507.20673: the range (e^-0.4, e^0.4) of token ratios, one mean per sequence
     "gmpo": GRPO
     | {
@@ -97,4 +97,6 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 
 # (low, high) where a correction is given none; 0: it has no lower bound
-CORRECTION_BOUNDS = {"none": (0.0, 1.0), "tis": (0.0, 2.0), "mis": (0.99, 1.01), "icepop": (0.5, 5.0)}
+CORRECTION_BOUNDS = {
+    "none": (0.0, 1.0), "tis": (0.0, 2.0), "sequence_mis": (0.0, 2.0), "geometric_mask": (0.99, 1.01), "icepop": (0.5, 5.0),
+}  # fmt: skip

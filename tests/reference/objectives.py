@@ -90,6 +90,9 @@ def collect(
     logprobs, entropies = list(logprob_N.unbind()), list(entropy_N.unbind())
     total = len(logprobs)
     tokens: list[Token] = []
+    of_prompt: dict[int, int] = {}
+    for response in responses:
+        of_prompt[response.prompt] = of_prompt.get(response.prompt, 0) + len(response.old)
     for response in responses:
         n = len(response.old)
         own = [logprobs.pop(0) for _ in range(n)]
@@ -117,6 +120,8 @@ def collect(
                         "token_mean": 1 / total,
                         "sequence_mean_token_mean": 1 / (len(responses) * n),
                         "sequence_mean_token_sum": 1 / len(responses),
+                        "sequence_mean_token_sum_norm": 1 / (len(responses) * method.max_response_tokens),
+                        "prompt_mean_token_mean": 1 / (len(of_prompt) * of_prompt[response.prompt]),
                     }[method.aggregate],
                 )
             )
@@ -174,14 +179,15 @@ def correction(method: Method, response: Response, t: int, conditions: Condition
     x = [o - r for o, r in zip(response.old, response.rollout, strict=True)]
     if method.correction == "none":
         return 1.0
-    log_c = clamped(number(sum(x) / len(x) if method.correction == "mis" else x[t]), conditions).item()
+    of_sequence = {"geometric_mask": sum(x) / len(x), "sequence_mis": sum(x)}
+    log_c = clamped(number(of_sequence.get(method.correction, x[t])), conditions).item()
     if method.correction == "tis":
         return min(math.exp(log_c), method.correction_high)
-    too_low = conditions.above(math.log(method.correction_low), log_c)
+    too_low = method.correction_low > 0 and conditions.above(math.log(method.correction_low), log_c)
     too_high = conditions.above(log_c, math.log(method.correction_high))
     if too_low or too_high:
         return 0.0
-    return {"mis": 1.0, "icepop": math.exp(log_c)}[method.correction]
+    return {"geometric_mask": 1.0, "icepop": math.exp(log_c), "sequence_mis": math.exp(log_c)}[method.correction]
 
 
 def surrogate(method: Method, token: Token, conditions: Conditions) -> tuple[Tensor, bool]:

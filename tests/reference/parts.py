@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 LIMIT = 20.0  # bound on a log-ratio, before exp
+MAX_RESPONSE_TOKENS = 40  # limit of the length of a response
 
 
 @dataclass(frozen=True)
@@ -46,12 +47,13 @@ class Method:
     correction_high: float = math.inf
     dynamic_sampling: bool = False
     overlong_shaping: bool = False
+    max_response_tokens: int = MAX_RESPONSE_TOKENS
     log_ratio_limit: float = LIMIT  # nats; infinite where an implementation has none
 
 
 @dataclass(frozen=True)
 class Response:
-    """One sampled response of |y| >= 0 tokens: its advantage, and per token nats under the other policies and a random key."""
+    """One sampled response of |y| >= 0 tokens: its advantage and prompt, and per token nats under the other policies and a key."""
 
     advantage: float
     old: list[float]
@@ -59,6 +61,7 @@ class Response:
     rollout: list[float]
     ref: list[float]
     keys: list[int]
+    prompt: int = 0
 
 
 @dataclass

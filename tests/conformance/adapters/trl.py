@@ -86,7 +86,7 @@ def subjects() -> list[Subject]:
             "dapo, entropy bonus", loss_of("dapo", entropy_coef=0.1, **bounds), Method(**higher | {"entropy_coefficient": 0.1}),
             True, tokens,
         ),
-        Subject("cispo", loss_of("cispo", epsilon_high=1.28), Method(**METHODS["cispo"] | unclamped), True),
+        Subject("cispo", loss_of("cispo", epsilon_high=5.0), Method(**METHODS["cispo"] | unclamped), True),
         Subject(
             "grpo, sequence level (GSPO)", loss_of("grpo", "sequence", epsilon_low=3e-4, epsilon_high=4e-4), Method(**gspo),
             says=means,

@@ -94,7 +94,7 @@ def subjects() -> list[Subject]:
         ),
         Subject("gpg", loss_of("gpg", "token-mean"), Method(**METHODS["gpg"]), True),
         Subject(
-            "cispo", loss_of("cispo", "token-mean", clip_ratio_low=1.0, clip_ratio_high=0.28), Method(**METHODS["cispo"]), True
+            "cispo", loss_of("cispo", "token-mean", clip_ratio_low=1.0, clip_ratio_high=4.0), Method(**METHODS["cispo"]), True
         ),
         Subject(
             "clip_cov, all candidates",

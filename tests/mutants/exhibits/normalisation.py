@@ -153,7 +153,7 @@ EXHIBITS = (
         ),
         cost="The row `dr_grpo` has 1/|y| again.",
         symbol="OBJECTIVES",
-        old='"dr_grpo": _GRPO.replace(clip_high=0.2, aggregate="sequence_mean_token_sum", advantage="mean")',
+        old='"dr_grpo": _GRPO.replace(clip_high=0.2, aggregate="sequence_mean_token_sum_norm", advantage="mean")',
         new='"dr_grpo": _GRPO.replace(clip_high=0.2, aggregate="sequence_mean_token_mean", advantage="mean")',
         tests=("tests/unit/losses/test_objective_rows.py::test_the_numbers_of_a_row",),
     ),

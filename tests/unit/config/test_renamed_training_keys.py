@@ -32,8 +32,9 @@ SAME: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ),
     (
         {"objective.correction": "mis", "objective.correction_low": 0.8, "objective.correction_high": 1.3},
-        {"objective.correction": {"type": "mis", "low": 0.8, "high": 1.3}},
+        {"objective.correction": {"type": "geometric_mask", "low": 0.8, "high": 1.3}},
     ),
+    ({"objective.correction.type": "mis"}, {"objective.correction.type": "geometric_mask"}),
     (
         {
             "objective.ref_beta": 0.1, "objective.ref_kl": "k2", "objective.ref_kl_in": "reward", "model.reference": "other",

@@ -6,6 +6,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from tepo_megatron.losses import OBJECTIVES, Objective
+from tepo_megatron.losses.aggregate import AGGREGATES
 from tests import objective_cases as cases
 from tests.objective_cases import MARGIN, compare, draw, expected, fair_cases, method_of, objective_of, ours, replaced
 from tests.pairwise import pairwise
@@ -50,9 +51,12 @@ SURROGATES = (
 )  # fmt: skip
 CORRECTIONS = (
     st.just({})
-    | st.fixed_dictionaries({"correction": st.just("tis"), "correction_high": st.sampled_from([None, 1.1])})
     | st.fixed_dictionaries({
-        "correction": st.sampled_from(["mis", "icepop"]),
+        "correction": st.sampled_from(["tis", "sequence_mis"]),
+        "correction_high": st.sampled_from([None, 1.1]),
+    })
+    | st.fixed_dictionaries({
+        "correction": st.sampled_from(["geometric_mask", "icepop"]),
         "correction_low": st.sampled_from([None, 0.8]),
         "correction_high": st.sampled_from([None, 1.3]),
     })
@@ -80,7 +84,7 @@ OBJECTIVE = st.builds(
     correction=CORRECTIONS,
     kl=KL,
     ref=REFERENCE_KL,
-    aggregate=st.sampled_from(["token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum"]),
+    aggregate=st.sampled_from(list(AGGREGATES)),
     clip_low=st.sampled_from([0.1, 0.2, 1.0]),
     clip_high=st.sampled_from([0.2, 0.28]),
     entropy_coefficient=st.sampled_from([0.0, 0.1, -0.1]),
@@ -123,10 +127,10 @@ def test_extreme_log_ratios_are_clamped_alike(objective: Objective, seed: int, l
 
 
 COMBINATIONS = pairwise(
-    ["token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum"],
+    list(AGGREGATES),
     ["token", "sequence", "prefix"],
     ["none", "clip_cov", "kl_cov", "steer"],
-    ["none", "tis", "mis", "icepop"],
+    ["none", "tis", "sequence_mis", "geometric_mask", "icepop"],
 )
 
 
@@ -175,7 +179,8 @@ ACTIVE = {  # objective -> the condition, the share of the tokens that it acts o
     "kl_cov": (objective_of(ratio="token", surrogate="unclipped", weighting="kl_cov", cov_share=0.27), "weighted", 0.2),
     "steer": (objective_of(ratio="token", weighting="steer", steer_lambda_min=0.5), "weighted", 0.2),
     "tis": (objective_of(ratio="token", correction="tis"), "corrected", 0.2),
-    "mis": (objective_of(ratio="token", correction="mis", correction_low=0.8), "corrected", 0.2),
+    "geometric_mask": (objective_of(ratio="token", correction="geometric_mask", correction_low=0.8), "corrected", 0.2),
+    "sequence_mis": (objective_of(ratio="token", correction="sequence_mis"), "corrected", 0.2),
     "icepop": (objective_of(ratio="token", correction="icepop"), "corrected", 0.2),
 }
 

@@ -63,7 +63,7 @@ def share(parts: dict[str, Any], name: str) -> float:
     return sum(theirs[0].shares[name] for _, theirs in cases) / len(cases)
 
 
-LEAST = {"clip_cov": 0.005, "dppo": 0.03, "dppo_kl": 0.03}
+LEAST = {"clip_cov": 0.005, "cispo": 0.005, "dppo": 0.03, "dppo_kl": 0.03}
 CLIPPED = {n: LEAST.get(n, 0.1) for n, m in METHODS.items() if "clip_high" in m or "max_divergence" in m}
 MASKED = {n: 0.1 for n, m in METHODS.items() if m.get("kl_mask", "none") not in ("none", "all")}
 WEIGHTED = {"clip_cov": 0.03, "kl_cov": 0.15, "steer": 0.1}
