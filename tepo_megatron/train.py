@@ -28,6 +28,7 @@ from tepo_megatron.observability import hang_watchdog
 from tepo_megatron.observability.metrics import Metrics
 from tepo_megatron.observability.timing import Clock
 from tepo_megatron.platform import Platform
+from tepo_megatron.rewards.overlong import without_truncated
 from tepo_megatron.types import Rollout, TrainBatch
 from tepo_megatron.utils.seeding import derive_seed
 from tepo_megatron.weight_sync.sync import NoSync, WeightSync, check_one_host, make_weight_sync
@@ -173,7 +174,8 @@ def learn(
         SyncError: The engine's log-probs differ from the actor's by more than `sync.max_logprob_diff`.
         NumericalError: A loss or a gradient norm is not finite.
     """
-    batch = TrainBatch.build(rollouts, group_advantages(rollouts, objective.advantage))
+    advantages_B = group_advantages(rollouts, objective.advantage)
+    batch = TrainBatch.build(without_truncated(rollouts) if training.mask_truncated else rollouts, advantages_B)
     with clock.phase("old_stats"):
         gate.before_updates(batch, step)
         if training.old_logprobs == "rollout":

@@ -30,13 +30,14 @@ class MinibatchInputs:
         self._advantages_B = batch.advantages_B.to(device)
         self._rollout_logprobs_N = batch.rollout_logprobs_N.to(device)
         self._ref_logprobs_N = None if batch.ref_logprobs_N is None else batch.ref_logprobs_N.to(device)
+        tokens_of = _tokens_of_prompts(batch)
         self._whole = Denominators(
             tokens=torch.tensor(float(max(1, batch.num_tokens)), device=device),
             sequences=torch.tensor(float(len(batch)), device=device),
-            prompts=torch.tensor(float(len(batch.group_tokens)), device=device),
+            prompts=torch.tensor(float(len(tokens_of)), device=device),
             max_response_tokens=torch.tensor(float(max_response_tokens), device=device),
         )
-        group_tokens = [float(max(1, batch.group_tokens[rollout.prompt_id])) for rollout in batch.rollouts]
+        group_tokens = [float(max(1, tokens_of[rollout.prompt_id])) for rollout in batch.rollouts]
         self._group_tokens_B = torch.tensor(group_tokens, device=device)
 
     @property
@@ -92,3 +93,11 @@ class MinibatchInputs:
             weights=weights,
             noise_floor=self._noise_floor,
         )
+
+
+def _tokens_of_prompts(batch: TrainBatch) -> dict[int, int]:
+    """Return the number of response tokens of each prompt, by `Rollout.prompt_id`."""
+    found: dict[int, int] = {}
+    for rollout, tokens in zip(batch.rollouts, batch.response_lengths, strict=True):
+        found[rollout.prompt_id] = found.get(rollout.prompt_id, 0) + tokens
+    return found

@@ -63,14 +63,6 @@ class TrainBatch:
         return [r.response_length for r in self.rollouts]
 
     @cached_property
-    def group_tokens(self) -> dict[int, int]:
-        """Return the number of response tokens of each prompt, by `Rollout.prompt_id`."""
-        found: dict[int, int] = {}
-        for rollout, tokens in zip(self.rollouts, self.response_lengths, strict=True):
-            found[rollout.prompt_id] = found.get(rollout.prompt_id, 0) + tokens
-        return found
-
-    @cached_property
     def prompt_lengths(self) -> list[int]:
         """Return the number of tokens before the first one that the policy chose; the whole length if it chose none."""
         return [int(r.response_mask_L.int().argmax()) if r.response_length else r.token_ids_L.numel() for r in self.rollouts]

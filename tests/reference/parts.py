@@ -53,7 +53,7 @@ class Method:
 
 @dataclass(frozen=True)
 class Response:
-    """One sampled response of |y| >= 0 tokens: its advantage and prompt, and per token nats under the other policies and a key."""
+    """One sampled response of |y| >= 0 tokens: advantage, prompt, and of each token nats under the other policies and a key."""
 
     advantage: float
     old: list[float]

@@ -17,9 +17,10 @@ def test_functions_take_what_they_use() -> None:
 def test_the_package_does_not_grow() -> None:
     """The package has at most the lines of code that it had before the tree was moved, and those of the rollout service.
 
-    23,392 before; the service takes 460, binary answers 290, the grading queue 180, kept connections and linear work 200.
+    23,392 before; the service takes 460, binary answers 290, the grading queue 180, kept connections and linear work 200,
+    and the methods and readings of issue 23 take 205.
     """
-    assert sum(map(lines_of_code, modules().values())) <= 23_392 + 1_130
+    assert sum(map(lines_of_code, modules().values())) <= 23_392 + 1_130 + 205
 
 
 def test_functions_files_and_classes_are_small() -> None:

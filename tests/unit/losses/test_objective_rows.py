@@ -109,7 +109,7 @@ TERMS = [[[1.0, 0.2], [0.0, 0.1], [1.0, 0.9]], [[0.0, 0.0], [0.0, 0.5]], [[1.0, 
 
 @pytest.mark.parametrize("shaping", [0.0, -0.5])
 def test_gdpo_normalises_every_term_in_its_group(shaping: float) -> None:
-    """What shaping adds to one of the responses is a term of its own."""
+    """The penalty that shaping adds to one of the responses is a term of its own."""
     weights, more = [1.0, 0.25], [[0.0] * len(g) for g in TERMS]
     more[0][1] = shaping
     graded = [
