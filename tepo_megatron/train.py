@@ -175,7 +175,7 @@ def learn(
         NumericalError: A loss or a gradient norm is not finite.
     """
     advantages_B = group_advantages(rollouts, objective.advantage)
-    batch = TrainBatch.build(without_truncated(rollouts) if training.mask_truncated else rollouts, advantages_B)
+    batch = TrainBatch.build(without_truncated(rollouts) if objective.mask_truncated else rollouts, advantages_B)
     with clock.phase("old_stats"):
         gate.before_updates(batch, step)
         if training.old_logprobs == "rollout":

@@ -147,6 +147,7 @@ class ObjectiveParts:
     max_divergence: PositiveFloat = 0.15  # Trust region of a token: difference of probabilities, or nats of trust_region_kl.
     aggregate: str = "token_mean"  # Weight of each token in the loss.
     advantage: str = "std"  # Advantage of a response relative to its group.
+    mask_truncated: bool = False  # Overlong filtering: truncated responses count in their groups and are not trained on.
     kl: str = "k3_importance_weighted"  # Estimator of the KL to the old policy. The default alone is unbiased.
     kl_mask: str = "none"  # Tokens on which the KL to the old policy is penalized.
     kl_entropy_tolerance: NonNegativeFloat = 0.0  # Nats: kl_mask counts an entropy change up to this as no change.

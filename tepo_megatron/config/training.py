@@ -30,8 +30,6 @@ class TrainingConfig:
     # Source of the old log-probs where a rollout batch has several updates. `actor`: a forward pass; `rollout`: what the engine
     # reported, which has no entropies.
     old_logprobs: Literal["actor", "rollout"] = "actor"
-    # Overlong filtering (DAPO, arXiv 2503.14476): truncated responses count in their groups' advantages and are not trained on.
-    mask_truncated: bool = False
     # MiB of logits to hold at once: the output layer works in chunks of rows, fused with the token statistics, and computes
     # logits beyond the budget again in backward. null: all logits of a microbatch at once.
     logits_budget_mib: NonNegative | None = None

@@ -57,7 +57,7 @@ def without_truncated(rollouts: Sequence[Rollout]) -> tuple[Rollout, ...]:
     """
     if rollouts and all(r.stop_reason == "length" for r in rollouts):
         raise DataError(
-            "every response of a step was cut off at rollout.max_response_tokens, and training.mask_truncated leaves nothing "
+            "every response of a step was cut off at rollout.max_response_tokens, and objective.mask_truncated leaves nothing "
             "to learn from; raise the first or set the second to false"
         )
     return tuple(_masked(r) if r.stop_reason == "length" else r for r in rollouts)

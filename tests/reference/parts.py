@@ -45,6 +45,7 @@ class Method:
     correction: str = "none"
     correction_low: float = 0.0
     correction_high: float = math.inf
+    mask_truncated: bool = False
     dynamic_sampling: bool = False
     overlong_shaping: bool = False
     max_response_tokens: int = MAX_RESPONSE_TOKENS
