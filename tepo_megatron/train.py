@@ -23,12 +23,11 @@ from tepo_megatron.controller.step_log import StepLog
 from tepo_megatron.distributed import parallel
 from tepo_megatron.distributed.objects import broadcast_result
 from tepo_megatron.losses import Objective, build_objective
-from tepo_megatron.losses.advantages import group_advantages, penalized
+from tepo_megatron.losses.advantages import group_advantages, penalized, without_truncated
 from tepo_megatron.observability import hang_watchdog
 from tepo_megatron.observability.metrics import Metrics
 from tepo_megatron.observability.timing import Clock
 from tepo_megatron.platform import Platform
-from tepo_megatron.rewards.overlong import without_truncated
 from tepo_megatron.types import Rollout, TrainBatch
 from tepo_megatron.utils.seeding import derive_seed
 from tepo_megatron.weight_sync.sync import NoSync, WeightSync, check_one_host, make_weight_sync

@@ -8,6 +8,7 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
+from tepo_megatron.errors import DataError
 from tepo_megatron.types import Rollout
 
 _STD_EPS = 1e-6
@@ -85,6 +86,28 @@ def penalized(rollouts: Sequence[Rollout], penalty_B: Tensor) -> tuple[Rollout, 
         penalty_B: [B] in units of the reward.
     """
     return tuple(replace(r, reward=r.reward - float(p)) for r, p in zip(rollouts, penalty_B, strict=True))
+
+
+def without_truncated(rollouts: Sequence[Rollout]) -> tuple[Rollout, ...]:
+    """Return the rollouts in order, without response tokens in those cut off at the length limit (overlong filtering of DAPO).
+
+    They still count as sequences in means over sequences. Their tokens are in no other denominator.
+
+    Raises:
+        DataError: All of them are cut off.
+    """
+    if rollouts and all(r.stop_reason == "length" for r in rollouts):
+        raise DataError(
+            "every response of a step was cut off at rollout.max_response_tokens, and objective.mask_truncated leaves nothing "
+            "to learn from; raise the first or set the second to false"
+        )
+    return tuple(_masked(r) if r.stop_reason == "length" else r for r in rollouts)
+
+
+def _masked(rollout: Rollout) -> Rollout:
+    """Return the rollout with no token that counts as the policy's."""
+    mask_L, logprobs_L = torch.zeros_like(rollout.response_mask_L), torch.zeros_like(rollout.rollout_logprobs_L)
+    return replace(rollout, response_mask_L=mask_L, rollout_logprobs_L=logprobs_L)
 
 
 def _std(groups: list[Tensor]) -> list[Tensor]:

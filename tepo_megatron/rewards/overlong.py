@@ -1,12 +1,10 @@
-"""Overlong shaping and filtering (DAPO, arXiv 2503.14476, Section 3.4): a penalty near the length limit, and a mask at it."""
+"""Overlong shaping: a penalty that grows as a response nears the length limit (DAPO, arXiv 2503.14476, Eq. 13)."""
 
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-
-from tepo_megatron.errors import ConfigError, DataError
+from tepo_megatron.errors import ConfigError
 from tepo_megatron.types import Rollout
 
 
@@ -45,28 +43,6 @@ class OverlongShaping:
     def shape(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
         """Return the graded rollouts in order with a shaped `reward`. The `score` of filters and accuracies is unchanged."""
         return [dataclasses.replace(r, reward=r.reward + self.term(_tokens_since_prompt(r))) for r in rollouts]
-
-
-def without_truncated(rollouts: Sequence[Rollout]) -> tuple[Rollout, ...]:
-    """Return the rollouts in order. Those cut off at the length limit have no response token left to train on.
-
-    They still count as sequences in means over sequences. Their tokens are in no other denominator.
-
-    Raises:
-        DataError: All of them are cut off.
-    """
-    if rollouts and all(r.stop_reason == "length" for r in rollouts):
-        raise DataError(
-            "every response of a step was cut off at rollout.max_response_tokens, and objective.mask_truncated leaves nothing "
-            "to learn from; raise the first or set the second to false"
-        )
-    return tuple(_masked(r) if r.stop_reason == "length" else r for r in rollouts)
-
-
-def _masked(rollout: Rollout) -> Rollout:
-    """Return the rollout with no token that counts as the policy's."""
-    mask_L, logprobs_L = torch.zeros_like(rollout.response_mask_L), torch.zeros_like(rollout.rollout_logprobs_L)
-    return dataclasses.replace(rollout, response_mask_L=mask_L, rollout_logprobs_L=logprobs_L)
 
 
 def _tokens_since_prompt(rollout: Rollout) -> int:

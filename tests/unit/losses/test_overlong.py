@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from tepo_megatron.errors import ConfigError, DataError
-from tepo_megatron.losses.advantages import group_advantages
-from tepo_megatron.rewards.overlong import OverlongShaping, without_truncated
+from tepo_megatron.losses.advantages import group_advantages, without_truncated
+from tepo_megatron.rewards.overlong import OverlongShaping
 from tepo_megatron.types import Rollout, TrainBatch
 
 
