@@ -76,8 +76,8 @@ class PlainStep:
     def loss(
         self, logprob: Tensor, entropy: Tensor, old_logprob: Tensor, old_entropy: Tensor, advantages: Tensor, sequence: Tensor
     ) -> Tensor:
-        """Return the `tepo` loss, a mean over response tokens: clipped geometric-mean ratio, and k3 if A > 0 and the entropy
-        falls.
+        """Return the `tepo` loss, a mean over response tokens: clipped geometric-mean ratio, and the
+        importance-weighted k3 if A > 0 and the entropy falls.
 
         Args:
             logprob, entropy: Of each response token now, [N].
@@ -93,7 +93,7 @@ class PlainStep:
         advantage = advantages[sequence]
         surrogate = torch.minimum(ratio * advantage, ratio.clamp(1 - eps, 1 + eps) * advantage)
         masked = (advantage > 0) & (entropy - old_entropy < 0)
-        return -(surrogate - beta * masked * (torch.expm1(-log_ratio) + log_ratio)).mean()
+        return -(surrogate - beta * masked * log_ratio.exp() * (torch.expm1(-log_ratio) + log_ratio)).mean()
 
     def statistics(self, chosen: list[int]) -> tuple[Tensor, Tensor, Tensor]:
         """Return log-prob, entropy (without gradient) and sequence index of each response token of the sequences `chosen`."""

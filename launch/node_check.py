@@ -29,7 +29,7 @@ _LOOK_SECONDS, _CONNECT_SECONDS = 0.1, 5.0
 
 
 @dataclass(frozen=True)
-class Check:
+class NodeCheck:
     """The options of a check and the place of this machine in it.
 
     Attributes:
@@ -63,7 +63,12 @@ class Check:
     timeout: int
 
     def write(self, kind: str, tree: Any) -> None:
-        """Write this machine's file of a kind, for the others."""
+        """Write this machine's file of a kind, for the others.
+
+        Args:
+            kind: Kind of the file.
+            tree: Its content, as JSON.
+        """
         _replace(self.folder / f"{self.name}.{kind}.json", json.dumps(tree))
 
     def read(self, names: Iterable[str], kind: str, patience: float | None = None) -> dict[str, Any]:
@@ -86,7 +91,7 @@ class Check:
             time.sleep(_LOOK_SECONDS)
 
 
-def run(check: Check) -> int:
+def run(check: NodeCheck) -> int:
     """Take part in the check. Return 0 if the job can start, else 1. The first machine's result is that of the check."""
     first = check.names[0] == check.name
     check.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -119,7 +124,7 @@ def run(check: Check) -> int:
     return _end(check, verdict, check.read(verdict["members"], "reduce")) if first else 0
 
 
-def _choose_head(check: Check) -> None:
+def _choose_head(check: NodeCheck) -> None:
     """Choose the machines without a fault of their own, the head among them, and report the others."""
     patience = check.timeout / 2  # the other half is for the machines that came
     facts = check.read(check.names, "facts", patience)
@@ -145,18 +150,18 @@ def _choose_head(check: Check) -> None:
 
 def _reach(place: dict[str, Any], token: str) -> dict[str, Any]:
     """Return the head's addresses that this machine reaches, its interface towards each, and how far its clock is ahead."""
-    reached: dict[str, str | None] = {}
+    routes: dict[str, str | None] = {}
     offset = 0.0
     for _, address in place["addresses"]:
         try:
             own, offset = node_facts.greet(address, place["port"], token, _CONNECT_SECONDS)
         except OSError:
             continue
-        reached[address] = node_facts.interface_of(own)
-    return {"reached": reached, "offset": offset}
+        routes[address] = node_facts.interface_of(own)
+    return {"reached": routes, "offset": offset}
 
 
-def _judge_network(check: Check, chosen: dict[str, Any], place: dict[str, Any] | None) -> None:
+def _judge_network(check: NodeCheck, chosen: dict[str, Any], place: dict[str, Any] | None) -> None:
     """Choose the head's address that all reach, and the members; report the machines that do not reach it."""
     head, candidates = chosen["head"], chosen["candidates"]
     faults: dict[str, list[str]] = json.loads((check.folder / "bad.json").read_text())
@@ -190,14 +195,14 @@ def _judge_network(check: Check, chosen: dict[str, Any], place: dict[str, Any] |
 
 
 def _verdict(
-    check: Check, faults: dict[str, list[str]], members: list[str], address: str | None, place: Any, interfaces: Any
+    check: NodeCheck, faults: dict[str, list[str]], members: list[str], address: str | None, place: Any, interfaces: Any
 ) -> None:
     ports = {key: None if place is None else place[key] for key in ("port", "store")}
     tree = {"address": address, "interfaces": interfaces, "bad": faults, **ports}
     check.write("verdict", tree | {"members": members, "faults": len(members) < check.need})
 
 
-def _all_reduce(check: Check, verdict: dict[str, Any]) -> dict[str, Any]:
+def _all_reduce(check: NodeCheck, verdict: dict[str, Any]) -> dict[str, Any]:
     """Take part in an all-reduce over all GPUs, or one process per machine without them. Return speed and error."""
     per_node, members = check.gpus or 1, verdict["members"]
     world = per_node * len(members)
@@ -232,7 +237,7 @@ def _all_reduce(check: Check, verdict: dict[str, Any]) -> dict[str, Any]:
     return {"speed": min(speeds, default=None), "error": error}
 
 
-def _end(check: Check, verdict: dict[str, Any] | None, reduced: dict[str, Any] | None) -> int:
+def _end(check: NodeCheck, verdict: dict[str, Any] | None, reduced: dict[str, Any] | None) -> int:
     """Write the result of the whole check. Return 0 if the job can start, else 1."""
     if verdict is None or reduced is None:
         return _finish(check, {} if verdict is None else verdict["bad"], [])
@@ -258,7 +263,7 @@ def _end(check: Check, verdict: dict[str, Any] | None, reduced: dict[str, Any] |
     return _finish(check, faults, members)
 
 
-def _finish(check: Check, faults: dict[str, list[str]], members: list[str]) -> int:
+def _finish(check: NodeCheck, faults: dict[str, list[str]], members: list[str]) -> int:
     """Write `good` or `fault`, and remove the machines' reports after a success."""
     lines = [f"{name}: {why}" for name, reasons in faults.items() for why in reasons]
     for line in lines:
@@ -278,7 +283,7 @@ def _replace(path: Path, text: str) -> None:
     part.replace(path)
 
 
-def parse(words: list[str]) -> Check:
+def parse(words: list[str]) -> NodeCheck:
     """Return the check that the words describe."""
     parser = argparse.ArgumentParser(prog="node_check.py", allow_abbrev=False)
     parser.add_argument("--folder", type=Path, required=True)
@@ -295,7 +300,7 @@ def parse(words: list[str]) -> Check:
     parser.add_argument("--timeout", type=int, default=300)
     args = parser.parse_args(words)
     tree = vars(args) | {key: [word for word in getattr(args, key).split(",") if word] for key in ("interfaces", "skip")}
-    return Check(**tree, deadline=time.monotonic() + args.timeout)
+    return NodeCheck(**tree, deadline=time.monotonic() + args.timeout)
 
 
 if __name__ == "__main__":

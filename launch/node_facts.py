@@ -1,4 +1,4 @@
-"""What one machine of a node check says of itself, and its part of the network tests. See launch/node_check.py.
+"""Collect the facts of one machine for a node check, and take its part in the network tests. See launch/node_check.py.
 
 `python node_facts.py ADDRESS PORT RANK WORLD GPUS` is one rank of the all-reduce.
 """
@@ -107,7 +107,12 @@ def driver_fault(driver: str | None, versions: dict[str, Any]) -> str | None:
 
 
 def differing(facts: dict[str, Any], names: list[str]) -> list[str]:
-    """Return the machines whose versions differ from those of the most machines."""
+    """Return the machines whose versions differ from those of the most machines.
+
+    Args:
+        facts: Machine -> its facts.
+        names: The machines to compare.
+    """
     count = Counter(facts[name]["versions"] for name in names)
     usual = count.most_common(1)[0][0] if count else None
     return [name for name in names if facts[name]["versions"] != usual]

@@ -236,7 +236,7 @@ class RayJobRunner:
             "LAUNCH_CHECK": f"{Path(self._plan.state).parent}/check-{start}",
         }
         if shared["MASTER_ADDR"].startswith("127.") and len({addresses[id] for id, _ in machines}) > 1:
-            raise RayJobFailure(f"{names[0]} has told Ray a loopback address, which no other machine reaches")
+            raise RayJobFailure(f"{names[0]} has given Ray a loopback address, which no other machine reaches")
         own = [{"LAUNCH_MACHINE": str(i), "LAUNCH_ADDRESS": addresses[id]} for i, (id, _) in enumerate(machines)]
         self._say(f"start {start} on {', '.join(names)}")
         try:

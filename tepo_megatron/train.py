@@ -24,7 +24,7 @@ from tepo_megatron.controller.step_log import StepLog
 from tepo_megatron.distributed import parallel
 from tepo_megatron.distributed.objects import broadcast_result
 from tepo_megatron.losses import Objective, build_objective
-from tepo_megatron.losses.advantages import group_advantages, penalized
+from tepo_megatron.losses.advantages import group_advantages, penalized, without_truncated
 from tepo_megatron.observability import hang_watchdog
 from tepo_megatron.observability.metrics import Metrics
 from tepo_megatron.observability.timing import Clock
@@ -175,7 +175,8 @@ def learn(
         SyncError: The engine's log-probs differ from the actor's by more than `sync.max_logprob_diff`.
         NumericalError: A loss or a gradient norm is not finite.
     """
-    batch = TrainBatch.build(rollouts, group_advantages(rollouts, objective.advantage))
+    advantages_B = group_advantages(rollouts, objective.advantage)
+    batch = TrainBatch.build(without_truncated(rollouts) if objective.mask_truncated else rollouts, advantages_B)
     with clock.phase("old_stats"):
         gate.before_updates(batch, step)
         if training.old_logprobs == "rollout":

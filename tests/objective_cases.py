@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,7 +18,7 @@ from tepo_megatron.types import Denominators, LossOutput, TokenStats
 from tests.reference import objectives as reference
 from tests.reference.methods import CORRECTION_BOUNDS
 from tests.reference.minibatches import LENGTHS, MARGIN, Batch, draw, expected, fair_cases, gradient
-from tests.reference.parts import Method
+from tests.reference.parts import MAX_RESPONSE_TOKENS, Method
 
 __all__ = [
     "LENGTHS", "MARGIN", "Batch", "compare", "draw", "expected", "fair_cases", "inputs_of", "method_of", "objective_of", "ours",
@@ -94,6 +95,9 @@ def inputs_of(batch: Batch, dtype: torch.dtype = torch.float64) -> LossInputs:
         position_R=position,
         chunk_R=torch.zeros_like(position),
     )
+    of_prompt = Counter[int]()
+    for r in batch.responses:
+        of_prompt[r.prompt] += len(r.old)
     return LossInputs(
         advantage_R=segments.spread(torch.tensor([r.advantage for r in batch.responses], dtype=dtype)),
         old_logprob_R=batch.flat("old").to(dtype),
@@ -101,7 +105,10 @@ def inputs_of(batch: Batch, dtype: torch.dtype = torch.float64) -> LossInputs:
         rollout_logprob_R=batch.flat("rollout").to(dtype),
         ref_logprob_R=batch.flat("ref").to(dtype),
         segments=segments,
-        whole=Denominators(lengths.sum().to(dtype), torch.tensor(float(len(lengths)), dtype=dtype)),
+        group_tokens_R=torch.tensor([of_prompt[r.prompt] for r in batch.responses for _ in r.old], dtype=dtype),
+        whole=Denominators(
+            *(torch.tensor(float(x), dtype=dtype) for x in (lengths.sum(), len(lengths), len(of_prompt), MAX_RESPONSE_TOKENS))
+        ),
     )
 
 

@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 @dataclass
 class Report:
-    """What a preflight found.
+    """The faults that a preflight found.
 
     Attributes:
         faults: Faults, one line each.

@@ -267,7 +267,7 @@ class Actor:
         """
         self.require_loaded(UPDATE)
         plan = plan or self.packer.plan(batch)
-        inputs = MinibatchInputs(batch, self.groups.device, self.noise_floor)
+        inputs = MinibatchInputs(batch, self.groups.device, self.noise_floor, self.cfg.rollout.max_response_tokens)
         weights = self._batch_statistics(batch, inputs, objective) if objective.needs_batch_statistics else None
         unmeasured = batch.update == 0 and batch.old_entropies_N is None
         whole = MinibatchTokenStats(batch.num_tokens, self.groups) if unmeasured else None

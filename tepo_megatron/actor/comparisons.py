@@ -36,6 +36,7 @@ def reference_divergence(batch: TrainBatch, estimator: str, groups: ParallelDims
     divergence_B = torch.zeros(len(batch), dtype=torch.float64, device=groups.device)
     if groups.is_last_stage:
         assert batch.old_logprobs_N is not None and batch.ref_logprobs_N is not None, "attach both log-probs first"
-        kl_N = ESTIMATORS[estimator](batch.old_logprobs_N - batch.ref_logprobs_N).double()
+        x_N = batch.old_logprobs_N - batch.ref_logprobs_N
+        kl_N = ESTIMATORS[estimator](x_N, torch.zeros_like(x_N)).double()  # the old policy is the one that is measured
         divergence_B.index_add_(0, batch.sequence_N(kl_N.device), kl_N)
     return groups.broadcast_from_last_stage(divergence_B).cpu()

@@ -20,19 +20,25 @@ class MinibatchInputs:
         batch: The minibatch. If it has old log-probs without old entropies, these are the engine's, and every update uses them.
         device: Device of the loss inputs.
         noise_floor: Noise floor of dH in nats, for metrics only. None: not known.
+        max_response_tokens: Limit of the length of a response.
     """
 
-    def __init__(self, batch: TrainBatch, device: torch.device, noise_floor: float | None) -> None:
+    def __init__(self, batch: TrainBatch, device: torch.device, noise_floor: float | None, max_response_tokens: int) -> None:
         self._batch, self._device, self._noise_floor = batch, device, noise_floor
         self._old_logprobs_N = None if batch.old_logprobs_N is None else batch.old_logprobs_N.to(device)
         self._old_entropies_N = None if batch.old_entropies_N is None else batch.old_entropies_N.to(device)
         self._advantages_B = batch.advantages_B.to(device)
         self._rollout_logprobs_N = batch.rollout_logprobs_N.to(device)
         self._ref_logprobs_N = None if batch.ref_logprobs_N is None else batch.ref_logprobs_N.to(device)
+        tokens_of = _tokens_of_prompts(batch)
         self._whole = Denominators(
             tokens=torch.tensor(float(max(1, batch.num_tokens)), device=device),
             sequences=torch.tensor(float(len(batch)), device=device),
+            prompts=torch.tensor(float(len(tokens_of)), device=device),
+            max_response_tokens=torch.tensor(float(max_response_tokens), device=device),
         )
+        group_tokens = [float(max(1, tokens_of[rollout.prompt_id])) for rollout in batch.rollouts]
+        self._group_tokens_B = torch.tensor(group_tokens, device=device)
 
     @property
     def old_stats(self) -> TokenStats | None:
@@ -53,8 +59,8 @@ class MinibatchInputs:
             weights: The weighting's result for the minibatch. None: no weighting.
         """
         token_R = microbatch.token_R
-        advantage_R = segments.spread(self._advantages_B[microbatch.sequences_G])
-        return self._inputs(token_R, advantage_R, segments, stats, None if weights is None else weights.rows(token_R))
+        sequence_R = segments.spread(microbatch.sequences_G)
+        return self._inputs(token_R, sequence_R, segments, stats, None if weights is None else weights.rows(token_R))
 
     def whole(self, stats_N: TokenStats) -> LossInputs:
         """Return the inputs for all N response tokens, as if one rank held them in one microbatch.
@@ -67,22 +73,31 @@ class MinibatchInputs:
         position_N = self._batch.token_keys_N(self._device)[1]
         segments = Segments(sequence_N, lengths_B, position_R=position_N, chunk_R=torch.zeros_like(sequence_N))
         token_N = torch.arange(sequence_N.numel(), device=self._device)
-        return self._inputs(token_N, self._advantages_B[sequence_N], segments, stats_N, None)
+        return self._inputs(token_N, sequence_N, segments, stats_N, None)
 
     def _inputs(
-        self, token_R: Tensor, advantage_R: Tensor, segments: Segments, stats: TokenStats, weights: TokenWeights | None
+        self, token_R: Tensor, sequence_R: Tensor, segments: Segments, stats: TokenStats, weights: TokenWeights | None
     ) -> LossInputs:
         logprobs, entropies, ref = self._old_logprobs_N, self._old_entropies_N, self._ref_logprobs_N
         if self._batch.update == 0 and entropies is not None:
             logprobs = entropies = None
         return LossInputs(
-            advantage_R=advantage_R,
+            advantage_R=self._advantages_B[sequence_R],
             old_logprob_R=stats.logprob_R.detach() if logprobs is None else logprobs[token_R],
             old_entropy_R=stats.entropy_R.detach() if entropies is None else entropies[token_R],
             rollout_logprob_R=self._rollout_logprobs_N[token_R],
             segments=segments,
+            group_tokens_R=self._group_tokens_B[sequence_R],
             whole=self._whole,
             ref_logprob_R=None if ref is None else ref[token_R],
             weights=weights,
             noise_floor=self._noise_floor,
         )
+
+
+def _tokens_of_prompts(batch: TrainBatch) -> dict[int, int]:
+    """Return the number of response tokens of each prompt, by `Rollout.prompt_id`."""
+    found: dict[int, int] = {}
+    for rollout, tokens in zip(batch.rollouts, batch.response_lengths, strict=True):
+        found[rollout.prompt_id] = found.get(rollout.prompt_id, 0) + tokens
+    return found

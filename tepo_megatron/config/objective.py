@@ -76,15 +76,27 @@ class Tis:
 
 
 @config
-class Mis:
-    """Masked importance sampling: drop sequences whose geometric-mean ratio pi_old / pi_rollout is outside of [low, high]."""
+class SequenceMis:
+    """Masked importance sampling: weigh each sequence by pi_old(y) / pi_rollout(y); drop it where the ratio is large."""
 
-    type: Literal["mis"] = "mis"
+    type: Literal["sequence_mis"] = "sequence_mis"
+    high: PositiveFloat = 2.0  # Largest ratio of a whole sequence (the product over its tokens) that is kept.
+
+    def __post_init__(self) -> None:
+        if self.high < 1:
+            raise ValueError(f"high={self.high} must be at least 1: below, it would drop what matches")
+
+
+@config
+class GeometricMask:
+    """Drop sequences whose geometric-mean ratio pi_old / pi_rollout is outside of [low, high]; the others have weight 1."""
+
+    type: Literal["geometric_mask"] = "geometric_mask"
     low: NonNegativeFloat = 0.99  # Smallest ratio of a sequence that is kept. The default admits 0.01 nats per token.
     high: PositiveFloat = 1.01  # Largest ratio of a sequence that is kept.
 
     def __post_init__(self) -> None:
-        _check_bounds("mis", self.low, self.high)
+        _check_bounds("geometric_mask", self.low, self.high)
 
 
 @config
@@ -110,7 +122,7 @@ class ReferenceKl:
 
 
 Weighting = NoWeighting | ClipCov | KlCov | Steer
-Correction = NoCorrection | Tis | Mis | IcePop
+Correction = NoCorrection | Tis | SequenceMis | GeometricMask | IcePop
 
 
 def _check_bounds(name: str, low: float, high: float) -> None:
@@ -130,9 +142,13 @@ class ObjectiveParts:
     clip_low: NonNegativeFloat = 0.2  # The ratio is clipped from below at 1 - clip_low.
     clip_high: NonNegativeFloat = 0.2  # The ratio is clipped from above at 1 + clip_high.
     dual_clip: PositiveFloat | None = None  # Dual-clip constant c > 1: floors the surrogate at c * A for A < 0. null: no floor.
+    tau_positive: PositiveFloat = 1.0  # Temperature of soft_gate where A > 0: the larger, the narrower the gate.
+    tau_negative: PositiveFloat = 1.05  # Temperature of soft_gate where A <= 0.
+    max_divergence: PositiveFloat = 0.15  # Trust region of a token: difference of probabilities, or nats of trust_region_kl.
     aggregate: str = "token_mean"  # Weight of each token in the loss.
     advantage: str = "std"  # Advantage of a response relative to its group.
-    kl: str = "k3"  # Estimator of the KL to the old policy.
+    mask_truncated: bool = False  # Overlong filtering: truncated responses count in their groups and are not trained on.
+    kl: str = "k3_importance_weighted"  # Estimator of the KL to the old policy. The default alone is unbiased.
     kl_mask: str = "none"  # Tokens on which the KL to the old policy is penalized.
     kl_entropy_tolerance: NonNegativeFloat = 0.0  # Nats: kl_mask counts an entropy change up to this as no change.
     beta: NonNegativeFloat = 0.0  # Coefficient of the KL to the old policy.

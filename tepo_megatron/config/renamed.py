@@ -27,6 +27,7 @@ class Renamed:
         constant: The only value that a removed key may still have: the one that is always used now.
         unused: Tells, from the value and the layer, that the old key had no effect in it. It is then dropped.
         why: Why the key was removed, for the message.
+        note: Message in place of the usual one, where only a value of the key has another name.
     """
 
     old: str
@@ -36,6 +37,7 @@ class Renamed:
     constant: Any = _MISSING
     unused: Callable[[Any, Mapping[str, Any]], bool] = lambda value, layer: False
     why: str = ""
+    note: str = ""
 
 
 def translate(values: Mapping[str, Any], source: str, table: Iterable[Renamed]) -> tuple[dict[str, Any], list[str]]:
@@ -75,7 +77,7 @@ def _replace(tree: dict[str, Any], key: Renamed, value: Any, layer: Mapping[str,
     if unused:
         return f"{source}: {key.old} is now {key.new}, which has no effect here; remove it"
     _put(tree, key, None if value is None else _converted(key, value, source), source)
-    return f"{source}: {key.old} is now {key.new}; the old name works for one release"
+    return f"{source}: {key.note or f'{key.old} is now {key.new}'}; the old name works for one release"
 
 
 def _converted(key: Renamed, value: Any, source: str) -> Any:

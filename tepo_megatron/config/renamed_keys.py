@@ -15,6 +15,7 @@ def _bf16_layers(number: int) -> dict[str, Any]:
 
 _MOMENTS = ("exp_avg_dtype", "exp_avg_sq_dtype")
 _OVERLONG = "set reward.overlong_buffer_tokens to the number of last tokens that are penalized"
+_REVERSE = "it weighs by pi / pi_ref, and nothing is sampled from pi_ref; k3_importance_weighted weighs by pi / pi_old"
 _LENGTH = "all microbatches have one length where megatron.transformer.tp_comm_overlap is on, and only there"
 _WITHOUT_GRAD = "passes without gradient take twice training.max_tokens_per_microbatch; logits_budget_mib bounds their logits"
 
@@ -56,10 +57,25 @@ RENAMED: tuple[Renamed, ...] = (
     Renamed("objective.cov_high", "objective.weighting.high"),
     Renamed("objective.cov_beta", "objective.weighting.beta"),
     Renamed("objective.steer_lambda_min", "objective.weighting.lambda_min"),
+    Renamed(
+        "objective.correction.type",
+        "objective.correction.type",
+        lambda value: "geometric_mask",
+        lambda value: value == "mis",
+        note="objective.correction.type mis is now objective.correction.type geometric_mask (published: sequence_mis)",
+    ),
     Renamed("objective.correction_low", "objective.correction.low"),
     Renamed("objective.correction_high", "objective.correction.high"),
+    Renamed(
+        "objective.kl",
+        "objective.kl",
+        lambda value: "k3_importance_weighted",
+        lambda value: value == "k3_reverse",
+        note="objective.kl k3_reverse is now objective.kl k3_importance_weighted",
+    ),
     Renamed("objective.ref_kl", "objective.ref_kl.estimator", applies=lambda value: isinstance(value, str)),
     Renamed("objective.ref_kl_in", "objective.ref_kl.where"),
+    Renamed("objective.ref_kl.estimator", None, applies=lambda value: value == "k3_reverse", why=_REVERSE),
     Renamed("model.reference", "objective.ref_kl.path"),
     # 0 meant no penalty
     Renamed("objective.ref_beta", "objective.ref_kl", convert=lambda beta: {"beta": beta} if beta else None),

@@ -24,7 +24,7 @@ _TOKEN_FIELDS = {
     "rollout_logprobs_L": np.dtype(np.float32),
     "response_mask_L": np.dtype(np.bool_),
 }
-_COLUMNS = ("prompt_id", "policy_version", "stop_reason", "reward", "score", "status", "later_versions", "servers")
+_COLUMNS = ("prompt_id", "policy_version", "stop_reason", "reward", "score", "status", "later_versions", "servers", "terms")
 _DIGEST_BYTES = 8
 
 

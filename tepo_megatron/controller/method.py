@@ -40,11 +40,11 @@ def resolve(cfg: Config) -> Method:
 def _check_reward_penalty(objective: Objective, filters_groups: bool) -> None:
     """Raise ConfigError if a KL in the reward would decide the advantages of groups with equal scores."""
     in_reward = objective.ref_kl is not None and objective.ref_kl.where == "reward"
-    if in_reward and objective.advantage == "std" and not filters_groups:
+    if in_reward and objective.advantage in ("std", "gdpo") and not filters_groups:
         raise ConfigError(
-            "objective.ref_kl.where=reward with objective.advantage=std and rollout.filter_uniform_groups=false: in a group of "
-            "equal verdicts the KL is all that differs, and dividing it by its standard deviation makes full-size advantages "
-            "of it; use objective.advantage=mean, or filter those groups"
+            f"objective.ref_kl.where=reward with objective.advantage={objective.advantage} and "
+            "rollout.filter_uniform_groups=false: in a group of equal verdicts the KL is all that differs, and dividing it by "
+            "its standard deviation makes full-size advantages of it; use objective.advantage=mean, or filter those groups"
         )
 
 

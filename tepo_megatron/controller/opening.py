@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
-from tepo_megatron.config import Config, TrainingConfig
+from tepo_megatron.config import Config, RolloutConfig, TrainingConfig
 from tepo_megatron.config.megatron import untested_fields
 from tepo_megatron.config.safety import checks_that_are_off, safety_checks
 from tepo_megatron.controller.main_driver import MainDriver
@@ -65,7 +65,7 @@ def open_driver(cfg: Config, make_engine: EngineFactory | None = None) -> Iterat
         )
         _log_lines(log, *data.log_lines)
         _log_lines(log, *untested_fields(cfg.megatron))
-        _log_lines(log, *_method_lines(method, cfg.training, rollout.prompts_per_step))
+        _log_lines(log, *_method_lines(method, cfg.training, rollout))
         _log_lines(log, *checks_that_are_off(safety_checks(cfg)), *beginning(rollout, run_dir / SERVER_LOG))
         engine = stack.enter_context((make_engine or _build_engine)(cfg))
         if rollout.function is not None:
@@ -97,11 +97,16 @@ def _log_lines(log: RunLog, *lines: str) -> None:
         log.message(line)
 
 
-def _method_lines(method: Method, training: TrainingConfig, prompts_per_step: int) -> list[str]:
-    """Return log lines about the method: parts without effect under one update per batch, and rounds of prompts."""
+def _method_lines(method: Method, training: TrainingConfig, rollout: RolloutConfig) -> list[str]:
+    """Return log lines about the method: parts without effect, stale responses without correction, and rounds of prompts."""
     lines = []
-    if training.epochs == 1 and training.minibatch_prompts == prompts_per_step:
+    if training.epochs == 1 and training.minibatch_prompts == rollout.prompts_per_step:
         lines.append("one update per rollout batch: all ratios are 1 and all dH are 0, so clipping and KL mask never act")
+    if rollout.max_staleness and method.objective.correction.type == "none" and training.old_logprobs == "actor":
+        lines.append(
+            f"warning: rollout.max_staleness={rollout.max_staleness} trains on responses of older weights as if the newest had "
+            "sampled them; set objective.correction (tis, sequence_mis, geometric_mask or icepop), or old_logprobs=rollout"
+        )
     if method.max_generation_rounds > 1 or method.overlong:
         lines.append(f"rounds of prompts per step: up to {method.max_generation_rounds}; overlong shaping: {method.overlong}")
     return lines

@@ -5,6 +5,7 @@ those of the TEPO paper; "Panel" is a panel of its Table 3. Comments say which v
 """
 
 import dataclasses
+import math
 from typing import Any
 
 from tepo_megatron.config import ObjectiveConfig
@@ -23,6 +24,10 @@ _TEPO = Objective(ratio="sequence", clip_low=0.2, clip_high=0.2, aggregate="toke
 _NO_KL = _TEPO.replace(kl_mask="none", beta=0.0)
 # The paper's GRPO/DAPO baseline: token ratio, clip-higher, token mean (Section 4.1).
 _GRPO = Objective(ratio="token", clip_low=0.2, clip_high=0.28, aggregate="token_mean")
+# DPPO: Eq. 12 sums over tokens; advantages are not divided by the standard deviation; Appendix C.1 gives the limits.
+_DPPO = Objective(
+    ratio="token", surrogate="trust_region_tv", max_divergence=0.15, aggregate="sequence_mean_token_sum_norm", advantage="mean"
+)
 
 OBJECTIVES: dict[str, Objective] = {
     "tepo": _TEPO,
@@ -43,11 +48,25 @@ OBJECTIVES: dict[str, Objective] = {
     "grpo": _GRPO,
     # DAPO as published (arXiv 2503.14476): also dynamic sampling and the penalty on nearly overlong responses
     "dapo": _GRPO.replace(dynamic_sampling=True, overlong_shaping=True),
-    "dr_grpo": _GRPO.replace(clip_high=0.2, aggregate="sequence_mean_token_sum", advantage="mean"),  # arXiv 2503.20783
+    "dr_grpo": _GRPO.replace(clip_high=0.2, aggregate="sequence_mean_token_sum_norm", advantage="mean"),  # arXiv 2503.20783
     # arXiv 2507.18071
     "gspo": Objective(ratio="sequence", clip_low=3e-4, clip_high=4e-4, aggregate="sequence_mean_token_mean"),
-    # arXiv 2506.13585: no lower bound. The paper names no upper bound: 0.28 is our choice.
-    "cispo": _GRPO.replace(surrogate="stop_gradient", clip_low=1.0, clip_high=0.28),
+    # arXiv 2506.13585: no lower bound. It names no upper bound: weights up to 5, as in TRL after arXiv 2510.13786.
+    "cispo": _GRPO.replace(surrogate="stop_gradient", clip_low=1.0, clip_high=4.0),
+    # arXiv 2507.20673: token ratios are clipped to (e^-0.4, e^0.4) before their geometric mean
+    "gmpo": Objective(
+        ratio="sequence",
+        surrogate="clip_tokens",
+        clip_low=1 - math.exp(-0.4),
+        clip_high=math.exp(0.4) - 1,
+        aggregate="sequence_mean_token_mean",
+    ),
+    "sapo": Objective(ratio="token", surrogate="soft_gate", aggregate="sequence_mean_token_mean"),  # arXiv 2511.20347
+    # arXiv 2602.04879, around the policy that sampled if training.old_logprobs is "rollout", as there
+    "dppo": _DPPO,
+    "dppo_kl": _DPPO.replace(surrogate="trust_region_kl", max_divergence=0.05),
+    # arXiv 2601.05242: GRPO's loss; each term of the reward is normalised in its group before they are added
+    "gdpo": _GRPO.replace(clip_high=0.2, aggregate="sequence_mean_token_mean", advantage="gdpo"),
     "gpg": Objective(ratio="none", surrogate="reinforce", advantage="gpg"),  # arXiv 2504.02546
     "reinforce": Objective(ratio="none", surrogate="reinforce"),
     "rloo": Objective(ratio="none", surrogate="reinforce", advantage="leave_one_out"),  # arXiv 2402.14740

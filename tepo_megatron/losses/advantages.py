@@ -8,10 +8,12 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
+from tepo_megatron.errors import DataError
 from tepo_megatron.types import Rollout
 
 _STD_EPS = 1e-6
-AdvantageFunction = Callable[[list[Tensor]], list[Tensor]]  # the rewards of each group -> their advantages
+# The rewards of each group -> their advantages. In `PER_TERM` the rewards are [n, K], and K weights come with them.
+AdvantageFunction = Callable[..., list[Tensor]]
 
 
 def split_groups(rollouts: Sequence[Rollout]) -> list[list[Rollout]]:
@@ -46,8 +48,34 @@ def group_advantages(rollouts: Sequence[Rollout], kind: str) -> Tensor:
                 f"a rollout of prompt {rollout.prompt_id} has reward {rollout.reward} (status {rollout.status!r}); "
                 f"grade the rollouts first"
             )
-    groups = [torch.tensor([r.reward for r in group], dtype=torch.float64) for group in split_groups(rollouts)]
-    return torch.cat([torch.empty(0, dtype=torch.float64), *ADVANTAGES[kind](groups)]).float()
+    groups = split_groups(rollouts)
+    if kind in PER_TERM:
+        values_BK, weights_K = rewards_by_term(rollouts)
+        found = PER_TERM[kind](list(values_BK.split([len(group) for group in groups])), weights_K)
+    else:
+        found = ADVANTAGES[kind]([torch.tensor([r.reward for r in group], dtype=torch.float64) for group in groups])
+    return torch.cat([torch.empty(0, dtype=torch.float64), *found]).float()
+
+
+def rewards_by_term(rollouts: Sequence[Rollout]) -> tuple[Tensor, Tensor]:
+    """Return the rewards of B rollouts by term, [B, K] fp64, and the terms' weights, [K] fp64.
+
+    What shaping added to the sum of the terms (overlong penalty, KL in the reward) is one more term of weight 1. A rollout
+    that was not graded by terms has its reward as its only term.
+
+    Raises:
+        ValueError: The rollouts have different terms.
+    """
+    weights = [tuple(weight for weight, _ in r.terms) for r in rollouts]
+    if len(set(weights)) > 1:
+        raise ValueError(f"the rollouts were graded with different terms (weights {sorted(set(weights))}); grade them alike")
+    weights_K = torch.tensor(weights[0] if weights else (), dtype=torch.float64)
+    values_BK = torch.tensor([[value for _, value in r.terms] for r in rollouts], dtype=torch.float64)
+    values_BK = values_BK.reshape(len(rollouts), weights_K.numel())
+    rest_B = torch.tensor([r.reward for r in rollouts], dtype=torch.float64) - values_BK @ weights_K
+    if weights_K.numel() and bool((rest_B.abs() < 1e-9).all()):
+        return values_BK, weights_K
+    return torch.cat((values_BK, rest_B[:, None]), 1), torch.cat((weights_K, weights_K.new_ones(1)))
 
 
 def penalized(rollouts: Sequence[Rollout], penalty_B: Tensor) -> tuple[Rollout, ...]:
@@ -58,6 +86,28 @@ def penalized(rollouts: Sequence[Rollout], penalty_B: Tensor) -> tuple[Rollout, 
         penalty_B: [B] in units of the reward.
     """
     return tuple(replace(r, reward=r.reward - float(p)) for r, p in zip(rollouts, penalty_B, strict=True))
+
+
+def without_truncated(rollouts: Sequence[Rollout]) -> tuple[Rollout, ...]:
+    """Return the rollouts in order, without response tokens in those cut off at the length limit (overlong filtering of DAPO).
+
+    They still count as sequences in means over sequences. Their tokens are in no other denominator.
+
+    Raises:
+        DataError: All of them are cut off.
+    """
+    if rollouts and all(r.stop_reason == "length" for r in rollouts):
+        raise DataError(
+            "every response of a step was cut off at rollout.max_response_tokens, and objective.mask_truncated leaves nothing "
+            "to learn from; raise the first or set the second to false"
+        )
+    return tuple(_masked(r) if r.stop_reason == "length" else r for r in rollouts)
+
+
+def _masked(rollout: Rollout) -> Rollout:
+    """Return the rollout with no token that counts as the policy's."""
+    mask_L, logprobs_L = torch.zeros_like(rollout.response_mask_L), torch.zeros_like(rollout.rollout_logprobs_L)
+    return replace(rollout, response_mask_L=mask_L, rollout_logprobs_L=logprobs_L)
 
 
 def _std(groups: list[Tensor]) -> list[Tensor]:
@@ -87,4 +137,24 @@ def _gpg(groups: list[Tensor]) -> list[Tensor]:
     return [alpha * (r - r.mean()) for r in groups]
 
 
+def _gdpo(groups: list[Tensor], weights_K: Tensor) -> list[Tensor]:
+    """Return the batch-normalised sum over terms of w_k (r_k - mean r_k) / (std r_k + 1e-6) (GDPO, arXiv 2601.05242).
+
+    Mean and deviation of a term are those of its group, so that a term with a small spread is not drowned by the others. The
+    sum is then brought to mean 0 and deviation 1 over all samples of the rollout batch.
+
+    Args:
+        groups: [n, K] rewards of each group by term.
+        weights_K: Weights of the terms.
+    """
+    spread = [r.std(0, correction=1) if len(r) > 1 else torch.zeros_like(weights_K) for r in groups]
+    sums = [((r - r.mean(0)) / (std_K + _STD_EPS)) @ weights_K for r, std_K in zip(groups, spread, strict=True)]
+    if sum(map(len, sums)) < 2:
+        return [torch.zeros_like(x) for x in sums]
+    all_B = torch.cat(sums)
+    return [(x - all_B.mean()) / (all_B.std(correction=1) + _STD_EPS) for x in sums]
+
+
 ADVANTAGES: dict[str, AdvantageFunction] = {"std": _std, "mean": _mean, "leave_one_out": _leave_one_out, "gpg": _gpg}
+# advantages from the terms of the reward; `losses/objective.py` offers both tables
+PER_TERM: dict[str, AdvantageFunction] = {"gdpo": _gdpo}

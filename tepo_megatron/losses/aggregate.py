@@ -1,8 +1,9 @@
 """Aggregation of per-token values to one number: the weight of each response row (_R), denominators included.
 
-An aggregation is a function (segments, whole) -> weight_R, an `Aggregate`:
+An aggregation is a function (segments, whole, group_tokens_R) -> weight_R, an `Aggregate`:
     segments: the sequence of each row, and the length |y_i| of each sequence
-    whole: N response tokens and G sequences of the whole minibatch, over all ranks and microbatches
+    whole: N response tokens, G sequences and P prompts of the whole minibatch, over all ranks and microbatches
+    group_tokens_R: response tokens in the minibatch of the prompt that the row belongs to
 
 Since the denominators are those of the whole minibatch, the sum of the weighted rows over ranks and microbatches is the
 objective, however the sequences are distributed.
@@ -15,18 +16,18 @@ from torch import Tensor
 from tepo_megatron.ops.segments import Segments
 from tepo_megatron.types import Denominators
 
-Aggregate = Callable[[Segments, Denominators], Tensor]
+Aggregate = Callable[[Segments, Denominators, Tensor], Tensor]
 
 
-def token_mean(segments: Segments, whole: Denominators) -> Tensor:
-    """Return 1 / N: every token has the same weight (Eq. 4; DAPO, arXiv 2503.14476).
+def token_mean(segments: Segments, whole: Denominators, group_tokens_R: Tensor) -> Tensor:
+    """Return 1 / N: every token has the same weight (Algorithm 1; DAPO, arXiv 2503.14476).
 
     Args: see `Aggregate` at the top of this file.
     """
     return (1.0 / whole.tokens).expand(segments.sequence_R.numel())
 
 
-def sequence_mean_token_mean(segments: Segments, whole: Denominators) -> Tensor:
+def sequence_mean_token_mean(segments: Segments, whole: Denominators, group_tokens_R: Tensor) -> Tensor:
     """Return 1 / (G |y_i|): every sequence has the same weight (GRPO, GSPO).
 
     Args: see `Aggregate` at the top of this file.
@@ -34,7 +35,7 @@ def sequence_mean_token_mean(segments: Segments, whole: Denominators) -> Tensor:
     return segments.spread(1.0 / (whole.sequences * segments.lengths_G))
 
 
-def sequence_mean_token_sum(segments: Segments, whole: Denominators) -> Tensor:
+def sequence_mean_token_sum(segments: Segments, whole: Denominators, group_tokens_R: Tensor) -> Tensor:
     """Return 1 / G: a sequence has a weight proportional to its length (Table 3, Panel D).
 
     Args: see `Aggregate` at the top of this file.
@@ -42,5 +43,23 @@ def sequence_mean_token_sum(segments: Segments, whole: Denominators) -> Tensor:
     return (1.0 / whole.sequences).expand(segments.sequence_R.numel())
 
 
-_AGGREGATES = (token_mean, sequence_mean_token_mean, sequence_mean_token_sum)
+def sequence_mean_token_sum_norm(segments: Segments, whole: Denominators, group_tokens_R: Tensor) -> Tensor:
+    """Return 1 / (G L) with L the maximum length of a response: one constant for all lengths (Dr. GRPO, arXiv 2503.20783).
+
+    Args: see `Aggregate` at the top of this file.
+    """
+    return (1.0 / (whole.sequences * whole.max_response_tokens)).expand(segments.sequence_R.numel())
+
+
+def prompt_mean_token_mean(segments: Segments, whole: Denominators, group_tokens_R: Tensor) -> Tensor:
+    """Return 1 / (P N_p), N_p the response tokens of the row's prompt: the denominator that Eq. 4 has per prompt.
+
+    Args: see `Aggregate` at the top of this file.
+    """
+    return 1.0 / (whole.prompts * group_tokens_R)
+
+
+_AGGREGATES = (
+    token_mean, sequence_mean_token_mean, sequence_mean_token_sum, sequence_mean_token_sum_norm, prompt_mean_token_mean,
+)  # fmt: skip
 AGGREGATES: dict[str, Aggregate] = {aggregate.__name__: aggregate for aggregate in _AGGREGATES}

@@ -9,6 +9,8 @@ from tepo_megatron.errors import ConfigError
 if TYPE_CHECKING:
     from tepo_megatron.losses.objective import Objective
 
+TRUST_REGIONS = ("trust_region_tv", "trust_region_kl")
+
 
 def check(o: "Objective") -> None:
     """Raise ConfigError if the parts of an objective contradict each other."""
@@ -24,6 +26,11 @@ def check(o: "Objective") -> None:
         raise ConfigError(
             f"objective.ratio=none leaves objective.surrogate={o.surrogate} without gradient; use surrogate=reinforce"
         )
+    if o.surrogate in TRUST_REGIONS and o.ratio != "token":
+        raise ConfigError(
+            f"objective.surrogate={o.surrogate} masks single tokens, and objective.ratio={o.ratio} belongs to several; use "
+            f"ratio=token"
+        )
     if o.advantage_kappa <= 0:
         raise ConfigError(f"objective.advantage_kappa={o.advantage_kappa} must be positive")
     if isinstance(o.weighting, KlCov) and o.surrogate != "unclipped":
@@ -35,8 +42,17 @@ def check(o: "Objective") -> None:
 
 # field -> (whether the objective uses it, what would make it used, for the message)
 _USED: "dict[str, tuple[Callable[[Objective], bool], str]]" = {
-    "clip_low": (lambda o: o.surrogate in ("clip", "stop_gradient"), "surrogate=clip or stop_gradient"),
-    "clip_high": (lambda o: o.surrogate in ("clip", "clip_eq4", "stop_gradient"), "surrogate=clip, clip_eq4 or stop_gradient"),
+    "clip_low": (
+        lambda o: o.surrogate in ("clip", "clip_tokens", "stop_gradient"),
+        "surrogate=clip, clip_tokens or stop_gradient",
+    ),
+    "clip_high": (
+        lambda o: o.surrogate in ("clip", "clip_eq4", "clip_tokens", "stop_gradient"),
+        "surrogate=clip, clip_eq4, clip_tokens or stop_gradient",
+    ),
+    "tau_positive": (lambda o: o.surrogate == "soft_gate", "surrogate=soft_gate"),
+    "tau_negative": (lambda o: o.surrogate == "soft_gate", "surrogate=soft_gate"),
+    "max_divergence": (lambda o: o.surrogate in TRUST_REGIONS, "surrogate=trust_region_tv or trust_region_kl"),
     "ratio": (lambda o: o.surrogate != "reinforce" or o.ratio == "none", "another surrogate than reinforce"),
     "kl": (lambda o: o.beta > 0, "beta > 0"),
     "kl_mask": (lambda o: o.beta > 0 or o.kl_mask == "none", "beta > 0"),

@@ -1,4 +1,4 @@
-"""Corrections of the rollout/train mismatch, per response row (_R): truncation, sequence masking and IcePop.
+"""Corrections of the rollout/train mismatch, per response row (_R): truncation, masks of sequences and IcePop.
 
 The inference engine and the actor run the same weights with different kernels, so the tokens are samples of pi_rollout, not of
 pi_old. A correction is a function (mismatch_R, segments, part) -> weight_R, a `CorrectionFunction`:
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tepo_megatron.config.objective import IcePop, Mis, Tis
+from tepo_megatron.config.objective import GeometricMask, IcePop, SequenceMis, Tis
 from tepo_megatron.losses.ratio import exp_clamped
 from tepo_megatron.ops.segments import Segments
 
@@ -46,7 +46,20 @@ def truncated(mismatch_R: Tensor, segments: Segments, part: Tis) -> Tensor:
     return exp_clamped(mismatch_R).clamp(max=part.high)
 
 
-def sequence_masked(mismatch_R: Tensor, segments: Segments, part: Mis) -> Tensor:
+def sequence_mis(mismatch_R: Tensor, segments: Segments, part: SequenceMis) -> Tensor:
+    """Return rho(y) 1[rho(y) <= high] with rho(y) = pi_old(y) / pi_rollout(y), the ratio of the whole sequence (MIS).
+
+    Source: Liu et al. 2025, "When Speed Kills Stability: Demystifying RL Collapse from the Training-Inference Mismatch".
+
+    Args: see `CorrectionFunction` at the top of this file.
+
+    Collectives (context parallel): one all-reduce of G sums.
+    """
+    ratio_G = exp_clamped(segments.sum_detached(mismatch_R))
+    return segments.spread(torch.where(ratio_G <= part.high, ratio_G, 0.0))
+
+
+def geometric_mask(mismatch_R: Tensor, segments: Segments, part: GeometricMask) -> Tensor:
     """Return 1 on sequences whose geometric-mean ratio pi_old / pi_rollout lies in [low, high], 0 on the others.
 
     Args: see `CorrectionFunction` at the top of this file.
@@ -70,6 +83,7 @@ def icepop(mismatch_R: Tensor, segments: Segments, part: IcePop) -> Tensor:
 CORRECTIONS: dict[str, Correction | None] = {
     "none": None,
     "tis": Correction(truncated),
-    "mis": Correction(sequence_masked, constant=True),
+    "sequence_mis": Correction(sequence_mis, constant=True),
+    "geometric_mask": Correction(geometric_mask, constant=True),
     "icepop": Correction(icepop),
 }

@@ -19,7 +19,8 @@ class LossInputs:
         old_entropy_R: Nats, entropies under the same weights.
         rollout_logprob_R: Nats, log-probs that the inference engine reported.
         segments: The sequence of each row, and sums over sequences.
-        whole: Token and sequence counts of the whole minibatch, the denominators of the loss.
+        group_tokens_R: Response tokens that the minibatch has of the row's prompt, at least 1.
+        whole: Counts of the whole minibatch, the denominators of the loss.
         ref_logprob_R: Nats, log-probs under the reference policy. None: the objective uses none.
         weights: Weights from `Objective.batch_statistics`. None: the objective has no weighting.
         noise_floor: Nats; an entropy change below it is rounding noise. Only metrics use it. None: not known.
@@ -30,6 +31,7 @@ class LossInputs:
     old_entropy_R: Tensor
     rollout_logprob_R: Tensor
     segments: Segments
+    group_tokens_R: Tensor
     whole: Denominators
     ref_logprob_R: Tensor | None = None
     weights: TokenWeights | None = None

@@ -17,20 +17,20 @@ from torch import Tensor
 from tepo_megatron.config.objective import ObjectiveParts
 from tepo_megatron.errors import ConfigError
 from tepo_megatron.losses import contradictions, diagnostics
-from tepo_megatron.losses.advantages import ADVANTAGES
+from tepo_megatron.losses.advantages import ADVANTAGES, PER_TERM
 from tepo_megatron.losses.aggregate import AGGREGATES
 from tepo_megatron.losses.correction import CORRECTIONS
 from tepo_megatron.losses.entropy import advantage_with_entropy
 from tepo_megatron.losses.inputs import LossInputs
 from tepo_megatron.losses.kl import ESTIMATORS, MASKS
 from tepo_megatron.losses.ratio import RATIOS
-from tepo_megatron.losses.surrogate import SURROGATES, ClipBounds
+from tepo_megatron.losses.surrogate import LOG_RATIO_BOUNDS, SURROGATES, ClipBounds
 from tepo_megatron.losses.weighting import WEIGHTINGS, BatchStatistics, MinibatchTokens
 from tepo_megatron.types import LossOutput, TokenStats
 
 CHOICES: dict[str, Mapping[str, Any]] = {
     "ratio": RATIOS, "surrogate": SURROGATES, "kl": ESTIMATORS, "kl_mask": MASKS, "ref_kl.estimator": ESTIMATORS,
-    "weighting.type": WEIGHTINGS, "correction.type": CORRECTIONS, "aggregate": AGGREGATES, "advantage": ADVANTAGES,
+    "weighting.type": WEIGHTINGS, "correction.type": CORRECTIONS, "aggregate": AGGREGATES, "advantage": ADVANTAGES | PER_TERM,
 }  # fmt: skip
 
 
@@ -93,8 +93,7 @@ class Objective(ObjectiveParts):
         logprob_N, entropy_N = stats_N.logprob_R.detach(), stats_N.entropy_R.detach()
         log_ratio_N = logprob_N - inputs_N.old_logprob_R
         advantage_N = self._advantage(inputs_N.advantage_R, entropy_N)
-        ratio_N = RATIOS[self.ratio](log_ratio_N, inputs_N.segments, True)
-        _, clipped_N = SURROGATES[self.surrogate](ratio_N, logprob_N, advantage_N, self._bounds)
+        _, _, clipped_N = self._policy_term(logprob_N, log_ratio_N, advantage_N, inputs_N, True)
         tokens = MinibatchTokens(advantage_N, logprob_N, entropy_N, log_ratio_N, clipped_N, keys_N)
         return weighting.statistics(tokens, self.weighting)
 
@@ -107,8 +106,8 @@ class Objective(ObjectiveParts):
         segments = inputs.segments
         advantage_R = self._advantage(inputs.advantage_R, stats.entropy_R)
         log_ratio_R = stats.logprob_R - inputs.old_logprob_R
-        ratio_R = RATIOS[self.ratio](log_ratio_R, segments, self.has_constant_factors)
-        value_R, clipped_R = SURROGATES[self.surrogate](ratio_R, stats.logprob_R, advantage_R, self._bounds)
+        constant = self.has_constant_factors
+        ratio_R, value_R, clipped_R = self._policy_term(stats.logprob_R, log_ratio_R, advantage_R, inputs, constant)
 
         correction_R = affected_R = ref_penalty_R = None
         if correction := CORRECTIONS[self.correction.type]:
@@ -122,16 +121,16 @@ class Objective(ObjectiveParts):
 
         entropy_change_R = stats.entropy_R.detach() - inputs.old_entropy_R
         mask_R = MASKS[self.kl_mask](advantage_R, entropy_change_R, self.kl_entropy_tolerance)
-        penalty_R = mask_R * ESTIMATORS[self.kl](log_ratio_R)
+        penalty_R = mask_R * ESTIMATORS[self.kl](log_ratio_R, log_ratio_R)
         value_R = value_R - self.beta * penalty_R
         if self.ref_kl is not None and self.ref_kl.where == "loss":
             assert inputs.ref_logprob_R is not None, "objective.ref_kl needs the log-probs of the reference policy"
-            ref_penalty_R = ESTIMATORS[self.ref_kl.estimator](stats.logprob_R - inputs.ref_logprob_R)
+            ref_penalty_R = ESTIMATORS[self.ref_kl.estimator](stats.logprob_R - inputs.ref_logprob_R, log_ratio_R)
             value_R = value_R - self.ref_kl.beta * ref_penalty_R
         if self.entropy_coefficient:
             value_R = value_R + self.entropy_coefficient * stats.entropy_R
 
-        aggregate_R = AGGREGATES[self.aggregate](segments, inputs.whole)
+        aggregate_R = AGGREGATES[self.aggregate](segments, inputs.whole, inputs.group_tokens_R)
         loss = -(aggregate_R * value_R).sum()
         ratio_R = ratio_R.detach()
         terms = diagnostics.LossTerms(
@@ -141,15 +140,33 @@ class Objective(ObjectiveParts):
         metrics = diagnostics.metrics(terms, inputs.whole.tokens, inputs.noise_floor)
         return LossOutput(loss, metrics, diagnostics.histograms(terms), ratio_R)
 
+    def _policy_term(
+        self, logprob_R: Tensor, log_ratio_R: Tensor, advantage_R: Tensor, inputs: LossInputs, constant_factors: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return ratio_R, the surrogate's value_R and clipped_R. Collectives: those of the ratio.
+
+        Args:
+            logprob_R: Current log-probs in nats.
+            log_ratio_R: Nats, l - l_old.
+            advantage_R: Advantage, with the entropy term if the objective has one.
+            inputs: The other inputs.
+            constant_factors: See `RatioFunction` in ratio.py.
+        """
+        bounds = ClipBounds(
+            self.clip_low, self.clip_high, self.dual_clip, self.tau_positive, self.tau_negative, self.max_divergence
+        )
+        bounded_R = None
+        if bound := LOG_RATIO_BOUNDS.get(self.surrogate):
+            log_ratio_R, bounded_R = bound(log_ratio_R, advantage_R, bounds)
+        ratio_R = RATIOS[self.ratio](log_ratio_R, inputs.segments, constant_factors)
+        value_R, clipped_R = SURROGATES[self.surrogate](ratio_R, logprob_R, inputs.old_logprob_R, advantage_R, bounds)
+        return ratio_R, value_R, clipped_R if bounded_R is None else bounded_R
+
     def _advantage(self, advantage_R: Tensor, entropy_R: Tensor) -> Tensor:
         """Return the advantage, with the entropy term if the objective has one."""
         if not self.advantage_alpha:
             return advantage_R
         return advantage_with_entropy(advantage_R, entropy_R, self.advantage_alpha, self.advantage_kappa)
-
-    @property
-    def _bounds(self) -> ClipBounds:
-        return ClipBounds(self.clip_low, self.clip_high, self.dual_clip)
 
 
 def _field(objective: Objective, path: str) -> Any:

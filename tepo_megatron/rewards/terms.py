@@ -155,8 +155,10 @@ class WeightedReward(contextlib.AbstractContextManager["WeightedReward"]):
         columns = await asyncio.gather(*(term.grade(responses) for _, term in self.terms))
         graded = []
         for rollout, verdicts in zip(rollouts, zip(*columns, strict=True), strict=True):
-            reward = sum(weight * verdict.value for (weight, _), verdict in zip(self.terms, verdicts, strict=True))
+            terms = tuple((weight, verdict.value) for (weight, _), verdict in zip(self.terms, verdicts, strict=True))
+            reward = sum(weight * value for weight, value in terms)
             unsettled = [verdict.status for verdict in verdicts if verdict.status in UNSETTLED]
             status = (unsettled or [verdicts[0].status])[0]
-            graded.append(dataclasses.replace(rollout, reward=reward, score=verdicts[0].value, status=status))
+            found = dataclasses.replace(rollout, reward=reward, score=verdicts[0].value, status=status, terms=terms)
+            graded.append(found)
         return graded

@@ -19,7 +19,7 @@ from tepo_megatron.utils.storage import writing
 from tepo_megatron.weights.hf_io import follow_umask
 
 FOLDER = "rollouts"
-_TEXTS = ("stop_reason", "answer", "status", "later_versions", "servers")  # as JSON
+_TEXTS = ("stop_reason", "answer", "status", "later_versions", "servers", "terms")  # as JSON
 _NUMBERS = {"prompt_id": torch.int64, "policy_version": torch.int64, "reward": torch.float64, "score": torch.float64}
 _SUM = "crc32"
 _TOKENS = ("token_ids_L", "response_mask_L", "rollout_logprobs_L")
@@ -150,9 +150,10 @@ def read(folder: Path, step: int) -> tuple[list[Rollout], Metrics]:
         names = [*_TOKENS, _EXPERTS] if _EXPERTS in tensors else _TOKENS
         # Copies: a view would keep the tensor of the whole step in memory, and pickle all of it.
         per_token = {name: [x.clone() for x in tensors.pop(name).split(lengths)] for name in names}
-        text.setdefault("servers", json.dumps([[]] * len(lengths)))  # older recordings have no servers
+        for name in ("servers", "terms"):  # older recordings lack them
+            text.setdefault(name, json.dumps([[]] * len(lengths)))
         columns = {name: tensors[name].tolist() for name in _NUMBERS} | {name: json.loads(text[name]) for name in _TEXTS}
-        for name in ("later_versions", "servers"):
+        for name in ("later_versions", "servers", "terms"):
             columns[name] = [tuple(map(tuple, changes)) for changes in columns[name]]
         metrics = Metrics(json.loads(text["metrics"]))
         fields = {**per_token, **columns}

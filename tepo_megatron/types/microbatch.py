@@ -66,10 +66,14 @@ class Denominators:
     Attributes:
         tokens: Response tokens N.
         sequences: Sampled sequences G of the minibatch.
+        prompts: Prompts P of the minibatch.
+        max_response_tokens: Limit of the length of a response, `rollout.max_response_tokens`.
     """
 
     tokens: Tensor
     sequences: Tensor
+    prompts: Tensor
+    max_response_tokens: Tensor
 
 
 @dataclass(frozen=True)

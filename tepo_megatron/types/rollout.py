@@ -26,6 +26,7 @@ class Rollout:
         reward: Shaped reward, which the policy is trained on; nan before grading.
         score: The grader's unshaped score, used by group filters and accuracies; nan before grading.
         status: Reason for the score (`exact`, `no_box`, `timeout`, ...); "ungraded" before grading.
+        terms: (weight, value) of each term of the reward, before shaping. Empty: not graded by terms.
         later_versions: (index, version) of each change to newer weights, which sampled the tokens from that index on.
         experts_LKT: `Routing.dtype` or int16, the experts that the engine's routers chose. The last token was never an input
             and has `no_expert` of that type. None: not requested.
@@ -48,6 +49,7 @@ class Rollout:
     experts_LKT: Tensor | None = None
     servers: tuple[tuple[int, str], ...] = ()
     prompt_experts: bytes = b""
+    terms: tuple[tuple[float, float], ...] = ()
 
     def __post_init__(self) -> None:
         length = self.token_ids_L.numel()

@@ -105,7 +105,7 @@ def _of_penalties(method: Method, of: Callable[..., Suspect]) -> Iterator[Suspec
         yield of("the KL to the reference has the other sign", replace(method, ref_beta=-method.ref_beta))
         yield of("the KL to the reference is missing", replace(method, ref_beta=0.0))
     for key, coefficient in (("kl", method.beta), ("ref_kl", method.ref_beta)):
-        for estimator in ("k1", "k2", "k3", "k3_reverse", "abs"):
+        for estimator in ("k1", "k2", "k3", "k3_importance_weighted", "abs"):
             if coefficient and estimator != getattr(method, key):
                 other: dict[str, Any] = {key: estimator}
                 yield of(f"the KL estimator is {estimator}", replace(method, **other))

@@ -47,7 +47,7 @@ FACTORS: dict[str, tuple[Value, ...]] = {
     "fixed_length": (False, True),
     "reference": ("none", "loss", "reward"),
     "weighting": ("none", "clip_cov", "kl_cov", "steer"),
-    "correction": ("none", "tis", "mis", "icepop"),
+    "correction": ("none", "tis", "geometric_mask", "icepop"),
     "old_logprobs": ("actor", "rollout"),
 }
 DEFAULTS = {name: values[0] for name, values in FACTORS.items()}

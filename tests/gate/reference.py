@@ -192,7 +192,8 @@ class Trainer:
         names = list(dict.fromkeys(s.group for s in samples))
         groups = [[x for x, s in zip(rewards, samples, strict=True) if s.group == name] for name in names]
         advantages = group_advantages(self.method.advantage, groups)
-        return [replace(r, advantage=a) for r, a in zip(responses, advantages, strict=True)]
+        prompts = [names.index(s.group) for s in samples]
+        return [replace(r, advantage=a, prompt=p) for r, a, p in zip(responses, advantages, prompts, strict=True)]
 
     def _statistics(self, model: torch.nn.Module, samples: Sequence[Sample]) -> Statistics:
         return statistics(model, [s.ids for s in samples], [s.response for s in samples], self.settings.temperature)

@@ -21,7 +21,7 @@ REFUSED = {
     "ep=2 with experts=False": "the model has no experts",
     "gradient_accumulation_fusion=True with offload_activations=True": "hide the parameter from the fused",
     "correction=tis with old_logprobs=rollout": "nothing to correct",
-    "correction=mis with old_logprobs=rollout": "nothing to correct",
+    "correction=geometric_mask with old_logprobs=rollout": "nothing to correct",
     "correction=icepop with old_logprobs=rollout": "nothing to correct",
 }
 

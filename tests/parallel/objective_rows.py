@@ -38,7 +38,8 @@ class Variant:
         """Return the variant as a method of the reference."""
         parts = METHODS[self.row] | self.parts
         low, high = CORRECTION_BOUNDS[parts.get("correction", "none")]
-        return Method(**{"correction_low": low, "correction_high": high} | parts)
+        limit = LONGEST - max(PROMPTS)
+        return Method(**{"correction_low": low, "correction_high": high, "max_response_tokens": limit} | parts)
 
     def config(self, material: Material, layout: Mapping[str, Any], max_tokens: int) -> Config:
         """Return the run's config on a layout.
@@ -74,6 +75,9 @@ class Variant:
 def _row(name: str, training: dict[str, Any] | None = None, **parts: Any) -> Variant:
     method = METHODS[name]
     larger: dict[str, Any] = {k: math.copysign(v, method[k]) for k, v in LARGER.items() if method.get(k)}
+    if "max_divergence" in method:
+        # the probabilities of a random model's tokens are small
+        larger["max_divergence"] = {"trust_region_tv": 5e-4, "trust_region_kl": 5e-6}[method["surrogate"]]
     shares = {k: v for k, v in SHARES.items() if k in method or k in parts}
     return Variant(name, larger | shares | parts, training or {})
 
@@ -85,8 +89,14 @@ VARIANTS: dict[str, Variant] = {name: _row(name) for name in METHODS} | {
     "grpo, dual clip, KL in the reward": _row("grpo", dual_clip=1.4, ref_beta=0.1, ref_kl_in="reward"),
     "grpo, old log-probs of the engine": _row("grpo", {"old_logprobs": "rollout"}),
     "dr_grpo, tis": _row("dr_grpo", correction="tis", correction_high=1.3),
-    "gspo, mis": _row("gspo", correction="mis", correction_low=0.8, correction_high=1.05, clip_low=0.1, clip_high=0.1),
+    "dppo, old log-probs of the engine": _row("dppo", {"old_logprobs": "rollout"}),
+    "gmpo": _row("gmpo", clip_low=0.1, clip_high=0.1),
+    "gmpo, tis": _row("gmpo", correction="tis", correction_high=1.3, clip_low=0.1, clip_high=0.1),
+    "gspo, mis": _row(
+        "gspo", correction="geometric_mask", correction_low=0.8, correction_high=1.05, clip_low=0.1, clip_high=0.1
+    ),
     "tepo, tis, reference": _row("tepo", correction="tis", correction_high=1.3, ref_beta=0.3, ref_kl="k2"),
+    "tepo, prompt mean": _row("tepo", aggregate="prompt_mean_token_mean"),
     "tepo, steer": _row("tepo", weighting="steer", steer_lambda_min=0.5),
     "gspo, clip_cov": _row("gspo", weighting="clip_cov", clip_low=0.1, clip_high=0.1, **COVARIANCES),
     "prefix_is, clip_cov": _row("prefix_is", weighting="clip_cov", **COVARIANCES),

@@ -94,7 +94,9 @@ def first_difference(found: Outcome, expected: Trained, row: str) -> str | None:
 
 
 CONDITIONS = {
-    "clipped": lambda m: m.surrogate in ("clip", "clip_eq4", "stop_gradient") and m.clip_high < 1,
+    "clipped": lambda m: (
+        (m.surrogate in ("clip", "clip_eq4", "stop_gradient", "clip_tokens") and m.clip_high < 1) or m.max_divergence > 0
+    ),
     "masked": lambda m: m.kl_mask != "none",
     "weighted": lambda m: m.weighting != "none",
     "corrected": lambda m: m.correction != "none",

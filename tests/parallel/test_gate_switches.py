@@ -52,7 +52,7 @@ SWITCHES: dict[str, dict[str, Tree]] = {
         "one": {"training": {"epochs": 1, "minibatch_prompts": 6}},
     },
     "old_logprobs": {name: {"training": {"old_logprobs": name}} for name in ("actor", "rollout")},
-    "correction": {"none": {}} | {name: {"objective": {"correction": name}} for name in ("tis", "mis", "icepop")},
+    "correction": {"none": {}} | {name: {"objective": {"correction": name}} for name in ("tis", "geometric_mask", "icepop")},
     "reference": {
         "none": {}, "loss": {"objective": {"ref_kl": {"beta": 0.1}}},
         "reward": {"objective": {"ref_kl": {"beta": 0.1, "where": "reward"}, "advantage": "mean"}},

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tepo_megatron.losses import OBJECTIVES, Objective
+from tepo_megatron.losses.contradictions import TRUST_REGIONS
 from tepo_megatron.losses.inputs import LossInputs
 from tepo_megatron.losses.weighting import TokenWeights
 from tepo_megatron.ops.alignment import Alignment
@@ -45,22 +46,29 @@ def objectives() -> dict[str, Objective]:
         parts: dict[str, Any] = {k: math.copysign(v, getattr(row, k)) for k, v in LARGER.items() if getattr(row, k)}
         if row.weighting.type != "none":
             parts |= {"cov_share": 0.2, "cov_low": 0.3, "steer_lambda_min": 0.5}
+        if row.surrogate in TRUST_REGIONS:
+            parts["max_divergence"] = row.max_divergence / 2
         out[name] = replaced(row, **parts)
     tepo, grpo, prefix = out["tepo"], out["grpo"], out["prefix_is"]
     return out | {
         "grpo, tis": replaced(grpo, correction="tis"),
         "grpo, icepop, reference": replaced(grpo, correction="icepop", ref_beta=0.3),
         "tepo, tis": replaced(tepo, correction="tis"),
-        "tepo, mis": replaced(tepo, correction="mis", correction_low=0.8, correction_high=1.3),
+        "tepo, mis": replaced(tepo, correction="geometric_mask", correction_low=0.8, correction_high=1.3),
+        "tepo, sequence_mis": replaced(tepo, correction="sequence_mis"),
         "tepo, steer": replaced(tepo, weighting="steer", steer_lambda_min=0.5),
         "tepo, clip_cov": replaced(tepo, weighting="clip_cov", cov_share=0.2, cov_low=0.3),
         "tepo_alg1, kl_cov": replaced(out["tepo_alg1"], weighting="kl_cov", cov_share=0.2),
         "tepo, entropy advantage": replaced(tepo, advantage_alpha=0.4),
         "prefix, mis, sequence mean": replaced(
-            prefix, correction="mis", correction_low=0.8, aggregate="sequence_mean_token_mean"
+            prefix, correction="geometric_mask", correction_low=0.8, aggregate="sequence_mean_token_mean"
         ),
         "prefix, icepop, KL": replaced(prefix, correction="icepop", kl_mask="both", beta=0.5),
         "prefix, steer": replaced(prefix, weighting="steer", steer_lambda_min=0.5),
+        "tepo, prompt mean": replaced(tepo, aggregate="prompt_mean_token_mean"),
+        "gmpo, tis": replaced(out["gmpo"], correction="tis"),
+        "prefix, clip_tokens": replaced(prefix, surrogate="clip_tokens"),
+        "prefix, soft_gate": replaced(prefix, surrogate="soft_gate"),
         "prefix, eq4": replaced(prefix, surrogate="clip_eq4"),
         "prefix, unclipped, kl_cov": replaced(prefix, surrogate="unclipped", weighting="kl_cov", cov_share=0.2),
     }
@@ -228,7 +236,7 @@ def test_alone_as_the_reference(results: dict[str, Any], batch: Batch, name: str
     o = objectives()[name]
     outcome, x_grad, h_grad = expected(method_of(o), batch)
     conditions = {
-        "clipped": o.surrogate in ("clip", "clip_eq4", "stop_gradient") and o.clip_low < 1,
+        "clipped": o.surrogate in ("clip", "clip_eq4", "stop_gradient", "clip_tokens") and o.clip_low < 1,
         "masked": o.kl_mask != "none",
         "weighted": o.weighting.type != "none",
         "corrected": o.correction.type != "none",
@@ -243,6 +251,10 @@ COLLECTIVES = {  # all-reduces of one microbatch over context-parallel ranks: fo
     "kl_cov": (0, 0),
     "tepo": (1, 0),
     "gspo": (1, 0),
+    "gmpo": (1, 0),
+    "gmpo, tis": (1, 1),
+    "sapo": (0, 0),
+    "dppo": (0, 0),
     "tepo, mis": (2, 0),
     "tepo, tis": (1, 1),
     "tepo, steer": (1, 1),

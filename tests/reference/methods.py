@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 # Eq. 4 of TEPO with PPO's pessimistic clip; the paper gives no clip range, 0.2 is this project's. beta: Section 4.1.
@@ -12,7 +13,7 @@ TEPO: dict[str, Any] = {
     "clip_high": 0.2,
     "aggregate": "token_mean",
     "advantage": "std",
-    "kl": "k3",
+    "kl": "k3_importance_weighted",
     "kl_mask": "falling_entropy",
     "kl_entropy_tolerance": 0.0,
     "beta": 0.001,
@@ -43,6 +44,9 @@ def without_bounds(method: dict[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in method.items() if not k.startswith("clip_")}
 
 
+# arXiv 2602.04879: Eq. 12 sums over the tokens, the advantage is r - mean, Appendix C.1 has the limits
+DPPO = without_bounds(GRPO) | {"aggregate": "sequence_mean_token_sum_norm", "advantage": "mean"}
+
 METHODS: dict[str, dict[str, Any]] = {
     "tepo": TEPO,
     "tepo_no_kl": NO_KL,
@@ -58,11 +62,27 @@ METHODS: dict[str, dict[str, Any]] = {
     "grpo": GRPO | {"dynamic_sampling": False, "overlong_shaping": False},
     "dapo": GRPO | {"dynamic_sampling": True, "overlong_shaping": True},  # arXiv 2503.14476
     # arXiv 2503.20783: no division by the length nor by the group's deviation; PPO's own clip
-    "dr_grpo": GRPO | {"clip_high": 0.2, "aggregate": "sequence_mean_token_sum", "advantage": "mean"},
+    "dr_grpo": GRPO | {"clip_high": 0.2, "aggregate": "sequence_mean_token_sum_norm", "advantage": "mean"},
     # arXiv 2507.18071, Section 5.1: 3e-4 and 4e-4
     "gspo": GRPO | {"ratio": "sequence", "clip_low": 3e-4, "clip_high": 4e-4, "aggregate": "sequence_mean_token_mean"},
-    # arXiv 2506.13585: bounded from above only; no upper bound is named there
-    "cispo": GRPO | {"surrogate": "stop_gradient", "clip_low": 1.0, "clip_high": 0.28},
+    # arXiv 2506.13585: bounded from above only; no upper bound is named there, TRL has 5 (arXiv 2510.13786)
+    "cispo": GRPO | {"surrogate": "stop_gradient", "clip_low": 1.0, "clip_high": 4.0},
+    # arXiv 2507.20673: the range (e^-0.4, e^0.4) of token ratios, one mean per sequence
+    "gmpo": GRPO
+    | {
+        "ratio": "sequence",
+        "surrogate": "clip_tokens",
+        "clip_low": 1 - math.exp(-0.4),
+        "clip_high": math.exp(0.4) - 1,
+        "aggregate": "sequence_mean_token_mean",
+    },
+    # arXiv 2511.20347: tau_pos 1.0, tau_neg 1.05
+    "sapo": without_bounds(GRPO)
+    | {"surrogate": "soft_gate", "tau_positive": 1.0, "tau_negative": 1.05, "aggregate": "sequence_mean_token_mean"},
+    "dppo": DPPO | {"surrogate": "trust_region_tv", "max_divergence": 0.15},
+    "dppo_kl": DPPO | {"surrogate": "trust_region_kl", "max_divergence": 0.05},
+    # arXiv 2601.05242: GRPO with rewards that are normalised term by term
+    "gdpo": GRPO | {"clip_high": 0.2, "aggregate": "sequence_mean_token_mean", "advantage": "gdpo"},
     "gpg": REINFORCE | {"advantage": "gpg"},  # arXiv 2504.02546
     "reinforce": REINFORCE,
     "rloo": REINFORCE | {"advantage": "leave_one_out"},  # arXiv 2402.14740
@@ -77,4 +97,6 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 
 # (low, high) where a correction is given none; 0: it has no lower bound
-CORRECTION_BOUNDS = {"none": (0.0, 1.0), "tis": (0.0, 2.0), "mis": (0.99, 1.01), "icepop": (0.5, 5.0)}
+CORRECTION_BOUNDS = {
+    "none": (0.0, 1.0), "tis": (0.0, 2.0), "sequence_mis": (0.0, 2.0), "geometric_mask": (0.99, 1.01), "icepop": (0.5, 5.0),
+}  # fmt: skip

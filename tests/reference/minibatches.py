@@ -67,7 +67,7 @@ def draw(seed: int, lengths: tuple[int, ...] = LENGTHS, *, extreme: bool = False
         return torch.where(x.abs() < 0.05, torch.copysign(torch.tensor(0.05), x), x)
 
     responses, logprobs, entropies = [], [], []
-    for n in lengths:
+    for i, n in enumerate(lengths):
         old = -uniform(0.02, 3.5, n)
         logprob, rollout, ref = old + differences(n), old + differences(n) * uniform(0.003, 1.5, 1), old + differences(n)
         if extreme:
@@ -76,9 +76,8 @@ def draw(seed: int, lengths: tuple[int, ...] = LENGTHS, *, extreme: bool = False
         change = uniform(-0.5, 0.5, n) * torch.randint(0, 6, (n,), generator=g).clamp(max=1)
         advantage = torch.tensor([-1.0, -1.0, 0.0, 1.0, 1.0])[torch.randint(0, 5, (1,), generator=g)] * uniform(0.3, 1.6, 1)
         keys = torch.randint(-(2**62), 2**62, (n,), generator=g)
-        responses.append(
-            Response(advantage.item(), old.tolist(), (entropy - change).tolist(), rollout.tolist(), ref.tolist(), keys.tolist())
-        )
+        per_token = [x.tolist() for x in (old, entropy - change, rollout, ref, keys)]
+        responses.append(Response(advantage.item(), *per_token, prompt=i // 3))
         logprobs.append(logprob.double())
         entropies.append(entropy.double())
     return Batch(responses, torch.cat(logprobs), torch.cat(entropies))

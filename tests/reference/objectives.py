@@ -54,12 +54,12 @@ def evaluate(method: Method, responses: list[Response], logprob_N: Tensor, entro
     for token, (weight, penalty) in zip(tokens, weights, strict=True):
         parts = [token.correction * weight * token.surrogate]
         if in_kl_mask(method, token, conditions):
-            parts.append(-method.beta * divergence(method.kl, token.x, conditions))
+            parts.append(-method.beta * divergence(method.kl, token.x, token.x, conditions))
             masked += 1
         if penalty:
             parts.append(-penalty * abs(token.x))
         if method.ref_beta and method.ref_kl_in == "loss":
-            parts.append(-method.ref_beta * divergence(method.ref_kl, token.logprob - token.ref, conditions))
+            parts.append(-method.ref_beta * divergence(method.ref_kl, token.logprob - token.ref, token.x, conditions))
         if method.entropy_coefficient:
             parts.append(method.entropy_coefficient * token.entropy)
         for part in parts:
@@ -90,19 +90,26 @@ def collect(
     logprobs, entropies = list(logprob_N.unbind()), list(entropy_N.unbind())
     total = len(logprobs)
     tokens: list[Token] = []
+    of_prompt: dict[int, int] = {}
+    for response in responses:
+        of_prompt[response.prompt] = of_prompt.get(response.prompt, 0) + len(response.old)
     for response in responses:
         n = len(response.old)
         own = [logprobs.pop(0) for _ in range(n)]
         x = [own[t] - response.old[t] for t in range(n)]
-        log_ratio = log_ratios(method.ratio, x)
-        for t in range(n):
-            entropy = entropies.pop(0)
+        own_entropies, a = [entropies.pop(0) for _ in range(n)], []
+        for entropy in own_entropies:
             bonus = min(method.advantage_alpha * entropy.item(), abs(response.advantage) / method.advantage_kappa)
+            a.append(response.advantage + bonus if method.advantage_alpha else response.advantage)
+        held = [held_back(method, a[t], x[t], conditions) for t in range(n)]
+        log_ratio = log_ratios(method.ratio, [held[t][0] for t in range(n)])
+        for t in range(n):
             tokens.append(
                 Token(
-                    a=response.advantage + bonus if method.advantage_alpha else response.advantage,
+                    a=a[t],
                     logprob=own[t],
-                    entropy=entropy,
+                    entropy=own_entropies[t],
+                    clipped=held[t][1],
                     x=x[t],
                     y=clamped(log_ratio[t], conditions),
                     old_entropy=response.old_entropy[t],
@@ -113,11 +120,33 @@ def collect(
                         "token_mean": 1 / total,
                         "sequence_mean_token_mean": 1 / (len(responses) * n),
                         "sequence_mean_token_sum": 1 / len(responses),
+                        "sequence_mean_token_sum_norm": 1 / (len(responses) * method.max_response_tokens),
+                        "prompt_mean_token_mean": 1 / (len(of_prompt) * of_prompt[response.prompt]),
                     }[method.aggregate],
                 )
             )
     assert not logprobs and not entropies
     return tokens
+
+
+def held_back(method: Method, a: float, x: Tensor, conditions: Conditions) -> tuple[Tensor, bool]:
+    """Return a token's log-ratio as GMPO clips it before the mean (other methods do not), and whether it was clipped.
+
+    Args:
+        method: Method to evaluate.
+        a: Advantage of the token.
+        x: l - l_old of the token.
+        conditions: Recorder of comparisons.
+    """
+    if method.surrogate != "clip_tokens":
+        return x, False
+    low = math.log(1 - method.clip_low) if method.clip_low < 1 else -math.inf
+    high = math.log(1 + method.clip_high)
+    if a > 0 and conditions.above(x.item(), high):
+        return number(high), True
+    if a < 0 and conditions.above(low, x.item()):
+        return number(low), True
+    return x, False
 
 
 def log_ratios(kind: str, x: list[Tensor]) -> list[Tensor]:
@@ -150,14 +179,15 @@ def correction(method: Method, response: Response, t: int, conditions: Condition
     x = [o - r for o, r in zip(response.old, response.rollout, strict=True)]
     if method.correction == "none":
         return 1.0
-    log_c = clamped(number(sum(x) / len(x) if method.correction == "mis" else x[t]), conditions).item()
+    of_sequence = {"geometric_mask": sum(x) / len(x), "sequence_mis": sum(x)}
+    log_c = clamped(number(of_sequence.get(method.correction, x[t])), conditions).item()
     if method.correction == "tis":
         return min(math.exp(log_c), method.correction_high)
-    too_low = conditions.above(math.log(method.correction_low), log_c)
+    too_low = method.correction_low > 0 and conditions.above(math.log(method.correction_low), log_c)
     too_high = conditions.above(log_c, math.log(method.correction_high))
     if too_low or too_high:
         return 0.0
-    return {"mis": 1.0, "icepop": math.exp(log_c)}[method.correction]
+    return {"geometric_mask": 1.0, "icepop": math.exp(log_c), "sequence_mis": math.exp(log_c)}[method.correction]
 
 
 def surrogate(method: Method, token: Token, conditions: Conditions) -> tuple[Tensor, bool]:
@@ -171,8 +201,14 @@ def surrogate(method: Method, token: Token, conditions: Conditions) -> tuple[Ten
     r, a = torch.exp(token.y), token.a
     if method.surrogate == "reinforce":
         return a * token.logprob, False
-    if method.surrogate == "unclipped":
-        return r * a, False
+    if method.surrogate in ("unclipped", "clip_tokens"):
+        return r * a, token.clipped
+    if method.surrogate == "soft_gate":
+        tau = method.tau_positive if a > 0 else method.tau_negative
+        return a * 4 / (tau * (1 + torch.exp(-tau * (r - 1)))), False
+    if method.surrogate in ("trust_region_tv", "trust_region_kl"):
+        leaves = leaves_trust_region(method, token, conditions)
+        return (number(0.0) if leaves else r * a), leaves
     over = conditions.above(token.y.item(), math.log(1 + method.clip_high))
     under = method.clip_low < 1 and conditions.above(math.log(1 - method.clip_low), token.y.item())
     bounded = number(1 + method.clip_high) if over else number(1 - method.clip_low) if under else r
@@ -186,6 +222,24 @@ def surrogate(method: Method, token: Token, conditions: Conditions) -> tuple[Ten
     if method.dual_clip is not None and a < 0 and conditions.above(token.y.item(), math.log(method.dual_clip)):
         return number(method.dual_clip * a), True
     return value, clipped
+
+
+def leaves_trust_region(method: Method, token: Token, conditions: Conditions) -> bool:
+    """Return whether DPPO drops the token: it is too far from the old policy, and its update would move it further.
+
+    Args:
+        method: Method to evaluate.
+        token: Token to evaluate.
+        conditions: Recorder of comparisons.
+    """
+    pi, mu = math.exp(token.logprob.item()), math.exp(token.logprob.item() - token.x.item())
+    distance = abs(pi - mu)
+    if method.surrogate == "trust_region_kl":
+        other_pi, other_mu = max(1 - pi, 1e-20), max(1 - mu, 1e-20)
+        distance = mu * -token.x.item() + other_mu * math.log(other_mu / other_pi)
+    away = (token.a > 0 and conditions.above(token.x.item(), 0.0)) or (token.a < 0 and conditions.above(0.0, token.x.item()))
+    # as logarithms: what counts for fp32 is the relative distance to the limit
+    return away and conditions.above(math.log(max(distance, 1e-300)), math.log(method.max_divergence))
 
 
 def in_kl_mask(method: Method, token: Token, conditions: Conditions) -> bool:
@@ -209,12 +263,13 @@ def in_kl_mask(method: Method, token: Token, conditions: Conditions) -> bool:
     }[method.kl_mask]
 
 
-def divergence(kind: str, x: Tensor, conditions: Conditions) -> Tensor:
+def divergence(kind: str, x: Tensor, log_ratio: Tensor, conditions: Conditions) -> Tensor:
     """Return the estimator of KL(pi || other) from x = l - l_other.
 
     Args:
         kind: Estimator.
         x: Log-ratio in nats.
+        log_ratio: l - l_old of the token, in nats.
         conditions: Recorder of comparisons.
     """
     y = clamped(x, conditions)
@@ -224,7 +279,7 @@ def divergence(kind: str, x: Tensor, conditions: Conditions) -> Tensor:
         return x * x / 2
     if kind == "k3":  # with q = other / pi: q - 1 - ln q
         return torch.exp(-y) - 1 + x
-    if kind == "k3_reverse":  # with r = pi / other: r ln r - r + 1
-        return torch.exp(y) * y - torch.exp(y) + 1
+    if kind == "k3_importance_weighted":  # r (q - 1 - ln q) with r = pi / old
+        return torch.exp(clamped(log_ratio, conditions)) * (torch.exp(-y) - 1 + y)
     assert kind == "abs"
     return abs(x)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 LIMIT = 20.0  # bound on a log-ratio, before exp
+MAX_RESPONSE_TOKENS = 40  # limit of the length of a response
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,9 @@ class Method:
     clip_low: float = 0.0
     clip_high: float = 0.0
     dual_clip: float | None = None
+    tau_positive: float = 1.0
+    tau_negative: float = 1.05
+    max_divergence: float = 0.0
     aggregate: str = "token_mean"
     advantage: str = "std"
     kl: str = "k3"
@@ -41,14 +45,16 @@ class Method:
     correction: str = "none"
     correction_low: float = 0.0
     correction_high: float = math.inf
+    mask_truncated: bool = False
     dynamic_sampling: bool = False
     overlong_shaping: bool = False
+    max_response_tokens: int = MAX_RESPONSE_TOKENS
     log_ratio_limit: float = LIMIT  # nats; infinite where an implementation has none
 
 
 @dataclass(frozen=True)
 class Response:
-    """One sampled response of |y| >= 0 tokens: its advantage, and per token nats under the other policies and a random key."""
+    """One sampled response of |y| >= 0 tokens: advantage, prompt, and of each token nats under the other policies and a key."""
 
     advantage: float
     old: list[float]
@@ -56,6 +62,7 @@ class Response:
     rollout: list[float]
     ref: list[float]
     keys: list[int]
+    prompt: int = 0
 
 
 @dataclass

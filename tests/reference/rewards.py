@@ -15,6 +15,8 @@ def group_advantages(kind: str, groups: list[list[float]]) -> list[float]:
         kind: Kind of advantage.
         groups: Rewards of each group.
     """
+    if kind == "gdpo":
+        return gdpo_advantages([[[r] for r in g] for g in groups], [1.0])
     samples = sum(len(g) for g in groups)
     silent = sum(len(g) for g in groups if max(g) == min(g))
     out = []
@@ -33,6 +35,28 @@ def group_advantages(kind: str, groups: list[list[float]]) -> list[float]:
                 "gpg": samples / (samples - silent) * (r - mean),
             }[kind])  # fmt: skip
     return out
+
+
+def gdpo_advantages(groups: list[list[list[float]]], weights: list[float]) -> list[float]:
+    """Return GDPO's advantages (arXiv 2601.05242), group after group.
+
+    Args:
+        groups: Of each group, of each sample, the reward of each term.
+        weights: Weight of each term.
+    """
+    sums = []
+    for g in groups:
+        for sample in g:
+            total = 0.0
+            for k, weight in enumerate(weights):
+                column = [other[k] for other in g]
+                mean = sum(column) / len(g)
+                std = math.sqrt(sum((r - mean) ** 2 for r in column) / (len(g) - 1)) if len(g) > 1 else 0.0
+                total += weight * (sample[k] - mean) / (std + 1e-6)
+            sums.append(total)
+    mean = sum(sums) / len(sums)
+    std = math.sqrt(sum((x - mean) ** 2 for x in sums) / (len(sums) - 1))
+    return [(x - mean) / (std + 1e-6) for x in sums]
 
 
 def overlong_penalty(tokens: int, max_tokens: int, buffer: int, penalty: float = 1.0) -> float:
@@ -61,5 +85,6 @@ def reward_towards_reference(method: Method, reward: float, response: Response) 
         reward: Reward of the response.
         response: Response.
     """
-    kl = (divergence(method.ref_kl, number(o - r), Conditions()) for o, r in zip(response.old, response.ref, strict=True))
+    pairs = zip(response.old, response.ref, strict=True)
+    kl = (divergence(method.ref_kl, number(o - r), number(0.0), Conditions()) for o, r in pairs)
     return reward - method.ref_beta * sum(k.item() for k in kl)

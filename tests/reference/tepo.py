@@ -107,7 +107,8 @@ def tepo_loss(
         objective = objective + surrogate * x.numel()
         if form != "alg1":
             mask = torch.logical_and(torch.tensor(s.advantage > 0), entropy.detach() - s.old_entropy < 0)
-            kl = torch.exp(-torch.clamp(x, -20, 20)) + x - 1
+            y = torch.clamp(x, -20, 20)
+            kl = torch.exp(y) * y - torch.exp(y) + 1
             objective = objective - beta * (kl * mask).sum()
             masked += int(mask.sum())
     shares = {"high": high / len(batch), "low": low / len(batch), "mask": masked / total}

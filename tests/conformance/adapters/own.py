@@ -18,7 +18,7 @@ from tests.conformance.check import Subject
 from tests.conformance.parts import Part
 from tests.objective_cases import replaced
 from tests.reference.methods import METHODS
-from tests.reference.parts import Method
+from tests.reference.parts import MAX_RESPONSE_TOKENS, Method
 
 # coefficients and shares that are large enough for every part to have a visible effect
 _LARGER = {"beta": 0.5, "entropy_coefficient": 0.1, "advantage_alpha": 0.4, "cov_share": 0.2, "cov_low": 0.3}
@@ -55,7 +55,10 @@ def _inputs(part: Part, weights: TokenWeights | None) -> LossInputs:
         old_entropy_R=part.old_entropy[mask],
         rollout_logprob_R=part.rollout_logprob[mask],
         segments=Segments(sequence_R, part.length.clamp(min=1).to(dtype), None, position_R, torch.zeros_like(position_R)),
-        whole=Denominators(torch.tensor(max(1, part.tokens), dtype=dtype), torch.tensor(part.sequences, dtype=dtype)),
+        group_tokens_R=torch.ones(0, dtype=dtype),  # the kit knows no prompts
+        whole=Denominators(
+            *(torch.tensor(x, dtype=dtype) for x in (max(1, part.tokens), part.sequences, 1, MAX_RESPONSE_TOKENS))
+        ),
         ref_logprob_R=part.ref_logprob[mask],
         weights=weights,
     )
@@ -65,7 +68,7 @@ def _subject(name: str, **more: Any) -> Subject:
     """more: replaced parts, by their names in the reference."""
     method = METHODS[name] | more
     parts = {k: math.copysign(v, method[k]) for k, v in _LARGER.items() if method.get(k)} | more
-    reaches_over_sequences = method["ratio"] in ("sequence", "prefix") or method.get("correction") == "mis"
+    reaches_over_sequences = method["ratio"] in ("sequence", "prefix") or method.get("correction") == "geometric_mask"
     return Subject(
         ", ".join([name, *(f"{k}={v}" for k, v in more.items())]),
         loss_of(replaced(OBJECTIVES[name], **parts)),
@@ -79,6 +82,6 @@ def subjects() -> list[Subject]:
     return [
         *(_subject(name) for name in OBJECTIVES),
         _subject("grpo", correction="tis", correction_high=2.0),
-        _subject("gspo", correction="mis", correction_low=0.8, correction_high=1.3),
+        _subject("gspo", correction="geometric_mask", correction_low=0.8, correction_high=1.3),
         _subject("dapo", correction="icepop", correction_low=0.5, correction_high=5.0, ref_beta=0.1),
     ]

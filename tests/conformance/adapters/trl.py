@@ -43,7 +43,8 @@ def loss_of(loss_type: str, level: str = "token", **keys: Any) -> Loss:
             loss_type=loss_type, importance_sampling_level=level, epsilon_low=keys.get("epsilon_low", 0.2),
             epsilon_high=keys.get("epsilon_high", 0.2), beta=keys.get("beta", 0.0), accelerator=accelerator,
             args=SimpleNamespace(
-                delta=keys.get("delta"), use_bias_correction_kl=False, steps_per_generation=part.microbatches
+                delta=keys.get("delta"), use_bias_correction_kl=keys.get("bias_correction", False),
+                steps_per_generation=part.microbatches, sapo_temperature_pos=1.0, sapo_temperature_neg=1.05,
             ),
             entropy_coef=keys.get("entropy_coef", 0.0), _entropy_bonus_enabled="entropy_coef" in keys,
             use_adaptive_entropy=False, top_entropy_quantile=1.0, off_policy_mask_threshold=None, aux_loss_enabled=False,
@@ -81,12 +82,17 @@ def subjects() -> list[Subject]:
         ),
         Subject("dapo", loss_of("dapo", **bounds), Method(**higher), True),
         Subject("dapo, KL to the reference", loss_of("dapo", beta=0.1, **bounds), Method(**higher | {"ref_beta": 0.1}), True),
+        Subject(
+            "dapo, importance-weighted KL to the reference", loss_of("dapo", beta=0.1, bias_correction=True, **bounds),
+            Method(**higher | {"ref_beta": 0.1, "ref_kl": "k3_importance_weighted"}), True,
+        ),
+        Subject("sapo", loss_of("sapo"), Method(**METHODS["sapo"] | unclamped), says=means),
         Subject("dapo, delta=3", loss_of("dapo", delta=3.0, **bounds), Method(**higher | {"dual_clip": 3.0}), True),
         Subject(
             "dapo, entropy bonus", loss_of("dapo", entropy_coef=0.1, **bounds), Method(**higher | {"entropy_coefficient": 0.1}),
             True, tokens,
         ),
-        Subject("cispo", loss_of("cispo", epsilon_high=1.28), Method(**METHODS["cispo"] | unclamped), True),
+        Subject("cispo", loss_of("cispo", epsilon_high=5.0), Method(**METHODS["cispo"] | unclamped), True),
         Subject(
             "grpo, sequence level (GSPO)", loss_of("grpo", "sequence", epsilon_low=3e-4, epsilon_high=4e-4), Method(**gspo),
             says=means,

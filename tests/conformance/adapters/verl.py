@@ -92,9 +92,29 @@ def subjects() -> list[Subject]:
             Method(**METHODS["gspo"]),
             says={"huge ratios": huge},
         ),
+        Subject(
+            "geo_mean (GMPO)",
+            loss_of("geo_mean", "seq-mean-token-mean", clip_ratio_low=0.4, clip_ratio_high=0.4),
+            Method(**METHODS["gmpo"] | unclamped),
+            says=dict.fromkeys(
+                (
+                    "equal microbatches",
+                    "unequal microbatches",
+                    "a microbatch without tokens",
+                    "2 ranks",
+                    "2 ranks, 2 microbatches",
+                ),
+                "takes the mean over the sequences of each microbatch",
+            ),
+        ),
+        Subject(
+            "sapo",
+            loss_of("sapo", "seq-mean-token-mean", tau_pos=1.0, tau_neg=1.05),
+            Method(**METHODS["sapo"]),
+        ),
         Subject("gpg", loss_of("gpg", "token-mean"), Method(**METHODS["gpg"]), True),
         Subject(
-            "cispo", loss_of("cispo", "token-mean", clip_ratio_low=1.0, clip_ratio_high=0.28), Method(**METHODS["cispo"]), True
+            "cispo", loss_of("cispo", "token-mean", clip_ratio_low=1.0, clip_ratio_high=4.0), Method(**METHODS["cispo"]), True
         ),
         Subject(
             "clip_cov, all candidates",

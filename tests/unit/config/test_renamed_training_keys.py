@@ -32,14 +32,16 @@ SAME: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ),
     (
         {"objective.correction": "mis", "objective.correction_low": 0.8, "objective.correction_high": 1.3},
-        {"objective.correction": {"type": "mis", "low": 0.8, "high": 1.3}},
+        {"objective.correction": {"type": "geometric_mask", "low": 0.8, "high": 1.3}},
     ),
+    ({"objective.correction.type": "mis"}, {"objective.correction.type": "geometric_mask"}),
     (
         {
             "objective.ref_beta": 0.1, "objective.ref_kl": "k2", "objective.ref_kl_in": "reward", "model.reference": "other",
         },
         {"objective.ref_kl": {"beta": 0.1, "estimator": "k2", "where": "reward", "path": "other"}},
     ),
+    ({"objective.kl": "k3_reverse"}, {"objective.kl": "k3_importance_weighted"}),
     ({"objective.ref_beta": 0.0}, {"objective.ref_kl": None}),
     (
         {"objective.name": "dapo", "objective.dynamic_sampling": False},
@@ -110,14 +112,18 @@ def test_old_keys_are_the_new_ones(old: dict[str, Any], new: dict[str, Any]) -> 
             continue
         (said,) = [line for line in layers.messages if line.startswith(f"old.yaml: {key} ")]
         names = [each.new for each in RENAMED if each.old == key and each.new is not None]
-        assert "was removed" in said or any(f"is now {name};" in said for name in names)
+        assert "was removed" in said or any(f"is now {name}" in said for name in names)
 
 
 def test_every_renamed_key_of_these_sections_is_tried() -> None:
-    tried = {key for old, _ in SAME for key in old}
-    assert {
-        key.old for key in RENAMED if key.old.partition(".")[0] in SECTIONS and key.old != "parallel.silent_seconds"
-    } <= tried
+    tried = {key for old, _ in SAME for key in old} | {"parallel.silent_seconds", "objective.ref_kl.estimator"}
+    assert {key.old for key in RENAMED if key.old.partition(".")[0] in SECTIONS} <= tried
+
+
+def test_the_reverse_estimator_of_a_reference_kl_is_refused_with_the_fix() -> None:
+    with pytest.raises(ConfigError, match=r"objective\.ref_kl\.estimator='k3_reverse': .* k3_importance_weighted weighs by pi"):
+        layers = Layers()
+        layers.add(tree({"objective.ref_kl": {"beta": 0.1, "estimator": "k3_reverse"}}), "old.yaml")
 
 
 def test_each_key_of_the_command_line_is_a_layer() -> None:

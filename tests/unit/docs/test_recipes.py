@@ -17,6 +17,7 @@ from tepo_megatron.controller.method import resolve
 from tepo_megatron.errors import ConfigError, DataError
 from tepo_megatron.evaluation.problems import check_sources
 from tepo_megatron.launcher.start import preflight
+from tepo_megatron.losses import OBJECTIVES
 
 PAPER = Path("examples/paper")
 README = (PAPER / "README.md").read_text()
@@ -127,6 +128,28 @@ def test_a_row_is_what_the_paper_says(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ROWS)
+def test_a_row_with_a_kl_names_its_estimator(name: str) -> None:
+    cfg = load_config(PAPER / f"{name}.yaml")
+    assert cfg.objective.kl == ("k3_importance_weighted" if ROWS[name][2] else None)
+
+
+@pytest.mark.parametrize("kl", ["k1", "k3", "abs"])
+@pytest.mark.parametrize("name", [name for name in ROWS if name.startswith("table3/panel_") and ROWS[name][2]])
+def test_panels_a_and_e_with_another_estimator(name: str, kl: str) -> None:
+    row = load_config(PAPER / f"{name}.yaml")
+    other = load_config(PAPER / f"{name.replace('table3', 'estimators')}_{kl}.yaml")
+    assert resolve(other).objective == resolve(row).objective.replace(kl=kl)
+    assert other.training == row.training and other.rollout == row.rollout
+
+
+@pytest.mark.parametrize("name", ["tepo_eq4", "tepo_alg1"])
+def test_the_other_readings_of_the_paper(name: str) -> None:
+    cfg, row = load_config(PAPER / f"readings/{name}.yaml"), load_config(PAPER / "table1/qwen2.5-7b-tepo.yaml")
+    assert resolve(cfg).objective == OBJECTIVES[name]
+    assert cfg.training == row.training and cfg.rollout == row.rollout
+
+
+@pytest.mark.parametrize("name", ROWS)
 def test_what_section_4_1_fixes_holds_in_every_row(name: str) -> None:
     cfg = load_config(PAPER / f"{name}.yaml")
     assert (cfg.optimizer.lr, cfg.rollout.temperature, cfg.rollout.filter_uniform_groups) == (5e-7, 1.0, True)
@@ -163,7 +186,7 @@ def test_rows_that_are_another_row_print_its_figures() -> None:
 
 
 def test_the_readme_lists_every_file_and_no_other() -> None:
-    listed = re.findall(r"`((?:table\d/|models/|_base)[\w./-]*?)\.yaml`", README)
+    listed = re.findall(r"`((?:table\d/|models/|estimators/|readings/|_base)[\w./-]*?)\.yaml`", README)
     assert set(listed) == set(files())
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from tepo_megatron.config.io import load_config, to_yaml, validate
 from tepo_megatron.controller.method import Method, resolve
+from tepo_megatron.controller.opening import _method_lines
 from tepo_megatron.errors import ConfigError
 from tepo_megatron.launcher.start import preflight
 from tepo_megatron.rewards.overlong import OverlongShaping
@@ -123,3 +124,19 @@ TRAINING = sorted({p.name for p in Path("examples").glob("*.yaml")} - ABLATIONS)
 def test_examples_contradict_nothing(name: str) -> None:
     cfg = load_config(Path("examples") / name)
     assert resolve(cfg).max_generation_rounds == cfg.rollout.max_generation_rounds
+
+
+@pytest.mark.parametrize(
+    ("sections", "warns"),
+    [
+        ({}, True),
+        ({"objective": {"correction": "tis"}}, False),
+        ({"objective": {"name": "tepo_no_kl"}, "training": {"old_logprobs": "rollout"}}, False),
+        ({"rollout": {"max_staleness": 0}}, False),
+    ],
+)
+def test_stale_responses_without_correction_are_reported(sections: dict[str, Any], warns: bool) -> None:
+    disaggregated = {"max_staleness": 1, "colocate": False} | sections.get("rollout", {})
+    cfg = validate(tree(**sections | {"rollout": disaggregated}))
+    lines = _method_lines(resolve(cfg), cfg.training, cfg.rollout)
+    assert any("max_staleness=1 trains on responses of older weights" in line for line in lines) == warns

@@ -28,12 +28,15 @@ def batch() -> TrainBatch:
 def check_whole(module: object) -> None:
     """The minibatch as a weighting sees it."""
     stats = TokenStats(torch.tensor(OLD) + CURRENT * torch.arange(7.0), torch.zeros(7))
-    inputs = module.MinibatchInputs(batch(), torch.device("cpu"), None).whole(stats)  # type: ignore[attr-defined]
+    inputs = module.MinibatchInputs(batch(), torch.device("cpu"), None, 9).whole(stats)  # type: ignore[attr-defined]
     assert inputs.advantage_R.tolist() == [2.0] * 4 + [-1.0] * 3
     assert inputs.old_logprob_R.tolist() == OLD and inputs.old_entropy_R.tolist() == list(range(7))
     assert inputs.rollout_logprob_R.tolist() == [x + ROLLOUT for x in OLD]
     assert inputs.ref_logprob_R is not None and inputs.ref_logprob_R.tolist() == [x - 1 for x in OLD]
-    assert (float(inputs.whole.tokens), float(inputs.whole.sequences)) == (7.0, 2.0)
+    whole = inputs.whole
+    counts = [float(x) for x in (whole.tokens, whole.sequences, whole.prompts, whole.max_response_tokens)]
+    assert counts == [7, 2, 2, 9]
+    assert inputs.group_tokens_R.tolist() == [4.0] * 4 + [3.0] * 3
     assert inputs.segments.position_R is not None and inputs.segments.position_R.tolist() == [0, 1, 2, 3, 0, 1, 2]
     ratio_R = sequence_ratio(stats.logprob_R - inputs.old_logprob_R, inputs.segments, True)
     means = [CURRENT * (0 + 1 + 2 + 3) / 4] * 4 + [CURRENT * (4 + 5 + 6) / 3] * 3

@@ -7,7 +7,16 @@ import torch
 
 from tepo_megatron.config import ObjectiveConfig
 from tepo_megatron.config.io import validate_as
-from tepo_megatron.config.objective import PARTS, ClipCov, KlCov, Mis, ObjectiveParts, ReferenceKl, Steer, variants
+from tepo_megatron.config.objective import (
+    PARTS,
+    ClipCov,
+    GeometricMask,
+    KlCov,
+    ObjectiveParts,
+    ReferenceKl,
+    Steer,
+    variants,
+)
 from tepo_megatron.errors import ConfigError
 from tepo_megatron.losses import OBJECTIVES, build_objective
 from tepo_megatron.losses.correction import CORRECTIONS
@@ -25,7 +34,10 @@ from tests.reference.methods import CORRECTION_BOUNDS
         ({"ratio": "sentence"}, "objective.ratio='sentence' is unknown; use one of token, sequence"),
         ({"advantage": "median"}, "objective.advantage='median' is unknown; use one of std, mean, leave_one_out, gpg"),
         ({"weighting": "top"}, "weighting: type='top' is unknown; use one of none, clip_cov, kl_cov, steer"),
-        ({"correction": "cut"}, "correction: type='cut' is unknown; use one of none, tis, mis, icepop"),
+        (
+            {"correction": "cut"},
+            "correction: type='cut' is unknown; use one of none, tis, sequence_mis, geometric_mask, icepop",
+        ),
         ({"ref_kl": {"beta": 0.1, "estimator": "k4"}}, "objective.ref_kl.estimator='k4' is unknown; use one of k1, k2, k3"),
         ({"ref_kl": {"beta": 0.1, "where": "advantage"}}, "ref_kl.where: .* 'loss' or 'reward' .got 'advantage'"),
         ({"name": "tepo_no_kl", "beta": 0.1}, "no effect under objective.kl_mask=none"),
@@ -38,7 +50,7 @@ from tests.reference.methods import CORRECTION_BOUNDS
         ({"name": "clip_cov", "weighting": {"low": 7.0}}, "objective.weighting: low=7.0 must be below high=5.0"),
         ({"name": "clip_cov", "weighting": {"share": 1.5}}, "weighting.share: .* less than or equal to 1 .got 1.5"),
         ({"name": "steer", "weighting": {"lambda_min": 1.0}}, "weighting.lambda_min: .* less than 1 .got 1.0"),
-        ({"correction": {"type": "mis", "low": 1.005}}, "set low <= 1 <= high"),
+        ({"correction": {"type": "geometric_mask", "low": 1.005}}, "set low <= 1 <= high"),
         ({"correction": {"type": "icepop", "high": 0.9}}, "set low <= 1 <= high"),
     ],
 )
@@ -142,7 +154,7 @@ def test_a_row_named_alone_is_that_row(name: str) -> None:
 @pytest.mark.parametrize(
     "parts",
     [
-        {"name": "tepo", "correction": Mis(high=1.2), "ref_kl": ReferenceKl(beta=0.1)},
+        {"name": "tepo", "correction": GeometricMask(high=1.2), "ref_kl": ReferenceKl(beta=0.1)},
         {"name": "gspo", "weighting": ClipCov(share=0.2, low=0.2)},
         {"name": "kl_cov", "ratio": "prefix", "weighting": KlCov(share=0.25), "aggregate": "sequence_mean_token_sum"},
         {"name": "entropy_advantage", "advantage_alpha": 0.4, "weighting": Steer(), "dual_clip": 3.0},
@@ -157,7 +169,7 @@ def test_replaced_parts_are_computed(parts: dict) -> None:
 
 
 def test_a_new_method_is_a_function_and_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    def squared(ratio_R, logprob_R, advantage_R, bounds):
+    def squared(ratio_R, logprob_R, old_logprob_R, advantage_R, bounds):
         return ratio_R.square() * advantage_R, torch.zeros_like(ratio_R, dtype=torch.bool)
 
     monkeypatch.setitem(SURROGATES, "squared", squared)

@@ -6,6 +6,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from tepo_megatron.losses import OBJECTIVES, Objective
+from tepo_megatron.losses.aggregate import AGGREGATES
 from tests import objective_cases as cases
 from tests.objective_cases import MARGIN, compare, draw, expected, fair_cases, method_of, objective_of, ours, replaced
 from tests.pairwise import pairwise
@@ -30,6 +31,19 @@ SURROGATES = (
         "weighting": st.sampled_from(["none", "clip_cov", "kl_cov", "steer"]),
     })
     | st.fixed_dictionaries({
+        "ratio": WITH_RATIO,
+        "surrogate": st.sampled_from(["clip_tokens", "soft_gate"]),
+        "tau_positive": st.sampled_from([0.5, 1.0]),
+        "tau_negative": st.sampled_from([1.05, 3.0]),
+        "weighting": BOUNDED,
+    })
+    | st.fixed_dictionaries({
+        "ratio": st.just("token"),
+        "surrogate": st.sampled_from(["trust_region_tv", "trust_region_kl"]),
+        "max_divergence": st.sampled_from([0.02, 0.1]),
+        "weighting": BOUNDED,
+    })
+    | st.fixed_dictionaries({
         "ratio": st.sampled_from(["none", "token", "sequence"]),
         "surrogate": st.just("reinforce"),
         "weighting": BOUNDED,
@@ -37,9 +51,12 @@ SURROGATES = (
 )  # fmt: skip
 CORRECTIONS = (
     st.just({})
-    | st.fixed_dictionaries({"correction": st.just("tis"), "correction_high": st.sampled_from([None, 1.1])})
     | st.fixed_dictionaries({
-        "correction": st.sampled_from(["mis", "icepop"]),
+        "correction": st.sampled_from(["tis", "sequence_mis"]),
+        "correction_high": st.sampled_from([None, 1.1]),
+    })
+    | st.fixed_dictionaries({
+        "correction": st.sampled_from(["geometric_mask", "icepop"]),
         "correction_low": st.sampled_from([None, 0.8]),
         "correction_high": st.sampled_from([None, 1.3]),
     })
@@ -48,7 +65,7 @@ KL = (
     st.just({})
     | st.fixed_dictionaries({
         "kl_mask": st.sampled_from(["all", "falling_entropy", "rising_entropy", "both"]),
-        "kl": st.sampled_from(["k1", "k2", "k3", "k3_reverse", "abs"]),
+        "kl": st.sampled_from(["k1", "k2", "k3", "k3_importance_weighted", "abs"]),
         "kl_entropy_tolerance": st.sampled_from([0.0, 0.2]),
         "beta": st.sampled_from([0.01, 1.0]),
     })
@@ -56,7 +73,7 @@ KL = (
 REFERENCE_KL = (
     st.just({})
     | st.fixed_dictionaries({
-        "ref_kl": st.sampled_from(["k1", "k2", "k3", "k3_reverse", "abs"]),
+        "ref_kl": st.sampled_from(["k1", "k2", "k3", "k3_importance_weighted", "abs"]),
         "ref_beta": st.sampled_from([0.01, 1.0]),
         "ref_kl_in": st.sampled_from(["loss", "loss", "reward"]),
     })
@@ -67,7 +84,7 @@ OBJECTIVE = st.builds(
     correction=CORRECTIONS,
     kl=KL,
     ref=REFERENCE_KL,
-    aggregate=st.sampled_from(["token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum"]),
+    aggregate=st.sampled_from(list(AGGREGATES)),
     clip_low=st.sampled_from([0.1, 0.2, 1.0]),
     clip_high=st.sampled_from([0.2, 0.28]),
     entropy_coefficient=st.sampled_from([0.0, 0.1, -0.1]),
@@ -110,10 +127,10 @@ def test_extreme_log_ratios_are_clamped_alike(objective: Objective, seed: int, l
 
 
 COMBINATIONS = pairwise(
-    ["token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum"],
+    list(AGGREGATES),
     ["token", "sequence", "prefix"],
     ["none", "clip_cov", "kl_cov", "steer"],
-    ["none", "tis", "mis", "icepop"],
+    ["none", "tis", "sequence_mis", "geometric_mask", "icepop"],
 )
 
 
@@ -151,6 +168,9 @@ ACTIVE = {  # objective -> the condition, the share of the tokens that it acts o
     "clip, sequence": (Objective(ratio="sequence", clip_low=0.1), "clipped", 0.15),
     "clip, prefix": (Objective(ratio="prefix", clip_low=0.1), "clipped", 0.15),
     "clip_eq4": (Objective(ratio="token", surrogate="clip_eq4"), "clipped", 0.1),
+    "clip_tokens": (Objective(ratio="sequence", surrogate="clip_tokens"), "clipped", 0.1),
+    "trust_region_tv": (Objective(ratio="token", surrogate="trust_region_tv", max_divergence=0.1), "clipped", 0.05),
+    "trust_region_kl": (Objective(ratio="token", surrogate="trust_region_kl", max_divergence=0.02), "clipped", 0.05),
     "stop_gradient": (Objective(ratio="token", surrogate="stop_gradient"), "clipped", 0.2),
     "falling": (Objective(ratio="token", kl_mask="falling_entropy", beta=1.0), "masked", 0.1),
     "rising": (Objective(ratio="token", kl_mask="rising_entropy", beta=1.0), "masked", 0.1),
@@ -159,7 +179,8 @@ ACTIVE = {  # objective -> the condition, the share of the tokens that it acts o
     "kl_cov": (objective_of(ratio="token", surrogate="unclipped", weighting="kl_cov", cov_share=0.27), "weighted", 0.2),
     "steer": (objective_of(ratio="token", weighting="steer", steer_lambda_min=0.5), "weighted", 0.2),
     "tis": (objective_of(ratio="token", correction="tis"), "corrected", 0.2),
-    "mis": (objective_of(ratio="token", correction="mis", correction_low=0.8), "corrected", 0.2),
+    "geometric_mask": (objective_of(ratio="token", correction="geometric_mask", correction_low=0.8), "corrected", 0.2),
+    "sequence_mis": (objective_of(ratio="token", correction="sequence_mis"), "corrected", 0.2),
     "icepop": (objective_of(ratio="token", correction="icepop"), "corrected", 0.2),
 }
 

@@ -1,5 +1,7 @@
 """Every row of the table is the method of its name: the numbers of its paper, and the reference's loss and gradients."""
 
+import dataclasses
+import itertools
 import math
 from typing import Any
 
@@ -61,7 +63,8 @@ def share(parts: dict[str, Any], name: str) -> float:
     return sum(theirs[0].shares[name] for _, theirs in cases) / len(cases)
 
 
-CLIPPED = {n: (0.005 if n == "clip_cov" else 0.1) for n, m in METHODS.items() if "clip_high" in m}
+LEAST = {"clip_cov": 0.005, "cispo": 0.005, "dppo": 0.03, "dppo_kl": 0.03}
+CLIPPED = {n: LEAST.get(n, 0.1) for n, m in METHODS.items() if "clip_high" in m or "max_divergence" in m}
 MASKED = {n: 0.1 for n, m in METHODS.items() if m.get("kl_mask", "none") not in ("none", "all")}
 WEIGHTED = {"clip_cov": 0.03, "kl_cov": 0.15, "steer": 0.1}
 
@@ -94,11 +97,56 @@ def rollouts(rewards: list[list[float]]) -> list[Rollout]:
     return [Rollout(p, ids, mask, torch.zeros(2), 0, "stop", reward=r, score=r) for p, g in enumerate(rewards) for r in g]
 
 
-@pytest.mark.parametrize("kind", ["std", "mean", "leave_one_out", "gpg"])
+@pytest.mark.parametrize("kind", ["std", "mean", "leave_one_out", "gpg", "gdpo"])
 @pytest.mark.parametrize("rewards", [REWARDS, REWARDS[1:3]], ids=["mixed", "silent"])
 def test_group_advantages(kind: str, rewards: list[list[float]]) -> None:
     got = group_advantages(rollouts(rewards), kind).tolist()
     assert got == pytest.approx(reference.group_advantages(kind, rewards), rel=1e-6, abs=1e-7)
+
+
+TERMS = [[[1.0, 0.2], [0.0, 0.1], [1.0, 0.9]], [[0.0, 0.0], [0.0, 0.5]], [[1.0, 0.3]]]
+
+
+@pytest.mark.parametrize("shaping", [0.0, -0.5])
+def test_gdpo_normalises_every_term_in_its_group(shaping: float) -> None:
+    """The penalty that shaping adds to one of the responses is a term of its own."""
+    weights, more = [1.0, 0.25], [[0.0] * len(g) for g in TERMS]
+    more[0][1] = shaping
+    graded = [
+        dataclasses.replace(
+            rollout,
+            terms=tuple(zip(weights, values, strict=True)),
+            reward=sum(w * v for w, v in zip(weights, values, strict=True)) + extra,
+        )
+        for rollout, values, extra in zip(
+            rollouts([[0.0] * len(g) for g in TERMS]), itertools.chain(*TERMS), itertools.chain(*more), strict=True
+        )
+    ]
+    groups = [[[*values, x] for values, x in zip(g, extra, strict=True)] for g, extra in zip(TERMS, more, strict=True)]
+    expected = reference.gdpo_advantages(groups, [*weights, 1.0]) if shaping else reference.gdpo_advantages(TERMS, weights)
+    assert group_advantages(graded, "gdpo").tolist() == pytest.approx(expected, rel=1e-6, abs=1e-7)
+
+
+def test_gdpo_tells_apart_what_grpo_gives_one_advantage() -> None:
+    """The paper's example: of two rewards of 0 or 1, (0, 1, 2) in sum, GRPO normalises (0, 1) and (0, 2) alike."""
+
+    def advantages(kind: str, values: list[tuple[float, float]]) -> list[float]:
+        graded = [
+            dataclasses.replace(r, terms=((1.0, a), (1.0, b)), reward=a + b)
+            for r, (a, b) in zip(rollouts([[0.0, 0.0], [0.0, 0.0]]), values, strict=True)
+        ]
+        return group_advantages(graded, kind).tolist()
+
+    values = [(0.0, 0.0), (0.0, 1.0), (0.0, 0.0), (1.0, 1.0)]  # two groups of two
+    std, gdpo = advantages("std", values), advantages("gdpo", values)
+    assert std[1] == pytest.approx(std[3], rel=1e-5)
+    assert gdpo[3] == pytest.approx(2 * gdpo[1], rel=1e-5)
+
+
+def test_rollouts_with_different_terms_are_refused() -> None:
+    one, other = rollouts([[0.0, 1.0]])
+    with pytest.raises(ValueError, match="graded with different terms"):
+        group_advantages([dataclasses.replace(one, terms=((1.0, 0.0),)), other], "gdpo")
 
 
 @pytest.mark.parametrize("extreme", [False, True])
@@ -110,14 +158,22 @@ def test_advantages_after_a_reference_kl_in_the_reward(kind: str, extreme: bool)
     method = Method("token", ref_kl=kind, ref_beta=0.1, ref_kl_in="reward")
     shaped = [reference.reward_towards_reference(method, r, s) for r, s in zip(rewards, responses, strict=True)]
     expected = reference.group_advantages("std", [shaped[:3], shaped[3:]])
-    penalty = [0.1 * ESTIMATORS[kind](torch.tensor(s.old).double() - torch.tensor(s.ref).double()).sum() for s in responses]
+    apart = [torch.tensor(s.old).double() - torch.tensor(s.ref).double() for s in responses]
+    penalty = [0.1 * ESTIMATORS[kind](x, torch.zeros_like(x)).sum() for x in apart]
     got = group_advantages(penalized(rollouts([rewards[:3], rewards[3:]]), torch.stack(penalty)), "std")
     assert got.tolist() == pytest.approx(expected, rel=1e-6, abs=1e-7)
 
 
 def test_the_rows_name_the_advantages_of_their_papers() -> None:
     named = {name: m["advantage"] for name, m in METHODS.items() if m["advantage"] != "std"}
-    assert named == {"dr_grpo": "mean", "gpg": "gpg", "rloo": "leave_one_out"}
+    assert named == {
+        "dr_grpo": "mean",
+        "dppo": "mean",
+        "dppo_kl": "mean",
+        "gdpo": "gdpo",
+        "gpg": "gpg",
+        "rloo": "leave_one_out",
+    }
 
 
 @pytest.mark.parametrize("penalty", [1.0, 0.5])

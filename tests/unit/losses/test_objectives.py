@@ -39,7 +39,7 @@ def test_both_forms_of_the_sequence_ratio_have_one_gradient(surrogate: str) -> N
         x = batch.logprob.clone().requires_grad_()
         ratio = sequence_ratio(x - inputs.old_logprob_R, inputs.segments, constant_factors)
         bounds = ClipBounds(objective.clip_low, objective.clip_high)
-        value, _ = SURROGATES[surrogate](ratio, x, inputs.advantage_R, bounds)
+        value, _ = SURROGATES[surrogate](ratio, x, inputs.old_logprob_R, inputs.advantage_R, bounds)
         value.sum().backward()
         grads.append(x.grad)
     assert grads[0].norm() > 0
@@ -120,8 +120,10 @@ def test_dual_clip_bounds_the_cost_of_a_wrong_answer_that_became_likelier() -> N
         ("tis", [0.0, 0.5, 1.0, -1.0], [1, math.exp(0.5), 2, math.exp(-1)]),
         ("icepop", [0.0, 1.5, 2.0, -0.6], [1, math.exp(1.5), 0, math.exp(-0.6)]),
         ("icepop", [0.0, 0.0, 0.0, -0.8], [1, 1, 1, 0]),
-        ("mis", [0.05, -0.05, 0.02, -0.01], [1, 1, 1, 1]),
-        ("mis", [0.05, 0.05, 0.0, 0.0], [0, 0, 0, 0]),
+        ("sequence_mis", [0.3, 0.2, 0.0, -0.1], [math.exp(0.4)] * 4),
+        ("sequence_mis", [0.3, 0.3, 0.2, 0.0], [0, 0, 0, 0]),
+        ("geometric_mask", [0.05, -0.05, 0.02, -0.01], [1, 1, 1, 1]),
+        ("geometric_mask", [0.05, 0.05, 0.0, 0.0], [0, 0, 0, 0]),
     ],
 )
 def test_corrections_by_hand(correction: str, log_mismatch: list[float], factors: list[float]) -> None:

@@ -7,9 +7,10 @@ import dataclasses
 import pytest
 import torch
 
-from tepo_megatron.errors import ConfigError
+from tepo_megatron.errors import ConfigError, DataError
+from tepo_megatron.losses.advantages import group_advantages, without_truncated
 from tepo_megatron.rewards.overlong import OverlongShaping
-from tepo_megatron.types import Rollout
+from tepo_megatron.types import Rollout, TrainBatch
 
 
 def graded(response_tokens: int, score: float) -> Rollout:
@@ -55,3 +56,30 @@ def test_only_the_reward_changes() -> None:
 def test_a_buffer_as_long_as_the_response_is_refused(buffer: int) -> None:
     with pytest.raises(ConfigError, match=rf"overlong_buffer_tokens={buffer} must be below rollout\.max_response_tokens=8"):
         OverlongShaping(max_tokens=8, buffer_tokens=buffer, penalty=1.0)
+
+
+def cut_off(rollout: Rollout) -> Rollout:
+    return dataclasses.replace(rollout, stop_reason="length")
+
+
+def test_truncated_responses_are_masked_and_the_others_untouched() -> None:
+    ended, truncated = graded(5, 1.0), cut_off(graded(9, 0.0))
+    kept, masked = without_truncated([ended, truncated])
+    assert kept is ended
+    assert (masked.response_length, masked.reward, masked.token_ids_L.numel()) == (0, 0.0, 12)
+    assert not masked.rollout_logprobs_L.any()
+
+
+def test_the_group_keeps_what_a_truncated_response_says() -> None:
+    """Its reward is in the mean and the deviation of its group: advantages are made before the mask."""
+    group = [dataclasses.replace(graded(5, score), prompt_id=0) for score in (1.0, 1.0, 0.0)]
+    batch = [*group[:2], cut_off(group[2])]
+    assert group_advantages(batch, "std").tolist() == group_advantages(group, "std").tolist()
+    masked = without_truncated(batch)
+    assert TrainBatch.build(masked, group_advantages(masked, "std")).response_lengths == [5, 5, 0]
+
+
+def test_a_step_without_any_ended_response_is_refused() -> None:
+    with pytest.raises(DataError, match="mask_truncated leaves nothing to learn from; raise the first"):
+        without_truncated([cut_off(graded(5, 0.0))])
+    assert without_truncated([]) == ()
