@@ -65,7 +65,7 @@ def open_driver(cfg: Config, make_engine: EngineFactory | None = None) -> Iterat
         )
         _log_lines(log, *data.log_lines)
         _log_lines(log, *untested_fields(cfg.megatron))
-        _log_lines(log, *_method_lines(method, cfg.training, rollout))
+        _log_lines(log, *method_lines(method, cfg.training, rollout))
         _log_lines(log, *checks_that_are_off(safety_checks(cfg)), *beginning(rollout, run_dir / SERVER_LOG))
         engine = stack.enter_context((make_engine or _build_engine)(cfg))
         if rollout.function is not None:
@@ -97,8 +97,14 @@ def _log_lines(log: RunLog, *lines: str) -> None:
         log.message(line)
 
 
-def _method_lines(method: Method, training: TrainingConfig, rollout: RolloutConfig) -> list[str]:
-    """Return log lines about the method: parts without effect, stale responses without correction, and rounds of prompts."""
+def method_lines(method: Method, training: TrainingConfig, rollout: RolloutConfig) -> list[str]:
+    """Return log lines about the method: parts without effect, stale responses without correction, and rounds of prompts.
+
+    Args:
+        method: The objective and what it implies.
+        training: Epochs, minibatches and whose log-probs are the old ones.
+        rollout: Prompts of a step, and its staleness.
+    """
     lines = []
     if training.epochs == 1 and training.minibatch_prompts == rollout.prompts_per_step:
         lines.append("one update per rollout batch: all ratios are 1 and all dH are 0, so clipping and KL mask never act")

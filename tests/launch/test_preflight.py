@@ -123,7 +123,8 @@ def index(project: Project) -> None:
 
 
 def full_disk(project: Project) -> None:
-    project.patch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10, 9, 1))  # type: ignore[attr-defined]
+    usage = shutil.disk_usage("/")
+    project.patch.setattr(shutil, "disk_usage", lambda _: type(usage)(10, 9, 1))
 
 
 def no_sbatch(project: Project) -> None:

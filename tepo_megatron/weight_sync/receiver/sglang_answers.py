@@ -23,7 +23,7 @@ def _in_binary(upstream: Callable[..., Any]) -> Callable[..., Any]:
     def response(content: Any, *args: Any, **kwargs: Any) -> Any:
         exchange = current.get()
         if exchange is not None and isinstance(content, list):
-            samples = [_sample(each, exchange.experts) for each in content]
+            samples = [to_sample(each, exchange.experts) for each in content]
             if None not in samples:
                 exchange.body = encode([sample for sample in samples if sample is not None])
                 content = []
@@ -32,10 +32,14 @@ def _in_binary(upstream: Callable[..., Any]) -> Callable[..., Any]:
     return response
 
 
-def _sample(answer: Any, experts: bool) -> Sample | None:
+def to_sample(answer: Any, experts: bool) -> Sample | None:
     """Return a sample of SGLang's own answer. None: it lacks log-probs, so that the JSON answer says what it has.
 
     A sample aborted before its first token may lack all fields but its finish reason.
+
+    Args:
+        answer: SGLang's own answer.
+        experts: Whether the experts were asked for.
     """
     meta, given = answer["meta_info"], answer["output_ids"]
     entries = (meta.get("output_token_logprobs") or []) if given else []  # (log-prob, token id, text) of each token

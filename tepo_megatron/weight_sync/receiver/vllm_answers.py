@@ -50,8 +50,8 @@ def _in_binary(upstream: Callable[..., Any]) -> Callable[..., Any]:
         exchange = current.get()
         outputs = results[0].outputs if len(results) == 1 else []
         # an error and odd log-probs are left to vLLM
-        if exchange is not None and _binary(request) and all(map(_plain, outputs)):
-            exchange.body = encode([_sample(output, results[0].prompt_token_ids, exchange.experts) for output in outputs])
+        if exchange is not None and _binary(request) and all(map(is_plain, outputs)):
+            exchange.body = encode([to_sample(output, results[0].prompt_token_ids, exchange.experts) for output in outputs])
             results[0].outputs = []  # the JSON then has no choices
         return upstream(self, results, request, *args, **kwargs)
 
@@ -63,14 +63,20 @@ def _first(flat: Any, values: list[Any]) -> list[Any]:
     return values if len(values) == len(flat) else [values[start] for start in flat.start_indices]
 
 
-def _plain(output: Any) -> bool:
+def is_plain(output: Any) -> bool:
     """Return whether an output is whole, with the log-probs of its own tokens."""
     ids, flat = output.token_ids, output.logprobs
     return output.finish_reason != "error" and (len(ids) == 0 or list(ids) == _first(flat, flat.token_ids))
 
 
-def _sample(output: Any, prompt: list[int], experts: bool) -> Sample:
-    """Return a finished output with its flat log-probs."""
+def to_sample(output: Any, prompt: list[int], experts: bool) -> Sample:
+    """Return a finished output with its flat log-probs.
+
+    Args:
+        output: vLLM's own output.
+        prompt: Token ids of its prompt.
+        experts: Whether the experts were asked for.
+    """
     ids, flat = np.asarray(output.token_ids, np.int32), output.logprobs
     logprobs = np.asarray(_first(flat, flat.logprobs) if ids.size else [], np.float32)
     return Sample(

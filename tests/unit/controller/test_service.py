@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
@@ -149,15 +149,16 @@ def test_an_evaluation_that_fails_is_an_error_of_its_wait() -> None:
                 raise DataError("no held-out problems")
 
     def answer() -> None:
-        from tepo_megatron.controller.service import RolloutService
+        from tepo_megatron.controller import service
 
         ours.close()
-        made: Any = RolloutService(theirs, None)
-        made._cfg, made._driver = cfg, Failing()
-        made.run()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(service, "open_driver", lambda cfg, make_engine: nullcontext(Failing()))
+            service.RolloutService(theirs, None).run()
 
     client = ServiceClient(ours, ForkedProcess(answer), silence_seconds=60.0)
     theirs.close()
+    client.call("open", cfg)
     driver = ServiceDriver(client, cfg)
     assert driver.evaluate(1).wait() == (False, None)
     with pytest.raises(DataError, match="no held-out problems"):

@@ -9,7 +9,7 @@ import pytest
 
 from tepo_megatron.config.io import load_config, to_yaml, validate
 from tepo_megatron.controller.method import Method, resolve
-from tepo_megatron.controller.opening import _method_lines
+from tepo_megatron.controller.opening import method_lines
 from tepo_megatron.errors import ConfigError
 from tepo_megatron.launcher.start import preflight
 from tepo_megatron.rewards.overlong import OverlongShaping
@@ -138,5 +138,5 @@ def test_examples_contradict_nothing(name: str) -> None:
 def test_stale_responses_without_correction_are_reported(sections: dict[str, Any], warns: bool) -> None:
     disaggregated = {"max_staleness": 1, "colocate": False} | sections.get("rollout", {})
     cfg = validate(tree(**sections | {"rollout": disaggregated}))
-    lines = _method_lines(resolve(cfg), cfg.training, cfg.rollout)
+    lines = method_lines(resolve(cfg), cfg.training, cfg.rollout)
     assert any("max_staleness=1 trains on responses of older weights" in line for line in lines) == warns

@@ -102,7 +102,7 @@ def test_the_first_term_is_the_verdict_and_the_others_shape() -> None:
         [2.5 - 0.1 * term[0], 2.0 - 0.1 * term[1], 0.5 - 0.1 * term[2], -0.1 * term[3]]
     )
     for before, after in zip(rollouts, graded, strict=True):
-        fields = {f.name for f in dataclasses.fields(Rollout)} - {"reward", "score", "status"}
+        fields = {f.name for f in dataclasses.fields(Rollout)} - {"reward", "score", "status", "terms"}
         assert all(getattr(before, name) is getattr(after, name) for name in fields)
 
 

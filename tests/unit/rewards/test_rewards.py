@@ -121,8 +121,8 @@ def test_each_status(reward: WeightedReward) -> None:
     graded = reward.score(rollouts)
     assert [(g.score, g.status) for g in graded] == [(score, status) for *_, score, status in cases]
     for before, after in zip(rollouts, graded, strict=True):
-        assert after.reward == after.score
-        assert dataclasses.replace(after, reward=0.0, score=0.0, status="") == dataclasses.replace(
+        assert after.reward == after.score and after.terms == ((1.0, after.score),)
+        assert dataclasses.replace(after, reward=0.0, score=0.0, status="", terms=()) == dataclasses.replace(
             before, reward=0.0, score=0.0, status=""
         )
 
