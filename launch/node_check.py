@@ -21,7 +21,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).absolute().parent))
+# last, because profile.py in this folder would hide Python's own, which PyTorch imports
+sys.path.append(str(Path(__file__).absolute().parent))
+sys.path.sort(key=lambda path: path == str(Path(__file__).absolute().parent))
 import node_facts
 from node_facts import free_port
 

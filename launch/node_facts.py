@@ -22,6 +22,9 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+if __name__ == "__main__":  # last, because profile.py in this folder would hide Python's own, which PyTorch imports
+    sys.path.append(sys.path.pop(0))
+
 # Oldest driver of a CUDA release. The newest entry holds for later releases too.
 # https://docs.nvidia.com/deploy/cuda-compatibility/minor-version-compatibility.html
 _OLDEST_DRIVER = {11: 450, 12: 525, 13: 580}

@@ -330,3 +330,12 @@ def test_doctor_checks_this_machine(tmp_path: Path, capfd: pytest.CaptureFixture
     assert "--nodes 0: give at least 1" in doctor("--nodes", "0")[1]
     kuberay = {"claims": {"a": "/work"}, "cpu": "8", "memory": "64Gi"}
     assert "only Slurm's machines and this one can be checked" in doctor(kuberay=kuberay)[1]
+
+
+def test_no_module_of_the_folder_hides_one_of_python() -> None:
+    """The programs run from launch/, which has a profile.py as Python has, and PyTorch imports that one."""
+    code = "import launch.node_check, profile, cProfile; print(profile.__file__)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=PROGRAM.parents[1], check=True)
+    assert "launch" not in Path(done.stdout.strip()).parts
+    code = "import runpy, sys; sys.path.insert(0, sys.argv[1]); runpy.run_path(sys.argv[1] + '/node_check.py'); import cProfile"
+    subprocess.run([sys.executable, "-c", code, str(PROGRAM.parent)], check=True)
