@@ -147,7 +147,7 @@ def _conversations(sizes: Sequence[float]) -> Found:
         state = f"stopped after {found['requests']} of {found['asked']} requests and {found['wall_seconds']:.0f} s"
         note = f"{state}, of {found['cpu_seconds']:.0f} CPU s"
         return [SingleFigure(title, None, "CPU s", _at_most(60), note)]
-    opened = f"{found['opened']} connections opened per server"
+    opened = f"binary answers; {found['opened']} connections opened per server"
     return [SingleFigure(title, found["cpu_seconds"], "CPU s", _at_most(60), opened)]
 
 

@@ -157,11 +157,10 @@ def first_failure(failures: Mapping[int, RankFailure], kills: MemoryKills) -> st
 
     rank = min(failures, key=order)
     failure = failures[rank]
-    if failure.message is not None:  # every rank raises an error of rank 0
-        text = failure.message["message"]
-        rank = min(r for r, other in failures.items() if other.message is not None and other.message["message"] == text)
     if failure.message is not None:
-        return f"rank {rank}: {failure.message['message']}"
+        text = failure.message["message"]  # where every rank raises an error of rank 0, it is rank 0's
+        first = min(r for r, other in failures.items() if other.message is not None and other.message["message"] == text)
+        return f"rank {first}: {text}"
     if failure.status < 0:
         name = signal.Signals(-failure.status).name
         why = f": {kills.explain()}" if -failure.status == signal.SIGKILL and not failure.ended_by_us else ""

@@ -164,10 +164,10 @@ def test_machines_whose_scheduler_knows_no_gpus() -> None:
 
 
 def test_caches_leave_a_home_that_a_container_may_not_write() -> None:
-    home = Path("/work/runs/a/launch")
+    home = Path("/shared/runs/a/launch")
     assert cluster().cache_variables(home) == {}
     of_run = cluster(container={"image": "i"}, environment={"HF_HOME": "/hf", "VLLM_CACHE_ROOT": "/v"}).cache_variables(home)
-    assert of_run["TRITON_CACHE_DIR"] == "/work/runs/a/launch/cache/triton" and "VLLM_CACHE_ROOT" not in of_run
+    assert of_run["TRITON_CACHE_DIR"] == "/shared/runs/a/launch/cache/triton" and "VLLM_CACHE_ROOT" not in of_run
     assert cluster(cache="/raid/c").cache_variables(home)["XDG_CACHE_HOME"] == "/raid/c"
 
 

@@ -4,6 +4,8 @@ independent model in fp64 has it; and with the router's own choices, bit for bit
 
 from __future__ import annotations
 
+import functools
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,9 @@ import torch
 from torch import Tensor
 from transformers import Qwen3MoeConfig
 
+from tepo_megatron.observability import run_dir
+from tepo_megatron.observability.metrics import Metrics
+from tepo_megatron.rollout import record
 from tepo_megatron.types import NO_EXPERT, Rollout, TrainBatch
 from tests.marks import full_but
 from tests.parallel import cases
@@ -156,6 +161,34 @@ def test_experts_that_come_from_another_machine(
         assert one["gradients"].keys() == other["gradients"].keys()
         assert all(torch.equal(one["gradients"][name], other["gradients"][name]) for name in one["gradients"])
     assert (apart[0]["logprobs"] - expected[0]).abs().max() <= TOLERANCE * expected[0].abs().max()
+
+
+def run_on_machines(rank: int, cfg: Any, apart: bool) -> None:
+    """Take a run's steps on recorded rollouts; if `apart`, each rank is on a machine of its own."""
+    from tepo_megatron.controller.batch_receiver import BatchReceiver
+    from tepo_megatron.platform import activate
+    from tepo_megatron.train import train
+
+    if apart:
+        BatchReceiver.open = functools.partial(BatchReceiver.open, machine=rank)  # type: ignore[method-assign]
+    train(cfg, activate("cpu"))
+
+
+def test_a_whole_run_on_two_machines_equals_that_on_one(model: Path, given: TrainBatch, tmp_path: Path) -> None:
+    graded = [replace(r, prompt_id=i // 2, score=i % 2.0, reward=i % 2.0) for i, r in enumerate(given.rollouts)]
+    record.write(tmp_path / "recorded", 1, graded, Metrics())
+    steps = []
+    for apart in (False, True):
+        cfg = replaying(model, {"dp": 2})
+        rollout = replace(cfg.rollout, replay=str(tmp_path / "recorded"), prompts_per_step=len({r.prompt_id for r in graded}))
+        training = replace(cfg.training, steps=1, epochs=2, minibatch_prompts=2)
+        sync = replace(cfg.sync, max_logprob_diff=1e9)  # the log-probs of this batch are not those of an engine
+        cfg = replace(cfg, name=f"apart-{apart}", output=str(tmp_path), rollout=rollout, training=training, sync=sync)
+        run_dir.prepare(cfg)
+        run_world(2, run_on_machines, cfg, apart)
+        steps.append(json.loads((cfg.run_dir / "metrics.jsonl").read_text()))
+    names = ("actor/entropy", "actor/grad_norm", "loss/total")
+    assert [steps[0][name] for name in names] == [steps[1][name] for name in names] and steps[0]["actor/grad_norm"] > 0
 
 
 @pytest.mark.parametrize("layout", full_but([{}, EP2], LAYOUTS, LAYOUTS + FULL), ids=str)

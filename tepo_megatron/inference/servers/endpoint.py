@@ -163,7 +163,7 @@ class Endpoint(ServerConnection):
         await self.api.prepare(client.send)
         self.version = INITIAL_VERSION if about.label == INITIAL_LABEL else UNKNOWN_VERSION
 
-    async def generate(self, asks: Sequence[GenerationRequest]) -> "UndecodedAnswers":
+    async def generate(self, asks: Sequence[GenerationRequest]) -> UndecodedAnswers:
         """Have the current `version` sample. Returns when the answers have arrived.
 
         Raises:

@@ -20,7 +20,7 @@ from tepo_megatron.inference.servers.slot import Incarnation
 from tepo_megatron.types import Prompt, Rollout, SamplingParams
 
 ATTEMPTS = 3  # to sample a prompt, on other servers where there are some
-BRIEF_BYTES = 2**15  # of answers that are decoded at once: less than a millisecond, and half of that is what a thread costs
+BRIEF_BYTES = 2**15  # answers up to this size are decoded in the event loop, because handing them to a thread costs CPU time
 RETRY_SECONDS = 0.2  # before a request is sent again, doubled each time
 
 

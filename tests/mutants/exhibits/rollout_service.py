@@ -72,6 +72,17 @@ EXHIBITS = (
         ),
     ),
     Exhibit(
+        name="experts_are_never_fetched",
+        source="our own: decisions/0031; found in review, when no test of a whole run noticed it",
+        kind="rollout service",
+        bug="The training loop does not tell the packer to fetch experts, though receiver and packer are each right.",
+        cost="On several machines all tokens beyond the first machine are routed to expert 0. One machine shows nothing.",
+        symbol="_train",
+        old="        actor.packer.fetch_experts = batches.fetch_experts\n",
+        new="",
+        tests=("tests/parallel/test_expert_replay.py::test_a_whole_run_on_two_machines_equals_that_on_one",),
+    ),
+    Exhibit(
         name="experts_of_the_minibatch_by_its_own_order",
         source="our own: decisions/0031; ids_B names the place in the rollout batch",
         kind="rollout service",
