@@ -27,6 +27,7 @@ from tepo_megatron.losses import Objective, build_objective
 from tepo_megatron.losses.advantages import group_advantages, penalized, without_truncated
 from tepo_megatron.observability import hang_watchdog
 from tepo_megatron.observability.metrics import Metrics
+from tepo_megatron.observability.sinks import LogFile
 from tepo_megatron.observability.timing import Clock
 from tepo_megatron.platform import Platform
 from tepo_megatron.types import Rollout, TrainBatch
@@ -58,10 +59,11 @@ def train(
         groups = parallel.initialize(cfg.parallel, platform, cfg.seed, config=plain(cfg))
         with _watched(cfg.parallel, groups, cfg.run_dir, on_hang):
             driver = _open_driver(cfg, service)
-            if cfg.rollout.only:
-                _sample(driver, cfg.training.steps)
-            else:
-                _train(cfg, groups, driver)
+            with LogFile(cfg.run_dir) if is_main else contextlib.nullcontext():  # for the warnings of this process
+                if cfg.rollout.only:
+                    _sample(driver, cfg.training.steps)
+                else:
+                    _train(cfg, groups, driver)
     parallel.shutdown()
 
 

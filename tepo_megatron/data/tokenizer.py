@@ -2,12 +2,12 @@
 
 import contextlib
 import json
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tepo_megatron.errors import CheckpointError, ConfigError
+from tepo_megatron.utils.scratch import PrivateFolder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -62,8 +62,8 @@ def decoder_file(tokenizer: "PreTrainedTokenizerBase") -> Iterator[str]:
     """
     fast = getattr(tokenizer, "backend_tokenizer", None)
     edits = getattr(tokenizer, "clean_up_tokenization_spaces", False) and type(getattr(fast, "model", None)).__name__ != "BPE"
-    with tempfile.TemporaryDirectory() as folder:
-        path = str(Path(folder) / "tokenizer.json")
+    with PrivateFolder.create("decoder") as folder:
+        path = str(folder.path / "tokenizer.json")
         if fast is not None and not edits:
             fast.save(path)
         yield "" if fast is None or edits else path

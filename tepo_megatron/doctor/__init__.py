@@ -1,7 +1,6 @@
 """`tepo doctor`: find out whether a run can work before it costs anything."""
 
 import os
-import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
@@ -9,6 +8,7 @@ from pathlib import Path
 from tepo_megatron.config import Config, RolloutConfig
 from tepo_megatron.doctor import inputs, machine, model, trial, versions
 from tepo_megatron.doctor.findings import Finding, found_by
+from tepo_megatron.utils.scratch import PrivateFolder
 
 
 def examine(
@@ -53,8 +53,8 @@ def examine(
         yield Finding("a step", "skip", why)
         return
     Path(cfg.output).mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".doctor-", dir=cfg.output) as folder:
-        small = trial.trial_of(cfg, Path(folder))
+    with PrivateFolder.create("doctor", Path(cfg.output)) as folder:
+        small = trial.trial_of(cfg, folder.path)
         yield from found_by("all-reduce", partial(trial.ranks, small, launch))
         yield from found_by("a step", partial(trial.step, small, start))
 

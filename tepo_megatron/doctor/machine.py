@@ -3,7 +3,6 @@
 import importlib.metadata
 import os
 import shutil
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +12,7 @@ from packaging.requirements import Requirement
 
 from tepo_megatron.config import CheckpointConfig, ModelConfig, RolloutConfig, SyncConfig
 from tepo_megatron.doctor.findings import Finding
+from tepo_megatron.utils.scratch import PrivateFolder
 from tepo_megatron.weights.hf_io import HfReader
 
 DISTRIBUTION = "tepo-megatron"
@@ -159,7 +159,7 @@ def _existing(folder: Path) -> Path:
 
 def _write_speed(folder: Path) -> float:
     """Return the speed of a synced write, in bytes per second."""
-    with tempfile.NamedTemporaryFile(dir=folder, prefix=".doctor-") as file:
+    with PrivateFolder.create("doctor", folder) as private, (private.path / "written").open("wb") as file:
         start = time.perf_counter()
         file.write(os.urandom(2**20) * (WRITTEN_BYTES // 2**20))
         file.flush()

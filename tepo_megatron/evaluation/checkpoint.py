@@ -1,11 +1,11 @@
 """Turn the checkpoint that a user names into a Hugging Face directory that an engine can load."""
 
 import contextlib
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from tepo_megatron.errors import CheckpointError
+from tepo_megatron.utils.scratch import PrivateFolder
 
 
 @contextlib.contextmanager
@@ -42,10 +42,10 @@ def hf_model(path: Path, scratch: Path, tell: Callable[[str], None]) -> Iterator
     if is_model(checkpoint / "hf"):
         yield checkpoint / "hf"
         return
-    with tempfile.TemporaryDirectory(dir=scratch, prefix="converted-") as converted:
+    with PrivateFolder.create("converted", scratch) as converted:
         tell(f"{checkpoint} is converted to a Hugging Face model")
-        _convert(checkpoint, Path(converted) / "hf")
-        yield Path(converted) / "hf"
+        _convert(checkpoint, converted.path / "hf")
+        yield converted.path / "hf"
 
 
 def is_model(folder: Path) -> bool:

@@ -1,6 +1,6 @@
 """The outputs for a run's metrics: `metrics.jsonl` (authoritative), the terminal and `log.txt`, TensorBoard, W&B.
 
-Only rank 0 opens a `RunLog`.
+The rollout service of a run opens its `RunLog`. Rank 0 opens a `LogFile`, for its own warnings.
 """
 
 import contextlib
@@ -79,6 +79,57 @@ COLUMNS = (
 )
 
 
+class LogFile(contextlib.AbstractContextManager["LogFile"]):
+    """A run's log.txt together with the terminal; several processes may have it open.
+
+    Inside the context, warnings of this process, from any of its threads, are logged like messages.
+
+    Args:
+        run_dir: Folder of the run; it must exist.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        self._path = run_dir / LOG_FILE
+        self._file = _open_for_appending(self._path)
+        _end_line(self._file, self._path)
+        self._console, self._warnings = Console(), _Warnings(self)
+
+    def __enter__(self) -> "LogFile":
+        logging.getLogger(_PACKAGE).addHandler(self._warnings)
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        logging.getLogger(_PACKAGE).removeHandler(self._warnings)
+        os.close(self._file)
+
+    def message(self, text: str) -> None:
+        """Print `text` and write it to the log. Control characters are escaped, because the text may be foreign."""
+        text = escaped(text)
+        self._append(text)
+        self._print(text)
+
+    def row(self, first: str, cells: list[str], style: str | None = None) -> None:
+        """Write the whole row to the log, and to a terminal the cells that fit on one line.
+
+        Args:
+            first: The cell that is always shown.
+            cells: Further cells.
+            style: Style in the terminal.
+        """
+        self._append(" ".join([first, *cells]))
+        if self._console.is_terminal:
+            while len(" ".join([first, *cells])) > self._console.width:
+                cells = cells[:-1]
+        self._print(" ".join([first, *cells]), style)
+
+    def _append(self, line: str) -> None:
+        with writing(self._path):
+            _append(self._file, line + "\n")
+
+    def _print(self, text: str, style: str | None = None) -> None:
+        self._console.print(text, style=style, markup=False, highlight=False, emoji=False, soft_wrap=True)
+
+
 class RunLog:
     """The open outputs of one run; a context manager.
 
@@ -100,23 +151,19 @@ class RunLog:
         self.run_dir = run_dir
         self._metrics = _open_for_appending(run_dir / METRICS_FILE)
         lock(self._metrics, run_dir)
-        self._log = _open_for_appending(run_dir / LOG_FILE)
-        _end_line(self._log, run_dir / LOG_FILE)
-        self._console, self._steps, self._lines = Console(), steps, 0
-        self._warnings = _Warnings(self)
+        self._log, self._steps, self._lines = LogFile(run_dir), steps, 0
 
     def __enter__(self) -> "RunLog":
-        logging.getLogger(_PACKAGE).addHandler(self._warnings)
+        self._log.__enter__()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        logging.getLogger(_PACKAGE).removeHandler(self._warnings)
+        self._log.__exit__(kind, error, trace)
         if self._tensorboard is not None:
             self._tensorboard.close()
         if self._wandb is not None:
             self._wandb.finish(exit_code=0 if kind is None else 1)
         os.close(self._metrics)
-        os.close(self._log)
 
     def write(self, step: int, record: Mapping[str, Value]) -> None:
         """Record one step in all outputs. None and non-finite values become null in JSON and "-" in the progress line.
@@ -130,7 +177,8 @@ class RunLog:
         """
         self.check_in_place()
         values = {k: v if v is not None and math.isfinite(v) else None for k, v in record.items()}
-        self._append(self._metrics, METRICS_FILE, json.dumps({"step": step, **values}) + "\n")
+        with writing(self.run_dir / METRICS_FILE):
+            _append(self._metrics, json.dumps({"step": step, **values}) + "\n")
         self._progress(step, values)
         known = {key: value for key, value in values.items() if value is not None}
         if self._tensorboard is not None:
@@ -203,38 +251,21 @@ class RunLog:
         os.close(former)
 
     def message(self, text: str) -> None:
-        """Print `text` and write it to the log. Control characters are escaped, because the text may be foreign."""
-        text = escaped(text)
-        self._append(self._log, LOG_FILE, text + "\n")
-        self._print(text)
+        """See `LogFile.message`."""
+        self._log.message(text)
 
     def _progress(self, step: int, record: Mapping[str, Value]) -> None:
         width = max(len("step"), 2 * len(str(self._steps)) + 1)
         if self._lines % HEADER_EVERY == 0:
-            self._row("step".rjust(width), [column.heading.rjust(column.width) for column in COLUMNS], "bold")
-        self._row(f"{step}/{self._steps}".rjust(width), [column.cell(record) for column in COLUMNS])
+            self._log.row("step".rjust(width), [column.heading.rjust(column.width) for column in COLUMNS], "bold")
+        self._log.row(f"{step}/{self._steps}".rjust(width), [column.cell(record) for column in COLUMNS])
         self._lines += 1
-
-    def _row(self, first: str, cells: list[str], style: str | None = None) -> None:
-        """Write the whole row to the log, and to a terminal the cells that fit on one line."""
-        self._append(self._log, LOG_FILE, " ".join([first, *cells]) + "\n")
-        if self._console.is_terminal:
-            while len(" ".join([first, *cells])) > self._console.width:
-                cells = cells[:-1]
-        self._print(" ".join([first, *cells]), style)
-
-    def _append(self, file: int, name: str, line: str) -> None:
-        with writing(self.run_dir / name):
-            _append(file, line)
-
-    def _print(self, text: str, style: str | None = None) -> None:
-        self._console.print(text, style=style, markup=False, highlight=False, emoji=False, soft_wrap=True)
 
 
 class _Warnings(logging.Handler):
     """A logging handler that copies the package's warnings, from any thread of this process, to a run's log."""
 
-    def __init__(self, log: RunLog) -> None:
+    def __init__(self, log: LogFile) -> None:
         super().__init__(logging.WARNING)
         self._to = log
 

@@ -146,7 +146,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("where", "rank"),
     [
-        pytest.param("tepo_megatron.rollout.collector:Collector.collect", 0, marks=pytest.mark.full),
+        pytest.param("tepo_megatron.controller.driver:ServiceDriver.collect", 0, marks=pytest.mark.full),
         pytest.param("tepo_megatron.actor.actor:Actor.attach_old_stats", 1, marks=pytest.mark.full),
         pytest.param("tepo_megatron.actor.actor:Actor.update", 1, marks=pytest.mark.slow),
         pytest.param("tepo_megatron.platform.adam:HostAdam._update", 0, marks=pytest.mark.full),
@@ -168,3 +168,15 @@ def test_a_run_with_a_frozen_rank_ends_and_says_which(model: Path, tmp_path: Pat
     assert report.startswith(f"{whose} for 4 s")
     assert f"step {2 if 'export' not in where else w.STEPS}" in report
     assert (cfg.run_dir / "stacks" / f"rank-{1 - rank}.txt").stat().st_size > 0
+
+
+@pytest.mark.full
+def test_a_run_with_a_frozen_service_ends_and_says_so(model: Path, tmp_path: Path) -> None:
+    """Rank 0 misses the answers of the service to its pings."""
+    cfg = w.run_config(model, tmp_path, parallel={"tp": 2, "heartbeat_timeout": 3 * SILENT, "timeout_seconds": 60.0})
+    start = time.monotonic()
+    with pytest.raises(AssertionError) as raised:
+        w.attempt(cfg, tmp_path / "journal", 0, Freeze("tepo_megatron.rollout.collector:Collector.collect", step=2))
+    assert time.monotonic() - start < 60
+    assert f"gave no answer for {3 * SILENT:g} s, in the call wait" in str(raised.value)
+    assert not (cfg.run_dir / "hang.txt").exists(), "no rank hangs"

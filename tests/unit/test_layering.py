@@ -55,6 +55,18 @@ def test_foreign_packages_have_one_owner() -> None:
     assert users == OWNERS
 
 
+def test_temporary_folders_are_private_folders() -> None:
+    """What Python's module makes stays when its owner is killed; `utils.scratch` alone uses it for anything with a name."""
+
+    def named(path: Path) -> set[str]:
+        return {node.attr for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)} & {
+            "mkdtemp", "mkstemp", "TemporaryDirectory", "NamedTemporaryFile", "SpooledTemporaryFile",
+        }  # fmt: skip
+
+    assert {name: found for name in MODULES if (found := named(modules()[name]))} == {"utils.scratch": {"mkdtemp"}}
+    assert not any(n.startswith("tempfile.") for name in MODULES for n in imports(modules()[name])), "import the module itself"
+
+
 def test_what_runs_in_other_processes_imports_little() -> None:
     for package, allowed in ALONE.items():
         for name in (name for name in MODULES if (name + ".").startswith(package + ".")):

@@ -74,6 +74,25 @@ def test_a_full_disk_leaves_no_half_line(tmp_path: Path, monkeypatch: pytest.Mon
     assert [r["step"] for r in read_metrics(tmp_path)] == [1]
 
 
+def test_warnings_of_two_processes_are_in_one_log(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """The rollout service has the log open, and rank 0 warns, from any thread."""
+    program = (
+        "import logging, sys, threading; from pathlib import Path\n"
+        "from tepo_megatron.observability.sinks import LogFile\n"
+        "with LogFile(Path(sys.argv[1])):\n"
+        "    thread = threading.Thread(target=logging.getLogger('tepo_megatron.checkpoint').warning, args=['of a rank'])\n"
+        "    thread.start(); thread.join(); logging.getLogger('tepo_megatron').info('nothing'); logging.warning('of others')\n"
+    )
+    with RunLog(tmp_path, LoggingConfig(), steps=1) as log:
+        log.message("before")
+        subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=True, timeout=60)
+        logging.getLogger("tepo_megatron.rollout").warning("of the service")
+    logging.getLogger("tepo_megatron").warning("too late")
+    expected = "before\nwarning: of a rank\nwarning: of the service\n"
+    assert (tmp_path / "log.txt").read_text() == expected
+    assert sorted(capfd.readouterr().out.splitlines()) == sorted(expected.splitlines())
+
+
 def test_progress_lines_are_aligned_and_plain(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with RunLog(tmp_path, LoggingConfig(), steps=132) as log:
         log.message("rollout server [pid 7] is ready")
