@@ -37,7 +37,36 @@ class Prediction:
     origin: str = "audit"
 
 
-PREDICTIONS: tuple[Prediction, ...] = ()
+_ACCURACY, _ENTROPY, _KL, _CLIPPED = "accuracy", "entropy", "KL to the old policy", "clipped"
+_K1, _EVERYWHERE = "KL everywhere beta 1, k1", "KL everywhere beta 1"
+PREDICTIONS = (
+    Prediction("TEPO's KL keeps entropy", "moderate", ("tepo beta 1", _ENTROPY), ("tepo beta 0.001", _ENTROPY)),
+    Prediction("the sequence ratio is no trust region", "moderate", ("tepo_no_kl", _KL), ("grpo", _KL), 3.0),
+    # the audit estimated that KL with k3 on samples of the old policy, which is biased upwards
+    Prediction("the same, estimated", "moderate", ("tepo_no_kl", "KL estimated by k3"), ("grpo", "KL estimated by k3"), 3.0),
+    Prediction("the sequence ratio learns faster", "moderate", ("tepo_no_kl", _ACCURACY), ("grpo", _ACCURACY)),
+    Prediction("TEPO with beta 1 learns faster than GRPO", "moderate", ("tepo beta 1", _ACCURACY), ("grpo", _ACCURACY)),
+    Prediction("k1 unlearns", "moderate", (_K1, "start accuracy"), (_K1, _ACCURACY)),
+    Prediction("the masked KL beats the KL everywhere", "stress", ("tepo beta 1", _ACCURACY), (_EVERYWHERE, _ACCURACY)),
+    Prediction("the KL everywhere beats none", "stress", (_EVERYWHERE, _ACCURACY), ("tepo_no_kl", _ACCURACY)),
+    # the audit's runs of these two had k3, which was the default then
+    Prediction("masked beats everywhere, with k3", "stress", ("tepo beta 1, k3", _ACCURACY), (f"{_EVERYWHERE}, k3", _ACCURACY)),
+    Prediction("everywhere beats none, with k3", "stress", (f"{_EVERYWHERE}, k3", _ACCURACY), ("tepo_no_kl", _ACCURACY)),
+    Prediction("k1 unlearns everything", "stress", (_K1, "start accuracy"), (_K1, _ACCURACY), 5.0, "pilot"),
+    Prediction("abs slows learning", "moderate", ("grpo", _ACCURACY), ("KL everywhere beta 1, abs", _ACCURACY), 1.0, "pilot"),
+    Prediction("GSPO clips far more tokens", "moderate", ("gspo", _CLIPPED), ("grpo", _CLIPPED), 5.0, "pilot"),
+    Prediction("GSPO stays closer", "moderate", ("grpo", _KL), ("gspo", _KL), 1.5, "pilot"),
+    Prediction("GSPO survives stress", "stress", ("gspo", _ACCURACY), ("grpo", _ACCURACY), 1.0, "pilot"),
+    Prediction("GMPO survives stress", "stress", ("gmpo", _ACCURACY), ("grpo", _ACCURACY), 1.0, "pilot"),
+    Prediction(
+        "clipping before the mean is what helps", "stress", ("gmpo", _ACCURACY), ("tepo_no_kl", _ACCURACY), 1.0, "pilot"
+    ),
+    Prediction("GMPO stays closer", "stress", ("tepo_no_kl", _KL), ("gmpo", _KL), 2.0, "pilot"),
+    Prediction("SAPO's gate is no trust region", "stress", ("sapo", _KL), ("grpo", _KL), 2.0, "pilot"),
+    Prediction("SAPO spends entropy", "moderate", ("grpo", _ENTROPY), ("sapo", _ENTROPY), 1.5, "pilot"),
+    Prediction("CISPO spends entropy", "moderate", ("grpo", _ENTROPY), ("cispo", _ENTROPY), 1.5, "pilot"),
+    Prediction("DPPO lets rare tokens move", "moderate", ("dppo", _KL), ("grpo", _KL), 1.5, "pilot"),
+)
 
 
 def judge(prediction: Prediction, runs: Runs) -> dict[str, Any]:
