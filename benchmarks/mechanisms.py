@@ -93,7 +93,7 @@ class Regime:
 
 
 REGIMES = {"moderate": Regime(steps=40, epochs=2, lr=1e-3), "stress": Regime(steps=30, epochs=4, lr=3e-3)}
-QUICK = {"moderate": Regime(3, 1, 1e-3, prompts=8, minibatch=4), "stress": Regime(3, 2, 3e-3, prompts=8, minibatch=4)}
+QUICK = {"moderate": Regime(2, 1, 1e-3, prompts=8, minibatch=4), "stress": Regime(2, 2, 3e-3, prompts=8, minibatch=4)}
 
 
 @dataclass(frozen=True)

@@ -87,9 +87,9 @@ def notes(plan: AblationPlan, table: Sequence[MethodRow]) -> list[str]:
     if comparisons:
         said.append(
             f"Points over {plan.baseline}: paired, problem by problem, on the same seeds; interval: ± {NORMAL_95:.2f} SE over "
-            f"problems. `over seeds`: from {MIN_SEEDS} seeds on the 95 % interval of the seeds' differences by Student's t, else "
-            "the lowest and the highest. `within noise`: the interval over problems covers 0. `beyond problem noise` is no claim "
-            "about other seeds; `beyond seed noise`: neither interval covers 0. Even where nothing "
+            f"problems. `over seeds`: from {MIN_SEEDS} seeds on the 95 % interval of the seeds' differences by Student's t, "
+            "else the lowest and the highest. `within noise`: the interval over problems covers 0. `beyond problem noise` is "
+            "no claim about other seeds; `beyond seed noise`: neither interval covers 0. Even where nothing "
             f"differs, some of {comparisons} such interval{'s' if comparisons > 1 else ''} may miss 0, with a chance of up to "
             f"{min(1, 0.05 * comparisons):.0%}."
         )
