@@ -90,9 +90,9 @@ def _figure(found: Mapping[str, Any]) -> Figure:
     regimes = found["runs"]
     figure = Figure(figsize=(15.0, 0.9 + 5.6 * len(regimes)))
     top = 1 - 0.85 / figure.get_figheight()
-    grid = figure.add_gridspec(
-        len(regimes), 3, left=0.05, right=0.985, top=top, bottom=0.05, hspace=0.24, wspace=0.14, width_ratios=(1, 1, 1.15)
-    )
+    place = {"top": top, "bottom": 0.05, "hspace": 0.24}
+    grid = figure.add_gridspec(len(regimes), 2, left=0.05, right=0.6, wspace=0.16, **place)
+    right = figure.add_gridspec(len(regimes), 1, left=0.75, right=0.985, **place)
     figure.text(0.05, 1 - 0.4 / figure.get_figheight(), "Mechanisms on a small task", fontsize=19, fontweight="bold")
     for row, (regime, arms) in enumerate(regimes.items()):
         others = [name for name in arms if name != _BASELINE]
@@ -108,7 +108,7 @@ def _figure(found: Mapping[str, Any]) -> Figure:
             from_zero(axis)
             if curve == "accuracy":
                 axis.yaxis.set_major_formatter(PERCENT)
-        _accuracies(figure.add_subplot(grid[row, 2]), arms, looks)
+        _accuracies(figure.add_subplot(right[row, 0]), arms, looks)
     return figure
 
 
@@ -130,4 +130,4 @@ def _accuracies(axis: Any, arms: Mapping[str, Any], looks: Mapping[str, tuple[st
     axis.set_ylim(len(arms) - 0.4, -0.6)
     axis.grid(axis="y", visible=False)
     axis.xaxis.set_major_formatter(PERCENT)
-    axis.set_title("accuracy at the end: seeds, mean, 95 % interval over seeds", pad=8)
+    axis.set_title("accuracy at the end [95 %]", pad=8)
