@@ -102,14 +102,19 @@ def scripted(cluster: slurm.Slurm, folder: Path, name: str, limit: str, **more: 
 
 
 def test_a_run_longer_than_its_time_limit_resumes_until_it_is_done(cluster: slurm.Slurm, tmp_path: Path) -> None:
-    job, run = scripted(cluster, tmp_path, "long", "00:03:00", training__steps=STEPS, checkpoint__every=16)
+    """All checkpoints but the last are those that the run saves before a limit: no step is taken twice."""
+    job, run = scripted(cluster, tmp_path, "long", "00:03:00", training__steps=STEPS, checkpoint__every=STEPS)
     assert cluster.ended(job, timeout=900) == "COMPLETED", launch(cluster, tmp_path, "logs", "runs/long")
     assert [r["step"] for r in records(run)] == list(range(1, STEPS + 1))
     batch = (run / "launch" / f"long-train-batch-{job}.log").read_text()
-    restarts = batch.count("launch: queued again; newest checkpoint: step-")
-    assert restarts >= 1, batch
+    restarts = batch.count("launch: the run has saved and ended; queued again; newest checkpoint: step-")
+    assert restarts >= 1 and batch.count("queued again") == restarts, batch
     log = (run / "log.txt").read_text()
-    assert log.count("resume: from the checkpoint of step ") == restarts, log
+    ends = re.findall(r"ended on request after step (\d+);", log)
+    assert re.findall(r"resume: from the checkpoint of step (\d+)\n", log) == ends and len(ends) == restarts, log
+    lost = run / "metrics.lost.jsonl"
+    print(f"{restarts} restarts, after steps {ends}; steps taken twice: {len(records_of(lost))}")
+    assert records_of(lost) == []
     status = launch(cluster, tmp_path, "status", "runs/long")
     assert "COMPLETED, " in status and f"restarts: {restarts}" in status and f"{STEPS} steps recorded, ended" in status
     assert f"long-train-{job}.log" in launch(cluster, tmp_path, "logs", "runs/long")
@@ -127,6 +132,11 @@ def test_a_killed_rank_has_the_job_queued_again_and_no_prompt_is_lost(cluster: s
     assert re.search("resume: from the checkpoint of step [24]\n", (run / "log.txt").read_text())
     assert cluster.about(job)["Restarts"] == "1"
     assert sorted(prompt for step in prompts_of(run).values() for prompt in step) == list(range(40))
+
+
+def records_of(path: Path) -> list[str]:
+    """Return the lines of a file of records; none if there is no such file."""
+    return path.read_text().splitlines() if path.exists() else []
 
 
 def steps_of(run: Path) -> int:
