@@ -168,7 +168,9 @@ queue_again() {{
   at=$(newest); echo "launch: $1; queued again; newest checkpoint: ${{at:-none}}"
   scontrol requeue "$SLURM_JOB_ID"
 }}
+later() {{ sleep {_START_SECONDS}; kill -USR1 $$; }}
 warned() {{
+  if [ -z "${{pids[0]:-}}" ]; then later & return; fi
   trap '' USR1
   at=$(newest); end=$((SECONDS + {patience}))
   echo "launch: the time limit is near; newest checkpoint: ${{at:-none}}; the run is asked to save and end"
@@ -177,7 +179,7 @@ warned() {{
   if under_way; then queue_again "the run has not ended {patience} s after the warning"; fi
 }}
 trap warned USR1
-if [ -n "${{early:-}}" ]; then {{ sleep {_START_SECONDS}; kill -USR1 $$; }} & fi
+if [ -n "${{early:-}}" ]; then later & fi
 """
 
 

@@ -40,7 +40,7 @@ exec {sys.executable} -m tests.e2e.scripted_run "$@"
 SLURM = {"account": "lab", "exclusive": False, "warning_seconds": 150}
 PATHS = {"PYTHONPATH": str(ROOT)}
 APART_STEPS, PROMPTS = 24, 8  # steps of a second; more than are taken before the batch script looks at its tasks
-STEPS = 64  # steps of at least half a second; more than fit before the signal, which comes within the first half minute
+STEPS = 240  # steps of at least half a second; more than fit before the signal, which comes within two minutes
 
 
 @pytest.fixture(scope="module")
@@ -79,16 +79,20 @@ def no_secret_in(folder: Path) -> bool:
     return not any(SECRET in path.read_text(errors="replace") for path in folder.rglob("*") if path.is_file())
 
 
-def scripted(cluster: slurm.Slurm, folder: Path, name: str, limit: str, **more: object) -> tuple[str, Path]:
+def scripted(cluster: slurm.Slurm, folder: Path, name: str, limit: str, warning: int = 150, **more: object) -> tuple[str, Path]:
     """Submit a job of one machine whose engine needs no server, on 40 prompts; return its number and the run.
 
     Args:
         limit: Time limit of the job.
+        warning: Seconds before it at which the run is asked to end.
     """
     python = folder / "python"
     python.write_text(SCRIPTED)
     python.chmod(0o755)
-    profile = write(folder / "profile.yaml", {"python": str(python), "environment": PATHS, "slurm": SLURM | {"time": limit}})
+    profile = write(
+        folder / "profile.yaml",
+        {"python": str(python), "environment": PATHS, "slurm": SLURM | {"time": limit, "warning_seconds": warning}},
+    )
     tiny_qwen3(folder / "model", layers=2)
     rows = [{"prompt": f"1+{i}?\n", "answer": str(1 + i)} for i in range(40)]
     for file in ("train.jsonl", "eval.jsonl"):
@@ -103,8 +107,8 @@ def scripted(cluster: slurm.Slurm, folder: Path, name: str, limit: str, **more: 
 
 def test_a_run_longer_than_its_time_limit_resumes_until_it_is_done(cluster: slurm.Slurm, tmp_path: Path) -> None:
     """All checkpoints but the last are those that the run saves before a limit: no step is taken twice."""
-    job, run = scripted(cluster, tmp_path, "long", "00:03:00", training__steps=STEPS, checkpoint__every=STEPS)
-    assert cluster.ended(job, timeout=900) == "COMPLETED", launch(cluster, tmp_path, "logs", "runs/long")
+    job, run = scripted(cluster, tmp_path, "long", "00:03:00", 60, training__steps=STEPS, checkpoint__every=STEPS)
+    assert cluster.ended(job, timeout=1500) == "COMPLETED", launch(cluster, tmp_path, "logs", "runs/long")
     assert [r["step"] for r in records(run)] == list(range(1, STEPS + 1))
     batch = (run / "launch" / f"long-train-batch-{job}.log").read_text()
     restarts = batch.count("launch: the run has saved and ended; queued again; newest checkpoint: step-")

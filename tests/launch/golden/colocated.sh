@@ -83,7 +83,9 @@ queue_again() {
   at=$(newest); echo "launch: $1; queued again; newest checkpoint: ${at:-none}"
   scontrol requeue "$SLURM_JOB_ID"
 }
+later() { sleep 15; kill -USR1 $$; }
 warned() {
+  if [ -z "${pids[0]:-}" ]; then later & return; fi
   trap '' USR1
   at=$(newest); end=$((SECONDS + 840))
   echo "launch: the time limit is near; newest checkpoint: ${at:-none}; the run is asked to save and end"
@@ -92,7 +94,7 @@ warned() {
   if under_way; then queue_again "the run has not ended 840 s after the warning"; fi
 }
 trap warned USR1
-if [ -n "${early:-}" ]; then { sleep 15; kill -USR1 $$; } & fi
+if [ -n "${early:-}" ]; then later & fi
 
 # queued again after a failure, unless 2 starts failed at one checkpoint
 job_says() { scontrol show job --oneliner "$SLURM_JOB_ID" | grep -qE "$1"; }
