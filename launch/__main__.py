@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,6 +19,7 @@ from tepo_megatron.config.io import load_config
 from tepo_megatron.errors import ConfigError, TepoError
 from tepo_megatron.observability import run_dir
 from tepo_megatron.utils.escaping import escaped
+from tepo_megatron.utils.save_requests import SAVE, ask
 
 USAGE = """
   python -m launch CONFIG --executor slurm --cluster PROFILE [--dry-run] [--no-preflight] [--after FOLDER] [--section.key VALUE]
@@ -25,14 +27,14 @@ USAGE = """
   python -m launch convert FOLDER --executor slurm --cluster PROFILE [--dry-run] [--after FOLDER] -- WORDS...
   python -m launch evaluate FOLDER ... -- WORDS...
   python -m launch doctor --cluster PROFILE [--nodes N] [--dry-run]
-  python -m launch status|logs|cancel FOLDER"""
+  python -m launch status|logs|cancel|save FOLDER"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return the exit status: 0, or 1 for an error (reported in one message) or a failed local run."""
     words = list(sys.argv[1:] if argv is None else argv)
     try:
-        if words and words[0] in ("status", "logs", "cancel"):
+        if words and words[0] in ("status", "logs", "cancel", "save"):
             print(escaped(_about(words)))
             return 0
         if words and words[0] == "doctor":
@@ -49,6 +51,8 @@ def _about(words: list[str]) -> str:
     if words[0] == "logs":
         parser.add_argument("--lines", type=int, default=40, help="of each file (default: %(default)s)")
     args = parser.parse_args(words[1:])
+    if words[0] == "save":
+        return _save(args.folder)
     job = jobs.read(args.folder)
     executor = EXECUTORS.get(job.executor)
     if executor is None:
@@ -59,6 +63,19 @@ def _about(words: list[str]) -> str:
         return executor.cancel(job)
     state = f"{job.executor} job {job.id}, submitted {job.submitted}: {executor.state(job)}"
     return "\n".join([state, *jobs.progress(args.folder)])
+
+
+def _save(folder: Path) -> str:
+    """Ask a run for a checkpoint after its running step, however the run was started."""
+    executor = None
+    with contextlib.suppress(ConfigError):  # `tepo train` has no job
+        executor = EXECUTORS.get(jobs.read(folder).executor)
+    if executor is not None and not executor.RUN_IS_HERE:
+        raise ConfigError(f"{folder}: the run's files are on its machines; there, `touch {folder / SAVE}`")
+    if not (folder / "config.yaml").exists():
+        raise ConfigError(f"{folder}: no run is there; give the folder output/name of its config")
+    ask(folder, SAVE)
+    return f"{folder}: asked for a checkpoint after the running step"
 
 
 def _launch(words: list[str]) -> int:

@@ -66,7 +66,7 @@ def _run_faults(cfg: Config, cluster: Cluster) -> Iterator[str]:
     slurm = cluster.slurm
     if slurm is not None and slurm.restarts and not cfg.checkpoint.every and not cfg.rollout.only:
         yield (
-            f"checkpoint.every=0: after its time limit of {slurm.time} the run would start over; set it to a number of "
+            "checkpoint.every=0: after a failure the run would start over; set it to a number of "
             "steps, or slurm.restarts in the cluster's profile to 0"
         )
     if slurm is not None and cfg.platform == "cuda" and not cluster.gpus_per_node and not slurm.exclusive:

@@ -26,7 +26,7 @@ from nemo_run.run.ray.kuberay import KubeRayJob
 from urllib3.exceptions import HTTPError
 
 from launch.profile import Cluster
-from launch.ray_plan import OF_RAY, RayJob
+from launch.ray_plan import OF_RAY, PROGRAM, SUPERVISOR, RayJob
 from launch.sections import KubeRayConfig, Toleration
 from tepo_megatron.errors import ConfigError
 from tepo_megatron.utils.escaping import excerpt
@@ -145,6 +145,11 @@ def manifest(job: RayJob) -> dict[str, Any]:
     submitter = {"spec": {"restartPolicy": "Never", "containers": [_submitter(job)]}}
     if _place(submitter, section, section.head_node_selector, section.head_tolerations):
         body["spec"]["submitterPodTemplate"] = submitter
+    if job.resumes and section.grace_seconds:
+        _add_grace(template, job.before_the_end(SUPERVISOR), section.grace_seconds)
+        _add_grace(
+            body["spec"]["rayClusterSpec"]["headGroupSpec"]["template"], job.before_the_end(PROGRAM), section.grace_seconds
+        )
     if section.labels:
         body["metadata"]["labels"] = dict(section.labels)  # where Kueue looks
     if section.annotations:
@@ -180,6 +185,19 @@ def _place(template: dict[str, Any], section: KubeRayConfig, selector: dict[str,
     if section.labels:
         template.setdefault("metadata", {})["labels"] = dict(section.labels)
     return bool(added or section.labels)
+
+
+def _add_grace(template: dict[str, Any], script: str, seconds: int) -> None:
+    """Have a pod run a script before NeMo-Run's `ray stop`, when it is to be ended.
+
+    Args:
+        template: The pod's template, which is changed.
+        script: The script.
+        seconds: Seconds until the pod is killed.
+    """
+    template["spec"]["terminationGracePeriodSeconds"] = seconds
+    before = template["spec"]["containers"][0]["lifecycle"]["preStop"]["exec"]
+    before["command"] = ["bash", "-c", f"{script}; {before['command'][-1]}"]
 
 
 def _submitter(job: RayJob) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from launch import check_step
 from launch.profile import Cluster
 from launch.scripts import ENDPOINT, StartVariables, Task, head, joined, text
 from launch.sections import KubeRayConfig
+from tepo_megatron.utils.save_requests import STOP, STOPPED
 
 # on_ray.py sets these variables for every start of a job. Addresses are passed, because only a pod itself can resolve its name.
 STARTS = StartVariables(
@@ -80,6 +81,20 @@ class RayJob:
     def entrypoint(self) -> str:
         """Return the command for the head, whose `python` has Ray. executors/kuberay.py checks that no word needs quotes."""
         return f"python {self.folder / PROGRAM} {self.folder / PLAN}"
+
+    def before_the_end(self, program: str) -> str:
+        """Return the script that a pod runs before it is ended. It asks the run to save and end, and waits until it has.
+
+        At the end of the job, and in a pod in which nothing of the run is left, the script ends at once.
+
+        Args:
+            program: The program that runs in such a pod: PROGRAM in the head, SUPERVISOR in the others.
+        """
+        stop, stopped = self.home.parent / STOP, self.home.parent / STOPPED
+        runs = f"grep -qs '{program.replace('.', '[.]')}' /proc/[0-9]*/cmdline"  # with brackets it does not find itself
+        if program == PROGRAM:  # it goes on after the end of the run
+            return f"while [ ! -e {stopped} ] && {runs}; do touch {stop}; sleep 1; done"
+        return f"while {runs}; do [ -e {stopped} ] || touch {stop}; sleep 1; done"
 
     def files(self) -> dict[str, str]:
         """Return name -> content of the files that the entrypoint needs in the job's folder."""

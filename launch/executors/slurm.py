@@ -19,6 +19,7 @@ from launch.sections import SlurmConfig
 from launch.stops import patience_of
 from tepo_megatron.config import Config
 from tepo_megatron.errors import ConfigError
+from tepo_megatron.utils.save_requests import STOP, STOPPED
 
 if TYPE_CHECKING:
     from launch.nemo import Submission
@@ -123,37 +124,39 @@ def _call(*words: str) -> subprocess.CompletedProcess[str]:
 def batch_setup(cfg: Config, slurm: SlurmConfig, home: Path) -> str:
     """Return shell code for a run's batch script: its reaction to the signal before the time limit, and to a failed task.
 
-    Before the limit it waits for the next checkpoint (so that few steps are repeated) or, after the last checkpoint, for the
-    end of the run, but stops waiting shortly before the limit. Then it requeues the job. After a failure it requeues the job at
-    once, unless earlier starts failed at the same checkpoint. The batch script itself may be killed; a separate step detects
-    that and does the same.
+    At the signal it asks the run to save and end, and requeues the job when the run has done so, or shortly before the limit.
+    After a failure it requeues the job at once, unless earlier starts failed at the same checkpoint. The batch script itself
+    may be killed; a separate step detects that and does the same.
 
     Args:
         cfg: The run's config.
         slurm: Section of the profile.
         home: Folder for the log of that step, and for the checkpoints at which starts of the job failed.
     """
-    checkpoints, name = (cfg.run_dir / "checkpoints").absolute(), cfg.run_dir.absolute().name
+    name = cfg.run_dir.absolute().name
     log, failures = (shlex.quote(str(home / f"{name}-{what}")) for what in ("guard-%j.log", "failures-"))
-    return _before_the_limit(slurm, checkpoints, failures, cfg.training.steps) + _after_a_failure(slurm, log)
+    return _before_the_limit(slurm, cfg.run_dir.absolute(), failures) + _after_a_failure(slurm, log)
 
 
-def _before_the_limit(slurm: SlurmConfig, checkpoints: Path, failures: str, steps: int) -> str:
+def _before_the_limit(slurm: SlurmConfig, run: Path, failures: str) -> str:
     """Return the shell code that requeues the job before its time limit, with the variables that `_after_a_failure` also reads.
+
+    The request is repeated, because a run that is just starting removes older ones.
 
     Args:
         slurm: Section of the profile.
-        checkpoints: Folder of the run's checkpoints.
+        run: Folder of the run.
         failures: Quoted start of the path of the file that lists failed starts.
-        steps: Last step of the run.
     """
     patience = patience_of(slurm.warning_seconds)
     return f"""
-# queued again before the time limit: after the next checkpoint, or {patience} s from now without one
+# before the time limit the run saves and ends, and the job is queued again; at the latest {patience} s after the warning
 set +vx
-checkpoints={shlex.quote(str(checkpoints))}
+checkpoints={shlex.quote(str(run / "checkpoints"))}
+stop={shlex.quote(str(run / STOP))}
+stopped={shlex.quote(str(run / STOPPED))}
 failures={failures}"$SLURM_JOB_ID"
-last=step-{steps:08d}
+rm -f "$stop" "$stopped"
 newest() {{ ls "$checkpoints" 2>/dev/null | grep -E '^step-[0-9]+$' | sort -V | tail -n 1; }}
 under_way() {{ kill -0 "${{pids[0]}}" 2>/dev/null; }}
 used_up() {{
@@ -161,18 +164,22 @@ used_up() {{
     echo "launch: $1, and slurm.restarts={slurm.restarts} were made: this is the end"
 }}
 queue_again() {{
-  trap '' USR1
-  if used_up "the time limit is near"; then return; fi
-  before=$(newest); end=$((SECONDS + {patience}))
-  echo "launch: the time limit is near; newest checkpoint: ${{before:-none}}; waiting for the next"
-  while under_way && [[ "$(newest)" = "$before" || "$(newest)" = "$last" ]] && [ "$SECONDS" -lt "$end" ]; do sleep 2; done
-  if under_way; then
-    echo "launch: queued again; newest checkpoint: $(newest)"
-    scontrol requeue "$SLURM_JOB_ID"
-  fi
+  if used_up "$1"; then return; fi
+  at=$(newest); echo "launch: $1; queued again; newest checkpoint: ${{at:-none}}"
+  scontrol requeue "$SLURM_JOB_ID"
 }}
-trap queue_again USR1
-if [ -n "${{early:-}}" ]; then {{ sleep {_START_SECONDS}; kill -USR1 $$; }} & fi
+later() {{ sleep {_START_SECONDS}; kill -USR1 $$; }}
+warned() {{
+  if [ -z "${{pids[0]:-}}" ]; then later & return; fi
+  trap '' USR1
+  at=$(newest); end=$((SECONDS + {patience}))
+  echo "launch: the time limit is near; newest checkpoint: ${{at:-none}}; the run is asked to save and end"
+  while under_way && [ ! -e "$stopped" ] && [ "$SECONDS" -lt "$end" ]; do touch "$stop"; sleep 2; done
+  while under_way && [ "$SECONDS" -lt "$end" ]; do sleep 1; done
+  if under_way; then queue_again "the run has not ended {patience} s after the warning"; fi
+}}
+trap warned USR1
+if [ -n "${{early:-}}" ]; then later & fi
 """
 
 
@@ -199,7 +206,9 @@ after_failure() {{
 }}
 ended() {{  # a job that is not RUNNING any more was cancelled, or has reached its limit, or is queued again
   status=$?
-  if [ "$status" -ne 0 ] && job_says ' JobState=RUNNING '; then after_failure "a task ended with status $status"; fi
+  if [ "$status" -eq 0 ] || ! job_says ' JobState=RUNNING '; then return; fi
+  if [ -e "$stopped" ]; then queue_again "the run has saved and ended"; return; fi
+  after_failure "a task ended with status $status"
 }}
 trap ended EXIT
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tepo_megatron.errors import ConfigError
+from tepo_megatron.utils import save_requests
 from tepo_megatron.utils.atomic import replace_file
 from tepo_megatron.utils.run_lock import LOCK_FILE, RunLock
 from tepo_megatron.utils.storage import disk_fault
@@ -29,7 +30,7 @@ _OF_A_RUN = (
     "checkpoints", *_OUTCOME, *_OUTCOME.values(), *_HANG, *_HANG.values(), "summary.json.partial", "evaluation.jsonl.partial",
     "config.yaml", "config.yaml.partial", "metrics.jsonl", "metrics.jsonl.partial", "metrics.lost.jsonl",
     "metrics.lost.jsonl.partial", "rollouts", "evaluation", "log.txt", "server.log", "report.html", "report.html.partial",
-    "report.png", "report.png.partial", "hf", "hf.partial", "hf.former", "tensorboard", "wandb", "stacks",
+    "report.png", "report.png.partial", "hf", "hf.partial", "hf.former", "tensorboard", "wandb", "stacks", *save_requests.FILES,
 )  # fmt: skip
 
 
@@ -108,6 +109,7 @@ def _make_ready(run_dir: Path, resume: bool, config: str, output: str) -> None:
     try:
         if resume:
             _rename(run_dir, _HANG)
+            save_requests.clear(run_dir)
         for path in _removed(run_dir, resume):
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)

@@ -40,7 +40,7 @@ exec {sys.executable} -m tests.e2e.scripted_run "$@"
 SLURM = {"account": "lab", "exclusive": False, "warning_seconds": 150}
 PATHS = {"PYTHONPATH": str(ROOT)}
 APART_STEPS, PROMPTS = 24, 8  # steps of a second; more than are taken before the batch script looks at its tasks
-STEPS = 64  # steps of at least half a second; more than fit before the signal, which comes within the first half minute
+STEPS = 240  # steps of at least half a second; more than fit before the signal, which comes within two minutes
 
 
 @pytest.fixture(scope="module")
@@ -79,16 +79,20 @@ def no_secret_in(folder: Path) -> bool:
     return not any(SECRET in path.read_text(errors="replace") for path in folder.rglob("*") if path.is_file())
 
 
-def scripted(cluster: slurm.Slurm, folder: Path, name: str, limit: str, **more: object) -> tuple[str, Path]:
+def scripted(cluster: slurm.Slurm, folder: Path, name: str, limit: str, warning: int = 150, **more: object) -> tuple[str, Path]:
     """Submit a job of one machine whose engine needs no server, on 40 prompts; return its number and the run.
 
     Args:
         limit: Time limit of the job.
+        warning: Seconds before it at which the run is asked to end.
     """
     python = folder / "python"
     python.write_text(SCRIPTED)
     python.chmod(0o755)
-    profile = write(folder / "profile.yaml", {"python": str(python), "environment": PATHS, "slurm": SLURM | {"time": limit}})
+    profile = write(
+        folder / "profile.yaml",
+        {"python": str(python), "environment": PATHS, "slurm": SLURM | {"time": limit, "warning_seconds": warning}},
+    )
     tiny_qwen3(folder / "model", layers=2)
     rows = [{"prompt": f"1+{i}?\n", "answer": str(1 + i)} for i in range(40)]
     for file in ("train.jsonl", "eval.jsonl"):
@@ -102,14 +106,19 @@ def scripted(cluster: slurm.Slurm, folder: Path, name: str, limit: str, **more: 
 
 
 def test_a_run_longer_than_its_time_limit_resumes_until_it_is_done(cluster: slurm.Slurm, tmp_path: Path) -> None:
-    job, run = scripted(cluster, tmp_path, "long", "00:03:00", training__steps=STEPS, checkpoint__every=16)
-    assert cluster.ended(job, timeout=900) == "COMPLETED", launch(cluster, tmp_path, "logs", "runs/long")
+    """All checkpoints but the last are those that the run saves before a limit: no step is taken twice."""
+    job, run = scripted(cluster, tmp_path, "long", "00:03:00", 60, training__steps=STEPS, checkpoint__every=STEPS)
+    assert cluster.ended(job, timeout=1500) == "COMPLETED", launch(cluster, tmp_path, "logs", "runs/long")
     assert [r["step"] for r in records(run)] == list(range(1, STEPS + 1))
     batch = (run / "launch" / f"long-train-batch-{job}.log").read_text()
-    restarts = batch.count("launch: queued again; newest checkpoint: step-")
-    assert restarts >= 1, batch
+    restarts = batch.count("launch: the run has saved and ended; queued again; newest checkpoint: step-")
+    assert restarts >= 1 and batch.count("queued again") == restarts, batch
     log = (run / "log.txt").read_text()
-    assert log.count("resume: from the checkpoint of step ") == restarts, log
+    ends = re.findall(r"ended on request after step (\d+);", log)
+    assert re.findall(r"resume: from the checkpoint of step (\d+)\n", log) == ends and len(ends) == restarts, log
+    lost = run / "metrics.lost.jsonl"
+    print(f"{restarts} restarts, after steps {ends}; steps taken twice: {len(records_of(lost))}")
+    assert records_of(lost) == []
     status = launch(cluster, tmp_path, "status", "runs/long")
     assert "COMPLETED, " in status and f"restarts: {restarts}" in status and f"{STEPS} steps recorded, ended" in status
     assert f"long-train-{job}.log" in launch(cluster, tmp_path, "logs", "runs/long")
@@ -127,6 +136,11 @@ def test_a_killed_rank_has_the_job_queued_again_and_no_prompt_is_lost(cluster: s
     assert re.search("resume: from the checkpoint of step [24]\n", (run / "log.txt").read_text())
     assert cluster.about(job)["Restarts"] == "1"
     assert sorted(prompt for step in prompts_of(run).values() for prompt in step) == list(range(40))
+
+
+def records_of(path: Path) -> list[str]:
+    """Return the lines of a file of records; none if there is no such file."""
+    return path.read_text().splitlines() if path.exists() else []
 
 
 def steps_of(run: Path) -> int:

@@ -40,7 +40,8 @@ ALL_OF_SLURM: dict[str, Any] = {
 ALL_OF_KUBERAY: dict[str, Any] = kuberay_cases.SECTION | {
     "head_node_selector": {"pool": "cpu"}, "head_tolerations": [{"key": "cpu", "operator": "Equal", "value": "only"}],
     "labels": {"kueue.x-k8s.io/queue-name": "lab"}, "annotations": {"k8s.v1.cni.cncf.io/networks": "rdma-0, rdma-1"},
-    "scheduler": "kai-scheduler", "priority_class": "high", "host_network": True, "capabilities": ["IPC_LOCK"],
+    "scheduler": "kai-scheduler", "priority_class": "high", "host_network": True, "grace_seconds": 120,
+    "capabilities": ["IPC_LOCK"],
 }  # fmt: skip
 HERE = ["--model.path", "models/Qwen3-14B", "--data.train", "data/train.jsonl"]
 TWO = ["--parallel.dp", "2", "--rollout.servers", "2", "--rollout.server.rendezvous", "servers"]

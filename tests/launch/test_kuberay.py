@@ -12,11 +12,12 @@ import yaml
 
 from launch.executors import kuberay
 from launch.profile import Cluster
-from launch.ray_plan import RayJob
+from launch.ray_plan import PROGRAM, SUPERVISOR, RayJob
 from launch.scripts import Task
 from launch.sections import KubeRayConfig
 from tepo_megatron.errors import ConfigError
 from tests.launch import cases, kuberay_cases
+from tests.launch.test_dry_run import wait_for
 from tests.launch.test_profiles import cluster, run
 from tests.scripted_kubernetes import serving
 
@@ -68,6 +69,40 @@ def test_what_a_pod_needs_is_in_the_manifest(results: dict[str, tuple[int, str, 
     assert body["spec"]["entrypoint"].split()[1:] == [
         f"/project/runs/qwen/launch/experiments/qwen/qwen_1/{name}" for name in ("on_ray.py", "plan.json")
     ]
+
+
+@pytest.mark.parametrize("program", [PROGRAM, SUPERVISOR])
+def test_a_pod_that_is_to_be_ended_asks_the_run_to_save_and_waits(
+    results: dict[str, tuple[int, str, str]], tmp_path: Path, program: str
+) -> None:
+    """Run the hook of a pod's container next to a process of the job's program, with a function in place of `ray`."""
+    spec = yaml.safe_load(parts(results["kuberay_apart"][1])["rayjob.yaml"])["spec"]["rayClusterSpec"]
+    group = spec["headGroupSpec"] if program == PROGRAM else spec["workerGroupSpecs"][0]
+    pod = group["template"]["spec"]
+    assert pod["terminationGracePeriodSeconds"] == 300
+    *shell, script = pod["containers"][0]["lifecycle"]["preStop"]["exec"]["command"]
+    run = tmp_path / "runs" / "qwen"
+    run.mkdir(parents=True)
+    stop, stopped = run / "stop.request", run / "stop.done"
+
+    def hook() -> subprocess.Popen[str]:
+        named = script.replace("/project", str(tmp_path)).replace("/proc/[0-9]*", f"/proc/{running.pid}")
+        return subprocess.Popen([*shell, f"ray() {{ echo $*; }}; {named}"], stdout=subprocess.PIPE, text=True)
+
+    with subprocess.Popen(["bash", "-c", "read", program], stdin=subprocess.PIPE) as running:
+        with hook() as asking:
+            wait_for(stop.exists)
+            assert asking.poll() is None
+            stopped.touch()
+            if program == SUPERVISOR:  # the run ends in this pod
+                running.kill()
+            assert asking.communicate(timeout=30)[0] == "stop\n"
+        running.kill()
+        running.wait()
+        stop.unlink()
+        stopped.unlink()
+        with hook() as at_the_end:
+            assert at_the_end.communicate(timeout=30)[0] == "stop\n" and not stop.exists()
 
 
 def project(folder: Path, **more: Any) -> None:

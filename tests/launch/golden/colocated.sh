@@ -65,11 +65,13 @@ head_node=${nodes[0]}
 read -r MASTER_ADDR MASTER_PORT < "$LAUNCH_CHECK/endpoint"
 export MASTER_ADDR MASTER_PORT
 
-# queued again before the time limit: after the next checkpoint, or 840 s from now without one
+# before the time limit the run saves and ends, and the job is queued again; at the latest 840 s after the warning
 set +vx
 checkpoints=/project/runs/qwen/checkpoints
+stop=/project/runs/qwen/stop.request
+stopped=/project/runs/qwen/stop.done
 failures=/project/runs/qwen/launch/qwen-failures-"$SLURM_JOB_ID"
-last=step-00000072
+rm -f "$stop" "$stopped"
 newest() { ls "$checkpoints" 2>/dev/null | grep -E '^step-[0-9]+$' | sort -V | tail -n 1; }
 under_way() { kill -0 "${pids[0]}" 2>/dev/null; }
 used_up() {
@@ -77,18 +79,22 @@ used_up() {
     echo "launch: $1, and slurm.restarts=20 were made: this is the end"
 }
 queue_again() {
-  trap '' USR1
-  if used_up "the time limit is near"; then return; fi
-  before=$(newest); end=$((SECONDS + 840))
-  echo "launch: the time limit is near; newest checkpoint: ${before:-none}; waiting for the next"
-  while under_way && [[ "$(newest)" = "$before" || "$(newest)" = "$last" ]] && [ "$SECONDS" -lt "$end" ]; do sleep 2; done
-  if under_way; then
-    echo "launch: queued again; newest checkpoint: $(newest)"
-    scontrol requeue "$SLURM_JOB_ID"
-  fi
+  if used_up "$1"; then return; fi
+  at=$(newest); echo "launch: $1; queued again; newest checkpoint: ${at:-none}"
+  scontrol requeue "$SLURM_JOB_ID"
 }
-trap queue_again USR1
-if [ -n "${early:-}" ]; then { sleep 15; kill -USR1 $$; } & fi
+later() { sleep 15; kill -USR1 $$; }
+warned() {
+  if [ -z "${pids[0]:-}" ]; then later & return; fi
+  trap '' USR1
+  at=$(newest); end=$((SECONDS + 840))
+  echo "launch: the time limit is near; newest checkpoint: ${at:-none}; the run is asked to save and end"
+  while under_way && [ ! -e "$stopped" ] && [ "$SECONDS" -lt "$end" ]; do touch "$stop"; sleep 2; done
+  while under_way && [ "$SECONDS" -lt "$end" ]; do sleep 1; done
+  if under_way; then queue_again "the run has not ended 840 s after the warning"; fi
+}
+trap warned USR1
+if [ -n "${early:-}" ]; then later & fi
 
 # queued again after a failure, unless 2 starts failed at one checkpoint
 job_says() { scontrol show job --oneliner "$SLURM_JOB_ID" | grep -qE "$1"; }
@@ -105,7 +111,9 @@ after_failure() {
 }
 ended() {  # a job that is not RUNNING any more was cancelled, or has reached its limit, or is queued again
   status=$?
-  if [ "$status" -ne 0 ] && job_says ' JobState=RUNNING '; then after_failure "a task ended with status $status"; fi
+  if [ "$status" -eq 0 ] || ! job_says ' JobState=RUNNING '; then return; fi
+  if [ -e "$stopped" ]; then queue_again "the run has saved and ended"; return; fi
+  after_failure "a task ended with status $status"
 }
 trap ended EXIT
 
