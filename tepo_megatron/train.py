@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from tepo_megatron.actor.actor import Actor
 from tepo_megatron.actor.comparisons import mismatch, reference_divergence
+from tepo_megatron.actor.recorder import TokenRecorder
 from tepo_megatron.checkpoint.checkpoints import Checkpoints
 from tepo_megatron.config import Config, ParallelConfig, SyncConfig, TrainingConfig
 from tepo_megatron.config.io import plain
@@ -123,7 +124,9 @@ def _train(cfg: Config, groups: parallel.ParallelDims, driver: Driver) -> None:
             actor.start_step(step)
             if rollouts:
                 noise = _is_due(step - 1, cfg.logging.noise_floor_every)
-                learn(rollouts, step, actor, objective, cfg.training, log, clock, gate, measures_noise=noise)
+                recorder = TokenRecorder.open(cfg.run_dir, step, cfg.logging, objective, groups)
+                given = rollouts, step, actor, objective, cfg.training, log, clock, gate
+                learn(*given, measures_noise=noise, recorder=recorder)
             schedule.publish_weights(step, clock)
             log.memory(memory.values())
             driver.log_step(step, log, clock)
@@ -156,6 +159,7 @@ def learn(
     gate: WeightsGate,
     *,
     measures_noise: bool = False,
+    recorder: TokenRecorder | None = None,
 ) -> None:
     """Make all updates of one rollout batch: old statistics, reference log-probs, then one update per minibatch.
 
@@ -172,6 +176,7 @@ def learn(
         gate: Compares each rollout with the log-probs of the weights that sampled it; it must have been notified of their
             delivery.
         measures_noise: Also measure the noise floor of dH, if the batch has an old pass.
+        recorder: Records every number that the loss of each token is made of. None: nothing is recorded.
 
     Raises:
         SyncError: The engine's log-probs differ from the actor's by more than `sync.max_logprob_diff`.
@@ -191,9 +196,11 @@ def learn(
                 log.note({"tepo/entropy_noise_floor": actor.measure_noise(batch)})
         batch = _with_reference(batch, actor, objective, log)
     with clock.phase("update"):
+        if recorder is not None:
+            recorder.start(batch, batch.updates(training.epochs, training.minibatch_prompts))
         shuffle = derive_seed(actor.cfg.seed, "minibatches", step)
         for minibatch in batch.epochs(training.epochs, training.minibatch_prompts, shuffle):
-            result = actor.update(minibatch, objective)
+            result = actor.update(minibatch, objective, recorder)
             log.add(result)
             if result.mismatch is not None and result.measured is not None:
                 log.note(result.mismatch)
