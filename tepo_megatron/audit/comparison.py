@@ -37,13 +37,18 @@ class AuditedUpdate:
         return {name: self.record.inputs[name] for name in ("rollout_logprob", "group_advantage")} | self.record.used
 
     def difference(self, name: str) -> float:
-        """Return the largest difference of a term relative to its largest value, without the tokens near to a threshold."""
+        """Return the largest difference of a term relative to its largest value, without the tokens near to a threshold.
+
+        A KL is relative to the largest log-ratio: of small log-ratios, fp32 has lost their square.
+        """
         used_N, terms_N = self.used[name], self.terms[name]
         if not terms_N.size:
             return 0.0
         apart_N = np.abs(used_N - terms_N)[~self.near_N]
         worst = float(apart_N.max(initial=0.0)) if np.isfinite(apart_N).all() else math.inf
         scale = float(np.abs(terms_N).max())
+        if (other := {"kl": "old_logprob", "ref_kl": "ref_logprob"}.get(name)) is not None:
+            scale = max(scale, float(np.abs(self.record.inputs["logprob"] - self.record.inputs[other]).max()))
         return worst / scale if scale else worst
 
     @property

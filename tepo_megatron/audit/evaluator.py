@@ -163,7 +163,7 @@ def _policy(e: _Evaluation, logprob_N: Array, x_N: Array, advantage_N: Array) ->
         "clip_eq4": lambda: (np.minimum(ratio_N, bounded_N) * a_N, above(ratio_N, high)),
         "unclipped": lambda: (ratio_N * a_N, none_N),
         "clip_tokens": lambda: (ratio_N * a_N, held_N),
-        "stop_gradient": lambda: (bounded_N * a_N * logprob_N, above(ratio_N, high) | above(low, ratio_N)),
+        "stop_gradient": lambda: (bounded_N * a_N * logprob_N, above(ratio_N, high) | _under(e, ratio_N)),
         "reinforce": lambda: (a_N * logprob_N, none_N),
         "soft_gate": lambda: (_soft_gate(e, ratio_N, a_N), none_N),
         "trust_region_tv": lambda: _trust_region(e, logprob_N, x_N, ratio_N, a_N),
@@ -187,11 +187,17 @@ def _log_ratio(e: _Evaluation, x_N: Array) -> Array:
 def _clip(e: _Evaluation, ratio_N: Array, bounded_N: Array, a_N: Array) -> tuple[Array, Array]:
     o, above = e.update.objective, e.compare.above
     value_N = np.where(a_N >= 0, np.minimum(ratio_N, bounded_N), np.maximum(ratio_N, bounded_N)) * a_N
-    clipped_N = np.where(a_N > 0, above(ratio_N, 1 + o.clip_high), (a_N < 0) & above(1 - o.clip_low, ratio_N))
+    clipped_N = np.where(a_N > 0, above(ratio_N, 1 + o.clip_high), (a_N < 0) & _under(e, ratio_N))
     if o.dual_clip is not None:
         floored_N = (a_N < 0) & above(ratio_N, o.dual_clip)
         value_N, clipped_N = np.where(floored_N, o.dual_clip * a_N, value_N), clipped_N | floored_N
     return value_N, clipped_N
+
+
+def _under(e: _Evaluation, ratio_N: Array) -> Array:
+    """Return the tokens below the clip range, which has no lower end if clip_low is 1."""
+    low = 1 - e.update.objective.clip_low
+    return e.compare.above(low, ratio_N) if low > 0 else np.zeros(ratio_N.shape, dtype=bool)
 
 
 def _soft_gate(e: _Evaluation, ratio_N: Array, a_N: Array) -> Array:

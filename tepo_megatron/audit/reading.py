@@ -109,8 +109,8 @@ class AuditUpdate:
             sequence: Index of the sequence in the rollout batch.
             position: Index of the token in its response.
         """
-        found = np.flatnonzero((self.sequence_N == sequence) & (self.position_N == position))
-        return int(found[0]) if found.size else None
+        first, end = (int(np.searchsorted(self.sequence_N, sequence, side=side)) for side in ("left", "right"))
+        return first + position if first + position < end else None
 
 
 def steps(run: Path) -> list[int]:

@@ -83,7 +83,7 @@ OBJECTIVES: dict[str, Objective] = {
 
 def objective_of(parts: Mapping[str, Any]) -> Objective:
     """Return an objective from the result of `dataclasses.asdict`. Raises ConfigError, TypeError or ValueError for others."""
-    return Objective(**{k: read_part(k, v) if isinstance(v, Mapping) else v for k, v in parts.items()})
+    return Objective(**{k: read_part(k, v) if isinstance(v, Mapping) else v for k, v in dict(parts).items()})
 
 
 def build_objective(cfg: ObjectiveConfig) -> Objective:

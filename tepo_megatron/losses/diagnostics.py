@@ -72,7 +72,7 @@ def metrics(terms: LossTerms, whole_tokens: Tensor, noise_floor: float | None) -
     nothing = tokens.new_zeros(())
     share = tokens / whole_tokens
     pairs: Pairs = {
-        "loss/total": (t.loss.detach(), share),
+        "loss/total": (t.loss_R.detach().double().sum(), share),  # often a small difference of large sums
         "loss/kl": ((t.aggregate_R * t.penalty_R.detach()).sum(), share),
         "loss/clip_fraction": (t.clipped_R.sum(), tokens),
         "loss/clip_fraction_low": ((t.clipped_R & (t.ratio_R < 1)).sum(), tokens),
