@@ -31,7 +31,7 @@ PINS_PYTHON ?= $(shell python3.12 -c "" 2>/dev/null \
   && test -z "$(filter-out $(wildcard $(addsuffix /torch-*-cp312-*.whl,$(PIP_FIND_LINKS))),$(wildcard $(addsuffix /torch-*.whl,$(PIP_FIND_LINKS))))" \
   && echo python3.12 || echo $(PYTHON))
 
-.PHONY: demo sglang launch launch-sky ablation precision bench docs docs-links test test-parts test-runs test-servers test-fast test-full test-full-runs \
+.PHONY: demo sglang launch launch-sky ablation ablation-off-policy precision bench docs docs-links test test-parts test-runs test-servers test-fast test-full test-full-runs \
   test-full-parts test-slurm \
   test-gpu test-pins test-pins-ci test-te test-image chaos hurt two-starts mutants check lint types format pins clean
 
@@ -46,6 +46,11 @@ demo: $(READY) $(if $(filter sglang,$(ENGINE)),$(SGLANG)/.ready)
 ablation: $(READY)
 	$(BIN)/python -m examples.arithmetic.base_model --seed 0 --out .cache/demo/seed-0
 	$(BIN)/tepo ablate examples/ablation.yaml
+
+# Compare seven methods where clips and penalties act; an hour on 2 cores. A run that is finished is not made again.
+ablation-off-policy: $(READY)
+	$(BIN)/python -m examples.arithmetic.base_model --seed 0 --max-operations 8 --out .cache/long/seed-0
+	$(BIN)/tepo ablate examples/ablation_off_policy.yaml
 
 # Compare training in bf16 with fp32.
 precision: $(READY)

@@ -153,6 +153,20 @@ def controller(quick: bool) -> list[Measure]:
     return out
 
 
+def mechanisms(quick: bool) -> list[Measure]:
+    """Measure row 16: how far the 95 % interval of each predicted effect is above 0."""
+    found = _run("mechanisms", *(["--quick", "--seeds", "0,1"] if quick else []))
+    out = []
+    for x in found["predictions"]:
+        measure = x["larger"][1]
+        unit = "nats" if measure.startswith(("entropy", "KL")) else ""
+        more = {key: x[key] for key in ("larger", "smaller", "factor", "effect", "interval", "verdict")}
+        out.append(
+            Measure(16, f"{x['claim']} ({x['regime']})", unit, x["interval"][0], {}, (Target(OURS, ">=", 0),), more=more)
+        )
+    return out
+
+
 def _run(benchmark: str, *words: str) -> Any:
     """Run a benchmark in a process of its own with one thread; return what it wrote to its --json file."""
     with tempfile.TemporaryDirectory() as folder:

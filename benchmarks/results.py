@@ -31,6 +31,7 @@ ROWS = {
     13: "Rollouts one step ahead",
     14: "Training step whose responses share prompts",
     15: "Rollout data path (all parts: `python -m benchmarks.controller`)",
+    16: "Predictions about mechanisms: lower end of the effect's interval",
 }
 PACKAGES = ("torch", "megatron-core", "transformers", "triton", "trl", "verl", "liger-kernel")
 _SENSES = {"<=": operator.le, ">=": operator.ge, "==": operator.eq}

@@ -108,6 +108,12 @@ def _controller(options: SuiteOptions) -> list[Measure]:
     return _collected.controller(options.quick)
 
 
+def _mechanisms(options: SuiteOptions) -> list[Measure]:
+    from benchmarks import _collected
+
+    return _collected.mechanisms(options.quick)
+
+
 # waiting threads sleep: on a busy machine, spinning threads would make the times depend on other processes
 _PASSIVE = {"OMP_WAIT_POLICY": "PASSIVE", "KINETO_LOG_LEVEL": "99"}
 # one thread before and after a fork, as in tests/conftest.py; without the flag verl would compile in each rank
@@ -125,4 +131,5 @@ SUITES = {
     "overlap": Suite((13,), _overlap),
     "prefix": Suite((14,), _prefix),
     "controller": Suite((15,), _controller, _FORKS),
+    "mechanisms": Suite((16,), _mechanisms, {"OMP_NUM_THREADS": "1"}),
 }

@@ -27,8 +27,8 @@ from tepo_megatron.distributed.objects import broadcast_result
 from tepo_megatron.losses import Objective, build_objective
 from tepo_megatron.losses.advantages import group_advantages, penalized, without_truncated
 from tepo_megatron.observability import hang_watchdog
+from tepo_megatron.observability.log_file import LogFile
 from tepo_megatron.observability.metrics import Metrics
-from tepo_megatron.observability.sinks import LogFile
 from tepo_megatron.observability.timing import Clock
 from tepo_megatron.platform import Platform
 from tepo_megatron.types import Rollout, TrainBatch

@@ -46,6 +46,7 @@ class Settings:
     """The settings that determine the folder's content, in addition to the source of this package."""
 
     seed: int = 0
+    max_operations: int = task.OPERATIONS[-1]  # problems have 2 steps to this number, all equally likely
     train_problems: int = 4096
     eval_problems: int = 256
     check_problems: int = 128  # held out of training and evaluation: they decide when phase A ends
@@ -53,12 +54,17 @@ class Settings:
     skill: float = 0.65  # sampled accuracy that ends phase A
     check_every: int = 25
     check_below_nats: float = 2.5  # of a whole solution: while it costs more, sampling is a waste of time
-    max_skill_steps: int = 900
+    max_skill_steps: int = 2400  # four operations take about 600, eight about 1500
     skill_lr: float = 2e-3
     warmup_steps: int = 20
     hasty_steps: int = 40
     hasty_lr: float = 5e-4
     hasty_share: float = 0.65
+
+    @property
+    def operations(self) -> range:
+        """The numbers of steps that problems have."""
+        return range(task.OPERATIONS[0], self.max_operations + 1)
 
     def fingerprint(self) -> str:
         """Return a hash that changes when a setting or the source changes."""
@@ -125,7 +131,7 @@ class SupervisedTraining:
             hasty_share: Share of targets that are unworked guesses.
         """
         settings, rng = self.settings, self.rng
-        operations = rng.choice(task.OPERATIONS)  # one length per batch: little padding
+        operations = rng.choice(settings.operations)  # one length per batch: little padding
         pairs: list[tuple[str, str]] = []
         while len(pairs) < settings.batch_size:
             problem = task.make_problem(rng, operations)
@@ -209,11 +215,13 @@ def write_folder(folder: Path, settings: Settings) -> float:
         settings: The settings.
     """
     # the same evaluation problems for every seed, so that runs can be compared
-    evaluation = task.distinct_problems(random.Random("evaluation"), settings.eval_problems)
+    evaluation = task.distinct_problems(random.Random("evaluation"), settings.eval_problems, operations=settings.operations)
     taken = {p.prompt for p in evaluation}
-    check = task.distinct_problems(random.Random("check"), settings.check_problems, taken)
+    check = task.distinct_problems(random.Random("check"), settings.check_problems, taken, settings.operations)
     held_out = frozenset(taken.union(p.prompt for p in check))
-    problems = task.distinct_problems(random.Random(f"{settings.seed}/problems"), settings.train_problems, held_out)
+    problems = task.distinct_problems(
+        random.Random(f"{settings.seed}/problems"), settings.train_problems, held_out, settings.operations
+    )
 
     training = train(settings, held_out, check)
     folder.mkdir()
@@ -264,12 +272,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m examples.arithmetic.base_model", description=__doc__)
     parser.add_argument("--seed", type=int, default=Settings.seed)
+    parser.add_argument(
+        "--max-operations", type=int, default=Settings.max_operations, metavar="N", help="problems have 2 to N steps"
+    )
     parser.add_argument("--out", type=Path, required=True, help="folder to write, or to re-use")
     options = parser.parse_args(arguments)
     torch.set_num_threads(THREADS)
     disable_progress_bar()
     try:
-        build(options.out, Settings(seed=options.seed))
+        build(options.out, Settings(seed=options.seed, max_operations=options.max_operations))
     except TepoError as e:
         print(e, file=sys.stderr)
         return 1

@@ -1,4 +1,4 @@
-"""The demo task: chains of two to four one-digit additions and subtractions.
+"""The demo task: chains of two to four (or more) one-digit additions and subtractions.
 
     prompt    9+5-7?
     solution  9+5=14-7=7.\\boxed{7}
@@ -11,7 +11,7 @@ answer alone can teach it to work again.
 from __future__ import annotations
 
 import random
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -43,16 +43,16 @@ class ArithmeticProblem:
     answer: int
 
 
-def make_problem(rng: random.Random, operations: int | None = None) -> ArithmeticProblem:
+def make_problem(rng: random.Random, operations: int | Sequence[int] = OPERATIONS) -> ArithmeticProblem:
     """Return a random chain of additions and subtractions with all partial results in 0..20.
 
     Args:
         rng: Source of random numbers.
-        operations: Number of steps. None: 2, 3 or 4, equally likely.
+        operations: Number of steps, or the numbers of which one is drawn.
     """
     result = rng.randint(0, LARGEST_OPERAND)
     chain = worked = str(result)
-    for _ in range(operations or rng.choice(OPERATIONS)):
+    for _ in range(operations if isinstance(operations, int) else rng.choice(operations)):
         operand = rng.randint(1, LARGEST_OPERAND)
         sign = rng.choice((1, -1))
         if not 0 <= result + sign * operand <= LARGEST_RESULT:
@@ -64,17 +64,20 @@ def make_problem(rng: random.Random, operations: int | None = None) -> Arithmeti
     return ArithmeticProblem(prompt=f"{chain}?\n", solution=f"{worked}.{BOX}{result}}}", answer=result)
 
 
-def distinct_problems(rng: random.Random, count: int, taken: Collection[str] = ()) -> list[ArithmeticProblem]:
+def distinct_problems(
+    rng: random.Random, count: int, taken: Collection[str] = (), operations: Sequence[int] = OPERATIONS
+) -> list[ArithmeticProblem]:
     """Return problems with different prompts.
 
     Args:
         rng: Source of random numbers.
         count: Number of problems.
         taken: Prompts that are not returned.
+        operations: Numbers of steps, equally likely.
     """
     problems: dict[str, ArithmeticProblem] = {}
     while len(problems) < count:
-        problem = make_problem(rng)
+        problem = make_problem(rng, operations)
         if problem.prompt not in taken:
             problems.setdefault(problem.prompt, problem)
     return list(problems.values())

@@ -6,7 +6,7 @@ from typing import Any
 
 from tepo_megatron.ablation.plan import AblationPlan
 from tepo_megatron.ablation.results import SHARE_OF_BEST, WINDOW, MethodRow
-from tepo_megatron.evaluation.statistics import NORMAL_95, Estimate
+from tepo_megatron.evaluation.statistics import MIN_SEEDS, NORMAL_95, Estimate
 from tepo_megatron.evaluation.tables import NOTHING, ResultTable
 
 FILE_WIDTH = 170  # width in characters if the output is no terminal
@@ -16,7 +16,7 @@ def headings(plan: AblationPlan) -> list[str]:
     """Return the column headings."""
     return [
         "run", "accuracy, % ± SE", "by seed", f"steps to {SHARE_OF_BEST:.0%} of own best", "entropy at end, nats",
-        f"points over {plan.baseline} [95 %]", "by seed", "",
+        f"points over {plan.baseline} [95 %]", "over seeds", "",
     ]  # fmt: skip
 
 
@@ -34,7 +34,7 @@ def cells(plan: AblationPlan, row: MethodRow) -> list[str]:
         NOTHING if row.steps_to_best is None else f"{row.steps_to_best:.1f}",
         NOTHING if row.entropy_at_end is None else f"{row.entropy_at_end:.3f}",
         NOTHING if row.difference is None else with_interval(row.difference),
-        NOTHING if row.difference is None else _span(row.difference, sign="+"),
+        NOTHING if row.difference is None else _over_seeds(row.difference),
         "; ".join([verdict(plan, row), *(f"seed {seed} failed: {_last_line(text)}" for seed, text in row.errors.items())]),
     ]
 
@@ -54,6 +54,8 @@ def verdict(plan: AblationPlan, row: MethodRow) -> str:
         return "within noise"
     if len(row.difference.by_seed) == 1:
         return "beyond problem noise, one seed"
+    if (over_seeds := row.difference.over_seeds) is not None:
+        return "beyond problem noise, within seed noise" if over_seeds[0] <= 0 <= over_seeds[1] else "beyond seed noise"
     return "beyond problem noise" + ("" if row.difference.seeds_agree_in_sign else ", seeds disagree")
 
 
@@ -85,7 +87,9 @@ def notes(plan: AblationPlan, table: Sequence[MethodRow]) -> list[str]:
     if comparisons:
         said.append(
             f"Points over {plan.baseline}: paired, problem by problem, on the same seeds; interval: ± {NORMAL_95:.2f} SE over "
-            "problems. `within noise`: it covers 0. `beyond problem noise` is no claim about other seeds. Even where nothing "
+            f"problems. `over seeds`: from {MIN_SEEDS} seeds on the 95 % interval of the seeds' differences by Student's t, "
+            "else the lowest and the highest. `within noise`: the interval over problems covers 0. `beyond problem noise` is "
+            "no claim about other seeds; `beyond seed noise`: neither interval covers 0. Even where nothing "
             f"differs, some of {comparisons} such interval{'s' if comparisons > 1 else ''} may miss 0, with a chance of up to "
             f"{min(1, 0.05 * comparisons):.0%}."
         )
@@ -136,7 +140,7 @@ def _result_table(plan: AblationPlan, table: Sequence[MethodRow]) -> ResultTable
 def _record(plan: AblationPlan, row: MethodRow) -> Mapping[str, Any]:
     record = dataclasses.asdict(row)
     if row.difference is not None:
-        record["difference"]["interval_95"] = row.difference.interval
+        record["difference"] |= {"interval_95": row.difference.interval, "interval_95_over_seeds": row.difference.over_seeds}
     return record | {"verdict": verdict(plan, row)}
 
 
@@ -159,6 +163,11 @@ def with_interval(estimate: Estimate) -> str:
     interval = estimate.interval
     bounds = "" if interval is None else f" [{100 * interval[0]:+z.1f}, {100 * interval[1]:+z.1f}]"
     return f"{100 * estimate.mean:+z.1f}{bounds}"
+
+
+def _over_seeds(estimate: Estimate) -> str:
+    bounds = estimate.over_seeds
+    return _span(estimate, sign="+") if bounds is None else "[{:+z.1f}, {:+z.1f}]".format(*(100 * x for x in bounds))
 
 
 def _span(estimate: Estimate, sign: str) -> str:

@@ -91,7 +91,8 @@ def evaluate(batch: AuditBatch, update: AuditUpdate) -> tuple[dict[str, Array], 
         found["share"] = 1.0 / _denominator(e)
     except KeyError as error:
         raise DataError(
-            f"update {update.number}: {error} was not recorded, and objective {o} needs it; record it again"
+            f"update {update.number}: {error} was not recorded, or is a part that the audit does not know yet: add it to "
+            f"tepo_megatron/audit/evaluator.py"
         ) from None
     found["loss"] = -found["share"] * value_N
     return {name: x_N.astype(np.float64) for name, x_N in found.items()}, e.compare.near_N

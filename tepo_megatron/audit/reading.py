@@ -109,7 +109,7 @@ class AuditUpdate:
             sequence: Index of the sequence in the rollout batch.
             position: Index of the token in its response.
         """
-        first, end = (int(np.searchsorted(self.sequence_N, sequence, side=side)) for side in ("left", "right"))
+        first, end = np.searchsorted(self.sequence_N, [sequence, sequence + 1]).tolist()
         return first + position if first + position < end else None
 
 

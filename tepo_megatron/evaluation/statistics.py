@@ -2,8 +2,8 @@
 
 Problems are the unit of sampling: the samples of a problem, and its scores under several seeds, are averaged first, and every
 error is over problems. It includes what other samples of the same problems would change. It does NOT include what another
-training seed would change: with few seeds nothing honest can be computed for that, so each seed's number is shown next to the
-mean.
+training seed would change. For that, each seed's number is shown next to the mean and, from three seeds on, an interval over
+seeds.
 """
 
 import functools
@@ -16,6 +16,7 @@ import numpy as np
 
 NORMAL = statistics.NormalDist()
 NORMAL_95 = NORMAL.inv_cdf(0.975)  # 1.96: half of a 95 % interval, in standard errors
+MIN_SEEDS = 3  # for an interval over seeds; that of two is 12.7 standard errors wide on each side
 RESAMPLES = 2000  # resampled means of a bootstrap
 _AT_ONCE = 2**20  # resampled problem counts held in memory at once
 
@@ -48,6 +49,15 @@ class Estimate:
     def covers_zero(self) -> bool:
         """True if 0 lies in the interval. An unknown interval covers everything."""
         return self.interval is None or self.interval[0] <= 0 <= self.interval[1]
+
+    @property
+    def over_seeds(self) -> tuple[float, float] | None:
+        """95 % interval over seeds by Student's t, each seed counting as one value; None for fewer than three seeds."""
+        means, error = list(self.by_seed.values()), standard_error(self.by_seed.values())
+        if error is None or len(means) < MIN_SEEDS:
+            return None
+        half = student_95(len(means) - 1) * error
+        return statistics.fmean(means) - half, statistics.fmean(means) + half
 
     @property
     def seeds_agree_in_sign(self) -> bool:

@@ -4,9 +4,7 @@ The rollout service of a run opens its `RunLog`. Rank 0 opens a `LogFile`, for i
 """
 
 import contextlib
-import errno
 import json
-import logging
 import math
 import os
 import re
@@ -17,21 +15,17 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from rich.console import Console
-
 from tepo_megatron.config import LoggingConfig
 from tepo_megatron.errors import ConfigError, DataError, RunReplacedError
+from tepo_megatron.observability.log_file import LogFile, append_line, open_for_appending
 from tepo_megatron.observability.run_dir import lock
 from tepo_megatron.utils import records
 from tepo_megatron.utils.atomic import replace_file, replacing
-from tepo_megatron.utils.escaping import escaped
 from tepo_megatron.utils.storage import writing
 
 METRICS_FILE = "metrics.jsonl"
 LOST_FILE = "metrics.lost.jsonl"
-LOG_FILE = "log.txt"
 HEADER_EVERY = 20  # progress lines between two headers
-_PACKAGE = "tepo_megatron"  # warnings of its loggers go to the log
 _WANDB_ID = "wandb/run-id.txt"
 _FIRST_KEY = "step"  # first key of every record
 
@@ -79,57 +73,6 @@ COLUMNS = (
 )
 
 
-class LogFile(contextlib.AbstractContextManager["LogFile"]):
-    """A run's log.txt together with the terminal; several processes may have it open.
-
-    Inside the context, warnings of this process, from any of its threads, are logged like messages.
-
-    Args:
-        run_dir: Folder of the run; it must exist.
-    """
-
-    def __init__(self, run_dir: Path) -> None:
-        self._path = run_dir / LOG_FILE
-        self._file = _open_for_appending(self._path)
-        _end_line(self._file, self._path)
-        self._console, self._warnings = Console(), _Warnings(self)
-
-    def __enter__(self) -> "LogFile":
-        logging.getLogger(_PACKAGE).addHandler(self._warnings)
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        logging.getLogger(_PACKAGE).removeHandler(self._warnings)
-        os.close(self._file)
-
-    def message(self, text: str) -> None:
-        """Print `text` and write it to the log. Control characters are escaped, because the text may be foreign."""
-        text = escaped(text)
-        self._append(text)
-        self._print(text)
-
-    def row(self, first: str, cells: list[str], style: str | None = None) -> None:
-        """Write the whole row to the log, and to a terminal the cells that fit on one line.
-
-        Args:
-            first: The cell that is always shown.
-            cells: Further cells.
-            style: Style in the terminal.
-        """
-        self._append(" ".join([first, *cells]))
-        if self._console.is_terminal:
-            while len(" ".join([first, *cells])) > self._console.width:
-                cells = cells[:-1]
-        self._print(" ".join([first, *cells]), style)
-
-    def _append(self, line: str) -> None:
-        with writing(self._path):
-            _append(self._file, line + "\n")
-
-    def _print(self, text: str, style: str | None = None) -> None:
-        self._console.print(text, style=style, markup=False, highlight=False, emoji=False, soft_wrap=True)
-
-
 class RunLog:
     """The open outputs of one run; a context manager.
 
@@ -149,7 +92,7 @@ class RunLog:
         self._tensorboard = _open_tensorboard(run_dir) if cfg.tensorboard else None
         self._wandb = _open_wandb(run_dir, cfg.wandb_project) if cfg.wandb_project else None
         self.run_dir = run_dir
-        self._metrics = _open_for_appending(run_dir / METRICS_FILE)
+        self._metrics = open_for_appending(run_dir / METRICS_FILE)
         lock(self._metrics, run_dir)
         self._log, self._steps, self._lines = LogFile(run_dir), steps, 0
 
@@ -178,7 +121,7 @@ class RunLog:
         self.check_in_place()
         values = {k: v if v is not None and math.isfinite(v) else None for k, v in record.items()}
         with writing(self.run_dir / METRICS_FILE):
-            _append(self._metrics, json.dumps({"step": step, **values}) + "\n")
+            append_line(self._metrics, json.dumps({"step": step, **values}) + "\n")
         self._progress(step, values)
         known = {key: value for key, value in values.items() if value is not None}
         if self._tensorboard is not None:
@@ -245,7 +188,7 @@ class RunLog:
         path = self.run_dir / METRICS_FILE
         with replacing(path) as unfinished:
             unfinished.write_bytes(data)
-            file = _open_for_appending(unfinished)
+            file = open_for_appending(unfinished)
             lock(file, self.run_dir)
         former, self._metrics = self._metrics, file
         os.close(former)
@@ -260,20 +203,6 @@ class RunLog:
             self._log.row("step".rjust(width), [column.heading.rjust(column.width) for column in COLUMNS], "bold")
         self._log.row(f"{step}/{self._steps}".rjust(width), [column.cell(record) for column in COLUMNS])
         self._lines += 1
-
-
-class _Warnings(logging.Handler):
-    """A logging handler that copies the package's warnings, from any thread of this process, to a run's log."""
-
-    def __init__(self, log: LogFile) -> None:
-        super().__init__(logging.WARNING)
-        self._to = log
-
-    def emit(self, record: logging.LogRecord) -> None:
-        try:
-            self._to.message(f"warning: {record.getMessage()}")
-        except OSError:  # a warning must not make its caller fail
-            self.handleError(record)
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Value]]:
@@ -298,26 +227,6 @@ def read_steps(run_dir: Path) -> records.StepRecords:
         what = f"{found.faults[0]}; restore the file, or repeat the run" if found.faults else "wait for the first one"
         raise DataError(f"{path}: no step has been recorded yet; {what}")
     return found
-
-
-def _open_for_appending(path: Path) -> int:
-    return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-
-
-def _end_line(file: int, path: Path) -> None:
-    """End a line that a kill cut off, so that it stays a separate line."""
-    with path.open("rb") as reader:
-        if reader.seek(0, os.SEEK_END) and (reader.seek(-1, os.SEEK_END), reader.read(1))[1] != b"\n":
-            os.write(file, b"\n")
-
-
-def _append(file: int, line: str) -> None:
-    """Write all of `line`, or nothing if the disk is full; then raise OSError."""
-    data = line.encode()
-    written = os.write(file, data)
-    if written < len(data):
-        os.ftruncate(file, os.fstat(file).st_size - written)
-        raise OSError(errno.ENOSPC, "the disk is full: a line of the run's log was not written")
 
 
 def _open_tensorboard(run_dir: Path, forget_from: int | None = None) -> Any:

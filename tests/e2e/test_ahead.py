@@ -70,8 +70,7 @@ def test_whoever_resumes_loses_no_prompt_and_uses_none_twice(
     finished(tepo(*arguments(model, **AHEAD | {"checkpoint__every": 0}, name="straight"), engine="good"))
     command = tepo(*arguments(model, **AHEAD, name="killed"), engine="slow")
     command.until(lambda: bool(complete(run)) and len(whole_lines(run)) >= 5, timeout=100)
-    rank = next(line for line in command.left_over() if "scripted_worker" in line)
-    os.kill(int(rank.split()[0]), signal.SIGKILL)
+    os.kill(command.ranks()[-1], signal.SIGKILL)
     refused(command, "was ended by SIGKILL")
     assert "resume: from the checkpoint of step " in finished(
         tepo(*arguments(model, **AHEAD, name="killed", resume="true"), engine="good")

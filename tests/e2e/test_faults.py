@@ -183,8 +183,7 @@ def test_a_killed_rank_ends_the_run(tepo, arguments, model: Path, tmp_path: Path
     command = tepo(*arguments(model, **SHORT | {"training__steps": 500}, name="killed"), engine="slow")
     run = tmp_path / "runs" / "killed"
     command.until(lambda: len(whole_lines(run)) >= 2, timeout=BOUND)
-    rank = next(line for line in command.left_over() if "scripted_worker" in line)
-    os.kill(int(rank.split()[0]), signal.SIGKILL)
+    os.kill(command.ranks()[-1], signal.SIGKILL)
     refused(command, "was ended by SIGKILL")
     assert len(whole_lines(run)) >= 2
 

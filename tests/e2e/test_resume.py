@@ -61,9 +61,8 @@ def test_a_run_survives_the_kill_of_its_launcher_and_of_a_rank(tepo, arguments, 
     command = tepo(*again, engine="slow")
     command.until(lambda: "resume: from the checkpoint of step " in command.output, timeout=240)
     command.until(lambda: len(whole_lines(run)) >= 6, timeout=240)
-    ranks = [int(line.split()[0]) for line in command.left_over() if "scripted_worker" in line]
-    assert len(ranks) == RUN["parallel__tp"]
-    os.kill(max(ranks), signal.SIGKILL)
+    assert len(command.ranks()) == RUN["parallel__tp"]
+    os.kill(command.ranks()[-1], signal.SIGKILL)
     refused(command, "was ended by SIGKILL")
 
     assert "resume: from the checkpoint of step " in finished(tepo(*again, engine="good"))

@@ -48,6 +48,14 @@ def test_solutions_work_every_step_within_the_bounds() -> None:
     assert lengths == {2, 3, 4}
 
 
+def test_longer_problems_are_drawn_where_the_settings_ask_for_them(tmp_path: Path) -> None:
+    build(tmp_path / "model", Settings(**{**vars(TINY), "max_operations": 8}))
+    lengths = {len(re.findall("[+-]", row["prompt"])) for row in rows(tmp_path / "model" / "train.jsonl")}
+    assert {2, 8} <= lengths <= set(range(2, 9))
+    problems = task.distinct_problems(random.Random(0), 300, operations=range(8, 9))
+    assert max(len(p.solution) - len(task.BOX) + 1 for p in problems) < base_model.MAX_RESPONSE_TOKENS
+
+
 def test_hasty_demonstrations_guess_without_work_in_the_share_asked_for() -> None:
     rng = random.Random(0)
     problem = task.make_problem(rng)

@@ -56,7 +56,7 @@ def test_foreign_packages_have_one_owner() -> None:
 
 
 def test_temporary_folders_are_private_folders() -> None:
-    """What Python's module makes stays when its owner is killed; `utils.scratch` alone uses it for anything with a name."""
+    """Others stay when their owner is killed."""
 
     def named(path: Path) -> set[str]:
         return {node.attr for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)} & {

@@ -78,7 +78,7 @@ def test_warnings_of_two_processes_are_in_one_log(tmp_path: Path, capfd: pytest.
     """The rollout service has the log open, and rank 0 warns, from any thread."""
     program = (
         "import logging, sys, threading; from pathlib import Path\n"
-        "from tepo_megatron.observability.sinks import LogFile\n"
+        "from tepo_megatron.observability.log_file import LogFile\n"
         "with LogFile(Path(sys.argv[1])):\n"
         "    thread = threading.Thread(target=logging.getLogger('tepo_megatron.checkpoint').warning, args=['of a rank'])\n"
         "    thread.start(); thread.join(); logging.getLogger('tepo_megatron').info('nothing'); logging.warning('of others')\n"

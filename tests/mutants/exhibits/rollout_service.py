@@ -6,6 +6,17 @@ from tests.mutants.exhibit import Exhibit
 
 EXHIBITS = (
     Exhibit(
+        name="a_killed_service_leaves_its_tokenizer",
+        source="our own: CHANGELOG Fixed (a folder of a killed run stayed in TMPDIR)",
+        kind="rollout service",
+        bug="The file with which graders decode lies in a folder of Python's tempfile, which a killed process does not remove.",
+        cost="Each kill leaves the tokenizer of the model in TMPDIR, 10 to 30 MB, until the disk of the node is full.",
+        symbol="decoder_file",
+        old='with PrivateFolder.create("decoder") as folder:\n        path = str(folder.path / "tokenizer.json")',
+        new='with __import__("tempfile").TemporaryDirectory() as folder:\n        path = str(Path(folder) / "tokenizer.json")',
+        tests=("tests/unit/test_layering.py::test_temporary_folders_are_private_folders",),
+    ),
+    Exhibit(
         name="the_last_token_of_a_step_is_overwritten",
         source="our own: decisions/0031 (how a batch travels)",
         kind="rollout service",

@@ -14,11 +14,13 @@ import yaml
 from tepo_megatron.ablation import ablate
 from tepo_megatron.ablation.picture import draw
 from tepo_megatron.ablation.plan import read_plan
-from tepo_megatron.ablation.results import read_outcome, rows
+from tepo_megatron.ablation.results import MethodRow, read_outcome, rows
+from tepo_megatron.ablation.table import cells, to_json, verdict
 from tepo_megatron.config import Config
 from tepo_megatron.controller.method import resolve
 from tepo_megatron.errors import ConfigError, RolloutError
 from tepo_megatron.evaluation import Accuracy, write_evaluation
+from tepo_megatron.evaluation.statistics import over_problems, paired_difference
 from tepo_megatron.observability import run_dir
 from tepo_megatron.report import STYLE
 
@@ -91,6 +93,25 @@ def test_every_run_is_made_once_and_reported(file: Path, capsys: pytest.CaptureF
     for phrase in ("75.0 ± 25.0", "+25.0 [-24.0, +74.0]", "within noise", "objective.name=grpo"):
         assert phrase in printed and phrase in markdown
     assert (file.parent / "ab" / "ablation.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("scores", "expected", "shown"),
+    [
+        ((0.75, 0.8, 0.7), "beyond seed noise", "[+12.6, +37.4]"),
+        ((0.75, 0.95, 0.55), "beyond problem noise, within seed noise", "[-24.7, +74.7]"),
+        ((0.75, 0.8), "beyond problem noise", "+25.0 … +30.0"),
+    ],
+)
+def test_the_verdict_says_whether_other_seeds_would_agree(
+    file: Path, scores: tuple[float, ...], expected: str, shown: str
+) -> None:
+    """The spread of three differences is 0.05 or 0.2, and t(2) / sqrt(3) = 2.484."""
+    plan = read_plan(file, [], check)
+    run, baseline = ({s: dict.fromkeys(range(9), x) for s, x in enumerate(of)} for of in (scores, [0.5] * len(scores)))
+    row = MethodRow("tepo", 9, None, over_problems(run), None, None, paired_difference(run, baseline), {})
+    assert verdict(plan, row) == expected == to_json(plan, [row])["rows"][0]["verdict"]
+    assert cells(plan, row)[6] == shown
 
 
 def test_finished_runs_are_kept_and_unfinished_ones_start_again(file: Path) -> None:

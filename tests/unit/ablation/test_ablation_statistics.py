@@ -33,6 +33,14 @@ def test_the_difference_is_paired_by_problem_and_seed() -> None:
     assert difference.covers_zero and not difference.seeds_agree_in_sign
 
 
+def test_an_interval_over_seeds_needs_three_of_them() -> None:
+    """Differences 0.1, 0.2 and 0.6 of the seeds: mean 0.3, variance 0.07, t(2) = 4.303. No problem is easier than another."""
+    runs = {seed: {1: gain, 2: gain} for seed, gain in enumerate((0.1, 0.2, 0.6))}
+    half = 4.302653 * math.sqrt(0.07 / 3)
+    assert over_problems(runs).over_seeds == (pytest.approx(0.3 - half), pytest.approx(0.3 + half))
+    assert over_problems({0: runs[0], 1: runs[1]}).over_seeds is None
+
+
 def test_a_constant_advantage_is_beyond_the_noise_and_no_difference_is_within() -> None:
     better = {seed: {p: score + 0.25 for p, score in scores.items()} for seed, scores in BASELINE.items()}
     difference = paired_difference(better, BASELINE)

@@ -14,6 +14,7 @@ from tepo_megatron.audit.reading import AuditBatch
 from tepo_megatron.errors import DataError
 from tepo_megatron.losses import OBJECTIVES, Objective, objective_of
 from tepo_megatron.losses.advantages import group_advantages as advantages_of_training
+from tepo_megatron.losses.objective import CHOICES
 from tests.audit_runs import recorded
 from tests.objective_cases import Batch, draw, fair_cases, method_of, replaced
 from tests.report_runs import rollout
@@ -84,7 +85,11 @@ def test_what_the_objective_needs_and_the_record_lacks_is_named() -> None:
         evaluate(step, dataclasses.replace(update, inputs=without))
 
 
-def test_every_objective_is_a_case() -> None:
+def test_every_objective_and_every_part_is_a_case() -> None:
     assert set(OBJECTIVES) <= set(CASES)
+    for part in ("ratio", "surrogate", "kl", "kl_mask", "aggregate"):
+        assert {getattr(objective, part) for objective in CASES.values()} == set(CHOICES[part]), part
+    for part in ("weighting", "correction"):
+        assert {getattr(objective, part).type for objective in CASES.values()} == set(CHOICES[f"{part}.type"]), part
     used = set(itertools.chain.from_iterable(evaluate(*recorded(o, draw(1)))[0] for o in CASES.values()))
     assert {"weight", "penalty", "correction", "ref_kl"} <= used
