@@ -27,7 +27,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="tepo", description="Token-level policy optimization on Megatron-Core.")
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True)
-    for add in (_add_train, _add_report, _add_ablate, _add_serve, _add_doctor, _add_evaluate, _add_plan, _add_compare):
+    added = (
+        _add_train, _add_report, _add_audit, _add_ablate, _add_serve, _add_doctor, _add_evaluate, _add_plan, _add_compare,
+    )  # fmt: skip
+    for add in added:
         add(commands)
     words = list(sys.argv[1:] if argv is None else argv)
     if len(words) > 1 and words[0] in COMMANDS_WITH_KEYS and words[1].startswith("--") and words[1] != "--help":
@@ -161,6 +164,20 @@ def _add_compare(commands: Commands) -> None:
     parser.set_defaults(run=_compare)
 
 
+def _add_audit(commands: Commands) -> None:
+    parser = commands.add_parser(
+        "audit",
+        help="compute every number of each token's loss again in fp64, and compare it with what training used",
+        epilog="The run must have been trained with logging.audit_every. Exit status 1: something differs. See docs/audit.md.",
+    )
+    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the run's directory, runs/NAME")
+    parser.add_argument("--step", type=int, required=True, metavar="K", help="a recorded step")
+    parser.add_argument(
+        "--token", metavar="SEQUENCE:POSITION", help="show one token: index of the sequence in the step, and of the token in it"
+    )
+    parser.set_defaults(run=audit)
+
+
 def _doctor(args: argparse.Namespace, overrides: list[str]) -> int:
     from tepo_megatron.config.io import load_config
     from tepo_megatron.doctor import examine, print_findings
@@ -284,6 +301,23 @@ def plan(args: argparse.Namespace, overrides: list[str]) -> int:
     predictor = predictor_of(load_config(args.config, overrides), request)
     try:
         return plan(predictor, request, lambda text: print(escaped(text), flush=True))
+    except BrokenPipeError:  # the reader has seen enough, such as `head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def audit(args: argparse.Namespace, overrides: list[str]) -> int:
+    """Run `tepo audit RUN_DIR --step K [--token SEQUENCE:POSITION]`; return 1 if something differs.
+
+    Args:
+        args: The parsed options.
+        overrides: Empty.
+    """
+    from tepo_megatron.audit.command import parse_token, run
+
+    token = None if args.token is None else parse_token(args.token)
+    try:
+        return 0 if run(args.run_dir, args.step, token, lambda text: print(escaped(text), flush=True)) else 1
     except BrokenPipeError:  # the reader has seen enough, such as `head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0

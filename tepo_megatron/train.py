@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from tepo_megatron.actor.actor import Actor
 from tepo_megatron.actor.comparisons import mismatch, reference_divergence
+from tepo_megatron.actor.recorder import TokenRecorder
 from tepo_megatron.checkpoint.checkpoints import Checkpoints
 from tepo_megatron.config import Config, ParallelConfig, SyncConfig, TrainingConfig
 from tepo_megatron.config.io import plain
@@ -170,7 +171,9 @@ class _Loop:
             actor.start_step(step)
             if rollouts:
                 noise = _is_due(step - 1, self.cfg.logging.noise_floor_every)
-                learn(rollouts, step, actor, self.objective, training, log, clock, self.gate, measures_noise=noise)
+                recorder = TokenRecorder.open(self.cfg.run_dir, step, self.cfg.logging, self.objective, actor.groups)
+                given = rollouts, step, actor, self.objective, training, log, clock, self.gate
+                learn(*given, measures_noise=noise, recorder=recorder)
             schedule.publish_weights(step, clock)
             log.memory(self.memory.values())
             driver.log_step(step, log, clock)
@@ -218,6 +221,7 @@ def learn(
     gate: WeightsGate,
     *,
     measures_noise: bool = False,
+    recorder: TokenRecorder | None = None,
 ) -> None:
     """Make all updates of one rollout batch: old statistics, reference log-probs, then one update per minibatch.
 
@@ -234,6 +238,7 @@ def learn(
         gate: Compares each rollout with the log-probs of the weights that sampled it; it must have been notified of their
             delivery.
         measures_noise: Also measure the noise floor of dH, if the batch has an old pass.
+        recorder: Records every number that the loss of each token is made of. None: nothing is recorded.
 
     Raises:
         SyncError: The engine's log-probs differ from the actor's by more than `sync.max_logprob_diff`.
@@ -253,9 +258,11 @@ def learn(
                 log.note({"tepo/entropy_noise_floor": actor.measure_noise(batch)})
         batch = _with_reference(batch, actor, objective, log)
     with clock.phase("update"):
+        if recorder is not None:
+            recorder.start(batch, batch.updates(training.epochs, training.minibatch_prompts))
         shuffle = derive_seed(actor.cfg.seed, "minibatches", step)
         for minibatch in batch.epochs(training.epochs, training.minibatch_prompts, shuffle):
-            result = actor.update(minibatch, objective)
+            result = actor.update(minibatch, objective, recorder)
             log.add(result)
             if result.mismatch is not None and result.measured is not None:
                 log.note(result.mismatch)

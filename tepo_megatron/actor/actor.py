@@ -25,6 +25,7 @@ from tepo_megatron.actor.output_rows import OutputRows
 from tepo_megatron.actor.packer import Packer
 from tepo_megatron.actor.pipeline import PipelineSchedule
 from tepo_megatron.actor.precision import alignment, check_hardware
+from tepo_megatron.actor.recorder import TokenRecorder
 from tepo_megatron.actor.reference import HostWeights
 from tepo_megatron.config import Config
 from tepo_megatron.distributed.parallel import ParallelDims
@@ -226,7 +227,7 @@ class Actor:
                 chunk.start_param_sync(force_sync=True)
             self._gathered = True
 
-    def update(self, batch: TrainBatch, objective: Objective) -> UpdateResult:
+    def update(self, batch: TrainBatch, objective: Objective, recorder: TokenRecorder | None = None) -> UpdateResult:
         """Take one optimizer step on a minibatch and return its metrics. Args: as for `backward`.
 
         Old statistics that the batch lacks are those of this forward pass: ratio 1 and dH 0, exactly. In the first update of a
@@ -236,9 +237,11 @@ class Actor:
             NumericalError: On every rank, for a loss (before the step) or a gradient norm that is not finite.
         """
         plan = self.packer.plan(batch)
-        accumulator = self.backward(batch, objective, plan)
+        accumulator = self.backward(batch, objective, plan, recorder)
         result = accumulator.reduce(self.groups)
         loss, _ = result.metrics["loss/total"]
+        if recorder is not None:
+            recorder.write(batch, loss)
         if not math.isfinite(loss):
             raise NumericalError(
                 f"loss is {loss} in step {self._step}, update {batch.update}; no weight was changed by it. Lower optimizer.lr, "
@@ -257,13 +260,16 @@ class Actor:
         batch = batch.with_old_stats(accumulator.whole.gather())
         return replace(result, mismatch=mismatch(batch, self.groups), measured=batch)
 
-    def backward(self, batch: TrainBatch, objective: Objective, plan: Plan | None = None) -> UpdateAccumulator:
+    def backward(
+        self, batch: TrainBatch, objective: Objective, plan: Plan | None = None, recorder: TokenRecorder | None = None
+    ) -> UpdateAccumulator:
         """Compute the gradients of the objective on a minibatch, reduced over all ranks, in `main_grad`.
 
         Args:
             batch: The minibatch, the same on all ranks.
             objective: The loss.
             plan: Plan of its microbatches. None: the usual one.
+            recorder: Receives every number that the loss of each token is made of. None: nothing is recorded.
         """
         self.require_loaded(UPDATE)
         plan = plan or self.packer.plan(batch)
@@ -276,8 +282,11 @@ class Actor:
         def loss(microbatch: PackedMicrobatch, output: Tensor) -> Tensor:
             segments = Segments.of(microbatch, self.groups.cp.group)
             stats = self._stats(microbatch, output)
-            out = objective(stats, inputs.rows(microbatch, segments, stats, weights))
+            rows = inputs.rows(microbatch, segments, stats, weights)
+            out = objective(stats, rows)
             accumulator.add(out, microbatch, segments, stats)
+            if recorder is not None:
+                recorder.add(microbatch, stats, rows, weights, out)
             return out.loss
 
         for chunk in self.chunks:

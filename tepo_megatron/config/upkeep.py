@@ -115,6 +115,10 @@ class LoggingConfig:
     # Number of steps between measurements of the rounding noise in the entropy change dH, beginning with step 1; 0: never. Each
     # measurement repeats the pass for the old log-probs under another packing.
     noise_floor_every: NonNegative = 20
+    # Number of steps between records of every number that each token's loss is made of, for `tepo audit`, beginning with step
+    # 1; 0: never. A record takes about 80 bytes for each response token and update, in audit/ of the run's folder, which all
+    # ranks must share.
+    audit_every: NonNegative = 0
     # Record the memory that ranks and servers hold at the end of each phase. rollout.colocate always records it.
     memory: bool = False
     # Write the metrics as TensorBoard files into the run's folder, too.

@@ -6,6 +6,7 @@ those of the TEPO paper; "Panel" is a panel of its Table 3. Comments say which v
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from tepo_megatron.config import ObjectiveConfig
@@ -15,7 +16,7 @@ from tepo_megatron.errors import ConfigError
 from tepo_megatron.losses.contradictions import check_overrides
 from tepo_megatron.losses.objective import Objective
 
-__all__ = ["OBJECTIVES", "Objective", "build_objective"]
+__all__ = ["OBJECTIVES", "Objective", "build_objective", "objective_of"]
 
 # TEPO: the geometric-mean ratio of the sequence (Section 3.3.1), averaged over all tokens (Eq. 4), a KL to the old policy on
 # tokens with positive advantage and falling entropy. The paper gives no clip range: 0.2 is our choice. beta: as for Qwen2.5-7B.
@@ -78,6 +79,11 @@ OBJECTIVES: dict[str, Objective] = {
     # Section 4.1: alpha 4e-4, kappa 2. Public implementations of arXiv 2506.14758 use alpha 0.4.
     "entropy_advantage": _GRPO.replace(advantage_alpha=4e-4, advantage_kappa=2.0),
 }
+
+
+def objective_of(parts: Mapping[str, Any]) -> Objective:
+    """Return an objective from the result of `dataclasses.asdict`. Raises ConfigError, TypeError or ValueError for others."""
+    return Objective(**{k: read_part(k, v) if isinstance(v, Mapping) else v for k, v in dict(parts).items()})
 
 
 def build_objective(cfg: ObjectiveConfig) -> Objective:

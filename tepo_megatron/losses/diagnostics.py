@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from tepo_megatron.losses.weighting import TokenWeights
 from tepo_megatron.observability.histogram import counts
 
 # The names are a constant, because ranks that compute no loss need them too. A metric whose denominators add up to 0 was not
@@ -37,6 +38,8 @@ class LossTerms:
         ref_penalty_R: Nats, KL to the reference policy, before its coefficient. None: the loss has no such term.
         affected_R: bool, rows whose weight is below 0.99 or whose penalty is not 0. None: the objective has no weighting.
         correction_R: Weight of the rollout/train correction. None: the objective has no correction.
+        weights: Weight and penalty of the weighting. None: the objective has no weighting.
+        loss_R: Part of the loss. The rows of all ranks and microbatches add up to the minibatch's loss.
     """
 
     loss: Tensor
@@ -50,6 +53,8 @@ class LossTerms:
     ref_penalty_R: Tensor | None
     affected_R: Tensor | None
     correction_R: Tensor | None
+    weights: TokenWeights | None
+    loss_R: Tensor
 
 
 def metrics(terms: LossTerms, whole_tokens: Tensor, noise_floor: float | None) -> Pairs:
@@ -67,7 +72,7 @@ def metrics(terms: LossTerms, whole_tokens: Tensor, noise_floor: float | None) -
     nothing = tokens.new_zeros(())
     share = tokens / whole_tokens
     pairs: Pairs = {
-        "loss/total": (t.loss.detach(), share),
+        "loss/total": (t.loss_R.detach().double().sum(), share),  # often a small difference of large sums
         "loss/kl": ((t.aggregate_R * t.penalty_R.detach()).sum(), share),
         "loss/clip_fraction": (t.clipped_R.sum(), tokens),
         "loss/clip_fraction_low": ((t.clipped_R & (t.ratio_R < 1)).sum(), tokens),
@@ -93,3 +98,16 @@ def histograms(terms: LossTerms) -> dict[str, Tensor]:
     """Return the counts of dH (int64, one per bin) for each name in HISTOGRAMS."""
     sides = (terms.advantage_R > 0, terms.advantage_R < 0)
     return {name: counts(terms.entropy_change_R, side_R) for name, side_R in zip(HISTOGRAMS, sides, strict=True)}
+
+
+def rows(terms: LossTerms) -> dict[str, Tensor]:
+    """Return the terms of each row by name, detached and without any computation; terms that the loss lacks are left out."""
+    t = terms
+    found = {
+        "advantage": t.advantage_R, "ratio": t.ratio_R, "clipped": t.clipped_R, "entropy_change": t.entropy_change_R,
+        "kl_mask": t.mask_R, "kl": t.penalty_R, "ref_kl": t.ref_penalty_R, "correction": t.correction_R,
+        "weight": None if t.weights is None else t.weights.weight_R,
+        "penalty": None if t.weights is None else t.weights.penalty_R,
+        "share": t.aggregate_R, "loss": t.loss_R,
+    }  # fmt: skip
+    return {name: x_R.detach() for name, x_R in found.items() if x_R is not None}

@@ -95,7 +95,7 @@ class Objective(ObjectiveParts):
         advantage_N = self._advantage(inputs_N.advantage_R, entropy_N)
         _, _, clipped_N = self._policy_term(logprob_N, log_ratio_N, advantage_N, inputs_N, True)
         tokens = MinibatchTokens(advantage_N, logprob_N, entropy_N, log_ratio_N, clipped_N, keys_N)
-        return weighting.statistics(tokens, self.weighting)
+        return dataclasses.replace(weighting.statistics(tokens, self.weighting), tokens=tokens)
 
     def __call__(self, stats: TokenStats, inputs: LossInputs) -> LossOutput:
         """Return the part of the minibatch's loss that the rows of one microbatch on this rank contribute.
@@ -131,14 +131,15 @@ class Objective(ObjectiveParts):
             value_R = value_R + self.entropy_coefficient * stats.entropy_R
 
         aggregate_R = AGGREGATES[self.aggregate](segments, inputs.whole, inputs.group_tokens_R)
-        loss = -(aggregate_R * value_R).sum()
+        loss_R = -(aggregate_R * value_R)
+        loss = loss_R.sum()
         ratio_R = ratio_R.detach()
         terms = diagnostics.LossTerms(
             loss, advantage_R, ratio_R, clipped_R, entropy_change_R, mask_R, aggregate_R, penalty_R,
-            ref_penalty_R, affected_R, correction_R,
+            ref_penalty_R, affected_R, correction_R, inputs.weights, loss_R,
         )  # fmt: skip
         metrics = diagnostics.metrics(terms, inputs.whole.tokens, inputs.noise_floor)
-        return LossOutput(loss, metrics, diagnostics.histograms(terms), ratio_R)
+        return LossOutput(loss, metrics, diagnostics.histograms(terms), ratio_R, diagnostics.rows(terms))
 
     def _policy_term(
         self, logprob_R: Tensor, log_ratio_R: Tensor, advantage_R: Tensor, inputs: LossInputs, constant_factors: bool

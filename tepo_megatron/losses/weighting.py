@@ -55,10 +55,16 @@ class TokenWeights:
 
 @dataclass(frozen=True)
 class BatchStatistics:
-    """The result of a weighting: the fields of `TokenWeights` for all N tokens of the minibatch."""
+    """The result of a weighting: the fields of `TokenWeights` for all N tokens of the minibatch.
+
+    Attributes:
+        weight_N, penalty_N: The fields of `TokenWeights`.
+        tokens: The tokens that they were computed from, for records of the loss.
+    """
 
     weight_N: Tensor
     penalty_N: Tensor
+    tokens: MinibatchTokens | None = None
 
     def rows(self, token_R: Tensor) -> TokenWeights:
         """Return the weights of the rows whose indices among the N tokens are `token_R` (int64)."""

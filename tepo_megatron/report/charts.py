@@ -8,7 +8,7 @@ import matplotlib
 from matplotlib.figure import Figure
 from matplotlib.gridspec import SubplotSpec
 
-from tepo_megatron.report import panels
+from tepo_megatron.report import panels, paper_figures
 from tepo_megatron.report.drawing import STYLE, steps_along
 from tepo_megatron.report.run import RunRecord
 from tepo_megatron.report.svg import listed, to_svg
@@ -115,4 +115,8 @@ def sections(run: RunRecord, prefix: str) -> list[ChartSection]:
             ],
         ),
         ChartSection("Mismatch and time", time),
+        ChartSection(
+            "Figures 2 and 3 of the paper",
+            [draw(panel, paper_figures.CAPTIONS[key]) for key, panel in paper_figures.PANELS.items() if key in curves],
+        ),
     ]

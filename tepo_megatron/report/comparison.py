@@ -16,6 +16,7 @@ from tepo_megatron.report.charts import Chart, chart
 from tepo_megatron.report.drawing import BLUE, GREEN, ORANGE, PERCENT, PURPLE, RED, from_zero, stacked
 from tepo_megatron.report.figures import NOTHING, QUANTITIES, Quantity, at_end
 from tepo_megatron.report.held_out import HeldOut
+from tepo_megatron.report.paper_figures import CAPTIONS
 from tepo_megatron.report.run import RunRecord
 
 COLORS = (BLUE, ORANGE, GREEN, PURPLE, RED)
@@ -96,7 +97,7 @@ def _overlay(quantity: Quantity, runs: Sequence[RunRecord]) -> Chart:
         elif quantity.percent or quantity.key in _FROM_ZERO:
             from_zero(axis, 0.01 if quantity.percent else 0.0)
 
-    return chart(f"compare-{quantity.key}", "", panel, max(run.last_step for run in runs))
+    return chart(f"compare-{quantity.key}", CAPTIONS.get(quantity.key, ""), panel, max(run.last_step for run in runs))
 
 
 def _figures(quantity: Quantity, runs: Sequence[RunRecord]) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ from markupsafe import Markup
 from tepo_megatron import __version__
 from tepo_megatron.config.io import to_yaml
 from tepo_megatron.config.safety import SafetyCheck, safety_checks
-from tepo_megatron.report import benchmarks, charts, comparison, figures, held_out, samples, words
+from tepo_megatron.report import benchmarks, charts, comparison, figures, held_out, samples, tokens, words
 from tepo_megatron.report.charts import Chart, ChartSection
 from tepo_megatron.report.drawing import BLUE, MUTED
 from tepo_megatron.report.run import RunRecord, facts
@@ -39,6 +39,7 @@ class RunView:
         benchmarks: Benchmark results.
         over_steps: Chart of these, None without any.
         samples: Samples to read.
+        tokens: Audited tokens.
         table: Rows of the table of figures.
         config: Config of the run as YAML.
     """
@@ -56,6 +57,7 @@ class RunView:
     benchmarks: benchmarks.BenchmarkPanel
     over_steps: Chart | None
     samples: samples.ReportSamples
+    tokens: tokens.TokenPanel
     table: Sequence[Sequence[str]]
     config: str
 
@@ -87,7 +89,7 @@ def _view(run: RunRecord, name: str, place: int) -> RunView:
     anchor, evaluated, suite = f"run-{place}", held_out.read_held_out(run), benchmarks.read_benchmarks(run)
     sections = charts.sections(run, anchor)
     numbered = [(section.name, f"{anchor}-{number}") for number, section in enumerate(sections, start=1)]
-    rest = [(heading.capitalize(), f"{anchor}-{heading}") for heading in ("evaluation", "samples", "figures")]
+    rest = [(heading.capitalize(), f"{anchor}-{heading}") for heading in ("evaluation", "samples", "tokens", "figures")]
     return RunView(
         name=name,
         anchor=anchor,
@@ -102,6 +104,7 @@ def _view(run: RunRecord, name: str, place: int) -> RunView:
         benchmarks=suite,
         over_steps=_over_steps(run, suite, anchor),
         samples=samples.read_samples(run),
+        tokens=tokens.read_tokens(run),
         table=figures.table(run.curves),
         config=to_yaml(run.cfg),
     )

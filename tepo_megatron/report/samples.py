@@ -70,7 +70,7 @@ def read_samples(run: RunRecord) -> ReportSamples:
     if not steps:
         return ReportSamples((), [f"{folder.name}/ holds no recorded step yet."])
     notes = ["Recorded are the rollouts that steps learned from: groups all right or all wrong may have been left out."]
-    tokenizer = _tokenizer(run, notes)
+    tokenizer = find_tokenizer(run, notes)
     groups: list[SampleGroup] = []
     try:
         ends = {step: record.read(folder, step)[0] for step in dict.fromkeys((steps[0], steps[-1]))}
@@ -86,8 +86,13 @@ def read_samples(run: RunRecord) -> ReportSamples:
     return ReportSamples(groups, notes)
 
 
-def _tokenizer(run: RunRecord, notes: list[str]) -> "PreTrainedTokenizerBase | None":
-    """Load the model's tokenizer or, if the model has moved, the exported model's; None with a note if both are missing."""
+def find_tokenizer(run: RunRecord, notes: list[str]) -> "PreTrainedTokenizerBase | None":
+    """Load the model's tokenizer or, if the model has moved, the exported model's.
+
+    Args:
+        run: The run.
+        notes: Gets a sentence if both are missing. The result is then None.
+    """
     from tepo_megatron.data import load_tokenizer
 
     missing = []

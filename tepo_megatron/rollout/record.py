@@ -1,27 +1,22 @@
 """Record the graded rollouts of each step on disk, so that another run can train on them without an engine."""
 
 import json
-import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from tepo_megatron.errors import DataError
 from tepo_megatron.observability.metrics import Metrics
 from tepo_megatron.observability.timing import Clock
 from tepo_megatron.types import Rollout, Routing
-from tepo_megatron.utils.atomic import PARTIAL, replacing
-from tepo_megatron.utils.storage import writing
-from tepo_megatron.weights.hf_io import follow_umask
+from tepo_megatron.utils.tensor_files import DAMAGE, read_tensors, write_tensors
 
 FOLDER = "rollouts"
 _TEXTS = ("stop_reason", "answer", "status", "later_versions", "servers", "terms")  # as JSON
 _NUMBERS = {"prompt_id": torch.int64, "policy_version": torch.int64, "reward": torch.float64, "score": torch.float64}
-_SUM = "crc32"
 _TOKENS = ("token_ids_L", "response_mask_L", "rollout_logprobs_L")
 _EXPERTS = "experts_LKT"  # per token, too, if expert choices were requested
 
@@ -58,12 +53,7 @@ def write(folder: Path, step: int, rollouts: Sequence[Rollout], metrics: Metrics
         tensors[name] = torch.tensor([getattr(r, name) for r in rollouts], dtype=dtype)
     text = {name: json.dumps([getattr(r, name) for r in rollouts]) for name in _TEXTS}
     text["metrics"] = json.dumps(metrics.pairs())
-    path = file_of(folder, step)
-    with writing(path):
-        folder.mkdir(parents=True, exist_ok=True)
-        with replacing(path, durable=False, temporary=path.with_suffix(PARTIAL)) as unfinished:
-            save_file(tensors, unfinished, {**text, _SUM: _sum_of(tensors, text)})
-            follow_umask(unfinished)
+    write_tensors(file_of(folder, step), tensors, text)
 
 
 def set_aside(folder: Path, after: int) -> list[str]:
@@ -142,10 +132,7 @@ def read(folder: Path, step: int) -> tuple[list[Rollout], Metrics]:
     """
     path = file_of(folder, step)
     try:
-        with safe_open(path, framework="pt") as f:
-            tensors, text = {name: f.get_tensor(name) for name in f.keys()}, dict(f.metadata())  # noqa: SIM118
-        if text.pop(_SUM) != _sum_of(tensors, text):
-            raise ValueError("its checksum differs")
+        tensors, text = read_tensors(path)
         lengths = tensors.pop("length").tolist()
         names = [*_TOKENS, _EXPERTS] if _EXPERTS in tensors else _TOKENS
         # Copies: a view would keep the tensor of the whole step in memory, and pickle all of it.
@@ -161,16 +148,8 @@ def read(folder: Path, step: int) -> tuple[list[Rollout], Metrics]:
         return [Rollout(**dict(zip(fields, row, strict=True))) for row in rows], metrics
     except FileNotFoundError:
         raise DataError(f"{path}: no rollouts of step {step} were recorded; lower training.steps or record more") from None
-    except (OSError, SafetensorError, KeyError, TypeError, ValueError, IndexError, RuntimeError) as e:
+    except DAMAGE as e:
         raise DataError(f"{path}: not the recorded rollouts of a step ({e!r}); record them again") from None
-
-
-def _sum_of(tensors: Mapping[str, Tensor], text: Mapping[str, str]) -> str:
-    """Return the CRC-32 of the whole content of a file, in hexadecimal."""
-    crc = zlib.crc32(json.dumps(sorted(text.items())).encode())
-    for name in sorted(tensors):
-        crc = zlib.crc32(tensors[name].numpy(), zlib.crc32(name.encode(), crc))
-    return f"{crc:08x}"
 
 
 class Replay:

@@ -85,9 +85,11 @@ class LossOutput:
         metrics: Name -> (numerator, denominator), detached.
         histograms: Name -> int64 counts, to be summed over ranks and microbatches.
         ratio_R: Importance ratio of each row, detached.
+        rows: Name -> value of each row, detached: the terms of the loss (`losses.diagnostics.rows`).
     """
 
     loss: Tensor
     metrics: dict[str, tuple[Tensor, Tensor]]
     histograms: dict[str, Tensor]
     ratio_R: Tensor
+    rows: dict[str, Tensor]

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tepo_megatron.errors import CheckpointError, ConversionError
 from tepo_megatron.utils.atomic import sync
+from tepo_megatron.utils.tensor_files import follow_umask
 
 INDEX = "model.safetensors.index.json"
 _CARRIED = (
@@ -145,15 +146,6 @@ def _buckets(tensors: Iterable[tuple[str, Tensor]], limit: int) -> Iterator[dict
         size += tensor.nbytes
     if bucket:
         yield bucket
-
-
-def follow_umask(path: Path) -> None:
-    """Give a file the mode that any new file of this process has, because safetensors creates files with mode 0600. Raises
-    OSError.
-    """
-    status = Path("/proc/self/status").read_text()
-    umask = int(status.split("Umask:")[1].split()[0], 8)  # `os.umask` would change it for a moment, in all threads
-    path.chmod(0o666 & ~umask)
 
 
 def write_index(directory: Path, written: dict[str, list[str]], total_bytes: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -31,12 +32,14 @@ class Job:
         folder: Folder through which the trained weights are delivered by `sync.transport`, and in which a checkpoint is saved
             that another actor loads and continues. None: neither is done.
         fixed_length: Pad every microbatch to one length, as on GPUs under megatron.transformer.tp_comm_overlap.
+        run: Folder of a run in which every step is recorded for `tepo audit`, with its metrics. None: nothing is recorded.
     """
 
     cfg: Config
     steps: tuple[tuple[Rollout, ...], ...]
     folder: Path | None = None
     fixed_length: bool = False
+    run: Path | None = None
 
 
 @dataclass
@@ -101,7 +104,13 @@ def _train(job: Job, groups: Any) -> Outcome:
         gate.delivered(step - 1)
         actor.start_step(step)
         with _captured(actor, out):
-            learn(_versioned(rollouts, step, cfg), step, actor, objective, cfg.training, StepLog(), Clock(), gate)
+            log, clock = StepLog(), Clock()
+            recorder = _recorder(job, step, objective, groups)
+            given = _versioned(rollouts, step, cfg)
+            learn(given, step, actor, objective, cfg.training, log, clock, gate, recorder=recorder)
+        if job.run is not None and groups.is_main:
+            with (job.run / "metrics.jsonl").open("a") as file:
+                file.write(json.dumps({"step": step} | log.record(clock)) + "\n")
     out.weights = sent(actor, [b.parameter for b in actor.bindings])
     if job.folder is not None:
         out.delivered = _deliver(actor, turns, job.folder, version=step)
@@ -114,6 +123,15 @@ def _train(job: Job, groups: Any) -> Outcome:
         pairs = zip(actor.bindings, fresh.bindings, strict=True)
         out.resumed = all(torch.equal(a.parameter, b.parameter) for a, b in pairs)
     return out
+
+
+def _recorder(job: Job, step: int, objective: Any, groups: Any) -> Any:
+    """Return a recorder for `tepo audit`, if the job is recorded."""
+    from tepo_megatron.actor.recorder import TokenRecorder
+
+    if job.run is None:
+        return None
+    return TokenRecorder(job.run / "audit", step, objective, groups)
 
 
 def _gate(actor: Any, step: int, groups: Any) -> Any:

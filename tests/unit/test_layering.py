@@ -8,7 +8,7 @@ from tools.structure import PACKAGE, imports, modules, own_imports, package_of
 # from the bottom up
 ORDER = (
     "errors", "types", "utils", "config", "platform", "grading", "observability", "distributed", "ops", "rewards", "losses",
-    "data", "weights", "weight_sync", "inference", "rollout", "actor", "checkpoint", "convert", "evaluation", "report",
+    "data", "weights", "weight_sync", "inference", "rollout", "actor", "checkpoint", "convert", "evaluation", "audit", "report",
     "controller", "train", "launcher", "plan", "doctor", "ablation", "cli", "__main__",
 )  # fmt: skip
 APART = {("actor", "rollout"), ("rollout", "actor")}

@@ -1,0 +1,255 @@
+"""Read what `actor/recorder.py` has recorded, and refuse what is missing, damaged or contradictory.
+
+Suffixes: _N response tokens of a minibatch, _B sequences of the rollout batch, _L tokens of all sequences, prompts included.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from tepo_megatron.errors import DataError
+from tepo_megatron.losses import Objective, objective_of
+from tepo_megatron.utils.tensor_files import DAMAGE, read_tensors
+
+FOLDER = "audit"
+INPUTS = ("logprob", "entropy", "old_logprob", "old_entropy", "rollout_logprob", "group_advantage")
+USED = ("advantage", "ratio", "clipped", "entropy_change", "kl_mask", "kl", "share", "loss")  # every loss has these terms
+Array = NDArray[Any]
+
+
+@dataclass(frozen=True)
+class AuditBatch:
+    """The sequences of a step, as training used them.
+
+    Attributes:
+        token_ids_L, response_mask_L, rollout_logprobs_L, versions_L: Fields of `Rollout`, of all sequences, one after another.
+        lengths_B: Tokens of each sequence, including the prompt.
+        prompt_ids_B, rewards_B, scores_B: Fields of `Rollout`; rewards include all penalties.
+        terms: (weight, value) of each term of the reward, for each sequence.
+        updates: Number of updates of the step.
+    """
+
+    token_ids_L: Array
+    response_mask_L: Array
+    rollout_logprobs_L: Array
+    versions_L: Array
+    lengths_B: Array
+    prompt_ids_B: Array
+    rewards_B: Array
+    scores_B: Array
+    terms: list[list[list[float]]]
+    updates: int
+
+    def __len__(self) -> int:
+        """Return B, the number of sequences."""
+        return len(self.lengths_B)
+
+    @cached_property
+    def response_lengths_B(self) -> Array:
+        """Return |y| of each sequence."""
+        return np.bincount(self.sequence_L[self.response_mask_L], minlength=len(self))
+
+    @cached_property
+    def sequence_L(self) -> Array:
+        """Return the sequence of each token."""
+        return np.repeat(np.arange(len(self)), self.lengths_B)
+
+    @cached_property
+    def response_L(self) -> Array:
+        """Return the index among all tokens of each response token, in order."""
+        return np.flatnonzero(self.response_mask_L)
+
+    @cached_property
+    def first_B(self) -> Array:
+        """Return the index among all response tokens of the first one of each sequence."""
+        return np.cumsum(self.response_lengths_B) - self.response_lengths_B
+
+    def group(self, sequence: int) -> Array:
+        """Return the sequences of the same prompt."""
+        return np.flatnonzero(self.prompt_ids_B == self.prompt_ids_B[sequence])
+
+
+@dataclass(frozen=True)
+class AuditUpdate:
+    """The N response tokens of one update, ordered by sequence and position.
+
+    Attributes:
+        number: Updates of the step before this one.
+        objective: The loss.
+        max_response_tokens: Limit of the length of a response.
+        loss: Loss of the minibatch that training computed.
+        sequences: Sequences of the minibatch, ascending; some may have no response token.
+        sequence_N: Sequence of each token.
+        position_N: Index of each token in its response, from 0.
+        inputs: Inputs of the loss by name, fp64 _N.
+        used: Terms of the loss that training used, by name, fp64 _N.
+    """
+
+    number: int
+    objective: Objective
+    max_response_tokens: int
+    loss: float
+    sequences: Array
+    sequence_N: Array
+    position_N: Array
+    inputs: dict[str, Array]
+    used: dict[str, Array]
+
+    def find(self, sequence: int, position: int) -> int | None:
+        """Return the index of a token; None if its sequence is not in this minibatch.
+
+        Args:
+            sequence: Index of the sequence in the rollout batch.
+            position: Index of the token in its response.
+        """
+        first, end = np.searchsorted(self.sequence_N, [sequence, sequence + 1]).tolist()
+        return first + position if first + position < end else None
+
+
+def steps(run: Path) -> list[int]:
+    """Return the steps that a run has recorded for audits, ascending."""
+    names = (path.name.removeprefix("step-") for path in (run / FOLDER).glob("step-*"))
+    return sorted(int(name) for name in names if name.isascii() and name.isdigit())
+
+
+def step_folder(run: Path, step: int) -> Path:
+    """Return the folder of a step's records.
+
+    Args:
+        run: Folder of the run.
+        step: Number of the step.
+
+    Raises:
+        DataError: The run has recorded nothing of the step. The message says which steps there are.
+    """
+    known = steps(run)
+    if step in known:
+        return run / FOLDER / f"step-{step:06d}"
+    if not known:
+        why = "this run kept no numbers of single tokens" if run.is_dir() else "there is no such folder"
+        raise DataError(f"{run}: {why}; train with --logging.audit_every 1 and audit that run")
+    raise DataError(f"{run}: step {step} was not recorded for audits; recorded are: {', '.join(map(str, known))}")
+
+
+def read_batch(folder: Path) -> AuditBatch:
+    """Return the sequences of a step. Raises DataError if the file is missing or damaged."""
+    path = folder / "batch.safetensors"
+    try:
+        tensors, text = read_tensors(path)
+        rows = {name: tensors[name].numpy() for name in ("token_ids", "response_mask", "rollout_logprobs", "versions")}
+        columns = {name: tensors[name].numpy() for name in ("lengths", "prompt_ids", "rewards", "scores")}
+        terms = [[[float(x) for x in term] for term in of_one] for of_one in json.loads(text["terms"])]
+        sizes = {x.shape for x in columns.values()} | {(len(terms),)}
+        if (
+            len(sizes) != 1
+            or (columns["lengths"] < 0).any()
+            or {x.shape for x in rows.values()} != {(columns["lengths"].sum(),)}
+        ):
+            raise ValueError("its columns differ in length")
+        if rows["response_mask"].dtype != bool:
+            raise ValueError("its mask is no mask")
+        if len({len(of_one) for of_one in terms}) > 1 or any(len(term) != 2 for of_one in terms for term in of_one):
+            raise ValueError("its sequences were graded by different terms")
+        return AuditBatch(
+            **{f"{name}_L": x for name, x in rows.items()},
+            **{f"{name}_B": x for name, x in columns.items()},
+            terms=terms,
+            updates=int(text["updates"]),
+        )
+    except DAMAGE as e:
+        raise DataError(f"{path}: not the sequences of an audited step ({e!r}); record the step again") from None
+
+
+def read_update(folder: Path, number: int, batch: AuditBatch) -> AuditUpdate:
+    """Return the tokens of an update, from the files of all ranks that computed a part of its loss.
+
+    Args:
+        folder: Folder of the step.
+        number: Updates of the step before this one.
+        batch: The step's sequences.
+
+    Raises:
+        DataError: A file is missing or damaged, files contradict each other, or a token is missing or recorded twice.
+    """
+    paths = sorted(folder.glob(f"update-{number:03d}-shard-*.safetensors"))
+    if not paths:
+        raise DataError(
+            f"{folder}: no record of update {number} of {batch.updates}; the run was interrupted in it, or its ranks do not "
+            f"share this folder"
+        )
+    shards: list[dict[str, Array]] = []
+    text: dict[str, str] = {}
+    for path in paths:
+        try:
+            tensors, said = read_tensors(path)
+            own = {name: said[name] for name in ("objective", "max_response_tokens", "shards", "update", "minibatch_loss")}
+            if text and own != text:
+                raise ValueError("other ranks recorded another update")
+            text, shard = own, _columns(tensors, batch)
+        except DAMAGE as e:
+            raise DataError(f"{path}: not an audit record of a rank ({e!r}); record the step again") from None
+        shards.append(shard)
+    if len(paths) != int(text["shards"]):
+        raise DataError(
+            f"{folder}: update {number} has records of {len(paths)} of {text['shards']} ranks; copy all of them here"
+        )
+    return _joined(folder, number, batch, shards, text)
+
+
+def _columns(tensors: Mapping[str, Tensor], batch: AuditBatch) -> dict[str, Array]:
+    """Return the columns of one rank. Raise ValueError or KeyError if some are missing, or no sequence is what they name."""
+    columns: dict[str, Array] = {name: x.numpy() for name, x in tensors.items()}
+    sequences = columns["sequences"]
+    for name in ("sequence", "position", *INPUTS, *(f"used_{name}" for name in USED)):
+        if columns[name].shape != columns["sequence"].shape or columns[name].ndim != 1:
+            raise ValueError(f"its column {name} has another length")
+    if sequences.ndim != 1 or len(set(sequences.tolist())) < sequences.size or not np.isin(sequences, range(len(batch))).all():
+        raise ValueError("it names sequences that the step does not have")
+    if not np.isin(columns["sequence"], sequences).all():
+        raise ValueError("it has tokens of other sequences than those of its minibatch")
+    return columns
+
+
+def _joined(
+    folder: Path, number: int, batch: AuditBatch, shards: list[dict[str, Array]], text: Mapping[str, str]
+) -> AuditUpdate:
+    """Return the tokens of all ranks in order, each once."""
+    sequences = np.sort(shards[0]["sequences"])
+    if any(not np.array_equal(np.sort(shard["sequences"]), sequences) or shard.keys() != shards[0].keys() for shard in shards):
+        raise DataError(f"{folder}: the ranks recorded different minibatches of update {number}; record the step again")
+    every = {name: np.concatenate([shard[name] for shard in shards]) for name in shards[0] if name != "sequences"}
+    order = np.lexsort((every["position"], every["sequence"]))
+    every = {name: x[order] for name, x in every.items()}
+    lengths = batch.response_lengths_B[sequences]
+    position_N = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    here = np.array_equal(every["sequence"], np.repeat(sequences, lengths)) and np.array_equal(every["position"], position_N)
+    if not here:
+        raise DataError(
+            f"{folder}: update {number} has {order.size} token records and its sequences have {lengths.sum()} response tokens, "
+            f"or one is there twice; record the step again"
+        )
+    return AuditUpdate(
+        number=number,
+        objective=_parsed(folder, text["objective"], lambda said: objective_of(json.loads(said))),
+        max_response_tokens=_parsed(folder, text["max_response_tokens"], int),
+        loss=_parsed(folder, text["minibatch_loss"], float),
+        sequences=sequences,
+        sequence_N=every.pop("sequence"),
+        position_N=every.pop("position"),
+        used={name.removeprefix("used_"): x.astype(np.float64) for name, x in every.items() if name.startswith("used_")},
+        inputs={n: x if n == "weighting_key" else x.astype(np.float64) for n, x in every.items() if not n.startswith("used_")},
+    )
+
+
+def _parsed(folder: Path, text: str, parse: Callable[[str], Any]) -> Any:
+    try:
+        return parse(text)
+    except DAMAGE as e:
+        raise DataError(f"{folder}: no objective or number of this version of tepo ({e!r}); record the step again") from None

@@ -1,0 +1,111 @@
+"""Audited tokens and the paper's figures on a run's page."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tepo_megatron.audit.comparison import audit_step
+from tepo_megatron.losses import OBJECTIVES
+from tepo_megatron.report import read_run, write_comparison, write_report
+from tepo_megatron.report.paper_figures import SECONDS, SOURCE
+from tepo_megatron.report.tokens import ENABLE, TOKENS, read_tokens
+from tests.audit_runs import FOLDER, write_audit
+from tests.objective_cases import draw
+from tests.report_runs import measured, write_run
+from tests.unit.report.test_report_browser import CHROMIUM, dom
+from tests.unit.report.test_report_page import HOSTILE, SPECIAL, Page, tokenizer_of_characters
+
+LENGTHS = (5, 17, 0, 3, TOKENS + 30, 2)
+CLICK = """<script>addEventListener("load", () => {
+  const sample = document.querySelectorAll(".tokens")[1], cells = sample.querySelectorAll(".token");
+  cells[2].click();
+  cells[2].dispatchEvent(new KeyboardEvent("keydown", {key: "ArrowRight", bubbles: true}));
+  document.body.dataset.numbers = sample.querySelector(".numbers").textContent;
+  document.body.dataset.chosen = [...cells].findIndex((cell) => cell.classList.contains("chosen"));
+  document.body.dataset.wide = document.documentElement.scrollWidth - document.documentElement.clientWidth;
+});</script>"""
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run whose tokens are hostile, with records of a step."""
+    folder = tmp_path_factory.mktemp("tokens")
+    ids = tokenizer_of_characters(folder / "model")
+    (folder / "run").mkdir()
+    write_run(folder / "run", measured(4), model={"path": str(folder / "model")})
+    write_audit(folder / "run", OBJECTIVES["tepo"], draw(3, LENGTHS), ids)
+    return folder / "run"
+
+
+def tokens_of(text: str) -> list[dict[str, Any]]:
+    """Return the numbers behind the tokens of each sample of a page."""
+    found = [json.loads(script) for script in Page(text).scripts[:-1]]
+    return [it for it in found if isinstance(it, dict)]
+
+
+def test_every_number_is_on_the_page_and_no_token_becomes_markup(run: Path) -> None:
+    text = write_report(run).read_text()
+    page = Page(text)
+    cells = [a for tag, a in page.tags if tag == "span" and str(a.get("class")).startswith("token")]
+    samples = tokens_of(text)
+    assert len(samples) == 4 and len(cells) == sum(len(it["tokens"]) for it in samples)
+    assert max(len(it["tokens"]) for it in samples) == TOKENS and "30 further tokens" in page.said
+    assert {"img", "svg onload"}.isdisjoint({tag for tag, _ in page.tags}) and SPECIAL in page.said and HOSTILE in page.said
+    assert "everything agrees with training" in page.said and "step 1: 1 updates, 6 sequences" in page.said
+    audited = audit_step(run, 1).updates[0]
+    for it in samples:
+        for token in it["tokens"]:
+            sequence, position = map(int, re.findall(r"--token (\d+):(\d+),", token["place"])[0])
+            index = audited.record.find(sequence, position)
+            ((number, rows),) = token["updates"]
+            named = {it["names"][name]: (used, again) for name, used, again in rows}
+            assert index is not None and number == 0 and len(rows) == 15
+            assert named["part of the loss"] == (f"{audited.used['loss'][index]:.9g}", f"{audited.terms['loss'][index]:.9g}")
+            assert named["under the KL mask"][0] == ("yes" if audited.used["kl_mask"][index] else "no")
+    losses = audited.terms["loss"]
+    assert any("up4" in str(a["class"]) for a in cells) == bool((losses < 0).any())
+    assert any("down" in str(a["class"]) for a in cells) == bool((losses > 0).any())
+
+
+def test_what_is_missing_or_damaged_is_a_note(tmp_path: Path) -> None:
+    write_run(tmp_path, measured(2))
+    assert read_tokens(read_run(tmp_path)).notes == [ENABLE]
+    write_audit(tmp_path, OBJECTIVES["grpo"], draw(3))
+    (tmp_path / FOLDER / "update-000-shard-00001.safetensors").write_bytes(b"no")
+    (note,) = read_tokens(read_run(tmp_path)).notes
+    assert "not an audit record of a rank" in note and "not an audit record of a rank" in write_report(tmp_path).read_text()
+
+
+def test_the_figures_of_the_paper(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        write_run(tmp_path / name, [row | {"loss/clip_fraction": 0.004 / row["step"]} for row in measured(4)])
+    page = Page(write_report(tmp_path / "a").read_text())
+    assert page.series("tokens clipped") == [[0.004, 0.002, 0.001333, 0.001]]
+    assert page.series("this run") == [[1.6] * 4]
+    for name, seconds in SECONDS.items():
+        assert f"{name} in the paper, {seconds:.0f} s" in page.said
+    assert [f"Figure {n}" in page.said for n in ("2a", "2b", "3a", "3b")] == [True] * 4 and page.said.count(SOURCE) == 4
+    both = write_comparison([tmp_path / "a", tmp_path / "b"], tmp_path / "both.html").read_text()
+    assert both.count("Figure 2b of") == 3, "in the comparison, and in each run"
+
+
+@pytest.mark.full
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium is installed (Debian: apt-get install chromium)")
+def test_a_click_shows_the_numbers_of_a_token(run: Path, tmp_path: Path) -> None:
+    text = write_report(run).read_text()
+    assert "<title>run</title>" in dom(run / "report.html", 1400)
+    free = tmp_path / "free.html"
+    free.write_text(re.sub(r"<meta http-equiv[^>]*>", "", text).replace("</body>", CLICK + "</body>"))
+    for width in (1400, 500):
+        found = dom(free, width)
+        said = re.findall(r'data-numbers="([^"]*)"', found)[0]
+        token = tokens_of(text)[1]["tokens"][3]
+        assert 'data-chosen="3"' in found and 'data-wide="0"' in found
+        assert said.startswith(token["place"]) and "importance ratio" in said
+        assert all(used in said for _, used, _ in token["updates"][0][1])
