@@ -33,6 +33,7 @@ from tepo_megatron.utils.escaping import excerpt
 
 _KIND = {"group": "ray.io", "version": "v1", "plural": "rayjobs"}
 _ANSWER_SECONDS = 30
+_GONE = 404
 _MEMORY = "shared-memory"
 # Ray reserves memory in /dev/shm for objects, a third of it by default; these jobs have no objects
 _START = {"object-store-memory": "100000000"}
@@ -90,6 +91,48 @@ def state(id: str) -> str:
     says = [about.get("jobStatus"), about.get("jobDeploymentStatus"), about.get("reason"), about.get("message")]
     lines = [", ".join(dict.fromkeys(word for word in says if word)) or "not seen by KubeRay's operator yet"]
     return "\n".join([*lines, *(f"pod {pod.metadata.name}: {why}" for pod in pods if (why := _waits(pod.status)))])
+
+
+def ended(id: str) -> bool:
+    """Return whether a RayJob has ended or is gone. Raise ConfigError."""
+    job = _connected(id)
+    with _asking(f"RayJob {id}"):
+        try:
+            found = job.api.get_namespaced_custom_object(
+                **_KIND, namespace=job.executor.namespace, name=job.name, _request_timeout=_ANSWER_SECONDS
+            )
+        except ApiException as e:
+            if e.status == _GONE:
+                return True
+            raise
+    return found.get("status", {}).get("jobDeploymentStatus") in ("Complete", "Failed")
+
+
+def worker_pod(id: str, node: str | None) -> str:
+    """Return the name of the pod of a machine.
+
+    Args:
+        id: NAMESPACE/NAME of the RayJob.
+        node: Index of the machine, in the order of the addresses, as on_ray.py counts. None: the first.
+
+    Raises:
+        ConfigError: There is no such pod, or it does not run.
+    """
+    job = _connected(id)
+    with _asking(f"RayJob {id}"):
+        found = job.api.get_namespaced_custom_object(
+            **_KIND, namespace=job.executor.namespace, name=job.name, _request_timeout=_ANSWER_SECONDS
+        )
+        cluster = found.get("status", {}).get("rayClusterName", "")
+        selector = f"ray.io/cluster={cluster},ray.io/node-type=worker"
+        pods = job.core_v1_api.list_namespaced_pod(
+            job.executor.namespace, label_selector=selector, _request_timeout=_ANSWER_SECONDS
+        ).items
+    running = sorted((str(pod.status.pod_ip), pod.metadata.name) for pod in pods if pod.status.phase == "Running")
+    index = int(node) if node is not None and node.isdigit() else None if node is not None else 0
+    if index is None or index >= len(running):
+        raise ConfigError(f"--node {node or 0}: {len(running)} machines of RayJob {id} run; give an index from 0 below that")
+    return str(running[index][1])
 
 
 def submitter_output(id: str, lines: int) -> str:

@@ -19,7 +19,7 @@ from tepo_megatron.utils.save_requests import STOP, STOPPED
 STARTS = StartVariables(
     "$LAUNCH_START", '"${LAUNCH_JOB}-${LAUNCH_START}"',
     rendezvous=f'{ENDPOINT} --node-rank "$LAUNCH_MACHINE"',
-    address=f'{StartVariables.address} --address "$LAUNCH_ADDRESS"',
+    address=f'{StartVariables.address} --address "$LAUNCH_ADDRESS"', machine='"$LAUNCH_MACHINE"',
 )  # fmt: skip
 # By default Ray's workers and their children run at nice 15, are the first that the kernel kills, and are killed by Ray when
 # memory is scarce. Here one worker is a whole machine's work. Usage statistics are off.
@@ -99,7 +99,7 @@ class RayJob:
     def files(self) -> dict[str, str]:
         """Return name -> content of the files that the entrypoint needs in the job's folder."""
         scripts = {f"{task.name}.sh": f"#!/bin/bash\n{task.script}" for task in self.tasks}
-        names = (PROGRAM, SUPERVISOR) if self.gpus is None else (PROGRAM, SUPERVISOR, *check_step.PROGRAMS)
+        names = (PROGRAM, SUPERVISOR) if self.gpus is None else (PROGRAM, SUPERVISOR, "node_check.py", "node_facts.py")
         programs = {name: Path(__file__).with_name(name).read_text() for name in names}
         if self.gpus is not None:
             scripts[_CHECK] = f"#!/bin/bash\n{self._check(self.gpus)}"
@@ -124,7 +124,7 @@ class RayJob:
 
     def _check(self, gpus: int) -> str:
         """Return the script that checks one machine."""
-        program = joined([self.cluster.python, str(self.folder / check_step.PROGRAMS[0])])
+        program = joined([self.cluster.python, str(self.folder / check_step.CHECK)])
         place = '--folder "$LAUNCH_CHECK" --names $LAUNCH_NAMES --name "machine-$LAUNCH_MACHINE"'
         words = joined(check_step.check_words(self.cluster, self.machines, gpus))
         return text([*head(Path.cwd()), f"exec {program} {place} {words}"])

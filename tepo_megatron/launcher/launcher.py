@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NoReturn
 from tepo_megatron.config import AnyServerConfig, Config
 from tepo_megatron.config.io import to_yaml
 from tepo_megatron.errors import RunStopped, TepoError
+from tepo_megatron.launcher.rank_logs import redirect_output
 from tepo_megatron.launcher.ranks import RankProcesses, first_failure, interrupted_by_signals, leave_message
 from tepo_megatron.utils.memory_kills import MemoryKills
 from tepo_megatron.utils.private import WORLD_FOLDER, make_private_folder
@@ -128,6 +129,7 @@ def run_rank(
         die_with_parent(int(os.environ[_LAUNCHER]))
     elif _AGENT in os.environ:
         die_with_parent(os.getppid())
+    redirect_output()
     quiet_upstream()
     # one hardware queue, so that kernels start in the order that Megatron-Core's overlap of tp communication needs
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")

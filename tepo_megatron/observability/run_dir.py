@@ -41,11 +41,15 @@ def prepare(cfg: "Config") -> Path:
         return cfg.run_dir / "config.yaml"
 
 
-def claim(cfg: "Config") -> RunLock:
+def claim(cfg: "Config", check_only: bool = False) -> RunLock:
     """Lock the run's folder and prepare it: write the resolved config.yaml and remove what `overwrite` replaces.
 
     With `resume` nothing is removed. The outcome of a run that had ended keeps its name until the run continues
     (`rename_outcome`). A refusal changes nothing in the folder.
+
+    Args:
+        cfg: The run's config.
+        check_only: Only take the lock, for a check whether the run could start now. Nothing else is changed.
 
     Returns:
         The lock, which the caller holds until the run has ended.
@@ -73,6 +77,8 @@ def claim(cfg: "Config") -> RunLock:
     try:
         refuse()
         _refuse_one_under_way(cfg.run_dir)  # by its metrics: a version without this lock started it, or the lock is gone
+        if check_only:
+            return lock
         lock.sign()
         _make_ready(cfg.run_dir, cfg.resume, to_yaml(cfg), cfg.output)
     except BaseException:

@@ -81,7 +81,7 @@ class Job:
     @classmethod
     def started(cls, site: Site, *words: str | Path) -> Job:
         """Start the entrypoint of the manifest in a shell of the head, as KubeRay does."""
-        said = site.launch(*words, "--executor", "kuberay")
+        said = site.launch(*words, "--executor", "kuberay", "--allow-dirty")
         id = said.split(";")[0].removeprefix("job ")
         entrypoint = site.api.jobs[id.removeprefix("lab/")]["spec"]["entrypoint"]
         run = site.folder / "runs" / words[words.index("--name") + 1]

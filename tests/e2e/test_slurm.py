@@ -21,7 +21,8 @@ import yaml
 from tepo_megatron.rollout import record
 from tests import slurm
 from tests.e2e.test_faults import SHORT
-from tests.launch.cases import PYTHON, ROOT, SECRET
+from tests.launch.cases import PYTHON, ROOT, SECRET, files_with_secret
+from tests.launch.test_jobs import typed
 from tests.parallel.resume_worlds import records
 from tests.tiny import tiny_qwen3
 
@@ -62,7 +63,7 @@ def launch(cluster: slurm.Slurm, folder: Path, *words: str | Path) -> str:
 
 def submitted(cluster: slurm.Slurm, folder: Path, *words: str | Path) -> str:
     """Submit a job and return its number."""
-    said = launch(cluster, folder, *words, "--executor", "slurm")
+    said = launch(cluster, folder, *words, "--executor", "slurm", "--allow-dirty")
     return said.split(";")[0].removeprefix("job ")
 
 
@@ -76,7 +77,7 @@ def words_of(settings: dict[str, Any]) -> list[str]:
 
 
 def no_secret_in(folder: Path) -> bool:
-    return not any(SECRET in path.read_text(errors="replace") for path in folder.rglob("*") if path.is_file())
+    return files_with_secret(folder) == []
 
 
 def scripted(cluster: slurm.Slurm, folder: Path, name: str, limit: str, warning: int = 150, **more: object) -> tuple[str, Path]:
@@ -121,7 +122,7 @@ def test_a_run_longer_than_its_time_limit_resumes_until_it_is_done(cluster: slur
     assert records_of(lost) == []
     status = launch(cluster, tmp_path, "status", "runs/long")
     assert "COMPLETED, " in status and f"restarts: {restarts}" in status and f"{STEPS} steps recorded, ended" in status
-    assert f"long-train-{job}.log" in launch(cluster, tmp_path, "logs", "runs/long")
+    assert f"long-train-{job}-n" in launch(cluster, tmp_path, "logs", "runs/long")
 
 
 @pytest.mark.alone  # and so in `make test-full`, which runs no other test of this file
@@ -130,6 +131,7 @@ def test_a_killed_rank_has_the_job_queued_again_and_no_prompt_is_lost(cluster: s
     job, run = scripted(cluster, tmp_path, "killed", "00:20:00", **more)
     wait_for(lambda: steps_of(run) >= 3, cluster, job)
     rank = next(p for p in cluster.processes() if "tests.e2e.scripted_worker" in p.line)  # others are the rollout service's
+    assert rank.environment["PYTHONPATH"].startswith(f"{run}/launch/code/")
     os.kill(rank.pid, signal.SIGKILL)
     assert cluster.ended(job, timeout=200) == "COMPLETED", launch(cluster, tmp_path, "logs", "runs/killed")
     assert [r["step"] for r in records(run)] == [1, 2, 3, 4, 5]
@@ -222,7 +224,10 @@ def straight(cluster: slurm.Slurm, base: Path, tmp_path_factory: pytest.TempPath
 @pytest.mark.server
 def test_two_machines_of_ranks_and_one_of_servers(straight: Apart) -> None:
     """The ranks find the server, send it weights, and end it with the run."""
-    assert "is ready: http://" in (straight.run / "launch" / f"apart-serve-{straight.job}.log").read_text()
+    (serve,) = straight.run.glob(f"launch/apart-serve-{straight.job}-n*.log")  # one for each machine
+    assert "is ready: http://" in serve.read_text()
+    assert len(list(straight.run.glob(f"launch/apart-train-{straight.job}-n*.log"))) == 2
+    assert (straight.run / "launch" / "jobs" / "1" / "rank-1.log").exists()
     assert len({prompt for step in prompts_of(straight.run).values() for prompt in step}) == APART_STEPS * PROMPTS
 
 
@@ -285,6 +290,22 @@ def test_a_job_waits_for_another_and_is_cancelled(cluster: slurm.Slurm, tmp_path
     assert cluster.ended(first, timeout=120) == "CANCELLED"
     launch(cluster, tmp_path, "cancel", "second")
     assert cluster.ended(second, timeout=120) == "CANCELLED"
+
+
+def test_a_run_has_one_job_at_a_time_and_a_shell_opens_in_it(cluster: slurm.Slurm, tmp_path: Path) -> None:
+    job, run = scripted(cluster, tmp_path, "once", "00:20:00", training__steps=STEPS, checkpoint__every=16)
+    wait_for(lambda: steps_of(run) >= 1, cluster, job)
+    with pytest.raises(AssertionError, match=f"job 1 of this run .slurm job {job}. has not ended"):
+        scripted(cluster, tmp_path, "once", "00:20:00", training__steps=STEPS, checkpoint__every=16)
+    shown = typed(["attach", "runs/once"], 'echo "in $SLURM_JOB_ID: ${PYTHONPATH##*/once/}"', tmp_path, cluster.environment)
+    assert f"in {job}: launch/code/" in shown
+    assert f"job {job} is cancelled" in launch(cluster, tmp_path, "cancel", "runs/once")
+    assert cluster.ended(job, timeout=120) == "CANCELLED"
+    second, _ = scripted(cluster, tmp_path, "once", "00:20:00", training__steps=1)
+    assert cluster.ended(second, timeout=300) == "COMPLETED", launch(cluster, tmp_path, "logs", "runs/once")
+    said = launch(cluster, tmp_path, "status", "runs/once")
+    assert said.startswith(f"job 2: slurm job {second}") and f"\njob 1: slurm job {job}" in said
+    assert "CANCELLED" in launch(cluster, tmp_path, "status", "runs/once", "--job", "1")
 
 
 # on n2 of the simulated machines one of two GPUs is missing

@@ -81,7 +81,7 @@ def dry_runs(folder: Path) -> dict[str, tuple[int, str, str]]:
     calls["local"] += ["--platform", "cpu"]
     checksum = RayJob("a", folder / "runs/qwen/launch", 1, [], Cluster()).id.split("-")[-2]
     return {
-        name: (status, out.replace(str(folder), "/project").replace(checksum, "c0ffee"), said)
+        name: (status, cases.normal(out, folder).replace(checksum, "c0ffee"), said)
         for name, (status, out, said) in cases.call(folder, calls).items()
     }
 

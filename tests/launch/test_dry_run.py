@@ -14,9 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from launch import check_step, jobs
+from launch import check_step
 from launch.__main__ import main
 from launch.executors.slurm import batch_setup
+from launch.jobs import JobFolder
 from launch.profile import Cluster, ContainerConfig, NetworkConfig
 from launch.sections import KubeRayConfig, NodeCheckConfig, SlurmConfig
 from tepo_megatron.config.io import validate, validate_as
@@ -24,6 +25,7 @@ from tests.launch import cases, profile_cases
 
 SLURM = ["run.yaml", "--executor", "slurm"]
 NOT_CHECKED = "--no-preflight"
+DIRTY = "--allow-dirty"
 REFUSED = {
     "no slurm": ([*SLURM, NOT_CHECKED], "the cluster's profile has no slurm section"),
     "no skypilot": (["run.yaml", "--executor", "skypilot", NOT_CHECKED], "the cluster's profile has no skypilot section"),
@@ -35,7 +37,7 @@ REFUSED = {
         ["run.yaml", "--cluster", "bare.yaml", *cases.APART, "--sync.transport.folder", "w"],
         "takes 4 machines of 8",
     ),
-    "no sbatch": ([*SLURM, "--cluster", "bare.yaml", NOT_CHECKED], "sbatch refused the job: "),
+    "no sbatch": ([*SLURM, "--cluster", "bare.yaml", NOT_CHECKED, DIRTY], "sbatch refused the job: "),
     "words": (["convert", "out", "--cluster", "bare.yaml", "--hf"], "--hf: words of `convert` come after --"),
 }
 
@@ -101,7 +103,7 @@ def test_each_rank_of_several_machines_gets_its_share_of_the_cores(cores: int, b
 
 
 def test_a_dry_run_leaves_nothing(results: dict[str, tuple[int, str, str]]) -> None:
-    assert results["left"][1].split("\n") == ["bare.yaml", "before/launch/job.json", "contained.yaml", "run.yaml"]
+    assert results["left"][1].split("\n") == ["bare.yaml", "before/launch/jobs/1/job.json", "contained.yaml", "run.yaml"]
 
 
 @pytest.mark.parametrize("case", REFUSED)
@@ -112,7 +114,7 @@ def test_what_is_refused_in_one_line(results: dict[str, tuple[int, str, str]], c
 
 
 def test_a_job_of_an_unknown_executor_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    jobs.write(tmp_path, "pbs", "3")
+    JobFolder(tmp_path, 1).record("pbs", "3")
     for word in ("status", "logs", "cancel"):
         assert main([word, str(tmp_path)]) == 1
         assert "started with --executor pbs, which is not among local, slurm" in capsys.readouterr().err
@@ -192,7 +194,7 @@ def test_a_warning_during_the_node_check_is_not_lost(tmp_path: Path, monkeypatch
     monkeypatch.setattr("launch.executors.slurm._START_SECONDS", 1)
     setup, environment = batch_code(tmp_path, scontrol="echo $* >> calls", srun="")
     tree = {"slurm": {"account": "lab"}, "python": "true"}
-    check = check_step.check_lines(validate_as(Cluster, tree, "c"), tmp_path, tmp_path, "a", 1, 0, [])
+    check = check_step.check_lines(validate_as(Cluster, tree, "c"), tmp_path, JobFolder(tmp_path, 1), 1, 0, [])
     (tmp_path / "srun").write_text(
         '#!/bin/bash\nkill -USR1 $PPID; echo n1 > "$LAUNCH_CHECK/good"; echo h 1 > "$LAUNCH_CHECK/endpoint"\n'
     )

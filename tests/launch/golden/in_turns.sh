@@ -46,7 +46,10 @@ export LAUNCH_CHECK=/project/runs/qwen/launch/check-"$SLURM_JOB_ID-${SLURM_RESTA
 mkdir -m 700 -p "$LAUNCH_CHECK"
 srun --nodes="${#nodes[@]}" --ntasks="${#nodes[@]}" --ntasks-per-node=1 --kill-on-bad-exit=0 --wait=360 --open-mode=append --output=/project/runs/qwen/launch/qwen-check-%j.log bash -c 'set -euo pipefail
 cd /project
-exec .venv/bin/python /project/runs/qwen/launch/node_check.py "$@"' node_check --folder "$LAUNCH_CHECK" --names "${nodes[@]}" --need 2 --gpus 8 --port 0 --infiniband mlx5 --interfaces eth0 --skip '' --least 0 --clock 5 --timeout 300 || true
+others="${PYTHONPATH:+:$PYTHONPATH:}"; checkout=:/checkout:; others=${others//"$checkout"/:}
+export PYTHONSAFEPATH=1 PYTHONPATH=/project/runs/qwen/launch/code/c0ffee${others%:}
+unset PYTHONSAFEPATH
+exec .venv/bin/python /project/runs/qwen/launch/jobs/1/node_check.py "$@"' node_check --folder "$LAUNCH_CHECK" --names "${nodes[@]}" --need 2 --gpus 8 --port 0 --infiniband mlx5 --interfaces eth0 --skip '' --least 0 --clock 5 --timeout 300 || true
 if [ ! -s "$LAUNCH_CHECK/good" ]; then
   echo "launch: the node check failed and nothing was started; /project/runs/qwen/launch/qwen-check-$SLURM_JOB_ID.log has all of it:"
   cat "$LAUNCH_CHECK/fault" 2>/dev/null || echo "qwen: the check gave no result; the end of that log says why"
@@ -133,7 +136,7 @@ export GLOO_SOCKET_IFNAME=eth0
 export NCCL_IB_HCA=mlx5
 
 
-srun --output /project/runs/qwen/launch/qwen-train-%j.log --chdir /project/runs/qwen/launch/experiments/qwen/qwen_1/qwen/code --wait=60 --kill-on-bad-exit=1 --nodes=2 --ntasks=2 --ntasks-per-node=1 --nodelist=$(IFS=,; echo "${nodes[*]:0:2}") --overlap --open-mode=append bash /project/runs/qwen/launch/experiments/qwen/qwen_1/qwen/scripts/qwen-0.sh & pids[0]=$!
+srun --output /project/runs/qwen/launch/qwen-train-%j-%N.log --chdir /project/runs/qwen/launch/experiments/qwen/qwen_1/qwen/code --wait=60 --kill-on-bad-exit=1 --nodes=2 --ntasks=2 --ntasks-per-node=1 --nodelist=$(IFS=,; echo "${nodes[*]:0:2}") --overlap --open-mode=append bash /project/runs/qwen/launch/experiments/qwen/qwen_1/qwen/scripts/qwen-0.sh & pids[0]=$!
 
 sleep 0
 
@@ -141,7 +144,7 @@ sleep 0
 # Command 2
 
 
-srun --output /project/runs/qwen/launch/qwen-serve-%j.log --chdir /project/runs/qwen/launch/experiments/qwen/qwen_1/qwen/code --wait=60 --kill-on-bad-exit=1 --nodes=2 --ntasks=2 --ntasks-per-node=1 --nodelist=$(IFS=,; echo "${nodes[*]:0:2}") --overlap --open-mode=append bash /project/runs/qwen/launch/experiments/qwen/qwen_1/qwen/scripts/qwen-1.sh & pids[1]=$!
+srun --output /project/runs/qwen/launch/qwen-serve-%j-%N.log --chdir /project/runs/qwen/launch/experiments/qwen/qwen_1/qwen/code --wait=60 --kill-on-bad-exit=1 --nodes=2 --ntasks=2 --ntasks-per-node=1 --nodelist=$(IFS=,; echo "${nodes[*]:0:2}") --overlap --open-mode=append bash /project/runs/qwen/launch/experiments/qwen/qwen_1/qwen/scripts/qwen-1.sh & pids[1]=$!
 
 
 # The code below monitors all SLURM jobs to ensure any failure forces them all to stop
@@ -189,7 +192,11 @@ fi
 #!/usr/bin/bash
 set -euo pipefail
 cd /project
-words=(train runs/qwen/config.yaml)
+others="${PYTHONPATH:+:$PYTHONPATH:}"; checkout=:/checkout:; others=${others//"$checkout"/:}
+export PYTHONSAFEPATH=1 PYTHONPATH=/project/runs/qwen/launch/code/c0ffee${others%:}
+export TEPO_RANK_LOGS=/project/runs/qwen/launch/jobs/1
+[ "$SLURM_PROCID" != 0 ] || .venv/bin/python /project/runs/qwen/launch/jobs/1/packages.py /project/runs/qwen/launch/jobs/1/packages.json || true
+words=(train /project/runs/qwen/launch/jobs/1/config.yaml)
 if [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ]; then words+=(--resume true --overwrite false); fi
 words+=(--rollout.server.rendezvous servers/"${SLURM_JOB_ID}-${SLURM_RESTART_COUNT:-0}")
 exec env OMP_NUM_THREADS="${OMP_NUM_THREADS:-$(( $(nproc) > 8 ? $(nproc) / 8 : 1 ))}" .venv/bin/python -m torch.distributed.run --nnodes 2 --nproc-per-node 8 --rdzv-backend static --max-restarts 0 --rdzv-endpoint "${MASTER_ADDR%% *}:$MASTER_PORT" --node-rank "$SLURM_PROCID" --rdzv-id "${SLURM_JOB_ID}-${SLURM_RESTART_COUNT:-0}" -m tepo_megatron "${words[@]}"
@@ -198,7 +205,10 @@ exec env OMP_NUM_THREADS="${OMP_NUM_THREADS:-$(( $(nproc) > 8 ? $(nproc) / 8 : 1
 #!/usr/bin/bash
 set -euo pipefail
 cd /project
-.venv/bin/python -m tepo_megatron serve runs/qwen/config.yaml --rollout.servers 1 --rollout.min_servers 1 --host 0.0.0.0 --rollout.server.rendezvous servers/"${SLURM_JOB_ID}-${SLURM_RESTART_COUNT:-0}" &
+others="${PYTHONPATH:+:$PYTHONPATH:}"; checkout=:/checkout:; others=${others//"$checkout"/:}
+export PYTHONSAFEPATH=1 PYTHONPATH=/project/runs/qwen/launch/code/c0ffee${others%:}
+export TEPO_RANK_LOGS=/project/runs/qwen/launch/jobs/1
+.venv/bin/python -m tepo_megatron serve /project/runs/qwen/launch/jobs/1/config.yaml --rollout.servers 1 --rollout.min_servers 1 --host 0.0.0.0 --rollout.server.rendezvous servers/"${SLURM_JOB_ID}-${SLURM_RESTART_COUNT:-0}" &
 trap 'kill $! 2>/dev/null || true' TERM
 wait || true; wait || true
 exit 1
