@@ -19,9 +19,10 @@ def test_the_package_does_not_grow() -> None:
 
     23,392 before; the service takes 460, binary answers 290, the grading queue 180, kept connections and linear work 200,
     errors on every rank, large JSON answers and evaluations that grade while they sample 60,
-    replayed experts for the machines that pack them 110, GMPO, SAPO, DPPO, GDPO and the readings of the paper 140.
+    replayed experts for the machines that pack them 110, GMPO, SAPO, DPPO, GDPO and the readings of the paper 140,
+    truncated sampling with the same truncation in training 600.
     """
-    assert sum(map(lines_of_code, modules().values())) <= 23_392 + 1_440
+    assert sum(map(lines_of_code, modules().values())) <= 23_392 + 2_040
 
 
 def test_functions_files_and_classes_are_small() -> None:
