@@ -178,6 +178,8 @@ def learn(
     advantages_B = group_advantages(rollouts, objective.advantage)
     batch = TrainBatch.build(without_truncated(rollouts) if objective.mask_truncated else rollouts, advantages_B)
     with clock.phase("old_stats"):
+        batch, masks = actor.attach_sampling_masks(batch)
+        log.note(masks)
         gate.before_updates(batch, step)
         if training.old_logprobs == "rollout":
             batch = replace(batch, old_logprobs_N=batch.rollout_logprobs_N)

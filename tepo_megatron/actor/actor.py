@@ -19,9 +19,11 @@ from tepo_megatron.actor.activations import HostActivations
 from tepo_megatron.actor.comparisons import mismatch
 from tepo_megatron.actor.expert_replay import ExpertReplay
 from tepo_megatron.actor.kernels import check_transformer_engine, hardware, installed
+from tepo_megatron.actor.masks import device_mask, mask_metrics, recompute_masks
 from tepo_megatron.actor.minibatch import MinibatchInputs
 from tepo_megatron.actor.offload import PARTS, Offloader, Part
 from tepo_megatron.actor.output_rows import OutputRows
+from tepo_megatron.actor.output_stats import OutputStats, Visit
 from tepo_megatron.actor.packer import Packer
 from tepo_megatron.actor.pipeline import PipelineSchedule
 from tepo_megatron.actor.precision import alignment, check_hardware
@@ -31,10 +33,8 @@ from tepo_megatron.distributed.parallel import ParallelDims
 from tepo_megatron.errors import NumericalError
 from tepo_megatron.losses.objective import Objective
 from tepo_megatron.losses.weighting import BatchStatistics
-from tepo_megatron.ops.output_layer import output_layer_stats
 from tepo_megatron.ops.planning import Plan, another_plan
 from tepo_megatron.ops.segments import Segments
-from tepo_megatron.ops.vocab_parallel import token_stats
 from tepo_megatron.types import PackedMicrobatch, TokenStats, TrainBatch
 from tepo_megatron.utils.seeding import derive_seed, hash_rows
 from tepo_megatron.weights.families import Family, find_family, read_config
@@ -158,6 +158,19 @@ class Actor:
         if what != UPDATE:
             self.finish_step()
 
+    def attach_sampling_masks(self, batch: TrainBatch) -> tuple[TrainBatch, dict[str, float]]:
+        """Return the batch with sampling masks recomputed under the current weights, if its rollouts lack the engine's.
+
+        Returns:
+            The batch, and metrics (`docs/rollouts.md`). Both are as they were, and empty, where sampling is not truncated.
+        """
+        if (truncation := self.cfg.rollout.truncation) is None:
+            return batch, {}
+        if batch.sampling_mask is not None:
+            return batch, mask_metrics(batch, self.groups)
+        self.require_loaded("a forward pass", "parameters")
+        return recompute_masks(batch, truncation, self._stats, self._forward, self.groups)
+
     def attach_old_stats(self, batch: TrainBatch) -> TrainBatch:
         """Return the batch with the log-probs and entropies of the current weights as its old statistics.
 
@@ -269,13 +282,15 @@ class Actor:
         plan = plan or self.packer.plan(batch)
         inputs = MinibatchInputs(batch, self.groups.device, self.noise_floor, self.cfg.rollout.max_response_tokens)
         weights = self._batch_statistics(batch, inputs, objective) if objective.needs_batch_statistics else None
+        compared = self.cfg.rollout.truncation if batch.update == 0 and batch.recomputed_mask is None else None
         unmeasured = batch.update == 0 and batch.old_entropies_N is None
         whole = MinibatchTokenStats(batch.num_tokens, self.groups) if unmeasured else None
-        accumulator = UpdateAccumulator(batch, self.groups.device, whole)
+        mask = device_mask(batch, self.groups.device)
+        accumulator = UpdateAccumulator(batch, self.groups.device, whole, mask)
 
         def loss(microbatch: PackedMicrobatch, output: Tensor) -> Tensor:
             segments = Segments.of(microbatch, self.groups.cp.group)
-            stats = self._stats(microbatch, output)
+            stats = self._stats(microbatch, output, mask, compared)
             out = objective(stats, inputs.rows(microbatch, segments, stats, weights))
             accumulator.add(out, microbatch, segments, stats)
             return out.loss
@@ -307,26 +322,25 @@ class Actor:
         `plan` replaces the usual plan. With `replays` false, the routers choose even under rollout.replay_experts.
         """
         self.require_loaded("a forward pass", "parameters")
-        whole = MinibatchTokenStats(batch.num_tokens, self.groups)
+        whole, mask = MinibatchTokenStats(batch.num_tokens, self.groups), device_mask(batch, self.groups.device)
 
         def visit(microbatch: PackedMicrobatch, output: Tensor) -> None:
-            whole.add(microbatch, self._stats(microbatch, output))
+            whole.add(microbatch, self._stats(microbatch, output, mask))
 
+        self._forward(batch, visit, plan, replays)
+        return whole.gather()
+
+    def _forward(self, batch: TrainBatch, visit: Visit, plan: Plan | None = None, replays: bool = True) -> None:
         plan = plan or self.packer.plan(batch, self.cfg.training.tokens_without_grad(self.cfg.megatron.fixed_length))
         self.schedule.forward(self.packer.pack(batch, plan, replays), visit)
-        return whole.gather()
 
     def export_hf(self, out: Path, check_in_place: Callable[[], object] = lambda: None) -> None:
         """Write the current weights as a Hugging Face directory. Args: see `gather.export_hf`."""
         self.require_loaded("an export", "parameters")
         export_hf(self.bindings, self.arch, self.groups, Path(self.cfg.model.path), out, check_in_place)
 
-    def _stats(self, microbatch: PackedMicrobatch, output: Tensor) -> TokenStats:
-        """Return the statistics from `output`: logits [R, V / tp], or hidden states [R, H] under training.logits_budget_mib."""
-        labels_R, temperature = microbatch.labels_R, self.cfg.rollout.temperature
-        rest = (labels_R, temperature, self.groups.tp.group, self.arch.vocab_size)
-        if (budget_mib := self.cfg.training.logits_budget_mib) is None:
-            return token_stats(output, *rest)
-        assert self.rows is not None
-        sums = not self.cfg.parallel.sequence_parallel
-        return output_layer_stats(output, self.rows.weight, *rest, logits_budget=budget_mib * 2**20, sum_hidden_gradient=sums)
+    @property
+    def _stats(self) -> OutputStats:
+        cfg = self.cfg
+        fused = (cfg.training.logits_budget_mib, not cfg.parallel.sequence_parallel)
+        return OutputStats(cfg.rollout.temperature, self.arch.vocab_size, self.groups, self.rows, *fused)

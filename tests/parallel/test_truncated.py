@@ -1,14 +1,20 @@
-"""Truncated token statistics over tensor-parallel ranks: values, gradients, the same bits, and one collective."""
+"""Truncated sampling on every layout: values, gradients, masks that are recomputed, the same bits, and one collective."""
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from tepo_megatron.types import Truncation
+from tepo_megatron.actor.masks import TRUNCATION_METRICS
+from tepo_megatron.config import Config
+from tepo_megatron.types import SamplingMask, TrainBatch, Truncation
+from tests.marks import full_but
+from tests.parallel import cases
 from tests.parallel.test_statistics import counting
+from tests.reference import tepo as tepo_reference
 from tests.truncated import kept, reference, rows
 from tests.worlds import run_world
 
@@ -65,3 +71,106 @@ def test_truncated_statistics_over_tensor_parallel_ranks(size: int) -> None:
     assert torch.equal(grad[:, VOCAB:], torch.zeros_like(grad[:, VOCAB:]))
     outside = [int(y) not in kept(row, 0.7, TRUNCATION) for row, y in zip(logits, labels, strict=True)]
     assert ours[3].tolist() == outside and any(outside) and not all(outside)
+
+
+@pytest.fixture(scope="module")
+def truncated(tmp_path_factory: pytest.TempPathFactory) -> cases.Case:
+    return cases.make_case(tmp_path_factory.mktemp("truncated"), tied=True, truncation=TRUNCATION)
+
+
+def config(case: cases.Case, layout: dict[str, Any], max_tokens: int, **training: Any) -> Config:
+    cfg = cases.run_config(case.model, layout, max_tokens, **training)
+    return replace(cfg, rollout=replace(cfg.rollout, top_k=TRUNCATION.top_k, top_p=TRUNCATION.top_p))
+
+
+@pytest.mark.parametrize(
+    ("name", "training"),
+    full_but(
+        [("TP2+SP", {}), ("CP2 TP2", {"logits_budget_mib": 0})],
+        [("PP2", {})],
+        [*((name, {}) for name in cases.LAYOUTS), ("1 rank", {"logits_budget_mib": 0}), ("CP2 TP2", {"logits_budget_mib": 0})],
+    ),
+)
+def test_steps_on_the_engines_masks_are_those_of_the_reference(truncated: cases.Case, name: str, training: dict) -> None:
+    """Loss, gradients and weights of two optimizer steps, with the KL mask's entropies among them."""
+    cfg = config(truncated, cases.LAYOUTS[name], 90, **training)
+    ranks = run_world(cfg.parallel.world_size, cases.train_steps, cfg, truncated.batches)
+    cases.compare(ranks, truncated.steps)
+
+
+def passes(rank: int, cfg: Config, batch: TrainBatch) -> dict[str, Any]:
+    """Attach masks, old and reference log-probs; take the first update, which compares the masks."""
+    from tepo_megatron.actor.actor import Actor
+    from tepo_megatron.distributed import parallel
+    from tepo_megatron.losses import build_objective
+    from tepo_megatron.platform import activate
+
+    actor = Actor.open(cfg, parallel.initialize(cfg.parallel, activate("cpu"), 0))
+    actor.keep_reference()
+    batch, metrics = actor.attach_sampling_masks(batch)
+    batch = actor.attach_ref_logprobs(actor.attach_old_stats(batch))
+    order = [3, 0, 5]
+    part = actor.attach_old_stats(batch.select(order, update=0))
+    measured = actor.update(batch, build_objective(cfg.objective)).metrics
+    last = actor.groups.is_last_stage
+    return {
+        "stats": (batch.old_logprobs_N, batch.old_entropies_N, batch.ref_logprobs_N) if last else None,
+        "part": (part.old_logprobs_N, batch.select(order, 0).old_logprobs_N) if last else None,
+        "masks": batch.sampling_mask if last else None,
+        "metrics": metrics,
+        "measured": {name: measured[name] for name in TRUNCATION_METRICS},
+    }
+
+
+def without_masks(batch: TrainBatch) -> TrainBatch:
+    batch = replace(batch, old_logprobs_N=None, old_entropies_N=None, update=0)
+    return replace(batch, rollouts=tuple(replace(r, sampling_mask=None) for r in batch.rollouts))
+
+
+def own_masks(case: cases.Case, batch: TrainBatch) -> tuple[list[set[int]], list[bool], list[torch.Tensor]]:
+    """Return the model's own masks, whether each token is outside of what it keeps, and the statistics over the masks."""
+    model, masks, outside, stats = tepo_reference.load(case.model), [], [], []
+    for r in batch.rollouts:
+        with torch.no_grad():
+            logits = model(r.token_ids_L[None]).logits[0, :-1][r.response_mask_L[1:]]
+            labels = r.token_ids_L[r.response_mask_L].tolist()
+            own = [kept(z, cases.TEMPERATURE, TRUNCATION) for z in logits]
+            outside += [y not in mask for y, mask in zip(labels, own, strict=True)]
+            mine = [mask | {y} for y, mask in zip(labels, own, strict=True)]
+            masks += mine
+            found = tepo_reference.statistics(model, r.token_ids_L, r.response_mask_L, cases.TEMPERATURE, mine)
+            stats.append(torch.stack(found))
+    return masks, outside, [*torch.cat(stats, dim=1)]
+
+
+@pytest.mark.parametrize(
+    "name", full_but(["DP2 TP2", "CP2 PP2"], [], ["1 rank", "TP2+SP", "PP2 VPP2", "CP4", "DP2 TP2", "CP2 PP2"])
+)
+def test_recomputed_masks_are_those_of_the_model_on_every_layout(truncated: cases.Case, name: str) -> None:
+    batch = without_masks(truncated.batches[0])
+    cfg = config(truncated, cases.LAYOUTS[name], 90)
+    masks, outside, (logprob, entropy) = own_masks(truncated, batch)
+    for r in run_world(cfg.parallel.world_size, passes, cfg, batch):
+        assert r["metrics"]["truncation/recomputed"] == 1 and r["metrics"]["truncation/cut"] == 0
+        assert r["metrics"]["truncation/outside"] == pytest.approx(sum(outside) / len(outside)) and any(outside)
+        assert r["metrics"]["truncation/kept_mean"] == pytest.approx(sum(map(len, masks)) / len(masks))
+        assert r["measured"] == dict.fromkeys(TRUNCATION_METRICS, (0.0, 0.0))
+        if r["stats"] is not None:
+            assert [set(m.ids_M.tolist()) for m in r["masks"].split([1] * len(masks))] == masks
+            for found, expected in zip(r["stats"], (logprob, entropy, logprob), strict=True):
+                assert (found - expected).abs().max() <= 2e-5
+            assert (r["part"][0] - r["part"][1]).abs().max() <= 2e-5
+
+
+@pytest.mark.parametrize("name", full_but(["TP2 PP2"], [], ["1 rank", "TP2 PP2", "CP2"]))
+def test_the_first_update_counts_masks_that_differ(truncated: cases.Case, name: str) -> None:
+    plain = without_masks(truncated.batches[0])
+    masks, outside, _ = own_masks(truncated, plain)
+    masks[0] = masks[0] | {max(set(range(cases.VOCAB)) - masks[0])}
+    parts = SamplingMask.from_rows(rows(masks)).split(plain.response_lengths)
+    given = tuple(replace(r, sampling_mask=mask) for r, mask in zip(plain.rollouts, parts, strict=True))
+    cfg, tokens = config(truncated, cases.LAYOUTS[name], 90), float(len(masks))
+    for r in run_world(cfg.parallel.world_size, passes, cfg, replace(plain, rollouts=given)):
+        assert r["metrics"]["truncation/recomputed"] == 0
+        assert r["measured"]["truncation/differs"] == (1.0, tokens) and r["measured"]["truncation/cut"] == (0.0, tokens)
+        assert r["measured"]["truncation/outside"] == (float(sum(outside)), tokens)

@@ -7,12 +7,10 @@ import torch
 from torch import Tensor
 
 from tepo_megatron.ops.token_statistics import NO_COLUMNS, Coefficients, compute_dtype
-from tepo_megatron.types import NO_TOKEN, RecomputedMasks, Truncation
+from tepo_megatron.types import MASK_TIES, NO_TOKEN, RecomputedMasks, Truncation
 
 # Largest number of ids in a recomputed mask. Each rank offers as many candidates.
 MOST_CANDIDATES = 256
-# Candidates beyond top-k, for tokens whose logits equal the last one's, which are kept too.
-TIES = 8
 
 
 def masked_statistics(logits: Tensor, mask_RK: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -67,7 +65,7 @@ def candidates(logits: Tensor, columns: int, first: int, truncation: Truncation)
         first: Global id of the first column.
         truncation: Sets C.
     """
-    most = MOST_CANDIDATES if truncation.top_k < 0 else min(MOST_CANDIDATES, truncation.top_k + TIES)
+    most = MOST_CANDIDATES if truncation.top_k < 0 else min(MOST_CANDIDATES, truncation.top_k + MASK_TIES)
     out = torch.full((logits.size(0), 2 * most), float(NO_TOKEN), dtype=compute_dtype(logits), device=logits.device)
     out[:, :most] = NO_COLUMNS
     if columns and logits.size(0):
