@@ -136,8 +136,11 @@ EXHIBITS = (
         bug="The service waits for its work without asking for the result, so an error of work without a result is lost.",
         cost="An evaluation that failed leaves no record and no message, and early stopping goes by older evaluations.",
         symbol="RolloutService._wait",
-        old="return False, self._tasks.pop(number).result()",
-        new="return False, None if (done := self._tasks.pop(number)).exception() is not None else done.result()",
+        old='return Waited("done", self._tasks.pop(number).result(), save=',
+        new=(
+            "ended = self._tasks.pop(number)\n                "
+            'return Waited("done", None if ended.exception() is not None else ended.result(), save='
+        ),
         tests=("tests/unit/controller/test_service.py::test_an_evaluation_that_fails_is_an_error_of_its_wait",),
     ),
     Exhibit(
