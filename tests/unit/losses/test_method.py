@@ -116,7 +116,7 @@ def test_nulls_survive_the_resolved_config(tmp_path: Path) -> None:
     assert resolve(load_config(path)) == method(objective=DAPO)
 
 
-ABLATIONS = {"ablation.yaml", "precision.yaml"}  # these hold several runs
+ABLATIONS = {"ablation.yaml", "ablation_off_policy.yaml", "precision.yaml"}  # these hold several runs
 TRAINING = sorted({p.name for p in Path("examples").glob("*.yaml")} - ABLATIONS)
 
 
