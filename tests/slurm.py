@@ -145,12 +145,13 @@ class Slurm:
 
 
 @contextlib.contextmanager
-def running(folder: Path, machines: int) -> Iterator[Slurm]:
+def running(folder: Path, machines: int, gpus: int = 0) -> Iterator[Slurm]:
     """Run a Slurm until the end of the block; then nothing of it is left.
 
     Args:
         folder: Folder of its files.
         machines: Number of machines.
+        gpus: GPUs of each machine, as generic resources (GRES) whose devices are empty files.
     """
     host, free = socket.gethostname(), [free_port() for _ in range(machines + 1)]
     names = [f"n{i + 1}" for i in range(machines)]
@@ -182,8 +183,15 @@ KillWait=5
 SlurmdTimeout={LOST_SECONDS}
 SchedulerParameters=bf_interval=1,sched_interval=2
 """
+    gres = f" Gres=gpu:{gpus}" if gpus else ""
+    if gpus:
+        settings += "GresTypes=gpu\n"
+        for i in range(gpus):
+            (folder / f"gpu{i}").touch()
+        devices = "".join(f"NodeName={name} Name=gpu File={folder}/gpu[0-{gpus - 1}]\n" for name in names)
+        (folder / "gres.conf").write_text(devices)
     settings += "".join(
-        f"NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=1 RealMemory=1000 State=UNKNOWN\n"
+        f"NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=1 RealMemory=1000{gres} State=UNKNOWN\n"
         for name, port in zip(names, free[1:], strict=True)
     )
     settings += f"PartitionName=all Nodes={','.join(names)} Default=YES MaxTime=INFINITE State=UP\n"
