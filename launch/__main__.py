@@ -125,7 +125,7 @@ def _about(words: list[str]) -> str:
         parser.add_argument("--lines", type=int, default=40, help="of each file (default: %(default)s)")
         parser.add_argument("--rank", type=int, help="only the log of this rank, from 1 (rank 0: the log of its machine)")
     if words[0] in ("logs", "attach"):
-        parser.add_argument("--node", help="a machine of the job (Slurm: its name; KubeRay: its index)")
+        parser.add_argument("--node", help="a machine of the job: its index from 0, or under Slurm its name")
     args = parser.parse_args(words[1:])
     if words[0] == "save":
         return _save(args.folder)

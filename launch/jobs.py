@@ -55,7 +55,7 @@ class LogSelection:
 
     Attributes:
         lines: Last lines of each file.
-        node: Only the logs of this machine: its name, for KubeRay its index. None: all machines.
+        node: Only the logs of this machine: its name or its index in the job, for KubeRay its index. None: all machines.
         rank: Only the log of this rank, which is not rank 0. None: all ranks.
     """
 
@@ -273,7 +273,9 @@ def log_tails(folder: Path, job: SubmittedJob, paths: Iterable[Path], selection:
     if selection.rank is not None:
         chosen = [of_ranks / f"rank-{selection.rank}.log"]
     elif selection.node is not None:
-        chosen = [path for path in paths if path.stem.endswith((f"-{selection.node}", f"-{selection.node}-{job.number}"))]
+        ends = (f"-{selection.node}", f"-{selection.node}-{job.number}")  # Slurm's names, KubeRay's indices
+        index = f"-{job.id}-{selection.node}-"  # Slurm's indices
+        chosen = [path for path in paths if path.stem.endswith(ends) or index in path.stem]
     else:
         written = [path for path in of_ranks.glob("rank-*.log") if path.stat().st_size]
         newest = sorted(written, key=lambda path: path.stat().st_mtime)[-_RANKS_SHOWN:]

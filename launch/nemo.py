@@ -37,7 +37,7 @@ class _Logs(SlurmJobDetails):
 
     @property
     def srun_stdout(self) -> Path:
-        return Path(str(self.folder), f"{self.job_name}-%j-%N.log")
+        return Path(str(self.folder), f"{self.job_name}-%j-%n-%N.log")
 
 
 @dataclass(frozen=True)

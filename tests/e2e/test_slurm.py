@@ -122,7 +122,7 @@ def test_a_run_longer_than_its_time_limit_resumes_until_it_is_done(cluster: slur
     assert records_of(lost) == []
     status = launch(cluster, tmp_path, "status", "runs/long")
     assert "COMPLETED, " in status and f"restarts: {restarts}" in status and f"{STEPS} steps recorded, ended" in status
-    assert f"long-train-{job}-n" in launch(cluster, tmp_path, "logs", "runs/long")
+    assert f"long-train-{job}-0-" in launch(cluster, tmp_path, "logs", "runs/long")
 
 
 @pytest.mark.alone  # and so in `make test-full`, which runs no other test of this file
@@ -224,9 +224,9 @@ def straight(cluster: slurm.Slurm, base: Path, tmp_path_factory: pytest.TempPath
 @pytest.mark.server
 def test_two_machines_of_ranks_and_one_of_servers(straight: Apart) -> None:
     """The ranks find the server, send it weights, and end it with the run."""
-    (serve,) = straight.run.glob(f"launch/apart-serve-{straight.job}-n*.log")  # one for each machine
+    (serve,) = straight.run.glob(f"launch/apart-serve-{straight.job}-*.log")  # one for each machine
     assert "is ready: http://" in serve.read_text()
-    assert len(list(straight.run.glob(f"launch/apart-train-{straight.job}-n*.log"))) == 2
+    assert len(list(straight.run.glob(f"launch/apart-train-{straight.job}-*.log"))) == 2
     assert (straight.run / "launch" / "jobs" / "1" / "rank-1.log").exists()
     assert len({prompt for step in prompts_of(straight.run).values() for prompt in step}) == APART_STEPS * PROMPTS
 
@@ -293,15 +293,15 @@ def test_a_job_waits_for_another_and_is_cancelled(cluster: slurm.Slurm, tmp_path
 
 
 def test_a_run_has_one_job_at_a_time_and_a_shell_opens_in_it(cluster: slurm.Slurm, tmp_path: Path) -> None:
-    job, run = scripted(cluster, tmp_path, "once", "00:20:00", training__steps=STEPS, checkpoint__every=16)
+    job, run = scripted(cluster, tmp_path, "once", "00:20:00", training__steps=10 * STEPS, checkpoint__every=16)
     wait_for(lambda: steps_of(run) >= 1, cluster, job)
     with pytest.raises(AssertionError, match=f"job 1 of this run .slurm job {job}. has not ended"):
-        scripted(cluster, tmp_path, "once", "00:20:00", training__steps=STEPS, checkpoint__every=16)
+        scripted(cluster, tmp_path, "once", "00:20:00", training__steps=10 * STEPS, checkpoint__every=16)
     shown = typed(["attach", "runs/once"], 'echo "in $SLURM_JOB_ID: ${PYTHONPATH##*/once/}"', tmp_path, cluster.environment)
     assert f"in {job}: launch/code/" in shown
     assert f"job {job} is cancelled" in launch(cluster, tmp_path, "cancel", "runs/once")
     assert cluster.ended(job, timeout=120) == "CANCELLED"
-    second, _ = scripted(cluster, tmp_path, "once", "00:20:00", training__steps=1)
+    second, _ = scripted(cluster, tmp_path, "once", "00:20:00", training__steps=1, checkpoint__every=1)
     assert cluster.ended(second, timeout=300) == "COMPLETED", launch(cluster, tmp_path, "logs", "runs/once")
     said = launch(cluster, tmp_path, "status", "runs/once")
     assert said.startswith(f"job 2: slurm job {second}") and f"\njob 1: slurm job {job}" in said

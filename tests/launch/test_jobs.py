@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pty
+import re
+import select
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -150,7 +155,13 @@ def test_status_and_cancel_of_each_job(project: Path, capsys: pytest.CaptureFixt
 
 def test_logs_of_each_machine_and_rank(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     home = submitted(project, "47", "478") / "launch"
-    names = ("a-train-47-n1.log", "a-train-47-n2.log", "a-serve-47-n3.log", "a-train-batch-47.log", "a-train-478-n1.log")
+    names = (
+        "a-train-47-0-n1.log",
+        "a-train-47-1-n2.log",
+        "a-serve-47-2-n3.log",
+        "a-train-batch-47.log",
+        "a-train-478-0-n1.log",
+    )
     for name in names:
         (home / name).write_text(f"first\nend of {name}\n")
     for rank in (1, 5):
@@ -161,7 +172,7 @@ def test_logs_of_each_machine_and_rank(project: Path, capsys: pytest.CaptureFixt
         return [line.removeprefix("end of ") for line in capsys.readouterr().out.splitlines() if line.startswith("end of ")]
 
     assert printed() == [*sorted(names[:4]), "rank 1", "rank 5"]
-    assert printed("--node", "n2") == ["a-train-47-n2.log"]
+    assert printed("--node", "n2") == printed("--node", "1") == ["a-train-47-1-n2.log"]
     assert printed("--rank", "5") == ["rank 5"]
     assert main(["logs", "runs/a", "--job", "1", "--rank", "7"]) == 0
     assert capsys.readouterr().out == "job 47 has no such logs yet\n"
@@ -180,13 +191,15 @@ def typed(words: list[str], text: str, folder: Path, environment: dict[str, str]
     if pid == 0:
         os.chdir(folder)
         os.execve(sys.executable, [sys.executable, "-m", "launch", *words], environment | {"PYTHONPATH": str(ROOT)})
-    os.write(terminal, f"{text}\n\x04".encode())
-    shown = b""
-    try:
-        while part := os.read(terminal, 65536):
-            shown += part
-    except OSError:  # the other end is closed
-        pass
+    shown, sent, deadline = b"", False, time.monotonic() + 120
+    with contextlib.suppress(OSError):  # at the end, the terminal is closed
+        while time.monotonic() < deadline:
+            if select.select([terminal], [], [], 1)[0]:
+                shown += os.read(terminal, 65536)
+            if not sent and re.search(rb"[#$] (\x1b\S*)?$|shell in", shown):  # before that, srun would drop what is typed
+                os.write(terminal, f"{text}\nexit\n\x04".encode())
+                sent = True
+        os.kill(pid, signal.SIGKILL)
     os.close(terminal)
     os.waitpid(pid, 0)
     return shown.decode()

@@ -133,7 +133,7 @@ srun --overlap --nodes=1 --ntasks=1 --nodelist="$head_node" --open-mode=append -
 
 # Command 1
 
-srun --output /project/runs/qwen/launch/qwen-train-%j-%N.log --container-image /shared/tepo.sqsh --container-mounts /project:/project,/shared:/shared:ro,/scratch:/scratch,/project/runs/qwen/launch/experiments/qwen/qwen_1/qwen:/nemo_run --container-workdir /nemo_run/code --container-env CUDA_CACHE_PATH,FLASHINFER_WORKSPACE_BASE,GLOO_SOCKET_IFNAME,LAUNCH_CHECK,MASTER_ADDR,MASTER_PORT,NCCL_DEBUG,NCCL_IB_HCA,NCCL_SOCKET_IFNAME,NOTE,SGLANG_CACHE_DIR,TORCHINDUCTOR_CACHE_DIR,TRITON_CACHE_DIR,TRITON_HOME,VLLM_CACHE_ROOT,WANDB_API_KEY,XDG_CACHE_HOME --wait=60 --kill-on-bad-exit=1 --nodes=1 --ntasks=1 --ntasks-per-node=1 --nodelist=$(IFS=,; echo "${nodes[*]:0:1}") --open-mode=append bash /nemo_run/scripts/qwen-0.sh & pids[0]=$!
+srun --output /project/runs/qwen/launch/qwen-train-%j-%n-%N.log --container-image /shared/tepo.sqsh --container-mounts /project:/project,/shared:/shared:ro,/scratch:/scratch,/project/runs/qwen/launch/experiments/qwen/qwen_1/qwen:/nemo_run --container-workdir /nemo_run/code --container-env CUDA_CACHE_PATH,FLASHINFER_WORKSPACE_BASE,GLOO_SOCKET_IFNAME,LAUNCH_CHECK,MASTER_ADDR,MASTER_PORT,NCCL_DEBUG,NCCL_IB_HCA,NCCL_SOCKET_IFNAME,NOTE,SGLANG_CACHE_DIR,TORCHINDUCTOR_CACHE_DIR,TRITON_CACHE_DIR,TRITON_HOME,VLLM_CACHE_ROOT,WANDB_API_KEY,XDG_CACHE_HOME --wait=60 --kill-on-bad-exit=1 --nodes=1 --ntasks=1 --ntasks-per-node=1 --nodelist=$(IFS=,; echo "${nodes[*]:0:1}") --open-mode=append bash /nemo_run/scripts/qwen-0.sh & pids[0]=$!
 
 
 # The code below monitors all SLURM jobs to ensure any failure forces them all to stop

@@ -136,7 +136,7 @@ export GLOO_SOCKET_IFNAME=eth0
 export NCCL_IB_HCA=mlx5
 
 
-srun --output /project/runs/qwen/launch/qwen-train-%j-%N.log --chdir /project/runs/qwen/launch/experiments/qwen/qwen_1/qwen/code --wait=60 --kill-on-bad-exit=1 --nodes=2 --ntasks=2 --ntasks-per-node=1 --nodelist=$(IFS=,; echo "${nodes[*]:0:2}") --overlap --open-mode=append bash /project/runs/qwen/launch/experiments/qwen/qwen_1/qwen/scripts/qwen-0.sh & pids[0]=$!
+srun --output /project/runs/qwen/launch/qwen-train-%j-%n-%N.log --chdir /project/runs/qwen/launch/experiments/qwen/qwen_1/qwen/code --wait=60 --kill-on-bad-exit=1 --nodes=2 --ntasks=2 --ntasks-per-node=1 --nodelist=$(IFS=,; echo "${nodes[*]:0:2}") --overlap --open-mode=append bash /project/runs/qwen/launch/experiments/qwen/qwen_1/qwen/scripts/qwen-0.sh & pids[0]=$!
 
 sleep 0
 
@@ -144,7 +144,7 @@ sleep 0
 # Command 2
 
 
-srun --output /project/runs/qwen/launch/qwen-serve-%j-%N.log --chdir /project/runs/qwen/launch/experiments/qwen/qwen_1/qwen/code --wait=60 --kill-on-bad-exit=1 --nodes=2 --ntasks=2 --ntasks-per-node=1 --nodelist=$(IFS=,; echo "${nodes[*]:0:2}") --overlap --open-mode=append bash /project/runs/qwen/launch/experiments/qwen/qwen_1/qwen/scripts/qwen-1.sh & pids[1]=$!
+srun --output /project/runs/qwen/launch/qwen-serve-%j-%n-%N.log --chdir /project/runs/qwen/launch/experiments/qwen/qwen_1/qwen/code --wait=60 --kill-on-bad-exit=1 --nodes=2 --ntasks=2 --ntasks-per-node=1 --nodelist=$(IFS=,; echo "${nodes[*]:0:2}") --overlap --open-mode=append bash /project/runs/qwen/launch/experiments/qwen/qwen_1/qwen/scripts/qwen-1.sh & pids[1]=$!
 
 
 # The code below monitors all SLURM jobs to ensure any failure forces them all to stop
