@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import functools
+import os
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-from launch import jobs, preflight
+from launch import jobs, preflight, provenance, snapshot
 from launch.doctor import doctor
 from launch.executors import EXECUTORS, Executor
+from launch.jobs import JobFolder, LogSelection, SubmittedJob
 from launch.layout import Layout, lay_out
 from launch.profile import Cluster, load_cluster, this_machine
+from launch.snapshot import CodeVersion
 from tepo_megatron.config import Config
-from tepo_megatron.config.io import load_config
+from tepo_megatron.config.io import load_config, to_yaml
 from tepo_megatron.errors import ConfigError, TepoError
 from tepo_megatron.observability import run_dir
 from tepo_megatron.utils.escaping import escaped
+from tepo_megatron.utils.save_requests import SAVE, ask
 
 USAGE = """
   python -m launch CONFIG --executor slurm --cluster PROFILE [--dry-run] [--no-preflight] [--after FOLDER] [--section.key VALUE]
@@ -25,14 +32,80 @@ USAGE = """
   python -m launch convert FOLDER --executor slurm --cluster PROFILE [--dry-run] [--after FOLDER] -- WORDS...
   python -m launch evaluate FOLDER ... -- WORDS...
   python -m launch doctor --cluster PROFILE [--nodes N] [--dry-run]
-  python -m launch status|logs|cancel FOLDER"""
+  python -m launch status|logs|cancel FOLDER [--job N]
+  python -m launch save FOLDER
+  python -m launch logs FOLDER [--job N] [--node NODE] [--rank R] [--lines N]
+  python -m launch attach FOLDER [--job N] [--node NODE]
+  with --allow-dirty, files that differ from the commit are in the job's snapshot of the code"""
+
+
+@dataclass(frozen=True)
+class Start:
+    """The start of a job.
+
+    Attributes:
+        executor: The executor.
+        code: Version of the code that submits the job.
+        after: Id of a job to wait for. None: no waiting.
+        dry_run: Print the scripts and leave nothing behind.
+        allow_dirty: Take files that differ from the commit into the snapshot instead of refusing them.
+    """
+
+    executor: Executor
+    code: CodeVersion
+    after: str | None
+    dry_run: bool
+    allow_dirty: bool
+
+    def train(self, cfg: Config, cluster: Cluster, layout: Layout) -> int:
+        """Start a run and return the exit status.
+
+        Args:
+            cfg: The run's config.
+            cluster: The cluster's profile.
+            layout: Machines of the run.
+        """
+        if self.executor.RUN_IS_HERE and run_dir.finished(cfg):
+            print(f"{cfg.run_dir}: this run is finished; only a higher training.steps makes it go on")
+            return 0
+        slot = jobs.next_job(cfg.run_dir, self.code)
+        job = self.executor.training(cfg, cluster, layout, self.after, slot)
+        if not self.dry_run:
+            jobs.refuse_unfinished(cfg.run_dir, lambda job: _executor(cfg.run_dir, job).ended(job))
+        if self.executor.RUN_IS_HERE and not self.dry_run:
+            run_dir.claim(cfg, check_only=True).release()  # the run itself prepares its folder
+        return self.submit(job, slot, cluster, cfg)
+
+    def submit(self, job: Any, slot: JobFolder, cluster: Cluster, cfg: Config | None = None) -> int:
+        """Submit a job, or print it in a dry run, and return the exit status.
+
+        Args:
+            job: The executor's job.
+            slot: Folder of the submission.
+            cluster: The cluster's profile.
+            cfg: The run's config. None: a command.
+        """
+        if self.dry_run:
+            print(self.executor.render(job), end="")
+            return 0
+        if not self.allow_dirty:
+            self.code.refuse_changes()
+        if self.executor.RUN_IS_HERE:
+            self.code.take(slot.home)
+        about = provenance.describe(self.code, cluster, cfg, slot.home)
+        slot.create(None if cfg is None else to_yaml(provenance.with_frozen_functions(cfg, self.code, slot.home)), about)
+        try:
+            return self.executor.start(job, slot)
+        except ConfigError:
+            slot.remove()
+            raise
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return the exit status: 0, or 1 for an error (reported in one message) or a failed local run."""
     words = list(sys.argv[1:] if argv is None else argv)
     try:
-        if words and words[0] in ("status", "logs", "cancel"):
+        if words and words[0] in ("status", "logs", "cancel", "attach", "save"):
             print(escaped(_about(words)))
             return 0
         if words and words[0] == "doctor":
@@ -44,21 +117,60 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _about(words: list[str]) -> str:
+    """Do what `status`, `logs`, `cancel` or `attach` asks for and return what it says. `attach` replaces this process."""
     parser = argparse.ArgumentParser(prog=f"launch {words[0]}", allow_abbrev=False)
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="of a run, output/name of its config, or what was given")
+    parser.add_argument("--job", type=int, metavar="N", help="number of the job in that folder (default: the newest)")
     if words[0] == "logs":
         parser.add_argument("--lines", type=int, default=40, help="of each file (default: %(default)s)")
+        parser.add_argument("--rank", type=int, help="only the log of this rank, from 1 (rank 0: the log of its machine)")
+    if words[0] in ("logs", "attach"):
+        parser.add_argument("--node", help="a machine of the job (Slurm: its name; KubeRay: its index)")
     args = parser.parse_args(words[1:])
-    job = jobs.read(args.folder)
-    executor = EXECUTORS.get(job.executor)
-    if executor is None:
-        raise ConfigError(f"{args.folder}: started with --executor {job.executor}, which is not among {', '.join(EXECUTORS)}")
+    if words[0] == "save":
+        return _save(args.folder)
+    job = jobs.read(args.folder, args.job)
+    executor = _executor(args.folder, job)
     if words[0] == "logs":
-        return executor.logs(job, args.folder, args.lines) or f"job {job.id} has no logs yet"
+        selection = LogSelection(args.lines, args.node, args.rank)
+        return executor.logs(job, args.folder, selection) or f"job {job.id} has no such logs yet"
     if words[0] == "cancel":
         return executor.cancel(job)
-    state = f"{job.executor} job {job.id}, submitted {job.submitted}: {executor.state(job)}"
-    return "\n".join([state, *jobs.progress(args.folder)])
+    if words[0] == "attach":
+        return _become(executor.attach(job, args.node))
+    state = f"job {job.number}: {job.executor} job {job.id}, submitted {job.submitted}: {executor.state(job)}"
+    others = [other for other in jobs.submitted_jobs(args.folder) if other.number != job.number]
+    lines = [f"job {other.number}: {other.executor} job {other.id}, submitted {other.submitted}" for other in others]
+    return "\n".join([state, *jobs.progress(args.folder), *lines])
+
+
+def _executor(folder: Path, job: SubmittedJob) -> Executor:
+    """Return the executor of a job of a folder. Raise ConfigError if it is unknown."""
+    executor = EXECUTORS.get(job.executor)
+    if executor is None:
+        raise ConfigError(f"{folder}: started with --executor {job.executor}, which is not among {', '.join(EXECUTORS)}")
+    return executor
+
+
+def _become(words: list[str]) -> NoReturn:
+    """Replace this process by a command. Raise ConfigError if it is not installed."""
+    try:
+        os.execvp(words[0], words)
+    except OSError as e:
+        raise ConfigError(f"{words[0]}: {e.strerror}; call this where {words[0]} is installed") from None
+
+
+def _save(folder: Path) -> str:
+    """Ask a run for a checkpoint after its running step, however the run was started."""
+    executor = None
+    with contextlib.suppress(ConfigError):  # `tepo train` has no job
+        executor = EXECUTORS.get(jobs.read(folder).executor)
+    if executor is not None and not executor.RUN_IS_HERE:
+        raise ConfigError(f"{folder}: the run's files are on its machines; there, `touch {folder / SAVE}`")
+    if not (folder / "config.yaml").exists():
+        raise ConfigError(f"{folder}: no run is there; give the folder output/name of its config")
+    ask(folder, SAVE)
+    return f"{folder}: asked for a checkpoint after the running step"
 
 
 def _launch(words: list[str]) -> int:
@@ -71,19 +183,28 @@ def _launch(words: list[str]) -> int:
     parser.add_argument("--dry-run", action="store_true", help="print the scripts that would run, and leave nothing behind")
     parser.add_argument("--after", type=Path, metavar="FOLDER", help="start when the newest job of that folder has succeeded")
     parser.add_argument("--no-preflight", action="store_true", help="submit without checking model, data, image and space")
+    parser.add_argument("--allow-dirty", action="store_true", help="take files that differ from the commit into the snapshot")
     args, overrides = parser.parse_known_args(words)
     executor = EXECUTORS[args.executor]
     after = None if args.after is None else executor.after(args.after)
+    start = functools.partial(Start, executor, after=after, dry_run=args.dry_run, allow_dirty=args.allow_dirty)
     if kind == "train":
         read = _read if args.dry_run or args.no_preflight or not executor.QUEUES else preflight.read
-        return _train(*read(args.target, overrides, args.cluster, executor), executor, after, args.dry_run)
+        found = read(args.target, overrides, args.cluster, executor)
+        return start(code=_code(executor)).train(*found)
     cluster = load_cluster(args.cluster) if args.cluster else this_machine()
     if overrides:
         raise ConfigError(f"{overrides[0]}: words of `{kind}` come after --")
     if executor.QUEUES and not (args.dry_run or args.no_preflight):
         preflight.check_command(cluster, executor)
-    folder = Path(args.target)
-    return _start(executor, executor.command(kind, rest, folder, cluster, after), folder, args.dry_run)
+    code = _code(executor)
+    slot = jobs.next_job(Path(args.target), code)
+    return start(code=code).submit(executor.command(kind, rest, slot, cluster, after), slot, cluster)
+
+
+def _code(executor: Executor) -> CodeVersion:
+    """Return the version of the code that the executor's machines get."""
+    return snapshot.read() if executor.RUN_IS_HERE else snapshot.read(Path.cwd())  # NeMo-Run sends the working directory's
 
 
 def _read(config: str, overrides: list[str], profile: str | None, executor: Executor) -> tuple[Config, Cluster, Layout]:
@@ -98,23 +219,6 @@ def _read(config: str, overrides: list[str], profile: str | None, executor: Exec
     layout = lay_out(cfg, cluster)
     executor.check_run(cfg, cluster, layout)
     return cfg, cluster, layout
-
-
-def _train(cfg: Config, cluster: Cluster, layout: Layout, executor: Executor, after: str | None, dry_run: bool) -> int:
-    if executor.RUN_IS_HERE and run_dir.finished(cfg):
-        print(f"{cfg.run_dir}: this run is finished; only a higher training.steps makes it go on")
-        return 0
-    job = executor.training(cfg, cluster, layout, after)
-    if executor.RUN_IS_HERE and not dry_run:
-        run_dir.prepare(cfg)
-    return _start(executor, job, cfg.run_dir, dry_run)
-
-
-def _start(executor: Executor, job: Any, folder: Path, dry_run: bool) -> int:
-    if dry_run:
-        print(executor.render(job), end="")
-        return 0
-    return executor.start(job, folder)
 
 
 def _split_words(words: list[str]) -> tuple[list[str], list[str]]:

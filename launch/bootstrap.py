@@ -1,6 +1,7 @@
 """Begin a start of a SkyPilot managed job: `python -m launch.bootstrap CONFIG`, on its first machine, before the run.
 
-It counts the job's starts in the run's folder. At the first start it creates that folder, as `launch` itself does under Slurm.
+It counts the job's starts in the run's folder and records the packages of the machine. At the first start it creates that
+folder.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 
+from launch import packages
 from tepo_megatron.config.io import load_config
 from tepo_megatron.errors import TepoError
 from tepo_megatron.observability import run_dir
@@ -33,6 +35,7 @@ def count_start(config: str, task_id: str) -> int:
     if number == 1:
         run_dir.prepare(cfg)
         count.parent.mkdir(exist_ok=True)
+    packages.record(count.with_suffix(".packages.json"))
     replace_file(count, f"{number}\n".encode(), durable=False)
     return number
 

@@ -6,22 +6,17 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
+from launch.jobs import JobFolder
 from launch.profile import Cluster
 from launch.scripts import head, joined
 from launch.sections import SlurmConfig
+from launch.snapshot import shell_lines
 
-PROGRAMS = ("node_check.py", "node_facts.py")
+CHECK = "node_check.py"  # the program, in the folder of a job
 # Variables that the check sets for the tasks.
 VARIABLES = ("LAUNCH_CHECK", "MASTER_ADDR", "MASTER_PORT")
 # A task's line that sets the interfaces of its own machine, which may have another name than on the others.
 OWN_INTERFACES = '. "$LAUNCH_CHECK/$SLURMD_NODENAME.sh"'
-
-
-def write_programs(home: Path) -> None:
-    """Write the check's programs into the folder of a job's files, which the machines and the container see."""
-    home.mkdir(parents=True, exist_ok=True)
-    for name in PROGRAMS:
-        (home / name).write_text(Path(__file__).with_name(name).read_text())
 
 
 def setup_lines(slurm: SlurmConfig) -> tuple[str, ...]:
@@ -61,22 +56,24 @@ def container_words(cluster: Cluster, folder: Path, variables: Sequence[str]) ->
     return [*words, f"--container-env={','.join(variables)}"] if variables else words
 
 
-def check_lines(cluster: Cluster, folder: Path, home: Path, name: str, need: int, gpus: int, exports: Sequence[str]) -> str:
+def check_lines(cluster: Cluster, folder: Path, slot: JobFolder, need: int, gpus: int, exports: Sequence[str]) -> str:
     """Return the shell code of the check for a batch script of NeMo-Run, after which `nodes` holds the good machines.
 
     Args:
         cluster: The cluster's profile.
         folder: Working directory.
-        home: Folder of the job's files.
-        name: Name of the job.
+        slot: Folder of the job.
         need: Number of machines that the job uses.
         gpus: GPUs that each machine must have; 0 for a run without GPUs.
         exports: Names of the job's variables.
     """
     slurm = cluster.slurm
     assert slurm is not None, "checked before"
-    program = [*head(folder), *setup_lines(slurm)]
-    program.append(f'exec {joined([cluster.python, str(home / PROGRAMS[0])])} "$@"')
+    home, name = slot.home, slot.name
+    # it imports nothing of the snapshot; the lines remove the checkout from PYTHONPATH
+    code = [*shell_lines(slot.code), "unset PYTHONSAFEPATH"] if slot.code is not None else []
+    program = [*head(folder), *setup_lines(slurm), *code]
+    program.append(f'exec {joined([cluster.python, str(slot.path / CHECK)])} "$@"')
     step = ["srun", '--nodes="${#nodes[@]}"', '--ntasks="${#nodes[@]}"', "--ntasks-per-node=1", "--kill-on-bad-exit=0"]
     step += [f"--wait={cluster.node_check.timeout_seconds + 60}"]  # a bad machine ends its part first
     step += [joined(["--open-mode=append", f"--output={home / name}-check-%j.log"])]

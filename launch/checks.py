@@ -51,6 +51,18 @@ def check_paths(paths: Iterable[Path]) -> None:
             raise ConfigError(f"{path.absolute()}: NeMo-Run replaces /nemo_run in its scripts; use a folder of another name")
 
 
+def check_mounted(cluster: Cluster, folder: Path) -> None:
+    """Raise ConfigError if the container of a command does not see the folder with its code.
+
+    Args:
+        cluster: The cluster's profile.
+        folder: Folder of the command.
+    """
+    seen = [str(Path.cwd()), *(mount.split(":")[1] for mount in cluster.container.all_mounts)] if cluster.container else ["/"]
+    if not any(folder.is_relative_to(path) for path in seen):
+        raise ConfigError(f"{folder} is not in the container; give a folder below {Path.cwd()}, or add it to container.mounts")
+
+
 def check_run(cfg: Config, cluster: Cluster) -> None:
     """Raise ConfigError for a run that could not continue after its time limit, or whose files the container does not see.
 
@@ -66,7 +78,7 @@ def _run_faults(cfg: Config, cluster: Cluster) -> Iterator[str]:
     slurm = cluster.slurm
     if slurm is not None and slurm.restarts and not cfg.checkpoint.every and not cfg.rollout.only:
         yield (
-            f"checkpoint.every=0: after its time limit of {slurm.time} the run would start over; set it to a number of "
+            "checkpoint.every=0: after a failure the run would start over; set it to a number of "
             "steps, or slurm.restarts in the cluster's profile to 0"
         )
     if slurm is not None and cfg.platform == "cuda" and not cluster.gpus_per_node and not slurm.exclusive:

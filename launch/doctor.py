@@ -42,15 +42,16 @@ def doctor(words: Sequence[str]) -> int:
     if cluster.slurm is None:
         return _here(cluster, gpus, args.dry_run)
     checks.check_paths([Path.cwd(), args.folder])
-    home, name = jobs.launch_folder(args.folder), args.folder.absolute().name
-    setup = slurm.check_setup(cluster, home, name, args.nodes, gpus)
+    slot = jobs.next_job(args.folder)
+    setup = slurm.check_setup(cluster, slot, args.nodes, gpus)
     task = scripts.Task("check", scripts.text(["echo the machines are good"]))
-    job = submission(args.folder, [task], cluster, None, setup, False, args.nodes - 1 + cluster.node_check.spare_nodes)
+    job = submission(slot, [task], cluster, None, setup, False, args.nodes - 1 + cluster.node_check.spare_nodes)
     if args.dry_run:
         print(slurm.render(job), end="")
         return 0
-    slurm.start(job, args.folder)
-    return _wait(args.folder, home / f"{name}-check-{jobs.read(args.folder).id}.log")
+    slot.create()
+    slurm.start(job, slot)
+    return _wait(args.folder, slot.home / f"{slot.name}-check-{jobs.read(args.folder).id}.log")
 
 
 def _wait(folder: Path, log: Path) -> int:
@@ -66,7 +67,7 @@ def _wait(folder: Path, log: Path) -> int:
             before = state.split(",")[0]
             print(before, flush=True)
         time.sleep(_LOOK_SECONDS)
-    print(log.read_text().rstrip() if log.exists() else slurm.logs(job, folder, 40))
+    print(log.read_text().rstrip() if log.exists() else slurm.logs(job, folder, jobs.LogSelection()))
     print(state)
     return 0 if state.startswith("COMPLETED") else 1
 
@@ -82,7 +83,7 @@ def _here(cluster: Cluster, gpus: int, dry_run: bool) -> int:
     if cluster.kuberay is not None or cluster.skypilot is not None:
         raise ConfigError("doctor: only Slurm's machines and this one can be checked; give a profile with a slurm section")
     with tempfile.TemporaryDirectory(prefix="launch-doctor-") as folder:
-        program = Path(__file__).with_name(check_step.PROGRAMS[0])
+        program = Path(__file__).with_name(check_step.CHECK)
         name = os.uname().nodename
         words = [cluster.python, str(program), "--folder", folder, "--names", name, "--name", name]
         words += check_step.check_words(cluster, 1, gpus)

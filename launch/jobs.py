@@ -1,21 +1,28 @@
-"""Record the jobs started for a folder. Its `launch/` holds the logs, NeMo-Run's files, and a record of the newest job."""
+"""Record the jobs started for a folder. Its `launch/` holds the logs, NeMo-Run's files, and a folder for each job."""
 
 from __future__ import annotations
 
 import json
 import os
+import shlex
+import shutil
 import time
 from collections import deque
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from launch import snapshot
+from launch.snapshot import CodeVersion
 from tepo_megatron.errors import ConfigError
 from tepo_megatron.utils import records
 from tepo_megatron.utils.atomic import replace_file
 from tepo_megatron.utils.escaping import escaped
 
-_RECORD = "job.json"
+_RECORD, _CONFIG, _CODE, PACKAGES = "job.json", "config.yaml", "code.json", "packages.json"
+_RANKS_SHOWN = 4  # logs of ranks that are printed without --rank
+# Programs that machines run from the job's folder, because an installation there may have no launch/.
+PROGRAMS = ("node_check.py", "node_facts.py", "packages.py")
 
 
 @dataclass(frozen=True)
@@ -28,12 +35,133 @@ class SubmittedJob:
             `host`.
         host: Machine where `launch` was called.
         submitted: Time of submission.
+        number: Number of the job among those of its folder, from 1.
+        shell: Words that start an interactive shell in the job's environment on one of its machines. Empty: there are none.
+        ended: The job is known to have ended.
     """
 
     executor: str
     id: str
     host: str
     submitted: str
+    number: int
+    shell: tuple[str, ...] = ()
+    ended: bool = False
+
+
+@dataclass(frozen=True)
+class LogSelection:
+    """The part of a job's logs to print.
+
+    Attributes:
+        lines: Last lines of each file.
+        node: Only the logs of this machine: its name, for KubeRay its index. None: all machines.
+        rank: Only the log of this rank, which is not rank 0. None: all ranks.
+    """
+
+    lines: int = 40
+    node: str | None = None
+    rank: int | None = None
+
+
+@dataclass(frozen=True)
+class JobFolder:
+    """The folder of one submission, `launch/jobs/NUMBER` in the folder of a run or of a command.
+
+    Attributes:
+        run: Folder of the run or command, absolute.
+        number: Number of the job among those of `run`, from 1.
+        code: Snapshot of the code that the job imports. None: there is none.
+    """
+
+    run: Path
+    number: int
+    code: Path | None = None
+
+    @property
+    def name(self) -> str:
+        """Return the name of the job."""
+        return self.run.name
+
+    @property
+    def home(self) -> Path:
+        """Return the folder of all files of launch."""
+        return launch_folder(self.run)
+
+    @property
+    def path(self) -> Path:
+        """Return the folder of the files of this submission."""
+        return self.home / "jobs" / str(self.number)
+
+    @property
+    def config(self) -> str:
+        """Return the path of the config that the job's processes read."""
+        return str(self.path / _CONFIG)
+
+    @property
+    def packages(self) -> list[str]:
+        """Return the words that record the packages of the machine's environment, after those of its Python."""
+        return [str(self.path / "packages.py"), str(self.path / PACKAGES)]
+
+    def shell_lines(self) -> tuple[str, ...]:
+        """Return the lines of a script that set the job's code, and the folder for the logs of its ranks."""
+        return (*snapshot.shell_lines(self.code), f"export TEPO_RANK_LOGS={shlex.quote(str(self.path))}")
+
+    def create(self, config: str | None = None, about: Mapping[str, object] | None = None) -> None:
+        """Create the folder, with everything that the job reads from it.
+
+        Args:
+            config: The run's resolved config, as YAML. None: a command.
+            about: Facts for code.json. None: no such file.
+
+        Raises:
+            ConfigError: Another submission has created it, or it cannot be written.
+        """
+        try:
+            self.path.mkdir(parents=True)
+            for name in PROGRAMS:
+                (self.path / name).write_text(Path(__file__).with_name(name).read_text())
+            if config is not None:
+                Path(self.config).write_text(config)
+            if about is not None:
+                (self.path / _CODE).write_text(json.dumps(about, indent=2) + "\n")
+        except FileExistsError:
+            raise ConfigError(f"{self.path}: another submission of {self.name} is being made; look at its status") from None
+        except OSError as e:
+            raise ConfigError(f"{self.path} cannot be written ({e}); choose another `output`") from None
+
+    def remove(self) -> None:
+        """Remove the folder of a submission that was refused."""
+        shutil.rmtree(self.path, ignore_errors=True)
+
+    def record(self, executor: str, job_id: str, shell: Sequence[str] = ()) -> None:
+        """Record the job that was submitted.
+
+        Args:
+            executor: Name of the executor.
+            job_id: `SubmittedJob.id`.
+            shell: `SubmittedJob.shell`.
+        """
+        when = time.strftime("%Y-%m-%dT%H:%M:%S%z")
+        self.path.mkdir(parents=True, exist_ok=True)
+        _write(self.run, SubmittedJob(executor, job_id, os.uname().nodename, when, self.number, tuple(shell)))
+
+    def submitted(self, executor: str, job_id: str, what: str = "job", shell: Sequence[str] = ()) -> int:
+        """Record a job and print the commands to ask for it.
+
+        Args:
+            executor: Name of the executor.
+            job_id: `SubmittedJob.id`.
+            what: The executor's word for a job.
+            shell: `SubmittedJob.shell`.
+
+        Returns:
+            The exit status 0.
+        """
+        self.record(executor, job_id, shell)
+        shown = os.path.relpath(self.run) if self.run.is_relative_to(Path.cwd()) else self.run
+        print(f"{what} {job_id}; python -m launch status|logs|cancel|attach {shown}")
+        return 0
 
 
 def launch_folder(folder: Path) -> Path:
@@ -41,53 +169,77 @@ def launch_folder(folder: Path) -> Path:
     return folder.absolute() / "launch"
 
 
-def write(folder: Path, executor: str, job_id: str) -> None:
-    """Record a job as the newest of its folder.
+def next_job(folder: Path, code: CodeVersion | None = None) -> JobFolder:
+    """Return the folder of the next submission, whose number is one more than the greatest so far. Nothing is written.
 
     Args:
-        folder: The folder.
-        executor: Name of the executor.
-        job_id: `SubmittedJob.id`.
+        folder: Folder of the run or command.
+        code: Version of the code. None: the job imports none.
     """
-    home = launch_folder(folder)
-    home.mkdir(parents=True, exist_ok=True)
-    job = SubmittedJob(executor, job_id, os.uname().nodename, time.strftime("%Y-%m-%dT%H:%M:%S%z"))
-    replace_file(home / _RECORD, json.dumps(asdict(job), indent=2).encode() + b"\n", durable=False)
+    home, name = launch_folder(folder), folder.absolute().name
+    nemo = (path.name.rpartition("_")[2] for path in (home / "experiments" / name).glob(f"{name}_*"))  # refused ones, too
+    number = 1 + max([*_numbers(folder), *(int(number) for number in nemo if number.isdigit())], default=0)
+    return JobFolder(folder.absolute(), number, None if code is None else code.folder(home))
 
 
-def read(folder: Path) -> SubmittedJob:
-    """Return the newest job of a folder. Raise ConfigError if there is none."""
-    path = launch_folder(folder) / _RECORD
+def _numbers(folder: Path) -> list[int]:
+    return sorted(int(path.name) for path in (launch_folder(folder) / "jobs").glob("*") if path.name.isdigit())
+
+
+def read(folder: Path, number: int | None = None) -> SubmittedJob:
+    """Return a job of a folder. Raise ConfigError if there is none.
+
+    Args:
+        folder: Folder of the run or command.
+        number: Number of the job. None: the newest.
+    """
+    found = submitted_jobs(folder)
+    if not found:
+        raise ConfigError(f"{folder}: nothing was launched there; give a run's folder, output/name of its config")
+    if number is None:
+        return found[-1]
+    for job in found:
+        if job.number == number:
+            return job
+    there = ", ".join(f"{job.number} ({job.executor} job {job.id})" for job in found)
+    raise ConfigError(f"--job {number}: {folder} has no such job; it has {there}")
+
+
+def refuse_unfinished(folder: Path, has_ended: Callable[[SubmittedJob], bool]) -> None:
+    """Raise ConfigError if a job of the folder is in the queue or runs.
+
+    Args:
+        folder: Folder of the run.
+        has_ended: Asks the scheduler whether a job has ended. It is asked once about each ended job.
+    """
+    for job in reversed(submitted_jobs(folder)):
+        if job.ended:
+            continue
+        if not has_ended(job):
+            raise ConfigError(
+                f"{folder}: job {job.number} of this run ({job.executor} job {job.id}) has not ended; wait for its end, cancel "
+                f"it with `python -m launch cancel {folder} --job {job.number}`, or choose another `name`"
+            )
+        _write(folder, replace(job, ended=True))
+
+
+def _write(folder: Path, job: SubmittedJob) -> None:
+    path = launch_folder(folder) / "jobs" / str(job.number) / _RECORD
+    replace_file(path, json.dumps(asdict(job), indent=2).encode() + b"\n", durable=False)
+
+
+def submitted_jobs(folder: Path) -> list[SubmittedJob]:
+    """Return all jobs of a folder that were submitted, oldest first. Raise ConfigError for a record that cannot be read."""
+    paths = [launch_folder(folder) / "jobs" / str(number) / _RECORD for number in _numbers(folder)]
+    return [_read(path) for path in paths if path.exists()]  # without a record, the submission was refused
+
+
+def _read(path: Path) -> SubmittedJob:
     try:
-        return SubmittedJob(**json.loads(path.read_text()))
-    except FileNotFoundError:
-        raise ConfigError(f"{folder}: nothing was launched there; give a run's folder, output/name of its config") from None
+        job = SubmittedJob(**json.loads(path.read_text()))
+        return replace(job, shell=tuple(job.shell))
     except (OSError, ValueError, TypeError) as e:
         raise ConfigError(f"{path}: not the record of a job ({e}); look for it with squeue, and remove the file") from None
-
-
-def next_submission(folder: Path) -> tuple[str, Path, int]:
-    """Return the name of the next submission, the folder for its files, and its number (one more than the greatest so far)."""
-    home, name = launch_folder(folder), folder.absolute().name
-    numbers = (path.name.rpartition("_")[2] for path in (home / "experiments" / name).glob(f"{name}_*"))
-    return name, home, 1 + max((int(number) for number in numbers if number.isdigit()), default=0)
-
-
-def submitted(folder: Path, executor: str, job_id: str, what: str = "job") -> int:
-    """Record a job and print the commands to ask for it.
-
-    Args:
-        folder: The folder.
-        executor: Name of the executor.
-        job_id: `SubmittedJob.id`.
-        what: The executor's word for a job.
-
-    Returns:
-        The exit status 0.
-    """
-    write(folder, executor, job_id)
-    print(f"{what} {job_id}; python -m launch status|logs|cancel {folder}")
-    return 0
 
 
 def progress(folder: Path) -> list[str]:
@@ -105,16 +257,28 @@ def progress(folder: Path) -> list[str]:
     return lines
 
 
-def log_tails(folder: Path, paths: Iterable[Path], lines: int) -> str:
-    """Return the last lines of some files and of the run's own log, under their names; empty if none exists.
+def log_tails(folder: Path, job: SubmittedJob, paths: Iterable[Path], selection: LogSelection) -> str:
+    """Return the last lines of a job's logs under their names: those of its machines and ranks, and the run's own.
 
     Args:
         folder: Folder of the run.
-        paths: The files.
-        lines: Number of lines of each file.
+        job: The job.
+        paths: Logs of the machines; a name ends with the machine.
+        selection: The part to print.
+
+    Returns:
+        The text; empty if there is no such file.
     """
-    found = [path for path in [*paths, folder / "log.txt"] if path.exists()]
-    return "\n".join(f"==== {path}\n{_log_tail(path, lines)}" for path in found)
+    of_ranks = launch_folder(folder) / "jobs" / str(job.number)
+    if selection.rank is not None:
+        chosen = [of_ranks / f"rank-{selection.rank}.log"]
+    elif selection.node is not None:
+        chosen = [path for path in paths if path.stem.endswith((f"-{selection.node}", f"-{selection.node}-{job.number}"))]
+    else:
+        written = [path for path in of_ranks.glob("rank-*.log") if path.stat().st_size]
+        newest = sorted(written, key=lambda path: path.stat().st_mtime)[-_RANKS_SHOWN:]
+        chosen = [*paths, *sorted(newest), folder / "log.txt"]
+    return "\n".join(f"==== {path}\n{_log_tail(path, selection.lines)}" for path in chosen if path.exists())
 
 
 def _log_tail(path: Path, lines: int) -> str:

@@ -29,7 +29,7 @@ _POLL_SECONDS = 5  # interval at which the batch script checks its tasks, which 
 
 @dataclass(kw_only=True)
 class _Logs(SlurmJobDetails):
-    """Log files: one per task of a job. A restarted job appends to them."""
+    """Log files: one for each task and machine of a job. A restarted job appends to them."""
 
     @property
     def stdout(self) -> Path:
@@ -37,7 +37,7 @@ class _Logs(SlurmJobDetails):
 
     @property
     def srun_stdout(self) -> Path:
-        return Path(str(self.folder), f"{self.job_name}-%j.log")
+        return Path(str(self.folder), f"{self.job_name}-%j-%N.log")
 
 
 @dataclass(frozen=True)

@@ -26,13 +26,14 @@ from nemo_run.run.ray.kuberay import KubeRayJob
 from urllib3.exceptions import HTTPError
 
 from launch.profile import Cluster
-from launch.ray_plan import OF_RAY, RayJob
+from launch.ray_plan import OF_RAY, PROGRAM, SUPERVISOR, RayJob
 from launch.sections import KubeRayConfig, Toleration
 from tepo_megatron.errors import ConfigError
 from tepo_megatron.utils.escaping import excerpt
 
 _KIND = {"group": "ray.io", "version": "v1", "plural": "rayjobs"}
 _ANSWER_SECONDS = 30
+_GONE = 404
 _MEMORY = "shared-memory"
 # Ray reserves memory in /dev/shm for objects, a third of it by default; these jobs have no objects
 _START = {"object-store-memory": "100000000"}
@@ -92,6 +93,48 @@ def state(id: str) -> str:
     return "\n".join([*lines, *(f"pod {pod.metadata.name}: {why}" for pod in pods if (why := _waits(pod.status)))])
 
 
+def ended(id: str) -> bool:
+    """Return whether a RayJob has ended or is gone. Raise ConfigError."""
+    job = _connected(id)
+    with _asking(f"RayJob {id}"):
+        try:
+            found = job.api.get_namespaced_custom_object(
+                **_KIND, namespace=job.executor.namespace, name=job.name, _request_timeout=_ANSWER_SECONDS
+            )
+        except ApiException as e:
+            if e.status == _GONE:
+                return True
+            raise
+    return found.get("status", {}).get("jobDeploymentStatus") in ("Complete", "Failed")
+
+
+def worker_pod(id: str, node: str | None) -> str:
+    """Return the name of the pod of a machine.
+
+    Args:
+        id: NAMESPACE/NAME of the RayJob.
+        node: Index of the machine, in the order of the addresses, as on_ray.py counts. None: the first.
+
+    Raises:
+        ConfigError: There is no such pod, or it does not run.
+    """
+    job = _connected(id)
+    with _asking(f"RayJob {id}"):
+        found = job.api.get_namespaced_custom_object(
+            **_KIND, namespace=job.executor.namespace, name=job.name, _request_timeout=_ANSWER_SECONDS
+        )
+        cluster = found.get("status", {}).get("rayClusterName", "")
+        selector = f"ray.io/cluster={cluster},ray.io/node-type=worker"
+        pods = job.core_v1_api.list_namespaced_pod(
+            job.executor.namespace, label_selector=selector, _request_timeout=_ANSWER_SECONDS
+        ).items
+    running = sorted((str(pod.status.pod_ip), pod.metadata.name) for pod in pods if pod.status.phase == "Running")
+    index = int(node) if node is not None and node.isdigit() else None if node is not None else 0
+    if index is None or index >= len(running):
+        raise ConfigError(f"--node {node or 0}: {len(running)} machines of RayJob {id} run; give an index from 0 below that")
+    return str(running[index][1])
+
+
 def submitter_output(id: str, lines: int) -> str:
     """Return the output of the job's submitter, which is the output of on_ray.py.
 
@@ -145,6 +188,11 @@ def manifest(job: RayJob) -> dict[str, Any]:
     submitter = {"spec": {"restartPolicy": "Never", "containers": [_submitter(job)]}}
     if _place(submitter, section, section.head_node_selector, section.head_tolerations):
         body["spec"]["submitterPodTemplate"] = submitter
+    if job.resumes and section.grace_seconds:
+        _add_grace(template, job.before_the_end(SUPERVISOR), section.grace_seconds)
+        _add_grace(
+            body["spec"]["rayClusterSpec"]["headGroupSpec"]["template"], job.before_the_end(PROGRAM), section.grace_seconds
+        )
     if section.labels:
         body["metadata"]["labels"] = dict(section.labels)  # where Kueue looks
     if section.annotations:
@@ -180,6 +228,19 @@ def _place(template: dict[str, Any], section: KubeRayConfig, selector: dict[str,
     if section.labels:
         template.setdefault("metadata", {})["labels"] = dict(section.labels)
     return bool(added or section.labels)
+
+
+def _add_grace(template: dict[str, Any], script: str, seconds: int) -> None:
+    """Have a pod run a script before NeMo-Run's `ray stop`, when it is to be ended.
+
+    Args:
+        template: The pod's template, which is changed.
+        script: The script.
+        seconds: Seconds until the pod is killed.
+    """
+    template["spec"]["terminationGracePeriodSeconds"] = seconds
+    before = template["spec"]["containers"][0]["lifecycle"]["preStop"]["exec"]
+    before["command"] = ["bash", "-c", f"{script}; {before['command'][-1]}"]
 
 
 def _submitter(job: RayJob) -> dict[str, Any]:

@@ -83,16 +83,27 @@ def submit(job: ManagedJob) -> str:
     return str(found)
 
 
-def status(number: str) -> str:
-    """Return the state of a job as text."""
+def _record(number: str) -> Any:
+    """Return what SkyPilot's API server has about a job; None if it has nothing. Raise ConfigError."""
     with _environment(Path.cwd()), _reported(f"the state of managed job {number}"):
         import sky
         from sky.jobs.client import sdk
 
         records = sky.get(sdk.queue_v2(refresh=False, all_users=True, job_ids=[int(number)]))[0]
-    if not records:
+    return records[0] if records else None
+
+
+def ended(number: str) -> bool:
+    """Return whether a job has ended, or is unknown."""
+    record = _record(number)
+    return record is None or bool(record.status.is_terminal())
+
+
+def status(number: str) -> str:
+    """Return the state of a job as text."""
+    record = _record(number)
+    if record is None:
         return "unknown to SkyPilot's API server"
-    record = records[0]
     why = f" ({record.failure_reason})" if record.failure_reason else ""
     return f"{record.status.value}{why}, restarts: {record.recovery_count}"
 

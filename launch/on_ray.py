@@ -27,6 +27,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 _LOOK_SECONDS = 1.0
 _ANSWER_SECONDS = 60.0  # time limit for an answer of a machine; longer than Ray takes to notice a lost one
 _END_SECONDS = 60.0  # time to end all processes of a machine; supervise.py kills them after half of it
+_GONE_SECONDS = 10.0  # in which machines that are taken away are gone, after the run has saved and ended
+_STOPPED = "stop.done"  # in the run's folder: the run was asked to end and did (tepo_megatron/utils/save_requests.py)
 _CHECK = "check"  # name of the script that checks the machines
 _HEAD = "node:__internal_head__"  # a resource that only Ray's head node has
 
@@ -177,17 +179,23 @@ class RayJobRunner:
                 return 0
             except RayJobFailure as e:
                 said = str(e)
-            newest = self._newest()
-            state.failed_at.append(newest)
-            state.write(Path(self._plan.state))
+            newest, stopped = self._newest(), self._plan.checkpoints is not None and self._answer_to_stop.exists()
+            if stopped:
+                said = "the run has saved and ended"
+            else:
+                state.failed_at.append(newest)
+                state.write(Path(self._plan.state))
             if state.starts > self._plan.restarts:
                 self._say(f"{said}, and {self._plan.restarts} restarts (kuberay.restarts) were made: this is the end")
                 return 1
-            if state.failed_at.count(newest) > self._plan.error_restarts:
+            if not stopped and state.failed_at.count(newest) > self._plan.error_restarts:
                 limit = f"where kuberay.error_restarts={self._plan.error_restarts} were made"
                 self._say(f"{said}; newest checkpoint: {newest}, {limit}: this is the end")
                 return 1
             self._say(f"{said}; started again; newest checkpoint: {newest}")
+            if stopped:
+                time.sleep(_GONE_SECONDS)
+                self._answer_to_stop.unlink(missing_ok=True)
 
     def _machines(self) -> list[Any]:
         """Return a responsive actor on each required machine. Raise Failure if the machines are not available in time."""
@@ -314,6 +322,10 @@ class RayJobRunner:
         folder = Path(self._plan.checkpoints or "")
         names = [path.name for path in folder.glob("step-*") if re.fullmatch(r"step-\d+", path.name)]
         return max(names, key=lambda name: int(name.removeprefix("step-")), default="none")
+
+    @property
+    def _answer_to_stop(self) -> Path:
+        return Path(self._plan.checkpoints or "").with_name(_STOPPED)
 
     def _say(self, text: str) -> None:
         line = f"launch: {text}"

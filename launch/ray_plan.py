@@ -13,12 +13,13 @@ from launch import check_step
 from launch.profile import Cluster
 from launch.scripts import ENDPOINT, StartVariables, Task, head, joined, text
 from launch.sections import KubeRayConfig
+from tepo_megatron.utils.save_requests import STOP, STOPPED
 
 # on_ray.py sets these variables for every start of a job. Addresses are passed, because only a pod itself can resolve its name.
 STARTS = StartVariables(
     "$LAUNCH_START", '"${LAUNCH_JOB}-${LAUNCH_START}"',
     rendezvous=f'{ENDPOINT} --node-rank "$LAUNCH_MACHINE"',
-    address=f'{StartVariables.address} --address "$LAUNCH_ADDRESS"',
+    address=f'{StartVariables.address} --address "$LAUNCH_ADDRESS"', machine='"$LAUNCH_MACHINE"',
 )  # fmt: skip
 # By default Ray's workers and their children run at nice 15, are the first that the kernel kills, and are killed by Ray when
 # memory is scarce. Here one worker is a whole machine's work. Usage statistics are off.
@@ -81,10 +82,24 @@ class RayJob:
         """Return the command for the head, whose `python` has Ray. executors/kuberay.py checks that no word needs quotes."""
         return f"python {self.folder / PROGRAM} {self.folder / PLAN}"
 
+    def before_the_end(self, program: str) -> str:
+        """Return the script that a pod runs before it is ended. It asks the run to save and end, and waits until it has.
+
+        At the end of the job, and in a pod in which nothing of the run is left, the script ends at once.
+
+        Args:
+            program: The program that runs in such a pod: PROGRAM in the head, SUPERVISOR in the others.
+        """
+        stop, stopped = self.home.parent / STOP, self.home.parent / STOPPED
+        runs = f"grep -qs '{program.replace('.', '[.]')}' /proc/[0-9]*/cmdline"  # with brackets it does not find itself
+        if program == PROGRAM:  # it goes on after the end of the run
+            return f"while [ ! -e {stopped} ] && {runs}; do touch {stop}; sleep 1; done"
+        return f"while {runs}; do [ -e {stopped} ] || touch {stop}; sleep 1; done"
+
     def files(self) -> dict[str, str]:
         """Return name -> content of the files that the entrypoint needs in the job's folder."""
         scripts = {f"{task.name}.sh": f"#!/bin/bash\n{task.script}" for task in self.tasks}
-        names = (PROGRAM, SUPERVISOR) if self.gpus is None else (PROGRAM, SUPERVISOR, *check_step.PROGRAMS)
+        names = (PROGRAM, SUPERVISOR) if self.gpus is None else (PROGRAM, SUPERVISOR, "node_check.py", "node_facts.py")
         programs = {name: Path(__file__).with_name(name).read_text() for name in names}
         if self.gpus is not None:
             scripts[_CHECK] = f"#!/bin/bash\n{self._check(self.gpus)}"
@@ -109,7 +124,7 @@ class RayJob:
 
     def _check(self, gpus: int) -> str:
         """Return the script that checks one machine."""
-        program = joined([self.cluster.python, str(self.folder / check_step.PROGRAMS[0])])
+        program = joined([self.cluster.python, str(self.folder / check_step.CHECK)])
         place = '--folder "$LAUNCH_CHECK" --names $LAUNCH_NAMES --name "machine-$LAUNCH_MACHINE"'
         words = joined(check_step.check_words(self.cluster, self.machines, gpus))
         return text([*head(Path.cwd()), f"exec {program} {place} {words}"])

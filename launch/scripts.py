@@ -11,7 +11,7 @@ from launch.layout import Layout
 from launch.profile import Cluster
 from tepo_megatron.config import Config
 
-_COMMANDS = {"convert": ["tools/convert.py"], "evaluate": ["-m", "tepo_megatron", "evaluate"]}
+_EVALUATE, _CONVERT = ["-m", "tepo_megatron", "evaluate"], "tools/convert.py"
 
 
 # The first machine may have several addresses; take the first.
@@ -27,16 +27,20 @@ class StartVariables:
         id: Unique among all starts of all jobs.
         rendezvous: torchrun options: the rendezvous address of the ranks' machines, and the index of this machine.
         address: Options of `tepo serve`.
-        config: The run's config. None: the config.yaml in its folder.
+        config: Path of the run's config.
         setup: Lines that each task runs first.
+        machine: Index of the machine among those of its task.
+        packages: Words that record the packages of the environment, after those of its Python. None of them: no record.
     """
 
     count: str
     id: str
     rendezvous: str = f'{ENDPOINT} --node-rank "$SLURM_PROCID"'
     address: str = "--host 0.0.0.0"
-    config: str | None = None
+    config: str = ""
     setup: tuple[str, ...] = ()
+    machine: str = '"$SLURM_PROCID"'
+    packages: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -96,7 +100,8 @@ def train_lines(cfg: Config, cluster: Cluster, layout: Layout, starts: StartVari
         starts: What the scheduler says of a start.
     """
     lines = [
-        f"words=(train {shlex.quote(_config(cfg, starts))})",
+        *package_lines(cluster, starts.packages, starts.machine),
+        f"words=(train {shlex.quote(starts.config)})",
         f'if [ "{starts.count}" -gt 0 ]; then words+=(--resume true --overwrite false); fi',
     ]
     if layout.serve_nodes:
@@ -125,7 +130,7 @@ def serve_line(cfg: Config, cluster: Cluster, layout: Layout, starts: StartVaria
         layout: Machines of the run.
         starts: What the scheduler says of a start.
     """
-    serve = joined([cluster.python, *serve_words(_config(cfg, starts), layout)])
+    serve = joined([cluster.python, *serve_words(starts.config, layout)])
     return f"{serve} {starts.address} --rollout.server.rendezvous {_rendezvous(cfg, starts)}"
 
 
@@ -161,7 +166,19 @@ def side_by_side(serve: str, train: str) -> list[str]:
     ]
 
 
-def command(kind: str, words: Sequence[str], cluster: Cluster, folder: Path, exports: Sequence[str] = ()) -> Task:
+def package_lines(cluster: Cluster, packages: Sequence[str], machine: str = "0") -> list[str]:
+    """Return the line that records the packages of the environment on the first machine. Its failure does not end the job.
+
+    Args:
+        cluster: The cluster's profile.
+        packages: Words after those of Python. None of them: no line.
+        machine: Index of the machine, as a shell word.
+    """
+    elsewhere = "" if machine == "0" else f"[ {machine} != 0 ] || "
+    return [f"{elsewhere}{joined([cluster.python, *packages])} || true"] if packages else []
+
+
+def command(kind: str, words: Sequence[str], cluster: Cluster, folder: Path, exports: Sequence[str], code: Path | None) -> Task:
     """Return the task that runs `tools/convert.py WORDS` or `tepo evaluate WORDS` on one machine.
 
     Args:
@@ -170,8 +187,23 @@ def command(kind: str, words: Sequence[str], cluster: Cluster, folder: Path, exp
         cluster: The cluster's profile.
         folder: Working directory.
         exports: Shell lines before the command.
+        code: Snapshot of the code. None: `tools/` is in the working directory.
     """
-    return Task(kind, text([*head(folder), *exports, f"exec {joined([cluster.python, *_COMMANDS[kind], *words])}"]))
+    program = _EVALUATE if kind == "evaluate" else [_CONVERT if code is None else str(code / _CONVERT)]
+    return Task(kind, text([*head(folder), *exports, f"exec {joined([cluster.python, *program, *words])}"]))
+
+
+def shell(cluster: Cluster, folder: Path, home: Path, lines: Sequence[str]) -> list[str]:
+    """Return the words of an interactive shell in the environment of a job's tasks.
+
+    Args:
+        cluster: The cluster's profile.
+        folder: Working directory.
+        home: Folder of the job's files.
+        lines: Further lines that each task runs first.
+    """
+    exports = [f"export {name}={value}" for name, value in variables(cluster, home).items()]
+    return ["bash", "-c", text([f"cd {shlex.quote(str(folder))}", *exports, *lines, "exec bash -i"])]
 
 
 def variables(cluster: Cluster, home: Path) -> dict[str, str]:
@@ -188,10 +220,6 @@ def variables(cluster: Cluster, home: Path) -> dict[str, str]:
 def head(folder: Path) -> list[str]:
     """Return the first lines of every script."""
     return ["set -euo pipefail", f"cd {shlex.quote(str(folder))}"]
-
-
-def _config(cfg: Config, starts: StartVariables) -> str:
-    return starts.config or str(cfg.run_dir / "config.yaml")
 
 
 def _rendezvous(cfg: Config, starts: StartVariables) -> str:

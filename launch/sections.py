@@ -62,7 +62,8 @@ class SlurmConfig:
         account, partition, qos, time, mem, exclusive, constraint, reservation: Options of sbatch.
         srun_args: Further options of each `srun`, such as "--container-writable" or "--mpi=none".
         setup: Lines of bash that run first in each task, in the container if there is one, such as "module load cuda".
-        warning_seconds: Seconds before the time limit at which a run gets the signal to requeue after its next checkpoint.
+        warning_seconds: Seconds before the time limit at which a run is asked to save and end, to be queued again. They have to
+            be enough for the update of a step and for a checkpoint.
         restarts: Maximum restarts for any reason; 0: never restart.
         error_restarts: Maximum restarts at one checkpoint, or before the first, after a part of the run failed or was killed;
             0: the first failure ends the run.
@@ -221,6 +222,8 @@ class KubeRayConfig:
         capabilities: Linux capabilities of the workers, such as IPC_LOCK, which RDMA needs for users other than root.
         user, group: User and group of the processes. None: the image's.
         secret: Kubernetes Secret whose keys are the names under `secrets`.
+        grace_seconds: Seconds that a run gets to save when a pod of it is deleted or evicted (terminationGracePeriodSeconds).
+            0: none.
         wait_seconds: Maximum wait for machines, at the start and after each failure.
         restarts: Maximum restarts of a run for any reason.
         error_restarts: Maximum restarts at one checkpoint, or before the first one.
@@ -247,6 +250,7 @@ class KubeRayConfig:
     user: Positive | None = None
     group: Positive | None = None
     secret: str | None = None
+    grace_seconds: NonNegative = 300
     wait_seconds: Annotated[int, Field(ge=1)] = 3600
     restarts: NonNegative = 20
     error_restarts: NonNegative = 1

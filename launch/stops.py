@@ -6,5 +6,5 @@ _MARGIN_SECONDS = 60  # part of the warning time reserved for Slurm to end the j
 
 
 def patience_of(warning_seconds: int) -> int:
-    """Return the seconds for which the batch script waits for a checkpoint after the warning."""
+    """Return the seconds for which the batch script waits for the end of the run after the warning."""
     return warning_seconds - min(_MARGIN_SECONDS, warning_seconds // 2)

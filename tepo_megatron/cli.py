@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tepo_megatron import __version__
-from tepo_megatron.errors import ConfigError, TepoError
+from tepo_megatron.errors import ConfigError, RunStopped, TepoError
 from tepo_megatron.observability import run_dir
 from tepo_megatron.utils.escaping import escaped
 from tepo_megatron.utils.run_lock import RunLock
@@ -19,7 +19,11 @@ Commands = argparse._SubParsersAction
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command and return the exit status: 0, 1 after an error (reported in one message), 130 after an interrupt."""
+    """Run the command and return the exit status.
+
+    Returns:
+        0, 1 after an error (reported in one message), 75 if the run was asked to end and is saved, 130 after an interrupt.
+    """
     parser = argparse.ArgumentParser(prog="tepo", description="Token-level policy optimization on Megatron-Core.")
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True)
@@ -37,6 +41,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if overrides and args.command not in COMMANDS_WITH_KEYS:
             raise ConfigError(f"tepo {args.command} takes no {overrides[0]}")
         return args.run(args, overrides)
+    except RunStopped as e:
+        print(f"tepo: {escaped(str(e))}", file=sys.stderr)
+        return os.EX_TEMPFAIL
     except TepoError as e:
         print(f"tepo: error: {escaped(str(e))}", file=sys.stderr)
         return 1

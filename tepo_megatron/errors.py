@@ -44,5 +44,9 @@ class SyncError(TepoError, RuntimeError):
     """The engine does not serve the weights that the actor sent."""
 
 
+class RunStopped(TepoError, RuntimeError):
+    """A run was asked to end and ended, with all its work saved. `tepo train` exits with status 75 (EX_TEMPFAIL)."""
+
+
 class NumericalError(TepoError, ArithmeticError):
     """A loss or a gradient norm is not finite."""

@@ -3,7 +3,7 @@
 import contextlib
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,11 +19,12 @@ from tepo_megatron.controller.driver import Driver, ServiceDriver
 from tepo_megatron.controller.gate import WeightsGate
 from tepo_megatron.controller.memory_report import MemoryReport
 from tepo_megatron.controller.placement import Colocated, Disaggregated
-from tepo_megatron.controller.schedule import Schedule
+from tepo_megatron.controller.schedule import Schedule, StopRequested
 from tepo_megatron.controller.service_client import ServiceClient, start_service
 from tepo_megatron.controller.step_log import StepLog
 from tepo_megatron.distributed import parallel
 from tepo_megatron.distributed.objects import broadcast_result
+from tepo_megatron.errors import RunStopped
 from tepo_megatron.losses import Objective, build_objective
 from tepo_megatron.losses.advantages import group_advantages, penalized, without_truncated
 from tepo_megatron.observability import hang_watchdog
@@ -53,6 +54,9 @@ def train(
         platform: The activated platform of `cfg.platform`.
         make_engine: Makes an engine to use instead of the one that the config names.
         on_hang: Called by the hang watchdog to end this process; see `hang_watchdog.HangWatchdog`.
+
+    Raises:
+        RunStopped: On rank 0, once all ranks have ended their work: the run was asked to end (`utils/save_requests.py`).
     """
     check_one_host(cfg.sync, servers_with_ranks=cfg.rollout.colocate and cfg.rollout.server.rendezvous_folder is not None)
     is_main = os.environ.get("RANK", "0") == "0"
@@ -60,12 +64,16 @@ def train(
         groups = parallel.initialize(cfg.parallel, platform, cfg.seed, config=plain(cfg))
         with _watched(cfg.parallel, groups, cfg.run_dir, on_hang):
             driver = _open_driver(cfg, service)
+            stopped_at = None
             with LogFile(cfg.run_dir) if is_main else contextlib.nullcontext():  # for the warnings of this process
                 if cfg.rollout.only:
                     _sample(driver, cfg.training.steps)
                 else:
-                    _train(cfg, groups, driver)
+                    stopped_at = _train(cfg, groups, driver)
     parallel.shutdown()
+    if stopped_at is not None and is_main:
+        saved = f"the checkpoint of step {stopped_at} is complete" if stopped_at else "no step was complete"
+        raise RunStopped(f"{cfg.run_dir}: ended on request; {saved}; go on with --resume true")
 
 
 def _open_driver(cfg: Config, service: ServiceClient | None) -> Driver:
@@ -90,32 +98,71 @@ def _watched(
     )
 
 
-def _train(cfg: Config, groups: parallel.ParallelDims, driver: Driver) -> None:
-    """Train for all steps; then export the model, evaluate it and write the report."""
+def _train(cfg: Config, groups: parallel.ParallelDims, driver: Driver) -> int | None:
+    """Train for all steps; then export the model, evaluate it and write the report.
+
+    Returns:
+        None; or the last step, which is saved, if a request ended the run before.
+    """
     if cfg.rollout.colocate:
         broadcast_result(driver.sleep_engine, groups.host)
     actor, objective = Actor.open(cfg, groups), build_objective(cfg.objective)
     if objective.ref_kl is not None:
         actor.keep_reference()
-    steps, every = cfg.training.steps, cfg.checkpoint.every
     evaluation = cfg.evaluation if cfg.data.eval is not None or cfg.evaluation.benchmarks else None
     with (
         Checkpoints.open(cfg.run_dir / "checkpoints", cfg.checkpoint, groups) as checkpoints,
         _open_sync(cfg.sync, cfg.rollout.replay is not None, groups, actor, _serving_engine(driver, groups)) as sync,
     ):
-        first = _resume(checkpoints, actor, driver) if cfg.resume else 0
+        first, lacks_evaluation = _resume(checkpoints, actor, driver) if cfg.resume else (0, True)
         gate = WeightsGate(cfg.rollout, cfg.training, cfg.sync, actor, groups)
         placement = Colocated(actor, driver.engine, groups) if cfg.rollout.colocate else Disaggregated()
         memory = MemoryReport(groups, driver.engine, enabled=cfg.logging.memory or cfg.rollout.colocate)
         batches = BatchReceiver.open(groups)
         actor.packer.fetch_experts = batches.fetch_experts
         schedule = Schedule(
-            *(cfg.rollout, evaluation, steps, driver, sync, gate, placement, memory, batches, groups), trained=first
+            *(cfg.rollout, evaluation, cfg.training.steps, driver, sync, gate, placement, memory, batches, groups),
+            trained=first,
         )
-        schedule.publish_first_weights()
-        if first == 0:
-            schedule.evaluate(0)
-        for step in range(first + 1, steps + 1):
+        loop = _Loop(cfg, actor, objective, driver, checkpoints, schedule, gate, memory, saved=first)
+        try:
+            schedule.publish_first_weights()
+            if lacks_evaluation:
+                schedule.evaluate(first)
+            loop.take_steps()
+            loop.finish()
+        except StopRequested:
+            loop.stop()
+            return schedule.trained
+    if table := memory.table():
+        driver.log_message(table)
+    driver.finish(schedule.trained)
+    return None
+
+
+@dataclass
+class _Loop:
+    """The steps of a run. All ranks make the same calls; `take_steps` and `finish` raise StopRequested.
+
+    Attributes:
+        saved: The step of the newest checkpoint, which may be in flight; 0 without one.
+    """
+
+    cfg: Config
+    actor: Actor
+    objective: Objective
+    driver: Driver
+    checkpoints: Checkpoints
+    schedule: Schedule
+    gate: WeightsGate
+    memory: MemoryReport
+    saved: int
+
+    def take_steps(self) -> None:
+        """Take the steps that are left: get a batch, learn from it, publish the weights, evaluate and save if that is due."""
+        actor, driver, schedule, training = self.actor, self.driver, self.schedule, self.cfg.training
+        every = self.cfg.checkpoint.every
+        for step in range(schedule.trained + 1, training.steps + 1):
             if schedule.ended:
                 break
             clock, log, hang_watchdog.progress.step = Clock(), StepLog(), step
@@ -123,29 +170,44 @@ def _train(cfg: Config, groups: parallel.ParallelDims, driver: Driver) -> None:
             log.receive(sum(r.token_ids_L.numel() for r in rollouts), metrics)
             actor.start_step(step)
             if rollouts:
-                noise = _is_due(step - 1, cfg.logging.noise_floor_every)
-                recorder = TokenRecorder.open(cfg.run_dir, step, cfg.logging, objective, groups)
-                given = rollouts, step, actor, objective, cfg.training, log, clock, gate
+                noise = _is_due(step - 1, self.cfg.logging.noise_floor_every)
+                recorder = TokenRecorder.open(self.cfg.run_dir, step, self.cfg.logging, self.objective, actor.groups)
+                given = rollouts, step, actor, self.objective, training, log, clock, self.gate
                 learn(*given, measures_noise=noise, recorder=recorder)
             schedule.publish_weights(step, clock)
-            log.memory(memory.values())
+            log.memory(self.memory.values())
             driver.log_step(step, log, clock)
             schedule.evaluate_if_due(step)
-            last = step == steps or schedule.ended
-            if _is_due(step, every) or (last and every):
+            last = step == training.steps or schedule.ended
+            if _is_due(step, every) or (last and every) or schedule.save_requested:
                 schedule.load_trainer()
-                checkpoints.save(step, actor, driver.state(step) | {"noise_floor": actor.noise_floor}, driver.best_step)
-            driver.log_checkpoint(checkpoints.poll())
+                self._save()
+            driver.log_checkpoint(self.checkpoints.poll())
 
+    def finish(self) -> None:
+        """Wait for the last checkpoint; then export the model and evaluate it."""
+        driver, schedule = self.driver, self.schedule
         if schedule.ended:
             schedule.load_trainer()
-        driver.log_checkpoint(checkpoints.wait())
-        if cfg.export_hf:  # first, so that a later failure does not lose the model
-            actor.export_hf(cfg.run_dir / "hf", driver.check_in_place)
+        driver.log_checkpoint(self.checkpoints.wait())
+        if self.cfg.export_hf:  # first, so that a later failure does not lose the model
+            self.actor.export_hf(self.cfg.run_dir / "hf", driver.check_in_place)
         schedule.evaluate(schedule.trained)
-    if table := memory.table():
-        driver.log_message(table)
-    driver.finish(schedule.trained)
+
+    def stop(self) -> None:
+        """Save the last step unless it is saved, wait until the checkpoint is complete, and answer the request to end."""
+        self.schedule.stop()
+        if self.schedule.trained > self.saved:
+            self._save()
+        while (complete := self.checkpoints.wait()) is not None:
+            self.driver.log_checkpoint(complete)
+        self.driver.finish(self.schedule.trained, on_request=True)
+
+    def _save(self) -> None:
+        step, driver = self.schedule.trained, self.driver
+        own = {"noise_floor": self.actor.noise_floor, "lacks_evaluation": self.schedule.lacks_evaluation}
+        self.checkpoints.save(step, self.actor, driver.state(step) | own, driver.best_step)
+        self.saved, self.schedule.save_requested = step, False
 
 
 def learn(
@@ -214,22 +276,22 @@ def _sample(driver: Driver, steps: int) -> None:
     driver.wait_engine()
     for step in range(1, steps + 1):
         clock, log = Clock(), StepLog()
-        header: BatchHeader = driver.collect(step).wait()[1]
+        header: BatchHeader = driver.collect(step).wait().result
         clock.seconds |= header.seconds
         log.receive(header.tokens, Metrics(header.metrics))
         driver.release(header.path)
         driver.log_step(step, log, clock)
 
 
-def _resume(checkpoints: Checkpoints, actor: Actor, driver: Driver) -> int:
-    """Restore the newest checkpoint; return its step, 0 without a checkpoint."""
+def _resume(checkpoints: Checkpoints, actor: Actor, driver: Driver) -> tuple[int, bool]:
+    """Restore the newest checkpoint; return its step (0 without a checkpoint) and whether its evaluation has to be made."""
     if (found := checkpoints.newest()) is None:
         driver.resume(None)
-        return 0
+        return 0, True
     state = checkpoints.load(found, actor)
     actor.noise_floor = state["noise_floor"]
     driver.resume(state, found.passed_over)
-    return int(state["step"])
+    return int(state["step"]), state.get("lacks_evaluation", False)
 
 
 def _serving_engine(driver: Driver, groups: parallel.ParallelDims) -> WeightReceiver | None:

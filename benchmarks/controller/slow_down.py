@@ -138,7 +138,7 @@ def finished(driver: ServiceDriver, task: ServiceTask) -> None:
         driver: The driver.
         task: The result of `driver.collect`.
     """
-    _, header = task.wait()
+    header = task.wait().result
     assert header.tokens > PROMPTS * SAMPLES * MEAN / 2
     driver.release(header.path)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from launch.executors import kuberay, local, skypilot, slurm
-from launch.jobs import SubmittedJob
+from launch.jobs import JobFolder, LogSelection, SubmittedJob
 from launch.layout import Layout
 from launch.profile import Cluster
 from tepo_megatron.config import Config
@@ -53,7 +53,7 @@ class Executor(Protocol):
             layout: Machines of the run.
         """
 
-    def training(self, cfg: Config, cluster: Cluster, layout: Layout, after: str | None) -> Any:
+    def training(self, cfg: Config, cluster: Cluster, layout: Layout, after: str | None, slot: JobFolder) -> Any:
         """Return the job of a run.
 
         Args:
@@ -61,15 +61,16 @@ class Executor(Protocol):
             cluster: The cluster's profile.
             layout: Machines of the run.
             after: Id of a job to wait for; None: no waiting.
+            slot: Folder of the submission, which does not exist yet.
         """
 
-    def command(self, kind: str, words: Sequence[str], folder: Path, cluster: Cluster, after: str | None) -> Any:
+    def command(self, kind: str, words: Sequence[str], slot: JobFolder, cluster: Cluster, after: str | None) -> Any:
         """Check and return the job of a command.
 
         Args:
             kind: `convert` or `evaluate`.
             words: Words of the command.
-            folder: Folder for the logs.
+            slot: Folder of the submission, which does not exist yet.
             cluster: The cluster's profile.
             after: Id of a job to wait for; None: no waiting.
         """
@@ -77,12 +78,12 @@ class Executor(Protocol):
     def render(self, job: Any) -> str:
         """Return the output of a dry run. Nothing is left on disk."""
 
-    def start(self, job: Any, folder: Path) -> int:
-        """Submit or run a job and record it as the newest of its folder.
+    def start(self, job: Any, slot: JobFolder) -> int:
+        """Submit or run a job and record it in its folder, which exists.
 
         Args:
             job: From `training` or `command`.
-            folder: The folder.
+            slot: Folder of the submission.
 
         Returns:
             The exit status of `launch`.
@@ -91,13 +92,24 @@ class Executor(Protocol):
     def state(self, job: SubmittedJob) -> str:
         """Return the state of a job as text."""
 
-    def logs(self, job: SubmittedJob, folder: Path, lines: int) -> str:
+    def ended(self, job: SubmittedJob) -> bool:
+        """Return whether a job has ended for good, or is unknown to the scheduler."""
+
+    def logs(self, job: SubmittedJob, folder: Path, selection: LogSelection) -> str:
         """Return the last lines of a job's logs; empty if there are none yet.
 
         Args:
             job: The job.
             folder: Its folder.
-            lines: Number of lines of each log.
+            selection: The part of the logs to return.
+        """
+
+    def attach(self, job: SubmittedJob, node: str | None) -> list[str]:
+        """Return the words of a command that opens an interactive shell on a machine of a running job.
+
+        Args:
+            job: The job.
+            node: Name or index of the machine. None: the first.
         """
 
     def cancel(self, job: SubmittedJob) -> str:

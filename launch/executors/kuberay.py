@@ -5,6 +5,7 @@ Volumes make the pods see the run's folder at the same path as `launch`.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -14,10 +15,11 @@ from typing import NoReturn
 
 from launch import checks, jobs, scripts
 from launch.executors.lazy import imported
-from launch.jobs import SubmittedJob, log_tails, submitted
+from launch.jobs import JobFolder, LogSelection, SubmittedJob, log_tails
 from launch.layout import Layout
 from launch.profile import Cluster
 from launch.ray_plan import STARTS, RayJob
+from launch.sections import KubeRayConfig
 from tepo_megatron.config import Config
 from tepo_megatron.errors import ConfigError
 
@@ -58,13 +60,18 @@ def _faults(cluster: Cluster, cfg: Config | None) -> Iterator[str]:
                 "kuberay.restarts in the cluster's profile to 0"
             )
         used += [(key, path) for key, path in checks.folders(cfg) if path is not None]
+    yield from _unseen(used, section)
+    home = (Path.cwd() if cfg is None else cfg.run_dir).absolute()
+    if not re.fullmatch(r"[\w./-]+", str(home)):
+        yield (f"{home}: KubeRay gives it to a shell as it is; use a folder of letters, digits, . _ and - alone")
+
+
+def _unseen(used: Sequence[tuple[str, str]], section: KubeRayConfig) -> Iterator[str]:
+    """Yield a fault for each path, given with its key, that is on no volume of the pods."""
     for key, path in used:
         place = Path(path).absolute()
         if not any(place.is_relative_to(mount) for mount in section.claims.values()):
             yield (f"{key}={path} is on no volume of the pods; add a claim with its mount path to kuberay.claims")
-    home = (Path.cwd() if cfg is None else cfg.run_dir).absolute()
-    if not re.fullmatch(r"[\w./-]+", str(home)):
-        yield (f"{home}: KubeRay gives it to a shell as it is; use a folder of letters, digits, . _ and - alone")
 
 
 def check_run(cfg: Config, cluster: Cluster, layout: Layout) -> None:
@@ -75,30 +82,51 @@ def check_run(cfg: Config, cluster: Cluster, layout: Layout) -> None:
     """
 
 
-def training(cfg: Config, cluster: Cluster, layout: Layout, after: str | None) -> RayJob:
+def training(cfg: Config, cluster: Cluster, layout: Layout, after: str | None, slot: JobFolder) -> RayJob:
     resumes, gpus = not cfg.rollout.only, cluster.gpus if cfg.platform == "cuda" else 0  # rollout.only keeps no checkpoints
-    return _job(cfg.run_dir, scripts.training(cfg, cluster, layout, Path.cwd(), STARTS), cluster, resumes, gpus)
+    lines, packages = slot.shell_lines(), tuple(slot.packages)
+    starts = dataclasses.replace(STARTS, setup=lines, config=slot.config, packages=packages)
+    return _job(slot, scripts.training(cfg, cluster, layout, Path.cwd(), starts), cluster, resumes, gpus)
 
 
-def command(kind: str, words: Sequence[str], folder: Path, cluster: Cluster, after: str | None) -> RayJob:
+def command(kind: str, words: Sequence[str], slot: JobFolder, cluster: Cluster, after: str | None) -> RayJob:
     check(cluster, None)
-    checks.check_paths([Path.cwd(), folder])
-    return _job(folder, [scripts.command(kind, words, cluster, Path.cwd())], cluster)
+    checks.check_paths([Path.cwd(), slot.run])
+    assert cluster.kuberay is not None, "just checked"
+    checks.raise_all(_unseen([("the folder", str(slot.run))], cluster.kuberay))
+    lines = [*slot.shell_lines(), *scripts.package_lines(cluster, slot.packages)]
+    return _job(slot, [scripts.command(kind, words, cluster, Path.cwd(), lines, slot.code)], cluster)
 
 
 def render(job: RayJob) -> str:
     return _client().render(job)
 
 
-def start(job: RayJob, folder: Path) -> int:
-    return submitted(folder, NAME, _client().submit(job))
+def start(job: RayJob, slot: JobFolder) -> int:
+    shell = scripts.shell(job.cluster, Path.cwd(), slot.home, slot.shell_lines())
+    return slot.submitted(NAME, _client().submit(job), shell=shell)
 
 
 def state(job: SubmittedJob) -> str:
     return _client().state(job.id)
 
 
-def logs(job: SubmittedJob, folder: Path, lines: int) -> str:
+def ended(job: SubmittedJob) -> bool:
+    return bool(_client().ended(job.id))
+
+
+def attach(job: SubmittedJob, node: str | None) -> list[str]:
+    """Return the words that open an interactive shell in the pod of a machine, through kubectl.
+
+    Args:
+        job: The job.
+        node: Index of the machine, in the order of on_ray.py. None: the first.
+    """
+    namespace = job.id.partition("/")[0]
+    return ["kubectl", "exec", "-it", "-n", namespace, _client().worker_pod(job.id, node), "--", *job.shell]
+
+
+def logs(job: SubmittedJob, folder: Path, selection: LogSelection) -> str:
     """Return the last lines of the job's log files; if there are none yet, the submitter's output.
 
     The names of the files end with the submission's number, like the id.
@@ -106,11 +134,11 @@ def logs(job: SubmittedJob, folder: Path, lines: int) -> str:
     Args:
         job: The job.
         folder: Its folder.
-        lines: Number of lines of each log.
+        selection: The part of the logs to print.
     """
     paths = sorted(jobs.launch_folder(folder).glob(f"*-{job.id.rpartition('-')[2]}.log"))
-    printed = "" if paths else _client().submitter_output(job.id, lines)
-    return printed or log_tails(folder, paths, lines)
+    printed = "" if paths else _client().submitter_output(job.id, selection.lines)
+    return printed or log_tails(folder, job, paths, selection)
 
 
 def cancel(job: SubmittedJob) -> str:
@@ -119,9 +147,9 @@ def cancel(job: SubmittedJob) -> str:
 
 
 def _job(
-    folder: Path, tasks: Sequence[scripts.Task], cluster: Cluster, resumes: bool = False, gpus: int | None = None
+    slot: JobFolder, tasks: Sequence[scripts.Task], cluster: Cluster, resumes: bool = False, gpus: int | None = None
 ) -> RayJob:
-    job = RayJob(*jobs.next_submission(folder), tasks, cluster, resumes, gpus)
+    job = RayJob(slot.name, slot.home, slot.number, tasks, cluster, resumes, gpus)
     os.environ["NEMORUN_HOME"] = str(job.home)
     return job
 

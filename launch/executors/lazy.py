@@ -10,7 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from launch import jobs
+from launch.jobs import JobFolder
 from launch.profile import Cluster
 from launch.scripts import Task
 from tepo_megatron.errors import ConfigError
@@ -30,7 +30,7 @@ def imported(module: str) -> ModuleType:
 
 
 def submission(
-    folder: Path,
+    slot: JobFolder,
     tasks: Sequence[Task],
     cluster: Cluster,
     after: str | None = None,
@@ -39,10 +39,10 @@ def submission(
     spare_nodes: int = 0,
     variables: Sequence[str] = (),
 ) -> Submission:
-    """Return the next submission of a folder, through launch/nemo.py.
+    """Return a submission, through launch/nemo.py.
 
     Args:
-        folder: The folder.
+        slot: Folder of the submission.
         tasks: Tasks of the job.
         cluster: The cluster's profile.
         after: Number of a Slurm job that must succeed first; None: no waiting.
@@ -51,7 +51,7 @@ def submission(
         spare_nodes: Machines in addition to those of the tasks.
         variables: Names of variables that `setup` exports for the tasks.
     """
-    os.environ["NEMORUN_HOME"] = str(jobs.launch_folder(folder))
+    os.environ["NEMORUN_HOME"] = str(slot.home)
     nemo = imported("launch.nemo")
-    place = jobs.next_submission(folder)
+    place = slot.name, slot.home, slot.number
     return nemo.Submission(*place, tasks, cluster, Path.cwd(), setup, requeued, after, spare_nodes, variables)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from launch import checks, jobs, scripts
 from launch.executors.lazy import submission
-from launch.jobs import SubmittedJob, log_tails
+from launch.jobs import JobFolder, LogSelection, SubmittedJob, log_tails
 from launch.layout import Layout
 from launch.profile import Cluster
 from tepo_megatron.config import Config
@@ -36,24 +36,24 @@ def check_run(cfg: Config, cluster: Cluster, layout: Layout) -> None:
     checks.check_run(cfg, cluster)
 
 
-def training(cfg: Config, cluster: Cluster, layout: Layout, after: str | None) -> Submission:
+def training(cfg: Config, cluster: Cluster, layout: Layout, after: str | None, slot: JobFolder) -> Submission:
     if layout.train_nodes > 1 or layout.serve_nodes > 1:
         raise ConfigError(f"this run takes {layout.nodes} machines of {cluster.slots} ranks; use --executor slurm")
-    return submission(cfg.run_dir, [scripts.Task("train", _script(cfg, cluster, layout))], cluster)
+    return submission(slot, [scripts.Task("train", _script(cluster, layout, slot))], cluster)
 
 
-def command(kind: str, words: Sequence[str], folder: Path, cluster: Cluster, after: str | None) -> Submission:
+def command(kind: str, words: Sequence[str], slot: JobFolder, cluster: Cluster, after: str | None) -> Submission:
     check(cluster, None)
-    checks.check_paths([Path.cwd(), folder])
-    return submission(folder, [scripts.command(kind, words, cluster, Path.cwd(), _exports(cluster, folder))], cluster)
+    checks.check_paths([Path.cwd(), slot.run])
+    return submission(slot, [scripts.command(kind, words, cluster, Path.cwd(), _exports(cluster, slot), slot.code)], cluster)
 
 
 def render(job: Submission) -> str:
     return job.tasks[0].script
 
 
-def start(job: Submission, folder: Path) -> int:
-    jobs.write(folder, NAME, str(os.getpid()))
+def start(job: Submission, slot: JobFolder) -> int:
+    slot.record(NAME, str(os.getpid()))
     return 0 if job.run_here() else 1
 
 
@@ -63,10 +63,19 @@ def state(job: SubmittedJob) -> str:
     return "under way" if _is_launch(int(job.id)) else "ended"
 
 
-def logs(job: SubmittedJob, folder: Path, lines: int) -> str:
-    # If the clock was set back, this may be an earlier launch. That is harmless, because the result is only displayed.
-    newest = max(jobs.launch_folder(folder).glob("experiments/*/*"), key=lambda path: path.stat().st_mtime)
-    return log_tails(folder, sorted(newest.rglob("combined.log")), lines)
+def ended(job: SubmittedJob) -> bool:
+    # the lock of a run's folder covers other machines
+    return job.host != os.uname().nodename or not _is_launch(int(job.id))
+
+
+def logs(job: SubmittedJob, folder: Path, selection: LogSelection) -> str:
+    name = folder.absolute().name
+    experiment = jobs.launch_folder(folder) / "experiments" / name / f"{name}_{job.number}"
+    return log_tails(folder, job, sorted(experiment.rglob("combined.log")), selection)
+
+
+def attach(job: SubmittedJob, node: str | None) -> NoReturn:
+    raise ConfigError(f"attach: job {job.id} is a process of {job.host}; open a shell there")
 
 
 def cancel(job: SubmittedJob) -> str:
@@ -78,19 +87,31 @@ def cancel(job: SubmittedJob) -> str:
     return f"sent SIGTERM to process {job.id}"
 
 
-def _script(cfg: Config, cluster: Cluster, layout: Layout) -> str:
-    """Return all tasks of a run as one script. Disaggregated servers run next to the ranks and end with them."""
-    config = str(cfg.run_dir / "config.yaml")
-    train = scripts.joined([cluster.python, "-m", "tepo_megatron", "train", config])
-    lines = [*scripts.head(Path.cwd()), *_exports(cluster, cfg.run_dir)]
+def _script(cluster: Cluster, layout: Layout, slot: JobFolder) -> str:
+    """Return all tasks of a run as one script. Disaggregated servers run next to the ranks and end with them.
+
+    Args:
+        cluster: The cluster's profile.
+        layout: Machines of the run.
+        slot: Folder of the job.
+    """
+    train = scripts.joined([cluster.python, "-m", "tepo_megatron", "train", slot.config])
+    lines = [*scripts.head(Path.cwd()), *_exports(cluster, slot)]
     if not layout.serve_nodes:
         return scripts.text([*lines, f"exec {train}"])
-    serve = scripts.joined([cluster.python, *scripts.serve_words(config, layout)])
+    serve = scripts.joined([cluster.python, *scripts.serve_words(slot.config, layout)])
     return scripts.text([*lines, *scripts.side_by_side(serve, train)])
 
 
-def _exports(cluster: Cluster, folder: Path) -> list[str]:
-    return [f"export {name}={value}" for name, value in scripts.variables(cluster, jobs.launch_folder(folder)).items()]
+def _exports(cluster: Cluster, slot: JobFolder) -> list[str]:
+    """Return the first lines of a script: its variables, its code, and the record of its packages.
+
+    Args:
+        cluster: The cluster's profile.
+        slot: Folder of the job.
+    """
+    exports = [f"export {name}={value}" for name, value in scripts.variables(cluster, slot.home).items()]
+    return [*exports, *slot.shell_lines(), *scripts.package_lines(cluster, slot.packages)]
 
 
 def _is_launch(pid: int) -> bool:

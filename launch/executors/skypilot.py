@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from launch import checks, jobs, nemo_sky, scripts
-from launch.jobs import SubmittedJob, submitted
+from launch import checks, nemo_sky, scripts
+from launch.jobs import JobFolder, LogSelection, SubmittedJob
 from launch.layout import Layout
 from launch.nemo_sky import ManagedJob
 from launch.profile import Cluster
@@ -77,12 +77,12 @@ def check_run(cfg: Config, cluster: Cluster, layout: Layout) -> None:
             )
 
 
-def training(cfg: Config, cluster: Cluster, layout: Layout, after: str | None) -> ManagedJob:
+def training(cfg: Config, cluster: Cluster, layout: Layout, after: str | None, slot: JobFolder) -> ManagedJob:
     scripts_of = setup_script(cluster), run_script(cfg, cluster, layout)
-    return ManagedJob(*jobs.next_submission(cfg.run_dir), layout.nodes, cluster, *scripts_of, to_yaml(cfg))
+    return ManagedJob(slot.name, slot.home, slot.number, layout.nodes, cluster, *scripts_of, to_yaml(cfg))
 
 
-def command(kind: str, words: Sequence[str], folder: Path, cluster: Cluster, after: str | None) -> NoReturn:
+def command(kind: str, words: Sequence[str], slot: JobFolder, cluster: Cluster, after: str | None) -> NoReturn:
     raise ConfigError(f"--executor skypilot runs a CONFIG, and no `{kind}`; use slurm, kuberay or local")
 
 
@@ -92,18 +92,28 @@ def render(job: ManagedJob) -> str:
     return nemo_sky.render(job)
 
 
-def start(job: ManagedJob, folder: Path) -> int:
+def start(job: ManagedJob, slot: JobFolder) -> int:
     if stays := check_code(Path.cwd()):
         raise ConfigError(stays[0])
-    return submitted(folder, NAME, nemo_sky.submit(job), "managed job")
+    return slot.submitted(NAME, nemo_sky.submit(job), "managed job")
 
 
 def state(job: SubmittedJob) -> str:
     return nemo_sky.status(job.id)
 
 
-def logs(job: SubmittedJob, folder: Path, lines: int) -> str:
-    return nemo_sky.logs(job.id, lines)
+def ended(job: SubmittedJob) -> bool:
+    return nemo_sky.ended(job.id)
+
+
+def logs(job: SubmittedJob, folder: Path, selection: LogSelection) -> str:
+    if selection.node is not None or selection.rank is not None:
+        raise ConfigError("--node, --rank: SkyPilot prints the output of all machines together; leave them out")
+    return nemo_sky.logs(job.id, selection.lines)
+
+
+def attach(job: SubmittedJob, node: str | None) -> NoReturn:
+    raise ConfigError(f"attach: SkyPilot opens no shell in managed job {job.id}; use --executor slurm or kuberay for that")
 
 
 def cancel(job: SubmittedJob) -> str:
@@ -199,7 +209,7 @@ def run_script(cfg: Config, cluster: Cluster, layout: Layout) -> str:
 
 def _there(sky: SkypilotConfig) -> list[str]:
     """Return lines that enter the base of relative paths, with the sent code on PYTHONPATH."""
-    return [f"mkdir -p {sky.workdir}", f"cd {sky.workdir}", f"export PYTHONPATH={nemo_sky.CODE}"]
+    return [f"mkdir -p {sky.workdir}", f"cd {sky.workdir}", f"export PYTHONSAFEPATH=1 PYTHONPATH={nemo_sky.CODE}"]
 
 
 def _disaggregated(words: list[str], train: str, serve: str, layout: Layout) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import glob
 import shlex
 import subprocess
 from collections.abc import Sequence
@@ -12,18 +13,23 @@ from typing import TYPE_CHECKING
 from launch import check_step, checks, jobs, scripts
 from launch.check_step import setup_lines
 from launch.executors.lazy import submission
-from launch.jobs import SubmittedJob, log_tails, submitted
+from launch.jobs import JobFolder, LogSelection, SubmittedJob, log_tails
 from launch.layout import Layout
 from launch.profile import Cluster
 from launch.sections import SlurmConfig
 from launch.stops import patience_of
 from tepo_megatron.config import Config
 from tepo_megatron.errors import ConfigError
+from tepo_megatron.utils.save_requests import STOP, STOPPED
 
 if TYPE_CHECKING:
     from launch.nemo import Submission
 
 _START_SECONDS = 15  # until the tasks have started, after a warning that came before them
+_ENDED = (
+    "COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE", "PREEMPTED",
+    "REVOKED",
+)  # fmt: skip
 NAME, RUN_IS_HERE, QUEUES = "slurm", True, True
 _STARTS = scripts.StartVariables("${SLURM_RESTART_COUNT:-0}", '"${SLURM_JOB_ID}-${SLURM_RESTART_COUNT:-0}"')
 
@@ -44,54 +50,56 @@ def check_run(cfg: Config, cluster: Cluster, layout: Layout) -> None:
     checks.check_run(cfg, cluster)
 
 
-def training(cfg: Config, cluster: Cluster, layout: Layout, after: str | None) -> Submission:
+def training(cfg: Config, cluster: Cluster, layout: Layout, after: str | None, slot: JobFolder) -> Submission:
     assert cluster.slurm is not None, "checked before"
     resumes = not cfg.rollout.only  # rollout.only keeps no checkpoints
     own = (check_step.OWN_INTERFACES,) if layout.nodes > 1 and not cluster.network.interfaces else ()
-    tasks = scripts.training(
-        cfg, cluster, layout, Path.cwd(), dataclasses.replace(_STARTS, setup=(*setup_lines(cluster.slurm), *own))
-    )
-    home, gpus = jobs.launch_folder(cfg.run_dir), cluster.gpus if cfg.platform == "cuda" else 0
-    setup = check_setup(cluster, home, cfg.run_dir.absolute().name, layout.nodes, gpus)
-    setup += batch_setup(cfg, cluster.slurm, home) if resumes and cluster.slurm.restarts else ""
+    lines = (*setup_lines(cluster.slurm), *own, *slot.shell_lines())
+    starts = dataclasses.replace(_STARTS, setup=lines, config=slot.config, packages=tuple(slot.packages))
+    tasks = scripts.training(cfg, cluster, layout, Path.cwd(), starts)
+    setup = check_setup(cluster, slot, layout.nodes, cluster.gpus if cfg.platform == "cuda" else 0)
+    setup += batch_setup(cfg, cluster.slurm, slot.home) if resumes and cluster.slurm.restarts else ""
     spares = cluster.node_check.spare_nodes
-    return submission(cfg.run_dir, tasks, cluster, after, setup, resumes, spares, check_step.VARIABLES)
+    return submission(slot, tasks, cluster, after, setup, resumes, spares, check_step.VARIABLES)
 
 
-def check_setup(cluster: Cluster, home: Path, name: str, nodes: int, gpus: int) -> str:
+def check_setup(cluster: Cluster, slot: JobFolder, nodes: int, gpus: int) -> str:
     """Return the shell code of the node check for a batch script.
 
     Args:
         cluster: The cluster's profile.
-        home: Folder of the job's files.
-        name: Name of the job.
+        slot: Folder of the job.
         nodes: Machines that the job uses.
         gpus: GPUs that each of them must have.
     """
-    exports = sorted({*scripts.variables(cluster, home), "LAUNCH_CHECK"})
-    return check_step.check_lines(cluster, Path.cwd(), home, name, nodes, gpus, exports)
+    exports = sorted({*scripts.variables(cluster, slot.home), "LAUNCH_CHECK"})
+    return check_step.check_lines(cluster, Path.cwd(), slot, nodes, gpus, exports)
 
 
-def command(kind: str, words: Sequence[str], folder: Path, cluster: Cluster, after: str | None) -> Submission:
+def command(kind: str, words: Sequence[str], slot: JobFolder, cluster: Cluster, after: str | None) -> Submission:
     check(cluster, None)
-    checks.check_paths([Path.cwd(), folder])
+    checks.check_paths([Path.cwd(), slot.run])
+    checks.check_mounted(cluster, slot.run)
     assert cluster.slurm is not None, "just checked"
-    return submission(folder, [scripts.command(kind, words, cluster, Path.cwd(), setup_lines(cluster.slurm))], cluster, after)
+    lines = [*setup_lines(cluster.slurm), *slot.shell_lines(), *scripts.package_lines(cluster, slot.packages)]
+    return submission(slot, [scripts.command(kind, words, cluster, Path.cwd(), lines, slot.code)], cluster, after)
 
 
 def render(job: Submission) -> str:
     return job.render()
 
 
-def start(job: Submission, folder: Path) -> int:
-    check_step.write_programs(job.home)
-    return submitted(folder, NAME, job.submit())
+def start(job: Submission, slot: JobFolder) -> int:
+    slurm = job.cluster.slurm
+    assert slurm is not None, "checked before"
+    container = check_step.container_words(job.cluster, job.folder, ())
+    shell = scripts.shell(job.cluster, job.folder, slot.home, [*setup_lines(slurm), *slot.shell_lines()])
+    return slot.submitted(NAME, job.submit(), shell=[*container, *slurm.srun_args, *shell])
 
 
 def state(job: SubmittedJob) -> str:
-    shown = _call("scontrol", "show", "job", "--oneliner", job.id)  # scontrol forgets jobs minutes after their end
-    if shown.returncode == 0:
-        words = dict(word.split("=", 1) for word in shown.stdout.split() if "=" in word)
+    words = _shown(job)
+    if words is not None:
         reason = f" ({words['Reason']})" if words.get("Reason", "None") != "None" else ""
         return f"{words['JobState']}{reason}, {words['RunTime']} of {words['TimeLimit']}, restarts: {words['Restarts']}"
     counted = _call("sacct", "-nXP", "--jobs", job.id, "--format", "State,Elapsed,ExitCode")
@@ -100,8 +108,33 @@ def state(job: SubmittedJob) -> str:
     return "unknown to scontrol and sacct"
 
 
-def logs(job: SubmittedJob, folder: Path, lines: int) -> str:
-    return log_tails(folder, sorted(jobs.launch_folder(folder).glob(f"*-{job.id}.log")), lines)
+def ended(job: SubmittedJob) -> bool:
+    words = _shown(job)
+    return words is None or words["JobState"] in _ENDED
+
+
+def logs(job: SubmittedJob, folder: Path, selection: LogSelection) -> str:
+    home, name = jobs.launch_folder(folder), glob.escape(folder.absolute().name)
+    paths = [*home.glob(f"{name}-*-{job.id}.log"), *home.glob(f"{name}-*-{job.id}-*.log")]
+    return log_tails(folder, job, sorted(paths), selection)
+
+
+def attach(job: SubmittedJob, node: str | None) -> list[str]:
+    """Return the words that open an interactive shell on a machine of the job, in a step next to its tasks.
+
+    Args:
+        job: The job.
+        node: Name of the machine, or its index in the job. None: the first.
+    """
+    words = _shown(job)
+    if words is None or words["JobState"] != "RUNNING":
+        raise ConfigError(f"attach: job {job.id} does not run: {state(job)}; try again while it runs")
+    names = _call("scontrol", "show", "hostnames", words["NodeList"]).stdout.split()
+    chosen = names[int(node)] if node is not None and node.isdigit() and int(node) < len(names) else node or names[0]
+    if chosen not in names:
+        raise ConfigError(f"--node {node}: job {job.id} runs on {', '.join(names)}; give one of these, or its index from 0")
+    where = [f"--jobid={job.id}", "--overlap", "--pty", "--nodes=1", "--ntasks=1", f"--nodelist={chosen}"]
+    return ["srun", *where, *job.shell]
 
 
 def cancel(job: SubmittedJob) -> str:
@@ -109,6 +142,16 @@ def cancel(job: SubmittedJob) -> str:
     if ended.returncode:
         raise ConfigError(f"scancel {job.id}: {' '.join(ended.stderr.split())}")
     return f"job {job.id} is cancelled"
+
+
+def _shown(job: SubmittedJob) -> dict[str, str] | None:
+    """Return what scontrol says of a job; None if it does not know it, as some minutes after its end. Raise ConfigError."""
+    shown = _call("scontrol", "show", "job", "--oneliner", job.id)
+    if shown.returncode == 0:
+        return dict(word.split("=", 1) for word in shown.stdout.split() if "=" in word)
+    if "Invalid job id" in shown.stderr:
+        return None
+    raise ConfigError(f"scontrol show job {job.id}: {' '.join(shown.stderr.split())}; try again once Slurm answers")
 
 
 def _call(*words: str) -> subprocess.CompletedProcess[str]:
@@ -123,37 +166,39 @@ def _call(*words: str) -> subprocess.CompletedProcess[str]:
 def batch_setup(cfg: Config, slurm: SlurmConfig, home: Path) -> str:
     """Return shell code for a run's batch script: its reaction to the signal before the time limit, and to a failed task.
 
-    Before the limit it waits for the next checkpoint (so that few steps are repeated) or, after the last checkpoint, for the
-    end of the run, but stops waiting shortly before the limit. Then it requeues the job. After a failure it requeues the job at
-    once, unless earlier starts failed at the same checkpoint. The batch script itself may be killed; a separate step detects
-    that and does the same.
+    At the signal it asks the run to save and end, and requeues the job when the run has done so, or shortly before the limit.
+    After a failure it requeues the job at once, unless earlier starts failed at the same checkpoint. The batch script itself
+    may be killed; a separate step detects that and does the same.
 
     Args:
         cfg: The run's config.
         slurm: Section of the profile.
         home: Folder for the log of that step, and for the checkpoints at which starts of the job failed.
     """
-    checkpoints, name = (cfg.run_dir / "checkpoints").absolute(), cfg.run_dir.absolute().name
+    name = cfg.run_dir.absolute().name
     log, failures = (shlex.quote(str(home / f"{name}-{what}")) for what in ("guard-%j.log", "failures-"))
-    return _before_the_limit(slurm, checkpoints, failures, cfg.training.steps) + _after_a_failure(slurm, log)
+    return _before_the_limit(slurm, cfg.run_dir.absolute(), failures) + _after_a_failure(slurm, log)
 
 
-def _before_the_limit(slurm: SlurmConfig, checkpoints: Path, failures: str, steps: int) -> str:
+def _before_the_limit(slurm: SlurmConfig, run: Path, failures: str) -> str:
     """Return the shell code that requeues the job before its time limit, with the variables that `_after_a_failure` also reads.
+
+    The request is repeated, because a run that is just starting removes older ones.
 
     Args:
         slurm: Section of the profile.
-        checkpoints: Folder of the run's checkpoints.
+        run: Folder of the run.
         failures: Quoted start of the path of the file that lists failed starts.
-        steps: Last step of the run.
     """
     patience = patience_of(slurm.warning_seconds)
     return f"""
-# queued again before the time limit: after the next checkpoint, or {patience} s from now without one
+# before the time limit the run saves and ends, and the job is queued again; at the latest {patience} s after the warning
 set +vx
-checkpoints={shlex.quote(str(checkpoints))}
+checkpoints={shlex.quote(str(run / "checkpoints"))}
+stop={shlex.quote(str(run / STOP))}
+stopped={shlex.quote(str(run / STOPPED))}
 failures={failures}"$SLURM_JOB_ID"
-last=step-{steps:08d}
+rm -f "$stop" "$stopped"
 newest() {{ ls "$checkpoints" 2>/dev/null | grep -E '^step-[0-9]+$' | sort -V | tail -n 1; }}
 under_way() {{ kill -0 "${{pids[0]}}" 2>/dev/null; }}
 used_up() {{
@@ -161,18 +206,22 @@ used_up() {{
     echo "launch: $1, and slurm.restarts={slurm.restarts} were made: this is the end"
 }}
 queue_again() {{
-  trap '' USR1
-  if used_up "the time limit is near"; then return; fi
-  before=$(newest); end=$((SECONDS + {patience}))
-  echo "launch: the time limit is near; newest checkpoint: ${{before:-none}}; waiting for the next"
-  while under_way && [[ "$(newest)" = "$before" || "$(newest)" = "$last" ]] && [ "$SECONDS" -lt "$end" ]; do sleep 2; done
-  if under_way; then
-    echo "launch: queued again; newest checkpoint: $(newest)"
-    scontrol requeue "$SLURM_JOB_ID"
-  fi
+  if used_up "$1"; then return; fi
+  at=$(newest); echo "launch: $1; queued again; newest checkpoint: ${{at:-none}}"
+  scontrol requeue "$SLURM_JOB_ID"
 }}
-trap queue_again USR1
-if [ -n "${{early:-}}" ]; then {{ sleep {_START_SECONDS}; kill -USR1 $$; }} & fi
+later() {{ sleep {_START_SECONDS}; kill -USR1 $$; }}
+warned() {{
+  if [ -z "${{pids[0]:-}}" ]; then later & return; fi
+  trap '' USR1
+  at=$(newest); end=$((SECONDS + {patience}))
+  echo "launch: the time limit is near; newest checkpoint: ${{at:-none}}; the run is asked to save and end"
+  while under_way && [ ! -e "$stopped" ] && [ "$SECONDS" -lt "$end" ]; do touch "$stop"; sleep 2; done
+  while under_way && [ "$SECONDS" -lt "$end" ]; do sleep 1; done
+  if under_way; then queue_again "the run has not ended {patience} s after the warning"; fi
+}}
+trap warned USR1
+if [ -n "${{early:-}}" ]; then later & fi
 """
 
 
@@ -199,7 +248,9 @@ after_failure() {{
 }}
 ended() {{  # a job that is not RUNNING any more was cancelled, or has reached its limit, or is queued again
   status=$?
-  if [ "$status" -ne 0 ] && job_says ' JobState=RUNNING '; then after_failure "a task ended with status $status"; fi
+  if [ "$status" -eq 0 ] || ! job_says ' JobState=RUNNING '; then return; fi
+  if [ -e "$stopped" ]; then queue_again "the run has saved and ended"; return; fi
+  after_failure "a task ended with status $status"
 }}
 trap ended EXIT
 

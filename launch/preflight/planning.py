@@ -1,4 +1,4 @@
-"""Ask `tepo plan` whether the run fits its GPUs, and whether a checkpoint is complete before the time limit."""
+"""Ask `tepo plan` whether the run fits its GPUs, and whether a step ends between the warning and the time limit."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ from tepo_megatron.errors import TepoError
 if TYPE_CHECKING:
     from launch.preflight import Report
 
+STEPS_TO_SAVE = 1  # steps that may pass between the warning and a complete checkpoint
+
 
 def check(cfg: Config, cluster: Cluster, report: Report) -> None:
-    """Add the verdict of `tepo plan` to a report, and the fault of checkpoints that come too seldom.
+    """Add the verdict of `tepo plan` to a report, and the fault of a warning that is shorter than a step.
 
     Args:
         cfg: The run's config.
@@ -42,35 +44,27 @@ def check(cfg: Config, cluster: Cluster, report: Report) -> None:
     if found.why:
         report.faults.append(f"parallel, rollout: tepo plan for {gpu}: {refusal(found, found.why)}")
     elif found.step is not None:
-        _check_interval(cfg, cluster, predictor, found.step.seconds, report)
+        _check_warning(cluster, predictor, found.step.seconds, report)
 
 
-def _check_interval(cfg: Config, cluster: Cluster, predictor: Any, seconds: float, report: Report) -> None:
-    """Add a fault if the steps until the next checkpoint take longer than the batch script waits for it.
+def _check_warning(cluster: Cluster, predictor: Any, seconds: float, report: Report) -> None:
+    """Add a fault if the step that runs when the warning comes takes longer than the batch script waits for it.
 
     Args:
-        cfg: The run's config.
         cluster: The cluster's profile.
         predictor: Predictor of `tepo plan`.
         seconds: Predicted time of a step.
         report: What the preflight found so far.
     """
     slurm = cluster.slurm
-    if slurm is None or not slurm.restarts or not cfg.checkpoint.every:
+    if slurm is None or not slurm.restarts:
         return
-    steps, patience = steps_to_save(cfg), patience_of(slurm.warning_seconds)
-    low, high = seconds * (1 - predictor.machine.assumed.error), seconds * (1 + predictor.machine.assumed.error)
-    if steps * seconds <= patience:
+    patience, error = patience_of(slurm.warning_seconds), predictor.machine.assumed.error
+    low, high = seconds * (1 - error), seconds * (1 + error)
+    if STEPS_TO_SAVE * seconds <= patience:
         return
-    fits = max(1, int(patience / seconds))
-    lower = f"set checkpoint.every to {fits} at most, or " if seconds <= patience and fits < steps else ""
     report.faults.append(
-        f"checkpoint.every={cfg.checkpoint.every}: a step takes about {seconds:.0f} s ({low:.0f} to {high:.0f}, tepo plan), so "
-        f"{steps} steps take {steps * seconds:.0f} s, and before its time limit the job waits {patience} s for a checkpoint; "
-        f"{lower}raise slurm.warning_seconds={slurm.warning_seconds} to {int(steps * high) + 60}"
+        f"slurm.warning_seconds={slurm.warning_seconds}: before its time limit the job waits {patience} s until the running "
+        f"step is saved, and a step takes about {seconds:.0f} s ({low:.0f} to {high:.0f}, tepo plan); raise it to "
+        f"{int(STEPS_TO_SAVE * high) + 60}"
     )
-
-
-def steps_to_save(cfg: Config) -> int:
-    """Return the steps that may pass between the warning and the next complete checkpoint."""
-    return cfg.checkpoint.every

@@ -11,7 +11,7 @@ from tepo_megatron.ablation.results import RunOutcome, read_outcome, rows
 from tepo_megatron.ablation.table import print_table, to_json, to_markdown
 from tepo_megatron.config import Config
 from tepo_megatron.config.io import load_config
-from tepo_megatron.errors import ConfigError, TepoError
+from tepo_megatron.errors import ConfigError, RunStopped, TepoError
 from tepo_megatron.utils.escaping import escaped
 from tepo_megatron.utils.processes import handlers_restored
 
@@ -27,6 +27,9 @@ def ablate(path: str | Path, words: list[str], check: Callable[[Config], None], 
         words: Command-line words.
         check: Raises a TepoError for a config that cannot run.
         train: Trains one run as `tepo train` does; raises a TepoError if it fails.
+
+    Raises:
+        RunStopped: The current run was asked to end.
     """
     plan = read_plan(path, words, check)
     finished = finished_runs(plan)
@@ -44,6 +47,8 @@ def ablate(path: str | Path, words: list[str], check: Callable[[Config], None], 
                     with handlers_restored((signal.SIGINT, signal.SIGTERM)):  # a launcher leaves its own
                         train(cfg)
                 outcomes[name][seed] = read_outcome(cfg.run_dir)
+            except RunStopped:  # it was the whole command that was asked to end
+                raise
             except TepoError as e:
                 errors[name][seed] = str(e)
                 print(f"{cfg.name} failed: {escaped(str(e))}", flush=True)

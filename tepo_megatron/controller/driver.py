@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from tepo_megatron.config import Config
+from tepo_megatron.controller.messages import Waited
 from tepo_megatron.controller.service_client import ServiceClient, ServiceEngine
 from tepo_megatron.controller.step_log import StepLog
 from tepo_megatron.observability.timing import Clock
@@ -24,9 +25,9 @@ class NoTask:
         """Return whether the work has finished."""
         return True
 
-    def wait(self) -> tuple[bool, Any]:
-        """Return (False, None). Rank 0 broadcasts its own result instead."""
-        return False, None
+    def wait(self) -> Waited:
+        """Return that the work is done. Rank 0 broadcasts its own result instead."""
+        return Waited("done")
 
 
 class Driver:
@@ -98,8 +99,13 @@ class Driver:
     def log_checkpoint(self, checkpoint: "SavedCheckpoint | None") -> None:
         """Log a checkpoint that became complete. None: none did."""
 
-    def finish(self, step: int) -> None:
-        """Write the summary and the report after the last trained step."""
+    def finish(self, step: int, on_request: bool = False) -> None:
+        """Write the summary and the report after the last trained step.
+
+        Args:
+            step: The last trained step.
+            on_request: Only log that the run ends because it was asked to, with `step` saved, and answer the request.
+        """
 
 
 class ServiceTask(NoTask):
@@ -117,13 +123,10 @@ class ServiceTask(NoTask):
     def done(self) -> bool:
         return bool(self._client.call("done", self._number))
 
-    def wait(self) -> tuple[bool, Any]:
-        """Return (True, None) when the engine asks for weights, (False, result) when the work is done. Re-raise its errors.
-
-        Without weights that the engine asks for the work may never finish.
-        """
-        wanted, result = self._client.call("wait", self._number)
-        return wanted, result
+    def wait(self) -> Waited:
+        """Wait until the work is done, the engine asks for weights, or the run is to end. Re-raise errors of the work."""
+        waited: Waited = self._client.call("wait", self._number)
+        return waited
 
 
 class ServiceDriver(Driver):
@@ -194,5 +197,5 @@ class ServiceDriver(Driver):
                 f"{checkpoint.seconds:.1f} s, of which training waited {checkpoint.blocked_seconds:.2f} s"
             )
 
-    def finish(self, step: int) -> None:
-        self._client.call("finish", step)
+    def finish(self, step: int, on_request: bool = False) -> None:
+        self._client.call("finish", step, on_request)

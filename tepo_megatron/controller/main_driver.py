@@ -19,6 +19,7 @@ from tepo_megatron.rollout import record
 from tepo_megatron.rollout.collector import Collector
 from tepo_megatron.rollout.record import Replay
 from tepo_megatron.utils.atomic import replace_file
+from tepo_megatron.utils.save_requests import answer_stop
 from tepo_megatron.utils.storage import writing
 
 
@@ -195,9 +196,18 @@ class MainDriver:
     def _seconds(self) -> float:
         return self._seconds_before + self._clock.total
 
-    def finish(self, step: int) -> None:
-        """Write the summary and the report after the last trained step."""
+    def finish(self, step: int, on_request: bool = False) -> None:
+        """Write the summary and the report, or answer the request to end. See `driver.Driver.finish`.
+
+        Args:
+            step, on_request: See `driver.Driver.finish`.
+        """
         self.check_in_place()
+        if on_request:
+            self._log.message(f"ended on request after step {step}; go on with --resume true")
+            self._log.sync()
+            answer_stop(self._cfg.run_dir)
+            return
         run_dir, seconds = self._cfg.run_dir, self._seconds
         summary, lines = self._evaluations.finish(step)
         summary |= {"steps": step, "seconds": seconds}

@@ -1,6 +1,6 @@
 """The messages between rank 0 and the rollout service. They are pickled and go over a socket pair, which has no address."""
 
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 DESCRIPTOR = "TEPO_SERVICE_FD"  # environment variable with the service's end of the socket pair
 
@@ -11,6 +11,21 @@ class Call(NamedTuple):
     number: int
     name: str
     args: tuple[Any, ...]
+
+
+class Waited(NamedTuple):
+    """The end of a wait for work of the rollout thread.
+
+    Attributes:
+        event: "done"; "weights": the engine asks for weights, and without them the work may never finish; "stop": the run is to
+            save a checkpoint and end, whatever is still being sampled.
+        result: Result of the work, if it is done.
+        save: A checkpoint is to be saved after the step.
+    """
+
+    event: Literal["done", "weights", "stop"]
+    result: Any = None
+    save: bool = False
 
 
 class Answer(NamedTuple):

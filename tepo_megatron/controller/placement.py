@@ -46,8 +46,8 @@ class Disaggregated:
         """Call `push` to send the weights that the engine is to serve."""
         push()
 
-    def train(self) -> None:
-        """Make the actor ready for training, saving and export."""
+    def train(self, abort: bool = False) -> None:
+        """Make the actor ready for training, saving and export. `abort` gives up what is being sampled."""
 
     def repair(self, push: Callable[[], None]) -> None:
         """Call `push` to send the weights to a server that was restarted while the engine serves."""
@@ -87,13 +87,17 @@ class Colocated(Disaggregated):
         self._wake("kv_cache")
         self._go("generate")
 
-    def train(self) -> None:
-        """Go from `generate` to `train` (if not there already): the engine sleeps and the trainer gets the device."""
+    def train(self, abort: bool = False) -> None:
+        """Go from `generate` to `train` (if not there already): the engine sleeps and the trainer gets the device.
+
+        Args:
+            abort: Abort requests in flight instead of waiting for their ends.
+        """
         if self.state == "train":
             return
         self._go("train")
         if self._engine is not None:
-            self._engine.sleep()
+            self._engine.sleep(abort)
         barrier(self._groups)
         self._trainer.load()
 

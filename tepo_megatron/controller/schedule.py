@@ -30,12 +30,20 @@ from tepo_megatron.types import Rollout
 from tepo_megatron.weight_sync.sync import NoSync, WeightSync
 
 
+class StopRequested(Exception):
+    """The run is to save a checkpoint and end (`utils/save_requests.py`). Every rank raises it at the same place."""
+
+
 class Schedule:
     """The rollout side of the training loop. All ranks make the same calls, `publish_first_weights` before all others.
 
     Attributes:
         trained: The step whose weights the actor has.
         ended: Whether training ends before the last step because evaluations stopped improving.
+        save_requested: Whether a checkpoint is to be saved after the running step. The caller resets it.
+
+    Raises:
+        StopRequested: From `next_batch` and the evaluations, which then have not finished. `stop` must be called next.
     """
 
     def __init__(
@@ -74,7 +82,8 @@ class Schedule:
         self._ahead: deque[NoTask] = deque()  # rollouts of the next steps, finished or not
         self._started = trained  # last step whose rollouts were started
         self._served: int | None = None  # version of the served weights
-        self.trained, self.ended = trained, False
+        self._evaluated: int | None = None  # last step whose weights were evaluated
+        self.trained, self.ended, self.save_requested = trained, False, False
 
     def publish_first_weights(self) -> None:
         """Have the engine serve the weights that the actor starts with, unless the devices are shared."""
@@ -113,6 +122,10 @@ class Schedule:
         self._placement.train()
         self._memory.begin_phase()
 
+    def stop(self) -> None:
+        """Give up what is being sampled or evaluated, and make the actor ready to be saved."""
+        self._placement.train(abort=True)
+
     def publish_weights(self, step: int, clock: Clock) -> None:
         """Have the engine serve the actor's weights, which are those of `step`.
 
@@ -134,10 +147,18 @@ class Schedule:
 
         The weights of the last step are evaluated at the end of training.
         """
-        every = 0 if self._evaluation is None else self._evaluation.every
         served = self.trained if self._placement.shared else self._served
-        if every > 0 and step % every == 0 and 0 < step < self._last and served == step:
+        if self._is_due(step) and served == step:
             self.evaluate(step)
+
+    def _is_due(self, step: int) -> bool:
+        every = 0 if self._evaluation is None else self._evaluation.every
+        return every > 0 and step % every == 0 and 0 < step < self._last
+
+    @property
+    def lacks_evaluation(self) -> bool:
+        """Return whether an evaluation of the actor's weights is due and was not made, so that a resumed run has to make it."""
+        return self._is_due(self.trained) and self._evaluated != self.trained
 
     def evaluate(self, step: int) -> None:
         """Evaluate the served weights, those of `step`, on the held-out problems and benchmarks, if there are any."""
@@ -145,6 +166,7 @@ class Schedule:
             return
         self._publish(Clock())
         self._wait(self._driver.evaluate(step))
+        self._evaluated = step
         self.ended = broadcast_object(self._driver.out_of_patience, self._groups.host)
 
     def _start_rollouts(self) -> None:
@@ -160,9 +182,12 @@ class Schedule:
         The actor has only its newest weights. Rollouts that are sampled ahead are therefore completed with the newest weights.
         """
         while True:
-            weights_wanted, result = broadcast_result(task.wait, self._groups.host)
-            if not weights_wanted:
-                return result
+            waited = broadcast_result(task.wait, self._groups.host)
+            self.save_requested |= waited.save
+            if waited.event == "stop":
+                raise StopRequested
+            if waited.event == "done":
+                return waited.result
             self._placement.repair(self._push)
 
     def _publish(self, clock: Clock) -> None:

@@ -26,10 +26,11 @@ from typing import Any, NamedTuple
 
 from tepo_megatron.config import Config
 from tepo_megatron.controller.main_driver import MainDriver
-from tepo_megatron.controller.messages import DESCRIPTOR, Answer, Call
+from tepo_megatron.controller.messages import DESCRIPTOR, Answer, Call, Waited
 from tepo_megatron.controller.opening import EngineFactory, open_driver
 from tepo_megatron.errors import RolloutError, StorageError, TepoError
 from tepo_megatron.utils.quiet import quiet_upstream
+from tepo_megatron.utils.save_requests import LOOK_SECONDS, STOP, asked, take_save
 from tepo_megatron.utils.storage import disk_fault
 
 POLL_SECONDS = 0.05
@@ -106,15 +107,22 @@ class RolloutService:
         assert self._driver is not None, "the first call is open"
         return self._driver
 
-    def _wait(self, number: int) -> tuple[bool, Any]:
-        """Return (True, None) when the engine asks for weights, (False, result) when the task is done."""
+    def _wait(self, number: int) -> Waited:
+        """Wait for a task, or what the ranks have to do meanwhile. A request to end the run comes before its result."""
         assert self._cfg is not None
-        engine, task = self._started.engine, self._tasks[number]
-        while not task.done():
-            if engine is not None and not self._cfg.rollout.only and engine.needs_weights:
-                return True, None
+        engine, task, trains = self._started.engine, self._tasks[number], not self._cfg.rollout.only
+        look = 0.0
+        while True:
+            done = task.done()
+            if trains and (time.monotonic() >= look or done):
+                look = time.monotonic() + LOOK_SECONDS
+                if asked(self._cfg.run_dir, STOP):
+                    return Waited("stop")
+            if done:
+                return Waited("done", self._tasks.pop(number).result(), save=trains and take_save(self._cfg.run_dir))
+            if engine is not None and trains and engine.needs_weights:
+                return Waited("weights")
             time.sleep(POLL_SECONDS)
-        return False, self._tasks.pop(number).result()
 
     def _answer(self, call: Call, make: Callable[[], Any]) -> None:
         try:

@@ -262,9 +262,9 @@ class ServiceEngine:
         """See `Lifecycle.resident_bytes`."""
         return int(self._client.call("engine.resident_bytes"))
 
-    def sleep(self) -> None:
+    def sleep(self, abort: bool = False) -> None:
         """See `Sleepable.sleep`."""
-        self._client.call("engine.sleep")
+        self._client.call("engine.sleep", abort)
 
     def wake(self, part: EnginePart) -> None:
         """See `Sleepable.wake`."""

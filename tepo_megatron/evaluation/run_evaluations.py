@@ -90,7 +90,7 @@ class Evaluations:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the results on held-out problems as plain JSON. Benchmark results are on the disk."""
-        return {str(step): accuracy.state() for step, accuracy in self._by_step.items()}
+        return {str(step): accuracy.state() for step, accuracy in list(self._by_step.items())}  # another thread may add one
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned."""

@@ -84,8 +84,13 @@ class Sleepable(Protocol):
     Both methods raise RolloutError if the engine is in another sleep state, or too few servers are left.
     """
 
-    def sleep(self) -> None:
-        """Release the memory of the weights and the KV cache, once no request is in flight. Returns when the memory is free."""
+    def sleep(self, abort: bool = False) -> None:
+        """Release the memory of the weights and the KV cache, once no request is in flight. Returns when the memory is free.
+
+        Args:
+            abort: Abort the requests in flight, because the engine will not sample again. Their callers then wait until the
+                engine is closed.
+        """
 
     def wake(self, part: EnginePart) -> None:
         """Allocate the memory of `part` again: first the weights, then the KV cache, after which the engine serves.

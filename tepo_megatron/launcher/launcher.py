@@ -7,17 +7,20 @@ import os
 import signal
 import traceback
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from tepo_megatron.config import AnyServerConfig, Config
 from tepo_megatron.config.io import to_yaml
-from tepo_megatron.errors import TepoError
+from tepo_megatron.errors import RunStopped, TepoError
+from tepo_megatron.launcher.rank_logs import redirect_output
 from tepo_megatron.launcher.ranks import RankProcesses, first_failure, interrupted_by_signals, leave_message
 from tepo_megatron.utils.memory_kills import MemoryKills
 from tepo_megatron.utils.private import WORLD_FOLDER, make_private_folder
 from tepo_megatron.utils.processes import die_with_parent, kill_later
 from tepo_megatron.utils.quiet import quiet_upstream
+from tepo_megatron.utils.save_requests import STOP, ask
 from tepo_megatron.utils.storage import disk_fault, writing
 
 if TYPE_CHECKING:
@@ -45,18 +48,24 @@ def launch(cfg: Config, worker: str = "tepo_megatron.launcher.worker", inherit: 
     The ranks rendezvous in a folder that only this user can enter; it also holds their copy of the config. The only listening
     sockets are those of gloo and NCCL between the ranks, on the loopback interface if no server is on another machine.
 
+    On SIGUSR1 and on the first SIGTERM the run saves a checkpoint and ends; with `rollout.only` there is nothing to save.
+
     Args:
         cfg: The config that the ranks of this launch get, whatever the run's folder says.
         worker: Module that a rank runs.
         inherit: File descriptors that the ranks keep open, such as that of the run's lock.
 
     Raises:
+        RunStopped: The run was asked to end, and its work is saved.
         RanksFailed: A rank failed; the message is that of the first failure.
         KeyboardInterrupt: A signal ended the launcher. After either error all ranks have ended. Their servers and graders end
             with them (PR_SET_PDEATHSIG).
     """
     kills = MemoryKills()
-    with interrupted_by_signals(), make_private_folder("ranks") as private:
+    with (
+        interrupted_by_signals(None if cfg.rollout.only else partial(_ask_to_stop, cfg.run_dir)),
+        make_private_folder("ranks") as private,
+    ):
         folder = private.path
         config = folder / "config.yaml"
         with writing(config):
@@ -67,8 +76,18 @@ def launch(cfg: Config, worker: str = "tepo_megatron.launcher.worker", inherit: 
         with RankProcesses(words, count, folder, shared, inherit) as ranks:
             ranks.start()
             failures = ranks.wait()
+    stopped = failures.get(0)
+    if stopped is not None and stopped.status == os.EX_TEMPFAIL and stopped.message is not None:
+        raise RunStopped(str(stopped.message["message"]))
     if failures:
         raise RanksFailed(first_failure(failures, kills))
+
+
+def _ask_to_stop(run_dir: Path, name: str) -> None:
+    ask(run_dir, STOP)
+    after = "; another one ends it at once" if name == "SIGTERM" else ""
+    # to stderr without print, which the signal may have interrupted
+    os.write(2, f"tepo: {name}: the run saves a checkpoint and ends{after}\n".encode())
 
 
 def _environment(ranks: int, platform: str, server: AnyServerConfig, folder: Path) -> dict[str, str]:
@@ -94,7 +113,7 @@ def threads_of_rank(ranks: int) -> int:
 def run_rank(
     cfg: Config, make_engine: "EngineFactory | None" = None, work: "Callable[[Config, Platform], None] | None" = None
 ) -> int:
-    """Train as this process's rank; return the exit status.
+    """Train as this process's rank; return the exit status: 0, 1 after an error, 75 (rank 0) if the run was asked to end.
 
     SIGINT and SIGTERM end a rank at once: it may be in a collective that no Python handler can interrupt, and all its files are
     written atomically. It also ends when its launcher, or torchrun's agent, ends for any reason.
@@ -110,6 +129,7 @@ def run_rank(
         die_with_parent(int(os.environ[_LAUNCHER]))
     elif _AGENT in os.environ:
         die_with_parent(os.getppid())
+    redirect_output()
     quiet_upstream()
     # one hardware queue, so that kernels start in the order that Megatron-Core's overlap of tp communication needs
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
@@ -125,7 +145,7 @@ def run_rank(
         train(cfg, platform, make_engine, on_hang=_end_at_once)
     except TepoError as e:
         leave_message(str(e), expected=True)
-        return 1
+        return os.EX_TEMPFAIL if isinstance(e, RunStopped) else 1
     except Exception as e:
         fault = disk_fault(e, cfg.run_dir, written=False)
         leave_message(fault or traceback.format_exc().rstrip(), expected=fault is not None)

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -23,6 +23,7 @@ from tepo_megatron.utils.processes import LIFELINE, handlers_restored
 _POLL_SECONDS = 0.1
 GRACE_SECONDS = 10.0  # between SIGTERM and SIGKILL
 _HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+_WARNINGS = (signal.SIGUSR1, signal.SIGTERM)  # the first SIGTERM, and every SIGUSR1
 _KILLED = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS)
 
 # Environment variables with the file for a rank's last message: our JSON file, or that of torchrun's agent.
@@ -192,8 +193,13 @@ def leave_message(message: str, expected: bool) -> None:
 
 
 @contextlib.contextmanager
-def interrupted_by_signals() -> Iterator[None]:
-    """Raise KeyboardInterrupt("signal NAME") on the signals that end a command. The old handlers are restored afterwards."""
+def interrupted_by_signals(warn: Callable[[str], None] | None = None) -> Iterator[None]:
+    """Raise KeyboardInterrupt("signal NAME") on the signals that end a command. The old handlers are restored afterwards.
+
+    Args:
+        warn: Called with the signal's name on SIGUSR1 and on the first SIGTERM, which then raise nothing. None: SIGTERM raises,
+            and SIGUSR1 keeps its handler.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -203,9 +209,19 @@ def interrupted_by_signals() -> Iterator[None]:
             signal.signal(other, signal.SIG_IGN)  # the ranks are already being ended
         raise KeyboardInterrupt(f"signal {signal.Signals(number).name}")
 
-    with handlers_restored(_HANDLED) as before:
+    def first(number: int, _: FrameType | None) -> None:
+        if number != signal.SIGUSR1:
+            signal.signal(number, interrupt)
+        assert warn is not None, "the handler is set with it alone"
+        warn(signal.Signals(number).name)
+
+    with handlers_restored((*_HANDLED, signal.SIGUSR1)) as before:
         for number, handler in before.items():
-            if handler is not signal.SIG_IGN:  # for example by nohup
+            if handler is signal.SIG_IGN:  # for example by nohup
+                continue
+            if warn is not None and number in _WARNINGS:
+                signal.signal(number, first)
+            elif number in _HANDLED:
                 signal.signal(number, interrupt)
         yield
 

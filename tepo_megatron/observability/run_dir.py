@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tepo_megatron.errors import ConfigError
+from tepo_megatron.utils import save_requests
 from tepo_megatron.utils.atomic import replace_file
 from tepo_megatron.utils.run_lock import LOCK_FILE, RunLock
 from tepo_megatron.utils.storage import disk_fault
@@ -29,8 +30,8 @@ _OF_A_RUN = (
     "checkpoints", *_OUTCOME, *_OUTCOME.values(), *_HANG, *_HANG.values(), "summary.json.partial", "evaluation.jsonl.partial",
     "config.yaml", "config.yaml.partial", "metrics.jsonl", "metrics.jsonl.partial", "metrics.lost.jsonl",
     "metrics.lost.jsonl.partial", "rollouts", "audit", "evaluation", "log.txt", "server.log", "report.html",
-    "report.html.partial", "report.png", "report.png.partial", "hf", "hf.partial", "hf.former", "tensorboard",
-    "wandb", "stacks",
+    "report.html.partial", "report.png", "report.png.partial", "hf", "hf.partial", "hf.former", "tensorboard", "wandb",
+    "stacks", *save_requests.FILES,
 )  # fmt: skip
 
 
@@ -40,11 +41,15 @@ def prepare(cfg: "Config") -> Path:
         return cfg.run_dir / "config.yaml"
 
 
-def claim(cfg: "Config") -> RunLock:
+def claim(cfg: "Config", check_only: bool = False) -> RunLock:
     """Lock the run's folder and prepare it: write the resolved config.yaml and remove what `overwrite` replaces.
 
     With `resume` nothing is removed. The outcome of a run that had ended keeps its name until the run continues
     (`rename_outcome`). A refusal changes nothing in the folder.
+
+    Args:
+        cfg: The run's config.
+        check_only: Only take the lock, for a check whether the run could start now. Nothing else is changed.
 
     Returns:
         The lock, which the caller holds until the run has ended.
@@ -72,6 +77,8 @@ def claim(cfg: "Config") -> RunLock:
     try:
         refuse()
         _refuse_one_under_way(cfg.run_dir)  # by its metrics: a version without this lock started it, or the lock is gone
+        if check_only:
+            return lock
         lock.sign()
         _make_ready(cfg.run_dir, cfg.resume, to_yaml(cfg), cfg.output)
     except BaseException:
@@ -109,6 +116,7 @@ def _make_ready(run_dir: Path, resume: bool, config: str, output: str) -> None:
     try:
         if resume:
             _rename(run_dir, _HANG)
+            save_requests.clear(run_dir)
         for path in _removed(run_dir, resume):
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)

@@ -42,7 +42,7 @@ class ScriptedEngine:
     restarts = 0
     asleep: tuple[str, ...] = ()
 
-    def sleep(self) -> None:
+    def sleep(self, abort: bool = False) -> None:
         assert not self.asleep
         self.asleep = ("weights", "kv_cache")
         for weight in self._model.parameters():  # they are gone

@@ -81,7 +81,7 @@ class Job:
     @classmethod
     def started(cls, site: Site, *words: str | Path) -> Job:
         """Start the entrypoint of the manifest in a shell of the head, as KubeRay does."""
-        said = site.launch(*words, "--executor", "kuberay")
+        said = site.launch(*words, "--executor", "kuberay", "--allow-dirty")
         id = said.split(";")[0].removeprefix("job ")
         entrypoint = site.api.jobs[id.removeprefix("lab/")]["spec"]["entrypoint"]
         run = site.folder / "runs" / words[words.index("--name") + 1]
@@ -127,8 +127,12 @@ def site(tmp_path_factory: pytest.TempPathFactory, tmp_path: Path) -> Iterator[S
         yield Site(ray, api, {**os.environ, **ENVIRONMENT, "KUBECONFIG": str(kubeconfig)}, tmp_path)
 
 
-def scripted(site: Site, model: Path, **more: object) -> Job:
-    """Submit a run on two machines with one rank each, whose engine needs no server."""
+def scripted(site: Site, model: Path, section: dict[str, Any] | None = None, **more: object) -> Job:
+    """Submit a run on two machines with one rank each, whose engine needs no server.
+
+    Args:
+        section: Further keys of the profile's `kuberay` section.
+    """
     python = site.folder / "python"
     python.write_text(SCRIPTED)
     python.chmod(0o755)
@@ -139,7 +143,9 @@ def scripted(site: Site, model: Path, **more: object) -> Job:
         "sync__transport__folder": "weights",
         **more,
     }  # fmt: skip
-    return Job.started(site, ROOT / "examples" / "demo.yaml", "--cluster", site.profile(str(python)), *words_of(settings))
+    return Job.started(
+        site, ROOT / "examples" / "demo.yaml", "--cluster", site.profile(str(python), **section or {}), *words_of(settings)
+    )
 
 
 def test_a_run_goes_on_when_a_machine_is_lost(site: Site, random_model: Path) -> None:
@@ -159,3 +165,17 @@ def test_a_run_goes_on_when_a_machine_is_lost(site: Site, random_model: Path) ->
     assert newest is not None and int(newest[1]) in range(2, 15, 2), log
     assert f"resume: from the checkpoint of step {int(newest[1])}" in (job.run / "log.txt").read_text()
     assert of_the_run(site) == {} and no_secret_in(site.folder)
+
+
+def test_a_run_that_is_asked_to_end_is_started_again_and_loses_no_step(site: Site, random_model: Path) -> None:
+    """The request comes as from the hook of a pod. The end is no failure: no error restart is left for it."""
+    job = scripted(site, random_model, {"error_restarts": 0}, training__steps=8, checkpoint__every=8)
+    job.until(lambda: steps_of(job.run) >= 3, timeout=240)
+    (job.run / "stop.request").touch()
+    assert job.ended(300) == 0, job.output
+    assert [r["step"] for r in records(job.run)] == list(range(1, 9)) and not (job.run / "metrics.lost.jsonl").exists()
+    log = (job.run / "launch" / "run-head-1.log").read_text()
+    saved = re.search(r"the run has saved and ended; started again; newest checkpoint: step-(\d+)\n", log)
+    assert saved is not None and int(saved[1]) >= 3, log
+    assert f"resume: from the checkpoint of step {int(saved[1])}" in (job.run / "log.txt").read_text()
+    assert of_the_run(site) == {}

@@ -21,7 +21,8 @@ import yaml
 from tepo_megatron.rollout import record
 from tests import slurm
 from tests.e2e.test_faults import SHORT
-from tests.launch.cases import PYTHON, ROOT, SECRET
+from tests.launch.cases import PYTHON, ROOT, SECRET, files_with_secret
+from tests.launch.test_jobs import typed
 from tests.parallel.resume_worlds import records
 from tests.tiny import tiny_qwen3
 
@@ -40,7 +41,7 @@ exec {sys.executable} -m tests.e2e.scripted_run "$@"
 SLURM = {"account": "lab", "exclusive": False, "warning_seconds": 150}
 PATHS = {"PYTHONPATH": str(ROOT)}
 APART_STEPS, PROMPTS = 24, 8  # steps of a second; more than are taken before the batch script looks at its tasks
-STEPS = 64  # steps of at least half a second; more than fit before the signal, which comes within the first half minute
+STEPS = 240  # steps of at least half a second; more than fit before the signal, which comes within two minutes
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +63,7 @@ def launch(cluster: slurm.Slurm, folder: Path, *words: str | Path) -> str:
 
 def submitted(cluster: slurm.Slurm, folder: Path, *words: str | Path) -> str:
     """Submit a job and return its number."""
-    said = launch(cluster, folder, *words, "--executor", "slurm")
+    said = launch(cluster, folder, *words, "--executor", "slurm", "--allow-dirty")
     return said.split(";")[0].removeprefix("job ")
 
 
@@ -76,19 +77,23 @@ def words_of(settings: dict[str, Any]) -> list[str]:
 
 
 def no_secret_in(folder: Path) -> bool:
-    return not any(SECRET in path.read_text(errors="replace") for path in folder.rglob("*") if path.is_file())
+    return files_with_secret(folder) == []
 
 
-def scripted(cluster: slurm.Slurm, folder: Path, name: str, limit: str, **more: object) -> tuple[str, Path]:
+def scripted(cluster: slurm.Slurm, folder: Path, name: str, limit: str, warning: int = 150, **more: object) -> tuple[str, Path]:
     """Submit a job of one machine whose engine needs no server, on 40 prompts; return its number and the run.
 
     Args:
         limit: Time limit of the job.
+        warning: Seconds before it at which the run is asked to end.
     """
     python = folder / "python"
     python.write_text(SCRIPTED)
     python.chmod(0o755)
-    profile = write(folder / "profile.yaml", {"python": str(python), "environment": PATHS, "slurm": SLURM | {"time": limit}})
+    profile = write(
+        folder / "profile.yaml",
+        {"python": str(python), "environment": PATHS, "slurm": SLURM | {"time": limit, "warning_seconds": warning}},
+    )
     tiny_qwen3(folder / "model", layers=2)
     rows = [{"prompt": f"1+{i}?\n", "answer": str(1 + i)} for i in range(40)]
     for file in ("train.jsonl", "eval.jsonl"):
@@ -102,17 +107,22 @@ def scripted(cluster: slurm.Slurm, folder: Path, name: str, limit: str, **more: 
 
 
 def test_a_run_longer_than_its_time_limit_resumes_until_it_is_done(cluster: slurm.Slurm, tmp_path: Path) -> None:
-    job, run = scripted(cluster, tmp_path, "long", "00:03:00", training__steps=STEPS, checkpoint__every=16)
-    assert cluster.ended(job, timeout=900) == "COMPLETED", launch(cluster, tmp_path, "logs", "runs/long")
+    """All checkpoints but the last are those that the run saves before a limit: no step is taken twice."""
+    job, run = scripted(cluster, tmp_path, "long", "00:03:00", 60, training__steps=STEPS, checkpoint__every=STEPS)
+    assert cluster.ended(job, timeout=1500) == "COMPLETED", launch(cluster, tmp_path, "logs", "runs/long")
     assert [r["step"] for r in records(run)] == list(range(1, STEPS + 1))
     batch = (run / "launch" / f"long-train-batch-{job}.log").read_text()
-    restarts = batch.count("launch: queued again; newest checkpoint: step-")
-    assert restarts >= 1, batch
+    restarts = batch.count("launch: the run has saved and ended; queued again; newest checkpoint: step-")
+    assert restarts >= 1 and batch.count("queued again") == restarts, batch
     log = (run / "log.txt").read_text()
-    assert log.count("resume: from the checkpoint of step ") == restarts, log
+    ends = re.findall(r"ended on request after step (\d+);", log)
+    assert re.findall(r"resume: from the checkpoint of step (\d+)\n", log) == ends and len(ends) == restarts, log
+    lost = run / "metrics.lost.jsonl"
+    print(f"{restarts} restarts, after steps {ends}; steps taken twice: {len(records_of(lost))}")
+    assert records_of(lost) == []
     status = launch(cluster, tmp_path, "status", "runs/long")
     assert "COMPLETED, " in status and f"restarts: {restarts}" in status and f"{STEPS} steps recorded, ended" in status
-    assert f"long-train-{job}.log" in launch(cluster, tmp_path, "logs", "runs/long")
+    assert f"long-train-{job}-n" in launch(cluster, tmp_path, "logs", "runs/long")
 
 
 @pytest.mark.alone  # and so in `make test-full`, which runs no other test of this file
@@ -121,12 +131,18 @@ def test_a_killed_rank_has_the_job_queued_again_and_no_prompt_is_lost(cluster: s
     job, run = scripted(cluster, tmp_path, "killed", "00:20:00", **more)
     wait_for(lambda: steps_of(run) >= 3, cluster, job)
     rank = next(p for p in cluster.processes() if "tests.e2e.scripted_worker" in p.line)  # others are the rollout service's
+    assert rank.environment["PYTHONPATH"].startswith(f"{run}/launch/code/")
     os.kill(rank.pid, signal.SIGKILL)
     assert cluster.ended(job, timeout=200) == "COMPLETED", launch(cluster, tmp_path, "logs", "runs/killed")
     assert [r["step"] for r in records(run)] == [1, 2, 3, 4, 5]
     assert re.search("resume: from the checkpoint of step [24]\n", (run / "log.txt").read_text())
     assert cluster.about(job)["Restarts"] == "1"
     assert sorted(prompt for step in prompts_of(run).values() for prompt in step) == list(range(40))
+
+
+def records_of(path: Path) -> list[str]:
+    """Return the lines of a file of records; none if there is no such file."""
+    return path.read_text().splitlines() if path.exists() else []
 
 
 def steps_of(run: Path) -> int:
@@ -208,7 +224,10 @@ def straight(cluster: slurm.Slurm, base: Path, tmp_path_factory: pytest.TempPath
 @pytest.mark.server
 def test_two_machines_of_ranks_and_one_of_servers(straight: Apart) -> None:
     """The ranks find the server, send it weights, and end it with the run."""
-    assert "is ready: http://" in (straight.run / "launch" / f"apart-serve-{straight.job}.log").read_text()
+    (serve,) = straight.run.glob(f"launch/apart-serve-{straight.job}-n*.log")  # one for each machine
+    assert "is ready: http://" in serve.read_text()
+    assert len(list(straight.run.glob(f"launch/apart-train-{straight.job}-n*.log"))) == 2
+    assert (straight.run / "launch" / "jobs" / "1" / "rank-1.log").exists()
     assert len({prompt for step in prompts_of(straight.run).values() for prompt in step}) == APART_STEPS * PROMPTS
 
 
@@ -271,6 +290,22 @@ def test_a_job_waits_for_another_and_is_cancelled(cluster: slurm.Slurm, tmp_path
     assert cluster.ended(first, timeout=120) == "CANCELLED"
     launch(cluster, tmp_path, "cancel", "second")
     assert cluster.ended(second, timeout=120) == "CANCELLED"
+
+
+def test_a_run_has_one_job_at_a_time_and_a_shell_opens_in_it(cluster: slurm.Slurm, tmp_path: Path) -> None:
+    job, run = scripted(cluster, tmp_path, "once", "00:20:00", training__steps=STEPS, checkpoint__every=16)
+    wait_for(lambda: steps_of(run) >= 1, cluster, job)
+    with pytest.raises(AssertionError, match=f"job 1 of this run .slurm job {job}. has not ended"):
+        scripted(cluster, tmp_path, "once", "00:20:00", training__steps=STEPS, checkpoint__every=16)
+    shown = typed(["attach", "runs/once"], 'echo "in $SLURM_JOB_ID: ${PYTHONPATH##*/once/}"', tmp_path, cluster.environment)
+    assert f"in {job}: launch/code/" in shown
+    assert f"job {job} is cancelled" in launch(cluster, tmp_path, "cancel", "runs/once")
+    assert cluster.ended(job, timeout=120) == "CANCELLED"
+    second, _ = scripted(cluster, tmp_path, "once", "00:20:00", training__steps=1)
+    assert cluster.ended(second, timeout=300) == "COMPLETED", launch(cluster, tmp_path, "logs", "runs/once")
+    said = launch(cluster, tmp_path, "status", "runs/once")
+    assert said.startswith(f"job 2: slurm job {second}") and f"\njob 1: slurm job {job}" in said
+    assert "CANCELLED" in launch(cluster, tmp_path, "status", "runs/once", "--job", "1")
 
 
 # on n2 of the simulated machines one of two GPUs is missing

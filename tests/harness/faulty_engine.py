@@ -207,8 +207,8 @@ class FaultyEngine(ScriptedEngine):
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
-    def sleep(self) -> None:
-        super().sleep()
+    def sleep(self, abort: bool = False) -> None:
+        super().sleep(abort)
         for model in (self._right, *self._served):
             for weight in model.parameters():
                 weight.detach().fill_(torch.nan)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import tempfile
 from pathlib import Path
 
 import yaml
+
+from launch.jobs import JobFolder
 
 ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / ".venv-launch" / "bin" / "python"
@@ -73,20 +76,35 @@ def call(folder: Path, calls: dict[str, list[str]], python: Path = PYTHON) -> di
     return {name: tuple(result) for name, result in json.loads(done.stdout.splitlines()[-1]).items()}
 
 
+def files_with_secret(folder: Path) -> list[Path]:
+    """Return the files below a folder that hold the secret, except snapshots of the code, which have this file."""
+    files = (path for path in folder.rglob("*") if path.is_file() and "/launch/code/" not in str(path))
+    return [path for path in files if SECRET in path.read_text(errors="replace")]
+
+
 def prepare(folder: Path) -> None:
     """Write the files that the cases name, and a job for which one of them waits."""
     for name, tree in FILES.items():
         (folder / name).write_text(yaml.safe_dump(tree, sort_keys=False))
-    (folder / "before" / "launch").mkdir(parents=True)
-    job = {"executor": "slurm", "id": "4711", "host": "login", "submitted": "2026-01-01T00:00:00+0000"}
-    (folder / "before" / "launch" / "job.json").write_text(json.dumps(job))
+    JobFolder(folder / "before", 1).record("slurm", "4711")
 
 
 def dry_runs(folder: Path) -> dict[str, tuple[int, str, str]]:
     """Return the output of all cases for a project in /project."""
     prepare(folder)
     calls = {name: [*before_dashes(words, "--executor", "slurm", "--dry-run")] for name, words in CASES.items()}
-    return {name: (s, out.replace(str(folder), "/project"), err) for name, (s, out, err) in call(folder, calls).items()}
+    return {name: (s, normal(out, folder), err) for name, (s, out, err) in call(folder, calls).items()}
+
+
+def normal(text: str, folder: Path) -> str:
+    """Return the output of a dry run for a project in /project and a checkout of a commit c0ffee.
+
+    Args:
+        text: The output.
+        folder: Folder of the project.
+    """
+    text = text.replace(str(folder), "/project").replace(f":{ROOT}:", ":/checkout:")
+    return re.sub(r"/launch/code/[0-9a-f-]+", "/launch/code/c0ffee", text)
 
 
 def before_dashes(words: list[str], *more: str) -> list[str]:

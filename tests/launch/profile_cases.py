@@ -40,7 +40,8 @@ ALL_OF_SLURM: dict[str, Any] = {
 ALL_OF_KUBERAY: dict[str, Any] = kuberay_cases.SECTION | {
     "head_node_selector": {"pool": "cpu"}, "head_tolerations": [{"key": "cpu", "operator": "Equal", "value": "only"}],
     "labels": {"kueue.x-k8s.io/queue-name": "lab"}, "annotations": {"k8s.v1.cni.cncf.io/networks": "rdma-0, rdma-1"},
-    "scheduler": "kai-scheduler", "priority_class": "high", "host_network": True, "capabilities": ["IPC_LOCK"],
+    "scheduler": "kai-scheduler", "priority_class": "high", "host_network": True, "grace_seconds": 120,
+    "capabilities": ["IPC_LOCK"],
 }  # fmt: skip
 HERE = ["--model.path", "models/Qwen3-14B", "--data.train", "data/train.jsonl"]
 TWO = ["--parallel.dp", "2", "--rollout.servers", "2", "--rollout.server.rendezvous", "servers"]
@@ -80,7 +81,7 @@ def dry_runs(folder: Path) -> dict[str, tuple[int, str, str]]:
     calls["local"] += ["--platform", "cpu"]
     checksum = RayJob("a", folder / "runs/qwen/launch", 1, [], Cluster()).id.split("-")[-2]
     return {
-        name: (status, out.replace(str(folder), "/project").replace(checksum, "c0ffee"), said)
+        name: (status, cases.normal(out, folder).replace(checksum, "c0ffee"), said)
         for name, (status, out, said) in cases.call(folder, calls).items()
     }
 

@@ -80,6 +80,6 @@ def test_the_line_is_queued_once_what_preflight_asks_for_is_there(tmp_path: Path
     for name, content in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(content)
-    done = call(tmp_path, dry_run[:-1], PATH=path)
+    done = call(tmp_path, [*dry_run[:-1], "--allow-dirty"], PATH=path)  # the checkout may be under work
     assert done.returncode == 0, done.stderr
     assert "job 4711" in done.stdout and (tmp_path / "calls").read_text() == "called\n"

@@ -14,9 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from launch import check_step, jobs
+from launch import check_step
 from launch.__main__ import main
 from launch.executors.slurm import batch_setup
+from launch.jobs import JobFolder
 from launch.profile import Cluster, ContainerConfig, NetworkConfig
 from launch.sections import KubeRayConfig, NodeCheckConfig, SlurmConfig
 from tepo_megatron.config.io import validate, validate_as
@@ -24,6 +25,7 @@ from tests.launch import cases, profile_cases
 
 SLURM = ["run.yaml", "--executor", "slurm"]
 NOT_CHECKED = "--no-preflight"
+DIRTY = "--allow-dirty"
 REFUSED = {
     "no slurm": ([*SLURM, NOT_CHECKED], "the cluster's profile has no slurm section"),
     "no skypilot": (["run.yaml", "--executor", "skypilot", NOT_CHECKED], "the cluster's profile has no skypilot section"),
@@ -35,7 +37,7 @@ REFUSED = {
         ["run.yaml", "--cluster", "bare.yaml", *cases.APART, "--sync.transport.folder", "w"],
         "takes 4 machines of 8",
     ),
-    "no sbatch": ([*SLURM, "--cluster", "bare.yaml", NOT_CHECKED], "sbatch refused the job: "),
+    "no sbatch": ([*SLURM, "--cluster", "bare.yaml", NOT_CHECKED, DIRTY], "sbatch refused the job: "),
     "words": (["convert", "out", "--cluster", "bare.yaml", "--hf"], "--hf: words of `convert` come after --"),
 }
 
@@ -101,7 +103,7 @@ def test_each_rank_of_several_machines_gets_its_share_of_the_cores(cores: int, b
 
 
 def test_a_dry_run_leaves_nothing(results: dict[str, tuple[int, str, str]]) -> None:
-    assert results["left"][1].split("\n") == ["bare.yaml", "before/launch/job.json", "contained.yaml", "run.yaml"]
+    assert results["left"][1].split("\n") == ["bare.yaml", "before/launch/jobs/1/job.json", "contained.yaml", "run.yaml"]
 
 
 @pytest.mark.parametrize("case", REFUSED)
@@ -112,7 +114,7 @@ def test_what_is_refused_in_one_line(results: dict[str, tuple[int, str, str]], c
 
 
 def test_a_job_of_an_unknown_executor_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    jobs.write(tmp_path, "pbs", "3")
+    JobFolder(tmp_path, 1).record("pbs", "3")
     for word in ("status", "logs", "cancel"):
         assert main([word, str(tmp_path)]) == 1
         assert "started with --executor pbs, which is not among local, slurm" in capsys.readouterr().err
@@ -131,33 +133,56 @@ def batch_code(folder: Path, scontrol: str, srun: str) -> tuple[str, dict[str, s
     return batch_setup(validate(tree), slurm, folder), environment
 
 
-@pytest.mark.parametrize("checkpoint", [True, False])
-def test_before_its_time_limit_a_job_waits_for_a_checkpoint_and_is_queued_again(tmp_path: Path, checkpoint: bool) -> None:
-    """Run the batch script's own code, with a task that sleeps and an `scontrol` that records its arguments."""
+# a job as `scontrol` shows it, and an `srun` that behaves as this test needs
+SHOWN = """
+if [ $1 != show ]; then echo $* >> calls; exit; fi
+echo "JobId=7 JobState=$STATE Reason=$REASON Restarts=0 ExitCode=$EXIT Nodes=1"
+"""
+SAVED = "mkdir a/checkpoints/step-00000007; touch a/stop.done; exit 75"
+# what the run does once it is asked to end -> restarts before, status of the batch script, its last line, if it requeues
+WARNED = {
+    SAVED: ("0", 75, "launch: the run has saved and ended; queued again; newest checkpoint: step-00000007", True),
+    "sleep 60": (
+        "0",
+        -15,
+        "launch: the run has not ended 15 s after the warning; queued again; newest checkpoint: step-00000005",
+        True,
+    ),
+    "exit 0": ("0", 0, "newest checkpoint: step-00000005; the run is asked to save and end", False),
+    "exit 1": ("0", 1, "launch: a task ended with status 1; queued again; newest checkpoint: step-00000005", True),
+    f"true; {SAVED}": ("9", 75, "launch: the run has saved and ended, and slurm.restarts=9 were made: this is the end", False),
+}
+
+
+@pytest.mark.parametrize("reaction", WARNED)
+def test_before_its_time_limit_a_job_asks_the_run_to_end_and_is_queued_again(tmp_path: Path, reaction: str) -> None:
+    """Run the batch script's own code, with a shell in place of the run and an `scontrol` that records its arguments."""
     patience = "end=$((SECONDS + 15))"  # half of the warning: Slurm has to end the job in the other half
-    setup, environment = batch_code(tmp_path, scontrol="echo $* >> calls", srun="")
+    requeues = "echo $* >> calls; kill $(cat batch)" if reaction == "sleep 60" else "echo $* >> calls"
+    setup, environment = batch_code(tmp_path, SHOWN.replace("echo $* >> calls", requeues), srun="")
+    (tmp_path / "a" / "stop.done").touch()  # by an earlier start
     assert patience in setup
-    if not checkpoint:
+    if reaction == "sleep 60":
         setup = setup.replace(patience, "end=$((SECONDS + 1))")
-    calls = tmp_path / "calls"
-    script = f"{setup}\nsleep 60 & pids[0]=$!\necho ready\nwhile [ ! -e {calls} ]; do sleep 0.1; done\nkill $pids"
+    restarts, status, last, again = WARNED[reaction]
+    environment |= {"STATE": "RUNNING", "REASON": "None", "EXIT": "0:0", "SLURM_RESTART_COUNT": restarts}
+    run = f"while [ ! -e a/stop.request ]; do sleep 0.1; done; {reaction}"
+    wait = "while kill -0 $pids 2>/dev/null; do sleep 0.1; done; wait $pids"
+    script = f"echo $$ > batch\n{setup}\nbash -c '{run}' & pids[0]=$!\necho ready\n{wait}"
     job = subprocess.Popen(
         ["bash", "-c", script], cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True
     )
     try:
         assert job.stdout is not None and job.stdout.readline() == "ready\n"
         job.send_signal(signal.SIGUSR1)
-        near = "launch: the time limit is near; newest checkpoint: step-00000005; waiting for the next\n"
-        assert job.stdout.readline() == near
-        if checkpoint:
-            time.sleep(0.5)
-            assert not calls.exists()
-            writing = tmp_path / "a" / "checkpoints" / "step-00000010.partial"
-            writing.mkdir()
-            writing.rename(writing.with_suffix(""))
-        newest = "step-00000010" if checkpoint else "step-00000005"
-        assert job.stdout.readline() == f"launch: queued again; newest checkpoint: {newest}\n"
-        assert job.wait(60) == 0 and calls.read_text() == "requeue 7\n"
+        assert job.wait(60) == status
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(job.pid, signal.SIGKILL)  # a run that has not ended holds the pipe
+        lines = job.stdout.read().splitlines()
+        asked = "launch: the time limit is near; newest checkpoint: step-00000005; the run is asked to save and end"
+        assert lines[0] == asked and lines[-1].endswith(last)
+        assert (tmp_path / "calls").exists() == again
+        assert not again or (tmp_path / "calls").read_text() == "requeue 7\n"
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(job.pid, signal.SIGKILL)
@@ -169,7 +194,7 @@ def test_a_warning_during_the_node_check_is_not_lost(tmp_path: Path, monkeypatch
     monkeypatch.setattr("launch.executors.slurm._START_SECONDS", 1)
     setup, environment = batch_code(tmp_path, scontrol="echo $* >> calls", srun="")
     tree = {"slurm": {"account": "lab"}, "python": "true"}
-    check = check_step.check_lines(validate_as(Cluster, tree, "c"), tmp_path, tmp_path, "a", 1, 0, [])
+    check = check_step.check_lines(validate_as(Cluster, tree, "c"), tmp_path, JobFolder(tmp_path, 1), 1, 0, [])
     (tmp_path / "srun").write_text(
         '#!/bin/bash\nkill -USR1 $PPID; echo n1 > "$LAUNCH_CHECK/good"; echo h 1 > "$LAUNCH_CHECK/endpoint"\n'
     )
@@ -178,15 +203,10 @@ def test_a_warning_during_the_node_check_is_not_lost(tmp_path: Path, monkeypatch
     done = subprocess.run(
         ["bash", "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60, check=False
     )  # fmt: skip
-    assert "launch: queued again; newest checkpoint: step-00000005\n" in done.stdout, done.stdout + done.stderr
+    assert "after the warning; queued again; newest checkpoint: step-00000005\n" in done.stdout, done.stdout + done.stderr
     assert (tmp_path / "calls").read_text() == "requeue 7\n"
 
 
-# a job as `scontrol` shows it, and an `srun` that behaves as this test needs
-SHOWN = """
-if [ $1 != show ]; then echo $* >> calls; exit; fi
-echo "JobId=7 JobState=$STATE Reason=$REASON Restarts=0 ExitCode=$EXIT Nodes=1"
-"""
 HERE = """while [ "$1" != bash ]; do shift; done; echo $$ > guard; exec "$@" > guard.log"""
 NEVER = "this is the end"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -11,16 +12,18 @@ import pytest
 import yaml
 
 from launch.executors import kuberay
+from launch.jobs import JobFolder
 from launch.profile import Cluster
-from launch.ray_plan import RayJob
+from launch.ray_plan import PROGRAM, SUPERVISOR, RayJob
 from launch.scripts import Task
 from launch.sections import KubeRayConfig
 from tepo_megatron.errors import ConfigError
 from tests.launch import cases, kuberay_cases
+from tests.launch.test_dry_run import wait_for
 from tests.launch.test_profiles import cluster, run
 from tests.scripted_kubernetes import serving
 
-KUBERAY = ["run.yaml", "--executor", "kuberay", "--no-preflight"]
+KUBERAY = ["run.yaml", "--executor", "kuberay", "--no-preflight", "--allow-dirty"]
 SECTION = {"claims": {"a": "/work"}, "cpu": "8", "memory": "64Gi"}
 
 
@@ -70,6 +73,40 @@ def test_what_a_pod_needs_is_in_the_manifest(results: dict[str, tuple[int, str, 
     ]
 
 
+@pytest.mark.parametrize("program", [PROGRAM, SUPERVISOR])
+def test_a_pod_that_is_to_be_ended_asks_the_run_to_save_and_waits(
+    results: dict[str, tuple[int, str, str]], tmp_path: Path, program: str
+) -> None:
+    """Run the hook of a pod's container next to a process of the job's program, with a function in place of `ray`."""
+    spec = yaml.safe_load(parts(results["kuberay_apart"][1])["rayjob.yaml"])["spec"]["rayClusterSpec"]
+    group = spec["headGroupSpec"] if program == PROGRAM else spec["workerGroupSpecs"][0]
+    pod = group["template"]["spec"]
+    assert pod["terminationGracePeriodSeconds"] == 300
+    *shell, script = pod["containers"][0]["lifecycle"]["preStop"]["exec"]["command"]
+    run = tmp_path / "runs" / "qwen"
+    run.mkdir(parents=True)
+    stop, stopped = run / "stop.request", run / "stop.done"
+
+    def hook() -> subprocess.Popen[str]:
+        named = script.replace("/project", str(tmp_path)).replace("/proc/[0-9]*", f"/proc/{running.pid}")
+        return subprocess.Popen([*shell, f"ray() {{ echo $*; }}; {named}"], stdout=subprocess.PIPE, text=True)
+
+    with subprocess.Popen(["bash", "-c", "read", program], stdin=subprocess.PIPE) as running:
+        with hook() as asking:
+            wait_for(stop.exists)
+            assert asking.poll() is None
+            stopped.touch()
+            if program == SUPERVISOR:  # the run ends in this pod
+                running.kill()
+            assert asking.communicate(timeout=30)[0] == "stop\n"
+        running.kill()
+        running.wait()
+        stop.unlink()
+        stopped.unlink()
+        with hook() as at_the_end:
+            assert at_the_end.communicate(timeout=30)[0] == "stop\n" and not stop.exists()
+
+
 def project(folder: Path, **more: Any) -> None:
     tree = kuberay_cases.prepare(folder)
     section = {**kuberay_cases.SECTION, "claims": {"a": str(folder)}}
@@ -99,14 +136,12 @@ REFUSED = {
 def test_what_is_refused_in_a_line_for_each_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
     project(tmp_path)
-    (tmp_path / "ours" / "launch").mkdir(parents=True)
-    job = {"executor": "kuberay", "id": "lab/a", "host": "here", "submitted": "now"}
-    (tmp_path / "ours" / "launch" / "job.json").write_text(json.dumps(job))
+    JobFolder(tmp_path / "ours", 1).record("kuberay", "lab/a")
     answers = cases.call(tmp_path, {name: words for name, (words, _) in REFUSED.items()})
     for case, (status, _, error) in answers.items():
         assert status == 1 and error.startswith("launch: error: ") and "Traceback" not in error, (case, error)
         assert REFUSED[case][1] in error, case
-    assert not (tmp_path / "runs" / "qwen" / "launch").exists()
+    assert not (tmp_path / "runs" / "qwen" / "launch" / "jobs" / "1").exists()
 
 
 @pytest.mark.parametrize(
@@ -164,13 +199,13 @@ def test_a_job_is_submitted_queried_and_cancelled(tmp_path: Path, monkeypatch: p
         monkeypatch.setenv("KUBECONFIG", str(kubeconfig))
         kuberay_cases.prepare(tmp_path)
         words, status = (
-            ["run.yaml", "--cluster", "k8s.yaml", "--executor", "kuberay", "--no-preflight"],
+            ["run.yaml", "--cluster", "k8s.yaml", "--executor", "kuberay", "--no-preflight", "--allow-dirty"],
             ["status", "runs/qwen"],
         )
         dry, sent, first = cases.call(tmp_path, {"dry": [*words, "--dry-run"], "sent": words, "status": status}).values()
         assert sent[0] == 0, sent[2]
         ((name, body),) = kubernetes.jobs.items()
-        assert sent[1] == f"job lab/{name}; python -m launch status|logs|cancel runs/qwen\n"
+        assert sent[1] == f"job lab/{name}; python -m launch status|logs|cancel|attach runs/qwen\n"
         assert body == yaml.safe_load(parts(dry[1])["rayjob.yaml"])
         folder = tmp_path / "runs" / "qwen" / "launch" / "experiments" / "qwen" / "qwen_1"
         written = {path.name: path.read_text() for path in folder.iterdir()}
@@ -178,7 +213,7 @@ def test_a_job_is_submitted_queried_and_cancelled(tmp_path: Path, monkeypatch: p
             n: text.rstrip() for n, text in written.items() if not n.endswith(".py")
         }
         assert {"on_ray.py", "supervise.py"} <= written.keys()
-        assert not any(cases.SECRET in path.read_text() for path in tmp_path.rglob("*") if path.is_file())
+        assert cases.files_with_secret(tmp_path) == []
 
         assert first[1].endswith(": not seen by KubeRay's operator yet\n")
         body["status"] = {"jobDeploymentStatus": "Initializing", "rayClusterName": "c"}
@@ -191,6 +226,16 @@ def test_a_job_is_submitted_queried_and_cancelled(tmp_path: Path, monkeypatch: p
         asked, printed = cases.call(tmp_path, {"status": status, "logs": ["logs", "runs/qwen"]}).values()
         assert ": Initializing\npod c-machines-1: Pending, Unschedulable: 0/4 nodes have GPUs\n" in asked[1]
         assert printed[1] == "launch: 1 of 4 machines are there\n"
+        addresses = {"c-a": "10.0.0.7", "c-b": "10.0.0.30"}  # on_ray.py sorts addresses as text
+        kubernetes.pods = [
+            {"metadata": {"name": name}, "status": {"phase": "Running", "podIP": ip}} for name, ip in addresses.items()
+        ]
+        shown = {node: attached(tmp_path, "--node", node) for node in ("0", "1", "2")}
+        assert shown["0"][0].startswith("kubectl exec -it -n lab c-b -- bash -c cd ") and "c-a --" in shown["1"][0]
+        assert "--node 2: 2 machines of RayJob lab/" in shown["2"][1]
+        (refused,) = cases.call(tmp_path, {"again": words}).values()
+        assert refused[0] == 1 and "job 1 of this run (kuberay job lab/" in refused[2]
+
         (tmp_path / "runs" / "qwen" / "launch" / "qwen-train-0-1.log").write_text("step 1\n")
         calls = {word: [word, "runs/qwen"] for word in ("logs", "cancel", "status")}
         logs, cancelled, gone = cases.call(tmp_path, calls).values()
@@ -199,6 +244,23 @@ def test_a_job_is_submitted_queried_and_cancelled(tmp_path: Path, monkeypatch: p
         assert gone[0] == 1 and f'Kubernetes answers 404: rayjobs.ray.io "{name}" not found' in gone[2]
     (gone,) = cases.call(tmp_path, {"status": status}).values()
     assert gone[0] == 1 and "Kubernetes does not answer (MaxRetryError)" in gone[2]
+
+
+def attached(folder: Path, *words: str) -> tuple[str, str]:
+    """Call `attach` for the run, with a `kubectl` that prints its arguments; return stdout and stderr.
+
+    Args:
+        folder: Folder of the project.
+        words: Further words of the call.
+    """
+    (folder / "bin").mkdir(exist_ok=True)
+    (folder / "bin" / "kubectl").write_text('#!/bin/bash\necho "kubectl $*"\n')
+    (folder / "bin" / "kubectl").chmod(0o755)
+    path = f"{folder / 'bin'}:{os.environ['PATH']}"
+    environment = {**os.environ, "PATH": path, "PYTHONPATH": str(cases.ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
+    call = [cases.PYTHON, "-m", "launch", "attach", "runs/qwen", *words]
+    done = subprocess.run(call, cwd=folder, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    return done.stdout, done.stderr
 
 
 def test_what_the_images_have_is_what_the_manifest_says() -> None:

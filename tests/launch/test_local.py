@@ -15,10 +15,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.launch.cases import PYTHON, ROOT, SECRET
+from tests.launch.cases import PYTHON, ROOT, SECRET, files_with_secret
 
 pytestmark = pytest.mark.e2e
 STAND_IN = """#!/bin/bash
+[[ $1 = *.py ]] && exit  # the record of packages
 echo "called: $*; secret: ${WANDB_API_KEY:+there}"
 [ "${2:-}" = tepo_megatron ] && [ "${3:-}" = serve ] && nap=60
 trap 'kill $! 2>/dev/null; echo told to end; exit 3' TERM
@@ -57,10 +58,10 @@ def project(tmp_path: Path) -> Path:
 
 @pytest.mark.full
 def test_a_run_that_fails_says_why_and_its_logs_are_found(project: Path) -> None:
-    status, output = ended(launch(project, "run.yaml", "--cluster", "here.yaml", "--name", "b"))
+    status, output = ended(launch(project, "run.yaml", "--allow-dirty", "--cluster", "here.yaml", "--name", "b"))
     why = "tepo: error: no-model/config.json: not found"
     assert status == 1 and why in output, output
-    assert yaml.safe_load((project / "runs" / "b" / "config.yaml").read_text())["name"] == "b"
+    assert yaml.safe_load((project / "runs/b/launch/jobs/1/config.yaml").read_text())["name"] == "b"
     assert "local job" in (said := ended(launch(project, "status", "runs/b"))[1]) and said.rstrip().endswith("ended")
     status, output = ended(launch(project, "logs", "runs/b"))
     assert status == 0 and why in output
@@ -68,24 +69,26 @@ def test_a_run_that_fails_says_why_and_its_logs_are_found(project: Path) -> None
 
 def test_servers_apart_end_with_the_run(project: Path) -> None:
     apart = ["--rollout.server.rendezvous", "servers", "--sync.transport.folder", "weights", "--rollout.servers", "2"]
-    status, _ = ended(launch(project, "run.yaml", "--cluster", "short.yaml", *apart))
+    status, _ = ended(launch(project, "run.yaml", "--allow-dirty", "--cluster", "short.yaml", *apart))
     (log,) = project.rglob("combined.log")
     text = log.read_text()
     assert status == 0, text
-    assert "called: -m tepo_megatron train runs/a/config.yaml; secret: there" in text
-    assert "serve runs/a/config.yaml --rollout.servers 2 --rollout.min_servers 1; secret: there\n" in text
+    assert f"called: -m tepo_megatron train {project}/runs/a/launch/jobs/1/config.yaml; secret: there" in text
+    assert (
+        f"serve {project}/runs/a/launch/jobs/1/config.yaml --rollout.servers 2 --rollout.min_servers 1; secret: there\n" in text
+    )
     assert "told to end" in text
-    assert not any(SECRET in file.read_text(errors="replace") for file in project.rglob("*") if file.is_file())
+    assert files_with_secret(project) == []
 
 
 def test_cancel_ends_the_run_and_all_that_it_started(project: Path) -> None:
-    process = launch(project, "run.yaml", "--cluster", "long.yaml")
+    process = launch(project, "run.yaml", "--allow-dirty", "--cluster", "long.yaml")
     try:
         deadline = time.monotonic() + 240
         while not any("called" in log.read_text() for log in project.rglob("combined.log")):
             assert process.poll() is None and time.monotonic() < deadline
             time.sleep(0.1)
-        assert json.loads((project / "runs" / "a" / "launch" / "job.json").read_text())["id"] == str(process.pid)
+        assert json.loads((project / "runs/a/launch/jobs/1/job.json").read_text())["id"] == str(process.pid)
         assert "sent SIGTERM to process" in ended(launch(project, "cancel", "runs/a"))[1]
         status, _ = ended(process)
     finally:

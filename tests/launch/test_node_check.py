@@ -15,7 +15,8 @@ import yaml
 
 from launch import node_check, node_facts
 from launch.__main__ import main
-from launch.check_step import OWN_INTERFACES, check_lines, write_programs
+from launch.check_step import OWN_INTERFACES, check_lines
+from launch.jobs import JobFolder
 from launch.profile import Cluster
 from tepo_megatron.config.io import validate_as
 from tests import hosts
@@ -285,8 +286,9 @@ def batch(folder: Path, names: str, missing: str = "") -> subprocess.CompletedPr
     """Run the code of a batch script for a job of two machines, with a profile that allows one spare."""
     check = {"skip": ["all_reduce"], "spare_nodes": 1, "timeout_seconds": 10}
     tree = {"python": sys.executable, "slurm": {"account": "lab", "setup": ["export MODULE=loaded"]}, "node_check": check}
-    code = check_lines(validate_as(Cluster, tree, "c"), folder, folder, "run", 2, 0, ["NOTE"])
-    write_programs(folder)
+    slot = JobFolder(folder / "run", 1)
+    slot.create()
+    code = check_lines(validate_as(Cluster, tree, "c"), folder, slot, 2, 0, ["NOTE"])
     (folder / "srun").write_text(SRUN)
     (folder / "srun").chmod(0o755)
     environment = os.environ | {"PATH": f"{folder}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "CHECK_LOG": str(folder / "log")}
@@ -308,7 +310,9 @@ def test_the_batch_script_ends_with_one_clear_message(tmp_path: Path) -> None:
     done = batch(tmp_path, "n1 n2", missing="n2")
     assert done.returncode == 1
     first, second, third = done.stdout.splitlines()
-    assert first == f"launch: the node check failed and nothing was started; {tmp_path}/run-check-7.log has all of it:"
+    assert (
+        first == f"launch: the node check failed and nothing was started; {tmp_path}/run/launch/run-check-7.log has all of it:"
+    )
     assert second.startswith("n2: does not see ") and third == "1 of 2 machines are good, and 2 are needed"
 
 

@@ -182,7 +182,7 @@ def test_a_layout_is_placed_on_machines_without_gpus() -> None:
 
 def test_faults_of_the_job_are_found_before_it_is_submitted() -> None:
     slurm = cluster(gpus_per_node=8, slurm=SLURM)
-    with pytest.raises(ConfigError, match=r"checkpoint\.every=0: after its time limit of 04:00:00 the run would start over"):
+    with pytest.raises(ConfigError, match=r"checkpoint\.every=0: after a failure the run would start over"):
         check_run(run(checkpoint={"every": 0}), slurm)
     check_run(run(checkpoint={"every": 0}), cluster(gpus_per_node=8, slurm={**SLURM, "restarts": 0}))
     image = {"image": "i", "mounts": ["/m:/m", "/elsewhere:/d:ro"]}
@@ -205,6 +205,7 @@ def test_launch_knows_little_of_the_training_code_and_few_files_of_nemo_run() ->
         "tepo_megatron.utils",
         "tepo_megatron.utils.atomic",
         "tepo_megatron.utils.escaping",
+        "tepo_megatron.utils.save_requests",
     }
     of_plan = {"tepo_megatron.plan.command", "tepo_megatron.plan.search"}  # which need NumPy alone
     for path in (ROOT / "launch").rglob("*.py"):

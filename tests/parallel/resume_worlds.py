@@ -27,6 +27,7 @@ from tepo_megatron.platform import activate
 from tepo_megatron.train import train
 from tepo_megatron.types import Prompt, Rollout, SamplingParams
 from tepo_megatron.utils.quiet import quiet_upstream
+from tepo_megatron.utils.save_requests import STOP
 from tepo_megatron.utils.seeding import derive_seed
 from tests.e2e.scripted_worker import ScriptedEngine
 from tests.tiny import tiny_qwen3
@@ -98,7 +99,7 @@ class Kill:
             if due and not self.after:
                 self.die(journal, *args)
             out = original(*args, **kwargs)
-            if due:
+            if due and self.after:
                 self.die(journal, *args)
             return out
 
@@ -123,6 +124,22 @@ class HalfALine(Kill):
         with (log.run_dir / "metrics.jsonl").open("ab") as file:
             file.write(b'{"step": ')
         super().die(journal)
+
+
+@dataclass(frozen=True)
+class Request(Kill):
+    """A request for a checkpoint in place of a kill. It is a file in the run's folder, which lies next to the journal.
+
+    Attributes:
+        name: Name of the file.
+    """
+
+    name: str = STOP
+
+    def die(self, journal: Path, *args: Any) -> None:
+        with journal.open("a") as f:
+            f.write(json.dumps({"killed": str(self)}) + "\n")
+        (journal.parent / "run" / self.name).touch()
 
 
 class FollowingEngine(ScriptedEngine):

@@ -105,7 +105,7 @@ class Scribe:
     def load(self, *parts: str) -> None:
         self.note(f"load {' '.join(parts or PARTS)}")
 
-    def sleep(self) -> None:
+    def sleep(self, abort: bool = False) -> None:
         time.sleep(0.2)
         self.note("sleep")
 

@@ -155,3 +155,18 @@ def test_only_the_first_verdict_counts(tmp_path: Path) -> None:
     assert store.compare_set("watch/verdict", "", "rank 1\nis frozen") == b"rank 1\nis frozen"
     assert store.compare_set("watch/verdict", "", "another") == b"rank 1\nis frozen"
     assert store.check(["watch/verdict"]) and len(list(tmp_path.iterdir())) == 1
+
+
+@pytest.mark.parametrize(("rank", "folder", "file"), [(3, "logs", "rank-3.log"), (0, "logs", None), (3, "missing", None)])
+def test_the_output_of_each_rank_but_the_first_goes_to_its_own_file(
+    tmp_path: Path, rank: int, folder: str, file: str | None
+) -> None:
+    (tmp_path / "logs").mkdir()
+    code = "from tepo_megatron.launcher.rank_logs import redirect_output; redirect_output(); print('step', flush=True)"
+    environment = os.environ | {"RANK": str(rank), "TEPO_RANK_LOGS": str(tmp_path / folder)}
+    words = [sys.executable, "-c", code]
+    outputs = [subprocess.run(words, env=environment, capture_output=True, text=True, check=True).stdout for _ in range(2)]
+    if file is None:
+        assert outputs == ["step\n", "step\n"] and list((tmp_path / "logs").iterdir()) == []
+    else:
+        assert outputs == ["", ""] and (tmp_path / folder / file).read_text() == "step\nstep\n"

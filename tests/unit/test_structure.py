@@ -20,10 +20,12 @@ def test_the_package_does_not_grow() -> None:
     23,392 before; the service takes 460, binary answers 290, the grading queue 180, kept connections and linear work 200,
     errors on every rank, large JSON answers and evaluations that grade while they sample 60,
     replayed experts for the machines that pack them 110, GMPO, SAPO, DPPO, GDPO and the readings of the paper 140,
-    warnings of rank 0 in the log 30, intervals over the seeds of an ablation 20, records
-    of each token's loss with their audit in fp64 and its page 1,070.
+    warnings of rank 0 in the log 30, intervals over the seeds of an ablation 20,
+    checkpoints on demand 140,
+    the record of each token's loss, its audit in fp64 and its page 1,070,
+    log files of ranks 20.
     """
-    assert sum(map(lines_of_code, modules().values())) <= 23_392 + 2_560
+    assert sum(map(lines_of_code, modules().values())) <= 23_392 + 2_730
 
 
 def test_functions_files_and_classes_are_small() -> None:

@@ -48,10 +48,10 @@ class Fleet(RoutedSampler, PoolUpdates):
         """Return when every server takes requests or is lost. Raises RolloutError if fewer than `min_servers` are left."""
         self._pool.wait_ready()
 
-    def sleep(self) -> None:
+    def sleep(self, abort: bool = False) -> None:
         """See `Sleepable.sleep`. A server that fails to sleep is ended. No server is started while the fleet sleeps."""
         self._pool.require_start()
-        self._pool.loop.run(self._pool.sleeping.sleep(self._pool.slots))
+        self._pool.loop.run(self._pool.sleeping.sleep(self._pool.slots, abort))
         self._pool.require_enough()
 
     def wake(self, part: EnginePart) -> None:

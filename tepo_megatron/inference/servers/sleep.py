@@ -5,6 +5,7 @@ like a server that dies while the others sleep: a start takes a server's whole m
 """
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable, Sequence
 
 from tepo_megatron.errors import RolloutError
@@ -14,6 +15,8 @@ from tepo_megatron.inference.servers.endpoint import Endpoint
 from tepo_megatron.inference.servers.growth import GrowthLimit
 from tepo_megatron.inference.servers.lease import Quiesce
 from tepo_megatron.inference.servers.slot import ServerSlot
+
+ABORT_SECONDS = 0.5  # between abort calls: repeated for requests that were still on their way to the server
 
 
 class SleepController:
@@ -58,8 +61,12 @@ class SleepController:
         if "weights" in self.asleep:
             raise RolloutError(f"the engine is {self.state} and cannot take weights; wake its weights first")
 
-    async def sleep(self, members: Sequence[ServerSlot]) -> None:
+    async def sleep(self, members: Sequence[ServerSlot], abort: bool = False) -> None:
         """Put all servers to sleep. Returns when their memory is released; servers that failed to sleep have been ended.
+
+        Args:
+            members: All slots of the fleet.
+            abort: Abort the requests in flight instead of waiting for their ends.
 
         Raises:
             RolloutError: The engine is not fully awake, or the quiesce of servers of `tepo serve` timed out.
@@ -68,7 +75,7 @@ class SleepController:
             raise RolloutError(f"the engine cannot go to sleep from being {self.state}; wake all of it first")
         self.asleep = frozenset(ENGINE_PARTS)  # from now on no request is sent to a server
         self.may_start.clear()
-        await self._until(lambda: not any(m.draining or m.endpoint.in_flight for m in members))
+        await self._until_idle(members, abort)
         ended = await self._growth.end_grown([(m, m.incarnation) for m in members if m.incarnation is not None])
         await self._until(lambda: all(m.incarnation is not incarnation for m, incarnation in ended))
         incarnations = None
@@ -78,6 +85,18 @@ class SleepController:
                 await self._quiesce.reach()
             await self._tell([m for m in members if not m.endpoint.asleep], lambda endpoint: endpoint.sleep())
             await self._until(lambda: not any(m.draining for m in members))
+
+    async def _until_idle(self, members: Sequence[ServerSlot], abort: bool) -> None:
+        def busy() -> list[ServerSlot]:
+            return [m for m in members if m.draining or m.endpoint.in_flight]
+
+        while now := busy():
+            if abort:  # a server that cannot be reached is ended by its health check
+                up = [m.endpoint for m in now if m.up and m.endpoint.in_flight]
+                await asyncio.gather(*(endpoint.interrupt() for endpoint in up), return_exceptions=True)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(ABORT_SECONDS if abort else None):
+                    await self._until(lambda: not busy())
 
     async def wake(self, members: Sequence[ServerSlot], part: EnginePart) -> None:
         """Wake one part of all sleeping servers. Once all parts are awake, servers may be started again.

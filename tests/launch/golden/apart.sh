@@ -46,7 +46,10 @@ export LAUNCH_CHECK=/project/runs/qwen/launch/check-"$SLURM_JOB_ID-${SLURM_RESTA
 mkdir -m 700 -p "$LAUNCH_CHECK"
 srun --nodes="${#nodes[@]}" --ntasks="${#nodes[@]}" --ntasks-per-node=1 --kill-on-bad-exit=0 --wait=360 --open-mode=append --output=/project/runs/qwen/launch/qwen-check-%j.log bash -c 'set -euo pipefail
 cd /project
-exec .venv/bin/python /project/runs/qwen/launch/node_check.py "$@"' node_check --folder "$LAUNCH_CHECK" --names "${nodes[@]}" --need 4 --gpus 8 --port 0 --infiniband mlx5 --interfaces eth0 --skip '' --least 0 --clock 5 --timeout 300 || true
+others="${PYTHONPATH:+:$PYTHONPATH:}"; checkout=:/checkout:; others=${others//"$checkout"/:}
+export PYTHONSAFEPATH=1 PYTHONPATH=/project/runs/qwen/launch/code/c0ffee${others%:}
+unset PYTHONSAFEPATH
+exec .venv/bin/python /project/runs/qwen/launch/jobs/1/node_check.py "$@"' node_check --folder "$LAUNCH_CHECK" --names "${nodes[@]}" --need 4 --gpus 8 --port 0 --infiniband mlx5 --interfaces eth0 --skip '' --least 0 --clock 5 --timeout 300 || true
 if [ ! -s "$LAUNCH_CHECK/good" ]; then
   echo "launch: the node check failed and nothing was started; /project/runs/qwen/launch/qwen-check-$SLURM_JOB_ID.log has all of it:"
   cat "$LAUNCH_CHECK/fault" 2>/dev/null || echo "qwen: the check gave no result; the end of that log says why"
@@ -57,11 +60,13 @@ head_node=${nodes[0]}
 read -r MASTER_ADDR MASTER_PORT < "$LAUNCH_CHECK/endpoint"
 export MASTER_ADDR MASTER_PORT
 
-# queued again before the time limit: after the next checkpoint, or 840 s from now without one
+# before the time limit the run saves and ends, and the job is queued again; at the latest 840 s after the warning
 set +vx
 checkpoints=/project/runs/qwen/checkpoints
+stop=/project/runs/qwen/stop.request
+stopped=/project/runs/qwen/stop.done
 failures=/project/runs/qwen/launch/qwen-failures-"$SLURM_JOB_ID"
-last=step-00000072
+rm -f "$stop" "$stopped"
 newest() { ls "$checkpoints" 2>/dev/null | grep -E '^step-[0-9]+$' | sort -V | tail -n 1; }
 under_way() { kill -0 "${pids[0]}" 2>/dev/null; }
 used_up() {
@@ -69,18 +74,22 @@ used_up() {
     echo "launch: $1, and slurm.restarts=20 were made: this is the end"
 }
 queue_again() {
-  trap '' USR1
-  if used_up "the time limit is near"; then return; fi
-  before=$(newest); end=$((SECONDS + 840))
-  echo "launch: the time limit is near; newest checkpoint: ${before:-none}; waiting for the next"
-  while under_way && [[ "$(newest)" = "$before" || "$(newest)" = "$last" ]] && [ "$SECONDS" -lt "$end" ]; do sleep 2; done
-  if under_way; then
-    echo "launch: queued again; newest checkpoint: $(newest)"
-    scontrol requeue "$SLURM_JOB_ID"
-  fi
+  if used_up "$1"; then return; fi
+  at=$(newest); echo "launch: $1; queued again; newest checkpoint: ${at:-none}"
+  scontrol requeue "$SLURM_JOB_ID"
 }
-trap queue_again USR1
-if [ -n "${early:-}" ]; then { sleep 15; kill -USR1 $$; } & fi
+later() { sleep 15; kill -USR1 $$; }
+warned() {
+  if [ -z "${pids[0]:-}" ]; then later & return; fi
+  trap '' USR1
+  at=$(newest); end=$((SECONDS + 840))
+  echo "launch: the time limit is near; newest checkpoint: ${at:-none}; the run is asked to save and end"
+  while under_way && [ ! -e "$stopped" ] && [ "$SECONDS" -lt "$end" ]; do touch "$stop"; sleep 2; done
+  while under_way && [ "$SECONDS" -lt "$end" ]; do sleep 1; done
+  if under_way; then queue_again "the run has not ended 840 s after the warning"; fi
+}
+trap warned USR1
+if [ -n "${early:-}" ]; then later & fi
 
 # queued again after a failure, unless 2 starts failed at one checkpoint
 job_says() { scontrol show job --oneliner "$SLURM_JOB_ID" | grep -qE "$1"; }
@@ -97,7 +106,9 @@ after_failure() {
 }
 ended() {  # a job that is not RUNNING any more was cancelled, or has reached its limit, or is queued again
   status=$?
-  if [ "$status" -ne 0 ] && job_says ' JobState=RUNNING '; then after_failure "a task ended with status $status"; fi
+  if [ "$status" -eq 0 ] || ! job_says ' JobState=RUNNING '; then return; fi
+  if [ -e "$stopped" ]; then queue_again "the run has saved and ended"; return; fi
+  after_failure "a task ended with status $status"
 }
 trap ended EXIT
 
@@ -125,7 +136,7 @@ export GLOO_SOCKET_IFNAME=eth0
 export NCCL_IB_HCA=mlx5
 
 
-srun --output /project/runs/qwen/launch/qwen-train-%j.log --chdir /project/runs/qwen/launch/experiments/qwen/qwen_1/qwen/code --wait=60 --kill-on-bad-exit=1 --nodes=2 --ntasks=2 --ntasks-per-node=1 --nodelist=$(IFS=,; echo "${nodes[*]:0:2}") --open-mode=append bash /project/runs/qwen/launch/experiments/qwen/qwen_1/qwen/scripts/qwen-0.sh & pids[0]=$!
+srun --output /project/runs/qwen/launch/qwen-train-%j-%N.log --chdir /project/runs/qwen/launch/experiments/qwen/qwen_1/qwen/code --wait=60 --kill-on-bad-exit=1 --nodes=2 --ntasks=2 --ntasks-per-node=1 --nodelist=$(IFS=,; echo "${nodes[*]:0:2}") --open-mode=append bash /project/runs/qwen/launch/experiments/qwen/qwen_1/qwen/scripts/qwen-0.sh & pids[0]=$!
 
 sleep 0
 
@@ -133,7 +144,7 @@ sleep 0
 # Command 2
 
 
-srun --output /project/runs/qwen/launch/qwen-serve-%j.log --chdir /project/runs/qwen/launch/experiments/qwen/qwen_1/qwen/code --wait=60 --kill-on-bad-exit=1 --nodes=2 --ntasks=2 --ntasks-per-node=1 --nodelist=$(IFS=,; echo "${nodes[*]:2:2}") --open-mode=append bash /project/runs/qwen/launch/experiments/qwen/qwen_1/qwen/scripts/qwen-1.sh & pids[1]=$!
+srun --output /project/runs/qwen/launch/qwen-serve-%j-%N.log --chdir /project/runs/qwen/launch/experiments/qwen/qwen_1/qwen/code --wait=60 --kill-on-bad-exit=1 --nodes=2 --ntasks=2 --ntasks-per-node=1 --nodelist=$(IFS=,; echo "${nodes[*]:2:2}") --open-mode=append bash /project/runs/qwen/launch/experiments/qwen/qwen_1/qwen/scripts/qwen-1.sh & pids[1]=$!
 
 
 # The code below monitors all SLURM jobs to ensure any failure forces them all to stop
@@ -181,7 +192,11 @@ fi
 #!/usr/bin/bash
 set -euo pipefail
 cd /project
-words=(train runs/qwen/config.yaml)
+others="${PYTHONPATH:+:$PYTHONPATH:}"; checkout=:/checkout:; others=${others//"$checkout"/:}
+export PYTHONSAFEPATH=1 PYTHONPATH=/project/runs/qwen/launch/code/c0ffee${others%:}
+export TEPO_RANK_LOGS=/project/runs/qwen/launch/jobs/1
+[ "$SLURM_PROCID" != 0 ] || .venv/bin/python /project/runs/qwen/launch/jobs/1/packages.py /project/runs/qwen/launch/jobs/1/packages.json || true
+words=(train /project/runs/qwen/launch/jobs/1/config.yaml)
 if [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ]; then words+=(--resume true --overwrite false); fi
 words+=(--rollout.server.rendezvous servers/"${SLURM_JOB_ID}-${SLURM_RESTART_COUNT:-0}")
 exec env OMP_NUM_THREADS="${OMP_NUM_THREADS:-$(( $(nproc) > 8 ? $(nproc) / 8 : 1 ))}" .venv/bin/python -m torch.distributed.run --nnodes 2 --nproc-per-node 8 --rdzv-backend static --max-restarts 0 --rdzv-endpoint "${MASTER_ADDR%% *}:$MASTER_PORT" --node-rank "$SLURM_PROCID" --rdzv-id "${SLURM_JOB_ID}-${SLURM_RESTART_COUNT:-0}" -m tepo_megatron "${words[@]}"
@@ -190,7 +205,10 @@ exec env OMP_NUM_THREADS="${OMP_NUM_THREADS:-$(( $(nproc) > 8 ? $(nproc) / 8 : 1
 #!/usr/bin/bash
 set -euo pipefail
 cd /project
-.venv/bin/python -m tepo_megatron serve runs/qwen/config.yaml --rollout.servers 1 --rollout.min_servers 1 --host 0.0.0.0 --rollout.server.rendezvous servers/"${SLURM_JOB_ID}-${SLURM_RESTART_COUNT:-0}" &
+others="${PYTHONPATH:+:$PYTHONPATH:}"; checkout=:/checkout:; others=${others//"$checkout"/:}
+export PYTHONSAFEPATH=1 PYTHONPATH=/project/runs/qwen/launch/code/c0ffee${others%:}
+export TEPO_RANK_LOGS=/project/runs/qwen/launch/jobs/1
+.venv/bin/python -m tepo_megatron serve /project/runs/qwen/launch/jobs/1/config.yaml --rollout.servers 1 --rollout.min_servers 1 --host 0.0.0.0 --rollout.server.rendezvous servers/"${SLURM_JOB_ID}-${SLURM_RESTART_COUNT:-0}" &
 trap 'kill $! 2>/dev/null || true' TERM
 wait || true; wait || true
 exit 1

@@ -54,7 +54,10 @@ export LAUNCH_CHECK=/project/runs/qwen/launch/check-"$SLURM_JOB_ID-${SLURM_RESTA
 mkdir -m 700 -p "$LAUNCH_CHECK"
 srun --nodes="${#nodes[@]}" --ntasks="${#nodes[@]}" --ntasks-per-node=1 --kill-on-bad-exit=0 --wait=360 --open-mode=append --output=/project/runs/qwen/launch/qwen-check-%j.log --container-image=/shared/tepo.sqsh --container-mounts=/project:/project,/shared:/shared:ro,/scratch:/scratch --container-workdir=/project --container-env=CUDA_CACHE_PATH,FLASHINFER_WORKSPACE_BASE,GLOO_SOCKET_IFNAME,LAUNCH_CHECK,NCCL_DEBUG,NCCL_IB_HCA,NCCL_SOCKET_IFNAME,NOTE,SGLANG_CACHE_DIR,TORCHINDUCTOR_CACHE_DIR,TRITON_CACHE_DIR,TRITON_HOME,VLLM_CACHE_ROOT,XDG_CACHE_HOME bash -c 'set -euo pipefail
 cd /project
-exec python /project/runs/qwen/launch/node_check.py "$@"' node_check --folder "$LAUNCH_CHECK" --names "${nodes[@]}" --need 1 --gpus 8 --port 0 --infiniband mlx5 --interfaces eth0 --skip '' --least 0 --clock 5 --timeout 300 || true
+others="${PYTHONPATH:+:$PYTHONPATH:}"; checkout=:/checkout:; others=${others//"$checkout"/:}
+export PYTHONSAFEPATH=1 PYTHONPATH=/project/runs/qwen/launch/code/c0ffee${others%:}
+unset PYTHONSAFEPATH
+exec python /project/runs/qwen/launch/jobs/1/node_check.py "$@"' node_check --folder "$LAUNCH_CHECK" --names "${nodes[@]}" --need 1 --gpus 8 --port 0 --infiniband mlx5 --interfaces eth0 --skip '' --least 0 --clock 5 --timeout 300 || true
 if [ ! -s "$LAUNCH_CHECK/good" ]; then
   echo "launch: the node check failed and nothing was started; /project/runs/qwen/launch/qwen-check-$SLURM_JOB_ID.log has all of it:"
   cat "$LAUNCH_CHECK/fault" 2>/dev/null || echo "qwen: the check gave no result; the end of that log says why"
@@ -65,11 +68,13 @@ head_node=${nodes[0]}
 read -r MASTER_ADDR MASTER_PORT < "$LAUNCH_CHECK/endpoint"
 export MASTER_ADDR MASTER_PORT
 
-# queued again before the time limit: after the next checkpoint, or 840 s from now without one
+# before the time limit the run saves and ends, and the job is queued again; at the latest 840 s after the warning
 set +vx
 checkpoints=/project/runs/qwen/checkpoints
+stop=/project/runs/qwen/stop.request
+stopped=/project/runs/qwen/stop.done
 failures=/project/runs/qwen/launch/qwen-failures-"$SLURM_JOB_ID"
-last=step-00000072
+rm -f "$stop" "$stopped"
 newest() { ls "$checkpoints" 2>/dev/null | grep -E '^step-[0-9]+$' | sort -V | tail -n 1; }
 under_way() { kill -0 "${pids[0]}" 2>/dev/null; }
 used_up() {
@@ -77,18 +82,22 @@ used_up() {
     echo "launch: $1, and slurm.restarts=20 were made: this is the end"
 }
 queue_again() {
-  trap '' USR1
-  if used_up "the time limit is near"; then return; fi
-  before=$(newest); end=$((SECONDS + 840))
-  echo "launch: the time limit is near; newest checkpoint: ${before:-none}; waiting for the next"
-  while under_way && [[ "$(newest)" = "$before" || "$(newest)" = "$last" ]] && [ "$SECONDS" -lt "$end" ]; do sleep 2; done
-  if under_way; then
-    echo "launch: queued again; newest checkpoint: $(newest)"
-    scontrol requeue "$SLURM_JOB_ID"
-  fi
+  if used_up "$1"; then return; fi
+  at=$(newest); echo "launch: $1; queued again; newest checkpoint: ${at:-none}"
+  scontrol requeue "$SLURM_JOB_ID"
 }
-trap queue_again USR1
-if [ -n "${early:-}" ]; then { sleep 15; kill -USR1 $$; } & fi
+later() { sleep 15; kill -USR1 $$; }
+warned() {
+  if [ -z "${pids[0]:-}" ]; then later & return; fi
+  trap '' USR1
+  at=$(newest); end=$((SECONDS + 840))
+  echo "launch: the time limit is near; newest checkpoint: ${at:-none}; the run is asked to save and end"
+  while under_way && [ ! -e "$stopped" ] && [ "$SECONDS" -lt "$end" ]; do touch "$stop"; sleep 2; done
+  while under_way && [ "$SECONDS" -lt "$end" ]; do sleep 1; done
+  if under_way; then queue_again "the run has not ended 840 s after the warning"; fi
+}
+trap warned USR1
+if [ -n "${early:-}" ]; then later & fi
 
 # queued again after a failure, unless 2 starts failed at one checkpoint
 job_says() { scontrol show job --oneliner "$SLURM_JOB_ID" | grep -qE "$1"; }
@@ -105,7 +114,9 @@ after_failure() {
 }
 ended() {  # a job that is not RUNNING any more was cancelled, or has reached its limit, or is queued again
   status=$?
-  if [ "$status" -ne 0 ] && job_says ' JobState=RUNNING '; then after_failure "a task ended with status $status"; fi
+  if [ "$status" -eq 0 ] || ! job_says ' JobState=RUNNING '; then return; fi
+  if [ -e "$stopped" ]; then queue_again "the run has saved and ended"; return; fi
+  after_failure "a task ended with status $status"
 }
 trap ended EXIT
 
@@ -122,7 +133,7 @@ srun --overlap --nodes=1 --ntasks=1 --nodelist="$head_node" --open-mode=append -
 
 # Command 1
 
-srun --output /project/runs/qwen/launch/qwen-train-%j.log --container-image /shared/tepo.sqsh --container-mounts /project:/project,/shared:/shared:ro,/scratch:/scratch,/project/runs/qwen/launch/experiments/qwen/qwen_1/qwen:/nemo_run --container-workdir /nemo_run/code --container-env CUDA_CACHE_PATH,FLASHINFER_WORKSPACE_BASE,GLOO_SOCKET_IFNAME,LAUNCH_CHECK,MASTER_ADDR,MASTER_PORT,NCCL_DEBUG,NCCL_IB_HCA,NCCL_SOCKET_IFNAME,NOTE,SGLANG_CACHE_DIR,TORCHINDUCTOR_CACHE_DIR,TRITON_CACHE_DIR,TRITON_HOME,VLLM_CACHE_ROOT,WANDB_API_KEY,XDG_CACHE_HOME --wait=60 --kill-on-bad-exit=1 --nodes=1 --ntasks=1 --ntasks-per-node=1 --nodelist=$(IFS=,; echo "${nodes[*]:0:1}") --open-mode=append bash /nemo_run/scripts/qwen-0.sh & pids[0]=$!
+srun --output /project/runs/qwen/launch/qwen-train-%j-%N.log --container-image /shared/tepo.sqsh --container-mounts /project:/project,/shared:/shared:ro,/scratch:/scratch,/project/runs/qwen/launch/experiments/qwen/qwen_1/qwen:/nemo_run --container-workdir /nemo_run/code --container-env CUDA_CACHE_PATH,FLASHINFER_WORKSPACE_BASE,GLOO_SOCKET_IFNAME,LAUNCH_CHECK,MASTER_ADDR,MASTER_PORT,NCCL_DEBUG,NCCL_IB_HCA,NCCL_SOCKET_IFNAME,NOTE,SGLANG_CACHE_DIR,TORCHINDUCTOR_CACHE_DIR,TRITON_CACHE_DIR,TRITON_HOME,VLLM_CACHE_ROOT,WANDB_API_KEY,XDG_CACHE_HOME --wait=60 --kill-on-bad-exit=1 --nodes=1 --ntasks=1 --ntasks-per-node=1 --nodelist=$(IFS=,; echo "${nodes[*]:0:1}") --open-mode=append bash /nemo_run/scripts/qwen-0.sh & pids[0]=$!
 
 
 # The code below monitors all SLURM jobs to ensure any failure forces them all to stop
@@ -170,6 +181,10 @@ fi
 #!/usr/bin/bash
 set -euo pipefail
 cd /project
-words=(train runs/qwen/config.yaml)
+others="${PYTHONPATH:+:$PYTHONPATH:}"; checkout=:/checkout:; others=${others//"$checkout"/:}
+export PYTHONSAFEPATH=1 PYTHONPATH=/project/runs/qwen/launch/code/c0ffee${others%:}
+export TEPO_RANK_LOGS=/project/runs/qwen/launch/jobs/1
+[ "$SLURM_PROCID" != 0 ] || python /project/runs/qwen/launch/jobs/1/packages.py /project/runs/qwen/launch/jobs/1/packages.json || true
+words=(train /project/runs/qwen/launch/jobs/1/config.yaml)
 if [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ]; then words+=(--resume true --overwrite false); fi
 exec python -m tepo_megatron "${words[@]}"

@@ -42,7 +42,7 @@ export NCCL_IB_HCA=mlx5
 
 # Command 1
 
-srun --output /project/out/launch/out-convert-%j.log --chdir /project/out/launch/experiments/out/out_1/out/code --wait=60 --kill-on-bad-exit=1 --nodes=1 --ntasks=1 --ntasks-per-node=1 --nodelist=$(IFS=,; echo "${nodes[*]:0:1}") --open-mode=append bash /project/out/launch/experiments/out/out_1/out/scripts/out-0.sh & pids[0]=$!
+srun --output /project/out/launch/out-convert-%j-%N.log --chdir /project/out/launch/experiments/out/out_1/out/code --wait=60 --kill-on-bad-exit=1 --nodes=1 --ntasks=1 --ntasks-per-node=1 --nodelist=$(IFS=,; echo "${nodes[*]:0:1}") --open-mode=append bash /project/out/launch/experiments/out/out_1/out/scripts/out-0.sh & pids[0]=$!
 
 
 # The code below monitors all SLURM jobs to ensure any failure forces them all to stop
@@ -90,4 +90,8 @@ fi
 #!/usr/bin/bash
 set -euo pipefail
 cd /project
-exec .venv/bin/python tools/convert.py inspect 'a model'
+others="${PYTHONPATH:+:$PYTHONPATH:}"; checkout=:/checkout:; others=${others//"$checkout"/:}
+export PYTHONSAFEPATH=1 PYTHONPATH=/project/out/launch/code/c0ffee${others%:}
+export TEPO_RANK_LOGS=/project/out/launch/jobs/1
+.venv/bin/python /project/out/launch/jobs/1/packages.py /project/out/launch/jobs/1/packages.json || true
+exec .venv/bin/python /project/out/launch/code/c0ffee/tools/convert.py inspect 'a model'

@@ -18,6 +18,7 @@ import pytest
 from tepo_megatron.config import Config
 from tepo_megatron.config.io import to_yaml, validate
 from tepo_megatron.controller.driver import ServiceDriver
+from tepo_megatron.controller.messages import Waited
 from tepo_megatron.controller.service_client import ForkedProcess, ServiceClient, start_service
 from tepo_megatron.errors import DataError, RolloutError
 from tepo_megatron.inference.engine_api import StaleWeights
@@ -160,7 +161,7 @@ def test_an_evaluation_that_fails_is_an_error_of_its_wait() -> None:
     theirs.close()
     client.call("open", cfg)
     driver = ServiceDriver(client, cfg)
-    assert driver.evaluate(1).wait() == (False, None)
+    assert driver.evaluate(1).wait() == Waited("done")
     with pytest.raises(DataError, match="no held-out problems"):
         driver.evaluate(2).wait()
     client.close()

@@ -55,6 +55,20 @@ def test_all_sleep_and_wake_in_turn_and_serve_the_weights_that_they_are_given(
         assert two.take_events() == [] and not two.needs_weights
 
 
+def test_requests_in_flight_are_aborted_for_a_sleep_that_does_not_wait(tmp_path: Path) -> None:
+    with fleet(tmp_path, servers=2) as two:
+        two.update_weights([], version=1)
+        for i in range(2):
+            behave(two, i, slow=60.0)
+        two.open().add(PROMPTS[:8], SAMPLING, seed=7)
+        until(lambda: sum(slot.endpoint.in_flight for slot in two.slots) == 8)
+        started = time.monotonic()
+        two.sleep(abort=True)
+        assert time.monotonic() - started < 30
+        assert [released(two, i) for i in range(2)] == [["weights", "kv_cache"]] * 2
+    assert two.restarts == 0
+
+
 def test_what_is_out_of_turn_is_refused_and_nothing_is_sent(tmp_path: Path) -> None:
     with fleet(tmp_path, servers=1) as one:
         one.update_weights([], version=1)

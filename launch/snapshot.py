@@ -1,0 +1,229 @@
+"""Take a snapshot of the checkout, so that all processes of a job import one version of the code. See docs/decisions/0032-*."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import os
+import shlex
+import shutil
+import subprocess
+import tarfile
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from tepo_megatron.errors import ConfigError
+
+SOURCE = Path(__file__).resolve().parents[1]  # the checkout of this program
+# Folders whose files all belong to the code. Elsewhere only files that Python imports do.
+_CODE = ("tepo_megatron/", "launch/", "tools/")
+_GIT_SECONDS = 120
+_SHOWN = 3  # changed files in a message
+
+
+@dataclass(frozen=True)
+class CodeVersion:
+    """The version of the code that a job imports.
+
+    Attributes:
+        source: The checkout, or the folder of an installation without git.
+        version: Version of the distribution tepo-megatron.
+        commit: Commit of the checkout. None: there is no git, and no snapshot is taken.
+        changed: Files of the code that differ from the commit.
+        tree: Git's hash of all files with these changes. None: nothing differs.
+    """
+
+    source: Path
+    version: str
+    commit: str | None = None
+    changed: tuple[str, ...] = ()
+    tree: str | None = None
+
+    @property
+    def name(self) -> str | None:
+        """Return the name of the snapshot's folder, which determines its content; None without git."""
+        if self.commit is None:
+            return None
+        return self.commit[:12] if self.tree is None else f"{self.commit[:12]}-{self.tree[:12]}"
+
+    def folder(self, home: Path) -> Path | None:
+        """Return the path of the snapshot in the folder of a run's launch files; None without git."""
+        return None if self.name is None else home / "code" / self.name
+
+    def refuse_changes(self) -> None:
+        """Raise ConfigError if files of the code differ from the commit."""
+        if self.changed:
+            shown = ", ".join(self.changed[:_SHOWN])
+            more = f" and {len(self.changed) - _SHOWN} more" if len(self.changed) > _SHOWN else ""
+            raise ConfigError(
+                f"{self.source} differs from its commit: {shown}{more}; commit, stash or remove them, or give --allow-dirty, "
+                "which puts them into the job's snapshot and records their diff"
+            )
+
+    def take(self, home: Path) -> Path | None:
+        """Write the snapshot, and the diff of changed files next to it. A snapshot that exists is used again.
+
+        Args:
+            home: Folder of the run's launch files, which all machines see.
+
+        Returns:
+            The snapshot's folder; None without git.
+
+        Raises:
+            ConfigError: Git fails, the folder cannot be written, or the checkout changed meanwhile.
+        """
+        folder = self.folder(home)
+        if folder is None or folder.is_dir():
+            return folder
+        part = folder.with_name(f".{folder.name}.{os.getpid()}.part")
+        try:
+            part.mkdir(parents=True)  # with the user's umask: processes of other users may read it
+            with _changed_tree(self.source, self.changed) as (environment, tree):
+                if self.tree is not None and tree != self.tree:
+                    raise ConfigError(f"{self.source} was changed during the submission; submit again")
+                _extract(self.source, self.tree or str(self.commit), environment, part)
+                if self.tree is not None:
+                    diff = _git(self.source, "diff", "--binary", str(self.commit), self.tree, environment=environment)
+                    folder.with_name(f"{folder.name}.diff").write_text(diff, errors="surrogateescape")
+            with contextlib.suppress(FileExistsError, OSError):
+                part.rename(folder)
+        except OSError as e:
+            raise ConfigError(f"{folder}: the snapshot of the code cannot be written ({e}); choose another `output`") from None
+        finally:
+            shutil.rmtree(part, ignore_errors=True)
+        if not folder.is_dir():
+            raise ConfigError(f"{folder}: the snapshot of the code cannot be written; choose another `output`")
+        return folder
+
+    def frozen(self, path: str, home: Path) -> str:
+        """Return the path of a file in the snapshot; the path itself if the snapshot does not have the file.
+
+        Args:
+            path: Path of a file, relative to the working directory or absolute.
+            home: Folder of the run's launch files.
+        """
+        folder, file = self.folder(home), Path(path).resolve()
+        if folder is None or not file.is_relative_to(self.source):
+            return path
+        inside = folder / file.relative_to(self.source)
+        return str(inside) if inside.is_file() else path
+
+
+def read(source: Path = SOURCE) -> CodeVersion:
+    """Return the version of the code in a checkout, or in an installation without git.
+
+    Raises:
+        ConfigError: The folder is a checkout, and git cannot read it.
+    """
+    version = _version()
+    if not (source / ".git").exists():
+        return CodeVersion(source, version)
+    commit = _git(source, "rev-parse", "HEAD").strip()
+    listed = _git(source, "status", "--porcelain", "-z", "--no-renames", "--untracked-files=all").split("\0")
+    changed = tuple(sorted(entry[3:] for entry in listed if entry and _is_code(entry[3:])))
+    if not changed:
+        return CodeVersion(source, version, commit)
+    with _changed_tree(source, changed) as (_, tree):
+        return CodeVersion(source, version, commit, changed, tree)
+
+
+def shell_lines(code: Path | None) -> tuple[str, ...]:
+    """Return the lines with which a script imports the snapshot and nothing else of this project; none without a snapshot.
+
+    PYTHONSAFEPATH keeps the working directory, which may be a checkout, from being the first place where Python looks. The
+    checkout itself is removed from PYTHONPATH, which Slurm hands on from the user's shell.
+    """
+    if code is None:
+        return ()
+    return (
+        f'others="${{PYTHONPATH:+:$PYTHONPATH:}}"; checkout={shlex.quote(f":{SOURCE}:")}; others=${{others//"$checkout"/:}}',
+        f"export PYTHONSAFEPATH=1 PYTHONPATH={shlex.quote(str(code))}${{others%:}}",
+    )
+
+
+def _is_code(path: str) -> bool:
+    return path.startswith(_CODE) or path.endswith(".py")
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("tepo-megatron")
+    except importlib.metadata.PackageNotFoundError:  # an environment that has only the launcher
+        return "not installed"
+
+
+@contextlib.contextmanager
+def _changed_tree(source: Path, changed: tuple[str, ...]) -> Iterator[tuple[dict[str, str], str | None]]:
+    """Yield git's environment and the hash of the tree with changed files. Nothing is written into the checkout or its index.
+
+    Args:
+        source: The checkout.
+        changed: The changed files. None of them: the hash is None.
+    """
+    if not changed:
+        yield {}, None
+        return
+    objects = _git(source, "rev-parse", "--path-format=absolute", "--git-path", "objects").strip()
+    with tempfile.TemporaryDirectory(prefix="launch-git-") as scratch:
+        Path(scratch, "objects").mkdir()
+        environment = {
+            "GIT_INDEX_FILE": f"{scratch}/index",
+            "GIT_OBJECT_DIRECTORY": f"{scratch}/objects",
+            "GIT_ALTERNATE_OBJECT_DIRECTORIES": objects,
+            "GIT_LITERAL_PATHSPECS": "1",
+        }
+        _git(source, "read-tree", "HEAD", environment=environment)
+        words = ("add", "--all", "--pathspec-from-file=-", "--pathspec-file-nul")
+        _git(source, *words, environment=environment, stdin="\0".join(changed))
+        yield environment, _git(source, "write-tree", environment=environment).strip()
+
+
+def _extract(source: Path, tree: str, environment: Mapping[str, str], folder: Path) -> None:
+    """Write the files of a tree or commit into a folder.
+
+    Args:
+        source: The checkout.
+        tree: Hash of the tree or commit.
+        environment: Git's environment.
+        folder: An empty folder.
+    """
+    words = ["git", "-C", str(source), "archive", "--format=tar", tree]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=os.environ | dict(environment)) as git:
+        assert git.stdout is not None and git.stderr is not None
+        try:
+            with tarfile.open(fileobj=git.stdout, mode="r|") as archive:
+                archive.extractall(folder, filter="tar")
+        except tarfile.TarError as e:
+            raise ConfigError(f"{source}: git archive {tree}: {git.stderr.read().decode(errors='replace') or e}") from None
+    if git.returncode:
+        raise ConfigError(f"{source}: git archive {tree} ended with status {git.returncode}; try it yourself")
+
+
+def _git(source: Path, *words: str, environment: Mapping[str, str] | None = None, stdin: str = "") -> str:
+    """Run git in the checkout and return its output.
+
+    Args:
+        source: The checkout.
+        words: Arguments of git.
+        environment: Additional environment variables.
+        stdin: Text for its standard input.
+
+    Raises:
+        ConfigError: Git fails, is not installed, or does not end.
+    """
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(source), *words], input=stdin, env=os.environ | dict(environment or {}), capture_output=True,
+            text=True, errors="surrogateescape", check=False, timeout=_GIT_SECONDS,
+        )  # fmt: skip
+    except FileNotFoundError:
+        raise ConfigError(f"git is not installed here, and {source} is a checkout; install git") from None
+    except subprocess.TimeoutExpired:
+        raise ConfigError(f"{source}: git {words[0]} did not end within {_GIT_SECONDS} s; try it yourself") from None
+    if done.returncode:
+        raise ConfigError(
+            f"{source}: git {words[0]} fails ({' '.join(done.stderr.split())}); the snapshot of the code needs it"
+        )
+    return done.stdout

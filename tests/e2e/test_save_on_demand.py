@@ -1,0 +1,113 @@
+"""The real command saves and ends at SIGUSR1 and SIGTERM, and goes on afterwards; the engine is scripted."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from launch.__main__ import main
+from tests.e2e.test_faults import BOUND, SHORT, model  # noqa: F401
+from tests.parallel.resume_worlds import records
+from tests.slurm import free_port
+
+pytestmark = pytest.mark.e2e
+STEPS = 8
+
+
+def steps_of(run: Path) -> int:
+    path = run / "metrics.jsonl"
+    return path.read_text().count("\n") if path.exists() else 0
+
+
+def saved_step(run: Path) -> int:
+    """Return the step after which the run ended; its checkpoint is the newest one and complete."""
+    (step,) = re.findall(r"ended on request after step (\d+);", (run / "log.txt").read_text())
+    assert f"step-{int(step):08d}" in {path.name for path in (run / "checkpoints").iterdir()}
+    assert steps_of(run) == int(step), "a recorded step is not saved"
+    return int(step)
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, pytest.param(signal.SIGTERM, marks=pytest.mark.full)])
+def test_a_signal_saves_and_ends_the_run_and_it_goes_on(tepo, arguments, model: Path, tmp_path: Path, number: int) -> None:  # noqa: F811
+    words = arguments(model, **SHORT | {"training__steps": STEPS, "checkpoint__every": 0}, name="warned")
+    run, command = tmp_path / "runs" / "warned", tepo(*words, engine="slow")
+    command.until(lambda: steps_of(run) >= 2, timeout=BOUND)
+    os.kill(command.process.pid, number)
+    assert command.wait(BOUND) == os.EX_TEMPFAIL == 75, command.output
+    name = signal.Signals(number).name
+    assert f"tepo: {name}: the run saves a checkpoint and ends" in command.output and "Traceback" not in command.output
+    step = saved_step(run)
+    assert f"ended on request; the checkpoint of step {step} is complete; go on with --resume true" in command.output
+    assert (run / "stop.done").exists() and not (run / "summary.json").exists()
+    command.assert_nothing_left()
+    again = tepo(*words, "--resume", "true", engine="good")
+    assert again.wait(2 * BOUND) == 0, again.output
+    assert f"resume: from the checkpoint of step {step}\n" in (run / "log.txt").read_text()
+    assert [r["step"] for r in records(run)] == list(range(1, STEPS + 1)) and not (run / "metrics.lost.jsonl").exists()
+
+
+@pytest.mark.full
+def test_a_second_sigterm_ends_the_run_at_once(tepo, arguments, model: Path, tmp_path: Path) -> None:  # noqa: F811
+    words = arguments(model, **SHORT | {"training__steps": 500}, name="twice")
+    run, command = tmp_path / "runs" / "twice", tepo(*words, engine="slow")
+    command.until(lambda: steps_of(run) >= 1, timeout=BOUND)
+    with command.stopped_when(lambda: True, BOUND):  # so that the run cannot answer the first one
+        os.kill(command.process.pid, signal.SIGTERM)
+        os.kill(command.process.pid, signal.SIGCONT)
+        command.until(lambda: "another one ends it at once" in command.output, timeout=BOUND)
+        os.kill(command.process.pid, signal.SIGTERM)
+        assert command.wait(BOUND) == 130, command.output
+    assert "tepo: interrupted signal SIGTERM" in command.output and not (run / "stop.done").exists()
+    command.assert_nothing_left()
+
+
+@pytest.mark.full
+def test_inside_torchrun_a_request_in_the_folder_ends_all_ranks(arguments, model: Path, tmp_path: Path) -> None:  # noqa: F811
+    """torchrun itself can only end with status 1; the file says that the run is saved."""
+    words = arguments(model, **SHORT | {"training__steps": 500, "parallel__tp": 2}, name="agent")
+    run = tmp_path / "runs" / "agent"
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "static"]
+    torchrun += [
+        "--rdzv-endpoint",
+        f"127.0.0.1:{free_port()}",
+        "--node-rank",
+        "0",
+        "--max-restarts",
+        "0",
+        "-m",
+        "tests.e2e.scripted_run",
+    ]
+    root = str(Path(__file__).parents[2])
+    with (tmp_path / "out").open("w") as out:
+        process = subprocess.Popen(
+            [*torchrun, *words], cwd=root, stdout=out, stderr=out, start_new_session=True,
+            env={**os.environ, "PYTHONPATH": root, "TEPO_TEST_ENGINE": "slow", "OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+    try:
+        deadline = time.monotonic() + 4 * BOUND
+        while steps_of(run) < 2:
+            assert process.poll() is None and time.monotonic() < deadline, (tmp_path / "out").read_text()
+            time.sleep(0.1)
+        (run / "stop.request").touch()
+        assert process.wait(BOUND) == 1
+    finally:
+        process.terminate()
+        process.wait(BOUND)
+    assert saved_step(run) >= 2 and (run / "stop.done").exists()
+    assert "ended on request; the checkpoint of step" in (tmp_path / "out").read_text()
+
+
+def test_launch_save_asks_a_run_for_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["save", str(tmp_path)]) == 1 and "no run is there" in capsys.readouterr().err
+    (tmp_path / "config.yaml").touch()
+    assert main(["save", str(tmp_path)]) == 0 and (tmp_path / "save.request").exists()
+    (tmp_path / "launch").mkdir()
+    (tmp_path / "launch" / "job.json").write_text('{"executor": "skypilot", "id": "1", "host": "h", "submitted": "now"}')
+    assert main(["save", str(tmp_path)]) == 1 and "the run's files are on its machines" in capsys.readouterr().err

@@ -1,0 +1,143 @@
+"""A run that is asked to end in any phase saves its last step, ends, and goes on as if nobody had asked, bit for bit."""
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tepo_megatron.rollout import record
+from tepo_megatron.utils.save_requests import FILES, SAVE, STOP, STOPPED
+from tests.parallel import resume_worlds as w
+from tests.parallel.resume_worlds import Kill, Outcome, Request
+
+pytestmark = pytest.mark.slow
+
+ENGINE, LOOP, LOG = (
+    "tests.parallel.resume_worlds:FollowingEngine.",
+    "tepo_megatron.controller.schedule:Schedule.",
+    "RunLog.write",
+)
+UPDATE, EVALUATE = "tepo_megatron.actor.actor:Actor.update", "tepo_megatron.evaluation.run_evaluations:evaluate"
+RECORD = f"tepo_megatron.observability.sinks:{LOG}"
+# phase -> where the request comes, and from which step on
+PHASES = {
+    "start": (LOOP + "publish_first_weights", 0),
+    "first evaluation": (EVALUATE, 0),
+    "rollout": (ENGINE + "generate", 3),
+    "grading": ("tepo_megatron.rewards.terms:WeightedReward.submit", 3),
+    "old statistics": ("tepo_megatron.actor.actor:Actor.attach_old_stats", 3),
+    "update": (UPDATE, 3),
+    "weight update": ("tepo_megatron.weight_sync.sync:WeightSync.push", 3),
+    "record": (RECORD, 3),
+    "evaluation": (EVALUATE, 3),
+    "save": ("tepo_megatron.checkpoint.checkpoints:Checkpoints.save", 3),
+    "writing": ("tepo_megatron.checkpoint.saving:write_items", 3),
+    "last update": (UPDATE, w.STEPS),
+    "export": ("tepo_megatron.actor.actor:Actor.export_hf", 0),
+    "last evaluation": (EVALUATE, w.STEPS),
+}
+NEVER_SAVED = ("save", "writing")  # phases that exist only with checkpoint.every
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return w.write_inputs(tmp_path_factory.mktemp("inputs") / "model")
+
+
+@pytest.fixture(scope="module")
+def straight(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Outcome]:
+    """The run that nobody asks for anything, by tp."""
+    made: dict[int, Outcome] = {}
+
+    def run(tp: int) -> Outcome:
+        if tp not in made:
+            folder = tmp_path_factory.mktemp("straight")
+            cfg = w.run_config(model, folder, parallel={"tp": tp})
+            w.attempt(cfg, folder / "journal")
+            made[tp] = w.outcome(cfg, folder / "journal")
+        return made[tp]
+
+    return run
+
+
+def assert_no_step_was_repeated(run: Path, stops: int) -> None:
+    """Assert that each of these requests ended the run, and that no recorded step was taken twice."""
+    log = (run / "log.txt").read_text()
+    assert log.count("ended on request after step ") == stops
+    assert not (run / "metrics.lost.jsonl").exists(), "a recorded step was not in the checkpoint"
+    assert not any((run / name).exists() for name in FILES), "the resumed run removes requests and answers"
+
+
+def test_a_run_that_is_asked_to_end_in_several_phases_loses_no_step(
+    straight: Callable[[int], Outcome], model: Path, tmp_path: Path
+) -> None:
+    """Without checkpoint.every, all checkpoints are those on demand."""
+    cfg = w.run_config(model, tmp_path)
+    phases = ("first evaluation", "rollout", "evaluation", "last update")
+    w.lineage(cfg, tmp_path / "journal", *(Request(*PHASES[phase]) for phase in phases))
+    w.assert_same(w.outcome(cfg, tmp_path / "journal"), straight(1))
+    assert_no_step_was_repeated(cfg.run_dir, len(phases))
+    ends = re.findall(r"ended on request after step (\d+);", (cfg.run_dir / "log.txt").read_text())
+    assert ends == ["0", "2", "4", str(w.STEPS)]  # in the rollouts of step 3, the evaluation of 4, the update of the last
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize(("tp", "checkpoint"), [(1, {"every": 0}), (2, {"every": 1}), (2, {"every": 2, "asynchronous": False})])
+def test_a_request_in_any_phase_changes_nothing(
+    straight: Callable[[int], Outcome], model: Path, tmp_path: Path, phase: str, tp: int, checkpoint: dict[str, Any]
+) -> None:
+    if phase in NEVER_SAVED and not checkpoint["every"]:
+        pytest.skip("nothing is saved before the request")
+    cfg = w.run_config(model, tmp_path, parallel={"tp": tp}, checkpoint=checkpoint)
+    w.lineage(cfg, tmp_path / "journal", Request(*PHASES[phase]))
+    w.assert_same(w.outcome(cfg, tmp_path / "journal"), straight(tp))
+    assert_no_step_was_repeated(cfg.run_dir, 1)
+
+
+AHEAD = {"filter_uniform_groups": False, "max_generation_rounds": 1, "record": True}
+MODES: dict[str, dict[str, Any]] = {
+    "colocated": {"rollout": AHEAD | {"colocate": True}},
+    "one step ahead": {"rollout": AHEAD | {"max_staleness": 1}},
+    "partial rollouts": {"rollout": AHEAD | {"max_staleness": 2, "on_weight_update": "continue", "oversample": 1.5}},
+}
+
+
+@pytest.mark.parametrize(
+    "phase", [pytest.param("rollout"), *(pytest.param(p, marks=pytest.mark.full) for p in ("update", "evaluation"))]
+)
+@pytest.mark.parametrize("mode", MODES)
+def test_every_schedule_saves_its_last_step_and_takes_the_same_prompts(
+    model: Path, tmp_path: Path, mode: str, phase: str
+) -> None:
+    def prompts(folder: Path, *requests: Kill) -> list[list[int]]:
+        cfg = w.run_config(model, folder, **MODES[mode])
+        w.lineage(cfg, folder / "journal", *requests)
+        assert_no_step_was_repeated(cfg.run_dir, len(requests))
+        steps = [record.read(cfg.run_dir / record.FOLDER, step)[0] for step in range(1, w.STEPS + 1)]
+        return [sorted({r.prompt_id for r in rollouts}) for rollouts in steps]
+
+    asked = prompts(tmp_path / "asked", Request(*PHASES[phase]))
+    assert len(asked) == w.STEPS and all(asked)
+    if mode != "partial rollouts":  # with which the order of arrival decides
+        assert asked == prompts(tmp_path / "straight")
+
+
+def test_a_request_to_save_is_answered_once_and_the_run_goes_on(model: Path, tmp_path: Path) -> None:
+    cfg = w.run_config(model, tmp_path, checkpoint={"keep_last": 9})
+    w.attempt(cfg, tmp_path / "journal", 0, Request(ENGINE + "generate", 3, name=SAVE))
+    assert [path.name for path in (cfg.run_dir / "checkpoints").iterdir()] == ["step-00000003"]
+    assert not (cfg.run_dir / SAVE).exists() and not (cfg.run_dir / STOPPED).exists()
+    assert len(w.records(cfg.run_dir)) == w.STEPS
+
+
+def test_requests_to_a_run_that_has_ended_do_not_concern_the_next_start(model: Path, tmp_path: Path) -> None:
+    cfg = w.run_config(model, tmp_path, training={"steps": 1}, checkpoint={"every": 1})
+    w.attempt(cfg, tmp_path / "journal")
+    for name in FILES:
+        (cfg.run_dir / name).touch()
+    w.attempt(replace(cfg, resume=True, training=replace(cfg.training, steps=2)), tmp_path / "journal", 1)
+    assert len(w.records(cfg.run_dir)) == 2 and not (cfg.run_dir / STOP).exists()
