@@ -27,10 +27,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="tepo", description="Token-level policy optimization on Megatron-Core.")
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True)
-    added = (
+    for add in (
         _add_train, _add_report, _add_audit, _add_ablate, _add_serve, _add_doctor, _add_evaluate, _add_plan, _add_compare,
-    )  # fmt: skip
-    for add in added:
+    ):  # fmt: skip
         add(commands)
     words = list(sys.argv[1:] if argv is None else argv)
     if len(words) > 1 and words[0] in COMMANDS_WITH_KEYS and words[1].startswith("--") and words[1] != "--help":
@@ -47,6 +46,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except TepoError as e:
         print(f"tepo: error: {escaped(str(e))}", file=sys.stderr)
         return 1
+    except BrokenPipeError:
+        if args.command not in ("plan", "audit"):
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader has seen enough, such as `head`
+        return 0
     except KeyboardInterrupt as e:
         print(f"tepo: interrupted {e}".rstrip(), file=sys.stderr)
         return 130
@@ -165,11 +169,8 @@ def _add_compare(commands: Commands) -> None:
 
 
 def _add_audit(commands: Commands) -> None:
-    parser = commands.add_parser(
-        "audit",
-        help="compute every number of each token's loss again in fp64, and compare it with what training used",
-        epilog="The run must have been trained with logging.audit_every. Exit status 1: something differs. See docs/audit.md.",
-    )
+    text = "compute each token's loss again in fp64, and compare it with what training used; 1: it differs (docs/audit.md)"
+    parser = commands.add_parser("audit", help=text)
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the run's directory, runs/NAME")
     parser.add_argument("--step", type=int, required=True, metavar="K", help="a recorded step")
     parser.add_argument(
@@ -299,11 +300,7 @@ def plan(args: argparse.Namespace, overrides: list[str]) -> int:
         raise ConfigError(f"--dropped {args.dropped:g}: a share of at least 0 and below 1")
     request = PlanRequest(args.gpus, args.gpu, args.prompt, args.response, args.json, args.dropped)
     predictor = predictor_of(load_config(args.config, overrides), request)
-    try:
-        return plan(predictor, request, lambda text: print(escaped(text), flush=True))
-    except BrokenPipeError:  # the reader has seen enough, such as `head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+    return plan(predictor, request, lambda text: print(escaped(text), flush=True))
 
 
 def audit(args: argparse.Namespace, overrides: list[str]) -> int:
@@ -316,11 +313,7 @@ def audit(args: argparse.Namespace, overrides: list[str]) -> int:
     from tepo_megatron.audit.command import parse_token, run
 
     token = None if args.token is None else parse_token(args.token)
-    try:
-        return 0 if run(args.run_dir, args.step, token, lambda text: print(escaped(text), flush=True)) else 1
-    except BrokenPipeError:  # the reader has seen enough, such as `head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+    return 0 if run(args.run_dir, args.step, token, lambda text: print(escaped(text), flush=True)) else 1
 
 
 def report_on(run_dirs: Sequence[Path], out: Path | None) -> Path:
