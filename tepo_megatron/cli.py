@@ -176,7 +176,7 @@ def _add_audit(commands: Commands) -> None:
     parser.add_argument(
         "--token", metavar="SEQUENCE:POSITION", help="show one token: index of the sequence in the step, and of the token in it"
     )
-    parser.set_defaults(run=audit)
+    parser.set_defaults(run=_audit)
 
 
 def _doctor(args: argparse.Namespace, overrides: list[str]) -> int:
@@ -203,6 +203,12 @@ def _compare(args: argparse.Namespace, overrides: list[str]) -> int:
 
     compare_folders(args.first, args.second).print()
     return 0
+
+
+def _audit(args: argparse.Namespace, overrides: list[str]) -> int:
+    from tepo_megatron.audit.command import print_audit
+
+    return print_audit(args.run_dir, args.step, args.token)
 
 
 def _report(args: argparse.Namespace, overrides: list[str]) -> int:
@@ -301,19 +307,6 @@ def plan(args: argparse.Namespace, overrides: list[str]) -> int:
     request = PlanRequest(args.gpus, args.gpu, args.prompt, args.response, args.json, args.dropped)
     predictor = predictor_of(load_config(args.config, overrides), request)
     return plan(predictor, request, lambda text: print(escaped(text), flush=True))
-
-
-def audit(args: argparse.Namespace, overrides: list[str]) -> int:
-    """Run `tepo audit RUN_DIR --step K [--token SEQUENCE:POSITION]`; return 1 if something differs.
-
-    Args:
-        args: The parsed options.
-        overrides: Empty.
-    """
-    from tepo_megatron.audit.command import parse_token, run
-
-    token = None if args.token is None else parse_token(args.token)
-    return 0 if run(args.run_dir, args.step, token, lambda text: print(escaped(text), flush=True)) else 1
 
 
 def report_on(run_dirs: Sequence[Path], out: Path | None) -> Path:

@@ -1,6 +1,7 @@
 """The command `tepo audit`."""
 
-from collections.abc import Callable
+import os
+import sys
 from pathlib import Path
 
 from tepo_megatron.audit.comparison import audit_step
@@ -8,6 +9,7 @@ from tepo_megatron.audit.tables import TokenName, step_lines, token_lines
 from tepo_megatron.config.io import load_config
 from tepo_megatron.data import load_tokenizer
 from tepo_megatron.errors import CheckpointError, ConfigError
+from tepo_megatron.utils.escaping import escaped
 
 
 def parse_token(text: str) -> tuple[int, int]:
@@ -18,23 +20,27 @@ def parse_token(text: str) -> tuple[int, int]:
     return int(sequence), int(position)
 
 
-def run(run_dir: Path, step: int, token: tuple[int, int] | None, write: Callable[[str], object]) -> bool:
-    """Audit a step and write the tables; return whether everything agrees.
+def print_audit(run_dir: Path, step: int, token: str | None) -> int:
+    """Audit a step and print the tables; return the exit status: 1 if something differs.
 
     Args:
         run_dir: Folder of the run.
         step: Number of the step.
-        token: Sequence and position of the token to show. None: the whole step.
-        write: Writes one line.
+        token: The token to show, SEQUENCE:POSITION. None: the whole step.
 
     Raises:
+        ConfigError: `token` is no such text.
         DataError: The run kept too little, its records are damaged, or it has no such token.
     """
+    place = None if token is None else parse_token(token)
     audited = audit_step(run_dir, step)
-    for line in step_lines(audited) if token is None else token_lines(audited, *token, _token_names(run_dir)):
-        write(line)
-    write("everything agrees" if audited.agrees else "training and audit DIFFER, see above")
-    return audited.agrees
+    try:
+        for line in step_lines(audited) if place is None else token_lines(audited, *place, _token_names(run_dir)):
+            print(escaped(line), flush=True)
+        print("everything agrees" if audited.agrees else "training and audit DIFFER, see above", flush=True)
+    except BrokenPipeError:  # the reader has seen enough, such as `head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0 if audited.agrees else 1
 
 
 def _token_names(run_dir: Path) -> TokenName:

@@ -116,7 +116,7 @@ class LoggingConfig:
     # measurement repeats the pass for the old log-probs under another packing.
     noise_floor_every: NonNegative = 20
     # Number of steps between records of every number that each token's loss is made of, for `tepo audit`, beginning with step
-    # 1; 0: never. A record takes about 80 bytes for each response token and update, in audit/ of the run's folder, which all
+    # 1; 0: never. A record takes 70 to 110 bytes for each response token and update, in audit/ of the run's folder, which all
     # ranks must share.
     audit_every: NonNegative = 0
     # Record the memory that ranks and servers hold at the end of each phase. rollout.colocate always records it.

@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tepo_megatron.audit.comparison import audit_step
 from tepo_megatron.config.io import load_config
 from tepo_megatron.controller.step_log import KEYS, PHASES
 from tepo_megatron.inference import sglang
@@ -29,6 +30,7 @@ def metrics_of(run: Path) -> list[dict]:
 def test_a_run_from_base_model_to_report(tepo, arguments, base: Path, tmp_path: Path, engine: str) -> None:
     settings = {"training__steps": STEPS, "evaluation__every": 1, "optimizer__warmup_steps": 0, "rollout__engine": engine}
     settings |= {"rollout__prompts_per_step": 8, "training__minibatch_prompts": 4, "evaluation__max_problems": 16}
+    settings |= {"logging__audit_every": STEPS - 1}
     command = tepo(*arguments(base, name="whole", **settings))
     assert command.wait(240) == 0, command.output
     command.assert_nothing_left()
@@ -43,6 +45,11 @@ def test_a_run_from_base_model_to_report(tepo, arguments, base: Path, tmp_path: 
         assert r["rollout/logprob_diff_mean"] <= 1e-5 and r["rollout/logprob_diff_max"] <= 1e-3
         assert 0 < r["rollout/kept_groups"] <= 32 and r["actor/grad_norm"] > 0
         assert r["tepo/ratio_p01"] <= r["tepo/ratio_p50"] <= r["tepo/ratio_p99"]
+
+    for step in range(1, STEPS + 1):
+        audit = tepo("audit", run, "--step", str(step))
+        assert audit.wait(60) == 0 and "everything agrees" in audit.output, audit.output
+        assert audit_step(run, step).logged_loss == records[step - 1]["loss/total"]
 
     summary = json.loads((run / "summary.json").read_text())
     assert summary.keys() == {"accuracy_before", "accuracy_after", "standard_error", "steps", "seconds"}
