@@ -87,7 +87,7 @@ class CodeVersion:
                 if self.tree is not None:
                     diff = _git(self.source, "diff", "--binary", str(self.commit), self.tree, environment=environment)
                     folder.with_name(f"{folder.name}.diff").write_text(diff, errors="surrogateescape")
-            with contextlib.suppress(FileExistsError, OSError):
+            with contextlib.suppress(OSError):  # another submission has made it, or it is missing below
                 part.rename(folder)
         except OSError as e:
             raise ConfigError(f"{folder}: the snapshot of the code cannot be written ({e}); choose another `output`") from None

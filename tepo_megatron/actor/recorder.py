@@ -18,6 +18,7 @@ from tepo_megatron.distributed.parallel import ParallelDims
 from tepo_megatron.losses.inputs import LossInputs
 from tepo_megatron.losses.objective import Objective
 from tepo_megatron.losses.weighting import BatchStatistics
+from tepo_megatron.observability.run_dir import audit_folder
 from tepo_megatron.types import LossOutput, PackedMicrobatch, TokenStats, TrainBatch
 from tepo_megatron.utils.storage import writing
 from tepo_megatron.utils.tensor_files import write_tensors
@@ -27,14 +28,14 @@ class TokenRecorder:
     """Records the tokens of one step. Every rank makes one and calls every method.
 
     Args:
-        folder: Folder of the run's audit records. All ranks share it.
+        run_dir: Folder of the run. All ranks share it.
         step: Number of the step.
         objective: The loss.
         groups: The mesh.
     """
 
-    def __init__(self, folder: Path, step: int, objective: Objective, groups: ParallelDims) -> None:
-        self._folder, self._groups = folder / f"step-{step:06d}", groups
+    def __init__(self, run_dir: Path, step: int, objective: Objective, groups: ParallelDims) -> None:
+        self._folder, self._groups = audit_folder(run_dir, step), groups
         self._text = {"objective": json.dumps(dataclasses.asdict(objective)), "shards": str(groups.dp_cp.size)}
         self._updates = 0
         self._microbatches: list[dict[str, Tensor]] = []
@@ -53,7 +54,7 @@ class TokenRecorder:
             groups: The mesh.
         """
         due = logging.audit_every and (step - 1) % logging.audit_every == 0
-        return cls(run_dir / "audit", step, objective, groups) if due else None
+        return cls(run_dir, step, objective, groups) if due else None
 
     def start(self, batch: TrainBatch, updates: int) -> None:
         """Replace what an earlier attempt recorded of the step, and record its sequences. Only rank 0 writes.

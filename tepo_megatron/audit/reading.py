@@ -16,9 +16,9 @@ from torch import Tensor
 
 from tepo_megatron.errors import DataError
 from tepo_megatron.losses import Objective, objective_of
+from tepo_megatron.observability.run_dir import AUDIT, audit_folder
 from tepo_megatron.utils.tensor_files import DAMAGE, read_tensors
 
-FOLDER = "audit"
 INPUTS = ("logprob", "entropy", "old_logprob", "old_entropy", "rollout_logprob", "group_advantage")
 USED = ("advantage", "ratio", "clipped", "entropy_change", "kl_mask", "kl", "share", "loss")  # every loss has these terms
 Array = NDArray[Any]
@@ -115,7 +115,7 @@ class AuditUpdate:
 
 def steps(run: Path) -> list[int]:
     """Return the steps that a run has recorded for audits, ascending."""
-    names = (path.name.removeprefix("step-") for path in (run / FOLDER).glob("step-*"))
+    names = (path.name.removeprefix("step-") for path in (run / AUDIT).glob("step-*"))
     return sorted(int(name) for name in names if name.isascii() and name.isdigit())
 
 
@@ -131,7 +131,7 @@ def step_folder(run: Path, step: int) -> Path:
     """
     known = steps(run)
     if step in known:
-        return run / FOLDER / f"step-{step:06d}"
+        return audit_folder(run, step)
     if not known:
         why = "this run kept no numbers of single tokens" if run.is_dir() else "there is no such folder"
         raise DataError(f"{run}: {why}; train with --logging.audit_every 1 and audit that run")

@@ -19,6 +19,7 @@ from tepo_megatron.utils.storage import disk_fault
 if TYPE_CHECKING:
     from tepo_megatron.config import Config
 
+AUDIT = "audit"  # folder with the recorded terms of each token's loss, a folder for each step
 Inputs = Sequence[tuple[str, str | None]]  # (config key, path) of everything that a run reads
 # Files of a run that made progress. A failed start leaves none of them.
 _SIGNS = ("summary.json", "hf", "checkpoints", "metrics.lost.jsonl")
@@ -29,10 +30,20 @@ _HANG = {"hang.txt": "hang.former.txt"}
 _OF_A_RUN = (
     "checkpoints", *_OUTCOME, *_OUTCOME.values(), *_HANG, *_HANG.values(), "summary.json.partial", "evaluation.jsonl.partial",
     "config.yaml", "config.yaml.partial", "metrics.jsonl", "metrics.jsonl.partial", "metrics.lost.jsonl",
-    "metrics.lost.jsonl.partial", "rollouts", "audit", "evaluation", "log.txt", "server.log", "report.html",
+    "metrics.lost.jsonl.partial", "rollouts", AUDIT, "evaluation", "log.txt", "server.log", "report.html",
     "report.html.partial", "report.png", "report.png.partial", "hf", "hf.partial", "hf.former", "tensorboard", "wandb",
     "stacks", *save_requests.FILES,
 )  # fmt: skip
+
+
+def audit_folder(run_dir: Path, step: int) -> Path:
+    """Return the folder with the recorded loss terms of a step.
+
+    Args:
+        run_dir: Folder of the run.
+        step: Number of the step.
+    """
+    return run_dir / AUDIT / f"step-{step:06d}"
 
 
 def prepare(cfg: "Config") -> Path:

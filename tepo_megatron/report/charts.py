@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import matplotlib
@@ -117,6 +118,10 @@ def sections(run: RunRecord, prefix: str) -> list[ChartSection]:
         ChartSection("Mismatch and time", time),
         ChartSection(
             "Figures 2 and 3 of the paper",
-            [draw(panel, paper_figures.CAPTIONS[key]) for key, panel in paper_figures.PANELS.items() if key in curves],
+            [
+                chart(f"{prefix}-paper-{it.key.replace('/', '-')}", it.caption, partial(it.draw, curves=curves), run.last_step)
+                for it in paper_figures.FIGURES
+                if it.key in curves
+            ],
         ),
     ]

@@ -4,6 +4,7 @@ Its text gives two numbers, the mean seconds per step. Its curves have no printe
 """
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,79 +16,78 @@ from tepo_megatron.report.drawing import Curves
 
 SECONDS = {"TEPO": 338.0, "DAPO/GRPO": 357.0}  # mean seconds per step: caption of Figure 2
 SOURCE = "arXiv 2604.12736"
-# key of metrics.jsonl -> the paper's figure of it, and what the paper says
-CAPTIONS = {
-    "loss/clip_fraction": f"Figure 2a of {SOURCE}: TEPO's is below that of DAPO/GRPO. It prints no values.",
-    "seconds/total": f"Figure 2b of {SOURCE}: 338 s for TEPO, 357 s for DAPO/GRPO, machines not named.",
-    "reward/mean": f"Figure 3a of {SOURCE}: TEPO's is steadier and higher. It prints no values.",
-    "actor/grad_norm": f"Figure 3b of {SOURCE}, in percent of what it does not say: TEPO's is higher throughout.",
-}
 
 
-def clip_ratio(figure: Figure, cell: SubplotSpec, curves: Curves) -> None:
-    """Draw the share of clipped tokens, Figure 2a.
+@dataclass(frozen=True)
+class PaperFigure:
+    """One plot of the paper's figures.
 
-    Args:
-        figure: Figure to draw into.
-        cell: Cell of its grid.
-        curves: Records of the run.
+    Attributes:
+        key: Key of metrics.jsonl.
+        title: Number and quantity.
+        label: Label of the run's curve.
+        color: Color of the run's curve.
+        caption: What the paper says.
+        percent: Whether values are shares, shown in percent.
+        from_zero: Whether the axis starts at 0; it then reaches at least `at_least`.
+        at_least: Least upper end of that axis.
+        seconds: Whether the paper's two means are drawn too. The axis is logarithmic then: machines differ a lot.
     """
-    (axis,) = draw.stacked(figure, cell, "Figure 2a: clip ratio", 1)
-    draw.line(axis, curves, curves["loss/clip_fraction"], draw.RED, "tokens clipped")
-    axis.yaxis.set_major_formatter(draw.PERCENT)
-    draw.from_zero(axis, at_least=1e-3)
-    draw.legend(axis)
+
+    key: str
+    title: str
+    label: str
+    color: str
+    caption: str
+    percent: bool = False
+    from_zero: bool = False
+    at_least: float = 0.0
+    seconds: bool = False
+
+    def draw(self, figure: Figure, cell: SubplotSpec, curves: Curves) -> None:
+        """Draw the plot.
+
+        Args:
+            figure: Figure to draw into.
+            cell: Cell of its grid.
+            curves: Records of the run.
+        """
+        axis: Any = draw.stacked(figure, cell, self.title, 1)[0]
+        values = curves[self.key]
+        draw.line(axis, curves, np.where(values > 0, values, math.nan) if self.seconds else values, self.color, self.label)
+        if self.percent:
+            axis.yaxis.set_major_formatter(draw.PERCENT)
+        if self.from_zero:
+            draw.from_zero(axis, self.at_least)
+        if self.seconds:
+            for (name, seconds), color in zip(SECONDS.items(), (draw.GREEN, draw.ORANGE), strict=True):
+                axis.axhline(seconds, color=color, lw=1.2, ls="--", label=f"{name} in the paper, {seconds:.0f} s")
+            axis.set_yscale("log")
+        draw.legend(axis)
 
 
-def step_seconds(figure: Figure, cell: SubplotSpec, curves: Curves) -> None:
-    """Draw the seconds per step with the paper's two means, Figure 2b. The axis is logarithmic: machines differ a lot.
-
-    Args:
-        figure: Figure to draw into.
-        cell: Cell of its grid.
-        curves: Records of the run.
-    """
-    axis: Any = draw.stacked(figure, cell, "Figure 2b: seconds per step", 1)[0]
-    values = curves["seconds/total"]
-    draw.line(axis, curves, np.where(values > 0, values, math.nan), draw.BLUE, "this run")
-    for (name, seconds), color in zip(SECONDS.items(), (draw.GREEN, draw.ORANGE), strict=True):
-        axis.axhline(seconds, color=color, lw=1.2, ls="--", label=f"{name} in the paper, {seconds:.0f} s")
-    axis.set_yscale("log")
-    draw.legend(axis)
-
-
-def reward(figure: Figure, cell: SubplotSpec, curves: Curves) -> None:
-    """Draw the reward, Figure 3a.
-
-    Args:
-        figure: Figure to draw into.
-        cell: Cell of its grid.
-        curves: Records of the run.
-    """
-    (axis,) = draw.stacked(figure, cell, "Figure 3a: reward", 1)
-    draw.line(axis, curves, curves["reward/mean"], draw.ORANGE, "reward of rollouts")
-    axis.yaxis.set_major_formatter(draw.PERCENT)
-    draw.legend(axis)
-
-
-def gradient_norm(figure: Figure, cell: SubplotSpec, curves: Curves) -> None:
-    """Draw the gradient norm, Figure 3b.
-
-    Args:
-        figure: Figure to draw into.
-        cell: Cell of its grid.
-        curves: Records of the run.
-    """
-    (axis,) = draw.stacked(figure, cell, "Figure 3b: gradient norm", 1)
-    draw.line(axis, curves, curves["actor/grad_norm"], draw.PURPLE, "before gradient clipping")
-    draw.from_zero(axis)
-    draw.legend(axis)
-
-
-# key of metrics.jsonl -> its panel
-PANELS = {
-    "loss/clip_fraction": clip_ratio,
-    "seconds/total": step_seconds,
-    "reward/mean": reward,
-    "actor/grad_norm": gradient_norm,
-}
+FIGURES = (
+    PaperFigure(
+        *("loss/clip_fraction", "Figure 2a: clip ratio", "tokens clipped", draw.RED),
+        f"Figure 2a of {SOURCE}: TEPO's is below that of DAPO/GRPO. It prints no values.",
+        percent=True,
+        from_zero=True,
+        at_least=1e-3,
+    ),
+    PaperFigure(
+        *("seconds/total", "Figure 2b: seconds per step", "this run", draw.BLUE),
+        f"Figure 2b of {SOURCE}: 338 s for TEPO, 357 s for DAPO/GRPO, machines not named.",
+        seconds=True,
+    ),
+    PaperFigure(
+        *("reward/mean", "Figure 3a: reward", "reward of rollouts", draw.ORANGE),
+        f"Figure 3a of {SOURCE}: TEPO's is steadier and higher. It prints no values.",
+        percent=True,
+    ),
+    PaperFigure(
+        *("actor/grad_norm", "Figure 3b: gradient norm", "before gradient clipping", draw.PURPLE),
+        f"Figure 3b of {SOURCE}, in percent of what it does not say: TEPO's is higher throughout.",
+        from_zero=True,
+    ),
+)
+CAPTIONS = {figure.key: figure.caption for figure in FIGURES}

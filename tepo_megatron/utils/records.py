@@ -71,7 +71,7 @@ def parse_lines(data: bytes, first: str) -> list[JsonLine]:
         data: UTF-8, with or without a byte order mark, Unix or Windows line breaks; or UTF-16 with a mark.
         first: First key of every object. It locates a complete record that follows a truncated one in the same line.
     """
-    data = _utf8(data)
+    data = _utf8(data, first)
     lines: list[JsonLine] = []
     for number, raw in enumerate(data.split(b"\n"), start=1):
         raw = raw.removesuffix(b"\r")
@@ -183,9 +183,14 @@ def read_rows(path: Path, first: str, take: Callable[[Record], Any]) -> tuple[li
     return made, named_faults(unreadable)
 
 
-def _utf8(data: bytes) -> bytes:
+def _record_start(first: str) -> bytes:
+    return b'{"' + first.encode() + b'":'
+
+
+def _utf8(data: bytes, first: str) -> bytes:
+    is_wide = _record_start(first) not in data  # else the mark is damage in front of records that can be read
     for mark, encoding in _WIDE.items():
-        if data.startswith(mark):
+        if is_wide and data.startswith(mark):
             try:
                 return data[: len(data) // 2 * 2].decode(encoding).encode(errors="surrogatepass")
             except UnicodeError:
@@ -198,7 +203,7 @@ def _lines_in(number: int, raw: bytes, first: str) -> list[JsonLine]:
     whole = _object(number, raw)
     if whole.value is not None or len(raw) > LONGEST_LINE:
         return [whole]
-    begins = [match.start() for match in re.finditer(rb'\{"' + first.encode() + rb'":', raw)][:_MOST_PIECES]
+    begins = [match.start() for match in re.finditer(re.escape(_record_start(first)), raw)][:_MOST_PIECES]
     if not begins or (begins == [0] and _ended(raw) is None):
         return [whole]
     ends = [*begins[1:], len(raw)]

@@ -131,7 +131,7 @@ def _recorder(job: Job, step: int, objective: Any, groups: Any) -> Any:
 
     if job.run is None:
         return None
-    return TokenRecorder(job.run / "audit", step, objective, groups)
+    return TokenRecorder(job.run, step, objective, groups)
 
 
 def _gate(actor: Any, step: int, groups: Any) -> Any:

@@ -291,6 +291,24 @@ def outcome(cfg: Config, journal: Path) -> Outcome:
     return Outcome(records(cfg.run_dir), summary, evaluation, weights(cfg.run_dir), prompts)
 
 
+def undisturbed(model: Path, folder: Callable[[], Path]) -> Callable[[int], Outcome]:
+    """Return the function that makes a run which nobody disturbs, once for each tp, and returns its outcome.
+
+    Args:
+        model: Directory of the model.
+        folder: Returns a new folder.
+    """
+
+    @functools.cache
+    def run(tp: int) -> Outcome:
+        place = folder()
+        cfg = run_config(model, place, parallel={"tp": tp})
+        attempt(cfg, place / "journal")
+        return outcome(cfg, place / "journal")
+
+    return run
+
+
 def assert_same(run: Outcome, straight: Outcome) -> None:
     """Assert that two outcomes are equal, bit for bit.
 

@@ -67,17 +67,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def straight(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Outcome]:
     """The run that nobody kills and that writes no checkpoints, by tp."""
-    made: dict[int, Outcome] = {}
-
-    def run(tp: int) -> Outcome:
-        if tp not in made:
-            folder = tmp_path_factory.mktemp("straight")
-            cfg = w.run_config(model, folder, parallel={"tp": tp})
-            w.attempt(cfg, folder / "journal")
-            made[tp] = w.outcome(cfg, folder / "journal")
-        return made[tp]
-
-    return run
+    return w.undisturbed(model, lambda: tmp_path_factory.mktemp("straight"))
 
 
 def test_the_run_that_nobody_kills_takes_every_prompt_once_an_epoch(straight: Callable[[int], Outcome]) -> None:

@@ -66,6 +66,7 @@ DAMAGES: dict[str, tuple[Damage, set[int], str]] = {
     "all lines doubled": (lambda data: data + data, ALL, "recorded more than once .*: steps 1, 2, 3, 4"),
     "garbage text": (with_line(3, b"what is this\n"), ALL, "line 4 cannot be read: not valid JSON"),
     "garbage bytes": (with_line(0, bytes(range(128, 256)) + b"\n"), ALL, r"line 1 cannot be read: not UTF-8 \(128 bytes\)"),
+    "garbage that begins like UTF-16": (with_line(0, b"\xfe\xff?\n"), ALL, "line 1 cannot be read: not UTF-8"),
     "garbage without an end": (lambda data: data + b"\x00\xff{", ALL, "line 7 cannot be read"),
     "another object": (with_line(1, b'{"loss": 3}\n'), ALL, 'line 2 cannot be read: not an object with an integer "step"'),
     "a list": (with_line(1, b"[1, 2]\n"), ALL, "line 2 cannot be read: not an object"),
