@@ -47,6 +47,7 @@ KINDS: dict[str, Callable[[int], tuple[str, str]]] = {
     "intervals": lambda i: (f"[{i},{i + 1})", rf"{i} \le x < {i + 1}"),
     "roots": lambda i: (rf"{i}\sqrt{{2}}", rf"\sqrt{{{2 * i * i}}}"),
 }
+HOSTILE_GOLD = "8"  # no hostile answer means it; an equation counts by its right-hand side
 
 
 def decode(ids: Sequence[int]) -> str:
@@ -150,7 +151,7 @@ def hostile(every: int) -> dict[str, Any]:
         found, times = Counter[str](), []
         for answer in hostile_answers()[::every]:
             start = time.monotonic()
-            (graded,) = reward.score([response(answer, "7")])
+            (graded,) = reward.score([response(answer, HOSTILE_GOLD)])
             times.append(time.monotonic() - start)
             found[graded.status] += 1
             assert graded.score == 0.0, answer
