@@ -28,6 +28,7 @@ import torch
 from tests.e2e.conftest import Command
 from tests.harness.chaos import roles_of
 from tests.hurting import NOTHING, Clock, disk, ext4, memory_group, slow_group
+from tests.living_folder import paths_below
 from tests.parallel.resume_worlds import records, weights
 
 Hurt = Callable[["Runs", Path], None]
@@ -116,7 +117,7 @@ class Runs:
         ours, theirs = weights(run), weights(self.straight)
         assert ours and ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours), "weights"
         assert all(row["grading/died"] == 0 for row in found)
-        unfinished = [path for path in run.rglob("*") if ".partial" in path.name or ".deleted" in path.name]
+        unfinished = [path for path in paths_below(run) if ".partial" in path.name or ".deleted" in path.name]
         assert not unfinished, unfinished
 
 

@@ -26,6 +26,7 @@ from tests.e2e.conftest import MARK, ROOT, Command, commands, settings
 from tests.e2e.test_secrets import keys_of_servers
 from tests.hosts import Host
 from tests.listening import Listener, Watch, listeners
+from tests.living_folder import files_below, paths_below
 from tests.server.test_engines import CONTROLS
 
 pytestmark = [pytest.mark.server, pytest.mark.e2e, pytest.mark.full]
@@ -80,7 +81,7 @@ def targets_of(found: set[Listener], pids: list[int], run: Path, canary: Path, e
     ports = sorted({one.port for one in found if one.kind == "tcp"})
     server = [one.port for one in found if one.kind == "tcp" and "--port" in one.process and f" {one.port}" in one.process]
     scratch = {str(path) for root in ("/dev/shm", "/tmp") for path in Path(root).glob("tepo-*") if path != run.parents[1]}
-    files = [str(path) for path in sorted(run.rglob("*")) if path.is_file()][:12]
+    files = [str(path) for path in files_below(run)[:12]]
     return Targets(
         host="127.0.0.1",
         ports=ports,
@@ -140,7 +141,7 @@ def test_no_attack_from_another_host_or_user_succeeds(
         command.process.kill()
     assert len(rows) >= ATTACKS
     assert not any(key in line for line in lines for key in secrets)
-    assert not list(folder.rglob("planted*")) and not list(folder.rglob("*.moved"))
+    assert not [path for path in paths_below(folder) if path.name.startswith("planted") or path.suffix == ".moved"]
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [r["step"] for r in records] == list(range(1, len(records) + 1))
     assert all(r["rollout/logprob_diff_mean"] <= 1e-5 for r in records), "weights were changed"

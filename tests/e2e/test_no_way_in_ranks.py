@@ -20,6 +20,7 @@ import psutil
 import pytest
 
 from tests.e2e.test_faults import SHORT
+from tests.living_folder import files_below
 
 pytestmark = pytest.mark.e2e
 NOBODY = 65534
@@ -93,7 +94,7 @@ def test_a_run_listens_on_loopback_alone_and_another_user_reaches_nothing(
     (folder,) = {Path(path) for path in found}
     assert folder.parent == Path(tempfile.gettempdir())
     command.until(lambda: len(list((folder / "heartbeats").iterdir())) == 2, timeout=60)
-    names = [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()]
+    names = [str(path.relative_to(folder)) for path in files_below(folder)]
     assert {"store", "config.yaml"} <= set(names) and any("heartbeats" in name for name in names)
     before = (folder / "config.yaml").read_bytes()
     attack = subprocess.run(

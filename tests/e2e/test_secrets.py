@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.conftest import Command
+from tests.living_folder import files_below
 
 pytestmark = [pytest.mark.server, pytest.mark.e2e, pytest.mark.full]
 GIVEN = ("WANDB_API_KEY", "HF_TOKEN", "TEPO_SERVER_KEY", "OPENAI_API_KEY")
@@ -58,6 +59,6 @@ def keys_of_servers(lines: Iterable[str]) -> set[str]:
 def files_with(hidden: Iterable[str], folder: Path) -> list[Path]:
     """Return the files that hold one of these secrets, as text."""
     needles = [secret.encode() for secret in hidden]
-    files = [path for path in folder.rglob("*") if path.is_file()]
+    files = files_below(folder)
     assert files
     return [path for path in files if any(needle in path.read_bytes() for needle in needles)]

@@ -28,6 +28,7 @@ from tepo_megatron.config import Config
 from tepo_megatron.config.io import load_config, to_yaml, validate_as
 from tests.e2e.conftest import settings
 from tests.e2e.test_faults import SHORT
+from tests.living_folder import paths_below
 from tests.parallel import resume_worlds as w
 
 pytestmark = [pytest.mark.full, pytest.mark.e2e]
@@ -174,4 +175,4 @@ def test_another_job_is_refused_the_folder_of_a_run(job: Job) -> None:
     (job.run / "checkpoints").mkdir(parents=True)
     assert job.set_up() == [1, 0, 0]
     assert "runs/run holds a run already; go on with it with --resume true" in job.said(0)
-    assert not list(job.run.rglob("*.starts"))
+    assert not [path for path in paths_below(job.run) if path.suffix == ".starts"]

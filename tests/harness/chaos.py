@@ -38,6 +38,7 @@ import torch
 from benchmarks.results import commit
 from tepo_megatron.rollout import record
 from tests.e2e.conftest import Command, commands, settings
+from tests.living_folder import paths_below
 from tests.parallel.resume_worlds import records, weights
 from tests.tiny import tiny_qwen3
 
@@ -256,7 +257,8 @@ def left_behind(temporary: Path, run: Path, private_memory: bool) -> list[str]:
     left = [path.name for path in temporary.iterdir() if not path.name.startswith(IGNORED)]
     if private_memory:
         left += [path.name for path in Path("/dev/shm").iterdir()]
-    return left + [str(path.relative_to(run)) for path in run.rglob("*") if ".partial" in path.name or ".deleted" in path.name]
+    unfinished = [path for path in paths_below(run) if ".partial" in path.name or ".deleted" in path.name]
+    return left + [str(path.relative_to(run)) for path in unfinished]
 
 
 def _check_outcome(trial: Trial, bench: Bench, run: Path, straight: Path, private_memory: bool) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 import yaml
 
 from launch.jobs import JobFolder
+from tests.living_folder import files_below
 
 ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / ".venv-launch" / "bin" / "python"
@@ -78,7 +79,7 @@ def call(folder: Path, calls: dict[str, list[str]], python: Path = PYTHON) -> di
 
 def files_with_secret(folder: Path) -> list[Path]:
     """Return the files below a folder that hold the secret, except snapshots of the code, which have this file."""
-    files = (path for path in folder.rglob("*") if path.is_file() and "/launch/code/" not in str(path))
+    files = (path for path in files_below(folder) if "/launch/code/" not in str(path))
     return [path for path in files if SECRET in path.read_text(errors="replace")]
 
 

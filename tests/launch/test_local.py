@@ -16,6 +16,7 @@ import pytest
 import yaml
 
 from tests.launch.cases import PYTHON, ROOT, SECRET, files_with_secret
+from tests.living_folder import files_below
 
 pytestmark = pytest.mark.e2e
 STAND_IN = """#!/bin/bash
@@ -70,7 +71,7 @@ def test_a_run_that_fails_says_why_and_its_logs_are_found(project: Path) -> None
 def test_servers_apart_end_with_the_run(project: Path) -> None:
     apart = ["--rollout.server.rendezvous", "servers", "--sync.transport.folder", "weights", "--rollout.servers", "2"]
     status, _ = ended(launch(project, "run.yaml", "--allow-dirty", "--cluster", "short.yaml", *apart))
-    (log,) = project.rglob("combined.log")
+    (log,) = _logs(project)
     text = log.read_text()
     assert status == 0, text
     assert f"called: -m tepo_megatron train {project}/runs/a/launch/jobs/1/config.yaml; secret: there" in text
@@ -85,7 +86,7 @@ def test_cancel_ends_the_run_and_all_that_it_started(project: Path) -> None:
     process = launch(project, "run.yaml", "--allow-dirty", "--cluster", "long.yaml")
     try:
         deadline = time.monotonic() + 240
-        while not any("called" in log.read_text() for log in project.rglob("combined.log")):
+        while not any("called" in log.read_text() for log in _logs(project)):
             assert process.poll() is None and time.monotonic() < deadline
             time.sleep(0.1)
         assert json.loads((project / "runs/a/launch/jobs/1/job.json").read_text())["id"] == str(process.pid)
@@ -94,9 +95,13 @@ def test_cancel_ends_the_run_and_all_that_it_started(project: Path) -> None:
     finally:
         process.send_signal(signal.SIGTERM)
     assert status == 1
-    (log,) = project.rglob("combined.log")
+    (log,) = _logs(project)
     assert "told to end" in log.read_text()
     assert not any(str(project).encode() in line for line in _command_lines())
+
+
+def _logs(project: Path) -> list[Path]:
+    return [path for path in files_below(project) if path.name == "combined.log"]
 
 
 def _command_lines() -> Iterator[bytes]:
