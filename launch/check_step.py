@@ -12,6 +12,7 @@ from launch.scripts import head, joined
 from launch.sections import SlurmConfig
 from launch.snapshot import shell_lines
 
+_SHOWN = 5  # last lines of a check's log, where the check gave no result
 CHECK = "node_check.py"  # the program, in the folder of a job
 # Variables that the check sets for the tasks.
 VARIABLES = ("LAUNCH_CHECK", "MASTER_ADDR", "MASTER_PORT")
@@ -56,6 +57,23 @@ def container_words(cluster: Cluster, folder: Path, variables: Sequence[str]) ->
     return [*words, f"--container-env={','.join(variables)}"] if variables else words
 
 
+def _no_result(cluster: Cluster, home: Path, name: str) -> list[str]:
+    """Return the shell commands of a batch script that say why the check on all machines gave no result.
+
+    Args:
+        cluster: The cluster's profile.
+        home: Folder of the logs.
+        name: Name of the job.
+    """
+    lines = [f'tail -n {_SHOWN} {shlex.quote(f"{home / name}-check-")}"$SLURM_JOB_ID.log" 2>/dev/null']
+    lines.append(f'echo "{name}: the check gave no result; the end of its log is above"')
+    image = cluster.container.image if cluster.container is not None else ""
+    if image.startswith(("/", ".")):  # Pyxis takes it for a file, and names it in the middle of its own messages
+        why = f"container.image={image} is no file on $SLURMD_NODENAME; import it where all machines see it, or correct it"
+        lines.append(f'if [ ! -f {shlex.quote(image)} ]; then echo "{why}"; fi')
+    return lines
+
+
 def check_lines(cluster: Cluster, folder: Path, slot: JobFolder, need: int, gpus: int, exports: Sequence[str]) -> str:
     """Return the shell code of the check for a batch script of NeMo-Run, after which `nodes` holds the good machines.
 
@@ -89,7 +107,7 @@ mkdir -m 700 -p "$LAUNCH_CHECK"
 {" ".join(word for word in step if word)} || true
 if [ ! -s "$LAUNCH_CHECK/good" ]; then
   echo "launch: the node check failed and nothing was started; {home / name}-check-$SLURM_JOB_ID.log has all of it:"
-  cat "$LAUNCH_CHECK/fault" 2>/dev/null || echo "{name}: the check gave no result; the end of that log says why"
+  cat "$LAUNCH_CHECK/fault" 2>/dev/null || {{ {"; ".join(_no_result(cluster, home, name))}; }}
   exit 1
 fi
 mapfile -t nodes < "$LAUNCH_CHECK/good"

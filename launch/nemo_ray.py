@@ -70,8 +70,9 @@ def submit(job: RayJob) -> str:
     (job.folder / "rayjob.yaml").write_text(_yaml(body))
     with _asking(f"RayJob {job.id} in namespace {job.kuberay.namespace}"):
         handle.api.create_namespaced_custom_object(
-            **_KIND, namespace=job.kuberay.namespace, body=body, _request_timeout=_ANSWER_SECONDS
-        )
+            **_KIND, namespace=job.kuberay.namespace, body=body, _request_timeout=_ANSWER_SECONDS,
+            field_validation="Strict",  # an older KubeRay would otherwise drop fields that it does not know, with a warning
+        )  # fmt: skip
     return f"{job.kuberay.namespace}/{job.id}"
 
 

@@ -37,7 +37,9 @@ class Kubernetes:
             path: Path of the URL.
             body: JSON body of the request. None: no body.
         """
-        path, _, _ = path.partition("?")
+        path, _, query = path.partition("?")
+        if method == "POST" and "fieldValidation=Strict" not in query:
+            return 400, _failure(400, f"{method} {path}: unknown fields would be dropped")
         if method == "POST" and path == JOBS:
             name = body["metadata"]["name"]
             if name in self.jobs:

@@ -10,17 +10,28 @@ import secrets
 import shutil
 import signal
 import socket
+import stat
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from tepo_megatron.utils.processes import die_with_parent
+from tests.hosts import Host
 
 PATH = os.pathsep.join(("/usr/sbin", "/sbin", os.environ.get("PATH", "")))
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol")
 REQUEUE_SECONDS = 5  # no job is started again before the credentials of its former start expire: two minutes by default
+_CGROUP_FOLDER = Path("/sys/fs/cgroup")
+_CONTROLLERS = ("devices", "freezer", "memory")
+_CGROUPS = f"""
+CgroupMountpoint={_CGROUP_FOLDER}
+CgroupPlugin=cgroup/v1
+ConstrainDevices=yes
+ConstrainRAMSpace=yes
+"""
+_NVIDIA = 195  # major number of the devices of NVIDIA's driver
 LOST_SECONDS = 10  # without an answer of its daemon, until a machine is taken for lost: five minutes by default
 
 
@@ -30,6 +41,14 @@ def missing() -> str | None:
     if lacking:
         return f"{', '.join(lacking)} not installed (Debian: slurm-wlm, munge)"
     return None if os.geteuid() == 0 else "slurmd needs root to start tasks"
+
+
+def no_cgroups() -> str | None:
+    """Return why Slurm cannot use cgroups here; None if it can."""
+    for name in _CONTROLLERS:
+        if not os.access(_CGROUP_FOLDER / name / "cgroup.procs", os.W_OK):
+            return f"no cgroup v1 of {name} that this user may write"
+    return None
 
 
 @dataclass(frozen=True)
@@ -55,12 +74,19 @@ class Slurm:
     Attributes:
         environment: Environment variables with which its commands find it.
         stack: Exit stack that ends its daemons.
+        hosts: Hosts that its machines take turns on, the controller on the first; none of them: all are this one.
     """
 
     folder: Path
     environment: dict[str, str]
     stack: contextlib.ExitStack
     daemons: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+    hosts: Sequence[Host] = ()
+
+    @property
+    def enter(self) -> tuple[str, ...]:
+        """Return the prefix of a command line that is to run where the controller does."""
+        return self.hosts[0].enter if self.hosts else ()
 
     def start(self, name: str, command: list[str]) -> None:
         """Start a daemon.
@@ -78,7 +104,8 @@ class Slurm:
 
     def boot(self, machine: str) -> None:
         """Start the daemon of a machine, on which the controller counts once it answers."""
-        self.start(machine, ["slurmd", "-D", "-f", f"{self.folder}/slurm.conf", "-N", machine])
+        enter = self.hosts[(int(machine[1:]) - 1) % len(self.hosts)].enter if self.hosts else ()
+        self.start(machine, [*enter, "slurmd", "-D", "-f", f"{self.folder}/slurm.conf", "-N", machine])
 
     def kill(self, machine: str) -> None:
         """Kill the daemon of a machine and all processes that it started with SIGKILL."""
@@ -92,7 +119,8 @@ class Slurm:
 
     def call(self, *words: str) -> str:
         """Run one of its commands and return the output."""
-        done = subprocess.run(words, env=self.environment, capture_output=True, text=True, timeout=30, check=False)
+        call = [*self.enter, *words]
+        done = subprocess.run(call, env=self.environment, capture_output=True, text=True, timeout=30, check=False)
         assert done.returncode == 0, done.stderr
         return done.stdout
 
@@ -135,7 +163,7 @@ class Slurm:
 
     def idle(self) -> int:
         """Return the number of idle machines; 0 while the controller does not answer."""
-        words = ["sinfo", "--noheader", "--states", "idle", "--format", "%D"]
+        words = [*self.enter, "sinfo", "--noheader", "--states", "idle", "--format", "%D"]
         done = subprocess.run(words, env=self.environment, capture_output=True, text=True, timeout=30, check=False)
         return int(done.stdout.strip() or 0) if done.returncode == 0 else 0
 
@@ -145,14 +173,18 @@ class Slurm:
 
 
 @contextlib.contextmanager
-def running(folder: Path, machines: int, gpus: int = 0) -> Iterator[Slurm]:
+def running(folder: Path, machines: int, gpus: int = 0, hosts: Sequence[Host] = (), cgroups: bool = False) -> Iterator[Slurm]:
     """Run a Slurm until the end of the block; then nothing of it is left.
 
     Args:
         folder: Folder of its files.
         machines: Number of machines.
-        gpus: GPUs of each machine, as generic resources (GRES) whose devices are empty files.
+        gpus: GPUs of each machine, as generic resources (GRES). Their devices are empty files, or with cgroups the files of
+            NVIDIA's driver's devices, which no driver serves here.
+        hosts: Hosts that the machines take turns on, with networks of their own; none of them: all are this one.
+        cgroups: Have Slurm keep processes, memory and devices of each step in cgroups.
     """
+    addresses = [hosts[i % len(hosts)].address if hosts else "127.0.0.1" for i in range(machines)]
     host, free = socket.gethostname(), [free_port() for _ in range(machines + 1)]
     names = [f"n{i + 1}" for i in range(machines)]
     for name in ("state", "spool", "munge"):
@@ -162,7 +194,7 @@ def running(folder: Path, machines: int, gpus: int = 0) -> Iterator[Slurm]:
     key.chmod(0o600)
     settings = f"""
 ClusterName=test
-SlurmctldHost={host}(127.0.0.1)
+SlurmctldHost={host}({addresses[0]})
 SlurmctldPort={free[0]}
 SlurmUser=root
 AuthType=auth/munge
@@ -172,8 +204,8 @@ StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool/%n
 SlurmctldPidFile={folder}/slurmctld.pid
 SlurmdPidFile={folder}/slurmd-%n.pid
-ProctrackType=proctrack/linuxproc
-TaskPlugin=task/none
+ProctrackType=proctrack/{"cgroup" if cgroups else "linuxproc"}
+TaskPlugin=task/{"cgroup" if cgroups else "none"}
 SlurmdParameters=config_overrides
 JobAcctGatherType=jobacct_gather/none
 SelectType=select/cons_tres
@@ -187,12 +219,18 @@ SchedulerParameters=bf_interval=1,sched_interval=2
     if gpus:
         settings += "GresTypes=gpu\n"
         for i in range(gpus):
-            (folder / f"gpu{i}").touch()
+            if cgroups:
+                os.mknod(folder / f"gpu{i}", 0o666 | stat.S_IFCHR, os.makedev(_NVIDIA, i))
+            else:
+                (folder / f"gpu{i}").touch()
         devices = "".join(f"NodeName={name} Name=gpu File={folder}/gpu[0-{gpus - 1}]\n" for name in names)
         (folder / "gres.conf").write_text(devices)
+    if cgroups:
+        (folder / "cgroup.conf").write_text(_CGROUPS)
+        settings += f"FirstJobId={secrets.randbelow(60_000) + 1}\n"  # of which the folders of the kernel are named
     settings += "".join(
-        f"NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=1 RealMemory=1000{gres} State=UNKNOWN\n"
-        for name, port in zip(names, free[1:], strict=True)
+        f"NodeName={name} NodeHostname={host} NodeAddr={address} Port={port} CPUs=1 RealMemory=1000{gres} State=UNKNOWN\n"
+        for name, address, port in zip(names, addresses, free[1:], strict=True)
     )
     settings += f"PartitionName=all Nodes={','.join(names)} Default=YES MaxTime=INFINITE State=UP\n"
     (folder / "slurm.conf").write_text(settings)
@@ -200,10 +238,12 @@ SchedulerParameters=bf_interval=1,sched_interval=2
     files = {"key-file": "key", "pid-file": "pid", "log-file": "log", "seed-file": "seed", "socket": "socket"}
     munge = [f"--{word}={folder}/munge/{name}" for word, name in files.items()]
     with contextlib.ExitStack() as stack:
-        slurm = Slurm(folder, environment, stack)
+        slurm = Slurm(folder, environment, stack, hosts=hosts)
+        if cgroups:
+            stack.callback(_remove_cgroups, names)
         slurm.start("munged", ["munged", "--foreground", "--force", "--num-threads=1", *munge])
         _until(lambda: (folder / "munge" / "socket").exists(), "munged is not up")
-        slurm.start("slurmctld", ["slurmctld", "-D", "-f", f"{folder}/slurm.conf"])
+        slurm.start("slurmctld", [*slurm.enter, "slurmctld", "-D", "-f", f"{folder}/slurm.conf"])
         for name in names:
             slurm.boot(name)
         _until(lambda: slurm.idle() == machines, "no machines", slurm)
@@ -213,6 +253,13 @@ SchedulerParameters=bf_interval=1,sched_interval=2
             for job in slurm.call("squeue", "--noheader", "--format", "%i").split():
                 slurm.call("scancel", job)
             _until(lambda: not slurm.call("squeue", "--noheader"), "jobs are left", slurm)
+
+
+def _remove_cgroups(machines: Sequence[str]) -> None:
+    for top in (_CGROUP_FOLDER / name / f"slurm_{machine}" for name in _CONTROLLERS for machine in machines):
+        for path in sorted((path for path in top.glob("**/") if path.is_dir()), reverse=True):
+            with contextlib.suppress(OSError):  # of another Slurm
+                path.rmdir()
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import tempfile
+from dataclasses import fields
 from pathlib import Path
 
 import yaml
 
 from launch.profile import Cluster
 from launch.ray_plan import RayJob
+from launch.sections import KubeRayConfig
 from tests.launch import cases
 
 CONTAINER = {"image": "registry.example.com/tepo:vllm"}
@@ -16,6 +18,12 @@ SECTION = {
     "namespace": "lab", "claims": {"shared": "/shared"}, "cpu": "96", "memory": "1000Gi", "secret": "keys", "user": 1000,
     "group": 100, "node_selector": {"pool": "h100"}, "tolerations": [{"key": "nvidia.com/gpu", "effect": "NoSchedule"}],
     "devices": {"rdma/hca": 1},
+}  # fmt: skip
+# every key of the section that may be set, and has no value in SECTION
+MORE = {
+    "head_node_selector": {"pool": "cpu"}, "head_tolerations": [{"key": "a", "operator": "Equal", "value": "b"}],
+    "labels": {"kueue.x-k8s.io/queue-name": "lab"}, "annotations": {"k8s.v1.cni.cncf.io/networks": "rdma"},
+    "scheduler": "kai-scheduler", "priority_class": "high", "host_network": True, "capabilities": ["IPC_LOCK"],
 }  # fmt: skip
 CASES = {
     "kuberay_colocated": ["run.yaml", "--cluster", "k8s.yaml"],
@@ -44,6 +52,18 @@ def dry_runs(folder: Path) -> dict[str, tuple[int, str, str]]:
         checksum = RayJob("a", home, 1, [], Cluster()).id.split("-")[-2]
         found[name] = status, cases.normal(out, folder).replace(checksum, "c0ffee"), said
     return found
+
+
+def with_every_key(folder: Path) -> tuple[int, str, str]:
+    """Return status, output and messages of a dry run with a profile that has every key of the section."""
+    tree = prepare(folder)
+    assert isinstance(tree["kuberay"], dict)
+    section = tree["kuberay"] | MORE
+    unset = {field.name for field in fields(KubeRayConfig)} - section.keys()
+    assert all(getattr(KubeRayConfig(**SECTION), name) for name in unset), f"MORE lacks {unset}"
+    (folder / "k8s.yaml").write_text(yaml.safe_dump({**tree, "kuberay": section}))
+    words = cases.before_dashes(CASES["kuberay_apart"], "--executor", "kuberay", "--dry-run")
+    return cases.call(folder, {"every": words})["every"]
 
 
 if __name__ == "__main__":

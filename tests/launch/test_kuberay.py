@@ -73,6 +73,71 @@ def test_what_a_pod_needs_is_in_the_manifest(results: dict[str, tuple[int, str, 
     ]
 
 
+def faults_of(manifests: list[Any]) -> list[list[str]]:
+    """Return the faults of RayJobs under the published schema of KubeRay and Kubernetes."""
+    words, environment = [cases.PYTHON, "-m", "tests.launch.kuberay_schema"], {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run(
+        words, input=json.dumps(manifests), cwd=cases.ROOT, env=environment, capture_output=True, text=True, check=False
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return [list(found) for found in json.loads(done.stdout)]
+
+
+def test_every_manifest_conforms_to_the_schema_of_its_resource(
+    results: dict[str, tuple[int, str, str]], tmp_path: Path
+) -> None:
+    """The last one is of a profile with every key of the section."""
+    every = kuberay_cases.with_every_key(tmp_path)
+    assert every[0] == 0, every[2]
+    texts = [text for _, text, _ in (*results.values(), every)]
+    assert faults_of([yaml.safe_load(parts(text)["rayjob.yaml"]) for text in texts]) == [[]] * len(texts)
+
+
+# path of a field in a manifest -> value to set (None: remove it), and the fault
+SPEC = "spec.rayClusterSpec"
+POD, CONTAINER = f"{SPEC}.workerGroupSpecs.0.template.spec", f"{SPEC}.workerGroupSpecs.0.template.spec.containers.0"
+PLANTED = {
+    "spec.entryPoint": ("x", ".spec.entryPoint: a RayJobSpec has no such field"),
+    "spec.shutdownAfterJobFinishes": ("true", ".spec.shutdownAfterJobFinishes: 'true' is no bool"),
+    "spec.backoffLimit": (True, ".spec.backoffLimit: True is no int"),
+    f"{SPEC}.rayVersion": (2.6, ".rayVersion: 2.6 is no str"),
+    f"{SPEC}.headGroupSpec.template": (None, ".headGroupSpec.template: is missing in a HeadGroupSpec"),
+    f"{SPEC}.headGroupSpec.rayStartParams.num-cpus": (0, ".rayStartParams.num-cpus: 0 is no str"),
+    f"{SPEC}.workerGroupSpecs.0.groupName": (None, ".groupName: is missing in a WorkerGroupSpec"),
+    f"{SPEC}.workerGroupSpecs.0.replicas": ("1", ".replicas: '1' is no int"),
+    f"{SPEC}.workerGroupSpecs.0.template.spec.nodeSelectors": ({}, ".nodeSelectors: a V1PodSpec has no such field"),
+    f"{POD}.containers": (None, ".containers: is missing in a V1PodSpec"),
+    f"{POD}.tolerations": ({"key": "a"}, ".tolerations: {'key': 'a'} is no list"),
+    f"{POD}.volumes.0.persistentVolumeClaim.claim": ("a", ".claim: a V1PersistentVolumeClaimVolumeSource has no such field"),
+    f"{POD}.securityContext.runAsUser": ("10001", ".securityContext.runAsUser: '10001' is no int"),
+    f"{CONTAINER}.name": (None, ".containers[0].name: is missing in a V1Container"),
+    f"{CONTAINER}.command": ("bash", ".containers[0].command: 'bash' is no list"),
+    f"{CONTAINER}.env.0.value": (0, ".env[0].value: 0 is no str"),
+    f"{CONTAINER}.resources.limits.memory": ("64 GB", ".resources.limits.memory: '64 GB' is no quantity"),
+    f"{CONTAINER}.volumeMounts.0.mountpath": ("/a", ".mountpath: a V1VolumeMount has no such field"),
+    f"{CONTAINER}.lifecycle.preStop.exec.command": (None, None),  # not required
+}
+
+
+def test_the_schema_finds_misspelt_fields_wrong_types_and_missing_fields(
+    results: dict[str, tuple[int, str, str]],
+) -> None:
+    planted = []
+    for path, (value, _) in PLANTED.items():
+        body = yaml.safe_load(parts(results["kuberay_colocated"][1])["rayjob.yaml"])
+        *above, last = path.split(".")
+        place = body
+        for key in above:
+            place = place[int(key)] if isinstance(place, list) else place[key]
+        if value is None:
+            del place[last]
+        else:
+            place[last] = value
+        planted.append(body)
+    for (path, (_, said)), found in zip(PLANTED.items(), faults_of(planted), strict=True):
+        assert [fault.endswith(said) for fault in found] == [True] if said else found == [], (path, found)
+
+
 @pytest.mark.parametrize("program", [PROGRAM, SUPERVISOR])
 def test_a_pod_that_is_to_be_ended_asks_the_run_to_save_and_waits(
     results: dict[str, tuple[int, str, str]], tmp_path: Path, program: str
