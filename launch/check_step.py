@@ -57,8 +57,8 @@ def container_words(cluster: Cluster, folder: Path, variables: Sequence[str]) ->
     return [*words, f"--container-env={','.join(variables)}"] if variables else words
 
 
-def _no_result(cluster: Cluster, home: Path, name: str) -> list[str]:
-    """Return the shell commands of a batch script that say why the check on all machines gave no result.
+def _no_result(cluster: Cluster, home: Path, name: str) -> str:
+    """Return the shell code of a batch script that says why the check on all machines gave no result.
 
     Args:
         cluster: The cluster's profile.
@@ -66,12 +66,13 @@ def _no_result(cluster: Cluster, home: Path, name: str) -> list[str]:
         name: Name of the job.
     """
     lines = [f'tail -n {_SHOWN} {shlex.quote(f"{home / name}-check-")}"$SLURM_JOB_ID.log" 2>/dev/null']
-    lines.append(f'echo "{name}: the check gave no result; the end of its log is above"')
+    lines.append(f"echo {shlex.quote(f'{name}: the check gave no result; the end of its log is above')}")
     image = cluster.container.image if cluster.container is not None else ""
     if image.startswith(("/", ".")):  # Pyxis takes it for a file, and names it in the middle of its own messages
-        why = f"container.image={image} is no file on $SLURMD_NODENAME; import it where all machines see it, or correct it"
-        lines.append(f'if [ ! -f {shlex.quote(image)} ]; then echo "{why}"; fi')
-    return lines
+        said = shlex.quote(f"container.image={image} is no file on ")
+        fix = shlex.quote("; import it where all machines see it, or correct it")
+        lines.append(f'[ -f {shlex.quote(image)} ] || echo {said}"$SLURMD_NODENAME"{fix}')
+    return "\n".join(f"    {line}" for line in lines)
 
 
 def check_lines(cluster: Cluster, folder: Path, slot: JobFolder, need: int, gpus: int, exports: Sequence[str]) -> str:
@@ -107,7 +108,9 @@ mkdir -m 700 -p "$LAUNCH_CHECK"
 {" ".join(word for word in step if word)} || true
 if [ ! -s "$LAUNCH_CHECK/good" ]; then
   echo "launch: the node check failed and nothing was started; {home / name}-check-$SLURM_JOB_ID.log has all of it:"
-  cat "$LAUNCH_CHECK/fault" 2>/dev/null || {{ {"; ".join(_no_result(cluster, home, name))}; }}
+  if ! cat "$LAUNCH_CHECK/fault" 2>/dev/null; then
+{_no_result(cluster, home, name)}
+  fi
   exit 1
 fi
 mapfile -t nodes < "$LAUNCH_CHECK/good"

@@ -63,6 +63,7 @@ class RayJobPlan:
     wait_seconds: int
     restarts: int
     error_restarts: int
+    idle_starts: int
     checkpoints: str | None
     check: PlannedScript | None
     state: str
@@ -84,10 +85,12 @@ class RayJobState:
     Attributes:
         starts: Number of starts so far.
         failed_at: Newest checkpoint at each failure.
+        idle: Starts in a row that were asked to end before they had a new checkpoint.
     """
 
     starts: int = 0
     failed_at: list[str] = field(default_factory=list)
+    idle: int = 0
 
     @classmethod
     def read(cls, path: Path) -> RayJobState:
@@ -174,6 +177,7 @@ class RayJobRunner:
                 return 1
             state.starts += 1
             state.write(Path(self._plan.state))
+            began = self._newest()
             try:
                 self._start(nodes, state.starts - 1)
                 return 0
@@ -181,16 +185,20 @@ class RayJobRunner:
                 said = str(e)
             newest, stopped = self._newest(), self._plan.checkpoints is not None and self._answer_to_stop.exists()
             if stopped:
-                said = "the run has saved and ended"
+                said, state.idle = "the run has saved and ended", state.idle + 1 if newest == began else 0
             else:
                 state.failed_at.append(newest)
-                state.write(Path(self._plan.state))
+            state.write(Path(self._plan.state))
             if state.starts > self._plan.restarts:
                 self._say(f"{said}, and {self._plan.restarts} restarts (kuberay.restarts) were made: this is the end")
                 return 1
             if not stopped and state.failed_at.count(newest) > self._plan.error_restarts:
                 limit = f"where kuberay.error_restarts={self._plan.error_restarts} were made"
                 self._say(f"{said}; newest checkpoint: {newest}, {limit}: this is the end")
+                return 1
+            if stopped and state.idle >= self._plan.idle_starts > 0:
+                said = f"{said}; newest checkpoint: {newest}, as at the beginning of {state.idle} starts in a row"
+                self._say(f"{said}: this is the end; use machines that stay longer than a step, or raise kuberay.idle_starts")
                 return 1
             self._say(f"{said}; started again; newest checkpoint: {newest}")
             if stopped:
@@ -199,8 +207,7 @@ class RayJobRunner:
 
     def _machines(self) -> list[Any]:
         """Return a responsive actor on each required machine. Raise Failure if the machines are not available in time."""
-        deadline = time.monotonic() + self._plan.wait_seconds
-        last_logged = 0.0
+        deadline, last_logged = time.monotonic() + self._plan.wait_seconds, 0.0
         while True:
             nodes = sorted(filter(self._usable, ray.nodes()), key=lambda node: (node["NodeName"], node["NodeID"]))
             if len(nodes) >= self._plan.machines:
@@ -279,11 +286,9 @@ class RayJobRunner:
         check = self._plan.check
         if check is None:
             return {}
-        started = {}
-        for i, actor in enumerate(actors):
-            words = [str(self._supervisor), check.log.format(machine=i), "bash", check.path]
-            started[actor.start.remote(_CHECK, words, shared | own[i])] = names[i]
-        self._answers(started)
+        words = [[str(self._supervisor), check.log.format(machine=i), "bash", check.path] for i in range(len(actors))]
+        started = [actor.start.remote(_CHECK, words[i], shared | own[i]) for i, actor in enumerate(actors)]
+        self._answers(dict(zip(started, names, strict=True)))
         while not all(_CHECK in self._answers({a.ended.remote(): n})[0] for a, n in zip(actors, names, strict=True)):
             time.sleep(_LOOK_SECONDS)
         folder = Path(shared["LAUNCH_CHECK"])
@@ -319,8 +324,7 @@ class RayJobRunner:
 
     def _newest(self) -> str:
         """Return the newest complete checkpoint of the run."""
-        folder = Path(self._plan.checkpoints or "")
-        names = [path.name for path in folder.glob("step-*") if re.fullmatch(r"step-\d+", path.name)]
+        names = [p.name for p in Path(self._plan.checkpoints or "").glob("step-*") if re.fullmatch(r"step-\d+", p.name)]
         return max(names, key=lambda name: int(name.removeprefix("step-")), default="none")
 
     @property

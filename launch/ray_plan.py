@@ -140,6 +140,7 @@ class RayJob:
             "wait_seconds": self.kuberay.wait_seconds,
             "restarts": self.kuberay.restarts if self.resumes else 0,
             "error_restarts": self.kuberay.error_restarts,
+            "idle_starts": self.kuberay.idle_starts,
             "checkpoints": str(self.home.parent / "checkpoints") if self.resumes else None,
             "check": None if self.gpus is None else self._planned("check", self.machines, 0),
             "state": str(self.folder / "state.json"),

@@ -67,6 +67,8 @@ class SlurmConfig:
         restarts: Maximum restarts for any reason; 0: never restart.
         error_restarts: Maximum restarts at one checkpoint, or before the first, after a part of the run failed or was killed;
             0: the first failure ends the run.
+        idle_starts: Starts in a row that end at the time limit without a new checkpoint, after which the job ends, because
+            no step fits between its start and the warning. 0: no limit.
         options: Further options of sbatch, by name ("mail_type: END").
     """
 
@@ -83,6 +85,7 @@ class SlurmConfig:
     warning_seconds: Annotated[int, Field(ge=30, le=7200)] = 900
     restarts: NonNegative = 20
     error_restarts: NonNegative = 1
+    idle_starts: NonNegative = 3
     options: dict[str, str] = Field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -227,6 +230,8 @@ class KubeRayConfig:
         wait_seconds: Maximum wait for machines, at the start and after each failure.
         restarts: Maximum restarts of a run for any reason.
         error_restarts: Maximum restarts at one checkpoint, or before the first one.
+        idle_starts: Starts in a row whose pods are taken away before they have a new checkpoint, after which the job ends.
+            0: no limit.
     """
 
     claims: dict[str, str]
@@ -254,6 +259,7 @@ class KubeRayConfig:
     wait_seconds: Annotated[int, Field(ge=1)] = 3600
     restarts: NonNegative = 20
     error_restarts: NonNegative = 1
+    idle_starts: NonNegative = 3
 
     def __post_init__(self) -> None:
         for key in ("cpu", "memory", "head_cpu", "head_memory"):

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from launch import checks, nemo_sky, scripts
+from launch import check_step, checks, nemo_sky, scripts
 from launch.jobs import JobFolder, LogSelection, SubmittedJob
 from launch.layout import Layout
 from launch.nemo_sky import ManagedJob
@@ -25,7 +25,7 @@ from tepo_megatron.config.io import to_yaml
 from tepo_megatron.errors import ConfigError
 
 NAME, RUN_IS_HERE, QUEUES = "skypilot", False, True
-_PORT = 29400  # of torchrun on the first machine, which no other job uses
+_CHECK_SECONDS = 60  # after the check's own time, in which the other machines see its result
 _LOOK_SECONDS = 5  # interval at which a serving machine checks whether training has ended
 _NEEDED = "launch/bootstrap.py"  # a file that identifies a checkout of this project
 
@@ -56,6 +56,10 @@ def check_run(cfg: Config, cluster: Cluster, layout: Layout) -> None:
         raise ConfigError(
             f"output={cfg.output}: give a relative path; on the machines it is below skypilot.workdir={sky.workdir}, and here "
             "it holds the record of the job"
+        )
+    if cluster.node_check.spare_nodes:
+        raise ConfigError(
+            "node_check.spare_nodes is Slurm's; set it to 0: SkyPilot replaces machines, up to skypilot.error_restarts times"
         )
     if not cfg.checkpoint.every and not cfg.rollout.only:
         raise ConfigError("checkpoint.every=0: when machines are lost the run would start over; set it to a number of steps")
@@ -194,8 +198,9 @@ def run_script(cfg: Config, cluster: Cluster, layout: Layout) -> str:
         'start=$(cat "$job.starts")',  # written by the setup
         'mapfile -t machines <<< "$SKYPILOT_NODE_IPS"',
         "rank=$SKYPILOT_NODE_RANK; here=${machines[$rank]}",
+        *_check_lines(cluster, layout.nodes, cluster.gpus if cfg.platform == "cuda" else 0),
     ]
-    meet = f'--rdzv-endpoint "${{machines[0]}}:{cluster.network.port or _PORT}" --node-rank "$rank"'
+    meet = '--rdzv-endpoint "$address:$port" --node-rank "$rank"'
     serves = '--host 0.0.0.0 --address "$here"'  # pods cannot resolve each other's names
     starts = scripts.StartVariables("$((start - 1))", '"$SKYPILOT_TASK_ID-$start"', meet, serves, nemo_sky.CONFIG)
     *words, train = scripts.train_lines(cfg, cluster, layout, starts)
@@ -205,6 +210,34 @@ def run_script(cfg: Config, cluster: Cluster, layout: Layout) -> str:
     if layout.shared:
         return scripts.text([*lines, *words, *scripts.side_by_side(serve, train)])
     return scripts.text([*lines, *_disaggregated(words, train, serve, layout)])
+
+
+def _check_lines(cluster: Cluster, nodes: int, gpus: int) -> list[str]:
+    """Return lines that check all machines, end the start if one is bad, and set the head's `address` and `port`.
+
+    Args:
+        cluster: The cluster's profile.
+        nodes: Number of machines.
+        gpus: GPUs that each of them must have.
+    """
+    names = [f"machine-{i}" for i in range(nodes)]
+    folder = '"$job.$start.check"; mkdir -m 700 "$check" 2>/dev/null || [ -d "$check" ]' if nodes > 1 else "$(mktemp -d)"
+    program = scripts.joined([cluster.python, f"{nemo_sky.CODE}/launch/{check_step.CHECK}"])
+    words = scripts.joined(check_step.check_words(cluster, nodes, gpus))
+    own = nodes > 1 and not cluster.network.interfaces
+    return [
+        f"check={folder}",
+        f'{program} --folder "$check" --names {" ".join(names)} --name "machine-$rank" {words} || true',
+        f"end=$((SECONDS + {cluster.node_check.timeout_seconds + _CHECK_SECONDS}))",  # the first machine judges
+        'until [ -s "$check/good" ] || [ -s "$check/fault" ] || [ $SECONDS -gt $end ]; do sleep 1; done',
+        'if [ ! -s "$check/good" ]; then',
+        '  echo "launch: the node check failed and nothing was started:"',
+        '  cat "$check/fault" 2>/dev/null || echo "it gave no result; its lines above say why"',
+        "  exit 1",
+        "fi",
+        'read -r address port < "$check/endpoint"',
+        *(['. "$check/machine-$rank.sh"'] if own else []),
+    ]
 
 
 def _there(sky: SkypilotConfig) -> list[str]:

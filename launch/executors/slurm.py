@@ -176,11 +176,11 @@ def batch_setup(cfg: Config, slurm: SlurmConfig, home: Path) -> str:
         home: Folder for the log of that step, and for the checkpoints at which starts of the job failed.
     """
     name = cfg.run_dir.absolute().name
-    log, failures = (shlex.quote(str(home / f"{name}-{what}")) for what in ("guard-%j.log", "failures-"))
-    return _before_the_limit(slurm, cfg.run_dir.absolute(), failures) + _after_a_failure(slurm, log)
+    log, failures, idle = (shlex.quote(str(home / f"{name}-{what}")) for what in ("guard-%j.log", "failures-", "idle-"))
+    return _before_the_limit(slurm, cfg.run_dir.absolute(), failures, idle) + _after_a_failure(slurm, log)
 
 
-def _before_the_limit(slurm: SlurmConfig, run: Path, failures: str) -> str:
+def _before_the_limit(slurm: SlurmConfig, run: Path, failures: str, idle: str) -> str:
     """Return the shell code that requeues the job before its time limit, with the variables that `_after_a_failure` also reads.
 
     The request is repeated, because a run that is just starting removes older ones.
@@ -189,8 +189,13 @@ def _before_the_limit(slurm: SlurmConfig, run: Path, failures: str) -> str:
         slurm: Section of the profile.
         run: Folder of the run.
         failures: Quoted start of the path of the file that lists failed starts.
+        idle: The same for starts in a row that ended before their time limit without a new checkpoint.
     """
     patience = patience_of(slurm.warning_seconds)
+    limit = slurm.idle_starts or "$((times + 1))"
+    warning = f"slurm.warning_seconds={slurm.warning_seconds}"
+    longer = f"raise slurm.time={slurm.time}, or lower {warning}, so that a step fits between the start and the warning"
+    earlier = f"raise {warning}, into which an update and a checkpoint have to fit"
     return f"""
 # before the time limit the run saves and ends, and the job is queued again; at the latest {patience} s after the warning
 set +vx
@@ -200,13 +205,23 @@ stopped={shlex.quote(str(run / STOPPED))}
 failures={failures}"$SLURM_JOB_ID"
 rm -f "$stop" "$stopped"
 newest() {{ ls "$checkpoints" 2>/dev/null | grep -E '^step-[0-9]+$' | sort -V | tail -n 1; }}
+began=$(newest); began=${{began:-none}}
+idle={idle}"$SLURM_JOB_ID"
 under_way() {{ kill -0 "${{pids[0]}}" 2>/dev/null; }}
 used_up() {{
   [ "${{SLURM_RESTART_COUNT:-0}}" -ge {slurm.restarts} ] &&
     echo "launch: $1, and slurm.restarts={slurm.restarts} were made: this is the end"
 }}
+without_progress() {{  # why, and the fix
+  at=$(newest)
+  if [ "${{at:-none}}" != "$began" ]; then rm -f "$idle"; return 1; fi
+  echo "$began" >> "$idle"
+  times=$(grep -c "" "$idle")
+  [ "$times" -ge {limit} ] &&
+    echo "launch: $1; newest checkpoint: $began, as at the beginning of $times starts in a row: this is the end; $2"
+}}
 queue_again() {{
-  if used_up "$1"; then return; fi
+  if used_up "$1" || without_progress "$1" "$2"; then return; fi
   at=$(newest); echo "launch: $1; queued again; newest checkpoint: ${{at:-none}}"
   scontrol requeue "$SLURM_JOB_ID"
 }}
@@ -218,8 +233,9 @@ warned() {{
   echo "launch: the time limit is near; newest checkpoint: ${{at:-none}}; the run is asked to save and end"
   while under_way && [ ! -e "$stopped" ] && [ "$SECONDS" -lt "$end" ]; do touch "$stop"; sleep 2; done
   while under_way && [ "$SECONDS" -lt "$end" ]; do sleep 1; done
-  if under_way; then queue_again "the run has not ended {patience} s after the warning"; fi
+  if under_way; then queue_again "the run has not ended {patience} s after the warning" "{earlier}"; fi
 }}
+saved() {{ queue_again "the run has saved and ended" "{longer}"; }}
 trap warned USR1
 if [ -n "${{early:-}}" ]; then later & fi
 """
@@ -249,7 +265,7 @@ after_failure() {{
 ended() {{  # a job that is not RUNNING any more was cancelled, or has reached its limit, or is queued again
   status=$?
   if [ "$status" -eq 0 ] || ! job_says ' JobState=RUNNING '; then return; fi
-  if [ -e "$stopped" ]; then queue_again "the run has saved and ended"; return; fi
+  if [ -e "$stopped" ]; then saved; return; fi
   after_failure "a task ended with status $status"
 }}
 trap ended EXIT

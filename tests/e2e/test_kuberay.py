@@ -179,3 +179,21 @@ def test_a_run_that_is_asked_to_end_is_started_again_and_loses_no_step(site: Sit
     assert saved is not None and int(saved[1]) >= 3, log
     assert f"resume: from the checkpoint of step {int(saved[1])}" in (job.run / "log.txt").read_text()
     assert of_the_run(site) == {}
+
+
+def test_a_run_whose_pods_are_always_taken_away_before_a_step_ends(site: Site, random_model: Path) -> None:
+    job = scripted(site, random_model, {"idle_starts": 2}, training__steps=8, checkpoint__every=8, evaluation__every=0)
+    log = job.run / "launch" / "run-head-1.log"
+    deadline = time.monotonic() + 400
+    while job.process.poll() is None:  # at all times, as the hooks of pods do
+        assert time.monotonic() < deadline, job.output
+        if log.exists() and not (job.run / "stop.done").exists():
+            (job.run / "stop.request").touch()
+        time.sleep(0.2)
+    assert job.process.returncode == 1, job.output
+    assert log.read_text().count("started again; newest checkpoint: none") == 1, log.read_text()
+    assert log.read_text().endswith(
+        "the run has saved and ended; newest checkpoint: none, as at the beginning of 2 starts in a row: this is the end; use "
+        "machines that stay longer than a step, or raise kuberay.idle_starts\n"
+    )
+    assert records(job.run) == [] and of_the_run(site) == {}

@@ -33,8 +33,9 @@ from tests.parallel import resume_worlds as w
 
 pytestmark = [pytest.mark.full, pytest.mark.e2e]
 ROOT = Path(__file__).parents[2]
-# in the place of the training environment's python
+# in the place of the training environment's python; a file `broken` takes the third machine's interface away
 PYTHON = f"""#!/bin/bash
+if [[ $1 = *node_check.py && $SKYPILOT_NODE_RANK = 2 && -e BROKEN ]]; then set -- "$@" --interfaces bond7; fi
 [[ "$*" != *"-m tepo_megatron serve"* ]] || {{ echo "serving: $*"; exec sleep 600; }}
 words=()
 for word in "$@"; do [ "$word" != tepo_megatron ] || word=tests.e2e.scripted_run; words+=("$word"); done
@@ -122,12 +123,12 @@ class Job:
 @pytest.fixture
 def job(random_model: Path, tmp_path: Path) -> Iterator[Job]:
     python = tmp_path / "python"
-    python.write_text(PYTHON)
+    python.write_text(PYTHON.replace("BROKEN", str(tmp_path / "broken")))
     python.chmod(0o755)
     sky = {"infra": "k8s/none", "workdir": str(tmp_path / "volume"), "volumes": {str(tmp_path / "volume"): "none"}}
-    network = {"port": 29417}  # other tests' torchruns may listen on the default one
+    check = {"timeout_seconds": 120}
     cluster = validate_as(
-        Cluster, {"python": str(python), "ranks_per_node": 1, "network": network, "skypilot": sky}, "cluster.yaml"
+        Cluster, {"python": str(python), "ranks_per_node": 1, "node_check": check, "skypilot": sky}, "cluster.yaml"
     )
     (tmp_path / "volume").mkdir()
     words = settings(random_model, **RUN, sync__transport__folder="weights")
@@ -153,6 +154,8 @@ def test_a_job_that_lost_its_machines_resumes_and_its_servers_end_with_it(job: J
     assert "start 2 of this job" in job.said(0)
     machines = job.begin()
     assert [p.wait(300) for p in machines] == [0, 0, 0], "\n".join(map(job.said, range(3)))
+    assert job.said(0).count("node check: good: machine-0, machine-1, machine-2") == 2
+    assert "node check: all-reduce over 3 machines x 1: " in job.said(0)
     assert [r["step"] for r in w.records(job.run)] == [1, 2, 3, 4, 5, 6]
     assert "resume: from the checkpoint of step" in (job.run / "log.txt").read_text()
     assert json.loads((job.run / "summary.json").read_text())["steps"] == 6
@@ -169,6 +172,20 @@ def test_a_run_that_fails_ends_its_servers_with_its_status(job: Job) -> None:
     job.until(lambda: "checkpoint of step 2" in job.said(0) + job.said(1), machines)
     os.killpg(machines[1].pid, signal.SIGKILL)
     assert machines[0].wait(180) == machines[2].wait(60) == 1, "\n".join(map(job.said, range(3)))
+
+
+def test_a_start_with_a_bad_machine_ends_on_all_of_them_with_its_name(job: Job) -> None:
+    (job.folder / "broken").touch()
+    assert job.set_up() == [0, 0, 0], job.said(0)
+    assert [p.wait(200) for p in job.begin()] == [1, 1, 1]
+    for rank in range(3):
+        said = job.said(rank)
+        assert "launch: the node check failed and nothing was started:\nmachine-2: has no interface bond7" in said, said
+    assert "serving" not in job.said(2) and w.records(job.run) == []
+    (job.folder / "broken").unlink()  # SkyPilot starts such a job again
+    assert job.set_up() == [0, 0, 0]
+    machines = job.begin()
+    job.until(lambda: "checkpoint of step 2" in job.said(0) + job.said(1), machines)
 
 
 def test_another_job_is_refused_the_folder_of_a_run(job: Job) -> None:

@@ -149,6 +149,19 @@ def test_a_machine_without_the_shared_folder_ends_the_job_by_name_or_is_left_out
         two[1].call("umount", "--lazy", str(tmp_path))
 
 
+def test_a_job_whose_warning_comes_before_its_first_step_ends(cluster: slurm.Slurm, random_model: Path, tmp_path: Path) -> None:
+    """The warning comes within half a minute, and each task waits first: no start finishes a step."""
+    keys = SLURM | {"time": "00:03:00", "warning_seconds": 150, "setup": ["sleep 20"], "idle_starts": 2}
+    job = job_of(trains(cluster, tmp_path, random_model, slurm=keys, node_check={"skip": ["all_reduce"]}))
+    assert cluster.ended(job, timeout=600) == "FAILED", called(cluster, tmp_path, "logs", "runs/run")
+    said = log_of(tmp_path, "train-batch", job)
+    assert said.count("launch: the run has saved and ended; queued again; newest checkpoint: none") == 1, said
+    assert (
+        "newest checkpoint: none, as at the beginning of 2 starts in a row: this is the end; raise slurm.time=00:03:00" in said
+    )
+    assert records(tmp_path / "runs" / "run") == [] and cluster.about(job)["Restarts"] == "1"
+
+
 def test_a_missing_image_is_found_at_submission_or_ends_the_job_with_its_name(
     cluster: slurm.Slurm, random_model: Path, tmp_path: Path
 ) -> None:

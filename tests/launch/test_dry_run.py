@@ -82,6 +82,7 @@ def test_every_key_of_a_profile_is_in_a_golden_dry_run() -> None:
     trees = [*cases_of, *(tree for name, tree in cases.FILES.items() if name != "run.yaml")]
     elsewhere = {
         "slurm.error_restarts", "kuberay.wait_seconds", "kuberay.restarts", "kuberay.error_restarts", "kuberay.ray_version",
+        "slurm.idle_starts", "kuberay.idle_starts",
         "kuberay.head_cpu", "kuberay.head_memory",
     }  # test_kuberay.py, test_profiles.py and their defaults  # fmt: skip
     sections = {"": Cluster, "slurm": SlurmConfig, "kuberay": KubeRayConfig, "node_check": NodeCheckConfig}
@@ -187,6 +188,56 @@ def test_before_its_time_limit_a_job_asks_the_run_to_end_and_is_queued_again(tmp
         with contextlib.suppress(ProcessLookupError):
             os.killpg(job.pid, signal.SIGKILL)
         job.wait()
+
+
+STOPPED = "touch a/stop.done; exit 75"  # before the first step: the newest checkpoint is the one from which it resumed
+TOO_SHORT = (
+    "raise slurm.time=04:00:00, or lower slurm.warning_seconds=30, so that a step fits between the start and the warning"
+)
+
+
+def test_a_job_whose_warnings_come_before_the_first_step_ends_after_a_few_starts(tmp_path: Path) -> None:
+    setup, environment = batch_code(tmp_path, SHOWN, srun="")
+    environment |= {"STATE": "RUNNING", "REASON": "None", "EXIT": "0:0"}
+
+    def start(number: int, run: str) -> str:
+        """Return the last line of the batch script of one start."""
+        script = f"{setup}\nbash -c '{run}' & pids[0]=$!\nwait $pids"
+        more = {"SLURM_RESTART_COUNT": str(number)}
+        done = subprocess.run(
+            ["bash", "-c", script],
+            cwd=tmp_path, env=environment | more, capture_output=True, text=True, timeout=60, check=False,
+        )  # fmt: skip
+        assert done.returncode == 75 and done.stderr == ""
+        return done.stdout.splitlines()[-1]
+
+    again = "launch: the run has saved and ended; queued again; newest checkpoint: step-"
+    assert [start(number, STOPPED) for number in (0, 1)] == [f"{again}00000005"] * 2
+    assert start(2, SAVED) == f"{again}00000007"  # progress: the count begins anew
+    assert [start(number, STOPPED) for number in (3, 4)] == [f"{again}00000007"] * 2
+    assert start(5, STOPPED) == (
+        "launch: the run has saved and ended; newest checkpoint: step-00000007, as at the beginning of 3 starts in a row: "
+        f"this is the end; {TOO_SHORT}"
+    )
+    assert (tmp_path / "calls").read_text() == "requeue 7\n" * 5
+
+
+def test_a_job_whose_saves_do_not_fit_into_the_warning_ends_after_a_few_starts(tmp_path: Path) -> None:
+    setup, environment = batch_code(tmp_path, SHOWN, srun="")
+    environment |= {"STATE": "RUNNING", "REASON": "None", "EXIT": "0:0"}
+    setup = setup.replace("end=$((SECONDS + 15))", "end=$((SECONDS + 1))")
+    script = f"{setup}\nsleep 60 & pids[0]=$!\nkill -USR1 $$\nkill $pids; wait $pids; trap - EXIT"
+    said = []
+    for _ in range(3):
+        done = subprocess.run(
+            ["bash", "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60, check=False
+        )  # fmt: skip
+        said.append(done.stdout.splitlines()[-1])
+    assert "queued again" in said[0] and "queued again" in said[1]
+    assert said[2].endswith(
+        "as at the beginning of 3 starts in a row: this is the end; raise slurm.warning_seconds=30, into which an update and a "
+        "checkpoint have to fit"
+    )
 
 
 def test_a_warning_during_the_node_check_is_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

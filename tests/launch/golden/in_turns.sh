@@ -52,7 +52,10 @@ unset PYTHONSAFEPATH
 exec .venv/bin/python /project/runs/qwen/launch/jobs/1/node_check.py "$@"' node_check --folder "$LAUNCH_CHECK" --names "${nodes[@]}" --need 2 --gpus 8 --port 0 --infiniband mlx5 --interfaces eth0 --skip '' --least 0 --clock 5 --timeout 300 || true
 if [ ! -s "$LAUNCH_CHECK/good" ]; then
   echo "launch: the node check failed and nothing was started; /project/runs/qwen/launch/qwen-check-$SLURM_JOB_ID.log has all of it:"
-  cat "$LAUNCH_CHECK/fault" 2>/dev/null || echo "qwen: the check gave no result; the end of that log says why"
+  if ! cat "$LAUNCH_CHECK/fault" 2>/dev/null; then
+    tail -n 5 /project/runs/qwen/launch/qwen-check-"$SLURM_JOB_ID.log" 2>/dev/null
+    echo 'qwen: the check gave no result; the end of its log is above'
+  fi
   exit 1
 fi
 mapfile -t nodes < "$LAUNCH_CHECK/good"
@@ -68,13 +71,23 @@ stopped=/project/runs/qwen/stop.done
 failures=/project/runs/qwen/launch/qwen-failures-"$SLURM_JOB_ID"
 rm -f "$stop" "$stopped"
 newest() { ls "$checkpoints" 2>/dev/null | grep -E '^step-[0-9]+$' | sort -V | tail -n 1; }
+began=$(newest); began=${began:-none}
+idle=/project/runs/qwen/launch/qwen-idle-"$SLURM_JOB_ID"
 under_way() { kill -0 "${pids[0]}" 2>/dev/null; }
 used_up() {
   [ "${SLURM_RESTART_COUNT:-0}" -ge 20 ] &&
     echo "launch: $1, and slurm.restarts=20 were made: this is the end"
 }
+without_progress() {  # why, and the fix
+  at=$(newest)
+  if [ "${at:-none}" != "$began" ]; then rm -f "$idle"; return 1; fi
+  echo "$began" >> "$idle"
+  times=$(grep -c "" "$idle")
+  [ "$times" -ge 3 ] &&
+    echo "launch: $1; newest checkpoint: $began, as at the beginning of $times starts in a row: this is the end; $2"
+}
 queue_again() {
-  if used_up "$1"; then return; fi
+  if used_up "$1" || without_progress "$1" "$2"; then return; fi
   at=$(newest); echo "launch: $1; queued again; newest checkpoint: ${at:-none}"
   scontrol requeue "$SLURM_JOB_ID"
 }
@@ -86,8 +99,9 @@ warned() {
   echo "launch: the time limit is near; newest checkpoint: ${at:-none}; the run is asked to save and end"
   while under_way && [ ! -e "$stopped" ] && [ "$SECONDS" -lt "$end" ]; do touch "$stop"; sleep 2; done
   while under_way && [ "$SECONDS" -lt "$end" ]; do sleep 1; done
-  if under_way; then queue_again "the run has not ended 840 s after the warning"; fi
+  if under_way; then queue_again "the run has not ended 840 s after the warning" "raise slurm.warning_seconds=900, into which an update and a checkpoint have to fit"; fi
 }
+saved() { queue_again "the run has saved and ended" "raise slurm.time=04:00:00, or lower slurm.warning_seconds=900, so that a step fits between the start and the warning"; }
 trap warned USR1
 if [ -n "${early:-}" ]; then later & fi
 
@@ -107,7 +121,7 @@ after_failure() {
 ended() {  # a job that is not RUNNING any more was cancelled, or has reached its limit, or is queued again
   status=$?
   if [ "$status" -eq 0 ] || ! job_says ' JobState=RUNNING '; then return; fi
-  if [ -e "$stopped" ]; then queue_again "the run has saved and ended"; return; fi
+  if [ -e "$stopped" ]; then saved; return; fi
   after_failure "a task ended with status $status"
 }
 trap ended EXIT
