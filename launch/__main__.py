@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from launch import jobs, preflight, provenance, snapshot
+from launch import jobs, leftovers, preflight, provenance, snapshot
 from launch.doctor import doctor
 from launch.executors import EXECUTORS, Executor
 from launch.jobs import JobFolder, LogSelection, SubmittedJob
@@ -68,13 +68,20 @@ class Start:
         if self.executor.RUN_IS_HERE and run_dir.finished(cfg):
             print(f"{cfg.run_dir}: this run is finished; only a higher training.steps makes it go on")
             return 0
-        slot = jobs.next_job(cfg.run_dir, self.code)
-        job = self.executor.training(cfg, cluster, layout, self.after, slot)
-        if not self.dry_run:
-            jobs.refuse_unfinished(cfg.run_dir, lambda job: _executor(cfg.run_dir, job).ended(job))
-        if self.executor.RUN_IS_HERE and not self.dry_run:
-            run_dir.claim(cfg, check_only=True).release()  # the run itself prepares its folder
-        return self.submit(job, slot, cluster, cfg)
+        with self.submitting(cfg.run_dir):
+            slot = jobs.next_job(cfg.run_dir, self.code)
+            job = self.executor.training(cfg, cluster, layout, self.after, slot)
+            if not self.dry_run:
+                jobs.refuse_unfinished(cfg.run_dir, lambda job: _executor(cfg.run_dir, job).ended(job))
+            if self.executor.RUN_IS_HERE and not self.dry_run:
+                run_dir.claim(cfg, check_only=True).release()  # the run itself prepares its folder
+            return self.submit(job, slot, cluster, cfg)
+
+    def submitting(self, folder: Path) -> contextlib.AbstractContextManager[None]:
+        """Return the lock of a folder's submissions. A dry run needs none, nor a run on this machine, which has its own."""
+        if self.dry_run or not self.executor.QUEUES:
+            return contextlib.nullcontext()
+        return leftovers.submitting(folder, self.executor.NAME, self.executor.find)
 
     def submit(self, job: Any, slot: JobFolder, cluster: Cluster, cfg: Config | None = None) -> int:
         """Submit a job, or print it in a dry run, and return the exit status.
@@ -197,9 +204,10 @@ def _launch(words: list[str]) -> int:
         raise ConfigError(f"{overrides[0]}: words of `{kind}` come after --")
     if executor.QUEUES and not (args.dry_run or args.no_preflight):
         preflight.check_command(cluster, executor)
-    code = _code(executor)
-    slot = jobs.next_job(Path(args.target), code)
-    return start(code=code).submit(executor.command(kind, rest, slot, cluster, after), slot, cluster)
+    started, folder = start(code=_code(executor)), Path(args.target)
+    with started.submitting(folder):
+        slot = jobs.next_job(folder, started.code)
+        return started.submit(executor.command(kind, rest, slot, cluster, after), slot, cluster)
 
 
 def _code(executor: Executor) -> CodeVersion:

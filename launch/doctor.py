@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 import subprocess
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ from launch.executors import slurm
 from launch.executors.lazy import submission
 from launch.profile import Cluster, load_cluster
 from tepo_megatron.errors import ConfigError
+from tepo_megatron.utils.scratch import PrivateFolder
 
 _LOOK_SECONDS = 2.0
 _WAITING = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "REQUEUED", "SUSPENDED")
@@ -82,10 +82,10 @@ def _here(cluster: Cluster, gpus: int, dry_run: bool) -> int:
     """
     if cluster.kuberay is not None or cluster.skypilot is not None:
         raise ConfigError("doctor: only Slurm's machines and this one can be checked; give a profile with a slurm section")
-    with tempfile.TemporaryDirectory(prefix="launch-doctor-") as folder:
+    with PrivateFolder.create("launch") as private:
         program = Path(__file__).with_name(check_step.CHECK)
         name = os.uname().nodename
-        words = [cluster.python, str(program), "--folder", folder, "--names", name, "--name", name]
+        words = [cluster.python, str(program), "--folder", str(private.path), "--names", name, "--name", name]
         words += check_step.check_words(cluster, 1, gpus)
         if dry_run:
             print(scripts.joined(words))

@@ -130,8 +130,12 @@ class JobFolder:
         except OSError as e:
             raise ConfigError(f"{self.path} cannot be written ({e}); choose another `output`") from None
 
+    def has_run(self) -> bool:
+        """Return whether a process of the job has written into the folder."""
+        return any(self.path.glob("rank-*.log")) or (self.path / PACKAGES).exists()
+
     def remove(self) -> None:
-        """Remove the folder of a submission that was refused."""
+        """Remove the folder of a submission that was refused or killed."""
         shutil.rmtree(self.path, ignore_errors=True)
 
     def record(self, executor: str, job_id: str, shell: Sequence[str] = ()) -> None:
@@ -180,6 +184,12 @@ def next_job(folder: Path, code: CodeVersion | None = None) -> JobFolder:
     nemo = (path.name.rpartition("_")[2] for path in (home / "experiments" / name).glob(f"{name}_*"))  # refused ones, too
     number = 1 + max([*_numbers(folder), *(int(number) for number in nemo if number.isdigit())], default=0)
     return JobFolder(folder.absolute(), number, None if code is None else code.folder(home))
+
+
+def unrecorded(folder: Path) -> list[JobFolder]:
+    """Return the folders of submissions that ended before they recorded a job, oldest first."""
+    found = [JobFolder(folder.absolute(), number) for number in _numbers(folder)]
+    return [slot for slot in found if not (slot.path / _RECORD).exists()]
 
 
 def _numbers(folder: Path) -> list[int]:

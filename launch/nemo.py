@@ -11,7 +11,6 @@ log file name of a single task, so no variable in it is expanded.
 from __future__ import annotations
 
 import signal
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +22,7 @@ from nemo_run.core.execution.slurm import SlurmJobDetails
 from launch.profile import Cluster
 from launch.scripts import Task, variables
 from tepo_megatron.errors import ConfigError
+from tepo_megatron.utils.scratch import PrivateFolder
 
 _POLL_SECONDS = 5  # interval at which the batch script checks its tasks, which delays its reaction to a signal
 
@@ -77,14 +77,15 @@ class Submission:
 
     def render(self) -> str:
         """Return all scripts that a submission to Slurm would run, unchanged. Nothing is left on disk."""
-        with tempfile.TemporaryDirectory(prefix="launch-") as home:
-            with _experiment(self, Path(home)) as experiment:
-                _add_slurm(experiment, self, Path(home))
+        with PrivateFolder.create("launch") as private:
+            home = private.path
+            with _experiment(self, home) as experiment:
+                _add_slurm(experiment, self, home)
                 experiment.dryrun(log=False, delete_exp_dir=False)
             found = Path(home, "experiments", self.name, self.id)
             files = [*found.glob("*_sbatch.sh"), *sorted(found.glob("*/scripts/*.sh"))]
             texts = [f"#==== {file}\n{file.read_text().rstrip()}\n" for file in files]
-            return "\n".join(texts).replace(home, str(self.home))
+            return "\n".join(texts).replace(str(home), str(self.home))
 
     def submit(self) -> str:
         """Submit the job to Slurm and return its number. Raise ConfigError with Slurm's message."""

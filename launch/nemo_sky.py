@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import io
 import os
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import Any
 
 from launch.profile import Cluster
 from tepo_megatron.errors import ConfigError
+from tepo_megatron.utils.scratch import PrivateFolder
 
 HOME = "/nemo_run"  # on the machines: NeMo-Run's copy of the files from `launch`
 CODE, CONFIG = f"{HOME}/code", f"{HOME}/configs/config.yaml"
@@ -53,7 +53,8 @@ class ManagedJob:
 
 def render(job: ManagedJob) -> str:
     """Return the task as SkyPilot would get it, without the values of secrets, and its scripts. Nothing is left on disk."""
-    with tempfile.TemporaryDirectory(prefix="launch-") as scratch:
+    with PrivateFolder.create("launch") as private:
+        scratch = str(private.path)
         with _environment(Path(scratch), HOME=scratch, SKY_RUNTIME_DIR=scratch):
             executor = _executor(job, Path(scratch, "job"))
             task = _task(executor, job)

@@ -6,15 +6,15 @@ import contextlib
 import importlib.metadata
 import os
 import shlex
-import shutil
 import subprocess
 import tarfile
-import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from tepo_megatron.errors import ConfigError
+from tepo_megatron.utils import scratch
+from tepo_megatron.utils.scratch import PrivateFolder
 
 SOURCE = Path(__file__).resolve().parents[1]  # the checkout of this program
 # Folders whose files all belong to the code. Elsewhere only files that Python imports do.
@@ -75,24 +75,26 @@ class CodeVersion:
             ConfigError: Git fails, the folder cannot be written, or the checkout changed meanwhile.
         """
         folder = self.folder(home)
-        if folder is None or folder.is_dir():
+        if folder is None:
+            return None
+        scratch.sweep(folder.parent)  # what a killed submission has left
+        if folder.is_dir():
             return folder
-        part = folder.with_name(f".{folder.name}.{os.getpid()}.part")
         try:
-            part.mkdir(parents=True)  # with the user's umask: processes of other users may read it
-            with _changed_tree(self.source, self.changed) as (environment, tree):
-                if self.tree is not None and tree != self.tree:
-                    raise ConfigError(f"{self.source} was changed during the submission; submit again")
-                _extract(self.source, self.tree or str(self.commit), environment, part)
-                if self.tree is not None:
-                    diff = _git(self.source, "diff", "--binary", str(self.commit), self.tree, environment=environment)
-                    folder.with_name(f"{folder.name}.diff").write_text(diff, errors="surrogateescape")
-            with contextlib.suppress(OSError):  # another submission has made it, or it is missing below
-                part.rename(folder)
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            with PrivateFolder.create("code", folder.parent) as part:
+                with _changed_tree(self.source, self.changed) as (environment, tree):
+                    if self.tree is not None and tree != self.tree:
+                        raise ConfigError(f"{self.source} was changed during the submission; submit again")
+                    _extract(self.source, self.tree or str(self.commit), environment, part.path)
+                    if self.tree is not None:
+                        diff = _git(self.source, "diff", "--binary", str(self.commit), self.tree, environment=environment)
+                        folder.with_name(f"{folder.name}.diff").write_text(diff, errors="surrogateescape")
+                part.path.chmod(0o777 & ~_umask())  # processes of other users may read it
+                with contextlib.suppress(OSError):  # another submission has made it, or it is missing below
+                    part.path.rename(folder)
         except OSError as e:
             raise ConfigError(f"{folder}: the snapshot of the code cannot be written ({e}); choose another `output`") from None
-        finally:
-            shutil.rmtree(part, ignore_errors=True)
         if not folder.is_dir():
             raise ConfigError(f"{folder}: the snapshot of the code cannot be written; choose another `output`")
         return folder
@@ -143,6 +145,12 @@ def shell_lines(code: Path | None) -> tuple[str, ...]:
     )
 
 
+def _umask() -> int:
+    umask = os.umask(0o077)
+    os.umask(umask)
+    return umask
+
+
 def _is_code(path: str) -> bool:
     return path.startswith(_CODE) or path.endswith(".py")
 
@@ -166,11 +174,11 @@ def _changed_tree(source: Path, changed: tuple[str, ...]) -> Iterator[tuple[dict
         yield {}, None
         return
     objects = _git(source, "rev-parse", "--path-format=absolute", "--git-path", "objects").strip()
-    with tempfile.TemporaryDirectory(prefix="launch-git-") as scratch:
-        Path(scratch, "objects").mkdir()
+    with PrivateFolder.create("launch") as private:
+        (private.path / "objects").mkdir()
         environment = {
-            "GIT_INDEX_FILE": f"{scratch}/index",
-            "GIT_OBJECT_DIRECTORY": f"{scratch}/objects",
+            "GIT_INDEX_FILE": f"{private.path}/index",
+            "GIT_OBJECT_DIRECTORY": f"{private.path}/objects",
             "GIT_ALTERNATE_OBJECT_DIRECTORIES": objects,
             "GIT_LITERAL_PATHSPECS": "1",
         }

@@ -89,6 +89,13 @@ class Executor(Protocol):
             The exit status of `launch`.
         """
 
+    def find(self, slot: JobFolder) -> str | None:
+        """Return the id of the job that was submitted from a folder and not recorded. None: there is none, or nobody knows.
+
+        Args:
+            slot: Folder of the submission.
+        """
+
     def state(self, job: SubmittedJob) -> str:
         """Return the state of a job as text."""
 

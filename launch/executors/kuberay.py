@@ -104,7 +104,12 @@ def render(job: RayJob) -> str:
 
 def start(job: RayJob, slot: JobFolder) -> int:
     shell = scripts.shell(job.cluster, Path.cwd(), slot.home, slot.shell_lines())
+    slot.record(NAME, f"{job.kuberay.namespace}/{job.id}", shell)  # a kill from here on hides no job
     return slot.submitted(NAME, _client().submit(job), shell=shell)
+
+
+def find(slot: JobFolder) -> None:
+    return None  # a job is recorded before it is submitted
 
 
 def state(job: SubmittedJob) -> str:

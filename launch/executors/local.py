@@ -57,6 +57,10 @@ def start(job: Submission, slot: JobFolder) -> int:
     return 0 if job.run_here() else 1
 
 
+def find(slot: JobFolder) -> None:
+    return None  # a job is recorded before it starts
+
+
 def state(job: SubmittedJob) -> str:
     if job.host != os.uname().nodename:
         return f"on {job.host}"

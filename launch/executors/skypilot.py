@@ -102,6 +102,10 @@ def start(job: ManagedJob, slot: JobFolder) -> int:
     return slot.submitted(NAME, nemo_sky.submit(job), "managed job")
 
 
+def find(slot: JobFolder) -> None:
+    return None  # names of managed jobs are not unique; `sky jobs queue` lists them
+
+
 def state(job: SubmittedJob) -> str:
     return nemo_sky.status(job.id)
 

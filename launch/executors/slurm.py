@@ -97,6 +97,22 @@ def start(job: Submission, slot: JobFolder) -> int:
     return slot.submitted(NAME, job.submit(), shell=[*container, *slurm.srun_args, *shell])
 
 
+def find(slot: JobFolder) -> str | None:
+    """Return the number of the job in the queue whose batch script is that of a submission.
+
+    Args:
+        slot: Folder of the submission.
+    """
+    listed = _call("squeue", "--noheader", "--me", "--format", "%i|%o")
+    if listed.returncode:
+        raise ConfigError(f"squeue: {' '.join(listed.stderr.split())}; try again once Slurm answers")
+    scripts_of = f"{slot.home}/experiments/{slot.name}/{slot.name}_{slot.number}/"
+    found = [
+        number for number, _, command in (line.partition("|") for line in listed.stdout.splitlines()) if scripts_of in command
+    ]
+    return found[0].strip() if found else None
+
+
 def state(job: SubmittedJob) -> str:
     words = _shown(job)
     if words is not None:

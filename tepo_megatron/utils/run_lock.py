@@ -27,13 +27,17 @@ class RunLock(contextlib.AbstractContextManager["RunLock"]):
     Ranks that inherit `file` keep the lock if the launcher dies. The lock is free once all of them have ended too.
     """
 
-    def __init__(self, run_dir: Path) -> None:
+    def __init__(self, run_dir: Path, what: str = "this run") -> None:
         """Take the lock, creating the folder if it is missing. A refusal leaves everything as it was.
+
+        Args:
+            run_dir: The folder.
+            what: Name of the work under the lock, for messages.
 
         Raises:
             ConfigError: Another process holds the lock (the message names it), or the folder cannot be written.
         """
-        self._path, self._is_new = run_dir / LOCK_FILE, False
+        self._path, self._is_new, self._what = run_dir / LOCK_FILE, False, what
         self._made = _missing(run_dir)
         self.file = -1
         try:
@@ -84,7 +88,7 @@ class RunLock(contextlib.AbstractContextManager["RunLock"]):
     def _refusal(self, file: int) -> ConfigError:
         owner = _read(file)
         who = "" if owner is None else f" (process {owner['pid']} on {owner['host']}, since {owner['since']})"
-        text = f"this run is under way in another process{who}; wait for its end, or choose another `name`"
+        text = f"{self._what} is under way in another process{who}; wait for its end, or choose another `name`"
         return ConfigError(f"{self._path.parent}: {text}")
 
     def _without_locks(self, file: int, error: OSError) -> None:
