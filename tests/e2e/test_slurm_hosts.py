@@ -186,3 +186,14 @@ def test_a_missing_image_is_found_at_submission_or_ends_the_job_with_its_name(
     job = job_of(trains(cluster, tmp_path, random_model, "--no-preflight", **keys))
     cluster.ended(job, timeout=200)  # the task fails: without a container there is no mount of NeMo-Run's scripts
     assert "node check: good: n1, n2" in log_of(tmp_path, "check", job)
+
+
+def test_a_queued_job_without_a_record_is_found_by_its_script(cluster: slurm.Slurm, random_model: Path, tmp_path: Path) -> None:
+    """A `launch` that is killed between sbatch and the record leaves such a job."""
+    keys = {"setup": ["sleep 100"], "restarts": 0}
+    job = job_of(trains(cluster, tmp_path, random_model, slurm=SLURM | {"time": "00:20:00"} | keys))
+    (tmp_path / "runs/run/launch/jobs/1/job.json").unlink()
+    status, said = trains(cluster, tmp_path, random_model, slurm=SLURM | keys)
+    assert status == 1 and f"job 1 of this run (slurm job {job}) has not ended" in said, said
+    assert f"job {job} is cancelled" in called(cluster, tmp_path, "cancel", "runs/run")[1]
+    assert cluster.ended(job, timeout=120) == "CANCELLED"
