@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from launch import jobs, leftovers, preflight, provenance, snapshot
+from launch import jobs, leftovers, login, preflight, provenance, snapshot
 from launch.doctor import doctor
 from launch.executors import EXECUTORS, Executor
 from launch.jobs import JobFolder, LogSelection, SubmittedJob
@@ -36,6 +36,7 @@ USAGE = """
   python -m launch save FOLDER
   python -m launch logs FOLDER [--job N] [--node NODE] [--rank R] [--lines N]
   python -m launch attach FOLDER [--job N] [--node NODE]
+  python -m launch --login HOST:FOLDER WORDS...    # any of these from a laptop
   with --allow-dirty, files that differ from the commit are in the job's snapshot of the code"""
 
 
@@ -115,6 +116,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if words and words[0] in ("status", "logs", "cancel", "attach", "save"):
             print(escaped(_about(words)))
             return 0
+        if len(words) > 1 and words[0] == "--login":
+            return login.call(words[1], words[2:])
         if words and words[0] == "doctor":
             return doctor(words[1:])
         return _launch(words)

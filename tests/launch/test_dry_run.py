@@ -213,7 +213,7 @@ def test_a_job_whose_warnings_come_before_the_first_step_ends_after_a_few_starts
 
     again = "launch: the run has saved and ended; queued again; newest checkpoint: step-"
     assert [start(number, STOPPED) for number in (0, 1)] == [f"{again}00000005"] * 2
-    assert start(2, SAVED) == f"{again}00000007"  # progress: the count begins anew
+    assert start(2, SAVED) == f"{again}00000007"  # progress: the count begins again at zero
     assert [start(number, STOPPED) for number in (3, 4)] == [f"{again}00000007"] * 2
     assert start(5, STOPPED) == (
         "launch: the run has saved and ended; newest checkpoint: step-00000007, as at the beginning of 3 starts in a row: "

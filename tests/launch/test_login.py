@@ -1,0 +1,139 @@
+"""`python -m launch --login` from a laptop: a real ssh and sshd on this machine, and a Slurm that only takes jobs."""
+
+from __future__ import annotations
+
+import contextlib
+import getpass
+import json
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import yaml
+
+from launch.__main__ import main
+from tests.launch.cases import PYTHON, ROOT, SECRET, files_with_secret
+from tests.launch.test_jobs import COMMANDS, TREE
+from tests.launch.test_snapshot import git
+from tests.slurm import free_port
+
+SBIN = os.pathsep.join((os.environ.get("PATH", ""), "/usr/sbin", "/sbin"))
+SSHD = shutil.which("sshd", path=SBIN)
+MISSING = "no sshd or no ssh-keygen (Debian: openssh-server); or this user is not root, whom sshd needs to open a session"
+needs_sshd = pytest.mark.skipif(SSHD is None or shutil.which("ssh-keygen") is None or os.geteuid() != 0, reason=MISSING)
+
+
+@dataclass(frozen=True)
+class Login:
+    """A login node.
+
+    Attributes:
+        laptop: Clone of this project from which launch is called.
+        site: Clone on the login node.
+        environment: Environment of the laptop.
+    """
+
+    laptop: Path
+    site: Path
+    environment: dict[str, str]
+
+    def launch(self, *words: str) -> subprocess.CompletedProcess[str]:
+        """Call launch on the login node from the laptop."""
+        call = [PYTHON, "-m", "launch", "--login", f"cluster:{self.site}", *words]
+        return subprocess.run(
+            call, cwd=self.laptop, env=self.environment, capture_output=True, text=True, timeout=300, check=False
+        )  # fmt: skip
+
+
+@pytest.fixture
+def login(tmp_path: Path) -> Iterator[Login]:
+    laptop, site, etc = (tmp_path / name for name in ("laptop", "site", "etc"))
+    for folder in (laptop, site):
+        git(tmp_path, "clone", "--quiet", str(ROOT), str(folder))
+    (site / ".venv-launch").symlink_to(ROOT / ".venv-launch")
+    etc.mkdir()
+    for name in ("host", "user"):
+        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", etc / name], check=True)
+    bins = {"sbatch": f'[ "$WANDB_API_KEY" = {SECRET} ] && touch "{tmp_path}/secret"\n{COMMANDS["sbatch"]}'}
+    for name, body in (COMMANDS | bins).items():
+        (etc / name).write_text(f"#!/bin/bash\n{body.replace('{0}', str(tmp_path))}\n")
+        (etc / name).chmod(0o755)
+    port = free_port()
+    (etc / "known").write_text(f"[127.0.0.1]:{port} {(etc / 'host.pub').read_text()}")
+    (etc / "sshd_config").write_text(
+        f"ListenAddress 127.0.0.1\nPort {port}\nHostKey {etc}/host\nPidFile none\nUsePAM no\nStrictModes no\n"
+        f"AuthorizedKeysFile {etc}/user.pub\nPermitRootLogin prohibit-password\nSetEnv PATH={etc}:{SBIN}\n"
+    )
+    (etc / "ssh_config").write_text(
+        f"Host cluster\nHostName 127.0.0.1\nPort {port}\nUser {getpass.getuser()}\nIdentityFile {etc}/user\nIdentitiesOnly yes\n"
+        f"UserKnownHostsFile {etc}/known\nStrictHostKeyChecking yes\nBatchMode yes\n"
+    )
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "ssh").write_text(f'#!/bin/bash\nexec {shutil.which("ssh")} -F {etc}/ssh_config "$@"\n')
+    (tmp_path / "bin" / "ssh").chmod(0o755)
+    environment = {**os.environ, "PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "PYTHONPATH": str(laptop)}
+    environment |= {"PYTHONDONTWRITEBYTECODE": "1", "WANDB_API_KEY": SECRET}
+    Path("/run/sshd").mkdir(exist_ok=True)
+    assert SSHD is not None
+    with (etc / "log").open("w") as log, subprocess.Popen([SSHD, "-D", "-e", "-f", etc / "sshd_config"], stderr=log) as sshd:
+        try:
+            deadline = time.monotonic() + 30
+            while "Server listening" not in (etc / "log").read_text():
+                assert sshd.poll() is None and time.monotonic() < deadline, (etc / "log").read_text()
+                time.sleep(0.05)
+            yield Login(laptop, site, environment)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                sshd.terminate()
+
+
+@needs_sshd
+@pytest.mark.e2e
+def test_a_commit_of_a_laptop_is_submitted_on_the_login_node(login: Login) -> None:
+    (login.laptop / "run.yaml").write_text(yaml.safe_dump(TREE))  # is in no commit, and so it is sent
+    profile = {"secrets": ["WANDB_API_KEY"], "environment": {"NOTE": "it's here"}, "slurm": {"account": "lab"}}
+    (login.laptop / "mine.yaml").write_text(yaml.safe_dump(profile))
+    (login.laptop / "launch" / "__init__.py").write_text("# a newer commit\n")
+    words = ["run.yaml", "--executor", "slurm", "--cluster", "mine.yaml", "--no-preflight"]
+    refused = login.launch(*words)
+    assert refused.returncode == 1 and "differs from its commit: launch/__init__.py" in refused.stderr, refused.stderr
+    git(login.laptop, "commit", "--quiet", "--all", "--message", "newer")
+    commit = git(login.laptop, "rev-parse", "HEAD").strip()
+    done = login.launch(*words)
+    assert done.returncode == 0 and done.stdout == "job 47; python -m launch status|logs|cancel|attach runs/a\n", done.stderr
+    run = login.site / "runs" / "a"
+    assert json.loads((run / "launch" / "jobs" / "1" / "code.json").read_text())["commit"] == commit
+    (snapshot,) = (run / "launch" / "code").iterdir()
+    assert snapshot.name == commit[:12] and "newer" in (snapshot / "launch" / "__init__.py").read_text()
+    assert (login.site.parent / "secret").exists(), "the value of a secret has not reached sbatch"
+    assert files_with_secret(run) == files_with_secret(login.site / ".launch" / "files") == []
+    assert git(login.site, "for-each-ref", "refs/launch") == "" and git(login.site, "status", "--porcelain") == ""
+    status = login.launch("status", "runs/a")
+    assert status.returncode == 0 and status.stdout.startswith("job 1: slurm job 47, submitted "), status.stderr
+    again = login.launch(*words)
+    assert again.returncode == 1 and "job 1 of this run (slurm job 47) has not ended" in again.stderr
+    assert login.launch("cancel", "runs/a").stdout == "job 47 is cancelled\n"
+
+
+@needs_sshd
+@pytest.mark.e2e
+def test_an_unknown_host_and_a_folder_that_is_no_clone_are_refused(login: Login) -> None:
+    words = ["examples/demo.yaml", "--executor", "slurm", "--dry-run"]
+    shutil.rmtree(login.site / ".git")
+    no_clone = login.launch(*words)
+    assert no_clone.returncode == 1 and "does not appear to be a git repository" in no_clone.stderr, no_clone.stderr
+    (login.site.parent / "etc" / "known").write_text("")
+    unknown = login.launch(*words)
+    assert unknown.returncode == 1 and "Host key verification failed" in unknown.stderr, unknown.stderr
+    assert login.launch("status", "runs/a").returncode == 255
+
+
+@pytest.mark.parametrize("place", ["cluster", "cluster:", "-oProxyCommand=x:/a", ":/a", "a b:/c", "a:-b"])
+def test_a_place_that_is_no_host_and_folder_is_refused(place: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--login", place, "status", "runs/a"]) == 1
+    assert f"--login {place}: give HOST:FOLDER" in capsys.readouterr().err
