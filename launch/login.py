@@ -65,9 +65,8 @@ def call(place: str, words: Sequence[str]) -> int:
     code.refuse_changes()
     lines, sent = _with_files(words, code.commit)
     _push(f"{host}:{folder}", code.commit)
-    script = _SCRIPT.format(
-        folder=shlex.quote(folder), home=_HOME, commit=code.commit, lines="\n".join(lines), python=_PYTHON, words=shlex.join(sent)
-    )  # fmt: skip
+    texts = {"folder": shlex.quote(folder), "lines": "\n".join(lines), "words": shlex.join(sent)}
+    script = _SCRIPT.format(home=_HOME, commit=code.commit, python=_PYTHON, **texts)
     return _ssh(["-T", host, "bash -s"], script)
 
 

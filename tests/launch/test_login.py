@@ -70,8 +70,8 @@ def login(tmp_path: Path) -> Iterator[Login]:
         f"AuthorizedKeysFile {etc}/user.pub\nPermitRootLogin prohibit-password\nSetEnv PATH={etc}:{SBIN}\n"
     )
     (etc / "ssh_config").write_text(
-        f"Host cluster\nHostName 127.0.0.1\nPort {port}\nUser {getpass.getuser()}\nIdentityFile {etc}/user\nIdentitiesOnly yes\n"
-        f"UserKnownHostsFile {etc}/known\nStrictHostKeyChecking yes\nBatchMode yes\n"
+        f"Host cluster\nHostName 127.0.0.1\nPort {port}\nUser {getpass.getuser()}\nIdentityFile {etc}/user\n"
+        f"IdentitiesOnly yes\nUserKnownHostsFile {etc}/known\nStrictHostKeyChecking yes\nBatchMode yes\n"
     )
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "ssh").write_text(f'#!/bin/bash\nexec {shutil.which("ssh")} -F {etc}/ssh_config "$@"\n')
