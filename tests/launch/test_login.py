@@ -112,7 +112,8 @@ def test_a_commit_of_a_laptop_is_submitted_on_the_login_node(login: Login) -> No
     assert snapshot.name == commit[:12] and "newer" in (snapshot / "launch" / "__init__.py").read_text()
     assert (login.site.parent / "secret").exists(), "the value of a secret has not reached sbatch"
     assert files_with_secret(run) == files_with_secret(login.site / ".launch" / "files") == []
-    assert git(login.site, "for-each-ref", "refs/launch") == "" and git(login.site, "status", "--porcelain") == ""
+    assert git(login.site, "for-each-ref", "refs/launch") == ""
+    assert git(login.site, "status", "--porcelain") == "?? .venv-launch\n"  # which is a folder elsewhere, and ignored
     status = login.launch("status", "runs/a")
     assert status.returncode == 0 and status.stdout.startswith("job 1: slurm job 47, submitted "), status.stderr
     again = login.launch(*words)
