@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from launch import bootstrap
 from launch.executors import skypilot
 from launch.layout import lay_out
 from launch.profile import Cluster
+from launch.sections import NodeCheckConfig
 from tepo_megatron.config.io import validate, validate_as
 from tepo_megatron.errors import ConfigError
 from tests.launch import cases
@@ -185,6 +187,11 @@ def test_a_run_on_a_volume_or_a_bucket_is_accepted() -> None:
 def test_what_the_machines_would_not_have_or_lose(cluster: Cluster, keys: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         check(cluster, **keys)
+
+
+def test_a_machine_that_would_be_left_out_of_a_managed_job_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"node_check\.spare_nodes is Slurm's; set it to 0: SkyPilot replaces machines"):
+        check(replace(on_a_volume(), node_check=NodeCheckConfig(spare_nodes=1)))
 
 
 def git(folder: Path, *words: str) -> None:
