@@ -205,7 +205,9 @@ def test_launch_knows_little_of_the_training_code_and_few_files_of_nemo_run() ->
         "tepo_megatron.utils",
         "tepo_megatron.utils.atomic",
         "tepo_megatron.utils.escaping",
+        "tepo_megatron.utils.run_lock",
         "tepo_megatron.utils.save_requests",
+        "tepo_megatron.utils.scratch",
     }
     of_plan = {"tepo_megatron.plan.command", "tepo_megatron.plan.search"}  # which need NumPy alone
     for path in (ROOT / "launch").rglob("*.py"):
