@@ -75,7 +75,7 @@ def _with_files(words: Sequence[str], commit: str) -> tuple[list[str], list[str]
     lines, sent = [], list(words)
     profile = next((i + 1 for i, word in enumerate(words[:-1]) if word == "--cluster"), None)
     is_run = bool(words) and words[0] not in ("convert", "evaluate", "doctor")
-    for i in [0] * is_run + [profile] * (profile is not None):
+    for i in [*([0] if is_run else []), *([] if profile is None else [profile])]:
         path = Path(words[i])
         if not path.is_file():
             raise ConfigError(f"--login: {path} is no file here; CONFIG and the profile of --cluster are sent from here")
