@@ -67,7 +67,7 @@ def _add_train(commands: Commands) -> None:
 
 
 def _add_replay(commands: Commands) -> None:
-    text = "repeat the training of a run, and say where it comes out differently; 1: it does (docs/faults.md)"
+    text = "repeat the training of a run, and say where it comes out differently; 1: it does (docs/rollouts.md)"
     usage = "tepo replay RUN_DIR [--until STEP] [--engine] [--name NAME] [--section.key VALUE ...]"
     parser = commands.add_parser("replay", help=text, usage=usage, allow_abbrev=False)
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the run's directory, runs/NAME")
@@ -222,11 +222,10 @@ def _audit(args: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def _replay(args: argparse.Namespace, overrides: list[str]) -> int:
-    from tepo_megatron.launcher.start import preflight, start
-    from tepo_megatron.replay import Request, replay
+    from tepo_megatron.launcher.replay import ReplayRequest, replay
 
-    request = Request(args.run_dir, args.until, args.engine, args.name, tuple(overrides))
-    return replay(request, preflight, start, lambda text: print(escaped(text), flush=True))
+    request = ReplayRequest(args.run_dir, args.until, args.engine, args.name, tuple(overrides))
+    return replay(request, lambda text: print(escaped(text), flush=True))
 
 
 def _report(args: argparse.Namespace, overrides: list[str]) -> int:

@@ -8,7 +8,7 @@
 "asked" has the prompt ids of each request in order. "arrived" has the groups in the order of their arrival: prompt id, verdict,
 versions of the weights, and servers. A version or a server is one value if it is that of the whole group, else a list of
 [index of the first token, value] for each sample; so an interruption is there with its position. "left" are the prompts that
-were still being sampled. They are sampled anew, or go on in the next step (`rollout.on_weight_update: continue`).
+were still being sampled. They are sampled again, or go on in the next step (`rollout.on_weight_update: continue`).
 """
 
 import json
@@ -106,7 +106,7 @@ def start_line(after: int, config: Mapping[str, Any]) -> str:
 
 @dataclass
 class History:
-    """What the file says about the steps that count.
+    """The decisions that count, from the file.
 
     Attributes:
         starts: (last step before it, config) of each start after which at least one step counts, ascending.

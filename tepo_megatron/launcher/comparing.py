@@ -40,7 +40,7 @@ class Comparison:
         return self.difference is None and self.decision is None and not self.other_tensors
 
     def lines(self) -> Iterator[str]:
-        """Yield what the user is told."""
+        """Yield lines for the user."""
         if self.decision is not None:
             yield f"the first decision that differs: {self.decision}"
         yield self.difference or f"every number of the steps 1 to {self.steps} is equal"
@@ -107,7 +107,7 @@ def _weights(first: Path, again: Path) -> tuple[int, tuple[str, ...]]:
 
 
 def _files_of(folder: Path) -> dict[str, Path]:
-    found = {}
+    found: dict[str, Path] = {}
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
             found |= dict.fromkeys(file.keys(), path)

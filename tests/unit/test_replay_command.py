@@ -12,8 +12,7 @@ from safetensors.torch import load_file, save_file
 from tepo_megatron.config import Config
 from tepo_megatron.config.io import plain
 from tepo_megatron.errors import ConfigError, DataError
-from tepo_megatron.replay import Request, replay
-from tepo_megatron.replay.command import parts_of
+from tepo_megatron.launcher.replay import ReplayRequest, parts_of, replay
 from tepo_megatron.rollout import decisions, record
 from tests.parallel import resume_worlds as w
 from tests.parallel.resume_worlds import Kill
@@ -44,8 +43,8 @@ def made_in(journal: Path) -> Callable[[Config], None]:
 
 def repeat(cfg: Config, journal: Path, **changes: object) -> tuple[int, list[str]]:
     said: list[str] = []
-    request = Request(cfg.run_dir, **changes)  # type: ignore[arg-type]
-    status = replay(request, lambda _: None, made_in(journal), said.append)
+    request = ReplayRequest(cfg.run_dir, **changes)  # type: ignore[arg-type]
+    status = replay(request, said.append, made_in(journal))
     return status, said
 
 

@@ -13,8 +13,9 @@ from typing import Any
 from tepo_megatron.config import Config
 from tepo_megatron.config.io import load_config, parse_overrides, plain, set_key, under_new_names, validate
 from tepo_megatron.errors import ConfigError, DataError
+from tepo_megatron.launcher.comparing import compare
+from tepo_megatron.launcher.start import preflight, start
 from tepo_megatron.observability.sinks import read_metrics
-from tepo_megatron.replay.comparing import compare
 from tepo_megatron.rollout import decisions, record
 
 _ANY_DIFFERENCE = 1e9  # nats; a repetition that differs is to be compared, and not to be ended by the log-prob gate
@@ -23,8 +24,8 @@ _NOT_COMPUTED = {"resume", "overwrite", "output", "name", "logging", "checkpoint
 
 
 @dataclass(frozen=True)
-class Request:
-    """What `tepo replay` is asked for.
+class ReplayRequest:
+    """One call of `tepo replay`.
 
     Attributes:
         run_dir: Folder of the run.
@@ -55,16 +56,13 @@ class Part:
     config: Mapping[str, Any]
 
 
-def replay(
-    request: Request, preflight: Callable[[Config], object], start: Callable[[Config], object], say: Callable[[str], object]
-) -> int:
+def replay(request: ReplayRequest, say: Callable[[str], object], make_run: Callable[[Config], object] = start) -> int:
     """Repeat a run and compare.
 
     Args:
         request: What to repeat.
-        preflight: Checks a config before anything is started.
-        start: Makes one run and waits for its end.
         say: Takes a line for the user.
+        make_run: Makes one run, already checked by `preflight`, and waits for its end.
 
     Returns:
         The exit status: 0 if every number and weight that can be compared is equal bit for bit, else 1.
@@ -84,11 +82,10 @@ def replay(
         )
     parts = parts_of(request.run_dir, until)
     configs = [_config_of(part, request, is_first=part is parts[0], is_only=len(parts) == 1) for part in parts]
-    for cfg in configs[:1]:
-        preflight(cfg)
+    preflight(configs[0])
     for part, cfg in zip(parts, configs, strict=True):
         say(f"steps {part.first} to {part.last} of {request.run_dir}, {_source(request)}, into {cfg.run_dir}")
-        start(cfg)
+        make_run(cfg)
     comparison = compare(request.run_dir, configs[-1].run_dir, until, compares_weights=until == taken)
     for line in comparison.lines():
         say(line)
@@ -128,7 +125,7 @@ def computed(config: Mapping[str, Any]) -> dict[str, Any]:
     return tree
 
 
-def _config_of(part: Part, request: Request, *, is_first: bool, is_only: bool) -> Config:
+def _config_of(part: Part, request: ReplayRequest, *, is_first: bool, is_only: bool) -> Config:
     """Return the config with which a part is repeated."""
     tree = deepcopy(dict(part.config))
     folder = request.run_dir.absolute()
@@ -150,5 +147,5 @@ def _config_of(part: Part, request: Request, *, is_first: bool, is_only: bool) -
     return validate(tree, str(request.run_dir))
 
 
-def _source(request: Request) -> str:
+def _source(request: ReplayRequest) -> str:
     return "sampled again" if request.engine else "from its recordings"
