@@ -79,7 +79,7 @@ def _difference(step: int, row: dict[str, Any], row_again: dict[str, Any]) -> st
 
 def _decision(first: Path, again: Path, until: int) -> str | None:
     try:
-        steps, steps_again = decisions.read(first).steps, decisions.read(again).steps
+        steps, steps_again = decisions.read_history(first).steps, decisions.read_history(again).steps
     except DataError:  # a run of a version that logged none
         return None
     if not steps_again:

@@ -101,7 +101,7 @@ def parts_of(run_dir: Path, until: int) -> list[Part]:
     """
     if not (run_dir / decisions.FILE).exists():
         return [Part(1, until, plain(load_config(run_dir / "config.yaml")))]
-    starts = [(after, config) for after, config in decisions.read(run_dir).starts if after < until]
+    starts = [(after, config) for after, config in decisions.read_history(run_dir).starts if after < until]
     if not starts or starts[0][0] != 0:
         raise DataError(f"{run_dir / decisions.FILE}: the start of the run is missing; the file was changed")
     parts: list[Part] = []

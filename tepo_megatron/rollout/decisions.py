@@ -119,7 +119,7 @@ class History:
     faults: list[str] = field(default_factory=list)
 
 
-def read(run_dir: Path) -> History:
+def read_history(run_dir: Path) -> History:
     """Return the decisions of a run; of steps that were taken again, those that count. Damaged lines are reported as faults.
 
     Args:

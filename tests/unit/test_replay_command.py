@@ -102,7 +102,7 @@ def test_steps_that_were_not_taken_are_refused(killed: Config, tmp_path: Path) -
 
 
 def test_decisions_of_steps_that_were_taken_again_do_not_count(killed: Config) -> None:
-    history = decisions.read(killed.run_dir)
+    history = decisions.read_history(killed.run_dir)
     assert [after for after, _ in history.starts] == [0, 2] and sorted(history.steps) == list(range(1, w.STEPS + 1))
     lines = [json.loads(line) for line in (killed.run_dir / decisions.FILE).read_text().splitlines()]
     assert [line["step"] for line in lines if "start" not in line].count(3) == 2
@@ -115,6 +115,14 @@ def test_decisions_of_steps_that_were_taken_again_do_not_count(killed: Config) -
         )
 
 
+def test_decisions_of_a_step_are_void_once_a_start_comes_before_it(tmp_path: Path) -> None:
+    asked = decisions.StepDecisions(asked=[[1]])
+    for line in (decisions.start_line(0, {}), asked.line(1), asked.line(2), decisions.start_line(1, {})):
+        decisions.append(tmp_path, line)
+    history = decisions.read_history(tmp_path)
+    assert [after for after, _ in history.starts] == [0, 1] and sorted(history.steps) == [1]
+
+
 def test_parts_are_the_starts_that_compute_differently(killed: Config, tmp_path: Path) -> None:
     tree = plain(killed)
     saves, other = tree | {"checkpoint": tree["checkpoint"] | {"every": 1}, "resume": True}, tree | {"seed": 7}
@@ -124,4 +132,4 @@ def test_parts_are_the_starts_that_compute_differently(killed: Config, tmp_path:
     assert [(part.first, part.last, part.config["seed"]) for part in parts] == [(1, 3, 3), (4, 6, 7)]
     with (tmp_path / decisions.FILE).open("a") as file:
         file.write('{"step": 7, "as\n')
-    assert decisions.read(tmp_path).faults and len(parts_of(tmp_path, until=6)) == 2
+    assert decisions.read_history(tmp_path).faults and len(parts_of(tmp_path, until=6)) == 2
