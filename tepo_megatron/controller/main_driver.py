@@ -84,9 +84,11 @@ class MainDriver:
         """Sample and grade the rollouts of a step; return the header of the file that they are in."""
         clock = Clock()
         if self._resumed_after is not None:
+            self.check_in_place()
             decisions.append(self._cfg.run_dir, decisions.start_line(self._resumed_after, plain(self._cfg)))
             self._resumed_after = None
         rollouts, metrics = self._source.collect(step, clock)
+        self.check_in_place()
         if isinstance(self._source, Collector):
             decisions.append(self._cfg.run_dir, self._source.decisions.line(step))
             if step == self._cfg.training.steps:
@@ -95,7 +97,6 @@ class MainDriver:
             self._positions = recent | {step: self._source.position()}
         self._log_events()
         if self._cfg.rollout.record or self._cfg.rollout.only:
-            self.check_in_place()
             record.write(self._cfg.run_dir / record.FOLDER, step, rollouts, metrics)
         if self.engine is not None:  # not part of the recorded rollouts: a run that replays them has no servers
             restarts = self.engine.restarts
