@@ -2,7 +2,6 @@
 
 import argparse
 import contextlib
-import json
 import os
 import sys
 from collections.abc import Sequence
@@ -12,9 +11,8 @@ from tepo_megatron import __version__
 from tepo_megatron.errors import ConfigError, RunStopped, TepoError
 from tepo_megatron.observability import run_dir
 from tepo_megatron.utils.escaping import escaped
-from tepo_megatron.utils.run_lock import RunLock
 
-COMMANDS_WITH_KEYS = ("train", "ablate", "serve", "doctor", "evaluate", "plan")  # they take --section.key VALUE
+COMMANDS_WITH_KEYS = ("train", "replay", "ablate", "serve", "doctor", "evaluate", "plan")  # they take --section.key VALUE
 Commands = argparse._SubParsersAction
 
 
@@ -28,7 +26,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True)
     for add in (
-        _add_train, _add_report, _add_audit, _add_ablate, _add_serve, _add_doctor, _add_evaluate, _add_plan, _add_compare,
+        _add_train, _add_replay, _add_report, _add_audit, _add_ablate, _add_serve, _add_doctor, _add_evaluate, _add_plan,
+        _add_compare,
     ):  # fmt: skip
         add(commands)
     words = list(sys.argv[1:] if argv is None else argv)
@@ -65,6 +64,17 @@ def _add_train(commands: Commands) -> None:
     )
     parser.add_argument("config", metavar="CONFIG", help="a YAML file; start from examples/template.yaml")
     parser.set_defaults(run=lambda args, overrides: train(args.config, overrides))
+
+
+def _add_replay(commands: Commands) -> None:
+    text = "repeat the training of a run, and say where it comes out differently; 1: it does (docs/rollouts.md)"
+    usage = "tepo replay RUN_DIR [--until STEP] [--engine] [--name NAME] [--section.key VALUE ...]"
+    parser = commands.add_parser("replay", help=text, usage=usage, allow_abbrev=False)
+    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the run's directory, runs/NAME")
+    parser.add_argument("--until", type=int, metavar="STEP", help="the last step to repeat (default: the last that was taken)")
+    parser.add_argument("--engine", action="store_true", help="sample again, instead of using the run's recordings")
+    parser.add_argument("--name", help="name of the new run, next to the run (default: NAME-replay)")
+    parser.set_defaults(run=_replay)
 
 
 def _add_report(commands: Commands) -> None:
@@ -211,6 +221,13 @@ def _audit(args: argparse.Namespace, overrides: list[str]) -> int:
     return print_audit(args.run_dir, args.step, args.token)
 
 
+def _replay(args: argparse.Namespace, overrides: list[str]) -> int:
+    from tepo_megatron.launcher.replay import ReplayRequest, replay
+
+    request = ReplayRequest(args.run_dir, args.until, args.engine, args.name, tuple(overrides))
+    return replay(request, lambda text: print(escaped(text), flush=True))
+
+
 def _report(args: argparse.Namespace, overrides: list[str]) -> int:
     print(escaped(str(report_on(args.run_dirs, args.out))))
     return 0
@@ -231,7 +248,9 @@ def train(config_path: str, overrides: list[str]) -> int:
     is_main = not inside_torchrun() or os.environ["RANK"] == "0"
     if run_dir.finished(cfg):
         if is_main:
-            _print_results(cfg.run_dir, cfg.training.steps)
+            from tepo_megatron.report.finished import print_results
+
+            print_results(cfg.run_dir, cfg.training.steps)
         return 0
     if is_main:
         try:
@@ -323,20 +342,6 @@ def report_on(run_dirs: Sequence[Path], out: Path | None) -> Path:
     if out is not None:
         raise ConfigError(f"--out {out}: the page of one run is written into its folder; name several runs, or leave it out")
     return write_report(run_dirs[0])
-
-
-def _print_results(folder: Path, steps: int) -> None:
-    """Print the results of a finished run; write its page and picture if it was killed before it did."""
-    names = ("summary.json", "report.html", "report.png", "hf")
-    if not (folder / "report.png").exists():  # a run removes the picture before it writes its summary
-        from tepo_megatron.report import write_report
-
-        with RunLock(folder):
-            write_report(folder)
-    results = ", ".join(name for name in names if (folder / name).exists())
-    made = json.loads((folder / "summary.json").read_text())["steps"]
-    print(f"{escaped(str(folder))}: this run is finished, with {made} steps; its results: {results}")
-    print(f"only {'--evaluation.patience null' if made < steps else 'a higher training.steps'} makes it go on")
 
 
 if __name__ == "__main__":

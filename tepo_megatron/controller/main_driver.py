@@ -15,7 +15,7 @@ from tepo_megatron.inference.engine import RolloutEngine
 from tepo_megatron.observability.run_dir import rename_outcome
 from tepo_megatron.observability.sinks import RunLog
 from tepo_megatron.observability.timing import Clock
-from tepo_megatron.rollout import record
+from tepo_megatron.rollout import decisions, record
 from tepo_megatron.rollout.collector import Collector
 from tepo_megatron.rollout.record import Replay
 from tepo_megatron.utils.atomic import replace_file
@@ -53,6 +53,7 @@ class MainDriver:
         self._memory = BatchMemory()
         self._restarts = 0  # server restarts that are in the metrics already
         self._positions: dict[int, dict[str, Any]] = {}  # step -> position in the prompt stream after its rollouts
+        self._resumed_after: int | None = 0  # step after which this start goes on; None once decisions.jsonl says so
 
     @property
     def engine(self) -> RolloutEngine | None:
@@ -82,15 +83,20 @@ class MainDriver:
     def collect(self, step: int) -> BatchHeader:
         """Sample and grade the rollouts of a step; return the header of the file that they are in."""
         clock = Clock()
+        if self._resumed_after is not None:
+            self.check_in_place()
+            decisions.append(self._cfg.run_dir, decisions.start_line(self._resumed_after, plain(self._cfg)))
+            self._resumed_after = None
         rollouts, metrics = self._source.collect(step, clock)
+        self.check_in_place()
         if isinstance(self._source, Collector):
+            decisions.append(self._cfg.run_dir, self._source.decisions.line(step))
             if step == self._cfg.training.steps:
                 self._source.cancel()
             recent = {s: p for s, p in self._positions.items() if s >= step - 1 - self._cfg.rollout.max_staleness}
             self._positions = recent | {step: self._source.position()}
         self._log_events()
         if self._cfg.rollout.record or self._cfg.rollout.only:
-            self.check_in_place()
             record.write(self._cfg.run_dir / record.FOLDER, step, rollouts, metrics)
         if self.engine is not None:  # not part of the recorded rollouts: a run that replays them has no servers
             restarts = self.engine.restarts
@@ -159,7 +165,7 @@ class MainDriver:
         if state is None:
             self._log.message("resume: no checkpoint yet, so from the start")
         else:
-            step = state["step"]
+            self._resumed_after = step = state["step"]
             self._restore(state)
         rename_outcome(self._cfg.run_dir)  # from here on nothing can refuse to resume
         lines = self._log.rewind(step)

@@ -30,7 +30,7 @@ _HANG = {"hang.txt": "hang.former.txt"}
 _OF_A_RUN = (
     "checkpoints", *_OUTCOME, *_OUTCOME.values(), *_HANG, *_HANG.values(), "summary.json.partial", "evaluation.jsonl.partial",
     "config.yaml", "config.yaml.partial", "metrics.jsonl", "metrics.jsonl.partial", "metrics.lost.jsonl",
-    "metrics.lost.jsonl.partial", "rollouts", AUDIT, "evaluation", "log.txt", "server.log", "report.html",
+    "metrics.lost.jsonl.partial", "rollouts", "decisions.jsonl", AUDIT, "evaluation", "log.txt", "server.log", "report.html",
     "report.html.partial", "report.png", "report.png.partial", "hf", "hf.partial", "hf.former", "tensorboard", "wandb",
     "stacks", *save_requests.FILES,
 )  # fmt: skip

@@ -13,6 +13,7 @@ from tepo_megatron.observability.metrics import Metrics
 from tepo_megatron.observability.timing import Clock
 from tepo_megatron.rewards import Reward
 from tepo_megatron.rewards.overlong import OverlongShaping
+from tepo_megatron.rollout.decisions import StepDecisions
 from tepo_megatron.types import STATUSES, Prompt, Rollout, Routing, SamplingParams
 from tepo_megatron.utils.seeding import derive_seed
 
@@ -52,6 +53,7 @@ class Collector:
         )
         self._groups: GroupStream | None = None
         self._in_progress: dict[int, Prompt] = {}  # prompt id -> prompt, in the order in which they were taken
+        self.decisions = StepDecisions()  # of the newest step
 
     def collect(self, step: int, clock: Clock) -> tuple[list[Rollout], Metrics]:
         """Return graded rollouts of at most `prompts_per_step` groups, contiguous by prompt, and metrics of all samples.
@@ -71,7 +73,7 @@ class Collector:
         """
         kept: list[list[Rollout]] = []
         sampled = stale = 0
-        metrics, cpu_before = Metrics(), self.reward.cpu_seconds
+        metrics, cpu_before, self.decisions = Metrics(), self.reward.cpu_seconds, StepDecisions()
         for number in range(self.max_generation_rounds):
             missing = self.cfg.prompts_per_step - len(kept)
             if missing == 0:
@@ -93,6 +95,7 @@ class Collector:
         metrics.add("rollout/sampled_groups", sampled)
         metrics.add("rollout/kept_groups", len(kept))
         metrics.add("rollout/stale_groups", stale)
+        self.decisions.keep({group[0].prompt_id for group in kept})
         return [rollout for group in kept for rollout in group], metrics
 
     def position(self) -> dict[str, Any]:
@@ -116,6 +119,7 @@ class Collector:
 
     def _begin(self, prompts: list[Prompt], seed: int) -> None:
         assert self._groups is not None
+        self.decisions.asked.append([prompt.id for prompt in prompts])
         self._in_progress |= {prompt.id: prompt for prompt in prompts}
         self._groups.add(prompts, self.sampling, seed)
 
@@ -140,7 +144,9 @@ class Collector:
                     break
             if group is not None:
                 prompt = self._in_progress.pop(group[0].prompt_id)
-                if self._too_old(step, group):
+                too_old = self._too_old(step, group)
+                self.decisions.arrive(group, too_old)
+                if too_old:
                     self._begin([prompt], derive_seed(self.seed, "resample", step))
                     stale += 1
                     continue
@@ -151,6 +157,7 @@ class Collector:
                 group = future.result() if self.overlong is None else self.overlong.shape(future.result())
                 graded.append(group)
                 useful += len(self._useful([group]))
+        self.decisions.left = list(self._in_progress)
         if self.cfg.on_weight_update != "continue":
             self.cancel()
         return sorted(graded, key=lambda group: order[group[0].prompt_id]), stale

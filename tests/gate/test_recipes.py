@@ -112,6 +112,7 @@ def _check_service(outcome: Outcome, what: str) -> None:
         assert all(torch.equal(outcome.delivered[n], w) for n, w in outcome.weights.items()), what
 
 
+@pytest.mark.slow
 def test_every_file_is_trained_or_is_below_one_that_is() -> None:
     print(recipes.mapping())
     files = set(recipes.yaml_files())

@@ -23,6 +23,8 @@ from launch.sections import KubeRayConfig, NodeCheckConfig, SlurmConfig
 from tepo_megatron.config.io import validate, validate_as
 from tests.launch import cases, profile_cases
 
+pytestmark = pytest.mark.slow
+
 SLURM = ["run.yaml", "--executor", "slurm"]
 NOT_CHECKED = "--no-preflight"
 DIRTY = "--allow-dirty"

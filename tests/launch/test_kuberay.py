@@ -23,6 +23,8 @@ from tests.launch.test_dry_run import wait_for
 from tests.launch.test_profiles import cluster, run
 from tests.scripted_kubernetes import serving
 
+pytestmark = pytest.mark.slow
+
 KUBERAY = ["run.yaml", "--executor", "kuberay", "--no-preflight", "--allow-dirty"]
 SECTION = {"claims": {"a": "/work"}, "cpu": "8", "memory": "64Gi"}
 
@@ -197,7 +199,6 @@ REFUSED = {
 }
 
 
-@pytest.mark.slow
 def test_what_is_refused_in_a_line_for_each_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
     project(tmp_path)

@@ -111,6 +111,7 @@ def test_good_machines_are_taken_and_an_endpoint_is_chosen(tmp_path: Path) -> No
     assert (machines.folder / "b.sh").read_text() == lines
 
 
+@pytest.mark.slow
 def test_a_machine_that_does_not_start_is_named(tmp_path: Path) -> None:
     machines = Machines(tmp_path / "check", ["a", "b"])
     machines.start("a", "--need", "2", "--skip", "all_reduce", "--timeout", "10")
@@ -119,6 +120,7 @@ def test_a_machine_that_does_not_start_is_named(tmp_path: Path) -> None:
     assert "1 of 2 machines are good, and 2 are needed" in machines.fault
 
 
+@pytest.mark.slow
 def test_a_machine_without_the_shared_folder_is_named(tmp_path: Path) -> None:
     machines = Machines(tmp_path / "check", ["a", "b"])
     (tmp_path / "own").mkdir()
@@ -298,6 +300,7 @@ def batch(folder: Path, names: str, missing: str = "") -> subprocess.CompletedPr
     return subprocess.run(["bash", "-c", script], env=environment, capture_output=True, text=True, timeout=120, check=False)
 
 
+@pytest.mark.slow
 def test_the_batch_script_goes_on_with_the_good_machines_alone(tmp_path: Path) -> None:
     done = batch(tmp_path, "n1 n2 n3", missing="n2")
     assert done.returncode == 0, done.stdout + done.stderr + (tmp_path / "log").read_text()

@@ -89,6 +89,7 @@ def test_a_sound_run_passes(made: Make) -> None:
     assert found["a step"].verdict == "skip" and "--quick" in found["a step"].said
 
 
+@pytest.mark.slow
 def test_what_is_refused_is_a_finding_and_the_rest_is_looked_at(made: Make, model: Path, tmp_path: Path) -> None:
     found = findings(made(parallel={"tp": 3}))
     assert found["config"].verdict == "fail" and "parallel.tp=3" in found["config"].said and "data" in found
@@ -160,6 +161,7 @@ def copied(model: Path, folder: Path, **config: Any) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_weights_that_are_not_those_of_the_config(made: Make, model: Path, tmp_path: Path) -> None:
     def conversion(folder: Path) -> Finding:
         return findings(made(model={"path": str(folder)}, parallel={"tp": 2}))["conversion"]
@@ -221,6 +223,7 @@ def test_a_chat_template_that_does_not_fit_the_data_is_found(
     assert (found[0].fix == "") == (verdict == "pass")
 
 
+@pytest.mark.slow
 def test_missing_stop_tokens_are_found(made: Make, model: Path, tmp_path: Path) -> None:
     folder = copied(model, tmp_path / "model", eos_token_id=None)
     tokenizer = AutoTokenizer.from_pretrained(folder)

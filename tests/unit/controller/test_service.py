@@ -36,6 +36,7 @@ def imported(module: str) -> set[str]:
     return set(done.stdout.split())
 
 
+@pytest.mark.slow
 def test_a_rank_imports_no_http_tokenizer_or_grading_code() -> None:
     found = imported("tepo_megatron.train")
     assert "megatron.core" in found
@@ -43,6 +44,7 @@ def test_a_rank_imports_no_http_tokenizer_or_grading_code() -> None:
     assert [name for name in ROLLOUT_SIDE if f"tepo_megatron.{name}" in found] == []
 
 
+@pytest.mark.slow
 def test_the_service_imports_no_trainer() -> None:
     found = imported("tepo_megatron.controller.service")
     assert "tepo_megatron.rollout.collector" in found
@@ -64,6 +66,7 @@ def config(folder: Path, **sections: Any) -> Any:
     return validate(tree | sections)
 
 
+@pytest.mark.slow
 def test_an_error_arrives_as_it_is_and_the_service_goes_on(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     cfg = config(tmp_path)
@@ -75,6 +78,7 @@ def test_an_error_arrives_as_it_is_and_the_service_goes_on(tmp_path: Path) -> No
         client.call("ping")
 
 
+@pytest.mark.slow
 def test_a_killed_service_is_one_error_that_says_how(tmp_path: Path) -> None:
     with service() as client:
         client.call("ping")
@@ -85,6 +89,7 @@ def test_a_killed_service_is_one_error_that_says_how(tmp_path: Path) -> None:
             client.call("ping")
 
 
+@pytest.mark.slow
 def test_a_service_that_hangs_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tepo_megatron.controller.service_client.PING_SECONDS", 0.2)
     with service(silence_seconds=1.0) as client:
@@ -97,6 +102,7 @@ def test_a_service_that_hangs_is_noticed(tmp_path: Path, monkeypatch: pytest.Mon
     assert time.monotonic() - begun < 40, "a service that hangs is not waited for"
 
 
+@pytest.mark.slow
 def test_the_service_ends_with_rank_0(tmp_path: Path) -> None:
     code = (
         "import os, time\n"

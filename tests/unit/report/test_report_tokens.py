@@ -72,6 +72,7 @@ def test_every_number_is_on_the_page_and_no_token_becomes_markup(run: Path) -> N
     assert any("down" in str(a["class"]) for a in cells) == bool((losses > 0).any())
 
 
+@pytest.mark.slow
 def test_what_is_missing_or_damaged_is_a_note(tmp_path: Path) -> None:
     write_run(tmp_path, measured(2))
     assert read_tokens(read_run(tmp_path)).notes == [ENABLE]
@@ -81,6 +82,7 @@ def test_what_is_missing_or_damaged_is_a_note(tmp_path: Path) -> None:
     assert "not an audit record of a rank" in note and "not an audit record of a rank" in write_report(tmp_path).read_text()
 
 
+@pytest.mark.slow
 def test_the_figures_of_the_paper(tmp_path: Path) -> None:
     for name in ("a", "b"):
         (tmp_path / name).mkdir()

@@ -48,6 +48,7 @@ def functions(tmp_path: Path) -> str:
     return str(tmp_path / "functions.py")
 
 
+@pytest.mark.slow
 def test_a_group_does_not_wait_for_the_time_out_of_another(functions: str) -> None:
     """Two workers: one has the endless answer, and the other grades everything else, also what the first had been given."""
     hard_seconds = 8.0

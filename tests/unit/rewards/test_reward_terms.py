@@ -154,6 +154,7 @@ def test_the_length_term_is_linear_between_its_bounds(tokens: int, value: float)
     assert LengthTerm(4, 10).value(tokens) == pytest.approx(value)
 
 
+@pytest.mark.slow
 def test_a_pattern_that_takes_for_ever_costs_its_sample_only() -> None:
     cfg = config({"type": "math"}, {"type": "format", "pattern": "(a+)+b"}, timeout_seconds=2.0)
     graded = score(cfg, [rollout("aaab"), rollout("a" * 40), rollout("ab"), rollout("b")])

@@ -39,6 +39,7 @@ def member(spec: GroupSpec, signal: str) -> Iterator[None]:
         process.wait()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("signal", ["SIGKILL", "SIGSTOP"])
 def test_a_member_that_is_lost_after_it_joined_is_noticed_within_the_deadline(signal: str) -> None:
     store = open_store("127.0.0.1")

@@ -166,6 +166,7 @@ os.killpg(0, 9)
 """
 
 
+@pytest.mark.slow
 def test_segments_of_a_killed_guard_are_recorded_at_once_and_stay_in_the_record(tmp_path: Path) -> None:
     folder = scratch.PrivateFolder.create("served", tmp_path)
     found: list[str] = []

@@ -1,0 +1,151 @@
+"""Repeat a run from its recordings, or from engines with its seeds, and compare step by step.
+
+A run that was resumed with other settings is repeated in parts, each with the config of its start, and from the checkpoint of
+the part before.
+"""
+
+from collections.abc import Callable, Mapping
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from tepo_megatron.config import Config
+from tepo_megatron.config.io import load_config, parse_overrides, plain, set_key, under_new_names, validate
+from tepo_megatron.errors import ConfigError, DataError
+from tepo_megatron.launcher.comparing import compare
+from tepo_megatron.launcher.start import preflight, start
+from tepo_megatron.observability.sinks import read_metrics
+from tepo_megatron.rollout import decisions, record
+
+_ANY_DIFFERENCE = 1e9  # nats; a repetition that differs is to be compared, and not to be ended by the log-prob gate
+# Keys that say where a run starts and ends, and not how its steps are computed.
+_NOT_COMPUTED = {"resume", "overwrite", "output", "name", "logging", "checkpoint"}
+
+
+@dataclass(frozen=True)
+class ReplayRequest:
+    """One call of `tepo replay`.
+
+    Attributes:
+        run_dir: Folder of the run.
+        until: The last step to repeat. None: the last one that the run has taken.
+        engine: Whether the engine samples again. Otherwise the run's recordings are used.
+        name: Name of the new run, in the folder in which the run lies. None: the run's name and "-replay".
+        overrides: Keys to change, as `--section.key VALUE`.
+    """
+
+    run_dir: Path
+    until: int | None = None
+    engine: bool = False
+    name: str | None = None
+    overrides: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Part:
+    """Steps that one start of the run has taken.
+
+    Attributes:
+        first, last: The steps.
+        config: The config of the start, as plain JSON.
+    """
+
+    first: int
+    last: int
+    config: Mapping[str, Any]
+
+
+def replay(request: ReplayRequest, say: Callable[[str], object], make_run: Callable[[Config], object] = start) -> int:
+    """Repeat a run and compare.
+
+    Args:
+        request: What to repeat.
+        say: Takes a line for the user.
+        make_run: Makes one run, already checked by `preflight`, and waits for its end.
+
+    Returns:
+        The exit status: 0 if every number and weight that can be compared is equal bit for bit, else 1.
+
+    Raises:
+        ConfigError, DataError: The run cannot be repeated as asked for. Nothing was started.
+    """
+    taken = read_metrics(request.run_dir)[-1]["step"]
+    assert isinstance(taken, int)
+    until = taken if request.until is None else request.until
+    if not 1 <= until <= taken:
+        raise ConfigError(f"--until {until}: {request.run_dir} has taken the steps 1 to {taken}; give one of them")
+    if not request.engine and (faults := record.faults(request.run_dir / record.FOLDER, until)):
+        raise DataError(
+            f"{request.run_dir}: {faults[0]}; a run that is to be repeated without an engine needs rollout.record=true. "
+            "With --engine the engine samples again, with the seeds of the run"
+        )
+    parts = parts_of(request.run_dir, until)
+    configs = [_config_of(part, request, is_first=part is parts[0], is_only=len(parts) == 1) for part in parts]
+    preflight(configs[0])
+    for part, cfg in zip(parts, configs, strict=True):
+        say(f"steps {part.first} to {part.last} of {request.run_dir}, {_source(request)}, into {cfg.run_dir}")
+        make_run(cfg)
+    comparison = compare(request.run_dir, configs[-1].run_dir, until, compares_weights=until == taken)
+    for line in comparison.lines():
+        say(line)
+    return 0 if comparison.equal else 1
+
+
+def parts_of(run_dir: Path, until: int) -> list[Part]:
+    """Return the parts of a run up to a step. Starts that compute alike are one part.
+
+    Args:
+        run_dir: Folder of the run. If it has no decisions.jsonl, config.yaml is that of all steps.
+        until: The last step.
+    """
+    if not (run_dir / decisions.FILE).exists():
+        return [Part(1, until, plain(load_config(run_dir / "config.yaml")))]
+    starts = [(after, config) for after, config in decisions.read_history(run_dir).starts if after < until]
+    if not starts or starts[0][0] != 0:
+        raise DataError(f"{run_dir / decisions.FILE}: the start of the run is missing; the file was changed")
+    parts: list[Part] = []
+    for (after, config), end in zip(starts, [*(after for after, _ in starts[1:]), until], strict=True):
+        config = dict(under_new_names(config))
+        if parts and computed(parts[-1].config) == computed(config):
+            parts[-1] = replace(parts[-1], last=end)
+        else:
+            parts.append(Part(after + 1, end, config))
+    return parts
+
+
+def computed(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys of a config that decide how steps are computed.
+
+    Args:
+        config: The config, as plain JSON.
+    """
+    tree = {name: deepcopy(value) for name, value in config.items() if name not in _NOT_COMPUTED}
+    tree["training"].pop("steps")
+    return tree
+
+
+def _config_of(part: Part, request: ReplayRequest, *, is_first: bool, is_only: bool) -> Config:
+    """Return the config with which a part is repeated."""
+    tree = deepcopy(dict(part.config))
+    folder = request.run_dir.absolute()
+    name = request.name or f"{folder.name}-replay"
+    tree |= {"name": name, "output": str(folder.parent), "resume": not is_first, "overwrite": False}
+    tree["training"]["steps"] = part.last
+    tree["export_hf"] = (folder / "hf").is_dir()
+    if request.engine:
+        tree["rollout"]["record"] = True
+    else:
+        tree["rollout"] |= {"replay": str(folder / record.FOLDER), "record": False, "colocate": False}
+        tree["evaluation"] |= {"every": 0, "benchmarks": [], "patience": None}
+        tree["data"]["eval"] = None
+        tree["sync"]["max_logprob_diff"] = _ANY_DIFFERENCE
+    tree["checkpoint"] |= {"every": 0 if is_only else part.last, "keep_best": False}
+    tree["logging"] |= {"tensorboard": False, "wandb_project": None}
+    for key, value in parse_overrides(list(request.overrides)):
+        set_key(tree, key, value)
+    return validate(tree, str(request.run_dir))
+
+
+def _source(request: ReplayRequest) -> str:
+    return "sampled again" if request.engine else "from its recordings"

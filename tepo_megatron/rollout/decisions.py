@@ -1,0 +1,148 @@
+"""Log what each step was made of: which prompts were asked for, how their groups arrived, and what became of each.
+
+`decisions.jsonl` in the folder of a run is only appended to. A line is either a start of the run, with its config, or a step:
+
+    {"step": 4, "start": {...}}      the run starts, or goes on after step 4; lines of later steps above it no longer count
+    {"step": 5, "asked": [[3, 8]], "arrived": [[8, "kept", 4, "server 1"], [3, "stale", [[0, 3], [9, 4]], ...]], "left": [5]}
+
+"asked" has the prompt ids of each request in order. "arrived" has the groups in the order of their arrival: prompt id, verdict,
+versions of the weights, and servers. A version or a server is one value if it is that of the whole group, else a list of
+[index of the first token, value] for each sample; so an interruption is there with its position. "left" are the prompts that
+were still being sampled. They are sampled again, or go on in the next step (`rollout.on_weight_update: continue`).
+"""
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from tepo_megatron.errors import DataError
+from tepo_megatron.observability.log_file import append_line, open_for_appending
+from tepo_megatron.types import Rollout
+from tepo_megatron.utils import records
+from tepo_megatron.utils.storage import writing
+
+FILE = "decisions.jsonl"
+FIRST_KEY = "step"
+# What became of a group: trained on; dropped because all samples are right or all wrong; too old, so sampled again.
+Verdict = Literal["kept", "uniform", "stale"]
+
+
+@dataclass
+class StepDecisions:
+    """The decisions of one step, in their order.
+
+    Attributes:
+        asked: Prompt ids of each request to the engine.
+        arrived: [prompt id, verdict, versions, servers] of each group.
+        left: Prompt ids that were still being sampled at the end.
+    """
+
+    asked: list[list[int]] = field(default_factory=list)
+    arrived: list[list[Any]] = field(default_factory=list)
+    left: list[int] = field(default_factory=list)
+
+    def arrive(self, group: Sequence[Rollout], stale: bool) -> None:
+        """Note a group's arrival. Its verdict is "stale" or, until it is kept, "uniform".
+
+        Args:
+            group: The samples of a prompt.
+            stale: Whether it is too old, so that its prompt is sampled again.
+        """
+        versions = _shared([((0, r.policy_version), *r.later_versions) for r in group])
+        verdict: Verdict = "stale" if stale else "uniform"
+        self.arrived.append([group[0].prompt_id, verdict, versions, _shared([r.servers for r in group])])
+
+    def keep(self, prompts: set[int]) -> None:
+        """Change the verdict on the groups of these prompts to "kept", except where it is "stale"."""
+        for group in self.arrived:
+            if group[0] in prompts and group[1] == "uniform":
+                group[1] = "kept"
+
+    def line(self, step: int) -> str:
+        """Return the line of the file.
+
+        Args:
+            step: Number of the step.
+        """
+        line = {FIRST_KEY: step, "asked": self.asked, "arrived": self.arrived, "left": self.left}
+        return json.dumps(line, separators=(",", ":"))
+
+
+def _shared(changes: Sequence[Sequence[tuple[int, Any]]]) -> Any:
+    """Return the value of all tokens of all samples; the changes of each sample if there are several values."""
+    first = changes[0]
+    if all(len(of_sample) == 1 for of_sample in changes) and len({of_sample[0][1] for of_sample in changes}) == 1:
+        return first[0][1]
+    return [list(map(list, of_sample)) for of_sample in changes]
+
+
+def append(run_dir: Path, line: str) -> None:
+    """Append a line to the file of a run. Raise StorageError, naming the file, if it cannot be written.
+
+    Args:
+        run_dir: Folder of the run.
+        line: The line, without its end.
+    """
+    with writing(run_dir / FILE):
+        file = open_for_appending(run_dir / FILE)
+        try:
+            append_line(file, line + "\n")
+        finally:
+            os.close(file)
+
+
+def start_line(after: int, config: Mapping[str, Any]) -> str:
+    """Return the line of a start.
+
+    Args:
+        after: The last step that the run has taken; 0 for a new run.
+        config: The resolved config, as plain JSON.
+    """
+    return json.dumps({FIRST_KEY: after, "start": config}, separators=(",", ":"))
+
+
+@dataclass
+class History:
+    """The decisions that count, from the file.
+
+    Attributes:
+        starts: (last step before it, config) of each start after which at least one step counts, ascending.
+        steps: step -> its line, as in the file.
+        faults: What is wrong with the file, one sentence each.
+    """
+
+    starts: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
+    steps: dict[int, dict[str, Any]] = field(default_factory=dict)
+    faults: list[str] = field(default_factory=list)
+
+
+def read_history(run_dir: Path) -> History:
+    """Return the decisions of a run; of steps that were taken again, those that count. Damaged lines are reported as faults.
+
+    Args:
+        run_dir: Folder of the run.
+
+    Raises:
+        DataError: There is no such file, or it cannot be read.
+    """
+    path = run_dir / FILE
+    try:
+        lines = records.read_lines(path, FIRST_KEY)
+    except OSError as e:
+        raise DataError(
+            f"{path}: cannot read the decisions ({e.strerror}); the run was made by a version without them"
+        ) from None
+    found = History(faults=[f"line {line.number} cannot be read: {line.fault}" for line in lines if line.value is None])
+    for value in (line.value for line in lines if line.value is not None):
+        step = value.get("step")
+        if not isinstance(step, int) or isinstance(step, bool):
+            found.faults.append("a line has no step")
+        elif isinstance(config := value.get("start"), dict):
+            found.starts = [(after, former) for after, former in found.starts if after < step] + [(step, config)]
+            found.steps = {number: line for number, line in found.steps.items() if number <= step}
+        else:
+            found.steps[step] = value
+    return found
