@@ -26,7 +26,7 @@ from tepo_megatron.inference.servers.checksums import ChecksumChecks
 from tepo_megatron.inference.servers.client import RequestFailed
 from tepo_megatron.inference.sglang import SglangApi, generate_request
 from tepo_megatron.inference.vllm import VllmApi, completion_request
-from tepo_megatron.types import Prompt, SamplingParams
+from tepo_megatron.types import Prompt, SamplingParams, Truncation
 from tepo_megatron.utils.exchange import HttpAnswer
 from tepo_megatron.weight_sync.broadcast_group import Bucket, crc32, pack
 from tepo_megatron.weight_sync.ipc import export_buffer
@@ -46,6 +46,7 @@ from tests.server.served import (
     save_weights,
     serve,
     server_processes,
+    truncated_diff,
 )
 from tests.tiny import tiny_qwen3
 
@@ -142,6 +143,39 @@ def test_logprobs_are_those_of_transformers_after_temperature(served: Served, te
     print(f"largest log-prob difference at T={temperature}: {diff:.1e}")
     assert diff <= MAX_LOGPROB_DIFF
     assert logprob_diff(served.model, rollouts, 2.0) > 0.1  # the comparison can fail
+
+
+@pytest.mark.parametrize(("top_k", "top_p"), [(50, 0.9), (5, 1.0), (2, 0.5)])
+def test_truncated_logprobs_and_masks_are_those_of_transformers(served: Served, top_k: int, top_p: float) -> None:
+    sampling = SamplingParams(samples=4, temperature=0.7, max_tokens=20, top_k=top_k, top_p=top_p)
+    rollouts = served.engine.generate(make_prompts(16, seed=2), sampling, seed=0)
+    truncation = Truncation(top_k, top_p, renormalizes=served.name == "vllm")
+    diff = truncated_diff(served.model, rollouts, 0.7, truncation)
+    print(f"top_k={top_k} top_p={top_p}: largest log-prob difference {diff.largest:.1e}, masks of {diff.mean_size:.1f} ids")
+    assert diff.largest <= 1e-5 and diff.other_masks <= 0.002
+    assert logprob_diff(served.model, rollouts, 0.7) > 0.05  # those of the whole distribution are others
+    again = served.engine.generate(make_prompts(16, seed=2)[::-1], sampling, seed=0)
+    assert responses(again) == responses(rollouts)
+
+
+def test_truncated_answers_in_json_are_the_binary_ones_or_lack_masks(served: Served) -> None:
+    api, sampling = APIS[served.name], replace(SAMPLING, top_k=50, top_p=0.9)
+    path, body = ("/v1/completions", completion_request) if served.name == "vllm" else ("/generate", generate_request)
+    ask = GenerationRequest(make_prompts(1, seed=4)[0], sampling, seed=3)
+    request = body(ask.prompt, ask.sampling, ask.seed)
+    both = []
+    for accept in ("*/*", CONTENT_TYPE):
+        answer = connected(served.engine, 0, lambda client, a=accept: client.exchange("POST", path, request, a))
+        both.append(api.decode(answer, ask, served.engine.version))
+    for one, other in zip(*both, strict=True):
+        assert torch.equal(one.token_ids_L, other.token_ids_L)
+        assert torch.equal(one.rollout_logprobs_L, other.rollout_logprobs_L)
+        assert other.sampling_mask is not None
+        if served.name == "vllm":  # the actor recomputes them
+            assert one.sampling_mask is None
+        else:
+            assert one.sampling_mask is not None
+            assert torch.equal(one.sampling_mask.ids_M, other.sampling_mask.ids_M)
 
 
 def test_a_server_with_nothing_to_do_leaves_the_cores_to_the_trainer(served: Served) -> None:
