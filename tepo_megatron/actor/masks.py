@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tepo_megatron.actor.output_stats import OutputStats, Visit
 from tepo_megatron.distributed.parallel import ParallelDims
+from tepo_megatron.errors import DataError
 from tepo_megatron.types import NO_TOKEN, PackedMicrobatch, RecomputedMasks, SamplingMask, TrainBatch, Truncation
 
 # Shares of tokens, of a comparison with masks from the actor's own logits. See `docs/rollouts.md`.
@@ -115,7 +116,11 @@ class SamplingMasks:
         """Return the batch with its masks known on the last pipeline stage, and metrics, the same on every rank.
 
         Masks that the engine did not return are recomputed under the current weights, in a pass without gradient.
+
+        Raises:
+            DataError: The rollouts were sampled with truncation and the config has none, or a mask is of another vocabulary.
         """
+        self._check(batch)
         if self._truncation is None:
             return batch, {}
         metrics = {"truncation/recomputed": 0.0}
@@ -131,6 +136,17 @@ class SamplingMasks:
             mask, measured = masks.gather()
             batch, metrics = replace(batch, recomputed_mask=mask), {"truncation/recomputed": 1.0} | measured
         return batch, metrics | {"truncation/kept_mean": self._mean_size(batch)}
+
+    def _check(self, batch: TrainBatch) -> None:
+        masks = [r.sampling_mask for r in batch.rollouts if r.sampling_mask is not None]
+        if masks and self._truncation is None:
+            raise DataError(
+                "the rollouts have the sampling masks of truncated sampling, and this run has rollout.top_k=-1 and "
+                "rollout.top_p=1; set them to the values of the run that recorded the rollouts"
+            )
+        largest = max((int(mask.ids_M.max()) for mask in masks if mask.ids_M.numel()), default=0)
+        if largest >= self._stats.vocab_size:
+            raise DataError(f"a sampling mask has id {largest}, and the model's vocabulary has {self._stats.vocab_size} tokens")
 
     def _mean_size(self, batch: TrainBatch) -> float:
         """Return the mean number of ids of a mask, the same on every rank. Collectives: one broadcast over pp."""

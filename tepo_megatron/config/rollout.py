@@ -124,11 +124,24 @@ class RolloutConfig:
                 f"top_k={self.top_k}: nothing can be learned from a choice among fewer than two tokens; set top_k to 2 or "
                 "more, or to -1 for no limit"
             )
-        if not self._truncates or self.engine != "sglang" or self.replay is not None:
+        if not self._truncates:
             return
-        from tepo_megatron.types import MOST_MASKED
+        from tepo_megatron.types import MOST_CANDIDATES, MOST_MASKED
 
-        if not 0 < self.top_k <= MOST_MASKED:
+        if self.top_k > MOST_CANDIDATES:
+            raise ValueError(
+                f"top_k={self.top_k}: the actor finds at most {MOST_CANDIDATES} tokens, so its log-probs would be those of "
+                f"another distribution; set top_k to 2 .. {MOST_CANDIDATES}, or to -1 for no limit"
+            )
+        if self.replay is not None or 0 < self.top_k <= MOST_MASKED:
+            return
+        if self.max_staleness:
+            raise ValueError(
+                f"max_staleness={self.max_staleness} with top_k={self.top_k} and top_p={self.top_p:g}: the engine returns the "
+                f"tokens that it chose from up to top_k={MOST_MASKED}, and the actor's newer weights would find others; set "
+                f"top_k to 2 .. {MOST_MASKED}, or max_staleness to 0"
+            )
+        if self.engine == "sglang":
             raise ValueError(
                 f"engine=sglang with top_k={self.top_k} and top_p={self.top_p:g}: SGLang gives log-probs of the truncated "
                 f"distribution only with the tokens that it chose from, and these up to top_k={MOST_MASKED}; set top_k to 2 .. "

@@ -239,7 +239,7 @@ def _checked_masks(
         return None
     ids, counts = masks or ([], [])
     made = SamplingMask(torch.from_numpy(np.array(ids, np.int32)), torch.from_numpy(np.array(counts, np.int32)))
-    made.check(torch.from_numpy(ids_T))
+    made.check(torch.from_numpy(ids_T), _most_masked(sampling) + 1)  # the sampled token may be one more
     return made
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from tepo_megatron.errors import DataError
 from tepo_megatron.observability.metrics import Metrics
 from tepo_megatron.observability.timing import Clock
-from tepo_megatron.types import Rollout, Routing, SamplingMask
+from tepo_megatron.types import MASK_TIES, MOST_MASKED, Rollout, Routing, SamplingMask
 from tepo_megatron.utils.tensor_files import DAMAGE, read_tensors, write_tensors
 
 FOLDER = "rollouts"
@@ -151,6 +151,8 @@ def read(folder: Path, step: int) -> tuple[list[Rollout], Metrics]:
         if _MASK_IDS in tensors:
             responses = [int(mask.sum()) for mask in per_token["response_mask_L"]]
             masks = SamplingMask(tensors[_MASK_IDS], tensors[_MASK_COUNTS]).split(responses)
+            for mask, ids_L, response_L in zip(masks, per_token["token_ids_L"], per_token["response_mask_L"], strict=True):
+                mask.check(ids_L[response_L], MOST_MASKED + MASK_TIES + 1)
             per_token["sampling_mask"] = [SamplingMask.cat([mask]) for mask in masks]
         fields = {**per_token, **columns}
         rows = zip(*fields.values(), strict=True)

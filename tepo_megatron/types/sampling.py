@@ -12,6 +12,8 @@ from torch import Tensor
 MOST_MASKED = 64
 # Tokens that are looked at beyond top-k: those whose logits equal the last one's are kept too.
 MASK_TIES = 8
+# Largest number of ids in a recomputed mask. Each rank offers as many candidates.
+MOST_CANDIDATES = 256
 NO_EXPERT = -1  # marks a token for which no router ran; see `no_expert` for unsigned types
 
 

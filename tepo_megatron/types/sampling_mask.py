@@ -81,14 +81,21 @@ class SamplingMask:
         place_RK = (self._starts_N[token_R, None] + column_K).clamp(max=max(0, self.ids_M.numel() - 1))
         return torch.where(kept_RK, self.ids_M[place_RK].long(), NO_TOKEN)
 
-    def check(self, ids_N: Tensor) -> None:
-        """Raise ValueError unless these are masks of the sampled tokens `ids_N` (int64, on the host)."""
+    def check(self, ids_N: Tensor, most: int) -> None:
+        """Raise ValueError unless these are masks of these tokens.
+
+        Args:
+            ids_N: int64 ids of the sampled tokens, on the host.
+            most: Largest number of ids of a token. It bounds the memory of this check, which pads all masks to one length.
+        """
         if self.counts_N.shape != ids_N.shape or int(self.counts_N.sum()) != self.ids_M.numel():
             raise ValueError(f"sampling masks of {self.counts_N.numel()} tokens, not {ids_N.numel()}, or of another size")
         if not ids_N.numel():
             return
         if int(self.counts_N.min()) < 1:
             raise ValueError("an empty sampling mask")
+        if self.widest > most:
+            raise ValueError(f"a sampling mask of {self.widest} ids, more than {most}")
         ids_NK = self.rows(torch.arange(ids_N.numel())).sort(1).values
         if int(self.ids_M.min()) < 0 or bool(((ids_NK[:, 1:] == ids_NK[:, :-1]) & (ids_NK[:, 1:] >= 0)).any()):
             raise ValueError("a sampling mask has an id below 0, or one twice")

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from tepo_megatron.actor.masks import TRUNCATION_METRICS, known_mask
 from tepo_megatron.config import Config
+from tepo_megatron.errors import DataError
 from tepo_megatron.types import SamplingMask, TrainBatch, Truncation
 from tests.marks import full_but
 from tests.parallel import cases
@@ -120,6 +121,32 @@ def passes(rank: int, cfg: Config, batch: TrainBatch) -> dict[str, Any]:
         "metrics": metrics,
         "measured": {name: measured[name] for name in TRUNCATION_METRICS},
     }
+
+
+def refused(rank: int, cfg: Config, batch: TrainBatch) -> str:
+    from tepo_megatron.actor.actor import Actor
+    from tepo_megatron.distributed import parallel
+    from tepo_megatron.platform import activate
+
+    actor = Actor.open(cfg, parallel.initialize(cfg.parallel, activate("cpu"), 0))
+    with pytest.raises(DataError) as error:
+        actor.masks.attach(batch)
+    return str(error.value)
+
+
+def test_masks_without_truncation_or_of_another_vocabulary_are_refused(truncated: cases.Case) -> None:
+    """The actor would train on another distribution than its config says, or drop the id."""
+    whole = cases.run_config(truncated.model, cases.LAYOUTS["1 rank"], 90)
+    assert "rollout.top_k=-1 and rollout.top_p=1; set them" in run_world(1, refused, whole, truncated.batches[0])[0]
+    first, *others = truncated.batches[0].rollouts
+    assert first.sampling_mask is not None
+    ids_M = first.sampling_mask.ids_M.clone()
+    ids_M[ids_M != first.token_ids_L[first.response_mask_L][0]] = cases.VOCAB
+    batch = replace(
+        truncated.batches[0], rollouts=(replace(first, sampling_mask=replace(first.sampling_mask, ids_M=ids_M)), *others)
+    )
+    cfg = config(truncated, cases.LAYOUTS["1 rank"], 90)
+    assert run_world(1, refused, cfg, batch)[0] == "a sampling mask has id 70, and the model's vocabulary has 70 tokens"
 
 
 def without_masks(batch: TrainBatch) -> TrainBatch:

@@ -7,10 +7,7 @@ import torch
 from torch import Tensor
 
 from tepo_megatron.ops.token_statistics import NO_COLUMNS, Coefficients, compute_dtype
-from tepo_megatron.types import MASK_TIES, NO_TOKEN, RecomputedMasks, Truncation
-
-# Largest number of ids in a recomputed mask. Each rank offers as many candidates.
-MOST_CANDIDATES = 256
+from tepo_megatron.types import MASK_TIES, MOST_CANDIDATES, NO_TOKEN, RecomputedMasks, Truncation
 
 
 def masked_statistics(logits: Tensor, mask_RK: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:

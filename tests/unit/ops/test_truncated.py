@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from tepo_megatron.ops.output_layer import output_layer_stats
-from tepo_megatron.ops.token_statistics.truncated import MOST_CANDIDATES
 from tepo_megatron.ops.vocab_parallel import token_stats
-from tepo_megatron.types import NO_TOKEN, SamplingMask, Truncation
+from tepo_megatron.types import MOST_CANDIDATES, NO_TOKEN, SamplingMask, Truncation
 from tests.truncated import kept, reference, rows
 
 TRUNCATIONS = [
@@ -131,11 +130,11 @@ def test_masks_travel_raggedly_and_are_checked() -> None:
     assert mask.rows(torch.tensor([2, 0])).tolist() == [[9, NO_TOKEN, NO_TOKEN], [5, 2, NO_TOKEN]]
     again = SamplingMask.cat(mask.split([1, 0, 2]))
     assert torch.equal(again.ids_M, mask.ids_M) and torch.equal(again.counts_N, mask.counts_N)
-    mask.check(torch.tensor([2, 1, 9]))
+    mask.check(torch.tensor([2, 1, 9]), 3)
     with pytest.raises(ValueError, match="lacks the sampled token"):
-        mask.check(torch.tensor([2, 1, 8]))
+        mask.check(torch.tensor([2, 1, 8]), 3)
     with pytest.raises(ValueError, match="masks of 3 tokens, not 2"):
-        mask.check(torch.tensor([2, 1]))
+        mask.check(torch.tensor([2, 1]), 3)
     twice = SamplingMask(torch.tensor([4, 4], dtype=torch.int32), torch.tensor([2], dtype=torch.int32))
     with pytest.raises(ValueError, match="twice"):
-        twice.check(torch.tensor([4]))
+        twice.check(torch.tensor([4]), 3)

@@ -43,8 +43,8 @@ def same(a: Rollout, b: Rollout) -> bool:
 
 
 def test_sampling_masks_come_back_if_every_rollout_has_them(tmp_path: Path) -> None:
-    masks = [SamplingMask.from_rows(torch.arange(12).view(-1, 4)[: r.response_length] + i) for i, r in enumerate(rollouts())]
-    masks[1] = SamplingMask.from_rows(torch.tensor([[9, -1], [9, 8], [7, 6], [5, -1], [4, 3], [-1, 2], [1, 0]]))
+    several = torch.tensor([[3, -1], [9, 4], [5, 6], [6, -1], [4, 7], [-1, 8], [9, 0]])
+    masks = [SamplingMask.from_rows(ids) for ids in (torch.tensor([[7, 2, 5]]), several, torch.empty(0, 1).long())]
     given = [replace(r, sampling_mask=mask) for r, mask in zip(rollouts(), masks, strict=True)]
     record.write(tmp_path, 1, given, Metrics())
     for rollout, mask in zip(record.read(tmp_path, 1)[0], masks, strict=True):
@@ -53,6 +53,10 @@ def test_sampling_masks_come_back_if_every_rollout_has_them(tmp_path: Path) -> N
         assert torch.equal(rollout.sampling_mask.counts_N, mask.counts_N)
     record.write(tmp_path, 2, [*given[:2], rollouts()[2]], Metrics())
     assert all(r.sampling_mask is None for r in record.read(tmp_path, 2)[0])
+    for wrong in (torch.tensor([[7, 6, 5]]), torch.arange(100)[None]):  # without the sampled token 2; too wide
+        record.write(tmp_path, 3, [replace(given[0], sampling_mask=SamplingMask.from_rows(wrong)), *given[1:]], Metrics())
+        with pytest.raises(DataError, match="record them again"):
+            record.read(tmp_path, 3)
 
 
 @pytest.mark.parametrize("count", [0, 1, 3])

@@ -58,10 +58,13 @@ def test_masks_travel_in_binary_answers(api: VllmApi | SglangApi) -> None:
         ((np.array([2, 2, 9], np.int32), np.array([2, 1], np.int32)), "twice"),
         ((np.array([2, -3, 9], np.int32), np.array([2, 1], np.int32)), "below 0"),
         ((np.array([2, 9, 9], np.int32), np.array([1, 1], np.int32)), "another size"),
+        ((np.arange(62, dtype=np.int32), np.array([2, 60], np.int32)), "of 60 ids, more than 59"),
+        ((np.array([2, 9], np.int32), np.array([2**31 - 1, 3 - 2**31], np.int32)), "an empty sampling mask"),
+        (([2, 2**40], [1, 1]), "out of bounds"),
     ],
 )
 def test_masks_that_do_not_fit_are_refused(masks: tuple[np.ndarray, np.ndarray], error: str) -> None:
-    with pytest.raises(ValueError, match=error):
+    with pytest.raises((ValueError, OverflowError), match=error):
         checked_rollout(PROMPT, [2, 9], [-0.5, 0.0], "length", replace(SAMPLING, max_tokens=2), 0, None, masks)
 
 
@@ -142,7 +145,12 @@ def test_settings_that_cannot_be_matched_are_refused() -> None:
     for keys in ({"top_p": 0.9}, {"top_k": 65}):
         with pytest.raises(ValueError, match=r"engine=sglang with top_k=.*set top_k to 2 \.\. 64, or engine to vllm"):
             RolloutConfig(engine="sglang", **keys)
-        RolloutConfig(engine="sglang", replay="elsewhere", **keys)
+        with pytest.raises(ValueError, match=r"max_staleness=1 with top_k=.*set top_k to 2 \.\. 64, or max_staleness to 0"):
+            RolloutConfig(max_staleness=1, **keys)
+        RolloutConfig(engine="sglang", max_staleness=1, replay="elsewhere", **keys)
+    RolloutConfig(max_staleness=1, top_k=64, top_p=0.9)
+    with pytest.raises(ValueError, match=r"top_k=257: the actor finds at most 256 tokens.*set top_k to 2 \.\. 256"):
+        RolloutConfig(top_k=257)
     check_truncation(RolloutConfig(top_k=50), 58)
     check_truncation(RolloutConfig(top_k=65), 58)
     with pytest.raises(ConfigError, match=r"rollout\.top_k=50: .*lower it to 49, or set it to -1"):
