@@ -80,6 +80,7 @@ def test_truncated_sampling_is_trained_on_the_same_distribution(
     settings = {"training__steps": 3, "optimizer__warmup_steps": 0, "rollout__engine": engine, "rollout__record": True}
     settings |= {"rollout__prompts_per_step": 8, "training__minibatch_prompts": 4, "evaluation__max_problems": 4}
     settings |= {"rollout__top_k": 50, "rollout__top_p": 0.9, "rollout__temperature": 2.0, "objective__ref_kl__beta": 0.01}
+    settings |= {"logging__audit_every": 1}
     command = tepo(*arguments(base, name="truncated", **settings))
     assert command.wait(240) == 0, command.output
     records = metrics_of(tmp_path / "runs" / "truncated")
@@ -90,6 +91,7 @@ def test_truncated_sampling_is_trained_on_the_same_distribution(
         assert r["truncation/recomputed"] == 0 and r["truncation/cut"] == 0
         assert r["truncation/differs"] <= 1e-3 and r["truncation/outside"] <= 1e-3
         assert 1 < r["truncation/kept_mean"] < 50 and r["actor/grad_norm"] > 0
+        assert audit_step(tmp_path / "runs" / "truncated", r["step"]).agrees
 
     replayed = {**settings, "rollout__replay": tmp_path / "runs" / "truncated" / "rollouts", "rollout__record": False}
     command = tepo(*arguments(base, name="again", **replayed))

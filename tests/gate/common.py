@@ -13,7 +13,7 @@ from tepo_megatron.losses import build_objective
 from tepo_megatron.types import Rollout, TrainBatch
 from tepo_megatron.utils.seeding import derive_seed, hash_rows
 from tests.gate import reference
-from tests.gate.data import Material, response_logprobs
+from tests.gate.data import Material, masks_of, response_logprobs
 from tests.gate.world import Outcome, distance
 from tests.objective_cases import method_of
 from tests.reference.parts import Method
@@ -57,7 +57,8 @@ def _step(trainer: reference.Trainer, cfg: Config, rollouts: tuple[Rollout, ...]
     parts = list(batch.epochs(cfg.training.epochs, cfg.training.minibatch_prompts, shuffle))
     place = {id(r): i for i, r in enumerate(rollouts)}
     samples = [
-        reference.Sample(r.token_ids_L, r.response_mask_L, r.prompt_id, r.reward, response_logprobs(r)) for r in rollouts
+        reference.Sample(r.token_ids_L, r.response_mask_L, r.prompt_id, r.reward, response_logprobs(r), masks_of(r))
+        for r in rollouts
     ]
 
     def keys(update: int, chosen: object) -> Tensor:
