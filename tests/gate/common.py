@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -52,6 +53,10 @@ def expectation(
 
 def _step(trainer: reference.Trainer, cfg: Config, rollouts: tuple[Rollout, ...], step: int) -> None:
     """Draw minibatches and random keys by the product's own seeds; the choice of seeds is no part of the arithmetic."""
+    if trainer.method.mask_truncated:  # overlong filtering: the response is context that nothing is learned from
+        none = [torch.zeros_like(r.response_mask_L) for r in rollouts]
+        pairs = zip(rollouts, none, strict=True)
+        rollouts = tuple(replace(r, response_mask_L=mask) if r.stop_reason == "length" else r for r, mask in pairs)
     batch = TrainBatch.build(rollouts, torch.zeros(len(rollouts)))
     shuffle = derive_seed(cfg.seed, "minibatches", step)
     parts = list(batch.epochs(cfg.training.epochs, cfg.training.minibatch_prompts, shuffle))

@@ -7,7 +7,7 @@ import os
 import secrets
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -24,7 +24,7 @@ from tepo_megatron.inference.servers.fleet import Fleet
 from tepo_megatron.inference.servers.local import LocalServer
 from tepo_megatron.inference.servers.process import LOOPBACK
 from tepo_megatron.inference.servers.server_key import KEY_VARIABLE
-from tepo_megatron.types import Prompt, Rollout, SamplingParams, Truncation
+from tepo_megatron.types import Prompt, Rollout, SamplingMask, SamplingParams, Truncation
 from tests.direct_requests import ask
 from tests.tiny import VOCAB_SIZE, tiny_qwen3
 from tests.truncated import kept
@@ -138,6 +138,24 @@ def make_prompts(count: int, seed: int) -> list[Prompt]:
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(4, VOCAB_SIZE, (count, 12), generator=generator).tolist()
     return [Prompt(id=1000 + 7 * i, token_ids=tuple(ids[: 3 + i % 10]), answer=str(i)) for i, ids in enumerate(tokens)]
+
+
+def sampled_by(rollouts: list[Rollout], version: int) -> list[Rollout]:
+    """Return the rollouts that have tokens of a version of the weights, with only these tokens as the response.
+
+    Args:
+        rollouts: Rollouts of the engine.
+        version: The version.
+    """
+    found = []
+    for r in rollouts:
+        mask_L, masks = r.response_mask_L & (r.versions_L == version), r.sampling_mask
+        if masks is not None:
+            parts = zip(masks.split([1] * r.response_length), mask_L[r.response_mask_L].tolist(), strict=True)
+            masks = SamplingMask.cat([part for part, chosen in parts if chosen])
+        if mask_L.any():
+            found.append(replace(r, response_mask_L=mask_L, sampling_mask=masks))
+    return found
 
 
 @torch.no_grad()

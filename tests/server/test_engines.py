@@ -43,6 +43,7 @@ from tests.server.served import (
     logprob_diff,
     make_prompts,
     responses,
+    sampled_by,
     save_weights,
     serve,
     server_processes,
@@ -360,14 +361,19 @@ def test_layers_that_are_left_out_stay(served: Served, tmp_path: Path) -> None:
     assert logprob_diff(old, rollouts, SAMPLING.temperature) > 10 * MAX_LOGPROB_DIFF
 
 
-@pytest.mark.parametrize("in_flight", ["continue", pytest.param("restart", marks=pytest.mark.full)])
-def test_what_is_under_way_goes_on_under_new_weights(in_flight: str, served: Served, tmp_path: Path) -> None:
-    """Every token has the log-prob of the weights that it is said to be of, given all tokens before it."""
+@pytest.mark.parametrize(
+    ("in_flight", "truncation"),
+    [("continue", {}), ("continue", {"top_k": 50, "top_p": 0.9}), pytest.param("restart", {}, marks=pytest.mark.full)],
+)
+def test_what_is_under_way_goes_on_under_new_weights(
+    in_flight: str, truncation: dict[str, Any], served: Served, tmp_path: Path
+) -> None:
+    """Every token has the log-prob and the sampling mask of the weights that it is said to be of, given all tokens before."""
     old, version = served.model, served.engine.version
     new = tiny_qwen3(tmp_path / "new", tied=True, seed=200 + version)
     (tmp_path / "old").mkdir(mode=0o700)  # servers read from no other folder
     old_files, files = save_weights(old, tmp_path / "old", files=1), save_weights(new, tmp_path, files=1)
-    prompts, sampling = make_prompts(20, seed=12), replace(SAMPLING, samples=8, max_tokens=100, stop_token_ids=())
+    prompts, sampling = make_prompts(20, seed=12), replace(SAMPLING, samples=8, max_tokens=100, stop_token_ids=(), **truncation)
     with another_engine(served, max_staleness=1, on_weight_update=in_flight) as engine:
         engine.update_weights(old_files, version)
         groups = engine.open()
@@ -385,9 +391,14 @@ def test_what_is_under_way_goes_on_under_new_weights(in_flight: str, served: Ser
     mixed = [r for r in made if r.later_versions]
     print(f"weights of another version after {seconds:.2f} s; {len(mixed)} of {len(made)} responses are of both")
     for model, v in ((old, version), (new, version + 1)):
-        of_it = [replace(r, response_mask_L=r.response_mask_L & (r.versions_L == v)) for r in made]
-        of_it = [r for r in of_it if r.response_length]
-        assert not of_it or logprob_diff(model, of_it, sampling.temperature) <= MAX_LOGPROB_DIFF
+        of_it = sampled_by(made, v)
+        if truncation and of_it:
+            kept = Truncation(**truncation, renormalizes=served.name == "vllm")
+            diff = truncated_diff(model, of_it, sampling.temperature, kept)
+            print(f"version {v}: largest difference {diff.largest:.1e}, other masks {diff.other_masks:.1e}")
+            assert diff.largest <= MAX_LOGPROB_DIFF and diff.other_masks <= 0.002
+        elif of_it:
+            assert logprob_diff(model, of_it, sampling.temperature) <= MAX_LOGPROB_DIFF
     if in_flight == "restart":
         assert not mixed
         sampled_again = {r.prompt_id for r in made if r.policy_version == version + 1}
@@ -395,8 +406,7 @@ def test_what_is_under_way_goes_on_under_new_weights(in_flight: str, served: Ser
         assert sampled_again and all(found[i] == again[i] for i in sampled_again)
     else:
         assert len(mixed) > 50
-        other = [replace(r, response_mask_L=r.response_mask_L & (r.versions_L == version)) for r in mixed]
-        assert logprob_diff(new, other, sampling.temperature) > 0.1
+        assert logprob_diff(new, sampled_by(mixed, version), sampling.temperature) > 0.1
 
 
 def test_files_that_are_not_the_model_are_refused_by_vllm(served: Served, tmp_path: Path) -> None:
