@@ -376,6 +376,7 @@ def test_what_is_under_way_goes_on_under_new_weights(
     prompts, sampling = make_prompts(20, seed=12), replace(SAMPLING, samples=8, max_tokens=100, stop_token_ids=(), **truncation)
     with another_engine(served, max_staleness=1, on_weight_update=in_flight) as engine:
         engine.update_weights(old_files, version)
+        engine.generate(prompts, replace(sampling, max_tokens=4), seed=1)  # a server's first requests are slow
         groups = engine.open()
         groups.add(prompts, sampling, seed=0)
         time.sleep(0.7)
