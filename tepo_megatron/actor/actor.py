@@ -19,7 +19,7 @@ from tepo_megatron.actor.activations import HostActivations
 from tepo_megatron.actor.comparisons import mismatch
 from tepo_megatron.actor.expert_replay import ExpertReplay
 from tepo_megatron.actor.kernels import check_transformer_engine, hardware, installed
-from tepo_megatron.actor.masks import SamplingMasks, device_mask
+from tepo_megatron.actor.masks import MaskSource, device_mask
 from tepo_megatron.actor.minibatch import MinibatchInputs
 from tepo_megatron.actor.offload import PARTS, Offloader, Part
 from tepo_megatron.actor.output_rows import OutputRows
@@ -88,12 +88,12 @@ class Actor:
     rows: OutputRows | None
     reference: HostWeights | None = None
     noise_floor: float | None = None
-    masks: SamplingMasks = field(init=False)
+    masks: MaskSource = field(init=False)
     _step: int = 0
     _gathered: bool = True
 
     def __post_init__(self) -> None:
-        self.masks = SamplingMasks(self.cfg.rollout.truncation, self._stats, self._forward, self.groups)
+        self.masks = MaskSource(self.cfg.rollout.truncation, self._stats, self._forward, self.groups)
 
     @classmethod
     def open(cls, cfg: Config, groups: ParallelDims) -> "Actor":

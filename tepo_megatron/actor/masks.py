@@ -93,7 +93,7 @@ class MaskCollector:
         return mask, values
 
 
-class SamplingMasks:
+class MaskSource:
     """Attaches sampling masks to batches whose rollouts lack those of the engine. All ranks make the same calls.
 
     Args:
