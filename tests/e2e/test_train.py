@@ -101,6 +101,26 @@ def test_truncated_sampling_is_trained_on_the_same_distribution(
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_masks_of_older_weights_stay_with_their_tokens(tepo, arguments, base: Path, tmp_path: Path, engine: str) -> None:
+    """Responses are one step old, and some are of two versions. The gate compares each token under its own weights."""
+    settings = {"training__steps": 5, "optimizer__warmup_steps": 0, "rollout__engine": engine, "evaluation__max_problems": 4}
+    settings |= {"rollout__prompts_per_step": 8, "training__minibatch_prompts": 4, "rollout__max_staleness": 1}
+    settings |= {"rollout__top_k": 50, "rollout__top_p": 0.9, "rollout__temperature": 2.0}
+    settings |= {"rollout__on_weight_update": "continue", "logging__audit_every": 1}
+    command = tepo(*arguments(base, name="older", **settings))
+    assert command.wait(240) == 0, command.output
+    records = metrics_of(tmp_path / "runs" / "older")
+    names = ("gate/logprob_diff_worst", "rollout/staleness", "rollout/mixed_versions", "truncation/differs", MEAN)
+    for r in records:
+        print(f"{engine}, step {r['step']}: " + ", ".join(f"{k} {r[k]:.1e}" for k in names))
+        assert r["gate/logprob_diff_worst"] <= 1e-5 and r["gate/compared_share"] == 1 and r["truncation/recomputed"] == 0
+        assert audit_step(tmp_path / "runs" / "older", r["step"]).agrees
+    assert max(r["rollout/staleness"] for r in records) == 1
+    assert max(r[MEAN] for r in records) > 1e-5, "newer weights have other log-probs"
+
+
+@pytest.mark.full
 def test_a_run_on_masks_that_the_actor_recomputes(tepo, arguments, base: Path, tmp_path: Path) -> None:
     """Without top-k vLLM returns no masks."""
     settings = {"training__steps": 2, "optimizer__warmup_steps": 0, "rollout__top_p": 0.9, "rollout__prompts_per_step": 8}

@@ -74,6 +74,17 @@ EXHIBITS = (
         tests=("tests/parallel/test_truncated.py::test_recomputed_masks_are_those_of_the_model_on_every_layout",),
     ),
     Exhibit(
+        name="masks_of_an_interrupted_response_change_places",
+        source="own: issue 23, item 3 (a mask that crosses an update of weights)",
+        kind="log-probs",
+        bug="The sampling masks of the continuation were put before those of the interrupted part. Their number is right.",
+        cost="Log-probs of interrupted responses are over the candidates of other tokens; only the mismatch metric shows it.",
+        symbol="merge",
+        old="for r in (aborted, end) if r.sampling_mask is not None",
+        new="for r in (end, aborted) if r.sampling_mask is not None",
+        tests=("tests/unit/rollout/test_truncated_answers.py::test_masks_are_joined_and_dropped_with_the_tokens",),
+    ),
+    Exhibit(
         name="the_gradient_forgets_the_temperature",
         source="slime #557 (an argument by position: the temperature never arrived; variant: in backward alone)",
         kind="log-probs",

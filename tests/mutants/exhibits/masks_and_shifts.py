@@ -158,6 +158,6 @@ EXHIBITS = (
         symbol="learn",
         old="without_truncated(rollouts) if objective.mask_truncated else rollouts",
         new="rollouts",
-        tests=("tests/parallel/test_overlong_filtering.py::test_cut_off_responses_train_nothing[1 rank]",),
+        tests=("tests/parallel/test_overlong_filtering.py::test_cut_off_responses_train_nothing[CP2]",),
     ),
 )
