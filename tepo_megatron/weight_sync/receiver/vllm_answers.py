@@ -100,7 +100,7 @@ def sampling_masks(flat: Any) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
     """
     ids, kept = np.asarray(flat.token_ids, np.int32), np.asarray(flat.logprobs) > LEAST_LOGPROB
     starts = np.asarray(flat.start_indices)
-    position = np.repeat(np.arange(starts.size), np.asarray(flat.end_indices) - starts)
+    position = np.repeat(np.arange(starts.size), np.diff(np.append(starts, ids.size)))
     kept &= ids != ids[starts][position]
     kept[starts] = True
     return ids[kept], np.bincount(position[kept], minlength=starts.size).astype(np.int32)

@@ -83,7 +83,6 @@ def test_the_masks_of_vllm_are_the_ids_above_minus_infinity() -> None:
         token_ids=[3, 3, 8, 1, 5, 5, 0, 2, 4, 7, 6, 9],
         logprobs=[-0.1, -0.1, -2.0, -inf, 0.0, 0.0, -inf, -inf, -3.0, -0.2, -1.0, -2.9],
         start_indices=[0, 4, 8],
-        end_indices=[4, 8, 12],
     )
     ids, counts = sampling_masks(flat)
     assert ids.tolist() == [3, 8, 5, 4, 7, 6, 9] and counts.tolist() == [2, 1, 4]
