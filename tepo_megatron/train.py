@@ -247,6 +247,7 @@ def learn(
     advantages_B = group_advantages(rollouts, objective.advantage)
     batch = TrainBatch.build(without_truncated(rollouts) if objective.mask_truncated else rollouts, advantages_B)
     with clock.phase("old_stats"):
+        batch = _with_masks(batch, actor, log)
         gate.before_updates(batch, step)
         if training.old_logprobs == "rollout":
             batch = replace(batch, old_logprobs_N=batch.rollout_logprobs_N)
@@ -318,6 +319,13 @@ def _needs_old_pass(batch: TrainBatch, objective: Objective, training: TrainingC
     """
     in_reward = objective.ref_kl is not None and objective.ref_kl.where == "reward"
     return batch.updates(training.epochs, training.minibatch_prompts) > 1 or objective.needs_batch_statistics or in_reward
+
+
+def _with_masks(batch: TrainBatch, actor: Actor, log: StepLog) -> TrainBatch:
+    """Return the batch with its sampling masks; unchanged if sampling is not truncated."""
+    batch, metrics = actor.masks.attach(batch)
+    log.note(metrics)
+    return batch
 
 
 def _with_reference(batch: TrainBatch, actor: Actor, objective: Objective, log: StepLog) -> TrainBatch:

@@ -6,12 +6,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tepo_megatron.actor.masks import TRUNCATION_METRICS, mask_counts
 from tepo_megatron.distributed.parallel import ParallelDims
 from tepo_megatron.losses.diagnostics import HISTOGRAMS, METRICS
 from tepo_megatron.observability.histogram import BINS
 from tepo_megatron.observability.metrics import Pair
 from tepo_megatron.ops.segments import Segments
-from tepo_megatron.types import LossOutput, PackedMicrobatch, TokenStats, TrainBatch
+from tepo_megatron.types import LossOutput, PackedMicrobatch, SamplingMask, TokenStats, TrainBatch
 
 
 @dataclass(frozen=True)
@@ -68,14 +69,22 @@ class UpdateAccumulator:
         batch: The minibatch.
         device: Device of the sums.
         whole: Collects the statistics of all tokens too. None: they are not collected.
+        mask: The batch's sampling masks, on the device. None: sampling was not truncated.
     """
 
-    def __init__(self, batch: TrainBatch, device: torch.device, whole: MinibatchTokenStats | None) -> None:
-        self.whole = whole
+    def __init__(
+        self,
+        batch: TrainBatch,
+        device: torch.device,
+        whole: MinibatchTokenStats | None,
+        mask: SamplingMask | None = None,
+    ) -> None:
+        self.whole, self._mask = whole, mask
         self._knows_entropy_change = batch.update > 0 and batch.old_entropies_N is not None
         self._pairs = torch.zeros(len(METRICS), 2, dtype=torch.float64, device=device)
         self._counts = torch.zeros(len(HISTOGRAMS), BINS, dtype=torch.float64, device=device)
         self._ratio_B = torch.zeros(len(batch), dtype=torch.float64, device=device)
+        self._masks = torch.zeros(len(TRUNCATION_METRICS), 2, dtype=torch.float64, device=device)
 
     def add(self, out: LossOutput, microbatch: PackedMicrobatch, segments: Segments, stats: TokenStats) -> None:
         """Add one microbatch.
@@ -88,6 +97,8 @@ class UpdateAccumulator:
         """
         if self.whole is not None:
             self.whole.add(microbatch, stats)
+        if stats.recomputed is not None and self._mask is not None:
+            self._masks += mask_counts(stats.recomputed, self._mask.rows(microbatch.token_R))
         pairs = [torch.stack((n.double(), d.double())) for n, d in (out.metrics[name] for name in METRICS)]
         self._pairs += torch.stack(pairs)
         self._counts += torch.stack([out.histograms[name] for name in HISTOGRAMS])
@@ -96,11 +107,12 @@ class UpdateAccumulator:
 
     def reduce(self, groups: ParallelDims) -> UpdateResult:
         """Return the sums over dp x cp on every stage. Collectives: one all-reduce over dp x cp, one broadcast over pp."""
-        parts = (self._pairs, self._counts, self._ratio_B)
+        parts = (self._pairs, self._counts, self._ratio_B, self._masks)
         flat = torch.cat([part.flatten() for part in parts])
         if groups.is_last_stage:
             dist.all_reduce(flat, group=groups.dp_cp.group)
-        pairs, counts, ratio_B = groups.broadcast_from_last_stage(flat).cpu().split([part.numel() for part in parts])
-        metrics = {name: (n, d) for name, (n, d) in zip(METRICS, pairs.view(-1, 2).tolist(), strict=True)}
+        pairs, counts, ratio_B, masks = groups.broadcast_from_last_stage(flat).cpu().split([part.numel() for part in parts])
+        names, values = (*METRICS, *TRUNCATION_METRICS), torch.cat((pairs, masks)).view(-1, 2).tolist()
+        metrics = {name: (n, d) for name, (n, d) in zip(names, values, strict=True)}
         histograms = dict(zip(HISTOGRAMS, counts.view(-1, BINS).long(), strict=True))
         return UpdateResult(metrics, histograms, ratio_B, self._knows_entropy_change)

@@ -3,7 +3,7 @@
 import contextlib
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -19,9 +19,11 @@ from tepo_megatron.actor.activations import HostActivations
 from tepo_megatron.actor.comparisons import mismatch
 from tepo_megatron.actor.expert_replay import ExpertReplay
 from tepo_megatron.actor.kernels import check_transformer_engine, hardware, installed
+from tepo_megatron.actor.masks import MaskSource, device_mask
 from tepo_megatron.actor.minibatch import MinibatchInputs
 from tepo_megatron.actor.offload import PARTS, Offloader, Part
 from tepo_megatron.actor.output_rows import OutputRows
+from tepo_megatron.actor.output_stats import OutputStats, Visit
 from tepo_megatron.actor.packer import Packer
 from tepo_megatron.actor.pipeline import PipelineSchedule
 from tepo_megatron.actor.precision import alignment, check_hardware
@@ -32,10 +34,8 @@ from tepo_megatron.distributed.parallel import ParallelDims
 from tepo_megatron.errors import NumericalError
 from tepo_megatron.losses.objective import Objective
 from tepo_megatron.losses.weighting import BatchStatistics
-from tepo_megatron.ops.output_layer import output_layer_stats
 from tepo_megatron.ops.planning import Plan, another_plan
 from tepo_megatron.ops.segments import Segments
-from tepo_megatron.ops.vocab_parallel import token_stats
 from tepo_megatron.types import PackedMicrobatch, TokenStats, TrainBatch
 from tepo_megatron.utils.seeding import derive_seed, hash_rows
 from tepo_megatron.weights.families import Family, find_family, read_config
@@ -69,6 +69,7 @@ class Actor:
         rows: Selects the response rows before the output layer; None except on the last pipeline stage.
         reference: The reference policy's weights; None before `keep_reference`.
         noise_floor: Noise floor of dH in nats; None before `measure_noise` has found one.
+        masks: Attaches sampling masks to batches that lack them.
     """
 
     cfg: Config
@@ -87,8 +88,12 @@ class Actor:
     rows: OutputRows | None
     reference: HostWeights | None = None
     noise_floor: float | None = None
+    masks: MaskSource = field(init=False)
     _step: int = 0
     _gathered: bool = True
+
+    def __post_init__(self) -> None:
+        self.masks = MaskSource(self.cfg.rollout.truncation, self._stats, self._forward, self.groups)
 
     @classmethod
     def open(cls, cfg: Config, groups: ParallelDims) -> "Actor":
@@ -275,13 +280,15 @@ class Actor:
         plan = plan or self.packer.plan(batch)
         inputs = MinibatchInputs(batch, self.groups.device, self.noise_floor, self.cfg.rollout.max_response_tokens)
         weights = self._batch_statistics(batch, inputs, objective) if objective.needs_batch_statistics else None
+        compared = self.cfg.rollout.truncation if batch.update == 0 and batch.recomputed_mask is None else None
         unmeasured = batch.update == 0 and batch.old_entropies_N is None
         whole = MinibatchTokenStats(batch.num_tokens, self.groups) if unmeasured else None
-        accumulator = UpdateAccumulator(batch, self.groups.device, whole)
+        mask = device_mask(batch, self.groups.device)
+        accumulator = UpdateAccumulator(batch, self.groups.device, whole, mask)
 
         def loss(microbatch: PackedMicrobatch, output: Tensor) -> Tensor:
             segments = Segments.of(microbatch, self.groups.cp.group)
-            stats = self._stats(microbatch, output)
+            stats = self._stats(microbatch, output, mask, compared)
             rows = inputs.rows(microbatch, segments, stats, weights)
             out = objective(stats, rows)
             accumulator.add(out, microbatch, segments, stats)
@@ -315,27 +322,26 @@ class Actor:
 
         `plan` replaces the usual plan. With `replays` false, the routers choose even under rollout.replay_experts.
         """
-        self.require_loaded("a forward pass", "parameters")
-        whole = MinibatchTokenStats(batch.num_tokens, self.groups)
+        whole, mask = MinibatchTokenStats(batch.num_tokens, self.groups), device_mask(batch, self.groups.device)
 
         def visit(microbatch: PackedMicrobatch, output: Tensor) -> None:
-            whole.add(microbatch, self._stats(microbatch, output))
+            whole.add(microbatch, self._stats(microbatch, output, mask))
 
+        self._forward(batch, visit, plan, replays)
+        return whole.gather()
+
+    def _forward(self, batch: TrainBatch, visit: Visit, plan: Plan | None = None, replays: bool = True) -> None:
+        self.require_loaded("a forward pass", "parameters")
         plan = plan or self.packer.plan(batch, self.cfg.training.tokens_without_grad(self.cfg.megatron.fixed_length))
         self.schedule.forward(self.packer.pack(batch, plan, replays), visit)
-        return whole.gather()
 
     def export_hf(self, out: Path, check_in_place: Callable[[], object] = lambda: None) -> None:
         """Write the current weights as a Hugging Face directory. Args: see `gather.export_hf`."""
         self.require_loaded("an export", "parameters")
         export_hf(self.bindings, self.arch, self.groups, Path(self.cfg.model.path), out, check_in_place)
 
-    def _stats(self, microbatch: PackedMicrobatch, output: Tensor) -> TokenStats:
-        """Return the statistics from `output`: logits [R, V / tp], or hidden states [R, H] under training.logits_budget_mib."""
-        labels_R, temperature = microbatch.labels_R, self.cfg.rollout.temperature
-        rest = (labels_R, temperature, self.groups.tp.group, self.arch.vocab_size)
-        if (budget_mib := self.cfg.training.logits_budget_mib) is None:
-            return token_stats(output, *rest)
-        assert self.rows is not None
-        sums = not self.cfg.parallel.sequence_parallel
-        return output_layer_stats(output, self.rows.weight, *rest, logits_budget=budget_mib * 2**20, sum_hidden_gradient=sums)
+    @property
+    def _stats(self) -> OutputStats:
+        cfg = self.cfg
+        fused = (cfg.training.logits_budget_mib, not cfg.parallel.sequence_parallel)
+        return OutputStats(cfg.rollout.temperature, self.arch.vocab_size, self.groups, self.rows, *fused)

@@ -1,12 +1,15 @@
 """Section `rollout`: sampling of the responses that a step learns from."""
 
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
 from tepo_megatron.config.fields import NonNegative, Positive, config
 from tepo_megatron.config.server import AnyServer, ServerConfig, UrlServerConfig
 from tepo_megatron.config.training import TrainingConfig
+
+if TYPE_CHECKING:
+    from tepo_megatron.types import Truncation
 
 # Default of rollout.max_generation_rounds under dynamic sampling. DAPO's public recipe gives up after 10 generation batches
 # (verl, recipe/dapo/run_dapo_qwen2.5_32b.sh: max_num_gen_batches=10). Each of them has 3 times the prompts of a step, and too
@@ -44,6 +47,13 @@ class RolloutConfig:
     # Sampling temperature. It also scales the logits of the actor's and the reference policy's log-probs. vLLM raises values
     # below 0.01 to 0.01 without notice, so they are refused.
     temperature: Annotated[float, Field(ge=0.01, allow_inf_nan=False)] = 1.0
+    # Sample each token among the k most likely ones. The old, new and reference log-probs and the entropies are then those of
+    # the same tokens, renormalized. Up to 64, engines return the ids of these tokens with each sampled token. -1: no limit.
+    top_k: Annotated[int, Field(ge=-1, strict=True)] = -1
+    # Sample each token among the most likely ones whose probabilities add up to this; top_k applies first. vLLM counts the
+    # probabilities that top_k left, SGLang those of the whole vocabulary. Without top_k, the actor finds the tokens itself,
+    # at most 256 of them, in a pass of its own (metrics truncation/*). 1: no limit.
+    top_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] = 1.0
     # Maximum number of tokens of a response. Sampling stops there.
     max_response_tokens: Positive = 8192
     # path/to/file.py:name of an async function that makes each sample, for example in several turns with tools
@@ -79,6 +89,7 @@ class RolloutConfig:
             raise ValueError(f"min_servers={self.min_servers} exceeds servers={self.servers}; lower it or start more")
         if self.colocate:
             self._check_colocation()
+        self._check_truncation()
         if self.replay_experts and self.function is not None:
             raise ValueError(
                 f"replay_experts=true and function={self.function}: the turns of a sample are requests of their own, whose "
@@ -92,6 +103,49 @@ class RolloutConfig:
         if isinstance(self.server, UrlServerConfig) and len(self.server.urls) != self.servers:
             raise ValueError(
                 f"server.urls names {len(self.server.urls)} servers, not servers={self.servers}; set that to their number"
+            )
+
+    @property
+    def truncation(self) -> "Truncation | None":
+        """Return the truncation of the distribution that is sampled from; None for none."""
+        if not self._truncates:
+            return None
+        from tepo_megatron.types import Truncation  # `tepo plan` does not load torch
+
+        return Truncation(self.top_k, self.top_p, renormalizes=self.engine == "vllm")
+
+    @property
+    def _truncates(self) -> bool:
+        return self.top_k != -1 or self.top_p < 1
+
+    def _check_truncation(self) -> None:
+        if self.top_k in (0, 1):
+            raise ValueError(
+                f"top_k={self.top_k}: nothing can be learned from a choice among fewer than two tokens; set top_k to 2 or "
+                "more, or to -1 for no limit"
+            )
+        if not self._truncates:
+            return
+        from tepo_megatron.types import MOST_CANDIDATES, MOST_MASKED
+
+        if self.top_k > MOST_CANDIDATES:
+            raise ValueError(
+                f"top_k={self.top_k}: the actor finds at most {MOST_CANDIDATES} tokens, so its log-probs would be those of "
+                f"another distribution; set top_k to 2 .. {MOST_CANDIDATES}, or to -1 for no limit"
+            )
+        if self.replay is not None or 0 < self.top_k <= MOST_MASKED:
+            return
+        if self.max_staleness:
+            raise ValueError(
+                f"max_staleness={self.max_staleness} with top_k={self.top_k} and top_p={self.top_p:g}: the engine returns the "
+                f"tokens that it chose from up to top_k={MOST_MASKED}, and the actor's newer weights would find others; set "
+                f"top_k to 2 .. {MOST_MASKED}, or max_staleness to 0"
+            )
+        if self.engine == "sglang":
+            raise ValueError(
+                f"engine=sglang with top_k={self.top_k} and top_p={self.top_p:g}: SGLang gives log-probs of the truncated "
+                f"distribution only with the tokens that it chose from, and these up to top_k={MOST_MASKED}; set top_k to 2 .. "
+                f"{MOST_MASKED}, or engine to vllm"
             )
 
     def _check_colocation(self) -> None:

@@ -2,7 +2,8 @@
 
 The service writes a batch into a memory file without a name (memfd), which ends with the processes that hold it open. The ranks
 of its machine open it below /proc of the service; `batch_receiver.py` brings it to other machines. A token takes 9 bytes: int32
-id, fp32 log-prob, bool mask. The experts of a token, hundreds of bytes, are in a second file.
+id, fp32 log-prob, bool mask. Sampling masks, where sampling is truncated, are in the same file: int32 number of ids of each
+response token, and int32 ids. The experts of a token, hundreds of bytes, are in a second file.
 """
 
 import hashlib
@@ -17,13 +18,14 @@ import torch
 from torch import Tensor
 
 from tepo_megatron.observability.metrics import Pair
-from tepo_megatron.types import Rollout
+from tepo_megatron.types import Rollout, SamplingMask
 
 _TOKEN_FIELDS = {
     "token_ids_L": np.dtype(np.int32),
     "rollout_logprobs_L": np.dtype(np.float32),
     "response_mask_L": np.dtype(np.bool_),
 }
+_MASKS = {"counts_N": np.dtype(np.int32), "ids_M": np.dtype(np.int32)}  # of `SamplingMask`
 _COLUMNS = ("prompt_id", "policy_version", "stop_reason", "reward", "score", "status", "later_versions", "servers", "terms")
 _DIGEST_BYTES = 8
 
@@ -39,6 +41,7 @@ class BatchHeader:
         columns: Field of `Rollout` -> its value for each sequence. The gold answers are left out: no rank needs them.
         prompt_experts: See `Rollout.prompt_experts`, for each sequence.
         experts: (dtype, MoE layers, experts per token) if the experts are there; else None.
+        masks: (response tokens, ids of all their sampling masks); (0, 0) if the masks are not there.
         metrics: Pairs of `Metrics` over everything that the step sampled.
         seconds: Seconds of sampling and grading, by phase.
     """
@@ -51,6 +54,7 @@ class BatchHeader:
     experts: tuple[np.dtype[Any], int, int] | None
     metrics: Mapping[str, Pair]
     seconds: Mapping[str, float]
+    masks: tuple[int, int] = (0, 0)
 
     @property
     def tokens(self) -> int:
@@ -60,7 +64,7 @@ class BatchHeader:
     @property
     def nbytes(self) -> int:
         """Return the size of the file in bytes, without the experts."""
-        return self.tokens * sum(dtype.itemsize for dtype in _TOKEN_FIELDS.values())
+        return 4 * sum(self.masks) + self.tokens * sum(dtype.itemsize for dtype in _TOKEN_FIELDS.values())
 
     @property
     def expert_bytes(self) -> int:
@@ -95,11 +99,16 @@ class BatchMemory:
         lengths = tuple(r.token_ids_L.numel() for r in rollouts)
         (file, path), (experts_file, experts_path) = new_file(), new_file() if shape is not None else (-1, "")
         self._files[path] = [descriptor for descriptor in (file, experts_file) if descriptor >= 0]
-        header = BatchHeader(path, experts_path, lengths, columns, digests, shape, metrics, seconds)
+        given = [r.sampling_mask for r in rollouts if r.sampling_mask is not None]
+        masks = SamplingMask.cat(given if len(given) == len(rollouts) else [])
+        sizes = (masks.counts_N.numel(), masks.ids_M.numel())
+        header = BatchHeader(path, experts_path, lengths, columns, digests, shape, metrics, seconds, sizes)
         if header.nbytes:
             arrays = token_arrays(header, map_file(file, header.nbytes))
             for name in _TOKEN_FIELDS:
                 arrays[name].copy_(torch.cat([getattr(r, name) for r in rollouts]))
+            arrays["counts_N"].copy_(masks.counts_N)
+            arrays["ids_M"].copy_(masks.ids_M)
         if header.nbytes and shape is not None:
             torch.cat(experts, out=experts_of(header, map_file(experts_file, header.tokens * header.expert_bytes)))
         return header
@@ -128,14 +137,15 @@ def map_file(file: int, nbytes: int) -> mmap.mmap:
 
 
 def token_arrays(header: BatchHeader, memory: mmap.mmap) -> dict[str, Tensor]:
-    """Return the flat arrays in a mapping of the tokens' file, by field of `Rollout`; they share its memory.
+    """Return the flat arrays in a mapping of the tokens' file, by field of `Rollout` or `SamplingMask`; they share its memory.
 
     Args:
         header: The header of the batch.
         memory: The mapping.
     """
-    found, offset, tokens = {}, 0, header.tokens
-    for name, dtype in _TOKEN_FIELDS.items():
+    found, offset, masks = {}, 0, dict(zip(_MASKS, header.masks, strict=True))
+    for name, dtype in {**_MASKS, **_TOKEN_FIELDS}.items():  # the wider integers first, so that all are aligned
+        tokens = masks.get(name, header.tokens)
         found[name] = torch.from_numpy(np.frombuffer(memory, dtype, tokens, offset))
         offset += tokens * dtype.itemsize
     return found

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tepo_megatron.controller.batch_memory import BatchHeader, experts_of, map_file, new_file, token_arrays
 from tepo_megatron.distributed.objects import all_gather_object
-from tepo_megatron.types import Rollout
+from tepo_megatron.types import Rollout, SamplingMask
 
 if TYPE_CHECKING:
     from tepo_megatron.distributed.parallel import ParallelDims
@@ -184,6 +184,9 @@ def read(header: BatchHeader, path: str, experts_path: str) -> list[Rollout]:
         file_of_experts = os.open(experts_path, os.O_RDWR)
         arrays["experts_LKT"] = experts_of(header, map_file(file_of_experts, header.tokens * header.expert_bytes))
         os.close(file_of_experts)
-    per_token = {name: array.split(header.lengths) for name, array in arrays.items()}
+    masks = SamplingMask(arrays.pop("ids_M"), arrays.pop("counts_N"))
+    per_token: dict[str, Sequence[Tensor | SamplingMask]] = {n: array.split(header.lengths) for n, array in arrays.items()}
+    if header.masks[0]:
+        per_token["sampling_mask"] = masks.split([int(mask.sum()) for mask in arrays["response_mask_L"].split(header.lengths)])
     fields = {**header.columns, "prompt_experts": header.prompt_experts, **per_token}
     return [Rollout(**{name: values[i] for name, values in fields.items()}) for i in range(len(header.lengths))]

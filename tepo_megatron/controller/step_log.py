@@ -21,6 +21,7 @@ KEYS = (
     "tepo/mask_below_noise", "tepo/entropy_noise_floor", "tepo/dH_up_p05", "tepo/dH_up_p50", "tepo/dH_up_p95",
     "tepo/dH_down_p05", "tepo/dH_down_p50", "tepo/dH_down_p95", "tepo/ratio_p01", "tepo/ratio_p50", "tepo/ratio_p99",
     "weighting/affected_share", "correction/weight_mean", "rollout/logprob_diff_mean", "rollout/logprob_diff_max",
+    "truncation/recomputed", "truncation/outside", "truncation/differs", "truncation/cut", "truncation/kept_mean",
     "gate/logprob_diff_mean", "gate/logprob_diff_worst", "gate/compared_share",
     "rollout/response_tokens_mean", "rollout/truncated", "rollout/staleness", "rollout/mixed_versions",
     "rollout/sampled_groups", "rollout/kept_groups", "rollout/stale_groups", "rollout/server_restarts",

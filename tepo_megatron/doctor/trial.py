@@ -77,16 +77,17 @@ def step(cfg: Config, start: Callable[[Config], None]) -> Iterator[Finding]:
     record = read_metrics(cfg.run_dir)[0]
     yield Finding("engine", "pass", f"{cfg.rollout.engine} started, sampled, and took the weights with their checksums")
     exact = cfg.model.precision == "fp32" and cfg.rollout.server.precision in (None, "fp32")
-    yield _log_probs(record, cfg.rollout.temperature, cfg.sync.max_logprob_diff, exact=exact)
+    sampled = f"temperature {cfg.rollout.temperature:g}, top_k {cfg.rollout.top_k}, top_p {cfg.rollout.top_p:g}"
+    yield _log_probs(record, sampled, cfg.sync.max_logprob_diff, exact=exact)
     yield _samples(record, cfg.rollout.max_response_tokens)
     yield _noise(record)
     phases = ", ".join(f"{name.removeprefix('seconds/')} {record[name]:.1f}" for name in sorted(record) if "seconds/" in name)
     yield Finding("seconds", "pass", f"of a step with {cfg.rollout.prompts_per_step} prompts: {phases}")
 
 
-def _log_probs(record: Mapping[str, Any], temperature: float, limit: float, *, exact: bool) -> Finding:
+def _log_probs(record: Mapping[str, Any], sampled: str, limit: float, *, exact: bool) -> Finding:
     mean, worst = record["rollout/logprob_diff_mean"], record["rollout/logprob_diff_max"]
-    said = f"|rollout - actor| at temperature {temperature:g}, top_p 1: mean {mean:.1e}, largest {worst:.1e} nats; "
+    said = f"|rollout - actor| at {sampled}: mean {mean:.1e}, largest {worst:.1e} nats; "
     said += f"the run stops above {limit:g}"
     if mean > (EXACT if exact else NEAR * limit):
         return Finding("log-probs", "warn", said, "objective.correction corrects for it; in fp32 it should be rounding alone")

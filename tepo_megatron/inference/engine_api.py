@@ -48,6 +48,7 @@ class LaunchSpec:
     sleeps: bool = False  # the server will be put to sleep
     returns_experts: bool = False  # the server will be asked for the experts that its routers chose
     maps_memory: bool = False  # updates may lie in the memory of any GPU that this process sees (CUDA IPC)
+    most_masked: int = 0  # most ids of a sampling mask that the server will be asked for; 0: it will not be asked for masks
     in_fp8: bool = False  # the server holds an FP8 model, whose first weights are those of the first update
 
     @property

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from tepo_megatron.types import Prompt, Rollout, SamplingParams
+from tepo_megatron.types import Prompt, Rollout, SamplingMask, SamplingParams
 from tepo_megatron.utils.seeding import derive_seed
 
 ABORTED = "abort"  # stop reason of an aborted response, in both engines
@@ -71,6 +71,7 @@ def merge(aborted: Rollout, end: Rollout) -> Rollout:
     if end.response_length:
         versions += [change for change in [(begun, end.policy_version), *end.later_versions] if change[1] != newest]
         servers = continued(servers, [(begun if place == 0 else place, name) for place, name in end.servers])
+    masks = [r.sampling_mask for r in (aborted, end) if r.sampling_mask is not None]
     return replace(
         end,
         response_mask_L=torch.cat([aborted.response_mask_L, end.response_mask_L[begun:]]),
@@ -78,6 +79,7 @@ def merge(aborted: Rollout, end: Rollout) -> Rollout:
         policy_version=aborted.policy_version,
         later_versions=tuple(versions),
         servers=servers,
+        sampling_mask=SamplingMask.cat(masks) if len(masks) == 2 else None,
     )
 
 

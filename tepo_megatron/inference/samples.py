@@ -12,7 +12,7 @@ from torch import Tensor
 from tepo_megatron.errors import RolloutError
 from tepo_megatron.inference.engine_api import StaleWeights, served_label
 from tepo_megatron.inference.partial import ABORTED, GenerationRequest
-from tepo_megatron.types import Prompt, Rollout, Routing, SamplingParams, no_expert
+from tepo_megatron.types import MASK_TIES, Prompt, Rollout, Routing, SamplingMask, SamplingParams, no_expert
 from tepo_megatron.utils.escaping import excerpt
 from tepo_megatron.utils.exchange import CONTROL_BYTES, BadAnswer, HttpAnswer
 from tepo_megatron.weight_sync.receiver.binary_answer import CONTENT_TYPE, WITH_EXPERTS, decode, ids_crc
@@ -24,8 +24,9 @@ TOKEN_BYTES = 512  # limit per token of prompt and response in an answer: ids, l
 # Limit per token of values in a JSON answer: an id, log-probs, texts. The commas and brackets in the texts are counted, too.
 TOKEN_VALUES = 64
 EXPERT_BYTES = 8  # limit per expert of one layer and token
-# values with which an engine samples from the whole distribution
-_WHOLE = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+MASK_BYTES, MASK_VALUES = 16, 2  # limits per token and id of a sampling mask in an answer
+# values with which an engine does not change the distribution otherwise
+_UNCHANGED = {"min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 RETURN_EXPERTS = "--enable-return-routed-experts"  # option of both engines' servers
 
 
@@ -57,7 +58,7 @@ def answer_bytes(prompt: Prompt, sampling: SamplingParams) -> int:
     tokens = _most_tokens(prompt, sampling)
     routing = sampling.routing
     experts = 0 if routing is None else EXPERT_BYTES * routing.num_layers * routing.per_token
-    return CONTROL_BYTES + tokens * (TOKEN_BYTES + experts)
+    return CONTROL_BYTES + tokens * (TOKEN_BYTES + experts + MASK_BYTES * _most_masked(sampling))
 
 
 def answer_values(prompt: Prompt, sampling: SamplingParams) -> int:
@@ -66,7 +67,11 @@ def answer_values(prompt: Prompt, sampling: SamplingParams) -> int:
     Args:
         prompt, sampling: Of the request.
     """
-    return _most_tokens(prompt, sampling) * TOKEN_VALUES
+    return _most_tokens(prompt, sampling) * (TOKEN_VALUES + MASK_VALUES * _most_masked(sampling))
+
+
+def _most_masked(sampling: SamplingParams) -> int:
+    return sampling.top_k + MASK_TIES if sampling.returns_masks else 0
 
 
 def _most_tokens(prompt: Prompt, sampling: SamplingParams) -> int:
@@ -78,7 +83,8 @@ def engine_sampling_params(sampling: SamplingParams) -> dict[str, Any]:
 
     Whatever would change their distribution from the actor's is switched off.
     """
-    return {"temperature": sampling.temperature, **_WHOLE, "stop_token_ids": list(sampling.stop_token_ids)}
+    truncation = {"top_p": sampling.top_p, "top_k": sampling.top_k}
+    return {"temperature": sampling.temperature, **truncation, **_UNCHANGED, "stop_token_ids": list(sampling.stop_token_ids)}
 
 
 def accepted(sampling: SamplingParams) -> str:
@@ -105,9 +111,28 @@ def binary_rollouts(answer: HttpAnswer, ask: GenerationRequest, version: int, en
         if any(s.ids_T.size and (s.prompt_tokens != len(prompt.token_ids) or s.prompt_crc not in (None, crc)) for s in samples):
             raise ValueError("it changed the prompt's tokens")
         check_label({s.label for s in samples if s.label or s.ids_T.size}, version, engine)
-        return [checked_rollout(prompt, s.ids_T, s.logprobs_T, s.finish_reason, sampling, version, s.experts) for s in samples]
+        return [
+            checked_rollout(prompt, s.ids_T, s.logprobs_T, s.finish_reason, sampling, version, s.experts, s.masks)
+            for s in samples
+        ]
 
     return parsed(answer, prompt, engine, rollouts)
+
+
+def require_masks(rollouts: list[Rollout], ask: GenerationRequest, engine: str) -> list[Rollout]:
+    """Return the rollouts. Raise RolloutError if sampling masks were asked for and one lacks them.
+
+    Args:
+        rollouts: Rollouts of the answer.
+        ask: The request.
+        engine: Name of the engine, for the message.
+    """
+    if ask.sampling.returns_masks and any(rollout.sampling_mask is None for rollout in rollouts):
+        raise RolloutError(
+            f"prompt {ask.prompt.id}: the answer lacks the sampling masks of rollout.top_k={ask.sampling.top_k}, without which "
+            f"the log-probs of {engine} are not those of the distribution that was sampled; serve with this version of tepo"
+        )
+    return rollouts
 
 
 def check_label(served: Set[object], version: int, engine: str) -> None:
@@ -152,6 +177,7 @@ def checked_rollout(
     sampling: SamplingParams,
     version: int,
     experts: NDArray[Any] | None = None,
+    masks: tuple[ArrayLike, ArrayLike] | None = None,
 ) -> Rollout:
     """Return one sampled response as a rollout, after checking it. An aborted response may have no token yet.
 
@@ -164,6 +190,7 @@ def checked_rollout(
         version: Version of the weights that sampled it.
         experts: Integer [tokens that were an input, layers of the model, experts per token], or flat. Dropped for an aborted
             response: the answer to its continuation gives the experts of all its tokens. None: the answer has none.
+        masks: Ids of all sampling masks, one token after the other, and number of ids of each token. None: the answer has none.
 
     Raises:
         ValueError: The response does not match the request.
@@ -200,7 +227,20 @@ def checked_rollout(
         stop_reason=stop_reason,
         answer=prompt.answer,
         experts_LKT=None if stop_reason == ABORTED else _checked_experts(experts, context + count, sampling.routing),
+        sampling_mask=_checked_masks(masks, ids_T, sampling),
     )
+
+
+def _checked_masks(
+    masks: tuple[ArrayLike, ArrayLike] | None, ids_T: NDArray[np.int64], sampling: SamplingParams
+) -> SamplingMask | None:
+    """Return the sampling masks of the response's tokens. None if none were asked for, or the answer has none."""
+    if not sampling.returns_masks or (masks is None and ids_T.size):
+        return None
+    ids, counts = masks or ([], [])
+    made = SamplingMask(torch.from_numpy(np.array(ids, np.int32)), torch.from_numpy(np.array(counts, np.int32)))
+    made.check(torch.from_numpy(ids_T), _most_masked(sampling) + 1)  # the sampled token may be one more
+    return made
 
 
 def _checked_experts(experts: NDArray[Any] | None, length: int, routing: Routing | None) -> Tensor | None:

@@ -6,6 +6,7 @@ vLLM's), started by `weight_sync/receiver/sglang_server.py`, which must be impor
 
 import base64
 import functools
+import itertools
 import json
 import math
 import os
@@ -40,9 +41,11 @@ from tepo_megatron.inference.samples import (
     engine_sampling_params,
     parsed,
     prompt_seed,
+    require_masks,
 )
 from tepo_megatron.inference.servers.environment import devices, new_file, on_this_machine, without_torchrun
 from tepo_megatron.inference.servers.process import LOOPBACK
+from tepo_megatron.inference.servers.served_model import cache_tokens
 from tepo_megatron.types import Prompt, Rollout, SamplingParams
 from tepo_megatron.utils.escaping import excerpt
 from tepo_megatron.utils.exchange import HttpAnswer
@@ -80,16 +83,19 @@ class SglangApi:
         command += ["--tp-size", str(cfg.tp), "--skip-tokenizer-init", "--sampling-defaults", "openai"]
         command += ["--max-running-requests", str(MAX_REQUESTS), "--custom-weight-loader", LOADER]
         command += ["--log-level-http", "warning"]
-        if launch.sleeps and launch.platform == "cuda":
-            command += ["--enable-memory-saver"]
-        if launch.returns_experts:
-            command += [RETURN_EXPERTS]
-        if launch.in_fp8:
-            command += ["--load-format", "dummy"]
+        command += ["--enable-memory-saver"] * (launch.sleeps and launch.platform == "cuda")
+        command += [RETURN_EXPERTS] * launch.returns_experts
+        command += ["--sampling-mask-max-tokens", str(launch.most_masked)] * bool(launch.most_masked)
+        command += ["--load-format", "dummy"] * launch.in_fp8
         if launch.platform == "cpu":
             # SGLang cannot estimate the KV cache size on CPU; without --sleep-on-idle an idle server would keep a core busy.
+            memory, most = cfg.kv_cache_gib or CPU_KV_CACHE_GIB, MAX_REQUESTS * launch.max_model_len
             command += ["--device", "cpu", "--attention-backend", "torch_native", "--sleep-on-idle"]
-            command += ["--max-total-tokens", str(_cache_tokens(cfg, launch)), "--enable-deterministic-inference"]
+            command += [
+                "--max-total-tokens",
+                str(cache_tokens(launch.model_path, launch.precision, int(memory * 2**30), most)),
+                "--enable-deterministic-inference",
+            ]
         return [*command, *cfg.extra_args]
 
     def environment(self, cfg: ServerConfig, launch: LaunchSpec, inherited: Mapping[str, str], key: str) -> dict[str, str]:
@@ -148,7 +154,7 @@ class SglangApi:
             answer, ask, version: See `EngineApi.decode`.
         """
         decoder = binary_rollouts if answer.content_type == CONTENT_TYPE else json_rollouts
-        return decoder(answer, ask, version, self.name)
+        return require_masks(decoder(answer, ask, version, self.name), ask, self.name)
 
     async def interrupt(self, send: Send) -> None:
         """Abort all requests, waiting and running."""
@@ -248,6 +254,7 @@ def generate_request(prompt: Prompt, sampling: SamplingParams, seed: int) -> dic
         "logprob_start_len": -1,  # only log-probs of the response
         "stream": False,
         "return_routed_experts": sampling.routing is not None,
+        "return_sampling_mask": sampling.returns_masks,
     }
 
 
@@ -268,6 +275,8 @@ class _Meta(msgspec.Struct):
     prompt_tokens: int = 0
     output_token_logprobs: list[_Entry] = []
     routed_experts: str | None = None  # base64 of int32, flat
+    output_token_sampling_mask: list[list[int]] | None = None
+    output_token_sampling_logprobs: list[float] = []
 
 
 class _Sample(msgspec.Struct):
@@ -304,8 +313,10 @@ def json_rollouts(answer: HttpAnswer, ask: GenerationRequest, version: int, engi
             raise ValueError("its log-probs are of other tokens than its response")
         if ids and meta.prompt_tokens != len(prompt.token_ids):
             raise ValueError("it changed the prompt's tokens")
-        logprobs = [entry.logprob for entry in given]
-        return checked_rollout(prompt, ids, logprobs, meta.finish_reason.type, sampling, version, experts(meta))
+        logprobs, masks = [entry.logprob for entry in given], None
+        if sampling.returns_masks and (rows := meta.output_token_sampling_mask) is not None and ids:
+            logprobs, masks = meta.output_token_sampling_logprobs, (list(itertools.chain(*rows)), [len(row) for row in rows])
+        return checked_rollout(prompt, ids, logprobs, meta.finish_reason.type, sampling, version, experts(meta), masks)
 
     def rollouts(answer: HttpAnswer) -> list[Rollout]:
         samples = _DECODER.decode(answer.json_body(answer_values(prompt, sampling)))
@@ -337,13 +348,3 @@ def _python(cfg: ServerConfig) -> Path:
             "that of an environment with SGLang and this package"
         )
     return python
-
-
-def _cache_tokens(cfg: ServerConfig, launch: LaunchSpec) -> int:
-    """Return the size of the KV cache in tokens: what fits into its memory, but not more than can be requested at once."""
-    config = json.loads((launch.model_path / "config.json").read_text())
-    heads = config.get("num_key_value_heads") or config["num_attention_heads"]
-    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    token = 2 * config["num_hidden_layers"] * heads * head_dim * (4 if launch.precision == "fp32" else 2)
-    fits = int((cfg.kv_cache_gib or CPU_KV_CACHE_GIB) * 2**30) // token
-    return min(fits, MAX_REQUESTS * launch.max_model_len)

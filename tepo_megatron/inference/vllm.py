@@ -36,7 +36,7 @@ from tepo_megatron.inference.samples import (
 )
 from tepo_megatron.inference.servers.environment import devices, on_this_machine, without_torchrun
 from tepo_megatron.inference.servers.process import LOOPBACK
-from tepo_megatron.types import Prompt, Rollout, SamplingParams
+from tepo_megatron.types import MASK_TIES, Prompt, Rollout, SamplingParams
 from tepo_megatron.utils.escaping import excerpt
 from tepo_megatron.utils.exchange import HttpAnswer
 from tepo_megatron.weight_sync.broadcast_group import GroupSpec, Source, UnchangedTensors
@@ -49,6 +49,7 @@ SERVED_NAME = "policy"
 MIDDLEWARE = tuple(
     f"tepo_megatron.weight_sync.receiver.{name}" for name in ("vllm_answers.BinaryCompletions", "vllm_auth.RequireKey")
 )
+VLLM_LOGPROBS = 20  # most log-probs per token that vLLM returns by default
 CPU_BATCH_TOKENS = 8192  # most prompt tokens in one step
 ONEDNN_KERNELS = "64"  # capacity of oneDNN's cache of compiled kernels on CPU
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
@@ -82,6 +83,8 @@ class VllmApi:
             command += ["--enable-sleep-mode", "--sleep-mode-offload-cudagraph"]
         if launch.returns_experts:
             command += [RETURN_EXPERTS]
+        if launch.most_masked > VLLM_LOGPROBS:
+            command += ["--max-logprobs", str(launch.most_masked)]
         if launch.in_fp8:
             command += ["--load-format", "dummy"]
         if launch.platform == "cpu":
@@ -244,7 +247,8 @@ def completion_request(prompt: Prompt, sampling: SamplingParams, seed: int) -> d
         "max_tokens": sampling.max_tokens,
         **engine_sampling_params(sampling),
         "seed": prompt_seed(seed, prompt.id, sampling.samples),
-        "logprobs": 0,  # only the log-prob of the sampled token
+        # only the log-prob of the sampled token, or those of its sampling mask, whose other ids have minus infinity
+        "logprobs": sampling.top_k + MASK_TIES if sampling.returns_masks else 0,
         "return_token_ids": True,
     }
 

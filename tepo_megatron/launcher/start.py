@@ -22,6 +22,7 @@ def preflight(cfg: "Config") -> None:
     from tepo_megatron.rewards import check_reward
     from tepo_megatron.rollout.custom import load_function
     from tepo_megatron.rollout.experts import check_experts, replayed_routing
+    from tepo_megatron.rollout.truncation import check_truncation
     from tepo_megatron.weights.families import find_family, read_config
     from tepo_megatron.weights.families.tokens import check_tokenizer
     from tepo_megatron.weights.hf_io import HfReader
@@ -39,6 +40,7 @@ def preflight(cfg: "Config") -> None:
     check_passed_fields(cfg.megatron)
     check_experts(cfg.rollout, cfg.model.path)
     replayed_routing(cfg.rollout, cfg.model.path, cfg.platform)
+    check_truncation(cfg.rollout, architecture.vocab_size)
     check_tokenizer(cfg.model.path, architecture.vocab_size)
     HfReader(cfg.model.path)
     if (reference := cfg.objective.reference_path) is not None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tepo_megatron.errors import DataError
-from tepo_megatron.types import Rollout
+from tepo_megatron.types import Rollout, SamplingMask
 
 _STD_EPS = 1e-6
 # The rewards of each group -> their advantages. In `PER_TERM` the rewards are [n, K], and K weights come with them.
@@ -107,7 +107,8 @@ def without_truncated(rollouts: Sequence[Rollout]) -> tuple[Rollout, ...]:
 def _masked(rollout: Rollout) -> Rollout:
     """Return the rollout with no token that counts as the policy's."""
     mask_L, logprobs_L = torch.zeros_like(rollout.response_mask_L), torch.zeros_like(rollout.rollout_logprobs_L)
-    return replace(rollout, response_mask_L=mask_L, rollout_logprobs_L=logprobs_L)
+    none = None if rollout.sampling_mask is None else SamplingMask.cat([])
+    return replace(rollout, response_mask_L=mask_L, rollout_logprobs_L=logprobs_L, sampling_mask=none)
 
 
 def _std(groups: list[Tensor]) -> list[Tensor]:

@@ -17,8 +17,16 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from tepo_megatron.ops.token_statistics import RowKernels, row_kernels
-from tepo_megatron.ops.token_statistics.shard import VocabShard, coefficients, combine, gather, local_statistics, write_gradient
-from tepo_megatron.types import TokenStats
+from tepo_megatron.ops.token_statistics.shard import (
+    VocabShard,
+    coefficients,
+    combine,
+    gather,
+    local_statistics,
+    masks,
+    write_gradient,
+)
+from tepo_megatron.types import TokenStats, Truncation
 
 # Rows per chunk: enough for a matrix product to run at full speed.
 CHUNK_ROWS = 1024
@@ -35,6 +43,8 @@ def output_layer_stats(
     group: dist.ProcessGroup | None,
     vocab_size: int | None = None,
     *,
+    mask_RK: Tensor | None = None,
+    recompute: Truncation | None = None,
     logits_budget: int = 0,
     sum_hidden_gradient: bool = True,
     backend: str | None = None,
@@ -48,6 +58,8 @@ def output_layer_stats(
         temperature: Divisor of the logits, above 0.
         group: Tensor-parallel group. None: one rank (never the world).
         vocab_size: Columns from here on are padding. None: all columns are real.
+        mask_RK: Sampling masks, as for `token_stats`, like recompute. None: the whole vocabulary.
+        recompute: Truncation whose masks are recomputed. None: none are.
         logits_budget: Bytes of logits that may be kept for backward. The others cost one more product each.
         sum_hidden_gradient: Whether backward sums the gradient of `hidden_R` over `group`. False under sequence parallelism,
             where the backward of the gather, a reduce-scatter, does it.
@@ -64,7 +76,7 @@ def output_layer_stats(
     Memory beyond inputs and gradients: `logits_budget`, one chunk of logits, and for bf16 on a CPU (or before PyTorch 2.10) two
     fp32 pieces of CHUNK_COLUMNS rows of `weight`.
 
-    Collectives: forward one all-gather of [R, 4]; backward one all-reduce of [R, H] if `sum_hidden_gradient`.
+    Collectives: forward that of `token_stats`; backward one all-reduce of [R, H] if `sum_hidden_gradient`.
     """
     if temperature <= 0:
         raise ValueError(f"temperature must be positive, got {temperature}")
@@ -73,10 +85,10 @@ def output_layer_stats(
         raise ValueError(f"expected hidden [R, H], weight [V, H] and labels [R], got {shapes}")
     summed_over = group if sum_hidden_gradient and group is not None and group.size() > 1 else None
     kernels = row_kernels(backend, hidden_R.device)
-    logprob_R, entropy_R = _OutputLayerStats.apply(
-        hidden_R, weight, labels_R, temperature, group, vocab_size, logits_budget, summed_over, kernels
+    logprob_R, entropy_R, gathered = _OutputLayerStats.apply(
+        hidden_R, weight, labels_R, temperature, group, vocab_size, mask_RK, recompute, logits_budget, summed_over, kernels
     )
-    return TokenStats(logprob_R, entropy_R)
+    return TokenStats(logprob_R, entropy_R, masks(gathered, labels_R, temperature, recompute))
 
 
 class _OutputLayerStats(torch.autograd.Function):
@@ -91,31 +103,37 @@ class _OutputLayerStats(torch.autograd.Function):
         temperature: float,
         group: dist.ProcessGroup | None,
         vocab_size: int | None,
+        mask_RK: Tensor | None,
+        recompute: Truncation | None,
         logits_budget: int,
         summed_over: dist.ProcessGroup | None,
         kernels: RowKernels,
-    ) -> tuple[Tensor, Tensor]:
-        shard = VocabShard.of(weight.size(0), labels_R, group, vocab_size)
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        shard = VocabShard.of(weight.size(0), labels_R, group, vocab_size, mask_RK)
         budget = logits_budget if ctx.needs_input_grad[0] or ctx.needs_input_grad[1] else 0
         kept: dict[int, Tensor] = {}  # by first row
         parts = []
         for rows, logits in _logits(hidden_R, weight, kept, budget):
-            parts.append(local_statistics(kernels, logits, shard.rows(rows), temperature))
-        logprob_R, entropy_R, normalizer = combine(gather(torch.cat(parts), group), temperature)
-        ctx.save_for_backward(hidden_R, weight, shard.owned_R, shard.column_R, *normalizer)
+            parts.append(local_statistics(kernels, logits, shard.rows(rows), temperature, recompute))
+        gathered = gather(torch.cat(parts), group)
+        logprob_R, entropy_R, normalizer = combine(gathered, temperature)
+        ctx.save_for_backward(hidden_R, weight, shard.owned_R, shard.column_R, shard.mask_RK, *normalizer)
         ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(gathered)
         ctx.columns, ctx.temperature, ctx.kept = shard.columns, temperature, kept
         ctx.summed_over, ctx.kernels = summed_over, kernels
         ctx.weight, ctx.main_grad = weight, getattr(weight, "main_grad", None)
-        return logprob_R, entropy_R
+        return logprob_R, entropy_R, gathered
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_logprob_R: Tensor | None, grad_entropy_R: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx: Any, grad_logprob_R: Tensor | None, grad_entropy_R: Tensor | None, _: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
         if grad_logprob_R is None and grad_entropy_R is None:
-            return (None,) * 9
-        hidden_R, weight, owned_R, column_R, *normalizer = ctx.saved_tensors
-        shard = VocabShard(ctx.columns, owned_R, column_R)
+            return (None,) * 11
+        hidden_R, weight, owned_R, column_R, mask_RK, *normalizer = ctx.saved_tensors
+        shard = VocabShard(ctx.columns, owned_R, column_R, mask_RK)
         row = coefficients(normalizer, shard, grad_logprob_R, grad_entropy_R, ctx.temperature)
         kept, ctx.kept = ctx.kept, {}  # this pass overwrites them, so a second backward recomputes all logits
         grad_hidden = torch.empty_like(hidden_R) if ctx.needs_input_grad[0] else None
@@ -134,7 +152,7 @@ class _OutputLayerStats(torch.autograd.Function):
         grad_weight = None
         if total is not None:
             grad_weight = total.to(weight.dtype) if ctx.main_grad is None else _already_added(ctx.weight)
-        return grad_hidden, grad_weight, None, None, None, None, None, None, None
+        return (grad_hidden, grad_weight, *(None,) * 9)
 
 
 def _already_added(weight: Tensor) -> Tensor | None:

@@ -15,8 +15,16 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from tepo_megatron.ops.token_statistics import RowKernels, row_kernels
-from tepo_megatron.ops.token_statistics.shard import VocabShard, coefficients, combine, gather, local_statistics, write_gradient
-from tepo_megatron.types import TokenStats
+from tepo_megatron.ops.token_statistics.shard import (
+    VocabShard,
+    coefficients,
+    combine,
+    gather,
+    local_statistics,
+    masks,
+    write_gradient,
+)
+from tepo_megatron.types import TokenStats, Truncation
 
 
 def token_stats(
@@ -26,6 +34,8 @@ def token_stats(
     group: dist.ProcessGroup | None,
     vocab_size: int | None = None,
     *,
+    mask_RK: Tensor | None = None,
+    recompute: Truncation | None = None,
     keep_logits: bool = False,
     backend: str | None = None,
 ) -> TokenStats:
@@ -37,6 +47,9 @@ def token_stats(
         temperature: Divisor of the logits, above 0.
         group: Tensor-parallel group. None: one rank (never the world).
         vocab_size: Columns from here on are padding and get no probability. None: all columns are real.
+        mask_RK: int64 [R, K], distinct global ids over which each row's softmax is, its label among them, filled up with
+            NO_TOKEN. Other logits get no gradient. None: the whole vocabulary.
+        recompute: Also recompute the sampling masks of this truncation from the logits, `TokenStats.recomputed`. None: do not.
         keep_logits: Do not overwrite the logits in backward, at the price of a second tensor of their size.
         backend: "torch" or "triton". None: Triton on CUDA where it is installed, else PyTorch.
 
@@ -58,7 +71,8 @@ def token_stats(
     are copied).
 
     Memory beyond the logits: O(R), and with PyTorch two buffers of a few rows.
-    Collectives: forward one all-gather of [R, 4] over `group` (none without a group); backward none.
+    Collectives: forward one all-gather of [R, 4] over `group` (none without a group); backward none. With `recompute` it is of
+    [R, 6 + 2C], C <= 256.
     """
     if temperature <= 0:
         raise ValueError(f"temperature must be positive, got {temperature}")
@@ -68,8 +82,10 @@ def token_stats(
         logits = logits.contiguous()  # a new tensor, which backward may overwrite
     keep_logits = keep_logits or _kept(logits)
     kernels = row_kernels(backend, logits.device)
-    logprob_R, entropy_R = _TokenStats.apply(logits, labels_R, temperature, group, vocab_size, keep_logits, kernels)
-    return TokenStats(logprob_R, entropy_R)
+    logprob_R, entropy_R, gathered = _TokenStats.apply(
+        logits, labels_R, temperature, group, vocab_size, mask_RK, recompute, keep_logits, kernels
+    )
+    return TokenStats(logprob_R, entropy_R, masks(gathered, labels_R, temperature, recompute))
 
 
 class _TokenStats(torch.autograd.Function):
@@ -83,24 +99,29 @@ class _TokenStats(torch.autograd.Function):
         temperature: float,
         group: dist.ProcessGroup | None,
         vocab_size: int | None,
+        mask_RK: Tensor | None,
+        recompute: Truncation | None,
         keep_logits: bool,
         kernels: RowKernels,
-    ) -> tuple[Tensor, Tensor]:
-        shard = VocabShard.of(logits.size(1), labels_R, group, vocab_size)
-        local = local_statistics(kernels, logits, shard, temperature)
-        logprob_R, entropy_R, normalizer = combine(gather(local, group), temperature)
-        ctx.save_for_backward(logits, shard.owned_R, shard.column_R, *normalizer)
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        shard = VocabShard.of(logits.size(1), labels_R, group, vocab_size, mask_RK)
+        gathered = gather(local_statistics(kernels, logits, shard, temperature, recompute), group)
+        logprob_R, entropy_R, normalizer = combine(gathered, temperature)
+        ctx.save_for_backward(logits, shard.owned_R, shard.column_R, shard.mask_RK, *normalizer)
         ctx.set_materialize_grads(False)  # no gradient is less work than a gradient of zeros
+        ctx.mark_non_differentiable(gathered)
         ctx.columns, ctx.temperature, ctx.keep_logits, ctx.kernels = shard.columns, temperature, keep_logits, kernels
-        return logprob_R, entropy_R
+        return logprob_R, entropy_R, gathered
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_logprob_R: Tensor | None, grad_entropy_R: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx: Any, grad_logprob_R: Tensor | None, grad_entropy_R: Tensor | None, _: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
         if grad_logprob_R is None and grad_entropy_R is None:
-            return (None,) * 7
+            return (None,) * 9
         try:
-            logits, owned_R, column_R, *normalizer = ctx.saved_tensors
+            logits, owned_R, column_R, mask_RK, *normalizer = ctx.saved_tensors
         except RuntimeError as e:
             if "modified by an inplace operation" not in str(e):
                 raise
@@ -108,12 +129,12 @@ class _TokenStats(torch.autograd.Function):
                 "the logits of token_stats were overwritten after its forward, perhaps by its own backward; "
                 "to use them again, pass keep_logits=True"
             ) from e
-        shard = VocabShard(ctx.columns, owned_R, column_R)
+        shard = VocabShard(ctx.columns, owned_R, column_R, mask_RK)
         row = coefficients(normalizer, shard, grad_logprob_R, grad_entropy_R, ctx.temperature)
         logits = logits.detach()  # the same storage
         grad = torch.empty_like(logits) if ctx.keep_logits else logits
         write_gradient(ctx.kernels, logits, shard, ctx.temperature, row, grad)
-        return grad, None, None, None, None, None, None
+        return (grad, *(None,) * 8)
 
 
 def _kept(logits: Tensor) -> bool:

@@ -49,7 +49,8 @@ class Collector:
         self.cfg, self.sampler, self.reward, self.prompts, self.seed = cfg, sampler, reward, prompts, seed
         self.max_generation_rounds, self.overlong = max_generation_rounds, overlong
         self.sampling = SamplingParams(
-            *(cfg.samples_per_prompt, cfg.temperature, cfg.max_response_tokens, stop_token_ids), routing=routing
+            *(cfg.samples_per_prompt, cfg.temperature, cfg.max_response_tokens, stop_token_ids),
+            *(routing, cfg.top_k, cfg.top_p),
         )
         self._groups: GroupStream | None = None
         self._in_progress: dict[int, Prompt] = {}  # prompt id -> prompt, in the order in which they were taken

@@ -18,7 +18,7 @@ import torch
 
 from tepo_megatron.errors import RolloutError, TepoError
 from tepo_megatron.inference.partial import continued
-from tepo_megatron.types import Prompt, Rollout, SamplingParams
+from tepo_megatron.types import Prompt, Rollout, SamplingMask, SamplingParams
 from tepo_megatron.utils.seeding import derive_seed
 
 # (context, sampling, seed) -> one sample; the context is a Prompt with the id of the original prompt
@@ -87,6 +87,7 @@ class Conversation:
         self._token_ids = list(prompt.token_ids)
         self._mask = [False] * len(prompt.token_ids)
         self._logprobs = [0.0] * len(prompt.token_ids)
+        self._sampling_masks: list[SamplingMask | None] = []  # one per turn
         self._turns = 0
         self._versions: list[tuple[int, int]] = []  # (index of the first token, version)
         self._servers: tuple[tuple[int, str], ...] = ()  # see `Rollout.servers`
@@ -153,6 +154,7 @@ class Conversation:
             self._busy = False
         ids = written.token_ids_L[begun:].tolist()  # all that follows the context; a slice costs nothing, unlike the mask
         self._add(ids, True, written.rollout_logprobs_L[begun:].tolist())
+        self._sampling_masks.append(written.sampling_mask)
         self._turns += 1
         self._stop_reason = written.stop_reason
         return Turn(tuple(ids), self.decode(ids), written.stop_reason)
@@ -185,6 +187,7 @@ class Conversation:
         if not self._turns:
             raise ValueError("the model wrote nothing")
         end = len(self._mask) - self._mask[::-1].index(True)
+        known = [mask for mask in self._sampling_masks if mask is not None]
         return Rollout(
             prompt_id=self.prompt.id,
             token_ids_L=torch.tensor(self._token_ids[:end], dtype=torch.int64),
@@ -195,6 +198,7 @@ class Conversation:
             answer=self.prompt.answer,
             later_versions=tuple(self._versions[1:]),
             servers=tuple((place if number else 0, name) for number, (place, name) in enumerate(self._servers)),
+            sampling_mask=SamplingMask.cat(known) if len(known) == len(self._sampling_masks) else None,
         )
 
     def _add(self, ids: Sequence[int], by_model: bool, logprobs: Sequence[float]) -> None:

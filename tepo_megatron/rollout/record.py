@@ -11,13 +11,14 @@ from torch import Tensor
 from tepo_megatron.errors import DataError
 from tepo_megatron.observability.metrics import Metrics
 from tepo_megatron.observability.timing import Clock
-from tepo_megatron.types import Rollout, Routing
+from tepo_megatron.types import MASK_TIES, MOST_MASKED, Rollout, Routing, SamplingMask
 from tepo_megatron.utils.tensor_files import DAMAGE, read_tensors, write_tensors
 
 FOLDER = "rollouts"
 _TEXTS = ("stop_reason", "answer", "status", "later_versions", "servers", "terms")  # as JSON
 _NUMBERS = {"prompt_id": torch.int64, "policy_version": torch.int64, "reward": torch.float64, "score": torch.float64}
 _TOKENS = ("token_ids_L", "response_mask_L", "rollout_logprobs_L")
+_MASK_IDS, _MASK_COUNTS = "sampling_mask.ids_M", "sampling_mask.counts_N"  # per response token, if every rollout has them
 _EXPERTS = "experts_LKT"  # per token, too, if expert choices were requested
 
 
@@ -49,6 +50,10 @@ def write(folder: Path, step: int, rollouts: Sequence[Rollout], metrics: Metrics
     experts = [r.experts_LKT for r in rollouts if r.experts_LKT is not None]
     if experts and len(experts) == len(rollouts):
         tensors[_EXPERTS] = torch.cat(experts)
+    masks = [r.sampling_mask for r in rollouts if r.sampling_mask is not None]
+    if masks and len(masks) == len(rollouts):
+        whole = SamplingMask.cat(masks)
+        tensors |= {_MASK_IDS: whole.ids_M, _MASK_COUNTS: whole.counts_N}
     for name, dtype in _NUMBERS.items():
         tensors[name] = torch.tensor([getattr(r, name) for r in rollouts], dtype=dtype)
     text = {name: json.dumps([getattr(r, name) for r in rollouts]) for name in _TEXTS}
@@ -143,6 +148,12 @@ def read(folder: Path, step: int) -> tuple[list[Rollout], Metrics]:
         for name in ("later_versions", "servers", "terms"):
             columns[name] = [tuple(map(tuple, changes)) for changes in columns[name]]
         metrics = Metrics(json.loads(text["metrics"]))
+        if _MASK_IDS in tensors:
+            responses = [int(mask.sum()) for mask in per_token["response_mask_L"]]
+            masks = SamplingMask(tensors[_MASK_IDS], tensors[_MASK_COUNTS]).split(responses)
+            for mask, ids_L, response_L in zip(masks, per_token["token_ids_L"], per_token["response_mask_L"], strict=True):
+                mask.check(ids_L[response_L], MOST_MASKED + MASK_TIES + 1)
+            per_token["sampling_mask"] = [SamplingMask.cat([mask]) for mask in masks]
         fields = {**per_token, **columns}
         rows = zip(*fields.values(), strict=True)
         return [Rollout(**dict(zip(fields, row, strict=True))) for row in rows], metrics

@@ -17,9 +17,20 @@ Layout suffixes of tensors:
 from tepo_megatron.types.batch import TrainBatch
 from tepo_megatron.types.microbatch import Denominators, LossOutput, PackedMicrobatch, TokenStats
 from tepo_megatron.types.rollout import STATUSES, Rollout, Status
-from tepo_megatron.types.sampling import NO_EXPERT, Prompt, Routing, SamplingParams, no_expert
+from tepo_megatron.types.sampling import (
+    MASK_TIES,
+    MOST_CANDIDATES,
+    MOST_MASKED,
+    NO_EXPERT,
+    Prompt,
+    Routing,
+    SamplingParams,
+    no_expert,
+)
+from tepo_megatron.types.sampling_mask import NO_TOKEN, RecomputedMasks, SamplingMask, Truncation
 
 __all__ = [
-    "NO_EXPERT", "STATUSES", "Denominators", "LossOutput", "PackedMicrobatch", "Prompt", "Rollout", "Routing", "SamplingParams",
-    "Status", "TokenStats", "TrainBatch", "no_expert",
+    "MASK_TIES", "MOST_CANDIDATES", "MOST_MASKED", "NO_EXPERT", "NO_TOKEN", "STATUSES", "Denominators", "LossOutput",
+    "PackedMicrobatch", "Prompt", "RecomputedMasks", "Rollout", "Routing", "SamplingMask", "SamplingParams", "Status",
+    "TokenStats", "TrainBatch", "Truncation", "no_expert",
 ]  # fmt: skip

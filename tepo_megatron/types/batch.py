@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tepo_megatron.types.microbatch import TokenStats
 from tepo_megatron.types.rollout import Rollout
+from tepo_megatron.types.sampling_mask import SamplingMask
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,8 @@ class TrainBatch:
         ref_logprobs_N: fp32 nats under the reference policy, valid on the last pipeline stage. None: no reference.
         update: Number of optimizer steps already taken on this rollout batch.
         ids_B: int64, index of each sequence in the rollout batch, which random choices are keyed by. None: its index here.
+        recomputed_mask: Sampling masks of the response tokens that the actor recomputed, on the last pipeline stage. None: the
+            rollouts have those of the engine, or sampling was not truncated.
     """
 
     rollouts: tuple[Rollout, ...]
@@ -35,6 +38,7 @@ class TrainBatch:
     ref_logprobs_N: Tensor | None = None
     update: int = 0
     ids_B: Tensor | None = None
+    recomputed_mask: SamplingMask | None = None
 
     @classmethod
     def build(cls, rollouts: Sequence[Rollout], advantages_B: Tensor) -> "TrainBatch":
@@ -132,6 +136,7 @@ class TrainBatch:
             parts = x_N.split(self.response_lengths)
             return torch.cat([parts[i] for i in indices])
 
+        masks = None if self.recomputed_mask is None else self.recomputed_mask.split(self.response_lengths)
         return TrainBatch(
             tuple(self.rollouts[i] for i in indices),
             self.advantages_B[list(indices)],
@@ -140,6 +145,7 @@ class TrainBatch:
             pick(self.ref_logprobs_N),
             update,
             (torch.arange(len(self)) if self.ids_B is None else self.ids_B)[list(indices)],
+            None if masks is None else SamplingMask.cat([masks[i] for i in indices]),
         )
 
     def with_old_stats(self, stats_N: TokenStats) -> "TrainBatch":

@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from tepo_megatron.types.sampling_mask import RecomputedMasks
+
 
 @dataclass(frozen=True)
 class PackedMicrobatch:
@@ -49,14 +51,18 @@ class PackedMicrobatch:
 
 @dataclass(frozen=True)
 class TokenStats:
-    """Log-prob of the label and entropy of the full distribution, for each response row.
+    """Log-prob of the label and entropy of the distribution, for each response row.
+
+    The distribution is over the row's sampling mask, or over the whole vocabulary without one.
 
     Attributes:
         logprob_R, entropy_R: fp32 (fp64 if the logits are) nats, under the sampling temperature; differentiable.
+        recomputed: Sampling masks recomputed from the logits. None: not asked for.
     """
 
     logprob_R: Tensor
     entropy_R: Tensor
+    recomputed: RecomputedMasks | None = None
 
 
 @dataclass(frozen=True)

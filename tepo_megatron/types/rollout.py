@@ -6,6 +6,8 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from tepo_megatron.types.sampling_mask import SamplingMask
+
 # How an answer was graded: the reason for its score.
 Status = Literal["exact", "equal", "wrong", "unparsed", "no_box", "too_long", "timeout", "died", "bad_gold"]
 STATUSES: tuple[Status, ...] = get_args(Status)
@@ -19,7 +21,8 @@ class Rollout:
         prompt_id: `Prompt.id`.
         token_ids_L: int64.
         response_mask_L: bool, True where the policy chose the token.
-        rollout_logprobs_L: fp32 nats, the engine's log-prob of each token after temperature (0 where the mask is False).
+        rollout_logprobs_L: fp32 nats, the engine's log-prob of each token after temperature and truncation (0 where the mask is
+            False).
         policy_version: Version of the weights that sampled the sequence, or the oldest if there were several.
         stop_reason: "stop" or "length"; "abort" for a partial response that new weights interrupted (`inference/partial.py`).
         answer: Gold answer.
@@ -33,6 +36,7 @@ class Rollout:
         servers: (index, name) of each inference server, like `later_versions`, the first at index 0. Empty: unknown.
         prompt_experts: Digest of the experts of the prompt's tokens, where `experts_LKT` may not be there before it is packed.
             Empty: not known.
+        sampling_mask: The ids that truncated sampling could choose each response token from. None: the engine did not say.
     """
 
     prompt_id: int
@@ -50,6 +54,7 @@ class Rollout:
     servers: tuple[tuple[int, str], ...] = ()
     prompt_experts: bytes = b""
     terms: tuple[tuple[float, float], ...] = ()
+    sampling_mask: SamplingMask | None = None
 
     def __post_init__(self) -> None:
         length = self.token_ids_L.numel()
@@ -59,6 +64,8 @@ class Rollout:
             )
         if self.response_mask_L.numel() != length or self.rollout_logprobs_L.numel() != length:
             raise ValueError(f"rollout of prompt {self.prompt_id}: token ids, mask and log-probs differ in length")
+        if self.sampling_mask is not None and self.sampling_mask.counts_N.numel() != self.response_length:
+            raise ValueError(f"rollout of prompt {self.prompt_id}: sampling masks of another number of tokens")
         if length and bool(self.response_mask_L[0]):
             raise ValueError(f"rollout of prompt {self.prompt_id}: the first token cannot be a response token (no context)")
         places = [0, *(place for place, _ in self.later_versions), length]

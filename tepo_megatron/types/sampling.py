@@ -8,6 +8,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+# Largest top-k for which engines are asked for the sampling mask of each token.
+MOST_MASKED = 64
+# Tokens that are looked at beyond top-k: those whose logits equal the last one's are kept too.
+MASK_TIES = 8
+# Largest number of ids in a recomputed mask. Each rank offers as many candidates.
+MOST_CANDIDATES = 256
 NO_EXPERT = -1  # marks a token for which no router ran; see `no_expert` for unsigned types
 
 
@@ -84,8 +90,8 @@ class Routing:
 class SamplingParams:
     """Sampling settings of a request.
 
-    Sampling options without a field are switched off in the engine (top_p=1, top_k=-1, min_p=0, repetition_penalty=1),
-    because the actor recomputes log-probs under `temperature` alone.
+    Sampling options without a field are switched off in the engine (min_p=0, repetition_penalty=1), because the actor
+    recomputes log-probs under temperature, top-k and top-p alone.
 
     Attributes:
         samples: Responses per prompt.
@@ -93,6 +99,7 @@ class SamplingParams:
         max_tokens: Maximum response tokens.
         stop_token_ids: Tokens that end a response; the response includes them. Empty: the engine decides.
         routing: Routing of the model, if the engine is to return the experts that it chose. None: not requested.
+        top_k, top_p: See `Truncation`.
     """
 
     samples: int = 1
@@ -100,3 +107,10 @@ class SamplingParams:
     max_tokens: int = 256
     stop_token_ids: tuple[int, ...] = ()
     routing: Routing | None = None
+    top_k: int = -1
+    top_p: float = 1.0
+
+    @property
+    def returns_masks(self) -> bool:
+        """Return whether the engine is asked for the sampling mask of each token."""
+        return 0 < self.top_k <= MOST_MASKED

@@ -18,8 +18,10 @@ from tepo_megatron.rollout import record
 pytestmark = [pytest.mark.server, pytest.mark.e2e]
 
 STEPS = 2
+MEAN, LARGEST = "rollout/logprob_diff_mean", "rollout/logprob_diff_max"
 # metrics that this run lacks, and metrics that some steps lack: the noise floor is not measured in every step
 UNUSED = {"reward/ref_kl", "loss/ref_kl", "weighting/affected_share", "correction/weight_mean", "tepo/entropy_noise_floor"}
+TRUNCATED = {key for key in KEYS if key.startswith("truncation/")}
 
 
 def metrics_of(run: Path) -> list[dict]:
@@ -41,7 +43,7 @@ def test_a_run_from_base_model_to_report(tepo, arguments, base: Path, tmp_path: 
     expected = {"step", *KEYS, *(f"seconds/{p}" for p in PHASES), "seconds/total", "tokens_per_second"}
     for r in records:
         assert r.keys() == expected
-        assert {k for k, v in r.items() if v is None} <= UNUSED
+        assert {k for k, v in r.items() if v is None} <= UNUSED | TRUNCATED
         assert r["rollout/logprob_diff_mean"] <= 1e-5 and r["rollout/logprob_diff_max"] <= 1e-3
         assert 0 < r["rollout/kept_groups"] <= 32 and r["actor/grad_norm"] > 0
         assert r["tepo/ratio_p01"] <= r["tepo/ratio_p50"] <= r["tepo/ratio_p99"]
@@ -69,6 +71,64 @@ def test_a_run_from_base_model_to_report(tepo, arguments, base: Path, tmp_path: 
     again = tepo(*arguments(base, name="whole"))
     assert again.wait(240) == 1
     assert "holds a run already" in again.output and len(metrics_of(run)) == STEPS
+
+
+@pytest.mark.parametrize("engine", ["vllm", pytest.param("sglang", marks=pytest.mark.full)])
+def test_truncated_sampling_is_trained_on_the_same_distribution(
+    tepo, arguments, base: Path, tmp_path: Path, engine: str
+) -> None:
+    settings = {"training__steps": 3, "optimizer__warmup_steps": 0, "rollout__engine": engine, "rollout__record": True}
+    settings |= {"rollout__prompts_per_step": 8, "training__minibatch_prompts": 4, "evaluation__max_problems": 4}
+    settings |= {"rollout__top_k": 50, "rollout__top_p": 0.9, "rollout__temperature": 2.0, "objective__ref_kl__beta": 0.01}
+    settings |= {"logging__audit_every": 1}
+    command = tepo(*arguments(base, name="truncated", **settings))
+    assert command.wait(240) == 0, command.output
+    records = metrics_of(tmp_path / "runs" / "truncated")
+    assert len(records) == 3
+    for r in records:
+        print(f"{engine}, step {r['step']}: " + ", ".join(f"{k} {r[k]:.1e}" for k in (*sorted(TRUNCATED), MEAN, LARGEST)))
+        assert r[MEAN] <= 1e-5 and r["gate/logprob_diff_worst"] <= 1e-5
+        assert r["truncation/recomputed"] == 0 and r["truncation/cut"] == 0
+        assert r["truncation/differs"] <= 1e-3 and r["truncation/outside"] <= 1e-3
+        assert 1 < r["truncation/kept_mean"] < 50 and r["actor/grad_norm"] > 0
+        assert audit_step(tmp_path / "runs" / "truncated", r["step"]).agrees
+
+    command = tepo("replay", tmp_path / "runs" / "truncated")
+    assert command.wait(240) == 0 and "every number of the steps 1 to 3 is equal" in command.output, command.output
+    for r, again in zip(records, metrics_of(tmp_path / "runs" / "truncated-replay"), strict=True):
+        assert again["truncation/kept_mean"] == r["truncation/kept_mean"] and again["truncation/recomputed"] == 0
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_masks_of_older_weights_stay_with_their_tokens(tepo, arguments, base: Path, tmp_path: Path, engine: str) -> None:
+    """Responses are one step old, and some are of two versions. The gate compares each token under its own weights."""
+    settings = {"training__steps": 5, "optimizer__warmup_steps": 0, "rollout__engine": engine, "evaluation__max_problems": 4}
+    settings |= {"rollout__prompts_per_step": 8, "training__minibatch_prompts": 4, "rollout__max_staleness": 1}
+    settings |= {"rollout__top_k": 50, "rollout__top_p": 0.9, "rollout__temperature": 2.0}
+    settings |= {"rollout__on_weight_update": "continue", "logging__audit_every": 1}
+    command = tepo(*arguments(base, name="older", **settings))
+    assert command.wait(240) == 0, command.output
+    records = metrics_of(tmp_path / "runs" / "older")
+    names = ("gate/logprob_diff_worst", "rollout/staleness", "rollout/mixed_versions", "truncation/differs", MEAN)
+    for r in records:
+        print(f"{engine}, step {r['step']}: " + ", ".join(f"{k} {r[k]:.1e}" for k in names))
+        assert r["gate/logprob_diff_worst"] <= 1e-5 and r["gate/compared_share"] == 1 and r["truncation/recomputed"] == 0
+        assert audit_step(tmp_path / "runs" / "older", r["step"]).agrees
+    assert max(r["rollout/staleness"] for r in records) == 1
+    assert max(r[MEAN] for r in records) > 1e-5, "newer weights have other log-probs"
+
+
+@pytest.mark.full
+def test_a_run_on_masks_that_the_actor_recomputes(tepo, arguments, base: Path, tmp_path: Path) -> None:
+    """Without top-k vLLM returns no masks."""
+    settings = {"training__steps": 2, "optimizer__warmup_steps": 0, "rollout__top_p": 0.9, "rollout__prompts_per_step": 8}
+    command = tepo(*arguments(base, name="recomputed", **settings, evaluation__max_problems=4))
+    assert command.wait(240) == 0, command.output
+    for r in metrics_of(tmp_path / "runs" / "recomputed"):
+        print(f"recomputed, step {r['step']}: " + ", ".join(f"{k} {r[k]}" for k in (*sorted(TRUNCATED), MEAN, LARGEST)))
+        assert r["truncation/recomputed"] == 1 and r["truncation/cut"] == 0 and r["truncation/outside"] <= 1e-3
+        assert r["truncation/differs"] is None and r[MEAN] <= 1e-4
 
 
 @pytest.mark.full

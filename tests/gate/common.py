@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -13,7 +14,7 @@ from tepo_megatron.losses import build_objective
 from tepo_megatron.types import Rollout, TrainBatch
 from tepo_megatron.utils.seeding import derive_seed, hash_rows
 from tests.gate import reference
-from tests.gate.data import Material, response_logprobs
+from tests.gate.data import Material, masks_of, response_logprobs
 from tests.gate.world import Outcome, distance
 from tests.objective_cases import method_of
 from tests.reference.parts import Method
@@ -52,12 +53,17 @@ def expectation(
 
 def _step(trainer: reference.Trainer, cfg: Config, rollouts: tuple[Rollout, ...], step: int) -> None:
     """Draw minibatches and random keys by the product's own seeds; the choice of seeds is no part of the arithmetic."""
+    if trainer.method.mask_truncated:  # overlong filtering: the response is context that nothing is learned from
+        none = [torch.zeros_like(r.response_mask_L) for r in rollouts]
+        pairs = zip(rollouts, none, strict=True)
+        rollouts = tuple(replace(r, response_mask_L=mask) if r.stop_reason == "length" else r for r, mask in pairs)
     batch = TrainBatch.build(rollouts, torch.zeros(len(rollouts)))
     shuffle = derive_seed(cfg.seed, "minibatches", step)
     parts = list(batch.epochs(cfg.training.epochs, cfg.training.minibatch_prompts, shuffle))
     place = {id(r): i for i, r in enumerate(rollouts)}
     samples = [
-        reference.Sample(r.token_ids_L, r.response_mask_L, r.prompt_id, r.reward, response_logprobs(r)) for r in rollouts
+        reference.Sample(r.token_ids_L, r.response_mask_L, r.prompt_id, r.reward, response_logprobs(r), masks_of(r))
+        for r in rollouts
     ]
 
     def keys(update: int, chosen: object) -> Tensor:

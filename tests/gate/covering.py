@@ -21,7 +21,7 @@ from tepo_megatron.errors import ConfigError
 from tepo_megatron.weights.families import find_family
 from tepo_megatron.weights.ops import Architecture
 from tests.gate import plan
-from tests.gate.data import FAMILIES, LONGEST, PROMPTS, SIZES, TEMPERATURE
+from tests.gate.data import FAMILIES, LONGEST, PROMPTS, SIZES, TEMPERATURE, TRUNCATION
 
 Value = Any
 Row = Mapping[str, Value]
@@ -49,6 +49,7 @@ FACTORS: dict[str, tuple[Value, ...]] = {
     "weighting": ("none", "clip_cov", "kl_cov", "steer"),
     "correction": ("none", "tis", "geometric_mask", "icepop"),
     "old_logprobs": ("actor", "rollout"),
+    "truncation": ("none", "engine", "actor"),  # who states the sampling masks
 }
 DEFAULTS = {name: values[0] for name, values in FACTORS.items()}
 LAYERS = 4  # one for each virtual stage
@@ -104,7 +105,7 @@ def config_of(row: Row, model: str = "model", other: str = "other") -> Config:
         "rollout": {
             "prompts_per_step": len(PROMPTS), "samples_per_prompt": 3, "temperature": TEMPERATURE,
             "max_response_tokens": LONGEST - max(PROMPTS), "colocate": row["colocate"],
-        },
+        } | ({} if row["truncation"] == "none" else {"top_k": TRUNCATION.top_k, "top_p": TRUNCATION.top_p}),
         "training": {name: row[name] for name in same} | {
             "old_logprobs": row["old_logprobs"], "epochs": 2,
             "minibatch_prompts": len(PROMPTS), "max_tokens_per_microbatch": plan.MICROBATCH,
@@ -209,6 +210,7 @@ def _may_go_on(row: Row) -> bool:
         and not (held.get("ep") == 2 and (held.get("experts") is False or (held.get("dp"), held.get("cp")) == (1, 1)))
         and not (held.get("experts") and held.get("tp") == 2 and held.get("sequence_parallel") is False)
         and not (held.get("old_logprobs") == "rollout" and held.get("correction", "none") != "none")
+        and not (held.get("gradient_accumulation_fusion") and held.get("offload_activations"))
     )
 
 

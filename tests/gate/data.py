@@ -18,15 +18,17 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from tepo_megatron.types import Rollout
+from tepo_megatron.types import Rollout, SamplingMask, Truncation
 from tests.gate import reference
 from tests.tiny import tiny_model
+from tests.truncated import kept, rows
 
 VOCAB = 70  # no multiple of 16 tp, so every layout pads it
 TEMPERATURE = 0.8
 PROMPTS = (5, 3, 8, 2)  # tokens of each group's prompt
 RESPONSES = ((9, 2, 12), (7, 1, 10), (4, 14, 6), (11, 5, 8))  # tokens of each group's responses
 REWARDS = ((1.0, 0.0, 0.0), (0.0, 1.0, 1.0), (1.0, 0.0, 1.0), (0.0, 0.0, 1.0))
+TRUNCATION = Truncation(20, 0.9)  # of truncated sampling, where it is asked for
 LONGEST = 22  # tokens of a prompt and its response
 
 SIZES = {
@@ -53,7 +55,9 @@ class Material:
     steps: tuple[tuple[Rollout, ...], ...]
 
 
-def make_material(folder: Path, family: str, *, tied: bool, layers: int, steps: int = 2, seed: int = 0) -> Material:
+def make_material(
+    folder: Path, family: str, *, tied: bool, layers: int, steps: int = 2, seed: int = 0, truncated: bool = False
+) -> Material:
     """Write the models and draw the rollouts.
 
     Args:
@@ -63,6 +67,7 @@ def make_material(folder: Path, family: str, *, tied: bool, layers: int, steps: 
         layers: Decoder layers.
         steps: Number of rollout batches.
         seed: Seed of weights and rollouts.
+        truncated: Whether the rollouts have the sampling masks of TRUNCATION, and log-probs over these.
     """
     config = FAMILIES[family](num_hidden_layers=layers, tie_word_embeddings=tied, **SIZES)
     name = f"{family}-{'tied' if tied else 'untied'}-{layers}"
@@ -72,7 +77,7 @@ def make_material(folder: Path, family: str, *, tied: bool, layers: int, steps: 
     _perturb(other, seed + 2)
     policy = reference.load(model)
     generator = torch.Generator().manual_seed(seed + 3)
-    return Material(model, other, tuple(_rollouts(policy, step, generator) for step in range(steps)))
+    return Material(model, other, tuple(_rollouts(policy, step, generator, truncated) for step in range(steps)))
 
 
 def _perturb(path: Path, seed: int) -> None:
@@ -85,7 +90,7 @@ def _perturb(path: Path, seed: int) -> None:
     save_file(weights, file, metadata={"format": "pt"})
 
 
-def _rollouts(policy: torch.nn.Module, step: int, generator: torch.Generator) -> tuple[Rollout, ...]:
+def _rollouts(policy: torch.nn.Module, step: int, generator: torch.Generator, truncated: bool) -> tuple[Rollout, ...]:
     """Draw random tokens. The engine's log-probs are the policy's at the start, off by up to half a nat for some tokens."""
     out: list[Rollout] = []
     for group, (length, responses, rewards) in enumerate(zip(PROMPTS, RESPONSES, REWARDS, strict=True)):
@@ -97,7 +102,11 @@ def _rollouts(policy: torch.nn.Module, step: int, generator: torch.Generator) ->
             noise = 0.02 * torch.randn(tokens, generator=generator)
             noise += 0.5 * (torch.rand(tokens, generator=generator) < 0.2) * torch.randn(tokens, generator=generator).sign()
             with torch.no_grad():
-                logprob, _ = reference.statistics(policy, [ids], [mask], TEMPERATURE)
+                masks = None
+                if truncated:  # most tokens, which are drawn from all, are outside of what is kept
+                    logits = policy(ids[None]).logits[0, length - 1 : -1]
+                    masks = [kept(z, TEMPERATURE, TRUNCATION) | {int(y)} for z, y in zip(logits, ids[length:], strict=True)]
+                logprob, _ = reference.statistics(policy, [ids], [mask], TEMPERATURE, [masks])
             logprobs = torch.zeros(ids.numel())
             logprobs[mask] = (logprob + noise).float()
             out.append(
@@ -110,6 +119,7 @@ def _rollouts(policy: torch.nn.Module, step: int, generator: torch.Generator) ->
                     stop_reason="stop",
                     reward=reward,
                     score=reward,
+                    sampling_mask=None if masks is None else SamplingMask.from_rows(rows(masks)),
                 )
             )
     return tuple(out)
@@ -118,3 +128,10 @@ def _rollouts(policy: torch.nn.Module, step: int, generator: torch.Generator) ->
 def response_logprobs(rollout: Rollout) -> Tensor:
     """Return the engine's log-probs of the response tokens, fp64."""
     return rollout.rollout_logprobs_L[rollout.response_mask_L].double()
+
+
+def masks_of(rollout: Rollout) -> list[set[int]] | None:
+    """Return the sampling mask of each response token; None if the rollout has none."""
+    if rollout.sampling_mask is None:
+        return None
+    return [set(mask.ids_M.tolist()) for mask in rollout.sampling_mask.split([1] * rollout.response_length)]

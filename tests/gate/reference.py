@@ -18,7 +18,9 @@ from tests.parallel.test_families import in_file_names
 from tests.reference import objectives
 from tests.reference.parts import Method, Response
 from tests.reference.rewards import group_advantages, reward_towards_reference
+from tests.truncated import reference as truncated
 
+Masks = list[set[int]]
 Statistics = tuple[Tensor, Tensor]  # log-probs and entropies of all response tokens, fp64 [N]
 
 
@@ -32,6 +34,7 @@ class Sample:
         group: Number of its prompt.
         reward: Reward of the response.
         rollout: fp64 [|y|], the engine's log-probs.
+        masks: Ids over which each response token's distribution is renormalized. None: the whole vocabulary.
     """
 
     ids: Tensor
@@ -39,6 +42,7 @@ class Sample:
     group: int
     reward: float
     rollout: Tensor
+    masks: Masks | None = None
 
 
 @dataclass(frozen=True)
@@ -96,7 +100,13 @@ def load(path: Path) -> torch.nn.Module:
     return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, **plain).double()
 
 
-def statistics(model: torch.nn.Module, ids: Sequence[Tensor], responses: Sequence[Tensor], temperature: float) -> Statistics:
+def statistics(
+    model: torch.nn.Module,
+    ids: Sequence[Tensor],
+    responses: Sequence[Tensor],
+    temperature: float,
+    masks: Sequence[Masks | None],
+) -> Statistics:
     """Return log-prob and entropy of every response token, sequence after sequence, from softmax(logits / temperature).
 
     Sequences are padded on the right, which causal attention does not see.
@@ -106,14 +116,19 @@ def statistics(model: torch.nn.Module, ids: Sequence[Tensor], responses: Sequenc
         ids: Token ids of each sequence.
         responses: Response mask of each sequence.
         temperature: Divisor of the logits.
+        masks: Ids over which the distribution of each response token is renormalized. None for a sequence: all.
     """
     padded = torch.nn.utils.rnn.pad_sequence(list(ids), batch_first=True, padding_value=3)
     logits = model(padded).logits[:, :-1] / temperature
     logp = torch.log_softmax(logits, dim=-1)
     chosen = logp.gather(2, padded[:, 1:, None])[..., 0]
     entropy = -(logp.exp() * logp).sum(-1)
-    rows = [(i, mask[1:].nonzero()[:, 0]) for i, mask in enumerate(responses)]
-    return torch.cat([chosen[i, keep] for i, keep in rows]), torch.cat([entropy[i, keep] for i, keep in rows])
+    found = []
+    for i, (mask, kept) in enumerate(zip(responses, masks, strict=True)):
+        rows = mask[1:].nonzero()[:, 0]
+        labels = padded[i, 1:][rows]
+        found.append((chosen[i, rows], entropy[i, rows]) if kept is None else truncated(logits[i, rows], labels, 1.0, kept))
+    return torch.cat([logprob for logprob, _ in found]), torch.cat([entropy for _, entropy in found])
 
 
 class Trainer:
@@ -196,7 +211,8 @@ class Trainer:
         return [replace(r, advantage=a, prompt=p) for r, a, p in zip(responses, advantages, prompts, strict=True)]
 
     def _statistics(self, model: torch.nn.Module, samples: Sequence[Sample]) -> Statistics:
-        return statistics(model, [s.ids for s in samples], [s.response for s in samples], self.settings.temperature)
+        ids, responses = [s.ids for s in samples], [s.response for s in samples]
+        return statistics(model, ids, responses, self.settings.temperature, [s.masks for s in samples])
 
     def _update(self, samples: Sequence[Sample], batch: list[Response], number: int) -> None:
         self.optimizer.zero_grad()

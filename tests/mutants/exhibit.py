@@ -27,6 +27,7 @@ Kind = Literal[
     "races",
     "rollout service",
     "requests to servers",
+    "audits",
 ]
 PLACES = ("tepo_megatron", "launch", "tools")  # where symbols are looked for
 

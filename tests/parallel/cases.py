@@ -15,9 +15,10 @@ from torch import Tensor
 
 from tepo_megatron.config import Config
 from tepo_megatron.config.io import validate
-from tepo_megatron.types import Rollout, TrainBatch
+from tepo_megatron.types import Rollout, SamplingMask, TrainBatch, Truncation
 from tests.reference import tepo as reference
 from tests.tiny import tiny_qwen3
+from tests.truncated import kept, rows
 
 VOCAB = 70  # not a multiple of 16 tp: every layout pads it differently
 TEMPERATURE, EPS, BETA = 0.8, 0.2, 1.0
@@ -56,7 +57,14 @@ class Case:
 
 
 def make_case(
-    folder: Path, *, tied: bool, form: str = "tepo", shared: bool = False, layers: int = 4, **model_keys: Any
+    folder: Path,
+    *,
+    tied: bool,
+    form: str = "tepo",
+    shared: bool = False,
+    layers: int = 4,
+    truncation: Truncation | None = None,
+    **model_keys: Any,
 ) -> Case:
     """Write a model, and return batches and the fp64 reference's steps.
 
@@ -66,6 +74,7 @@ def make_case(
         form: Form of TEPO; see `tests.reference.tepo.tepo_loss`.
         shared: Whether the sequences of a group have the same prompt.
         layers: Layers of the model.
+        truncation: Truncation of the old policy, whose masks all statistics are renormalized over. None: none.
         model_keys: Further arguments of `tiny_qwen3`, sizes for example.
     """
     model = folder / f"tiny-{tied}"
@@ -79,7 +88,8 @@ def make_case(
     batches, steps = [], []
     for step in range(STEPS):
         prompts = [torch.randint(1, VOCAB, (n,), generator=generator) for n in SHARED_PROMPTS] if shared else None
-        sequences = [_sequence(perturbed, trainer.model, i, step, generator, prompts) for i in range(len(RESPONSES))]
+        models = (perturbed, trainer.model)
+        sequences = [_sequence(*models, i, step, generator, prompts, truncation) for i in range(len(RESPONSES))]
         batches.append(_batch(sequences, step + 1))  # 0 would say that the old statistics are those of the current weights
         steps.append(trainer.step(sequences, TEMPERATURE, EPS, BETA, form))
     return Case(model, tuple(batches), tuple(steps))
@@ -112,6 +122,7 @@ def _sequence(
     step: int,
     generator: torch.Generator,
     prompts: list[Tensor] | None,
+    truncation: Truncation | None,
 ) -> reference.Sequence:
     """Draw tokens, behind the group's prompt if there are `prompts`, and old statistics.
 
@@ -125,14 +136,18 @@ def _sequence(
         ids[:prompt] = prompts[GROUP_OF[i]]
     response = torch.arange(ids.numel()) >= prompt
     with torch.no_grad():
-        logprob, entropy = reference.statistics(old, ids, response, TEMPERATURE)
-        now, _ = reference.statistics(current, ids, response, TEMPERATURE)
+        masks = None
+        if truncation is not None:  # some of the tokens, which are drawn from all, are outside of what is kept
+            logits = old(ids[None]).logits[0, prompt - 1 : -1]
+            masks = [kept(z, TEMPERATURE, truncation) | {int(y)} for z, y in zip(logits, ids[prompt:], strict=True)]
+        logprob, entropy = reference.statistics(old, ids, response, TEMPERATURE, masks)
+        now, _ = reference.statistics(current, ids, response, TEMPERATURE, masks)
     sign = 1.0 if i % 2 == 0 else -1.0
     alone = GROUP_OF.count(GROUP_OF[i]) == 1
     drift = (0.35 * sign if i % 3 else -0.1 * sign) - (now - logprob).mean()
     magnitude = 0.0 if alone else 0.5 + torch.rand((), generator=generator).item()  # a group of one has no advantage
     return reference.Sequence(
-        ids, response, sign * magnitude, (logprob - drift).float().double(), (entropy + 0.05).float().double()
+        ids, response, sign * magnitude, (logprob - drift).float().double(), (entropy + 0.05).float().double(), masks
     )
 
 
@@ -146,6 +161,7 @@ def _batch(sequences: list[reference.Sequence], update: int) -> TrainBatch:
             rollout_logprobs_L=torch.zeros(s.ids.numel()),
             policy_version=0,
             stop_reason="stop",
+            sampling_mask=None if s.masks is None else SamplingMask.from_rows(rows(s.masks)),
         )
         for i, s in enumerate(sequences)
     )

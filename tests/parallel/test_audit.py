@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tepo_megatron import cli
 from tepo_megatron.audit.comparison import AuditedStep, audit_step
@@ -122,6 +123,18 @@ def test_one_changed_number_is_found(of_rows: dict[str, Path], tmp_path: Path, c
     audited = audit_step(run, 1)
     assert named in audited.updates[1].differing and not audited.agrees
     assert not audited.updates[0].differing
+
+
+def test_a_term_that_only_one_side_has_is_found(of_rows: dict[str, Path], tmp_path: Path) -> None:
+    """The token losses still agree, but training recorded a weight, and the objective has no weighting."""
+    run = tmp_path / "run"
+    shutil.copytree(of_rows[ROW], run)
+    path = next((run / "audit" / "step-000001").glob("update-001-*"))
+    tensors, text = read_tensors(path)
+    tensors["used_weight"] = torch.ones_like(tensors["used_loss"])
+    write_tensors(path, tensors, {name: said for name, said in text.items() if name != "format"})
+    audited = audit_step(run, 1)
+    assert audited.updates[1].differing == ["weight"] and not audited.agrees
 
 
 def test_the_tables(of_rows: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,7 +16,7 @@ from tepo_megatron.config import ParallelConfig
 from tepo_megatron.controller import batch_receiver
 from tepo_megatron.controller.batch_memory import BatchHeader, BatchMemory
 from tepo_megatron.controller.batch_receiver import BatchReceiver, read
-from tepo_megatron.types import Rollout, TrainBatch
+from tepo_megatron.types import Rollout, SamplingMask, TrainBatch
 from tests.marks import full_but
 from tests.worlds import run_world
 
@@ -24,7 +24,7 @@ SECONDS = {"rollout": 1.5, "reward": 0.25}
 METRICS = {"reward/mean": (3.0, 4.0), "rollout/stale_groups": (0.0, 1.0)}
 
 
-def rollouts(count: int, experts: tuple[int, int] | None = None) -> list[Rollout]:
+def rollouts(count: int, experts: tuple[int, int] | None = None, masked: bool = False) -> list[Rollout]:
     generator = torch.Generator().manual_seed(count)
     made = []
     for i in range(count):
@@ -33,6 +33,8 @@ def rollouts(count: int, experts: tuple[int, int] | None = None) -> list[Rollout
         mask = torch.arange(length) >= prompt
         mask[-1] = i % 2 == 0  # a tool's token at the end
         experts_LKT = torch.randint(-1, 60, (length, *experts), generator=generator, dtype=torch.int16) if experts else None
+        counts_N = torch.randint(1, 5, (int(mask.sum()),), generator=generator, dtype=torch.int32)
+        ids_M = torch.randint(0, 150_000, (int(counts_N.sum()),), generator=generator, dtype=torch.int32)
         made.append(
             Rollout(
                 prompt_id=i // 2,
@@ -47,6 +49,7 @@ def rollouts(count: int, experts: tuple[int, int] | None = None) -> list[Rollout
                 later_versions=((prompt + 1, i + 1),) if i % 2 else (),
                 servers=((0, f"server {i}"),),
                 experts_LKT=experts_LKT,
+                sampling_mask=SamplingMask(ids_M, counts_N) if masked else None,
             )
         )
     return made
@@ -56,6 +59,10 @@ def same(a: Rollout, b: Rollout) -> bool:
     for name, x in vars(a).items():
         y = getattr(b, name)
         if name == "prompt_experts":
+            continue
+        if isinstance(x, SamplingMask) and isinstance(y, SamplingMask):
+            if not torch.equal(x.ids_M, y.ids_M) or not torch.equal(x.counts_N, y.counts_N):
+                return False
             continue
         if isinstance(x, torch.Tensor):
             if not isinstance(y, torch.Tensor) or x.dtype != y.dtype or not torch.equal(x, y):
@@ -79,7 +86,7 @@ def _rank(rank: int, machines: list[list[int]], sizes: list[int], experts: tuple
     receiver = BatchReceiver.open(groups, next(i for i, ranks in enumerate(machines) if rank in ranks))
     memory, before, equal = BatchMemory(), _descriptors(), []
     for size in sizes:
-        expected = rollouts(size, experts)
+        expected = rollouts(size, experts, masked=size > 4)
         header = broadcast_object(memory.write(expected, METRICS, SECONDS) if rank == 0 else None, groups.host)
         found, rollout = receiver.receive(header), None
         if rank == 0:

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from tests.truncated import reference as truncated
+
 
 @dataclass
 class Sequence:
@@ -24,6 +26,7 @@ class Sequence:
         advantage: Advantage of the sequence.
         old_logprob: fp64 over the response tokens.
         old_entropy: fp64 over the response tokens.
+        masks: Ids over which the distribution of each response token is renormalized. None: the whole vocabulary.
     """
 
     ids: Tensor
@@ -31,6 +34,7 @@ class Sequence:
     advantage: float
     old_logprob: Tensor
     old_entropy: Tensor
+    masks: list[set[int]] | None = None
 
 
 @dataclass
@@ -57,7 +61,9 @@ def load(path: Path, dtype: torch.dtype = torch.float64) -> torch.nn.Module:
     return model.to(dtype)
 
 
-def statistics(model: torch.nn.Module, ids: Tensor, response: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+def statistics(
+    model: torch.nn.Module, ids: Tensor, response: Tensor, temperature: float, masks: list[set[int]] | None = None
+) -> tuple[Tensor, Tensor]:
     """Return log-prob and entropy of each response token, from softmax(logits / temperature).
 
     Args:
@@ -65,8 +71,11 @@ def statistics(model: torch.nn.Module, ids: Tensor, response: Tensor, temperatur
         ids: int64 [L].
         response: bool [L].
         temperature: Divisor of the logits.
+        masks: Ids over which the distribution of each response token is renormalized. None: the whole vocabulary.
     """
     logits = model(ids[None]).logits[0, :-1] / temperature
+    if masks is not None:
+        return truncated(logits[response[1:]], ids[1:][response[1:]], 1.0, masks)
     logp = torch.log_softmax(logits, dim=-1)
     chosen = logp.gather(1, ids[1:, None])[:, 0]
     entropy = -(logp.exp() * logp).sum(-1)
@@ -91,7 +100,7 @@ def tepo_loss(
     objective = torch.zeros((), dtype=torch.float64)
     high = low = masked = 0
     for s in batch:
-        logprob, entropy = statistics(model, s.ids, s.response, temperature)
+        logprob, entropy = statistics(model, s.ids, s.response, temperature, s.masks)
         x = logprob - s.old_logprob
         log_w = x.sum() / x.numel()
         w = torch.exp(torch.clamp(log_w, -20, 20))

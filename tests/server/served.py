@@ -7,7 +7,7 @@ import os
 import secrets
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -24,9 +24,10 @@ from tepo_megatron.inference.servers.fleet import Fleet
 from tepo_megatron.inference.servers.local import LocalServer
 from tepo_megatron.inference.servers.process import LOOPBACK
 from tepo_megatron.inference.servers.server_key import KEY_VARIABLE
-from tepo_megatron.types import Prompt, Rollout, SamplingParams
+from tepo_megatron.types import Prompt, Rollout, SamplingMask, SamplingParams, Truncation
 from tests.direct_requests import ask
 from tests.tiny import VOCAB_SIZE, tiny_qwen3
+from tests.truncated import kept
 
 EOS = 2
 MAX_MODEL_LEN = 256
@@ -43,6 +44,15 @@ class Served:
     model: PreTrainedModel
     log_path: Path
     tp: int
+
+
+@dataclass
+class TruncatedDiff:
+    """The largest difference of a log-prob in nats, the share of tokens with another mask, and the mean size of a mask."""
+
+    largest: float
+    other_masks: float
+    mean_size: float
 
 
 @contextmanager
@@ -72,7 +82,8 @@ def serve(
         (folder / "model" / "generation_config.json").write_text(json.dumps(generation_config))
     settings = {"kv_cache_gib": 0.25, "ready_seconds": 240, "restarts": 0} | server
     cfg = RolloutConfig(engine=name, servers=servers, server=ServerConfig(**settings))
-    launch = LaunchSpec(folder / "model", MAX_MODEL_LEN, platform="cpu", precision="fp32", seed=0, host=host)
+    settings = {"platform": "cpu", "precision": "fp32", "most_masked": VOCAB_SIZE}
+    launch = LaunchSpec(folder / "model", MAX_MODEL_LEN, seed=0, host=host, **settings)
     log_path = folder / "server.log"
     keys = mock.patch("tepo_megatron.inference.servers.local.secrets.token_urlsafe", lambda size: "-" + secrets.token_hex(size))
     with keys, build_engine(cfg, launch, log_path) as engine:  # one key in 64 begins like an option
@@ -127,6 +138,50 @@ def make_prompts(count: int, seed: int) -> list[Prompt]:
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(4, VOCAB_SIZE, (count, 12), generator=generator).tolist()
     return [Prompt(id=1000 + 7 * i, token_ids=tuple(ids[: 3 + i % 10]), answer=str(i)) for i, ids in enumerate(tokens)]
+
+
+def sampled_by(rollouts: list[Rollout], version: int) -> list[Rollout]:
+    """Return the rollouts that have tokens of a version of the weights, with only these tokens as the response.
+
+    Args:
+        rollouts: Rollouts of the engine.
+        version: The version.
+    """
+    found = []
+    for r in rollouts:
+        mask_L, masks = r.response_mask_L & (r.versions_L == version), r.sampling_mask
+        if masks is not None:
+            parts = zip(masks.split([1] * r.response_length), mask_L[r.response_mask_L].tolist(), strict=True)
+            masks = SamplingMask.cat([part for part, chosen in parts if chosen])
+        if mask_L.any():
+            found.append(replace(r, response_mask_L=mask_L, sampling_mask=masks))
+    return found
+
+
+@torch.no_grad()
+def truncated_diff(
+    model: Qwen3ForCausalLM, rollouts: list[Rollout], temperature: float, truncation: Truncation
+) -> TruncatedDiff:
+    """Compare log-probs and sampling masks of truncated sampling with those of transformers in fp64, token by token.
+
+    Args:
+        model: Model in transformers.
+        rollouts: Rollouts of the engine, with sampling masks.
+        temperature: Divisor of the logits.
+        truncation: The truncation.
+    """
+    largest, tokens, other, sizes = 0.0, 0, 0, 0
+    for rollout in rollouts:
+        assert rollout.sampling_mask is not None
+        logits = model(rollout.token_ids_L[None]).logits[0, :-1].double()
+        place_N = rollout.response_mask_L.nonzero()[:, 0]
+        masks = rollout.sampling_mask.split([1] * len(place_N))
+        for place, mask in zip(place_N.tolist(), masks, strict=True):
+            ids, z = sorted(mask.ids_M.tolist()), logits[place - 1]
+            logp = torch.log_softmax(z[ids] / temperature, 0)[ids.index(int(rollout.token_ids_L[place]))]
+            largest = max(largest, abs(float(logp - rollout.rollout_logprobs_L[place])))
+            tokens, other, sizes = tokens + 1, other + (set(ids) != kept(z, temperature, truncation)), sizes + len(ids)
+    return TruncatedDiff(largest, other / tokens, sizes / tokens)
 
 
 @torch.no_grad()

@@ -26,7 +26,7 @@ from tepo_megatron.inference.servers.checksums import ChecksumChecks
 from tepo_megatron.inference.servers.client import RequestFailed
 from tepo_megatron.inference.sglang import SglangApi, generate_request
 from tepo_megatron.inference.vllm import VllmApi, completion_request
-from tepo_megatron.types import Prompt, SamplingParams
+from tepo_megatron.types import Prompt, SamplingParams, Truncation
 from tepo_megatron.utils.exchange import HttpAnswer
 from tepo_megatron.weight_sync.broadcast_group import Bucket, crc32, pack
 from tepo_megatron.weight_sync.ipc import export_buffer
@@ -43,9 +43,11 @@ from tests.server.served import (
     logprob_diff,
     make_prompts,
     responses,
+    sampled_by,
     save_weights,
     serve,
     server_processes,
+    truncated_diff,
 )
 from tests.tiny import tiny_qwen3
 
@@ -142,6 +144,39 @@ def test_logprobs_are_those_of_transformers_after_temperature(served: Served, te
     print(f"largest log-prob difference at T={temperature}: {diff:.1e}")
     assert diff <= MAX_LOGPROB_DIFF
     assert logprob_diff(served.model, rollouts, 2.0) > 0.1  # the comparison can fail
+
+
+@pytest.mark.parametrize(("top_k", "top_p"), [(50, 0.9), (5, 1.0), (2, 0.5)])
+def test_truncated_logprobs_and_masks_are_those_of_transformers(served: Served, top_k: int, top_p: float) -> None:
+    sampling = SamplingParams(samples=4, temperature=0.7, max_tokens=20, top_k=top_k, top_p=top_p)
+    rollouts = served.engine.generate(make_prompts(16, seed=2), sampling, seed=0)
+    truncation = Truncation(top_k, top_p, renormalizes=served.name == "vllm")
+    diff = truncated_diff(served.model, rollouts, 0.7, truncation)
+    print(f"top_k={top_k} top_p={top_p}: largest log-prob difference {diff.largest:.1e}, masks of {diff.mean_size:.1f} ids")
+    assert diff.largest <= 1e-5 and diff.other_masks <= 0.002
+    assert logprob_diff(served.model, rollouts, 0.7) > 0.05  # those of the whole distribution are others
+    again = served.engine.generate(make_prompts(16, seed=2)[::-1], sampling, seed=0)
+    assert responses(again) == responses(rollouts)
+
+
+def test_truncated_answers_in_json_are_the_binary_ones_or_lack_masks(served: Served) -> None:
+    api, sampling = APIS[served.name], replace(SAMPLING, top_k=50, top_p=0.9)
+    path, body = ("/v1/completions", completion_request) if served.name == "vllm" else ("/generate", generate_request)
+    ask = GenerationRequest(make_prompts(1, seed=4)[0], sampling, seed=3)
+    request = body(ask.prompt, ask.sampling, ask.seed)
+    both = []
+    for accept in ("*/*", CONTENT_TYPE):
+        answer = connected(served.engine, 0, lambda client, a=accept: client.exchange("POST", path, request, a))
+        both.append(api.decode(answer, ask, served.engine.version))
+    for one, other in zip(*both, strict=True):
+        assert torch.equal(one.token_ids_L, other.token_ids_L)
+        assert torch.equal(one.rollout_logprobs_L, other.rollout_logprobs_L)
+        assert other.sampling_mask is not None
+        if served.name == "vllm":  # the actor recomputes them
+            assert one.sampling_mask is None
+        else:
+            assert one.sampling_mask is not None
+            assert torch.equal(one.sampling_mask.ids_M, other.sampling_mask.ids_M)
 
 
 def test_a_server_with_nothing_to_do_leaves_the_cores_to_the_trainer(served: Served) -> None:
@@ -326,16 +361,22 @@ def test_layers_that_are_left_out_stay(served: Served, tmp_path: Path) -> None:
     assert logprob_diff(old, rollouts, SAMPLING.temperature) > 10 * MAX_LOGPROB_DIFF
 
 
-@pytest.mark.parametrize("in_flight", ["continue", pytest.param("restart", marks=pytest.mark.full)])
-def test_what_is_under_way_goes_on_under_new_weights(in_flight: str, served: Served, tmp_path: Path) -> None:
-    """Every token has the log-prob of the weights that it is said to be of, given all tokens before it."""
+@pytest.mark.parametrize(
+    ("in_flight", "truncation"),
+    [("continue", {}), ("continue", {"top_k": 50, "top_p": 0.9}), pytest.param("restart", {}, marks=pytest.mark.full)],
+)
+def test_what_is_under_way_goes_on_under_new_weights(
+    in_flight: str, truncation: dict[str, Any], served: Served, tmp_path: Path
+) -> None:
+    """Every token has the log-prob and the sampling mask of the weights that it is said to be of, given all tokens before."""
     old, version = served.model, served.engine.version
     new = tiny_qwen3(tmp_path / "new", tied=True, seed=200 + version)
     (tmp_path / "old").mkdir(mode=0o700)  # servers read from no other folder
     old_files, files = save_weights(old, tmp_path / "old", files=1), save_weights(new, tmp_path, files=1)
-    prompts, sampling = make_prompts(20, seed=12), replace(SAMPLING, samples=8, max_tokens=100, stop_token_ids=())
+    prompts, sampling = make_prompts(20, seed=12), replace(SAMPLING, samples=8, max_tokens=100, stop_token_ids=(), **truncation)
     with another_engine(served, max_staleness=1, on_weight_update=in_flight) as engine:
         engine.update_weights(old_files, version)
+        engine.generate(prompts, replace(sampling, max_tokens=4), seed=1)  # a server's first requests are slow
         groups = engine.open()
         groups.add(prompts, sampling, seed=0)
         time.sleep(0.7)
@@ -351,9 +392,14 @@ def test_what_is_under_way_goes_on_under_new_weights(in_flight: str, served: Ser
     mixed = [r for r in made if r.later_versions]
     print(f"weights of another version after {seconds:.2f} s; {len(mixed)} of {len(made)} responses are of both")
     for model, v in ((old, version), (new, version + 1)):
-        of_it = [replace(r, response_mask_L=r.response_mask_L & (r.versions_L == v)) for r in made]
-        of_it = [r for r in of_it if r.response_length]
-        assert not of_it or logprob_diff(model, of_it, sampling.temperature) <= MAX_LOGPROB_DIFF
+        of_it = sampled_by(made, v)
+        if truncation and of_it:
+            kept = Truncation(**truncation, renormalizes=served.name == "vllm")
+            diff = truncated_diff(model, of_it, sampling.temperature, kept)
+            print(f"version {v}: largest difference {diff.largest:.1e}, other masks {diff.other_masks:.1e}")
+            assert diff.largest <= MAX_LOGPROB_DIFF and diff.other_masks <= 0.002
+        elif of_it:
+            assert logprob_diff(model, of_it, sampling.temperature) <= MAX_LOGPROB_DIFF
     if in_flight == "restart":
         assert not mixed
         sampled_again = {r.prompt_id for r in made if r.policy_version == version + 1}
@@ -361,8 +407,7 @@ def test_what_is_under_way_goes_on_under_new_weights(in_flight: str, served: Ser
         assert sampled_again and all(found[i] == again[i] for i in sampled_again)
     else:
         assert len(mixed) > 50
-        other = [replace(r, response_mask_L=r.response_mask_L & (r.versions_L == version)) for r in mixed]
-        assert logprob_diff(new, other, sampling.temperature) > 0.1
+        assert logprob_diff(new, sampled_by(mixed, version), sampling.temperature) > 0.1
 
 
 def test_files_that_are_not_the_model_are_refused_by_vllm(served: Served, tmp_path: Path) -> None:

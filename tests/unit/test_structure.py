@@ -23,9 +23,10 @@ def test_the_package_does_not_grow() -> None:
     warnings of rank 0 in the log 30, intervals over the seeds of an ablation 20,
     checkpoints on demand 140,
     the record of each token's loss, its audit in fp64 and its page 1,070,
-    log files of ranks 20, the log of decisions and the repetition of runs 230.
+    log files of ranks 20, the log of decisions and the repetition of runs 230,
+    truncated sampling with the same truncation in training 470.
     """
-    assert sum(map(lines_of_code, modules().values())) <= 23_392 + 2_960
+    assert sum(map(lines_of_code, modules().values())) <= 23_392 + 3_430
 
 
 def test_functions_files_and_classes_are_small() -> None:

@@ -82,3 +82,19 @@ def _write_empty(tensors: dict[str, Tensor], path: Path) -> None:
     with open(path, "wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         file.truncate(file.tell() + end)
+
+
+def cache_tokens(model_path: Path, precision: str, cache_bytes: int, most: int) -> int:
+    """Return the size of a KV cache in tokens: what fits into its memory, but not more than can be requested at once.
+
+    Args:
+        model_path: Hugging Face directory of the model.
+        precision: "fp32" or "bf16", of the cache.
+        cache_bytes: Memory of the cache.
+        most: Tokens that can be requested at once.
+    """
+    config = json.loads((model_path / "config.json").read_text())
+    heads = config.get("num_key_value_heads") or config["num_attention_heads"]
+    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    token = 2 * config["num_hidden_layers"] * heads * head_dim * (4 if precision == "fp32" else 2)
+    return min(cache_bytes // token, most)

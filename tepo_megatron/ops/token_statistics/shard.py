@@ -4,7 +4,7 @@ Layout: R rows; C real columns of this rank's vocabulary shard.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -12,6 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tepo_megatron.ops.token_statistics import NO_COLUMNS, Coefficients, RowKernels, compute_dtype
+from tepo_megatron.ops.token_statistics.truncated import candidates, masked_statistics, recomputed_masks, write_masked_gradient
+from tepo_megatron.types import NO_TOKEN, RecomputedMasks, Truncation
 
 Tensors = Sequence[Tensor]
 
@@ -24,14 +26,25 @@ class VocabShard:
         columns: Number of real (not padding) columns on this rank.
         owned_R: bool, whether the label is one of them.
         column_R: int64, the label's local column, 0 if it is not owned.
+        mask_RK: int64, local columns of the row's sampling mask, NO_TOKEN for those of other ranks. None: all columns count.
+        first: Global id of the first column.
     """
 
     columns: int
     owned_R: Tensor
     column_R: Tensor
+    mask_RK: Tensor | None = None
+    first: int = 0
 
     @classmethod
-    def of(cls, width: int, labels_R: Tensor, group: dist.ProcessGroup | None, vocab_size: int | None) -> "VocabShard":
+    def of(
+        cls,
+        width: int,
+        labels_R: Tensor,
+        group: dist.ProcessGroup | None,
+        vocab_size: int | None,
+        mask_RK: Tensor | None = None,
+    ) -> "VocabShard":
         """Return the shard of this rank.
 
         Args:
@@ -39,16 +52,20 @@ class VocabShard:
             labels_R: int64, global token ids.
             group: Tensor-parallel group. None: one rank.
             vocab_size: Real columns over all ranks. None: there is no padding.
+            mask_RK: int64, global ids of the row's sampling mask, filled up with NO_TOKEN. None: all columns count.
         """
         first = (group.rank() if group is not None else 0) * width
         columns = width if vocab_size is None else min(max(vocab_size - first, 0), width)
         local_R = labels_R - first
         owned_R = (local_R >= 0) & (local_R < columns)
-        return cls(columns, owned_R, torch.where(owned_R, local_R, 0))
+        if mask_RK is not None:
+            mask_RK = torch.where((mask_RK >= first) & (mask_RK < first + columns), mask_RK - first, NO_TOKEN)
+        return cls(columns, owned_R, torch.where(owned_R, local_R, 0), mask_RK, first)
 
     def rows(self, rows: slice) -> "VocabShard":
         """Return the shard for some rows."""
-        return VocabShard(self.columns, self.owned_R[rows], self.column_R[rows])
+        mask = None if self.mask_RK is None else self.mask_RK[rows]
+        return VocabShard(self.columns, self.owned_R[rows], self.column_R[rows], mask, self.first)
 
 
 class Normalizer(NamedTuple):
@@ -65,30 +82,43 @@ class Normalizer(NamedTuple):
     mean: Tensor
 
 
-def local_statistics(kernels: RowKernels, logits: Tensor, shard: VocabShard, temperature: float) -> Tensor:
+def local_statistics(
+    kernels: RowKernels, logits: Tensor, shard: VocabShard, temperature: float, recompute: Truncation | None = None
+) -> Tensor:
     """Return [R, 4] over this rank's real columns: largest logit, sum exp(d), sum d exp(d), the label's logit (0 if not owned).
 
     The third sum is taken of d, not of the logits: the entropy is a small difference of sums, and would lose 5e-6 to 3e-5 in
-    fp32.
+    fp32. With a sampling mask, only its columns count. With `recompute` [R, 6 + 2C]: the first two over all columns, and the
+    `candidates`, follow.
 
     Args:
         kernels: The back end.
         logits: [R, W], this rank's columns.
-        shard: Real columns and labels.
+        shard: Real columns, labels and sampling masks.
         temperature: Divisor of the logits, above 0.
+        recompute: Truncation whose masks are to be recomputed. None: no masks are.
     """
     out = torch.zeros(logits.size(0), 4, dtype=compute_dtype(logits), device=logits.device)
     if shard.columns == 0:
         out[:, 0] = NO_COLUMNS
     elif logits.size(0):
-        for column, x in enumerate(kernels.statistics(logits, shard.columns, temperature)):
+        if shard.mask_RK is not None:
+            parts = masked_statistics(logits, shard.mask_RK, temperature)
+        else:
+            parts = kernels.statistics(logits, shard.columns, temperature)
+        for column, x in enumerate(parts):
             out[:, column] = x
         out[:, 3] = torch.where(shard.owned_R, logits.gather(1, shard.column_R[:, None]).squeeze(1), 0)
-    return out
+    if recompute is None:
+        return out
+    whole = out[:, :2]
+    if shard.mask_RK is not None:
+        whole = local_statistics(kernels, logits, replace(shard, mask_RK=None), temperature)[:, :2]
+    return torch.cat((out, whole, candidates(logits, shard.columns, shard.first, recompute)), dim=1)
 
 
 def gather(statistics: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Gather the local statistics [R, 4] of every rank as [ranks, R, 4].
+    """Gather the local statistics [R, 4] of every rank as [ranks, R, 4]. They may have further columns.
 
     Collectives: one all-gather over `group`, none with one rank or R = 0. R is the same on all ranks, so all of them skip it.
 
@@ -98,19 +128,20 @@ def gather(statistics: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """
     if group is None or group.size() == 1 or statistics.size(0) == 0:
         return statistics.unsqueeze(0)
-    out = statistics.new_empty(group.size() * statistics.size(0), 4)
+    rows, columns = statistics.shape
+    out = statistics.new_empty(group.size() * rows, columns)
     dist.all_gather_into_tensor(out, statistics, group=group)
-    return out.view(group.size(), -1, 4)
+    return out.view(group.size(), rows, columns)
 
 
 def combine(statistics: Tensor, temperature: float) -> tuple[Tensor, Tensor, Normalizer]:
     """Return the log-prob of the label [R], the entropy [R], both in nats, and the normalizer for backward.
 
     Args:
-        statistics: [ranks, R, 4], as `gather` returns them.
+        statistics: [ranks, R, 4], as `gather` returns them; further columns are not read.
         temperature: Divisor of the logits, above 0.
     """
-    tops, totals, moments, label = statistics.unbind(-1)
+    tops, totals, moments, label = statistics[..., :4].unbind(-1)
     top_R = tops.amax(0)
     shift = (tops - top_R) / temperature
     weight = shift.exp()
@@ -121,6 +152,18 @@ def combine(statistics: Tensor, temperature: float) -> tuple[Tensor, Tensor, Nor
     # (label - top) first: both are exact logits, so a constant shift of all logits costs no precision
     logprob_R = (label.sum(0) - top_R) / temperature - log_total_R
     return logprob_R, log_total_R - mean_R, Normalizer(top_R, total_R, mean_R)
+
+
+def masks(statistics: Tensor, labels_R: Tensor, temperature: float, recompute: Truncation | None) -> RecomputedMasks | None:
+    """Return the recomputed sampling masks; None if none were asked for.
+
+    Args:
+        statistics: [ranks, R, ...], as `gather` returns them for `local_statistics` with the same `recompute`.
+        labels_R: int64, global token ids.
+        temperature: Divisor of the logits, above 0.
+        recompute: The truncation. None: no masks.
+    """
+    return None if recompute is None else recomputed_masks(statistics[..., 4:], labels_R, temperature, recompute)
 
 
 def coefficients(
@@ -163,6 +206,8 @@ def write_gradient(
     """
     if shard.columns == 0:
         out.zero_()
+    elif logits.size(0) and shard.mask_RK is not None:
+        write_masked_gradient(logits, shard.mask_RK, shard.column_R, temperature, row, out)
     elif logits.size(0):
         kernels.gradient(logits, shard.columns, shard.column_R, temperature, row, out)
     torch.autograd.graph.increment_version(out)  # a kernel's stores are invisible to autograd

@@ -7,6 +7,7 @@ the middleware ignores the header and answers in JSON. All numbers are little-en
     samples                one record each: finish reason, lengths, label of the weights
     int32[tokens]          ids of all samples, one sample after the other
     fp32[tokens]           log-probs of all samples, in nats
+    int32[...]             sampling masks of each sample that has them: number of ids of each token, then the ids
     integers               experts of all samples, each sample in its own integer type
     uint32                 CRC-32 of everything before
 """
@@ -23,7 +24,7 @@ from numpy.typing import ArrayLike, NDArray
 
 CONTENT_TYPE = "application/x-tepo-samples"
 WITH_EXPERTS = f"{CONTENT_TYPE}; experts=1"
-_MAGIC, _FORMAT = b"TPSA", 1
+_MAGIC, _FORMAT = b"TPSA", 2
 _HEADER = struct.Struct("<4sHHHHIQ")
 _SAMPLE = np.dtype(
     [
@@ -34,6 +35,7 @@ _SAMPLE = np.dtype(
         ("prompt_tokens", "<u4"),
         ("prompt_crc", "<u4"),
         ("experts", "<u8"),
+        ("mask_ids", "<u8"),
         ("label", "S40"),
     ]
 )
@@ -55,6 +57,8 @@ class Sample:
         ids_T: int32 response token ids.
         logprobs_T: fp32 log-probs in nats.
         experts: Integer [input tokens, layers, experts per token], or flat if the engine does not tell the shape. None: none.
+        masks: int32 ids of the sampling masks of all tokens, one after the other, and int32 number of ids of each token. None:
+            none.
     """
 
     finish_reason: str
@@ -64,6 +68,7 @@ class Sample:
     ids_T: NDArray[np.int32]
     logprobs_T: NDArray[np.float32]
     experts: NDArray[Any] | None = None
+    masks: tuple[NDArray[np.int32], NDArray[np.int32]] | None = None
 
 
 def ids_crc(ids: ArrayLike) -> int:
@@ -76,7 +81,7 @@ def encode(samples: Sequence[Sample]) -> bytes:
     given = [sample.experts for sample in samples if sample.experts is not None]
     layers, per_token = next((experts.shape[1:] for experts in given if experts.ndim == 3), (0, 0))
     records = np.zeros(len(samples), _SAMPLE)
-    experts = []
+    experts, masks = [], []
     for record, sample in zip(records, samples, strict=True):
         if sample.ids_T.shape != sample.logprobs_T.shape:
             raise ValueError(f"{sample.ids_T.size} tokens but {sample.logprobs_T.size} log-probs")
@@ -84,13 +89,17 @@ def encode(samples: Sequence[Sample]) -> bytes:
         record["finish"] = _FINISH.index(reason) if reason in _FINISH else len(_FINISH)
         record["knows_prompt"], record["prompt_crc"] = sample.prompt_crc is not None, sample.prompt_crc or 0
         record["tokens"], record["prompt_tokens"], record["label"] = tokens, sample.prompt_tokens, sample.label.encode()
+        if sample.masks is not None:
+            ids, counts = sample.masks
+            record["mask_ids"] = ids.size
+            masks += [counts.astype("<i4").tobytes(), ids.astype("<i4").tobytes()] if ids.size else []
         if sample.experts is not None:
             narrow = _narrow(sample.experts)
             experts.append(narrow.tobytes())
             record["expert_type"], record["experts"] = _EXPERT_TYPES.index(narrow.dtype), narrow.size
     parts = [sample.ids_T.astype("<i4").tobytes() for sample in samples]
     parts += [sample.logprobs_T.astype("<f4").tobytes() for sample in samples]
-    parts = [records.tobytes(), *parts, *experts]
+    parts = [records.tobytes(), *parts, *masks, *experts]
     length = _HEADER.size + sum(map(len, parts)) + _CRC.size
     body = b"".join([_HEADER.pack(_MAGIC, _FORMAT, layers, per_token, 0, len(samples), length), *parts])
     return body + _CRC.pack(zlib.crc32(body))
@@ -131,12 +140,16 @@ def decode(body: bytes, samples: int, max_tokens: int) -> list[Sample]:
     if any(record[1] >= len(_EXPERT_TYPES) for record in records):
         raise ValueError("experts of an unknown type")
     sizes = [record[6] * _EXPERT_TYPES[record[1]].itemsize for record in records]
-    if start + 8 * sum(tokens) + sum(sizes) + _CRC.size != len(body):
-        raise ValueError(f"{sum(tokens)} tokens and {sum(sizes)} bytes of experts do not fill an answer of {len(body)} bytes")
+    masks = [4 * (record[3] + record[7]) if record[7] else 0 for record in records]
+    if start + 8 * sum(tokens) + sum(masks) + sum(sizes) + _CRC.size != len(body):
+        what = f"{sum(tokens)} tokens, {sum(masks)} bytes of masks and {sum(sizes)} bytes of experts"
+        raise ValueError(f"{what} do not fill an answer of {len(body)} bytes")
     ids = np.frombuffer(body, "<i4", sum(tokens), start)
     logprobs = np.frombuffer(body, "<f4", sum(tokens), start + 4 * sum(tokens))
-    at, expert_at, made = 0, start + 8 * sum(tokens), []
-    for (finish, kind, known, number, prompt_tokens, crc, values, label), size in zip(records, sizes, strict=True):
+    at, mask_at, made = 0, start + 8 * sum(tokens), []
+    expert_at = mask_at + sum(masks)
+    for record, mask_size, size in zip(records, masks, sizes, strict=True):
+        finish, kind, known, number, prompt_tokens, crc, values, mask_ids, label = record
         experts = None
         if values:
             experts = np.frombuffer(body, _EXPERT_TYPES[kind], values, expert_at)
@@ -144,8 +157,12 @@ def decode(body: bytes, samples: int, max_tokens: int) -> list[Sample]:
         reason = _FINISH[finish] if finish < len(_FINISH) else _OTHER
         part = slice(at, at + number)
         prompt_crc = crc if known else None
-        made.append(Sample(reason, label.decode(), prompt_tokens, prompt_crc, ids[part], logprobs[part], experts))
-        at, expert_at = at + number, expert_at + size
+        mask = None
+        if mask_ids:
+            counts = np.frombuffer(body, "<i4", number, mask_at)
+            mask = np.frombuffer(body, "<i4", mask_ids, mask_at + 4 * number), counts
+        made.append(Sample(reason, label.decode(), prompt_tokens, prompt_crc, ids[part], logprobs[part], experts, mask))
+        at, mask_at, expert_at = at + number, mask_at + mask_size, expert_at + size
     return made
 
 

@@ -92,12 +92,13 @@ def seeded_choice(
         need_min_p: A row has a min-p.
         seed_B: int64. None: no seeds, SGLang's own function samples.
         positions_B: Positions of the sampled tokens, from which the noise is hashed.
-        how: Keywords of SGLang's function. If filtered probabilities are asked for, SGLang's own function samples.
+        how: Keywords of SGLang's function.
 
     Returns:
-        int32 token ids, [batch].
+        int32 token ids, [batch]; as in SGLang's function, if filtered probabilities are asked for, also these in descending
+        order, their ids, and the probabilities of the sampled tokens.
     """
-    if seed_B is None or need_min_p or how.get("return_filtered_probs"):
+    if seed_B is None or need_min_p:
         return _upstream["choice"](probs_BV, top_ks_B, top_ps_B, min_ps_B, need_min_p, seed_B, positions_B, **how)
     import torch
     from sglang.srt.layers import sampler
@@ -106,8 +107,12 @@ def seeded_choice(
     before_BV = sorted_BV.cumsum(-1) - sorted_BV
     beyond_k_BV = torch.arange(probs_BV.shape[-1]) >= top_ks_B[:, None]
     beyond_p_BV = (before_BV > top_ps_B[:, None]) & (top_ps_B[:, None] < 1)  # a sum of rounded numbers may exceed 1
-    kept_BV = torch.zeros_like(probs_BV).scatter_(1, ids_BV, sorted_BV.masked_fill(beyond_k_BV | beyond_p_BV, 0.0))
-    return sampler.multinomial_with_seed(kept_BV.log(), seed_B, positions_B).view(-1).to(torch.int32)
+    sorted_BV = sorted_BV.masked_fill(beyond_k_BV | beyond_p_BV, 0.0)
+    kept_BV = torch.zeros_like(probs_BV).scatter_(1, ids_BV, sorted_BV)
+    sampled_B = sampler.multinomial_with_seed(kept_BV.log(), seed_B, positions_B).view(-1)
+    if not how.get("return_filtered_probs"):
+        return sampled_B.to(torch.int32)
+    return sampled_B.to(torch.int32), sorted_BV, ids_BV.to(torch.int32), kept_BV.gather(1, sampled_B[:, None].long()).view(-1)
 
 
 def _unpinned(dims: tuple[int, ...], *, dtype: Any, device: str, allocator: Any, **pinning: Any) -> Any:

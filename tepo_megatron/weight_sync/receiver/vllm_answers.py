@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from tepo_megatron.weight_sync.receiver.binary_answer import App, BinaryAnswers, Sample, current, encode, ids_crc
 
@@ -79,6 +80,7 @@ def to_sample(output: Any, prompt: list[int], experts: bool) -> Sample:
     """
     ids, flat = np.asarray(output.token_ids, np.int32), output.logprobs
     logprobs = np.asarray(_first(flat, flat.logprobs) if ids.size else [], np.float32)
+    masked = ids.size and len(flat.logprobs) > len(flat)
     return Sample(
         finish_reason=str(output.finish_reason),
         label="+".join(span.version for span in output.weight_versions or ()),
@@ -87,4 +89,18 @@ def to_sample(output: Any, prompt: list[int], experts: bool) -> Sample:
         ids_T=ids,
         logprobs_T=np.maximum(logprobs, np.float32(LEAST_LOGPROB)),
         experts=output.routed_experts if experts else None,
+        masks=sampling_masks(flat) if masked else None,
     )
+
+
+def sampling_masks(flat: Any) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """Return the sampling masks in vLLM's flat log-probs after truncation, as `Sample.masks`: the ids above minus infinity.
+
+    The sampled token is the first of each position, and may come again among the most likely ones.
+    """
+    ids, kept = np.asarray(flat.token_ids, np.int32), np.asarray(flat.logprobs) > LEAST_LOGPROB
+    starts = np.asarray(flat.start_indices)
+    position = np.repeat(np.arange(starts.size), np.diff(np.append(starts, ids.size)))
+    kept &= ids != ids[starts][position]
+    kept[starts] = True
+    return ids[kept], np.bincount(position[kept], minlength=starts.size).astype(np.int32)

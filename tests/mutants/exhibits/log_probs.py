@@ -15,10 +15,74 @@ EXHIBITS = (
             "alike; the gradient is that of another distribution."
         ),
         cost="Log-probs, entropies, KL and gradients are those of temperature 1.",
-        symbol="Actor._stats",
-        old="labels_R, temperature = microbatch.labels_R, self.cfg.rollout.temperature",
+        symbol="OutputStats.__call__",
+        old="labels_R, temperature = microbatch.labels_R, self.temperature",
         new="labels_R, temperature = microbatch.labels_R, 1.0",
         tests=("tests/parallel/test_actor.py::test_old_statistics_equal_transformers_on_every_layout",),
+    ),
+    Exhibit(
+        name="truncated_sampling_is_not_renormalized",
+        source="own: issue 23, item 3 (top-p and top-k in the engine alone)",
+        kind="log-probs",
+        bug=(
+            "The engine sampled with top-p or top-k, and the trainer computed log-probs over the whole vocabulary. The ratio "
+            "of new to old still starts at 1."
+        ),
+        cost="Log-probs are too low by the mass that was cut, and tokens that could not be sampled get gradients.",
+        symbol="OutputStats.__call__",
+        old="mask_RK = None if mask is None else mask.rows(microbatch.token_R)",
+        new="mask_RK = None",
+        tests=("tests/parallel/test_truncated.py::test_recomputed_masks_are_those_of_the_model_on_every_layout",),
+    ),
+    Exhibit(
+        name="entropy_of_the_distribution_before_truncation",
+        source="own: issue 23, item 3 (entropies included)",
+        kind="log-probs",
+        bug="Log-probs were renormalized over the sampling mask, and the entropy was summed over the whole vocabulary.",
+        cost="Entropies, and with them the KL mask and weights of tokens, are those of no distribution.",
+        symbol="local_statistics",
+        old="parts = masked_statistics(logits, shard.mask_RK, temperature)",
+        new=(
+            "parts = (*masked_statistics(logits, shard.mask_RK, temperature)[:2], "
+            "kernels.statistics(logits, shard.columns, temperature)[2])"
+        ),
+        tests=(
+            "tests/unit/ops/test_truncated.py::test_values_and_gradients_are_those_of_the_renormalized_distribution",
+            "tests/parallel/test_truncated.py::test_steps_on_the_engines_masks_are_those_of_the_reference",
+        ),
+    ),
+    Exhibit(
+        name="gradient_outside_of_the_sampling_mask",
+        source="own: issue 23, item 3 (gradient through the kept set only)",
+        kind="log-probs",
+        bug="Values were renormalized over the sampling mask, and the gradient pass ran over all columns.",
+        cost="Tokens that were cut are pushed down with weights above their probability; values that are logged are right.",
+        symbol="write_gradient",
+        old="elif logits.size(0) and shard.mask_RK is not None:",
+        new="elif logits.size(0) and shard.mask_RK is not None and not out.numel():",
+        tests=("tests/parallel/test_truncated.py::test_truncated_statistics_over_tensor_parallel_ranks",),
+    ),
+    Exhibit(
+        name="the_reference_is_not_truncated",
+        source="own: issue 23, item 3 (the same set for the reference)",
+        kind="log-probs",
+        bug="Old and new log-probs were renormalized over the sampling mask, and those of the reference policy were not.",
+        cost="The KL to the reference has the cut mass as an offset, and is not 0 between equal policies.",
+        symbol="Actor._whole_stats",
+        old="device_mask(batch, self.groups.device)",
+        new="(device_mask(batch, self.groups.device) if replays else None)",
+        tests=("tests/parallel/test_truncated.py::test_recomputed_masks_are_those_of_the_model_on_every_layout",),
+    ),
+    Exhibit(
+        name="masks_of_an_interrupted_response_change_places",
+        source="own: issue 23, item 3 (a mask that crosses an update of weights)",
+        kind="log-probs",
+        bug="The sampling masks of the continuation were put before those of the interrupted part. Their number is right.",
+        cost="Log-probs of interrupted responses are over the candidates of other tokens; only the mismatch metric shows it.",
+        symbol="merge",
+        old="for r in (aborted, end) if r.sampling_mask is not None",
+        new="for r in (end, aborted) if r.sampling_mask is not None",
+        tests=("tests/unit/rollout/test_truncated_answers.py::test_masks_are_joined_and_dropped_with_the_tokens",),
     ),
     Exhibit(
         name="the_gradient_forgets_the_temperature",

@@ -149,4 +149,15 @@ EXHIBITS = (
         new="entropy_change_R = inputs.old_entropy_R - stats.entropy_R.detach()",
         tests=("tests/unit/losses/test_objective_rows.py::test_a_row_computes_its_method",),
     ),
+    Exhibit(
+        name="cut_off_responses_are_trained_on",
+        source="own: issue 23 (overlong filtering); DAPO, arXiv 2503.14476, section 3.4",
+        kind="masks and shifts",
+        bug="The filter of cut-off responses is right and is not called; advantages do not change with it.",
+        cost="Responses without an end are pushed down as wrong answers, which overlong filtering is there to prevent.",
+        symbol="learn",
+        old="without_truncated(rollouts) if objective.mask_truncated else rollouts",
+        new="rollouts",
+        tests=("tests/parallel/test_overlong_filtering.py::test_cut_off_responses_train_nothing[CP2]",),
+    ),
 )

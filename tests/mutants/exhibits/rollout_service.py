@@ -62,10 +62,10 @@ EXHIBITS = (
         bug="The header of a batch has only those metrics that are not zero, as if a zero were a metric that nobody measured.",
         cost="A step whose answers are all wrong has no accuracy in the records, and means over steps are too high.",
         symbol="BatchMemory.write",
-        old="header = BatchHeader(path, experts_path, lengths, columns, digests, shape, metrics, seconds)",
+        old="header = BatchHeader(path, experts_path, lengths, columns, digests, shape, metrics, seconds, sizes)",
         new=(
             "measured = {name: pair for name, pair in metrics.items() if pair[0]}\n"
-            "        header = BatchHeader(path, experts_path, lengths, columns, digests, shape, measured, seconds)"
+            "        header = BatchHeader(path, experts_path, lengths, columns, digests, shape, measured, seconds, sizes)"
         ),
         tests=("tests/parallel/test_batch_memory.py::test_every_rank_gets_every_bit",),
     ),

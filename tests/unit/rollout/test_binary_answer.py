@@ -34,7 +34,7 @@ PROMPT = Prompt(id=7, token_ids=(4, 5, 6), answer="9")
 SAMPLING = SamplingParams(samples=3, max_tokens=4, stop_token_ids=(2,))
 ASK = GenerationRequest(PROMPT, SAMPLING, seed=0)
 HEADER = 24  # bytes before the samples
-RECORD = 64  # bytes of a sample's record
+RECORD = 72  # bytes of a sample's record
 
 
 def sample(ids: list[int], logprobs: list[float], reason: str, **changes: Any) -> Sample:

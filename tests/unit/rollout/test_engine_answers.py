@@ -34,6 +34,8 @@ def test_a_vllm_output_becomes_a_sample(chosen: int) -> None:
     assert vllm_answers.is_plain(output)
     sample = vllm_answers.to_sample(output, [8, 9], experts=False)
     assert sample.ids_T.tolist() == [5, 6, 7] and sample.logprobs_T.tolist() == [-0.5, vllm_answers.LEAST_LOGPROB, -0.25]
+    masks = None if sample.masks is None else [part.tolist() for part in sample.masks]
+    assert masks == (None if chosen == 1 else [[5, 99, 6, 99, 7, 99], [2, 2, 2]])
     assert (sample.label, sample.finish_reason, sample.experts) == ("3", "length", None)
     assert (sample.prompt_tokens, sample.prompt_crc) == (2, ids_crc([8, 9]))
     assert vllm_answers.to_sample(output, [8, 9], experts=True).experts is output.routed_experts

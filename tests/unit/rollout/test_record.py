@@ -4,6 +4,7 @@ import json
 import math
 import pickle
 import zlib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from safetensors.torch import save_file
 from tepo_megatron.errors import DataError
 from tepo_megatron.observability.metrics import Metrics
 from tepo_megatron.rollout import record
-from tepo_megatron.types import Rollout
+from tepo_megatron.types import Rollout, SamplingMask
 
 
 def rollouts() -> list[Rollout]:
@@ -39,6 +40,23 @@ def same(a: Rollout, b: Rollout) -> bool:
         torch.equal(x, vars(b)[k]) and x.dtype == vars(b)[k].dtype if isinstance(x, torch.Tensor) else x == vars(b)[k]
         for k, x in vars(a).items()
     )
+
+
+def test_sampling_masks_come_back_if_every_rollout_has_them(tmp_path: Path) -> None:
+    several = torch.tensor([[3, -1], [9, 4], [5, 6], [6, -1], [4, 7], [-1, 8], [9, 0]])
+    masks = [SamplingMask.from_rows(ids) for ids in (torch.tensor([[7, 2, 5]]), several, torch.empty(0, 1).long())]
+    given = [replace(r, sampling_mask=mask) for r, mask in zip(rollouts(), masks, strict=True)]
+    record.write(tmp_path, 1, given, Metrics())
+    for rollout, mask in zip(record.read(tmp_path, 1)[0], masks, strict=True):
+        assert rollout.sampling_mask is not None
+        assert torch.equal(rollout.sampling_mask.ids_M, mask.ids_M)
+        assert torch.equal(rollout.sampling_mask.counts_N, mask.counts_N)
+    record.write(tmp_path, 2, [*given[:2], rollouts()[2]], Metrics())
+    assert all(r.sampling_mask is None for r in record.read(tmp_path, 2)[0])
+    for wrong in (torch.tensor([[7, 6, 5]]), torch.arange(100)[None]):  # without the sampled token 2; too wide
+        record.write(tmp_path, 3, [replace(given[0], sampling_mask=SamplingMask.from_rows(wrong)), *given[1:]], Metrics())
+        with pytest.raises(DataError, match="record them again"):
+            record.read(tmp_path, 3)
 
 
 @pytest.mark.parametrize("count", [0, 1, 3])

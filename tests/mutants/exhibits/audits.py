@@ -1,0 +1,63 @@
+"""Audits that agree with wrong numbers, or judge other numbers than training used."""
+
+from __future__ import annotations
+
+from tests.mutants.exhibit import Exhibit
+
+EXHIBITS = (
+    Exhibit(
+        name="the_audit_leaves_out_the_kl",
+        source="own: issue 23, item 6 (every number of one token's loss)",
+        kind="audits",
+        bug="The audit computes every term again, the KL among them, and leaves the KL out of the token's loss.",
+        cost="A loss whose KL coefficient has no effect agrees with its audit, and a right one does not.",
+        symbol="evaluate",
+        old='value_N = value_N - o.beta * found["kl"]',
+        new='value_N = value_N - 0.0 * found["kl"]',
+        tests=("tests/parallel/test_audit.py::test_every_row_is_computed_again",),
+    ),
+    Exhibit(
+        name="the_audit_is_of_the_current_weights",
+        source="own: issue 23, item 6 (log-probs of the old weights)",
+        kind="audits",
+        bug="The record of a token has the current log-prob in the place of the old one. In the first update they are equal.",
+        cost="The audit finds ratio 1 in every update, and cannot show a clipped token.",
+        symbol="TokenRecorder.add",
+        old='"old_logprob": inputs.old_logprob_R',
+        new='"old_logprob": stats.logprob_R',
+        tests=("tests/parallel/test_audit.py::test_every_row_is_computed_again",),
+    ),
+    Exhibit(
+        name="the_audited_loss_is_that_of_a_mean_microbatch",
+        source="own: issue 23, item 6 (sums over tokens equal the logged loss)",
+        kind="audits",
+        bug="The loss of the minibatch is recorded divided by the number of this rank's microbatches, as a mean over them.",
+        cost="Right sums over tokens do not agree with the loss, on every layout with several microbatches alone.",
+        symbol="TokenRecorder.write",
+        old='"minibatch_loss": repr(loss)',
+        new='"minibatch_loss": repr(loss / len(parts))',
+        tests=("tests/parallel/test_audit.py::test_the_tokens_add_up_to_the_logged_loss[1 rank]",),
+    ),
+    Exhibit(
+        name="the_audit_excuses_every_token",
+        source="own: issue 23, item 6 (fp32 may decide differently near to a threshold)",
+        kind="audits",
+        bug="Every token that is compared with a threshold counts as near to it, and tokens near to one are not judged.",
+        cost="No wrong number of an objective with clipping is ever found, and every audit says that everything agrees.",
+        symbol="Comparisons.above",
+        old="(np.abs(a - b) <= _NEAR * np.minimum(np.abs(a), np.abs(b)) + _NEAR_ZERO)",
+        new="(np.abs(a - b) <= np.inf)",
+        tests=("tests/parallel/test_audit.py::test_one_changed_number_is_found",),
+    ),
+    Exhibit(
+        name="the_audit_ignores_a_term_that_it_lacks",
+        source="own: issue 23, item 6 (compared with what training used)",
+        kind="audits",
+        bug="Only terms that training and the audit both have are compared.",
+        cost="Training weights tokens by a term that the objective does not have, and the audit says that everything agrees.",
+        symbol="AuditedUpdate.differing",
+        old="(self.used.keys() ^ self.terms.keys()) |",
+        new="set() |",
+        tests=("tests/parallel/test_audit.py::test_a_term_that_only_one_side_has_is_found",),
+    ),
+)

@@ -1,0 +1,140 @@
+"""Token statistics over sampling masks, and masks that are recomputed from logits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tepo_megatron.ops.output_layer import output_layer_stats
+from tepo_megatron.ops.vocab_parallel import token_stats
+from tepo_megatron.types import MOST_CANDIDATES, NO_TOKEN, SamplingMask, Truncation
+from tests.truncated import kept, reference, rows
+
+TRUNCATIONS = [
+    Truncation(50, 0.9),
+    Truncation(50, 0.9, renormalizes=False),
+    Truncation(5, 1.0),
+    Truncation(-1, 0.7),
+    Truncation(2, 0.01),
+]
+
+
+def case(number: int, columns: int, scale: float = 3.0) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(number)
+    logits = torch.randn(number, columns, generator=generator, dtype=torch.float64) * scale
+    return logits, torch.randint(0, columns, (number,), generator=generator)
+
+
+@pytest.mark.parametrize("truncation", TRUNCATIONS, ids=str)
+def test_recomputed_masks_are_those_of_the_reference(truncation: Truncation) -> None:
+    logits, labels = case(60, 257)
+    labels[::2] = logits[::2].argmax(1)
+    found = token_stats(logits, labels, 0.7, None, recompute=truncation).recomputed
+    assert found is not None and not found.cut_R.any()
+    for row, (z, label) in enumerate(zip(logits, labels.tolist(), strict=True)):
+        expected = kept(z, 0.7, truncation)
+        assert found.outside_R[row] == (label not in expected)
+        ids = found.ids_RK[row]
+        assert sorted(ids[ids != NO_TOKEN].tolist()) == sorted(expected | {label})
+    assert 0 < found.outside_R.sum() < 60
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("temperature", [0.7, 1.0, 2.5])
+def test_values_and_gradients_are_those_of_the_renormalized_distribution(dtype: torch.dtype, temperature: float) -> None:
+    logits, labels = case(40, 300)
+    logits = logits.to(dtype)
+    masks = [kept(z, temperature, Truncation(50, 0.9)) | {int(y)} for z, y in zip(logits, labels, strict=True)]
+    masks[0] = {int(labels[0])}  # certain: log-prob 0, entropy 0, no gradient
+    z, exact = logits.clone().requires_grad_(), logits.double().requires_grad_()
+    stats = token_stats(z * 1, labels, temperature, None, mask_RK=rows(masks))
+    expected = reference(exact, labels, temperature, masks)
+    for logprob, entropy in ((stats.logprob_R, stats.entropy_R), expected):
+        (logprob.sum() - 2 * entropy.square().sum()).backward()
+    assert z.grad is not None and exact.grad is not None
+    value, gradient = (1e-10, 1e-10) if dtype == torch.float64 else (2e-6, 1e-5 if dtype == torch.float32 else 4e-3)
+    assert (stats.logprob_R - expected[0]).abs().max() <= value and (stats.entropy_R - expected[1]).abs().max() <= value
+    assert (z.grad - exact.grad).norm() <= gradient * exact.grad.norm()
+    assert torch.equal(z.grad[exact.grad == 0], torch.zeros_like(z.grad[exact.grad == 0])) and stats.entropy_R[0] == 0
+
+
+def test_a_mask_of_the_whole_vocabulary_is_no_mask() -> None:
+    logits, labels = case(9, 33)
+    whole = torch.arange(33).expand(9, 33)
+    one, other = (logits.clone().requires_grad_() for _ in range(2))
+    for z, mask in ((one, None), (other, whole)):
+        stats = token_stats(z, labels, 0.7, None, mask_RK=mask)
+        (stats.logprob_R.sum() + stats.entropy_R.sum()).backward()
+    torch.testing.assert_close(one.grad, other.grad, rtol=1e-12, atol=1e-14)
+
+
+def test_recomputing_changes_no_bit_of_the_statistics() -> None:
+    logits, labels = case(9, 333)
+    for mask in (None, torch.stack([labels, (labels + 1) % 333], 1)):
+        plain = token_stats(logits, labels, 0.7, None, mask_RK=mask)
+        both = token_stats(logits, labels, 0.7, None, mask_RK=mask, recompute=Truncation(50, 0.9))
+        assert torch.equal(plain.logprob_R, both.logprob_R) and torch.equal(plain.entropy_R, both.entropy_R)
+        assert plain.recomputed is None and both.recomputed is not None
+
+
+def test_a_mask_that_exceeds_the_candidates_is_cut_and_counted() -> None:
+    flat, peaked = torch.zeros(1000), torch.zeros(1000)
+    peaked[3] = 20.0
+    labels = torch.tensor([999, 3])
+    found = token_stats(torch.stack([flat, peaked]), labels, 1.0, None, recompute=Truncation(-1, 0.9)).recomputed
+    assert found is not None
+    assert found.cut_R.tolist() == [True, False] and (found.ids_RK[0] == 999).sum() == 1
+    assert (found.ids_RK >= 0).sum(1).tolist()[1] == 1 and (found.ids_RK[0] >= 0).sum() <= MOST_CANDIDATES + 1
+
+
+def test_tokens_tied_with_the_last_of_top_k_are_kept() -> None:
+    logits = torch.tensor([[1.0, 3.0, 2.0, 2.0, 0.0]])
+    found = token_stats(logits, torch.tensor([1]), 1.0, None, recompute=Truncation(2)).recomputed
+    assert found is not None and sorted(i for i in found.ids_RK[0].tolist() if i >= 0) == [1, 2, 3]
+
+
+def test_padding_of_the_vocabulary_is_in_no_mask() -> None:
+    logits, labels = case(9, 50)
+    padded = torch.nn.functional.pad(logits, (0, 14), value=1e4)
+    found = token_stats(padded, labels, 1.0, None, 50, recompute=Truncation(-1, 0.999)).recomputed
+    assert found is not None and found.ids_RK.max() < 50
+
+
+@pytest.mark.parametrize("budget", [0, 2**30])
+def test_the_fused_output_layer_agrees(budget: int) -> None:
+    generator = torch.Generator().manual_seed(3)
+    hidden = torch.randn(1500, 8, generator=generator, dtype=torch.float64)
+    weight = torch.randn(70, 8, generator=generator, dtype=torch.float64)
+    labels = torch.randint(0, 70, (1500,), generator=generator)
+    recomputed = token_stats(hidden @ weight.T, labels, 0.7, None, recompute=Truncation(20, 0.9)).recomputed
+    assert recomputed is not None
+    grads = []
+    for fused in (False, True):
+        h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+        how = {"mask_RK": recomputed.ids_RK, "recompute": Truncation(20, 0.9)}
+        if fused:
+            stats = output_layer_stats(h, w, labels, 0.7, None, logits_budget=budget, **how)
+        else:
+            stats = token_stats(h @ w.T, labels, 0.7, None, **how)
+        (stats.logprob_R.sum() - 2 * stats.entropy_R.square().sum()).backward()
+        assert stats.recomputed is not None and torch.equal(stats.recomputed.ids_RK, recomputed.ids_RK)
+        grads.append((stats.logprob_R.detach(), stats.entropy_R.detach(), h.grad, w.grad))
+    for one, other in zip(*grads, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
+
+
+def test_masks_travel_raggedly_and_are_checked() -> None:
+    ids = torch.tensor([[5, NO_TOKEN, 2], [7, 1, 0], [NO_TOKEN, 9, NO_TOKEN]])
+    mask = SamplingMask.from_rows(ids)
+    assert mask.counts_N.tolist() == [2, 3, 1] and mask.ids_M.dtype == torch.int32 and mask.widest == 3
+    assert mask.rows(torch.tensor([2, 0])).tolist() == [[9, NO_TOKEN, NO_TOKEN], [5, 2, NO_TOKEN]]
+    again = SamplingMask.cat(mask.split([1, 0, 2]))
+    assert torch.equal(again.ids_M, mask.ids_M) and torch.equal(again.counts_N, mask.counts_N)
+    mask.check(torch.tensor([2, 1, 9]), 3)
+    with pytest.raises(ValueError, match="lacks the sampled token"):
+        mask.check(torch.tensor([2, 1, 8]), 3)
+    with pytest.raises(ValueError, match="masks of 3 tokens, not 2"):
+        mask.check(torch.tensor([2, 1]), 3)
+    twice = SamplingMask(torch.tensor([4, 4], dtype=torch.int32), torch.tensor([2], dtype=torch.int32))
+    with pytest.raises(ValueError, match="twice"):
+        twice.check(torch.tensor([4]), 3)

@@ -1,0 +1,156 @@
+"""Sampling masks on their way from an engine to a rollout, and configs that are refused."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from tepo_megatron.config import RolloutConfig
+from tepo_megatron.errors import ConfigError, RolloutError
+from tepo_megatron.inference.partial import ABORTED, GenerationRequest, merge
+from tepo_megatron.inference.samples import checked_rollout
+from tepo_megatron.inference.sglang import SglangApi, generate_request
+from tepo_megatron.inference.vllm import VllmApi, completion_request
+from tepo_megatron.losses.advantages import without_truncated
+from tepo_megatron.rollout.conversation import Conversation
+from tepo_megatron.rollout.truncation import check_truncation
+from tepo_megatron.types import Prompt, Rollout, SamplingMask, SamplingParams, Truncation
+from tepo_megatron.utils.exchange import HttpAnswer
+from tepo_megatron.weight_sync.receiver.binary_answer import CONTENT_TYPE, Sample, decode, encode, ids_crc
+from tepo_megatron.weight_sync.receiver.vllm_answers import sampling_masks
+
+PROMPT = Prompt(id=7, token_ids=(4, 5, 6), answer="9")
+SAMPLING = SamplingParams(samples=1, max_tokens=4, top_k=50, top_p=0.9)
+MASKS = np.array([8, 3, 2, 9], np.int32), np.array([3, 1], np.int32)
+
+
+def sample(masks: tuple[np.ndarray, np.ndarray] | None, **changes) -> Sample:
+    ids, logprobs = np.array([2, 9], np.int32), np.array([-0.5, 0.0], np.float32)
+    return replace(Sample("length", "0", 3, ids_crc(PROMPT.token_ids), ids, logprobs, masks=masks), **changes)
+
+
+@pytest.mark.parametrize("api", [VllmApi(), SglangApi()], ids=lambda api: api.name)
+def test_masks_travel_in_binary_answers(api: VllmApi | SglangApi) -> None:
+    experts = np.arange(8, dtype=np.uint8).reshape(4, 1, 2)
+    body = encode([sample(MASKS), sample(None), sample(MASKS, experts=experts)])
+    first, second, third = decode(body, 3, 4)
+    assert second.masks is None and third.experts is not None and np.array_equal(third.experts, experts)
+    for got in (first, third):
+        assert got.masks is not None
+        assert np.array_equal(got.masks[0], MASKS[0]) and np.array_equal(got.masks[1], MASKS[1])
+    ask = GenerationRequest(PROMPT, replace(SAMPLING, max_tokens=2), 0)
+    (rollout,) = api.decode(HttpAnswer(200, CONTENT_TYPE, encode([sample(MASKS)])), ask, 0)
+    assert rollout.sampling_mask is not None and rollout.sampling_mask.rows(torch.tensor([0])).tolist() == [[8, 3, 2]]
+    unasked = GenerationRequest(PROMPT, replace(ask.sampling, top_k=-1), 0)
+    assert api.decode(HttpAnswer(200, CONTENT_TYPE, encode([sample(MASKS)])), unasked, 0)[0].sampling_mask is None
+
+
+@pytest.mark.parametrize(
+    ("masks", "error"),
+    [
+        ((np.array([8, 3, 2], np.int32), np.array([3, 0], np.int32)), "empty sampling mask"),
+        ((np.array([8, 3, 9], np.int32), np.array([2, 1], np.int32)), "lacks the sampled token"),
+        ((np.array([2, 2, 9], np.int32), np.array([2, 1], np.int32)), "twice"),
+        ((np.array([2, -3, 9], np.int32), np.array([2, 1], np.int32)), "below 0"),
+        ((np.array([2, 9, 9], np.int32), np.array([1, 1], np.int32)), "another size"),
+        ((np.arange(62, dtype=np.int32), np.array([2, 60], np.int32)), "of 60 ids, more than 59"),
+        ((np.array([2, 9], np.int32), np.array([2**31 - 1, 3 - 2**31], np.int32)), "an empty sampling mask"),
+        (([2, 2**40], [1, 1]), "out of bounds"),
+    ],
+)
+def test_masks_that_do_not_fit_are_refused(masks: tuple[np.ndarray, np.ndarray], error: str) -> None:
+    with pytest.raises((ValueError, OverflowError), match=error):
+        checked_rollout(PROMPT, [2, 9], [-0.5, 0.0], "length", replace(SAMPLING, max_tokens=2), 0, None, masks)
+
+
+def test_an_answer_without_masks_is_refused_from_sglang_and_recomputed_for_vllm() -> None:
+    ask = GenerationRequest(PROMPT, replace(SAMPLING, max_tokens=2), 0)
+    answer = HttpAnswer(200, CONTENT_TYPE, encode([sample(None)]))
+    assert VllmApi().decode(answer, ask, 0)[0].sampling_mask is None
+    with pytest.raises(RolloutError, match=r"lacks the sampling masks of rollout\.top_k=50"):
+        SglangApi().decode(answer, ask, 0)
+
+
+def test_the_masks_of_vllm_are_the_ids_above_minus_infinity() -> None:
+    """The sampled token comes first, and again among the most likely ones; in the last position it is not among them."""
+    inf = float("inf")
+    flat = SimpleNamespace(
+        token_ids=[3, 3, 8, 1, 5, 5, 0, 2, 4, 7, 6, 9],
+        logprobs=[-0.1, -0.1, -2.0, -inf, 0.0, 0.0, -inf, -inf, -3.0, -0.2, -1.0, -2.9],
+        start_indices=[0, 4, 8],
+    )
+    ids, counts = sampling_masks(flat)
+    assert ids.tolist() == [3, 8, 5, 4, 7, 6, 9] and counts.tolist() == [2, 1, 4]
+
+
+def test_requests_ask_for_masks_up_to_top_k_64() -> None:
+    for top_k, asked in ((-1, False), (2, True), (64, True), (65, False)):
+        sampling = replace(SAMPLING, top_k=top_k)
+        of_vllm, of_sglang = completion_request(PROMPT, sampling, 0), generate_request(PROMPT, sampling, 0)
+        assert of_vllm["logprobs"] == (top_k + 8 if asked else 0) and of_sglang["return_sampling_mask"] == asked
+        for params in (of_vllm, of_sglang["sampling_params"][0]):
+            assert (params["top_k"], params["top_p"]) == (top_k, 0.9)
+
+
+def test_masks_are_joined_and_dropped_with_the_tokens() -> None:
+    first = checked_rollout(PROMPT, [2, 9], [-0.5, 0.0], ABORTED, SAMPLING, 0, None, MASKS)
+    longer = replace(PROMPT, token_ids=(*PROMPT.token_ids, 2, 9))
+    rest = replace(SAMPLING, max_tokens=2)
+    end = checked_rollout(longer, [1, 2], [-0.5, 0.0], "length", rest, 1, None, ([1, 5, 2], [2, 1]))
+    whole = merge(first, end)
+    assert whole.sampling_mask is not None
+    assert whole.sampling_mask.ids_M.tolist() == [8, 3, 2, 9, 1, 5, 2] and whole.sampling_mask.counts_N.tolist() == [3, 1, 2, 1]
+    assert merge(first, replace(end, sampling_mask=None)).sampling_mask is None
+    nothing = checked_rollout(PROMPT, [], [], ABORTED, SAMPLING, 0)
+    assert nothing.sampling_mask is not None and merge(nothing, first).sampling_mask is first.sampling_mask
+    kept, masked = without_truncated([replace(end, stop_reason="stop"), end])
+    assert kept.sampling_mask is end.sampling_mask
+    assert masked.sampling_mask is not None and masked.sampling_mask.counts_N.numel() == 0
+    with pytest.raises(ValueError, match="sampling masks of another number of tokens"):
+        replace(end, sampling_mask=SamplingMask.cat([]))
+
+
+@pytest.mark.parametrize("masked", [True, False])
+def test_a_conversation_has_the_masks_of_all_its_turns(masked: bool) -> None:
+    async def sampled(context: Prompt, sampling: SamplingParams, seed: int) -> Rollout:
+        masks = ([7, 9, 2], [2, 1]) if masked or len(context.token_ids) == 3 else None
+        return checked_rollout(context, [9, 2], [-0.5, 0.0], "length", replace(sampling, max_tokens=2), 0, None, masks)
+
+    async def talk() -> Rollout:
+        codec = {"encode": lambda text: [30], "decode": str}
+        conversation = Conversation(PROMPT, replace(SAMPLING, max_tokens=9), 0, sample_turn=sampled, **codec)
+        await conversation.generate(2)
+        conversation.append("a tool's answer")
+        await conversation.generate(2)
+        return conversation.finish()
+
+    rollout = asyncio.run(talk())
+    assert rollout.response_length == 4 and (rollout.sampling_mask is not None) == masked
+    assert rollout.sampling_mask is None or rollout.sampling_mask.ids_M.tolist() == [7, 9, 2] * 2
+
+
+def test_settings_that_cannot_be_matched_are_refused() -> None:
+    assert RolloutConfig().truncation is None
+    assert RolloutConfig(top_p=0.9).truncation == Truncation(-1, 0.9, renormalizes=True)
+    assert RolloutConfig(engine="sglang", top_k=64).truncation == Truncation(64, 1.0, renormalizes=False)
+    for top_k in (0, 1):
+        with pytest.raises(ValueError, match=f"top_k={top_k}: nothing can be learned .*set top_k to 2 or more"):
+            RolloutConfig(top_k=top_k)
+    for keys in ({"top_p": 0.9}, {"top_k": 65}):
+        with pytest.raises(ValueError, match=r"engine=sglang with top_k=.*set top_k to 2 \.\. 64, or engine to vllm"):
+            RolloutConfig(engine="sglang", **keys)
+        with pytest.raises(ValueError, match=r"max_staleness=1 with top_k=.*set top_k to 2 \.\. 64, or max_staleness to 0"):
+            RolloutConfig(max_staleness=1, **keys)
+        RolloutConfig(engine="sglang", max_staleness=1, replay="elsewhere", **keys)
+    RolloutConfig(max_staleness=1, top_k=64, top_p=0.9)
+    with pytest.raises(ValueError, match=r"top_k=257: the actor finds at most 256 tokens.*set top_k to 2 \.\. 256"):
+        RolloutConfig(top_k=257)
+    check_truncation(RolloutConfig(top_k=50), 58)
+    check_truncation(RolloutConfig(top_k=65), 58)
+    with pytest.raises(ConfigError, match=r"rollout\.top_k=50: .*lower it to 49, or set it to -1"):
+        check_truncation(RolloutConfig(top_k=50), 57)
