@@ -23,7 +23,8 @@ class Comparison:
     Attributes:
         steps: Number of the steps that were compared.
         difference: The first number of a step that differs, as a sentence. None: all are equal.
-        decision: The first decision that differs, as a sentence. None: all are equal, or the repetition made none.
+        decision: The first decision that differs, as a sentence. It explains a difference, and is none by itself: groups arrive
+            in another order each time. None: all are equal, or the repetition made none.
         tensors: Number of compared weights; None if there were none to compare.
         other_tensors: Names of those that differ.
     """
@@ -37,11 +38,11 @@ class Comparison:
     @property
     def equal(self) -> bool:
         """Return whether everything that was compared is equal, bit for bit."""
-        return self.difference is None and self.decision is None and not self.other_tensors
+        return self.difference is None and not self.other_tensors
 
     def lines(self) -> Iterator[str]:
         """Yield lines for the user."""
-        if self.decision is not None:
+        if self.decision is not None and not self.equal:
             yield f"the first decision that differs: {self.decision}"
         yield self.difference or f"every number of the steps 1 to {self.steps} is equal"
         if self.tensors is None:
@@ -88,6 +89,8 @@ def _decision(first: Path, again: Path, until: int) -> str | None:
         line, line_again = steps.get(step, {}), steps_again.get(step, {})
         for name in ("asked", "arrived", "left"):
             was, now = line.get(name, []), line_again.get(name, [])
+            if name == "arrived":  # whatever their order
+                was, now = sorted(was, key=lambda group: group[0]), sorted(now, key=lambda group: group[0])
             for place in range(max(len(was), len(now))):
                 pair = [rows[place] if place < len(rows) else "nothing" for rows in (was, now)]
                 if pair[0] != pair[1]:

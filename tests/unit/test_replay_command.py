@@ -95,6 +95,22 @@ def test_an_engine_repeats_what_depends_on_seeds_and_other_answers_are_named(mod
     assert status == 1 and said[1].startswith("the first decision that differs: step 1: entry 0 of 'asked' was ["), said
 
 
+def test_another_order_of_arrival_is_no_difference(model: Path, tmp_path: Path) -> None:
+    cfg = w.run_config(model, tmp_path / "runs", training={"steps": 1}, evaluation={"every": 0})
+    w.attempt(cfg, tmp_path / "journal")
+    file = cfg.run_dir / decisions.FILE
+    start, step = (json.loads(line) for line in file.read_text().splitlines())
+    step["arrived"].reverse()
+    assert len(step["arrived"]) > 1
+    file.write_text("".join(json.dumps(line) + "\n" for line in (start, step)))
+    status, said = repeat(cfg, tmp_path / "again", engine=True)
+    assert status == 0 and len(said) == 3, said
+    step["arrived"][0][3] = "another server"
+    file.write_text("".join(json.dumps(line) + "\n" for line in (start, step)))
+    status, said = repeat(cfg, tmp_path / "other", engine=True, name="other", overrides=("--optimizer.lr", "0.1"))
+    assert status == 1 and "step 1: entry " in said[1] and "another server" in said[1], said
+
+
 def test_steps_that_were_not_taken_are_refused(killed: Config, tmp_path: Path) -> None:
     for until in (0, w.STEPS + 1):
         with pytest.raises(ConfigError, match=rf"--until {until}: .* has taken the steps 1 to {w.STEPS}"):
