@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from pathlib import Path
 from typing import Annotated, Literal
@@ -26,6 +27,8 @@ _OWN_SRUN_ARGS = {
     "chdir", "D", "wait", "W", "kill-on-bad-exit", "K", "container-image", "container-mounts", "container-env",
     "container-workdir", "export",
 }  # fmt: skip
+# Of the options with a key of their own, those that a command's job may have otherwise.
+_OF_COMMANDS = {"partition", "qos", "time", "mem", "constraint", "reservation"}
 
 
 @config
@@ -70,6 +73,8 @@ class SlurmConfig:
         idle_starts: Starts in a row that end at the time limit without a new checkpoint, after which the job ends, because
             no step fits between its start and the warning. 0: no limit.
         options: Further options of sbatch, by name ("mail_type: END").
+        convert, evaluate: Options of sbatch for the job of that command ("mem: 128G", "gpus_per_node: '2'"), which then shares
+            its machine with other jobs and gets no GPU but these. None: it takes a whole machine, like a run.
     """
 
     account: str
@@ -87,10 +92,13 @@ class SlurmConfig:
     error_restarts: NonNegative = 1
     idle_starts: NonNegative = 3
     options: dict[str, str] = Field(default_factory=dict)
+    convert: dict[str, str] | None = None
+    evaluate: dict[str, str] | None = None
 
     def __post_init__(self) -> None:
-        if not re.fullmatch(r"(\d+-)?\d{1,2}:[0-5]\d:[0-5]\d", self.time):
-            raise ValueError(f'time={self.time!r} is not "HH:MM:SS" or "D-HH:MM:SS"; YAML needs the quotes')
+        for time in (self.time, *(self._of_command(kind).get("time", self.time) for kind in ("convert", "evaluate"))):
+            if not re.fullmatch(r"(\d+-)?\d{1,2}:[0-5]\d:[0-5]\d", time):
+                raise ValueError(f'time={time!r} is not "HH:MM:SS" or "D-HH:MM:SS"; YAML needs the quotes')
         if self.restarts and self.warning_seconds >= self.seconds:
             raise ValueError(
                 f"warning_seconds={self.warning_seconds} is not below time={self.time} ({self.seconds} s); lower it, or raise "
@@ -105,6 +113,40 @@ class SlurmConfig:
                 raise ValueError(f"srun_args: {name} is set by launch; remove it there")
         if twice := [line for line in self.setup if "\n" in line or not line.strip()]:
             raise ValueError(f"setup: {twice[0]!r} is not one line of bash; give a list of lines")
+        for kind in ("convert", "evaluate"):
+            self._check_command(kind)
+
+    def _check_command(self, kind: str) -> None:
+        asked = self._of_command(kind)
+        if own := sorted((_OWN_OPTIONS - _OF_COMMANDS - {"gpus_per_node"}) & asked.keys()):
+            raise ValueError(f"{kind}: {own[0]} is set by launch; remove it there")
+        if not re.fullmatch(r"\d+", gpus := asked.get("gpus_per_node", "0")):
+            raise ValueError(f"{kind}: gpus_per_node={gpus!r} is not a number of GPUs")
+
+    def _of_command(self, kind: str) -> dict[str, str]:
+        return {name.replace("-", "_"): value for name, value in (getattr(self, kind) or {}).items()}
+
+    def for_command(self, kind: str) -> tuple[SlurmConfig, int] | None:
+        """Return the options for the job of a command that shares a machine, and its GPUs. None: it takes a whole machine.
+
+        Args:
+            kind: `convert` or `evaluate`.
+        """
+        if getattr(self, kind) is None:
+            return None
+        asked = self._of_command(kind)
+        gpus, srun_args = int(asked.pop("gpus_per_node", "0")), list(self.srun_args)
+        if cores := asked.get("cpus_per_task"):
+            srun_args.append(f"--cpus-per-task={cores}")  # srun does not take it from sbatch
+        fields = {"mem": None} | {name: asked.pop(name) for name in _OF_COMMANDS & asked.keys()}
+        others = {
+            "exclusive": False,
+            "srun_args": srun_args,
+            "options": self.options | asked,
+            "convert": None,
+            "evaluate": None,
+        }
+        return dataclasses.replace(self, **fields, **others), gpus
 
     @property
     def seconds(self) -> int:

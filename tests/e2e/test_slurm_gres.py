@@ -75,6 +75,33 @@ def test_more_gpus_than_a_machine_has_are_refused_by_slurm_in_one_line(cluster: 
     assert "Requested node configuration is not available" in said or "gpus_per_node=4" in said, said
 
 
+def test_a_conversion_shares_a_machine_and_takes_no_gpu(cluster: slurm.Slurm, tmp_path: Path) -> None:
+    tiny_qwen3(tmp_path / "model", layers=1)
+    section = {"account": "lab", "partition": "all", "time": "00:30:00", "convert": {"mem": "100", "time": "00:10:00"}}
+    tree = {"python": sys.executable, "gpus_per_node": 2, "slurm": section}
+    (tmp_path / "profile.yaml").write_text(yaml.safe_dump(tree))
+    words = [
+        "convert",
+        "jobs/look",
+        "--executor",
+        "slurm",
+        "--cluster",
+        "profile.yaml",
+        "--allow-dirty",
+        "--",
+        "inspect",
+        "model",
+    ]
+    call = [PYTHON, "-m", "launch", *words]
+    done = subprocess.run(call, cwd=tmp_path, env=cluster.environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    job = done.stdout.split(";")[0].removeprefix("job ").strip()
+    assert cluster.ended(job, timeout=120) == "COMPLETED"
+    about = cluster.about(job)
+    assert about["OverSubscribe"] == "OK" and "TresPerNode" not in about and about["TimeLimit"] == "00:10:00", about
+    assert any("vocab" in log.read_text() for log in tmp_path.glob("jobs/look/launch/*convert*.log"))
+
+
 # lists the devices that the process may open, as NVIDIA's does
 OPENING = """#!/bin/bash
 for gpu in {folder}/gpu[0-9]; do

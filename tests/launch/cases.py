@@ -35,10 +35,15 @@ CLUSTER = {
     "slurm": {"account": "lab", "partition": "batch", "time": "04:00:00"},
 }
 CONTAINER = {"image": "/shared/tepo.sqsh", "mounts": ["/shared:/shared:ro", "/scratch:/scratch"]}
+SHARING = {
+    "convert": {"mem": "128G", "cpus-per-task": "16", "partition": "cpu"},
+    "evaluate": {"gpus-per-node": "2"},
+}
 FILES = {
     "run.yaml": CONFIG,
     "bare.yaml": CLUSTER | {"python": ".venv/bin/python"},
     "contained.yaml": CLUSTER | {"container": CONTAINER},
+    "sharing.yaml": CLUSTER | {"python": ".venv/bin/python", "slurm": CLUSTER["slurm"] | SHARING},
 }
 SERVERS = ["--rollout.servers", "2", "--rollout.server.rendezvous", "servers"]
 APART = ["--parallel.dp", "2", "--rollout.colocate", "false", *SERVERS]
@@ -47,6 +52,8 @@ CASES = {
     "apart": ["run.yaml", "--cluster", "bare.yaml", *APART, "--sync.transport.folder", "weights"],
     "in_turns": ["run.yaml", "--cluster", "bare.yaml", "--parallel.dp", "2", *SERVERS],
     "convert": ["convert", "out", "--cluster", "bare.yaml", "--after", "before", "--", "inspect", "a model"],
+    "convert_shared": ["convert", "out", "--cluster", "sharing.yaml", "--", "inspect", "a model"],
+    "evaluate_shared": ["evaluate", "out", "--cluster", "sharing.yaml", "--", "models/one"],
 }
 # all in one process, because the import of NeMo-Run takes most of the time
 PROGRAM = """
