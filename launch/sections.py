@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -138,15 +138,15 @@ class SlurmConfig:
         gpus, srun_args = int(asked.pop("gpus_per_node", "0")), list(self.srun_args)
         if cores := asked.get("cpus_per_task"):
             srun_args.append(f"--cpus-per-task={cores}")  # srun does not take it from sbatch
-        fields = {"mem": None} | {name: asked.pop(name) for name in _OF_COMMANDS & asked.keys()}
-        others = {
+        fields: dict[str, Any] = {"mem": None} | {name: asked.pop(name) for name in _OF_COMMANDS & asked.keys()}
+        fields |= {
             "exclusive": False,
             "srun_args": srun_args,
             "options": self.options | asked,
             "convert": None,
             "evaluate": None,
         }
-        return dataclasses.replace(self, **fields, **others), gpus
+        return dataclasses.replace(self, **fields), gpus
 
     @property
     def seconds(self) -> int:

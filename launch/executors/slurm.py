@@ -80,10 +80,11 @@ def command(kind: str, words: Sequence[str], slot: JobFolder, cluster: Cluster, 
     check(cluster, None)
     checks.check_paths([Path.cwd(), slot.run])
     checks.check_mounted(cluster, slot.run)
-    assert cluster.slurm is not None, "just checked"
-    if (shared := cluster.slurm.for_command(kind)) is not None:
+    slurm = cluster.slurm
+    assert slurm is not None, "just checked"
+    if (shared := slurm.for_command(kind)) is not None:
         cluster = dataclasses.replace(cluster, slurm=shared[0], gpus_per_node=cluster.gpus_per_node and shared[1])
-    lines = [*setup_lines(cluster.slurm), *slot.shell_lines(), *scripts.package_lines(cluster, slot.packages)]
+    lines = [*setup_lines(slurm), *slot.shell_lines(), *scripts.package_lines(cluster, slot.packages)]
     return submission(slot, [scripts.command(kind, words, cluster, Path.cwd(), lines, slot.code)], cluster, after)
 
 

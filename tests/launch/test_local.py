@@ -21,9 +21,9 @@ from tests.living_folder import files_below
 pytestmark = pytest.mark.e2e
 STAND_IN = """#!/bin/bash
 [[ $1 = *.py ]] && exit  # the record of packages
+trap 'kill $! 2>/dev/null; echo told to end; exit 3' TERM
 echo "called: $*; secret: ${WANDB_API_KEY:+there}"
 [ "${2:-}" = tepo_megatron ] && [ "${3:-}" = serve ] && nap=60
-trap 'kill $! 2>/dev/null; echo told to end; exit 3' TERM
 [ -z "${nap:-$NAP}" ] || { sleep "${nap:-$NAP}" & wait; }
 """
 
