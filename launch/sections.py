@@ -141,6 +141,7 @@ class SlurmConfig:
         fields: dict[str, Any] = {"mem": None} | {name: asked.pop(name) for name in _OF_COMMANDS & asked.keys()}
         fields |= {
             "exclusive": False,
+            "restarts": 0,
             "srun_args": srun_args,
             "options": self.options | asked,
             "convert": None,

@@ -36,7 +36,7 @@ CLUSTER = {
 }
 CONTAINER = {"image": "/shared/tepo.sqsh", "mounts": ["/shared:/shared:ro", "/scratch:/scratch"]}
 SHARING = {
-    "convert": {"mem": "128G", "cpus-per-task": "16", "partition": "cpu"},
+    "convert": {"mem": "128G", "cpus-per-task": "16", "partition": "cpu", "time": "00:10:00"},
     "evaluate": {"gpus-per-node": "2"},
 }
 FILES = {

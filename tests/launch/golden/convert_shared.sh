@@ -15,7 +15,7 @@
 #SBATCH --open-mode=append
 #SBATCH --output=/project/out/launch/out-convert-batch-%j.log
 #SBATCH --partition=cpu
-#SBATCH --time=04:00:00
+#SBATCH --time=00:10:00
 
 set -evx
 
