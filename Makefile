@@ -116,7 +116,7 @@ test-slurm: $(READY) $(LAUNCH)/.ready
 	$(BIN)/python -m pytest -m slurm
 
 test-fast: $(READY) $(LAUNCH)/.ready
-	$(BIN)/python -m pytest -n $(WORKERS) -m "$(FAST)"
+	$(BIN)/python -m pytest -n $(PARTS_WORKERS) -m "$(FAST)"
 
 # Needs root, 48 GiB of disk below TMPDIR, and: apt-get install buildah debootstrap. Hours on 2 cores (docs/launch.md).
 # ARGS: -k vllm

@@ -309,6 +309,7 @@ def test_the_batch_script_goes_on_with_the_good_machines_alone(tmp_path: Path) -
     assert "node check: left out: n2: does not see" in (tmp_path / "log").read_text()
 
 
+@pytest.mark.slow
 def test_the_batch_script_ends_with_one_clear_message(tmp_path: Path) -> None:
     done = batch(tmp_path, "n1 n2", missing="n2")
     assert done.returncode == 1

@@ -24,6 +24,7 @@ def misbehave(rank: int, how: str) -> None:
     dist.barrier()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "message", "timeout"),
     [

@@ -25,6 +25,7 @@ HUGE = 2**27
 CPU = torch.device("cpu")
 
 
+@pytest.mark.slow
 def test_a_parquet_column_that_swells_is_refused_by_name(tmp_path: Path) -> None:
     path = tmp_path / "bomb.parquet"
     table = pa.table({"prompt": ["fine"] * 2, "answer": ["0" * (HUGE // 2)] * 2})

@@ -90,6 +90,7 @@ def test_a_worker_that_is_killed_is_reported(
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fate", FATES)
 def test_a_broken_worker_costs_one_sample(fate: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     behaviour, status = FATES[fate]
@@ -122,6 +123,7 @@ def test_a_worker_that_somebody_killed_costs_nothing(tmp_path: Path, monkeypatch
     made.close()
 
 
+@pytest.mark.slow
 def test_a_long_request_to_a_worker_that_does_not_read_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A pipe holds 64 KiB, so a blocking write of more would wait for ever."""
     deaf = "import time\nprint('\"ready\"', flush=True)\ntime.sleep(60)\n"

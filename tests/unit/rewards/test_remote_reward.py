@@ -108,6 +108,7 @@ FAILURES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("failure", "message"), FAILURES, ids=[str(f)[:40] for f, _ in FAILURES])
 def test_a_failure_is_tried_again_and_at_last_an_error(url: str, failure: Any, message: str) -> None:
     limit = {"timeout_seconds": 1.0} if isinstance(failure, float) else {}

@@ -290,6 +290,7 @@ def test_a_sample_is_made_again_when_the_weights_change_between_its_turns(tmp_pa
     assert len(seeds) == 4 and seeds[:2] == seeds[2:] and seeds[0] != seeds[1]
 
 
+@pytest.mark.slow
 def test_a_function_that_blocks_does_not_hold_up_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tepo_megatron.rollout.custom.CLOSE_SECONDS", 0.2)
     engine, ended = InProcess(count_up), threading.Event()

@@ -145,6 +145,7 @@ def test_a_sender_that_leaves_costs_the_round_and_nothing_else(tmp_path: Path) -
         inbox.finish()
 
 
+@pytest.mark.slow
 def test_nobody_waits_longer_than_the_meeting_says(tmp_path: Path) -> None:
     with met(tmp_path) as (trainer, inbox):
         trainer.meet(inbox, seconds=2.0)

@@ -145,6 +145,7 @@ def test_the_loss_of_all_servers_reaches_every_waiting_request() -> None:
     assert {type(end) for end in ends} == {RolloutError} and "takes no connections" in str(ends[-1])
 
 
+@pytest.mark.slow
 def test_a_server_has_at_most_one_connection_more_than_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exchange, "KEEP_SECONDS", 300.0)
     with serving(4) as servers:
