@@ -96,9 +96,12 @@ class SlurmConfig:
     evaluate: dict[str, str] | None = None
 
     def __post_init__(self) -> None:
-        for time in (self.time, *(self._of_command(kind).get("time", self.time) for kind in ("convert", "evaluate"))):
+        times = {"": self.time} | {
+            f"{kind}: ": self._of_command(kind).get("time", self.time) for kind in ("convert", "evaluate")
+        }
+        for where, time in times.items():
             if not re.fullmatch(r"(\d+-)?\d{1,2}:[0-5]\d:[0-5]\d", time):
-                raise ValueError(f'time={time!r} is not "HH:MM:SS" or "D-HH:MM:SS"; YAML needs the quotes')
+                raise ValueError(f'{where}time={time!r} is not "HH:MM:SS" or "D-HH:MM:SS"; YAML needs the quotes')
         if self.restarts and self.warning_seconds >= self.seconds:
             raise ValueError(
                 f"warning_seconds={self.warning_seconds} is not below time={self.time} ({self.seconds} s); lower it, or raise "
@@ -138,12 +141,15 @@ class SlurmConfig:
         gpus, srun_args = int(asked.pop("gpus_per_node", "0")), list(self.srun_args)
         if cores := asked.get("cpus_per_task"):
             srun_args.append(f"--cpus-per-task={cores}")  # srun does not take it from sbatch
+        inherited = {name.replace("-", "_"): value for name, value in self.options.items()}
+        for name in [name for name in inherited if name.startswith(("gres", "gpu", "tres"))]:
+            del inherited[name]  # the run's GPUs
         fields: dict[str, Any] = {"mem": None} | {name: asked.pop(name) for name in _OF_COMMANDS & asked.keys()}
         fields |= {
             "exclusive": False,
             "restarts": 0,
             "srun_args": srun_args,
-            "options": self.options | asked,
+            "options": inherited | asked,
             "convert": None,
             "evaluate": None,
         }

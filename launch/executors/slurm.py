@@ -83,6 +83,11 @@ def command(kind: str, words: Sequence[str], slot: JobFolder, cluster: Cluster, 
     slurm = cluster.slurm
     assert slurm is not None, "just checked"
     if (shared := slurm.for_command(kind)) is not None:
+        if shared[1] and not cluster.gpus_per_node:
+            raise ConfigError(
+                f"slurm.{kind}.gpus_per_node={shared[1]}, and gpus_per_node={cluster.gpus_per_node} says that Slurm gives out "
+                "no GPUs here; remove the first, or set the second"
+            )
         cluster = dataclasses.replace(cluster, slurm=shared[0], gpus_per_node=cluster.gpus_per_node and shared[1])
     lines = [*setup_lines(slurm), *slot.shell_lines(), *scripts.package_lines(cluster, slot.packages)]
     return submission(slot, [scripts.command(kind, words, cluster, Path.cwd(), lines, slot.code)], cluster, after)
@@ -235,7 +240,7 @@ without_progress() {{  # why, and the fix
   at=$(newest)
   if [ "${{at:-none}}" != "$began" ]; then rm -f "$idle"; return 1; fi
   echo "$began" >> "$idle"
-  times=$(grep -c "" "$idle")
+  times=$(grep -cFx -- "$began" "$idle")
   [ "$times" -ge {limit} ] &&
     echo "launch: $1; newest checkpoint: $began, as at the beginning of $times starts in a row: this is the end; $2"
 }}

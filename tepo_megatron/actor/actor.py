@@ -19,7 +19,7 @@ from tepo_megatron.actor.activations import HostActivations
 from tepo_megatron.actor.comparisons import mismatch
 from tepo_megatron.actor.expert_replay import ExpertReplay
 from tepo_megatron.actor.kernels import check_transformer_engine, hardware, installed
-from tepo_megatron.actor.masks import MaskSource, device_mask
+from tepo_megatron.actor.masks import MaskSource, device_mask, truncation_of
 from tepo_megatron.actor.minibatch import MinibatchInputs
 from tepo_megatron.actor.offload import PARTS, Offloader, Part
 from tepo_megatron.actor.output_rows import OutputRows
@@ -93,7 +93,7 @@ class Actor:
     _gathered: bool = True
 
     def __post_init__(self) -> None:
-        self.masks = MaskSource(self.cfg.rollout.truncation, self._stats, self._forward, self.groups)
+        self.masks = MaskSource(truncation_of(self.cfg.rollout), self._stats, self._forward, self.groups)
 
     @classmethod
     def open(cls, cfg: Config, groups: ParallelDims) -> "Actor":
@@ -280,7 +280,7 @@ class Actor:
         plan = plan or self.packer.plan(batch)
         inputs = MinibatchInputs(batch, self.groups.device, self.noise_floor, self.cfg.rollout.max_response_tokens)
         weights = self._batch_statistics(batch, inputs, objective) if objective.needs_batch_statistics else None
-        compared = self.cfg.rollout.truncation if batch.update == 0 and batch.recomputed_mask is None else None
+        compared = truncation_of(self.cfg.rollout) if batch.update == 0 and batch.recomputed_mask is None else None
         unmeasured = batch.update == 0 and batch.old_entropies_N is None
         whole = MinibatchTokenStats(batch.num_tokens, self.groups) if unmeasured else None
         mask = device_mask(batch, self.groups.device)

@@ -8,12 +8,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tepo_megatron.actor.output_stats import OutputStats, Visit
+from tepo_megatron.config import RolloutConfig
 from tepo_megatron.distributed.parallel import ParallelDims
 from tepo_megatron.errors import DataError
 from tepo_megatron.types import NO_TOKEN, PackedMicrobatch, RecomputedMasks, SamplingMask, TrainBatch, Truncation
 
 # Shares of tokens, of a comparison with masks from the actor's own logits. See `docs/rollouts.md`.
 TRUNCATION_METRICS = ("truncation/differs", "truncation/outside", "truncation/cut")
+
+
+def truncation_of(cfg: RolloutConfig) -> Truncation | None:
+    """Return the truncation of the distribution that is sampled from; None for none."""
+    return Truncation(cfg.top_k, cfg.top_p, renormalizes=cfg.engine == "vllm") if cfg.truncates else None
 
 
 def known_mask(batch: TrainBatch) -> SamplingMask | None:
@@ -86,7 +92,8 @@ class MaskCollector:
                 ids_NK[token_R, : ids_RK.size(1)] = ids_RK - NO_TOKEN  # the ranks' parts are added, and 0 is no id
             dist.all_reduce(ids_NK, group=self._groups.dp_cp.group)
             dist.all_reduce(self._counts, group=self._groups.dp_cp.group)
-            mask = SamplingMask.from_rows(ids_NK + NO_TOKEN).to(torch.device("cpu"))
+            ids_NK += NO_TOKEN
+            mask = SamplingMask.from_rows(ids_NK).to(torch.device("cpu"))
         pairs = self._groups.broadcast_from_last_stage(self._counts).tolist()
         values = {name: n / max(1.0, d) for name, (n, d) in zip(TRUNCATION_METRICS, pairs, strict=True)}
         del values["truncation/differs"]

@@ -1,15 +1,13 @@
 """Section `rollout`: sampling of the responses that a step learns from."""
 
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from tepo_megatron.config.fields import NonNegative, Positive, config
 from tepo_megatron.config.server import AnyServer, ServerConfig, UrlServerConfig
 from tepo_megatron.config.training import TrainingConfig
-
-if TYPE_CHECKING:
-    from tepo_megatron.types import Truncation
+from tepo_megatron.limits import MOST_CANDIDATES, MOST_MASKED
 
 # Default of rollout.max_generation_rounds under dynamic sampling. DAPO's public recipe gives up after 10 generation batches
 # (verl, recipe/dapo/run_dapo_qwen2.5_32b.sh: max_num_gen_batches=10). Each of them has 3 times the prompts of a step, and too
@@ -106,16 +104,8 @@ class RolloutConfig:
             )
 
     @property
-    def truncation(self) -> "Truncation | None":
-        """Return the truncation of the distribution that is sampled from; None for none."""
-        if not self._truncates:
-            return None
-        from tepo_megatron.types import Truncation  # `tepo plan` does not load torch
-
-        return Truncation(self.top_k, self.top_p, renormalizes=self.engine == "vllm")
-
-    @property
-    def _truncates(self) -> bool:
+    def truncates(self) -> bool:
+        """Return whether the distribution that is sampled from is truncated."""
         return self.top_k != -1 or self.top_p < 1
 
     def _check_truncation(self) -> None:
@@ -124,10 +114,8 @@ class RolloutConfig:
                 f"top_k={self.top_k}: nothing can be learned from a choice among fewer than two tokens; set top_k to 2 or "
                 "more, or to -1 for no limit"
             )
-        if not self._truncates:
+        if not self.truncates:
             return
-        from tepo_megatron.types import MOST_CANDIDATES, MOST_MASKED
-
         if self.top_k > MOST_CANDIDATES:
             raise ValueError(
                 f"top_k={self.top_k}: the actor finds at most {MOST_CANDIDATES} tokens, so its log-probs would be those of "

@@ -89,8 +89,8 @@ def _decision(first: Path, again: Path, until: int) -> str | None:
         line, line_again = steps.get(step, {}), steps_again.get(step, {})
         for name in ("asked", "arrived", "left"):
             was, now = line.get(name, []), line_again.get(name, [])
-            if name == "arrived":  # whatever their order
-                was, now = sorted(was, key=lambda group: group[0]), sorted(now, key=lambda group: group[0])
+            if name == "arrived":  # whatever their order and their servers, which do not change what is sampled
+                was, now = (sorted((group[:3] for group in groups), key=lambda group: group[0]) for groups in (was, now))
             for place in range(max(len(was), len(now))):
                 pair = [rows[place] if place < len(rows) else "nothing" for rows in (was, now)]
                 if pair[0] != pair[1]:

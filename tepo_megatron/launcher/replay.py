@@ -4,6 +4,7 @@ A run that was resumed with other settings is repeated in parts, each with the c
 the part before.
 """
 
+import json
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -82,11 +83,14 @@ def replay(request: ReplayRequest, say: Callable[[str], object], make_run: Calla
         )
     parts = parts_of(request.run_dir, until)
     configs = [_config_of(part, request, is_first=part is parts[0], is_only=len(parts) == 1) for part in parts]
-    preflight(configs[0])
+    for cfg in configs:
+        if cfg.run_dir.resolve() == request.run_dir.resolve():
+            raise ConfigError(f"name={cfg.name}: the repetition would replace the run; give it another name with --name")
+        preflight(cfg)
     for part, cfg in zip(parts, configs, strict=True):
         say(f"steps {part.first} to {part.last} of {request.run_dir}, {_source(request)}, into {cfg.run_dir}")
         make_run(cfg)
-    comparison = compare(request.run_dir, configs[-1].run_dir, until, compares_weights=until == taken)
+    comparison = compare(request.run_dir, configs[-1].run_dir, until, compares_weights=_exported(request.run_dir) == until)
     for line in comparison.lines():
         say(line)
     return 0 if comparison.equal else 1
@@ -101,7 +105,10 @@ def parts_of(run_dir: Path, until: int) -> list[Part]:
     """
     if not (run_dir / decisions.FILE).exists():
         return [Part(1, until, plain(load_config(run_dir / "config.yaml")))]
-    starts = [(after, config) for after, config in decisions.read_history(run_dir).starts if after < until]
+    history = decisions.read_history(run_dir)
+    if history.lost_start is not None:
+        raise DataError(f"{run_dir / decisions.FILE}: {history.lost_start}; with it the config of a start is lost")
+    starts = [(after, config) for after, config in history.starts if after < until]
     if not starts or starts[0][0] != 0:
         raise DataError(f"{run_dir / decisions.FILE}: the start of the run is missing; the file was changed")
     parts: list[Part] = []
@@ -144,7 +151,18 @@ def _config_of(part: Part, request: ReplayRequest, *, is_first: bool, is_only: b
     tree["logging"] |= {"tensorboard": False, "wandb_project": None}
     for key, value in parse_overrides(list(request.overrides)):
         set_key(tree, key, value)
+    if not is_first:
+        tree["overwrite"] = False
     return validate(tree, str(request.run_dir))
+
+
+def _exported(run_dir: Path) -> int | None:
+    """Return the step whose weights a run has exported; None if it has not ended."""
+    try:
+        steps = json.loads((run_dir / "summary.json").read_text())["steps"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return steps if isinstance(steps, int) else None
 
 
 def _source(request: ReplayRequest) -> str:

@@ -56,10 +56,11 @@ class StepDecisions:
         self.arrived.append([group[0].prompt_id, verdict, versions, _shared([r.servers for r in group])])
 
     def keep(self, prompts: set[int]) -> None:
-        """Change the verdict on the groups of these prompts to "kept", except where it is "stale"."""
-        for group in self.arrived:
-            if group[0] in prompts and group[1] == "uniform":
+        """Change the verdict on the last group of each of these prompts to "kept". A group before it was dropped."""
+        for group in reversed(self.arrived):
+            if group[0] in prompts:
                 group[1] = "kept"
+                prompts = prompts - {group[0]}
 
     def line(self, step: int) -> str:
         """Return the line of the file.
@@ -112,11 +113,13 @@ class History:
         starts: (last step before it, config) of each start after which at least one step counts, ascending.
         steps: step -> its line, as in the file.
         faults: What is wrong with the file, one sentence each.
+        lost_start: The fault of a start that cannot be read and after which steps were taken; None if there is none.
     """
 
     starts: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
     steps: dict[int, dict[str, Any]] = field(default_factory=dict)
     faults: list[str] = field(default_factory=list)
+    lost_start: str | None = None
 
 
 def read_history(run_dir: Path) -> History:
@@ -135,14 +138,17 @@ def read_history(run_dir: Path) -> History:
         raise DataError(
             f"{path}: cannot read the decisions ({e.strerror}); the run was made by a version without them"
         ) from None
-    found = History(faults=[f"line {line.number} cannot be read: {line.fault}" for line in lines if line.value is None])
-    for value in (line.value for line in lines if line.value is not None):
-        step = value.get("step")
-        if not isinstance(step, int) or isinstance(step, bool):
-            found.faults.append("a line has no step")
-        elif isinstance(config := value.get("start"), dict):
+    found, damaged = History(), None
+    for line in lines:
+        step = None if line.value is None else line.value.get("step")
+        if line.value is None or not isinstance(step, int) or isinstance(step, bool):
+            found.faults.append(f"line {line.number} cannot be read: {line.fault or 'it has no step'}")
+            damaged = found.faults[-1] if b'"start"' in line.raw else damaged
+        elif isinstance(config := line.value.get("start"), dict):
             found.starts = [(after, former) for after, former in found.starts if after < step] + [(step, config)]
             found.steps = {number: line for number, line in found.steps.items() if number <= step}
+            damaged = None  # that start was killed before its first step
         else:
-            found.steps[step] = value
+            found.steps[step] = line.value
+            found.lost_start = found.lost_start or damaged
     return found

@@ -14,13 +14,11 @@ Layout suffixes of tensors:
     _T  experts chosen for one token in one MoE layer
 """
 
+from tepo_megatron.limits import MASK_TIES, MOST_CANDIDATES, MOST_MASKED
 from tepo_megatron.types.batch import TrainBatch
 from tepo_megatron.types.microbatch import Denominators, LossOutput, PackedMicrobatch, TokenStats
 from tepo_megatron.types.rollout import STATUSES, Rollout, Status
 from tepo_megatron.types.sampling import (
-    MASK_TIES,
-    MOST_CANDIDATES,
-    MOST_MASKED,
     NO_EXPERT,
     Prompt,
     Routing,

@@ -8,12 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-# Largest top-k for which engines are asked for the sampling mask of each token.
-MOST_MASKED = 64
-# Tokens that are looked at beyond top-k: those whose logits equal the last one's are kept too.
-MASK_TIES = 8
-# Largest number of ids in a recomputed mask. Each rank offers as many candidates.
-MOST_CANDIDATES = 256
+from tepo_megatron.limits import MOST_MASKED
+
 NO_EXPERT = -1  # marks a token for which no router ran; see `no_expert` for unsigned types
 
 

@@ -49,7 +49,7 @@ SERVERS = ["--rollout.servers", "2", "--rollout.server.rendezvous", "servers"]
 APART = ["--parallel.dp", "2", "--rollout.colocate", "false", *SERVERS]
 CASES = {
     "colocated": ["run.yaml", "--cluster", "contained.yaml"],
-    "apart": ["run.yaml", "--cluster", "bare.yaml", *APART, "--sync.transport.folder", "weights"],
+    "apart": ["run.yaml", "--cluster", "bare.yaml", *APART, "--sync.transport.folder", "weights", "--rollout.top_k", "50"],
     "in_turns": ["run.yaml", "--cluster", "bare.yaml", "--parallel.dp", "2", *SERVERS],
     "convert": ["convert", "out", "--cluster", "bare.yaml", "--after", "before", "--", "inspect", "a model"],
     "convert_shared": ["convert", "out", "--cluster", "sharing.yaml", "--", "inspect", "a model"],

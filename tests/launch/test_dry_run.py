@@ -217,11 +217,13 @@ def test_a_job_whose_warnings_come_before_the_first_step_ends_after_a_few_starts
     assert [start(number, STOPPED) for number in (0, 1)] == [f"{again}00000005"] * 2
     assert start(2, SAVED) == f"{again}00000007"  # progress: the count begins again at zero
     assert [start(number, STOPPED) for number in (3, 4)] == [f"{again}00000007"] * 2
-    assert start(5, STOPPED) == (
-        "launch: the run has saved and ended; newest checkpoint: step-00000007, as at the beginning of 3 starts in a row: "
+    (tmp_path / "a/checkpoints/step-00000009").mkdir()  # by a start that made progress and failed
+    assert [start(number, STOPPED) for number in (6, 7)] == [f"{again}00000009"] * 2
+    assert start(8, STOPPED) == (
+        "launch: the run has saved and ended; newest checkpoint: step-00000009, as at the beginning of 3 starts in a row: "
         f"this is the end; {TOO_SHORT}"
     )
-    assert (tmp_path / "calls").read_text() == "requeue 7\n" * 5
+    assert (tmp_path / "calls").read_text() == "requeue 7\n" * 7
 
 
 def test_a_job_whose_saves_do_not_fit_into_the_warning_ends_after_a_few_starts(tmp_path: Path) -> None:

@@ -10,8 +10,11 @@ import pytest
 import yaml
 
 from launch.checks import check_paths, check_run, check_secrets
+from launch.executors import slurm
+from launch.jobs import JobFolder
 from launch.layout import Layout, lay_out
 from launch.profile import Cluster, load_cluster, this_machine
+from launch.sections import SlurmConfig
 from tepo_megatron.config import Config
 from tepo_megatron.config.io import validate, validate_as
 from tepo_megatron.errors import ConfigError
@@ -61,7 +64,7 @@ def run(**keys: Any) -> Config:
         ({"container": {"image": "i", "node_mounts": ["/raid"]}}, r"container: mounts: '/raid' is not /HOST/PATH:/CONTAINER"),
         ({"slurm": {**SLURM, "convert": {"nodes": "2"}}}, r"slurm: convert: nodes is set by launch; remove it there"),
         ({"slurm": {**SLURM, "evaluate": {"gpus-per-node": "h100:2"}}}, r"evaluate: gpus_per_node='h100:2' is not a number"),
-        ({"slurm": {**SLURM, "convert": {"time": "30"}}}, r'slurm: time=\'30\' is not "HH:MM:SS"'),
+        ({"slurm": {**SLURM, "convert": {"time": "30"}}}, r'slurm: convert: time=\'30\' is not "HH:MM:SS"'),
         ({"slurm": {**SLURM, "partitoin": "a"}}, r"slurm\.partitoin: unknown key; did you mean partition\?"),
         ({"container": {"image": "i", "mounts": ["data"]}}, r"container: mounts: 'data' is not /HOST/PATH:/CONTAINER/PATH"),
     ],
@@ -164,6 +167,23 @@ def test_machines_whose_scheduler_knows_no_gpus() -> None:
         shared = cluster(gpus_per_node=gpus, ranks_per_node=8, slurm={**SLURM, "exclusive": False})
         with pytest.raises(ConfigError, match=r"slurm\.exclusive=false and gpus_per_node=0: .*set slurm\.exclusive to true"):
             check_run(run(), shared)
+
+
+def test_a_command_that_shares_a_machine_inherits_no_gpus() -> None:
+    options = {"gres": "gpu:8", "gpus-per-task": "1", "mail-type": "END", "cpus-per-task": "96"}
+    section = validate_as(SlurmConfig, {**SLURM, "options": options, "convert": {"cpus-per-task": "4", "mem": "9G"}}, "a")
+    shared = section.for_command("convert")
+    assert shared is not None and section.for_command("evaluate") is None
+    assert (shared[0].options, shared[0].mem, shared[0].exclusive) == ({"mail_type": "END", "cpus_per_task": "4"}, "9G", False)
+    assert shared[1] == 0 and shared[0].srun_args == ["--cpus-per-task=4"]
+
+
+def test_a_command_asks_for_no_gpus_of_a_slurm_that_has_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    asked = cluster(gpus_per_node=None, ranks_per_node=8, slurm={**SLURM, "evaluate": {"gpus-per-node": "2"}})
+    said = r"slurm\.evaluate\.gpus_per_node=2, and gpus_per_node=None says that Slurm gives out no GPUs here; remove the first"
+    with pytest.raises(ConfigError, match=said):
+        slurm.command("evaluate", [], JobFolder(tmp_path / "a", 1), asked, None)
 
 
 def test_caches_leave_a_home_that_a_container_may_not_write() -> None:

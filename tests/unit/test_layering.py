@@ -7,9 +7,9 @@ from tools.structure import PACKAGE, imports, modules, own_imports, package_of
 
 # from the bottom up
 ORDER = (
-    "errors", "types", "utils", "config", "platform", "grading", "observability", "distributed", "ops", "rewards", "losses",
-    "data", "weights", "weight_sync", "inference", "rollout", "actor", "checkpoint", "convert", "evaluation", "audit", "report",
-    "controller", "train", "launcher", "plan", "doctor", "ablation", "cli", "__main__",
+    "errors", "limits", "types", "utils", "config", "platform", "grading", "observability", "distributed", "ops", "rewards",
+    "losses", "data", "weights", "weight_sync", "inference", "rollout", "actor", "checkpoint", "convert", "evaluation", "audit",
+    "report", "controller", "train", "launcher", "plan", "doctor", "ablation", "cli", "__main__",
 )  # fmt: skip
 APART = {("actor", "rollout"), ("rollout", "actor")}
 # foreign package -> the only ones that may import it
@@ -72,6 +72,13 @@ def test_what_runs_in_other_processes_imports_little() -> None:
         for name in (name for name in MODULES if (name + ".").startswith(package + ".")):
             assert not {"megatron", "transformer_engine", "pydantic"} & foreign(name), name
             assert [o for o in own_imports(name) if not any((o + ".").startswith(a + ".") for a in allowed)] == [], name
+
+
+def test_configs_are_read_without_the_code_that_they_configure() -> None:
+    """The launcher's environment has no torch, which the data objects import."""
+    for name in (name for name in MODULES if package_of(name) == "config"):
+        others = {package_of(other) for other in own_imports(name, type_checking=False)}
+        assert others <= {"config", "errors", "limits", "utils"} and "torch" not in foreign(name), (name, others)
 
 
 def test_losses_know_neither_megatron_nor_collectives() -> None:

@@ -14,6 +14,7 @@ from tepo_megatron.config.io import plain
 from tepo_megatron.errors import ConfigError, DataError
 from tepo_megatron.launcher.replay import ReplayRequest, parts_of, replay
 from tepo_megatron.rollout import decisions, record
+from tepo_megatron.types import Rollout
 from tests.parallel import resume_worlds as w
 from tests.parallel.resume_worlds import Kill
 
@@ -105,10 +106,10 @@ def test_another_order_of_arrival_is_no_difference(model: Path, tmp_path: Path) 
     file.write_text("".join(json.dumps(line) + "\n" for line in (start, step)))
     status, said = repeat(cfg, tmp_path / "again", engine=True)
     assert status == 0 and len(said) == 3, said
-    step["arrived"][0][3] = "another server"
+    step["arrived"][0][2] = 17  # the version
     file.write_text("".join(json.dumps(line) + "\n" for line in (start, step)))
     status, said = repeat(cfg, tmp_path / "other", engine=True, name="other", overrides=("--optimizer.lr", "0.1"))
-    assert status == 1 and "step 1: entry " in said[1] and "another server" in said[1], said
+    assert status == 1 and "step 1: entry " in said[1] and "17" in said[1], said
 
 
 def test_steps_that_were_not_taken_are_refused(killed: Config, tmp_path: Path) -> None:
@@ -149,3 +150,48 @@ def test_parts_are_the_starts_that_compute_differently(killed: Config, tmp_path:
     with (tmp_path / decisions.FILE).open("a") as file:
         file.write('{"step": 7, "as\n')
     assert decisions.read_history(tmp_path).faults and len(parts_of(tmp_path, until=6)) == 2
+
+
+def test_a_start_that_is_lost_is_refused_and_one_that_was_cut_off_is_not(tmp_path: Path) -> None:
+    begun, step = decisions.start_line(0, {"seed": 1}), decisions.StepDecisions(asked=[[1]]).line(1)
+    cut = decisions.start_line(1, {"seed": 2})[:-4]
+    for lines, lost in (([begun, step, cut, step], True), ([begun, step, cut, begun, step], False)):
+        (tmp_path / decisions.FILE).write_text("\n".join(lines) + "\n")
+        history = decisions.read_history(tmp_path)
+        assert len(history.faults) == 1 and (history.lost_start is not None) == lost
+    (tmp_path / decisions.FILE).write_text("\n".join([begun, step, cut, step]) + "\n")
+    with pytest.raises(DataError, match=r"decisions\.jsonl: line 3 cannot be read.*the config of a start is lost"):
+        parts_of(tmp_path, until=1)
+
+
+def test_the_last_group_of_a_prompt_is_the_one_that_is_kept() -> None:
+    ids = torch.arange(3)
+    one = Rollout(7, ids, ids > 0, torch.zeros(3), 0, "stop")
+    taken = decisions.StepDecisions()
+    for stale in (True, False, False):
+        taken.arrive([one], stale=stale)
+    taken.keep({7, 8})
+    assert [group[1] for group in taken.arrived] == ["stale", "uniform", "kept"]
+
+
+def test_a_run_is_not_replaced_by_its_repetition(killed: Config, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="name=run: the repetition would replace the run; give it another name with --name"):
+        repeat(killed, tmp_path / "journal", name="run", overrides=("--overwrite", "true"))
+    assert w.weights(killed.run_dir)
+
+
+def test_weights_of_another_step_are_not_compared(killed: Config, tmp_path: Path) -> None:
+    """A finished run that goes on keeps its export until it ends again."""
+    summary = killed.run_dir / "summary.json"
+    summary.rename(summary.with_suffix(".former"))
+    try:
+        status, said = repeat(killed, tmp_path / "journal", name="unfinished")
+    finally:
+        summary.with_suffix(".former").rename(summary)
+    assert status == 0 and said[-1].startswith("weights: not compared"), said
+
+
+def test_parts_of_a_repetition_can_replace_a_former_one(killed: Config, tmp_path: Path) -> None:
+    for _ in range(2):
+        status, said = repeat(killed, tmp_path / "journal", name="twice", overrides=("--overwrite", "true"))
+        assert status == 0, said

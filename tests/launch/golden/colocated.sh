@@ -91,7 +91,7 @@ without_progress() {  # why, and the fix
   at=$(newest)
   if [ "${at:-none}" != "$began" ]; then rm -f "$idle"; return 1; fi
   echo "$began" >> "$idle"
-  times=$(grep -c "" "$idle")
+  times=$(grep -cFx -- "$began" "$idle")
   [ "$times" -ge 3 ] &&
     echo "launch: $1; newest checkpoint: $began, as at the beginning of $times starts in a row: this is the end; $2"
 }

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from tepo_megatron.actor.masks import truncation_of
 from tepo_megatron.config import RolloutConfig
 from tepo_megatron.errors import ConfigError, RolloutError
 from tepo_megatron.inference.partial import ABORTED, GenerationRequest, merge
@@ -135,9 +136,9 @@ def test_a_conversation_has_the_masks_of_all_its_turns(masked: bool) -> None:
 
 
 def test_settings_that_cannot_be_matched_are_refused() -> None:
-    assert RolloutConfig().truncation is None
-    assert RolloutConfig(top_p=0.9).truncation == Truncation(-1, 0.9, renormalizes=True)
-    assert RolloutConfig(engine="sglang", top_k=64).truncation == Truncation(64, 1.0, renormalizes=False)
+    assert truncation_of(RolloutConfig()) is None
+    assert truncation_of(RolloutConfig(top_p=0.9)) == Truncation(-1, 0.9, renormalizes=True)
+    assert truncation_of(RolloutConfig(engine="sglang", top_k=64)) == Truncation(64, 1.0, renormalizes=False)
     for top_k in (0, 1):
         with pytest.raises(ValueError, match=f"top_k={top_k}: nothing can be learned .*set top_k to 2 or more"):
             RolloutConfig(top_k=top_k)
