@@ -39,7 +39,7 @@ _READS_SECRETS = ("slurm",)  # the executors for which launch reads the secrets'
 _SCRIPT = """set -euo pipefail
 cd -- {folder}
 mkdir -p {home}/checkouts {files}
-trap 'rm -rf {files}' EXIT
+trap 'rm -rf {files}; git update-ref -d {ref} || true' EXIT
 exec 9> {home}/lock
 flock -w {seconds} 9 || {{
   echo "launch: error: another --login call holds $PWD/{home}/lock; wait until it has ended, and call again" >&2
@@ -59,7 +59,6 @@ touch {checkout}
 for old in $(find {home}/checkouts {home}/files -mindepth 1 -maxdepth 1 -mtime +{days}); do
   git worktree remove --force "$old" 2> /dev/null || rm -rf "$old"
 done
-git update-ref -d refs/launch/{commit}
 {lines}
 exec 9>&-
 export PYTHONSAFEPATH=1 PYTHONPATH="$PWD"/{checkout}
@@ -91,12 +90,20 @@ def call(place: str, words: Sequence[str]) -> int:
     code = snapshot.read()
     if code.commit is None:
         raise ConfigError(f"--login: {SOURCE} is no git checkout, and a commit of one is sent; call launch in a clone")
-    files = LoginFiles(code.commit, f"{_HOME}/files/{secrets.token_hex(8)}")
+    name = secrets.token_hex(8)
+    ref, files = f"refs/launch/{name}", LoginFiles(code.commit, f"{_HOME}/files/{name}")
     sent = files.send_doctor(words[1:]) if words and words[0] == "doctor" else files.send(command_line.parse(words))
     code.refuse_changes()
-    _push(f"{host}:{folder}", code.commit)
+    _push(f"{host}:{folder}", code.commit, ref)
     texts = {"folder": shlex.quote(folder), "lines": "\n".join(files.lines), "words": shlex.join(sent)}
-    texts |= {"home": _HOME, "files": files.folder, "checkout": files.checkout, "commit": code.commit, "python": _PYTHON}
+    texts |= {
+        "home": _HOME,
+        "ref": ref,
+        "files": files.folder,
+        "checkout": files.checkout,
+        "commit": code.commit,
+        "python": _PYTHON,
+    }
     return _ssh(["-T", host, "bash -s"], _SCRIPT.format(seconds=_LOCK_SECONDS, days=_UNUSED_DAYS, **texts))
 
 
@@ -177,9 +184,15 @@ def _in_commit(path: Path, commit: str) -> Path | None:
     return inside if shown.returncode == 0 and shown.stdout == file.read_bytes() else None
 
 
-def _push(place: str, commit: str) -> None:
-    """Push the commit to the clone. Raise ConfigError with git's message."""
-    words = ["git", "-C", str(SOURCE), "push", "--quiet", place, f"{commit}:refs/launch/{commit}"]
+def _push(place: str, commit: str, ref: str) -> None:
+    """Push a commit to the clone. Raise ConfigError with git's message.
+
+    Args:
+        place: HOST:FOLDER of the clone.
+        commit: The commit.
+        ref: Ref of this call alone: git refuses one of two pushes that make the same ref at the same time.
+    """
+    words = ["git", "-C", str(SOURCE), "push", "--quiet", place, f"{commit}:{ref}"]
     # Git's own settings of ssh are for its usual servers; this is the ssh of the call that follows, which runs the script.
     environment = os.environ | {"GIT_SSH_COMMAND": shlex.join(["ssh", *_STRICT]), "GIT_SSH_VARIANT": "ssh"}
     try:
