@@ -141,8 +141,8 @@ class LoginFiles:
             args.target = self._sent("config", args.target)
         if args.cluster is not None:
             profile, args.cluster = args.cluster, self._sent("cluster", args.cluster)
+            cluster = load_cluster(profile)
             if args.executor in _READS_SECRETS:
-                cluster = load_cluster(profile)
                 checks.check_secrets(cluster)
                 self.lines += [f"export {name}={shlex.quote(os.environ[name])}" for name in cluster.secrets]
         return call.words

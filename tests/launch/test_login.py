@@ -159,16 +159,16 @@ def checkouts(site: Path) -> dict[str, Path]:
 @pytest.mark.e2e
 def test_a_broken_checkout_is_made_again_and_the_clone_is_untouched(login: Login) -> None:
     words = ["examples/demo.yaml", "--executor", "slurm", "--dry-run"]  # which launch refuses there, without importing NeMo-Run
+    git(login.site, "checkout", "--quiet", "-B", "mine")
     first = login.launch(*words)
     assert "--executor slurm: the cluster's profile has no slurm section" in first.stderr, first.stderr
     ((commit, checkout),) = checkouts(login.site).items()
     (login.site / "README.md").write_text("my own work\n")
-    branch = git(login.site, "symbolic-ref", "HEAD")
 
     def same(at: Login) -> None:
         again = at.launch(*words)
         assert (again.returncode, again.stderr) == (1, first.stderr)
-        assert git(at.site, "symbolic-ref", "HEAD") == branch
+        assert git(at.site, "symbolic-ref", "HEAD") == "refs/heads/mine\n"
         assert (at.site / "README.md").read_text() == "my own work\n"
         found = at.site / checkout.relative_to(login.site)
         assert git(found, "rev-parse", "--show-toplevel", "HEAD") == f"{found}\n{commit}\n"
