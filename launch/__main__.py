@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from launch import jobs, leftovers, login, preflight, provenance, snapshot
+from launch import command_line, jobs, leftovers, login, preflight, provenance, snapshot
 from launch.doctor import doctor
 from launch.executors import EXECUTORS, Executor
 from launch.jobs import JobFolder, LogSelection, SubmittedJob
@@ -25,19 +25,6 @@ from tepo_megatron.errors import ConfigError, TepoError
 from tepo_megatron.observability import run_dir
 from tepo_megatron.utils.escaping import escaped
 from tepo_megatron.utils.save_requests import SAVE, ask
-
-USAGE = """
-  python -m launch CONFIG --executor slurm --cluster PROFILE [--dry-run] [--no-preflight] [--after FOLDER] [--section.key VALUE]
-  python -m launch CONFIG --executor kuberay|skypilot --cluster PROFILE [--dry-run] [--no-preflight] [--section.key VALUE ...]
-  python -m launch convert FOLDER --executor slurm --cluster PROFILE [--dry-run] [--after FOLDER] -- WORDS...
-  python -m launch evaluate FOLDER ... -- WORDS...
-  python -m launch doctor --cluster PROFILE [--nodes N] [--dry-run]
-  python -m launch status|logs|cancel FOLDER [--job N]
-  python -m launch save FOLDER
-  python -m launch logs FOLDER [--job N] [--node NODE] [--rank R] [--lines N]
-  python -m launch attach FOLDER [--job N] [--node NODE]
-  python -m launch --login HOST:FOLDER WORDS...    # any of these from a laptop
-  with --allow-dirty, files that differ from the commit are in the job's snapshot of the code"""
 
 
 @dataclass(frozen=True)
@@ -184,33 +171,24 @@ def _save(folder: Path) -> str:
 
 
 def _launch(words: list[str]) -> int:
-    kind = words.pop(0) if words and words[0] in ("convert", "evaluate") else "train"
-    words, rest = _split_words(words) if kind != "train" else (words, [])
-    parser = argparse.ArgumentParser(prog="launch", usage=USAGE, allow_abbrev=False)
-    parser.add_argument("target", metavar="CONFIG" if kind == "train" else "FOLDER")
-    parser.add_argument("--executor", choices=list(EXECUTORS), default="local", help="(default: %(default)s)")
-    parser.add_argument("--cluster", metavar="PROFILE", help="a YAML file; start from launch/profiles/")
-    parser.add_argument("--dry-run", action="store_true", help="print the scripts that would run, and leave nothing behind")
-    parser.add_argument("--after", type=Path, metavar="FOLDER", help="start when the newest job of that folder has succeeded")
-    parser.add_argument("--no-preflight", action="store_true", help="submit without checking model, data, image and space")
-    parser.add_argument("--allow-dirty", action="store_true", help="take files that differ from the commit into the snapshot")
-    args, overrides = parser.parse_known_args(words)
+    call = command_line.parse(words)
+    kind, args = call.kind, call.args
     executor = EXECUTORS[args.executor]
     after = None if args.after is None else executor.after(args.after)
     start = functools.partial(Start, executor, after=after, dry_run=args.dry_run, allow_dirty=args.allow_dirty)
     if kind == "train":
         read = _read if args.dry_run or args.no_preflight or not executor.QUEUES else preflight.read
-        found = read(args.target, overrides, args.cluster, executor)
+        found = read(args.target, call.overrides, args.cluster, executor)
         return start(code=_code(executor)).train(*found)
     cluster = load_cluster(args.cluster) if args.cluster else this_machine()
-    if overrides:
-        raise ConfigError(f"{overrides[0]}: words of `{kind}` come after --")
+    if call.overrides:
+        raise ConfigError(f"{call.overrides[0]}: words of `{kind}` come after --")
     if executor.QUEUES and not (args.dry_run or args.no_preflight):
         preflight.check_command(cluster, executor)
     started, folder = start(code=_code(executor)), Path(args.target)
     with started.submitting(folder):
         slot = jobs.next_job(folder, started.code)
-        return started.submit(executor.command(kind, rest, slot, cluster, after), slot, cluster)
+        return started.submit(executor.command(kind, call.rest, slot, cluster, after), slot, cluster)
 
 
 def _code(executor: Executor) -> CodeVersion:
@@ -230,14 +208,6 @@ def _read(config: str, overrides: list[str], profile: str | None, executor: Exec
     layout = lay_out(cfg, cluster)
     executor.check_run(cfg, cluster, layout)
     return cfg, cluster, layout
-
-
-def _split_words(words: list[str]) -> tuple[list[str], list[str]]:
-    """Return the words before and after `--`."""
-    if "--" not in words:
-        return words, []
-    at = words.index("--")
-    return words[:at], words[at + 1 :]
 
 
 if __name__ == "__main__":

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import subprocess
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from launch import check_step, checks, jobs, scripts
+from launch import check_step, checks, command_line, jobs, scripts
 from launch.executors import slurm
 from launch.executors.lazy import submission
 from launch.profile import Cluster, load_cluster
@@ -26,15 +25,7 @@ def doctor(words: Sequence[str]) -> int:
     Args:
         words: Words of the command line after `doctor`.
     """
-    parser = argparse.ArgumentParser(prog="launch doctor", allow_abbrev=False)
-    parser.add_argument(
-        "--cluster", metavar="PROFILE", required=True, help="with a slurm section: a job; without: this machine"
-    )
-    parser.add_argument("--nodes", type=int, default=1, help="machines to check at once (default: %(default)s)")
-    parser.add_argument("--cpu", action="store_true", help="expect no GPUs: a profile's ranks_per_node alone counts as GPUs")
-    parser.add_argument("--folder", type=Path, default=Path("jobs/doctor"), help="for scripts and logs (default: %(default)s)")
-    parser.add_argument("--dry-run", action="store_true", help="print the scripts that would run, and leave nothing behind")
-    args = parser.parse_args(list(words))
+    args = command_line.doctor_args(words)
     cluster = load_cluster(args.cluster)
     gpus = 0 if args.cpu else cluster.gpus
     if args.nodes < 1:

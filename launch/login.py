@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import os
 import re
+import secrets
 import shlex
 import subprocess
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from launch import checks, snapshot
+from launch import checks, command_line, snapshot
+from launch.command_line import LaunchCall
 from launch.profile import load_cluster
 from launch.snapshot import SOURCE
 from tepo_megatron.errors import ConfigError
@@ -22,20 +25,44 @@ from tepo_megatron.utils.escaping import escaped
 
 _PYTHON, _HOME = ".venv-launch/bin/python", ".launch"  # in the folder on the login node
 _ASKING = ("status", "logs", "cancel", "attach", "save")
-_PUSH_SECONDS = 600
-# One checkout for all calls, so one call at a time. The lock ends with this shell.
+_STRICT = ("-o", "StrictHostKeyChecking=yes")
+_PUSH_SECONDS, _LOCK_SECONDS, _UNUSED_DAYS = 600, 60, 30
+# The executors that cannot be called there, with the reason.
+_REFUSED = {
+    "local": "would train on the login node; give --executor slurm or kuberay",
+    "skypilot": "submits the clone's own commit, from another environment; call it here, without --login",
+}
+_READS_SECRETS = ("slurm",)  # the executors for which launch reads the secrets' values
+# Each commit has a checkout of its own, which no later call changes, because Python imports from it until the call has ended.
+# The lock is held only until the checkout and the files are complete. A folder counts as a checkout only if git finds this
+# folder and the clone's repository from it: without its .git file, git would find the clone itself and change its files.
 _SCRIPT = """set -euo pipefail
 cd -- {folder}
-mkdir -p {home}/files
+mkdir -p {home}/checkouts {files}
+trap 'rm -rf {files}; git update-ref -d {ref} || true' EXIT
 exec 9> {home}/lock
-flock 9
-git worktree prune
-[ -e {home}/checkout ] || git worktree add --quiet --force --detach {home}/checkout {commit}
-git -C {home}/checkout checkout --quiet --force --detach {commit}
-git update-ref -d refs/launch/{commit}
+flock -w {seconds} 9 || {{
+  echo "launch: error: another --login call holds $PWD/{home}/lock; wait until it has ended, and call again" >&2
+  exit 1
+}}
+export GIT_OPTIONAL_LOCKS=0
+repository="$(git rev-parse --path-format=absolute --git-common-dir)"
+found="$(git -C {checkout} rev-parse --path-format=absolute --show-toplevel --git-common-dir 2> /dev/null || true)"
+if [ "$found" != "$(printf '%s\n%s' "$(pwd -P)/{checkout}" "$repository")" ]; then
+  rm -rf {checkout}
+  git worktree add --quiet --force --force --detach {checkout} {commit}
+elif [ "$(git -C {checkout} rev-parse HEAD)" != {commit} ] || ! git -C {checkout} diff --quiet HEAD; then
+  rm -f "$(git -C {checkout} rev-parse --path-format=absolute --git-path index.lock)"
+  git -C {checkout} checkout --quiet --force --detach {commit}
+fi
+touch {checkout}
+for old in $(find {home}/checkouts {home}/files -mindepth 1 -maxdepth 1 -mtime +{days}); do
+  git worktree remove --force "$old" 2> /dev/null || rm -rf "$old"
+done
 {lines}
-export PYTHONSAFEPATH=1 PYTHONPATH="$PWD"/{home}/checkout
-{python} -m launch {words} < /dev/null 9>&-
+exec 9>&-
+export PYTHONSAFEPATH=1 PYTHONPATH="$PWD"/{checkout}
+{python} -m launch {words} < /dev/null
 """
 
 
@@ -49,9 +76,12 @@ def call(place: str, words: Sequence[str]) -> int:
         words: Words of the call. CONFIG and the profile of --cluster are files here; all other paths are paths there.
 
     Raises:
-        ConfigError: The checkout differs from its commit, a file is missing, or the commit cannot be pushed.
+        ConfigError: The executor cannot be called there, the checkout differs from its commit, a file or a secret is missing,
+            or the commit cannot be pushed.
     """
     host, _, folder = place.partition(":")
+    if folder.startswith("~"):
+        raise ConfigError(f"--login {place}: no shell replaces ~ there; give FOLDER relative to the home folder, or absolute")
     if not re.fullmatch(r"[A-Za-z0-9_][\w.@%-]*", host) or not folder or folder.startswith("-"):
         raise ConfigError(f"--login {place}: give HOST:FOLDER, a host that ssh knows and the clone's folder there")
     if words and words[0] in _ASKING:
@@ -60,37 +90,88 @@ def call(place: str, words: Sequence[str]) -> int:
     code = snapshot.read()
     if code.commit is None:
         raise ConfigError(f"--login: {SOURCE} is no git checkout, and a commit of one is sent; call launch in a clone")
-    if "--allow-dirty" in words:
-        raise ConfigError("--login sends a commit; leave out --allow-dirty, and commit the changes")
+    name = secrets.token_hex(8)
+    ref, files = f"refs/launch/{name}", LoginFiles(code.commit, f"{_HOME}/files/{name}")
+    sent = files.send_doctor(words[1:]) if words and words[0] == "doctor" else files.send(command_line.parse(words))
     code.refuse_changes()
-    lines, sent = _with_files(words, code.commit)
-    _push(f"{host}:{folder}", code.commit)
-    texts = {"folder": shlex.quote(folder), "lines": "\n".join(lines), "words": shlex.join(sent)}
-    script = _SCRIPT.format(home=_HOME, commit=code.commit, python=_PYTHON, **texts)
-    return _ssh(["-T", host, "bash -s"], script)
+    _push(f"{host}:{folder}", code.commit, ref)
+    texts = {"folder": shlex.quote(folder), "lines": "\n".join(files.lines), "words": shlex.join(sent)}
+    texts |= {
+        "home": _HOME,
+        "ref": ref,
+        "files": files.folder,
+        "checkout": files.checkout,
+        "commit": code.commit,
+        "python": _PYTHON,
+    }
+    return _ssh(["-T", host, "bash -s"], _SCRIPT.format(seconds=_LOCK_SECONDS, days=_UNUSED_DAYS, **texts))
 
 
-def _with_files(words: Sequence[str], commit: str) -> tuple[list[str], list[str]]:
-    """Return shell lines that write the files of a call and export its secrets, and the words with the files' paths there."""
-    lines, sent = [], list(words)
-    profile = next((i + 1 for i, word in enumerate(words[:-1]) if word == "--cluster"), None)
-    is_run = bool(words) and words[0] not in ("convert", "evaluate", "doctor")
-    for i in [*([0] if is_run else []), *([] if profile is None else [profile])]:
-        path = Path(words[i])
+@dataclass
+class LoginFiles:
+    """The files of a call on the login node.
+
+    Attributes:
+        commit: The commit that is checked out there.
+        folder: Folder there for files that the commit does not have.
+        lines: Shell lines that write these files and export the secrets.
+    """
+
+    commit: str
+    folder: str
+    lines: list[str] = field(default_factory=list)
+
+    @property
+    def checkout(self) -> str:
+        """Return the path of the commit's checkout there."""
+        return f"{_HOME}/checkouts/{self.commit}"
+
+    def send(self, call: LaunchCall) -> list[str]:
+        """Return the words there of a run's or a command's start.
+
+        Raises:
+            ConfigError: The executor cannot be called there, or a file or a secret is missing.
+        """
+        args = call.args
+        if args.executor in _REFUSED:
+            raise ConfigError(f"--login: --executor {args.executor} {_REFUSED[args.executor]}")
+        if args.allow_dirty:
+            raise ConfigError("--login sends a commit; leave out --allow-dirty, and commit the changes")
+        if call.kind == "train":
+            args.target = self._sent("config", args.target)
+        if args.cluster is not None:
+            profile, args.cluster = args.cluster, self._sent("cluster", args.cluster)
+            cluster = load_cluster(profile)
+            if args.executor in _READS_SECRETS:
+                checks.check_secrets(cluster)
+                self.lines += [f"export {name}={shlex.quote(os.environ[name])}" for name in cluster.secrets]
+        return call.words
+
+    def send_doctor(self, words: Sequence[str]) -> list[str]:
+        """Return the words there of a call of `doctor`, which reads no secrets.
+
+        Args:
+            words: The words after `doctor`.
+        """
+        profile = self._sent("cluster", command_line.doctor_args(words).cluster)
+        return ["doctor", *words, f"--cluster={profile}"]  # the last --cluster is the one that counts
+
+    def _sent(self, kind: str, name: str) -> str:
+        """Return the path of a file there: in the checkout if the commit has the same content.
+
+        Args:
+            kind: Its kind, for its name there.
+            name: Its path here.
+        """
+        path = Path(name)
         if not path.is_file():
             raise ConfigError(f"--login: {path} is no file here; CONFIG and the profile of --cluster are sent from here")
-        inside = _in_commit(path, commit)
-        if inside is None:
-            sent[i] = f"{_HOME}/files/{path.name}"
-            lines.append(f"printf %s {shlex.quote(path.read_text())} > {shlex.quote(sent[i])}")
-        else:
-            sent[i] = f"{_HOME}/checkout/{inside}"
-    if profile is not None:
-        cluster = load_cluster(words[profile])
-        if "--dry-run" not in words:
-            checks.check_secrets(cluster)
-            lines += [f"export {name}={shlex.quote(os.environ[name])}" for name in cluster.secrets]
-    return lines, sent
+        inside = _in_commit(path, self.commit)
+        if inside is not None:
+            return f"{self.checkout}/{inside}"
+        sent = f"{self.folder}/{kind}-{path.name}"
+        self.lines.append(f"printf %s {shlex.quote(path.read_text())} > {shlex.quote(sent)}")
+        return sent
 
 
 def _in_commit(path: Path, commit: str) -> Path | None:
@@ -103,11 +184,21 @@ def _in_commit(path: Path, commit: str) -> Path | None:
     return inside if shown.returncode == 0 and shown.stdout == file.read_bytes() else None
 
 
-def _push(place: str, commit: str) -> None:
-    """Push the commit to the clone. Raise ConfigError with git's message."""
-    words = ["git", "-C", str(SOURCE), "push", "--quiet", place, f"{commit}:refs/launch/{commit}"]
+def _push(place: str, commit: str, ref: str) -> None:
+    """Push a commit to the clone. Raise ConfigError with git's message.
+
+    Args:
+        place: HOST:FOLDER of the clone.
+        commit: The commit.
+        ref: Ref of this call alone: git refuses one of two pushes that make the same ref at the same time.
+    """
+    words = ["git", "-C", str(SOURCE), "push", "--quiet", place, f"{commit}:{ref}"]
+    # Git's own settings of ssh are for its usual servers; this is the ssh of the call that follows, which runs the script.
+    environment = os.environ | {"GIT_SSH_COMMAND": shlex.join(["ssh", *_STRICT]), "GIT_SSH_VARIANT": "ssh"}
     try:
-        done = subprocess.run(words, stderr=subprocess.PIPE, text=True, errors="replace", timeout=_PUSH_SECONDS, check=False)
+        done = subprocess.run(
+            words, stderr=subprocess.PIPE, text=True, errors="replace", timeout=_PUSH_SECONDS, check=False, env=environment
+        )  # fmt: skip
     except subprocess.TimeoutExpired:
         raise ConfigError(f"--login {place}: git push did not end within {_PUSH_SECONDS} s; try it yourself") from None
     if done.returncode:
@@ -123,6 +214,6 @@ def _ssh(words: Sequence[str], script: str | None = None) -> int:
         script: Text for its standard input. None: that of this process.
     """
     try:
-        return subprocess.run(["ssh", *words], input=script, text=True, check=False).returncode
+        return subprocess.run(["ssh", *_STRICT, *words], input=script, text=True, check=False).returncode
     except FileNotFoundError:
         raise ConfigError("ssh is not installed here; install OpenSSH's client") from None

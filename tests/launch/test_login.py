@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import getpass
 import json
 import os
@@ -10,13 +11,16 @@ import shutil
 import subprocess
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 import yaml
 
 from launch.__main__ import main
+from launch.command_line import parse
+from launch.login import LoginFiles
+from tepo_megatron.errors import ConfigError
 from tests.launch.cases import PYTHON, ROOT, SECRET, files_with_secret
 from tests.launch.test_jobs import COMMANDS, TREE
 from tests.launch.test_snapshot import git
@@ -42,11 +46,20 @@ class Login:
     site: Path
     environment: dict[str, str]
 
-    def launch(self, *words: str) -> subprocess.CompletedProcess[str]:
-        """Call launch on the login node from the laptop."""
-        call = [PYTHON, "-m", "launch", "--login", f"cluster:{self.site}", *words]
+    def call(self, *words: str) -> list[str]:
+        """Return the words of a command that calls launch on the login node."""
+        return [str(PYTHON), "-m", "launch", "--login", f"cluster:{self.site}", *words]
+
+    def launch(self, *words: str, seconds: float = 300) -> subprocess.CompletedProcess[str]:
+        """Call launch on the login node from the laptop.
+
+        Args:
+            words: Words after the place.
+            seconds: Limit of the wait.
+        """
+        environment, call = self.environment, self.call(*words)
         return subprocess.run(
-            call, cwd=self.laptop, env=self.environment, capture_output=True, text=True, timeout=300, check=False
+            call, cwd=self.laptop, env=environment, capture_output=True, text=True, timeout=seconds, check=False
         )  # fmt: skip
 
 
@@ -71,7 +84,7 @@ def login(tmp_path: Path) -> Iterator[Login]:
     )
     (etc / "ssh_config").write_text(
         f"Host cluster\nHostName 127.0.0.1\nPort {port}\nUser {getpass.getuser()}\nIdentityFile {etc}/user\n"
-        f"IdentitiesOnly yes\nUserKnownHostsFile {etc}/known\nStrictHostKeyChecking yes\nBatchMode yes\n"
+        f"IdentitiesOnly yes\nUserKnownHostsFile {etc}/known\nStrictHostKeyChecking accept-new\nBatchMode yes\n"
     )
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "ssh").write_text(f'#!/bin/bash\nexec {shutil.which("ssh")} -F {etc}/ssh_config "$@"\n')
@@ -132,6 +145,174 @@ def test_an_unknown_host_and_a_folder_that_is_no_clone_are_refused(login: Login)
     unknown = login.launch(*words)
     assert unknown.returncode == 1 and "Host key verification failed" in unknown.stderr, unknown.stderr
     assert login.launch("status", "runs/a").returncode == 255
+    assert (login.site.parent / "etc" / "known").read_text() == "", "the key of an unknown host was accepted"
+
+
+def checkouts(site: Path) -> dict[str, Path]:
+    """Return the folders of a clone's other checkouts, by commit."""
+    _, *others = git(site, "worktree", "list", "--porcelain").strip().split("\n\n")
+    lines = [dict(line.partition(" ")[::2] for line in other.splitlines()) for other in others]
+    return {fields["HEAD"]: Path(fields["worktree"]) for fields in lines}
+
+
+@needs_sshd
+@pytest.mark.e2e
+def test_a_broken_checkout_is_made_again_and_the_clone_is_untouched(login: Login) -> None:
+    words = ["examples/demo.yaml", "--executor", "slurm", "--dry-run"]  # which launch refuses there, without importing NeMo-Run
+    git(login.site, "checkout", "--quiet", "-B", "mine")
+    first = login.launch(*words)
+    assert "--executor slurm: the cluster's profile has no slurm section" in first.stderr, first.stderr
+    ((commit, checkout),) = checkouts(login.site).items()
+    (login.site / "README.md").write_text("my own work\n")
+
+    def same(at: Login) -> None:
+        again = at.launch(*words)
+        assert (again.returncode, again.stderr) == (1, first.stderr)
+        assert git(at.site, "symbolic-ref", "HEAD") == "refs/heads/mine\n"
+        assert (at.site / "README.md").read_text() == "my own work\n"
+        found = at.site / checkout.relative_to(login.site)
+        assert git(found, "rev-parse", "--show-toplevel", "HEAD") == f"{found}\n{commit}\n"
+        assert git(found, "status", "--porcelain") == ""
+
+    (checkout / ".git").unlink()  # as the purge of a scratch file system does
+    same(login)
+    shutil.rmtree(checkout)
+    checkout.mkdir()
+    same(login)
+    (checkout / "launch" / "jobs.py").unlink()
+    lock = Path(git(checkout, "rev-parse", "--path-format=absolute", "--git-path", "index.lock").strip())
+    lock.touch()  # of a killed call
+    same(login)
+    moved = replace(login, site=login.site.with_name("moved"))
+    login.site.rename(moved.site)
+    same(moved)
+    copied = replace(login, site=login.site.with_name("copied"))
+    shutil.copytree(moved.site, copied.site, symlinks=True)
+    same(copied)
+    assert git(moved.site, "status", "--porcelain") == " M README.md\n?? .venv-launch\n"
+
+
+@needs_sshd
+@pytest.mark.e2e
+def test_files_are_sent_wherever_they_are_in_the_words(login: Login) -> None:
+    for folder, files in {
+        login.laptop: {"exp/mine": TREE | {"name": "named"}, "clusters/mine": {"slurm": {"account": "lab"}}},
+        login.site: {"clusters/mine": {"slurm": {"account": "stale"}}},
+    }.items():
+        for name, tree in files.items():
+            (folder / name).parent.mkdir(exist_ok=True)
+            (folder / f"{name}.yaml").write_text(yaml.safe_dump(tree))
+    for words in (
+        ["--executor", "slurm", "--cluster=clusters/mine.yaml", "--dry-run", "exp/mine.yaml", "--checkpoint.every", "5"],
+        ["exp/mine.yaml", "--checkpoint.every=5", "--dry-run", "--cluster", "clusters/mine.yaml", "--executor=slurm"],
+    ):
+        done = login.launch(*words)
+        assert done.returncode == 0 and "--account=lab\n" in done.stdout and "runs/named" in done.stdout, done.stderr
+    doctor = login.launch("doctor", "--cluster=clusters/mine.yaml", "--dry-run")
+    assert doctor.returncode == 0 and "--account=lab\n" in doctor.stdout, doctor.stderr
+    assert list((login.site / ".launch" / "files").iterdir()) == []
+
+
+@needs_sshd
+@pytest.mark.e2e
+def test_a_long_call_neither_blocks_nor_changes_under_another_commit(login: Login) -> None:
+    etc, old_days = login.site.parent / "etc", 31 * 86_400
+    wait = f"touch {etc}/waits; for i in {{1..600}}; do [ -e {etc}/go ] && break; sleep 0.2; done"
+    (etc / "sbatch").write_text((etc / "sbatch").read_text().replace("\n", f"\n{wait}\n", 1))
+    (login.laptop / "mine.yaml").write_text(yaml.safe_dump({"slurm": {"account": "lab"}}))
+    words = ["run.yaml", "--executor", "slurm", "--cluster", "mine.yaml", "--no-preflight"]
+    (login.laptop / "run.yaml").write_text(yaml.safe_dump(TREE))
+    first = subprocess.Popen(
+        login.call(*words), cwd=login.laptop, env=login.environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )  # fmt: skip
+    with first:
+        try:
+            deadline = time.monotonic() + 120
+            while not (etc / "waits").exists():
+                assert first.poll() is None and time.monotonic() < deadline
+                time.sleep(0.1)
+            ((commit, checkout),) = checkouts(login.site).items()
+            (login.laptop / "launch" / "__init__.py").write_text("# a newer commit\n")
+            git(login.laptop, "commit", "--quiet", "--all", "--message", "newer")
+            second = login.launch(*words, "--dry-run", seconds=60)
+            assert second.returncode == 0, second.stderr
+            assert git(checkout, "rev-parse", "HEAD").strip() == commit
+            assert "newer" not in (checkout / "launch" / "__init__.py").read_text()
+        finally:
+            (etc / "go").touch()
+        assert first.communicate(timeout=120)[0].startswith("job 47;")
+    os.utime(checkout, (time.time() - old_days,) * 2)
+    assert login.launch(*words, "--dry-run").returncode == 0
+    assert list(checkouts(login.site)) == [git(login.laptop, "rev-parse", "HEAD").strip()] and not checkout.exists()
+
+
+@needs_sshd
+@pytest.mark.e2e
+def test_a_call_that_waits_for_another_says_so(login: Login) -> None:
+    flock, lock = shutil.which("flock"), login.site / ".launch" / "lock"
+    short = login.site.parent / "etc" / "flock"  # the real flock, with a wait that a test has
+    short.write_text(f'#!/bin/bash\n[ "$1 $2" = "-w 60" ] && exec {flock} -w 1 "${{@:3}}"\necho no limit >&2; exit 1\n')
+    short.chmod(0o755)
+    lock.parent.mkdir()
+    with lock.open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        done = login.launch("examples/demo.yaml", "--executor", "slurm", "--dry-run")
+    assert done.returncode == 1 and f"another --login call holds {lock}; wait until it has ended" in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize("executor", ["slurm", "kuberay"])
+def test_only_values_that_the_executor_reads_are_sent(executor: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, tree in {"run": TREE, "mine": {"secrets": ["WANDB_API_KEY"], "slurm": {"account": "lab"}}}.items():
+        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(tree))
+    words = [f"{tmp_path}/run.yaml", "--executor", executor, "--cluster", f"{tmp_path}/mine.yaml"]
+    monkeypatch.setenv("WANDB_API_KEY", SECRET)
+    files = LoginFiles("c" * 40, "files")
+    sent = files.send(parse(words))
+    assert sent == ["files/config-run.yaml", f"--executor={executor}", "--cluster=files/cluster-mine.yaml"]
+    assert (SECRET in "\n".join(files.lines)) == (executor == "slurm")
+    monkeypatch.delenv("WANDB_API_KEY")
+    with contextlib.nullcontext() if executor == "kuberay" else pytest.raises(ConfigError, match="WANDB_API_KEY is not set"):
+        LoginFiles("c" * 40, "files").send(parse(words))
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "run.yaml",
+        "--executor slurm --cluster p.yaml run.yaml --dry-run",
+        "run.yaml --parallel.tp 2 --after=runs/a --cluster=p.yaml --rollout.top_p=-1 --no-preflight",
+        "--data.shuffle run.yaml --allow-dirty name=b",
+        "convert runs/a --executor kuberay --after runs/b -- --executor slurm --dry-run",
+        "evaluate runs/a --unknown 3 --dry-run",
+    ],
+)
+def test_the_words_of_a_parsed_call_mean_the_same_call(words: str) -> None:
+    call = parse(words.split())
+    assert parse(call.words) == call
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["run.yaml"], "--executor local would train on the login node; give --executor slurm or kuberay"),
+        (["evaluate", "runs/a", "--executor=local"], "--executor local would train on the login node"),
+        (["run.yaml", "--executor=skypilot"], "--executor skypilot submits the clone's own commit, from another environment"),
+        (["run.yaml", "--executor", "slurm", "--allow-dirty"], "leave out --allow-dirty"),
+        (["no.yaml", "--executor", "slurm"], "no.yaml is no file here"),
+        (["doctor", "--cluster=no.yaml"], "no.yaml is no file here"),
+    ],
+)
+def test_a_call_that_makes_no_sense_on_a_login_node_is_refused(
+    words: list[str], reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--login", "cluster:tepo", *words]) == 1
+    assert reason in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("place", ["cluster:~/tepo", "cluster:~", "cluster:~me/tepo"])
+def test_a_tilde_is_refused_with_the_fix(place: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--login", place, "status", "runs/a"]) == 1
+    assert f"--login {place}: no shell replaces ~ there; give FOLDER relative to the home folder" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("place", ["cluster", "cluster:", "-oProxyCommand=x:/a", ":/a", "a b:/c", "a:-b"])
