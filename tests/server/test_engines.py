@@ -378,13 +378,14 @@ def test_what_is_under_way_goes_on_under_new_weights(
         engine.update_weights(old_files, version)
         engine.generate(prompts, replace(sampling, max_tokens=4), seed=1)  # a server's first requests are slow
         groups = engine.open()
-        groups.add(prompts, sampling, seed=0)
-        time.sleep(0.7)
+        groups.add(prompts[:2], replace(sampling, max_tokens=20), seed=0)
+        groups.add(prompts[2:], sampling, seed=0)
+        made = list(groups.next() or [])  # of 20 tokens: the others, which are sampled beside it, have as many
         started = time.monotonic()
         engine.update_weights(files, version + 1)
         seconds = time.monotonic() - started
-        made = [r for group in iter(groups.next, None) for r in group]
-        again = responses(engine.generate(prompts, sampling, seed=0)) if in_flight == "restart" else {}
+        made += [r for group in iter(groups.next, None) for r in group]
+        again = responses(engine.generate(prompts[2:], sampling, seed=0)) if in_flight == "restart" else {}
     served.engine.update_weights(files, version + 1)  # which the fixture's engine did not send
     served.model = new
     assert sorted(r.prompt_id for r in made) == sorted(p.id for p in prompts for _ in range(8))
