@@ -380,7 +380,7 @@ def test_what_is_under_way_goes_on_under_new_weights(
         groups = engine.open()
         groups.add(prompts[:2], replace(sampling, max_tokens=20), seed=0)
         groups.add(prompts[2:], sampling, seed=0)
-        made = list(groups.next() or [])  # of 20 tokens: the others, which are sampled beside it, have as many
+        made = list(groups.next() or [])  # 20 tokens each: the others are sampled concurrently and have as many
         started = time.monotonic()
         engine.update_weights(files, version + 1)
         seconds = time.monotonic() - started
