@@ -108,6 +108,11 @@ class RolloutConfig:
         """Return whether the distribution that is sampled from is truncated."""
         return self.top_k != -1 or self.top_p < 1
 
+    @property
+    def engine_returns_masks(self) -> bool:
+        """Return whether the engine is asked for the sampling mask of each token."""
+        return 0 < self.top_k <= MOST_MASKED
+
     def _check_truncation(self) -> None:
         if self.top_k in (0, 1):
             raise ValueError(
@@ -121,7 +126,7 @@ class RolloutConfig:
                 f"top_k={self.top_k}: the actor finds at most {MOST_CANDIDATES} tokens, so its log-probs would be those of "
                 f"another distribution; set top_k to 2 .. {MOST_CANDIDATES}, or to -1 for no limit"
             )
-        if self.replay is not None or 0 < self.top_k <= MOST_MASKED:
+        if self.replay is not None or self.engine_returns_masks:
             return
         if self.max_staleness:
             raise ValueError(

@@ -23,7 +23,7 @@ from tepo_megatron.inference.servers.rendezvous import Rendezvous
 from tepo_megatron.inference.servers.server import Server
 from tepo_megatron.inference.sglang import SglangApi
 from tepo_megatron.inference.vllm import VllmApi
-from tepo_megatron.types import MASK_TIES, MOST_MASKED
+from tepo_megatron.types import MASK_TIES
 
 ENGINES: Mapping[str, Callable[[], EngineApi]] = {"vllm": VllmApi, "sglang": SglangApi}
 
@@ -58,7 +58,7 @@ def launch_of(
         host=host,
         sleeps=rollout.colocate,
         returns_experts=rollout.replay_experts,
-        most_masked=rollout.top_k + MASK_TIES if 0 < rollout.top_k <= MOST_MASKED else 0,
+        most_masked=rollout.top_k + MASK_TIES if rollout.engine_returns_masks else 0,
         first_device=first_device,
         maps_memory=sync.transport.type == "ipc",
         in_fp8=sync.quantize == "fp8",

@@ -3,7 +3,8 @@
 `decisions.jsonl` in the folder of a run is only appended to. A line is either a start of the run, with its config, or a step:
 
     {"step": 4, "start": {...}}      the run starts, or goes on after step 4; lines of later steps above it no longer count
-    {"step": 5, "asked": [[3, 8]], "arrived": [[8, "kept", 4, "server 1"], [3, "stale", [[0, 3], [9, 4]], ...]], "left": [5]}
+    {"step": 5, "asked": [[3, 8]], "left": [5],
+     "arrived": [[8, "kept", 4, "server 1"], [3, "stale", [[[0, 3], [9, 4]], [[0, 4]]], "server 0"]]}
 
 "asked" has the prompt ids of each request in order. "arrived" has the groups in the order of their arrival: prompt id, verdict,
 versions of the weights, and servers. A version or a server is one value if it is that of the whole group, else a list of

@@ -2,7 +2,7 @@
 
 from tepo_megatron.config import RolloutConfig
 from tepo_megatron.errors import ConfigError
-from tepo_megatron.types import MASK_TIES, MOST_MASKED
+from tepo_megatron.types import MASK_TIES
 
 
 def check_truncation(cfg: RolloutConfig, vocab_size: int) -> None:
@@ -12,7 +12,7 @@ def check_truncation(cfg: RolloutConfig, vocab_size: int) -> None:
         cfg: The rollout section of the config.
         vocab_size: Tokens of the model's vocabulary.
     """
-    if cfg.replay is None and 0 < cfg.top_k <= MOST_MASKED and cfg.top_k + MASK_TIES > vocab_size:
+    if cfg.replay is None and cfg.engine_returns_masks and cfg.top_k + MASK_TIES > vocab_size:
         raise ConfigError(
             f"rollout.top_k={cfg.top_k}: the engine is asked for {MASK_TIES} tokens more, and the model's vocabulary has "
             f"{vocab_size}; lower it to {vocab_size - MASK_TIES}, or set it to -1"

@@ -78,7 +78,7 @@ def test_a_changed_weight_is_named(killed: Config, tmp_path: Path) -> None:
     weights[name].view(-1).view(torch.int32)[-1] ^= 1
     try:
         save_file(weights, path, metadata={"format": "pt"})
-        status, said = repeat(killed, tmp_path / "journal", name="beside")
+        status, said = repeat(killed, tmp_path / "journal", name="other-weights")
     finally:
         path.write_bytes(whole)
     assert status == 1
