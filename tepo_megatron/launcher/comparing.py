@@ -87,7 +87,7 @@ def _decision(first: Path, again: Path, until: int) -> str | None:
         return None
     for step in range(1, until + 1):
         line, line_again = steps.get(step, {}), steps_again.get(step, {})
-        for name in ("asked", "arrived", "left"):
+        for name in ("asked", "arrived", "left", "minibatches"):
             was, now = line.get(name, []), line_again.get(name, [])
             if name == "arrived":  # whatever their order and their servers, which do not change what is sampled
                 was, now = (sorted((group[:3] for group in groups), key=lambda group: group[0]) for groups in (was, now))

@@ -280,6 +280,6 @@ def _host_bytes_of(
     weights = arena_bytes([p.elements * model.element for p in found])
     if reference:
         parts["reference policy"] = weights
-    if rollout.max_staleness:
+    if rollout.max_staleness or trainer.training.streams:
         parts["weights that may have sampled"] = (rollout.max_staleness + 1) * weights
     return parts

@@ -106,6 +106,7 @@ def verdicts(rank: int, cfg: Any, batch: TrainBatch) -> dict[str, Any]:
     weights = [b.parameter.detach().clone() for b in actor.bindings]
 
     def judge(rollouts: tuple[Rollout, ...], gate: WeightsGate = gate) -> Any:
+        gate.start_step(2)
         try:
             gate.before_updates(replace(batch, rollouts=rollouts), step=2)
         except SyncError as e:

@@ -117,12 +117,13 @@ def stopped(rank: int, configs: list[Config], batch: TrainBatch) -> list[list[bo
     """
     from tepo_megatron.actor.actor import Actor
     from tepo_megatron.controller.gate import WeightsGate
+    from tepo_megatron.controller.learning import learn
+    from tepo_megatron.controller.schedule import RolloutPart
     from tepo_megatron.controller.step_log import StepLog
     from tepo_megatron.distributed import parallel
     from tepo_megatron.losses import build_objective
     from tepo_megatron.observability.timing import Clock
     from tepo_megatron.platform import activate
-    from tepo_megatron.train import learn
 
     groups = parallel.initialize(configs[0].parallel, activate("cpu"), 0)
     actor = Actor.open(configs[0], groups)
@@ -162,7 +163,8 @@ def stopped(rank: int, configs: list[Config], batch: TrainBatch) -> list[list[bo
                 gate.delivered(version)
             actor.start_step(2)
             try:
-                learn(rollouts, 2, actor, build_objective(cfg.objective), cfg.training, StepLog(), Clock(), gate)
+                objective, parts = build_objective(cfg.objective), [RolloutPart.whole(rollouts)]
+                learn(parts, 2, actor, objective, cfg.training, StepLog(), Clock(), gate)
             except SyncError as e:
                 assert "sync.max_logprob_diff" in str(e)
                 row.append(True)

@@ -246,8 +246,8 @@ EXHIBITS = (
             "The push reads the parameters as they lie. After a step with a small learning "
             "rate the difference is far below the gate's limit, in every step of the run."
         ),
-        symbol="learn",
-        old=("        actor.finish_step()\n"),
+        symbol="_Updates.finish",
+        old=("            self.actor.finish_step()\n"),
         new="",
         tests=("tests/gate/test_recipes.py",),
     ),
