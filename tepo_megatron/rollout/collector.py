@@ -1,6 +1,7 @@
 """Collect the graded groups of one step: sample, grade, drop uninformative groups, and refill."""
 
 import math
+from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import Any
@@ -139,6 +140,7 @@ class Collector:
         order = {prompt: place for place, prompt in enumerate(self._in_progress)}
         graded: list[list[Rollout]] = []
         grading: set[Future[list[Rollout]]] = set()
+        submitted: deque[Future[list[Rollout]]] = deque()  # and not added to the stream
         useful = stale = 0
         while useful < wanted:
             group = None
@@ -155,20 +157,24 @@ class Collector:
                     self._begin([prompt], derive_seed(self.seed, "resample", step))
                     stale += 1
                     continue
-                grading.add(self.reward.submit(group))
+                submitted.append(self.reward.submit(group))
+                grading.add(submitted[-1])
             with clock.phase("grading_wait"):
                 done, grading = wait(grading, 0 if group is not None else None, FIRST_COMPLETED)
             for future in done:
-                group = future.result() if self.overlong is None else self.overlong.shape(future.result())
+                group = self._shaped(future)
                 graded.append(group)
-                if self._useful([group]):
-                    useful += 1
-                    if stream is not None:
-                        stream.add(order[group[0].prompt_id], group)
+                useful += len(self._useful([group]))
+            while stream is not None and submitted and submitted[0].done():  # in the order in which they arrived
+                for group in self._useful([self._shaped(submitted.popleft())]):
+                    stream.add(order[group[0].prompt_id], group)
         self.decisions.left = list(self._in_progress)
         if self.cfg.on_weight_update != "continue":
             self.cancel()
         return sorted(graded, key=lambda group: order[group[0].prompt_id]), stale
+
+    def _shaped(self, graded: Future[list[Rollout]]) -> list[Rollout]:
+        return graded.result() if self.overlong is None else self.overlong.shape(graded.result())
 
     def _useful(self, groups: list[list[Rollout]]) -> list[list[Rollout]]:
         return informative(groups) if self.cfg.filter_uniform_groups else groups
