@@ -26,6 +26,7 @@ from tepo_megatron.losses import Objective
 from tepo_megatron.losses.advantages import check_some_are_whole, group_advantages, penalized, without_truncated
 from tepo_megatron.observability.timing import Clock
 from tepo_megatron.types import TrainBatch
+from tepo_megatron.types.batch import join_minibatches
 from tepo_megatron.utils.seeding import derive_seed
 
 
@@ -122,7 +123,7 @@ class _Updates:
     def finish(self) -> None:
         """Make the updates that are left, once all parts are there."""
         if self.streamed:
-            self.whole = TrainBatch.cat(self.streamed)
+            self.whole = join_minibatches(self.streamed)
         if self.whole is None:
             return
         if self.objective.mask_truncated:

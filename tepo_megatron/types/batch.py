@@ -52,30 +52,6 @@ class TrainBatch:
             raise ValueError(f"{len(rollouts)} rollouts but advantages of shape {tuple(advantages_B.shape)}")
         return cls(tuple(rollouts), advantages_B)
 
-    @classmethod
-    def cat(cls, parts: "Sequence[TrainBatch]") -> "TrainBatch":
-        """Return the rollout batch of minibatches that divide it, in the order of their `ids_B`. Its `update` is 0.
-
-        Args:
-            parts: The minibatches, which all have the same statistics.
-        """
-
-        def joined(tensors: Sequence[Tensor | None]) -> Tensor | None:
-            known = [x for x in tensors if x is not None]
-            return torch.cat(known) if len(known) == len(parts) else None
-
-        masks = [part.recomputed_mask for part in parts if part.recomputed_mask is not None]
-        batch = cls(
-            tuple(rollout for part in parts for rollout in part.rollouts),
-            torch.cat([part.advantages_B for part in parts]),
-            joined([part.old_logprobs_N for part in parts]),
-            joined([part.old_entropies_N for part in parts]),
-            joined([part.ref_logprobs_N for part in parts]),
-            ids_B=joined([part.ids_B for part in parts]),
-            recomputed_mask=SamplingMask.cat(masks) if masks and len(masks) == len(parts) else None,
-        )
-        return batch if batch.ids_B is None else batch.select(batch.ids_B.argsort().tolist(), update=0)
-
     def __len__(self) -> int:
         """Return B, the number of sequences."""
         return len(self.rollouts)
@@ -217,3 +193,27 @@ def minibatch_orders(groups: int, minibatch_prompts: int, epochs: int, seed: int
         order = torch.randperm(groups, generator=generator).tolist()
         for part in range(parts):
             yield order[part * groups // parts : (part + 1) * groups // parts]
+
+
+def join_minibatches(parts: Sequence[TrainBatch]) -> TrainBatch:
+    """Return the rollout batch of minibatches that divide it, in the order of their `ids_B`. Its `update` is 0.
+
+    Args:
+        parts: The minibatches. A statistic that one of them lacks is left out.
+    """
+
+    def joined(tensors: Sequence[Tensor | None]) -> Tensor | None:
+        known = [x for x in tensors if x is not None]
+        return torch.cat(known) if len(known) == len(parts) else None
+
+    masks = [part.recomputed_mask for part in parts if part.recomputed_mask is not None]
+    batch = TrainBatch(
+        tuple(rollout for part in parts for rollout in part.rollouts),
+        torch.cat([part.advantages_B for part in parts]),
+        joined([part.old_logprobs_N for part in parts]),
+        joined([part.old_entropies_N for part in parts]),
+        joined([part.ref_logprobs_N for part in parts]),
+        ids_B=joined([part.ids_B for part in parts]),
+        recomputed_mask=SamplingMask.cat(masks) if masks and len(masks) == len(parts) else None,
+    )
+    return batch if batch.ids_B is None else batch.select(batch.ids_B.argsort().tolist(), update=0)

@@ -108,7 +108,7 @@ def _train(job: Job, groups: Any) -> Outcome:
             log, clock = StepLog(), Clock()
             recorder = _recorder(job, step, objective, groups)
             given = _versioned(rollouts, step, cfg)
-            learn(_parts(given, step, cfg), step, actor, objective, cfg.training, log, clock, gate, recorder=recorder)
+            learn(parts_of(given, step, cfg), step, actor, objective, cfg.training, log, clock, gate, recorder=recorder)
         if job.run is not None and groups.is_main:
             with (job.run / "metrics.jsonl").open("a") as file:
                 file.write(json.dumps({"step": step} | log.record(clock)) + "\n")
@@ -120,15 +120,21 @@ def _train(job: Job, groups: Any) -> Outcome:
         for each in (actor, fresh):
             each.start_step(step + 1)
             again = _versioned(job.steps[0], step + 1, cfg)
-            parts, gate = _parts(again, step + 1, cfg), _gate(each, step, groups)
+            parts, gate = parts_of(again, step + 1, cfg), _gate(each, step, groups)
             learn(parts, step + 1, each, objective, cfg.training, StepLog(), Clock(), gate)
         pairs = zip(actor.bindings, fresh.bindings, strict=True)
         out.resumed = all(torch.equal(a.parameter, b.parameter) for a, b in pairs)
     return out
 
 
-def _parts(rollouts: Sequence[Rollout], step: int, cfg: Config) -> Iterator[Any]:
-    """Yield the parts of a step as the service hands them out, where the last prompt's group arrives first."""
+def parts_of(rollouts: Sequence[Rollout], step: int, cfg: Config) -> Iterator[Any]:
+    """Yield the parts of a step as the service hands them out, where the last prompt's group arrives first.
+
+    Args:
+        rollouts: The step's rollouts, contiguous by prompt.
+        step: Number of the step.
+        cfg: Its `training.stream` decides what is a part.
+    """
     from tepo_megatron.controller.schedule import RolloutPart
     from tepo_megatron.observability.metrics import Metrics
     from tepo_megatron.rollout.streaming import Minibatch, MinibatchStream

@@ -21,6 +21,7 @@ from tepo_megatron.config.safety import checks_that_are_off, safety_checks
 from tepo_megatron.controller.method import resolve
 from tepo_megatron.errors import ConfigError, SyncError
 from tepo_megatron.types import Rollout, TrainBatch
+from tests.gate.world import parts_of
 from tests.parallel import cases
 from tests.parallel.test_gate import sampled
 from tests.worlds import run_world
@@ -51,6 +52,7 @@ SWITCHES: dict[str, dict[str, Tree]] = {
         "several": {"training": {"epochs": 1, "minibatch_prompts": 2}},
         "one": {"training": {"epochs": 1, "minibatch_prompts": 6}},
     },
+    "stream": {name: {"training": {"stream": name}} for name in ("off", "prompt", "arrival")},
     "old_logprobs": {name: {"training": {"old_logprobs": name}} for name in ("actor", "rollout")},
     "correction": {"none": {}} | {name: {"objective": {"correction": name}} for name in ("tis", "geometric_mask", "icepop")},
     "reference": {
@@ -105,7 +107,8 @@ def as_learn_reads(cfg: Config) -> Config:
     from tepo_megatron.config import DataConfig, RolloutConfig
 
     read = ("max_staleness", "temperature", "replay", "prompts_per_step", "samples_per_prompt", "max_response_tokens")
-    rollout = RolloutConfig(**{name: getattr(cfg.rollout, name) for name in read})
+    given = {name: getattr(cfg.rollout, name) for name in read}
+    rollout = RolloutConfig(**given, filter_uniform_groups=cfg.training.stream != "prompt")
     sync = replace(validate({"name": "n", "model": {"path": "m"}, "data": {"train": "t"}}).sync,
                    max_logprob_diff=cfg.sync.max_logprob_diff, compared_tokens=cfg.sync.compared_tokens)  # fmt: skip
     return replace(cfg, rollout=rollout, sync=sync, data=DataConfig(train="unused", max_prompt_tokens=8))
@@ -118,7 +121,6 @@ def stopped(rank: int, configs: list[Config], batch: TrainBatch) -> list[list[bo
     from tepo_megatron.actor.actor import Actor
     from tepo_megatron.controller.gate import WeightsGate
     from tepo_megatron.controller.learning import learn
-    from tepo_megatron.controller.schedule import RolloutPart
     from tepo_megatron.controller.step_log import StepLog
     from tepo_megatron.distributed import parallel
     from tepo_megatron.losses import build_objective
@@ -163,7 +165,7 @@ def stopped(rank: int, configs: list[Config], batch: TrainBatch) -> list[list[bo
                 gate.delivered(version)
             actor.start_step(2)
             try:
-                objective, parts = build_objective(cfg.objective), [RolloutPart.whole(rollouts)]
+                objective, parts = build_objective(cfg.objective), parts_of(rollouts, 2, cfg)
                 learn(parts, 2, actor, objective, cfg.training, StepLog(), Clock(), gate)
             except SyncError as e:
                 assert "sync.max_logprob_diff" in str(e)

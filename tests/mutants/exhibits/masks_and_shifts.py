@@ -18,8 +18,8 @@ EXHIBITS = (
             "With objective.ref_kl.where=reward the KL is computed, logged as reward/ref_kl, and leaves the "
             "advantages as they were."
         ),
-        symbol="_with_reference",
-        old=("return replace(batch, rollouts=rollouts, advantages_B=group_advantages(rollouts, objective.advantage))"),
+        symbol="_Updates._with_reference",
+        old=("return replace(batch, rollouts=rollouts, advantages_B=group_advantages(rollouts, self.objective.advantage))"),
         new="return replace(batch, rollouts=rollouts)",
         tests=("tests/gate/test_covering.py::test_a_row_trains_to_the_reference",),
     ),
