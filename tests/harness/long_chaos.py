@@ -3,8 +3,8 @@
     python -m tests.harness.long_chaos --out FILE [--steps 100] [--engine vllm] [--seed 0] [--every 12]
 
 The trainer is on one host and `tepo serve` with two servers on another: network namespaces of this machine, whose link can be
-cut (`tests/hosts.py`). About every `--every` seconds one of FAULTS happens: a process is killed with SIGKILL, or the link is cut
-for some seconds. If a fault ends the run, it is resumed.
+cut (`tests/hosts.py`). About every `--every` seconds one of FAULTS happens: a process is killed with SIGKILL, or the link is
+cut for some seconds. If a fault ends the run, it is resumed.
 
 Checked: the run ends; each step is there once; every prompt was used exactly once in an epoch; every token is of a version that
 its step may learn from, and agrees with it (`gate/logprob_diff_worst`); a step comes at least every HANG_SECONDS; no process is
