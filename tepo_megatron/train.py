@@ -124,7 +124,7 @@ def _train(cfg: Config, groups: parallel.ParallelDims, driver: Driver) -> int | 
             *(cfg.rollout, evaluation, cfg.training.steps, driver, sync, gate, placement, memory, batches, groups),
             trained=first,
         )
-        loop = _Loop(cfg, actor, objective, driver, checkpoints, schedule, gate, memory, saved=first)
+        loop = _Loop(cfg, actor, objective, driver, checkpoints, schedule, sync, gate, memory, saved=first)
         try:
             schedule.publish_first_weights()
             if lacks_evaluation:
@@ -154,6 +154,7 @@ class _Loop:
     driver: Driver
     checkpoints: Checkpoints
     schedule: Schedule
+    sync: WeightSync | NoSync
     gate: WeightsGate
     memory: MemoryReport
     saved: int
@@ -175,6 +176,7 @@ class _Loop:
                 given = rollouts, step, actor, self.objective, training, log, clock, self.gate
                 learn(*given, measures_noise=noise, recorder=recorder)
             schedule.publish_weights(step, clock)
+            log.note(self.sync.metrics())
             log.memory(self.memory.values())
             driver.log_step(step, log, clock)
             schedule.evaluate_if_due(step)

@@ -245,7 +245,7 @@ class Rank:
     def leave_in_the_midst(self, text: str) -> None:
         import torch
 
-        from tepo_megatron.weight_sync.broadcast_group import Bucket
+        from tepo_megatron.weight_sync.bucket_format import Bucket
 
         bucket = Bucket.from_json(text)
         row = torch.zeros(bucket.nbytes, dtype=torch.uint8)

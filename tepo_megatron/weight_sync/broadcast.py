@@ -11,7 +11,7 @@ update.
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -24,18 +24,10 @@ from tepo_megatron.distributed.parallel import ParallelDims
 from tepo_megatron.distributed.rendezvous_store import KeyValueStore
 from tepo_megatron.errors import ConfigError, SyncError
 from tepo_megatron.observability.hang_watchdog import JOINING, progress
-from tepo_megatron.weight_sync.broadcast_group import (
-    SENDER,
-    BroadcastGroup,
-    BrokenGroup,
-    Bucket,
-    GroupSpec,
-    Source,
-    join_store,
-    pack,
-    signal,
-)
+from tepo_megatron.weight_sync.broadcast_group import SENDER, BroadcastGroup, BrokenGroup, GroupSpec, join_store, signal
+from tepo_megatron.weight_sync.bucket_format import Bucket, Source, pack
 from tepo_megatron.weight_sync.buckets import BucketPlan
+from tepo_megatron.weight_sync.element_deltas import Encoding
 from tepo_megatron.weight_sync.rendezvous import OwnedStore, own_address
 from tepo_megatron.weight_sync.transport import Pending, Recipient, StagedBucket, WeightReceiver
 
@@ -65,6 +57,7 @@ class _Report(NamedTuple):
 
     broken: bool = False  # whether the groups have to be left
     arrived: bool = True  # of rank 0: whether all recipients have the round
+    refused: bool = False  # of rank 0: whether all recipients got the round, and some cannot decode it
 
 
 class GroupTransport:
@@ -88,7 +81,6 @@ class GroupTransport:
         self._spec: GroupSpec | None = None  # the spec of the current groups
         self._channel: BroadcastGroup | None = None
         self._rows: list[Tensor] = []
-        self._staged: Tensor | None = None  # the bytes of this rank's bucket that was staged last
         self._flight: _RoundInFlight | None = None
         # the rest is used on rank 0 only
         self._owned: OwnedStore | None = None
@@ -97,15 +89,20 @@ class GroupTransport:
         self._ranks: dict[Recipient, range] = {}  # ranks of each server of the last group spec, the same in every group
         self._absent: list[str] = []  # names of the servers that missed the last group forming or round
 
-    def stage(self, version: int, number: int, tensors: Iterable[tuple[str, Tensor]], checked: bool) -> StagedBucket | None:
+    def stage(
+        self,
+        version: int,
+        number: int,
+        tensors: Iterable[tuple[str, Tensor]],
+        checked: bool,
+        encodings: Mapping[str, Encoding] | None = None,
+    ) -> StagedBucket | None:
         """Pack the bucket into one of two buffers that are used in turn. See `WeightTransport.stage`."""
-        row, self._staged = self._row(number % 2), None
-        contents = pack(tensors, row, checked)
+        contents = pack(tensors, self._row(number % 2), checked, encodings)
         if self._sender is None or not contents:
             return None
         bucket = Bucket(number, self._sender, contents)
-        self._staged = row[: bucket.nbytes]
-        return StagedBucket(bucket, bucket.checksums)
+        return StagedBucket(bucket, bucket.checksums, bucket.nbytes)
 
     def _row(self, which: int) -> Tensor:
         while len(self._rows) <= which:
@@ -114,7 +111,9 @@ class GroupTransport:
 
     def start(self, sources: Sequence[Source]) -> None:
         """Begin to broadcast the staged round. See `WeightTransport.start`."""
-        self._flight = _RoundInFlight(sources, self._staged)
+        mine = [bucket for bucket in sources if isinstance(bucket, Bucket) and bucket.sender == self._sender]
+        row = self._row(mine[0].number % 2)[: mine[0].nbytes] if mine else None
+        self._flight = _RoundInFlight(sources, row)
         self._send(self._flight)
 
     def _send(self, it: _RoundInFlight) -> None:
@@ -136,7 +135,7 @@ class GroupTransport:
         """Wait until the round is no longer in flight. See `WeightTransport.wait`."""
         if (it := self._flight) is None:
             return _Report()
-        broken = arrived = False
+        broken = arrived = refused = False
         try:
             if self._channel is not None:
                 self._channel.wait()
@@ -146,33 +145,48 @@ class GroupTransport:
             if it.loading is not None:
                 it.loading.result()
             recipients = self.receiver.recipients
-            arrived = not recipients or (it.sent and self._has_arrived(it.number, recipients))
+            arrived = not recipients
+            if recipients and it.sent:
+                arrived, refused = self._reported(it.number, recipients)
             if set(recipients) != set(self._ranks):
                 broken, it.attempts = True, 0
-            elif not arrived and it.attempts >= ATTEMPTS:
+            elif not arrived and not refused and it.attempts >= ATTEMPTS:
                 raise SyncError(self._timeout_message(it))
-        return _Report(broken, arrived)
+        return _Report(broken, arrived, refused)
 
-    def complete(self, reports: Sequence[_Report]) -> None:
+    def complete(self, reports: Sequence[_Report]) -> bool:
         """Send the round again while a live server lacks it. Broken groups are left. See `WeightTransport.complete`."""
+        refused = False
         while self._flight is not None:
-            arrived = reports[0].arrived
-            if not arrived or any(report.broken for report in reports):
+            arrived, refused = reports[0].arrived, reports[0].refused
+            if not (arrived or refused) or any(report.broken for report in reports):
                 self._leave()
-            if arrived:
+            if arrived or refused:
                 break
             self._send(self._flight)
             with self._plan.raise_on_all_ranks() as replies:
                 replies.mine = self.wait()
             reports = replies.all
         self._flight = None
+        return refused
 
-    def _has_arrived(self, number: int, recipients: Sequence[Recipient]) -> bool:
-        """Return whether every rank of these servers has reported that it has the round."""
+    def _reported(self, number: int, recipients: Sequence[Recipient]) -> tuple[bool, bool]:
+        """Return whether all ranks of these servers have a round; and if not, whether the others have it and cannot decode it.
+
+        Args:
+            number: Number of the round.
+            recipients: The servers.
+        """
         assert self._spec is not None
-        keys = {t: [self._spec.arrived_key(number, rank) for rank in self._ranks[t]] for t in recipients}
-        self._absent = [recipient.name for recipient, its in keys.items() if not self._take_keys(its)]
-        return not self._absent
+        refusing, silent = [], []
+        for recipient in recipients:
+            for rank in self._ranks[recipient]:
+                if self._take_keys([self._spec.arrived_key(number, rank)]):
+                    continue
+                refused = self._take_keys([self._spec.refused_key(number, rank)])
+                (refusing if refused else silent).append(recipient.name)
+        self._absent = list(dict.fromkeys(silent))
+        return not (refusing or silent), bool(refusing) and not silent
 
     def _take_keys(self, keys: Sequence[str]) -> bool:
         """Return whether all of these keys are in the store, and remove those that are."""

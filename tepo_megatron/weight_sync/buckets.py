@@ -18,7 +18,7 @@ from tepo_megatron.config import SyncConfig
 from tepo_megatron.distributed.objects import all_gather_object
 from tepo_megatron.distributed.parallel import ParallelDims
 from tepo_megatron.errors import ConversionError, TepoError
-from tepo_megatron.weight_sync.broadcast_group import crc32
+from tepo_megatron.weight_sync.bucket_format import crc32
 from tepo_megatron.weights import fp8
 from tepo_megatron.weights.gather import Binding, iterate_hf, sent_by
 from tepo_megatron.weights.ops import Architecture, Replicated

@@ -3,13 +3,16 @@
 The same code runs in the servers of all engines. Weights come in files, in memory that the trainer shares, or by broadcast.
 A broadcast round is received in full before the model is touched. Then each process reports it in the trainer's store, because
 an engine's own answer says nothing about its single ranks, and some engines end on an error. Nothing is kept of a round that
-did not arrive. The trainer sends it again in new groups, and the processes that have it already drop it.
+did not arrive. The trainer sends it again in new groups, and the processes that have it already drop it. With
+`sync.delta=elements` a round is decoded before the model is touched; the trainer sends a round that cannot be decoded again,
+whole.
 """
 
 import logging
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -18,14 +21,22 @@ import torch.distributed as dist
 from tepo_megatron.weight_sync.broadcast_group import (
     BroadcastGroup,
     BrokenGroup,
-    Bucket,
     GroupSpec,
     UnchangedTensors,
     join_store,
     signal,
 )
+from tepo_megatron.weight_sync.bucket_format import Bucket
+from tepo_megatron.weight_sync.element_deltas import Encoding, RefusedDelta
 from tepo_megatron.weight_sync.ipc import open_buffer
-from tepo_megatron.weight_sync.receiver.weight_files import UpdateTracker, tensors
+from tepo_megatron.weight_sync.receiver.base_tensors import BaseTensors
+from tepo_megatron.weight_sync.receiver.weight_files import (
+    UpdateTracker,
+    check_files,
+    encoded_tensors,
+    report_refused,
+    tensors,
+)
 
 logger = logging.getLogger(__name__)
 _CPU = torch.device("cpu")
@@ -43,6 +54,8 @@ class RankReceiver:
         self.in_trainer_memory = False
         self._update: UpdateTracker | None = None
         self._next = 0  # number of the next round
+        self._encoded = False  # whether the current update brought encoded tensors
+        self._bases = BaseTensors()
         # Versions of the model now, before the current update, and after it. None where an update did not state its version
         # (only `keep_unchanged` states it).
         self._version: int | None = None
@@ -60,7 +73,7 @@ class RankReceiver:
             device: The model's device.
         """
         self._device = device
-        self._update, self._next = UpdateTracker(model, tied_embeddings), 0
+        self._update, self._next, self._encoded = UpdateTracker(model, tied_embeddings), 0, False
         self._before, self._version, self._coming = self._version, None, None
 
     def keep_unchanged(self, unchanged: UnchangedTensors) -> None:
@@ -114,7 +127,8 @@ class RankReceiver:
             sources: Paths of safetensors files, or the output of `Bucket.to_json`.
 
         Returns:
-            None if there is nothing to load, because the round did not arrive or was loaded already.
+            None if there is nothing to load, because the round did not arrive, was loaded already, or cannot be decoded. The
+            trainer learns which.
 
         Raises:
             ValueError: The tensors are not the model's (see `UpdateTracker.add`), or the round is out of order. The iterator
@@ -122,22 +136,78 @@ class RankReceiver:
         """
         assert self._update is not None, "the update has to begin first"
         buckets = [Bucket.from_json(source) for source in sources if source.startswith("{")]
-        self.in_trainer_memory = False
+        self.in_trainer_memory = bool(buckets) and buckets[0].handle is not None
         if not buckets:
-            self._update.add_files(sources)
-            return tensors(sources)
-        number = buckets[0].number
-        self.in_trainer_memory = is_mapped = buckets[0].handle is not None
-        rows = [] if is_mapped else self._receive(buckets)
-        if rows is None or (number == self._next - 1 and not is_mapped):
+            return self._take_files(sources)
+        if self.in_trainer_memory:
+            self._note(buckets)
+            return self._borrow(buckets)
+        if (rows := self._receive(buckets)) is None:
             return None
-        if number != self._next:
-            raise ValueError(f"round {number} of the update came when round {self._next} was due")
+        number = buckets[0].number
+        if number == self._next - 1:
+            self._report(number)
+            return None
+        if any(bucket.encodings for bucket in buckets):
+            accept, refuse = partial(self._report, number), partial(self._report, number, refused=True)
+            return self._decode(number, _encoded(buckets, rows), accept, refuse)
+        if not self._report(number):
+            return None
+        self._note(buckets)
+        return (item for bucket, row in zip(buckets, rows, strict=True) for item in bucket.tensors(row))
+
+    def _take_files(self, paths: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]] | None:
+        """Read one round of files; see `take`."""
+        assert self._update is not None
+        given = check_files(paths)
+        if (encoded := encoded_tensors(paths)) is None:
+            self._update.add(given)
+            return tensors(paths)
+        number, arrived = encoded
+        if number == self._next - 1:
+            return None
+        return self._decode(number, arrived, lambda: True, lambda: report_refused(paths[0], number))
+
+    def _decode(
+        self,
+        number: int,
+        arrived: Iterable[tuple[str, torch.Tensor, Encoding]],
+        accept: Callable[[], bool],
+        refuse: Callable[[], object],
+    ) -> Iterator[tuple[str, torch.Tensor]] | None:
+        """Decode a round before anything of it is loaded, and return an iterator over its tensors; None: it is refused.
+
+        Args:
+            number: Number of the round.
+            arrived: See `BaseTensors.decode`.
+            accept: Reports to the trainer that the round is here; returns whether the report arrived.
+            refuse: Reports that it cannot be decoded.
+        """
+        assert self._update is not None
+        try:
+            decoded = self._bases.decode(arrived)
+        except RefusedDelta as e:
+            logger.warning("tepo: round %d is refused and must be sent whole: %s", number, e)
+            refuse()
+            return None
+        if not accept():
+            return None
+        self._check_order(number)
+        self._update.add([(name, list(found.tensor.shape)) for name, found in decoded.items()])
+        self._next, self._encoded = number + 1, True
+        self._bases.keep(decoded)
+        return ((name, found.tensor) for name, found in decoded.items())
+
+    def _note(self, buckets: Sequence[Bucket]) -> None:
+        """Note that the tensors of this round were given. Raises ValueError; see `take`."""
+        assert self._update is not None
+        self._check_order(buckets[0].number)
         self._update.add([(c.name, list(c.shape)) for bucket in buckets for c in bucket.contents])
         self._next += 1
-        if is_mapped:
-            return self._borrow(buckets)
-        return (item for bucket, row in zip(buckets, rows, strict=True) for item in bucket.tensors(row))
+
+    def _check_order(self, number: int) -> None:
+        if number != self._next:
+            raise ValueError(f"round {number} of the update came when round {self._next} was due")
 
     def _borrow(self, buckets: Sequence[Bucket]) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the tensors of each bucket in turn.
@@ -154,6 +224,8 @@ class RankReceiver:
         assert self._update is not None, "the update has to begin first"
         self._update.finish()
         self._version = self._coming
+        if not self._encoded and self._update.has_given:
+            self._bases.clear()
 
     def _receive(self, buckets: Sequence[Bucket]) -> list[torch.Tensor] | None:
         """Receive the buckets' rows of bytes (uint8), in the order that all ranks of the server follow.
@@ -170,12 +242,33 @@ class RankReceiver:
                 member.groups[bucket.sender].start(row)
                 member.groups[bucket.sender].wait()
                 rows.append(row)
-            member.report_arrived(buckets[0].number)
         except BrokenGroup as e:
             logger.warning("tepo: round %d did not arrive: %s", buckets[0].number, e)
             self.leave()
             return None
         return rows
+
+    def _report(self, number: int, refused: bool = False) -> bool:
+        """Report a round to the trainer; return whether the report arrived. Otherwise the groups are left.
+
+        Args:
+            number: Number of the round.
+            refused: Whether it cannot be decoded.
+        """
+        assert self.membership is not None
+        try:
+            self.membership.report(number, refused)
+        except BrokenGroup as e:
+            logger.warning("tepo: round %d could not be reported: %s", number, e)
+            self.leave()
+            return False
+        return True
+
+
+def _encoded(buckets: Sequence[Bucket], rows: Sequence[torch.Tensor]) -> Iterator[tuple[str, torch.Tensor, Encoding]]:
+    for bucket, row in zip(buckets, rows, strict=True):
+        for name, sent in bucket.tensors(row):
+            yield name, sent, bucket.encodings[name]
 
 
 class Membership:
@@ -222,10 +315,16 @@ class Membership:
         assert self._store is not None
         return not self._left.is_set() and not self._store.check([self._spec.cancelled_key()])
 
-    def report_arrived(self, number: int) -> None:
-        """Report to rank 0 of the trainer, through the store, that the round `number` arrived. Raises BrokenGroup."""
+    def report(self, number: int, refused: bool = False) -> None:
+        """Report to rank 0 of the trainer, through the store, that a round arrived. Raises BrokenGroup.
+
+        Args:
+            number: Number of the round.
+            refused: Whether it arrived and cannot be decoded.
+        """
         assert self._store is not None
-        signal(self._store, self._spec.arrived_key(number, self._rank))
+        key = self._spec.refused_key if refused else self._spec.arrived_key
+        signal(self._store, key(number, self._rank))
 
     def leave(self) -> None:
         """Leave the groups, or give up forming them."""
