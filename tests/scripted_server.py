@@ -38,6 +38,7 @@ class Handler(BaseHTTPRequestHandler):
             broadcast: Fault of the first rank in the next round: `die` before it, die in the `midst` of it, or `freeze` before
                 it; `absent`: it never joins a group; `late`: all its ranks form the group and never broadcast in it; `leaves`:
                 they form it, and the server dies.
+            base: Fault of the first rank's copy of the weights, before the next round: `forgotten`, or `damaged` in one byte.
             save: Folder in which its ranks save what an update brought.
             checksums: Its answer to a request for checksums.
             grow: MiB of memory that it holds from now on.
@@ -238,9 +239,20 @@ class Rank:
             os.kill(os.getpid(), signal.SIGSTOP)
         if fault == "midst":
             self.leave_in_the_midst(buckets[0])
+        if (fault := Handler.behaviour.pop("base", None) if self.number == 0 else None) is not None:
+            self.hurt_base(fault)
         arrived = self.inbox.take(buckets)
         if arrived is not None:
             self.tensors |= {name: tensor.clone() for name, tensor in arrived}
+
+    def hurt_base(self, fault: str) -> None:
+        import torch
+
+        if fault == "forgotten":
+            self.inbox._bases.clear()
+        else:
+            for held in self.inbox._bases._held.values():
+                held.tensor.reshape(-1).view(torch.uint8)[0] ^= 1
 
     def leave_in_the_midst(self, text: str) -> None:
         import torch

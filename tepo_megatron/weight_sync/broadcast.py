@@ -178,7 +178,8 @@ class GroupTransport:
             recipients: The servers.
         """
         assert self._spec is not None
-        refusing, silent = [], []
+        refusing: list[str] = []
+        silent: list[str] = []
         for recipient in recipients:
             for rank in self._ranks[recipient]:
                 if self._take_keys([self._spec.arrived_key(number, rank)]):

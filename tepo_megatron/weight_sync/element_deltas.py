@@ -84,7 +84,7 @@ def bits_of(tensor: Tensor) -> Bits:
 
 def checksum(bits: Bits) -> int:
     """Return the CRC-32 of the bytes of `bits_of` a tensor."""
-    return zlib.crc32(memoryview(bits.view(np.uint8)))
+    return zlib.crc32(bits.view(np.uint8).data)
 
 
 def encode(base: Bits, new: Bits) -> ElementDelta | None:
@@ -143,7 +143,7 @@ def _pays(delta: ElementDelta, difference: Bits) -> bool:
 def _decompress(compressed: Bits, size: int) -> Bits:
     """Return `size` bytes, and never allocate more. Raises RefusedDelta if there are not as many."""
     try:
-        return np.frombuffer(_codec().decompress(memoryview(compressed), decompressed_size=size), np.uint8)
+        return np.frombuffer(_codec().decompress(compressed.tobytes(), decompressed_size=size), np.uint8)
     except OSError as e:
         raise RefusedDelta(f"cannot be decompressed into {size} bytes ({e})") from None
 

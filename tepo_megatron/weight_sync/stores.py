@@ -121,8 +121,10 @@ class FileTransport(StoredTransport):
         encodings: Mapping[str, Encoding] | None = None,
     ) -> StagedBucket | None:
         """Write the bucket to a file. See `WeightTransport.stage`."""
-        direct = self._staging is None or encodings is not None  # what is encoded is on the host
-        there = {name: on_host(t) for name, t in tensors} if direct else self._staging.copy(tensors)
+        if self._staging is None or encodings is not None:  # what is encoded is on the host
+            there = {name: on_host(t) for name, t in tensors}
+        else:
+            there = self._staging.copy(tensors)
         if not there:
             return None
         path = self.folder / f"v{version}-{number:05d}-{self._owner}.safetensors"

@@ -1,0 +1,83 @@
+"""After many deltas real engines serve the bits that a delivery of whole weights gives them, also when a round was damaged."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tepo_megatron.config import GroupTransportConfig, ShmTransportConfig
+from tests.direct_requests import connected
+from tests.parallel import cases
+from tests.parallel.test_element_deltas import change, damage
+from tests.parallel.test_weights import actor_of, sync_of
+from tests.server.served import SAMPLING, make_prompts, serve
+from tests.worlds import run_world
+
+pytestmark = pytest.mark.server
+TRANSPORTS = {"shm": ShmTransportConfig(), "group": GroupTransportConfig(type="group", timeout_seconds=20.0)}
+
+
+def damage_next_round(transport: Any) -> None:
+    """Damage one byte of the next round, after it was staged."""
+    start = transport.start
+
+    def damaged(sources: list[Any]) -> None:
+        transport.start = start
+        if isinstance(sources[0], Path):
+            damage(sources[0], "damaged")
+        else:
+            transport._row(sources[0].number % 2)[sources[0].nbytes - 1] ^= 0x40
+        start(sources)
+
+    transport.start = damaged
+
+
+def push_deltas(rank: int, name: str, transport: str, folder: Path) -> dict[str, Any]:
+    prompts = make_prompts(4, seed=3)
+    with serve(name, folder) as served:
+
+        def state() -> tuple[Any, Any]:
+            engine = served.engine
+            checksums = connected(engine, 0, lambda client: engine.endpoints[0].api.checksums(client.send))
+            rollouts = engine.generate(prompts, SAMPLING, seed=5)
+            return checksums, [(r.token_ids_L.tolist(), r.rollout_logprobs_L.tolist()) for r in rollouts]
+
+        cfg = cases.run_config(folder / "model", {})
+        sync = replace(cfg.sync, delta="elements", transport=TRANSPORTS[transport], bucket_mib=1, verify_every=3)
+        cfg = replace(cfg, sync=sync)
+        actor = actor_of(cfg)
+        with sync_of(cfg, served.engine, actor) as deltas:
+            deltas.push(0)
+            before, pushed = state(), []
+            for version in range(1, 7):
+                change(actor, version)
+                if version == 4:
+                    damage_next_round(deltas.transport)
+                deltas.push(version)
+                pushed.append(deltas.pushed)
+            after = state()
+        with sync_of(replace(cfg, sync=replace(sync, delta="none")), served.engine, actor) as whole:
+            whole.push(7)
+            right = state()
+    return {"before": before, "after": after, "right": right, "pushed": pushed}
+
+
+@pytest.mark.parametrize(
+    ("name", "transport"),
+    [
+        ("vllm", "group"),
+        ("sglang", "shm"),
+        pytest.param("vllm", "shm", marks=pytest.mark.full),
+        pytest.param("sglang", "group", marks=pytest.mark.full),
+    ],
+)
+def test_many_deltas_serve_what_whole_weights_serve(name: str, transport: str, tmp_path: Path) -> None:
+    run = run_world(1, push_deltas, name, transport, tmp_path, timeout=400)[0]
+    (checksums, samples), (right_checksums, right_samples) = run["after"], run["right"]
+    assert checksums == right_checksums and samples == right_samples
+    assert checksums != run["before"][0] and samples != run["before"][1]
+    assert [sent.refused for sent in run["pushed"]] == [0, 0, 0, 1, 0, 0]
+    assert all(sent.sent < 0.25 * sent.full for sent in run["pushed"][:3])
