@@ -2,7 +2,7 @@
 
     python -m benchmarks.weight_deltas [--quick] [--demo .cache/demo/seed-0] [--deliveries 4]
 
-Each case trains the actor itself: rollouts are sampled from the current weights and graded, TEPO's loss gives the gradients, and
+Each case trains the actor itself: rollouts are sampled from the current weights and graded, TEPO's loss gives gradients, and
 Megatron's AdamW steps on fp32 master weights, of which the bf16 weights are the rounded copy. After the updates of each rollout
 batch all tensors are encoded against the last delivery as a sender does it, decoded as a server does it, and compared bit for
 bit.
@@ -13,7 +13,8 @@ bit.
             right if most of its token ids are even; 8 updates a delivery and the learning rate of the paper, and others
 
 changed: share of the elements whose bits changed. sent: bytes of mask, values and whole tensors over those of all weights.
-encode, decode: seconds per GB of weights. The table goes to benchmarks/results/weight_deltas.md.
+encode, decode: seconds per GB of weights. copy: the same of writing all weights to a file in shared memory, just before. The
+tables go to benchmarks/results/weight_deltas.md.
 """
 
 from __future__ import annotations
@@ -21,10 +22,9 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import random
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,12 +37,12 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
-from benchmarks._weights import QUICK, SHAPE
-from examples.arithmetic import task
+from benchmarks._hf_rollouts import PROMPT_TOKENS, RANDOM_TOKENS, SAMPLES, arithmetic_rollouts, even_rollouts
+from benchmarks._weights import QUICK, SHAPE, copy_seconds
 from tepo_megatron.config import Config
 from tepo_megatron.config.io import load_config, validate
 from tepo_megatron.platform import activate
-from tepo_megatron.types import Rollout, TrainBatch
+from tepo_megatron.types import TrainBatch
 from tepo_megatron.weight_sync.delta_encoder import DeltaEncoder
 from tepo_megatron.weight_sync.element_deltas import Bits, Encoding, bits_of, thread_count
 from tepo_megatron.weight_sync.receiver.base_tensors import BaseTensors
@@ -54,9 +54,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parents[1]
 OUT = ROOT / "benchmarks/results/weight_deltas.md"
 LEARNING_RATES = {"demo": [3e-5], "random": [5e-7, 1e-6, 3e-5]}
-SAMPLES, DEMO_TOKENS, RANDOM_TOKENS, PROMPT_TOKENS = 8, 48, 24, 8
 PROMPTS = {"demo": 32, "random": 8}
-Grade = Callable[[Sequence[int]], float]
 
 
 @dataclass
@@ -67,6 +65,7 @@ class Delivery:
         changed: Share of the elements whose bits changed.
         sent: Bytes sent over bytes of all weights.
         encode, decode: Seconds per GB of weights.
+        copy: Seconds per GB of writing the whole weights to a file in shared memory, just before.
         codecs: Bytes over bytes of all weights with each way of `CODECS`.
     """
 
@@ -74,6 +73,7 @@ class Delivery:
     sent: float
     encode: float
     decode: float
+    copy: float
     codecs: dict[str, float] = field(default_factory=dict)
 
 
@@ -124,6 +124,7 @@ class Wire:
         """
         first, size = not self._last, sum(t.nbytes for t in tensors.values())
         encodings: dict[str, Encoding] = {}
+        copied = copy_seconds(torch.cat([t.reshape(-1).view(torch.uint8) for t in tensors.values()]))
         start = time.perf_counter()
         sent = list(self._encoder.encode(iter(tensors.items()), not first, encodings))
         encoded = time.perf_counter()
@@ -141,82 +142,8 @@ class Wire:
         self._last = now
         gigabytes = size / 1e9
         nbytes = sum(tensor.nbytes for _, tensor in sent)
-        return Delivery(changed, nbytes / size, (encoded - start) / gigabytes, (end - encoded) / gigabytes, codecs)
-
-
-class Sampler:
-    """Samples graded rollouts from given weights with Transformers."""
-
-    def __init__(self, model: Path, prompts: Callable[[], tuple[list[int], Grade]], tokens: int, stop: int | None) -> None:
-        """Load the model.
-
-        Args:
-            model: Folder of the checkpoint.
-            prompts: Returns a prompt and the grade of its responses.
-            tokens: Most tokens of a response.
-            stop: Token that ends a response. None: there is none.
-        """
-        self._policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
-        self._prompts, self._tokens, self._stop = prompts, tokens, stop
-
-    def sample(self, weights: dict[str, torch.Tensor], groups: int) -> list[Rollout]:
-        """Return groups that are neither all right nor all wrong.
-
-        Args:
-            weights: The current weights, by Hugging Face name.
-            groups: Number of groups.
-        """
-        self._policy.load_state_dict(weights, strict=False)
-        out: list[Rollout] = []
-        while len(out) < groups * SAMPLES:
-            prompt, grade = self._prompts()
-            ids = self._policy.generate(
-                torch.tensor([prompt]), do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=self._tokens,
-                num_return_sequences=SAMPLES, eos_token_id=self._stop, pad_token_id=0,
-            )[:, len(prompt) :].tolist()  # fmt: skip
-            responses = [row[: row.index(self._stop) + 1] if self._stop in row else row for row in ids]
-            scores = [grade(response) for response in responses]
-            if len(set(scores)) > 1:
-                group = len(out) // SAMPLES
-                out += [_rollout(group, prompt, r, s) for r, s in zip(responses, scores, strict=True)]
-        return out
-
-
-def _rollout(prompt_id: int, prompt: list[int], response: list[int], score: float) -> Rollout:
-    ids = torch.tensor(prompt + response)
-    mask = torch.arange(ids.numel()) >= len(prompt)
-    return Rollout(prompt_id, ids, mask, torch.zeros(ids.numel()), 0, "stop", reward=score, score=score)
-
-
-def arithmetic_sampler(model: Path) -> Sampler:
-    """Return the sampler of the demo's model."""
-    rng, tokenizer = random.Random(0), task.build_tokenizer()
-
-    def prompt() -> tuple[list[int], Grade]:
-        problem = task.make_problem(rng)
-
-        def grade(response: Sequence[int]) -> float:
-            return float(task.boxed_answer(tokenizer.decode(response)) == str(problem.answer))
-
-        return tokenizer(problem.prompt).input_ids, grade
-
-    return Sampler(model, prompt, DEMO_TOKENS, tokenizer.convert_tokens_to_ids(task.END))
-
-
-def even_sampler(model: Path, vocabulary: int) -> Sampler:
-    """Return a sampler that grades how many token ids are even.
-
-    Args:
-        model: Folder of the checkpoint.
-        vocabulary: Number of token ids.
-    """
-    rng = random.Random(0)
-
-    def prompt() -> tuple[list[int], Grade]:
-        ids = [rng.randrange(1, vocabulary) for _ in range(PROMPT_TOKENS)]
-        return ids, lambda response: float(sum(i % 2 == 0 for i in response) > len(response) / 2)
-
-    return Sampler(model, prompt, RANDOM_TOKENS, None)
+        encode, decode, copy = (x / gigabytes for x in (encoded - start, end - encoded, copied))
+        return Delivery(changed, nbytes / size, encode, decode, copy, codecs)
 
 
 def config_of(case: str, model: Path, lr: float) -> Config:
@@ -257,7 +184,7 @@ def train(case: str, model: Path, lr: float, groups: ParallelDims, deliveries: i
     torch.manual_seed(0)
     cfg = config_of(case, model, lr)
     actor, objective, wire = Actor.open(cfg, groups), build_objective(cfg.objective), Wire()
-    sampler = arithmetic_sampler(model) if case == "demo" else even_sampler(model, actor.arch.vocab_size)
+    sampler = arithmetic_rollouts(model) if case == "demo" else even_rollouts(model, actor.arch.vocab_size)
     wire.deliver(weights := whole_weights(actor), with_codecs=False)
     found = []
     for step in range(1, deliveries + 1):
@@ -288,10 +215,13 @@ def table(results: dict[tuple[str, float], list[Delivery]], parameters: dict[str
         results: Figures of each delivery, by case and learning rate.
         parameters: Number of parameters, by case.
     """
-    rows = [["model", "learning rate", "delivery", "changed", "sent", "encode, s/GB", "decode, s/GB"], ["---"] * 7]
+    rows = [
+        ["model", "learning rate", "delivery", "changed", "sent", "encode, s/GB", "decode, s/GB", "copy, s/GB"],
+        ["---"] * 8,
+    ]
     for (case, lr), found in results.items():
         for i, x in enumerate(found, 1):
-            figures = [f"{x.changed:.2%}", f"{x.sent:.2%}", f"{x.encode:.2f}", f"{x.decode:.2f}"]
+            figures = [f"{x.changed:.2%}", f"{x.sent:.2%}", f"{x.encode:.2f}", f"{x.decode:.2f}", f"{x.copy:.2f}"]
             rows.append([f"{case}, {parameters[case] / 1e6:.1f} M", f"{lr:g}", str(i), *figures])
     codecs = [["model", "learning rate", *CODECS], ["---"] * (2 + len(CODECS))]
     for (case, lr), found in results.items():
@@ -315,7 +245,7 @@ and decode.
 
 {tables}
 
-**The figure depends on the learning rate over the size of the weights.** A bf16 number has 8 bits of precision, so a weight near
+**The figure depends on the learning rate over the size of the weights.** A bf16 number has 8 bits of precision: a weight near
 0.02 is a multiple of 1.2e-4 (of 7.6e-6 near 0.001). AdamW moves a master weight by at most about the learning rate in
 each update. An update below half a unit in the last place changes no bit of the bf16 copy, until several add up. So fewer bits
 change at lower learning rates, with larger weights, with fewer updates for each delivery, and once the gradients' signs

@@ -249,9 +249,9 @@ class Rank:
         import torch
 
         if fault == "forgotten":
-            self.inbox._bases.clear()
+            self.inbox.bases.clear()
         else:
-            for held in self.inbox._bases._held.values():
+            for held in self.inbox.bases.held.values():
                 held.tensor.reshape(-1).view(torch.uint8)[0] ^= 1
 
     def leave_in_the_midst(self, text: str) -> None:

@@ -33,7 +33,7 @@ class RefusedDelta(Exception):
 
 @dataclass(frozen=True)
 class Encoding:
-    """How a tensor is sent with `sync.delta=elements`.
+    """The way in which a tensor is sent with `sync.delta=elements`.
 
     Attributes:
         shape: Shape of the tensor.
@@ -119,7 +119,7 @@ def decode(base: Bits, payload: Bits, encoding: Encoding) -> Bits:
     if not (0 <= encoding.changed <= base.size and 0 <= encoding.mask_bytes <= payload.size):
         raise RefusedDelta(f"{encoding.changed} of {base.size} elements, {encoding.mask_bytes} of {payload.size} bytes of mask")
     mask = _decompress(payload[: encoding.mask_bytes], -(-base.size // 8))
-    places = np.flatnonzero(np.unpackbits(mask, count=base.size))
+    places = np.flatnonzero(np.unpackbits(mask, count=base.size).view(bool))
     if places.size != encoding.changed:
         raise RefusedDelta(f"the mask has {places.size} elements instead of {encoding.changed}")
     planes = _decompress(payload[encoding.mask_bytes :], encoding.changed * base.itemsize)

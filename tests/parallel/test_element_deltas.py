@@ -65,13 +65,13 @@ class Receivers:
                 served |= {name: tensor.clone() for name, tensor in arrived}
 
     def hurt(self, files: list[Path]) -> None:
-        held = self.receivers[1]._bases
+        held = self.receivers[1].bases
         if self.fault == "forgotten":
             held.clear()
         elif self.fault == "another version":
-            held.keep({name: replace(tensor, crc32=tensor.crc32 ^ 1) for name, tensor in held._held.items()})
+            held.keep({name: replace(tensor, crc32=tensor.crc32 ^ 1) for name, tensor in held.held.items()})
         elif self.fault == "damaged base":
-            for tensor in held._held.values():
+            for tensor in held.held.values():
                 tensor.tensor.reshape(-1).view(torch.uint8)[-1] ^= 1
         elif self.fault in ("damaged", "truncated", "bomb", "always damaged"):
             damage(files[0], self.fault)

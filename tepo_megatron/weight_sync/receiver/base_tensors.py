@@ -27,7 +27,7 @@ class BaseTensors:
     """
 
     def __init__(self) -> None:
-        self._held: dict[str, DecodedTensor] = {}
+        self.held: dict[str, DecodedTensor] = {}
 
     def decode(self, arrived: Iterable[tuple[str, Tensor, Encoding]]) -> dict[str, DecodedTensor]:
         """Return the tensors of a round, in new memory. Nothing is kept yet, see `keep`.
@@ -44,11 +44,11 @@ class BaseTensors:
 
     def keep(self, decoded: dict[str, DecodedTensor]) -> None:
         """Keep these tensors in the place of the former ones."""
-        self._held |= decoded
+        self.held |= decoded
 
     def clear(self) -> None:
         """Free all copies."""
-        self._held = {}
+        self.held = {}
 
     def _decode(self, name: str, sent: Tensor, encoding: Encoding) -> DecodedTensor:
         dtype = getattr(torch, encoding.dtype, None)
@@ -59,7 +59,7 @@ class BaseTensors:
             if whole.dtype != dtype or tuple(whole.shape) != encoding.shape:
                 raise RefusedDelta(f"{name}: {whole.dtype} {tuple(whole.shape)} instead of {dtype} {encoding.shape}")
         else:
-            base = self._held.get(name)
+            base = self.held.get(name)
             if base is None or base.crc32 != encoding.base_crc32:
                 raise RefusedDelta(f"{name}: {'no base' if base is None else 'another base'} is held here")
             if base.tensor.dtype != dtype or tuple(base.tensor.shape) != encoding.shape:

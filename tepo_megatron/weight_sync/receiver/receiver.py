@@ -47,6 +47,7 @@ class RankReceiver:
 
     Attributes:
         in_trainer_memory: Whether the last round lies in memory of the trainer, which overwrites it two rounds later.
+        bases: The weights to which element deltas are applied.
         membership: Membership in the groups that were joined last; None while there is none.
     """
 
@@ -55,7 +56,7 @@ class RankReceiver:
         self._update: UpdateTracker | None = None
         self._next = 0  # number of the next round
         self._encoded = False  # whether the current update brought encoded tensors
-        self._bases = BaseTensors()
+        self.bases = BaseTensors()
         # Versions of the model now, before the current update, and after it. None where an update did not state its version
         # (only `keep_unchanged` states it).
         self._version: int | None = None
@@ -185,7 +186,7 @@ class RankReceiver:
         """
         assert self._update is not None
         try:
-            decoded = self._bases.decode(arrived)
+            decoded = self.bases.decode(arrived)
         except RefusedDelta as e:
             logger.warning("tepo: round %d is refused and must be sent whole: %s", number, e)
             refuse()
@@ -195,7 +196,7 @@ class RankReceiver:
         self._check_order(number)
         self._update.add([(name, list(found.tensor.shape)) for name, found in decoded.items()])
         self._next, self._encoded = number + 1, True
-        self._bases.keep(decoded)
+        self.bases.keep(decoded)
         return ((name, found.tensor) for name, found in decoded.items())
 
     def _note(self, buckets: Sequence[Bucket]) -> None:
@@ -225,7 +226,7 @@ class RankReceiver:
         self._update.finish()
         self._version = self._coming
         if not self._encoded and self._update.has_given:
-            self._bases.clear()
+            self.bases.clear()
 
     def _receive(self, buckets: Sequence[Bucket]) -> list[torch.Tensor] | None:
         """Receive the buckets' rows of bytes (uint8), in the order that all ranks of the server follow.

@@ -61,7 +61,7 @@ class UpdateTracker:
 
     @property
     def has_given(self) -> bool:
-        """Whether any tensor was given."""
+        """True if any tensor was given."""
         return bool(self._given)
 
     def finish(self) -> None:
