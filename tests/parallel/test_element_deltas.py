@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import zlib
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +23,7 @@ from tepo_megatron.weight_sync.receiver.receiver import RankReceiver
 from tests.marks import full_but
 from tests.parallel import cases
 from tests.parallel.test_broadcast import config_of, fleet, got
+from tests.parallel.test_relay import memory, simulated, world
 from tests.parallel.test_weights import ROUNDS, Late, Recorder, actor_of, sync_of, tensors, tiny_moe
 from tests.tiny import tiny_qwen3
 from tests.unit.rollout.test_fleet import behave, until
@@ -37,7 +39,8 @@ class Receivers:
         fault: What happens to the second process, or to the files, before the next round.
     """
 
-    def __init__(self, model: Path) -> None:
+    def __init__(self, model: Path, elsewhere: Callable[[Path], Path] = lambda path: path) -> None:
+        self.elsewhere = elsewhere  # the path under which the second process sees a file
         self.model, self.receivers = model, [RankReceiver(), RankReceiver()]
         self.served: list[dict[str, torch.Tensor]] = [{}, {}]
         self.base: int | None = None
@@ -60,8 +63,9 @@ class Receivers:
 
     def take(self, sources: list[Path]) -> None:
         self.hurt(sources)
-        for receiver, served in zip(self.receivers, self.served, strict=True):
-            if (arrived := receiver.take(serialize(sources))) is not None:
+        seen = [sources, [self.elsewhere(path) for path in sources]]
+        for receiver, served, files in zip(self.receivers, self.served, seen, strict=True):
+            if (arrived := receiver.take(serialize(files))) is not None:
                 served |= {name: tensor.clone() for name, tensor in arrived}
 
     def hurt(self, files: list[Path]) -> None:
@@ -123,14 +127,32 @@ def change(actor: Any, version: int, share: float = 0.05) -> None:
         parameter.mul_(torch.where(chosen, 1 + 2.0**-7, 1.0).to(parameter.dtype))
 
 
-def push_often(rank: int, cfg: Any, faults: dict[int, str]) -> dict[str, Any]:
-    """Push versions 1 to 6 in deltas, and the last one whole; return what was served and sent."""
+def push_often(
+    rank: int, cfg: Any, faults: dict[int, str], folder: Path | None = None, root: Path | None = None, quantize: str = "none"
+) -> dict[str, Any]:
+    """Push versions 1 to 6 in deltas and whole; return which tensors differ, and what was sent.
+
+    Args:
+        rank, cfg: The rank and its config.
+        faults: Faults by version, see `Receivers.hurt`; "restarted": the second process has nothing.
+        folder: Checkpoint of the servers; None: the trainer's.
+        quantize: Value of sync.quantize, which no config of a CPU allows.
+        root: Folder of the machines, of which the second process is on the second one. None: there is one machine.
+    """
+    from tepo_megatron.weight_sync.sync import make_weight_sync
+
     actor = actor_of(cfg)
-    receiver = Receivers(Path(cfg.model.path)) if rank == 0 else None
+
+    def elsewhere(path: Path) -> Path:
+        return path if root is None else memory(root, 1) / path.relative_to(memory(root, 0))
+
+    receiver = Receivers(folder or Path(cfg.model.path), elsewhere) if rank == 0 else None
     pushed, left, same = [], [], []
     plain = Recorder() if rank == 0 else None
-    whole = replace(cfg, sync=replace(cfg.sync, delta="none", bucket_mib=512))
-    with sync_of(cfg, receiver, actor) as sync, sync_of(whole, plain, actor) as complete:
+    settings = replace(cfg.sync, quantize=quantize)
+    whole = replace(settings, delta="none", bucket_mib=512)
+    parts = actor.bindings, actor.arch, actor.groups
+    with make_weight_sync(settings, *parts, receiver) as sync, make_weight_sync(whole, *parts, plain) as complete:
         for version in range(1, 7):
             change(actor, version)
             fault = faults.get(version, "")
@@ -175,6 +197,18 @@ def test_many_deltas_serve_the_same_bits_as_whole_deliveries(tmp_path: Path, nam
     for version, sent in enumerate(rank0["pushed"], 1):
         assert sent.full == full and sent.refused == 0
         assert sent.sent == full if version in (1, 4) else 0 < sent.sent < 0.2 * full  # the first, and after the restart
+
+
+@pytest.mark.parametrize("fault", full_but([""], [], ["", "forgotten", "damaged base"]))
+@pytest.mark.parametrize("name", full_but(["PP2, one each"], [], ["PP2, one each", "TP2 PP2, crosswise", "EP2, one each"]))
+def test_deltas_reach_every_machine(tmp_path: Path, name: str, fault: str) -> None:
+    """The second process is on another machine, from which its refusal comes."""
+    cfg, machines, root = world(tmp_path, name, delta="elements")
+    ranks = run_world(len(machines), simulated, machines, root, push_often, cfg, {4: fault}, None, root)
+    rank0, _ = ranks[0]
+    assert rank0["same"] == [[[], []]] * 6 and rank0["left"] == [[]] * 6
+    assert [sent.refused > 0 for sent in rank0["pushed"]] == [version == 4 and bool(fault) for version in range(1, 7)]
+    assert all(sent.sent < 0.2 * sent.full for sent in rank0["pushed"][1:3])
 
 
 @pytest.mark.parametrize("fault", ["forgotten", "another version", "damaged base", "damaged", "truncated", "bomb"])

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tepo_megatron.config import GroupTransportConfig, ShmTransportConfig
 from tests.direct_requests import connected
 from tests.parallel import cases
-from tests.parallel.test_element_deltas import change, damage
+from tests.parallel.test_element_deltas import change
 from tests.parallel.test_weights import actor_of, sync_of
 from tests.server.served import SAMPLING, make_prompts, serve
 from tests.worlds import run_world
@@ -21,18 +23,20 @@ TRANSPORTS = {"shm": ShmTransportConfig(), "group": GroupTransportConfig(type="g
 
 
 def damage_next_round(transport: Any) -> None:
-    """Damage one byte of the next round, after it was staged."""
-    start = transport.start
+    """Damage the last byte of every payload in the next round, after it was encoded."""
+    stage = transport.stage
 
-    def damaged(sources: list[Any]) -> None:
-        transport.start = start
-        if isinstance(sources[0], Path):
-            damage(sources[0], "damaged")
-        else:
-            transport._row(sources[0].number % 2)[sources[0].nbytes - 1] ^= 0x40
-        start(sources)
+    def damaged(version: int, number: int, tensors: Any, checked: bool, encodings: Any) -> Any:
+        def hurt() -> Iterator[tuple[str, torch.Tensor]]:
+            for name, tensor in tensors:
+                if encodings[name].base_crc32 is not None:
+                    tensor[-1] ^= 0x40
+                yield name, tensor
 
-    transport.start = damaged
+        transport.stage = stage
+        return stage(version, number, hurt(), checked, encodings)
+
+    transport.stage = damaged
 
 
 def push_deltas(rank: int, name: str, transport: str, folder: Path) -> dict[str, Any]:
