@@ -13,15 +13,17 @@ bit.
             right if most of its token ids are even; 8 updates a delivery and the learning rate of the paper, and others
 
 changed: share of the elements whose bits changed. sent: bytes of mask, values and whole tensors over those of all weights.
-encode, decode: seconds per GB of weights. copy: the same of writing all weights to a file in shared memory, just before. The
-tables go to benchmarks/results/weight_deltas.md.
+encode, decode: CPU seconds of one thread per GB of weights, with the checksums. copy: the same of writing all weights to a file
+in shared memory, in alternation. The tables go to benchmarks/results/weight_deltas.md.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
+import statistics
 import tempfile
 import time
 from collections.abc import Callable
@@ -44,7 +46,7 @@ from tepo_megatron.config.io import load_config, validate
 from tepo_megatron.platform import activate
 from tepo_megatron.types import TrainBatch
 from tepo_megatron.weight_sync.delta_encoder import DeltaEncoder
-from tepo_megatron.weight_sync.element_deltas import Bits, Encoding, bits_of, thread_count
+from tepo_megatron.weight_sync.element_deltas import Bits, Encoding, bits_of, checksum, decode, encode
 from tepo_megatron.weight_sync.receiver.base_tensors import BaseTensors
 
 if TYPE_CHECKING:
@@ -55,6 +57,7 @@ ROOT = Path(__file__).parents[1]
 OUT = ROOT / "benchmarks/results/weight_deltas.md"
 LEARNING_RATES = {"demo": [3e-5], "random": [5e-7, 1e-6, 3e-5]}
 PROMPTS = {"demo": 32, "random": 8}
+REPETITIONS = 5
 
 
 @dataclass
@@ -64,17 +67,14 @@ class Delivery:
     Attributes:
         changed: Share of the elements whose bits changed.
         sent: Bytes sent over bytes of all weights.
-        encode, decode: Seconds per GB of weights.
-        copy: Seconds per GB of writing the whole weights to a file in shared memory, just before.
-        codecs: Bytes over bytes of all weights with each way of `CODECS`.
+        codecs: Bytes over bytes of all weights with each way of `CODECS`; of the last delivery alone.
+        seconds: See `cpu_seconds`; of the last delivery alone.
     """
 
     changed: float
     sent: float
-    encode: float
-    decode: float
-    copy: float
     codecs: dict[str, float] = field(default_factory=dict)
+    seconds: list[float] = field(default_factory=list)
 
 
 def zstd(data: Any) -> int:
@@ -108,6 +108,32 @@ CODECS: dict[str, Callable[[Bits], int]] = {
 }
 
 
+def cpu_seconds(base: dict[str, Bits], now: dict[str, Bits]) -> list[float]:
+    """Return the CPU seconds per GB of weights to encode, to decode, and to write all weights to a file in shared memory.
+
+    They are medians of alternating repetitions, in one thread, with the checksums of both ends.
+
+    Args:
+        base, now: The weights before and after.
+    """
+    whole = torch.from_numpy(np.concatenate([bits.view(np.uint8) for bits in now.values()]))
+    measured = []
+    for _ in range(REPETITIONS):
+        times = [time.process_time()]
+        sums = {name: checksum(bits) for name, bits in now.items()}
+        deltas = {name: encode(base[name], bits) for name, bits in now.items()}
+        times.append(time.process_time())
+        for name, delta in deltas.items():
+            if delta is not None:
+                how = Encoding((), "", sums[name], 0, delta.changed, delta.mask_bytes)
+                assert checksum(decode(base[name], np.frombuffer(delta.payload, np.uint8), how)) == how.crc32
+        times.append(time.process_time())
+        copy_seconds(whole)
+        times.append(time.process_time())
+        measured.append([(end - start) * 1e9 / whole.nbytes for start, end in itertools.pairwise(times)])
+    return [statistics.median(column) for column in zip(*measured, strict=True)]
+
+
 class Wire:
     """A sender and a receiver without a transport, and the weights of the last delivery."""
 
@@ -115,35 +141,30 @@ class Wire:
         self._encoder, self._bases = DeltaEncoder(), BaseTensors()
         self._last: dict[str, Bits] = {}
 
-    def deliver(self, tensors: dict[str, torch.Tensor], with_codecs: bool) -> Delivery:
+    def deliver(self, tensors: dict[str, torch.Tensor], is_last: bool) -> Delivery:
         """Encode, decode and compare the weights.
 
         Args:
             tensors: All weights.
-            with_codecs: Whether to compress them in all ways.
+            is_last: Whether to compress them in all ways and to measure the times, too.
         """
         first, size = not self._last, sum(t.nbytes for t in tensors.values())
         encodings: dict[str, Encoding] = {}
-        copied = copy_seconds(torch.cat([t.reshape(-1).view(torch.uint8) for t in tensors.values()]))
-        start = time.perf_counter()
         sent = list(self._encoder.encode(iter(tensors.items()), not first, encodings))
-        encoded = time.perf_counter()
         decoded = self._bases.decode((name, tensor, encodings[name]) for name, tensor in sent)
         self._bases.keep(decoded)
-        end = time.perf_counter()
         assert all(np.array_equal(bits_of(decoded[n].tensor), bits_of(t)) for n, t in tensors.items()), "not the same bits"
         now = {name: bits_of(tensor).copy() for name, tensor in tensors.items()}
         differences = [now[name] ^ self._last[name] for name in now] if not first else []
         elements = sum(bits.size for bits in now.values())
         changed = sum(int(np.count_nonzero(d)) for d in differences) / elements
-        codecs = {}
-        if with_codecs:
-            codecs = {name: sum(map(compress, differences)) / size for name, compress in CODECS.items()}
-        self._last = now
-        gigabytes = size / 1e9
         nbytes = sum(tensor.nbytes for _, tensor in sent)
-        encode, decode, copy = (x / gigabytes for x in (encoded - start, end - encoded, copied))
-        return Delivery(changed, nbytes / size, encode, decode, copy, codecs)
+        found = Delivery(changed, nbytes / size)
+        if is_last:
+            found.codecs = {name: sum(map(compress, differences)) / size for name, compress in CODECS.items()}
+            found.seconds = cpu_seconds(self._last, now)
+        self._last = now
+        return found
 
 
 def config_of(case: str, model: Path, lr: float) -> Config:
@@ -185,7 +206,7 @@ def train(case: str, model: Path, lr: float, groups: ParallelDims, deliveries: i
     cfg = config_of(case, model, lr)
     actor, objective, wire = Actor.open(cfg, groups), build_objective(cfg.objective), Wire()
     sampler = arithmetic_rollouts(model) if case == "demo" else even_rollouts(model, actor.arch.vocab_size)
-    wire.deliver(weights := whole_weights(actor), with_codecs=False)
+    wire.deliver(weights := whole_weights(actor), is_last=False)
     found = []
     for step in range(1, deliveries + 1):
         rollouts = sampler.sample(weights, PROMPTS[case])
@@ -196,7 +217,7 @@ def train(case: str, model: Path, lr: float, groups: ParallelDims, deliveries: i
         for minibatch in batch.epochs(cfg.training.epochs, cfg.training.minibatch_prompts, seed=step):
             actor.update(minibatch, objective)
         actor.finish_step()
-        found.append(wire.deliver(weights := whole_weights(actor), with_codecs=step == deliveries))
+        found.append(wire.deliver(weights := whole_weights(actor), is_last=step == deliveries))
         print(f"{case}, lr {lr:g}, delivery {step}: {found[-1]}", flush=True)
     return found
 
@@ -215,17 +236,16 @@ def table(results: dict[tuple[str, float], list[Delivery]], parameters: dict[str
         results: Figures of each delivery, by case and learning rate.
         parameters: Number of parameters, by case.
     """
-    rows = [
-        ["model", "learning rate", "delivery", "changed", "sent", "encode, s/GB", "decode, s/GB", "copy, s/GB"],
-        ["---"] * 8,
-    ]
+    rows = [["model", "learning rate", "delivery", "changed", "sent"], ["---"] * 5]
     for (case, lr), found in results.items():
         for i, x in enumerate(found, 1):
-            figures = [f"{x.changed:.2%}", f"{x.sent:.2%}", f"{x.encode:.2f}", f"{x.decode:.2f}", f"{x.copy:.2f}"]
-            rows.append([f"{case}, {parameters[case] / 1e6:.1f} M", f"{lr:g}", str(i), *figures])
-    codecs = [["model", "learning rate", *CODECS], ["---"] * (2 + len(CODECS))]
+            rows.append([f"{case}, {parameters[case] / 1e6:.1f} M", f"{lr:g}", str(i), f"{x.changed:.2%}", f"{x.sent:.2%}"])
+    head = ["model", "learning rate", *CODECS, "encode", "decode", "copy"]
+    codecs = [head, ["---"] * len(head)]
     for (case, lr), found in results.items():
-        codecs.append([case, f"{lr:g}", *(f"{found[-1].codecs[name]:.2%}" for name in CODECS)])
+        last = found[-1]
+        figures = [*(f"{last.codecs[name]:.2%}" for name in CODECS), *(f"{seconds:.2f}" for seconds in last.seconds)]
+        codecs.append([case, f"{lr:g}", *figures])
     return "\n\n".join("\n".join("| " + " | ".join(row) + " |" for row in one) for one in (rows, codecs))
 
 
@@ -240,8 +260,7 @@ def report(results: dict[tuple[str, float], list[Delivery]], parameters: dict[st
     return f"""# What a delivery sends with `sync.delta: elements`
 
 Measured by `python -m benchmarks.weight_deltas`: real updates in bf16 with fp32 master weights (AdamW, TEPO's loss, rollouts
-sampled from the current weights). Every delivery was decoded and is bit for bit what was sent. {thread_count()} threads encode
-and decode.
+sampled from the current weights). Every delivery was decoded and is bit for bit what was sent.
 
 {tables}
 
@@ -251,8 +270,8 @@ each update. An update below half a unit in the last place changes no bit of the
 change at lower learning rates, with larger weights, with fewer updates for each delivery, and once the gradients' signs
 alternate. The models are small, and `random` is untrained; large trained models were not measured.
 
-The same differences in other ways, of the last delivery, each with zstd level 1. Tensors that would not shrink to 60 % are sent
-whole, which this table does not count:
+The last delivery in other ways, each with zstd level 1 and without whole tensors. Then CPU seconds of one thread per GB of
+weights, with the checksums, and those of writing all weights to a file in shared memory (medians of {REPETITIONS}, alternating):
 
 {other}
 

@@ -164,9 +164,8 @@ class Handler(BaseHTTPRequestHandler):
         """Let each rank join its group."""
         from tepo_megatron.weight_sync.broadcast_group import GroupSpec
 
-        first = body["first"]
-        for i, rank in enumerate(Handler.ranks):
-            rank.spec = GroupSpec(**body | {"first": first + i})
+        for rank in Handler.ranks:
+            rank.spec = GroupSpec(**body)
         fault = Handler.behaviour.get("broadcast")
         if fault in ("late", "leaves"):
             self.on_all_ranks(lambda rank: rank.form_only())
@@ -219,14 +218,14 @@ class Rank:
         self.inbox.keep_unchanged(UnchangedTensors(**body))
 
     def join_groups(self) -> None:
-        self.inbox.join_groups(self.spec, self.device)
+        self.inbox.join_groups(self.spec, self.device, self.number)
 
     def form_only(self) -> None:
         """Join, and form the first sender's group without ever broadcasting in it."""
         from tepo_megatron.weight_sync.broadcast_group import form_group, join_store, signal
 
         store = join_store(self.spec)
-        rank = self.spec.first
+        rank = self.spec.first + self.number
         signal(store, self.spec.joining_key(rank))
         with contextlib.suppress(RuntimeError):  # too slow for the deadline: it lives all the same
             self.group = form_group(self.spec, 0, rank, self.device)

@@ -35,16 +35,31 @@ class GroupSpec:
     address: str  # of the trainer's store
     port: int  # of the trainer's store
     name: str  # unique to this spec
-    senders: int  # number of groups
+    senders: int  # number of senders, each of which has `lanes` groups
     ranks: int  # members of each group
-    first: int  # rank of the server's first process in every group
+    first: int  # number of the server's first process among all processes of the servers: its rank in each group, if lanes is 1
     seconds: float  # time limit for a bucket to arrive
     join_seconds: float  # time limit for all groups to be formed
+    lanes: int = 1  # parts into which tensors are cut: each has its own groups, of one process of each server
+    place: int = 0  # rank of the server's processes in their groups, if lanes is not 1
     folder: str = ""  # a store in this folder replaces the TCP store if all members are on one machine
 
-    def at(self, first: int) -> "GroupSpec":
-        """Return the same spec for another server."""
-        return replace(self, first=first)
+    def at(self, first: int, place: int) -> "GroupSpec":
+        """Return the same spec for another server.
+
+        Args:
+            first, place: See the fields.
+        """
+        return replace(self, first=first, place=place)
+
+    def group_of(self, sender: int, lane: int) -> int:
+        """Return the number of the group of a sender and a lane.
+
+        Args:
+            sender: Index of the sender.
+            lane: Part of the tensors that the group carries.
+        """
+        return sender * self.lanes + lane
 
     def joining_key(self, rank: int) -> str:
         """Return the key that a server's rank puts into the store when it begins to form the groups."""

@@ -47,6 +47,7 @@ class Bucket:
     sender: int  # index of the sender and of its group
     contents: tuple[TensorEntry, ...]
     handle: BufferHandle | None = None  # of the shared buffer; None: the bucket is broadcast
+    lane: int = 0  # rank of each server that takes the bucket, if tensors are sliced (`slices.py`)
 
     @property
     def nbytes(self) -> int:
@@ -74,7 +75,7 @@ class Bucket:
         read = json.loads(text)
         contents = tuple(_entry(content) for content in read["contents"])
         handle = None if read["handle"] is None else BufferHandle(**read["handle"])
-        return cls(read["number"], read["sender"], contents, handle)
+        return cls(read["number"], read["sender"], contents, handle, read["lane"])
 
     def tensors(self, row: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, view of the uint8 buffer) of each tensor. Raises ValueError for a damaged one."""
@@ -100,16 +101,41 @@ def pack(
         with_checksums: Whether to compute each tensor's CRC-32. Encoded tensors have one in their encoding.
         encodings: Encodings by name, which may be filled in while the tensors are iterated. None: none is encoded.
     """
-    contents: list[TensorEntry] = []
-    end = 0
+    packer = BucketPacker(row, with_checksums, encodings)
     for name, tensor in tensors:
-        start = _aligned(end, tensor.dtype)
-        end = start + tensor.nbytes
-        row[start:end].view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
-        encoding = encodings.get(name) if encodings else None
-        checksum = crc32(tensor) if with_checksums and encoding is None else None
-        contents.append(TensorEntry(name, tuple(tensor.shape), dtype_name(tensor), checksum, encoding))
-    return tuple(contents)
+        packer.add(name, tensor)
+    return tuple(packer.contents)
+
+
+class BucketPacker:
+    """Copies tensors into a buffer, one after the other; see `pack`.
+
+    Attributes:
+        contents: The tensors so far.
+    """
+
+    def __init__(self, row: Tensor, with_checksums: bool, encodings: Mapping[str, Encoding] | None = None) -> None:
+        """Begin at the start of the buffer.
+
+        Args:
+            row, with_checksums, encodings: See `pack`.
+        """
+        self.contents: list[TensorEntry] = []
+        self._row, self._with_checksums, self._encodings, self._end = row, with_checksums, encodings, 0
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Copy one tensor.
+
+        Args:
+            name: Its name on the wire.
+            tensor: The tensor, on any device.
+        """
+        start = _aligned(self._end, tensor.dtype)
+        self._end = start + tensor.nbytes
+        self._row[start : self._end].view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
+        encoding = self._encodings.get(name) if self._encodings else None
+        checksum = crc32(tensor) if self._with_checksums and encoding is None else None
+        self.contents.append(TensorEntry(name, tuple(tensor.shape), dtype_name(tensor), checksum, encoding))
 
 
 def _places(contents: Sequence[TensorEntry]) -> list[int]:

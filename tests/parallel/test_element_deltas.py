@@ -248,12 +248,15 @@ def test_what_is_damaged_whole_too_ends_the_push_on_every_rank(tmp_path: Path) -
 
 def broadcast_often(rank: int, cfg: Any, folder: Path, faults: dict[int, str]) -> dict[str, Any]:
     """Push versions 1 to 5 over process groups to two servers of two ranks; return what they received."""
+    from tepo_megatron.weight_sync.sync import make_weight_sync
+
     result: dict[str, Any] = {"pushed": [], "wrong": []}
     with contextlib.ExitStack() as stack:
         model, precision = Path(cfg.model.path), cfg.model.precision
         servers = stack.enter_context(fleet(folder, model, servers=2, tp=2, precision=precision)) if rank == 0 else None
         actor = actor_of(cfg)
-        sync = stack.enter_context(sync_of(cfg, servers, actor))
+        parts = actor.bindings, actor.arch, actor.groups, servers
+        sync = stack.enter_context(make_weight_sync(cfg.sync, *parts, server_tp=2))
         plain = Recorder() if rank == 0 else None
         whole = replace(cfg, sync=replace(cfg.sync, delta="none", transport="shm"))
         complete = stack.enter_context(sync_of(whole, plain, actor))
@@ -279,6 +282,9 @@ def broadcast_often(rank: int, cfg: Any, folder: Path, faults: dict[int, str]) -
                 received += got(folder)
                 result["pushed"].append(sync.pushed)
             result["wrong"].append([[n for n in differing(r, plain.received) if n in r] for r in received])
+            result["received"] = received
+            result["whole"] = plain.received
+        result["sent"] = sync.transport.sent_bytes
     return result
 
 

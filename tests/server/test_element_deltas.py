@@ -19,7 +19,11 @@ from tests.server.served import SAMPLING, make_prompts, serve
 from tests.worlds import run_world
 
 pytestmark = pytest.mark.server
-TRANSPORTS = {"shm": ShmTransportConfig(), "group": GroupTransportConfig(type="group", timeout_seconds=20.0)}
+TRANSPORTS = {
+    "shm": ShmTransportConfig(),
+    "group": GroupTransportConfig(type="group", timeout_seconds=20.0),
+    "slices": GroupTransportConfig(type="group", timeout_seconds=20.0, slices=True),
+}
 
 
 def damage_next_round(transport: Any) -> None:
@@ -39,9 +43,11 @@ def damage_next_round(transport: Any) -> None:
     transport.stage = damaged
 
 
-def push_deltas(rank: int, name: str, transport: str, folder: Path) -> dict[str, Any]:
+def push_deltas(rank: int, name: str, transport: str, tp: int, folder: Path) -> dict[str, Any]:
+    from tepo_megatron.weight_sync.sync import make_weight_sync
+
     prompts = make_prompts(4, seed=3)
-    with serve(name, folder) as served:
+    with serve(name, folder, tp=tp) as served:
 
         def state() -> tuple[Any, Any]:
             engine = served.engine
@@ -53,7 +59,7 @@ def push_deltas(rank: int, name: str, transport: str, folder: Path) -> dict[str,
         sync = replace(cfg.sync, delta="elements", transport=TRANSPORTS[transport], bucket_mib=1, verify_every=3)
         cfg = replace(cfg, sync=sync)
         actor = actor_of(cfg)
-        with sync_of(cfg, served.engine, actor) as deltas:
+        with make_weight_sync(sync, actor.bindings, actor.arch, actor.groups, served.engine, server_tp=tp) as deltas:
             deltas.push(0)
             before, pushed = state(), []
             for version in range(1, 7):
@@ -63,23 +69,26 @@ def push_deltas(rank: int, name: str, transport: str, folder: Path) -> dict[str,
                 deltas.push(version)
                 pushed.append(deltas.pushed)
             after = state()
-        with sync_of(replace(cfg, sync=replace(sync, delta="none")), served.engine, actor) as whole:
+        plain = replace(sync, delta="none", transport=TRANSPORTS["shm"])
+        with sync_of(replace(cfg, sync=plain), served.engine, actor) as whole:
             whole.push(7)
             right = state()
     return {"before": before, "after": after, "right": right, "pushed": pushed}
 
 
 @pytest.mark.parametrize(
-    ("name", "transport"),
+    ("name", "transport", "tp"),
     [
-        ("vllm", "group"),
-        ("sglang", "shm"),
-        pytest.param("vllm", "shm", marks=pytest.mark.full),
-        pytest.param("sglang", "group", marks=pytest.mark.full),
+        ("vllm", "group", 1),
+        ("sglang", "shm", 1),
+        pytest.param("vllm", "shm", 1, marks=pytest.mark.full),
+        pytest.param("sglang", "group", 1, marks=pytest.mark.full),
+        pytest.param("vllm", "slices", 2, marks=pytest.mark.full),
+        pytest.param("sglang", "slices", 2, marks=pytest.mark.full),
     ],
 )
-def test_many_deltas_serve_what_whole_weights_serve(name: str, transport: str, tmp_path: Path) -> None:
-    run = run_world(1, push_deltas, name, transport, tmp_path, timeout=400)[0]
+def test_many_deltas_serve_what_whole_weights_serve(name: str, transport: str, tp: int, tmp_path: Path) -> None:
+    run = run_world(1, push_deltas, name, transport, tp, tmp_path, timeout=400)[0]
     (checksums, samples), (right_checksums, right_samples) = run["after"], run["right"]
     assert checksums == right_checksums and samples == right_samples
     assert checksums != run["before"][0] and samples != run["before"][1]

@@ -9,8 +9,6 @@ whole.
 """
 
 import logging
-import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -18,18 +16,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from tepo_megatron.weight_sync.broadcast_group import (
-    BroadcastGroup,
-    BrokenGroup,
-    GroupSpec,
-    UnchangedTensors,
-    join_store,
-    signal,
-)
+from tepo_megatron.weight_sync.broadcast_group import BrokenGroup, GroupSpec, UnchangedTensors
 from tepo_megatron.weight_sync.bucket_format import Bucket
 from tepo_megatron.weight_sync.element_deltas import Encoding, RefusedDelta
 from tepo_megatron.weight_sync.ipc import open_buffer
 from tepo_megatron.weight_sync.receiver.base_tensors import BaseTensors
+from tepo_megatron.weight_sync.receiver.membership import Membership
 from tepo_megatron.weight_sync.receiver.weight_files import (
     UpdateTracker,
     check_files,
@@ -37,6 +29,7 @@ from tepo_megatron.weight_sync.receiver.weight_files import (
     report_refused,
     tensors,
 )
+from tepo_megatron.weight_sync.slices import TensorSlice, refuse_gaps
 
 logger = logging.getLogger(__name__)
 _CPU = torch.device("cpu")
@@ -55,6 +48,7 @@ class RankReceiver:
         self.in_trainer_memory = False
         self._update: UpdateTracker | None = None
         self._next = 0  # number of the next round
+        self._slices_fit = False  # whether the engine is known to divide tensors as they are sliced
         self._encoded = False  # whether the current update brought encoded tensors
         self.bases = BaseTensors()
         # Versions of the model now, before the current update, and after it. None where an update did not state its version
@@ -97,20 +91,22 @@ class RankReceiver:
         assert self._update is not None, "the update has to begin first"
         return self._update.unchanged
 
-    def join_groups(self, spec: GroupSpec, device: torch.device) -> None:
+    def join_groups(self, spec: GroupSpec, device: torch.device, local_rank: int | None = None) -> None:
         """Leave the old process groups and begin to form new ones.
 
         A thread forms them, so that the server answers health requests meanwhile. Errors are only logged: the trainer notices
         that the report of this rank is missing in its store.
 
         Args:
-            spec: Where the groups are formed. The rank here is `spec.first` plus the rank in the server's default group.
+            spec: Where the groups are formed.
             device: Device of the groups' tensors.
+            local_rank: Rank of this process in its server. None: that in its default group.
         """
         self.leave()
         self._device = device
-        rank = spec.first + (dist.get_rank() if dist.is_initialized() else 0)
-        self.membership = Membership(spec, rank, device)
+        if local_rank is None:
+            local_rank = dist.get_rank() if dist.is_initialized() else 0
+        self.membership = Membership(spec, local_rank, device)
         self.membership.start()
 
     def leave(self) -> None:
@@ -137,6 +133,8 @@ class RankReceiver:
         """
         assert self._update is not None, "the update has to begin first"
         buckets = [Bucket.from_json(source) for source in sources if source.startswith("{")]
+        lane = self.membership.lane if self.membership is not None else 0
+        buckets = [bucket for bucket in buckets if bucket.lane == lane]
         self.in_trainer_memory = bool(buckets) and buckets[0].handle is not None
         if not buckets:
             return self._take_files(sources)
@@ -155,7 +153,7 @@ class RankReceiver:
         if not self._report(number):
             return None
         self._note(buckets)
-        return (item for bucket, row in zip(buckets, rows, strict=True) for item in bucket.tensors(row))
+        return (_whole(*item) for bucket, row in zip(buckets, rows, strict=True) for item in bucket.tensors(row))
 
     def _take_files(self, paths: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]] | None:
         """Read one round of files; see `take`."""
@@ -194,16 +192,16 @@ class RankReceiver:
         if not accept():
             return None
         self._check_order(number)
-        self._update.add([(name, list(found.tensor.shape)) for name, found in decoded.items()])
+        self._update.add([_shape(key, tuple(found.tensor.shape)) for key, found in decoded.items()])
         self._next, self._encoded = number + 1, True
         self.bases.keep(decoded)
-        return ((name, found.tensor) for name, found in decoded.items())
+        return (_whole(key, found.tensor) for key, found in decoded.items())
 
     def _note(self, buckets: Sequence[Bucket]) -> None:
         """Note that the tensors of this round were given. Raises ValueError; see `take`."""
         assert self._update is not None
         self._check_order(buckets[0].number)
-        self._update.add([(c.name, list(c.shape)) for bucket in buckets for c in bucket.contents])
+        self._update.add([_shape(c.name, c.shape) for bucket in buckets for c in bucket.contents])
         self._next += 1
 
     def _check_order(self, number: int) -> None:
@@ -227,6 +225,12 @@ class RankReceiver:
         self._version = self._coming
         if not self._encoded and self._update.has_given:
             self.bases.clear()
+
+    def check_slices(self, model: torch.nn.Module) -> None:
+        """Check after the first update in slices that they filled the model. Raises ValueError; see `refuse_gaps`."""
+        if self.membership is not None and self.membership.sliced and not self._slices_fit:
+            refuse_gaps(model)
+            self._slices_fit = True
 
     def _receive(self, buckets: Sequence[Bucket]) -> list[torch.Tensor] | None:
         """Receive the buckets' rows of bytes (uint8), in the order that all ranks of the server follow.
@@ -266,75 +270,17 @@ class RankReceiver:
         return True
 
 
+def _shape(key: str, shape: tuple[int, ...]) -> tuple[str, list[int]]:
+    place = TensorSlice.of_key(key)
+    return place.name, place.whole_shape(shape)
+
+
+def _whole(key: str, tensor: torch.Tensor) -> tuple[str, torch.Tensor]:
+    place = TensorSlice.of_key(key)
+    return place.name, place.embedded(tensor)
+
+
 def _encoded(buckets: Sequence[Bucket], rows: Sequence[torch.Tensor]) -> Iterator[tuple[str, torch.Tensor, Encoding]]:
     for bucket, row in zip(buckets, rows, strict=True):
         for name, sent in bucket.tensors(row):
             yield name, sent, bucket.encodings[name]
-
-
-class Membership:
-    """Membership of one process in the groups of a spec, one group for each sender. A thread forms the groups.
-
-    Args:
-        spec: Where the groups are formed.
-        rank: Rank of this process in each group.
-        device: Device of the groups' tensors.
-
-    Attributes:
-        groups: One group per sender; complete once `joined` is set.
-        joined: Set while this process is in all groups.
-    """
-
-    def __init__(self, spec: GroupSpec, rank: int, device: torch.device) -> None:
-        self.groups: list[BroadcastGroup] = []
-        self.joined = threading.Event()
-        self._left, self._closing = threading.Event(), threading.Lock()
-        self._spec, self._rank, self._device = spec, rank, device
-        self._store: dist.Store | None = None
-
-    def start(self) -> None:
-        """Begin to form the groups, in a thread."""
-        threading.Thread(target=self._form, name="join groups", daemon=True).start()
-
-    def _form(self) -> None:
-        until = time.monotonic() + self._spec.join_seconds
-        try:
-            self._store = join_store(self._spec)
-            signal(self._store, self._spec.joining_key(self._rank))
-            for sender in range(self._spec.senders):
-                group = BroadcastGroup.form(self._spec, sender, self._rank, self._device, until, self._is_wanted)
-                self.groups.append(group)
-            self.joined.set()
-            signal(self._store, self._spec.joined_key(self._rank))
-        except (BrokenGroup, RuntimeError) as e:
-            logger.warning("tepo: could not join %s: %s", self._spec.name, e)
-            self._left.set()
-        if self._left.is_set():
-            self._close()
-
-    def _is_wanted(self) -> bool:
-        assert self._store is not None
-        return not self._left.is_set() and not self._store.check([self._spec.cancelled_key()])
-
-    def report(self, number: int, refused: bool = False) -> None:
-        """Report to rank 0 of the trainer, through the store, that a round arrived. Raises BrokenGroup.
-
-        Args:
-            number: Number of the round.
-            refused: Whether it arrived and cannot be decoded.
-        """
-        assert self._store is not None
-        key = self._spec.refused_key if refused else self._spec.arrived_key
-        signal(self._store, key(number, self._rank))
-
-    def leave(self) -> None:
-        """Leave the groups, or give up forming them."""
-        self._left.set()
-        if self.joined.is_set():
-            self._close()
-
-    def _close(self) -> None:
-        with self._closing:
-            self.joined.clear()
-            while self.groups:
-                self.groups.pop().close()
