@@ -271,7 +271,7 @@ change at lower learning rates, with larger weights, with fewer updates for each
 alternate. The models are small, and `random` is untrained; large trained models were not measured.
 
 The last delivery in other ways, each with zstd level 1 and without whole tensors. Then CPU seconds of one thread per GB of
-weights, with the checksums, and those of writing all weights to a file in shared memory (medians of {REPETITIONS}, alternating):
+weights, with the checksums, and those of writing all weights to a file in shared memory (medians of {REPETITIONS}):
 
 {other}
 

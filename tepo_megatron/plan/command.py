@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from tepo_megatron.config import Config
+from tepo_megatron.config import Config, GroupTransportConfig
 from tepo_megatron.errors import ConfigError
 from tepo_megatron.ops.alignment import Alignment
 from tepo_megatron.plan.activations import ON_CPU, PlannedKernels
@@ -115,7 +115,8 @@ def plan(predictor: Predictor, request: PlanRequest, tell: Callable[[str], None]
         for name, size in host_bytes(cfg, predictor.model).items():
             tell(f"  of a machine's memory: {size / GIB:.1f} GiB, {name}")
     family, tp, server_tp = predictor.model.family, cfg.parallel.tp, cfg.rollout.server.tp
-    traffic = weight_traffic(family.rows, predictor.model.arch, tp, server_tp, predictor.model.element)
+    slices = isinstance(cfg.sync.transport, GroupTransportConfig) and cfg.sync.transport.slices
+    traffic = weight_traffic(family.rows, predictor.model.arch, tp, server_tp, predictor.model.element, slices)
     tell("\n" + "\n".join(traffic_lines(traffic, cfg.sync)))
     if given.step is not None:
         tell("\n" + "\n".join(time_lines(given.step, predictor.machine.assumed.error)))

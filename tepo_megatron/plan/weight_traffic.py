@@ -12,7 +12,9 @@ from tepo_megatron.config import ParallelConfig, SyncConfig
 from tepo_megatron.plan import parameters
 from tepo_megatron.plan.gpus import GIB
 from tepo_megatron.weights.families import WeightMapping
-from tepo_megatron.weights.ops import Architecture, FusedQKV, Replicated
+from tepo_megatron.weights.ops import Architecture, FusedQKV, Replicated, Vocabulary
+
+_VOCABULARY_MULTIPLE = 64  # engines pad other vocabularies, which are sent whole
 
 
 @dataclass(frozen=True)
@@ -33,8 +35,10 @@ class WeightTraffic:
     held: float
 
 
-def weight_traffic(rows: tuple[WeightMapping, ...], arch: Architecture, tp: int, server_tp: int, element: int) -> WeightTraffic:
-    """Return the bytes of a delivery; all transports send whole tensors, so they are the same for each of them.
+def weight_traffic(
+    rows: tuple[WeightMapping, ...], arch: Architecture, tp: int, server_tp: int, element: int, slices: bool = False
+) -> WeightTraffic:
+    """Return the bytes of a delivery, which are the same for all transports that send whole tensors.
 
     Args:
         rows: Rows of the model's family.
@@ -42,14 +46,16 @@ def weight_traffic(rows: tuple[WeightMapping, ...], arch: Architecture, tp: int,
         tp: Tensor-parallel ranks of the trainer.
         server_tp: Tensor-parallel ranks of a server.
         element: Bytes of a weight.
+        slices: Value of `sync.transport.slices`.
     """
-    whole = gathered = held = 0.0
+    whole = gathered = arriving = held = 0.0
     for row, elements in _tensors(rows, arch):
         size = elements * element
         whole += size
         gathered += 0 if isinstance(row.op, Replicated) else size * (tp - 1) / tp
+        arriving += size * (_sliced_share(row, arch, server_tp) if slices else 1)
         held += size * _held_share(row, arch, server_tp)
-    return WeightTraffic(whole, gathered, whole, held)
+    return WeightTraffic(whole, gathered, arriving, held)
 
 
 def _tensors(rows: tuple[WeightMapping, ...], arch: Architecture) -> Iterator[tuple[WeightMapping, int]]:
@@ -73,6 +79,16 @@ def _held_share(row: WeightMapping, arch: Architecture, server_tp: int) -> float
     return 1 / server_tp
 
 
+def _sliced_share(row: WeightMapping, arch: Architecture, server_tp: int) -> float:
+    """Return the share of a parameter that each rank of a server is sent with slices (`weight_sync/buckets.py: slice_dims`)."""
+    if isinstance(row.op, FusedQKV) and arch.num_query_groups % server_tp:
+        heads, groups = arch.num_heads, arch.num_query_groups
+        return (heads / server_tp + 2 * groups) / (heads + 2 * groups)
+    if isinstance(row.op, Vocabulary) and arch.vocab_size % _VOCABULARY_MULTIPLE:
+        return 1.0
+    return _held_share(row, arch, server_tp)
+
+
 def traffic_lines(traffic: WeightTraffic, sync: SyncConfig) -> Iterator[str]:
     """Yield the lines of `tepo plan`.
 
@@ -90,4 +106,4 @@ def traffic_lines(traffic: WeightTraffic, sync: SyncConfig) -> Iterator[str]:
     ):
         yield f"  {name}".ljust(52) + f"{size / GIB:10.2f}, at best {best / GIB:.2f}"
     if sync.delta == "elements":
-        yield "  kept in host memory by each process of a server".ljust(52) + f"{traffic.whole / GIB:10.2f}"
+        yield "  kept in host memory by each process of a server".ljust(52) + f"{traffic.arriving / GIB:10.2f}"

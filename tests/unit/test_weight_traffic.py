@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 from tepo_megatron.config import SyncConfig
 from tepo_megatron.plan.models import read_model
 from tepo_megatron.plan.weight_traffic import traffic_lines, weight_traffic
+from tests.parallel import cases
 from tests.parallel.test_weights import tiny_moe
 from tests.tiny import tiny_qwen3
 
@@ -29,7 +30,7 @@ def test_the_bytes_of_a_delivery(tmp_path: Path, experts: bool, tp: int, server_
     if experts:
         tiny_moe(tmp_path)
     else:
-        tiny_qwen3(tmp_path, layers=2)
+        tiny_qwen3(tmp_path, layers=2, vocab_size=cases.VOCAB)  # no multiple of 64
     model = AutoModelForCausalLM.from_pretrained(tmp_path)
     sizes = {}
     for name, tensor in model.named_parameters():
@@ -39,6 +40,12 @@ def test_the_bytes_of_a_delivery(tmp_path: Path, experts: bool, tp: int, server_
     found = weight_traffic(family.rows, arch, tp, server_tp, element=2)
     assert found.whole == found.arriving == sum(sizes.values())
     assert found.held == pytest.approx(sum(held_of(name, size, server_tp) for name, size in sizes.items()))
+    sliced = weight_traffic(family.rows, arch, tp, server_tp, element=2, slices=True)
+    assert sliced.held == found.held
+    whole = [n for n in sizes if "embed" in n or "lm_head" in n or (GROUPS % server_tp and ("k_proj" in n or "v_proj" in n))]
+    assert sliced.arriving == pytest.approx(
+        sum(size if name in whole else held_of(name, size, server_tp) for name, size in sizes.items())
+    )
     replicated = sum(size for name, size in sizes.items() if "norm" in name or ".gate." in name)
     assert found.gathered == pytest.approx((found.whole - replicated) * (tp - 1) / tp)
 
