@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from tepo_megatron.actor.actor import Actor
 from tepo_megatron.actor.recorder import TokenRecorder
 from tepo_megatron.checkpoint.checkpoints import Checkpoints
-from tepo_megatron.config import Config, ParallelConfig, SyncConfig
+from tepo_megatron.config import Config, ParallelConfig, RolloutConfig, SyncConfig
 from tepo_megatron.config.io import plain
 from tepo_megatron.controller.batch_memory import BatchHeader
 from tepo_megatron.controller.batch_receiver import BatchReceiver
@@ -110,7 +110,7 @@ def _train(cfg: Config, groups: parallel.ParallelDims, driver: Driver) -> int | 
     evaluation = cfg.evaluation if cfg.data.eval is not None or cfg.evaluation.benchmarks else None
     with (
         Checkpoints.open(cfg.run_dir / "checkpoints", cfg.checkpoint, groups) as checkpoints,
-        _open_sync(cfg.sync, cfg.rollout.replay is not None, groups, actor, _serving_engine(driver, groups)) as sync,
+        _open_sync(cfg.sync, cfg.rollout, groups, actor, _serving_engine(driver, groups)) as sync,
     ):
         first, lacks_evaluation = _resume(checkpoints, actor, driver) if cfg.resume else (0, True)
         gate = WeightsGate(cfg.rollout, cfg.training, cfg.sync, actor, groups)
@@ -122,7 +122,7 @@ def _train(cfg: Config, groups: parallel.ParallelDims, driver: Driver) -> int | 
             *(cfg.rollout, evaluation, cfg.training.steps, driver, sync, gate, placement, memory, batches, groups),
             trained=first,
         )
-        loop = _Loop(cfg, actor, objective, driver, checkpoints, schedule, gate, memory, saved=first)
+        loop = _Loop(cfg, actor, objective, driver, checkpoints, schedule, sync, gate, memory, saved=first)
         try:
             schedule.publish_first_weights()
             if lacks_evaluation:
@@ -152,6 +152,7 @@ class _Loop:
     driver: Driver
     checkpoints: Checkpoints
     schedule: Schedule
+    sync: WeightSync | NoSync
     gate: WeightsGate
     memory: MemoryReport
     saved: int
@@ -172,6 +173,7 @@ class _Loop:
             given = itertools.chain([first], parts), step, actor, self.objective, training, log, clock, self.gate
             learn(*given, measures_noise=noise, recorder=recorder)
             schedule.publish_weights(step, clock)
+            log.note(self.sync.metrics())
             log.memory(self.memory.values())
             driver.log_step(step, log, clock)
             schedule.evaluate_if_due(step)
@@ -237,10 +239,12 @@ def _serving_engine(driver: Driver, groups: parallel.ParallelDims) -> WeightRece
 
 
 def _open_sync(
-    cfg: SyncConfig, replays: bool, groups: parallel.ParallelDims, actor: Actor, engine: WeightReceiver | None
+    cfg: SyncConfig, rollout: RolloutConfig, groups: parallel.ParallelDims, actor: Actor, engine: WeightReceiver | None
 ) -> WeightSync | NoSync:
     """Return the sync that delivers the actor's weights; one that does nothing if rollouts are replayed."""
-    return NoSync() if replays else make_weight_sync(cfg, actor.bindings, actor.arch, groups, engine)
+    if rollout.replay is not None:
+        return NoSync()
+    return make_weight_sync(cfg, actor.bindings, actor.arch, groups, engine, rollout.server.tp)
 
 
 def _is_due(step: int, every: int) -> bool:

@@ -26,7 +26,7 @@ from tepo_megatron.config import RolloutConfig, SyncConfig, TrainingConfig
 from tepo_megatron.distributed.parallel import ParallelDims
 from tepo_megatron.errors import SyncError
 from tepo_megatron.types import Rollout, TrainBatch
-from tepo_megatron.weight_sync.sync import allowed_difference, check_mismatch
+from tepo_megatron.weight_sync.mismatch import allowed_difference, check_mismatch
 
 Source = tuple[int, str]  # (version, name of the server or "" if unknown)
 

@@ -25,6 +25,7 @@ KEYS = (
     "gate/logprob_diff_mean", "gate/logprob_diff_worst", "gate/compared_share",
     "rollout/response_tokens_mean", "rollout/truncated", "rollout/staleness", "rollout/mixed_versions",
     "rollout/sampled_groups", "rollout/kept_groups", "rollout/stale_groups", "rollout/server_restarts",
+    "sync/bytes_sent", "sync/bytes_full", "sync/refused_rounds",
     "packing/computed_tokens", "packing/shared_share", "packing/padding_share", "packing/balance", "packing/bubble_share",
     "packing/microbatches",
     *(f"grading/{status}" for status in STATUSES),

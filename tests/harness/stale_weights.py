@@ -34,7 +34,7 @@ from tepo_megatron.platform import activate
 from tepo_megatron.rollout import record
 from tepo_megatron.train import train
 from tepo_megatron.utils.quiet import quiet_upstream
-from tepo_megatron.weight_sync.sync import allowed_difference
+from tepo_megatron.weight_sync.mismatch import allowed_difference
 from tests.harness import experts
 from tests.harness.faulty_engine import FAULTS, FAULTS_OF_EXPERTS, Fault, FaultyEngine, tokens_of
 from tests.parallel import resume_worlds as w
@@ -71,6 +71,9 @@ WAYS: dict[str, dict[str, Any]] = {
     },
     "delta": {"sync": {"delta": True}},
     "delta, ahead": {"rollout": {"max_staleness": 1}, "sync": {"delta": True}},
+    "elements": {"sync": {"delta": "elements"}},
+    "elements, group, ahead": {"rollout": {"max_staleness": 1}, "sync": {"delta": "elements", "transport": "group"}},
+    "elements, colocated": {"rollout": {"colocate": True}, "sync": {"delta": "elements"}},
     "ipc": {"sync": {"transport": "ipc"}},
     "ipc, delta, colocated": {"rollout": {"colocate": True}, "sync": {"transport": "ipc", "delta": True}},
     "function": {"rollout": {"function": FUNCTION}},

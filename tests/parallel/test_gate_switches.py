@@ -39,7 +39,7 @@ SWITCHES: dict[str, dict[str, Tree]] = {
     },
     "transport": {
         "shm": {}, "group": {"sync": {"transport": "group"}}, "ipc": {"sync": {"transport": "ipc"}},
-        "delta": {"sync": {"delta": True}},
+        "delta": {"sync": {"delta": "layers"}}, "elements": {"sync": {"delta": "elements"}},
     },
     "source": {
         "engine": {}, "replay": {"rollout": {"replay": "rollouts"}}, "only": {"rollout": {"only": True}},
