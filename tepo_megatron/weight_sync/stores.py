@@ -76,7 +76,7 @@ class StoredTransport:
         return started and self._encodes and any(self._plan.from_all(self._is_refused()))
 
     def finish(self) -> None:
-        """Begin to name files anew: all sources are released. See `WeightTransport.finish`."""
+        """Forget the names of files: all sources are released. See `WeightTransport.finish`."""
         self._named.clear()
 
     def file_name(self, version: int, number: int, owner: str) -> str:
