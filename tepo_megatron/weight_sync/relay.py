@@ -114,7 +114,7 @@ class RelayTransport(stores.StoredTransport):
         """
         self._remove(before=number - 1)
         own = self._row("own", self._plan.largest)
-        name = f"v{version}-{number:05d}-{self._owner}.safetensors"
+        name = self.file_name(version, number, self._owner)
         mine: Bucket | None = None
         with self._plan.raise_on_all_ranks() as replies:
             if contents := pack(tensors, own, checked, encodings):
@@ -142,7 +142,6 @@ class RelayTransport(stores.StoredTransport):
         self._written.append((bucket.number, self.folder / name))
         try:
             there = {name: stores.on_host(tensor) for name, tensor in bucket.tensors(row)}
-            (self.folder / name).unlink(missing_ok=True)  # a server may still map the round that it refused
             encoded = stores.encoded_header(bucket.number, bucket.encodings)
             stores.write_file(there, self.folder / name, {} if encoded else bucket.checksums, encoded=encoded)
         except ValueError as e:
@@ -183,6 +182,7 @@ class RelayTransport(stores.StoredTransport):
     def abort(self) -> None:
         """Delete this rank's files and free its buffers."""
         self._loading = None
+        self._named.clear()
         self._remove()
         self._rows = {}
 

@@ -50,6 +50,7 @@ class StoredTransport:
         self._plan, self._receiver = plan, receiver
         self._encodes = cfg.delta == "elements"
         self._started = False  # whether a round is in flight
+        self._named: collections.Counter[str] = collections.Counter()  # names of files that this update has given
         self._loading: Pending | None = None
         self._sources: Sequence[Source] = ()
 
@@ -75,7 +76,21 @@ class StoredTransport:
         return started and self._encodes and any(self._plan.from_all(self._is_refused()))
 
     def finish(self) -> None:
-        """Do nothing: all sources are released. See `WeightTransport.finish`."""
+        """Forget the names of files: all sources are released. See `WeightTransport.finish`."""
+        self._named.clear()
+
+    def file_name(self, version: int, number: int, owner: str) -> str:
+        """Return a name for a round's file; a round that is staged again gets another one, as file systems cache old files.
+
+        Args:
+            version: The version of the weights.
+            number: Number of the round.
+            owner: Name of the sending rank.
+        """
+        name = f"v{version}-{number:05d}-{owner}"
+        self._named[name] += 1
+        again = self._named[name] - 1
+        return f"{name}{f'-again{again}' if again else ''}.safetensors"
 
     def _release(self, sources: Sequence[Source]) -> None:
         """Release sources that the engine has read. Called on rank 0 only."""
@@ -127,7 +142,7 @@ class FileTransport(StoredTransport):
             there = self._staging.copy(tensors)
         if not there:
             return None
-        path = self.folder / f"v{version}-{number:05d}-{self._owner}.safetensors"
+        path = self.folder / self.file_name(version, number, self._owner)
         checksums = {name: crc32(t) for name, t in there.items()} if checked and not encodings else {}
         write_file(there, path, checksums, for_others=self._for_others, encoded=encoded_header(number, encodings))
         if encodings:
@@ -146,6 +161,7 @@ class FileTransport(StoredTransport):
     def abort(self) -> None:
         """Delete the files that are left; only the rank that made the folder does."""
         self._loading = None
+        self._named.clear()
         if self._owned is not None:
             for file in self.folder.iterdir():
                 file.unlink()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,8 @@ from tests.parallel import cases
 from tests.parallel.test_element_deltas import change
 from tests.parallel.test_weights import actor_of, sync_of
 from tests.server.served import SAMPLING, make_prompts, serve
+from tests.server.test_delta import tiny_moe
+from tests.tiny import tiny_qwen3
 from tests.worlds import run_world
 
 pytestmark = pytest.mark.server
@@ -43,11 +45,11 @@ def damage_next_round(transport: Any) -> None:
     transport.stage = damaged
 
 
-def push_deltas(rank: int, name: str, transport: str, tp: int, folder: Path) -> dict[str, Any]:
+def push_deltas(rank: int, name: str, transport: str, tp: int, make: Callable[[Path], Any], folder: Path) -> dict[str, Any]:
     from tepo_megatron.weight_sync.sync import make_weight_sync
 
     prompts = make_prompts(4, seed=3)
-    with serve(name, folder, tp=tp) as served:
+    with serve(name, folder, make=make, tp=tp) as served:
 
         def state() -> tuple[Any, Any]:
             engine = served.engine
@@ -77,18 +79,21 @@ def push_deltas(rank: int, name: str, transport: str, tp: int, folder: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("name", "transport", "tp"),
+    ("name", "transport", "tp", "make"),
     [
-        ("vllm", "group", 1),
-        ("sglang", "shm", 1),
-        pytest.param("vllm", "shm", 1, marks=pytest.mark.full),
-        pytest.param("sglang", "group", 1, marks=pytest.mark.full),
-        pytest.param("vllm", "slices", 2, marks=pytest.mark.full),
-        pytest.param("sglang", "slices", 2, marks=pytest.mark.full),
+        ("vllm", "group", 1, tiny_qwen3),
+        ("sglang", "shm", 1, tiny_qwen3),
+        pytest.param("vllm", "shm", 1, tiny_qwen3, marks=pytest.mark.full),
+        pytest.param("sglang", "group", 1, tiny_qwen3, marks=pytest.mark.full),
+        pytest.param("vllm", "slices", 2, tiny_qwen3, marks=pytest.mark.full),
+        pytest.param("sglang", "slices", 2, tiny_qwen3, marks=pytest.mark.full),
+        pytest.param("vllm", "slices", 2, tiny_moe, marks=pytest.mark.full),
     ],
 )
-def test_many_deltas_serve_what_whole_weights_serve(name: str, transport: str, tp: int, tmp_path: Path) -> None:
-    run = run_world(1, push_deltas, name, transport, tp, tmp_path, timeout=400)[0]
+def test_many_deltas_serve_what_whole_weights_serve(
+    name: str, transport: str, tp: int, make: Callable[[Path], Any], tmp_path: Path
+) -> None:
+    run = run_world(1, push_deltas, name, transport, tp, make, tmp_path, timeout=400)[0]
     (checksums, samples), (right_checksums, right_samples) = run["after"], run["right"]
     assert checksums == right_checksums and samples == right_samples
     assert checksums != run["before"][0] and samples != run["before"][1]
