@@ -19,8 +19,10 @@ from tepo_megatron.controller.driver import Driver, ServiceDriver
 from tepo_megatron.controller.gate import WeightsGate
 from tepo_megatron.controller.memory_report import MemoryReport
 from tepo_megatron.controller.placement import Colocated, Disaggregated
+from tepo_megatron.controller.resume import starting_point
 from tepo_megatron.controller.schedule import Schedule, StopRequested
-from tepo_megatron.controller.service_client import ServiceClient, start_service
+from tepo_megatron.controller.service_client import ServiceClient
+from tepo_megatron.controller.service_start import start_service
 from tepo_megatron.controller.step_log import StepLog
 from tepo_megatron.distributed import parallel
 from tepo_megatron.distributed.objects import broadcast_result
@@ -34,6 +36,7 @@ from tepo_megatron.observability.timing import Clock
 from tepo_megatron.platform import Platform
 from tepo_megatron.types import Rollout, TrainBatch
 from tepo_megatron.utils.seeding import derive_seed
+from tepo_megatron.utils.supervisor import supervisor
 from tepo_megatron.weight_sync.sync import NoSync, WeightSync, check_one_host, make_weight_sync
 from tepo_megatron.weight_sync.transport import WeightReceiver
 
@@ -60,7 +63,9 @@ def train(
     """
     check_one_host(cfg.sync, servers_with_ranks=cfg.rollout.colocate and cfg.rollout.server.rendezvous_folder is not None)
     is_main = os.environ.get("RANK", "0") == "0"
-    with start_service(cfg.parallel.heartbeat_timeout, make_engine) if is_main else contextlib.nullcontext() as service:
+    kept_by = supervisor() if cfg.restarts_ranks else None
+    given = cfg.parallel.heartbeat_timeout, make_engine, kept_by
+    with start_service(*given) if is_main else contextlib.nullcontext() as service:
         groups = parallel.initialize(cfg.parallel, platform, cfg.seed, config=plain(cfg))
         with _watched(cfg.parallel, groups, cfg.run_dir, on_hang):
             driver = _open_driver(cfg, service)
@@ -114,7 +119,7 @@ def _train(cfg: Config, groups: parallel.ParallelDims, driver: Driver) -> int | 
         Checkpoints.open(cfg.run_dir / "checkpoints", cfg.checkpoint, groups) as checkpoints,
         _open_sync(cfg.sync, cfg.rollout.replay is not None, groups, actor, _serving_engine(driver, groups)) as sync,
     ):
-        first, lacks_evaluation = _resume(checkpoints, actor, driver) if cfg.resume else (0, True)
+        first, lacks_evaluation, kept = starting_point(cfg.resume, checkpoints, actor, driver, groups)
         gate = WeightsGate(cfg.rollout, cfg.training, cfg.sync, actor, groups)
         placement = Colocated(actor, driver.engine, groups) if cfg.rollout.colocate else Disaggregated()
         memory = MemoryReport(groups, driver.engine, enabled=cfg.logging.memory or cfg.rollout.colocate)
@@ -126,6 +131,8 @@ def _train(cfg: Config, groups: parallel.ParallelDims, driver: Driver) -> int | 
         )
         loop = _Loop(cfg, actor, objective, driver, checkpoints, schedule, gate, memory, saved=first)
         try:
+            if kept is not None:
+                schedule.inherit(kept)
             schedule.publish_first_weights()
             if lacks_evaluation:
                 schedule.evaluate(first)
@@ -282,17 +289,6 @@ def _sample(driver: Driver, steps: int) -> None:
         log.receive(header.tokens, Metrics(header.metrics))
         driver.release(header.path)
         driver.log_step(step, log, clock)
-
-
-def _resume(checkpoints: Checkpoints, actor: Actor, driver: Driver) -> tuple[int, bool]:
-    """Restore the newest checkpoint; return its step (0 without a checkpoint) and whether its evaluation has to be made."""
-    if (found := checkpoints.newest()) is None:
-        driver.resume(None)
-        return 0, True
-    state = checkpoints.load(found, actor)
-    actor.noise_floor = state["noise_floor"]
-    driver.resume(state, found.passed_over)
-    return int(state["step"]), state.get("lacks_evaluation", False)
 
 
 def _serving_engine(driver: Driver, groups: parallel.ParallelDims) -> WeightReceiver | None:

@@ -74,6 +74,11 @@ class WeightsGate:
         self._compared: dict[Source, LogprobDifference] = {}  # differences of the current step
         self._step_tokens = 0
         self._newest_too = False  # whether `before_updates` compared the tokens of the newest version
+        self._first = 0  # tokens of versions before it cannot be compared
+
+    def begin_after(self, step: int) -> None:
+        """Leave out tokens of versions before `step`: the ranks that delivered them have failed, and nobody has the weights."""
+        self._first = step
 
     def delivered(self, version: int) -> None:
         """Keep a copy of the actor's weights, delivered to the engine as `version`, as long as its rollouts may be used."""
@@ -109,7 +114,7 @@ class WeightsGate:
         self._newest_too = training.old_logprobs == "rollout" and several
         compared: dict[Source, LogprobDifference] = {}
         for version in sorted({version for r in batch.rollouts for _, (version, _) in pieces(r)}):
-            if version != newest or self._newest_too:
+            if self._first <= version and (version != newest or self._newest_too):
                 part = batch.select(chosen(batch.rollouts, version, self._sync.compared_tokens), update=0)
                 with self._weights_of(version, newest):
                     logprobs_N = self._actor.logprobs(part)

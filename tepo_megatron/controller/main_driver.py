@@ -8,10 +8,11 @@ from tepo_megatron.checkpoint.folder import complete
 from tepo_megatron.config import Config
 from tepo_megatron.config.io import differences, plain, under_new_names
 from tepo_megatron.controller.batch_memory import BatchHeader, BatchMemory
+from tepo_megatron.controller.kept_steps import KeptSteps
 from tepo_megatron.data import PromptStream
 from tepo_megatron.errors import ConfigError
 from tepo_megatron.evaluation.run_evaluations import Evaluations
-from tepo_megatron.inference.engine import RolloutEngine
+from tepo_megatron.inference.engine import ENGINE_PARTS, RolloutEngine
 from tepo_megatron.observability.run_dir import rename_outcome
 from tepo_megatron.observability.sinks import RunLog
 from tepo_megatron.observability.timing import Clock
@@ -24,7 +25,12 @@ from tepo_megatron.utils.storage import writing
 
 
 class MainDriver:
-    """Makes the calls of `driver.Driver`, where they are described, in the process of the rollout service."""
+    """Makes the calls of `driver.Driver`, where they are described, in the process of the rollout service.
+
+    Attributes:
+        kept: The collected steps that may be needed again.
+        reopened: Whether the ranks were restarted.
+    """
 
     def __init__(
         self,
@@ -51,8 +57,8 @@ class MainDriver:
         self._cfg, self._source, self._prompts, self._evaluations, self._log = cfg, source, prompts, evaluations, log
         self._clock, self._seconds_before = Clock(), 0.0
         self._memory = BatchMemory()
+        self.kept, self.reopened = KeptSteps(cfg.run_dir, self._memory, cfg.rollout.max_staleness), False
         self._restarts = 0  # server restarts that are in the metrics already
-        self._positions: dict[int, dict[str, Any]] = {}  # step -> position in the prompt stream after its rollouts
         self._resumed_after: int | None = 0  # step after which this start goes on; None once decisions.jsonl says so
 
     @property
@@ -60,12 +66,19 @@ class MainDriver:
         """The engine; None if rollouts are replayed."""
         return self._engine
 
+    def reopen(self, cfg: Config) -> None:
+        """Go on with ranks that were restarted, perhaps with another mesh."""
+        self._cfg, self.reopened = cfg, True
+
     def sleep_engine(self) -> None:
-        """Wait until the engine serves and put it to sleep."""
+        """Wait until the engine serves and put it to sleep. If ranks were restarted, it may sleep, or half of it."""
         assert self.engine is not None, "the config allows colocation with an engine only"
         waiting = Clock()
         self.engine.wait_ready()
-        self.engine.sleep()
+        if tuple(self.engine.asleep) == ENGINE_PARTS[1:]:
+            self.engine.wake("kv_cache")
+        if not self.engine.asleep:
+            self.engine.sleep()
         self._log.message(f"{self._cfg.rollout.engine} ready after {waiting.total:.0f} s; it sleeps while the actor is built")
 
     def log_message(self, text: str) -> None:
@@ -78,7 +91,8 @@ class MainDriver:
             waiting = Clock()
             self._engine.wait_ready()
             self._log.message(f"actor built; {self._cfg.rollout.engine} ready after {waiting.total:.0f} s more")
-        self._clock = Clock()  # the run's seconds exclude the start
+        if not self.reopened:
+            self._clock = Clock()  # the run's seconds exclude the start
 
     def collect(self, step: int) -> BatchHeader:
         """Sample and grade the rollouts of a step; return the header of the file that they are in."""
@@ -89,12 +103,13 @@ class MainDriver:
             self._resumed_after = None
         rollouts, metrics = self._source.collect(step, clock)
         self.check_in_place()
+        line, position = "", None
         if isinstance(self._source, Collector):
-            decisions.append(self._cfg.run_dir, self._source.decisions.line(step))
+            line = self._source.decisions.line(step)
+            decisions.append(self._cfg.run_dir, line)
             if step == self._cfg.training.steps:
                 self._source.cancel()
-            recent = {s: p for s, p in self._positions.items() if s >= step - 1 - self._cfg.rollout.max_staleness}
-            self._positions = recent | {step: self._source.position()}
+            position = self._source.position()
         self._log_events()
         if self._cfg.rollout.record or self._cfg.rollout.only:
             record.write(self._cfg.run_dir / record.FOLDER, step, rollouts, metrics)
@@ -102,11 +117,13 @@ class MainDriver:
             restarts = self.engine.restarts
             metrics.add("rollout/server_restarts", restarts - self._restarts)
             self._restarts = restarts
-        return self._memory.write(rollouts, metrics.pairs(), clock.seconds)
+        header = self._memory.write(rollouts, metrics.pairs(), clock.seconds)
+        self.kept.add(step, header.path, line, position)
+        return header
 
     def release(self, path: str) -> None:
         """Close the file of a batch that all ranks have read."""
-        self._memory.release(path)
+        self.kept.release_batch(path)
 
     def evaluate(self, step: int) -> None:
         """Record the accuracy of the weights of `step`, if there is anything to evaluate on."""
@@ -147,8 +164,8 @@ class MainDriver:
         return {
             "step": step,
             "policy_version": step,
-            "prompts": self._positions.get(step),  # a resumed run samples the prompts of later steps again
-            "evaluations": self._evaluations.state_dict(),
+            "prompts": self.kept.position(step),  # a resumed run samples the prompts of later steps again
+            "evaluations": self._evaluations.state_dict(step),
             "seconds": self._seconds,
             "config": plain(self._cfg),
         }
@@ -161,21 +178,33 @@ class MainDriver:
         """
         for line in passed_over:
             self._log.message(f"resume: {line}")
-        step = 0
-        if state is None:
+        step = 0 if state is None else state["step"]
+        if self.reopened:
+            self._resume_kept(step)
+        elif state is None:
             self._log.message("resume: no checkpoint yet, so from the start")
         else:
-            self._resumed_after = step = state["step"]
+            self._resumed_after = step
             self._restore(state)
         rename_outcome(self._cfg.run_dir)  # from here on nothing can refuse to resume
         lines = self._log.rewind(step)
-        if self._cfg.rollout.replay is None:
+        if self._cfg.rollout.replay is None and not self.reopened:
             lines += record.set_aside(self._cfg.run_dir / record.FOLDER, after=step)
             if self._cfg.rollout.record:
                 lines += record.faults(self._cfg.run_dir / record.FOLDER, last=step)
-        self._evaluations.forget(after=step)
+        if not self.reopened:
+            self._evaluations.forget(after=step)
         for line in lines:
             self._log.message(f"resume: {line}")
+
+    def _resume_kept(self, step: int) -> None:
+        """Note that the ranks go on after `step`. Prompts, evaluations and batches are beyond it, and stay as they are."""
+        where = f"from the checkpoint of step {step}" if step else "from the start, because there is no checkpoint yet"
+        self._log.message(f"ranks restarted {where}; the rollout service and its servers have gone on")
+        if self._resumed_after is None:
+            decisions.append(self._cfg.run_dir, decisions.start_line(step, plain(self._cfg)))
+        else:
+            self._resumed_after = step
 
     def _restore(self, state: Mapping[str, Any]) -> None:
         step, steps = state["step"], self._cfg.training.steps

@@ -168,6 +168,12 @@ class EngineApi(Protocol):
             sources: See `RankReceiver.take`.
         """
 
+    async def abandon_update(self, send: Send) -> None:
+        """Get out of an update that nobody goes on with, wherever it was. The server's weights are undefined afterwards.
+
+        Raises RequestFailed if it cannot be told.
+        """
+
     async def finish_update(self, send: Send, version: int) -> None:
         """Serve the loaded weights and drop every cache of the old ones.
 

@@ -43,6 +43,7 @@ from tepo_megatron.inference.samples import (
     prompt_seed,
     require_masks,
 )
+from tepo_megatron.inference.servers.client import RequestFailed
 from tepo_megatron.inference.servers.environment import devices, new_file, on_this_machine, without_torchrun
 from tepo_megatron.inference.servers.process import LOOPBACK
 from tepo_megatron.inference.servers.served_model import cache_tokens
@@ -188,6 +189,14 @@ class SglangApi:
             send, sources: See `EngineApi.load`.
         """
         await send("POST", "/update_weights_from_tensor", self._payload(*serialize(sources)))
+
+    async def abandon_update(self, send: Send) -> None:
+        """End the session of updates. SGLang refuses that if there is none."""
+        try:
+            await send("POST", "/end_weight_update", {})
+        except RequestFailed as e:
+            if not e.answered:
+                raise
 
     async def finish_update(self, send: Send, version: int) -> None:
         """Send FINISH as an update without tensors, end the session, and flush the prefix cache. Raises SyncError.

@@ -34,6 +34,7 @@ from tepo_megatron.inference.samples import (
     parsed,
     prompt_seed,
 )
+from tepo_megatron.inference.servers.client import RequestFailed
 from tepo_megatron.inference.servers.environment import devices, on_this_machine, without_torchrun
 from tepo_megatron.inference.servers.process import LOOPBACK
 from tepo_megatron.types import MASK_TIES, Prompt, Rollout, SamplingParams
@@ -52,6 +53,7 @@ MIDDLEWARE = tuple(
 VLLM_LOGPROBS = 20  # most log-probs per token that vLLM returns by default
 CPU_BATCH_TOKENS = 8192  # most prompt tokens in one step
 ONEDNN_KERNELS = "64"  # capacity of oneDNN's cache of compiled kernels on CPU
+_ABANDONED = "abandoned"  # label of weights after an update whose sender is gone
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 
 
@@ -193,6 +195,15 @@ class VllmApi:
             send, sources: See `EngineApi.load`.
         """
         await send("POST", "/update_weights", {"update_info": {"sources": serialize(sources)}})
+
+    async def abandon_update(self, send: Send) -> None:
+        """Tell the plugin, and finish the update. vLLM refuses that if it has ended the update because of an error."""
+        await send("POST", "/init_weight_transfer_engine", {"init_info": {"abandoned": True}})
+        try:
+            await send("POST", "/finish_weight_update", {"weight_version": _ABANDONED})
+        except RequestFailed as e:
+            if not e.answered:
+                raise
 
     async def finish_update(self, send: Send, version: int) -> None:
         """Finish the update and clear the prefix cache, which vLLM does not do by itself. Raises SyncError.

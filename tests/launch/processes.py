@@ -16,7 +16,7 @@ from pathlib import Path
 
 from tepo_megatron.config import CustomTermConfig
 from tepo_megatron.config.io import load_config
-from tepo_megatron.controller.service_client import start_service
+from tepo_megatron.controller.service_start import start_service
 from tepo_megatron.inference.servers.process import ServerProcess
 from tepo_megatron.launcher.ranks import RankProcesses
 from tepo_megatron.rewards.process import GradingWorker

@@ -236,6 +236,10 @@ class Endpoint(ServerConnection):
         """Load the tensors of these sources."""
         await self._updating(lambda send: self.api.load(send, sources))
 
+    async def abandon_update(self) -> None:
+        """Get out of an update whose sender is gone; the server then waits for weights. Raises RequestFailed or RolloutError."""
+        await self._asked(self.api.abandon_update(self._connected().send))
+
     async def finish_update(self) -> None:
         """Finish the update: the server serves the loaded weights, and `version` is the new version."""
         await self._updating(lambda send: self.api.finish_update(send, self._coming))
