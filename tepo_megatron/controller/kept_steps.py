@@ -72,8 +72,6 @@ class KeptSteps:
         Args:
             step: The checkpoint's step.
         """
-        if not self.keeps_batches:
-            return
         self.released_until = max(step, self.released_until)
         for number in [number for number in self._steps if number <= step]:
             self._memory.release(self._steps.pop(number).path)

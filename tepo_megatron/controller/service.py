@@ -124,7 +124,8 @@ class RolloutService:
             self._driver.reopen(cfg)
         else:
             self._driver = stack.enter_context(open_driver(cfg, self._make_engine))
-            self._driver.kept.keeps_batches = self._keeps
+            if self._keeps:
+                self._driver.kept.keeps_batches = True
         self._cfg = cfg
 
     def _make(self, call: Call, stack: contextlib.ExitStack) -> Any:
@@ -172,8 +173,9 @@ class RolloutService:
 
     def _saved(self, step: int) -> None:
         """Release the batches that a complete checkpoint contains."""
-        self._batches = {number: task for number, task in self._batches.items() if number > step}
-        self._started.kept.release_until(step)
+        if self._keeps:
+            self._batches = {number: task for number, task in self._batches.items() if number > step}
+            self._started.kept.release_until(step)
 
     def _finish_sampling(self) -> None:
         """Wait until nothing is sampled for a former rank 0, or what is left needs weights."""
