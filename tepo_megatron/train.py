@@ -36,7 +36,7 @@ from tepo_megatron.observability.timing import Clock
 from tepo_megatron.platform import Platform
 from tepo_megatron.types import Rollout, TrainBatch
 from tepo_megatron.utils.seeding import derive_seed
-from tepo_megatron.utils.supervisor import supervisor
+from tepo_megatron.utils.supervisor import is_restart, supervisor
 from tepo_megatron.weight_sync.sync import NoSync, WeightSync, check_one_host, make_weight_sync
 from tepo_megatron.weight_sync.transport import WeightReceiver
 
@@ -69,12 +69,13 @@ def train(
         groups = parallel.initialize(cfg.parallel, platform, cfg.seed, config=plain(cfg))
         with _watched(cfg.parallel, groups, cfg.run_dir, on_hang):
             driver = _open_driver(cfg, service)
+            resumes = cfg.resume or is_restart() or (service is not None and service.found)
             stopped_at = None
             with LogFile(cfg.run_dir) if is_main else contextlib.nullcontext():  # for the warnings of this process
                 if cfg.rollout.only:
                     _sample(driver, cfg.training.steps)
                 else:
-                    stopped_at = _train(cfg, groups, driver)
+                    stopped_at = _train(cfg, groups, driver, resumes)
     parallel.shutdown()
     if stopped_at is not None and is_main:
         saved = f"the checkpoint of step {stopped_at} is complete" if stopped_at else "no step was complete"
@@ -103,7 +104,7 @@ def _watched(
     )
 
 
-def _train(cfg: Config, groups: parallel.ParallelDims, driver: Driver) -> int | None:
+def _train(cfg: Config, groups: parallel.ParallelDims, driver: Driver, resumes: bool) -> int | None:
     """Train for all steps; then export the model, evaluate it and write the report.
 
     Returns:
@@ -119,7 +120,7 @@ def _train(cfg: Config, groups: parallel.ParallelDims, driver: Driver) -> int | 
         Checkpoints.open(cfg.run_dir / "checkpoints", cfg.checkpoint, groups) as checkpoints,
         _open_sync(cfg.sync, cfg.rollout.replay is not None, groups, actor, _serving_engine(driver, groups)) as sync,
     ):
-        first, lacks_evaluation, kept = starting_point(cfg.resume, checkpoints, actor, driver, groups)
+        first, lacks_evaluation, kept = starting_point(resumes, checkpoints, actor, driver, groups)
         gate = WeightsGate(cfg.rollout, cfg.training, cfg.sync, actor, groups)
         placement = Colocated(actor, driver.engine, groups) if cfg.rollout.colocate else Disaggregated()
         memory = MemoryReport(groups, driver.engine, enabled=cfg.logging.memory or cfg.rollout.colocate)

@@ -12,7 +12,6 @@ from tepo_megatron.controller.messages import KeptRollouts, Waited
 from tepo_megatron.controller.service_client import ServiceClient, ServiceEngine
 from tepo_megatron.controller.step_log import StepLog
 from tepo_megatron.observability.timing import Clock
-from tepo_megatron.utils.supervisor import is_restart
 
 if TYPE_CHECKING:
     from tepo_megatron.checkpoint.saving import SavedCheckpoint
@@ -81,11 +80,6 @@ class Driver:
     def state(self, step: int) -> dict[str, Any]:
         """Return the state of the rollout side that belongs into a checkpoint after `step`, as plain JSON."""
         return {}
-
-    @property
-    def continues(self) -> bool:
-        """Return whether these ranks replace others that failed."""
-        return False
 
     def resume(self, state: Mapping[str, Any] | None, passed_over: Sequence[str] = ()) -> KeptRollouts | None:
         """Restore the state of the rollout side.
@@ -193,10 +187,6 @@ class ServiceDriver(Driver):
     def state(self, step: int) -> dict[str, Any]:
         state: dict[str, Any] = self._client.call("state", step)
         return state
-
-    @property
-    def continues(self) -> bool:
-        return self._client.found or is_restart()
 
     def resume(self, state: Mapping[str, Any] | None, passed_over: Sequence[str] = ()) -> KeptRollouts | None:
         try:

@@ -55,6 +55,7 @@ class MainDriver:
         """
         self._engine, self._sampler_events = engine, sampler_events
         self._cfg, self._source, self._prompts, self._evaluations, self._log = cfg, source, prompts, evaluations, log
+        self._config = plain(cfg)  # of the present ranks
         self._clock, self._seconds_before = Clock(), 0.0
         self._memory = BatchMemory()
         self.kept, self.reopened = KeptSteps(cfg.run_dir, self._memory, cfg.rollout.max_staleness), False
@@ -66,9 +67,9 @@ class MainDriver:
         """The engine; None if rollouts are replayed."""
         return self._engine
 
-    def reopen(self, cfg: Config) -> None:
-        """Go on with ranks that were restarted, perhaps with another mesh."""
-        self._cfg, self.reopened = cfg, True
+    def reopen(self, config: dict[str, Any]) -> None:
+        """Go on with ranks that were restarted, perhaps with another mesh. `config` is theirs, as plain JSON."""
+        self._config, self.reopened = config, True
 
     def sleep_engine(self) -> None:
         """Wait until the engine serves and put it to sleep. If ranks were restarted, it may sleep, or half of it."""
@@ -99,7 +100,7 @@ class MainDriver:
         clock = Clock()
         if self._resumed_after is not None:
             self.check_in_place()
-            decisions.append(self._cfg.run_dir, decisions.start_line(self._resumed_after, plain(self._cfg)))
+            decisions.append(self._cfg.run_dir, decisions.start_line(self._resumed_after, self._config))
             self._resumed_after = None
         rollouts, metrics = self._source.collect(step, clock)
         self.check_in_place()
@@ -167,7 +168,7 @@ class MainDriver:
             "prompts": self.kept.position(step),  # a resumed run samples the prompts of later steps again
             "evaluations": self._evaluations.state_dict(step),
             "seconds": self._seconds,
-            "config": plain(self._cfg),
+            "config": self._config,
         }
 
     def resume(self, state: Mapping[str, Any] | None, passed_over: Sequence[str] = ()) -> None:
@@ -202,7 +203,7 @@ class MainDriver:
         where = f"from the checkpoint of step {step}" if step else "from the start, because there is no checkpoint yet"
         self._log.message(f"ranks restarted {where}; the rollout service and its servers have gone on")
         if self._resumed_after is None:
-            decisions.append(self._cfg.run_dir, decisions.start_line(step, plain(self._cfg)))
+            decisions.append(self._cfg.run_dir, decisions.start_line(step, self._config))
         else:
             self._resumed_after = step
 

@@ -6,7 +6,7 @@ from tepo_megatron.actor.actor import Actor
 from tepo_megatron.checkpoint.checkpoints import Checkpoints
 from tepo_megatron.controller.driver import Driver
 from tepo_megatron.controller.messages import KeptRollouts
-from tepo_megatron.distributed.objects import broadcast_result
+from tepo_megatron.distributed.objects import broadcast_object, broadcast_result
 from tepo_megatron.distributed.parallel import ParallelDims
 
 
@@ -30,13 +30,13 @@ def starting_point(resumes: bool, checkpoints: Checkpoints, actor: Actor, driver
     Collectives: one broadcast over the host group, and if the run is resumed, another one and those of the checkpoint.
 
     Args:
-        resumes: Whether `resume` is set.
+        resumes: Whether the run goes on; rank 0's counts.
         checkpoints: The checkpoints of the run.
         actor: Receives the state.
         driver: This rank's driver, which restores the state of the rollout side.
         groups: The mesh of this run.
     """
-    if not broadcast_result(lambda: resumes or driver.continues, groups.host):
+    if not broadcast_object(resumes, groups.host):
         return StartingPoint(0, lacks_evaluation=True, kept=None)
     found = checkpoints.newest()
     state = None if found is None else checkpoints.load(found, actor)

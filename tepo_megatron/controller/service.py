@@ -31,6 +31,7 @@ from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 from tepo_megatron.config import Config
+from tepo_megatron.config.io import plain
 from tepo_megatron.controller.main_driver import MainDriver
 from tepo_megatron.controller.messages import DESCRIPTOR, LISTENER, Answer, Call, KeptRollouts, Waited
 from tepo_megatron.controller.opening import EngineFactory, open_driver
@@ -121,7 +122,7 @@ class RolloutService:
 
     def _open(self, stack: contextlib.ExitStack, cfg: Config) -> None:
         if self._driver is not None:
-            self._driver.reopen(cfg)
+            self._driver.reopen(plain(cfg))
         else:
             self._driver = stack.enter_context(open_driver(cfg, self._make_engine))
             if self._keeps:

@@ -21,7 +21,7 @@ from tepo_megatron.config import ServerConfig
 from tepo_megatron.distributed.rendezvous_store import is_loopback
 from tepo_megatron.errors import RolloutError, SyncError
 from tepo_megatron.inference.engine import EnginePart
-from tepo_megatron.inference.engine_api import Exchange, LaunchSpec, Send, ServerInfo, describe, serialize
+from tepo_megatron.inference.engine_api import Exchange, LaunchSpec, Send, ServerInfo, describe, even_if_refused, serialize
 from tepo_megatron.inference.partial import GenerationRequest
 from tepo_megatron.inference.samples import (
     RETURN_EXPERTS,
@@ -34,7 +34,6 @@ from tepo_megatron.inference.samples import (
     parsed,
     prompt_seed,
 )
-from tepo_megatron.inference.servers.client import RequestFailed
 from tepo_megatron.inference.servers.environment import devices, on_this_machine, without_torchrun
 from tepo_megatron.inference.servers.process import LOOPBACK
 from tepo_megatron.types import MASK_TIES, Prompt, Rollout, SamplingParams
@@ -168,8 +167,15 @@ class VllmApi:
         await send("POST", "/pause?mode=abort&clear_cache=false", None)
         await send("POST", "/resume", None)
 
-    async def begin_update(self, send: Send) -> None:
-        """Call vLLM's own update route; our plugin is behind it."""
+    async def begin_update(self, send: Send, broken_off: bool) -> None:
+        """Call vLLM's own update route; our plugin is behind it. An update that was broken off is finished first.
+
+        Args:
+            send, broken_off: See `EngineApi.begin_update`.
+        """
+        if broken_off:
+            await send("POST", "/init_weight_transfer_engine", {"init_info": {"abandoned": True}})
+            await even_if_refused(send("POST", "/finish_weight_update", {"weight_version": _ABANDONED}))
         await send("POST", "/start_weight_update", None)
 
     async def join_groups(self, send: Send, spec: GroupSpec) -> None:
@@ -195,15 +201,6 @@ class VllmApi:
             send, sources: See `EngineApi.load`.
         """
         await send("POST", "/update_weights", {"update_info": {"sources": serialize(sources)}})
-
-    async def abandon_update(self, send: Send) -> None:
-        """Tell the plugin, and finish the update. vLLM refuses that if it has ended the update because of an error."""
-        await send("POST", "/init_weight_transfer_engine", {"init_info": {"abandoned": True}})
-        try:
-            await send("POST", "/finish_weight_update", {"weight_version": _ABANDONED})
-        except RequestFailed as e:
-            if not e.answered:
-                raise
 
     async def finish_update(self, send: Send, version: int) -> None:
         """Finish the update and clear the prefix cache, which vLLM does not do by itself. Raises SyncError.

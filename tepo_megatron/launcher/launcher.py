@@ -20,7 +20,6 @@ from tepo_megatron.launcher.rank_logs import redirect_output
 from tepo_megatron.launcher.ranks import (
     GRACE_SECONDS,
     Lifeline,
-    RankFailure,
     RankProcesses,
     first_failure,
     interrupted_by_signals,
@@ -82,8 +81,13 @@ def launch(cfg: Config, worker: str = "tepo_megatron.launcher.worker", inherit: 
         _service_ends() if cfg.restarts_ranks else contextlib.nullcontext(),
     ):
         while True:
-            kills = MemoryKills()
-            failures = _attempt(cfg, attempt, private.path, worker, inherit, lifeline)
+            kills, folder = MemoryKills(), private.path / f"attempt-{attempt}"
+            config = _write_config(to_yaml(cfg), folder)
+            shared = _environment(cfg.parallel.world_size, cfg.platform, cfg.rollout.server, folder) | {ATTEMPT: str(attempt)}
+            words, count = ["-m", worker, str(config)], cfg.parallel.world_size
+            with RankProcesses(words, count, folder, shared, inherit, lifeline) as ranks:
+                ranks.start()
+                failures = ranks.wait()
             how = policy.allow(failures, kills) if failures else None
             if how is None:
                 break
@@ -98,21 +102,14 @@ def launch(cfg: Config, worker: str = "tepo_megatron.launcher.worker", inherit: 
         raise RanksFailed(first_failure(failures, kills))
 
 
-def _attempt(
-    cfg: Config, number: int, private: Path, worker: str, inherit: Sequence[int], lifeline: Lifeline
-) -> dict[int, RankFailure]:
-    """Start all ranks, and wait for them as `RankProcesses.wait` does. Each attempt is a world of its own."""
-    folder = private / f"attempt-{number}"
+def _write_config(text: str, folder: Path) -> Path:
+    """Write the config into the private folder of an attempt, where its ranks also rendezvous; return its path."""
     config = folder / "config.yaml"
     with writing(config):
         folder.mkdir(mode=0o700)
-        config.write_text(to_yaml(cfg))
+        config.write_text(text)
         (folder / "heartbeats").mkdir()
-    words, count = ["-m", worker, str(config)], cfg.parallel.world_size
-    shared = _environment(count, cfg.platform, cfg.rollout.server, folder) | {ATTEMPT: str(number)}
-    with RankProcesses(words, count, folder, shared, inherit, lifeline) as ranks:
-        ranks.start()
-        return ranks.wait()
+    return config
 
 
 @contextlib.contextmanager

@@ -1,7 +1,8 @@
 """Weight updates of several servers: those that lack a version get it together, and those that fail meanwhile drop out.
 
 A server that dies during an update is restarted and needs the weights afterwards. Servers of an update that was not finished
-are restarted, too, because they may hold a part of it; where its sender was killed, they are first asked to get out of it.
+are restarted, too, because they may hold a part of it. Where its sender was killed, they get all weights again, and are only
+restarted if they cannot get out of it.
 """
 
 import asyncio
@@ -124,11 +125,8 @@ class PoolUpdates:
     async def _abandon(self) -> None:
         if self._updating:  # a refusal may be due to the end of the sender, and the next update shows whether it was
             self._pool.refused = ""
-        alive = self._alive()
-        results = await asyncio.gather(*(m.endpoint.abandon_update() for m, _ in alive), return_exceptions=True)
-        for (member, incarnation), result in zip(alive, results, strict=True):
-            if isinstance(result, Exception):
-                incarnation.end(RolloutError(f"{member.endpoint.name} was given weights half-way ({result})"))
+        for member, _ in self._alive():
+            member.endpoint.broken_off = True
         self._updating, self._calls, self._renews = [], [], True
         await self._pool.notify()
 

@@ -196,8 +196,6 @@ def test_the_ranks_ask_for_the_methods_that_the_service_has() -> None:
     asked: list[str] = []
 
     class Recorder(ServiceClient):
-        found = False
-
         def begin(self, name: str, *args: Any) -> Any:
             asked.append(name)
             result = (False, None) if name == "wait" else 0
