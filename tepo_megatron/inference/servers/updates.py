@@ -123,10 +123,9 @@ class PoolUpdates:
     # The rest runs in the event loop.
 
     async def _abandon(self) -> None:
-        if self._updating:  # a refusal may be due to the end of the sender, and the next update shows whether it was
-            self._pool.refused = ""
-        for member, _ in self._alive():
-            member.endpoint.broken_off = True
+        self._pool.refused = ""  # that may be due to the end of the sender, and the next update shows whether it was
+        for member, _ in self._pool.up():
+            member.endpoint.broken_off |= member.endpoint.version == UNKNOWN_VERSION
         self._updating, self._calls, self._renews = [], [], True
         await self._pool.notify()
 
