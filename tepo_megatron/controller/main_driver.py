@@ -202,6 +202,11 @@ class MainDriver:
         """Note that the ranks go on after `step`. Prompts, evaluations and batches are beyond it, and stay as they are."""
         where = f"from the checkpoint of step {step}" if step else "from the start, because there is no checkpoint yet"
         self._log.message(f"ranks restarted {where}; the rollout service and its servers have gone on")
+        if staleness := self._cfg.rollout.max_staleness:
+            self._log.message(
+                f"the log-prob gate cannot compare tokens of versions before {step}, which steps {step + 1} to "
+                f"{step + staleness} may train on: the ranks that had these weights are gone"
+            )
         if self._resumed_after is None:
             decisions.append(self._cfg.run_dir, decisions.start_line(step, self._config))
         else:

@@ -195,9 +195,9 @@ class Schedule:
         self.ended = broadcast_object(self._driver.out_of_patience, self._groups.host)
 
     def _start_rollouts(self) -> None:
-        """Start rollouts as far ahead as the staleness of the served weights allows."""
+        """Start rollouts as far ahead as the staleness of the served weights allows, unless the engine sleeps."""
         assert self._served is not None
-        while self._started < min(self._last, self._served + 1 + self._staleness):
+        while not self._placement.engine_sleeps and self._started < min(self._last, self._served + 1 + self._staleness):
             self._started += 1
             self._ahead.append(self._driver.collect(self._started))
 
