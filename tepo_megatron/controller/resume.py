@@ -24,7 +24,9 @@ class StartingPoint(NamedTuple):
     kept: KeptRollouts | None
 
 
-def starting_point(resumes: bool, checkpoints: Checkpoints, actor: Actor, driver: Driver, groups: ParallelDims) -> StartingPoint:
+def starting_point(
+    resumes: bool, checkpoints: Checkpoints, actor: Actor, driver: Driver, groups: ParallelDims
+) -> StartingPoint:
     """Restore the newest checkpoint, if there is one and the run is resumed. All ranks call it.
 
     Collectives: one broadcast over the host group, and if the run is resumed, another one and those of the checkpoint.

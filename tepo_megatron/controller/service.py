@@ -4,8 +4,9 @@ Rank 0 starts it and is its only client (`service_client.py`, `service_start.py`
 pair, which has no address, so that no other process can connect. The service ends when rank 0 closes its end, and with rank 0
 however that ends.
 
-Where the ranks are restarted after a failure, the service lives on, listens on a UNIX socket in a private folder, and serves one
-rank 0 after the other. It goes on with its work while there is none, and keeps each batch until a checkpoint contains its step.
+Where the ranks are restarted after a failure, the service lives on. It listens on a UNIX socket in a private folder, and serves
+one rank 0 after the other. It goes on with its work while there is none, and keeps each batch until a checkpoint contains its
+step.
 
     thread    does
     reader    receives calls, and answers `ping` at once

@@ -4,7 +4,8 @@
     none         rank 0                  a socket pair                        rank 0
     given        a keeper                a UNIX socket in a private folder    the keeper, which ends with the supervisor
 
-The supervisor starts rank 0 again after a failure: our launcher, or torchrun's agent (`utils/supervisor.py`, `utils/keeper.py`).
+The supervisor starts rank 0 again after a failure: our launcher, or torchrun's agent. See `utils/supervisor.py` and
+`utils/keeper.py`.
 """
 
 import contextlib
@@ -175,9 +176,7 @@ def _find(folder: Path, silence_seconds: float) -> ServiceClient | None:
     return None
 
 
-def _start_kept(
-    folder: Path, supervisor: int, silence_seconds: float, make_engine: "EngineFactory | None"
-) -> ServiceClient:
+def _start_kept(folder: Path, supervisor: int, silence_seconds: float, make_engine: "EngineFactory | None") -> ServiceClient:
     lock = keeper.claim(folder)
     listener = keeper.listen(folder)
     if make_engine is None:

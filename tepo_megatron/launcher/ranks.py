@@ -67,7 +67,13 @@ class RankProcesses(contextlib.AbstractContextManager["RankProcesses"]):
     """A context manager that starts ranks and waits for them; no rank is left when it exits."""
 
     def __init__(
-        self, argv: Sequence[str], size: int, folder: Path, shared: Mapping[str, str], inherit: Sequence[int], lifeline: Lifeline
+        self,
+        argv: Sequence[str],
+        size: int,
+        folder: Path,
+        shared: Mapping[str, str],
+        inherit: Sequence[int],
+        lifeline: Lifeline,
     ) -> None:
         """Store what to start; nothing is started yet.
 

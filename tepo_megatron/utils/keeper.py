@@ -4,8 +4,8 @@
 
 The first rank 0 starts the keeper, and the keeper starts the service. So the service survives rank 0, and the kernel ends it
 with the keeper (PR_SET_PDEATHSIG). The keeper ends it with the supervisor, however that ends. A thread of the service could not
-do that while the service is stopped or busy. Whoever restarts rank 0 has the same supervisor, from which the name of the private
-folder follows:
+do that while the service is stopped or busy. Each rank 0 has the same supervisor, from which the name of the private folder
+follows:
 
     socket   the service listens here; only processes of this user may connect
     pids     the keeper's pid and the service's

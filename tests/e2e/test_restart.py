@@ -75,7 +75,11 @@ def straight(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:  # 
 
 
 def test_killed_ranks_are_restarted_and_nothing_changes(
-    tepo, arguments, model: Path, straight: Path, tmp_path: Path  # noqa: F811
+    tepo,
+    arguments,
+    model: Path,  # noqa: F811
+    straight: Path,
+    tmp_path: Path,
 ) -> None:
     run, command = tmp_path / "runs" / "killed", tepo(*arguments(model, **CONFIG, name="killed"), engine="slow")
     kill(command, run, 1, [1])
@@ -106,7 +110,11 @@ def test_ranks_are_restarted_only_so_often_without_progress(tepo, arguments, mod
 @pytest.mark.full
 @pytest.mark.parametrize("victim", ["service", "keeper", "launcher"])
 def test_the_run_ends_with_its_service_and_its_launcher(
-    tepo, arguments, model: Path, tmp_path: Path, victim: str  # noqa: F811
+    tepo,
+    arguments,
+    model: Path,  # noqa: F811
+    tmp_path: Path,
+    victim: str,
 ) -> None:
     run, command = tmp_path / "runs" / "ends", tepo(*arguments(model, **CONFIG, name="ends"), engine="slow")
     command.until(lambda: taken(run) >= 1, timeout=BOUND)
@@ -139,7 +147,11 @@ def test_an_error_that_would_come_again_ends_the_run(tepo, arguments, model: Pat
 
 @pytest.mark.full
 def test_a_frozen_rank_is_restarted_with_the_others(
-    tepo, arguments, model: Path, straight: Path, tmp_path: Path  # noqa: F811
+    tepo,
+    arguments,
+    model: Path,  # noqa: F811
+    straight: Path,
+    tmp_path: Path,
 ) -> None:
     words = arguments(model, **CONFIG, parallel__heartbeat_timeout=15, name="frozen")
     run, command = tmp_path / "runs" / "frozen", tepo(*words, engine="slow")

@@ -1,4 +1,4 @@
-"""Ranks that are killed go on from the newest checkpoint; what was sampled is used, once; the end is that of a run without kills."""
+"""Ranks that are killed go on from the newest checkpoint, and the run ends like one without kills. No sample is lost."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from tepo_megatron.rollout import record
 from tepo_megatron.rollout.decisions import read_history
 from tepo_megatron.utils.seeding import derive_seed
 from tests.parallel import resume_worlds as w
-from tests.parallel.resume_worlds import Kill, Outcome
 from tests.parallel.restart_worlds import restarted
+from tests.parallel.resume_worlds import Kill, Outcome
 from tests.worlds import run_world
 
 pytestmark = pytest.mark.slow
@@ -119,7 +119,9 @@ def test_interrupted_responses_go_on_after_a_restart(model: Path, tmp_path: Path
     """Timing decides which weights sample which tokens, so not every bit is compared: each step is there once, and used."""
     cfg = w.run_config(model, tmp_path, rollout=AHEAD | {"on_weight_update": how}, checkpoint={"every": 2})
     where = "tepo_megatron.actor.actor:Actor.update"
-    restarted(cfg, tmp_path / "journal", Kill(where, 2), Kill(where, 4), Kill("tepo_megatron.weight_sync.sync:WeightSync.push", 4))
+    restarted(
+        cfg, tmp_path / "journal", Kill(where, 2), Kill(where, 4), Kill("tepo_megatron.weight_sync.sync:WeightSync.push", 4)
+    )
     assert [record["step"] for record in w.records(cfg.run_dir)] == list(range(1, w.STEPS + 1))
     trained = [r.prompt_id for step in range(1, w.STEPS + 1) for r in record.read(cfg.run_dir / record.FOLDER, step)[0]]
     asked = [prompt for row in w.journal_rows(tmp_path / "journal") if len(row.get("prompts", [])) for prompt in row["prompts"]]
