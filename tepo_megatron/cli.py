@@ -242,7 +242,8 @@ def train(config_path: str, overrides: list[str]) -> int:
     """
     from tepo_megatron.config.io import load_with_sources
     from tepo_megatron.launcher.launcher import inside_torchrun, run_rank
-    from tepo_megatron.launcher.start import preflight, start
+    from tepo_megatron.launcher.start import preflight, reclaim, start
+    from tepo_megatron.utils.supervisor import is_restart
 
     cfg, layers = load_with_sources(config_path, overrides)
     is_main = not inside_torchrun() or os.environ["RANK"] == "0"
@@ -252,14 +253,14 @@ def train(config_path: str, overrides: list[str]) -> int:
 
             print_results(cfg.run_dir, cfg.training.steps)
         return 0
-    if is_main:
+    if is_main and not is_restart():
         try:
             preflight(cfg)
         except ConfigError as e:
             where = layers.sources((), str(e))
             raise ConfigError(f"{', '.join(where)}: {e}") if where else e from None
     if inside_torchrun():
-        with run_dir.claim(cfg) if is_main else contextlib.nullcontext():
+        with reclaim(cfg) if is_main else contextlib.nullcontext():
             return run_rank(cfg)
     start(cfg)
     return 0

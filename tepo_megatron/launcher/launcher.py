@@ -35,7 +35,7 @@ from tepo_megatron.utils.processes import die_with_parent, kill_later
 from tepo_megatron.utils.quiet import quiet_upstream
 from tepo_megatron.utils.save_requests import STOP, ask
 from tepo_megatron.utils.storage import disk_fault, writing
-from tepo_megatron.utils.supervisor import AGENT, ATTEMPT, LAUNCHER
+from tepo_megatron.utils.supervisor import AGENT, ATTEMPT, LAUNCHER, supervisor
 
 if TYPE_CHECKING:
     from tepo_megatron.controller.opening import EngineFactory
@@ -177,6 +177,10 @@ def run_rank(
     quiet_upstream()
     # one hardware queue, so that kernels start in the order that Megatron-Core's overlap of tp communication needs
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    agent = supervisor() if LAUNCHER not in os.environ else None
+    if agent is not None and (verdict := keeper.read_verdict(keeper.folder_of(agent))) is not None:
+        leave_message(verdict, expected=True, restarts=False)
+        return 1
     from tepo_megatron.platform import activate
 
     try:
@@ -189,6 +193,8 @@ def run_rank(
         train(cfg, platform, make_engine, on_hang=_end_at_once)
     except TepoError as e:
         leave_message(str(e), expected=True, restarts=False)
+        if agent is not None:
+            keeper.leave_verdict(keeper.folder_of(agent), str(e))
         return os.EX_TEMPFAIL if isinstance(e, RunStopped) else 1
     except Exception as e:
         fault = disk_fault(e, cfg.run_dir, written=False)

@@ -1,11 +1,14 @@
 """Run one training job from its checks to its end. The checks are made before any process is started."""
 
 import contextlib
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from tepo_megatron.errors import ConfigError
 from tepo_megatron.observability import run_dir
+from tepo_megatron.utils import keeper
 from tepo_megatron.utils.escaping import escaped
+from tepo_megatron.utils.supervisor import is_restart, supervisor
 
 if TYPE_CHECKING:  # heavy imports come later, where an interrupt is reported in one line
     from tepo_megatron.config import Config
@@ -48,6 +51,20 @@ def preflight(cfg: "Config") -> None:
         if find_family(hf_config).architecture(hf_config) != architecture:
             raise ConfigError(f"objective.ref_kl.path={reference} has another architecture than model.path={cfg.model.path}")
         HfReader(reference)
+
+
+def reclaim(cfg: "Config") -> contextlib.AbstractContextManager[object]:
+    """Lock the run's folder inside torchrun, as `run_dir.claim` does.
+
+    Ranks that torchrun restarts find the folder as the former ones left it. If their rollout service lives on, it keeps other
+    starts out of the folder.
+    """
+    supervised = supervisor()
+    if not is_restart() or supervised is None:
+        return run_dir.claim(cfg)
+    if keeper.folder_of(supervised).exists():
+        return contextlib.nullcontext()
+    return run_dir.claim(replace(cfg, resume=True, overwrite=False))
 
 
 def start(cfg: "Config") -> None:

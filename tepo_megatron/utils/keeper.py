@@ -10,6 +10,7 @@ follows:
     socket   the service listens here; only processes of this user may connect
     pids     the keeper's pid and the service's
     status   the service's exit status, once it has ended (negative: a signal)
+    verdict  why ranks that torchrun restarts would only fail again; it restarts them after any error
 
 This module imports nothing heavy, because the keeper lives as long as the service.
 """
@@ -26,7 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -36,8 +37,9 @@ from tepo_megatron.utils.private import check_private
 from tepo_megatron.utils.processes import die_with_parent, read_stat
 
 GRACE_SECONDS = 10.0  # for the service to end by itself, after SIGTERM
-SOCKET, PIDS, STATUS = "socket", "pids", "status"
+SOCKET, PIDS, STATUS, VERDICT = "socket", "pids", "status", "verdict"
 _POLL_SECONDS = 0.2
+_LONGEST_ADDRESS = 107  # bytes of a UNIX socket's address
 _SIGNALS = {signal.SIGTERM, signal.SIGCHLD}
 _BOOT, _PID_NAMESPACE = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
 
@@ -65,11 +67,8 @@ def claim(folder: Path) -> int:
 def listen(folder: Path) -> socket.socket:
     """Return the listening socket of the service."""
     listener = socket.socket(socket.AF_UNIX)
-    place = os.open(folder, os.O_PATH)
-    try:  # the path of the folder may be longer than an address may be
-        listener.bind(f"/proc/self/fd/{place}/{SOCKET}")
-    finally:
-        os.close(place)
+    with _address(folder) as address:
+        listener.bind(address)
     listener.listen()
     return listener
 
@@ -81,15 +80,26 @@ def connect(folder: Path) -> socket.socket | None:
     check_private(folder)
     connection = socket.socket(socket.AF_UNIX)
     try:
-        place = os.open(folder, os.O_PATH)
-        try:
-            connection.connect(f"/proc/self/fd/{place}/{SOCKET}")
-        finally:
-            os.close(place)
+        with _address(folder) as address:
+            connection.connect(address)
     except OSError:
         connection.close()
         return None
     return connection
+
+
+@contextlib.contextmanager
+def _address(folder: Path) -> Iterator[str]:
+    """Yield the address of the socket. The path of the folder may be longer than an address may be."""
+    path = str(folder / SOCKET)
+    if len(os.fsencode(path)) <= _LONGEST_ADDRESS:
+        yield path
+        return
+    place = os.open(folder, os.O_PATH)
+    try:
+        yield f"/proc/self/fd/{place}/{SOCKET}"
+    finally:
+        os.close(place)
 
 
 def is_held(folder: Path) -> bool:
@@ -109,6 +119,19 @@ def read_pids(folder: Path) -> tuple[int, int] | None:
     with contextlib.suppress(OSError, ValueError):
         keeper, service = json.loads((folder / PIDS).read_text())
         return int(keeper), int(service)
+    return None
+
+
+def leave_verdict(folder: Path, why: str) -> None:
+    """Note why ranks would only fail again. Without a service in the folder nothing is noted."""
+    with contextlib.suppress(OSError):
+        replace_file(folder / VERDICT, why.encode(), durable=False)
+
+
+def read_verdict(folder: Path) -> str | None:
+    """Return why ranks would only fail again; None if they may succeed."""
+    with contextlib.suppress(OSError):
+        return (folder / VERDICT).read_text()
     return None
 
 
