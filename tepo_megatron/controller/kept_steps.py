@@ -1,4 +1,4 @@
-"""What the rollout service keeps of the steps whose rollouts it has collected.
+"""Keep what may be needed again of the steps whose rollouts the service has collected.
 
 A checkpoint needs the position in the prompts after a step. Ranks that are restarted take the steps after the checkpoint again:
 they get the same batches, and the decisions on them are logged again, after the line of the new start.

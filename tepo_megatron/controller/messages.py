@@ -33,7 +33,7 @@ class Waited(NamedTuple):
 
 
 class KeptRollouts(NamedTuple):
-    """What a service that outlived its ranks has for the next ones.
+    """The rollouts that a service which outlived its ranks has for the next ones.
 
     Attributes:
         version: Version of the weights that the servers have, or were receiving; None if they never received any.

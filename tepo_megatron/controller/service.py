@@ -38,7 +38,7 @@ from tepo_megatron.controller.messages import DESCRIPTOR, LISTENER, Answer, Call
 from tepo_megatron.controller.opening import EngineFactory, open_driver
 from tepo_megatron.errors import RolloutError, StorageError, TepoError
 from tepo_megatron.inference.engine import INITIAL_VERSION
-from tepo_megatron.utils.keeper import peer_user
+from tepo_megatron.utils.service_guard import peer_user
 from tepo_megatron.utils.quiet import quiet_upstream
 from tepo_megatron.utils.save_requests import LOOK_SECONDS, STOP, asked, take_save
 from tepo_megatron.utils.storage import disk_fault
@@ -217,8 +217,7 @@ class RolloutService:
                 if asked(self._cfg.run_dir, STOP):
                     return Waited("stop")
             if done:
-                self._tasks.pop(number, None)
-                return Waited("done", task.result(), save=trains and take_save(self._cfg.run_dir))
+                return Waited("done", self._tasks.pop(number).result(), save=trains and take_save(self._cfg.run_dir))
             if engine is not None and trains and engine.needs_weights:
                 return Waited("weights")
             time.sleep(POLL_SECONDS)

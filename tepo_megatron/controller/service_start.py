@@ -2,10 +2,10 @@
 
     supervisor   parent of the service   how they talk                        the service ends with
     none         rank 0                  a socket pair                        rank 0
-    given        a keeper                a UNIX socket in a private folder    the keeper, which ends with the supervisor
+    given        a guard                a UNIX socket in a private folder    the guard, which ends with the supervisor
 
 The supervisor starts rank 0 again after a failure: our launcher, or torchrun's agent. See `utils/supervisor.py` and
-`utils/keeper.py`.
+`utils/service_guard.py`.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ import torch
 from tepo_megatron.controller.messages import DESCRIPTOR, LISTENER
 from tepo_megatron.controller.service_client import Process, ServiceClient
 from tepo_megatron.errors import RolloutError
-from tepo_megatron.utils import keeper
+from tepo_megatron.utils import service_guard
 from tepo_megatron.utils.processes import LIFELINE, die_with_parent
 from tepo_megatron.utils.scratch import PrivateFolder
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from tepo_megatron.controller.opening import EngineFactory
 
 _COMMAND = (sys.executable, "-P", "-m", "tepo_megatron.controller.service")
-_START_SECONDS = 60.0  # for the keeper to start the service
+_START_SECONDS = 60.0  # for the guard to start the service
 _POLL_SECONDS = 0.02
 
 
@@ -80,25 +80,25 @@ class ForkedProcess:
             os.kill(self.pid, signal.SIGKILL)
 
 
-class KeptService:
-    """A service whose parent is a keeper. This process may be its parent's parent, or no relative at all.
+class GuardedService:
+    """A service whose parent is a service_guard. This process may be its parent's parent, or no relative at all.
 
     Args:
         folder: The private folder of the service.
-        keeper_pid: Pid of the keeper.
+        guard_pid: Pid of the service_guard.
         pid: Pid of the service.
     """
 
-    def __init__(self, folder: Path, keeper_pid: int, pid: int) -> None:
+    def __init__(self, folder: Path, guard_pid: int, pid: int) -> None:
         self.pid = pid
-        # opened now, because the keeper removes the folder when it ends
-        self._status, self._keeper = os.open(folder / keeper.STATUS, os.O_RDONLY), os.pidfd_open(keeper_pid)
+        # opened now, because the guard removes the folder when it ends
+        self._status, self._guard = os.open(folder / service_guard.STATUS, os.O_RDONLY), os.pidfd_open(guard_pid)
 
     def wait(self, timeout: float) -> int:
-        """Return the service's exit status, once the keeper has ended. Raises subprocess.TimeoutExpired."""
-        if not select.select([self._keeper], [], [], timeout)[0]:
+        """Return the service's exit status, once the guard has ended. Raises subprocess.TimeoutExpired."""
+        if not select.select([self._guard], [], [], timeout)[0]:
             raise subprocess.TimeoutExpired("the rollout service", timeout)
-        return int(os.pread(self._status, 16, 0) or -signal.SIGKILL)  # a killed keeper writes none
+        return int(os.pread(self._status, 16, 0) or -signal.SIGKILL)  # a killed guard writes none
 
     def kill(self) -> None:
         """Send SIGKILL to the service."""
@@ -124,7 +124,7 @@ def start_service(
         connection, process = _start_child(make_engine)
         client = ServiceClient(connection, process, silence_seconds)
     else:
-        folder = keeper.folder_of(supervisor)
+        folder = service_guard.folder_of(supervisor)
         client = _find(folder, silence_seconds) or _start_kept(folder, supervisor, silence_seconds, make_engine)
     try:
         yield client
@@ -163,11 +163,11 @@ def _start_child(make_engine: "EngineFactory | None") -> tuple[Connection, Proce
 def _find(folder: Path, silence_seconds: float) -> ServiceClient | None:
     """Return a client of the living service in a folder. None: there is none, or it has just ended."""
     until = time.monotonic() + _START_SECONDS
-    while folder.exists() and keeper.is_held(folder):
-        pids, connection = keeper.read_pids(folder), keeper.connect(folder)
+    while folder.exists() and service_guard.is_held(folder):
+        pids, connection = service_guard.read_pids(folder), service_guard.connect(folder)
         if connection is not None and pids is not None:
             with contextlib.suppress(OSError):  # it ends now
-                return ServiceClient(_as_connection(connection), KeptService(folder, *pids), silence_seconds, found=True)
+                return ServiceClient(_as_connection(connection), GuardedService(folder, *pids), silence_seconds, found=True)
         if connection is not None:
             connection.close()
         if time.monotonic() > until:
@@ -177,28 +177,28 @@ def _find(folder: Path, silence_seconds: float) -> ServiceClient | None:
 
 
 def _start_kept(folder: Path, supervisor: int, silence_seconds: float, make_engine: "EngineFactory | None") -> ServiceClient:
-    lock = keeper.claim(folder)
-    listener = keeper.listen(folder)
+    lock = service_guard.claim(folder)
+    listener = service_guard.listen(folder)
     if make_engine is None:
         os.environ[LISTENER] = str(listener.fileno())
-        keeper.start(supervisor, folder, lock, _COMMAND, [listener.fileno(), *_lifeline()])
+        service_guard.start(supervisor, folder, lock, _COMMAND, [listener.fileno(), *_lifeline()])
         del os.environ[LISTENER]
     elif os.fork() == 0:
-        _keep_fork(supervisor, PrivateFolder(folder, lock), listener, make_engine)
+        _guard_fork(supervisor, PrivateFolder(folder, lock), listener, make_engine)
     os.close(lock)
-    connection = keeper.connect(folder)
+    connection = service_guard.connect(folder)
     until = time.monotonic() + _START_SECONDS
-    while (pids := keeper.read_pids(folder)) is None:
+    while (pids := service_guard.read_pids(folder)) is None:
         if time.monotonic() > until:
             raise RolloutError(f"the rollout service was not started within {_START_SECONDS:g} s")
         time.sleep(_POLL_SECONDS)
     listener.close()
     assert connection is not None, "the socket listens"
-    return ServiceClient(_as_connection(connection), KeptService(folder, *pids), silence_seconds)
+    return ServiceClient(_as_connection(connection), GuardedService(folder, *pids), silence_seconds)
 
 
-def _keep_fork(supervisor: int, folder: PrivateFolder, listener: socket.socket, make_engine: "EngineFactory") -> NoReturn:
-    """Be the keeper of a service that is a fork of this process."""
+def _guard_fork(supervisor: int, folder: PrivateFolder, listener: socket.socket, make_engine: "EngineFactory") -> NoReturn:
+    """Be the guard of a service that is a fork of this process."""
 
     def serve_fork(parent: int) -> int:
         pid = os.fork()
@@ -206,7 +206,7 @@ def _keep_fork(supervisor: int, folder: PrivateFolder, listener: socket.socket, 
             return pid
         status = 1
         try:
-            keeper.before_service(parent)
+            service_guard.before_service(parent)
             torch.set_num_threads(torch.get_num_threads())  # renews the pool of the fork
             from tepo_megatron.controller.service import serve_successive
 
@@ -217,7 +217,7 @@ def _keep_fork(supervisor: int, folder: PrivateFolder, listener: socket.socket, 
         os._exit(status)
 
     os.setsid()
-    keeper.keep(supervisor, folder, partial(serve_fork, os.getpid()))
+    service_guard.watch(supervisor, folder, partial(serve_fork, os.getpid()))
     os._exit(0)
 
 

@@ -27,7 +27,7 @@ from tepo_megatron.launcher.ranks import (
 )
 from tepo_megatron.launcher.restarts import RestartPolicy
 from tepo_megatron.observability.run_dir import rename_hang
-from tepo_megatron.utils import keeper
+from tepo_megatron.utils import service_guard
 from tepo_megatron.utils.escaping import escaped
 from tepo_megatron.utils.memory_kills import MemoryKills
 from tepo_megatron.utils.private import WORLD_FOLDER, make_private_folder
@@ -118,7 +118,7 @@ def _service_ends() -> Iterator[None]:
     try:
         yield
     finally:
-        keeper.end(keeper.folder_of(os.getpid()), GRACE_SECONDS)
+        service_guard.end(service_guard.folder_of(os.getpid()), GRACE_SECONDS)
 
 
 def _log(run_dir: Path, text: str) -> None:
@@ -178,7 +178,7 @@ def run_rank(
     # one hardware queue, so that kernels start in the order that Megatron-Core's overlap of tp communication needs
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     agent = supervisor() if LAUNCHER not in os.environ else None
-    if agent is not None and (verdict := keeper.read_verdict(keeper.folder_of(agent))) is not None:
+    if agent is not None and (verdict := service_guard.read_verdict(service_guard.folder_of(agent))) is not None:
         leave_message(verdict, expected=True, restarts=False)
         return 1
     from tepo_megatron.platform import activate
@@ -194,7 +194,7 @@ def run_rank(
     except TepoError as e:
         leave_message(str(e), expected=True, restarts=False)
         if agent is not None:
-            keeper.leave_verdict(keeper.folder_of(agent), str(e))
+            service_guard.leave_verdict(service_guard.folder_of(agent), str(e))
         return os.EX_TEMPFAIL if isinstance(e, RunStopped) else 1
     except Exception as e:
         fault = disk_fault(e, cfg.run_dir, written=False)

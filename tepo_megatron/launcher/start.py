@@ -1,12 +1,11 @@
 """Run one training job from its checks to its end. The checks are made before any process is started."""
 
 import contextlib
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from tepo_megatron.errors import ConfigError
 from tepo_megatron.observability import run_dir
-from tepo_megatron.utils import keeper
+from tepo_megatron.utils import service_guard
 from tepo_megatron.utils.escaping import escaped
 from tepo_megatron.utils.supervisor import is_restart, supervisor
 
@@ -53,18 +52,10 @@ def preflight(cfg: "Config") -> None:
         HfReader(reference)
 
 
-def reclaim(cfg: "Config") -> contextlib.AbstractContextManager[object]:
-    """Lock the run's folder inside torchrun, as `run_dir.claim` does.
-
-    Ranks that torchrun restarts find the folder as the former ones left it. If their rollout service lives on, it keeps other
-    starts out of the folder.
-    """
+def service_holds_folder() -> bool:
+    """Return whether torchrun has restarted this rank, and the rollout service of the former one lives and holds the run's folder."""
     supervised = supervisor()
-    if not is_restart() or supervised is None:
-        return run_dir.claim(cfg)
-    if keeper.folder_of(supervised).exists():
-        return contextlib.nullcontext()
-    return run_dir.claim(replace(cfg, resume=True, overwrite=False))
+    return is_restart() and supervised is not None and service_guard.folder_of(supervised).exists()
 
 
 def start(cfg: "Config") -> None:

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from tepo_megatron.rollout.decisions import read_history
-from tepo_megatron.utils import keeper
+from tepo_megatron.utils import service_guard
 from tests.e2e.conftest import Command
 from tests.e2e.test_faults import BOUND, SHORT, model  # noqa: F401
 from tests.parallel.resume_worlds import records
@@ -35,7 +35,7 @@ def ranks_of(command: Command) -> list[int]:
 
 
 def service_of(command: Command) -> int:
-    pids = keeper.read_pids(keeper.folder_of(command.process.pid))
+    pids = service_guard.read_pids(service_guard.folder_of(command.process.pid))
     assert pids is not None, "there is no service"
     return pids[1]
 
@@ -110,7 +110,7 @@ def test_ranks_are_restarted_only_so_often_without_progress(tepo, arguments, mod
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("victim", ["service", "keeper", "launcher"])
+@pytest.mark.parametrize("victim", ["service", "guard", "launcher"])
 def test_the_run_ends_with_its_service_and_its_launcher(
     tepo,
     arguments,
@@ -120,9 +120,9 @@ def test_the_run_ends_with_its_service_and_its_launcher(
 ) -> None:
     run, command = tmp_path / "runs" / "ends", tepo(*arguments(model, **CONFIG, name="ends"), engine="slow")
     command.until(lambda: taken(run) >= 1, timeout=BOUND)
-    pids = keeper.read_pids(keeper.folder_of(command.process.pid))
+    pids = service_guard.read_pids(service_guard.folder_of(command.process.pid))
     assert pids is not None
-    os.kill({"keeper": pids[0], "service": pids[1], "launcher": command.process.pid}[victim], signal.SIGKILL)
+    os.kill({"guard": pids[0], "service": pids[1], "launcher": command.process.pid}[victim], signal.SIGKILL)
     status = command.wait(BOUND)
     command.assert_nothing_left()
     assert status == (-signal.SIGKILL if victim == "launcher" else 1), command.output
@@ -136,7 +136,7 @@ def test_a_service_that_is_stopped_ends_with_the_launcher(tepo, arguments, model
     command.until(lambda: taken(run) >= 1, timeout=BOUND)
     os.kill(service_of(command), signal.SIGSTOP)
     command.process.kill()
-    command.assert_nothing_left(within=3 * keeper.GRACE_SECONDS)
+    command.assert_nothing_left(within=3 * service_guard.GRACE_SECONDS)
 
 
 @pytest.mark.full

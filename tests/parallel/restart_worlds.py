@@ -12,28 +12,28 @@ import pytest
 
 from tepo_megatron.config import Config
 from tepo_megatron.observability import run_dir
-from tepo_megatron.utils import keeper
+from tepo_megatron.utils import service_guard
 from tepo_megatron.utils.supervisor import ATTEMPT, LAUNCHER
-from tests.parallel.resume_worlds import Kill, _rank, journal_rows
+from tests.parallel.resume_worlds import Kill, run_rank, journal_rows
 from tests.worlds import run_world
 
 
 def service_pid() -> int | None:
     """Return the pid of the living service of this process's ranks."""
-    pids = keeper.read_pids(keeper.folder_of(os.getpid()))
+    pids = service_guard.read_pids(service_guard.folder_of(os.getpid()))
     return None if pids is None else pids[1]
 
 
 @contextlib.contextmanager
 def supervised() -> Iterator[pytest.MonkeyPatch]:
     """Be the supervisor of the ranks inside the block; the service ends with it."""
-    folder = keeper.folder_of(os.getpid())
+    folder = service_guard.folder_of(os.getpid())
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(LAUNCHER, str(os.getpid()))
         try:
             yield patch
         finally:
-            keeper.end(folder, 20.0)
+            service_guard.end(folder, 20.0)
             assert not folder.exists()
 
 
@@ -54,7 +54,7 @@ def restarted(cfg: Config, journal: Path, *kills: Kill, configs: tuple[Config, .
             given = (configs or (cfg,))[min(number, max(0, len(configs) - 1))]
             given = replace(given, resume=True) if number else given
             try:
-                run_world(given.parallel.world_size, _rank, given, journal, 0, kill, timeout=120.0)
+                run_world(given.parallel.world_size, run_rank, given, journal, 0, kill, timeout=120.0)
             except AssertionError:
                 killed = [row["killed"] for row in journal_rows(journal) if "killed" in row]
                 if kill is None or len(killed) != number + 1:

@@ -103,7 +103,7 @@ def ahead_of(record: dict[str, Any]) -> dict[str, Any]:
     ],
 )
 def test_a_kill_one_step_ahead_changes_nothing(straight_ahead: Outcome, model: Path, tmp_path: Path, where: str) -> None:
-    """What was sampled ahead is trained on. Only tokens of versions that nobody has any more are not compared."""
+    """The samples taken ahead are trained on. Only tokens of versions that nobody has any more are not compared."""
     cfg = w.run_config(model, tmp_path, rollout=AHEAD, checkpoint={"every": 2})
     restarted(cfg, tmp_path / "journal", Kill(where, 4), Kill(where, 4, after=True))
     made = w.outcome(cfg, tmp_path / "journal")
@@ -157,7 +157,7 @@ def test_ranks_are_restarted_with_another_mesh(model: Path, tmp_path: Path) -> N
 
     def again(cfg: Config) -> None:
         run_dir.prepare(cfg)
-        run_world(cfg.parallel.world_size, w._rank, cfg, tmp_path / "again", 0, None, timeout=120.0)
+        run_world(cfg.parallel.world_size, w.run_rank, cfg, tmp_path / "again", 0, None, timeout=120.0)
 
     lines: list[str] = []
     assert replay(ReplayRequest(two.run_dir), lines.append, again) == 0, lines

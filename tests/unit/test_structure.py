@@ -7,7 +7,7 @@ from tools.structure import ROLLOUT, WEIGHT, arrows, hops, lines_of_code, module
 
 def test_the_top_of_the_package_is_small() -> None:
     assert len({package_of(name) for name in modules()} - {"", "__main__"}) <= 32
-    assert len(arrows()) <= 190
+    assert len(arrows()) <= 191
 
 
 def test_functions_take_what_they_use() -> None:
@@ -24,9 +24,10 @@ def test_the_package_does_not_grow() -> None:
     checkpoints on demand 140,
     the record of each token's loss, its audit in fp64 and its page 1,070,
     log files of ranks 20, the log of decisions and the repetition of runs 230,
-    truncated sampling with the same truncation in training 470.
+    truncated sampling with the same truncation in training 470,
+    ranks that are restarted next to a living service 550.
     """
-    assert sum(map(lines_of_code, modules().values())) <= 23_392 + 3_430
+    assert sum(map(lines_of_code, modules().values())) <= 23_392 + 3_980
 
 
 def test_functions_files_and_classes_are_small() -> None:

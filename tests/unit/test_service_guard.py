@@ -1,4 +1,4 @@
-"""The keeper of the rollout service: who finds the service, who is refused, and when it ends."""
+"""The guard of the rollout service: who finds the service, who is refused, and when it ends."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tepo_megatron.errors import ConfigError
-from tepo_megatron.utils import keeper
+from tepo_megatron.utils import service_guard
 from tepo_megatron.utils.processes import read_stat
 
 SERVICE = "import signal, time; signal.signal(signal.SIGTERM, {handler}); print('ready', flush=True); time.sleep(600)"
@@ -35,13 +35,13 @@ def supervisor() -> Iterator[subprocess.Popen[bytes]]:
 
 
 def start(supervisor: int, handler: str = "signal.SIG_DFL") -> tuple[Path, int, int]:
-    """Start a keeper with a service; return its folder and their pids."""
-    folder = keeper.folder_of(supervisor)
-    lock, listener = keeper.claim(folder), keeper.listen(folder)
-    keeper.start(supervisor, folder, lock, [sys.executable, "-c", SERVICE.format(handler=handler)], [listener.fileno()])
+    """Start a guard with a service; return its folder and their pids."""
+    folder = service_guard.folder_of(supervisor)
+    lock, listener = service_guard.claim(folder), service_guard.listen(folder)
+    service_guard.start(supervisor, folder, lock, [sys.executable, "-c", SERVICE.format(handler=handler)], [listener.fileno()])
     os.close(lock)
-    until(lambda: keeper.read_pids(folder) is not None)
-    pids = keeper.read_pids(folder)
+    until(lambda: service_guard.read_pids(folder) is not None)
+    pids = service_guard.read_pids(folder)
     assert pids is not None
     return folder, *pids
 
@@ -59,40 +59,42 @@ def lives(pid: int) -> bool:
 
 
 def test_the_service_is_found_by_its_supervisor_alone(supervisor: subprocess.Popen[bytes], tmp_path: Path) -> None:
-    folder, keeper_pid, service = start(supervisor.pid)
-    assert folder.parent == tmp_path and folder.stat().st_mode & 0o777 == 0o700 and keeper.is_held(folder)
-    assert keeper.folder_of(os.getpid()) != folder and keeper.connect(keeper.folder_of(os.getpid())) is None
-    connection = keeper.connect(folder)
-    assert connection is not None and keeper.peer_user(connection) == os.geteuid()
+    folder, guard_pid, service = start(supervisor.pid)
+    assert folder.parent == tmp_path and folder.stat().st_mode & 0o777 == 0o700 and service_guard.is_held(folder)
+    assert (
+        service_guard.folder_of(os.getpid()) != folder and service_guard.connect(service_guard.folder_of(os.getpid())) is None
+    )
+    connection = service_guard.connect(folder)
+    assert connection is not None and service_guard.peer_user(connection) == os.geteuid()
     connection.close()
     folder.chmod(0o755)
     with pytest.raises(ConfigError, match="expected a folder of user"):
-        keeper.connect(folder)
+        service_guard.connect(folder)
     folder.chmod(0o700)
-    keeper.end(folder, 20.0)
-    until(lambda: not lives(service) and not lives(keeper_pid))
-    assert not folder.exists() and keeper.connect(folder) is None
+    service_guard.end(folder, 20.0)
+    until(lambda: not lives(service) and not lives(guard_pid))
+    assert not folder.exists() and service_guard.connect(folder) is None
 
 
-@pytest.mark.parametrize("victim", ["supervisor", "keeper", "service"])
+@pytest.mark.parametrize("victim", ["supervisor", "guard", "service"])
 def test_all_end_together(supervisor: subprocess.Popen[bytes], victim: str) -> None:
-    folder, keeper_pid, service = start(supervisor.pid)
-    os.kill({"supervisor": supervisor.pid, "keeper": keeper_pid, "service": service}[victim], signal.SIGKILL)
+    folder, guard_pid, service = start(supervisor.pid)
+    os.kill({"supervisor": supervisor.pid, "guard": guard_pid, "service": service}[victim], signal.SIGKILL)
     supervisor.poll()
-    until(lambda: not lives(service) and not lives(keeper_pid))
-    assert not keeper.is_held(folder)
+    until(lambda: not lives(service) and not lives(guard_pid))
+    assert not service_guard.is_held(folder)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("how", ["ignores SIGTERM", "stopped"])
 def test_a_service_that_does_not_end_is_killed(supervisor: subprocess.Popen[bytes], how: str) -> None:
-    folder, keeper_pid, service = start(supervisor.pid, "signal.SIG_IGN" if how == "ignores SIGTERM" else "signal.SIG_DFL")
+    folder, guard_pid, service = start(supervisor.pid, "signal.SIG_IGN" if how == "ignores SIGTERM" else "signal.SIG_DFL")
     time.sleep(1.0)  # for its handler
     if how == "stopped":
         os.kill(service, signal.SIGSTOP)
     supervisor.kill()
     supervisor.wait()
-    until(lambda: not lives(service) and not lives(keeper_pid))
+    until(lambda: not lives(service) and not lives(guard_pid))
     assert not folder.exists()
 
 
@@ -103,8 +105,8 @@ def test_a_long_path_is_no_obstacle(
     long.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(long))
     folder, *_ = start(supervisor.pid)
-    connection = keeper.connect(folder)
+    connection = service_guard.connect(folder)
     assert isinstance(connection, socket.socket)
     connection.close()
-    keeper.end(folder, 20.0)
+    service_guard.end(folder, 20.0)
     assert not folder.exists()

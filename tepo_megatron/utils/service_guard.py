@@ -1,18 +1,18 @@
-"""Keep a service that outlives the ranks: it serves one start of them after the other, and ends with their supervisor.
+"""Guard a service that outlives the ranks: it serves one start of them after the other, and ends with their supervisor.
 
-    python -m tepo_megatron.utils.keeper SUPERVISOR FOLDER LOCK FILES COMMAND...
+    python -m tepo_megatron.utils.service_guard SUPERVISOR FOLDER LOCK FILES COMMAND...
 
-The first rank 0 starts the keeper, and the keeper starts the service. So the service survives rank 0, and the kernel ends it
-with the keeper (PR_SET_PDEATHSIG). The keeper ends it with the supervisor, however that ends. A thread of the service could not
+The first rank 0 starts the guard, and the guard starts the service. So the service survives rank 0, and the kernel ends it
+with the guard (PR_SET_PDEATHSIG). The guard ends it with the supervisor, however that ends. A thread of the service could not
 do that while the service is stopped or busy. Each rank 0 has the same supervisor, from which the name of the private folder
 follows:
 
     socket   the service listens here; only processes of this user may connect
-    pids     the keeper's pid and the service's
+    pids     the guard's pid and the service's
     status   the service's exit status, once it has ended (negative: a signal)
     verdict  why ranks that torchrun restarts would only fail again; it restarts them after any error
 
-This module imports nothing heavy, because the keeper lives as long as the service.
+This module imports nothing heavy, because the guard lives as long as the service.
 """
 
 import contextlib
@@ -58,7 +58,7 @@ def folder_of(supervisor: int) -> Path:
 
 
 def claim(folder: Path) -> int:
-    """Make the folder, and return the open file that holds its lock. The keeper needs it. Raises OSError."""
+    """Make the folder, and return the open file that holds its lock. The guard needs it. Raises OSError."""
     _, lock = scratch.claim(folder.parent, folder.name)
     (folder / STATUS).touch(mode=0o600)
     return lock
@@ -103,7 +103,7 @@ def _address(folder: Path) -> Iterator[str]:
 
 
 def is_held(folder: Path) -> bool:
-    """Return whether a keeper holds the lock of a folder. An abandoned folder is removed."""
+    """Return whether a guard holds the lock of a folder. An abandoned folder is removed."""
     scratch.sweep(folder.parent)
     return folder.exists()
 
@@ -115,15 +115,20 @@ def peer_user(connection: socket.socket) -> int:
 
 
 def read_pids(folder: Path) -> tuple[int, int] | None:
-    """Return the pids of the keeper and of the service; None if there are none yet, or no longer."""
+    """Return the pids of the guard and of the service; None if there are none yet, or no longer."""
     with contextlib.suppress(OSError, ValueError):
-        keeper, service = json.loads((folder / PIDS).read_text())
-        return int(keeper), int(service)
+        guard, service = json.loads((folder / PIDS).read_text())
+        return int(guard), int(service)
     return None
 
 
 def leave_verdict(folder: Path, why: str) -> None:
-    """Note why ranks would only fail again. Without a service in the folder nothing is noted."""
+    """Note why ranks would only fail again. Without a service in the folder nothing is noted.
+
+    Args:
+        folder: Result of `folder_of`.
+        why: The error.
+    """
     with contextlib.suppress(OSError):
         replace_file(folder / VERDICT, why.encode(), durable=False)
 
@@ -140,28 +145,28 @@ def end(folder: Path, seconds: float) -> None:
 
     Args:
         folder: Result of `folder_of`.
-        seconds: Time after which the keeper is killed, and the service with it.
+        seconds: Time after which the guard is killed, and the service with it.
     """
     pids = read_pids(folder)
     if pids is None:
         return
     try:
-        keeper = os.pidfd_open(pids[0])
+        guard = os.pidfd_open(pids[0])
     except ProcessLookupError:
         return
     try:
         for number in (signal.SIGTERM, signal.SIGKILL):
             with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(keeper, number)
-            if select.select([keeper], [], [], seconds)[0]:
+                signal.pidfd_send_signal(guard, number)
+            if select.select([guard], [], [], seconds)[0]:
                 break
     finally:
-        os.close(keeper)
-    scratch.sweep(folder.parent)  # a killed keeper leaves the folder
+        os.close(guard)
+    scratch.sweep(folder.parent)  # a killed guard leaves the folder
 
 
 def start(supervisor: int, folder: Path, lock: int, command: Sequence[str], pass_fds: Sequence[int]) -> None:
-    """Start a keeper in a session of its own, which starts `command`.
+    """Start a guard in a session of its own, which starts `command`.
 
     Args:
         supervisor: The process with which the service ends.
@@ -174,7 +179,7 @@ def start(supervisor: int, folder: Path, lock: int, command: Sequence[str], pass
     subprocess.Popen(words, pass_fds=[lock, *pass_fds], start_new_session=True)
 
 
-def keep(supervisor: int, folder: scratch.PrivateFolder, start_service: Callable[[], int]) -> None:
+def watch(supervisor: int, folder: scratch.PrivateFolder, start_service: Callable[[], int]) -> None:
     """Run the service until it ends, this process gets SIGTERM, or the supervisor is gone.
 
     Args:
@@ -212,16 +217,16 @@ def _status(child: int) -> int | None:
     return os.waitstatus_to_exitcode(status) if pid else None
 
 
-def before_service(keeper: int) -> None:
-    """Prepare a child of the keeper, which is to become the service: it dies with the keeper and receives all signals."""
-    die_with_parent(keeper)
+def before_service(guard: int) -> None:
+    """Prepare a child of the guard, which is to become the service: it dies with the guard and receives all signals."""
+    die_with_parent(guard)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
 
 
 def _main(supervisor: int, folder: Path, lock: int, files: Sequence[int], command: Sequence[str]) -> None:
     begin = partial(before_service, os.getpid())
     owned = scratch.PrivateFolder(folder, lock)
-    keep(supervisor, owned, lambda: subprocess.Popen(command, pass_fds=files, preexec_fn=begin).pid)
+    watch(supervisor, owned, lambda: subprocess.Popen(command, pass_fds=files, preexec_fn=begin).pid)
 
 
 if __name__ == "__main__":
