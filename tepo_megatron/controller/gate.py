@@ -113,8 +113,9 @@ class WeightsGate:
         several = batch.updates(training.epochs, training.minibatch_prompts) > 1
         self._newest_too = training.old_logprobs == "rollout" and several
         compared: dict[Source, LogprobDifference] = {}
-        for version in sorted({version for r in batch.rollouts for _, (version, _) in pieces(r)}):
-            if self._first <= version and (version != newest or self._newest_too):
+        versions = {version for r in batch.rollouts for _, (version, _) in pieces(r)}
+        for version in sorted(version for version in versions if version >= self._first):
+            if version != newest or self._newest_too:
                 part = batch.select(chosen(batch.rollouts, version, self._sync.compared_tokens), update=0)
                 with self._weights_of(version, newest):
                     logprobs_N = self._actor.logprobs(part)

@@ -38,9 +38,9 @@ from tepo_megatron.controller.messages import DESCRIPTOR, LISTENER, Answer, Call
 from tepo_megatron.controller.opening import EngineFactory, open_driver
 from tepo_megatron.errors import RolloutError, StorageError, TepoError
 from tepo_megatron.inference.engine import INITIAL_VERSION
-from tepo_megatron.utils.service_guard import peer_user
 from tepo_megatron.utils.quiet import quiet_upstream
 from tepo_megatron.utils.save_requests import LOOK_SECONDS, STOP, asked, take_save
+from tepo_megatron.utils.service_guard import peer_user
 from tepo_megatron.utils.storage import disk_fault
 
 POLL_SECONDS = 0.05

@@ -53,7 +53,7 @@ def preflight(cfg: "Config") -> None:
 
 
 def service_holds_folder() -> bool:
-    """Return whether torchrun has restarted this rank, and the rollout service of the former one lives and holds the run's folder."""
+    """Return whether torchrun restarted this rank, and the former one's rollout service lives on and holds the folder."""
     supervised = supervisor()
     return is_restart() and supervised is not None and service_guard.folder_of(supervised).exists()
 

@@ -20,6 +20,11 @@ def supervisor() -> int | None:
     return None
 
 
+def restart_count() -> int:
+    """Return how often the ranks were restarted, as their supervisor counts; 0 without a supervisor."""
+    return int(os.environ.get(ATTEMPT, os.environ.get(_AGENT_ATTEMPT, "0")))
+
+
 def is_restart() -> bool:
-    """Return whether this rank replaces one that failed, as far as its supervisor says."""
-    return any(int(os.environ.get(name, "0")) > 0 for name in (ATTEMPT, _AGENT_ATTEMPT))
+    """Return whether this rank replaces one that failed."""
+    return restart_count() > 0
