@@ -242,9 +242,11 @@ def train(config_path: str, overrides: list[str]) -> int:
     """
     from tepo_megatron.config.io import load_with_sources
     from tepo_megatron.launcher.launcher import inside_torchrun, run_rank
-    from tepo_megatron.launcher.start import preflight, start
+    from tepo_megatron.launcher.start import preflight, service_holds_folder, start
+    from tepo_megatron.utils.supervisor import is_restart
 
-    cfg, layers = load_with_sources(config_path, overrides)
+    again = ["--resume", "true", "--overwrite", "false"] if is_restart() else []
+    cfg, layers = load_with_sources(config_path, [*overrides, *again])
     is_main = not inside_torchrun() or os.environ["RANK"] == "0"
     if run_dir.finished(cfg):
         if is_main:
@@ -252,14 +254,14 @@ def train(config_path: str, overrides: list[str]) -> int:
 
             print_results(cfg.run_dir, cfg.training.steps)
         return 0
-    if is_main:
+    if is_main and not is_restart():
         try:
             preflight(cfg)
         except ConfigError as e:
             where = layers.sources((), str(e))
             raise ConfigError(f"{', '.join(where)}: {e}") if where else e from None
     if inside_torchrun():
-        with run_dir.claim(cfg) if is_main else contextlib.nullcontext():
+        with run_dir.claim(cfg) if is_main and not service_holds_folder() else contextlib.nullcontext():
             return run_rank(cfg)
     start(cfg)
     return 0

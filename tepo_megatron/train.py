@@ -20,8 +20,10 @@ from tepo_megatron.controller.gate import WeightsGate
 from tepo_megatron.controller.learning import learn
 from tepo_megatron.controller.memory_report import MemoryReport
 from tepo_megatron.controller.placement import Colocated, Disaggregated
+from tepo_megatron.controller.resume import starting_point
 from tepo_megatron.controller.schedule import Schedule, StopRequested
-from tepo_megatron.controller.service_client import ServiceClient, start_service
+from tepo_megatron.controller.service_client import ServiceClient
+from tepo_megatron.controller.service_start import start_service
 from tepo_megatron.controller.step_log import StepLog
 from tepo_megatron.distributed import parallel
 from tepo_megatron.distributed.objects import broadcast_result
@@ -32,6 +34,7 @@ from tepo_megatron.observability.log_file import LogFile
 from tepo_megatron.observability.metrics import Metrics
 from tepo_megatron.observability.timing import Clock
 from tepo_megatron.platform import Platform
+from tepo_megatron.utils.supervisor import is_restart, supervisor
 from tepo_megatron.weight_sync.sync import NoSync, WeightSync, check_one_host, make_weight_sync
 from tepo_megatron.weight_sync.transport import WeightReceiver
 
@@ -58,16 +61,19 @@ def train(
     """
     check_one_host(cfg.sync, servers_with_ranks=cfg.rollout.colocate and cfg.rollout.server.rendezvous_folder is not None)
     is_main = os.environ.get("RANK", "0") == "0"
-    with start_service(cfg.parallel.heartbeat_timeout, make_engine) if is_main else contextlib.nullcontext() as service:
+    kept_by = supervisor() if cfg.restarts_ranks else None
+    given = cfg.parallel.heartbeat_timeout, make_engine, kept_by
+    with start_service(*given) if is_main else contextlib.nullcontext() as service:
         groups = parallel.initialize(cfg.parallel, platform, cfg.seed, config=plain(cfg))
         with _watched(cfg.parallel, groups, cfg.run_dir, on_hang):
             driver = _open_driver(cfg, service)
+            resumes = cfg.resume or is_restart() or (service is not None and service.found)
             stopped_at = None
             with LogFile(cfg.run_dir) if is_main else contextlib.nullcontext():  # for the warnings of this process
                 if cfg.rollout.only:
                     _sample(driver, cfg.training.steps)
                 else:
-                    stopped_at = _train(cfg, groups, driver)
+                    stopped_at = _train(cfg, groups, driver, resumes)
     parallel.shutdown()
     if stopped_at is not None and is_main:
         saved = f"the checkpoint of step {stopped_at} is complete" if stopped_at else "no step was complete"
@@ -96,7 +102,7 @@ def _watched(
     )
 
 
-def _train(cfg: Config, groups: parallel.ParallelDims, driver: Driver) -> int | None:
+def _train(cfg: Config, groups: parallel.ParallelDims, driver: Driver, resumes: bool) -> int | None:
     """Train for all steps; then export the model, evaluate it and write the report.
 
     Returns:
@@ -112,7 +118,7 @@ def _train(cfg: Config, groups: parallel.ParallelDims, driver: Driver) -> int | 
         Checkpoints.open(cfg.run_dir / "checkpoints", cfg.checkpoint, groups) as checkpoints,
         _open_sync(cfg.sync, cfg.rollout, groups, actor, _serving_engine(driver, groups)) as sync,
     ):
-        first, lacks_evaluation = _resume(checkpoints, actor, driver) if cfg.resume else (0, True)
+        first, lacks_evaluation, kept = starting_point(resumes, checkpoints, actor, driver, groups)
         gate = WeightsGate(cfg.rollout, cfg.training, cfg.sync, actor, groups)
         placement = Colocated(actor, driver.engine, groups) if cfg.rollout.colocate else Disaggregated()
         memory = MemoryReport(groups, driver.engine, enabled=cfg.logging.memory or cfg.rollout.colocate)
@@ -124,6 +130,8 @@ def _train(cfg: Config, groups: parallel.ParallelDims, driver: Driver) -> int | 
         )
         loop = _Loop(cfg, actor, objective, driver, checkpoints, schedule, sync, gate, memory, saved=first)
         try:
+            if kept is not None:
+                schedule.inherit(kept)
             schedule.publish_first_weights()
             if lacks_evaluation:
                 schedule.evaluate(first)
@@ -219,17 +227,6 @@ def _sample(driver: Driver, steps: int) -> None:
         log.receive(header.tokens, Metrics(header.metrics))
         driver.release(header.path)
         driver.log_step(step, log, clock)
-
-
-def _resume(checkpoints: Checkpoints, actor: Actor, driver: Driver) -> tuple[int, bool]:
-    """Restore the newest checkpoint; return its step (0 without a checkpoint) and whether its evaluation has to be made."""
-    if (found := checkpoints.newest()) is None:
-        driver.resume(None)
-        return 0, True
-    state = checkpoints.load(found, actor)
-    actor.noise_floor = state["noise_floor"]
-    driver.resume(state, found.passed_over)
-    return int(state["step"]), state.get("lacks_evaluation", False)
 
 
 def _serving_engine(driver: Driver, groups: parallel.ParallelDims) -> WeightReceiver | None:

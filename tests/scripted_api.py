@@ -63,8 +63,8 @@ class ScriptedApi:
     async def interrupt(self, send: Send) -> None:
         await send("POST", "/interrupt", {})
 
-    async def begin_update(self, send: Send) -> None:
-        await send("POST", "/begin", {})
+    async def begin_update(self, send: Send, broken_off: bool) -> None:
+        await send("POST", "/begin", {"broken_off": broken_off})
 
     async def join_groups(self, send: Send, spec: GroupSpec) -> None:
         await send("POST", "/join", asdict(spec))

@@ -145,6 +145,8 @@ class Handler(BaseHTTPRequestHandler):
             return
         if Handler.asleep[:1] == ["weights"]:
             os._exit(4)
+        if self.path == "/begin" and body["broken_off"]:
+            Handler.loading = None
         if (Handler.loading is None) != (self.path == "/begin"):
             return self.answer(500, {"message": "out of turn"})
         if self.path == "/begin":

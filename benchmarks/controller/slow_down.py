@@ -29,7 +29,7 @@ from benchmarks.controller.fake_pool import BINARY, FakePool, PoolSpec
 from benchmarks.results import ROOT
 from tepo_megatron.config.io import to_yaml, validate
 from tepo_megatron.controller.driver import ServiceDriver, ServiceTask
-from tepo_megatron.controller.service_client import start_service
+from tepo_megatron.controller.service_start import start_service
 from tepo_megatron.inference.servers.server_key import KEY_VARIABLE
 
 LAYERS, WIDTH, BATCH = 40, 64, 32  # of the network whose operators are small

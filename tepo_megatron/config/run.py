@@ -87,6 +87,11 @@ class Config:
         return max(self.sequence_tokens, benchmarks)
 
     @property
+    def restarts_ranks(self) -> bool:
+        """Return whether ranks that fail are restarted from a checkpoint."""
+        return bool(self.checkpoint.every and self.checkpoint.max_restarts) and not self.rollout.only
+
+    @property
     def run_dir(self) -> Path:
         """output/name."""
         return Path(self.output) / self.name

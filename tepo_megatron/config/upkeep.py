@@ -91,6 +91,10 @@ class CheckpointConfig:
     asynchronous: bool = True
     # Add the model as a Hugging Face directory to each checkpoint. Training waits while it is written.
     hf: bool = False
+    # Number of consecutive restarts of the ranks from the newest checkpoint, after a rank was killed, hung or failed
+    # unexpectedly, until a newer checkpoint is complete; 0: the run ends. The rollout service and the servers live on, and keep
+    # in host memory what was sampled for the steps after that checkpoint. No effect without checkpoint.every.
+    max_restarts: NonNegative = 3
 
 
 def check_checkpoint(checkpoint: CheckpointConfig, evaluation: EvaluationConfig) -> None:

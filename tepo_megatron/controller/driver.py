@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from tepo_megatron.config import Config
-from tepo_megatron.controller.messages import Waited
+from tepo_megatron.controller.messages import KeptRollouts, Waited
 from tepo_megatron.controller.service_client import ServiceClient, ServiceEngine
 from tepo_megatron.controller.step_log import StepLog
 from tepo_megatron.observability.timing import Clock
@@ -81,23 +81,27 @@ class Driver:
         """Return the state of the rollout side that belongs into a checkpoint after `step`, as plain JSON."""
         return {}
 
-    def resume(self, state: Mapping[str, Any] | None, passed_over: Sequence[str] = ()) -> None:
+    def resume(self, state: Mapping[str, Any] | None, passed_over: Sequence[str] = ()) -> KeptRollouts | None:
         """Restore the state of the rollout side.
 
         Args:
             state: Result of `state`, from a checkpoint. None: the run has no checkpoint and starts from the beginning.
             passed_over: For the log: the reasons why newer checkpoints were not used.
 
+        Returns:
+            The rollouts after the checkpoint that a service has kept, if it has served ranks before; else None.
+
         Raises:
             ConfigError: The state belongs to a step after `training.steps`. The run's records are unchanged.
             DataError: The state belongs to other data. The run's records are unchanged.
         """
+        return None
 
     def check_in_place(self) -> None:
         """Raise RunReplacedError if another run has taken over the run's folder."""
 
     def log_checkpoint(self, checkpoint: "SavedCheckpoint | None") -> None:
-        """Log a checkpoint that became complete. None: none did."""
+        """Log a checkpoint that became complete, and release what is kept of its steps. None: none did."""
 
     def finish(self, step: int, on_request: bool = False) -> None:
         """Write the summary and the report after the last trained step.
@@ -184,14 +188,20 @@ class ServiceDriver(Driver):
         state: dict[str, Any] = self._client.call("state", step)
         return state
 
-    def resume(self, state: Mapping[str, Any] | None, passed_over: Sequence[str] = ()) -> None:
-        self._client.call("resume", state, passed_over)
+    def resume(self, state: Mapping[str, Any] | None, passed_over: Sequence[str] = ()) -> KeptRollouts | None:
+        try:
+            kept: KeptRollouts | None = self._client.call("resume", state, passed_over)
+        except Exception:
+            self._client.close()  # where the ranks are restarted, a new service can go on from any checkpoint
+            raise
+        return kept
 
     def check_in_place(self) -> None:
         self._client.call("check_in_place")
 
     def log_checkpoint(self, checkpoint: "SavedCheckpoint | None") -> None:
         if checkpoint is not None:
+            self._client.call("saved", checkpoint.step)
             self.log_message(
                 f"checkpoint of step {checkpoint.step}: {checkpoint.size / 2**20:.0f} MiB complete after "
                 f"{checkpoint.seconds:.1f} s, of which training waited {checkpoint.blocked_seconds:.2f} s"

@@ -76,6 +76,11 @@ class WeightsGate:
         self._compared: dict[Source, LogprobDifference] = {}  # differences of the current step
         self._step_tokens = 0
         self._newest_too = False  # whether `before_updates` compared the tokens of the newest version
+        self._first = 0  # tokens of versions before it cannot be compared
+
+    def begin_after(self, step: int) -> None:
+        """Leave out tokens of versions before `step`: the ranks that delivered them have failed, and nobody has the weights."""
+        self._first = step
 
     def delivered(self, version: int) -> None:
         """Keep a copy of the actor's weights, delivered to the engine as `version`, as long as its rollouts may be used."""
@@ -120,7 +125,8 @@ class WeightsGate:
         several = self._streams or batch.updates(training.epochs, training.minibatch_prompts) > 1
         self._newest_too = training.old_logprobs == "rollout" and several
         compared: dict[Source, LogprobDifference] = {}
-        for version in sorted({version for r in batch.rollouts for _, (version, _) in pieces(r)}):
+        versions = {version for r in batch.rollouts for _, (version, _) in pieces(r)}
+        for version in sorted(version for version in versions if version >= self._first):
             if version != newest or self._newest_too:
                 part = batch.select(chosen(batch.rollouts, version, self._sync.compared_tokens), update=0)
                 with contextlib.nullcontext() if version == newest else self.weights_of(version):

@@ -8,10 +8,11 @@ from tepo_megatron.checkpoint.folder import complete
 from tepo_megatron.config import Config
 from tepo_megatron.config.io import differences, plain, under_new_names
 from tepo_megatron.controller.batch_memory import BatchHeader, BatchMemory
+from tepo_megatron.controller.kept_steps import KeptSteps
 from tepo_megatron.data import PromptStream
 from tepo_megatron.errors import ConfigError
 from tepo_megatron.evaluation.run_evaluations import Evaluations
-from tepo_megatron.inference.engine import RolloutEngine
+from tepo_megatron.inference.engine import ENGINE_PARTS, RolloutEngine
 from tepo_megatron.observability.run_dir import rename_outcome
 from tepo_megatron.observability.sinks import RunLog
 from tepo_megatron.observability.timing import Clock
@@ -26,7 +27,12 @@ from tepo_megatron.utils.storage import writing
 
 
 class MainDriver:
-    """Makes the calls of `driver.Driver`, where they are described, in the process of the rollout service."""
+    """Makes the calls of `driver.Driver`, where they are described, in the process of the rollout service.
+
+    Attributes:
+        kept: The collected steps that may be needed again.
+        reopened: Whether the ranks were restarted.
+    """
 
     def __init__(
         self,
@@ -51,10 +57,11 @@ class MainDriver:
         """
         self._engine, self._sampler_events = engine, sampler_events
         self._cfg, self._source, self._prompts, self._evaluations, self._log = cfg, source, prompts, evaluations, log
+        self._config = plain(cfg)  # of the present ranks
         self._clock, self._seconds_before = Clock(), 0.0
         self._memory = BatchMemory()
+        self.kept, self.reopened = KeptSteps(cfg.run_dir, self._memory, cfg.rollout.max_staleness), False
         self._restarts = 0  # server restarts that are in the metrics already
-        self._positions: dict[int, dict[str, Any]] = {}  # step -> position in the prompt stream after its rollouts
         self._resumed_after: int | None = 0  # step after which this start goes on; None once decisions.jsonl says so
 
     @property
@@ -62,12 +69,19 @@ class MainDriver:
         """The engine; None if rollouts are replayed."""
         return self._engine
 
+    def reopen(self, config: dict[str, Any]) -> None:
+        """Go on with ranks that were restarted, perhaps with another mesh. `config` is theirs, as plain JSON."""
+        self._config, self.reopened = config, True
+
     def sleep_engine(self) -> None:
-        """Wait until the engine serves and put it to sleep."""
+        """Wait until the engine serves and put it to sleep. If ranks were restarted, it may sleep, or half of it."""
         assert self.engine is not None, "the config allows colocation with an engine only"
         waiting = Clock()
         self.engine.wait_ready()
-        self.engine.sleep()
+        if tuple(self.engine.asleep) == ENGINE_PARTS[1:]:
+            self.engine.wake("kv_cache")
+        if not self.engine.asleep:
+            self.engine.sleep()
         self._log.message(f"{self._cfg.rollout.engine} ready after {waiting.total:.0f} s; it sleeps while the actor is built")
 
     def log_message(self, text: str) -> None:
@@ -80,7 +94,8 @@ class MainDriver:
             waiting = Clock()
             self._engine.wait_ready()
             self._log.message(f"actor built; {self._cfg.rollout.engine} ready after {waiting.total:.0f} s more")
-        self._clock = Clock()  # the run's seconds exclude the start
+        if not self.reopened:
+            self._clock = Clock()  # the run's seconds exclude the start
 
     def collect(self, step: int, hand_out: Callable[[BatchHeader], object]) -> BatchHeader:
         """Sample and grade the rollouts of a step; return the header of the file that they are in.
@@ -90,21 +105,28 @@ class MainDriver:
             hand_out: With `training.stream`, called with the header of each minibatch but the last, as soon as it is there. The
                 last one is the result.
         """
-        clock, stream = Clock(), self._stream(step, hand_out)
+        paths: list[str] = []  # of the minibatches that were handed out
+
+        def hand_out_and_keep(header: BatchHeader) -> None:
+            paths.append(header.path)
+            hand_out(header)
+
+        clock, stream = Clock(), self._stream(step, hand_out_and_keep)
         if self._resumed_after is not None:
             self.check_in_place()
-            decisions.append(self._cfg.run_dir, decisions.start_line(self._resumed_after, plain(self._cfg)))
+            decisions.append(self._cfg.run_dir, decisions.start_line(self._resumed_after, self._config))
             self._resumed_after = None
         rollouts, metrics = self._source.collect(step, clock, stream)
         self.check_in_place()
+        line, position = "", None
         if isinstance(self._source, Collector):
             if stream is not None:
                 self._source.decisions.minibatches = stream.prompts
-            decisions.append(self._cfg.run_dir, self._source.decisions.line(step))
+            line = self._source.decisions.line(step)
+            decisions.append(self._cfg.run_dir, line)
             if step == self._cfg.training.steps:
                 self._source.cancel()
-            recent = {s: p for s, p in self._positions.items() if s >= step - 1 - self._cfg.rollout.max_staleness}
-            self._positions = recent | {step: self._source.position()}
+            position = self._source.position()
         self._log_events()
         if self._cfg.rollout.record or self._cfg.rollout.only:
             record.write(self._cfg.run_dir / record.FOLDER, step, rollouts, metrics)
@@ -113,7 +135,9 @@ class MainDriver:
             metrics.add("rollout/server_restarts", restarts - self._restarts)
             self._restarts = restarts
         last = Minibatch(rollouts, list(range(len(rollouts)))) if stream is None else stream.finish()
-        return self._memory.write(last.rollouts, metrics.pairs(), clock.seconds, last.ids)
+        header = self._memory.write(last.rollouts, metrics.pairs(), clock.seconds, last.ids)
+        self.kept.add(step, [*paths, header.path], line, position)
+        return header
 
     def _stream(self, step: int, hand_out: Callable[[BatchHeader], object]) -> MinibatchStream | None:
         """Return the minibatches of a step; None if training waits for the whole rollout batch."""
@@ -131,7 +155,7 @@ class MainDriver:
 
     def release(self, path: str) -> None:
         """Close the file of a batch that all ranks have read."""
-        self._memory.release(path)
+        self.kept.release_batch(path)
 
     def evaluate(self, step: int) -> None:
         """Record the accuracy of the weights of `step`, if there is anything to evaluate on."""
@@ -172,10 +196,10 @@ class MainDriver:
         return {
             "step": step,
             "policy_version": step,
-            "prompts": self._positions.get(step),  # a resumed run samples the prompts of later steps again
-            "evaluations": self._evaluations.state_dict(),
+            "prompts": self.kept.position(step),  # a resumed run samples the prompts of later steps again
+            "evaluations": self._evaluations.state_dict(step),
             "seconds": self._seconds,
-            "config": plain(self._cfg),
+            "config": self._config,
         }
 
     def resume(self, state: Mapping[str, Any] | None, passed_over: Sequence[str] = ()) -> None:
@@ -186,21 +210,38 @@ class MainDriver:
         """
         for line in passed_over:
             self._log.message(f"resume: {line}")
-        step = 0
-        if state is None:
+        step = 0 if state is None else state["step"]
+        if self.reopened:
+            self._resume_kept(step)
+        elif state is None:
             self._log.message("resume: no checkpoint yet, so from the start")
         else:
-            self._resumed_after = step = state["step"]
+            self._resumed_after = step
             self._restore(state)
         rename_outcome(self._cfg.run_dir)  # from here on nothing can refuse to resume
         lines = self._log.rewind(step)
-        if self._cfg.rollout.replay is None:
+        if self._cfg.rollout.replay is None and not self.reopened:
             lines += record.set_aside(self._cfg.run_dir / record.FOLDER, after=step)
             if self._cfg.rollout.record:
                 lines += record.faults(self._cfg.run_dir / record.FOLDER, last=step)
-        self._evaluations.forget(after=step)
+        if not self.reopened:
+            self._evaluations.forget(after=step)
         for line in lines:
             self._log.message(f"resume: {line}")
+
+    def _resume_kept(self, step: int) -> None:
+        """Note that the ranks go on after `step`. Prompts, evaluations and batches are beyond it, and stay as they are."""
+        where = f"from the checkpoint of step {step}" if step else "from the start, because there is no checkpoint yet"
+        self._log.message(f"ranks restarted {where}; the rollout service and its servers have gone on")
+        if staleness := self._cfg.rollout.max_staleness:
+            self._log.message(
+                f"the log-prob gate cannot compare tokens of versions before {step}, which steps {step + 1} to "
+                f"{step + staleness} may train on: the ranks that had these weights are gone"
+            )
+        if self._resumed_after is None:
+            decisions.append(self._cfg.run_dir, decisions.start_line(step, self._config))
+        else:
+            self._resumed_after = step
 
     def _restore(self, state: Mapping[str, Any]) -> None:
         step, steps = state["step"], self._cfg.training.steps

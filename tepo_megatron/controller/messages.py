@@ -1,8 +1,12 @@
-"""The messages between rank 0 and the rollout service. They are pickled and go over a socket pair, which has no address."""
+"""The messages between rank 0 and the rollout service. They are pickled.
+
+They go over a socket pair, which has no address, or over a UNIX socket in a private folder (`service_start.py`).
+"""
 
 from typing import Any, Literal, NamedTuple
 
 DESCRIPTOR = "TEPO_SERVICE_FD"  # environment variable with the service's end of the socket pair
+LISTENER = "TEPO_SERVICE_LISTENER_FD"  # environment variable with the socket on which a service that is kept listens
 
 
 class Call(NamedTuple):
@@ -27,6 +31,18 @@ class Waited(NamedTuple):
     event: Literal["done", "minibatch", "weights", "stop"]
     result: Any = None
     save: bool = False
+
+
+class KeptRollouts(NamedTuple):
+    """The rollouts that a service which outlived its ranks has for the next ones.
+
+    Attributes:
+        version: Version of the weights that the servers have, or were receiving; None if they never received any.
+        started: The last step whose rollouts were started.
+    """
+
+    version: int | None
+    started: int
 
 
 class Answer(NamedTuple):

@@ -13,6 +13,9 @@ that needs the weights of version t - 1 meanwhile gets the copy that the gate ke
 
 If trainer and engine share their devices (rollout.colocate), the engine sleeps while a step is trained and wakes when something
 is to be sampled. Anything in between, such as a checkpoint, finds the trainer as training left it.
+
+Ranks that were restarted next to a living service repeat the steps after the checkpoint with the rollouts of their former take.
+Meanwhile the servers keep the newer weights that they have, and go on with what was being sampled.
 """
 
 import contextlib
@@ -26,6 +29,7 @@ from tepo_megatron.controller.batch_receiver import BatchReceiver
 from tepo_megatron.controller.driver import Driver, NoTask
 from tepo_megatron.controller.gate import WeightsGate
 from tepo_megatron.controller.memory_report import MemoryReport
+from tepo_megatron.controller.messages import KeptRollouts
 from tepo_megatron.controller.placement import Disaggregated
 from tepo_megatron.distributed.objects import broadcast_object, broadcast_result
 from tepo_megatron.distributed.parallel import ParallelDims
@@ -106,14 +110,34 @@ class Schedule:
         self._ahead: deque[NoTask] = deque()  # rollouts of the next steps, finished or not
         self._started = trained  # last step whose rollouts were started
         self._served: int | None = None  # version of the served weights
+        self._inherited = False  # whether ranks that failed have sent them
         self._evaluated: int | None = None  # last step whose weights were evaluated
         self._in_updates = False  # whether the actor may have taken updates since `trained`
         self.trained, self.ended, self.save_requested = trained, False, False
 
+    def inherit(self, kept: KeptRollouts) -> None:
+        """Go on with the rollouts that a living service has kept. Call it before `publish_first_weights`.
+
+        Args:
+            kept: What there is.
+        """
+        self._served, self._inherited = kept.version, kept.version is not None
+        self._gate.begin_after(self.trained)
+        while self._started < kept.started:
+            self._started += 1
+            self._ahead.append(self._driver.collect(self._started))
+
+    @property
+    def _repeats(self) -> bool:
+        """Return whether the servers have the weights of a later step, which the ranks that failed have sent."""
+        return self._served is not None and self._served > self.trained
+
     def publish_first_weights(self) -> None:
         """Have the engine serve the weights that the actor starts with, unless the devices are shared."""
-        self.ended = broadcast_object(self._driver.out_of_patience, self._groups.host)  # a resumed run may have ended already
-        if not self._placement.shared:
+        out_of_patience = broadcast_object(self._driver.out_of_patience, self._groups.host)
+        self.ended = out_of_patience and not self._repeats  # a resumed run may have ended already
+        self._note_version()
+        if not self._placement.shared and (self._interrupts or not self._ahead):
             self._publish(Clock())
 
     def next_parts(self, step: int, clock: Clock) -> Iterator[RolloutPart]:
@@ -125,7 +149,7 @@ class Schedule:
             step: Number of the step.
             clock: Receives the seconds of waiting, sampling, grading and weight updates.
         """
-        if not self._ahead:
+        if not self._ahead or self._waits_asleep():
             self._publish(clock)
         self._start_rollouts()
         task, header = self._ahead.popleft(), None
@@ -174,6 +198,7 @@ class Schedule:
         self._memory.end_phase("train")
         self._batches.release()
         self.trained, self._in_updates = step, False
+        self._note_version()
         if not self._placement.shared and (self._interrupts or not self._ahead):
             self._publish(clock)
 
@@ -197,7 +222,7 @@ class Schedule:
 
     def evaluate(self, step: int) -> None:
         """Evaluate the served weights, those of `step`, on the held-out problems and benchmarks, if there are any."""
-        if self._evaluation is None:
+        if self._evaluation is None or self._repeats:  # the ranks that failed have evaluated what was due
             return
         self._publish(Clock())
         self._wait(self._driver.evaluate(step))
@@ -205,9 +230,9 @@ class Schedule:
         self.ended = broadcast_object(self._driver.out_of_patience, self._groups.host)
 
     def _start_rollouts(self) -> None:
-        """Start rollouts as far ahead as the staleness of the served weights allows."""
+        """Start rollouts as far ahead as the staleness of the served weights allows, unless the engine sleeps."""
         assert self._served is not None
-        while self._started < min(self._last, self._served + 1 + self._staleness):
+        while not self._placement.engine_sleeps and self._started < min(self._last, self._served + 1 + self._staleness):
             self._started += 1
             self._ahead.append(self._driver.collect(self._started))
 
@@ -225,9 +250,20 @@ class Schedule:
                 return waited.result
             self._placement.repair(self._push)
 
+    def _waits_asleep(self) -> bool:
+        """Return whether kept rollouts of the next step are incomplete and need the engine, which sleeps."""
+        return self._placement.engine_sleeps and broadcast_object(not self._ahead[0].done, self._groups.host)
+
+    def _note_version(self) -> None:
+        """Have the gate keep the actor's weights if tokens that were sampled with their former take may be trained on."""
+        if self._served is not None and self._served >= self.trained:
+            self._gate.delivered(self.trained)
+
     def _publish(self, clock: Clock) -> None:
-        """Have the engine serve the actor's weights, unless it does."""
-        if self._placement.engine_sleeps or self._served != self.trained:
+        """Have the engine serve the actor's weights, unless it serves these, or those of a later step that was taken before."""
+        if self._repeats:
+            return
+        if self._placement.engine_sleeps or self._served != self.trained or self._inherited:
             with clock.phase("sync"):
                 self._placement.generate(self._push)
             self._memory.begin_phase()
@@ -236,4 +272,4 @@ class Schedule:
         with self._gate.weights_of(self.trained) if self._in_updates else contextlib.nullcontext():
             self._sync.push(version=self.trained)
         self._gate.delivered(self.trained)
-        self._served = self.trained
+        self._served, self._inherited = self.trained, False

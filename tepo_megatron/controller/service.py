@@ -1,7 +1,12 @@
 """The rollout service: a process next to rank 0 that owns prompts, engine, servers, graders, record and log of a run.
 
-Rank 0 starts it and is its only client (`service_client.py`). They exchange pickled messages over a socket pair, which has no
-address, so that no other process can connect. The service ends when rank 0 closes its end, and with rank 0 however that ends.
+Rank 0 starts it and is its only client (`service_client.py`, `service_start.py`). They exchange pickled messages over a socket
+pair, which has no address, so that no other process can connect. The service ends when rank 0 closes its end, and with rank 0
+however that ends.
+
+Where the ranks are restarted after a failure, the service lives on. It listens on a UNIX socket in a private folder, and serves
+one rank 0 after the other. It goes on with its work while there is none, and keeps each batch until a checkpoint contains its
+step.
 
     thread    does
     reader    receives calls, and answers `ping` at once
@@ -15,30 +20,42 @@ import gc
 import os
 import pickle
 import queue
+import signal
+import socket
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 from tepo_megatron.config import Config
+from tepo_megatron.config.io import plain
 from tepo_megatron.controller.batch_memory import BatchHeader
 from tepo_megatron.controller.main_driver import MainDriver
-from tepo_megatron.controller.messages import DESCRIPTOR, Answer, Call, Waited
+from tepo_megatron.controller.messages import DESCRIPTOR, LISTENER, Answer, Call, KeptRollouts, Waited
 from tepo_megatron.controller.opening import EngineFactory, open_driver
 from tepo_megatron.errors import RolloutError, StorageError, TepoError
+from tepo_megatron.inference.engine import INITIAL_VERSION
 from tepo_megatron.utils.quiet import quiet_upstream
 from tepo_megatron.utils.save_requests import LOOK_SECONDS, STOP, asked, take_save
+from tepo_megatron.utils.service_guard import peer_user
 from tepo_megatron.utils.storage import disk_fault
 
 POLL_SECONDS = 0.05
 
 
-class _End(NamedTuple):
+class _Received(NamedTuple):
+    """A call, and the connection over which it came."""
+
+    call: Call
+    connection: Connection
+
+
+class _Left(NamedTuple):
     """Rank 0 has closed the connection."""
 
 
@@ -49,7 +66,7 @@ class _Task:
     Attributes:
         future: Its end.
         minibatches: The minibatches that were there before its end.
-        received: Number of minibatches that rank 0 has received.
+        received: Number of minibatches that the present rank 0 has received.
     """
 
     future: Future[Any]
@@ -57,47 +74,78 @@ class _Task:
     received: int = 0
 
 
+class _End(NamedTuple):
+    """The service is to end."""
+
+
 class RolloutService:
     """Makes the calls of rank 0 on the driver of the run, on its engine, or on itself.
 
     Args:
-        connection: This process's end of the connection.
+        connections: The connections to successive ranks 0. The next one is taken when the one before was closed.
         make_engine: Makes an engine to use instead of the one that the config names.
+        keeps: Whether batches are kept until a checkpoint contains their step, because another rank 0 may follow.
     """
 
-    def __init__(self, connection: Connection, make_engine: EngineFactory | None) -> None:
-        self._connection, self._make_engine = connection, make_engine
+    def __init__(self, connections: Iterable[Connection], make_engine: EngineFactory | None, keeps: bool = False) -> None:
+        self._connections, self._make_engine, self._keeps = connections, make_engine, keeps
+        self._connection: Connection | None = None  # of the present rank 0
         self._sending = threading.Lock()
-        self._calls: queue.SimpleQueue[Call | _End] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[_Received | _Left | _End] = queue.SimpleQueue()
         self._cfg: Config | None = None
         self._driver: MainDriver | None = None
-        self._tasks: dict[int, _Task] = {}  # by number of the call that started it
+        self._tasks: dict[int, _Task] = {}  # by number of the call of the present rank 0 that started it
+        self._batches: dict[int, _Task] = {}  # step -> its rollouts, which are kept
         # one thread for all work, because the graders that a thread starts are ended when the thread ends
         self._rollout = ThreadPoolExecutor(1, thread_name_prefix="rollout")
         self._waiters = ThreadPoolExecutor(thread_name_prefix="waiter")
 
     def run(self) -> None:
-        """Make calls until rank 0 closes the connection; then end the engine."""
+        """Make calls until the last rank 0 closes its connection or `end` is called; then end the engine."""
         threading.Thread(target=self._read, name="reader", daemon=True).start()
         with contextlib.ExitStack() as stack:
-            while isinstance(call := self._calls.get(), Call):
-                self._answer(call, partial(self._make, call, stack))
-
-    def _read(self) -> None:
-        with contextlib.suppress(EOFError, OSError):
-            while True:
-                call = self._connection.recv()
-                if call.name == "ping":
-                    self._send(Answer(call.number, None, None))
-                elif call.name == "wait":
-                    self._waiters.submit(self._answer, call, partial(self._wait, *call.args))
+            while not isinstance(item := self._calls.get(), _End):
+                if isinstance(item, _Left):
+                    self._left()
                 else:
-                    self._calls.put(call)
+                    self._answer(item, partial(self._make, item.call, stack))
+
+    def end(self) -> None:
+        """Have `run` return once the call in progress has been made. May be called by a signal handler."""
         self._calls.put(_End())
 
+    def _read(self) -> None:
+        for connection in self._connections:
+            self._connection = connection
+            with contextlib.suppress(EOFError, OSError):
+                while True:
+                    received = _Received(connection.recv(), connection)
+                    name, args = received.call.name, received.call.args
+                    if name == "ping":
+                        self._send(connection, Answer(received.call.number, None, None))
+                    elif name == "wait":
+                        self._waiters.submit(self._answer, received, partial(self._wait, connection, *args))
+                    else:
+                        self._calls.put(received)
+            connection.close()
+            if self._keeps:
+                self._calls.put(_Left())
+        self._calls.put(_End())
+
+    def _left(self) -> None:
+        """Go on without rank 0, which was killed or has failed. Its successor begins with the call `open`."""
+        self._tasks = {}
+        if self._driver is not None and (engine := self._driver.engine) is not None:
+            engine.abandon_update()
+
     def _open(self, stack: contextlib.ExitStack, cfg: Config) -> None:
+        if self._driver is not None:
+            self._driver.reopen(plain(cfg))
+        else:
+            self._driver = stack.enter_context(open_driver(cfg, self._make_engine))
+            if self._keeps:
+                self._driver.kept.keeps_batches = True
         self._cfg = cfg
-        self._driver = stack.enter_context(open_driver(cfg, self._make_engine))
 
     def _make(self, call: Call, stack: contextlib.ExitStack) -> Any:
         """Make one call and return its result; a future is answered once it is done. The driver is open within the stack."""
@@ -107,14 +155,20 @@ class RolloutService:
                 self._open(stack, *args)
             case "close":
                 stack.close()
+                self.end()
             case "collect":
-                minibatches: list[BatchHeader] = []
-                future = self._rollout.submit(partial(self._started.collect, args[0], minibatches.append))
-                self._tasks[call.number] = _Task(future, minibatches)
+                self._tasks[call.number] = self._collect(*args)
             case "evaluate":
                 self._tasks[call.number] = _Task(self._rollout.submit(self._started.evaluate, *args))
             case "done":
                 return self._tasks[args[0]].future.done()
+            case "saved":
+                self._saved(*args)
+            case "sleep_engine":
+                self._finish_sampling()
+                self._started.sleep_engine()
+            case "resume":
+                return self._resume(*args)
             case _:
                 owner, _, attribute = name.rpartition(".")
                 target = getattr(self._started.engine if owner == "engine" else self._started, attribute)
@@ -126,7 +180,50 @@ class RolloutService:
         assert self._driver is not None, "the first call is open"
         return self._driver
 
-    def _wait(self, number: int) -> Waited:
+    def _collect(self, step: int) -> _Task:
+        """Start to collect the rollouts of a step, or return what a former rank 0 has started."""
+        if step in self._batches:
+            self._started.kept.repeat_line(step)
+            return replace(self._batches[step], received=0)
+        minibatches: list[BatchHeader] = []
+        task = _Task(self._rollout.submit(partial(self._started.collect, step, minibatches.append)), minibatches)
+        if self._keeps:
+            self._batches[step] = task
+        return task
+
+    def _saved(self, step: int) -> None:
+        """Release the batches that a complete checkpoint contains."""
+        if self._keeps:
+            self._batches = {number: task for number, task in self._batches.items() if number > step}
+            self._started.kept.release_until(step)
+
+    def _finish_sampling(self) -> None:
+        """Wait until nothing is sampled for a former rank 0, or what is left needs weights."""
+        engine = self._started.engine
+        while not all(task.future.done() for task in self._batches.values()):
+            if engine is None or engine.asleep or engine.needs_weights:
+                return
+            time.sleep(POLL_SECONDS)
+
+    def _resume(self, state: Mapping[str, Any] | None, passed_over: Sequence[str]) -> KeptRollouts | None:
+        """Restore the state of a checkpoint. Return what is kept beyond it; None if nothing is, because this is a new service.
+
+        Raises LookupError if a step after the checkpoint lacks its batch: an older checkpoint was taken, because others are
+        damaged.
+        """
+        driver, step = self._started, 0 if state is None else state["step"]
+        if not driver.reopened:
+            driver.resume(state, passed_over)
+            return None
+        kept = sorted(number for number in self._batches if number > step)
+        if kept != list(range(step + 1, step + 1 + len(kept))) or step < driver.kept.released_until:
+            raise LookupError(f"the rollouts of step {step + 1} were released with a later checkpoint")
+        self._saved(step)
+        driver.resume(state, passed_over)
+        version = INITIAL_VERSION if driver.engine is None else driver.engine.version
+        return KeptRollouts(None if version == INITIAL_VERSION else version, max(kept, default=step))
+
+    def _wait(self, connection: Connection, number: int) -> Waited:
         """Wait for a task, for one of its minibatches, or for what the ranks have to do meanwhile.
 
         A request to end the run comes before the result, unless rank 0 trains on minibatches of it already.
@@ -134,7 +231,7 @@ class RolloutService:
         assert self._cfg is not None
         engine, task, trains = self._started.engine, self._tasks[number], not self._cfg.rollout.only
         look = 0.0
-        while True:
+        while connection is self._connection and not connection.closed:
             done = task.future.done()
             if trains and not task.received and (time.monotonic() >= look or done):
                 look = time.monotonic() + LOOK_SECONDS
@@ -148,17 +245,19 @@ class RolloutService:
             if engine is not None and trains and engine.needs_weights:
                 return Waited("weights")
             time.sleep(POLL_SECONDS)
+        return Waited("stop")  # nobody hears it
 
-    def _answer(self, call: Call, make: Callable[[], Any]) -> None:
+    def _answer(self, received: _Received, make: Callable[[], Any]) -> None:
+        number, connection = received.call.number, received.connection
         try:
             result = make()
         except Exception as e:
-            self._send(Answer(call.number, None, self._error(e)))
+            self._send(connection, Answer(number, None, self._error(e)))
             return
         if isinstance(result, Future):
-            result.add_done_callback(lambda done: self._answer(call, done.result))
+            result.add_done_callback(lambda done: self._answer(received, done.result))
         else:
-            self._send(Answer(call.number, result, None))
+            self._send(connection, Answer(number, result, None))
 
     def _error(self, e: Exception) -> Exception:
         """Return the error as rank 0 raises it: our own in its class of `errors.py`, any other as its traceback.
@@ -170,12 +269,12 @@ class RolloutService:
         fault = None if self._cfg is None else disk_fault(e, self._cfg.run_dir, written=False)
         return StorageError(fault) if fault is not None else RuntimeError("".join(traceback.format_exception(e)).rstrip())
 
-    def _send(self, answer: Answer) -> None:
+    def _send(self, connection: Connection, answer: Answer) -> None:
         with self._sending, contextlib.suppress(OSError):  # rank 0 is gone: the reader notices
             try:
-                self._connection.send(answer)
+                connection.send(answer)
             except (pickle.PicklingError, TypeError, AttributeError, ValueError) as e:  # it cannot be pickled
-                self._connection.send(Answer(answer.number, None, RolloutError(f"{answer.error or answer.value!r} ({e})")))
+                connection.send(Answer(answer.number, None, RolloutError(f"{answer.error or answer.value!r} ({e})")))
 
 
 def relax_garbage_collector() -> None:
@@ -193,9 +292,35 @@ def serve(connection: Connection, make_engine: EngineFactory | None = None) -> N
     """
     quiet_upstream()
     relax_garbage_collector()
-    RolloutService(connection, make_engine).run()
+    RolloutService([connection], make_engine).run()
+
+
+def serve_successive(listener: socket.socket, make_engine: EngineFactory | None = None) -> None:
+    """Be the rollout service of one rank 0 after the other, until SIGTERM or a call `close`.
+
+    Args:
+        listener: The socket on which they connect. Processes of other users are refused.
+        make_engine: See `RolloutService`.
+    """
+
+    def accepted() -> Iterator[Connection]:
+        while True:
+            connection, _ = listener.accept()
+            if peer_user(connection) == os.geteuid():
+                yield Connection(connection.detach())
+            else:
+                connection.close()
+
+    quiet_upstream()
+    relax_garbage_collector()
+    service = RolloutService(accepted(), make_engine, keeps=True)
+    signal.signal(signal.SIGTERM, lambda *_: service.end())
+    service.run()
 
 
 if __name__ == "__main__":
-    serve(Connection(int(os.environ[DESCRIPTOR])))
+    if LISTENER in os.environ:
+        serve_successive(socket.socket(fileno=int(os.environ[LISTENER])))
+    else:
+        serve(Connection(int(os.environ[DESCRIPTOR])))
     os._exit(0)  # threads of a run that was cut off may still wait for servers

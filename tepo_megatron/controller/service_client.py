@@ -1,37 +1,28 @@
-"""Rank 0's end of the rollout service: start the process, call it, and notice when it dies or hangs."""
+"""Rank 0's end of the rollout service: call it, and notice when it dies or hangs. `service_start.py` starts it."""
 
 import contextlib
 import math
-import multiprocessing
-import os
 import signal
 import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
-import torch
-
-from tepo_megatron.controller.messages import DESCRIPTOR, Answer, Call
+from tepo_megatron.controller.messages import Answer, Call
 from tepo_megatron.errors import RolloutError
 from tepo_megatron.inference.engine import EnginePart
 from tepo_megatron.utils.memory_kills import MemoryKills
-from tepo_megatron.utils.processes import LIFELINE, die_with_parent
 from tepo_megatron.weight_sync.broadcast_group import GroupSpec
 from tepo_megatron.weight_sync.bucket_format import Source
 from tepo_megatron.weight_sync.transport import Recipient
-
-if TYPE_CHECKING:
-    from tepo_megatron.controller.opening import EngineFactory
 
 START_SECONDS = 600.0  # for the service to import its modules, which may lie on a slow file system
 PING_SECONDS = 5.0  # of waiting, after which the service is asked whether it lives
 CLOSE_SECONDS = 60.0  # for the service to end its servers and itself
 
 
-class _Process(Protocol):
+class Process(Protocol):
     """The part of `subprocess.Popen` that is needed here."""
 
     pid: int
@@ -66,9 +57,11 @@ class ServiceClient:
         connection: This process's end of the connection.
         process: The service.
         silence_seconds: Seconds without any message after which the service counts as hung.
+        found: Whether the service lived already, and has served ranks that were restarted. It stays as an attribute.
     """
 
-    def __init__(self, connection: Connection, process: _Process, silence_seconds: float) -> None:
+    def __init__(self, connection: Connection, process: Process, silence_seconds: float, found: bool = False) -> None:
+        self.found = found
         self._connection, self._process, self._silence_seconds = connection, process, silence_seconds
         self._kills = MemoryKills()
         self._numbers = 0
@@ -145,15 +138,21 @@ class ServiceClient:
 
     def close(self) -> None:
         """Have the service end its servers, graders and itself; bounded in time."""
+        if self._connection.closed:
+            return
         with contextlib.suppress(RolloutError):
             if self._lost is None:
                 self.receive(self.begin("close"), CLOSE_SECONDS)
-        self._connection.close()
+        self.leave()
         try:
             self._process.wait(CLOSE_SECONDS)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait(CLOSE_SECONDS)
+
+    def leave(self) -> None:
+        """Close the connection. A service that outlives rank 0 keeps its work for the next one. A second call does nothing."""
+        self._connection.close()
 
     def _ended(self) -> RolloutError:
         """Return the error for a service that has ended."""
@@ -167,82 +166,6 @@ class ServiceClient:
             why = f": {self._kills.explain()}" if status == -signal.SIGKILL else "; its last lines are above"
             self._lost = RolloutError(f"the rollout service (pid {self._process.pid}) {how}{why}")
         return self._lost
-
-
-class ForkedProcess:
-    """A fork of this process that runs one function. For engines that exist in this process alone.
-
-    Args:
-        work: What the fork runs.
-    """
-
-    def __init__(self, work: Callable[[], None]) -> None:
-        parent = os.getpid()
-        self._status: int | None = None  # exit status, once it is known
-        self.pid = os.fork()
-        if self.pid == 0:
-            try:
-                die_with_parent(parent)
-                torch.set_num_threads(torch.get_num_threads())  # renews the pool of the fork, before two threads do so at once
-                work()
-            except BaseException as e:
-                sys.excepthook(type(e), e, e.__traceback__)
-                os._exit(1)
-            os._exit(0)
-
-    def wait(self, timeout: float) -> int:
-        """Return the exit status, negative for a signal. Raises subprocess.TimeoutExpired."""
-        until = time.monotonic() + timeout
-        while self._status is None:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-            if pid:
-                self._status = os.waitstatus_to_exitcode(status)
-            elif time.monotonic() > until:
-                raise subprocess.TimeoutExpired("the rollout service", timeout)
-            else:
-                time.sleep(0.01)
-        return self._status
-
-    def kill(self) -> None:
-        """Send SIGKILL."""
-        if self._status is None:
-            os.kill(self.pid, signal.SIGKILL)
-
-
-@contextlib.contextmanager
-def start_service(silence_seconds: float, make_engine: "EngineFactory | None" = None) -> Iterator[ServiceClient]:
-    """Yield a client of a new rollout service, which imports its modules meanwhile and waits for the call `open`.
-
-    Call it before this process joins a process group or starts threads of its own. When the block ends, the service is closed.
-
-    Args:
-        silence_seconds: See `ServiceClient`.
-        make_engine: Makes an engine to use instead of the one that the config names; the service is a fork then.
-    """
-    ours, theirs = multiprocessing.Pipe()
-    process: _Process
-    if make_engine is None:
-        command = [sys.executable, "-P", "-m", "tepo_megatron.controller.service"]
-        environment = {**os.environ, DESCRIPTOR: str(theirs.fileno())}
-        parent, lifeline = os.getpid(), [int(os.environ[LIFELINE])] if LIFELINE in os.environ else []
-        process = subprocess.Popen(
-            command, env=environment, pass_fds=[theirs.fileno(), *lifeline], preexec_fn=lambda: die_with_parent(parent)
-        )
-    else:
-
-        def serve() -> None:
-            from tepo_megatron.controller.service import serve
-
-            ours.close()
-            serve(theirs, make_engine)
-
-        process = ForkedProcess(serve)
-    theirs.close()
-    client = ServiceClient(ours, process, silence_seconds)
-    try:
-        yield client
-    finally:
-        client.close()
 
 
 class ServiceEngine:

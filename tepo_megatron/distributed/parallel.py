@@ -25,6 +25,7 @@ from tepo_megatron.observability.hang_watchdog import BeatStore
 from tepo_megatron.platform import Platform
 from tepo_megatron.utils.heartbeats import HeartbeatFolder
 from tepo_megatron.utils.private import WORLD_FOLDER, check_private
+from tepo_megatron.utils.supervisor import restart_count
 
 
 @dataclass(frozen=True)
@@ -156,7 +157,10 @@ def initialize(cfg: ParallelConfig, platform: Platform, seed: int, config: Mappi
 def _join_world(backend: str, world_size: int, timeout: datetime.timedelta) -> None:
     """Initialise torch.distributed through the launcher's private folder if there is one, else through torchrun's store."""
     if WORLD_FOLDER not in os.environ:
-        dist.init_process_group(backend, timeout=timeout)
+        store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
+        # the store of a static rendezvous still has the addresses of ranks that were restarted (torch 2.13)
+        store = dist.PrefixStore(f"attempt-{restart_count()}", store)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
         return
     folder = Path(os.environ[WORLD_FOLDER])
     check_private(folder)

@@ -88,9 +88,14 @@ class Evaluations:
             return self._benchmarks.means()
         return {step: accuracy.mean for step, accuracy in self._by_step.items()}
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the results on held-out problems as plain JSON. Benchmark results are on the disk."""
-        return {str(step): accuracy.state() for step, accuracy in list(self._by_step.items())}  # another thread may add one
+    def state_dict(self, until: int) -> dict[str, Any]:
+        """Return the results on held-out problems as plain JSON. Benchmark results are on the disk.
+
+        Args:
+            until: The last step. Where ranks are restarted, later ones may be there already.
+        """
+        results = list(self._by_step.items())  # another thread may add one
+        return {str(step): accuracy.state() for step, accuracy in results if step <= until}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned."""

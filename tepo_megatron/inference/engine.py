@@ -9,7 +9,7 @@
 `RolloutEngine` is their union. Ask for the smallest protocol that you use.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Literal, Protocol, Self
 
 from tepo_megatron.types import Prompt, Rollout, SamplingParams
@@ -123,6 +123,13 @@ class Lifecycle(Protocol):
         """Return whether a server lacks the weights of `version`, so that another update has to send them."""
 
     @property
+    def asleep(self) -> Collection[EnginePart]:
+        """The parts whose memory is released."""
+
+    def abandon_update(self) -> None:
+        """Give up the update under way, if there is one, because its sender is gone. The next update goes to all servers."""
+
+    @property
     def restarts(self) -> int:
         """Number of server restarts since `start`, for any reason."""
 
@@ -153,6 +160,8 @@ class RolloutEngine(Sampler, WeightReceiver, Sleepable, Lifecycle, Protocol):
                        future is done, files may be deleted. For broadcast tensors the store of the group spec shows which
                        ranks received them; they may be sent again to ranks that did not.
         finish_update  Returns when the new weights are served and no cache of the old ones is left.
+        abandon_update Gives up an update whose sender is gone. Servers that are left with half of the weights get out of it, or
+                       are restarted. The next update goes to all servers, also to those that have its version already.
         verify         Compares the checksums of what all servers serve: with each other, and, for tensors that changed since
                        the last call, with their old value. Only tensors that the servers' checksums cover are compared.
     """

@@ -9,6 +9,7 @@ from tepo_megatron.config import ServerConfig
 from tepo_megatron.errors import RolloutError
 from tepo_megatron.inference.engine import INITIAL_VERSION, EnginePart
 from tepo_megatron.inference.partial import GenerationRequest
+from tepo_megatron.inference.servers.client import RequestFailed
 from tepo_megatron.inference.servers.process import LOOPBACK
 from tepo_megatron.types import Rollout
 from tepo_megatron.utils.exchange import HttpAnswer
@@ -71,6 +72,15 @@ class ServerInfo:
 Send = Callable[[str, str, Mapping[str, Any] | None], Awaitable[Any]]
 # (method, path, JSON body, preferred content type) -> undecoded answer; raises client.RequestFailed
 Exchange = Callable[[str, str, Mapping[str, Any] | None, str], Awaitable[HttpAnswer]]
+
+
+async def even_if_refused(request: Awaitable[Any]) -> None:
+    """Await a request, and ignore an answer that is an error. Raises RequestFailed without an answer."""
+    try:
+        await request
+    except RequestFailed as e:
+        if not e.answered:
+            raise
 
 
 async def describe(send: Send, engine_version: object, label: object) -> ServerInfo:
@@ -145,8 +155,12 @@ class EngineApi(Protocol):
         They return the tokens sampled so far; the stop reason of aborted samples is `partial.ABORTED`.
         """
 
-    async def begin_update(self, send: Send) -> None:
-        """Begin an update of all weights, on a new server or one that has finished the update before."""
+    async def begin_update(self, send: Send, broken_off: bool) -> None:
+        """Begin an update of all weights, on a new server or one that has finished the update before.
+
+        Args:
+            broken_off: The sender of the update before is gone, wherever that update was. Its weights are undefined.
+        """
 
     async def join_groups(self, send: Send, spec: GroupSpec) -> None:
         """Have all ranks of the server join process groups with the trainer's ranks, if they can.

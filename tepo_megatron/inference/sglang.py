@@ -29,7 +29,7 @@ from tepo_megatron.config import ServerConfig
 from tepo_megatron.distributed.rendezvous_store import is_loopback
 from tepo_megatron.errors import ConfigError, SyncError
 from tepo_megatron.inference.engine import ENGINE_PARTS, EnginePart
-from tepo_megatron.inference.engine_api import Exchange, LaunchSpec, Send, ServerInfo, describe, serialize
+from tepo_megatron.inference.engine_api import Exchange, LaunchSpec, Send, ServerInfo, describe, even_if_refused, serialize
 from tepo_megatron.inference.partial import GenerationRequest
 from tepo_megatron.inference.samples import (
     RETURN_EXPERTS,
@@ -92,11 +92,8 @@ class SglangApi:
             # SGLang cannot estimate the KV cache size on CPU; without --sleep-on-idle an idle server would keep a core busy.
             memory, most = cfg.kv_cache_gib or CPU_KV_CACHE_GIB, MAX_REQUESTS * launch.max_model_len
             command += ["--device", "cpu", "--attention-backend", "torch_native", "--sleep-on-idle"]
-            command += [
-                "--max-total-tokens",
-                str(cache_tokens(launch.model_path, launch.precision, int(memory * 2**30), most)),
-                "--enable-deterministic-inference",
-            ]
+            tokens = cache_tokens(launch.model_path, launch.precision, int(memory * 2**30), most)
+            command += ["--max-total-tokens", str(tokens), "--enable-deterministic-inference"]
         return [*command, *cfg.extra_args]
 
     def environment(self, cfg: ServerConfig, launch: LaunchSpec, inherited: Mapping[str, str], key: str) -> dict[str, str]:
@@ -161,8 +158,10 @@ class SglangApi:
         """Abort all requests, waiting and running."""
         await send("POST", "/abort_request", {"abort_all": True})
 
-    async def begin_update(self, send: Send) -> None:
+    async def begin_update(self, send: Send, broken_off: bool) -> None:
         """Open a session of updates, and send BEGIN to our loader as an update without tensors."""
+        if broken_off:
+            await even_if_refused(send("POST", "/end_weight_update", {}))
         await send("POST", "/begin_weight_update", {"selector": "all"})
         await send("POST", "/update_weights_from_tensor", self._payload(BEGIN))
 

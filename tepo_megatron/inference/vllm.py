@@ -21,7 +21,7 @@ from tepo_megatron.config import ServerConfig
 from tepo_megatron.distributed.rendezvous_store import is_loopback
 from tepo_megatron.errors import RolloutError, SyncError
 from tepo_megatron.inference.engine import EnginePart
-from tepo_megatron.inference.engine_api import Exchange, LaunchSpec, Send, ServerInfo, describe, serialize
+from tepo_megatron.inference.engine_api import Exchange, LaunchSpec, Send, ServerInfo, describe, even_if_refused, serialize
 from tepo_megatron.inference.partial import GenerationRequest
 from tepo_megatron.inference.samples import (
     RETURN_EXPERTS,
@@ -53,6 +53,7 @@ MIDDLEWARE = tuple(
 VLLM_LOGPROBS = 20  # most log-probs per token that vLLM returns by default
 CPU_BATCH_TOKENS = 8192  # most prompt tokens in one step
 ONEDNN_KERNELS = "64"  # capacity of oneDNN's cache of compiled kernels on CPU
+_ABANDONED = "abandoned"  # label of weights after an update whose sender is gone
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 
 
@@ -167,8 +168,15 @@ class VllmApi:
         await send("POST", "/pause?mode=abort&clear_cache=false", None)
         await send("POST", "/resume", None)
 
-    async def begin_update(self, send: Send) -> None:
-        """Call vLLM's own update route; our plugin is behind it."""
+    async def begin_update(self, send: Send, broken_off: bool) -> None:
+        """Call vLLM's own update route; our plugin is behind it. An update that was broken off is finished first.
+
+        Args:
+            send, broken_off: See `EngineApi.begin_update`.
+        """
+        if broken_off:
+            await send("POST", "/init_weight_transfer_engine", {"init_info": {"abandoned": True}})
+            await even_if_refused(send("POST", "/finish_weight_update", {"weight_version": _ABANDONED}))
         await send("POST", "/start_weight_update", None)
 
     async def join_groups(self, send: Send, spec: GroupSpec) -> None:

@@ -3,10 +3,12 @@
 Under torchrun (RANK is set) `tepo train` is a rank itself.
 """
 
+import contextlib
 import os
 import signal
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -15,22 +17,31 @@ from tepo_megatron.config import AnyServerConfig, Config
 from tepo_megatron.config.io import to_yaml
 from tepo_megatron.errors import RunStopped, TepoError
 from tepo_megatron.launcher.rank_logs import redirect_output
-from tepo_megatron.launcher.ranks import RankProcesses, first_failure, interrupted_by_signals, leave_message
+from tepo_megatron.launcher.ranks import (
+    GRACE_SECONDS,
+    Lifeline,
+    RankProcesses,
+    first_failure,
+    interrupted_by_signals,
+    leave_message,
+)
+from tepo_megatron.launcher.restarts import RestartPolicy
+from tepo_megatron.observability.run_dir import rename_hang
+from tepo_megatron.utils import service_guard
+from tepo_megatron.utils.escaping import escaped
 from tepo_megatron.utils.memory_kills import MemoryKills
 from tepo_megatron.utils.private import WORLD_FOLDER, make_private_folder
 from tepo_megatron.utils.processes import die_with_parent, kill_later
 from tepo_megatron.utils.quiet import quiet_upstream
 from tepo_megatron.utils.save_requests import STOP, ask
 from tepo_megatron.utils.storage import disk_fault, writing
+from tepo_megatron.utils.supervisor import AGENT, ATTEMPT, LAUNCHER, supervisor
 
 if TYPE_CHECKING:
     from tepo_megatron.controller.opening import EngineFactory
     from tepo_megatron.platform import Platform
 
-# Environment variable with our launcher's process ID, for the ranks that it starts.
-_LAUNCHER = "TEPO_LAUNCHER_PID"
-# Variable that torchrun's agent sets for its ranks, and seconds within which an agent that can end by itself has ended.
-_AGENT, _AGENT_SECONDS = "TORCHELASTIC_RUN_ID", 30.0
+_AGENT_SECONDS = 30.0  # within which an agent of torchrun that can end by itself has ended
 
 
 class RanksFailed(TepoError, RuntimeError):
@@ -43,7 +54,7 @@ def inside_torchrun() -> bool:
 
 
 def launch(cfg: Config, worker: str = "tepo_megatron.launcher.worker", inherit: Sequence[int] = ()) -> None:
-    """Run `python -m WORKER CONFIG` once per rank and wait for all ranks.
+    """Run `python -m WORKER CONFIG` once per rank and wait for all ranks. Restart them as `checkpoint.max_restarts` says.
 
     The ranks rendezvous in a folder that only this user can enter; it also holds their copy of the config. The only listening
     sockets are those of gloo and NCCL between the ranks, on the loopback interface if no server is on another machine.
@@ -61,26 +72,59 @@ def launch(cfg: Config, worker: str = "tepo_megatron.launcher.worker", inherit: 
         KeyboardInterrupt: A signal ended the launcher. After either error all ranks have ended. Their servers and graders end
             with them (PR_SET_PDEATHSIG).
     """
-    kills = MemoryKills()
+    policy = RestartPolicy(cfg.checkpoint.max_restarts if cfg.restarts_ranks else 0, cfg.run_dir / "checkpoints")
+    attempt = 0
     with (
         interrupted_by_signals(None if cfg.rollout.only else partial(_ask_to_stop, cfg.run_dir)),
         make_private_folder("ranks") as private,
+        Lifeline() as lifeline,
+        _service_ends() if cfg.restarts_ranks else contextlib.nullcontext(),
     ):
-        folder = private.path
-        config = folder / "config.yaml"
-        with writing(config):
-            config.write_text(to_yaml(cfg))
-            (folder / "heartbeats").mkdir()
-        words, count = ["-m", worker, str(config)], cfg.parallel.world_size
-        shared = _environment(count, cfg.platform, cfg.rollout.server, folder)
-        with RankProcesses(words, count, folder, shared, inherit) as ranks:
-            ranks.start()
-            failures = ranks.wait()
+        while True:
+            kills, folder = MemoryKills(), private.path / f"attempt-{attempt}"
+            config = _write_config(to_yaml(cfg), folder)
+            shared = _environment(cfg.parallel.world_size, cfg.platform, cfg.rollout.server, folder) | {ATTEMPT: str(attempt)}
+            words, count = ["-m", worker, str(config)], cfg.parallel.world_size
+            with RankProcesses(words, count, folder, shared, inherit, lifeline) as ranks:
+                ranks.start()
+                failures = ranks.wait()
+            how = policy.allow(failures, kills) if failures else None
+            if how is None:
+                break
+            _log(cfg.run_dir, f"{first_failure(failures, kills)}\n{how}")
+            rename_hang(cfg.run_dir)
+            attempt += 1
+            cfg = replace(cfg, resume=True, overwrite=False)
     stopped = failures.get(0)
     if stopped is not None and stopped.status == os.EX_TEMPFAIL and stopped.message is not None:
         raise RunStopped(str(stopped.message["message"]))
     if failures:
         raise RanksFailed(first_failure(failures, kills))
+
+
+def _write_config(text: str, folder: Path) -> Path:
+    """Write the config into the private folder of an attempt, where its ranks also rendezvous; return its path."""
+    config = folder / "config.yaml"
+    with writing(config):
+        folder.mkdir(mode=0o700)
+        config.write_text(text)
+        (folder / "heartbeats").mkdir()
+    return config
+
+
+@contextlib.contextmanager
+def _service_ends() -> Iterator[None]:
+    """End the rollout service after the block, if rank 0 has left it."""
+    try:
+        yield
+    finally:
+        service_guard.end(service_guard.folder_of(os.getpid()), GRACE_SECONDS)
+
+
+def _log(run_dir: Path, text: str) -> None:
+    print(escaped(text), flush=True)
+    with contextlib.suppress(OSError), (run_dir / "log.txt").open("a") as log:
+        log.write(f"{escaped(text)}\n")
 
 
 def _ask_to_stop(run_dir: Path, name: str) -> None:
@@ -92,7 +136,7 @@ def _ask_to_stop(run_dir: Path, name: str) -> None:
 
 def _environment(ranks: int, platform: str, server: AnyServerConfig, folder: Path) -> dict[str, str]:
     """Return the environment of all ranks: their rendezvous, number of threads, and the interface of gloo and NCCL."""
-    shared = {_LAUNCHER: str(os.getpid()), WORLD_FOLDER: str(folder), "GLOO_SOCKET_IFNAME": "lo"}
+    shared = {LAUNCHER: str(os.getpid()), WORLD_FOLDER: str(folder), "GLOO_SOCKET_IFNAME": "lo"}
     if not server.others:
         shared["NCCL_SOCKET_IFNAME"] = "=lo"  # otherwise servers on other machines may have to reach a rank
     threads = {"OMP_NUM_THREADS": str(threads_of_rank(ranks))}
@@ -125,14 +169,18 @@ def run_rank(
     """
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    if _LAUNCHER in os.environ:
-        die_with_parent(int(os.environ[_LAUNCHER]))
-    elif _AGENT in os.environ:
+    if LAUNCHER in os.environ:
+        die_with_parent(int(os.environ[LAUNCHER]))
+    elif AGENT in os.environ:
         die_with_parent(os.getppid())
     redirect_output()
     quiet_upstream()
     # one hardware queue, so that kernels start in the order that Megatron-Core's overlap of tp communication needs
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    agent = supervisor() if LAUNCHER not in os.environ else None
+    if agent is not None and (verdict := service_guard.read_verdict(service_guard.folder_of(agent))) is not None:
+        leave_message(verdict, expected=True, restarts=False)
+        return 1
     from tepo_megatron.platform import activate
 
     try:
@@ -144,11 +192,13 @@ def run_rank(
 
         train(cfg, platform, make_engine, on_hang=_end_at_once)
     except TepoError as e:
-        leave_message(str(e), expected=True)
+        leave_message(str(e), expected=True, restarts=False)
+        if agent is not None:
+            service_guard.leave_verdict(service_guard.folder_of(agent), str(e))
         return os.EX_TEMPFAIL if isinstance(e, RunStopped) else 1
     except Exception as e:
         fault = disk_fault(e, cfg.run_dir, written=False)
-        leave_message(fault or traceback.format_exc().rstrip(), expected=fault is not None)
+        leave_message(fault or traceback.format_exc().rstrip(), expected=fault is not None, restarts=fault is None)
         return 1
     return 0
 
@@ -159,7 +209,7 @@ def _end_at_once(message: str, cut_off: bool) -> NoReturn:
     The agent of this machine asks the same store, and a connection without an answer blocks it until TCP gives up, whatever its
     own time-outs say (torch 2.13).
     """
-    leave_message(message, expected=True)
-    if cut_off and _AGENT in os.environ and _LAUNCHER not in os.environ:
+    leave_message(message, expected=True, restarts=True)
+    if cut_off and AGENT in os.environ and LAUNCHER not in os.environ:
         kill_later(os.getppid(), _AGENT_SECONDS)
     os._exit(1)

@@ -47,10 +47,34 @@ class RankFailure:
     ended_by_us: bool = False
 
 
+class Lifeline(contextlib.AbstractContextManager["Lifeline"]):
+    """A pipe whose write end the ranks and the rollout service hold open. On exit it waits until all of them have ended.
+
+    Attributes:
+        file: The write end.
+    """
+
+    def __init__(self) -> None:
+        self._all_ended, self.file = os.pipe()
+
+    def __exit__(self, *exc_info: object) -> None:
+        os.close(self.file)
+        select.select([self._all_ended], [], [], GRACE_SECONDS)  # the service holds the run's files
+        os.close(self._all_ended)
+
+
 class RankProcesses(contextlib.AbstractContextManager["RankProcesses"]):
     """A context manager that starts ranks and waits for them; no rank is left when it exits."""
 
-    def __init__(self, argv: Sequence[str], size: int, folder: Path, shared: Mapping[str, str], inherit: Sequence[int]) -> None:
+    def __init__(
+        self,
+        argv: Sequence[str],
+        size: int,
+        folder: Path,
+        shared: Mapping[str, str],
+        inherit: Sequence[int],
+        lifeline: Lifeline,
+    ) -> None:
         """Store what to start; nothing is started yet.
 
         Args:
@@ -59,12 +83,13 @@ class RankProcesses(contextlib.AbstractContextManager["RankProcesses"]):
             folder: A private folder for the messages of failed ranks.
             shared: Environment variables of all ranks, in addition to this process's.
             inherit: File descriptors that the ranks keep open.
+            lifeline: The ranks hold it open, too.
         """
         self._argv, self._size, self._folder = argv, size, folder
         self._shared, self._inherit = shared, inherit
         self._started: list[subprocess.Popen[bytes]] = []
         self._running: set[int] = set()  # ranks that still ran when the launcher ended all of them
-        self._all_ended, self._lifeline = os.pipe()  # the ranks and the rollout service hold its write end open
+        self._lifeline = lifeline.file
 
     def __exit__(self, *exc_info: object) -> None:
         self._end()
@@ -111,11 +136,6 @@ class RankProcesses(contextlib.AbstractContextManager["RankProcesses"]):
         self._send(signal.SIGKILL)
         for process in self._started:
             process.wait()
-        if self._lifeline >= 0:
-            os.close(self._lifeline)
-            self._lifeline = -1
-            select.select([self._all_ended], [], [], GRACE_SECONDS)  # the service dies with rank 0, and holds the run's files
-            os.close(self._all_ended)
 
     def _send(self, number: signal.Signals) -> None:
         for process in self._started:
@@ -135,8 +155,13 @@ class RankProcesses(contextlib.AbstractContextManager["RankProcesses"]):
         return self._folder / f"error-{rank}.json"
 
 
-def first_failure(failures: Mapping[int, RankFailure], kills: MemoryKills) -> str:
-    """Return the message of the failure that caused the others.
+def was_killed(failure: RankFailure) -> bool:
+    """Return whether a rank was killed from outside, and not by the launcher."""
+    return failure.message is None and not failure.ended_by_us and -failure.status in _KILLED
+
+
+def cause_of(failures: Mapping[int, RankFailure], kills: MemoryKills) -> int:
+    """Return the rank whose failure caused the others.
 
     The order is: a rank that the kernel killed for memory; a TepoError; a rank that was killed from outside; the earliest
     traceback, since ranks whose peers vanished fail too, in their collectives. Mere consequences come last: aborts and the
@@ -152,11 +177,21 @@ def first_failure(failures: Mapping[int, RankFailure], kills: MemoryKills) -> st
         failure = failures[rank]
         if failure.message is not None:
             return (1 if failure.message["expected"] else 3), float(failure.message["time"])
-        if failure.ended_by_us or -failure.status not in _KILLED:
+        if not was_killed(failure):
             return 4, 0.0
         return (0 if for_memory and -failure.status == signal.SIGKILL else 2), 0.0
 
-    rank = min(failures, key=order)
+    return min(failures, key=order)
+
+
+def first_failure(failures: Mapping[int, RankFailure], kills: MemoryKills) -> str:
+    """Return the message of the failure that caused the others (`cause_of`).
+
+    Args:
+        failures: The failed ranks.
+        kills: Created before the ranks were started.
+    """
+    rank = cause_of(failures, kills)
     failure = failures[rank]
     if failure.message is not None:
         text = failure.message["message"]  # where every rank raises an error of rank 0, it is rank 0's
@@ -169,17 +204,18 @@ def first_failure(failures: Mapping[int, RankFailure], kills: MemoryKills) -> st
     return f"rank {rank} (pid {failure.pid}) exited with status {failure.status} without a message"
 
 
-def leave_message(message: str, expected: bool) -> None:
+def leave_message(message: str, expected: bool, restarts: bool) -> None:
     """Write a rank's last message for the launcher or for torchrun's agent; to stderr if there is neither.
 
     Args:
         message: The text that the user sees.
         expected: Whether it is an error message of ours; False: a traceback.
+        restarts: Whether ranks that are started again may succeed.
     """
     try:
         if (path := os.environ.get(ERROR_FILE)) is not None:
             # the monotonic clock is the same for all processes of a machine, and nobody sets it
-            left = {"message": message, "expected": expected, "time": time.monotonic()}
+            left = {"message": message, "expected": expected, "restarts": restarts, "time": time.monotonic()}
             replace_file(Path(path), json.dumps(left).encode(), durable=False)
             return
         if (path := os.environ.get(_AGENT_FILE)) is not None:
@@ -229,6 +265,6 @@ def interrupted_by_signals(warn: Callable[[str], None] | None = None) -> Iterato
 def _read(path: Path) -> Mapping[str, Any] | None:
     with contextlib.suppress(OSError, ValueError):
         read = json.loads(path.read_text())
-        if isinstance(read, dict) and {"message", "expected", "time"} <= read.keys():
+        if isinstance(read, dict) and {"message", "expected", "restarts", "time"} <= read.keys():
             return read
     return None

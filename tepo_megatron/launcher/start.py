@@ -5,7 +5,9 @@ from typing import TYPE_CHECKING
 
 from tepo_megatron.errors import ConfigError
 from tepo_megatron.observability import run_dir
+from tepo_megatron.utils import service_guard
 from tepo_megatron.utils.escaping import escaped
+from tepo_megatron.utils.supervisor import is_restart, supervisor
 
 if TYPE_CHECKING:  # heavy imports come later, where an interrupt is reported in one line
     from tepo_megatron.config import Config
@@ -48,6 +50,12 @@ def preflight(cfg: "Config") -> None:
         if find_family(hf_config).architecture(hf_config) != architecture:
             raise ConfigError(f"objective.ref_kl.path={reference} has another architecture than model.path={cfg.model.path}")
         HfReader(reference)
+
+
+def service_holds_folder() -> bool:
+    """Return whether torchrun restarted this rank, and the former one's rollout service lives on and holds the folder."""
+    supervised = supervisor()
+    return is_restart() and supervised is not None and service_guard.folder_of(supervised).exists()
 
 
 def start(cfg: "Config") -> None:

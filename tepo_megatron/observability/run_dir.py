@@ -126,7 +126,7 @@ def _make_ready(run_dir: Path, resume: bool, config: str, output: str) -> None:
     """Remove what `overwrite` replaces and write config.yaml with the text `config`. `output` is for the message alone."""
     try:
         if resume:
-            _rename(run_dir, _HANG)
+            rename_hang(run_dir)
             save_requests.clear(run_dir)
         for path in _removed(run_dir, resume):
             if path.is_dir() and not path.is_symlink():
@@ -146,6 +146,11 @@ def rename_outcome(run_dir: Path) -> None:
     Call it when nothing can refuse the resume any more. Until then a finished run stays finished.
     """
     _rename(run_dir, _OUTCOME)
+
+
+def rename_hang(run_dir: Path) -> None:
+    """Rename the explanation of a hang, because the run continues."""
+    _rename(run_dir, _HANG)
 
 
 def _rename(run_dir: Path, names: Mapping[str, str]) -> None:

@@ -73,6 +73,9 @@ class ScriptedEngine:
         assert "weights" not in self.asleep
         self._coming, self._loaded = version, {}
 
+    def abandon_update(self) -> None:
+        self._loaded = {}
+
     def load(self, files: Sequence[Path]) -> Future[None]:
         self._loaded |= {name: t for file in files for name, t in load_file(file).items()}
         done: Future[None] = Future()

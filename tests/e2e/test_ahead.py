@@ -68,7 +68,7 @@ def test_whoever_resumes_loses_no_prompt_and_uses_none_twice(
 ) -> None:
     straight, run = tmp_path / "runs" / "straight", tmp_path / "runs" / "killed"
     finished(tepo(*arguments(model, **AHEAD | {"checkpoint__every": 0}, name="straight"), engine="good"))
-    command = tepo(*arguments(model, **AHEAD, name="killed"), engine="slow")
+    command = tepo(*arguments(model, **AHEAD, checkpoint__max_restarts=0, name="killed"), engine="slow")
     command.until(lambda: bool(complete(run)) and len(whole_lines(run)) >= 5, timeout=100)
     os.kill(command.ranks()[-1], signal.SIGKILL)
     refused(command, "was ended by SIGKILL")

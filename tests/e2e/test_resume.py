@@ -58,7 +58,7 @@ def test_a_run_survives_the_kill_of_its_launcher_and_of_a_rank(tepo, arguments, 
     refused(tepo(*arguments(model, **RUN, name="killed")), "holds a run already; go on with it with --resume true")
 
     again = arguments(model, **RUN, name="killed", resume="true")
-    command = tepo(*again, engine="slow")
+    command = tepo(*again, "--checkpoint.max_restarts", "0", engine="slow")
     command.until(lambda: "resume: from the checkpoint of step " in command.output, timeout=240)
     command.until(lambda: len(whole_lines(run)) >= 6, timeout=240)
     assert len(command.ranks()) == RUN["parallel__tp"]

@@ -16,9 +16,9 @@ from pathlib import Path
 
 from tepo_megatron.config import CustomTermConfig
 from tepo_megatron.config.io import load_config
-from tepo_megatron.controller.service_client import start_service
+from tepo_megatron.controller.service_start import start_service
 from tepo_megatron.inference.servers.process import ServerProcess
-from tepo_megatron.launcher.ranks import RankProcesses
+from tepo_megatron.launcher.ranks import Lifeline, RankProcesses
 from tepo_megatron.rewards.process import GradingWorker
 from tepo_megatron.utils import user_file
 
@@ -34,7 +34,8 @@ def main(path: str) -> None:
     cfg = load_config(path)
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        with RankProcesses(["-m", "tepo_megatron.launcher.worker", str(folder / "none.yaml")], 1, folder, {}, []) as ranks:
+        words = ["-m", "tepo_megatron.launcher.worker", str(folder / "none.yaml")]
+        with Lifeline() as lifeline, RankProcesses(words, 1, folder, {}, [], lifeline) as ranks:
             ranks.start()
             ranks.wait()  # it fails: there is no such config
         agent = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "1", "--nproc-per-node", "1"]

@@ -218,10 +218,19 @@ def attempt(cfg: Config, journal: Path, number: int = 0, kill: Kill | None = Non
     if run_dir.finished(cfg):
         return
     run_dir.prepare(cfg)
-    run_world(cfg.parallel.world_size, _rank, cfg, journal, number, kill, timeout=240.0)
+    run_world(cfg.parallel.world_size, run_rank, cfg, journal, number, kill, timeout=240.0)
 
 
-def _rank(rank: int, cfg: Config, journal: Path, number: int, kill: Kill | None) -> None:
+def run_rank(rank: int, cfg: Config, journal: Path, number: int, kill: Kill | None) -> None:
+    """Be one rank of an attempt.
+
+    Args:
+        rank: Number of the rank.
+        cfg: Config of the run.
+        journal: File of the journal.
+        number: Number of the attempt.
+        kill: Kill of this attempt. None: nobody is killed.
+    """
     quiet_upstream()
     if kill is None or not kill.where.endswith("write_report"):  # half of the seconds of such a run
         report.write_report = lambda folder: folder / "report.png"

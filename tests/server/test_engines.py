@@ -293,6 +293,36 @@ def test_an_update_replaces_all_weights(served: Served, version: int, transport:
     served.model = new
 
 
+@pytest.mark.parametrize("where", ["begun", "half", "complete", "failed"])
+def test_a_server_gets_out_of_an_update_whose_sender_is_gone(served: Served, where: str, tmp_path: Path) -> None:
+    """The same process then takes other weights.
+
+    A load that fails ends SGLang, and leaves vLLM's answers of several ranks out of order: such servers are restarted.
+    """
+    if where == "failed" and (served.name == "sglang" or served.tp > 1):
+        pytest.skip("the server is restarted")
+    engine, before = served.engine, [process.pid for process in server_processes(served.engine)]
+    lost, new = (tiny_qwen3(tmp_path / name, tied=True, seed=seed) for name, seed in (("lost", 500), ("new", 501)))
+    for name in ("lost", "new"):
+        (tmp_path / name).chmod(0o700)
+    parts, files = save_weights(lost, tmp_path / "lost", files=3), save_weights(new, tmp_path / "new", files=2)
+    version = engine.version + 1
+    engine.begin_update(version)
+    for part in parts[: {"begun": 0, "half": 1, "complete": 3, "failed": 2}[where]]:
+        engine.load([part]).result()
+    if where == "failed":
+        parts[2].write_bytes(b"")  # as if its sender had been killed
+        with pytest.raises(SyncError):
+            engine.load([parts[2]]).result()
+    engine.abandon_update()
+    assert engine.needs_weights
+    engine.update_weights(files, version)
+    rollouts = engine.generate(make_prompts(8, seed=14), SAMPLING, seed=0)
+    assert logprob_diff(new, rollouts, SAMPLING.temperature) <= MAX_LOGPROB_DIFF
+    assert [process.pid for process in server_processes(engine)] == before and engine.restarts == 0
+    served.model = new
+
+
 @pytest.mark.full
 def test_an_update_does_not_fail_on_a_health_check_that_is_under_way(served: Served, tmp_path: Path) -> None:
     """SGLang's is a request that it samples a token for."""

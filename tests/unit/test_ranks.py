@@ -14,14 +14,22 @@ from pathlib import Path
 import pytest
 
 from tepo_megatron.errors import ConfigError
-from tepo_megatron.launcher.ranks import ERROR_FILE, RankFailure, RankProcesses, first_failure, interrupted_by_signals
+from tepo_megatron.launcher.ranks import (
+    ERROR_FILE,
+    Lifeline,
+    RankFailure,
+    RankProcesses,
+    first_failure,
+    interrupted_by_signals,
+)
+from tepo_megatron.launcher.restarts import RestartPolicy, is_recoverable
 from tepo_megatron.utils.heartbeats import HeartbeatFolder
 from tepo_megatron.utils.memory_kills import MemoryKills
 from tepo_megatron.utils.private import check_private, make_private_folder
 
 
 def message(text: str, expected: bool, when: float) -> dict[str, object]:
-    return {"message": text, "expected": expected, "time": when}
+    return {"message": text, "expected": expected, "restarts": not expected, "time": when}
 
 
 def test_the_failure_that_caused_the_others_is_reported(tmp_path: Path) -> None:
@@ -56,16 +64,37 @@ RANKS = """
 import json, os, signal, time
 if os.environ["RANK"] == "1":
     time.sleep(0.5)
-    open(os.environ["TEPO_ERROR_FILE"], "w").write(json.dumps({"message": "broken", "expected": True, "time": time.time()}))
+    open(os.environ["TEPO_ERROR_FILE"], "w").write(json.dumps(
+        {"message": "broken", "expected": True, "restarts": False, "time": time.time()}))
     raise SystemExit(1)
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 time.sleep(600)
 """
 
 
+def test_ranks_are_restarted_where_they_may_succeed(tmp_path: Path) -> None:
+    ours, traceback = RankFailure(3, 1, message("ours", True, 1.0)), RankFailure(2, 1, message("traceback", False, 2.0))
+    hang = RankFailure(1, 1, message("hangs", True, 0.0) | {"restarts": True})
+    killed, by_us = RankFailure(7, -signal.SIGKILL, None), RankFailure(8, -signal.SIGTERM, None, ended_by_us=True)
+    kills = MemoryKills()
+    assert not is_recoverable({0: ours, 1: traceback, 2: by_us}, kills)
+    for failures in ({1: killed, 0: by_us}, {0: ours, 1: killed}, {0: traceback, 1: by_us}, {0: hang, 1: by_us}):
+        assert is_recoverable(failures, kills)
+    policy = RestartPolicy(2, tmp_path)
+    assert policy.allow({0: ours}, kills) is None
+    how = policy.allow({0: killed}, kills)
+    assert how is not None and "from the start" in how and "restart 1 of 2 without" in how
+    (tmp_path / "step-00000004").mkdir()
+    for count in (1, 2):  # a newer checkpoint is progress
+        how = policy.allow({0: killed}, kills)
+        assert how is not None and f"checkpoint of step 4 (restart {count} of 2 without" in how
+    assert policy.allow({0: killed}, kills) is None
+    assert RestartPolicy(0, tmp_path).allow({0: killed}, kills) is None
+
+
 def test_a_failure_ends_all_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tepo_megatron.launcher.ranks.GRACE_SECONDS", 0.5)
-    with RankProcesses(["-c", RANKS], 2, tmp_path, {}, []) as ranks:
+    with Lifeline() as lifeline, RankProcesses(["-c", RANKS], 2, tmp_path, {}, [], lifeline) as ranks:
         ranks.start()
         failures = ranks.wait()
     assert failures[0].status == -signal.SIGKILL and failures[1].status == 1
@@ -78,12 +107,13 @@ def test_a_failure_ends_all_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_a_signal_ends_the_ranks_and_its_handlers_are_restored(tmp_path: Path) -> None:
     before = signal.getsignal(signal.SIGTERM)
     threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGTERM)).start()
-    sleeping = RankProcesses(["-c", "import time; time.sleep(600)"], 2, tmp_path, {}, [])
-    with pytest.raises(KeyboardInterrupt, match="signal SIGTERM"), interrupted_by_signals(), sleeping as ranks:
-        ranks.start()
-        pids = ranks.pids
-        assert len(pids) == 2
-        ranks.wait()
+    with Lifeline() as lifeline:
+        sleeping = RankProcesses(["-c", "import time; time.sleep(600)"], 2, tmp_path, {}, [], lifeline)
+        with pytest.raises(KeyboardInterrupt, match="signal SIGTERM"), interrupted_by_signals(), sleeping as ranks:
+            ranks.start()
+            pids = ranks.pids
+            assert len(pids) == 2
+            ranks.wait()
     assert signal.getsignal(signal.SIGTERM) is before
     for pid in pids:
         with pytest.raises(ProcessLookupError):
@@ -91,7 +121,7 @@ def test_a_signal_ends_the_ranks_and_its_handlers_are_restored(tmp_path: Path) -
 
 
 def test_a_rank_leaves_its_message_whole_and_for_whom_it_was_started(tmp_path: Path) -> None:
-    say = "from tepo_megatron.launcher.ranks import leave_message; leave_message('why', expected=True)"
+    say = "from tepo_megatron.launcher.ranks import leave_message; leave_message('why', expected=True, restarts=False)"
     full = subprocess.run(
         [sys.executable, "-c", say], env={**os.environ, ERROR_FILE: "/dev/full/none", "RANK": "3"},
         check=True, timeout=60, capture_output=True, text=True,

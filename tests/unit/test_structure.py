@@ -7,7 +7,7 @@ from tools.structure import ROLLOUT, WEIGHT, arrows, hops, lines_of_code, module
 
 def test_the_top_of_the_package_is_small() -> None:
     assert len({package_of(name) for name in modules()} - {"", "__main__"}) <= 32
-    assert len(arrows()) <= 190
+    assert len(arrows()) <= 191
 
 
 def test_functions_take_what_they_use() -> None:
@@ -26,9 +26,10 @@ def test_the_package_does_not_grow() -> None:
     log files of ranks 20, the log of decisions and the repetition of runs 230,
     truncated sampling with the same truncation in training 470,
     minibatches that are trained while others are sampled 200,
-    element deltas and slices of the weights, and the bytes of a delivery in the plan 690.
+    element deltas and slices of the weights, and the bytes of a delivery in the plan 690,
+    ranks that are restarted next to a living service 550.
     """
-    assert sum(map(lines_of_code, modules().values())) <= 23_392 + 4_320
+    assert sum(map(lines_of_code, modules().values())) <= 23_392 + 4_870
 
 
 def test_functions_files_and_classes_are_small() -> None:

@@ -125,6 +125,7 @@ class Endpoint(ServerConnection):
         in_flight: Number of requests in flight.
         asleep: Parts whose memory is released.
         answered: The server has answered a generation request since it was launched.
+        broken_off: The sender of the last update is gone before its end.
     """
 
     def __init__(self, server: Server, api: EngineApi, cfg: AnyServerConfig, max_model_len: int) -> None:
@@ -134,12 +135,12 @@ class Endpoint(ServerConnection):
         self._coming = INITIAL_VERSION  # target version of the update under way
         self.in_flight = 0
         self.asleep: frozenset[EnginePart] = frozenset()
-        self.answered = False
+        self.answered = self.broken_off = False
 
     def launch(self) -> None:
         """See `ServerConnection.launch`. A new server starts awake."""
         super().launch()
-        self.asleep, self.answered = frozenset(), False
+        self.asleep, self.answered, self.broken_off = frozenset(), False, False
 
     @property
     def host(self) -> str:
@@ -215,10 +216,16 @@ class Endpoint(ServerConnection):
 
         Raises:
             SyncError: The server refuses the weights. The other four methods of an update raise the same errors.
-            RequestFailed: The server cannot be reached.
+            RequestFailed: The server cannot be reached, or does not get out of an update that was broken off.
         """
         self.version, self._coming = UNKNOWN_VERSION, version
-        await self._updating(self.api.begin_update)
+        try:
+            await self._updating(lambda send: self.api.begin_update(send, self.broken_off))
+        except SyncError as e:
+            if self.broken_off:
+                raise RequestFailed(f"was given weights half-way ({e})") from None
+            raise
+        self.broken_off = False
 
     async def keep_unchanged(self, base: int, names: Sequence[str]) -> None:
         """Announce the tensors that the update leaves unchanged.

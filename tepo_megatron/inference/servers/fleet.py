@@ -61,6 +61,11 @@ class Fleet(RoutedSampler, PoolUpdates):
         self._pool.require_enough()
 
     @property
+    def asleep(self) -> frozenset[EnginePart]:
+        """See `Lifecycle.asleep`."""
+        return self._pool.sleeping.asleep
+
+    @property
     def version(self) -> int:
         """Version of the weights of the last `begin_update`; INITIAL_VERSION before the first."""
         return self._pool.version

@@ -1,12 +1,13 @@
 """Weight updates of several servers: those that lack a version get it together, and those that fail meanwhile drop out.
 
 A server that dies during an update is restarted and needs the weights afterwards. Servers of an update that was not finished
-are restarted, too, because they may hold a part of it.
+are restarted, too, because they may hold a part of it. Where its sender was killed, they get all weights again, and are only
+restarted if they cannot get out of it.
 """
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,8 @@ class PoolUpdates:
         # servers of the update under way, with their incarnation when it began
         self._updating: list[LiveServer] = []
         self._bases: set[int] = set()  # versions that these servers had before the update
+        self._calls: list[Future[None]] = []  # of this update, which may be under way
+        self._renews = False  # whether the next update goes to all servers, whatever version they have
         self._checks = ChecksumChecks(same_precision=self._cfg.server.precision is None)
 
     def begin_update(self, version: int) -> None:
@@ -78,16 +81,29 @@ class PoolUpdates:
         """See `RolloutEngine`."""
         of = {recipient.incarnation: spec for recipient, spec in specs.items()}
         places = {m.endpoint: of[incarnation.number] for m, incarnation in self._updating if incarnation.number in of}
-        return self._pool.loop.submit(self._each(lambda endpoint: endpoint.join_groups(places[endpoint])))
+        return self._call(self._each(lambda endpoint: endpoint.join_groups(places[endpoint])))
 
     def load(self, sources: Sequence[Source]) -> Future[None]:
         """See `RolloutEngine`."""
-        return self._pool.loop.submit(self._each(lambda endpoint: endpoint.load(sources)))
+        return self._call(self._each(lambda endpoint: endpoint.load(sources)))
+
+    def _call(self, work: Coroutine[Any, Any, None]) -> Future[None]:
+        self._calls = [call for call in self._calls if not call.done()]
+        self._calls.append(call := self._pool.loop.submit(work))
+        return call
 
     def finish_update(self) -> None:
         """See `RolloutEngine`."""
         self._pool.require_trust()
         self._pool.loop.run(self._finish())
+
+    def abandon_update(self) -> None:
+        """See `RolloutEngine`."""
+        if not self._pool.slots:  # it was not started
+            return
+        for call in self._calls:
+            call.cancel()
+        self._pool.loop.run(self._abandon())
 
     def verify(self, sent: Mapping[str, int]) -> None:
         """See `RolloutEngine`."""
@@ -107,8 +123,19 @@ class PoolUpdates:
 
     # The rest runs in the event loop.
 
+    async def _abandon(self) -> None:
+        self._pool.refused = ""  # that may be due to the end of the sender, and the next update shows whether it was
+        for member, _ in self._pool.up():
+            member.endpoint.broken_off |= member.endpoint.version == UNKNOWN_VERSION
+        self._updating, self._calls, self._renews = [], [], True
+        await self._pool.notify()
+
     async def _begin(self, version: int) -> None:
         self._pool.version = version
+        if self._renews:
+            for member, _ in self._pool.up():
+                member.endpoint.version = UNKNOWN_VERSION
+            self._renews = False
         broken_off = [incarnation for _, incarnation in self._updating]
         for member, incarnation in self._updating:
             incarnation.end(RolloutError(f"{member.endpoint.name} was given weights half-way"))

@@ -42,10 +42,12 @@ class InitInfo(WeightTransferInitInfo):
     Attributes:
         spec: Fields of a `GroupSpec` whose groups are to be joined. None: no groups (files need none).
         unchanged: Fields of a `UnchangedTensors`, inside an update. None: nothing to note.
+        abandoned: The sender of the update under way is gone.
     """
 
     spec: dict[str, Any] | None = None
     unchanged: dict[str, Any] | None = None
+    abandoned: bool = False
 
 
 @dataclass
@@ -63,13 +65,14 @@ class TepoWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     """Replace all weights, except unchanged ones, by those that are sent.
 
     vLLM calls `start_weight_update`, `update_weights` for each round, and `finish_weight_update`. After an error of the last
-    two vLLM has to be restarted.
+    two vLLM has to be restarted, unless the sender is gone: then the next update replaces all weights.
     """
 
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
     _receiver: RankReceiver | None = None
-    _touched = False
+    _touched = False  # whether vLLM's loader is at work on the model
+    _abandoned = False
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Set up the receiver.
@@ -81,12 +84,22 @@ class TepoWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             self._receiver.join_groups(GroupSpec(**init_info.spec), self.device)
         if init_info.unchanged is not None:
             self._receiver.keep_unchanged(UnchangedTensors(**init_info.unchanged))
+        self._abandoned = init_info.abandoned
 
     def start_weight_update(self) -> None:
         """Forget what an earlier update gave. The model is not touched before the first tensors can be loaded."""
         assert self._receiver is not None, "the trainer calls init_transfer_engine first"
         self._receiver.begin(self.model_config.model, self.model_config.hf_config.tie_word_embeddings, self.device)
-        self._touched = False
+        self._end_loading()  # of an update that failed
+        self._abandoned = False
+
+    def _end_loading(self) -> None:
+        """Have vLLM put its own tensors back into the model, whose values are undefined if not all were loaded."""
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+        if self._touched:
+            self._touched = False
+            finalize_layerwise_reload(self.model, self.model_config)
 
     def update_weights(self, update_info: dict[str, object]) -> None:
         """Load one round, like the base class but without `torch.accelerator.synchronize()` on CPU, where it raises."""
@@ -124,16 +137,20 @@ class TepoWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def finish_weight_update(self) -> None:
         """Pack the weights that vLLM packs, and copy all to where the compiled model expects them.
 
-        Raises ValueError if tensors of the model were not given; the model is unusable then.
+        Raises ValueError if tensors of the model were not given; the model is unusable then. After an update that was
+        abandoned the model waits for the next one.
         """
         from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
-        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
         assert self._receiver is not None, "the trainer calls init_transfer_engine first"
+        if self._abandoned:
+            self._receiver.leave()
+            self._end_loading()
+            return
         self._receiver.finish()
         if not self._touched:  # nothing changed
             return
-        finalize_layerwise_reload(self.model, self.model_config)
+        self._end_loading()
         # On CPU an output layer tied to the embedding keeps a packed copy of the old weights (log-probs were off by 0.5 nats).
         for module in self.model.modules():
             if isinstance(module, VocabParallelEmbedding) and hasattr(module, "cpu_linear"):

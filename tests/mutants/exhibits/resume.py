@@ -19,7 +19,7 @@ EXHIBITS = (
             "With 0 both are the same. (The position is also read while another thread moves it.)"
         ),
         symbol="MainDriver.state",
-        old='"prompts": self._positions.get(step),',
+        old='"prompts": self.kept.position(step),',
         new='"prompts": self._source.position() if self._prompts is not None else None,',
         tests=("tests/parallel/test_resume.py::test_prompts_that_were_sampled_ahead_of_a_kill_are_not_lost",),
     ),

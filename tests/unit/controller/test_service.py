@@ -19,7 +19,8 @@ from tepo_megatron.config import Config
 from tepo_megatron.config.io import to_yaml, validate
 from tepo_megatron.controller.driver import ServiceDriver
 from tepo_megatron.controller.messages import Waited
-from tepo_megatron.controller.service_client import ForkedProcess, ServiceClient, start_service
+from tepo_megatron.controller.service_client import ServiceClient
+from tepo_megatron.controller.service_start import ForkedProcess, start_service
 from tepo_megatron.errors import DataError, RolloutError
 from tepo_megatron.inference.engine_api import StaleWeights
 from tepo_megatron.inference.servers.fleet import Fleet
@@ -106,7 +107,7 @@ def test_a_service_that_hangs_is_noticed(tmp_path: Path, monkeypatch: pytest.Mon
 def test_the_service_ends_with_rank_0(tmp_path: Path) -> None:
     code = (
         "import os, time\n"
-        "from tepo_megatron.controller.service_client import start_service\n"
+        "from tepo_megatron.controller.service_start import start_service\n"
         "with start_service(60.0) as client:\n"
         "    client.call('ping'); print(client.pid, flush=True); time.sleep(60)\n"
     )
@@ -161,7 +162,7 @@ def test_an_evaluation_that_fails_is_an_error_of_its_wait() -> None:
         ours.close()
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(service, "open_driver", lambda cfg, make_engine: nullcontext(Failing()))
-            service.RolloutService(theirs, None).run()
+            service.RolloutService([theirs], None).run()
 
     client = ServiceClient(ours, ForkedProcess(answer), silence_seconds=60.0)
     theirs.close()

@@ -67,6 +67,32 @@ def test_a_server_that_dies_of_it_asks_for_the_weights_and_the_others_go_on(at: 
         assert loaded(two, 0) == ["all"] and loaded(two, 1) == ["a", "b", "c"]
 
 
+def test_servers_of_an_update_whose_sender_is_gone_get_all_weights_again(tmp_path: Path) -> None:
+    """The update may have been anywhere; nothing is restarted, and a refusal that came of it does not count."""
+    with fleet(tmp_path, servers=2) as two:
+        two.abandon_update()  # there was none
+        two.update_weights([Path("all")], 1)
+        two.begin_update(2)
+        two.load(ROUNDS[0]).result()
+        two.abandon_update()
+        assert two.needs_weights and two.version == 2
+        two.update_weights([Path("again")], 2)
+        assert versions(two) == {2} and all(loaded(two, i) == ["again"] for i in range(2))
+        behave(two, 0, refuse=True, at="/load")
+        two.begin_update(3)
+        with pytest.raises(SyncError):
+            two.load(ROUNDS[0]).result()
+        two.abandon_update()
+        behave(two, 0)
+        two.update_weights([Path("last")], 3)
+        assert versions(two) == {3} and all(loaded(two, i) == ["last"] for i in range(2))
+        two.abandon_update()  # after its end: the new sender may have other weights of the same version
+        assert not two.needs_weights and versions(two) == {3}
+        two.update_weights([Path("own")], 3)
+        assert versions(two) == {3} and all(loaded(two, i) == ["own"] for i in range(2))
+        assert [slot.restart_count for slot in two.slots] == [0, 0]
+
+
 def test_a_server_killed_between_rounds_does_not_end_the_update(tmp_path: Path) -> None:
     with fleet(tmp_path, servers=2) as two:
         two.begin_update(1)
