@@ -11,10 +11,11 @@ from tepo_megatron.actor.actor import Actor
 from tepo_megatron.actor.comparisons import mismatch, reference_divergence
 from tepo_megatron.actor.recorder import TokenRecorder
 from tepo_megatron.checkpoint.checkpoints import Checkpoints
-from tepo_megatron.config import Config, ParallelConfig, SyncConfig, TrainingConfig
+from tepo_megatron.config import Config, ParallelConfig, TrainingConfig
 from tepo_megatron.config.io import plain
 from tepo_megatron.controller.batch_memory import BatchHeader
 from tepo_megatron.controller.batch_receiver import BatchReceiver
+from tepo_megatron.controller.canaries import CanarySync, make_canaries
 from tepo_megatron.controller.driver import Driver, ServiceDriver
 from tepo_megatron.controller.gate import WeightsGate
 from tepo_megatron.controller.memory_report import MemoryReport
@@ -23,7 +24,7 @@ from tepo_megatron.controller.schedule import Schedule, StopRequested
 from tepo_megatron.controller.service_client import ServiceClient, start_service
 from tepo_megatron.controller.step_log import StepLog
 from tepo_megatron.distributed import parallel
-from tepo_megatron.distributed.objects import broadcast_result
+from tepo_megatron.distributed.objects import broadcast_object, broadcast_result
 from tepo_megatron.errors import RunStopped
 from tepo_megatron.losses import Objective, build_objective
 from tepo_megatron.losses.advantages import group_advantages, penalized, without_truncated
@@ -35,7 +36,6 @@ from tepo_megatron.platform import Platform
 from tepo_megatron.types import Rollout, TrainBatch
 from tepo_megatron.utils.seeding import derive_seed
 from tepo_megatron.weight_sync.sync import NoSync, WeightSync, check_one_host, make_weight_sync
-from tepo_megatron.weight_sync.transport import WeightReceiver
 
 if TYPE_CHECKING:
     from tepo_megatron.controller.opening import EngineFactory
@@ -112,7 +112,7 @@ def _train(cfg: Config, groups: parallel.ParallelDims, driver: Driver) -> int | 
     evaluation = cfg.evaluation if cfg.data.eval is not None or cfg.evaluation.benchmarks else None
     with (
         Checkpoints.open(cfg.run_dir / "checkpoints", cfg.checkpoint, groups) as checkpoints,
-        _open_sync(cfg.sync, cfg.rollout.replay is not None, groups, actor, _serving_engine(driver, groups)) as sync,
+        _open_sync(cfg, groups, actor, driver) as sync,
     ):
         first, lacks_evaluation = _resume(checkpoints, actor, driver) if cfg.resume else (0, True)
         gate = WeightsGate(cfg.rollout, cfg.training, cfg.sync, actor, groups)
@@ -295,17 +295,20 @@ def _resume(checkpoints: Checkpoints, actor: Actor, driver: Driver) -> tuple[int
     return int(state["step"]), state.get("lacks_evaluation", False)
 
 
-def _serving_engine(driver: Driver, groups: parallel.ParallelDims) -> WeightReceiver | None:
-    """Wait on all ranks until the engine serves. Return it on rank 0; None on other ranks and without an engine."""
+def _open_sync(cfg: Config, groups: parallel.ParallelDims, actor: Actor, driver: Driver) -> WeightSync | CanarySync | NoSync:
+    """Return the sync that delivers the actor's weights; one that does nothing if rollouts are replayed.
+
+    It waits on all ranks until the engine serves.
+    """
     broadcast_result(driver.wait_engine, groups.host)
-    return driver.engine
-
-
-def _open_sync(
-    cfg: SyncConfig, replays: bool, groups: parallel.ParallelDims, actor: Actor, engine: WeightReceiver | None
-) -> WeightSync | NoSync:
-    """Return the sync that delivers the actor's weights; one that does nothing if rollouts are replayed."""
-    return NoSync() if replays else make_weight_sync(cfg, actor.bindings, actor.arch, groups, engine)
+    if cfg.rollout.replay is not None:
+        return NoSync()
+    sync = make_weight_sync(cfg.sync, actor.bindings, actor.arch, groups, driver.engine)
+    if not cfg.sync.canaries:
+        return sync
+    prompts = broadcast_object(driver.first_prompts(cfg.sync.canaries), groups.host)
+    canaries = make_canaries(cfg.sync.canaries, cfg.served_tokens - 1, actor.arch.vocab_size, cfg.seed, prompts)
+    return CanarySync.open(sync, actor, driver.engine, canaries, groups, cfg.sync)
 
 
 def _is_due(step: int, every: int) -> bool:

@@ -72,6 +72,10 @@ class MainDriver:
         """Log a message for the user."""
         self._log.message(text)
 
+    def first_prompts(self, count: int) -> list[tuple[int, ...]]:
+        """Return the token ids of the first training prompts, at most `count`."""
+        return [] if self._prompts is None else [prompt.token_ids for prompt in self._prompts.first(count)]
+
     def wait_engine(self) -> None:
         """Wait until the engine serves, if there is one."""
         if self._engine is not None:
@@ -102,6 +106,8 @@ class MainDriver:
             restarts = self.engine.restarts
             metrics.add("rollout/server_restarts", restarts - self._restarts)
             self._restarts = restarts
+            for name, value in self.engine.canary_metrics().items() if self._cfg.sync.canaries else ():
+                metrics.add(name, value)
         return self._memory.write(rollouts, metrics.pairs(), clock.seconds)
 
     def release(self, path: str) -> None:

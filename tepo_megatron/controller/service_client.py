@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from tepo_megatron.config import SyncConfig
 from tepo_megatron.controller.messages import DESCRIPTOR, Answer, Call
 from tepo_megatron.errors import RolloutError
 from tepo_megatron.inference.engine import EnginePart
+from tepo_megatron.types import Canaries
 from tepo_megatron.utils.memory_kills import MemoryKills
 from tepo_megatron.utils.processes import LIFELINE, die_with_parent
 from tepo_megatron.weight_sync.broadcast_group import GroupSpec, Source
@@ -301,6 +303,14 @@ class ServiceEngine:
     def finish_update(self) -> None:
         """See `WeightReceiver.finish_update`."""
         self._client.call("engine.finish_update")
+
+    def use_canaries(self, canaries: Canaries, cfg: SyncConfig) -> None:
+        """See `CanaryChecked.use_canaries`."""
+        self._client.call("engine.use_canaries", canaries, cfg)
+
+    def expect_scores(self, version: int, logprobs: Sequence[float]) -> None:
+        """See `CanaryChecked.expect_scores`."""
+        self._client.call("engine.expect_scores", version, logprobs)
 
     def verify(self, sent: Mapping[str, int]) -> None:
         """See `WeightReceiver.verify`."""

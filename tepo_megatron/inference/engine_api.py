@@ -10,10 +10,11 @@ from tepo_megatron.errors import RolloutError
 from tepo_megatron.inference.engine import INITIAL_VERSION, EnginePart
 from tepo_megatron.inference.partial import GenerationRequest
 from tepo_megatron.inference.servers.process import LOOPBACK
-from tepo_megatron.types import Rollout
+from tepo_megatron.types import Canaries, CanaryAnswer, Rollout
 from tepo_megatron.utils.exchange import HttpAnswer
 from tepo_megatron.weight_sync.broadcast_group import Bucket, GroupSpec, Source, UnchangedTensors
 
+DTYPES = {"fp32": "float32", "bf16": "bfloat16"}  # precision -> its name in vLLM and SGLang
 INITIAL_LABEL = "default"  # label of the weights of the model directory in vLLM and SGLang
 
 Platform = Literal["cpu", "cuda"]
@@ -68,6 +69,8 @@ class ServerInfo:
 
 # (method, path, JSON body) -> JSON answer; raises client.RequestFailed
 Send = Callable[[str, str, Mapping[str, Any] | None], Awaitable[Any]]
+# (sends a request to a server, canaries) -> the canaries' log-probs under the weights of that server
+Score = Callable[[Send, Canaries], Awaitable[CanaryAnswer]]
 # (method, path, JSON body, preferred content type) -> undecoded answer; raises client.RequestFailed
 Exchange = Callable[[str, str, Mapping[str, Any] | None, str], Awaitable[HttpAnswer]]
 
@@ -87,9 +90,16 @@ class EngineApi(Protocol):
     """Adapter for one kind of server: everything that differs between engines.
 
     `send` of its methods sends a request to the server.
+
+    Attributes:
+        name: Name of the engine, for messages.
     """
 
     name: str
+
+    @property
+    def score(self) -> Score:
+        """Return the function that asks a server of this engine for log-probs of canaries."""
 
     def command(self, cfg: ServerConfig, launch: LaunchSpec, port: int) -> list[str]:
         """Return the argv of a server that listens on `launch.host`, without secrets.

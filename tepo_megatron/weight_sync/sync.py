@@ -16,7 +16,6 @@ rounds are held at most, each of `sync.bucket_mib` (or, if that is larger, of on
 parameters that did not change since the last push are left out.
 """
 
-import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -229,19 +228,6 @@ def check_one_host(cfg: SyncConfig, servers_with_ranks: bool) -> None:
     )
 
 
-def allowed_difference(tokens: int, cfg: SyncConfig) -> float:
-    """Return the mean |log-prob difference|, in nats, that a server's sample of tokens may have.
-
-    It is `cfg.max_logprob_diff` with a margin for chance that shrinks with the number of tokens n: 4 / sqrt(n) for the spread
-    of a mean, and 20 / n because in bf16 a single token may differ by a nat. At 1,000 tokens it is 1.15 times the limit.
-
-    Args:
-        tokens: Number of tokens, all of one server.
-        cfg: Has the limit.
-    """
-    return cfg.max_logprob_diff * (1 + 4 / math.sqrt(tokens) + 20 / tokens)
-
-
 def check_mismatch(
     mean_logprob_diff: float, version: int, cfg: SyncConfig, server: str = "", tokens: int | None = None
 ) -> None:
@@ -252,9 +238,9 @@ def check_mismatch(
         version: The version of the weights.
         cfg: Has the limit.
         server: The server that sampled the tokens; "": unknown.
-        tokens: Number of tokens, all of one server (see `allowed_difference`); None: all tokens of a step, without that margin.
+        tokens: Number of tokens, all of one server, with the margin of `SyncConfig.allowed_difference`. None: all of a step.
     """
-    limit = cfg.max_logprob_diff if tokens is None else allowed_difference(tokens, cfg)
+    limit = cfg.max_logprob_diff if tokens is None else cfg.allowed_difference(tokens)
     if not mean_logprob_diff <= limit:  # nan too
         where = "" if tokens is None else f" over {tokens} tokens{f' of {server}' if server else ''}"
         raise SyncError(

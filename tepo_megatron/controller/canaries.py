@@ -1,0 +1,128 @@
+"""The trainer's side of canaries: make them, score them under each version before it is delivered, and announce the scores."""
+
+from collections.abc import Sequence
+from typing import Self
+
+import numpy as np
+import torch
+
+from tepo_megatron.actor.actor import Actor
+from tepo_megatron.config import SyncConfig
+from tepo_megatron.distributed.objects import broadcast_result
+from tepo_megatron.distributed.parallel import ParallelDims
+from tepo_megatron.inference.engine import CanaryChecked
+from tepo_megatron.types import Canaries, Rollout, TrainBatch
+from tepo_megatron.utils.seeding import derive_seed
+from tepo_megatron.weight_sync.sync import WeightSync
+
+CANARY_TOKENS = 48
+LONG_CANARY_TOKENS = 160  # vLLM's prefix cache has blocks of 128 tokens on a CPU
+CACHED_SHARE = 5 / 6  # share of a canary that is also used as a cached prefix
+
+
+def make_canaries(count: int, most_tokens: int, vocab_size: int, seed: int, prompts: Sequence[Sequence[int]]) -> Canaries:
+    """Return canaries: all of CANARY_TOKENS tokens, but for a last one of LONG_CANARY_TOKENS.
+
+    The first half of each comes from a training prompt, where training changes log-probs the most. The rest are ids that are
+    spread evenly over the vocabulary, so that each of its shards is an input and a target. The last id of the vocabulary is
+    left out, because SGLang reports it as 0.
+
+    Args:
+        count: Number of canaries.
+        most_tokens: Most tokens of one, at least 2.
+        vocab_size: Number of token ids, at least 3.
+        seed: Seed of the run.
+        prompts: Token ids of training prompts. Where there are fewer than `count`, the other canaries are of spread ids alone.
+    """
+    lengths = [min(CANARY_TOKENS, most_tokens)] * (count - 1) + [min(LONG_CANARY_TOKENS, most_tokens)]
+    random = np.random.default_rng(derive_seed(seed, "canaries"))
+    beginnings = [[min(token, vocab_size - 2) for token in prompts[k][: length // 2]] if k < len(prompts) else []
+                  for k, length in enumerate(lengths)]  # fmt: skip
+    lacking = [length - len(ids) for length, ids in zip(lengths, beginnings, strict=True)]
+    places = (np.arange(sum(lacking)) + random.random(sum(lacking))) / sum(lacking)
+    spread = random.permutation((places * (vocab_size - 1)).astype(np.int64)).tolist()
+    sequences = []
+    for ids, missing in zip(beginnings, lacking, strict=True):
+        sequences.append((*ids, *(spread.pop() for _ in range(missing))))
+    return Canaries(tuple(sequences), tuple(max(1, int(length * CACHED_SHARE)) for length in lengths))
+
+
+class CanarySync:
+    """Delivers weights as `WeightSync` does, after the actor has scored the canaries under them. See `WeightSync.push`.
+
+    Args:
+        sync: Delivers the weights.
+        actor: Scores the canaries.
+        engine: Asks the servers, on rank 0; None on other ranks.
+        canaries: The canaries, the same on all ranks.
+        groups: Groups of this rank.
+    """
+
+    def __init__(
+        self, sync: WeightSync, actor: Actor, engine: CanaryChecked | None, canaries: Canaries, groups: ParallelDims
+    ) -> None:
+        self._sync, self._actor, self._engine, self._canaries, self._groups = sync, actor, engine, canaries, groups
+        self._batch = canary_batch(canaries)
+        self._scored: int | None = None  # version of the last scores
+
+    @classmethod
+    def open(
+        cls,
+        sync: WeightSync,
+        actor: Actor,
+        engine: CanaryChecked | None,
+        canaries: Canaries,
+        groups: ParallelDims,
+        cfg: SyncConfig,
+    ) -> Self:
+        """Return the sync, and have the engine ask about the canaries. All ranks call it.
+
+        Args:
+            sync, actor, engine, canaries, groups: See the class.
+            cfg: See `CanaryChecked.use_canaries`.
+        """
+        broadcast_result(lambda: None if engine is None else engine.use_canaries(canaries, cfg), groups.host)
+        return cls(sync, actor, engine, canaries, groups)
+
+    def push(self, version: int) -> None:
+        """Score the canaries, unless this version's scores are known, and deliver the weights. All ranks call it.
+
+        Collectives: those of a forward pass, one broadcast over pp, one over the host group, and those of `WeightSync.push`.
+
+        Args:
+            version: The version of the weights.
+
+        Raises:
+            SyncError: As `WeightSync.push`; or servers serve other weights, and restarts do not help.
+        """
+        if version != self._scored:
+            scores = self.scores()
+            engine = self._engine
+            broadcast_result(lambda: None if engine is None else engine.expect_scores(version, scores), self._groups.host)
+            self._scored = version
+        self._sync.push(version)
+
+    def scores(self) -> list[float]:
+        """Return the actor's log-probs of the canaries' targets, nats. Collectives: a forward pass, one broadcast over pp."""
+        logprobs_N = torch.zeros(self._batch.num_tokens, dtype=torch.float32, device=self._groups.device)
+        computed_N = self._actor.logprobs(self._batch, replays=False, temperature=1.0)
+        if self._groups.is_last_stage:
+            logprobs_N.copy_(computed_N)
+        found: list[float] = self._groups.broadcast_from_last_stage(logprobs_N).tolist()
+        return found
+
+    def __enter__(self) -> Self:
+        self._sync.__enter__()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._sync.__exit__(*exc_info)
+
+
+def canary_batch(canaries: Canaries) -> TrainBatch:
+    """Return the canaries as a batch in which every token except the first is a response token."""
+    rollouts = []
+    for number, ids in enumerate(canaries.sequences):
+        mask_L = torch.arange(len(ids)) > 0
+        rollouts.append(Rollout(number, torch.tensor(ids, dtype=torch.int64), mask_L, torch.zeros(len(ids)), 0, "length"))
+    return TrainBatch.build(rollouts, torch.zeros(len(rollouts)))

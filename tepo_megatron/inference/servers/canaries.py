@@ -1,0 +1,184 @@
+"""Ask servers which weights they have: after each update before they sample, and from time to time while they do.
+
+The answers are compared with the actor's log-probs of the last versions (`likelihood.py`). A server whose answer is wrong is
+ended; it is restarted and asks for the weights again, as after any other failure, and its unfinished requests go to others.
+"""
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from tepo_megatron.config import SyncConfig
+from tepo_megatron.errors import RolloutError, SyncError
+from tepo_megatron.inference.servers.client import RequestFailed
+from tepo_megatron.inference.servers.endpoint import Endpoint
+from tepo_megatron.inference.servers.growth import LiveServer
+from tepo_megatron.inference.servers.likelihood import DISTINCT, Noise, Values, judge, separation
+from tepo_megatron.inference.servers.pool import ServerPool
+from tepo_megatron.inference.servers.slot import Incarnation, ServerSlot
+from tepo_megatron.types import Canaries, CanaryAnswer
+
+MOST_VERSIONS = 8  # newest versions whose log-probs are kept, next to the first
+
+
+class CanaryWatch:
+    """The canaries of a pool of servers. All coroutines run in the loop of the pool.
+
+    Args:
+        pool: The servers.
+    """
+
+    def __init__(self, pool: ServerPool) -> None:
+        self._pool = pool
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget the canaries, because the servers are started again or have ended."""
+        self._canaries: Canaries | None = None
+        self._scores: dict[int, Values] = {}  # version -> the actor's log-probs
+        self._wrong: set[ServerSlot[Endpoint]] = set()  # those whose last answer was wrong
+        self._metrics: dict[str, float] = {}
+        self._repeating: asyncio.Task[None] | None = None  # is cancelled with the loop
+
+    async def use(self, canaries: Canaries, cfg: SyncConfig) -> None:
+        """See `CanaryChecked.use_canaries`."""
+        self._canaries = canaries
+        self._noise, self._cached_noise = Noise(cfg.allowed_difference), Noise(cfg.allowed_difference)
+        if cfg.canary_every:
+            self._repeating = asyncio.create_task(self._repeat(cfg.canary_every))
+
+    async def expect(self, version: int, logprobs: Sequence[float]) -> None:
+        """See `CanaryChecked.expect_scores`."""
+        self._scores[version] = np.array(logprobs, np.float64)
+        first, *later = sorted(self._scores)
+        kept = {first, *later[-MOST_VERSIONS:]}
+        self._scores = {v: self._scores[v] for v in kept}
+
+    def take_metrics(self) -> Mapping[str, float]:
+        """See `Lifecycle.canary_metrics`."""
+        metrics, self._metrics = self._metrics, {}
+        if self._canaries is None:
+            return {}
+        metrics = {"canary/checks": 0.0, "canary/wrong": 0.0, "canary/seconds": 0.0} | metrics
+        apart = separation(self._scores, max(self._scores), self._noise.level) if self._scores else None
+        return metrics if apart is None else metrics | {"canary/separation": apart, "canary/distinct": float(apart >= DISTINCT)}
+
+    async def vouched(self, servers: Sequence[LiveServer]) -> Sequence[LiveServer]:
+        """Ask servers that should have the pool's version; return those that may be used, and end the others.
+
+        All are returned if there are no canaries, or if the engine sleeps: those that serve are asked when it wakes.
+
+        Args:
+            servers: Servers that get no requests before this returns.
+
+        Raises:
+            SyncError: No canary can be asked about; a server is wrong twice in a row; or all of several servers are wrong.
+        """
+        if self._canaries is None or self._pool.sleeping.asleep or self._pool.version not in self._scores:
+            return servers
+        begun = time.monotonic()
+        answers = await asyncio.gather(*(self._ask(*each) for each in servers), return_exceptions=True)
+        self._count("canary/seconds", time.monotonic() - begun)
+        for answer in answers:
+            if isinstance(answer, RolloutError):
+                raise self._refuse(f"{answer}; it cannot be asked about canaries: set sync.canaries=0")
+            if isinstance(answer, BaseException):
+                raise answer
+        return self._judged(servers, [answer for answer in answers if not isinstance(answer, BaseException)])
+
+    async def _repeat(self, seconds: float) -> None:
+        """Ask the servers that serve, again and again. A SyncError is kept by the pool and raised by its next user."""
+        while not self._pool.refused:
+            await asyncio.sleep(seconds)
+            servers, version = self._pool.serving(), self._pool.version
+            if self._pool.sleeping.asleep or version not in self._scores:
+                continue
+            for member, _ in servers:
+                self._pool.occupy(member)
+            try:
+                answers = await asyncio.gather(*(self._ask(*each) for each in servers), return_exceptions=True)
+            finally:
+                for member, _ in servers:
+                    await self._pool.release(member)
+            # what an update interrupted says nothing
+            given = [(s, a) for s, a in zip(servers, answers, strict=True) if isinstance(a, CanaryAnswer)]
+            if self._pool.version == version and not self._pool.sleeping.asleep:
+                try:
+                    self._judged([server for server, _ in given], [answer for _, answer in given])
+                except SyncError as e:
+                    self._pool.event(str(e))
+
+    async def _ask(self, member: ServerSlot[Endpoint], incarnation: Incarnation) -> CanaryAnswer | None:
+        """Return a server's answer; None if the server failed. Raises RolloutError if it cannot answer such a question."""
+        assert self._canaries is not None
+        try:
+            answer = await member.endpoint.score(self._canaries)
+        except RequestFailed as e:
+            if e.refused:
+                raise RolloutError(f"{member.endpoint.name} {e.what}") from None
+            await member.failed(incarnation, e)
+            return None
+        if answer.logprobs_N.size != self._canaries.num_tokens:
+            raise RolloutError(f"{member.endpoint.name} answered with {answer.logprobs_N.size} log-probs of the canaries")
+        return answer
+
+    def _judged(self, servers: Sequence[LiveServer], answers: Sequence[CanaryAnswer | None]) -> list[LiveServer]:
+        """Return the servers whose answers are right. End those whose answers are wrong. Raises SyncError, see `vouched`."""
+        right: list[LiveServer] = []
+        wrong: dict[str, str] = {}
+        for (member, incarnation), answer in zip(servers, answers, strict=True):
+            if answer is None or member.incarnation is not incarnation:
+                continue
+            said = self._fault(answer)
+            self._count("canary/checks", 1.0)
+            if said is None:
+                self._wrong.discard(member)
+                right.append((member, incarnation))
+                continue
+            self._count("canary/wrong", 1.0)
+            wrong[member.endpoint.name] = said
+            again, error = member in self._wrong, RolloutError(f"canaries: {member.endpoint.name} {said}")
+            self._wrong.add(member)
+            incarnation.end(error)
+            if again:
+                raise self._refuse(f"{error}. It was wrong before, and has been restarted and given all weights since")
+        if wrong and len(wrong) == len(servers) > 1:
+            said = "\n".join(f"{name} {text}" for name, text in wrong.items())
+            raise self._refuse(f"canaries: all {len(servers)} inference servers are wrong:\n{said}")
+        return right
+
+    def _fault(self, answer: CanaryAnswer) -> str | None:
+        """Return in words what is wrong with a server; None if nothing is, as far as its answer shows."""
+        version, targets_M = self._pool.version, answer.targets_M
+        verdict = judge(answer.logprobs_N, self._scores, version, self._noise.limit(answer.logprobs_N.size))
+        if not verdict.right:
+            return f"serves {verdict}{self._by_canary(answer)}"
+        cached = judge(
+            answer.cached_M,
+            {v: logprobs_N[targets_M] for v, logprobs_N in self._scores.items()},
+            version,
+            self._cached_noise.limit(answer.cached_M.size),
+        )
+        if not cached.right:
+            return f"has the right weights, but its prefix cache was computed with {cached}"
+        self._noise.add(verdict.diff)
+        self._cached_noise.add(cached.diff)
+        worst = max(verdict.diff, self._metrics.get("canary/diff_worst", 0.0))
+        self._metrics["canary/diff_worst"] = worst
+        return None
+
+    def _by_canary(self, answer: CanaryAnswer) -> str:
+        assert self._canaries is not None
+        away_N = np.abs(answer.logprobs_N - self._scores[self._pool.version])
+        means = np.bincount(self._canaries.sequence_N, away_N) / np.bincount(self._canaries.sequence_N)
+        return f"; by canary: {', '.join(f'{mean:.1e}' for mean in means)}"
+
+    def _refuse(self, why: str) -> SyncError:
+        """Return the error after which the engine can no longer be used."""
+        self._pool.refused = why.splitlines()[0]
+        return SyncError(why)
+
+    def _count(self, name: str, value: float) -> None:
+        self._metrics[name] = self._metrics.get(name, 0.0) + value
