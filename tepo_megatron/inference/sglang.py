@@ -82,15 +82,8 @@ class SglangApi:
         command += ["--model-path", str(launch.model_path), "--dtype", DTYPES[launch.precision]]
         command += ["--context-length", str(launch.max_model_len), "--random-seed", str(launch.seed)]
         command += ["--tp-size", str(cfg.tp), "--skip-tokenizer-init", "--sampling-defaults", "openai"]
-        command += [
-            "--max-running-requests",
-            str(MAX_REQUESTS),
-            "--custom-weight-loader",
-            LOADER,
-            "--log-level-http",
-            "warning",
-        ]
-        command += ["--enable-memory-saver"] * (launch.sleeps and launch.platform == "cuda")
+        command += ["--max-running-requests", str(MAX_REQUESTS), "--custom-weight-loader", LOADER]
+        command += ["--log-level-http", "warning"] + ["--enable-memory-saver"] * (launch.sleeps and launch.platform == "cuda")
         command += [RETURN_EXPERTS] * launch.returns_experts
         command += ["--sampling-mask-max-tokens", str(launch.most_masked)] * bool(launch.most_masked)
         command += ["--load-format", "dummy"] * launch.in_fp8

@@ -8,19 +8,15 @@ import asyncio
 import time
 from collections.abc import Mapping, Sequence
 
-import numpy as np
-
 from tepo_megatron.config import SyncConfig
 from tepo_megatron.errors import RolloutError, SyncError
 from tepo_megatron.inference.servers.client import RequestFailed
 from tepo_megatron.inference.servers.endpoint import Endpoint
 from tepo_megatron.inference.servers.growth import LiveServer
-from tepo_megatron.inference.servers.likelihood import DISTINCT, Noise, Values, judge, separation
+from tepo_megatron.inference.servers.likelihood import DISTINCT, CanaryJudge
 from tepo_megatron.inference.servers.pool import ServerPool
 from tepo_megatron.inference.servers.slot import Incarnation, ServerSlot
 from tepo_megatron.types import Canaries, CanaryAnswer
-
-MOST_VERSIONS = 8  # newest versions whose log-probs are kept, next to the first
 
 
 class CanaryWatch:
@@ -37,33 +33,31 @@ class CanaryWatch:
     def reset(self) -> None:
         """Forget the canaries, because the servers are started again or have ended."""
         self._canaries: Canaries | None = None
-        self._scores: dict[int, Values] = {}  # version -> the actor's log-probs
+        self._judge: CanaryJudge | None = None
         self._wrong: set[ServerSlot[Endpoint]] = set()  # those whose last answer was wrong
         self._metrics: dict[str, float] = {}
         self._repeating: asyncio.Task[None] | None = None  # is cancelled with the loop
 
     async def use(self, canaries: Canaries, cfg: SyncConfig) -> None:
         """See `CanaryChecked.use_canaries`."""
-        self._canaries = canaries
-        self._noise, self._cached_noise = Noise(cfg.allowed_difference), Noise(cfg.allowed_difference)
+        self._canaries, self._judge = canaries, CanaryJudge(canaries, cfg.allowed_difference)
         if cfg.canary_every:
             self._repeating = asyncio.create_task(self._repeat(cfg.canary_every))
 
     async def expect(self, version: int, logprobs: Sequence[float]) -> None:
         """See `CanaryChecked.expect_scores`."""
-        self._scores[version] = np.array(logprobs, np.float64)
-        first, *later = sorted(self._scores)
-        kept = {first, *later[-MOST_VERSIONS:]}
-        self._scores = {v: self._scores[v] for v in kept}
+        assert self._judge is not None, "use comes first"
+        self._judge.expect(version, logprobs)
 
     def take_metrics(self) -> Mapping[str, float]:
         """See `Lifecycle.canary_metrics`."""
         metrics, self._metrics = self._metrics, {}
-        if self._canaries is None:
+        if self._judge is None:
             return {}
         metrics = {"canary/checks": 0.0, "canary/wrong": 0.0, "canary/seconds": 0.0} | metrics
-        apart = separation(self._scores, max(self._scores), self._noise.level) if self._scores else None
-        return metrics if apart is None else metrics | {"canary/separation": apart, "canary/distinct": float(apart >= DISTINCT)}
+        if (apart := self._judge.separation) is not None:
+            metrics |= {"canary/separation": apart, "canary/distinct": float(apart >= DISTINCT)}
+        return metrics
 
     async def vouched(self, servers: Sequence[LiveServer]) -> Sequence[LiveServer]:
         """Ask servers that should have the pool's version; return those that may be used, and end the others.
@@ -76,7 +70,7 @@ class CanaryWatch:
         Raises:
             SyncError: No canary can be asked about; a server is wrong twice in a row; or all of several servers are wrong.
         """
-        if self._canaries is None or self._pool.sleeping.asleep or self._pool.version not in self._scores:
+        if not self._can_ask():
             return servers
         begun = time.monotonic()
         answers = await asyncio.gather(*(self._ask(*each) for each in servers), return_exceptions=True)
@@ -88,12 +82,15 @@ class CanaryWatch:
                 raise answer
         return self._judged(servers, [answer for answer in answers if not isinstance(answer, BaseException)])
 
+    def _can_ask(self) -> bool:
+        return self._judge is not None and not self._pool.sleeping.asleep and self._judge.knows(self._pool.version)
+
     async def _repeat(self, seconds: float) -> None:
         """Ask the servers that serve, again and again. A SyncError is kept by the pool and raised by its next user."""
         while not self._pool.refused:
             await asyncio.sleep(seconds)
             servers, version = self._pool.serving(), self._pool.version
-            if self._pool.sleeping.asleep or version not in self._scores:
+            if not self._can_ask():
                 continue
             for member, _ in servers:
                 self._pool.occupy(member)
@@ -127,53 +124,28 @@ class CanaryWatch:
     def _judged(self, servers: Sequence[LiveServer], answers: Sequence[CanaryAnswer | None]) -> list[LiveServer]:
         """Return the servers whose answers are right. End those whose answers are wrong. Raises SyncError, see `vouched`."""
         right: list[LiveServer] = []
-        wrong: dict[str, str] = {}
+        wrong: list[RolloutError] = []
+        assert self._judge is not None
         for (member, incarnation), answer in zip(servers, answers, strict=True):
             if answer is None or member.incarnation is not incarnation:
                 continue
-            said = self._fault(answer)
+            verdict = self._judge.examine(answer, self._pool.version)
             self._count("canary/checks", 1.0)
-            if said is None:
+            if verdict.right:
+                self._metrics["canary/diff_worst"] = max(verdict.diff, self._metrics.get("canary/diff_worst", 0.0))
                 self._wrong.discard(member)
                 right.append((member, incarnation))
                 continue
             self._count("canary/wrong", 1.0)
-            wrong[member.endpoint.name] = said
-            again, error = member in self._wrong, RolloutError(f"canaries: {member.endpoint.name} {said}")
-            self._wrong.add(member)
+            error = RolloutError(f"canaries of {member.endpoint.name}: {verdict}")
+            wrong.append(error)
             incarnation.end(error)
-            if again:
+            if member in self._wrong:
                 raise self._refuse(f"{error}. It was wrong before, and has been restarted and given all weights since")
-        if wrong and len(wrong) == len(servers) > 1:
-            said = "\n".join(f"{name} {text}" for name, text in wrong.items())
-            raise self._refuse(f"canaries: all {len(servers)} inference servers are wrong:\n{said}")
+            self._wrong.add(member)
+        if len(wrong) == len(servers) > 1:
+            raise self._refuse(f"all {len(servers)} inference servers are wrong:\n" + "\n".join(map(str, wrong)))
         return right
-
-    def _fault(self, answer: CanaryAnswer) -> str | None:
-        """Return in words what is wrong with a server; None if nothing is, as far as its answer shows."""
-        version, targets_M = self._pool.version, answer.targets_M
-        verdict = judge(answer.logprobs_N, self._scores, version, self._noise.limit(answer.logprobs_N.size))
-        if not verdict.right:
-            return f"serves {verdict}{self._by_canary(answer)}"
-        cached = judge(
-            answer.cached_M,
-            {v: logprobs_N[targets_M] for v, logprobs_N in self._scores.items()},
-            version,
-            self._cached_noise.limit(answer.cached_M.size),
-        )
-        if not cached.right:
-            return f"has the right weights, but its prefix cache was computed with {cached}"
-        self._noise.add(verdict.diff)
-        self._cached_noise.add(cached.diff)
-        worst = max(verdict.diff, self._metrics.get("canary/diff_worst", 0.0))
-        self._metrics["canary/diff_worst"] = worst
-        return None
-
-    def _by_canary(self, answer: CanaryAnswer) -> str:
-        assert self._canaries is not None
-        away_N = np.abs(answer.logprobs_N - self._scores[self._pool.version])
-        means = np.bincount(self._canaries.sequence_N, away_N) / np.bincount(self._canaries.sequence_N)
-        return f"; by canary: {', '.join(f'{mean:.1e}' for mean in means)}"
 
     def _refuse(self, why: str) -> SyncError:
         """Return the error after which the engine can no longer be used."""

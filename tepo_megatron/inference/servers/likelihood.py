@@ -19,17 +19,20 @@ Neither question finds a difference that is smaller than the noise; then the ans
 
 import math
 from collections import deque
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
+
+from tepo_megatron.types import Canaries, CanaryAnswer
 
 Values = NDArray[np.float64]
 
 MOST_RATIO = 7.0  # largest t of another version that a right answer may have
 NOISE_FACTOR = 8.0  # largest mean difference of a right answer, as a multiple of the largest one of recent right answers
 LEAST_LIMIT = 1e-5  # nats; the limit on the mean difference is never lower: fp32 noise of any model is
+MOST_VERSIONS = 8  # newest versions whose log-probs are kept, next to the first
 RECENT = 32  # right answers that are remembered
 DISTINCT = 1.0  # versions whose log-probs differ by this multiple of the noise, in the mean, are told apart
 
@@ -46,6 +49,8 @@ class CanaryVerdict:
         limit: Largest mean that a right answer may have, nats.
         ratio: Largest t of another known version; 0 if there is none.
         found_diff: Mean |server - actor| under the known version that is nearest, nats.
+        cached: The test is of log-probs after a cached prefix, by a server whose weights are right.
+        by_canary: Mean |server - actor| under `expected` of each canary, nats. Empty if `right` or `cached`.
     """
 
     right: bool
@@ -55,20 +60,83 @@ class CanaryVerdict:
     limit: float
     ratio: float
     found_diff: float
+    cached: bool = False
+    by_canary: tuple[float, ...] = ()
 
     def __str__(self) -> str:
+        subject = "its prefix cache was computed with" if self.cached else "it serves"
         numbers = f"{self.diff:.2e} nats from version {self.expected} in the mean, limit {self.limit:.2e}"
+        ratio = f"likelihood ratio {self.ratio:.1f} standard deviations, limit {MOST_RATIO:g}"
         if self.right:
-            return f"the weights of version {self.expected} ({numbers})"
+            return f"{subject} the weights of version {self.expected} ({numbers})"
+        if self.by_canary:
+            ratio += f"; by canary: {', '.join(f'{mean:.1e}' for mean in self.by_canary)}"
         if self.found is not None:
-            return (
-                f"the weights of version {self.found} instead of {self.expected} ({numbers}; {self.found_diff:.2e} nats from "
-                f"version {self.found}, likelihood ratio {self.ratio:.1f} standard deviations, limit {MOST_RATIO:g})"
-            )
+            at = f"{self.found_diff:.2e} nats from version {self.found}"
+            return f"{subject} the weights of version {self.found} instead of {self.expected} ({numbers}; {at}; {ratio})"
         return (
-            f"weights that are neither version {self.expected} nor another known one ({numbers}; likelihood ratio of the "
-            f"nearest {self.ratio:.1f} standard deviations, limit {MOST_RATIO:g}): a part of them is stale or wrong"
+            f"{subject} weights that are neither those of version {self.expected} nor of another known version, so a part of "
+            f"them is stale or wrong ({numbers}; {ratio})"
         )
+
+
+class CanaryJudge:
+    """Judges the answers of all servers of a run.
+
+    Args:
+        canaries: The canaries.
+        allowed: See `Noise`.
+
+    Attributes:
+        noise: The noise of the log-probs that are computed without the prefix cache.
+    """
+
+    def __init__(self, canaries: Canaries, allowed: Callable[[int], float]) -> None:
+        self._canaries = canaries
+        self.noise, self._cached_noise = Noise(allowed), Noise(allowed)
+        self._scores: dict[int, Values] = {}  # version -> the actor's log-probs
+
+    def expect(self, version: int, logprobs: Sequence[float]) -> None:
+        """See `CanaryChecked.expect_scores`. The first version is kept, too: restarted servers begin with it."""
+        self._scores[version] = np.array(logprobs, np.float64)
+        first, *later = sorted(self._scores)
+        self._scores = {v: self._scores[v] for v in (first, *later[-MOST_VERSIONS:])}
+
+    def knows(self, version: int) -> bool:
+        """Return whether the scores of a version are known."""
+        return version in self._scores
+
+    def examine(self, answer: CanaryAnswer, version: int) -> CanaryVerdict:
+        """Judge an answer, and learn the noise from it if it is right.
+
+        Args:
+            answer: The server's log-probs.
+            version: The version that it should serve.
+        """
+        limit = self.noise.limit(answer.logprobs_N.size)
+        verdict = judge(answer.logprobs_N, self._scores, version, limit)
+        if not verdict.right:
+            sequence_N, away_N = self._canaries.sequence_N, np.abs(answer.logprobs_N - self._scores[version])
+            means = np.bincount(sequence_N, away_N) / np.bincount(sequence_N)
+            return replace(verdict, by_canary=tuple(means.tolist()))
+        of_targets = {v: logprobs_N[answer.targets_M] for v, logprobs_N in self._scores.items()}
+        cached = judge(answer.cached_M, of_targets, version, self._cached_noise.limit(answer.cached_M.size))
+        if not cached.right:
+            return replace(cached, cached=True)
+        self.noise.add(verdict.diff)
+        self._cached_noise.add(cached.diff)
+        return verdict
+
+    @property
+    def separation(self) -> float | None:
+        """Return how far the newest version's scores are from those of the version before it, as a multiple of the noise.
+
+        It is the mean |difference| over `noise.level`. From DISTINCT on the two are told apart. None: one of them is not known.
+        """
+        if len(self._scores) < 2 or not self.noise.level:
+            return None
+        before, newest = sorted(self._scores)[-2:]
+        return float(np.abs(self._scores[newest] - self._scores[before]).mean()) / self.noise.level
 
 
 class Noise:
@@ -130,19 +198,3 @@ def likelihood_ratio(away_N: Values, other_N: Values) -> float:
     gain_N = away_N - other_N
     size = float(np.sqrt(np.square(gain_N).sum()))
     return float(gain_N.sum()) / size if size != 0.0 else 0.0
-
-
-def separation(scores: Mapping[int, Values], version: int, noise: float | None) -> float | None:
-    """Return how far the log-probs of a version are from those of the version before it, as a multiple of the noise.
-
-    From DISTINCT on the two are told apart. None: no version before it is known, or the noise is not.
-
-    Args:
-        scores: Version -> the actor's log-probs.
-        version: The version.
-        noise: Mean |server - actor| of right answers, nats.
-    """
-    before = [v for v in scores if v < version]
-    if not before or not noise:
-        return None
-    return float(np.abs(scores[version] - scores[max(before)]).mean()) / noise
