@@ -306,9 +306,18 @@ def _open_sync(cfg: Config, groups: parallel.ParallelDims, actor: Actor, driver:
     sync = make_weight_sync(cfg.sync, actor.bindings, actor.arch, groups, driver.engine)
     if not cfg.sync.canaries:
         return sync
-    prompts = broadcast_object(driver.first_prompts(cfg.sync.canaries), groups.host)
-    canaries = make_canaries(cfg.sync.canaries, cfg.served_tokens - 1, actor.arch.vocab_size, cfg.seed, prompts)
-    return CanarySync.open(sync, actor, driver.engine, canaries, groups, cfg.sync)
+    return _with_canaries(sync, cfg, groups, actor, driver)
+
+
+def _with_canaries(sync: WeightSync, cfg: Config, groups: parallel.ParallelDims, actor: Actor, driver: Driver) -> CanarySync:
+    """Return the sync with canaries, which the engine asks about from the first delivery on."""
+    engine, count = driver.engine, cfg.sync.canaries
+    prompts = broadcast_object(driver.first_prompts(count), groups.host)
+    canaries = make_canaries(count, cfg.sequence_tokens - 1, actor.arch.vocab_size, cfg.seed, prompts)
+    served, fp8 = cfg.rollout.server.precision or cfg.model.dtype, cfg.model.fp8 or cfg.sync.quantize == "fp8"
+    same = served == cfg.model.dtype and not fp8
+    broadcast_result(lambda: None if engine is None else engine.use_canaries(canaries, cfg.sync, same), groups.host)
+    return CanarySync(sync, actor, engine, canaries, groups)
 
 
 def _is_due(step: int, every: int) -> bool:

@@ -7,7 +7,6 @@ import numpy as np
 import torch
 
 from tepo_megatron.actor.actor import Actor
-from tepo_megatron.config import SyncConfig
 from tepo_megatron.distributed.objects import broadcast_result
 from tepo_megatron.distributed.parallel import ParallelDims
 from tepo_megatron.inference.engine import CanaryChecked
@@ -65,25 +64,6 @@ class CanarySync:
         self._batch = canary_batch(canaries)
         self._scored: int | None = None  # version of the last scores
 
-    @classmethod
-    def open(
-        cls,
-        sync: WeightSync,
-        actor: Actor,
-        engine: CanaryChecked | None,
-        canaries: Canaries,
-        groups: ParallelDims,
-        cfg: SyncConfig,
-    ) -> Self:
-        """Return the sync, and have the engine ask about the canaries. All ranks call it.
-
-        Args:
-            sync, actor, engine, canaries, groups: See the class.
-            cfg: See `CanaryChecked.use_canaries`.
-        """
-        broadcast_result(lambda: None if engine is None else engine.use_canaries(canaries, cfg), groups.host)
-        return cls(sync, actor, engine, canaries, groups)
-
     def push(self, version: int) -> None:
         """Score the canaries, unless this version's scores are known, and deliver the weights. All ranks call it.
 
@@ -96,11 +76,15 @@ class CanarySync:
             SyncError: As `WeightSync.push`; or servers serve other weights, and restarts do not help.
         """
         if version != self._scored:
-            scores = self.scores()
-            engine = self._engine
-            broadcast_result(lambda: None if engine is None else engine.expect_scores(version, scores), self._groups.host)
+            self._announce(version)
+            if self._scored is None:
+                self._announce(version)  # again, for the jitter of the actor's own log-probs
             self._scored = version
         self._sync.push(version)
+
+    def _announce(self, version: int) -> None:
+        scores, engine = self.scores(), self._engine
+        broadcast_result(lambda: None if engine is None else engine.expect_scores(version, scores), self._groups.host)
 
     def scores(self) -> list[float]:
         """Return the actor's log-probs of the canaries' targets, nats. Collectives: a forward pass, one broadcast over pp."""

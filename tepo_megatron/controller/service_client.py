@@ -304,12 +304,20 @@ class ServiceEngine:
         """See `WeightReceiver.finish_update`."""
         self._client.call("engine.finish_update")
 
-    def use_canaries(self, canaries: Canaries, cfg: SyncConfig) -> None:
-        """See `CanaryChecked.use_canaries`."""
-        self._client.call("engine.use_canaries", canaries, cfg)
+    def use_canaries(self, canaries: Canaries, cfg: SyncConfig, same_precision: bool) -> None:
+        """See `CanaryChecked.use_canaries`.
+
+        Args:
+            canaries, cfg, same_precision: See there.
+        """
+        self._client.call("engine.use_canaries", canaries, cfg, same_precision)
 
     def expect_scores(self, version: int, logprobs: Sequence[float]) -> None:
-        """See `CanaryChecked.expect_scores`."""
+        """See `CanaryChecked.expect_scores`.
+
+        Args:
+            version, logprobs: See there.
+        """
         self._client.call("engine.expect_scores", version, logprobs)
 
     def verify(self, sent: Mapping[str, int]) -> None:

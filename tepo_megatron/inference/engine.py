@@ -145,12 +145,13 @@ class Lifecycle(Protocol):
 class CanaryChecked(Protocol):
     """Finds out which version of the weights each server has, by fixed sequences that actor and servers score."""
 
-    def use_canaries(self, canaries: Canaries, cfg: SyncConfig) -> None:
+    def use_canaries(self, canaries: Canaries, cfg: SyncConfig, same_precision: bool) -> None:
         """Ask about these canaries from now on: in each update and as often as `cfg.canary_every` says.
 
         Args:
             canaries: The canaries.
             cfg: Also has the largest difference that is allowed.
+            same_precision: Actor and servers compute with the same weights in the same precision.
         """
 
     def expect_scores(self, version: int, logprobs: Sequence[float]) -> None:

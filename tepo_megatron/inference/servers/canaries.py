@@ -13,7 +13,7 @@ from tepo_megatron.errors import RolloutError, SyncError
 from tepo_megatron.inference.servers.client import RequestFailed
 from tepo_megatron.inference.servers.endpoint import Endpoint
 from tepo_megatron.inference.servers.growth import LiveServer
-from tepo_megatron.inference.servers.likelihood import DISTINCT, CanaryJudge
+from tepo_megatron.inference.servers.likelihood import CanaryJudge
 from tepo_megatron.inference.servers.pool import ServerPool
 from tepo_megatron.inference.servers.slot import Incarnation, ServerSlot
 from tepo_megatron.types import Canaries, CanaryAnswer
@@ -38,9 +38,13 @@ class CanaryWatch:
         self._metrics: dict[str, float] = {}
         self._repeating: asyncio.Task[None] | None = None  # is cancelled with the loop
 
-    async def use(self, canaries: Canaries, cfg: SyncConfig) -> None:
-        """See `CanaryChecked.use_canaries`."""
-        self._canaries, self._judge = canaries, CanaryJudge(canaries, cfg.allowed_difference)
+    async def use(self, canaries: Canaries, cfg: SyncConfig, same_precision: bool) -> None:
+        """See `CanaryChecked.use_canaries`.
+
+        Args:
+            canaries, cfg, same_precision: See there.
+        """
+        self._canaries, self._judge = canaries, CanaryJudge(canaries, cfg.allowed_difference, same_precision)
         if cfg.canary_every:
             self._repeating = asyncio.create_task(self._repeat(cfg.canary_every))
 
@@ -56,7 +60,7 @@ class CanaryWatch:
             return {}
         metrics = {"canary/checks": 0.0, "canary/wrong": 0.0, "canary/seconds": 0.0} | metrics
         if (apart := self._judge.separation) is not None:
-            metrics |= {"canary/separation": apart, "canary/distinct": float(apart >= DISTINCT)}
+            metrics |= {"canary/separation": apart, "canary/distinct": float(apart >= self._judge.distinct)}
         return metrics
 
     async def vouched(self, servers: Sequence[LiveServer]) -> Sequence[LiveServer]:
@@ -83,7 +87,7 @@ class CanaryWatch:
         return self._judged(servers, [answer for answer in answers if not isinstance(answer, BaseException)])
 
     def _can_ask(self) -> bool:
-        return self._judge is not None and not self._pool.sleeping.asleep and self._judge.knows(self._pool.version)
+        return self._judge is not None and not self._pool.sleeping.asleep and self._pool.version in self._judge.versions
 
     async def _repeat(self, seconds: float) -> None:
         """Ask the servers that serve, again and again. A SyncError is kept by the pool and raised by its next user."""
@@ -129,7 +133,7 @@ class CanaryWatch:
         for (member, incarnation), answer in zip(servers, answers, strict=True):
             if answer is None or member.incarnation is not incarnation:
                 continue
-            verdict = self._judge.examine(answer, self._pool.version)
+            verdict = self._judge.examine(member.endpoint.name, answer, self._pool.version)
             self._count("canary/checks", 1.0)
             if verdict.right:
                 self._metrics["canary/diff_worst"] = max(verdict.diff, self._metrics.get("canary/diff_worst", 0.0))

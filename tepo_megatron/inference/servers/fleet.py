@@ -65,13 +65,21 @@ class Fleet(RoutedSampler, PoolUpdates):
         self._pool.require_enough()
         self._pool.loop.run(self._canaries.vouched(self._pool.serving()))
 
-    def use_canaries(self, canaries: Canaries, cfg: SyncConfig) -> None:
-        """See `CanaryChecked.use_canaries`."""
+    def use_canaries(self, canaries: Canaries, cfg: SyncConfig, same_precision: bool) -> None:
+        """See `CanaryChecked.use_canaries`.
+
+        Args:
+            canaries, cfg, same_precision: See there.
+        """
         self._pool.require_start()
-        self._pool.loop.run(self._canaries.use(canaries, cfg))
+        self._pool.loop.run(self._canaries.use(canaries, cfg, same_precision))
 
     def expect_scores(self, version: int, logprobs: Sequence[float]) -> None:
-        """See `CanaryChecked.expect_scores`."""
+        """See `CanaryChecked.expect_scores`.
+
+        Args:
+            version, logprobs: See there.
+        """
         self._pool.loop.run(self._canaries.expect(version, logprobs))
 
     def canary_metrics(self) -> Mapping[str, float]:

@@ -1,20 +1,26 @@
 """The test that tells from a server's log-probs of the canaries which version of the weights it serves. All in fp64.
 
-Let e be the server's log-probs of the N targets, and a_v those of the actor under version v. Both are rounded, so e - a_v is
-noise even where the server serves v. Two questions are asked:
+Let e be the server's log-probs of the N targets, and a_v those of the actor under version v. Both are rounded, so d_v = e - a_v
+is noise even where the server serves v. A right answer passes three questions:
 
-1. Does another known version u explain e better than v? With Laplace noise of scale s the log-likelihood ratio of u and v is
-   sum_n x_n / s, where x_n = |e_n - a_v,n| - |e_n - a_u,n|. Divided by the root of its sum of squares it is
+1. Does another known version u explain e better than v? With Cauchy noise, whose heavy tails are those of rounded log-probs,
+   the log-likelihood ratio of u and v is the sum of x_n = log(1 + (d_v,n / s)^2) - log(1 + (d_u,n / s)^2), where s is the
+   median of all |d_v,n| and |d_u,n|. It is divided by the root of its sum of squares:
 
-       t_u = sum_n x_n / sqrt(sum_n x_n^2),
+       t_u = sum_n x_n / sqrt(sum_n x_n^2)
 
-   in which s cancels. If the server serves v, x_n is negative or, where the versions do not differ by more than the noise,
-   symmetric about 0. For independent symmetric x_n, P(t_u > z) <= exp(-z^2 / 2), whatever their sizes and the shape of the
-   noise (Efron 1969). Above MOST_RATIO the server does not serve v. The bound is 2e-11 for one check of one version.
-2. Does v explain e at all? The mean of |e - a_v| has to be within `Noise.limit`. This finds states that are no known version:
-   one stale layer, one stale shard, a wrong scale.
+   If the server serves v, x_n is negative or, where the versions do not differ by more than the noise, symmetric about 0. For
+   independent symmetric x_n, P(t_u > z) <= exp(-z^2 / 2), whatever their sizes (Efron 1969). So t_u must not exceed MOST_RATIO,
+   for which the bound is 2e-11.
+2. Has e changed since the same server's answer under u, as a_v has since a_u? Rounding is repeated by the same weights, so
+   a server that still has u gives nearly the same answer again. This needs servers in the actor's precision: a coarser one
+   may not see a small change. Versions that differ by less than DISTINCT times the noise are not compared.
+3. Does v explain e at all? The mean |d_v| must be within `Noise.limit`. This finds weights of no known version: one stale
+   layer, one stale shard, a wrong scale.
 
-Neither question finds a difference that is smaller than the noise; then the answer counts as right.
+Log-probs after a cached prefix are compared with those that the same server computes without the prefix cache, by question 3.
+
+A difference that is smaller than the noise is not found; such an answer counts as right.
 """
 
 import math
@@ -30,11 +36,14 @@ from tepo_megatron.types import Canaries, CanaryAnswer
 Values = NDArray[np.float64]
 
 MOST_RATIO = 7.0  # largest t of another version that a right answer may have
+UNMOVED = 0.2  # share of the actor's change that a right answer has changed by at least
+DISTINCT = 0.5  # mean difference of two versions, as a multiple of the noise, from which on question 2 is asked
+DISTINCT_BY_RATIO = 4.0  # the same for question 1, from which on it finds a stale version; it is always asked
 NOISE_FACTOR = 8.0  # largest mean difference of a right answer, as a multiple of the largest one of recent right answers
-LEAST_LIMIT = 1e-5  # nats; the limit on the mean difference is never lower: fp32 noise of any model is
+LEAST_LIMIT = 1e-5  # nats; the limit on the mean difference is never lower, above the noise of fp32
+JITTER_FACTOR = 4.0  # changes of the actor's log-probs below this multiple of the actor's own jitter are none
 MOST_VERSIONS = 8  # newest versions whose log-probs are kept, next to the first
-RECENT = 32  # right answers that are remembered
-DISTINCT = 1.0  # versions whose log-probs differ by this multiple of the noise, in the mean, are told apart
+RECENT = 32  # right answers that the noise is measured from
 
 
 @dataclass(frozen=True)
@@ -45,11 +54,10 @@ class CanaryVerdict:
         right: The server may serve the expected version; the test has no evidence against it.
         expected: The version that the server should serve.
         found: The known version that it serves instead. None: none of the known ones, or `right`.
-        diff: Mean |server - actor| under `expected`, nats; nan if a log-prob is not a number.
+        diff: Mean |server - actor| under `expected`, nats; with `cached`, mean |after a cached prefix - without one|.
         limit: Largest mean that a right answer may have, nats.
         ratio: Largest t of another known version; 0 if there is none.
-        found_diff: Mean |server - actor| under the known version that is nearest, nats.
-        cached: The test is of log-probs after a cached prefix, by a server whose weights are right.
+        cached: The weights are right, and the log-probs after a cached prefix are not.
         by_canary: Mean |server - actor| under `expected` of each canary, nats. Empty if `right` or `cached`.
     """
 
@@ -59,24 +67,25 @@ class CanaryVerdict:
     diff: float
     limit: float
     ratio: float
-    found_diff: float
     cached: bool = False
     by_canary: tuple[float, ...] = ()
 
     def __str__(self) -> str:
-        subject = "its prefix cache was computed with" if self.cached else "it serves"
-        numbers = f"{self.diff:.2e} nats from version {self.expected} in the mean, limit {self.limit:.2e}"
-        ratio = f"likelihood ratio {self.ratio:.1f} standard deviations, limit {MOST_RATIO:g}"
+        numbers = f"mean difference {self.diff:.2e} nats, limit {self.limit:.2e}"
+        if self.cached:
+            return (
+                f"it serves the weights of version {self.expected}, but its prefix cache holds what other weights computed "
+                f"({numbers} between log-probs with and without the cache)"
+            )
+        numbers += f"; likelihood ratio of the nearest other version {self.ratio:.1f} standard deviations, limit {MOST_RATIO:g}"
         if self.right:
-            return f"{subject} the weights of version {self.expected} ({numbers})"
-        if self.by_canary:
-            ratio += f"; by canary: {', '.join(f'{mean:.1e}' for mean in self.by_canary)}"
+            return f"it serves the weights of version {self.expected} ({numbers})"
+        numbers += f"; by canary: {', '.join(f'{mean:.1e}' for mean in self.by_canary)}"
         if self.found is not None:
-            at = f"{self.found_diff:.2e} nats from version {self.found}"
-            return f"{subject} the weights of version {self.found} instead of {self.expected} ({numbers}; {at}; {ratio})"
+            return f"it serves the weights of version {self.found} instead of {self.expected} ({numbers})"
         return (
-            f"{subject} weights that are neither those of version {self.expected} nor of another known version, so a part of "
-            f"them is stale or wrong ({numbers}; {ratio})"
+            f"it serves weights that are neither those of version {self.expected} nor of another known version, so a part of "
+            f"them is stale or wrong ({numbers})"
         )
 
 
@@ -86,61 +95,110 @@ class CanaryJudge:
     Args:
         canaries: The canaries.
         allowed: See `Noise`.
+        same_precision: The servers serve the weights in the precision of the actor.
 
     Attributes:
-        noise: The noise of the log-probs that are computed without the prefix cache.
+        noise: |server - actor| without the prefix cache.
+        cached_noise: |with the prefix cache - without| by the same server.
     """
 
-    def __init__(self, canaries: Canaries, allowed: Callable[[int], float]) -> None:
-        self._canaries = canaries
-        self.noise, self._cached_noise = Noise(allowed), Noise(allowed)
+    def __init__(self, canaries: Canaries, allowed: Callable[[int], float], same_precision: bool) -> None:
+        self._canaries, self._same_precision = canaries, same_precision
+        self.noise, self.cached_noise = Noise(allowed), Noise(allowed)
         self._scores: dict[int, Values] = {}  # version -> the actor's log-probs
+        self._answers: dict[str, dict[int, Values]] = {}  # server -> version -> its last right answer
+        self._jitter = 0.0  # mean difference of two scores of the same weights by the actor, nats
 
     def expect(self, version: int, logprobs: Sequence[float]) -> None:
-        """See `CanaryChecked.expect_scores`. The first version is kept, too: restarted servers begin with it."""
-        self._scores[version] = np.array(logprobs, np.float64)
-        first, *later = sorted(self._scores)
-        self._scores = {v: self._scores[v] for v in (first, *later[-MOST_VERSIONS:])}
+        """See `CanaryChecked.expect_scores`.
 
-    def knows(self, version: int) -> bool:
-        """Return whether the scores of a version are known."""
-        return version in self._scores
+        Scores that come twice for a version show how far the actor's log-probs differ for the same weights. The first version
+        is kept, too, because servers that took no update have it.
+        """
+        scores_N = np.array(logprobs, np.float64)
+        if version in self._scores:
+            self._jitter = max(self._jitter, float(np.abs(scores_N - self._scores[version]).mean()))
+        self._scores[version] = scores_N
+        first, *later = self.versions
+        kept = {first, *later[-MOST_VERSIONS:]}
+        self._scores = {v: its_N for v, its_N in self._scores.items() if v in kept}
+        self._answers = {name: {v: e for v, e in its.items() if v in kept} for name, its in self._answers.items()}
 
-    def examine(self, answer: CanaryAnswer, version: int) -> CanaryVerdict:
-        """Judge an answer, and learn the noise from it if it is right.
+    @property
+    def versions(self) -> list[int]:
+        """Return the versions whose scores are known, ascending."""
+        return sorted(self._scores)
+
+    def examine(self, server: str, answer: CanaryAnswer, version: int) -> CanaryVerdict:
+        """Judge an answer, and learn from it if it is right.
 
         Args:
-            answer: The server's log-probs.
+            server: Name of the server.
+            answer: Its log-probs.
             version: The version that it should serve.
         """
-        limit = self.noise.limit(answer.logprobs_N.size)
-        verdict = judge(answer.logprobs_N, self._scores, version, limit)
-        if not verdict.right:
-            sequence_N, away_N = self._canaries.sequence_N, np.abs(answer.logprobs_N - self._scores[version])
-            means = np.bincount(sequence_N, away_N) / np.bincount(sequence_N)
-            return replace(verdict, by_canary=tuple(means.tolist()))
-        of_targets = {v: logprobs_N[answer.targets_M] for v, logprobs_N in self._scores.items()}
-        cached = judge(answer.cached_M, of_targets, version, self._cached_noise.limit(answer.cached_M.size))
-        if not cached.right:
-            return replace(cached, cached=True)
-        self.noise.add(verdict.diff)
-        self._cached_noise.add(cached.diff)
+        answer_N, scores_N = answer.logprobs_N, self._scores[version]
+        diffs = {v: float(np.abs(answer_N - its_N).mean()) for v, its_N in self._scores.items()}
+        ratios = {v: likelihood_ratio(answer_N, scores_N, its_N) for v, its_N in self._scores.items() if v != version}
+        diff, limit, ratio = diffs[version], self.noise.limit(answer_N.size), max(ratios.values(), default=0.0)
+        kept = self._unmoved(server, answer_N, version)
+        right = kept is None and ratio <= MOST_RATIO and diff <= limit  # comparisons with nan are False
+        if not right:
+            nearest = kept if kept is not None else _smallest(diffs)
+            found = nearest if nearest != version and (nearest == kept or diffs[nearest] <= limit) else None
+            sequence_N = self._canaries.sequence_N
+            means = np.bincount(sequence_N, np.abs(answer_N - scores_N)) / np.bincount(sequence_N)
+            return CanaryVerdict(False, version, found, diff, limit, ratio, by_canary=tuple(means.tolist()))
+        verdict = CanaryVerdict(True, version, None, diff, limit, ratio)
+        cached, cached_limit = self._cached_diff(answer), self.cached_noise.limit(answer.cached_M.size)
+        if not cached <= cached_limit:
+            return replace(verdict, right=False, diff=cached, limit=cached_limit, cached=True)
+        self.noise.add(diff)
+        self.cached_noise.add(cached)
+        self._answers.setdefault(server, {})[version] = answer_N
         return verdict
+
+    def _unmoved(self, server: str, answer_N: Values, version: int) -> int | None:
+        """Return the version under which the server gave nearly the same answer, though the actor's has changed since."""
+        if not self._same_precision:
+            return None
+        for before, its_N in sorted(self._answers.get(server, {}).items(), reverse=True):
+            change = self.distance(version, before)
+            own = float(np.abs(answer_N - its_N).mean())
+            least = max(DISTINCT * (self.noise.level or math.inf), JITTER_FACTOR * self._jitter)
+            if before != version and change > 0 and change >= least and own <= UNMOVED * change:
+                return before
+        return None
+
+    def _cached_diff(self, answer: CanaryAnswer) -> float:
+        return float(np.abs(answer.cached_M - answer.logprobs_N[answer.targets_M]).mean()) if answer.cached_M.size else 0.0
 
     @property
     def separation(self) -> float | None:
-        """Return how far the newest version's scores are from those of the version before it, as a multiple of the noise.
+        """Return the mean |difference| of the newest version's scores and those of the version before, over `noise.level`.
 
-        It is the mean |difference| over `noise.level`. From DISTINCT on the two are told apart. None: one of them is not known.
+        None: one of them is not known.
         """
         if len(self._scores) < 2 or not self.noise.level:
             return None
-        before, newest = sorted(self._scores)[-2:]
-        return float(np.abs(self._scores[newest] - self._scores[before]).mean()) / self.noise.level
+        return self.distance(*self.versions[-2:]) / self.noise.level
+
+    def distance(self, version: int, other: int) -> float:
+        """Return the mean |difference| of the actor's log-probs under two versions, nats.
+
+        Args:
+            version, other: Versions whose scores are known.
+        """
+        return float(np.abs(self._scores[version] - self._scores[other]).mean())
+
+    @property
+    def distinct(self) -> float:
+        """Return the `separation` from which on a server that still has the former version is found for certain."""
+        return DISTINCT if self._same_precision else DISTINCT_BY_RATIO
 
 
 class Noise:
-    """The difference between server and actor where the weights are the same, measured from recent right answers.
+    """The difference between two ways to compute the same log-probs, measured from recent right answers.
 
     Args:
         allowed: Number of targets -> largest mean difference in nats that is ever allowed (`SyncConfig.allowed_difference`).
@@ -152,7 +210,7 @@ class Noise:
 
     @property
     def level(self) -> float | None:
-        """Return the largest mean |server - actor| of recent right answers, nats; None before the first."""
+        """Return the largest mean |difference| of recent right answers, nats; None before the first."""
         return max(self._recent, default=None)
 
     def add(self, diff: float) -> None:
@@ -160,41 +218,32 @@ class Noise:
         self._recent.append(diff)
 
     def limit(self, count: int) -> float:
-        """Return the largest mean |server - actor| of a right answer, nats.
+        """Return the largest mean |difference| of a right answer, nats.
 
         Args:
             count: Number of targets.
         """
-        most = self._allowed(count)
+        most = self._allowed(max(1, count))
         return most if self.level is None else min(most, max(LEAST_LIMIT, NOISE_FACTOR * self.level))
 
 
-def judge(answer_N: Values, scores: Mapping[int, Values], expected: int, limit: float) -> CanaryVerdict:
-    """Test whether an answer is of the expected version.
-
-    Args:
-        answer_N: The server's log-probs of N targets, nats.
-        scores: Version -> the actor's log-probs of the same targets. It has `expected`.
-        expected: The version that the server should serve.
-        limit: Largest mean difference of a right answer, nats.
-    """
-    away_N = np.abs(answer_N - scores[expected])
-    diffs = {version: float(np.abs(answer_N - its_N).mean()) for version, its_N in scores.items()}
-    ratios = {v: likelihood_ratio(away_N, np.abs(answer_N - its_N)) for v, its_N in scores.items() if v != expected}
-    diff, ratio = diffs[expected], max(ratios.values(), default=0.0)
-    nearest = min(diffs, key=lambda version: (math.inf if math.isnan(diffs[version]) else diffs[version], version != expected))
-    right = ratio <= MOST_RATIO and diff <= limit  # a comparison with nan is False
-    named = not right and nearest != expected and diffs[nearest] <= limit
-    return CanaryVerdict(right, expected, nearest if named else None, diff, limit, ratio, diffs[nearest])
-
-
-def likelihood_ratio(away_N: Values, other_N: Values) -> float:
+def likelihood_ratio(answer_N: Values, expected_N: Values, other_N: Values) -> float:
     """Return t of another version: see the module. 0 if both versions explain every target equally well; nan stays nan.
 
     Args:
-        away_N: |server - actor| of each target under the expected version.
-        other_N: The same under the other version.
+        answer_N: The server's log-probs.
+        expected_N: The actor's under the expected version.
+        other_N: The actor's under the other version.
     """
-    gain_N = away_N - other_N
+    away_N, other_away_N = np.abs(answer_N - expected_N), np.abs(answer_N - other_N)
+    scale = float(np.median(np.concatenate((away_N, other_away_N))))
+    if scale == 0.0:  # more than half of all differences are exactly 0
+        scale = float(np.finfo(np.float32).eps)
+    gain_N = np.log1p(np.square(away_N / scale)) - np.log1p(np.square(other_away_N / scale))
     size = float(np.sqrt(np.square(gain_N).sum()))
     return float(gain_N.sum()) / size if size != 0.0 else 0.0
+
+
+def _smallest(diffs: Mapping[int, float]) -> int:
+    """Return the version with the smallest difference; nan counts as infinite."""
+    return min(diffs, key=lambda version: math.inf if math.isnan(diffs[version]) else diffs[version])
