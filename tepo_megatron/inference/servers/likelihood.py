@@ -239,7 +239,8 @@ def likelihood_ratio(answer_N: Values, expected_N: Values, other_N: Values) -> f
     scale = float(np.median(np.concatenate((away_N, other_away_N))))
     if scale == 0.0:  # more than half of all differences are exactly 0
         scale = float(np.finfo(np.float32).eps)
-    gain_N = np.log1p(np.square(away_N / scale)) - np.log1p(np.square(other_away_N / scale))
+    with np.errstate(invalid="ignore"):  # a difference of infinities is nan
+        gain_N = np.log1p(np.square(away_N / scale)) - np.log1p(np.square(other_away_N / scale))
     size = float(np.sqrt(np.square(gain_N).sum()))
     return float(gain_N.sum()) / size if size != 0.0 else 0.0
 
