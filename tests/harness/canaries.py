@@ -49,11 +49,11 @@ KINDS: dict[str, tuple[str, str | None]] = {
 }
 EDGES = (0, 0.1, 0.25, 0.5, 1, 2, 4, 8, 16, 64, float("inf"))
 EXPLANATION = """\
-Made by `make canaries` (`python -m tests.harness.canaries`). Actor, updates, canaries and judge are the product's; the server is
-the same model in PyTorch, on a CPU. The learning rates are 1e-9 to 1e-3. The limit is the detection limit that `likelihood.py`
-states: for a version that is stale as a whole, a multiple of the noise by which the actor's log-probs of the two versions differ;
-for a part or the prefix cache, the limit on the mean difference plus the noise. Below it an answer counts as right, and the
-second table has the power."""
+Made by `make canaries` (`python -m tests.harness.canaries`). Actor, updates, canaries and judge are the product's; the server
+is the same model in PyTorch, on a CPU. The learning rates are 1e-9 to 1e-3. The limit is the detection limit that
+`likelihood.py` states: for a version that is stale as a whole, a multiple of the noise by which the actor's log-probs of the
+two versions differ; for a part or the prefix cache, the limit on the mean difference plus the noise. Below it an answer counts
+as right, and the second table has the power."""
 SCALED, SHARDS = "model.layers.0.mlp.up_proj.weight", 2
 PREFIX = "KV prefix one version old"
 

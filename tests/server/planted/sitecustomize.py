@@ -1,9 +1,9 @@
 """Wrong weights inside a real server of either engine, whose Python finds this file by PYTHONPATH and runs it at its start.
 
 The server's `RankReceiver` is changed once it is imported. The file that TEPO_TEST_FAULT names holds {"run": a name, "kind": a
-name, "first": n, "last": n or missing}: in each run the updates from the first to the last (from 0) are faulty. "dropped": they
-do not reach the model. "one shard": nor its second tensor-parallel rank. "one tensor", "one layer": they stay as they were before.
-"scaled": a tensor is multiplied. The server answers, in every word, as it does without.
+name, "first": n, "last": n or missing}: in each run the updates from the first to the last (from 0) are faulty. "dropped": the
+model does not get them. "one shard": its second tensor-parallel rank does not. "one tensor", "one layer": they stay as they
+were before. "scaled": a tensor is multiplied. The server answers, in every word, as it does without.
 """
 
 from __future__ import annotations
