@@ -80,6 +80,9 @@ TransportConfig = Annotated[
 ]
 
 
+LEAST_CANARY_TOKENS = 8  # a shorter canary says next to nothing
+
+
 @config
 class SyncConfig:
     """Delivery of the weights to the inference servers, and the gate on the mismatch between engine and actor."""
@@ -136,6 +139,20 @@ class SyncConfig:
     def shared_folder(self) -> str | None:
         """Return the folder of transport `shm`; None for shared memory and for the other transports."""
         return self.transport.folder if isinstance(self.transport, ShmTransportConfig) else None
+
+
+def check_canaries(sync: SyncConfig, sequence_tokens: int) -> None:
+    """Check that there is room for canaries. Raises ValueError.
+
+    Args:
+        sync: The section.
+        sequence_tokens: Most prompt and response tokens of a sequence.
+    """
+    if sync.canaries and sequence_tokens <= LEAST_CANARY_TOKENS:
+        raise ValueError(
+            f"sync.canaries={sync.canaries} needs sequences of more than {LEAST_CANARY_TOKENS} tokens, and data."
+            f"max_prompt_tokens + rollout.max_response_tokens is {sequence_tokens}; raise one of them, or set it to 0"
+        )
 
 
 def check_transport(sync: SyncConfig, rollout: RolloutConfig, parallel: ParallelConfig, platform: str) -> None:

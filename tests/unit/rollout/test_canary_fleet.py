@@ -99,7 +99,7 @@ def test_one_server_alone_is_restarted_and_several_that_are_all_wrong_end_the_ru
         for server in range(2):
             behave(two, server, serves=0)
         with pytest.raises(
-            SyncError, match="all 2 inference servers are wrong:\ncanaries of server 0: .*\ncanaries of server 1"
+            SyncError, match=r"all 2 inference servers are wrong:\ncanaries of server 0: .*\ncanaries of server 1"
         ):
             deliver(two, 1)
 
