@@ -97,10 +97,6 @@ class EngineApi(Protocol):
 
     name: str
 
-    @property
-    def score(self) -> Score:
-        """Return the function that asks a server of this engine for log-probs of canaries."""
-
     def command(self, cfg: ServerConfig, launch: LaunchSpec, port: int) -> list[str]:
         """Return the argv of a server that listens on `launch.host`, without secrets.
 
@@ -192,6 +188,10 @@ class EngineApi(Protocol):
 
         None: the engine has no checksums.
         """
+
+    @property
+    def score(self) -> Score:
+        """Return the function that asks a server of this engine for log-probs of canaries."""
 
     async def sleep(self, send: Send) -> None:
         """Release weights and KV cache of an idle, awake server. Raises RolloutError for an answer that says otherwise."""

@@ -15,6 +15,7 @@ import itertools
 import json
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -36,6 +37,7 @@ from tepo_megatron.types import Canaries, CanaryAnswer, Rollout, TrainBatch
 from tests.harness.faulty_engine import FAULTS, State
 from tests.harness.faulty_engine import load_weights as load
 from tests.parallel import resume_worlds as w
+from tests.server.test_canaries import trainer
 from tests.worlds import run_world
 
 COUNT = 8
@@ -122,6 +124,16 @@ class Row:
     limit: float
     found: bool
     named: bool | None
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Questions to two healthy servers of an engine: their number, that of false alarms, and the largest mean in nats."""
+
+    engine: str
+    checks: int = 0
+    wrong: int = 0
+    worst: float = 0.0
 
 
 class Server:
@@ -272,8 +284,37 @@ def trial(kind: str, rate: float, versions: int, model: Path, folder: Path) -> l
     return [Row(**row) for row in found]
 
 
-def table(rows: list[Row]) -> str:
-    """Return the results as tables of Markdown."""
+def ask_engine(engine: str, checks: int, folder: Path) -> Asked:
+    """Ask two healthy servers of an engine at least this many times, at each update and in between.
+
+    Args:
+        engine: vllm or sglang.
+        checks: Number of questions.
+        folder: Folder of model and logs.
+    """
+    found = Asked(engine)
+    with trainer(engine, folder, {"kind": "", "first": 0}, canary_every=0.1) as it:
+        for size in itertools.cycle((1e-6, 1e-4, 1e-2, 0.0)):
+            metrics = it.fleet.canary_metrics()
+            worst = max(found.worst, metrics.get("canary/diff_worst", 0.0))
+            found = Asked(
+                engine, found.checks + int(metrics["canary/checks"]), found.wrong + int(metrics["canary/wrong"]), worst
+            )
+            if found.checks >= checks:
+                return found
+            it.change(size)
+            it.deliver()
+            time.sleep(0.5)
+    raise AssertionError("the cycle has no end")
+
+
+def table(rows: list[Row], engines: list[Asked]) -> str:
+    """Return the results as tables of Markdown.
+
+    Args:
+        rows: Results with the model in PyTorch.
+        engines: Results with real engines.
+    """
     lines = ["| precision | fault | above the limit | found | below | found | named rightly |", "|---|---|---|---|---|---|---|"]
     for kind in KINDS:
         for fault in (*PLANTED, PREFIX):
@@ -302,6 +343,10 @@ def table(rows: list[Row]) -> str:
         if healthy:
             worst, alarms = max(row.moved for row in healthy), sum(row.found for row in healthy)
             lines.append(f"* Healthy, {kind}: {len(healthy)} checks, {alarms} false alarms, largest mean {worst:.1e} nats.")
+    for asked in engines:
+        name = {"vllm": "vLLM", "sglang": "SGLang"}[asked.engine]
+        result = f"{asked.checks} checks, {asked.wrong} false alarms, largest mean {asked.worst:.1e} nats"
+        lines.append(f"* Healthy, two real servers of {name}, fp32: {result}.")
     return "\n".join(lines) + "\n"
 
 
@@ -312,25 +357,32 @@ def main() -> int:
     )
     parser.add_argument("--table", type=Path, help="Markdown file that the tables are written to")
     parser.add_argument("--versions", type=int, default=40, help="updates of each run")
+    parser.add_argument("--checks", type=int, default=500, help="questions to healthy servers of each engine")
     args = parser.parse_args()
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    rows = [Row(**json.loads(line)) for line in args.out.read_text().splitlines()] if args.out.exists() else []
-    done = {(row.kind, row.rate) for row in rows}
-    with tempfile.TemporaryDirectory(prefix="canaries-") as name:
+    said = [json.loads(line) for line in args.out.read_text().splitlines()] if args.out.exists() else []
+    rows = [Row(**line) for line in said if "kind" in line]
+    engines = [Asked(**line) for line in said if "engine" in line]
+    done = {(row.kind, row.rate) for row in rows} | {(asked.engine, 0.0) for asked in engines}
+    with tempfile.TemporaryDirectory(prefix="canaries-") as name, args.out.open("a") as file:
         model = w.write_inputs(Path(name) / "model")
         for number, (kind, rate) in enumerate(itertools.product(KINDS, RATES)):
             if (kind, rate) not in done:
                 rows += (found := trial(kind, rate, args.versions, model, Path(name) / str(number)))
-                with args.out.open("a") as file:
-                    file.writelines(json.dumps(asdict(row)) + "\n" for row in found)
+                file.writelines(json.dumps(asdict(row)) + "\n" for row in found)
+                file.flush()
+        for engine in ("vllm", "sglang"):
+            if (engine, 0.0) not in done:
+                engines.append(ask_engine(engine, args.checks, Path(name) / engine))
+                file.write(json.dumps(asdict(engines[-1])) + "\n")
     if args.table is not None:
-        args.table.write_text(f"# Canaries: power against planted faults\n\n{EXPLANATION}\n\n{table(rows)}")
-    print(table(rows))
+        args.table.write_text(f"# Canaries: power against planted faults\n\n{EXPLANATION}\n\n{table(rows, engines)}")
+    print(table(rows, engines))
     missed = [row for row in rows if row.fault != "none" and row.moved > row.limit and not row.found]
     alarms = [row for row in rows if row.fault == "none" and row.found]
     for row in missed + alarms:
         print("MISSED" if row in missed else "FALSE ALARM", row)
-    return int(bool(missed or alarms))
+    return int(bool(missed or alarms or any(asked.wrong for asked in engines)))
 
 
 if __name__ == "__main__":
