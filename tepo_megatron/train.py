@@ -11,20 +11,20 @@ from tepo_megatron.actor.actor import Actor
 from tepo_megatron.actor.comparisons import mismatch, reference_divergence
 from tepo_megatron.actor.recorder import TokenRecorder
 from tepo_megatron.checkpoint.checkpoints import Checkpoints
-from tepo_megatron.config import Config, ParallelConfig, TrainingConfig
+from tepo_megatron.config import Config, ParallelConfig, SyncConfig, TrainingConfig
 from tepo_megatron.config.io import plain
 from tepo_megatron.controller.batch_memory import BatchHeader
 from tepo_megatron.controller.batch_receiver import BatchReceiver
-from tepo_megatron.controller.canaries import CanarySync, make_canaries
+from tepo_megatron.controller.canaries import CanarySync
 from tepo_megatron.controller.driver import Driver, ServiceDriver
 from tepo_megatron.controller.gate import WeightsGate
 from tepo_megatron.controller.memory_report import MemoryReport
 from tepo_megatron.controller.placement import Colocated, Disaggregated
 from tepo_megatron.controller.schedule import Schedule, StopRequested
-from tepo_megatron.controller.service_client import ServiceClient, start_service
+from tepo_megatron.controller.service_client import ServiceClient, ServiceEngine, start_service
 from tepo_megatron.controller.step_log import StepLog
 from tepo_megatron.distributed import parallel
-from tepo_megatron.distributed.objects import broadcast_object, broadcast_result
+from tepo_megatron.distributed.objects import broadcast_result
 from tepo_megatron.errors import RunStopped
 from tepo_megatron.losses import Objective, build_objective
 from tepo_megatron.losses.advantages import group_advantages, penalized, without_truncated
@@ -112,7 +112,7 @@ def _train(cfg: Config, groups: parallel.ParallelDims, driver: Driver) -> int | 
     evaluation = cfg.evaluation if cfg.data.eval is not None or cfg.evaluation.benchmarks else None
     with (
         Checkpoints.open(cfg.run_dir / "checkpoints", cfg.checkpoint, groups) as checkpoints,
-        _open_sync(cfg, groups, actor, driver) as sync,
+        _open_sync(cfg.sync, cfg.rollout.replay is not None, groups, actor, _serving_engine(driver, groups)) as sync,
     ):
         first, lacks_evaluation = _resume(checkpoints, actor, driver) if cfg.resume else (0, True)
         gate = WeightsGate(cfg.rollout, cfg.training, cfg.sync, actor, groups)
@@ -295,29 +295,20 @@ def _resume(checkpoints: Checkpoints, actor: Actor, driver: Driver) -> tuple[int
     return int(state["step"]), state.get("lacks_evaluation", False)
 
 
-def _open_sync(cfg: Config, groups: parallel.ParallelDims, actor: Actor, driver: Driver) -> WeightSync | CanarySync | NoSync:
-    """Return the sync that delivers the actor's weights; one that does nothing if rollouts are replayed.
-
-    It waits on all ranks until the engine serves.
-    """
+def _serving_engine(driver: Driver, groups: parallel.ParallelDims) -> ServiceEngine | None:
+    """Wait on all ranks until the engine serves. Return it on rank 0; None on other ranks and without an engine."""
     broadcast_result(driver.wait_engine, groups.host)
-    if cfg.rollout.replay is not None:
+    return driver.engine
+
+
+def _open_sync(
+    cfg: SyncConfig, replays: bool, groups: parallel.ParallelDims, actor: Actor, engine: ServiceEngine | None
+) -> WeightSync | CanarySync | NoSync:
+    """Return the sync that delivers the actor's weights; one that does nothing if rollouts are replayed."""
+    if replays:
         return NoSync()
-    sync = make_weight_sync(cfg.sync, actor.bindings, actor.arch, groups, driver.engine)
-    if not cfg.sync.canaries:
-        return sync
-    return _with_canaries(sync, cfg, groups, actor, driver)
-
-
-def _with_canaries(sync: WeightSync, cfg: Config, groups: parallel.ParallelDims, actor: Actor, driver: Driver) -> CanarySync:
-    """Return the sync with canaries, which the engine asks about from the first delivery on."""
-    engine, count = driver.engine, cfg.sync.canaries
-    prompts = broadcast_object(driver.first_prompts(count), groups.host)
-    canaries = make_canaries(count, cfg.sequence_tokens - 1, actor.arch.vocab_size, cfg.seed, prompts)
-    served, fp8 = cfg.rollout.server.precision or cfg.model.dtype, cfg.model.fp8 or cfg.sync.quantize == "fp8"
-    same = served == cfg.model.dtype and not fp8
-    broadcast_result(lambda: None if engine is None else engine.use_canaries(canaries, cfg.sync, same), groups.host)
-    return CanarySync(sync, actor, engine, canaries, groups)
+    sync = make_weight_sync(cfg, actor.bindings, actor.arch, groups, engine)
+    return CanarySync.open(sync, actor, engine, groups) if cfg.canaries else sync
 
 
 def _is_due(step: int, every: int) -> bool:

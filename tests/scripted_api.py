@@ -11,7 +11,7 @@ import numpy as np
 
 from tepo_megatron.config import ServerConfig
 from tepo_megatron.inference.engine import EnginePart
-from tepo_megatron.inference.engine_api import Exchange, LaunchSpec, Send, ServerInfo, StaleWeights, served_label
+from tepo_megatron.inference.engine_api import Exchange, LaunchSpec, Scorer, Send, ServerInfo, StaleWeights, served_label
 from tepo_megatron.inference.partial import GenerationRequest
 from tepo_megatron.inference.samples import checked_rollout, parsed
 from tepo_megatron.types import Canaries, CanaryAnswer, Rollout
@@ -29,14 +29,9 @@ class ScriptedApi:
 
     name = "the scripted server"
 
-    @staticmethod
-    async def score(send: Send, canaries: Canaries) -> CanaryAnswer:
-        logprobs_N = canary_logprobs((await send("POST", "/score", {}))["version"], canaries.num_tokens)
-        logprobs_N += 1e-6  # as if it were rounded
-        return CanaryAnswer(logprobs_N, logprobs_N[-2:], np.arange(canaries.num_tokens)[-2:])
-
     def __init__(self, takes_broadcasts: bool = False) -> None:
         self.takes_broadcasts = takes_broadcasts
+        self.score: Scorer = scripted_score
 
     def command(self, cfg: ServerConfig, launch: LaunchSpec, port: int) -> list[str]:
         command = [sys.executable, "-m", "tests.scripted_server", str(port), launch.host, *cfg.extra_args]
@@ -95,6 +90,17 @@ class ScriptedApi:
 
     async def wake(self, send: Send, part: EnginePart) -> None:
         await send("POST", f"/wake/{part}", {})
+
+
+async def scripted_score(send: Send, canaries: Canaries) -> CanaryAnswer:
+    """Return the answer of a scripted server, rounded.
+
+    Args:
+        send: Sends a request to the server.
+        canaries: The canaries.
+    """
+    logprobs_N = canary_logprobs((await send("POST", "/score", {}))["version"], canaries.num_tokens) + 1e-6
+    return CanaryAnswer(logprobs_N, logprobs_N[-2:], np.arange(canaries.num_tokens)[-2:])
 
 
 def canary_logprobs(version: int, count: int) -> np.ndarray:

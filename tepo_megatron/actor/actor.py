@@ -326,10 +326,9 @@ class Actor:
         `plan` replaces the usual plan. With `replays` false, the routers choose even under rollout.replay_experts.
         """
         whole, mask = MinibatchTokenStats(batch.num_tokens, self.groups), device_mask(batch, self.groups.device)
-        stats = self._stats if temperature is None else replace(self._stats, temperature=temperature)
 
         def visit(microbatch: PackedMicrobatch, output: Tensor) -> None:
-            whole.add(microbatch, stats(microbatch, output, mask))
+            whole.add(microbatch, self._stats(microbatch, output, mask, temperature=temperature))
 
         self._forward(batch, visit, plan, replays)
         return whole.gather()

@@ -142,7 +142,7 @@ class SyncConfig:
 
 
 def check_canaries(sync: SyncConfig, sequence_tokens: int) -> None:
-    """Check that there is room for canaries. Raises ValueError.
+    """Check that canaries fit into the sequences. Raises ValueError.
 
     Args:
         sync: The section.

@@ -1,6 +1,5 @@
 """The trainer's side of canaries: make them, score them under each version before it is delivered, and announce the scores."""
 
-from collections.abc import Sequence
 from typing import Self
 
 import numpy as np
@@ -19,31 +18,27 @@ LONG_CANARY_TOKENS = 160  # vLLM's prefix cache has blocks of 128 tokens on a CP
 CACHED_SHARE = 5 / 6  # share of a canary that is also used as a cached prefix
 
 
-def make_canaries(count: int, most_tokens: int, vocab_size: int, seed: int, prompts: Sequence[Sequence[int]]) -> Canaries:
+def make_canaries(count: int, most_tokens: int, vocab_size: int, seed: int) -> Canaries:
     """Return canaries: all of CANARY_TOKENS tokens, but for a last one of LONG_CANARY_TOKENS.
 
-    The first half of each comes from a training prompt, where training changes log-probs the most. The rest are ids that are
-    spread evenly over the vocabulary, so that each of its shards is an input and a target. The last id of the vocabulary is
-    left out, because SGLang reports it as 0.
+    Their ids are spread evenly over the vocabulary, so that each of its shards is an input and a target. The last id of the
+    vocabulary is left out, because SGLang reports it as 0.
 
     Args:
         count: Number of canaries.
         most_tokens: Most tokens of one, at least 2.
-        vocab_size: Number of token ids, at least 3.
+        vocab_size: Number of token ids.
         seed: Seed of the run.
-        prompts: Token ids of training prompts. Where there are fewer than `count`, the other canaries are of spread ids alone.
     """
     lengths = [min(CANARY_TOKENS, most_tokens)] * (count - 1) + [min(LONG_CANARY_TOKENS, most_tokens)]
-    random = np.random.default_rng(derive_seed(seed, "canaries"))
-    beginnings = [[min(token, vocab_size - 2) for token in prompts[k][: length // 2]] if k < len(prompts) else []
-                  for k, length in enumerate(lengths)]  # fmt: skip
-    lacking = [length - len(ids) for length, ids in zip(lengths, beginnings, strict=True)]
-    places = (np.arange(sum(lacking)) + random.random(sum(lacking))) / sum(lacking)
-    spread = random.permutation((places * (vocab_size - 1)).astype(np.int64)).tolist()
-    sequences = []
-    for ids, missing in zip(beginnings, lacking, strict=True):
-        sequences.append((*ids, *(spread.pop() for _ in range(missing))))
-    return Canaries(tuple(sequences), tuple(max(1, int(length * CACHED_SHARE)) for length in lengths))
+    random, total = np.random.default_rng(derive_seed(seed, "canaries")), sum(lengths)
+    places = (np.arange(total) + random.random(total)) / total
+    ids = random.permutation((places * (vocab_size - 1)).astype(np.int64))
+    sequences = np.split(ids, np.cumsum(lengths)[:-1])
+    return Canaries(
+        tuple(tuple(sequence.tolist()) for sequence in sequences),
+        tuple(max(1, int(length * CACHED_SHARE)) for length in lengths),
+    )
 
 
 class CanarySync:
@@ -63,6 +58,20 @@ class CanarySync:
         self._sync, self._actor, self._engine, self._canaries, self._groups = sync, actor, engine, canaries, groups
         self._batch = canary_batch(canaries)
         self._scored: int | None = None  # version of the last scores
+
+    @classmethod
+    def open(cls, sync: WeightSync, actor: Actor, engine: CanaryChecked | None, groups: ParallelDims) -> Self:
+        """Make the canaries of the actor's config, and have the engine ask about them. All ranks call it.
+
+        Args:
+            sync, actor, engine, groups: See the class.
+        """
+        cfg = actor.cfg
+        canaries = make_canaries(cfg.sync.canaries, cfg.sequence_tokens - 1, actor.arch.vocab_size, cfg.seed)
+        served, fp8 = cfg.rollout.server.precision or cfg.model.dtype, cfg.model.fp8 or cfg.sync.quantize == "fp8"
+        same = served == cfg.model.dtype and not fp8
+        broadcast_result(lambda: None if engine is None else engine.use_canaries(canaries, cfg.sync, same), groups.host)
+        return cls(sync, actor, engine, canaries, groups)
 
     def push(self, version: int) -> None:
         """Score the canaries, unless this version's scores are known, and deliver the weights. All ranks call it.

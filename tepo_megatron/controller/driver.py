@@ -47,10 +47,6 @@ class Driver:
     def log_message(self, text: str) -> None:
         """Log a message for the user."""
 
-    def first_prompts(self, count: int) -> list[tuple[int, ...]]:
-        """Return the token ids of the first training prompts, at most `count`; none on other ranks."""
-        return []
-
     def collect(self, step: int) -> NoTask:
         """Start to sample and grade the rollouts of a step; the task's result is their `BatchHeader`."""
         return NoTask()
@@ -157,10 +153,6 @@ class ServiceDriver(Driver):
 
     def log_message(self, text: str) -> None:
         self._client.call("log_message", text)
-
-    def first_prompts(self, count: int) -> list[tuple[int, ...]]:
-        prompts: list[tuple[int, ...]] = self._client.call("first_prompts", count)
-        return prompts
 
     def collect(self, step: int) -> ServiceTask:
         return self._start("collect", step)

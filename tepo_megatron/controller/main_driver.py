@@ -72,10 +72,6 @@ class MainDriver:
         """Log a message for the user."""
         self._log.message(text)
 
-    def first_prompts(self, count: int) -> list[tuple[int, ...]]:
-        """Return the token ids of the first training prompts, at most `count`."""
-        return [] if self._prompts is None else [prompt.token_ids for prompt in self._prompts.first(count)]
-
     def wait_engine(self) -> None:
         """Wait until the engine serves, if there is one."""
         if self._engine is not None:

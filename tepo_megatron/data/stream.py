@@ -133,10 +133,6 @@ class PromptStream:
             taken.append(prompt)
         return taken
 
-    def first(self, n: int) -> list[Prompt]:
-        """Return up to n prompts in the order of the files, without drawing them."""
-        return self._prompts[:n]
-
     def take_shard(self, n: int, rank: int, ranks: int) -> list[Prompt]:
         """Return one rank's part of the next n prompts: number `rank`, and every `ranks`-th after it.
 

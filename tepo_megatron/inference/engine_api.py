@@ -69,8 +69,6 @@ class ServerInfo:
 
 # (method, path, JSON body) -> JSON answer; raises client.RequestFailed
 Send = Callable[[str, str, Mapping[str, Any] | None], Awaitable[Any]]
-# (sends a request to a server, canaries) -> the canaries' log-probs under the weights of that server
-Score = Callable[[Send, Canaries], Awaitable[CanaryAnswer]]
 # (method, path, JSON body, preferred content type) -> undecoded answer; raises client.RequestFailed
 Exchange = Callable[[str, str, Mapping[str, Any] | None, str], Awaitable[HttpAnswer]]
 
@@ -86,6 +84,18 @@ async def describe(send: Send, engine_version: object, label: object) -> ServerI
     return ServerInfo(str(engine_version), str(label), length)
 
 
+class Scorer(Protocol):
+    """Asks a server of one engine for the log-probs of canaries."""
+
+    async def __call__(self, send: Send, canaries: Canaries) -> CanaryAnswer:
+        """Return the log-probs of the canaries under the served weights, at temperature 1 over the whole vocabulary.
+
+        Args:
+            send: Sends a request to the server.
+            canaries: The canaries.
+        """
+
+
 class EngineApi(Protocol):
     """Adapter for one kind of server: everything that differs between engines.
 
@@ -93,9 +103,11 @@ class EngineApi(Protocol):
 
     Attributes:
         name: Name of the engine, for messages.
+        score: Asks for the log-probs of canaries.
     """
 
     name: str
+    score: Scorer
 
     def command(self, cfg: ServerConfig, launch: LaunchSpec, port: int) -> list[str]:
         """Return the argv of a server that listens on `launch.host`, without secrets.
@@ -188,10 +200,6 @@ class EngineApi(Protocol):
 
         None: the engine has no checksums.
         """
-
-    @property
-    def score(self) -> Score:
-        """Return the function that asks a server of this engine for log-probs of canaries."""
 
     async def sleep(self, send: Send) -> None:
         """Release weights and KV cache of an idle, awake server. Raises RolloutError for an answer that says otherwise."""

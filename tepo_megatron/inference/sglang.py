@@ -29,7 +29,7 @@ from tepo_megatron.config import ServerConfig
 from tepo_megatron.distributed.rendezvous_store import is_loopback
 from tepo_megatron.errors import ConfigError, SyncError
 from tepo_megatron.inference.engine import ENGINE_PARTS, EnginePart
-from tepo_megatron.inference.engine_api import DTYPES, Exchange, LaunchSpec, Send, ServerInfo, describe, serialize
+from tepo_megatron.inference.engine_api import DTYPES, Exchange, LaunchSpec, Scorer, Send, ServerInfo, describe, serialize
 from tepo_megatron.inference.partial import GenerationRequest
 from tepo_megatron.inference.samples import (
     RETURN_EXPERTS,
@@ -43,7 +43,7 @@ from tepo_megatron.inference.samples import (
     prompt_seed,
     require_masks,
 )
-from tepo_megatron.inference.scoring import score_with_sglang
+from tepo_megatron.inference.scoring import SglangScorer
 from tepo_megatron.inference.servers.environment import devices, new_file, on_this_machine, without_torchrun
 from tepo_megatron.inference.servers.process import LOOPBACK
 from tepo_megatron.inference.servers.served_model import cache_tokens
@@ -66,7 +66,7 @@ class SglangApi:
     """Implementation of `engine_api.EngineApi` for SGLang."""
 
     name = "SGLang 0.5.23"
-    score = staticmethod(score_with_sglang)
+    score: Scorer = SglangScorer()
 
     def __init__(self) -> None:
         self._tp = 1  # tensor-parallel size of the server

@@ -21,7 +21,7 @@ from tepo_megatron.config import ServerConfig
 from tepo_megatron.distributed.rendezvous_store import is_loopback
 from tepo_megatron.errors import RolloutError, SyncError
 from tepo_megatron.inference.engine import EnginePart
-from tepo_megatron.inference.engine_api import DTYPES, Exchange, LaunchSpec, Send, ServerInfo, describe, serialize
+from tepo_megatron.inference.engine_api import DTYPES, Exchange, LaunchSpec, Scorer, Send, ServerInfo, describe, serialize
 from tepo_megatron.inference.partial import GenerationRequest
 from tepo_megatron.inference.samples import (
     RETURN_EXPERTS,
@@ -34,7 +34,7 @@ from tepo_megatron.inference.samples import (
     parsed,
     prompt_seed,
 )
-from tepo_megatron.inference.scoring import SERVED_NAME, score_with_vllm
+from tepo_megatron.inference.scoring import SERVED_NAME, VllmScorer
 from tepo_megatron.inference.servers.environment import devices, on_this_machine, without_torchrun
 from tepo_megatron.inference.servers.process import LOOPBACK
 from tepo_megatron.types import MASK_TIES, Prompt, Rollout, SamplingParams
@@ -58,7 +58,7 @@ class VllmApi:
     """Implementation of `engine_api.EngineApi` for vLLM."""
 
     name = "vLLM 0.32"
-    score = staticmethod(score_with_vllm)
+    score: Scorer = VllmScorer()
 
     def command(self, cfg: ServerConfig, launch: LaunchSpec, port: int) -> list[str]:
         """Return the argv. It does not use the `vllm` command: that of the CPU wheel does not find its own package metadata.

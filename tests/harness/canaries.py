@@ -171,7 +171,12 @@ class Server:
 
 
 def batch_of(step: int, vocab_size: int) -> TrainBatch:
-    """Return random sequences with random advantages, for an update that moves the weights."""
+    """Return random sequences with random advantages, for an update that moves the weights.
+
+    Args:
+        step: Seed of the batch.
+        vocab_size: Number of token ids.
+    """
     generator = torch.Generator().manual_seed(step)
     rollouts = [
         Rollout(
@@ -182,14 +187,13 @@ def batch_of(step: int, vocab_size: int) -> TrainBatch:
     return TrainBatch.build(rollouts, torch.randn(8, generator=generator))
 
 
-def ask(rank: int, cfg: Config, versions: int, prompts: list[list[int]]) -> list[dict[str, Any]]:
+def ask(rank: int, cfg: Config, versions: int) -> list[dict[str, Any]]:
     """Return the rows of a run of `versions` updates.
 
     Args:
         rank: Rank of the world of one.
         cfg: Config of the run.
         versions: Number of updates.
-        prompts: Token ids of training prompts.
     """
     from tepo_megatron.actor.actor import Actor
     from tepo_megatron.distributed import parallel
@@ -199,7 +203,7 @@ def ask(rank: int, cfg: Config, versions: int, prompts: list[list[int]]) -> list
 
     groups = parallel.initialize(cfg.parallel, activate("cpu"), cfg.seed)
     actor, objective, server = Actor.open(cfg, groups), build_objective(cfg.objective), Server(cfg)
-    canaries = make_canaries(COUNT, 254, actor.arch.vocab_size, cfg.seed, prompts)
+    canaries = make_canaries(COUNT, 254, actor.arch.vocab_size, cfg.seed)
     scores = CanarySync(None, actor, None, canaries, groups).scores  # type: ignore[arg-type]
     judge = CanaryJudge(canaries, cfg.sync.allowed_difference, same_precision=cfg.rollout.server.precision is None)
     history: list[State] = []
@@ -279,8 +283,7 @@ def trial(kind: str, rate: float, versions: int, model: Path, folder: Path) -> l
         kind, rate, model, folder: See `config`.
         versions: Number of updates.
     """
-    prompts = [[5 + (i * k) % 40 for i in range(20)] for k in range(1, 5)]
-    found = run_world(1, ask, config(kind, rate, model, folder), versions, prompts, timeout=1800.0)[0]
+    found = run_world(1, ask, config(kind, rate, model, folder), versions, timeout=1800.0)[0]
     return [Row(**row) for row in found]
 
 
@@ -356,7 +359,7 @@ def main() -> int:
         "--out", type=Path, required=True, help="JSON lines, one for each question; it goes on after the runs in it"
     )
     parser.add_argument("--table", type=Path, help="Markdown file that the tables are written to")
-    parser.add_argument("--versions", type=int, default=40, help="updates of each run")
+    parser.add_argument("--versions", type=int, default=35, help="updates of each run")
     parser.add_argument("--checks", type=int, default=500, help="questions to healthy servers of each engine")
     args = parser.parse_args()
     args.out.parent.mkdir(parents=True, exist_ok=True)

@@ -20,23 +20,21 @@ from tests.tiny import tiny_qwen3
 from tests.worlds import run_world
 
 
-def test_canaries_reach_every_part_of_the_vocabulary_and_begin_with_prompts() -> None:
-    prompts = [[7, 8, 9], list(range(20, 70)), [998, 999]]
-    made = make_canaries(8, 4000, 1000, 3, prompts)
+def test_canaries_reach_every_part_of_the_vocabulary() -> None:
+    made = make_canaries(8, 4000, 1000, seed=3)
     assert [len(ids) for ids in made.sequences] == [CANARY_TOKENS] * 7 + [LONG_CANARY_TOKENS]
-    assert made == make_canaries(8, 4000, 1000, 3, prompts) != make_canaries(8, 4000, 1000, 4, prompts)
-    assert made.sequences[0][:3] == (7, 8, 9) and made.sequences[1][:24] == tuple(range(20, 44))
-    assert made.sequences[2][:2] == (998, 998), "SGLang reports the last id as 0"
+    assert made == make_canaries(8, 4000, 1000, seed=3) != make_canaries(8, 4000, 1000, seed=4)
     targets = torch.tensor([token for ids in made.sequences for token in ids[1:]])
     shares = torch.bincount(targets // 125, minlength=8) / targets.numel()
-    assert targets.max() <= 998 and shares.min() > 0.09, "8 shards of the vocabulary"
+    assert shares.min() > 0.11, "each of 8 shards of the vocabulary has its eighth"
+    assert targets.max() <= 998, "SGLang reports the last id as 0"
     assert all(1 <= first < len(ids) for ids, first in zip(made.sequences, made.cached_from, strict=True))
 
 
 def test_canaries_fit_into_short_sequences() -> None:
-    assert [len(ids) for ids in make_canaries(3, 9, 64, 0, [[5, 6, 7, 8, 9, 10]]).sequences] == [9, 9, 9]
-    assert make_canaries(1, 2, 5, 0, []).cached_from == (1,)
-    batch = canary_batch(make_canaries(2, 9, 64, 0, []))
+    assert [len(ids) for ids in make_canaries(3, 9, 64, 0).sequences] == [9, 9, 9]
+    assert make_canaries(1, 2, 5, 0).cached_from == (1,)
+    batch = canary_batch(make_canaries(2, 9, 64, 0))
     assert batch.num_tokens == 16 and batch.response_lengths == [8, 8]
 
 
@@ -59,7 +57,7 @@ def test_every_layout_scores_canaries_as_transformers_does(tmp_path: Path, layou
     cfg = cases.run_config(tmp_path / "model", layout)
     assert cfg.rollout.temperature != 1, "canaries are scored at temperature 1 all the same"
     truncated = replace(cfg, rollout=replace(cfg.rollout, top_p=0.9))
-    canaries = make_canaries(5, 37, cases.VOCAB, 0, [[4, 5, 6]])
+    canaries = make_canaries(5, 37, cases.VOCAB, 0)
     exact = AutoModelForCausalLM.from_pretrained(tmp_path / "model").double().eval()
     expected: list[float] = []
     with torch.no_grad():

@@ -49,7 +49,11 @@ class CanaryWatch:
             self._repeating = asyncio.create_task(self._repeat(cfg.canary_every))
 
     async def expect(self, version: int, logprobs: Sequence[float]) -> None:
-        """See `CanaryChecked.expect_scores`."""
+        """See `CanaryChecked.expect_scores`.
+
+        Args:
+            version, logprobs: See there.
+        """
         assert self._judge is not None, "use comes first"
         self._judge.expect(version, logprobs)
 

@@ -237,12 +237,8 @@ class Endpoint(ServerConnection):
         await self._updating(lambda send: self.api.load(send, sources))
 
     async def finish_update(self) -> None:
-        """Finish the update: the server serves the loaded weights. It gets requests from `accept_update` on."""
+        """Finish the update: the server serves the loaded weights. It gets requests once `version` is set."""
         await self._updating(lambda send: self.api.finish_update(send, self._coming))
-
-    def accept_update(self) -> None:
-        """Set `version` to that of the finished update."""
-        self.version = self._coming
 
     async def score(self, canaries: Canaries) -> CanaryAnswer:
         """Return the log-probs of the canaries under the served weights.

@@ -114,6 +114,9 @@ class CanaryJudge:
 
         Scores that come twice for a version show how far the actor's log-probs differ for the same weights. The first version
         is kept, too, because servers that took no update have it.
+
+        Args:
+            version, logprobs: See there.
         """
         scores_N = np.array(logprobs, np.float64)
         if version in self._scores:

@@ -201,7 +201,7 @@ class PoolUpdates:
     async def _finish(self) -> None:
         await self._each(lambda endpoint: endpoint.finish_update())
         for member, _ in await self._canaries.vouched(self._alive()):
-            member.endpoint.accept_update()
+            member.endpoint.version = self._pool.version
         self._updating = []
         await self._pool.notify()
 

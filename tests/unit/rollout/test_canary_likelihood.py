@@ -103,7 +103,7 @@ def test_a_stale_version_is_named_where_versions_differ_by_more_than_the_noise()
 
 
 def test_an_answer_that_did_not_change_is_stale_though_the_change_is_within_the_noise() -> None:
-    """Both sides round anew under new weights. The versions differ by 0.6 times the noise, which no ratio finds."""
+    """Both sides round differently under new weights. The versions differ by 0.6 times the noise, which no ratio finds."""
     noise, first = 0.01, scores(0)
     for same_precision in (True, False):
         made = judge(first, same_precision=same_precision)
