@@ -92,6 +92,8 @@ class Handler(BaseHTTPRequestHandler):
         if self.path == "/score":
             if Handler.behaviour.get("cannot_score"):
                 return self.answer(404, {"message": "no such route"})
+            if self.fails("cannot score now"):
+                return None
             return self.answer(200, {"version": Handler.behaviour.get("serves", Handler.version)})
         if self.path == "/interrupt":
             Handler.interruptions += 1

@@ -24,9 +24,10 @@ def test_the_package_does_not_grow() -> None:
     checkpoints on demand 140,
     the record of each token's loss, its audit in fp64 and its page 1,070,
     log files of ranks 20, the log of decisions and the repetition of runs 230,
-    truncated sampling with the same truncation in training 470.
+    truncated sampling with the same truncation in training 470,
+    canaries, which say which weights serve 470.
     """
-    assert sum(map(lines_of_code, modules().values())) <= 23_392 + 3_430
+    assert sum(map(lines_of_code, modules().values())) <= 23_392 + 3_900
 
 
 def test_functions_files_and_classes_are_small() -> None:

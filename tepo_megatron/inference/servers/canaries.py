@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from tepo_megatron.config import SyncConfig
 from tepo_megatron.errors import RolloutError, SyncError
+from tepo_megatron.inference.engine import UNKNOWN_VERSION
 from tepo_megatron.inference.servers.client import RequestFailed
 from tepo_megatron.inference.servers.endpoint import Endpoint
 from tepo_megatron.inference.servers.growth import LiveServer
@@ -57,7 +58,7 @@ class CanaryWatch:
         assert self._judge is not None, "use comes first"
         self._judge.expect(version, logprobs)
 
-    def take_metrics(self) -> Mapping[str, float]:
+    async def take_metrics(self) -> Mapping[str, float]:
         """See `Lifecycle.canary_metrics`."""
         metrics, self._metrics = self._metrics, {}
         if self._judge is None:
@@ -89,6 +90,14 @@ class CanaryWatch:
             if isinstance(answer, BaseException):
                 raise answer
         return self._judged(servers, [answer for answer in answers if not isinstance(answer, BaseException)])
+
+    async def after_wake(self) -> None:
+        """Ask the servers of an engine that woke. Those that do not answer need the weights again. Raises as `vouched`."""
+        serving = self._pool.serving()
+        right = await self.vouched(serving)
+        for member, incarnation in serving:
+            if (member, incarnation) not in right:
+                member.endpoint.version = UNKNOWN_VERSION
 
     def _can_ask(self) -> bool:
         return self._judge is not None and not self._pool.sleeping.asleep and self._pool.version in self._judge.versions
@@ -125,6 +134,10 @@ class CanaryWatch:
                 raise RolloutError(f"{member.endpoint.name} {e.what}") from None
             await member.failed(incarnation, e)
             return None
+        except RolloutError:
+            if member.incarnation is not incarnation:  # it has ended
+                return None
+            raise
         if answer.logprobs_N.size != self._canaries.num_tokens:
             raise RolloutError(f"{member.endpoint.name} answered with {answer.logprobs_N.size} log-probs of the canaries")
         return answer

@@ -63,7 +63,7 @@ class Fleet(RoutedSampler, PoolUpdates):
         self._pool.require_start()
         self._pool.loop.run(self._pool.sleeping.wake(self._pool.slots, part))
         self._pool.require_enough()
-        self._pool.loop.run(self._canaries.vouched(self._pool.serving()))
+        self._pool.loop.run(self._canaries.after_wake())
 
     def use_canaries(self, canaries: Canaries, cfg: SyncConfig, same_precision: bool) -> None:
         """See `CanaryChecked.use_canaries`.
@@ -84,7 +84,7 @@ class Fleet(RoutedSampler, PoolUpdates):
 
     def canary_metrics(self) -> Mapping[str, float]:
         """See `Lifecycle.canary_metrics`."""
-        return self._canaries.take_metrics()
+        return self._pool.loop.run(self._canaries.take_metrics())
 
     @property
     def version(self) -> int:

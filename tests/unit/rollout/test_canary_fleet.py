@@ -161,3 +161,33 @@ def test_without_canaries_nobody_is_asked(tmp_path: Path) -> None:
         behave(two, 1, cannot_score=True)
         two.update_weights([Path("w")], 0)
         assert two.canary_metrics() == {} and not two.needs_weights
+
+
+@pytest.mark.parametrize("fault", ["die", "refuse"])
+def test_a_server_that_fails_when_it_is_asked_is_not_used_before_it_has_answered(tmp_path: Path, fault: str) -> None:
+    with fleet(tmp_path, servers=2) as two:
+        use(two)
+        deliver(two, 0)
+        behave(two, 1, at="/score", **{fault: True})
+        deliver(two, 1)
+        rollouts = two.generate(PROMPTS, SAMPLING, seed=0)
+        assert {name for r in rollouts for _, name in r.servers} == {"server 0"}
+        until(lambda: two.needs_weights)
+        two.update_weights([Path("w")], 1)
+        assert not two.needs_weights and two.restarts == (fault == "die")
+        assert two.canary_metrics()["canary/wrong"] == 0
+
+
+def test_a_server_that_fails_when_it_is_asked_after_its_sleep_needs_weights(tmp_path: Path) -> None:
+    with fleet(tmp_path, servers=2) as two:
+        use(two)
+        deliver(two, 0)
+        two.sleep()
+        two.wake("weights")
+        deliver(two, 1)
+        behave(two, 1, at="/score", refuse=True)
+        two.wake("kv_cache")
+        assert two.needs_weights
+        assert {name for r in two.generate(PROMPTS, SAMPLING, seed=0) for _, name in r.servers} == {"server 0"}
+        two.update_weights([Path("w")], 1)
+        assert not two.needs_weights and two.restarts == 0
