@@ -328,7 +328,7 @@ class Actor:
         whole, mask = MinibatchTokenStats(batch.num_tokens, self.groups), device_mask(batch, self.groups.device)
 
         def visit(microbatch: PackedMicrobatch, output: Tensor) -> None:
-            whole.add(microbatch, self._stats(microbatch, output, mask, temperature=temperature))
+            whole.add(microbatch, self._stats(microbatch, output, mask, other_temperature=temperature))
 
         self._forward(batch, visit, plan, replays)
         return whole.gather()
