@@ -296,6 +296,7 @@ def ask_engine(engine: str, checks: int, folder: Path) -> Asked:
         folder: Folder of model and logs.
     """
     found = Asked(engine)
+    folder.mkdir(mode=0o700)  # servers read weights from folders of this mode alone
     with trainer(engine, folder, {"kind": "", "first": 0}, canary_every=0.1) as it:
         for size in itertools.cycle((1e-6, 1e-4, 1e-2, 0.0)):
             metrics = it.fleet.canary_metrics()
