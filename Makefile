@@ -33,7 +33,7 @@ PINS_PYTHON ?= $(shell python3.12 -c "" 2>/dev/null \
 
 .PHONY: demo sglang launch launch-sky ablation ablation-off-policy precision bench docs docs-links test test-parts test-runs test-servers test-fast test-full test-full-runs \
   test-full-parts test-slurm \
-  test-gpu test-pins test-pins-ci test-te test-image chaos hurt two-starts mutants check lint types format pins clean
+  test-gpu test-pins test-pins-ci test-te test-image chaos hurt canaries two-starts mutants check lint types format pins clean
 
 demo: $(READY) $(if $(filter sglang,$(ENGINE)),$(SGLANG)/.ready)
 	$(BIN)/python -m examples.arithmetic.base_model --seed $(SEED) --out .cache/demo/seed-$(SEED)
@@ -146,6 +146,10 @@ chaos: $(READY) $(SGLANG)/.ready
 # ARGS: --minutes 30
 hurt: $(READY) $(SGLANG)/.ready
 	nice -n 10 $(BIN)/python -m tests.harness.hurt --out benchmarks/results/hurt.jsonl $(ARGS)
+
+# Plant wrong weights in servers that are asked about canaries, at all sizes; takes half an hour.
+canaries: $(READY) $(SGLANG)/.ready
+	nice -n 10 $(BIN)/python -m tests.harness.canaries --out build/canaries.jsonl --table benchmarks/results/canaries.md $(ARGS)
 
 # Start one run twice, at 100 delays, with and without overwrite; takes an hour. Adds the trials that the file lacks.
 # ARGS: --minutes 30

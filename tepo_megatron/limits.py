@@ -4,5 +4,7 @@
 MOST_MASKED = 64
 # Tokens that are looked at beyond top-k: those whose logits equal the last one's are kept too.
 MASK_TIES = 8
+# Largest number of canaries: vLLM gives the log-probs of 128 ids at once, four for each canary.
+MOST_CANARIES = 32
 # Largest number of ids in a recomputed mask. Each rank offers as many candidates.
 MOST_CANDIDATES = 256

@@ -15,6 +15,7 @@ from tepo_megatron.config import Config, ParallelConfig, RolloutConfig, SyncConf
 from tepo_megatron.config.io import plain
 from tepo_megatron.controller.batch_memory import BatchHeader
 from tepo_megatron.controller.batch_receiver import BatchReceiver
+from tepo_megatron.controller.canaries import CanarySync
 from tepo_megatron.controller.driver import Driver, ServiceDriver
 from tepo_megatron.controller.gate import WeightsGate
 from tepo_megatron.controller.learning import learn
@@ -22,7 +23,7 @@ from tepo_megatron.controller.memory_report import MemoryReport
 from tepo_megatron.controller.placement import Colocated, Disaggregated
 from tepo_megatron.controller.resume import starting_point
 from tepo_megatron.controller.schedule import Schedule, StopRequested
-from tepo_megatron.controller.service_client import ServiceClient
+from tepo_megatron.controller.service_client import ServiceClient, ServiceEngine
 from tepo_megatron.controller.service_start import start_service
 from tepo_megatron.controller.step_log import StepLog
 from tepo_megatron.distributed import parallel
@@ -36,7 +37,6 @@ from tepo_megatron.observability.timing import Clock
 from tepo_megatron.platform import Platform
 from tepo_megatron.utils.supervisor import is_restart, supervisor
 from tepo_megatron.weight_sync.sync import NoSync, WeightSync, check_one_host, make_weight_sync
-from tepo_megatron.weight_sync.transport import WeightReceiver
 
 if TYPE_CHECKING:
     from tepo_megatron.controller.opening import EngineFactory
@@ -160,7 +160,7 @@ class _Loop:
     driver: Driver
     checkpoints: Checkpoints
     schedule: Schedule
-    sync: WeightSync | NoSync
+    sync: WeightSync | CanarySync | NoSync
     gate: WeightsGate
     memory: MemoryReport
     saved: int
@@ -229,19 +229,20 @@ def _sample(driver: Driver, steps: int) -> None:
         driver.log_step(step, log, clock)
 
 
-def _serving_engine(driver: Driver, groups: parallel.ParallelDims) -> WeightReceiver | None:
+def _serving_engine(driver: Driver, groups: parallel.ParallelDims) -> ServiceEngine | None:
     """Wait on all ranks until the engine serves. Return it on rank 0; None on other ranks and without an engine."""
     broadcast_result(driver.wait_engine, groups.host)
     return driver.engine
 
 
 def _open_sync(
-    cfg: SyncConfig, rollout: RolloutConfig, groups: parallel.ParallelDims, actor: Actor, engine: WeightReceiver | None
-) -> WeightSync | NoSync:
+    cfg: SyncConfig, rollout: RolloutConfig, groups: parallel.ParallelDims, actor: Actor, engine: ServiceEngine | None
+) -> WeightSync | CanarySync | NoSync:
     """Return the sync that delivers the actor's weights; one that does nothing if rollouts are replayed."""
     if rollout.replay is not None:
         return NoSync()
-    return make_weight_sync(cfg, actor.bindings, actor.arch, groups, engine, rollout.server.tp)
+    sync = make_weight_sync(cfg, actor.bindings, actor.arch, groups, engine, rollout.server.tp)
+    return CanarySync.open(sync, actor, engine, groups) if cfg.canaries else sync
 
 
 def _is_due(step: int, every: int) -> bool:

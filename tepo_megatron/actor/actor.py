@@ -208,14 +208,15 @@ class Actor:
         self.require_loaded("a copy of the weights", "parameters")
         return HostWeights.copied([b.parameter for b in self.bindings])
 
-    def logprobs(self, batch: TrainBatch, replays: bool = True) -> Tensor:
+    def logprobs(self, batch: TrainBatch, replays: bool = True, temperature: float | None = None) -> Tensor:
         """Return the log-probs of the response tokens under the current weights: fp32 [N] nats, valid on the last stage.
 
         Args:
             batch: The batch.
             replays: False: the routers choose their experts, even under rollout.replay_experts.
+            temperature: Temperature of the distribution. None: that of sampling.
         """
-        return self._whole_stats(batch, replays=replays).logprob_R
+        return self._whole_stats(batch, replays=replays, temperature=temperature).logprob_R
 
     def start_step(self, step: int) -> None:
         """Advance the learning-rate schedule by one step (a rollout batch). Call it before the step's first update."""
@@ -318,7 +319,9 @@ class Actor:
         keys_N = hash_rows(seed, batch.token_keys_N(self.groups.device))
         return objective.batch_statistics(stats_N, inputs.whole(stats_N), keys_N)
 
-    def _whole_stats(self, batch: TrainBatch, plan: Plan | None = None, replays: bool = True) -> TokenStats:
+    def _whole_stats(
+        self, batch: TrainBatch, plan: Plan | None = None, replays: bool = True, temperature: float | None = None
+    ) -> TokenStats:
         """Return log-probs and entropies (fp32 _N) of the current weights, without gradient, valid on the last pipeline stage.
 
         `plan` replaces the usual plan. With `replays` false, the routers choose even under rollout.replay_experts.
@@ -326,7 +329,7 @@ class Actor:
         whole, mask = MinibatchTokenStats(batch.num_tokens, self.groups), device_mask(batch, self.groups.device)
 
         def visit(microbatch: PackedMicrobatch, output: Tensor) -> None:
-            whole.add(microbatch, self._stats(microbatch, output, mask))
+            whole.add(microbatch, self._stats(microbatch, output, mask, other_temperature=temperature))
 
         self._forward(batch, visit, plan, replays)
         return whole.gather()

@@ -40,6 +40,7 @@ class OutputStats:
         output: Tensor,
         mask: SamplingMask | None = None,
         recompute: Truncation | None = None,
+        other_temperature: float | None = None,
     ) -> TokenStats:
         """Return the statistics of the microbatch's rows.
 
@@ -48,8 +49,10 @@ class OutputStats:
             output: Logits [R, V / tp], or hidden states [R, H] under training.logits_budget_mib.
             mask: The batch's sampling masks, on the device. None: the whole vocabulary.
             recompute: See `token_stats`.
+            other_temperature: Temperature to use instead of that of sampling. None: that of sampling.
         """
         labels_R, temperature = microbatch.labels_R, self.temperature
+        temperature = temperature if other_temperature is None else other_temperature
         rest = (labels_R, temperature, self.groups.tp.group, self.vocab_size)
         mask_RK = None if mask is None else mask.rows(microbatch.token_R)
         if self.budget_mib is None:

@@ -26,6 +26,7 @@ from typing import Any, NamedTuple, Self
 from tepo_megatron.config import EvaluationConfig, RolloutConfig
 from tepo_megatron.controller.batch_memory import BatchHeader
 from tepo_megatron.controller.batch_receiver import BatchReceiver
+from tepo_megatron.controller.canaries import CanarySync
 from tepo_megatron.controller.driver import Driver, NoTask
 from tepo_megatron.controller.gate import WeightsGate
 from tepo_megatron.controller.memory_report import MemoryReport
@@ -80,7 +81,7 @@ class Schedule:
         evaluation: EvaluationConfig | None,
         steps: int,
         driver: Driver,
-        sync: WeightSync | NoSync,
+        sync: WeightSync | CanarySync | NoSync,
         gate: WeightsGate,
         placement: Disaggregated,
         memory: MemoryReport,

@@ -29,7 +29,17 @@ from tepo_megatron.config import ServerConfig
 from tepo_megatron.distributed.rendezvous_store import is_loopback
 from tepo_megatron.errors import ConfigError, SyncError
 from tepo_megatron.inference.engine import ENGINE_PARTS, EnginePart
-from tepo_megatron.inference.engine_api import Exchange, LaunchSpec, Send, ServerInfo, describe, even_if_refused, serialize
+from tepo_megatron.inference.engine_api import (
+    DTYPES,
+    Exchange,
+    LaunchSpec,
+    Scorer,
+    Send,
+    ServerInfo,
+    describe,
+    even_if_refused,
+    serialize,
+)
 from tepo_megatron.inference.partial import GenerationRequest
 from tepo_megatron.inference.samples import (
     RETURN_EXPERTS,
@@ -43,6 +53,7 @@ from tepo_megatron.inference.samples import (
     prompt_seed,
     require_masks,
 )
+from tepo_megatron.inference.scoring import SglangScorer
 from tepo_megatron.inference.servers.environment import devices, new_file, on_this_machine, without_torchrun
 from tepo_megatron.inference.servers.process import LOOPBACK
 from tepo_megatron.inference.servers.served_model import cache_tokens
@@ -60,13 +71,13 @@ ENVIRONMENT = ".venv-sglang"  # next to this environment; `make sglang` makes it
 CPU_KV_CACHE_GIB = 1.0
 MAX_REQUESTS = 256  # sequences sampled at once
 IDLE_SECONDS = 60  # time for aborted requests to leave the scheduler
-_DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 
 
 class SglangApi:
     """Implementation of `engine_api.EngineApi` for SGLang."""
 
     name = "SGLang 0.5.23"
+    score: Scorer = SglangScorer()
 
     def __init__(self) -> None:
         self._tp = 1  # tensor-parallel size of the server
@@ -79,12 +90,11 @@ class SglangApi:
         """
         command = [str(_python(cfg)), "-P", "-m", SERVER]
         command += ["--host", launch.host, "--port", str(port)]
-        command += ["--model-path", str(launch.model_path), "--dtype", _DTYPES[launch.precision]]
+        command += ["--model-path", str(launch.model_path), "--dtype", DTYPES[launch.precision]]
         command += ["--context-length", str(launch.max_model_len), "--random-seed", str(launch.seed)]
         command += ["--tp-size", str(cfg.tp), "--skip-tokenizer-init", "--sampling-defaults", "openai"]
         command += ["--max-running-requests", str(MAX_REQUESTS), "--custom-weight-loader", LOADER]
-        command += ["--log-level-http", "warning"]
-        command += ["--enable-memory-saver"] * (launch.sleeps and launch.platform == "cuda")
+        command += ["--log-level-http", "warning"] + ["--enable-memory-saver"] * (launch.sleeps and launch.platform == "cuda")
         command += [RETURN_EXPERTS] * launch.returns_experts
         command += ["--sampling-mask-max-tokens", str(launch.most_masked)] * bool(launch.most_masked)
         command += ["--load-format", "dummy"] * launch.in_fp8

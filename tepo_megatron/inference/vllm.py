@@ -21,7 +21,17 @@ from tepo_megatron.config import ServerConfig
 from tepo_megatron.distributed.rendezvous_store import is_loopback
 from tepo_megatron.errors import RolloutError, SyncError
 from tepo_megatron.inference.engine import EnginePart
-from tepo_megatron.inference.engine_api import Exchange, LaunchSpec, Send, ServerInfo, describe, even_if_refused, serialize
+from tepo_megatron.inference.engine_api import (
+    DTYPES,
+    Exchange,
+    LaunchSpec,
+    Scorer,
+    Send,
+    ServerInfo,
+    describe,
+    even_if_refused,
+    serialize,
+)
 from tepo_megatron.inference.partial import GenerationRequest
 from tepo_megatron.inference.samples import (
     RETURN_EXPERTS,
@@ -34,6 +44,7 @@ from tepo_megatron.inference.samples import (
     parsed,
     prompt_seed,
 )
+from tepo_megatron.inference.scoring import SERVED_NAME, VllmScorer
 from tepo_megatron.inference.servers.environment import devices, on_this_machine, without_torchrun
 from tepo_megatron.inference.servers.process import LOOPBACK
 from tepo_megatron.types import MASK_TIES, Prompt, Rollout, SamplingParams
@@ -45,7 +56,6 @@ from tepo_megatron.weight_sync.receiver.binary_answer import CONTENT_TYPE
 from tepo_megatron.weight_sync.receiver.vllm_auth import API_KEY_VARIABLE
 
 BACKEND = "tepo_shm"  # name under which vllm_plugin.py registers the backend inside the server
-SERVED_NAME = "policy"
 # the last is asked first
 MIDDLEWARE = tuple(
     f"tepo_megatron.weight_sync.receiver.{name}" for name in ("vllm_answers.BinaryCompletions", "vllm_auth.RequireKey")
@@ -54,13 +64,13 @@ VLLM_LOGPROBS = 20  # most log-probs per token that vLLM returns by default
 CPU_BATCH_TOKENS = 8192  # most prompt tokens in one step
 ONEDNN_KERNELS = "64"  # capacity of oneDNN's cache of compiled kernels on CPU
 _ABANDONED = "abandoned"  # label of weights after an update whose sender is gone
-_DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 
 
 class VllmApi:
     """Implementation of `engine_api.EngineApi` for vLLM."""
 
     name = "vLLM 0.32"
+    score: Scorer = VllmScorer()
 
     def command(self, cfg: ServerConfig, launch: LaunchSpec, port: int) -> list[str]:
         """Return the argv. It does not use the `vllm` command: that of the CPU wheel does not find its own package metadata.
@@ -72,7 +82,7 @@ class VllmApi:
         command += ["--host", launch.host, "--port", str(port)]
         command += [word for name in MIDDLEWARE for word in ("--middleware", name)]
         command += ["--model", str(launch.model_path), "--served-model-name", SERVED_NAME]
-        command += ["--dtype", _DTYPES[launch.precision], "--max-model-len", str(launch.max_model_len)]
+        command += ["--dtype", DTYPES[launch.precision], "--max-model-len", str(launch.max_model_len)]
         command += ["--seed", str(launch.seed), "--tensor-parallel-size", str(cfg.tp)]
         # The actor recomputes log-probs after temperature; the model's own sampling defaults must not interfere.
         command += ["--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"]

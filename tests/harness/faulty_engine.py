@@ -196,8 +196,8 @@ class FaultyEngine(ScriptedEngine):
                 wrong = self._coming >= self._fault.first and self._fault.server in (None, number)
                 wrong = wrong and self._fault.kind != "none"
                 fault = (FAULTS | FAULTS_OF_EXPERTS)[self._fault.kind] if wrong else None
-                _load(served, now if fault is None else fault(now, self._history, self._fault.first))
-            _load(self._right, now)
+                load_weights(served, now if fault is None else fault(now, self._history, self._fault.first))
+            load_weights(self._right, now)
             self.version = self._coming
 
     def close(self) -> None:
@@ -338,7 +338,13 @@ def tokens_of(rollout: Rollout) -> Iterator[tuple[str, tuple[int, str]]]:
         yield f"{source} {sha256(before.numpy().tobytes() + logprob.numpy().tobytes()).hexdigest()[:16]}", source
 
 
-def _load(model: torch.nn.Module, state: State) -> None:
+def load_weights(model: torch.nn.Module, state: State) -> None:
+    """Load weights by their Hugging Face names into a model of transformers.
+
+    Args:
+        model: The model.
+        state: Its weights.
+    """
     model.load_state_dict(dict(experts.fused(state)), strict=False)
     model.tie_weights()  # type: ignore[operator]
 

@@ -169,8 +169,13 @@ class ServerPool:
         finally:
             self._waiting.pop(place, None)
 
+    def occupy(self, slot: ServerSlot[Endpoint]) -> None:
+        """Count a request that needs no place in the queue as begun, so that no update comes in between. `release` ends it."""
+        slot.endpoint.in_flight += 1
+        self._in_flight += 1
+
     async def release(self, slot: ServerSlot[Endpoint]) -> None:
-        """Count a request of `acquire` as ended."""
+        """Count a request of `acquire` or `occupy` as ended."""
         slot.endpoint.in_flight -= 1
         self._in_flight -= 1
         if slot.endpoint.in_flight:
@@ -200,8 +205,7 @@ class ServerPool:
             if not place.done():
                 others = free if avoid is None else [each for each in free if each[0].endpoint is not avoid]
                 slot, incarnation = min(others or free, key=_in_flight)
-                slot.endpoint.in_flight += 1
-                self._in_flight += 1
+                self.occupy(slot)
                 place.set_result((slot, incarnation))
 
     def _allowed_in_flight(self) -> int:

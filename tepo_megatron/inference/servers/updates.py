@@ -15,6 +15,7 @@ from typing import Any
 from tepo_megatron.config import RolloutConfig
 from tepo_megatron.errors import RolloutError, SyncError
 from tepo_megatron.inference.engine import UNKNOWN_VERSION
+from tepo_megatron.inference.servers.canaries import CanaryWatch
 from tepo_megatron.inference.servers.checksums import ChecksumChecks
 from tepo_megatron.inference.servers.client import RequestFailed
 from tepo_megatron.inference.servers.endpoint import Endpoint
@@ -34,10 +35,11 @@ class PoolUpdates:
     Args:
         pool: The servers. An update sets the version that they must serve.
         cfg: Only on_weight_update and server.precision are used.
+        canaries: Asks servers for their weights before they sample with them.
     """
 
-    def __init__(self, pool: ServerPool, cfg: RolloutConfig) -> None:
-        self._pool, self._cfg = pool, cfg
+    def __init__(self, pool: ServerPool, cfg: RolloutConfig, canaries: CanaryWatch) -> None:
+        self._pool, self._cfg, self._canaries = pool, cfg, canaries
         self.reset()
 
     def reset(self) -> None:
@@ -226,6 +228,8 @@ class PoolUpdates:
 
     async def _finish(self) -> None:
         await self._each(lambda endpoint: endpoint.finish_update())
+        for member, _ in await self._canaries.vouched(self._alive()):
+            member.endpoint.version = self._pool.version
         self._updating = []
         await self._pool.notify()
 

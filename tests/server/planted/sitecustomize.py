@@ -1,8 +1,9 @@
 """Wrong weights inside a real server of either engine, whose Python finds this file by PYTHONPATH and runs it at its start.
 
-The server's `RankReceiver` is changed once it is imported. The file that TEPO_TEST_FAULT names holds {"run": a name, "kind":
-"dropped" or "one tensor", "first": n}: in each run the updates from the n-th on (from 0) do not reach the model, or all of them
-but a tensor that stays as it was before. The server answers, in every word, as it does without.
+The server's `RankReceiver` is changed once it is imported. The file that TEPO_TEST_FAULT names holds {"run": a name, "kind": a
+name, "first": n, "last": n or missing}: in each run the updates from the first to the last (from 0) are faulty. "dropped": the
+model does not get them. "one shard": its second tensor-parallel rank does not. "one tensor", "one layer": they stay as they
+were before. "scaled": a tensor is multiplied. The server answers, in every word, as it does without.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from typing import Any
 
 INBOX = "tepo_megatron.weight_sync.receiver.receiver"
 CONTROL = "TEPO_TEST_FAULT"
-TENSOR = "model.layers.1.mlp.down_proj.weight"
+LAYER = "model.layers.1."
+TENSOR = f"{LAYER}mlp.down_proj.weight"
+SCALE = 1.0625
 
 
 class Planting(importlib.abc.MetaPathFinder):
@@ -49,30 +52,38 @@ def plant(inbox_class: Any) -> None:
         state = vars(self).setdefault("_planted", {"run": None, "updates": 0, "before": {}})
         if control["run"] != state["run"]:
             state |= {"run": control["run"], "updates": 0}
-        state["kind"] = control["kind"] if state["updates"] >= control["first"] else ""
+        faulty = control["first"] <= state["updates"] <= control.get("last", state["updates"])
+        state["kind"] = control["kind"] if faulty else ""
         state["updates"] += 1
 
     def faulty_take(self: Any, sources: Any) -> Any:
         arrived, state = take(self, sources), self._planted
-        if arrived is None or state["kind"] == "dropped":
+        if arrived is None or state["kind"] == "dropped" or (state["kind"] == "one shard" and _rank() == 1):
             return None
-        return with_old_tensor(arrived, state["before"], state["kind"] == "one tensor")
+        return with_fault(arrived, state["before"], state["kind"])
 
     inbox_class.begin, inbox_class.take = faulty_begin, faulty_take
 
 
-def with_old_tensor(arrived: Iterator[tuple[str, Any]], before: dict[str, Any], stale: bool) -> Iterator[tuple[str, Any]]:
-    """Yield the arriving tensors, with TENSOR replaced by its old value if `stale`.
+def _rank() -> int:
+    import torch.distributed as dist
+
+    return int(dist.get_rank()) if dist.is_initialized() else 0
+
+
+def with_fault(arrived: Iterator[tuple[str, Any]], before: dict[str, Any], kind: str) -> Iterator[tuple[str, Any]]:
+    """Yield the arriving tensors, some of them with another value.
 
     Args:
         arrived: Tensors of the update.
-        before: Value of TENSOR before the update; stored here when it is not stale.
-        stale: Whether to replace it.
+        before: Values of the tensors of LAYER before the update; stored here when there is no fault.
+        kind: "one tensor" or "one layer": it stays as it was. "scaled": TENSOR is multiplied by SCALE. Else nothing is wrong.
     """
     for name, tensor in arrived:
-        if name == TENSOR and not stale:
+        if not kind and LAYER in name:
             before[name] = tensor.clone()
-        yield name, before[name] if name == TENSOR else tensor
+        stale = name == TENSOR if kind == "one tensor" else kind == "one layer" and LAYER in name
+        yield name, before[name] if stale else tensor * SCALE if kind == "scaled" and name == TENSOR else tensor
 
 
 if CONTROL in os.environ:
