@@ -237,7 +237,7 @@ class GroupTransport:
         seconds, owned = self.cfg.timeout_seconds, self._owned
         members = end if lanes == 1 else SENDER + 1 + len(recipients)
         limits = seconds, self.join_seconds
-        return GroupSpec(self._address, owned.port, name, senders, members, SENDER, *limits, lanes, folder=owned.folder)
+        return GroupSpec(self._address, owned.port, name, senders, members, SENDER, *limits, owned.folder, lanes)
 
     def _form_groups(self, spec: GroupSpec) -> bool:
         """Form the groups; return whether all members joined. The watchdog reports a rank that never leaves this phase."""

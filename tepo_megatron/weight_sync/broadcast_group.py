@@ -40,9 +40,9 @@ class GroupSpec:
     first: int  # number of the server's first process among all processes of the servers: its rank in each group, if lanes is 1
     seconds: float  # time limit for a bucket to arrive
     join_seconds: float  # time limit for all groups to be formed
+    folder: str = ""  # a store in this folder replaces the TCP store if all members are on one machine
     lanes: int = 1  # parts into which tensors are cut: each has its own groups, of one process of each server
     place: int = 0  # rank of the server's processes in their groups, if lanes is not 1
-    folder: str = ""  # a store in this folder replaces the TCP store if all members are on one machine
 
     def at(self, first: int, place: int) -> "GroupSpec":
         """Return the same spec for another server.
