@@ -346,6 +346,5 @@ class Actor:
 
     @property
     def _stats(self) -> OutputStats:
-        cfg = self.cfg
-        fused = (cfg.training.logits_budget_mib, not cfg.parallel.sequence_parallel)
-        return OutputStats(cfg.rollout.temperature, self.arch.vocab_size, self.groups, self.rows, *fused)
+        fused = (self.cfg.training.logits_budget_mib, not self.cfg.parallel.sequence_parallel)
+        return OutputStats(self.cfg.rollout.temperature, self.arch.vocab_size, self.groups, self.rows, *fused)

@@ -28,9 +28,9 @@ def test_the_package_does_not_grow() -> None:
     minibatches that are trained while others are sampled 200,
     element deltas and slices of the weights, and the bytes of a delivery in the plan 690,
     ranks that are restarted next to a living service 550,
-    canaries, which say which weights serve 470.
+    canaries, which say which weights serve 540.
     """
-    assert sum(map(lines_of_code, modules().values())) <= 23_392 + 5_340
+    assert sum(map(lines_of_code, modules().values())) <= 23_392 + 5_430
 
 
 def test_functions_files_and_classes_are_small() -> None:
