@@ -23,7 +23,7 @@ from tests.worlds import run_world
 pytestmark = pytest.mark.slow
 CHECKPOINT = "tepo_megatron.checkpoint."
 PLACES = (
-    "tepo_megatron.controller.schedule:Schedule.next_batch",
+    "tepo_megatron.controller.schedule:Schedule.next_parts",
     "tepo_megatron.controller.batch_receiver:BatchReceiver.receive",
     "tepo_megatron.actor.actor:Actor.attach_old_stats",
     "tepo_megatron.actor.actor:Actor.update",
@@ -96,7 +96,7 @@ def ahead_of(record: dict[str, Any]) -> dict[str, Any]:
     "where",
     [
         "tepo_megatron.actor.actor:Actor.update",
-        pytest.param("tepo_megatron.controller.schedule:Schedule.next_batch", marks=pytest.mark.full),
+        pytest.param("tepo_megatron.controller.schedule:Schedule.next_parts", marks=pytest.mark.full),
         pytest.param("tepo_megatron.weight_sync.sync:WeightSync.push", marks=pytest.mark.full),
         pytest.param(CHECKPOINT + "checkpoints:Checkpoints.save", marks=pytest.mark.full),
         pytest.param(CHECKPOINT + "saving:write_manifest", marks=pytest.mark.full),

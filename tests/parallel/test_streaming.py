@@ -16,6 +16,7 @@ from tepo_megatron.rollout import decisions, record
 from tepo_megatron.types import Rollout
 from tests.parallel import cases
 from tests.parallel import resume_worlds as w
+from tests.parallel.restart_worlds import restarted
 from tests.parallel.resume_worlds import Kill, Request
 from tests.scripted_groups import ScriptedGroups
 
@@ -96,6 +97,16 @@ def test_a_run_that_is_killed_between_minibatches_ends_like_an_undisturbed_one(
     assert "ended on request after step 3" in (cfg.run_dir / "log.txt").read_text()
     expected = w.outcome(by_arrival, Path(by_arrival.output) / "journal")
     w.assert_same(w.outcome(cfg, tmp_path / "journal"), expected)
+
+
+def test_ranks_that_are_restarted_get_the_same_minibatches_again(model: Path, by_arrival: Config, tmp_path: Path) -> None:
+    """The rollout service lives on. It hands out the minibatches of a step again, whether all were there or only the first."""
+    cfg = w.run_config(model, tmp_path, checkpoint={"every": 2}, **ARRIVAL)
+    restarted(cfg, tmp_path / "journal", Kill(UPDATE, step=3, call=2), Kill(UPDATE, step=4, call=1, after=True))
+    expected = w.outcome(by_arrival, Path(by_arrival.output) / "journal")
+    w.assert_same(w.outcome(cfg, tmp_path / "journal"), expected)
+    history = decisions.read_history(cfg.run_dir)
+    assert history.steps == decisions.read_history(by_arrival.run_dir).steps and not history.faults
 
 
 class AsksForWeights(ScriptedGroups):
