@@ -18,7 +18,8 @@ from typing import Any, Self
 
 import torch
 
-from tepo_megatron.weight_sync.broadcast_group import Bucket, GroupSpec, Source
+from tepo_megatron.weight_sync.broadcast_group import GroupSpec
+from tepo_megatron.weight_sync.bucket_format import Bucket, Source
 from tepo_megatron.weight_sync.receiver.receiver import RankReceiver
 from tepo_megatron.weight_sync.transport import Recipient
 

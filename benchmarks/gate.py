@@ -36,14 +36,17 @@ def measure(repetitions: int) -> list[dict[str, Any]]:
     platform = activate("cpu")
     from tepo_megatron.actor.actor import Actor
     from tepo_megatron.controller.gate import WeightsGate
+    from tepo_megatron.controller.learning import learn
+    from tepo_megatron.controller.schedule import RolloutPart
     from tepo_megatron.controller.step_log import StepLog
     from tepo_megatron.distributed import parallel
     from tepo_megatron.losses import build_objective
     from tepo_megatron.observability.timing import Clock
-    from tepo_megatron.train import learn
 
     class Off(WeightsGate):
         def delivered(self, version: int) -> None: ...
+
+        def start_step(self, step: int) -> None: ...
 
         def before_updates(self, batch: Any, step: int) -> None: ...
 
@@ -75,7 +78,7 @@ def measure(repetitions: int) -> list[dict[str, Any]]:
                 gates[side].delivered(steps[0] - 1)  # noqa: B023
                 actor.start_step(steps[0])  # noqa: B023
                 older = [replace(r, policy_version=steps[0] - 2) for r in rollouts]  # noqa: B023
-                learn(older, steps[0], actor, objective, cfg.training, StepLog(), Clock(), gates[side])  # noqa: B023
+                learn([RolloutPart.whole(older)], steps[0], actor, objective, cfg.training, StepLog(), Clock(), gates[side])  # noqa: B023
 
             def prepare() -> None:
                 gates["gate"].delivered(steps[0] - 1)  # noqa: B023  keeps what a run with the gate would have kept

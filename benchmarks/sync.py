@@ -41,7 +41,8 @@ from tepo_megatron.inference.engine_api import LaunchSpec
 from tepo_megatron.inference.engines import build_engine
 from tepo_megatron.inference.servers.fleet import Fleet
 from tepo_megatron.platform import activate
-from tepo_megatron.weight_sync.broadcast_group import GroupSpec, Source
+from tepo_megatron.weight_sync.broadcast_group import GroupSpec
+from tepo_megatron.weight_sync.bucket_format import Source
 from tepo_megatron.weight_sync.transport import Recipient
 
 if TYPE_CHECKING:  # Megatron-Core is imported after the platform is active

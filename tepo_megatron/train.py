@@ -1,23 +1,24 @@
 """The training loop. Every rank runs it; rank 0 calls the rollout service, which owns engine, grading and log."""
 
 import contextlib
+import itertools
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tepo_megatron.actor.actor import Actor
-from tepo_megatron.actor.comparisons import mismatch, reference_divergence
 from tepo_megatron.actor.recorder import TokenRecorder
 from tepo_megatron.checkpoint.checkpoints import Checkpoints
-from tepo_megatron.config import Config, ParallelConfig, SyncConfig, TrainingConfig
+from tepo_megatron.config import Config, ParallelConfig, RolloutConfig, SyncConfig
 from tepo_megatron.config.io import plain
 from tepo_megatron.controller.batch_memory import BatchHeader
 from tepo_megatron.controller.batch_receiver import BatchReceiver
 from tepo_megatron.controller.canaries import CanarySync
 from tepo_megatron.controller.driver import Driver, ServiceDriver
 from tepo_megatron.controller.gate import WeightsGate
+from tepo_megatron.controller.learning import learn
 from tepo_megatron.controller.memory_report import MemoryReport
 from tepo_megatron.controller.placement import Colocated, Disaggregated
 from tepo_megatron.controller.schedule import Schedule, StopRequested
@@ -27,14 +28,11 @@ from tepo_megatron.distributed import parallel
 from tepo_megatron.distributed.objects import broadcast_result
 from tepo_megatron.errors import RunStopped
 from tepo_megatron.losses import Objective, build_objective
-from tepo_megatron.losses.advantages import group_advantages, penalized, without_truncated
 from tepo_megatron.observability import hang_watchdog
 from tepo_megatron.observability.log_file import LogFile
 from tepo_megatron.observability.metrics import Metrics
 from tepo_megatron.observability.timing import Clock
 from tepo_megatron.platform import Platform
-from tepo_megatron.types import Rollout, TrainBatch
-from tepo_megatron.utils.seeding import derive_seed
 from tepo_megatron.weight_sync.sync import NoSync, WeightSync, check_one_host, make_weight_sync
 
 if TYPE_CHECKING:
@@ -112,7 +110,7 @@ def _train(cfg: Config, groups: parallel.ParallelDims, driver: Driver) -> int | 
     evaluation = cfg.evaluation if cfg.data.eval is not None or cfg.evaluation.benchmarks else None
     with (
         Checkpoints.open(cfg.run_dir / "checkpoints", cfg.checkpoint, groups) as checkpoints,
-        _open_sync(cfg.sync, cfg.rollout.replay is not None, groups, actor, _serving_engine(driver, groups)) as sync,
+        _open_sync(cfg.sync, cfg.rollout, groups, actor, _serving_engine(driver, groups)) as sync,
     ):
         first, lacks_evaluation = _resume(checkpoints, actor, driver) if cfg.resume else (0, True)
         gate = WeightsGate(cfg.rollout, cfg.training, cfg.sync, actor, groups)
@@ -124,7 +122,7 @@ def _train(cfg: Config, groups: parallel.ParallelDims, driver: Driver) -> int | 
             *(cfg.rollout, evaluation, cfg.training.steps, driver, sync, gate, placement, memory, batches, groups),
             trained=first,
         )
-        loop = _Loop(cfg, actor, objective, driver, checkpoints, schedule, gate, memory, saved=first)
+        loop = _Loop(cfg, actor, objective, driver, checkpoints, schedule, sync, gate, memory, saved=first)
         try:
             schedule.publish_first_weights()
             if lacks_evaluation:
@@ -154,27 +152,28 @@ class _Loop:
     driver: Driver
     checkpoints: Checkpoints
     schedule: Schedule
+    sync: WeightSync | CanarySync | NoSync
     gate: WeightsGate
     memory: MemoryReport
     saved: int
 
     def take_steps(self) -> None:
-        """Take the steps that are left: get a batch, learn from it, publish the weights, evaluate and save if that is due."""
+        """Take the steps that are left: learn from each batch, publish the weights, evaluate and save if that is due."""
         actor, driver, schedule, training = self.actor, self.driver, self.schedule, self.cfg.training
         every = self.cfg.checkpoint.every
         for step in range(schedule.trained + 1, training.steps + 1):
             if schedule.ended:
                 break
             clock, log, hang_watchdog.progress.step = Clock(), StepLog(), step
-            rollouts, metrics = schedule.next_batch(step, clock)
-            log.receive(sum(r.token_ids_L.numel() for r in rollouts), metrics)
+            parts = schedule.next_parts(step, clock)
+            first = next(parts)
             actor.start_step(step)
-            if rollouts:
-                noise = _is_due(step - 1, self.cfg.logging.noise_floor_every)
-                recorder = TokenRecorder.open(self.cfg.run_dir, step, self.cfg.logging, self.objective, actor.groups)
-                given = rollouts, step, actor, self.objective, training, log, clock, self.gate
-                learn(*given, measures_noise=noise, recorder=recorder)
+            noise = _is_due(step - 1, self.cfg.logging.noise_floor_every)
+            recorder = TokenRecorder.open(self.cfg.run_dir, step, self.cfg.logging, self.objective, actor.groups)
+            given = itertools.chain([first], parts), step, actor, self.objective, training, log, clock, self.gate
+            learn(*given, measures_noise=noise, recorder=recorder)
             schedule.publish_weights(step, clock)
+            log.note(self.sync.metrics())
             log.memory(self.memory.values())
             driver.log_step(step, log, clock)
             schedule.evaluate_if_due(step)
@@ -210,68 +209,6 @@ class _Loop:
         self.saved, self.schedule.save_requested = step, False
 
 
-def learn(
-    rollouts: Sequence[Rollout],
-    step: int,
-    actor: Actor,
-    objective: Objective,
-    training: TrainingConfig,
-    log: StepLog,
-    clock: Clock,
-    gate: WeightsGate,
-    *,
-    measures_noise: bool = False,
-    recorder: TokenRecorder | None = None,
-) -> None:
-    """Make all updates of one rollout batch: old statistics, reference log-probs, then one update per minibatch.
-
-    Every rank calls it after `actor.start_step(step)`. When it returns, the parameters are gathered.
-
-    Args:
-        rollouts: Graded, contiguous by prompt, the same on every rank.
-        step: Number of the rollout batch; it seeds the order of the minibatches.
-        actor: The policy to update.
-        objective: The loss.
-        training: Sets epochs, minibatches, and whose log-probs are the old ones.
-        log: Receives metrics and the mismatch between engine and actor.
-        clock: Receives the seconds of the phases `old_stats` and `update`.
-        gate: Compares each rollout with the log-probs of the weights that sampled it; it must have been notified of their
-            delivery.
-        measures_noise: Also measure the noise floor of dH, if the batch has an old pass.
-        recorder: Records every number that the loss of each token is made of. None: nothing is recorded.
-
-    Raises:
-        SyncError: The engine's log-probs differ from the actor's by more than `sync.max_logprob_diff`.
-        NumericalError: A loss or a gradient norm is not finite.
-    """
-    advantages_B = group_advantages(rollouts, objective.advantage)
-    batch = TrainBatch.build(without_truncated(rollouts) if objective.mask_truncated else rollouts, advantages_B)
-    with clock.phase("old_stats"):
-        batch = _with_masks(batch, actor, log)
-        gate.before_updates(batch, step)
-        if training.old_logprobs == "rollout":
-            batch = replace(batch, old_logprobs_N=batch.rollout_logprobs_N)
-        elif _needs_old_pass(batch, objective, training):
-            batch = actor.attach_old_stats(batch)
-            log.note(mismatch(batch, actor.groups))
-            gate.with_old_stats(batch, step)
-            if measures_noise:
-                log.note({"tepo/entropy_noise_floor": actor.measure_noise(batch)})
-        batch = _with_reference(batch, actor, objective, log)
-    with clock.phase("update"):
-        if recorder is not None:
-            recorder.start(batch, batch.updates(training.epochs, training.minibatch_prompts))
-        shuffle = derive_seed(actor.cfg.seed, "minibatches", step)
-        for minibatch in batch.epochs(training.epochs, training.minibatch_prompts, shuffle):
-            result = actor.update(minibatch, objective, recorder)
-            log.add(result)
-            if result.mismatch is not None and result.measured is not None:
-                log.note(result.mismatch)
-                gate.with_old_stats(result.measured, step)
-        actor.finish_step()
-    log.note(gate.values())
-
-
 def _sample(driver: Driver, steps: int) -> None:
     """Only sample and record rollouts, with the weights in `model.path`."""
     driver.wait_engine()
@@ -302,43 +239,14 @@ def _serving_engine(driver: Driver, groups: parallel.ParallelDims) -> ServiceEng
 
 
 def _open_sync(
-    cfg: SyncConfig, replays: bool, groups: parallel.ParallelDims, actor: Actor, engine: ServiceEngine | None
+    cfg: SyncConfig, rollout: RolloutConfig, groups: parallel.ParallelDims, actor: Actor, engine: ServiceEngine | None
 ) -> WeightSync | CanarySync | NoSync:
     """Return the sync that delivers the actor's weights; one that does nothing if rollouts are replayed."""
-    if replays:
+    if rollout.replay is not None:
         return NoSync()
-    sync = make_weight_sync(cfg, actor.bindings, actor.arch, groups, engine)
+    sync = make_weight_sync(cfg, actor.bindings, actor.arch, groups, engine, rollout.server.tp)
     return CanarySync.open(sync, actor, engine, groups) if cfg.canaries else sync
 
 
 def _is_due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
-
-
-def _needs_old_pass(batch: TrainBatch, objective: Objective, training: TrainingConfig) -> bool:
-    """Return whether old statistics need a forward pass of their own.
-
-    They need none if the batch takes one update, whose forward pass yields them, and nothing uses them before.
-    """
-    in_reward = objective.ref_kl is not None and objective.ref_kl.where == "reward"
-    return batch.updates(training.epochs, training.minibatch_prompts) > 1 or objective.needs_batch_statistics or in_reward
-
-
-def _with_masks(batch: TrainBatch, actor: Actor, log: StepLog) -> TrainBatch:
-    """Return the batch with its sampling masks; unchanged if sampling is not truncated."""
-    batch, metrics = actor.masks.attach(batch)
-    log.note(metrics)
-    return batch
-
-
-def _with_reference(batch: TrainBatch, actor: Actor, objective: Objective, log: StepLog) -> TrainBatch:
-    """Return the batch with what the objective needs of the reference policy; unchanged if it needs nothing."""
-    if (penalty := objective.ref_kl) is None:
-        return batch
-    batch = actor.attach_ref_logprobs(batch)
-    if penalty.where == "loss":
-        return batch
-    divergence_B = reference_divergence(batch, penalty.estimator, actor.groups)
-    log.note({"reward/ref_kl": float(divergence_B.mean())})
-    rollouts = penalized(batch.rollouts, penalty.beta * divergence_B)
-    return replace(batch, rollouts=rollouts, advantages_B=group_advantages(rollouts, objective.advantage))

@@ -16,7 +16,8 @@ from tepo_megatron.inference.partial import GenerationRequest
 from tepo_megatron.inference.samples import checked_rollout, parsed
 from tepo_megatron.types import Canaries, CanaryAnswer, Rollout
 from tepo_megatron.utils.exchange import HttpAnswer
-from tepo_megatron.weight_sync.broadcast_group import Bucket, GroupSpec, Source, UnchangedTensors
+from tepo_megatron.weight_sync.broadcast_group import GroupSpec, UnchangedTensors
+from tepo_megatron.weight_sync.bucket_format import Bucket, Source
 from tests.scripted_server import KEY
 
 

@@ -38,6 +38,7 @@ class Handler(BaseHTTPRequestHandler):
             broadcast: Fault of the first rank in the next round: `die` before it, die in the `midst` of it, or `freeze` before
                 it; `absent`: it never joins a group; `late`: all its ranks form the group and never broadcast in it; `leaves`:
                 they form it, and the server dies.
+            base: Fault of the first rank's copy of the weights, before the next round: `forgotten`, or `damaged` in one byte.
             save: Folder in which its ranks save what an update brought.
             checksums: Its answer to a request for checksums.
             grow: MiB of memory that it holds from now on.
@@ -171,9 +172,8 @@ class Handler(BaseHTTPRequestHandler):
         """Let each rank join its group."""
         from tepo_megatron.weight_sync.broadcast_group import GroupSpec
 
-        first = body["first"]
-        for i, rank in enumerate(Handler.ranks):
-            rank.spec = GroupSpec(**body | {"first": first + i})
+        for rank in Handler.ranks:
+            rank.spec = GroupSpec(**body)
         fault = Handler.behaviour.get("broadcast")
         if fault in ("late", "leaves"):
             self.on_all_ranks(lambda rank: rank.form_only())
@@ -226,14 +226,14 @@ class Rank:
         self.inbox.keep_unchanged(UnchangedTensors(**body))
 
     def join_groups(self) -> None:
-        self.inbox.join_groups(self.spec, self.device)
+        self.inbox.join_groups(self.spec, self.device, self.number)
 
     def form_only(self) -> None:
         """Join, and form the first sender's group without ever broadcasting in it."""
         from tepo_megatron.weight_sync.broadcast_group import form_group, join_store, signal
 
         store = join_store(self.spec)
-        rank = self.spec.first
+        rank = self.spec.first + self.number
         signal(store, self.spec.joining_key(rank))
         with contextlib.suppress(RuntimeError):  # too slow for the deadline: it lives all the same
             self.group = form_group(self.spec, 0, rank, self.device)
@@ -246,14 +246,25 @@ class Rank:
             os.kill(os.getpid(), signal.SIGSTOP)
         if fault == "midst":
             self.leave_in_the_midst(buckets[0])
+        if (fault := Handler.behaviour.pop("base", None) if self.number == 0 else None) is not None:
+            self.hurt_base(fault)
         arrived = self.inbox.take(buckets)
         if arrived is not None:
             self.tensors |= {name: tensor.clone() for name, tensor in arrived}
 
+    def hurt_base(self, fault: str) -> None:
+        import torch
+
+        if fault == "forgotten":
+            self.inbox.bases.clear()
+        else:
+            for held in self.inbox.bases.held.values():
+                held.tensor.reshape(-1).view(torch.uint8)[0] ^= 1
+
     def leave_in_the_midst(self, text: str) -> None:
         import torch
 
-        from tepo_megatron.weight_sync.broadcast_group import Bucket
+        from tepo_megatron.weight_sync.bucket_format import Bucket
 
         bucket = Bucket.from_json(text)
         row = torch.zeros(bucket.nbytes, dtype=torch.uint8)

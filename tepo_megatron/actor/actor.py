@@ -183,6 +183,7 @@ class Actor:
     def attach_ref_logprobs(self, batch: TrainBatch) -> TrainBatch:
         """Return the batch with the reference policy's log-probs; its own routers choose experts. Needs `keep_reference`."""
         assert self.reference is not None, "keep_reference comes first"
+        self.finish_step()
         with self.reference.in_place():
             return replace(batch, ref_logprobs_N=self.logprobs(batch, replays=False))
 

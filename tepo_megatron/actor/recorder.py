@@ -37,7 +37,6 @@ class TokenRecorder:
     def __init__(self, run_dir: Path, step: int, objective: Objective, groups: ParallelDims) -> None:
         self._folder, self._groups = audit_folder(run_dir, step), groups
         self._text = {"objective": json.dumps(dataclasses.asdict(objective)), "shards": str(groups.dp_cp.size)}
-        self._updates = 0
         self._microbatches: list[dict[str, Tensor]] = []
 
     @classmethod
@@ -56,10 +55,20 @@ class TokenRecorder:
         due = logging.audit_every and (step - 1) % logging.audit_every == 0
         return cls(run_dir, step, objective, groups) if due else None
 
-    def start(self, batch: TrainBatch, updates: int) -> None:
-        """Replace what an earlier attempt recorded of the step, and record its sequences. Only rank 0 writes.
+    def clear(self) -> None:
+        """Remove what an earlier attempt recorded of the step. Only rank 0 does.
 
-        Other ranks write nothing before the first update has communicated with rank 0.
+        Call it before the first update: other ranks write nothing before that update has communicated with rank 0.
+
+        Raises:
+            StorageError: The folder cannot be removed.
+        """
+        if self._groups.is_main and self._folder.exists():
+            with writing(self._folder):
+                shutil.rmtree(self._folder)
+
+    def record(self, batch: TrainBatch, updates: int) -> None:
+        """Record the sequences of the step. Only rank 0 does.
 
         Args:
             batch: The rollout batch that the updates divide.
@@ -68,12 +77,8 @@ class TokenRecorder:
         Raises:
             StorageError: The file cannot be written.
         """
-        self._updates = updates
         if not self._groups.is_main:
             return
-        with writing(self._folder):
-            if self._folder.exists():
-                shutil.rmtree(self._folder)
         rollouts = batch.rollouts
         tensors = {
             "token_ids": torch.cat([r.token_ids_L for r in rollouts]),

@@ -169,3 +169,31 @@ def check_batch(rollout: RolloutConfig, training: TrainingConfig) -> None:
             f"training.minibatch_prompts={training.minibatch_prompts} exceeds "
             f"rollout.prompts_per_step={rollout.prompts_per_step}; lower the first or raise the second"
         )
+
+
+def check_stream(rollout: RolloutConfig, training: TrainingConfig) -> None:
+    """Check that minibatches can be trained while others are sampled. Raises ValueError.
+
+    Args:
+        rollout: The section.
+        training: Its `stream` and `minibatch_prompts`.
+    """
+    if not training.streams:
+        return
+    stream = f"training.stream={training.stream}"
+    if rollout.colocate:
+        raise ValueError(
+            f"{stream} trains while the engine samples, and with rollout.colocate=true they take turns; set one of them to its "
+            "default"
+        )
+    if training.minibatch_prompts == rollout.prompts_per_step:
+        raise ValueError(
+            f"{stream} has no effect with training.minibatch_prompts={training.minibatch_prompts}, all of "
+            "rollout.prompts_per_step: the only minibatch waits for all groups; lower minibatch_prompts, or set stream to off"
+        )
+    if training.stream == "prompt" and rollout.replay is None and (rollout.filter_uniform_groups or rollout.oversample > 1):
+        raise ValueError(
+            f"{stream} sets the prompts of each minibatch before they are sampled, and rollout.filter_uniform_groups="
+            f"{str(rollout.filter_uniform_groups).lower()} with rollout.oversample={rollout.oversample:g} chooses them later; "
+            "set these to false and 1, or stream to arrival"
+        )

@@ -13,7 +13,7 @@ from tepo_megatron.config.megatron import MegatronConfig
 from tepo_megatron.config.model import ModelConfig, ParallelConfig, check_attention
 from tepo_megatron.config.objective import ObjectiveConfig
 from tepo_megatron.config.reward import RewardConfig
-from tepo_megatron.config.rollout import RolloutConfig, check_batch
+from tepo_megatron.config.rollout import RolloutConfig, check_batch, check_stream
 from tepo_megatron.config.sync import SyncConfig, check_canaries, check_quantize, check_transport
 from tepo_megatron.config.training import OptimizerConfig, TrainingConfig, check_recompute, check_sequence
 from tepo_megatron.config.upkeep import CheckpointConfig, EvaluationConfig, LoggingConfig, check_checkpoint, check_evaluation
@@ -50,6 +50,7 @@ class Config:
         check_evaluation(self.evaluation, self.data, self.rollout)
         check_checkpoint(self.checkpoint, self.evaluation)
         check_batch(self.rollout, self.training)
+        check_stream(self.rollout, self.training)
         self._check_what_runs()
         check_sequence(self.training, self.sequence_tokens)
         check_recompute(self.training, self.rollout.replay_experts)

@@ -126,7 +126,7 @@ def _checksums(rollout: RolloutConfig, sync: SyncConfig, steps: int, platform: s
     state = f"at every delivery whose version is a multiple of {every}, or that passes one over"
     if every > 1:
         state += "; a tensor that took an update since the last check, and not the newest, passes"
-    if every > 1 and sync.delta:
+    if every > 1 and sync.delta != "none":
         state += "; with sync.delta, of what is sent at that delivery"
     if rollout.server.precision is not None:
         state += "; rollout.server.precision is set, so only a server that took none of the changes is noticed"

@@ -1,6 +1,6 @@
 """Section `sync`: deliver the trained weights to the inference servers, and compare the engine's log-probs with the actor's."""
 
-import math
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
@@ -35,6 +35,9 @@ class GroupTransportConfig:
     address: str | None = None
     # Seconds until one round of buckets has arrived at all servers. A server that takes longer in three attempts ends the run.
     timeout_seconds: PositiveFloat = 30.0
+    # Send each rank of a server only the part of each tensor that it holds, instead of all of it to all ranks. Each sender then
+    # has a process group for each of the rollout.server.tp ranks.
+    slices: bool = False
 
 
 @config
@@ -49,6 +52,11 @@ class IpcTransportConfig:
 
 
 AnyTransportConfig = ShmTransportConfig | GroupTransportConfig | IpcTransportConfig
+
+
+def _delta_mode(value: Any) -> Any:
+    """Return the mode that a boolean stands for, as in earlier releases; anything else as it is."""
+    return {True: "layers", False: "none"}[value] if isinstance(value, bool) else value
 
 
 def _prepared(value: Any) -> Any:
@@ -96,9 +104,12 @@ class SyncConfig:
     quantize: Literal["none", "fp8"] = "none"
     # MiB of one round of buckets, over all owners together. Shared memory (or the senders' memory) holds two rounds.
     bucket_mib: Positive = 512
-    # Send only parameters whose bytes changed since the last delivery (decoder layers as a whole). Servers that lack that
-    # delivery receive all. The engine stops sampling before the first bucket is written.
-    delta: bool = False
+    # What a delivery leaves out. layers: parameters whose bytes did not change since the last delivery (decoder layers as a
+    # whole). elements: these, and of the other tensors the elements that did not change; the rest is compressed. elements keeps
+    # the weights in host memory twice: once with the ranks that send them, and once in each process of a server. It pays over a
+    # network and at low learning rates; a tensor that would not shrink to 60 % is sent whole. Servers that lack the last
+    # delivery receive all. The engine stops sampling before the first bucket is written. true means layers, false none.
+    delta: Annotated[Literal["none", "layers", "elements"], BeforeValidator(_delta_mode)] = "none"
     # Number of steps between deliveries that are verified at both ends; 0: never. In a verified delivery the engine checks the
     # CRC-32 of each tensor that arrives, and all servers report checksums of the parameters that they serve: these must be
     # equal on all servers, and must change where the parameter did. vLLM on a CPU reports none for linear layers.
@@ -123,17 +134,6 @@ class SyncConfig:
             raise ValueError(
                 f"sync.canary_every={self.canary_every:g} asks about canaries, and sync.canaries is 0; set sync.canaries=8"
             )
-
-    def allowed_difference(self, tokens: int) -> float:
-        """Return the mean |log-prob difference|, in nats, that a server's sample of tokens may have.
-
-        It is `max_logprob_diff` with a margin for chance that shrinks with the number of tokens n: 4 / sqrt(n) for the spread
-        of a mean, and 20 / n because in bf16 a single token may differ by a nat. At 1,000 tokens it is 1.15 times the limit.
-
-        Args:
-            tokens: Number of tokens, all of one server.
-        """
-        return self.max_logprob_diff * (1 + 4 / math.sqrt(tokens) + 20 / tokens)
 
     @property
     def shared_folder(self) -> str | None:
@@ -167,7 +167,14 @@ def check_transport(sync: SyncConfig, rollout: RolloutConfig, parallel: Parallel
     transport, server = sync.transport, rollout.server
     if isinstance(transport, GroupTransportConfig):
         _check_group(transport, rollout, parallel, platform)
+        if transport.slices:
+            _check_slices(sync, rollout)
     remote = server.remote and not rollout.only and rollout.replay is None
+    if sync.delta == "elements" and isinstance(transport, IpcTransportConfig):
+        raise ValueError(
+            "sync.delta=elements with sync.transport=ipc: servers map the weights where they are, so fewer bytes save nothing "
+            "and encoding them would move them through host memory; set sync.delta=layers, or sync.transport=group or shm"
+        )
     if remote and isinstance(transport, IpcTransportConfig):
         raise ValueError(
             "sync.transport=ipc shares memory of this machine's processes, which servers that others start (rollout.server."
@@ -178,6 +185,27 @@ def check_transport(sync: SyncConfig, rollout: RolloutConfig, parallel: Parallel
             "sync.transport.folder is not set, and shared memory does not reach servers of other machines; set it to a folder "
             "that the trainer shares with the servers of rollout.server.urls or rollout.server.rendezvous (/dev/shm where they "
             "are on one machine), or use sync.transport=group"
+        )
+
+
+# options with which an engine divides the model in another way than over its tensor-parallel ranks
+_DIVIDING_OPTIONS = re.compile(
+    r"--(enable-|no-)?(expert-parallel|ep|moe-|dp|data-parallel|pp|pipeline-parallel|dcp|decode-context)"
+)
+
+
+def _check_slices(sync: SyncConfig, rollout: RolloutConfig) -> None:
+    """Check `sync.transport.slices`. Raises ValueError."""
+    if sync.quantize != "none":
+        raise ValueError(
+            f"sync.transport.slices=true with sync.quantize={sync.quantize}: blocks of scales are not sliced; set "
+            "sync.transport.slices=false, or sync.quantize=none"
+        )
+    options = getattr(rollout.server, "extra_args", ())  # servers that others start have none here
+    if others := [option for option in options if _DIVIDING_OPTIONS.match(option)]:
+        raise ValueError(
+            f"sync.transport.slices=true with {others[0]} in rollout.server.extra_args: the engine then divides the model in "
+            "another way than over rollout.server.tp ranks; set slices to false"
         )
 
 

@@ -30,6 +30,11 @@ class TrainingConfig:
     # Source of the old log-probs where a rollout batch has several updates. `actor`: a forward pass; `rollout`: what the engine
     # reported, which has no entropies.
     old_logprobs: Literal["actor", "rollout"] = "actor"
+    # Train each minibatch as soon as its groups are there, while the others of the rollout batch are still being sampled; each
+    # rank keeps a copy of the weights at the batch's start in host memory, for the old log-probs. off: wait for the whole
+    # batch. prompt: the minibatches and their order are those of off, and so are the updates. arrival: each minibatch takes the
+    # groups that are there first; which they were is logged. Later epochs have the whole batch.
+    stream: Literal["off", "prompt", "arrival"] = "off"
     # MiB of logits to hold at once: the output layer works in chunks of rows, fused with the token statistics, and computes
     # logits beyond the budget again in backward. null: all logits of a microbatch at once.
     logits_budget_mib: NonNegative | None = None
@@ -41,6 +46,11 @@ class TrainingConfig:
     recompute: Literal["none", "selective", "full"] = "none"
     # Keep the activations for backward in host memory, page-locked on GPUs (`actor/activations.py`).
     offload_activations: bool = False
+
+    @property
+    def streams(self) -> bool:
+        """Return whether updates begin before the rollout batch is complete."""
+        return self.stream != "off"
 
     def shares_prompts(self, platform: str) -> bool:
         """Return whether sequences of a microbatch share prompts, where attention can do that."""

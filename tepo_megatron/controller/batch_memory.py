@@ -42,8 +42,10 @@ class BatchHeader:
         prompt_experts: See `Rollout.prompt_experts`, for each sequence.
         experts: (dtype, MoE layers, experts per token) if the experts are there; else None.
         masks: (response tokens, ids of all their sampling masks); (0, 0) if the masks are not there.
-        metrics: Pairs of `Metrics` over everything that the step sampled.
-        seconds: Seconds of sampling and grading, by phase.
+        metrics: Pairs of `Metrics` over everything that the step sampled; empty for a minibatch that is not the last.
+        seconds: Seconds of sampling and grading, by phase; empty for a minibatch that is not the last.
+        ids: Index of each sequence in the rollout batch; see `TrainBatch.ids_B`.
+        is_last: False for a minibatch after which others of its step follow.
     """
 
     path: str
@@ -55,6 +57,8 @@ class BatchHeader:
     metrics: Mapping[str, Pair]
     seconds: Mapping[str, float]
     masks: tuple[int, int] = (0, 0)
+    ids: tuple[int, ...] = ()
+    is_last: bool = True
 
     @property
     def tokens(self) -> int:
@@ -81,12 +85,21 @@ class BatchMemory:
     def __init__(self) -> None:
         self._files: dict[str, list[int]] = {}  # path -> file descriptors, of the tokens and of the experts
 
-    def write(self, rollouts: Sequence[Rollout], metrics: Mapping[str, Pair], seconds: Mapping[str, float]) -> BatchHeader:
+    def write(
+        self,
+        rollouts: Sequence[Rollout],
+        metrics: Mapping[str, Pair],
+        seconds: Mapping[str, float],
+        ids: Sequence[int] | None = None,
+        is_last: bool = True,
+    ) -> BatchHeader:
         """Write graded rollouts into new files and return the header. Experts are written if every rollout has them.
 
         Args:
-            rollouts: Of one step, contiguous by prompt.
+            rollouts: Of one step or minibatch, contiguous by prompt.
             metrics, seconds: See `BatchHeader`.
+            ids: See `BatchHeader`. None: the rollouts are the whole rollout batch.
+            is_last: See `BatchHeader`.
         """
         experts = [r.experts_LKT for r in rollouts if r.experts_LKT is not None]
         shape = None
@@ -102,7 +115,8 @@ class BatchMemory:
         given = [r.sampling_mask for r in rollouts if r.sampling_mask is not None]
         masks = SamplingMask.cat(given if len(given) == len(rollouts) else [])
         sizes = (masks.counts_N.numel(), masks.ids_M.numel())
-        header = BatchHeader(path, experts_path, lengths, columns, digests, shape, metrics, seconds, sizes)
+        numbers = tuple(range(len(rollouts)) if ids is None else ids)
+        header = BatchHeader(path, experts_path, lengths, columns, digests, shape, metrics, seconds, sizes, numbers, is_last)
         if header.nbytes:
             arrays = token_arrays(header, map_file(file, header.nbytes))
             for name in _TOKEN_FIELDS:

@@ -30,7 +30,7 @@ class BatchReceiver:
     """Brings batches from the service to all ranks. Make one with `open`; all ranks make the same calls.
 
     Attributes:
-        expert_bytes: Bytes of experts that other machines have sent to this one since the last `receive`.
+        expert_bytes: Bytes of experts that other machines have sent to this one since the last `release`.
     """
 
     def __init__(
@@ -52,9 +52,8 @@ class BatchReceiver:
         self._machine = next(place for place, ranks in enumerate(machines) if groups.rank in ranks)
         self._machines, self._leader = machines, machines[self._machine][0]
         self._dp_ranks = [sorted({dp_ranks[rank] for rank in ranks}) for ranks in machines]  # of each machine
-        self._fetched: list[set[int]] = []  # by machine: indices of the sequences whose experts it has
-        self._header: BatchHeader | None = None
-        self._experts: list[Tensor] = []  # of each sequence, in the file of this machine
+        self._fetched = [set[int]() for _ in machines]  # by machine: ids of the sequences whose experts it has
+        self._experts: dict[int, Tensor] = {}  # by id of the sequence, in the file of this machine
         self.expert_bytes = 0
 
     @classmethod
@@ -75,7 +74,7 @@ class BatchReceiver:
         return cls(groups, list(machines.values()), [dp for _, dp in ranks], group if groups.rank in leaders else None)
 
     def receive(self, header: BatchHeader) -> list[Rollout]:
-        """Return the rollouts of a header that every rank has.
+        """Return the rollouts of a header that every rank has: a rollout batch, or one of its minibatches.
 
         When it returns on any rank, the service may release the files. Collectives: an all-gather and a barrier over the host
         group; with several machines one broadcast over their lowest ranks.
@@ -89,9 +88,9 @@ class BatchReceiver:
             copies, paths = self._exchange(header)
         paths = all_gather_object(paths, groups.host)[self._leader]
         rollouts = read(header, *paths)
-        self._header, self.expert_bytes = header, 0
-        self._experts = [r.experts_LKT for r in rollouts if r.experts_LKT is not None]
-        self._fetched = [set(range(len(rollouts))), *(set[int]() for _ in self._machines[1:])]
+        if header.experts is not None:
+            self._experts |= {i: r.experts_LKT for i, r in zip(header.ids, rollouts, strict=True) if r.experts_LKT is not None}
+        self._fetched[0].update(header.ids)
         dist.barrier(group=groups.host)
         for copy in copies:
             os.close(copy)
@@ -99,7 +98,8 @@ class BatchReceiver:
 
     def release(self) -> None:
         """Let go of the batch, which is not trained on any more."""
-        self._header, self._experts = None, []
+        self._experts, self.expert_bytes = {}, 0
+        self._fetched = [set[int]() for _ in self._machines]
 
     def fetch_experts(self, needed: Sequence[Sequence[int]]) -> None:
         """Write experts into the files of the machines whose ranks are about to read them.
@@ -108,13 +108,13 @@ class BatchReceiver:
         group; else none.
 
         Args:
-            needed: Indices in the batch of the sequences that each data-parallel rank packs. The same on every rank.
+            needed: Indices in the rollout batch of the sequences that each data-parallel rank packs. The same on every rank.
         """
         lacking = [
             sorted({i for dp in ranks for i in needed[dp]} - fetched)
             for ranks, fetched in zip(self._dp_ranks, self._fetched, strict=True)
         ]
-        if self._header is None or self._header.experts is None or not any(lacking):
+        if not self._experts or not any(lacking):
             return
         for machine, (indices, fetched) in enumerate(zip(lacking, self._fetched, strict=True)):
             fetched.update(indices)

@@ -104,6 +104,10 @@ class CanarySync:
         found: list[float] = self._groups.broadcast_from_last_stage(logprobs_N).tolist()
         return found
 
+    def metrics(self) -> dict[str, float]:
+        """See `WeightSync.metrics`."""
+        return self._sync.metrics()
+
     def __enter__(self) -> Self:
         self._sync.__enter__()
         return self

@@ -26,7 +26,7 @@ from tepo_megatron.config import RolloutConfig, SyncConfig, TrainingConfig
 from tepo_megatron.distributed.parallel import ParallelDims
 from tepo_megatron.errors import SyncError
 from tepo_megatron.types import Rollout, TrainBatch
-from tepo_megatron.weight_sync.sync import check_mismatch
+from tepo_megatron.weight_sync.mismatch import allowed_difference, check_mismatch
 
 Source = tuple[int, str]  # (version, name of the server or "" if unknown)
 
@@ -58,7 +58,8 @@ class WeightsGate:
 
     Args:
         rollout: Sets how many versions are kept (`max_staleness`), and whether rollouts are another run's (`replay`).
-        training: Tells how many updates a rollout batch takes, and whose log-probs are the old ones.
+        training: Tells how many updates a rollout batch takes, whose log-probs are the old ones, and whether a step's updates
+            begin before all its rollouts are there (`stream`).
         sync: Sets how many tokens are compared and how far the log-probs may differ.
         actor: Computes the log-probs; its parameters are the ones delivered to the engine.
         groups: Groups of this rank.
@@ -70,6 +71,7 @@ class WeightsGate:
         self._rollout, self._training, self._sync, self._actor, self._groups = rollout, training, sync, actor, groups
         # Another run's weights sampled replayed rollouts; only those recorded as of the newest version can be compared.
         self._keeps = rollout.max_staleness if rollout.replay is None else 0
+        self._streams = training.streams
         self._kept: dict[int, HostWeights] = {}  # version -> weights
         self._compared: dict[Source, LogprobDifference] = {}  # differences of the current step
         self._step_tokens = 0
@@ -77,7 +79,17 @@ class WeightsGate:
 
     def delivered(self, version: int) -> None:
         """Keep a copy of the actor's weights, delivered to the engine as `version`, as long as its rollouts may be used."""
-        if not self._keeps or version in self._kept:
+        if self._keeps or self._streams:
+            self._keep(version)
+
+    def start_step(self, step: int) -> None:
+        """Begin a step. With `training.stream`, keep a copy of the actor's weights, those of version `step` - 1."""
+        self._compared, self._step_tokens = {}, 0
+        if self._streams:
+            self._keep(step - 1)
+
+    def _keep(self, version: int) -> None:
+        if version in self._kept:
             return
         unused = [self._kept.pop(v) for v in self.versions if v < version - self._keeps]
         if unused:  # reuse the buffer, because allocating page-locked memory is slow
@@ -95,23 +107,23 @@ class WeightsGate:
         """Compare, in separate passes, the tokens whose log-probs no other pass of the step computes.
 
         Args:
-            batch: The whole rollout batch of the step.
+            batch: The whole rollout batch of the step, or one of its minibatches. `start_step` must be called before the first.
             step: Number of the step. The actor has the weights of version `step` - 1.
 
         Raises:
             SyncError: A server serves other weights than it reports, or rollouts have a version that was never delivered.
         """
         training, newest = self._training, step - 1
-        self._compared, self._step_tokens, self._newest_too = {}, batch.num_tokens, False
+        self._step_tokens, self._newest_too = self._step_tokens + batch.num_tokens, False
         if self._rollout.replay is not None:
             return
-        several = batch.updates(training.epochs, training.minibatch_prompts) > 1
+        several = self._streams or batch.updates(training.epochs, training.minibatch_prompts) > 1
         self._newest_too = training.old_logprobs == "rollout" and several
         compared: dict[Source, LogprobDifference] = {}
         for version in sorted({version for r in batch.rollouts for _, (version, _) in pieces(r)}):
             if version != newest or self._newest_too:
                 part = batch.select(chosen(batch.rollouts, version, self._sync.compared_tokens), update=0)
-                with self._weights_of(version, newest):
+                with contextlib.nullcontext() if version == newest else self.weights_of(version):
                     logprobs_N = self._actor.logprobs(part)
                 compared |= self._differences(part, logprobs_N, version)
         self._judge(compared)
@@ -143,17 +155,19 @@ class WeightsGate:
         }
 
     @contextlib.contextmanager
-    def _weights_of(self, version: int, newest: int) -> Iterator[None]:
-        """Give the actor the weights of `version` inside the block; afterwards its own are restored bit for bit."""
-        if version == newest:
-            yield
-            return
+    def weights_of(self, version: int) -> Iterator[None]:
+        """Give the actor the kept weights of `version` inside the block; afterwards its own are restored bit for bit.
+
+        Raises:
+            SyncError: No copy of them is kept.
+        """
         if version not in self._kept:
             known = ", ".join(map(str, self.versions)) or "none"
             raise SyncError(
                 f"rollouts were sampled with version {version} of the weights, which this run did not deliver (it keeps "
                 f"{known}), so they cannot be compared with the actor; end the servers and start them again"
             )
+        self._actor.require_loaded("weights of another version", "parameters")
         with self._kept[version].in_place():
             yield
 
@@ -178,7 +192,7 @@ class WeightsGate:
             self._compared.setdefault(source, LogprobDifference()).add(difference)
         limit = self._sync
         # first the server that exceeds the limit for its number of tokens the most, because it best identifies the fault
-        worst = sorted(compared.items(), key=lambda item: -item[1].mean / limit.allowed_difference(item[1].tokens))
+        worst = sorted(compared.items(), key=lambda item: -item[1].mean / allowed_difference(item[1].tokens, limit))
         for (version, server), difference in worst:
             check_mismatch(difference.mean, version, limit, server, difference.tokens)
         check_mismatch(self._whole().mean, max(version for version, _ in compared), limit)

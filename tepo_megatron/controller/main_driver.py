@@ -18,8 +18,10 @@ from tepo_megatron.observability.timing import Clock
 from tepo_megatron.rollout import decisions, record
 from tepo_megatron.rollout.collector import Collector
 from tepo_megatron.rollout.record import Replay
+from tepo_megatron.rollout.streaming import Minibatch, MinibatchStream
 from tepo_megatron.utils.atomic import replace_file
 from tepo_megatron.utils.save_requests import answer_stop
+from tepo_megatron.utils.seeding import derive_seed
 from tepo_megatron.utils.storage import writing
 
 
@@ -80,16 +82,24 @@ class MainDriver:
             self._log.message(f"actor built; {self._cfg.rollout.engine} ready after {waiting.total:.0f} s more")
         self._clock = Clock()  # the run's seconds exclude the start
 
-    def collect(self, step: int) -> BatchHeader:
-        """Sample and grade the rollouts of a step; return the header of the file that they are in."""
-        clock = Clock()
+    def collect(self, step: int, hand_out: Callable[[BatchHeader], object]) -> BatchHeader:
+        """Sample and grade the rollouts of a step; return the header of the file that they are in.
+
+        Args:
+            step: Number of the step.
+            hand_out: With `training.stream`, called with the header of each minibatch but the last, as soon as it is there. The
+                last one is the result.
+        """
+        clock, stream = Clock(), self._stream(step, hand_out)
         if self._resumed_after is not None:
             self.check_in_place()
             decisions.append(self._cfg.run_dir, decisions.start_line(self._resumed_after, plain(self._cfg)))
             self._resumed_after = None
-        rollouts, metrics = self._source.collect(step, clock)
+        rollouts, metrics = self._source.collect(step, clock, stream)
         self.check_in_place()
         if isinstance(self._source, Collector):
+            if stream is not None:
+                self._source.decisions.minibatches = stream.prompts
             decisions.append(self._cfg.run_dir, self._source.decisions.line(step))
             if step == self._cfg.training.steps:
                 self._source.cancel()
@@ -104,7 +114,22 @@ class MainDriver:
             self._restarts = restarts
             for name, value in self.engine.canary_metrics().items() if self._cfg.sync.canaries else ():
                 metrics.add(name, value)
-        return self._memory.write(rollouts, metrics.pairs(), clock.seconds)
+        last = Minibatch(rollouts, list(range(len(rollouts)))) if stream is None else stream.finish()
+        return self._memory.write(last.rollouts, metrics.pairs(), clock.seconds, last.ids)
+
+    def _stream(self, step: int, hand_out: Callable[[BatchHeader], object]) -> MinibatchStream | None:
+        """Return the minibatches of a step; None if training waits for the whole rollout batch."""
+        training = self._cfg.training
+        if training.stream == "off" or self._cfg.rollout.only:
+            return None
+
+        def write(minibatch: Minibatch) -> None:
+            self.check_in_place()
+            hand_out(self._memory.write(minibatch.rollouts, {}, {}, minibatch.ids, is_last=False))
+
+        seed = derive_seed(self._cfg.seed, "minibatches", step)
+        groups = self._cfg.rollout.prompts_per_step
+        return MinibatchStream(training.stream, groups, training.minibatch_prompts, seed, write)
 
     def release(self, path: str) -> None:
         """Close the file of a batch that all ranks have read."""

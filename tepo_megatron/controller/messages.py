@@ -17,13 +17,14 @@ class Waited(NamedTuple):
     """The end of a wait for work of the rollout thread.
 
     Attributes:
-        event: "done"; "weights": the engine asks for weights, and without them the work may never finish; "stop": the run is to
-            save a checkpoint and end, whatever is still being sampled.
-        result: Result of the work, if it is done.
+        event: "done"; "minibatch": one of the minibatches is there before the others (`training.stream`); "weights": the engine
+            asks for weights, and without them the work may never finish; "stop": the run is to save a checkpoint and end,
+            whatever is still being sampled.
+        result: Result of the work, if it is done; the `BatchHeader` of the minibatch.
         save: A checkpoint is to be saved after the step.
     """
 
-    event: Literal["done", "weights", "stop"]
+    event: Literal["done", "minibatch", "weights", "stop"]
     result: Any = None
     save: bool = False
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from tepo_megatron.config import DYNAMIC_SAMPLING_ROUNDS, Config, RewardConfig, RolloutConfig
 from tepo_megatron.errors import ConfigError
 from tepo_megatron.losses import Objective, build_objective
+from tepo_megatron.losses.advantages import OF_WHOLE_BATCH
 from tepo_megatron.rewards.overlong import OverlongShaping
 
 # The penalty starts in the last 1/5 of the response length. DAPO, Section 4.1: the last 4096 of 20480 tokens.
@@ -33,6 +34,7 @@ def resolve(cfg: Config) -> Method:
     objective = build_objective(cfg.objective)
     _check_reward_penalty(objective, cfg.rollout.filter_uniform_groups)
     _check_old_logprobs(objective, cfg.training.old_logprobs)
+    _check_stream(objective, cfg.training.stream)
     rounds = _max_generation_rounds(cfg.rollout, objective, cfg.objective.name)
     return Method(objective, rounds, _overlong(cfg.reward, objective, cfg.rollout.max_response_tokens))
 
@@ -61,6 +63,15 @@ def _check_old_logprobs(objective: Objective, old_logprobs: str) -> None:
         raise ConfigError(
             f"training.old_logprobs=rollout leaves objective.correction.type={objective.correction.type} nothing to "
             f"correct (old over rollout is 1); remove one of them"
+        )
+
+
+def _check_stream(objective: Objective, stream: str) -> None:
+    """Raise ConfigError if the advantages of a streamed minibatch depend on groups that are not there yet."""
+    if stream != "off" and objective.advantage in OF_WHOLE_BATCH:
+        raise ConfigError(
+            f"training.stream={stream} with objective.advantage={objective.advantage}: that advantage takes all samples of the "
+            "rollout batch, which are not there when its first minibatch is trained; set stream to off, or another advantage"
         )
 
 

@@ -8,12 +8,17 @@ The rollouts of step t are started once weights of version t - 1 - max_staleness
     k, finish                | when nothing is being sampled    | t - 1 - k or newer, depending on timing
     k, continue or restart   | after every step                 | t - 1 - k or newer, depending on timing
 
+With `training.stream` a step is trained while its last rollouts are still being sampled. The table holds for it, too: an engine
+that needs the weights of version t - 1 meanwhile gets the copy that the gate keeps of them.
+
 If trainer and engine share their devices (rollout.colocate), the engine sleeps while a step is trained and wakes when something
 is to be sampled. Anything in between, such as a checkpoint, finds the trainer as training left it.
 """
 
+import contextlib
 from collections import deque
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, Self
 
 from tepo_megatron.config import EvaluationConfig, RolloutConfig
 from tepo_megatron.controller.batch_memory import BatchHeader
@@ -35,6 +40,25 @@ class StopRequested(Exception):
     """The run is to save a checkpoint and end (`utils/save_requests.py`). Every rank raises it at the same place."""
 
 
+class RolloutPart(NamedTuple):
+    """The rollouts that a step is trained on, or with `training.stream` those of one of its minibatches.
+
+    Attributes:
+        rollouts: Graded rollouts, contiguous by prompt; empty if the step found nothing to train on.
+        ids: Index of each rollout in the rollout batch; see `TrainBatch.ids_B`.
+        metrics: Metrics of all that the step has sampled. None: the part is not the last one.
+    """
+
+    rollouts: list[Rollout]
+    ids: tuple[int, ...]
+    metrics: Metrics | None
+
+    @classmethod
+    def whole(cls, rollouts: Sequence[Rollout]) -> Self:
+        """Return the only part of a step with these rollouts and no metrics of sampling."""
+        return cls(list(rollouts), tuple(range(len(rollouts))), Metrics())
+
+
 class Schedule:
     """The rollout side of the training loop. All ranks make the same calls, `publish_first_weights` before all others.
 
@@ -44,7 +68,7 @@ class Schedule:
         save_requested: Whether a checkpoint is to be saved after the running step. The caller resets it.
 
     Raises:
-        StopRequested: From `next_batch` and the evaluations, which then have not finished. `stop` must be called next.
+        StopRequested: From `next_parts` and the evaluations, which then have not finished. `stop` must be called next.
     """
 
     def __init__(
@@ -84,6 +108,7 @@ class Schedule:
         self._started = trained  # last step whose rollouts were started
         self._served: int | None = None  # version of the served weights
         self._evaluated: int | None = None  # last step whose weights were evaluated
+        self._in_updates = False  # whether the actor may have taken updates since `trained`
         self.trained, self.ended, self.save_requested = trained, False, False
 
     def publish_first_weights(self) -> None:
@@ -92,8 +117,10 @@ class Schedule:
         if not self._placement.shared:
             self._publish(Clock())
 
-    def next_batch(self, step: int, clock: Clock) -> tuple[list[Rollout], Metrics]:
-        """Return the graded rollouts to train on in `step`, and their metrics. Collective over all ranks.
+    def next_parts(self, step: int, clock: Clock) -> Iterator[RolloutPart]:
+        """Yield the graded rollouts to train on in `step`, each part as soon as it is there. Collective over all ranks.
+
+        There is one part, unless `training.stream` says otherwise. A part is to be trained on before the next one is asked for.
 
         Args:
             step: Number of the step.
@@ -102,10 +129,19 @@ class Schedule:
         if not self._ahead:
             self._publish(clock)
         self._start_rollouts()
-        with clock.phase("wait"):
-            header: BatchHeader = self._wait(self._ahead.popleft())
-            rollouts = self._batches.receive(header)
-            self._driver.release(header.path)
+        task, header = self._ahead.popleft(), None
+        while header is None or not header.is_last:
+            with clock.phase("wait"):
+                header = self._wait(task)
+                rollouts = self._batches.receive(header)
+                self._driver.release(header.path)
+            if header.is_last:
+                self._all_received(step, header, clock)
+            yield RolloutPart(rollouts, header.ids, Metrics(header.metrics) if header.is_last else None)
+            self._in_updates = True
+
+    def _all_received(self, step: int, header: BatchHeader, clock: Clock) -> None:
+        """Prepare what comes after the sampling of a step, before the last of its rollouts are trained on."""
         clock.seconds |= header.seconds
         self._memory.end_phase("generate")
         with clock.phase("sync"):
@@ -116,7 +152,6 @@ class Schedule:
                 with clock.paused():
                     self.evaluate_if_due(step - 1)
             self._start_rollouts()
-        return rollouts, Metrics(header.metrics)
 
     def load_trainer(self) -> None:
         """Make the actor ready to be trained, saved and exported: an evaluation may have given the device to the engine."""
@@ -139,7 +174,7 @@ class Schedule:
         """
         self._memory.end_phase("train")
         self._batches.release()
-        self.trained = step
+        self.trained, self._in_updates = step, False
         if not self._placement.shared and (self._interrupts or not self._ahead):
             self._publish(clock)
 
@@ -178,16 +213,16 @@ class Schedule:
             self._ahead.append(self._driver.collect(self._started))
 
     def _wait(self, task: NoTask) -> Any:
-        """Return the task's result from rank 0, or raise its error, on every rank. Send weights to restarted servers meanwhile.
+        """Return the task's result, or its next minibatch, from rank 0, or raise its error, on every rank.
 
-        The actor has only its newest weights. Rollouts that are sampled ahead are therefore completed with the newest weights.
+        Weights are sent to restarted servers meanwhile. Rollouts that are sampled ahead are completed with the newest weights.
         """
         while True:
             waited = broadcast_result(task.wait, self._groups.host)
             self.save_requested |= waited.save
             if waited.event == "stop":
                 raise StopRequested
-            if waited.event == "done":
+            if waited.event in ("done", "minibatch"):
                 return waited.result
             self._placement.repair(self._push)
 
@@ -199,6 +234,7 @@ class Schedule:
             self._memory.begin_phase()
 
     def _push(self) -> None:
-        self._sync.push(version=self.trained)
+        with self._gate.weights_of(self.trained) if self._in_updates else contextlib.nullcontext():
+            self._sync.push(version=self.trained)
         self._gate.delivered(self.trained)
         self._served = self.trained

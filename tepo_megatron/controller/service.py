@@ -20,11 +20,13 @@ import time
 import traceback
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 from tepo_megatron.config import Config
+from tepo_megatron.controller.batch_memory import BatchHeader
 from tepo_megatron.controller.main_driver import MainDriver
 from tepo_megatron.controller.messages import DESCRIPTOR, Answer, Call, Waited
 from tepo_megatron.controller.opening import EngineFactory, open_driver
@@ -38,6 +40,21 @@ POLL_SECONDS = 0.05
 
 class _End(NamedTuple):
     """Rank 0 has closed the connection."""
+
+
+@dataclass
+class _Task:
+    """Work of the rollout thread.
+
+    Attributes:
+        future: Its end.
+        minibatches: The minibatches that were there before its end.
+        received: Number of minibatches that rank 0 has received.
+    """
+
+    future: Future[Any]
+    minibatches: list[BatchHeader] = field(default_factory=list)
+    received: int = 0
 
 
 class RolloutService:
@@ -54,7 +71,7 @@ class RolloutService:
         self._calls: queue.SimpleQueue[Call | _End] = queue.SimpleQueue()
         self._cfg: Config | None = None
         self._driver: MainDriver | None = None
-        self._tasks: dict[int, Future[Any]] = {}  # by number of the call that started it
+        self._tasks: dict[int, _Task] = {}  # by number of the call that started it
         # one thread for all work, because the graders that a thread starts are ended when the thread ends
         self._rollout = ThreadPoolExecutor(1, thread_name_prefix="rollout")
         self._waiters = ThreadPoolExecutor(thread_name_prefix="waiter")
@@ -91,11 +108,13 @@ class RolloutService:
             case "close":
                 stack.close()
             case "collect":
-                self._tasks[call.number] = self._rollout.submit(self._started.collect, *args)
+                minibatches: list[BatchHeader] = []
+                future = self._rollout.submit(partial(self._started.collect, args[0], minibatches.append))
+                self._tasks[call.number] = _Task(future, minibatches)
             case "evaluate":
-                self._tasks[call.number] = self._rollout.submit(self._started.evaluate, *args)
+                self._tasks[call.number] = _Task(self._rollout.submit(self._started.evaluate, *args))
             case "done":
-                return self._tasks[args[0]].done()
+                return self._tasks[args[0]].future.done()
             case _:
                 owner, _, attribute = name.rpartition(".")
                 target = getattr(self._started.engine if owner == "engine" else self._started, attribute)
@@ -108,18 +127,24 @@ class RolloutService:
         return self._driver
 
     def _wait(self, number: int) -> Waited:
-        """Wait for a task, or what the ranks have to do meanwhile. A request to end the run comes before its result."""
+        """Wait for a task, for one of its minibatches, or for what the ranks have to do meanwhile.
+
+        A request to end the run comes before the result, unless rank 0 trains on minibatches of it already.
+        """
         assert self._cfg is not None
         engine, task, trains = self._started.engine, self._tasks[number], not self._cfg.rollout.only
         look = 0.0
         while True:
-            done = task.done()
-            if trains and (time.monotonic() >= look or done):
+            done = task.future.done()
+            if trains and not task.received and (time.monotonic() >= look or done):
                 look = time.monotonic() + LOOK_SECONDS
                 if asked(self._cfg.run_dir, STOP):
                     return Waited("stop")
+            if task.received < len(task.minibatches):
+                task.received += 1
+                return Waited("minibatch", task.minibatches[task.received - 1])
             if done:
-                return Waited("done", self._tasks.pop(number).result(), save=trains and take_save(self._cfg.run_dir))
+                return Waited("done", self._tasks.pop(number).future.result(), save=trains and take_save(self._cfg.run_dir))
             if engine is not None and trains and engine.needs_weights:
                 return Waited("weights")
             time.sleep(POLL_SECONDS)

@@ -21,7 +21,8 @@ from tepo_megatron.inference.engine import EnginePart
 from tepo_megatron.types import Canaries
 from tepo_megatron.utils.memory_kills import MemoryKills
 from tepo_megatron.utils.processes import LIFELINE, die_with_parent
-from tepo_megatron.weight_sync.broadcast_group import GroupSpec, Source
+from tepo_megatron.weight_sync.broadcast_group import GroupSpec
+from tepo_megatron.weight_sync.bucket_format import Source
 from tepo_megatron.weight_sync.transport import Recipient
 
 if TYPE_CHECKING:

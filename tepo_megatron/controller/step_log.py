@@ -26,6 +26,7 @@ KEYS = (
     "canary/checks", "canary/wrong", "canary/seconds", "canary/diff_worst", "canary/separation", "canary/distinct",
     "rollout/response_tokens_mean", "rollout/truncated", "rollout/staleness", "rollout/mixed_versions",
     "rollout/sampled_groups", "rollout/kept_groups", "rollout/stale_groups", "rollout/server_restarts",
+    "sync/bytes_sent", "sync/bytes_full", "sync/refused_rounds",
     "packing/computed_tokens", "packing/shared_share", "packing/padding_share", "packing/balance", "packing/bubble_share",
     "packing/microbatches",
     *(f"grading/{status}" for status in STATUSES),
@@ -46,14 +47,16 @@ class StepLog:
         self._trained_tokens = 0
         self._memory: dict[str, float | None] = {}
 
-    def receive(self, trained_tokens: int, metrics: Metrics) -> None:
-        """Take over the metrics of all samples.
+    def receive(self, trained_tokens: int, metrics: Metrics | None) -> None:
+        """Take over rollouts that are trained on.
 
         Args:
-            trained_tokens: Tokens of the kept rollouts, prompt and response.
-            metrics: The metrics of all samples.
+            trained_tokens: Their tokens, prompt and response.
+            metrics: The metrics of all samples of the step. None: more rollouts come.
         """
-        self._metrics, self._trained_tokens = metrics, trained_tokens
+        self._trained_tokens += trained_tokens
+        for name, pair in ({} if metrics is None else metrics.pairs()).items():
+            self._metrics.add(name, *pair)
 
     def note(self, values: Mapping[str, float | None]) -> None:
         """Record values measured once per step. None: the value could not be measured."""

@@ -12,7 +12,8 @@ from tepo_megatron.inference.partial import GenerationRequest
 from tepo_megatron.inference.servers.process import LOOPBACK
 from tepo_megatron.types import Canaries, CanaryAnswer, Rollout
 from tepo_megatron.utils.exchange import HttpAnswer
-from tepo_megatron.weight_sync.broadcast_group import Bucket, GroupSpec, Source, UnchangedTensors
+from tepo_megatron.weight_sync.broadcast_group import GroupSpec, UnchangedTensors
+from tepo_megatron.weight_sync.bucket_format import Bucket, Source
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}  # precision -> its name in vLLM and SGLang
 INITIAL_LABEL = "default"  # label of the weights of the model directory in vLLM and SGLang

@@ -50,7 +50,8 @@ from tepo_megatron.inference.servers.served_model import cache_tokens
 from tepo_megatron.types import Prompt, Rollout, SamplingParams
 from tepo_megatron.utils.escaping import excerpt
 from tepo_megatron.utils.exchange import HttpAnswer
-from tepo_megatron.weight_sync.broadcast_group import GroupSpec, Source, UnchangedTensors
+from tepo_megatron.weight_sync.broadcast_group import GroupSpec, UnchangedTensors
+from tepo_megatron.weight_sync.bucket_format import Source
 from tepo_megatron.weight_sync.receiver.binary_answer import CONTENT_TYPE
 from tepo_megatron.weight_sync.receiver.sglang_loader import BEGIN, FINISH, JOIN, KEEP, LOADER, MODEL_VARIABLE
 from tepo_megatron.weight_sync.receiver.sglang_server import CPU_VARIABLE, KEY_VARIABLE
@@ -201,8 +202,7 @@ class SglangApi:
         await send("POST", "/update_weights_from_tensor", self._payload(FINISH) | {"weight_version": str(version)})
         await send("POST", "/end_weight_update", {})
         await send("POST", f"/flush_cache?timeout={IDLE_SECONDS}", None)
-        served = (await send("GET", "/model_info", None)).get("weight_version")
-        if served != str(version):
+        if (served := (await send("GET", "/model_info", None)).get("weight_version")) != str(version):
             raise SyncError(f"sent weights of version {version}, but SGLang reports {excerpt(repr(served))}")
 
     async def checksums(self, send: Send) -> Mapping[str, str] | None:
@@ -234,9 +234,9 @@ class SglangApi:
             await send("POST", "/continue_generation", {})
 
     def _payload(self, *names: str) -> dict[str, Any]:
-        named = [(name, torch.empty(0)) for name in names]
-        pickled = base64.b64encode(pickle.dumps(named, protocol=4)).decode()  # SGLang unpickles only allowed types
-        return {"serialized_named_tensors": [pickled] * self._tp, "load_format": LOADER, "flush_cache": False}
+        named = pickle.dumps([(name, torch.empty(0)) for name in names], protocol=4)  # SGLang unpickles only allowed types
+        tensors = [base64.b64encode(named).decode()] * self._tp
+        return {"serialized_named_tensors": tensors, "load_format": LOADER, "flush_cache": False}
 
 
 def generate_request(prompt: Prompt, sampling: SamplingParams, seed: int) -> dict[str, Any]:

@@ -40,7 +40,8 @@ from tepo_megatron.inference.servers.process import LOOPBACK
 from tepo_megatron.types import MASK_TIES, Prompt, Rollout, SamplingParams
 from tepo_megatron.utils.escaping import excerpt
 from tepo_megatron.utils.exchange import HttpAnswer
-from tepo_megatron.weight_sync.broadcast_group import GroupSpec, Source, UnchangedTensors
+from tepo_megatron.weight_sync.broadcast_group import GroupSpec, UnchangedTensors
+from tepo_megatron.weight_sync.bucket_format import Source
 from tepo_megatron.weight_sync.receiver.binary_answer import CONTENT_TYPE
 from tepo_megatron.weight_sync.receiver.vllm_auth import API_KEY_VARIABLE
 

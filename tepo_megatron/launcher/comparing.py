@@ -13,7 +13,7 @@ from tepo_megatron.observability.sinks import read_metrics
 from tepo_megatron.rollout import decisions
 
 # Numbers of the machine and of the engine that sampled, which a repetition has of its own.
-_OWN = ("seconds/", "memory/", "gate/", "canary/", "tokens_per_second", "rollout/server_restarts")
+_OWN = ("seconds/", "memory/", "gate/", "canary/", "sync/", "tokens_per_second", "rollout/server_restarts")
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ def _decision(first: Path, again: Path, until: int) -> str | None:
         return None
     for step in range(1, until + 1):
         line, line_again = steps.get(step, {}), steps_again.get(step, {})
-        for name in ("asked", "arrived", "left"):
+        for name in ("asked", "arrived", "left", "minibatches"):
             was, now = line.get(name, []), line_again.get(name, [])
             if name == "arrived":  # whatever their order and their servers, which do not change what is sampled
                 was, now = (sorted((group[:3] for group in groups), key=lambda group: group[0]) for groups in (was, now))

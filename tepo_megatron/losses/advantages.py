@@ -88,19 +88,20 @@ def penalized(rollouts: Sequence[Rollout], penalty_B: Tensor) -> tuple[Rollout, 
     return tuple(replace(r, reward=r.reward - float(p)) for r, p in zip(rollouts, penalty_B, strict=True))
 
 
-def without_truncated(rollouts: Sequence[Rollout]) -> tuple[Rollout, ...]:
-    """Return the rollouts in order, without response tokens in those cut off at the length limit (overlong filtering of DAPO).
-
-    They still count as sequences in means over sequences. Their tokens are in no other denominator.
-
-    Raises:
-        DataError: All of them are cut off.
-    """
+def check_some_are_whole(rollouts: Sequence[Rollout]) -> None:
+    """Raise DataError if all rollouts of a step are cut off, so that `without_truncated` leaves nothing to learn from."""
     if rollouts and all(r.stop_reason == "length" for r in rollouts):
         raise DataError(
             "every response of a step was cut off at rollout.max_response_tokens, and objective.mask_truncated leaves nothing "
             "to learn from; raise the first or set the second to false"
         )
+
+
+def without_truncated(rollouts: Sequence[Rollout]) -> tuple[Rollout, ...]:
+    """Return the rollouts in order, without response tokens in those cut off at the length limit (overlong filtering of DAPO).
+
+    They still count as sequences in means over sequences. Their tokens are in no other denominator.
+    """
     return tuple(_masked(r) if r.stop_reason == "length" else r for r in rollouts)
 
 
@@ -159,3 +160,5 @@ def _gdpo(groups: list[Tensor], weights_K: Tensor) -> list[Tensor]:
 ADVANTAGES: dict[str, AdvantageFunction] = {"std": _std, "mean": _mean, "leave_one_out": _leave_one_out, "gpg": _gpg}
 # advantages from the terms of the reward; `losses/objective.py` offers both tables
 PER_TERM: dict[str, AdvantageFunction] = {"gdpo": _gdpo}
+# advantages that depend on the groups of the whole rollout batch; those of the others depend on their group alone
+OF_WHOLE_BATCH = frozenset({"gpg", "gdpo"})

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from tepo_megatron.config import Config
+from tepo_megatron.config import Config, GroupTransportConfig
 from tepo_megatron.errors import ConfigError
 from tepo_megatron.ops.alignment import Alignment
 from tepo_megatron.plan.activations import ON_CPU, PlannedKernels
@@ -17,6 +17,7 @@ from tepo_megatron.plan.models import read_model
 from tepo_megatron.plan.search import LayoutCandidate, judge, search
 from tepo_megatron.plan.step import Predictor
 from tepo_megatron.plan.tables import as_json, memory_lines, run_lines, search_lines, time_lines
+from tepo_megatron.plan.weight_traffic import traffic_lines, weight_traffic
 from tepo_megatron.plan.whole_run import whole_run
 from tepo_megatron.plan.workload import Workload, prefix_groups_of
 
@@ -113,6 +114,10 @@ def plan(predictor: Predictor, request: PlanRequest, tell: Callable[[str], None]
         tell("\n" + "\n".join(memory_lines(given, gpu)))
         for name, size in host_bytes(cfg, predictor.model).items():
             tell(f"  of a machine's memory: {size / GIB:.1f} GiB, {name}")
+    family, tp, server_tp = predictor.model.family, cfg.parallel.tp, cfg.rollout.server.tp
+    slices = isinstance(cfg.sync.transport, GroupTransportConfig) and cfg.sync.transport.slices
+    traffic = weight_traffic(family.rows, predictor.model.arch, tp, server_tp, predictor.model.element, slices)
+    tell("\n" + "\n".join(traffic_lines(traffic, cfg.sync)))
     if given.step is not None:
         tell("\n" + "\n".join(time_lines(given.step, predictor.machine.assumed.error)))
         tell("\n" + "\n".join(run_lines(whole_run(predictor, given.step.seconds))))

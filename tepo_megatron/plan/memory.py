@@ -245,6 +245,9 @@ def host_bytes(cfg: Config, model: PlannedModel) -> dict[str, float]:
     ranks = [(rank // (tp * whole), rank // tp % whole) for rank in range(cfg.parallel.world_size)]
     trainer, reference = TrainerMemory.of(cfg, model), cfg.objective.ref_kl is not None
     of_ranks = {rank: _host_bytes_of(trainer, cfg.rollout, cfg.checkpoint, reference, *rank) for rank in dict.fromkeys(ranks)}
+    if cfg.sync.delta == "elements":
+        for (pp_rank, dp_cp_rank), rank_parts in of_ranks.items():
+            rank_parts["weights as they were sent last"] = _sent_bytes(model, cfg.parallel, pp_rank, dp_cp_rank)
     machines: list[dict[str, float]] = []
     for first in range(0, len(ranks), GPUS_PER_NODE):
         machine: dict[str, float] = defaultdict(float)
@@ -258,6 +261,13 @@ def host_bytes(cfg: Config, model: PlannedModel) -> dict[str, float]:
         rounds = 3 if cfg.platform == "cuda" else 2
         parts["weights on their way to the engine"] = rounds * cfg.sync.bucket_mib * MIB
     return parts
+
+
+def _sent_bytes(model: PlannedModel, parallel: ParallelConfig, pp_rank: int, dp_cp_rank: int) -> float:
+    """Return a rank's share of what its tensor-parallel group keeps of the weights that it sends (`sync.delta=elements`)."""
+    found = parameters.rank_parameters(model.family.rows, model.arch, parallel, pp_rank)
+    sent = [p for p in found if dp_cp_rank == 0 or (p.expert and dp_cp_rank < parallel.ep)]
+    return sum(p.elements for p in sent) * model.element
 
 
 def _host_bytes_of(
@@ -280,6 +290,6 @@ def _host_bytes_of(
     weights = arena_bytes([p.elements * model.element for p in found])
     if reference:
         parts["reference policy"] = weights
-    if rollout.max_staleness:
+    if rollout.max_staleness or trainer.training.streams:
         parts["weights that may have sampled"] = (rollout.max_staleness + 1) * weights
     return parts

@@ -51,7 +51,7 @@ class StepPrediction:
         update: Forward and backward of one update.
         tokens: Tokens of prompts and responses that the step learns from.
         gpus: GPUs of trainer and engine.
-        overlapping: True if the trainer's phases run while the engine samples.
+        hidden: Share of the trainer's phases that run while the engine samples.
         beyond: Share of the phases' time that steps take in addition.
     """
 
@@ -59,7 +59,7 @@ class StepPrediction:
     update: PassPrediction
     tokens: int
     gpus: int
-    overlapping: bool
+    hidden: float
     beyond: float
 
     @property
@@ -75,7 +75,7 @@ class StepPrediction:
     def _modelled(self, sample: float) -> float:
         sync = self.phases["send weights"]
         rest = sum(self.phases.values()) - sync - self.phases["sample"] - self.phases[REFILLS]
-        return sync + (max(sample, rest) if self.overlapping else sample + rest)
+        return sync + max(sample, self.hidden * rest) + (1 - self.hidden) * rest
 
     @property
     def tokens_per_second(self) -> float:
@@ -182,8 +182,10 @@ class Predictor:
             "change places": self.moving_seconds(),
             "send weights": self.sync_seconds(),
         }
-        overlapping = rollout.max_staleness > 0 and not rollout.colocate
-        return StepPrediction(phases, update, sum(everything), self.placement.gpus, overlapping, self.machine.assumed.beyond)
+        hidden = float(rollout.max_staleness > 0 and not rollout.colocate)
+        if training.stream == "arrival" and not hidden:  # all minibatches of the first epoch but the last
+            hidden = 1 / training.epochs - 1 / updates
+        return StepPrediction(phases, update, sum(everything), self.placement.gpus, hidden, self.machine.assumed.beyond)
 
     def gate_share(self, updates: int) -> float:
         """Return the share of a step's tokens that the stale-weights gate compares in a separate pass.

@@ -38,7 +38,7 @@ def time_lines(step: StepPrediction, error: float) -> Iterator[str]:
         if seconds:
             yield f"  {name}".ljust(38) + f"{seconds:10.2f}"
     yield "  beyond these, as others measured".ljust(38) + f"{step.seconds - step.modelled:10.2f}"
-    how = "the longer of sample and train" if step.overlapping else "one after the other"
+    how = "one after the other" if step.hidden == 0 else f"{step.hidden:.0%} of training hidden"
     low, high = time_range(step.seconds, error)
     yield f"  all, {how}".ljust(38) + f"{step.seconds:10.2f}  ({low:.0f} to {high:.0f})"
     parts = step.update.cost

@@ -1,6 +1,7 @@
 """Collect the graded groups of one step: sample, grade, drop uninformative groups, and refill."""
 
 import math
+from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import Any
@@ -14,6 +15,7 @@ from tepo_megatron.observability.timing import Clock
 from tepo_megatron.rewards import Reward
 from tepo_megatron.rewards.overlong import OverlongShaping
 from tepo_megatron.rollout.decisions import StepDecisions
+from tepo_megatron.rollout.streaming import MinibatchStream
 from tepo_megatron.types import STATUSES, Prompt, Rollout, Routing, SamplingParams
 from tepo_megatron.utils.seeding import derive_seed
 
@@ -56,7 +58,7 @@ class Collector:
         self._in_progress: dict[int, Prompt] = {}  # prompt id -> prompt, in the order in which they were taken
         self.decisions = StepDecisions()  # of the newest step
 
-    def collect(self, step: int, clock: Clock) -> tuple[list[Rollout], Metrics]:
+    def collect(self, step: int, clock: Clock, stream: MinibatchStream | None = None) -> tuple[list[Rollout], Metrics]:
         """Return graded rollouts of at most `prompts_per_step` groups, contiguous by prompt, and metrics of all samples.
 
         With `filter_uniform_groups`, groups whose samples are all right or all wrong (unshaped score) are dropped, and further
@@ -67,6 +69,7 @@ class Collector:
             step: Number of the step, from 1.
             clock: The time is measured as phases "rollout" and "grading_wait", which is what grading takes after the last
                 sample. "grading_cpu" are the processor seconds of the grading workers.
+            stream: Receives the groups as soon as they are graded, and then sets their order. None: the order of their prompts.
 
         Raises:
             SyncError: Rollouts come from a version of the weights that is not allowed.
@@ -80,7 +83,7 @@ class Collector:
             if missing == 0:
                 break
             self._request(missing, {group[0].prompt_id for group in kept}, derive_seed(self.seed, "rollout", step, number))
-            groups, old = self._graded(step, missing, clock)
+            groups, old = self._graded(step, missing, clock, stream)
             for rollout in (r for group in groups for r in group):
                 metrics.add("reward/mean", rollout.reward)
                 metrics.add("rollout/staleness", 0 if self.cfg.only else step - 1 - rollout.policy_version)
@@ -97,6 +100,8 @@ class Collector:
         metrics.add("rollout/kept_groups", len(kept))
         metrics.add("rollout/stale_groups", stale)
         self.decisions.keep({group[0].prompt_id for group in kept})
+        if stream is not None:
+            return stream.rollouts, metrics
         return [rollout for group in kept for rollout in group], metrics
 
     def position(self) -> dict[str, Any]:
@@ -124,7 +129,7 @@ class Collector:
         self._in_progress |= {prompt.id: prompt for prompt in prompts}
         self._groups.add(prompts, self.sampling, seed)
 
-    def _graded(self, step: int, wanted: int, clock: Clock) -> tuple[list[list[Rollout]], int]:
+    def _graded(self, step: int, wanted: int, clock: Clock, stream: MinibatchStream | None) -> tuple[list[list[Rollout]], int]:
         """Return graded groups in the order of their prompts, and the number of groups sampled again because they were too old.
 
         Groups are graded while others are still being sampled. Returns early once `wanted` useful groups are there. A group is
@@ -135,6 +140,7 @@ class Collector:
         order = {prompt: place for place, prompt in enumerate(self._in_progress)}
         graded: list[list[Rollout]] = []
         grading: set[Future[list[Rollout]]] = set()
+        submitted: deque[Future[list[Rollout]]] = deque()  # and not added to the stream
         useful = stale = 0
         while useful < wanted:
             group = None
@@ -151,17 +157,24 @@ class Collector:
                     self._begin([prompt], derive_seed(self.seed, "resample", step))
                     stale += 1
                     continue
-                grading.add(self.reward.submit(group))
+                submitted.append(self.reward.submit(group))
+                grading.add(submitted[-1])
             with clock.phase("grading_wait"):
                 done, grading = wait(grading, 0 if group is not None else None, FIRST_COMPLETED)
             for future in done:
-                group = future.result() if self.overlong is None else self.overlong.shape(future.result())
+                group = self._shaped(future)
                 graded.append(group)
                 useful += len(self._useful([group]))
+            while stream is not None and submitted and submitted[0].done():  # in the order in which they arrived
+                for group in self._useful([self._shaped(submitted.popleft())]):
+                    stream.add(order[group[0].prompt_id], group)
         self.decisions.left = list(self._in_progress)
         if self.cfg.on_weight_update != "continue":
             self.cancel()
         return sorted(graded, key=lambda group: order[group[0].prompt_id]), stale
+
+    def _shaped(self, graded: Future[list[Rollout]]) -> list[Rollout]:
+        return graded.result() if self.overlong is None else self.overlong.shape(graded.result())
 
     def _useful(self, groups: list[list[Rollout]]) -> list[list[Rollout]]:
         return informative(groups) if self.cfg.filter_uniform_groups else groups

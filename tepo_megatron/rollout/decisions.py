@@ -10,6 +10,7 @@
 versions of the weights, and servers. A version or a server is one value if it is that of the whole group, else a list of
 [index of the first token, value] for each sample; so an interruption is there with its position. "left" are the prompts that
 were still being sampled. They are sampled again, or go on in the next step (`rollout.on_weight_update: continue`).
+With `training.stream`, "minibatches" has the prompt ids of each minibatch in the order in which they were trained on.
 """
 
 import json
@@ -39,11 +40,13 @@ class StepDecisions:
         asked: Prompt ids of each request to the engine.
         arrived: [prompt id, verdict, versions, servers] of each group.
         left: Prompt ids that were still being sampled at the end.
+        minibatches: Prompt ids of each minibatch that was trained on while others were sampled. None: there were none.
     """
 
     asked: list[list[int]] = field(default_factory=list)
     arrived: list[list[Any]] = field(default_factory=list)
     left: list[int] = field(default_factory=list)
+    minibatches: list[list[int]] | None = None
 
     def arrive(self, group: Sequence[Rollout], stale: bool) -> None:
         """Note a group's arrival. Its verdict is "stale" or, until it is kept, "uniform".
@@ -70,6 +73,8 @@ class StepDecisions:
             step: Number of the step.
         """
         line = {FIRST_KEY: step, "asked": self.asked, "arrived": self.arrived, "left": self.left}
+        if self.minibatches is not None:
+            line["minibatches"] = self.minibatches
         return json.dumps(line, separators=(",", ":"))
 
 

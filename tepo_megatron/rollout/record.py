@@ -1,5 +1,6 @@
 """Record the graded rollouts of each step on disk, so that another run can train on them without an engine."""
 
+import itertools
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,6 +12,7 @@ from torch import Tensor
 from tepo_megatron.errors import DataError
 from tepo_megatron.observability.metrics import Metrics
 from tepo_megatron.observability.timing import Clock
+from tepo_megatron.rollout.streaming import MinibatchStream
 from tepo_megatron.types import MASK_TIES, MOST_MASKED, Rollout, Routing, SamplingMask
 from tepo_megatron.utils.tensor_files import DAMAGE, read_tensors, write_tensors
 
@@ -174,12 +176,13 @@ class Replay:
     def __init__(self, folder: Path, routing: Routing | None = None) -> None:
         self._folder, self._routing = folder, routing
 
-    def collect(self, step: int, clock: Clock) -> tuple[list[Rollout], Metrics]:
+    def collect(self, step: int, clock: Clock, stream: MinibatchStream | None = None) -> tuple[list[Rollout], Metrics]:
         """Return the step's graded rollouts and their metrics.
 
         Args:
             step: Number of the step.
             clock: The time is measured as phase "rollout".
+            stream: Receives the groups in the order of the recording.
 
         Raises:
             DataError: A file is missing or damaged, or its experts are missing or of another model.
@@ -188,7 +191,12 @@ class Replay:
             rollouts, metrics = read(self._folder, step)
             for rollout in rollouts if self._routing is not None else ():
                 self._check(rollout, step)
-            return rollouts, metrics
+        if stream is not None:
+            groups = [list(group) for _, group in itertools.groupby(rollouts, key=lambda rollout: rollout.prompt_id)]
+            stream.expect(len(groups))
+            for place, group in enumerate(groups):
+                stream.add(place, group)
+        return rollouts, metrics
 
     def _check(self, rollout: Rollout, step: int) -> None:
         file, routing = file_of(self._folder, step), self._routing

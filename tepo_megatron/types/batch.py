@@ -161,21 +161,59 @@ class TrainBatch:
         """
         return epochs * -(-len({r.prompt_id for r in self.rollouts}) // minibatch_prompts)
 
-    def epochs(self, epochs: int, minibatch_prompts: int, seed: int) -> "Iterator[TrainBatch]":
+    def epochs(self, epochs: int, minibatch_prompts: int, seed: int, made: int = 0, update: int = 0) -> "Iterator[TrainBatch]":
         """Yield minibatches of whole groups, as equal in size as possible, reshuffled every epoch.
 
         Args:
             epochs: Passes over the batch.
             minibatch_prompts: Maximum groups (prompts) per minibatch.
             seed: Seed of the shuffles, which depend on nothing else.
+            made: Number of passes that were already made, whose minibatches are not yielded.
+            update: `update` of the first minibatch.
         """
         groups = [list(g) for _, g in itertools.groupby(range(len(self)), key=lambda i: self.rollouts[i].prompt_id)]
-        parts = -(-len(groups) // minibatch_prompts)
-        generator = torch.Generator().manual_seed(seed)
-        update = 0
-        for _ in range(epochs):
-            order = torch.randperm(len(groups), generator=generator).tolist()
-            for part in range(parts):
-                chosen = order[part * len(groups) // parts : (part + 1) * len(groups) // parts]
-                yield self.select([i for g in chosen for i in groups[g]], update)
-                update += 1
+        each = -(-len(groups) // minibatch_prompts)
+        orders = minibatch_orders(len(groups), minibatch_prompts, epochs, seed)
+        for number, chosen in enumerate(itertools.islice(orders, made * each, None), update):
+            yield self.select([i for g in chosen for i in groups[g]], number)
+
+
+def minibatch_orders(groups: int, minibatch_prompts: int, epochs: int, seed: int) -> Iterator[list[int]]:
+    """Yield the indices of the groups of each minibatch, in the order in which the minibatches are trained on.
+
+    Args:
+        groups: Number of groups of the rollout batch.
+        minibatch_prompts: Maximum groups (prompts) per minibatch. Their sizes are as equal as possible.
+        epochs: Passes over the batch.
+        seed: Seed of the shuffles, one for each pass, which depend on nothing else.
+    """
+    parts = -(-groups // minibatch_prompts)
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(epochs):
+        order = torch.randperm(groups, generator=generator).tolist()
+        for part in range(parts):
+            yield order[part * groups // parts : (part + 1) * groups // parts]
+
+
+def join_minibatches(parts: Sequence[TrainBatch]) -> TrainBatch:
+    """Return the rollout batch of minibatches that divide it, in the order of their `ids_B`. Its `update` is 0.
+
+    Args:
+        parts: The minibatches. A statistic that one of them lacks is left out.
+    """
+
+    def joined(tensors: Sequence[Tensor | None]) -> Tensor | None:
+        known = [x for x in tensors if x is not None]
+        return torch.cat(known) if len(known) == len(parts) else None
+
+    masks = [part.recomputed_mask for part in parts if part.recomputed_mask is not None]
+    batch = TrainBatch(
+        tuple(rollout for part in parts for rollout in part.rollouts),
+        torch.cat([part.advantages_B for part in parts]),
+        joined([part.old_logprobs_N for part in parts]),
+        joined([part.old_entropies_N for part in parts]),
+        joined([part.ref_logprobs_N for part in parts]),
+        ids_B=joined([part.ids_B for part in parts]),
+        recomputed_mask=SamplingMask.cat(masks) if masks and len(masks) == len(parts) else None,
+    )
+    return batch if batch.ids_B is None else batch.select(batch.ids_B.argsort().tolist(), update=0)

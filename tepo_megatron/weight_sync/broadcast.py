@@ -2,7 +2,9 @@
 
 Each sender is rank 0 of a process group of its own; the other members are all ranks of all inference servers. So every byte of
 the model is broadcast once, by a rank that has it, and no trainer rank receives another's. A bucket is one buffer of bytes.
-While it is in flight, the next bucket is gathered into a second buffer. The default group is never used.
+While it is in flight, the next bucket is gathered into a second buffer. The default group is never used. With
+`sync.transport.slices` a sender has a group for each rank of a server (a lane), whose members are that rank of all servers. Its
+bucket has the parts of the tensors that this rank holds.
 
 The groups last as long as the same servers live. When a server dies, hangs or comes back, new groups are formed of the servers
 that take part now. A round that a live rank lacks is sent again to all; a rank that has it drops it. No server gets a partial
@@ -11,7 +13,7 @@ update.
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -24,19 +26,12 @@ from tepo_megatron.distributed.parallel import ParallelDims
 from tepo_megatron.distributed.rendezvous_store import KeyValueStore
 from tepo_megatron.errors import ConfigError, SyncError
 from tepo_megatron.observability.hang_watchdog import JOINING, progress
-from tepo_megatron.weight_sync.broadcast_group import (
-    SENDER,
-    BroadcastGroup,
-    BrokenGroup,
-    Bucket,
-    GroupSpec,
-    Source,
-    join_store,
-    pack,
-    signal,
-)
+from tepo_megatron.weight_sync.broadcast_group import SENDER, BroadcastGroup, BrokenGroup, GroupSpec, join_store, signal
+from tepo_megatron.weight_sync.bucket_format import Bucket, BucketPacker, Source
 from tepo_megatron.weight_sync.buckets import BucketPlan
+from tepo_megatron.weight_sync.element_deltas import Encoding
 from tepo_megatron.weight_sync.rendezvous import OwnedStore, own_address
+from tepo_megatron.weight_sync.slices import TensorSlice
 from tepo_megatron.weight_sync.transport import Pending, Recipient, StagedBucket, WeightReceiver
 
 ATTEMPTS = 3  # at sending a round, while all servers live
@@ -48,7 +43,7 @@ class _RoundInFlight:
     """One round that was started, seen from this rank."""
 
     sources: Sequence[Source]  # of all ranks
-    row: Tensor | None = None  # the bytes of this rank's bucket; None: it has none in this round
+    rows: Sequence[Tensor] = ()  # the bytes of this rank's buckets, one for each lane; none: it has none in this round
     sent: bool = False  # whether there were groups to send the round to
     loading: Pending | None = None  # the servers' work, on rank 0
     attempts: int = 0  # at sending the round to the same servers
@@ -65,6 +60,7 @@ class _Report(NamedTuple):
 
     broken: bool = False  # whether the groups have to be left
     arrived: bool = True  # of rank 0: whether all recipients have the round
+    refused: bool = False  # of rank 0: whether all recipients got the round, and some cannot decode it
 
 
 class GroupTransport:
@@ -84,11 +80,10 @@ class GroupTransport:
         self.cfg, self.groups, self.receiver, self._plan = cfg.transport, groups, receiver, plan
         self.join_seconds = join_seconds(groups.device.type)
         self.sent_bytes = self.formations = 0
-        self._sender = plan.senders.index(groups.rank) if groups.rank in plan.senders else None  # index of this rank's group
+        self._sender = plan.senders.index(groups.rank) if groups.rank in plan.senders else None  # index among the senders
         self._spec: GroupSpec | None = None  # the spec of the current groups
-        self._channel: BroadcastGroup | None = None
-        self._rows: list[Tensor] = []
-        self._staged: Tensor | None = None  # the bytes of this rank's bucket that was staged last
+        self._channels: list[BroadcastGroup] = []  # of this rank as a sender, one for each lane
+        self._rows: dict[tuple[int, int], Tensor] = {}  # by buffer and lane
         self._flight: _RoundInFlight | None = None
         # the rest is used on rank 0 only
         self._owned: OwnedStore | None = None
@@ -97,24 +92,35 @@ class GroupTransport:
         self._ranks: dict[Recipient, range] = {}  # ranks of each server of the last group spec, the same in every group
         self._absent: list[str] = []  # names of the servers that missed the last group forming or round
 
-    def stage(self, version: int, number: int, tensors: Iterable[tuple[str, Tensor]], checked: bool) -> StagedBucket | None:
-        """Pack the bucket into one of two buffers that are used in turn. See `WeightTransport.stage`."""
-        row, self._staged = self._row(number % 2), None
-        contents = pack(tensors, row, checked)
-        if self._sender is None or not contents:
+    def stage(
+        self,
+        version: int,
+        number: int,
+        tensors: Iterable[tuple[str, Tensor]],
+        checked: bool,
+        encodings: Mapping[str, Encoding] | None = None,
+    ) -> StagedBucket | None:
+        """Pack each lane's bucket into one of two buffers that are used in turn. See `WeightTransport.stage`."""
+        lanes = range(self._plan.lanes)
+        packers = [BucketPacker(self._row(number, lane), checked, encodings) for lane in lanes]
+        for key, tensor in tensors:
+            packers[TensorSlice.of_key(key).lane].add(key, tensor)
+        if self._sender is None or not packers[0].contents:
             return None
-        bucket = Bucket(number, self._sender, contents)
-        self._staged = row[: bucket.nbytes]
-        return StagedBucket(bucket, bucket.checksums)
+        buckets = [Bucket(number, self._sender, tuple(packers[lane].contents), lane=lane) for lane in lanes]
+        checksums = {key: crc32 for bucket in buckets for key, crc32 in bucket.checksums.items()}
+        return StagedBucket(tuple(buckets), checksums, sum(bucket.nbytes for bucket in buckets))
 
-    def _row(self, which: int) -> Tensor:
-        while len(self._rows) <= which:
-            self._rows.append(torch.empty(self._plan.largest, dtype=torch.uint8, device=self.groups.device))
-        return self._rows[which]
+    def _row(self, number: int, lane: int) -> Tensor:
+        where = number % 2, lane
+        if where not in self._rows:
+            self._rows[where] = torch.empty(self._plan.largest, dtype=torch.uint8, device=self.groups.device)
+        return self._rows[where]
 
     def start(self, sources: Sequence[Source]) -> None:
         """Begin to broadcast the staged round. See `WeightTransport.start`."""
-        self._flight = _RoundInFlight(sources, self._staged)
+        mine = [bucket for bucket in sources if isinstance(bucket, Bucket) and bucket.sender == self._sender]
+        self._flight = _RoundInFlight(sources, [self._row(b.number, b.lane)[: b.nbytes] for b in mine])
         self._send(self._flight)
 
     def _send(self, it: _RoundInFlight) -> None:
@@ -128,51 +134,67 @@ class GroupTransport:
             return
         if self.receiver is not None:
             it.loading = self.receiver.load(it.sources)
-        if it.row is not None and self._channel is not None:
-            self._channel.start(it.row)
-            self.sent_bytes += it.row.nbytes
+        for channel, row in zip(self._channels, it.rows, strict=False):  # no rows: it has none in this round
+            channel.start(row)
+            self.sent_bytes += row.nbytes
 
     def wait(self) -> _Report:
         """Wait until the round is no longer in flight. See `WeightTransport.wait`."""
         if (it := self._flight) is None:
             return _Report()
-        broken = arrived = False
+        broken = arrived = refused = False
         try:
-            if self._channel is not None:
-                self._channel.wait()
+            for channel in self._channels:
+                channel.wait()
         except BrokenGroup:
             broken = True
         if self.receiver is not None:
             if it.loading is not None:
                 it.loading.result()
             recipients = self.receiver.recipients
-            arrived = not recipients or (it.sent and self._has_arrived(it.number, recipients))
+            arrived = not recipients
+            if recipients and it.sent:
+                arrived, refused = self._reported(it.number, recipients)
             if set(recipients) != set(self._ranks):
                 broken, it.attempts = True, 0
-            elif not arrived and it.attempts >= ATTEMPTS:
+            elif not arrived and not refused and it.attempts >= ATTEMPTS:
                 raise SyncError(self._timeout_message(it))
-        return _Report(broken, arrived)
+        return _Report(broken, arrived, refused)
 
-    def complete(self, reports: Sequence[_Report]) -> None:
+    def complete(self, reports: Sequence[_Report]) -> bool:
         """Send the round again while a live server lacks it. Broken groups are left. See `WeightTransport.complete`."""
+        refused = False
         while self._flight is not None:
-            arrived = reports[0].arrived
-            if not arrived or any(report.broken for report in reports):
+            arrived, refused = reports[0].arrived, reports[0].refused
+            if not (arrived or refused) or any(report.broken for report in reports):
                 self._leave()
-            if arrived:
+            if arrived or refused:
                 break
             self._send(self._flight)
             with self._plan.raise_on_all_ranks() as replies:
                 replies.mine = self.wait()
             reports = replies.all
         self._flight = None
+        return refused
 
-    def _has_arrived(self, number: int, recipients: Sequence[Recipient]) -> bool:
-        """Return whether every rank of these servers has reported that it has the round."""
+    def _reported(self, number: int, recipients: Sequence[Recipient]) -> tuple[bool, bool]:
+        """Return whether all ranks of these servers have a round; and if not, whether the others have it and cannot decode it.
+
+        Args:
+            number: Number of the round.
+            recipients: The servers.
+        """
         assert self._spec is not None
-        keys = {t: [self._spec.arrived_key(number, rank) for rank in self._ranks[t]] for t in recipients}
-        self._absent = [recipient.name for recipient, its in keys.items() if not self._take_keys(its)]
-        return not self._absent
+        refusing: list[str] = []
+        silent: list[str] = []
+        for recipient in recipients:
+            for rank in self._ranks[recipient]:
+                if self._take_keys([self._spec.arrived_key(number, rank)]):
+                    continue
+                refused = self._take_keys([self._spec.refused_key(number, rank)])
+                (refusing if refused else silent).append(recipient.name)
+        self._absent = list(dict.fromkeys(silent))
+        return not (refusing or silent), bool(refusing) and not silent
 
     def _take_keys(self, keys: Sequence[str]) -> bool:
         """Return whether all of these keys are in the store, and remove those that are."""
@@ -200,30 +222,38 @@ class GroupTransport:
                     f"sync.transport.address={self.cfg.address}: no port at {where} ({e}); set it to an IPv4 address "
                     "of rank 0's machine that the servers reach"
                 ) from None
-        end = SENDER + 1
+        end, lanes = SENDER + 1, self._plan.lanes
         self._ranks = {}
         for recipient in recipients:
+            if lanes not in (1, recipient.ranks):
+                raise SyncError(
+                    f"{recipient.name} has {recipient.ranks} ranks, and sync.transport.slices=true cuts tensors for {lanes} "
+                    "(rollout.server.tp); set rollout.server.tp, or sync.transport.slices=false"
+                )
             self._ranks[recipient] = range(end, end + recipient.ranks)
             end += recipient.ranks
         self.formations += 1
         name, senders = f"groups-{self.formations}", len(self._plan.senders)
         seconds, owned = self.cfg.timeout_seconds, self._owned
-        return GroupSpec(self._address, owned.port, name, senders, end, SENDER, seconds, self.join_seconds, owned.folder)
+        members = end if lanes == 1 else SENDER + 1 + len(recipients)
+        limits = seconds, self.join_seconds
+        return GroupSpec(self._address, owned.port, name, senders, members, SENDER, *limits, lanes, folder=owned.folder)
 
     def _form_groups(self, spec: GroupSpec) -> bool:
         """Form the groups; return whether all members joined. The watchdog reports a rank that never leaves this phase."""
         self._leave()
-        joining = self.receiver.join_groups({t: spec.at(r.start) for t, r in self._ranks.items()}) if self.receiver else None
+        places = {t: spec.at(r.start, i) for i, (t, r) in enumerate(self._ranks.items(), SENDER + 1)}
+        joining = self.receiver.join_groups(places) if self.receiver is not None else None
         until = time.monotonic() + spec.join_seconds
         with progress.within(f"{JOINING} {spec.name}"):
             if self._sender is not None:
                 with contextlib.suppress(BrokenGroup):
                     store = self._store or join_store(spec)
                     device = self.groups.device
-                    self._channel = BroadcastGroup.form(
-                        spec, self._sender, SENDER, device, until, lambda: self._is_wanted(spec, store)
-                    )
-            came = self._sender is None or self._channel is not None
+                    for lane in range(spec.lanes):
+                        of = spec.group_of(self._sender, lane), SENDER, device, until
+                        self._channels.append(BroadcastGroup.form(spec, *of, lambda: self._is_wanted(spec, store)))
+            came = self._sender is None or len(self._channels) == spec.lanes
             with self._plan.raise_on_all_ranks():
                 if joining is not None:
                     joining.result()
@@ -261,7 +291,7 @@ class GroupTransport:
 
     def finish(self) -> None:
         """Free the buffers. The groups last until the next update."""
-        self._rows, self._staged, self._flight = [], None, None
+        self._rows, self._flight = {}, None
 
     def abort(self) -> None:
         """Leave the groups and free the buffers."""
@@ -270,9 +300,9 @@ class GroupTransport:
 
     def _leave(self) -> None:
         """Leave this rank's group; members that still wait in it fail at once."""
-        if self._channel is not None:
-            self._channel.close()
-        self._channel = self._spec = None
+        for channel in self._channels:
+            channel.close()
+        self._channels, self._spec = [], None
 
     def _timeout_message(self, it: _RoundInFlight) -> str:
         assert self._owned is not None

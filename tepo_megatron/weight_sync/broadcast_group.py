@@ -1,4 +1,4 @@
-"""The process group that carries one sender's weights to the ranks of all inference servers, and its messages' formats.
+"""The process group that carries one sender's weights to the ranks of all inference servers.
 
 Runs in the trainer and inside the servers. The default group there belongs to others and is never used. Both sides need the
 same PyTorch (and NCCL), because groups of different versions do not understand each other; facts are of PyTorch 2.13.
@@ -6,13 +6,10 @@ same PyTorch (and NCCL), because groups of different versions do not understand 
 
 import contextlib
 import datetime
-import json
-import math
 import threading
 import time
-import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +19,6 @@ from torch import Tensor
 
 from tepo_megatron.distributed.own_peers import own_peers_only
 from tepo_megatron.distributed.rendezvous_store import FolderStore, KeyValueStore, address_towards, connect
-from tepo_megatron.weight_sync.ipc import BufferHandle
 
 SENDER = 0  # rank of the sender in its group; the servers' ranks follow
 POLL_SECONDS, FORMING_POLL_SECONDS = 0.0005, 0.05
@@ -39,16 +35,31 @@ class GroupSpec:
     address: str  # of the trainer's store
     port: int  # of the trainer's store
     name: str  # unique to this spec
-    senders: int  # number of groups
+    senders: int  # number of senders, each of which has `lanes` groups
     ranks: int  # members of each group
-    first: int  # rank of the server's first process in every group
+    first: int  # number of the server's first process among all processes of the servers: its rank in each group, if lanes is 1
     seconds: float  # time limit for a bucket to arrive
     join_seconds: float  # time limit for all groups to be formed
+    lanes: int = 1  # parts into which tensors are cut: each has its own groups, of one process of each server
+    place: int = 0  # rank of the server's processes in their groups, if lanes is not 1
     folder: str = ""  # a store in this folder replaces the TCP store if all members are on one machine
 
-    def at(self, first: int) -> "GroupSpec":
-        """Return the same spec for another server."""
-        return replace(self, first=first)
+    def at(self, first: int, place: int) -> "GroupSpec":
+        """Return the same spec for another server.
+
+        Args:
+            first, place: See the fields.
+        """
+        return replace(self, first=first, place=place)
+
+    def group_of(self, sender: int, lane: int) -> int:
+        """Return the number of the group of a sender and a lane.
+
+        Args:
+            sender: Index of the sender.
+            lane: Part of the tensors that the group carries.
+        """
+        return sender * self.lanes + lane
 
     def joining_key(self, rank: int) -> str:
         """Return the key that a server's rank puts into the store when it begins to form the groups."""
@@ -62,6 +73,14 @@ class GroupSpec:
         """Return the key that a server's rank puts into the store once it is in all groups."""
         return f"{self.name}/joined/{rank}"
 
+    def refused_key(self, number: int, rank: int) -> str:
+        """Return the key that a server's rank puts into the store if it cannot decode a round.
+
+        Args:
+            number, rank: See `arrived_key`.
+        """
+        return f"{self.name}/refused/{number}/{rank}"
+
     def arrived_key(self, number: int, rank: int) -> str:
         """Return the key that a server's rank puts into the store once it has received a round.
 
@@ -70,100 +89,6 @@ class GroupSpec:
             rank: The server's rank in each group.
         """
         return f"{self.name}/arrived/{number}/{rank}"
-
-
-@dataclass(frozen=True)
-class TensorEntry:
-    """One tensor of a bucket."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str  # name in `torch`
-    crc32: int | None = None  # of the tensor's bytes; None: it need not be checked
-
-    @property
-    def nbytes(self) -> int:
-        """The tensor's size in bytes."""
-        return math.prod(self.shape) * getattr(torch, self.dtype).itemsize
-
-    def check(self, tensor: Tensor) -> None:
-        """Raise ValueError if the tensor was damaged in transit."""
-        if self.crc32 is not None and crc32(tensor) != self.crc32:
-            raise ValueError(f"tensor {self.name} was damaged on its way: its CRC-32 is not that of the sender")
-
-
-@dataclass(frozen=True)
-class Bucket:
-    """Tensors of one sender, packed into one buffer of bytes, each at a multiple of its dtype's size (see `pack`)."""
-
-    number: int  # of the round in its update, from 0
-    sender: int  # index of the sender and of its group
-    contents: tuple[TensorEntry, ...]
-    handle: BufferHandle | None = None  # of the shared buffer; None: the bucket is broadcast
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the packed buffer."""
-        return _places(self.contents)[-1]
-
-    @property
-    def checksums(self) -> dict[str, int]:
-        """The CRC-32 of each tensor that has one, by name."""
-        return {c.name: c.crc32 for c in self.contents if c.crc32 is not None}
-
-    def to_json(self) -> str:
-        """Return JSON for `from_json`; no path of a file looks like it."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> "Bucket":
-        """Return the bucket that `to_json` wrote."""
-        read = json.loads(text)
-        contents = tuple(TensorEntry(c["name"], tuple(c["shape"]), c["dtype"], c["crc32"]) for c in read["contents"])
-        handle = None if read["handle"] is None else BufferHandle(**read["handle"])
-        return cls(read["number"], read["sender"], contents, handle)
-
-    def tensors(self, row: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, view of the uint8 buffer) of each tensor. Raises ValueError for a damaged one."""
-        for content, start in zip(self.contents, _places(self.contents), strict=False):
-            tensor = row[start : start + content.nbytes].view(getattr(torch, content.dtype)).view(content.shape)
-            content.check(tensor)
-            yield content.name, tensor
-
-
-def pack(tensors: Iterable[tuple[str, Tensor]], row: Tensor, with_checksums: bool) -> tuple[TensorEntry, ...]:
-    """Copy tensors into a buffer in the layout of a `Bucket`; with the widest dtypes first, it has no gaps.
-
-    Args:
-        tensors: (Hugging Face name, tensor) of each.
-        row: The buffer, uint8, on any device.
-        with_checksums: Whether to compute each tensor's CRC-32.
-    """
-    contents: list[TensorEntry] = []
-    end = 0
-    for name, tensor in tensors:
-        start = _aligned(end, tensor.dtype)
-        end = start + tensor.nbytes
-        row[start:end].view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
-        checksum = crc32(tensor) if with_checksums else None
-        contents.append(TensorEntry(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), checksum))
-    return tuple(contents)
-
-
-def _places(contents: Sequence[TensorEntry]) -> list[int]:
-    """Return the offset of each tensor in the buffer, and the end of the last one."""
-    places, end = [], 0
-    for content in contents:
-        places.append(_aligned(end, getattr(torch, content.dtype)))
-        end = places[-1] + content.nbytes
-    return [*places, end]
-
-
-def _aligned(end: int, dtype: torch.dtype) -> int:
-    return -(-end // dtype.itemsize) * dtype.itemsize
-
-
-Source = Path | Bucket  # a safetensors file that both sides see, or a bucket that a trainer rank broadcasts or shares
 
 
 @dataclass(frozen=True)
@@ -300,11 +225,6 @@ def signal(store: KeyValueStore, key: str) -> None:
         store.add(key, 1)
     except (RuntimeError, OSError) as e:
         raise BrokenGroup(_first_line(e)) from None
-
-
-def crc32(tensor: Tensor) -> int:
-    """Return the CRC-32 of a tensor's bytes."""
-    return zlib.crc32(memoryview(tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy()))
 
 
 def _from_sender(seconds: float) -> Any:

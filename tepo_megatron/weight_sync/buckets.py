@@ -18,11 +18,13 @@ from tepo_megatron.config import SyncConfig
 from tepo_megatron.distributed.objects import all_gather_object
 from tepo_megatron.distributed.parallel import ParallelDims
 from tepo_megatron.errors import ConversionError, TepoError
-from tepo_megatron.weight_sync.broadcast_group import crc32
+from tepo_megatron.weight_sync.bucket_format import crc32
+from tepo_megatron.weight_sync.slices import sliced
 from tepo_megatron.weights import fp8
 from tepo_megatron.weights.gather import Binding, iterate_hf, sent_by
-from tepo_megatron.weights.ops import Architecture, Replicated
+from tepo_megatron.weights.ops import Architecture, FusedQKV, Op, Replicated, Split, Vocabulary
 
+_VOCABULARY_MULTIPLE = 64  # to which vLLM 0.32 and SGLang 0.5.23 pad a vocabulary before they divide it
 _LAYER = re.compile(r"decoder\.layers\.\d+\.")
 
 
@@ -46,24 +48,29 @@ class BucketPlan:
         senders: The ranks that have buckets to send, in ascending order.
         mine: Number of buckets that this rank sends.
         count: Number of rounds, the largest `mine` of any rank.
-        largest: Upper bound on the bytes of this rank's largest bucket; 0 on ranks that send none.
+        largest: Upper bound on the bytes of this rank's largest bucket; 0 on ranks that send none. With slices: of one lane.
+        lanes: Number of parts into which tensors are cut (`slices.py`); 1: they are sent whole.
         sent: The parameters that leave through this rank's tensor-parallel group.
     """
 
-    def __init__(self, cfg: SyncConfig, bindings: Sequence[Binding], arch: Architecture, groups: ParallelDims) -> None:
+    def __init__(
+        self, cfg: SyncConfig, bindings: Sequence[Binding], arch: Architecture, groups: ParallelDims, lanes: int = 1
+    ) -> None:
         """Store the parts; see `agree`, which makes the plan.
 
         Args:
-            cfg, bindings, arch, groups: See `agree`.
+            cfg, bindings, arch, groups, lanes: See `agree`.
         """
-        self._arch, self._groups, self._in_fp8 = arch, groups, cfg.quantize == "fp8"
+        self._arch, self._groups, self._in_fp8, self.lanes = arch, groups, cfg.quantize == "fp8", lanes
         self.sent = sent_by(bindings, groups)
         self.senders: list[int] = []
         self._buckets: list[list[Binding]] = []
         self.mine = self.count = self.largest = 0
 
     @classmethod
-    def agree(cls, cfg: SyncConfig, bindings: Sequence[Binding], arch: Architecture, groups: ParallelDims) -> "BucketPlan":
+    def agree(
+        cls, cfg: SyncConfig, bindings: Sequence[Binding], arch: Architecture, groups: ParallelDims, lanes: int = 1
+    ) -> "BucketPlan":
         """Return the plan of all ranks. Collectives: two all-gathers over the host group.
 
         Args:
@@ -71,15 +78,17 @@ class BucketPlan:
             bindings: This rank's parameters.
             arch: The model's architecture.
             groups: The mesh of this run.
+            lanes: Number of parts into which tensors are cut, one for each rank of a server.
         """
-        plan = cls(cfg, bindings, arch, groups)
+        plan = cls(cfg, bindings, arch, groups, lanes)
         sends = bool(plan.sent) and groups.tp.rank == 0
         plan.senders = [rank for rank, it_does in enumerate(plan.from_all(sends)) if it_does]
         plan._buckets = split_into_buckets(plan.sent, arch, plan._bytes, limit=cfg.bucket_mib * 2**20 // len(plan.senders))
         plan.mine = len(plan._buckets) if sends else 0
         plan.sent = [b for bucket in plan._buckets for b in bucket]
         plan.count = max(plan.from_all(plan.mine))
-        plan.largest = max((sum(map(plan._bytes, bucket)) for bucket in plan._buckets), default=0) * sends
+        size = plan._bytes if lanes == 1 else plan._lane_bytes
+        plan.largest = max((sum(map(size, bucket)) for bucket in plan._buckets), default=0) * sends
         return plan
 
     def omitted_names(self, only: Sequence[Binding] | None) -> list[str]:
@@ -112,6 +121,9 @@ class BucketPlan:
             bucket = [b for b in bucket if b.name in names]
         widest_first = sorted(bucket, key=lambda b: -b.parameter.element_size())
         whole = iterate_hf(widest_first, self._arch, self._groups.tp)
+        if self.lanes > 1:
+            dims = {name: dim for b in bucket for name, dim in self._slice_dims(b).items()}
+            return (part for name, tensor in whole for part in sliced(name, tensor, self.lanes, dims[name]))
         return _quantized(whole, bucket) if self._in_fp8 else whole
 
     def _bytes(self, binding: Binding) -> int:
@@ -120,11 +132,24 @@ class BucketPlan:
             return sum(t.nbytes + t.element_size() - 1 for _, t in self._shapes(binding))
         return whole_bytes(binding, self._groups.tp.size)
 
+    def _lane_bytes(self, binding: Binding) -> int:
+        """Return the bytes that one lane is sent of a parameter."""
+        dims = self._slice_dims(binding)
+        return sum(t.nbytes // (1 if dims[name] is None else self.lanes) for name, t in self._whole(binding))
+
+    def _slice_dims(self, binding: Binding) -> dict[str, int | None]:
+        """Return the dimension along which each tensor of a parameter is cut, by name; None: it is sent whole."""
+        shapes = [tuple(t.shape) for _, t in self._whole(binding)]
+        return dict(zip(binding.hf_names, slice_dims(binding.row.op, shapes, self._arch, self.lanes), strict=True))
+
+    def _whole(self, binding: Binding) -> list[tuple[str, Tensor]]:
+        """Return the Hugging Face tensors of a parameter, on the meta device."""
+        shards = [torch.empty_like(binding.parameter, device="meta")] * self._groups.tp.size
+        return list(zip(binding.hf_names, binding.row.op.unshard(shards, self._arch), strict=True))
+
     def _shapes(self, binding: Binding) -> list[tuple[str, Tensor]]:
         """Return the tensors that are sent of a parameter in FP8, on the meta device."""
-        shards = [torch.empty_like(binding.parameter, device="meta")] * self._groups.tp.size
-        whole = zip(binding.hf_names, binding.row.op.unshard(shards, self._arch), strict=True)
-        return [part for name, tensor in whole for part in fp8.parts(binding.row.op, name, tensor)]
+        return [part for name, tensor in self._whole(binding) for part in fp8.parts(binding.row.op, name, tensor)]
 
     @contextlib.contextmanager
     def raise_on_all_ranks(self) -> Iterator[RankReplies]:
@@ -246,6 +271,33 @@ def whole_bytes(binding: Binding, tp: int) -> int:
         tp: Size of the tensor-parallel group.
     """
     return int(binding.parameter.nbytes) * (1 if isinstance(binding.row.op, Replicated) else tp)
+
+
+def slice_dims(op: Op, shapes: Sequence[tuple[int, ...]], arch: Architecture, lanes: int) -> list[int | None]:
+    """Return the dimension along which both engines divide each tensor of a parameter over `lanes` ranks.
+
+    None: each rank holds all of it, or it is sent whole because the ranks' parts are not equal, or overlap: keys and values of
+    fewer heads than ranks, and vocabularies that the engines pad to a multiple of 64.
+
+    Args:
+        op: Converts the parameter.
+        shapes: Shapes of its Hugging Face tensors.
+        arch: The model's architecture.
+        lanes: Tensor-parallel ranks of a server.
+    """
+    dims: list[int | None]
+    if isinstance(op, Replicated):
+        dims = [None] * len(shapes)
+    elif isinstance(op, Split):
+        dims = [op.dim] * len(shapes)
+    elif isinstance(op, FusedQKV):
+        heads = (arch.num_heads, arch.num_query_groups, arch.num_query_groups)
+        dims = [0 if number % lanes == 0 else None for number in heads]
+    elif isinstance(op, Vocabulary):
+        dims = [0 if arch.vocab_size % _VOCABULARY_MULTIPLE == 0 else None] * len(shapes)
+    else:
+        dims = [0] * len(shapes)
+    return [dim if dim is None or shape[dim] % lanes == 0 else None for dim, shape in zip(dims, shapes, strict=True)]
 
 
 def _unit(name: str) -> str:

@@ -9,7 +9,7 @@ once.
 
 import os
 import socket
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,8 +22,9 @@ from tepo_megatron.distributed.parallel import ParallelDims
 from tepo_megatron.errors import CheckpointError, ConfigError, SyncError, TepoError
 from tepo_megatron.utils import scratch
 from tepo_megatron.weight_sync import stores
-from tepo_megatron.weight_sync.broadcast_group import Bucket, Source, pack
+from tepo_megatron.weight_sync.bucket_format import Bucket, Source, pack
 from tepo_megatron.weight_sync.buckets import BucketPlan
+from tepo_megatron.weight_sync.element_deltas import Encoding
 from tepo_megatron.weight_sync.transport import StagedBucket, WeightReceiver
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")  # unique to a running kernel
@@ -60,8 +61,8 @@ class RelayTransport(stores.StoredTransport):
     """
 
     def __init__(self, cfg: SyncConfig, plan: BucketPlan, groups: ParallelDims, receiver: WeightReceiver | None) -> None:
-        super().__init__(receiver)
-        self._plan, self._rank, self._owner, self._device = plan, groups.rank, groups.owner, groups.device
+        super().__init__(cfg, plan, receiver)
+        self._rank, self._owner, self._device = groups.rank, groups.owner, groups.device
         self._owned: scratch.PrivateFolder | None = None
         self._written: list[tuple[int, Path]] = []  # (number of the round, file) of each file this rank wrote
         self._rows: dict[str, Tensor] = {}
@@ -95,7 +96,14 @@ class RelayTransport(stores.StoredTransport):
         made._routes = _routes(plan.senders, made.machines)
         return made
 
-    def stage(self, version: int, number: int, tensors: Iterable[tuple[str, Tensor]], checked: bool) -> StagedBucket | None:
+    def stage(
+        self,
+        version: int,
+        number: int,
+        tensors: Iterable[tuple[str, Tensor]],
+        checked: bool,
+        encodings: Mapping[str, Encoding] | None = None,
+    ) -> StagedBucket | None:
         """Write the buckets of all senders on every machine. See `WeightTransport.stage`.
 
         An error on one rank before anything is sent is raised on all ranks.
@@ -106,10 +114,10 @@ class RelayTransport(stores.StoredTransport):
         """
         self._remove(before=number - 1)
         own = self._row("own", self._plan.largest)
-        name = f"v{version}-{number:05d}-{self._owner}.safetensors"
+        name = self.file_name(version, number, self._owner)
         mine: Bucket | None = None
         with self._plan.raise_on_all_ranks() as replies:
-            if contents := pack(tensors, own, checked):
+            if contents := pack(tensors, own, checked, encodings):
                 mine = Bucket(number, self._plan.senders.index(self._rank), contents)
                 replies.mine = name, mine
         fault: TepoError | None = None  # raised after all buckets are sent: other ranks broadcast with this one
@@ -127,14 +135,15 @@ class RelayTransport(stores.StoredTransport):
                 fault = fault or e
         if fault is not None:
             raise fault
-        return None if mine is None else StagedBucket(self._shared_folder / name, mine.checksums)
+        return None if mine is None else StagedBucket((self._shared_folder / name,), mine.checksums, mine.nbytes)
 
     def _write(self, name: str, bucket: Bucket, row: Tensor) -> None:
         """Write a bucket to its file. Raises CheckpointError, and SyncError for a tensor that was damaged in transit."""
         self._written.append((bucket.number, self.folder / name))
         try:
             there = {name: stores.on_host(tensor) for name, tensor in bucket.tensors(row)}
-            stores.write_file(there, self.folder / name, bucket.checksums)
+            encoded = stores.encoded_header(bucket.number, bucket.encodings)
+            stores.write_file(there, self.folder / name, {} if encoded else bucket.checksums, encoded=encoded)
         except ValueError as e:
             raise SyncError(f"on {socket.gethostname()}: {e}") from None
         except CheckpointError as e:
@@ -163,6 +172,9 @@ class RelayTransport(stores.StoredTransport):
             assert isinstance(source, Path)
             (self.folder / source.name).unlink(missing_ok=True)
 
+    def _is_refused(self) -> bool:
+        return self._owned is not None and stores.take_refusals(self.folder)
+
     def finish(self) -> None:
         """Delete this rank's files and free its buffers."""
         self.abort()
@@ -170,6 +182,7 @@ class RelayTransport(stores.StoredTransport):
     def abort(self) -> None:
         """Delete this rank's files and free its buffers."""
         self._loading = None
+        self._named.clear()
         self._remove()
         self._rows = {}
 

@@ -13,35 +13,61 @@ The request that names the sources of a round goes through inference/servers/fle
 
 All transports implement `WeightTransport` (`transport.py`). While the engine loads a round, the next one is staged. So two
 rounds are held at most, each of `sync.bucket_mib` (or, if that is larger, of one parameter from each sender). With `sync.delta`
-parameters that did not change since the last push are left out.
+parameters that did not change since the last push are left out. With `sync.delta=elements` the others are sent as element
+deltas (`delta_encoder.py`); a round that a server cannot decode is sent again whole.
 """
 
 import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Self
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
-from tepo_megatron.config import SyncConfig
+from torch import Tensor
+
+from tepo_megatron.config import GroupTransportConfig, SyncConfig
 from tepo_megatron.distributed.parallel import ParallelDims
 from tepo_megatron.errors import ConfigError, SyncError, TepoError
 from tepo_megatron.weight_sync.broadcast import GroupTransport
 from tepo_megatron.weight_sync.buckets import BucketPlan, Delta, is_check_due
+from tepo_megatron.weight_sync.delta_encoder import DeltaEncoder
+from tepo_megatron.weight_sync.element_deltas import Encoding
 from tepo_megatron.weight_sync.relay import RelayTransport
+from tepo_megatron.weight_sync.slices import TensorSlice
 from tepo_megatron.weight_sync.stores import FileTransport, IpcTransport
 from tepo_megatron.weight_sync.transport import StagedBucket, WeightReceiver, WeightTransport
 from tepo_megatron.weights.gather import Binding
 from tepo_megatron.weights.ops import Architecture
+
+RESENT_WHOLE = 3  # times that a round is sent whole before a server that refuses it ends the push
+
+
+@dataclass(frozen=True)
+class PushedBytes:
+    """The bytes of one push, from all ranks together; each byte counts once, whatever the number of servers.
+
+    Attributes:
+        sent: Bytes of tensors and payloads.
+        full: Bytes of all weights.
+        refused: Rounds that a server could not decode, and that were sent again whole.
+    """
+
+    sent: int = 0
+    full: int = 0
+    refused: int = 0
 
 
 class WeightSync:
     """Pushes the weights to the engine. Make one with `make_weight_sync`.
 
     Collectives: in a push, one gather over tp for each split parameter that is sent; over the host group one all-gather for
-    each round and two at the end, with `sync.delta` four more, and two more if the delivery is checked; those of the transport.
+    each round and two at the end, with `sync.delta` four more, and two more if the delivery is checked; two more for each round
+    that is sent again whole; those of the transport.
 
     Attributes:
         transport: The transport that sends the rounds.
         rounds: Number of rounds of a delivery of all weights.
+        pushed: What the last push sent.
     """
 
     def __init__(self, cfg: SyncConfig, plan: BucketPlan, transport: WeightTransport, receiver: WeightReceiver | None) -> None:
@@ -55,7 +81,10 @@ class WeightSync:
         """
         self.transport, self.rounds = transport, plan.count
         self._plan, self._receiver, self._verify_every = plan, receiver, cfg.verify_every
-        self._delta = Delta(plan) if cfg.delta else None
+        self._delta = Delta(plan) if cfg.delta != "none" else None
+        self._encoder = DeltaEncoder() if cfg.delta == "elements" else None
+        self._flight: dict[str, Encoding] = {}  # how the tensors of this rank's bucket in flight are encoded
+        self.pushed = PushedBytes()
         self._sent: dict[str, int] = {}  # CRC-32 of each tensor that this rank sent, as of its last check
         self._delivered: int | None = None  # version of the last delivery
 
@@ -73,10 +102,13 @@ class WeightSync:
         """
         checked = is_check_due(version, self._delivered, self._verify_every)
         try:
-            self._send(version, checked)
-            with self._plan.raise_on_all_ranks():
+            whole = self._send(version, checked)
+            with self._plan.raise_on_all_ranks() as replies:
+                replies.mine = self.pushed.sent
                 if self._receiver is not None:
                     self._receiver.finish_update()
+            sent = sum(replies.all)
+            self.pushed = replace(self.pushed, sent=sent, full=sent if whole else self.pushed.full)
             if checked:
                 self._verify()
             self._delivered = version
@@ -85,33 +117,82 @@ class WeightSync:
             raise
         self.transport.finish()
 
-    def _send(self, version: int, checked: bool) -> None:
-        """Send all rounds: stage each while the one before is loaded."""
+    def _send(self, version: int, checked: bool) -> bool:
+        """Send all rounds: stage each while the one before is loaded. Return whether all weights were sent whole."""
         only = self._begin(version) if self._delta is not None else None
+        self.pushed = replace(self.pushed, sent=0, refused=0)
         number = 0  # of the next round, counting only those in which any rank has something to send
         for i in range(self.rounds):
             with self._plan.raise_on_all_ranks() as replies:
-                replies.mine = self._stage(version, i, number, only, checked), self.transport.wait()
+                encodings: dict[str, Encoding] = {}
+                replies.mine = self._stage(version, i, number, only, checked, encodings), self.transport.wait()
                 if i == 0 and self._delta is None and self._receiver is not None:
                     self._receiver.begin_update(version)
-            self.transport.complete([report for _, report in replies.all])
-            if sources := [staged.source for staged, _ in replies.all if staged is not None]:
+            self._complete([report for _, report in replies.all], version, number - 1)
+            if sources := [source for staged, _ in replies.all if staged is not None for source in staged.sources]:
                 self.transport.start(sources)
+                self._flight = encodings
                 number += 1
         with self._plan.raise_on_all_ranks() as replies:
             replies.mine = self.transport.wait()
-        self.transport.complete(replies.all)
+        self._complete(replies.all, version, number - 1)
+        return only is None
 
-    def _stage(self, version: int, i: int, number: int, only: Sequence[Binding] | None, checked: bool) -> StagedBucket | None:
+    def _stage(
+        self, version: int, i: int, number: int, only: Sequence[Binding] | None, checked: bool, encodings: dict[str, Encoding]
+    ) -> StagedBucket | None:
         """Stage this rank's bucket of round `i`, which is sent as round `number`. See `WeightTransport.stage`."""
+        tensors = self._plan.tensors(i, only)
+        if self._encoder is not None:
+            tensors = self._encoder.encode(tensors, against_base=only is not None, encodings=encodings)
         try:
-            staged = self.transport.stage(version, number, self._plan.tensors(i, only), checked)
+            return self._staged(version, number, tensors, checked, encodings)
         except TepoError:
             self.transport.wait()  # the push is aborted, and the round before is not to be in flight then
             raise
+
+    def _staged(
+        self,
+        version: int,
+        number: int,
+        tensors: Iterator[tuple[str, Tensor]],
+        checked: bool,
+        encodings: dict[str, Encoding],
+    ) -> StagedBucket | None:
+        staged = self.transport.stage(version, number, tensors, checked, None if self._encoder is None else encodings)
         if staged is not None:
             self._sent |= staged.checksums
+            self.pushed = replace(self.pushed, sent=self.pushed.sent + staged.nbytes)
         return staged
+
+    def _complete(self, reports: Sequence[Any], version: int, number: int) -> None:
+        """Complete the round in flight. While a server cannot decode it, send it again whole.
+
+        Args:
+            reports: The ranks' results of `WeightTransport.wait`.
+            version: The version that is pushed.
+            number: Number of the round in flight.
+
+        Raises:
+            SyncError: A server refuses the whole tensors, too, on every rank.
+        """
+        attempts = 0
+        while self.transport.complete(reports):
+            assert self._encoder is not None
+            if (attempts := attempts + 1) > RESENT_WHOLE:
+                raise SyncError(
+                    f"round {number} of version {version} was sent whole {RESENT_WHOLE} times, and a server refused it each "
+                    "time (its log says why): its memory or its connection damages what is sent"
+                )
+            self.pushed = replace(self.pushed, refused=self.pushed.refused + 1)
+            encodings: dict[str, Encoding] = {}
+            with self._plan.raise_on_all_ranks() as replies:
+                whole = self._encoder.whole(list(self._flight), encodings)
+                replies.mine = self._staged(version, number, whole, checked=True, encodings=encodings)
+            self.transport.start([source for staged in replies.all if staged is not None for source in staged.sources])
+            with self._plan.raise_on_all_ranks() as replies:
+                replies.mine = self.transport.wait()
+            reports = replies.all
 
     def _begin(self, version: int) -> list[Binding] | None:
         """Begin a delta update; return the parameters to send of those that leave through this rank, None for all of them."""
@@ -132,11 +213,20 @@ class WeightSync:
         gathered = self._plan.from_all(self._sent)
         with self._plan.raise_on_all_ranks():
             if self._receiver is not None:
-                self._receiver.verify({name: crc32 for sent in gathered for name, crc32 in sent.items()})
+                self._receiver.verify(_by_tensor({key: crc32 for sent in gathered for key, crc32 in sent.items()}))
+
+    def metrics(self) -> dict[str, float]:
+        """Return what the last push sent, for the record of a step; nothing without `sync.delta`."""
+        if self._delta is None:
+            return {}
+        sent = self.pushed
+        return {"sync/bytes_sent": sent.sent, "sync/bytes_full": sent.full, "sync/refused_rounds": sent.refused}
 
     def close(self) -> None:
         """Close the transport. A second call does nothing."""
         self.transport.close()
+        if self._encoder is not None:
+            self._encoder.close()
 
     def __enter__(self) -> Self:
         return self
@@ -145,11 +235,24 @@ class WeightSync:
         self.close()
 
 
+def _by_tensor(checksums: Mapping[str, int]) -> dict[str, int]:
+    """Return one number for each tensor, given the CRC-32 of each part: that of a tensor in one part, else one of all parts."""
+    found: dict[str, int] = {}
+    for key, crc32 in sorted(checksums.items()):
+        place = TensorSlice.of_key(key)
+        found[place.name] = zlib.crc32(crc32.to_bytes(4), found.get(place.name, 0)) if place.lanes > 1 else crc32
+    return found
+
+
 class NoSync:
     """Replacement for `WeightSync` when no engine serves the weights."""
 
     def push(self, version: int) -> None:
         """Do nothing."""
+
+    def metrics(self) -> dict[str, float]:
+        """Return no metrics."""
+        return {}
 
     def __enter__(self) -> Self:
         return self
@@ -190,7 +293,12 @@ TRANSPORTS: Mapping[str, TransportEntry] = {
 
 
 def make_weight_sync(
-    cfg: SyncConfig, bindings: Sequence[Binding], arch: Architecture, groups: ParallelDims, receiver: WeightReceiver | None
+    cfg: SyncConfig,
+    bindings: Sequence[Binding],
+    arch: Architecture,
+    groups: ParallelDims,
+    receiver: WeightReceiver | None,
+    server_tp: int = 1,
 ) -> WeightSync:
     """Plan the buckets and make the transport that `cfg.transport` names.
 
@@ -202,8 +310,10 @@ def make_weight_sync(
         arch: The model's architecture.
         groups: The mesh of this run.
         receiver: The engine, on rank 0; None on other ranks.
+        server_tp: Tensor-parallel ranks of each server.
     """
-    plan = BucketPlan.agree(cfg, bindings, arch, groups)
+    lanes = server_tp if isinstance(cfg.transport, GroupTransportConfig) and cfg.transport.slices else 1
+    plan = BucketPlan.agree(cfg, bindings, arch, groups, lanes)
     return WeightSync(cfg, plan, TRANSPORTS[cfg.transport.type].make(cfg, plan, groups, receiver), receiver)
 
 
@@ -226,25 +336,3 @@ def check_one_host(cfg: SyncConfig, servers_with_ranks: bool) -> None:
         f"sync.transport={cfg.transport.type} needs all ranks on one machine, but only {here} of {everywhere} are here; "
         f"{row.fix}use sync.transport=group"
     )
-
-
-def check_mismatch(
-    mean_logprob_diff: float, version: int, cfg: SyncConfig, server: str = "", tokens: int | None = None
-) -> None:
-    """Raise SyncError if the engine's log-probs show that it serves other weights than the version it echoes.
-
-    Args:
-        mean_logprob_diff: Mean |rollout - actor| in nats, under the weights of `version`.
-        version: The version of the weights.
-        cfg: Has the limit.
-        server: The server that sampled the tokens; "": unknown.
-        tokens: Number of tokens, all of one server, with the margin of `SyncConfig.allowed_difference`. None: all of a step.
-    """
-    limit = cfg.max_logprob_diff if tokens is None else cfg.allowed_difference(tokens)
-    if not mean_logprob_diff <= limit:  # nan too
-        where = "" if tokens is None else f" over {tokens} tokens{f' of {server}' if server else ''}"
-        raise SyncError(
-            f"mean |rollout - actor| log-prob difference is {mean_logprob_diff:.2e} nats at version {version}{where}, above "
-            f"sync.max_logprob_diff={cfg.max_logprob_diff}: {server or 'the engine'} does not serve the weights that were sent "
-            f"(or, in low precision, the gate is too tight: raise sync.max_logprob_diff)"
-        )

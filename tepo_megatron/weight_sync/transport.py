@@ -6,7 +6,9 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
-from tepo_megatron.weight_sync.broadcast_group import GroupSpec, Source
+from tepo_megatron.weight_sync.broadcast_group import GroupSpec
+from tepo_megatron.weight_sync.bucket_format import Source
+from tepo_megatron.weight_sync.element_deltas import Encoding
 
 
 @dataclass(frozen=True)
@@ -59,8 +61,9 @@ class WeightReceiver(Protocol):
 class StagedBucket(NamedTuple):
     """One rank's bucket of a round, ready to be loaded."""
 
-    source: Source  # what the engine is given
-    checksums: dict[str, int]  # CRC-32 of its tensors by name; empty if the delivery is not checked
+    sources: tuple[Source, ...]  # what the engine is given: one, or with slices one for each lane
+    checksums: dict[str, int]  # CRC-32 of its tensors by name; empty if the delivery is not checked and none is encoded
+    nbytes: int = 0  # bytes that are sent of its tensors
 
 
 class WeightTransport(Protocol):
@@ -70,7 +73,14 @@ class WeightTransport(Protocol):
     rounds at most. Rounds in which no rank has anything to send are staged but not started, and not counted.
     """
 
-    def stage(self, version: int, number: int, tensors: Iterable[tuple[str, Tensor]], checked: bool) -> StagedBucket | None:
+    def stage(
+        self,
+        version: int,
+        number: int,
+        tensors: Iterable[tuple[str, Tensor]],
+        checked: bool,
+        encodings: Mapping[str, Encoding] | None = None,
+    ) -> StagedBucket | None:
         """Put this rank's bucket where it can be loaded from; return None if it is empty.
 
         `RelayTransport` makes collective calls here; it iterates the tensors like all others, which gathers them over tp.
@@ -80,6 +90,8 @@ class WeightTransport(Protocol):
             number: Number of the round, from 0.
             tensors: (Hugging Face name, tensor) of the bucket.
             checked: Whether the engine is to compare each tensor's CRC-32.
+            encodings: How the tensors are encoded (`sync.delta=elements`), by name; it is filled in while they are iterated.
+                None: they are not.
 
         Raises:
             CheckpointError: The bucket cannot be stored.
@@ -99,11 +111,15 @@ class WeightTransport(Protocol):
         Returns at once if no round was started. Raises SyncError if the engine refuses the round.
         """
 
-    def complete(self, reports: Sequence[Any]) -> None:
+    def complete(self, reports: Sequence[Any]) -> bool:
         """Return when all recipients that live have the round. Collective: see the class.
 
         Args:
             reports: The results of `wait`, indexed by rank.
+
+        Returns:
+            Whether a recipient cannot decode the round, so that it must be staged and started again whole, under its number;
+            the same on every rank.
         """
 
     def finish(self) -> None:

@@ -30,6 +30,10 @@ CASES: dict[str, tuple[str, dict[str, object], str]] = {
     "vllm, continue, PP2": ("vllm", CONTINUE | {"parallel__tp": 1, "parallel__pp": 2}, ""),
     "vllm, continue, a rank killed": ("vllm", CONTINUE | {"parallel__tp": 2}, "rank"),
     "vllm, in turns, a rank killed, TP2 to DP2": ("vllm", {"parallel__tp": 2}, "layout"),
+    "vllm, streamed by arrival, a rank killed, DP2": (
+        "vllm", {"parallel__tp": 1, "parallel__dp": 2, "training__stream": "arrival"}, "rank",
+    ),
+    "sglang, streamed by prompt, continue": ("sglang", CONTINUE | {"parallel__tp": 1, "training__stream": "prompt"}, ""),
     "sglang, in turns, DP2": ("sglang", {"parallel__tp": 1, "parallel__dp": 2}, ""),
     "sglang, continue, TP2": ("sglang", CONTINUE | {"parallel__tp": 2}, ""),
     "sglang, restart, a server killed": ("sglang", RESTART | {"parallel__tp": 2}, "server"),

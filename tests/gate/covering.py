@@ -50,6 +50,7 @@ FACTORS: dict[str, tuple[Value, ...]] = {
     "correction": ("none", "tis", "geometric_mask", "icepop"),
     "old_logprobs": ("actor", "rollout"),
     "truncation": ("none", "engine", "actor"),  # who states the sampling masks
+    "stream": ("off", "prompt"),
 }
 DEFAULTS = {name: values[0] for name, values in FACTORS.items()}
 LAYERS = 4  # one for each virtual stage
@@ -96,6 +97,8 @@ def config_of(row: Row, model: str = "model", other: str = "other") -> Config:
         objective["ref_kl"] = {"beta": 0.1, "where": row["reference"], "path": other}
     gradients, parameters = _OVERLAP[row["overlap"]]
     layout = {axis: row[axis] for axis in ("tp", "pp", "vpp", "cp", "dp", "ep", "sequence_parallel")}
+    if row["reference"] == "reward" and row["stream"] == "prompt":
+        objective["advantage"] = "mean"  # of groups that are not filtered
     same = ("logits_budget_mib", "recompute", "offload_activations", "share_prompts")
     cfg = validate({
         "name": "pair", "platform": "cpu",
@@ -105,10 +108,12 @@ def config_of(row: Row, model: str = "model", other: str = "other") -> Config:
         "rollout": {
             "prompts_per_step": len(PROMPTS), "samples_per_prompt": 3, "temperature": TEMPERATURE,
             "max_response_tokens": LONGEST - max(PROMPTS), "colocate": row["colocate"],
+            "filter_uniform_groups": row["stream"] == "off",
         } | ({} if row["truncation"] == "none" else {"top_k": TRUNCATION.top_k, "top_p": TRUNCATION.top_p}),
         "training": {name: row[name] for name in same} | {
-            "old_logprobs": row["old_logprobs"], "epochs": 2,
-            "minibatch_prompts": len(PROMPTS), "max_tokens_per_microbatch": plan.MICROBATCH,
+            "old_logprobs": row["old_logprobs"], "stream": row["stream"], "epochs": 1 + (row["stream"] == "off"),
+            "minibatch_prompts": len(PROMPTS) if row["stream"] == "off" else -(-len(PROMPTS) // 2),
+            "max_tokens_per_microbatch": plan.MICROBATCH,
         },
         "objective": objective,
         "optimizer": {"lr": LEARNING_RATE},
@@ -211,6 +216,7 @@ def _may_go_on(row: Row) -> bool:
         and not (held.get("experts") and held.get("tp") == 2 and held.get("sequence_parallel") is False)
         and not (held.get("old_logprobs") == "rollout" and held.get("correction", "none") != "none")
         and not (held.get("gradient_accumulation_fusion") and held.get("offload_activations"))
+        and not (held.get("colocate") and held.get("stream") == "prompt")
     )
 
 

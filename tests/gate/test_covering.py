@@ -24,6 +24,7 @@ REFUSED = {
     "correction=tis with old_logprobs=rollout": "nothing to correct",
     "correction=geometric_mask with old_logprobs=rollout": "nothing to correct",
     "correction=icepop with old_logprobs=rollout": "nothing to correct",
+    "colocate=True with stream=prompt": "they take turns",
 }
 
 

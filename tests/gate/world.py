@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from tepo_megatron.config import Config, MegatronConfig
+from tepo_megatron.losses.advantages import split_groups
 from tepo_megatron.types import Rollout
 from tests.parallel.test_broadcast import fleet, got
 from tests.parallel.test_families import sent, whole_gradients
@@ -80,11 +81,11 @@ def run_jobs(rank: int, jobs: Sequence[Job]) -> list[Outcome]:
 
 def _train(job: Job, groups: Any) -> Outcome:
     from tepo_megatron.actor.actor import Actor
+    from tepo_megatron.controller.learning import learn
     from tepo_megatron.controller.placement import Colocated, Disaggregated
     from tepo_megatron.controller.step_log import StepLog
     from tepo_megatron.losses import build_objective
     from tepo_megatron.observability.timing import Clock
-    from tepo_megatron.train import learn
 
     cfg, out = job.cfg, Outcome()
     actor, objective = Actor.open(cfg, groups), build_objective(cfg.objective)
@@ -107,7 +108,7 @@ def _train(job: Job, groups: Any) -> Outcome:
             log, clock = StepLog(), Clock()
             recorder = _recorder(job, step, objective, groups)
             given = _versioned(rollouts, step, cfg)
-            learn(given, step, actor, objective, cfg.training, log, clock, gate, recorder=recorder)
+            learn(parts_of(given, step, cfg), step, actor, objective, cfg.training, log, clock, gate, recorder=recorder)
         if job.run is not None and groups.is_main:
             with (job.run / "metrics.jsonl").open("a") as file:
                 file.write(json.dumps({"step": step} | log.record(clock)) + "\n")
@@ -119,10 +120,37 @@ def _train(job: Job, groups: Any) -> Outcome:
         for each in (actor, fresh):
             each.start_step(step + 1)
             again = _versioned(job.steps[0], step + 1, cfg)
-            learn(again, step + 1, each, objective, cfg.training, StepLog(), Clock(), _gate(each, step, groups))
+            parts, gate = parts_of(again, step + 1, cfg), _gate(each, step, groups)
+            learn(parts, step + 1, each, objective, cfg.training, StepLog(), Clock(), gate)
         pairs = zip(actor.bindings, fresh.bindings, strict=True)
         out.resumed = all(torch.equal(a.parameter, b.parameter) for a, b in pairs)
     return out
+
+
+def parts_of(rollouts: Sequence[Rollout], step: int, cfg: Config) -> Iterator[Any]:
+    """Yield the parts of a step as the service hands them out, where the last prompt's group arrives first.
+
+    Args:
+        rollouts: The step's rollouts, contiguous by prompt.
+        step: Number of the step.
+        cfg: Its `training.stream` decides what is a part.
+    """
+    from tepo_megatron.controller.schedule import RolloutPart
+    from tepo_megatron.observability.metrics import Metrics
+    from tepo_megatron.rollout.streaming import Minibatch, MinibatchStream
+    from tepo_megatron.utils.seeding import derive_seed
+
+    if cfg.training.stream == "off":
+        yield RolloutPart.whole(rollouts)
+        return
+    groups, found = split_groups(rollouts), list[Minibatch]()
+    seed = derive_seed(cfg.seed, "minibatches", step)
+    stream = MinibatchStream(cfg.training.stream, len(groups), cfg.training.minibatch_prompts, seed, found.append)
+    for place in reversed(range(len(groups))):
+        stream.add(place, groups[place])
+    yield from (RolloutPart(minibatch.rollouts, tuple(minibatch.ids), None) for minibatch in found)
+    last = stream.finish()
+    yield RolloutPart(last.rollouts, tuple(last.ids), Metrics())
 
 
 def _recorder(job: Job, step: int, objective: Any, groups: Any) -> Any:

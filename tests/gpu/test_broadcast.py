@@ -13,7 +13,8 @@ import torch
 from safetensors.torch import save_file
 
 from tepo_megatron.distributed.rendezvous_store import open_store
-from tepo_megatron.weight_sync.broadcast_group import SENDER, BroadcastGroup, Bucket, GroupSpec, TensorEntry
+from tepo_megatron.weight_sync.broadcast_group import SENDER, BroadcastGroup, GroupSpec
+from tepo_megatron.weight_sync.bucket_format import Bucket, TensorEntry
 
 if torch.cuda.device_count() < 2:
     pytest.skip("NCCL takes no two ranks on one GPU", allow_module_level=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from tepo_megatron.weight_sync.broadcast_group import Bucket, pack
+from tepo_megatron.weight_sync.bucket_format import Bucket, pack
 from tepo_megatron.weight_sync.ipc import export_buffer
 
 ROUNDS = 6  # each of two rows is written, and its handle opened, three times

@@ -22,7 +22,8 @@ from tepo_megatron.controller.gate import pieces
 from tepo_megatron.inference.engine_api import serialize
 from tepo_megatron.types import Prompt, Rollout, SamplingParams
 from tepo_megatron.utils.seeding import derive_seed
-from tepo_megatron.weight_sync.broadcast_group import GroupSpec, Source, UnchangedTensors
+from tepo_megatron.weight_sync.broadcast_group import GroupSpec, UnchangedTensors
+from tepo_megatron.weight_sync.bucket_format import Source
 from tepo_megatron.weight_sync.receiver.receiver import RankReceiver
 from tepo_megatron.weight_sync.transport import Recipient
 from tests.e2e.scripted_worker import ScriptedEngine

@@ -86,7 +86,7 @@ class Kill:
             return with_step
 
         # the rank and the rollout service each count for themselves
-        Schedule.next_batch = note_step(Schedule.next_batch)  # type: ignore[method-assign]
+        Schedule.next_parts = note_step(Schedule.next_parts)  # type: ignore[method-assign]
         MainDriver.collect = note_step(MainDriver.collect)  # type: ignore[method-assign]
         owner, name = self.place(self.where)
         original = getattr(owner, name)

@@ -8,11 +8,14 @@ tokens, rewards and rollout log-probs, and nothing else of the product but rando
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from tepo_megatron.config import Config
+from tepo_megatron.losses.advantages import OF_WHOLE_BATCH
 from tests.gate import common
 from tests.gate.data import Material, make_material
 from tests.gate.reference import Trained
@@ -67,6 +70,27 @@ def test_every_row_trains_to_the_reference(material: Material, expected: dict[st
     found = {row: merged(of_ranks) for row, of_ranks in zip(rows, zip(*ranks, strict=True), strict=True)}
     wrong = [difference for row in rows if (difference := first_difference(found[row], expected[row], row))]
     assert not wrong, f"{len(wrong)} of {len(rows)} rows on {name}:\n" + "\n".join(wrong)
+
+
+STREAMED = [name for name, variant in VARIANTS.items() if variant.method.advantage not in OF_WHOLE_BATCH]
+
+
+@pytest.mark.parametrize("name", full_but([], ["1 rank", "CP2"], LAYOUTS))
+def test_every_row_streams_to_the_reference(material: Material, expected: dict[str, Trained], name: str) -> None:
+    """With `training.stream: prompt` the updates are those of the whole batch, in whatever order the groups arrive."""
+    layout, max_tokens = LAYOUTS[name]
+    rows = STREAMED if name == "1 rank" else [row for row in _some_rows(name) if row in STREAMED]
+    jobs = [Job(streamed(VARIANTS[row].config(material, layout, max_tokens)), material.steps) for row in rows]
+    ranks = run_world(jobs[0].cfg.parallel.world_size, run_jobs, jobs)
+    found = {row: merged(of_ranks) for row, of_ranks in zip(rows, zip(*ranks, strict=True), strict=True)}
+    wrong = [difference for row in rows if (difference := first_difference(found[row], expected[row], row))]
+    assert not wrong, f"{len(wrong)} of {len(rows)} rows on {name}:\n" + "\n".join(wrong)
+
+
+def streamed(cfg: Config) -> Config:
+    """Return the config with minibatches that are trained as they come."""
+    rollout = replace(cfg.rollout, filter_uniform_groups=False)
+    return replace(cfg, rollout=rollout, training=replace(cfg.training, stream="prompt"))
 
 
 def test_every_row_is_in_a_third_on_several_ranks() -> None:

@@ -21,6 +21,7 @@ from tepo_megatron.config.safety import checks_that_are_off, safety_checks
 from tepo_megatron.controller.method import resolve
 from tepo_megatron.errors import ConfigError, SyncError
 from tepo_megatron.types import Rollout, TrainBatch
+from tests.gate.world import parts_of
 from tests.parallel import cases
 from tests.parallel.test_gate import sampled
 from tests.worlds import run_world
@@ -38,7 +39,7 @@ SWITCHES: dict[str, dict[str, Tree]] = {
     },
     "transport": {
         "shm": {}, "group": {"sync": {"transport": "group"}}, "ipc": {"sync": {"transport": "ipc"}},
-        "delta": {"sync": {"delta": True}},
+        "delta": {"sync": {"delta": "layers"}}, "elements": {"sync": {"delta": "elements"}},
     },
     "source": {
         "engine": {}, "replay": {"rollout": {"replay": "rollouts"}}, "only": {"rollout": {"only": True}},
@@ -51,6 +52,7 @@ SWITCHES: dict[str, dict[str, Tree]] = {
         "several": {"training": {"epochs": 1, "minibatch_prompts": 2}},
         "one": {"training": {"epochs": 1, "minibatch_prompts": 6}},
     },
+    "stream": {name: {"training": {"stream": name}} for name in ("off", "prompt", "arrival")},
     "old_logprobs": {name: {"training": {"old_logprobs": name}} for name in ("actor", "rollout")},
     "correction": {"none": {}} | {name: {"objective": {"correction": name}} for name in ("tis", "geometric_mask", "icepop")},
     "reference": {
@@ -105,7 +107,8 @@ def as_learn_reads(cfg: Config) -> Config:
     from tepo_megatron.config import DataConfig, RolloutConfig
 
     read = ("max_staleness", "temperature", "replay", "prompts_per_step", "samples_per_prompt", "max_response_tokens")
-    rollout = RolloutConfig(**{name: getattr(cfg.rollout, name) for name in read})
+    given = {name: getattr(cfg.rollout, name) for name in read}
+    rollout = RolloutConfig(**given, filter_uniform_groups=cfg.training.stream != "prompt")
     sync = replace(validate({"name": "n", "model": {"path": "m"}, "data": {"train": "t"}}).sync,
                    max_logprob_diff=cfg.sync.max_logprob_diff, compared_tokens=cfg.sync.compared_tokens)  # fmt: skip
     return replace(cfg, rollout=rollout, sync=sync, data=DataConfig(train="unused", max_prompt_tokens=8))
@@ -117,12 +120,12 @@ def stopped(rank: int, configs: list[Config], batch: TrainBatch) -> list[list[bo
     """
     from tepo_megatron.actor.actor import Actor
     from tepo_megatron.controller.gate import WeightsGate
+    from tepo_megatron.controller.learning import learn
     from tepo_megatron.controller.step_log import StepLog
     from tepo_megatron.distributed import parallel
     from tepo_megatron.losses import build_objective
     from tepo_megatron.observability.timing import Clock
     from tepo_megatron.platform import activate
-    from tepo_megatron.train import learn
 
     groups = parallel.initialize(configs[0].parallel, activate("cpu"), 0)
     actor = Actor.open(configs[0], groups)
@@ -162,7 +165,8 @@ def stopped(rank: int, configs: list[Config], batch: TrainBatch) -> list[list[bo
                 gate.delivered(version)
             actor.start_step(2)
             try:
-                learn(rollouts, 2, actor, build_objective(cfg.objective), cfg.training, StepLog(), Clock(), gate)
+                objective, parts = build_objective(cfg.objective), parts_of(rollouts, 2, cfg)
+                learn(parts, 2, actor, objective, cfg.training, StepLog(), Clock(), gate)
             except SyncError as e:
                 assert "sync.max_logprob_diff" in str(e)
                 row.append(True)

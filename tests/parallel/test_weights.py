@@ -15,7 +15,7 @@ from safetensors.torch import load, load_file, save_file
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from tepo_megatron.errors import CheckpointError, SyncError
-from tepo_megatron.weight_sync.broadcast_group import Bucket, crc32
+from tepo_megatron.weight_sync.bucket_format import Bucket, crc32
 from tepo_megatron.weight_sync.ipc import open_buffer
 from tests.marks import full_but
 from tests.parallel import cases

@@ -28,7 +28,7 @@ from tepo_megatron.inference.sglang import SglangApi, generate_request
 from tepo_megatron.inference.vllm import VllmApi, completion_request
 from tepo_megatron.types import Prompt, SamplingParams, Truncation
 from tepo_megatron.utils.exchange import HttpAnswer
-from tepo_megatron.weight_sync.broadcast_group import Bucket, crc32, pack
+from tepo_megatron.weight_sync.bucket_format import Bucket, crc32, pack
 from tepo_megatron.weight_sync.ipc import export_buffer
 from tepo_megatron.weight_sync.receiver.binary_answer import CONTENT_TYPE
 from tepo_megatron.weight_sync.stores import write_file

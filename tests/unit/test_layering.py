@@ -16,12 +16,21 @@ APART = {("actor", "rollout"), ("rollout", "actor")}
 OWNERS = {
     "vllm": {"weight_sync"}, "sglang": {"weight_sync"}, "triton": {"ops"}, "nemo_run": set(), "math_verify": {"grading"},
     "wandb": {"observability"}, "matplotlib": {"report", "ablation"}, "jinja2": {"report"}, "aiohttp": {"utils"},
-    "pyarrow": {"data"}, "datasets": {"data"},
+    "pyarrow": {"data", "weight_sync"}, "datasets": {"data"},
 }  # fmt: skip
 # packages that other programs load, or that know nothing of a run -> what they may import of ours
 ALONE = {
     "grading": {"grading", "utils"},
-    "weight_sync.receiver": {"weight_sync.receiver", "weight_sync.broadcast_group", "weight_sync.ipc", "distributed", "utils"},
+    "weight_sync.receiver": {
+        "weight_sync.receiver",
+        "weight_sync.broadcast_group",
+        "weight_sync.bucket_format",
+        "weight_sync.element_deltas",
+        "weight_sync.ipc",
+        "weight_sync.slices",
+        "distributed",
+        "utils",
+    },
 }
 MODULES = sorted(set(modules()) - {""})
 

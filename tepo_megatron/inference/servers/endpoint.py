@@ -21,7 +21,8 @@ from tepo_megatron.inference.servers.server import Server, ServerAddress
 from tepo_megatron.types import Canaries, CanaryAnswer, Rollout
 from tepo_megatron.utils.escaping import excerpt
 from tepo_megatron.utils.exchange import HttpAnswer
-from tepo_megatron.weight_sync.broadcast_group import GroupSpec, Source, UnchangedTensors
+from tepo_megatron.weight_sync.broadcast_group import GroupSpec, UnchangedTensors
+from tepo_megatron.weight_sync.bucket_format import Source
 
 Asked = TypeVar("Asked")
 # Errors raised when an answer does not have the engine's shape.

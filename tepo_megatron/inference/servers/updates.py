@@ -21,7 +21,8 @@ from tepo_megatron.inference.servers.endpoint import Endpoint
 from tepo_megatron.inference.servers.growth import LiveServer
 from tepo_megatron.inference.servers.pool import ServerPool
 from tepo_megatron.inference.servers.slot import Incarnation
-from tepo_megatron.weight_sync.broadcast_group import GroupSpec, Source
+from tepo_megatron.weight_sync.broadcast_group import GroupSpec
+from tepo_megatron.weight_sync.bucket_format import Source
 from tepo_megatron.weight_sync.transport import Recipient
 
 INTERRUPT_SECONDS = 0.5  # between abort calls: repeated for requests that were still on their way to the server

@@ -3,29 +3,33 @@
 The same code runs in the servers of all engines. Weights come in files, in memory that the trainer shares, or by broadcast.
 A broadcast round is received in full before the model is touched. Then each process reports it in the trainer's store, because
 an engine's own answer says nothing about its single ranks, and some engines end on an error. Nothing is kept of a round that
-did not arrive. The trainer sends it again in new groups, and the processes that have it already drop it.
+did not arrive. The trainer sends it again in new groups, and the processes that have it already drop it. With
+`sync.delta=elements` a round is decoded before the model is touched; the trainer sends a round that cannot be decoded again,
+whole.
 """
 
 import logging
-import threading
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from tepo_megatron.weight_sync.broadcast_group import (
-    BroadcastGroup,
-    BrokenGroup,
-    Bucket,
-    GroupSpec,
-    UnchangedTensors,
-    join_store,
-    signal,
-)
+from tepo_megatron.weight_sync.broadcast_group import BrokenGroup, GroupSpec, UnchangedTensors
+from tepo_megatron.weight_sync.bucket_format import Bucket
+from tepo_megatron.weight_sync.element_deltas import Encoding, RefusedDelta
 from tepo_megatron.weight_sync.ipc import open_buffer
-from tepo_megatron.weight_sync.receiver.weight_files import UpdateTracker, tensors
+from tepo_megatron.weight_sync.receiver.base_tensors import BaseTensors
+from tepo_megatron.weight_sync.receiver.membership import Membership
+from tepo_megatron.weight_sync.receiver.weight_files import (
+    UpdateTracker,
+    check_files,
+    encoded_tensors,
+    report_refused,
+    tensors,
+)
+from tepo_megatron.weight_sync.slices import TensorSlice, refuse_gaps
 
 logger = logging.getLogger(__name__)
 _CPU = torch.device("cpu")
@@ -36,6 +40,7 @@ class RankReceiver:
 
     Attributes:
         in_trainer_memory: Whether the last round lies in memory of the trainer, which overwrites it two rounds later.
+        bases: The weights to which element deltas are applied.
         membership: Membership in the groups that were joined last; None while there is none.
     """
 
@@ -43,6 +48,9 @@ class RankReceiver:
         self.in_trainer_memory = False
         self._update: UpdateTracker | None = None
         self._next = 0  # number of the next round
+        self._slices_fit = False  # whether the engine is known to divide tensors as they are sliced
+        self._encoded = False  # whether the current update brought encoded tensors
+        self.bases = BaseTensors()
         # Versions of the model now, before the current update, and after it. None where an update did not state its version
         # (only `keep_unchanged` states it).
         self._version: int | None = None
@@ -60,7 +68,7 @@ class RankReceiver:
             device: The model's device.
         """
         self._device = device
-        self._update, self._next = UpdateTracker(model, tied_embeddings), 0
+        self._update, self._next, self._encoded = UpdateTracker(model, tied_embeddings), 0, False
         self._before, self._version, self._coming = self._version, None, None
 
     def keep_unchanged(self, unchanged: UnchangedTensors) -> None:
@@ -83,20 +91,22 @@ class RankReceiver:
         assert self._update is not None, "the update has to begin first"
         return self._update.unchanged
 
-    def join_groups(self, spec: GroupSpec, device: torch.device) -> None:
+    def join_groups(self, spec: GroupSpec, device: torch.device, local_rank: int | None = None) -> None:
         """Leave the old process groups and begin to form new ones.
 
         A thread forms them, so that the server answers health requests meanwhile. Errors are only logged: the trainer notices
         that the report of this rank is missing in its store.
 
         Args:
-            spec: Where the groups are formed. The rank here is `spec.first` plus the rank in the server's default group.
+            spec: Where the groups are formed.
             device: Device of the groups' tensors.
+            local_rank: Rank of this process in its server. None: that in its default group.
         """
         self.leave()
         self._device = device
-        rank = spec.first + (dist.get_rank() if dist.is_initialized() else 0)
-        self.membership = Membership(spec, rank, device)
+        if local_rank is None:
+            local_rank = dist.get_rank() if dist.is_initialized() else 0
+        self.membership = Membership(spec, local_rank, device)
         self.membership.start()
 
     def leave(self) -> None:
@@ -114,7 +124,8 @@ class RankReceiver:
             sources: Paths of safetensors files, or the output of `Bucket.to_json`.
 
         Returns:
-            None if there is nothing to load, because the round did not arrive or was loaded already.
+            None if there is nothing to load, because the round did not arrive, was loaded already, or cannot be decoded. The
+            trainer learns which.
 
         Raises:
             ValueError: The tensors are not the model's (see `UpdateTracker.add`), or the round is out of order. The iterator
@@ -122,22 +133,80 @@ class RankReceiver:
         """
         assert self._update is not None, "the update has to begin first"
         buckets = [Bucket.from_json(source) for source in sources if source.startswith("{")]
-        self.in_trainer_memory = False
+        lane = self.membership.lane if self.membership is not None else 0
+        buckets = [bucket for bucket in buckets if bucket.lane == lane]
+        self.in_trainer_memory = bool(buckets) and buckets[0].handle is not None
         if not buckets:
-            self._update.add_files(sources)
-            return tensors(sources)
-        number = buckets[0].number
-        self.in_trainer_memory = is_mapped = buckets[0].handle is not None
-        rows = [] if is_mapped else self._receive(buckets)
-        if rows is None or (number == self._next - 1 and not is_mapped):
+            return self._take_files(sources)
+        if self.in_trainer_memory:
+            self._note(buckets)
+            return self._borrow(buckets)
+        if (rows := self._receive(buckets)) is None:
             return None
+        number = buckets[0].number
+        if number == self._next - 1:
+            self._report(number)
+            return None
+        if any(bucket.encodings for bucket in buckets):
+            accept, refuse = partial(self._report, number), partial(self._report, number, refused=True)
+            return self._decode(number, _encoded(buckets, rows), accept, refuse)
+        if not self._report(number):
+            return None
+        self._note(buckets)
+        return (_whole(*item) for bucket, row in zip(buckets, rows, strict=True) for item in bucket.tensors(row))
+
+    def _take_files(self, paths: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]] | None:
+        """Read one round of files; see `take`."""
+        assert self._update is not None
+        given = check_files(paths)
+        if (encoded := encoded_tensors(paths)) is None:
+            self._update.add(given)
+            return tensors(paths)
+        number, arrived = encoded
+        if number == self._next - 1:
+            return None
+        return self._decode(number, arrived, lambda: True, lambda: report_refused(paths[0], number))
+
+    def _decode(
+        self,
+        number: int,
+        arrived: Iterable[tuple[str, torch.Tensor, Encoding]],
+        accept: Callable[[], bool],
+        refuse: Callable[[], object],
+    ) -> Iterator[tuple[str, torch.Tensor]] | None:
+        """Decode a round before anything of it is loaded, and return an iterator over its tensors; None: it is refused.
+
+        Args:
+            number: Number of the round.
+            arrived: See `BaseTensors.decode`.
+            accept: Reports to the trainer that the round is here; returns whether the report arrived.
+            refuse: Reports that it cannot be decoded.
+        """
+        assert self._update is not None
+        try:
+            decoded = self.bases.decode(arrived)
+        except RefusedDelta as e:
+            logger.warning("tepo: round %d is refused and must be sent whole: %s", number, e)
+            refuse()
+            return None
+        if not accept():
+            return None
+        self._check_order(number)
+        self._update.add([_shape(key, tuple(found.tensor.shape)) for key, found in decoded.items()])
+        self._next, self._encoded = number + 1, True
+        self.bases.keep(decoded)
+        return (_whole(key, found.tensor) for key, found in decoded.items())
+
+    def _note(self, buckets: Sequence[Bucket]) -> None:
+        """Note that the tensors of this round were given. Raises ValueError; see `take`."""
+        assert self._update is not None
+        self._check_order(buckets[0].number)
+        self._update.add([_shape(c.name, c.shape) for bucket in buckets for c in bucket.contents])
+        self._next += 1
+
+    def _check_order(self, number: int) -> None:
         if number != self._next:
             raise ValueError(f"round {number} of the update came when round {self._next} was due")
-        self._update.add([(c.name, list(c.shape)) for bucket in buckets for c in bucket.contents])
-        self._next += 1
-        if is_mapped:
-            return self._borrow(buckets)
-        return (item for bucket, row in zip(buckets, rows, strict=True) for item in bucket.tensors(row))
 
     def _borrow(self, buckets: Sequence[Bucket]) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the tensors of each bucket in turn.
@@ -154,6 +223,14 @@ class RankReceiver:
         assert self._update is not None, "the update has to begin first"
         self._update.finish()
         self._version = self._coming
+        if not self._encoded and self._update.has_given:
+            self.bases.clear()
+
+    def check_slices(self, model: torch.nn.Module) -> None:
+        """Check after the first update in slices that they filled the model. Raises ValueError; see `refuse_gaps`."""
+        if self.membership is not None and self.membership.sliced and not self._slices_fit:
+            refuse_gaps(model)
+            self._slices_fit = True
 
     def _receive(self, buckets: Sequence[Bucket]) -> list[torch.Tensor] | None:
         """Receive the buckets' rows of bytes (uint8), in the order that all ranks of the server follow.
@@ -170,71 +247,40 @@ class RankReceiver:
                 member.groups[bucket.sender].start(row)
                 member.groups[bucket.sender].wait()
                 rows.append(row)
-            member.report_arrived(buckets[0].number)
         except BrokenGroup as e:
             logger.warning("tepo: round %d did not arrive: %s", buckets[0].number, e)
             self.leave()
             return None
         return rows
 
+    def _report(self, number: int, refused: bool = False) -> bool:
+        """Report a round to the trainer; return whether the report arrived. Otherwise the groups are left.
 
-class Membership:
-    """Membership of one process in the groups of a spec, one group for each sender. A thread forms the groups.
-
-    Args:
-        spec: Where the groups are formed.
-        rank: Rank of this process in each group.
-        device: Device of the groups' tensors.
-
-    Attributes:
-        groups: One group per sender; complete once `joined` is set.
-        joined: Set while this process is in all groups.
-    """
-
-    def __init__(self, spec: GroupSpec, rank: int, device: torch.device) -> None:
-        self.groups: list[BroadcastGroup] = []
-        self.joined = threading.Event()
-        self._left, self._closing = threading.Event(), threading.Lock()
-        self._spec, self._rank, self._device = spec, rank, device
-        self._store: dist.Store | None = None
-
-    def start(self) -> None:
-        """Begin to form the groups, in a thread."""
-        threading.Thread(target=self._form, name="join groups", daemon=True).start()
-
-    def _form(self) -> None:
-        until = time.monotonic() + self._spec.join_seconds
+        Args:
+            number: Number of the round.
+            refused: Whether it cannot be decoded.
+        """
+        assert self.membership is not None
         try:
-            self._store = join_store(self._spec)
-            signal(self._store, self._spec.joining_key(self._rank))
-            for sender in range(self._spec.senders):
-                group = BroadcastGroup.form(self._spec, sender, self._rank, self._device, until, self._is_wanted)
-                self.groups.append(group)
-            self.joined.set()
-            signal(self._store, self._spec.joined_key(self._rank))
-        except (BrokenGroup, RuntimeError) as e:
-            logger.warning("tepo: could not join %s: %s", self._spec.name, e)
-            self._left.set()
-        if self._left.is_set():
-            self._close()
+            self.membership.report(number, refused)
+        except BrokenGroup as e:
+            logger.warning("tepo: round %d could not be reported: %s", number, e)
+            self.leave()
+            return False
+        return True
 
-    def _is_wanted(self) -> bool:
-        assert self._store is not None
-        return not self._left.is_set() and not self._store.check([self._spec.cancelled_key()])
 
-    def report_arrived(self, number: int) -> None:
-        """Report to rank 0 of the trainer, through the store, that the round `number` arrived. Raises BrokenGroup."""
-        assert self._store is not None
-        signal(self._store, self._spec.arrived_key(number, self._rank))
+def _shape(key: str, shape: tuple[int, ...]) -> tuple[str, list[int]]:
+    place = TensorSlice.of_key(key)
+    return place.name, place.whole_shape(shape)
 
-    def leave(self) -> None:
-        """Leave the groups, or give up forming them."""
-        self._left.set()
-        if self.joined.is_set():
-            self._close()
 
-    def _close(self) -> None:
-        with self._closing:
-            self.joined.clear()
-            while self.groups:
-                self.groups.pop().close()
+def _whole(key: str, tensor: torch.Tensor) -> tuple[str, torch.Tensor]:
+    place = TensorSlice.of_key(key)
+    return place.name, place.embedded(tensor)
+
+
+def _encoded(buckets: Sequence[Bucket], rows: Sequence[torch.Tensor]) -> Iterator[tuple[str, torch.Tensor, Encoding]]:
+    for bucket, row in zip(buckets, rows, strict=True):
+        for name, sent in bucket.tensors(row):
+            yield name, sent, bucket.encodings[name]

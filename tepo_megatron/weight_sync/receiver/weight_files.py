@@ -12,6 +12,9 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
+from tepo_megatron.weight_sync.bucket_format import ENCODED, REFUSED
+from tepo_megatron.weight_sync.element_deltas import Encoding
+
 # The output layer's name in every Hugging Face causal language model; with tied embeddings it may be there or not.
 OUTPUT_LAYER = "lm_head.weight"
 
@@ -40,23 +43,6 @@ class UpdateTracker:
         _refuse({"unknown": set(names) - self._expected.keys() - self._optional})
         self.unchanged = frozenset(names)
 
-    def add_files(self, paths: Sequence[str]) -> None:
-        """Mark the tensors in these files as given; see `add`.
-
-        Raises ValueError also if a file is not visible here, or if other users could have written it.
-        """
-        try:
-            for path in paths:
-                _check_owner(Path(path))
-            given = [item for path in paths for item in tensor_shapes(path).items()]
-        except FileNotFoundError as e:
-            raise ValueError(
-                f"{e.filename} is not seen on {socket.gethostname()}: shared memory reaches servers on the machines of the "
-                "ranks, in containers with the same /dev/shm; for others set sync.transport.folder to a folder that all of "
-                "them see, or use sync.transport=group"
-            ) from None
-        self.add(given)
-
     def add(self, given: Sequence[tuple[str, list[int]]]) -> None:
         """Mark these (name, shape) as given; they are not loaded yet.
 
@@ -73,9 +59,31 @@ class UpdateTracker:
         })  # fmt: skip
         self._given |= names.keys()
 
+    @property
+    def has_given(self) -> bool:
+        """True if any tensor was given."""
+        return bool(self._given)
+
     def finish(self) -> None:
         """Raise ValueError if a tensor of the model was neither given nor unchanged."""
         _refuse({"missing": self._expected.keys() - self._given - self.unchanged - self._optional})
+
+
+def check_files(paths: Sequence[str]) -> list[tuple[str, list[int]]]:
+    """Return (name, shape) of the tensors in these files.
+
+    Raises ValueError if a file is not visible here, or if other users could have written it.
+    """
+    try:
+        for path in paths:
+            _check_owner(Path(path))
+        return [item for path in paths for item in tensor_shapes(path).items()]
+    except FileNotFoundError as e:
+        raise ValueError(
+            f"{e.filename} is not seen on {socket.gethostname()}: shared memory reaches servers on the machines of the "
+            "ranks, in containers with the same /dev/shm; for others set sync.transport.folder to a folder that all of "
+            "them see, or use sync.transport=group"
+        ) from None
 
 
 def tensors(paths: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -92,6 +100,35 @@ def tensors(paths: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
                 if name in checksums and zlib.crc32(tensor.reshape(-1).view(torch.uint8).numpy()) != checksums[name]:
                     raise ValueError(f"{path}: tensor {name} was damaged on its way: its CRC-32 is not that of the sender")
                 yield name, tensor
+
+
+def encoded_tensors(paths: Sequence[str]) -> tuple[int, list[tuple[str, torch.Tensor, Encoding]]] | None:
+    """Return the number of the round and (name, what was sent, its encoding) of each tensor; None: they are not encoded.
+
+    The files are memory-mapped, as in `tensors`.
+    """
+    number, found = -1, []
+    for path in paths:
+        with safe_open(path, framework="pt") as file:
+            if (encoded := (file.metadata() or {}).get(ENCODED)) is None:
+                return None
+            header = json.loads(encoded)
+            number = header["number"]
+            found += [(name, file.get_tensor(name), Encoding.from_json(how)) for name, how in header["tensors"].items()]
+    return number, found
+
+
+def report_refused(source: str, number: int) -> None:
+    """Report to the trainer, by a file next to a round's first file, that this process cannot decode the round.
+
+    Args:
+        source: Path of the round's first file.
+        number: Number of the round.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
+    (Path(source).parent / f"{REFUSED}{number}-{socket.gethostname()}-{os.getpid()}").touch(mode=0o600)
 
 
 def _check_owner(path: Path) -> None:

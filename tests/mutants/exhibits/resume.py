@@ -184,4 +184,15 @@ EXHIBITS = (
         new="if parts:",
         tests=("tests/unit/test_replay_command.py::test_a_run_that_went_on_with_other_settings_comes_out_again",),
     ),
+    Exhibit(
+        name="a_streamed_step_is_saved_half_trained",
+        source="own: issue 24 (training.stream)",
+        kind="resume",
+        bug="A request to end the run is answered between two streamed minibatches, and the checkpoint has half a step.",
+        cost="The resumed run takes the first updates of the step twice.",
+        symbol="RolloutService._wait",
+        old="if trains and not task.received and",
+        new="if trains and",
+        tests=("tests/parallel/test_streaming.py::test_a_run_that_is_killed_between_minibatches_ends_like_an_undisturbed_one",),
+    ),
 )

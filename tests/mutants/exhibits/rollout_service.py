@@ -62,11 +62,8 @@ EXHIBITS = (
         bug="The header of a batch has only those metrics that are not zero, as if a zero were a metric that nobody measured.",
         cost="A step whose answers are all wrong has no accuracy in the records, and means over steps are too high.",
         symbol="BatchMemory.write",
-        old="header = BatchHeader(path, experts_path, lengths, columns, digests, shape, metrics, seconds, sizes)",
-        new=(
-            "measured = {name: pair for name, pair in metrics.items() if pair[0]}\n"
-            "        header = BatchHeader(path, experts_path, lengths, columns, digests, shape, measured, seconds, sizes)"
-        ),
+        old="header = BatchHeader(",
+        new="metrics = {name: pair for name, pair in metrics.items() if pair[0]}\n        header = BatchHeader(",
         tests=("tests/parallel/test_batch_memory.py::test_every_rank_gets_every_bit",),
     ),
     Exhibit(
@@ -136,9 +133,9 @@ EXHIBITS = (
         bug="The service waits for its work without asking for the result, so an error of work without a result is lost.",
         cost="An evaluation that failed leaves no record and no message, and early stopping goes by older evaluations.",
         symbol="RolloutService._wait",
-        old='return Waited("done", self._tasks.pop(number).result(), save=',
+        old='return Waited("done", self._tasks.pop(number).future.result(), save=',
         new=(
-            "ended = self._tasks.pop(number)\n                "
+            "ended = self._tasks.pop(number).future\n                "
             'return Waited("done", None if ended.exception() is not None else ended.result(), save='
         ),
         tests=("tests/unit/controller/test_service.py::test_an_evaluation_that_fails_is_an_error_of_its_wait",),

@@ -246,9 +246,34 @@ EXHIBITS = (
             "The push reads the parameters as they lie. After a step with a small learning "
             "rate the difference is far below the gate's limit, in every step of the run."
         ),
-        symbol="learn",
-        old=("        actor.finish_step()\n"),
+        symbol="_Updates.finish",
+        old=("            self.actor.finish_step()\n"),
         new="",
         tests=("tests/gate/test_recipes.py",),
+    ),
+    Exhibit(
+        name="streamed_minibatches_meet_newer_old_weights",
+        source="own: issue 24 (training.stream)",
+        kind="stale weights",
+        bug=(
+            "The old log-probs and entropies of a streamed minibatch are those of the actor as earlier minibatches of the same "
+            "batch have left it."
+        ),
+        cost="Ratios are 1 and dH is 0 in every update: clipping and the KL mask never act.",
+        symbol="_Updates.take",
+        old="self.gate.weights_of(self.step - 1) if batch.update else contextlib.nullcontext()",
+        new="contextlib.nullcontext()",
+        tests=("tests/parallel/test_every_objective.py::test_every_row_streams_to_the_reference[CP2]",),
+    ),
+    Exhibit(
+        name="a_restarted_server_gets_half_a_step",
+        source="own: issue 24 (training.stream)",
+        kind="stale weights",
+        bug="A server that restarts while a step is streamed gets the actor's weights of that moment, under the old version.",
+        cost="Its samples come from weights that no version names; the gate sees it if the update was large.",
+        symbol="Schedule._push",
+        old="self._gate.weights_of(self.trained) if self._in_updates else contextlib.nullcontext()",
+        new="contextlib.nullcontext()",
+        tests=("tests/parallel/test_streaming.py::test_a_server_that_restarts_during_a_step_gets_the_weights_that_sample_it",),
     ),
 )

@@ -129,6 +129,13 @@ def test_overrides_of_both_forms(tmp_path: Path) -> None:
             {"rollout": {"colocate": True, "max_staleness": 1}},
             "max_staleness=1 samples while .*set max_staleness to 0, or colo",
         ),
+        ({"training": {"stream": "arrival"}, "rollout": {"colocate": True}}, "training.stream=arrival trains while the engine"),
+        ({"training": {"stream": "arrival", "minibatch_prompts": 64}}, "the only minibatch waits for all groups; lower"),
+        ({"training": {"stream": "prompt"}}, "filter_uniform_groups=true with rollout.oversample=1 chooses them later"),
+        (
+            {"training": {"stream": "prompt"}, "rollout": {"filter_uniform_groups": False, "oversample": 1.5}},
+            "filter_uniform_groups=false with rollout.oversample=1.5 chooses them later; set these to false and 1",
+        ),
         ({"rollout": {"colocate": True, "replay": "runs/a"}}, "replay=runs/a starts no engine; remove one of them"),
         ({"rollout": {"colocate": True, "only": True}}, "only=true trains nothing; remove one of them"),
     ],

@@ -21,7 +21,7 @@ from tepo_megatron.observability.histogram import counts
 from tepo_megatron.observability.metrics import Metrics
 from tepo_megatron.observability.timing import Clock
 from tepo_megatron.types import Prompt, Rollout, SamplingParams
-from tepo_megatron.weight_sync.sync import check_mismatch
+from tepo_megatron.weight_sync.mismatch import check_mismatch
 from tests.scripted_groups import ScriptedGroups
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tepo_megatron.errors import ConfigError, DataError
-from tepo_megatron.losses.advantages import group_advantages, without_truncated
+from tepo_megatron.losses.advantages import check_some_are_whole, group_advantages, without_truncated
 from tepo_megatron.rewards.overlong import OverlongShaping
 from tepo_megatron.types import Rollout, TrainBatch
 
@@ -81,5 +81,6 @@ def test_the_group_keeps_what_a_truncated_response_says() -> None:
 
 def test_a_step_without_any_ended_response_is_refused() -> None:
     with pytest.raises(DataError, match="mask_truncated leaves nothing to learn from; raise the first"):
-        without_truncated([cut_off(graded(5, 0.0))])
-    assert without_truncated([]) == ()
+        check_some_are_whole([cut_off(graded(5, 0.0))])
+    check_some_are_whole([graded(5, 0.0), cut_off(graded(5, 0.0))])
+    check_some_are_whole([])

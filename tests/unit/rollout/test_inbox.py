@@ -20,14 +20,12 @@ from tepo_megatron.weight_sync.broadcast_group import (
     SENDER,
     BroadcastGroup,
     BrokenGroup,
-    Bucket,
     GroupSpec,
-    TensorEntry,
     UnchangedTensors,
-    crc32,
     join_store,
     signal,
 )
+from tepo_megatron.weight_sync.bucket_format import Bucket, TensorEntry, crc32
 from tepo_megatron.weight_sync.receiver.receiver import RankReceiver
 
 CPU = torch.device("cpu")

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tepo_megatron.weight_sync.receiver.weight_files import UpdateTracker, tensors
+from tepo_megatron.weight_sync.receiver.weight_files import UpdateTracker, check_files, tensors
 
 MODEL = {"a.weight": torch.zeros(3, 2), "b.weight": torch.zeros(4), "lm_head.weight": torch.zeros(3, 2)}
 
@@ -40,7 +40,7 @@ FAULTS = {
 def received(model: Path, *rounds: list[str], tied_embeddings: bool = False) -> None:
     update = UpdateTracker(model, tied_embeddings)
     for paths in rounds:
-        update.add_files(paths)
+        update.add(check_files(paths))
     update.finish()
 
 
@@ -99,9 +99,9 @@ def test_only_what_is_missing_waits_for_the_end(tmp_path: Path) -> None:
     saved(tmp_path / "model", MODEL)
     first, unknown = saved(tmp_path / "sent", {"b.weight": torch.zeros(4)}, {"c.bias": torch.zeros(1)})
     update = UpdateTracker(tmp_path / "model", tied_embeddings=False)
-    update.add_files([first])
+    update.add(check_files([first]))
     with pytest.raises(ValueError, match=r"1 unknown: c\.bias"):
-        update.add_files([unknown])
+        update.add(check_files([unknown]))
     with pytest.raises(ValueError, match=r"2 missing: a\.weight, lm_head\.weight"):
         update.finish()
 
@@ -128,12 +128,12 @@ def test_what_stays_need_not_be_given_and_may_not(tmp_path: Path) -> None:
     update = UpdateTracker(tmp_path / "model", tied_embeddings=False)
     update.keep_unchanged(["a.weight"])
     (b,) = saved(tmp_path / "b", {"b.weight": torch.zeros(4)})
-    update.add_files([b])
+    update.add(check_files([b]))
     with pytest.raises(ValueError, match=r"1 given that were to stay: a\.weight"):
-        update.add_files(saved(tmp_path / "a", {"a.weight": torch.zeros(3, 2)}))
+        update.add(check_files(saved(tmp_path / "a", {"a.weight": torch.zeros(3, 2)})))
     with pytest.raises(ValueError, match=r"1 missing: lm_head\.weight"):
         update.finish()
-    update.add_files(saved(tmp_path / "head", {"lm_head.weight": torch.zeros(3, 2)}))
+    update.add(check_files(saved(tmp_path / "head", {"lm_head.weight": torch.zeros(3, 2)})))
     update.finish()
     with pytest.raises(ValueError, match=r"1 unknown: c\.bias"):
         UpdateTracker(tmp_path / "model", tied_embeddings=False).keep_unchanged(["c.bias"])

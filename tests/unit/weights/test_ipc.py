@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from tepo_megatron.inference.servers.environment import devices
-from tepo_megatron.weight_sync.broadcast_group import Bucket, pack
+from tepo_megatron.weight_sync.bucket_format import Bucket, pack
 from tepo_megatron.weight_sync.ipc import BufferHandle, export_buffer, open_buffer
 from tepo_megatron.weight_sync.receiver.receiver import RankReceiver
 from tepo_megatron.weights import fp8
@@ -28,7 +28,7 @@ MODEL = {
 }
 READER = """
 import sys, torch
-from tepo_megatron.weight_sync.broadcast_group import Bucket
+from tepo_megatron.weight_sync.bucket_format import Bucket
 from tepo_megatron.weight_sync.ipc import open_buffer
 bucket = Bucket.from_json(sys.stdin.readline())
 with open_buffer(bucket.handle, torch.device("cpu")) as row:

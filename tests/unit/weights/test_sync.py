@@ -15,7 +15,7 @@ import torch
 from tepo_megatron.config import ShmTransportConfig, SyncConfig
 from tepo_megatron.errors import ConfigError
 from tepo_megatron.weight_sync import rendezvous
-from tepo_megatron.weight_sync.broadcast_group import crc32
+from tepo_megatron.weight_sync.bucket_format import crc32
 from tepo_megatron.weight_sync.buckets import is_check_due, split_into_buckets, whole_bytes
 from tepo_megatron.weight_sync.receiver.weight_files import tensors
 from tepo_megatron.weight_sync.relay import group_by_memory, memory_identity, recipients

@@ -1,0 +1,109 @@
+"""Count the bytes that a delivery of all weights moves, and the fewest that could do: what each server rank holds.
+
+Counts are exact but for the padding of the vocabulary, in the engine and in Megatron. Deltas (`sync.delta`) are not counted:
+how much they save depends on the updates (`benchmarks/results/weight_deltas.md`).
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from tepo_megatron.config import ParallelConfig, SyncConfig
+from tepo_megatron.plan import parameters
+from tepo_megatron.plan.gpus import GIB
+from tepo_megatron.weights.families import WeightMapping
+from tepo_megatron.weights.ops import Architecture, FusedQKV, Replicated, Vocabulary
+
+_VOCABULARY_MULTIPLE = 64  # engines pad other vocabularies, which are sent whole
+
+
+@dataclass(frozen=True)
+class WeightTraffic:
+    """Bytes of one delivery of all weights.
+
+    Attributes:
+        whole: All weights. Every sender sends its tensors once, whatever the number of servers.
+        gathered: What trainer ranks send to the senders before, over tp. None of it would be necessary if each rank sent its
+            own shards.
+        arriving: What one server rank receives (`group`), or finds in memory that it maps (`shm`, `ipc`).
+        held: What one server rank keeps of it: the fewest bytes that could arrive.
+    """
+
+    whole: float
+    gathered: float
+    arriving: float
+    held: float
+
+
+def weight_traffic(
+    rows: tuple[WeightMapping, ...], arch: Architecture, tp: int, server_tp: int, element: int, slices: bool = False
+) -> WeightTraffic:
+    """Return the bytes of a delivery, which are the same for all transports that send whole tensors.
+
+    Args:
+        rows: Rows of the model's family.
+        arch: Sizes of the model.
+        tp: Tensor-parallel ranks of the trainer.
+        server_tp: Tensor-parallel ranks of a server.
+        element: Bytes of a weight.
+        slices: Value of `sync.transport.slices`.
+    """
+    whole = gathered = arriving = held = 0.0
+    for row, elements in _tensors(rows, arch):
+        size = elements * element
+        whole += size
+        gathered += 0 if isinstance(row.op, Replicated) else size * (tp - 1) / tp
+        arriving += size * (_sliced_share(row, arch, server_tp) if slices else 1)
+        held += size * _held_share(row, arch, server_tp)
+    return WeightTraffic(whole, gathered, arriving, held)
+
+
+def _tensors(rows: tuple[WeightMapping, ...], arch: Architecture) -> Iterator[tuple[WeightMapping, int]]:
+    """Yield (row, number of elements) of each parameter of the model; a tied output layer is not sent."""
+    alone = ParallelConfig()
+    of_name = {row.megatron: row for row in rows}
+    vocabulary = arch.vocab_size * arch.hidden_size
+    for parameter in parameters.chunk_parameters(rows, arch, alone, parameters.stages(arch, alone, 0)[0]):
+        is_table = parameter.name in ("embedding.word_embeddings.weight", "output_layer.weight")
+        yield of_name[parameter.name], vocabulary if is_table else parameter.elements
+
+
+def _held_share(row: WeightMapping, arch: Architecture, server_tp: int) -> float:
+    """Return the share of a parameter that each rank of a server holds. With more ranks than KV heads, heads are replicated."""
+    if isinstance(row.op, Replicated):
+        return 1.0
+    if isinstance(row.op, FusedQKV):
+        heads, groups = arch.num_heads, arch.num_query_groups
+        held = heads / server_tp + 2 * math.ceil(groups / server_tp)
+        return held / (heads + 2 * groups)
+    return 1 / server_tp
+
+
+def _sliced_share(row: WeightMapping, arch: Architecture, server_tp: int) -> float:
+    """Return the share of a parameter that each rank of a server is sent with slices (`weight_sync/buckets.py: slice_dims`)."""
+    if isinstance(row.op, FusedQKV) and arch.num_query_groups % server_tp:
+        heads, groups = arch.num_heads, arch.num_query_groups
+        return (heads / server_tp + 2 * groups) / (heads + 2 * groups)
+    if isinstance(row.op, Vocabulary) and arch.vocab_size % _VOCABULARY_MULTIPLE:
+        return 1.0
+    return _held_share(row, arch, server_tp)
+
+
+def traffic_lines(traffic: WeightTraffic, sync: SyncConfig) -> Iterator[str]:
+    """Yield the lines of `tepo plan`.
+
+    Args:
+        traffic: The bytes.
+        sync: Names the transport, and says whether copies are kept.
+    """
+    kind = sync.transport.type
+    how = "arrive at each server rank" if kind == "group" else "lie in memory that each server rank maps"
+    yield "a delivery of all weights, GiB"
+    for name, size, best in (
+        ("sent, once for all servers", traffic.whole, traffic.whole),
+        ("gathered over tp before", traffic.gathered, 0.0),
+        (f"{how} ({kind})", traffic.arriving, traffic.held),
+    ):
+        yield f"  {name}".ljust(52) + f"{size / GIB:10.2f}, at best {best / GIB:.2f}"
+    if sync.delta == "elements":
+        yield "  kept in host memory by each process of a server".ljust(52) + f"{traffic.arriving / GIB:10.2f}"

@@ -1,0 +1,86 @@
+"""Membership of a server's process in the groups over which weights are broadcast. Runs inside the servers."""
+
+import logging
+import threading
+import time
+
+import torch
+import torch.distributed as dist
+
+from tepo_megatron.weight_sync.broadcast_group import BroadcastGroup, BrokenGroup, GroupSpec, join_store, signal
+
+logger = logging.getLogger(__name__)
+
+
+class Membership:
+    """Membership of one process in the groups of a spec, one group for each sender. A thread forms the groups.
+
+    Args:
+        spec: Where the groups are formed.
+        local_rank: Rank of this process in its server.
+        device: Device of the groups' tensors.
+
+    Attributes:
+        sliced: Whether each rank of the server is sent its part of the tensors alone.
+        lane: With slices the part of each tensor that this process takes; without, 0.
+        groups: One group per sender; complete once `joined` is set.
+        joined: Set while this process is in all groups.
+    """
+
+    def __init__(self, spec: GroupSpec, local_rank: int, device: torch.device) -> None:
+        self.groups: list[BroadcastGroup] = []
+        self.joined = threading.Event()
+        self._left, self._closing = threading.Event(), threading.Lock()
+        self._spec, self._rank, self._device = spec, spec.first + local_rank, device
+        self.sliced = spec.lanes > 1
+        self.lane = local_rank if self.sliced else 0
+        self._store: dist.Store | None = None
+
+    def start(self) -> None:
+        """Begin to form the groups, in a thread."""
+        threading.Thread(target=self._form, name="join groups", daemon=True).start()
+
+    def _form(self) -> None:
+        until = time.monotonic() + self._spec.join_seconds
+        try:
+            self._store = join_store(self._spec)
+            signal(self._store, self._spec.joining_key(self._rank))
+            in_group = self._spec.place if self.sliced else self._rank
+            for sender in range(self._spec.senders):
+                number = self._spec.group_of(sender, self.lane)
+                group = BroadcastGroup.form(self._spec, number, in_group, self._device, until, self._is_wanted)
+                self.groups.append(group)
+            self.joined.set()
+            signal(self._store, self._spec.joined_key(self._rank))
+        except (BrokenGroup, RuntimeError) as e:
+            logger.warning("tepo: could not join %s: %s", self._spec.name, e)
+            self._left.set()
+        if self._left.is_set():
+            self._close()
+
+    def _is_wanted(self) -> bool:
+        assert self._store is not None
+        return not self._left.is_set() and not self._store.check([self._spec.cancelled_key()])
+
+    def report(self, number: int, refused: bool = False) -> None:
+        """Report to rank 0 of the trainer, through the store, that a round arrived. Raises BrokenGroup.
+
+        Args:
+            number: Number of the round.
+            refused: Whether it arrived and cannot be decoded.
+        """
+        assert self._store is not None
+        key = self._spec.refused_key if refused else self._spec.arrived_key
+        signal(self._store, key(number, self._rank))
+
+    def leave(self) -> None:
+        """Leave the groups, or give up forming them."""
+        self._left.set()
+        if self.joined.is_set():
+            self._close()
+
+    def _close(self) -> None:
+        with self._closing:
+            self.joined.clear()
+            while self.groups:
+                self.groups.pop().close()
