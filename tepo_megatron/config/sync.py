@@ -10,7 +10,7 @@ from tepo_megatron.config.fields import NonNegative, NonNegativeFloat, Positive,
 from tepo_megatron.config.model import ModelConfig, ParallelConfig
 from tepo_megatron.config.platform_defaults import join_seconds
 from tepo_megatron.config.rollout import RolloutConfig
-from tepo_megatron.limits import MOST_CANARIES
+from tepo_megatron.limits import CANARY_MARGIN, LEAST_CANARY_TOKENS, MOST_CANARIES
 
 
 @config
@@ -88,9 +88,6 @@ TransportConfig = Annotated[
 ]
 
 
-LEAST_CANARY_TOKENS = 8  # a shorter canary says next to nothing
-
-
 @config
 class SyncConfig:
     """Delivery of the weights to the inference servers, and the gate on the mismatch between engine and actor."""
@@ -148,10 +145,11 @@ def check_canaries(sync: SyncConfig, sequence_tokens: int) -> None:
         sync: The section.
         sequence_tokens: Most prompt and response tokens of a sequence.
     """
-    if sync.canaries and sequence_tokens <= LEAST_CANARY_TOKENS:
+    least = LEAST_CANARY_TOKENS + CANARY_MARGIN
+    if sync.canaries and sequence_tokens < least:
         raise ValueError(
-            f"sync.canaries={sync.canaries} needs sequences of more than {LEAST_CANARY_TOKENS} tokens, and data."
-            f"max_prompt_tokens + rollout.max_response_tokens is {sequence_tokens}; raise one of them, or set it to 0"
+            f"sync.canaries={sync.canaries} needs sequences of at least {least} tokens, and data.max_prompt_tokens + "
+            f"rollout.max_response_tokens is {sequence_tokens}; raise one of them, or set it to 0"
         )
 
 

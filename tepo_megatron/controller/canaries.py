@@ -9,6 +9,7 @@ from tepo_megatron.actor.actor import Actor
 from tepo_megatron.distributed.objects import broadcast_result
 from tepo_megatron.distributed.parallel import ParallelDims
 from tepo_megatron.inference.engine import CanaryChecked
+from tepo_megatron.limits import CANARY_MARGIN
 from tepo_megatron.types import Canaries, Rollout, TrainBatch
 from tepo_megatron.utils.seeding import derive_seed
 from tepo_megatron.weight_sync.sync import WeightSync
@@ -67,7 +68,7 @@ class CanarySync:
             sync, actor, engine, groups: See the class.
         """
         cfg = actor.cfg
-        canaries = make_canaries(cfg.sync.canaries, cfg.sequence_tokens - 1, actor.arch.vocab_size, cfg.seed)
+        canaries = make_canaries(cfg.sync.canaries, cfg.sequence_tokens - CANARY_MARGIN, actor.arch.vocab_size, cfg.seed)
         served, fp8 = cfg.rollout.server.precision or cfg.model.dtype, cfg.model.fp8 or cfg.sync.quantize == "fp8"
         same = served == cfg.model.dtype and not fp8
         broadcast_result(lambda: None if engine is None else engine.use_canaries(canaries, cfg.sync, same), groups.host)

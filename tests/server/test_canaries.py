@@ -29,6 +29,7 @@ from tepo_megatron.inference.engines import ENGINES
 from tepo_megatron.inference.servers.endpoint import Endpoint
 from tepo_megatron.inference.servers.fleet import Fleet
 from tepo_megatron.inference.servers.local import LocalServer
+from tepo_megatron.limits import CANARY_MARGIN
 from tepo_megatron.observability import run_dir
 from tepo_megatron.platform import activate
 from tepo_megatron.train import train
@@ -43,7 +44,7 @@ from tests.worlds import run_world
 pytestmark = [pytest.mark.server, pytest.mark.full]
 PLANTED = Path(__file__).parent / "planted"
 NOISE = 1e-5  # nats
-CANARIES = make_canaries(8, MAX_MODEL_LEN - 1, VOCAB_SIZE, seed=0)
+CANARIES = make_canaries(8, MAX_MODEL_LEN - CANARY_MARGIN, VOCAB_SIZE, seed=0)
 
 
 class FaultyServer(LocalServer):
