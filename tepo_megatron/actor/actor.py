@@ -322,10 +322,7 @@ class Actor:
     def _whole_stats(
         self, batch: TrainBatch, plan: Plan | None = None, replays: bool = True, temperature: float | None = None
     ) -> TokenStats:
-        """Return log-probs and entropies (fp32 _N) of the current weights, without gradient, valid on the last pipeline stage.
-
-        `plan` replaces the usual plan. With `replays` false, the routers choose even under rollout.replay_experts.
-        """
+        """Return fp32 _N log-probs and entropies, without gradient, valid on the last stage. `plan` replaces the usual plan."""
         whole, mask = MinibatchTokenStats(batch.num_tokens, self.groups), device_mask(batch, self.groups.device)
 
         def visit(microbatch: PackedMicrobatch, output: Tensor) -> None:

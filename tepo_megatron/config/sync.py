@@ -1,6 +1,5 @@
 """Section `sync`: deliver the trained weights to the inference servers, and compare the engine's log-probs with the actor's."""
 
-import math
 import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
@@ -11,7 +10,7 @@ from tepo_megatron.config.fields import NonNegative, NonNegativeFloat, Positive,
 from tepo_megatron.config.model import ModelConfig, ParallelConfig
 from tepo_megatron.config.platform_defaults import join_seconds
 from tepo_megatron.config.rollout import RolloutConfig
-from tepo_megatron.limits import MOST_CANARIES
+from tepo_megatron.limits import CANARY_MARGIN, LEAST_CANARY_TOKENS, MOST_CANARIES
 
 
 @config
@@ -89,9 +88,6 @@ TransportConfig = Annotated[
 ]
 
 
-LEAST_CANARY_TOKENS = 8  # a shorter canary says next to nothing
-
-
 @config
 class SyncConfig:
     """Delivery of the weights to the inference servers, and the gate on the mismatch between engine and actor."""
@@ -136,17 +132,6 @@ class SyncConfig:
                 f"sync.canary_every={self.canary_every:g} asks about canaries, and sync.canaries is 0; set sync.canaries=8"
             )
 
-    def allowed_difference(self, tokens: int) -> float:
-        """Return the mean |log-prob difference|, in nats, that a server's sample of tokens may have.
-
-        It is `max_logprob_diff` with a margin for chance that shrinks with the number of tokens n: 4 / sqrt(n) for the spread
-        of a mean, and 20 / n because in bf16 a single token may differ by a nat. At 1,000 tokens it is 1.15 times the limit.
-
-        Args:
-            tokens: Number of tokens, all of one server.
-        """
-        return self.max_logprob_diff * (1 + 4 / math.sqrt(tokens) + 20 / tokens)
-
     @property
     def shared_folder(self) -> str | None:
         """Return the folder of transport `shm`; None for shared memory and for the other transports."""
@@ -160,10 +145,11 @@ def check_canaries(sync: SyncConfig, sequence_tokens: int) -> None:
         sync: The section.
         sequence_tokens: Most prompt and response tokens of a sequence.
     """
-    if sync.canaries and sequence_tokens <= LEAST_CANARY_TOKENS:
+    least = LEAST_CANARY_TOKENS + CANARY_MARGIN
+    if sync.canaries and sequence_tokens < least:
         raise ValueError(
-            f"sync.canaries={sync.canaries} needs sequences of more than {LEAST_CANARY_TOKENS} tokens, and data."
-            f"max_prompt_tokens + rollout.max_response_tokens is {sequence_tokens}; raise one of them, or set it to 0"
+            f"sync.canaries={sync.canaries} needs sequences of at least {least} tokens, and data.max_prompt_tokens + "
+            f"rollout.max_response_tokens is {sequence_tokens}; raise one of them, or set it to 0"
         )
 
 

@@ -9,6 +9,7 @@ from tepo_megatron.actor.actor import Actor
 from tepo_megatron.distributed.objects import broadcast_result
 from tepo_megatron.distributed.parallel import ParallelDims
 from tepo_megatron.inference.engine import CanaryChecked
+from tepo_megatron.limits import CANARY_MARGIN
 from tepo_megatron.types import Canaries, Rollout, TrainBatch
 from tepo_megatron.utils.seeding import derive_seed
 from tepo_megatron.weight_sync.sync import WeightSync
@@ -67,7 +68,7 @@ class CanarySync:
             sync, actor, engine, groups: See the class.
         """
         cfg = actor.cfg
-        canaries = make_canaries(cfg.sync.canaries, cfg.sequence_tokens - 1, actor.arch.vocab_size, cfg.seed)
+        canaries = make_canaries(cfg.sync.canaries, cfg.sequence_tokens - CANARY_MARGIN, actor.arch.vocab_size, cfg.seed)
         served, fp8 = cfg.rollout.server.precision or cfg.model.dtype, cfg.model.fp8 or cfg.sync.quantize == "fp8"
         same = served == cfg.model.dtype and not fp8
         broadcast_result(lambda: None if engine is None else engine.use_canaries(canaries, cfg.sync, same), groups.host)
@@ -91,10 +92,6 @@ class CanarySync:
             self._scored = version
         self._sync.push(version)
 
-    def metrics(self) -> dict[str, float]:
-        """See `WeightSync.metrics`."""
-        return self._sync.metrics()
-
     def _announce(self, version: int) -> None:
         scores, engine = self.scores(), self._engine
         broadcast_result(lambda: None if engine is None else engine.expect_scores(version, scores), self._groups.host)
@@ -107,6 +104,10 @@ class CanarySync:
             logprobs_N.copy_(computed_N)
         found: list[float] = self._groups.broadcast_from_last_stage(logprobs_N).tolist()
         return found
+
+    def metrics(self) -> dict[str, float]:
+        """See `WeightSync.metrics`."""
+        return self._sync.metrics()
 
     def __enter__(self) -> Self:
         self._sync.__enter__()

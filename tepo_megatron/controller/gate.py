@@ -26,7 +26,7 @@ from tepo_megatron.config import RolloutConfig, SyncConfig, TrainingConfig
 from tepo_megatron.distributed.parallel import ParallelDims
 from tepo_megatron.errors import SyncError
 from tepo_megatron.types import Rollout, TrainBatch
-from tepo_megatron.weight_sync.mismatch import check_mismatch
+from tepo_megatron.weight_sync.mismatch import allowed_difference, check_mismatch
 
 Source = tuple[int, str]  # (version, name of the server or "" if unknown)
 
@@ -198,7 +198,7 @@ class WeightsGate:
             self._compared.setdefault(source, LogprobDifference()).add(difference)
         limit = self._sync
         # first the server that exceeds the limit for its number of tokens the most, because it best identifies the fault
-        worst = sorted(compared.items(), key=lambda item: -item[1].mean / limit.allowed_difference(item[1].tokens))
+        worst = sorted(compared.items(), key=lambda item: -item[1].mean / allowed_difference(item[1].tokens, limit))
         for (version, server), difference in worst:
             check_mismatch(difference.mean, version, limit, server, difference.tokens)
         check_mismatch(self._whole().mean, max(version for version, _ in compared), limit)

@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from tepo_megatron.config import Config
 from tepo_megatron.controller.canaries import CanarySync, make_canaries
 from tepo_megatron.inference.servers.likelihood import CanaryJudge
 from tepo_megatron.types import Canaries, CanaryAnswer, Rollout, TrainBatch
+from tepo_megatron.weight_sync.mismatch import allowed_difference
 from tests.harness.faulty_engine import FAULTS, State
 from tests.harness.faulty_engine import load_weights as load
 from tests.parallel import resume_worlds as w
@@ -205,7 +207,9 @@ def ask(rank: int, cfg: Config, versions: int) -> list[dict[str, Any]]:
     actor, objective, server = Actor.open(cfg, groups), build_objective(cfg.objective), Server(cfg)
     canaries = make_canaries(COUNT, 254, actor.arch.vocab_size, cfg.seed)
     scores = CanarySync(None, actor, None, canaries, groups).scores  # type: ignore[arg-type]
-    judge = CanaryJudge(canaries, cfg.sync.allowed_difference, same_precision=cfg.rollout.server.precision is None)
+    judge = CanaryJudge(
+        canaries, partial(allowed_difference, cfg=cfg.sync), same_precision=cfg.rollout.server.precision is None
+    )
     history: list[State] = []
     rows: list[Row] = []
     for version in range(versions + 1):

@@ -5,7 +5,7 @@
 
 Ranks, loop, grading, delivery and updates are the product's; the engine is `FaultyEngine`, which knows how far, in nats, its
 fault moves each log-prob. A fault is above the detection limit in a step where, for some server and version of n tokens, the
-mean of that is above `SyncConfig.allowed_difference(n)`, or that of all tokens of the step above `sync.max_logprob_diff`; plus
+mean of that is above `allowed_difference(n)`, or that of all tokens of the step above `sync.max_logprob_diff`; plus
 NOISE. The first such step is the first possible one: the run must end in it.
 """
 
@@ -34,6 +34,7 @@ from tepo_megatron.platform import activate
 from tepo_megatron.rollout import record
 from tepo_megatron.train import train
 from tepo_megatron.utils.quiet import quiet_upstream
+from tepo_megatron.weight_sync.mismatch import allowed_difference
 from tests.harness import experts
 from tests.harness.faulty_engine import FAULTS, FAULTS_OF_EXPERTS, Fault, FaultyEngine, tokens_of
 from tests.parallel import resume_worlds as w
@@ -209,7 +210,7 @@ def _verdict(cfg: Config, book: Path, stopped: bool) -> Verdict:
                 sums[source] = before[0] + planted[name], before[1] + 1
         whole = sum(total for total, _ in sums.values()) / sum(n for _, n in sums.values())
         found = [(whole, cfg.sync.max_logprob_diff)]
-        found += [(total / n, cfg.sync.allowed_difference(n)) for total, n in sums.values()]
+        found += [(total / n, allowed_difference(n, cfg.sync)) for total, n in sums.values()]
         largest = max(largest, *(mean / limit for mean, limit in found))
         if first is None and any(mean - noise(cfg) > limit for mean, limit in found):
             first = step

@@ -7,6 +7,7 @@ ended; it is restarted and asks for the weights again, as after any other failur
 import asyncio
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 from tepo_megatron.config import SyncConfig
 from tepo_megatron.errors import RolloutError, SyncError
@@ -18,6 +19,7 @@ from tepo_megatron.inference.servers.likelihood import CanaryJudge
 from tepo_megatron.inference.servers.pool import ServerPool
 from tepo_megatron.inference.servers.slot import Incarnation, ServerSlot
 from tepo_megatron.types import Canaries, CanaryAnswer
+from tepo_megatron.weight_sync.mismatch import allowed_difference
 
 
 class CanaryWatch:
@@ -45,7 +47,7 @@ class CanaryWatch:
         Args:
             canaries, cfg, same_precision: See there.
         """
-        self._canaries, self._judge = canaries, CanaryJudge(canaries, cfg.allowed_difference, same_precision)
+        self._canaries, self._judge = canaries, CanaryJudge(canaries, partial(allowed_difference, cfg=cfg), same_precision)
         if cfg.canary_every:
             self._repeating = asyncio.create_task(self._repeat(cfg.canary_every))
 

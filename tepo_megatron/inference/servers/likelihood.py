@@ -204,7 +204,7 @@ class Noise:
     """The difference between two ways to compute the same log-probs, measured from recent right answers.
 
     Args:
-        allowed: Number of targets -> largest mean difference in nats that is ever allowed (`SyncConfig.allowed_difference`).
+        allowed: Number of targets -> largest mean difference in nats that is ever allowed (`allowed_difference`).
     """
 
     def __init__(self, allowed: Callable[[int], float]) -> None:

@@ -70,8 +70,8 @@ def test_overrides_of_both_forms(tmp_path: Path) -> None:
             r"sync\.canary_every=5 asks about canaries, and sync\.canaries is 0; set sync\.canaries=8",
         ),
         (
-            {"sync": {"canaries": 8}, "data": {"train": "t", "max_prompt_tokens": 4}, "rollout": {"max_response_tokens": 4}},
-            r"sync\.canaries=8 needs sequences of more than 8 tokens",
+            {"sync": {"canaries": 8}, "data": {"train": "t", "max_prompt_tokens": 8}, "rollout": {"max_response_tokens": 6}},
+            r"sync\.canaries=8 needs sequences of at least 15 tokens",
         ),
         ({"sync": {"quantize": "fp8"}, "platform": "cpu"}, r"sync\.quantize=fp8 needs platform=cuda"),
         (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import numpy as np
 import pytest
@@ -19,11 +20,12 @@ from tepo_megatron.inference.servers.likelihood import (
     likelihood_ratio,
 )
 from tepo_megatron.types import Canaries, CanaryAnswer
+from tepo_megatron.weight_sync.mismatch import allowed_difference
 
 CANARIES = Canaries(sequences=((1, *range(2, 62)), (3, *range(4, 104))), cached_from=(50, 90))
 N = CANARIES.num_tokens
 TARGETS = np.array([*range(49, 60), *range(60 + 89, 160)])
-CFG = SyncConfig(max_logprob_diff=0.05)
+ALLOWED = partial(allowed_difference, cfg=SyncConfig(max_logprob_diff=0.05))
 
 
 def reference_ratio(e: list[float], a: list[float], b: list[float]) -> float:
@@ -39,7 +41,7 @@ def answer(logprobs_N: np.ndarray, cached_M: np.ndarray | None = None) -> Canary
 
 
 def judge(*versions: np.ndarray, same_precision: bool = True) -> CanaryJudge:
-    made = CanaryJudge(CANARIES, CFG.allowed_difference, same_precision)
+    made = CanaryJudge(CANARIES, ALLOWED, same_precision)
     for version, scores_N in enumerate(versions):
         made.expect(version, scores_N.tolist())
     return made
@@ -148,12 +150,12 @@ def test_weights_of_no_known_version_are_called_so_above_a_multiple_of_the_noise
 
 
 def test_before_any_right_answer_the_limit_is_that_of_the_gate() -> None:
-    noise = Noise(CFG.allowed_difference)
-    assert noise.level is None and noise.limit(N) == CFG.allowed_difference(N)
+    noise = Noise(ALLOWED)
+    assert noise.level is None and noise.limit(N) == ALLOWED(N)
     noise.add(1e-3)
     assert noise.limit(N) == NOISE_FACTOR * 1e-3
     noise.add(1.0)
-    assert noise.limit(N) == CFG.allowed_difference(N), "never more than the gate allows"
+    assert noise.limit(N) == ALLOWED(N), "never more than the gate allows"
     for _ in range(RECENT):
         noise.add(1e-9)
     assert noise.limit(N) == 1e-5, "nor less than the noise of fp32"
