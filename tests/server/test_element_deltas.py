@@ -82,7 +82,7 @@ def push_deltas(rank: int, name: str, transport: str, tp: int, make: Callable[[P
     ("name", "transport", "tp", "make"),
     [
         ("vllm", "group", 1, tiny_qwen3),
-        ("sglang", "shm", 1, tiny_qwen3),
+        pytest.param("sglang", "shm", 1, tiny_qwen3, marks=pytest.mark.full),
         pytest.param("vllm", "shm", 1, tiny_qwen3, marks=pytest.mark.full),
         pytest.param("sglang", "group", 1, tiny_qwen3, marks=pytest.mark.full),
         pytest.param("vllm", "slices", 2, tiny_qwen3, marks=pytest.mark.full),
