@@ -33,7 +33,7 @@ PINS_PYTHON ?= $(shell python3.12 -c "" 2>/dev/null \
 
 .PHONY: demo sglang launch launch-sky ablation ablation-off-policy precision bench docs docs-links test test-parts test-runs test-servers test-fast test-full test-full-runs \
   test-full-parts test-slurm \
-  test-gpu test-pins test-pins-ci test-te test-image chaos hurt canaries two-starts mutants check lint types format pins clean
+  test-gpu test-pins test-pins-ci test-te test-image chaos chaos-long hurt canaries two-starts mutants check lint types format pins clean
 
 demo: $(READY) $(if $(filter sglang,$(ENGINE)),$(SGLANG)/.ready)
 	$(BIN)/python -m examples.arithmetic.base_model --seed $(SEED) --out .cache/demo/seed-$(SEED)
@@ -140,6 +140,9 @@ test-pins-ci: test-te
 # ARGS: --minutes 30
 chaos: $(READY) $(SGLANG)/.ready
 	nice -n 10 $(BIN)/python -m tests.harness.chaos --trials 100 --out benchmarks/results/chaos.jsonl $(ARGS)
+
+chaos-long: $(READY)
+	nice -n 10 $(BIN)/python -m tests.harness.long_chaos --out benchmarks/results/long_chaos.jsonl $(ARGS)
 
 # Run both engines on machines that fail: memory, disks, clock, limits. Needs root, takes an hour. Adds the trials that the
 # file lacks.
