@@ -1,7 +1,6 @@
 """Collect the graded groups of one step: sample, grade, drop uninformative groups, and refill."""
 
 import math
-from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import Any
@@ -15,7 +14,7 @@ from tepo_megatron.observability.timing import Clock
 from tepo_megatron.rewards import Reward
 from tepo_megatron.rewards.overlong import OverlongShaping
 from tepo_megatron.rollout.decisions import StepDecisions
-from tepo_megatron.rollout.streaming import MinibatchStream
+from tepo_megatron.rollout.streaming import MinibatchStream, OrderedGroups
 from tepo_megatron.types import STATUSES, Prompt, Rollout, Routing, SamplingParams
 from tepo_megatron.utils.seeding import derive_seed
 
@@ -140,7 +139,7 @@ class Collector:
         order = {prompt: place for place, prompt in enumerate(self._in_progress)}
         graded: list[list[Rollout]] = []
         grading: set[Future[list[Rollout]]] = set()
-        submitted: deque[Future[list[Rollout]]] = deque()  # and not added to the stream
+        ordered = None if stream is None else OrderedGroups(stream, lambda graded: self._useful([self._shaped(graded)]))
         useful = stale = 0
         while useful < wanted:
             group = None
@@ -157,17 +156,17 @@ class Collector:
                     self._begin([prompt], derive_seed(self.seed, "resample", step))
                     stale += 1
                     continue
-                submitted.append(self.reward.submit(group))
-                grading.add(submitted[-1])
+                grading.add(future := self.reward.submit(group))
+                if ordered is not None:
+                    ordered.submit(order[prompt.id], future)
             with clock.phase("grading_wait"):
                 done, grading = wait(grading, 0 if group is not None else None, FIRST_COMPLETED)
             for future in done:
                 group = self._shaped(future)
                 graded.append(group)
                 useful += len(self._useful([group]))
-            while stream is not None and submitted and submitted[0].done():  # in the order in which they arrived
-                for group in self._useful([self._shaped(submitted.popleft())]):
-                    stream.add(order[group[0].prompt_id], group)
+            if ordered is not None:
+                ordered.add_graded()
         self.decisions.left = list(self._in_progress)
         if self.cfg.on_weight_update != "continue":
             self.cancel()

@@ -1,7 +1,10 @@
 """Divide the groups of a step into minibatches while they arrive (`training.stream`)."""
 
 import itertools
+import threading
+from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import Literal, NamedTuple
 
 from tepo_megatron.types import Rollout
@@ -18,6 +21,48 @@ class Minibatch(NamedTuple):
 
     rollouts: list[Rollout]
     ids: list[int]
+
+
+class OrderedGroups:
+    """Adds groups to a stream in the order in which they arrived, each as soon as it and those before it are graded.
+
+    Args:
+        stream: Takes the groups.
+        useful: Returns the group of a graded future if it is learned from, else nothing.
+    """
+
+    def __init__(self, stream: "MinibatchStream", useful: Callable[[Future[list[Rollout]]], Sequence[list[Rollout]]]) -> None:
+        self._stream, self._useful = stream, useful
+        self._lock = threading.Lock()
+        self._error: Exception | None = None
+        self._submitted: deque[tuple[int, Future[list[Rollout]]]] = deque()
+
+    def submit(self, place: int, grading: Future[list[Rollout]]) -> None:
+        """Take over a group that is being graded. It is added by the thread that ends its grading.
+
+        Args:
+            place: See `MinibatchStream.add`.
+            grading: The group, once it is graded.
+        """
+        with self._lock:
+            self._submitted.append((place, grading))
+        grading.add_done_callback(lambda _: self._add())
+
+    def add_graded(self) -> None:
+        """Add all groups that can be added now. Raises the first error of adding one, or of its grading."""
+        self._add()
+        if self._error is not None:
+            raise self._error
+
+    def _add(self) -> None:
+        with self._lock:
+            try:
+                while self._error is None and self._submitted and self._submitted[0][1].done():
+                    place, grading = self._submitted.popleft()
+                    for group in self._useful(grading):
+                        self._stream.add(place, group)
+            except Exception as e:  # an error in a callback would be lost
+                self._error = e
 
 
 class MinibatchStream:

@@ -119,7 +119,7 @@ class AsksForWeights(ScriptedGroups):
     def next(self) -> list[Rollout] | None:
         self._returned += 1
         if self._returned == 3:
-            time.sleep(1.0)  # for the first update of the step
+            time.sleep(1.5)  # for the first update of the step
             self._engine.lose_weights()
         return super().next()
 
@@ -153,10 +153,11 @@ def test_a_server_that_restarts_during_a_step_gets_the_weights_that_sample_it(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The actor has taken updates by then; in the next step it has the same weights as if nothing had been asked for."""
-    straight = made(model, tmp_path / "straight", **PROMPT)
+    sections: dict[str, Any] = {"rollout": ALL_GROUPS, "training": {"stream": "arrival"}}
+    straight = made(model, tmp_path / "straight", **sections)
     monkeypatch.setattr(w, "FollowingEngine", RestartingEngine)
-    restarted = made(model, tmp_path / "restarted", **PROMPT)
-    expected, found = w.weights(straight.run_dir), w.weights(restarted.run_dir)
+    disturbed = made(model, tmp_path / "disturbed", **sections)
+    expected, found = w.weights(straight.run_dir), w.weights(disturbed.run_dir)
     assert all(torch.equal(found[name], weight) for name, weight in expected.items())
 
 

@@ -195,4 +195,15 @@ EXHIBITS = (
         new="if trains and",
         tests=("tests/parallel/test_streaming.py::test_a_run_that_is_killed_between_minibatches_ends_like_an_undisturbed_one",),
     ),
+    Exhibit(
+        name="restarted_ranks_sample_a_step_again",
+        source="own: issue 24 (decisions/0038)",
+        kind="resume",
+        bug="The service samples a step for restarted ranks whose rollouts it has kept.",
+        cost="Finished groups are lost, and the prompts of a step are taken twice.",
+        symbol="RolloutService._collect",
+        old="if step in self._batches:",
+        new="if step in self._batches and not self._keeps:",
+        tests=("tests/parallel/test_restart.py::test_kills_one_after_the_other_change_nothing",),
+    ),
 )

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 import random
+from concurrent.futures import Future
 from dataclasses import replace
 
 import pytest
 import torch
 
-from tepo_megatron.rollout.streaming import Minibatch, MinibatchStream
+from tepo_megatron.rollout.streaming import Minibatch, MinibatchStream, OrderedGroups
 from tepo_megatron.types import Rollout, SamplingMask, TokenStats, TrainBatch
 from tepo_megatron.types.batch import join_minibatches
 
@@ -89,3 +90,21 @@ def test_minibatches_join_to_the_batch_that_they_divide() -> None:
     later, second = list(joined.epochs(2, 2, SEED, made=1, update=3)), list(whole.epochs(2, 2, SEED))[3:]
     assert [m.ids_B.tolist() for m in later] == [m.ids_B.tolist() for m in second]  # type: ignore[union-attr]
     assert [m.update for m in later] == [3, 4, 5]
+
+
+def test_a_minibatch_does_not_wait_for_the_group_after_it() -> None:
+    """Groups are added by the thread that grades them, in the order of their arrival, and an error is not lost."""
+    found: list[Minibatch] = []
+    stream = MinibatchStream("arrival", 6, 2, SEED, found.append)
+    ordered = OrderedGroups(stream, lambda graded: [graded.result()] if graded.result()[0].prompt_id != 5 else [])
+    gradings: dict[int, Future[list[Rollout]]] = {place: Future() for place in (4, 5, 0, 2)}
+    for place, grading in gradings.items():
+        ordered.submit(place, grading)
+    for place in (0, 5):
+        gradings[place].set_result(group(place))
+    assert found == [], "the first one is not graded yet"
+    gradings[4].set_result(group(4))
+    assert [sorted({r.prompt_id for r in m.rollouts}) for m in found] == [[0, 4]], "group 5 is not learned from"
+    gradings[2].set_exception(ValueError("the grader failed"))
+    with pytest.raises(ValueError, match="the grader failed"):
+        ordered.add_graded()
