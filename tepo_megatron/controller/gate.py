@@ -126,7 +126,7 @@ class WeightsGate:
         self._newest_too = training.old_logprobs == "rollout" and several
         compared: dict[Source, LogprobDifference] = {}
         versions = {version for r in batch.rollouts for _, (version, _) in pieces(r)}
-        for version in sorted(version for version in versions if version >= self._first):
+        for version in sorted(version for version in versions if not 0 <= version < self._first):
             if version != newest or self._newest_too:
                 part = batch.select(chosen(batch.rollouts, version, self._sync.compared_tokens), update=0)
                 with contextlib.nullcontext() if version == newest else self.weights_of(version):

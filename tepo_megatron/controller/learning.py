@@ -65,7 +65,7 @@ def learn(
         NumericalError: A loss or a gradient norm is not finite.
         DataError: `objective.mask_truncated` leaves nothing to learn from.
     """
-    updates = _Updates(step, actor, objective, training, log, clock, gate, measures_noise, recorder)
+    updates = BatchUpdates(step, actor, objective, training, log, clock, gate, measures_noise, recorder)
     gate.start_step(step)
     for part in parts:
         log.receive(sum(r.token_ids_L.numel() for r in part.rollouts), part.metrics)
@@ -76,7 +76,7 @@ def learn(
 
 
 @dataclass
-class _Updates:
+class BatchUpdates:
     """The updates of one rollout batch. The first fields are arguments of `learn`.
 
     Attributes:

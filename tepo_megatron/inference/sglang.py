@@ -5,25 +5,24 @@ vLLM's), started by `weight_sync/receiver/sglang_server.py`, which must be impor
 """
 
 import base64
-import functools
+import itertools
 import json
 import math
 import os
 import pickle
 import secrets
-import shutil
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
+import msgspec
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from tepo_megatron.config import ServerConfig
 from tepo_megatron.distributed.rendezvous_store import is_loopback
-from tepo_megatron.errors import ConfigError, SyncError
+from tepo_megatron.errors import SyncError
 from tepo_megatron.inference.engine import ENGINE_PARTS, EnginePart
 from tepo_megatron.inference.engine_api import (
     DTYPES,
@@ -40,8 +39,12 @@ from tepo_megatron.inference.partial import GenerationRequest
 from tepo_megatron.inference.samples import (
     RETURN_EXPERTS,
     accepted,
+    answer_values,
     binary_rollouts,
+    check_label,
+    checked_rollout,
     engine_sampling_params,
+    parsed,
     prompt_seed,
     require_masks,
 )
@@ -49,7 +52,7 @@ from tepo_megatron.inference.scoring import SglangScorer
 from tepo_megatron.inference.servers.environment import devices, new_file, on_this_machine, without_torchrun
 from tepo_megatron.inference.servers.process import LOOPBACK
 from tepo_megatron.inference.servers.served_model import cache_tokens
-from tepo_megatron.inference.sglang_answers import json_rollouts
+from tepo_megatron.inference.sglang_environment import server_python
 from tepo_megatron.types import Prompt, Rollout, SamplingParams
 from tepo_megatron.utils.escaping import excerpt
 from tepo_megatron.utils.exchange import HttpAnswer
@@ -60,7 +63,6 @@ from tepo_megatron.weight_sync.receiver.sglang_loader import BEGIN, FINISH, JOIN
 from tepo_megatron.weight_sync.receiver.sglang_server import CPU_VARIABLE, KEY_VARIABLE
 
 SERVER = "tepo_megatron.weight_sync.receiver.sglang_server"
-ENVIRONMENT = ".venv-sglang"  # next to this environment; `make sglang` makes it
 CPU_KV_CACHE_GIB = 1.0
 MAX_REQUESTS = 256  # sequences sampled at once
 IDLE_SECONDS = 60  # time for aborted requests to leave the scheduler
@@ -81,7 +83,7 @@ class SglangApi:
         Args:
             cfg, launch, port: See `EngineApi.command`.
         """
-        command = [str(_python(cfg)), "-P", "-m", SERVER]
+        command = [str(server_python(cfg)), "-P", "-m", SERVER]
         command += ["--host", launch.host, "--port", str(port)]
         command += ["--model-path", str(launch.model_path), "--dtype", DTYPES[launch.precision]]
         command += ["--context-length", str(launch.max_model_len), "--random-seed", str(launch.seed)]
@@ -260,22 +262,72 @@ def generate_request(prompt: Prompt, sampling: SamplingParams, seed: int) -> dic
     }
 
 
-@functools.cache
-def default_python() -> Path:
-    """Return the Python of SGLang's servers where rollout.server.python is not set; the file may be missing.
+class _Finish(msgspec.Struct):
+    type: str
 
-    It is this process's, if SGLang is installed here, else that of the environment next to this one, which `make sglang` makes.
+
+class _Entry(msgspec.Struct, array_like=True, gc=False):  # the text, a third element, is skipped
+    logprob: float
+    token_id: int
+
+
+class _Meta(msgspec.Struct):
+    """Facts about a sample. One that is aborted before its first token may lack the fields with a default."""
+
+    finish_reason: _Finish
+    weight_version: str | None = None
+    prompt_tokens: int = 0
+    output_token_logprobs: list[_Entry] = []
+    routed_experts: str | None = None  # base64 of int32, flat
+    output_token_sampling_mask: list[list[int]] | None = None
+    output_token_sampling_logprobs: list[float] = []
+
+
+class _Sample(msgspec.Struct):
+    output_ids: list[int]
+    meta_info: _Meta
+
+
+_DECODER = msgspec.json.Decoder(list[_Sample])
+
+
+def json_rollouts(answer: HttpAnswer, ask: GenerationRequest, version: int, engine: str) -> list[Rollout]:
+    """Return the rollouts in a JSON answer of `/generate`, by sample index.
+
+    Args:
+        answer: The answer.
+        ask: The request.
+        version: Weight version that the server had to serve.
+        engine: Name of the engine, for messages.
+
+    Raises:
+        RolloutError: The answer is not what was asked for. StaleWeights if other weights were served.
     """
-    if find_spec("sglang") is not None:
-        return Path(sys.executable)
-    return Path(sys.prefix).with_name(ENVIRONMENT) / "bin" / "python"
+    prompt, sampling = ask.prompt, ask.sampling
 
+    def experts(meta: _Meta) -> NDArray[Any] | None:
+        if sampling.routing is None or meta.routed_experts is None:
+            return None
+        return np.frombuffer(base64.b64decode(meta.routed_experts, validate=True), "<i4")
 
-def _python(cfg: ServerConfig) -> Path:
-    python = Path(shutil.which(cfg.python) or cfg.python) if cfg.python else default_python()
-    if not python.is_file():
-        raise ConfigError(
-            f"rollout.engine=sglang: no Python with SGLang at {python}; run `make sglang`, or give rollout.server.python "
-            "that of an environment with SGLang and this package"
-        )
-    return python
+    def rollout(sample: _Sample) -> Rollout:
+        meta, ids = sample.meta_info, sample.output_ids
+        given = meta.output_token_logprobs if ids else []
+        if [entry.token_id for entry in given] != ids:
+            raise ValueError("its log-probs are of other tokens than its response")
+        if ids and meta.prompt_tokens != len(prompt.token_ids):
+            raise ValueError("it changed the prompt's tokens")
+        logprobs, masks = [entry.logprob for entry in given], None
+        if sampling.returns_masks and (rows := meta.output_token_sampling_mask) is not None and ids:
+            logprobs, masks = meta.output_token_sampling_logprobs, (list(itertools.chain(*rows)), [len(row) for row in rows])
+        return checked_rollout(prompt, ids, logprobs, meta.finish_reason.type, sampling, version, experts(meta), masks)
+
+    def rollouts(answer: HttpAnswer) -> list[Rollout]:
+        samples = _DECODER.decode(answer.json_body(answer_values(prompt, sampling)))
+        if len(samples) != sampling.samples:
+            raise ValueError(f"{len(samples)} samples instead of {sampling.samples}")
+        made = [rollout(sample) for sample in samples]
+        check_label({sample.meta_info.weight_version for sample in samples}, version, engine)
+        return made
+
+    return parsed(answer, prompt, engine, rollouts)

@@ -22,6 +22,7 @@ MEAN, LARGEST = "rollout/logprob_diff_mean", "rollout/logprob_diff_max"
 # metrics that this run lacks, and metrics that some steps lack: the noise floor is not measured in every step
 UNUSED = {"reward/ref_kl", "loss/ref_kl", "weighting/affected_share", "correction/weight_mean", "tepo/entropy_noise_floor"}
 TRUNCATED = {key for key in KEYS if key.startswith("truncation/")}
+OF_OPTIONS = TRUNCATED | {key for key in KEYS if key.startswith(("canary/", "sync/"))}
 
 
 def metrics_of(run: Path) -> list[dict]:
@@ -43,7 +44,7 @@ def test_a_run_from_base_model_to_report(tepo, arguments, base: Path, tmp_path: 
     expected = {"step", *KEYS, *(f"seconds/{p}" for p in PHASES), "seconds/total", "tokens_per_second"}
     for r in records:
         assert r.keys() == expected
-        assert {k for k, v in r.items() if v is None} <= UNUSED | TRUNCATED
+        assert {k for k, v in r.items() if v is None} <= UNUSED | OF_OPTIONS
         assert r["rollout/logprob_diff_mean"] <= 1e-5 and r["rollout/logprob_diff_max"] <= 1e-3
         assert 0 < r["rollout/kept_groups"] <= 32 and r["actor/grad_norm"] > 0
         assert r["tepo/ratio_p01"] <= r["tepo/ratio_p50"] <= r["tepo/ratio_p99"]

@@ -8,7 +8,7 @@ import pytest
 
 from tepo_megatron.errors import RolloutError
 from tepo_megatron.inference.partial import GenerationRequest
-from tepo_megatron.inference.sglang_answers import json_rollouts as sglang_rollouts
+from tepo_megatron.inference.sglang import json_rollouts as sglang_rollouts
 from tepo_megatron.inference.vllm import json_rollouts as vllm_rollouts
 from tepo_megatron.types import Prompt, SamplingParams
 from tepo_megatron.utils.exchange import LEAST_VALUES, HttpAnswer

@@ -18,7 +18,7 @@ EXHIBITS = (
             "With objective.ref_kl.where=reward the KL is computed, logged as reward/ref_kl, and leaves the "
             "advantages as they were."
         ),
-        symbol="_Updates._with_reference",
+        symbol="BatchUpdates._with_reference",
         old=("return replace(batch, rollouts=rollouts, advantages_B=group_advantages(rollouts, self.objective.advantage))"),
         new="return replace(batch, rollouts=rollouts)",
         tests=("tests/gate/test_covering.py::test_a_row_trains_to_the_reference",),
@@ -155,7 +155,7 @@ EXHIBITS = (
         kind="masks and shifts",
         bug="The filter of cut-off responses is right and is not called; advantages do not change with it.",
         cost="Responses without an end are pushed down as wrong answers, which overlong filtering is there to prevent.",
-        symbol="_Updates.take",
+        symbol="BatchUpdates.take",
         old="without_truncated(part.rollouts) if self.objective.mask_truncated else part.rollouts",
         new="part.rollouts",
         tests=("tests/parallel/test_overlong_filtering.py::test_cut_off_responses_train_nothing[CP2]",),

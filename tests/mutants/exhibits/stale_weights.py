@@ -246,7 +246,7 @@ EXHIBITS = (
             "The push reads the parameters as they lie. After a step with a small learning "
             "rate the difference is far below the gate's limit, in every step of the run."
         ),
-        symbol="_Updates.finish",
+        symbol="BatchUpdates.finish",
         old=("            self.actor.finish_step()\n"),
         new="",
         tests=("tests/gate/test_recipes.py",),
@@ -260,7 +260,7 @@ EXHIBITS = (
             "batch have left it."
         ),
         cost="Ratios are 1 and dH is 0 in every update: clipping and the KL mask never act.",
-        symbol="_Updates.take",
+        symbol="BatchUpdates.take",
         old="self.gate.weights_of(self.step - 1) if batch.update else contextlib.nullcontext()",
         new="contextlib.nullcontext()",
         tests=("tests/parallel/test_every_objective.py::test_every_row_streams_to_the_reference[CP2]",),
