@@ -25,12 +25,12 @@ def test_the_package_does_not_grow() -> None:
     the record of each token's loss, its audit in fp64 and its page 1,070,
     log files of ranks 20, the log of decisions and the repetition of runs 230,
     truncated sampling with the same truncation in training 470,
-    minibatches that are trained while others are sampled 200,
+    minibatches that are trained while others are sampled 240,
     element deltas and slices of the weights, and the bytes of a delivery in the plan 690,
     ranks that are restarted next to a living service 550,
     canaries, which say which weights serve 540.
     """
-    assert sum(map(lines_of_code, modules().values())) <= 23_392 + 5_430
+    assert sum(map(lines_of_code, modules().values())) <= 23_392 + 5_470
 
 
 def test_functions_files_and_classes_are_small() -> None:
