@@ -1,6 +1,6 @@
 """Measure what `training.stream` saves of a step whose responses have the lengths of DAPO, against the other ways to overlap.
 
-    python -m benchmarks.streaming [--steps 8] [--out FILE]
+    python -m benchmarks.streaming [--steps 8] [--loads 3] [--out FILE]
 
 Everything but the engine is real: the rollout service, grading, one training rank, updates, weights. The engine is simulated: a
 response is random text and a boxed answer, and takes the time of its tokens. Lengths are lognormal (sigma 0.7), cut off at 4
@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import functools
 import heapq
+import itertools
 import json
 import random
 import statistics
@@ -129,13 +130,14 @@ def main() -> None:
         prog="python -m benchmarks.streaming", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--steps", type=int, default=8, help="steps of a run; the first two are not counted")
+    parser.add_argument("--loads", type=int, default=len(LOADS), help="number of loads, from the first on")
     parser.add_argument("--out", type=Path, default=OUT, help=f"the file; default {OUT.relative_to(ROOT)}")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         model = write_inputs(Path(folder) / "model")
         training = run(model, Path(folder) / "training", args.steps, {}, 1e-6, 1.0)["training"]
         found: dict[str, dict[str, dict[str, float]]] = {}
-        for load, (ratio, share) in LOADS.items():
+        for load, (ratio, share) in itertools.islice(LOADS.items(), args.loads):
             token_seconds = ratio * training / tokens_in_turn(share)
             for number, (way, keys) in enumerate(WAYS.items()):
                 place = Path(folder) / f"{len(found)}-{number}"
