@@ -25,8 +25,12 @@ class NoTask:
         """Return whether the work has finished."""
         return True
 
-    def wait(self) -> Waited:
-        """Return that the work is done. Rank 0 broadcasts its own result instead."""
+    def wait(self, may_stop: bool = True) -> Waited:
+        """Return that the work is done. Rank 0 broadcasts its own result instead.
+
+        Args:
+            may_stop: Whether a request to end the run ends the wait.
+        """
         return Waited("done")
 
 
@@ -127,9 +131,15 @@ class ServiceTask(NoTask):
     def done(self) -> bool:
         return bool(self._client.call("done", self._number))
 
-    def wait(self) -> Waited:
-        """Wait until the work is done, the engine asks for weights, or the run is to end. Re-raise errors of the work."""
-        waited: Waited = self._client.call("wait", self._number)
+    def wait(self, may_stop: bool = True) -> Waited:
+        """Wait until the work or a minibatch of it is done, the engine asks for weights, or the run is to end.
+
+        Errors of the work are raised again.
+
+        Args:
+            may_stop: See `NoTask.wait`.
+        """
+        waited: Waited = self._client.call("wait", self._number, may_stop)
         return waited
 
 

@@ -21,6 +21,7 @@ Meanwhile the servers keep the newer weights that they have, and go on with what
 import contextlib
 from collections import deque
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple, Self
 
 from tepo_megatron.config import EvaluationConfig, RolloutConfig
@@ -243,7 +244,8 @@ class Schedule:
         Weights are sent to restarted servers meanwhile. Rollouts that are sampled ahead are completed with the newest weights.
         """
         while True:
-            waited = broadcast_result(task.wait, self._groups.host)
+            # a checkpoint is a whole step: between its updates the run does not end
+            waited = broadcast_result(partial(task.wait, not self._in_updates), self._groups.host)
             self.save_requested |= waited.save
             if waited.event == "stop":
                 raise StopRequested

@@ -223,17 +223,17 @@ class RolloutService:
         version = INITIAL_VERSION if driver.engine is None else driver.engine.version
         return KeptRollouts(None if version == INITIAL_VERSION else version, max(kept, default=step))
 
-    def _wait(self, connection: Connection, number: int) -> Waited:
+    def _wait(self, connection: Connection, number: int, may_stop: bool) -> Waited:
         """Wait for a task, for one of its minibatches, or for what the ranks have to do meanwhile.
 
-        A request to end the run comes before the result, unless rank 0 trains on minibatches of it already.
+        If it `may_stop`, a request to end the run comes before the result.
         """
         assert self._cfg is not None
         engine, task, trains = self._started.engine, self._tasks[number], not self._cfg.rollout.only
         look = 0.0
         while connection is self._connection and not connection.closed:
             done = task.future.done()
-            if trains and not task.received and (time.monotonic() >= look or done):
+            if trains and may_stop and (time.monotonic() >= look or done):
                 look = time.monotonic() + LOOK_SECONDS
                 if asked(self._cfg.run_dir, STOP):
                     return Waited("stop")

@@ -109,6 +109,15 @@ def test_ranks_that_are_restarted_get_the_same_minibatches_again(model: Path, by
     assert history.steps == decisions.read_history(by_arrival.run_dir).steps and not history.faults
 
 
+def test_a_request_to_end_during_an_evaluation_between_updates_is_answered_after_the_step(model: Path, tmp_path: Path) -> None:
+    """Step 2 is evaluated once the last minibatch of step 3 is there, and the earlier ones are trained by then."""
+    place = "tepo_megatron.controller.main_driver:MainDriver.evaluate"
+    ahead = {**ARRIVAL, "rollout": ARRIVAL["rollout"] | {"max_staleness": 1}, "checkpoint": {"every": 1}}
+    cfg = made(model, tmp_path, Request(place, step=3), **ahead)
+    log = (cfg.run_dir / "log.txt").read_text()
+    assert "accuracy at step 2:" in log.split("ended on request after step 3")[0]
+
+
 class AsksForWeights(ScriptedGroups):
     """Groups of a server that restarts once the first minibatch of a step may be trained, and waits for its weights."""
 

@@ -190,9 +190,9 @@ EXHIBITS = (
         kind="resume",
         bug="A request to end the run is answered between two streamed minibatches, and the checkpoint has half a step.",
         cost="The resumed run takes the first updates of the step twice.",
-        symbol="RolloutService._wait",
-        old="if trains and not task.received and",
-        new="if trains and",
+        symbol="Schedule._wait",
+        old="partial(task.wait, not self._in_updates)",
+        new="task.wait",
         tests=("tests/parallel/test_streaming.py::test_a_run_that_is_killed_between_minibatches_ends_like_an_undisturbed_one",),
     ),
     Exhibit(
