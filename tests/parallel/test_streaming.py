@@ -115,7 +115,8 @@ def test_a_request_to_end_during_an_evaluation_between_updates_is_answered_after
     ahead = {**ARRIVAL, "rollout": ARRIVAL["rollout"] | {"max_staleness": 1}, "checkpoint": {"every": 1}}
     cfg = made(model, tmp_path, Request(place, step=3), **ahead)
     log = (cfg.run_dir / "log.txt").read_text()
-    assert "accuracy at step 2:" in log.split("ended on request after step 3")[0]
+    before, ended, _ = log.partition("ended on request after step 3")
+    assert ended and "accuracy at step 2:" in before
 
 
 class AsksForWeights(ScriptedGroups):
