@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from tepo_megatron import cli
+from tepo_megatron.cli import commands
 from tepo_megatron.config import Config
 from tepo_megatron.config.io import load_config, to_yaml, validate
 from tepo_megatron.errors import ConfigError
@@ -88,7 +89,7 @@ def test_what_contradicts_itself_names_the_file_that_says_it(tmp_path: Path) -> 
     )
     (tmp_path / "mine.yaml").write_text("base: below.yaml\n")
     with pytest.raises(ConfigError, match=r"below\.yaml: objective\.clip_low=0\.1 has no effect on objective gpg: .* \(null\)"):
-        cli.train(str(tmp_path / "mine.yaml"), ["--objective.name", "gpg"])
+        commands.train(str(tmp_path / "mine.yaml"), ["--objective.name", "gpg"])
 
 
 @pytest.mark.slow

@@ -27,7 +27,7 @@ from tools import config_reference, objective_parts
 from tools.nested_keys import nested_keys
 
 ELSEWHERE = ("http://", "https://", "mailto:")
-COMMANDS = re.findall(r'add_parser\(\s*"(\w+)"', Path("tepo_megatron/cli.py").read_text())
+COMMANDS = re.findall(r'add_parser\(\s*"(\w+)"', Path("tepo_megatron/cli/parsers.py").read_text())
 # placeholders for a file of the reader's own
 STAND_IN = "examples/template.yaml"
 

@@ -1,0 +1,207 @@
+"""The commands of `tepo`, whose words `parsers.py` parses. Each returns its exit status and prints for the user.
+
+Heavy modules are imported inside of the functions, so that a command starts quickly and an interrupt is reported in one line.
+"""
+
+import argparse
+import contextlib
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from tepo_megatron.errors import ConfigError
+from tepo_megatron.observability import run_dir
+from tepo_megatron.utils.escaping import escaped
+
+
+def doctor(args: argparse.Namespace, overrides: list[str]) -> int:
+    """Run `tepo doctor CONFIG [--quick] [--key value ...]`.
+
+    Args:
+        args: The parsed options.
+        overrides: The remaining arguments.
+    """
+    from tepo_megatron.config.io import load_config
+    from tepo_megatron.doctor import examine, print_findings
+    from tepo_megatron.launcher.launcher import launch
+    from tepo_megatron.launcher.start import preflight, start
+
+    return print_findings(examine(load_config(args.config, overrides), preflight, start, launch, args.quick))
+
+
+def ablate(args: argparse.Namespace, overrides: list[str]) -> int:
+    """Run `tepo ablate FILE [--key value ...]`.
+
+    Args:
+        args: The parsed options.
+        overrides: The remaining arguments.
+    """
+    from tepo_megatron.ablation import ablate
+    from tepo_megatron.launcher.launcher import inside_torchrun
+    from tepo_megatron.launcher.start import preflight, start
+
+    if inside_torchrun():
+        raise ConfigError("tepo ablate starts the ranks of its runs itself; call it outside of torchrun")
+    return ablate(args.file, overrides, preflight, start)
+
+
+def compare(args: argparse.Namespace, overrides: list[str]) -> int:
+    """Run `tepo compare DIR DIR`.
+
+    Args:
+        args: The parsed options.
+        overrides: The remaining arguments.
+    """
+    from tepo_megatron.evaluation.comparing import compare_folders
+
+    compare_folders(args.first, args.second).print()
+    return 0
+
+
+def audit(args: argparse.Namespace, overrides: list[str]) -> int:
+    """Run `tepo audit RUN_DIR --step K [--token SEQUENCE:POSITION]`.
+
+    Args:
+        args: The parsed options.
+        overrides: The remaining arguments.
+    """
+    from tepo_megatron.audit.command import print_audit
+
+    return print_audit(args.run_dir, args.step, args.token)
+
+
+def replay(args: argparse.Namespace, overrides: list[str]) -> int:
+    """Run `tepo replay RUN_DIR [--until STEP] [--engine] [--name NAME] [--key value ...]`.
+
+    Args:
+        args: The parsed options.
+        overrides: The remaining arguments.
+    """
+    from tepo_megatron.launcher.replay import ReplayRequest, replay
+
+    request = ReplayRequest(args.run_dir, args.until, args.engine, args.name, tuple(overrides))
+    return replay(request, lambda text: print(escaped(text), flush=True))
+
+
+def report(args: argparse.Namespace, overrides: list[str]) -> int:
+    """Run `tepo report RUN_DIR [RUN_DIR ...] [--out FILE]`.
+
+    Args:
+        args: The parsed options.
+        overrides: The remaining arguments.
+    """
+    print(escaped(str(report_on(args.run_dirs, args.out))))
+    return 0
+
+
+def train(config_path: str, overrides: list[str]) -> int:
+    """Run `tepo train CONFIG [--key value ...]`.
+
+    Args:
+        config_path: Path of the YAML file.
+        overrides: The remaining arguments.
+    """
+    from tepo_megatron.config.io import load_with_sources
+    from tepo_megatron.launcher.launcher import inside_torchrun, run_rank
+    from tepo_megatron.launcher.start import preflight, service_holds_folder, start
+    from tepo_megatron.utils.supervisor import is_restart
+
+    again = ["--resume", "true", "--overwrite", "false"] if is_restart() else []
+    cfg, layers = load_with_sources(config_path, [*overrides, *again])
+    is_main = not inside_torchrun() or os.environ["RANK"] == "0"
+    if run_dir.finished(cfg):
+        if is_main:
+            from tepo_megatron.report.finished import print_results
+
+            print_results(cfg.run_dir, cfg.training.steps)
+        return 0
+    if is_main and not is_restart():
+        try:
+            preflight(cfg)
+        except ConfigError as e:
+            where = layers.sources((), str(e))
+            raise ConfigError(f"{', '.join(where)}: {e}") if where else e from None
+    if inside_torchrun():
+        with run_dir.claim(cfg) if is_main and not service_holds_folder() else contextlib.nullcontext():
+            return run_rank(cfg)
+    start(cfg)
+    return 0
+
+
+def serve(config_path: str, host: str, address: str | None, overrides: list[str]) -> int:
+    """Run `tepo serve CONFIG [--host ADDRESS] [--address NAME] [--key value ...]`.
+
+    Args:
+        config_path: Path of the trainer's YAML file.
+        host: Address to listen on.
+        address: Name by which other machines reach this one; None: the host, or this machine's name.
+        overrides: The remaining arguments.
+    """
+    from tepo_megatron.config.io import load_config
+    from tepo_megatron.inference.engines import launch_of
+    from tepo_megatron.inference.servers.serve import serve
+    from tepo_megatron.rollout.experts import check_experts
+    from tepo_megatron.weights.hf_io import HfReader
+
+    cfg = load_config(config_path, overrides)
+    HfReader(cfg.model.path)
+    check_experts(cfg.rollout, cfg.model.path)
+    sections = (cfg.model, cfg.rollout, cfg.sync)
+    launch = launch_of(*sections, platform=cfg.platform, max_model_len=cfg.served_tokens, seed=cfg.seed, host=host)
+    serve(cfg.name, cfg.rollout, launch, address, lambda text: print(escaped(text), flush=True))
+    return 0
+
+
+def evaluate(args: argparse.Namespace, overrides: list[str]) -> int:
+    """Run `tepo evaluate CHECKPOINT [--config FILE] [--out DIR] [--against DIR] [--published ROWS] [--key value ...]`.
+
+    Args:
+        args: The parsed options.
+        overrides: The remaining arguments.
+    """
+    from tepo_megatron.evaluation.command import EvaluationRequest, run
+    from tepo_megatron.evaluation.published import MODELS
+
+    known = ("auto", "all", "none", *MODELS)
+    if args.published not in known:
+        raise ConfigError(f"--published {args.published}: the paper has no such rows; use one of {', '.join(known)}")
+    request = EvaluationRequest(args.checkpoint, args.config, overrides, args.out, args.against, args.published)
+    print("written:", run(request, lambda text: print(escaped(text), flush=True)))
+    return 0
+
+
+def plan(args: argparse.Namespace, overrides: list[str]) -> int:
+    """Run `tepo plan CONFIG [--gpus N] [--gpu NAME] [--prompt N] [--response N] [--dropped X] [--json FILE] [--key value ...]`.
+
+    Args:
+        args: The parsed options.
+        overrides: The remaining arguments.
+    """
+    from tepo_megatron.config.io import load_config
+    from tepo_megatron.plan.command import PlanRequest, plan, predictor_of
+
+    for name in ("gpus", "prompt", "response"):
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            raise ConfigError(f"--{name} {value}: a positive number")
+    if args.dropped is not None and not 0 <= args.dropped < 1:
+        raise ConfigError(f"--dropped {args.dropped:g}: a share of at least 0 and below 1")
+    request = PlanRequest(args.gpus, args.gpu, args.prompt, args.response, args.json, args.dropped)
+    predictor = predictor_of(load_config(args.config, overrides), request)
+    return plan(predictor, request, lambda text: print(escaped(text), flush=True))
+
+
+def report_on(run_dirs: Sequence[Path], out: Path | None) -> Path:
+    """Run `tepo report RUN_DIR [RUN_DIR ...] [--out FILE]`; return the page's path.
+
+    Args:
+        run_dirs: Folders of the runs; several are compared.
+        out: File of the comparison; None: next to the first run. Only allowed with several runs.
+    """
+    from tepo_megatron.report import write_comparison, write_report
+
+    if len(run_dirs) > 1:
+        return write_comparison(run_dirs, out or run_dirs[0].absolute().parent / "comparison.html")
+    if out is not None:
+        raise ConfigError(f"--out {out}: the page of one run is written into its folder; name several runs, or leave it out")
+    return write_report(run_dirs[0])
