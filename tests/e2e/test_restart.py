@@ -145,6 +145,35 @@ def test_fewer_ranks_go_on_after_a_device_was_lost(tepo, arguments, model: Path,
 
 
 @pytest.mark.full
+def test_a_damaged_checkpoint_costs_the_service_but_not_the_run(
+    tepo,
+    arguments,
+    model: Path,  # noqa: F811
+    straight: Path,
+    tmp_path: Path,
+) -> None:
+    """The older checkpoint needs batches that were released with the damaged one, so a new service samples them again."""
+    run, command = tmp_path / "runs" / "damaged", tepo(*arguments(model, **CONFIG, name="damaged"), engine="slow")
+    newest = run / "checkpoints" / "step-00000004"
+    command.until(lambda: "checkpoint of step 4: " in command.output, timeout=BOUND)
+    with command.stopped_when(newest.exists, BOUND):
+        before, file = (
+            ranks_of(command),
+            max((path for path in newest.iterdir() if path.is_file()), key=lambda p: p.stat().st_size),
+        )
+        file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+        os.kill(before[0], signal.SIGKILL)
+    assert command.wait(4 * BOUND) == 0, command.output
+    log = (run / "log.txt").read_text()
+    assert "the rollouts of step 3 were released with a later checkpoint" in log and "step-00000004" in log
+    assert "resume: from the checkpoint of step 2" in log
+    command.assert_nothing_left()
+    assert records(run) == records(straight)
+    of_run, of_straight = weights(run), weights(straight)
+    assert all(torch.equal(of_run[name], t) for name, t in of_straight.items())
+
+
+@pytest.mark.full
 def test_too_few_devices_end_the_run(tepo, arguments, model: Path, tmp_path: Path) -> None:  # noqa: F811
     words = arguments(model, **CONFIG, parallel__min_dp=2, name="few")
     run, command = tmp_path / "runs" / "few", tepo(*words, engine="slow", env={"TEPO_TEST_WORKING": "1"})
