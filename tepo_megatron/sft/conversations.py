@@ -121,8 +121,11 @@ def _value(row: Row, cfg: SftConfig) -> Messages | tuple[str, str]:
     """Return the chat of a row, or its prompt and response."""
     if cfg.response_key is None:
         for key in (cfg.prompt_key,) if cfg.prompt_key is not None else _CHATS:
-            if has(row, key) and isinstance(value_at(row, key), list):
-                return _chat(value_at(row, key), key)
+            if not has(row, key) or not isinstance(value_at(row, key), list):
+                continue
+            chat = _chat(value_at(row, key), key)
+            if key != "prompt" or chat[-1]["role"] == "assistant":  # otherwise the response is in a column of its own
+                return chat
     pairs = [(cfg.prompt_key or prompt, cfg.response_key or response) for prompt, response in _PAIRS]
     for prompt_key, response_key in pairs:
         if prompt_key != response_key and has(row, prompt_key) and has(row, response_key):

@@ -70,8 +70,9 @@ def fine_tune(cfg: Config, platform: Platform) -> None:
             RunLog(cfg.run_dir, cfg.logging, source.plan.steps, COLUMNS) if groups.is_main else contextlib.nullcontext() as log,
         ):
             stopped_at = FineTuning(cfg, groups, actor, checkpoints, source, log).run()
+    is_main = groups.is_main
     parallel.shutdown()
-    if stopped_at is not None and groups.is_main:
+    if stopped_at is not None and is_main:
         raise RunStopped(f"{cfg.run_dir}: ended on request after update {stopped_at}, saved; go on with --resume true")
 
 
