@@ -31,7 +31,7 @@ _SHARE_GPT = {"human": "user", "user": "user", "gpt": "assistant", "assistant": 
 
 
 @dataclass(frozen=True)
-class Conversation:
+class Demonstration:
     """One row to learn from.
 
     Attributes:
@@ -52,7 +52,7 @@ class LoadedConversations:
         line: What was read and dropped, for the log.
     """
 
-    conversations: list[Conversation]
+    conversations: list[Demonstration]
     line: str
 
 
@@ -82,7 +82,7 @@ def load_conversations(
     faults = RowFaults(skip_bad_rows)
     rows = place.slice(list(_rows(reader, cfg, faults)))
     encoder = _TurnEncoder(tokenizer, stop_ids, template_kwargs, cfg.train_on)
-    found: list[Conversation] = []
+    found: list[Demonstration] = []
     too_long = 0
     for where, value in rows:
         try:
@@ -171,8 +171,8 @@ class _TurnEncoder:
     ) -> None:
         self._tokenizer, self._stop_ids, self._kwargs, self._train_on = tokenizer, set(stop_ids), template_kwargs, train_on
 
-    def encode(self, value: Messages | tuple[str, str]) -> Conversation:
-        """Return the tokens of a conversation. Raise DataError if the chat template does not let turns be told apart."""
+    def encode(self, value: Messages | tuple[str, str]) -> Demonstration:
+        """Return the tokens of a conversation. Raise DataError if the chat template does not let turns be distinguished."""
         pieces = self._pieces(value) if isinstance(value, list) else [(value[0], False), (value[1], True)]
         ids: list[int] = []
         mask: list[bool] = []
@@ -188,7 +188,7 @@ class _TurnEncoder:
             raise DataError("has no token to learn; it needs a message of the assistant, or a response")
         if mask[0]:
             raise DataError("begins with a token to learn, which nothing precedes; give it a prompt")
-        return Conversation(torch.tensor(ids, dtype=torch.int64), torch.tensor(mask))
+        return Demonstration(torch.tensor(ids, dtype=torch.int64), torch.tensor(mask))
 
     def _until_stop(self, ids: list[int], is_chat: bool) -> tuple[list[int], int]:
         """Return the tokens of a turn and the number of those that are learned: up to the first stop token."""

@@ -11,7 +11,7 @@ import torch
 
 from tepo_megatron.actor.actor import Actor
 from tepo_megatron.checkpoint.checkpoints import Checkpoints
-from tepo_megatron.config import Config
+from tepo_megatron.config import Config, DataConfig, SftConfig
 from tepo_megatron.config.io import plain
 from tepo_megatron.controller.batch_memory import BatchMemory
 from tepo_megatron.controller.batch_receiver import BatchReceiver
@@ -25,7 +25,7 @@ from tepo_megatron.observability.run_dir import rename_outcome
 from tepo_megatron.observability.sinks import Column, RunLog
 from tepo_megatron.observability.timing import Clock
 from tepo_megatron.platform import Platform
-from tepo_megatron.sft.conversations import Conversation, load_conversations
+from tepo_megatron.sft.conversations import Demonstration, load_conversations
 from tepo_megatron.sft.plan import TrainingPlan
 from tepo_megatron.sft.settings import CROSS_ENTROPY
 from tepo_megatron.types import Rollout, TrainBatch
@@ -63,7 +63,7 @@ def fine_tune(cfg: Config, platform: Platform) -> None:
         parallel.world_store(), groups.rank, groups.world_size, cfg.run_dir, **seconds, on_hang=hang_watchdog.abort
     )
     with watchdog:
-        source = ConversationSource.open(cfg, groups)
+        source = ConversationSource.open(cfg.sft, cfg.data, cfg.model.path, cfg.rollout.stop_token_ids, cfg.seed, groups)
         actor = Actor.open(cfg, groups)
         with (
             Checkpoints.open(cfg.run_dir / "checkpoints", cfg.checkpoint, groups) as checkpoints,
@@ -92,15 +92,27 @@ class ConversationSource:
     groups: parallel.ParallelDims
     batches: BatchReceiver
     memory: BatchMemory
-    train: Sequence[Conversation] = ()
-    eval: Sequence[Conversation] = ()
+    train: Sequence[Demonstration] = ()
+    eval: Sequence[Demonstration] = ()
 
     @classmethod
-    def open(cls, cfg: Config, groups: parallel.ParallelDims) -> "ConversationSource":
+    def open(
+        cls,
+        cfg: SftConfig,
+        data: DataConfig,
+        model_path: str,
+        stop_token_ids: Sequence[int],
+        seed: int,
+        groups: parallel.ParallelDims,
+    ) -> "ConversationSource":
         """Read the data on rank 0. Collectives: one broadcast over the host group, and those of `BatchReceiver.open`.
 
         Args:
-            cfg: The run's config.
+            cfg: The conversations, and how many an update has.
+            data: Its `template_kwargs` and `skip_bad_rows`.
+            model_path: Folder of the tokenizer.
+            stop_token_ids: Further tokens that end a turn.
+            seed: Seed of the order.
             groups: The mesh of the run.
 
         Raises:
@@ -111,16 +123,16 @@ class ConversationSource:
         def load() -> tuple[int, int]:
             if not groups.is_main:
                 return 0, 0
-            tokenizer = load_tokenizer(cfg.model.path)
-            stops = stop_tokens(cfg.model.path, tokenizer, cfg.rollout.stop_token_ids)
-            assert cfg.sft.data is not None, "the command refuses it"
-            for source in (cfg.sft.data, *([cfg.sft.eval] if cfg.sft.eval is not None else [])):
-                shared = cfg.sft, tokenizer, stops, cfg.data.template_kwargs, cfg.data.skip_bad_rows
+            tokenizer = load_tokenizer(model_path)
+            stops = stop_tokens(model_path, tokenizer, stop_token_ids)
+            assert cfg.data is not None, "the command refuses it"
+            for source in (cfg.data, *([cfg.eval] if cfg.eval is not None else [])):
+                shared = cfg, tokenizer, stops, data.template_kwargs, data.skip_bad_rows
                 loaded.append(load_conversations(source, *shared))
             return len(loaded[0].conversations), len(loaded[1].conversations) if len(loaded) > 1 else 0
 
         count, held_out = broadcast_result(load, groups.host)
-        plan = TrainingPlan(count, cfg.sft.batch_sequences, cfg.sft.epochs, cfg.sft.steps, cfg.seed)
+        plan = TrainingPlan(count, cfg.batch_sequences, cfg.epochs, cfg.steps, seed)
         made = cls(plan, held_out, [found.line for found in loaded], groups, BatchReceiver.open(groups), BatchMemory())
         if loaded:
             made.train = loaded[0].conversations
@@ -136,7 +148,7 @@ class ConversationSource:
         for start in range(0, self.held_out, self.plan.per_update):
             yield self._share(self.eval, range(start, min(self.held_out, start + self.plan.per_update)))
 
-    def _share(self, conversations: Sequence[Conversation], indices: Sequence[int]) -> TrainBatch:
+    def _share(self, conversations: Sequence[Demonstration], indices: Sequence[int]) -> TrainBatch:
         header = None
         if self.groups.is_main:
             header = self.memory.write([_as_rollout(i, conversations[i]) for i in indices], {}, {})
@@ -274,6 +286,6 @@ class FineTuning:
                 self.log.message(line)
 
 
-def _as_rollout(number: int, conversation: Conversation) -> Rollout:
+def _as_rollout(number: int, conversation: Demonstration) -> Rollout:
     ids, mask = conversation.token_ids_L, conversation.learned_mask_L
     return Rollout(number, ids, mask, torch.zeros(ids.numel()), policy_version=0, stop_reason="stop")

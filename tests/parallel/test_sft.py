@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from tepo_megatron.config import Config
 from tepo_megatron.config.io import plain, validate
-from tepo_megatron.sft.conversations import Conversation
+from tepo_megatron.sft.conversations import Demonstration
 from tepo_megatron.sft.settings import CROSS_ENTROPY, supervised
 from tests.marks import full_but
 from tests.parallel import cases
@@ -27,7 +27,7 @@ LAYOUTS = {**cases.LAYOUTS, "EP2": {"ep": 2, "dp": 2}}
 LENGTHS = (18, 5, 31, 2, 40, 9, 12, 27, 6, 33)
 
 
-def conversations() -> list[Conversation]:
+def conversations() -> list[Demonstration]:
     """Turns of the assistant with turns of others in between, one token to learn, and the last token not learned."""
     generator, found = torch.Generator().manual_seed(3), []
     for i, length in enumerate(LENGTHS):
@@ -37,7 +37,7 @@ def conversations() -> list[Conversation]:
         mask[-1] |= not mask.any()
         if i == 4:
             mask[-3:] = False
-        found.append(Conversation(ids, mask))
+        found.append(Demonstration(ids, mask))
     return found
 
 
