@@ -162,6 +162,12 @@ def test_a_restart_on_request_changes_nothing(
     w.assert_same(replace(made, records=records), straight(1))
 
 
+def test_a_restart_on_request_waits_for_an_evaluation(straight: Callable[[int], Outcome], model: Path, tmp_path: Path) -> None:
+    cfg = w.run_config(model, tmp_path, checkpoint={"every": 2})
+    restarted(cfg, tmp_path / "journal", Request("tepo_megatron.controller.schedule:Schedule.evaluate", 2, name=RESTART))
+    w.assert_same(w.outcome(cfg, tmp_path / "journal"), straight(1))
+
+
 def test_ranks_are_restarted_with_another_mesh(model: Path, tmp_path: Path) -> None:
     """Two data-parallel ranks become one; the run can be repeated from its recordings bit for bit."""
     two = w.run_config(model, tmp_path, parallel={"dp": 2}, rollout={"record": True}, checkpoint={"every": 2})
