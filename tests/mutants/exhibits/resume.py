@@ -207,17 +207,6 @@ EXHIBITS = (
         tests=("tests/parallel/test_restart.py::test_kills_one_after_the_other_change_nothing",),
     ),
     Exhibit(
-        name="a_requested_restart_cuts_an_evaluation",
-        source="own: issue 24 (decisions/0038)",
-        kind="resume",
-        bug="A request to restart the ranks ends them while the weights are evaluated, and the new ranks evaluate them again.",
-        cost="The evaluation is in the records twice, or its first half is lost.",
-        symbol="RolloutService._may_restart",
-        old="        return samples and (task.future.done() or not self._cfg.rollout.colocate)",
-        new="        return samples or not self._cfg.rollout.colocate",
-        tests=("tests/parallel/test_restart.py::test_a_restart_on_request_waits_for_an_evaluation",),
-    ),
-    Exhibit(
         name="a_requested_restart_ends_the_service",
         source="own: issue 24 (decisions/0038)",
         kind="resume",
@@ -226,6 +215,6 @@ EXHIBITS = (
         symbol="train",
         old="            service.leave()",
         new="            service.close()",
-        tests=("tests/parallel/test_restart.py::test_a_restart_on_request_waits_for_an_evaluation",),
+        tests=("tests/parallel/test_restart.py::test_a_restart_on_request_repeats_no_evaluation",),
     ),
 )
