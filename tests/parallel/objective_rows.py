@@ -51,7 +51,7 @@ class Variant:
         """
         section = section_of({"name": self.row} | self.parts)
         if self.method.ref_beta:
-            section["ref_kl"]["path"] = str(material.other)
+            section.setdefault("ref_kl", {"beta": self.method.ref_beta})["path"] = str(material.other)
         return validate({
             "name": "row",
             "platform": "cpu",
