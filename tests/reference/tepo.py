@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from tests.reference.hybrid import widen
 from tests.truncated import reference as truncated
 
 
@@ -57,6 +58,7 @@ def load(path: Path, dtype: torch.dtype = torch.float64) -> torch.nn.Module:
         path: Directory of the model.
         dtype: Dtype of the weights.
     """
+    widen()
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
     return model.to(dtype)
 
