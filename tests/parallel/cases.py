@@ -101,14 +101,17 @@ def make_case(
     return Case(model, tuple(batches), tuple(steps))
 
 
-def reference_steps(model: Path, batches: tuple[TrainBatch, ...]) -> tuple[reference.Step, ...]:
-    """Return the fp64 reference's steps for other batches than those of `make_case`.
+def reference_steps(
+    model: Path, batches: tuple[TrainBatch, ...], dtype: torch.dtype = torch.float64
+) -> tuple[reference.Step, ...]:
+    """Return the reference's steps for other batches than those of `make_case`, or in another dtype.
 
     Args:
         model: Directory of the model.
         batches: Batch of each step.
+        dtype: Dtype of the reference.
     """
-    trainer = reference.Trainer(model, **ADAM)
+    trainer = reference.Trainer(model, **ADAM, dtype=dtype)
     steps = []
     for batch in batches:
         assert batch.old_logprobs_N is not None and batch.old_entropies_N is not None
