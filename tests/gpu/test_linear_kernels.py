@@ -30,8 +30,8 @@ def test_the_delta_rule_of_flash_linear_attention() -> None:
     v = torch.randn(total, 4, 128, device=device, dtype=torch.bfloat16, requires_grad=True)
     g = (-torch.rand(total, 4, device=device)).requires_grad_()
     beta = torch.rand(total, 4, device=device, requires_grad=True)
-    theirs, ours = (LinearKernels.of(LinearChoice(name, "torch")).delta_rule for name in ("fla", "torch"))
-    compare(theirs(q, k, v, g, beta, layout), ours(q, k, v, g, beta, layout), q, k, v, g, beta)
+    theirs, ours = (LinearKernels.of(choice) for choice in (LinearChoice("fla", "torch"), LinearChoice("torch", "torch")))
+    compare(theirs.delta_rule(q, k, v, g, beta, layout), ours.delta_rule(q, k, v, g, beta, layout), q, k, v, g, beta)
 
 
 @pytest.mark.parametrize("channels", [96, 100])
@@ -42,5 +42,6 @@ def test_the_convolution_of_causal_conv1d(channels: int) -> None:
     torch.manual_seed(0)
     x = torch.randn(sum(LENGTHS), channels, device=device, dtype=torch.bfloat16, requires_grad=True)
     weight = torch.randn(channels, 4, device=device, dtype=torch.bfloat16, requires_grad=True)
-    theirs, ours = (LinearKernels.of(LinearChoice("torch", name)).convolution for name in ("causal_conv1d", "torch"))
-    compare(theirs(x, weight, layout), ours(x, weight, layout), x, weight)
+    choices = (LinearChoice("torch", "causal_conv1d"), LinearChoice("torch", "torch"))
+    theirs, ours = (LinearKernels.of(choice) for choice in choices)
+    compare(theirs.convolution(x, weight, layout), ours.convolution(x, weight, layout), x, weight)

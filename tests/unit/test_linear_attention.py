@@ -82,10 +82,10 @@ def test_who_computes_it(name: Any, device: str, found: frozenset[str], chosen: 
 def test_fp8_is_refused_where_its_blocks_do_not_divide_the_projection() -> None:
     precision.check_shapes(published(), ModelConfig(path="m", precision="fp8-current"), ParallelConfig(tp=4))
     with pytest.raises(
-        ConfigError, match="multiples of 128, .* gated delta rule's projection is 12352; .*precision=fp8-current"
+        ConfigError, match=r"multiples of 128, .* gated delta rule's projection is 12352; .*precision=fp8-current"
     ):
         precision.check_shapes(published(), ModelConfig(path="m", precision="fp8-blockwise"), ParallelConfig())
-    with pytest.raises(ConfigError, match="gated delta rule's values is 84; .*model.precision=bf16"):
+    with pytest.raises(ConfigError, match=r"gated delta rule's values is 84; .*model.precision=bf16"):
         narrow = published(linear_num_value_heads=16, linear_value_head_dim=21)
         precision.check_shapes(narrow, ModelConfig(path="m", precision="fp8-current"), ParallelConfig(tp=4))
 
@@ -110,7 +110,7 @@ def layers_of(rank: int, path: Path, name: Any) -> dict[str, tuple[str, str]]:
 
 
 def test_what_no_precision_rounds(tmp_path: Path) -> None:
-    """A_log is fp32 in a bf16 model. It, dt_bias, the convolution and the norms belong to no linear layer, so FP8 skips them."""
+    """A_log is fp32 in a bf16 model. It, dt_bias, convolution and norms belong to no linear layer, so FP8 skips them."""
     tiny_model(tmp_path / "model", hybrid_config())
     (found,) = run_world(1, layers_of, tmp_path / "model", "bf16")
     layer = "decoder.layers.0.self_attention."
