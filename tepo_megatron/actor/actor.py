@@ -111,7 +111,7 @@ class Actor:
         family = find_family(hf_config)
         arch = family.architecture(hf_config)
         replays, device = cfg.rollout.replay_experts, groups.device
-        shares = build.shares_prompts(cfg.training, cfg.model, device, groups.cp.size)
+        shares = build.shares_prompts(cfg.training, cfg.model, device, groups.cp.size, arch)
         check_hardware(cfg.model, hardware(device))
         check_transformer_engine(cfg.megatron, installed())
         fixed_length = cfg.training.max_tokens_per_microbatch if cfg.megatron.fixed_length else 0
@@ -339,7 +339,7 @@ class Actor:
     def export_hf(self, out: Path, check_in_place: Callable[[], object] = lambda: None) -> None:
         """Write the current weights as a Hugging Face directory. Args: see `gather.export_hf`."""
         self.require_loaded("an export", "parameters")
-        export_hf(self.bindings, self.arch, self.groups, Path(self.cfg.model.path), out, check_in_place)
+        export_hf(self.bindings, self.family, self.arch, self.groups, Path(self.cfg.model.path), out, check_in_place)
 
     @property
     def _stats(self) -> OutputStats:

@@ -23,7 +23,7 @@ from tepo_megatron.weight_sync.own_slices import iterate_own
 from tepo_megatron.weight_sync.slices import sliced
 from tepo_megatron.weights import fp8
 from tepo_megatron.weights.gather import Binding, iterate_hf, sent_by
-from tepo_megatron.weights.ops import Architecture, FusedQKV, Op, Replicated, Split, Vocabulary
+from tepo_megatron.weights.ops import Architecture, FusedGatedQKV, FusedHeads, FusedQKV, Op, Replicated, Split, Vocabulary
 
 _VOCABULARY_MULTIPLE = 64  # to which vLLM 0.32 and SGLang 0.5.23 pad a vocabulary before they divide it
 _LAYER = re.compile(r"decoder\.layers\.\d+\.")
@@ -292,8 +292,9 @@ def whole_bytes(binding: Binding, tp: int) -> int:
 def slice_dims(op: Op, shapes: Sequence[tuple[int, ...]], arch: Architecture, lanes: int) -> list[int | None]:
     """Return the dimension along which both engines divide each tensor of a parameter over `lanes` ranks.
 
-    None: each rank holds all of it, or it is sent whole because the ranks' parts are not equal, or overlap: keys and values of
-    fewer heads than ranks, and vocabularies that the engines pad to a multiple of 64.
+    None: each rank holds all of it, or it is sent whole because the ranks' parts are not equal, overlap or lie apart: keys and
+    values of fewer heads than ranks, vocabularies that the engines pad to a multiple of 64, and queries, keys and values of the
+    gated delta rule in one tensor.
 
     Args:
         op: Converts the parameter.
@@ -306,7 +307,9 @@ def slice_dims(op: Op, shapes: Sequence[tuple[int, ...]], arch: Architecture, la
         dims = [None] * len(shapes)
     elif isinstance(op, Split):
         dims = [op.dim] * len(shapes)
-    elif isinstance(op, FusedQKV):
+    elif isinstance(op, FusedHeads):
+        dims = [None, *[0] * (len(shapes) - 1)]
+    elif isinstance(op, FusedQKV | FusedGatedQKV):
         heads = (arch.num_heads, arch.num_query_groups, arch.num_query_groups)
         dims = [0 if number % lanes == 0 else None for number in heads]
     elif isinstance(op, Vocabulary):

@@ -29,6 +29,7 @@ _EXPERT = re.compile(r"experts\.(?:local_experts\.(?P<module>\d+)\.)?(?P<layer>l
 # Transformer Engine fuses the norm before a linear layer into it.
 _FUSED_NORMS = {
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
+    "self_attention.in_proj.layer_norm_weight": "input_layernorm.weight",
     "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
 }
 
@@ -78,7 +79,7 @@ def bind(chunks: Sequence[torch.nn.Module], family: Family, arch: Architecture) 
                 raise ConversionError(f"parameter {name} has no row in the table of family {family.name}")
             row = rows[pattern]
             if name == "output_layer.weight" and arch.tied_embeddings:
-                hf_names: tuple[str, ...] = ("model.embed_tokens.weight",)  # the last stage's copy of a tied embedding
+                hf_names: tuple[str, ...] = (family.embedding,)  # the last stage's copy of a tied embedding
             else:
                 hf_names = tuple(n.format(layer=layer, expert=expert) for n in row.hf)
             bindings.append(Binding(name, parameter, row, hf_names))
@@ -103,9 +104,9 @@ def load_hf(bindings: Sequence[Binding], reader: hf_io.HfReader, family: Family,
     check_tokenizer(reader.path, arch.vocab_size)
     left_over = {n for n in reader.names() - family.tensor_names(arch) if not family.ignores(n)}
     if arch.tied_embeddings and "lm_head.weight" in left_over:
-        if not torch.equal(reader.get("lm_head.weight"), reader.get("model.embed_tokens.weight")):
+        if not torch.equal(reader.get("lm_head.weight"), reader.get(family.embedding)):
             raise ConversionError(
-                f"{reader.path}: lm_head.weight differs from model.embed_tokens.weight, but config.json has "
+                f"{reader.path}: lm_head.weight differs from {family.embedding}, but config.json has "
                 "tie_word_embeddings=true; set it to false, or remove lm_head.weight"
             )
         left_over.remove("lm_head.weight")
@@ -163,6 +164,7 @@ def iterate_hf(bindings: Sequence[Binding], arch: Architecture, tp: Axis) -> Ite
 
 def export_hf(
     bindings: Sequence[Binding],
+    family: Family,
     arch: Architecture,
     groups: ParallelDims,
     base: Path,
@@ -171,11 +173,13 @@ def export_hf(
 ) -> None:
     """Write the model as a HF directory, which appears complete or not at all.
 
-    All ranks call it. The ranks that own tensors write them to files of their own; rank 0 writes config, tokenizer and index.
+    All ranks call it. The ranks that own tensors write them to files of their own; rank 0 writes config, tokenizer and index,
+    and the tensors of the base model that the family carries over.
     Collectives: those of `iterate_hf`, and four all-gathers of objects over the host group.
 
     Args:
         bindings: this rank's parameters.
+        family: family of the model.
         arch: architecture of the model.
         groups: the mesh of the run.
         base: HF directory of the base model, with config and tokenizer.
@@ -203,9 +207,12 @@ def export_hf(
                 collections.deque(tensors, maxlen=0)  # the other ranks of its tensor-parallel group still gather the rest
                 raise
             mine = (written, stream.bytes)
-    everything = all_gather_object(mine, groups.host)
+    everything = list(all_gather_object(mine, groups.host))
     with same_error(groups.host, _FAULTS, CheckpointError):
         if groups.is_main:
+            carried = _Counted(iter(hf_io.CarriedTensors(base, family.carries)))
+            carried_files = hf_io.write_shards(carried, temporary, "carried", limit=4 * 2**30)
+            everything.append((carried_files, carried.bytes))
             all_files = {file: names for files, _ in everything for file, names in files.items()}
             hf_io.write_index(temporary, all_files, total_bytes=sum(size for _, size in everything))
             hf_io.carry_over(base, temporary, next(iter(bindings)).parameter.dtype)

@@ -12,7 +12,7 @@ from tepo_megatron.config import GroupTransportConfig, ParallelConfig, RolloutCo
 from tepo_megatron.config.sync import check_transport
 from tepo_megatron.weight_sync.buckets import slice_dims
 from tepo_megatron.weight_sync.slices import TensorSlice, refuse_gaps, sliced
-from tepo_megatron.weights.ops import FusedGateUp, FusedQKV, Replicated, Split, Vocabulary
+from tepo_megatron.weights.ops import FusedGatedQKV, FusedGateUp, FusedHeads, FusedQKV, Replicated, Split, Vocabulary
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int32])
@@ -50,6 +50,10 @@ ARCH: Any = SimpleNamespace(num_heads=8, num_query_groups=2, head_dim=4, vocab_s
         (FusedGateUp(), [(64, 32), (64, 32)], 2, [0, 0]),
         (FusedQKV(), [(32, 32), (8, 32), (8, 32)], 2, [0, 0, 0]),
         (FusedQKV(), [(32, 32), (8, 32), (8, 32)], 4, [0, None, None]),  # two ranks have the same head
+        (FusedGatedQKV(), [(64, 32), (8, 32), (8, 32)], 2, [0, 0, 0]),
+        (FusedGatedQKV(), [(64, 32), (8, 32), (8, 32)], 4, [0, None, None]),
+        (FusedHeads(), [(24, 32), (12, 32), (4, 32), (4, 32)], 2, [None, 0, 0, 0]),  # a rank's q, k and v lie apart
+        (FusedHeads(convolution=True), [(24, 1, 4)], 2, [None]),
         (Vocabulary(), [(128, 32)], 2, [0]),
     ],
 )
