@@ -101,9 +101,9 @@ def read_plan(source: Path, hf_config: Mapping[str, Any], reader: HfReader, grou
         )
     extra = {n for n in reader.names() - expected if not plan.family.ignores(n)}
     if plan.arch.tied_embeddings and "lm_head.weight" in extra:
-        if not torch.equal(reader.get("lm_head.weight"), reader.get("model.embed_tokens.weight")):
+        if not torch.equal(reader.get("lm_head.weight"), reader.get(plan.family.embedding)):
             raise ConversionError(
-                f"{source}: lm_head.weight differs from model.embed_tokens.weight, but config.json has "
+                f"{source}: lm_head.weight differs from {plan.family.embedding}, but config.json has "
                 "tie_word_embeddings=true; set it to false, or remove lm_head.weight"
             )
         extra.remove("lm_head.weight")

@@ -113,7 +113,7 @@ def shape(row: WeightMapping, arch: Architecture, tp: int) -> tuple[int, ...]:
         arch: Sizes of the model.
         tp: Tensor-parallel ranks.
     """
-    qkv = (arch.num_heads + 2 * arch.num_query_groups) * arch.head_dim
+    qkv = ((1 + arch.attention_output_gate) * arch.num_heads + 2 * arch.num_query_groups) * arch.head_dim
     ffn = arch.experts.ffn_size if arch.experts is not None and _EXPERT in row.megatron else arch.ffn_size
     vocabulary = (padded_vocab_size(arch.vocab_size, tp), arch.hidden_size)
     whole: dict[str, tuple[int, ...]] = {
@@ -129,6 +129,16 @@ def shape(row: WeightMapping, arch: Architecture, tp: int) -> tuple[int, ...]:
         "linear_fc1.weight": (2 * ffn, arch.hidden_size),
         "linear_fc2.weight": (arch.hidden_size, ffn),
     }
+    if (linear := arch.linear_attention) is not None:
+        values = linear.value_heads * linear.value_dim
+        whole |= {
+            "in_proj.weight": (sum(linear.projected), arch.hidden_size),
+            "out_proj.weight": (arch.hidden_size, values),
+            "conv_weight": (sum(linear.convolved), linear.conv_width),
+            "norm_weight": (linear.value_dim,),
+            "A_log": (linear.value_heads,),
+            "dt_bias": (linear.value_heads,),
+        }
     suffix = max((s for s in whole if row.megatron.endswith(s)), key=len)
     size = list(whole[suffix])
     size[getattr(row.op, "dim", 0)] //= 1 if isinstance(row.op, Replicated) else tp
@@ -155,7 +165,7 @@ def chunk_parameters(
         yield Parameter(embedding, by_name[embedding], alone=shared)
     for layer in stage.layers:
         sparse = layer in arch.sparse_layers
-        here = [r for r in of_layers if r.layers == "all" or (r.layers == "sparse") == sparse]
+        here = [r for r in of_layers if r.is_in(arch, layer)]
         for row in here:
             if _EXPERT not in row.megatron:
                 yield Parameter(row.megatron, rows[row])

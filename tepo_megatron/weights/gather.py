@@ -78,7 +78,7 @@ def bind(chunks: Sequence[torch.nn.Module], family: Family, arch: Architecture) 
                 raise ConversionError(f"parameter {name} has no row in the table of family {family.name}")
             row = rows[pattern]
             if name == "output_layer.weight" and arch.tied_embeddings:
-                hf_names: tuple[str, ...] = ("model.embed_tokens.weight",)  # the last stage's copy of a tied embedding
+                hf_names: tuple[str, ...] = (family.embedding,)  # the last stage's copy of a tied embedding
             else:
                 hf_names = tuple(n.format(layer=layer, expert=expert) for n in row.hf)
             bindings.append(Binding(name, parameter, row, hf_names))
@@ -103,9 +103,9 @@ def load_hf(bindings: Sequence[Binding], reader: hf_io.HfReader, family: Family,
     check_tokenizer(reader.path, arch.vocab_size)
     left_over = {n for n in reader.names() - family.tensor_names(arch) if not family.ignores(n)}
     if arch.tied_embeddings and "lm_head.weight" in left_over:
-        if not torch.equal(reader.get("lm_head.weight"), reader.get("model.embed_tokens.weight")):
+        if not torch.equal(reader.get("lm_head.weight"), reader.get(family.embedding)):
             raise ConversionError(
-                f"{reader.path}: lm_head.weight differs from model.embed_tokens.weight, but config.json has "
+                f"{reader.path}: lm_head.weight differs from {family.embedding}, but config.json has "
                 "tie_word_embeddings=true; set it to false, or remove lm_head.weight"
             )
         left_over.remove("lm_head.weight")

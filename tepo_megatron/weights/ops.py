@@ -46,6 +46,39 @@ class Experts:
 
 
 @dataclass(frozen=True)
+class LinearAttention:
+    """The gated delta rule, which replaces attention in some layers (arXiv 2412.06464).
+
+    Value head h uses the query and the key of key head h // (value_heads / key_heads).
+
+    Attributes:
+        key_heads: number of heads of queries and of keys.
+        value_heads: number of heads of values, a multiple of `key_heads`.
+        key_dim: dimension of a query or a key.
+        value_dim: dimension of a value.
+        conv_width: number of tokens that the causal convolution covers.
+        layers: indices of the layers with the gated delta rule, in ascending order; the others have attention.
+    """
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    conv_width: int
+    layers: tuple[int, ...]
+
+    @property
+    def convolved(self) -> tuple[int, int, int]:
+        """Return the channels of queries, keys and values, all of which pass the convolution."""
+        return (self.key_heads * self.key_dim, self.key_heads * self.key_dim, self.value_heads * self.value_dim)
+
+    @property
+    def projected(self) -> tuple[int, ...]:
+        """Return the rows of the input projection: queries, keys, values, output gates, write strengths and decays."""
+        return (*self.convolved, self.value_heads * self.value_dim, self.value_heads, self.value_heads)
+
+
+@dataclass(frozen=True)
 class Architecture:
     """The architecture of a decoder, with the same fields for all families.
 
@@ -65,6 +98,11 @@ class Architecture:
         qkv_bias: whether q, k and v have biases.
         rotary_table: frequencies of a scaled RoPE; None: RoPE without scaling.
         experts: the mixture of experts; None: a dense model.
+        linear_attention: the gated delta rule of some layers; None: all layers have attention.
+        attention_output_gate: whether the output of attention is multiplied by the sigmoid of a gate per channel, which the
+            projection of the queries computes.
+        rotary_percent: part of the channels of a head that RoPE rotates, from the first on.
+        zero_centered_norms: whether RMS norms multiply by 1 + w. The norm of the gated delta rule multiplies by w in any case.
     """
 
     num_layers: int
@@ -82,6 +120,15 @@ class Architecture:
     qkv_bias: bool = False
     rotary_table: RotaryTable | None = None
     experts: Experts | None = None
+    linear_attention: LinearAttention | None = None
+    attention_output_gate: bool = False
+    rotary_percent: float = 1.0
+    zero_centered_norms: bool = False
+
+    @property
+    def linear_layers(self) -> tuple[int, ...]:
+        """Return the indices of the layers with the gated delta rule in place of attention."""
+        return self.linear_attention.layers if self.linear_attention else ()
 
     @property
     def sparse_layers(self) -> tuple[int, ...]:
@@ -178,6 +225,73 @@ class FusedQKV:
         q_rows = arch.num_heads // arch.num_query_groups * arch.head_dim
         parts = groups.split((q_rows, arch.head_dim, arch.head_dim), dim=1)
         return [x.reshape(-1, *x.shape[2:]) for x in parts]
+
+
+@dataclass(frozen=True)
+class FusedGatedQKV:
+    """Interleaves q, k, v by query group where q has an output gate: [q heads of group 0, their gates, k 0, v 0, q heads ...].
+
+    HF's q projection has the rows of one head after another: [query of head 0, gate of head 0, query of head 1, ...].
+    """
+
+    def shard(self, hf: Sequence[Tensor], arch: Architecture, size: int, rank: int) -> Tensor:
+        import torch
+
+        rows = [n * arch.head_dim for n in (2 * arch.num_heads, arch.num_query_groups, arch.num_query_groups)]
+        if [x.size(0) for x in hf] != rows:  # wrong numbers of rows may have the right sum
+            raise ValueError(f"expected {rows} rows, got {[x.size(0) for x in hf]}")
+        rest = hf[0].shape[1:]
+        heads = hf[0].view(arch.num_query_groups, -1, 2, arch.head_dim, *rest)
+        k, v = (x.view(arch.num_query_groups, arch.head_dim, *rest) for x in hf[1:])
+        groups = torch.cat((heads.transpose(1, 2).flatten(1, 3), k, v), dim=1).chunk(size)[rank]
+        return groups.flatten(0, 1)
+
+    def unshard(self, shards: Sequence[Tensor], arch: Architecture) -> list[Tensor]:
+        import torch
+
+        fused = torch.cat(list(shards))
+        groups = fused.view(arch.num_query_groups, -1, *fused.shape[1:])
+        per_group = arch.num_heads // arch.num_query_groups
+        q, k, v = groups.split((2 * per_group * arch.head_dim, arch.head_dim, arch.head_dim), dim=1)
+        heads = q.unflatten(1, (2, per_group, arch.head_dim)).transpose(1, 2)
+        return [heads.flatten(0, 3), k.flatten(0, 1), v.flatten(0, 1)]
+
+
+@dataclass(frozen=True)
+class FusedHeads:
+    """Concatenates the rows of several kinds of heads of the gated delta rule; each rank has its part of every kind.
+
+    HF's first tensor has the rows of queries, keys and values, and each other tensor has one kind.
+
+    Attributes:
+        convolution: whether the tensor is the convolution's, [channels, 1, width] in HF and [channels, width] in Megatron.
+    """
+
+    convolution: bool = False
+
+    def kinds(self, arch: Architecture) -> tuple[int, ...]:
+        """Return the rows of each kind in the whole model."""
+        if arch.linear_attention is None:
+            raise ValueError("the architecture has no linear attention")
+        return arch.linear_attention.convolved if self.convolution else arch.linear_attention.projected
+
+    def shard(self, hf: Sequence[Tensor], arch: Architecture, size: int, rank: int) -> Tensor:
+        import torch
+
+        kinds = self.kinds(arch)
+        expected = [sum(kinds[:3]), *kinds[3:]]
+        if [x.size(0) for x in hf] != expected:
+            raise ValueError(f"expected {expected} rows, got {[x.size(0) for x in hf]}")
+        first = hf[0].squeeze(1) if self.convolution else hf[0]
+        return torch.cat([x.chunk(size)[rank] for x in (*first.split(kinds[:3]), *hf[1:])])
+
+    def unshard(self, shards: Sequence[Tensor], arch: Architecture) -> list[Tensor]:
+        import torch
+
+        parts = [x.split([rows // len(shards) for rows in self.kinds(arch)]) for x in shards]
+        whole = [torch.cat(kind) for kind in zip(*parts, strict=True)]
+        first = torch.cat(whole[:3])
+        return [first.unsqueeze(1) if self.convolution else first, *whole[3:]]
 
 
 @dataclass(frozen=True)

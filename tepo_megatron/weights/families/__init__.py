@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from tepo_megatron.errors import CheckpointError, ConversionError
-from tepo_megatron.weights.families import llama, mistral, mixtral, qwen2, qwen3, qwen3_moe
+from tepo_megatron.weights.families import llama, mistral, mixtral, qwen2, qwen3, qwen3_5, qwen3_moe
 from tepo_megatron.weights.families.family import Family, WeightMapping
 from tepo_megatron.weights.families.tokens import check_tokenizer
 
@@ -16,6 +16,8 @@ FAMILIES: Mapping[str, Family] = {
     "Qwen2ForCausalLM": qwen2.FAMILY,
     "Qwen3ForCausalLM": qwen3.FAMILY,
     "Qwen3MoeForCausalLM": qwen3_moe.FAMILY,
+    "Qwen3_5ForCausalLM": qwen3_5.FAMILY,
+    "Qwen3_5ForConditionalGeneration": qwen3_5.MULTIMODAL,
     "LlamaForCausalLM": llama.FAMILY,
     "MistralForCausalLM": mistral.FAMILY,
     "MixtralForCausalLM": mixtral.FAMILY,

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from tepo_megatron.errors import ConversionError
 from tepo_megatron.weights.families.rope import read_rope
-from tepo_megatron.weights.ops import Architecture, Experts, Op
+from tepo_megatron.weights.ops import Architecture, Experts, LinearAttention, Op
 
 # Fields of every decoder that `Architecture` represents.
 _MAPPED = frozenset({
@@ -44,6 +44,9 @@ _FIXES = dict.fromkeys(
 )
 
 
+Layers = Literal["all", "dense", "sparse", "full", "linear"]
+
+
 @dataclass(frozen=True)
 class WeightMapping:
     """A row of the table of tensors: a Megatron parameter name <-> HF tensor names.
@@ -54,18 +57,28 @@ class WeightMapping:
         megatron: name of the Megatron parameter.
         hf: names of its HF tensors.
         op: converts the tensors in both directions.
-        layers: the layers that have the parameter; every layer is either dense or sparse (with experts).
+        layers: the layers that have the parameter. Every layer is either dense or sparse (with experts), and has either full
+            attention or linear attention.
     """
 
     megatron: str
     hf: tuple[str, ...]
     op: Op
-    layers: Literal["all", "dense", "sparse"] = "all"
+    layers: Layers = "all"
+
+    def is_in(self, arch: Architecture, layer: int) -> bool:
+        """Return whether a layer has the parameter.
+
+        Args:
+            arch: architecture of the model.
+            layer: index of the layer in the whole model.
+        """
+        kinds = "sparse" if layer in arch.sparse_layers else "dense", "linear" if layer in arch.linear_layers else "full"
+        return self.layers == "all" or self.layers in kinds
 
     def instances(self, arch: Architecture) -> Iterator[tuple[str, ...]]:
         """Yield the HF tensor names of each parameter that this row describes in a model of this architecture."""
-        sparse = set(arch.sparse_layers)
-        layers = [i for i in range(arch.num_layers) if self.layers == "all" or (i in sparse) == (self.layers == "sparse")]
+        layers = [i for i in range(arch.num_layers) if self.is_in(arch, i)]
         experts = range(arch.experts.number) if arch.experts and "{expert}" in self.megatron else (0,)
         for layer in layers if "{layer}" in self.megatron else (0,):
             for expert in experts:
@@ -87,7 +100,14 @@ class Family:
         qk_norm: whether q and k have RMS norms per head.
         qkv_bias: whether q, k and v have biases.
         read_experts: reads the mixture of experts from a HF config; None for dense families.
+        read_linear_attention: reads the gated delta rule from a HF config; None for families without it.
+        attention_output_gate: whether attention has an output gate.
+        zero_centered_norms: whether RMS norms multiply by 1 + w.
+        default_rotary_percent: part of a head's channels that RoPE rotates; None: all, and the config cannot change it.
+        text_config: field of config.json that holds the config of the text model; None: config.json itself is that config.
+        outer_fields: the fields next to `text_config` that do not change log-probs of text.
         ignored_tensors: pattern of HF tensors that old files hold and transformers ignores.
+        carried_tensors: pattern of HF tensors that are not loaded. An export copies them from the base model.
     """
 
     name: str
@@ -100,16 +120,29 @@ class Family:
     qk_norm: bool = False
     qkv_bias: bool = False
     read_experts: Callable[[Mapping[str, Any]], Experts] | None = None
+    read_linear_attention: Callable[[Mapping[str, Any]], LinearAttention] | None = None
+    attention_output_gate: bool = False
+    zero_centered_norms: bool = False
+    default_rotary_percent: float | None = None
+    text_config: str | None = None
+    outer_fields: frozenset[str] = frozenset()
     ignored_tensors: str = r"(?!)"
+    carried_tensors: str = r"(?!)"
+
+    @property
+    def embedding(self) -> str:
+        """Return the name of the HF tensor of the embedding."""
+        return next(row.hf[0] for row in self.rows if row.megatron == "embedding.word_embeddings.weight")
 
     def architecture(self, hf_config: Mapping[str, Any]) -> Architecture:
         """Return the architecture that a HF config describes.
 
         Raises ConversionError, naming the field, when one is missing, unknown or not supported.
         """
-        self._check_fields(hf_config)
+        text = self._text_config(hf_config)
+        self._check_fields(text)
         try:
-            return self._read({**self.defaults, **hf_config})
+            return self._read({**self.defaults, **text})
         except KeyError as e:
             raise ConversionError(f"config.json: {e.args[0]} is missing; the {self.name} family needs it") from None
 
@@ -120,11 +153,36 @@ class Family:
 
     def ignores(self, tensor: str) -> bool:
         """Return whether the model makes no use of a HF tensor."""
-        return re.search(self.ignored_tensors, tensor) is not None
+        return re.search(self.ignored_tensors, tensor) is not None or self.carries(tensor)
+
+    def carries(self, tensor: str) -> bool:
+        """Return whether an export copies a HF tensor from the base model."""
+        return re.search(self.carried_tensors, tensor) is not None
+
+    def _text_config(self, hf_config: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the config of the text model, with what the fields next to it say about that model."""
+        if self.text_config is None:
+            return hf_config
+        text = hf_config.get(self.text_config)
+        if not isinstance(text, Mapping):
+            raise ConversionError(f"config.json: {self.text_config} is missing; the {self.name} family needs it")
+        tied, given = "tie_word_embeddings", {k: v for k, v in hf_config.items() if k != self.text_config}
+        for name in sorted(given.keys() - _NO_EFFECT - self.outer_fields - {"architectures", tied}):
+            raise ConversionError(
+                f"config.json: field {name} is not known next to {self.text_config} for the {self.name} family; it may change "
+                "what the model computes. If it does not, remove it from config.json"
+            )
+        if text.get(tied, given.get(tied, False)) != given.get(tied, False):  # transformers reads the outer one
+            raise ConversionError(
+                f"config.json: {tied}={given.get(tied, False)} and {self.text_config}.{tied}={text[tied]} differ; "
+                "give both the value that the weights have: true if there is no lm_head.weight"
+            )
+        return {**text, tied: given.get(tied, False)}
 
     def _check_fields(self, hf_config: Mapping[str, Any]) -> None:
         """Raise ConversionError for a field that is unknown or has a value that is not supported."""
-        required = {**_REQUIRED, **self.required}
+        partial = set() if self.default_rotary_percent is None else {"partial_rotary_factor"}
+        required = {k: v for k, v in {**_REQUIRED, **self.required}.items() if k not in partial | self.mapped}
         for name, value in {**self.defaults, **hf_config}.items():
             if name in required:
                 for v in value if isinstance(value, list) else [value]:
@@ -135,7 +193,7 @@ class Family:
                             f"config.json: {name}={v!r}{absent} is not supported for {self.name}; only {only} is"
                             + _FIXES.get(name, "")
                         )
-            elif name not in _MAPPED | _NO_EFFECT | self.mapped | self.no_effect:
+            elif name not in _MAPPED | _NO_EFFECT | self.mapped | self.no_effect | partial:
                 raise ConversionError(
                     f"config.json: field {name} is not known for the {self.name} family; it may change what the model "
                     "computes. If it does not, remove it from config.json"
@@ -147,8 +205,9 @@ class Family:
         head_dim = hf.get("head_dim") or hidden // heads
         groups = heads if hf["num_key_value_heads"] is None else positive(hf, "num_key_value_heads")
         positions = positive(hf, "max_position_embeddings")
-        theta, table = read_rope(hf, self.name, self.default_theta, head_dim, positions)
+        rope = read_rope(hf, self.name, self.default_theta, head_dim, positions, self.default_rotary_percent)
         experts = self.read_experts(hf) if self.read_experts else None
+        linear = self.read_linear_attention(hf) if self.read_linear_attention else None
         if experts and experts.normalized and experts.per_token == 1:
             raise ConversionError("config.json: num_experts_per_tok=1 with normalized weights leaves the router no gradient")
         return Architecture(
@@ -161,12 +220,16 @@ class Family:
             vocab_size=positive(hf, "vocab_size"),
             max_positions=positions,
             norm_eps=hf["rms_norm_eps"],
-            rotary_base=theta,
+            rotary_base=rope.theta,
             tied_embeddings=hf.get("tie_word_embeddings", False),
             qk_norm=self.qk_norm,
             qkv_bias=self.qkv_bias,
-            rotary_table=table,
+            rotary_table=rope.table,
             experts=experts if experts and experts.sparse_layers else None,
+            linear_attention=linear if linear and linear.layers else None,
+            attention_output_gate=self.attention_output_gate,
+            rotary_percent=rope.percent,
+            zero_centered_norms=self.zero_centered_norms,
         )
 
 

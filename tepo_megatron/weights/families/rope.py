@@ -1,6 +1,7 @@
 """Read RoPE and its scalings from a HF config."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from tepo_megatron.errors import ConversionError
@@ -20,12 +21,34 @@ _FIELDS: Mapping[str, tuple[set[str], set[str]]] = {
     ),
 }  # fmt: skip
 _OF_ALL = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
+# A token of a text has the same position in all sections of a multimodal RoPE, so these change nothing.
+_SECTIONS = {"mrope_section", "mrope_interleaved"}
+
+
+@dataclass(frozen=True)
+class Rope:
+    """RoPE as a HF config describes it.
+
+    Attributes:
+        theta: its base.
+        table: the rotary frequencies if a scaling changes them; None: the plain ones.
+        percent: part of the channels of a head that are rotated.
+    """
+
+    theta: float
+    table: RotaryTable | None
+    percent: float
 
 
 def read_rope(
-    hf: Mapping[str, Any], family: str, default_theta: float | None, head_dim: int, max_positions: int
-) -> tuple[float, RotaryTable | None]:
-    """Return theta and, if a scaling changes them, the rotary frequencies (else None).
+    hf: Mapping[str, Any],
+    family: str,
+    default_theta: float | None,
+    head_dim: int,
+    max_positions: int,
+    default_percent: float | None = None,
+) -> Rope:
+    """Read RoPE from a HF config.
 
     transformers 5 keeps all parameters in `rope_parameters`; earlier files have `rope_theta` at the top level and the rest in
     `rope_scaling`.
@@ -36,6 +59,7 @@ def read_rope(
         default_theta: theta of a config that states none; None: the config must state it.
         head_dim: dimension of a head.
         max_positions: `max_position_embeddings`.
+        default_percent: part of the channels that are rotated if the config does not say; None: always all of them.
 
     Raises:
         ConversionError: a type or a field is missing or unknown, or two of them contradict each other.
@@ -50,15 +74,45 @@ def read_rope(
     given = {k for k, v in rope.items() if v is not None}
     if missing := sorted(needed - given):
         raise ConversionError(f"config.json: {where}.{missing[0]} is missing; rope_type={kind} needs it")
-    if unknown := sorted(given - needed - optional - _OF_ALL):
+    known = needed | optional | _OF_ALL | (set() if default_percent is None else _SECTIONS)
+    if unknown := sorted(given - known):
         raise ConversionError(f"config.json: field {where}.{unknown[0]} is not known for rope_type={kind}")
-    if rope.get("partial_rotary_factor") not in (None, 1):
-        raise ConversionError(
-            f"config.json: {where}.partial_rotary_factor={rope['partial_rotary_factor']}: only 1 is supported"
-        )
+    percent = _percent(hf, rope, where, default_percent, head_dim)
     theta = _theta(hf, rope, where, default_theta)
-    given_table = {**rope, "rope_type": kind, "rope_theta": theta}
-    return theta, None if kind == "default" else _table(given_table, head_dim, max_positions)
+    if kind == "default":
+        return Rope(theta, None, percent)
+    given_table = {k: v for k, v in rope.items() if k not in _SECTIONS}
+    given_table |= {"rope_type": kind, "rope_theta": theta, "partial_rotary_factor": percent}
+    table = _table(given_table, head_dim, max_positions)
+    if percent < 1 and table.attention_factor != 1:
+        raise ConversionError(
+            f"config.json: {where}.rope_type={kind} scales the rotated channels by {table.attention_factor:g}, which is not "
+            f"supported where RoPE rotates a part of a head (partial_rotary_factor={percent:g}); use rope_type default or linear"
+        )
+    return Rope(theta, table, percent)
+
+
+def _percent(hf: Mapping[str, Any], rope: Mapping[str, Any], where: str, default: float | None, head_dim: int) -> float:
+    """Return the part of a head's channels that RoPE rotates. Raises ConversionError when it is not supported."""
+    if default is None:
+        if rope.get("partial_rotary_factor") not in (None, 1):
+            raise ConversionError(
+                f"config.json: {where}.partial_rotary_factor={rope['partial_rotary_factor']}: only 1 is supported"
+            )
+        return 1.0
+    given = {x for x in (rope.get("partial_rotary_factor"), hf.get("partial_rotary_factor")) if x is not None}
+    if len(given) > 1:
+        raise ConversionError(
+            f"config.json: partial_rotary_factor={hf['partial_rotary_factor']} and {where}.partial_rotary_factor="
+            f"{rope['partial_rotary_factor']} differ; remove one of them"
+        )
+    percent = float(given.pop()) if given else default
+    if not 0 < percent <= 1 or head_dim * percent % 2:
+        raise ConversionError(
+            f"config.json: partial_rotary_factor={percent:g} of head_dim={head_dim} rotates {head_dim * percent:g} channels; "
+            "the number has to be even, at least 2 and at most head_dim"
+        )
+    return percent
 
 
 def _parameters(hf: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:

@@ -13,15 +13,20 @@ def _qkv(part: str) -> WeightMapping:
     return WeightMapping(_MEGATRON + f"self_attention.linear_qkv.{part}", hf, FusedQKV())
 
 
-# Embeddings, norms and attention projections
-DECODER = (
+# Embeddings and norms
+OUTER = (
     WeightMapping("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), Vocabulary()),
     WeightMapping("output_layer.weight", ("lm_head.weight",), Vocabulary()),
     WeightMapping("decoder.final_layernorm.weight", ("model.norm.weight",), Replicated()),
     WeightMapping(_MEGATRON + "input_layernorm.weight", (_HF + "input_layernorm.weight",), Replicated()),
+    WeightMapping(_MEGATRON + "pre_mlp_layernorm.weight", (_HF + "post_attention_layernorm.weight",), Replicated()),
+)
+
+# With the projections of attention
+DECODER = (
+    *OUTER,
     _qkv("weight"),
     WeightMapping(_MEGATRON + "self_attention.linear_proj.weight", (_HF + "self_attn.o_proj.weight",), Split(dim=1)),
-    WeightMapping(_MEGATRON + "pre_mlp_layernorm.weight", (_HF + "post_attention_layernorm.weight",), Replicated()),
 )
 
 QKV_BIAS = (_qkv("bias"),)

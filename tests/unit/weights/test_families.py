@@ -38,6 +38,17 @@ _LLAMA3 = {
     "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
     "rope_type": "llama3",
 }  # fmt: skip
+# the sizes that transformers 5.19 gives as those of Qwen3.5-9B, and the fields that vLLM 0.32 reads
+QWEN3_5 = published(
+    "Qwen3_5ForCausalLM", "qwen3_5_text", (4096, 12288, 32, 16, 4, 248320), 1e-6, 262144, attention_bias=False, head_dim=256,
+    attn_output_gate=True, output_gate_type="swish", full_attention_interval=4, mamba_ssm_dtype="float32", mlp_only_layers=[],
+    linear_conv_kernel_dim=4, linear_key_head_dim=128, linear_value_head_dim=128, linear_num_key_heads=16,
+    linear_num_value_heads=32, layer_types=(["linear_attention"] * 3 + ["full_attention"]) * 8, mtp_num_hidden_layers=1,
+    mtp_use_dedicated_embeddings=False, rope_parameters={
+        "rope_type": "default", "rope_theta": 10000000.0, "partial_rotary_factor": 0.25, "mrope_interleaved": True,
+        "mrope_section": [11, 11, 10],
+    },
+)  # fmt: skip
 # as the config.json of published models say, transformers 4 style
 PUBLISHED = {
     "Qwen2.5-1.5B": published(
@@ -70,6 +81,7 @@ PUBLISHED = {
         sliding_window=None, num_experts_per_tok=2, num_local_experts=8, output_router_logits=False,
         router_aux_loss_coef=0.02,
     ),
+    "Qwen3.5-9B": QWEN3_5,
 }  # fmt: skip
 
 
@@ -84,9 +96,10 @@ def test_published_configs_are_read(name: str) -> None:
     assert (arch.hidden_size, arch.num_layers, arch.vocab_size) == tuple(
         config[k] for k in ("hidden_size", "num_hidden_layers", "vocab_size")
     )
-    assert arch.head_dim == 128 and arch.tied_embeddings == (name == "Qwen2.5-1.5B")
+    assert arch.head_dim == config.get("head_dim", 128) and arch.tied_embeddings == (name == "Qwen2.5-1.5B")
     assert arch.qkv_bias == name.startswith("Qwen2") and arch.qk_norm == name.startswith("Qwen3")
-    assert arch.rotary_base == config.get("rope_theta", 10000.0) and (arch.rotary_table is None) == (name != "Llama-3.1-8B")
+    theta = config.get("rope_theta", config.get("rope_parameters", {}).get("rope_theta", 10000.0))
+    assert arch.rotary_base == theta and (arch.rotary_table is None) == (name != "Llama-3.1-8B")
     assert (arch.experts is None) == (name not in ("Qwen3-30B-A3B", "Mixtral-8x7B"))
 
 
@@ -175,6 +188,10 @@ TINY = {
     "hidden_size": 24, "intermediate_size": 10, "num_hidden_layers": 3, "num_attention_heads": 6, "num_key_value_heads": 2,
     "head_dim": 10, "vocab_size": 70,
 }  # fmt: skip
+TINY_HYBRID = {
+    "head_dim": 8, "layer_types": ["linear_attention", "full_attention", "linear_attention"], "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6, "linear_key_head_dim": 4, "linear_value_head_dim": 5,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -182,6 +199,7 @@ TINY = {
 def test_the_table_names_the_tensors_that_transformers_writes(tmp_path: Path, name: str, tied: bool) -> None:
     config = PUBLISHED[name] | TINY | {"tie_word_embeddings": tied}
     config |= {"num_experts": 4, "moe_intermediate_size": 6, "mlp_only_layers": [1]} if name == "Qwen3-30B-A3B" else {}
+    config |= TINY_HYBRID if name == "Qwen3.5-9B" else {}
     AutoModelForCausalLM.from_config(AutoConfig.for_model(**config)).save_pretrained(tmp_path)
     from safetensors import safe_open
 
