@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -11,6 +12,7 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
+    Qwen3_5TextConfig,
     Qwen3Config,
 )
 
@@ -75,6 +77,24 @@ def tiny_qwen3(
     return tiny_model(path, config, seed=seed, scale=scale)
 
 
+def hybrid_config(**fields: Any) -> Qwen3_5TextConfig:
+    """Return the config of a small Qwen3.5 with odd sizes: three layers in four have the gated delta rule.
+
+    Four key heads let every layout split them: tp * cp <= 4.
+
+    Args:
+        fields: Fields of the config that replace the defaults here.
+    """
+    shape: dict[str, Any] = {
+        "vocab_size": VOCAB_SIZE, "hidden_size": 72, "intermediate_size": 136, "num_hidden_layers": 4,
+        "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 24, "linear_num_key_heads": 4,
+        "linear_num_value_heads": 8, "linear_key_head_dim": 12, "linear_value_head_dim": 10, "max_position_embeddings": 512,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25},
+        "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "attn_implementation": "eager",
+    }  # fmt: skip
+    return Qwen3_5TextConfig(**shape | fields)
+
+
 def tiny_model(path: Path, config: PretrainedConfig, *, seed: int = 0, scale: float = 4.0) -> PreTrainedModel:
     """Write a random model of this config, with the character tokenizer, to `path`; return the model (fp32, eval).
 
@@ -84,13 +104,17 @@ def tiny_model(path: Path, config: PretrainedConfig, *, seed: int = 0, scale: fl
         path: Directory to write.
         config: Config of the model.
         seed: Seed of the weights.
-        scale: Factor of all weights except vectors.
+        scale: Factor of all weights except vectors and convolutions.
     """
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config).float().eval()
-        for weight in model.parameters():
-            if weight.ndim > 1:
+        for name, weight in model.named_parameters():
+            if name.endswith("A_log"):
+                weight.uniform_(-3, 1)  # heads that remember a whole sequence, and heads that forget within two tokens
+            elif name.endswith("conv1d.weight"):
+                continue
+            elif weight.ndim > 1:
                 weight.mul_(scale)
             else:  # a norm of all ones, or a bias of all zeros, would hide one that is never loaded
                 weight.add_(0.1 * torch.randn_like(weight))

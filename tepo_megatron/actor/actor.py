@@ -111,7 +111,7 @@ class Actor:
         family = find_family(hf_config)
         arch = family.architecture(hf_config)
         replays, device = cfg.rollout.replay_experts, groups.device
-        shares = build.shares_prompts(cfg.training, cfg.model, device, groups.cp.size)
+        shares = build.shares_prompts(cfg.training, cfg.model, device, groups.cp.size, arch)
         check_hardware(cfg.model, hardware(device))
         check_transformer_engine(cfg.megatron, installed())
         fixed_length = cfg.training.max_tokens_per_microbatch if cfg.megatron.fixed_length else 0

@@ -7,18 +7,15 @@ import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer import TransformerConfig
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 from tepo_megatron.actor import modules, precision, rotary
-from tepo_megatron.actor.attention import SDPACoreAttention
-from tepo_megatron.actor.kernels import KernelChoice, choose, installed
-from tepo_megatron.actor.layout import stage_layers
-from tepo_megatron.actor.modules import ApexRMSNorm, RMSNorm
+from tepo_megatron.actor.kernels import choose, choose_linear, installed
+from tepo_megatron.actor.layer_spec import layer_spec
+from tepo_megatron.actor.layout import check_shared_prompts, stage_layers
 from tepo_megatron.actor.passed_fields import passed_fields
 from tepo_megatron.config import MegatronConfig, ModelConfig, OptimizerConfig, ParallelConfig, TrainingConfig
 from tepo_megatron.distributed.parallel import ParallelDims
@@ -28,18 +25,25 @@ from tepo_megatron.weights.ops import Architecture, padded_vocab_size
 _TRAINING, _MEGATRON = TrainingConfig(), MegatronConfig()
 
 
-def shares_prompts(training: TrainingConfig, model: ModelConfig, device: torch.device, cp: int) -> bool:
-    """Return whether sequences of a microbatch share prompts.
+def shares_prompts(
+    training: TrainingConfig, model: ModelConfig, device: torch.device, cp: int, arch: Architecture | None = None
+) -> bool:
+    """Return whether sequences of a microbatch share prompts. `auto` shares none in a model with the gated delta rule.
 
     Args:
         training: Its `share_prompts`.
         model: Its precision and attention.
         device: Device of the model.
         cp: Number of context-parallel ranks.
+        arch: Architecture of the model; None: all layers have attention.
 
     Raises:
-        ConfigError: share_prompts is always, but the config selects Transformer Engine's attention, which cannot share them.
+        ConfigError: share_prompts is always, but the config selects Transformer Engine's attention or the model has the gated
+            delta rule, which cannot share them.
     """
+    if arch is not None and arch.linear_attention is not None:
+        check_shared_prompts(arch, training)
+        return False
     if training.share_prompts == "always" and choose(model, _MEGATRON, device.type, installed(), cp=cp).layers == "te":
         raise ConfigError(
             "training.share_prompts=always, and model.attention=auto takes Transformer Engine, whose packed attention cannot "
@@ -96,6 +100,7 @@ def own_fields(
     )
     return dict(
         **_network(arch),
+        **_hybrid(arch),
         **precision.transformer_fields(model, megatron),
         **precision.recompute_fields(training, arch.experts is not None),
         **_mesh(arch, parallel),
@@ -139,6 +144,22 @@ def _network(arch: Architecture) -> dict[str, Any]:
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
     }
+
+
+def _hybrid(arch: Architecture) -> dict[str, Any]:
+    """Return the TransformerConfig fields of gated attention, zero-centred norms and the gated delta rule.
+
+    `linear_attention_freq` makes checkpoints store every layer by itself. Megatron-Core's own gated delta net stays off:
+    it needs CUDA, and it refuses context parallelism and, up to 0.18, packed sequences.
+    """
+    fields: dict[str, Any] = {}
+    if arch.attention_output_gate:
+        fields["attention_output_gate"] = True
+    if arch.zero_centered_norms:
+        fields["layernorm_zero_centered_gamma"] = True
+    if arch.linear_layers:
+        fields["linear_attention_freq"] = [int(layer in arch.linear_layers) for layer in range(arch.num_layers)]
+    return fields
 
 
 def _softmax_scale(arch: Architecture) -> float | None:
@@ -204,12 +225,13 @@ def build_chunks(config: TransformerConfig, arch: Architecture, model: ModelConf
         groups: The mesh.
     """
     kernels = choose(model, _MEGATRON, groups.device.type, installed(), cp=groups.cp.size)
+    linear = choose_linear(model, groups.device.type, installed())
     chunks = []
     for chunk in range(groups.vpp):
         vp_stage = chunk if groups.vpp > 1 else None
         gpt = GPTModel(
             config=config,
-            transformer_layer_spec=_layer_spec(config, kernels, vp_stage),
+            transformer_layer_spec=layer_spec(config, arch, kernels, linear, vp_stage),
             vocab_size=padded_vocab_size(arch.vocab_size, groups.tp.size),
             max_sequence_length=arch.max_positions,
             pre_process=groups.pp.rank == 0 and chunk == 0,
@@ -217,6 +239,7 @@ def build_chunks(config: TransformerConfig, arch: Architecture, model: ModelConf
             share_embeddings_and_output_weights=arch.tied_embeddings,
             position_embedding_type="rope",
             rotary_base=arch.rotary_base,
+            rotary_percent=arch.rotary_percent,
             parallel_output=True,
             vp_stage=vp_stage,
         )
@@ -290,24 +313,6 @@ def build_optimizer(
         wd_incr_style="constant",
     )
     return optimizer, scheduler
-
-
-def _layer_spec(config: TransformerConfig, kernels: KernelChoice, vp_stage: int | None) -> TransformerBlockSubmodules:
-    """Return Megatron's layer spec with the norms and the core attention that `kernels` names."""
-    spec = get_gpt_decoder_block_spec(
-        config, use_transformer_engine=kernels.layers == "te", normalization="RMSNorm", vp_stage=vp_stage
-    )
-    if kernels.layers != "te":
-        norm = ApexRMSNorm if kernels.norms == "apex" else RMSNorm
-        for layer in spec.layer_specs:
-            layer.submodules.input_layernorm = norm
-            layer.submodules.pre_mlp_layernorm = norm
-            attention = layer.submodules.self_attention.submodules
-            attention.core_attention = SDPACoreAttention
-            if config.qk_layernorm:
-                attention.q_layernorm = attention.k_layernorm = norm
-        spec.layer_norm = norm
-    return spec
 
 
 def open_user_buffers(fp8: bool, some_bf16: bool, tp: int, tokens: int, hidden_size: int) -> None:

@@ -16,8 +16,13 @@ from tepo_megatron.actor.precision import Hardware
 from tepo_megatron.config import MegatronConfig, ModelConfig
 from tepo_megatron.errors import ConfigError
 
-_MODULES = ("transformer_engine", "apex", "amp_C", "fused_layer_norm_cuda", "fused_weight_gradient_mlp_cuda")
-_NAMES = {"te": "Transformer Engine", "apex": "Apex", "torch": "PyTorch", "host": "this package", "separate": "autograd"}
+_MODULES = (
+    "transformer_engine", "apex", "amp_C", "fused_layer_norm_cuda", "fused_weight_gradient_mlp_cuda", "fla", "causal_conv1d",
+)  # fmt: skip
+_NAMES = {
+    "te": "Transformer Engine", "apex": "Apex", "torch": "PyTorch", "host": "this package", "separate": "autograd",
+    "fla": "flash-linear-attention", "causal_conv1d": "causal-conv1d",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -44,8 +49,40 @@ class KernelChoice:
         )
 
 
+@dataclass(frozen=True)
+class LinearChoice:
+    """The package that implements each kernel of linear attention.
+
+    Attributes:
+        delta_rule: The gated delta rule. "fla": flash-linear-attention. "torch": this package's own, on PyTorch.
+        convolution: The causal convolution. "torch": this package's own, on PyTorch.
+    """
+
+    delta_rule: Literal["fla", "torch"]
+    convolution: Literal["causal_conv1d", "torch"]
+
+    def __str__(self) -> str:
+        return f"gated delta rule: {_NAMES[self.delta_rule]}; causal convolution: {_NAMES[self.convolution]}"
+
+
+def choose_linear(model: ModelConfig, device_type: str, found: frozenset[str]) -> LinearChoice:
+    """Return the implementations of linear attention. The packages' kernels multiply in 16 bits, so fp32 models use PyTorch.
+
+    Args:
+        model: Its precision.
+        device_type: "cpu", "cuda" or "meta".
+        found: What `installed` returns.
+    """
+    half = device_type == "cuda" and model.dtype == "bf16"
+    return LinearChoice(
+        "fla" if half and "fla" in found else "torch", "causal_conv1d" if half and "causal_conv1d" in found else "torch"
+    )
+
+
 def installed() -> frozenset[str]:
-    """Return which of Transformer Engine, Apex and Apex's extensions are installed. Nothing is imported."""
+    """Return which of the optional packages are installed: Transformer Engine, Apex and its extensions, the kernels of linear
+    attention. Nothing is imported.
+    """
     return frozenset(name for name in _MODULES if importlib.util.find_spec(name) is not None)
 
 

@@ -1,6 +1,6 @@
 """Check that the model can be split over the mesh. It needs no Megatron, and runs before any process is started."""
 
-from tepo_megatron.config import ParallelConfig
+from tepo_megatron.config import ParallelConfig, TrainingConfig
 from tepo_megatron.errors import ConfigError
 from tepo_megatron.weights.ops import Architecture
 
@@ -13,6 +13,7 @@ def check_layout(arch: Architecture, parallel: ParallelConfig) -> None:
         parallel: The mesh.
     """
     _check_tensor_parallel(arch, parallel)
+    _check_linear_attention(arch, parallel)
     _check_pipeline(arch, parallel)
     if arch.experts is None and parallel.ep > 1:
         raise ConfigError(f"parallel.ep={parallel.ep}: the model has no experts; use 1")
@@ -59,6 +60,32 @@ def _check_tensor_parallel(arch: Architecture, parallel: ParallelConfig) -> None
     if arch.experts is not None and parallel.tp > 1 and not parallel.sequence_parallel:
         raise ConfigError(
             f"parallel.tp={parallel.tp} with experts needs parallel.sequence_parallel=true (Megatron trains them no other way)"
+        )
+
+
+def _check_linear_attention(arch: Architecture, parallel: ParallelConfig) -> None:
+    """Raise ConfigError if the key heads of the gated delta rule cannot be split over tensor- and context-parallel ranks."""
+    if (linear := arch.linear_attention) is None or linear.key_heads % (parallel.tp * parallel.cp) == 0:
+        return
+    fits = [n for n in divisors(linear.key_heads) if n % parallel.tp == 0]
+    fix = f"a cp of {_either([n // parallel.tp for n in fits])}" if fits else f"a tp of {_either(divisors(linear.key_heads))}"
+    raise ConfigError(
+        f"parallel.tp * parallel.cp={parallel.tp * parallel.cp} does not divide the {linear.key_heads} key heads "
+        f"(linear_num_key_heads) of the gated delta rule, whose heads are split over both; use {fix}"
+    )
+
+
+def check_shared_prompts(arch: Architecture, training: TrainingConfig) -> None:
+    """Raise ConfigError if prompts must be shared in a model with the gated delta rule.
+
+    Args:
+        arch: Architecture of the model.
+        training: Its `share_prompts`.
+    """
+    if arch.linear_attention is not None and training.share_prompts == "always":
+        raise ConfigError(
+            "training.share_prompts=always, but the model has layers with the gated delta rule, whose state after a prompt "
+            "cannot be given to several responses here; use auto or never"
         )
 
 

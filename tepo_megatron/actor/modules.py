@@ -23,6 +23,15 @@ class RMSNorm(torch.nn.RMSNorm):
         self.weight.sequence_parallel = config.sequence_parallel
 
 
+class ZeroCenteredRMSNorm(RMSNorm):
+    """RMS norm that multiplies by 1 + w, in fp32: rounding 1 + w to bf16 would lose the low bits of a small w."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the normalized tensor: [..., hidden_size] in the model's dtype -> the same shape and dtype."""
+        weight = 1 + self.weight.float()
+        return torch.nn.functional.rms_norm(x.float(), self.normalized_shape, weight, self.eps).to(x.dtype)
+
+
 class ApexRMSNorm(torch.nn.Module):
     """RMS norm with Apex's kernel. Like PyTorch's it saves the input for backward and computes in fp32."""
 

@@ -34,13 +34,12 @@ def rotate(t: Tensor, freqs: Tensor, interleaved: bool = False) -> Tensor:
 
     Args:
         t: [S, B, heads, D].
-        freqs: fp32 [S, 1, 1, D], the angles of each position, the same D / 2 twice.
+        freqs: fp32 [S, 1, 1, R], the angles of each position, the same R / 2 twice. R <= D: see `PackedRotary`.
         interleaved: Must be False.
     """
     assert not interleaved, _NEVER_INTERLEAVED
     angle = freqs[..., : freqs.size(-1) // 2]
-    turned: Tensor = _Rotation.apply(t, angle.cos().to(t.dtype), angle.sin().to(t.dtype))
-    return turned
+    return _rotated(t, angle.cos().to(t.dtype), angle.sin().to(t.dtype))
 
 
 @dataclass(frozen=True)
@@ -50,7 +49,7 @@ class RotaryTables:
     Attributes:
         cu_seqlens, freqs: The tensors that they were computed for.
         dtype: The type of cos and sin.
-        cos, sin: [S, 1, D / 2], of each token's angles.
+        cos, sin: [S, 1, R / 2], of each token's angles.
     """
 
     cu_seqlens: Tensor
@@ -93,12 +92,14 @@ class PackedRotary:
     def __call__(
         self, t: Tensor, cu_seqlens: Tensor, freqs: Tensor, cp_size: int = 1, cp_rank: int = 0, interleaved: bool = False
     ) -> Tensor:
-        """Rotate each head vector by its position in its sequence: pairs (x_j, x_{j + D/2}) by the angle position * theta_j.
+        """Rotate each head vector by its position in its sequence: pairs (x_j, x_{j + R/2}) by the angle position * theta_j.
+
+        Only the first R channels of a head are rotated; the others pass unchanged.
 
         Args:
             t: [S, heads, D], this context-parallel rank's tokens.
             cu_seqlens: [G + 1], starts of the sequences over all context-parallel ranks.
-            freqs: fp32 [positions, 1, 1, D], the angles of each position, the same D / 2 twice.
+            freqs: fp32 [positions, 1, 1, R], the angles of each position, the same R / 2 twice.
             cp_size: Number of context-parallel ranks.
             cp_rank: Rank among them.
             interleaved: Must be False. Megatron-Core 0.19 passes it.
@@ -115,11 +116,19 @@ class PackedRotary:
                 first = first - torch.tensor(starts, device=first.device)
             angle = freqs[rows - first[sequence], 0, :, : freqs.size(-1) // 2]
             self.tables = RotaryTables(cu_seqlens, freqs, t.dtype, angle.cos().to(t.dtype), angle.sin().to(t.dtype))
-        turned: Tensor = _Rotation.apply(t, self.tables.cos, self.tables.sin)
-        return turned
+        return _rotated(t, self.tables.cos, self.tables.sin)
 
 
 PACKED = PackedRotary()  # the instance that Megatron calls
+
+
+def _rotated(t: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Return t with the first 2 cos.size(-1) channels of each head rotated."""
+    channels = 2 * cos.size(-1)
+    if channels == t.size(-1):
+        turned: Tensor = _Rotation.apply(t, cos, sin)
+        return turned
+    return torch.cat((_Rotation.apply(t[..., :channels], cos, sin), t[..., channels:]), dim=-1)
 
 
 class _Rotation(torch.autograd.Function):

@@ -15,7 +15,7 @@ if TYPE_CHECKING:  # heavy imports come later, where an interrupt is reported in
 
 def preflight(cfg: "Config") -> None:
     """Make every check that is possible before a process is started. Raises a TepoError."""
-    from tepo_megatron.actor.layout import check_layout
+    from tepo_megatron.actor.layout import check_layout, check_shared_prompts
     from tepo_megatron.actor.passed_fields import check_passed_fields
     from tepo_megatron.actor.precision import check_shapes
     from tepo_megatron.controller.method import resolve
@@ -38,6 +38,7 @@ def preflight(cfg: "Config") -> None:
     hf_config = read_config(cfg.model.path)
     architecture = find_family(hf_config).architecture(hf_config)
     check_layout(architecture, cfg.parallel)
+    check_shared_prompts(architecture, cfg.training)
     check_shapes(architecture, cfg.model, cfg.parallel, cfg.megatron.bf16_layers)
     check_passed_fields(cfg.megatron)
     check_experts(cfg.rollout, cfg.model.path)

@@ -29,6 +29,7 @@ _EXPERT = re.compile(r"experts\.(?:local_experts\.(?P<module>\d+)\.)?(?P<layer>l
 # Transformer Engine fuses the norm before a linear layer into it.
 _FUSED_NORMS = {
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
+    "self_attention.in_proj.layer_norm_weight": "input_layernorm.weight",
     "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
 }
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from tepo_megatron.actor.layout import check_layout
+from tepo_megatron.actor.layout import check_layout, check_shared_prompts
 from tepo_megatron.config import Config
 from tepo_megatron.config.io import validate
 from tepo_megatron.controller.method import resolve
@@ -52,9 +52,12 @@ FACTORS: dict[str, tuple[Value, ...]] = {
     "truncation": ("none", "engine", "actor"),  # who states the sampling masks
     "stream": ("off", "prompt"),
 }
+# a hybrid has no experts, and its sequences share no prompts
+HYBRID = FACTORS | {"hybrid": (True,), "ep": (1,), "experts": (False,), "share_prompts": ("never",)}
 DEFAULTS = {name: values[0] for name, values in FACTORS.items()}
 LAYERS = 4  # one for each virtual stage
 LEARNING_RATE = 0.035  # moves every weight tensor by 1 % at least in two updates
+HYBRID_LEARNING_RATE = 0.075  # the same for a hybrid, whose convolutions and decays are larger numbers
 TRIES = 60  # completions of a pair that are drawn for a row; the best one is taken
 _OVERLAP = {"none": (False, False), "gradients": (True, False), "both": (True, True)}
 
@@ -69,7 +72,7 @@ class Refusal:
 
 def family_of(row: Row) -> tuple[str, bool]:
     """Return the key of `data.FAMILIES`, and whether embeddings are tied."""
-    return ("qwen3_moe" if row["experts"] else "qwen3"), row["tied"]
+    return ("qwen3_5" if row.get("hybrid") else "qwen3_moe" if row["experts"] else "qwen3"), row["tied"]
 
 
 def config_of(row: Row, model: str = "model", other: str = "other") -> Config:
@@ -116,7 +119,7 @@ def config_of(row: Row, model: str = "model", other: str = "other") -> Config:
             "max_tokens_per_microbatch": plan.MICROBATCH,
         },
         "objective": objective,
-        "optimizer": {"lr": LEARNING_RATE},
+        "optimizer": {"lr": HYBRID_LEARNING_RATE if row.get("hybrid") else LEARNING_RATE},
         "megatron": {
             "transformer": {"gradient_accumulation_fusion": row["gradient_accumulation_fusion"]},
             "ddp": {
@@ -129,14 +132,17 @@ def config_of(row: Row, model: str = "model", other: str = "other") -> Config:
         "logging": {"noise_floor_every": 0},
     })  # fmt: skip
     resolve(cfg)
-    check_layout(_architecture(*family_of(row)), cfg.parallel)
+    architecture = _architecture(*family_of(row))
+    check_layout(architecture, cfg.parallel)
+    check_shared_prompts(architecture, cfg.training)
     return cfg
 
 
 @cache
 def _architecture(family: str, tied: bool) -> Architecture:
     hf = FAMILIES[family](num_hidden_layers=LAYERS, tie_word_embeddings=tied, **SIZES).to_dict()
-    hf["architectures"] = [{"qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}[family]]
+    names = {"qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM", "qwen3_5": "Qwen3_5ForCausalLM"}
+    hf["architectures"] = [names[family]]
     return find_family(hf).architecture(hf)
 
 
@@ -159,27 +165,30 @@ def pairs_of(row: Row) -> set[Pair]:
     return {frozenset(pair) for pair in itertools.combinations(row.items(), 2)}
 
 
-def all_pairs() -> list[Pair]:
-    """Return all pairs of values of two factors, in a fixed order."""
+def all_pairs(hybrid: bool = False) -> list[Pair]:
+    """Return all pairs of values of two factors, in a fixed order; those of HYBRID with `hybrid`."""
     found = []
-    for (a, values), (b, others) in itertools.combinations(FACTORS.items(), 2):
+    for (a, values), (b, others) in itertools.combinations((HYBRID if hybrid else FACTORS).items(), 2):
         found += [frozenset({(a, x), (b, y)}) for x in values for y in others]
     return found
 
 
 @cache
-def array() -> tuple[tuple[Row, ...], tuple[Refusal, ...]]:
-    """Return the rows, and the pairs that no row can have. Drawn with a fixed seed, so the same in every run."""
+def array(hybrid: bool = False) -> tuple[tuple[Row, ...], tuple[Refusal, ...]]:
+    """Return the rows, and the pairs that no row can have. Drawn with a fixed seed, so the same in every run.
+
+    With `hybrid` they are those of HYBRID.
+    """
     rng = random.Random(0)
     rows: list[Row] = []
     refusals: list[Refusal] = []
-    missing = dict.fromkeys(all_pairs())
+    missing = dict.fromkeys(all_pairs(hybrid))
     while missing:
         pair = next(iter(missing))
-        best = max(_completions(pair, missing, rng), key=lambda row: len(pairs_of(row) & missing.keys()), default=None)
+        best = max(_completions(pair, missing, rng, hybrid), key=lambda row: len(pairs_of(row) & missing.keys()), default=None)
         if best is None:
             del missing[pair]
-            refusals.append(Refusal(pair, _reason(pair)))
+            refusals.append(Refusal(pair, _reason(pair, hybrid)))
             continue
         rows.append(best)
         for covered in pairs_of(best):
@@ -187,20 +196,21 @@ def array() -> tuple[tuple[Row, ...], tuple[Refusal, ...]]:
     return tuple(rows), tuple(refusals)
 
 
-def _completions(pair: Pair, missing: Mapping[Pair, None], rng: random.Random) -> Iterator[Row]:
+def _completions(pair: Pair, missing: Mapping[Pair, None], rng: random.Random, hybrid: bool) -> Iterator[Row]:
     """Return valid rows with this pair. Values are chosen one after the other, those in many missing pairs first."""
+    factors = HYBRID if hybrid else FACTORS
     for _ in range(TRIES):
         row = dict(pair)
-        names = [name for name in FACTORS if name not in row]
+        names = [name for name in factors if name not in row]
         rng.shuffle(names)
         for name in names:
-            values = [value for value in FACTORS[name] if _may_go_on(row | {name: value})]
+            values = [value for value in factors[name] if _may_go_on(row | {name: value})]
             if not values:
                 break
             rng.shuffle(values)
             row[name] = max(values, key=lambda value: sum(frozenset({(name, value), item}) in missing for item in row.items()))
-        whole = {name: row[name] for name in FACTORS if name in row}
-        if len(whole) == len(FACTORS) and refusal(whole) is None:
+        whole = {name: row[name] for name in factors if name in row}
+        if len(whole) == len(factors) and refusal(whole) is None:
             yield whole
 
 
@@ -220,9 +230,9 @@ def _may_go_on(row: Row) -> bool:
     )
 
 
-def _reason(pair: Pair) -> str:
+def _reason(pair: Pair, hybrid: bool) -> str:
     """Return the text with which config refuses the pair, everything else being at its default."""
-    row = DEFAULTS | dict(pair)
+    row = DEFAULTS | ({"hybrid": True} if hybrid else {}) | dict(pair)
     if row["ep"] == 2 and row["cp"] == 1 and ("dp", 1) not in pair:
         row["dp"] = 2
     said = refusal(row)
@@ -232,23 +242,24 @@ def _reason(pair: Pair) -> str:
 
 def describe(row: Row) -> str:
     """Describe the values of a row that are not the default."""
-    return ", ".join(f"{name}={value}" for name, value in row.items() if value != DEFAULTS[name]) or "defaults"
+    return ", ".join(f"{name}={value}" for name, value in row.items() if value != DEFAULTS.get(name)) or "defaults"
 
 
 def words_of(pair: Pair) -> str:
     """Describe a pair, in the order of the factors."""
-    order: Sequence[str] = list(FACTORS)
+    order: Sequence[str] = list(HYBRID)
     return " with ".join(f"{name}={value}" for name, value in sorted(pair, key=lambda item: order.index(item[0])))
 
 
 def main() -> None:
-    """Print the array."""
-    rows, refusals = array()
-    print(f"{len(all_pairs())} pairs, {len(rows)} rows, {len(refusals)} refused")
-    for row in rows:
-        print(f"  {ranks(row)} ranks: {describe(row)}")
-    for each in refusals:
-        print(f"  refused: {words_of(each.pair)}: {each.reason}")
+    """Print the arrays."""
+    for hybrid in (False, True):
+        rows, refusals = array(hybrid)
+        print(f"{'hybrid: ' if hybrid else ''}{len(all_pairs(hybrid))} pairs, {len(rows)} rows, {len(refusals)} refused")
+        for row in rows:
+            print(f"  {ranks(row)} ranks: {describe(row)}")
+        for each in refusals:
+            print(f"  refused: {words_of(each.pair)}: {each.reason}")
 
 
 if __name__ == "__main__":

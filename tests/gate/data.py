@@ -20,7 +20,7 @@ from transformers import (
 
 from tepo_megatron.types import Rollout, SamplingMask, Truncation
 from tests.gate import reference
-from tests.tiny import tiny_model
+from tests.tiny import hybrid_config, tiny_model
 from tests.truncated import kept, rows
 
 VOCAB = 70  # no multiple of 16 tp, so every layout pads it
@@ -42,6 +42,7 @@ FAMILIES: dict[str, Callable[..., PretrainedConfig]] = {
     "llama": LlamaConfig,
     "mistral": lambda **sizes: MistralConfig(sliding_window=None, **sizes),
     "qwen3_moe": lambda **sizes: Qwen3MoeConfig(head_dim=16, num_experts=4, norm_topk_prob=True, **_EXPERTS, **sizes),
+    "qwen3_5": lambda **sizes: hybrid_config(head_dim=16, **sizes),
     "mixtral": lambda **sizes: MixtralConfig(num_local_experts=4, num_experts_per_tok=2, **sizes),
 }
 

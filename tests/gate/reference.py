@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.parallel.test_families import in_file_names
 from tests.reference import objectives
+from tests.reference.hybrid import widen
 from tests.reference.parts import Method, Response
 from tests.reference.rewards import group_advantages, reward_towards_reference
 from tests.truncated import reference as truncated
@@ -96,6 +97,7 @@ class Trained:
 
 def load(path: Path) -> torch.nn.Module:
     """Return the Hugging Face model in fp64, with eager attention and experts."""
+    widen()
     plain = {"attn_implementation": "eager", "experts_implementation": "eager"}
     return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, **plain).double()
 

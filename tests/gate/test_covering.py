@@ -15,6 +15,7 @@ from tests.marks import full_but
 from tests.worlds import run_world
 
 ROWS, REFUSALS = covering.array()
+HYBRID_ROWS, HYBRID_REFUSALS = covering.array(hybrid=True)
 # all pairs that config refuses; a new pair in this list was trained before
 REFUSED = {
     "tp=1 with sequence_parallel=True": "sequence_parallel=true needs tp > 1",
@@ -35,6 +36,15 @@ def test_every_pair_is_in_a_row_or_refused() -> None:
     assert all(covering.ranks(row) <= plan.RANKS and covering.refusal(row) is None for row in ROWS)
 
 
+def test_every_pair_of_a_hybrid_is_in_a_row_or_refused() -> None:
+    covered = {pair for row in HYBRID_ROWS for pair in covering.pairs_of(row)}
+    refused = {refusal.pair for refusal in HYBRID_REFUSALS}
+    assert covered | refused == set(covering.all_pairs(hybrid=True)) and not covered & refused
+    assert {covering.words_of(pair) for pair in refused} == REFUSED.keys() - {"ep=2 with experts=False"}
+    said = covering.refusal(HYBRID_ROWS[0] | {"share_prompts": "always"})
+    assert said is not None and "the gated delta rule" in said
+
+
 def test_what_is_refused_and_why() -> None:
     found = {covering.words_of(refusal.pair): refusal.reason for refusal in REFUSALS}
     assert found.keys() == REFUSED.keys()
@@ -44,7 +54,15 @@ def test_what_is_refused_and_why() -> None:
 
 @pytest.mark.parametrize("number", full_but([1], [2, 3, 6], range(len(ROWS))))
 def test_a_row_trains_to_the_reference(number: int, tmp_path: Path) -> None:
-    row = ROWS[number]
+    check_row(ROWS[number], tmp_path, common.TOLERANCE)
+
+
+@pytest.mark.parametrize("number", full_but([], [1, 2], range(len(HYBRID_ROWS))))
+def test_a_hybrid_trains_to_the_reference(number: int, tmp_path: Path) -> None:
+    check_row(HYBRID_ROWS[number], tmp_path, common.HYBRID_TOLERANCE)
+
+
+def check_row(row: covering.Row, tmp_path: Path, tolerance: float) -> None:
     family, tied = covering.family_of(row)
     truncated = row["truncation"] != "none"
     material = make_material(tmp_path, family, tied=tied, layers=covering.LAYERS, steps=1, truncated=truncated)
@@ -56,7 +74,7 @@ def test_a_row_trains_to_the_reference(number: int, tmp_path: Path) -> None:
     found = merged([of_rank[0] for of_rank in run_world(covering.ranks(row), run_jobs, [job])])
     expected = common.expectation(cfg, material, found.gradients)
     what = covering.describe(row)
-    common.check_equal(found, expected, what)
+    common.check_equal(found, expected, what, tolerance)
     assert found.buckets > 1 or row["overlap"] == "none", f"{what}: there is nothing to overlap"
 
 

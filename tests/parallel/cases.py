@@ -12,12 +12,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PretrainedConfig
 
 from tepo_megatron.config import Config
 from tepo_megatron.config.io import validate
 from tepo_megatron.types import Rollout, SamplingMask, TrainBatch, Truncation
 from tests.reference import tepo as reference
-from tests.tiny import tiny_qwen3
+from tests.tiny import tiny_model, tiny_qwen3
 from tests.truncated import kept, rows
 
 VOCAB = 70  # not a multiple of 16 tp: every layout pads it differently
@@ -64,6 +65,7 @@ def make_case(
     shared: bool = False,
     layers: int = 4,
     truncation: Truncation | None = None,
+    config: PretrainedConfig | None = None,
     **model_keys: Any,
 ) -> Case:
     """Write a model, and return batches and the fp64 reference's steps.
@@ -75,10 +77,14 @@ def make_case(
         shared: Whether the sequences of a group have the same prompt.
         layers: Layers of the model.
         truncation: Truncation of the old policy, whose masks all statistics are renormalized over. None: none.
+        config: Config of the model; None: a Qwen3.
         model_keys: Further arguments of `tiny_qwen3`, sizes for example.
     """
     model = folder / f"tiny-{tied}"
-    tiny_qwen3(model, tied=tied, layers=layers, vocab_size=VOCAB, **model_keys)
+    if config is None:
+        tiny_qwen3(model, tied=tied, layers=layers, vocab_size=VOCAB, **model_keys)
+    else:
+        tiny_model(model, config)
     trainer = reference.Trainer(model, **ADAM)
     perturbed = reference.load(model)
     generator = torch.Generator().manual_seed(7)
@@ -95,14 +101,17 @@ def make_case(
     return Case(model, tuple(batches), tuple(steps))
 
 
-def reference_steps(model: Path, batches: tuple[TrainBatch, ...]) -> tuple[reference.Step, ...]:
-    """Return the fp64 reference's steps for other batches than those of `make_case`.
+def reference_steps(
+    model: Path, batches: tuple[TrainBatch, ...], dtype: torch.dtype = torch.float64
+) -> tuple[reference.Step, ...]:
+    """Return the reference's steps for other batches than those of `make_case`, or in another dtype.
 
     Args:
         model: Directory of the model.
         batches: Batch of each step.
+        dtype: Dtype of the reference.
     """
-    trainer = reference.Trainer(model, **ADAM)
+    trainer = reference.Trainer(model, **ADAM, dtype=dtype)
     steps = []
     for batch in batches:
         assert batch.old_logprobs_N is not None and batch.old_entropies_N is not None

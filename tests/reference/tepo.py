@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from tests.reference.hybrid import widen
 from tests.truncated import reference as truncated
 
 
@@ -57,6 +58,7 @@ def load(path: Path, dtype: torch.dtype = torch.float64) -> torch.nn.Module:
         path: Directory of the model.
         dtype: Dtype of the weights.
     """
+    widen()
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
     return model.to(dtype)
 
@@ -127,8 +129,28 @@ def tepo_loss(
 class Trainer:
     """Consecutive optimizer steps on one model."""
 
-    def __init__(self, path: Path, lr: float, eps: float, betas: tuple[float, float], weight_decay: float, clip: float):
-        self.model = load(path)
+    def __init__(
+        self,
+        path: Path,
+        lr: float,
+        eps: float,
+        betas: tuple[float, float],
+        weight_decay: float,
+        clip: float,
+        dtype: torch.dtype = torch.float64,
+    ) -> None:
+        """Load the model.
+
+        Args:
+            path: Directory of the model.
+            lr: Learning rate of AdamW.
+            eps: eps of AdamW.
+            betas: Decay of AdamW's moments.
+            weight_decay: Decoupled weight decay.
+            clip: Bound on the 2-norm of the gradient.
+            dtype: Dtype of the whole computation.
+        """
+        self.model = load(path, dtype)
         matrices = [p for p in self.model.parameters() if p.ndim > 1]
         vectors = [p for p in self.model.parameters() if p.ndim == 1]  # norms: never decayed
         groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]

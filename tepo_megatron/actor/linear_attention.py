@@ -1,0 +1,204 @@
+"""The gated delta rule in the place of Megatron's self-attention, for packed sequences on any layout.
+
+Suffixes and dimensions: _S tokens of this context-parallel (CP) rank, _T tokens of all CP ranks; C channels of a projection.
+
+Heads are split over tensor-parallel (TP) ranks: a rank has the same part of key heads and of value heads, so a value head finds
+its key head on its own rank. Under CP the heads are split further, and tokens are gathered: the state of a head passes through
+all tokens of a sequence, so one rank computes it for the whole sequence.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core import tensor_parallel
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from torch import Tensor
+from torch.nn import Parameter
+
+from tepo_megatron.actor.linear_kernels import LinearKernels, LinearLayout
+from tepo_megatron.actor.linear_sharding import sharded_parameters
+from tepo_megatron.ops.gated_delta_rule import normalize
+from tepo_megatron.weights.ops import LinearAttention
+
+
+@dataclass(frozen=True)
+class GatedDeltaNetSubmodules:
+    """The specs of the linear layers: `in_proj` is column-parallel, `out_proj` row-parallel."""
+
+    in_proj: Any
+    out_proj: Any
+
+
+class GatedDeltaNet(MegatronModule):
+    """A layer's gated delta rule with its projections, convolution, and gated norm.
+
+    Parameters on a rank: `in_proj` has the rows of its queries, keys, values, output gates, write strengths and decays, in this
+    order; `conv_weight` the channels of its queries, keys and values; `A_log` (fp32 in any model, because exp(A_log) multiplies
+    the decay of every token) and `dt_bias` its value heads. `norm_weight` is the same on all ranks.
+
+    Collectives in addition to those of the two linear layers: under CP two all-to-alls forward and two backward; without
+    sequence parallelism one all-reduce over TP of the gradient of `norm_weight`. Under sequence parallelism Megatron sums that
+    gradient itself.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: GatedDeltaNetSubmodules,
+        layer_number: int,
+        linear: LinearAttention,
+        kernels: LinearKernels,
+        pg_collection: ProcessGroupCollection | None = None,
+        **_: Any,
+    ) -> None:
+        """Take the arguments that Megatron passes to a layer's attention, and those of the spec.
+
+        Args:
+            config: Megatron's config.
+            submodules: The specs of the linear layers.
+            layer_number: Number of the layer, from 1.
+            linear: Sizes of the whole layer.
+            kernels: Implementations of the delta rule and of the convolution.
+            pg_collection: The process groups; None: Megatron's own.
+        """
+        super().__init__(config)
+        groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
+        self.layer_number, self.tp_group, self.cp_group = layer_number, groups.tp, groups.cp
+        self.linear, self.kernels = linear, kernels
+        tp = self.tp_group.size()
+        self.sections = tuple(rows // tp for rows in linear.projected)
+        values = linear.value_heads * linear.value_dim
+        layer = {"config": config, "bias": False, "is_expert": False, "tp_group": self.tp_group}
+        self.in_proj = _build(
+            *(submodules.in_proj, config.hidden_size, sum(linear.projected)),
+            **layer | {"init_method": config.init_method, "gather_output": False, "skip_bias_add": False},
+            tp_comm_buffer_name="qkv",
+        )
+        self.out_proj = _build(
+            *(submodules.out_proj, values, config.hidden_size),
+            **layer | {"init_method": config.output_layer_init_method, "input_is_parallel": True, "skip_bias_add": True},
+            tp_comm_buffer_name="proj",
+        )
+        heads = linear.value_heads // tp
+        self.conv_weight = Parameter(torch.empty(sum(self.sections[:3]), linear.conv_width, dtype=config.params_dtype))
+        self.A_log = Parameter(torch.empty(heads, dtype=torch.float32))
+        self.dt_bias = Parameter(torch.empty(heads, dtype=config.params_dtype))
+        for parameter in (self.conv_weight, self.A_log, self.dt_bias):
+            set_tensor_model_parallel_attributes(parameter, True, 0, 1)  # else the gradient norm counts rank 0's part alone
+        self.norm_weight = Parameter(torch.empty(linear.value_dim, dtype=config.params_dtype))
+        self.norm_weight.sequence_parallel = config.sequence_parallel
+        self.sums_norm_gradient = tp > 1 and not config.sequence_parallel
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+        **_: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the output of the layer, of the shape of `hidden_states`, and no bias.
+
+        Args:
+            hidden_states: [s, b, hidden_size]; packed: b = 1. Under sequence parallelism s is divided by tp.
+            attention_mask: Must be None; the layer is causal.
+            packed_seq_params: Describes packed sequences; None: b sequences of equal length.
+
+        Raises:
+            ValueError: There is a mask, or sequences share prompts.
+        """
+        if attention_mask is not None:
+            raise ValueError("the gated delta rule is causal by position and takes no mask; pass None")
+        projected, _bias = self.in_proj(hidden_states)
+        length, batch, cp = projected.size(0), projected.size(1), self.cp_group.size()
+        layout = self._layout(packed_seq_params, length, batch, projected.device)
+        x = projected.transpose(0, 1).flatten(0, 1)
+        if layout.rows_T is not None:
+            gathered = self._tokens_of_heads(x)
+            x = torch.empty_like(gathered).index_copy(0, layout.rows_T, gathered)
+        out = self._mix(x, layout)
+        if layout.rows_T is not None:
+            out = self._heads_of_tokens(out.index_select(0, layout.rows_T), cp)
+        output: tuple[Tensor, Tensor | None] = self.out_proj(out.unflatten(0, (batch, length)).transpose(0, 1).contiguous())
+        return output
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Return the layer's part of a checkpoint, which does not depend on the layout (see `sharded_parameters`).
+
+        Args:
+            prefix: Name of the layer.
+            sharded_offsets: Offsets that Megatron puts before those of the parameters.
+            metadata: Megatron's options.
+        """
+        return sharded_parameters(self, self.sections, prefix, sharded_offsets, metadata)
+
+    def _layout(self, params: PackedSeqParams | None, length: int, batch: int, device: torch.device) -> LinearLayout:
+        """Return the layout of the microbatch. The first layer stores it on `params`: reading `cu_seqlens` waits for a GPU."""
+        cp = self.cp_group.size()
+        if params is None:
+            return LinearLayout.of((length * cp,) * batch, cp, device)
+        layout: LinearLayout | None = getattr(params, "linear_layout", None)
+        if layout is None:
+            if any(getattr(params, "starts", None) or ()):
+                raise ValueError(
+                    "sequences share prompts, but the gated delta rule has one state per sequence; "
+                    "set training.share_prompts to auto or never"
+                )
+            cu_seqlens = params.cu_seqlens_q if params.cu_seqlens_q_padded is None else params.cu_seqlens_q_padded
+            layout = LinearLayout.of(tuple(cu_seqlens.diff().tolist()), cp, device)
+            params.linear_layout = layout
+        return layout
+
+    def _mix(self, x_T: Tensor, layout: LinearLayout) -> Tensor:
+        """Return [T, heads V] of the projected tokens [T, C] for this rank's heads, in fp32 but for the input and the output."""
+        cp, rank = self.cp_group.size(), self.cp_group.rank()
+        sections = [rows // cp for rows in self.sections]
+        qkv, z, b, a = x_T.split([sum(sections[:3]), *sections[3:]], dim=-1)
+        kinds = self.conv_weight.split(self.sections[:3])
+        conv_weight = torch.cat([w.chunk(cp)[rank] for w in kinds]) if cp > 1 else self.conv_weight
+        A_log, dt_bias = self.A_log.chunk(cp)[rank], self.dt_bias.chunk(cp)[rank]
+        convolved = self.kernels.convolution(qkv, conv_weight, layout)
+        q, k, v = (x.unflatten(-1, (-1, n)) for x, n in zip(convolved.split(sections[:3], dim=-1), self._head_dims, strict=True))
+        repeats = self.linear.value_heads // self.linear.key_heads
+        q, k = (normalize(x.float()).repeat_interleave(repeats, dim=1) for x in (q, k))
+        g = -A_log.float().exp() * F.softplus(a.float() + dt_bias.float())
+        out = self.kernels.delta_rule(q, k, v, g, b.float().sigmoid(), layout)
+        weight = self.norm_weight
+        if self.sums_norm_gradient:
+            weight = tensor_parallel.copy_to_tensor_model_parallel_region(weight, group=self.tp_group)
+        out = F.rms_norm(out.float(), (self.linear.value_dim,), weight.float(), self.config.layernorm_epsilon)
+        gated = out * F.silu(z.float().unflatten(-1, (-1, self.linear.value_dim)))
+        return gated.to(x_T.dtype).flatten(1)
+
+    @property
+    def _head_dims(self) -> tuple[int, int, int]:
+        return (self.linear.key_dim, self.linear.key_dim, self.linear.value_dim)
+
+    def _tokens_of_heads(self, x_S: Tensor) -> Tensor:
+        """Return this rank's part of the heads for the tokens of all CP ranks: [S, C] -> [S cp, C / cp], rank after rank."""
+        cp = self.cp_group.size()
+        parts = [x.unflatten(-1, (cp, -1)) for x in x_S.split(self.sections, dim=-1)]
+        by_rank = torch.cat(parts, dim=-1).transpose(0, 1).flatten(0, 1).contiguous()
+        received: Tensor = tensor_parallel.all_to_all(self.cp_group, by_rank)
+        return received
+
+    def _heads_of_tokens(self, x_T: Tensor, cp: int) -> Tensor:
+        """Return all heads of this rank's tokens: [S cp, C / cp] -> [S, C]."""
+        received: Tensor = tensor_parallel.all_to_all(self.cp_group, x_T.contiguous())
+        return received.unflatten(0, (cp, -1)).transpose(0, 1).flatten(1)
+
+
+def _build(spec: Any, *sizes: int, **how: Any) -> torch.nn.Module:
+    """Build a linear layer from a spec, a class or a builder: Megatron-Core 0.16 to 0.19 name them differently."""
+    make = partial(build_module, spec) if isinstance(spec, ModuleSpec) else spec
+    layer: torch.nn.Module = make(*sizes, **how)
+    return layer

@@ -1,0 +1,98 @@
+"""A hybrid (Qwen3.5) takes two optimizer steps on every layout, which are those of the independent fp64 reference.
+
+The limit is 5e-5 per tensor instead of 1e-5. `test_the_floor_of_fp32` shows why: transformers' own fp32, on one rank and without
+packing, is off by more than 1e-5 too. The gradients of the decays are sums of terms that nearly cancel.
+"""
+
+import itertools
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.marks import full_but
+from tests.parallel import cases
+from tests.parallel.cases import LAYOUTS
+from tests.tiny import hybrid_config
+from tests.worlds import run_world
+
+LIMIT = 5e-5
+FLOOR = 1e-5
+
+
+def case_of(folder: Path, tied: bool) -> cases.Case:
+    config = hybrid_config(vocab_size=cases.VOCAB, tie_word_embeddings=tied)
+    return cases.make_case(folder, tied=tied, config=config)
+
+
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory: pytest.TempPathFactory) -> cases.Case:
+    return case_of(tmp_path_factory.mktemp("hybrid"), tied=False)
+
+
+@pytest.fixture(scope="module")
+def tied(tmp_path_factory: pytest.TempPathFactory) -> cases.Case:
+    return case_of(tmp_path_factory.mktemp("tied"), tied=True)
+
+
+def check(case: cases.Case, layout: dict, batches=None, max_tokens: int = 4096, **how) -> None:
+    cfg = cases.run_config(case.model, layout, max_tokens, **how)
+    ranks = run_world(cfg.parallel.world_size, cases.train_steps, cfg, batches or case.batches)
+    cases.compare(ranks, case.steps, LIMIT)
+
+
+def test_the_floor_of_fp32(hybrid: cases.Case) -> None:
+    """transformers in fp32 misses the limit of the other families, and meets this one."""
+    steps = cases.reference_steps(hybrid.model, hybrid.batches, torch.float32)
+    found = cases.errors([[asdict(step) for step in steps]], hybrid.steps)
+    assert FLOOR < max(found.values()) < LIMIT, max(found.items(), key=lambda item: item[1])
+
+
+def test_the_case_tests_something(hybrid: cases.Case) -> None:
+    """Clipping on both sides, weights that all move, and heads that remember as well as heads that forget."""
+    for step in hybrid.steps:
+        assert step.clipped_high >= 0.2 and step.clipped_low >= 0.2 and 0.3 <= step.mask_share <= 0.7
+    before = cases.reference.load(hybrid.model).state_dict()
+    moved = {n: cases.distance(w, before[n]) for n, w in hybrid.steps[-1].weights.items()}
+    assert min(moved.values()) > 1e-4
+    decay = torch.cat([before[n].exp() for n in before if n.endswith("A_log")])
+    assert decay.min() < 0.1 and decay.max() > 1.5
+
+
+@pytest.mark.parametrize("name", full_but(["1 rank", "PP2 VPP2"], ["TP2", "CP2 TP2+SP", "CP4"], LAYOUTS))
+def test_layout_equals_reference(hybrid: cases.Case, name: str) -> None:
+    check(hybrid, LAYOUTS[name])
+
+
+@pytest.mark.parametrize("name", full_but([], ["CP2 TP2"], ["1 rank", "PP2", "PP2 VPP2", "CP2 TP2"]))
+def test_tied_embeddings_train_to_the_reference(tied: cases.Case, name: str) -> None:
+    check(tied, LAYOUTS[name])
+
+
+SAVING = [
+    ("1 rank", {"recompute": "full"}), ("1 rank", {"recompute": "selective"}), ("1 rank", {"offload_activations": True}),
+    ("CP2 TP2+SP", {"recompute": "full", "logits_budget_mib": 0}), ("PP2 VPP2", {"offload_activations": True}),
+    ("DP2 TP2", {"ddp": {"overlap_grad_reduce": True, "overlap_param_gather": True}}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "how"), full_but([], SAVING[:1], SAVING))
+def test_saving_memory_and_hiding_communication_change_nothing(hybrid: cases.Case, name: str, how: dict) -> None:
+    check(hybrid, LAYOUTS[name], max_tokens=80, **how)
+
+
+@pytest.mark.parametrize(("name", "seed"), full_but([], [("1 rank", 1)], [("1 rank", 1), ("CP2 TP2", 2), ("DP2", 3)]))
+def test_neighbours_in_a_microbatch_change_nothing(hybrid: cases.Case, name: str, seed: int) -> None:
+    """Sequences in another order, in small microbatches."""
+    batches = tuple(cases.permuted(b, seed) for b in hybrid.batches)
+    check(hybrid, LAYOUTS[name], batches=batches, max_tokens=80)
+
+
+@pytest.mark.slow
+def test_fp32_runs_are_bit_identical(hybrid: cases.Case) -> None:
+    cfg = cases.run_config(hybrid.model, LAYOUTS["CP2 TP2"])
+    first, second = (run_world(4, cases.train_steps, cfg, hybrid.batches) for _ in range(2))
+    for a, b in zip(first, second, strict=True):
+        for i, name in itertools.product(range(cases.STEPS), a[0]["weights"]):
+            assert torch.equal(a[i]["weights"][name], b[i]["weights"][name])
