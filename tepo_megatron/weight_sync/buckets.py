@@ -22,7 +22,7 @@ from tepo_megatron.weight_sync.bucket_format import crc32
 from tepo_megatron.weight_sync.slices import sliced
 from tepo_megatron.weights import fp8
 from tepo_megatron.weights.gather import Binding, iterate_hf, sent_by
-from tepo_megatron.weights.ops import Architecture, FusedQKV, Op, Replicated, Split, Vocabulary
+from tepo_megatron.weights.ops import Architecture, FusedGatedQKV, FusedHeads, FusedQKV, Op, Replicated, Split, Vocabulary
 
 _VOCABULARY_MULTIPLE = 64  # to which vLLM 0.32 and SGLang 0.5.23 pad a vocabulary before they divide it
 _LAYER = re.compile(r"decoder\.layers\.\d+\.")
@@ -290,7 +290,9 @@ def slice_dims(op: Op, shapes: Sequence[tuple[int, ...]], arch: Architecture, la
         dims = [None] * len(shapes)
     elif isinstance(op, Split):
         dims = [op.dim] * len(shapes)
-    elif isinstance(op, FusedQKV):
+    elif isinstance(op, FusedHeads):  # queries, keys and values of all heads are one tensor, of which the engines divide each
+        dims = [None] + [0] * (len(shapes) - 1)
+    elif isinstance(op, FusedQKV | FusedGatedQKV):
         heads = (arch.num_heads, arch.num_query_groups, arch.num_query_groups)
         dims = [0 if number % lanes == 0 else None for number in heads]
     elif isinstance(op, Vocabulary):

@@ -5,38 +5,30 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedModel, Qwen3_5TextConfig
+from transformers import PreTrainedModel
 
-from tests.tiny import VOCAB_SIZE, tiny_model
+from tests.tiny import hybrid_config, tiny_model
 
-# no kernel of vLLM on a CPU takes these heads: keys and values of different sizes, neither of 64 nor of 128 channels
-ODD_HEADS = {"linear_key_head_dim": 16, "linear_value_head_dim": 24}
-KERNEL_HEADS = {"linear_key_head_dim": 64, "linear_value_head_dim": 64}  # the smallest ones that they take
-
-
-def hybrid_config(**changes: Any) -> Qwen3_5TextConfig:
-    """Return the config of a tiny hybrid with the vocabulary of the character tokenizer.
-
-    Args:
-        changes: Keys of the config that replace the defaults here.
-    """
-    shape = {
-        "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 4, "full_attention_interval": 4,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4, "vocab_size": VOCAB_SIZE, "max_position_embeddings": 512, "tie_word_embeddings": False,
-    } | ODD_HEADS | changes  # fmt: skip
-    rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25}
-    return Qwen3_5TextConfig(
-        **shape, rope_parameters=rope, pad_token_id=0, bos_token_id=1, eos_token_id=2, attn_implementation="eager"
-    )
+SERVED = {"head_dim": 32}  # the smallest heads for which vLLM has attention on a CPU
+KERNEL_HEADS = {"linear_key_head_dim": 64, "linear_value_head_dim": 64}  # the smallest for which it has the gated delta rule
 
 
-def tiny_hybrid(path: Path, *, seed: int = 0, **changes: Any) -> PreTrainedModel:
+def tiny_hybrid(path: Path, *, seed: int = 0, **fields: Any) -> PreTrainedModel:
     """Write a tiny hybrid and its tokenizer to `path`; return the model (fp32, eval).
 
     Args:
         path: Directory to write.
         seed: Seed of the weights.
-        changes: See `hybrid_config`.
+        fields: Fields of the config that replace those of `hybrid_config`.
     """
-    return tiny_model(path, hybrid_config(**changes), seed=seed)
+    return tiny_model(path, hybrid_config(**SERVED | fields), seed=seed)
+
+
+def kernel_hybrid(path: Path) -> PreTrainedModel:
+    """Write a tiny hybrid with heads for which vLLM has kernels; return the model (fp32, eval)."""
+    return tiny_hybrid(path, **KERNEL_HEADS)
+
+
+def mixed_hybrid(path: Path) -> PreTrainedModel:
+    """Write a tiny hybrid without kernels in vLLM, whose convolution has a size that vLLM packs in bf16 (multiple of 32)."""
+    return tiny_hybrid(path, linear_key_head_dim=16, linear_value_head_dim=32)

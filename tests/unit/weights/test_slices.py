@@ -12,7 +12,7 @@ from tepo_megatron.config import GroupTransportConfig, ParallelConfig, RolloutCo
 from tepo_megatron.config.sync import check_transport
 from tepo_megatron.weight_sync.buckets import slice_dims
 from tepo_megatron.weight_sync.slices import TensorSlice, refuse_gaps, sliced
-from tepo_megatron.weights.ops import FusedGateUp, FusedQKV, Replicated, Split, Vocabulary
+from tepo_megatron.weights.ops import FusedGatedQKV, FusedGateUp, FusedHeads, FusedQKV, Replicated, Split, Vocabulary
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int32])
@@ -51,6 +51,10 @@ ARCH: Any = SimpleNamespace(num_heads=8, num_query_groups=2, head_dim=4, vocab_s
         (FusedQKV(), [(32, 32), (8, 32), (8, 32)], 2, [0, 0, 0]),
         (FusedQKV(), [(32, 32), (8, 32), (8, 32)], 4, [0, None, None]),  # two ranks have the same head
         (Vocabulary(), [(128, 32)], 2, [0]),
+        (FusedGatedQKV(), [(64, 32), (8, 32), (8, 32)], 2, [0, 0, 0]),  # a query head and its gate are neighbours
+        (FusedGatedQKV(), [(64, 32), (8, 32), (8, 32)], 4, [0, None, None]),
+        (FusedHeads(), [(64, 32), (32, 32), (8, 32), (8, 32)], 2, [None, 0, 0, 0]),
+        (FusedHeads(convolution=True), [(64, 1, 4)], 2, [None]),
     ],
 )
 def test_tensors_are_cut_as_the_engines_divide_them(op: Any, shapes: Any, lanes: int, dims: Any) -> None:
