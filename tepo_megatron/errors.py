@@ -48,5 +48,9 @@ class RunStopped(TepoError, RuntimeError):
     """A run was asked to end and ended, with all its work saved. `tepo train` exits with status 75 (EX_TEMPFAIL)."""
 
 
+class RestartRequested(TepoError, RuntimeError):
+    """The ranks were asked to end and ended, with all their work saved. Their launcher starts them again."""
+
+
 class NumericalError(TepoError, ArithmeticError):
     """A loss or a gradient norm is not finite."""

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from tepo_megatron.actor.actor import Actor
 from tepo_megatron.actor.recorder import TokenRecorder
@@ -28,7 +28,7 @@ from tepo_megatron.controller.service_start import start_service
 from tepo_megatron.controller.step_log import StepLog
 from tepo_megatron.distributed import parallel
 from tepo_megatron.distributed.objects import broadcast_result
-from tepo_megatron.errors import RunStopped
+from tepo_megatron.errors import RestartRequested, RunStopped
 from tepo_megatron.losses import Objective, build_objective
 from tepo_megatron.observability import hang_watchdog
 from tepo_megatron.observability.log_file import LogFile
@@ -58,6 +58,7 @@ def train(
 
     Raises:
         RunStopped: On rank 0, once all ranks have ended their work: the run was asked to end (`utils/save_requests.py`).
+        RestartRequested: The same: the ranks are to be started again. The rollout service lives on.
     """
     check_one_host(cfg.sync, servers_with_ranks=cfg.rollout.colocate and cfg.rollout.server.rendezvous_folder is not None)
     is_main = os.environ.get("RANK", "0") == "0"
@@ -68,15 +69,19 @@ def train(
         with _watched(cfg.parallel, groups, cfg.run_dir, on_hang):
             driver = _open_driver(cfg, service)
             resumes = cfg.resume or is_restart() or (service is not None and service.found)
-            stopped_at = None
+            ended = None
             with LogFile(cfg.run_dir) if is_main else contextlib.nullcontext():  # for the warnings of this process
                 if cfg.rollout.only:
                     _sample(driver, cfg.training.steps)
                 else:
-                    stopped_at = _train(cfg, groups, driver, resumes)
+                    ended = _train(cfg, groups, driver, resumes)
+        if ended is not None and ended.restarts and service is not None:
+            service.leave()
     parallel.shutdown()
-    if stopped_at is not None and is_main:
-        saved = f"the checkpoint of step {stopped_at} is complete" if stopped_at else "no step was complete"
+    if ended is not None and is_main:
+        saved = f"the checkpoint of step {ended.step} is complete" if ended.step else "no step was complete"
+        if ended.restarts:
+            raise RestartRequested(f"{cfg.run_dir}: the ranks ended on request; {saved}")
         raise RunStopped(f"{cfg.run_dir}: ended on request; {saved}; go on with --resume true")
 
 
@@ -102,12 +107,20 @@ def _watched(
     )
 
 
-def _train(cfg: Config, groups: parallel.ParallelDims, driver: Driver, resumes: bool) -> int | None:
-    """Train for all steps; then export the model, evaluate it and write the report.
+class _EndOnRequest(NamedTuple):
+    """The end of ranks that were asked to end.
 
-    Returns:
-        None; or the last step, which is saved, if a request ended the run before.
+    Attributes:
+        step: The last step, which is saved.
+        restarts: Whether the ranks are started again.
     """
+
+    step: int
+    restarts: bool
+
+
+def _train(cfg: Config, groups: parallel.ParallelDims, driver: Driver, resumes: bool) -> _EndOnRequest | None:
+    """Train for all steps; then export the model, evaluate it and write the report. None: no request ended the run before."""
     if cfg.rollout.colocate:
         broadcast_result(driver.sleep_engine, groups.host)
     actor, objective = Actor.open(cfg, groups), build_objective(cfg.objective)
@@ -137,9 +150,9 @@ def _train(cfg: Config, groups: parallel.ParallelDims, driver: Driver, resumes: 
                 schedule.evaluate(first)
             loop.take_steps()
             loop.finish()
-        except StopRequested:
-            loop.stop()
-            return schedule.trained
+        except StopRequested as e:
+            loop.stop(e.restarts)
+            return _EndOnRequest(schedule.trained, e.restarts)
     if table := memory.table():
         driver.log_message(table)
     driver.finish(schedule.trained)
@@ -201,14 +214,21 @@ class _Loop:
             self.actor.export_hf(self.cfg.run_dir / "hf", driver.check_in_place)
         schedule.evaluate(schedule.trained)
 
-    def stop(self) -> None:
-        """Save the last step unless it is saved, wait until the checkpoint is complete, and answer the request to end."""
-        self.schedule.stop()
+    def stop(self, restarts: bool) -> None:
+        """Save the last step unless it is saved, and wait until the checkpoint is complete. Answer a request to end.
+
+        Args:
+            restarts: Whether only the ranks end. The rollout service goes on with what is being sampled.
+        """
+        self.schedule.stop(abort=not restarts)
         if self.schedule.trained > self.saved:
             self._save()
         while (complete := self.checkpoints.wait()) is not None:
             self.driver.log_checkpoint(complete)
-        self.driver.finish(self.schedule.trained, on_request=True)
+        if restarts:
+            self.driver.log_message(f"the ranks end after step {self.schedule.trained}, to be restarted on request")
+        else:
+            self.driver.finish(self.schedule.trained, on_request=True)
 
     def _save(self) -> None:
         step, driver = self.schedule.trained, self.driver

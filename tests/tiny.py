@@ -6,12 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
+    Qwen3_5Config,
+    Qwen3_5ForConditionalGeneration,
     Qwen3_5TextConfig,
     Qwen3Config,
 )
@@ -93,6 +96,36 @@ def hybrid_config(**fields: Any) -> Qwen3_5TextConfig:
         "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "attn_implementation": "eager",
     }  # fmt: skip
     return Qwen3_5TextConfig(**shape | fields)
+
+
+def tiny_multimodal(path: Path, text: Qwen3_5TextConfig, *, seed: int = 0, scale: float = 4.0) -> PreTrainedModel:
+    """Write a random Qwen3.5 with a vision tower and a layer for the prediction of several tokens; return the text model.
+
+    Args:
+        path: Directory to write.
+        text: Config of the text model.
+        seed: Seed of the weights.
+        scale: Factor of all weights of the text model except vectors and convolutions.
+    """
+    model = tiny_model(path, text, seed=seed, scale=scale)
+    vision = {
+        "depth": 1, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": text.hidden_size,
+        "num_position_embeddings": 16,
+    }  # fmt: skip
+    names = ("image", "video", "vision_start", "vision_end")
+    fields = {f"{name}_token_id": text.vocab_size - 4 + i for i, name in enumerate(names)}
+    fields |= {"text_config": text.to_dict(), "vision_config": vision, "tie_word_embeddings": text.tie_word_embeddings}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed + 1)
+        whole = Qwen3_5ForConditionalGeneration(Qwen3_5Config(**fields))
+        width = text.hidden_size
+        extra = {"mtp.fc.weight": torch.randn(width, 2 * width), "mtp.norm.weight": torch.randn(width)}
+    whole.model.language_model.load_state_dict(model.model.state_dict())
+    whole.lm_head.load_state_dict(model.lm_head.state_dict())
+    whole.float().save_pretrained(path)
+    weights = load_file(path / "model.safetensors")
+    save_file(weights | extra, path / "model.safetensors", metadata={"format": "pt"})
+    return model
 
 
 def tiny_model(path: Path, config: PretrainedConfig, *, seed: int = 0, scale: float = 4.0) -> PreTrainedModel:

@@ -44,8 +44,7 @@ def shards(optimizer: MegatronOptimizer, create: bool = False) -> Iterator[Optim
             take their place, which are no views of the optimizer.
     """
     for part in _parts(optimizer):
-        for parameter, (group, order) in part.model_param_group_index_map.items():
-            main = part.optimizer.param_groups[group]["params"][order]
+        for parameter, main in _mains(part):
             here = part._get_model_param_range_map(parameter)["param"]
             moments = part.optimizer.state.get(main)
             if not moments and create:
@@ -104,6 +103,18 @@ def common_state(optimizer: MegatronOptimizer) -> dict[str, Any]:
     for part in state if isinstance(state, list) else [state]:
         part["param_state_sharding_type"] = "fully_reshardable"
     return state
+
+
+def _mains(part: Any) -> Iterator[tuple[torch.nn.Parameter, Tensor]]:
+    """Yield every parameter of a distributed optimizer with the tensor that Adam updates in its place.
+
+    A group of Adam has the fp32 parameters first and the masters of the others behind them. Megatron's
+    `model_param_group_index_map` counts in the order of its buffers instead, and names another tensor where a model has both
+    (0.16 to 0.19).
+    """
+    groups = zip(part.optimizer.param_groups, part.model_fp32_groups, part.model_float16_groups, strict=True)
+    for group, whole, half in groups:
+        yield from zip((*whole, *half), group["params"], strict=True)
 
 
 def _parts(optimizer: MegatronOptimizer) -> list[Any]:

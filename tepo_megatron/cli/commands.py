@@ -24,7 +24,8 @@ def doctor(args: argparse.Namespace, overrides: list[str]) -> int:
     from tepo_megatron.config.io import load_config
     from tepo_megatron.doctor import examine, print_findings
     from tepo_megatron.launcher.launcher import launch
-    from tepo_megatron.launcher.start import preflight, start
+    from tepo_megatron.launcher.preflight import preflight
+    from tepo_megatron.launcher.start import start
 
     return print_findings(examine(load_config(args.config, overrides), preflight, start, launch, args.quick))
 
@@ -38,7 +39,8 @@ def ablate(args: argparse.Namespace, overrides: list[str]) -> int:
     """
     from tepo_megatron.ablation import ablate
     from tepo_megatron.launcher.launcher import inside_torchrun
-    from tepo_megatron.launcher.start import preflight, start
+    from tepo_megatron.launcher.preflight import preflight
+    from tepo_megatron.launcher.start import start
 
     if inside_torchrun():
         raise ConfigError("tepo ablate starts the ranks of its runs itself; call it outside of torchrun")
@@ -83,6 +85,20 @@ def replay(args: argparse.Namespace, overrides: list[str]) -> int:
     return replay(request, lambda text: print(escaped(text), flush=True))
 
 
+def restart(args: argparse.Namespace, overrides: list[str]) -> int:
+    """Run `tepo restart RUN_DIR [--wait SECONDS] [--key value ...]`.
+
+    Args:
+        args: The parsed options.
+        overrides: The remaining arguments.
+    """
+    from tepo_megatron.launcher.restart_request import print_restart
+
+    if args.wait <= 0:
+        raise ConfigError(f"--wait {args.wait:g}: a positive number of seconds")
+    return print_restart(args.run_dir, overrides, args.wait, lambda text: print(escaped(text), flush=True))
+
+
 def report(args: argparse.Namespace, overrides: list[str]) -> int:
     """Run `tepo report RUN_DIR [RUN_DIR ...] [--out FILE]`.
 
@@ -103,7 +119,8 @@ def train(config_path: str, overrides: list[str]) -> int:
     """
     from tepo_megatron.config.io import load_with_sources
     from tepo_megatron.launcher.launcher import inside_torchrun, run_rank
-    from tepo_megatron.launcher.start import preflight, service_holds_folder, start
+    from tepo_megatron.launcher.preflight import preflight
+    from tepo_megatron.launcher.start import service_holds_folder, start
     from tepo_megatron.utils.supervisor import is_restart
 
     again = ["--resume", "true", "--overwrite", "false"] if is_restart() else []
@@ -122,6 +139,8 @@ def train(config_path: str, overrides: list[str]) -> int:
             where = layers.sources((), str(e))
             raise ConfigError(f"{', '.join(where)}: {e}") if where else e from None
     if inside_torchrun():
+        if cfg.parallel.min_dp is not None:
+            raise ConfigError("parallel.min_dp: torchrun cannot start fewer ranks; set it to null, or start tepo train itself")
         with run_dir.claim(cfg) if is_main and not service_holds_folder() else contextlib.nullcontext():
             return run_rank(cfg)
     start(cfg)

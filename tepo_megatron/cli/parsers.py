@@ -11,7 +11,10 @@ from tepo_megatron.cli import commands
 from tepo_megatron.errors import ConfigError, RunStopped, TepoError
 from tepo_megatron.utils.escaping import escaped
 
-COMMANDS_WITH_KEYS = ("train", "replay", "ablate", "serve", "doctor", "evaluate", "plan")  # they take --section.key VALUE
+# They take --section.key VALUE.
+COMMANDS_WITH_KEYS = ("train", "restart", "replay", "ablate", "serve", "doctor", "evaluate", "plan")
+_FIRST_WORDS = dict.fromkeys(("restart", "replay"), ("RUN_DIR", "the run's directory"))
+_FIRST_WORDS["evaluate"] = "CHECKPOINT", "the checkpoint"
 Subparsers = argparse._SubParsersAction
 
 
@@ -25,13 +28,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=__version__)
     subparsers = parser.add_subparsers(dest="command", required=True)
     for add in (
-        _add_train, _add_replay, _add_report, _add_audit, _add_ablate, _add_serve, _add_doctor, _add_evaluate, _add_plan,
-        _add_compare,
+        _add_train, _add_restart, _add_replay, _add_report, _add_audit, _add_ablate, _add_serve, _add_doctor, _add_evaluate,
+        _add_plan, _add_compare,
     ):  # fmt: skip
         add(subparsers)
     words = list(sys.argv[1:] if argv is None else argv)
     if len(words) > 1 and words[0] in COMMANDS_WITH_KEYS and words[1].startswith("--") and words[1] != "--help":
-        file, what = ("CHECKPOINT", "the checkpoint") if words[0] == "evaluate" else ("FILE", "the config file")
+        file, what = _FIRST_WORDS.get(words[0], ("FILE", "the config file"))
         parser.error(f"tepo {words[0]} {file} [--section.key VALUE ...]: {what} comes first")
     args, overrides = parser.parse_known_args(words)
     try:
@@ -63,6 +66,26 @@ def _add_train(subparsers: Subparsers) -> None:
     )
     parser.add_argument("config", metavar="CONFIG", help="a YAML file; start from examples/template.yaml")
     parser.set_defaults(run=lambda args, overrides: commands.train(args.config, overrides))
+
+
+def _add_restart(subparsers: Subparsers) -> None:
+    parser = subparsers.add_parser(
+        "restart",
+        help="start the ranks of a run again with another layout; its rollout service and servers live on (docs/faults.md)",
+        usage="tepo restart RUN_DIR [--wait SECONDS] [--parallel.dp VALUE ...]",
+        epilog="The ranks end after the running step, with a checkpoint. Keys of parallel and megatron can be changed; they "
+        "change the config with which the run was started.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the run's directory, runs/NAME")
+    parser.add_argument(
+        "--wait",
+        type=float,
+        default=3600.0,
+        metavar="SECONDS",
+        help="limit of the wait for the step's end (default: %(default)g)",
+    )
+    parser.set_defaults(run=commands.restart)
 
 
 def _add_replay(subparsers: Subparsers) -> None:

@@ -90,6 +90,8 @@ PLATFORM_BRANCHES: Mapping[str, str] = {
     "weight_sync/ipc.py:open_buffer": "likewise",
     "weight_sync/ipc.py:_open_device_buffer": "likewise",
     "launcher/launcher.py:_environment": "threads of a rank",
+    "launcher/launcher.py:launch": "tries GPUs after a failure, and no CPU is ever lost",
+    "launcher/restart_request.py:changed": "servers have the GPUs behind those of the ranks",
     "ops/flash_attention.py:(module)": "PyTorch's kernels of each device: parity in tests/unit/ops and tests/gpu",
     "ops/output_layer.py:add_product": "tensor cores add bf16 products in fp32: parity in tests/unit/ops and tests/gpu",
     "ops/token_statistics/__init__.py:row_kernels": "Triton, or PyTorch: parity in Triton's interpreter and in tests/gpu",

@@ -36,7 +36,7 @@ class GroupTransportConfig:
     # Seconds until one round of buckets has arrived at all servers. A server that takes longer in three attempts ends the run.
     timeout_seconds: PositiveFloat = 30.0
     # Send each rank of a server only the part of each tensor that it holds, instead of all of it to all ranks. Each sender then
-    # has a process group for each of the rollout.server.tp ranks.
+    # has a process group for each of the rollout.server.tp ranks. If that is parallel.tp, each rank sends its own shards.
     slices: bool = False
 
 

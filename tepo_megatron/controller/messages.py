@@ -23,12 +23,12 @@ class Waited(NamedTuple):
     Attributes:
         event: "done"; "minibatch": one of the minibatches is there before the others (`training.stream`); "weights": the engine
             asks for weights, and without them the work may never finish; "stop": the run is to save a checkpoint and end,
-            whatever is still being sampled.
+            whatever is still being sampled; "restart": it is to save one, and its ranks are started again.
         result: Result of the work, if it is done; the `BatchHeader` of the minibatch.
         save: A checkpoint is to be saved after the step.
     """
 
-    event: Literal["done", "minibatch", "weights", "stop"]
+    event: Literal["done", "minibatch", "weights", "stop", "restart"]
     result: Any = None
     save: bool = False
 

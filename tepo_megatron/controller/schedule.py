@@ -42,7 +42,15 @@ from tepo_megatron.weight_sync.sync import NoSync, WeightSync
 
 
 class StopRequested(Exception):
-    """The run is to save a checkpoint and end (`utils/save_requests.py`). Every rank raises it at the same place."""
+    """The run is to save a checkpoint and end (`utils/save_requests.py`). Every rank raises it at the same place.
+
+    Args:
+        restarts: Whether only the ranks end, and are started again next to the living rollout service.
+    """
+
+    def __init__(self, restarts: bool) -> None:
+        super().__init__()
+        self.restarts = restarts
 
 
 class RolloutPart(NamedTuple):
@@ -183,9 +191,9 @@ class Schedule:
         self._placement.train()
         self._memory.begin_phase()
 
-    def stop(self) -> None:
-        """Give up what is being sampled or evaluated, and make the actor ready to be saved."""
-        self._placement.train(abort=True)
+    def stop(self, abort: bool) -> None:
+        """Make the actor ready to be saved. `abort` gives up what is being sampled or evaluated on shared devices."""
+        self._placement.train(abort)
 
     def publish_weights(self, step: int, clock: Clock) -> None:
         """Have the engine serve the actor's weights, which are those of `step`.
@@ -247,8 +255,8 @@ class Schedule:
             # a checkpoint is a whole step: between its updates the run does not end
             waited = broadcast_result(partial(task.wait, not self._in_updates), self._groups.host)
             self.save_requested |= waited.save
-            if waited.event == "stop":
-                raise StopRequested
+            if waited.event in ("stop", "restart"):
+                raise StopRequested(restarts=waited.event == "restart")
             if waited.event in ("done", "minibatch"):
                 return waited.result
             self._placement.repair(self._push)

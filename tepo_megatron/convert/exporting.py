@@ -25,7 +25,7 @@ from tepo_megatron.distributed.parallel import ParallelDims
 from tepo_megatron.errors import ConversionError
 from tepo_megatron.weights import fp8
 from tepo_megatron.weights.families import read_config
-from tepo_megatron.weights.hf_io import carry_over, set_config
+from tepo_megatron.weights.hf_io import CarriedTensors, carry_over, set_config
 
 _LARGEST_FILE, _SMALLEST_FILE = 4 * 2**30, 512 * 2**20  # bytes
 _FILES = 8  # number for a model of medium size: enough for the streams to end at about the same time
@@ -54,7 +54,7 @@ class ExportFormat:
         Raises:
             ConversionError: a value is not finite in the new dtype.
         """
-        if self.fp8_blockwise and fp8.is_quantized(slot.binding.row.op, tensor):
+        if self.fp8_blockwise and fp8.is_quantized(slot.binding.row.op, name, tensor):
             return fp8.parts(slot.binding.row.op, name, tensor)
         cast = tensor if self.dtype is None else tensor.to(self.dtype)
         if cast.dtype != tensor.dtype and not cast.is_meta:
@@ -65,7 +65,8 @@ class ExportFormat:
 def export_hf(checkpoint: Path, out: Path, form: ExportFormat = ExportFormat(), base: Path | None = None) -> int:  # noqa: B008
     """Write the model of a Megatron checkpoint to a HF directory, and return the bytes of tensors written.
 
-    The memory that it takes is that of `import_hf`.
+    The memory that it takes is that of `import_hf`. Tensors that the family carries over are copied from the folder that has
+    config and tokenizer, in their dtype.
 
     Args:
         checkpoint: directory of the checkpoint.
@@ -85,9 +86,12 @@ def export_hf(checkpoint: Path, out: Path, form: ExportFormat = ExportFormat(), 
         plan = plan_of(checkpoint, hf_config, reader, groups)
         announced = [_announced(slot, reader, form) for slot in plan.slots]
         sizes = [sum(t.nbytes for t in tensors.values()) for tensors in announced]
-        total, files = sum(sizes), file_ranges(sizes)
+        carried = CarriedTensors(folder, plan.family.carries)
+        shapes = carried.shapes()
+        total, files = sum(sizes) + sum(t.nbytes for t in shapes.values()), file_ranges(sizes)
         with new_directory(out, total) as filling, progress_bar("export", total) as advance:
-            writer = SafetensorsWriter(filling, [_merged(announced[i] for i in file) for file in files])
+            contents = [_merged(announced[i] for i in file) for file in files]
+            writer = SafetensorsWriter(filling, [*contents, *([shapes] if shapes else [])])
 
             def job(i: int) -> CopyJob:
                 slot = plan.slots[i]
@@ -96,11 +100,14 @@ def export_hf(checkpoint: Path, out: Path, form: ExportFormat = ExportFormat(), 
 
             try:
                 run_queues([[job(i) for i in file] for file in files])
+                for name, tensor in carried:
+                    writer.write(name, tensor)
+                    advance(tensor.nbytes)
                 writer.finish()
             finally:
                 writer.close()
             carry_over(folder, filling)
-            set_config(filling, _config_changes(plan, _merged(announced), hf_config))
+            set_config(filling, _config_changes(plan, _merged([*announced, shapes]), hf_config))
     return total
 
 

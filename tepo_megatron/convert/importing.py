@@ -16,14 +16,16 @@ from tepo_megatron.convert.streams import STREAMS, CopyJob, balance, run_queues
 from tepo_megatron.convert.world import world_of_one
 from tepo_megatron.errors import ConversionError
 from tepo_megatron.weights.families import check_tokenizer, read_config
-from tepo_megatron.weights.hf_io import HfReader, carry_over
+from tepo_megatron.weights.hf_io import CarriedTensors, HfReader, carry_over, write_shards
+
+CARRIED_FILE = 512 * 2**20  # most bytes of a file of carried tensors, which is in memory while it is written
 
 
 def import_hf(source: Path, out: Path) -> int:
     """Write a HF model as a torch_dist checkpoint, every tensor in its dtype, and return the bytes of tensors written.
 
     Peak memory is the program itself, the tensors of one parameter (HF's, and Megatron's if it is not the same tensor), and
-    those of a smaller parameter.
+    those of a smaller parameter. Tensors that the family carries over are copied to the folder of config.json and tokenizer.
 
     Args:
         source: the HF directory.
@@ -43,10 +45,13 @@ def import_hf(source: Path, out: Path) -> int:
             # on the meta device: this checks shapes and dtypes before anything is written
             slot.from_hf([tensors[n] for n in slot.hf_names])
         sizes = [sum(tensors[n].nbytes for n in slot.hf_names) for slot in plan.slots]
-        total = sum(sizes)
+        carried = CarriedTensors(source, plan.family.carries)
+        total = sum(sizes) + sum(t.nbytes for t in carried.shapes().values())
         with new_directory(out, total) as filling, progress_bar("import", total) as advance:
             (filling / HF_FOLDER).mkdir()
             carry_over(source, filling / HF_FOLDER)
+            write_shards(carried, filling / HF_FOLDER, "carried", CARRIED_FILE)
+            advance(total - sum(sizes))
             writer = DistCheckpointWriter(filling, STREAMS)
 
             def job(i: int, stream: ArchiveWriter) -> CopyJob:

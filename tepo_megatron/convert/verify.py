@@ -20,7 +20,7 @@ from tepo_megatron.distributed.parallel import ParallelDims
 from tepo_megatron.errors import ConversionError
 from tepo_megatron.utils.restricted_pickle import restricted_loading
 from tepo_megatron.weights.families import read_config
-from tepo_megatron.weights.hf_io import HfReader
+from tepo_megatron.weights.hf_io import CarriedTensors, HfReader
 from tepo_megatron.weights.ops import Architecture
 
 TEXT = "Find all real x with x^2 - 5x + 6 = 0. Since (x - 2)(x - 3) = 0, the answer is \\boxed{2, 3}."
@@ -90,6 +90,9 @@ def verify(source: Path, checkpoint: Path, text: str = TEXT, precision: str = "f
                         differing.append(key)
                     advance(sizes[key].nbytes)
                 del tensor
+        kept, wanted = (CarriedTensors(folder, plan.family.carries) for folder in (carried, source))
+        count += len(wanted.names)
+        differing += [n for n in wanted.names if n not in kept.names or not _bitwise_equal(kept.get(n), wanted.get(n))]
         tokens = _tokens(source, text, plan.arch.vocab_size, plan.arch.max_positions)
         theirs = _hf_outputs(source, tokens, _DTYPES[precision])
         gc.collect()

@@ -15,7 +15,8 @@ from tepo_megatron.config import Config
 from tepo_megatron.config.io import load_config, parse_overrides, plain, set_key, under_new_names, validate
 from tepo_megatron.errors import ConfigError, DataError
 from tepo_megatron.launcher.comparing import compare
-from tepo_megatron.launcher.start import preflight, start
+from tepo_megatron.launcher.preflight import preflight
+from tepo_megatron.launcher.start import start
 from tepo_megatron.observability.sinks import read_metrics
 from tepo_megatron.rollout import decisions, record
 

@@ -12,7 +12,7 @@ from tepo_megatron.config import ParallelConfig, SyncConfig
 from tepo_megatron.plan import parameters
 from tepo_megatron.plan.gpus import GIB
 from tepo_megatron.weights.families import WeightMapping
-from tepo_megatron.weights.ops import Architecture, FusedQKV, Replicated, Vocabulary
+from tepo_megatron.weights.ops import Architecture, FusedQKV, Replicated, Vocabulary, padded_vocab_size
 
 _VOCABULARY_MULTIPLE = 64  # engines pad other vocabularies, which are sent whole
 
@@ -23,8 +23,8 @@ class WeightTraffic:
 
     Attributes:
         whole: All weights. Every sender sends its tensors once, whatever the number of servers.
-        gathered: What trainer ranks send to the senders before, over tp. None of it would be necessary if each rank sent its
-            own shards.
+        gathered: What trainer ranks send to each other before, over tp. With slices nothing, where trainer and servers hold
+            the same parts (`weight_sync/own_slices.py`).
         arriving: What one server rank receives (`group`), or finds in memory that it maps (`shm`, `ipc`).
         held: What one server rank keeps of it: the fewest bytes that could arrive.
     """
@@ -52,7 +52,7 @@ def weight_traffic(
     for row, elements in _tensors(rows, arch):
         size = elements * element
         whole += size
-        gathered += 0 if isinstance(row.op, Replicated) else size * (tp - 1) / tp
+        gathered += size * _gathered_share(row, arch, tp, server_tp, slices)
         arriving += size * (_sliced_share(row, arch, server_tp) if slices else 1)
         held += size * _held_share(row, arch, server_tp)
     return WeightTraffic(whole, gathered, arriving, held)
@@ -77,6 +77,20 @@ def _held_share(row: WeightMapping, arch: Architecture, server_tp: int) -> float
         held = heads / server_tp + 2 * math.ceil(groups / server_tp)
         return held / (heads + 2 * groups)
     return 1 / server_tp
+
+
+def _gathered_share(row: WeightMapping, arch: Architecture, tp: int, server_tp: int, slices: bool) -> float:
+    """Return the share of a parameter that tensor-parallel ranks send to each other before a delivery."""
+    if isinstance(row.op, Replicated):
+        return 0.0
+    if not (slices and tp == server_tp):
+        return (tp - 1) / tp
+    own = arch.vocab_size % _VOCABULARY_MULTIPLE == 0 and padded_vocab_size(arch.vocab_size, tp) == arch.vocab_size
+    if isinstance(row.op, FusedQKV):
+        own = arch.num_heads % tp == 0 and arch.num_query_groups % tp == 0
+    elif not isinstance(row.op, Vocabulary):
+        own = True
+    return 0.0 if own else tp - 1.0  # all ranks get the whole of it
 
 
 def _sliced_share(row: WeightMapping, arch: Architecture, server_tp: int) -> float:

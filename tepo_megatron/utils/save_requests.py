@@ -1,16 +1,21 @@
 """Requests to save a checkpoint: files in a run's folder. Whoever may write there may make one, with `touch`.
 
-    save.request   save a checkpoint after the running step, and go on
-    stop.request   save a checkpoint as soon as possible, and end the run
-    stop.done      the answer to stop.request: the checkpoint is complete and the run ends
+    save.request      save a checkpoint after the running step, and go on
+    stop.request      save a checkpoint as soon as possible, and end the run
+    stop.done         the answer to stop.request: the checkpoint is complete and the run ends
+    restart.request   save a checkpoint as soon as possible, and start the ranks again. It holds a JSON list of
+                      `--section.key VALUE` words, or nothing (`launcher/restart_request.py`)
+    restart.done      the answer to restart.request, as text for the user
 
 Rank 0's machine looks for them, so a client of NFS elsewhere may be noticed up to a minute later. A start removes what is left.
 """
 
 from pathlib import Path
 
-SAVE, STOP, STOPPED = "save.request", "stop.request", "stop.done"
-FILES = (SAVE, STOP, STOPPED)
+from tepo_megatron.utils.atomic import replace_file
+
+SAVE, STOP, STOPPED, RESTART, RESTARTED = "save.request", "stop.request", "stop.done", "restart.request", "restart.done"
+FILES = (SAVE, STOP, STOPPED, RESTART, RESTARTED)
 LOOK_SECONDS = 1.0  # interval at which a run looks for a request while it waits
 
 
@@ -29,7 +34,7 @@ def asked(run_dir: Path, name: str) -> bool:
 
     Args:
         run_dir: Folder of the run.
-        name: SAVE or STOP.
+        name: SAVE, STOP or RESTART.
     """
     return (run_dir / name).exists()
 
@@ -47,6 +52,17 @@ def answer_stop(run_dir: Path) -> None:
     """Replace the request to end by its answer."""
     (run_dir / STOPPED).touch()
     (run_dir / STOP).unlink(missing_ok=True)
+
+
+def answer_restart(run_dir: Path, text: str) -> None:
+    """Replace the request to restart the ranks by its answer.
+
+    Args:
+        run_dir: Folder of the run.
+        text: What was done, or why nothing was done.
+    """
+    replace_file(run_dir / RESTARTED, text.encode(), durable=False)
+    (run_dir / RESTART).unlink(missing_ok=True)
 
 
 def clear(run_dir: Path) -> None:

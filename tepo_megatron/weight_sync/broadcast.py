@@ -4,7 +4,8 @@ Each sender is rank 0 of a process group of its own; the other members are all r
 the model is broadcast once, by a rank that has it, and no trainer rank receives another's. A bucket is one buffer of bytes.
 While it is in flight, the next bucket is gathered into a second buffer. The default group is never used. With
 `sync.transport.slices` a sender has a group for each rank of a server (a lane), whose members are that rank of all servers. Its
-bucket has the parts of the tensors that this rank holds.
+bucket has the parts of the tensors that this rank holds. If trainer and servers have as many tensor-parallel ranks, each rank
+of the trainer is a sender with one lane, for the parts that it holds itself.
 
 The groups last as long as the same servers live. When a server dies, hangs or comes back, new groups are formed of the servers
 that take part now. A round that a live rank lacks is sent again to all; a rank that has it drops it. No server gets a partial
@@ -101,13 +102,12 @@ class GroupTransport:
         encodings: Mapping[str, Encoding] | None = None,
     ) -> StagedBucket | None:
         """Pack each lane's bucket into one of two buffers that are used in turn. See `WeightTransport.stage`."""
-        lanes = range(self._plan.lanes)
-        packers = [BucketPacker(self._row(number, lane), checked, encodings) for lane in lanes]
+        packers = {lane: BucketPacker(self._row(number, lane), checked, encodings) for lane in self._plan.own_lanes}
         for key, tensor in tensors:
             packers[TensorSlice.of_key(key).lane].add(key, tensor)
-        if self._sender is None or not packers[0].contents:
+        if self._sender is None or not any(packer.contents for packer in packers.values()):
             return None
-        buckets = [Bucket(number, self._sender, tuple(packers[lane].contents), lane=lane) for lane in lanes]
+        buckets = [Bucket(number, self._sender, tuple(packer.contents), lane=lane) for lane, packer in packers.items()]
         checksums = {key: crc32 for bucket in buckets for key, crc32 in bucket.checksums.items()}
         return StagedBucket(tuple(buckets), checksums, sum(bucket.nbytes for bucket in buckets))
 
@@ -237,7 +237,8 @@ class GroupTransport:
         seconds, owned = self.cfg.timeout_seconds, self._owned
         members = end if lanes == 1 else SENDER + 1 + len(recipients)
         limits = seconds, self.join_seconds
-        return GroupSpec(self._address, owned.port, name, senders, members, SENDER, *limits, owned.folder, lanes)
+        own = self._plan.sends_own
+        return GroupSpec(self._address, owned.port, name, senders, members, SENDER, *limits, owned.folder, lanes, sends_own=own)
 
     def _form_groups(self, spec: GroupSpec) -> bool:
         """Form the groups; return whether all members joined. The watchdog reports a rank that never leaves this phase."""
@@ -250,10 +251,10 @@ class GroupTransport:
                 with contextlib.suppress(BrokenGroup):
                     store = self._store or join_store(spec)
                     device = self.groups.device
-                    for lane in range(spec.lanes):
+                    for lane in self._plan.own_lanes:
                         of = spec.group_of(self._sender, lane), SENDER, device, until
                         self._channels.append(BroadcastGroup.form(spec, *of, lambda: self._is_wanted(spec, store)))
-            came = self._sender is None or len(self._channels) == spec.lanes
+            came = self._sender is None or len(self._channels) == len(self._plan.own_lanes)
             with self._plan.raise_on_all_ranks():
                 if joining is not None:
                     joining.result()

@@ -19,6 +19,7 @@ from tepo_megatron.distributed.objects import all_gather_object
 from tepo_megatron.distributed.parallel import ParallelDims
 from tepo_megatron.errors import ConversionError, TepoError
 from tepo_megatron.weight_sync.bucket_format import crc32
+from tepo_megatron.weight_sync.own_slices import iterate_own
 from tepo_megatron.weight_sync.slices import sliced
 from tepo_megatron.weights import fp8
 from tepo_megatron.weights.gather import Binding, iterate_hf, sent_by
@@ -50,6 +51,7 @@ class BucketPlan:
         count: Number of rounds, the largest `mine` of any rank.
         largest: Upper bound on the bytes of this rank's largest bucket; 0 on ranks that send none. With slices: of one lane.
         lanes: Number of parts into which tensors are cut (`slices.py`); 1: they are sent whole.
+        sends_own: Whether each tensor-parallel rank sends its own part alone (`own_slices.py`); sender s has lane s % lanes.
         sent: The parameters that leave through this rank's tensor-parallel group.
     """
 
@@ -62,6 +64,7 @@ class BucketPlan:
             cfg, bindings, arch, groups, lanes: See `agree`.
         """
         self._arch, self._groups, self._in_fp8, self.lanes = arch, groups, cfg.quantize == "fp8", lanes
+        self.sends_own = lanes > 1 and groups.tp.size == lanes
         self.sent = sent_by(bindings, groups)
         self.senders: list[int] = []
         self._buckets: list[list[Binding]] = []
@@ -81,9 +84,13 @@ class BucketPlan:
             lanes: Number of parts into which tensors are cut, one for each rank of a server.
         """
         plan = cls(cfg, bindings, arch, groups, lanes)
-        sends = bool(plan.sent) and groups.tp.rank == 0
-        plan.senders = [rank for rank, it_does in enumerate(plan.from_all(sends)) if it_does]
-        plan._buckets = split_into_buckets(plan.sent, arch, plan._bytes, limit=cfg.bucket_mib * 2**20 // len(plan.senders))
+        sends = bool(plan.sent) and (plan.sends_own or groups.tp.rank == 0)
+        found = plan.from_all(groups.tp.rank if sends else None)
+        plan.senders = [rank for rank, lane in enumerate(found) if lane is not None]
+        in_order = [found[rank] for rank in plan.senders] == [i % lanes for i in range(len(plan.senders))]
+        assert in_order or not plan.sends_own, "tp is the innermost axis of the mesh"
+        models = len(plan.senders) // (lanes if plan.sends_own else 1)  # tensor-parallel groups that send
+        plan._buckets = split_into_buckets(plan.sent, arch, plan._bytes, limit=cfg.bucket_mib * 2**20 // models)
         plan.mine = len(plan._buckets) if sends else 0
         plan.sent = [b for bucket in plan._buckets for b in bucket]
         plan.count = max(plan.from_all(plan.mine))
@@ -91,9 +98,15 @@ class BucketPlan:
         plan.largest = max((sum(map(size, bucket)) for bucket in plan._buckets), default=0) * sends
         return plan
 
+    @property
+    def own_lanes(self) -> range:
+        """Return the lanes for which this rank sends, if it does."""
+        lane = self._groups.tp.rank
+        return range(lane, lane + 1) if self.sends_own else range(self.lanes)
+
     def omitted_names(self, only: Sequence[Binding] | None) -> list[str]:
         """Return the Hugging Face names that this rank leaves out when it sends `only` these; [] for None, which sends all."""
-        if only is None or not self.mine:
+        if only is None or not self.mine or self._groups.tp.rank:
             return []
         there = {b.name for b in only}
         kept = [b for b in self.sent if b.name not in there]
@@ -104,7 +117,8 @@ class BucketPlan:
     def tensors(self, i: int, only: Sequence[Binding] | None = None) -> Iterator[tuple[str, Tensor]]:
         """Yield (Hugging Face name, whole tensor) of this rank's bucket of round `i`, the widest dtypes first.
 
-        Ranks that do not send yield nothing, but must iterate: the shards are gathered over tp (`iterate_hf`). With
+        Ranks that do not send yield nothing, but must iterate: the shards are gathered over tp (`iterate_hf`, and with slices
+        `iterate_own`). With
         `sync.quantize` a linear layer is two tensors. It is quantized whole, because a block may span two tensor-parallel
         ranks.
 
@@ -120,6 +134,8 @@ class BucketPlan:
             names = {b.name for b in only}
             bucket = [b for b in bucket if b.name in names]
         widest_first = sorted(bucket, key=lambda b: -b.parameter.element_size())
+        if self.sends_own:
+            return iterate_own(widest_first, self._arch, self._groups.tp, self._slice_dims)
         whole = iterate_hf(widest_first, self._arch, self._groups.tp)
         if self.lanes > 1:
             dims = {name: dim for b in bucket for name, dim in self._slice_dims(b).items()}
@@ -276,8 +292,9 @@ def whole_bytes(binding: Binding, tp: int) -> int:
 def slice_dims(op: Op, shapes: Sequence[tuple[int, ...]], arch: Architecture, lanes: int) -> list[int | None]:
     """Return the dimension along which both engines divide each tensor of a parameter over `lanes` ranks.
 
-    None: each rank holds all of it, or it is sent whole because the ranks' parts are not equal, or overlap: keys and values of
-    fewer heads than ranks, and vocabularies that the engines pad to a multiple of 64.
+    None: each rank holds all of it, or it is sent whole because the ranks' parts are not equal, overlap or lie apart: keys and
+    values of fewer heads than ranks, vocabularies that the engines pad to a multiple of 64, and queries, keys and values of the
+    gated delta rule in one tensor.
 
     Args:
         op: Converts the parameter.
@@ -290,8 +307,8 @@ def slice_dims(op: Op, shapes: Sequence[tuple[int, ...]], arch: Architecture, la
         dims = [None] * len(shapes)
     elif isinstance(op, Split):
         dims = [op.dim] * len(shapes)
-    elif isinstance(op, FusedHeads):  # queries, keys and values of all heads are one tensor, of which the engines divide each
-        dims = [None] + [0] * (len(shapes) - 1)
+    elif isinstance(op, FusedHeads):
+        dims = [None, *[0] * (len(shapes) - 1)]
     elif isinstance(op, FusedQKV | FusedGatedQKV):
         heads = (arch.num_heads, arch.num_query_groups, arch.num_query_groups)
         dims = [0 if number % lanes == 0 else None for number in heads]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tepo_megatron.errors import ConversionError
-from tepo_megatron.weights.ops import Op, Replicated, Vocabulary
+from tepo_megatron.weights.ops import FusedHeads, Op, Replicated, Vocabulary
 
 BLOCK = 128
 SCALE_SUFFIX = "_scale_inv"
@@ -50,15 +50,19 @@ def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
     return quantized, scales
 
 
-def is_quantized(op: Op, tensor: Tensor) -> bool:
+def is_quantized(op: Op, name: str, tensor: Tensor) -> bool:
     """Return whether a tensor is quantized: true for the weights of the decoder's linear layers.
 
-    It is false for the vocabulary's matrices, routers and norms (which are not split over ranks), and biases.
+    It is false for the vocabulary's matrices, routers and norms (which are not split over ranks), biases, and what the gated
+    delta rule computes decays from: `A_log`, `dt_bias`, the convolution, and the projections that `FusedHeads` names.
 
     Args:
         op: the tensor's operation in the table of its family.
+        name: its name.
         tensor: a whole HF tensor.
     """
+    if isinstance(op, FusedHeads) and name.endswith(op.unquantized):
+        return False
     return tensor.ndim == 2 and not isinstance(op, Vocabulary | Replicated)
 
 
@@ -73,7 +77,7 @@ def parts(op: Op, name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
     Raises:
         ConversionError: a value to be quantized is not finite.
     """
-    if not is_quantized(op, tensor):
+    if not is_quantized(op, name, tensor):
         return [(name, tensor)]
     return list(zip((name, name + SCALE_SUFFIX), quantize(tensor), strict=True))
 

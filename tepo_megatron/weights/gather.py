@@ -164,6 +164,7 @@ def iterate_hf(bindings: Sequence[Binding], arch: Architecture, tp: Axis) -> Ite
 
 def export_hf(
     bindings: Sequence[Binding],
+    family: Family,
     arch: Architecture,
     groups: ParallelDims,
     base: Path,
@@ -172,11 +173,13 @@ def export_hf(
 ) -> None:
     """Write the model as a HF directory, which appears complete or not at all.
 
-    All ranks call it. The ranks that own tensors write them to files of their own; rank 0 writes config, tokenizer and index.
+    All ranks call it. The ranks that own tensors write them to files of their own; rank 0 writes config, tokenizer and index,
+    and the tensors of the base model that the family carries over.
     Collectives: those of `iterate_hf`, and four all-gathers of objects over the host group.
 
     Args:
         bindings: this rank's parameters.
+        family: family of the model.
         arch: architecture of the model.
         groups: the mesh of the run.
         base: HF directory of the base model, with config and tokenizer.
@@ -204,9 +207,12 @@ def export_hf(
                 collections.deque(tensors, maxlen=0)  # the other ranks of its tensor-parallel group still gather the rest
                 raise
             mine = (written, stream.bytes)
-    everything = all_gather_object(mine, groups.host)
+    everything = list(all_gather_object(mine, groups.host))
     with same_error(groups.host, _FAULTS, CheckpointError):
         if groups.is_main:
+            carried = _Counted(iter(hf_io.CarriedTensors(base, family.carries)))
+            carried_files = hf_io.write_shards(carried, temporary, "carried", limit=4 * 2**30)
+            everything.append((carried_files, carried.bytes))
             all_files = {file: names for files, _ in everything for file, names in files.items()}
             hf_io.write_index(temporary, all_files, total_bytes=sum(size for _, size in everything))
             hf_io.carry_over(base, temporary, next(iter(bindings)).parameter.dtype)

@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ INDEX = "model.safetensors.index.json"
 _CARRIED = (
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
     "added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json",
+    "processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json",
 )  # fmt: skip
 _WEIGHT_DTYPES = ("F64", "F32", "F16", "BF16")  # names of safetensors
 
@@ -180,6 +181,40 @@ def carry_over(source: Path, target: Path, dtype: torch.dtype | None = None) -> 
     if dtype is not None:
         config = json.loads((target / "config.json").read_text())
         set_config(target, {"dtype" if "dtype" in config else "torch_dtype": str(dtype).removeprefix("torch.")})
+
+
+class CarriedTensors:
+    """The tensors of a HF directory that no model here has, and that exports copy unchanged (`Family.carries`).
+
+    A directory without weights has none.
+
+    Args:
+        directory: the HF directory.
+        carries: returns whether a tensor is carried over, by its name.
+
+    Attributes:
+        names: their names, sorted.
+    """
+
+    def __init__(self, directory: Path, carries: Callable[[str], bool]) -> None:
+        stored = next(directory.glob("*.safetensors"), None) is not None
+        self._reader = HfReader(directory) if stored else None
+        self.names = sorted(filter(carries, self._reader.names())) if self._reader else []
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield names and tensors."""
+        for name in self.names:
+            yield name, self.get(name)
+
+    def get(self, name: str) -> Tensor:
+        """Return one tensor."""
+        assert self._reader is not None, "a directory without weights carries no tensor"
+        return self._reader.get(name)
+
+    def shapes(self) -> dict[str, Tensor]:
+        """Return the tensors on the meta device, by name."""
+        shapes = self._reader.shapes() if self._reader else {}
+        return {name: shapes[name] for name in self.names}
 
 
 def set_config(directory: Path, changes: Mapping[str, Any]) -> None:

@@ -265,9 +265,11 @@ class FusedHeads:
 
     Attributes:
         convolution: whether the tensor is the convolution's, [channels, 1, width] in HF and [channels, width] in Megatron.
+        unquantized: endings of the names of the HF tensors that an FP8 model keeps in high precision.
     """
 
     convolution: bool = False
+    unquantized: tuple[str, ...] = ()
 
     def kinds(self, arch: Architecture) -> tuple[int, ...]:
         """Return the rows of each kind in the whole model."""

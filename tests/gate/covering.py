@@ -57,7 +57,7 @@ HYBRID = FACTORS | {"hybrid": (True,), "ep": (1,), "experts": (False,), "share_p
 DEFAULTS = {name: values[0] for name, values in FACTORS.items()}
 LAYERS = 4  # one for each virtual stage
 LEARNING_RATE = 0.035  # moves every weight tensor by 1 % at least in two updates
-HYBRID_LEARNING_RATE = 0.075  # the same for a hybrid, whose convolutions and decays are larger numbers
+HYBRID_LEARNING_RATE = 0.1  # the same for a hybrid, whose convolutions and decays are larger numbers
 TRIES = 60  # completions of a pair that are drawn for a row; the best one is taken
 _OVERLAP = {"none": (False, False), "gradients": (True, False), "both": (True, True)}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
@@ -246,6 +246,43 @@ def test_what_is_damaged_whole_too_ends_the_push_on_every_rank(tmp_path: Path) -
         assert "was sent whole 3 times, and a server refused it each time" in message
 
 
+class Gathered:
+    """Counts the bytes of the shards that a rank gathers over tp.
+
+    Attributes:
+        sizes: Bytes of this rank's shard, of each parameter that is gathered.
+    """
+
+    def __init__(self, stack: contextlib.ExitStack) -> None:
+        import torch.distributed as dist
+
+        self.sizes: list[int] = []
+        self.on = False
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
+        gather, all_gather = dist.gather, dist.all_gather
+
+        def count(tensor: torch.Tensor) -> None:
+            if self.on:
+                self.sizes.append(tensor.nbytes)
+
+        def counted_gather(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            count(tensor)
+            return gather(tensor, *args, **kwargs)
+
+        def counted_all_gather(found: list[torch.Tensor], tensor: torch.Tensor, **kwargs: Any) -> Any:
+            count(tensor)
+            return all_gather(found, tensor, **kwargs)
+
+        patch.setattr(dist, "gather", counted_gather)
+        patch.setattr(dist, "all_gather", counted_all_gather)
+
+    @contextlib.contextmanager
+    def counting(self) -> Iterator[None]:
+        self.on = True
+        yield
+        self.on = False
+
+
 def broadcast_often(rank: int, cfg: Any, folder: Path, faults: dict[int, str]) -> dict[str, Any]:
     """Push versions 1 to 5 over process groups to two servers of two ranks; return what they received."""
     from tepo_megatron.weight_sync.sync import make_weight_sync
@@ -260,6 +297,7 @@ def broadcast_often(rank: int, cfg: Any, folder: Path, faults: dict[int, str]) -
         plain = Recorder() if rank == 0 else None
         whole = replace(cfg, sync=replace(cfg.sync, delta="none", transport="shm"))
         complete = stack.enter_context(sync_of(whole, plain, actor))
+        gathered = Gathered(stack)
         for version in range(1, 6):
             change(actor, version)
             fault = faults.get(version, "")
@@ -267,11 +305,13 @@ def broadcast_often(rank: int, cfg: Any, folder: Path, faults: dict[int, str]) -
                 for i in range(2):
                     hurt = {"broadcast" if fault == "midst" else "base": fault} if fault and i == 1 else {}
                     behave(servers, i, save=str(folder), **hurt)
-            sync.push(version)
+            with gathered.counting():
+                sync.push(version)
             complete.push(version)
             if servers is None or plain is None:
                 if fault == "midst":
                     sync.push(version)
+                result["gathered"] = gathered.sizes
                 continue
             received = got(folder)
             result["pushed"].append(sync.pushed)
@@ -284,7 +324,7 @@ def broadcast_often(rank: int, cfg: Any, folder: Path, faults: dict[int, str]) -
             result["wrong"].append([[n for n in differing(r, plain.received) if n in r] for r in received])
             result["received"] = received
             result["whole"] = plain.received
-        result["sent"] = sync.transport.sent_bytes
+        result |= {"sent": sync.transport.sent_bytes, "gathered": gathered.sizes}
     return result
 
 

@@ -30,7 +30,7 @@ from tepo_megatron.types import Rollout, TrainBatch
 from tests.parallel import cases
 from tests.parallel.test_weights import Recorder, tensors
 from tests.reference.hybrid import widen
-from tests.tiny import hybrid_config, tiny_model
+from tests.tiny import hybrid_config, tiny_model, tiny_multimodal
 from tests.worlds import run_world
 
 pytestmark = pytest.mark.slow
@@ -241,6 +241,22 @@ STEPS_ON_TWO_RANKS: list[tuple[str, dict[str, Any]]] = [
 )
 def test_the_model_is_that_of_transformers(folder: Path, tmp_path: Path, name: str, layout: dict[str, Any]) -> None:
     check(name, layout, folder, tmp_path)
+
+
+@pytest.mark.parametrize("layout", [{}, pytest.param({"tp": 2}, marks=pytest.mark.full)], ids=str)
+def test_a_multimodal_file_is_trained_as_its_text_model(folder: Path, tmp_path: Path, layout: dict[str, Any]) -> None:
+    """Logits are the text model's, an update has its tensors alone, and an export has the others too, bit for bit."""
+    _, sequences, expected, _ = reference("qwen3_5", folder)
+    path = tmp_path / "multimodal"
+    tiny_multimodal(path, MODELS["qwen3_5"](), seed=1, scale=8.0)
+    cfg = cases.run_config(path, layout, max_tokens=80)
+    ranks = run_world(cfg.parallel.world_size, visit_model, cfg, sequences, tmp_path / "out")
+    before, after, received = tensors(path), tensors(tmp_path / "out"), ranks[0]["received"]
+    carried = {n for n in before if n.startswith(("mtp.", "model.visual."))}
+    assert carried and after.keys() == before.keys() and received.keys() == before.keys() - carried
+    assert all(torch.equal(after[n], before[n]) for n in before) and all(torch.equal(received[n], before[n]) for n in received)
+    scale = max(x.abs().max() for x in expected)
+    assert (ranks[-1]["logits"] - torch.cat(expected)).abs().max() <= TOLERANCE * scale
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -39,8 +39,8 @@ def config(model: Path, name: str, delta: str) -> Any:
 @pytest.mark.parametrize(
     ("name", "delta", "fault"),
     full_but(
-        [("PP2", "elements", "forgotten")],
-        [],
+        [("PP2", "elements", "forgotten"), ("TP2", "none", "")],
+        [("TP2 PP2", "elements", "damaged")],
         [
             (name, delta, fault)
             for name in ("1 rank", *ROUNDS)
@@ -69,6 +69,12 @@ def test_each_rank_gets_its_part(tmp_path: Path, name: str, delta: str, fault: s
             if part_of(n, tensor, mine).numel() < tensor.numel():
                 assert part_of(n, tensor, 1 - mine).isnan().all(), n
     assert seen == {0, 1}
+    if cfg.parallel.tp == SERVER_RANKS:
+        tables = [t.nbytes for n, t in whole.items() if "embed" in n or "lm_head" in n]  # the vocabulary is no multiple of 64
+        assert all(len(r["gathered"]) <= 5 * len(tables) for r in ranks), "decoder layers are sent from the ranks' own shards"
+        assert sum(r["sent"] > 0 for r in ranks) == cfg.parallel.world_size
+    elif cfg.parallel.tp == 1:
+        assert not any(r["gathered"] for r in ranks)
     parts = [sum(part_of(n, t, rank).nbytes for n, t in whole.items()) for rank in range(SERVER_RANKS)]
     if delta == "none":
         pushes = 6 if fault == "midst" else 5

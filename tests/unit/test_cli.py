@@ -10,6 +10,7 @@ from tepo_megatron.cli import commands
 from tepo_megatron.config import Config
 from tepo_megatron.config.io import load_config, to_yaml, validate
 from tepo_megatron.errors import ConfigError
+from tepo_megatron.launcher import preflight as checking
 from tepo_megatron.launcher import start as starting
 from tepo_megatron.observability import run_dir
 
@@ -101,7 +102,7 @@ def test_the_resume_of_a_finished_run_tells_its_results_and_starts_nothing(
     (run / "config.yaml").write_text(to_yaml(config(tmp_path, training={"steps": 3})))
     (run / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n')
     monkeypatch.setattr(starting, "start", lambda cfg: pytest.fail("it was started"))
-    monkeypatch.setattr(starting, "preflight", lambda cfg: pytest.fail("it was about to start"))
+    monkeypatch.setattr(checking, "preflight", lambda cfg: pytest.fail("it was about to start"))
     words = ["train", str(run / "config.yaml"), "--resume", "true"]
     summary = {"accuracy_before": None, "accuracy_after": None, "standard_error": {"before": None, "after": None}}
     (run / "summary.json").write_text(json.dumps(summary | {"steps": 3, "seconds": 1.0}))

@@ -21,7 +21,7 @@ from tepo_megatron.config import Config
 from tepo_megatron.config.io import validate
 from tepo_megatron.doctor import examine, machine, print_findings, trial, versions
 from tepo_megatron.doctor.findings import Finding
-from tepo_megatron.launcher.start import preflight
+from tepo_megatron.launcher.preflight import preflight
 from tepo_megatron.utils.escaping import escaped
 from tests.tiny import tiny_qwen3
 

@@ -28,9 +28,11 @@ def test_the_package_does_not_grow() -> None:
     minibatches that are trained while others are sampled 240,
     element deltas and slices of the weights, and the bytes of a delivery in the plan 690,
     ranks that are restarted next to a living service 550,
-    canaries, which say which weights serve 540.
+    canaries, which say which weights serve 540,
+    restarts on request with another layout, and with fewer ranks after a device was lost 250,
+    slices from the shards of the trainer's ranks 60.
     """
-    assert sum(map(lines_of_code, modules().values())) <= 23_392 + 5_470
+    assert sum(map(lines_of_code, modules().values())) <= 23_392 + 5_780
 
 
 def test_functions_files_and_classes_are_small() -> None:

@@ -23,12 +23,12 @@ class Membership:
     Attributes:
         sliced: Whether each rank of the server is sent its part of the tensors alone.
         lane: With slices the part of each tensor that this process takes; without, 0.
-        groups: One group per sender; complete once `joined` is set.
+        groups: By index of the sender, the group of each that has something for this process; complete once `joined` is set.
         joined: Set while this process is in all groups.
     """
 
     def __init__(self, spec: GroupSpec, local_rank: int, device: torch.device) -> None:
-        self.groups: list[BroadcastGroup] = []
+        self.groups: dict[int, BroadcastGroup] = {}
         self.joined = threading.Event()
         self._left, self._closing = threading.Event(), threading.Lock()
         self._spec, self._rank, self._device = spec, spec.first + local_rank, device
@@ -46,10 +46,10 @@ class Membership:
             self._store = join_store(self._spec)
             signal(self._store, self._spec.joining_key(self._rank))
             in_group = self._spec.place if self.sliced else self._rank
-            for sender in range(self._spec.senders):
+            for sender in self._spec.senders_of(self.lane):
                 number = self._spec.group_of(sender, self.lane)
                 group = BroadcastGroup.form(self._spec, number, in_group, self._device, until, self._is_wanted)
-                self.groups.append(group)
+                self.groups[sender] = group
             self.joined.set()
             signal(self._store, self._spec.joined_key(self._rank))
         except (BrokenGroup, RuntimeError) as e:
@@ -83,4 +83,4 @@ class Membership:
         with self._closing:
             self.joined.clear()
             while self.groups:
-                self.groups.pop().close()
+                self.groups.popitem()[1].close()

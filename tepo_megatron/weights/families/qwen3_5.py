@@ -57,8 +57,10 @@ _ATTENTION = (
 )
 
 _PROJECTED = tuple(f"in_proj_{kind}.weight" for kind in ("qkv", "z", "b", "a"))
+# The state is multiplied by the decays of all tokens after it, so their relative errors add up. Both are 1 % of the rows.
+_GATES = ("in_proj_b.weight", "in_proj_a.weight")
 _DELTA_RULE = (
-    _row("in_proj.weight", "linear_attn", _PROJECTED, FusedHeads(), "linear"),
+    _row("in_proj.weight", "linear_attn", _PROJECTED, FusedHeads(unquantized=_GATES), "linear"),
     _row("conv_weight", "linear_attn", ("conv1d.weight",), FusedHeads(convolution=True), "linear"),
     _row("A_log", "linear_attn", ("A_log",), Split(dim=0), "linear"),
     _row("dt_bias", "linear_attn", ("dt_bias",), Split(dim=0), "linear"),

@@ -16,7 +16,7 @@ from tepo_megatron.config.objective import ClipCov, KlCov, Steer
 from tepo_megatron.controller.method import resolve
 from tepo_megatron.errors import ConfigError, DataError
 from tepo_megatron.evaluation.problems import check_sources
-from tepo_megatron.launcher.start import preflight
+from tepo_megatron.launcher.preflight import preflight
 from tepo_megatron.losses import OBJECTIVES
 
 PAPER = Path("examples/paper")

@@ -11,7 +11,7 @@ from tepo_megatron.config.io import load_config, to_yaml, validate
 from tepo_megatron.controller.method import Method, resolve
 from tepo_megatron.controller.opening import method_lines
 from tepo_megatron.errors import ConfigError
-from tepo_megatron.launcher.start import preflight
+from tepo_megatron.launcher.preflight import preflight
 from tepo_megatron.rewards.overlong import OverlongShaping
 
 DAPO = {"name": "dapo"}  # it samples dynamically and shapes the reward of long responses

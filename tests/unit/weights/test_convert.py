@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.marks import marked
-from tests.tiny import tiny_model, tiny_qwen3
+from tests.tiny import hybrid_config, tiny_model, tiny_multimodal, tiny_qwen3
 from tests.worlds import run_world
 
 pytestmark = pytest.mark.slow
@@ -100,7 +100,7 @@ def test_there_and_back_is_bitwise(tmp_path: Path, tied: bool, dtype: str) -> No
 
 
 @pytest.mark.parametrize(
-    "name", ["llama", "qwen3_moe", *(marked(n, pytest.mark.full) for n in ("qwen2", "mistral", "mixtral"))]
+    "name", ["llama", "qwen3_moe", "qwen3_5", *(marked(n, pytest.mark.full) for n in ("qwen2", "mistral", "mixtral"))]
 )
 def test_other_families_need_nothing_of_their_own(tmp_path: Path, name: str) -> None:
     from tests.parallel.test_families import EIGHT
@@ -110,6 +110,47 @@ def test_other_families_need_nothing_of_their_own(tmp_path: Path, name: str) -> 
     succeed("export", "--megatron", tmp_path / "megatron", "--out", tmp_path / "back")
     assert_same(tensors(tmp_path / "back"), tensors(tmp_path / "hf"))
     assert "passed" in succeed("verify", "--hf", tmp_path / "hf", "--megatron", tmp_path / "megatron")
+
+
+@pytest.mark.parametrize("tied", [False, marked(True, pytest.mark.full)])
+def test_what_the_text_model_lacks_is_carried_over(tmp_path: Path, tied: bool) -> None:
+    """The vision tower and the layer of several tokens come back bit for bit, in their own dtype, under every option."""
+    hf, megatron = tmp_path / "hf", tmp_path / "megatron"
+    tiny_multimodal(hf, hybrid_config(vocab_size=VOCAB, tie_word_embeddings=tied), scale=8.0)
+    before = tensors(hf)
+    extra = {n for n in before if n.startswith(("model.visual.", "mtp."))}
+    assert len(extra) > 10 and {n for n in extra if n.startswith("mtp.")} == {"mtp.fc.weight", "mtp.norm.weight"}
+    succeed("import", "--hf", hf, "--out", megatron)
+    assert tensors(megatron / "hf").keys() == extra
+    succeed("export", "--megatron", megatron, "--out", tmp_path / "back")
+    assert_same(tensors(tmp_path / "back"), before)
+    assert "passed" in succeed("verify", "--hf", hf, "--megatron", megatron)
+    succeed("export", "--megatron", megatron, "--out", tmp_path / "fp8", "--fp8-blockwise", "--dtype", "bf16")
+    after = tensors(tmp_path / "fp8")
+    assert_same({n: after[n] for n in extra}, {n: before[n] for n in extra})
+    quantized = json.loads((tmp_path / "fp8" / "config.json").read_text())["quantization_config"]
+    assert {"mtp.fc", "model.visual.blocks.0.attn.qkv"} <= set(quantized["modules_to_not_convert"])
+    changed = load_file(megatron / "hf" / "carried-00000.safetensors")
+    changed["mtp.fc.weight"][0, 0] += 1
+    save_file(changed, megatron / "hf" / "carried-00000.safetensors", {"format": "pt"})
+    status, out, _ = convert("verify", "--hf", hf, "--megatron", megatron)
+    assert status == 1 and "mtp.fc.weight" in out
+
+
+def test_fp8_leaves_the_gates_of_the_delta_rule_whole(tmp_path: Path) -> None:
+    """Decays and strengths of writes are products of many tokens, so an error of 2^-4 would grow; they are 1 % of the rows."""
+    hf = tmp_path / "hf"
+    tiny_model(hf, hybrid_config(vocab_size=VOCAB))
+    in_bf16(hf)
+    succeed("import", "--hf", hf, "--out", tmp_path / "megatron")
+    succeed("export", "--megatron", tmp_path / "megatron", "--out", tmp_path / "fp8", "--fp8-blockwise")
+    before, after = tensors(hf), tensors(tmp_path / "fp8")
+    linear = {n.removesuffix("_scale_inv") for n in after if n.endswith("_scale_inv")}
+    kinds = {n.split("layers.0.")[1] for n in linear if "layers.0." in n}
+    assert kinds == {f"linear_attn.{x}.weight" for x in ("in_proj_qkv", "in_proj_z", "out_proj")} | {
+        f"mlp.{x}_proj.weight" for x in ("gate", "up", "down")
+    }
+    assert_same({n: after[n] for n in before.keys() - linear}, {n: before[n] for n in before.keys() - linear})
 
 
 LAYOUTS: dict[str, dict[str, int]] = {
@@ -181,6 +222,15 @@ def test_megatron_core_loads_it_on_every_layout(tmp_path: Path, name: str, tied:
     assert all(run_world(size, load_both_ways, layout, tmp_path / "hf", tmp_path / "megatron"))
 
 
+@pytest.mark.parametrize("name", [n if n == "TP2 PP2" else marked(n, pytest.mark.full) for n in LAYOUTS])
+def test_megatron_core_loads_a_hybrid_on_every_layout(tmp_path: Path, name: str) -> None:
+    tiny_model(tmp_path / "hf", hybrid_config(vocab_size=VOCAB))
+    succeed("import", "--hf", tmp_path / "hf", "--out", tmp_path / "megatron")
+    layout = LAYOUTS[name]
+    size = layout.get("tp", 1) * layout.get("pp", 1) * layout.get("cp", 1) * layout.get("dp", 1)
+    assert all(run_world(size, load_both_ways, layout, tmp_path / "hf", tmp_path / "megatron"))
+
+
 def save_with_megatron(rank: int, layout: dict[str, int], hf: Path, out: Path, metadata: dict[str, Any] | None) -> None:
     from megatron.core import dist_checkpointing
 
@@ -198,8 +248,18 @@ def save_with_megatron(rank: int, layout: dict[str, int], hf: Path, out: Path, m
 @pytest.mark.parametrize("metadata", [None, {"non_homogeneous_layers": True}], ids=["stacked", "by layer"])
 def test_what_megatron_core_saves_is_exported(tmp_path: Path, layout: dict[str, int], metadata: dict[str, Any] | None) -> None:
     """Megatron-Core's writer shards tensors over ranks and pads the vocabulary; config and tokenizer come from --hf."""
+    check_export_of_megatron(tmp_path, four_heads(), layout, metadata)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layout", [{"tp": 2, "pp": 2}, {"tp": 2, "pp": 2, "vpp": 2}], ids=["TP2 PP2", "VPP2"])
+def test_what_megatron_core_saves_of_a_hybrid_is_exported(tmp_path: Path, layout: dict[str, int]) -> None:
+    check_export_of_megatron(tmp_path, hybrid_config(vocab_size=VOCAB), layout, None)
+
+
+def check_export_of_megatron(tmp_path: Path, config: Any, layout: dict[str, int], metadata: dict[str, Any] | None) -> None:
     hf, run = tmp_path / "hf", tmp_path / "run"
-    tiny_model(hf, four_heads(), scale=4.0)
+    tiny_model(hf, config, scale=4.0)
     (run / "iter_0000012").mkdir(parents=True)
     (run / "latest_checkpointed_iteration.txt").write_text("12")
     size = layout["tp"] * layout.get("pp", 1)

@@ -1,0 +1,48 @@
+"""Check a run before any process is started. Heavy imports are inside, where an interrupt is reported in one line."""
+
+from typing import TYPE_CHECKING
+
+from tepo_megatron.errors import ConfigError
+
+if TYPE_CHECKING:
+    from tepo_megatron.config import Config
+
+
+def preflight(cfg: "Config") -> None:
+    """Make every check that is possible before a process is started. Raises a TepoError."""
+    from tepo_megatron.actor.layout import check_layout, check_shared_prompts
+    from tepo_megatron.actor.passed_fields import check_passed_fields
+    from tepo_megatron.actor.precision import check_shapes
+    from tepo_megatron.controller.method import resolve
+    from tepo_megatron.evaluation.problems import check_sources
+    from tepo_megatron.launcher.open_files import check_open_files, needed_open_files
+    from tepo_megatron.rewards import check_reward
+    from tepo_megatron.rollout.custom import load_function
+    from tepo_megatron.rollout.experts import check_experts, replayed_routing
+    from tepo_megatron.rollout.truncation import check_truncation
+    from tepo_megatron.weights.families import find_family, read_config
+    from tepo_megatron.weights.families.tokens import check_tokenizer
+    from tepo_megatron.weights.hf_io import HfReader
+
+    check_open_files(needed_open_files(cfg.parallel.world_size, cfg.rollout, cfg.reward))
+    resolve(cfg)
+    check_sources(cfg.evaluation)
+    if cfg.rollout.function is not None:
+        load_function(cfg.rollout.function)
+    check_reward(cfg.reward)
+    hf_config = read_config(cfg.model.path)
+    architecture = find_family(hf_config).architecture(hf_config)
+    check_layout(architecture, cfg.parallel)
+    check_shared_prompts(architecture, cfg.training)
+    check_shapes(architecture, cfg.model, cfg.parallel, cfg.megatron.bf16_layers)
+    check_passed_fields(cfg.megatron)
+    check_experts(cfg.rollout, cfg.model.path)
+    replayed_routing(cfg.rollout, cfg.model.path, cfg.platform)
+    check_truncation(cfg.rollout, architecture.vocab_size)
+    check_tokenizer(cfg.model.path, architecture.vocab_size)
+    HfReader(cfg.model.path)
+    if (reference := cfg.objective.reference_path) is not None:
+        hf_config = read_config(reference)
+        if find_family(hf_config).architecture(hf_config) != architecture:
+            raise ConfigError(f"objective.ref_kl.path={reference} has another architecture than model.path={cfg.model.path}")
+        HfReader(reference)

@@ -1,0 +1,82 @@
+"""Ranks that die next to real servers, with every transport, and the switches of delivery, canaries and streaming together."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tepo_megatron.rollout.decisions import read_history
+from tests.e2e.conftest import Command
+from tests.e2e.test_faults import SHORT, whole_lines
+
+pytestmark = [pytest.mark.e2e, pytest.mark.full]
+STEPS = 16
+NOISE = 1e-4  # nats; fp32
+CHECKED = {"sync__canaries": 6, "sync__verify_every": 1}
+SLICES = "{type: group, slices: true}"
+# name -> (engine, keys)
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "vllm, group": ("vllm", {"sync__transport": "group"}),
+    "vllm, ipc": ("vllm", {"sync__transport": "ipc"}),
+    "vllm, ipc, colocated, canaries": ("vllm", CHECKED | {"sync__transport": "ipc", "rollout__colocate": "true"}),
+    "vllm, slices, elements, canaries": ("vllm", CHECKED | {"sync__transport": SLICES, "sync__delta": "elements"}),
+    "vllm, two servers, elements, canaries while they sample, ahead": (
+        "vllm",
+        CHECKED | {"sync__delta": "elements", "sync__canary_every": 0.5, "rollout__servers": 2, "rollout__max_staleness": 1},
+    ),
+    "vllm, slices, canaries, continue": (
+        "vllm",
+        CHECKED | {"sync__transport": SLICES, "rollout__max_staleness": 2, "rollout__on_weight_update": "continue"},
+    ),
+    "sglang, group, elements, canaries": ("sglang", CHECKED | {"sync__transport": "group", "sync__delta": "elements"}),
+    "sglang, slices, streamed by prompt, canaries": (
+        "sglang",
+        CHECKED | {"sync__transport": SLICES, "training__stream": "prompt"},
+    ),
+    "sglang, elements, streamed by arrival, canaries": (
+        "sglang",
+        CHECKED | {"sync__delta": "elements", "training__stream": "arrival"},
+    ),
+    "sglang, layers, colocated, canaries": (
+        "sglang",
+        CHECKED | {"sync__delta": "layers", "rollout__colocate": "true"},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_ranks_that_die_go_on_with_their_servers(
+    case: str, tepo: Callable[..., Command], arguments: Callable[..., list[str]], base: Path, tmp_path: Path
+) -> None:
+    """Kill a rank, then restart the ranks on request. No server is restarted, and every token matches the actor's weights."""
+    engine, keys = CASES[case]
+    run, more = tmp_path / "runs" / "a", {"training__steps": STEPS, "checkpoint__every": 2, "parallel__tp": 2}
+    command = tepo(*arguments(base, **SHORT | more | keys, name="a", rollout__engine=engine))
+    command.until(lambda: len(whole_lines(run)) >= 3, timeout=240)
+    servers = servers_of(command)
+    ranks = sorted(int(line.split()[0]) for line in command.left_over() if "tepo_megatron.launcher.worker" in line)
+    os.kill(ranks[-1], signal.SIGKILL)
+    command.until(lambda: "ranks restarted from the checkpoint of step 2" in (run / "log.txt").read_text(), timeout=240)
+    asking = tepo("restart", run, "--parallel.tp", "1", "--parallel.dp", "2")
+    assert asking.wait(240) == 0, asking.output
+    assert servers_of(command) == servers, "a server was restarted"
+    assert command.wait(240) == 0, command.output
+    command.assert_nothing_left()
+    records = whole_lines(run)
+    assert [r["step"] for r in records] == list(range(1, STEPS + 1))
+    assert sum(r["rollout/server_restarts"] for r in records) == 0
+    assert all(r["rollout/logprob_diff_max"] <= NOISE for r in records if r["rollout/logprob_diff_max"] is not None)
+    if "sync__canaries" in keys:
+        assert sum(r["canary/checks"] for r in records) > 0 and sum(r["canary/wrong"] for r in records) == 0
+    history = read_history(run)
+    assert not history.faults and [config["parallel"]["dp"] for _, config in history.starts][-1] == 2
+
+
+def servers_of(command: Command) -> list[str]:
+    """Return pids and words of the guards of the servers."""
+    return sorted(line for line in command.left_over() if "inference.servers.guard" in line)
