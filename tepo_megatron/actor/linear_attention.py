@@ -159,15 +159,15 @@ class GatedDeltaNet(MegatronModule):
         return layout
 
     def _mix(self, x_T: Tensor, layout: LinearLayout) -> Tensor:
-        """Return [T, heads V] of the projected tokens [T, C] for this rank's heads, in fp32 but for the input and the output."""
+        """Return [T, heads V] of the projected tokens [T, C] for this rank's heads. All between the two is fp32."""
         cp, rank = self.cp_group.size(), self.cp_group.rank()
         sections = [rows // cp for rows in self.sections]
         qkv, z, b, a = x_T.split([sum(sections[:3]), *sections[3:]], dim=-1)
         kinds = self.conv_weight.split(self.sections[:3])
         conv_weight = torch.cat([w.chunk(cp)[rank] for w in kinds]) if cp > 1 else self.conv_weight
         A_log, dt_bias = self.A_log.chunk(cp)[rank], self.dt_bias.chunk(cp)[rank]
-        convolved = self.kernels.convolution(qkv, conv_weight, layout)
-        q, k, v = (x.unflatten(-1, (-1, n)) for x, n in zip(convolved.split(sections[:3], dim=-1), self._head_dims, strict=True))
+        convolved = self.kernels.convolution(qkv, conv_weight, layout).split(sections[:3], dim=-1)
+        q, k, v = (x.unflatten(-1, (-1, dim)) for x, dim in zip(convolved, self._head_dims, strict=True))
         repeats = self.linear.value_heads // self.linear.key_heads
         q, k = (normalize(x.float()).repeat_interleave(repeats, dim=1) for x in (q, k))
         g = -A_log.float().exp() * F.softplus(a.float() + dt_bias.float())

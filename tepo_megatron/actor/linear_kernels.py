@@ -1,7 +1,7 @@
 """The kernels of linear attention, and the layout of a packed microbatch that they share.
 
-Suffixes and dimensions: _T packed tokens of all context-parallel (CP) ranks; D channels, H heads, K channels of queries and keys,
-V channels of values.
+Suffixes and dimensions: _T packed tokens of all context-parallel (CP) ranks; D channels, H heads, K channels of queries and
+keys, V channels of values.
 """
 
 from collections.abc import Callable

@@ -263,11 +263,15 @@ def check_shapes(
 
 def _widths(arch: Architecture, tp: int) -> dict[str, int]:
     """Return the rows and columns of a rank's weights that are multiplied in FP8, by name."""
+    queries = (1 + arch.attention_output_gate) * arch.num_heads
     widths = {
         "hidden_size": arch.hidden_size,
         "the width of its queries": arch.num_heads * arch.head_dim // tp,
-        "the width of its queries, keys and values": (arch.num_heads + 2 * arch.num_query_groups) * arch.head_dim // tp,
+        "the width of its queries, keys and values": (queries + 2 * arch.num_query_groups) * arch.head_dim // tp,
     }
+    if (linear := arch.linear_attention) is not None:
+        widths["the width of the gated delta rule's values"] = linear.value_heads * linear.value_dim // tp
+        widths["the width of the gated delta rule's projection"] = sum(linear.projected) // tp
     if len(arch.sparse_layers) < arch.num_layers:
         widths["its part of ffn_size"] = arch.ffn_size // tp
     if arch.experts is not None:

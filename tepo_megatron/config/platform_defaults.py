@@ -67,6 +67,7 @@ PLATFORM_BRANCHES: Mapping[str, str] = {
     "actor/attention_layout.py:repeats_keys": "CUDA's attention with a mask knows no grouped heads",
     "actor/build.py:own_fields": "Megatron initializes parameters on the host",
     "actor/kernels.py:choose": "Transformer Engine and Apex run on a GPU only",
+    "actor/kernels.py:choose_linear": "flash-linear-attention and causal-conv1d run on a GPU only",
     "actor/kernels.py:_gradient_accumulation": "Apex's extension runs on a GPU only",
     "actor/kernels.py:hardware": "a CPU has no compute capability",
     "actor/offload.py:Offloader.__init__": "what leaves the device: the gate has a CPU do as a GPU does",

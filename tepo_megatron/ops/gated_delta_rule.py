@@ -4,8 +4,8 @@ Each head has a state S of [K, V], which is 0 before a sequence. Token t decays 
 
     S_t = exp(g_t) S_{t-1} + k_t (beta_t (v_t - (exp(g_t) S_{t-1})^T k_t))^T,    o_t = S_t^T q_t / sqrt(K)
 
-Suffixes and dimensions: _T packed tokens; H heads, K channels of queries and keys, V channels of values; n chunks, C tokens of a
-chunk. Every chunk belongs to one sequence, so nothing crosses the border of two sequences, in values or in gradients.
+Suffixes and dimensions: _T packed tokens; H heads, K channels of queries and keys, V channels of values; n chunks, C tokens of
+a chunk. Every chunk belongs to one sequence, so nothing crosses the border of two sequences, in values or in gradients.
 
 Everything is computed in the dtype of the inputs, which is fp32 for models.
 """
@@ -118,8 +118,9 @@ def _scan(parts: tuple[Tensor, ...], rounds: tuple[int, ...]) -> Tensor:
 
     Args:
         parts: For each chunk: the values to write if the state before it were 0 [n, H, C, V]; the keys by which the state
-            before it changes them [n, H, C, K]; the weights of its own values in its outputs [n, H, C, C]; the queries [n, H, C,
-            K] and keys [n, H, C, K] with their decay from the start and to the end; the decay of the whole chunk [n, H, 1, 1].
+            before it changes them [n, H, C, K]; the weights of its own values in its outputs [n, H, C, C]; the queries with
+            their decay from the start [n, H, C, K]; the keys with their decay to the end [n, H, C, K]; the decay of the whole
+            chunk [n, H, 1, 1].
         rounds: `SequenceChunks.rounds`.
     """
     state: Tensor | None = None

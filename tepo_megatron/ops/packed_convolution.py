@@ -34,6 +34,6 @@ def packed_convolution(x_TD: Tensor, weight_DW: Tensor, position_T: Tensor) -> T
     weights = weight_DW.unbind(1)
     y = x_TD * weights[-1]
     for back in range(1, min(len(weights), x_TD.size(0))):
-        reached = (position_T[back:] >= back)[:, None]
-        y = y + F.pad(x_TD[:-back] * reached * weights[-1 - back], (0, 0, back, 0))
+        inside = (position_T[back:] >= back)[:, None]
+        y = y + F.pad(x_TD[:-back] * inside * weights[-1 - back], (0, 0, back, 0))
     return F.silu(y)

@@ -41,7 +41,7 @@ def test_every_pair_of_a_hybrid_is_in_a_row_or_refused() -> None:
     refused = {refusal.pair for refusal in HYBRID_REFUSALS}
     assert covered | refused == set(covering.all_pairs(hybrid=True)) and not covered & refused
     assert {covering.words_of(pair) for pair in refused} == REFUSED.keys() - {"ep=2 with experts=False"}
-    said = covering.refusal(HYBRID_ROWS[0] | {"share_prompts": "always"})
+    said = covering.refusal({**HYBRID_ROWS[0], "share_prompts": "always"})
     assert said is not None and "the gated delta rule" in said
 
 

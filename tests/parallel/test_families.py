@@ -81,8 +81,14 @@ SEVEN = {  # without tensor parallelism
     "qwen3_moe 7/1": lambda: shaped(Qwen3MoeConfig, SEVEN_HEADS, EXPERTS, TIED, head_dim=24, norm_topk_prob=False),
     "mixtral 7/1": lambda: shaped(MixtralConfig, SEVEN_HEADS, TIED, num_local_experts=6, num_experts_per_tok=3, head_dim=24),
     "qwen3_5 7/1": lambda: hybrid_config(
-        vocab_size=VOCAB, num_attention_heads=7, num_key_value_heads=1, linear_num_key_heads=3, linear_num_value_heads=9,
-        tie_word_embeddings=True, num_hidden_layers=3, layer_types=["linear_attention", "full_attention", "linear_attention"],
+        vocab_size=VOCAB,
+        num_attention_heads=7,
+        num_key_value_heads=1,
+        linear_num_key_heads=3,
+        linear_num_value_heads=9,
+        tie_word_embeddings=True,
+        num_hidden_layers=3,
+        layer_types=["linear_attention", "full_attention", "linear_attention"],
     ),
 }
 FOUR_LAYERS = {  # for pipelines with a middle, and virtual ones

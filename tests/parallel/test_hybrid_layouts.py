@@ -1,7 +1,7 @@
 """A hybrid (Qwen3.5) takes two optimizer steps on every layout, which are those of the independent fp64 reference.
 
-The limit is 5e-5 per tensor instead of 1e-5. `test_the_floor_of_fp32` shows why: transformers' own fp32, on one rank and without
-packing, is off by more than 1e-5 too. The gradients of the decays are sums of terms that nearly cancel.
+The limit is 5e-5 per tensor instead of 1e-5. `test_the_floor_of_fp32` shows why: transformers' own fp32, on one rank and
+without packing, is off by more than 1e-5 too. The gradients of the decays are sums of terms that nearly cancel.
 """
 
 import itertools

@@ -76,6 +76,7 @@ def inherits(owner: ast.ClassDef, method: str) -> bool:
         if known is None or any(
             any(isinstance(item, Definition) and item.name == method for item in parent.body) or inherits(parent, method)
             for parent in known
+            if parent is not owner  # a base of another package may have the same name
         ):
             return True
     return False

@@ -76,7 +76,8 @@ FAMILY = Family(
     zero_centered_norms=True,
     default_rotary_percent=0.25,
     required={
-        "attention_bias": (False,), "attn_output_gate": (True,), "output_gate_type": ("swish", "silu"), "mlp_only_layers": ([],),
+        "attention_bias": (False,), "attn_output_gate": (True,), "output_gate_type": ("swish", "silu"),
+        "mlp_only_layers": ([],),
         "mamba_ssm_dtype": ("float32",),  # the state of the delta rule is always kept in fp32
     },
     # the multi-token prediction layers, which no log-prob depends on

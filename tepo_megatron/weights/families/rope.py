@@ -87,7 +87,7 @@ def read_rope(
     if percent < 1 and table.attention_factor != 1:
         raise ConversionError(
             f"config.json: {where}.rope_type={kind} scales the rotated channels by {table.attention_factor:g}, which is not "
-            f"supported where RoPE rotates a part of a head (partial_rotary_factor={percent:g}); use rope_type default or linear"
+            f"supported where RoPE rotates a part of a head (partial_rotary_factor={percent:g}); use default or linear"
         )
     return Rope(theta, table, percent)
 
