@@ -11,8 +11,9 @@ from pathlib import Path
 import torch
 
 from tepo_megatron.config import ModelConfig, RendezvousServerConfig, RolloutConfig, ServerConfig, SyncConfig, UrlServerConfig
-from tepo_megatron.errors import CheckpointError, ConfigError, ConversionError
+from tepo_megatron.errors import ConfigError
 from tepo_megatron.inference.engine_api import EngineApi, LaunchSpec, Platform
+from tepo_megatron.inference.linear_attention import check_linear_attention, layers_of
 from tepo_megatron.inference.servers.endpoint import Endpoint
 from tepo_megatron.inference.servers.fleet import Fleet
 from tepo_megatron.inference.servers.lease import Quiesce
@@ -24,7 +25,6 @@ from tepo_megatron.inference.servers.server import Server
 from tepo_megatron.inference.sglang import SglangApi
 from tepo_megatron.inference.vllm import VllmApi
 from tepo_megatron.types import MASK_TIES
-from tepo_megatron.weights.families import find_family, read_config
 
 ENGINES: Mapping[str, Callable[[], EngineApi]] = {"vllm": VllmApi, "sglang": SglangApi}
 
@@ -49,7 +49,11 @@ def launch_of(
         seed: Seed of the run.
         first_device: Index of the servers' first GPU among those that this process sees.
         host: Address to listen on.
+
+    Raises:
+        ConfigError: The engine cannot serve the model.
     """
+    check_linear_attention(rollout, model.path, platform)
     return LaunchSpec(
         model_path=Path(model.path),
         max_model_len=max_model_len,
@@ -63,21 +67,8 @@ def launch_of(
         first_device=first_device,
         maps_memory=sync.transport.type == "ipc",
         in_fp8=sync.quantize == "fp8",
-        **kinds_of_layers(Path(model.path)),
+        **layers_of(Path(model.path)),
     )
-
-
-def kinds_of_layers(model_path: Path) -> dict[str, bool]:
-    """Return the fields of a `LaunchSpec` that the model's family decides; none for a model that is not there or not supported.
-
-    Args:
-        model_path: Hugging Face directory of the model.
-    """
-    try:
-        family = find_family(read_config(model_path))
-    except (CheckpointError, ConversionError):  # reported where the model is loaded
-        return {}
-    return {"linear_attention": family.read_linear_attention is not None, "text_only": family.text_config is not None}
 
 
 def first_server_device(cfg: RolloutConfig, platform: Platform, world_size: int) -> int:

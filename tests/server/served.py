@@ -19,7 +19,8 @@ from transformers import PreTrainedModel, Qwen3ForCausalLM
 
 from tepo_megatron.config import RolloutConfig, ServerConfig, UrlServerConfig
 from tepo_megatron.inference.engine_api import LaunchSpec
-from tepo_megatron.inference.engines import build_engine, kinds_of_layers
+from tepo_megatron.inference.engines import build_engine
+from tepo_megatron.inference.linear_attention import layers_of
 from tepo_megatron.inference.servers.fleet import Fleet
 from tepo_megatron.inference.servers.local import LocalServer
 from tepo_megatron.inference.servers.process import LOOPBACK
@@ -84,7 +85,7 @@ def serve(
         (folder / "model" / "generation_config.json").write_text(json.dumps(generation_config))
     settings = {"kv_cache_gib": 0.25, "ready_seconds": 240, "restarts": 0} | server
     cfg = RolloutConfig(engine=name, servers=servers, server=ServerConfig(**settings))
-    settings = {"platform": "cpu", "precision": precision, "most_masked": VOCAB_SIZE, **kinds_of_layers(folder / "model")}
+    settings = {"platform": "cpu", "precision": precision, "most_masked": VOCAB_SIZE, **layers_of(folder / "model")}
     launch = LaunchSpec(folder / "model", MAX_MODEL_LEN, seed=0, host=host, **settings)
     log_path = folder / "server.log"
     keys = mock.patch("tepo_megatron.inference.servers.local.secrets.token_urlsafe", lambda size: "-" + secrets.token_hex(size))
