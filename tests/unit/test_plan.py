@@ -118,7 +118,7 @@ def test_recomputed_blocks_take_time() -> None:
         ).products
         for mode in activations.RECOMPUTED
     }
-    layer, block = layer_operations(arch, False), feed_forward_operations(arch, False)
+    layer, block = layer_operations(arch), feed_forward_operations(arch, False)
     added = (seconds["selective"] - seconds["none"]) / (seconds["full"] - seconds["none"])
     assert added == pytest.approx(block / layer)
 
@@ -224,9 +224,7 @@ def test_operations_equal_the_published_formula() -> None:
     _, arch = read_model("Llama-3.1-8B")
     tokens = 8192
     theirs = tokens * (12 * 32 * 4096**2 * (1 + 8 / 32 + tokens / 4096) + 18 * 32 * 14336 * 4096 + 6 * 128256 * 4096)
-    ours = 3 * tokens * (32 * layer_operations(arch, False) + 2 * 128256 * 4096) + 3 * 32 * 2 * attention_operations(
-        arch, tokens**2
-    )
+    ours = 3 * tokens * (32 * layer_operations(arch) + 2 * 128256 * 4096) + 3 * 32 * 2 * attention_operations(arch, tokens**2)
     assert ours == pytest.approx(theirs, rel=1e-9)
 
 

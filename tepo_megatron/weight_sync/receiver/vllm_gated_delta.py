@@ -45,7 +45,7 @@ class Requests:
         return cls(starts, metadata.non_spec_state_indices_tensor[:count].long(), fresh_R)
 
 
-class TorchGatedDeltaNet(QwenGatedDeltaNetAttention):  # type: ignore[misc]
+class TorchGatedDeltaNet(QwenGatedDeltaNetAttention):
     """vLLM's layer, with PyTorch in place of CPU kernels that cannot compute a step."""
 
     def forward_cpu(self, hidden_states: Tensor) -> Tensor:
