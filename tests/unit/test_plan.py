@@ -336,7 +336,7 @@ def test_a_larger_gpu_is_faster_and_longer_responses_are_slower() -> None:
 def test_recipes_in_fp8_allow_for_its_rounding(path: Path) -> None:
     """0.012 nats, the emulated error of 3 layers (docs/precision.md), grown with the square root of depth, twice over."""
     cfg = load_config(path)
-    layers = {"qwen2.5-7b": 28, "qwen3-14b": 40}[path.stem.partition("b-")[0] + "b"]
+    layers = {"qwen2.5-7b": 28, "qwen3-14b": 40, "qwen3.5-9b": 32, "qwen3.5-27b": 64}[path.stem.partition("b-")[0] + "b"]
     in_fp8 = cfg.model.precision.startswith("fp8")
     assert in_fp8 == ("fp8" in path.stem)
     assert (cfg.sync.max_logprob_diff > 2 * 0.012 * (layers / 3) ** 0.5) is in_fp8
