@@ -16,7 +16,7 @@ from tests.e2e.test_faults import SHORT, whole_lines
 
 pytestmark = [pytest.mark.e2e, pytest.mark.full]
 STEPS = 16
-NOISE = 1e-4  # nats; fp32
+NOISE = 1e-5  # nats; fp32
 CHECKED = {"sync__canaries": 6, "sync__verify_every": 1}
 SLICES = "{type: group, slices: true}"
 # name -> (engine, keys)
@@ -36,7 +36,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "sglang, group, elements, canaries": ("sglang", CHECKED | {"sync__transport": "group", "sync__delta": "elements"}),
     "sglang, slices, streamed by prompt, canaries": (
         "sglang",
-        CHECKED | {"sync__transport": SLICES, "training__stream": "prompt"},
+        CHECKED | {"sync__transport": SLICES, "training__stream": "prompt", "rollout__filter_uniform_groups": "false"},
     ),
     "sglang, elements, streamed by arrival, canaries": (
         "sglang",
@@ -70,7 +70,8 @@ def test_ranks_that_die_go_on_with_their_servers(
     records = whole_lines(run)
     assert [r["step"] for r in records] == list(range(1, STEPS + 1))
     assert sum(r["rollout/server_restarts"] for r in records) == 0
-    assert all(r["rollout/logprob_diff_max"] <= NOISE for r in records if r["rollout/logprob_diff_max"] is not None)
+    compared = [r["gate/logprob_diff_worst"] for r in records if r["gate/logprob_diff_worst"] is not None]
+    assert len(compared) >= STEPS // 2 and max(compared) <= NOISE
     if "sync__canaries" in keys:
         assert sum(r["canary/checks"] for r in records) > 0 and sum(r["canary/wrong"] for r in records) == 0
     history = read_history(run)

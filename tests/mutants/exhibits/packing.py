@@ -22,7 +22,7 @@ EXHIBITS = (
         old='layout = AttentionLayout.of(lengths, self.cp_group, query_S.device, getattr(params, "starts", None))',
         new=(
             'one = [sum(lengths)] if getattr(params, "starts", None) is None else lengths\n'
-            '            layout = Layout.of(one, self.cp_group, query_S.device, getattr(params, "starts", None))'
+            '            layout = AttentionLayout.of(one, self.cp_group, query_S.device, getattr(params, "starts", None))'
         ),
         tests=(
             "tests/parallel/test_attention.py::test_packed_sequences_match_plain_attention",
