@@ -4,8 +4,8 @@
 
 One thread, fp32. The delta rule has 8 heads of 128 for keys and values; the convolution has its 3,072 channels; attention has 4
 heads of 256 and one key-value head, as in a layer of the same width. Projections are in neither. Alternatives run in turn, and
-the figure is the least CPU time per token of all rounds, because other processes only add to it. Backward is the time of forward
-and backward minus the time of forward.
+the figure is the least CPU time per token of all rounds, because other processes only add to it. Backward is the time of both
+passes minus the time of forward.
 
 The target is that the backward pass of the delta rule costs the same per token at all lengths, within a factor of TARGET. With
 the full sizes and without it, the program ends with status 1.
@@ -116,8 +116,9 @@ def markdown(found: dict[tuple[int, ...], Row]) -> str:
         "# Cost of the gated delta rule",
         "",
         f"`python -m benchmarks.linear_attention`, one thread of {around['cores']} cores ({around['cpu']}), at {commit()}.",
-        "Microseconds of CPU time per token, forward / backward, in fp32, the least of several rounds. The gated delta rule has 8 heads",
-        "of 128, attention 4 heads of 256 and one key-value head. Projections are in neither. On a GPU nothing was measured.",
+        "Microseconds of CPU time per token, forward / backward, in fp32, the least of several rounds. The delta rule has 8",
+        "heads of 128, attention 4 heads of 256 and one key-value head. Projections are in neither. On a GPU nothing was",
+        "measured.",
         "",
         "| sequences | gated delta rule | convolution | attention (SDPA) | delta rule and convolution over attention |",
         "| --- | --- | --- | --- | --- |",

@@ -56,4 +56,7 @@ def _with_delta_rule(layer: ModuleSpec, net: dict[str, object]) -> ModuleSpec:
     attention = layer.submodules.self_attention.submodules
     projections = GatedDeltaNetSubmodules(in_proj=attention.linear_qkv, out_proj=attention.linear_proj)
     delta_rule = ModuleSpec(module=GatedDeltaNet, params=net, submodules=projections)
-    return replace(layer, submodules=replace(layer.submodules, self_attention=delta_rule))
+    # checkpoints name the norm as Transformer Engine does, which fuses it into the projection
+    keys = {key: name.replace("linear_qkv", "in_proj") for key, name in layer.submodules.sharded_state_dict_keys_map.items()}
+    submodules = replace(layer.submodules, self_attention=delta_rule, sharded_state_dict_keys_map=keys)
+    return replace(layer, submodules=submodules)

@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 
 CHUNK = 64
+# Elements of a tensor over the chunks that are computed together (4 MiB of fp32): its intermediates stay in a CPU's cache.
+_BATCH_ELEMENTS = 1 << 20
 _NORM_EPS = 1e-6  # of queries and keys; the published kernels and transformers have the same
 
 
@@ -94,38 +96,65 @@ def gated_delta_rule(q_T: Tensor, k_T: Tensor, v_T: Tensor, g_T: Tensor, beta_T:
     """
     if not chunks.rounds:
         return v_T
-    q, k, v, g, beta = (chunks.spread(x) for x in (q_T * q_T.size(-1) ** -0.5, k_T, v_T, g_T, beta_T))
+    spread = [chunks.spread(x) for x in (q_T, k_T, v_T, g_T, beta_T)]
+    chunk_elements = q_T.size(1) * chunks.size * max(q_T.size(-1), v_T.size(-1))
+    batches = _batches(chunks.rounds, max(1, _BATCH_ELEMENTS // chunk_elements))
+    state: Tensor | None = None
+    outputs: list[Tensor] = []
+    # One split per tensor, here and in `_scan`: the gradient of a slice has the size of the whole tensor, so a slice per round
+    # would make backward quadratic.
+    of_batches = zip(*(x.split([sum(rounds) for rounds in batches]) for x in spread), strict=True)
+    for rounds, tensors in zip(batches, of_batches, strict=True):
+        output, state = _scan(_within(*tensors), rounds, state)
+        outputs.append(output)
+    return chunks.collect(torch.cat(outputs))
+
+
+def _batches(rounds: tuple[int, ...], most: int) -> list[list[int]]:
+    """Return consecutive rounds in batches of at most `most` chunks, or of one round: memory that is in use stays small."""
+    batches: list[list[int]] = [[]]
+    for number in rounds:
+        if batches[-1] and sum(batches[-1]) + number > most:
+            batches.append([])
+        batches[-1].append(number)
+    return batches
+
+
+def _within(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> tuple[Tensor, ...]:
+    """Return what the scan needs of each chunk, computed within the chunk. q, k, v: [n, H, C, ...]; g, beta: [n, H, C].
+
+    Returns:
+        The values to write if the state before the chunk were 0 [n, H, C, V]; the keys by which the state changes them
+        [n, H, C, K]; the weights of the chunk's own values in its outputs [n, H, C, C]; the queries with their decay from the
+        start [n, H, C, K]; the keys with their decay to the end [n, H, C, K]; the decay of the whole chunk [n, H, 1, 1].
+    """
+    q = q * q.size(-1) ** -0.5
     total = g.cumsum(-1)  # log of the decay since the start of the chunk
-    future = torch.ones(chunks.size, chunks.size, dtype=torch.bool, device=q.device).triu(1)
+    future = torch.ones(q.size(-2), q.size(-2), dtype=torch.bool, device=q.device).triu(1)
     # masked before exp, which would overflow there, and whose gradient would be 0 * inf
     decay = (total[..., :, None] - total[..., None, :]).masked_fill(future, -torch.inf).exp()
     written = k * beta[..., None]
     system = (written @ k.transpose(-1, -2)) * decay  # the solver takes its diagonal as 1
     wanted = torch.cat((v * beta[..., None], written * total.exp()[..., None]), dim=-1)
     solved = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
-    parts = (
+    return (
         *solved.split((v.size(-1), k.size(-1)), dim=-1),
         (q @ k.transpose(-1, -2)) * decay,
         q * total.exp()[..., None],
         k * (total[..., -1:] - total).exp()[..., None],
         total[..., -1].exp()[..., None, None],
     )
-    return chunks.collect(_scan(parts, chunks.rounds))
 
 
-def _scan(parts: tuple[Tensor, ...], rounds: tuple[int, ...]) -> Tensor:
-    """Return the outputs of all chunks, [n, H, C, V].
+def _scan(parts: tuple[Tensor, ...], rounds: list[int], state: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return the outputs of a batch of rounds [n, H, C, V], and the state behind its last round.
 
     Args:
-        parts: For each chunk: the values to write if the state before it were 0 [n, H, C, V]; the keys by which the state
-            before it changes them [n, H, C, K]; the weights of its own values in its outputs [n, H, C, C]; the queries with
-            their decay from the start [n, H, C, K]; the keys with their decay to the end [n, H, C, K]; the decay of the whole
-            chunk [n, H, 1, 1].
-        rounds: `SequenceChunks.rounds`.
+        parts: What `_within` returns.
+        rounds: Number of chunks of each round of the batch.
+        state: The state before the batch; None: 0.
     """
-    state: Tensor | None = None
     outputs: list[Tensor] = []
-    # one split per tensor: the gradient of a slice has the size of the whole, so a slice per round would take quadratic time
     for values, reads, own, q, k, decay in zip(*(x.split(rounds) for x in parts), strict=True):
         if state is None:
             outputs.append(own @ values)
@@ -135,4 +164,5 @@ def _scan(parts: tuple[Tensor, ...], rounds: tuple[int, ...]) -> Tensor:
         values = values - reads @ state
         outputs.append(q @ state + own @ values)
         state = state * decay + k.transpose(-1, -2) @ values
-    return torch.cat(outputs)
+    assert state is not None, "a batch has at least one round"
+    return torch.cat(outputs), state

@@ -133,11 +133,10 @@ def rmsnorm_fwd(
         quantizer: Quantizer of the output. None: no quantization.
         dtype: Transformer Engine's dtype of the output.
         sm_margin: Not used.
-        zero_centered: Must be false.
+        zero_centered: Whether the norm multiplies by 1 + weight.
     """
-    assert not zero_centered
     rstd = torch.rsqrt(x.float().square().mean(-1) + eps)
-    y = (x.float() * rstd[:, None] * weight.float()).to(torch_dtype(dtype))
+    y = (x.float() * rstd[:, None] * (weight.float() + zero_centered)).to(torch_dtype(dtype))
     if quantizer is not None:
         return quantizer(y), None, rstd
     if out is not None:
@@ -156,10 +155,10 @@ def rmsnorm_bwd(
         rstd: 1 / rms of each row.
         weight: [H].
         sm_margin: Not used.
-        zero_centered: Must be false.
+        zero_centered: Whether the norm multiplies by 1 + weight.
     """
     unit, grad = x.float() * rstd[:, None], dy.float()
-    scaled = grad * weight.float()
+    scaled = grad * (weight.float() + zero_centered)
     dx = rstd[:, None] * (scaled - unit * (scaled * unit).mean(-1, keepdim=True))
     return dx.to(x.dtype), (grad * unit).sum(0).to(weight.dtype)
 
@@ -204,9 +203,10 @@ def _turned(t: Tensor, freqs: Tensor, starts: None, interleaved: bool, cu_seqlen
     assert starts is None and not interleaved and cp_size == 1 and t.ndim == 3
     pieces = []
     for first, end in zip(cu_seqlens.tolist(), cu_seqlens.tolist()[1:], strict=False):
-        angle, x = freqs[: end - first, 0], t[first:end].float()  # [length, 1, D]
+        angle, whole = freqs[: end - first, 0], t[first:end].float()  # [length, 1, R], R <= D: the others pass
+        x, rest = whole[..., : angle.size(-1)], whole[..., angle.size(-1) :]
         a, b = x.chunk(2, dim=-1)
-        pieces.append(x * angle.cos() + sign * torch.cat((-b, a), dim=-1) * angle.sin())
+        pieces.append(torch.cat((x * angle.cos() + sign * torch.cat((-b, a), dim=-1) * angle.sin(), rest), dim=-1))
     return torch.cat(pieces).to(t.dtype)
 
 

@@ -21,7 +21,7 @@ from tepo_megatron.config import Config
 from tepo_megatron.config.io import plain, validate
 from tepo_megatron.distributed.parallel import ParallelDims
 from tests.parallel import cases
-from tests.tiny import tiny_model
+from tests.tiny import hybrid_config, tiny_model
 
 SHAPE: dict[str, Any] = {
     "vocab_size": cases.VOCAB, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3, "num_attention_heads": 8,
@@ -29,6 +29,11 @@ SHAPE: dict[str, Any] = {
     "eos_token_id": 2,
 }  # fmt: skip
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 256, "norm_topk_prob": True}
+# 2 x 256 + 2 x 768 + 2 x 128 rows of projection: a multiple of 128 on each of two ranks, as blockwise FP8 requires
+HYBRID: dict[str, Any] = {
+    "linear_num_key_heads": 128, "linear_num_value_heads": 128, "linear_key_head_dim": 2, "linear_value_head_dim": 6,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -46,6 +51,9 @@ MODELS = {
     ),
     "qwen3_moe": Model(
         Qwen3MoeConfig(**SHAPE, **EXPERTS, mlp_only_layers=[1], tie_word_embeddings=False), {"dp": 2, "ep": 2}, 2
+    ),
+    "qwen3_5": Model(
+        hybrid_config(**SHAPE, **HYBRID, tie_word_embeddings=False), {"tp": 2, "dp": 2, "sequence_parallel": True}, 4
     ),
 }  # fmt: skip
 

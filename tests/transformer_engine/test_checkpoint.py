@@ -109,8 +109,11 @@ def test_tensors_are_those_of_an_actor_without_it(tmp_path: Path, name: str, pre
     assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
     assert {n for rank in te for n, _ in rank["wanted"]} == found.keys()
     extra = {key for rank in te for key in rank["objects"]}
+    attention, delta_rule = ("linear_qkv", "linear_proj"), ("in_proj", "out_proj")
     linear = [
-        f"decoder.layers.{i}.self_attention.linear_{part}._extra_state/shard_0_1" for i in range(3) for part in ("qkv", "proj")
+        f"decoder.layers.{i}.self_attention.{part}._extra_state/shard_0_1"
+        for i in range(3)
+        for part in (delta_rule if name == "qwen3_5" and i != 1 else attention)
     ]
     assert extra >= set(linear) and all("._extra_state/" in key for key in extra)
     assert all(rank["common"] == {} for rank in te), "before the first step there is nothing to keep"

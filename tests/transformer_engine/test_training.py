@@ -17,6 +17,8 @@ import torch
 from tepo_megatron.config import Config
 from tepo_megatron.types import TrainBatch
 from tests.parallel import cases
+from tests.parallel.test_families import HYBRID_TOLERANCE
+from tests.tiny import hybrid_config
 from tests.transformer_engine import models
 from tests.worlds import run_world
 
@@ -24,16 +26,19 @@ INSIDE, HOOK = True, False  # who adds weights' gradients: the product, or the d
 LAYOUTS = [  # embeddings, layout, tokens of a microbatch, who adds
     ("tied", "1 rank", 4096, HOOK), ("untied", "1 rank", 80, INSIDE), ("untied", "TP2+SP", 80, INSIDE),
     ("tied", "PP2", 90, HOOK), ("tied", "PP2", 90, INSIDE), ("untied", "DP2", 50, HOOK), ("tied", "DP2 TP2", 60, INSIDE),
-    ("untied", "PP2 VPP2", 100, INSIDE),
+    ("untied", "PP2 VPP2", 100, INSIDE), ("hybrid", "1 rank", 80, INSIDE), ("hybrid", "TP2+SP", 80, INSIDE),
+    ("hybrid", "PP2 VPP2", 100, HOOK),
 ]  # fmt: skip
 Change = Callable[[Any], None]
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, cases.Case]:
-    """The case of `tests/parallel`, with tied and with untied embeddings."""
+    """The case of `tests/parallel`, with tied and with untied embeddings, and of a hybrid."""
     folder = tmp_path_factory.mktemp("case")
-    return {name: cases.make_case(folder / name, tied=name == "tied") for name in ("tied", "untied")}
+    made = {name: cases.make_case(folder / name, tied=name == "tied") for name in ("tied", "untied")}
+    config = hybrid_config(vocab_size=cases.VOCAB)
+    return made | {"hybrid": cases.make_case(folder / "hybrid", tied=False, config=config)}
 
 
 def _train(rank: int, cfg: Config, batches: tuple[TrainBatch, ...], change: Change | None = None) -> list[dict[str, Any]]:
@@ -80,7 +85,7 @@ def test_layout_equals_reference(
     case = made[embeddings]
     cfg = models.config(case.model, cases.LAYOUTS[layout], "fp32", fused=fused, training=_keys(max_tokens))
     ranks = run_world(cfg.parallel.world_size, _train, cfg, case.batches)
-    cases.compare(ranks, case.steps)
+    cases.compare(ranks, case.steps, HYBRID_TOLERANCE if embeddings == "hybrid" else cases.TOLERANCE)
 
 
 @pytest.mark.parametrize(("embeddings", "layout"), [("tied", "DP2"), ("untied", "DP2")])
