@@ -64,7 +64,9 @@ class TorchGatedDeltaNet(QwenGatedDeltaNetAttention):
         tokens = requests.starts[-1]
         convolved = self._convolve(qkv[:tokens].float(), requests)
         q, k, v = convolved.split((keys, keys, values), -1)
-        q, k, v = (t.unflatten(-1, (-1, size)) for t, size in ((q, self.head_k_dim), (k, self.head_k_dim), (v, self.head_v_dim)))
+        q, k, v = (
+            t.unflatten(-1, (-1, size)) for t, size in ((q, self.head_k_dim), (k, self.head_k_dim), (v, self.head_v_dim))
+        )
         decay = -self.A_log.float().exp() * F.softplus(a[:tokens].float() + self.dt_bias.float())
         states, heads = self.kv_cache[1], values // self.head_v_dim
         states = states.view(len(states), heads, self.head_k_dim, self.head_v_dim)  # as vLLM's CPU kernels read it
