@@ -165,12 +165,10 @@ def bf16_noise(model: PreTrainedModel, rollouts: list[Rollout]) -> tuple[float, 
     found = []
     in_bf16: Any = copy.deepcopy(model).bfloat16()
     for r in rollouts:
-        ids = r.token_ids_L[None]
-        exact, rounded = (
-            m(ids).logits[0, :-1].float().log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0] for m in (model, in_bf16)
-        )
-        mask = r.response_mask_L[1:]
-        found.append(torch.stack((r.rollout_logprobs_L[1:] - exact, rounded - exact))[:, mask].abs())
+        ids, chosen = r.token_ids_L[None], r.response_mask_L[1:]
+        logprobs = [m(ids).logits[0, :-1].float().log_softmax(-1) for m in (model, in_bf16)]
+        exact, rounded = (x.gather(1, ids[0, 1:, None])[:, 0] for x in logprobs)
+        found.append(torch.stack((r.rollout_logprobs_L[1:] - exact, rounded - exact))[:, chosen].abs())
     engine, transformers = torch.cat(found, 1).mean(1).tolist()
     return engine, transformers
 

@@ -31,9 +31,10 @@ def test_the_package_does_not_grow() -> None:
     canaries, which say which weights serve 540,
     restarts on request with another layout, and with fewer ranks after a device was lost 250,
     slices from the shards of the trainer's ranks 60,
-    the gated delta rule: operators, layer, checkpoints, and the Qwen3.5 family 697.
+    the gated delta rule: operators, layer, checkpoints, and the Qwen3.5 family 697,
+    hybrids in vLLM's CPU server and in the plan 335.
     """
-    assert sum(map(lines_of_code, modules().values())) <= 23_392 + 6_477
+    assert sum(map(lines_of_code, modules().values())) <= 23_392 + 6_812
 
 
 def test_functions_files_and_classes_are_small() -> None:
