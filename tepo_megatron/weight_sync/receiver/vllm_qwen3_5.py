@@ -1,4 +1,4 @@
-"""vLLM's Qwen3.5 on CPU, as a plugin has to offer it. vLLM imports this module in the place of its own once it serves such a model.
+"""vLLM's Qwen3.5 on CPU, as a plugin has to offer it. vLLM imports this module instead of its own once it serves such a model.
 
 Facts are of vLLM 0.32 and transformers 5.19. The module changes the server's process in three ways before it offers vLLM's own
 classes: the import of vLLM's file works without torchvision, the gated delta nets are those of `vllm_gated_delta.py`, and a

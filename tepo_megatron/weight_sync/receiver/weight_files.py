@@ -58,12 +58,13 @@ class UpdateTracker:
         """
         names = Counter(name for name, _ in given)
         known = self._expected.keys() | self._optional
+        partners = {_partner(name) for name in names.keys() - self.unchanged}
         _refuse({
             "given twice": {name for name, count in names.items() if count > 1 or name in self._given},
             "unknown": names.keys() - known,
             "given that were to stay": names.keys() & self.unchanged,
             "of another shape": {name for name, shape in given if shape != self._expected.get(name, shape)},
-            "that were to stay without the other of their pair": {_partner(n) for n in names.keys() - self.unchanged} & self.unchanged,
+            "that were to stay without the other of their pair": partners & self.unchanged,
         })  # fmt: skip
         self._given |= names.keys()
 
