@@ -32,8 +32,8 @@ OUT = ROOT / "benchmarks/results/linear_attention.md"
 HEADS, CHANNELS = 8, 128
 ATTENTION_HEADS, ATTENTION_CHANNELS = 4, 256
 WIDTH = 4
-LENGTHS = ((1024,), (2048,), (4096,), (8192,))
-PACKED = ((128,) * 16, (512,) * 8)
+LENGTHS: tuple[tuple[int, ...], ...] = ((1024,), (2048,), (4096,), (8192,))
+PACKED: tuple[tuple[int, ...], ...] = ((128,) * 16, (512,) * 8)
 TARGET = 1.3
 CPU = torch.device("cpu")
 
@@ -50,7 +50,7 @@ def delta_rule(lengths: Sequence[int]) -> tuple[Make, Callable[..., Tensor]]:
         values = (torch.randn(total, HEADS, CHANNELS), -torch.rand(total, HEADS), torch.rand(total, HEADS))
         return tuple(x.requires_grad_() for x in (q, k, *values))
 
-    return make, lambda *x: gated_delta_rule(*x, chunks)
+    return make, lambda q, k, v, g, beta: gated_delta_rule(q, k, v, g, beta, chunks)
 
 
 def convolution(lengths: Sequence[int]) -> tuple[Make, Callable[..., Tensor]]:
@@ -150,7 +150,8 @@ def main() -> int:
     args = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    lengths = ((128,), (256,), (64,) * 4) if args.quick else (*LENGTHS, *PACKED)
+    quick: tuple[tuple[int, ...], ...] = ((128,), (256,), (64,) * 4)
+    lengths = quick if args.quick else (*LENGTHS, *PACKED)
     found = {each: measure(each, 1 if args.quick else args.repetitions) for each in lengths}
     page = markdown(found)
     print(page)

@@ -147,6 +147,20 @@ def train(config_path: str, overrides: list[str]) -> int:
     return 0
 
 
+def sft(config_path: str, overrides: list[str]) -> int:
+    """Run `tepo sft CONFIG [--key value ...]`.
+
+    Args:
+        config_path: Path of the YAML file.
+        overrides: The remaining arguments.
+    """
+    from tepo_megatron.launcher.launcher import inside_torchrun
+    from tepo_megatron.sft.command import sft
+
+    is_main = not inside_torchrun() or os.environ["RANK"] == "0"
+    return sft(config_path, overrides, is_main, lambda text: print(escaped(text), flush=True))
+
+
 def serve(config_path: str, host: str, address: str | None, overrides: list[str]) -> int:
     """Run `tepo serve CONFIG [--host ADDRESS] [--address NAME] [--key value ...]`.
 

@@ -12,7 +12,7 @@ from tepo_megatron.errors import ConfigError, RunStopped, TepoError
 from tepo_megatron.utils.escaping import escaped
 
 # They take --section.key VALUE.
-COMMANDS_WITH_KEYS = ("train", "restart", "replay", "ablate", "serve", "doctor", "evaluate", "plan")
+COMMANDS_WITH_KEYS = ("train", "sft", "restart", "replay", "ablate", "serve", "doctor", "evaluate", "plan")
 _FIRST_WORDS = dict.fromkeys(("restart", "replay"), ("RUN_DIR", "the run's directory"))
 _FIRST_WORDS["evaluate"] = "CHECKPOINT", "the checkpoint"
 Subparsers = argparse._SubParsersAction
@@ -28,8 +28,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=__version__)
     subparsers = parser.add_subparsers(dest="command", required=True)
     for add in (
-        _add_train, _add_restart, _add_replay, _add_report, _add_audit, _add_ablate, _add_serve, _add_doctor, _add_evaluate,
-        _add_plan, _add_compare,
+        _add_train, _add_sft, _add_restart, _add_replay, _add_report, _add_audit, _add_ablate, _add_serve, _add_doctor,
+        _add_evaluate, _add_plan, _add_compare,
     ):  # fmt: skip
         add(subparsers)
     words = list(sys.argv[1:] if argv is None else argv)
@@ -66,6 +66,17 @@ def _add_train(subparsers: Subparsers) -> None:
     )
     parser.add_argument("config", metavar="CONFIG", help="a YAML file; start from examples/template.yaml")
     parser.set_defaults(run=lambda args, overrides: commands.train(args.config, overrides))
+
+
+def _add_sft(subparsers: Subparsers) -> None:
+    parser = subparsers.add_parser(
+        "sft",
+        help="fine-tune on conversations, before RL, with the model and layout of a training config",
+        usage="tepo sft CONFIG --sft.data FILE [--section.key VALUE ...]",
+        epilog="Rows with a chat, or with a prompt and a response; all keys: section sft of docs/configuration.md.",
+    )
+    parser.add_argument("config", metavar="CONFIG", help="a YAML file, as for tepo train; data.train may be missing")
+    parser.set_defaults(run=lambda args, overrides: commands.sft(args.config, overrides))
 
 
 def _add_restart(subparsers: Subparsers) -> None:

@@ -21,6 +21,7 @@ from tepo_megatron.config.reward import (
 from tepo_megatron.config.rollout import DYNAMIC_SAMPLING_ROUNDS, RolloutConfig
 from tepo_megatron.config.run import Config
 from tepo_megatron.config.server import AnyServer, AnyServerConfig, RendezvousServerConfig, ServerConfig, UrlServerConfig
+from tepo_megatron.config.sft import SftConfig
 from tepo_megatron.config.sync import (
     AnyTransportConfig,
     GroupTransportConfig,
@@ -36,6 +37,6 @@ __all__ = [
     "AnyTransportConfig", "Benchmark", "CheckpointConfig", "Config", "CustomTermConfig", "DataConfig", "DataSet",
     "EvaluationConfig", "FormatTermConfig", "GroupTransportConfig", "HttpTermConfig", "IpcTransportConfig", "LengthTermConfig",
     "LoggingConfig", "MegatronConfig", "ModelConfig", "ObjectiveConfig", "OptimizerConfig", "ParallelConfig", "Precision",
-    "RendezvousServerConfig", "RewardConfig", "RewardTerm", "RolloutConfig", "ServerConfig", "ShmTransportConfig", "SyncConfig",
-    "TrainingConfig", "UrlServerConfig",
+    "RendezvousServerConfig", "RewardConfig", "RewardTerm", "RolloutConfig", "ServerConfig", "SftConfig", "ShmTransportConfig",
+    "SyncConfig", "TrainingConfig", "UrlServerConfig",
 ]  # fmt: skip

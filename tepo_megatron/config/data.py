@@ -12,7 +12,7 @@ from tepo_megatron.config.fields import Positive, PositiveFloat, config
 SLICE = re.compile(r"(?P<source>.*)\[(?P<start>\d+%?)?:(?P<stop>\d+%?)?\]", re.DOTALL)
 
 
-def _check_source(key: str, source: str) -> None:
+def check_source(key: str, source: str) -> None:
     """Raise ValueError if a source names nothing, or ends with a malformed slice.
 
     Args:
@@ -43,7 +43,7 @@ class DataSet:
     answer_key: str | None = None
 
     def __post_init__(self) -> None:
-        _check_source("path", self.path)
+        check_source("path", self.path)
 
 
 # the tags keep errors about one of the two types apart from errors about the other; `config/io.py` leaves them out of messages
@@ -91,7 +91,7 @@ class DataConfig:
             raise ValueError("train=[] names no set; give it a file, or at least one set with its path")
         for key, source in (("train", self.train), ("eval", self.eval)):
             if isinstance(source, str):
-                _check_source(key, source)
+                check_source(key, source)
         own = sorted({"tokenize", "add_generation_prompt", "return_dict", "conversation"} & self.template_kwargs.keys())
         if own:
             raise ValueError(f"template_kwargs.{own[0]} is set by the package; remove it")

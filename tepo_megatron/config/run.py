@@ -14,6 +14,7 @@ from tepo_megatron.config.model import ModelConfig, ParallelConfig, check_attent
 from tepo_megatron.config.objective import ObjectiveConfig
 from tepo_megatron.config.reward import RewardConfig
 from tepo_megatron.config.rollout import RolloutConfig, check_batch, check_stream
+from tepo_megatron.config.sft import SftConfig
 from tepo_megatron.config.sync import SyncConfig, check_canaries, check_quantize, check_transport
 from tepo_megatron.config.training import OptimizerConfig, TrainingConfig, check_recompute, check_sequence
 from tepo_megatron.config.upkeep import CheckpointConfig, EvaluationConfig, LoggingConfig, check_checkpoint, check_evaluation
@@ -40,6 +41,7 @@ class Config:
     training: TrainingConfig = Field(default_factory=TrainingConfig)
     megatron: MegatronConfig = Field(default_factory=MegatronConfig)
     sync: SyncConfig = Field(default_factory=SyncConfig)
+    sft: SftConfig = Field(default_factory=SftConfig)
     evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     logging: LoggingConfig = Field(default_factory=LoggingConfig)

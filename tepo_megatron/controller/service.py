@@ -252,18 +252,14 @@ class RolloutService:
         return Waited("stop")  # nobody hears it
 
     def _may_restart(self, run_dir: Path, task: _Task) -> bool:
-        """Return whether the ranks may end now, to be started again.
-
-        They do not end during evaluations, which would be made twice, nor while a colocated engine samples: it sleeps next.
-        """
+        """Return whether the ranks may end now, to be started again. While a colocated engine samples, it may not sleep."""
         assert self._cfg is not None
         if not self._keeps or LAUNCHER not in os.environ:
             answer_restart(
                 run_dir, "refused: torchrun starts the ranks of this run, or checkpoint.max_restarts does not allow it"
             )
             return False
-        samples = any(task.future is batch.future for batch in self._batches.values())
-        return samples and (task.future.done() or not self._cfg.rollout.colocate)
+        return task.future.done() or not self._cfg.rollout.colocate
 
     def _answer(self, received: _Received, make: Callable[[], Any]) -> None:
         number, connection = received.call.number, received.connection

@@ -100,6 +100,16 @@ def has(row: Row, key: str) -> bool:
     return _reach(row, key)[1]
 
 
+def value_at(row: Row, key: str) -> Any:
+    """Return the value at a dotted key; None if the row lacks it.
+
+    Args:
+        row: Columns of the row.
+        key: Dotted key.
+    """
+    return _reach(row, key)[0]
+
+
 def _reach(row: Mapping[str, Any], key: str) -> tuple[Any, bool]:
     """Return (the value at a dotted key, whether the row has the key)."""
     if key in row:

@@ -36,6 +36,7 @@ def examine(
         ("packages", machine.packages),
         ("versions", lambda: versions.combinations(versions.installed())),
         ("kernels", partial(kernels, cfg.training.offload_activations)),
+        ("linear kernels", partial(versions.linear_kernels, cfg.model, cfg.platform)),
         ("megatron", partial(versions.passed_fields, cfg.megatron)),
         ("cuDNN", partial(versions.cudnn, cfg.platform, os.environ)),
         ("config", config),

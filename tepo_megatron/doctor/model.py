@@ -38,7 +38,8 @@ def conversion(model_path: str, tp: int) -> Iterator[Finding]:
         said = f"{len(missing)} tensors of config.json are not in {model_path}: {min(missing)}"
         yield Finding("conversion", "fail", said, "copy the model directory again")
         return
-    tp = tp if arch.num_query_groups % tp == 0 else 1  # check_layout refuses any other value
+    heads = [arch.num_query_groups, *([arch.linear_attention.key_heads] if arch.linear_attention else [])]
+    tp = tp if all(number % tp == 0 for number in heads) else 1  # check_layout refuses any other value
     count, nbytes = 0, 0
     for row in family.rows:
         for names in _ends(row, arch):

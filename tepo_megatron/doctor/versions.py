@@ -9,12 +9,13 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
-from tepo_megatron.actor.kernels import choose
+from tepo_megatron.actor.kernels import choose, choose_linear
 from tepo_megatron.actor.kernels import installed as computing
 from tepo_megatron.config import MegatronConfig, ModelConfig
 from tepo_megatron.config.megatron import untested_fields
 from tepo_megatron.doctor.findings import Finding, Verdict
 from tepo_megatron.errors import ConfigError
+from tepo_megatron.weights.families import find_family, read_config
 
 
 @dataclass(frozen=True)
@@ -118,6 +119,23 @@ def kernels(
     else:
         fix = "it works, and is slower; install the extra `te` and use model.attention=auto"
         yield Finding("kernels", "warn", str(chosen), fix)
+
+
+def linear_kernels(model: ModelConfig, platform: str) -> Iterator[Finding]:
+    """Report which implementation runs the gated delta rule; nothing for a model without it.
+
+    Args:
+        model: Its folder and its precision.
+        platform: "cpu" or "cuda".
+    """
+    config = read_config(model.path)
+    if find_family(config).architecture(config).linear_attention is None:
+        return
+    chosen = choose_linear(model, platform, computing())
+    if "torch" in (chosen.delta_rule, chosen.convolution) and platform == "cuda" and model.dtype == "bf16":
+        yield Finding("linear kernels", "warn", str(chosen), "it works; install flash-linear-attention and causal-conv1d")
+    else:
+        yield Finding("linear kernels", "pass", str(chosen))
 
 
 def passed_fields(megatron: MegatronConfig) -> Iterator[Finding]:

@@ -18,16 +18,21 @@ def service_holds_folder() -> bool:
     return is_restart() and supervised is not None and service_guard.folder_of(supervised).exists()
 
 
-def start(cfg: "Config") -> None:
+def start(cfg: "Config", worker: str = "tepo_megatron.launcher.worker") -> None:
     """Make one run, already checked by `preflight`, in processes of its own and wait for it.
 
-    Raises a TepoError, which is also written to the run's log.txt.
+    Args:
+        cfg: The run's config.
+        worker: Module that a rank runs.
+
+    Raises:
+        TepoError: It is also written to the run's log.txt.
     """
     from tepo_megatron.launcher.launcher import RanksFailed, launch
 
     with run_dir.claim(cfg) as lock:
         try:
-            launch(cfg, inherit=[lock.file])
+            launch(cfg, worker, inherit=[lock.file])
         except RanksFailed as e:
             if lock.holds():  # otherwise the folder belongs to another run, or is gone
                 with contextlib.suppress(OSError), (cfg.run_dir / "log.txt").open("a") as log:  # the disk may be at fault

@@ -9,7 +9,7 @@ import math
 import os
 import re
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -83,18 +83,19 @@ class RunLog:
         run_dir: Folder of the run; it must exist. It stays as an attribute.
         cfg: Which outputs are on.
         steps: Steps of the whole run, for the progress line.
+        columns: The values of the progress line.
 
     Raises:
         ConfigError: A configured output is not installed, or another process has this run's log open.
     """
 
-    def __init__(self, run_dir: Path, cfg: LoggingConfig, steps: int) -> None:
+    def __init__(self, run_dir: Path, cfg: LoggingConfig, steps: int, columns: Sequence[Column] = COLUMNS) -> None:
         self._tensorboard = _open_tensorboard(run_dir) if cfg.tensorboard else None
         self._wandb = _open_wandb(run_dir, cfg.wandb_project) if cfg.wandb_project else None
         self.run_dir = run_dir
         self._metrics = open_for_appending(run_dir / METRICS_FILE)
         lock(self._metrics, run_dir)
-        self._log, self._steps, self._lines = LogFile(run_dir), steps, 0
+        self._log, self._steps, self._lines, self._columns = LogFile(run_dir), steps, 0, columns
 
     def __enter__(self) -> "RunLog":
         self._log.__enter__()
@@ -200,8 +201,8 @@ class RunLog:
     def _progress(self, step: int, record: Mapping[str, Value]) -> None:
         width = max(len("step"), 2 * len(str(self._steps)) + 1)
         if self._lines % HEADER_EVERY == 0:
-            self._log.row("step".rjust(width), [column.heading.rjust(column.width) for column in COLUMNS], "bold")
-        self._log.row(f"{step}/{self._steps}".rjust(width), [column.cell(record) for column in COLUMNS])
+            self._log.row("step".rjust(width), [column.heading.rjust(column.width) for column in self._columns], "bold")
+        self._log.row(f"{step}/{self._steps}".rjust(width), [column.cell(record) for column in self._columns])
         self._lines += 1
 
 

@@ -87,6 +87,8 @@ def _read_summary(path: Path) -> Summary | None:
         return None
     try:
         row = json.loads(path.read_text())
+        if "held_out_loss" in row:
+            raise DataError(f"{path.parent}: a run of tepo sft has no report; its losses are in summary.json and metrics.jsonl")
         found = [
             (step, row[f"accuracy_{when}"], row["standard_error"][when] or 0.0)
             for step, when in ((0, "before"), (row["steps"], "after"))

@@ -252,16 +252,17 @@ def train_steps(rank: int, cfg: Config, batches: tuple[TrainBatch, ...]) -> list
     return out
 
 
-def steps_of(actor: Any, batches: tuple[TrainBatch, ...]) -> list[dict[str, Any]]:
+def steps_of(actor: Any, batches: tuple[TrainBatch, ...], objective: Any = None) -> list[dict[str, Any]]:
     """Take the optimizer steps of an actor; return them as `train_steps` does.
 
     Args:
         actor: Actor to train.
         batches: Batch of each step.
+        objective: The loss. None: that of the actor's config.
     """
     from tepo_megatron.losses import build_objective
 
-    objective = build_objective(actor.cfg.objective)
+    objective = objective or build_objective(actor.cfg.objective)
     actor.start_step(1)
     out = []
     for batch in batches:

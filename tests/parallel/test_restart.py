@@ -162,6 +162,14 @@ def test_a_restart_on_request_changes_nothing(
     w.assert_same(replace(made, records=records), straight(1))
 
 
+def test_a_restart_on_request_repeats_no_evaluation(straight: Callable[[int], Outcome], model: Path, tmp_path: Path) -> None:
+    cfg = w.run_config(model, tmp_path, checkpoint={"every": 2})
+    restarted(cfg, tmp_path / "journal", Request("tepo_megatron.controller.schedule:Schedule.evaluate", 2, name=RESTART))
+    w.assert_same(w.outcome(cfg, tmp_path / "journal"), straight(1))
+    rows = [row for row in w.journal_rows(tmp_path / "journal") if row.get("seed") == derive_seed(cfg.seed, "evaluation")]
+    assert [row["version"] for row in rows] == [0, 2, 4, 5], "no evaluation is made twice"
+
+
 def test_ranks_are_restarted_with_another_mesh(model: Path, tmp_path: Path) -> None:
     """Two data-parallel ranks become one; the run can be repeated from its recordings bit for bit."""
     two = w.run_config(model, tmp_path, parallel={"dp": 2}, rollout={"record": True}, checkpoint={"every": 2})

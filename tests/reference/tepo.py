@@ -167,11 +167,20 @@ class Trainer:
             beta: Coefficient of the KL.
             form: See `tepo_loss`.
         """
-        self.optimizer.zero_grad()
         loss, shares = tepo_loss(self.model, batch, temperature, eps, beta, form)
+        return self.take(loss, (shares["high"], shares["low"], shares["mask"]))
+
+    def take(self, loss: Tensor, shares: tuple[float, float, float] = (0.0, 0.0, 0.0)) -> Step:
+        """Take one step with a loss of the current weights.
+
+        Args:
+            loss: The loss.
+            shares: `clipped_high`, `clipped_low` and `mask_share` of the step.
+        """
+        self.optimizer.zero_grad()
         loss.backward()
         gradients = {n: p.grad.clone() for n, p in self.model.named_parameters()}
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
         self.optimizer.step()
         weights = {n: p.detach().clone() for n, p in self.model.named_parameters()}
-        return Step(loss.item(), gradients, float(norm), weights, shares["high"], shares["low"], shares["mask"])
+        return Step(loss.item(), gradients, float(norm), weights, *shares)

@@ -117,7 +117,8 @@ def _workspaces(rank: int, cfg: Config, batches: tuple[TrainBatch, ...], offload
     models.frees_memory(actor)
     counts = _casts(actor)
     found: dict[str, Any] = {"passes": [], "values": []}
-    linear = {b.name for b in actor.bindings if ".linear_" in b.name and not b.name.endswith("norm_weight")}
+    layers = (".linear_", ".in_proj.", ".out_proj.")
+    linear = {b.name for b in actor.bindings if any(x in b.name for x in layers) and not b.name.endswith("norm_weight")}
     parameters = sum(b.parameter.numel() for b in actor.bindings if b.name in linear)
 
     def leave(copies: int) -> None:

@@ -20,10 +20,11 @@ from transformers import AutoTokenizer
 from tepo_megatron.config import Config
 from tepo_megatron.config.io import validate
 from tepo_megatron.doctor import examine, machine, print_findings, trial, versions
+from tepo_megatron.doctor import model as model_checks
 from tepo_megatron.doctor.findings import Finding
 from tepo_megatron.launcher.preflight import preflight
 from tepo_megatron.utils.escaping import escaped
-from tests.tiny import tiny_qwen3
+from tests.tiny import hybrid_config, tiny_model, tiny_qwen3
 
 
 @pytest.fixture(scope="module")
@@ -299,6 +300,21 @@ def test_the_kernels_that_compute_are_named(made: Make, monkeypatch: pytest.Monk
     assert verdict == "warn" and said.startswith("layers and attention: PyTorch; norms: Apex; Adam: Apex")
     assert kernels("transformer_engine", attention="sdpa")[0] == "warn"
     assert kernels(attention="te")[0] == "fail"
+
+
+def test_the_kernels_of_a_hybrid_are_named(made: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    tiny_model(tmp_path / "hybrid", hybrid_config())
+    cfg = made(platform="cuda").model
+    assert list(versions.linear_kernels(cfg, "cuda")) == []
+    hybrid = replace(cfg, path=str(tmp_path / "hybrid"), precision="bf16")
+    (alone,) = versions.linear_kernels(hybrid, "cuda")
+    assert alone.verdict == "warn" and alone.said == "gated delta rule: PyTorch; causal convolution: PyTorch"
+    monkeypatch.setattr(versions, "computing", lambda: frozenset({"fla", "causal_conv1d"}))
+    (fast,) = versions.linear_kernels(hybrid, "cuda")
+    assert fast.verdict == "pass" and "flash-linear-attention" in fast.said
+    assert next(versions.linear_kernels(hybrid, "cpu")).verdict == "pass"
+    (found,) = model_checks.conversion(str(tmp_path / "hybrid"), 2)
+    assert found.verdict == "pass" and "tp=2" in found.said
 
 
 def test_the_trial_is_the_run_with_smaller_batches(made: Make, tmp_path: Path) -> None:

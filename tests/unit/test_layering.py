@@ -9,7 +9,7 @@ from tools.structure import PACKAGE, imports, modules, own_imports, package_of
 ORDER = (
     "errors", "limits", "types", "utils", "config", "platform", "grading", "observability", "distributed", "ops", "rewards",
     "losses", "data", "weights", "weight_sync", "inference", "rollout", "actor", "checkpoint", "convert", "evaluation", "audit",
-    "report", "controller", "train", "launcher", "plan", "doctor", "ablation", "cli", "__main__",
+    "report", "controller", "train", "launcher", "sft", "plan", "doctor", "ablation", "cli", "__main__",
 )  # fmt: skip
 APART = {("actor", "rollout"), ("rollout", "actor")}
 # foreign package -> the only ones that may import it

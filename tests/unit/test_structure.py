@@ -7,11 +7,11 @@ from tools.structure import ROLLOUT, WEIGHT, arrows, hops, lines_of_code, module
 
 def test_the_top_of_the_package_is_small() -> None:
     assert len({package_of(name) for name in modules()} - {"", "__main__"}) <= 32
-    assert len(arrows()) <= 191
+    assert len(arrows()) <= 206  # the second training loop, `sft`, uses 14 of the packages below it
 
 
 def test_functions_take_what_they_use() -> None:
-    assert len(takes_config()) <= 30, takes_config()
+    assert len(takes_config()) <= 32, takes_config()
 
 
 def test_the_package_does_not_grow() -> None:
@@ -31,10 +31,11 @@ def test_the_package_does_not_grow() -> None:
     canaries, which say which weights serve 540,
     restarts on request with another layout, and with fewer ranks after a device was lost 250,
     slices from the shards of the trainer's ranks 60,
-    the gated delta rule: operators, layer, checkpoints, and the Qwen3.5 family 697,
+    supervised fine-tuning 500,
+    the gated delta rule: operators, layer, checkpoints, and the Qwen3.5 family 711,
     hybrids in vLLM's CPU server and in the plan 335.
     """
-    assert sum(map(lines_of_code, modules().values())) <= 23_392 + 6_812
+    assert sum(map(lines_of_code, modules().values())) <= 23_392 + 7_326
 
 
 def test_functions_files_and_classes_are_small() -> None:

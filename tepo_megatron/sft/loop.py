@@ -1,0 +1,291 @@
+"""The updates of supervised fine-tuning. Every rank runs them; rank 0 reads the data and writes the log."""
+
+import contextlib
+import json
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tepo_megatron.actor.actor import Actor
+from tepo_megatron.checkpoint.checkpoints import Checkpoints
+from tepo_megatron.config import Config, DataConfig, SftConfig
+from tepo_megatron.config.io import plain
+from tepo_megatron.controller.batch_memory import BatchMemory
+from tepo_megatron.controller.batch_receiver import BatchReceiver
+from tepo_megatron.data import load_tokenizer, stop_tokens
+from tepo_megatron.distributed import parallel
+from tepo_megatron.distributed.objects import broadcast_object, broadcast_result
+from tepo_megatron.errors import DataError, RunStopped
+from tepo_megatron.observability import hang_watchdog
+from tepo_megatron.observability.metrics import Metrics
+from tepo_megatron.observability.run_dir import rename_outcome
+from tepo_megatron.observability.sinks import Column, RunLog
+from tepo_megatron.observability.timing import Clock
+from tepo_megatron.platform import Platform
+from tepo_megatron.sft.conversations import Demonstration, load_conversations
+from tepo_megatron.sft.plan import TrainingPlan
+from tepo_megatron.sft.settings import CROSS_ENTROPY
+from tepo_megatron.types import Rollout, TrainBatch
+from tepo_megatron.utils.atomic import replace_file
+from tepo_megatron.utils.save_requests import STOP, answer_stop, asked
+from tepo_megatron.utils.supervisor import is_restart
+
+COLUMNS = (
+    Column("loss", "loss/total", 8, ".4f"),
+    Column("held out", "sft/eval_loss", 8, ".4f"),
+    Column("grad", "actor/grad_norm", 7, ".2f"),
+    Column("pass", "sft/epoch", 5, ".2f"),
+    Column("tokens", "sft/learned_tokens", 7, ".0f"),
+    Column("padding", "packing/padding_share", 7, ".3f"),
+    Column("upd s", "seconds/update", 6, ".2f"),
+    Column("tok/s", "tokens_per_second", 7, ".0f"),
+)
+_OF_UPDATE = ("loss/total", "actor/grad_norm", "packing/computed_tokens", "packing/padding_share")
+
+
+def fine_tune(cfg: Config, platform: Platform) -> None:
+    """Make one run: all updates, checkpoints, the held-out loss, and the export.
+
+    Args:
+        cfg: The run's config.
+        platform: The activated platform of `cfg.platform`.
+
+    Raises:
+        DataError: The conversations cannot be used.
+        RunStopped: On rank 0: the run was asked to end (`utils/save_requests.py`).
+    """
+    groups = parallel.initialize(cfg.parallel, platform, cfg.seed, config=plain(cfg))
+    seconds = {"heartbeat_timeout": cfg.parallel.heartbeat_timeout, "stuck_seconds": cfg.parallel.stuck_seconds}
+    watchdog = hang_watchdog.HangWatchdog(
+        parallel.world_store(), groups.rank, groups.world_size, cfg.run_dir, **seconds, on_hang=hang_watchdog.abort
+    )
+    with watchdog:
+        source = ConversationSource.open(cfg.sft, cfg.data, cfg.model.path, cfg.rollout.stop_token_ids, cfg.seed, groups)
+        actor = Actor.open(cfg, groups)
+        with (
+            Checkpoints.open(cfg.run_dir / "checkpoints", cfg.checkpoint, groups) as checkpoints,
+            RunLog(cfg.run_dir, cfg.logging, source.plan.steps, COLUMNS) if groups.is_main else contextlib.nullcontext() as log,
+        ):
+            stopped_at = FineTuning(cfg, groups, actor, checkpoints, source, log).run()
+    is_main = groups.is_main
+    parallel.shutdown()
+    if stopped_at is not None and is_main:
+        raise RunStopped(f"{cfg.run_dir}: ended on request after update {stopped_at}, saved; go on with --resume true")
+
+
+@dataclass
+class ConversationSource:
+    """The conversations, read on rank 0 and brought to all ranks batch by batch.
+
+    Attributes:
+        plan: The order of the conversations, the same on all ranks.
+        learned: Number of held-out conversations.
+        lines: What was read, for the log; empty on ranks other than 0.
+    """
+
+    plan: TrainingPlan
+    held_out: int
+    lines: list[str]
+    groups: parallel.ParallelDims
+    batches: BatchReceiver
+    memory: BatchMemory
+    train: Sequence[Demonstration] = ()
+    eval: Sequence[Demonstration] = ()
+
+    @classmethod
+    def open(
+        cls,
+        cfg: SftConfig,
+        data: DataConfig,
+        model_path: str,
+        stop_token_ids: Sequence[int],
+        seed: int,
+        groups: parallel.ParallelDims,
+    ) -> "ConversationSource":
+        """Read the data on rank 0. Collectives: one broadcast over the host group, and those of `BatchReceiver.open`.
+
+        Args:
+            cfg: The conversations, and how many an update has.
+            data: Its `template_kwargs` and `skip_bad_rows`.
+            model_path: Folder of the tokenizer.
+            stop_token_ids: Further tokens that end a turn.
+            seed: Seed of the order.
+            groups: The mesh of the run.
+
+        Raises:
+            DataError: On every rank: the data cannot be used.
+        """
+        loaded: list[Any] = []
+
+        def load() -> tuple[int, int]:
+            if not groups.is_main:
+                return 0, 0
+            tokenizer = load_tokenizer(model_path)
+            stops = stop_tokens(model_path, tokenizer, stop_token_ids)
+            assert cfg.data is not None, "the command refuses it"
+            for source in (cfg.data, *([cfg.eval] if cfg.eval is not None else [])):
+                shared = cfg, tokenizer, stops, data.template_kwargs, data.skip_bad_rows
+                loaded.append(load_conversations(source, *shared))
+            return len(loaded[0].conversations), len(loaded[1].conversations) if len(loaded) > 1 else 0
+
+        count, held_out = broadcast_result(load, groups.host)
+        plan = TrainingPlan(count, cfg.batch_sequences, cfg.epochs, cfg.steps, seed)
+        made = cls(plan, held_out, [found.line for found in loaded], groups, BatchReceiver.open(groups), BatchMemory())
+        if loaded:
+            made.train = loaded[0].conversations
+            made.eval = loaded[1].conversations if len(loaded) > 1 else ()
+        return made
+
+    def batch(self, step: int) -> TrainBatch:
+        """Return the conversations of an update on every rank. Collectives: those of `BatchReceiver.receive`."""
+        return self._share(self.train, self.plan.indices(step))
+
+    def held_out_batches(self) -> Iterator[TrainBatch]:
+        """Yield all held-out conversations, in batches, on every rank. Collectives: as `batch`, for each."""
+        for start in range(0, self.held_out, self.plan.per_update):
+            yield self._share(self.eval, range(start, min(self.held_out, start + self.plan.per_update)))
+
+    def _share(self, conversations: Sequence[Demonstration], indices: Sequence[int]) -> TrainBatch:
+        header = None
+        if self.groups.is_main:
+            header = self.memory.write([_as_rollout(i, conversations[i]) for i in indices], {}, {})
+        header = broadcast_object(header, self.groups.host)
+        assert header is not None
+        rollouts = self.batches.receive(header)
+        if self.groups.is_main:
+            self.memory.release(header.path)
+        # not the first update on a batch: nothing samples, so there is nothing to compare with
+        return TrainBatch(tuple(rollouts), torch.ones(len(rollouts)), update=1)
+
+
+@dataclass
+class FineTuning:
+    """The updates of a run. All ranks make the same calls.
+
+    Attributes:
+        cfg: The run's config.
+        groups: The mesh of the run.
+        actor: The policy.
+        checkpoints: The checkpoints of the run.
+        source: The conversations.
+        log: The log of the run, on rank 0.
+    """
+
+    cfg: Config
+    groups: parallel.ParallelDims
+    actor: Actor
+    checkpoints: Checkpoints
+    source: ConversationSource
+    log: RunLog | None
+
+    def run(self) -> int | None:
+        """Take the updates that are left, then export. Return the last update if a request ended the run before."""
+        begun, losses = time.monotonic(), {}
+        done = step = saved = self._resume()
+        losses["before"] = self._held_out_loss()
+        self._say(*self.source.lines)
+        for step in range(done + 1, self.source.plan.steps + 1):
+            if broadcast_object(self.groups.is_main and asked(self.cfg.run_dir, STOP), self.groups.host):
+                return self._stop(step - 1, saved)
+            self._update(step)
+            every = self.cfg.checkpoint.every
+            if every and (step % every == 0 or step == self.source.plan.steps):
+                self._save(step)
+                saved = step
+            self._log_checkpoint(self.checkpoints.poll())
+        self._log_checkpoint(self.checkpoints.wait())
+        if self.cfg.export_hf:
+            self.actor.export_hf(self.cfg.run_dir / "hf", self._check_in_place)
+        losses["after"] = self._held_out_loss()
+        if self.groups.is_main:
+            summary = {"steps": step, "seconds": time.monotonic() - begun, "held_out_loss": losses}
+            replace_file(self.cfg.run_dir / "summary.json", json.dumps(summary, indent=2).encode() + b"\n")
+        self._say(*(f"held-out loss {when}: {loss:.4f} nats per token" for when, loss in losses.items() if loss is not None))
+        return None
+
+    def _resume(self) -> int:
+        """Restore the newest checkpoint if the run is resumed. Return its update; 0 without one."""
+        if not broadcast_object(self.cfg.resume or is_restart(), self.groups.host):
+            return 0
+        found = self.checkpoints.newest()
+        state = None if found is None else self.checkpoints.load(found, self.actor)
+        step = 0 if state is None else int(state["step"])
+        if state is not None and state["conversations"] != self.source.plan.conversations:
+            raise DataError(
+                f"sft.data={self.cfg.sft.data}: {self.source.plan.conversations} conversations, and the checkpoint of update "
+                f"{step} was made with {state['conversations']}; resume with the same data, sft.max_tokens and tokenizer"
+            )
+        if self.log is not None:
+            rename_outcome(self.cfg.run_dir)
+            self._say(f"resume: from the checkpoint of update {step}" if step else "resume: no checkpoint yet")
+            self._say(*(f"resume: {line}" for line in self.log.rewind(step)))
+        return step
+
+    def _update(self, step: int) -> None:
+        clock, metrics = Clock(), Metrics()
+        hang_watchdog.progress.step = step
+        batch = self.source.batch(step)
+        self.actor.start_step(step)
+        with clock.phase("update"):
+            result = self.actor.update(batch, CROSS_ENTROPY)
+            self.actor.finish_step()
+        due = self.cfg.sft.eval_every and step % self.cfg.sft.eval_every == 0 and step < self.source.plan.steps
+        with clock.paused():
+            held_out = self._held_out_loss() if due else None
+        if self.log is None:
+            return
+        for name in _OF_UPDATE:
+            metrics.add(name, *result.metrics[name])
+        record: dict[str, float | None] = metrics.means() | {
+            "sft/eval_loss": held_out,
+            "sft/epoch": step / self.source.plan.updates_per_epoch,
+            "sft/learned_tokens": float(batch.num_tokens),
+            "seconds/update": clock.seconds["update"],
+            "seconds/total": clock.total,
+            "tokens_per_second": sum(batch.lengths) / clock.total,
+        }
+        self.log.write(step, record)
+
+    def _held_out_loss(self) -> float | None:
+        """Return the mean cross-entropy of the held-out tokens, nats. None: there are none. Collectives: forward passes."""
+        total, tokens = torch.zeros(1, dtype=torch.float64, device=self.groups.device), 0
+        for batch in self.source.held_out_batches():
+            logprobs_N = self.actor.logprobs(batch, replays=False)
+            if self.groups.is_last_stage:
+                total -= logprobs_N.double().sum()
+            tokens += batch.num_tokens
+        return float(self.groups.broadcast_from_last_stage(total)) / tokens if tokens else None
+
+    def _save(self, step: int) -> None:
+        if self.log is not None:
+            self.log.sync()
+        self.checkpoints.save(step, self.actor, {"step": step, "conversations": self.source.plan.conversations})
+
+    def _stop(self, step: int, saved: int) -> int:
+        if step > saved:
+            self._save(step)
+        self._log_checkpoint(self.checkpoints.wait())
+        if self.groups.is_main:
+            answer_stop(self.cfg.run_dir)
+        return step
+
+    def _log_checkpoint(self, saved: Any) -> None:
+        if saved is not None:
+            self._say(f"checkpoint of update {saved.step}: complete after {saved.seconds:.1f} s")
+
+    def _check_in_place(self) -> None:
+        if self.log is not None:
+            self.log.check_in_place()
+
+    def _say(self, *lines: str) -> None:
+        if self.log is not None:
+            for line in lines:
+                self.log.message(line)
+
+
+def _as_rollout(number: int, conversation: Demonstration) -> Rollout:
+    ids, mask = conversation.token_ids_L, conversation.learned_mask_L
+    return Rollout(number, ids, mask, torch.zeros(ids.numel()), policy_version=0, stop_reason="stop")

@@ -1,0 +1,61 @@
+"""The config and the loss of supervised fine-tuning.
+
+The masked cross-entropy, averaged over the learned tokens of an update, is REINFORCE with advantage 1 at temperature 1: its
+loss is -log p of each token. So the same code computes it, with the same collectives, as an RL loss.
+"""
+
+from collections.abc import Mapping
+from copy import deepcopy
+from typing import Any
+
+from tepo_megatron.config import SftConfig
+from tepo_megatron.config.io import parse_overrides, read_layers, set_key
+from tepo_megatron.config.layers import Layers
+from tepo_megatron.errors import ConfigError
+from tepo_megatron.losses import Objective
+
+CROSS_ENTROPY = Objective(ratio="none", surrogate="reinforce", aggregate="token_mean")
+_OF_RL = ("rollout", "reward", "objective", "sync", "evaluation")
+_KEPT = {"data": ("template_kwargs", "skip_bad_rows"), "rollout": ("stop_token_ids",)}  # of sections that are left out
+
+
+def read_tree(path: str, words: list[str]) -> Layers:
+    """Read a YAML file on top of its base files, apply the overrides, and leave out what fine-tuning does not use.
+
+    Args:
+        path: Path of the YAML file.
+        words: The command line's overrides.
+
+    Raises:
+        ConfigError: `sft.data` is not set, or a file or an override cannot be read.
+    """
+    layers = read_layers(path)
+    for key, value in parse_overrides(words):
+        override: dict[str, Any] = {}
+        set_key(override, key, value)
+        layers.add(override, "command line")
+    layers.tree = supervised(layers.tree)
+    return layers
+
+
+def supervised(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys of a training config with which the actor is built for fine-tuning.
+
+    Sections of RL have their defaults, so what they ask of each other does not matter.
+
+    Args:
+        tree: The keys of the config.
+    """
+    made = {key: value for key, value in deepcopy(dict(tree)).items() if key not in _OF_RL}
+    sft = made.get("sft") or {}
+    if not isinstance(sft, dict) or sft.get("data") is None:
+        raise ConfigError("sft.data is not set; give tepo sft a file of conversations: --sft.data FILE")
+    most = sft.get("max_tokens", SftConfig.max_tokens)
+    own = {name: {k: v for k, v in (tree.get(name) or {}).items() if k in keys} for name, keys in _KEPT.items()}
+    made["rollout"] = own["rollout"] | {"max_response_tokens": most - 1 if isinstance(most, int) else most}
+    made["rollout"] |= {"temperature": 1.0, "prompts_per_step": 1}
+    made["data"] = own["data"] | {"train": sft["data"], "max_prompt_tokens": 1}
+    training = {"stream": "off", "epochs": 1, "minibatch_prompts": 1, "share_prompts": "never"}
+    made["training"] = (made.get("training") or {}) | training
+    made["checkpoint"] = (made.get("checkpoint") or {}) | {"keep_best": False}
+    return made

@@ -1,0 +1,24 @@
+"""The module that `tepo sft` starts once per rank: `python -m tepo_megatron.sft.worker runs/NAME/config.yaml`."""
+
+import sys
+
+from tepo_megatron.config import Config
+from tepo_megatron.config.io import load_config
+from tepo_megatron.launcher.launcher import run_rank
+from tepo_megatron.platform import Platform
+
+
+def work(cfg: Config, platform: Platform) -> None:
+    """Fine-tune as this rank.
+
+    Args:
+        cfg: The run's config.
+        platform: The activated platform.
+    """
+    from tepo_megatron.sft.loop import fine_tune  # imports Megatron-Core, so the platform must be active first
+
+    fine_tune(cfg, platform)
+
+
+if __name__ == "__main__":
+    sys.exit(run_rank(load_config(sys.argv[1]), work=work))

@@ -1,0 +1,121 @@
+"""The real command fine-tunes a model, restarts ranks that die, and resumes; the result is a model that servers load."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from examples.arithmetic import task
+from examples.arithmetic.base_model import build_model
+from tests.e2e.conftest import Command
+from tests.slurm import free_port
+
+pytestmark = pytest.mark.e2e
+BOUND = 120.0
+STEPS = 24
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An untrained model, worked solutions to learn from, and a config that is meant for RL as well."""
+    folder = tmp_path_factory.mktemp("sft")
+    torch.manual_seed(0)
+    tokenizer, dice = task.build_tokenizer(), random.Random(0)
+    build_model(tokenizer).save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    for name, count in (("train", 16 * STEPS), ("eval", 32)):
+        problems = [task.make_problem(dice, 2) for _ in range(count)]
+        rows = [{"prompt": p.prompt, "response": task.hasty_demonstration(dice, p, 0.0)} for p in problems]
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    keys = {
+        "name": "warm", "platform": "cpu", "model": {"path": str(folder / "model"), "precision": "fp32"},
+        "parallel": {"dp": 2}, "optimizer": {"lr": 2e-3, "warmup_steps": 5}, "rollout": {"max_response_tokens": 48},
+        "training": {"max_tokens_per_microbatch": 4096}, "checkpoint": {"every": 4},
+        "sft": {
+            "data": str(folder / "train.jsonl"), "eval": str(folder / "eval.jsonl"), "max_tokens": 128, "batch_sequences": 16,
+        },
+    }  # fmt: skip
+    (folder / "mine.yaml").write_text(json.dumps(keys))
+    return folder
+
+
+def taken(run: Path) -> int:
+    path = run / "metrics.jsonl"
+    return path.read_text().count("\n") if path.exists() else 0
+
+
+def check(run: Path, files: Path) -> None:
+    """Assert that all updates were taken once, the model is learned, and transformers measures the loss that was reported."""
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+    losses = json.loads((run / "summary.json").read_text())["held_out_loss"]
+    assert losses["after"] < 0.6 * losses["before"]
+    model, tokenizer = (kind.from_pretrained(run / "hf") for kind in (AutoModelForCausalLM, AutoTokenizer))
+    total, tokens = 0.0, 0
+    for line in (files / "eval.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        prompt, response = (tokenizer(row[key], add_special_tokens=False).input_ids for key in ("prompt", "response"))
+        ids = torch.tensor([*prompt, *response, tokenizer.eos_token_id])
+        with torch.no_grad():
+            logits = model.double()(ids[None]).logits[0, len(prompt) - 1 : -1]
+        total += float(torch.nn.functional.cross_entropy(logits, ids[len(prompt) :], reduction="sum"))
+        tokens += len(response) + 1
+    assert total / tokens == pytest.approx(losses["after"], rel=1e-5)
+
+
+def test_the_command_learns_and_restarts_a_killed_rank(tepo: Callable[..., Command], files: Path, tmp_path: Path) -> None:
+    run, command = tmp_path / "warm", tepo("sft", files / "mine.yaml", "--output", str(tmp_path))
+    command.until(lambda: taken(run) >= 6, timeout=BOUND)
+    ranks = sorted(child.pid for child in psutil.Process(command.process.pid).children())
+    os.kill(ranks[-1], signal.SIGKILL)
+    assert command.wait(2 * BOUND) == 0, command.output
+    assert "the ranks are restarted from the checkpoint of step" in command.output and f"{run / 'hf'}" in command.output
+    check(run, files)
+    command.assert_nothing_left()
+
+
+@pytest.mark.full
+def test_sigterm_saves_and_a_resume_goes_on(tepo: Callable[..., Command], files: Path, tmp_path: Path) -> None:
+    words = ["sft", files / "mine.yaml", "--output", str(tmp_path), "--parallel.dp", "1"]
+    run, command = tmp_path / "warm", tepo(*words)
+    command.until(lambda: taken(run) >= 5, timeout=BOUND)
+    os.kill(command.process.pid, signal.SIGTERM)
+    assert command.wait(BOUND) == os.EX_TEMPFAIL, command.output
+    assert "saved; go on with --resume true" in command.output
+    refused = tepo(*words)
+    assert refused.wait(BOUND) == 1 and "holds a run already" in refused.output
+    again = tepo(*words, "--resume", "true", "--parallel.dp", "2")
+    assert again.wait(2 * BOUND) == 0, again.output
+    assert "resume: from the checkpoint of update" in again.output
+    check(run, files)
+
+
+@pytest.mark.full
+def test_torchrun_starts_the_ranks(tepo: Callable[..., Command], files: Path, tmp_path: Path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "static"]
+    torchrun += ["--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--node-rank", "0"]
+    command = tepo("sft", files / "mine.yaml", "--output", str(tmp_path), by=torchrun)
+    assert command.wait(2 * BOUND) == 0, command.output
+    check(tmp_path / "warm", files)
+
+
+def test_what_cannot_run_is_one_message(tepo: Callable[..., Command], files: Path, tmp_path: Path) -> None:
+    (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n')
+    for words, why in (
+        (["--sft.data", "null"], "sft.data is not set"),
+        (["--sft.data", str(tmp_path / "bad.jsonl")], "bad.jsonl:1: no chat and no prompt with a response"),
+        (["--sft.max_token", "3"], "sft.max_token"),
+        (["--parallel.tp", "3"], "tp"),
+    ):
+        command = tepo("sft", files / "mine.yaml", "--output", str(tmp_path), "--checkpoint.max_restarts", "0", *words)
+        assert command.wait(BOUND) == 1 and why in command.output and "Traceback" not in command.output, command.output
