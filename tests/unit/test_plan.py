@@ -440,7 +440,7 @@ def test_the_engine_of_a_hybrid_caches_keys_of_some_layers_and_a_state_per_seque
     assert sequence_state_bytes(arch, 1) == state and sequence_state_bytes(arch, 2) == state / 2
     machine, responses = MachineModel(GPUS["H100"]), [256] * 8
     engine = EngineModel(PlannedModel(family, arch), machine, tp=1, cache=1e12, sequences=64)
-    room = replace(engine, cache=4 * (state + 512 * kv_bytes(arch, 1)))  # for four of the eight sequences at a time
-    assert room.seconds(256, 8, responses) > 1.5 * engine.seconds(256, 8, responses)
+    few = replace(engine, cache=4 * (state + 512 * kv_bytes(arch, 1)))  # for four of the eight sequences at a time
+    assert few.seconds(256, 8, responses) > 1.5 * engine.seconds(256, 8, responses)
     dense = replace(arch, linear_attention=None)
     assert sequence_state_bytes(dense, 1) == 0 and kv_bytes(dense, 1) == 4 * kv_bytes(arch, 1)

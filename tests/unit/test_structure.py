@@ -33,9 +33,9 @@ def test_the_package_does_not_grow() -> None:
     slices from the shards of the trainer's ranks 60,
     supervised fine-tuning 500,
     the gated delta rule: operators, layer, checkpoints, and the Qwen3.5 family 711,
-    hybrids in vLLM's CPU server and in the plan 335.
+    hybrids in vLLM's CPU server and in the plan 339.
     """
-    assert sum(map(lines_of_code, modules().values())) <= 23_392 + 7_326
+    assert sum(map(lines_of_code, modules().values())) <= 23_392 + 7_330
 
 
 def test_functions_files_and_classes_are_small() -> None:
