@@ -6,6 +6,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 SEED   ?= 0
 ENGINE ?= vllm
+MODEL  ?= qwen3
 SGLANG := .venv-sglang
 LAUNCH := .venv-launch
 SKY    := .venv-sky
@@ -35,12 +36,13 @@ PINS_PYTHON ?= $(shell python3.12 -c "" 2>/dev/null \
   test-full-parts test-slurm \
   test-gpu test-pins test-pins-ci test-te test-image chaos chaos-long hurt canaries two-starts mutants check lint types format pins clean
 
+demo: DEMO = $(if $(filter qwen3,$(MODEL)),,$(MODEL)-)seed-$(SEED)
 demo: $(READY) $(if $(filter sglang,$(ENGINE)),$(SGLANG)/.ready)
-	$(BIN)/python -m examples.arithmetic.base_model --seed $(SEED) --out .cache/demo/seed-$(SEED)
-	$(BIN)/tepo train examples/demo.yaml --seed $(SEED) --name demo-$(if $(filter vllm,$(ENGINE)),,$(ENGINE)-)seed-$(SEED) --overwrite true \
+	$(BIN)/python -m examples.arithmetic.base_model --seed $(SEED) --model $(MODEL) --out .cache/demo/$(DEMO)
+	$(BIN)/tepo train examples/demo.yaml --seed $(SEED) --name demo-$(if $(filter vllm,$(ENGINE)),,$(ENGINE)-)$(DEMO) --overwrite true \
 	  --rollout.engine $(ENGINE) \
-	  --model.path .cache/demo/seed-$(SEED) \
-	  --data.train .cache/demo/seed-$(SEED)/train.jsonl --data.eval .cache/demo/seed-$(SEED)/eval.jsonl
+	  --model.path .cache/demo/$(DEMO) \
+	  --data.train .cache/demo/$(DEMO)/train.jsonl --data.eval .cache/demo/$(DEMO)/eval.jsonl
 
 # The demo's base model learns from the model that it was before it was spoiled, instead of from a reward.
 distill: $(READY)

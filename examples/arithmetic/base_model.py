@@ -1,6 +1,7 @@
-"""Build the demo's base model: a tiny Qwen3 that can work out an arithmetic problem, but mostly guesses.
+"""Build the demo's base model: a tiny Qwen3 or Qwen3.5 that can work out an arithmetic problem, but mostly guesses.
 
     python -m examples.arithmetic.base_model --seed 0 --out runs/base-model-seed0
+    python -m examples.arithmetic.base_model --model qwen3_5 --out runs/base-model-qwen3_5
 
 Phase A teaches worked solutions until sampling solves 65 % of held-out problems. Phase B then spoils the model on purpose:
 65 % of the targets are unworked guesses. The model keeps a latent skill that is sampled too rarely to help, and that the reward
@@ -17,7 +18,7 @@ import random
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -29,7 +30,15 @@ os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import GenerationConfig, PreTrainedTokenizerBase, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    Qwen3_5TextConfig,
+    Qwen3Config,
+)
 from transformers.utils.logging import disable_progress_bar
 
 from examples.arithmetic import task
@@ -46,6 +55,7 @@ class Settings:
     """The settings that determine the folder's content, in addition to the source of this package."""
 
     seed: int = 0
+    model: str = "qwen3"  # a key of MODELS
     max_operations: int = task.OPERATIONS[-1]  # problems have 2 steps to this number, all equally likely
     train_problems: int = 4096
     eval_problems: int = 256
@@ -72,30 +82,39 @@ class Settings:
         return hashlib.sha256(b"".join([json.dumps(asdict(self)).encode(), *source])).hexdigest()
 
 
-def build_model(tokenizer: PreTrainedTokenizerBase) -> Qwen3ForCausalLM:
-    """Return an untrained Qwen3 of 599,104 parameters, fp32."""
+# What the models have in common, and what their families add. A Qwen3 has 599,104 parameters, and a Qwen3.5 has 652,304.
+SHAPE = {
+    "vocab_size": task.VOCABULARY_SIZE, "hidden_size": 128, "intermediate_size": 384, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 32, "tie_word_embeddings": True, "max_position_embeddings": 512, "dtype": "float32",
+}  # fmt: skip
+LINEAR_HEADS = {
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 32, "linear_value_head_dim": 32,
+}  # fmt: skip
+MODELS: Mapping[str, Callable[..., PreTrainedConfig]] = {
+    "qwen3": lambda **special: Qwen3Config(**SHAPE, num_hidden_layers=3, **special),
+    # two layers with the gated delta rule and one with attention
+    "qwen3_5": lambda **special: Qwen3_5TextConfig(
+        **SHAPE, **LINEAR_HEADS, num_hidden_layers=3, full_attention_interval=3, **special
+    ),
+}
+
+
+def build_model(tokenizer: PreTrainedTokenizerBase, kind: str = "qwen3") -> PreTrainedModel:
+    """Return an untrained model, fp32.
+
+    Args:
+        tokenizer: Its tokenizer.
+        kind: A key of MODELS.
+    """
     special = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    config = Qwen3Config(
-        vocab_size=task.VOCABULARY_SIZE,
-        hidden_size=128,
-        intermediate_size=384,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        tie_word_embeddings=True,
-        max_position_embeddings=512,
-        dtype="float32",
-        **special,
-    )
-    model = Qwen3ForCausalLM(config)
+    model = AutoModelForCausalLM.from_config(MODELS[kind](**special))
     model.generation_config = GenerationConfig(do_sample=True, temperature=1.0, top_k=0, **special)
     return model
 
 
 @torch.no_grad()
 def sampled_accuracy(
-    model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerBase, problems: Sequence[task.ArithmeticProblem]
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, problems: Sequence[task.ArithmeticProblem]
 ) -> float:
     """Return the share of problems that are solved by one sample at temperature 1.
 
@@ -120,7 +139,7 @@ class SupervisedTraining:
         self.rng = random.Random(f"{settings.seed}/demonstrations")
         torch.manual_seed(settings.seed)
         self.tokenizer = task.build_tokenizer()
-        self.model = build_model(self.tokenizer)
+        self.model = build_model(self.tokenizer, settings.model)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), betas=(0.9, 0.98), weight_decay=0.01, fused=True)
 
     def step(self, lr: float, hasty_share: float) -> float:
@@ -282,12 +301,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         metavar="N",
         help="steps of phase B; 0: the model keeps its skill, as a teacher (default: %(default)s)",
     )
+    parser.add_argument("--model", choices=MODELS, default=Settings.model, help="family of the model")
     parser.add_argument("--out", type=Path, required=True, help="folder to write, or to re-use")
     options = parser.parse_args(arguments)
     torch.set_num_threads(THREADS)
     disable_progress_bar()
     try:
-        build(options.out, Settings(options.seed, options.max_operations, hasty_steps=options.hasty_steps))
+        steps = {"max_operations": options.max_operations, "hasty_steps": options.hasty_steps}
+        build(options.out, Settings(seed=options.seed, model=options.model, **steps))
     except TepoError as e:
         print(e, file=sys.stderr)
         return 1

@@ -103,6 +103,7 @@ PLATFORM_BRANCHES: Mapping[str, str] = {
     "plan/command.py:predictor_of": "kernels that the plan assumes",
     "report/panels.py:has_limits": "which limits the report draws",
     "inference/engines.py:first_server_device": "GPUs that the ranks leave to the servers",
+    "inference/linear_attention.py:check_linear_attention": "SGLang's CPU build lacks operators",
     "rollout/experts.py:replayed_routing": "vLLM returns no experts on a CPU",
     "weight_sync/receiver/vllm_plugin.py:TepoWeightTransferEngine.update_weights": "vLLM reloads layer by layer on GPUs",
     "weight_sync/receiver/vllm_plugin.py:TepoWeightTransferEngine.receive_weights": "likewise",

@@ -13,6 +13,7 @@ import torch
 from tepo_megatron.config import ModelConfig, RendezvousServerConfig, RolloutConfig, ServerConfig, SyncConfig, UrlServerConfig
 from tepo_megatron.errors import ConfigError
 from tepo_megatron.inference.engine_api import EngineApi, LaunchSpec, Platform
+from tepo_megatron.inference.linear_attention import check_linear_attention, layers_of
 from tepo_megatron.inference.servers.endpoint import Endpoint
 from tepo_megatron.inference.servers.fleet import Fleet
 from tepo_megatron.inference.servers.lease import Quiesce
@@ -48,7 +49,11 @@ def launch_of(
         seed: Seed of the run.
         first_device: Index of the servers' first GPU among those that this process sees.
         host: Address to listen on.
+
+    Raises:
+        ConfigError: The engine cannot serve the model.
     """
+    check_linear_attention(rollout, model.path, platform)
     return LaunchSpec(
         model_path=Path(model.path),
         max_model_len=max_model_len,
@@ -62,6 +67,7 @@ def launch_of(
         first_device=first_device,
         maps_memory=sync.transport.type == "ipc",
         in_fp8=sync.quantize == "fp8",
+        **layers_of(Path(model.path)),
     )
 
 

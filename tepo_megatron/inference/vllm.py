@@ -99,10 +99,14 @@ class VllmApi:
             command += ["--max-logprobs", str(launch.most_masked)]
         if launch.in_fp8:
             command += ["--load-format", "dummy"]
+        if launch.text_only:
+            command += ["--language-model-only"]
         if launch.platform == "cpu":
             # After the first chunk of a seeded prompt vLLM 0.32 rewinds its generator, which fails on CPU: use whole prompts.
             command += ["--enforce-eager", "--no-enable-chunked-prefill"]
             command += ["--max-num-batched-tokens", str(max(launch.max_model_len, CPU_BATCH_TOKENS))]
+            if launch.linear_attention:  # vLLM caches its states per block, and requires chunked prefill for that
+                command += ["--no-enable-prefix-caching"]
             if cfg.tp == 1:
                 # One process less: a faster start, and no busy-waiting on shared memory, which slows sampling and training.
                 command += ["--distributed-executor-backend", "uni"]

@@ -15,6 +15,7 @@ def preflight(cfg: "Config") -> None:
     from tepo_megatron.actor.precision import check_shapes
     from tepo_megatron.controller.method import resolve
     from tepo_megatron.evaluation.problems import check_sources
+    from tepo_megatron.inference.linear_attention import check_linear_attention
     from tepo_megatron.launcher.open_files import check_open_files, needed_open_files
     from tepo_megatron.rewards import check_reward
     from tepo_megatron.rollout.custom import load_function
@@ -37,6 +38,7 @@ def preflight(cfg: "Config") -> None:
     check_shapes(architecture, cfg.model, cfg.parallel, cfg.megatron.bf16_layers)
     check_passed_fields(cfg.megatron)
     check_experts(cfg.rollout, cfg.model.path)
+    check_linear_attention(cfg.rollout, cfg.model.path, cfg.platform)
     replayed_routing(cfg.rollout, cfg.model.path, cfg.platform)
     check_truncation(cfg.rollout, architecture.vocab_size)
     check_tokenizer(cfg.model.path, architecture.vocab_size)

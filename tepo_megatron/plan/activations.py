@@ -13,49 +13,21 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tepo_megatron.config import ParallelConfig
+from tepo_megatron.plan.kept import FP32, ActivationTerm, Module
+from tepo_megatron.plan.layers import DENSE, LayerKind
+from tepo_megatron.plan.linear_attention import linear_terms
 from tepo_megatron.utils.host_sizes import LEAST_OFFLOADED
 from tepo_megatron.weights.ops import Architecture
 
 Recompute = Literal["none", "selective", "full"]
 Attention = Literal["sdpa", "te", "shared"]
-Module = Literal["mlp", "rest"]
 # modules recomputed in backward (`training.recompute`); `full` keeps only a layer's input
 RECOMPUTED: dict[Recompute, frozenset[Module]] = {
     "none": frozenset(),
     "selective": frozenset({"mlp"}),
     "full": frozenset({"mlp", "rest"}),
 }
-FP32, INT64 = 4, 8
-
-
-@dataclass(frozen=True)
-class ActivationTerm:
-    """One kind of tensor that a layer keeps for backward, per token.
-
-    Attributes:
-        what: Name of the tensor.
-        module: Part of the layer that `recompute` would have to run again.
-        elements: Number of elements.
-        size: Bytes per element. None: those of an activation.
-        saved: Number of elements saved for backward, counted once per saving operation. None: `elements`.
-    """
-
-    what: str
-    module: Module
-    elements: float
-    size: int | None = None
-    saved: float | None = None
-
-    def bytes(self, element_size: int) -> float:
-        """Return its bytes for activations of `element_size` bytes."""
-        return self.elements * self._size(element_size)
-
-    def copied(self, element_size: int) -> float:
-        """Return the bytes of its copies in host memory."""
-        return (self.elements if self.saved is None else self.saved) * self._size(element_size)
-
-    def _size(self, element_size: int) -> int:
-        return element_size if self.size is None else self.size
+INT64 = 8
 
 
 @dataclass(frozen=True)
@@ -65,40 +37,61 @@ class PlannedKernels:
     Attributes:
         attention: `model.attention`, or `shared`: SDPA's path with shared prompts (`training.share_prompts`).
         fused_norms: Fused norms keep their input and one scale per row. PyTorch's norms on a CPU keep two fp32 vectors instead.
+        fused_delta_rule: FLA and causal-conv1d compute linear attention. PyTorch does otherwise, and keeps more.
     """
 
     attention: Attention = "te"
     fused_norms: bool = True
+    fused_delta_rule: bool = True
 
 
-ON_CPU = PlannedKernels("sdpa", False)
+ON_CPU = PlannedKernels("sdpa", False, False)
 ON_CUDA = PlannedKernels()
 
 
 def layer_terms(
-    arch: Architecture, parallel: ParallelConfig, sparse: bool, kernels: PlannedKernels, sequence: int
+    arch: Architecture, parallel: ParallelConfig, kind: LayerKind, kernels: PlannedKernels, sequence: int
 ) -> list[ActivationTerm]:
     """Return the terms of one layer without recomputation, for one packed token of a rank.
 
     Args:
         arch: Sizes of the model.
         parallel: The mesh.
-        sparse: True for a layer with experts.
+        kind: Kind of the layer.
         kernels: The kernels.
         sequence: Tokens of a sequence.
     """
-    tp, cp = parallel.tp, parallel.cp
-    hidden = arch.hidden_size / (tp if parallel.sequence_parallel else 1)
-    queries, keys = arch.num_heads * arch.head_dim / tp, arch.num_query_groups * arch.head_dim / tp
+    hidden = arch.hidden_size / (parallel.tp if parallel.sequence_parallel else 1)
     terms = [
         *_norm("the first norm", hidden, hidden / arch.hidden_size, kernels),
-        ActivationTerm("input of q, k, v", "rest", hidden),
-        ActivationTerm("queries, turned", "rest", queries),
-        ActivationTerm("output of attention", "rest", queries),
-        ActivationTerm("log-sum-exp of its scores", "rest", arch.num_heads / tp, FP32),
+        ActivationTerm("input of the first projection", "rest", hidden),
         *_norm("the second norm", hidden, hidden / arch.hidden_size, kernels),
         ActivationTerm("input of the feed-forward block", "rest", hidden),
     ]
+    if kind.linear:
+        terms += linear_terms(arch, parallel, kernels.fused_delta_rule, sequence)
+    else:
+        terms += _attention_terms(arch, parallel, kernels, sequence)
+    if kind.sparse:
+        return terms + _expert_terms(arch, parallel, hidden)
+    return [*terms, *_swiglu(arch.ffn_size / parallel.tp)]
+
+
+def _attention_terms(
+    arch: Architecture, parallel: ParallelConfig, kernels: PlannedKernels, sequence: int
+) -> list[ActivationTerm]:
+    """Return the terms of attention between its two projections."""
+    tp, cp = parallel.tp, parallel.cp
+    queries, keys = arch.num_heads * arch.head_dim / tp, arch.num_query_groups * arch.head_dim / tp
+    terms = [
+        ActivationTerm("queries, turned", "rest", queries),
+        ActivationTerm("output of attention", "rest", queries),
+        ActivationTerm("log-sum-exp of its scores", "rest", arch.num_heads / tp, FP32),
+    ]
+    if arch.attention_output_gate:
+        terms.append(ActivationTerm("output gates", "rest", queries))
+        terms.append(ActivationTerm("sigmoid of the output gates", "rest", queries, FP32))
+        terms.append(ActivationTerm("gated output of attention", "rest", queries))
     if cp == 1:
         # the values are a view of q, k and v, so all three stay
         terms.append(ActivationTerm("keys, turned", "rest", keys))
@@ -117,9 +110,7 @@ def layer_terms(
             terms += _norm("the norms of queries and keys", queries + keys, heads, kernels)
         else:  # their input is a view of a tensor that is kept anyway
             terms.append(ActivationTerm("scales of their norms", "rest", heads, FP32))
-    if sparse:
-        return terms + _expert_terms(arch, parallel, hidden)
-    return [*terms, *_swiglu(arch.ffn_size / tp)]
+    return terms
 
 
 def _norm(what: str, size: float, rows: float, kernels: PlannedKernels) -> list[ActivationTerm]:
@@ -187,7 +178,7 @@ def kept_terms(
     recompute: Recompute = "none",
     kernels: PlannedKernels = ON_CUDA,
     *,
-    sparse: bool = False,
+    kind: LayerKind = DENSE,
     sequence: int = 0,
 ) -> list[ActivationTerm]:
     """Return the terms that one layer keeps for one token; under `full` its input alone.
@@ -197,13 +188,13 @@ def kept_terms(
         parallel: The mesh.
         recompute: `training.recompute`.
         kernels: The kernels.
-        sparse: True for a layer with experts.
+        kind: Kind of the layer.
         sequence: Tokens of a sequence.
     """
     if recompute == "full":
         hidden = arch.hidden_size / (parallel.tp if parallel.sequence_parallel else 1)
         return [ActivationTerm("input of the layer", "rest", hidden)]
-    return [t for t in layer_terms(arch, parallel, sparse, kernels, sequence) if t.module not in RECOMPUTED[recompute]]
+    return [t for t in layer_terms(arch, parallel, kind, kernels, sequence) if t.module not in RECOMPUTED[recompute]]
 
 
 def final_norm_terms(arch: Architecture, parallel: ParallelConfig, kernels: PlannedKernels = ON_CUDA) -> list[ActivationTerm]:

@@ -11,6 +11,8 @@ from dataclasses import astuple, dataclass
 from tepo_megatron.config import ParallelConfig
 from tepo_megatron.plan import parameters
 from tepo_megatron.plan.gpus import ASSUMED, GPUS_PER_NODE, Assumptions, Gpu
+from tepo_megatron.plan.layers import DENSE, LayerKind, kinds_of
+from tepo_megatron.plan.linear_attention import delta_rule_operations, moved_elements, projection_operations
 from tepo_megatron.plan.memory_parts import PlannedModel
 from tepo_megatron.weights.ops import Architecture
 
@@ -88,15 +90,17 @@ class MachineModel:
         return min(self.gpu.nvlink, self.gpu.network * max(1, GPUS_PER_NODE // stride)) * self.assumed.links
 
 
-def layer_operations(arch: Architecture, sparse: bool) -> float:
+def layer_operations(arch: Architecture, kind: LayerKind = DENSE) -> float:
     """Return the operations of one layer's matrix products for one token in forward: two per weight that the token meets.
 
     Args:
         arch: Sizes of the model.
-        sparse: True for a layer with experts.
+        kind: Kind of the layer.
     """
-    projections = 2.0 * arch.hidden_size * arch.head_dim * (2 * arch.num_heads + 2 * arch.num_query_groups)
-    return projections + feed_forward_operations(arch, sparse)
+    if kind.linear:
+        return projection_operations(arch) + feed_forward_operations(arch, kind.sparse)
+    heads = (2 + arch.attention_output_gate) * arch.num_heads + 2 * arch.num_query_groups
+    return 2.0 * arch.hidden_size * arch.head_dim * heads + feed_forward_operations(arch, kind.sparse)
 
 
 def feed_forward_operations(arch: Architecture, sparse: bool) -> float:
@@ -122,7 +126,7 @@ def attention_operations(arch: Architecture, lengths_squared: float) -> float:
 
 
 def forward_layer(
-    model: PlannedModel, parallel: ParallelConfig, machine: MachineModel, tokens: float, lengths_squared: float, sparse: bool
+    model: PlannedModel, parallel: ParallelConfig, machine: MachineModel, tokens: float, lengths_squared: float, kind: LayerKind
 ) -> Cost:
     """Return the cost of one layer in forward.
 
@@ -132,22 +136,60 @@ def forward_layer(
         machine: The GPU.
         tokens: Tokens of all context-parallel ranks.
         lengths_squared: Sum of L^2 over their sequences.
-        sparse: True for a layer with experts.
+        kind: Kind of the layer.
     """
     arch, tp, cp = model.arch, parallel.tp, parallel.cp
     mine = tokens / cp
     hidden = arch.hidden_size / (tp if parallel.sequence_parallel else 1)
-    heads = (arch.num_heads + 2 * arch.num_query_groups) * arch.head_dim / tp
-    links = _between_tensor_ranks(model, parallel, machine, mine)
+    if kind.linear:
+        mixed = _linear_attention(model, parallel, machine, tokens)
+    else:
+        mixed = _attention(model, parallel, machine, tokens, lengths_squared)
+    operations = layer_operations(arch, kind) - feed_forward_operations(arch, kind.sparse)
+    return (
+        forward_feed_forward(model, parallel, machine, tokens, kind.sparse)
+        + mixed
+        + Cost(
+            products=mine * operations / machine.matmul_rate / tp,
+            # two norms read and write once each, residual sums read two tensors and write one
+            elementwise=mine * model.element * 10 * hidden / machine.memory_rate,
+            links=_between_tensor_ranks(model, parallel, machine, mine),
+        )
+    )
+
+
+def _attention(
+    model: PlannedModel, parallel: ParallelConfig, machine: MachineModel, tokens: float, lengths_squared: float
+) -> Cost:
+    """Return the cost of attention between its two projections."""
+    arch, tp, cp, links = model.arch, parallel.tp, parallel.cp, 0.0
+    # rotary embedding reads and writes; an output gate is read with what it multiplies, which is written
+    moved = 2 * (arch.num_heads + 2 * arch.num_query_groups) + 3 * arch.num_heads * arch.attention_output_gate
     if cp > 1:
         both = 2 * arch.num_query_groups * arch.head_dim / tp * model.element
-        links += tokens * both * (cp - 1) / cp / machine.link(cp, tp)
-    operations = layer_operations(arch, sparse) - feed_forward_operations(arch, sparse)
-    return forward_feed_forward(model, parallel, machine, tokens, sparse) + Cost(
-        products=mine * operations / machine.matmul_rate / tp,
+        links = tokens * both * (cp - 1) / cp / machine.link(cp, tp)
+    return Cost(
         attention=attention_operations(arch, lengths_squared) / (tp * cp) / machine.attention_rate,
-        # two norms read and write once each, residual sums read two tensors and write one, rotary embedding reads and writes
-        elementwise=mine * model.element * (10 * hidden + 2 * heads) / machine.memory_rate,
+        elementwise=tokens / cp * model.element * moved * arch.head_dim / tp / machine.memory_rate,
+        links=links,
+    )
+
+
+def _linear_attention(model: PlannedModel, parallel: ParallelConfig, machine: MachineModel, tokens: float) -> Cost:
+    """Return the cost of the gated delta rule between its two projections, at the rate of attention.
+
+    Context-parallel ranks exchange heads for tokens before and after it.
+    """
+    arch, tp, cp, links = model.arch, parallel.tp, parallel.cp, 0.0
+    mine = tokens / cp
+    assert arch.linear_attention is not None
+    if cp > 1:
+        linear = arch.linear_attention
+        sent = mine * (sum(linear.projected) + linear.value_heads * linear.value_dim) / tp * model.element
+        links = sent * (cp - 1) / cp / machine.link(cp, tp)
+    return Cost(
+        attention=mine * delta_rule_operations(arch) / tp / machine.attention_rate,
+        elementwise=mine * model.element * moved_elements(arch, tp) / machine.memory_rate,
         links=links,
     )
 
@@ -234,12 +276,10 @@ def stage_seconds(
     for rank in range(parallel.pp):
         layers = [layer for chunk in parameters.stages(model.arch, parallel, rank) for layer in chunk.layers]
         cost, again = Cost(), Cost()
-        for sparse in (False, True):
-            count = sum((layer in model.arch.sparse_layers) == sparse for layer in layers)
-            if count:
-                cost += forward_layer(model, parallel, machine, tokens, lengths_squared, sparse).times(count)
-                if model.recompute == "selective":
-                    again += forward_feed_forward(model, parallel, machine, tokens, sparse).times(count)
+        for kind, count in kinds_of(model.arch, layers).items():
+            cost += forward_layer(model, parallel, machine, tokens, lengths_squared, kind).times(count)
+            if model.recompute == "selective":
+                again += forward_feed_forward(model, parallel, machine, tokens, kind.sparse).times(count)
         again = cost if model.recompute == "full" else again
         if backward:
             cost = cost + cost.times(2, ATTENTION_BACKWARD) + again

@@ -4,6 +4,7 @@ from tepo_megatron.config import AnyServerConfig, RolloutConfig, ServerConfig
 from tepo_megatron.errors import ConfigError
 from tepo_megatron.plan import parameters
 from tepo_megatron.plan.gpus import ASSUMED, GIB, Assumptions, Gpu
+from tepo_megatron.plan.layers import attention_layers
 from tepo_megatron.plan.memory_parts import ELEMENT, MemoryState, PlannedModel
 from tepo_megatron.weights.ops import Architecture
 
@@ -21,11 +22,13 @@ def engine_weights(model: PlannedModel, tp: int, element: int) -> float:
 def kv_bytes(arch: Architecture, tp: int, element: int = 2) -> float:
     """Return the bytes of KV cache per token on each GPU of an engine. With more GPUs than KV heads, heads are replicated.
 
+    Layers with linear attention have none; see `linear_attention.sequence_state_bytes`.
+
     Args:
         arch: Sizes of the model.
         tp, element: GPUs of the engine, and bytes of a cached number.
     """
-    return 2 * arch.num_layers * max(1.0, arch.num_query_groups / tp) * arch.head_dim * element
+    return 2 * attention_layers(arch) * max(1.0, arch.num_query_groups / tp) * arch.head_dim * element
 
 
 def _extra_args(cfg: AnyServerConfig) -> list[str]:

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from tepo_megatron.plan.compute import MachineModel, attention_operations, layer_operations
 from tepo_megatron.plan.engine_memory import kv_bytes
+from tepo_megatron.plan.layers import attention_layers, kinds_of
+from tepo_megatron.plan.linear_attention import delta_rule_operations, sequence_state_bytes
 from tepo_megatron.plan.memory_parts import PlannedModel
 from tepo_megatron.weights.ops import Architecture
 
@@ -18,7 +20,7 @@ class EngineModel:
         model: The model.
         machine: The GPU.
         tp: GPUs of the server.
-        cache: Bytes of KV cache on each GPU.
+        cache: Bytes of KV cache and of states on each GPU.
         sequences: Maximum number of concurrent sequences.
         element: Bytes of a weight.
     """
@@ -39,7 +41,8 @@ class EngineModel:
         """
         arch, assumed = self.model.arch, self.machine.assumed
         weights = touched_weights(arch, active) * self.element / self.tp
-        cache = active * context * kv_bytes(arch, self.tp)
+        state = sequence_state_bytes(arch, self.tp)  # read and written
+        cache = active * (context * kv_bytes(arch, self.tp) + 2 * state)
         memory = (weights + cache) / self.machine.memory_rate
         products = active * decode_operations(arch) / self.tp / self.machine.matmul_rate
         collectives = 0.0
@@ -61,29 +64,37 @@ class EngineModel:
             responses: Tokens of each response.
         """
         arch = self.model.arch
-        operations = prompts * (prompt * decode_operations(arch) + arch.num_layers * attention_operations(arch, prompt**2))
+        operations = prompts * (
+            prompt * decode_operations(arch) + attention_layers(arch) * attention_operations(arch, prompt**2)
+        )
+        if arch.linear_attention is not None:
+            operations += prompts * prompt * len(arch.linear_layers) * delta_rule_operations(arch)
         prefill = operations / self.tp / self.machine.matmul_rate
-        cache_tokens = self.cache / kv_bytes(arch, self.tp)
+        token, state = kv_bytes(arch, self.tp), sequence_state_bytes(arch, self.tp)
         waiting = list(reversed(responses))
         ends: list[tuple[float, int]] = []  # (step at which a sequence ends, its response tokens)
         now = used = seconds = 0.0
         while waiting or ends:
-            while waiting and len(ends) < self.sequences and (not ends or used + prompt + waiting[-1] <= cache_tokens):
+            while (
+                waiting
+                and len(ends) < self.sequences
+                and (not ends or used + token * (prompt + waiting[-1]) + state <= self.cache)
+            ):
                 tokens = waiting.pop()
                 heapq.heappush(ends, (now + tokens, tokens))
-                used += prompt + tokens
+                used += token * (prompt + tokens) + state
             end, active = ends[0][0], len(ends)
             context = prompt + (sum(tokens - (at - now) for at, tokens in ends) / active) + (end - now) / 2
             seconds += (end - now) * self.step_seconds(active, context)
             now = end
             while ends and ends[0][0] == end:
-                used -= prompt + heapq.heappop(ends)[1]
+                used -= token * (prompt + heapq.heappop(ends)[1]) + state
         return prefill + seconds
 
 
 def decode_operations(arch: Architecture) -> float:
     """Return the operations of all matrix products for one token, including the output layer but not attention."""
-    layers = sum(layer_operations(arch, layer in arch.sparse_layers) for layer in range(arch.num_layers))
+    layers = sum(count * layer_operations(arch, kind) for kind, count in kinds_of(arch).items())
     return layers + 2.0 * arch.vocab_size * arch.hidden_size
 
 

@@ -12,6 +12,7 @@ from tepo_megatron.plan import activations, parameters
 from tepo_megatron.plan.activations import Recompute, SavedActivations
 from tepo_megatron.plan.engine_memory import generating, sleeping_bytes
 from tepo_megatron.plan.gpus import ASSUMED, GPUS_PER_NODE, Assumptions, Gpu
+from tepo_megatron.plan.layers import LayerKind, kinds_of
 from tepo_megatron.plan.memory_parts import ELEMENT, MemoryState, PlannedModel
 from tepo_megatron.plan.parameters import HeldElements
 from tepo_megatron.plan.placement import placement_of
@@ -129,8 +130,8 @@ class TrainerMemory:
         model, parallel, offloaded = self.model, self.parallel, self.training.offload_activations
         in_flight = activations.microbatches_in_flight(parallel, rank)
         device = host = 0.0
-        for sparse, layers in _layers(model.arch, parallel, rank).items():
-            one = activations.kept(self._terms(sparse), model.element, self._tokens, offloaded=offloaded)
+        for kind, layers in _layers(model.arch, parallel, rank).items():
+            one = activations.kept(self._terms(kind), model.element, self._tokens, offloaded=offloaded)
             device, host = device + layers * in_flight * one.device, host + layers * in_flight * one.host
         if rank == parallel.pp - 1:
             norm = activations.final_norm_terms(model.arch, parallel, model.kernels)
@@ -167,21 +168,21 @@ class TrainerMemory:
     def _there_for_a_while(self, rank: int) -> float:
         """Return the bytes of one layer's recomputed activations, and of offloaded ones in transfer during the next layer."""
         model, tokens, most = self.model, self._tokens, 0.0
-        for sparse in _layers(model.arch, self.parallel, rank):
-            terms = self._terms(sparse)
+        for kind in _layers(model.arch, self.parallel, rank):
+            terms = self._terms(kind)
             mine = activations.kept(terms, model.element, tokens).device
-            every = activations.kept(self._terms(sparse, again=True), model.element, tokens).device
+            every = activations.kept(self._terms(kind, again=True), model.element, tokens).device
             again = every if model.recompute == "full" else every - mine
             stays = activations.kept(terms, model.element, tokens, offloaded=self.training.offload_activations).device
             most = max(most, again + 2 * (mine - stays))
         return most
 
-    def _terms(self, sparse: bool, *, again: bool = False) -> list[activations.ActivationTerm]:
+    def _terms(self, kind: LayerKind, *, again: bool = False) -> list[activations.ActivationTerm]:
         """Return the terms of a layer. `again`: all of them, including the recomputed ones."""
         model = self.model
         recompute: Recompute = "none" if again else model.recompute
         return activations.kept_terms(
-            model.arch, self.parallel, recompute, model.kernels, sparse=sparse, sequence=self.sequence_tokens
+            model.arch, self.parallel, recompute, model.kernels, kind=kind, sequence=self.sequence_tokens
         )
 
     def _output(self) -> tuple[float, float]:
@@ -190,11 +191,9 @@ class TrainerMemory:
         return activations.output_bytes(model.arch, self.parallel, self._tokens, model.element, budget_bytes)
 
 
-def _layers(arch: Architecture, parallel: ParallelConfig, rank: int) -> dict[bool, int]:
-    """Return the number of a rank's layers without experts (False) and with experts (True)."""
-    layers = [layer for chunk in parameters.stages(arch, parallel, rank) for layer in chunk.layers]
-    sparse = sum(layer in arch.sparse_layers for layer in layers)
-    return {kind: count for kind, count in ((False, len(layers) - sparse), (True, sparse)) if count}
+def _layers(arch: Architecture, parallel: ParallelConfig, rank: int) -> Mapping[LayerKind, int]:
+    """Return the number of a rank's layers of each kind."""
+    return kinds_of(arch, [layer for chunk in parameters.stages(arch, parallel, rank) for layer in chunk.layers])
 
 
 def _in_passing(model: PlannedModel, parallel: ParallelConfig, tokens: int) -> float:

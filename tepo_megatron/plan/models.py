@@ -20,6 +20,12 @@ def _dense(architecture: str, *sizes: int, **more: Any) -> dict[str, Any]:
     return {"architectures": [architecture], **fields, "rms_norm_eps": 1e-6, "tie_word_embeddings": False, **more}
 
 
+def _hybrid(*sizes: int, value_heads: int) -> dict[str, Any]:
+    """Return the config of a Qwen3.5, whose files hold a vision tower next to the text model."""
+    text = _dense("Qwen3_5ForCausalLM", *sizes, head_dim=256, linear_num_value_heads=value_heads)
+    return {"architectures": ["Qwen3_5ForConditionalGeneration"], "text_config": text}
+
+
 _QWEN2, _QWEN3, _LLAMA = "Qwen2ForCausalLM", "Qwen3ForCausalLM", "LlamaForCausalLM"
 # directory name of the Hugging Face repository -> its config.json, without keys that do not affect sizes
 KNOWN: Mapping[str, Mapping[str, Any]] = {
@@ -36,7 +42,15 @@ KNOWN: Mapping[str, Mapping[str, Any]] = {
         head_dim=128, num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768, norm_topk_prob=True,
         decoder_sparse_step=1, mlp_only_layers=[],
     ),
+    # the defaults of transformers 5.19 (its docstring: "Qwen3.5-9B style"), and the model card of Qwen/Qwen3.5-27B with the
+    # config.json that repositories quote; every fourth layer has attention
+    "Qwen3.5-9B": _hybrid(4096, 12288, 32, 16, 4, 248320, 262144, value_heads=32),
+    "Qwen3.5-27B": _hybrid(5120, 17408, 64, 24, 4, 248320, 262144, value_heads=48),
 }  # fmt: skip
+
+
+def _without_rotary_frequencies(hf: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {k: v for k, v in hf.items() if k not in ("rope_scaling", "rope_parameters")} | {"rope_theta": 1e4}
 
 
 def read_model(path: str | Path) -> tuple[Family, Architecture]:
@@ -59,6 +73,7 @@ def read_model(path: str | Path) -> tuple[Family, Architecture]:
                 f"{', '.join(KNOWN)}; copy that file to {path}/"
             ) from None
         hf = KNOWN[name]
-    hf = {k: v for k, v in hf.items() if k not in ("rope_scaling", "rope_parameters")} | {"rope_theta": 1e4}
     family = find_family(hf)
+    field = family.text_config
+    hf = _without_rotary_frequencies(hf) if field is None else {**hf, field: _without_rotary_frequencies(hf[field])}
     return family, family.architecture(hf)

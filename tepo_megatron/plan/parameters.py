@@ -20,10 +20,13 @@ _BUCKET_MULTIPLE = 128  # elements; every bucket ends at a common multiple of th
 _EXPERT = ".experts.{expert}."
 # order in which Megatron's modules register the parameters of a layer
 _ORDER = (
-    "input_layernorm.weight", "linear_proj.weight", "linear_qkv.weight", "linear_qkv.bias", "q_layernorm.weight",
-    "k_layernorm.weight", "pre_mlp_layernorm.weight", "mlp.router.weight", "linear_fc1.weight", "linear_fc2.weight",
+    "input_layernorm.weight", "conv_weight", "A_log", "dt_bias", "norm_weight", "in_proj.weight", "out_proj.weight",
+    "linear_proj.weight", "linear_qkv.weight", "linear_qkv.bias", "q_layernorm.weight", "k_layernorm.weight",
+    "pre_mlp_layernorm.weight", "mlp.router.weight", "linear_fc1.weight", "linear_fc2.weight",
 )  # fmt: skip
-_LINEAR = ("linear_proj.weight", "linear_qkv.weight", "linear_fc1.weight", "linear_fc2.weight")
+_LINEAR = (
+    "linear_proj.weight", "linear_qkv.weight", "linear_fc1.weight", "linear_fc2.weight", "in_proj.weight", "out_proj.weight",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

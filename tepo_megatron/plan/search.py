@@ -9,6 +9,7 @@ from tepo_megatron.config import AnyServer, Config, RolloutConfig, ShmTransportC
 from tepo_megatron.errors import ConfigError
 from tepo_megatron.plan.engine_memory import kv_bytes
 from tepo_megatron.plan.gpus import GIB, GPUS_PER_NODE
+from tepo_megatron.plan.linear_attention import sequence_state_bytes
 from tepo_megatron.plan.memory import TrainerMemory, states
 from tepo_megatron.plan.memory_parts import MemoryState
 from tepo_megatron.plan.placement import placement_of
@@ -81,7 +82,8 @@ def judge(predictor: Predictor, *, timed: bool = True) -> LayoutCandidate:
     if over > 0:
         return replace(layout, why=f"{over / GIB:.1f} GiB too much to {layout.fullest.name}")
     cache = next((s.parts["KV cache"] for s in found if "KV cache" in s.parts), 0.0)
-    needed = cfg.served_tokens * kv_bytes(model.arch, cfg.rollout.server.tp)
+    server_tp = cfg.rollout.server.tp
+    needed = cfg.served_tokens * kv_bytes(model.arch, server_tp) + sequence_state_bytes(model.arch, server_tp)
     if cache < needed:
         return replace(layout, why=f"the KV cache of {cache / GIB:.1f} GiB holds no sequence of {cfg.served_tokens} tokens")
     return replace(layout, step=predictor.step()) if timed else layout

@@ -12,7 +12,15 @@ from tepo_megatron.config import ParallelConfig, SyncConfig
 from tepo_megatron.plan import parameters
 from tepo_megatron.plan.gpus import GIB
 from tepo_megatron.weights.families import WeightMapping
-from tepo_megatron.weights.ops import Architecture, FusedQKV, Replicated, Vocabulary, padded_vocab_size
+from tepo_megatron.weights.ops import (
+    Architecture,
+    FusedGatedQKV,
+    FusedHeads,
+    FusedQKV,
+    Replicated,
+    Vocabulary,
+    padded_vocab_size,
+)
 
 _VOCABULARY_MULTIPLE = 64  # engines pad other vocabularies, which are sent whole
 
@@ -72,11 +80,16 @@ def _held_share(row: WeightMapping, arch: Architecture, server_tp: int) -> float
     """Return the share of a parameter that each rank of a server holds. With more ranks than KV heads, heads are replicated."""
     if isinstance(row.op, Replicated):
         return 1.0
-    if isinstance(row.op, FusedQKV):
-        heads, groups = arch.num_heads, arch.num_query_groups
-        held = heads / server_tp + 2 * math.ceil(groups / server_tp)
-        return held / (heads + 2 * groups)
+    if isinstance(row.op, FusedQKV | FusedGatedQKV):
+        queries, groups = _query_heads(row, arch), arch.num_query_groups
+        held = queries / server_tp + 2 * math.ceil(groups / server_tp)
+        return held / (queries + 2 * groups)
     return 1 / server_tp
+
+
+def _query_heads(row: WeightMapping, arch: Architecture) -> int:
+    """Return the query heads, counting an output gate as a second head."""
+    return arch.num_heads * (2 if isinstance(row.op, FusedGatedQKV) else 1)
 
 
 def _gathered_share(row: WeightMapping, arch: Architecture, tp: int, server_tp: int, slices: bool) -> float:
@@ -86,7 +99,9 @@ def _gathered_share(row: WeightMapping, arch: Architecture, tp: int, server_tp: 
     if not (slices and tp == server_tp):
         return (tp - 1) / tp
     own = arch.vocab_size % _VOCABULARY_MULTIPLE == 0 and padded_vocab_size(arch.vocab_size, tp) == arch.vocab_size
-    if isinstance(row.op, FusedQKV):
+    if isinstance(row.op, FusedHeads):  # those tensors that are cut are a rank's own; the first one is sent whole
+        return (tp - 1.0) * _whole_share(row.op, arch)
+    if isinstance(row.op, FusedQKV | FusedGatedQKV):
         own = arch.num_heads % tp == 0 and arch.num_query_groups % tp == 0
     elif not isinstance(row.op, Vocabulary):
         own = True
@@ -95,12 +110,21 @@ def _gathered_share(row: WeightMapping, arch: Architecture, tp: int, server_tp: 
 
 def _sliced_share(row: WeightMapping, arch: Architecture, server_tp: int) -> float:
     """Return the share of a parameter that each rank of a server is sent with slices (`weight_sync/buckets.py: slice_dims`)."""
-    if isinstance(row.op, FusedQKV) and arch.num_query_groups % server_tp:
-        heads, groups = arch.num_heads, arch.num_query_groups
-        return (heads / server_tp + 2 * groups) / (heads + 2 * groups)
+    if isinstance(row.op, FusedQKV | FusedGatedQKV) and arch.num_query_groups % server_tp:
+        queries, groups = _query_heads(row, arch), arch.num_query_groups
+        return (queries / server_tp + 2 * groups) / (queries + 2 * groups)
+    if isinstance(row.op, FusedHeads):
+        whole = _whole_share(row.op, arch)
+        return whole + (1 - whole) / server_tp
     if isinstance(row.op, Vocabulary) and arch.vocab_size % _VOCABULARY_MULTIPLE:
         return 1.0
     return _held_share(row, arch, server_tp)
+
+
+def _whole_share(op: FusedHeads, arch: Architecture) -> float:
+    """Return the share of the first tensor, of queries, keys and values, which is sent whole with slices."""
+    kinds = op.kinds(arch)
+    return sum(kinds[:3]) / sum(kinds)
 
 
 def traffic_lines(traffic: WeightTraffic, sync: SyncConfig) -> Iterator[str]:

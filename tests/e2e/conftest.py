@@ -27,7 +27,8 @@ BUILD = """
 import sys
 from pathlib import Path
 from examples.arithmetic.base_model import Settings, build
-build(Path(sys.argv[1]), Settings(seed=3, skill=0.2, hasty_steps=0, train_problems=256, eval_problems=32))
+settings = Settings(seed=3, model=sys.argv[2], skill=0.2, hasty_steps=0, train_problems=256, eval_problems=32)
+build(Path(sys.argv[1]), settings)
 """
 
 
@@ -178,8 +179,19 @@ def tepo(tmp_path: Path) -> Iterator[Callable[..., Command]]:
 @pytest.fixture(scope="session")
 def base() -> Path:
     """A base model that solves a fifth of the problems, with its datasets. It is built once for a checkout and its source."""
-    out = ROOT / ".cache" / "tests" / "base-model"
-    subprocess.run([sys.executable, "-c", BUILD, out], cwd=ROOT, check=True, timeout=900, stdout=subprocess.DEVNULL)
+    return built_base("qwen3")
+
+
+@pytest.fixture(scope="session")
+def hybrid_base() -> Path:
+    """The same for a hybrid (Qwen3.5)."""
+    return built_base("qwen3_5")
+
+
+def built_base(model: str) -> Path:
+    """Build the base model of a family, or re-use it."""
+    out = ROOT / ".cache" / "tests" / ("base-model" if model == "qwen3" else f"base-model-{model}")
+    subprocess.run([sys.executable, "-c", BUILD, out, model], cwd=ROOT, check=True, timeout=900, stdout=subprocess.DEVNULL)
     return out
 
 

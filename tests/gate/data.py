@@ -42,7 +42,7 @@ FAMILIES: dict[str, Callable[..., PretrainedConfig]] = {
     "llama": LlamaConfig,
     "mistral": lambda **sizes: MistralConfig(sliding_window=None, **sizes),
     "qwen3_moe": lambda **sizes: Qwen3MoeConfig(head_dim=16, num_experts=4, norm_topk_prob=True, **_EXPERTS, **sizes),
-    "qwen3_5": lambda **sizes: hybrid_config(head_dim=16, **sizes),
+    "qwen3_5": lambda **sizes: hybrid_config(head_dim=16, full_attention_interval=min(4, sizes["num_hidden_layers"]), **sizes),
     "mixtral": lambda **sizes: MixtralConfig(num_local_experts=4, num_experts_per_tok=2, **sizes),
 }
 

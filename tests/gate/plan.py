@@ -7,6 +7,7 @@ leaves to the platform get the value of `platform: cuda`.
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 from typing import Any
 
 from tepo_megatron.config import Config
@@ -18,6 +19,8 @@ RANKS = 4  # ranks of a world
 AXES = ("tp", "pp", "cp", "dp")
 EPS = 1e-3  # eps of Adam; 1e-8 would turn the sign of rounding noise into a step, in any arithmetic
 LEARNING_RATE = 0.02  # moves every weight tensor by 1 % at least in two updates
+HYBRID_LEARNING_RATE = 0.065  # the same for a hybrid, whose convolutions and decays are larger numbers
+HYBRID = "qwen3_5-"  # start of the name of its model directory (data.py)
 MICROBATCH = 64  # tokens of a microbatch, so that there are several
 BUCKET = 5_000  # parameters of a bucket, so that there are several where communication overlaps
 
@@ -82,7 +85,8 @@ def on_a_cpu(cfg: Config, model: str, layout: dict[str, Any], precision: str) ->
     }  # fmt: skip
     # the rollouts' log-probs are off by design, and `sync` has no engine
     tree["sync"] |= {"max_logprob_diff": 10.0, "quantize": "none"}
-    tree["optimizer"] |= {"lr": LEARNING_RATE, "warmup_steps": 0}
+    lr = HYBRID_LEARNING_RATE if Path(model).name.startswith(HYBRID) else LEARNING_RATE
+    tree["optimizer"] |= {"lr": lr, "warmup_steps": 0}
     tree["megatron"]["optimizer"] |= {
         "adam_eps": EPS, "exp_avg_dtype": "fp32", "exp_avg_sq_dtype": "fp32", "optimizer_offload_fraction": 0.0
     }  # fmt: skip

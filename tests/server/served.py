@@ -20,6 +20,7 @@ from transformers import PreTrainedModel, Qwen3ForCausalLM
 from tepo_megatron.config import RolloutConfig, ServerConfig, UrlServerConfig
 from tepo_megatron.inference.engine_api import LaunchSpec
 from tepo_megatron.inference.engines import build_engine
+from tepo_megatron.inference.linear_attention import layers_of
 from tepo_megatron.inference.servers.fleet import Fleet
 from tepo_megatron.inference.servers.local import LocalServer
 from tepo_megatron.inference.servers.process import LOOPBACK
@@ -64,6 +65,7 @@ def serve(
     generation_config: Mapping[str, Any] | None = None,
     servers: int = 1,
     host: str = LOOPBACK,
+    precision: str = "fp32",
     **server: Any,
 ) -> Iterator[Served]:
     """Yield ready servers of engine `name`, whose failures are final.
@@ -75,6 +77,7 @@ def serve(
         generation_config: Generation config of the model's author, which must have no effect. None: no such file.
         servers: Number of servers.
         host: Address on which they listen.
+        precision: Precision of the served weights.
         server: Fields of ServerConfig.
     """
     model = make(folder / "model")
@@ -82,7 +85,7 @@ def serve(
         (folder / "model" / "generation_config.json").write_text(json.dumps(generation_config))
     settings = {"kv_cache_gib": 0.25, "ready_seconds": 240, "restarts": 0} | server
     cfg = RolloutConfig(engine=name, servers=servers, server=ServerConfig(**settings))
-    settings = {"platform": "cpu", "precision": "fp32", "most_masked": VOCAB_SIZE}
+    settings = {"platform": "cpu", "precision": precision, "most_masked": VOCAB_SIZE, **layers_of(folder / "model")}
     launch = LaunchSpec(folder / "model", MAX_MODEL_LEN, seed=0, host=host, **settings)
     log_path = folder / "server.log"
     keys = mock.patch("tepo_megatron.inference.servers.local.secrets.token_urlsafe", lambda size: "-" + secrets.token_hex(size))

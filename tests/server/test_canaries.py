@@ -11,7 +11,7 @@ import io
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from tepo_megatron.controller.canaries import make_canaries
 from tepo_megatron.errors import SyncError
 from tepo_megatron.inference.engine_api import LaunchSpec
 from tepo_megatron.inference.engines import ENGINES
+from tepo_megatron.inference.linear_attention import layers_of
 from tepo_megatron.inference.servers.endpoint import Endpoint
 from tepo_megatron.inference.servers.fleet import Fleet
 from tepo_megatron.inference.servers.local import LocalServer
@@ -36,6 +37,7 @@ from tepo_megatron.train import train
 from tepo_megatron.types import Canaries
 from tepo_megatron.utils.quiet import quiet_upstream
 from tests.parallel import resume_worlds as w
+from tests.server.hybrids import tiny_hybrid
 from tests.server.planted.sitecustomize import CONTROL
 from tests.server.served import MAX_MODEL_LEN, save_weights
 from tests.tiny import VOCAB_SIZE, tiny_qwen3
@@ -44,6 +46,7 @@ from tests.worlds import run_world
 pytestmark = [pytest.mark.server, pytest.mark.full]
 PLANTED = Path(__file__).parent / "planted"
 NOISE = 1e-5  # nats
+HYBRID_NOISE = 5e-5  # transformers computes the gated delta rule in fp32 whatever the model's type is
 CANARIES = make_canaries(8, MAX_MODEL_LEN - CANARY_MARGIN, VOCAB_SIZE, seed=0)
 
 
@@ -109,7 +112,15 @@ def until(condition: Any, seconds: float = 240.0) -> None:
 
 
 @contextlib.contextmanager
-def trainer(engine: str, folder: Path, fault: dict[str, Any], servers: int = 2, tp: int = 1, **sync: Any) -> Iterator[Trainer]:
+def trainer(
+    engine: str,
+    folder: Path,
+    fault: dict[str, Any],
+    servers: int = 2,
+    tp: int = 1,
+    make: Callable[[Path], Any] = tiny_qwen3,
+    **sync: Any,
+) -> Iterator[Trainer]:
     """Yield a trainer with ready servers, the last with the fault, that serve version 0.
 
     Args:
@@ -118,15 +129,17 @@ def trainer(engine: str, folder: Path, fault: dict[str, Any], servers: int = 2, 
         fault: The control file; see `planted/sitecustomize.py`.
         servers: Number of servers.
         tp: Tensor-parallel size of each.
+        make: Writes the model.
         sync: Keys of SyncConfig.
     """
-    model = tiny_qwen3(folder / "model")
+    model = make(folder / "model")
     FaultyServer.control = folder / "control.json"
     FaultyServer.control.write_text(json.dumps({"run": "run"} | fault))
     more = ["--block-size", "32"] if engine == "vllm" else []  # so that prefixes of canaries are cached
     server = ServerConfig(kv_cache_gib=0.25, ready_seconds=240, restarts=9, tp=tp, extra_args=more)
     cfg = RolloutConfig(engine=engine, servers=servers, server=server)
-    launch = LaunchSpec(folder / "model", MAX_MODEL_LEN, seed=0, platform="cpu", precision="fp32")
+    kinds = layers_of(folder / "model")
+    launch = LaunchSpec(folder / "model", MAX_MODEL_LEN, seed=0, platform="cpu", precision="fp32", **kinds)
     endpoints = []
     for i in range(servers):
         api, kind = ENGINES[engine](), FaultyServer if i == servers - 1 else LocalServer
@@ -155,9 +168,15 @@ def test_healthy_servers_answer_as_the_model_in_fp64_at_every_version(engine: st
         assert it.fleet.take_events() == [] and it.fleet.restarts == 0
 
 
-@pytest.mark.parametrize("engine", ["vllm", "sglang"])
-def test_each_fault_is_found_at_the_update_named_and_gone_after_a_restart(engine: str, tmp_path: Path) -> None:
-    with trainer(engine, tmp_path, {"kind": "", "first": 0}) as it:
+@pytest.mark.parametrize(
+    ("engine", "make", "noise"),
+    [("vllm", tiny_qwen3, NOISE), ("sglang", tiny_qwen3, NOISE), ("vllm", tiny_hybrid, HYBRID_NOISE)],
+    ids=["vllm", "sglang", "vllm hybrid"],
+)
+def test_each_fault_is_found_at_the_update_named_and_gone_after_a_restart(
+    engine: str, make: Callable[[Path], Any], noise: float, tmp_path: Path
+) -> None:
+    with trainer(engine, tmp_path, {"kind": "", "first": 0}, make=make) as it:
         for kind, size in (("dropped", 1e-5), ("one tensor", 1e-3), ("one layer", 1e-3), ("scaled", 1e-3)):
             it.change(size)
             it.plant(kind)
@@ -169,7 +188,7 @@ def test_each_fault_is_found_at_the_update_named_and_gone_after_a_restart(engine
             said = "\n".join(it.fleet.take_events())
             assert f"canaries of server 1: {whole if kind == 'dropped' else part}" in said and "server 0" not in said
             metrics = it.fleet.canary_metrics()
-            assert metrics["canary/wrong"] == 1 and 0 < metrics["canary/diff_worst"] < NOISE
+            assert metrics["canary/wrong"] == 1 and 0 < metrics["canary/diff_worst"] < noise
         assert it.fleet.restarts == 4 and not it.fleet.needs_weights
 
 

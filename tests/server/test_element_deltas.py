@@ -15,6 +15,7 @@ from tests.direct_requests import connected
 from tests.parallel import cases
 from tests.parallel.test_element_deltas import change
 from tests.parallel.test_weights import actor_of, sync_of
+from tests.server.hybrids import tiny_hybrid
 from tests.server.served import SAMPLING, make_prompts, serve
 from tests.server.test_delta import tiny_moe
 from tests.tiny import tiny_qwen3
@@ -88,6 +89,7 @@ def push_deltas(rank: int, name: str, transport: str, tp: int, make: Callable[[P
         pytest.param("vllm", "slices", 2, tiny_qwen3, marks=pytest.mark.full),
         pytest.param("sglang", "slices", 2, tiny_qwen3, marks=pytest.mark.full),
         pytest.param("vllm", "slices", 2, tiny_moe, marks=pytest.mark.full),
+        pytest.param("vllm", "group", 1, tiny_hybrid, marks=pytest.mark.full),
     ],
 )
 def test_many_deltas_serve_what_whole_weights_serve(

@@ -94,9 +94,10 @@ def test_the_tokenizer_is_lossless_with_one_token_for_the_box() -> None:
         assert tokenizer.unk_token_id not in ids
 
 
-def test_the_model_has_its_advertised_size() -> None:
-    model = base_model.build_model(task.build_tokenizer())
-    assert model.num_parameters() == 599_104
+@pytest.mark.parametrize(("kind", "size"), [("qwen3", 599_104), ("qwen3_5", 652_304)])
+def test_the_model_has_its_advertised_size(kind: str, size: int) -> None:
+    model = base_model.build_model(task.build_tokenizer(), kind)
+    assert model.num_parameters() == size
     assert {p.dtype for p in model.parameters()} == {torch.float32}
 
 

@@ -23,12 +23,15 @@ from tepo_megatron.plan.compute import (
     MachineModel,
     attention_operations,
     feed_forward_operations,
+    forward_layer,
     layer_operations,
     stage_seconds,
 )
 from tepo_megatron.plan.engine_memory import engine_share, kv_bytes
 from tepo_megatron.plan.generation import EngineModel, touched_weights
 from tepo_megatron.plan.gpus import ASSUMED, GIB, GPUS
+from tepo_megatron.plan.layers import LayerKind
+from tepo_megatron.plan.linear_attention import delta_rule_operations, sequence_state_bytes
 from tepo_megatron.plan.memory import MOMENT, TrainerMemory, host_bytes, state_bytes
 from tepo_megatron.plan.memory_parts import PlannedModel
 from tepo_megatron.plan.models import read_model
@@ -118,7 +121,7 @@ def test_recomputed_blocks_take_time() -> None:
         ).products
         for mode in activations.RECOMPUTED
     }
-    layer, block = layer_operations(arch, False), feed_forward_operations(arch, False)
+    layer, block = layer_operations(arch), feed_forward_operations(arch, False)
     added = (seconds["selective"] - seconds["none"]) / (seconds["full"] - seconds["none"])
     assert added == pytest.approx(block / layer)
 
@@ -224,9 +227,7 @@ def test_operations_equal_the_published_formula() -> None:
     _, arch = read_model("Llama-3.1-8B")
     tokens = 8192
     theirs = tokens * (12 * 32 * 4096**2 * (1 + 8 / 32 + tokens / 4096) + 18 * 32 * 14336 * 4096 + 6 * 128256 * 4096)
-    ours = 3 * tokens * (32 * layer_operations(arch, False) + 2 * 128256 * 4096) + 3 * 32 * 2 * attention_operations(
-        arch, tokens**2
-    )
+    ours = 3 * tokens * (32 * layer_operations(arch) + 2 * 128256 * 4096) + 3 * 32 * 2 * attention_operations(arch, tokens**2)
     assert ours == pytest.approx(theirs, rel=1e-9)
 
 
@@ -338,7 +339,7 @@ def test_a_larger_gpu_is_faster_and_longer_responses_are_slower() -> None:
 def test_recipes_in_fp8_allow_for_its_rounding(path: Path) -> None:
     """0.012 nats, the emulated error of 3 layers (docs/precision.md), grown with the square root of depth, twice over."""
     cfg = load_config(path)
-    layers = {"qwen2.5-7b": 28, "qwen3-14b": 40}[path.stem.partition("b-")[0] + "b"]
+    layers = {"qwen2.5-7b": 28, "qwen3-14b": 40, "qwen3.5-9b": 32, "qwen3.5-27b": 64}[path.stem.partition("b-")[0] + "b"]
     in_fp8 = cfg.model.precision.startswith("fp8")
     assert in_fp8 == ("fp8" in path.stem)
     assert (cfg.sync.max_logprob_diff > 2 * 0.012 * (layers / 3) ** 0.5) is in_fp8
@@ -401,3 +402,45 @@ def test_what_the_page_says_of_the_published_figures() -> None:
     assert all(0.7 <= ratio <= 1.3 for ratio in ratios.values())
     without = [predicted_seconds(row) / row.seconds / (1 + ASSUMED.beyond) for row in ROWS if row.rollout]
     assert f"{min(without):.2f} to {max(without):.2f}" in PAGE
+
+
+HYBRID_27B = "models/Qwen3.5-27B"
+
+
+def test_the_sizes_of_hybrids_are_those_that_their_names_say() -> None:
+    for name, billions in (("Qwen3.5-9B", 8.95), ("Qwen3.5-27B", 26.9)):
+        family, arch = read_model(f"models/{name}")
+        assert total_parameters(family.rows, arch) / 1e9 == pytest.approx(billions, rel=0.001)
+        assert len(arch.linear_layers) == 3 * arch.num_layers // 4
+
+
+def test_a_layer_with_linear_attention_costs_a_token_the_same_at_any_length() -> None:
+    """Operations counted by hand: 16 key and 48 value heads of 128, convolutions of 4 tokens, chunks of 64."""
+    _, arch = read_model(HYBRID_27B)
+    keys, values, ffn = 16 * 128, 48 * 128, 17408
+    projections = 2 * 5120 * (2 * keys + 2 * values + 2 * 48 + values)
+    assert layer_operations(arch, LayerKind(linear=True)) == projections + 6 * 5120 * ffn
+    chunk = 2 * 64 * 128 * 2 + 64 * 256 + 2 * 64 * 128 + 3 * 2 * 128 * 128
+    assert delta_rule_operations(arch) == 48 * chunk + 2 * 4 * (2 * keys + values)
+    gated = 2 * 5120 * 256 * (3 * 24 + 2 * 4)
+    assert layer_operations(arch) == gated + 6 * 5120 * ffn
+    machine = MachineModel(GPUS["H100"])
+    model = PlannedModel(*read_model(HYBRID_27B))
+    for kind, grows in ((LayerKind(linear=True), False), (LayerKind(), True)):
+        costs = [forward_layer(model, ParallelConfig(), machine, 2.0**16, 2.0**16 * n, kind) for n in (1024, 8192)]
+        assert (costs[1].total > 1.05 * costs[0].total) is grows
+        halves = forward_layer(model, ParallelConfig(cp=2), machine, 2.0**16, 2.0**26, kind)
+        assert halves.products == pytest.approx(costs[0].products / 2) and halves.links > 0
+
+
+def test_the_engine_of_a_hybrid_caches_keys_of_some_layers_and_a_state_per_sequence() -> None:
+    family, arch = read_model(HYBRID_27B)
+    assert kv_bytes(arch, 1) == 2 * 16 * 4 * 256 * 2 and kv_bytes(arch, 4) == kv_bytes(arch, 1) / 4
+    state = 48 * (48 * 128 * 128 * 4 + 3 * 10240 * 2)
+    assert sequence_state_bytes(arch, 1) == state and sequence_state_bytes(arch, 2) == state / 2
+    machine, responses = MachineModel(GPUS["H100"]), [256] * 8
+    engine = EngineModel(PlannedModel(family, arch), machine, tp=1, cache=1e12, sequences=64)
+    few = replace(engine, cache=4 * (state + 512 * kv_bytes(arch, 1)))  # for four of the eight sequences at a time
+    assert few.seconds(256, 8, responses) > 1.5 * engine.seconds(256, 8, responses)
+    dense = replace(arch, linear_attention=None)
+    assert sequence_state_bytes(dense, 1) == 0 and kv_bytes(dense, 1) == 4 * kv_bytes(arch, 1)

@@ -32,9 +32,10 @@ def test_the_package_does_not_grow() -> None:
     restarts on request with another layout, and with fewer ranks after a device was lost 250,
     slices from the shards of the trainer's ranks 60,
     supervised fine-tuning 500, distillation 30,
-    the gated delta rule: operators, layer, checkpoints, and the Qwen3.5 family 712.
+    the gated delta rule: operators, layer, checkpoints, and the Qwen3.5 family 712,
+    hybrids in vLLM's CPU server and in the plan 339.
     """
-    assert sum(map(lines_of_code, modules().values())) <= 23_392 + 7_022
+    assert sum(map(lines_of_code, modules().values())) <= 23_392 + 7_361
 
 
 def test_functions_files_and_classes_are_small() -> None:

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.models import ModelRegistry
+from vllm.platforms import current_platform
 
 from tepo_megatron.distributed.own_peers import guard_process_groups
 from tepo_megatron.weight_sync.broadcast_group import GroupSpec, UnchangedTensors
@@ -20,6 +22,8 @@ from tepo_megatron.weight_sync.receiver import lifeline
 from tepo_megatron.weight_sync.receiver.receiver import RankReceiver
 
 BACKEND = "tepo_shm"
+HYBRIDS = ("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration")  # architectures with gated delta nets
+HYBRID_MODULE = "tepo_megatron.weight_sync.receiver.vllm_qwen3_5"  # imported only to serve one of them, on CPU
 _OWN = "_tepo_own"  # attribute that marks copies made by `own_waiting_tensors`
 _LAYER = re.compile(r"model\.layers\.\d+\.")
 
@@ -27,12 +31,17 @@ _LAYER = re.compile(r"model\.layers\.\d+\.")
 def register() -> None:
     """Register the backend, tie this process to the server's guard, and keep other users out of its process groups.
 
+    On CPU vLLM also learns of our module for hybrids, which it imports if it serves one. On a GPU nothing of vLLM is replaced.
+
     vLLM calls this in each of its processes, in some of them twice.
     """
     lifeline.hold()
     guard_process_groups()
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, __name__, TepoWeightTransferEngine.__name__)
+    if current_platform.is_cpu():
+        for architecture in HYBRIDS:
+            ModelRegistry.register_model(architecture, f"{HYBRID_MODULE}:{architecture}")
 
 
 @dataclass

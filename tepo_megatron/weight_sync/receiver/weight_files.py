@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import socket
 import stat
 import zlib
@@ -17,6 +18,9 @@ from tepo_megatron.weight_sync.element_deltas import Encoding
 
 # The output layer's name in every Hugging Face causal language model; with tied embeddings it may be there or not.
 OUTPUT_LAYER = "lm_head.weight"
+NEVER_SENT = re.compile(r"(mtp|model\.visual|visual)\.")  # tensors next to a text model, which the trainer does not load
+# tensors of one module that vLLM 0.32 loads together: of an update with one of them alone, it serves undefined numbers
+PAIR = ("A_log", "dt_bias")
 
 
 class UpdateTracker:
@@ -32,7 +36,10 @@ class UpdateTracker:
 
     def __init__(self, model: str | Path, tied_embeddings: bool) -> None:
         self._expected = {
-            name: shape for path in sorted(Path(model).glob("*.safetensors")) for name, shape in tensor_shapes(path).items()
+            name: shape
+            for path in sorted(Path(model).glob("*.safetensors"))
+            for name, shape in tensor_shapes(path).items()
+            if not NEVER_SENT.match(name)
         }
         self._optional = {OUTPUT_LAYER} if tied_embeddings else set()
         self._given: set[str] = set()
@@ -51,11 +58,13 @@ class UpdateTracker:
         """
         names = Counter(name for name, _ in given)
         known = self._expected.keys() | self._optional
+        partners = {_partner(name) for name in names.keys() - self.unchanged}
         _refuse({
             "given twice": {name for name, count in names.items() if count > 1 or name in self._given},
             "unknown": names.keys() - known,
             "given that were to stay": names.keys() & self.unchanged,
             "of another shape": {name for name, shape in given if shape != self._expected.get(name, shape)},
+            "that were to stay without the other of their pair": partners & self.unchanged,
         })  # fmt: skip
         self._given |= names.keys()
 
@@ -67,6 +76,12 @@ class UpdateTracker:
     def finish(self) -> None:
         """Raise ValueError if a tensor of the model was neither given nor unchanged."""
         _refuse({"missing": self._expected.keys() - self._given - self.unchanged - self._optional})
+
+
+def _partner(name: str) -> str:
+    """Return the tensor that has to be given with this one; the name itself: none."""
+    module, _, kind = name.rpartition(".")
+    return f"{module}.{PAIR[1 - PAIR.index(kind)]}" if kind in PAIR else name
 
 
 def check_files(paths: Sequence[str]) -> list[tuple[str, list[int]]]:

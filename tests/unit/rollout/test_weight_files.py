@@ -11,7 +11,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tepo_megatron.weight_sync.receiver.weight_files import UpdateTracker, check_files, tensors
+from tepo_megatron.weight_sync.receiver.weight_files import NEVER_SENT, UpdateTracker, check_files, tensors
+from tepo_megatron.weights.families import FAMILIES
 
 MODEL = {"a.weight": torch.zeros(3, 2), "b.weight": torch.zeros(4), "lm_head.weight": torch.zeros(3, 2)}
 
@@ -137,3 +138,27 @@ def test_what_stays_need_not_be_given_and_may_not(tmp_path: Path) -> None:
     update.finish()
     with pytest.raises(ValueError, match=r"1 unknown: c\.bias"):
         UpdateTracker(tmp_path / "model", tied_embeddings=False).keep_unchanged(["c.bias"])
+
+
+def test_tensors_next_to_a_text_model_are_not_expected(tmp_path: Path) -> None:
+    """The server names them by a pattern of its own, because it loads nothing of the trainer's families."""
+    with_more = [family for family in FAMILIES.values() if family.text_config is not None]
+    for name in ("visual.a", "model.visual.b.weight", "mtp.c", "model.visuals.a", "model.mtp.a", "lm_head.weight"):
+        assert {family.carries(name) for family in with_more} == {bool(NEVER_SENT.match(name))}, name
+    saved(tmp_path / "model", MODEL | {"mtp.layer.weight": torch.zeros(2), "model.visual.a": torch.zeros(2)})
+    received(tmp_path / "model", saved(tmp_path / "sent", MODEL))
+
+
+def test_half_of_a_decay_is_refused(tmp_path: Path) -> None:
+    """vLLM loads both tensors of the module together, and would serve undefined numbers after an update with one of them."""
+    pair = {f"model.layers.0.linear_attn.{name}": torch.zeros(4) for name in ("A_log", "dt_bias")}
+    saved(tmp_path / "model", pair | MODEL)
+    for i, (sent, kept) in enumerate((list(pair), list(pair)[::-1])):
+        update = UpdateTracker(tmp_path / "model", tied_embeddings=False)
+        update.keep_unchanged([kept, *MODEL])
+        with pytest.raises(ValueError, match=rf"1 that were to stay without the other of their pair: {kept}"):
+            update.add(check_files(saved(tmp_path / str(i), {sent: pair[sent]})))
+    update = UpdateTracker(tmp_path / "model", tied_embeddings=False)
+    update.keep_unchanged(list(MODEL))
+    update.add(check_files(saved(tmp_path / "both", pair)))
+    update.finish()

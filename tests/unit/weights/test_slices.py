@@ -55,6 +55,10 @@ ARCH: Any = SimpleNamespace(num_heads=8, num_query_groups=2, head_dim=4, vocab_s
         (FusedHeads(), [(24, 32), (12, 32), (4, 32), (4, 32)], 2, [None, 0, 0, 0]),  # a rank's q, k and v lie apart
         (FusedHeads(convolution=True), [(24, 1, 4)], 2, [None]),
         (Vocabulary(), [(128, 32)], 2, [0]),
+        (FusedGatedQKV(), [(64, 32), (8, 32), (8, 32)], 2, [0, 0, 0]),  # a query head and its gate are neighbours
+        (FusedGatedQKV(), [(64, 32), (8, 32), (8, 32)], 4, [0, None, None]),
+        (FusedHeads(), [(64, 32), (32, 32), (8, 32), (8, 32)], 2, [None, 0, 0, 0]),
+        (FusedHeads(convolution=True), [(64, 1, 4)], 2, [None]),
     ],
 )
 def test_tensors_are_cut_as_the_engines_divide_them(op: Any, shapes: Any, lanes: int, dims: Any) -> None:

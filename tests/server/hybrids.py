@@ -1,0 +1,34 @@
+"""Tiny random models of the Qwen3.5 family: three layers with the gated delta rule and one with attention."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from tests.tiny import hybrid_config, tiny_model
+
+SERVED = {"head_dim": 32}  # the smallest heads for which vLLM has attention on a CPU
+KERNEL_HEADS = {"linear_key_head_dim": 64, "linear_value_head_dim": 64}  # the smallest for which it has the gated delta rule
+
+
+def tiny_hybrid(path: Path, *, seed: int = 0, **fields: Any) -> PreTrainedModel:
+    """Write a tiny hybrid and its tokenizer to `path`; return the model (fp32, eval).
+
+    Args:
+        path: Directory to write.
+        seed: Seed of the weights.
+        fields: Fields of the config that replace those of `hybrid_config`.
+    """
+    return tiny_model(path, hybrid_config(**SERVED | fields), seed=seed)
+
+
+def kernel_hybrid(path: Path) -> PreTrainedModel:
+    """Write a tiny hybrid with heads for which vLLM has kernels; return the model (fp32, eval)."""
+    return tiny_hybrid(path, **KERNEL_HEADS)
+
+
+def mixed_hybrid(path: Path) -> PreTrainedModel:
+    """Write a tiny hybrid without kernels in vLLM, whose convolution has a size that vLLM packs in bf16 (multiple of 32)."""
+    return tiny_hybrid(path, linear_key_head_dim=16, linear_value_head_dim=32)

@@ -1,0 +1,198 @@
+"""A real vLLM on the CPU serves a tiny hybrid (Qwen3.5), whose gated delta nets are ours where vLLM has no kernels."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import PreTrainedModel
+
+from tepo_megatron.errors import SyncError
+from tepo_megatron.types import Prompt, Rollout, SamplingParams
+from tests.server.hybrids import kernel_hybrid, mixed_hybrid, tiny_hybrid
+from tests.server.served import (
+    EOS,
+    MAX_MODEL_LEN,
+    SAMPLING,
+    Served,
+    another_engine,
+    call,
+    logprob_diff,
+    make_prompts,
+    responses,
+    sampled_by,
+    save_weights,
+    serve,
+)
+
+pytestmark = pytest.mark.server
+NOISE = 5e-5  # nats; transformers in fp32 itself is 1e-5 off its own fp64 on these models
+# a step of at most 64 tokens, which no longer prompt fits into, and states that are cached every 32 tokens
+CHUNKED = ["--enable-chunked-prefill", "--enable-prefix-caching", "--block-size", "32", "--max-num-batched-tokens", "64"]
+CHUNKED += ["--enable-prompt-tokens-details"]
+
+
+def prompts_of_all_lengths() -> list[Prompt]:
+    """Return prompts around the sizes of a chunk and of a block, of a single token, and as long as they can be."""
+    ids = torch.randint(4, 50, (MAX_MODEL_LEN,), generator=torch.Generator().manual_seed(7)).tolist()
+    lengths = (1, 2, 3, 4, 31, 32, 33, 63, 64, 65, 129, MAX_MODEL_LEN - SAMPLING.max_tokens)
+    return [Prompt(id=n, token_ids=tuple(ids[:n]), answer="") for n in lengths]
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    with serve("vllm", tmp_path_factory.mktemp("hybrid"), make=tiny_hybrid) as served:
+        yield served
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+def test_logprobs_are_those_of_transformers(served: Served, temperature: float) -> None:
+    sampling = SamplingParams(samples=4, temperature=temperature, max_tokens=20)
+    rollouts = served.engine.generate([*prompts_of_all_lengths(), *make_prompts(16, seed=2)], sampling, seed=0)
+    diff = logprob_diff(served.model, rollouts, temperature)
+    print(f"largest log-prob difference at T={temperature}: {diff:.1e}")
+    assert diff <= NOISE
+    assert logprob_diff(served.model, rollouts, 2.0) > 0.1
+
+
+def test_a_prompt_of_one_token_alone_in_its_step(served: Served) -> None:
+    """vLLM's convolution takes such a prefill for one that is not transposed, and the server ends."""
+    for seed in range(3):
+        rollouts = served.engine.generate([Prompt(id=1, token_ids=(7 + seed,), answer="")], SAMPLING, seed=seed)
+        assert logprob_diff(served.model, rollouts, SAMPLING.temperature) <= NOISE
+
+
+def test_samples_depend_on_the_seed_and_not_on_the_batch(served: Served) -> None:
+    prompts = make_prompts(16, seed=4)
+    first = responses(served.engine.generate(prompts, SAMPLING, seed=5))
+    assert responses(served.engine.generate(prompts[::-1], SAMPLING, seed=5)) == first
+    other = responses(served.engine.generate(prompts, SAMPLING, seed=6))
+    assert all(first[p.id] != other[p.id] for p in prompts)
+
+
+def test_responses_end_at_a_stop_token_that_is_part_of_them(served: Served) -> None:
+    rollouts = served.engine.generate(make_prompts(64, seed=1), SAMPLING, seed=3)
+    assert {r.stop_reason for r in rollouts} == {"stop", "length"}
+    for rollout in rollouts:
+        if rollout.stop_reason == "stop":
+            assert rollout.response_ids.index(EOS) == rollout.response_length - 1
+        else:
+            assert rollout.response_length == SAMPLING.max_tokens and EOS not in rollout.response_ids
+
+
+def test_what_is_under_way_goes_on_under_new_weights(served: Served, tmp_path: Path) -> None:
+    """The states of an interrupted sequence are computed again from all its tokens, under the new weights."""
+    old, version = served.model, served.engine.version
+    new = tiny_hybrid(tmp_path / "new", seed=200)
+    (tmp_path / "old").mkdir(mode=0o700)
+    old_files, files = save_weights(old, tmp_path / "old", files=1), save_weights(new, tmp_path, files=1)
+    prompts, sampling = make_prompts(20, seed=12), replace(SAMPLING, samples=8, max_tokens=100, stop_token_ids=())
+    with another_engine(served, max_staleness=1, on_weight_update="continue") as engine:
+        engine.update_weights(old_files, version)
+        engine.generate(prompts, replace(sampling, max_tokens=4), seed=1)  # a server's first requests are slow
+        groups = engine.open()
+        groups.add(prompts[:2], replace(sampling, max_tokens=20), seed=0)
+        groups.add(prompts[2:], sampling, seed=0)
+        made = list(groups.next() or [])
+        engine.update_weights(files, version + 1)
+        made += [r for group in iter(groups.next, None) for r in group]
+    served.engine.update_weights(files, version + 1)  # which the fixture's engine did not send
+    served.model = new
+    assert sorted(r.prompt_id for r in made) == sorted(p.id for p in prompts for _ in range(8))
+    mixed = [r for r in made if r.later_versions]
+    assert len(mixed) > 50
+    for model, v in ((old, version), (new, version + 1)):
+        diff = logprob_diff(model, sampled_by(made, v), sampling.temperature)
+        print(f"version {v}: largest difference {diff:.1e}")
+        assert diff <= NOISE
+    assert logprob_diff(new, sampled_by(mixed, version), sampling.temperature) > 0.1
+
+
+def test_layers_that_are_left_out_stay_and_halves_of_a_decay_are_refused(served: Served, tmp_path: Path) -> None:
+    """vLLM loads `A_log` and `dt_bias`, which belong to one module, together or not at all."""
+    engine, old = served.engine, served.model
+    new, now = tiny_hybrid(tmp_path / "new", seed=400), dict(old.named_parameters())
+    for part in ("", ".layers.1.", ".layers.3.", "nothing"):
+        now |= {name: weight for name, weight in new.named_parameters() if part and part in name}
+        sent = {name: weight.detach().clone() for name, weight in now.items() if part in name}
+        engine.begin_update(engine.version + 1)
+        engine.keep_unchanged([name for name in now if name not in sent])
+        if sent:
+            save_file(sent, tmp_path / "sent.safetensors")
+            engine.load([tmp_path / "sent.safetensors"]).result()
+        engine.finish_update()
+        old.load_state_dict({name: weight.detach().clone() for name, weight in now.items()}, strict=False)
+        rollouts = engine.generate(make_prompts(8, seed=13), SAMPLING, seed=0)
+        assert logprob_diff(old, rollouts, SAMPLING.temperature) <= NOISE
+    assert logprob_diff(new, rollouts, SAMPLING.temperature) > 10 * NOISE
+    half = {"model.layers.1.linear_attn.A_log": now["model.layers.1.linear_attn.A_log"].detach().clone()}
+    save_file(half, tmp_path / "half.safetensors")
+    engine.begin_update(engine.version + 1)
+    engine.keep_unchanged([name for name in now if name not in half])
+    with pytest.raises(SyncError, match=r"without the other of their pair: model\.layers\.1\.linear_attn\.dt_bias"):
+        engine.load([tmp_path / "half.safetensors"]).result()
+
+
+def test_prompts_are_prefilled_in_chunks_and_prefixes_are_cached(tmp_path: Path) -> None:
+    """Chunks of seeded prompts end the engine without our plugin. A cached prefix gives the same log-probs as none."""
+    with serve("vllm", tmp_path, make=tiny_hybrid, extra_args=CHUNKED) as served:
+        prompts = prompts_of_all_lengths()
+        first = served.engine.generate(prompts, SAMPLING, seed=0)
+        again = served.engine.generate(prompts[::-1], SAMPLING, seed=0)
+        assert responses(again) == responses(first)
+        for rollouts in (first, again):
+            diff = logprob_diff(served.model, rollouts, SAMPLING.temperature)
+            print(f"largest log-prob difference: {diff:.1e}")
+            assert diff <= NOISE
+        body = {"model": "policy", "prompt": list(prompts[-1].token_ids), "max_tokens": 2}
+        usage = call(served, "POST", "/v1/completions", body)["usage"]
+        assert usage["prompt_tokens_details"]["cached_tokens"] >= 192, "whole blocks of the prompt"
+        new = tiny_hybrid(tmp_path / "new", seed=1)
+        served.engine.update_weights(save_weights(new, tmp_path, files=2), 0)
+        rollouts = served.engine.generate(prompts, SAMPLING, seed=0)
+        assert logprob_diff(new, rollouts, SAMPLING.temperature) <= NOISE
+
+
+@torch.no_grad()
+def bf16_noise(model: PreTrainedModel, rollouts: list[Rollout]) -> tuple[float, float]:
+    """Return the mean |log-prob - fp32's| of the engine and of transformers in bf16, in nats at temperature 1."""
+    found = []
+    in_bf16: Any = copy.deepcopy(model).bfloat16()
+    for r in rollouts:
+        ids, chosen = r.token_ids_L[None], r.response_mask_L[1:]
+        logprobs = [m(ids).logits[0, :-1].float().log_softmax(-1) for m in (model, in_bf16)]
+        exact, rounded = (x.gather(1, ids[0, 1:, None])[:, 0] for x in logprobs)
+        found.append(torch.stack((r.rollout_logprobs_L[1:] - exact, rounded - exact))[:, chosen].abs())
+    engine, transformers = torch.cat(found, 1).mean(1).tolist()
+    return engine, transformers
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("make", [kernel_hybrid, mixed_hybrid])
+def test_bf16_is_as_exact_as_transformers_in_bf16(make: Any, tmp_path: Path) -> None:
+    """The first model uses vLLM's kernels, with prompts of one token computed here; the second uses ours throughout."""
+    with serve("vllm", tmp_path, make=make, precision="bf16") as served:
+        single = served.engine.generate([Prompt(id=0, token_ids=(7,), answer="")], replace(SAMPLING, temperature=1.0), seed=0)
+        rest = served.engine.generate(prompts_of_all_lengths(), replace(SAMPLING, temperature=1.0), seed=0)
+        for rollouts in (single, rest):
+            engine, transformers = bf16_noise(served.model, rollouts)
+            print(f"mean error in bf16: engine {engine:.4f}, transformers {transformers:.4f}")
+            assert engine <= 2 * transformers
+        assert bf16_noise(tiny_hybrid(tmp_path / "other", seed=3), rest)[0] > 10 * transformers, "the comparison can fail"
+
+
+@pytest.mark.full
+def test_two_ranks_serve_a_hybrid(tmp_path: Path) -> None:
+    with serve("vllm", tmp_path, make=tiny_hybrid, tp=2) as served:
+        rollouts = served.engine.generate([*prompts_of_all_lengths(), *make_prompts(8, seed=2)], SAMPLING, seed=0)
+        assert logprob_diff(served.model, rollouts, SAMPLING.temperature) <= NOISE
+        new = tiny_hybrid(tmp_path / "new", seed=1)
+        served.engine.update_weights(save_weights(new, tmp_path, files=2), 0)
+        rollouts = served.engine.generate(prompts_of_all_lengths(), SAMPLING, seed=0)
+        assert logprob_diff(new, rollouts, SAMPLING.temperature) <= NOISE

@@ -1,0 +1,80 @@
+"""The actor's weights of a hybrid reach a real vLLM over every transport of a CPU: it then serves what the actor has."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from tepo_megatron.config import GroupTransportConfig, IpcTransportConfig, ShmTransportConfig
+from tepo_megatron.types import Rollout
+from tests.parallel import cases
+from tests.parallel.test_element_deltas import change
+from tests.parallel.test_weights import actor_of
+from tests.server.hybrids import tiny_hybrid
+from tests.server.served import SAMPLING, logprob_diff, make_prompts, serve
+from tests.worlds import run_world
+
+pytestmark = pytest.mark.server
+NOISE = 5e-5  # nats, as in test_hybrid.py
+GROUP = GroupTransportConfig(type="group", timeout_seconds=20.0)
+TRANSPORTS: dict[str, Any] = {
+    "shm": ShmTransportConfig(), "ipc": IpcTransportConfig(type="ipc"), "group": GROUP, "slices": replace(GROUP, slices=True)
+}  # fmt: skip
+LAYER = "decoder.layers.1."  # has the gated delta rule
+
+
+def push(rank: int, transport: str, delta: str, tp: int, folder: Path) -> tuple[dict[str, Tensor], list[Rollout], list[Any]]:
+    """Push three versions, each verified by checksums; return the weights, samples of the last one, and what was sent.
+
+    In the last version only one layer changed.
+    """
+    from tepo_megatron.weight_sync.sync import make_weight_sync
+    from tepo_megatron.weights.gather import iterate_hf
+
+    with serve("vllm", folder, make=tiny_hybrid, tp=tp) as served:
+        cfg = cases.run_config(folder / "model", {})
+        sync = replace(cfg.sync, delta=delta, transport=TRANSPORTS[transport], bucket_mib=1, verify_every=1)
+        actor = actor_of(replace(cfg, sync=sync))
+        sent = []
+        with make_weight_sync(sync, actor.bindings, actor.arch, actor.groups, served.engine, server_tp=tp) as pushes:
+            for version in range(3):
+                if version == 1:
+                    change(actor, version, share=0.5)
+                if version == 2:
+                    for binding in actor.bindings:
+                        if binding.name.startswith(LAYER):
+                            binding.parameter.data.mul_(1.01)
+                pushes.push(version)
+                sent.append(pushes.pushed)
+        rollouts = served.engine.generate(make_prompts(8, seed=3), SAMPLING, seed=5)
+        weights = dict(iterate_hf(actor.bindings, actor.arch, actor.groups.tp))
+    return {name: tensor.clone() for name, tensor in weights.items()}, rollouts, sent
+
+
+@pytest.mark.parametrize(
+    ("transport", "delta", "tp"),
+    [
+        ("group", "layers", 1),
+        ("ipc", "none", 1),
+        pytest.param("shm", "layers", 1, marks=pytest.mark.full),
+        pytest.param("shm", "elements", 1, marks=pytest.mark.full),
+        pytest.param("group", "none", 2, marks=pytest.mark.full),
+        pytest.param("slices", "layers", 2, marks=pytest.mark.full),
+    ],
+)
+def test_the_server_serves_what_the_actor_has(transport: str, delta: str, tp: int, tmp_path: Path) -> None:
+    weights, rollouts, sent = run_world(1, push, transport, delta, tp, tmp_path, timeout=400)[0]
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", attn_implementation="eager").eval()
+    before = logprob_diff(model, rollouts, SAMPLING.temperature)
+    missing, unknown = model.load_state_dict(weights, strict=False)
+    assert not missing and not unknown
+    diff = logprob_diff(model, rollouts, SAMPLING.temperature)
+    print(f"{transport}, delta={delta}, tp={tp}: largest log-prob difference {diff:.1e}, before the updates {before:.1e}")
+    assert diff <= NOISE and before > 100 * NOISE
+    if delta != "none":
+        assert sent[2].sent < 0.4 * sent[2].full == 0.4 * sent[0].sent
