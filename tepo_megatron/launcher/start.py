@@ -18,12 +18,12 @@ def service_holds_folder() -> bool:
     return is_restart() and supervised is not None and service_guard.folder_of(supervised).exists()
 
 
-def start(cfg: "Config", worker: str = "tepo_megatron.launcher.worker") -> None:
+def start(cfg: "Config", worker: str | None = None) -> None:
     """Make one run, already checked by `preflight`, in processes of its own and wait for it.
 
     Args:
         cfg: The run's config.
-        worker: Module that a rank runs.
+        worker: Module that a rank runs. None: the one that trains.
 
     Raises:
         TepoError: It is also written to the run's log.txt.
@@ -32,7 +32,10 @@ def start(cfg: "Config", worker: str = "tepo_megatron.launcher.worker") -> None:
 
     with run_dir.claim(cfg) as lock:
         try:
-            launch(cfg, worker, inherit=[lock.file])
+            if worker is None:
+                launch(cfg, inherit=[lock.file])
+            else:
+                launch(cfg, worker, inherit=[lock.file])
         except RanksFailed as e:
             if lock.holds():  # otherwise the folder belongs to another run, or is gone
                 with contextlib.suppress(OSError), (cfg.run_dir / "log.txt").open("a") as log:  # the disk may be at fault
