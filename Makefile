@@ -32,7 +32,7 @@ PINS_PYTHON ?= $(shell python3.12 -c "" 2>/dev/null \
   && test -z "$(filter-out $(wildcard $(addsuffix /torch-*-cp312-*.whl,$(PIP_FIND_LINKS))),$(wildcard $(addsuffix /torch-*.whl,$(PIP_FIND_LINKS))))" \
   && echo python3.12 || echo $(PYTHON))
 
-.PHONY: demo sglang launch launch-sky ablation ablation-off-policy precision bench docs docs-links test test-parts test-runs test-servers test-fast test-full test-full-runs \
+.PHONY: demo distill sglang launch launch-sky ablation ablation-off-policy precision bench docs docs-links test test-parts test-runs test-servers test-fast test-full test-full-runs \
   test-full-parts test-slurm \
   test-gpu test-pins test-pins-ci test-te test-image chaos chaos-long hurt canaries two-starts mutants check lint types format pins clean
 
@@ -43,6 +43,14 @@ demo: $(READY) $(if $(filter sglang,$(ENGINE)),$(SGLANG)/.ready)
 	  --rollout.engine $(ENGINE) \
 	  --model.path .cache/demo/$(DEMO) \
 	  --data.train .cache/demo/$(DEMO)/train.jsonl --data.eval .cache/demo/$(DEMO)/eval.jsonl
+
+# The demo's base model learns from the model that it was before it was spoiled, instead of from a reward.
+distill: $(READY)
+	$(BIN)/python -m examples.arithmetic.base_model --seed $(SEED) --out .cache/demo/seed-$(SEED)
+	$(BIN)/python -m examples.arithmetic.base_model --seed $(SEED) --hasty-steps 0 --out .cache/demo/teacher-$(SEED)
+	$(BIN)/tepo train examples/distill.yaml --seed $(SEED) --name distill-seed-$(SEED) --overwrite true \
+	  --model.path .cache/demo/seed-$(SEED) --objective.ref_kl.path .cache/demo/teacher-$(SEED) \
+	  --data.train .cache/demo/seed-$(SEED)/train.jsonl --data.eval .cache/demo/seed-$(SEED)/eval.jsonl
 
 # Every run starts from the base model of seed 0.
 ablation: $(READY)

@@ -52,8 +52,10 @@ def main() -> None:
         print(f"  steps sampled twice: {_sampled_twice(run)}")
 
         def start_again() -> None:
+            family = psutil.Process(started[0].pid).children(recursive=True)
             started[0].kill()
             started[0].wait()
+            psutil.wait_procs(family, LIMIT_SECONDS)  # the ranks hold the lock of the folder until they have ended
             started.append(subprocess.Popen([*words, "--resume", "true"], stdout=subprocess.DEVNULL))
 
         _report("the launcher was killed and the run resumed", run, start_again)

@@ -294,13 +294,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--max-operations", type=int, default=Settings.max_operations, metavar="N", help="problems have 2 to N steps"
     )
+    parser.add_argument(
+        "--hasty-steps",
+        type=int,
+        default=Settings.hasty_steps,
+        metavar="N",
+        help="steps of phase B; 0: the model keeps its skill, as a teacher (default: %(default)s)",
+    )
     parser.add_argument("--model", choices=MODELS, default=Settings.model, help="family of the model")
     parser.add_argument("--out", type=Path, required=True, help="folder to write, or to re-use")
     options = parser.parse_args(arguments)
     torch.set_num_threads(THREADS)
     disable_progress_bar()
     try:
-        build(options.out, Settings(seed=options.seed, model=options.model, max_operations=options.max_operations))
+        steps = {"max_operations": options.max_operations, "hasty_steps": options.hasty_steps}
+        build(options.out, Settings(seed=options.seed, model=options.model, **steps))
     except TepoError as e:
         print(e, file=sys.stderr)
         return 1

@@ -116,6 +116,8 @@ def group_advantages(batch: AuditBatch, kind: str) -> Array:
             found[group] = [r - np.delete(rewards, i).mean() for i, r in enumerate(rewards)] if n > 1 else 0.0
         elif kind in ("mean", "gpg"):
             found[group] = centred
+        elif kind == "none":
+            found[group] = 0.0
         elif kind == "gdpo":
             found[group] = _sum_of_normalized_terms(batch, group)
         else:

@@ -86,6 +86,7 @@ PLATFORM_BRANCHES: Mapping[str, str] = {
     "doctor/machine.py:enough_devices": "counts GPUs",
     "doctor/machine.py:processors": "asks for the driver, or for cores",
     "doctor/versions.py:kernels": "advice about Transformer Engine",
+    "doctor/versions.py:linear_kernels": "advice about the packages of linear attention",
     "doctor/versions.py:cudnn": "a CPU loads no cuDNN",
     "weight_sync/ipc.py:export_buffer": "CUDA IPC, or an unnamed file in memory",
     "weight_sync/ipc.py:open_buffer": "likewise",

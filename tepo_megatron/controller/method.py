@@ -34,6 +34,7 @@ def resolve(cfg: Config) -> Method:
     objective = build_objective(cfg.objective)
     _check_reward_penalty(objective, cfg.rollout.filter_uniform_groups)
     _check_old_logprobs(objective, cfg.training.old_logprobs)
+    _check_teacher(objective, cfg.objective.reference_path, cfg.rollout.filter_uniform_groups)
     _check_stream(objective, cfg.training.stream)
     rounds = _max_generation_rounds(cfg.rollout, objective, cfg.objective.name)
     return Method(objective, rounds, _overlong(cfg.reward, objective, cfg.rollout.max_response_tokens))
@@ -47,6 +48,22 @@ def _check_reward_penalty(objective: Objective, filters_groups: bool) -> None:
             f"objective.ref_kl.where=reward with objective.advantage={objective.advantage} and "
             "rollout.filter_uniform_groups=false: in a group of equal verdicts the KL is all that differs, and dividing it by "
             "its standard deviation makes full-size advantages of it; use objective.advantage=mean, or filter those groups"
+        )
+
+
+def _check_teacher(objective: Objective, path: str | None, filters_groups: bool) -> None:
+    """Raise ConfigError if distillation lacks a teacher, or drops groups for their rewards, which it does not use."""
+    if objective.advantage != "none" or objective.ref_kl is None:
+        return
+    if path is None:
+        raise ConfigError(
+            "objective.advantage=none learns from the reference policy, which is model.path itself; set objective.ref_kl.path "
+            "to the teacher's directory"
+        )
+    if filters_groups:
+        raise ConfigError(
+            "objective.advantage=none with rollout.filter_uniform_groups=true drops groups of equal scores, and the "
+            "teacher has something to say on all of them; set filter_uniform_groups to false"
         )
 
 

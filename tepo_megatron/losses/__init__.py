@@ -11,7 +11,7 @@ from typing import Any
 
 from tepo_megatron.config import ObjectiveConfig
 from tepo_megatron.config.io import faults
-from tepo_megatron.config.objective import PARTS, ClipCov, KlCov, Steer, read_part, variants
+from tepo_megatron.config.objective import PARTS, ClipCov, KlCov, ReferenceKl, Steer, read_part, variants
 from tepo_megatron.errors import ConfigError
 from tepo_megatron.losses.contradictions import check_overrides
 from tepo_megatron.losses.objective import Objective
@@ -71,6 +71,9 @@ OBJECTIVES: dict[str, Objective] = {
     "gpg": Objective(ratio="none", surrogate="reinforce", advantage="gpg"),  # arXiv 2504.02546
     "reinforce": Objective(ratio="none", surrogate="reinforce"),
     "rloo": Objective(ratio="none", surrogate="reinforce", advantage="leave_one_out"),  # arXiv 2402.14740
+    # On-policy distillation: the reference policy is the teacher. In the mean over the student's own samples the gradient of
+    # k2, log(p/q) d log p, is that of KL(student || teacher) in each state (arXiv 2306.13649, 2306.08543).
+    "distill": Objective(ratio="none", surrogate="reinforce", advantage="none", ref_kl=ReferenceKl(beta=1.0, estimator="k2")),
     "prefix_is": _GRPO.replace(ratio="prefix"),  # Panel C, "Sentence Prefix IS"
     # arXiv 2505.22617 with the r and k of Section 4.1. Its public scripts widen Clip-Cov's ratio range to [0, 2].
     "clip_cov": _GRPO.replace(weighting=ClipCov(share=2e-4), clip_low=1.0, clip_high=1.0),

@@ -157,7 +157,14 @@ def _gdpo(groups: list[Tensor], weights_K: Tensor) -> list[Tensor]:
     return [(x - all_B.mean()) / (all_B.std(correction=1) + _STD_EPS) for x in sums]
 
 
-ADVANTAGES: dict[str, AdvantageFunction] = {"std": _std, "mean": _mean, "leave_one_out": _leave_one_out, "gpg": _gpg}
+def _none(groups: list[Tensor]) -> list[Tensor]:
+    """Return 0: the reward has no part in the loss (distillation)."""
+    return [r - r for r in groups]
+
+
+ADVANTAGES: dict[str, AdvantageFunction] = {
+    "std": _std, "mean": _mean, "leave_one_out": _leave_one_out, "gpg": _gpg, "none": _none,
+}  # fmt: skip
 # advantages from the terms of the reward; `losses/objective.py` offers both tables
 PER_TERM: dict[str, AdvantageFunction] = {"gdpo": _gdpo}
 # advantages that depend on the groups of the whole rollout batch; those of the others depend on their group alone

@@ -31,6 +31,8 @@ def check(o: "Objective") -> None:
             f"objective.surrogate={o.surrogate} masks single tokens, and objective.ratio={o.ratio} belongs to several; use "
             f"ratio=token"
         )
+    if o.advantage == "none" and (o.ref_kl is None or o.ref_kl.where != "loss") and not o.entropy_coefficient:
+        raise ConfigError("objective.advantage=none leaves nothing to learn; set objective.ref_kl, with where=loss")
     if o.advantage_kappa <= 0:
         raise ConfigError(f"objective.advantage_kappa={o.advantage_kappa} must be positive")
     if isinstance(o.weighting, KlCov) and o.surrogate != "unclipped":

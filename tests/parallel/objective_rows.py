@@ -51,7 +51,7 @@ class Variant:
         """
         section = section_of({"name": self.row} | self.parts)
         if self.method.ref_beta:
-            section["ref_kl"]["path"] = str(material.other)
+            section.setdefault("ref_kl", {"beta": self.method.ref_beta})["path"] = str(material.other)
         return validate({
             "name": "row",
             "platform": "cpu",
@@ -100,5 +100,8 @@ VARIANTS: dict[str, Variant] = {name: _row(name) for name in METHODS} | {
     "tepo, steer": _row("tepo", weighting="steer", steer_lambda_min=0.5),
     "gspo, clip_cov": _row("gspo", weighting="clip_cov", clip_low=0.1, clip_high=0.1, **COVARIANCES),
     "prefix_is, clip_cov": _row("prefix_is", weighting="clip_cov", **COVARIANCES),
+    # with a coefficient of 1 the first update brings the student so close to its teacher that the second gradient, of a
+    # difference of log-probs, is mostly their rounding in fp32
+    "distill": _row("distill", ref_beta=0.3),
     "cispo, icepop": _row("cispo", correction="icepop", correction_low=0.8, correction_high=1.4),
 }

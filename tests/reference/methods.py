@@ -86,6 +86,8 @@ METHODS: dict[str, dict[str, Any]] = {
     "gpg": REINFORCE | {"advantage": "gpg"},  # arXiv 2504.02546
     "reinforce": REINFORCE,
     "rloo": REINFORCE | {"advantage": "leave_one_out"},  # arXiv 2402.14740
+    # no reward; KL(student || teacher) by half of the squared log-ratio, whose gradient is log(p/q) d log p
+    "distill": REINFORCE | {"advantage": "none", "ref_beta": 1.0, "ref_kl": "k2"},
     "prefix_is": GRPO | {"ratio": "prefix"},
     # arXiv 2505.22617: r = 2e-4, covariances in (1, 5), clip range 1 (its public scripts); k = 2e-3, beta = 1
     "clip_cov": GRPO

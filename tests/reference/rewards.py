@@ -31,6 +31,7 @@ def group_advantages(kind: str, groups: list[list[float]]) -> list[float]:
             out.append({
                 "std": (r - mean) / (std + 1e-6),
                 "mean": r - mean,
+                "none": 0.0,
                 "leave_one_out": r - sum(others) / len(others),
                 "gpg": samples / (samples - silent) * (r - mean),
             }[kind])  # fmt: skip

@@ -31,11 +31,11 @@ def test_the_package_does_not_grow() -> None:
     canaries, which say which weights serve 540,
     restarts on request with another layout, and with fewer ranks after a device was lost 250,
     slices from the shards of the trainer's ranks 60,
-    supervised fine-tuning 500,
-    the gated delta rule: operators, layer, checkpoints, and the Qwen3.5 family 711,
+    supervised fine-tuning 500, distillation 30,
+    the gated delta rule: operators, layer, checkpoints, and the Qwen3.5 family 712,
     hybrids in vLLM's CPU server and in the plan 339.
     """
-    assert sum(map(lines_of_code, modules().values())) <= 23_392 + 7_330
+    assert sum(map(lines_of_code, modules().values())) <= 23_392 + 7_361
 
 
 def test_functions_files_and_classes_are_small() -> None:

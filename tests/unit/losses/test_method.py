@@ -90,6 +90,15 @@ def test_numbers_in_the_config_hold_for_every_objective() -> None:
             },
             r"makes full-size advantages of it; use objective\.advantage=mean, or filter those groups",
         ),
+        ({"objective": {"name": "distill"}}, r"is model\.path itself; set objective\.ref_kl\.path to the teacher's directory"),
+        (
+            {"objective": {"name": "distill", "ref_kl": {"beta": 1.0, "path": "teacher"}}},
+            r"drops groups of equal scores.*set filter_uniform_groups to false",
+        ),
+        (
+            {"objective": {"name": "grpo", "advantage": "none"}},
+            r"advantage=none leaves nothing to learn",
+        ),
         ({"objective": {"name": "tapo"}}, r"objective\.name='tapo' is unknown"),
     ],
 )

@@ -97,7 +97,7 @@ def rollouts(rewards: list[list[float]]) -> list[Rollout]:
     return [Rollout(p, ids, mask, torch.zeros(2), 0, "stop", reward=r, score=r) for p, g in enumerate(rewards) for r in g]
 
 
-@pytest.mark.parametrize("kind", ["std", "mean", "leave_one_out", "gpg", "gdpo"])
+@pytest.mark.parametrize("kind", ["std", "mean", "leave_one_out", "gpg", "gdpo", "none"])
 @pytest.mark.parametrize("rewards", [REWARDS, REWARDS[1:3]], ids=["mixed", "silent"])
 def test_group_advantages(kind: str, rewards: list[list[float]]) -> None:
     got = group_advantages(rollouts(rewards), kind).tolist()
@@ -173,6 +173,7 @@ def test_the_rows_name_the_advantages_of_their_papers() -> None:
         "gdpo": "gdpo",
         "gpg": "gpg",
         "rloo": "leave_one_out",
+        "distill": "none",
     }
 
 
