@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from tests.tiny import hybrid_config, tiny_model
+from tests.tiny import hybrid_config, tiny_model, tiny_multimodal
 
 SERVED = {"head_dim": 32}  # the smallest heads for which vLLM has attention on a CPU
 KERNEL_HEADS = {"linear_key_head_dim": 64, "linear_value_head_dim": 64}  # the smallest for which it has the gated delta rule
@@ -32,3 +32,8 @@ def kernel_hybrid(path: Path) -> PreTrainedModel:
 def mixed_hybrid(path: Path) -> PreTrainedModel:
     """Write a tiny hybrid without kernels in vLLM, whose convolution has a size that vLLM packs in bf16 (multiple of 32)."""
     return tiny_hybrid(path, linear_key_head_dim=16, linear_value_head_dim=32)
+
+
+def hybrid_with_vision(path: Path) -> PreTrainedModel:
+    """Write the same model as `tiny_hybrid` with a vision tower next to it; return the text model (fp32, eval)."""
+    return tiny_multimodal(path, hybrid_config(**SERVED))

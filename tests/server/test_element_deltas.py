@@ -22,6 +22,7 @@ from tests.tiny import tiny_qwen3
 from tests.worlds import run_world
 
 pytestmark = pytest.mark.server
+HYBRID_NOISE = 1e-5  # nats
 TRANSPORTS = {
     "shm": ShmTransportConfig(),
     "group": GroupTransportConfig(type="group", timeout_seconds=20.0),
@@ -97,7 +98,18 @@ def test_many_deltas_serve_what_whole_weights_serve(
 ) -> None:
     run = run_world(1, push_deltas, name, transport, tp, make, tmp_path, timeout=400)[0]
     (checksums, samples), (right_checksums, right_samples) = run["after"], run["right"]
-    assert checksums == right_checksums and samples == right_samples
+    assert checksums == right_checksums
+    if make is tiny_hybrid:  # the last bits of its log-probs depend on which requests share a step
+        for (ids, logprobs), (right_ids, right_logprobs) in zip(samples, right_samples, strict=True):
+            diff = max(abs(a - b) for a, b in zip(logprobs, right_logprobs, strict=True))
+            print(f"largest log-prob difference: {diff:.1e}")
+            assert ids == right_ids and diff <= HYBRID_NOISE
+        apart = [
+            abs(a - b) for old, new in zip(run["before"][1], samples, strict=True) for a, b in zip(old[1], new[1], strict=False)
+        ]
+        assert max(apart) > 100 * HYBRID_NOISE, "the comparison can fail"
+    else:
+        assert samples == right_samples
     assert checksums != run["before"][0] and samples != run["before"][1]
     assert [sent.refused for sent in run["pushed"]] == [0, 0, 0, 1, 0, 0]
     assert all(sent.sent < 0.25 * sent.full for sent in run["pushed"][:3])

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 from tepo_megatron.config import GroupTransportConfig, IpcTransportConfig, ShmTransportConfig
 from tepo_megatron.types import Rollout
 from tests.parallel import cases
 from tests.parallel.test_element_deltas import change
 from tests.parallel.test_weights import actor_of
-from tests.server.hybrids import tiny_hybrid
+from tests.server.hybrids import hybrid_with_vision, tiny_hybrid
 from tests.server.served import SAMPLING, logprob_diff, make_prompts, serve
 from tests.worlds import run_world
 
@@ -28,7 +28,9 @@ TRANSPORTS: dict[str, Any] = {
 LAYER = "decoder.layers.1."  # has the gated delta rule
 
 
-def push(rank: int, transport: str, delta: str, tp: int, folder: Path) -> tuple[dict[str, Tensor], list[Rollout], list[Any]]:
+def push(
+    rank: int, transport: str, delta: str, tp: int, make: Callable[[Path], Any], folder: Path
+) -> tuple[dict[str, Tensor], list[Rollout], list[Any]]:
     """Push three versions, each verified by checksums; return the weights, samples of the last one, and what was sent.
 
     In the last version only one layer changed.
@@ -36,7 +38,7 @@ def push(rank: int, transport: str, delta: str, tp: int, folder: Path) -> tuple[
     from tepo_megatron.weight_sync.sync import make_weight_sync
     from tepo_megatron.weights.gather import iterate_hf
 
-    with serve("vllm", folder, make=tiny_hybrid, tp=tp) as served:
+    with serve("vllm", folder, make=make, tp=tp) as served:
         cfg = cases.run_config(folder / "model", {})
         sync = replace(cfg.sync, delta=delta, transport=TRANSPORTS[transport], bucket_mib=1, verify_every=1)
         actor = actor_of(replace(cfg, sync=sync))
@@ -57,19 +59,24 @@ def push(rank: int, transport: str, delta: str, tp: int, folder: Path) -> tuple[
 
 
 @pytest.mark.parametrize(
-    ("transport", "delta", "tp"),
+    ("transport", "delta", "tp", "make"),
     [
-        ("group", "layers", 1),
-        ("ipc", "none", 1),
-        pytest.param("shm", "layers", 1, marks=pytest.mark.full),
-        pytest.param("shm", "elements", 1, marks=pytest.mark.full),
-        pytest.param("group", "none", 2, marks=pytest.mark.full),
-        pytest.param("slices", "layers", 2, marks=pytest.mark.full),
+        ("group", "layers", 1, tiny_hybrid),
+        pytest.param("ipc", "none", 1, tiny_hybrid, marks=pytest.mark.full),
+        pytest.param("shm", "layers", 1, tiny_hybrid, marks=pytest.mark.full),
+        pytest.param("shm", "elements", 1, tiny_hybrid, marks=pytest.mark.full),
+        pytest.param("group", "none", 2, tiny_hybrid, marks=pytest.mark.full),
+        pytest.param("slices", "layers", 2, tiny_hybrid, marks=pytest.mark.full),
+        pytest.param("shm", "layers", 1, hybrid_with_vision, marks=pytest.mark.full),
     ],
 )
-def test_the_server_serves_what_the_actor_has(transport: str, delta: str, tp: int, tmp_path: Path) -> None:
-    weights, rollouts, sent = run_world(1, push, transport, delta, tp, tmp_path, timeout=400)[0]
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", attn_implementation="eager").eval()
+def test_the_server_serves_what_the_actor_has(
+    transport: str, delta: str, tp: int, make: Callable[[Path], Any], tmp_path: Path
+) -> None:
+    """The last case is of files with a vision tower, of which both sides have the text model."""
+    weights, rollouts, sent = run_world(1, push, transport, delta, tp, make, tmp_path, timeout=400)[0]
+    model = tiny_hybrid(tmp_path / "text")
+    weights = {name.replace("model.language_model.", "model."): tensor for name, tensor in weights.items()}
     before = logprob_diff(model, rollouts, SAMPLING.temperature)
     missing, unknown = model.load_state_dict(weights, strict=False)
     assert not missing and not unknown
