@@ -69,6 +69,8 @@ def on_a_cpu(cfg: Config, model: str, layout: dict[str, Any], precision: str) ->
                 found[name] = default.cuda
     tree["platform"] = "cpu"
     tree["model"] |= {"path": model, "precision": precision}
+    if cfg.objective.reference_path is not None:
+        tree["objective"]["ref_kl"]["path"] = f"{model}-other"  # `Material.other`
     tree["parallel"] |= layout
     if tree["megatron"]["ddp"].get("overlap_grad_reduce"):
         tree["megatron"]["ddp"]["bucket_size"] = BUCKET
