@@ -49,7 +49,14 @@ FAMILIES: dict[str, Callable[..., PretrainedConfig]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Material:
-    """A model directory, another one of the same shape (a reference policy), and the rollouts of one or two steps."""
+    """A model directory, two others of the same shape, and the rollouts of one or two steps.
+
+    Attributes:
+        model: The policy.
+        other: A reference policy. With "-teacher" in the place of "-other" the path is that of a teacher, which differs more: a
+            gradient of log(p/q) alone is as inexact as this difference is, and fp32 rounds log-probs.
+        steps: The rollouts of each step.
+    """
 
     model: Path
     other: Path
@@ -72,26 +79,23 @@ def make_material(
     """
     config = FAMILIES[family](num_hidden_layers=layers, tie_word_embeddings=tied, **SIZES)
     name = f"{family}-{'tied' if tied else 'untied'}-{layers}"
-    model, other = folder / name, folder / f"{name}-other"
-    for path in (model, other):
+    model, other, teacher = folder / name, folder / f"{name}-other", folder / f"{name}-teacher"
+    for path in (model, other, teacher):
         tiny_model(path, config, seed=seed + 1, scale=3.0)
-    _perturb(other, seed + 2)
+    _perturb(other, seed + 2, 0.03)
+    _perturb(teacher, seed + 2, 0.1)
     policy = reference.load(model)
     generator = torch.Generator().manual_seed(seed + 3)
     return Material(model, other, tuple(_rollouts(policy, step, generator, truncated) for step in range(steps)))
 
 
-def _perturb(path: Path, seed: int) -> None:
-    """Change every weight of a model directory by some percent.
-
-    The log-probs of the two models have to differ by far more than fp32 rounds them: a gradient of log(p/q), which is all that
-    distillation has, is as inexact as that difference.
-    """
+def _perturb(path: Path, seed: int, share: float) -> None:
+    """Change every weight of a model directory by about this share of the weights' standard deviation."""
     from safetensors.torch import load_file, save_file
 
     generator = torch.Generator().manual_seed(seed)
     file = path / "model.safetensors"
-    weights = {n: w + 0.1 * w.std() * torch.randn(w.shape, generator=generator) for n, w in load_file(file).items()}
+    weights = {n: w + share * w.std() * torch.randn(w.shape, generator=generator) for n, w in load_file(file).items()}
     save_file(weights, file, metadata={"format": "pt"})
 
 

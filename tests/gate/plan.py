@@ -70,7 +70,7 @@ def on_a_cpu(cfg: Config, model: str, layout: dict[str, Any], precision: str) ->
     tree["platform"] = "cpu"
     tree["model"] |= {"path": model, "precision": precision}
     if cfg.objective.reference_path is not None:
-        tree["objective"]["ref_kl"]["path"] = f"{model}-other"  # `Material.other`
+        tree["objective"]["ref_kl"]["path"] = f"{model}-teacher"  # see `Material.other`
     tree["parallel"] |= layout
     if tree["megatron"]["ddp"].get("overlap_grad_reduce"):
         tree["megatron"]["ddp"]["bucket_size"] = BUCKET
