@@ -92,11 +92,13 @@ def restart(args: argparse.Namespace, overrides: list[str]) -> int:
         args: The parsed options.
         overrides: The remaining arguments.
     """
-    from tepo_megatron.launcher.restart_request import print_restart
+    from tepo_megatron.launcher.restart_request import restart
 
     if args.wait <= 0:
         raise ConfigError(f"--wait {args.wait:g}: a positive number of seconds")
-    return print_restart(args.run_dir, overrides, args.wait, lambda text: print(escaped(text), flush=True))
+    print(escaped(f"{args.run_dir}: asked; the ranks end after the running step"), flush=True)
+    print(escaped(f"{restart(args.run_dir, overrides, args.wait)}; see {args.run_dir / 'log.txt'}"), flush=True)
+    return 0
 
 
 def report(args: argparse.Namespace, overrides: list[str]) -> int:

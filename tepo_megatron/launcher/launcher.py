@@ -96,7 +96,8 @@ def launch(
             kills, folder = MemoryKills(), private.path / f"attempt-{attempt}"
             failures = _run_ranks(start, worker, folder, {ATTEMPT: str(attempt)}, inherit, lifeline)
             if _ended_for_restart(failures):
-                asked, how = restart_request.take(cfg.run_dir, started)
+                left = None if start.devices is None else len(start.devices.ranks)
+                asked, how = restart_request.take(cfg.run_dir, started, left)
                 start = start._replace(cfg=replace(asked or start.cfg, resume=True, overwrite=False))
             elif (allowed := policy.allow(failures, kills) if failures else None) is not None:
                 how = f"{first_failure(failures, kills)}\n{allowed}"

@@ -6,7 +6,7 @@ the run was started, which is config.yaml in its folder, and not that of an earl
 
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -77,20 +77,20 @@ def changed(started: Mapping[str, Any], words: Sequence[str]) -> Config:
             )
         set_key(tree, key, value)
     cfg = validate(tree)
-    after = cfg.parallel.world_size
-    if after > before and cfg.platform == "cuda":
+    if cfg.parallel.world_size > before and cfg.platform == "cuda":
         raise ConfigError(
-            f"parallel.*: {after} ranks are more than the {before} of the start, whose servers have the next devices"
+            f"parallel.*: {cfg.parallel.world_size} ranks are more than the {before} of the start; servers have the next devices"
         )
     return cfg
 
 
-def take(run_dir: Path, started: Mapping[str, Any]) -> tuple[Config | None, str]:
+def take(run_dir: Path, started: Mapping[str, Any], most_ranks: int | None = None) -> tuple[Config | None, str]:
     """Answer a request. Return the config of the next ranks, None if it is refused, and a line for the log.
 
     Args:
         run_dir: Folder of the run.
         started: The config with which the run was started, as plain JSON.
+        most_ranks: Number of the ranks' devices that are left after some were lost. None: none were.
     """
     try:
         text = (run_dir / RESTART).read_text()
@@ -98,6 +98,8 @@ def take(run_dir: Path, started: Mapping[str, Any]) -> tuple[Config | None, str]
         if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
             raise ConfigError(f"{RESTART}: not a JSON list of words")
         cfg = changed(started, words)
+        if most_ranks is not None and cfg.parallel.world_size > most_ranks:
+            raise ConfigError(f"parallel.*: {cfg.parallel.world_size} ranks, and {most_ranks} devices are left for them")
         preflight(cfg)
     except (OSError, ValueError, TepoError) as e:
         answer_restart(run_dir, f"refused: {e}")
@@ -113,15 +115,3 @@ def _check_under_way(run_dir: Path) -> None:
     except ConfigError:  # somebody holds the lock
         return
     raise ConfigError(f"{run_dir}: no run is under way in this folder; start it with --resume true")
-
-
-def print_restart(run_dir: Path, words: Sequence[str], seconds: float, say: Callable[[str], object]) -> int:
-    """Run `tepo restart`; return the exit status.
-
-    Args:
-        run_dir, words, seconds: See `restart`.
-        say: Prints a line.
-    """
-    say(f"{run_dir}: asked; the ranks end after the running step")
-    say(f"{restart(run_dir, words, seconds)}; see {run_dir / 'log.txt'}")
-    return 0

@@ -30,7 +30,7 @@ from tepo_megatron.sft.plan import TrainingPlan
 from tepo_megatron.sft.settings import CROSS_ENTROPY
 from tepo_megatron.types import Rollout, TrainBatch
 from tepo_megatron.utils.atomic import replace_file
-from tepo_megatron.utils.save_requests import STOP, answer_stop, asked
+from tepo_megatron.utils.save_requests import RESTART, STOP, answer_restart, answer_stop, asked
 from tepo_megatron.utils.supervisor import is_restart
 
 COLUMNS = (
@@ -82,7 +82,7 @@ class ConversationSource:
 
     Attributes:
         plan: The order of the conversations, the same on all ranks.
-        learned: Number of held-out conversations.
+        held_out: Number of held-out conversations.
         lines: What was read, for the log; empty on ranks other than 0.
     """
 
@@ -188,6 +188,7 @@ class FineTuning:
         losses["before"] = self._held_out_loss()
         self._say(*self.source.lines)
         for step in range(done + 1, self.source.plan.steps + 1):
+            self._refuse_restart()
             if broadcast_object(self.groups.is_main and asked(self.cfg.run_dir, STOP), self.groups.host):
                 return self._stop(step - 1, saved)
             self._update(step)
@@ -263,6 +264,11 @@ class FineTuning:
         if self.log is not None:
             self.log.sync()
         self.checkpoints.save(step, self.actor, {"step": step, "conversations": self.source.plan.conversations})
+
+    def _refuse_restart(self) -> None:
+        """Answer a request of `tepo restart`: there is no service that would live on."""
+        if self.groups.is_main and asked(self.cfg.run_dir, RESTART):
+            answer_restart(self.cfg.run_dir, "refused: tepo sft has no servers; end it with SIGTERM, then use --resume true")
 
     def _stop(self, step: int, saved: int) -> int:
         if step > saved:

@@ -198,7 +198,7 @@ def test_a_killed_run_resumes_bit_for_bit(files: Path, tmp_path: Path, layout: d
 
 def test_a_request_ends_the_run_with_its_last_update_saved(files: Path, tmp_path: Path) -> None:
     from tepo_megatron.errors import RunStopped
-    from tepo_megatron.utils.save_requests import STOP, STOPPED, ask
+    from tepo_megatron.utils.save_requests import RESTART, RESTARTED, STOP, STOPPED, ask
 
     def asks(rank: int, cfg: Config) -> str:
         from tepo_megatron.platform import activate
@@ -207,6 +207,8 @@ def test_a_request_ends_the_run_with_its_last_update_saved(files: Path, tmp_path
         taken: Callable[..., Any] = loop.ConversationSource.batch
 
         def asking(self: Any, step: int) -> Any:
+            if step == 2:
+                ask(cfg.run_dir, RESTART)
             if step == 3:
                 ask(cfg.run_dir, STOP)
             return taken(self, step)
@@ -226,6 +228,7 @@ def test_a_request_ends_the_run_with_its_last_update_saved(files: Path, tmp_path
     run_dir.prepare(cfg)
     (said,) = run_world(1, asks, cfg)
     assert "ended on request after update 3, saved" in said and (cfg.run_dir / STOPPED).exists()
+    assert "tepo sft has no servers" in (cfg.run_dir / RESTARTED).read_text(), "tepo restart would wait in vain"
     assert (cfg.run_dir / "checkpoints" / "step-00000003").is_dir() and not (cfg.run_dir / "summary.json").exists()
 
 

@@ -87,6 +87,12 @@ def test_a_request_that_cannot_be_understood_changes_nothing(tmp_path: Path, tex
     assert (tmp_path / RESTARTED).read_text().startswith("refused: ") and not (tmp_path / RESTART).exists()
 
 
+def test_a_request_gets_no_devices_of_servers_after_some_were_lost(tmp_path: Path) -> None:
+    (tmp_path / RESTART).write_text('["--parallel.dp", "2"]')
+    cfg, _ = take(tmp_path, tree(tmp_path, parallel={"dp": 2}, checkpoint={"every": 5}), most_ranks=1)
+    assert cfg is None and "2 ranks, and 1 devices are left for them" in (tmp_path / RESTARTED).read_text()
+
+
 def test_fewer_ranks_need_checkpoints_and_servers_on_other_devices(tmp_path: Path) -> None:
     for keys, why in (
         ({}, "parallel.min_dp restarts ranks from a checkpoint"),
