@@ -79,7 +79,7 @@ def changed(started: Mapping[str, Any], words: Sequence[str]) -> Config:
     cfg = validate(tree)
     if cfg.parallel.world_size > before and cfg.platform == "cuda":
         raise ConfigError(
-            f"parallel.*: {cfg.parallel.world_size} ranks are more than the {before} of the start; servers have the next devices"
+            f"parallel.*: {cfg.parallel.world_size} ranks are more than the {before} of the start; servers have the next ones"
         )
     return cfg
 
