@@ -112,11 +112,12 @@ def train_lines(cfg: Config, cluster: Cluster, layout: Layout, starts: StartVari
     if cfg.platform == "cuda":  # an equal share of the cores, because torchrun's default is one core per rank
         share = f"$(nproc) > {layout.ranks} ? $(nproc) / {layout.ranks} : 1"
         env = f'env OMP_NUM_THREADS="${{OMP_NUM_THREADS:-$(( {share} ))}}" '
+    restarts = cfg.checkpoint.max_restarts if cfg.restarts_ranks else 0
     start = [
         *(cluster.python, "-m", "torch.distributed.run"),
         *("--nnodes", str(layout.train_nodes), "--nproc-per-node", str(layout.ranks)),
         # not c10d: its agents unpickle anything that anybody put into their store (torch 2.13)
-        *("--rdzv-backend", "static", "--max-restarts", "0"),
+        *("--rdzv-backend", "static", "--max-restarts", str(restarts)),
     ]
     return [*lines, f'{env}{joined(start)} {starts.rendezvous} --rdzv-id {starts.id} -m tepo_megatron "${{words[@]}}"']
 

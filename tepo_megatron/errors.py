@@ -52,5 +52,9 @@ class RestartRequested(TepoError, RuntimeError):
     """The ranks were asked to end and ended, with all their work saved. Their launcher starts them again."""
 
 
+class LostRanks(TepoError, RuntimeError):
+    """Ranks of other machines did not come back after all ranks had to be restarted."""
+
+
 class NumericalError(TepoError, ArithmeticError):
     """A loss or a gradient norm is not finite."""

@@ -20,12 +20,14 @@ from megatron.core import parallel_state, tensor_parallel
 from tepo_megatron.config import ParallelConfig
 from tepo_megatron.config.io import differences
 from tepo_megatron.distributed.own_peers import own_peers_only
-from tepo_megatron.errors import ConfigError
+from tepo_megatron.errors import ConfigError, LostRanks
 from tepo_megatron.observability.hang_watchdog import BeatStore
 from tepo_megatron.platform import Platform
 from tepo_megatron.utils.heartbeats import HeartbeatFolder
 from tepo_megatron.utils.private import WORLD_FOLDER, check_private
 from tepo_megatron.utils.supervisor import restart_count
+
+_RESTART_SECONDS = 120.0  # until ranks that another machine restarts are there, once it has noticed the failure
 
 
 @dataclass(frozen=True)
@@ -125,6 +127,7 @@ def initialize(cfg: ParallelConfig, platform: Platform, seed: int, config: Mappi
     Raises:
         ConfigError: The world size is not tp*pp*cp*dp, or (raised on all ranks) a rank has another config than rank 0.
         ForeignPeer: Another user of this machine took part in forming the groups.
+        LostRanks: torchrun restarted this rank, and those of another machine did not come back.
     """
     world_size, local_rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("LOCAL_RANK", "0"))
     if world_size != cfg.world_size:
@@ -137,7 +140,7 @@ def initialize(cfg: ParallelConfig, platform: Platform, seed: int, config: Mappi
         torch.cuda.set_device(device)
     with own_peers_only():
         if not dist.is_initialized():
-            _join_world(platform.backend, world_size, datetime.timedelta(seconds=cfg.timeout_seconds))
+            _join_world(platform.backend, world_size, cfg)
         if config is not None:
             _refuse_other_configs(config)
         parallel_state.initialize_model_parallel(
@@ -154,18 +157,44 @@ def initialize(cfg: ParallelConfig, platform: Platform, seed: int, config: Mappi
     return _mesh(device, host)
 
 
-def _join_world(backend: str, world_size: int, timeout: datetime.timedelta) -> None:
+def _join_world(backend: str, world_size: int, cfg: ParallelConfig) -> None:
     """Initialise torch.distributed through the launcher's private folder if there is one, else through torchrun's store."""
+    timeout = datetime.timedelta(seconds=cfg.timeout_seconds)
     if WORLD_FOLDER not in os.environ:
         store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
         # the store of a static rendezvous still has the addresses of ranks that were restarted (torch 2.13)
         store = dist.PrefixStore(f"attempt-{restart_count()}", store)
+        if restart_count():
+            _wait_for_restarted(store, rank, size, cfg.heartbeat_timeout + _RESTART_SECONDS)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
         return
     folder = Path(os.environ[WORLD_FOLDER])
     check_private(folder)
     store = dist.FileStore(str(folder / "store"), world_size)
     dist.init_process_group(backend, store=store, rank=int(os.environ["RANK"]), world_size=world_size, timeout=timeout)
+
+
+def _wait_for_restarted(store: dist.Store, rank: int, world_size: int, seconds: float) -> None:
+    """Wait until all ranks are restarted. Each agent restarts those of its machine once it sees that one of them has failed.
+
+    Args:
+        store: Store of this attempt.
+        rank: This rank.
+        world_size: Number of ranks.
+        seconds: Time after which the others count as lost.
+
+    Raises:
+        LostRanks: Some did not come.
+    """
+    store.set(f"restarted/{rank}", "")
+    try:
+        store.wait([f"restarted/{other}" for other in range(world_size)], datetime.timedelta(seconds=seconds))
+    except RuntimeError:  # DistStoreError after the time
+        lost = [str(other) for other in range(world_size) if not store.check([f"restarted/{other}"])]
+        raise LostRanks(
+            f"ranks {', '.join(lost)} did not come back within {seconds:.0f} s after all ranks had to be restarted: their "
+            "machine is lost, or its torchrun has ended; start the run again with --resume true"
+        ) from None
 
 
 def _refuse_other_configs(config: Mapping[str, Any]) -> None:

@@ -39,7 +39,7 @@ from tepo_megatron.utils.processes import die_with_parent, kill_later
 from tepo_megatron.utils.quiet import quiet_upstream
 from tepo_megatron.utils.save_requests import STOP, ask
 from tepo_megatron.utils.storage import disk_fault, writing
-from tepo_megatron.utils.supervisor import AGENT, ATTEMPT, LAUNCHER, supervisor
+from tepo_megatron.utils.supervisor import AGENT, ATTEMPT, LAUNCHER, leave_verdict, read_verdict
 
 if TYPE_CHECKING:
     from tepo_megatron.controller.opening import EngineFactory
@@ -253,8 +253,7 @@ def run_rank(
     quiet_upstream()
     # one hardware queue, so that kernels start in the order that Megatron-Core's overlap of tp communication needs
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    agent = supervisor() if LAUNCHER not in os.environ else None
-    if agent is not None and (verdict := service_guard.read_verdict(service_guard.folder_of(agent))) is not None:
+    if (verdict := read_verdict()) is not None:
         leave_message(verdict, expected=True, restarts=False)
         return 1
     from tepo_megatron.platform import activate
@@ -272,8 +271,7 @@ def run_rank(
         return os.EX_TEMPFAIL
     except TepoError as e:
         leave_message(str(e), expected=True, restarts=False)
-        if agent is not None:
-            service_guard.leave_verdict(service_guard.folder_of(agent), str(e))
+        leave_verdict(str(e))
         return os.EX_TEMPFAIL if isinstance(e, RunStopped) else 1
     except Exception as e:
         fault = disk_fault(e, cfg.run_dir, written=False)

@@ -19,6 +19,7 @@ from tepo_megatron.utils.atomic import replace_file
 from tepo_megatron.utils.escaping import escaped
 from tepo_megatron.utils.memory_kills import MemoryKills
 from tepo_megatron.utils.processes import LIFELINE, handlers_restored
+from tepo_megatron.utils.supervisor import AGENT_FILE
 
 _POLL_SECONDS = 0.1
 GRACE_SECONDS = 10.0  # between SIGTERM and SIGKILL
@@ -26,8 +27,7 @@ _HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _WARNINGS = (signal.SIGUSR1, signal.SIGTERM)  # the first SIGTERM, and every SIGUSR1
 _KILLED = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS)
 
-# Environment variables with the file for a rank's last message: our JSON file, or that of torchrun's agent.
-ERROR_FILE, _AGENT_FILE = "TEPO_ERROR_FILE", "TORCHELASTIC_ERROR_FILE"
+ERROR_FILE = "TEPO_ERROR_FILE"  # environment variable with the JSON file for a rank's last message
 
 
 @dataclass(frozen=True)
@@ -218,7 +218,7 @@ def leave_message(message: str, expected: bool, restarts: bool) -> None:
             left = {"message": message, "expected": expected, "restarts": restarts, "time": time.monotonic()}
             replace_file(Path(path), json.dumps(left).encode(), durable=False)
             return
-        if (path := os.environ.get(_AGENT_FILE)) is not None:
+        if (path := os.environ.get(AGENT_FILE)) is not None:
             now = time.time()  # torchrun's agent expects wall-clock time
             extra = {"timestamp": str(int(now)), "time": now, "expected": expected}
             Path(path).write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}))

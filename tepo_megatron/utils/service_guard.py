@@ -10,7 +10,6 @@ follows:
     socket   the service listens here; only processes of this user may connect
     pids     the guard's pid and the service's
     status   the service's exit status, once it has ended (negative: a signal)
-    verdict  why ranks that torchrun restarts would only fail again; it restarts them after any error
 
 This module imports nothing heavy, because the guard lives as long as the service.
 """
@@ -37,7 +36,7 @@ from tepo_megatron.utils.private import check_private
 from tepo_megatron.utils.processes import die_with_parent, read_stat
 
 GRACE_SECONDS = 10.0  # for the service to end by itself, after SIGTERM
-SOCKET, PIDS, STATUS, VERDICT = "socket", "pids", "status", "verdict"
+SOCKET, PIDS, STATUS = "socket", "pids", "status"
 _POLL_SECONDS = 0.2
 _LONGEST_ADDRESS = 107  # bytes of a UNIX socket's address
 _SIGNALS = {signal.SIGTERM, signal.SIGCHLD}
@@ -119,24 +118,6 @@ def read_pids(folder: Path) -> tuple[int, int] | None:
     with contextlib.suppress(OSError, ValueError):
         guard, service = json.loads((folder / PIDS).read_text())
         return int(guard), int(service)
-    return None
-
-
-def leave_verdict(folder: Path, why: str) -> None:
-    """Note why ranks would only fail again. Without a service in the folder nothing is noted.
-
-    Args:
-        folder: Result of `folder_of`.
-        why: The error.
-    """
-    with contextlib.suppress(OSError):
-        replace_file(folder / VERDICT, why.encode(), durable=False)
-
-
-def read_verdict(folder: Path) -> str | None:
-    """Return why ranks would only fail again; None if they may succeed."""
-    with contextlib.suppress(OSError):
-        return (folder / VERDICT).read_text()
     return None
 
 

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import re
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
+from tepo_megatron.utils import service_guard
 from tests import hosts
 from tests.e2e.conftest import Command, commands, settings
 from tests.e2e.test_faults import SHORT
@@ -53,17 +58,17 @@ def words(model: Path, output: Path, **more: object) -> list[str | Path]:
     ]
 
 
-def started(tepo: Start, two: tuple[Host, Host], *of_run: str | Path) -> tuple[Command, Command]:
+def started(tepo: Start, two: tuple[Host, Host], *of_run: str | Path, restarts: int = 0) -> tuple[Command, Command]:
     """Return, for each host, the command that docs/rollouts.md names for it."""
-    first, second = (tepo(*of_run, engine="slow", by=torchrun(host, two), env=ENVIRONMENT) for host in two)
+    first, second = (tepo(*of_run, engine="slow", by=torchrun(host, two, restarts), env=ENVIRONMENT) for host in two)
     return first, second
 
 
-def torchrun(host: Host, two: tuple[Host, Host]) -> list[str]:
+def torchrun(host: Host, two: tuple[Host, Host], restarts: int = 0) -> list[str]:
     """Return the command that starts one of two ranks. The first host keeps the rendezvous, and has rank 0."""
     return [
-        *host.enter, sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", "--max-restarts=0",
-        "--rdzv-id=two-hosts", "--rdzv-backend=static", f"--rdzv-endpoint={two[0].address}:{PORT}",
+        *host.enter, sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1",
+        f"--max-restarts={restarts}", "--rdzv-id=two-hosts", "--rdzv-backend=static", f"--rdzv-endpoint={two[0].address}:{PORT}",
         f"--node-rank={int(host is not two[0])}",
     ]  # fmt: skip
 
@@ -107,3 +112,61 @@ def test_a_cut_link_ends_both_and_the_run_goes_on_from_there(
         assert command.wait(300) == 0, command.output
     assert_same(run, straight)
     assert (run / "hang.former.txt").read_text() == report and not (run / "hang.txt").exists()
+
+
+def agent_of(command: Command) -> psutil.Process:
+    """Return torchrun's process on a host."""
+    of_command = [psutil.Process(command.process.pid), *psutil.Process(command.process.pid).children(recursive=True)]
+    return next(p for p in of_command if "torch.distributed.run" in p.cmdline())
+
+
+def rank_of(command: Command) -> psutil.Process:
+    (rank,) = (p for p in agent_of(command).children() if "RANK" in p.environ() and "train" in p.cmdline())
+    return rank
+
+
+def test_ranks_are_restarted_on_both_hosts_next_to_the_service(
+    tepo: Start, two: tuple[Host, Host], random_model: Path, straight: Path, tmp_path: Path
+) -> None:
+    """First a rank is killed whose host has no service, then rank 0. What was sampled is used, and nothing changes."""
+    run = tmp_path / "run"
+    both = started(tepo, two, *words(random_model, tmp_path), restarts=3)
+    for victim, step in ((both[1], 2), (both[0], 4)):
+        both[0].until(lambda: f"checkpoint of step {step}" in both[0].output, timeout=240)  # noqa: B023
+        service = service_guard.read_pids(service_guard.folder_of(agent_of(both[0]).pid))
+        before = [rank_of(command).pid for command in both]
+        os.kill(rank_of(victim).pid, signal.SIGKILL)
+        both[0].until(lambda: all(p.pid not in before for p in map(rank_of, both)), timeout=120)  # noqa: B023
+        assert service is not None and service == service_guard.read_pids(service_guard.folder_of(agent_of(both[0]).pid))
+    for command in both:
+        assert command.wait(300) == 0, command.output
+        command.assert_nothing_left()
+    assert len(re.findall("ranks restarted from the checkpoint of step", (run / "log.txt").read_text())) == 2
+    assert_same(run, straight)
+
+
+@pytest.mark.parametrize("end", ["request", "lost host"])
+def test_ranks_that_would_only_fail_again_end_on_both_hosts(
+    tepo: Start, two: tuple[Host, Host], random_model: Path, straight: Path, tmp_path: Path, end: str
+) -> None:
+    run = tmp_path / "run"
+    both = started(tepo, two, *words(random_model, tmp_path), restarts=3)
+    both[0].until(lambda: "checkpoint of step 2" in both[0].output, timeout=240)
+    began = time.monotonic()
+    if end == "request":
+        (run / "stop.request").touch()
+    else:
+        both[1].process.kill()
+    for command in both:
+        assert command.wait(240) != 0, command.output
+        command.assert_nothing_left()
+    print(f"{end}: ended after {time.monotonic() - began:.0f} s")
+    if end == "request":
+        assert (run / "stop.done").exists() and time.monotonic() - began < 60, both[0].output
+        assert "ranks restarted" not in (run / "log.txt").read_text()
+    else:
+        assert "ranks 1 did not come back within 126 s" in both[0].output, both[0].output
+    both = started(tepo, two, *words(random_model, tmp_path, resume="true"), restarts=3)
+    for command in both:
+        assert command.wait(300) == 0, command.output
+    assert_same(run, straight)
