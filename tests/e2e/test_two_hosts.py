@@ -120,9 +120,9 @@ def agent_of(command: Command) -> psutil.Process:
     return next(p for p in of_command if "torch.distributed.run" in p.cmdline())
 
 
-def rank_of(command: Command) -> psutil.Process:
-    (rank,) = (p for p in agent_of(command).children() if "RANK" in p.environ() and "train" in p.cmdline())
-    return rank
+def ranks_of(command: Command) -> list[int]:
+    """Return the ranks of a host: one, or none while they are restarted."""
+    return [child.pid for child in agent_of(command).children()]
 
 
 def test_ranks_are_restarted_on_both_hosts_next_to_the_service(
@@ -134,9 +134,10 @@ def test_ranks_are_restarted_on_both_hosts_next_to_the_service(
     for victim, step in ((both[1], 2), (both[0], 4)):
         both[0].until(lambda: f"checkpoint of step {step}" in both[0].output, timeout=240)  # noqa: B023
         service = service_guard.read_pids(service_guard.folder_of(agent_of(both[0]).pid))
-        before = [rank_of(command).pid for command in both]
-        os.kill(rank_of(victim).pid, signal.SIGKILL)
-        both[0].until(lambda: all(p.pid not in before for p in map(rank_of, both)), timeout=120)  # noqa: B023
+        before = [pid for command in both for pid in ranks_of(command)]
+        assert len(before) == 2
+        os.kill(ranks_of(victim)[0], signal.SIGKILL)
+        both[0].until(lambda: all(ranks_of(c) and not set(ranks_of(c)) & set(before) for c in both), timeout=120)  # noqa: B023
         assert service is not None and service == service_guard.read_pids(service_guard.folder_of(agent_of(both[0]).pid))
     for command in both:
         assert command.wait(300) == 0, command.output
