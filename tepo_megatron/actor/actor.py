@@ -29,6 +29,7 @@ from tepo_megatron.actor.pipeline import PipelineSchedule
 from tepo_megatron.actor.precision import alignment, check_hardware
 from tepo_megatron.actor.recorder import TokenRecorder
 from tepo_megatron.actor.reference import HostWeights
+from tepo_megatron.actor.teacher import Teacher
 from tepo_megatron.config import Config
 from tepo_megatron.distributed.parallel import ParallelDims
 from tepo_megatron.errors import NumericalError
@@ -282,6 +283,7 @@ class Actor:
         plan = plan or self.packer.plan(batch)
         inputs = MinibatchInputs(batch, self.groups.device, self.noise_floor, self.cfg.rollout.max_response_tokens)
         weights = self._batch_statistics(batch, inputs, objective) if objective.needs_batch_statistics else None
+        teacher = Teacher.visit(self, batch, plan) if objective.needs_teacher else None
         compared = truncation_of(self.cfg.rollout) if batch.update == 0 and batch.recomputed_mask is None else None
         unmeasured = batch.update == 0 and batch.old_entropies_N is None
         whole = MinibatchTokenStats(batch.num_tokens, self.groups) if unmeasured else None
@@ -290,7 +292,7 @@ class Actor:
 
         def loss(microbatch: PackedMicrobatch, output: Tensor) -> Tensor:
             segments = Segments.of(microbatch, self.groups.cp.group)
-            stats = self._stats(microbatch, output, mask, compared)
+            stats = self._stats(microbatch, output, mask, compared, teacher=teacher and teacher.take(microbatch))
             rows = inputs.rows(microbatch, segments, stats, weights)
             out = objective(stats, rows)
             accumulator.add(out, microbatch, segments, stats)

@@ -8,6 +8,7 @@ from torch import Tensor
 from tepo_megatron.actor.output_rows import OutputRows
 from tepo_megatron.distributed.parallel import ParallelDims
 from tepo_megatron.ops.output_layer import output_layer_stats
+from tepo_megatron.ops.token_statistics.teacher import TeacherRows
 from tepo_megatron.ops.vocab_parallel import token_stats
 from tepo_megatron.types import PackedMicrobatch, SamplingMask, TokenStats, Truncation
 
@@ -41,6 +42,7 @@ class OutputStats:
         mask: SamplingMask | None = None,
         recompute: Truncation | None = None,
         other_temperature: float | None = None,
+        teacher: TeacherRows | None = None,
     ) -> TokenStats:
         """Return the statistics of the microbatch's rows.
 
@@ -50,18 +52,21 @@ class OutputStats:
             mask: The batch's sampling masks, on the device. None: the whole vocabulary.
             recompute: See `token_stats`.
             other_temperature: Temperature to use instead of that of sampling. None: that of sampling.
+            teacher: The teacher's rows, for the KL to it. Only under training.logits_budget_mib. None: no teacher.
         """
         labels_R, temperature = microbatch.labels_R, self.temperature
         temperature = temperature if other_temperature is None else other_temperature
         rest = (labels_R, temperature, self.groups.tp.group, self.vocab_size)
         mask_RK = None if mask is None else mask.rows(microbatch.token_R)
         if self.budget_mib is None:
+            assert teacher is None, "the config is checked: a teacher needs hidden states"
             return token_stats(output, *rest, mask_RK=mask_RK, recompute=recompute)
         assert self.rows is not None
         return output_layer_stats(
             *(output, self.rows.weight, *rest),
             mask_RK=mask_RK,
             recompute=recompute,
+            teacher=teacher,
             logits_budget=self.budget_mib * 2**20,
             sum_hidden_gradient=self.sums_hidden_gradient,
         )

@@ -119,6 +119,8 @@ class TokenRecorder:
         } | {f"used_{name}": x_R for name, x_R in out.rows.items()}  # fmt: skip
         if inputs.ref_logprob_R is not None:
             columns["ref_logprob"] = inputs.ref_logprob_R
+        if stats.teacher_kl_R is not None:
+            columns["teacher_kl"] = stats.teacher_kl_R
         if weights is not None and (tokens := weights.tokens) is not None:
             kept = {
                 "logprob": tokens.logprob_N,

@@ -85,7 +85,10 @@ def evaluate(batch: AuditBatch, update: AuditUpdate) -> tuple[dict[str, Array], 
         found["kl"] = np.where(found["kl_mask"], _divergence(o.kl, x_N, x_N), 0.0)
         value_N = value_N - o.beta * found["kl"]
         if o.ref_kl is not None and o.ref_kl.where == "loss":
-            found["ref_kl"] = _divergence(o.ref_kl.estimator, given["logprob"] - given["ref_logprob"], x_N)
+            if o.ref_kl.estimator == "full":
+                found["ref_kl"] = given["teacher_kl"]
+            else:
+                found["ref_kl"] = _divergence(o.ref_kl.estimator, given["logprob"] - given["ref_logprob"], x_N)
             value_N = value_N - o.ref_kl.beta * found["ref_kl"]
         value_N = value_N + o.entropy_coefficient * given["entropy"]
         found["share"] = 1.0 / _denominator(e)

@@ -116,7 +116,9 @@ class ReferenceKl:
     """A penalty on the KL from the policy to a fixed reference policy."""
 
     beta: PositiveFloat  # Coefficient of the KL.
-    estimator: str = "k3"  # Estimator of the KL per token.
+    # Estimator of the KL per token, from the sampled token; full: the exact KL over the whole vocabulary, which the reference
+    # policy's hidden states give. It needs training.logits_budget_mib and sampling without truncation.
+    estimator: str = "k3"
     where: Literal["loss", "reward"] = "loss"  # `reward`: subtract each response's KL from its reward, before advantages.
     path: str | None = None  # Hugging Face directory of the reference policy, same architecture. null: as `model.path`.
 

@@ -181,7 +181,7 @@ class BatchUpdates:
 
     def _with_reference(self, batch: TrainBatch) -> TrainBatch:
         """Return the batch with what the objective needs of the reference policy; unchanged if it needs nothing."""
-        if (penalty := self.objective.ref_kl) is None:
+        if (penalty := self.objective.ref_kl) is None or self.objective.needs_teacher:
             return batch
         batch = self.actor.attach_ref_logprobs(batch)
         if penalty.where == "loss":

@@ -33,6 +33,11 @@ def check(o: "Objective") -> None:
         )
     if o.advantage == "none" and (o.ref_kl is None or o.ref_kl.where != "loss") and not o.entropy_coefficient:
         raise ConfigError("objective.advantage=none leaves nothing to learn; set objective.ref_kl, with where=loss")
+    if o.needs_teacher and o.ref_kl is not None and o.ref_kl.where != "loss":
+        raise ConfigError(
+            "objective.ref_kl.estimator=full has a gradient over the whole vocabulary, which a reward cannot carry; use "
+            "objective.ref_kl.where=loss, or another estimator"
+        )
     if o.advantage_kappa <= 0:
         raise ConfigError(f"objective.advantage_kappa={o.advantage_kappa} must be positive")
     if isinstance(o.weighting, KlCov) and o.surrogate != "unclipped":

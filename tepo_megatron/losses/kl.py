@@ -97,6 +97,9 @@ def mask_both(advantage_R: Tensor, entropy_change_R: Tensor, tolerance: float) -
     return mask_falling_entropy(*tokens) | mask_rising_entropy(*tokens)
 
 
+# The exact KL of each token over the whole vocabulary, which no estimator here computes: `ops/token_statistics/teacher.py` does.
+FULL_VOCABULARY = "full"
+
 ESTIMATORS: dict[str, Estimator] = {
     "k1": k1, "k2": k2, "k3": k3, "k3_importance_weighted": k3_importance_weighted, "abs": absolute,
 }  # fmt: skip

@@ -8,7 +8,7 @@ alpha: entropy_coefficient.
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,14 +22,14 @@ from tepo_megatron.losses.aggregate import AGGREGATES
 from tepo_megatron.losses.correction import CORRECTIONS
 from tepo_megatron.losses.entropy import advantage_with_entropy
 from tepo_megatron.losses.inputs import LossInputs
-from tepo_megatron.losses.kl import ESTIMATORS, MASKS
+from tepo_megatron.losses.kl import ESTIMATORS, FULL_VOCABULARY, MASKS
 from tepo_megatron.losses.ratio import RATIOS
 from tepo_megatron.losses.surrogate import LOG_RATIO_BOUNDS, SURROGATES, ClipBounds
 from tepo_megatron.losses.weighting import WEIGHTINGS, BatchStatistics, MinibatchTokens
 from tepo_megatron.types import LossOutput, TokenStats
 
-CHOICES: dict[str, Mapping[str, Any]] = {
-    "ratio": RATIOS, "surrogate": SURROGATES, "kl": ESTIMATORS, "kl_mask": MASKS, "ref_kl.estimator": ESTIMATORS,
+CHOICES: dict[str, Collection[str]] = {
+    "ratio": RATIOS, "surrogate": SURROGATES, "kl": ESTIMATORS, "kl_mask": MASKS, "ref_kl.estimator": (*ESTIMATORS, FULL_VOCABULARY),
     "weighting.type": WEIGHTINGS, "correction.type": CORRECTIONS, "aggregate": AGGREGATES, "advantage": ADVANTAGES | PER_TERM,
 }  # fmt: skip
 
@@ -74,6 +74,11 @@ class Objective(ObjectiveParts):
             and (weighting is None or weighting.constant)
             and (correction is None or correction.constant)
         )
+
+    @property
+    def needs_teacher(self) -> bool:
+        """Return whether the loss has the exact KL to the reference policy, `TokenStats.teacher_kl_R`."""
+        return self.ref_kl is not None and self.ref_kl.estimator == FULL_VOCABULARY
 
     @property
     def needs_batch_statistics(self) -> bool:
@@ -124,8 +129,7 @@ class Objective(ObjectiveParts):
         penalty_R = mask_R * ESTIMATORS[self.kl](log_ratio_R, log_ratio_R)
         value_R = value_R - self.beta * penalty_R
         if self.ref_kl is not None and self.ref_kl.where == "loss":
-            assert inputs.ref_logprob_R is not None, "objective.ref_kl needs the log-probs of the reference policy"
-            ref_penalty_R = ESTIMATORS[self.ref_kl.estimator](stats.logprob_R - inputs.ref_logprob_R, log_ratio_R)
+            ref_penalty_R = self._reference_penalty(stats, inputs, log_ratio_R)
             value_R = value_R - self.ref_kl.beta * ref_penalty_R
         if self.entropy_coefficient:
             value_R = value_R + self.entropy_coefficient * stats.entropy_R
@@ -140,6 +144,15 @@ class Objective(ObjectiveParts):
         )  # fmt: skip
         metrics = diagnostics.metrics(terms, inputs.whole.tokens, inputs.noise_floor)
         return LossOutput(loss, metrics, diagnostics.histograms(terms), ratio_R, diagnostics.rows(terms))
+
+    def _reference_penalty(self, stats: TokenStats, inputs: LossInputs, log_ratio_R: Tensor) -> Tensor:
+        """Return the KL to the reference policy of each token in nats, exact or estimated from the sampled token."""
+        assert self.ref_kl is not None
+        if self.needs_teacher:
+            assert stats.teacher_kl_R is not None, "the exact KL needs the logits of the reference policy"
+            return stats.teacher_kl_R
+        assert inputs.ref_logprob_R is not None, "objective.ref_kl needs the log-probs of the reference policy"
+        return ESTIMATORS[self.ref_kl.estimator](stats.logprob_R - inputs.ref_logprob_R, log_ratio_R)
 
     def _policy_term(
         self, logprob_R: Tensor, log_ratio_R: Tensor, advantage_R: Tensor, inputs: LossInputs, constant_factors: bool

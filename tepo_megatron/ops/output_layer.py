@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from tepo_megatron.ops.token_statistics import RowKernels, row_kernels
 from tepo_megatron.ops.token_statistics.shard import (
+    Normalizer,
     VocabShard,
     coefficients,
     combine,
@@ -26,10 +27,20 @@ from tepo_megatron.ops.token_statistics.shard import (
     masks,
     write_gradient,
 )
+from tepo_megatron.ops.token_statistics.teacher import (
+    TeacherNormalizer,
+    TeacherRows,
+    combine_teacher,
+    teacher_statistics,
+    write_teacher_gradient,
+)
 from tepo_megatron.types import TokenStats, Truncation
 
 # Rows per chunk: enough for a matrix product to run at full speed.
 CHUNK_ROWS = 1024
+
+# Rows of a teacher's logits at a time: they are held next to the chunk of the student's logits.
+TEACHER_ROWS = 256
 
 # Vocabulary columns per product where bf16 products are added in fp32: this bounds the fp32 temporaries.
 CHUNK_COLUMNS = 4096
@@ -45,6 +56,7 @@ def output_layer_stats(
     *,
     mask_RK: Tensor | None = None,
     recompute: Truncation | None = None,
+    teacher: TeacherRows | None = None,
     logits_budget: int = 0,
     sum_hidden_gradient: bool = True,
     backend: str | None = None,
@@ -60,6 +72,8 @@ def output_layer_stats(
         vocab_size: Columns from here on are padding. None: all columns are real.
         mask_RK: Sampling masks, as for `token_stats`, like recompute. None: the whole vocabulary.
         recompute: Truncation whose masks are recomputed. None: none are.
+        teacher: A teacher of the same vocabulary, for the KL to it. Its logits are computed in forward and again in backward, in
+            chunks of TEACHER_ROWS rows. It gets no gradient. Not with sampling masks.
         logits_budget: Bytes of logits that may be kept for backward. The others cost one more product each.
         sum_hidden_gradient: Whether backward sums the gradient of `hidden_R` over `group`. False under sequence parallelism,
             where the backward of the gather, a reduce-scatter, does it.
@@ -74,7 +88,7 @@ def output_layer_stats(
     under `overlap_grad_reduce`, and adds to `main_grad` what other uses of the weight (a tied embedding) put there.
 
     Memory beyond inputs and gradients: `logits_budget`, one chunk of logits, and for bf16 on a CPU (or before PyTorch 2.10) two
-    fp32 pieces of CHUNK_COLUMNS rows of `weight`.
+    fp32 pieces of CHUNK_COLUMNS rows of `weight`. With a teacher, TEACHER_ROWS rows of its logits.
 
     Collectives: forward that of `token_stats`; backward one all-reduce of [R, H] if `sum_hidden_gradient`.
     """
@@ -84,11 +98,16 @@ def output_layer_stats(
         shapes = ", ".join(str(tuple(x.shape)) for x in (hidden_R, weight, labels_R))
         raise ValueError(f"expected hidden [R, H], weight [V, H] and labels [R], got {shapes}")
     summed_over = group if sum_hidden_gradient and group is not None and group.size() > 1 else None
+    if teacher is not None and (mask_RK is not None or recompute is not None):
+        raise ValueError("the KL to a teacher is over the whole vocabulary; it has no sampling masks")
+    if teacher is not None and (len(teacher.hidden_R), len(teacher.weight)) != (len(hidden_R), len(weight)):
+        shapes = f"{tuple(teacher.hidden_R.shape)} and {tuple(teacher.weight.shape)}"
+        raise ValueError(f"a teacher's hidden states and weight must have as many rows as the student's, got {shapes}")
     kernels = row_kernels(backend, hidden_R.device)
-    logprob_R, entropy_R, gathered = _OutputLayerStats.apply(
-        hidden_R, weight, labels_R, temperature, group, vocab_size, mask_RK, recompute, logits_budget, summed_over, kernels
+    logprob_R, entropy_R, kl_R, gathered = _OutputLayerStats.apply(
+        hidden_R, weight, labels_R, temperature, group, vocab_size, mask_RK, recompute, teacher, logits_budget, summed_over, kernels
     )
-    return TokenStats(logprob_R, entropy_R, masks(gathered, labels_R, temperature, recompute))
+    return TokenStats(logprob_R, entropy_R, masks(gathered, labels_R, temperature, recompute), kl_R)
 
 
 class _OutputLayerStats(torch.autograd.Function):
@@ -105,34 +124,47 @@ class _OutputLayerStats(torch.autograd.Function):
         vocab_size: int | None,
         mask_RK: Tensor | None,
         recompute: Truncation | None,
+        teacher: TeacherRows | None,
         logits_budget: int,
         summed_over: dist.ProcessGroup | None,
         kernels: RowKernels,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
         shard = VocabShard.of(weight.size(0), labels_R, group, vocab_size, mask_RK)
         budget = logits_budget if ctx.needs_input_grad[0] or ctx.needs_input_grad[1] else 0
         kept: dict[int, Tensor] = {}  # by first row
         parts = []
         for rows, logits in _logits(hidden_R, weight, kept, budget):
-            parts.append(local_statistics(kernels, logits, shard.rows(rows), temperature, recompute))
+            part = local_statistics(kernels, logits, shard.rows(rows), temperature, recompute)
+            if teacher is not None:
+                of_teacher = [
+                    torch.stack(teacher_statistics(x, y, part[at, 0], shard.columns, temperature), dim=1)
+                    for at, _, x, y in _with_teacher(rows, logits, teacher)
+                ]
+                part = torch.cat((part, torch.cat(of_teacher)), dim=1)
+            parts.append(part)
         gathered = gather(torch.cat(parts), group)
         logprob_R, entropy_R, normalizer = combine(gathered, temperature)
-        ctx.save_for_backward(hidden_R, weight, shard.owned_R, shard.column_R, shard.mask_RK, *normalizer)
+        kl_R, of_teacher = None, ()
+        if teacher is not None:
+            mean_R, log_total_R = normalizer.mean, normalizer.total.log()
+            kl_R, of_teacher = combine_teacher(gathered[..., :2], gathered[..., 4:], mean_R, log_total_R, temperature)
+        ctx.save_for_backward(hidden_R, weight, shard.owned_R, shard.column_R, shard.mask_RK, *normalizer, *of_teacher)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(gathered)
         ctx.columns, ctx.temperature, ctx.kept = shard.columns, temperature, kept
         ctx.summed_over, ctx.kernels = summed_over, kernels
-        ctx.weight, ctx.main_grad = weight, getattr(weight, "main_grad", None)
-        return logprob_R, entropy_R, gathered
+        ctx.weight, ctx.main_grad, ctx.teacher = weight, getattr(weight, "main_grad", None), teacher
+        return logprob_R, entropy_R, kl_R, gathered
 
     @staticmethod
     @once_differentiable
     def backward(
-        ctx: Any, grad_logprob_R: Tensor | None, grad_entropy_R: Tensor | None, _: Tensor | None
+        ctx: Any, grad_logprob_R: Tensor | None, grad_entropy_R: Tensor | None, grad_kl_R: Tensor | None, _: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        if grad_logprob_R is None and grad_entropy_R is None:
-            return (None,) * 11
-        hidden_R, weight, owned_R, column_R, mask_RK, *normalizer = ctx.saved_tensors
+        if grad_logprob_R is None and grad_entropy_R is None and grad_kl_R is None:
+            return (None,) * 12
+        hidden_R, weight, owned_R, column_R, mask_RK, top_R, total_R, mean_R, *of_teacher = ctx.saved_tensors
+        normalizer = Normalizer(top_R, total_R, mean_R)
         shard = VocabShard(ctx.columns, owned_R, column_R, mask_RK)
         row = coefficients(normalizer, shard, grad_logprob_R, grad_entropy_R, ctx.temperature)
         kept, ctx.kept = ctx.kept, {}  # this pass overwrites them, so a second backward recomputes all logits
@@ -141,7 +173,15 @@ class _OutputLayerStats(torch.autograd.Function):
         if total is None and ctx.needs_input_grad[1]:
             total = torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
         for rows, logits in _logits(hidden_R, weight, kept, 0):
-            write_gradient(ctx.kernels, logits, shard.rows(rows), ctx.temperature, row.rows(rows), logits)
+            if grad_kl_R is None:
+                write_gradient(ctx.kernels, logits, shard.rows(rows), ctx.temperature, row.rows(rows), logits)
+            else:
+                factor_R = grad_kl_R / (total_R * ctx.temperature)
+                for _, at, x, y in _with_teacher(rows, logits, ctx.teacher):
+                    write_teacher_gradient(
+                        *(x, y, shard.columns, column_R[at], ctx.temperature, row.rows(at), factor_R[at]),
+                        normalizer=TeacherNormalizer(*(n[at] for n in of_teacher)), out=x,
+                    )  # fmt: skip
             if grad_hidden is not None:
                 torch.mm(logits, weight, out=grad_hidden[rows])
             if total is not None:
@@ -152,7 +192,7 @@ class _OutputLayerStats(torch.autograd.Function):
         grad_weight = None
         if total is not None:
             grad_weight = total.to(weight.dtype) if ctx.main_grad is None else _already_added(ctx.weight)
-        return (grad_hidden, grad_weight, *(None,) * 9)
+        return (grad_hidden, grad_weight, *(None,) * 10)
 
 
 def _already_added(weight: Tensor) -> Tensor | None:
@@ -189,6 +229,22 @@ def _logits(hidden_R: Tensor, weight: Tensor, kept: dict[int, Tensor], budget: i
                 logits = buffer[: size[0]]
             torch.mm(hidden_R[chunk], weight.t(), out=logits)
         yield chunk, logits
+
+
+def _with_teacher(rows: slice, logits: Tensor, teacher: TeacherRows) -> Iterator[tuple[slice, slice, Tensor, Tensor]]:
+    """Yield pieces of a chunk with the teacher's logits: rows within the chunk, within all rows, the student's and its logits.
+
+    All pieces share one buffer for the teacher's logits, which the next one overwrites.
+    """
+    size, buffer = rows.stop - rows.start, None
+    for at in range(0, max(size, 1), TEACHER_ROWS):
+        piece = slice(at, min(size, at + TEACHER_ROWS))
+        of_all = slice(rows.start + piece.start, rows.start + piece.stop)
+        if buffer is None:
+            buffer = teacher.hidden_R.new_empty(piece.stop - at, teacher.weight.size(0))
+        y = buffer[: piece.stop - at]
+        torch.mm(teacher.hidden_R[of_all], teacher.weight.t(), out=y)
+        yield piece, of_all, logits[piece], y
 
 
 def add_product(total: Tensor, gradient: Tensor, hidden: Tensor) -> None:

@@ -58,11 +58,13 @@ class TokenStats:
     Attributes:
         logprob_R, entropy_R: fp32 (fp64 if the logits are) nats, under the sampling temperature; differentiable.
         recomputed: Sampling masks recomputed from the logits. None: not asked for.
+        teacher_kl_R: The same as `logprob_R`, KL(this distribution || the teacher's). None: there is no teacher.
     """
 
     logprob_R: Tensor
     entropy_R: Tensor
     recomputed: RecomputedMasks | None = None
+    teacher_kl_R: Tensor | None = None
 
 
 @dataclass(frozen=True)
