@@ -47,7 +47,8 @@ class AuditedUpdate:
         apart_N = np.abs(used_N - terms_N)[~self.near_N]
         worst = float(apart_N.max(initial=0.0)) if np.isfinite(apart_N).all() else math.inf
         scale = float(np.abs(terms_N).max())
-        if (other := {"kl": "old_logprob", "ref_kl": "ref_logprob"}.get(name)) is not None:
+        other = {"kl": "old_logprob", "ref_kl": "ref_logprob"}.get(name)
+        if other in self.record.inputs:  # the exact KL has no other log-prob
             scale = max(scale, float(np.abs(self.record.inputs["logprob"] - self.record.inputs[other]).max()))
         return worst / scale if scale else worst
 

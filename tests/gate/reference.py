@@ -216,6 +216,18 @@ class Trainer:
         ids, responses = [s.ids for s in samples], [s.response for s in samples]
         return statistics(model, ids, responses, self.settings.temperature, [s.masks for s in samples])
 
+    def _exact_kl(self, samples: Sequence[Sample]) -> Tensor:
+        """Return KL(policy || reference policy) of each response token, over the vocabulary."""
+        found = []
+        for sample in samples:
+            rows = sample.response[1:].nonzero()[:, 0]
+            log_p, log_q = (
+                torch.log_softmax(model(sample.ids[None]).logits[0, rows] / self.settings.temperature, dim=-1)
+                for model in (self.model, self.ref or self.model)
+            )
+            found.append((log_p.exp() * (log_p - log_q.detach())).sum(-1))
+        return torch.cat(found)
+
     def _update(self, samples: Sequence[Sample], batch: list[Response], number: int) -> None:
         self.optimizer.zero_grad()
         logprob_N, entropy_N = self._statistics(self.model, samples)
@@ -227,7 +239,8 @@ class Trainer:
             batch = [
                 replace(r, old=x.tolist(), old_entropy=h.tolist()) for r, x, h in zip(batch, logprobs, entropies, strict=True)
             ]
-        outcome = objectives.evaluate(self.method, batch, logprob_N, entropy_N)
+        kl_N = self._exact_kl(samples) if self.method.ref_kl == "full" else None
+        outcome = objectives.evaluate(self.method, batch, logprob_N, entropy_N, kl_N)
         # if every token is clipped, the loss is a constant and its gradient 0
         (outcome.loss + 0 * logprob_N.sum()).backward()
         gradients = self._named({n: p.grad.clone() for n, p in self.model.named_parameters() if p.grad is not None})

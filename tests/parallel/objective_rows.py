@@ -102,6 +102,7 @@ VARIANTS: dict[str, Variant] = {name: _row(name) for name in METHODS} | {
     "prefix_is, clip_cov": _row("prefix_is", weighting="clip_cov", **COVARIANCES),
     # with a coefficient of 1 the first update brings the student so close to its teacher that the second gradient, of a
     # difference of log-probs, is mostly their rounding in fp32
-    "distill": _row("distill", ref_beta=0.3),
+    "distill": _row("distill", ref_beta=0.1),
+    "distill, whole vocabulary": _row("distill", {"logits_budget_mib": 0}, ref_beta=0.3, ref_kl="full"),
     "cispo, icepop": _row("cispo", correction="icepop", correction_low=0.8, correction_high=1.4),
 }

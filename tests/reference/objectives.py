@@ -36,14 +36,17 @@ class Outcome:
     shares: dict[str, float]
 
 
-def evaluate(method: Method, responses: list[Response], logprob_N: Tensor, entropy_N: Tensor) -> Outcome:
-    """Return the loss of a minibatch, differentiable with respect to logprob_N and entropy_N.
+def evaluate(
+    method: Method, responses: list[Response], logprob_N: Tensor, entropy_N: Tensor, teacher_kl_N: Tensor | None = None
+) -> Outcome:
+    """Return the loss of a minibatch, differentiable with respect to logprob_N, entropy_N and teacher_kl_N.
 
     Args:
         method: Method to evaluate.
         responses: Responses of the minibatch.
         logprob_N: fp64 [N], current log-probs.
         entropy_N: fp64 [N], current entropies.
+        teacher_kl_N: fp64 [N], KL to the reference policy over the vocabulary. None: the method has only estimates of it.
     """
     conditions = Conditions(limit=method.log_ratio_limit)
     tokens = collect(method, responses, logprob_N, entropy_N, conditions)
@@ -51,14 +54,17 @@ def evaluate(method: Method, responses: list[Response], logprob_N: Tensor, entro
         token.surrogate, token.clipped = surrogate(method, token, conditions)
     weights = batch_weights(method, tokens, conditions)
     loss, magnitude, masked = number(0.0), 0.0, 0
-    for token, (weight, penalty) in zip(tokens, weights, strict=True):
+    exact = [number(0.0)] * len(tokens) if teacher_kl_N is None else list(teacher_kl_N.unbind())
+    for token, (weight, penalty), exact_kl in zip(tokens, weights, exact, strict=True):
         parts = [token.correction * weight * token.surrogate]
         if in_kl_mask(method, token, conditions):
             parts.append(-method.beta * divergence(method.kl, token.x, token.x, conditions))
             masked += 1
         if penalty:
             parts.append(-penalty * abs(token.x))
-        if method.ref_beta and method.ref_kl_in == "loss":
+        if method.ref_beta and method.ref_kl == "full":
+            parts.append(-method.ref_beta * exact_kl)
+        elif method.ref_beta and method.ref_kl_in == "loss":
             parts.append(-method.ref_beta * divergence(method.ref_kl, token.logprob - token.ref, token.x, conditions))
         if method.entropy_coefficient:
             parts.append(method.entropy_coefficient * token.entropy)
