@@ -44,11 +44,12 @@ demo: $(READY) $(if $(filter sglang,$(ENGINE)),$(SGLANG)/.ready)
 	  --model.path .cache/demo/$(DEMO) \
 	  --data.train .cache/demo/$(DEMO)/train.jsonl --data.eval .cache/demo/$(DEMO)/eval.jsonl
 
-# The demo's base model learns from the model that it was before it was spoiled, instead of from a reward.
+# The demo's base model learns from the model that it was before it was spoiled, instead of from a reward. FORM=full: with the
+# exact KL over the whole vocabulary.
 distill: $(READY)
 	$(BIN)/python -m examples.arithmetic.base_model --seed $(SEED) --out .cache/demo/seed-$(SEED)
 	$(BIN)/python -m examples.arithmetic.base_model --seed $(SEED) --hasty-steps 0 --out .cache/demo/teacher-$(SEED)
-	$(BIN)/tepo train examples/distill.yaml --seed $(SEED) --name distill-seed-$(SEED) --overwrite true \
+	$(BIN)/tepo train examples/distill$(FORM:%=_%).yaml --seed $(SEED) --name distill$(FORM:%=-%)-seed-$(SEED) --overwrite true \
 	  --model.path .cache/demo/seed-$(SEED) --objective.ref_kl.path .cache/demo/teacher-$(SEED) \
 	  --data.train .cache/demo/seed-$(SEED)/train.jsonl --data.eval .cache/demo/seed-$(SEED)/eval.jsonl
 

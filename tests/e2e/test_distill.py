@@ -1,4 +1,4 @@
-"""`examples/distill.yaml` with a real server: a student that was shaken comes back to its teacher, whatever the reward says."""
+"""`examples/distill.yaml` and `distill_full.yaml` with a real server: a student that was shaken comes back to its teacher, whatever the reward says."""
 
 from __future__ import annotations
 
@@ -29,13 +29,16 @@ def shaken(base: Path, folder: Path) -> Path:
     return folder
 
 
-def test_the_student_comes_back_to_its_teacher(tepo: Callable[..., Command], base: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("recipe", ["distill", "distill_full"])
+def test_the_student_comes_back_to_its_teacher(
+    tepo: Callable[..., Command], base: Path, tmp_path: Path, recipe: str
+) -> None:
     student, run = shaken(base, tmp_path / "student"), tmp_path / "runs" / "distilled"
     keys = {
         "output": run.parent, "name": "distilled", "objective__ref_kl__path": base, "training__steps": STEPS,
         "optimizer__lr": 3e-4, "optimizer__warmup_steps": 0, "evaluation__max_problems": 16,
     }  # fmt: skip
-    command = tepo("train", "examples/distill.yaml", *settings(student, **keys))
+    command = tepo("train", f"examples/{recipe}.yaml", *settings(student, **keys))
     assert command.wait(240) == 0, command.output
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [r["step"] for r in records] == list(range(1, STEPS + 1))

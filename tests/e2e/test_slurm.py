@@ -247,7 +247,7 @@ KILLS: dict[str, Callable[[slurm.Process, slurm.Process], bool]] = {
     "srun": lambda p, rank: p.line.startswith("srun") and p.line.endswith("/apart-0.sh"),
     "batch": lambda p, rank: p.line.endswith("/slurm_script"),
 }
-STAYS = ["server"]  # victims that the job replaces without restarting itself
+STAYS = ["rank", "server"]  # victims that the job replaces without restarting itself
 
 
 @pytest.mark.server

@@ -14,7 +14,7 @@ import pytest
 
 from tests.e2e.conftest import settings
 from tests.e2e.test_colocation import RUN, records
-from tests.e2e.test_two_hosts import ENVIRONMENT, Start, torchrun, two  # noqa: F401
+from tests.e2e.test_two_hosts import ENVIRONMENT, Start, ranks_of, torchrun, two  # noqa: F401
 from tests.hosts import Host
 
 pytestmark = [pytest.mark.full, pytest.mark.e2e, pytest.mark.server]
@@ -26,13 +26,18 @@ TURNS = RUN | {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("killed", [False, True], ids=["undisturbed", "a rank is killed"])
 def test_servers_of_both_hosts_get_the_weights_of_both(
     tepo: Start,
     two: tuple[Host, Host],  # noqa: F811
     random_model: Path,
     tmp_path: Path,
+    killed: bool,
 ) -> None:
-    """Each host has half of the layers; in every step the log-probs of both servers are those of the current weights."""
+    """Each host has half of the layers; in every step the log-probs of both servers are those of the current weights.
+
+    When a rank is killed, both are restarted, and the servers go on.
+    """
     rendezvous, run = tmp_path / "rendezvous", tmp_path / "runs" / "turns"
     words = settings(random_model, **TURNS, output=tmp_path / "runs", name="turns", rollout__server__rendezvous=rendezvous)
     serves = [
@@ -43,10 +48,15 @@ def test_servers_of_both_hosts_get_the_weights_of_both(
         for host in two
     ]  # fmt: skip
     words = ["train", "examples/demo.yaml", *words, "--rollout.servers", "2", "--rollout.min_servers", "2"]
-    ranks = [tepo(*words, by=torchrun(host, two), env=ENVIRONMENT) for host in two]
+    words += ["--checkpoint.every", "1"] if killed else []
+    ranks = [tepo(*words, by=torchrun(host, two, 2 if killed else 0), env=ENVIRONMENT) for host in two]
+    if killed:
+        ranks[0].until(lambda: "checkpoint of step 1" in ranks[0].output, timeout=240)
+        os.kill(ranks_of(ranks[1])[0], signal.SIGKILL)
     for command in ranks:
         assert command.wait(240) == 0, "\n".join(c.output for c in (*ranks, *serves))
         command.assert_nothing_left()
+    assert ("ranks restarted from the checkpoint of step" in ranks[0].output) == killed
     steps = records(run)
     assert len(steps) == STEPS
     for step in steps:
@@ -55,7 +65,8 @@ def test_servers_of_both_hosts_get_the_weights_of_both(
     assert len(logs) == 2
     for log in logs:
         asked = re.findall(r'"POST (/[\w/]+)[^"]*" 200', log.read_text())
-        assert asked.count("/v1/completions") >= STEPS and asked.count("/finish_weight_update") == STEPS + 1, asked
+        assert asked.count("/v1/completions") >= STEPS and asked.count("/finish_weight_update") >= STEPS + 1, asked
+        assert killed or asked.count("/finish_weight_update") == STEPS + 1, asked
         assert asked.count("/update_weights") >= 2 * (STEPS + 1)
     for host, command in zip(two, serves, strict=True):
         assert host.call("find", "/dev/shm", "-name", "*tepo-*") == ""

@@ -33,9 +33,10 @@ def test_the_package_does_not_grow() -> None:
     slices from the shards of the trainer's ranks 60,
     supervised fine-tuning 500, distillation 30,
     the gated delta rule: operators, layer, checkpoints, and the Qwen3.5 family 712,
-    hybrids in vLLM's CPU server and in the plan 339.
+    hybrids in vLLM's CPU server and in the plan 339,
+    ranks of several machines that are restarted 40, the exact KL to a teacher 200.
     """
-    assert sum(map(lines_of_code, modules().values())) <= 23_392 + 7_361
+    assert sum(map(lines_of_code, modules().values())) <= 23_392 + 7_601
 
 
 def test_functions_files_and_classes_are_small() -> None:
