@@ -122,9 +122,12 @@ def train(config_path: str, overrides: list[str]) -> int:
     from tepo_megatron.config.io import load_with_sources
     from tepo_megatron.launcher.launcher import inside_torchrun, run_rank
     from tepo_megatron.launcher.preflight import preflight
+    from tepo_megatron.launcher.ranks import has_failed_for_good
     from tepo_megatron.launcher.start import service_holds_folder, start
     from tepo_megatron.utils.supervisor import is_restart
 
+    if has_failed_for_good():
+        return 1
     again = ["--resume", "true", "--overwrite", "false"] if is_restart() else []
     cfg, layers = load_with_sources(config_path, [*overrides, *again])
     is_main = not inside_torchrun() or os.environ["RANK"] == "0"

@@ -39,7 +39,7 @@ from tepo_megatron.utils.processes import die_with_parent, kill_later
 from tepo_megatron.utils.quiet import quiet_upstream
 from tepo_megatron.utils.save_requests import STOP, ask
 from tepo_megatron.utils.storage import disk_fault, writing
-from tepo_megatron.utils.supervisor import AGENT, ATTEMPT, LAUNCHER, leave_verdict, read_verdict
+from tepo_megatron.utils.supervisor import AGENT, ATTEMPT, LAUNCHER, leave_verdict
 
 if TYPE_CHECKING:
     from tepo_megatron.controller.opening import EngineFactory
@@ -253,9 +253,6 @@ def run_rank(
     quiet_upstream()
     # one hardware queue, so that kernels start in the order that Megatron-Core's overlap of tp communication needs
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    if (verdict := read_verdict()) is not None:
-        leave_message(verdict, expected=True, restarts=False)
-        return 1
     from tepo_megatron.platform import activate
 
     try:

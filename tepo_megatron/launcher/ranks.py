@@ -19,7 +19,7 @@ from tepo_megatron.utils.atomic import replace_file
 from tepo_megatron.utils.escaping import escaped
 from tepo_megatron.utils.memory_kills import MemoryKills
 from tepo_megatron.utils.processes import LIFELINE, handlers_restored
-from tepo_megatron.utils.supervisor import AGENT_FILE
+from tepo_megatron.utils.supervisor import AGENT_FILE, read_verdict
 
 _POLL_SECONDS = 0.1
 GRACE_SECONDS = 10.0  # between SIGTERM and SIGKILL
@@ -226,6 +226,17 @@ def leave_message(message: str, expected: bool, restarts: bool) -> None:
     except OSError:  # for example because the disk for temporary files is full
         pass
     print(f"tepo: rank {os.environ.get('RANK', '0')}: {escaped(message)}", file=sys.stderr, flush=True)
+
+
+def has_failed_for_good() -> bool:
+    """Return whether this rank, which torchrun restarted, would only fail again; leave the same message then.
+
+    Call it before anything of the run's folder is touched: what the ranks before have left there is of use.
+    """
+    if (verdict := read_verdict()) is None:
+        return False
+    leave_message(verdict, expected=True, restarts=False)
+    return True
 
 
 @contextlib.contextmanager

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from tepo_megatron.config.io import with_overrides
 from tepo_megatron.launcher.launcher import inside_torchrun, run_rank
 from tepo_megatron.launcher.preflight import preflight
+from tepo_megatron.launcher.ranks import has_failed_for_good
 from tepo_megatron.launcher.start import start
 from tepo_megatron.observability import run_dir
 from tepo_megatron.sft.settings import read_tree
@@ -21,6 +22,8 @@ def sft(path: str, words: list[str], is_main: bool, say: Callable[[str], object]
         is_main: Whether this process is the command itself, or rank 0 under torchrun.
         say: Prints a line.
     """
+    if has_failed_for_good():
+        return 1
     again = ["--resume", "true", "--overwrite", "false"] if is_restart() else []
     cfg = with_overrides(read_tree(path, [*words, *again]), [], path)
     if is_main and not is_restart():

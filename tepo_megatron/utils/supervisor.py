@@ -56,9 +56,9 @@ def read_verdict() -> str | None:
 
 
 def _verdict_path() -> Path | None:
-    """Return the path of the note in the agent's own folder, which it removes in the end; None if no agent restarts ranks.
+    """Return the path of the note in the agent's own folder; None if no agent restarts ranks.
 
-    The agent of each machine has such a folder; it holds attempt_N/LOCAL_RANK/error.json (torch 2.13).
+    The agent of each machine has a new temporary folder for each job; it holds attempt_N/LOCAL_RANK/error.json (torch 2.13).
     """
     if LAUNCHER in os.environ or AGENT_FILE not in os.environ or supervisor() is None:
         return None
