@@ -13,7 +13,8 @@ LARGEST = 8  # tokens that the table of a step lists
 # name of a term -> its name in tables
 TERMS = {
     "rollout_logprob": "log-prob of the engine, nats", "old_logprob": "log-prob of the old policy, nats",
-    "teacher_kl": "KL to the teacher over the vocabulary, nats", "logprob": "log-prob now, nats", "ref_logprob": "log-prob of the reference, nats", "entropy": "entropy now, nats",
+    "teacher_kl": "KL to the teacher over the vocabulary, nats",
+    "logprob": "log-prob now, nats", "ref_logprob": "log-prob of the reference, nats", "entropy": "entropy now, nats",
     "old_entropy": "entropy of the old policy, nats", "entropy_change": "entropy change dH, nats",
     "group_advantage": "advantage in its group", "advantage": "advantage with entropy", "ratio": "importance ratio",
     "clipped": "clipped", "correction": "rollout/train correction", "weight": "weight of the weighting",

@@ -36,7 +36,7 @@ def resolve(cfg: Config) -> Method:
     _check_old_logprobs(objective, cfg.training.old_logprobs)
     _check_teacher(objective, cfg.objective.reference_path, cfg.rollout.filter_uniform_groups)
     _check_stream(objective, cfg.training.stream)
-    _check_full_vocabulary(objective, cfg)
+    _check_full_vocabulary(objective, cfg.training.logits_budget_mib, cfg.rollout)
     rounds = _max_generation_rounds(cfg.rollout, objective, cfg.objective.name)
     return Method(objective, rounds, _overlong(cfg.reward, objective, cfg.rollout.max_response_tokens))
 
@@ -68,19 +68,19 @@ def _check_teacher(objective: Objective, path: str | None, filters_groups: bool)
         )
 
 
-def _check_full_vocabulary(objective: Objective, cfg: Config) -> None:
+def _check_full_vocabulary(objective: Objective, logits_budget_mib: int | None, rollout: RolloutConfig) -> None:
     """Raise ConfigError if the exact KL to the reference policy lacks hidden states, or would be of another distribution."""
     if not objective.needs_teacher:
         return
-    if cfg.training.logits_budget_mib is None:
+    if logits_budget_mib is None:
         raise ConfigError(
             "objective.ref_kl.estimator=full computes the logits of both models in chunks, from hidden states; set "
             "training.logits_budget_mib (0: hold none)"
         )
-    if cfg.rollout.truncates:
+    if rollout.truncates:
         raise ConfigError(
-            f"objective.ref_kl.estimator=full is over the whole vocabulary, and rollout.top_k={cfg.rollout.top_k} with "
-            f"top_p={cfg.rollout.top_p} leaves tokens out; set top_k to -1 and top_p to 1, or use another estimator"
+            f"objective.ref_kl.estimator=full is over the whole vocabulary, and rollout.top_k={rollout.top_k} with "
+            f"top_p={rollout.top_p} leaves tokens out; set top_k to -1 and top_p to 1, or use another estimator"
         )
 
 

@@ -97,7 +97,7 @@ def mask_both(advantage_R: Tensor, entropy_change_R: Tensor, tolerance: float) -
     return mask_falling_entropy(*tokens) | mask_rising_entropy(*tokens)
 
 
-# The exact KL of each token over the whole vocabulary, which no estimator here computes: `ops/token_statistics/teacher.py` does.
+# The exact KL of each token over the whole vocabulary: no estimator, it comes from `ops/token_statistics/teacher.py`.
 FULL_VOCABULARY = "full"
 
 ESTIMATORS: dict[str, Estimator] = {

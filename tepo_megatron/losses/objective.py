@@ -29,7 +29,8 @@ from tepo_megatron.losses.weighting import WEIGHTINGS, BatchStatistics, Minibatc
 from tepo_megatron.types import LossOutput, TokenStats
 
 CHOICES: dict[str, Collection[str]] = {
-    "ratio": RATIOS, "surrogate": SURROGATES, "kl": ESTIMATORS, "kl_mask": MASKS, "ref_kl.estimator": (*ESTIMATORS, FULL_VOCABULARY),
+    "ratio": RATIOS, "surrogate": SURROGATES, "kl": ESTIMATORS, "kl_mask": MASKS,
+    "ref_kl.estimator": (*ESTIMATORS, FULL_VOCABULARY),
     "weighting.type": WEIGHTINGS, "correction.type": CORRECTIONS, "aggregate": AGGREGATES, "advantage": ADVANTAGES | PER_TERM,
 }  # fmt: skip
 

@@ -72,8 +72,7 @@ def output_layer_stats(
         vocab_size: Columns from here on are padding. None: all columns are real.
         mask_RK: Sampling masks, as for `token_stats`, like recompute. None: the whole vocabulary.
         recompute: Truncation whose masks are recomputed. None: none are.
-        teacher: A teacher of the same vocabulary, for the KL to it. Its logits are computed in forward and again in backward, in
-            chunks of TEACHER_ROWS rows. It gets no gradient. Not with sampling masks.
+        teacher: A teacher of the same vocabulary, for the KL to it. It gets no gradient. Not with sampling masks.
         logits_budget: Bytes of logits that may be kept for backward. The others cost one more product each.
         sum_hidden_gradient: Whether backward sums the gradient of `hidden_R` over `group`. False under sequence parallelism,
             where the backward of the gather, a reduce-scatter, does it.
@@ -92,22 +91,33 @@ def output_layer_stats(
 
     Collectives: forward that of `token_stats`; backward one all-reduce of [R, H] if `sum_hidden_gradient`.
     """
+    _check(hidden_R, weight, labels_R, temperature)
+    summed_over = group if sum_hidden_gradient and group is not None and group.size() > 1 else None
+    if teacher is not None:
+        _check_teacher(teacher, hidden_R, weight, masked=mask_RK is not None or recompute is not None)
+    kernels = row_kernels(backend, hidden_R.device)
+    logprob_R, entropy_R, kl_R, gathered = _OutputLayerStats.apply(
+        *(hidden_R, weight, labels_R, temperature, group, vocab_size, mask_RK, recompute),
+        *(teacher, logits_budget, summed_over, kernels),
+    )
+    return TokenStats(logprob_R, entropy_R, masks(gathered, labels_R, temperature, recompute), kl_R)
+
+
+def _check(hidden_R: Tensor, weight: Tensor, labels_R: Tensor, temperature: float) -> None:
     if temperature <= 0:
         raise ValueError(f"temperature must be positive, got {temperature}")
     if hidden_R.dim() != 2 or hidden_R.size(1) != weight.size(1) or labels_R.shape != hidden_R.shape[:1]:
         shapes = ", ".join(str(tuple(x.shape)) for x in (hidden_R, weight, labels_R))
         raise ValueError(f"expected hidden [R, H], weight [V, H] and labels [R], got {shapes}")
-    summed_over = group if sum_hidden_gradient and group is not None and group.size() > 1 else None
-    if teacher is not None and (mask_RK is not None or recompute is not None):
+
+
+def _check_teacher(teacher: TeacherRows, hidden_R: Tensor, weight: Tensor, masked: bool) -> None:
+    """Raise ValueError if the teacher's rows do not fit to the student's, or if there are sampling masks."""
+    if masked:
         raise ValueError("the KL to a teacher is over the whole vocabulary; it has no sampling masks")
-    if teacher is not None and (len(teacher.hidden_R), len(teacher.weight)) != (len(hidden_R), len(weight)):
+    if (len(teacher.hidden_R), len(teacher.weight)) != (len(hidden_R), len(weight)):
         shapes = f"{tuple(teacher.hidden_R.shape)} and {tuple(teacher.weight.shape)}"
         raise ValueError(f"a teacher's hidden states and weight must have as many rows as the student's, got {shapes}")
-    kernels = row_kernels(backend, hidden_R.device)
-    logprob_R, entropy_R, kl_R, gathered = _OutputLayerStats.apply(
-        hidden_R, weight, labels_R, temperature, group, vocab_size, mask_RK, recompute, teacher, logits_budget, summed_over, kernels
-    )
-    return TokenStats(logprob_R, entropy_R, masks(gathered, labels_R, temperature, recompute), kl_R)
 
 
 class _OutputLayerStats(torch.autograd.Function):
@@ -144,11 +154,11 @@ class _OutputLayerStats(torch.autograd.Function):
             parts.append(part)
         gathered = gather(torch.cat(parts), group)
         logprob_R, entropy_R, normalizer = combine(gathered, temperature)
-        kl_R, of_teacher = None, ()
+        kl_R, of_kl = None, None
         if teacher is not None:
             mean_R, log_total_R = normalizer.mean, normalizer.total.log()
-            kl_R, of_teacher = combine_teacher(gathered[..., :2], gathered[..., 4:], mean_R, log_total_R, temperature)
-        ctx.save_for_backward(hidden_R, weight, shard.owned_R, shard.column_R, shard.mask_RK, *normalizer, *of_teacher)
+            kl_R, of_kl = combine_teacher(gathered[..., :2], gathered[..., 4:], mean_R, log_total_R, temperature)
+        ctx.save_for_backward(hidden_R, weight, shard.owned_R, shard.column_R, shard.mask_RK, *normalizer, *(of_kl or ()))
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(gathered)
         ctx.columns, ctx.temperature, ctx.kept = shard.columns, temperature, kept

@@ -36,7 +36,7 @@ def is_restart() -> bool:
 
 
 def leave_verdict(why: str) -> None:
-    """Note for the ranks that torchrun restarts on this machine why they would only fail again; it restarts them after any error.
+    """Note why ranks that torchrun restarts on this machine would only fail again; it restarts them after any error.
 
     Nothing is noted without an agent that restarts ranks.
     """

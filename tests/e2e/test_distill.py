@@ -1,4 +1,4 @@
-"""`examples/distill.yaml` and `distill_full.yaml` with a real server: a student that was shaken comes back to its teacher, whatever the reward says."""
+"""The recipes of distillation with a real server: a student that was shaken comes back to its teacher, whatever its rewards."""
 
 from __future__ import annotations
 
@@ -30,9 +30,7 @@ def shaken(base: Path, folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("recipe", ["distill", "distill_full"])
-def test_the_student_comes_back_to_its_teacher(
-    tepo: Callable[..., Command], base: Path, tmp_path: Path, recipe: str
-) -> None:
+def test_the_student_comes_back_to_its_teacher(tepo: Callable[..., Command], base: Path, tmp_path: Path, recipe: str) -> None:
     student, run = shaken(base, tmp_path / "student"), tmp_path / "runs" / "distilled"
     keys = {
         "output": run.parent, "name": "distilled", "objective__ref_kl__path": base, "training__steps": STEPS,

@@ -97,6 +97,7 @@ def test_killed_ranks_are_restarted_and_nothing_changes(
     same(run, straight)
 
 
+@pytest.mark.full
 def test_the_command_restarts_the_ranks_with_another_layout(
     tepo,
     arguments,
@@ -130,6 +131,7 @@ def test_the_command_restarts_the_ranks_with_another_layout(
     assert ended.wait(BOUND) == 1 and "no run is under way in this folder" in ended.output
 
 
+@pytest.mark.full
 def test_fewer_ranks_go_on_after_a_device_was_lost(tepo, arguments, model: Path, tmp_path: Path) -> None:  # noqa: F811
     """On a CPU the loss is a list of the devices that work; whether a GPU works is tried by a process on it."""
     words = arguments(model, **CONFIG, parallel__min_dp=1, name="lost")

@@ -34,7 +34,8 @@ def saved_step(run: Path) -> int:
     return int(step)
 
 
-@pytest.mark.parametrize("number", [signal.SIGUSR1, pytest.param(signal.SIGTERM, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
 def test_a_signal_saves_and_ends_the_run_and_it_goes_on(tepo, arguments, model: Path, tmp_path: Path, number: int) -> None:  # noqa: F811
     words = arguments(model, **SHORT | {"training__steps": STEPS, "checkpoint__every": 0}, name="warned")
     run, command = tmp_path / "runs" / "warned", tepo(*words, engine="slow")

@@ -109,6 +109,7 @@ def test_torchrun_starts_the_ranks(tepo: Callable[..., Command], files: Path, tm
     check(tmp_path / "warm", files)
 
 
+@pytest.mark.full
 def test_what_cannot_run_is_one_message(tepo: Callable[..., Command], files: Path, tmp_path: Path) -> None:
     (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n')
     for words, why in (

@@ -74,7 +74,8 @@ def test_a_run_from_base_model_to_report(tepo, arguments, base: Path, tmp_path: 
     assert "holds a run already" in again.output and len(metrics_of(run)) == STEPS
 
 
-@pytest.mark.parametrize("engine", ["vllm", pytest.param("sglang", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
 def test_truncated_sampling_is_trained_on_the_same_distribution(
     tepo, arguments, base: Path, tmp_path: Path, engine: str
 ) -> None:

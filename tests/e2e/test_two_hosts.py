@@ -68,8 +68,8 @@ def torchrun(host: Host, two: tuple[Host, Host], restarts: int = 0) -> list[str]
     """Return the command that starts one of two ranks. The first host keeps the rendezvous, and has rank 0."""
     return [
         *host.enter, sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1",
-        f"--max-restarts={restarts}", "--rdzv-id=two-hosts", "--rdzv-backend=static", f"--rdzv-endpoint={two[0].address}:{PORT}",
-        f"--node-rank={int(host is not two[0])}",
+        f"--max-restarts={restarts}", "--rdzv-id=two-hosts", "--rdzv-backend=static",
+        f"--rdzv-endpoint={two[0].address}:{PORT}", f"--node-rank={int(host is not two[0])}",
     ]  # fmt: skip
 
 

@@ -226,6 +226,7 @@ def test_a_job_whose_warnings_come_before_the_first_step_ends_after_a_few_starts
     assert (tmp_path / "calls").read_text() == "requeue 7\n" * 7
 
 
+@pytest.mark.full
 def test_a_job_whose_saves_do_not_fit_into_the_warning_ends_after_a_few_starts(tmp_path: Path) -> None:
     setup, environment = batch_code(tmp_path, SHOWN, srun="")
     environment |= {"STATE": "RUNNING", "REASON": "None", "EXIT": "0:0"}

@@ -79,6 +79,7 @@ def launch(project: Path, *calls: list[str]) -> list[tuple[int, str, str]]:
     return [tuple(result) for result in json.loads(done.stdout.splitlines()[-1]).values()]
 
 
+@pytest.mark.full
 @pytest.mark.e2e
 def test_each_submission_has_its_config_and_waits_for_the_end_of_the_former(project: Path) -> None:
     first, again = launch(project, CALLS, [*CALLS, "--optimizer.lr", "0.5"])

@@ -85,6 +85,7 @@ def faults_of(manifests: list[Any]) -> list[list[str]]:
     return [list(found) for found in json.loads(done.stdout)]
 
 
+@pytest.mark.full
 def test_every_manifest_conforms_to_the_schema_of_its_resource(
     results: dict[str, tuple[int, str, str]], tmp_path: Path
 ) -> None:
@@ -121,6 +122,7 @@ PLANTED = {
 }
 
 
+@pytest.mark.full
 def test_the_schema_finds_misspelt_fields_wrong_types_and_missing_fields(
     results: dict[str, tuple[int, str, str]],
 ) -> None:

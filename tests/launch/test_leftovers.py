@@ -69,6 +69,7 @@ def killed(project: Path, program: str, text: str) -> None:
         (bin / program).write_text(before)
 
 
+@pytest.mark.full
 @pytest.mark.e2e
 def test_an_incomplete_snapshot_is_removed_by_the_next_submission(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     temporary = project.parent / "tmp"
@@ -85,6 +86,7 @@ def test_an_incomplete_snapshot_is_removed_by_the_next_submission(project: Path,
     assert folder.stat().st_mode & 0o755 == 0o755 and list(temporary.glob("tepo-*")) == []
 
 
+@pytest.mark.full
 @pytest.mark.e2e
 def test_a_job_that_was_queued_before_its_record_is_found_again(project: Path) -> None:
     """Otherwise a second job of the run would start next to it, and `cancel` would not reach it."""

@@ -68,6 +68,7 @@ def test_a_run_that_fails_says_why_and_its_logs_are_found(project: Path) -> None
     assert status == 0 and why in output
 
 
+@pytest.mark.full
 def test_servers_apart_end_with_the_run(project: Path) -> None:
     apart = ["--rollout.server.rendezvous", "servers", "--sync.transport.folder", "weights", "--rollout.servers", "2"]
     status, _ = ended(launch(project, "run.yaml", "--allow-dirty", "--cluster", "short.yaml", *apart))

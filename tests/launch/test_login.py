@@ -155,6 +155,7 @@ def checkouts(site: Path) -> dict[str, Path]:
     return {fields["HEAD"]: Path(fields["worktree"]) for fields in lines}
 
 
+@pytest.mark.full
 @needs_sshd
 @pytest.mark.e2e
 def test_a_broken_checkout_is_made_again_and_the_clone_is_untouched(login: Login) -> None:
@@ -192,6 +193,7 @@ def test_a_broken_checkout_is_made_again_and_the_clone_is_untouched(login: Login
     assert git(moved.site, "status", "--porcelain") == " M README.md\n?? .venv-launch\n"
 
 
+@pytest.mark.full
 @needs_sshd
 @pytest.mark.e2e
 def test_files_are_sent_wherever_they_are_in_the_words(login: Login) -> None:
@@ -213,6 +215,7 @@ def test_files_are_sent_wherever_they_are_in_the_words(login: Login) -> None:
     assert list((login.site / ".launch" / "files").iterdir()) == []
 
 
+@pytest.mark.full
 @needs_sshd
 @pytest.mark.e2e
 def test_a_long_call_neither_blocks_nor_changes_under_another_commit(login: Login) -> None:

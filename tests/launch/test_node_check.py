@@ -111,7 +111,7 @@ def test_good_machines_are_taken_and_an_endpoint_is_chosen(tmp_path: Path) -> No
     assert (machines.folder / "b.sh").read_text() == lines
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_machine_that_does_not_start_is_named(tmp_path: Path) -> None:
     machines = Machines(tmp_path / "check", ["a", "b"])
     machines.start("a", "--need", "2", "--skip", "all_reduce", "--timeout", "10")
@@ -120,7 +120,7 @@ def test_a_machine_that_does_not_start_is_named(tmp_path: Path) -> None:
     assert "1 of 2 machines are good, and 2 are needed" in machines.fault
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_machine_without_the_shared_folder_is_named(tmp_path: Path) -> None:
     machines = Machines(tmp_path / "check", ["a", "b"])
     (tmp_path / "own").mkdir()
@@ -233,7 +233,7 @@ def two() -> Sequence[hosts.Host]:
         yield two
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_head_is_not_found_by_a_name_that_is_a_loopback_address(two: Sequence[hosts.Host], tmp_path: Path) -> None:
     """Debian and Ubuntu write the host's own name as 127.0.1.1; NeMo-Run's script asks for that with `hostname -i`."""
     (tmp_path / "hosts").write_text(f"127.0.0.1 localhost\n127.0.1.1 {socket.gethostname()}\n")

@@ -20,7 +20,7 @@ from tests.worlds import run_world
 
 BETA = 0.7
 DISTILL = {"name": "distill", "ref_kl": {"beta": BETA, "estimator": "full"}}
-BESIDE_A_REWARD = {"name": "tepo", "beta": 0.0, "kl_mask": "none", "ref_kl": DISTILL["ref_kl"]}
+WITH_A_REWARD = {"name": "tepo", "beta": 0.0, "kl_mask": "none", "ref_kl": DISTILL["ref_kl"]}
 
 
 def config(model: Path, teacher: Path, layout: dict[str, Any], max_tokens: int = 4096, objective: Any = DISTILL) -> Config:
@@ -108,9 +108,7 @@ def counted(rank: int, size: int) -> tuple[torch.Tensor, Counter, Counter]:
     with pytest.MonkeyPatch.context() as patch:
         counting(backward, patch)
         stats.teacher_kl_R.square().sum().backward()
-    log_p, log_q = (
-        torch.log_softmax((x @ w.t())[:, :7] / 0.8, 1) for x, w in ((hidden, weight), (of_teacher, teacher_weight))
-    )
+    log_p, log_q = (torch.log_softmax((x @ w.t())[:, :7] / 0.8, 1) for x, w in ((hidden, weight), (of_teacher, teacher_weight)))
     assert torch.allclose(stats.teacher_kl_R, (log_p.exp() * (log_p - log_q)).sum(1), rtol=1e-12, atol=1e-13)
     return stats.teacher_kl_R.detach(), forward, backward
 
@@ -123,7 +121,7 @@ def test_one_collective_in_forward_and_none_in_backward() -> None:
 
 
 @pytest.mark.full
-def test_beside_a_reward(case: cases.Case, other: Path) -> None:  # noqa: F811
-    objective = BESIDE_A_REWARD | {"clip_low": cases.EPS, "clip_high": cases.EPS}
+def test_a_teacher_next_to_a_reward(case: cases.Case, other: Path) -> None:  # noqa: F811
+    objective = WITH_A_REWARD | {"clip_low": cases.EPS, "clip_high": cases.EPS}
     cfg = config(case.model, other, {"tp": 2}, 100, objective)
     cases.compare(run_world(2, updates, cfg, case.batches), expected(case, other, reward=True))

@@ -174,7 +174,7 @@ def run_on_machines(rank: int, cfg: Any, apart: bool) -> None:
     train(cfg, activate("cpu"))
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_whole_run_on_two_machines_equals_that_on_one(model: Path, given: TrainBatch, tmp_path: Path) -> None:
     graded = [replace(r, prompt_id=i // 2, score=i % 2.0, reward=i % 2.0) for i, r in enumerate(given.rollouts)]
     record.write(tmp_path / "recorded", 1, graded, Metrics())

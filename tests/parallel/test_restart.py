@@ -50,6 +50,7 @@ def straight(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[
     return w.undisturbed(model, lambda: tmp_path_factory.mktemp("straight"))
 
 
+@pytest.mark.full
 def test_kills_one_after_the_other_change_nothing(straight: Callable[[int], Outcome], model: Path, tmp_path: Path) -> None:
     cfg = w.run_config(model, tmp_path, checkpoint={"every": 2})
     restarted(
@@ -93,14 +94,15 @@ def ahead_of(record: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in record.items() if not key.startswith("gate/")}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "where",
     [
         "tepo_megatron.actor.actor:Actor.update",
-        pytest.param("tepo_megatron.controller.schedule:Schedule.next_parts", marks=pytest.mark.full),
-        pytest.param("tepo_megatron.weight_sync.sync:WeightSync.push", marks=pytest.mark.full),
-        pytest.param(CHECKPOINT + "checkpoints:Checkpoints.save", marks=pytest.mark.full),
-        pytest.param(CHECKPOINT + "saving:write_manifest", marks=pytest.mark.full),
+        "tepo_megatron.controller.schedule:Schedule.next_parts",
+        "tepo_megatron.weight_sync.sync:WeightSync.push",
+        CHECKPOINT + "checkpoints:Checkpoints.save",
+        CHECKPOINT + "saving:write_manifest",
     ],
 )
 def test_a_kill_one_step_ahead_changes_nothing(straight_ahead: Outcome, model: Path, tmp_path: Path, where: str) -> None:
@@ -129,7 +131,13 @@ def test_interrupted_responses_go_on_after_a_restart(model: Path, tmp_path: Path
     assert trained and set(trained) <= set(asked)
 
 
-@pytest.mark.parametrize("where", ["tepo_megatron.actor.actor:Actor.update", "tepo_megatron.weight_sync.sync:WeightSync.push"])
+@pytest.mark.parametrize(
+    "where",
+    [
+        "tepo_megatron.actor.actor:Actor.update",
+        pytest.param("tepo_megatron.weight_sync.sync:WeightSync.push", marks=pytest.mark.full),
+    ],
+)
 def test_ranks_that_share_the_devices_are_restarted(
     straight: Callable[[int], Outcome], model: Path, tmp_path: Path, where: str
 ) -> None:

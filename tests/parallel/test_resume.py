@@ -78,6 +78,7 @@ def test_the_run_that_nobody_kills_takes_every_prompt_once_an_epoch(straight: Ca
     assert len(taken) > w.PROMPTS and sorted(taken[: w.PROMPTS]) == list(range(w.PROMPTS))
 
 
+@pytest.mark.full
 def test_a_run_killed_several_times_ends_like_an_undisturbed_one(
     straight: Callable[[int], Outcome], model: Path, tmp_path: Path
 ) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from tepo_megatron.rollout import record
 from tepo_megatron.utils.save_requests import FILES, SAVE, STOP, STOPPED
+from tests.marks import full_but
 from tests.parallel import resume_worlds as w
 from tests.parallel.resume_worlds import Kill, Outcome, Request
 
@@ -61,6 +62,7 @@ def assert_no_step_was_repeated(run: Path, stops: int) -> None:
     assert not any((run / name).exists() for name in FILES), "the resumed run removes requests and answers"
 
 
+@pytest.mark.full
 def test_a_run_that_is_asked_to_end_in_several_phases_loses_no_step(
     straight: Callable[[int], Outcome], model: Path, tmp_path: Path
 ) -> None:
@@ -103,7 +105,7 @@ MODES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(
     "phase", [pytest.param("rollout"), *(pytest.param(p, marks=pytest.mark.full) for p in ("update", "evaluation"))]
 )
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", full_but(["one step ahead"], [], MODES))
 def test_every_schedule_saves_its_last_step_and_takes_the_same_prompts(
     model: Path, tmp_path: Path, mode: str, phase: str
 ) -> None:
@@ -128,6 +130,7 @@ def test_a_request_to_save_is_answered_once_and_the_run_goes_on(model: Path, tmp
     assert len(w.records(cfg.run_dir)) == w.STEPS
 
 
+@pytest.mark.full
 def test_requests_to_a_run_that_has_ended_do_not_concern_the_next_start(model: Path, tmp_path: Path) -> None:
     cfg = w.run_config(model, tmp_path, training={"steps": 1}, checkpoint={"every": 1})
     w.attempt(cfg, tmp_path / "journal")

@@ -46,8 +46,8 @@ def config(model: Path, name: str, delta: str) -> Any:
 @pytest.mark.parametrize(
     ("name", "delta", "fault"),
     full_but(
-        [("PP2", "elements", "forgotten"), ("TP2", "none", ""), ("hybrid TP2", "none", "")],
-        [("TP2 PP2", "elements", "damaged")],
+        [("PP2", "elements", "forgotten"), ("TP2", "none", "")],
+        [],
         [
             (name, delta, fault)
             for name in ("1 rank", *ROUNDS)

@@ -99,6 +99,7 @@ def test_a_run_that_is_killed_between_minibatches_ends_like_an_undisturbed_one(
     w.assert_same(w.outcome(cfg, tmp_path / "journal"), expected)
 
 
+@pytest.mark.full
 def test_ranks_that_are_restarted_get_the_same_minibatches_again(model: Path, by_arrival: Config, tmp_path: Path) -> None:
     """The rollout service lives on. It hands out the minibatches of a step again, whether all were there or only the first."""
     cfg = w.run_config(model, tmp_path, checkpoint={"every": 2}, **ARRIVAL)
@@ -159,6 +160,7 @@ class RestartingEngine(w.FollowingEngine):
         self.needs_weights = False
 
 
+@pytest.mark.full
 def test_a_server_that_restarts_during_a_step_gets_the_weights_that_sample_it(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

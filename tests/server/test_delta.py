@@ -23,6 +23,7 @@ def tiny_moe(path: Path, seed: int = 0) -> PreTrainedModel:
     ), seed=seed)  # fmt: skip
 
 
+@pytest.mark.full
 def test_experts_of_layers_that_are_left_out_stay(tmp_path: Path) -> None:
     prompts = make_prompts(8, seed=13)
     with serve("vllm", tmp_path, make=tiny_moe) as served:

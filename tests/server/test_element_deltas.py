@@ -83,7 +83,7 @@ def push_deltas(rank: int, name: str, transport: str, tp: int, make: Callable[[P
 @pytest.mark.parametrize(
     ("name", "transport", "tp", "make"),
     [
-        ("vllm", "group", 1, tiny_qwen3),
+        pytest.param("vllm", "group", 1, tiny_qwen3, marks=pytest.mark.full),
         pytest.param("sglang", "shm", 1, tiny_qwen3, marks=pytest.mark.full),
         pytest.param("vllm", "shm", 1, tiny_qwen3, marks=pytest.mark.full),
         pytest.param("sglang", "group", 1, tiny_qwen3, marks=pytest.mark.full),

@@ -393,7 +393,11 @@ def test_layers_that_are_left_out_stay(served: Served, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("in_flight", "truncation"),
-    [("continue", {}), ("continue", {"top_k": 50, "top_p": 0.9}), pytest.param("restart", {}, marks=pytest.mark.full)],
+    [
+        pytest.param("continue", {}, marks=pytest.mark.full),
+        ("continue", {"top_k": 50, "top_p": 0.9}),
+        pytest.param("restart", {}, marks=pytest.mark.full),
+    ],
 )
 def test_what_is_under_way_goes_on_under_new_weights(
     in_flight: str, truncation: dict[str, Any], served: Served, tmp_path: Path

@@ -139,6 +139,7 @@ def test_layers_that_are_left_out_stay_and_halves_of_a_decay_are_refused(served:
         engine.load([tmp_path / "half.safetensors"]).result()
 
 
+@pytest.mark.full
 def test_prompts_are_prefilled_in_chunks_and_prefixes_are_cached(tmp_path: Path) -> None:
     """Chunks of seeded prompts end the engine without our plugin. A cached prefix gives the same log-probs as none."""
     with serve("vllm", tmp_path, make=tiny_hybrid, extra_args=CHUNKED) as served:

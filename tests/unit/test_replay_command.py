@@ -49,6 +49,7 @@ def repeat(cfg: Config, journal: Path, **changes: object) -> tuple[int, list[str
     return status, said
 
 
+@pytest.mark.full
 def test_a_run_that_went_on_with_other_settings_comes_out_again(killed: Config, tmp_path: Path) -> None:
     status, said = repeat(killed, tmp_path / "journal")
     assert not (tmp_path / "journal").exists(), "an engine was asked"
@@ -85,6 +86,7 @@ def test_a_changed_weight_is_named(killed: Config, tmp_path: Path) -> None:
     assert said[-1] == f"weights: 1 of {len(weights)} tensors differ, the first: {name}"
 
 
+@pytest.mark.full
 def test_an_engine_repeats_what_depends_on_seeds_and_other_answers_are_named(model: Path, tmp_path: Path) -> None:
     cfg = w.run_config(model, tmp_path / "runs")
     w.attempt(cfg, tmp_path / "journal")

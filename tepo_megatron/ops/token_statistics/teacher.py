@@ -37,7 +37,7 @@ class TeacherRows:
 
 
 class TeacherNormalizer(NamedTuple):
-    """What backward needs of each row, over all ranks. All [R].
+    """The numbers over all ranks that backward needs of each row. All [R].
 
     Attributes:
         top: The teacher's largest logit.

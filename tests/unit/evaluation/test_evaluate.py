@@ -120,7 +120,7 @@ def test_it_goes_on_where_it_was_killed_and_ends_the_same(model: Path, engines: 
     assert (part / "amc.jsonl").read_bytes() != (whole / "amc.jsonl").read_bytes()
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_two_evaluations_are_compared(
     model: Path, engines: Engines, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,4 +1,4 @@
-"""The exact KL to a teacher: value and gradient against autograd in fp64, in chunks, with padding, beside the other terms."""
+"""The exact KL to a teacher: value and gradient against autograd in fp64, in chunks, with padding, with the other terms."""
 
 import math
 
@@ -115,9 +115,7 @@ def test_the_teacher_takes_less_than_a_tenth_of_the_logits() -> None:
 def test_what_does_not_fit_is_refused() -> None:
     hidden, weight, labels = torch.zeros(2, HIDDEN), torch.zeros(4, HIDDEN), torch.zeros(2, dtype=torch.int64)
     with pytest.raises(ValueError, match=r"must have as many rows as the student's, got \(2, 16\) and \(5, 16\)"):
-        output_layer.output_layer_stats(
-            hidden, weight, labels, 1.0, None, teacher=TeacherRows(hidden, torch.zeros(5, HIDDEN))
-        )
+        output_layer.output_layer_stats(hidden, weight, labels, 1.0, None, teacher=TeacherRows(hidden, torch.zeros(5, HIDDEN)))
     with pytest.raises(ValueError, match="it has no sampling masks"):
         output_layer.output_layer_stats(
             *(hidden, weight, labels, 1.0, None),

@@ -201,7 +201,7 @@ def rows_of(text: str) -> list[list[str]]:
     return [[re.sub("<.*?>", "", cell) for cell in re.findall(r"<t[dh]>(.*?)</t[dh]>", row, re.DOTALL)] for row in rows]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_several_runs_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     runs = two_runs(tmp_path)
     assert cli.main(["report", *map(str, runs)]) == 0

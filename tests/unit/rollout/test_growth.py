@@ -81,6 +81,7 @@ def test_what_did_not_change_is_not_left_out_for_one_that_was_restarted(tmp_path
         assert served(two) == [2, 2] and two.restarts == 1
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("on_weight_update", ["finish", "continue"])
 def test_what_is_under_way_is_waited_for_or_cut_off_first(
     on_weight_update: str,

@@ -198,7 +198,7 @@ def test_servers_are_found_killed_found_again_and_given_back(serving: Callable[.
     assert left == {KEY_FILE}
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_server_that_dies_says_so_though_the_trainer_saw_it_first(serving: Callable[..., Serving]) -> None:
     serve = serving(servers=1)
     until(lambda: len(serve.records()) == 1)

@@ -62,7 +62,7 @@ def test_a_replay_that_was_killed_goes_on(recorded: Config, tmp_path: Path) -> N
     assert w.records(cfg.run_dir) == w.records(recorded.run_dir)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_recordings_of_sampling_alone_can_be_trained_on(model: Path, tmp_path: Path) -> None:
     """Only the first step is on the policy that sampled: the later ones need a looser gate."""
     only = w.run_config(model, tmp_path, rollout={"only": True, "filter_uniform_groups": False, "max_generation_rounds": 1})

@@ -55,6 +55,7 @@ def test_all_sleep_and_wake_in_turn_and_serve_the_weights_that_they_are_given(
         assert two.take_events() == [] and not two.needs_weights
 
 
+@pytest.mark.full
 def test_requests_in_flight_are_aborted_for_a_sleep_that_does_not_wait(tmp_path: Path) -> None:
     with fleet(tmp_path, servers=2) as two:
         two.update_weights([], version=1)

@@ -215,7 +215,7 @@ with Fleet(endpoints, cfg) as fleet:
 """
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize(("soft", "hard"), [(160, 2048), (160, 160)])
 def test_more_requests_than_open_files_raise_the_limit_or_wait(soft: int, hard: int) -> None:
     with serving(4) as servers:
