@@ -72,7 +72,7 @@ class CustomTermConfig:
 
 @config
 class CodeTermConfig:
-    """Whether the program in the last code block of a response passes the unit tests that are its gold answer.
+    """1 if the program in the last code block of a response passes the unit tests that are its gold answer, else 0.
 
     Programs run in a sandbox without network or files of this machine, which takes bubblewrap (docs/code_rewards.md).
     """
@@ -82,7 +82,7 @@ class CodeTermConfig:
     # all: 1 if all tests are passed, else 0. share: the share of the tests that are passed.
     credit: Literal["all", "share"] = "all"
     # Seconds of processor time for each run of the program: one test of stdin and stdout, or all tests that call its functions.
-    test_seconds: PositiveFloat = 4.0
+    run_seconds: PositiveFloat = 4.0
     # Seconds of wall time for all runs of one response. Tests that have not begun by then are not passed.
     response_seconds: PositiveFloat = 60.0
     # MiB of memory of a program.
@@ -95,7 +95,7 @@ class CodeTermConfig:
     @property
     def wall_seconds(self) -> float:
         """Return the seconds of wall time for each run: several times its processor time, because other work delays it."""
-        return 4 * self.test_seconds
+        return 4 * self.run_seconds
 
 
 @config

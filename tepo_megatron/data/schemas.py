@@ -150,8 +150,8 @@ def prompt_and_answer(row: Row, schema: Schema) -> tuple[str | Messages, str]:
 def gold(value: Any, key: str) -> str:
     r"""Return the gold answer as a string.
 
-    Unit tests of a program give their JSON. A number gives its digits, a list its only entry, a worked solution the content of its last `\boxed{}` or the text after a
-    final `####` (GSM8K).
+    Unit tests of a program give their JSON. A number gives its digits, a list its only entry, a worked solution the content of
+    its last `\boxed{}` or the text after a final `####` (GSM8K).
 
     Args:
         value: Value of the answer column, or the content of the assistant's message.

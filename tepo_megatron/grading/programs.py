@@ -24,13 +24,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tepo_megatron.sandbox.sandbox import PROGRAM, Limits, run, run_pair
+from tepo_megatron.grading.sandbox import PROGRAM, Limits, run, run_pair
 
 _FENCED = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)^[ \t]*```[ \t]*$", re.DOTALL | re.MULTILINE)
 _DECIMAL = re.compile(r"[-+]?(\d+\.\d*|\.\d+|\d+)([eE][-+]?\d+)?")
 _TOLERANCE = 1e-6
 _TESTS = "/tests.json"
-_SANDBOX = Path(__file__).parents[1] / "sandbox"
+_SANDBOX = Path(__file__).parent
 # In the sandbox of the tests. APPS wraps some outputs into a list of one; JSON knows no tuples.
 _SAME = f"""
 def same(found, wanted):
@@ -194,7 +194,7 @@ def run_tests(program: str, tests: Tests, limits: Limits, seconds: float, until_
         until_failure: Stop at the first test that the program does not pass.
 
     Raises:
-        ConfigError: bubblewrap is not installed.
+        FileNotFoundError: bubblewrap is not installed.
     """
     files = {PROGRAM: program.encode(errors="replace")}
     end, passed, timeout = time.monotonic() + seconds, list[bool](), False

@@ -107,9 +107,8 @@ def program(credit: str, cpu: str, wall: str, response: str, memory_mib: str, pr
         response: Seconds of all runs.
         memory_mib, processes: Limits of a program.
     """
-    from tepo_megatron.errors import ConfigError
     from tepo_megatron.grading.programs import find_program, read_tests, run_tests
-    from tepo_megatron.sandbox.sandbox import Limits
+    from tepo_megatron.grading.sandbox import Limits
 
     limits = Limits(float(cpu), float(wall), int(memory_mib), int(processes))
 
@@ -122,7 +121,7 @@ def program(credit: str, cpu: str, wall: str, response: str, memory_mib: str, pr
             return "no_code", 0.0, ""
         try:
             results = run_tests(found, tests, limits, float(response), until_failure=credit == "all")
-        except (ConfigError, OSError) as e:
+        except OSError as e:
             return "no_sandbox", 0.0, str(e)[:_DETAIL_CHARS]
         right = sum(results.passed)
         if right == tests.count:

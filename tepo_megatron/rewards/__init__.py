@@ -5,6 +5,7 @@ from concurrent.futures import Future
 from typing import Any, Protocol, Self
 
 from tepo_megatron.config import RewardConfig
+from tepo_megatron.errors import ConfigError
 from tepo_megatron.grading.gold import gold_fault
 from tepo_megatron.rewards.code import CodeTerm
 from tepo_megatron.rewards.math import MathTerm
@@ -60,14 +61,17 @@ def build_reward(cfg: RewardConfig, decode: Decode, tokenizer: str = "") -> Weig
 
 def check_reward(cfg: RewardConfig) -> None:
     """Raise ConfigError for what can be refused before anything is started: a custom function, a sandbox or an API key."""
+    from tepo_megatron.grading import sandbox
     from tepo_megatron.rewards.remote import key_from
-    from tepo_megatron.sandbox import sandbox
 
     for entry in cfg.terms:
         if entry.type == "custom":
             check_function(entry.function)
         if entry.type == "code":
-            sandbox.check()
+            try:
+                sandbox.check()
+            except OSError as e:
+                raise ConfigError(f"reward.terms: type=code: {e}") from None
         if entry.type == "http":
             key_from(entry.key_variable)
 

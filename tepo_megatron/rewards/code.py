@@ -20,7 +20,7 @@ class CodeTerm:
     died       the worker ended while grading
     bad_tests  the gold answer is no list of tests in a known form
 
-    A worker process finds the program and starts the sandboxes (`sandbox/sandbox.py`), in which the program has limits of its
+    A worker process finds the program and starts the sandboxes (`grading/sandbox.py`), in which the program has limits of its
     own. `timeout` may be the machine's fault; `response_seconds` is long so that it rarely is.
     """
 
@@ -35,7 +35,7 @@ class CodeTerm:
         wall = entry.response_seconds + entry.wall_seconds
         # programs inherit the worker's limit of the address space
         limits = PoolLimits(workers, wall, wall + _START_SECONDS, max(1024, entry.memory_mib + 256))
-        words = [entry.credit, str(entry.test_seconds), str(entry.wall_seconds), str(entry.response_seconds)]
+        words = [entry.credit, str(entry.run_seconds), str(entry.wall_seconds), str(entry.response_seconds)]
         self.pool = GradingPool(
             limits, ["program", *words, str(entry.memory_mib), str(entry.processes)], "that bwrap works", tokenizer
         )

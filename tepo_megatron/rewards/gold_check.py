@@ -33,8 +33,8 @@ def unreadable_golds(golds: Sequence[str], cfg: RewardConfig, seconds: float) ->
     """Return ({gold: status} of the gold answers that the grader cannot read, number of answers not tried).
 
     Only a response whose answer has the same characters as such a gold answer could be right. The statuses are bad_gold,
-    too_long, timeout and died, as in `MathTerm`; bad_tests, as in `CodeTerm`. Common forms are recognized by a pattern, without any process. The result is
-    empty if no reward term compares answers.
+    too_long, timeout and died, as in `MathTerm`; bad_tests, as in `CodeTerm`. Common forms are recognized by a pattern, without
+    any process. The result is empty if no reward term compares answers.
 
     Args:
         golds: Gold answers.

@@ -20,13 +20,16 @@ from tepo_megatron.types import Rollout
 
 pytestmark = pytest.mark.skipif(shutil.which("bwrap") is None, reason="no bwrap (Debian: apt-get install bubblewrap)")
 ADD = "def add(a, b):\n    return a + b\n"
+ASSERT = ["assert add(1, 2) == 3"]
 STDIN = json.dumps({"inputs": ["1 2\n", "30 4\n"], "outputs": ["3\n", "34"]})
 # form of the tests -> (gold answer as in a dataset, a right program)
 FORMS: dict[str, tuple[object, str]] = {
     "apps": (STDIN, "a, b = map(int, input().split())\nprint(a + b)"),
     "apps, lines": ({"inputs": [["1", "2"]], "outputs": [["3"]]}, "print(int(input()) + int(input()))"),
     "taco": ({"fn_name": "add", "inputs": [[1, 2], [[1], [2]]], "outputs": [3, [[1, 2]]]}, ADD),
-    "solution": ({"fn_name": "add", "inputs": [[1, 2.0]], "outputs": [3.0]}, "class Solution:\n  def add(self, a, b): return a + b"),
+    "solution": (
+        {"fn_name": "add", "inputs": [[1, 2.0]], "outputs": [3.0]}, "class Solution:\n  def add(self, a, b): return a + b",
+    ),
     "livecodebench": ([{"input": "2\n", "output": "4\n", "testtype": "stdin"}], "print(2 * int(input()))"),
     "livecodebench, functional": (
         {"fn_name": "add", "tests": [{"input": '"a"\n"b"', "output": '"ab"', "testtype": "functional"}]}, ADD,
@@ -39,29 +42,38 @@ FORMS: dict[str, tuple[object, str]] = {
 # a program that is wrong and tries to pass -> the tests
 CHEATS: dict[str, tuple[str, object]] = {
     "exits": ("import sys; sys.exit(0)", STDIN),
-    "exits at once": ("import os; os._exit(0)", ["assert add(1, 2) == 3"]),
-    "ends in the call": ("import os\ndef add(a, b): os._exit(0)", ["assert add(1, 2) == 3"]),
+    "exits at once": ("import os; os._exit(0)", ASSERT),
+    "ends in the call": ("import os\ndef add(a, b): os._exit(0)", ASSERT),
     "equals everything": (
-        "class E:\n  def __eq__(self, o): return True\n  __hash__ = None\ndef add(a, b): return E()", ["assert add(1, 2) == 3"],
+        "class E:\n  def __eq__(self, o): return True\n  __hash__ = None\ndef add(a, b): return E()", ASSERT,
     ),
     "is a number that equals everything": (
-        "class E(int):\n  def __eq__(self, o): return True\ndef add(a, b): return E(7)", ["assert add(1, 2) == 3"],
+        "class E(int):\n  def __eq__(self, o): return True\ndef add(a, b): return E(7)", ASSERT,
     ),
     "redefines set": ("def set(x): return 0\ndef add(a, b): return [7]", ["assert set(add(1, 2)) == set([3])"]),
     "redefines check": ("def check(f): pass\ndef add(a, b): return 7", FORMS["humaneval"][0]),
-    "raises no error in a thread": ("import threading, os\nthreading.excepthook = None\ndef add(a, b): raise SystemExit", ["assert add(1, 2) == 3"]),
-    "changes assert": ("import builtins\nbuiltins.AssertionError = Exception\ndef add(a, b): return 7", ["assert add(1, 2) == 3"]),
-    "writes results": ("import os\nfor i in range(256):\n  try: os.write(i, b'[true]\\n')\n  except OSError: pass\ndef add(a, b): return 7", ["assert add(1, 2) == 3"]),
-    "answers by itself": ("import os\nfor i in range(3, 64):\n  try: os.write(i, b'[\"value\", \"7\"]\\n')\n  except OSError: pass", ["assert add(1, 2) == 3"]),
-    "reads the tests": ("import os\nfor root, _, names in os.walk('/'):\n  for n in names:\n    if n == 'tests.json': print('34')", STDIN),
+    "raises SystemExit": ("def add(a, b): raise SystemExit(0)", ASSERT),
+    "changes assert": ("import builtins\nbuiltins.AssertionError = Exception\ndef add(a, b): return 7", ASSERT),
+    "writes results": (
+        "import os\nfor i in range(256):\n  try: os.write(i, b'[true]\\n')\n  except OSError: pass\n"
+        "def add(a, b): return 7", ASSERT,
+    ),
+    "answers by itself": (
+        "import os\nfor i in range(3, 64):\n  try: os.write(i, b'[\"value\", \"7\"]\\n')\n  except OSError: pass", ASSERT,
+    ),
+    "reads the tests": (
+        "import os\nfor _, _, names in os.walk('/'):\n  for n in names:\n    if n == 'tests.json': print('34')", STDIN,
+    ),
     "prints both": ("print(3)\nprint(34)", STDIN),
-    "returns code": ("def add(a, b):\n  class R:\n    def __repr__(self): return '__import__(\"os\").system(\"true\") or 3'\n  return R()", ["assert add(1, 2) == 3"]),
-    "returns depth": ("def add(a, b):\n  x = []\n  for _ in range(100000): x = [x]\n  return x", ["assert add(1, 2) == 3"]),
+    "returns code": (
+        "def add(a, b):\n  class R:\n    def __repr__(self): return '__import__(\"os\") and 3'\n  return R()", ASSERT,
+    ),
+    "returns depth": ("def add(a, b):\n  x = []\n  for _ in range(100000): x = [x]\n  return x", ASSERT),
 }  # fmt: skip
 
 
 def config(**term: object) -> RewardConfig:
-    return validate_as(RewardConfig, {"terms": [{"type": "code", "test_seconds": 2.0} | term], "workers": 2}, "reward")
+    return validate_as(RewardConfig, {"terms": [{"type": "code", "run_seconds": 2.0} | term], "workers": 2}, "reward")
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +117,8 @@ def test_programs_outputs_and_bad_tests() -> None:
     assert same_output("1 \n2\n\n", "1\n2") and same_output("0.333333", "0.3333335") and same_output("a\n\nb", "a b")
     assert not same_output("1", "2") and not same_output("1000001", "1000000") and not same_output("nan", "nan.")
     for answer, why in (
-        ("{", "neither JSON nor"), ("{}", "its keys are"), ("[]", "no test"), ('{"inputs": [1], "outputs": []}', "1 inputs and 0"),
+        ("{", "neither JSON nor"), ("{}", "its keys are"), ("[]", "no test"),
+        ('{"inputs": [1], "outputs": []}', "1 inputs and 0"),
         ('[{"input": "1", "output": "2", "testtype": "functional"}]', "give its name as fn_name"),
         ('{"fn_name": "a b", "inputs": [[1]], "outputs": [1]}', "no name of a function"),
     ):  # fmt: skip

@@ -20,8 +20,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import IO, Any
 
-from tepo_megatron.errors import ConfigError
-
 PROGRAM = "/program.py"  # where the program is in its sandbox
 _INFO = "--info-fd"
 _CHUNK_BYTES = 65536
@@ -60,8 +58,8 @@ class Finished:
     """The end of a program.
 
     Attributes:
-        why: `exited`, or why it was killed: `timeout` (of either kind), `output` (it wrote too much), `processes` or `memory` (it
-            had more of them).
+        why: `exited`, or why it was killed: `timeout` (of either kind), `output` (it wrote too much), `processes` or `memory`
+            (it had more of them).
         status: Exit status; 128 + N after signal N.
         stdout, stderr: At most `Limits.output_bytes` of each.
     """
@@ -86,11 +84,11 @@ def command(limits: Limits, files: Mapping[str, int], python: Sequence[str]) -> 
         python: Arguments of Python.
 
     Raises:
-        ConfigError: bubblewrap is not installed.
+        FileNotFoundError: bubblewrap is not installed.
     """
     bwrap = shutil.which("bwrap")
     if bwrap is None:
-        raise ConfigError(f"programs run in a sandbox, and bwrap is not there; {INSTALL}")
+        raise FileNotFoundError(f"programs run in a sandbox, and bwrap is not there; {INSTALL}")
     words = [
         bwrap,
         "--unshare-all",
@@ -150,7 +148,7 @@ def run(python: Sequence[str], files: Mapping[str, bytes], stdin: bytes, limits:
         limits: Limits of the program.
 
     Raises:
-        ConfigError: bubblewrap is not installed.
+        FileNotFoundError: bubblewrap is not installed.
     """
     with started(python, files, limits, subprocess.PIPE, subprocess.PIPE, subprocess.PIPE) as process:
         return _wait(process, stdin, limits, [process])
@@ -166,7 +164,7 @@ def run_pair(
         limits: Limits of each of them. The time is that of the first.
 
     Raises:
-        ConfigError: bubblewrap is not installed.
+        FileNotFoundError: bubblewrap is not installed.
     """
     pipes = [os.pipe(), os.pipe()]
     ends = [(pipes[0][0], pipes[1][1], subprocess.PIPE), (pipes[1][0], pipes[0][1], subprocess.DEVNULL)]
@@ -197,7 +195,8 @@ def started(
         try:
             process = subprocess.Popen(
                 # the first process in the sandbox keeps this environment, and /proc/1/environ can be read there
-                words, env={}, cwd="/", stdin=stdin, stdout=stdout, stderr=stderr, pass_fds=[*opened.values(), writer], bufsize=0,
+                words, env={}, cwd="/", stdin=stdin, stdout=stdout, stderr=stderr, bufsize=0,
+                pass_fds=[*opened.values(), writer],
             )  # fmt: skip
         finally:
             os.close(writer)
@@ -308,9 +307,9 @@ def _written(pipe: IO[bytes], unsent: memoryview) -> memoryview:
 
 
 def check() -> None:
-    """Raise ConfigError if this machine cannot run a program in a sandbox."""
+    """Raise OSError if this machine cannot run a program in a sandbox."""
     limits = Limits(cpu_seconds=10, wall_seconds=60)
     finished = run(["-c", "print('sandbox')"], {}, b"", limits)
     if finished.stdout != b"sandbox\n":
         said = " ".join(finished.stderr.decode(errors="replace").split())[-500:]
-        raise ConfigError(f"programs run in a sandbox, and none can be made here ({said or finished}); {INSTALL}")
+        raise OSError(f"programs run in a sandbox, and none can be made here ({said or finished}); {INSTALL}")

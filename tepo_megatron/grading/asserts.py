@@ -11,6 +11,8 @@ import builtins
 import json
 import os
 import sys
+from collections.abc import Callable
+from typing import Any
 
 
 class StandIn:
@@ -22,31 +24,31 @@ class StandIn:
         number: Number of the object.
     """
 
-    def __init__(self, ask, name=None, number=None):  # type: ignore[no-untyped-def]
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(self, ask: Callable[[list[Any]], Any], name: str | None = None, number: int | None = None) -> None:
         self._ask, self._name, self._number = ask, name, number
 
-    def __call__(self, *arguments, **named):  # type: ignore[no-untyped-def]
+    def __call__(self, *arguments: object, **named: object) -> Any:
         if self._name is None:
             raise TypeError("an object of the program cannot be called")
         if hasattr(builtins, self._name):
             raise NameError(f"the program redefines {self._name}, which this test uses")
         return self._ask(["call", self._name, *_texts(arguments, named)])
 
-    def __getattr__(self, name):  # type: ignore[no-untyped-def]
+    def __getattr__(self, name: str) -> Callable[..., Any]:
         if self._number is None or name.startswith("__"):
             raise AttributeError(name)
         return lambda *arguments, **named: self._ask(["method", self._number, name, *_texts(arguments, named)])
 
-    def __eq__(self, other):  # type: ignore[no-untyped-def]
+    def __eq__(self, other: object) -> bool:
         raise TypeError("the program returned no literal")
 
-    def __bool__(self):  # type: ignore[no-untyped-def]
+    def __bool__(self) -> bool:
         raise TypeError("the program returned no literal")
 
-    __hash__ = None
 
-
-def _texts(arguments, named):  # type: ignore[no-untyped-def]
+def _texts(arguments: tuple[object, ...], named: dict[str, object]) -> list[Any]:
     return [[repr(a) for a in arguments], {key: repr(a) for key, a in named.items()}]
 
 
@@ -58,17 +60,17 @@ def main(tests: str) -> None:
     for file in (0, 1, 2):
         os.dup2(quiet, file)
 
-    def ask(request):  # type: ignore[no-untyped-def]
+    def ask(request: list[Any]) -> Any:
         requests.write(json.dumps(request) + "\n")
         kind, value = json.loads(answers.readline())
         if kind == "error":
             raise RuntimeError(value)
         return ast.literal_eval(value) if kind == "value" else StandIn(ask, number=int(value))
 
-    kind, names = json.loads(answers.readline())
-    with open(tests) as file:
-        given = json.load(file)
-    space = {str(name): StandIn(ask, name=str(name)) for name in names}
+    _, names = json.loads(answers.readline())
+    with open(tests) as content:
+        given = json.load(content)
+    space: dict[str, Any] = {str(name): StandIn(ask, name=str(name)) for name in names}
     exec(given["setup"], space)
     for test in given["tests"]:
         try:
