@@ -16,35 +16,40 @@ from typing import Any
 
 
 class StandIn:
-    """A function or an object of the program.
+    """A function, an object or a method of the program. It can only be called: a test that does anything else with it fails.
 
     Args:
         ask: Sends a request and returns the answer.
-        name: Name of the function. None: an object.
+        request: Begin of the request of a call. Empty: an object.
         number: Number of the object.
     """
 
     __hash__ = None  # type: ignore[assignment]
 
-    def __init__(self, ask: Callable[[list[Any]], Any], name: str | None = None, number: int | None = None) -> None:
-        self._ask, self._name, self._number = ask, name, number
+    def __init__(self, ask: Callable[[list[Any]], Any], request: tuple[object, ...] = (), number: int | None = None) -> None:
+        self._ask, self._request, self._number = ask, request, number
 
     def __call__(self, *arguments: object, **named: object) -> Any:
-        if self._name is None:
+        if not self._request:
             raise TypeError("an object of the program cannot be called")
-        if hasattr(builtins, self._name):
-            raise NameError(f"the program redefines {self._name}, which this test uses")
-        return self._ask(["call", self._name, *_texts(arguments, named)])
+        kind, *_, name = self._request
+        if kind == "call" and hasattr(builtins, str(name)):
+            raise NameError(f"the program redefines {name}, which this test uses")
+        return self._ask([*self._request, *_texts(arguments, named)])
 
-    def __getattr__(self, name: str) -> Callable[..., Any]:
+    def __getattr__(self, name: str) -> "StandIn":
         if self._number is None or name.startswith("__"):
             raise AttributeError(name)
-        return lambda *arguments, **named: self._ask(["method", self._number, name, *_texts(arguments, named)])
+        # a plain function would be true, so that `assert result.found` would pass whatever the program has there
+        return StandIn(self._ask, ("method", self._number, name))
 
     def __eq__(self, other: object) -> bool:
         raise TypeError("the program returned no literal")
 
     def __bool__(self) -> bool:
+        raise TypeError("the program returned no literal")
+
+    def __repr__(self) -> str:
         raise TypeError("the program returned no literal")
 
 
@@ -70,7 +75,7 @@ def main(tests: str) -> None:
     _, names = json.loads(answers.readline())
     with open(tests) as content:
         given = json.load(content)
-    space: dict[str, Any] = {str(name): StandIn(ask, name=str(name)) for name in names}
+    space: dict[str, Any] = {str(name): StandIn(ask, ("call", str(name))) for name in names}
     exec(given["setup"], space)
     for test in given["tests"]:
         try:

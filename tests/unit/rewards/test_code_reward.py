@@ -68,6 +68,8 @@ CHEATS: dict[str, tuple[str, object]] = {
     "returns code": (
         "def add(a, b):\n  class R:\n    def __repr__(self): return '__import__(\"os\") and 3'\n  return R()", ASSERT,
     ),
+    "has an attribute that is false": ("class S:\n  x = False\ndef add(a, b): return S()", ["assert add(1, 2).x"]),
+    "returns an object that is no text": ("class S: pass\ndef add(a, b): return S()", ["assert str(add(1, 2))"]),
     "returns depth": ("def add(a, b):\n  x = []\n  for _ in range(100000): x = [x]\n  return x", ASSERT),
 }  # fmt: skip
 
