@@ -130,6 +130,7 @@ HOSTILE: dict[str, tuple[str, tuple[str, ...]]] = {
 }  # fmt: skip
 SAMPLE = (
     "forks forever",
+    "reads environments",
     "leaves a daemon",
     "floods stdout",
     "reads a secret file",
