@@ -1,4 +1,4 @@
-"""Python as a tool: programs that the model writes run in the sandbox of `grading/sandbox.py`, and the model reads their output.
+"""Python as a tool: programs that the model writes run in the sandbox of `grading/sandbox.py`, and the model reads the output.
 
     expressions   for the demo's model: where it writes `9+5=`, Python prints 14, and the model continues
     code_blocks   for chat models whose template is ChatML (Qwen): a turn with a code block is answered with the block's output
