@@ -166,6 +166,11 @@ class AgentSample:
         self._closed = False
 
     @property
+    def running(self) -> bool:
+        """Whether a turn is being sampled."""
+        return self._running > 0
+
+    @property
     def turns(self) -> int:
         """Number of turns that the model has written."""
         return self.counts["turns"]

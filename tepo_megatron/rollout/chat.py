@@ -3,6 +3,7 @@
 The tokens of earlier turns are never rendered again: `continuation` returns only what follows the model's last turn.
 """
 
+import contextlib
 import hashlib
 import json
 import re
@@ -139,9 +140,7 @@ def _with_parsed_arguments(message: Message) -> Message:
     for call in message["tool_calls"]:
         function = dict(call["function"])
         if isinstance(function.get("arguments"), str):
-            try:
+            with contextlib.suppress(ValueError):
                 function["arguments"] = json.loads(function["arguments"])
-            except ValueError:
-                pass
         calls.append({**call, "function": function})
     return {**message, "tool_calls": calls}

@@ -111,6 +111,11 @@ class Conversation:
         return self.decode(self._token_ids[len(self.prompt.token_ids) :])
 
     @property
+    def running(self) -> bool:
+        """Whether a turn is being sampled."""
+        return self._busy
+
+    @property
     def turns(self) -> int:
         """Number of turns that the model wrote."""
         return self._turns

@@ -233,8 +233,16 @@ class CustomRollouts:
     async def _call(self, made: Conversation | AgentSample, argument: object) -> tuple[object, str]:
         """Return what the function returned, and why the sample is lost; empty if it is not."""
         function = self._function
+
+
+        async def call() -> object:
+            returned = await function.call(argument)
+            if made.running:
+                raise RuntimeError("it returned too early: a turn is still running; await all turns before it returns")
+            return returned
+
         try:
-            returned = await within(function.call(argument), self._limits.seconds)
+            returned = await within(call(), self._limits.seconds)
         except (asyncio.CancelledError, GeneratorExit):
             raise
         except OverLimit as e:

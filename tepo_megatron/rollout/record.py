@@ -19,7 +19,8 @@ from tepo_megatron.utils.tensor_files import DAMAGE, read_tensors, write_tensors
 FOLDER = "rollouts"
 _TEXTS = ("stop_reason", "answer", "status", "later_versions", "servers", "terms")  # as JSON
 _NUMBERS = {
-    "prompt_id": torch.int64, "policy_version": torch.int64, "reward": torch.float64, "score": torch.float64, "sample": torch.int64,
+    "prompt_id": torch.int64, "policy_version": torch.int64, "sample": torch.int64,
+    "reward": torch.float64, "score": torch.float64,
 }  # fmt: skip
 _TOKENS = ("token_ids_L", "response_mask_L", "rollout_logprobs_L")
 _MASK_IDS, _MASK_COUNTS = "sampling_mask.ids_M", "sampling_mask.counts_N"  # per response token, if every rollout has them

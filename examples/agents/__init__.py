@@ -1,0 +1,1 @@
+"""Agents that use the `openai` client, and a text game."""
