@@ -12,6 +12,9 @@ from tepo_megatron.rollout.agent import AgentTask, openai_agent
 
 MOST_CALLS = 4  # of a sample: the demo's longest chain of operations
 CALL = re.compile(r"(\d+)([+-])(\d+)$")
+# Samples share its connections: making one client per sample holds up the others. The sample has a
+# deadline, so that requests need none.
+SHARED = AsyncOpenAI(base_url="http://127.0.0.1", api_key="set for each sample", max_retries=0, timeout=None)
 
 
 @openai_agent
@@ -19,16 +22,16 @@ async def calculator(task: AgentTask) -> None:
     """Run one sample with the calculator; `rollout.function` of `calculator.yaml` names this function."""
     messages: list[ChatCompletionMessageParam] = [{"role": "user", "content": task.prompt}]
     written = ""
-    async with AsyncOpenAI(base_url=task.base_url, api_key=task.api_key, max_retries=0) as client:
-        for _ in range(MOST_CALLS + 1):
-            answer = await client.chat.completions.create(model=task.model, messages=messages, stop="=")
-            choice = answer.choices[0]
-            text = choice.message.content or ""
-            if getattr(choice, "stop_reason", None) != "=":
-                return  # the answer is complete, or was cut off
-            found = result(written + text)
-            written += f"{text}={found}"
-            messages += [{"role": "assistant", "content": text}, {"role": "user", "content": found}]
+    client = SHARED.with_options(base_url=task.base_url, api_key=task.api_key)
+    for _ in range(MOST_CALLS + 1):
+        answer = await client.chat.completions.create(model=task.model, messages=messages, stop="=")
+        choice = answer.choices[0]
+        text = choice.message.content or ""
+        if getattr(choice, "stop_reason", None) != "=":
+            return  # the answer is complete, or was cut off
+        found = result(written + text)
+        written += f"{text}={found}"
+        messages += [{"role": "assistant", "content": text}, {"role": "user", "content": found}]
 
 
 def result(text: str) -> str:
