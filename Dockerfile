@@ -20,7 +20,7 @@ SHELL ["/bin/bash", "-euo", "pipefail", "-c"]
 # Ubuntu keeps no old versions of packages: the base image pins the release
 # hadolint ignore=DL3008
 RUN apt-get update \
-    && apt-get install -y --no-install-recommends ca-certificates git ibverbs-providers libibverbs1 libnuma1 procps \
+    && apt-get install -y --no-install-recommends bubblewrap ca-certificates git ibverbs-providers libibverbs1 libnuma1 procps \
        python3.12-dev python3.12-venv wget \
     && rm -rf /var/lib/apt/lists/*
 RUN useradd --create-home --uid 10001 tepo && mkdir /workspace && chown tepo /workspace

@@ -10,7 +10,7 @@ A turn earns nothing; the end earns 1 for the right result, and 0 for a wrong on
 
 from examples.agents.calculator import result
 from examples.arithmetic.task import boxed_answer
-from tepo_megatron.rollout.environment import StepResult, play
+from tepo_megatron.rollout.environment import EnvironmentStep, play
 from tepo_megatron.types import Prompt
 
 MOST_TURNS = 5
@@ -27,14 +27,14 @@ class SumGame:
         self._answer = prompt.answer
         return ""
 
-    async def step(self, action: str) -> StepResult:
+    async def step(self, action: str) -> EnvironmentStep:
         """Compute the operation that the model wrote, or judge its result."""
         self._turns += 1
         if not action.endswith("=") or self._turns >= MOST_TURNS:
-            return StepResult("", float(boxed_answer(action) == self._answer), done=True)
+            return EnvironmentStep("", float(boxed_answer(action) == self._answer), done=True)
         found = result(self._written + action[:-1])
         self._written += action + found
-        return StepResult(found)
+        return EnvironmentStep(found)
 
 
 game = play(SumGame, stop="=")

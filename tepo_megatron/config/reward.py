@@ -71,6 +71,34 @@ class CustomTermConfig:
 
 
 @config
+class CodeTermConfig:
+    """1 if the program in the last code block of a response passes the unit tests that are its gold answer, else 0.
+
+    Programs run in a sandbox without network or files of this machine, which takes bubblewrap (docs/code_rewards.md).
+    """
+
+    # Kind of the term.
+    type: Literal["code"]
+    # all: 1 if all tests are passed, else 0. share: the share of the tests that are passed.
+    credit: Literal["all", "share"] = "all"
+    # Seconds of processor time for each run of the program: one test of stdin and stdout, or all tests that call its functions.
+    run_seconds: PositiveFloat = 4.0
+    # Seconds of wall time for all runs of one response. Tests that have not begun by then are not passed.
+    response_seconds: PositiveFloat = 60.0
+    # MiB of memory of a program.
+    memory_mib: Annotated[int, Field(ge=64, strict=True)] = 512
+    # Number of processes and threads of a program at once.
+    processes: Positive = 16
+    # Factor of the term in the reward.
+    weight: Weight = 1.0
+
+    @property
+    def wall_seconds(self) -> float:
+        """Return the seconds of wall time for each run: several times its processor time, because other work delays it."""
+        return 4 * self.run_seconds
+
+
+@config
 class HttpTermConfig:
     """Rewards from a server, with one request per batch (`rewards/remote.py`). If the server does not answer, the run fails."""
 
@@ -93,7 +121,7 @@ class HttpTermConfig:
             raise ValueError(f"url={self.url!r} is not http(s)://HOST[:PORT]/PATH without a password; name one")
 
 
-AnyTermConfig = AnswerTermConfig | FormatTermConfig | LengthTermConfig | CustomTermConfig | HttpTermConfig
+AnyTermConfig = AnswerTermConfig | FormatTermConfig | LengthTermConfig | CustomTermConfig | CodeTermConfig | HttpTermConfig
 RewardTerm = Annotated[AnyTermConfig, Field(discriminator="type")]
 
 
@@ -121,7 +149,7 @@ class RewardConfig:
         if not self.terms or self.terms[0].type in ("format", "length"):
             raise ValueError(
                 "terms: the first entry is the verdict, by which groups are filtered and accuracies counted; let it be math, "
-                "answer_line, custom or http"
+                "answer_line, code, custom or http"
             )
 
     @property

@@ -1,5 +1,6 @@
 """Known row schemas: the columns of prompt and gold answer, and how a row's schema is detected."""
 
+import json
 import math
 import re
 from collections.abc import Mapping
@@ -149,8 +150,8 @@ def prompt_and_answer(row: Row, schema: Schema) -> tuple[str | Messages, str]:
 def gold(value: Any, key: str) -> str:
     r"""Return the gold answer as a string.
 
-    A number gives its digits, a list its only entry, a worked solution the content of its last `\boxed{}` or the text after a
-    final `####` (GSM8K).
+    Unit tests of a program give their JSON. A number gives its digits, a list its only entry, a worked solution the content of
+    its last `\boxed{}` or the text after a final `####` (GSM8K).
 
     Args:
         value: Value of the answer column, or the content of the assistant's message.
@@ -159,6 +160,8 @@ def gold(value: Any, key: str) -> str:
     Raises:
         DataError: The value is none of these, or blank.
     """
+    if _are_tests(value):
+        return value if isinstance(value, str) else json.dumps(value)
     if isinstance(value, list) and len(value) == 1:
         value = value[0]
     if isinstance(value, float) and not math.isfinite(value):
@@ -173,6 +176,20 @@ def gold(value: Any, key: str) -> str:
     if not text.strip():
         raise DataError(f"{key!r} is blank, so no response could be right; fill it in or remove the row")
     return text
+
+
+def _are_tests(value: Any) -> bool:
+    """Return whether an answer looks like unit tests, as `grading/programs.py` reads them; only that can say if it is."""
+    match value:
+        case str():
+            return value.lstrip().startswith(('{"', '[{"', '["assert', "assert "))
+        case {"inputs": _} | {"tests": _} | {"test_list": _} | {"test": _, "entry_point": _}:
+            return True
+        case [{"input": _, "output": _}, *_]:
+            return True
+        case [str(first), *_]:
+            return first.lstrip().startswith("assert ")
+    return False
 
 
 def _prompt(value: Any, key: str) -> str | Messages:

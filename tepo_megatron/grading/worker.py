@@ -98,12 +98,52 @@ def custom(spec: str) -> Grader:
     return graded
 
 
+def program(credit: str, cpu: str, wall: str, response: str, memory_mib: str, processes: str) -> Grader:
+    """Return the grader (tests, response) -> the status and value of `rewards.code.CodeTerm`.
+
+    Args:
+        credit: all or share.
+        cpu, wall: Seconds of each run.
+        response: Seconds of all runs.
+        memory_mib, processes: Limits of a program.
+    """
+    from tepo_megatron.grading.programs import find_program, read_tests, run_tests
+    from tepo_megatron.grading.sandbox import Limits
+
+    limits = Limits(float(cpu), float(wall), int(memory_mib), int(processes))
+
+    def graded(answer: str, text: str) -> Graded:
+        try:
+            tests = read_tests(answer)
+        except ValueError as e:
+            return "bad_tests", 0.0, str(e)[:_DETAIL_CHARS]
+        if (found := find_program(text)) is None:
+            return "no_code", 0.0, ""
+        try:
+            results = run_tests(found, tests, limits, float(response), until_failure=credit == "all")
+        except OSError as e:
+            return "no_sandbox", 0.0, str(e)[:_DETAIL_CHARS]
+        right = sum(results.passed)
+        if right == tests.count:
+            return "passed", 1.0, ""
+        value = right / tests.count if credit == "share" else 0.0
+        return "timeout" if results.timeout else "failed", value, f"{right} of {tests.count} tests"
+
+    return graded
+
+
 def texts() -> Grader:
     """Return the grader (prompt, response), which only decodes: the detail is JSON of both texts."""
     return lambda *fields: ("decoded", 0.0, json.dumps(fields))
 
 
-GRADERS: dict[str, Callable[..., Grader]] = {"equality": equality, "pattern": pattern, "custom": custom, "texts": texts}
+GRADERS: dict[str, Callable[..., Grader]] = {
+    "equality": equality,
+    "pattern": pattern,
+    "custom": custom,
+    "program": program,
+    "texts": texts,
+}
 
 
 def load_decoder(tokenizer: str) -> Callable[[str | bytes], str]:

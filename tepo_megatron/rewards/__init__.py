@@ -5,7 +5,9 @@ from concurrent.futures import Future
 from typing import Any, Protocol, Self
 
 from tepo_megatron.config import RewardConfig
+from tepo_megatron.errors import ConfigError
 from tepo_megatron.grading.gold import gold_fault
+from tepo_megatron.rewards.code import CodeTerm
 from tepo_megatron.rewards.math import MathTerm
 from tepo_megatron.rewards.pool import GradingPool, limits_of
 from tepo_megatron.rewards.simple import CustomTerm, FormatTerm, LengthTerm, check_function
@@ -58,12 +60,18 @@ def build_reward(cfg: RewardConfig, decode: Decode, tokenizer: str = "") -> Weig
 
 
 def check_reward(cfg: RewardConfig) -> None:
-    """Raise ConfigError for what can be refused before anything is started: a custom function or an API key that is missing."""
+    """Raise ConfigError for what can be refused before anything is started: a custom function, a sandbox or an API key."""
+    from tepo_megatron.grading import sandbox
     from tepo_megatron.rewards.remote import key_from
 
     for entry in cfg.terms:
         if entry.type == "custom":
             check_function(entry.function)
+        if entry.type == "code":
+            try:
+                sandbox.check()
+            except OSError as e:
+                raise ConfigError(f"reward.terms: type=code: {e}") from None
         if entry.type == "http":
             key_from(entry.key_variable)
 
@@ -88,6 +96,7 @@ _TERMS: dict[str, Callable[[RewardConfig, Any, str], RewardTerm]] = {
     "answer_line": lambda cfg, entry, tokenizer: MathTerm("answer_line", limits_of(cfg), tokenizer),
     "format": lambda cfg, entry, tokenizer: FormatTerm(entry.pattern, limits_of(cfg), tokenizer),
     "length": lambda cfg, entry, tokenizer: LengthTerm(entry.min_tokens, entry.max_tokens),
+    "code": lambda cfg, entry, tokenizer: CodeTerm(entry, cfg.workers, tokenizer),
     "custom": lambda cfg, entry, tokenizer: CustomTerm(entry.function, limits_of(cfg), tokenizer),
     "http": _http,
 }

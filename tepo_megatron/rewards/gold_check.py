@@ -1,6 +1,7 @@
 """Check before a run starts which gold answers the grader cannot read. Only unusual forms are tried on the grader."""
 
 import asyncio
+import contextlib
 import re
 import time
 from collections.abc import Sequence
@@ -8,6 +9,7 @@ from dataclasses import replace
 
 from tepo_megatron.config import RewardConfig
 from tepo_megatron.grading.gold import MAX_ANSWER_CHARS, gold_answer, gold_fault
+from tepo_megatron.grading.programs import read_tests
 from tepo_megatron.rewards.pool import GradingPool, limits_of
 
 _NUMBER = r"-?(\d{1,30}(\.\d{1,30})?|\.\d{1,30}|\d{1,3}(,\d{3}){1,5})"
@@ -31,8 +33,8 @@ def unreadable_golds(golds: Sequence[str], cfg: RewardConfig, seconds: float) ->
     """Return ({gold: status} of the gold answers that the grader cannot read, number of answers not tried).
 
     Only a response whose answer has the same characters as such a gold answer could be right. The statuses are bad_gold,
-    too_long, timeout and died, as in `MathTerm`. Common forms are recognized by a pattern, without any process. The result is
-    empty if no reward term compares answers.
+    too_long, timeout and died, as in `MathTerm`; bad_tests, as in `CodeTerm`. Common forms are recognized by a pattern, without
+    any process. The result is empty if no reward term compares answers.
 
     Args:
         golds: Gold answers.
@@ -42,9 +44,11 @@ def unreadable_golds(golds: Sequence[str], cfg: RewardConfig, seconds: float) ->
     Raises:
         RewardError: The worker processes cannot start.
     """
-    if not any(entry.type in ("math", "answer_line") for entry in cfg.terms):
-        return {}, 0
     bad: dict[str, str] = {}
+    if any(entry.type == "code" for entry in cfg.terms):
+        return {text: "bad_tests" for text in dict.fromkeys(golds) if not _are_tests(text)}, 0
+    if not any(entry.type in ("math", "answer_line") for entry in cfg.terms):
+        return bad, 0
     open_: list[tuple[str, str]] = []  # (the whole answer, the part that is compared)
     for text in dict.fromkeys(text.strip() for text in golds):
         gold = gold_answer(text)
@@ -58,6 +62,12 @@ def unreadable_golds(golds: Sequence[str], cfg: RewardConfig, seconds: float) ->
     found = {text: status for (text, _), status in zip(open_, tried, strict=False)}
     bad |= {text: status for text, status in found.items() if status in ("bad_gold", "timeout", "died")}
     return bad, len(open_) - len(tried)
+
+
+def _are_tests(gold: str) -> bool:
+    with contextlib.suppress(ValueError):
+        return read_tests(gold).count > 0
+    return False
 
 
 async def _try_each(golds: Sequence[str], cfg: RewardConfig, seconds: float) -> list[str]:

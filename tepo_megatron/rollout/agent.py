@@ -167,7 +167,7 @@ class AgentSample:
 
     @property
     def running(self) -> bool:
-        """Whether a turn is being sampled."""
+        """Return whether a turn is being sampled."""
         return self._running > 0
 
     @property

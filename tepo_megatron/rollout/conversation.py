@@ -112,7 +112,7 @@ class Conversation:
 
     @property
     def running(self) -> bool:
-        """Whether a turn is being sampled."""
+        """Return whether a turn is being sampled."""
         return self._busy
 
     @property

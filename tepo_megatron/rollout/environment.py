@@ -2,7 +2,7 @@
 
 class Guess:
     async def reset(self, prompt: Prompt) -> str: ...           # text after the prompt; may be empty
-    async def step(self, action: str) -> StepResult: ...        # what the model wrote -> what it reads next
+    async def step(self, action: str) -> EnvironmentStep: ...        # what the model wrote -> what it reads next
 
 game = play(Guess)                                              # rollout.function: path/to/file.py:game
 """
@@ -16,7 +16,7 @@ from tepo_megatron.types import Prompt
 
 
 @dataclass(frozen=True)
-class StepResult:
+class EnvironmentStep:
     """The answer of an environment to an action.
 
     Attributes:
@@ -36,7 +36,7 @@ class Environment(Protocol):
     async def reset(self, prompt: Prompt) -> str:
         """Begin the episode of a prompt, and return the text that the model reads after the prompt."""
 
-    async def step(self, action: str) -> StepResult:
+    async def step(self, action: str) -> EnvironmentStep:
         """Return the answer to what the model wrote in its turn."""
 
 

@@ -85,7 +85,7 @@ def test_every_layout_trains_to_the_exact_kl(
     cases.compare(run_world(cfg.parallel.world_size, updates, cfg, batches), distilled)
 
 
-def counted(rank: int, size: int) -> tuple[torch.Tensor, Counter, Counter]:
+def counted(rank: int, size: int, vocabulary: int) -> tuple[torch.Tensor, Counter, Counter]:
     """Return the KL of some rows on a rank of a tensor-parallel group, and the collectives of forward and of backward."""
     from tepo_megatron.ops.output_layer import output_layer_stats
     from tepo_megatron.ops.token_statistics.teacher import TeacherRows
@@ -94,27 +94,32 @@ def counted(rank: int, size: int) -> tuple[torch.Tensor, Counter, Counter]:
     generator = torch.Generator().manual_seed(0)
     hidden, of_teacher = (torch.randn(9, 6, generator=generator, dtype=torch.float64) for _ in range(2))
     weight, teacher_weight = (torch.randn(16, 6, generator=generator, dtype=torch.float64) for _ in range(2))
-    # with 7 real columns the second of two ranks has padding alone
-    h, labels = hidden.clone().requires_grad_(), torch.arange(9) % 7
+    h, labels = hidden.clone().requires_grad_(), torch.arange(9) % vocabulary
     teacher = TeacherRows(of_teacher, teacher_weight.chunk(size)[rank])
     forward: Counter = Counter()
     backward: Counter = Counter()
     with pytest.MonkeyPatch.context() as patch:
         counting(forward, patch)
         stats = output_layer_stats(
-            *(h, weight.chunk(size)[rank], labels, 0.8, dist.group.WORLD, 7), teacher=teacher, sum_hidden_gradient=False
+            *(h, weight.chunk(size)[rank], labels, 0.8, dist.group.WORLD, vocabulary),
+            teacher=teacher,
+            sum_hidden_gradient=False,
         )
     assert stats.teacher_kl_R is not None
     with pytest.MonkeyPatch.context() as patch:
         counting(backward, patch)
         stats.teacher_kl_R.square().sum().backward()
-    log_p, log_q = (torch.log_softmax((x @ w.t())[:, :7] / 0.8, 1) for x, w in ((hidden, weight), (of_teacher, teacher_weight)))
+    log_p, log_q = (
+        torch.log_softmax((x @ w.t())[:, :vocabulary] / 0.8, 1) for x, w in ((hidden, weight), (of_teacher, teacher_weight))
+    )
     assert torch.allclose(stats.teacher_kl_R, (log_p.exp() * (log_p - log_q)).sum(1), rtol=1e-12, atol=1e-13)
     return stats.teacher_kl_R.detach(), forward, backward
 
 
-def test_one_collective_in_forward_and_none_in_backward() -> None:
-    ranks = run_world(2, counted, 2)
+@pytest.mark.parametrize("vocabulary", [13, 7])
+def test_one_collective_in_forward_and_none_in_backward(vocabulary: int) -> None:
+    """With 7 real columns of 16, the second rank has padding alone."""
+    ranks = run_world(2, counted, 2, vocabulary)
     for kl, forward, backward in ranks:
         assert forward == {"all_gather_into_tensor": 1} and not backward
         assert torch.equal(kl, ranks[0][0])

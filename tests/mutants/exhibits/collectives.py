@@ -119,4 +119,15 @@ EXHIBITS = (
             "tests/parallel/test_layouts.py::test_output_layer_in_chunks",
         ),
     ),
+    Exhibit(
+        name="the_teachers_maximum_is_that_of_one_shard",
+        source="own (ops/token_statistics/teacher.py)",
+        kind="collectives",
+        bug="Each rank's sum over the teacher's logits is relative to its own maximum, and is added as if all were equal.",
+        cost="With tensor parallelism the KL to the teacher is off by a part that grows with the distance of the maxima.",
+        symbol="combine_teacher",
+        old="(weight * (crosses + shift * totals)).sum(0)",
+        new="(weight * crosses).sum(0)",
+        tests=("tests/parallel/test_distillation.py::test_one_collective_in_forward_and_none_in_backward",),
+    ),
 )

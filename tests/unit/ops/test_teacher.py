@@ -92,7 +92,7 @@ def test_a_row_of_nothing_and_logits_far_from_zero() -> None:
     assert none.teacher_kl_R is not None and none.teacher_kl_R.shape == (0,)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_teacher_takes_less_than_a_tenth_of_the_logits() -> None:
     """The peak of forward and backward, with and without a teacher; logits in bf16 of a rank that has an eighth of 151,936."""
     rows, columns = 8192, 18992
