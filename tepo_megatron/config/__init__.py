@@ -18,7 +18,7 @@ from tepo_megatron.config.reward import (
     RewardConfig,
     RewardTerm,
 )
-from tepo_megatron.config.rollout import DYNAMIC_SAMPLING_ROUNDS, RolloutConfig
+from tepo_megatron.config.rollout import DYNAMIC_SAMPLING_ROUNDS, LimitsConfig, RolloutConfig
 from tepo_megatron.config.run import Config
 from tepo_megatron.config.server import AnyServer, AnyServerConfig, RendezvousServerConfig, ServerConfig, UrlServerConfig
 from tepo_megatron.config.sft import SftConfig
@@ -33,10 +33,42 @@ from tepo_megatron.config.training import OptimizerConfig, TrainingConfig
 from tepo_megatron.config.upkeep import PAPER_TOKENS, Benchmark, CheckpointConfig, EvaluationConfig, LoggingConfig
 
 __all__ = [
-    "DYNAMIC_SAMPLING_ROUNDS", "PAPER_TOKENS", "SLICE", "AnswerTermConfig", "AnyServer", "AnyServerConfig", "AnyTermConfig",
-    "AnyTransportConfig", "Benchmark", "CheckpointConfig", "Config", "CustomTermConfig", "DataConfig", "DataSet",
-    "EvaluationConfig", "FormatTermConfig", "GroupTransportConfig", "HttpTermConfig", "IpcTransportConfig", "LengthTermConfig",
-    "LoggingConfig", "MegatronConfig", "ModelConfig", "ObjectiveConfig", "OptimizerConfig", "ParallelConfig", "Precision",
-    "RendezvousServerConfig", "RewardConfig", "RewardTerm", "RolloutConfig", "ServerConfig", "SftConfig", "ShmTransportConfig",
-    "SyncConfig", "TrainingConfig", "UrlServerConfig",
+    "DYNAMIC_SAMPLING_ROUNDS",
+    "PAPER_TOKENS",
+    "SLICE",
+    "AnswerTermConfig",
+    "AnyServer",
+    "AnyServerConfig",
+    "AnyTermConfig",
+    "AnyTransportConfig",
+    "Benchmark",
+    "CheckpointConfig",
+    "Config",
+    "CustomTermConfig",
+    "DataConfig",
+    "DataSet",
+    "EvaluationConfig",
+    "FormatTermConfig",
+    "GroupTransportConfig",
+    "HttpTermConfig",
+    "IpcTransportConfig",
+    "LengthTermConfig",
+    "LimitsConfig",
+    "LoggingConfig",
+    "MegatronConfig",
+    "ModelConfig",
+    "ObjectiveConfig",
+    "OptimizerConfig",
+    "ParallelConfig",
+    "Precision",
+    "RendezvousServerConfig",
+    "RewardConfig",
+    "RewardTerm",
+    "RolloutConfig",
+    "ServerConfig",
+    "SftConfig",
+    "ShmTransportConfig",
+    "SyncConfig",
+    "TrainingConfig",
+    "UrlServerConfig",
 ]  # fmt: skip

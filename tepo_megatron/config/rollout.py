@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from tepo_megatron.config.fields import NonNegative, Positive, config
+from tepo_megatron.config.fields import NonNegative, Positive, PositiveFloat, config
 from tepo_megatron.config.server import AnyServer, ServerConfig, UrlServerConfig
 from tepo_megatron.config.training import TrainingConfig
 from tepo_megatron.limits import MOST_CANDIDATES, MOST_MASKED
@@ -14,6 +14,18 @@ from tepo_megatron.limits import MOST_CANDIDATES, MOST_MASKED
 # few groups end the run. Here each round samples one prompt for each missing group, and the step trains on the groups that
 # were found.
 DYNAMIC_SAMPLING_ROUNDS = 10
+
+
+@config
+class LimitsConfig:
+    """Limits of a sample that `rollout.function` makes. A sample that exceeds one is lost; the run goes on."""
+
+    # Maximum number of turns of the model.
+    turns: Positive = 128
+    # Maximum number of tool calls: calls of `append`, or tool calls that the model wrote through the gateway.
+    tool_calls: Positive = 256
+    # Seconds after which the sample is cut, so that it does not hold up its step.
+    seconds: PositiveFloat = 1800.0
 
 
 @config
@@ -58,6 +70,11 @@ class RolloutConfig:
     # (`rollout/conversation.py`). All tokens that it adds to the prompt count towards rollout.max_response_tokens, and each
     # turn is one request of rollout.server.concurrency. null: each sample is one response.
     function: str | None = None
+    # Limits of each sample that rollout.function makes.
+    limits: LimitsConfig = Field(default_factory=LimitsConfig)
+    # Largest share of a step's samples that rollout.function may lose (it raised, timed out, or exceeded a limit). With more
+    # the run ends. Advantages are those of the rest of a group; a group with fewer than two samples left is dropped.
+    max_failed_share: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] = 0.2
     # Token ids that end a response, in addition to the end-of-sequence tokens of the model's config.json and tokenizer.
     stop_token_ids: list[NonNegative] = Field(default_factory=list)
     # Make the actor use the experts that the engine's routers chose for each token, in every pass except those of the reference
@@ -190,6 +207,11 @@ def check_stream(rollout: RolloutConfig, training: TrainingConfig) -> None:
         raise ValueError(
             f"{stream} has no effect with training.minibatch_prompts={training.minibatch_prompts}, all of "
             "rollout.prompts_per_step: the only minibatch waits for all groups; lower minibatch_prompts, or set stream to off"
+        )
+    if training.stream == "prompt" and rollout.replay is None and rollout.function is not None:
+        raise ValueError(
+            f"{stream} needs groups of equal size, and rollout.function={rollout.function} may lose samples or make several "
+            "sequences of one; set stream to arrival or off"
         )
     if training.stream == "prompt" and rollout.replay is None and (rollout.filter_uniform_groups or rollout.oversample > 1):
         raise ValueError(

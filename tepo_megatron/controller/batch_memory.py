@@ -26,7 +26,18 @@ _TOKEN_FIELDS = {
     "response_mask_L": np.dtype(np.bool_),
 }
 _MASKS = {"counts_N": np.dtype(np.int32), "ids_M": np.dtype(np.int32)}  # of `SamplingMask`
-_COLUMNS = ("prompt_id", "policy_version", "stop_reason", "reward", "score", "status", "later_versions", "servers", "terms")
+_COLUMNS = (
+    "prompt_id",
+    "policy_version",
+    "stop_reason",
+    "reward",
+    "score",
+    "status",
+    "later_versions",
+    "servers",
+    "terms",
+    "sample",
+)
 _DIGEST_BYTES = 8
 
 

@@ -19,6 +19,7 @@ from tepo_megatron.inference.engine import RolloutEngine
 from tepo_megatron.inference.engines import beginning, build_engine, first_server_device, launch_of
 from tepo_megatron.observability.sinks import RunLog
 from tepo_megatron.rewards import build_reward
+from tepo_megatron.rollout.chat import ChatFormat
 from tepo_megatron.rollout.collector import Collector
 from tepo_megatron.rollout.custom import open_sampler
 from tepo_megatron.rollout.experts import replayed_routing
@@ -71,7 +72,13 @@ def open_driver(cfg: Config, make_engine: EngineFactory | None = None) -> Iterat
         if rollout.function is not None:
             log.message(f"each sample is made by {rollout.function}")
         mixed = rollout.on_weight_update == "continue"
-        sampler, sampler_events = stack.enter_context(open_sampler(engine, rollout.function, encode, decode, mixed))
+        sampler, sampler_events = stack.enter_context(
+            open_sampler(
+                *(engine, rollout.function, encode, decode, mixed),
+                limits=rollout.limits,
+                chat=ChatFormat(tokenizer, encode, decode),
+            )
+        )
         engine.start()
         reward = stack.enter_context(build_reward(cfg.reward, decode, stack.enter_context(decoder_file(tokenizer))))
         prompts = PromptStream.mixed(data.train, cfg.seed, cfg.data.shuffle)

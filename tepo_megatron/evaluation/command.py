@@ -23,6 +23,7 @@ from tepo_megatron.inference.engine import RolloutEngine
 from tepo_megatron.inference.engine_api import LaunchSpec
 from tepo_megatron.inference.engines import build_engine
 from tepo_megatron.rewards import build_reward
+from tepo_megatron.rollout.chat import ChatFormat
 from tepo_megatron.rollout.custom import open_sampler
 
 # Nothing is trained, even if the config is for training: no ranks, and servers that keep the weights of the checkpoint.
@@ -131,7 +132,13 @@ def _evaluate(
         log_path = out / "server.log"
         made = make_engine(cfg, launch, log_path) if make_engine else build_engine(cfg.rollout, launch, log_path)
         engine: RolloutEngine = stack.enter_context(made)
-        sampler, sampler_events = stack.enter_context(open_sampler(engine, cfg.rollout.function, encode, decode))
+        sampler, sampler_events = stack.enter_context(
+            open_sampler(
+                *(engine, cfg.rollout.function, encode, decode),
+                limits=cfg.rollout.limits,
+                chat=ChatFormat(tokenizer, encode, decode),
+            )
+        )
         engine.start()
         kinds, file = {problems.entry.grader for problems in todo}, stack.enter_context(decoder_file(tokenizer))
         graders = {

@@ -9,7 +9,7 @@ from typing import Any
 from tepo_megatron.evaluation.statistics import standard_error
 from tepo_megatron.inference.engine import Sampler
 from tepo_megatron.rewards import Reward
-from tepo_megatron.types import Prompt, Rollout, SamplingParams
+from tepo_megatron.types import Prompt, Rollout, SamplingParams, split_samples
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def sample_and_grade(
     try:
         groups.add(prompts, sampling, seed)
         grading = {group[0].prompt_id: reward.submit(group) for group in iter(groups.next, None)}
-        return [rollout for prompt in prompts for rollout in grading[prompt.id].result()]
+        return [sample[-1] for prompt in prompts for sample in split_samples(grading[prompt.id].result())]
     finally:
         groups.close()
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tepo_megatron.errors import DataError
-from tepo_megatron.types import Rollout, SamplingMask
+from tepo_megatron.types import Rollout, SamplingMask, split_samples
 
 _STD_EPS = 1e-6
 # The rewards of each group -> their advantages. In `PER_TERM` the rewards are [n, K], and K weights come with them.
@@ -39,6 +39,8 @@ def group_advantages(rollouts: Sequence[Rollout], kind: str) -> Tensor:
         rollouts: Graded rollouts, those of a prompt next to each other. A group of one gets advantage 0.
         kind: A name in ADVANTAGES.
 
+    Sequences of one sample (`Rollout.sample`) count as one, with the mean of their rewards, and share its advantage.
+
     Raises:
         ValueError: A reward is not finite (the rollout was not graded), or the rollouts of a prompt are not next to each other.
     """
@@ -48,13 +50,18 @@ def group_advantages(rollouts: Sequence[Rollout], kind: str) -> Tensor:
                 f"a rollout of prompt {rollout.prompt_id} has reward {rollout.reward} (status {rollout.status!r}); "
                 f"grade the rollouts first"
             )
-    groups = split_groups(rollouts)
+    groups = [split_samples(group) for group in split_groups(rollouts)]
+    samples = [sample for group in groups for sample in group]
     if kind in PER_TERM:
-        values_BK, weights_K = rewards_by_term(rollouts)
-        found = PER_TERM[kind](list(values_BK.split([len(group) for group in groups])), weights_K)
+        values_BK, weights_K = rewards_by_term([r for sample in samples for r in sample])
+        values = torch.stack([part.mean(0) for part in values_BK.split([len(sample) for sample in samples])])
+        found = PER_TERM[kind](list(values.split([len(group) for group in groups])), weights_K)
     else:
-        found = ADVANTAGES[kind]([torch.tensor([r.reward for r in group], dtype=torch.float64) for group in groups])
-    return torch.cat([torch.empty(0, dtype=torch.float64), *found]).float()
+        rewards = [[math.fsum(r.reward for r in sample) / len(sample) for sample in group] for group in groups]
+        found = ADVANTAGES[kind]([torch.tensor(group, dtype=torch.float64) for group in rewards])
+    of_samples = torch.cat([torch.empty(0, dtype=torch.float64), *found]).float().tolist()
+    shared = {id(r): advantage for sample, advantage in zip(samples, of_samples, strict=True) for r in sample}
+    return torch.tensor([shared[id(r)] for r in rollouts], dtype=torch.float32)
 
 
 def rewards_by_term(rollouts: Sequence[Rollout]) -> tuple[Tensor, Tensor]:

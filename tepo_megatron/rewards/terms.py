@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from tepo_megatron.rewards.pool import GradingPool
 from tepo_megatron.rewards.process import Field
-from tepo_megatron.types import Rollout
+from tepo_megatron.types import Rollout, split_samples
 from tepo_megatron.utils.loop import LoopThread
 
 Decode = Callable[[Sequence[int]], str]
@@ -151,6 +151,22 @@ class WeightedReward(contextlib.AbstractContextManager["WeightedReward"]):
             await term.close()
 
     async def _grade(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
+        """Grade the last sequence of each sample, which the others share. Lost samples get 0, given rewards stay."""
+        samples = split_samples(rollouts)
+        asked = [sample[-1] for sample in samples if not sample[-1].failure and sample[-1].status != "given"]
+        grades = iter(await self._grade_all(asked) if asked else [])
+        found: dict[int, Rollout] = {}
+        for sample in samples:
+            last = sample[-1]
+            if last.failure:
+                last = dataclasses.replace(last, reward=0.0, score=0.0, status="lost")
+            elif last.status != "given":
+                last = next(grades)
+            same = {name: getattr(last, name) for name in ("reward", "score", "status", "terms")}
+            found |= {id(rollout): dataclasses.replace(rollout, **same) for rollout in sample}
+        return [found[id(rollout)] for rollout in rollouts]
+
+    async def _grade_all(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
         responses = [Response(rollout, self._decode, self._in_workers) for rollout in rollouts]
         columns = await asyncio.gather(*(term.grade(responses) for _, term in self.terms))
         graded = []

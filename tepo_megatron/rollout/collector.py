@@ -13,9 +13,10 @@ from tepo_megatron.observability.metrics import Metrics
 from tepo_megatron.observability.timing import Clock
 from tepo_megatron.rewards import Reward
 from tepo_megatron.rewards.overlong import OverlongShaping
+from tepo_megatron.rollout.containment import LossCounter
 from tepo_megatron.rollout.decisions import StepDecisions
 from tepo_megatron.rollout.streaming import MinibatchStream, OrderedGroups
-from tepo_megatron.types import STATUSES, Prompt, Rollout, Routing, SamplingParams
+from tepo_megatron.types import STATUSES, Prompt, Rollout, Routing, SamplingParams, split_samples
 from tepo_megatron.utils.seeding import derive_seed
 
 
@@ -56,6 +57,7 @@ class Collector:
         self._groups: GroupStream | None = None
         self._in_progress: dict[int, Prompt] = {}  # prompt id -> prompt, in the order in which they were taken
         self.decisions = StepDecisions()  # of the newest step
+        self._losses = LossCounter(cfg.max_failed_share)  # of the newest step
 
     def collect(self, step: int, clock: Clock, stream: MinibatchStream | None = None) -> tuple[list[Rollout], Metrics]:
         """Return graded rollouts of at most `prompts_per_step` groups, contiguous by prompt, and metrics of all samples.
@@ -76,6 +78,7 @@ class Collector:
         """
         kept: list[list[Rollout]] = []
         sampled = stale = 0
+        self._losses = LossCounter(self.cfg.max_failed_share)
         metrics, cpu_before, self.decisions = Metrics(), self.reward.cpu_seconds, StepDecisions()
         for number in range(self.max_generation_rounds):
             missing = self.cfg.prompts_per_step - len(kept)
@@ -83,7 +86,7 @@ class Collector:
                 break
             self._request(missing, {group[0].prompt_id for group in kept}, derive_seed(self.seed, "rollout", step, number))
             groups, old = self._graded(step, missing, clock, stream)
-            for rollout in (r for group in groups for r in group):
+            for rollout in (sample[-1] for group in groups for sample in split_samples(group)):
                 metrics.add("reward/mean", rollout.reward)
                 metrics.add("rollout/staleness", 0 if self.cfg.only else step - 1 - rollout.policy_version)
                 metrics.add("rollout/mixed_versions", bool(rollout.later_versions))
@@ -98,6 +101,7 @@ class Collector:
         metrics.add("rollout/sampled_groups", sampled)
         metrics.add("rollout/kept_groups", len(kept))
         metrics.add("rollout/stale_groups", stale)
+        self._losses.end_step(step, metrics)
         self.decisions.keep({group[0].prompt_id for group in kept})
         if stream is not None:
             return stream.rollouts, metrics
@@ -150,11 +154,14 @@ class Collector:
                     break
             if group is not None:
                 prompt = self._in_progress.pop(group[0].prompt_id)
+                arrived, group = group, self._losses.take(group)
                 too_old = self._too_old(step, group)
-                self.decisions.arrive(group, too_old)
+                self.decisions.arrive(group or arrived, too_old, lost=not group)
                 if too_old:
                     self._begin([prompt], derive_seed(self.seed, "resample", step))
                     stale += 1
+                    continue
+                if not group:
                     continue
                 grading.add(future := self.reward.submit(group))
                 if ordered is not None:

@@ -16,8 +16,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from tepo_megatron.config import LimitsConfig
 from tepo_megatron.errors import RolloutError, TepoError
 from tepo_megatron.inference.partial import continued
+from tepo_megatron.rollout.containment import OverLimit
 from tepo_megatron.types import Prompt, Rollout, SamplingMask, SamplingParams
 from tepo_megatron.utils.seeding import derive_seed
 
@@ -64,8 +66,10 @@ class Conversation:
         sample_turn: Samples one response to a context.
         encode, decode: Text to token ids and back.
         mixed: Newer weights may continue a sample that older ones began.
+        limits: Limits of turns and of calls of `append`.
 
     Attributes:
+        exceeded: The limit that the sample has exceeded; empty if none. The sample is lost then.
         failure: Error of the engine. The sample is lost then, even if the function catches the error.
     """
 
@@ -79,8 +83,10 @@ class Conversation:
         encode: Encode,
         decode: Decode,
         mixed: bool = False,
+        limits: LimitsConfig | None = None,
     ) -> None:
-        self.prompt = prompt
+        self.prompt, self.exceeded = prompt, ""
+        self._limits, self._appended = limits or LimitsConfig(), 0
         self.failure: TepoError | None = None
         self.encode, self.decode = encode, decode
         self._sampling, self._seed, self._sample_turn, self._mixed = sampling, seed, sample_turn, mixed
@@ -103,6 +109,11 @@ class Conversation:
     def text(self) -> str:
         """The text after the prompt, whoever wrote it."""
         return self.decode(self._token_ids[len(self.prompt.token_ids) :])
+
+    @property
+    def running(self) -> bool:
+        """Return whether a turn is being sampled."""
+        return self._busy
 
     @property
     def turns(self) -> int:
@@ -131,6 +142,8 @@ class Conversation:
         self._require_free()
         if max_tokens is not None and max_tokens < 1:
             raise ValueError(f"max_tokens={max_tokens} must be at least 1")
+        if self._turns >= self._limits.turns:
+            self._exceed("turns", self._limits.turns)
         if self.tokens_left < 1:
             self._spent("nothing is left to generate with")
         sampling = replace(
@@ -170,6 +183,9 @@ class Conversation:
             RuntimeError: A turn is still running, or the conversation has ended.
         """
         self._require_free()
+        self._appended += 1
+        if self._appended > self._limits.tool_calls:
+            self._exceed("tool_calls", self._limits.tool_calls)
         ids = [operator.index(token) for token in (self.encode(what) if isinstance(what, str) else what)]
         if len(ids) >= self.tokens_left:
             self._spent(f"{len(ids)} more tokens leave none of the {self.tokens_left} to the model")
@@ -205,6 +221,14 @@ class Conversation:
         self._token_ids += ids
         self._mask += [by_model] * len(ids)
         self._logprobs += logprobs
+
+    def close(self) -> None:
+        """Refuse all further turns: the sample was given up."""
+        self._finished = True
+
+    def _exceed(self, name: str, limit: int) -> None:
+        self.exceeded = f"over its limit of {name}: rollout.limits.{name}={limit}"
+        raise OverLimit(self.exceeded)
 
     def _spent(self, why: str) -> None:
         self._stop_reason = "length"

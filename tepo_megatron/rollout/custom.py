@@ -5,18 +5,25 @@
 
 import asyncio
 import inspect
+import math
 import threading
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
-from tepo_megatron.errors import ConfigError, RolloutError
+from tepo_megatron.config import LimitsConfig
+from tepo_megatron.errors import ConfigError
 from tepo_megatron.inference.engine import Deliver, GroupStream, Sampler
 from tepo_megatron.inference.loop import QueuedGroupStream
+from tepo_megatron.rollout.agent import AgentSample, is_agent
+from tepo_megatron.rollout.chat import ChatFormat
+from tepo_megatron.rollout.containment import OverLimit, lost_sample, within
 from tepo_megatron.rollout.conversation import Conversation, Decode, Encode, OutOfTokens, WeightsChanged
+from tepo_megatron.rollout.gateway import Gateway
 from tepo_megatron.types import Prompt, Rollout, SamplingParams
 from tepo_megatron.utils import user_file
 from tepo_megatron.utils.loop import LoopThread
@@ -32,12 +39,12 @@ class GenerationFunction:
     Attributes:
         file: Resolved path of its file.
         name: Its name in the file.
-        call: The async function. It gets a conversation and returns nothing.
+        call: The async function. It gets a conversation, or an `AgentTask` if it is an agent. It returns nothing or the reward.
     """
 
     file: Path
     name: str
-    call: Callable[[Conversation], Awaitable[object]]
+    call: Callable[[Any], Awaitable[object]]
 
 
 def load_function(spec: str) -> GenerationFunction:
@@ -56,14 +63,21 @@ def load_function(spec: str) -> GenerationFunction:
 
 @contextmanager
 def open_sampler(
-    sampler: Sampler, spec: str | None, encode: Encode, decode: Decode, mixed: bool = False
+    sampler: Sampler,
+    spec: str | None,
+    encode: Encode,
+    decode: Decode,
+    mixed: bool = False,
+    *,
+    limits: LimitsConfig | None = None,
+    chat: ChatFormat | None = None,
 ) -> Iterator[tuple[Sampler, Callable[[], list[str]]]]:
     """Yield the sampler of a run: `sampler` itself, or one that samples through the user's function.
 
     Args:
         sampler: The engine.
         spec: `rollout.function`; None: there is no function.
-        encode, decode, mixed: See `CustomRollouts`.
+        encode, decode, mixed, limits, chat: See `CustomRollouts`.
 
     Yields:
         The sampler, and a function that returns its messages for the user since the last call, beyond those of the engine.
@@ -74,7 +88,7 @@ def open_sampler(
     if spec is None:
         yield sampler, list
         return
-    with CustomRollouts(sampler, load_function(spec), encode, decode, mixed) as custom:
+    with CustomRollouts(sampler, load_function(spec), encode, decode, mixed, limits=limits, chat=chat) as custom:
         yield custom, custom.take_events
 
 
@@ -89,15 +103,34 @@ class CustomRollouts:
         function: The user's function.
         encode, decode: Text to token ids and back, for the function.
         mixed: Newer weights may continue a sample that older ones began.
+        limits: Limits of each sample. None: the defaults.
+        chat: Chat format, which agents need (`rollout/agent.py`).
+
+    Attributes:
+        gateway: The endpoint of agents, once a sample needs it.
     """
 
     def __init__(
-        self, sampler: Sampler, function: GenerationFunction, encode: Encode, decode: Decode, mixed: bool = False
+        self,
+        sampler: Sampler,
+        function: GenerationFunction,
+        encode: Encode,
+        decode: Decode,
+        mixed: bool = False,
+        *,
+        limits: LimitsConfig | None = None,
+        chat: ChatFormat | None = None,
     ) -> None:
-        self._sampler, self._function = sampler, function
-        self._begin = partial(Conversation, sample_turn=self._sample_turn, encode=encode, decode=decode, mixed=mixed)
-        self._loop = LoopThread("conversations")
+        self._sampler, self._function, self._mixed = sampler, function, mixed
+        self._limits = limits or LimitsConfig()
+        self._begin = partial(
+            Conversation, sample_turn=self._sample_turn, encode=encode, decode=decode, mixed=mixed, limits=self._limits
+        )
+        self._chat = chat if is_agent(function.call) else None
+        self.gateway: Gateway | None = None
+        self._loop, self._server = LoopThread("conversations"), LoopThread("gateway")
         self._events: list[str] = []
+        self._counts = Counter[str]()
 
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams, seed: int) -> list[Rollout]:
         """See `Sampler.generate`: one conversation per sample, all concurrently, each of at most `sampling.max_tokens`.
@@ -110,7 +143,8 @@ class CustomRollouts:
             prompts, sampling, seed: See `Sampler.generate`.
 
         Raises:
-            RolloutError: The function failed for a sample, which ends the call. Names prompt, file and line.
+            RolloutError: The engine failed. A sample whose function fails is lost instead: its `failure` names prompt, file
+            and line.
         """
         return self._loop.run(self._converse(prompts, sampling, seed))
 
@@ -128,6 +162,10 @@ class CustomRollouts:
 
     def close(self) -> None:
         """Cancel the conversations; bounded in time. May be called again."""
+        if self.gateway is not None:
+            self._server.run(self.gateway.close())
+            self._server.stop()
+            self.gateway = None
         # In a separate thread, because a function that blocks the loop would block this call.
         stopping = threading.Thread(target=self._loop.stop, daemon=True)
         stopping.start()
@@ -142,12 +180,15 @@ class CustomRollouts:
     async def _converse(
         self, prompts: Sequence[Prompt], sampling: SamplingParams, seed: int, deliver: Deliver | None = None
     ) -> list[Rollout]:
+        if self._chat is not None and self.gateway is None:
+            self.gateway = Gateway(self._chat.decode)
+            await asyncio.wrap_future(self._server.submit(self.gateway.start()))
         each = [(prompt, k) for prompt in prompts for k in range(sampling.samples)]
 
-        async def group(samples: Sequence[asyncio.Task[Rollout]]) -> None:
+        async def group(samples: Sequence[asyncio.Task[list[Rollout]]]) -> None:
             done = await asyncio.gather(*samples)
             assert deliver is not None
-            deliver(done)
+            deliver([rollout for rollouts in done for rollout in rollouts])
 
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -157,48 +198,93 @@ class CustomRollouts:
         except ExceptionGroup as failed:
             error = failed.exceptions[0]
         else:
-            for (prompt, k), sample in zip(each, samples, strict=True):
-                if sample.cancelled():  # a TaskGroup does not report cancelled tasks
-                    raise RolloutError(f"{self._what(prompt, k)} was cancelled, by itself or because the engine was closed")
-            return [sample.result() for sample in samples]
+            return [rollout for sample in samples for rollout in sample.result()]
         raise error
 
-    async def _one(self, prompt: Prompt, sampling: SamplingParams, seed: int, sample: int) -> Rollout:
-        """Return one sample that the function makes.
+    async def _one(self, prompt: Prompt, sampling: SamplingParams, seed: int, sample: int) -> list[Rollout]:
+        """Return the sequences of one sample that the function makes.
 
         Call the function again from the start if the weights changed in between.
         """
         while True:
             try:
-                return await self._once(prompt, sampling, seed, sample)
+                return await self._once(prompt, sampling, derive_seed(seed, sample), sample)
             except WeightsChanged as e:
                 self._events.append(f"{e}; sample {sample} is made again")
 
-    async def _once(self, prompt: Prompt, sampling: SamplingParams, seed: int, sample: int) -> Rollout:
-        function, what = self._function, self._what(prompt, sample)
-        conversation = self._begin(prompt, sampling, derive_seed(seed, sample))
-        returned: object = None
+    async def _once(self, prompt: Prompt, sampling: SamplingParams, seed: int, sample: int) -> list[Rollout]:
+        with self._opened(prompt, sampling, seed) as (made, argument):
+            returned, failure = await self._call(made, argument)
+            if made.failure is not None:  # the function caught the error and went on
+                raise made.failure
+            failure = made.exceeded or failure
+            if not failure and not made.turns:
+                failure = (
+                    "it ended before the model wrote anything; let the model write at least one turn, and append less before "
+                    f"it than rollout.max_response_tokens={sampling.max_tokens}"
+                )
+            if not failure:
+                try:
+                    return self._finished(made, returned, sample)
+                except RuntimeError as e:
+                    failure = f"it returned too early: {e}"
+        return [lost_sample(prompt, sample, f"{self._what(prompt, sample)} failed: {failure}")]
+
+    async def _call(self, made: Conversation | AgentSample, argument: object) -> tuple[object, str]:
+        """Return what the function returned, and why the sample is lost; empty if it is not."""
+        function = self._function
+
+        async def call() -> object:
+            returned = await function.call(argument)
+            if made.running:
+                raise RuntimeError("it returned too early: a turn is still running; await all turns before it returns")
+            return returned
+
         try:
-            returned = await function.call(conversation)
+            returned = await within(call(), self._limits.seconds)
         except (asyncio.CancelledError, GeneratorExit):
             raise
+        except OverLimit as e:
+            return None, str(e)
         except BaseException as e:  # SystemExit would end the event loop and leave its callers waiting
             cause = _first(e)
-            if conversation.failure is None and not isinstance(cause, OutOfTokens):
-                raise RolloutError(f"{what} failed: {user_file.describe_error(cause, function.file)}") from cause
-        if conversation.failure is not None:  # the function caught the error and went on
-            raise conversation.failure
-        if returned is not None:
-            raise RolloutError(f"{what} returned {returned!r:.80}; it must return nothing: its conversation is the sample")
-        if not conversation.turns:
-            raise RolloutError(
-                f"{what} ended before the model wrote anything; await conversation.generate() at least once, and append less "
-                f"before it than rollout.max_response_tokens={sampling.max_tokens}"
-            )
-        try:
-            return conversation.finish()
-        except RuntimeError as e:
-            raise RolloutError(f"{what} returned too early: {e}") from None
+            if isinstance(cause, OutOfTokens) or (isinstance(made, AgentSample) and made.out_of_tokens):
+                return None, ""
+            return None, user_file.describe_error(cause, function.file)
+        given = isinstance(returned, int | float) and math.isfinite(returned)
+        if returned is None or given:
+            return returned, ""
+        return None, f"it returned {returned!r:.80}; it must return nothing, or the reward as a finite number"
+
+    def _finished(self, made: Conversation | AgentSample, returned: object, sample: int) -> list[Rollout]:
+        if isinstance(made, AgentSample):
+            rollouts = made.finish()
+            self._counts.update(made.counts)
+        else:
+            rollouts = [made.finish()]
+        if len(rollouts) > 1:
+            rollouts = [replace(rollout, sample=sample) for rollout in rollouts]
+        if isinstance(returned, int | float):
+            reward = float(returned)
+            rollouts = [replace(rollout, reward=reward, score=reward, status="given") for rollout in rollouts]
+        return rollouts
+
+    @contextmanager
+    def _opened(
+        self, prompt: Prompt, sampling: SamplingParams, seed: int
+    ) -> Iterator[tuple[Conversation | AgentSample, object]]:
+        """Yield a new sample and the function's argument; close the sample afterwards."""
+        if self._chat is None:
+            conversation = self._begin(prompt, sampling, seed)
+            yield conversation, conversation
+            conversation.close()
+            return
+        assert self.gateway is not None
+        made = AgentSample(
+            prompt, sampling, seed, sample_turn=self._sample_turn, chat=self._chat, mixed=self._mixed, limits=self._limits
+        )
+        with self.gateway.open_sample(made) as task:
+            yield made, task
 
     async def _sample_turn(self, context: Prompt, sampling: SamplingParams, seed: int) -> Rollout:
         (rollout,) = await self._sampler.sample(context, sampling, seed)
@@ -210,6 +296,10 @@ class CustomRollouts:
     def take_events(self) -> list[str]:
         """Return messages for the user about samples that were made again since the last call, a line each."""
         events, self._events = self._events, []
+        if self._counts["turns"]:
+            counts, self._counts = self._counts, Counter[str]()
+            names = ("turns", "rewrites", "branches", "template_rewrites", "drift")
+            events.append("gateway: " + ", ".join(f"{counts[name]} {name}" for name in names))
         return events
 
 

@@ -28,8 +28,9 @@ from tepo_megatron.utils.storage import writing
 
 FILE = "decisions.jsonl"
 FIRST_KEY = "step"
-# What became of a group: trained on; dropped because all samples are right or all wrong; too old, so sampled again.
-Verdict = Literal["kept", "uniform", "stale"]
+# What became of a group: trained on; dropped because all samples are right or all wrong; too old, so sampled again;
+# fewer than two of its samples were not lost.
+Verdict = Literal["kept", "uniform", "stale", "lost"]
 
 
 @dataclass
@@ -48,15 +49,16 @@ class StepDecisions:
     left: list[int] = field(default_factory=list)
     minibatches: list[list[int]] | None = None
 
-    def arrive(self, group: Sequence[Rollout], stale: bool) -> None:
-        """Note a group's arrival. Its verdict is "stale" or, until it is kept, "uniform".
+    def arrive(self, group: Sequence[Rollout], stale: bool, lost: bool = False) -> None:
+        """Note a group's arrival. Its verdict is "stale", "lost" or, until it is kept, "uniform".
 
         Args:
             group: The samples of a prompt.
             stale: Whether it is too old, so that its prompt is sampled again.
+            lost: Whether too few of its samples are left to learn from.
         """
         versions = _shared([((0, r.policy_version), *r.later_versions) for r in group])
-        verdict: Verdict = "stale" if stale else "uniform"
+        verdict: Verdict = "stale" if stale else "lost" if lost else "uniform"
         self.arrived.append([group[0].prompt_id, verdict, versions, _shared([r.servers for r in group])])
 
     def keep(self, prompts: set[int]) -> None:

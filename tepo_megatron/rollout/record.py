@@ -18,7 +18,10 @@ from tepo_megatron.utils.tensor_files import DAMAGE, read_tensors, write_tensors
 
 FOLDER = "rollouts"
 _TEXTS = ("stop_reason", "answer", "status", "later_versions", "servers", "terms")  # as JSON
-_NUMBERS = {"prompt_id": torch.int64, "policy_version": torch.int64, "reward": torch.float64, "score": torch.float64}
+_NUMBERS = {
+    "prompt_id": torch.int64, "policy_version": torch.int64, "sample": torch.int64,
+    "reward": torch.float64, "score": torch.float64,
+}  # fmt: skip
 _TOKENS = ("token_ids_L", "response_mask_L", "rollout_logprobs_L")
 _MASK_IDS, _MASK_COUNTS = "sampling_mask.ids_M", "sampling_mask.counts_N"  # per response token, if every rollout has them
 _EXPERTS = "experts_LKT"  # per token, too, if expert choices were requested
@@ -146,6 +149,7 @@ def read(folder: Path, step: int) -> tuple[list[Rollout], Metrics]:
         per_token = {name: [x.clone() for x in tensors.pop(name).split(lengths)] for name in names}
         for name in ("servers", "terms"):  # older recordings lack them
             text.setdefault(name, json.dumps([[]] * len(lengths)))
+        tensors.setdefault("sample", torch.full((len(lengths),), -1))  # older recordings lack it
         columns = {name: tensors[name].tolist() for name in _NUMBERS} | {name: json.loads(text[name]) for name in _TEXTS}
         for name in ("later_versions", "servers", "terms"):
             columns[name] = [tuple(map(tuple, changes)) for changes in columns[name]]

@@ -1,5 +1,6 @@
 """One sampled sequence, as the engine returns it and the grader completes it."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -9,7 +10,7 @@ from torch import Tensor
 from tepo_megatron.types.sampling_mask import SamplingMask
 
 # How an answer was graded: the reason for its score.
-Status = Literal["exact", "equal", "wrong", "unparsed", "no_box", "too_long", "timeout", "died", "bad_gold"]
+Status = Literal["exact", "equal", "wrong", "unparsed", "no_box", "too_long", "timeout", "died", "bad_gold", "given"]
 STATUSES: tuple[Status, ...] = get_args(Status)
 
 
@@ -37,6 +38,9 @@ class Rollout:
         prompt_experts: Digest of the experts of the prompt's tokens, where `experts_LKT` may not be there before it is packed.
             Empty: not known.
         sampling_mask: The ids that truncated sampling could choose each response token from. None: the engine did not say.
+        sample: Index of the sample in its group. Sequences of one sample share it, and one advantage. -1: the sequence is a
+            sample by itself.
+        failure: Why the user's function lost the sample (`rollout/containment.py`). Empty: it did not.
     """
 
     prompt_id: int
@@ -55,6 +59,8 @@ class Rollout:
     prompt_experts: bytes = b""
     terms: tuple[tuple[float, float], ...] = ()
     sampling_mask: SamplingMask | None = None
+    sample: int = -1
+    failure: str = ""
 
     def __post_init__(self) -> None:
         length = self.token_ids_L.numel()
@@ -98,3 +104,11 @@ class Rollout:
     def response_ids(self) -> list[int]:
         """Return the tokens that the policy chose, for the grader."""
         return self.token_ids_L[self.response_mask_L].tolist()
+
+
+def split_samples(group: Sequence[Rollout]) -> list[list[Rollout]]:
+    """Return the sequences of each sample of a group, in order."""
+    samples: dict[int, list[Rollout]] = {}
+    for place, rollout in enumerate(group):
+        samples.setdefault(rollout.sample if rollout.sample >= 0 else -1 - place, []).append(rollout)
+    return list(samples.values())

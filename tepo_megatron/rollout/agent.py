@@ -1,0 +1,288 @@
+"""Samples that an agent makes through the OpenAI-compatible gateway.
+
+    @openai_agent
+    async def agent(task: AgentTask) -> float | None:
+        client = AsyncOpenAI(base_url=task.base_url, api_key=task.api_key)
+        answer = await client.chat.completions.create(model=task.model, messages=[{"role": "user", "content": task.prompt}])
+        return 1.0 if is_right(answer.choices[0].message.content, task.answer) else 0.0
+
+`rollout.function: path/to/file.py:agent` selects it. The sampled tokens are kept as ids. A request whose messages extend the
+conversation continues the exact tokens; any other one starts a sequence of its own. All sequences share the sample's advantage.
+"""
+
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from tepo_megatron.config import LimitsConfig
+from tepo_megatron.errors import TepoError
+from tepo_megatron.rollout.chat import ChatFormat, Message, digests
+from tepo_megatron.rollout.conversation import Conversation, OutOfTokens, Turn, TurnSampler
+from tepo_megatron.types import Prompt, Rollout, SamplingParams
+from tepo_megatron.utils.seeding import derive_seed
+
+_MARK = "_uses_tepo_gateway"
+
+
+@dataclass(frozen=True)
+class AgentTask:
+    """The argument of an agent.
+
+    Attributes:
+        prompt: Text of the prompt, without special tokens.
+        answer: Gold answer.
+        row: All other fields of the dataset's row.
+        base_url: Address for the `openai` client, of this sample alone.
+        api_key: Key of this sample.
+        model: Name of the model for the client.
+    """
+
+    prompt: str
+    answer: str
+    row: Mapping[str, Any]
+    base_url: str
+    api_key: str
+    model: str = "policy"
+
+
+Agent = Callable[[AgentTask], Awaitable[float | None]]
+
+
+def openai_agent(function: Agent) -> Agent:
+    """Mark an async function as an agent, which gets an `AgentTask` instead of a conversation. It may return the reward."""
+    setattr(function, _MARK, True)
+    return function
+
+
+def is_agent(function: object) -> bool:
+    """Return whether a function was marked by `openai_agent`."""
+    return bool(getattr(function, _MARK, False))
+
+
+class RefusedRequest(Exception):
+    """A request that the gateway refuses, with an OpenAI error code.
+
+    Args:
+        code: The error code.
+        message: What is wrong.
+    """
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+@dataclass(frozen=True)
+class ChatRequest:
+    """A chat completion request that was checked.
+
+    Attributes:
+        messages: The messages.
+        tools: The tools.
+        max_tokens: Limit of the turn. None: what is left.
+        stops: Strings of one token that end the turn.
+    """
+
+    messages: Sequence[Message]
+    tools: Sequence[Any] = ()
+    max_tokens: int | None = None
+    stops: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class ChatReply:
+    """An answer of the model.
+
+    Attributes:
+        message: The assistant's message.
+        turn: The sampled turn.
+        prompt_tokens: Number of tokens before it.
+        stopped_by: Stop string that ended it; None: none did.
+    """
+
+    message: Message
+    turn: Turn
+    prompt_tokens: int
+    stopped_by: str | None
+
+
+@dataclass
+class _Point:
+    """A place in a sequence at which a turn of the model ended.
+
+    Attributes:
+        sequence: Its tokens.
+        tokens: Number of tokens up to there.
+        messages: Number of messages up to there.
+    """
+
+    sequence: Conversation
+    tokens: int
+    messages: int
+
+
+class AgentSample:
+    """One sample: the sequences that an agent's requests make.
+
+    Args:
+        prompt: The prompt; its length and `sampling.max_tokens` bound each sequence.
+        sampling: For all turns.
+        seed: Seed of the sample; each turn derives its own from it.
+        sample_turn: Samples one response to a context.
+        chat: The chat format.
+        mixed: See `Conversation`.
+        limits: Limits of the sample.
+
+    Attributes:
+        failure: Error of the engine, or other weights in one sequence. The sample cannot be used.
+        exceeded: The limit that the sample has exceeded; empty if none.
+        counts: Numbers of turns, rewrites, branches, template_rewrites and drift.
+        out_of_tokens: A request was refused because no tokens were left.
+    """
+
+    def __init__(
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams,
+        seed: int,
+        *,
+        sample_turn: TurnSampler,
+        chat: ChatFormat,
+        mixed: bool = False,
+        limits: LimitsConfig,
+    ) -> None:
+        self.prompt, self._sampling, self._seed, self._chat, self._limits = prompt, sampling, seed, chat, limits
+        self.failure: TepoError | None = None
+        self.exceeded, self.out_of_tokens, self.counts = "", False, Counter[str]()
+        self._begin = partial(
+            Conversation, sample_turn=sample_turn, encode=chat.encode, decode=chat.decode, mixed=mixed, limits=_UNLIMITED
+        )
+        self._points: dict[bytes, _Point] = {}
+        self._sequences: list[Conversation] = []
+        self._busy: set[int] = set()  # ids of sequences in which a turn is running
+        self._begun = self._tool_calls = self._running = 0
+        self._closed = False
+
+    @property
+    def running(self) -> bool:
+        """Return whether a turn is being sampled."""
+        return self._running > 0
+
+    @property
+    def turns(self) -> int:
+        """Number of turns that the model has written."""
+        return self.counts["turns"]
+
+    async def complete(self, request: ChatRequest) -> ChatReply:
+        """Let the model answer a request. Any number of requests may run at once.
+
+        Args:
+            request: The request.
+
+        Raises:
+            RefusedRequest: The sample has ended or exceeded a limit, or no tokens are left.
+        """
+        self._require_open()
+        if self._begun >= self._limits.turns:
+            self._exceed("turns", self._limits.turns)
+        stops = self._chat.stop_ids(request.stops)
+        self._begun += 1
+        keys = digests(request.messages, request.tools)
+        sequence = self._sequence_of(request, keys)
+        before = len(sequence.token_ids)
+        self._busy.add(id(sequence))
+        self._running += 1
+        try:
+            turn = await sequence.generate(request.max_tokens, tuple(stops))
+        except OutOfTokens as e:
+            self._no_tokens(str(e))
+        except TepoError as e:
+            self.failure = e
+            raise RefusedRequest("engine_error", "the sample is lost") from None
+        finally:
+            self._busy.discard(id(sequence))
+            self._running -= 1
+        self._require_open()
+        return self._answer(request, keys, sequence, before, turn, stops)
+
+    def close(self) -> None:
+        """Refuse all further requests."""
+        self._closed = True
+        for sequence in self._sequences:
+            sequence.close()
+
+    def finish(self) -> list[Rollout]:
+        """Return the sequences. Raises RuntimeError while a turn is running."""
+        if self._running:
+            raise RuntimeError("a request was still running; await all requests before the function returns")
+        self._closed = True
+        rollouts = [sequence.finish() for sequence in self._sequences if sequence.turns]
+        return [replace(r, answer=self.prompt.answer, prompt_id=self.prompt.id) for r in rollouts]
+
+    def _sequence_of(self, request: ChatRequest, keys: Sequence[bytes]) -> Conversation:
+        """Return the sequence that the request continues, with the tokens of its new messages; a new one if there is none."""
+        point = next((self._points[key] for key in reversed(keys[:-1]) if key in self._points), None)
+        if point is not None:
+            last_id = point.sequence.token_ids[point.tokens - 1]
+            new, rewrote = self._chat.continuation(request.messages, request.tools, point.messages, last_id)
+            self.counts["template_rewrites"] += rewrote
+            if new is not None:
+                if len(point.sequence.token_ids) == point.tokens and id(point.sequence) not in self._busy:
+                    try:
+                        point.sequence.append(new)
+                    except OutOfTokens as e:
+                        self._no_tokens(str(e))
+                    return point.sequence
+                self.counts["branches"] += 1
+                return self._new_sequence((*point.sequence.token_ids[: point.tokens], *new))
+        elif self._sequences:
+            self.counts["rewrites"] += 1
+        return self._new_sequence(self._chat.start(request.messages, request.tools))
+
+    def _new_sequence(self, context: Sequence[int]) -> Conversation:
+        left = len(self.prompt.token_ids) + self._sampling.max_tokens - len(context)
+        if left < 1 or not context:
+            self._no_tokens(f"a context of {len(context)} tokens leaves none to the model")
+        prompt = replace(self.prompt, token_ids=tuple(context))
+        seed = derive_seed(self._seed, "sequence", len(self._sequences))
+        self._sequences.append(self._begin(prompt, replace(self._sampling, max_tokens=left), seed))
+        return self._sequences[-1]
+
+    def _answer(
+        self,
+        request: ChatRequest,
+        keys: Sequence[bytes],
+        sequence: Conversation,
+        before: int,
+        turn: Turn,
+        stops: Mapping[int, str],
+    ) -> ChatReply:
+        stopped_by = stops.get(turn.token_ids[-1]) if turn.token_ids and turn.stop_reason == "stop" else None
+        message = self._chat.reply(turn.token_ids[:-1] if stopped_by is not None else turn.token_ids, request.tools)
+        self.counts["turns"] += 1
+        self.counts["drift"] += self._chat.drifts(turn.token_ids)
+        self._tool_calls += len(message.get("tool_calls", ()))
+        if self._tool_calls > self._limits.tool_calls:
+            self._exceed("tool_calls", self._limits.tool_calls)
+        key = digests([*request.messages, message], request.tools)[-1]
+        self._points.setdefault(key, _Point(sequence, len(sequence.token_ids), len(keys) + 1))
+        return ChatReply(message, turn, before, stopped_by)
+
+    def _require_open(self) -> None:
+        if self._closed or self.failure is not None:
+            raise RefusedRequest("sample_ended", "the sample has ended; await all requests before the function returns")
+        if self.exceeded:
+            raise RefusedRequest("over_limit", self.exceeded)
+
+    def _exceed(self, name: str, limit: int) -> None:
+        self.exceeded = f"over its limit of {name}: rollout.limits.{name}={limit}"
+        raise RefusedRequest("over_limit", self.exceeded)
+
+    def _no_tokens(self, why: str) -> None:
+        self.out_of_tokens = True
+        raise RefusedRequest("context_length_exceeded", why)
+
+
+_UNLIMITED = LimitsConfig(turns=1 << 30, tool_calls=1 << 30)  # of a sequence: the sample counts for all of its sequences

@@ -1,0 +1,146 @@
+"""Render chat messages as tokens, and read tool calls from what the model wrote.
+
+The tokens of earlier turns are never rendered again: `continuation` returns only what follows the model's last turn.
+"""
+
+import contextlib
+import hashlib
+import json
+import re
+import uuid
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Message = dict[str, Any]
+# Hermes and Qwen: JSON with name and arguments between these tags.
+_TOOL_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
+
+
+class ChatFormat:
+    """The chat template of a tokenizer. Without a template, a chat is the concatenation of its messages' contents.
+
+    Args:
+        tokenizer: The model's tokenizer.
+        encode, decode: Text to token ids and back, without special tokens.
+    """
+
+    def __init__(
+        self,
+        tokenizer: "PreTrainedTokenizerBase",
+        encode: Callable[[str], Sequence[int]],
+        decode: Callable[[Sequence[int]], str],
+    ) -> None:
+        self._tokenizer, self.encode, self.decode = tokenizer, encode, decode
+        self._end = str(tokenizer.eos_token or "")
+
+    def start(self, messages: Sequence[Message], tools: Sequence[Any]) -> list[int]:
+        """Return the tokens of a conversation that begins with these messages, up to where the model writes.
+
+        Args:
+            messages: The messages.
+            tools: The tools of the request.
+        """
+        return list(self.encode(self._render(messages, tools, True)))
+
+    def continuation(
+        self, messages: Sequence[Message], tools: Sequence[Any], known: int, last_id: int
+    ) -> tuple[list[int] | None, bool]:
+        """Return the tokens between the model's last turn and its next one, and whether the template rewrote earlier messages.
+
+        Args:
+            messages: All messages of the request.
+            tools: The tools of the request.
+            known: Number of messages up to the model's last turn.
+            last_id: The last token of that turn.
+
+        Returns:
+            (tokens, rewrote); tokens is None if the template does not tell where the new messages begin.
+        """
+        before, whole = self._render(messages[:known], tools, False), self._render(messages, tools, True)
+        ends = before.count(self._end) if self._end else 0
+        if not ends:
+            return (list(self.encode(whole[len(before) :])), False) if whole.startswith(before) else (None, True)
+        parts = whole.split(self._end, ends)
+        if len(parts) <= ends:
+            return None, True
+        opening = "" if last_id == self._tokenizer.eos_token_id else self._end
+        kept = before[: before.rindex(self._end)]
+        return list(self.encode(opening + parts[ends])), not whole.startswith(kept)
+
+    def reply(self, ids: Sequence[int], tools: Sequence[Any]) -> Message:
+        """Return the assistant's message of a turn. Tool calls are read if the request has tools.
+
+        Args:
+            ids: The sampled tokens.
+            tools: The tools of the request.
+        """
+        text, calls = self.decode(ids), []
+        for found in _TOOL_CALL.finditer(text) if tools else ():
+            try:
+                call = json.loads(found[1])
+                function = {"name": str(call["name"]), "arguments": json.dumps(call.get("arguments", {}))}
+            except (ValueError, KeyError, TypeError, RecursionError):
+                continue  # not a call: it stays in the content
+            calls.append({"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function})
+        if not calls:
+            return {"role": "assistant", "content": text}
+        return {"role": "assistant", "content": text[: text.index("<tool_call>")].strip() or None, "tool_calls": calls}
+
+    def drifts(self, ids: Sequence[int]) -> bool:
+        """Return whether encoding the text of these tokens gives other tokens, as a server without token ids would train on."""
+        text = str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
+        return list(self.encode(text)) != list(ids)
+
+    def stop_ids(self, stops: Sequence[str]) -> dict[int, str]:
+        """Return the token of each stop string. Raise ValueError for one that is not one token."""
+        found = {}
+        for stop in stops:
+            ids = list(self.encode(stop))
+            if len(ids) != 1:
+                raise ValueError(f"stop={stop!r}: only a string of one token can end a turn, and this one has {len(ids)}")
+            found[ids[0]] = stop
+        return found
+
+    def _render(self, messages: Sequence[Message], tools: Sequence[Any], open_turn: bool) -> str:
+        if self._tokenizer.chat_template is None:
+            return "".join(str(message.get("content") or "") for message in messages)
+        rendered = self._tokenizer.apply_chat_template(
+            [_with_parsed_arguments(message) for message in messages],
+            tools=list(tools) or None,
+            add_generation_prompt=open_turn,
+            tokenize=False,
+        )
+        return str(rendered)
+
+
+def digests(messages: Sequence[Message], tools: Sequence[Any]) -> list[bytes]:
+    """Return a digest of the first k messages for each k from 1, equal for what a client got and what it sends back.
+
+    Args:
+        messages: Messages of a request.
+        tools: Its tools.
+    """
+    state, found = hashlib.blake2b(json.dumps(list(tools), sort_keys=True).encode()).digest(), []
+    for message in messages:
+        calls = [[call.get("id"), call.get("function")] for call in message.get("tool_calls") or ()]
+        fields = [message.get("role"), message.get("content") or "", calls, message.get("tool_call_id"), message.get("name")]
+        state = hashlib.blake2b(state + json.dumps(fields, sort_keys=True).encode()).digest()
+        found.append(state)
+    return found
+
+
+def _with_parsed_arguments(message: Message) -> Message:
+    """Return the message with the arguments of tool calls as objects, as templates expect them."""
+    if not message.get("tool_calls"):
+        return message
+    calls = []
+    for call in message["tool_calls"]:
+        function = dict(call["function"])
+        if isinstance(function.get("arguments"), str):
+            with contextlib.suppress(ValueError):
+                function["arguments"] = json.loads(function["arguments"])
+        calls.append({**call, "function": function})
+    return {**message, "tool_calls": calls}

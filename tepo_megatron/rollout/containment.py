@@ -1,0 +1,140 @@
+"""Keep the failure of a user's code to one sample: limits, deadlines, and the sample that stands for a lost one.
+
+A lost sample has no response tokens and a `Rollout.failure`. Training leaves it out: advantages are those of the rest of its
+group, and a group with fewer than two whole samples is dropped. Evaluations count it as wrong.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Awaitable, Sequence
+
+import torch
+
+from tepo_megatron.errors import RolloutError
+from tepo_megatron.observability.metrics import Metrics
+from tepo_megatron.types import Prompt, Rollout, split_samples
+
+_log = logging.getLogger(__name__)
+FAILURE_KINDS = ("raised", "timed_out", "over_limit")
+CANCEL_SECONDS = 1.0  # for code that was cancelled to end; code that goes on is abandoned
+LEAST_SAMPLES = 2  # whole samples of a group that can be learned from
+
+
+class OverLimit(Exception):
+    """A sample needs more than a limit of `rollout.limits` allows. Catching it does not save the sample."""
+
+
+class LossCounter:
+    """Counts the samples of a step, and those that were lost.
+
+    Args:
+        max_failed_share: Largest share of lost samples with which the run goes on.
+    """
+
+    def __init__(self, max_failed_share: float) -> None:
+        self._most, self._samples, self._sequences = max_failed_share, 0, 0
+        self._failures: list[str] = []
+
+    def take(self, group: Sequence[Rollout]) -> list[Rollout]:
+        """Count a group, and return its sequences without the lost samples; empty if too few samples are left to compare."""
+        samples = split_samples(group)
+        self._samples += len(samples)
+        self._sequences += len(group)
+        self._failures += [sample[0].failure for sample in samples if sample[0].failure]
+        rest = [rollout for rollout in group if not rollout.failure]
+        return rest if len(split_samples(rest)) >= LEAST_SAMPLES else []
+
+    def end_step(self, step: int, metrics: Metrics) -> None:
+        """Add the metrics of the step's samples.
+
+        Args:
+            step: Number of the step.
+            metrics: Receives them.
+
+        Raises:
+            RolloutError: More samples were lost than `rollout.max_failed_share` allows.
+        """
+        lost = len(self._failures)
+        for kind in FAILURE_KINDS:
+            metrics.add(f"rollout/samples_{kind}", sum(kind_of(failure) == kind for failure in self._failures))
+        if self._samples:
+            metrics.add("rollout/sequences_per_sample", self._sequences / self._samples)
+        if lost:
+            _log.warning("step %d: %d of %d samples were lost; the first: %s", step, lost, self._samples, self._failures[0])
+        if lost > self._most * self._samples:
+            raise RolloutError(
+                f"step {step}: {lost} of {self._samples} samples were lost, more than rollout.max_failed_share={self._most:g}; "
+                f"correct rollout.function, or raise that share. The first: {self._failures[0]}"
+            )
+
+
+async def within(work: Awaitable[object], seconds: float) -> object:
+    """Return the result of a user's code, or raise its error.
+
+    Code that ignores its cancellation is abandoned, so that this call returns in bounded time as long as the code awaits.
+
+    Args:
+        work: The call of the user's function.
+        seconds: Deadline.
+
+    Raises:
+        OverLimit: The deadline has passed.
+    """
+    task = asyncio.ensure_future(_caught(work))
+    try:
+        await asyncio.wait({task}, timeout=seconds)
+        if not task.done():
+            raise OverLimit(f"timed out after rollout.limits.seconds={seconds:g}")
+        if task.cancelled():
+            raise RuntimeError("it was cancelled, by itself")
+        result, error = task.result()
+        if error is not None:
+            raise error
+        return result
+    finally:
+        if not task.done():
+            task.cancel()
+            await asyncio.wait({task}, timeout=CANCEL_SECONDS)
+        if task.done() and not task.cancelled():
+            with contextlib.suppress(BaseException):
+                task.exception()  # else asyncio reports that nobody retrieved it
+
+
+async def _caught(work: Awaitable[object]) -> tuple[object, BaseException | None]:
+    """Return (result, error) of a user's code: a SystemExit would end the event loop."""
+    try:
+        return await work, None
+    except (asyncio.CancelledError, GeneratorExit):
+        raise
+    except BaseException as e:
+        return None, e
+
+
+def lost_sample(prompt: Prompt, sample: int, failure: str) -> Rollout:
+    """Return the rollout that stands for a lost sample.
+
+    Args:
+        prompt: Its prompt.
+        sample: Its index in the group.
+        failure: Why it was lost.
+    """
+    tokens = len(prompt.token_ids)
+    return Rollout(
+        prompt_id=prompt.id,
+        token_ids_L=torch.tensor(prompt.token_ids, dtype=torch.int64),
+        response_mask_L=torch.zeros(tokens, dtype=torch.bool),
+        rollout_logprobs_L=torch.zeros(tokens),
+        policy_version=0,
+        stop_reason="stop",
+        answer=prompt.answer,
+        sample=sample,
+        failure=failure,
+    )
+
+
+def kind_of(failure: str) -> str:
+    """Return the status of a lost sample for the metrics: "timed_out", "over_limit" or "raised"."""
+    if "timed out after rollout.limits" in failure:
+        return "timed_out"
+    return "over_limit" if "over its limit" in failure else "raised"

@@ -1,0 +1,166 @@
+"""An OpenAI-compatible HTTP endpoint on the loopback interface, with one address and one secret key for each sample.
+
+    POST {base_url}/chat/completions    messages, tools, stop, max_tokens, stream; the run's own sampling parameters apply
+    GET  {base_url}/models              one model, "policy"
+
+A streamed answer is sent when the turn is complete: tool calls are read from its whole text.
+"""
+
+import asyncio
+import hmac
+import json
+import secrets
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from aiohttp import web
+
+from tepo_megatron.rollout.agent import AgentSample, AgentTask, ChatReply, ChatRequest, RefusedRequest
+from tepo_megatron.rollout.conversation import Decode
+
+MODEL = "policy"
+MOST_BYTES = 8 << 20  # of a request
+MOST_MESSAGES = 10_000
+_UNSUPPORTED = ("logit_bias", "logprobs", "top_logprobs", "functions", "response_format", "audio")
+
+
+class Gateway:
+    """The endpoint. `start` and `close` run in the event loop that serves it; samples may be opened from any thread.
+
+    Args:
+        decode: Token ids to text.
+    """
+
+    def __init__(self, decode: Decode) -> None:
+        self._decode = decode
+        self._samples: dict[str, tuple[str, AgentSample]] = {}  # name -> (key, sample)
+        self._runner: web.AppRunner | None = None
+        self.port = 0
+
+    async def start(self) -> None:
+        """Listen on a free port of the loopback interface."""
+        app = web.Application(client_max_size=MOST_BYTES)
+        app.router.add_post("/samples/{sample}/v1/chat/completions", self._complete)
+        app.router.add_get("/samples/{sample}/v1/models", self._models)
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", 0)
+        await site.start()
+        self.port = int(self._runner.addresses[0][1])
+
+    async def close(self) -> None:
+        """Stop listening and end all connections. May be called again."""
+        if self._runner is not None:
+            await self._runner.cleanup()
+            self._runner = None
+
+    @contextmanager
+    def open_sample(self, sample: AgentSample) -> Iterator[AgentTask]:
+        """Serve a sample inside of the block, and yield what its agent gets."""
+        name, key = secrets.token_hex(8), secrets.token_hex(24)
+        self._samples[name] = (key, sample)
+        try:
+            prompt = sample.prompt
+            address = f"http://127.0.0.1:{self.port}/samples/{name}/v1"
+            yield AgentTask(self._decode(prompt.token_ids), prompt.answer, prompt.meta, address, key, MODEL)
+        finally:
+            del self._samples[name]
+            sample.close()
+
+    def _sample_of(self, request: web.Request) -> AgentSample | None:
+        """Return the sample of a request with the right key; None for any other, whether the sample exists or not."""
+        key, sample = self._samples.get(request.match_info["sample"], (secrets.token_hex(24), None))
+        given = request.headers.get("Authorization", "").encode(errors="replace")
+        return sample if hmac.compare_digest(given, f"Bearer {key}".encode()) else None
+
+    async def _models(self, request: web.Request) -> web.StreamResponse:
+        if self._sample_of(request) is None:
+            return _error(401, "invalid_api_key", "wrong key, or the sample has ended")
+        model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "tepo"}
+        return web.json_response({"object": "list", "data": [model]})
+
+    async def _complete(self, request: web.Request) -> web.StreamResponse:
+        if (sample := self._sample_of(request)) is None:
+            return _error(401, "invalid_api_key", "wrong key, or the sample has ended")
+        try:
+            body = json.loads(await request.read())
+            asked = _checked(body)
+            reply = await sample.complete(asked)
+        except RefusedRequest as e:
+            return _error(400, e.code, str(e))
+        except web.HTTPRequestEntityTooLarge:
+            return _error(413, "request_too_large", f"a request has at most {MOST_BYTES} bytes")
+        except (ValueError, TypeError, KeyError, RecursionError, AttributeError) as e:
+            return _error(400, "invalid_request", f"{type(e).__name__}: {e}"[:500])
+        except Exception as e:  # a chat template may raise anything
+            return _error(400, "chat_template", f"{type(e).__name__}: {e}"[:500])
+        if not body.get("stream"):
+            return web.json_response(_completion(reply))
+        return await _stream(request, reply, bool((body.get("stream_options") or {}).get("include_usage")))
+
+
+def _checked(body: Any) -> ChatRequest:
+    """Return the request in a JSON body. Raises RefusedRequest, or an error of a wrong type."""
+    messages, tools, stop = body["messages"], body.get("tools") or [], body.get("stop") or []
+    if not isinstance(messages, list) or not 0 < len(messages) <= MOST_MESSAGES:
+        raise RefusedRequest("invalid_request", f"messages must be a list of 1 to {MOST_MESSAGES} messages")
+    if body.get("n") not in (None, 1):
+        raise RefusedRequest("invalid_request", "n must be 1: send several requests, each is a branch of the sample")
+    if wrong := [name for name in _UNSUPPORTED if body.get(name)]:
+        raise RefusedRequest("invalid_request", f"{', '.join(wrong)}: not supported by the gateway; remove it")
+    for message in messages:
+        if isinstance(message.get("content"), list):
+            message["content"] = "".join(part["text"] for part in message["content"])
+        if not isinstance(message.get("content"), str | None):
+            raise RefusedRequest("invalid_request", "content must be text")
+    limit = body.get("max_completion_tokens") or body.get("max_tokens")
+    if limit is not None and (not isinstance(limit, int) or limit < 1):
+        raise RefusedRequest("invalid_request", f"max_tokens={limit!r} must be a positive integer")
+    return ChatRequest(messages, tools, limit, [stop] if isinstance(stop, str) else stop)
+
+
+def _completion(reply: ChatReply) -> dict[str, Any]:
+    choice = {"index": 0, "message": reply.message, **_end_of(reply), "logprobs": None}
+    return {**_head("chat.completion"), "choices": [choice], "usage": _usage(reply)}
+
+
+async def _stream(request: web.Request, reply: ChatReply, with_usage: bool) -> web.StreamResponse:
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+    head = _head("chat.completion.chunk")
+    calls = [{"index": i, **call} for i, call in enumerate(reply.message.get("tool_calls", ()))]
+    deltas: list[tuple[dict[str, Any], dict[str, Any]]] = [({"role": "assistant", "content": reply.message["content"]}, {})]
+    deltas += [({"tool_calls": [call]}, {}) for call in calls] + [({}, _end_of(reply))]
+    chunks = [{**head, "choices": [{"index": 0, "delta": delta, "finish_reason": None, **end}]} for delta, end in deltas]
+    if with_usage:
+        chunks.append({**head, "choices": [], "usage": _usage(reply)})
+    try:
+        await response.prepare(request)
+        for chunk in chunks:
+            await response.write(f"data: {json.dumps(chunk)}\n\n".encode())
+        await response.write(b"data: [DONE]\n\n")
+    except (ConnectionError, asyncio.CancelledError):
+        pass  # the client has cut the stream; the turn stays part of the sample
+    return response
+
+
+def _head(kind: str) -> dict[str, Any]:
+    return {"id": f"chatcmpl-{secrets.token_hex(12)}", "object": kind, "created": int(time.time()), "model": MODEL}
+
+
+def _end_of(reply: ChatReply) -> dict[str, Any]:
+    reason = "tool_calls" if reply.message.get("tool_calls") else reply.turn.stop_reason
+    return {"finish_reason": reason, "stop_reason": reply.stopped_by}
+
+
+def _usage(reply: ChatReply) -> dict[str, int]:
+    written = len(reply.turn.token_ids)
+    return {
+        "prompt_tokens": reply.prompt_tokens, "completion_tokens": written, "total_tokens": reply.prompt_tokens + written,
+    }  # fmt: skip
+
+
+def _error(status: int, code: str, message: str) -> web.Response:
+    error = {"message": message, "type": "invalid_request_error", "param": None, "code": code}
+    return web.json_response({"error": error}, status=status)
