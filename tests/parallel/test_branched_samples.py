@@ -44,9 +44,7 @@ async def sequences_of(kind: str, prompt: Prompt, chat: ChatFormat, generator: t
         ids = torch.randint(1, VOCAB, (sampling.max_tokens,), generator=generator).tolist()
         return checked_rollout(context, ids, [-1.0] * len(ids), "length", sampling, 0)
 
-    sample = AgentSample(
-        prompt, SamplingParams(1, 1.0, 30, ()), 0, sample_turn=turn, chat=chat, limits=LimitsConfig()
-    )
+    sample = AgentSample(prompt, SamplingParams(1, 1.0, 30, ()), 0, sample_turn=turn, chat=chat, limits=LimitsConfig())
 
     async def ask(tokens: int, *messages: dict) -> dict:
         return (await sample.complete(ChatRequest(messages, max_tokens=tokens))).message
@@ -78,13 +76,19 @@ def rollouts_of(step: int) -> tuple[list[Rollout], list[float]]:
     return found, expected
 
 
-def old_statistics(model: torch.nn.Module, rollouts: Sequence[Rollout], generator: torch.Generator) -> tuple[list, list]:
-    """Return old log-probs and entropies, some of them beyond the clip range."""
+def old_statistics(
+    model: torch.nn.Module, rollouts: Sequence[Rollout], advantages: Sequence[float], generator: torch.Generator
+) -> tuple[list, list]:
+    """Return old log-probs and entropies. Most ratios are beyond the clip range, on the side that the sign of A clips.
+
+    The loss is then far from 0. Near 0 its relative error would show the cancellation of fp32 terms.
+    """
     logprobs, entropies = [], []
     with torch.no_grad():
-        for rollout in rollouts:
+        for rollout, advantage in zip(rollouts, advantages, strict=True):
             logprob, entropy = reference.statistics(model, rollout.token_ids_L, rollout.response_mask_L, cases.TEMPERATURE)
-            logprobs.append(logprob + 0.4 * torch.randn(logprob.shape, generator=generator, dtype=logprob.dtype))
+            noise = 0.1 * torch.randn(logprob.shape, generator=generator, dtype=logprob.dtype)
+            logprobs.append(logprob - math.copysign(0.35, advantage) + noise)
             entropies.append(entropy + 0.05)
     return logprobs, entropies
 
@@ -96,10 +100,12 @@ def batches(case: cases.Case) -> tuple[tuple[TrainBatch, ...], tuple[reference.S
     made, independent = [], []
     for step in range(cases.STEPS):
         rollouts, advantages = rollouts_of(step)
-        old = [torch.cat(part).float() for part in old_statistics(model, rollouts, generator)]
+        old = [torch.cat(part).float() for part in old_statistics(model, rollouts, advantages, generator)]
         made.append(TrainBatch(tuple(rollouts), group_advantages(rollouts, "std"), *old, update=step + 1))
         independent.append(replace(made[-1], advantages_B=torch.tensor(advantages)))
-    return tuple(made), cases.reference_steps(case.model, tuple(independent))
+    steps = cases.reference_steps(case.model, tuple(independent))
+    assert steps[0].clipped_high > 0 and steps[0].clipped_low > 0
+    return tuple(made), steps
 
 
 @pytest.mark.parametrize("name", full_but(["1 rank", "CP2 TP2"], [], LAYOUTS))
