@@ -18,6 +18,7 @@ CALL = re.compile(r"(\d+)([+-])(\d+)$")
 async def calculator(task: AgentTask) -> None:
     """Run one sample with the calculator; `rollout.function` of `calculator.yaml` names this function."""
     messages: list[ChatCompletionMessageParam] = [{"role": "user", "content": task.prompt}]
+    written = ""
     async with AsyncOpenAI(base_url=task.base_url, api_key=task.api_key, max_retries=0) as client:
         for _ in range(MOST_CALLS + 1):
             answer = await client.chat.completions.create(model=task.model, messages=messages, stop="=")
@@ -25,8 +26,9 @@ async def calculator(task: AgentTask) -> None:
             text = choice.message.content or ""
             if getattr(choice, "stop_reason", None) != "=":
                 return  # the answer is complete, or was cut off
-            written = "".join(str(message["content"]) for message in messages[1:]) + text  # type: ignore[typeddict-item]
-            messages += [{"role": "assistant", "content": text}, {"role": "user", "content": result(written)}]
+            found = result(written + text)
+            written += f"{text}={found}"
+            messages += [{"role": "assistant", "content": text}, {"role": "user", "content": found}]
 
 
 def result(text: str) -> str:

@@ -234,7 +234,6 @@ class CustomRollouts:
         """Return what the function returned, and why the sample is lost; empty if it is not."""
         function = self._function
 
-
         async def call() -> object:
             returned = await function.call(argument)
             if made.running:

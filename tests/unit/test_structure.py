@@ -34,9 +34,10 @@ def test_the_package_does_not_grow() -> None:
     supervised fine-tuning 500, distillation 30,
     the gated delta rule: operators, layer, checkpoints, and the Qwen3.5 family 712,
     hybrids in vLLM's CPU server and in the plan 339,
-    ranks of several machines that are restarted 40, the exact KL to a teacher 212.
+    ranks of several machines that are restarted 40, the exact KL to a teacher 212,
+    agents through a gateway, environments, and samples that are lost 672.
     """
-    assert sum(map(lines_of_code, modules().values())) <= 23_392 + 7_613
+    assert sum(map(lines_of_code, modules().values())) <= 23_392 + 7_613 + 672
 
 
 def test_functions_files_and_classes_are_small() -> None:

@@ -1,0 +1,40 @@
+"""A text game for the demo's model: make a chain of sums, one operation in each turn, and leave no mistake in it.
+
+    prompt    9+5-7?
+    turn      9+5=      the game writes 14
+    turn      -7=       the game writes 7
+    turn      .\\boxed{7}
+
+A turn earns nothing; the end earns 1 for the right result, and 0 for a wrong one. A model that guesses at once seldom wins.
+"""
+
+from examples.agents.calculator import result
+from examples.arithmetic.task import boxed_answer
+from tepo_megatron.rollout.environment import StepResult, play
+from tepo_megatron.types import Prompt
+
+MOST_TURNS = 5
+
+
+class SumGame:
+    """One episode of the game."""
+
+    def __init__(self) -> None:
+        self._answer, self._written, self._turns = "", "", 0
+
+    async def reset(self, prompt: Prompt) -> str:
+        """Begin with the prompt's problem."""
+        self._answer = prompt.answer
+        return ""
+
+    async def step(self, action: str) -> StepResult:
+        """Compute the operation that the model wrote, or judge its result."""
+        self._turns += 1
+        if not action.endswith("=") or self._turns >= MOST_TURNS:
+            return StepResult("", float(boxed_answer(action) == self._answer), done=True)
+        found = result(self._written + action[:-1])
+        self._written += action + found
+        return StepResult(found)
+
+
+game = play(SumGame, stop="=")
