@@ -106,8 +106,9 @@ def has_steps(run: Path, count: int) -> bool:
         ("vllm", "shm", {"rollout__max_staleness": 1}),
         ("sglang", "group", {"rollout__servers": 2}),
         ("vllm", "ipc", {"rollout__colocate": "true"}),
+        ("vllm", "shm", {"rollout__function": "examples/agents/calculator.py:calculator"}),
     ],
-    ids=["vllm-shm-ahead", "sglang-group-2-servers", "vllm-ipc-colocated"],
+    ids=["vllm-shm-ahead", "sglang-group-2-servers", "vllm-ipc-colocated", "vllm-shm-gateway"],
 )
 def test_no_attack_from_another_host_or_user_succeeds(
     folder: Path, two: tuple[Host, Host], random_model: Path, tmp_path: Path, engine: str, transport: str, keys: dict[str, Any]

@@ -233,8 +233,8 @@ EXHIBITS = (
         ),
         cost="Mean and standard deviation are those of the batch, not of the prompt.",
         symbol="group_advantages",
-        old="groups = split_groups(rollouts)",
-        new="groups = [list(rollouts)]",
+        old="groups = [split_samples(group) for group in split_groups(rollouts)]",
+        new="groups = [split_samples(rollouts)]",
         tests=(
             "tests/unit/losses/test_advantages.py::test_groups_are_runs_of_one_prompt",
             "tests/unit/losses/test_objective_rows.py::test_group_advantages",

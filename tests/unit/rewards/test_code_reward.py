@@ -53,6 +53,10 @@ CHEATS: dict[str, tuple[str, object]] = {
     "redefines set": ("def set(x): return 0\ndef add(a, b): return [7]", ["assert set(add(1, 2)) == set([3])"]),
     "redefines check": ("def check(f): pass\ndef add(a, b): return 7", FORMS["humaneval"][0]),
     "raises SystemExit": ("def add(a, b): raise SystemExit(0)", ASSERT),
+    "ends where an error is expected": (
+        "import os\ndef add(a, b): os._exit(0)",
+        {"test_list": ["try:\n  add(1, 2)\n  assert False\nexcept ValueError: pass"]},
+    ),
     "changes assert": ("import builtins\nbuiltins.AssertionError = Exception\ndef add(a, b): return 7", ASSERT),
     "writes results": (
         "import os\nfor i in range(256):\n  try: os.write(i, b'[true]\\n')\n  except OSError: pass\n"
