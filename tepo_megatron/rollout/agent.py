@@ -260,7 +260,8 @@ class AgentSample:
         stops: Mapping[int, str],
     ) -> ChatReply:
         stopped_by = stops.get(turn.token_ids[-1]) if turn.token_ids and turn.stop_reason == "stop" else None
-        message = self._chat.reply(turn.token_ids[:-1] if stopped_by is not None else turn.token_ids, request.tools)
+        written = turn.token_ids[:-1] if stopped_by is not None else turn.token_ids
+        message = self._chat.reply(written, request.tools, before)
         self.counts["turns"] += 1
         self.counts["drift"] += self._chat.drifts(turn.token_ids)
         self._tool_calls += len(message.get("tool_calls", ()))

@@ -7,7 +7,6 @@ import contextlib
 import hashlib
 import json
 import re
-import uuid
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -70,12 +69,15 @@ class ChatFormat:
         kept = before[: before.rindex(self._end)]
         return list(self.encode(opening + parts[ends])), not whole.startswith(kept)
 
-    def reply(self, ids: Sequence[int], tools: Sequence[Any]) -> Message:
+    def reply(self, ids: Sequence[int], tools: Sequence[Any], before: int = 0) -> Message:
         """Return the assistant's message of a turn. Tool calls are read if the request has tools.
+
+        Templates may render the names of calls, so these follow from the tokens: the same samples give the same prompts.
 
         Args:
             ids: The sampled tokens.
             tools: The tools of the request.
+            before: Number of tokens before them.
         """
         text, calls = self.decode(ids), []
         for found in _TOOL_CALL.finditer(text) if tools else ():
@@ -84,7 +86,8 @@ class ChatFormat:
                 function = {"name": str(call["name"]), "arguments": json.dumps(call.get("arguments", {}))}
             except (ValueError, KeyError, TypeError, RecursionError):
                 continue  # not a call: it stays in the content
-            calls.append({"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function})
+            name = hashlib.blake2b(json.dumps([before, len(calls), list(ids)]).encode(), digest_size=12).hexdigest()
+            calls.append({"id": f"call_{name}", "type": "function", "function": function})
         if not calls:
             return {"role": "assistant", "content": text}
         return {"role": "assistant", "content": text[: text.index("<tool_call>")].strip() or None, "tool_calls": calls}

@@ -87,7 +87,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple:
     return run_world(1, _rank, cfg, folder / "in-service")[0]
 
 
-@pytest.mark.parametrize(("which", "heading", "most"), [(0, ROLLOUT, 16), (1, WEIGHT, 8)], ids=["rollout", "weight"])
+@pytest.mark.parametrize(("which", "heading", "most"), [(0, ROLLOUT, 18), (1, WEIGHT, 8)], ids=["rollout", "weight"])
 def test_the_tour_lists_the_files_that_carry_it(recorded: tuple, which: int, heading: str, most: int) -> None:
     carriers, readers, _ = recorded[which]
     listed = {file for file, _ in hops(heading)}

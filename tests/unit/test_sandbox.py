@@ -9,6 +9,7 @@ import sys
 import time
 import uuid
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -89,7 +90,7 @@ HOSTILE: dict[str, tuple[str, tuple[str, ...]]] = {
     "traces the first process": ("ctypes.CDLL(None).ptrace(16, 1, None, None)", ("exited", "timeout")),
     "reads a secret file": (tries("open(SECRET).read()"), LOST),
     "follows a link to it": (tries("os.symlink(SECRET, '/tmp/link')", "open('/tmp/link').read()"), LOST),
-    "looks for it": (tries("assert any(MARK in f for _, _, files in os.walk('/') for f in files)"), LOST),
+    "looks for it": (tries("assert any(MARK in f for _, _, files in os.walk('/') for f in files)"), (*LOST, "timeout")),
     "reads environments": (
         tries(
             "found = [open(f'/proc/{p}/environ', 'rb').read() for p in os.listdir('/proc') if p.isdigit()]",
@@ -158,7 +159,8 @@ def outcome(name: str, given: dict[str, object]) -> tuple[str, float, Finished]:
     """Return how a hostile program ended, after how many seconds."""
     text = (PROLOGUE.format(**given) + HOSTILE[name][0]).replace("{parent}", str(os.getpid()))
     began = time.monotonic()
-    finished = run([PROGRAM], {PROGRAM: text.encode()}, b"", LIMITS)
+    limits = LIMITS if "timeout" in HOSTILE[name][1] else replace(LIMITS, wall_seconds=60)  # on a busy machine, too
+    finished = run([PROGRAM], {PROGRAM: text.encode()}, b"", limits)
     assert b"GOT" not in finished.stdout, (name, finished)
     said = "LOST" if b"LOST" in finished.stdout and finished.why == "exited" else finished.why
     return said, time.monotonic() - began, finished
@@ -169,7 +171,7 @@ def try_all(names: list[str], given: dict[str, object]) -> None:
     files = {path: sorted(path.iterdir()) for path in (Path("/tmp"), Path("/dev/shm"))}
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
         ends = dict(zip(names, pool.map(lambda name: outcome(name, given), names), strict=True))
-    wrong = {name: end for name, end in ends.items() if end[0] not in HOSTILE[name][1] or end[1] > LIMITS.wall_seconds + 5}
+    wrong = {name: end for name, end in ends.items() if end[0] not in HOSTILE[name][1] or end[1] > 90}
     assert not wrong, wrong
     assert all(len(end[2].stdout) <= LIMITS.output_bytes for end in ends.values())
     left = [p for p in psutil.process_iter(["cmdline"]) if p.pid not in before and "/program.py" in (p.info["cmdline"] or [])]

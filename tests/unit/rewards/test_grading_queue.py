@@ -107,14 +107,12 @@ def url() -> Iterator[str]:
 
 
 def test_a_judge_has_as_many_groups_at_once_as_the_config_says(url: str) -> None:
-    """32 groups at 0.2 s each take 6.4 s one after the other, and 0.8 s with 8 at once, as the judge demands here."""
+    """The judge answers no group before 8 are there at once."""
     Judge.barrier = threading.Barrier(8)
     with build_reward(config({"type": "http", "url": url, "concurrency": 8}), decode) as reward:
-        start = time.monotonic()
         graded = [future.result(60) for future in [reward.submit([rollout("a" * n)] * 2) for n in range(32)]]
-        seconds = time.monotonic() - start
     assert [[r.reward for r in group] for group in graded] == [[n, n] for n in range(32)]
-    assert Judge.most == 8 and seconds < 4.0
+    assert Judge.most == 8
 
 
 def test_an_error_of_a_judge_reaches_the_group_and_the_others_end() -> None:
