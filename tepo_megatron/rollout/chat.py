@@ -79,7 +79,8 @@ class ChatFormat:
             tools: The tools of the request.
             before: Number of tokens before them.
         """
-        text, calls = self.decode(ids), []
+        text = self.decode(ids)
+        calls: list[dict[str, Any]] = []
         for found in _TOOL_CALL.finditer(text) if tools else ():
             try:
                 call = json.loads(found[1])
