@@ -27,17 +27,8 @@ _TOKEN_FIELDS = {
 }
 _MASKS = {"counts_N": np.dtype(np.int32), "ids_M": np.dtype(np.int32)}  # of `SamplingMask`
 _COLUMNS = (
-    "prompt_id",
-    "policy_version",
-    "stop_reason",
-    "reward",
-    "score",
-    "status",
-    "later_versions",
-    "servers",
-    "terms",
-    "sample",
-)
+    "prompt_id", "policy_version", "stop_reason", "reward", "score", "status", "later_versions", "servers", "terms", "sample",
+)  # fmt: skip
 _DIGEST_BYTES = 8
 
 

@@ -21,7 +21,7 @@ def literal(value: object) -> "str | None":
     try:
         text = repr(value)
         return text if len(text) < 2**20 and ast.literal_eval(text) == value else None
-    except Exception:
+    except Exception:  # the program's own `__repr__` and `__eq__` may raise anything
         return None
 
 
