@@ -20,7 +20,7 @@ from queue import SimpleQueue
 
 from benchmarks.results import commit
 from tests.mutants import matrix
-from tests.mutants.copies import ROOT, Copy, Verdict
+from tests.mutants.copies import ROOT, Copy, Verdict, selection
 from tests.mutants.exhibit import Exhibit
 from tests.mutants.exhibits import all_exhibits
 
@@ -58,7 +58,7 @@ def main(argv: list[str] | None = None) -> int:
         def look(exhibit: Exhibit) -> Verdict:
             copy = free.get()
             try:
-                return copy.look(exhibit, DEFAULT_TESTS if args.all else (*exhibit.tests, "-m", "not full"), args.seconds)
+                return copy.look(exhibit, DEFAULT_TESTS if args.all else selection(exhibit.tests), args.seconds)
             finally:
                 free.put(copy)
 

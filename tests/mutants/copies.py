@@ -40,6 +40,16 @@ class Verdict:
         return f"{'caught ' if self.caught_by else 'MISSED '} {self.seconds:5.1f} s  {self.name}: {self.caught_by or self.how}"
 
 
+def selection(tests: Sequence[str]) -> tuple[str, ...]:
+    """Return pytest's arguments that run named tests, marked full or not, and of whole files the cases that are not marked full.
+
+    Args:
+        tests: Files, or tests in the form file::test.
+    """
+    named = all("::" in test for test in tests)
+    return tuple(tests) if named else (*tests, "-m", "not full")
+
+
 class Copy:
     """A copy of the tracked files of `root` in the new folder `path`, with links to its environments."""
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from tests.mutants.copies import ROOT
+from tests.mutants.copies import ROOT, selection
 from tests.mutants.exhibit import Exhibit, NotFound, mutated
 from tests.mutants.exhibits import all_exhibits
 
@@ -50,6 +52,18 @@ def test_every_exhibit_names_tests_that_exist() -> None:
             function = re.sub(r"\[.*", "", name)
             text = (ROOT / path).read_text() if path.endswith(".py") else ""
             assert not name or f"def {function}(" in text, f"{exhibit.name}: {words}"
+
+
+@pytest.mark.full
+def test_every_exhibits_tests_are_selected() -> None:
+    exhibits = all_exhibits()
+    assert [exhibit.name for exhibit in exhibits if len({"::" in test for test in exhibit.tests}) > 1] == []
+    tests = sorted({test for exhibit in exhibits for test in exhibit.tests})
+    names = [test for test in tests if "::" in test]
+    for arguments in (selection(names), *(selection([test]) for test in tests if test not in names)):
+        words = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", *arguments]
+        found = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=300)
+        assert found.returncode == 0, found.stdout[-2000:]
 
 
 def test_a_bug_is_put_where_its_symbol_is(tree: Path) -> None:
