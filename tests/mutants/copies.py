@@ -41,7 +41,7 @@ class Verdict:
 
 
 def selection(tests: Sequence[str]) -> tuple[str, ...]:
-    """Return pytest's arguments that run named tests, marked full or not, and of whole files the cases that are not marked full.
+    """Return pytest's arguments that run named tests, marked full or not, and of whole files the cases not marked full.
 
     Args:
         tests: Files, or tests in the form file::test.
