@@ -109,9 +109,8 @@ def measured(output: str) -> str:
 def short(message: str) -> str:
     """Return the part of a failure that says most, in one line: the last line that names an error, else the first line."""
     lines = [line.strip() for line in message.splitlines() if line.strip()]
-    named = [
-        line for line in lines if re.match(r"(E\s+)?[\w.]*(Error|Exception|Failed|Invalid)\w*\b.*:", line) or "error: " in line
-    ]
+    error = re.compile(r"(E\s+)?[\w.]*(Error|Exception|Failed|Invalid)\w*\b.*:|.*error: ")
+    named = [line for line in lines if error.match(line)]
     text = (named or lines or ["no message"])[-1 if named else 0]
     return re.sub(r"\s+", " ", _anonymous(text))[:_REASON_LENGTH]
 
@@ -123,15 +122,8 @@ def _anonymous(text: str) -> str:
 
 def _run(command: Sequence[str]) -> str:
     """Run the tests; return why tests may be missing in their report. Ends all that they started when the time is up."""
-    process = subprocess.Popen(
-        command,
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=_environment(),
-        start_new_session=True,
-    )
+    streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    process = subprocess.Popen(command, cwd=ROOT, env=_environment(), start_new_session=True, **streams)
     try:
         output, _ = process.communicate(timeout=CHECK_SECONDS)
     except subprocess.TimeoutExpired:

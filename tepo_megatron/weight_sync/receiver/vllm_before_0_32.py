@@ -1,4 +1,4 @@
-"""Label the responses of vLLM 0.28 to 0.31 with the weights that sampled them. Runs inside the server.
+"""Give vLLM 0.28 to 0.31 what this package asks of 0.32. All but `sleep_status` runs inside the server.
 
 Since 0.32 vLLM's own outputs say which weights sampled them. Before, the API server alone knows when the weights change: every
 update goes through its engine client. A response gets two labels, as in 0.32, if weights were loaded between its request and
@@ -6,7 +6,7 @@ its end, and the trainer refuses it.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -73,3 +73,13 @@ def _finishing(upstream: Callable[..., Any]) -> Callable[..., Any]:
         _change(now().label if weight_version is None else weight_version)
 
     return finish_weight_update
+
+
+async def sleep_status(send: Callable[[str, str, None], Awaitable[Any]]) -> dict[str, str]:
+    """Return the answer of 0.32 to `/sleep` and `/wake_up`, which earlier releases answer without a body.
+
+    Args:
+        send: Sends one request: method, path, body.
+    """
+    found = await send("GET", "/is_sleeping", None)
+    return {"status": "sleeping" if found["is_sleeping"] else "awake"}

@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 from fastapi import FastAPI
 
+from tepo_megatron.errors import RolloutError
+from tepo_megatron.inference.vllm import VllmApi
 from tepo_megatron.weight_sync.receiver import sglang_answers, sglang_before_0_5_21, vllm_answers, vllm_before_0_32
 from tepo_megatron.weight_sync.receiver.binary_answer import ids_crc
 
@@ -80,6 +82,20 @@ def test_an_output_of_vllm_before_0_32_has_the_labels_of_its_request_and_its_end
     assert asyncio.run(labels("0")) == "0+0"  # the same version again may be other weights
     output.token_ids = []
     assert asyncio.run(labels("1")) == ""
+
+
+def test_vllm_before_0_32_is_asked_whether_it_sleeps() -> None:
+    asleep = True
+
+    async def send(method: str, path: str, body: None) -> object:
+        return {"is_sleeping": asleep} if (method, path) == ("GET", "/is_sleeping") else ""
+
+    asyncio.run(VllmApi().sleep(send))
+    asyncio.run(VllmApi().wake(send, "weights"))
+    with pytest.raises(RolloutError, match="should have said that it is awake"):
+        asyncio.run(VllmApi().wake(send, "kv_cache"))
+    asleep = False
+    asyncio.run(VllmApi().wake(send, "kv_cache"))
 
 
 def test_sglang_before_0_5_21_gets_routes_and_arguments_that_it_knows() -> None:
