@@ -1,8 +1,8 @@
 """Adapter for vLLM's OpenAI-compatible server: token ids in, token ids and processed log-probs out.
 
-Facts about vLLM are of 0.32, those about earlier releases in `vllm_before_0_32.py`; timings are of a 0.6 M-parameter model on 2 CPU cores. Nothing here imports vLLM: the server is a
-separate process, in which `vllm_plugin.py` loads weights, `vllm_auth.py` requires the key, and `vllm_answers.py` answers in
-binary.
+Facts about vLLM are of 0.32, those about earlier releases are in `vllm_before_0_32.py`; timings are of a 0.6 M-parameter model
+on 2 CPU cores. Nothing here imports vLLM: the server is a separate process, in which `vllm_plugin.py` loads weights,
+`vllm_auth.py` requires the key, and `vllm_answers.py` answers in binary.
 """
 
 import base64
