@@ -86,7 +86,7 @@ def to_sample(output: Any, prompt: list[int], experts: bool) -> Sample:
     masked = ids.size and len(flat.logprobs) > len(flat)
     return Sample(
         finish_reason=str(output.finish_reason),
-        label=_label(output) if ids.size else "",
+        label=weight_labels(output) if ids.size else "",
         prompt_tokens=len(prompt),
         prompt_crc=ids_crc(prompt),
         ids_T=ids,
@@ -96,7 +96,7 @@ def to_sample(output: Any, prompt: list[int], experts: bool) -> Sample:
     )
 
 
-def _label(output: Any) -> str:
+def weight_labels(output: Any) -> str:
     """Return the labels of all weights that sampled an output."""
     if not hasattr(output, "weight_versions"):
         return vllm_before_0_32.label()
