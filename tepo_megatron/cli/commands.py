@@ -112,6 +112,21 @@ def report(args: argparse.Namespace, overrides: list[str]) -> int:
     return 0
 
 
+def watch(args: argparse.Namespace, overrides: list[str]) -> int:
+    """Run `tepo watch RUN_DIR [RUN_DIR ...] [--port N]`.
+
+    Args:
+        args: The parsed options.
+        overrides: The remaining arguments.
+    """
+    from tepo_megatron.report.live import watch
+
+    if not 0 <= args.port < 2**16:
+        raise ConfigError(f"--port {args.port}: a number from 0 to 65535")
+    watch(args.run_dirs, args.port, lambda text: print(escaped(text), flush=True))
+    return 0
+
+
 def train(config_path: str, overrides: list[str]) -> int:
     """Run `tepo train CONFIG [--key value ...]`.
 

@@ -28,8 +28,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=__version__)
     subparsers = parser.add_subparsers(dest="command", required=True)
     for add in (
-        _add_train, _add_sft, _add_restart, _add_replay, _add_report, _add_audit, _add_ablate, _add_serve, _add_doctor,
-        _add_evaluate, _add_plan, _add_compare,
+        _add_train, _add_sft, _add_restart, _add_replay, _add_report, _add_watch, _add_audit, _add_ablate, _add_serve,
+        _add_doctor, _add_evaluate, _add_plan, _add_compare,
     ):  # fmt: skip
         add(subparsers)
     words = list(sys.argv[1:] if argv is None else argv)
@@ -209,6 +209,14 @@ def _add_compare(subparsers: Subparsers) -> None:
     parser.add_argument("first", type=Path, metavar="DIR", help="folder that tepo evaluate wrote")
     parser.add_argument("second", type=Path, metavar="DIR", help="folder of the evaluation that is subtracted")
     parser.set_defaults(run=commands.compare)
+
+
+def _add_watch(subparsers: Subparsers) -> None:
+    text = "show runs that are under way on a page that only this machine can open (docs/watch.md)"
+    parser = subparsers.add_parser("watch", help=text)
+    parser.add_argument("run_dirs", type=Path, nargs="+", metavar="RUN_DIR", help="directories of runs, runs/NAME")
+    parser.add_argument("--port", type=int, default=0, metavar="N", help="port of 127.0.0.1 (default: a free one)")
+    parser.set_defaults(run=commands.watch)
 
 
 def _add_audit(subparsers: Subparsers) -> None:

@@ -56,7 +56,7 @@ def read_run(folder: Path) -> RunRecord:
     """Read a run. Raises DataError if no step was recorded or a file is malformed, ConfigError if config.yaml is malformed."""
     found = read_steps(folder)
     notes = tuple(f"{METRICS_FILE}: {fault}." for fault in found.faults)
-    summary = _read_summary(folder / "summary.json")
+    summary = read_summary(folder / "summary.json")
     return RunRecord(folder, load_config(folder / "config.yaml"), Curves(found.records), summary, notes)
 
 
@@ -81,7 +81,7 @@ def duration(seconds: float) -> str:
     return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{rest} s"
 
 
-def _read_summary(path: Path) -> Summary | None:
+def read_summary(path: Path) -> Summary | None:
     """Return the summary; None while the run has not ended. Raises DataError for a malformed file."""
     if not path.exists():
         return None
