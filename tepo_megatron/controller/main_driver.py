@@ -134,6 +134,8 @@ class MainDriver:
             restarts = self.engine.restarts
             metrics.add("rollout/server_restarts", restarts - self._restarts)
             self._restarts = restarts
+            for name, value in self.engine.server_metrics().items():
+                metrics.add(name, value)
             for name, value in self.engine.canary_metrics().items() if self._cfg.sync.canaries else ():
                 metrics.add(name, value)
         last = Minibatch(rollouts, list(range(len(rollouts)))) if stream is None else stream.finish()

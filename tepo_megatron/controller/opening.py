@@ -1,6 +1,7 @@
 """Open the rollout side of a run: load the prompts, start the engine and the graders, and log the setup of the run."""
 
 import contextlib
+import shlex
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -49,7 +50,7 @@ def open_driver(cfg: Config, make_engine: EngineFactory | None = None) -> Iterat
     if rollout.replay is not None:
         with RunLog(run_dir, cfg.logging, steps) as log:
             log.message(f"objective {cfg.objective.name}; rollouts of {rollout.replay}, no engine")
-            _log_lines(log, *untested_fields(cfg.megatron), *checks_that_are_off(safety_checks(cfg)))
+            _log_lines(log, watch_line(run_dir), *untested_fields(cfg.megatron), *checks_that_are_off(safety_checks(cfg)))
             yield MainDriver(cfg, Replay(Path(rollout.replay), routing), None, evaluations([], None), log)
         return
     encode, decode = text_functions(tokenizer)
@@ -64,7 +65,7 @@ def open_driver(cfg: Config, make_engine: EngineFactory | None = None) -> Iterat
             f"objective {cfg.objective.name}, {cfg.parallel.world_size} {cfg.platform} ranks; {data.count} prompts "
             f"to train on, {len(data.eval)} to evaluate on"
         )
-        _log_lines(log, *data.log_lines)
+        _log_lines(log, watch_line(run_dir), *data.log_lines)
         _log_lines(log, *untested_fields(cfg.megatron))
         _log_lines(log, *method_lines(method, cfg.training, rollout))
         _log_lines(log, *checks_that_are_off(safety_checks(cfg)), *beginning(rollout, run_dir / SERVER_LOG))
@@ -102,6 +103,11 @@ def _check_enough_prompts(data: Data, name: str, wanted: int) -> None:
 def _log_lines(log: RunLog, *lines: str) -> None:
     for line in lines:
         log.message(line)
+
+
+def watch_line(run_dir: Path) -> str:
+    """Return the line that says how to see the run live."""
+    return f"watch it: tepo watch {shlex.quote(str(run_dir))}"
 
 
 def method_lines(method: Method, training: TrainingConfig, rollout: RolloutConfig) -> list[str]:

@@ -135,6 +135,9 @@ class Lifecycle(Protocol):
     def restarts(self) -> int:
         """Number of server restarts since `start`, for any reason."""
 
+    def server_metrics(self) -> Mapping[str, float]:
+        """Return the load of each server since the last call, by key of metrics.jsonl; empty if there are no servers."""
+
     def canary_metrics(self) -> Mapping[str, float]:
         """Return the metrics of the questions about canaries since the last call; empty without canaries."""
 

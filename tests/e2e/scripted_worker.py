@@ -55,6 +55,9 @@ class ScriptedEngine:
     def resident_bytes(self) -> int:
         return 2**20
 
+    def server_metrics(self) -> dict[str, float]:
+        return {}
+
     def take_events(self) -> list[str]:
         return []
 

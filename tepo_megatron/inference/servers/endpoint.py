@@ -123,6 +123,8 @@ class Endpoint(ServerConnection):
         ranks: Number of processes that hold the model.
         version: Version of the weights that the server serves.
         in_flight: Number of requests in flight.
+        most_in_flight: Most requests that were in flight at once since `load.LoadMeter` last read it.
+        response_tokens: Response tokens sampled so far.
         asleep: Parts whose memory is released.
         answered: The server has answered a generation request since it was launched.
         broken_off: The sender of the last update is gone before its end.
@@ -133,7 +135,7 @@ class Endpoint(ServerConnection):
         self._max_model_len, self.ranks = max_model_len, cfg.tp
         self.version = INITIAL_VERSION
         self._coming = INITIAL_VERSION  # target version of the update under way
-        self.in_flight = 0
+        self.in_flight = self.most_in_flight = self.response_tokens = 0
         self.asleep: frozenset[EnginePart] = frozenset()
         self.answered = self.broken_off = False
 

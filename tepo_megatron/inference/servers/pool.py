@@ -172,6 +172,7 @@ class ServerPool:
     def occupy(self, slot: ServerSlot[Endpoint]) -> None:
         """Count a request that needs no place in the queue as begun, so that no update comes in between. `release` ends it."""
         slot.endpoint.in_flight += 1
+        slot.endpoint.most_in_flight = max(slot.endpoint.most_in_flight, slot.endpoint.in_flight)
         self._in_flight += 1
 
     async def release(self, slot: ServerSlot[Endpoint]) -> None:

@@ -128,6 +128,7 @@ class RoutedSampler:
                     error = _noted(e, incarnation)
                 else:
                     member.delivered()
+                    member.endpoint.response_tokens += sum(rollout.response_length for rollout in rollouts)
                     return rollouts
             avoid = member.endpoint
             if attempt < ATTEMPTS:

@@ -41,8 +41,8 @@ class Abscissas:
 def plot_of(chart: PanelChart, xs: Abscissas) -> dict[str, Any]:
     """Return a chart for `watch.js`: title, caption, and for each axes its scale, rules and series.
 
-    A series is `line`, `band` (two rows of values), `bar` (two rows, stacked) or `points` (three rows: value, and the ends of
-    its error bar).
+    A series is `line`, `band` (two rows of values), `bar` (two rows, foot and height) or `points` (three rows: value, and the
+    ends of its error bar).
 
     Args:
         chart: Chart to draw.
@@ -149,9 +149,9 @@ class PlotAxes:
         self._add("band", style["label"], style["color"], x, edges, under=style.get("zorder") is not None)
 
     def stairs(self, values: np.ndarray, edges: np.ndarray, baseline: np.ndarray, **style: Any) -> None:
-        """Draw bars that stand on others."""
+        """Draw bars that stand on others, from `baseline` up to `values`."""
         self._see(values)
-        self._add("bar", style["label"], style["color"], (edges[:-1] + edges[1:]) / 2, [baseline, values])
+        self._add("bar", style["label"], style["color"], (edges[:-1] + edges[1:]) / 2, [baseline, values - baseline])
 
     def errorbar(self, x: Values, y: Values, errors: Values, **style: Any) -> None:
         """Draw points with error bars."""

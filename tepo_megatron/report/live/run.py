@@ -92,8 +92,8 @@ class LiveRun:
             notes.append("No step has been recorded yet.")
         if len(self._thinned.steps) < len(self.curves.steps):
             notes.append(
-                f"The {len(self.curves.steps):,} steps are shown as at most {BUCKETS} parts: by the least and the greatest value of "
-                f"each, and seconds by their mean."
+                f"The {len(self.curves.steps):,} steps are shown as at most {BUCKETS} parts: by the least and greatest value "
+                f"of each, and seconds by their mean."
             )
         sections = [] if thinned is None else panel_sections(thinned, f"run-{self._place}")
         xs = Abscissas()

@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 import hmac
 import json
+import logging
 import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -79,7 +80,7 @@ class LivePage:
         for name, handler in (("samples", self._page), ("tokens", self._tokens), ("audit", self._audited)):
             app.router.add_get(f"/{{secret}}/runs/{{run:[0-9]{{1,3}}}}/{name}", handler, allow_head=False)
         app.router.add_get("/{secret}/{file:[a-z.]*}", self._file, allow_head=False)
-        runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
+        runner = web.AppRunner(app, access_log=None, logger=_quiet(), shutdown_timeout=1.0)
         await runner.setup()
         try:
             try:
@@ -119,6 +120,8 @@ class LivePage:
             return web.Response(status=e.status, text=e.reason)
         except TepoError as e:
             return web.json_response({"error": excerpt(str(e), 1000)})
+        except Exception as e:  # a file that is replaced while it is read, or a bug: the page shows it and goes on
+            return web.json_response({"error": excerpt(f"{type(e).__name__}: {e}", 1000)})
         finally:
             self._waiting -= 1
 
@@ -180,6 +183,13 @@ class LivePage:
         if run.thinned is None:
             return {"notes": ["No step has been recorded yet."], "samples": [], "steps": 0}
         return make(run.thinned, self._samples[place])
+
+
+def _quiet() -> logging.Logger:
+    """Return a logger that drops messages about malformed requests, which anybody on this machine can send."""
+    logger = logging.getLogger(f"{__name__}.requests")
+    logger.setLevel(logging.CRITICAL)
+    return logger
 
 
 def _timed(make: Callable[[], dict[str, Any]]) -> str:
