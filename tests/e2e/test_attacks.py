@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -32,6 +33,7 @@ from tests.server.test_engines import CONTROLS
 pytestmark = [pytest.mark.server, pytest.mark.e2e, pytest.mark.full]
 NOBODY = 65534
 ATTACKS = 60  # at least
+PAGES = ("", "runs", "runs/0/samples", "runs/0/tokens", "runs/0/audit?step=1&token=0:0", "../../etc/passwd")
 SHORT = {
     "training__steps": 500, "training__minibatch_prompts": 4, "rollout__prompts_per_step": 8, "rollout__samples_per_prompt": 2,
     "rollout__filter_uniform_groups": "false", "rollout__max_response_tokens": 8, "rollout__record": "true", "parallel__tp": 2,
@@ -77,7 +79,7 @@ def pids_of(command: Command) -> list[int]:
     return [int(line.split()[0]) for line in command.left_over()]
 
 
-def targets_of(found: set[Listener], pids: list[int], run: Path, canary: Path, engine: str) -> Targets:
+def targets_of(found: set[Listener], pids: list[int], run: Path, canary: Path, engine: str, page: int) -> Targets:
     ports = sorted({one.port for one in found if one.kind == "tcp"})
     server = [one.port for one in found if one.kind == "tcp" and "--port" in one.process and f" {one.port}" in one.process]
     scratch = {str(path) for root in ("/dev/shm", "/tmp") for path in Path(root).glob("tepo-*") if path != run.parents[1]}
@@ -87,6 +89,8 @@ def targets_of(found: set[Listener], pids: list[int], run: Path, canary: Path, e
         ports=ports,
         server=server[0],
         routes=list(CONTROLS[engine]),
+        page=page,
+        pages=["/", "/runs", *(f"/{'A' * 32}/{route}" for route in PAGES)],
         sockets=sorted({one.address for one in found if one.kind == "unix" and one.address}),
         files=files,
         folders=[str(run), str(run.parent), *sorted(scratch)[:12]],
@@ -118,13 +122,19 @@ def test_no_attack_from_another_host_or_user_succeeds(
     words = settings(random_model, output=folder / "runs", rollout__engine=engine, sync__transport=transport, **SHORT, **keys)
     with commands(tmp_path) as start:
         command = start("train", "examples/demo.yaml", *words, by=[*ours.enter, sys.executable])
-        with Watch(lambda: pids_of(command)) as watch:
+        command.until(run.is_dir, timeout=240)
+        live = start("watch", run, by=[*ours.enter, sys.executable])
+        with Watch(lambda: pids_of(command) + pids_of(live)) as watch:
             command.until(lambda: has_steps(run, 2), timeout=240)
+            live.until(lambda: "http://" in live.output, timeout=60)
+            url = urlsplit(live.output.split()[0])
             pids = pids_of(command)
-            found = listeners(pids)
-            local = targets_of(found, pids, run, folder / "canary", engine)
+            found = listeners(pids + pids_of(live))
+            local = targets_of(found, pids_of(live) + pids, run, folder / "canary", engine, int(url.port or 0))
             secrets = keys_of_servers(command.left_over())
             assert len(secrets) == keys.get("rollout__servers", 1), "keys, which the test can read and others must not"
+            secrets = [*secrets, url.path.strip("/")]
+            assert url.port in local.ports and len(secrets[-1]) >= 32
             rows = [("this machine, another user", row) for row in attack(ours, NOBODY, local)]
             far = replace(local, host=ours.address, sockets=[], files=[], folders=[], pids=[])
             rows += [("another machine", row) for row in attack(other, 0, far)]
@@ -138,7 +148,8 @@ def test_no_attack_from_another_host_or_user_succeeds(
             assert won == []
             before = (run / "metrics.jsonl").read_text().count("\n")
             command.until(lambda: has_steps(run, before + 2), timeout=60)
-            lines = command.left_over()
+            lines = command.left_over() + live.left_over()
+        live.process.kill()
         command.process.kill()
     assert len(rows) >= ATTACKS
     assert not any(key in line for line in lines for key in secrets)
