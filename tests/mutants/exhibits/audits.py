@@ -60,4 +60,15 @@ EXHIBITS = (
         new="set() |",
         tests=("tests/parallel/test_audit.py::test_a_term_that_only_one_side_has_is_found",),
     ),
+    Exhibit(
+        name="a_long_run_hides_its_spikes",
+        source="own: issue 27, item 1 (thinned curves keep least and greatest)",
+        kind="audits",
+        bug="Each part of a thinned curve of the live page shows its least value twice.",
+        cost="In a run of 10,000 steps a gradient norm of 1,000 in one step is not on the page, which shows a quiet curve.",
+        symbol="_thinned",
+        old="high = np.where(known, table, -math.inf).argmax(axis=1)",
+        new="high = np.where(known, table, math.inf).argmin(axis=1)",
+        tests=("tests/unit/report/test_live_columns.py::test_long_runs_are_thinned_to_their_extremes",),
+    ),
 )
