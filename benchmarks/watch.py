@@ -68,7 +68,12 @@ def renderer_bytes(process: psutil.Process) -> int:
 
 
 async def first_view(tab: BrowserTab, url: str) -> float:
-    """Return the seconds from the navigation to the frame in which the charts within the window are drawn."""
+    """Return the seconds from the navigation to the frame in which the charts within the window are drawn.
+
+    Args:
+        tab: The tab.
+        url: Address of the page.
+    """
     await tab.open("about:blank")
     await tab.open(url)
     await tab.until("document.body?.dataset.drawn")
@@ -112,10 +117,9 @@ async def measure(run: Path, folder: Path, rows: list[dict[str, float | None]], 
             await click(tab, "show samples", "document.querySelectorAll('.sample').length === 4")
             await click(tab, "tokens with", "document.querySelectorAll('.token').length > 50")
             await tab.run("window.scrollTo(0, document.body.scrollHeight)")
-            heap = float(await tab.run("performance.memory.usedJSHeapSize"))
-            print(
-                f"browser: JavaScript heap {heap / 1e6:.0f} MB, private memory {(renderer_bytes(chromium) - empty) / 1e6:.0f} MB"
-            )
+            heap = float(await tab.run("performance.memory.usedJSHeapSize")) / 1e6
+            private = (renderer_bytes(chromium) - empty) / 1e6
+            print(f"browser: JavaScript heap {heap:.0f} MB, private memory {private:.0f} MB")
             watching = psutil.Process(process.pid)
             print(f"tepo watch: private memory {watching.memory_full_info().uss / 1e6:.0f} MB")
             before, start = sum(watching.cpu_times()[:2]), time.monotonic()
@@ -142,9 +146,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="tepo-watch-") as name:
         run = make_run(Path(name), args.steps, args.tokens)
         size = (run / "metrics.jsonl").stat().st_size / 1e6
-        print(
-            f"{args.steps} steps, metrics.jsonl of {size:.0f} MB, {args.tokens} recorded tokens; load {os.getloadavg()[0]:.1f}"
-        )
+        load = os.getloadavg()[0]
+        print(f"{args.steps} steps, metrics.jsonl of {size:.0f} MB, {args.tokens} recorded tokens; load {load:.1f}")
         asyncio.run(measure(run, Path(name), steps(args.steps), args.seconds))
 
 

@@ -12,7 +12,6 @@ from tepo_megatron.inference.engine import EnginePart
 from tepo_megatron.inference.servers.canaries import CanaryWatch
 from tepo_megatron.inference.servers.endpoint import Endpoint
 from tepo_megatron.inference.servers.lease import Quiesce
-from tepo_megatron.inference.servers.load import LoadMeter
 from tepo_megatron.inference.servers.pool import ServerPool
 from tepo_megatron.inference.servers.routing import RoutedSampler
 from tepo_megatron.inference.servers.slot import ServerSlot
@@ -36,7 +35,7 @@ class Fleet(RoutedSampler, PoolUpdates):
     def __init__(self, endpoints: Sequence[Endpoint], cfg: RolloutConfig, quiesce: Quiesce | None = None) -> None:
         pool = ServerPool(endpoints, cfg, quiesce)
         RoutedSampler.__init__(self, pool, cfg)
-        self._canaries, self._load = CanaryWatch(pool), LoadMeter(pool)
+        self._canaries = CanaryWatch(pool)
         PoolUpdates.__init__(self, pool, cfg, self._canaries)
         self.endpoints = endpoints
 
@@ -119,10 +118,6 @@ class Fleet(RoutedSampler, PoolUpdates):
     def restarts(self) -> int:
         """See `Lifecycle.restarts`."""
         return sum(slot.restart_count for slot in self._pool.slots)
-
-    def server_metrics(self) -> Mapping[str, float]:
-        """See `Lifecycle.server_metrics`."""
-        return self._load.read()
 
     def close(self) -> None:
         """End all servers; bounded in time. May be called again, and before `start`."""

@@ -5,7 +5,7 @@ complete answer counts.
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from tepo_megatron.config import RolloutConfig
 from tepo_megatron.errors import RolloutError
@@ -15,6 +15,7 @@ from tepo_megatron.inference.loop import QueuedGroupStream
 from tepo_megatron.inference.partial import GenerationRequest, continuations, merge
 from tepo_megatron.inference.servers.client import RequestFailed
 from tepo_megatron.inference.servers.endpoint import Endpoint
+from tepo_megatron.inference.servers.load import LoadMeter
 from tepo_megatron.inference.servers.pool import ServerPool
 from tepo_megatron.inference.servers.slot import Incarnation
 from tepo_megatron.types import Prompt, Rollout, SamplingParams
@@ -33,7 +34,7 @@ class RoutedSampler:
     """
 
     def __init__(self, pool: ServerPool, cfg: RolloutConfig) -> None:
-        self._pool, self._cfg = pool, cfg
+        self._pool, self._cfg, self._load = pool, cfg, LoadMeter(pool)
 
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams, seed: int) -> list[Rollout]:
         """See `Sampler.generate`: one request per prompt, at most `rollout.server.concurrency` at once on each server.
@@ -64,6 +65,10 @@ class RoutedSampler:
         """
         self._require_service()
         return await asyncio.wrap_future(self._pool.loop.submit(self._group(prompt, sampling, seed)))
+
+    def server_metrics(self) -> Mapping[str, float]:
+        """See `Lifecycle.server_metrics`."""
+        return self._load.read()
 
     def _require_service(self) -> None:
         self._pool.require_start()

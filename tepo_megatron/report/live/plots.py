@@ -137,45 +137,90 @@ class PlotAxes:
         self.title = title
 
     def plot(self, x: np.ndarray, y: np.ndarray, **style: Any) -> None:
-        """Draw a line. A gid without a label is the edge of a band, or a curve that only the pointer names."""
+        """Draw a line. The edges of a band, which alone have an alpha, are drawn with the band.
+
+        Args:
+            x: Steps.
+            y: Value per step; NaN leaves a gap.
+            style: color, ls, and as the name of the curve gid or label.
+        """
         self._see(y)
-        if style.get("alpha") is None:  # the edges of a band are drawn with the band
+        if "alpha" not in style:
             self._add("line", style.get("gid") or style["label"], style["color"], x, [y], dash=style.get("ls", "-"))
 
     def fill_between(self, x: np.ndarray, low: Any, high: Any, **style: Any) -> None:
-        """Draw a band between two edges."""
+        """Draw a band between two edges.
+
+        Args:
+            x: Steps.
+            low, high: Edges, one value per step or one for all.
+            style: color, label; with zorder it lies under the curves.
+        """
         edges = [np.broadcast_to(np.asarray(edge, dtype=float), x.shape) for edge in (low, high)]
         self._see(*edges)
         self._add("band", style["label"], style["color"], x, edges, under=style.get("zorder") is not None)
 
     def stairs(self, values: np.ndarray, edges: np.ndarray, baseline: np.ndarray, **style: Any) -> None:
-        """Draw bars that stand on others, from `baseline` up to `values`."""
+        """Draw bars that stand on others.
+
+        Args:
+            values: Upper ends.
+            edges: Sides of the bars, one more than there are bars.
+            baseline: Lower ends.
+            style: color, label.
+        """
         self._see(values)
         self._add("bar", style["label"], style["color"], (edges[:-1] + edges[1:]) / 2, [baseline, values - baseline])
 
     def errorbar(self, x: Values, y: Values, errors: Values, **style: Any) -> None:
-        """Draw points with error bars."""
+        """Draw points with error bars.
+
+        Args:
+            x: Steps.
+            y: Values.
+            errors: Half the lengths of the bars.
+            style: color, label.
+        """
         middle, half = np.asarray(y, dtype=float), np.asarray(errors, dtype=float)
         self._see(middle - half, middle + half)
         self._add("points", style["label"], style["color"], np.asarray(x), [middle, middle - half, middle + half])
 
     def axhline(self, y: float, **style: Any) -> None:
-        """Draw a horizontal rule."""
+        """Draw a horizontal rule.
+
+        Args:
+            y: Its value.
+            style: color, and a label if it has a name.
+        """
         rule = {"y": float(y), "color": css_color(style["color"]), "label": style.get("label", "")}
         self._rules.append(rule)
 
     def set_yscale(self, scale: str, linthresh: float = 0.0, linscale: float = 1.0) -> None:
-        """Set the scale: linear, log or symlog (linear within +-`linthresh`)."""
+        """Set the scale of the vertical axis.
+
+        Args:
+            scale: linear, log or symlog.
+            linthresh: End of the linear range of symlog.
+            linscale: Unused; the page has one size of the linear range.
+        """
         self._scale = {"scale": scale, "linear": linthresh}
 
     def set_ylim(self, low: float, high: float) -> None:
-        """Set the ends of the vertical axis."""
+        """Set the ends of the vertical axis.
+
+        Args:
+            low: Lower end.
+            high: Upper end.
+        """
         self._limits = [float(low), float(high)]
 
-    def ignore(self, *_: Any, **__: Any) -> None:
-        """Do nothing: the page draws its own legend, grid and ticks."""
+    def legend(self, **style: Any) -> None:
+        """Do nothing: the page draws its own legend, grid, ticks and labels."""
 
-    tick_params = legend = grid = set_xlabel = ignore
+    tick_params = grid = legend
+
+    def set_xlabel(self, label: str) -> None:
+        """Do nothing: every horizontal axis of the page is in steps."""
 
     def plain(self) -> dict[str, Any]:
         """Return the axes as JSON."""

@@ -159,8 +159,8 @@ EXHIBITS = (
         source="own: issue 27, item 1 (DNS rebinding)",
         kind="requests to servers",
         bug="The live page does not check the Host header. The secret in the URL still protects it, so no use of it fails.",
-        cost="A web page whose name an attacker's DNS points at 127.0.0.1 shares the live page's origin, and reads a run whose URL "
-        "it learns.",
+        cost="A web page whose name an attacker's DNS points at 127.0.0.1 shares the live page's origin, and reads it if it "
+        "learns the URL.",
         symbol="LivePage._checked",
         old='if request.host not in (f"{HOST}:{self._port}", f"localhost:{self._port}"):',
         new="if not request.host and self._port < 0:",
