@@ -185,7 +185,8 @@ def serve(config_path: str, host: str, address: str | None, overrides: list[str]
     HfReader(cfg.model.path)
     check_experts(cfg.rollout, cfg.model.path)
     sections = (cfg.model, cfg.rollout, cfg.sync)
-    launch = launch_of(*sections, platform=cfg.platform, max_model_len=cfg.served_tokens, seed=cfg.seed, host=host)
+    given = {"max_model_len": cfg.served_tokens, "seed": cfg.seed, "counts": cfg.logging.metrics_port is not None}
+    launch = launch_of(*sections, platform=cfg.platform, host=host, **given)
     serve(cfg.name, cfg.rollout, launch, address, lambda text: print(escaped(text), flush=True))
     return 0
 

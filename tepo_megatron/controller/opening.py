@@ -8,6 +8,7 @@ from pathlib import Path
 from tepo_megatron.config import Config, RolloutConfig, TrainingConfig
 from tepo_megatron.config.megatron import untested_fields
 from tepo_megatron.config.safety import checks_that_are_off, safety_checks
+from tepo_megatron.controller.live_metrics import Counts, LiveMetrics
 from tepo_megatron.controller.main_driver import MainDriver
 from tepo_megatron.controller.method import Method, resolve
 from tepo_megatron.data import Data, PromptStream, decoder_file, load_data, load_tokenizer, stop_tokens, text_functions
@@ -17,10 +18,12 @@ from tepo_megatron.evaluation.run_benchmarks import BenchmarkRuns
 from tepo_megatron.evaluation.run_evaluations import Evaluations
 from tepo_megatron.inference.engine import RolloutEngine
 from tepo_megatron.inference.engines import beginning, build_engine, first_server_device, launch_of
+from tepo_megatron.inference.report import EngineReport
+from tepo_megatron.observability.metrics_server import KEY_FILE, serve_metrics
 from tepo_megatron.observability.sinks import RunLog
 from tepo_megatron.rewards import build_reward
 from tepo_megatron.rollout.chat import ChatFormat
-from tepo_megatron.rollout.collector import Collector
+from tepo_megatron.rollout.collector import Collector, Progress
 from tepo_megatron.rollout.custom import open_sampler
 from tepo_megatron.rollout.experts import replayed_routing
 from tepo_megatron.rollout.record import Replay
@@ -50,7 +53,8 @@ def open_driver(cfg: Config, make_engine: EngineFactory | None = None) -> Iterat
         with RunLog(run_dir, cfg.logging, steps) as log:
             log.message(f"objective {cfg.objective.name}; rollouts of {rollout.replay}, no engine")
             _log_lines(log, *untested_fields(cfg.megatron), *checks_that_are_off(safety_checks(cfg)))
-            yield MainDriver(cfg, Replay(Path(rollout.replay), routing), None, evaluations([], None), log)
+            with _served_metrics(cfg, log, None, None, dict):
+                yield MainDriver(cfg, Replay(Path(rollout.replay), routing), None, evaluations([], None), log)
         return
     encode, decode = text_functions(tokenizer)
     data = load_data(cfg.data, cfg.reward, tokenizer)
@@ -88,8 +92,25 @@ def open_driver(cfg: Config, make_engine: EngineFactory | None = None) -> Iterat
             overlong=method.overlong,
             routing=routing,
         )
+        counts = partial(getattr, sampler, "total_counts", {})
+        stack.enter_context(_served_metrics(cfg, log, collector.progress, engine.report, counts))
         held_out = data.eval[: cfg.evaluation.max_problems]
         yield MainDriver(cfg, collector, prompts, evaluations(held_out, benchmarks), log, engine, sampler_events)
+
+
+@contextlib.contextmanager
+def _served_metrics(
+    cfg: Config, log: RunLog, progress: Progress | None, report: Callable[[float], EngineReport] | None, counts: Counts
+) -> Iterator[None]:
+    """Serve the run's metrics within the block, if `logging.metrics_port` says so."""
+    if cfg.logging.metrics_port is None:
+        yield
+        return
+    live = LiveMetrics(cfg, progress, report, counts)
+    log.listener = live.record
+    with serve_metrics(cfg.run_dir, cfg.logging.metrics_host, cfg.logging.metrics_port, live.text) as url:
+        log.message(f"metrics for Prometheus: {url}, with the key in {cfg.run_dir / KEY_FILE}")
+        yield
 
 
 def _check_enough_prompts(data: Data, name: str, wanted: int) -> None:
@@ -132,5 +153,6 @@ def _build_engine(cfg: Config) -> RolloutEngine:
         max_model_len=cfg.served_tokens,
         seed=cfg.seed,
         first_device=first_server_device(cfg.rollout, cfg.platform, cfg.parallel.world_size),
+        counts=cfg.logging.metrics_port is not None,
     )
     return build_engine(cfg.rollout, launch, cfg.run_dir / SERVER_LOG)

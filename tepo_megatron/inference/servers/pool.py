@@ -91,6 +91,11 @@ class ServerPool:
         self.sleeping.allow_starts()
         self._supervisors = []
 
+    @property
+    def queued(self) -> int:
+        """Return the number of requests that wait for a server."""
+        return len(self._waiting)
+
     def require_start(self) -> None:
         """Raise RolloutError unless the servers were started."""
         if not self._supervisors:

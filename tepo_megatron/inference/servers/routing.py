@@ -13,8 +13,10 @@ from tepo_megatron.inference.engine import Deliver, GroupStream
 from tepo_megatron.inference.engine_api import StaleWeights
 from tepo_megatron.inference.loop import QueuedGroupStream
 from tepo_megatron.inference.partial import GenerationRequest, continuations, merge
+from tepo_megatron.inference.report import EngineReport
 from tepo_megatron.inference.servers.client import RequestFailed
 from tepo_megatron.inference.servers.endpoint import Endpoint
+from tepo_megatron.inference.servers.observation import observe
 from tepo_megatron.inference.servers.pool import ServerPool
 from tepo_megatron.inference.servers.slot import Incarnation
 from tepo_megatron.types import Prompt, Rollout, SamplingParams
@@ -64,6 +66,10 @@ class RoutedSampler:
         """
         self._require_service()
         return await asyncio.wrap_future(self._pool.loop.submit(self._group(prompt, sampling, seed)))
+
+    def report(self, seconds: float) -> EngineReport:
+        """See `Lifecycle.report`."""
+        return self._pool.loop.run(observe(self._pool, seconds))
 
     def _require_service(self) -> None:
         self._pool.require_start()
