@@ -2,8 +2,8 @@
 
     python -m benchmarks.alert_runs MODEL OUT [--only NAME ...]
 
-Each run is a real one of one rank: rollout service, grading, trainer and weight updates. Only the inference server is replaced, by
-the model of transformers, which samples in the rollout service. MODEL is the base model of `make demo`. OUT (jsonl.gz) gets the values
+Each run is a real one of one rank: rollout service, grading, trainer and weight updates. Only the inference server is replaced:
+the model of transformers samples in the rollout service. MODEL is the base model of `make demo`. OUT (jsonl.gz) gets the values
 that the rules read. Runs that OUT holds already stay as they are.
 """
 
@@ -209,7 +209,7 @@ def run(model: Path, changes: dict[str, Any], fault: str) -> list[dict[str, Any]
         try:
             run_world(1, _rank, cfg, fault, timeout=900.0)
         except AssertionError as e:
-            print(f"  ended early: {str(e).strip().splitlines()[-1]}", flush=True)
+            print(f"  {fault}: ended early: {str(e).strip().splitlines()[-1]}", flush=True)
         lines = (cfg.run_dir / "metrics.jsonl").read_text().splitlines()
         records = [json.loads(line) for line in lines]
         online = {key.removeprefix(KEY) for record in records for key in record if key.startswith(KEY)}
@@ -226,7 +226,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", default=[])
     args = parser.parse_args()
     activate("cpu")  # before Megatron-Core is imported
-    known = [json.loads(line) for line in gzip.open(args.out, "rt")] if args.out.exists() else []
+    known = [json.loads(line) for line in gzip.decompress(args.out.read_bytes()).splitlines()] if args.out.exists() else []
     todo = {name: (changes, "good", None) for name, changes in HEALTHY.items()} | PLANTED
     for name, (changes, fault, expected) in todo.items():
         if any(one["name"] == name for one in known) or (args.only and name not in args.only):

@@ -37,7 +37,11 @@ PANELS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("Reward and accuracy", "none", (step_name("reward/mean"), step_name("accuracy/mean"))),
     ("Entropy, nats", "none", (step_name("actor/entropy"),)),
     ("Alerts", "none", ("tepo_alert_active > 0",)),
-    ("Rollout/train log-prob difference, nats", "none", (step_name("rollout/logprob_diff_mean"), step_name("gate/logprob_diff_worst"))),
+    (
+        "Rollout/train log-prob difference, nats",
+        "none",
+        (step_name("rollout/logprob_diff_mean"), step_name("gate/logprob_diff_worst")),
+    ),
     ("Tokens clipped", "percentunit", (step_name("loss/clip_fraction_low"), step_name("loss/clip_fraction_high"))),
     ("KL mask", "percentunit", (step_name("tepo/kl_mask_share"), step_name("tepo/mask_below_noise"))),
     ("Response length, tokens", "none", (step_name("rollout/response_tokens_mean"),)),

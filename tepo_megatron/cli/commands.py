@@ -112,6 +112,27 @@ def report(args: argparse.Namespace, overrides: list[str]) -> int:
     return 0
 
 
+def alerts(args: argparse.Namespace, overrides: list[str]) -> int:
+    """Run `tepo alerts RUN_DIR [RUN_DIR ...]`. Return 1 if there is an alert.
+
+    Args:
+        args: The parsed options.
+        overrides: The remaining arguments.
+    """
+    from tepo_megatron.observability.alerts import judge
+    from tepo_megatron.observability.sinks import read_metrics
+
+    found = False
+    for folder in args.run_dirs:
+        records = [(int(record["step"] or 0), record) for record in read_metrics(folder)]
+        raised = judge(records)
+        found |= bool(raised)
+        print(escaped(f"{folder}: {len(raised)} alerts in {len(records)} steps"))
+        for alert in raised:
+            print(escaped(f"  {alert.message}"))
+    return int(found)
+
+
 def train(config_path: str, overrides: list[str]) -> int:
     """Run `tepo train CONFIG [--key value ...]`.
 

@@ -29,8 +29,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=__version__)
     subparsers = parser.add_subparsers(dest="command", required=True)
     for add in (
-        _add_train, _add_sft, _add_restart, _add_replay, _add_report, _add_audit, _add_ablate, _add_serve, _add_doctor,
-        _add_evaluate, _add_plan, _add_compare,
+        _add_train, _add_sft, _add_restart, _add_replay, _add_report, _add_alerts, _add_audit, _add_ablate, _add_serve,
+        _add_doctor, _add_evaluate, _add_plan, _add_compare,
     ):  # fmt: skip
         add(subparsers)
     words = list(sys.argv[1:] if argv is None else argv)
@@ -123,6 +123,13 @@ def _add_report(subparsers: Subparsers) -> None:
     parser.add_argument("run_dirs", type=Path, nargs="+", metavar="RUN_DIR", help="the run's directory, runs/NAME")
     parser.add_argument("--out", type=Path, metavar="FILE", help="where to write the comparison instead")
     parser.set_defaults(run=commands.report)
+
+
+def _add_alerts(subparsers: Subparsers) -> None:
+    text = "say what goes wrong in a run, finished or not, and what to do; 1: something does (docs/alerts.md)"
+    parser = subparsers.add_parser("alerts", help=text)
+    parser.add_argument("run_dirs", type=Path, nargs="+", metavar="RUN_DIR", help="the run's directory, runs/NAME")
+    parser.set_defaults(run=commands.alerts)
 
 
 def _add_ablate(subparsers: Subparsers) -> None:

@@ -137,7 +137,7 @@ class Lifecycle(Protocol):
         """Number of server restarts since `start`, for any reason."""
 
     def report(self, seconds: float) -> EngineReport:
-        """Return the state of the servers, with the metrics of those that give them within `seconds`. Any thread may call it."""
+        """Return the state of the servers, with the metrics of those that answer within `seconds`. Any thread may call it."""
 
     def canary_metrics(self) -> Mapping[str, float]:
         """Return the metrics of the questions about canaries since the last call; empty without canaries."""

@@ -1,8 +1,8 @@
 """Alerts: rules over the records of steps that find early what goes wrong, and say what to do (`docs/alerts.md`).
 
-A rule judges the records up to a step. It is raised when its condition has held in `hold` consecutive judged steps, and ends after
-CLEAR judged steps without it. Steps that lack a value are not judged. The state is a function of the records alone, so a
-resumed run and `tepo alerts` come to the same result.
+A rule judges the records up to a step. It is raised when its condition has held in `hold` consecutive judged steps, and ends
+after CLEAR judged steps without it. Steps that lack a value are not judged. The state is a function of the records alone, so
+a resumed run and `tepo alerts` come to the same result.
 """
 
 import math
@@ -204,8 +204,8 @@ RULES = (
     Rule(
         *("stragglers", _stragglers, 3, ("seconds/rollout_tail", "seconds/rollout")),
         f"the last tenth of the groups takes more than {TAIL:.0%} of the time of sampling",
-        "raise rollout.oversample with rollout.on_weight_update=continue, lower rollout.max_response_tokens, or look for a slow "
-        "server (tepo_server_requests_in_flight)",
+        "raise rollout.oversample with rollout.on_weight_update=continue, lower rollout.max_response_tokens, or look for a "
+        "slow server (tepo_server_requests_in_flight)",
     ),
     Rule(
         *("idle_gpus", _idle_gpus, 3, ("seconds/grading_wait", "seconds/total")),

@@ -1,7 +1,7 @@
 """The HTTP endpoint that Prometheus reads: `GET /metrics` with the run's key.
 
-It writes two files into the run's folder: the key (`metrics.key`, readable by its owner only), for `credentials_file` of a scrape
-config, and the address (`metrics_targets.json`), in the form that `file_sd_configs` reads.
+It writes two files into the run's folder: the key (`metrics.key`, readable by its owner only), for `credentials_file` of a
+scrape config, and the address (`metrics_targets.json`), in the form that `file_sd_configs` reads.
 """
 
 import contextlib

@@ -22,7 +22,7 @@ _NAME = r"[a-zA-Z_:][a-zA-Z0-9_:]*"
 _LABEL = r'[a-zA-Z_][a-zA-Z0-9_]*="(?:[^"\\\n]|\\.)*"'
 _SAMPLE = re.compile(rf"({_NAME})(?:\{{((?:{_LABEL})(?:,{_LABEL})*)?,?\}})? +([0-9eE.+-]+|NaN|[+-]?Inf)(?: +-?[0-9]+)?")
 _HEADER = re.compile(rf"# (HELP|TYPE) ({_NAME})(?: (.*))?")
-_SERVER_LABEL = re.compile(rf'(^|,)server=(?="(?:[^"\\\n]|\\.)*"(?:,|$))')
+_SERVER_LABEL = re.compile(r'(^|,)server=(?="(?:[^"\\\n]|\\.)*"(?:,|$))')
 
 
 @dataclass(frozen=True)

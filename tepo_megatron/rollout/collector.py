@@ -21,7 +21,6 @@ from tepo_megatron.rollout.streaming import MinibatchStream, OrderedGroups
 from tepo_megatron.types import STATUSES, Prompt, Rollout, Routing, SamplingParams, split_samples
 from tepo_megatron.utils.seeding import derive_seed
 
-
 TAIL_FROM = 0.9  # share of the groups after whose arrival the others count as late
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import ctypes
+import dataclasses
 import encodings.idna  # noqa: F401 (another user may not read what would be imported later)
 import json
 import os
@@ -39,6 +40,7 @@ class Targets:
         host: Address at which the ports are tried.
         ports: Ports of TCP listeners.
         server: Port of the inference server.
+        metrics: Port of the metrics endpoint. None: there is none.
         routes: Routes of the inference server that control something.
         sockets: Paths of Unix sockets.
         files: Files of the run.
@@ -50,6 +52,7 @@ class Targets:
     host: str
     ports: list[int]
     server: int
+    metrics: int | None
     routes: list[str]
     sockets: list[str]
     files: list[str]
@@ -97,6 +100,9 @@ def attacks(targets: Targets) -> list[tuple[str, Callable[[], Attack]]]:
                     f"{method} {route} {with_key}",
                     lambda route=route, key=key, method=method: over_http(targets, method, route, key),
                 )
+    for key in (None, "wrong") if targets.metrics is not None else ():
+        scraped = dataclasses.replace(targets, server=targets.metrics)
+        add(f"scrape the metrics with key {key}", lambda scraped=scraped, key=key: over_http(scraped, "GET", "/metrics", key))
     for path in targets.sockets:
         add(f"connect to {path}", lambda path=path: to_unix(path, payload))
     for path in targets.files:

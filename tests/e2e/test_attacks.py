@@ -86,6 +86,7 @@ def targets_of(found: set[Listener], pids: list[int], run: Path, canary: Path, e
         host="127.0.0.1",
         ports=ports,
         server=server[0],
+        metrics=metrics_port(run),
         routes=list(CONTROLS[engine]),
         sockets=sorted({one.address for one in found if one.kind == "unix" and one.address}),
         files=files,
@@ -93,6 +94,11 @@ def targets_of(found: set[Listener], pids: list[int], run: Path, canary: Path, e
         pids=pids[:6],
         canary=str(canary),
     )
+
+
+def metrics_port(run: Path) -> int | None:
+    path = run / "metrics_targets.json"
+    return int(json.loads(path.read_text())[0]["targets"][0].rpartition(":")[2]) if path.exists() else None
 
 
 def has_steps(run: Path, count: int) -> bool:
@@ -107,8 +113,9 @@ def has_steps(run: Path, count: int) -> bool:
         ("sglang", "group", {"rollout__servers": 2}),
         ("vllm", "ipc", {"rollout__colocate": "true"}),
         ("vllm", "shm", {"rollout__function": "examples/agents/calculator.py:calculator"}),
+        ("vllm", "shm", {"logging__metrics_port": 0}),
     ],
-    ids=["vllm-shm-ahead", "sglang-group-2-servers", "vllm-ipc-colocated", "vllm-shm-gateway"],
+    ids=["vllm-shm-ahead", "sglang-group-2-servers", "vllm-ipc-colocated", "vllm-shm-gateway", "vllm-shm-metrics"],
 )
 def test_no_attack_from_another_host_or_user_succeeds(
     folder: Path, two: tuple[Host, Host], random_model: Path, tmp_path: Path, engine: str, transport: str, keys: dict[str, Any]
@@ -124,7 +131,11 @@ def test_no_attack_from_another_host_or_user_succeeds(
             found = listeners(pids)
             local = targets_of(found, pids, run, folder / "canary", engine)
             secrets = keys_of_servers(command.left_over())
-            assert len(secrets) == keys.get("rollout__servers", 1), "keys, which the test can read and others must not"
+            if "logging__metrics_port" in keys:
+                secrets |= {(run / "metrics.key").read_text().strip()}
+            assert len(secrets) == keys.get("rollout__servers", 1) + ("logging__metrics_port" in keys), (
+                "keys, which the test can read and others must not"
+            )
             rows = [("this machine, another user", row) for row in attack(ours, NOBODY, local)]
             far = replace(local, host=ours.address, sockets=[], files=[], folders=[], pids=[])
             rows += [("another machine", row) for row in attack(other, 0, far)]

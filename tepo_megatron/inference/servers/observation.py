@@ -1,4 +1,4 @@
-"""Observe a pool of servers: their states, and their own metrics. Nothing here changes a server or waits for one that is slow."""
+"""Observe a pool of servers: their states, and their own metrics. Nothing here changes a server or waits long for one."""
 
 import asyncio
 
@@ -18,8 +18,8 @@ async def observe(pool: ServerPool, seconds: float) -> EngineReport:
 
     Args:
         pool: The servers.
-        seconds: Limit of the wait for the servers' own metrics, which are asked for concurrently. A server that is not up, sleeps
-            or does not answer in time has none.
+        seconds: Limit of the wait for the servers' own metrics, which are asked for concurrently. A server that is not up,
+            sleeps or does not answer in time has none.
     """
     asked = [slot for slot in pool.slots if slot.up and not slot.endpoint.asleep]
     texts = await asyncio.gather(*(_text(slot.endpoint, seconds) for slot in asked))
