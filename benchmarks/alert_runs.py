@@ -33,7 +33,7 @@ from tests.e2e.scripted_worker import ScriptedEngine
 from tests.scripted_groups import ScriptedGroups
 
 KEYS = sorted({key for rule in RULES for key in rule.reads} | {"rollout/staleness", "seconds/wait"})
-STEPS = 30
+STEPS = 20
 LATE_SECONDS = 2.0
 SLOW = """import time
 def slow(prompt, response, answer):
@@ -191,8 +191,9 @@ def _rank(_: int, cfg: Config, fault: str) -> None:
 
     quiet_upstream()
     torch.set_num_threads(1)
+    make_engine: Any = functools.partial(SamplingEngine, fault=fault)
     with contextlib.redirect_stdout(io.StringIO()):
-        train(cfg, platform, functools.partial(SamplingEngine, fault=fault))
+        train(cfg, platform, make_engine)
 
 
 def run(model: Path, changes: dict[str, Any], fault: str) -> list[dict[str, Any]]:

@@ -38,7 +38,7 @@ PANELS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("Entropy, nats", "none", (step_name("actor/entropy"),)),
     ("Alerts", "none", ("tepo_alert_active > 0",)),
     (
-        "Rollout/train log-prob difference, nats",
+        "Log-prob difference, nats",
         "none",
         (step_name("rollout/logprob_diff_mean"), step_name("gate/logprob_diff_worst")),
     ),

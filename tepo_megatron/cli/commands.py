@@ -5,6 +5,7 @@ Heavy modules are imported inside of the functions, so that a command starts qui
 
 import argparse
 import contextlib
+import functools
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -206,8 +207,8 @@ def serve(config_path: str, host: str, address: str | None, overrides: list[str]
     HfReader(cfg.model.path)
     check_experts(cfg.rollout, cfg.model.path)
     sections = (cfg.model, cfg.rollout, cfg.sync)
-    given = {"max_model_len": cfg.served_tokens, "seed": cfg.seed, "counts": cfg.logging.metrics_port is not None}
-    launch = launch_of(*sections, platform=cfg.platform, host=host, **given)
+    settings = functools.partial(launch_of, host=host, counts=cfg.logging.metrics_port is not None)
+    launch = settings(*sections, platform=cfg.platform, max_model_len=cfg.served_tokens, seed=cfg.seed)
     serve(cfg.name, cfg.rollout, launch, address, lambda text: print(escaped(text), flush=True))
     return 0
 

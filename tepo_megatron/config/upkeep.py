@@ -127,8 +127,8 @@ class LoggingConfig:
     memory: bool = False
     # Write the metrics as TensorBoard files into the run's folder, too.
     tensorboard: bool = False
-    # Port on which the rollout service serves the metrics of run and servers to Prometheus (docs/metrics.md). The run's folder has
-    # the key and the address. 0: a free port. null: none; the engines then count nothing.
+    # Port on which the rollout service serves the metrics of run and servers to Prometheus (docs/metrics.md). The run's folder
+    # has the key and the address. 0: a free port. null: none; the engines then count nothing.
     metrics_port: int | None = Field(default=None, ge=0, le=65535)
     # Address on which the metrics are served. Others than loopback can be reached from other machines, without encryption.
     metrics_host: str = "127.0.0.1"

@@ -93,9 +93,7 @@ def _labelled(label: str, values: Mapping[str, float]) -> list[tuple[Mapping[str
 
 
 def _of_engine(report: EngineReport) -> list[Family]:
-    states = dict.fromkeys(STATES, 0)
-    for server in report.servers:
-        states[server.state] += 1
+    states = {state: float(sum(server.state == state for server in report.servers)) for state in STATES}
     restarts = {server.name: float(server.restarts) for server in report.servers}
     return [
         Family("tepo_servers", "gauge", "inference servers, by state", _labelled("state", states)),

@@ -72,17 +72,11 @@ def test_a_run_serves_every_live_name(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    ("engine", "counter"), [("vllm", "vllm:generation_tokens_total"), ("sglang", "sglang:generation_tokens_total")]
-)
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
 def test_servers_metrics_are_passed_through(
-    tepo: Callable[..., Command],
-    arguments: Callable[..., list[str]],
-    random_model: Path,
-    tmp_path: Path,
-    engine: str,
-    counter: str,
+    tepo: Callable[..., Command], arguments: Callable[..., list[str]], random_model: Path, tmp_path: Path, engine: str
 ) -> None:
+    counter = f"{engine}:generation_tokens_total"
     run = tmp_path / "runs" / "watched"
     keys = SHORT | {"training__steps": 500, "logging__metrics_port": 0, "name": "watched", "rollout__engine": engine}
     command = tepo(*arguments(random_model, **keys))
