@@ -56,13 +56,13 @@ HEALTHY: dict[str, dict[str, Any]] = {
     "one-update-0": {"training": {"minibatch_prompts": 16}},
 }
 PLANTED: dict[str, tuple[dict[str, Any], str, str]] = {
-    "huge-learning-rate": ({"optimizer": {"lr": 3e-3}, "seed": 1}, "good", "entropy_collapse"),
+    "huge-learning-rate": ({"optimizer": {"lr": 3e-3}, "seed": 1}, "good", "length_explosion"),
     "stale-weights": ({"sync": {"max_logprob_diff": 100.0}, "optimizer": {"lr": 1e-4}}, "stale", "mismatch_growth"),
     "no-clip-range": (
-        {"objective": {"name": "grpo", "clip_low": 1e-5, "clip_high": 1e-5}}, "good", "clip_high",
+        {"objective": {"name": "grpo", "clip_low": 1e-5, "clip_high": 1e-5}, "training": {"epochs": 4}}, "good", "clip_high",
     ),
     "wide-clip-range": (
-        {"objective": {"name": "grpo", "clip_low": 0.999, "clip_high": 1e6}, "optimizer": {"lr": 1e-3}}, "good", "clip_zero",
+        {"objective": {"name": "grpo", "clip_low": 0.999, "clip_high": 1e6}, "optimizer": {"lr": 2e-4}, "training": {"epochs": 4}}, "good", "clip_zero",
     ),
     "tiny-learning-rate": ({"optimizer": {"lr": 1e-9}, "logging": {"noise_floor_every": 1}}, "good", "mask_below_noise"),
     "long-responses": ({}, "longer", "length_explosion"),

@@ -4,7 +4,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 
-from tepo_megatron.config import Config
 from tepo_megatron.inference.report import STATES, EngineReport, ServerReport
 from tepo_megatron.observability.alerts import RULES, key_of
 from tepo_megatron.observability.prometheus import Family, as_text, merge_servers, of_step
@@ -24,25 +23,32 @@ class LiveMetrics:
     """The metrics of a run at any moment. `record` and `text` may be called by different threads.
 
     Args:
-        cfg: The run's config.
+        facts: Labels that describe the run.
+        ranks: Number of ranks that train.
+        steps: Number of steps of the whole run.
         progress: How far the batch that is being collected is. None: rollouts are replayed.
         report: Returns the state of the servers, given the seconds that it may take. None: there is no engine.
         counts: Returns how many turns, rewrites and so on the gateway of agents has counted.
     """
 
     def __init__(
-        self, cfg: Config, progress: Progress | None, report: Callable[[float], EngineReport] | None, counts: Counts
+        self,
+        facts: Mapping[str, str],
+        ranks: int,
+        steps: int,
+        progress: Progress | None,
+        report: Callable[[float], EngineReport] | None,
+        counts: Counts,
     ) -> None:
         self._progress, self._report, self._counts = progress, report, counts
         self._started, self._lock = time.time(), threading.Lock()
         self._record: Mapping[str, float | None] = {}
         self._step, self._recorded = 0, 0.0
         self._lost = dict.fromkeys(FAILURE_KINDS, 0.0)
-        labels = {"run": cfg.name, "engine": cfg.rollout.engine, "platform": cfg.platform, "objective": cfg.objective.name}
         self._fixed = [
-            Family("tepo_run_info", "gauge", "always 1; the labels describe the run", [(labels, 1.0)]),
-            Family("tepo_ranks", "gauge", "ranks that train", [({}, cfg.parallel.world_size)]),
-            Family("tepo_steps", "gauge", "steps of the whole run", [({}, cfg.training.steps)]),
+            Family("tepo_run_info", "gauge", "always 1; the labels describe the run", [(facts, 1.0)]),
+            Family("tepo_ranks", "gauge", "ranks that train", [({}, ranks)]),
+            Family("tepo_steps", "gauge", "steps of the whole run", [({}, steps)]),
         ]
 
     def record(self, step: int, values: Mapping[str, float | None]) -> None:

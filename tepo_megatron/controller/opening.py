@@ -5,10 +5,10 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
-from tepo_megatron.config import Config, RolloutConfig, TrainingConfig
+from tepo_megatron.config import Config, LoggingConfig, RolloutConfig, TrainingConfig
 from tepo_megatron.config.megatron import untested_fields
 from tepo_megatron.config.safety import checks_that_are_off, safety_checks
-from tepo_megatron.controller.live_metrics import Counts, LiveMetrics
+from tepo_megatron.controller.live_metrics import LiveMetrics
 from tepo_megatron.controller.main_driver import MainDriver
 from tepo_megatron.controller.method import Method, resolve
 from tepo_megatron.data import Data, PromptStream, decoder_file, load_data, load_tokenizer, stop_tokens, text_functions
@@ -18,12 +18,11 @@ from tepo_megatron.evaluation.run_benchmarks import BenchmarkRuns
 from tepo_megatron.evaluation.run_evaluations import Evaluations
 from tepo_megatron.inference.engine import RolloutEngine
 from tepo_megatron.inference.engines import beginning, build_engine, first_server_device, launch_of
-from tepo_megatron.inference.report import EngineReport
 from tepo_megatron.observability.metrics_server import KEY_FILE, serve_metrics
 from tepo_megatron.observability.sinks import RunLog
 from tepo_megatron.rewards import build_reward
 from tepo_megatron.rollout.chat import ChatFormat
-from tepo_megatron.rollout.collector import Collector, Progress
+from tepo_megatron.rollout.collector import Collector
 from tepo_megatron.rollout.custom import open_sampler
 from tepo_megatron.rollout.experts import replayed_routing
 from tepo_megatron.rollout.record import Replay
@@ -46,6 +45,8 @@ def open_driver(cfg: Config, make_engine: EngineFactory | None = None) -> Iterat
         DataError: The data cannot be used. Nothing was started.
     """
     rollout, run_dir, steps = cfg.rollout, cfg.run_dir, cfg.training.steps
+    labels = {"run": cfg.name, "engine": rollout.engine, "platform": cfg.platform, "objective": cfg.objective.name}
+    facts, served = (labels, cfg.parallel.world_size, steps), partial(_served_metrics, cfg.logging, run_dir)
     method, tokenizer = resolve(cfg), load_tokenizer(cfg.model.path)
     routing = replayed_routing(rollout, cfg.model.path, cfg.platform)
     evaluations = partial(Evaluations, cfg.evaluation, seed=cfg.seed, run_dir=run_dir, keep_best=cfg.checkpoint.keep_best)
@@ -53,7 +54,7 @@ def open_driver(cfg: Config, make_engine: EngineFactory | None = None) -> Iterat
         with RunLog(run_dir, cfg.logging, steps) as log:
             log.message(f"objective {cfg.objective.name}; rollouts of {rollout.replay}, no engine")
             _log_lines(log, *untested_fields(cfg.megatron), *checks_that_are_off(safety_checks(cfg)))
-            with _served_metrics(cfg, log, None, None, dict):
+            with served(log, LiveMetrics(*facts, None, None, dict)):
                 yield MainDriver(cfg, Replay(Path(rollout.replay), routing), None, evaluations([], None), log)
         return
     encode, decode = text_functions(tokenizer)
@@ -68,17 +69,14 @@ def open_driver(cfg: Config, make_engine: EngineFactory | None = None) -> Iterat
             f"objective {cfg.objective.name}, {cfg.parallel.world_size} {cfg.platform} ranks; {data.count} prompts "
             f"to train on, {len(data.eval)} to evaluate on"
         )
-        _log_lines(log, *data.log_lines)
-        _log_lines(log, *untested_fields(cfg.megatron))
-        _log_lines(log, *method_lines(method, cfg.training, rollout))
+        _log_lines(log, *data.log_lines, *untested_fields(cfg.megatron), *method_lines(method, cfg.training, rollout))
         _log_lines(log, *checks_that_are_off(safety_checks(cfg)), *beginning(rollout, run_dir / SERVER_LOG))
         engine = stack.enter_context((make_engine or _build_engine)(cfg))
         if rollout.function is not None:
             log.message(f"each sample is made by {rollout.function}")
-        mixed = rollout.on_weight_update == "continue"
         sampler, sampler_events = stack.enter_context(
             open_sampler(
-                *(engine, rollout.function, encode, decode, mixed),
+                *(engine, rollout.function, encode, decode, rollout.on_weight_update == "continue"),
                 limits=rollout.limits,
                 chat=ChatFormat(tokenizer, encode, decode),
             )
@@ -93,23 +91,20 @@ def open_driver(cfg: Config, make_engine: EngineFactory | None = None) -> Iterat
             routing=routing,
         )
         counts = partial(getattr, sampler, "total_counts", {})
-        stack.enter_context(_served_metrics(cfg, log, collector.progress, engine.report, counts))
+        stack.enter_context(served(log, LiveMetrics(*facts, collector.progress, engine.report, counts)))
         held_out = data.eval[: cfg.evaluation.max_problems]
         yield MainDriver(cfg, collector, prompts, evaluations(held_out, benchmarks), log, engine, sampler_events)
 
 
 @contextlib.contextmanager
-def _served_metrics(
-    cfg: Config, log: RunLog, progress: Progress | None, report: Callable[[float], EngineReport] | None, counts: Counts
-) -> Iterator[None]:
+def _served_metrics(cfg: LoggingConfig, run_dir: Path, log: RunLog, live: LiveMetrics) -> Iterator[None]:
     """Serve the run's metrics within the block, if `logging.metrics_port` says so."""
-    if cfg.logging.metrics_port is None:
+    if cfg.metrics_port is None:
         yield
         return
-    live = LiveMetrics(cfg, progress, report, counts)
     log.listener = live.record
-    with serve_metrics(cfg.run_dir, cfg.logging.metrics_host, cfg.logging.metrics_port, live.text) as url:
-        log.message(f"metrics for Prometheus: {url}, with the key in {cfg.run_dir / KEY_FILE}")
+    with serve_metrics(run_dir, cfg.metrics_host, cfg.metrics_port, live.text) as url:
+        log.message(f"metrics for Prometheus: {url}, with the key in {run_dir / KEY_FILE}")
         yield
 
 

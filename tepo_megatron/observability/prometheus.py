@@ -16,7 +16,6 @@ from typing import Literal
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 PREFIX = "tepo_"  # of all names of ours; servers may not use it
 STEP_PREFIX = "tepo_step_"
-MOST_SERVER_BYTES = 4 * 2**20  # of the text of one server
 _NOT_A_NAME = re.compile(r"[^a-zA-Z0-9_]")
 _NAME = r"[a-zA-Z_:][a-zA-Z0-9_:]*"
 _LABEL = r'[a-zA-Z_][a-zA-Z0-9_]*="(?:[^"\\\n]|\\.)*"'

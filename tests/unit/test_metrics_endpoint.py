@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tepo_megatron.config.io import validate
 from tepo_megatron.controller.live_metrics import LiveMetrics
 from tepo_megatron.controller.step_log import KEYS, PHASES
 from tepo_megatron.errors import ConfigError
@@ -47,8 +46,8 @@ def samples(text: str) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
 
 
 def live(report: EngineReport | None) -> LiveMetrics:
-    cfg = validate({"name": "watched", "platform": "cpu", "model": {"path": "m"}, "data": {"train": "t.jsonl"}})
-    return LiveMetrics(cfg, Progress(3, 8), None if report is None else lambda _: report, lambda: {"turns": 5, "drift": 0})
+    given = {"run": "watched"}, 2, 40
+    return LiveMetrics(*given, Progress(3, 8), None if report is None else lambda _: report, lambda: {"turns": 5, "drift": 0})
 
 
 def get(url: str, **headers: str) -> tuple[int, str]:

@@ -8,9 +8,9 @@ from tepo_megatron.inference.servers.client import RequestFailed
 from tepo_megatron.inference.servers.endpoint import Endpoint
 from tepo_megatron.inference.servers.pool import ServerPool
 from tepo_megatron.inference.servers.slot import ServerSlot
-from tepo_megatron.observability.prometheus import MOST_SERVER_BYTES
 
 ROUTE = "/metrics"  # of vLLM and of SGLang
+MOST_SERVER_BYTES = 4 * 2**20  # of the text of one server
 
 
 async def observe(pool: ServerPool, seconds: float) -> EngineReport:
@@ -25,7 +25,7 @@ async def observe(pool: ServerPool, seconds: float) -> EngineReport:
     texts = await asyncio.gather(*(_text(slot.endpoint, seconds) for slot in asked))
     return EngineReport(
         [_report(slot, pool.version) for slot in pool.slots],
-        pool.queued,
+        len(pool.waiting),
         pool.version,
         {slot.endpoint.name: text for slot, text in zip(asked, texts, strict=True) if text is not None},
     )
