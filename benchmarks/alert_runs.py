@@ -62,7 +62,12 @@ PLANTED: dict[str, tuple[dict[str, Any], str, str]] = {
         {"objective": {"name": "grpo", "clip_low": 1e-5, "clip_high": 1e-5}, "training": {"epochs": 4}}, "good", "clip_high",
     ),
     "wide-clip-range": (
-        {"objective": {"name": "grpo", "clip_low": 0.999, "clip_high": 1e6}, "optimizer": {"lr": 2e-4}, "training": {"epochs": 4}}, "good", "clip_zero",
+        {
+            "objective": {"name": "grpo", "clip_low": 0.999, "clip_high": 1e6},
+            "optimizer": {"lr": 2e-4},
+            "training": {"epochs": 4},
+        },
+        *("good", "clip_zero"),
     ),
     "tiny-learning-rate": ({"optimizer": {"lr": 1e-9}, "logging": {"noise_floor_every": 1}}, "good", "mask_below_noise"),
     "long-responses": ({}, "longer", "length_explosion"),

@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Callable, Mapping
+from typing import Protocol
 
 from tepo_megatron.inference.report import STATES, EngineReport, ServerReport
 from tepo_megatron.observability.alerts import RULES, key_of
@@ -19,32 +20,43 @@ _OF_A_SERVER: dict[str, tuple[str, Callable[[ServerReport], float]]] = {
 }
 
 
+class Reporting(Protocol):
+    """The part of an engine that is used here."""
+
+    def report(self, seconds: float) -> EngineReport:
+        """See `Lifecycle.report`."""
+
+
 class LiveMetrics:
     """The metrics of a run at any moment. `record` and `text` may be called by different threads.
 
     Args:
-        facts: Labels that describe the run.
+        run, engine_name, platform, objective: Labels that describe the run.
         ranks: Number of ranks that train.
         steps: Number of steps of the whole run.
         progress: How far the batch that is being collected is. None: rollouts are replayed.
-        report: Returns the state of the servers, given the seconds that it may take. None: there is no engine.
+        engine: Reports the state of the servers. None: there is no engine.
         counts: Returns how many turns, rewrites and so on the gateway of agents has counted.
     """
 
     def __init__(
         self,
-        facts: Mapping[str, str],
+        run: str,
+        engine_name: str,
+        platform: str,
+        objective: str,
         ranks: int,
         steps: int,
         progress: Progress | None,
-        report: Callable[[float], EngineReport] | None,
+        engine: Reporting | None,
         counts: Counts,
     ) -> None:
-        self._progress, self._report, self._counts = progress, report, counts
+        self._progress, self._engine, self._counts = progress, engine, counts
         self._started, self._lock = time.time(), threading.Lock()
         self._record: Mapping[str, float | None] = {}
         self._step, self._recorded = 0, 0.0
         self._lost = dict.fromkeys(FAILURE_KINDS, 0.0)
+        facts = {"run": run, "engine": engine_name, "platform": platform, "objective": objective}
         self._fixed = [
             Family("tepo_run_info", "gauge", "always 1; the labels describe the run", [(facts, 1.0)]),
             Family("tepo_ranks", "gauge", "ranks that train", [({}, ranks)]),
@@ -67,8 +79,8 @@ class LiveMetrics:
         """Return all metrics as text. A server that does not answer is left out of it."""
         texts: Mapping[str, str] = {}
         families = [*self._fixed, *self._now()]
-        if self._report is not None:
-            report = self._report(SERVER_SECONDS)
+        if self._engine is not None:
+            report = self._engine.report(SERVER_SECONDS)
             families += _of_engine(report)
             texts = report.texts
         return as_text(families) + merge_servers(texts)

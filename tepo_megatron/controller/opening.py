@@ -45,8 +45,8 @@ def open_driver(cfg: Config, make_engine: EngineFactory | None = None) -> Iterat
         DataError: The data cannot be used. Nothing was started.
     """
     rollout, run_dir, steps = cfg.rollout, cfg.run_dir, cfg.training.steps
-    labels = {"run": cfg.name, "engine": rollout.engine, "platform": cfg.platform, "objective": cfg.objective.name}
-    facts, served = (labels, cfg.parallel.world_size, steps), partial(_served_metrics, cfg.logging, run_dir)
+    facts = cfg.name, rollout.engine, cfg.platform, cfg.objective.name, cfg.parallel.world_size, steps
+    served = partial(_served_metrics, cfg.logging, run_dir)
     method, tokenizer = resolve(cfg), load_tokenizer(cfg.model.path)
     routing = replayed_routing(rollout, cfg.model.path, cfg.platform)
     evaluations = partial(Evaluations, cfg.evaluation, seed=cfg.seed, run_dir=run_dir, keep_best=cfg.checkpoint.keep_best)
@@ -65,10 +65,9 @@ def open_driver(cfg: Config, make_engine: EngineFactory | None = None) -> Iterat
     _check_enough_prompts(data, cfg.data.name, rollout.prompts_per_step)
     with contextlib.ExitStack() as stack:
         log = stack.enter_context(RunLog(run_dir, cfg.logging, steps))
-        log.message(
-            f"objective {cfg.objective.name}, {cfg.parallel.world_size} {cfg.platform} ranks; {data.count} prompts "
-            f"to train on, {len(data.eval)} to evaluate on"
-        )
+        ranks = f"{cfg.parallel.world_size} {cfg.platform} ranks"
+        prompts = f"{data.count} prompts to train on, {len(data.eval)} to evaluate on"
+        log.message(f"objective {cfg.objective.name}, {ranks}; {prompts}")
         _log_lines(log, *data.log_lines, *untested_fields(cfg.megatron), *method_lines(method, cfg.training, rollout))
         _log_lines(log, *checks_that_are_off(safety_checks(cfg)), *beginning(rollout, run_dir / SERVER_LOG))
         engine = stack.enter_context((make_engine or _build_engine)(cfg))
@@ -83,17 +82,17 @@ def open_driver(cfg: Config, make_engine: EngineFactory | None = None) -> Iterat
         )
         engine.start()
         reward = stack.enter_context(build_reward(cfg.reward, decode, stack.enter_context(decoder_file(tokenizer))))
-        prompts = PromptStream.mixed(data.train, cfg.seed, cfg.data.shuffle)
+        stream = PromptStream.mixed(data.train, cfg.seed, cfg.data.shuffle)
         collector = Collector(
-            *(rollout, sampler, reward, prompts, cfg.seed, stops),
+            *(rollout, sampler, reward, stream, cfg.seed, stops),
             max_generation_rounds=method.max_generation_rounds,
             overlong=method.overlong,
             routing=routing,
         )
-        counts = partial(getattr, sampler, "total_counts", {})
-        stack.enter_context(served(log, LiveMetrics(*facts, collector.progress, engine.report, counts)))
+        live = LiveMetrics(*facts, collector.progress, engine, partial(getattr, sampler, "total_counts", {}))
+        stack.enter_context(served(log, live))
         held_out = data.eval[: cfg.evaluation.max_problems]
-        yield MainDriver(cfg, collector, prompts, evaluations(held_out, benchmarks), log, engine, sampler_events)
+        yield MainDriver(cfg, collector, stream, evaluations(held_out, benchmarks), log, engine, sampler_events)
 
 
 @contextlib.contextmanager

@@ -39,15 +39,27 @@ evil{a="b"} 1\\n tepo_step 99
 """
 
 
+class Engine:
+    """An engine with a fixed state."""
+
+    def __init__(self, state: EngineReport) -> None:
+        self._state = state
+
+    def report(self, seconds: float) -> EngineReport:
+        assert 0 < seconds < 10
+        return self._state
+
+
 def samples(text: str) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
     """Return what Prometheus' own client reads: value by name and sorted labels."""
     families = list(text_string_to_metric_families(text))
     return {(s.name, tuple(sorted(s.labels.items()))): s.value for family in families for s in family.samples}
 
 
-def live(report: EngineReport | None) -> LiveMetrics:
-    given = {"run": "watched"}, 2, 40
-    return LiveMetrics(*given, Progress(3, 8), None if report is None else lambda _: report, lambda: {"turns": 5, "drift": 0})
+def live(report: EngineReport) -> LiveMetrics:
+    return LiveMetrics(
+        "watched", "vllm", "cpu", "tepo", 2, 40, Progress(3, 8), Engine(report), lambda: {"turns": 5, "drift": 0}
+    )
 
 
 def get(url: str, **headers: str) -> tuple[int, str]:
