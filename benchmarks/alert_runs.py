@@ -120,6 +120,8 @@ class SamplingEngine(ScriptedEngine):
                 out = self._model(given, attention_mask=seen, position_ids=places, past_key_values=cache, use_cache=True)
                 cache, scores = out.past_key_values, out.logits[:, -1].log_softmax(-1)
                 token = torch.multinomial(scores.exp(), 1, generator=chance)
+                if self._fault == "uniform":  # all samples of a group are the first one
+                    token = token[:: sampling.samples].repeat_interleave(sampling.samples, 0)
                 if length < least:
                     token[token == end] = ids[0, -1]
                 logprobs.append(scores.gather(1, token))

@@ -61,7 +61,7 @@ def test_a_run_serves_every_live_name(
     tepo: Callable[..., Command], arguments: Callable[..., list[str]], random_model: Path, tmp_path: Path
 ) -> None:
     run = tmp_path / "runs" / "watched"
-    keys = SHORT | {"training__steps": 500, "logging__metrics_port": 0, "name": "watched"}
+    keys = SHORT | {"training__steps": 500, "logging__metrics_port": 0, "name": "watched", "parallel__tp": 1}
     command = tepo(*arguments(random_model, **keys), engine="good")
     until_steps(command, run, 1)
     names = check_endpoint(run)
