@@ -35,6 +35,7 @@ from tests.scripted_groups import ScriptedGroups
 KEYS = sorted({key for rule in RULES for key in rule.reads} | {"rollout/staleness", "seconds/wait"})
 STEPS = 20
 LATE_SECONDS = 2.0
+WARMING = {"training": {"epochs": 4}, "optimizer": {"lr": 1e-4, "warmup_steps": 12}}
 SLOW = """import time
 def slow(prompt, response, answer):
     time.sleep(0.05)
@@ -58,8 +59,8 @@ HEALTHY: dict[str, dict[str, Any]] = {
 PLANTED: dict[str, tuple[dict[str, Any], str, str]] = {
     "huge-learning-rate": ({"optimizer": {"lr": 3e-3}, "seed": 1}, "good", "length_explosion"),
     "stale-weights": ({"sync": {"max_logprob_diff": 100.0}, "optimizer": {"lr": 1e-4}}, "stale", "mismatch_growth"),
-    "no-clip-range": (
-        {"objective": {"name": "grpo", "clip_low": 1e-5, "clip_high": 1e-5}, "training": {"epochs": 4}}, "good", "clip_high",
+    "narrow-clip-range": (
+        {"objective": {"name": "grpo", "clip_low": 3e-3, "clip_high": 3e-3}, **WARMING}, "good", "clip_high",
     ),
     "wide-clip-range": (
         {

@@ -22,9 +22,8 @@ def table() -> str:
         raised = _raised(run)
         found += run["expected"] in raised
         others = ", ".join(f"`{name}` at {step}" for name, step in raised.items() if name != run["expected"]) or "-"
-        lines.append(
-            f"| {run['name']} | {run['made']} | `{run['expected']}` | {raised.get(run['expected'], 'never')} | {others} |"
-        )
+        step = raised.get(run["expected"], "never")
+        lines.append(f"| {run['name']} | {run['made']} | `{run['expected']}` | {step} | {others} |")
     per_rule = dict.fromkeys((rule.name for rule in RULES), 0)
     for run in healthy:
         for name in _raised(run):

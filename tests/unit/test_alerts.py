@@ -16,6 +16,7 @@ from tepo_megatron.observability.alerts import CLEAR, RULES, AlertWatch, judge
 from tepo_megatron.observability.sinks import RunLog, read_metrics
 from tools import alert_figures
 
+BAD = {"rollout/kept_groups": 0.0, "rollout/sampled_groups": 8.0}
 RUNS = Path(__file__).parents[1] / "data" / "alert_runs.jsonl.gz"
 
 
@@ -43,10 +44,10 @@ def test_rules_read_what_a_step_records() -> None:
 
 
 def test_an_alert_is_raised_once_and_again_only_after_it_has_ended() -> None:
-    watch, bad, good = AlertWatch(), {"loss/clip_fraction": 0.5}, {"loss/clip_fraction": 0.1}
+    watch, bad, good = AlertWatch(), BAD, BAD | {"rollout/kept_groups": 8.0}
     series = [bad] * 6 + [good] * (CLEAR - 1) + [bad] * 3 + [{}] * 20 + [good] * CLEAR + [bad] * 3
     raised = [step for step, record in enumerate(series, start=1) if watch.observe(step, record)]
-    assert raised == [3, len(series)] and watch.active == ["clip_high"]
+    assert raised == [2, len(series) - 1] and watch.active == ["groups_filtered"]
     for step in range(CLEAR):
         assert watch.observe(step, good) == []
     assert watch.active == []
@@ -55,16 +56,16 @@ def test_an_alert_is_raised_once_and_again_only_after_it_has_ended() -> None:
 def test_a_run_logs_alerts_and_a_resumed_one_does_not_repeat_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with RunLog(tmp_path, LoggingConfig(), steps=9) as log:
         for step in range(1, 5):
-            log.write(step, {"loss/clip_fraction": 0.5})
-    assert ["alert/clip_high" in record for record in read_metrics(tmp_path)] == [False, False, True, True]
+            log.write(step, BAD)
+    assert ["alert/groups_filtered" in record for record in read_metrics(tmp_path)] == [False, True, True, True]
     lines = [line for line in (tmp_path / "log.txt").read_text().split("\n") if line.startswith("alert ")]
-    assert len(lines) == 1 and "clip_high (step 3)" in lines[0]
+    assert len(lines) == 1 and "groups_filtered (step 2)" in lines[0]
     with RunLog(tmp_path, LoggingConfig(), steps=9) as log:
         log.rewind(4)
-        log.write(5, {"loss/clip_fraction": 0.5})
-    assert read_metrics(tmp_path)[-1]["alert/clip_high"] == 1
-    assert (tmp_path / "log.txt").read_text().count("alert clip_high") == 1
+        log.write(5, BAD)
+    assert read_metrics(tmp_path)[-1]["alert/groups_filtered"] == 1
+    assert (tmp_path / "log.txt").read_text().count("alert groups_filtered") == 1
     capsys.readouterr()
     assert main(["alerts", str(tmp_path)]) == 1
     printed = capsys.readouterr().out
-    assert "1 alerts in 5 steps" in printed and "lower optimizer.lr or training.epochs" in printed
+    assert "1 alerts in 5 steps" in printed and "use easier or harder prompts" in printed
