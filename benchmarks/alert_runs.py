@@ -35,6 +35,7 @@ from tests.scripted_groups import ScriptedGroups
 KEYS = sorted({key for rule in RULES for key in rule.reads} | {"rollout/staleness", "seconds/wait"})
 STEPS = 20
 LATE_SECONDS = 2.0
+COLLAPSE = "entropy-collapse"
 WARMING = {"training": {"epochs": 4}, "optimizer": {"lr": 1e-4, "warmup_steps": 12}}
 SLOW = """import time
 def slow(prompt, response, answer):
@@ -48,7 +49,7 @@ HEALTHY: dict[str, dict[str, Any]] = {
     **{f"dapo-{seed}": {"seed": seed, "objective": {"name": "dapo"}} for seed in range(2)},
     **{f"gspo-{seed}": {"seed": seed, "objective": {"name": "gspo"}} for seed in range(2)},
     "sapo-0": {"objective": {"name": "sapo"}},
-    **{f"stream-{seed}": {"seed": seed, "training": {"stream": "prompt"}} for seed in range(2)},
+    **{f"stream-{seed}": {"seed": seed, "training": {"stream": "arrival"}} for seed in range(2)},
     **{
         f"ahead-{seed}": {"seed": seed, "rollout": {"max_staleness": 1}, "objective": {"name": "tepo", "correction": "tis"}}
         for seed in range(2)
@@ -227,6 +228,15 @@ def run(model: Path, changes: dict[str, Any], fault: str) -> list[dict[str, Any]
     return [{"step": r["step"]} | {k: float(f"{r[k]:.4g}") for k in KEYS if r.get(k) is not None} for r in records]
 
 
+def collapsing(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return a healthy run's values with an entropy that falls by 15 % in each step from step 8 on, and the first reward."""
+    start = records[0]
+    fallen = [0.85 ** max(0, record["step"] - 8) * start["actor/entropy"] for record in records]
+    rewards = [record["reward/mean"] for record in records[:5]]
+    pairs = enumerate(zip(records, fallen, strict=True))
+    return [record | {"actor/entropy": value, "reward/mean": rewards[i % 5]} for i, (record, value) in pairs]
+
+
 def main() -> None:
     """Make the runs that OUT lacks."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -236,6 +246,12 @@ def main() -> None:
     args = parser.parse_args()
     activate("cpu")  # before Megatron-Core is imported
     known = [json.loads(line) for line in gzip.decompress(args.out.read_bytes()).splitlines()] if args.out.exists() else []
+    healthy = {one["name"]: one["records"] for one in known}
+    if COLLAPSE not in healthy and "tepo-0" in healthy:
+        records = collapsing(healthy["tepo-0"])
+        known.append(
+            {"name": COLLAPSE, "expected": "entropy_collapse", "made": "altered (entropy, reward)", "records": records}
+        )
     todo = {name: (changes, "good", None) for name, changes in HEALTHY.items()} | PLANTED
     for name, (changes, fault, expected) in todo.items():
         if any(one["name"] == name for one in known) or (args.only and name not in args.only):

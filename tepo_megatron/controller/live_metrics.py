@@ -111,7 +111,7 @@ def _labelled(label: str, values: Mapping[str, float]) -> list[tuple[Mapping[str
 
 
 def _of_engine(report: EngineReport) -> list[Family]:
-    states = {state: float(sum(server.state == state for server in report.servers)) for state in STATES}
+    states: dict[str, float] = {state: float(sum(server.state == state for server in report.servers)) for state in STATES}
     restarts = {server.name: float(server.restarts) for server in report.servers}
     return [
         Family("tepo_servers", "gauge", "inference servers, by state", _labelled("state", states)),

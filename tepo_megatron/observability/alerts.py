@@ -22,7 +22,7 @@ LEAST_SECONDS = 1.0  # shorter steps are not judged by their times
 # Why each number is what it is: docs/alerts.md
 COLLAPSED, GAIN = 0.25, 0.05
 MISMATCH_FLOOR, MISMATCH_GROWTH, NOISES = 2e-6, 4.0, 8.0
-CLIPPED, CLIP_GROWTH, CLIPPED_ALL, MOVED = 0.3, 1.5, 0.75, 0.2
+CLIPPED, CLIP_GROWTH, CLIPPED_ALL, CLIP_LITTLE, MOVED = 0.3, 1.5, 0.75, 0.005, 0.2
 NOISE_SHARE, MASKED = 0.5, 0.01
 LONGER, CUT = 3.0, 0.5
 KEPT = 0.1
@@ -96,7 +96,7 @@ def _clip_zero(history: History) -> bool | None:
     low, high, clipped = (history.value(key) for key in ("tepo/ratio_p01", "tepo/ratio_p99", "loss/clip_fraction"))
     if low is None or high is None or clipped is None:
         return None
-    return clipped == 0 and max(high - 1, 1 - low) > MOVED
+    return clipped < CLIP_LITTLE and max(high - 1, 1 - low) > MOVED
 
 
 def _clip_high(history: History) -> bool | None:
@@ -180,7 +180,7 @@ RULES = (
     ),
     Rule(
         *("clip_zero", _clip_zero, 5, ("loss/clip_fraction", "tepo/ratio_p01", "tepo/ratio_p99")),
-        f"ratios move by more than {MOVED:g} and nothing is clipped",
+        f"ratios move by more than {MOVED:g} and fewer than {CLIP_LITTLE:.1%} of the tokens are clipped",
         "the clip range is too wide for the objective: lower objective.clip_low and objective.clip_high",
     ),
     Rule(
