@@ -36,7 +36,7 @@ KEYS = sorted({key for rule in RULES for key in rule.reads} | {"rollout/stalenes
 STEPS = 20
 LATE_SECONDS = 2.0
 COLLAPSE = "entropy-collapse"
-WARMING = {"training": {"epochs": 4}, "optimizer": {"lr": 1e-4, "warmup_steps": 12}}
+WARMING = {"training": {"epochs": 4}, "optimizer": {"lr": 3e-4, "warmup_steps": 400}}
 SLOW = """import time
 def slow(prompt, response, answer):
     time.sleep(0.05)
@@ -60,8 +60,8 @@ HEALTHY: dict[str, dict[str, Any]] = {
 PLANTED: dict[str, tuple[dict[str, Any], str, str]] = {
     "huge-learning-rate": ({"optimizer": {"lr": 3e-3}, "seed": 1}, "good", "length_explosion"),
     "stale-weights": ({"sync": {"max_logprob_diff": 100.0}, "optimizer": {"lr": 1e-4}}, "stale", "mismatch_growth"),
-    "narrow-clip-range": (
-        {"objective": {"name": "grpo", "clip_low": 3e-3, "clip_high": 3e-3}, **WARMING}, "good", "clip_high",
+    "growing-updates": (
+        {"objective": {"name": "grpo", "clip_low": 1e-3, "clip_high": 1e-3}, **WARMING}, "good", "clip_high",
     ),
     "wide-clip-range": (
         {
