@@ -35,8 +35,7 @@ from tests.scripted_groups import ScriptedGroups
 KEYS = sorted({key for rule in RULES for key in rule.reads} | {"rollout/staleness", "seconds/wait"})
 STEPS = 20
 LATE_SECONDS = 2.0
-COLLAPSE = "entropy-collapse"
-WARMING = {"training": {"epochs": 4}, "optimizer": {"lr": 3e-4, "warmup_steps": 400}}
+COLLAPSE, CLIPPING = "entropy-collapse", "growing-clip-share"
 SLOW = """import time
 def slow(prompt, response, answer):
     time.sleep(0.05)
@@ -60,9 +59,6 @@ HEALTHY: dict[str, dict[str, Any]] = {
 PLANTED: dict[str, tuple[dict[str, Any], str, str]] = {
     "huge-learning-rate": ({"optimizer": {"lr": 3e-3}, "seed": 1}, "good", "length_explosion"),
     "stale-weights": ({"sync": {"max_logprob_diff": 100.0}, "optimizer": {"lr": 1e-4}}, "stale", "mismatch_growth"),
-    "growing-updates": (
-        {"objective": {"name": "grpo", "clip_low": 1e-3, "clip_high": 1e-3}, **WARMING}, "good", "clip_high",
-    ),
     "wide-clip-range": (
         {
             "objective": {"name": "grpo", "clip_low": 0.999, "clip_high": 1e6},
@@ -235,6 +231,11 @@ def collapsing(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     rewards = [record["reward/mean"] for record in records[:5]]
     pairs = enumerate(zip(records, fallen, strict=True))
     return [record | {"actor/entropy": value, "reward/mean": rewards[i % 5]} for i, (record, value) in pairs]
+
+
+def clipping(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return a healthy run's values with a clip share that grows by 0.05 in each step from step 8 on."""
+    return [r | {"loss/clip_fraction": r["loss/clip_fraction"] + 0.05 * max(0, r["step"] - 8)} for r in records]
 
 
 def main() -> None:

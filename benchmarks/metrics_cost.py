@@ -19,7 +19,7 @@ STEPS, SCRAPES = 2000, 200
 LINES = "".join(f'vllm:tokens_total{{engine="0",model_name="policy",kind="{i}"}} {i}.0\n' for i in range(400))
 
 
-class Servers:
+class FixedServers:
     """Two servers with metrics of usual length."""
 
     def report(self, seconds: float) -> EngineReport:
@@ -31,7 +31,7 @@ class Servers:
 def main() -> None:
     """Print the milliseconds."""
     watch, record = AlertWatch(), dict.fromkeys(KEYS, 0.5) | {"seconds/total": 3.0}
-    live = LiveMetrics("run", "vllm", "cpu", "tepo", 2, STEPS, Progress(), Servers(), dict)
+    live = LiveMetrics("run", "vllm", "cpu", "tepo", 2, STEPS, Progress(), FixedServers(), dict)
     begun = time.process_time()
     for step in range(STEPS):
         watch.observe(step, record)

@@ -1,6 +1,6 @@
 """Sections `evaluation`, `checkpoint` and `logging`: what a run does besides training."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -129,7 +129,7 @@ class LoggingConfig:
     tensorboard: bool = False
     # Port on which the rollout service serves the metrics of run and servers to Prometheus (docs/metrics.md). The run's folder
     # has the key and the address. 0: a free port. null: none; the engines then count nothing.
-    metrics_port: int | None = Field(default=None, ge=0, le=65535)
+    metrics_port: Annotated[int, Field(ge=0, le=65535)] | None = None
     # Address on which the metrics are served. Others than loopback can be reached from other machines, without encryption.
     metrics_host: str = "127.0.0.1"
     # Weights & Biases project to which the metrics are sent, too. null: none.

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from tepo_megatron.inference.report import STATES, EngineReport, ServerReport
 from tepo_megatron.observability.alerts import RULES, key_of
-from tepo_megatron.observability.prometheus import Family, as_text, merge_servers, of_step
+from tepo_megatron.observability.prometheus import MetricFamily, as_text, merge_servers, of_step
 from tepo_megatron.rollout.collector import Progress
 from tepo_megatron.rollout.containment import FAILURE_KINDS
 
@@ -58,9 +58,9 @@ class LiveMetrics:
         self._lost = dict.fromkeys(FAILURE_KINDS, 0.0)
         facts = {"run": run, "engine": engine_name, "platform": platform, "objective": objective}
         self._fixed = [
-            Family("tepo_run_info", "gauge", "always 1; the labels describe the run", [(facts, 1.0)]),
-            Family("tepo_ranks", "gauge", "ranks that train", [({}, ranks)]),
-            Family("tepo_steps", "gauge", "steps of the whole run", [({}, steps)]),
+            MetricFamily("tepo_run_info", "gauge", "always 1; the labels describe the run", [(facts, 1.0)]),
+            MetricFamily("tepo_ranks", "gauge", "ranks that train", [({}, ranks)]),
+            MetricFamily("tepo_steps", "gauge", "steps of the whole run", [({}, steps)]),
         ]
 
     def record(self, step: int, values: Mapping[str, float | None]) -> None:
@@ -78,30 +78,38 @@ class LiveMetrics:
     def text(self) -> str:
         """Return all metrics as text. A server that does not answer is left out of it."""
         texts: Mapping[str, str] = {}
-        families = [*self._fixed, *self._now()]
+        shown = [*self._fixed, *self._now()]
         if self._engine is not None:
             report = self._engine.report(SERVER_SECONDS)
-            families += _of_engine(report)
+            shown += _of_engine(report)
             texts = report.texts
-        return as_text(families) + merge_servers(texts)
+        return as_text(shown) + merge_servers(texts)
 
-    def _now(self) -> list[Family]:
+    def _now(self) -> list[MetricFamily]:
         with self._lock:
             step, record, recorded, lost = self._step, self._record, self._recorded, dict(self._lost)
         found = [
-            Family("tepo_step", "gauge", "number of the last step", [({}, step)]),
-            Family("tepo_start_time_seconds", "gauge", "when the rollout service started, Unix time", [({}, self._started)]),
-            Family("tepo_samples_lost_total", "counter", "samples lost since the start, by reason", _labelled("reason", lost)),
-            Family("tepo_gateway_events_total", "counter", "events of agents' samples", _labelled("event", self._counts())),
+            MetricFamily("tepo_step", "gauge", "number of the last step", [({}, step)]),
+            MetricFamily(
+                "tepo_start_time_seconds", "gauge", "when the rollout service started, Unix time", [({}, self._started)]
+            ),
+            MetricFamily(
+                "tepo_samples_lost_total", "counter", "samples lost since the start, by reason", _labelled("reason", lost)
+            ),
+            MetricFamily(
+                "tepo_gateway_events_total", "counter", "events of agents' samples", _labelled("event", self._counts())
+            ),
         ]
         if self._progress is not None:
             done, wanted = self._progress.useful, self._progress.wanted
-            found.append(Family("tepo_groups_done", "gauge", "groups of the present batch that are complete", [({}, done)]))
-            found.append(Family("tepo_groups_wanted", "gauge", "groups that the present batch needs", [({}, wanted)]))
+            found.append(
+                MetricFamily("tepo_groups_done", "gauge", "groups of the present batch that are complete", [({}, done)])
+            )
+            found.append(MetricFamily("tepo_groups_wanted", "gauge", "groups that the present batch needs", [({}, wanted)]))
         if recorded:
             active = {rule.name: float(record.get(key_of(rule.name)) or 0.0) for rule in RULES}
-            found.append(Family("tepo_last_step_time_seconds", "gauge", "when the last step ended", [({}, recorded)]))
-            found.append(Family("tepo_alert_active", "gauge", "1 while an alert is active", _labelled("alert", active)))
+            found.append(MetricFamily("tepo_last_step_time_seconds", "gauge", "when the last step ended", [({}, recorded)]))
+            found.append(MetricFamily("tepo_alert_active", "gauge", "1 while an alert is active", _labelled("alert", active)))
         plain = {key: value for key, value in record.items() if not key.startswith(key_of(""))}
         return found + of_step(plain)
 
@@ -110,20 +118,20 @@ def _labelled(label: str, values: Mapping[str, float]) -> list[tuple[Mapping[str
     return [({label: name}, value) for name, value in values.items()]
 
 
-def _of_engine(report: EngineReport) -> list[Family]:
+def _of_engine(report: EngineReport) -> list[MetricFamily]:
     states: dict[str, float] = {state: float(sum(server.state == state for server in report.servers)) for state in STATES}
     restarts = {server.name: float(server.restarts) for server in report.servers}
     return [
-        Family("tepo_servers", "gauge", "inference servers, by state", _labelled("state", states)),
-        Family("tepo_requests_queued", "gauge", "requests that wait for a server", [({}, report.queued)]),
-        Family("tepo_weights_version", "gauge", "version of the weights that are to be served", [({}, report.version)]),
-        Family("tepo_server_restarts_total", "counter", "restarts of a server", _labelled("server", restarts)),
-        Family(
+        MetricFamily("tepo_servers", "gauge", "inference servers, by state", _labelled("state", states)),
+        MetricFamily("tepo_requests_queued", "gauge", "requests that wait for a server", [({}, report.queued)]),
+        MetricFamily("tepo_weights_version", "gauge", "version of the weights that are to be served", [({}, report.version)]),
+        MetricFamily("tepo_server_restarts_total", "counter", "restarts of a server", _labelled("server", restarts)),
+        MetricFamily(
             *("tepo_server_answered", "gauge", "1 if this server's own metrics are below"),
             _labelled("server", {server.name: float(server.name in report.texts) for server in report.servers}),
         ),
         *(
-            Family(name, "gauge", text, _labelled("server", {server.name: value(server) for server in report.servers}))
+            MetricFamily(name, "gauge", text, _labelled("server", {server.name: value(server) for server in report.servers}))
             for name, (text, value) in _OF_A_SERVER.items()
         ),
     ]

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 Record = Mapping[str, float | None]
-Condition = Callable[["History"], bool | None]
+Condition = Callable[["RecordHistory"], bool | None]
 
 KEY = "alert/"  # first part of the keys in a step's record: 1 while an alert is active, absent otherwise
 WARM_UP = 5  # steps whose median a later value is compared with
@@ -24,13 +24,13 @@ COLLAPSED, GAIN = 0.25, 0.05
 MISMATCH_FLOOR, MISMATCH_GROWTH, NOISES = 2e-6, 4.0, 8.0
 CLIPPED, CLIP_GROWTH, CLIPPED_ALL, CLIP_LITTLE, MOVED = 0.3, 1.5, 0.75, 0.005, 0.2
 NOISE_SHARE, MASKED = 0.5, 0.01
-LONGER, CUT = 3.0, 0.5
+LONGER, CUT_OFF = 3.0, 0.5
 KEPT = 0.1
 TAIL, IDLE, SYNC = 0.5, 0.3, 0.3
 SLOWER = 3.0
 
 
-class History:
+class RecordHistory:
     """The records of a run so far, as rules read them."""
 
     def __init__(self) -> None:
@@ -75,7 +75,7 @@ class History:
         return part / total if part is not None and total is not None and total >= LEAST_SECONDS else None
 
 
-def _entropy_collapse(history: History) -> bool | None:
+def _entropy_collapse(history: RecordHistory) -> bool | None:
     """Entropy that falls while the reward rises is how a policy learns; without a gain it is a collapse."""
     start, now = history.start("actor/entropy"), history.latest("actor/entropy")
     before, after = history.start("reward/mean"), history.latest("reward/mean")
@@ -84,7 +84,7 @@ def _entropy_collapse(history: History) -> bool | None:
     return now < COLLAPSED * start and after < before + max(GAIN, 2 * history.noise("reward/mean"))
 
 
-def _mismatch_growth(history: History) -> bool | None:
+def _mismatch_growth(history: RecordHistory) -> bool | None:
     key = "rollout/logprob_diff_mean"
     start, now = history.start(key), history.value(key)
     if start is None or now is None:
@@ -92,14 +92,14 @@ def _mismatch_growth(history: History) -> bool | None:
     return now > max(MISMATCH_FLOOR, MISMATCH_GROWTH * start, start + NOISES * history.noise(key))
 
 
-def _clip_zero(history: History) -> bool | None:
+def _clip_zero(history: RecordHistory) -> bool | None:
     low, high, clipped = (history.value(key) for key in ("tepo/ratio_p01", "tepo/ratio_p99", "loss/clip_fraction"))
     if low is None or high is None or clipped is None:
         return None
     return clipped < CLIP_LITTLE and max(high - 1, 1 - low) > MOVED
 
 
-def _clip_high(history: History) -> bool | None:
+def _clip_high(history: RecordHistory) -> bool | None:
     """A share of 30 to 65 % is usual for GSPO, whose range is narrow: so only growth counts, or nearly all tokens."""
     start, now = history.start("loss/clip_fraction"), history.latest("loss/clip_fraction")
     if start is None or now is None:
@@ -107,42 +107,42 @@ def _clip_high(history: History) -> bool | None:
     return now > CLIPPED_ALL or now > max(CLIPPED, CLIP_GROWTH * start)
 
 
-def _mask_noise(history: History) -> bool | None:
+def _mask_noise(history: RecordHistory) -> bool | None:
     below, masked = history.value("tepo/mask_below_noise"), history.value("tepo/kl_mask_share")
     return None if below is None or masked is None else below > NOISE_SHARE and masked > MASKED
 
 
-def _length_explosion(history: History) -> bool | None:
+def _length_explosion(history: RecordHistory) -> bool | None:
     length, cut = "rollout/response_tokens_mean", "rollout/truncated"
     start, now, cut_before, cut_now = history.start(length), history.latest(length), history.start(cut), history.latest(cut)
     if start is None or now is None or cut_before is None or cut_now is None:
         return None
-    return now > LONGER * start or (cut_now > CUT and cut_before < CUT / 2)
+    return now > LONGER * start or (cut_now > CUT_OFF and cut_before < CUT_OFF / 2)
 
 
-def _groups_filtered(history: History) -> bool | None:
+def _groups_filtered(history: RecordHistory) -> bool | None:
     kept, sampled = history.value("rollout/kept_groups"), history.value("rollout/sampled_groups")
     return None if kept is None or not sampled else kept < KEPT * sampled
 
 
-def _slow(history: History, key: str, limit: float) -> bool | None:
+def _slow(history: RecordHistory, key: str, limit: float) -> bool | None:
     """Return whether a phase takes a large part of the step, and not only because the first steps were like that."""
     share, start = history.share(key), history.start(key)
     return None if share is None or start is None else share > limit
 
 
-def _stragglers(history: History) -> bool | None:
+def _stragglers(history: RecordHistory) -> bool | None:
     tail, rollout = history.value("seconds/rollout_tail"), history.value("seconds/rollout")
     if tail is None or rollout is None or rollout < LEAST_SECONDS:
         return None
     return tail > TAIL * rollout
 
 
-def _idle_gpus(history: History) -> bool | None:
+def _idle_gpus(history: RecordHistory) -> bool | None:
     return _slow(history, "seconds/grading_wait", IDLE)
 
 
-def _slow_sync(history: History) -> bool | None:
+def _slow_sync(history: RecordHistory) -> bool | None:
     return _slow(history, "seconds/sync", SYNC)
 
 
@@ -195,7 +195,7 @@ RULES = (
     ),
     Rule(
         *("length_explosion", _length_explosion, 3, ("rollout/response_tokens_mean", "rollout/truncated")),
-        f"responses are more than {LONGER:g} times as long as at the start, or more than {CUT:.0%} are cut off",
+        f"responses are more than {LONGER:g} times as long as at the start, or more than {CUT_OFF:.0%} are cut off",
         "read samples (rollout.record); set reward.overlong_buffer_tokens, or a reward that length cannot raise",
     ),
     Rule(
@@ -261,7 +261,7 @@ class AlertWatch:
     """Judges the records of a run one by one, in their order."""
 
     rules: Sequence[Rule] = RULES
-    _history: History = field(default_factory=History)
+    _history: RecordHistory = field(default_factory=RecordHistory)
     _states: dict[str, _State] = field(default_factory=dict)
 
     def observe(self, step: int, record: Record) -> list[Alert]:

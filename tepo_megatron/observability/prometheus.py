@@ -25,7 +25,7 @@ _SERVER_LABEL = re.compile(r'(^|,)server=(?="(?:[^"\\\n]|\\.)*"(?:,|$))')
 
 
 @dataclass(frozen=True)
-class Family:
+class MetricFamily:
     """A metric with all of its samples.
 
     Attributes:
@@ -46,19 +46,19 @@ def step_name(key: str) -> str:
     return STEP_PREFIX + _NOT_A_NAME.sub("_", key)
 
 
-def of_step(record: Mapping[str, float | None]) -> list[Family]:
+def of_step(record: Mapping[str, float | None]) -> list[MetricFamily]:
     """Return one gauge for each value of a step's record that was measured."""
     return [
-        Family(step_name(key), "gauge", f"{key} of the last step", [({}, value)])
+        MetricFamily(step_name(key), "gauge", f"{key} of the last step", [({}, value)])
         for key, value in record.items()
         if value is not None
     ]
 
 
-def as_text(families: Iterable[Family]) -> str:
+def as_text(found: Iterable[MetricFamily]) -> str:
     """Return metrics as text, those without samples left out."""
     lines = []
-    for family in families:
+    for family in found:
         if family.samples:
             lines += [f"# HELP {family.name} {_escaped_help(family.text)}", f"# TYPE {family.name} {family.kind}"]
             lines += [f"{family.name}{_braces(labels)} {_number(value)}" for labels, value in family.samples]
@@ -100,18 +100,18 @@ def merge_servers(texts: Mapping[str, str]) -> str:
     Args:
         texts: Text of each server, by its name.
     """
-    families: dict[str, _ServerFamily] = {}
+    found: dict[str, _ServerFamily] = {}
     for server, text in texts.items():
         current = ""
         for line in text.split("\n"):
             if (header := _HEADER.fullmatch(line)) is not None:
                 current = header[2]
                 if not current.startswith(PREFIX):
-                    families.setdefault(current, _ServerFamily()).headers.setdefault(header[1], line)
+                    found.setdefault(current, _ServerFamily()).headers.setdefault(header[1], line)
             elif (sample := _SAMPLE.fullmatch(line)) is not None and not sample[1].startswith(PREFIX):
                 family = current if current and sample[1].startswith(current) else sample[1]
                 labels = _SERVER_LABEL.sub(r"\1exported_server=", sample[2]) if sample[2] else ""
                 named = f'{{server="{_escaped(server)}"{"," if labels else ""}{labels}}}'
-                families.setdefault(family, _ServerFamily()).samples.append(f"{sample[1]}{named} {sample[3]}")
-    lines = [line for one in families.values() if one.samples for line in (*one.headers.values(), *one.samples)]
+                found.setdefault(family, _ServerFamily()).samples.append(f"{sample[1]}{named} {sample[3]}")
+    lines = [line for one in found.values() if one.samples for line in (*one.headers.values(), *one.samples)]
     return "".join(line + "\n" for line in lines)

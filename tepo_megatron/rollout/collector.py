@@ -26,7 +26,7 @@ TAIL_FROM = 0.9  # share of the groups after whose arrival the others count as l
 
 @dataclass
 class Progress:
-    """How far the collection of a batch is. Another thread may read it.
+    """Progress of the collection of a batch. Another thread may read it.
 
     Attributes:
         useful: Groups that are complete and count for the batch.
