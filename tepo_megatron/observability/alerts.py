@@ -126,7 +126,7 @@ def _groups_filtered(history: RecordHistory) -> bool | None:
 
 
 def _slow(history: RecordHistory, key: str, limit: float) -> bool | None:
-    """Return whether a phase takes a large part of the step, and not only because the first steps were like that."""
+    """Return whether a phase takes a large part of the step. The first steps, which set things up, are not judged."""
     share, start = history.share(key), history.start(key)
     return None if share is None or start is None else share > limit
 
