@@ -23,6 +23,7 @@ from tepo_megatron.rollout.chat import ChatFormat
 from tepo_megatron.rollout.collector import Collector
 from tepo_megatron.rollout.custom import open_sampler
 from tepo_megatron.rollout.experts import replayed_routing
+from tepo_megatron.rollout.judges import JudgePlace, first_free_device, open_judges
 from tepo_megatron.rollout.record import Replay
 
 SERVER_LOG = "server.log"
@@ -80,7 +81,9 @@ def open_driver(cfg: Config, make_engine: EngineFactory | None = None) -> Iterat
             )
         )
         engine.start()
-        reward = stack.enter_context(build_reward(cfg.reward, decode, stack.enter_context(decoder_file(tokenizer))))
+        judges = stack.enter_context(open_judges(cfg.reward, _judge_place(cfg)))
+        texts = stack.enter_context(decoder_file(tokenizer))
+        reward = stack.enter_context(build_reward(cfg.reward, decode, texts, judges.by_term))
         prompts = PromptStream.mixed(data.train, cfg.seed, cfg.data.shuffle)
         collector = Collector(
             *(rollout, sampler, reward, prompts, cfg.seed, stops),
@@ -89,7 +92,11 @@ def open_driver(cfg: Config, make_engine: EngineFactory | None = None) -> Iterat
             routing=routing,
         )
         held_out = data.eval[: cfg.evaluation.max_problems]
-        yield MainDriver(cfg, collector, prompts, evaluations(held_out, benchmarks), log, engine, sampler_events)
+
+        def events() -> list[str]:
+            return [*sampler_events(), *judges.take_events()]
+
+        yield MainDriver(cfg, collector, prompts, evaluations(held_out, benchmarks), log, engine, events)
 
 
 def _check_enough_prompts(data: Data, name: str, wanted: int) -> None:
@@ -123,6 +130,10 @@ def method_lines(method: Method, training: TrainingConfig, rollout: RolloutConfi
     if method.max_generation_rounds > 1 or method.overlong:
         lines.append(f"rounds of prompts per step: up to {method.max_generation_rounds}; overlong shaping: {method.overlong}")
     return lines
+
+
+def _judge_place(cfg: Config) -> JudgePlace:
+    return JudgePlace(cfg.platform, first_free_device(cfg.rollout, cfg.parallel.world_size), cfg.run_dir)
 
 
 def _build_engine(cfg: Config) -> RolloutEngine:
