@@ -208,6 +208,24 @@ def evaluate(args: argparse.Namespace, overrides: list[str]) -> int:
     return 0
 
 
+def judge(args: argparse.Namespace, overrides: list[str]) -> int:
+    """Run `tepo judge CONFIG --on FILE [--term I] [--repeats N] [--out DIR] [--key value ...]`.
+
+    Args:
+        args: The parsed options.
+        overrides: The remaining arguments.
+    """
+    from tepo_megatron.config.io import load_config
+    from tepo_megatron.evaluation.judging import JudgingRequest, run
+
+    if args.repeats < 1:
+        raise ConfigError(f"--repeats {args.repeats}: a positive number")
+    cfg = load_config(args.config, overrides)
+    request = JudgingRequest(args.on, args.term, args.repeats, args.out or Path("judgements") / cfg.name)
+    print("written:", run(cfg, request, lambda text: print(escaped(text), flush=True)))
+    return 0
+
+
 def plan(args: argparse.Namespace, overrides: list[str]) -> int:
     """Run `tepo plan CONFIG [--gpus N] [--gpu NAME] [--prompt N] [--response N] [--dropped X] [--json FILE] [--key value ...]`.
 

@@ -174,6 +174,17 @@ class RolloutConfig:
             raise ValueError(f"colocate=true has trainer and engine take turns, and {one}; remove one of them")
 
 
+def devices_used(rollout: RolloutConfig, ranks: int) -> int:
+    """Return how many devices of one machine the ranks and the rollout servers on it use, which the run starts itself.
+
+    Args:
+        rollout: The section.
+        ranks: Number of ranks on the machine.
+    """
+    servers = 0 if rollout.server.others or rollout.replay is not None else rollout.servers * rollout.server.tp
+    return max(ranks, servers) if rollout.colocate else ranks + servers
+
+
 def check_batch(rollout: RolloutConfig, training: TrainingConfig) -> None:
     """Check that minibatches fit into the rollout batch. Raises ValueError.
 

@@ -1,12 +1,14 @@
 """Open the rollout side of a run: load the prompts, start the engine and the graders, and log the setup of the run."""
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
 from tepo_megatron.config import Config, RolloutConfig, TrainingConfig
 from tepo_megatron.config.megatron import untested_fields
+from tepo_megatron.config.rollout import devices_used
 from tepo_megatron.config.safety import checks_that_are_off, safety_checks
 from tepo_megatron.controller.main_driver import MainDriver
 from tepo_megatron.controller.method import Method, resolve
@@ -23,7 +25,7 @@ from tepo_megatron.rollout.chat import ChatFormat
 from tepo_megatron.rollout.collector import Collector
 from tepo_megatron.rollout.custom import open_sampler
 from tepo_megatron.rollout.experts import replayed_routing
-from tepo_megatron.rollout.judges import JudgePlace, first_free_device, open_judges
+from tepo_megatron.rollout.judges import JudgePlace, open_judges
 from tepo_megatron.rollout.record import Replay
 
 SERVER_LOG = "server.log"
@@ -81,7 +83,7 @@ def open_driver(cfg: Config, make_engine: EngineFactory | None = None) -> Iterat
             )
         )
         engine.start()
-        judges = stack.enter_context(open_judges(cfg.reward, _judge_place(cfg)))
+        judges = stack.enter_context(open_judges(cfg.reward.judges, _judge_place(cfg)))
         texts = stack.enter_context(decoder_file(tokenizer))
         reward = stack.enter_context(build_reward(cfg.reward, decode, texts, judges.by_term))
         prompts = PromptStream.mixed(data.train, cfg.seed, cfg.data.shuffle)
@@ -133,7 +135,8 @@ def method_lines(method: Method, training: TrainingConfig, rollout: RolloutConfi
 
 
 def _judge_place(cfg: Config) -> JudgePlace:
-    return JudgePlace(cfg.platform, first_free_device(cfg.rollout, cfg.parallel.world_size), cfg.run_dir)
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", cfg.parallel.world_size))
+    return JudgePlace(cfg.platform, devices_used(cfg.rollout, ranks), cfg.run_dir)
 
 
 def _build_engine(cfg: Config) -> RolloutEngine:

@@ -33,7 +33,7 @@ def preflight(cfg: "Config") -> None:
         load_function(cfg.rollout.function)
     check_reward(cfg.reward)
     if cfg.rollout.replay is None:
-        check_judges(cfg.reward, cfg.platform)
+        check_judges(cfg.reward.judges, cfg.platform)
     hf_config = read_config(cfg.model.path)
     architecture = find_family(hf_config).architecture(hf_config)
     check_layout(architecture, cfg.parallel)

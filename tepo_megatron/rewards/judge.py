@@ -72,6 +72,7 @@ class Judgement:
         status: `graded`, `unjudged` or `too_long`.
         asked, unreadable: Number of answers of the judge, and of those without a verdict.
         prompt_tokens, sampled_tokens: Tokens of all these answers.
+        answer: What the judge wrote last.
     """
 
     value: float | None
@@ -80,6 +81,7 @@ class Judgement:
     unreadable: int = 0
     prompt_tokens: int = 0
     sampled_tokens: int = 0
+    answer: str = ""
 
 
 class JudgeTerm:
@@ -129,7 +131,7 @@ class JudgeTerm:
         """
         entry, values = self._entry, list[float]()
         fields = {name: text.encode(errors="replace").decode() for name, text in fields.items()}  # no lone surrogates
-        first = _seed_of(fields, seed)
+        first, answer = _seed_of(fields, seed), ""
         asked = prompt_tokens = sampled_tokens = 0
         for attempt in range(entry.retries + 1):
             missing = entry.verdicts - len(values)
@@ -138,8 +140,9 @@ class JudgeTerm:
                 replies = await self._judge.ask(fields, missing, (first + asked) % _SEEDS, temperature)
             except QuestionTooLong as e:
                 self._report(f"the judge cannot be asked: {e}")
-                return Judgement(None, "too_long", asked, asked - len(values), prompt_tokens, sampled_tokens)
+                return Judgement(None, "too_long", asked, asked - len(values), prompt_tokens, sampled_tokens, answer)
             for reply in replies:
+                answer = reply.text
                 if (value := await self._value(reply.text)) is not None:
                     values.append(value)
             asked += len(replies)
@@ -149,7 +152,7 @@ class JudgeTerm:
                 break
         mean = math.fsum(values) / len(values) if values else None
         status = "unjudged" if mean is None else "graded"
-        return Judgement(mean, status, asked, asked - len(values), prompt_tokens, sampled_tokens)
+        return Judgement(mean, status, asked, asked - len(values), prompt_tokens, sampled_tokens, answer)
 
     async def _grade(self, response: Response) -> Verdict:
         prompt, written = await texts_of(response, self.pool)

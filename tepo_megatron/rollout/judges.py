@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from tepo_megatron.config import JudgeTermConfig, RewardConfig, RolloutConfig
+from tepo_megatron.config import JudgeTermConfig, RolloutConfig
 from tepo_megatron.data import load_tokenizer, stop_tokens, text_functions
 from tepo_megatron.errors import ConfigError, RewardError, RolloutError, TepoError
 from tepo_megatron.inference.engine_api import LaunchSpec, Platform
@@ -40,26 +40,14 @@ class JudgePlace:
     log_folder: Path
 
 
-def first_free_device(rollout: RolloutConfig, world_size: int) -> int:
-    """Return the index of the first GPU of this machine that neither ranks nor rollout servers use.
-
-    Args:
-        rollout: The rollout section of the config.
-        world_size: Number of ranks, for a process that torchrun did not start.
-    """
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-    servers = 0 if rollout.server.others or rollout.replay is not None else rollout.servers * rollout.server.tp
-    return max(ranks, servers) if rollout.colocate else ranks + servers
-
-
-def check_judges(cfg: RewardConfig, platform: Platform) -> None:
+def check_judges(judges: Mapping[int, JudgeTermConfig], platform: Platform) -> None:
     """Raise a TepoError for judges that this run would serve and that cannot work. Nothing is started.
 
     Args:
-        cfg: The reward section of the config.
+        judges: The judges by the indices of their terms.
         platform: `platform` of the config.
     """
-    for index, entry in cfg.judges.items():
+    for index, entry in judges.items():
         if entry.url is None:
             with _named(index):
                 check_linear_attention(_fleet_config(entry), entry.model, platform)
@@ -67,24 +55,24 @@ def check_judges(cfg: RewardConfig, platform: Platform) -> None:
 
 
 @contextlib.contextmanager
-def open_judges(cfg: RewardConfig, place: JudgePlace) -> Iterator["Judges"]:
+def open_judges(judges: Mapping[int, JudgeTermConfig], place: JudgePlace) -> Iterator["Judges"]:
     """Yield the judges of a run. Their servers start loading at once.
 
     Args:
-        cfg: The reward section of the config.
+        judges: The judges by the indices of their terms.
         place: Where they are.
 
     Raises:
         ConfigError: This machine has too few GPUs, or the ranks are on several machines. Nothing was started.
         RolloutError: A server cannot be started.
     """
-    own = {index: entry for index, entry in cfg.judges.items() if entry.url is None}
+    own = {index: entry for index, entry in judges.items() if entry.url is None}
     if own:
         _check_machine(own, place)
     with contextlib.ExitStack() as stack:
         found: dict[int, Judge] = {}
         fleets, device = [], place.first_device
-        for index, entry in cfg.judges.items():
+        for index, entry in judges.items():
             if entry.url is not None:
                 found[index] = ChatServer(
                     entry.url,
