@@ -221,8 +221,8 @@ def judge(args: argparse.Namespace, overrides: list[str]) -> int:
     if args.repeats < 1:
         raise ConfigError(f"--repeats {args.repeats}: a positive number")
     cfg = load_config(args.config, overrides)
-    request = JudgingRequest(args.on, args.term, args.repeats, args.out or Path("judgements") / cfg.name)
-    print("written:", run(cfg, request, lambda text: print(escaped(text), flush=True)))
+    request = JudgingRequest(args.on, args.term, args.repeats, args.out or Path("judgements") / cfg.name, cfg.overwrite)
+    print("written:", run(cfg.reward, cfg.platform, request, lambda text: print(escaped(text), flush=True)))
     return 0
 
 

@@ -1,14 +1,12 @@
 """Open the rollout side of a run: load the prompts, start the engine and the graders, and log the setup of the run."""
 
 import contextlib
-import os
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
 from tepo_megatron.config import Config, RolloutConfig, TrainingConfig
 from tepo_megatron.config.megatron import untested_fields
-from tepo_megatron.config.rollout import devices_used
 from tepo_megatron.config.safety import checks_that_are_off, safety_checks
 from tepo_megatron.controller.main_driver import MainDriver
 from tepo_megatron.controller.method import Method, resolve
@@ -83,7 +81,8 @@ def open_driver(cfg: Config, make_engine: EngineFactory | None = None) -> Iterat
             )
         )
         engine.start()
-        judges = stack.enter_context(open_judges(cfg.reward.judges, _judge_place(cfg)))
+        place = JudgePlace.next_to(rollout, cfg.parallel.world_size, cfg.platform, run_dir)
+        judges = stack.enter_context(open_judges(cfg.reward.judges, place))
         texts = stack.enter_context(decoder_file(tokenizer))
         reward = stack.enter_context(build_reward(cfg.reward, decode, texts, judges.by_term))
         prompts = PromptStream.mixed(data.train, cfg.seed, cfg.data.shuffle)
@@ -94,10 +93,7 @@ def open_driver(cfg: Config, make_engine: EngineFactory | None = None) -> Iterat
             routing=routing,
         )
         held_out = data.eval[: cfg.evaluation.max_problems]
-
-        def events() -> list[str]:
-            return [*sampler_events(), *judges.take_events()]
-
+        events = _joined(sampler_events, judges.take_events)
         yield MainDriver(cfg, collector, prompts, evaluations(held_out, benchmarks), log, engine, events)
 
 
@@ -134,9 +130,9 @@ def method_lines(method: Method, training: TrainingConfig, rollout: RolloutConfi
     return lines
 
 
-def _judge_place(cfg: Config) -> JudgePlace:
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", cfg.parallel.world_size))
-    return JudgePlace(cfg.platform, devices_used(cfg.rollout, ranks), cfg.run_dir)
+def _joined(*sources: Callable[[], list[str]]) -> Callable[[], list[str]]:
+    """Return a function that returns the messages of all sources."""
+    return lambda: [message for take in sources for message in take()]
 
 
 def _build_engine(cfg: Config) -> RolloutEngine:

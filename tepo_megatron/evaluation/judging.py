@@ -10,12 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from tepo_megatron.config import Config, JudgeTermConfig
+from tepo_megatron.config import JudgeTermConfig, RewardConfig
 from tepo_megatron.errors import ConfigError, DataError
 from tepo_megatron.evaluation.agreement import Agreement, LabelledScores, agreement
 from tepo_megatron.evaluation.tables import NOTHING, ResultTable
+from tepo_megatron.inference.engine_api import Platform
 from tepo_megatron.rewards import check_reward
-from tepo_megatron.rewards.judge import Judge, Judgement, JudgeTerm
+from tepo_megatron.rewards.judge import Judgement, JudgeTerm
 from tepo_megatron.rewards.pool import limits_of
 from tepo_megatron.rollout.judges import JudgePlace, check_judges, open_judges
 from tepo_megatron.utils.atomic import replace_file
@@ -32,12 +33,14 @@ class JudgingRequest:
         term: Index of the term in `reward.terms`; None: the first judge.
         repeats: Seeds with which each response is judged.
         out: Folder to write.
+        overwrite: Replace the report in it.
     """
 
     records: Path
     term: int | None
     repeats: int
     out: Path
+    overwrite: bool = False
 
 
 @dataclass(frozen=True)
@@ -53,27 +56,30 @@ class LabelledResponse:
     label: float
 
 
-def run(cfg: Config, request: JudgingRequest, tell: Callable[[str], None]) -> Path:
+def run(reward: RewardConfig, platform: Platform, request: JudgingRequest, tell: Callable[[str], None]) -> Path:
     """Judge the records, print the report and write the folder; return the folder.
 
     Args:
-        cfg: A config with a judge among its reward terms.
+        reward: Has a judge among its terms.
+        platform: `platform` of the config.
         request: Arguments of the command.
         tell: Called with lines for the user.
 
     Raises:
         TepoError: The config, the records or the judge are at fault.
     """
-    index, entry = _judge_of(cfg, request.term)
+    index, entry = _judge_of(reward.judges, request.term)
     records = read_records(request.records)
-    if (request.out / REPORT_FILE).exists() and not cfg.overwrite:
+    if (request.out / REPORT_FILE).exists() and not request.overwrite:
         raise ConfigError(f"{request.out} holds a report already; give another --out, or replace it with --overwrite true")
-    check_reward(cfg.reward)
-    check_judges({index: entry}, cfg.platform)
+    check_reward(reward)
+    check_judges({index: entry}, platform)
     request.out.mkdir(parents=True, exist_ok=True)
     tell(f"{len(records)} responses, {request.repeats} seeds each, judged by {entry.model}")
-    with open_judges({index: entry}, JudgePlace(cfg.platform, 0, request.out)) as judges:
-        found = asyncio.run(_judged(cfg, entry, judges.by_term[index], records, request.repeats))
+    with open_judges({index: entry}, JudgePlace(platform, 0, request.out)) as judges:
+        found = asyncio.run(
+            _judged(JudgeTerm(entry, judges.by_term[index], limits_of(reward)), entry.seed, records, request.repeats)
+        )
         for event in judges.take_events():
             tell(event)
     report = _report(records, found)
@@ -120,8 +126,7 @@ def _record(row: Any) -> LabelledResponse:
     return LabelledResponse(fields, float(label))
 
 
-def _judge_of(cfg: Config, term: int | None) -> tuple[int, JudgeTermConfig]:
-    judges = cfg.reward.judges
+def _judge_of(judges: Mapping[int, JudgeTermConfig], term: int | None) -> tuple[int, JudgeTermConfig]:
     if not judges:
         raise ConfigError("reward.terms has no term of type judge; add the one that you want to try")
     index = next(iter(judges)) if term is None else term
@@ -130,16 +135,12 @@ def _judge_of(cfg: Config, term: int | None) -> tuple[int, JudgeTermConfig]:
     return index, judges[index]
 
 
-async def _judged(
-    cfg: Config, entry: JudgeTermConfig, judge: Judge, records: Sequence[LabelledResponse], repeats: int
-) -> list[list[Judgement]]:
-    """Return the judgements of each record, one per seed."""
-    term = JudgeTerm(entry, judge, limits_of(cfg.reward))
+async def _judged(term: JudgeTerm, seed: int, records: Sequence[LabelledResponse], repeats: int) -> list[list[Judgement]]:
+    """Return the judgements of each record, one per seed, and close the term."""
     try:
         async with asyncio.TaskGroup() as tasks:
             asked = [
-                [tasks.create_task(term.judge(record.fields, entry.seed + repeat)) for repeat in range(repeats)]
-                for record in records
+                [tasks.create_task(term.judge(record.fields, seed + repeat)) for repeat in range(repeats)] for record in records
             ]
     except ExceptionGroup as failed:
         raise failed.exceptions[0] from None
@@ -169,7 +170,7 @@ def _report(records: Sequence[LabelledResponse], found: Sequence[Sequence[Judgem
 def _table(model: str, report: Mapping[str, Any]) -> ResultTable:
     rows = [[name.replace("_", " "), _shown(value)] for name, value in report.items()]
     notes = [
-        "accuracy, kappa and auc are of binary labels. length bias: rank correlation of a response's length with score minus label.",
+        "accuracy, kappa and auc are of binary labels. length bias: rank correlation of length and score minus label.",
         "unjudged, too long: shares of the questions. Tokens: mean per question, retries included.",
     ]
     return ResultTable(f"{model} as a judge", ["", ""], rows, notes)

@@ -10,10 +10,12 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 import torch
 
 from tepo_megatron.config import JudgeTermConfig, RolloutConfig
+from tepo_megatron.config.rollout import devices_used
 from tepo_megatron.data import load_tokenizer, stop_tokens, text_functions
 from tepo_megatron.errors import ConfigError, RewardError, RolloutError, TepoError
 from tepo_megatron.inference.engine_api import LaunchSpec, Platform
@@ -38,6 +40,17 @@ class JudgePlace:
     platform: Platform
     first_device: int
     log_folder: Path
+
+    @classmethod
+    def next_to(cls, rollout: RolloutConfig, ranks: int, platform: Platform, log_folder: Path) -> Self:
+        """Return the place of the judges of a run.
+
+        Args:
+            rollout: Number and size of the rollout servers.
+            ranks: Number of ranks, for a process that torchrun did not start.
+            platform, log_folder: See the attributes.
+        """
+        return cls(platform, devices_used(rollout, int(os.environ.get("LOCAL_WORLD_SIZE", ranks))), log_folder)
 
 
 def check_judges(judges: Mapping[int, JudgeTermConfig], platform: Platform) -> None:
