@@ -217,12 +217,15 @@ def judge(args: argparse.Namespace, overrides: list[str]) -> int:
     """
     from tepo_megatron.config.io import load_config
     from tepo_megatron.evaluation.judging import JudgingRequest, run
+    from tepo_megatron.rollout.judges import JudgePlace
 
     if args.repeats < 1:
         raise ConfigError(f"--repeats {args.repeats}: a positive number")
     cfg = load_config(args.config, overrides)
-    request = JudgingRequest(args.on, args.term, args.repeats, args.out or Path("judgements") / cfg.name, cfg.overwrite)
-    print("written:", run(cfg.reward, cfg.platform, request, lambda text: print(escaped(text), flush=True)))
+    out = args.out or Path("judgements") / cfg.name
+    request = JudgingRequest(args.on, args.term, args.repeats, out, cfg.overwrite)
+    place = JudgePlace(cfg.platform, cfg.model.dtype, 0, out)
+    print("written:", run(cfg.reward, place, request, lambda text: print(escaped(text), flush=True)))
     return 0
 
 

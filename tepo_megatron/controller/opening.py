@@ -84,7 +84,7 @@ def open_driver(cfg: Config, make_engine: EngineFactory | None = None) -> Iterat
             )
         )
         engine.start()
-        place = JudgePlace.next_to(rollout, cfg.parallel.world_size, cfg.platform, run_dir)
+        place = JudgePlace.next_to(rollout, cfg.parallel.world_size, cfg.platform, cfg.model.dtype, run_dir)
         reward, judge_events = _open_reward(stack, cfg.reward, place, decode, tokenizer)
         prompts = PromptStream.mixed(data.train, cfg.seed, cfg.data.shuffle)
         collector = Collector(

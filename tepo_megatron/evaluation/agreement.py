@@ -28,7 +28,7 @@ class LabelledScores:
 
 @dataclass(frozen=True)
 class Agreement:
-    """How far a judge agrees with labels. All figures but the first three are of responses with a score in some repeat.
+    """The agreement of a judge with labels. All figures but the first three are of responses with a score in some repeat.
 
     Attributes:
         responses, repeats: Number of responses, and of seeds for each.

@@ -14,7 +14,6 @@ from tepo_megatron.config import JudgeTermConfig, RewardConfig
 from tepo_megatron.errors import ConfigError, DataError
 from tepo_megatron.evaluation.agreement import Agreement, LabelledScores, agreement
 from tepo_megatron.evaluation.tables import NOTHING, ResultTable
-from tepo_megatron.inference.engine_api import Platform
 from tepo_megatron.rewards import check_reward
 from tepo_megatron.rewards.judge import Judgement, JudgeTerm
 from tepo_megatron.rewards.pool import limits_of
@@ -40,7 +39,7 @@ class JudgingRequest:
     term: int | None
     repeats: int
     out: Path
-    overwrite: bool = False
+    overwrite: bool
 
 
 @dataclass(frozen=True)
@@ -56,12 +55,12 @@ class LabelledResponse:
     label: float
 
 
-def run(reward: RewardConfig, platform: Platform, request: JudgingRequest, tell: Callable[[str], None]) -> Path:
+def run(reward: RewardConfig, place: JudgePlace, request: JudgingRequest, tell: Callable[[str], None]) -> Path:
     """Judge the records, print the report and write the folder; return the folder.
 
     Args:
         reward: Has a judge among its terms.
-        platform: `platform` of the config.
+        place: Where the judge is.
         request: Arguments of the command.
         tell: Called with lines for the user.
 
@@ -73,10 +72,10 @@ def run(reward: RewardConfig, platform: Platform, request: JudgingRequest, tell:
     if (request.out / REPORT_FILE).exists() and not request.overwrite:
         raise ConfigError(f"{request.out} holds a report already; give another --out, or replace it with --overwrite true")
     check_reward(reward)
-    check_judges({index: entry}, platform)
+    check_judges({index: entry}, place.platform)
     request.out.mkdir(parents=True, exist_ok=True)
     tell(f"{len(records)} responses, {request.repeats} seeds each, judged by {entry.model}")
-    with open_judges({index: entry}, JudgePlace(platform, 0, request.out)) as judges:
+    with open_judges({index: entry}, place) as judges:
         found = asyncio.run(
             _judged(JudgeTerm(entry, judges.by_term[index], limits_of(reward)), entry.seed, records, request.repeats)
         )

@@ -57,9 +57,10 @@ class ChatServer:
             ConfigError: The environment variable is not set.
         """
         self._model, self._messages, self._max_tokens = model, messages, max_tokens
+        address = url.rstrip("/") + "/chat/completions"
         self._server = GradingServer(
-            url.rstrip("/") + "/chat/completions",
-            name="the judge's server",
+            address,
+            name=f"the judge's server {address}",
             fix="fix the server, or raise server.request_seconds of the judge in reward.terms",
             timeout_seconds=timeout_seconds,
             attempts=ATTEMPTS,

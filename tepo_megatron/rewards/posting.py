@@ -56,7 +56,7 @@ class GradingServer:
 
         Args:
             url: URL of the server.
-            name: What the server is, for messages.
+            name: Name of the server in messages, with its URL.
             fix: How a server that fails is corrected, for messages.
             timeout_seconds: Limit for one whole exchange, from the DNS look-up to the last byte of the answer.
             attempts: Most attempts per request.
@@ -68,7 +68,7 @@ class GradingServer:
         Raises:
             ConfigError: The environment variable is not set.
         """
-        self._name, self._fix, self._refusals = f"{name} {url}", fix, refusals
+        self._name, self._fix, self._refusals = name, fix, refusals
         self._timeout_seconds, self._attempts, self._backoff = timeout_seconds, attempts, backoff_seconds
         self._http, self._slots = HttpClient(url, key_from(key_variable)), asyncio.Semaphore(concurrency)
 

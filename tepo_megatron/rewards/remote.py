@@ -50,7 +50,7 @@ class HttpTerm:
         self.pool = pool
         self._server = GradingServer(
             url,
-            name="the reward server",
+            name=f"the reward server {url}",
             fix="fix the server, or raise timeout_seconds of its entry in reward.terms",
             timeout_seconds=timeout_seconds,
             attempts=attempts,

@@ -18,7 +18,7 @@ from tepo_megatron.config import JudgeTermConfig, RolloutConfig
 from tepo_megatron.config.rollout import devices_used
 from tepo_megatron.data import load_tokenizer, stop_tokens, text_functions
 from tepo_megatron.errors import ConfigError, RewardError, RolloutError, TepoError
-from tepo_megatron.inference.engine_api import LaunchSpec, Platform
+from tepo_megatron.inference.engine_api import LaunchSpec, Platform, Precision
 from tepo_megatron.inference.engines import build_engine
 from tepo_megatron.inference.linear_attention import check_linear_attention, layers_of
 from tepo_megatron.rewards.chat_server import ChatServer
@@ -33,24 +33,27 @@ class JudgePlace:
 
     Attributes:
         platform: `platform` of the config.
+        precision: Precision in which judges are served whose `server.precision` is null: that of the run's model.
         first_device: Index of the first GPU that neither ranks nor rollout servers use.
         log_folder: Folder for the logs of the judges' servers.
     """
 
     platform: Platform
+    precision: Precision
     first_device: int
     log_folder: Path
 
     @classmethod
-    def next_to(cls, rollout: RolloutConfig, ranks: int, platform: Platform, log_folder: Path) -> Self:
+    def next_to(cls, rollout: RolloutConfig, ranks: int, platform: Platform, precision: Precision, log_folder: Path) -> Self:
         """Return the place of the judges of a run.
 
         Args:
             rollout: Number and size of the rollout servers.
             ranks: Number of ranks, for a process that torchrun did not start.
-            platform, log_folder: See the attributes.
+            platform, precision, log_folder: See the attributes.
         """
-        return cls(platform, devices_used(rollout, int(os.environ.get("LOCAL_WORLD_SIZE", ranks))), log_folder)
+        first = devices_used(rollout, int(os.environ.get("LOCAL_WORLD_SIZE", ranks)))
+        return cls(platform, precision, first, log_folder)
 
 
 def check_judges(judges: Mapping[int, JudgeTermConfig], platform: Platform) -> None:
@@ -136,7 +139,7 @@ class JudgeFleet(contextlib.AbstractContextManager["JudgeFleet"]):
             model_path=path,
             max_model_len=entry.max_prompt_tokens + entry.max_tokens,
             platform=place.platform,
-            precision=entry.server.precision or ("fp32" if place.platform == "cpu" else "bf16"),
+            precision=entry.server.precision or place.precision,
             seed=entry.seed,
             first_device=first_device,
             **layers_of(path),
