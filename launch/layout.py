@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from launch.profile import Cluster
 from tepo_megatron.config import Config
-from tepo_megatron.config.rollout import devices_used
 from tepo_megatron.errors import ConfigError
 
 
@@ -102,7 +101,7 @@ def _check_judges(cfg: Config, cluster: Cluster, train_nodes: int) -> None:
             f"parallel has {cfg.parallel.world_size} ranks, on {train_nodes} machines of {cluster.slots}, and a run starts the "
             "servers of a judge on one machine only; serve the judge by yourself and set its url in reward.terms"
         )
-    first = devices_used(cfg.rollout, cfg.parallel.world_size)
+    first = cfg.rollout.devices_used(cfg.parallel.world_size)
     if cfg.platform == "cuda" and first + judges > cluster.gpus:
         raise ConfigError(
             f"ranks and servers take {first} GPUs and the judges of reward.terms {judges} more, and a machine has "

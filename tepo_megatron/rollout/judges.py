@@ -15,7 +15,6 @@ from typing import Self
 import torch
 
 from tepo_megatron.config import JudgeTermConfig, RolloutConfig
-from tepo_megatron.config.rollout import devices_used
 from tepo_megatron.data import load_tokenizer, stop_tokens, text_functions
 from tepo_megatron.errors import ConfigError, RewardError, RolloutError, TepoError
 from tepo_megatron.inference.engine_api import LaunchSpec, Platform, Precision
@@ -52,7 +51,7 @@ class JudgePlace:
             ranks: Number of ranks, for a process that torchrun did not start.
             platform, precision, log_folder: See the attributes.
         """
-        first = devices_used(rollout, int(os.environ.get("LOCAL_WORLD_SIZE", ranks)))
+        first = rollout.devices_used(int(os.environ.get("LOCAL_WORLD_SIZE", ranks)))
         return cls(platform, precision, first, log_folder)
 
 
