@@ -114,11 +114,11 @@ def read_records(path: Path) -> list[LabelledResponse]:
 def _record(row: Any) -> LabelledResponse:
     if not isinstance(row, dict):
         raise ValueError("not a JSON object")
-    fields = {"answer": "", **{name: row.get(name) for name in ("prompt", "response")}}
-    fields |= {"answer": row["answer"]} if "answer" in row else {}
-    for name, text in fields.items():
+    fields: dict[str, str] = {}
+    for name, text in (("prompt", row.get("prompt")), ("response", row.get("response")), ("answer", row.get("answer", ""))):
         if not isinstance(text, str):
             raise ValueError(f"{name} is no text")
+        fields[name] = text
     label = row.get("label")
     if not isinstance(label, bool | int | float) or not math.isfinite(label) or not 0 <= label <= 1:
         raise ValueError("label is no number from 0 to 1, and neither true nor false")

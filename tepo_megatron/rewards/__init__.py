@@ -76,7 +76,7 @@ def check_reward(cfg: RewardConfig) -> None:
                 sandbox.check()
             except OSError as e:
                 raise ConfigError(f"reward.terms: type=code: {e}") from None
-        if entry.type in ("http", "judge"):
+        if entry.type == "http" or entry.type == "judge":
             key_from(entry.key_variable)
 
 

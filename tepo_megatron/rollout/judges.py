@@ -20,6 +20,7 @@ from tepo_megatron.errors import ConfigError, RewardError, RolloutError, TepoErr
 from tepo_megatron.inference.engine_api import LaunchSpec, Platform, Precision
 from tepo_megatron.inference.engines import build_engine
 from tepo_megatron.inference.linear_attention import check_linear_attention, layers_of
+from tepo_megatron.inference.servers.process import LOOPBACK
 from tepo_megatron.rewards.chat_server import ChatServer
 from tepo_megatron.rewards.judge import Judge, JudgeReply, QuestionTooLong
 from tepo_megatron.rollout.quoted_chat import QuotedChat
@@ -141,6 +142,7 @@ class JudgeFleet(contextlib.AbstractContextManager["JudgeFleet"]):
             precision=entry.server.precision or place.precision,
             seed=entry.seed,
             first_device=first_device,
+            host=LOOPBACK,
             **layers_of(path),
         )
         self._fleet = build_engine(_fleet_config(entry), launch, place.log_folder / f"judge-{index}.log")
@@ -165,7 +167,7 @@ class JudgeFleet(contextlib.AbstractContextManager["JudgeFleet"]):
             rollouts = await self._fleet.sample(Prompt(0, tuple(ids), ""), sampling, seed)
         except RolloutError as e:
             raise RewardError(_under_its_key(str(e), self._index)) from None
-        return [JudgeReply(self._decode(r.response_ids.tolist()), len(ids), r.response_length) for r in rollouts]
+        return [JudgeReply(self._decode(r.response_ids), len(ids), r.response_length) for r in rollouts]
 
     def take_events(self) -> list[str]:
         """Return the events of the servers since the last call."""
