@@ -2,8 +2,8 @@
 
     python -m examples.judge.verdicts --out .cache/demo/judge
 
-`train.jsonl` has conversations of the judge: a problem and a response, and the judge's own working with a last digit that says
-whether the response is right. `labelled.jsonl` has responses to other problems with their labels, for `tepo judge`.
+`train.jsonl` has conversations of the judge: a problem and a response; then the judge's working, the answer of the response,
+and 1 if both agree, else 0. `labelled.jsonl` has responses to other problems with their labels, for `tepo judge`.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ def conversations(rng: random.Random, held_out: frozenset[str]) -> Iterator[dict
         problem = task.make_problem(rng)
         if problem.prompt not in held_out:
             text, right = response_to(rng, problem)
-            worked = problem.solution.rpartition(f".{task.BOX}")[0]
-            yield {"prompt": f"{problem.prompt}{text}\n", "response": f"{worked}.{int(right)}"}
+            worked, claimed = problem.solution.rpartition(task.BOX)[0], task.boxed_answer(text)
+            yield {"prompt": f"{problem.prompt}{text}\n", "response": f"{worked}{task.BOX}{claimed}}}{int(right)}"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
