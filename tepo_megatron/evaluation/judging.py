@@ -88,7 +88,7 @@ def run(reward: RewardConfig, place: JudgePlace, request: JudgingRequest, tell: 
         for record, of_record in zip(records, found, strict=True)
     ]
     replace_file(request.out / VERDICTS_FILE, "".join(json.dumps(row) + "\n" for row in rows).encode())
-    _table(entry.model, report).print()
+    _table(report).print()
     return request.out
 
 
@@ -166,13 +166,13 @@ def _report(records: Sequence[LabelledResponse], found: Sequence[Sequence[Judgem
     }
 
 
-def _table(model: str, report: Mapping[str, Any]) -> ResultTable:
+def _table(report: Mapping[str, Any]) -> ResultTable:
     rows = [[name.replace("_", " "), _shown(value)] for name, value in report.items()]
     notes = [
         "accuracy, kappa and auc are of binary labels. length bias: rank correlation of length and score minus label.",
         "unjudged, too long: shares of the questions. Tokens: mean per question, retries included.",
     ]
-    return ResultTable(f"{model} as a judge", ["", ""], rows, notes)
+    return ResultTable("the judge", ["", ""], rows, notes)
 
 
 def _shown(value: float | None) -> str:
