@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.e2e.conftest import Command, settings
@@ -70,7 +71,7 @@ def test_a_run_learns_from_a_judge_that_is_killed_in_between(
     assert "judge: " in command.output and "reward.terms.1" in command.output
     rows = records_of(run)
     assert all(row["rollout/server_restarts"] == 0 and row["rollout/logprob_diff_mean"] <= 1e-5 for row in rows)
-    assert all(row["grading/unjudged"] < 0.9 and row["reward/mean"] >= 0.5 * 0 for row in rows)
+    assert all(row["grading/unjudged"] < 0.9 for row in rows)
     assert any(row["reward/mean"] != row["accuracy/mean"] for row in rows), "the judge's values are in the reward"
 
 
@@ -92,4 +93,4 @@ def _server_of(command: Command, log: Path) -> int:
         pid = int(line.split()[0])
         if "guard" not in line and "grading/worker" not in line and os.path.realpath(f"/proc/{pid}/fd/1") == str(log.resolve()):
             found.append(pid)
-    return min(found, key=lambda pid: os.stat(f"/proc/{pid}").st_ctime)
+    return min(found, key=lambda pid: psutil.Process(pid).create_time())
