@@ -15,7 +15,7 @@ import pytest
 from tests.e2e.conftest import Command, settings
 from tests.e2e.test_secrets import keys_of_servers
 
-pytestmark = [pytest.mark.server, pytest.mark.e2e]
+pytestmark = [pytest.mark.server, pytest.mark.e2e, pytest.mark.full]
 SHORT = {
     "training__minibatch_prompts": 4, "rollout__prompts_per_step": 4, "rollout__samples_per_prompt": 2,
     "rollout__filter_uniform_groups": "false", "rollout__max_response_tokens": 8, "evaluation__max_problems": 4,
@@ -49,7 +49,6 @@ def test_a_judge_is_compared_with_labels(tepo: Callable[..., Command], random_mo
     assert read and all(any(c.isdigit() for c in one["answer"]) and 0 <= one["value"] <= 1 for one in read)
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
 def test_a_run_learns_from_a_judge_that_is_killed_in_between(
     tepo: Callable[..., Command], arguments: Callable[..., list[str]], random_model: Path, tmp_path: Path, engine: str
@@ -75,7 +74,6 @@ def test_a_run_learns_from_a_judge_that_is_killed_in_between(
     assert any(row["reward/mean"] != row["accuracy/mean"] for row in rows), "the judge's values are in the reward"
 
 
-@pytest.mark.full
 def test_a_judge_that_cannot_serve_ends_the_run_with_its_key(
     tepo: Callable[..., Command], arguments: Callable[..., list[str]], random_model: Path, tmp_path: Path
 ) -> None:
