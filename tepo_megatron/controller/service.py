@@ -9,7 +9,7 @@ one rank 0 after the other. It goes on with its work while there is none, and ke
 step.
 
     thread    does
-    reader    receives calls, and answers `ping` at once
+    reader    receives calls, and answers `ping` at once with its time
     main      makes the calls in their order; starts the servers, which would end with another thread
     rollout   samples, grades and evaluates
     waiters   wait for what the rollout thread does
@@ -41,8 +41,9 @@ from tepo_megatron.controller.messages import DESCRIPTOR, LISTENER, Answer, Call
 from tepo_megatron.controller.opening import EngineFactory, open_driver
 from tepo_megatron.errors import RolloutError, StorageError, TepoError
 from tepo_megatron.inference.engine import INITIAL_VERSION
+from tepo_megatron.observability.tracer import tracer
 from tepo_megatron.utils.quiet import quiet_upstream
-from tepo_megatron.utils.save_requests import LOOK_SECONDS, RESTART, STOP, answer_restart, asked, take_save
+from tepo_megatron.utils.save_requests import LOOK_SECONDS, RESTART, STOP, answer_restart, asked, take_save, take_trace
 from tepo_megatron.utils.service_guard import peer_user
 from tepo_megatron.utils.storage import disk_fault
 from tepo_megatron.utils.supervisor import LAUNCHER
@@ -110,7 +111,8 @@ class RolloutService:
                 if isinstance(item, _Left):
                     self._left()
                 else:
-                    self._answer(item, partial(self._make, item.call, stack))
+                    with tracer.span(item.call.name, "calls of rank 0"):
+                        self._answer(item, partial(self._make, item.call, stack))
 
     def end(self) -> None:
         """Have `run` return once the call in progress has been made. May be called by a signal handler."""
@@ -124,7 +126,7 @@ class RolloutService:
                     received = _Received(connection.recv(), connection)
                     name, args = received.call.name, received.call.args
                     if name == "ping":
-                        self._send(connection, Answer(received.call.number, None, None))
+                        self._send(connection, Answer(received.call.number, tracer.clock(), None))
                     elif name == "wait":
                         self._waiters.submit(self._answer, received, partial(self._wait, connection, *args))
                     else:
@@ -137,6 +139,7 @@ class RolloutService:
     def _left(self) -> None:
         """Go on without rank 0, which was killed or has failed. Its successor begins with the call `open`."""
         self._tasks = {}
+        tracer.discard()
         if self._driver is not None and (engine := self._driver.engine) is not None:
             engine.abandon_update()
 
@@ -173,7 +176,7 @@ class RolloutService:
                 return self._resume(*args)
             case _:
                 owner, _, attribute = name.rpartition(".")
-                target = getattr(self._started.engine if owner == "engine" else self._started, attribute)
+                target = getattr(getattr(self._started, owner) if owner else self._started, attribute)
                 return target(*args) if callable(target) else target
         return None
 
@@ -245,7 +248,8 @@ class RolloutService:
                 task.received += 1
                 return Waited("minibatch", task.minibatches[task.received - 1])
             if done:
-                return Waited("done", self._tasks.pop(number).future.result(), save=trains and take_save(self._cfg.run_dir))
+                result, run_dir = self._tasks.pop(number).future.result(), self._cfg.run_dir
+                return Waited("done", result, save=trains and take_save(run_dir), trace=take_trace(run_dir))
             if engine is not None and trains and engine.needs_weights:
                 return Waited("weights")
             time.sleep(POLL_SECONDS)

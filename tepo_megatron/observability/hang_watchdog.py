@@ -38,11 +38,13 @@ class RunPosition:
         step: Number of the training step.
         phase: Name of the phase.
         microbatch: Forward steps begun in the current pass: one per microbatch and model chunk. 0: none yet.
+        backward: Backward steps begun in the current pass, counted in traced steps only.
     """
 
     step: int = 0
     phase: str = "start"
     microbatch: int = 0
+    backward: int = 0
 
     @contextlib.contextmanager
     def within(self, phase: str) -> Iterator[None]:

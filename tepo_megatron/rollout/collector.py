@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
+from functools import partial
 from typing import Any
 
 from tepo_megatron.config import RolloutConfig
@@ -11,6 +12,7 @@ from tepo_megatron.errors import SyncError
 from tepo_megatron.inference.engine import INITIAL_VERSION, GroupStream, Sampler
 from tepo_megatron.observability.metrics import Metrics
 from tepo_megatron.observability.timing import Clock
+from tepo_megatron.observability.tracer import tracer
 from tepo_megatron.rewards import Reward
 from tepo_megatron.rewards.overlong import OverlongShaping
 from tepo_megatron.rollout.containment import LossCounter
@@ -164,6 +166,8 @@ class Collector:
                 if not group:
                     continue
                 grading.add(future := self.reward.submit(group))
+                if tracer.active:
+                    future.add_done_callback(partial(_graded_span, prompt.id, len(group), tracer.clock()))
                 if ordered is not None:
                     ordered.submit(order[prompt.id], future)
             with clock.phase("grading_wait"):
@@ -200,6 +204,11 @@ class Collector:
         if wrong:
             raise SyncError(f"step {step}: rollouts of version {wrong}, but only {sorted(allowed)} may be learned from")
         return False
+
+
+def _graded_span(prompt: int, samples: int, start: int, _: object) -> None:
+    unit = tracer.unit()
+    tracer.add("grade", "grading", start, tracer.clock(), unit=unit, flows=[prompt], prompt=prompt, samples=samples)
 
 
 def informative(groups: Sequence[list[Rollout]]) -> list[list[Rollout]]:

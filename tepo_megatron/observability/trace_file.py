@@ -1,0 +1,269 @@
+"""The trace of a step: one file for each process while the step is written, merged into one for Perfetto.
+
+    traces/step-000012/PROCESS.part.json   what a process recorded; removed once all are merged
+    traces/step-000012.json.gz             the trace in the Trace Event Format of Chrome, for ui.perfetto.dev
+    traces/step-000012-rank0-profile.json.gz   what torch's profiler recorded on a rank, in the same format
+
+The format: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU (JSON object form; times in us).
+All times of the trace are those of the rollout service's clock, from the start of the first process's recording.
+"""
+
+import gzip
+import os
+import shutil
+import socket
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from tepo_megatron.errors import DataError
+from tepo_megatron.observability.clock_offset import ClockOffset
+from tepo_megatron.observability.tracer import Recording, Span
+from tepo_megatron.utils.atomic import replace_file
+
+TRACES = "traces"  # folder in that of a run
+SERVICE = "rollout service"
+_PART = ".part.json"
+_COMPRESSION = 3  # of gzip; 9 takes four times the processor time for files that are 10 % smaller
+
+
+class Part(msgspec.Struct):
+    """What one process recorded of a step.
+
+    Attributes:
+        process: Name of the process in the trace.
+        order: Place of the process in the trace.
+        step: Number of the step.
+        recording: The spans.
+        offset: Offset of its clock against the service's.
+        host, pid: Where it ran.
+    """
+
+    process: str
+    order: int
+    step: int
+    recording: Recording
+    offset: ClockOffset
+    host: str = msgspec.field(default_factory=socket.gethostname)
+    pid: int = msgspec.field(default_factory=os.getpid)
+
+
+def step_folder(run_dir: Path, step: int) -> Path:
+    """Return the folder of the files of a step that are not merged yet.
+
+    Args:
+        run_dir: Folder of the run.
+        step: Number of the step.
+    """
+    return run_dir / TRACES / f"step-{step:06d}"
+
+
+def trace_path(run_dir: Path, step: int) -> Path:
+    """Return the path of the trace of a step.
+
+    Args:
+        run_dir: Folder of the run.
+        step: Number of the step.
+    """
+    return run_dir / TRACES / f"step-{step:06d}.json.gz"
+
+
+def profile_path(run_dir: Path, step: int, rank: int) -> Path:
+    """Return the path of what torch's profiler recorded of a step on a rank.
+
+    Args:
+        run_dir: Folder of the run.
+        step: Number of the step.
+        rank: The rank.
+    """
+    return run_dir / TRACES / f"step-{step:06d}-rank{rank}-profile.json.gz"
+
+
+def rank_name(rank: int) -> str:
+    """Return the name of a rank's process in the trace."""
+    return f"rank {rank}"
+
+
+def write_part(run_dir: Path, part: Part) -> int:
+    """Write what a process recorded, and return the size of the file in bytes.
+
+    Args:
+        run_dir: Folder of the run.
+        part: What was recorded.
+    """
+    folder = step_folder(run_dir, part.step)
+    folder.mkdir(parents=True, exist_ok=True)
+    replace_file(folder / f"{part.process.replace(' ', '-')}{_PART}", data := msgspec.json.encode(part), durable=False)
+    return len(data)
+
+
+def read_parts(run_dir: Path, step: int) -> list[Part]:
+    """Return what the processes recorded of a step, in their order. Raises DataError if a file is damaged, or none is there.
+
+    Args:
+        run_dir: Folder of the run.
+        step: Number of the step.
+    """
+    parts = []
+    for path in sorted(step_folder(run_dir, step).glob(f"*{_PART}")):
+        try:
+            parts.append(msgspec.json.decode(path.read_bytes(), type=Part))
+        except msgspec.DecodeError as e:
+            raise DataError(f"{path}: not a part of a trace ({e}); remove it to merge the others") from None
+    if not parts:
+        raise DataError(f"{step_folder(run_dir, step)}: no process has left its part of a trace; trace another step")
+    return sorted(parts, key=lambda part: part.order)
+
+
+def merge(run_dir: Path, step: int, expected: Sequence[str] = ()) -> tuple[Path, list[str]]:
+    """Merge what the processes recorded of a step. Return the path of the trace, and the processes that are missing.
+
+    The files are removed unless one is missing.
+
+    Args:
+        run_dir: Folder of the run.
+        step: Number of the step.
+        expected: Names of the processes that wrote a file.
+
+    Raises:
+        DataError: See `read_parts`.
+    """
+    parts, path = read_parts(run_dir, step), trace_path(run_dir, step)
+    missing = [name for name in expected if name not in {part.process for part in parts}]
+    replace_file(path, gzip.compress(msgspec.json.encode(chrome_trace(parts)), _COMPRESSION), durable=False)
+    if not missing:
+        shutil.rmtree(step_folder(run_dir, step))
+    return path, missing
+
+
+def chrome_trace(parts: Sequence[Part]) -> dict[str, Any]:
+    """Return the trace in Chrome's format."""
+    zero = min(part.recording.begun + part.offset.ns for part in parts)
+    names = dict.fromkeys(part.process for part in parts)
+    names |= dict.fromkeys(sorted({span.process for part in parts for span in part.recording.spans if span.process}))
+    pids = {name: number for number, name in enumerate(names, start=1)}
+    labels = {part.process: f"{part.host}, pid {part.pid}" for part in parts}
+    events: list[dict[str, Any]] = []
+    for name, pid in pids.items():
+        events += [
+            _metadata("process_name", pid, {"name": name}),
+            _metadata("process_sort_index", pid, {"sort_index": pid}),
+            *([_metadata("process_labels", pid, {"labels": labels[name]})] if name in labels else []),
+        ]
+    placed = _Placed(pids, zero)
+    for part in parts:
+        placed.add(part)
+    return {
+        "traceEvents": [*events, *placed.thread_names(), *placed.events(), *placed.arrows()],
+        "displayTimeUnit": "ms",
+        "metadata": {
+            "step": parts[0].step,
+            "clock": f"monotonic clock of the {SERVICE}",
+            "processes": {
+                part.process: {
+                    "host": part.host,
+                    "pid": part.pid,
+                    "clock_offset_ns": part.offset.ns,
+                    "clock_uncertainty_ns": part.offset.uncertainty_ns,
+                    "dropped_spans": part.recording.dropped,
+                }
+                for part in parts
+            },
+        },
+    }
+
+
+class _Placed:
+    """The spans of all processes, each with its process id, its thread id and its time in the trace.
+
+    Args:
+        pids: Process id in the trace, by name.
+        zero: Time of the service's clock at which the trace begins.
+    """
+
+    def __init__(self, pids: dict[str, int], zero: int) -> None:
+        self._pids, self._zero = pids, zero
+        self._spans: list[tuple[int, int, int, Span]] = []  # (start in the trace, pid, tid, span)
+        self._threads: dict[tuple[int, str, int], int] = {}  # (pid, row, lane) -> tid
+        self._flows: dict[str, list[tuple[int, int, int, int]]] = defaultdict(list)  # key -> (start, pid, tid, duration)
+
+    def add(self, part: Part) -> None:
+        shift, rows = part.offset.ns - self._zero, defaultdict[tuple[int, str], list[Span]](list)
+        for span in part.recording.spans:
+            rows[self._pids[span.process or part.process], span.row].append(span)
+        for (pid, row), spans in sorted(rows.items()):
+            for lane, span in in_lanes(spans):
+                tid = self._threads.setdefault((pid, row, lane), len(self._threads) + 1)
+                self._spans.append((span.start + shift, pid, tid, span))
+                for key in span.flows:
+                    self._flows[key].append((span.start + shift, pid, tid, (span.end or span.start) - span.start))
+
+    def thread_names(self) -> Iterator[dict[str, Any]]:
+        for (pid, row, lane), tid in self._threads.items():
+            yield _metadata("thread_name", pid, {"name": row if lane == 0 else f"{row} {lane + 1}"}, tid)
+            yield _metadata("thread_sort_index", pid, {"sort_index": tid}, tid)
+
+    def events(self) -> Iterator[dict[str, Any]]:
+        """Yield the spans in the order of time; of those that begin together, the outer one first."""
+        for start, pid, tid, span in sorted(self._spans, key=lambda each: (each[0], each[0] - _duration(each[3]))):
+            event = {"name": span.name, "cat": span.row, "pid": pid, "tid": tid, "ts": start / 1000, "args": span.args}
+            if span.end is None:
+                yield event | {"ph": "i", "s": "p"}
+            else:
+                yield event | {"ph": "X", "dur": (span.end - span.start) / 1000}
+
+    def arrows(self) -> Iterator[dict[str, Any]]:
+        for number, (key, places) in enumerate(sorted(self._flows.items()), start=1):
+            places.sort()
+            for index, (start, pid, tid, duration) in enumerate(places if len(places) > 1 else ()):
+                phase = "s" if index == 0 else "f" if index == len(places) - 1 else "t"
+                inside = start + min(1, duration)  # an arrow belongs to the span that is open at its time
+                where = {"pid": pid, "tid": tid, "ts": inside / 1000}
+                yield {"ph": phase, "bp": "e", "id": number, "name": f"group {key}", "cat": "group", **where}
+
+
+def in_lanes(spans: Iterable[Span]) -> list[tuple[int, Span]]:
+    """Return the spans of a row, each with a number of the lane in which it is nested or alone. The order is that of time.
+
+    Spans of one `unit` share a lane. Two units share one if the first has ended before the second begins.
+    """
+    units: dict[object, list[Span]] = defaultdict(list)
+    for span in spans:
+        units[("alone", id(span)) if span.unit is None else span.unit].append(span)
+    ordered = sorted(units.values(), key=lambda unit: (_start(unit), -_end(unit)))
+    lanes: list[list[tuple[int, bool]]] = []  # of each lane: the spans that are open, each with its end and whether it nests
+    placed = []
+    for unit in ordered:
+        start, end, nests = _start(unit), _end(unit), unit[0].unit is None
+        place = None
+        for number, lane in enumerate(lanes):
+            while lane and lane[-1][0] <= start:
+                lane.pop()
+            if not lane or (nests and lane[-1][1] and end <= lane[-1][0]):
+                place = number
+                break
+        if place is None:
+            place = len(lanes)
+            lanes.append([])
+        lanes[place].append((end, nests))
+        placed += [(place, span) for span in sorted(unit, key=lambda s: (s.start, -_duration(s)))]
+    return sorted(placed, key=lambda each: (each[1].start, -_duration(each[1])))
+
+
+def _start(unit: Sequence[Span]) -> int:
+    return min(span.start for span in unit)
+
+
+def _end(unit: Sequence[Span]) -> int:
+    return max(span.start + _duration(span) for span in unit)
+
+
+def _duration(span: Span) -> int:
+    return 0 if span.end is None else span.end - span.start
+
+
+def _metadata(name: str, pid: int, args: dict[str, Any], tid: int = 0) -> dict[str, Any]:
+    return {"ph": "M", "name": name, "pid": pid, "tid": tid, "args": args}
