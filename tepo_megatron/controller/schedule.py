@@ -37,6 +37,7 @@ from tepo_megatron.distributed.objects import broadcast_object, broadcast_result
 from tepo_megatron.distributed.parallel import ParallelDims
 from tepo_megatron.observability.metrics import Metrics
 from tepo_megatron.observability.timing import Clock
+from tepo_megatron.observability.tracer import tracer
 from tepo_megatron.types import Rollout
 from tepo_megatron.utils.save_requests import TraceRequest
 from tepo_megatron.weight_sync.sync import NoSync, WeightSync
@@ -286,5 +287,6 @@ class Schedule:
     def _push(self) -> None:
         with self._gate.weights_of(self.trained) if self._in_updates else contextlib.nullcontext():
             self._sync.push(version=self.trained)
+            tracer.instant(f"weights of version {self.trained} are served", "main thread")
         self._gate.delivered(self.trained)
         self._served, self._inherited = self.trained, False
