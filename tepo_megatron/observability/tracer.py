@@ -19,15 +19,15 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
-
-import msgspec
 
 MOST_SPANS = 500_000  # of a process and step; about 200 bytes each
 
 
-class Span(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
+@dataclass(slots=True)
+class Span:
     """One span. Times are nanoseconds on the monotonic clock of the process that recorded it.
 
     Attributes:
@@ -45,13 +45,14 @@ class Span(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     row: str
     start: int
     end: int | None
-    args: dict[str, Any] = {}
+    args: dict[str, Any] = field(default_factory=dict)
     process: str = ""
     unit: int | None = None
     flows: tuple[str, ...] = ()
 
 
-class Recording(msgspec.Struct):
+@dataclass
+class Recording:
     """What a process recorded of a step.
 
     Attributes:

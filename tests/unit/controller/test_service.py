@@ -192,6 +192,7 @@ def test_an_error_of_an_engine_arrives_in_a_class_that_ranks_import(tmp_path: Pa
 def test_the_ranks_ask_for_the_methods_that_the_service_has() -> None:
     from tepo_megatron.controller.main_driver import MainDriver
     from tepo_megatron.controller.service_client import ServiceEngine
+    from tepo_megatron.controller.service_trace import ServiceTrace
 
     asked: list[str] = []
 
@@ -213,6 +214,6 @@ def test_the_ranks_ask_for_the_methods_that_the_service_has() -> None:
             else:
                 getattr(made, name)(*[0] * (member.__code__.co_argcount - 1 - len(member.__defaults__ or ())))
     assert asked
-    for name in asked:
+    for name in set(asked) - {"ping"}:  # the reader answers that one
         owner, _, method = name.rpartition(".")
-        assert hasattr(Fleet if owner else MainDriver, method), name
+        assert hasattr({"": MainDriver, "engine": Fleet, "trace": ServiceTrace}[owner], method), name
