@@ -29,7 +29,7 @@ def ask(run_dir: Path, name: str) -> None:
 
     Args:
         run_dir: Folder of the run.
-        name: SAVE or STOP.
+        name: SAVE or STOP; RESTART or TRACE without further words.
     """
     (run_dir / name).touch()
 
