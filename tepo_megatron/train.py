@@ -23,7 +23,7 @@ from tepo_megatron.controller.memory_report import MemoryReport
 from tepo_megatron.controller.placement import Colocated, Disaggregated
 from tepo_megatron.controller.resume import starting_point
 from tepo_megatron.controller.schedule import Schedule, StopRequested
-from tepo_megatron.controller.service_client import ServiceClient, ServiceEngine
+from tepo_megatron.controller.service_client import ServiceClient, ServiceEngine, ServiceTraces
 from tepo_megatron.controller.service_start import start_service
 from tepo_megatron.controller.step_log import StepLog
 from tepo_megatron.controller.tracing import StepTracer
@@ -70,13 +70,14 @@ def train(
         groups = parallel.initialize(cfg.parallel, platform, cfg.seed, config=plain(cfg))
         with _watched(cfg.parallel, groups, cfg.run_dir, on_hang):
             driver = _open_driver(cfg, service)
+            traces = StepTracer(ServiceTraces(service), groups, cfg.run_dir, cfg.logging.trace_every)
             resumes = cfg.resume or is_restart() or (service is not None and service.found)
             ended = None
             with LogFile(cfg.run_dir) if is_main else contextlib.nullcontext():  # for the warnings of this process
                 if cfg.rollout.only:
-                    _sample(driver, cfg.training.steps, StepTracer(driver, groups, cfg.run_dir, cfg.logging.trace_every))
+                    _sample(driver, cfg.training.steps, traces)
                 else:
-                    ended = _train(cfg, groups, driver, resumes)
+                    ended = _train(cfg, groups, driver, traces, resumes)
         if ended is not None and ended.restarts and service is not None:
             service.leave()
     parallel.shutdown()
@@ -121,7 +122,9 @@ class _EndOnRequest(NamedTuple):
     restarts: bool
 
 
-def _train(cfg: Config, groups: parallel.ParallelDims, driver: Driver, resumes: bool) -> _EndOnRequest | None:
+def _train(
+    cfg: Config, groups: parallel.ParallelDims, driver: Driver, traces: StepTracer, resumes: bool
+) -> _EndOnRequest | None:
     """Train for all steps; then export the model, evaluate it and write the report. None: no request ended the run before."""
     if cfg.rollout.colocate:
         broadcast_result(driver.sleep_engine, groups.host)
@@ -143,7 +146,6 @@ def _train(cfg: Config, groups: parallel.ParallelDims, driver: Driver, resumes: 
             *(cfg.rollout, evaluation, cfg.training.steps, driver, sync, gate, placement, memory, batches, groups),
             trained=first,
         )
-        traces = StepTracer(driver, groups, cfg.run_dir, cfg.logging.trace_every)
         loop = _Loop(cfg, actor, objective, driver, checkpoints, schedule, sync, gate, memory, traces, saved=first)
         try:
             if kept is not None:

@@ -11,9 +11,7 @@ from tepo_megatron.config import Config
 from tepo_megatron.controller.messages import KeptRollouts, Waited
 from tepo_megatron.controller.service_client import ServiceClient, ServiceEngine
 from tepo_megatron.controller.step_log import StepLog
-from tepo_megatron.observability.clock_offset import SAME, ClockOffset, measure
 from tepo_megatron.observability.timing import Clock
-from tepo_megatron.observability.tracer import tracer
 
 if TYPE_CHECKING:
     from tepo_megatron.checkpoint.saving import SavedCheckpoint
@@ -102,20 +100,6 @@ class Driver:
             DataError: The state belongs to other data. The run's records are unchanged.
         """
         return None
-
-    def begin_trace(self) -> None:
-        """Have the service record the step."""
-
-    def clock_offset(self) -> ClockOffset:
-        """Return the offset of rank 0's clock against the service's."""
-        return SAME
-
-    def end_trace(self, step: int, ranks: int, answers: bool) -> None:
-        """Have the service merge what all ranks wrote of a step.
-
-        Args:
-            step, ranks, answers: See `service_trace.ServiceTrace.end`.
-        """
 
     def check_in_place(self) -> None:
         """Raise RunReplacedError if another run has taken over the run's folder."""
@@ -221,15 +205,6 @@ class ServiceDriver(Driver):
             self._client.close()  # where the ranks are restarted, a new service can go on from any checkpoint
             raise
         return kept
-
-    def begin_trace(self) -> None:
-        self._client.call("trace.begin")
-
-    def clock_offset(self) -> ClockOffset:
-        return measure(self._client.clock, tracer.clock)
-
-    def end_trace(self, step: int, ranks: int, answers: bool) -> None:
-        self._client.call("trace.end", step, ranks, answers)
 
     def check_in_place(self) -> None:
         self._client.call("check_in_place")

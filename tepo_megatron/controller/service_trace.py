@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tepo_megatron.observability.clock_offset import SAME
-from tepo_megatron.observability.trace_file import SERVICE, Part, merge, rank_name, step_folder, write_part
+from tepo_megatron.observability.trace_file import SERVICE, TracePart, merge, rank_name, step_folder, write_part
 from tepo_megatron.observability.tracer import tracer
 from tepo_megatron.utils.save_requests import answer_trace
 
@@ -35,7 +35,7 @@ class ServiceTrace:
             answers: Whether the trace answers a request.
         """
         recording = tracer.end()
-        write_part(self._run_dir, Part(SERVICE, 0, step, recording, SAME))
+        write_part(self._run_dir, TracePart(SERVICE, 0, step, recording, SAME))
         folder = step_folder(self._run_dir, step)
         size = sum(path.stat().st_size for path in folder.iterdir())
         if size > MERGED_BYTES:

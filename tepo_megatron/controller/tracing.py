@@ -12,13 +12,13 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from tepo_megatron.actor.pass_spans import traced_passes
-from tepo_megatron.controller.driver import Driver
+from tepo_megatron.controller.service_client import ServiceTraces
 from tepo_megatron.distributed.clocks import offset_to_rank_0
 from tepo_megatron.distributed.collective_spans import traced_collectives
 from tepo_megatron.distributed.objects import broadcast_result, same_error
 from tepo_megatron.distributed.parallel import ParallelDims
 from tepo_megatron.errors import StorageError
-from tepo_megatron.observability.trace_file import Part, profile_path, rank_name, write_part
+from tepo_megatron.observability.trace_file import TracePart, profile_path, rank_name, write_part
 from tepo_megatron.observability.tracer import tracer
 from tepo_megatron.utils.atomic import replacing
 from tepo_megatron.utils.save_requests import TraceRequest
@@ -28,14 +28,14 @@ class StepTracer:
     """Traces steps, and has torch's profiler record them on one rank.
 
     Args:
-        driver: This rank's driver.
+        service: The service's side of a step.
         groups: The mesh of this run.
         run_dir: Folder of the run.
         every: `logging.trace_every`.
     """
 
-    def __init__(self, driver: Driver, groups: ParallelDims, run_dir: Path, every: int) -> None:
-        self._driver, self._groups, self._run_dir, self._every = driver, groups, run_dir, every
+    def __init__(self, service: ServiceTraces, groups: ParallelDims, run_dir: Path, every: int) -> None:
+        self._service, self._groups, self._run_dir, self._every = service, groups, run_dir, every
         self._asked: TraceRequest | None = None
         self._left = 0  # steps that the request still asks for
 
@@ -62,30 +62,30 @@ class StepTracer:
             return
         self._left -= asked
         profiled = asked and self._asked is not None and self._asked.profile == self._groups.rank
-        self._driver.begin_trace()
+        profiler = _profiler(self._groups.device) if profiled else None
+        self._service.begin()
         tracer.begin()
         try:
-            profiler = self._profiler(number) if profiled else contextlib.nullcontext()
-            with traced_collectives(), traced_passes(self._groups.device), profiler, tracer.span(f"step {number}", "step"):
+            recorders = traced_collectives(), traced_passes(self._groups.device), profiler or contextlib.nullcontext()
+            with recorders[0], recorders[1], recorders[2], tracer.span(f"step {number}", "step"):
                 yield
-            self._write(number)
-            self._driver.end_trace(number, self._groups.world_size, asked and not self._left)
+            self._write(number, profiler)
+            self._service.end(number, self._groups.world_size, asked and not self._left)
         finally:
             tracer.discard()
 
-    def _write(self, step: int) -> None:
+    def _write(self, step: int, profiler: profile | None) -> None:
         host, rank, recording = self._groups.host, self._groups.rank, tracer.end()
-        offset = offset_to_rank_0(host, tracer.clock) + broadcast_result(self._driver.clock_offset, host)
-        with same_error(host, (OSError,), StorageError):
-            write_part(self._run_dir, Part(rank_name(rank), 1 + rank, step, recording, offset))
+        offset = offset_to_rank_0(host, tracer.clock) + broadcast_result(self._service.clock_offset, host)
+        with same_error(host, (OSError, RuntimeError), StorageError):
+            write_part(self._run_dir, TracePart(rank_name(rank), 1 + rank, step, recording, offset))
+            if profiler is not None:
+                path = profile_path(self._run_dir, step, rank)
+                with replacing(path, durable=False, temporary=path.with_name(f"unfinished-{path.name}")) as unfinished:
+                    profiler.export_chrome_trace(str(unfinished))
 
-    @contextlib.contextmanager
-    def _profiler(self, step: int) -> Iterator[None]:
-        """Have torch's profiler record the block, and write its trace next to that of the step."""
-        path = profile_path(self._run_dir, step, self._groups.rank)
-        cuda = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
-        with profile(activities=[ProfilerActivity.CPU, *cuda], acc_events=True) as profiler:
-            yield
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(path, durable=False, temporary=path.with_name(f"unfinished-{path.name}")) as unfinished:
-            profiler.export_chrome_trace(str(unfinished))
+
+def _profiler(device: torch.device) -> profile:
+    """Return torch's profiler of the CPU, and of the device if it is a GPU."""
+    cuda = [ProfilerActivity.CUDA] if device.type == "cuda" else []
+    return profile(activities=[ProfilerActivity.CPU, *cuda], acc_events=True)

@@ -110,10 +110,10 @@ def coverage(spans: Sequence[Mapping[str, Any]]) -> float | None:
     if not steps:
         return None
     begun, covered = steps[0]["ts"], 0.0
-    reached, end = begun, begun + steps[0]["dur"]
+    counted_to, end = begun, begun + steps[0]["dur"]
     for span in spans:
         if span["cat"] == "main thread":
             until = min(end, span["ts"] + span["dur"])
-            covered += max(0.0, until - max(reached, span["ts"]))
-            reached = max(reached, until)
+            covered += max(0.0, until - max(counted_to, span["ts"]))
+            counted_to = max(counted_to, until)
     return covered / steps[0]["dur"] if steps[0]["dur"] else None

@@ -32,8 +32,8 @@ _COMPRESSION = 3  # of gzip; 9 takes four times the processor time for files tha
 
 
 @dataclass
-class Part:
-    """What one process recorded of a step.
+class TracePart:
+    """The recording of a step by one process, with its clock and its place.
 
     Attributes:
         process: Name of the process in the trace.
@@ -110,7 +110,7 @@ def rank_name(rank: int) -> str:
     return f"rank {rank}"
 
 
-def write_part(run_dir: Path, part: Part) -> int:
+def write_part(run_dir: Path, part: TracePart) -> int:
     """Write what a process recorded, and return the size of the file in bytes.
 
     Args:
@@ -123,7 +123,7 @@ def write_part(run_dir: Path, part: Part) -> int:
     return len(data)
 
 
-def read_parts(run_dir: Path, step: int) -> list[Part]:
+def read_parts(run_dir: Path, step: int) -> list[TracePart]:
     """Return what the processes recorded of a step, in their order. Raises DataError if a file is damaged, or none is there.
 
     Args:
@@ -133,7 +133,7 @@ def read_parts(run_dir: Path, step: int) -> list[Part]:
     parts = []
     for path in sorted(step_folder(run_dir, step).glob(f"*{_PART}")):
         try:
-            parts.append(Part.from_json(path.read_bytes()))
+            parts.append(TracePart.from_json(path.read_bytes()))
         except (ValueError, TypeError, KeyError, AttributeError) as e:
             raise DataError(f"{path}: not a part of a trace ({e!r}); remove it to merge the others") from None
     if not parts:
@@ -162,7 +162,7 @@ def merge(run_dir: Path, step: int, expected: Sequence[str] = ()) -> tuple[Path,
     return path, missing
 
 
-def chrome_trace(parts: Sequence[Part]) -> dict[str, Any]:
+def chrome_trace(parts: Sequence[TracePart]) -> dict[str, Any]:
     """Return the trace in Chrome's format."""
     zero = min(part.recording.begun + part.offset.ns for part in parts)
     names = dict.fromkeys(part.process for part in parts)
@@ -213,7 +213,7 @@ class _Placed:
         self._threads: dict[tuple[int, str, int], int] = {}  # (pid, row, lane) -> tid
         self._flows: dict[str, list[tuple[int, int, int, int]]] = defaultdict(list)  # key -> (start, pid, tid, duration)
 
-    def add(self, part: Part) -> None:
+    def add(self, part: TracePart) -> None:
         shift, rows = part.offset.ns - self._zero, defaultdict[tuple[int, str], list[Span]](list)
         for span in part.recording.spans:
             rows[self._pids[span.process or part.process], span.row].append(span)

@@ -53,7 +53,7 @@ class Span:
 
 @dataclass
 class Recording:
-    """What a process recorded of a step.
+    """The spans of a step, as one process recorded them.
 
     Attributes:
         begun, ended: When recording began and ended, in ns.

@@ -36,9 +36,10 @@ def test_the_package_does_not_grow() -> None:
     hybrids in vLLM's CPU server and in the plan 339,
     ranks of several machines that are restarted 40, the exact KL to a teacher 212,
     rewards of programs and their sandbox 520,
-    agents through a gateway, environments, and samples that are lost 700.
+    agents through a gateway, environments, and samples that are lost 700,
+    traces of steps on one clock 784.
     """
-    assert sum(map(lines_of_code, modules().values())) <= 23_392 + 8_133 + 700
+    assert sum(map(lines_of_code, modules().values())) <= 23_392 + 8_133 + 700 + 784
 
 
 def test_functions_files_and_classes_are_small() -> None:

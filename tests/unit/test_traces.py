@@ -16,7 +16,7 @@ from tepo_megatron import cli
 from tepo_megatron.inference.request_spans import server_times
 from tepo_megatron.launcher.trace_request import coverage, read_trace
 from tepo_megatron.observability.clock_offset import SAME, ClockOffset, best_offset
-from tepo_megatron.observability.trace_file import Part, merge, step_folder, trace_path, write_part
+from tepo_megatron.observability.trace_file import TracePart, merge, step_folder, trace_path, write_part
 from tepo_megatron.observability.tracer import Recording, Tracer
 from tepo_megatron.utils.run_lock import RunLock
 from tepo_megatron.utils.save_requests import TRACE, TRACED, TraceRequest, answer_trace, ask_trace, take_trace
@@ -64,7 +64,7 @@ def test_a_trace_of_threads_and_of_an_event_loop_is_valid(tmp_path: Path) -> Non
 
     tracer.span("before the step").__enter__()
     assert tracer.span("a") is tracer.span("b"), "an inactive tracer makes nothing"
-    write_part(tmp_path, Part("rollout service", 0, 7, recorded(tracer, work), SAME))
+    write_part(tmp_path, TracePart("rollout service", 0, 7, recorded(tracer, work), SAME))
     path, missing = merge(tmp_path, 7, ["rollout service"])
     assert path == trace_path(tmp_path, 7) and not missing and not step_folder(tmp_path, 7).exists()
     trace = read_trace(path)
@@ -109,7 +109,7 @@ def test_the_offset_of_a_clock_is_off_by_less_than_it_says() -> None:
 
 
 def test_parts_of_other_machines_are_merged_later(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    def part(name: str, order: int, shift: int) -> Part:
+    def part(name: str, order: int, shift: int) -> TracePart:
         clock = ticking(10**9 + shift)
         tracer = Tracer(clock)
 
@@ -117,7 +117,7 @@ def test_parts_of_other_machines_are_merged_later(tmp_path: Path, capsys: pytest
             with tracer.span("step 4", "step"), tracer.span("update"):
                 pass
 
-        return Part(name, order, 4, recorded(tracer, step), ClockOffset(-shift, 1500))
+        return TracePart(name, order, 4, recorded(tracer, step), ClockOffset(-shift, 1500))
 
     write_part(tmp_path, part("rollout service", 0, 0))
     write_part(tmp_path, part("rank 0", 1, 0))

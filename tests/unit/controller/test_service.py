@@ -191,7 +191,7 @@ def test_an_error_of_an_engine_arrives_in_a_class_that_ranks_import(tmp_path: Pa
 
 def test_the_ranks_ask_for_the_methods_that_the_service_has() -> None:
     from tepo_megatron.controller.main_driver import MainDriver
-    from tepo_megatron.controller.service_client import ServiceEngine
+    from tepo_megatron.controller.service_client import ServiceEngine, ServiceTraces
     from tepo_megatron.controller.service_trace import ServiceTrace
 
     asked: list[str] = []
@@ -203,7 +203,7 @@ def test_the_ranks_ask_for_the_methods_that_the_service_has() -> None:
             return type("Pending", (), {"result": lambda self: result, "number": 0})()
 
     client = Recorder.__new__(Recorder)
-    for owner in (ServiceDriver, ServiceEngine):
+    for owner in (ServiceDriver, ServiceEngine, ServiceTraces):
         made = owner(client, config(Path("/nowhere"))) if owner is ServiceDriver else owner(client)
         for name in (name for name in vars(owner) if not name.startswith("_") and name not in ("engine", "log_checkpoint")):
             member = getattr(owner, name)
