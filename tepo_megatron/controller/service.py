@@ -248,8 +248,8 @@ class RolloutService:
                 task.received += 1
                 return Waited("minibatch", task.minibatches[task.received - 1])
             if done:
-                result, run_dir = self._tasks.pop(number).future.result(), self._cfg.run_dir
-                return Waited("done", result, save=trains and take_save(run_dir), trace=take_trace(run_dir))
+                run, trace = self._cfg.run_dir, take_trace(self._cfg.run_dir)
+                return Waited("done", self._tasks.pop(number).future.result(), save=trains and take_save(run), trace=trace)
             if engine is not None and trains and engine.needs_weights:
                 return Waited("weights")
             time.sleep(POLL_SECONDS)
