@@ -20,7 +20,7 @@ def rows(trace: Mapping[str, Any]) -> dict[tuple[str, str], list[Event]]:
     names = {(e["pid"], e["tid"], e["name"]): e["args"]["name"] for e in events if e["ph"] == "M" and "name" in e["args"]}
     found: dict[tuple[str, str], list[Event]] = defaultdict(list)
     flows: dict[int, list[Event]] = defaultdict(list)
-    last = 0.0
+    last = 0.0  # nothing is before the trace
     for event in events:
         if event["ph"] == "M":
             continue

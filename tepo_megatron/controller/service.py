@@ -43,7 +43,7 @@ from tepo_megatron.errors import RolloutError, StorageError, TepoError
 from tepo_megatron.inference.engine import INITIAL_VERSION
 from tepo_megatron.observability.tracer import tracer
 from tepo_megatron.utils.quiet import quiet_upstream
-from tepo_megatron.utils.save_requests import LOOK_SECONDS, RESTART, STOP, answer_restart, asked, take_save, take_trace
+from tepo_megatron.utils.save_requests import LOOK_SECONDS, RESTART, STOP, answer_restart, asked, take_save
 from tepo_megatron.utils.service_guard import peer_user
 from tepo_megatron.utils.storage import disk_fault
 from tepo_megatron.utils.supervisor import LAUNCHER
@@ -139,9 +139,10 @@ class RolloutService:
     def _left(self) -> None:
         """Go on without rank 0, which was killed or has failed. Its successor begins with the call `open`."""
         self._tasks = {}
-        tracer.discard()
-        if self._driver is not None and (engine := self._driver.engine) is not None:
-            engine.abandon_update()
+        if self._driver is not None:
+            self._driver.trace.lost()
+            if self._driver.engine is not None:
+                self._driver.engine.abandon_update()
 
     def _open(self, stack: contextlib.ExitStack, cfg: Config) -> None:
         if self._driver is not None:
@@ -248,7 +249,7 @@ class RolloutService:
                 task.received += 1
                 return Waited("minibatch", task.minibatches[task.received - 1])
             if done:
-                run, trace = self._cfg.run_dir, take_trace(self._cfg.run_dir)
+                run, trace = self._cfg.run_dir, self._started.trace.take_request()
                 return Waited("done", self._tasks.pop(number).future.result(), save=trains and take_save(run), trace=trace)
             if engine is not None and trains and engine.needs_weights:
                 return Waited("weights")

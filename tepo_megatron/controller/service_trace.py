@@ -6,7 +6,7 @@ from pathlib import Path
 from tepo_megatron.observability.clock_offset import SAME
 from tepo_megatron.observability.trace_file import SERVICE, TracePart, merge, rank_name, step_folder, write_part
 from tepo_megatron.observability.tracer import tracer
-from tepo_megatron.utils.save_requests import answer_trace
+from tepo_megatron.utils.save_requests import TraceRequest, answer_trace, take_trace
 
 MERGED_BYTES = 16 * 2**20  # of the files of a step that are merged while rank 0 waits, about a second
 
@@ -21,6 +21,20 @@ class ServiceTrace:
 
     def __init__(self, run_dir: Path, log: Callable[[str], object]) -> None:
         self._run_dir, self._log = run_dir, log
+        self._asked = False  # whether the ranks are tracing steps on request
+
+    def take_request(self) -> TraceRequest | None:
+        """Return a request to trace steps, which the ranks then do; None without one."""
+        request = take_trace(self._run_dir)
+        self._asked |= request is not None
+        return request
+
+    def lost(self) -> None:
+        """Stop, because the ranks are gone; answer the request that they were following."""
+        tracer.discard()
+        if self._asked:
+            answer_trace(self._run_dir, "refused: the ranks were restarted before the steps were traced; ask again")
+            self._asked = False
 
     def begin(self) -> None:
         """Begin to record a step."""
@@ -35,6 +49,7 @@ class ServiceTrace:
             answers: Whether the trace answers a request.
         """
         recording = tracer.end()
+        recording.spans = [span for span in recording.spans if span.name != "trace.end"]  # this call, which is not over
         write_part(self._run_dir, TracePart(SERVICE, 0, step, recording, SAME))
         folder = step_folder(self._run_dir, step)
         size = sum(path.stat().st_size for path in folder.iterdir())
@@ -52,4 +67,5 @@ class ServiceTrace:
                 )
         self._log(text)
         if answers:
+            self._asked = False
             answer_trace(self._run_dir, text)

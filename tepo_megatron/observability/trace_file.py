@@ -5,7 +5,7 @@
     traces/step-000012-rank0-profile.json.gz   what torch's profiler recorded on a rank, in the same format
 
 The format: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU (JSON object form; times in us).
-All times of the trace are those of the rollout service's clock, from the start of the first process's recording.
+All times of the trace are those of the rollout service's clock, from the first start of a span.
 """
 
 import gzip
@@ -164,7 +164,7 @@ def merge(run_dir: Path, step: int, expected: Sequence[str] = ()) -> tuple[Path,
 
 def chrome_trace(parts: Sequence[TracePart]) -> dict[str, Any]:
     """Return the trace in Chrome's format."""
-    zero = min(part.recording.begun + part.offset.ns for part in parts)
+    zero = min(part.offset.ns + min([part.recording.begun, *(span.start for span in part.recording.spans)]) for part in parts)
     names = dict.fromkeys(part.process for part in parts)
     names |= dict.fromkeys(sorted({span.process for part in parts for span in part.recording.spans if span.process}))
     pids = {name: number for number, name in enumerate(names, start=1)}

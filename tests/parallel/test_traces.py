@@ -20,6 +20,7 @@ from tepo_megatron.observability.tracer import tracer
 from tepo_megatron.utils.save_requests import TRACE, TRACED, TraceRequest, ask_trace
 from tests.chrome import Event, named, rows
 from tests.parallel import resume_worlds as w
+from tests.tiny import tiny_qwen3
 from tests.worlds import run_world
 
 SERVICE, MAIN, COLLECTIVES = "rollout service", "main thread", "collectives"
@@ -130,3 +131,31 @@ def test_traces_change_no_number(runs: tuple[Path, Path]) -> None:
     traced, plain = (w.records(run) for run in runs)
     assert traced == plain and len(plain) == 3
     assert not (runs[1] / TRACES).exists()
+
+
+# kind of run -> what it changes, and the spans that it has on rank 0
+KINDS: dict[str, tuple[dict[str, Any], set[str]]] = {
+    "only rollouts": ({"rollout": {"only": True}}, {"wait", "log"}),
+    "one step ahead": ({"rollout": {"max_staleness": 1}}, {"wait", "update", "backward", "sync"}),
+    "streamed": ({"training": {"stream": "arrival"}}, {"wait", "update", "backward", "sync"}),
+    "shared devices": ({"rollout": {"colocate": True}}, {"wait", "update", "backward", "sync"}),
+    "virtual stages": ({"parallel": {"pp": 2, "vpp": 2}}, {"wait", "update", "backward", "sync"}),
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_run_is_traced(tmp_path: Path, kind: str) -> None:
+    changes, expected = KINDS[kind]
+    model = w.write_inputs(tmp_path / "model")
+    tiny_qwen3(model, layers=4)
+    training = {"steps": 2, "max_tokens_per_microbatch": 32} | changes.pop("training", {})
+    cfg = w.run_config(model, tmp_path, logging={"trace_every": 1}, evaluation={"every": 0}, training=training, **changes)
+    w.attempt(cfg, tmp_path / "journal")
+    for step in (1, 2):
+        trace = read_trace(trace_path(cfg.run_dir, step))
+        found = rows(trace)
+        assert expected <= {span["name"] for span in found["rank 0", MAIN]}
+        samples = any(process == SERVICE and row.startswith("rollout_") for process, row in found)
+        assert samples or step == 2, "step 1 samples, perhaps for step 2, too"
+        assert len(trace["metadata"]["processes"]) == 1 + cfg.parallel.world_size

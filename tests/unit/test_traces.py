@@ -9,14 +9,19 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from traceback import walk_tb
 
 import pytest
+import torch.distributed as dist
 
 from tepo_megatron import cli
+from tepo_megatron.controller.service_trace import ServiceTrace
+from tepo_megatron.distributed.collective_spans import traced_collectives
 from tepo_megatron.inference.request_spans import server_times
 from tepo_megatron.launcher.trace_request import coverage, read_trace
 from tepo_megatron.observability.clock_offset import SAME, ClockOffset, best_offset
-from tepo_megatron.observability.trace_file import TracePart, merge, step_folder, trace_path, write_part
+from tepo_megatron.observability.hang_watchdog import place_of
+from tepo_megatron.observability.trace_file import TracePart, chrome_trace, merge, step_folder, trace_path, write_part
 from tepo_megatron.observability.tracer import Recording, Tracer
 from tepo_megatron.utils.run_lock import RunLock
 from tepo_megatron.utils.save_requests import TRACE, TRACED, TraceRequest, answer_trace, ask_trace, take_trace
@@ -94,6 +99,11 @@ def test_spans_end_with_the_step_and_there_are_not_too_many() -> None:
         tracer.add("after", "row", 0, 1)
     assert recorded(tracer, lambda: None).spans == []
     tracer.begin()
+    tracer.add("begun before the step", "requests", 5, 10**6)
+    (early,) = tracer.end().spans
+    trace = chrome_trace([TracePart("rollout service", 0, 7, Recording(10**6, 10**7, [early]), SAME)])
+    assert [span["ts"] for span in rows(trace)["rollout service", "requests"]] == [0.0]
+    tracer.begin()
     span = tracer.span("of the step before")
     with span:
         tracer.begin()
@@ -167,6 +177,26 @@ def test_requests_for_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         assert take_trace(tmp_path) is None and (tmp_path / TRACED).read_text().startswith("refused: trace.request must hold")
     ask_trace(tmp_path, TraceRequest())
     assert not (tmp_path / TRACED).exists(), "an old answer is not the new one"
+
+
+def test_a_request_whose_ranks_are_gone_is_answered(tmp_path: Path) -> None:
+    service = ServiceTrace(tmp_path, print)
+    service.lost()
+    assert service.take_request() is None and not (tmp_path / TRACED).exists()
+    ask_trace(tmp_path, TraceRequest(3))
+    assert service.take_request() == TraceRequest(3)
+    service.begin()
+    service.lost()
+    assert (tmp_path / TRACED).read_text().startswith("refused: the ranks were restarted")
+
+
+def test_a_hang_in_a_traced_collective_is_reported_at_its_caller() -> None:
+    before = dist.barrier
+    with traced_collectives(), pytest.raises(ValueError, match="process group") as raised:
+        dist.barrier()
+    innermost = list(walk_tb(raised.value.__traceback__))[-1][0]
+    place = place_of(innermost)
+    assert ", in barrier" in place and "collective_spans" not in place and dist.barrier is before
 
 
 def test_only_times_of_a_server_that_make_sense_are_used() -> None:
