@@ -87,14 +87,18 @@ def read_trace(path: Path) -> dict[str, Any]:
 def describe(trace: Mapping[str, Any]) -> Iterator[str]:
     """Yield a line for each process of a trace: its spans, its clock, and for ranks the share of the step that phases cover."""
     events, known = trace["traceEvents"], trace["metadata"]["processes"]
+    names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    of: dict[int, list[Mapping[str, Any]]] = {pid: [] for pid in names}
     for event in events:
-        if event["name"] != "process_name":
-            continue
-        name, pid = event["args"]["name"], event["pid"]
-        spans = [e for e in events if e["pid"] == pid and e["ph"] == "X"]
+        if event["ph"] == "X":
+            of[event["pid"]].append(event)
+    for pid, name in names.items():
+        spans = of[pid]
         words = [f"{name}: {len(spans)} spans"]
         if name in known:
             words.append(f"clock +- {known[name]['clock_uncertainty_ns'] / 1e6:.3f} ms")
+            if dropped := known[name]["dropped_spans"]:
+                words.append(f"{dropped} dropped")
         if (share := coverage(spans)) is not None:
             words.append(f"phases cover {share:.1%} of the step")
         yield ", ".join(words)
