@@ -77,7 +77,14 @@ def cpu_seconds(model: Path, steps: int, every: int) -> float:
     with tempfile.TemporaryDirectory() as output:
         run = Path(output) / "run"
         words = [sys.executable, "-m", "tepo_megatron", "train", "examples/demo.yaml", "--name", "run", "--output", output]
-        words += ["--model.path", model, "--data.train", model / "train.jsonl", "--data.eval", model / "eval.jsonl"]
+        words += [
+            "--model.path",
+            str(model),
+            "--data.train",
+            str(model / "train.jsonl"),
+            "--data.eval",
+            str(model / "eval.jsonl"),
+        ]
         words += ["--logging.trace_every", str(every), "--training.steps", str(steps), "--export_hf", "false"]
         process, deadline = subprocess.Popen(words, stdout=subprocess.DEVNULL), time.monotonic() + LIMIT_SECONDS
         marks: dict[int, float] = {}
