@@ -1,9 +1,9 @@
 """Spans of generation requests and weight updates, for the rows of the servers in the trace of a step.
 
 A server reports how long a request took until its first token and until its end, in the header `Server-Timing` of its answer.
-These are durations. They are placed from the time at which the request was sent, so that they begin too early by the time that
-the request was on its way. Before the first token a request waits in the engine's queue and is prefilled; no engine reports
-these two apart.
+These are durations since it read the request. They are placed so that they end when the answer has arrived, and are too late by
+the time that the answer was on its way. What is left before them is the way to the server, and the wait until a busy server
+reads the request. Before the first token a request waits in the engine's queue and is prefilled; no engine reports these apart.
 """
 
 import math
@@ -49,9 +49,11 @@ def add_generation(server: str, ask: GenerationRequest, version: int, begun: int
     facts = {"prompt": prompt.id, "prompt_tokens": len(prompt.token_ids), "samples": ask.sampling.samples, "version": version}
     tracer.add("generate", REQUESTS, begun, ended, process=server, unit=unit, flows=[prompt.id], **facts)
     if (times := server_times(timing)) is not None:
-        first, total = (min(ended, begun + each) for each in times)
-        tracer.add("queue and prefill", REQUESTS, begun, first, process=server, unit=unit)
-        tracer.add("decode", REQUESTS, first, total, process=server, unit=unit)
+        first, total = times
+        read = max(begun, ended - total)
+        tracer.add("until it is read", REQUESTS, begun, read, process=server, unit=unit)
+        tracer.add("queue and prefill", REQUESTS, read, read + min(first, ended - read), process=server, unit=unit)
+        tracer.add("decode", REQUESTS, read + min(first, ended - read), ended, process=server, unit=unit)
 
 
 def add_request(asks: Sequence[GenerationRequest], server: str, times: tuple[int, int, int, int]) -> None:

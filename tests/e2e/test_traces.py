@@ -34,7 +34,7 @@ def test_the_trace_of_a_step_is_whole(tepo, arguments, base: Path, tmp_path: Pat
     server = next(process for process, row in found if row == "weights")
     requests = [s for (process, row), spans in found.items() if process == server and row.startswith("requests") for s in spans]
     names = {span["name"] for span in requests}
-    assert names == ({"generate", "queue and prefill", "decode"} if engine == "vllm" else {"generate"})
+    assert names == ({"generate", "until it is read", "queue and prefill", "decode"} if engine == "vllm" else {"generate"})
     assert sum(span["name"] == "generate" for span in requests) == 8
     assert {"begin update", "load", "finish update"} <= {span["name"] for span in found[server, "weights"]}
     service = {row.rstrip(" 0123456789") for process, row in found if process == "rollout service"}

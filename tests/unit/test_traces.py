@@ -17,12 +17,15 @@ import torch.distributed as dist
 from tepo_megatron import cli
 from tepo_megatron.controller.service_trace import ServiceTrace
 from tepo_megatron.distributed.collective_spans import traced_collectives
-from tepo_megatron.inference.request_spans import server_times
+from tepo_megatron.inference import request_spans
+from tepo_megatron.inference.partial import GenerationRequest
+from tepo_megatron.inference.request_spans import add_generation, server_times
 from tepo_megatron.launcher.trace_request import coverage, read_trace
 from tepo_megatron.observability.clock_offset import SAME, ClockOffset, best_offset
 from tepo_megatron.observability.hang_watchdog import place_of
 from tepo_megatron.observability.trace_file import TracePart, chrome_trace, merge, step_folder, trace_path, write_part
 from tepo_megatron.observability.tracer import Recording, Tracer
+from tepo_megatron.types import Prompt, SamplingParams
 from tepo_megatron.utils.run_lock import RunLock
 from tepo_megatron.utils.save_requests import TRACE, TRACED, TraceRequest, answer_trace, ask_trace, take_trace
 from tepo_megatron.weight_sync.receiver.binary_answer import CONTENT_TYPE, TIMED, BinaryAnswers, current
@@ -204,6 +207,23 @@ def test_only_times_of_a_server_that_make_sense_are_used() -> None:
     for odd in (None, "", "first;dur=3, total;dur=2", "first;dur=1.2.3, total;dur=9", "first;dur=., total;dur=1", "miss"):
         assert server_times(odd) is None
     assert server_times("first;dur=1, total;dur=99999999999999") is None
+
+
+def test_the_times_of_a_server_end_with_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server read the request 2 us after it was sent; durations longer than the request itself are cut."""
+    ask = GenerationRequest(Prompt(id=7, token_ids=(4, 5), answer="9"), SamplingParams(samples=2), seed=0)
+    monkeypatch.setattr(request_spans, "tracer", tracer := Tracer(lambda: 10_000))
+    tracer.begin()
+    add_generation("server", ask, 3, 0, "first;dur=0.003, total;dur=0.008")
+    add_generation("server", ask, 3, 9_000, "first;dur=5.000, total;dur=8.000")
+    add_generation("server", ask, 3, 0, None)
+    spans = [(span.name, span.start, span.end) for span in tracer.end().spans]
+    parts = ("until it is read", "queue and prefill", "decode")
+    assert spans == [
+        ("generate", 0, 10_000), *zip(parts, (0, 2000, 5000), (2000, 5000, 10_000), strict=True),
+        ("generate", 9000, 10_000), *zip(parts, (9000, 9000, 10_000), (9000, 10_000, 10_000), strict=True),
+        ("generate", 0, 10_000),
+    ]  # fmt: skip
 
 
 def test_a_server_tells_its_times_to_those_who_ask() -> None:
