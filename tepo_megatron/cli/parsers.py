@@ -9,6 +9,7 @@ from pathlib import Path
 from tepo_megatron import __version__
 from tepo_megatron.cli import commands
 from tepo_megatron.errors import ConfigError, RunStopped, TepoError
+from tepo_megatron.observability import run_dir
 from tepo_megatron.utils.escaping import escaped
 
 # They take --section.key VALUE.
@@ -33,6 +34,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     ):  # fmt: skip
         add(subparsers)
     words = list(sys.argv[1:] if argv is None else argv)
+    if words[:2] == ["plan", "--from"] and len(words) > 2:  # the run's own config is planned
+        words.insert(1, str(Path(words[2]) / run_dir.CONFIG_FILE))
     if len(words) > 1 and words[0] in COMMANDS_WITH_KEYS and words[1].startswith("--") and words[1] != "--help":
         file, what = _FIRST_WORDS.get(words[0], ("FILE", "the config file"))
         parser.error(f"tepo {words[0]} {file} [--section.key VALUE ...]: {what} comes first")
@@ -204,7 +207,7 @@ def _add_plan(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser(
         "plan",
         help="predict memory and time of a config before any GPU is requested, and list the best layouts",
-        usage="tepo plan CONFIG [--gpus N] [--gpu H100|H200|B200] [--section.key VALUE ...]",
+        usage="tepo plan CONFIG [--from RUN] [--gpus N] [--gpu H100|H200|B200] [--section.key VALUE ...]",
         epilog="Exit status 1: the given layout does not fit. The model, its sources and its errors: docs/plan.md.",
         allow_abbrev=False,
     )
@@ -216,6 +219,14 @@ def _add_plan(subparsers: Subparsers) -> None:
     parser.add_argument("--prompt", type=int, metavar="TOKENS", help="mean tokens of a prompt")
     parser.add_argument("--response", type=int, metavar="TOKENS", help="mean tokens of a response")
     parser.add_argument("--dropped", type=float, metavar="SHARE", help="share of the groups that are all right or all wrong")
+    parser.add_argument(
+        "--from", dest="run_dir", type=Path, metavar="RUN",
+        help="run whose recorded steps replace assumptions; without CONFIG, its own config is planned",
+    )  # fmt: skip
+    parser.add_argument(
+        "--gpu-hours-per-failure", type=float, metavar="HOURS",
+        help="with --from: mean GPU-hours between failures, for the interval of checkpoints (default: a published mean)",
+    )  # fmt: skip
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the result to this file")
     parser.set_defaults(run=commands.plan)
 
