@@ -63,6 +63,7 @@ def join_seconds(platform: str) -> float:
 
 # Every other place of the package that asks for the platform (file below tepo_megatron/, function), and what differs there.
 PLATFORM_BRANCHES: Mapping[str, str] = {
+    "plan/advice.py:advice_lines": "ranks on a CPU share its cores",
     "actor/activations.py:HostActivations._away": "a GPU copies on a stream of its own, to page-locked memory",
     "actor/attention_layout.py:repeats_keys": "CUDA's attention with a mask knows no grouped heads",
     "actor/build.py:own_fields": "Megatron initializes parameters on the host",

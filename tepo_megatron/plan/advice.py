@@ -1,9 +1,8 @@
-"""What a recorded run suggests: the next best layout and split of the GPUs, and how often to write checkpoints."""
+"""Suggest, from a recorded run, the next best layout and split of the GPUs, and the interval of checkpoints."""
 
 import statistics
 from collections.abc import Iterator
 
-from tepo_megatron.config import Config
 from tepo_megatron.plan.calibration import MEASURED, RecordedRun, checkpoint_interval
 from tepo_megatron.plan.search import LayoutCandidate, SearchResult
 from tepo_megatron.plan.step import Predictor
@@ -44,16 +43,17 @@ def _layout_lines(given: LayoutCandidate, found: SearchResult) -> Iterator[str]:
         yield f"layout: no other one is predicted to train more than {_LEAST_GAIN:.0%} more tokens per second"
         return
     yield f"layout: {best.name} is predicted to train {gain:.0%} more tokens per second:"
-    yield "  " + " ".join(f"--{key} {value}" for key, value in changed_keys(given.cfg, best.cfg))
+    yield "  " + " ".join(f"--{key} {value}" for key, value in changed_keys(given, best))
 
 
-def changed_keys(before: Config, after: Config) -> list[tuple[str, str]]:
+def changed_keys(given: LayoutCandidate, other: LayoutCandidate) -> list[tuple[str, str]]:
     """Return the keys and values, as on the command line, with which one layout becomes another.
 
     Args:
-        before: A config.
-        after: The same on another layout.
+        given: A layout.
+        other: Another one of the same config.
     """
+    before, after = given.cfg, other.cfg
     pairs = [
         (f"parallel.{name}", getattr(before.parallel, name), getattr(after.parallel, name))
         for name in ("tp", "pp", "vpp", "cp", "ep", "dp", "sequence_parallel")

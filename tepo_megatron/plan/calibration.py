@@ -4,14 +4,12 @@ import math
 import re
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from tepo_megatron.config import Config
 from tepo_megatron.errors import DataError
 from tepo_megatron.observability.sinks import read_metrics
 from tepo_megatron.plan.step import REFILLS, PhaseFactors, Predictor, StepPrediction
-from tepo_megatron.plan.workload import Workload
 
 # phase of the record -> phases of the plan that it contains
 MEASURED = {
@@ -28,7 +26,7 @@ _LOG_FILE = "log.txt"
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """What a run's later half says; the first steps compile and warm up.
+    """Means and medians of a run's later half; the first steps compile and warm up.
 
     Attributes:
         path: Folder of the run.
@@ -46,15 +44,7 @@ class RecordedRun:
     prompt: int
     response: int
     dropped: float
-    blocked: Sequence[float] = field(default=())
-
-    def workload(self, cfg: Config) -> Workload:
-        """Return the lengths of a config's sequences: those of the run, within the config's limits.
-
-        Args:
-            cfg: The config.
-        """
-        return Workload.of(cfg, self.prompt, self.response, self.dropped)
+    blocked: Sequence[float] = ()
 
 
 def read_run(path: Path, samples_per_prompt: int) -> RecordedRun:
@@ -128,7 +118,7 @@ def without_refills(step: StepPrediction) -> float:
 
 @dataclass(frozen=True)
 class CheckpointInterval:
-    """How often to write a checkpoint: the interval at which waiting and repeated work cost the least together.
+    """The interval of checkpoints at which waiting and repeated work cost the least together.
 
     Attributes:
         steps: Steps between checkpoints.

@@ -76,8 +76,14 @@ def predictor_of(cfg: Config, request: PlanRequest) -> Predictor:
     """
     if request.gpu not in GPUS:
         raise ConfigError(f"--gpu {request.gpu}: not in the table; use one of {', '.join(GPUS)}")
-    if request.run is not None:
-        return _predictor_like(cfg, request, request.run)
+    if (path := request.run) is not None:  # calibrated with a run, which may have another config
+        its_cfg = load_config(str(path / run_dir.CONFIG_FILE), [])
+        run = read_run(path, its_cfg.rollout.samples_per_prompt)
+        recorded = replace(request, run=None, prompt=run.prompt, response=run.response, dropped=run.dropped)
+        measured = calibrated(predictor_of(its_cfg, recorded), run).measured
+        given = {name: getattr(request, name) for name in ("prompt", "response", "dropped")}
+        asked = replace(recorded, **{name: value for name, value in given.items() if value is not None})
+        return replace(predictor_of(cfg, asked), measured=measured)
     family, arch = read_model(cfg.model.path)
     work = Workload.of(cfg, request.prompt, request.response, request.dropped)
     samples = cfg.rollout.samples_per_prompt
@@ -88,16 +94,6 @@ def predictor_of(cfg: Config, request: PlanRequest) -> Predictor:
     model = PlannedModel(family, arch, element, recompute=cfg.training.recompute, kernels=kernels)
     matmul_size = 1 if cfg.model.precision.startswith("fp8") else element
     return Predictor(cfg, model, MachineModel(GPUS[request.gpu], matmul_size), work)
-
-
-def _predictor_like(cfg: Config, request: PlanRequest, path: Path) -> Predictor:
-    """Return the predictor of a config, calibrated with a run, which may have another config."""
-    its_cfg = load_config(str(path / run_dir.CONFIG_FILE), [])
-    run = read_run(path, its_cfg.rollout.samples_per_prompt)
-    words = {"prompt": request.prompt or run.prompt, "response": request.response or run.response}
-    asked = replace(request, run=None, **words, dropped=run.dropped if request.dropped is None else request.dropped)
-    of_run = predictor_of(its_cfg, replace(asked, prompt=run.prompt, response=run.response, dropped=run.dropped))
-    return replace(predictor_of(cfg, asked), measured=calibrated(of_run, run).measured)
 
 
 def plan(predictor: Predictor, request: PlanRequest, tell: Callable[[str], None]) -> int:

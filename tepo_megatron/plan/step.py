@@ -85,7 +85,7 @@ class StepPrediction:
 
 @dataclass(frozen=True)
 class PhaseFactors:
-    """How the phases of a recorded step differ from their predictions (`calibration.py`).
+    """Ratios of the phases of a recorded step to their predictions (`calibration.py`).
 
     Attributes:
         factors: Measured over predicted seconds, by phase of the plan; 1 for those that are not there.

@@ -195,16 +195,16 @@ class FineTuning:
         done = step = saved = self._resume()
         losses["before"] = self._held_out_loss()
         self._say(*self.source.lines)
-        every = self.cfg.sft.eval_every
-        reached = done > 0 and every > 0 and done % every == 0 and self._reached(losses["before"])  # as before the resume
-        while not reached and step < self.source.plan.steps:
+        was_measured = done > 0 and self.cfg.sft.eval_every > 0 and done % self.cfg.sft.eval_every == 0
+        ended = was_measured and self._ends_early(losses["before"])  # as before the resume
+        while not ended and step < self.source.plan.steps:
             self._refuse_requests()
             if broadcast_object(self.groups.is_main and asked(self.cfg.run_dir, STOP), self.groups.host):
                 return self._stop(step, saved)
             step += 1
-            reached = self._reached(self._update(step))
+            ended = self._ends_early(self._update(step))
             every = self.cfg.checkpoint.every
-            if every and (step % every == 0 or step == self.source.plan.steps or reached):
+            if every and (step % every == 0 or step == self.source.plan.steps or ended):
                 self._save(step)
                 saved = step
             self._log_checkpoint(self.checkpoints.poll())
@@ -236,7 +236,7 @@ class FineTuning:
             self._say(*(f"resume: {line}" for line in self.log.rewind(step)))
         return step
 
-    def _reached(self, held_out: float | None) -> bool:
+    def _ends_early(self, held_out: float | None) -> bool:
         """Return whether the held-out loss ends the run. Collectives: one broadcast, if the config has such an end."""
         limit = self.cfg.sft.stop_at_loss
         if limit is None:

@@ -103,7 +103,7 @@ def test_the_model_has_its_advertised_size(kind: str, size: int) -> None:
     assert {p.dtype for p in model.parameters()} == {torch.float32}
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_folder_loads_and_is_re_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     build(tmp_path / "model", TINY)
     folder = tmp_path / "model"

@@ -12,7 +12,7 @@ from tepo_megatron.config.io import load_config, to_yaml
 from tepo_megatron.plan.advice import changed_keys
 from tepo_megatron.plan.calibration import MEASURED, checkpoint_interval, read_run
 from tepo_megatron.plan.command import PlanRequest, predictor_of
-from tepo_megatron.plan.search import search
+from tepo_megatron.plan.search import LayoutCandidate, search
 
 RECIPE = "examples/recipes/qwen3-14b-16gpu-apart.yaml"
 SECONDS = {"rollout": 210.0, "old_stats": 31.0, "update": 140.0, "sync": 9.0, "total": 402.0}
@@ -77,7 +77,7 @@ def test_the_command_names_the_next_best_layout_as_keys(run: Path, capsys: pytes
     best = search(predictor_of(load_config(RECIPE, slow), PlanRequest(run=run)), 16).best[0]
     changed = load_config(RECIPE, [*slow, *line.split()])
     assert changed.parallel == best.cfg.parallel and changed.rollout.server.tp == best.cfg.rollout.server.tp
-    assert changed_keys(changed, best.cfg) == []
+    assert changed_keys(LayoutCandidate(changed), best) == []
     assert json.loads(file.read_text())["calibration"]["factors"].keys() >= {"sample", "optimizer"}
 
 
