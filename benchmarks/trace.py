@@ -1,16 +1,18 @@
-"""Measure what traces cost: CPU seconds of a step with and without, and of a call while no step is traced.
+"""Measure what traces cost: CPU seconds of steps with and without, and of a call while no step is traced.
 
-    python -m benchmarks.trace MODEL [--steps 30] [--rounds 2]
+    python -m benchmarks.trace MODEL [--steps 80]
 
-Runs the demo (examples/demo.yaml) on the model folder that `examples.arithmetic.base_model` builds, in turn without traces and
-with a trace of every step. The CPU seconds are those of all processes of the run (ranks, service, graders, server), from the
-end of step 3 to the end of the last step. Writing and merging the traces is part of them. Both runs sample the same tokens.
+Runs the demo (examples/demo.yaml) on the model folder that `examples.arithmetic.base_model` builds, and traces every second
+step. The CPU seconds of a step are those of all processes of the run (ranks, service, graders, server), from the end of the step
+before to its own end: its line in the metrics, or its trace if it has one. So writing and merging a trace is part of its step.
+Both kinds of steps alternate in one run, because the CPU seconds of the same step differ by some percent from run to run.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import subprocess
 import sys
@@ -24,26 +26,32 @@ from tepo_megatron.launcher.trace_request import read_trace
 from tepo_megatron.observability.trace_file import TRACES, trace_path
 from tepo_megatron.observability.tracer import Tracer
 
-LIMIT_SECONDS = 900.0  # for a run
-WARM = 3  # steps that are not measured
-_POLL_SECONDS = 0.02
+LIMIT_SECONDS = 1500.0  # for a run
+WARM = 4  # steps that are not measured
+EVERY = 2
+_POLL_SECONDS = 0.002
 
 
 def main() -> None:
-    """Make the runs and print their figures."""
+    """Make the run and print its figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
-    parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=80)
     args = parser.parse_args()
-    print(f"a span while no step is traced: {off_seconds() * 1e9:.0f} ns; while one is: {on_seconds() * 1e9:.0f} ns")
-    seconds: dict[int, list[float]] = {0: [], 1: []}
-    for _ in range(args.rounds):
-        for every in seconds:
-            seconds[every].append(cpu_seconds(args.model, args.steps, every))
-    plain, traced = (statistics.mean(seconds[every]) for every in (0, 1))
-    print(f"CPU seconds of a step: {plain:.3f} without, {traced:.3f} with a trace: {traced / plain - 1:+.1%}")
-    print("of each run:", ", ".join(f"{a:.3f} -> {b:.3f}" for a, b in zip(seconds[0], seconds[1], strict=True)))
+    print(
+        f"a span while no step is traced: {off_seconds() * 1e9:.0f} ns; while one is: {on_seconds() * 1e9:.0f} ns", flush=True
+    )
+    seconds = step_seconds(args.model, args.steps)
+    # a traced step next to the mean of its neighbours, so that what the steps learn does not count
+    ratios = [
+        2 * seconds[step] / (seconds[step - 1] + seconds[step + 1])
+        for step in range(WARM + EVERY, args.steps - 1)
+        if step % EVERY == 0
+    ]
+    error = statistics.stdev(ratios) / math.sqrt(len(ratios))
+    plain = statistics.mean(seconds[step] for step in range(WARM + 1, args.steps) if step % EVERY)
+    print(f"CPU seconds of a step without a trace: {plain:.3f}; with one: {statistics.mean(ratios) - 1:+.1%} +- {error:.1%}")
+    print(f"median: {statistics.median(ratios) - 1:+.1%}, of {len(ratios)} traced steps")
 
 
 def off_seconds(calls: int = 200_000) -> float:
@@ -66,47 +74,37 @@ def _seconds(tracer: Tracer, calls: int) -> float:
     return (time.process_time() - begun) / calls
 
 
-def cpu_seconds(model: Path, steps: int, every: int) -> float:
-    """Run the demo and return the CPU seconds of one step, all processes together.
+def step_seconds(model: Path, steps: int) -> dict[int, float]:
+    """Run the demo and return the CPU seconds of each step, all processes together.
 
     Args:
         model: Folder of the base model.
         steps: Number of steps.
-        every: `logging.trace_every`.
     """
     with tempfile.TemporaryDirectory() as output:
         run = Path(output) / "run"
         words = [sys.executable, "-m", "tepo_megatron", "train", "examples/demo.yaml", "--name", "run", "--output", output]
-        words += [
-            "--model.path",
-            str(model),
-            "--data.train",
-            str(model / "train.jsonl"),
-            "--data.eval",
-            str(model / "eval.jsonl"),
-        ]
-        words += ["--logging.trace_every", str(every), "--training.steps", str(steps), "--export_hf", "false"]
+        words += ["--model.path", str(model), "--data.train", str(model / "train.jsonl")]
+        words += ["--data.eval", str(model / "eval.jsonl"), "--logging.noise_floor_every", "0"]
+        words += ["--logging.trace_every", str(EVERY), "--training.steps", str(steps), "--export_hf", "false"]
         process, deadline = subprocess.Popen(words, stdout=subprocess.DEVNULL), time.monotonic() + LIMIT_SECONDS
-        marks: dict[int, float] = {}
+        ends: dict[int, float] = {}
         try:
-            while steps not in marks:
-                if time.monotonic() > deadline or process.poll() not in (None, 0):
-                    raise SystemExit(f"the run did not take {steps} steps; status {process.poll()}")
-                newest = _newest(run)
-                if newest >= WARM and newest not in marks:
-                    marks[newest] = _family_seconds(process.pid)
-                time.sleep(_POLL_SECONDS)
-            if process.wait(max(1.0, deadline - time.monotonic())):
-                raise SystemExit("the run failed")
+            for step in range(1, steps + 1):
+                while not (trace_path(run, step).exists() if step % EVERY == 0 else _newest(run) >= step):
+                    if time.monotonic() > deadline or process.poll() is not None:
+                        raise SystemExit(f"the run did not take {steps} steps; status {process.poll()}")
+                    time.sleep(_POLL_SECONDS)
+                ends[step] = _family_seconds(process.pid)
+            spans = sum(event["ph"] == "X" for event in read_trace(trace_path(run, EVERY * 2))["traceEvents"])
+            sizes = [path.stat().st_size for path in (run / TRACES).iterdir()]
+            print(f"a trace: {spans} spans, {statistics.mean(sizes) / 1024:.0f} KiB")
+            process.wait(max(1.0, deadline - time.monotonic()))
         finally:
             if process.poll() is None:
                 process.terminate()
                 process.wait(60)
-        if every:
-            spans = sum(event["ph"] == "X" for event in read_trace(trace_path(run, steps))["traceEvents"])
-            size = sum(path.stat().st_size for path in (run / TRACES).iterdir())
-            print(f"a trace: {spans} spans, {size / steps / 1024:.0f} KiB")
-    return (marks[steps] - marks[min(marks)]) / (steps - min(marks))
+    return {step: ends[step] - ends[step - 1] for step in range(2, steps + 1)}
 
 
 def _newest(run: Path) -> int:
