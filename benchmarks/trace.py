@@ -3,8 +3,8 @@
     python -m benchmarks.trace MODEL [--steps 80]
 
 Runs the demo (examples/demo.yaml) on the model folder that `examples.arithmetic.base_model` builds, and traces every second
-step. The CPU seconds of a step are those of all processes of the run (ranks, service, graders, server), from the end of the step
-before to its own end: its line in the metrics, or its trace if it has one. So writing and merging a trace is part of its step.
+step. The CPU seconds of a step are those of all processes of the run (ranks, service, graders, server), from the end of the
+step before to its own end: its line in the metrics, or its trace if it has one. So a traced step includes the merge.
 Both kinds of steps alternate in one run, because the CPU seconds of the same step differ by some percent from run to run.
 """
 
