@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tepo_megatron.observability.clock_offset import SAME
-from tepo_megatron.observability.trace_file import SERVICE, TracePart, merge, rank_name, step_folder, write_part
+from tepo_megatron.observability.trace_file import SERVICE, TracePart, merge, part_paths, rank_name, step_folder, write_part
 from tepo_megatron.observability.tracer import tracer
 from tepo_megatron.utils.save_requests import TraceRequest, answer_trace, take_trace
 
@@ -52,13 +52,14 @@ class ServiceTrace:
         recording.spans = [span for span in recording.spans if span.name != "trace.end"]  # this call, which is not over
         write_part(self._run_dir, TracePart(SERVICE, 0, step, recording, SAME))
         folder = step_folder(self._run_dir, step)
-        size = sum(path.stat().st_size for path in folder.iterdir())
+        names = [SERVICE, *map(rank_name, range(ranks))]
+        size = sum(path.stat().st_size for path in part_paths(self._run_dir, step, names))
         if size > MERGED_BYTES:
             text = (
                 f"trace of step {step}: {size >> 20} MiB in {folder}; merge them with tepo trace {self._run_dir} --step {step}"
             )
         else:
-            path, missing = merge(self._run_dir, step, [SERVICE, *map(rank_name, range(ranks))])
+            path, missing = merge(self._run_dir, step, names)
             text = f"trace of step {step}: {path}; open it in ui.perfetto.dev"
             if missing:
                 text += (

@@ -110,8 +110,8 @@ def rank_name(rank: int) -> str:
     return f"rank {rank}"
 
 
-def write_part(run_dir: Path, part: TracePart) -> int:
-    """Write what a process recorded, and return the size of the file in bytes.
+def write_part(run_dir: Path, part: TracePart) -> None:
+    """Write what a process recorded.
 
     Args:
         run_dir: Folder of the run.
@@ -119,19 +119,34 @@ def write_part(run_dir: Path, part: TracePart) -> int:
     """
     folder = step_folder(run_dir, part.step)
     folder.mkdir(parents=True, exist_ok=True)
-    replace_file(folder / f"{part.process.replace(' ', '-')}{_PART}", data := part.to_json(), durable=False)
-    return len(data)
+    replace_file(folder / _file_name(part.process), part.to_json(), durable=False)
 
 
-def read_parts(run_dir: Path, step: int) -> list[TracePart]:
-    """Return what the processes recorded of a step, in their order. Raises DataError if a file is damaged, or none is there.
+def part_paths(run_dir: Path, step: int, expected: Sequence[str]) -> set[Path]:
+    """Return the files of a step that are not merged yet.
 
     Args:
         run_dir: Folder of the run.
         step: Number of the step.
+        expected: Names of processes. Their files are found by name, because NFS lists files of other machines late.
+    """
+    folder = step_folder(run_dir, step)
+    named = {path for name in expected if (path := folder / _file_name(name)).exists()}
+    return named | set(folder.glob(f"*{_PART}"))
+
+
+def _file_name(process: str) -> str:
+    return f"{process.replace(' ', '-')}{_PART}"
+
+
+def read_parts(run_dir: Path, step: int, expected: Sequence[str] = ()) -> list[TracePart]:
+    """Return what the processes recorded of a step, in their order. Raises DataError if a file is damaged, or none is there.
+
+    Args:
+        run_dir, step, expected: See `part_paths`.
     """
     parts = []
-    for path in sorted(step_folder(run_dir, step).glob(f"*{_PART}")):
+    for path in sorted(part_paths(run_dir, step, expected)):
         try:
             parts.append(TracePart.from_json(path.read_bytes()))
         except (ValueError, TypeError, KeyError, AttributeError) as e:
@@ -154,7 +169,7 @@ def merge(run_dir: Path, step: int, expected: Sequence[str] = ()) -> tuple[Path,
     Raises:
         DataError: See `read_parts`.
     """
-    parts, path = read_parts(run_dir, step), trace_path(run_dir, step)
+    parts, path = read_parts(run_dir, step, expected), trace_path(run_dir, step)
     missing = [name for name in expected if name not in {part.process for part in parts}]
     replace_file(path, gzip.compress(_encoded(chrome_trace(parts)), _COMPRESSION), durable=False)
     if not missing:
