@@ -95,6 +95,7 @@ PLATFORM_BRANCHES: Mapping[str, str] = {
     "weight_sync/ipc.py:open_buffer": "likewise",
     "weight_sync/ipc.py:_open_device_buffer": "likewise",
     "launcher/launcher.py:_environment": "threads of a rank",
+    "rollout/judges.py:_check_machine": "counts GPUs",
     "launcher/launcher.py:launch": "tries GPUs after a failure, and no CPU is ever lost",
     "launcher/restart_request.py:changed": "servers have the GPUs behind those of the ranks",
     "ops/flash_attention.py:(module)": "PyTorch's kernels of each device: parity in tests/unit/ops and tests/gpu",

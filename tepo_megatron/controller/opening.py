@@ -4,8 +4,9 @@ import contextlib
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from tepo_megatron.config import Config, RolloutConfig, TrainingConfig
+from tepo_megatron.config import Config, RewardConfig, RolloutConfig, TrainingConfig
 from tepo_megatron.config.megatron import untested_fields
 from tepo_megatron.config.safety import checks_that_are_off, safety_checks
 from tepo_megatron.controller.main_driver import MainDriver
@@ -18,12 +19,16 @@ from tepo_megatron.evaluation.run_evaluations import Evaluations
 from tepo_megatron.inference.engine import RolloutEngine
 from tepo_megatron.inference.engines import beginning, build_engine, first_server_device, launch_of
 from tepo_megatron.observability.sinks import RunLog
-from tepo_megatron.rewards import build_reward
+from tepo_megatron.rewards import Decode, Reward, build_reward
 from tepo_megatron.rollout.chat import ChatFormat
 from tepo_megatron.rollout.collector import Collector
 from tepo_megatron.rollout.custom import open_sampler
 from tepo_megatron.rollout.experts import replayed_routing
+from tepo_megatron.rollout.judges import JudgePlace, open_judges
 from tepo_megatron.rollout.record import Replay
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 SERVER_LOG = "server.log"
 
@@ -64,8 +69,7 @@ def open_driver(cfg: Config, make_engine: EngineFactory | None = None) -> Iterat
             f"objective {cfg.objective.name}, {cfg.parallel.world_size} {cfg.platform} ranks; {data.count} prompts "
             f"to train on, {len(data.eval)} to evaluate on"
         )
-        _log_lines(log, *data.log_lines)
-        _log_lines(log, *untested_fields(cfg.megatron))
+        _log_lines(log, *data.log_lines, *untested_fields(cfg.megatron))
         _log_lines(log, *method_lines(method, cfg.training, rollout))
         _log_lines(log, *checks_that_are_off(safety_checks(cfg)), *beginning(rollout, run_dir / SERVER_LOG))
         engine = stack.enter_context((make_engine or _build_engine)(cfg))
@@ -80,7 +84,8 @@ def open_driver(cfg: Config, make_engine: EngineFactory | None = None) -> Iterat
             )
         )
         engine.start()
-        reward = stack.enter_context(build_reward(cfg.reward, decode, stack.enter_context(decoder_file(tokenizer))))
+        place = JudgePlace.next_to(rollout, cfg.parallel.world_size, cfg.platform, cfg.model.dtype, run_dir)
+        reward, judge_events = _open_reward(stack, cfg.reward, place, decode, tokenizer)
         prompts = PromptStream.mixed(data.train, cfg.seed, cfg.data.shuffle)
         collector = Collector(
             *(rollout, sampler, reward, prompts, cfg.seed, stops),
@@ -89,7 +94,8 @@ def open_driver(cfg: Config, make_engine: EngineFactory | None = None) -> Iterat
             routing=routing,
         )
         held_out = data.eval[: cfg.evaluation.max_problems]
-        yield MainDriver(cfg, collector, prompts, evaluations(held_out, benchmarks), log, engine, sampler_events)
+        events = _joined(sampler_events, judge_events)
+        yield MainDriver(cfg, collector, prompts, evaluations(held_out, benchmarks), log, engine, events)
 
 
 def _check_enough_prompts(data: Data, name: str, wanted: int) -> None:
@@ -123,6 +129,20 @@ def method_lines(method: Method, training: TrainingConfig, rollout: RolloutConfi
     if method.max_generation_rounds > 1 or method.overlong:
         lines.append(f"rounds of prompts per step: up to {method.max_generation_rounds}; overlong shaping: {method.overlong}")
     return lines
+
+
+def _open_reward(
+    stack: contextlib.ExitStack, cfg: RewardConfig, place: JudgePlace, decode: Decode, tokenizer: "PreTrainedTokenizerBase"
+) -> tuple[Reward, Callable[[], list[str]]]:
+    """Return the reward, and a function that returns the messages of its judges' servers since the last call."""
+    judges = stack.enter_context(open_judges(cfg.judges, place))
+    texts = stack.enter_context(decoder_file(tokenizer))
+    return stack.enter_context(build_reward(cfg, decode, texts, judges.by_term)), judges.take_events
+
+
+def _joined(*sources: Callable[[], list[str]]) -> Callable[[], list[str]]:
+    """Return a function that returns the messages of all sources."""
+    return lambda: [message for take in sources for message in take()]
 
 
 def _build_engine(cfg: Config) -> RolloutEngine:

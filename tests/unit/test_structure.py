@@ -40,9 +40,10 @@ def test_the_package_does_not_grow() -> None:
     rewards of programs and their sandbox 520,
     agents through a gateway, environments, and samples that are lost 700,
     plans from a recorded run and the held-out loss that ends fine-tuning 150,
+    judges: their term, fleets, quoting and comparison with labels 790,
     traces of steps on one clock 806.
     """
-    assert sum(map(lines_of_code, modules().values())) <= 23_392 + 8_133 + 700 + 150 + 806
+    assert sum(map(lines_of_code, modules().values())) <= 23_392 + 8_133 + 700 + 150 + 790 + 806
 
 
 def test_functions_files_and_classes_are_small() -> None:
