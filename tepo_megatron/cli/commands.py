@@ -102,6 +102,28 @@ def restart(args: argparse.Namespace, overrides: list[str]) -> int:
     return 0
 
 
+def trace(args: argparse.Namespace, overrides: list[str]) -> int:
+    """Run `tepo trace RUN_DIR [--steps N] [--profile RANK] [--wait SECONDS]`, or `tepo trace RUN_DIR --step K`.
+
+    Args:
+        args: The parsed options.
+        overrides: The remaining arguments.
+    """
+    from tepo_megatron.launcher.trace_request import describe_step, trace
+    from tepo_megatron.utils.save_requests import TraceRequest
+
+    if args.step is not None:
+        if (args.steps, args.profile) != (1, None):
+            raise ConfigError("--step describes a step that was traced; --steps and --profile ask for the next ones")
+        for line in describe_step(args.run_dir, args.step):
+            print(escaped(line))
+        return 0
+    if args.wait <= 0:
+        raise ConfigError(f"--wait {args.wait:g}: a positive number of seconds")
+    print(escaped(trace(args.run_dir, TraceRequest(args.steps, args.profile), args.wait)))
+    return 0
+
+
 def report(args: argparse.Namespace, overrides: list[str]) -> int:
     """Run `tepo report RUN_DIR [RUN_DIR ...] [--out FILE]`.
 

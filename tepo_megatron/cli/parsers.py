@@ -29,7 +29,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=__version__)
     subparsers = parser.add_subparsers(dest="command", required=True)
     for add in (
-        _add_train, _add_sft, _add_restart, _add_replay, _add_report, _add_alerts, _add_audit, _add_ablate, _add_serve,
+        _add_train, _add_sft, _add_restart, _add_replay, _add_report, _add_alerts, _add_trace, _add_audit, _add_ablate,
+        _add_serve,
         _add_doctor, _add_evaluate, _add_judge, _add_plan, _add_compare,
     ):  # fmt: skip
         add(subparsers)
@@ -111,6 +112,22 @@ def _add_replay(subparsers: Subparsers) -> None:
     parser.add_argument("--engine", action="store_true", help="sample again, instead of using the run's recordings")
     parser.add_argument("--name", help="name of the new run, next to the run (default: NAME-replay)")
     parser.set_defaults(run=commands.replay)
+
+
+def _add_trace(subparsers: Subparsers) -> None:
+    parser = subparsers.add_parser(
+        "trace",
+        help="write the timeline of the next step of a run for ui.perfetto.dev (docs/traces.md)",
+        usage="tepo trace RUN_DIR [--steps N] [--profile RANK] [--wait SECONDS] | tepo trace RUN_DIR --step K",
+    )
+    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the run's directory, runs/NAME")
+    parser.add_argument("--steps", type=int, default=1, metavar="N", help="consecutive steps to trace (default: %(default)s)")
+    parser.add_argument("--profile", type=int, metavar="RANK", help="also have torch's profiler record this rank")
+    parser.add_argument("--step", type=int, metavar="K", help="describe the trace of this step, and merge it if it is in parts")
+    parser.add_argument(
+        "--wait", type=float, default=3600.0, metavar="SECONDS", help="limit of the wait for the trace (default: %(default)g)"
+    )
+    parser.set_defaults(run=commands.trace)
 
 
 def _add_report(subparsers: Subparsers) -> None:

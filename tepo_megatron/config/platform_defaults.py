@@ -71,6 +71,8 @@ PLATFORM_BRANCHES: Mapping[str, str] = {
     "actor/kernels.py:choose_linear": "flash-linear-attention and causal-conv1d run on a GPU only",
     "actor/kernels.py:_gradient_accumulation": "Apex's extension runs on a GPU only",
     "actor/kernels.py:hardware": "a CPU has no compute capability",
+    "actor/pass_spans.py:DeviceSpans.__init__": "CUDA events tell when kernels ran",
+    "controller/tracing.py:_profiler": "torch's profiler records GPUs, too",
     "actor/offload.py:Offloader.__init__": "what leaves the device: the gate has a CPU do as a GPU does",
     "weight_sync/broadcast_group.py:BroadcastGroup._form": "a thread that forms a group works on this rank's GPU",
     "weight_sync/broadcast_group.py:BroadcastGroup.close": "work on a GPU is waited for before NCCL's group goes",

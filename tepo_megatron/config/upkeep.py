@@ -123,6 +123,9 @@ class LoggingConfig:
     # 1; 0: never. A record takes 70 to 110 bytes for each response token and update, in audit/ of the run's folder, which all
     # ranks must share.
     audit_every: NonNegative = 0
+    # Number of steps between traced steps, whose timeline is written to traces/ of the run's folder, which all ranks must share
+    # (docs/traces.md); 0: only the steps that `tepo trace` asks for.
+    trace_every: NonNegative = 0
     # Record the memory that ranks and servers hold at the end of each phase. rollout.colocate always records it.
     memory: bool = False
     # Write the metrics as TensorBoard files into the run's folder, too.

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tepo_megatron.errors import ConfigError
+from tepo_megatron.observability.trace_file import TRACES
 from tepo_megatron.utils import save_requests
 from tepo_megatron.utils.atomic import replace_file
 from tepo_megatron.utils.run_lock import LOCK_FILE, RunLock
@@ -33,7 +34,7 @@ _OF_A_RUN = (
     CONFIG_FILE, "config.yaml.partial", "metrics.jsonl", "metrics.jsonl.partial", "metrics.lost.jsonl",
     "metrics.lost.jsonl.partial", "rollouts", "decisions.jsonl", AUDIT, "evaluation", "log.txt", "server.log", "report.html",
     "report.html.partial", "report.png", "report.png.partial", "hf", "hf.partial", "hf.former", "tensorboard", "wandb",
-    "stacks", "metrics.key", "metrics_targets.json", *save_requests.FILES,
+    "stacks", TRACES, "metrics.key", "metrics_targets.json", *save_requests.FILES,
 )  # fmt: skip
 
 

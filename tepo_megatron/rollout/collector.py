@@ -5,6 +5,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from tepo_megatron.config import RolloutConfig
@@ -13,6 +14,7 @@ from tepo_megatron.errors import SyncError
 from tepo_megatron.inference.engine import INITIAL_VERSION, GroupStream, Sampler
 from tepo_megatron.observability.metrics import Metrics
 from tepo_megatron.observability.timing import Clock
+from tepo_megatron.observability.tracer import tracer
 from tepo_megatron.rewards import Reward
 from tepo_megatron.rewards.overlong import OverlongShaping
 from tepo_megatron.rollout.containment import LossCounter
@@ -186,6 +188,8 @@ class Collector:
                 if not group:
                     continue
                 grading.add(future := self.reward.submit(group))
+                if tracer.active:
+                    future.add_done_callback(partial(_graded_span, prompt.id, len(group), tracer.clock()))
                 if ordered is not None:
                     ordered.submit(order[prompt.id], future)
             with clock.phase("grading_wait"):
@@ -229,6 +233,11 @@ class Collector:
 def _tail(arrived: Sequence[float]) -> float:
     """Return the seconds after nine tenths of the groups had arrived."""
     return arrived[-1] - arrived[math.ceil(TAIL_FROM * len(arrived)) - 1] if arrived else 0.0
+
+
+def _graded_span(prompt: int, samples: int, start: int, _: object) -> None:
+    unit = tracer.unit()
+    tracer.add("grade", "grading", start, tracer.clock(), unit=unit, flows=[prompt], prompt=prompt, samples=samples)
 
 
 def informative(groups: Sequence[list[Rollout]]) -> list[list[Rollout]]:

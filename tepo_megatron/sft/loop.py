@@ -30,7 +30,15 @@ from tepo_megatron.sft.plan import TrainingPlan
 from tepo_megatron.sft.settings import CROSS_ENTROPY
 from tepo_megatron.types import Rollout, TrainBatch
 from tepo_megatron.utils.atomic import replace_file
-from tepo_megatron.utils.save_requests import RESTART, STOP, answer_restart, answer_stop, asked
+from tepo_megatron.utils.save_requests import (
+    RESTART,
+    STOP,
+    answer_restart,
+    answer_stop,
+    answer_trace,
+    asked,
+    take_trace,
+)
 from tepo_megatron.utils.supervisor import is_restart
 
 COLUMNS = (
@@ -190,7 +198,7 @@ class FineTuning:
         was_measured = done > 0 and self.cfg.sft.eval_every > 0 and done % self.cfg.sft.eval_every == 0
         ended = was_measured and self._ends_early(losses["before"])  # as before the resume
         while not ended and step < self.source.plan.steps:
-            self._refuse_restart()
+            self._refuse_requests()
             if broadcast_object(self.groups.is_main and asked(self.cfg.run_dir, STOP), self.groups.host):
                 return self._stop(step, saved)
             step += 1
@@ -280,8 +288,10 @@ class FineTuning:
             self.log.sync()
         self.checkpoints.save(step, self.actor, {"step": step, "conversations": self.source.plan.conversations})
 
-    def _refuse_restart(self) -> None:
-        """Answer a request of `tepo restart`: there is no service that would live on."""
+    def _refuse_requests(self) -> None:
+        """Answer requests of `tepo restart` and `tepo trace`: there is no service, which would live on or merge a trace."""
+        if self.groups.is_main and take_trace(self.cfg.run_dir) is not None:
+            answer_trace(self.cfg.run_dir, "refused: tepo sft has no rollout service, whose steps are traced")
         if self.groups.is_main and asked(self.cfg.run_dir, RESTART):
             answer_restart(self.cfg.run_dir, "refused: tepo sft has no servers; end it with SIGTERM, then use --resume true")
 

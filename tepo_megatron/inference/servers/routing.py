@@ -14,11 +14,13 @@ from tepo_megatron.inference.engine_api import StaleWeights
 from tepo_megatron.inference.loop import QueuedGroupStream
 from tepo_megatron.inference.partial import GenerationRequest, continuations, merge
 from tepo_megatron.inference.report import EngineReport
+from tepo_megatron.inference.request_spans import add_request
 from tepo_megatron.inference.servers.client import RequestFailed
 from tepo_megatron.inference.servers.endpoint import Endpoint
 from tepo_megatron.inference.servers.observation import observe
 from tepo_megatron.inference.servers.pool import ServerPool
 from tepo_megatron.inference.servers.slot import Incarnation
+from tepo_megatron.observability.tracer import tracer
 from tepo_megatron.types import Prompt, Rollout, SamplingParams
 
 ATTEMPTS = 3  # to sample a prompt, on other servers where there are some
@@ -114,8 +116,9 @@ class RoutedSampler:
         """Return the requested samples, all from one server. Retries on other servers."""
         avoid: Endpoint | None = None
         for attempt in range(1, ATTEMPTS + 1):
+            made = tracer.clock()
             member, incarnation = await self._pool.acquire(avoid)
-            answers = None
+            answers, sent = None, tracer.clock()
             try:
                 answers = await member.endpoint.generate(asks)
             except RequestFailed as e:
@@ -127,6 +130,7 @@ class RoutedSampler:
             finally:  # the request is over; the server does not wait until its answer is decoded
                 await self._pool.release(member)
             if answers is not None:
+                answered = tracer.clock()
                 try:
                     brief = answers.nbytes <= BRIEF_BYTES
                     rollouts = answers.decode() if brief else await asyncio.to_thread(answers.decode)
@@ -134,6 +138,7 @@ class RoutedSampler:
                     error = _noted(e, incarnation)
                 else:
                     member.delivered()
+                    add_request(asks, member.endpoint.name, (made, sent, answered, tracer.clock()))
                     return rollouts
             avoid = member.endpoint
             if attempt < ATTEMPTS:
