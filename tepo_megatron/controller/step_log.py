@@ -36,7 +36,8 @@ OF_SERVERS = "server/"  # keys of each server, of which a run has any number
 _OF_ENTROPY_CHANGE = ("tepo/kl_mask_share", "tepo/mask_below_noise")
 # `wait`: time that training waited for `rollout` and `grading_wait`, which run concurrently if rollouts are sampled ahead.
 # `grading_wait` is what grading took after the last sample. `grading_cpu` is no phase: it is processor time of the workers.
-PHASES = ("wait", "rollout", "grading_wait", "grading_cpu", "old_stats", "update", "sync")
+# `rollout_tail` is the part of `rollout` after nine tenths of the groups had arrived.
+PHASES = ("wait", "rollout", "rollout_tail", "grading_wait", "grading_cpu", "old_stats", "update", "sync")
 
 
 class StepLog:

@@ -39,6 +39,7 @@ class Targets:
         host: Address at which the ports are tried.
         ports: Ports of TCP listeners.
         server: Port of the inference server.
+        metrics: Port of the metrics endpoint. None: there is none.
         routes: Routes of the inference server that control something.
         page: Port of the live page.
         pages: Routes of the live page, each with a wrong secret in the place of SECRET.
@@ -52,6 +53,7 @@ class Targets:
     host: str
     ports: list[int]
     server: int
+    metrics: int | None
     routes: list[str]
     page: int
     pages: list[str]
@@ -107,6 +109,12 @@ def attacks(targets: Targets) -> list[tuple[str, Callable[[], Attack]]]:
                 f"{method} {route} of the live page",
                 lambda route=route, method=method: over_http(targets.host, targets.page, method, route, None),
             )
+    for key in (None, "wrong") if targets.metrics is not None else ():
+        port = targets.metrics
+        add(
+            f"scrape the metrics with key {key}",
+            lambda key=key, port=port: over_http(targets.host, port, "GET", "/metrics", key),
+        )
     for path in targets.sockets:
         add(f"connect to {path}", lambda path=path: to_unix(path, payload))
     for path in targets.files:

@@ -57,9 +57,9 @@ class ColumnCurves(Curves):
 
 
 def _thinned(values: np.ndarray, rows: int, width: int, key: str) -> np.ndarray:
-    table = np.full(rows * width, math.nan)
-    table[: len(values)] = values
-    table = table.reshape(rows, width)
+    padded = np.full(rows * width, math.nan)
+    padded[: len(values)] = values
+    table = padded.reshape(rows, width)
     known = np.isfinite(table)
     some = known.any(axis=1)
     if key.startswith(_MEANS):

@@ -1,6 +1,6 @@
 """The HTTP server of the live page: on the loopback interface, GET only, behind a secret in the path.
 
-    GET /SECRET/                                     the page; with style.css, report.js, plots.js and watch.js
+    GET /SECRET/                                     the page; style.css, report.js and watch.js next to it
     GET /SECRET/runs?seen=V,V,...                    what has changed: the charts of each run, and the comparison
     GET /SECRET/runs/R/samples?step=K&order=O&page=P some samples of a step
     GET /SECRET/runs/R/tokens?step=K&place=S&first=T the numbers of one sample's tokens
@@ -38,12 +38,11 @@ _FILES = {  # the style of the report comes first
     "": (("watch.html",), "text/html"),
     "style.css": (("style.css", "watch.css"), "text/css"),
     "report.js": (("page.js",), "text/javascript"),
-    "plots.js": (("plots.js",), "text/javascript"),
     "watch.js": (("watch.js",), "text/javascript"),
 }
 _HEADERS = {
-    "Content-Security-Policy": "default-src 'none'; style-src 'self'; script-src 'self'; connect-src 'self'; base-uri 'none'; "
-    "form-action 'none'; frame-ancestors 'none'",
+    "Content-Security-Policy": "default-src 'none'; style-src 'self'; script-src 'self'; connect-src 'self'; img-src data:; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cross-Origin-Opener-Policy": "same-origin",
     "Referrer-Policy": "no-referrer",

@@ -34,7 +34,7 @@ async def look(folder: Path) -> None:
     async with LivePage([run, other]).served() as url, browser(folder) as tab:
         for width, dark in ((1400, False), (390, True)):
             await tab.open(url, width, dark)
-            await tab.until("document.body.dataset.drawn && document.querySelectorAll('.live path').length > 20")
+            await tab.until("document.body?.dataset.drawn && document.querySelectorAll('.live path').length > 6")
             assert await tab.run(WIDE) == 0, f"the page is wider than a window of {width}"
             assert await tab.run("getComputedStyle(document.body).backgroundColor") == (
                 "rgb(18, 22, 27)" if dark else "rgb(245, 246, 248)"
