@@ -50,8 +50,8 @@ def open_driver(cfg: Config, make_engine: EngineFactory | None = None) -> Iterat
         ConfigError: The config's keys contradict each other. Nothing was started.
         DataError: The data cannot be used. Nothing was started.
     """
-    rollout, run_dir, steps = cfg.rollout, cfg.run_dir, cfg.training.steps
-    facts = cfg.name, rollout.engine, cfg.platform, cfg.objective.name, cfg.parallel.world_size, steps
+    rollout, run_dir, steps, ranks = cfg.rollout, cfg.run_dir, cfg.training.steps, cfg.parallel.world_size
+    facts = cfg.name, rollout.engine, cfg.platform, cfg.objective.name, ranks, steps
     served = partial(_served_metrics, cfg.logging, run_dir)
     method, tokenizer = resolve(cfg), load_tokenizer(cfg.model.path)
     routing = replayed_routing(rollout, cfg.model.path, cfg.platform)
@@ -71,8 +71,7 @@ def open_driver(cfg: Config, make_engine: EngineFactory | None = None) -> Iterat
     _check_enough_prompts(data, cfg.data.name, rollout.prompts_per_step)
     with contextlib.ExitStack() as stack:
         log = stack.enter_context(RunLog(run_dir, cfg.logging, steps))
-        what = f"objective {cfg.objective.name}, {cfg.parallel.world_size} {cfg.platform} ranks"
-        log.message(f"{what}; {data.count} prompts to train on, {len(data.eval)} to evaluate on")
+        log.message(f"objective {cfg.objective.name}, {ranks} {cfg.platform} ranks; {_sizes(data)}")
         _log_lines(log, watch_line(run_dir), *data.log_lines, *untested_fields(cfg.megatron))
         _log_lines(log, *method_lines(method, cfg.training, rollout))
         _log_lines(log, *checks_that_are_off(safety_checks(cfg)), *beginning(rollout, run_dir / SERVER_LOG))
@@ -89,14 +88,15 @@ def open_driver(cfg: Config, make_engine: EngineFactory | None = None) -> Iterat
         engine.start()
         place = JudgePlace.next_to(rollout, cfg.parallel.world_size, cfg.platform, cfg.model.dtype, run_dir)
         reward, judge_events = _open_reward(stack, cfg.reward, place, decode, tokenizer)
+        stream = PromptStream.mixed(data.train, cfg.seed, cfg.data.shuffle)
         collector = Collector(
-            *(rollout, sampler, reward, PromptStream.mixed(data.train, cfg.seed, cfg.data.shuffle), cfg.seed, stops),
+            *(rollout, sampler, reward, stream, cfg.seed, stops),
             max_generation_rounds=method.max_generation_rounds,
             overlong=method.overlong,
             routing=routing,
         )
-        live = LiveMetrics(*facts, collector.progress, engine, partial(getattr, sampler, "total_counts", {}))
-        stack.enter_context(served(log, live))
+        counts = partial(getattr, sampler, "total_counts", {})
+        stack.enter_context(served(log, LiveMetrics(*facts, collector.progress, engine, counts)))
         evaluated = evaluations(data.eval[: cfg.evaluation.max_problems], benchmarks)
         yield MainDriver(cfg, collector, stream, evaluated, log, engine, _joined(sampler_events, judge_events))
 
@@ -118,6 +118,10 @@ def _check_enough_prompts(data: Data, name: str, wanted: int) -> None:
         raise DataError(
             f"{name} has {data.count} usable prompts, fewer than rollout.prompts_per_step={wanted}; lower that or add prompts"
         )
+
+
+def _sizes(data: Data) -> str:
+    return f"{data.count} prompts to train on, {len(data.eval)} to evaluate on"
 
 
 def _log_lines(log: RunLog, *lines: str) -> None:
