@@ -91,7 +91,8 @@ HOSTILE = {"temperature": 0.01, "top_k": 1, "repetition_penalty": 2.0, "eos_toke
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     name, tp = request.param
     folder = tmp_path_factory.mktemp(name)
-    with serve(name, folder, tp=tp, generation_config=HOSTILE, host="0.0.0.0") as served:
+    python = request.config.getoption("--server-python", None)  # `make matrix` has servers of other releases
+    with serve(name, folder, tp=tp, generation_config=HOSTILE, host="0.0.0.0", python=python) as served:
         yield served
 
 
@@ -443,6 +444,22 @@ def test_what_is_under_way_goes_on_under_new_weights(
     else:
         assert len(mixed) > 50
         assert logprob_diff(new, sampled_by(mixed, version), sampling.temperature) > 0.1
+
+
+def test_a_server_that_slept_serves_the_weights_that_follow(served: Served, tmp_path: Path) -> None:
+    engine, version, new = served.engine, served.engine.version + 1, tiny_qwen3(tmp_path / "new", tied=True, seed=600)
+    files = save_weights(new, tmp_path, files=2)
+    engine.sleep()
+    assert set(engine.asleep) == {"weights", "kv_cache"}
+    engine.wake("weights")
+    engine.update_weights(files, version)
+    engine.wake("kv_cache")
+    assert not engine.asleep
+    rollouts = engine.generate(make_prompts(8, seed=15), SAMPLING, seed=0)
+    diff = logprob_diff(new, rollouts, SAMPLING.temperature)
+    print(f"largest log-prob difference after the sleep: {diff:.1e}")
+    assert diff <= MAX_LOGPROB_DIFF and {r.policy_version for r in rollouts} == {version}
+    served.model = new
 
 
 def test_files_that_are_not_the_model_are_refused_by_vllm(served: Served, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from tepo_megatron.weight_sync.receiver import vllm_before_0_32
 from tepo_megatron.weight_sync.receiver.binary_answer import App, BinaryAnswers, Sample, current, encode, ids_crc
 
 LEAST_LOGPROB = -9999.0  # vLLM's JSON has this instead of lower log-probs
@@ -26,6 +27,7 @@ class BinaryCompletions(BinaryAnswers):
         from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion as Serving
         from vllm.v1.engine.output_processor import RequestState
 
+        vllm_before_0_32.follow()
         CompletionRequest.to_sampling_params = _without_text(CompletionRequest.to_sampling_params)
         Serving.request_output_to_completion_response = _in_binary(Serving.request_output_to_completion_response)
         RequestState.from_new_request = _timed(RequestState.from_new_request)
@@ -42,6 +44,7 @@ def _without_text(upstream: Callable[..., Any]) -> Callable[..., Any]:
     def to_sampling_params(self: Any, *args: Any, **kwargs: Any) -> Any:
         params = upstream(self, *args, **kwargs)
         if _binary(self):
+            vllm_before_0_32.request_arrives()
             params.detokenize, params.flat_logprobs = False, True
         return params
 
@@ -104,7 +107,7 @@ def to_sample(output: Any, prompt: list[int], experts: bool) -> Sample:
     masked = ids.size and len(flat.logprobs) > len(flat)
     return Sample(
         finish_reason=str(output.finish_reason),
-        label="+".join(span.version for span in output.weight_versions or ()),
+        label=weight_labels(output) if ids.size else "",
         prompt_tokens=len(prompt),
         prompt_crc=ids_crc(prompt),
         ids_T=ids,
@@ -112,6 +115,13 @@ def to_sample(output: Any, prompt: list[int], experts: bool) -> Sample:
         experts=output.routed_experts if experts else None,
         masks=sampling_masks(flat) if masked else None,
     )
+
+
+def weight_labels(output: Any) -> str:
+    """Return the labels of all weights that sampled an output."""
+    if not hasattr(output, "weight_versions"):
+        return vllm_before_0_32.label()
+    return "+".join(span.version for span in output.weight_versions or ())
 
 
 def sampling_masks(flat: Any) -> tuple[NDArray[np.int32], NDArray[np.int32]]:

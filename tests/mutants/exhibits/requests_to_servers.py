@@ -58,9 +58,9 @@ EXHIBITS = (
         kind="requests to servers",
         bug="vLLM names all weights that wrote a response, and the answer has room for one label.",
         cost="A response that old weights began and new ones finished passes as one of the new weights.",
-        symbol="to_sample",
-        old='label="+".join(span.version for span in output.weight_versions or ()),',
-        new='label="".join(span.version for span in (output.weight_versions or ())[-1:]),',
+        symbol="weight_labels",
+        old='return "+".join(span.version for span in output.weight_versions or ())',
+        new='return "".join(span.version for span in (output.weight_versions or ())[-1:])',
         tests=("tests/unit/rollout/test_engine_answers.py::test_a_vllm_output_of_several_versions_names_all_of_them",),
     ),
     Exhibit(
