@@ -29,7 +29,7 @@ from tepo_megatron.rollout.chat import ChatFormat
 from tepo_megatron.rollout.gateway import Gateway
 from tepo_megatron.types import Prompt, Rollout, SamplingParams
 
-TURNS = (4, 8, 16)  # of a conversation
+TURNS = (4, 16, 64)  # of a conversation
 USER_BYTES, MODEL_TOKENS = 200, 64
 CONTEXT = 1 << 20  # more tokens than any conversation has
 CLIENT_SECONDS = 1800.0

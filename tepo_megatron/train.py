@@ -23,9 +23,10 @@ from tepo_megatron.controller.memory_report import MemoryReport
 from tepo_megatron.controller.placement import Colocated, Disaggregated
 from tepo_megatron.controller.resume import starting_point
 from tepo_megatron.controller.schedule import Schedule, StopRequested
-from tepo_megatron.controller.service_client import ServiceClient, ServiceEngine
+from tepo_megatron.controller.service_client import ServiceClient, ServiceEngine, ServiceTraces
 from tepo_megatron.controller.service_start import start_service
 from tepo_megatron.controller.step_log import StepLog
+from tepo_megatron.controller.tracing import StepTracer
 from tepo_megatron.distributed import parallel
 from tepo_megatron.distributed.objects import broadcast_result
 from tepo_megatron.errors import RestartRequested, RunStopped
@@ -34,6 +35,7 @@ from tepo_megatron.observability import hang_watchdog
 from tepo_megatron.observability.log_file import LogFile
 from tepo_megatron.observability.metrics import Metrics
 from tepo_megatron.observability.timing import Clock
+from tepo_megatron.observability.tracer import tracer
 from tepo_megatron.platform import Platform
 from tepo_megatron.utils.supervisor import is_restart, supervisor
 from tepo_megatron.weight_sync.sync import NoSync, WeightSync, check_one_host, make_weight_sync
@@ -68,13 +70,14 @@ def train(
         groups = parallel.initialize(cfg.parallel, platform, cfg.seed, config=plain(cfg))
         with _watched(cfg.parallel, groups, cfg.run_dir, on_hang):
             driver = _open_driver(cfg, service)
+            traces = StepTracer(ServiceTraces(service), groups, cfg.run_dir, cfg.logging.trace_every)
             resumes = cfg.resume or is_restart() or (service is not None and service.found)
             ended = None
             with LogFile(cfg.run_dir) if is_main else contextlib.nullcontext():  # for the warnings of this process
                 if cfg.rollout.only:
-                    _sample(driver, cfg.training.steps)
+                    _sample(driver, cfg.training.steps, traces)
                 else:
-                    ended = _train(cfg, groups, driver, resumes)
+                    ended = _train(cfg, groups, driver, traces, resumes)
         if ended is not None and ended.restarts and service is not None:
             service.leave()
     parallel.shutdown()
@@ -119,7 +122,9 @@ class _EndOnRequest(NamedTuple):
     restarts: bool
 
 
-def _train(cfg: Config, groups: parallel.ParallelDims, driver: Driver, resumes: bool) -> _EndOnRequest | None:
+def _train(
+    cfg: Config, groups: parallel.ParallelDims, driver: Driver, traces: StepTracer, resumes: bool
+) -> _EndOnRequest | None:
     """Train for all steps; then export the model, evaluate it and write the report. None: no request ended the run before."""
     if cfg.rollout.colocate:
         broadcast_result(driver.sleep_engine, groups.host)
@@ -141,7 +146,7 @@ def _train(cfg: Config, groups: parallel.ParallelDims, driver: Driver, resumes: 
             *(cfg.rollout, evaluation, cfg.training.steps, driver, sync, gate, placement, memory, batches, groups),
             trained=first,
         )
-        loop = _Loop(cfg, actor, objective, driver, checkpoints, schedule, sync, gate, memory, saved=first)
+        loop = _Loop(cfg, actor, objective, driver, checkpoints, schedule, sync, gate, memory, traces, saved=first)
         try:
             if kept is not None:
                 schedule.inherit(kept)
@@ -176,29 +181,39 @@ class _Loop:
     sync: WeightSync | CanarySync | NoSync
     gate: WeightsGate
     memory: MemoryReport
+    traces: StepTracer
     saved: int
 
     def take_steps(self) -> None:
         """Take the steps that are left: learn from each batch, publish the weights, evaluate and save if that is due."""
-        actor, driver, schedule, training = self.actor, self.driver, self.schedule, self.cfg.training
-        every = self.cfg.checkpoint.every
-        for step in range(schedule.trained + 1, training.steps + 1):
+        schedule = self.schedule
+        for step in range(schedule.trained + 1, self.cfg.training.steps + 1):
             if schedule.ended:
                 break
-            clock, log, hang_watchdog.progress.step = Clock(), StepLog(), step
-            parts = schedule.next_parts(step, clock)
-            first = next(parts)
-            actor.start_step(step)
-            noise = _is_due(step - 1, self.cfg.logging.noise_floor_every)
-            recorder = TokenRecorder.open(self.cfg.run_dir, step, self.cfg.logging, self.objective, actor.groups)
-            given = itertools.chain([first], parts), step, actor, self.objective, training, log, clock, self.gate
-            learn(*given, measures_noise=noise, recorder=recorder)
-            schedule.publish_weights(step, clock)
-            log.note(self.sync.metrics())
-            log.memory(self.memory.values())
+            with self.traces.step(step):
+                self._take_step(step)
+            self.traces.ask(schedule.trace_requested)
+            schedule.trace_requested = None
+
+    def _take_step(self, step: int) -> None:
+        actor, driver, schedule, training = self.actor, self.driver, self.schedule, self.cfg.training
+        clock, log, hang_watchdog.progress.step = Clock(), StepLog(), step
+        parts = schedule.next_parts(step, clock)
+        first = next(parts)
+        actor.start_step(step)
+        noise = _is_due(step - 1, self.cfg.logging.noise_floor_every)
+        recorder = TokenRecorder.open(self.cfg.run_dir, step, self.cfg.logging, self.objective, actor.groups)
+        given = itertools.chain([first], parts), step, actor, self.objective, training, log, clock, self.gate
+        learn(*given, measures_noise=noise, recorder=recorder)
+        schedule.publish_weights(step, clock)
+        log.note(self.sync.metrics())
+        log.memory(self.memory.values())
+        with tracer.span("log"):
             driver.log_step(step, log, clock)
+        with tracer.span("evaluate"):
             schedule.evaluate_if_due(step)
-            last = step == training.steps or schedule.ended
+        every, last = self.cfg.checkpoint.every, step == training.steps or schedule.ended
+        with tracer.span("checkpoint"):
             if _is_due(step, every) or (last and every) or schedule.save_requested:
                 schedule.load_trainer()
                 self._save()
@@ -237,16 +252,21 @@ class _Loop:
         self.saved, self.schedule.save_requested = step, False
 
 
-def _sample(driver: Driver, steps: int) -> None:
+def _sample(driver: Driver, steps: int, traces: StepTracer) -> None:
     """Only sample and record rollouts, with the weights in `model.path`."""
     driver.wait_engine()
     for step in range(1, steps + 1):
-        clock, log = Clock(), StepLog()
-        header: BatchHeader = driver.collect(step).wait().result
-        clock.seconds |= header.seconds
-        log.receive(header.tokens, Metrics(header.metrics))
-        driver.release(header.path)
-        driver.log_step(step, log, clock)
+        with traces.step(step):
+            clock, log = Clock(), StepLog()
+            with clock.phase("wait"):
+                waited = driver.collect(step).wait()
+            header: BatchHeader = waited.result
+            clock.seconds |= header.seconds
+            log.receive(header.tokens, Metrics(header.metrics))
+            driver.release(header.path)
+            with tracer.span("log"):
+                driver.log_step(step, log, clock)
+        traces.ask(waited.trace)
 
 
 def _serving_engine(driver: Driver, groups: parallel.ParallelDims) -> ServiceEngine | None:

@@ -198,7 +198,7 @@ def _table(section: Section, names: list[str]) -> list[str]:
     hints = typing.get_type_hints(section.cls, include_extras=True)
     lines = ["| key | type | default | meaning |", "|---|---|---|---|"]
     for name in names:
-        key, link = f"`{section.prefix}{name}`", f"[section](#{(section.prefix + name).replace('.', '')})"
+        key, link = f"`{section.prefix}{name}`", f"[section](#{re.sub('[^a-z_]', '', section.prefix + name)})"
         variants = variants_of(hints[name])
         typed = bool(variants) and all("type" in fields_of(x) for x in variants)
         if dataclasses.is_dataclass(hints[name]) or (variants and not typed):

@@ -3,9 +3,10 @@
     python -m examples.arithmetic.base_model --seed 0 --out runs/base-model-seed0
     python -m examples.arithmetic.base_model --model qwen3_5 --out runs/base-model-qwen3_5
 
-Phase A teaches worked solutions until sampling solves 65 % of held-out problems. Phase B then spoils the model on purpose:
-65 % of the targets are unworked guesses. The model keeps a latent skill that is sampled too rarely to help, and that the reward
-can bring back. The folder holds the model and tokenizer in Hugging Face format, `train.jsonl` and `eval.jsonl`.
+Both phases are runs of `tepo sft`. Phase A teaches worked solutions until those of held-out problems have a probability of 50 %
+in the geometric mean. Phase B then spoils the model on purpose: 70 % of the targets are unworked guesses. The model keeps a
+latent skill that is sampled too rarely to help, and that the reward can bring back. The folder holds the model and tokenizer in
+Hugging Face format, `train.jsonl` and `eval.jsonl`.
 """
 
 from __future__ import annotations
@@ -13,8 +14,12 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import math
 import os
 import random
+import re
+import shutil
+import subprocess
 import sys
 import tempfile
 import time
@@ -28,10 +33,9 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 import torch
-from torch import Tensor
-from torch.nn import functional as F
 from transformers import (
     AutoModelForCausalLM,
+    AutoTokenizer,
     GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
@@ -46,8 +50,10 @@ from tepo_megatron.errors import DataError, TepoError
 
 MARKER = "build.json"  # written last
 THREADS = 2
+MAX_TOKENS = 128  # of a prompt with its solution
+LAYOUT = ("--parallel.tp", "1", "--parallel.dp", "2")
 MAX_RESPONSE_TOKENS = 48
-IGNORED_LABEL = -100  # what PyTorch's cross entropy ignores
+CONFIG = Path(__file__).parents[1] / "demo.yaml"  # `tepo sft` reads the file of the training that comes afterwards
 
 
 @dataclass(frozen=True)
@@ -61,15 +67,15 @@ class Settings:
     eval_problems: int = 256
     check_problems: int = 128  # held out of training and evaluation: they decide when phase A ends
     batch_size: int = 32
-    skill: float = 0.65  # sampled accuracy that ends phase A
+    demonstrations: int = 24_000  # worked solutions of phase A
+    skill: float = 0.5  # geometric mean of the probabilities of held-out solutions that ends phase A
     check_every: int = 25
-    check_below_nats: float = 2.5  # of a whole solution: while it costs more, sampling is a waste of time
     max_skill_steps: int = 2400  # four operations take about 600, eight about 1500
     skill_lr: float = 2e-3
     warmup_steps: int = 20
     hasty_steps: int = 40
     hasty_lr: float = 5e-4
-    hasty_share: float = 0.65
+    hasty_share: float = 0.7
 
     @property
     def operations(self) -> range:
@@ -130,100 +136,107 @@ def sampled_accuracy(
     return sum(solved) / len(solved)
 
 
-class SupervisedTraining:
-    """AdamW on (prompt, target) pairs that are drawn for every step, never from `held_out`."""
+def demonstrations(
+    rng: random.Random, settings: Settings, count: int, hasty_share: float, held_out: frozenset[str]
+) -> list[dict[str, str]]:
+    """Return rows for `tepo sft`, none of them with a held-out prompt.
 
-    def __init__(self, settings: Settings, held_out: frozenset[str]) -> None:
-        self.settings = settings
-        self.held_out = held_out
-        self.rng = random.Random(f"{settings.seed}/demonstrations")
-        torch.manual_seed(settings.seed)
-        self.tokenizer = task.build_tokenizer()
-        self.model = build_model(self.tokenizer, settings.model)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), betas=(0.9, 0.98), weight_decay=0.01, fused=True)
-
-    def step(self, lr: float, hasty_share: float) -> float:
-        """Take one optimizer step; return the mean negative log-likelihood of a whole target, in nats.
-
-        Args:
-            lr: Learning rate.
-            hasty_share: Share of targets that are unworked guesses.
-        """
-        settings, rng = self.settings, self.rng
-        operations = rng.choice(settings.operations)  # one length per batch: little padding
-        pairs: list[tuple[str, str]] = []
-        while len(pairs) < settings.batch_size:
-            problem = task.make_problem(rng, operations)
-            if problem.prompt not in self.held_out:
-                pairs.append((problem.prompt, task.hasty_demonstration(rng, problem, hasty_share)))
-        tokens, labels = self.encode(pairs)
-        # padding lies to the right of every target, so causal attention needs no mask
-        logits = self.model(input_ids=tokens, use_cache=False).logits
-        loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
-        self.optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        self.optimizer.step()
-        return loss.item() * int((labels != IGNORED_LABEL).sum()) / len(pairs)
-
-    def encode(self, pairs: Sequence[tuple[str, str]]) -> tuple[Tensor, Tensor]:
-        """Return (prompt, target) pairs as token ids and labels, int64 [pairs, longest]; prompts and padding have no label."""
-        texts = [prompt + target + task.END for prompt, target in pairs]
-        batch = self.tokenizer(texts, padding=True, padding_side="right", return_tensors="pt")
-        labels = batch.input_ids.masked_fill(batch.attention_mask == 0, IGNORED_LABEL)
-        for row, (prompt, _) in enumerate(pairs):
-            labels[row, : len(prompt)] = IGNORED_LABEL  # a prompt has as many tokens as characters
-        return batch.input_ids, labels
+    Args:
+        rng: Source of random numbers.
+        settings: Its numbers of operations.
+        count: Number of rows.
+        hasty_share: Share of responses that are unworked guesses.
+        held_out: Prompts that are never trained on.
+    """
+    rows: list[dict[str, str]] = []
+    while len(rows) < count:
+        problem = task.make_problem(rng, settings.operations)
+        if problem.prompt not in held_out:
+            rows.append({"prompt": problem.prompt, "response": task.hasty_demonstration(rng, problem, hasty_share)})
+    return rows
 
 
-def train(settings: Settings, held_out: frozenset[str], check: Sequence[task.ArithmeticProblem]) -> SupervisedTraining:
-    """Run phases A and B, and print the progress.
+def fine_tune(model: Path, output: Path, name: str, data: Path, words: Sequence[str]) -> Path:
+    """Run `tepo sft`, and return the folder of the fine-tuned model.
+
+    Args:
+        model: Folder of the model to start from.
+        output: Folder of all runs.
+        name: Name of the run.
+        data: The demonstrations.
+        words: More keys of the command line.
+
+    Raises:
+        TepoError: The command failed.
+    """
+    command = [
+        sys.executable, "-m", "tepo_megatron", "sft", str(CONFIG), "--name", name, "--output", str(output),
+        "--model.path", str(model), "--sft.data", str(data), "--sft.max_tokens", str(MAX_TOKENS), *LAYOUT, *words,
+    ]  # fmt: skip
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as sft:
+        assert sft.stdout is not None
+        for line in sft.stdout:
+            if row := re.match(r" *(\d+00)/\d+ +\S+ +([\d.]+)", line):
+                print(f"    update {row[1]}: held-out loss {row[2]} nats per token", flush=True)
+    if sft.returncode:
+        raise TepoError(f"tepo sft ended with status {sft.returncode}; its errors are above")
+    return output / name / "hf"
+
+
+def train(settings: Settings, work: Path, held_out: frozenset[str], check: Sequence[task.ArithmeticProblem]) -> Path:
+    """Run phases A and B, and return the folder of the model.
 
     Args:
         settings: The settings.
+        work: Folder for data and runs.
         held_out: Prompts that are never trained on.
-        check: Held-out problems that decide when phase A ends.
+        check: Held-out problems whose solutions decide when phase A ends.
 
     Raises:
         TepoError: Phase A does not reach `settings.skill`.
     """
-    training = SupervisedTraining(settings, held_out)
-    nats, accuracy = 0.0, 0.0
-    for step in range(1, settings.max_skill_steps + 1):
-        nats += training.step(settings.skill_lr * min(1.0, step / settings.warmup_steps), hasty_share=0.0)
-        if step % settings.check_every:
-            continue
-        if nats / settings.check_every < settings.check_below_nats:
-            accuracy = sampled_accuracy(training.model, training.tokenizer, check)
-        nats = 0.0
-        done = accuracy >= settings.skill
-        if done or step % (4 * settings.check_every) == 0:
-            solved = f"{accuracy:.0%} of unseen problems solved" if accuracy else "too early to test"
-            print(f"  learning to work problems out: step {step}, {solved}", flush=True)
-        if done:
-            break
-    else:
+    torch.manual_seed(settings.seed)
+    tokenizer = task.build_tokenizer()
+    build_model(tokenizer, settings.model).save_pretrained(work / "untrained")
+    tokenizer.save_pretrained(work / "untrained")
+    rng, batch = random.Random(f"{settings.seed}/demonstrations"), settings.batch_size
+    solutions = [{"prompt": problem.prompt, "response": problem.solution} for problem in check]
+    tokens = sum(len(tokenizer(row["response"]).input_ids) + 1 for row in solutions) / len(solutions)
+    least = -math.log(settings.skill) / tokens
+    write_rows(work / "check.jsonl", solutions)
+    write_rows(work / "worked.jsonl", demonstrations(rng, settings, settings.demonstrations, 0.0, held_out))
+    print("  learning to work problems out", flush=True)
+    words = [
+        "--optimizer.lr", str(settings.skill_lr), "--optimizer.warmup_steps", str(settings.warmup_steps),
+        "--sft.batch_sequences", str(batch), "--sft.steps", str(settings.max_skill_steps),
+        "--sft.epochs", str(-(-settings.max_skill_steps * batch // settings.demonstrations)),
+        "--sft.eval", str(work / "check.jsonl"), "--sft.eval_every", str(settings.check_every),
+        "--sft.stop_at_loss", str(least), "--seed", str(settings.seed),
+    ]  # fmt: skip
+    model = fine_tune(work / "untrained", work, "worked", work / "worked.jsonl", words)
+    loss = json.loads((work / "worked" / "summary.json").read_text())["held_out_loss"]["after"]
+    if loss > least:
         raise TepoError(
-            f"seed {settings.seed}: {accuracy:.0%} of unseen problems solved after {settings.max_skill_steps} steps, "
-            f"{settings.skill:.0%} wanted; choose another --seed"
+            f"seed {settings.seed}: unseen solutions have a probability of {math.exp(-loss * tokens):.0%} after "
+            f"{settings.max_skill_steps} updates, {settings.skill:.0%} is wanted; choose another --seed"
         )
+    if not settings.hasty_steps:
+        return model
     print(f"  forgetting to: {settings.hasty_steps} steps on mostly unworked guesses", flush=True)
-    for _ in range(settings.hasty_steps):
-        training.step(settings.hasty_lr, settings.hasty_share)
-    return training
+    rows = demonstrations(rng, settings, settings.hasty_steps * batch, settings.hasty_share, held_out)
+    write_rows(work / "hasty.jsonl", rows)
+    words = ["--optimizer.lr", str(settings.hasty_lr), "--sft.batch_sequences", str(batch), "--seed", str(settings.seed)]
+    return fine_tune(model, work, "hasty", work / "hasty.jsonl", words)
 
 
-def write_problems(path: Path, problems: Sequence[task.ArithmeticProblem]) -> None:
-    """Write JSON lines of `prompt` and `answer`, both strings.
+def write_rows(path: Path, rows: Sequence[Mapping[str, str]]) -> None:
+    """Write JSON lines.
 
     Args:
         path: The file.
-        problems: The problems.
+        rows: The rows.
     """
-    rows = [json.dumps({"prompt": p.prompt, "answer": str(p.answer)}) + "\n" for p in problems]
-    path.write_text("".join(rows))
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def write_folder(folder: Path, settings: Settings) -> float:
@@ -242,13 +255,13 @@ def write_folder(folder: Path, settings: Settings) -> float:
         random.Random(f"{settings.seed}/problems"), settings.train_problems, held_out, settings.operations
     )
 
-    training = train(settings, held_out, check)
-    folder.mkdir()
-    training.model.save_pretrained(folder)
-    training.tokenizer.save_pretrained(folder)
-    write_problems(folder / "train.jsonl", problems)
-    write_problems(folder / "eval.jsonl", evaluation)
-    return sampled_accuracy(training.model, training.tokenizer, evaluation)
+    with tempfile.TemporaryDirectory(prefix=f".{folder.name}-sft-", dir=folder.parent) as work:
+        shutil.copytree(train(settings, Path(work), held_out, check), folder)
+    for name, found in (("train", problems), ("eval", evaluation)):
+        write_rows(folder / f"{name}.jsonl", [{"prompt": p.prompt, "answer": str(p.answer)} for p in found])
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    torch.manual_seed(settings.seed)
+    return sampled_accuracy(model, tokenizer, evaluation)
 
 
 def build(out: Path, settings: Settings) -> None:

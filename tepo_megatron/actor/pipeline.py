@@ -11,9 +11,11 @@ from torch import Tensor, nn
 
 from tepo_megatron.actor.expert_replay import ExpertReplay
 from tepo_megatron.actor.output_rows import OutputRows
+from tepo_megatron.actor.pass_spans import pass_span
 from tepo_megatron.actor.rotary import PACKED
 from tepo_megatron.distributed.parallel import ParallelDims
 from tepo_megatron.observability.hang_watchdog import progress
+from tepo_megatron.observability.tracer import tracer
 from tepo_megatron.types import PackedMicrobatch
 
 # (microbatch, logits [R, V / tp] in the model's dtype, or hidden states [R, H]) -> its part of the loss; the parts are summed
@@ -80,10 +82,19 @@ class PipelineSchedule:
             if self._experts is not None and microbatch.experts_SKT is not None:
                 self._experts.set(self._chunks.index(chunk), microbatch.experts_SKT)
             # positions come from cu_seqlens
-            output = chunk(microbatch.tokens_S, None, None, packed_seq_params=packed_seq_params(microbatch))
-            return output, partial(on_output, microbatch)
+            inputs = microbatch.tokens_S, None, None
+            if not tracer.active:
+                return chunk(*inputs, packed_seq_params=packed_seq_params(microbatch)), partial(on_output, microbatch)
+            number = progress.microbatch
+            with pass_span("forward", microbatch=number, tokens=microbatch.tokens_S.numel()):
+                output = chunk(*inputs, packed_seq_params=packed_seq_params(microbatch))
+            return output, partial(traced_output, number, microbatch)
 
-        progress.microbatch = 0
+        def traced_output(number: int, microbatch: PackedMicrobatch, *given: Any, **how: Any) -> Any:
+            with pass_span("loss", microbatch=number):
+                return on_output(microbatch, *given, **how)
+
+        progress.microbatch = progress.backward = 0
         several = len(self._chunks) > 1
         length = microbatches[0].tokens_S.numel()  # nominal: in a pipeline each length is sent with its activations
         get_forward_backward_func()(

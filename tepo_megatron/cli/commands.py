@@ -5,6 +5,7 @@ Heavy modules are imported inside of the functions, so that a command starts qui
 
 import argparse
 import contextlib
+import functools
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -101,6 +102,28 @@ def restart(args: argparse.Namespace, overrides: list[str]) -> int:
     return 0
 
 
+def trace(args: argparse.Namespace, overrides: list[str]) -> int:
+    """Run `tepo trace RUN_DIR [--steps N] [--profile RANK] [--wait SECONDS]`, or `tepo trace RUN_DIR --step K`.
+
+    Args:
+        args: The parsed options.
+        overrides: The remaining arguments.
+    """
+    from tepo_megatron.launcher.trace_request import describe_step, trace
+    from tepo_megatron.utils.save_requests import TraceRequest
+
+    if args.step is not None:
+        if (args.steps, args.profile) != (1, None):
+            raise ConfigError("--step describes a step that was traced; --steps and --profile ask for the next ones")
+        for line in describe_step(args.run_dir, args.step):
+            print(escaped(line))
+        return 0
+    if args.wait <= 0:
+        raise ConfigError(f"--wait {args.wait:g}: a positive number of seconds")
+    print(escaped(trace(args.run_dir, TraceRequest(args.steps, args.profile), args.wait)))
+    return 0
+
+
 def report(args: argparse.Namespace, overrides: list[str]) -> int:
     """Run `tepo report RUN_DIR [RUN_DIR ...] [--out FILE]`.
 
@@ -109,6 +132,42 @@ def report(args: argparse.Namespace, overrides: list[str]) -> int:
         overrides: The remaining arguments.
     """
     print(escaped(str(report_on(args.run_dirs, args.out))))
+    return 0
+
+
+def alerts(args: argparse.Namespace, overrides: list[str]) -> int:
+    """Run `tepo alerts RUN_DIR [RUN_DIR ...]`. Return 1 if there is an alert.
+
+    Args:
+        args: The parsed options.
+        overrides: The remaining arguments.
+    """
+    from tepo_megatron.observability.alerts import judge
+    from tepo_megatron.observability.sinks import read_metrics
+
+    found = False
+    for folder in args.run_dirs:
+        records = [(int(record["step"] or 0), record) for record in read_metrics(folder)]
+        raised = judge(records)
+        found |= bool(raised)
+        print(escaped(f"{folder}: {len(raised)} alerts in {len(records)} steps"))
+        for alert in raised:
+            print(escaped(f"  {alert.message}"))
+    return int(found)
+
+
+def watch(args: argparse.Namespace, overrides: list[str]) -> int:
+    """Run `tepo watch RUN_DIR [RUN_DIR ...] [--port N]`.
+
+    Args:
+        args: The parsed options.
+        overrides: The remaining arguments.
+    """
+    from tepo_megatron.report.live import watch
+
+    if not 0 <= args.port < 2**16:
+        raise ConfigError(f"--port {args.port}: a number from 0 to 65535")
+    watch(args.run_dirs, args.port, lambda text: print(escaped(text), flush=True))
     return 0
 
 
@@ -185,7 +244,8 @@ def serve(config_path: str, host: str, address: str | None, overrides: list[str]
     HfReader(cfg.model.path)
     check_experts(cfg.rollout, cfg.model.path)
     sections = (cfg.model, cfg.rollout, cfg.sync)
-    launch = launch_of(*sections, platform=cfg.platform, max_model_len=cfg.served_tokens, seed=cfg.seed, host=host)
+    settings = functools.partial(launch_of, host=host, counts=cfg.logging.metrics_port is not None)
+    launch = settings(*sections, platform=cfg.platform, max_model_len=cfg.served_tokens, seed=cfg.seed)
     serve(cfg.name, cfg.rollout, launch, address, lambda text: print(escaped(text), flush=True))
     return 0
 
@@ -208,8 +268,29 @@ def evaluate(args: argparse.Namespace, overrides: list[str]) -> int:
     return 0
 
 
+def judge(args: argparse.Namespace, overrides: list[str]) -> int:
+    """Run `tepo judge CONFIG --on FILE [--term I] [--repeats N] [--out DIR] [--key value ...]`.
+
+    Args:
+        args: The parsed options.
+        overrides: The remaining arguments.
+    """
+    from tepo_megatron.config.io import load_config
+    from tepo_megatron.evaluation.judging import JudgingRequest, run
+    from tepo_megatron.rollout.judges import JudgePlace
+
+    if args.repeats < 1:
+        raise ConfigError(f"--repeats {args.repeats}: a positive number")
+    cfg = load_config(args.config, overrides)
+    out = args.out or Path("judgements") / cfg.name
+    request = JudgingRequest(args.on, args.term, args.repeats, out, cfg.overwrite)
+    place = JudgePlace(cfg.platform, cfg.model.dtype, 0, out)
+    print("written:", run(cfg.reward, place, request, lambda text: print(escaped(text), flush=True)))
+    return 0
+
+
 def plan(args: argparse.Namespace, overrides: list[str]) -> int:
-    """Run `tepo plan CONFIG [--gpus N] [--gpu NAME] [--prompt N] [--response N] [--dropped X] [--json FILE] [--key value ...]`.
+    """Run `tepo plan CONFIG [--from RUN] [--gpus N] [--gpu NAME] [--prompt N] [--response N] [--dropped X] [--json FILE] ...`.
 
     Args:
         args: The parsed options.
@@ -224,7 +305,10 @@ def plan(args: argparse.Namespace, overrides: list[str]) -> int:
             raise ConfigError(f"--{name} {value}: a positive number")
     if args.dropped is not None and not 0 <= args.dropped < 1:
         raise ConfigError(f"--dropped {args.dropped:g}: a share of at least 0 and below 1")
-    request = PlanRequest(args.gpus, args.gpu, args.prompt, args.response, args.json, args.dropped)
+    hours = args.gpu_hours_per_failure
+    if hours is not None and (args.run_dir is None or hours <= 0):
+        raise ConfigError(f"--gpu-hours-per-failure {hours:g}: a positive number, with --from RUN")
+    request = PlanRequest(args.gpus, args.gpu, args.prompt, args.response, args.json, args.dropped, args.run_dir, hours)
     predictor = predictor_of(load_config(args.config, overrides), request)
     return plan(predictor, request, lambda text: print(escaped(text), flush=True))
 

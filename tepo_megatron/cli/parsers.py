@@ -9,10 +9,11 @@ from pathlib import Path
 from tepo_megatron import __version__
 from tepo_megatron.cli import commands
 from tepo_megatron.errors import ConfigError, RunStopped, TepoError
+from tepo_megatron.observability import run_dir
 from tepo_megatron.utils.escaping import escaped
 
 # They take --section.key VALUE.
-COMMANDS_WITH_KEYS = ("train", "sft", "restart", "replay", "ablate", "serve", "doctor", "evaluate", "plan")
+COMMANDS_WITH_KEYS = ("train", "sft", "restart", "replay", "ablate", "serve", "doctor", "evaluate", "judge", "plan")
 _FIRST_WORDS = dict.fromkeys(("restart", "replay"), ("RUN_DIR", "the run's directory"))
 _FIRST_WORDS["evaluate"] = "CHECKPOINT", "the checkpoint"
 Subparsers = argparse._SubParsersAction
@@ -28,11 +29,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=__version__)
     subparsers = parser.add_subparsers(dest="command", required=True)
     for add in (
-        _add_train, _add_sft, _add_restart, _add_replay, _add_report, _add_audit, _add_ablate, _add_serve, _add_doctor,
-        _add_evaluate, _add_plan, _add_compare,
+        _add_train, _add_sft, _add_restart, _add_replay, _add_report, _add_watch, _add_alerts, _add_trace, _add_audit,
+        _add_ablate, _add_serve, _add_doctor, _add_evaluate, _add_judge, _add_plan, _add_compare,
     ):  # fmt: skip
         add(subparsers)
     words = list(sys.argv[1:] if argv is None else argv)
+    if words[:2] == ["plan", "--from"] and len(words) > 2:  # the run's own config is planned
+        words.insert(1, str(Path(words[2]) / run_dir.CONFIG_FILE))
     if len(words) > 1 and words[0] in COMMANDS_WITH_KEYS and words[1].startswith("--") and words[1] != "--help":
         file, what = _FIRST_WORDS.get(words[0], ("FILE", "the config file"))
         parser.error(f"tepo {words[0]} {file} [--section.key VALUE ...]: {what} comes first")
@@ -110,6 +113,22 @@ def _add_replay(subparsers: Subparsers) -> None:
     parser.set_defaults(run=commands.replay)
 
 
+def _add_trace(subparsers: Subparsers) -> None:
+    parser = subparsers.add_parser(
+        "trace",
+        help="write the timeline of the next step of a run for ui.perfetto.dev (docs/traces.md)",
+        usage="tepo trace RUN_DIR [--steps N] [--profile RANK] [--wait SECONDS] | tepo trace RUN_DIR --step K",
+    )
+    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the run's directory, runs/NAME")
+    parser.add_argument("--steps", type=int, default=1, metavar="N", help="consecutive steps to trace (default: %(default)s)")
+    parser.add_argument("--profile", type=int, metavar="RANK", help="also have torch's profiler record this rank")
+    parser.add_argument("--step", type=int, metavar="K", help="describe the trace of this step, and merge it if it is in parts")
+    parser.add_argument(
+        "--wait", type=float, default=3600.0, metavar="SECONDS", help="limit of the wait for the trace (default: %(default)g)"
+    )
+    parser.set_defaults(run=commands.trace)
+
+
 def _add_report(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser(
         "report",
@@ -120,6 +139,13 @@ def _add_report(subparsers: Subparsers) -> None:
     parser.add_argument("run_dirs", type=Path, nargs="+", metavar="RUN_DIR", help="the run's directory, runs/NAME")
     parser.add_argument("--out", type=Path, metavar="FILE", help="where to write the comparison instead")
     parser.set_defaults(run=commands.report)
+
+
+def _add_alerts(subparsers: Subparsers) -> None:
+    text = "say what goes wrong in a run, finished or not, and what to do; 1: something does (docs/alerts.md)"
+    parser = subparsers.add_parser("alerts", help=text)
+    parser.add_argument("run_dirs", type=Path, nargs="+", metavar="RUN_DIR", help="the run's directory, runs/NAME")
+    parser.set_defaults(run=commands.alerts)
 
 
 def _add_ablate(subparsers: Subparsers) -> None:
@@ -184,11 +210,27 @@ def _add_evaluate(subparsers: Subparsers) -> None:
     parser.set_defaults(run=commands.evaluate)
 
 
+def _add_judge(subparsers: Subparsers) -> None:
+    parser = subparsers.add_parser(
+        "judge",
+        help="compare the verdicts of a config's judge with labels, before it is used as a reward (docs/judges.md)",
+        usage="tepo judge CONFIG --on FILE [--term I] [--repeats N] [--out DIR] [--section.key VALUE ...]",
+        epilog="Rows of FILE: prompt, response, label (0 to 1, or true and false), and answer if a template has {answer}.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("config", metavar="CONFIG", help="a YAML file, as for tepo train, with a reward term of type judge")
+    parser.add_argument("--on", type=Path, required=True, metavar="FILE", help="labelled responses, one JSON object a line")
+    parser.add_argument("--term", type=int, metavar="I", help="index of the term in reward.terms (default: the first judge)")
+    parser.add_argument("--repeats", type=int, default=2, metavar="N", help="seeds for each response (default: %(default)s)")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="folder for report and verdicts (default: in judgements/)")
+    parser.set_defaults(run=commands.judge)
+
+
 def _add_plan(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser(
         "plan",
         help="predict memory and time of a config before any GPU is requested, and list the best layouts",
-        usage="tepo plan CONFIG [--gpus N] [--gpu H100|H200|B200] [--section.key VALUE ...]",
+        usage="tepo plan CONFIG [--from RUN] [--gpus N] [--gpu H100|H200|B200] [--section.key VALUE ...]",
         epilog="Exit status 1: the given layout does not fit. The model, its sources and its errors: docs/plan.md.",
         allow_abbrev=False,
     )
@@ -200,6 +242,14 @@ def _add_plan(subparsers: Subparsers) -> None:
     parser.add_argument("--prompt", type=int, metavar="TOKENS", help="mean tokens of a prompt")
     parser.add_argument("--response", type=int, metavar="TOKENS", help="mean tokens of a response")
     parser.add_argument("--dropped", type=float, metavar="SHARE", help="share of the groups that are all right or all wrong")
+    parser.add_argument(
+        "--from", dest="run_dir", type=Path, metavar="RUN",
+        help="run whose recorded steps replace assumptions; without CONFIG, its own config is planned",
+    )  # fmt: skip
+    parser.add_argument(
+        "--gpu-hours-per-failure", type=float, metavar="HOURS",
+        help="with --from: mean GPU-hours between failures, for the interval of checkpoints (default: a published mean)",
+    )  # fmt: skip
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the result to this file")
     parser.set_defaults(run=commands.plan)
 
@@ -209,6 +259,14 @@ def _add_compare(subparsers: Subparsers) -> None:
     parser.add_argument("first", type=Path, metavar="DIR", help="folder that tepo evaluate wrote")
     parser.add_argument("second", type=Path, metavar="DIR", help="folder of the evaluation that is subtracted")
     parser.set_defaults(run=commands.compare)
+
+
+def _add_watch(subparsers: Subparsers) -> None:
+    text = "show runs that are under way on a page that only this machine can open (docs/watch.md)"
+    parser = subparsers.add_parser("watch", help=text)
+    parser.add_argument("run_dirs", type=Path, nargs="+", metavar="RUN_DIR", help="directories of runs, runs/NAME")
+    parser.add_argument("--port", type=int, default=0, metavar="N", help="port of 127.0.0.1 (default: a free one)")
+    parser.set_defaults(run=commands.watch)
 
 
 def _add_audit(subparsers: Subparsers) -> None:

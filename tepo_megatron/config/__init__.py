@@ -5,6 +5,7 @@ heads?), and `losses/` what depends on the table of objectives; both before any 
 """
 
 from tepo_megatron.config.data import SLICE, DataConfig, DataSet
+from tepo_megatron.config.judge import JudgeTermConfig
 from tepo_megatron.config.megatron import MegatronConfig
 from tepo_megatron.config.model import ModelConfig, ParallelConfig, Precision
 from tepo_megatron.config.objective import ObjectiveConfig
@@ -36,7 +37,7 @@ __all__ = [
     "DYNAMIC_SAMPLING_ROUNDS", "PAPER_TOKENS", "SLICE", "AnswerTermConfig", "AnyServer", "AnyServerConfig", "AnyTermConfig",
     "AnyTransportConfig", "Benchmark", "CheckpointConfig", "Config", "CustomTermConfig", "DataConfig", "DataSet",
     "EvaluationConfig", "FormatTermConfig", "GroupTransportConfig", "HttpTermConfig", "IpcTransportConfig",
-    "LengthTermConfig", "LimitsConfig", "LoggingConfig", "MegatronConfig", "ModelConfig", "ObjectiveConfig",
+    "JudgeTermConfig", "LengthTermConfig", "LimitsConfig", "LoggingConfig", "MegatronConfig", "ModelConfig", "ObjectiveConfig",
     "OptimizerConfig", "ParallelConfig", "Precision", "RendezvousServerConfig", "RewardConfig", "RewardTerm", "RolloutConfig",
     "ServerConfig", "SftConfig", "ShmTransportConfig", "SyncConfig", "TrainingConfig", "UrlServerConfig",
 ]  # fmt: skip

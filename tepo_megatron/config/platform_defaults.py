@@ -63,6 +63,7 @@ def join_seconds(platform: str) -> float:
 
 # Every other place of the package that asks for the platform (file below tepo_megatron/, function), and what differs there.
 PLATFORM_BRANCHES: Mapping[str, str] = {
+    "plan/advice.py:advice_lines": "ranks on a CPU share its cores",
     "actor/activations.py:HostActivations._away": "a GPU copies on a stream of its own, to page-locked memory",
     "actor/attention_layout.py:repeats_keys": "CUDA's attention with a mask knows no grouped heads",
     "actor/build.py:own_fields": "Megatron initializes parameters on the host",
@@ -70,6 +71,8 @@ PLATFORM_BRANCHES: Mapping[str, str] = {
     "actor/kernels.py:choose_linear": "flash-linear-attention and causal-conv1d run on a GPU only",
     "actor/kernels.py:_gradient_accumulation": "Apex's extension runs on a GPU only",
     "actor/kernels.py:hardware": "a CPU has no compute capability",
+    "actor/pass_spans.py:DeviceSpans.__init__": "CUDA events tell when kernels ran",
+    "controller/tracing.py:_profiler": "torch's profiler records GPUs, too",
     "actor/offload.py:Offloader.__init__": "what leaves the device: the gate has a CPU do as a GPU does",
     "weight_sync/broadcast_group.py:BroadcastGroup._form": "a thread that forms a group works on this rank's GPU",
     "weight_sync/broadcast_group.py:BroadcastGroup.close": "work on a GPU is waited for before NCCL's group goes",
@@ -92,6 +95,7 @@ PLATFORM_BRANCHES: Mapping[str, str] = {
     "weight_sync/ipc.py:open_buffer": "likewise",
     "weight_sync/ipc.py:_open_device_buffer": "likewise",
     "launcher/launcher.py:_environment": "threads of a rank",
+    "rollout/judges.py:_check_machine": "counts GPUs",
     "launcher/launcher.py:launch": "tries GPUs after a failure, and no CPU is ever lost",
     "launcher/restart_request.py:changed": "servers have the GPUs behind those of the ranks",
     "ops/flash_attention.py:(module)": "PyTorch's kernels of each device: parity in tests/unit/ops and tests/gpu",

@@ -7,6 +7,7 @@ from urllib.parse import urlsplit
 from pydantic import Field
 
 from tepo_megatron.config.fields import NonNegative, Positive, PositiveFloat, Weight, config
+from tepo_megatron.config.judge import JudgeTermConfig
 
 
 @config
@@ -121,7 +122,15 @@ class HttpTermConfig:
             raise ValueError(f"url={self.url!r} is not http(s)://HOST[:PORT]/PATH without a password; name one")
 
 
-AnyTermConfig = AnswerTermConfig | FormatTermConfig | LengthTermConfig | CustomTermConfig | CodeTermConfig | HttpTermConfig
+AnyTermConfig = (
+    AnswerTermConfig
+    | FormatTermConfig
+    | LengthTermConfig
+    | CustomTermConfig
+    | CodeTermConfig
+    | HttpTermConfig
+    | JudgeTermConfig
+)
 RewardTerm = Annotated[AnyTermConfig, Field(discriminator="type")]
 
 
@@ -149,8 +158,18 @@ class RewardConfig:
         if not self.terms or self.terms[0].type in ("format", "length"):
             raise ValueError(
                 "terms: the first entry is the verdict, by which groups are filtered and accuracies counted; let it be math, "
-                "answer_line, code, custom or http"
+                "answer_line, code, custom, http or judge"
             )
+
+    @property
+    def judges(self) -> dict[int, JudgeTermConfig]:
+        """Return the judges by their indices among the terms."""
+        return {i: entry for i, entry in enumerate(self.terms) if isinstance(entry, JudgeTermConfig)}
+
+    @property
+    def judge_gpus(self) -> int:
+        """Return the number of GPUs that the judges need which the run serves."""
+        return sum(entry.gpus for entry in self.judges.values())
 
     @property
     def processor_seconds(self) -> float:

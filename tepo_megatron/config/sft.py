@@ -3,7 +3,7 @@
 from typing import Literal
 
 from tepo_megatron.config.data import check_source
-from tepo_megatron.config.fields import NonNegative, Positive, config
+from tepo_megatron.config.fields import NonNegative, Positive, PositiveFloat, config
 
 
 @config
@@ -31,8 +31,12 @@ class SftConfig:
     steps: Positive | None = None
     # Number of updates between measurements of the held-out loss; 0: only at the start and at the end.
     eval_every: NonNegative = 0
+    # Held-out loss, in nats per token, at which training ends. Needs `eval` and `eval_every`. null: no such end.
+    stop_at_loss: PositiveFloat | None = None
 
     def __post_init__(self) -> None:
+        if self.stop_at_loss is not None and not (self.eval is not None and self.eval_every):
+            raise ValueError("sft.stop_at_loss needs held-out conversations (sft.eval) and sft.eval_every above 0")
         for key, source in (("data", self.data), ("eval", self.eval)):
             if source is not None:
                 check_source(key, source)

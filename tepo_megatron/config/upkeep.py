@@ -1,6 +1,6 @@
 """Sections `evaluation`, `checkpoint` and `logging`: what a run does besides training."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -123,9 +123,17 @@ class LoggingConfig:
     # 1; 0: never. A record takes 70 to 110 bytes for each response token and update, in audit/ of the run's folder, which all
     # ranks must share.
     audit_every: NonNegative = 0
+    # Number of steps between traced steps, whose timeline is written to traces/ of the run's folder, which all ranks must share
+    # (docs/traces.md); 0: only the steps that `tepo trace` asks for.
+    trace_every: NonNegative = 0
     # Record the memory that ranks and servers hold at the end of each phase. rollout.colocate always records it.
     memory: bool = False
     # Write the metrics as TensorBoard files into the run's folder, too.
     tensorboard: bool = False
+    # Port on which the rollout service serves the metrics of run and servers to Prometheus (docs/metrics.md). The run's folder
+    # has the key and the address. 0: a free port. null: none; the engines then count nothing.
+    metrics_port: Annotated[int, Field(ge=0, le=65535)] | None = None
+    # Address on which the metrics are served. Others than loopback can be reached from other machines, without encryption.
+    metrics_host: str = "127.0.0.1"
     # Weights & Biases project to which the metrics are sent, too. null: none.
     wandb_project: str | None = None

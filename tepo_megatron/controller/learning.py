@@ -25,6 +25,7 @@ from tepo_megatron.controller.step_log import StepLog
 from tepo_megatron.losses import Objective
 from tepo_megatron.losses.advantages import check_some_are_whole, group_advantages, penalized, without_truncated
 from tepo_megatron.observability.timing import Clock
+from tepo_megatron.observability.tracer import tracer
 from tepo_megatron.types import TrainBatch
 from tepo_megatron.types.batch import join_minibatches
 from tepo_megatron.utils.seeding import derive_seed
@@ -142,7 +143,9 @@ class BatchUpdates:
 
     def _update(self, minibatch: TrainBatch) -> UpdateResult:
         """Take one optimizer step. Without an old pass, the first one measures what an old pass would."""
-        result = self.actor.update(minibatch, self.objective, self.recorder)
+        prompts = {rollout.prompt_id for rollout in minibatch.rollouts} if self.actor.groups.is_main and tracer.active else ()
+        with tracer.span("minibatch", flows=sorted(prompts), rollouts=len(minibatch.rollouts)):
+            result = self.actor.update(minibatch, self.objective, self.recorder)
         self.log.add(result)
         if result.mismatch is not None and result.measured is not None:
             if not self._streams or self.training.old_logprobs == "rollout":

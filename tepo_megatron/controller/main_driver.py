@@ -9,6 +9,7 @@ from tepo_megatron.config import Config
 from tepo_megatron.config.io import differences, plain, under_new_names
 from tepo_megatron.controller.batch_memory import BatchHeader, BatchMemory
 from tepo_megatron.controller.kept_steps import KeptSteps
+from tepo_megatron.controller.service_trace import ServiceTrace
 from tepo_megatron.data import PromptStream
 from tepo_megatron.errors import ConfigError
 from tepo_megatron.evaluation.run_evaluations import Evaluations
@@ -31,6 +32,7 @@ class MainDriver:
 
     Attributes:
         kept: The collected steps that may be needed again.
+        trace: Records and merges traced steps.
         reopened: Whether the ranks were restarted.
     """
 
@@ -61,6 +63,7 @@ class MainDriver:
         self._clock, self._seconds_before = Clock(), 0.0
         self._memory = BatchMemory()
         self.kept, self.reopened = KeptSteps(cfg.run_dir, self._memory, cfg.rollout.max_staleness), False
+        self.trace = ServiceTrace(cfg.run_dir, log.message)
         self._restarts = 0  # server restarts that are in the metrics already
         self._resumed_after: int | None = 0  # step after which this start goes on; None once decisions.jsonl says so
 
@@ -134,6 +137,8 @@ class MainDriver:
             restarts = self.engine.restarts
             metrics.add("rollout/server_restarts", restarts - self._restarts)
             self._restarts = restarts
+            for name, value in self.engine.server_metrics().items():
+                metrics.add(name, value)
             for name, value in self.engine.canary_metrics().items() if self._cfg.sync.canaries else ():
                 metrics.add(name, value)
         last = Minibatch(rollouts, list(range(len(rollouts)))) if stream is None else stream.finish()

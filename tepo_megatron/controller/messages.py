@@ -5,12 +5,14 @@ They go over a socket pair, which has no address, or over a UNIX socket in a pri
 
 from typing import Any, Literal, NamedTuple
 
+from tepo_megatron.utils.save_requests import TraceRequest
+
 DESCRIPTOR = "TEPO_SERVICE_FD"  # environment variable with the service's end of the socket pair
 LISTENER = "TEPO_SERVICE_LISTENER_FD"  # environment variable with the socket on which a service that is kept listens
 
 
 class Call(NamedTuple):
-    """A call of rank 0: a method of the driver, `engine.` and a method of the engine, or one of the service's own."""
+    """A call of rank 0: a method of the driver, `engine.` or `trace.` and one of its methods, or one of the service's own."""
 
     number: int
     name: str
@@ -26,11 +28,13 @@ class Waited(NamedTuple):
             whatever is still being sampled; "restart": it is to save one, and its ranks are started again.
         result: Result of the work, if it is done; the `BatchHeader` of the minibatch.
         save: A checkpoint is to be saved after the step.
+        trace: The steps after this one are to be traced. None: nobody asked for it.
     """
 
     event: Literal["done", "minibatch", "weights", "stop", "restart"]
     result: Any = None
     save: bool = False
+    trace: TraceRequest | None = None
 
 
 class KeptRollouts(NamedTuple):

@@ -1,13 +1,16 @@
 """Open the rollout side of a run: load the prompts, start the engine and the graders, and log the setup of the run."""
 
 import contextlib
+import shlex
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from tepo_megatron.config import Config, RolloutConfig, TrainingConfig
+from tepo_megatron.config import Config, LoggingConfig, RewardConfig, RolloutConfig, TrainingConfig
 from tepo_megatron.config.megatron import untested_fields
 from tepo_megatron.config.safety import checks_that_are_off, safety_checks
+from tepo_megatron.controller.live_metrics import LiveMetrics
 from tepo_megatron.controller.main_driver import MainDriver
 from tepo_megatron.controller.method import Method, resolve
 from tepo_megatron.data import Data, PromptStream, decoder_file, load_data, load_tokenizer, stop_tokens, text_functions
@@ -17,13 +20,18 @@ from tepo_megatron.evaluation.run_benchmarks import BenchmarkRuns
 from tepo_megatron.evaluation.run_evaluations import Evaluations
 from tepo_megatron.inference.engine import RolloutEngine
 from tepo_megatron.inference.engines import beginning, build_engine, first_server_device, launch_of
+from tepo_megatron.observability.metrics_server import KEY_FILE, serve_metrics
 from tepo_megatron.observability.sinks import RunLog
-from tepo_megatron.rewards import build_reward
+from tepo_megatron.rewards import Decode, Reward, build_reward
 from tepo_megatron.rollout.chat import ChatFormat
 from tepo_megatron.rollout.collector import Collector
 from tepo_megatron.rollout.custom import open_sampler
 from tepo_megatron.rollout.experts import replayed_routing
+from tepo_megatron.rollout.judges import JudgePlace, open_judges
 from tepo_megatron.rollout.record import Replay
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 SERVER_LOG = "server.log"
 
@@ -42,15 +50,18 @@ def open_driver(cfg: Config, make_engine: EngineFactory | None = None) -> Iterat
         ConfigError: The config's keys contradict each other. Nothing was started.
         DataError: The data cannot be used. Nothing was started.
     """
-    rollout, run_dir, steps = cfg.rollout, cfg.run_dir, cfg.training.steps
+    rollout, run_dir, steps, ranks = cfg.rollout, cfg.run_dir, cfg.training.steps, cfg.parallel.world_size
+    facts = cfg.name, rollout.engine, cfg.platform, cfg.objective.name, ranks, steps
+    served = partial(_served_metrics, cfg.logging, run_dir)
     method, tokenizer = resolve(cfg), load_tokenizer(cfg.model.path)
     routing = replayed_routing(rollout, cfg.model.path, cfg.platform)
     evaluations = partial(Evaluations, cfg.evaluation, seed=cfg.seed, run_dir=run_dir, keep_best=cfg.checkpoint.keep_best)
     if rollout.replay is not None:
         with RunLog(run_dir, cfg.logging, steps) as log:
             log.message(f"objective {cfg.objective.name}; rollouts of {rollout.replay}, no engine")
-            _log_lines(log, *untested_fields(cfg.megatron), *checks_that_are_off(safety_checks(cfg)))
-            yield MainDriver(cfg, Replay(Path(rollout.replay), routing), None, evaluations([], None), log)
+            _log_lines(log, watch_line(run_dir), *untested_fields(cfg.megatron), *checks_that_are_off(safety_checks(cfg)))
+            with served(log, LiveMetrics(*facts, None, None, dict)):
+                yield MainDriver(cfg, Replay(Path(rollout.replay), routing), None, evaluations([], None), log)
         return
     encode, decode = text_functions(tokenizer)
     data = load_data(cfg.data, cfg.reward, tokenizer)
@@ -60,36 +71,46 @@ def open_driver(cfg: Config, make_engine: EngineFactory | None = None) -> Iterat
     _check_enough_prompts(data, cfg.data.name, rollout.prompts_per_step)
     with contextlib.ExitStack() as stack:
         log = stack.enter_context(RunLog(run_dir, cfg.logging, steps))
-        log.message(
-            f"objective {cfg.objective.name}, {cfg.parallel.world_size} {cfg.platform} ranks; {data.count} prompts "
-            f"to train on, {len(data.eval)} to evaluate on"
-        )
-        _log_lines(log, *data.log_lines)
-        _log_lines(log, *untested_fields(cfg.megatron))
+        log.message(f"objective {cfg.objective.name}, {ranks} {cfg.platform} ranks; {_sizes(data)}")
+        _log_lines(log, watch_line(run_dir), *data.log_lines, *untested_fields(cfg.megatron))
         _log_lines(log, *method_lines(method, cfg.training, rollout))
         _log_lines(log, *checks_that_are_off(safety_checks(cfg)), *beginning(rollout, run_dir / SERVER_LOG))
         engine = stack.enter_context((make_engine or _build_engine)(cfg))
         if rollout.function is not None:
             log.message(f"each sample is made by {rollout.function}")
-        mixed = rollout.on_weight_update == "continue"
         sampler, sampler_events = stack.enter_context(
             open_sampler(
-                *(engine, rollout.function, encode, decode, mixed),
+                *(engine, rollout.function, encode, decode, rollout.on_weight_update == "continue"),
                 limits=rollout.limits,
                 chat=ChatFormat(tokenizer, encode, decode),
             )
         )
         engine.start()
-        reward = stack.enter_context(build_reward(cfg.reward, decode, stack.enter_context(decoder_file(tokenizer))))
-        prompts = PromptStream.mixed(data.train, cfg.seed, cfg.data.shuffle)
+        place = JudgePlace.next_to(rollout, cfg.parallel.world_size, cfg.platform, cfg.model.dtype, run_dir)
+        reward, judge_events = _open_reward(stack, cfg.reward, place, decode, tokenizer)
+        stream = PromptStream.mixed(data.train, cfg.seed, cfg.data.shuffle)
         collector = Collector(
-            *(rollout, sampler, reward, prompts, cfg.seed, stops),
+            *(rollout, sampler, reward, stream, cfg.seed, stops),
             max_generation_rounds=method.max_generation_rounds,
             overlong=method.overlong,
             routing=routing,
         )
-        held_out = data.eval[: cfg.evaluation.max_problems]
-        yield MainDriver(cfg, collector, prompts, evaluations(held_out, benchmarks), log, engine, sampler_events)
+        counts = partial(getattr, sampler, "total_counts", {})
+        stack.enter_context(served(log, LiveMetrics(*facts, collector.progress, engine, counts)))
+        evaluated = evaluations(data.eval[: cfg.evaluation.max_problems], benchmarks)
+        yield MainDriver(cfg, collector, stream, evaluated, log, engine, _joined(sampler_events, judge_events))
+
+
+@contextlib.contextmanager
+def _served_metrics(cfg: LoggingConfig, run_dir: Path, log: RunLog, live: LiveMetrics) -> Iterator[None]:
+    """Serve the run's metrics within the block, if `logging.metrics_port` says so."""
+    if cfg.metrics_port is None:
+        yield
+        return
+    log.listener = live.record
+    with serve_metrics(run_dir, cfg.metrics_host, cfg.metrics_port, live.text) as url:
+        log.message(f"metrics for Prometheus: {url}, with the key in {run_dir / KEY_FILE}")
+        yield
 
 
 def _check_enough_prompts(data: Data, name: str, wanted: int) -> None:
@@ -99,9 +120,18 @@ def _check_enough_prompts(data: Data, name: str, wanted: int) -> None:
         )
 
 
+def _sizes(data: Data) -> str:
+    return f"{data.count} prompts to train on, {len(data.eval)} to evaluate on"
+
+
 def _log_lines(log: RunLog, *lines: str) -> None:
     for line in lines:
         log.message(line)
+
+
+def watch_line(run_dir: Path) -> str:
+    """Return the line that says how to see the run live."""
+    return f"watch it: tepo watch {shlex.quote(str(run_dir))}"
 
 
 def method_lines(method: Method, training: TrainingConfig, rollout: RolloutConfig) -> list[str]:
@@ -125,6 +155,20 @@ def method_lines(method: Method, training: TrainingConfig, rollout: RolloutConfi
     return lines
 
 
+def _open_reward(
+    stack: contextlib.ExitStack, cfg: RewardConfig, place: JudgePlace, decode: Decode, tokenizer: "PreTrainedTokenizerBase"
+) -> tuple[Reward, Callable[[], list[str]]]:
+    """Return the reward, and a function that returns the messages of its judges' servers since the last call."""
+    judges = stack.enter_context(open_judges(cfg.judges, place))
+    texts = stack.enter_context(decoder_file(tokenizer))
+    return stack.enter_context(build_reward(cfg, decode, texts, judges.by_term)), judges.take_events
+
+
+def _joined(*sources: Callable[[], list[str]]) -> Callable[[], list[str]]:
+    """Return a function that returns the messages of all sources."""
+    return lambda: [message for take in sources for message in take()]
+
+
 def _build_engine(cfg: Config) -> RolloutEngine:
     launch = launch_of(
         *(cfg.model, cfg.rollout, cfg.sync),
@@ -132,5 +176,6 @@ def _build_engine(cfg: Config) -> RolloutEngine:
         max_model_len=cfg.served_tokens,
         seed=cfg.seed,
         first_device=first_server_device(cfg.rollout, cfg.platform, cfg.parallel.world_size),
+        counts=cfg.logging.metrics_port is not None,
     )
     return build_engine(cfg.rollout, launch, cfg.run_dir / SERVER_LOG)

@@ -37,7 +37,9 @@ from tepo_megatron.distributed.objects import broadcast_object, broadcast_result
 from tepo_megatron.distributed.parallel import ParallelDims
 from tepo_megatron.observability.metrics import Metrics
 from tepo_megatron.observability.timing import Clock
+from tepo_megatron.observability.tracer import tracer
 from tepo_megatron.types import Rollout
+from tepo_megatron.utils.save_requests import TraceRequest
 from tepo_megatron.weight_sync.sync import NoSync, WeightSync
 
 
@@ -79,6 +81,7 @@ class Schedule:
         trained: The step whose weights the actor has.
         ended: Whether training ends before the last step because evaluations stopped improving.
         save_requested: Whether a checkpoint is to be saved after the running step. The caller resets it.
+        trace_requested: The steps after the running one to be traced. The caller resets it.
 
     Raises:
         StopRequested: From `next_parts` and the evaluations, which then have not finished. `stop` must be called next.
@@ -124,6 +127,7 @@ class Schedule:
         self._evaluated: int | None = None  # last step whose weights were evaluated
         self._in_updates = False  # whether the actor may have taken updates since `trained`
         self.trained, self.ended, self.save_requested = trained, False, False
+        self.trace_requested: TraceRequest | None = None
 
     def inherit(self, kept: KeptRollouts) -> None:
         """Go on with the rollouts that a living service has kept. Call it before `publish_first_weights`.
@@ -255,6 +259,7 @@ class Schedule:
             # a checkpoint is a whole step: between its updates the run does not end
             waited = broadcast_result(partial(task.wait, not self._in_updates), self._groups.host)
             self.save_requested |= waited.save
+            self.trace_requested = waited.trace or self.trace_requested
             if waited.event in ("stop", "restart"):
                 raise StopRequested(restarts=waited.event == "restart")
             if waited.event in ("done", "minibatch"):
@@ -282,5 +287,6 @@ class Schedule:
     def _push(self) -> None:
         with self._gate.weights_of(self.trained) if self._in_updates else contextlib.nullcontext():
             self._sync.push(version=self.trained)
+            tracer.instant(f"weights of version {self.trained} are served", "main thread")
         self._gate.delivered(self.trained)
         self._served, self._inherited = self.trained, False

@@ -9,7 +9,7 @@ one rank 0 after the other. It goes on with its work while there is none, and ke
 step.
 
     thread    does
-    reader    receives calls, and answers `ping` at once
+    reader    receives calls, and answers `ping` at once with its time
     main      makes the calls in their order; starts the servers, which would end with another thread
     rollout   samples, grades and evaluates
     waiters   wait for what the rollout thread does
@@ -41,6 +41,7 @@ from tepo_megatron.controller.messages import DESCRIPTOR, LISTENER, Answer, Call
 from tepo_megatron.controller.opening import EngineFactory, open_driver
 from tepo_megatron.errors import RolloutError, StorageError, TepoError
 from tepo_megatron.inference.engine import INITIAL_VERSION
+from tepo_megatron.observability.tracer import tracer
 from tepo_megatron.utils.quiet import quiet_upstream
 from tepo_megatron.utils.save_requests import LOOK_SECONDS, RESTART, STOP, answer_restart, asked, take_save
 from tepo_megatron.utils.service_guard import peer_user
@@ -110,7 +111,8 @@ class RolloutService:
                 if isinstance(item, _Left):
                     self._left()
                 else:
-                    self._answer(item, partial(self._make, item.call, stack))
+                    with tracer.span(item.call.name, "calls of rank 0"):
+                        self._answer(item, partial(self._make, item.call, stack))
 
     def end(self) -> None:
         """Have `run` return once the call in progress has been made. May be called by a signal handler."""
@@ -124,7 +126,7 @@ class RolloutService:
                     received = _Received(connection.recv(), connection)
                     name, args = received.call.name, received.call.args
                     if name == "ping":
-                        self._send(connection, Answer(received.call.number, None, None))
+                        self._send(connection, Answer(received.call.number, tracer.clock(), None))
                     elif name == "wait":
                         self._waiters.submit(self._answer, received, partial(self._wait, connection, *args))
                     else:
@@ -137,8 +139,10 @@ class RolloutService:
     def _left(self) -> None:
         """Go on without rank 0, which was killed or has failed. Its successor begins with the call `open`."""
         self._tasks = {}
-        if self._driver is not None and (engine := self._driver.engine) is not None:
-            engine.abandon_update()
+        if self._driver is not None:
+            self._driver.trace.lost()
+            if self._driver.engine is not None:
+                self._driver.engine.abandon_update()
 
     def _open(self, stack: contextlib.ExitStack, cfg: Config) -> None:
         if self._driver is not None:
@@ -173,7 +177,7 @@ class RolloutService:
                 return self._resume(*args)
             case _:
                 owner, _, attribute = name.rpartition(".")
-                target = getattr(self._started.engine if owner == "engine" else self._started, attribute)
+                target = getattr(getattr(self._started, owner) if owner else self._started, attribute)
                 return target(*args) if callable(target) else target
         return None
 
@@ -245,7 +249,8 @@ class RolloutService:
                 task.received += 1
                 return Waited("minibatch", task.minibatches[task.received - 1])
             if done:
-                return Waited("done", self._tasks.pop(number).future.result(), save=trains and take_save(self._cfg.run_dir))
+                run, trace = self._cfg.run_dir, self._started.trace.take_request()
+                return Waited("done", self._tasks.pop(number).future.result(), save=trains and take_save(run), trace=trace)
             if engine is not None and trains and engine.needs_weights:
                 return Waited("weights")
             time.sleep(POLL_SECONDS)

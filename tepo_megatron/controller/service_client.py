@@ -13,6 +13,8 @@ from tepo_megatron.config import SyncConfig
 from tepo_megatron.controller.messages import Answer, Call
 from tepo_megatron.errors import RolloutError
 from tepo_megatron.inference.engine import EnginePart
+from tepo_megatron.observability.clock_offset import SAME, ClockOffset, measure
+from tepo_megatron.observability.tracer import tracer
 from tepo_megatron.types import Canaries
 from tepo_megatron.utils.memory_kills import MemoryKills
 from tepo_megatron.weight_sync.broadcast_group import GroupSpec
@@ -168,6 +170,36 @@ class ServiceClient:
             why = f": {self._kills.explain()}" if status == -signal.SIGKILL else "; its last lines are above"
             self._lost = RolloutError(f"the rollout service (pid {self._process.pid}) {how}{why}")
         return self._lost
+
+
+class ServiceTraces:
+    """The service's side of a traced step. On ranks other than 0, which have no client, its methods do nothing.
+
+    Args:
+        client: Calls the service.
+    """
+
+    def __init__(self, client: ServiceClient | None) -> None:
+        self._client = client
+
+    def begin(self) -> None:
+        """See `service_trace.ServiceTrace.begin`."""
+        if self._client is not None:
+            self._client.call("trace.begin")
+
+    def clock_offset(self) -> ClockOffset:
+        """Return the offset of rank 0's clock against the service's, which answers `ping` with its time."""
+        client = self._client
+        return SAME if client is None else measure(lambda: int(client.call("ping")), tracer.clock)
+
+    def end(self, step: int, ranks: int, answers: bool) -> None:
+        """See `service_trace.ServiceTrace.end`.
+
+        Args:
+            step, ranks, answers: See there.
+        """
+        if self._client is not None:
+            self._client.call("trace.end", step, ranks, answers)
 
 
 class ServiceEngine:

@@ -153,7 +153,7 @@ def initialize(cfg: ParallelConfig, platform: Platform, seed: int, config: Mappi
             distributed_timeout_minutes=max(1, round(cfg.timeout_seconds / 60)),
         )
         tensor_parallel.model_parallel_cuda_manual_seed(seed)
-        host = dist.new_group(backend=platform.host_backend, timeout=datetime.timedelta(days=30))
+        host = dist.new_group(backend=platform.host_backend, timeout=datetime.timedelta(days=30), group_desc="HOST_GROUP")
     return _mesh(device, host)
 
 

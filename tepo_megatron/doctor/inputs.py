@@ -58,6 +58,9 @@ def grading(cfg: RewardConfig, prompts: Sequence[Prompt]) -> Iterator[Finding]:
         cfg: Sets the grader.
         prompts: Prompts whose answers are graded.
     """
+    if cfg.judges:
+        yield Finding("grading", "pass", "a judge is asked only by a run; `tepo judge` compares its verdicts with labels")
+        return
     texts = [rf"\boxed{{{prompt.answer}}}" for prompt in prompts]
     with build_reward(cfg, decode=lambda ids: texts[ids[0]]) as reward:
         graded = reward.score([_answered(i, prompt) for i, prompt in enumerate(prompts)])

@@ -44,25 +44,26 @@ def packages() -> Iterator[Finding]:
         yield Finding("packages", "pass", ", ".join(f"{name} {importlib.metadata.version(name)}" for name in SHOWN))
 
 
-def enough_devices(platform: str, ranks: int, rollout: RolloutConfig) -> bool:
+def enough_devices(platform: str, ranks: int, rollout: RolloutConfig, judge_gpus: int) -> bool:
     """Return whether this machine alone has the devices for the ranks and for the servers that the run starts.
 
     Args:
         platform: "cpu" or "cuda".
         ranks: Number of ranks.
         rollout: Sets which servers the run starts.
+        judge_gpus: GPUs of the judges that the run serves.
     """
-    return platform == "cpu" or _gpus() >= _wanted(ranks, rollout)
+    return platform == "cpu" or _gpus() >= _wanted(ranks, rollout, judge_gpus)
 
 
-def processors(platform: str, ranks: int, rollout: RolloutConfig) -> Iterator[Finding]:
+def processors(platform: str, ranks: int, rollout: RolloutConfig, judge_gpus: int) -> Iterator[Finding]:
     """Check that there are GPUs, or cores, for the ranks and for the servers that are started here.
 
     Args:
-        platform, ranks, rollout: As in `enough_devices`.
+        platform, ranks, rollout, judge_gpus: As in `enough_devices`.
     """
     if platform == "cuda":
-        there, wanted = _gpus(), _wanted(ranks, rollout)
+        there, wanted = _gpus(), _wanted(ranks, rollout, judge_gpus)
         if there >= wanted:
             yield Finding("GPUs", "pass", f"{there}, {wanted} of which are used")
         else:
@@ -140,10 +141,10 @@ def _gpus() -> int:
     return torch.cuda.device_count()
 
 
-def _wanted(ranks: int, rollout: RolloutConfig) -> int:
-    """Return the GPUs of the ranks and of the servers that are started here."""
+def _wanted(ranks: int, rollout: RolloutConfig, judge_gpus: int) -> int:
+    """Return the GPUs of the ranks, and of the servers and judges that are started here."""
     servers = 0 if rollout.server.remote or rollout.replay is not None else rollout.servers * rollout.server.tp
-    return max(ranks, servers) if rollout.colocate else ranks + servers
+    return judge_gpus + (max(ranks, servers) if rollout.colocate else ranks + servers)
 
 
 def _parameters(model_path: str) -> int:

@@ -137,12 +137,34 @@ def texts() -> Grader:
     return lambda *fields: ("decoded", 0.0, json.dumps(fields))
 
 
+def verdict(regex: str) -> Grader:
+    """Return a grader with two kinds of requests: (prompt, response), as in `texts`; and (text), an answer of a judge.
+
+    Of the second kind the detail is the group of the last match. Status `missing`: nothing matches, or the group is not in it.
+
+    Args:
+        regex: Regular expression with one group.
+    """
+    search, decoded = re.compile(regex), texts()
+
+    def graded(*fields: str) -> Graded:
+        if len(fields) > 1:
+            return decoded(*fields)
+        found = None
+        for match in search.finditer(fields[0]):
+            found = match[1]
+        return ("missing", 0.0, "") if found is None else ("found", 0.0, found[:_DETAIL_CHARS])
+
+    return graded
+
+
 GRADERS: dict[str, Callable[..., Grader]] = {
     "equality": equality,
     "pattern": pattern,
     "custom": custom,
     "program": program,
     "texts": texts,
+    "verdict": verdict,
 }
 
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Literal, Protocol, Self
 
 from tepo_megatron.config import SyncConfig
+from tepo_megatron.inference.report import EngineReport
 from tepo_megatron.types import Canaries, Prompt, Rollout, SamplingParams
 from tepo_megatron.weight_sync.transport import WeightReceiver
 
@@ -134,6 +135,12 @@ class Lifecycle(Protocol):
     @property
     def restarts(self) -> int:
         """Number of server restarts since `start`, for any reason."""
+
+    def server_metrics(self) -> Mapping[str, float]:
+        """Return the load of each server since the last call, by key of metrics.jsonl; empty if there are no servers."""
+
+    def report(self, seconds: float) -> EngineReport:
+        """Return the state of the servers, with the metrics of those that answer within `seconds`. Any thread may call it."""
 
     def canary_metrics(self) -> Mapping[str, float]:
         """Return the metrics of the questions about canaries since the last call; empty without canaries."""

@@ -53,6 +53,7 @@ class LaunchSpec:
     maps_memory: bool = False  # updates may lie in the memory of any GPU that this process sees (CUDA IPC)
     most_masked: int = 0  # most ids of a sampling mask that the server will be asked for; 0: it will not be asked for masks
     in_fp8: bool = False  # the server holds an FP8 model, whose first weights are those of the first update
+    counts: bool = False  # the server counts what its own /metrics shows
     linear_attention: bool = (
         False  # some layers of the model have linear attention, whose states are cached next to keys, values
     )

@@ -39,6 +39,7 @@ def launch_of(
     seed: int,
     first_device: int = 0,
     host: str = LOOPBACK,
+    counts: bool = False,
 ) -> LaunchSpec:
     """Return the settings with which the servers of a run are started.
 
@@ -49,6 +50,7 @@ def launch_of(
         seed: Seed of the run.
         first_device: Index of the servers' first GPU among those that this process sees.
         host: Address to listen on.
+        counts: The servers count what their own metrics show.
 
     Raises:
         ConfigError: The engine cannot serve the model.
@@ -61,6 +63,7 @@ def launch_of(
         precision=rollout.server.precision or model.dtype,
         seed=seed,
         host=host,
+        counts=counts,
         sleeps=rollout.colocate,
         returns_experts=rollout.replay_experts,
         most_masked=rollout.top_k + MASK_TIES if rollout.engine_returns_masks else 0,

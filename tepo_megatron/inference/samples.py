@@ -12,10 +12,11 @@ from torch import Tensor
 from tepo_megatron.errors import RolloutError
 from tepo_megatron.inference.engine_api import StaleWeights, served_label
 from tepo_megatron.inference.partial import ABORTED, GenerationRequest
+from tepo_megatron.observability.tracer import tracer
 from tepo_megatron.types import MASK_TIES, Prompt, Rollout, Routing, SamplingMask, SamplingParams, no_expert
 from tepo_megatron.utils.escaping import excerpt
 from tepo_megatron.utils.exchange import CONTROL_BYTES, BadAnswer, HttpAnswer
-from tepo_megatron.weight_sync.receiver.binary_answer import CONTENT_TYPE, WITH_EXPERTS, decode, ids_crc
+from tepo_megatron.weight_sync.receiver.binary_answer import CONTENT_TYPE, TIMED, WITH_EXPERTS, decode, ids_crc
 
 Answer = TypeVar("Answer")
 
@@ -88,8 +89,11 @@ def engine_sampling_params(sampling: SamplingParams) -> dict[str, Any]:
 
 
 def accepted(sampling: SamplingParams) -> str:
-    """Return the content type in which a client prefers the answer: binary, with experts if they are asked for."""
-    return CONTENT_TYPE if sampling.routing is None else WITH_EXPERTS
+    """Return the content type in which a client prefers the answer: binary, with experts if they are asked for.
+
+    While a step is traced, the server is also asked how long it takes.
+    """
+    return (CONTENT_TYPE if sampling.routing is None else WITH_EXPERTS) + (TIMED if tracer.active else "")
 
 
 def binary_rollouts(answer: HttpAnswer, ask: GenerationRequest, version: int, engine: str) -> list[Rollout]:

@@ -92,7 +92,7 @@ class SglangApi:
         command += ["--log-level-http", "warning"] + ["--enable-memory-saver"] * (launch.sleeps and launch.platform == "cuda")
         command += [RETURN_EXPERTS] * launch.returns_experts
         command += ["--sampling-mask-max-tokens", str(launch.most_masked)] * bool(launch.most_masked)
-        command += ["--load-format", "dummy"] * launch.in_fp8
+        command += ["--load-format", "dummy"] * launch.in_fp8 + ["--enable-metrics"] * launch.counts
         if launch.platform == "cpu":
             # SGLang cannot estimate the KV cache size on CPU; without --sleep-on-idle an idle server would keep a core busy.
             memory, most = cfg.kv_cache_gib or CPU_KV_CACHE_GIB, MAX_REQUESTS * launch.max_model_len

@@ -88,7 +88,7 @@ class VllmApi:
         # The actor recomputes log-probs after temperature; the model's own sampling defaults must not interfere.
         command += ["--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"]
         command += ["--weight-transfer-config", json.dumps({"backend": BACKEND})]
-        command += ["--disable-uvicorn-access-log", "--disable-log-stats"]
+        command += ["--disable-uvicorn-access-log"] + ["--disable-log-stats"] * (not launch.counts)
         if cfg.kv_cache_gib is not None:
             command += ["--kv-cache-memory-bytes", str(int(cfg.kv_cache_gib * 2**30))]
         if launch.sleeps and launch.platform == "cuda":

@@ -21,9 +21,10 @@ def needed_open_files(ranks: int, rollout: RolloutConfig, reward: RewardConfig) 
     Args:
         ranks: Number of ranks of the run.
         rollout: Sets the number of servers.
-        reward: Sets the number of grading workers.
+        reward: Sets the number of grading workers, and of the judges' servers.
     """
-    requests = rollout.servers * (1 + CONTROL_CONNECTIONS)
+    servers = rollout.servers + sum(entry.servers for entry in reward.judges.values())
+    requests = servers * (1 + CONTROL_CONNECTIONS)
     return _BASE + requests + _PER_RANK * ranks + _PER_WORKER * reward.workers * len(reward.terms)
 
 

@@ -16,7 +16,7 @@ from tepo_megatron.config.io import load_config, parse_overrides, plain, set_key
 from tepo_megatron.errors import ConfigError, TepoError
 from tepo_megatron.launcher.preflight import preflight
 from tepo_megatron.utils.atomic import replace_file
-from tepo_megatron.utils.run_lock import RunLock
+from tepo_megatron.utils.run_lock import is_under_way
 from tepo_megatron.utils.save_requests import RESTART, RESTARTED, answer_restart
 
 SECTIONS = ("parallel", "megatron")  # whose keys can be changed
@@ -110,8 +110,5 @@ def take(run_dir: Path, started: Mapping[str, Any], most_ranks: int | None = Non
 
 
 def _check_under_way(run_dir: Path) -> None:
-    try:
-        RunLock(run_dir).release()
-    except ConfigError:  # somebody holds the lock
-        return
-    raise ConfigError(f"{run_dir}: no run is under way in this folder; start it with --resume true")
+    if not is_under_way(run_dir):
+        raise ConfigError(f"{run_dir}: no run is under way in this folder; start it with --resume true")

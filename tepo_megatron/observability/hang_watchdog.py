@@ -28,6 +28,7 @@ TRAINING = ("old_stats", "update")  # phases in which every rank makes progress;
 JOINING = "joining the servers in"  # + the group's name: a phase with its own deadline, where every rank progresses
 VERDICT = "watch/verdict"  # key of the explanation that every rank ends with; the rank that finds a fault first sets it
 _COLLECTIVES = os.path.join("torch", "distributed", "")
+_TRACED = os.path.join("distributed", "collective_spans.py")
 
 
 @dataclass
@@ -38,11 +39,13 @@ class RunPosition:
         step: Number of the training step.
         phase: Name of the phase.
         microbatch: Forward steps begun in the current pass: one per microbatch and model chunk. 0: none yet.
+        backward: Backward steps begun in the current pass, counted in traced steps only.
     """
 
     step: int = 0
     phase: str = "start"
     microbatch: int = 0
+    backward: int = 0
 
     @contextlib.contextmanager
     def within(self, phase: str) -> Iterator[None]:
@@ -259,6 +262,9 @@ def place_of(frame: FrameType | None) -> str:
     collective, line = "", ""
     while frame is not None and not line:
         path = frame.f_code.co_filename
+        if path.endswith(_TRACED):  # the caller is the place, also in a traced step
+            frame = frame.f_back
+            continue
         if _COLLECTIVES in path and frame.f_code.co_name != "wrapper":  # skip the wrapper of its logger
             collective = frame.f_code.co_name  # the outermost frame is the function that was called
         for package in ("tepo_megatron", "megatron"):

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tepo_megatron.errors import ConfigError
+from tepo_megatron.observability.trace_file import TRACES
 from tepo_megatron.utils import save_requests
 from tepo_megatron.utils.atomic import replace_file
 from tepo_megatron.utils.run_lock import LOCK_FILE, RunLock
@@ -25,14 +26,15 @@ Inputs = Sequence[tuple[str, str | None]]  # (config key, path) of everything th
 _SIGNS = ("summary.json", "hf", "checkpoints", "metrics.lost.jsonl")
 # Files written at the end of a run -> their names after the run is resumed, which writes them again.
 _OUTCOME = {"summary.json": "summary.former.json", "evaluation.jsonl": "evaluation.former.jsonl"}
+CONFIG_FILE = "config.yaml"
 _HANG = {"hang.txt": "hang.former.txt"}
 # Everything that a run writes. `overwrite` removes these and nothing else.
 _OF_A_RUN = (
     "checkpoints", *_OUTCOME, *_OUTCOME.values(), *_HANG, *_HANG.values(), "summary.json.partial", "evaluation.jsonl.partial",
-    "config.yaml", "config.yaml.partial", "metrics.jsonl", "metrics.jsonl.partial", "metrics.lost.jsonl",
+    CONFIG_FILE, "config.yaml.partial", "metrics.jsonl", "metrics.jsonl.partial", "metrics.lost.jsonl",
     "metrics.lost.jsonl.partial", "rollouts", "decisions.jsonl", AUDIT, "evaluation", "log.txt", "server.log", "report.html",
     "report.html.partial", "report.png", "report.png.partial", "hf", "hf.partial", "hf.former", "tensorboard", "wandb",
-    "stacks", *save_requests.FILES,
+    "stacks", TRACES, "metrics.key", "metrics_targets.json", *save_requests.FILES,
 )  # fmt: skip
 
 
@@ -49,7 +51,7 @@ def audit_folder(run_dir: Path, step: int) -> Path:
 def prepare(cfg: "Config") -> Path:
     """Prepare the folder of a run that starts later: call `claim`, then release the lock. Return the path of config.yaml."""
     with claim(cfg):
-        return cfg.run_dir / "config.yaml"
+        return cfg.run_dir / CONFIG_FILE
 
 
 def claim(cfg: "Config", check_only: bool = False) -> RunLock:
@@ -134,7 +136,7 @@ def _make_ready(run_dir: Path, resume: bool, config: str, output: str) -> None:
             else:
                 path.unlink(missing_ok=True)
         # ranks on other machines may read it meanwhile
-        replace_file(run_dir / "config.yaml", config.encode(), durable=False)
+        replace_file(run_dir / CONFIG_FILE, config.encode(), durable=False)
     except OSError as e:
         fault = disk_fault(e, run_dir, written=False) or f"{run_dir} cannot be written ({e}); choose another directory"
         raise ConfigError(f"output={output}: {fault}") from None

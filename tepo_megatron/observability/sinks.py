@@ -9,7 +9,7 @@ import math
 import os
 import re
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -17,6 +17,7 @@ from typing import Any
 
 from tepo_megatron.config import LoggingConfig
 from tepo_megatron.errors import ConfigError, DataError, RunReplacedError
+from tepo_megatron.observability.alerts import AlertWatch, key_of
 from tepo_megatron.observability.log_file import LogFile, append_line, open_for_appending
 from tepo_megatron.observability.run_dir import lock
 from tepo_megatron.utils import records
@@ -30,6 +31,7 @@ _WANDB_ID = "wandb/run-id.txt"
 _FIRST_KEY = "step"  # first key of every record
 
 Value = float | int | None
+Listener = Callable[[int, Mapping[str, Value]], object]
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,9 @@ class RunLog:
         steps: Steps of the whole run, for the progress line.
         columns: The values of the progress line.
 
+    Attributes:
+        listener: Called with the number and the values of each step. None: nobody listens.
+
     Raises:
         ConfigError: A configured output is not installed, or another process has this run's log open.
     """
@@ -96,6 +101,8 @@ class RunLog:
         self._metrics = open_for_appending(run_dir / METRICS_FILE)
         lock(self._metrics, run_dir)
         self._log, self._steps, self._lines, self._columns = LogFile(run_dir), steps, 0, columns
+        self._alerts = AlertWatch()
+        self.listener: Listener | None = None
 
     def __enter__(self) -> "RunLog":
         self._log.__enter__()
@@ -121,9 +128,15 @@ class RunLog:
         """
         self.check_in_place()
         values = {k: v if v is not None and math.isfinite(v) else None for k, v in record.items()}
+        alerts = self._alerts.observe(step, values)
+        values |= {key_of(name): 1.0 for name in self._alerts.active}
         with writing(self.run_dir / METRICS_FILE):
             append_line(self._metrics, json.dumps({"step": step, **values}) + "\n")
         self._progress(step, values)
+        for alert in alerts:
+            self.message(alert.message)
+        if self.listener is not None:
+            self.listener(step, values)
         known = {key: value for key, value in values.items() if value is not None}
         if self._tensorboard is not None:
             for key, value in known.items():
@@ -167,6 +180,9 @@ class RunLog:
             os.ftruncate(self._metrics, len(kept))
         else:
             self._replace_metrics(kept)
+        self._alerts = AlertWatch()
+        for record in found.records:
+            self._alerts.observe(record[_FIRST_KEY], record)
         if self._tensorboard is not None:
             self._tensorboard.close()
             self._tensorboard = _open_tensorboard(self.run_dir, forget_from=step + 1)

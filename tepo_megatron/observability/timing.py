@@ -5,6 +5,7 @@ import time
 from collections.abc import Iterator
 
 from tepo_megatron.observability.hang_watchdog import progress
+from tepo_megatron.observability.tracer import tracer
 
 
 class Clock:
@@ -23,7 +24,7 @@ class Clock:
         """Time the block as phase `name`. Repeated blocks add up."""
         start = time.perf_counter()
         try:
-            with progress.within(name):
+            with progress.within(name), tracer.span(name):
                 yield
         finally:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start

@@ -6,9 +6,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tepo_megatron.config import Config, GroupTransportConfig
+from tepo_megatron.config.io import load_config
 from tepo_megatron.errors import ConfigError
+from tepo_megatron.observability import run_dir
 from tepo_megatron.ops.alignment import Alignment
 from tepo_megatron.plan.activations import ON_CPU, PlannedKernels
+from tepo_megatron.plan.advice import advice_lines
+from tepo_megatron.plan.calibration import GPU_HOURS_PER_FAILURE, calibrated, read_run
 from tepo_megatron.plan.compute import MachineModel
 from tepo_megatron.plan.gpus import GIB, GPUS
 from tepo_megatron.plan.memory import host_bytes
@@ -46,6 +50,8 @@ class PlanRequest:
         response: Mean tokens of a response. None: assumed.
         json_file: Also write the result here.
         dropped: Share of the groups that are entirely right or entirely wrong. None: assumed.
+        run: Folder of a run whose recorded steps replace assumptions. None: there is none.
+        gpu_hours_per_failure: Mean GPU-hours between failures, for the interval of checkpoints. None: a published mean.
     """
 
     gpus: int | None = None
@@ -54,6 +60,8 @@ class PlanRequest:
     response: int | None = None
     json_file: Path | None = None
     dropped: float | None = None
+    run: Path | None = None
+    gpu_hours_per_failure: float | None = None
 
 
 def predictor_of(cfg: Config, request: PlanRequest) -> Predictor:
@@ -64,10 +72,18 @@ def predictor_of(cfg: Config, request: PlanRequest) -> Predictor:
         request: Options of `tepo plan`.
 
     Raises:
-        ConfigError: The GPU is not in the table. Errors of `read_model` pass through.
+        ConfigError: The GPU is not in the table. Errors of `read_model` and of `read_run` pass through.
     """
     if request.gpu not in GPUS:
         raise ConfigError(f"--gpu {request.gpu}: not in the table; use one of {', '.join(GPUS)}")
+    if (path := request.run) is not None:  # calibrated with a run, which may have another config
+        its_cfg = load_config(str(path / run_dir.CONFIG_FILE), [])
+        run = read_run(path, its_cfg.rollout.samples_per_prompt)
+        recorded = replace(request, run=None, prompt=run.prompt, response=run.response, dropped=run.dropped)
+        measured = calibrated(predictor_of(its_cfg, recorded), run).measured
+        given = {name: getattr(request, name) for name in ("prompt", "response", "dropped")}
+        asked = replace(recorded, **{name: value for name, value in given.items() if value is not None})
+        return replace(predictor_of(cfg, asked), measured=measured)
     family, arch = read_model(cfg.model.path)
     work = Workload.of(cfg, request.prompt, request.response, request.dropped)
     samples = cfg.rollout.samples_per_prompt
@@ -102,11 +118,11 @@ def plan(predictor: Predictor, request: PlanRequest, tell: Callable[[str], None]
         why = f"{predictor.placement.gpus} GPUs are needed, {gpus} are available"
     tell(f"{cfg.model.path}, {cfg.model.precision}, on {gpus} {gpu.name}; trainer and engine {predictor.placement.kind}")
     tell(f"given: {given.name}")
-    assumed = "given" if request.prompt and request.response else "assumed"
+    assumed = "given" if request.prompt and request.response else "recorded" if request.run else "assumed"
     tell(f"{assumed}: prompts of {work.prompt} tokens, responses of {work.response} on average, {work.longest} at most")
     if work.dropped:
         asked, kept = work.rounds(cfg.rollout, cfg.objective)
-        how = "assumed" if request.dropped is None else "given"
+        how = "given" if request.dropped is not None else "recorded" if request.run else "assumed"
         tell(
             f"{how}: {work.dropped:.0%} of the groups are dropped; {sum(asked)} are sampled in {len(asked)} rounds, {kept} kept"
         )
@@ -119,10 +135,15 @@ def plan(predictor: Predictor, request: PlanRequest, tell: Callable[[str], None]
     traffic = weight_traffic(family.rows, predictor.model.arch, tp, server_tp, predictor.model.element, slices)
     tell("\n" + "\n".join(traffic_lines(traffic, cfg.sync)))
     if given.step is not None:
-        tell("\n" + "\n".join(time_lines(given.step, predictor.machine.assumed.error)))
+        source = "others measured" if request.run is None else "recorded"
+        tell("\n" + "\n".join(time_lines(given.step, predictor.machine.assumed.error, source)))
         tell("\n" + "\n".join(run_lines(whole_run(predictor, given.step.seconds))))
     found = search(predictor, gpus)
     tell("\n" + "\n".join(search_lines(found, gpus)))
+    if request.run is not None and given.step is not None:
+        hours = request.gpu_hours_per_failure or GPU_HOURS_PER_FAILURE
+        run = read_run(request.run, cfg.rollout.samples_per_prompt)
+        tell("\n" + "\n".join(advice_lines(predictor, run, given, found, hours)))
     if request.json_file is not None:
         request.json_file.write_text(json.dumps(as_json(predictor, given, found, gpus), indent=1))
     if why:

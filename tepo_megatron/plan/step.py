@@ -84,6 +84,19 @@ class StepPrediction:
 
 
 @dataclass(frozen=True)
+class PhaseFactors:
+    """Ratios of the phases of a recorded step to their predictions (`calibration.py`).
+
+    Attributes:
+        factors: Measured over predicted seconds, by phase of the plan; 1 for those that are not there.
+        beyond: Share of the phases' time that the step took in addition; below 0 where phases ran at once.
+    """
+
+    factors: Mapping[str, float]
+    beyond: float
+
+
+@dataclass(frozen=True)
 class Predictor:
     """Predictor of the steps of one config on one kind of GPU.
 
@@ -92,6 +105,7 @@ class Predictor:
         model: Its model.
         machine: The GPU.
         workload: Lengths of prompts and responses.
+        measured: Correction by a recorded run. None: the assumptions alone.
         known: Cached results, which stay valid under `replace` with another config.
     """
 
@@ -99,6 +113,7 @@ class Predictor:
     model: PlannedModel
     machine: MachineModel
     workload: Workload
+    measured: PhaseFactors | None = None
     known: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
 
     @cached_property
@@ -182,10 +197,14 @@ class Predictor:
             "change places": self.moving_seconds(),
             "send weights": self.sync_seconds(),
         }
+        beyond = self.machine.assumed.beyond
+        if self.measured is not None:
+            phases = {name: seconds * self.measured.factors.get(name, 1.0) for name, seconds in phases.items()}
+            beyond = self.measured.beyond
         hidden = float(rollout.max_staleness > 0 and not rollout.colocate)
         if training.stream == "arrival" and not hidden:  # all minibatches of the first epoch but the last
             hidden = 1 / training.epochs - 1 / updates
-        return StepPrediction(phases, update, sum(everything), self.placement.gpus, hidden, self.machine.assumed.beyond)
+        return StepPrediction(phases, update, sum(everything), self.placement.gpus, hidden, beyond)
 
     def gate_share(self, updates: int) -> float:
         """Return the share of a step's tokens that the stale-weights gate compares in a separate pass.

@@ -26,18 +26,19 @@ def memory_lines(layout: LayoutCandidate, gpu: Gpu) -> Iterator[str]:
     yield f"  total, of {gpu.memory / GIB:.1f}".ljust(28) + "".join(f"{state.total / GIB:10.2f}" for state in states)
 
 
-def time_lines(step: StepPrediction, error: float) -> Iterator[str]:
+def time_lines(step: StepPrediction, error: float, source: str = "others measured") -> Iterator[str]:
     """Yield the seconds of each phase, and the throughput.
 
     Args:
         step: The predicted step.
         error: `Assumptions.error`.
+        source: Who says what a step takes beyond its phases.
     """
     yield "a step, s"
     for name, seconds in step.phases.items():
         if seconds:
             yield f"  {name}".ljust(38) + f"{seconds:10.2f}"
-    yield "  beyond these, as others measured".ljust(38) + f"{step.seconds - step.modelled:10.2f}"
+    yield f"  beyond these, as {source}".ljust(38) + f"{step.seconds - step.modelled:10.2f}"
     how = "one after the other" if step.hidden == 0 else f"{step.hidden:.0%} of training hidden"
     low, high = time_range(step.seconds, error)
     yield f"  all, {how}".ljust(38) + f"{step.seconds:10.2f}  ({low:.0f} to {high:.0f})"
@@ -111,7 +112,10 @@ def as_json(predictor: Predictor, layout: LayoutCandidate, found: SearchResult, 
         given["step_seconds_range"] = time_range(layout.step.seconds, run.error)
         given["run_seconds"], given["run_seconds_range"] = run.seconds, time_range(run.seconds, run.error)
         given["run_gpu_hours"], given["run_gpu_hours_range"] = run.gpu_hours, time_range(run.gpu_hours, run.error)
+    measured = predictor.measured
+    calibration = {"factors": dict(measured.factors), "beyond": measured.beyond} if measured is not None else None
     return {
+        "calibration": calibration,
         "gpu": predictor.machine.gpu.name,
         "gpus": gpus,
         "assumed": {

@@ -37,6 +37,31 @@ class Chart:
 
 
 @dataclass(frozen=True)
+class PanelChart:
+    """A chart before it is drawn: `chart` draws it with matplotlib, and the live page in the browser.
+
+    Attributes:
+        name: Name that no other chart of the page has; it keeps the SVG ids unique.
+        caption: Sentence on how to read the chart.
+        panel: Draws the panel into a cell of a figure.
+        last_step: End of the horizontal axis in steps; None if that axis is not in steps.
+    """
+
+    name: str
+    caption: str
+    panel: Panel
+    last_step: float | None
+
+
+@dataclass(frozen=True)
+class PanelSection:
+    """Charts under one heading, before they are drawn."""
+
+    name: str
+    charts: Sequence[PanelChart]
+
+
+@dataclass(frozen=True)
 class ChartSection:
     """Charts under one heading."""
 
@@ -44,41 +69,44 @@ class ChartSection:
     charts: Sequence[Chart]
 
 
-def chart(name: str, caption: str, panel: Panel, last_step: float | None) -> Chart:
-    """Draw one panel.
-
-    Args:
-        name: Name that no other chart of the page has; it keeps the SVG ids unique.
-        caption: Sentence on how to read the chart.
-        panel: Draws the panel into a cell of a figure.
-        last_step: End of the horizontal axis in steps; None if that axis is not in steps.
-    """
+def chart(drawn: PanelChart) -> Chart:
+    """Draw one panel as SVG."""
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=_INCHES)
         width, height = figure.get_size_inches()
         edges = {"left": 0.66 / width, "right": 1 - 0.1 / width, "bottom": 0.3 / height, "top": 1 - 0.3 / height}
-        panel(figure, figure.add_gridspec(1, 1, **edges)[0, 0])
+        drawn.panel(figure, figure.add_gridspec(1, 1, **edges)[0, 0])
         title = figure.axes[0].get_title("left")
         figure.axes[0].set_title("")
         for axis in figure.axes:
             axis.set_xlabel("")
-            if last_step is not None:
-                steps_along(axis, last_step)
-        return Chart(title, caption, to_svg(figure, name), listed(figure))
+            if drawn.last_step is not None:
+                steps_along(axis, drawn.last_step)
+        return Chart(title, drawn.caption, to_svg(figure, drawn.name), listed(figure))
 
 
 def sections(run: RunRecord, prefix: str) -> list[ChartSection]:
-    """Return the charts of one run.
+    """Draw the charts of one run.
 
     Args:
         run: Run to draw.
         prefix: Prefix of the charts' names, different for each run of a page.
     """
+    return [ChartSection(section.name, list(map(chart, section.charts))) for section in panel_sections(run, prefix)]
+
+
+def panel_sections(run: RunRecord, prefix: str) -> list[PanelSection]:
+    """Return the charts of one run without drawing them.
+
+    Args:
+        run: The run.
+        prefix: Prefix of the charts' names, different for each run of a page.
+    """
     curves, evaluations = run.curves, [] if run.summary is None else run.summary.evaluations
 
-    def draw(panel: Callable[..., None], caption: str, *others: Any) -> Chart:
+    def draw(panel: Callable[..., None], caption: str, *others: Any) -> PanelChart:
         name = f"{prefix}-{panel.__name__}"
-        return chart(name, caption, lambda f, cell: panel(f, cell, curves, *others), run.last_step)
+        return PanelChart(name, caption, lambda f, cell: panel(f, cell, curves, *others), run.last_step)
 
     in_turns = "Stacked: what training spent each step on."
     ahead = f"{in_turns} The line: rollouts, which were sampled meanwhile."
@@ -94,7 +122,7 @@ def sections(run: RunRecord, prefix: str) -> list[ChartSection]:
     if curves.named("memory/"):
         time.append(draw(panels.memory, "Memory of the rank that holds most, and of all servers together."))
     return [
-        ChartSection(
+        PanelSection(
             "Learning",
             [
                 draw(panels.learning, "All samples; diamonds: held-out problems, ± standard error.", evaluations),
@@ -103,7 +131,7 @@ def sections(run: RunRecord, prefix: str) -> list[ChartSection]:
                 draw(panels.sampling, "Groups all right or all wrong have no advantage; by default they are not trained on."),
             ],
         ),
-        ChartSection(
+        PanelSection(
             "TEPO",
             [
                 draw(panels.ratio, "Geometric mean of a sequence's token ratios. Clip bounds act outside 1 ± eps."),
@@ -115,11 +143,13 @@ def sections(run: RunRecord, prefix: str) -> list[ChartSection]:
                 draw(panels.constraints, "The constraints on the policy: the bounds of the ratio, and the KL under the mask."),
             ],
         ),
-        ChartSection("Mismatch and time", time),
-        ChartSection(
+        PanelSection("Mismatch and time", time),
+        PanelSection(
             "Figures 2 and 3 of the paper",
             [
-                chart(f"{prefix}-paper-{it.key.replace('/', '-')}", it.caption, partial(it.draw, curves=curves), run.last_step)
+                PanelChart(
+                    f"{prefix}-paper-{it.key.replace('/', '-')}", it.caption, partial(it.draw, curves=curves), run.last_step
+                )
                 for it in paper_figures.FIGURES
                 if it.key in curves
             ],

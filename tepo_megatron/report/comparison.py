@@ -12,7 +12,7 @@ from matplotlib.gridspec import SubplotSpec
 from tepo_megatron.config import Config
 from tepo_megatron.config.io import plain
 from tepo_megatron.report import held_out
-from tepo_megatron.report.charts import Chart, chart
+from tepo_megatron.report.charts import Chart, PanelChart, chart
 from tepo_megatron.report.drawing import BLUE, GREEN, ORANGE, PERCENT, PURPLE, RED, from_zero, stacked
 from tepo_megatron.report.figures import NOTHING, QUANTITIES, Quantity, at_end
 from tepo_megatron.report.held_out import HeldOut
@@ -68,7 +68,7 @@ def compare(runs: Mapping[str, RunRecord], evaluated: Sequence[HeldOut]) -> RunC
     rows = [_figures(quantity, records) for quantity in shown]
     rows.insert(0, ("steps", *(f"{run.curves.steps[-1]:.0f}" for run in runs.values())))
     return RunComparison(
-        charts=[_overlay(quantity, records) for quantity in shown],
+        charts=list(map(chart, overlays(records))),
         headings=["", *runs],
         rows=rows,
         evaluation=_accuracies(runs),
@@ -77,7 +77,12 @@ def compare(runs: Mapping[str, RunRecord], evaluated: Sequence[HeldOut]) -> RunC
     )
 
 
-def _overlay(quantity: Quantity, runs: Sequence[RunRecord]) -> Chart:
+def overlays(runs: Sequence[RunRecord]) -> list[PanelChart]:
+    """Return a chart for each quantity that some run has, with a line per run, without drawing them."""
+    return [_overlay(quantity, runs) for quantity in QUANTITIES if any(quantity.key in run.curves for run in runs)]
+
+
+def _overlay(quantity: Quantity, runs: Sequence[RunRecord]) -> PanelChart:
     """Draw one line per run. The page's key explains the colours, and `gid` holds the run's name for the pointer."""
     called = names(runs)
 
@@ -97,7 +102,7 @@ def _overlay(quantity: Quantity, runs: Sequence[RunRecord]) -> Chart:
         elif quantity.percent or quantity.key in _FROM_ZERO:
             from_zero(axis, 0.01 if quantity.percent else 0.0)
 
-    return chart(f"compare-{quantity.key}", CAPTIONS.get(quantity.key, ""), panel, max(run.last_step for run in runs))
+    return PanelChart(f"compare-{quantity.key}", CAPTIONS.get(quantity.key, ""), panel, max(run.last_step for run in runs))
 
 
 def _figures(quantity: Quantity, runs: Sequence[RunRecord]) -> tuple[str, ...]:
@@ -117,7 +122,7 @@ def _accuracies(runs: Mapping[str, RunRecord]) -> Chart | None:
     if not found:
         return None
     caption = "After each run; bars: 95 % intervals over problems."
-    return chart("compare-evaluation", caption, lambda f, cell: held_out.accuracies(f, cell, found), None)
+    return chart(PanelChart("compare-evaluation", caption, lambda f, cell: held_out.accuracies(f, cell, found), None))
 
 
 def _differences(called: Sequence[str], evaluated: Sequence[HeldOut]) -> list[tuple[str, str]]:

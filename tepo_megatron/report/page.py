@@ -13,7 +13,7 @@ from tepo_megatron import __version__
 from tepo_megatron.config.io import to_yaml
 from tepo_megatron.config.safety import SafetyCheck, safety_checks
 from tepo_megatron.report import benchmarks, charts, comparison, figures, held_out, samples, tokens, words
-from tepo_megatron.report.charts import Chart, ChartSection
+from tepo_megatron.report.charts import Chart, ChartSection, PanelChart
 from tepo_megatron.report.drawing import BLUE, MUTED
 from tepo_megatron.report.run import RunRecord, facts
 from tepo_megatron.report.svg import css_color
@@ -115,11 +115,12 @@ def _evaluation(run: RunRecord, anchor: str) -> Chart | None:
         return None
     found = [(f"step {step}", mean, error, MUTED if step == 0 else BLUE) for step, mean, error in run.summary.evaluations]
     caption = "Bars: 95 % intervals over problems."
-    return charts.chart(f"{anchor}-evaluation", caption, lambda f, cell: held_out.accuracies(f, cell, found), None)
+    panel = PanelChart(f"{anchor}-evaluation", caption, lambda f, cell: held_out.accuracies(f, cell, found), None)
+    return charts.chart(panel)
 
 
 def _over_steps(run: RunRecord, suite: benchmarks.BenchmarkPanel, anchor: str) -> Chart | None:
     if not suite.scores:
         return None
     name, caption = f"{anchor}-benchmarks", "± standard error, clustered by problem."
-    return charts.chart(name, caption, lambda f, cell: benchmarks.over_steps(f, cell, suite.scores), run.last_step)
+    return charts.chart(PanelChart(name, caption, lambda f, cell: benchmarks.over_steps(f, cell, suite.scores), run.last_step))

@@ -9,6 +9,7 @@ import numpy as np
 from tepo_megatron.config import Config
 from tepo_megatron.config.io import load_config
 from tepo_megatron.errors import DataError
+from tepo_megatron.observability.alerts import judge
 from tepo_megatron.observability.sinks import METRICS_FILE, read_steps
 from tepo_megatron.report.drawing import Curves
 
@@ -37,7 +38,7 @@ class RunRecord:
         cfg: Config of the run.
         curves: Records of its steps.
         summary: Summary; None until the run has ended.
-        notes: Sentences on faults of its records.
+        notes: Sentences on faults of its records, and its alerts.
     """
 
     folder: Path
@@ -55,8 +56,9 @@ class RunRecord:
 def read_run(folder: Path) -> RunRecord:
     """Read a run. Raises DataError if no step was recorded or a file is malformed, ConfigError if config.yaml is malformed."""
     found = read_steps(folder)
-    notes = tuple(f"{METRICS_FILE}: {fault}." for fault in found.faults)
-    summary = _read_summary(folder / "summary.json")
+    alerts = judge((record["step"], record) for record in found.records)
+    notes = (*(f"{METRICS_FILE}: {fault}." for fault in found.faults), *(f"{alert.message}." for alert in alerts))
+    summary = read_summary(folder / "summary.json")
     return RunRecord(folder, load_config(folder / "config.yaml"), Curves(found.records), summary, notes)
 
 
@@ -81,7 +83,7 @@ def duration(seconds: float) -> str:
     return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{rest} s"
 
 
-def _read_summary(path: Path) -> Summary | None:
+def read_summary(path: Path) -> Summary | None:
     """Return the summary; None while the run has not ended. Raises DataError for a malformed file."""
     if not path.exists():
         return None

@@ -58,10 +58,7 @@ class ReportSamples:
 
 def read_samples(run: RunRecord) -> ReportSamples:
     """Read samples from the rollouts that a run recorded or replayed. A file that cannot be read becomes a note."""
-    replayed = run.cfg.rollout.replay
-    folder = run.folder / "rollouts"
-    if replayed is not None and not folder.is_dir():
-        folder = Path(replayed)
+    folder = read_folder(run)
     if not folder.is_dir():
         return ReportSamples((), ["No samples were kept: rollout.record=true keeps the rollouts of each step."])
     from tepo_megatron.rollout import record  # imports torch
@@ -84,6 +81,12 @@ def read_samples(run: RunRecord) -> ReportSamples:
     except DataError as e:
         notes.append(str(e))
     return ReportSamples(groups, notes)
+
+
+def read_folder(run: RunRecord) -> Path:
+    """Return the folder of the rollouts that a run recorded or, if it recorded none, replayed. It need not exist."""
+    replayed, folder = run.cfg.rollout.replay, run.folder / "rollouts"
+    return folder if replayed is None or folder.is_dir() else Path(replayed)
 
 
 def find_tokenizer(run: RunRecord, notes: list[str]) -> "PreTrainedTokenizerBase | None":
@@ -113,7 +116,7 @@ def _of_step(step: int, rollouts: "Sequence[Rollout]", tokenizer: "PreTrainedTok
     for title, rollout in chosen:
         titles.setdefault(id(rollout), []).append(title)
     by_id = {id(rollout): rollout for _, rollout in chosen}
-    return SampleGroup(f"step {step}", [_sample(", ".join(said), by_id[key], tokenizer) for key, said in titles.items()])
+    return SampleGroup(f"step {step}", [sample_of(", ".join(said), by_id[key], tokenizer) for key, said in titles.items()])
 
 
 def _changed(folder: Path, steps: Sequence[int]) -> list[tuple[int, int, int]]:
@@ -138,11 +141,18 @@ def _of_prompt(
         mean = statistics.fmean(r.score for r in rollouts)
         means.append(f"{mean:.3g}")
         typical = min(rollouts, key=lambda r: abs(r.score - mean))
-        samples.append(_sample(f"step {step}, mean score {mean:.3g} of {len(rollouts)}", typical, tokenizer))
+        samples.append(sample_of(f"step {step}, mean score {mean:.3g} of {len(rollouts)}", typical, tokenizer))
     return SampleGroup(f"most changed: prompt {prompt}, {' → '.join(means)}", samples)
 
 
-def _sample(title: str, rollout: "Rollout", tokenizer: "PreTrainedTokenizerBase | None") -> ReportSample:
+def sample_of(title: str, rollout: "Rollout", tokenizer: "PreTrainedTokenizerBase | None") -> ReportSample:
+    """Return a rollout as text with its facts.
+
+    Args:
+        title: The reason for which it is shown.
+        rollout: The rollout.
+        tokenizer: The model's tokenizer. None: token ids are shown.
+    """
     prompt, response = of_tokens(rollout.token_ids_L.tolist(), rollout.response_mask_L.tolist(), tokenizer)
     mean_logprob = rollout.rollout_logprobs_L[rollout.response_mask_L].mean().item() if rollout.response_length else 0.0
     facts = [

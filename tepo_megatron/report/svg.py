@@ -67,11 +67,11 @@ def _listed(axis: Any) -> dict[str, Any]:
         if not label.startswith("_") and line.get_transform() == axis.transData:
             row = series.setdefault(label, {"label": label, "color": css_color(line.get_color()), "y": []})
             row["x"] = np.asarray(line.get_xdata()).tolist()
-            row["y"].append(_plain(line.get_ydata()))
+            row["y"].append(rounded(line.get_ydata()))
     for patch in axis.patches:
         if isinstance(patch, StepPatch):
             top, edges, bottom = patch.get_data()
-            row = {"label": patch.get_label(), "color": css_color(patch.get_facecolor()), "y": [_plain(top - bottom)]}
+            row = {"label": patch.get_label(), "color": css_color(patch.get_facecolor()), "y": [rounded(top - bottom)]}
             series[row["label"]] = row | {"x": ((edges[:-1] + edges[1:]) / 2).tolist()}
     return {
         "box": [round(float(share), 4) for share in (box.x0, 1 - box.y1, box.x1, 1 - box.y0)],
@@ -81,6 +81,6 @@ def _listed(axis: Any) -> dict[str, Any]:
     }
 
 
-def _plain(values: Any) -> list[float | None]:
+def rounded(values: Any) -> list[float | None]:
     """Return the values for JSON, rounded to DIGITS significant digits; null for NaN."""
     return [float(f"{v:.{DIGITS}g}") if math.isfinite(v) else None for v in np.asarray(values, dtype=float).tolist()]

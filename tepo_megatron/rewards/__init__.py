@@ -1,6 +1,6 @@
 """Rewards, which grade rollouts. `_TERMS` lists every kind of term; a config adds terms up in `reward.terms`."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol, Self
 
@@ -8,6 +8,7 @@ from tepo_megatron.config import RewardConfig
 from tepo_megatron.errors import ConfigError
 from tepo_megatron.grading.gold import gold_fault
 from tepo_megatron.rewards.code import CodeTerm
+from tepo_megatron.rewards.judge import Judge, JudgeTerm
 from tepo_megatron.rewards.math import MathTerm
 from tepo_megatron.rewards.pool import GradingPool, limits_of
 from tepo_megatron.rewards.simple import CustomTerm, FormatTerm, LengthTerm, check_function
@@ -41,18 +42,21 @@ class Reward(Protocol):
     def __exit__(self, *exc_info: object) -> None: ...
 
 
-def build_reward(cfg: RewardConfig, decode: Decode, tokenizer: str = "") -> WeightedReward:
+def build_reward(
+    cfg: RewardConfig, decode: Decode, tokenizer: str = "", judges: Mapping[int, Judge] | None = None
+) -> WeightedReward:
     """Return the reward that `cfg` describes, at once: workers start in the background, and the first grading waits for them.
 
     Args:
         cfg: The reward configuration.
         decode: Turns token ids into text, leaving out special tokens.
         tokenizer: File with which the workers decode (`data.tokenizer.decoder_file`). Empty: this process decodes.
+        judges: The judges by the indices of their terms (`rollout.judges.open_judges`). None: the config names none.
     """
     terms: list[tuple[float, RewardTerm]] = []
     try:
-        for entry in cfg.terms:
-            terms.append((entry.weight, _TERMS[entry.type](cfg, entry, tokenizer)))
+        for i, entry in enumerate(cfg.terms):
+            terms.append((entry.weight, _TERMS[entry.type](cfg, entry, tokenizer, (judges or {}).get(i))))
     except BaseException:
         WeightedReward(terms, decode).close()
         raise
@@ -62,7 +66,7 @@ def build_reward(cfg: RewardConfig, decode: Decode, tokenizer: str = "") -> Weig
 def check_reward(cfg: RewardConfig) -> None:
     """Raise ConfigError for what can be refused before anything is started: a custom function, a sandbox or an API key."""
     from tepo_megatron.grading import sandbox
-    from tepo_megatron.rewards.remote import key_from
+    from tepo_megatron.rewards.posting import key_from
 
     for entry in cfg.terms:
         if entry.type == "custom":
@@ -72,11 +76,16 @@ def check_reward(cfg: RewardConfig) -> None:
                 sandbox.check()
             except OSError as e:
                 raise ConfigError(f"reward.terms: type=code: {e}") from None
-        if entry.type == "http":
+        if entry.type == "http" or entry.type == "judge":
             key_from(entry.key_variable)
 
 
-def _http(cfg: RewardConfig, entry: Any, tokenizer: str) -> RewardTerm:
+def _judge(cfg: RewardConfig, entry: Any, tokenizer: str, judge: Judge | None) -> RewardTerm:
+    assert judge is not None, "open_judges makes one for each term of this type"
+    return JudgeTerm(entry, judge, limits_of(cfg), tokenizer)
+
+
+def _http(cfg: RewardConfig, entry: Any, tokenizer: str, _: Judge | None) -> RewardTerm:
     from tepo_megatron.rewards import remote  # aiohttp takes a while
 
     decoders = "the tokenizer of the model"
@@ -91,12 +100,13 @@ def _http(cfg: RewardConfig, entry: Any, tokenizer: str) -> RewardTerm:
     )
 
 
-_TERMS: dict[str, Callable[[RewardConfig, Any, str], RewardTerm]] = {
-    "math": lambda cfg, entry, tokenizer: MathTerm("boxed", limits_of(cfg), tokenizer),
-    "answer_line": lambda cfg, entry, tokenizer: MathTerm("answer_line", limits_of(cfg), tokenizer),
-    "format": lambda cfg, entry, tokenizer: FormatTerm(entry.pattern, limits_of(cfg), tokenizer),
-    "length": lambda cfg, entry, tokenizer: LengthTerm(entry.min_tokens, entry.max_tokens),
-    "code": lambda cfg, entry, tokenizer: CodeTerm(entry, cfg.workers, tokenizer),
-    "custom": lambda cfg, entry, tokenizer: CustomTerm(entry.function, limits_of(cfg), tokenizer),
+_TERMS: dict[str, Callable[[RewardConfig, Any, str, Judge | None], RewardTerm]] = {
+    "math": lambda cfg, entry, tokenizer, _: MathTerm("boxed", limits_of(cfg), tokenizer),
+    "answer_line": lambda cfg, entry, tokenizer, _: MathTerm("answer_line", limits_of(cfg), tokenizer),
+    "format": lambda cfg, entry, tokenizer, _: FormatTerm(entry.pattern, limits_of(cfg), tokenizer),
+    "length": lambda cfg, entry, tokenizer, _: LengthTerm(entry.min_tokens, entry.max_tokens),
+    "code": lambda cfg, entry, tokenizer, _: CodeTerm(entry, cfg.workers, tokenizer),
+    "custom": lambda cfg, entry, tokenizer, _: CustomTerm(entry.function, limits_of(cfg), tokenizer),
     "http": _http,
+    "judge": _judge,
 }

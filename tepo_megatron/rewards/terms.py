@@ -18,7 +18,7 @@ from tepo_megatron.types import Rollout, split_samples
 from tepo_megatron.utils.loop import LoopThread
 
 Decode = Callable[[Sequence[int]], str]
-UNSETTLED = frozenset({"timeout", "died"})
+UNSETTLED = frozenset({"timeout", "died", "unjudged"})
 
 
 class Response:
@@ -97,8 +97,8 @@ class WeightedReward(contextlib.AbstractContextManager["WeightedReward"]):
     """A `Reward` that is a weighted sum of terms, and their grading queue: a thread that grades all submitted groups at once.
 
     The first term is the verdict: its unweighted value is the `score` that filters and accuracies use, and its status is the
-    rollout's. The other terms only shape the `reward`. If any term was not settled (timeout, died), the rollout has that
-    status.
+    rollout's. The other terms only shape the `reward`. If any term was not settled (timeout, died, unjudged), the rollout has
+    that status.
     """
 
     def __init__(self, terms: Sequence[tuple[float, RewardTerm]], decode: Decode, in_workers: bool = False) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 
 from tepo_megatron.config import LimitsConfig
 from tepo_megatron.errors import TepoError
-from tepo_megatron.rollout.chat import ChatFormat, Message, digests
+from tepo_megatron.rollout.chat import ChatFormat, Message, digest_with, digests
 from tepo_megatron.rollout.conversation import Conversation, OutOfTokens, Turn, TurnSampler
 from tepo_megatron.types import Prompt, Rollout, SamplingParams
 from tepo_megatron.utils.seeding import derive_seed
@@ -267,8 +267,7 @@ class AgentSample:
         self._tool_calls += len(message.get("tool_calls", ()))
         if self._tool_calls > self._limits.tool_calls:
             self._exceed("tool_calls", self._limits.tool_calls)
-        key = digests([*request.messages, message], request.tools)[-1]
-        self._points.setdefault(key, _Point(sequence, len(sequence.token_ids), len(keys) + 1))
+        self._points.setdefault(digest_with(keys[-1], message), _Point(sequence, len(sequence.token_ids), len(keys) + 1))
         return ChatReply(message, turn, before, stopped_by)
 
     def _require_open(self) -> None:

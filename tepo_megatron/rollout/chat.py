@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Message = dict[str, Any]
+_encode = json.JSONEncoder(sort_keys=True).encode  # `json.dumps` would make an encoder for each message
 # Hermes and Qwen: JSON with name and arguments between these tags.
 _TOOL_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
 
@@ -127,13 +128,23 @@ def digests(messages: Sequence[Message], tools: Sequence[Any]) -> list[bytes]:
         messages: Messages of a request.
         tools: Its tools.
     """
-    state, found = hashlib.blake2b(json.dumps(list(tools), sort_keys=True).encode()).digest(), []
+    state, found = hashlib.blake2b(_encode(list(tools)).encode()).digest(), []
     for message in messages:
-        calls = [[call.get("id"), call.get("function")] for call in message.get("tool_calls") or ()]
-        fields = [message.get("role"), message.get("content") or "", calls, message.get("tool_call_id"), message.get("name")]
-        state = hashlib.blake2b(state + json.dumps(fields, sort_keys=True).encode()).digest()
+        state = digest_with(state, message)
         found.append(state)
     return found
+
+
+def digest_with(digest: bytes, message: Message) -> bytes:
+    """Return the digest of some messages and one that follows them.
+
+    Args:
+        digest: Digest of the messages before.
+        message: The message.
+    """
+    calls = [[call.get("id"), call.get("function")] for call in message.get("tool_calls") or ()]
+    fields = [message.get("role"), message.get("content") or "", calls, message.get("tool_call_id"), message.get("name")]
+    return hashlib.blake2b(digest + _encode(fields).encode()).digest()
 
 
 def _with_parsed_arguments(message: Message) -> Message:

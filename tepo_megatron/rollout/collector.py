@@ -1,8 +1,11 @@
 """Collect the graded groups of one step: sample, grade, drop uninformative groups, and refill."""
 
 import math
+import time
 from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from tepo_megatron.config import RolloutConfig
@@ -11,6 +14,7 @@ from tepo_megatron.errors import SyncError
 from tepo_megatron.inference.engine import INITIAL_VERSION, GroupStream, Sampler
 from tepo_megatron.observability.metrics import Metrics
 from tepo_megatron.observability.timing import Clock
+from tepo_megatron.observability.tracer import tracer
 from tepo_megatron.rewards import Reward
 from tepo_megatron.rewards.overlong import OverlongShaping
 from tepo_megatron.rollout.containment import LossCounter
@@ -18,6 +22,21 @@ from tepo_megatron.rollout.decisions import StepDecisions
 from tepo_megatron.rollout.streaming import MinibatchStream, OrderedGroups
 from tepo_megatron.types import STATUSES, Prompt, Rollout, Routing, SamplingParams, split_samples
 from tepo_megatron.utils.seeding import derive_seed
+
+TAIL_FROM = 0.9  # share of the groups after whose arrival the others count as late
+
+
+@dataclass
+class Progress:
+    """Progress of the collection of a batch. Another thread may read it.
+
+    Attributes:
+        useful: Groups that are complete and count for the batch.
+        wanted: Groups that the batch needs.
+    """
+
+    useful: int = 0
+    wanted: int = 0
 
 
 class Collector:
@@ -54,6 +73,8 @@ class Collector:
             *(cfg.samples_per_prompt, cfg.temperature, cfg.max_response_tokens, stop_token_ids),
             *(routing, cfg.top_k, cfg.top_p),
         )
+        self.progress = Progress()
+        self._arrived: list[float] = []  # times of the groups of the newest step, seconds
         self._groups: GroupStream | None = None
         self._in_progress: dict[int, Prompt] = {}  # prompt id -> prompt, in the order in which they were taken
         self.decisions = StepDecisions()  # of the newest step
@@ -78,10 +99,11 @@ class Collector:
         """
         kept: list[list[Rollout]] = []
         sampled = stale = 0
-        self._losses = LossCounter(self.cfg.max_failed_share)
+        self._losses, self._arrived = LossCounter(self.cfg.max_failed_share), []
         metrics, cpu_before, self.decisions = Metrics(), self.reward.cpu_seconds, StepDecisions()
         for number in range(self.max_generation_rounds):
             missing = self.cfg.prompts_per_step - len(kept)
+            self.progress.useful, self.progress.wanted = len(kept), self.cfg.prompts_per_step
             if missing == 0:
                 break
             self._request(missing, {group[0].prompt_id for group in kept}, derive_seed(self.seed, "rollout", step, number))
@@ -101,6 +123,7 @@ class Collector:
         metrics.add("rollout/sampled_groups", sampled)
         metrics.add("rollout/kept_groups", len(kept))
         metrics.add("rollout/stale_groups", stale)
+        clock.seconds["rollout_tail"] = _tail(self._arrived)
         self._losses.end_step(step, metrics)
         self.decisions.keep({group[0].prompt_id for group in kept})
         if stream is not None:
@@ -153,6 +176,7 @@ class Collector:
                 if group is None and not grading:
                     break
             if group is not None:
+                self._arrived.append(time.monotonic())
                 prompt = self._in_progress.pop(group[0].prompt_id)
                 arrived, group = group, self._losses.take(group)
                 too_old = self._too_old(step, group)
@@ -164,6 +188,8 @@ class Collector:
                 if not group:
                     continue
                 grading.add(future := self.reward.submit(group))
+                if tracer.active:
+                    future.add_done_callback(partial(_graded_span, prompt.id, len(group), tracer.clock()))
                 if ordered is not None:
                     ordered.submit(order[prompt.id], future)
             with clock.phase("grading_wait"):
@@ -171,7 +197,9 @@ class Collector:
             for future in done:
                 group = self._shaped(future)
                 graded.append(group)
-                useful += len(self._useful([group]))
+                added = len(self._useful([group]))
+                useful += added
+                self.progress.useful += added
             if ordered is not None:
                 ordered.add_graded()
         self.decisions.left = list(self._in_progress)
@@ -200,6 +228,16 @@ class Collector:
         if wrong:
             raise SyncError(f"step {step}: rollouts of version {wrong}, but only {sorted(allowed)} may be learned from")
         return False
+
+
+def _tail(arrived: Sequence[float]) -> float:
+    """Return the seconds after nine tenths of the groups had arrived."""
+    return arrived[-1] - arrived[math.ceil(TAIL_FROM * len(arrived)) - 1] if arrived else 0.0
+
+
+def _graded_span(prompt: int, samples: int, start: int, _: object) -> None:
+    unit = tracer.unit()
+    tracer.add("grade", "grading", start, tracer.clock(), unit=unit, flows=[prompt], prompt=prompt, samples=samples)
 
 
 def informative(groups: Sequence[list[Rollout]]) -> list[list[Rollout]]:

@@ -108,6 +108,7 @@ class CustomRollouts:
 
     Attributes:
         gateway: The endpoint of agents, once a sample needs it.
+        total_counts: Turns, rewrites, branches, template_rewrites and drift of all samples of agents so far.
     """
 
     def __init__(
@@ -130,7 +131,7 @@ class CustomRollouts:
         self.gateway: Gateway | None = None
         self._loop, self._server = LoopThread("conversations"), LoopThread("gateway")
         self._events: list[str] = []
-        self._counts = Counter[str]()
+        self._counts, self.total_counts = Counter[str](), Counter[str]()
 
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams, seed: int) -> list[Rollout]:
         """See `Sampler.generate`: one conversation per sample, all concurrently, each of at most `sampling.max_tokens`.
@@ -260,6 +261,7 @@ class CustomRollouts:
         if isinstance(made, AgentSample):
             rollouts = made.finish()
             self._counts.update(made.counts)
+            self.total_counts.update(made.counts)
         else:
             rollouts = [made.finish()]
         if len(rollouts) > 1:

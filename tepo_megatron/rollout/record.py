@@ -122,11 +122,58 @@ def scores(folder: Path, step: int) -> list[tuple[int, float]]:
     Raises:
         DataError: The file is missing or damaged.
     """
+    prompts, found = (column(folder, step, name) for name in ("prompt_id", "score"))
+    return list(zip(map(int, prompts), found, strict=True))
+
+
+def column(folder: Path, step: int, name: str) -> list[float]:
+    """Return one number of each rollout, without reading the tokens.
+
+    Args:
+        folder: Folder of the recordings.
+        step: Number of the step.
+        name: "length" (in tokens, prompt included), "prompt_id", "policy_version", "reward" or "score".
+
+    Raises:
+        DataError: The file is missing or damaged.
+    """
     path = file_of(folder, step)
     try:
         with safe_open(path, framework="pt") as f:
-            return list(zip(f.get_tensor("prompt_id").tolist(), f.get_tensor("score").tolist(), strict=True))
+            return list(f.get_tensor(name).tolist())
     except (OSError, SafetensorError, ValueError, OverflowError) as e:
+        raise DataError(f"{path}: not the recorded rollouts of a step ({e!r}); record them again") from None
+
+
+def read_some(folder: Path, step: int, chosen: Sequence[int]) -> list[Rollout]:
+    """Return some rollouts of a step without their experts and masks, and without reading the tokens of the others.
+
+    The checksum, which is of the whole file, is not compared.
+
+    Args:
+        folder: Folder of the recordings.
+        step: Number of the step.
+        chosen: Their places in the recording, from 0.
+
+    Raises:
+        DataError: The file is missing or damaged, or has no such rollout.
+    """
+    path = file_of(folder, step)
+    try:
+        with safe_open(path, framework="pt") as f:
+            lengths, text = f.get_tensor("length").tolist(), f.metadata()
+            ends = list(itertools.accumulate(lengths))
+            columns = {name: f.get_tensor(name).tolist() for name in ("prompt_id", "policy_version", "reward", "score")}
+            columns |= {name: json.loads(text[name]) for name in ("stop_reason", "answer", "status")}
+            slices = {name: f.get_slice(name) for name in _TOKENS}
+            return [
+                Rollout(
+                    **{name: x[ends[i] - lengths[i] : ends[i]] for name, x in slices.items()},
+                    **{name: column[i] for name, column in columns.items()},
+                )
+                for i in chosen
+            ]
+    except DAMAGE as e:
         raise DataError(f"{path}: not the recorded rollouts of a step ({e!r}); record them again") from None
 
 

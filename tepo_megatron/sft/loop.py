@@ -30,7 +30,15 @@ from tepo_megatron.sft.plan import TrainingPlan
 from tepo_megatron.sft.settings import CROSS_ENTROPY
 from tepo_megatron.types import Rollout, TrainBatch
 from tepo_megatron.utils.atomic import replace_file
-from tepo_megatron.utils.save_requests import RESTART, STOP, answer_restart, answer_stop, asked
+from tepo_megatron.utils.save_requests import (
+    RESTART,
+    STOP,
+    answer_restart,
+    answer_stop,
+    answer_trace,
+    asked,
+    take_trace,
+)
 from tepo_megatron.utils.supervisor import is_restart
 
 COLUMNS = (
@@ -187,13 +195,16 @@ class FineTuning:
         done = step = saved = self._resume()
         losses["before"] = self._held_out_loss()
         self._say(*self.source.lines)
-        for step in range(done + 1, self.source.plan.steps + 1):
-            self._refuse_restart()
+        was_measured = done > 0 and self.cfg.sft.eval_every > 0 and done % self.cfg.sft.eval_every == 0
+        ended = was_measured and self._ends_early(losses["before"])  # as before the resume
+        while not ended and step < self.source.plan.steps:
+            self._refuse_requests()
             if broadcast_object(self.groups.is_main and asked(self.cfg.run_dir, STOP), self.groups.host):
-                return self._stop(step - 1, saved)
-            self._update(step)
+                return self._stop(step, saved)
+            step += 1
+            ended = self._ends_early(self._update(step))
             every = self.cfg.checkpoint.every
-            if every and (step % every == 0 or step == self.source.plan.steps):
+            if every and (step % every == 0 or step == self.source.plan.steps or ended):
                 self._save(step)
                 saved = step
             self._log_checkpoint(self.checkpoints.poll())
@@ -225,7 +236,18 @@ class FineTuning:
             self._say(*(f"resume: {line}" for line in self.log.rewind(step)))
         return step
 
-    def _update(self, step: int) -> None:
+    def _ends_early(self, held_out: float | None) -> bool:
+        """Return whether the held-out loss ends the run. Collectives: one broadcast, if the config has such an end."""
+        limit = self.cfg.sft.stop_at_loss
+        if limit is None:
+            return False
+        found: bool = broadcast_object(held_out is not None and held_out <= limit, self.groups.host)
+        if found:
+            self._say(f"the held-out loss of {held_out:.4f} is at most sft.stop_at_loss={limit:g}: training ends")
+        return found
+
+    def _update(self, step: int) -> float | None:
+        """Take one update and log it. Return the held-out loss, if it was due."""
         clock, metrics = Clock(), Metrics()
         hang_watchdog.progress.step = step
         batch = self.source.batch(step)
@@ -237,7 +259,7 @@ class FineTuning:
         with clock.paused():
             held_out = self._held_out_loss() if due else None
         if self.log is None:
-            return
+            return held_out
         for name in _OF_UPDATE:
             metrics.add(name, *result.metrics[name])
         record: dict[str, float | None] = metrics.means() | {
@@ -249,6 +271,7 @@ class FineTuning:
             "tokens_per_second": sum(batch.lengths) / clock.total,
         }
         self.log.write(step, record)
+        return held_out
 
     def _held_out_loss(self) -> float | None:
         """Return the mean cross-entropy of the held-out tokens, nats. None: there are none. Collectives: forward passes."""
@@ -265,8 +288,10 @@ class FineTuning:
             self.log.sync()
         self.checkpoints.save(step, self.actor, {"step": step, "conversations": self.source.plan.conversations})
 
-    def _refuse_restart(self) -> None:
-        """Answer a request of `tepo restart`: there is no service that would live on."""
+    def _refuse_requests(self) -> None:
+        """Answer requests of `tepo restart` and `tepo trace`: there is no service, which would live on or merge a trace."""
+        if self.groups.is_main and take_trace(self.cfg.run_dir) is not None:
+            answer_trace(self.cfg.run_dir, "refused: tepo sft has no rollout service, whose steps are traced")
         if self.groups.is_main and asked(self.cfg.run_dir, RESTART):
             answer_restart(self.cfg.run_dir, "refused: tepo sft has no servers; end it with SIGTERM, then use --resume true")
 

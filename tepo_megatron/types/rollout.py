@@ -10,7 +10,9 @@ from torch import Tensor
 from tepo_megatron.types.sampling_mask import SamplingMask
 
 # How an answer was graded: the reason for its score.
-Status = Literal["exact", "equal", "wrong", "unparsed", "no_box", "too_long", "timeout", "died", "bad_gold", "given"]
+Status = Literal[
+    "exact", "equal", "wrong", "unparsed", "no_box", "too_long", "timeout", "died", "bad_gold", "unjudged", "given"
+]  # fmt: skip
 STATUSES: tuple[Status, ...] = get_args(Status)
 
 

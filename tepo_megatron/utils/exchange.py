@@ -28,6 +28,7 @@ from tepo_megatron.utils.open_files import open_file_limit
 CONNECT_SECONDS = 60.0  # limit of opening a connection; a busy event loop that opens thousands of them takes seconds
 KEEP_SECONDS = 3.0  # an idle connection is kept this long; uvicorn, which serves vLLM and SGLang, closes it after 5 s
 ERROR_BYTES = 64 * 2**10  # maximum bytes read of an error answer
+TIMING_CHARACTERS = 200
 CONTROL_BYTES = 8 * 2**20  # maximum bytes of an answer whose size does not follow from the request
 LEAST_VALUES = 1_000_000  # numbers, strings and containers that any JSON answer may hold; about 72 MB of memory
 _BYTES_PER_VALUE = 16  # minimum average in longer answers
@@ -65,11 +66,13 @@ class HttpAnswer:
         status: HTTP status code.
         content_type: Lower case, without parameters; None if the server sends none.
         body: Raw bytes, at most as many as requested. Error answers keep the first ERROR_BYTES, or nothing if compressed.
+        timing: The header `Server-Timing`, cut at TIMING_CHARACTERS. None: the server sends none.
     """
 
     status: int
     content_type: str | None
     body: bytes
+    timing: str | None = None
 
     @property
     def ok(self) -> bool:
@@ -281,7 +284,8 @@ async def _received(response: aiohttp.ClientResponse, most_bytes: int) -> HttpAn
             if fails:
                 return HttpAnswer(response.status, kind, bytes(received[:limit]))
             raise BadAnswer(f"more than {limit} bytes, which no answer to this request has")
-    return HttpAnswer(response.status, kind, bytes(received))
+    timing = response.headers.get("server-timing")
+    return HttpAnswer(response.status, kind, bytes(received), None if timing is None else timing[:TIMING_CHARACTERS])
 
 
 def _failure(error: BaseException) -> ExchangeFailed:

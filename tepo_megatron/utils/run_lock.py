@@ -126,6 +126,15 @@ class RunLock(contextlib.AbstractContextManager["RunLock"]):
         self.release()
 
 
+def is_under_way(run_dir: Path) -> bool:
+    """Return whether a process holds the lock of a run's folder."""
+    try:
+        RunLock(run_dir).release()
+    except ConfigError:
+        return True
+    return False
+
+
 class FolderIdentity:
     """The folder that a run began in, held open to detect its replacement. An open inode is never reused for another folder.
 

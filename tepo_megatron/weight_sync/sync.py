@@ -28,6 +28,7 @@ from torch import Tensor
 from tepo_megatron.config import GroupTransportConfig, SyncConfig
 from tepo_megatron.distributed.parallel import ParallelDims
 from tepo_megatron.errors import ConfigError, SyncError, TepoError
+from tepo_megatron.observability.tracer import tracer
 from tepo_megatron.weight_sync.broadcast import GroupTransport
 from tepo_megatron.weight_sync.buckets import BucketPlan, Delta, is_check_due
 from tepo_megatron.weight_sync.delta_encoder import DeltaEncoder
@@ -159,7 +160,8 @@ class WeightSync:
         checked: bool,
         encodings: dict[str, Encoding],
     ) -> StagedBucket | None:
-        staged = self.transport.stage(version, number, tensors, checked, None if self._encoder is None else encodings)
+        with tracer.span("stage weights", round=number):
+            staged = self.transport.stage(version, number, tensors, checked, None if self._encoder is None else encodings)
         if staged is not None:
             self._sent |= staged.checksums
             self.pushed = replace(self.pushed, sent=self.pushed.sent + staged.nbytes)

@@ -39,7 +39,10 @@ class Targets:
         host: Address at which the ports are tried.
         ports: Ports of TCP listeners.
         server: Port of the inference server.
+        metrics: Port of the metrics endpoint. None: there is none.
         routes: Routes of the inference server that control something.
+        page: Port of the live page.
+        pages: Routes of the live page, each with a wrong secret in the place of SECRET.
         sockets: Paths of Unix sockets.
         files: Files of the run.
         folders: Folders of the run.
@@ -50,7 +53,10 @@ class Targets:
     host: str
     ports: list[int]
     server: int
+    metrics: int | None
     routes: list[str]
+    page: int
+    pages: list[str]
     sockets: list[str]
     files: list[str]
     folders: list[str]
@@ -95,8 +101,20 @@ def attacks(targets: Targets) -> list[tuple[str, Callable[[], Attack]]]:
                 with_key = "without a key" if key is None else "with a wrong key"
                 add(
                     f"{method} {route} {with_key}",
-                    lambda route=route, key=key, method=method: over_http(targets, method, route, key),
+                    lambda route=route, key=key, method=method: over_http(targets.host, targets.server, method, route, key),
                 )
+    for route in targets.pages:
+        for method in ("GET", "POST"):
+            add(
+                f"{method} {route} of the live page",
+                lambda route=route, method=method: over_http(targets.host, targets.page, method, route, None),
+            )
+    for key in (None, "wrong") if targets.metrics is not None else ():
+        port = targets.metrics
+        add(
+            f"scrape the metrics with key {key}",
+            lambda key=key, port=port: over_http(targets.host, port, "GET", "/metrics", key),
+        )
     for path in targets.sockets:
         add(f"connect to {path}", lambda path=path: to_unix(path, payload))
     for path in targets.files:
@@ -156,16 +174,17 @@ def as_member(host: str, port: int, payload: bytes) -> tuple[str, bool, str]:
     return "said; nothing came of it unless a canary is there", False, answer.decode("latin-1")
 
 
-def over_http(targets: Targets, method: str, route: str, key: str | None) -> tuple[str, bool, str]:
-    """Call a route that could change the samples.
+def over_http(host: str, port: int, method: str, route: str, key: str | None) -> tuple[str, bool, str]:
+    """Call a route that could change the samples or show them.
 
     Args:
-        targets: Targets of the attacks.
+        host: Address of the server.
+        port: Port of the server.
         method: HTTP method.
         route: Path of the URL.
         key: Key to send. None: no key.
     """
-    connection = HTTPConnection(targets.host, targets.server, timeout=SECONDS)
+    connection = HTTPConnection(host, port, timeout=SECONDS)
     headers = {"Content-Type": "application/json"} | ({} if key is None else {"Authorization": f"Bearer {key}"})
     try:
         connection.request(method, route, b"{}", headers)
@@ -175,7 +194,7 @@ def over_http(targets: Targets, method: str, route: str, key: str | None) -> tup
         return f"no answer ({type(e).__name__})", False, ""
     finally:
         connection.close()
-    return f"status {answer.status}", answer.status not in (401, 403), body
+    return f"status {answer.status}", answer.status not in (401, 403, 405), body
 
 
 def to_unix(path: str, payload: bytes) -> tuple[str, bool, str]:

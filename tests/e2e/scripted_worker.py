@@ -22,6 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from tepo_megatron.config import Config
 from tepo_megatron.config.io import load_config
 from tepo_megatron.errors import RolloutError
+from tepo_megatron.inference.report import EngineReport
 from tepo_megatron.launcher.launcher import run_rank
 from tepo_megatron.types import Prompt, Rollout, SamplingParams
 from tests.scripted_groups import ScriptedGroups
@@ -54,6 +55,12 @@ class ScriptedEngine:
 
     def resident_bytes(self) -> int:
         return 2**20
+
+    def server_metrics(self) -> dict[str, float]:
+        return {}
+
+    def report(self, seconds: float) -> EngineReport:
+        return EngineReport([], 0, self.version, {})
 
     def take_events(self) -> list[str]:
         return []

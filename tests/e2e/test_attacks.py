@@ -17,12 +17,14 @@ from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 
 from tests import hosts
 from tests.e2e.attacker import Targets
 from tests.e2e.conftest import MARK, ROOT, Command, commands, settings
+from tests.e2e.test_judges import JUDGE
 from tests.e2e.test_secrets import keys_of_servers
 from tests.hosts import Host
 from tests.listening import Listener, Watch, listeners
@@ -32,6 +34,8 @@ from tests.server.test_engines import CONTROLS
 pytestmark = [pytest.mark.server, pytest.mark.e2e, pytest.mark.full]
 NOBODY = 65534
 ATTACKS = 60  # at least
+PAGES = ("", "runs", "runs/0/samples", "runs/0/tokens", "runs/0/audit?step=1&token=0:0", "../../etc/passwd")
+JUDGED = json.dumps([{"type": "math"}, {**JUDGE, "model": "MODEL"}])
 SHORT = {
     "training__steps": 500, "training__minibatch_prompts": 4, "rollout__prompts_per_step": 8, "rollout__samples_per_prompt": 2,
     "rollout__filter_uniform_groups": "false", "rollout__max_response_tokens": 8, "rollout__record": "true", "parallel__tp": 2,
@@ -77,22 +81,34 @@ def pids_of(command: Command) -> list[int]:
     return [int(line.split()[0]) for line in command.left_over()]
 
 
-def targets_of(found: set[Listener], pids: list[int], run: Path, canary: Path, engine: str) -> Targets:
+def targets_of(found: set[Listener], pids: list[int], run: Path, canary: Path, engine: str, page: int) -> Targets:
     ports = sorted({one.port for one in found if one.kind == "tcp"})
-    server = [one.port for one in found if one.kind == "tcp" and "--port" in one.process and f" {one.port}" in one.process]
     scratch = {str(path) for root in ("/dev/shm", "/tmp") for path in Path(root).glob("tepo-*") if path != run.parents[1]}
     files = [str(path) for path in files_below(run)[:12]]
     return Targets(
         host="127.0.0.1",
         ports=ports,
-        server=server[0],
+        server=servers_of(found)[0],
+        metrics=metrics_port(run),
         routes=list(CONTROLS[engine]),
+        page=page,
+        pages=["/", "/runs", *(f"/{'A' * 32}/{route}" for route in PAGES)],
         sockets=sorted({one.address for one in found if one.kind == "unix" and one.address}),
         files=files,
         folders=[str(run), str(run.parent), *sorted(scratch)[:12]],
         pids=pids[:6],
         canary=str(canary),
     )
+
+
+def metrics_port(run: Path) -> int | None:
+    path = run / "metrics_targets.json"
+    return int(json.loads(path.read_text())[0]["targets"][0].rpartition(":")[2]) if path.exists() else None
+
+
+def servers_of(found: set[Listener]) -> list[int]:
+    """Return the ports of the inference servers, those of judges included."""
+    return sorted(one.port for one in found if one.kind == "tcp" and "--port" in one.process and f" {one.port}" in one.process)
 
 
 def has_steps(run: Path, count: int) -> bool:
@@ -107,25 +123,47 @@ def has_steps(run: Path, count: int) -> bool:
         ("sglang", "group", {"rollout__servers": 2}),
         ("vllm", "ipc", {"rollout__colocate": "true"}),
         ("vllm", "shm", {"rollout__function": "examples/agents/calculator.py:calculator"}),
+        ("vllm", "shm", {"reward__terms": JUDGED}),
+        ("vllm", "shm", {"logging__metrics_port": 0}),
     ],
-    ids=["vllm-shm-ahead", "sglang-group-2-servers", "vllm-ipc-colocated", "vllm-shm-gateway"],
+    ids=[
+        "vllm-shm-ahead",
+        "sglang-group-2-servers",
+        "vllm-ipc-colocated",
+        "vllm-shm-gateway",
+        "vllm-shm-judge",
+        "vllm-shm-metrics",
+    ],
 )
 def test_no_attack_from_another_host_or_user_succeeds(
     folder: Path, two: tuple[Host, Host], random_model: Path, tmp_path: Path, engine: str, transport: str, keys: dict[str, Any]
 ) -> None:
     ours, other = two
     run = folder / "runs" / "attacked"
+    keys = {name: str(value).replace("MODEL", str(random_model)) for name, value in keys.items()}
+    servers = int(keys.get("rollout__servers", 1)) + ("reward__terms" in keys)
     words = settings(random_model, output=folder / "runs", rollout__engine=engine, sync__transport=transport, **SHORT, **keys)
     with commands(tmp_path) as start:
         command = start("train", "examples/demo.yaml", *words, by=[*ours.enter, sys.executable])
-        with Watch(lambda: pids_of(command)) as watch:
+        command.until(run.is_dir, timeout=240)
+        live = start("watch", run, by=[*ours.enter, sys.executable])
+        with Watch(lambda: pids_of(command) + pids_of(live)) as watch:
             command.until(lambda: has_steps(run, 2), timeout=240)
+            live.until(lambda: "http://" in live.output, timeout=60)
+            url = urlsplit(live.output.split()[0])
             pids = pids_of(command)
-            found = listeners(pids)
-            local = targets_of(found, pids, run, folder / "canary", engine)
+            found = listeners(pids + pids_of(live))
+            local = targets_of(found, pids_of(live) + pids, run, folder / "canary", engine, int(url.port or 0))
             secrets = keys_of_servers(command.left_over())
-            assert len(secrets) == keys.get("rollout__servers", 1), "keys, which the test can read and others must not"
+            assert len(secrets) == servers, "keys, which the test can read and others must not"
+            if "logging__metrics_port" in keys:
+                secrets |= {(run / "metrics.key").read_text().strip()}
+            secrets |= {url.path.strip("/")}
+            assert url.port in local.ports and len(url.path.strip("/")) >= 32
             rows = [("this machine, another user", row) for row in attack(ours, NOBODY, local)]
+            routes = replace(local, ports=[], sockets=[], files=[], folders=[], pids=[])
+            for port in servers_of(found)[1:]:
+                rows += [(f"port {port}, another user", row) for row in attack(ours, NOBODY, replace(routes, server=port))]
             far = replace(local, host=ours.address, sockets=[], files=[], folders=[], pids=[])
             rows += [("another machine", row) for row in attack(other, 0, far)]
             suspicious = [(where, row) for where, row in rows if row["succeeded"] or any(key in row["read"] for key in secrets)]
@@ -138,7 +176,8 @@ def test_no_attack_from_another_host_or_user_succeeds(
             assert won == []
             before = (run / "metrics.jsonl").read_text().count("\n")
             command.until(lambda: has_steps(run, before + 2), timeout=60)
-            lines = command.left_over()
+            lines = command.left_over() + live.left_over()
+        live.process.kill()
         command.process.kill()
     assert len(rows) >= ATTACKS
     assert not any(key in line for line in lines for key in secrets)

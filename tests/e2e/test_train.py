@@ -42,6 +42,7 @@ def test_a_run_from_base_model_to_report(tepo, arguments, base: Path, tmp_path: 
     records = metrics_of(run)
     assert [r["step"] for r in records] == list(range(1, STEPS + 1))
     expected = {"step", *KEYS, *(f"seconds/{p}" for p in PHASES), "seconds/total", "tokens_per_second"}
+    expected |= {f"server/0/{name}" for name in ("up", "queue", "tokens_per_second", "restarts")}
     for r in records:
         assert r.keys() == expected
         assert {k for k, v in r.items() if v is None} <= UNUSED | OF_OPTIONS

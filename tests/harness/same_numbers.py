@@ -37,7 +37,16 @@ CASES: dict[str, dict[str, Any]] = {
     "steer-pp2": {"objective.name": "steer", "objective.beta": "null", "parallel.tp": 1, "parallel.pp": 2},
     "cispo-chunks": {"objective.name": "cispo", "objective.beta": "null", "parallel.tp": 2, "training.logits_budget_mib": 0},
 }
-NOT_COMPARED = ("seconds", "memory", "per_second", "time", "gib", "bytes_per")  # parts of the names of metrics
+NOT_COMPARED = (
+    "seconds",
+    "memory",
+    "per_second",
+    "time",
+    "gib",
+    "bytes_per",
+    "server/",
+    "alert/",
+)  # parts of the names of metrics
 
 
 def extract(revision: str, folder: Path) -> Path:

@@ -28,6 +28,7 @@ Kind = Literal[
     "rollout service",
     "requests to servers",
     "audits",
+    "traces",
 ]
 PLACES = ("tepo_megatron", "launch", "tools")  # where symbols are looked for
 

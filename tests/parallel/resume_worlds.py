@@ -334,10 +334,12 @@ def assert_same(run: Outcome, straight: Outcome) -> None:
 
 
 def records(folder: Path) -> list[dict[str, Any]]:
-    """Return the records of metrics.jsonl, without clock measurements and counts of server restarts."""
+    """Return the records of metrics.jsonl, without clock measurements, their alerts, and the load and restarts of servers."""
     rows = [json.loads(line) for line in _lines(folder / "metrics.jsonl")]
     other = ("tokens_per_second", "rollout/server_restarts")
-    return [{k: v for k, v in row.items() if not k.startswith("seconds/") and k not in other} for row in rows]
+    return [
+        {k: v for k, v in row.items() if not k.startswith(("seconds/", "server/", "alert/")) and k not in other} for row in rows
+    ]
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:

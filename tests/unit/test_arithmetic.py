@@ -16,10 +16,10 @@ from examples.arithmetic import base_model, task
 from examples.arithmetic.base_model import MARKER, Settings, build
 from tepo_megatron.errors import DataError, TepoError
 
-# two steps of phase A, one of phase B
+# two updates of phase A, which any loss ends, and one of phase B
 TINY = Settings(
-    train_problems=50, eval_problems=20, check_problems=4, batch_size=4, skill=0.0, check_every=2, max_skill_steps=2,
-    check_below_nats=float("inf"), hasty_steps=1,
+    train_problems=50, eval_problems=20, check_problems=4, batch_size=4, demonstrations=8, skill=1e-100, check_every=1,
+    max_skill_steps=2, hasty_steps=1,
 )  # fmt: skip
 
 
@@ -48,12 +48,14 @@ def test_solutions_work_every_step_within_the_bounds() -> None:
     assert lengths == {2, 3, 4}
 
 
-def test_longer_problems_are_drawn_where_the_settings_ask_for_them(tmp_path: Path) -> None:
-    build(tmp_path / "model", Settings(**{**vars(TINY), "max_operations": 8}))
-    lengths = {len(re.findall("[+-]", row["prompt"])) for row in rows(tmp_path / "model" / "train.jsonl")}
-    assert {2, 8} <= lengths <= set(range(2, 9))
+def test_longer_problems_are_drawn_where_the_settings_ask_for_them() -> None:
+    made = base_model.demonstrations(random.Random(0), Settings(max_operations=8), 300, 0.0, frozenset())
+    assert {len(re.findall("[+-]", row["prompt"])) for row in made} == set(range(2, 9))
     problems = task.distinct_problems(random.Random(0), 300, operations=range(8, 9))
     assert max(len(p.solution) - len(task.BOX) + 1 for p in problems) < base_model.MAX_RESPONSE_TOKENS
+    held_out = frozenset(row["prompt"] for row in made[:100])
+    again = base_model.demonstrations(random.Random(0), Settings(max_operations=8), 200, 0.5, held_out)
+    assert not held_out & {row["prompt"] for row in again}
 
 
 def test_hasty_demonstrations_guess_without_work_in_the_share_asked_for() -> None:
@@ -101,17 +103,8 @@ def test_the_model_has_its_advertised_size(kind: str, size: int) -> None:
     assert {p.dtype for p in model.parameters()} == {torch.float32}
 
 
-def test_only_targets_carry_labels() -> None:
-    training = base_model.SupervisedTraining(TINY, frozenset())
-    tokens, labels = training.encode([("1+1+1?\n", "\\boxed{3}"), ("1+1?\n", "\\boxed{12}")])
-    end = training.tokenizer.eos_token_id
-    for token, label, target in zip(tokens, labels, ("\\boxed{3}", "\\boxed{12}"), strict=True):
-        chosen = label != base_model.IGNORED_LABEL
-        assert torch.equal(token[chosen], label[chosen])
-        assert label[chosen].tolist() == [*training.tokenizer.encode(target), end]
-
-
-def test_the_folder_loads_and_its_problems_are_disjoint(tmp_path: Path) -> None:
+@pytest.mark.full
+def test_the_folder_loads_and_is_re_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     build(tmp_path / "model", TINY)
     folder = tmp_path / "model"
     model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
@@ -124,9 +117,13 @@ def test_the_folder_loads_and_its_problems_are_disjoint(tmp_path: Path) -> None:
     assert len({r["prompt"] for r in train + evaluation}) == 70
     assert all(r.keys() == {"prompt", "answer"} and r["answer"].isdigit() for r in train + evaluation)
     assert [p.name for p in tmp_path.iterdir()] == ["model"]
+    written = (folder / MARKER).stat().st_mtime_ns
+    capsys.readouterr()
+    build(folder, TINY)
+    assert "re-used" in capsys.readouterr().out and (folder / MARKER).stat().st_mtime_ns == written
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_seed_alone_decides(tmp_path: Path) -> None:
     other = Settings(**{**vars(TINY), "seed": 1})
     for name, settings in (("a", TINY), ("b", TINY), ("c", other)):
@@ -140,34 +137,32 @@ def test_the_seed_alone_decides(tmp_path: Path) -> None:
     assert content("a", "eval.jsonl") == content("c", "eval.jsonl")  # runs of all seeds are compared on it
 
 
-@pytest.mark.slow
-def test_a_complete_folder_is_re_used_and_another_setting_rebuilds_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = tmp_path / "model"
-    build(folder, TINY)
-    written = (folder / MARKER).stat().st_mtime_ns
-    capsys.readouterr()
-    build(folder, TINY)
-    assert "re-used" in capsys.readouterr().out
-    assert (folder / MARKER).stat().st_mtime_ns == written
+@pytest.mark.full
+def test_another_setting_rebuilds_the_folder(tmp_path: Path) -> None:
+    folder = complete(tmp_path)
     build(folder, Settings(**{**vars(TINY), "train_problems": 10}))
-    assert len(rows(folder / "train.jsonl")) == 10
+    assert len(rows(folder / "train.jsonl")) == 10 and not (folder / "former").exists()
     assert [p.name for p in tmp_path.iterdir()] == ["model"]
 
 
-@pytest.mark.parametrize("existing", [False, True])
-@pytest.mark.slow
-def test_an_interrupted_build_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, existing: bool) -> None:
+def complete(tmp_path: Path) -> Path:
+    """Return a folder of this script's, built with other settings."""
     folder = tmp_path / "model"
-    if existing:
-        build(folder, TINY)
+    folder.mkdir()
+    (folder / "former").write_text("weights")
+    (folder / MARKER).write_text('{"fingerprint": "of other settings"}')
+    return folder
+
+
+@pytest.mark.parametrize("existing", [False, True])
+def test_an_interrupted_build_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, existing: bool) -> None:
+    folder = complete(tmp_path) if existing else tmp_path / "model"
     before = {p.name: p.read_bytes() for p in folder.iterdir()} if existing else None
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(base_model, "write_problems", interrupt)  # after the weights, before the data
+    monkeypatch.setattr(base_model, "fine_tune", interrupt)
     with pytest.raises(KeyboardInterrupt):
         build(folder, Settings(**{**vars(TINY), "seed": 1}))
     after = {p.name: p.read_bytes() for p in folder.iterdir()} if folder.exists() else None
@@ -182,7 +177,8 @@ def test_a_folder_of_something_else_is_left_alone(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["thesis.txt"]
 
 
+@pytest.mark.full
 def test_a_skill_that_is_never_reached_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(TepoError, match="choose another --seed"):
-        build(tmp_path / "model", Settings(**{**vars(TINY), "skill": 1.1}))
+        build(tmp_path / "model", Settings(**{**vars(TINY), "skill": 0.999}))
     assert not list(tmp_path.iterdir())

@@ -6,8 +6,8 @@ from pathlib import Path
 PACKAGE = Path(__file__).parents[2] / "tepo_megatron"
 # what comes from the wall clock -> the files that may ask for it, none of which waits or decides by it
 WALL_CLOCK: dict[str, set[str]] = {
-    # the form in which torchrun's agent wants a message; `created` of OpenAI's answers
-    "time.time": {"launcher/ranks.py", "rollout/gateway.py"},
+    # the form in which torchrun's agent wants a message; `created` of OpenAI's answers; times that people and Prometheus read
+    "time.time": {"launcher/ranks.py", "rollout/gateway.py", "controller/live_metrics.py", "report/live/run.py"},
     "time.time_ns": set(),
     "time.localtime": set(),
     "time.gmtime": set(),

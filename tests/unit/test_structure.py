@@ -7,7 +7,9 @@ from tools.structure import ROLLOUT, WEIGHT, arrows, hops, lines_of_code, module
 
 def test_the_top_of_the_package_is_small() -> None:
     assert len({package_of(name) for name in modules()} - {"", "__main__"}) <= 32
-    assert len(arrows()) <= 206  # the second training loop, `sft`, uses 14 of the packages below it
+    assert (
+        len(arrows()) <= 207
+    )  # the second training loop, `sft`, uses 14 of the packages below it; traces: servers record spans
 
 
 def test_functions_take_what_they_use() -> None:
@@ -36,9 +38,14 @@ def test_the_package_does_not_grow() -> None:
     hybrids in vLLM's CPU server and in the plan 339,
     ranks of several machines that are restarted 40, the exact KL to a teacher 212,
     rewards of programs and their sandbox 520,
-    agents through a gateway, environments, and samples that are lost 700.
+    agents through a gateway, environments, and samples that are lost 700,
+    plans from a recorded run and the held-out loss that ends fine-tuning 150,
+    judges: their term, fleets, quoting and comparison with labels 790,
+    traces of steps on one clock 806,
+    metrics for Prometheus, and alerts 586, the live page and the load of each server 775,
+    engines of older releases 90.
     """
-    assert sum(map(lines_of_code, modules().values())) <= 23_392 + 8_133 + 700
+    assert sum(map(lines_of_code, modules().values())) <= 23_392 + 8_133 + 700 + 150 + 790 + 806 + 586 + 775 + 90
 
 
 def test_functions_files_and_classes_are_small() -> None:

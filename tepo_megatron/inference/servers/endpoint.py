@@ -15,9 +15,11 @@ from tepo_megatron.errors import ConfigError, RolloutError, SyncError
 from tepo_megatron.inference.engine import ENGINE_PARTS, INITIAL_VERSION, UNKNOWN_VERSION, EnginePart
 from tepo_megatron.inference.engine_api import INITIAL_LABEL, EngineApi, Send, ServerInfo
 from tepo_megatron.inference.partial import GenerationRequest
+from tepo_megatron.inference.request_spans import WEIGHTS, add_generation
 from tepo_megatron.inference.samples import answer_bytes
 from tepo_megatron.inference.servers.client import Client, RequestFailed
 from tepo_megatron.inference.servers.server import Server, ServerAddress
+from tepo_megatron.observability.tracer import tracer
 from tepo_megatron.types import Canaries, CanaryAnswer, Rollout
 from tepo_megatron.utils.escaping import excerpt
 from tepo_megatron.utils.exchange import HttpAnswer
@@ -123,6 +125,8 @@ class Endpoint(ServerConnection):
         ranks: Number of processes that hold the model.
         version: Version of the weights that the server serves.
         in_flight: Number of requests in flight.
+        most_in_flight: Most requests that were in flight at once since `load.LoadMeter` last read it.
+        response_tokens: Response tokens sampled so far.
         asleep: Parts whose memory is released.
         answered: The server has answered a generation request since it was launched.
         broken_off: The sender of the last update is gone before its end.
@@ -133,7 +137,7 @@ class Endpoint(ServerConnection):
         self._max_model_len, self.ranks = max_model_len, cfg.tp
         self.version = INITIAL_VERSION
         self._coming = INITIAL_VERSION  # target version of the update under way
-        self.in_flight = 0
+        self.in_flight = self.most_in_flight = self.response_tokens = 0
         self.asleep: frozenset[EnginePart] = frozenset()
         self.answered = self.broken_off = False
 
@@ -178,9 +182,11 @@ class Endpoint(ServerConnection):
         send = functools.partial(client.send, repeatable=True)
 
         async def generate(ask: GenerationRequest) -> HttpAnswer:
-            most = answer_bytes(ask.prompt, ask.sampling)
+            most, begun = answer_bytes(ask.prompt, ask.sampling), tracer.clock()
             exchange = functools.partial(client.exchange, most_bytes=most, seconds=seconds, repeatable=True)
-            return await self._asked(self.api.generate(send, exchange, ask, version))
+            answer = await self._asked(self.api.generate(send, exchange, ask, version))
+            add_generation(self.name, ask, version, begun, answer.timing)
+            return answer
 
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -220,7 +226,7 @@ class Endpoint(ServerConnection):
         """
         self.version, self._coming = UNKNOWN_VERSION, version
         try:
-            await self._updating(lambda send: self.api.begin_update(send, self.broken_off))
+            await self._updating("begin update", lambda send: self.api.begin_update(send, self.broken_off))
         except SyncError as e:
             if self.broken_off:
                 raise RequestFailed(f"was given weights half-way ({e})") from None
@@ -234,19 +240,21 @@ class Endpoint(ServerConnection):
             base: Version whose tensors are kept.
             names: Hugging Face names.
         """
-        await self._updating(lambda send: self.api.keep_unchanged(send, UnchangedTensors(self._coming, base, tuple(names))))
+        unchanged = UnchangedTensors(self._coming, base, tuple(names))
+        await self._updating("keep unchanged", lambda send: self.api.keep_unchanged(send, unchanged))
 
     async def join_groups(self, spec: GroupSpec) -> None:
         """Have the server's ranks join process groups with ranks of the trainer."""
-        await self._updating(lambda send: self.api.join_groups(send, spec))
+        await self._updating("join groups", lambda send: self.api.join_groups(send, spec))
 
     async def load(self, sources: Sequence[Source]) -> None:
         """Load the tensors of these sources."""
-        await self._updating(lambda send: self.api.load(send, sources))
+        await self._updating("load", lambda send: self.api.load(send, sources))
 
     async def finish_update(self) -> None:
         """Finish the update: the server serves the loaded weights. It gets requests once `version` is set."""
-        await self._updating(lambda send: self.api.finish_update(send, self._coming))
+        await self._updating("finish update", lambda send: self.api.finish_update(send, self._coming))
+        tracer.instant(f"weights of version {self._coming}", WEIGHTS, process=self.name)
 
     async def score(self, canaries: Canaries) -> CanaryAnswer:
         """Return the log-probs of the canaries under the served weights.
@@ -262,11 +270,12 @@ class Endpoint(ServerConnection):
 
         Raises SyncError if the server does not report them, RequestFailed if it cannot be reached.
         """
-        return await self._updating(self.api.checksums, f"checksums of version {self.version}")
+        return await self._updating("checksums", self.api.checksums, f"checksums of version {self.version}")
 
-    async def _updating(self, say: Callable[[Send], Awaitable[Asked]], what: str = "") -> Asked:
+    async def _updating(self, name: str, say: Callable[[Send], Awaitable[Asked]], what: str = "") -> Asked:
         try:
-            return await say(self._connected().send)
+            with tracer.span(name, WEIGHTS, process=self.name):
+                return await say(self._connected().send)
         except RequestFailed as e:
             if e.answered:
                 raise SyncError(f"{what or f'weights of version {self._coming}'}: {self.name} {e.what}") from None
@@ -286,13 +295,15 @@ class Endpoint(ServerConnection):
         client = self._connected()
         await client.pause()
         self.version = UNKNOWN_VERSION
-        await self._asked(self.api.sleep(client.send))
+        with tracer.span("sleep", WEIGHTS, process=self.name):
+            await self._asked(self.api.sleep(client.send))
         self.asleep = frozenset(ENGINE_PARTS)
 
     async def wake(self, part: EnginePart) -> None:
         """Allocate the memory of `part` again. Raises as `sleep` does."""
         client = self._connected()
-        await self._asked(self.api.wake(client.send, part))
+        with tracer.span(f"wake {part}", WEIGHTS, process=self.name):
+            await self._asked(self.api.wake(client.send, part))
         self.asleep -= {part}
         if not self.asleep:
             client.resume()

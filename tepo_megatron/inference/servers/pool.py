@@ -43,6 +43,7 @@ class ServerPool:
         changed: Notified whenever the state of a server changes, or a server has no request in flight any more.
         growth: Ends servers whose memory has grown too far.
         sleeping: The sleep state of the servers.
+        waiting: Requests that wait for a server, oldest first, each with the server that it avoids.
     """
 
     def __init__(self, endpoints: Sequence[Endpoint], cfg: RolloutConfig, quiesce: Quiesce | None = None) -> None:
@@ -54,8 +55,7 @@ class ServerPool:
         self.sleeping = SleepController(self.changed, quiesce, self.growth)
         self._supervisors: list[asyncio.Task[None]] = []
         self._events: list[str] = []
-        # requests that wait for a server, oldest first, each with the server that it avoids
-        self._waiting: OrderedDict[asyncio.Future[tuple[ServerSlot[Endpoint], Incarnation]], Endpoint | None] = OrderedDict()
+        self.waiting: OrderedDict[asyncio.Future[tuple[ServerSlot[Endpoint], Incarnation]], Endpoint | None] = OrderedDict()
         self._in_flight = self._most_in_flight = 0
 
     def start(self) -> None:
@@ -66,7 +66,7 @@ class ServerPool:
         if self._supervisors:
             raise RolloutError("the inference servers were already started; close the fleet first")
         self.version, self.refused, self.changed = INITIAL_VERSION, "", asyncio.Condition()
-        self._waiting.clear()
+        self.waiting.clear()
         self._in_flight, self._most_in_flight = 0, self._allowed_in_flight()
         self.sleeping = SleepController(self.changed, self._quiesce, self.growth)
         self.sleeping.allow_starts()  # a killed run may have left its device lease
@@ -158,7 +158,7 @@ class ServerPool:
             RolloutError: Fewer than `min_servers` servers are left, or a server needs weights that nobody will send.
         """
         place = asyncio.get_running_loop().create_future()
-        self._waiting[place] = avoid
+        self.waiting[place] = avoid
         try:
             self._assign()
             return await place
@@ -167,11 +167,12 @@ class ServerPool:
                 await self.release(place.result()[0])
             raise
         finally:
-            self._waiting.pop(place, None)
+            self.waiting.pop(place, None)
 
     def occupy(self, slot: ServerSlot[Endpoint]) -> None:
         """Count a request that needs no place in the queue as begun, so that no update comes in between. `release` ends it."""
         slot.endpoint.in_flight += 1
+        slot.endpoint.most_in_flight = max(slot.endpoint.most_in_flight, slot.endpoint.in_flight)
         self._in_flight += 1
 
     async def release(self, slot: ServerSlot[Endpoint]) -> None:
@@ -185,7 +186,7 @@ class ServerPool:
 
     def _assign(self) -> None:
         """Give the free servers to waiting requests. A RolloutError goes to all of them."""
-        while self._waiting:
+        while self.waiting:
             try:
                 self.require_enough()
                 # requests of a sleeping engine are those that their caller has abandoned
@@ -193,15 +194,15 @@ class ServerPool:
                 if self._cfg.only and not serving:
                     self.refuse_other_weights()
             except RolloutError as e:
-                for place in self._waiting:
+                for place in self.waiting:
                     if not place.done():
                         place.set_exception(e)
-                self._waiting.clear()
+                self.waiting.clear()
                 return
             free = [each for each in serving if each[0].endpoint.in_flight < self._cfg.server.concurrency]
             if not free or self._in_flight >= self._most_in_flight:
                 return
-            place, avoid = self._waiting.popitem(last=False)
+            place, avoid = self.waiting.popitem(last=False)
             if not place.done():
                 others = free if avoid is None else [each for each in free if each[0].endpoint is not avoid]
                 slot, incarnation = min(others or free, key=_in_flight)

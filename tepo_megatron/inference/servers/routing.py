@@ -5,7 +5,7 @@ complete answer counts.
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from tepo_megatron.config import RolloutConfig
 from tepo_megatron.errors import RolloutError
@@ -13,10 +13,15 @@ from tepo_megatron.inference.engine import Deliver, GroupStream
 from tepo_megatron.inference.engine_api import StaleWeights
 from tepo_megatron.inference.loop import QueuedGroupStream
 from tepo_megatron.inference.partial import GenerationRequest, continuations, merge
+from tepo_megatron.inference.report import EngineReport
+from tepo_megatron.inference.request_spans import add_request
 from tepo_megatron.inference.servers.client import RequestFailed
 from tepo_megatron.inference.servers.endpoint import Endpoint
+from tepo_megatron.inference.servers.load import LoadMeter
+from tepo_megatron.inference.servers.observation import observe
 from tepo_megatron.inference.servers.pool import ServerPool
 from tepo_megatron.inference.servers.slot import Incarnation
+from tepo_megatron.observability.tracer import tracer
 from tepo_megatron.types import Prompt, Rollout, SamplingParams
 
 ATTEMPTS = 3  # to sample a prompt, on other servers where there are some
@@ -33,7 +38,7 @@ class RoutedSampler:
     """
 
     def __init__(self, pool: ServerPool, cfg: RolloutConfig) -> None:
-        self._pool, self._cfg = pool, cfg
+        self._pool, self._cfg, self._load = pool, cfg, LoadMeter(pool)
 
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams, seed: int) -> list[Rollout]:
         """See `Sampler.generate`: one request per prompt, at most `rollout.server.concurrency` at once on each server.
@@ -64,6 +69,14 @@ class RoutedSampler:
         """
         self._require_service()
         return await asyncio.wrap_future(self._pool.loop.submit(self._group(prompt, sampling, seed)))
+
+    def server_metrics(self) -> Mapping[str, float]:
+        """See `Lifecycle.server_metrics`."""
+        return self._load.read()
+
+    def report(self, seconds: float) -> EngineReport:
+        """See `Lifecycle.report`."""
+        return self._pool.loop.run(observe(self._pool, seconds))
 
     def _require_service(self) -> None:
         self._pool.require_start()
@@ -108,8 +121,9 @@ class RoutedSampler:
         """Return the requested samples, all from one server. Retries on other servers."""
         avoid: Endpoint | None = None
         for attempt in range(1, ATTEMPTS + 1):
+            made = tracer.clock()
             member, incarnation = await self._pool.acquire(avoid)
-            answers = None
+            answers, sent = None, tracer.clock()
             try:
                 answers = await member.endpoint.generate(asks)
             except RequestFailed as e:
@@ -121,6 +135,7 @@ class RoutedSampler:
             finally:  # the request is over; the server does not wait until its answer is decoded
                 await self._pool.release(member)
             if answers is not None:
+                answered = tracer.clock()
                 try:
                     brief = answers.nbytes <= BRIEF_BYTES
                     rollouts = answers.decode() if brief else await asyncio.to_thread(answers.decode)
@@ -128,6 +143,8 @@ class RoutedSampler:
                     error = _noted(e, incarnation)
                 else:
                     member.delivered()
+                    member.endpoint.response_tokens += sum(rollout.response_length for rollout in rollouts)
+                    add_request(asks, member.endpoint.name, (made, sent, answered, tracer.clock()))
                     return rollouts
             avoid = member.endpoint
             if attempt < ATTEMPTS:

@@ -1,7 +1,6 @@
 "use strict";
-// Lists the values at the step under the pointer. Text is only ever set as text.
-for (const plot of document.querySelectorAll(".plot")) {
-  const axes = JSON.parse(plot.querySelector("script").textContent);
+// Lists the values at the step under the pointer. Text is only ever set as text. `read` returns the axes of the plot.
+const followPointer = (plot, read) => {
   const rule = plot.appendChild(document.createElement("div"));
   const tip = plot.appendChild(document.createElement("div"));
   rule.className = "rule";
@@ -19,7 +18,7 @@ for (const plot of document.querySelectorAll(".plot")) {
 
   plot.addEventListener("pointerleave", hide);
   plot.addEventListener("pointermove", (event) => {
-    const area = plot.getBoundingClientRect();
+    const axes = read(), area = plot.getBoundingClientRect();
     const x = (event.clientX - area.left) / area.width, y = (event.clientY - area.top) / area.height;
     const axis = axes.find((a) => x >= a.box[0] && x <= a.box[2] && y >= a.box[1] && y <= a.box[3]);
     if (!axis || !axis.series.length) return hide();
@@ -43,6 +42,10 @@ for (const plot of document.querySelectorAll(".plot")) {
     const beside = place < 0.5 ? { left: `calc(${100 * place}% + 10px)`, right: "auto" } : { left: "auto", right: `calc(${100 * (1 - place)}% + 10px)` };
     Object.assign(tip.style, beside, { top: `${100 * top}%` });
   });
+};
+for (const plot of document.querySelectorAll(".plot")) {
+  const axes = JSON.parse(plot.querySelector("script").textContent);
+  followPointer(plot, () => axes);
 }
 
 // Shows every number of the token that is clicked, or to which the arrow keys move.

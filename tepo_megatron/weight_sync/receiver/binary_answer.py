@@ -1,7 +1,8 @@
 """Binary answers to generation requests: their format, and the middleware with which a server sends them.
 
-A client asks with `Accept: CONTENT_TYPE`, or `Accept: WITH_EXPERTS` to get the experts of an MoE model too. A server without
-the middleware ignores the header and answers in JSON. All numbers are little-endian, without gaps:
+A client asks with `Accept: CONTENT_TYPE`, or `Accept: WITH_EXPERTS` to get the experts of an MoE model too. With TIMED after it
+a vLLM server also sends the header `Server-Timing`. A server without the middleware ignores the header and answers in JSON. All
+numbers are little-endian, without gaps:
 
     header                 magic, format, layers and experts per token of the experts, number of samples, length of the body
     samples                one record each: finish reason, lengths, label of the weights
@@ -13,6 +14,7 @@ the middleware ignores the header and answers in JSON. All numbers are little-en
 """
 
 import struct
+import time
 import zlib
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from contextvars import ContextVar
@@ -24,6 +26,7 @@ from numpy.typing import ArrayLike, NDArray
 
 CONTENT_TYPE = "application/x-tepo-samples"
 WITH_EXPERTS = f"{CONTENT_TYPE}; experts=1"
+TIMED = "; timing=1"  # added by a client that asks how long its request took
 _MAGIC, _FORMAT = b"TPSA", 2
 _HEADER = struct.Struct("<4sHHHHIQ")
 _SAMPLE = np.dtype(
@@ -178,11 +181,23 @@ class Exchange:
 
     Attributes:
         experts: The client takes experts, too.
+        timed: The client asks how long its request takes.
         body: The binary answer, once the server has made it.
+        begun: When the request arrived, by `time.monotonic`.
+        first: When its first token was there, if the engine tells.
     """
 
     experts: bool
+    timed: bool = False
     body: bytes | None = None
+    begun: float = 0.0
+    first: float | None = None
+
+    def timing(self) -> str:
+        """Return the header `Server-Timing` for a request that ends now: ms to the first token, and to the end."""
+        total = time.monotonic() - self.begun
+        first = total if self.first is None else min(total, self.first - self.begun)
+        return f"first;dur={1000 * first:.3f}, total;dur={1000 * total:.3f}"
 
 
 current: ContextVar[Exchange | None] = ContextVar("current", default=None)  # what the request of this task asks for
@@ -199,10 +214,11 @@ class BinaryAnswers:
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         accept = dict(scope["headers"]).get(b"accept", b"").decode("latin-1") if scope["type"] == "http" else ""
-        if accept not in (CONTENT_TYPE, WITH_EXPERTS):
+        kind = accept.removesuffix(TIMED)
+        if kind not in (CONTENT_TYPE, WITH_EXPERTS):
             await self._app(scope, receive, send)
             return
-        exchange = Exchange(experts=accept == WITH_EXPERTS)
+        exchange = Exchange(experts=kind == WITH_EXPERTS, timed=kind != accept, begun=time.monotonic())
         replaces = False
 
         async def replacing(message: Message) -> None:
@@ -210,6 +226,8 @@ class BinaryAnswers:
             if message["type"] == "http.response.start" and exchange.body is not None and message["status"] == 200:
                 replaces, length = True, str(len(exchange.body)).encode()
                 headers = [(b"content-type", CONTENT_TYPE.encode()), (b"content-length", length)]
+                if exchange.timed and exchange.first is not None:
+                    headers.append((b"server-timing", exchange.timing().encode()))
                 message = {**message, "headers": headers}
             elif replaces and message["type"] == "http.response.body":
                 message = {**message, "body": exchange.body}

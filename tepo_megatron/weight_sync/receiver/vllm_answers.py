@@ -5,6 +5,7 @@ the engine's lists into arrays, and tokens are not turned into text. Facts are o
 """
 
 import functools
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -24,10 +25,12 @@ class BinaryCompletions(BinaryAnswers):
         super().__init__(app)
         from vllm.entrypoints.openai.completion.protocol import CompletionRequest
         from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion as Serving
+        from vllm.v1.engine.output_processor import RequestState
 
         vllm_before_0_32.follow()
         CompletionRequest.to_sampling_params = _without_text(CompletionRequest.to_sampling_params)
         Serving.request_output_to_completion_response = _in_binary(Serving.request_output_to_completion_response)
+        RequestState.from_new_request = _timed(RequestState.from_new_request)
 
 
 def _binary(request: Any) -> bool:
@@ -46,6 +49,24 @@ def _without_text(upstream: Callable[..., Any]) -> Callable[..., Any]:
         return params
 
     return to_sampling_params
+
+
+def _timed(upstream: Callable[..., Any]) -> Callable[..., Any]:
+    """Note when the first token of a request is there, if its client asks. vLLM itself does so only with its statistics."""
+
+    def from_new_request(*args: Any, **kwargs: Any) -> Any:
+        state, exchange = upstream(*args, **kwargs), current.get()
+        if exchange is not None and exchange.timed:
+
+            def first_output(*given: Any, **how: Any) -> Any:
+                exchange.first = time.monotonic() if exchange.first is None else exchange.first
+                del state.make_request_output  # the further tokens are the class's again
+                return state.make_request_output(*given, **how)
+
+            state.make_request_output = first_output
+        return state
+
+    return from_new_request
 
 
 def _in_binary(upstream: Callable[..., Any]) -> Callable[..., Any]:

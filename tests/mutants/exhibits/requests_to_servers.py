@@ -154,4 +154,16 @@ EXHIBITS = (
         new="raise_open_file_limit(0), psutil",
         tests=("tests/unit/rollout/test_slots.py::test_more_requests_than_open_files_raise_the_limit_or_wait",),
     ),
+    Exhibit(
+        name="the_live_page_answers_to_any_name",
+        source="own: issue 27, item 1 (DNS rebinding)",
+        kind="requests to servers",
+        bug="The live page does not check the Host header. The secret in the URL still protects it, so no use of it fails.",
+        cost="A web page whose name an attacker's DNS points at 127.0.0.1 shares the live page's origin, and reads it if it "
+        "learns the URL.",
+        symbol="LivePage._checked",
+        old='if request.host not in (f"{HOST}:{self._port}", f"localhost:{self._port}"):',
+        new="if not request.host and self._port < 0:",
+        tests=("tests/unit/report/test_live_server.py::test_only_who_knows_the_secret_may_ask_and_only_for_this_run",),
+    ),
 )

@@ -217,4 +217,15 @@ EXHIBITS = (
         new="            service.close()",
         tests=("tests/parallel/test_restart.py::test_a_restart_on_request_repeats_no_evaluation",),
     ),
+    Exhibit(
+        name="the_live_page_mixes_two_histories",
+        source="own: issue 27, item 1 (a run that is restarted must not break the page)",
+        kind="resume",
+        bug="The live page goes on reading where it stopped, in a file that was cut for a restart and has grown again since.",
+        cost="Its curves show the steps that the restart dropped, next to the later ones that were trained without them.",
+        symbol="MetricsTail._read",
+        old="if not same or os.pread(file, len(self._before), self._offset - len(self._before)) != self._before:",
+        new="if not same:",
+        tests=("tests/unit/report/test_live_columns.py::test_a_file_that_grows_is_cut_and_replaced_is_followed",),
+    ),
 )

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from tepo_megatron import cli
 from tepo_megatron.errors import ConfigError, DataError
 from tepo_megatron.report import drawing, panels, read_run, write_comparison, write_page, write_report
-from tepo_megatron.report.charts import chart
+from tepo_megatron.report.charts import PanelChart, chart
 from tepo_megatron.report.comparison import names
 from tepo_megatron.report.svg import VARIABLES, css_color
 from tests.report_runs import SUMMARY, measured, record_step, rollout, write_run
@@ -172,7 +172,7 @@ def test_the_seconds_of_a_step_add_up(ahead: bool) -> None:
     total = 1.75 if ahead else 5.0
     row = {f"seconds/{name}": value for name, value in phases.items()} | {"seconds/total": total}
     curves = drawing.Curves([{"step": step, **row} for step in (1, 2, 5)])
-    drawn = chart("seconds", "", lambda figure, cell: panels.seconds(figure, cell, curves, ahead), 5.0)
+    drawn = chart(PanelChart("seconds", "", lambda figure, cell: panels.seconds(figure, cell, curves, ahead), 5.0))
     (axis,) = drawn.axes
     concurrent, stacked = {}, {s["label"]: s["y"][0] for s in axis["series"]}
     if ahead:

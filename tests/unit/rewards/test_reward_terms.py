@@ -216,7 +216,7 @@ def test_what_is_no_function_is_refused(functions: str, name: str, message: str)
         ({"terms": [{"type": "mth"}]}, r"reward\.terms\.0: Input tag 'mth' .* 'math', 'answer_line', 'format'"),
         ({"terms": [{"weight": 1}]}, r"reward\.terms\.0: the key `type` is required"),
         ({"terms": []}, "terms: the first entry is the verdict"),
-        ({"terms": [{"type": "length", "max_tokens": 3}]}, "let it be math, answer_line, code, custom or http"),
+        ({"terms": [{"type": "length", "max_tokens": 3}]}, "let it be math, answer_line, code, custom, http or judge"),
         ({"terms": [{"type": "math"}, {"type": "format", "pattern": "("}]}, r"terms\.1\.format: pattern='\(' is no regular"),
         (
             {"terms": [{"type": "math"}, {"type": "length", "max_tokens": 3, "min_tokens": 4}]},

@@ -113,8 +113,17 @@ def mid_sampling(fleet: Fleet, action: Callable[[], object]) -> threading.Thread
 
 def test_the_answer_does_not_depend_on_the_number_of_servers(expected: list[list[int]], tmp_path: Path) -> None:
     with fleet(tmp_path) as three:
+        began = time.monotonic()
+        three.server_metrics()
         assert ids(three.generate(PROMPTS, SAMPLING, seed=7)) == expected
         assert three.take_events() == []
+        load = three.server_metrics()
+        least = sum(map(len, expected)) / (time.monotonic() - began)
+        assert sum(load[f"server/{i}/tokens_per_second"] for i in range(3)) >= least > 0
+        assert all(load[f"server/{i}/up"] == 1.0 and load[f"server/{i}/restarts"] == 0.0 for i in range(3))
+        assert all(1 <= load[f"server/{i}/queue"] <= 4 for i in range(3)), "at most `concurrency` at once"
+        idle = three.server_metrics()
+        assert all(idle[f"server/{i}/queue"] == idle[f"server/{i}/tokens_per_second"] == 0.0 for i in range(3))
 
 
 class DecodesInPairs(ScriptedApi):

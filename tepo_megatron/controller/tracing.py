@@ -1,0 +1,91 @@
+"""Traced steps on the ranks: every rank records its spans, and each writes them into the run's folder.
+
+All ranks make the same calls. A step is traced if `logging.trace_every` says so, or if somebody asked for it with `tepo trace`.
+Without either a step costs one comparison.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from tepo_megatron.actor.pass_spans import traced_passes
+from tepo_megatron.controller.service_client import ServiceTraces
+from tepo_megatron.distributed.clocks import offset_to_rank_0
+from tepo_megatron.distributed.collective_spans import traced_collectives
+from tepo_megatron.distributed.objects import broadcast_result, same_error
+from tepo_megatron.distributed.parallel import ParallelDims
+from tepo_megatron.errors import StorageError
+from tepo_megatron.observability.trace_file import TracePart, profile_path, rank_name, write_part
+from tepo_megatron.observability.tracer import tracer
+from tepo_megatron.utils.atomic import replacing
+from tepo_megatron.utils.save_requests import TraceRequest
+
+
+class StepTracer:
+    """Traces steps, and has torch's profiler record them on one rank.
+
+    Args:
+        service: The service's side of a step.
+        groups: The mesh of this run.
+        run_dir: Folder of the run.
+        every: `logging.trace_every`.
+    """
+
+    def __init__(self, service: ServiceTraces, groups: ParallelDims, run_dir: Path, every: int) -> None:
+        self._service, self._groups, self._run_dir, self._every = service, groups, run_dir, every
+        self._asked: TraceRequest | None = None
+        self._left = 0  # steps that the request still asks for
+
+    def ask(self, request: TraceRequest | None) -> None:
+        """Trace the next steps, too. None: nobody asked for them."""
+        if request is not None:
+            self._asked, self._left = request, request.steps
+
+    @contextlib.contextmanager
+    def step(self, number: int) -> Iterator[None]:
+        """Trace the block if the step is to be traced.
+
+        Collectives if it is, at the end: those of `offset_to_rank_0`, a broadcast and an all-gather over the host group.
+
+        Args:
+            number: Number of the step.
+
+        Raises:
+            StorageError: A rank cannot write what it recorded, on every rank.
+        """
+        asked = self._left > 0
+        if not asked and not (self._every and number % self._every == 0):
+            yield
+            return
+        self._left -= asked
+        profiled = asked and self._asked is not None and self._asked.profile == self._groups.rank
+        profiler = _profiler(self._groups.device) if profiled else None
+        self._service.begin()
+        tracer.begin()
+        try:
+            recorders = traced_collectives(), traced_passes(self._groups.device), profiler or contextlib.nullcontext()
+            with recorders[0], recorders[1], recorders[2], tracer.span(f"step {number}", "step"):
+                yield
+            self._write(number, profiler)
+            self._service.end(number, self._groups.world_size, asked and not self._left)
+        finally:
+            tracer.discard()
+
+    def _write(self, step: int, profiler: profile | None) -> None:
+        host, rank, recording = self._groups.host, self._groups.rank, tracer.end()
+        offset = offset_to_rank_0(host, tracer.clock) + broadcast_result(self._service.clock_offset, host)
+        with same_error(host, (OSError, RuntimeError), StorageError):
+            write_part(self._run_dir, TracePart(rank_name(rank), 1 + rank, step, recording, offset))
+            if profiler is not None:
+                path = profile_path(self._run_dir, step, rank)
+                with replacing(path, durable=False, temporary=path.with_name(f"unfinished-{path.name}")) as unfinished:
+                    profiler.export_chrome_trace(str(unfinished))
+
+
+def _profiler(device: torch.device) -> profile:
+    """Return torch's profiler of the CPU, and of the device if it is a GPU."""
+    cuda = [ProfilerActivity.CUDA] if device.type == "cuda" else []
+    return profile(activities=[ProfilerActivity.CPU, *cuda], acc_events=True)

@@ -1,0 +1,44 @@
+"""The state of an engine's servers at one moment, for those who watch a run."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+ServerState = Literal["serving", "waiting_for_weights", "asleep", "starting", "lost"]
+STATES: tuple[ServerState, ...] = ("serving", "waiting_for_weights", "asleep", "starting", "lost")
+
+
+@dataclass(frozen=True)
+class ServerReport:
+    """One server.
+
+    Attributes:
+        name: Its name in messages.
+        state: What it does.
+        version: Version of the weights that it serves.
+        in_flight: Number of requests in flight.
+        restarts: Number of its restarts.
+    """
+
+    name: str
+    state: ServerState
+    version: int
+    in_flight: int
+    restarts: int
+
+
+@dataclass(frozen=True)
+class EngineReport:
+    """All servers.
+
+    Attributes:
+        servers: One report for each.
+        queued: Number of requests that wait for a server.
+        version: Version of the weights that are to be served.
+        texts: The engine's own metrics by server name, of those servers that answered.
+    """
+
+    servers: Sequence[ServerReport]
+    queued: int
+    version: int
+    texts: Mapping[str, str]

@@ -1,0 +1,57 @@
+"""Observe a pool of servers: their states, and their own metrics. Nothing here changes a server or waits long for one."""
+
+import asyncio
+
+from tepo_megatron.errors import RolloutError
+from tepo_megatron.inference.report import EngineReport, ServerReport, ServerState
+from tepo_megatron.inference.servers.client import RequestFailed
+from tepo_megatron.inference.servers.endpoint import Endpoint
+from tepo_megatron.inference.servers.pool import ServerPool
+from tepo_megatron.inference.servers.slot import ServerSlot
+
+ROUTE = "/metrics"  # of vLLM and of SGLang
+MOST_SERVER_BYTES = 4 * 2**20  # of the text of one server
+
+
+async def observe(pool: ServerPool, seconds: float) -> EngineReport:
+    """Return the state of a pool. Runs in its event loop.
+
+    Args:
+        pool: The servers.
+        seconds: Limit of the wait for the servers' own metrics, which are asked for concurrently. A server that is not up,
+            sleeps or does not answer in time has none.
+    """
+    asked = [slot for slot in pool.slots if slot.up and not slot.endpoint.asleep]
+    texts = await asyncio.gather(*(_text(slot.endpoint, seconds) for slot in asked))
+    return EngineReport(
+        [_report(slot, pool.version) for slot in pool.slots],
+        len(pool.waiting),
+        pool.version,
+        {slot.endpoint.name: text for slot, text in zip(asked, texts, strict=True) if text is not None},
+    )
+
+
+async def _text(endpoint: Endpoint, seconds: float) -> str | None:
+    client = endpoint.client
+    if client is None:
+        return None
+    try:
+        answer = await client.exchange("GET", ROUTE, most_bytes=MOST_SERVER_BYTES, seconds=seconds, repeatable=True)
+    except (RequestFailed, RolloutError):
+        return None
+    return answer.text
+
+
+def _report(slot: ServerSlot[Endpoint], version: int) -> ServerReport:
+    endpoint = slot.endpoint
+    return ServerReport(endpoint.name, _state(slot, version), endpoint.version, endpoint.in_flight, slot.restart_count)
+
+
+def _state(slot: ServerSlot[Endpoint], version: int) -> ServerState:
+    if slot.lost is not None:
+        return "lost"
+    if not slot.up:
+        return "starting"
+    if slot.endpoint.asleep:
+        return "asleep"
+    return "serving" if slot.endpoint.version == version else "waiting_for_weights"

@@ -1,0 +1,186 @@
+"""Spans of one traced step, kept in the memory of each process until the step ends. `trace_file.py` writes them.
+
+A process has one `tracer`. While it is not active, `span` returns a context that does nothing.
+
+    process   row in the trace        a span is
+    rank      the thread's name       a step, a phase, a pass over a microbatch, a part of a weight update
+              collectives             a call of torch.distributed
+    service   the thread's name       a phase of sampling and grading
+              calls of rank 0         a call over the service's connection
+              requests, grading       a request for a group of samples; the grading of a group
+    server    requests, weights       a request, with prefill and decode; a call of a weight update
+
+Spans of one thread are nested. Those of an event loop are not, so they have a `unit`: spans of one unit are nested, and the
+units of a row that overlap are drawn below each other.
+"""
+
+import contextlib
+import itertools
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+MOST_SPANS = 500_000  # of a process and step; about 200 bytes each
+
+
+@dataclass(slots=True)
+class Span:
+    """One span. Times are nanoseconds on the monotonic clock of the process that recorded it.
+
+    Attributes:
+        name: Name, the same for all spans of a kind.
+        row: Row of the trace.
+        start: Start.
+        end: End. None: an instant.
+        args: Further values to show, as plain JSON.
+        process: Process in the trace. Empty: the one that recorded the span.
+        unit: Number of its unit; see above. None: spans of this row are nested anyway.
+        flows: Keys of the chains that it belongs to. An arrow leads from each span of a chain to the next one.
+    """
+
+    name: str
+    row: str
+    start: int
+    end: int | None
+    args: dict[str, Any] = field(default_factory=dict)
+    process: str = ""
+    unit: int | None = None
+    flows: tuple[str, ...] = ()
+
+
+@dataclass
+class Recording:
+    """The spans of a step, as one process recorded them.
+
+    Attributes:
+        begun, ended: When recording began and ended, in ns.
+        spans: The spans. Those that were open at the end are cut there, and have the value `unfinished`.
+        dropped: Number of spans beyond MOST_SPANS.
+    """
+
+    begun: int
+    ended: int
+    spans: list[Span]
+    dropped: int = 0
+
+
+class _OpenSpan:
+    """A span that has begun. Its end is the end of the block."""
+
+    __slots__ = ("_kept", "_tracer", "span")
+
+    def __init__(self, tracer: "Tracer", span: Span) -> None:
+        self._tracer, self.span, self._kept = tracer, span, tracer.open_spans
+
+    def __enter__(self) -> None:
+        self.span.start = self._tracer.clock()
+        self._kept[id(self)] = self.span
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._kept.pop(id(self), None) is not None and self._kept is self._tracer.open_spans:
+            self.span.end = self._tracer.clock()
+            self._tracer.keep(self.span)
+
+
+_NOTHING = contextlib.nullcontext()
+
+
+class Tracer:
+    """Records spans while it is active. Any thread may call every method but `begin`, `end` and `discard`.
+
+    Args:
+        clock: Returns the time in ns. One that other processes of this machine share needs no alignment.
+        most: Number of spans that are kept.
+
+    Attributes:
+        active: Whether a step is traced.
+        open_spans: Spans that have begun, by the id of their context.
+    """
+
+    def __init__(self, clock: Callable[[], int] = time.monotonic_ns, most: int = MOST_SPANS) -> None:
+        self.clock, self._most = clock, most
+        self.active = False
+        self.open_spans: dict[int, Span] = {}
+        self._spans: list[Span] = []
+        self._begun = self._dropped = 0
+        self._units = itertools.count(1)
+
+    def begin(self) -> None:
+        """Begin to record a step. What was recorded before and not taken by `end` is forgotten."""
+        self._spans, self.open_spans, self._dropped = [], {}, 0
+        self._begun, self.active = self.clock(), True
+
+    def end(self) -> Recording:
+        """Stop, and return what was recorded since `begin`."""
+        self.active, ended = False, self.clock()
+        unfinished, self.open_spans = list(self.open_spans.values()), {}
+        for span in unfinished:
+            span.end, span.args = ended, {**span.args, "unfinished": True}
+        spans, self._spans = self._spans, []
+        return Recording(self._begun, ended, [*spans, *unfinished], self._dropped)
+
+    def discard(self) -> None:
+        """Stop, and forget what was recorded."""
+        self.active, self._spans, self.open_spans = False, [], {}
+
+    def unit(self) -> int:
+        """Return the number of a new unit of spans."""
+        return next(self._units)
+
+    def span(
+        self, name: str, row: str = "", *, process: str = "", flows: Sequence[object] = (), **args: Any
+    ) -> contextlib.AbstractContextManager[None]:
+        """Return a context whose block is recorded as a span.
+
+        Args:
+            name, process, args: See `Span`.
+            row: See `Span`. Empty: that of the thread.
+            flows: See `Span`; converted to text.
+        """
+        if not self.active:
+            return _NOTHING
+        row = row or threading.current_thread().name.replace("MainThread", "main thread")
+        return _OpenSpan(self, Span(name, row, 0, None, args, process, None, tuple(map(str, flows))))
+
+    def add(
+        self,
+        name: str,
+        row: str,
+        start: int,
+        end: int | None,
+        *,
+        process: str = "",
+        unit: int | None = None,
+        flows: Sequence[object] = (),
+        **args: Any,
+    ) -> None:
+        """Record a span whose times are known. It does nothing while no step is traced.
+
+        Args:
+            name, row, start, end, process, unit, args: See `Span`.
+            flows: See `Span`; converted to text.
+        """
+        if self.active:
+            self.keep(Span(name, row, start, end, args, process, unit, tuple(map(str, flows))))
+
+    def instant(self, name: str, row: str, *, process: str = "", **args: Any) -> None:
+        """Record that something happened now. It does nothing while no step is traced.
+
+        Args:
+            name, row, process, args: See `Span`.
+        """
+        if self.active:
+            self.keep(Span(name, row, self.clock(), None, args, process))
+
+    def keep(self, span: Span) -> None:
+        """Keep a complete span, unless there are too many."""
+        if len(self._spans) < self._most:
+            self._spans.append(span)
+        else:
+            self._dropped += 1
+
+
+tracer = Tracer()

@@ -1,0 +1,143 @@
+"""One run of the live page: follow its folder, and give what the page draws as JSON."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+from tepo_megatron.config import Config
+from tepo_megatron.config.io import load_config
+from tepo_megatron.errors import ConfigError, DataError
+from tepo_megatron.observability.sinks import METRICS_FILE
+from tepo_megatron.report.charts import PanelChart, panel_sections
+from tepo_megatron.report.comparison import color, overlays
+from tepo_megatron.report.figures import table
+from tepo_megatron.report.live.columns import BUCKETS, ColumnCurves, MetricsTail
+from tepo_megatron.report.live.plots import Abscissas, plot_of
+from tepo_megatron.report.live.servers import server_rows
+from tepo_megatron.report.run import RunRecord, Summary, facts, read_summary
+from tepo_megatron.report.svg import css_color
+from tepo_megatron.utils.escaping import excerpt
+
+_Stamp = tuple[int, int, int] | None  # identity, size and time of a file; None: there is none
+
+
+class LiveRun:
+    """The folder of one run, read again and again. Nothing in it is changed.
+
+    Args:
+        folder: Folder of the run. It may be empty as yet.
+        place: Index of the run on the page.
+
+    Attributes:
+        folder: Folder of the run.
+        version: Number that grows whenever `refresh` found something new.
+        curves: All steps.
+    """
+
+    def __init__(self, folder: Path, place: int) -> None:
+        self.folder, self.version, self.curves = folder, 0, MetricsTail(folder).curves()
+        self._place, self._tail = place, MetricsTail(folder)
+        self._stamps: tuple[_Stamp, ...] = ()
+        self._cfg: Config | None = None
+        self._summary: Summary | None = None
+        self._notes: list[str] = []
+        self._thinned = self.curves
+
+    def refresh(self) -> None:
+        """Read what the run has written since the last call."""
+        stamps = tuple(_stamp(self.folder / name) for name in ("config.yaml", "summary.json"))
+        settings = stamps != self._stamps or not self.version
+        if settings:
+            self._stamps = stamps
+            self._read_settings()
+        if self._tail.read() or settings:
+            self.curves = self._tail.curves()
+            self._thinned = self.curves.thinned()
+            self.version += 1
+
+    def _read_settings(self) -> None:
+        self._cfg, self._summary, self._notes = None, None, []
+        try:
+            self._cfg = load_config(self.folder / "config.yaml")
+            self._summary = read_summary(self.folder / "summary.json")
+        except (ConfigError, DataError, OSError) as e:
+            self._notes.append(excerpt(str(e), 500))
+
+    @property
+    def name(self) -> str:
+        """Return the run's name, or its folder's while it has no config."""
+        return self.folder.name if self._cfg is None else self._cfg.name
+
+    def record(self, curves: ColumnCurves) -> RunRecord | None:
+        """Return the run as the report's panels read it; None while it has no config or no step.
+
+        Args:
+            curves: Its curves, all steps or thinned.
+        """
+        if self._cfg is None or not len(curves.steps):
+            return None
+        return RunRecord(self.folder, self._cfg, curves, self._summary, tuple(self._notes))
+
+    @property
+    def thinned(self) -> RunRecord | None:
+        """Return the run with thinned curves; None while it has no config or no step."""
+        return self.record(self._thinned)
+
+    def plain(self) -> dict[str, Any]:
+        """Return what the page shows of this run, as JSON."""
+        whole, thinned, notes = self.record(self.curves), self.thinned, list(self._notes)
+        if self._tail.unreadable:
+            notes.append(f"{METRICS_FILE}: {self._tail.unreadable} lines cannot be read.")
+        if whole is None and not notes:
+            notes.append("No step has been recorded yet.")
+        if len(self._thinned.steps) < len(self.curves.steps):
+            notes.append(
+                f"The {len(self.curves.steps):,} steps are shown as at most {BUCKETS} parts: by the least and greatest value "
+                f"of each, and seconds by their mean."
+            )
+        sections = [] if thinned is None else panel_sections(thinned, f"run-{self._place}")
+        xs = Abscissas()
+        return {
+            "name": self.name,
+            "folder": str(self.folder),
+            "color": css_color(color(self._place)),
+            "facts": [] if whole is None else facts(whole),
+            "notes": notes,
+            "state": self._state(),
+            "sections": [{"name": one.name, "charts": plots(one.charts, xs)} for one in sections],
+            "x": xs.plain(),
+            "servers": server_rows(self.curves),
+            "table": [] if whole is None else table(self.curves),
+        }
+
+    def _state(self) -> dict[str, Any]:
+        """Return whether the run has ended, and when it wrote its last step, in seconds since the epoch."""
+        stamp = _stamp(self.folder / METRICS_FILE)
+        return {"ended": self._summary is not None, "written": None if stamp is None else stamp[2] / 1e9, "now": time.time()}
+
+
+def plots(charts: list[PanelChart] | Any, xs: Abscissas) -> list[dict[str, Any]]:
+    """Return charts as JSON.
+
+    Args:
+        charts: Charts to draw.
+        xs: Gets their horizontal values.
+    """
+    return [plot_of(chart, xs) for chart in charts]
+
+
+def compared(runs: list[LiveRun]) -> dict[str, Any]:
+    """Return the curves of several runs in shared axes, as JSON."""
+    known = [run.thinned for run in runs]
+    xs = Abscissas()
+    # a run without a step yet has no curve, and the others keep their colours only if all are there
+    charts = overlays([run for run in known if run is not None]) if all(run is not None for run in known) else []
+    return {"charts": plots(charts, xs), "x": xs.plain()}
+
+
+def _stamp(path: Path) -> _Stamp:
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_ino, status.st_size, status.st_mtime_ns

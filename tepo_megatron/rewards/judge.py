@@ -1,0 +1,203 @@
+"""The reward term of a language model as judge: ask it, find the verdict in what it wrote, and count what cannot be read."""
+
+import asyncio
+import hashlib
+import json
+import logging
+import math
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from tepo_megatron.config.judge import JudgeTermConfig
+from tepo_megatron.errors import RewardError
+from tepo_megatron.rewards.pool import GradingPool, PoolLimits
+from tepo_megatron.rewards.remote import TEXT_BYTES, texts_of
+from tepo_megatron.rewards.terms import Response, Verdict
+from tepo_megatron.utils.escaping import excerpt
+
+_log = logging.getLogger(__name__)
+RETRY_TEMPERATURE = 0.7  # at least: at temperature 0 another seed changes nothing
+WINDOW, LEAST_JUDGED = 256, 32  # responses among which unjudged ones are counted; the number from which their share counts
+MOST_REPORTED = 5  # unreadable answers that are logged
+_SEEDS = 2**31
+
+
+class QuestionTooLong(Exception):
+    """The question has more tokens than the judge reads, or its server refuses it."""
+
+
+@dataclass(frozen=True)
+class JudgeReply:
+    """One answer of a judge.
+
+    Attributes:
+        text: What the judge wrote, and nothing else.
+        prompt_tokens, sampled_tokens: Tokens that it read and wrote.
+    """
+
+    text: str
+    prompt_tokens: int
+    sampled_tokens: int
+
+
+class Judge(Protocol):
+    """A language model that answers questions: servers of the run, or one of others. All coroutines run in one event loop."""
+
+    async def ask(self, fields: Mapping[str, str], samples: int, seed: int, temperature: float) -> list[JudgeReply]:
+        """Return `samples` answers to the question with these texts in it. The texts are quoted: no control token is in them.
+
+        Args:
+            fields: Text of each field of the templates.
+            samples: Number of answers.
+            seed: Seed of the call.
+            temperature: Sampling temperature.
+
+        Raises:
+            QuestionTooLong: Another question may be answered.
+            RewardError: The judge cannot work.
+        """
+
+    async def close(self) -> None:
+        """Close the connections."""
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """The verdicts on one response.
+
+    Attributes:
+        value: Their mean, in units of the term; None if none could be read.
+        status: `graded`, `unjudged` or `too_long`.
+        asked, unreadable: Number of answers of the judge, and of those without a verdict.
+        prompt_tokens, sampled_tokens: Tokens of all these answers.
+        answer: What the judge wrote last.
+    """
+
+    value: float | None
+    status: str
+    asked: int = 0
+    unreadable: int = 0
+    prompt_tokens: int = 0
+    sampled_tokens: int = 0
+    answer: str = ""
+
+
+class JudgeTerm:
+    """Gives the mean verdict of a judge.
+
+    graded    the judge gave a verdict
+    unjudged  no answer of the judge has a verdict in the range, after all retries, or the question is longer than the judge
+              can read; counts as 0
+
+    A judge that rarely gives a verdict would turn its silence into a reward, so too large a share of `unjudged` ends the run.
+    """
+
+    def __init__(self, entry: JudgeTermConfig, judge: Judge, limits: PoolLimits, tokenizer: str = "") -> None:
+        """Start the workers in the background.
+
+        Args:
+            entry: The term in the config.
+            judge: Answers the questions.
+            limits: Limits of the workers, which decode and search for the verdict.
+            tokenizer: See `GradingWorker`.
+        """
+        self._entry, self._judge = entry, judge
+        check = f"the tokenizer of the model and pattern={entry.pattern!r}"
+        self.pool = GradingPool(limits, ["verdict", entry.pattern], check, tokenizer, TEXT_BYTES)
+        self._labels = {label.casefold(): value for label, value in entry.labels.items()}
+        self._judged: deque[bool] = deque(maxlen=WINDOW)
+        self._reported = 0
+
+    async def grade(self, responses: Sequence[Response]) -> list[Verdict]:
+        """Return one verdict per response; see `RewardTerm.grade`."""
+        return list(await asyncio.gather(*map(self._grade, responses)))
+
+    async def close(self) -> None:
+        """Close the connections to the judge and kill the workers."""
+        await self._judge.close()
+        await self.pool.close()
+
+    async def judge(self, fields: Mapping[str, str], seed: int) -> Judgement:
+        """Ask about one response until all verdicts are there, or the retries are used up.
+
+        Args:
+            fields: Text of each field of the templates.
+            seed: Seed of the judge's samples, together with the texts.
+
+        Raises:
+            RewardError: The judge cannot work.
+        """
+        entry, values = self._entry, list[float]()
+        fields = {name: text.encode(errors="replace").decode() for name, text in fields.items()}  # no lone surrogates
+        first, answer = _seed_of(fields, seed), ""
+        asked = prompt_tokens = sampled_tokens = 0
+        for attempt in range(entry.retries + 1):
+            missing = entry.verdicts - len(values)
+            temperature = max(entry.temperature, RETRY_TEMPERATURE) if attempt else entry.temperature
+            try:
+                replies = await self._judge.ask(fields, missing, (first + asked) % _SEEDS, temperature)
+            except QuestionTooLong as e:
+                self._report(f"the judge cannot be asked: {e}")
+                return Judgement(None, "too_long", asked, asked - len(values), prompt_tokens, sampled_tokens, answer)
+            for reply in replies:
+                answer = reply.text
+                if (value := await self._value(reply.text)) is not None:
+                    values.append(value)
+            asked += len(replies)
+            prompt_tokens += sum(reply.prompt_tokens for reply in replies)
+            sampled_tokens += sum(reply.sampled_tokens for reply in replies)
+            if len(values) == entry.verdicts:
+                break
+        mean = math.fsum(values) / len(values) if values else None
+        status = "unjudged" if mean is None else "graded"
+        return Judgement(mean, status, asked, asked - len(values), prompt_tokens, sampled_tokens, answer)
+
+    async def _grade(self, response: Response) -> Verdict:
+        prompt, written = await texts_of(response, self.pool)
+        found = await self.judge({"prompt": prompt, "response": written, "answer": response.answer}, self._entry.seed)
+        self._count(found.value is not None)
+        return Verdict(found.value or 0.0, "unjudged" if found.value is None else "graded")
+
+    async def _value(self, answer: str) -> float | None:
+        """Return the value of the verdict in an answer of the judge; None if it has none."""
+        outcome = await self.pool.ask((answer,))
+        value = self._read(outcome.detail) if outcome.status == "found" else None
+        if value is None:
+            self._report(f"no verdict (pattern={self._entry.pattern!r}) in the judge's answer: {excerpt(answer)!r}")
+        return value
+
+    def _read(self, verdict: str) -> float | None:
+        entry = self._entry
+        if entry.labels:
+            return self._labels.get(verdict.strip().casefold())
+        try:
+            number = float(verdict)
+        except ValueError:
+            return None
+        in_range = entry.lowest <= number <= entry.highest  # not so for nan
+        return (number - entry.lowest) / (entry.highest - entry.lowest) if in_range else None
+
+    def _count(self, judged: bool) -> None:
+        """Count a response. Raises RewardError if too many of the last ones are unjudged."""
+        self._judged.append(judged)
+        total, unjudged = len(self._judged), self._judged.count(False)
+        if total >= LEAST_JUDGED and unjudged > self._entry.max_unjudged_share * total:
+            raise RewardError(
+                f"the judge {self._entry.model} gave no verdict on {unjudged} of the last {total} responses, more than "
+                f"max_unjudged_share={self._entry.max_unjudged_share:g}; correct question or pattern of its entry in "
+                "reward.terms (`tepo judge` tries them)"
+            )
+
+    def _report(self, text: str) -> None:
+        self._reported += 1
+        if self._reported <= MOST_REPORTED:
+            last = "; further ones are not reported" if self._reported == MOST_REPORTED else ""
+            _log.warning("%s%s", text, last)
+
+
+def _seed_of(fields: Mapping[str, str], seed: int) -> int:
+    """Return a seed that depends on the texts and on the seed of the term alone, not on what else is graded."""
+    words = json.dumps([seed, sorted(fields.items())]).encode()
+    return int.from_bytes(hashlib.blake2b(words, digest_size=8).digest(), "little") % _SEEDS

@@ -1,0 +1,218 @@
+"""Judges of a run: fleets of inference servers with frozen weights, next to the fleet that samples, or servers of others.
+
+A judge's fleet is the same code as that of the rollouts: it starts, watches and restarts its servers, which require a key in
+every request. It never gets weights and never sleeps, so it has GPUs of its own.
+"""
+
+import asyncio
+import contextlib
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+import torch
+
+from tepo_megatron.config import JudgeTermConfig, RolloutConfig
+from tepo_megatron.data import load_tokenizer, stop_tokens, text_functions
+from tepo_megatron.errors import ConfigError, RewardError, RolloutError, TepoError
+from tepo_megatron.inference.engine_api import LaunchSpec, Platform, Precision
+from tepo_megatron.inference.engines import build_engine
+from tepo_megatron.inference.linear_attention import check_linear_attention, layers_of
+from tepo_megatron.inference.servers.process import LOOPBACK
+from tepo_megatron.rewards.chat_server import ChatServer
+from tepo_megatron.rewards.judge import Judge, JudgeReply, QuestionTooLong
+from tepo_megatron.rollout.quoted_chat import QuotedChat
+from tepo_megatron.types import Prompt, SamplingParams
+
+
+@dataclass(frozen=True)
+class JudgePlace:
+    """Where the judges of a run are.
+
+    Attributes:
+        platform: `platform` of the config.
+        precision: Precision in which judges are served whose `server.precision` is null: that of the run's model.
+        first_device: Index of the first GPU that neither ranks nor rollout servers use.
+        log_folder: Folder for the logs of the judges' servers.
+    """
+
+    platform: Platform
+    precision: Precision
+    first_device: int
+    log_folder: Path
+
+    @classmethod
+    def next_to(cls, rollout: RolloutConfig, ranks: int, platform: Platform, precision: Precision, log_folder: Path) -> Self:
+        """Return the place of the judges of a run.
+
+        Args:
+            rollout: Number and size of the rollout servers.
+            ranks: Number of ranks, for a process that torchrun did not start.
+            platform, precision, log_folder: See the attributes.
+        """
+        first = rollout.devices_used(int(os.environ.get("LOCAL_WORLD_SIZE", ranks)))
+        return cls(platform, precision, first, log_folder)
+
+
+def check_judges(judges: Mapping[int, JudgeTermConfig], platform: Platform) -> None:
+    """Raise a TepoError for judges that this run would serve and that cannot work. Nothing is started.
+
+    Args:
+        judges: The judges by the indices of their terms.
+        platform: `platform` of the config.
+    """
+    for index, entry in judges.items():
+        if entry.url is None:
+            with _named(index):
+                check_linear_attention(_fleet_config(entry), entry.model, platform)
+                QuotedChat(load_tokenizer(entry.model), entry.messages)
+
+
+@contextlib.contextmanager
+def open_judges(judges: Mapping[int, JudgeTermConfig], place: JudgePlace) -> Iterator["Judges"]:
+    """Yield the judges of a run. Their servers start loading at once.
+
+    Args:
+        judges: The judges by the indices of their terms.
+        place: Where they are.
+
+    Raises:
+        ConfigError: This machine has too few GPUs, or the ranks are on several machines. Nothing was started.
+        RolloutError: A server cannot be started.
+    """
+    own = {index: entry for index, entry in judges.items() if entry.url is None}
+    if own:
+        _check_machine(own, place)
+    with contextlib.ExitStack() as stack:
+        found: dict[int, Judge] = {}
+        fleets, device = [], place.first_device
+        for index, entry in judges.items():
+            if entry.url is not None:
+                found[index] = ChatServer(
+                    entry.url,
+                    entry.model,
+                    entry.messages,
+                    max_tokens=entry.max_tokens,
+                    timeout_seconds=entry.server.request_seconds,
+                    concurrency=entry.server.concurrency,
+                    key_variable=entry.key_variable,
+                )
+                continue
+            with _named(index):
+                fleet = stack.enter_context(JudgeFleet(index, entry, place, device))
+                fleet.start()
+            found[index] = fleet
+            fleets.append(fleet)
+            device += entry.gpus
+        yield Judges(found, fleets)
+
+
+class Judges:
+    """The judges of a run by the indices of their terms. `fleets` are those that the run serves itself."""
+
+    def __init__(self, by_term: Mapping[int, Judge], fleets: Sequence["JudgeFleet"]) -> None:
+        self.by_term, self.fleets = by_term, fleets
+
+    def take_events(self) -> list[str]:
+        """Return messages for the user since the last call."""
+        return [f"judge: {event}" for fleet in self.fleets for event in fleet.take_events()]
+
+
+class JudgeFleet(contextlib.AbstractContextManager["JudgeFleet"]):
+    """Implementation of `judge.Judge` by servers of this run. Leaving the context ends them.
+
+    Args:
+        index: Index of the term in `reward.terms`.
+        entry: The term.
+        place: Where the judges of the run are.
+        first_device: Index of the fleet's first GPU.
+    """
+
+    def __init__(self, index: int, entry: JudgeTermConfig, place: JudgePlace, first_device: int) -> None:
+        tokenizer, path = load_tokenizer(entry.model), Path(entry.model)
+        self._index, self._entry = index, entry
+        self._chat, self._decode = QuotedChat(tokenizer, entry.messages), text_functions(tokenizer)[1]
+        self._stops = stop_tokens(path, tokenizer)
+        launch = LaunchSpec(
+            model_path=path,
+            max_model_len=entry.max_prompt_tokens + entry.max_tokens,
+            platform=place.platform,
+            precision=entry.server.precision or place.precision,
+            seed=entry.seed,
+            first_device=first_device,
+            host=LOOPBACK,
+            **layers_of(path),
+        )
+        self._fleet = build_engine(_fleet_config(entry), launch, place.log_folder / f"judge-{index}.log")
+
+    def start(self) -> None:
+        """Start the servers and return at once; the first question waits for them. Raises RolloutError, ConfigError."""
+        self._fleet.start()
+
+    async def ask(self, fields: Mapping[str, str], samples: int, seed: int, temperature: float) -> list[JudgeReply]:
+        """Ask for all answers in one request; see `Judge.ask`. A server that fails is restarted, and the question is repeated.
+
+        Args:
+            fields, samples, seed, temperature: See there.
+        """
+        ids = await asyncio.to_thread(self._chat.encode, fields)
+        if len(ids) > self._entry.max_prompt_tokens:
+            raise QuestionTooLong(
+                f"the question has {len(ids)} tokens, more than max_prompt_tokens={self._entry.max_prompt_tokens}"
+            )
+        sampling = SamplingParams(samples, temperature, self._entry.max_tokens, self._stops)
+        try:
+            rollouts = await self._fleet.sample(Prompt(0, tuple(ids), ""), sampling, seed)
+        except RolloutError as e:
+            raise RewardError(_under_its_key(str(e), self._index)) from None
+        return [JudgeReply(self._decode(r.response_ids), len(ids), r.response_length) for r in rollouts]
+
+    def take_events(self) -> list[str]:
+        """Return the events of the servers since the last call."""
+        return [_under_its_key(event, self._index) for event in self._fleet.take_events()]
+
+    async def close(self) -> None:
+        """Do nothing: the servers end with the context, in the thread that started them."""
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._fleet.close()
+
+
+def _fleet_config(entry: JudgeTermConfig) -> RolloutConfig:
+    """Return the settings of a fleet that only samples, with the weights of its model directory."""
+    return RolloutConfig(
+        only=True, engine=entry.engine, servers=entry.servers, min_servers=entry.min_servers, server=entry.server
+    )
+
+
+def _check_machine(own: Mapping[int, JudgeTermConfig], place: JudgePlace) -> None:
+    index, first = next(iter(own.items()))
+    if int(os.environ.get("WORLD_SIZE", 1)) != int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", 1))):
+        raise ConfigError(
+            f"reward.terms.{index}: the run starts the servers of the judge {first.model} on one machine, and the ranks are on "
+            "several; serve it by yourself and set url"
+        )
+    wanted, there = place.first_device + sum(entry.gpus for entry in own.values()), torch.cuda.device_count()
+    if place.platform == "cuda" and there < wanted:
+        raise ConfigError(
+            f"reward.terms.{index}: ranks, rollout servers and judges take {wanted} GPUs, and this machine has {there}; a "
+            "judge has GPUs of its own, also with rollout.colocate; lower servers or server.tp of the judge, or set its url"
+        )
+
+
+@contextlib.contextmanager
+def _named(index: int) -> Iterator[None]:
+    """Name the term in errors about the judge's model or servers."""
+    try:
+        yield
+    except TepoError as e:
+        raise type(e)(_under_its_key(str(e), index)) from None
+
+
+def _under_its_key(text: str, index: int) -> str:
+    """Return a message of the fleet, which names keys of `rollout`, with the keys of the term; they have the same names."""
+    key = f"reward.terms.{index}"
+    text = text.replace("rollout.", f"{key}.").replace("model.path", f"{key}.model")
+    return text if key in text else f"{key}: {text}"

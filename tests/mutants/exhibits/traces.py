@@ -1,0 +1,44 @@
+"""Traces that show what did not happen."""
+
+from __future__ import annotations
+
+from tests.mutants.exhibit import Exhibit
+
+EXHIBITS = (
+    Exhibit(
+        name="the_offset_of_a_clock_has_the_wrong_sign",
+        source="our own: decisions/0048 (one clock)",
+        kind="traces",
+        bug=(
+            "Processes of one machine share their clock, so that the offset is 0 up to noise, and its sign does not matter. On "
+            "several machines the spans are twice as far apart as the clocks."
+        ),
+        cost="A stage seems to wait for another machine, or to begin before it has its input.",
+        symbol="best_offset",
+        old="reference - (sent + received) // 2",
+        new="(sent + received) // 2 - reference",
+        tests=("tests/unit/test_traces.py::test_the_offset_of_a_clock_is_off_by_less_than_it_says",),
+    ),
+    Exhibit(
+        name="ranks_are_on_the_clock_of_rank_0",
+        source="our own: decisions/0048 (one clock)",
+        kind="traces",
+        bug="Ranks measure their offset to rank 0, whose own offset to the service was left out. All ranks agree.",
+        cost="Where rank 0 and the service differ, ranks train on rollouts before they are sampled, or long after that.",
+        symbol="StepTracer._write",
+        old="offset_to_rank_0(host, tracer.clock) + broadcast_result(self._service.clock_offset, host)",
+        new="offset_to_rank_0(host, tracer.clock)",
+        tests=("tests/parallel/test_traces.py::test_a_trace_has_all_processes_on_one_clock",),
+    ),
+    Exhibit(
+        name="a_request_lies_in_another_one",
+        source="our own: decisions/0048 (rows of requests)",
+        kind="traces",
+        bug="A short request that falls into a longer one is drawn in its row, as if the longer one had made it.",
+        cost="The decoding of one group seems to consist of other groups.",
+        symbol="in_lanes",
+        old="if not lane or (nests and lane[-1][1] and end <= lane[-1][0]):",
+        new="if not lane or end <= lane[-1][0]:",
+        tests=("tests/unit/test_traces.py::test_a_trace_of_threads_and_of_an_event_loop_is_valid",),
+    ),
+)

@@ -1,0 +1,161 @@
+"""The trace of a step of real ranks: every process has its rows, on one clock, and a pipeline's passes are in their order."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from megatron.core.pipeline_parallel import schedules
+
+from tepo_megatron.launcher.trace_request import coverage, read_trace
+from tepo_megatron.observability import run_dir
+from tepo_megatron.observability.trace_file import TRACES, profile_path, trace_path
+from tepo_megatron.observability.tracer import tracer
+from tepo_megatron.utils.save_requests import TRACE, TRACED, TraceRequest, ask_trace
+from tests.chrome import Event, named, rows
+from tests.parallel import resume_worlds as w
+from tests.tiny import tiny_qwen3
+from tests.worlds import run_world
+
+SERVICE, MAIN, COLLECTIVES = "rollout service", "main thread", "collectives"
+
+
+class Ask(w.Request):
+    """A request to trace the next step, and to profile rank 1 in it."""
+
+    def die(self, journal: Path, *args: Any) -> None:
+        ask_trace(journal.parent / "run", TraceRequest(1, profile=1))
+
+
+def shift(pid: int) -> int:
+    """Return the ns by which the clock of a process is ahead of this machine's."""
+    return pid % 1000 * 10**12
+
+
+def rank_with_its_own_clock(rank: int, *args: Any) -> tuple[bool, bool]:
+    """Be a rank. The service, a fork of rank 0, has a clock of its own, too. Return what is left of the tracing."""
+    tracer.clock = lambda: time.monotonic_ns() + shift(os.getpid())
+    before = dist.all_reduce, dist.Work.wait, schedules.backward_step
+    w.run_rank(rank, *args)
+    return before != (dist.all_reduce, dist.Work.wait, schedules.backward_step), tracer.active
+
+
+def ends(span: Event) -> float:
+    return float(span["ts"] + span["dur"])
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """The folders of a run whose steps 2 (on request) and 3 are traced, and of the same run without traces."""
+    folder = tmp_path_factory.mktemp("traces")
+    model = w.write_inputs(folder / "model")
+    sections = {
+        "parallel": {"pp": 2},
+        "rollout": {"prompts_per_step": 8},
+        "training": {"steps": 3, "max_tokens_per_microbatch": 32, "minibatch_prompts": 8},
+        "evaluation": {"every": 0},
+        "export_hf": False,
+    }
+    traced = w.run_config(model, folder / "traced", logging={"trace_every": 3}, **sections)
+    plain = w.run_config(model, folder / "plain", **sections)
+    run_dir.prepare(traced)
+    asking = Ask("tepo_megatron.controller.schedule:Schedule.next_parts")  # on rank 0, in step 1
+    given = traced, folder / "traced" / "journal", 0, asking
+    assert run_world(2, rank_with_its_own_clock, *given) == [(False, False)] * 2
+    w.attempt(plain, folder / "plain" / "journal")
+    return traced.run_dir, plain.run_dir
+
+
+def test_a_trace_has_all_processes_on_one_clock(runs: tuple[Path, Path]) -> None:
+    trace = read_trace(trace_path(runs[0], 3))
+    found, known = rows(trace), trace["metadata"]["processes"]
+    assert list(known) == [SERVICE, "rank 0", "rank 1"] and trace["metadata"]["step"] == 3
+    assert {(p, MAIN) for p in ("rank 0", "rank 1")} | {(p, COLLECTIVES) for p in ("rank 0", "rank 1")} < found.keys()
+    here = known[SERVICE]["pid"]
+    for process in known.values():
+        error = process["clock_offset_ns"] - (shift(here) - shift(process["pid"]))
+        assert abs(error) <= process["clock_uncertainty_ns"] < 5e6, "a round trip between two processes takes far less"
+    for rank in ("rank 0", "rank 1"):
+        (step,) = found[rank, "step"]
+        assert [s["name"] for s in found[rank, MAIN] if s["name"] in ("wait", "old_stats", "update", "sync", "log")] == [
+            "wait", "sync", "old_stats", "update", "sync", "log",
+        ]  # fmt: skip
+        assert coverage([*found[rank, "step"], *found[rank, MAIN]]) > 0.8 and step["name"] == "step 3"
+    (waiting,) = named(trace, "rank 0", MAIN, "wait")
+    begun = [s for s in found[SERVICE, "calls of rank 0"] if s["name"] == "collect"]
+    assert all(waiting["ts"] - 5000 < s["ts"] < ends(waiting) for s in begun)
+    grades = [s for (process, row), spans in found.items() if row.startswith("grading") for s in spans]
+    assert grades and all(waiting["ts"] < s["ts"] and ends(s) < ends(waiting) + 5000 for s in grades)
+    assert [e["name"] for e in trace["traceEvents"] if e["ph"] == "i"] == ["weights of version 3 are served"] * 2
+    arrows = [e for e in trace["traceEvents"] if e["ph"] == "f"]
+    (minibatch,) = named(trace, "rank 0", MAIN, "minibatch")
+    assert arrows and all(minibatch["ts"] <= e["ts"] <= ends(minibatch) for e in arrows)
+
+
+def test_passes_of_both_stages_are_in_their_order(runs: tuple[Path, Path]) -> None:
+    trace = read_trace(trace_path(runs[0], 3))
+    error = max(p["clock_uncertainty_ns"] for p in trace["metadata"]["processes"].values()) / 1000
+    first, last = (
+        {name: named(trace, f"rank {rank}", MAIN, name) for name in ("forward", "loss", "backward")} for rank in (0, 1)
+    )
+    numbers = [span["args"]["microbatch"] for span in first["forward"]]
+    assert numbers == list(range(1, len(numbers) + 1)) and len(numbers) > 2
+    for stage in (first, last):
+        assert [span["args"]["microbatch"] for name in ("forward", "backward") for span in stage[name]] == numbers * 2
+    assert not first["loss"] and [span["args"]["microbatch"] for span in last["loss"]] == numbers
+    for there, here in zip(first["forward"], last["forward"], strict=True):
+        assert ends(there) <= here["ts"] + error, "a stage cannot begin before it has its input"
+    for there, here in zip(last["backward"], first["backward"], strict=True):
+        assert ends(there) <= here["ts"] + error
+    assert last["backward"][0]["ts"] < last["forward"][-1]["ts"] or len(numbers) < 2, "one forward, one backward"
+
+
+def test_a_step_is_traced_on_request_and_one_rank_is_profiled(runs: tuple[Path, Path]) -> None:
+    run = runs[0]
+    names = {path.name for path in (run / TRACES).iterdir()}
+    assert names == {"step-000002.json.gz", "step-000003.json.gz", "step-000002-rank1-profile.json.gz"}
+    assert not (run / TRACE).exists() and (run / TRACED).read_text() == (
+        f"trace of step 2: {trace_path(run, 2)}; open it in ui.perfetto.dev"
+    )
+    profile = json.loads(gzip.decompress(profile_path(run, 2, 1).read_bytes()))
+    assert sum(event.get("name") == "aten::mm" for event in profile["traceEvents"]) > 10
+
+
+def test_traces_change_no_number(runs: tuple[Path, Path]) -> None:
+    traced, plain = (w.records(run) for run in runs)
+    assert traced == plain and len(plain) == 3
+    assert not (runs[1] / TRACES).exists()
+
+
+# kind of run -> what it changes, and the spans that it has on rank 0
+KINDS: dict[str, tuple[dict[str, Any], set[str]]] = {
+    "only rollouts": ({"rollout": {"only": True}}, {"wait", "log"}),
+    "one step ahead": ({"rollout": {"max_staleness": 1}}, {"wait", "update", "backward", "sync"}),
+    "streamed": ({"training": {"stream": "arrival"}}, {"wait", "update", "backward", "sync"}),
+    "shared devices": ({"rollout": {"colocate": True}}, {"wait", "update", "backward", "sync"}),
+    "virtual stages": ({"parallel": {"pp": 2, "vpp": 2}}, {"wait", "update", "backward", "sync"}),
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_run_is_traced(tmp_path: Path, kind: str) -> None:
+    changes, expected = KINDS[kind]
+    model = w.write_inputs(tmp_path / "model")
+    tiny_qwen3(model, layers=4)
+    training = {"steps": 2, "max_tokens_per_microbatch": 32} | changes.pop("training", {})
+    cfg = w.run_config(model, tmp_path, logging={"trace_every": 1}, evaluation={"every": 0}, training=training, **changes)
+    w.attempt(cfg, tmp_path / "journal")
+    for step in (1, 2):
+        trace = read_trace(trace_path(cfg.run_dir, step))
+        found = rows(trace)
+        assert expected <= {span["name"] for span in found["rank 0", MAIN]}
+        samples = any(process == SERVICE and row.startswith("rollout_") for process, row in found)
+        assert samples or step == 2, "step 1 samples, perhaps for step 2, too"
+        assert len(trace["metadata"]["processes"]) == 1 + cfg.parallel.world_size

@@ -1,0 +1,131 @@
+"""The live page follows a file that grows, is cut and is replaced; panels draw the same there and in the report."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tepo_megatron.report import RunRecord, charts, read_run
+from tepo_megatron.report.figures import NOTHING
+from tepo_megatron.report.live.columns import BUCKETS, ColumnCurves, MetricsTail
+from tepo_megatron.report.live.plots import Abscissas, plot_of
+from tepo_megatron.report.live.run import LiveRun, compared
+from tests.report_runs import SUMMARY, measured, records, write_run
+
+
+def lines(rows: list[dict[str, Any]]) -> bytes:
+    return "".join(json.dumps(row) + "\n" for row in rows).encode()
+
+
+def test_a_file_that_grows_is_cut_and_replaced_is_followed(tmp_path: Path) -> None:
+    tail, path = MetricsTail(tmp_path), tmp_path / "metrics.jsonl"
+    assert not tail.read() and tail.curves().steps.size == 0
+    rows = records(6)
+    path.write_bytes(lines(rows[:3]) + lines(rows[3:4])[:-20])
+    assert tail.read() and tail.curves().steps.tolist() == [1, 2, 3], "half a line is no step yet"
+    assert not tail.read()
+    path.write_bytes(lines(rows[:4]) + b'{"step": broken\n' + lines([{"step": 2, "reward/mean": -7.0}]))
+    assert tail.read() and tail.unreadable == 1
+    curves = tail.curves()
+    assert curves.steps.tolist() == [1, 2, 3, 4] and curves["reward/mean"][1] == -7.0, "the later record of a step counts"
+    assert math.isnan(curves["actor/entropy"][1]) and "actor/entropy" in curves and curves.named("server/") == []
+    again = lines([{"step": s, "reward/mean": 5.0} for s in range(1, 400)])
+    assert len(again) > path.stat().st_size
+    with path.open("r+b") as file:  # cut and grown between two readings, the same file
+        file.truncate(0)
+        file.write(again)
+    assert tail.read() and tail.unreadable == 0
+    assert tail.curves().steps.tolist() == list(range(1, 400)) and set(tail.curves()["reward/mean"]) == {5.0}
+    other = tmp_path / "other"
+    other.write_bytes(lines(rows[:1]))
+    os.replace(other, path)
+    assert tail.read() and tail.curves().steps.tolist() == [1]
+    path.unlink()
+    assert tail.read() and tail.curves().steps.size == 0
+
+
+def test_long_runs_are_thinned_to_their_extremes() -> None:
+    rng, count = np.random.default_rng(0), 10_007
+    noise = rng.normal(size=count)
+    noise[[3, 5000, count - 1]] = 50.0, -60.0, math.nan
+    rare = np.where(np.arange(count) % 700 == 0, rng.normal(size=count), math.nan)
+    columns = {"x": noise, "rare": rare, "seconds/total": rng.random(count), "none": np.full(count, math.nan)}
+    whole = ColumnCurves(np.arange(1.0, count + 1), columns)
+    thin = whole.thinned()
+    assert len(thin.steps) <= 2 * BUCKETS and thin.steps[0] == 1 and thin.steps[-1] == count and (np.diff(thin.steps) > 0).all()
+    assert np.nanmax(thin["x"]) == 50.0 and np.nanmin(thin["x"]) == -60.0
+    kept = thin["x"].reshape(-1, 2)
+    for place in (0, 100, 200, len(kept) - 1):
+        inside = noise[(whole.steps >= thin.steps[2 * place]) & (whole.steps <= thin.steps[2 * place + 1])]
+        assert {np.nanmin(inside), np.nanmax(inside)} == set(kept[place].tolist())
+    assert np.isin(rare[np.isfinite(rare)], thin["rare"]).all() and "none" not in thin
+    assert thin["seconds/total"].mean() == pytest.approx(columns["seconds/total"].mean(), rel=1e-3)
+    assert whole.thinned(count) is whole
+
+
+def test_panels_draw_live_what_they_draw_in_the_report(tmp_path: Path) -> None:
+    write_run(tmp_path, [row | {"loss/ref_kl": 0.1, "weighting/affected_share": 0.01} for row in measured(5)])
+    (tmp_path / "summary.json").write_text(json.dumps(SUMMARY))
+    run = read_run(tmp_path)
+    drawn, compared_values = 0, 0
+    for section in charts.panel_sections(run, "run"):
+        for panel in section.charts:
+            report, xs = charts.chart(panel), Abscissas()
+            live = plot_of(panel, xs)
+            assert live["title"] == report.title and len(live["axes"]) == len(report.axes)
+            for axis, other in zip(live["axes"], report.axes, strict=True):
+                here = {s["label"]: s for s in axis["series"]}
+                for series in other["series"]:
+                    mine = here[series["label"]]
+                    rows = mine["y"][1:] if mine["kind"] == "bar" else mine["y"]
+                    assert rows == series["y"] and xs.plain()[mine["x"]] == series["x"], series["label"]
+                    assert mine["color"] == series["color"]
+                    compared_values += len(series["x"])
+                assert (axis["format"] == "percent") == other["percent"]
+            drawn += 1
+    assert drawn >= 14 and compared_values > 100
+    (learning,) = plot_of(charts.panel_sections(run, "run")[0].charts[0], Abscissas())["axes"]
+    assert [s["y"] for s in learning["series"] if s["kind"] == "points"] == [[[0.19, 0.81], [0.17, 0.79], [0.21, 0.83]]]
+
+
+def test_a_run_that_begins_is_restarted_and_replaced_stays_on_the_page(tmp_path: Path) -> None:
+    first, second = LiveRun(tmp_path / "first", 0), LiveRun(tmp_path / "second", 1)
+    for run in (first, second):
+        run.folder.mkdir()
+        run.refresh()
+        assert run.plain()["sections"] == [] and run.plain()["notes"]
+    write_run(first.folder, measured(3))
+    first.refresh()
+    plain = first.plain()
+    assert plain["facts"][-1].startswith("step 3 of") and len(plain["sections"]) == 4 and not plain["state"]["ended"]
+    assert compared([first, second])["charts"] == [], "the second one has no step yet"
+    server = {"server/0/up": 1.0, "server/0/queue": 12.0, "server/0/tokens_per_second": 1234.5, "server/0/restarts": 0.0}
+    write_run(second.folder, [row | server | {"server/1/up": 0.0} for row in measured(3000)])
+    second.refresh()
+    assert second.plain()["servers"] == [("server 0", "up", "12", "1,234", "0"), ("server 1", "lost", *[NOTHING] * 3)]
+    assert any("3,000 steps" in note for note in second.plain()["notes"])
+    chart = compared([first, second])["charts"][0]
+    assert [s["label"] for s in chart["axes"][0]["series"]] == ["first", "second"]
+    version = first.version
+    (first.folder / "config.yaml").write_text("model: [")
+    first.refresh()
+    assert first.version > version and first.plain()["notes"] and first.plain()["sections"] == []
+    json.dumps([first.plain(), second.plain(), compared([first, second])], allow_nan=False)
+
+
+def test_a_report_of_columns_has_the_same_record(tmp_path: Path) -> None:
+    write_run(tmp_path, measured(7))
+    run, tail = read_run(tmp_path), MetricsTail(tmp_path)
+    tail.read()
+    curves = tail.curves()
+    assert isinstance(run, RunRecord)
+    for key in ("reward/mean", "tepo/entropy_noise_floor", "missing"):
+        np.testing.assert_array_equal(curves[key], run.curves[key])
+        assert (key in curves) == (key in run.curves)
+    np.testing.assert_array_equal(curves.between("tepo/entropy_noise_floor"), run.curves.between("tepo/entropy_noise_floor"))

@@ -1,0 +1,56 @@
+"""Write the figures of docs/alerts.md from the recorded runs: `python -m tools.alert_figures`."""
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+from tepo_megatron.observability.alerts import RULES, judge
+
+ROOT = Path(__file__).parents[1]
+RUNS = ROOT / "tests" / "data" / "alert_runs.jsonl.gz"
+PAGE = ROOT / "docs" / "alerts.md"
+
+
+def table() -> str:
+    """Return the figures of each recorded run with a fault, and the number of false alarms, in Markdown."""
+    runs = [json.loads(line) for line in gzip.decompress(RUNS.read_bytes()).splitlines()]
+    lines, found, false = ["| fault | made by | expected | raised at step | others |", "|---|---|---|---|---|"], 0, 0
+    healthy = [run for run in runs if run["expected"] is None]
+    planted = [run for run in runs if run["expected"] is not None]
+    for run in planted:
+        raised = _raised(run)
+        found += run["expected"] in raised
+        others = ", ".join(f"`{name}` at {step}" for name, step in raised.items() if name != run["expected"]) or "-"
+        step = raised.get(run["expected"], "never")
+        lines.append(f"| {run['name']} | {run['made']} | `{run['expected']}` | {step} | {others} |")
+    per_rule = dict.fromkeys((rule.name for rule in RULES), 0)
+    for run in healthy:
+        for name in _raised(run):
+            per_rule[name] += 1
+            false += 1
+    steps = sum(len(run["records"]) for run in healthy)
+    alarms = ", ".join(f"`{name}` {count}" for name, count in per_rule.items())
+    lines += [
+        "",
+        f"Found: {found} of {len(planted)}. False alarms in {len(healthy)} healthy runs of {steps} steps: {false} ({alarms}).",
+    ]
+    return "\n".join(lines)
+
+
+def _raised(run: dict[str, Any]) -> dict[str, int]:
+    """Return the first step of each alert."""
+    steps: dict[str, int] = {}
+    for alert in judge((record["step"], record) for record in run["records"]):
+        steps.setdefault(alert.rule.name, alert.step)
+    return steps
+
+
+def page(text: str) -> str:
+    """Return the page with its figures written again."""
+    head, _, rest = text.partition("<!-- figures -->\n")
+    return f"{head}<!-- figures -->\n{table()}\n<!-- end of figures -->{rest.partition('<!-- end of figures -->')[2]}"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(PAGE.read_text()))
