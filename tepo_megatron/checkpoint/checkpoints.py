@@ -81,6 +81,8 @@ class Checkpoints:
         with own_peers_only():
             plans = SavePlanner(dist.new_group(backend=backend, timeout=limit))
             callers = dist.new_group(backend=backend, timeout=2 * limit)  # one rank may still wait for its saving thread
+        if groups.is_main:
+            folders.finish_deletions(folder)
         thread = saving.SavingThread()
         thread.start()
         return cls(folder, cfg, groups, plans, callers, thread, timeout_seconds)

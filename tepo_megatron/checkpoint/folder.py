@@ -130,6 +130,12 @@ def sweep(folder: Path, writing: int | None = None) -> None:
             shutil.rmtree(path if ".deleted-" in path.name else _to_deleted(path))
 
 
+def finish_deletions(folder: Path) -> None:
+    """Delete what a killed process had begun to delete: a run that is resumed after its last step saves nothing more."""
+    for path in folder.glob("step-*.deleted-*"):
+        shutil.rmtree(path, ignore_errors=True)
+
+
 @contextlib.contextmanager
 def hold(path: Path) -> Iterator[None]:
     """Protect a checkpoint from `prune` within the block, if the file system supports locks.

@@ -176,3 +176,12 @@ def test_later_checkpoints_of_a_former_course_are_set_aside(tmp_path: Path) -> N
     assert (folders.complete(tmp_path, 2) / "file").read_text() == "b"
     make(tmp_path, 2, "c")
     assert (tmp_path / "step-00000002.abandoned" / "file").read_text() == "b"
+
+
+def test_deletions_that_a_kill_cut_short_are_finished_when_a_run_is_opened(tmp_path: Path) -> None:
+    for name in ("step-00000002.deleted-0a", "step-00000004", "step-00000006.partial"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "piece").write_text("bytes")
+    folders.finish_deletions(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000004", "step-00000006.partial"]
+    folders.finish_deletions(tmp_path / "none")
