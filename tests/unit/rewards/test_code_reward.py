@@ -66,7 +66,8 @@ CHEATS: dict[str, tuple[str, object]] = {
         "import os\nfor i in range(3, 64):\n  try: os.write(i, b'[\"value\", \"7\"]\\n')\n  except OSError: pass", ASSERT,
     ),
     "reads the tests": (
-        "import os\nfor _, _, names in os.walk('/'):\n  for n in names:\n    if n == 'tests.json': print('34')", STDIN,
+        "import os, sys\nfor top, folders, names in os.walk('/'):\n  for n in names:\n    if n == 'tests.json': print('34')\n"
+        "  folders[:] = [f for f in folders if os.path.join(top, f) not in ('/usr', '/proc', sys.base_prefix)]", STDIN,
     ),
     "prints both": ("print(3)\nprint(34)", STDIN),
     "returns code": (
@@ -74,7 +75,7 @@ CHEATS: dict[str, tuple[str, object]] = {
     ),
     "has an attribute that is false": ("class S:\n  x = False\ndef add(a, b): return S()", ["assert add(1, 2).x"]),
     "returns an object that is no text": ("class S: pass\ndef add(a, b): return S()", ["assert str(add(1, 2))"]),
-    "returns depth": ("def add(a, b):\n  x = []\n  for _ in range(100000): x = [x]\n  return x", ASSERT),
+    "returns depth": ("def add(a, b):\n  x = []\n  for _ in range(20000): x = [x]\n  return x", ASSERT),
 }  # fmt: skip
 
 
