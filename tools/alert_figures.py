@@ -9,12 +9,17 @@ from tepo_megatron.observability.alerts import RULES, judge
 
 ROOT = Path(__file__).parents[1]
 RUNS = ROOT / "tests" / "data" / "alert_runs.jsonl.gz"
+FRESH = ROOT / "tests" / "data" / "alert_runs_fresh.jsonl.gz"
 PAGE = ROOT / "docs" / "alerts.md"
 
 
-def table() -> str:
-    """Return the figures of each recorded run with a fault, and the number of false alarms, in Markdown."""
-    runs = [json.loads(line) for line in gzip.decompress(RUNS.read_bytes()).splitlines()]
+def table(path: Path) -> str:
+    """Return the figures of each recorded run with a fault, and the number of false alarms, in Markdown.
+
+    Args:
+        path: File of `benchmarks/alert_runs.py`.
+    """
+    runs = [json.loads(line) for line in gzip.decompress(path.read_bytes()).splitlines()]
     lines, found, false = ["| fault | made by | expected | raised at step | others |", "|---|---|---|---|---|"], 0, 0
     healthy = [run for run in runs if run["expected"] is None]
     planted = [run for run in runs if run["expected"] is not None]
@@ -30,12 +35,9 @@ def table() -> str:
             per_rule[name] += 1
             false += 1
     steps = sum(len(run["records"]) for run in healthy)
-    alarms = ", ".join(f"`{name}` {count}" for name, count in per_rule.items())
-    lines += [
-        "",
-        f"Found: {found} of {len(planted)}. False alarms in {len(healthy)} healthy runs of {steps} steps: {false} ({alarms}).",
-    ]
-    return "\n".join(lines)
+    alarms = ", ".join(f"`{name}` {count}" for name, count in per_rule.items() if count)
+    total = f"False alarms in {len(healthy)} healthy runs of {steps} steps: {false}{f' ({alarms})' if alarms else ''}."
+    return "\n".join([*lines, "", f"Found: {found} of {len(planted)}. {total}"])
 
 
 def _raised(run: dict[str, Any]) -> dict[str, int]:
@@ -48,8 +50,11 @@ def _raised(run: dict[str, Any]) -> dict[str, int]:
 
 def page(text: str) -> str:
     """Return the page with its figures written again."""
-    head, _, rest = text.partition("<!-- figures -->\n")
-    return f"{head}<!-- figures -->\n{table()}\n<!-- end of figures -->{rest.partition('<!-- end of figures -->')[2]}"
+    for mark, path in (("figures", RUNS), ("fresh figures", FRESH)):
+        head, _, rest = text.partition(f"<!-- {mark} -->\n")
+        end = f"<!-- end of {mark} -->"
+        text = f"{head}<!-- {mark} -->\n{table(path)}\n{end}{rest.partition(end)[2]}"
+    return text
 
 
 if __name__ == "__main__":

@@ -53,7 +53,9 @@ class Layers:
                 self._remove_other_variants(below, value, source, key)
                 self._merge(below, value, source, key)
                 continue
-            self._setters = {k: s for k, s in self._setters.items() if k[: len(key)] != key}
+            if name in tree:
+                self._setters = {k: s for k, s in self._setters.items() if k[: len(key)] != key}
+            self._setters.pop(key, None)  # of a former null
             if isinstance(value, Mapping) and value:
                 tree[name] = {}
                 self._merge(tree[name], value, source, key)

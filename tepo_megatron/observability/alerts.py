@@ -17,7 +17,7 @@ Condition = Callable[["RecordHistory"], bool | None]
 KEY = "alert/"  # first part of the keys in a step's record: 1 while an alert is active, absent otherwise
 WARM_UP = 5  # steps whose median a later value is compared with
 CLEAR = 5  # judged steps without the condition, after which an alert ends
-LATEST = 3  # steps over which a median is taken
+LATEST = 3  # steps over which a median or the largest value is taken
 LEAST_SECONDS = 1.0  # shorter steps are not judged by their times
 # Why each number is what it is: docs/alerts.md
 COLLAPSED, GAIN = 0.25, 0.05
@@ -64,10 +64,15 @@ class RecordHistory:
         middle = statistics.median(first) if first else 0.0
         return 1.4826 * statistics.median(abs(value - middle) for value in first) if first else 0.0
 
-    def latest(self, key: str) -> float | None:
-        """Return the median of the last LATEST values; None before there are as many, or if the last step has none."""
+    def recent(self, key: str) -> Sequence[float] | None:
+        """Return the last LATEST values; None before there are as many, or if the last step has none."""
         last = self._last.get(key, ())
-        return statistics.median(last) if len(last) == LATEST and self.value(key) is not None else None
+        return tuple(last) if len(last) == LATEST and self.value(key) is not None else None
+
+    def latest(self, key: str) -> float | None:
+        """Return the median of the last LATEST values; None where `recent` is None."""
+        last = self.recent(key)
+        return None if last is None else statistics.median(last)
 
     def share(self, key: str) -> float | None:
         """Return the part of the last step's seconds; None for steps shorter than LEAST_SECONDS."""
@@ -93,10 +98,11 @@ def _mismatch_growth(history: RecordHistory) -> bool | None:
 
 
 def _clip_zero(history: RecordHistory) -> bool | None:
-    low, high, clipped = (history.value(key) for key in ("tepo/ratio_p01", "tepo/ratio_p99", "loss/clip_fraction"))
-    if low is None or high is None or clipped is None:
+    """Ratios of single steps scatter, so the largest of the last steps counts."""
+    lows, highs, clipped = (history.recent(key) for key in ("tepo/ratio_p01", "tepo/ratio_p99", "loss/clip_fraction"))
+    if lows is None or highs is None or clipped is None:
         return None
-    return clipped < CLIP_LITTLE and max(high - 1, 1 - low) > MOVED
+    return max(clipped) < CLIP_LITTLE and max(max(highs) - 1, 1 - min(lows)) > MOVED
 
 
 def _clip_high(history: RecordHistory) -> bool | None:

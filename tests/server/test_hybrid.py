@@ -51,7 +51,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         yield served
 
 
-@pytest.mark.parametrize("temperature", [0.7, 1.0])
+@pytest.mark.parametrize("temperature", [0.7, pytest.param(1.0, marks=pytest.mark.full)])
 def test_logprobs_are_those_of_transformers(served: Served, temperature: float) -> None:
     sampling = SamplingParams(samples=4, temperature=temperature, max_tokens=20)
     rollouts = served.engine.generate([*prompts_of_all_lengths(), *make_prompts(16, seed=2)], sampling, seed=0)
@@ -86,6 +86,7 @@ def test_responses_end_at_a_stop_token_that_is_part_of_them(served: Served) -> N
             assert rollout.response_length == SAMPLING.max_tokens and EOS not in rollout.response_ids
 
 
+@pytest.mark.full
 def test_what_is_under_way_goes_on_under_new_weights(served: Served, tmp_path: Path) -> None:
     """The states of an interrupted sequence are computed again from all its tokens, under the new weights."""
     old, version = served.model, served.engine.version

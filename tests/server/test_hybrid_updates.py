@@ -61,7 +61,7 @@ def push(
 @pytest.mark.parametrize(
     ("transport", "delta", "tp", "make"),
     [
-        ("group", "layers", 1, tiny_hybrid),
+        pytest.param("group", "layers", 1, tiny_hybrid, marks=pytest.mark.full),
         pytest.param("ipc", "none", 1, tiny_hybrid, marks=pytest.mark.full),
         pytest.param("shm", "layers", 1, tiny_hybrid, marks=pytest.mark.full),
         pytest.param("shm", "elements", 1, tiny_hybrid, marks=pytest.mark.full),

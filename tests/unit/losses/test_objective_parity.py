@@ -118,7 +118,7 @@ def test_many_combinations_of_parts(objective: Objective, seed: int, lengths: li
     check(objective, seed, lengths, extreme=False)
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=60, deadline=None, derandomize=True)
 @given(objective=OBJECTIVE, seed=st.integers(0, 2**32), lengths=LENGTHS)
 @pytest.mark.slow
 def test_extreme_log_ratios_are_clamped_alike(objective: Objective, seed: int, lengths: list[int]) -> None:
@@ -201,7 +201,7 @@ def test_the_cases_test_something(name: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.slow
 def test_extreme_log_ratios_stay_finite(name: str, dtype: torch.dtype) -> None:
-    for seed in range(5):
+    for seed in range(2):
         out, grad, entropy_grad = ours(replaced(OBJECTIVES[name], cov_share=0.2), draw(seed, extreme=True), dtype)
         assert all(bool(torch.isfinite(x).all()) for x in (out.loss, grad, entropy_grad, out.ratio_R))
 

@@ -9,17 +9,19 @@ from typing import Any
 import pytest
 import torch
 from transformers.models.qwen3_5 import modeling_qwen3_5
-from vllm.model_executor.models import ModelRegistry
-from vllm.platforms import current_platform
 
 from tepo_megatron.weight_sync.receiver import vllm_plugin
-from tepo_megatron.weight_sync.receiver.vllm_qwen3_5 import Qwen3_5ForCausalLM, keep_generators_of_unfinished_prompts
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize("cpu", [True, False])
 def test_vllm_gets_our_module_on_a_cpu_alone(cpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.model_executor.models import ModelRegistry  # takes seconds, also where these tests are only collected
+    from vllm.platforms import current_platform
+
+    from tepo_megatron.weight_sync.receiver.vllm_qwen3_5 import Qwen3_5ForCausalLM
+
     registered: dict[str, str] = {}
     monkeypatch.setattr(ModelRegistry, "register_model", registered.__setitem__)
     monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: cpu)
@@ -65,6 +67,8 @@ def test_the_rule_in_parts_is_that_of_transformers(cuts: tuple[int, ...]) -> Non
 
 def test_an_unfinished_prompt_keeps_its_generator(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+
+    from tepo_megatron.weight_sync.receiver.vllm_qwen3_5 import keep_generators_of_unfinished_prompts
 
     seen: list[dict[int, Any]] = []
     monkeypatch.setattr(CPUModelRunner, "sample_tokens", lambda self: seen.append(dict(self.input_batch.generators)))
