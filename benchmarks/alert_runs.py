@@ -4,8 +4,8 @@
 
 Each run is a real one of one rank: rollout service, grading, trainer and weight updates. Only the inference server is replaced:
 the model of transformers samples in the rollout service. MODEL is the base model of `make demo`. OUT (jsonl.gz) gets the values
-that the rules read. Runs that OUT holds already stay as they are. `--first-seed` is added to the seed of every run: the runs from
-seed 0 on were looked at when the limits were chosen, so that only others say how often the rules are right.
+that the rules read. Runs that OUT holds already stay as they are. `--first-seed` is added to the seed of every run: the runs
+from seed 0 on were looked at when the limits were chosen, so that only others say how often the rules are right.
 """
 
 import argparse

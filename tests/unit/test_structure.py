@@ -42,10 +42,10 @@ def test_the_package_does_not_grow() -> None:
     plans from a recorded run and the held-out loss that ends fine-tuning 150,
     judges: their term, fleets, quoting and comparison with labels 790,
     traces of steps on one clock 806,
-    metrics for Prometheus, and alerts 586, the live page and the load of each server 775,
+    metrics for Prometheus, and alerts 586, the live page and the load of each server 776,
     engines of older releases 90.
     """
-    assert sum(map(lines_of_code, modules().values())) <= 23_392 + 8_133 + 700 + 150 + 790 + 806 + 586 + 775 + 90
+    assert sum(map(lines_of_code, modules().values())) <= 23_392 + 8_133 + 700 + 150 + 790 + 806 + 586 + 776 + 90
 
 
 def test_functions_files_and_classes_are_small() -> None:

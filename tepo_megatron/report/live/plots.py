@@ -41,7 +41,7 @@ class Abscissas:
 def plot_of(chart: PanelChart, xs: Abscissas) -> dict[str, Any]:
     """Return a chart for `watch.js`: title, caption, and for each axes its scale, rules and series.
 
-    A series is `line`, `band` (two rows of values), `bar` (two rows, foot and height) or `points` (three rows: value, and the
+    A series is `line`, `band` (two rows of values), `bar` (two rows, its ends) or `points` (three rows: value, and the
     ends of its error bar).
 
     Args:
@@ -170,7 +170,7 @@ class PlotAxes:
             style: color, label.
         """
         self._see(values)
-        self._add("bar", style["label"], style["color"], (edges[:-1] + edges[1:]) / 2, [baseline, values - baseline])
+        self._add("bar", style["label"], style["color"], (edges[:-1] + edges[1:]) / 2, [baseline, values])
 
     def errorbar(self, x: Values, y: Values, errors: Values, **style: Any) -> None:
         """Draw points with error bars.

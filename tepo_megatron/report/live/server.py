@@ -1,6 +1,6 @@
 """The HTTP server of the live page: on the loopback interface, GET only, behind a secret in the path.
 
-    GET /SECRET/                                     the page; style.css, report.js and watch.js next to it
+    GET /SECRET/                                     the page; with style.css, report.js, plots.js and watch.js
     GET /SECRET/runs?seen=V,V,...                    what has changed: the charts of each run, and the comparison
     GET /SECRET/runs/R/samples?step=K&order=O&page=P some samples of a step
     GET /SECRET/runs/R/tokens?step=K&place=S&first=T the numbers of one sample's tokens
@@ -33,11 +33,13 @@ from tepo_megatron.utils.escaping import excerpt
 HOST = "127.0.0.1"
 LEAST_WAIT, MOST_WAIT = 2.0, 60.0  # seconds between two questions of the page
 MOST_WAITING = 16  # requests at once; more are refused
+PAUSE = 150  # times as long as making an answer took, the page waits
 _TEMPLATES = Path(__file__).parents[1] / "templates"
 _FILES = {  # the style of the report comes first
     "": (("watch.html",), "text/html"),
     "style.css": (("style.css", "watch.css"), "text/css"),
     "report.js": (("page.js",), "text/javascript"),
+    "plots.js": (("plots.js",), "text/javascript"),
     "watch.js": (("watch.js",), "text/javascript"),
 }
 _HEADERS = {
@@ -193,10 +195,13 @@ def _quiet() -> logging.Logger:
 
 
 def _timed(make: Callable[[], dict[str, Any]]) -> str:
-    """Return JSON of what `make` returns, with `wait`: the seconds after which its cost is 1 % of one core's time."""
+    """Return JSON of what `make` returns, with `wait`: the seconds after which its cost is below 1 % of one core's time.
+
+    Sending the answer takes half as long again as making it.
+    """
     began = time.thread_time()
     text = json.dumps(make(), allow_nan=False)
-    wait = min(MOST_WAIT, max(LEAST_WAIT, 100 * (time.thread_time() - began)))
+    wait = min(MOST_WAIT, max(LEAST_WAIT, PAUSE * (time.thread_time() - began)))
     return f'{text[:-1]}, "wait": {wait:.3f}}}'
 
 

@@ -35,11 +35,14 @@ const followPointer = (plot, read) => {
       const swatch = row.appendChild(document.createElement("i"));
       swatch.style.background = series.color;
       row.append(series.label);
-      row.appendChild(document.createElement("b")).textContent = series.y.map((y) => written(y[at], axis.percent)).join(" … ");
+      const values = series.y.map((y) => written(y[at], axis.percent));
+      row.appendChild(document.createElement("b")).textContent = values.join(" … ");
     }
     rule.hidden = tip.hidden = false;
     Object.assign(rule.style, { left: `${100 * place}%`, top: `${100 * top}%`, height: `${100 * (bottom - top)}%` });
-    const beside = place < 0.5 ? { left: `calc(${100 * place}% + 10px)`, right: "auto" } : { left: "auto", right: `calc(${100 * (1 - place)}% + 10px)` };
+    const toTheRight = { left: `calc(${100 * place}% + 10px)`, right: "auto" };
+    const toTheLeft = { left: "auto", right: `calc(${100 * (1 - place)}% + 10px)` };
+    const beside = place < 0.5 ? toTheRight : toTheLeft;
     Object.assign(tip.style, beside, { top: `${100 * top}%` });
   });
 };

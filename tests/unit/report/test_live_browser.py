@@ -56,6 +56,9 @@ async def look(folder: Path) -> None:
             await tab.run("document.querySelector('.token').click()")
             await tab.until("document.querySelector('.audit')?.textContent.includes('everything agrees')")
             assert await tab.run(WIDE) == 0, "nor does a token's audit make it wider"
+        ticks = "[-0, 9.99999999e-6, 2e-7, 1.5e7, 0.30000000000000004].map((tick) => tickText(tick, 'plain'))"
+        assert await tab.run(ticks) == ["0", "1e-5", "2e-7", "1.5e7", "0.3"]
+        assert await tab.run("niceTicks(-0.5, 20, 5).map((tick) => tick.toLocaleString('en'))") == ["0", "5", "10", "15", "20"]
         plot = "document.querySelector('.plot').getBoundingClientRect()"
         await tab.run("window.scrollTo(0, 0)")
         x, y = await tab.run(f"[{plot}.left + 0.9 * {plot}.width, {plot}.top + 40]")
