@@ -76,6 +76,7 @@ def straight(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:  # 
     return folder / "runs" / "straight"
 
 
+@pytest.mark.full
 def test_killed_ranks_are_restarted_and_nothing_changes(
     tepo,
     arguments,

@@ -52,12 +52,12 @@ def test_what_is_refused_and_why() -> None:
         assert reason in found[pair], pair
 
 
-@pytest.mark.parametrize("number", full_but([1], [2, 3, 6], range(len(ROWS))))
+@pytest.mark.parametrize("number", full_but([1], [3, 6], range(len(ROWS))))
 def test_a_row_trains_to_the_reference(number: int, tmp_path: Path) -> None:
     check_row(ROWS[number], tmp_path, common.TOLERANCE)
 
 
-@pytest.mark.parametrize("number", full_but([], [1, 2], range(len(HYBRID_ROWS))))
+@pytest.mark.parametrize("number", full_but([], [1], range(len(HYBRID_ROWS))))
 def test_a_hybrid_trains_to_the_reference(number: int, tmp_path: Path) -> None:
     check_row(HYBRID_ROWS[number], tmp_path, common.HYBRID_TOLERANCE)
 

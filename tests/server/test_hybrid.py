@@ -31,7 +31,7 @@ from tests.server.served import (
     serve,
 )
 
-pytestmark = pytest.mark.server
+pytestmark = [pytest.mark.server, pytest.mark.full]
 NOISE = 5e-5  # nats; transformers in fp32 itself is 1e-5 off its own fp64 on these models
 # a step of at most 64 tokens, which no longer prompt fits into, and states that are cached every 32 tokens
 CHUNKED = ["--enable-chunked-prefill", "--enable-prefix-caching", "--block-size", "32", "--max-num-batched-tokens", "64"]
@@ -51,7 +51,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         yield served
 
 
-@pytest.mark.parametrize("temperature", [0.7, pytest.param(1.0, marks=pytest.mark.full)])
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
 def test_logprobs_are_those_of_transformers(served: Served, temperature: float) -> None:
     sampling = SamplingParams(samples=4, temperature=temperature, max_tokens=20)
     rollouts = served.engine.generate([*prompts_of_all_lengths(), *make_prompts(16, seed=2)], sampling, seed=0)
@@ -86,7 +86,6 @@ def test_responses_end_at_a_stop_token_that_is_part_of_them(served: Served) -> N
             assert rollout.response_length == SAMPLING.max_tokens and EOS not in rollout.response_ids
 
 
-@pytest.mark.full
 def test_what_is_under_way_goes_on_under_new_weights(served: Served, tmp_path: Path) -> None:
     """The states of an interrupted sequence are computed again from all its tokens, under the new weights."""
     old, version = served.model, served.engine.version
@@ -140,7 +139,6 @@ def test_layers_that_are_left_out_stay_and_halves_of_a_decay_are_refused(served:
         engine.load([tmp_path / "half.safetensors"]).result()
 
 
-@pytest.mark.full
 def test_prompts_are_prefilled_in_chunks_and_prefixes_are_cached(tmp_path: Path) -> None:
     """Chunks of seeded prompts end the engine without our plugin. A cached prefix gives the same log-probs as none."""
     with serve("vllm", tmp_path, make=tiny_hybrid, extra_args=CHUNKED) as served:
@@ -175,7 +173,6 @@ def bf16_noise(model: PreTrainedModel, rollouts: list[Rollout]) -> tuple[float, 
     return engine, transformers
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("make", [kernel_hybrid, mixed_hybrid])
 def test_bf16_is_as_exact_as_transformers_in_bf16(make: Any, tmp_path: Path) -> None:
     """The first model uses vLLM's kernels, with prompts of one token computed here; the second uses ours throughout."""
@@ -189,7 +186,6 @@ def test_bf16_is_as_exact_as_transformers_in_bf16(make: Any, tmp_path: Path) -> 
         assert bf16_noise(tiny_hybrid(tmp_path / "other", seed=3), rest)[0] > 10 * transformers, "the comparison can fail"
 
 
-@pytest.mark.full
 def test_two_ranks_serve_a_hybrid(tmp_path: Path) -> None:
     with serve("vllm", tmp_path, make=tiny_hybrid, tp=2) as served:
         rollouts = served.engine.generate([*prompts_of_all_lengths(), *make_prompts(8, seed=2)], SAMPLING, seed=0)
