@@ -3,6 +3,7 @@
 import ast
 from pathlib import Path
 
+from tools.architecture import PICTURE, PROCESSES, packages_of, picture, rows
 from tools.structure import PACKAGE, imports, modules, own_imports, package_of
 
 # from the bottom up
@@ -50,6 +51,13 @@ def test_packages_import_downwards() -> None:
     upwards = [pair for pair in pairs if ORDER.index(package_of(pair[1])) >= ORDER.index(package_of(pair[0]))]
     assert upwards == []
     assert [pair for pair in pairs if (package_of(pair[0]), package_of(pair[1])) in APART] == []
+
+
+def test_the_picture_is_drawn_from_the_code() -> None:
+    assert PICTURE.read_text() == picture(), "run python -m tools.architecture"
+    assert sorted(name for row in rows() for name in row) == sorted({package_of(name) for name in MODULES} - {"__main__"})
+    assert packages_of("grading workers") == ALONE["grading"] and "actor" not in packages_of("rollout service")
+    assert set().union(*map(packages_of, PROCESSES)) <= set(ORDER)
 
 
 def test_no_module_imports_itself_over_others() -> None:
