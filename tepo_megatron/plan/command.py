@@ -18,6 +18,7 @@ from tepo_megatron.plan.gpus import GIB, GPUS
 from tepo_megatron.plan.memory import host_bytes
 from tepo_megatron.plan.memory_parts import ELEMENT, PlannedModel
 from tepo_megatron.plan.models import read_model
+from tepo_megatron.plan.omissions import omissions
 from tepo_megatron.plan.search import LayoutCandidate, judge, search
 from tepo_megatron.plan.step import Predictor
 from tepo_megatron.plan.tables import as_json, memory_lines, run_lines, search_lines, time_lines
@@ -126,6 +127,8 @@ def plan(predictor: Predictor, request: PlanRequest, tell: Callable[[str], None]
         tell(
             f"{how}: {work.dropped:.0%} of the groups are dropped; {sum(asked)} are sampled in {len(asked)} rounds, {kept} kept"
         )
+    for line in omissions(cfg.reward, cfg.objective, cfg.rollout):
+        tell(line)
     if given.states:
         tell("\n" + "\n".join(memory_lines(given, gpu)))
         for name, size in host_bytes(cfg, predictor.model).items():

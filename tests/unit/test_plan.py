@@ -303,6 +303,23 @@ def test_what_does_not_fit_says_why(sections: dict[str, Any], why: str) -> None:
     assert re.search(why, output.splitlines()[-1]), output.splitlines()[-1]
 
 
+def test_what_is_not_counted_is_said() -> None:
+    question = {"type": "judge", "model": "judge", "question": "{response}"}
+    terms = [{"type": "math"}, question | {"servers": 2, "server": {"tp": 4}}, question | {"url": "http://127.0.0.1:1/v1"}]
+    exact = {"name": "grpo", "ref_kl": {"beta": 0.1, "estimator": "full"}}
+    rollout = {"colocate": True, "server": {"tp": 4}, "function": "agent.py:run"}
+    training = {"logits_budget_mib": 256}
+    cfg = config(rollout=rollout, reward={"terms": terms}, objective=exact, training=training)
+    said = [line for line in run(cfg)[1].splitlines() if line.startswith("not counted: ")]
+    assert said == [
+        "not counted: 8 more GPUs of its servers, their memory, the seconds of the judge reward.terms[1] (judge)",
+        "not counted: the seconds of the judge reward.terms[2] (judge)",
+        "not counted: the reference policy's output layer and hidden states (objective.ref_kl.estimator=full)",
+        "not counted: what rollout.function=agent.py:run takes besides sampling",
+    ]
+    assert "not counted" not in run(config())[1]
+
+
 def test_the_search_ranks_the_layouts_that_fit() -> None:
     cfg = load_config("examples/recipes/qwen2.5-7b-8gpu-colocated.yaml")
     predictor = predictor_of(cfg, PlanRequest())
