@@ -72,22 +72,33 @@ class PartTimers:
             self.stop()
             self._pass = before
 
-    def wrap(self, owner: Any, name: str, part: str, within: str | None = None) -> None:
-        """Time every call of `owner.name`.
+    def timed(self, function: Callable[..., Any], part: str, within: str | None = None) -> Callable[..., Any]:
+        """Return the function with every call timed.
 
         Args:
-            owner: Object, class or module.
-            name: Attribute that is replaced.
+            function: The function.
             part: Name of the part.
             within: As in `inside`.
         """
-        original = getattr(owner, name)
 
-        def timed(*args: Any, **kwargs: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
             with self.inside(part, within):
-                return original(*args, **kwargs)
+                return function(*args, **kwargs)
 
-        setattr(owner, name, timed)
+        return call
+
+    def wrap(self, owner: Any, function: Callable[..., Any], part: str, within: str | None = None) -> None:
+        """Time every call of a function of `owner`. The function is not given by its name, so that a type check finds it.
+
+        Args:
+            owner: Object, class or module.
+            function: Attribute that is replaced.
+            part: Name of the part.
+            within: As in `inside`.
+        """
+        name = function.__name__
+        assert getattr(owner, name) == function, f"{owner!r} has {function!r} under another name"
+        setattr(owner, name, self.timed(function, part, within))
 
     def module(self, module: torch.nn.Module, part: str) -> None:
         """Time every forward of the module.

@@ -68,34 +68,34 @@ def instrument(step: OurStep, timers: PartTimers) -> None:
     from megatron.core.pipeline_parallel import schedules
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
-    from tepo_megatron.actor import accumulator
-    from tepo_megatron.actor import actor as actor_module
+    from tepo_megatron.actor import accumulator, output_stats
     from tepo_megatron.actor.attention import SDPACoreAttention
     from tepo_megatron.losses import diagnostics, objective
     from tepo_megatron.platform.adam import HostAdam
 
     actor = step.actor
-    timers.wrap(actor, "attach_old_stats", REST, within=OLD)
-    timers.wrap(actor, "update", REST)
-    timers.wrap(actor.packer, "plan", "plan, pack")
-    timers.wrap(actor.packer, "pack", "plan, pack")
-    timers.wrap(actor.packer, "metrics", "metrics")
-    timers.wrap(actor_module, "token_stats", "token statistics")
-    timers.wrap(actor_module, "output_layer_stats", "output layer")  # used with training.logits_budget_mib
-    timers.wrap(objective.Objective, "__call__", "loss")
-    timers.wrap(diagnostics, "metrics", "metrics")
-    timers.wrap(diagnostics, "histograms", "metrics")
-    timers.wrap(accumulator.UpdateAccumulator, "add", "metrics")
-    timers.wrap(accumulator.UpdateAccumulator, "reduce", "metrics")
-    timers.wrap(actor.schedule, "_run", "schedule")
-    timers.wrap(torch.autograd, "backward", BACKWARD)
-    timers.wrap(schedules, "custom_backward", BACKWARD)
-    timers.wrap(actor.config, "finalize_model_grads_func", "gradient reduction")
-    timers.wrap(actor.optimizer, "zero_grad", "zero gradients")
-    timers.wrap(actor.optimizer, "step", "optimizer: clip, copies")
-    timers.wrap(HostAdam, "step", "optimizer: Adam")
+    timers.wrap(actor, actor.attach_old_stats, REST, within=OLD)
+    timers.wrap(actor, actor.update, REST)
+    timers.wrap(actor.packer, actor.packer.plan, "plan, pack")
+    timers.wrap(actor.packer, actor.packer.pack, "plan, pack")
+    timers.wrap(actor.packer, actor.packer.metrics, "metrics")
+    timers.wrap(output_stats, output_stats.token_stats, "token statistics")
+    timers.wrap(output_stats, output_stats.output_layer_stats, "output layer")  # used with training.logits_budget_mib
+    timers.wrap(objective.Objective, objective.Objective.__call__, "loss")
+    timers.wrap(diagnostics, diagnostics.metrics, "metrics")
+    timers.wrap(diagnostics, diagnostics.histograms, "metrics")
+    timers.wrap(accumulator.UpdateAccumulator, accumulator.UpdateAccumulator.add, "metrics")
+    timers.wrap(accumulator.UpdateAccumulator, accumulator.UpdateAccumulator.reduce, "metrics")
+    timers.wrap(actor.schedule, actor.schedule._run, "schedule")
+    timers.wrap(torch.autograd, torch.autograd.backward, BACKWARD)
+    timers.wrap(schedules, schedules.custom_backward, BACKWARD)
+    reduce = actor.config.finalize_model_grads_func
+    actor.config.finalize_model_grads_func = timers.timed(reduce, "gradient reduction")
+    timers.wrap(actor.optimizer, actor.optimizer.zero_grad, "zero gradients")
+    timers.wrap(actor.optimizer, actor.optimizer.step, "optimizer: clip, copies")
+    timers.wrap(HostAdam, HostAdam.step, "optimizer: Adam")
     for chunk in actor.chunks:
-        timers.wrap(chunk, "zero_grad_buffer", "zero gradients")
+        timers.wrap(chunk, chunk.zero_grad_buffer, "zero gradients")
         for name, module in chunk.module.named_modules():
             last = name.rpartition(".")[2]
             if isinstance(module, TransformerLayer):

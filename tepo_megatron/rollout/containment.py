@@ -81,7 +81,7 @@ async def within(work: Awaitable[object], seconds: float) -> object:
     Raises:
         OverLimit: The deadline has passed.
     """
-    task = asyncio.ensure_future(_caught(work))
+    task = asyncio.ensure_future(caught(work))
     try:
         await asyncio.wait({task}, timeout=seconds)
         if not task.done():
@@ -101,7 +101,7 @@ async def within(work: Awaitable[object], seconds: float) -> object:
                 task.exception()  # else asyncio reports that nobody retrieved it
 
 
-async def _caught(work: Awaitable[object]) -> tuple[object, BaseException | None]:
+async def caught(work: Awaitable[object]) -> tuple[object, BaseException | None]:
     """Return (result, error) of a user's code: a SystemExit would end the event loop."""
     try:
         return await work, None

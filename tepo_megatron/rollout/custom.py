@@ -6,7 +6,6 @@
 import asyncio
 import inspect
 import math
-import threading
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,13 +22,12 @@ from tepo_megatron.rollout.agent import AgentSample, is_agent
 from tepo_megatron.rollout.chat import ChatFormat
 from tepo_megatron.rollout.containment import OverLimit, lost_sample, within
 from tepo_megatron.rollout.conversation import Conversation, Decode, Encode, OutOfTokens, WeightsChanged
+from tepo_megatron.rollout.function_thread import FunctionThread, ThreadAbandoned, TooManyThreads
 from tepo_megatron.rollout.gateway import Gateway
 from tepo_megatron.types import Prompt, Rollout, SamplingParams
 from tepo_megatron.utils import user_file
 from tepo_megatron.utils.loop import LoopThread
 from tepo_megatron.utils.seeding import derive_seed
-
-CLOSE_SECONDS = 5.0  # time for running functions to end; one that blocks its thread never does
 
 
 @dataclass(frozen=True)
@@ -40,11 +38,14 @@ class GenerationFunction:
         file: Resolved path of its file.
         name: Its name in the file.
         call: The async function. It gets a conversation, or an `AgentTask` if it is an agent. It returns nothing or the reward.
+        again: Runs the file once more and returns its function, for a new thread: clients and locks at the top of the file
+            belong to the event loop in which they were used. None: `call` serves all threads.
     """
 
     file: Path
     name: str
     call: Callable[[Any], Awaitable[object]]
+    again: Callable[[], Callable[[Any], Awaitable[object]]] | None = None
 
 
 def load_function(spec: str) -> GenerationFunction:
@@ -58,7 +59,7 @@ def load_function(spec: str) -> GenerationFunction:
             f"{key}: {found.name} is no async function; write `async def {found.name}(conversation: Conversation) -> None`"
         )
     user_file.check_takes(found, key, 1, "a conversation")
-    return GenerationFunction(found.file, found.name, found.value)
+    return GenerationFunction(found.file, found.name, found.value, found.again)
 
 
 @contextmanager
@@ -95,8 +96,9 @@ def open_sampler(
 class CustomRollouts:
     """Implementation of `engine.Sampler` that samples through a user's function, whose turns another sampler generates.
 
-    The function runs in a separate event loop. A function that computes for a while delays other samples, but not the health
-    checks of the servers. Use it as a context manager inside that of the engine; leaving the block cancels the conversations.
+    All calls of the function share a thread (`function_thread.py`). A function that computes for a while delays other samples,
+    but neither their deadlines nor the health checks of the servers. Use it as a context manager inside that of the engine;
+    leaving the block cancels the conversations.
 
     Args:
         sampler: Samples the turns.
@@ -130,6 +132,7 @@ class CustomRollouts:
         self._chat = chat if is_agent(function.call) else None
         self.gateway: Gateway | None = None
         self._loop, self._server = LoopThread("conversations"), LoopThread("gateway")
+        self._calls = FunctionThread(self._limits.seconds, self._load_again)
         self._events: list[str] = []
         self._counts, self.total_counts = Counter[str](), Counter[str]()
 
@@ -167,10 +170,8 @@ class CustomRollouts:
             self._server.run(self.gateway.close())
             self._server.stop()
             self.gateway = None
-        # In a separate thread, because a function that blocks the loop would block this call.
-        stopping = threading.Thread(target=self._loop.stop, daemon=True)
-        stopping.start()
-        stopping.join(CLOSE_SECONDS)
+        self._loop.stop()
+        self._calls.close()
 
     def __enter__(self) -> Self:
         return self
@@ -205,13 +206,15 @@ class CustomRollouts:
     async def _one(self, prompt: Prompt, sampling: SamplingParams, seed: int, sample: int) -> list[Rollout]:
         """Return the sequences of one sample that the function makes.
 
-        Call the function again from the start if the weights changed in between.
+        Call the function again from the start if the weights changed in between, or if another sample blocked its thread.
         """
         while True:
             try:
                 return await self._once(prompt, sampling, derive_seed(seed, sample), sample)
             except WeightsChanged as e:
                 self._events.append(f"{e}; sample {sample} is made again")
+            except ThreadAbandoned as e:
+                self._events.append(f"prompt {prompt.id}: {e}; sample {sample} is made again")
 
     async def _once(self, prompt: Prompt, sampling: SamplingParams, seed: int, sample: int) -> list[Rollout]:
         with self._opened(prompt, sampling, seed) as (made, argument):
@@ -233,17 +236,16 @@ class CustomRollouts:
 
     async def _call(self, made: Conversation | AgentSample, argument: object) -> tuple[object, str]:
         """Return what the function returned, and why the sample is lost; empty if it is not."""
-        function = self._function
 
         async def call() -> object:
-            returned = await function.call(argument)
+            returned = await self._function.call(argument)
             if made.running:
                 raise RuntimeError("it returned too early: a turn is still running; await all turns before it returns")
             return returned
 
         try:
-            returned = await within(call(), self._limits.seconds)
-        except (asyncio.CancelledError, GeneratorExit):
+            returned = await self._calls.run(lambda: within(call(), self._limits.seconds))
+        except (asyncio.CancelledError, GeneratorExit, ThreadAbandoned, TooManyThreads):
             raise
         except OverLimit as e:
             return None, str(e)
@@ -251,11 +253,15 @@ class CustomRollouts:
             cause = _first(e)
             if isinstance(cause, OutOfTokens) or (isinstance(made, AgentSample) and made.out_of_tokens):
                 return None, ""
-            return None, user_file.describe_error(cause, function.file)
+            return None, user_file.describe_error(cause, self._function.file)
         given = isinstance(returned, int | float) and math.isfinite(returned)
         if returned is None or given:
             return returned, ""
         return None, f"it returned {returned!r:.80}; it must return nothing, or the reward as a finite number"
+
+    def _load_again(self) -> None:
+        if self._function.again is not None:
+            self._function = replace(self._function, call=self._function.again())
 
     def _finished(self, made: Conversation | AgentSample, returned: object, sample: int) -> list[Rollout]:
         if isinstance(made, AgentSample):

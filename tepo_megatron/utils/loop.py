@@ -38,7 +38,7 @@ class LoopThread:
         """Cancel all coroutines, wait for them, and end the thread. May be called again."""
         if self._loop is None or self._thread is None:
             return
-        asyncio.run_coroutine_threadsafe(_cancel_others(), self._loop).result()
+        asyncio.run_coroutine_threadsafe(cancel_others(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
@@ -52,7 +52,8 @@ class LoopThread:
         return self._loop
 
 
-async def _cancel_others() -> None:
+async def cancel_others() -> None:
+    """Cancel all other tasks of the running loop, and wait for them."""
     others = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
     for task in others:
         task.cancel()

@@ -6,7 +6,7 @@ import sys
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 from tepo_megatron.errors import ConfigError
@@ -20,11 +20,17 @@ class UserFunction:
         file: Resolved path.
         name: Name of the object in the file.
         value: The object.
+        code: The file as it was compiled.
     """
 
     file: Path
     name: str
     value: Any
+    code: CodeType
+
+    def again(self) -> Any:
+        """Run the file once more, as it was when it was loaded, and return the object of the new module."""
+        return getattr(_module(self.file, self.code), self.name)
 
 
 def load(spec: str, key: str, kind: str = "a function") -> UserFunction:
@@ -45,10 +51,11 @@ def load(spec: str, key: str, kind: str = "a function") -> UserFunction:
     file = Path(path).resolve()
     if not file.is_file():
         raise ConfigError(f"{key}: there is no file {file}; a path is relative to the folder that the run is started in")
-    value = getattr(_run(file, key), name, None)
+    code, module = _run(file, key)
+    value = getattr(module, name, None)
     if value is None:
         raise ConfigError(f"{key}: {path} defines no {name}; name {kind} of it")
-    return UserFunction(file, name, value)
+    return UserFunction(file, name, value, code)
 
 
 def check_takes(found: UserFunction, key: str, arguments: int, what: str) -> None:
@@ -79,18 +86,26 @@ def describe_error(error: BaseException, file: Path) -> str:
     return f"{type(error).__name__}: {error}{where}"
 
 
-def _run(file: Path, key: str) -> ModuleType:
-    name = f"user_file_{file.stem}"
-    spec = importlib.util.spec_from_file_location(name, file)
-    assert spec is not None and spec.loader is not None, "a file that ends in .py has a loader"
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses look up their module
+def _run(file: Path, key: str) -> tuple[CodeType, ModuleType]:
     try:
-        spec.loader.exec_module(module)
+        code = compile(file.read_bytes(), str(file), "exec", dont_inherit=True)
+        return code, _module(file, code)
     except (Exception, SystemExit) as e:
-        del sys.modules[name]
         raise ConfigError(
             f"{key}: {file} cannot be imported ({describe_error(e, file)}); fix it, or put the folder of "
             "the modules that it imports on PYTHONPATH"
         ) from e
+
+
+def _module(file: Path, code: CodeType) -> ModuleType:
+    name = f"user_file_{file.stem}"
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None, "a file that ends in .py has a loader"
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look up their module
+    try:
+        exec(code, module.__dict__)
+    except BaseException:
+        del sys.modules[name]
+        raise
     return module

@@ -43,9 +43,9 @@ def test_the_package_does_not_grow() -> None:
     judges: their term, fleets, quoting and comparison with labels 790,
     traces of steps on one clock 806,
     metrics for Prometheus, and alerts 586, the live page and the load of each server 776,
-    engines of older releases 90.
+    engines of older releases 90, functions that block their thread 170.
     """
-    assert sum(map(lines_of_code, modules().values())) <= 23_392 + 8_133 + 700 + 167 + 790 + 806 + 586 + 776 + 90
+    assert sum(map(lines_of_code, modules().values())) <= 23_392 + 8_133 + 700 + 167 + 790 + 806 + 586 + 776 + 90 + 170
 
 
 def test_functions_files_and_classes_are_small() -> None:

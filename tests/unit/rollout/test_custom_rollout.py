@@ -7,6 +7,8 @@ import itertools
 import math
 import random
 import re
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from examples.arithmetic.task import END, build_tokenizer, make_problem
 from examples.tools.calculator import result
-from tepo_megatron.config import RewardConfig, RolloutConfig, ServerConfig
+from tepo_megatron.config import LimitsConfig, RewardConfig, RolloutConfig, ServerConfig
 from tepo_megatron.errors import ConfigError, RolloutError
 from tepo_megatron.inference.engine import GroupStream
 from tepo_megatron.inference.engine_api import LaunchSpec
@@ -34,6 +36,7 @@ from tepo_megatron.inference.servers.local import LocalServer
 from tepo_megatron.ops.alignment import Alignment
 from tepo_megatron.ops.packing import pack
 from tepo_megatron.rewards import build_reward
+from tepo_megatron.rollout.containment import kind_of
 from tepo_megatron.rollout.conversation import Conversation
 from tepo_megatron.rollout.custom import CustomRollouts, load_function, open_sampler
 from tepo_megatron.types import Prompt, Rollout, SamplingParams, TrainBatch
@@ -293,7 +296,7 @@ def test_a_sample_is_made_again_when_the_weights_change_between_its_turns(tmp_pa
 
 @pytest.mark.slow
 def test_a_function_that_blocks_does_not_hold_up_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tepo_megatron.rollout.custom.CLOSE_SECONDS", 0.2)
+    monkeypatch.setattr("tepo_megatron.rollout.function_thread.CLOSE_SECONDS", 0.2)
     engine, ended = InProcess(count_up), threading.Event()
     made = CustomRollouts(
         engine,
@@ -315,6 +318,95 @@ def test_a_function_that_blocks_does_not_hold_up_the_end(tmp_path: Path, monkeyp
     assert time.monotonic() - started < 3
     assert ended.wait(60)
     caller.join()
+
+
+BLOCKED = r"prompt 11, sample 0: agent of .* timed out after rollout\.limits\.seconds=0\.5: it blocks its thread; await what"
+
+
+def blocking(folder: Path, work: str, prompts: str) -> tuple[list[Rollout], list[str], float]:
+    """Return the samples and events of three prompts, some of which are blocked with `work`, and the seconds they took."""
+    body = (
+        f"import time\nif conversation.prompt.id in {prompts}:\n    await asyncio.sleep(0.1)\n    {work}\n"
+        "await asyncio.sleep(0.2)\nawait conversation.generate()\n"
+    )
+    function = load_function(written(folder, agent(body)))
+    started = time.monotonic()
+    with CustomRollouts(InProcess(count_up), function, encode, decode, limits=LimitsConfig(seconds=0.5)) as made:
+        samples = made.generate(PROMPTS[:3], SamplingParams(1, 1.0, 20), seed=0)
+        return samples, made.take_events(), time.monotonic() - started
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("work", ["time.sleep(60)", "while True: pass", "await asyncio.gather(asyncio.create_task(sleeps()))"])
+def test_a_function_that_blocks_its_thread_loses_its_sample_alone(work: str, tmp_path: Path) -> None:
+    before = function_threads()
+    samples, events, seconds = blocking(tmp_path, "async def sleeps(): time.sleep(60)\n    " + work, "(11,)")
+    assert [bool(sample.failure) for sample in samples] == [False, True, False] and seconds < 20
+    assert re.search(BLOCKED, samples[1].failure) and kind_of(samples[1].failure) == "timed_out"
+    again = "another sample blocked the thread of rollout.function; sample 0 is made again"
+    assert events == [f"prompt {place}: {again}" for place in (10, 12)]
+    if "sleep" not in work:
+        wait_for(lambda: function_threads() <= before)  # Python code can be interrupted
+
+
+@pytest.mark.slow
+def test_each_of_several_blocking_samples_is_lost(tmp_path: Path) -> None:
+    samples, _, seconds = blocking(tmp_path, "time.sleep(60)", "(10, 12)")
+    assert [bool(sample.failure) for sample in samples] == [True, False, True] and seconds < 20
+
+
+@pytest.mark.slow
+def test_what_blocks_outside_of_all_calls_loses_all_samples_of_its_thread(tmp_path: Path) -> None:
+    samples, events, _ = blocking(tmp_path, "asyncio.get_running_loop().call_soon(time.sleep, 60)", "(11,)")
+    assert all(re.search("it blocks its thread", sample.failure) for sample in samples) and events == []
+
+
+@pytest.mark.slow
+def test_too_many_blocked_threads_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tepo_megatron.rollout.function_thread.MOST_ABANDONED", 1)
+    with pytest.raises(RolloutError, match=r"^2 calls of rollout\.function block their threads; await whatever takes long"):
+        blocking(tmp_path, "time.sleep(60)", "(10, 11, 12)")
+
+
+HANGING = """
+async def agent(conversation: Conversation) -> None:
+    await conversation.generate()
+    match conversation.prompt.id:
+        case 10: await asyncio.to_thread(time.sleep, 1e6)
+        case 11: time.sleep(1e6)
+        case 12: await asyncio.gather(loops(), asyncio.create_task(asyncio.sleep(1e6)))
+
+async def loops() -> None:
+    while True:
+        try:
+            await asyncio.sleep(1e6)
+        except BaseException:
+            pass
+"""
+ENDS = """
+import sys
+from tests.unit.rollout.test_custom_rollout import *
+with CustomRollouts(InProcess(count_up), load_function(sys.argv[1]), encode, decode, limits=LimitsConfig(seconds=0.5)) as made:
+    print(sum("timed out" in sample.failure for sample in made.generate(PROMPTS[:4], SamplingParams(1, 1.0, 20), seed=0)))
+"""
+
+
+@pytest.mark.slow
+def test_a_process_ends_whatever_its_function_still_does(tmp_path: Path) -> None:
+    words = [sys.executable, "-W", "ignore", "-c", ENDS, written(tmp_path, "import time\n" + HANGING)]
+    ended = subprocess.run(words, capture_output=True, text=True, timeout=180)
+    assert ended.returncode == 0 and ended.stdout.split() == ["3"], ended.stdout + ended.stderr
+
+
+def function_threads() -> set[int | None]:
+    return {thread.ident for thread in threading.enumerate() if thread.name == "generation function"}
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 @pytest.mark.parametrize(

@@ -201,6 +201,9 @@ HOSTILE = {  # body, what is lost (empty: the sample is kept)
         "while True:\n    try:\n        await asyncio.sleep(1e6)\n    except BaseException:\n        pass",
         "timed out",
     ),
+    "blocks its thread": ("time.sleep(1e6)", "timed out after .*: it blocks its thread"),
+    "computes for ever": ("while True:\n    pass", "it blocks its thread"),
+    "waits in another thread": ("await asyncio.to_thread(time.sleep, 1e6)", "timed out"),
     "endless turns": ("while True:\n    await ask(user('a'))", r"over its limit of turns: rollout\.limits\.turns=5"),
     "catches the limit": (
         "for _ in range(20):\n    try:\n        await ask(user('a'))\n    except Exception:\n        pass",
@@ -243,9 +246,36 @@ HOSTILE = {  # body, what is lost (empty: the sample is kept)
 }
 
 
+SHARED_CLIENT = """
+await ask(user('a'))
+if counted() == 2:
+    time.sleep(1e6)
+async with at_once:
+    await asyncio.sleep(0.01)
+    await ask(user('b'))"""
+
+
+@pytest.mark.slow
+def test_a_new_thread_has_clients_and_locks_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shared = (
+        "import builtins\nshared = AsyncOpenAI(base_url='http://127.0.0.1', api_key='x', timeout=None, max_retries=0)\n"
+        "at_once = asyncio.Semaphore(1)\ncalls = builtins.__dict__.setdefault('_calls_of_agents', [])\n"
+        "def counted(): calls.append(1); return len(calls)\n@openai_agent"
+    )
+    own = "client = AsyncOpenAI(base_url=task.base_url, api_key=task.api_key, max_retries=0)"
+    assert own in HEADER
+    header = HEADER.replace("@openai_agent", shared)
+    header = header.replace(own, "client = shared.with_options(base_url=task.base_url, api_key=task.api_key)")
+    monkeypatch.setattr("tests.unit.rollout.test_gateway.HEADER", header)
+    rollouts, *_ = run(tmp_path, SHARED_CLIENT, ["1<|im_end|>"], samples=8, seconds=2.0)
+    failures = [rollout.failure for rollout in rollouts if rollout.failure]
+    assert len(failures) == 1 and "it blocks its thread" in failures[0], failures
+
+
+@pytest.mark.slow
 def test_hostile_agents_lose_their_samples_and_nothing_else(tmp_path: Path) -> None:
     for name, (body, lost) in HOSTILE.items():
-        seconds = 0.5 if lost is not None and "timed out" in lost else 20.0
+        seconds = 0.5 if lost is not None and ("timed out" in lost or "blocks" in lost) else 20.0
         texts = [CALL + CALL + "<|im_end|>"] if "tool calls" in name else ["1<|im_end|>"]
         rollouts, *_ = run(tmp_path, body, texts, samples=2, turns=5, tool_calls=4, seconds=seconds)
         assert len({r.sample if r.sample >= 0 else -1 - i for i, r in enumerate(rollouts)}) == 2, name
