@@ -171,12 +171,13 @@ def watch(args: argparse.Namespace, overrides: list[str]) -> int:
     return 0
 
 
-def train(config_path: str, overrides: list[str]) -> int:
-    """Run `tepo train CONFIG [--key value ...]`.
+def train(config_path: str, overrides: list[str], watched: bool = False) -> int:
+    """Run `tepo train CONFIG [--watch] [--key value ...]`.
 
     Args:
         config_path: Path of the YAML file.
         overrides: The remaining arguments.
+        watched: Serve the live page of the run.
     """
     from tepo_megatron.config.io import load_with_sources
     from tepo_megatron.launcher.launcher import inside_torchrun, run_rank
@@ -185,6 +186,8 @@ def train(config_path: str, overrides: list[str]) -> int:
     from tepo_megatron.launcher.start import service_holds_folder, start
     from tepo_megatron.utils.supervisor import is_restart
 
+    if watched and inside_torchrun():
+        raise ConfigError("--watch: torchrun starts several processes; call tepo watch RUN_DIR on one of their machines")
     if has_failed_for_good():
         return 1
     again = ["--resume", "true", "--overwrite", "false"] if is_restart() else []
@@ -207,7 +210,7 @@ def train(config_path: str, overrides: list[str]) -> int:
             raise ConfigError("parallel.min_dp: torchrun cannot start fewer ranks; set it to null, or start tepo train itself")
         with run_dir.claim(cfg) if is_main and not service_holds_folder() else contextlib.nullcontext():
             return run_rank(cfg)
-    start(cfg)
+    start(cfg, watched=watched)
     return 0
 
 

@@ -64,11 +64,13 @@ def _add_train(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser(
         "train",
         help="train as a config says",
-        usage="tepo train CONFIG [--section.key VALUE ...]",
+        usage="tepo train CONFIG [--watch] [--section.key VALUE ...]",
         epilog="Every key can be given, as --section.key VALUE; they are listed in docs/configuration.md.",
+        allow_abbrev=False,
     )
     parser.add_argument("config", metavar="CONFIG", help="a YAML file; start from examples/template.yaml")
-    parser.set_defaults(run=lambda args, overrides: commands.train(args.config, overrides))
+    parser.add_argument("--watch", action="store_true", help="serve the live page, and print its URL (docs/watch.md)")
+    parser.set_defaults(run=lambda args, overrides: commands.train(args.config, overrides, args.watch))
 
 
 def _add_sft(subparsers: Subparsers) -> None:

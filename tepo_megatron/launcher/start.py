@@ -18,19 +18,22 @@ def service_holds_folder() -> bool:
     return is_restart() and supervised is not None and service_guard.folder_of(supervised).exists()
 
 
-def start(cfg: "Config", worker: str | None = None) -> None:
+def start(cfg: "Config", worker: str | None = None, watched: bool = False) -> None:
     """Make one run, already checked by `preflight`, in processes of its own and wait for it.
 
     Args:
         cfg: The run's config.
         worker: Module that a rank runs. None: the one that trains.
+        watched: Serve the live page meanwhile, and print its URL.
 
     Raises:
         TepoError: It is also written to the run's log.txt.
     """
     from tepo_megatron.launcher.launcher import RanksFailed, launch
+    from tepo_megatron.launcher.live_page import live_page
 
-    with run_dir.claim(cfg) as lock:
+    page = live_page(cfg.run_dir, lambda text: print(text, flush=True)) if watched else contextlib.nullcontext()
+    with run_dir.claim(cfg) as lock, page:
         try:
             if worker is None:
                 launch(cfg, inherit=[lock.file])

@@ -16,6 +16,12 @@ from tepo_megatron.report.svg import listed, to_svg
 
 _INCHES = (5.3, 3.1)  # text of 10 points stays readable if this is scaled to the width of a phone
 
+_OF_FINE_TUNING: dict[Callable[..., None], str] = {
+    panels.cross_entropy: "A held-out loss that rises while the other falls: the model learns by heart.",
+    panels.gradients: "A sudden large gradient precedes a loss that rises.",
+    panels.throughput: "Padding is the share of an update's work that teaches nothing.",
+}
+
 Panel = Callable[[Figure, SubplotSpec], None]
 
 
@@ -108,6 +114,8 @@ def panel_sections(run: RunRecord, prefix: str) -> list[PanelSection]:
         name = f"{prefix}-{panel.__name__}"
         return PanelChart(name, caption, lambda f, cell: panel(f, cell, curves, *others), run.last_step)
 
+    if run.fine_tuned:
+        return [PanelSection("Learning", [draw(panel, caption) for panel, caption in _OF_FINE_TUNING.items()])]
     in_turns = "Stacked: what training spent each step on."
     ahead = f"{in_turns} The line: rollouts, which were sampled meanwhile."
     time = [
@@ -144,14 +152,13 @@ def panel_sections(run: RunRecord, prefix: str) -> list[PanelSection]:
             ],
         ),
         PanelSection("Mismatch and time", time),
-        PanelSection(
-            "Figures 2 and 3 of the paper",
-            [
-                PanelChart(
-                    f"{prefix}-paper-{it.key.replace('/', '-')}", it.caption, partial(it.draw, curves=curves), run.last_step
-                )
-                for it in paper_figures.FIGURES
-                if it.key in curves
-            ],
-        ),
+        PanelSection("Figures 2 and 3 of the paper", _of_the_paper(run, prefix)),
+    ]
+
+
+def _of_the_paper(run: RunRecord, prefix: str) -> list[PanelChart]:
+    return [
+        PanelChart(f"{prefix}-paper-{it.key.replace('/', '-')}", it.caption, partial(it.draw, curves=run.curves), run.last_step)
+        for it in paper_figures.FIGURES
+        if it.key in run.curves
     ]

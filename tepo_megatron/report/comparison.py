@@ -21,7 +21,15 @@ from tepo_megatron.report.run import RunRecord
 
 COLORS = (BLUE, ORANGE, GREEN, PURPLE, RED)
 DASHES = ("-", "--", ":", "-.")  # used after the colours run out
-_FROM_ZERO = ("actor/entropy", "actor/grad_norm", "rollout/response_tokens_mean", "seconds/total", "tokens_per_second")
+_FROM_ZERO = (
+    "sft/loss",
+    "sft/eval_loss",
+    "actor/entropy",
+    "actor/grad_norm",
+    "rollout/response_tokens_mean",
+    "seconds/total",
+    "tokens_per_second",
+)
 
 
 @dataclass(frozen=True)
@@ -90,7 +98,8 @@ def _overlay(quantity: Quantity, runs: Sequence[RunRecord]) -> PanelChart:
         axis: Any = stacked(figure, cell, quantity.label[0].upper() + quantity.label[1:], 1)[0]
         widths = np.linspace(1.2 + 0.6 * min(4, len(runs)), 1.4, len(runs))  # decreasing, so identical curves all show
         for place, run in enumerate(runs):
-            values, dash = run.curves[quantity.key], DASHES[place // len(COLORS) % len(DASHES)]
+            values = run.curves.between(quantity.key) if quantity.sparse else run.curves[quantity.key]
+            dash = DASHES[place // len(COLORS) % len(DASHES)]
             marker = "o" if np.isfinite(values).sum() == 1 else ""  # a single point needs a marker to be visible
             axis.plot(
                 run.curves.steps, values, color=color(place), ls=dash, lw=widths[place], marker=marker, ms=4, gid=called[place]

@@ -19,11 +19,13 @@ class Quantity:
         label: Readable name with unit.
         key: Key in metrics.jsonl.
         percent: The metric is a share, to be shown in percent.
+        sparse: Only some steps measure it; its curve joins them.
     """
 
     label: str
     key: str
     percent: bool = False
+    sparse: bool = False
 
     def format(self, value: float, sign: str = "") -> str:
         """Return a value as a table cell.
@@ -42,6 +44,8 @@ class Quantity:
 QUANTITIES = (
     Quantity("accuracy of rollouts", "accuracy/mean", percent=True),
     Quantity("reward", "reward/mean"),
+    Quantity("cross-entropy, nats per token", "sft/loss"),
+    Quantity("held-out cross-entropy, nats per token", "sft/eval_loss", sparse=True),
     Quantity("entropy, nats per token", "actor/entropy"),
     Quantity("KL to the reference, nats per token", "loss/ref_kl"),
     Quantity("KL term, nats per token", "loss/kl"),

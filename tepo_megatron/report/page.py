@@ -30,6 +30,7 @@ class RunView:
         anchor: HTML anchor of the run.
         color: CSS colour of the run.
         facts: Circumstances of the run, in a few words each.
+        fine_tuned: Whether it has neither samples nor evaluations: a run of `tepo sft`.
         safety: Checks of the run's settings.
         notes: Sentences on faults of its records.
         sections: Charts by section.
@@ -48,6 +49,7 @@ class RunView:
     anchor: str
     color: str
     facts: Sequence[str]
+    fine_tuned: bool
     safety: Sequence[SafetyCheck]
     notes: Sequence[str]
     sections: Sequence[ChartSection]
@@ -89,12 +91,14 @@ def _view(run: RunRecord, name: str, place: int) -> RunView:
     anchor, evaluated, suite = f"run-{place}", held_out.read_held_out(run), benchmarks.read_benchmarks(run)
     sections = charts.sections(run, anchor)
     numbered = [(section.name, f"{anchor}-{number}") for number, section in enumerate(sections, start=1)]
-    rest = [(heading.capitalize(), f"{anchor}-{heading}") for heading in ("evaluation", "samples", "tokens", "figures")]
+    others = ("figures",) if run.fine_tuned else ("evaluation", "samples", "tokens", "figures")
+    rest = [(heading.capitalize(), f"{anchor}-{heading}") for heading in others]
     return RunView(
         name=name,
         anchor=anchor,
         color=css_color(comparison.color(place)),
         facts=facts(run),
+        fine_tuned=run.fine_tuned,
         safety=safety_checks(run.cfg),
         notes=run.notes,
         sections=sections,

@@ -45,6 +45,38 @@ def learning(figure: Figure, cell: SubplotSpec, curves: Curves, evaluations: Seq
     draw.legend(axis)
 
 
+def cross_entropy(figure: Figure, cell: SubplotSpec, curves: Curves) -> None:
+    """Draw the loss of fine-tuning, and that of the held-out conversations at the updates that measured it.
+
+    Args:
+        figure: Figure to draw into.
+        cell: Cell of its grid.
+        curves: Records of the run.
+    """
+    (axis,) = draw.stacked(figure, cell, "Cross-entropy, nats per token", 1)
+    draw.line(axis, curves, curves["sft/loss"], draw.BLUE, "conversations of the update")
+    if "sft/eval_loss" in curves:
+        draw.line(axis, curves, curves.between("sft/eval_loss"), draw.ORANGE, "held-out conversations")
+    draw.from_zero(axis)
+    draw.legend(axis)
+
+
+def gradients(figure: Figure, cell: SubplotSpec, curves: Curves) -> None:
+    """Draw the gradient norm and the tokens of each update of fine-tuning.
+
+    Args:
+        figure: Figure to draw into.
+        cell: Cell of its grid.
+        curves: Records of the run.
+    """
+    top, bottom = draw.stacked(figure, cell, "Gradient norm and tokens of an update", 2)
+    draw.line(top, curves, curves["actor/grad_norm"], draw.ORANGE, "gradient norm before clipping")
+    draw.line(bottom, curves, curves["sft/learned_tokens"], draw.BLUE, "tokens that are learned")
+    for axis in (top, bottom):
+        draw.from_zero(axis)
+    draw.legend(top, bottom)
+
+
 def entropy(figure: Figure, cell: SubplotSpec, curves: Curves) -> None:
     """Draw the entropy and, if there is a reference policy, the KL to it: per token in the loss, per response in the reward.
 
@@ -244,7 +276,8 @@ def throughput(figure: Figure, cell: SubplotSpec, curves: Curves) -> None:
     draw.line(top, curves, curves["tokens_per_second"], draw.BLUE, "trained tokens per second, prompts too")
     draw.from_zero(top)
     draw.line(bottom, curves, curves["packing/padding_share"], draw.ORANGE, "padding")
-    draw.line(bottom, curves, curves["packing/bubble_share"], draw.PURPLE, "pipeline bubble")
+    if "packing/bubble_share" in curves:
+        draw.line(bottom, curves, curves["packing/bubble_share"], draw.PURPLE, "pipeline bubble")
     bottom.yaxis.set_major_formatter(draw.PERCENT)
     draw.from_zero(bottom, at_least=0.01)
     draw.legend(top, bottom)

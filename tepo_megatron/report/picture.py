@@ -32,8 +32,10 @@ def save_picture(figure: Figure, path: Path) -> Path:
 
 
 def draw(run: RunRecord) -> Figure:
-    """Return the whole figure of a run: nine panels and a strip with the seconds per step."""
+    """Return the whole figure of a run: nine panels and a strip with the seconds per step; three panels of fine-tuning."""
     cfg, curves, summary = run.cfg, run.curves, run.summary
+    if run.fine_tuned:
+        return _fine_tuning(run)
     figure = Figure(figsize=_INCHES)
     grid = figure.add_gridspec(
         4, 3, height_ratios=(1, 1, 1, 0.42), left=0.05, right=0.985, top=0.89, bottom=0.042, hspace=0.4, wspace=0.18
@@ -54,13 +56,25 @@ def draw(run: RunRecord) -> Figure:
     return figure
 
 
+def _fine_tuning(run: RunRecord) -> Figure:
+    figure = Figure(figsize=(15, 4.6))
+    grid = figure.add_gridspec(1, 3, left=0.05, right=0.985, top=0.74, bottom=0.11, wspace=0.18)
+    for place, panel in enumerate((panels.cross_entropy, panels.gradients, panels.throughput)):
+        panel(figure, grid[0, place], run.curves)
+    for axis in figure.axes:
+        steps_along(axis, run.last_step)
+    _heading(figure, run)
+    return figure
+
+
 def _heading(figure: Figure, run: RunRecord) -> None:
     """Write name and circumstances on the left; the result, once there is one, on the right."""
-    summary = run.summary
+    summary, height = run.summary, figure.get_size_inches()[1]
+    upper, lower = 1 - 0.49 / height, 1 - 0.78 / height
     if summary is not None and summary.evaluations:
         result = "  →  ".join(f"{accuracy:.1%} ± {100 * error:.1f}" for _, accuracy, error in summary.evaluations)
-        figure.text(0.985, 0.965, result, fontsize=19, fontweight="bold", ha="right", color=BLUE)
+        figure.text(0.985, upper, result, fontsize=19, fontweight="bold", ha="right", color=BLUE)
         when = "before and after" if len(summary.evaluations) > 1 else "after"
-        figure.text(0.985, 0.944, f"evaluation accuracy {when}, ± standard error", fontsize=11, ha="right", color=MUTED)
-    figure.text(0.05, 0.965, run.cfg.name, fontsize=19, fontweight="bold")
-    figure.text(0.05, 0.944, "  ·  ".join(facts(run)), fontsize=11, color=MUTED)
+        figure.text(0.985, lower, f"evaluation accuracy {when}, ± standard error", fontsize=11, ha="right", color=MUTED)
+    figure.text(0.05, upper, run.cfg.name, fontsize=19, fontweight="bold")
+    figure.text(0.05, lower, "  ·  ".join(facts(run)), fontsize=11, color=MUTED)

@@ -21,7 +21,7 @@ class Summary:
     Attributes:
         steps: Number of steps.
         seconds: Duration of the run in seconds.
-        evaluations: (step, accuracy, standard error) before and after the run, as far as measured.
+        evaluations: (step, accuracy, standard error) before and after the run, as far as measured; none of fine-tuning.
     """
 
     steps: int
@@ -48,9 +48,15 @@ class RunRecord:
     notes: tuple[str, ...] = ()
 
     @property
+    def fine_tuned(self) -> bool:
+        """Return whether the run is one of `tepo sft`."""
+        return "sft/epoch" in self.curves
+
+    @property
     def last_step(self) -> float:
-        """End of the step axes: the last step planned or recorded."""
-        return max(self.cfg.training.steps, self.curves.steps[-1])
+        """End of the step axes: the last step planned or recorded; the last one recorded of fine-tuning."""
+        recorded: float = self.curves.steps[-1]
+        return recorded if self.fine_tuned else max(self.cfg.training.steps, recorded)
 
 
 def read_run(folder: Path) -> RunRecord:
@@ -68,9 +74,17 @@ def facts(run: RunRecord) -> tuple[str, ...]:
     sizes = {name: getattr(cfg.parallel, name) for name in ("dp", "tp", "pp", "vpp", "cp", "ep")}
     layout = " ".join(f"{name}{size}" for name, size in sizes.items() if size > 1) or "1 rank"
     progress = f"step {curves.steps[-1]:.0f} of {cfg.training.steps}"
+    if run.fine_tuned:
+        progress = f"update {curves.steps[-1]:.0f}, epoch {curves['sft/epoch'][-1]:.2f} of {cfg.sft.epochs}"
     if summary is not None:
         progress = f"{summary.steps} steps in {duration(summary.seconds)}"
-    facts = [cfg.objective.name, Path(cfg.model.path).name, layout, f"{cfg.platform} {cfg.model.precision}", progress]
+    facts = [
+        "fine-tuning" if run.fine_tuned else cfg.objective.name,
+        Path(cfg.model.path).name,
+        layout,
+        f"{cfg.platform} {cfg.model.precision}",
+        progress,
+    ]
     if restarts := int(np.nansum(curves["rollout/server_restarts"])):
         facts.append(f"{restarts} server restart{'s' * (restarts > 1)}")
     return tuple(facts)
@@ -89,8 +103,8 @@ def read_summary(path: Path) -> Summary | None:
         return None
     try:
         row = json.loads(path.read_text())
-        if "held_out_loss" in row:
-            raise DataError(f"{path.parent}: a run of tepo sft has no report; its losses are in summary.json and metrics.jsonl")
+        if "held_out_loss" in row:  # fine-tuning
+            return Summary(row["steps"], row["seconds"], [])
         found = [
             (step, row[f"accuracy_{when}"], row["standard_error"][when] or 0.0)
             for step, when in ((0, "before"), (row["steps"], "after"))

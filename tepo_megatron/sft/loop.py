@@ -42,7 +42,7 @@ from tepo_megatron.utils.save_requests import (
 from tepo_megatron.utils.supervisor import is_restart
 
 COLUMNS = (
-    Column("loss", "loss/total", 8, ".4f"),
+    Column("loss", "sft/loss", 8, ".4f"),
     Column("held out", "sft/eval_loss", 8, ".4f"),
     Column("grad", "actor/grad_norm", 7, ".2f"),
     Column("pass", "sft/epoch", 5, ".2f"),
@@ -51,7 +51,7 @@ COLUMNS = (
     Column("upd s", "seconds/update", 6, ".2f"),
     Column("tok/s", "tokens_per_second", 7, ".0f"),
 )
-_OF_UPDATE = ("loss/total", "actor/grad_norm", "packing/computed_tokens", "packing/padding_share")
+_OF_UPDATE = ("actor/grad_norm", "packing/computed_tokens", "packing/padding_share")
 
 
 def fine_tune(cfg: Config, platform: Platform) -> None:
@@ -260,6 +260,7 @@ class FineTuning:
             held_out = self._held_out_loss() if due else None
         if self.log is None:
             return held_out
+        metrics.add("sft/loss", *result.metrics["loss/total"])
         for name in _OF_UPDATE:
             metrics.add(name, *result.metrics[name])
         record: dict[str, float | None] = metrics.means() | {

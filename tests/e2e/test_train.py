@@ -2,7 +2,9 @@
 
 import json
 import os
+import re
 import signal
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -34,10 +36,15 @@ def test_a_run_from_base_model_to_report(tepo, arguments, base: Path, tmp_path: 
     settings = {"training__steps": STEPS, "evaluation__every": 1, "optimizer__warmup_steps": 0, "rollout__engine": engine}
     settings |= {"rollout__prompts_per_step": 8, "training__minibatch_prompts": 4, "evaluation__max_problems": 16}
     settings |= {"logging__audit_every": STEPS - 1}
-    command = tepo(*arguments(base, name="whole", **settings))
+    command = tepo(*arguments(base, name="whole", **settings), "--watch")
+    command.until(lambda: "live page until the run ends" in command.output, timeout=120)
+    (url,) = re.findall(r"http://127\.0\.0\.1:\d+/\S+/", command.output)
+    with urllib.request.urlopen(url + "runs?seen=", timeout=60) as page:
+        assert json.load(page)["runs"]["0"]["folder"].endswith("whole")
     assert command.wait(240) == 0, command.output
     command.assert_nothing_left()
     run = tmp_path / "runs" / "whole"
+    assert url not in (run / "log.txt").read_text()
 
     records = metrics_of(run)
     assert [r["step"] for r in records] == list(range(1, STEPS + 1))

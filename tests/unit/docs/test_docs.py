@@ -116,14 +116,14 @@ def test_keys_exist() -> None:
 def trainings(page: Path) -> list[tuple[str, list[str]]]:
     """(config, overrides) of what the page's blocks start."""
     found = []
-    of_launch = {"--executor", "--cluster", "--after", "--host", "--address"}
+    of_launch, alone = {"--executor", "--cluster", "--after", "--host", "--address"}, ("--dry-run", "--quick", "--watch")
     for words in commands(page):
-        line = " ".join(w for w in words if w not in ("--dry-run", "--quick"))
+        line = " ".join(w for w in words if w not in alone)
         start = re.match(r"(?:\S*bin/)?(?:tepo (?:train|serve|doctor)|python -m launch) (\S+\.yaml)", line)
         if start is None and (start := re.match(r"torchrun .*? -m tepo_megatron train (\S+)", line)) is None:
             continue
         at = words.index(start[1])
-        rest = [w for w in words[at + 1 :] if w not in ("--dry-run", "--quick")]
+        rest = [w for w in words[at + 1 :] if w not in alone]
         pairs = zip(rest[::2], rest[1::2], strict=True)
         found.append((start[1], [w for key, value in pairs if key not in of_launch for w in (key, value)]))
     return found

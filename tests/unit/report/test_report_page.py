@@ -17,8 +17,9 @@ from tepo_megatron.errors import ConfigError, DataError
 from tepo_megatron.report import drawing, panels, read_run, write_comparison, write_page, write_report
 from tepo_megatron.report.charts import PanelChart, chart
 from tepo_megatron.report.comparison import names
+from tepo_megatron.report.live.run import LiveRun
 from tepo_megatron.report.svg import VARIABLES, css_color
-from tests.report_runs import SUMMARY, measured, record_step, rollout, write_run
+from tests.report_runs import SUMMARY, fine_tuned, measured, record_step, rollout, write_run
 
 HOSTILE = """</pre></script><script>document.title='owned'</script><img src=x onerror="document.title='owned'">{{7*7}}&lt;'\\"""
 ROWS = [row | {"actor/entropy": None} if row["step"] == 3 else row for row in measured(5)]
@@ -217,6 +218,32 @@ def test_several_runs_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture
     assert len(ids) == len(set(ids))
     first, second = page.charts()[0]["series"]
     assert (first["label"], second["label"]) == ("a", "b") and second["color"] == css_color(drawing.ORANGE) != first["color"]
+
+
+def test_fine_tuning_has_its_losses_and_no_samples_before_and_after_its_end(tmp_path: Path) -> None:
+    folders = [tmp_path / name for name in ("ended", "under-way")]
+    for folder in folders:
+        folder.mkdir()
+        write_run(folder, fine_tuned(6), sft={"data": "c.jsonl", "epochs": 2})
+    (folders[0] / "summary.json").write_text(
+        json.dumps({"steps": 6, "seconds": 9.0, "held_out_loss": {"before": 1, "after": 0}})
+    )
+    pages = {folder.name: Page(write_report(folder).read_text()) for folder in folders}
+    assert "fine-tuning · tiny · tp2 · cpu fp32 · 6 steps in 9 s" in pages["ended"].said
+    assert "update 6, epoch 1.50 of 2" in pages["under-way"].said
+    for folder, page in zip(folders, pages.values(), strict=True):
+        assert page.series("conversations of the update") == [[round(1.0 / s, 4) for s in range(1, 7)]]
+        joined = page.series("held-out conversations")[0]
+        assert joined[1] == 0.55 and joined[3] == 0.275 and joined[2] == pytest.approx((joined[1] + joined[3]) / 2)
+        assert "Samples" not in page.said and "Safety" not in page.said and "held-out cross-entropy" in page.said
+        assert (folder / "report.png").read_bytes()[:4] == b"\x89PNG"
+        run = LiveRun(folder, 0)
+        run.refresh()
+        shown = run.plain()
+        assert [section["name"] for section in shown["sections"]] == ["Learning"] and shown["notes"] == []
+        assert shown["state"]["ended"] == (folder is folders[0])
+    compared = Page(write_comparison(folders, tmp_path / "both.html").read_text())
+    assert "Held-out cross-entropy, nats per token" in compared.said
 
 
 def test_runs_of_one_name_are_distinguished_by_their_folders(tmp_path: Path) -> None:
