@@ -1,4 +1,4 @@
-"""The live page of a run ends with the run, and its URL is told once."""
+"""The live page of a run ends with the run, and the terminal has its URL."""
 
 import time
 import urllib.error
