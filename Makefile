@@ -111,7 +111,7 @@ test-runs:
 test-servers:
 	$(BIN)/python -m pytest -m "not full and server and not e2e" $(SERVERS)
 
-# Run the long tests in the same streams, servers among the runs. ARGS: --rotate 5 runs a fifth of them, others at each commit.
+# Run the long tests in the same streams, servers among the runs. ARGS: --rotate 6 runs a sixth of them, others at each commit.
 test-full: $(READY) $(SGLANG)/.ready $(LAUNCH)/.ready $(SKY)/.ready
 	@$(MAKE) --no-print-directory -j2 --output-sync=target --keep-going test-full-runs test-full-parts
 	$(BIN)/python -m pytest -m "full and alone"
