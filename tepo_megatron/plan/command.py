@@ -15,6 +15,7 @@ from tepo_megatron.plan.advice import advice_lines
 from tepo_megatron.plan.calibration import GPU_HOURS_PER_FAILURE, calibrated, read_run
 from tepo_megatron.plan.compute import MachineModel
 from tepo_megatron.plan.gpus import GIB, GPUS
+from tepo_megatron.plan.judges import judge_lines
 from tepo_megatron.plan.memory import host_bytes
 from tepo_megatron.plan.memory_parts import ELEMENT, PlannedModel
 from tepo_megatron.plan.models import read_model
@@ -127,11 +128,12 @@ def plan(predictor: Predictor, request: PlanRequest, tell: Callable[[str], None]
         tell(
             f"{how}: {work.dropped:.0%} of the groups are dropped; {sum(asked)} are sampled in {len(asked)} rounds, {kept} kept"
         )
-    for line in omissions(cfg.reward, cfg.objective, cfg.rollout):
+    judges = predictor.judges()
+    for line in (*judge_lines(judges), *omissions(cfg.reward, cfg.rollout)):
         tell(line)
     if given.states:
         tell("\n" + "\n".join(memory_lines(given, gpu)))
-        for name, size in host_bytes(cfg, predictor.model).items():
+        for name, size in host_bytes(cfg, predictor.model, work.response).items():
             tell(f"  of a machine's memory: {size / GIB:.1f} GiB, {name}")
     family, tp, server_tp = predictor.model.family, cfg.parallel.tp, cfg.rollout.server.tp
     slices = isinstance(cfg.sync.transport, GroupTransportConfig) and cfg.sync.transport.slices
@@ -149,10 +151,12 @@ def plan(predictor: Predictor, request: PlanRequest, tell: Callable[[str], None]
         tell("\n" + "\n".join(advice_lines(predictor, run, given, found, hours)))
     if request.json_file is not None:
         request.json_file.write_text(json.dumps(as_json(predictor, given, found, gpus), indent=1))
+    faults = [fault for load in judges if (fault := load.fault(predictor.machine))]
     if why:
         tell("\n" + refusal(given, why))
-        return 1
-    return 0
+    for fault in faults:
+        tell(f"\ndoes not fit: {fault}")
+    return int(bool(why or faults))
 
 
 def refusal(given: LayoutCandidate, why: str) -> str:

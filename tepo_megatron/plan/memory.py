@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from tepo_megatron.config import CheckpointConfig, Config, ModelConfig, ParallelConfig, RolloutConfig, SyncConfig
 from tepo_megatron.config.megatron import OptimizerFields
 from tepo_megatron.config.training import TrainingConfig
-from tepo_megatron.plan import activations, parameters
+from tepo_megatron.plan import activations, parameters, teacher
 from tepo_megatron.plan.activations import Recompute, SavedActivations
 from tepo_megatron.plan.engine_memory import generating, sleeping_bytes
 from tepo_megatron.plan.gpus import ASSUMED, GPUS_PER_NODE, Assumptions, Gpu
@@ -86,6 +86,7 @@ class TrainerMemory:
         adam: Types of the moments, and the offloaded share.
         bf16_layers: Numbers of first and of last layers that stay in bf16 in an FP8 model.
         sequence_tokens: Maximum tokens of a sequence.
+        teacher: The loss has the exact KL to a teacher.
     """
 
     model: PlannedModel
@@ -95,6 +96,7 @@ class TrainerMemory:
     adam: OptimizerFields
     bf16_layers: tuple[int, int]
     sequence_tokens: int
+    teacher: bool = False
 
     @classmethod
     def of(cls, cfg: Config, model: PlannedModel) -> "TrainerMemory":
@@ -106,7 +108,8 @@ class TrainerMemory:
         """
         fields = cfg.megatron
         optimizer, ends = fields.known_optimizer, fields.bf16_layers
-        return cls(model, cfg.parallel, cfg.training, cfg.model, optimizer, ends, cfg.sequence_tokens)
+        exact = teacher.has_teacher(cfg.objective)
+        return cls(model, cfg.parallel, cfg.training, cfg.model, optimizer, ends, cfg.sequence_tokens, exact)
 
     def state(self, assumed: Assumptions = ASSUMED) -> MemoryState:
         """Return the memory of the fullest pipeline stage in the backward pass of an update with full microbatches."""
@@ -152,6 +155,8 @@ class TrainerMemory:
         parts["gradients in passing"] = _in_passing(self.model, self.parallel, self._tokens)
         if rank == self.parallel.pp - 1:
             parts["logits and entropy"] = sum(self._output())
+            if self.teacher:
+                parts |= teacher.device_bytes(self.model.arch, self.parallel, self._tokens, self.model.element)
         passing_parts = ("activations", "gradients in passing", "logits and entropy")
         parts["fragmentation"] = assumed.fragmentation * sum(parts.get(name, 0) for name in passing_parts)
         parts["context, NCCL"] = assumed.reserved
@@ -232,18 +237,26 @@ def states(
     ]
 
 
-def host_bytes(cfg: Config, model: PlannedModel) -> dict[str, float]:
+def host_bytes(cfg: Config, model: PlannedModel, response: int | None = None) -> dict[str, float]:
     """Return the host memory for copies of the ranks' state, by component, on the machine of ranks that needs most.
 
     All but the optimizer's share is page-locked. Its arenas and stacks have the sizes that `host_sizes` computes.
 
     Args:
         cfg, model: The config and its model.
+        response: Mean tokens of a response. None: rollout.max_response_tokens.
     """
     tp, whole = cfg.parallel.tp, cfg.parallel.dp * cfg.parallel.cp
     ranks = [(rank // (tp * whole), rank // tp % whole) for rank in range(cfg.parallel.world_size)]
     trainer, reference = TrainerMemory.of(cfg, model), cfg.objective.ref_kl is not None
     of_ranks = {rank: _host_bytes_of(trainer, cfg.rollout, cfg.checkpoint, reference, *rank) for rank in dict.fromkeys(ranks)}
+    if trainer.teacher:
+        sequences = cfg.training.minibatch_prompts * cfg.rollout.samples_per_prompt
+        rows = sequences * (response or cfg.rollout.max_response_tokens)
+        size = teacher.hidden_bytes(model.arch, cfg.parallel, rows, model.element)
+        for pp_rank, dp_cp_rank in of_ranks:
+            if pp_rank == cfg.parallel.pp - 1:
+                of_ranks[pp_rank, dp_cp_rank][teacher.ON_HOST] = size
     if cfg.sync.delta == "elements":
         for (pp_rank, dp_cp_rank), rank_parts in of_ranks.items():
             rank_parts["weights as they were sent last"] = _sent_bytes(model, cfg.parallel, pp_rank, dp_cp_rank)

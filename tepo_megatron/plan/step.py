@@ -13,17 +13,19 @@ from tepo_megatron.ops.planning import plan_metrics, plan_microbatches
 from tepo_megatron.ops.shared_prompts import pieces_of
 from tepo_megatron.plan import parameters
 from tepo_megatron.plan.activations import microbatches_in_flight
-from tepo_megatron.plan.compute import Cost, MachineModel, stage_seconds
+from tepo_megatron.plan.compute import Cost, MachineModel, forward_output, stage_seconds
 from tepo_megatron.plan.engine_memory import generating
 from tepo_megatron.plan.generation import EngineModel
 from tepo_megatron.plan.gpus import GPUS_PER_NODE
+from tepo_megatron.plan.judges import JudgeLoad, judge_loads
 from tepo_megatron.plan.memory import TrainerMemory, state_bytes
 from tepo_megatron.plan.memory_parts import ELEMENT, PlannedModel
 from tepo_megatron.plan.placement import Placement, placement_of
+from tepo_megatron.plan.teacher import has_teacher
 from tepo_megatron.plan.workload import Workload, prefix_groups_of
 
 _LAUNCHED_AGAIN = {"none": 0.0, "selective": 0.5, "full": 1.0}  # share of a layer's forward pass
-REFILLS = "sample again, for what was dropped"  # name of a phase
+REFILLS, VERDICTS = "sample again, for what was dropped", "verdicts of judges, after the responses"  # names of phases
 _OPTIMIZER_BYTES = 34  # per owned element: reads gradient, master and two moments; writes these and the weight
 
 
@@ -50,7 +52,7 @@ class StepPrediction:
         phases: Seconds by name.
         update: Forward and backward of one update.
         tokens: Tokens of prompts and responses that the step learns from.
-        gpus: GPUs of trainer and engine.
+        gpus: GPUs of trainer, engine and judges.
         hidden: Share of the trainer's phases that run while the engine samples.
         beyond: Share of the phases' time that steps take in addition.
     """
@@ -65,16 +67,16 @@ class StepPrediction:
     @property
     def seconds(self) -> float:
         """Return the time from one step to the next. `beyond` is a share of the time without refills, as in published steps."""
-        return self.modelled + self.beyond * self._modelled(self.phases["sample"])
+        return self.modelled + self.beyond * self._modelled(self.phases["sample"] + self.phases[VERDICTS])
 
     @property
     def modelled(self) -> float:
         """Return the seconds of the phases, counting concurrent ones once."""
-        return self._modelled(self.phases["sample"] + self.phases[REFILLS])
+        return self._modelled(self.phases["sample"] + self.phases[REFILLS] + self.phases[VERDICTS])
 
     def _modelled(self, sample: float) -> float:
         sync = self.phases["send weights"]
-        rest = sum(self.phases.values()) - sync - self.phases["sample"] - self.phases[REFILLS]
+        rest = sum(self.phases.values()) - sync - sum(self.phases[name] for name in ("sample", REFILLS, VERDICTS))
         return sync + max(sample, self.hidden * rest) + (1 - self.hidden) * rest
 
     @property
@@ -190,7 +192,9 @@ class Predictor:
             REFILLS: self.sample_seconds()[1],
             "old log-probs": without.seconds if updates > 1 and training.old_logprobs == "actor" else 0.0,
             "log-probs of the weights that sampled": self.gate_share(updates) * without.seconds,
-            "reference log-probs": without.seconds if cfg.objective.ref_kl else 0.0,
+            VERDICTS: max(0.0, self.verdict_seconds() - self.sample_seconds()[0]),
+            "reference log-probs": without.seconds if cfg.objective.ref_kl and not has_teacher(cfg.objective) else 0.0,
+            "teacher": updates * self.teacher_seconds(minibatch) if has_teacher(cfg.objective) else 0.0,
             "forward and backward": updates * update.seconds,
             "gradients and weights over dp": updates * reduced,
             "optimizer": updates * stepped,
@@ -204,7 +208,31 @@ class Predictor:
         hidden = float(rollout.max_staleness > 0 and not rollout.colocate)
         if training.stream == "arrival" and not hidden:  # all minibatches of the first epoch but the last
             hidden = 1 / training.epochs - 1 / updates
-        return StepPrediction(phases, update, sum(everything), self.placement.gpus, hidden, beyond)
+        gpus = self.placement.gpus + cfg.reward.judge_gpus
+        return StepPrediction(phases, update, sum(everything), gpus, hidden, beyond)
+
+    def verdict_seconds(self) -> float:
+        """Return the seconds of the slowest judge, if it had all responses at once. Judges work at the same time."""
+        key = "verdicts"
+        if key not in self.known:
+            self.known[key] = max((load.seconds for load in self.judges()), default=0.0)
+        return self.known[key]
+
+    def judges(self) -> list[JudgeLoad]:
+        """Return the judges that the run serves."""
+        rollout = self.cfg.rollout
+        responses = sum(self.workload.rounds(rollout, self.cfg.objective)[0]) * rollout.samples_per_prompt
+        return list(judge_loads(self.cfg.reward, responses, self.machine, self.workload))
+
+    def teacher_seconds(self, minibatch: Sequence[int]) -> float:
+        """Return the seconds that the exact KL to the teacher adds to an update: a forward pass, and its logits once more.
+
+        Args:
+            minibatch: Tokens of each sequence.
+        """
+        visit = self.run(minibatch, self.cfg.training.max_tokens_per_microbatch, backward=False)
+        rows = (sum(minibatch) - len(minibatch) * self.workload.prompt) / self.cfg.parallel.dp
+        return visit.seconds + forward_output(self.model, self.cfg.parallel, self.machine, rows).total
 
     def gate_share(self, updates: int) -> float:
         """Return the share of a step's tokens that the stale-weights gate compares in a separate pass.

@@ -29,7 +29,7 @@ class WholeRun:
         checkpoints: Number of checkpoints.
         checkpoint: Seconds that training waits for a checkpoint.
         ending: Seconds after the last step.
-        gpus: GPUs of trainer and engine.
+        gpus: GPUs of trainer, engine and judges.
         error: `Assumptions.error`.
     """
 
@@ -82,7 +82,7 @@ def whole_run(predictor: Predictor, step_seconds: float) -> WholeRun:
         checkpoints=-(-cfg.training.steps // every) if every else 0,
         checkpoint=each,
         ending=last,
-        gpus=predictor.placement.gpus,
+        gpus=predictor.placement.gpus + cfg.reward.judge_gpus,
         error=assumed.error,
     )
 

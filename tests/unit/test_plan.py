@@ -38,6 +38,8 @@ from tepo_megatron.plan.models import read_model
 from tepo_megatron.plan.parameters import held, stages, total_parameters
 from tepo_megatron.plan.placement import Placement, placement_of
 from tepo_megatron.plan.search import judge, search
+from tepo_megatron.plan.step import VERDICTS
+from tepo_megatron.plan.teacher import ON_HOST
 from tepo_megatron.plan.workload import Workload
 from tepo_megatron.utils.escaping import escaped
 
@@ -306,18 +308,62 @@ def test_what_does_not_fit_says_why(sections: dict[str, Any], why: str) -> None:
 def test_what_is_not_counted_is_said() -> None:
     question = {"type": "judge", "model": "judge", "question": "{response}"}
     terms = [{"type": "math"}, question | {"servers": 2, "server": {"tp": 4}}, question | {"url": "http://127.0.0.1:1/v1"}]
-    exact = {"name": "grpo", "ref_kl": {"beta": 0.1, "estimator": "full"}}
     rollout = {"colocate": True, "server": {"tp": 4}, "function": "agent.py:run"}
-    training = {"logits_budget_mib": 256}
-    cfg = config(rollout=rollout, reward={"terms": terms}, objective=exact, training=training)
+    cfg = config(rollout=rollout, reward={"terms": terms})
     said = [line for line in run(cfg)[1].splitlines() if line.startswith("not counted: ")]
     assert said == [
         "not counted: 8 more GPUs of its servers, their memory, the seconds of the judge reward.terms[1] (judge)",
         "not counted: the seconds of the judge reward.terms[2] (judge)",
-        "not counted: the reference policy's output layer and hidden states (objective.ref_kl.estimator=full)",
         "not counted: what rollout.function=agent.py:run takes besides sampling",
     ]
     assert "not counted" not in run(config())[1]
+
+
+def judged(model: str, **keys: Any) -> Config:
+    """Return a config with a judge on the verdict's side."""
+    term = {"type": "judge", "model": model, "question": "{prompt}{response}", "max_tokens": 100} | keys
+    parallel, rollout = {"tp": 4, "sequence_parallel": True}, {"colocate": True, "server": {"tp": 4}}
+    return config(parallel=parallel, rollout=rollout, reward={"terms": [{"type": "math"}, term]})
+
+
+def test_a_judge_has_gpus_memory_and_seconds() -> None:
+    plain, predictor = (predictor_of(cfg, PlanRequest()) for cfg in (judged("j"), judged("models/Qwen3-14B", servers=2)))
+    (load,) = predictor.judges()
+    assert load.gpus == 2 and load.memory.parts["engine's weights"] == 2 * PUBLISHED["Qwen3-14B"]
+    assert load.memory.total == pytest.approx(ASSUMED.engine_share * GPUS["H100"].memory)
+    # all sequences run at once, and each of the 100 steps reads the weights at least once
+    assert load.seconds >= 100 * (2 * PUBLISHED["Qwen3-14B"] / GPUS["H100"].memory_bandwidth)
+    steps = [one.step() for one in (plain, predictor)]
+    assert steps[0].gpus == plain.placement.gpus + 1 and steps[1].gpus == predictor.placement.gpus + 2
+    late = max(0.0, load.seconds - predictor.sample_seconds()[0])
+    assert steps[0].phases[VERDICTS] == 0 and steps[1].phases[VERDICTS] == late
+    slow = predictor_of(judged("models/Qwen3-14B", max_tokens=8000, server={"concurrency": 1}), PlanRequest()).step()
+    assert slow.phases[VERDICTS] > 0 and slow.modelled == pytest.approx(steps[0].modelled + slow.phases[VERDICTS])
+    status, output = run(predictor.cfg)
+    assert status == 0 and "the judge reward.terms[1] (models/Qwen3-14B): 2 more GPUs, on each 27.5 GiB of weights" in output
+    status, output = run(judged("models/Llama-3.1-70B"))
+    assert status == 1 and "leave no memory for a KV cache; raise its server.tp" in output.splitlines()[-1]
+
+
+def test_a_teacher_has_an_output_layer_hidden_states_and_a_pass() -> None:
+    training = {"logits_budget_mib": 256, "minibatch_prompts": 8}
+    rollout = {"colocate": True, "server": {"tp": 4}, "samples_per_prompt": 4}
+    exact, sampled = (
+        predictor_of(
+            config(rollout=rollout, training=training, objective={"name": "grpo", "ref_kl": {"beta": 0.1, "estimator": kind}}),
+            PlanRequest(),
+        )
+        for kind in ("full", "k3")
+    )
+    arch, rows = exact.model.arch, exact.cfg.training.max_tokens_per_microbatch
+    parts = TrainerMemory.of(exact.cfg, exact.model).state().parts
+    assert parts["teacher"] == (arch.vocab_size / exact.cfg.parallel.tp + rows) * arch.hidden_size * 2
+    assert "teacher" not in TrainerMemory.of(sampled.cfg, sampled.model).state().parts
+    kept, ranks = host_bytes(exact.cfg, exact.model, 100)[ON_HOST], exact.cfg.parallel.world_size
+    assert kept == ranks * 8 * 4 * 100 / exact.cfg.parallel.dp * arch.hidden_size * 2
+    assert ON_HOST not in host_bytes(sampled.cfg, sampled.model)
+    its, others = exact.step().phases, sampled.step().phases
+    assert its["teacher"] > others["reference log-probs"] > 0 == its["reference log-probs"] == others["teacher"]
 
 
 def test_the_search_ranks_the_layouts_that_fit() -> None:
