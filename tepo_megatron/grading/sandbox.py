@@ -7,6 +7,7 @@ namespaces.
 """
 
 import contextlib
+import fcntl
 import json
 import os
 import resource
@@ -18,10 +19,14 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import IO, Any
 
 PROGRAM = "/program.py"  # where the program is in its sandbox
 _INFO = "--info-fd"
+_ALIVE, _OTHERS = 9, 20  # file descriptors in the sandbox: a pipe that we read while we live, and the least of all others
+# bubblewrap binds its processes to ours step by step while it starts. If we ended meanwhile, this write and the start fail.
+_BEGIN = f'echo >&{_ALIVE} && exec {_ALIVE}>&- && exec "$@"'
 _CHUNK_BYTES = 65536
 _END_SECONDS = 10.0
 _FILES = 64  # open files of each process
@@ -120,7 +125,7 @@ def command(limits: Limits, files: Mapping[str, int], python: Sequence[str]) -> 
     # in here, because processes count per namespace and user: outside, those of the whole user would count
     words += ["prlimit", f"--as={limits.memory_mib * 2**20}", f"--cpu={whole}:{whole + 1}", f"--nproc={limits.processes}"]
     words += [f"--fsize={limits.disk_mib * 2**20}", f"--nofile={_FILES}", "--core=0", "--memlock=0", "--msgqueue=0"]
-    return [*words, os.path.realpath(sys.executable), "-I", "-B", *python]
+    return [*words, "sh", "-c", _BEGIN, "sh", os.path.realpath(sys.executable), "-I", "-B", *python]
 
 
 @contextlib.contextmanager
@@ -129,7 +134,9 @@ def memory_files(files: Mapping[str, bytes]) -> Iterator[dict[str, int]]:
     with contextlib.ExitStack() as stack:
         found = {}
         for path, content in files.items():
-            file = os.memfd_create("sandbox")
+            made = os.memfd_create("sandbox")
+            file = fcntl.fcntl(made, fcntl.F_DUPFD_CLOEXEC, _OTHERS)
+            os.close(made)
             stack.callback(os.close, file)
             with open(os.dup(file), "wb") as out:
                 out.write(content)
@@ -189,21 +196,28 @@ def started(
         python, files, limits: As for `run`.
         stdin, stdout, stderr: As for `subprocess.Popen`.
     """
-    with memory_files(files) as opened:
-        info, writer = os.pipe()  # bubblewrap writes the pid of the sandbox's first process
-        words = command(limits, opened | {_INFO: writer}, python)
+    # bubblewrap writes the pid of the sandbox's first process there. It could not write into a pipe after our end, and its
+    # child, which waits for it, would stay.
+    with memory_files({**files, _INFO: b""}) as opened:
+        alive, written = os.pipe()
+        info = os.dup(opened[_INFO])
         try:
             process = subprocess.Popen(
                 # the first process in the sandbox keeps this environment, and /proc/1/environ can be read there
-                words, env={}, cwd="/", stdin=stdin, stdout=stdout, stderr=stderr, bufsize=0,
-                pass_fds=[*opened.values(), writer],
+                command(limits, opened, python), env={}, cwd="/", stdin=stdin, stdout=stdout, stderr=stderr, bufsize=0,
+                pass_fds=[*opened.values(), _ALIVE], preexec_fn=partial(os.dup2, written, _ALIVE),
             )  # fmt: skip
+        except BaseException:
+            os.close(info)
+            os.close(alive)
+            raise
         finally:
-            os.close(writer)
+            os.close(written)
     try:
         yield process
     finally:
         _end(process, info)
+        os.close(alive)
         for pipe in (process.stdin, process.stdout, process.stderr):
             if pipe is not None:
                 with contextlib.suppress(BrokenPipeError):
@@ -212,11 +226,10 @@ def started(
 
 def _end(process: "subprocess.Popen[bytes]", info: int) -> None:
     """Kill the first process of a sandbox, with which the kernel kills all others, and wait for bubblewrap, which reaps it."""
-    os.set_blocking(info, False)
     try:
         if process.poll() is None:
-            with contextlib.suppress(BlockingIOError, ValueError, KeyError, ProcessLookupError):  # it has not begun
-                os.kill(json.loads(os.read(info, _CHUNK_BYTES))["child-pid"], signal.SIGKILL)
+            with contextlib.suppress(ValueError, KeyError, ProcessLookupError):  # it has not begun
+                os.kill(json.loads(os.pread(info, _CHUNK_BYTES, 0))["child-pid"], signal.SIGKILL)
     finally:
         os.close(info)
     try:

@@ -51,7 +51,7 @@ COLUMNS = (
     Column("upd s", "seconds/update", 6, ".2f"),
     Column("tok/s", "tokens_per_second", 7, ".0f"),
 )
-_OF_UPDATE = ("actor/grad_norm", "packing/computed_tokens", "packing/padding_share")
+_OF_UPDATE = ("loss/total", "actor/grad_norm", "packing/computed_tokens", "packing/padding_share")
 
 
 def fine_tune(cfg: Config, platform: Platform) -> None:
@@ -260,9 +260,8 @@ class FineTuning:
             held_out = self._held_out_loss() if due else None
         if self.log is None:
             return held_out
-        metrics.add("sft/loss", *result.metrics["loss/total"])
         for name in _OF_UPDATE:
-            metrics.add(name, *result.metrics[name])
+            metrics.add(name.replace("loss/total", "sft/loss"), *result.metrics[name])
         record: dict[str, float | None] = metrics.means() | {
             "sft/eval_loss": held_out,
             "sft/epoch": step / self.source.plan.updates_per_epoch,
