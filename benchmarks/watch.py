@@ -18,7 +18,6 @@ import argparse
 import asyncio
 import json
 import os
-import signal
 import statistics
 import sys
 import tempfile
@@ -131,8 +130,8 @@ async def measure(run: Path, folder: Path, rows: list[dict[str, float | None]], 
             passed, used = time.monotonic() - start, sum(watching.cpu_times()[:2]) - before
             print(f"cost: {used:.2f} CPU seconds in {passed:.0f} s with a step each second: {used / passed:.2%} of one core")
     finally:
-        process.send_signal(signal.SIGINT)
-        await process.wait()
+        process.terminate()  # a shell in the background ignores SIGINT, and so would the command
+        await asyncio.wait_for(process.wait(), 60)
 
 
 def main() -> None:

@@ -20,7 +20,7 @@ STEPS = 10
 def shaken(base: Path, folder: Path) -> Path:
     """Return a copy of the base model with noise on its matrices."""
     shutil.copytree(base, folder)
-    generator, path = torch.Generator().manual_seed(0), folder / "model.safetensors"
+    generator, (path,) = torch.Generator().manual_seed(0), folder.glob("*.safetensors")
     tensors = load_file(path)
     for tensor in tensors.values():
         if tensor.dim() > 1:
