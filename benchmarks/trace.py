@@ -4,7 +4,7 @@
 
 Runs the demo (examples/demo.yaml) on the model folder that `examples.arithmetic.base_model` builds, and traces every second
 step. The CPU seconds of a step are those of all processes of the run (ranks, service, graders, server), from the end of the
-step before to its own end: its line in the metrics, or its trace if it has one. So a traced step includes the merge.
+step before to its own end: its line in the metrics and, if it is traced, its trace. So a traced step includes the merge.
 Both kinds of steps alternate in one run, because the CPU seconds of the same step differ by some percent from run to run.
 """
 
@@ -91,7 +91,7 @@ def step_seconds(model: Path, steps: int) -> dict[int, float]:
         ends: dict[int, float] = {}
         try:
             for step in range(1, steps + 1):
-                while not (trace_path(run, step).exists() if step % EVERY == 0 else _newest(run) >= step):
+                while _newest(run) < step or (step % EVERY == 0 and not trace_path(run, step).exists()):
                     if time.monotonic() > deadline or process.poll() is not None:
                         raise SystemExit(f"the run did not take {steps} steps; status {process.poll()}")
                     time.sleep(_POLL_SECONDS)
