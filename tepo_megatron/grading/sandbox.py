@@ -201,6 +201,7 @@ def started(
     with memory_files({**files, _INFO: b""}) as opened:
         alive, written = os.pipe()
         info = os.dup(opened[_INFO])
+        taken = fcntl.fcntl(written, fcntl.F_DUPFD_CLOEXEC, _ALIVE)  # Popen passes on what is open here: its number, or others'
         try:
             process = subprocess.Popen(
                 # the first process in the sandbox keeps this environment, and /proc/1/environ can be read there
@@ -213,6 +214,7 @@ def started(
             raise
         finally:
             os.close(written)
+            os.close(taken)
     try:
         yield process
     finally:
@@ -226,10 +228,14 @@ def started(
 
 def _end(process: "subprocess.Popen[bytes]", info: int) -> None:
     """Kill the first process of a sandbox, with which the kernel kills all others, and wait for bubblewrap, which reaps it."""
+    deadline = time.monotonic() + _END_SECONDS
     try:
-        if process.poll() is None:
-            with contextlib.suppress(ValueError, KeyError, ProcessLookupError):  # it has not begun
+        while process.poll() is None and time.monotonic() < deadline:
+            try:
                 os.kill(json.loads(os.pread(info, _CHUNK_BYTES, 0))["child-pid"], signal.SIGKILL)
+                break
+            except (ValueError, KeyError, ProcessLookupError):  # it has not begun, or it has just ended
+                time.sleep(_LOOK_SECONDS / 10)
     finally:
         os.close(info)
     try:

@@ -98,7 +98,7 @@ EXHIBITS = (
         symbol="command",
         old='"sh", "-c", _BEGIN, "sh", ',
         new="",
-        tests=("tests/unit/test_sandbox.py::test_a_killed_parent_ends_its_sandboxes",),
+        tests=("tests/unit/test_sandbox.py::test_a_sandbox_of_a_parent_that_has_ended_does_not_begin",),
     ),
     Exhibit(
         name="an_object_that_equals_everything",
