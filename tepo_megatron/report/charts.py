@@ -6,11 +6,12 @@ from functools import partial
 from typing import Any
 
 import matplotlib
+import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.gridspec import SubplotSpec
 
 from tepo_megatron.report import panels, paper_figures
-from tepo_megatron.report.drawing import STYLE, steps_along
+from tepo_megatron.report.drawing import STYLE, Curves, steps_along
 from tepo_megatron.report.run import RunRecord
 from tepo_megatron.report.svg import listed, to_svg
 
@@ -129,6 +130,7 @@ def panel_sections(run: RunRecord, prefix: str) -> list[PanelSection]:
     ]
     if curves.named("memory/"):
         time.append(draw(panels.memory, "Memory of the rank that holds most, and of all servers together."))
+    losses = [draw(panels.lost, "Samples whose function failed, which training left out.")] if _lost_any(curves) else []
     return [
         PanelSection(
             "Learning",
@@ -137,6 +139,7 @@ def panel_sections(run: RunRecord, prefix: str) -> list[PanelSection]:
                 draw(panels.entropy, "A fall to 0 means that all samples of a prompt become the same."),
                 draw(panels.updates, "A sudden large gradient, or responses that keep growing, precede a collapse."),
                 draw(panels.sampling, "Groups all right or all wrong have no advantage; by default they are not trained on."),
+                *losses,
             ],
         ),
         PanelSection(
@@ -154,6 +157,10 @@ def panel_sections(run: RunRecord, prefix: str) -> list[PanelSection]:
         PanelSection("Mismatch and time", time),
         PanelSection("Figures 2 and 3 of the paper", _of_the_paper(run, prefix)),
     ]
+
+
+def _lost_any(curves: Curves) -> bool:
+    return any(np.nansum(curves[f"rollout/samples_{kind}"]) > 0 for kind in panels.LOSSES)
 
 
 def _of_the_paper(run: RunRecord, prefix: str) -> list[PanelChart]:

@@ -19,6 +19,7 @@ PHASES = (
     ("rollout", draw.BLUE), ("grading_wait", draw.ORANGE), ("old_stats", draw.PURPLE), ("update", draw.GREEN),
     ("sync", draw.RED),
 )  # fmt: skip
+LOSSES = {"raised": draw.RED, "timed_out": draw.ORANGE, "over_limit": draw.PURPLE}
 PHASES_AHEAD = (("wait", draw.BLUE), *PHASES[2:])
 
 
@@ -215,6 +216,21 @@ def sampling(figure: Figure, cell: SubplotSpec, curves: Curves) -> None:
     bottom.yaxis.set_major_formatter(draw.PERCENT)
     draw.from_zero(bottom, at_least=0.01)
     draw.legend(top, bottom)
+
+
+def lost(figure: Figure, cell: SubplotSpec, curves: Curves) -> None:
+    """Draw the samples that steps lost, by what went wrong with their function.
+
+    Args:
+        figure: Figure to draw into.
+        cell: Cell of its grid.
+        curves: Records of the run.
+    """
+    (axis,) = draw.stacked(figure, cell, "Lost samples of a step", 1)
+    for kind, color in LOSSES.items():
+        draw.line(axis, curves, curves[f"rollout/samples_{kind}"], color, kind.replace("_", " "))
+    draw.from_zero(axis)
+    draw.legend(axis)
 
 
 def mismatch(figure: Figure, cell: SubplotSpec, curves: Curves, gated: bool) -> None:

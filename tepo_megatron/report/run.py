@@ -1,6 +1,7 @@
 """Read the records of a run for a report."""
 
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +13,9 @@ from tepo_megatron.errors import DataError
 from tepo_megatron.observability.alerts import judge
 from tepo_megatron.observability.sinks import METRICS_FILE, read_steps
 from tepo_megatron.report.drawing import Curves
+
+_LOST = re.compile(r"step \d+: \d+ of \d+ samples were lost; ")  # as `rollout/containment.py` writes it
+_SHOWN_LOSSES = 3
 
 
 @dataclass(frozen=True)
@@ -64,8 +68,22 @@ def read_run(folder: Path) -> RunRecord:
     found = read_steps(folder)
     alerts = judge((record["step"], record) for record in found.records)
     notes = (*(f"{METRICS_FILE}: {fault}." for fault in found.faults), *(f"{alert.message}." for alert in alerts))
+    notes += tuple(lost_samples(folder / "log.txt"))
     summary = read_summary(folder / "summary.json")
     return RunRecord(folder, load_config(folder / "config.yaml"), Curves(found.records), summary, notes)
+
+
+def lost_samples(log: Path) -> list[str]:
+    """Return a sentence on the samples that a run lost, with the first reason of each of the last steps that lost some.
+
+    Args:
+        log: The run's log.txt, which may be missing.
+    """
+    text = log.read_text(errors="replace") if log.exists() else ""
+    found = [line[match.start() :] for line in text.splitlines() if (match := _LOST.search(line))]
+    if not found:
+        return []
+    return [f"{len(found)} steps lost samples, which training left out. The last of them:", *found[-_SHOWN_LOSSES:]]
 
 
 def facts(run: RunRecord) -> tuple[str, ...]:

@@ -14,11 +14,14 @@ from transformers import PreTrainedTokenizerFast
 
 from tepo_megatron import cli
 from tepo_megatron.errors import ConfigError, DataError
+from tepo_megatron.observability.metrics import Metrics
 from tepo_megatron.report import drawing, panels, read_run, write_comparison, write_page, write_report
 from tepo_megatron.report.charts import PanelChart, chart
 from tepo_megatron.report.comparison import names
 from tepo_megatron.report.live.run import LiveRun
 from tepo_megatron.report.svg import VARIABLES, css_color
+from tepo_megatron.rollout.containment import LossCounter, lost_sample
+from tepo_megatron.types import Prompt
 from tests.report_runs import SUMMARY, fine_tuned, measured, record_step, rollout, write_run
 
 HOSTILE = """</pre></script><script>document.title='owned'</script><img src=x onerror="document.title='owned'">{{7*7}}&lt;'\\"""
@@ -218,6 +221,24 @@ def test_several_runs_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture
     assert len(ids) == len(set(ids))
     first, second = page.charts()[0]["series"]
     assert (first["label"], second["label"]) == ("a", "b") and second["color"] == css_color(drawing.ORANGE) != first["color"]
+
+
+def test_lost_samples_have_a_chart_and_their_reasons(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    kinds = {f"rollout/samples_{kind}": 0 for kind in ("raised", "timed_out", "over_limit")}
+    write_run(tmp_path, [row | kinds | {"rollout/samples_timed_out": row["step"] % 2} for row in measured(5)])
+    for step in range(1, 6):
+        counter = LossCounter(max_failed_share=1.0)
+        counter.take([lost_sample(Prompt(7, (1, 2), "9"), 0, f"agent <b>{step}</b>")])
+        counter.end_step(step, Metrics())
+    (tmp_path / "log.txt").write_text("".join(f"[service] warning: {line}\n" for line in caplog.messages))
+    page = Page(write_report(tmp_path).read_text())
+    assert page.series("timed out") == [[1, 0, 1, 0, 1]]
+    assert "5 steps lost samples" in page.said and "step 5: 1 of 1 samples were lost; the first: agent <b>5</b>" in page.said
+    assert "step 2:" not in page.said
+    write_run(tmp_path, measured(5))
+    (tmp_path / "log.txt").unlink()
+    page = Page(write_report(tmp_path).read_text())
+    assert "Lost samples of a step" not in page.said and "lost samples" not in page.said
 
 
 def test_fine_tuning_has_its_losses_and_no_samples_before_and_after_its_end(tmp_path: Path) -> None:
