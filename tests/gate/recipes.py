@@ -21,7 +21,13 @@ from tests.gate import plan
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 # family, and whether the embedding is tied, of models that are in recipes but in no table of sizes
-OWN_MODELS = {"my-qwen3": ("qwen3", True), "seed-0": ("qwen3", True)}
+OWN_MODELS = {
+    "models/my-qwen3": ("qwen3", True),
+    ".cache/demo/seed-0": ("qwen3", True),
+    ".cache/long/seed-0": ("qwen3", True),
+    "runs/demo-code-model/hf": ("qwen3", True),
+}
+NOWHERE = Path("/no-such-folder")  # a model in it is known by its name alone, whatever is on this machine
 # sections that do not affect the code of an update
 _NOT_TRAINING = ("name", "data", "output", "reward", "evaluation", "logging", "overwrite", "resume", "export_hf", "seed")
 _NOT_TRAINING_ROLLOUT = ("server", "servers", "min_servers", "engine", "max_generation_rounds", "filter_uniform_groups")
@@ -37,10 +43,9 @@ class Shipped:
     @property
     def family(self) -> tuple[str, bool]:
         """The model's family in `data.FAMILIES`, and whether its embedding is tied."""
-        name = Path(self.cfg.model.path).name
-        if name in OWN_MODELS:
-            return OWN_MODELS[name]
-        family, arch = read_model(self.cfg.model.path)
+        if self.cfg.model.path in OWN_MODELS:
+            return OWN_MODELS[self.cfg.model.path]
+        family, arch = read_model(NOWHERE / Path(self.cfg.model.path).name)
         return family.name, arch.tied_embeddings
 
 
