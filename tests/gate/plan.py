@@ -13,6 +13,7 @@ from typing import Any
 from tepo_megatron.config import Config
 from tepo_megatron.config.io import plain, validate
 from tepo_megatron.config.platform_defaults import PLATFORM_DEFAULTS
+from tepo_megatron.plan.teacher import has_teacher
 from tests.gate.data import LONGEST, PROMPTS, TEMPERATURE
 
 RANKS = 4  # ranks of a world
@@ -20,6 +21,7 @@ AXES = ("tp", "pp", "cp", "dp")
 EPS = 1e-3  # eps of Adam; 1e-8 would turn the sign of rounding noise into a step, in any arithmetic
 LEARNING_RATE = 0.02  # moves every weight tensor by 1 % at least in two updates
 HYBRID_LEARNING_RATE = 0.065  # the same for a hybrid, whose convolutions and decays are larger numbers
+EXACT_KL_LEARNING_RATE = 0.035  # the same for the exact KL, whose gradient is smaller and thus closer to EPS
 HYBRID = "qwen3_5-"  # start of the name of its model directory (data.py)
 MICROBATCH = 64  # tokens of a microbatch, so that there are several
 BUCKET = 5_000  # parameters of a bucket, so that there are several where communication overlaps
@@ -88,6 +90,8 @@ def on_a_cpu(cfg: Config, model: str, layout: dict[str, Any], precision: str) ->
     # the rollouts' log-probs are off by design, and `sync` has no engine
     tree["sync"] |= {"max_logprob_diff": 10.0, "quantize": "none"}
     lr = HYBRID_LEARNING_RATE if Path(model).name.startswith(HYBRID) else LEARNING_RATE
+    if has_teacher(cfg.objective):
+        lr = EXACT_KL_LEARNING_RATE
     tree["optimizer"] |= {"lr": lr, "warmup_steps": 0}
     tree["megatron"]["optimizer"] |= {
         "adam_eps": EPS, "exp_avg_dtype": "fp32", "exp_avg_sq_dtype": "fp32", "optimizer_offload_fraction": 0.0
