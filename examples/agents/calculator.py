@@ -11,7 +11,8 @@ from openai.types.chat import ChatCompletionMessageParam
 from tepo_megatron.rollout.agent import AgentTask, openai_agent
 
 MOST_CALLS = 4  # of a sample: the demo's longest chain of operations
-CALL = re.compile(r"(\d+)([+-])(\d+)$")
+CALL = re.compile(r"(\d+)([+-])(\d+)=$")
+KEEP_STOP = {"include_stop_str_in_output": True}  # so that the model sees "=" in its next turn from every server
 # Samples share its connections: making one client per sample holds up the others. The sample has a
 # deadline, so that requests need none.
 SHARED = AsyncOpenAI(base_url="http://127.0.0.1", api_key="set for each sample", max_retries=0, timeout=None)
@@ -24,18 +25,17 @@ async def calculator(task: AgentTask) -> None:
     written = ""
     client = SHARED.with_options(base_url=task.base_url, api_key=task.api_key)
     for _ in range(MOST_CALLS + 1):
-        answer = await client.chat.completions.create(model=task.model, messages=messages, stop="=")
-        choice = answer.choices[0]
-        text = choice.message.content or ""
-        if getattr(choice, "stop_reason", None) != "=":
+        answer = await client.chat.completions.create(model=task.model, messages=messages, stop="=", extra_body=KEEP_STOP)
+        text = answer.choices[0].message.content or ""
+        if not text.endswith("="):
             return  # the answer is complete, or was cut off
         found = result(written + text)
-        written += f"{text}={found}"
+        written += text + found
         messages += [{"role": "assistant", "content": text}, {"role": "user", "content": found}]
 
 
 def result(text: str) -> str:
-    """Return the result of the sum or difference at the end of a text; "?" if there is none."""
+    """Return the result of the sum or difference at the end of a text, which ends with "="; "?" if there is none."""
     called = CALL.search(text)
     if called is None:
         return "?"

@@ -83,12 +83,14 @@ class ChatRequest:
         tools: The tools.
         max_tokens: Limit of the turn. None: what is left.
         stops: Strings of one token that end the turn.
+        keeps_stop: Whether the message includes the string that ended it.
     """
 
     messages: Sequence[Message]
     tools: Sequence[Any] = ()
     max_tokens: int | None = None
     stops: Sequence[str] = ()
+    keeps_stop: bool = False
 
 
 @dataclass(frozen=True)
@@ -260,7 +262,8 @@ class AgentSample:
         stops: Mapping[int, str],
     ) -> ChatReply:
         stopped_by = stops.get(turn.token_ids[-1]) if turn.token_ids and turn.stop_reason == "stop" else None
-        written = turn.token_ids[:-1] if stopped_by is not None else turn.token_ids
+        leaves_out = stopped_by is not None and not request.keeps_stop
+        written = turn.token_ids[:-1] if leaves_out else turn.token_ids
         message = self._chat.reply(written, request.tools, before)
         self.counts["turns"] += 1
         self.counts["drift"] += self._chat.drifts(turn.token_ids)

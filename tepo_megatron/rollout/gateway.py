@@ -23,6 +23,7 @@ from tepo_megatron.rollout.conversation import Decode
 MODEL = "policy"
 MOST_BYTES = 8 << 20  # of a request
 MOST_MESSAGES = 10_000
+_KEEPS_STOP = ("include_stop_str_in_output", "no_stop_trim")  # vLLM's name and SGLang's
 _UNSUPPORTED = ("logit_bias", "logprobs", "top_logprobs", "functions", "response_format", "audio")
 
 
@@ -118,7 +119,8 @@ def _checked(body: Any) -> ChatRequest:
     limit = body.get("max_completion_tokens") or body.get("max_tokens")
     if limit is not None and (not isinstance(limit, int) or limit < 1):
         raise RefusedRequest("invalid_request", f"max_tokens={limit!r} must be a positive integer")
-    return ChatRequest(messages, tools, limit, [stop] if isinstance(stop, str) else stop)
+    keeps_stop = any(body.get(name) for name in _KEEPS_STOP)
+    return ChatRequest(messages, tools, limit, [stop] if isinstance(stop, str) else stop, keeps_stop)
 
 
 def _completion(reply: ChatReply) -> dict[str, Any]:

@@ -145,6 +145,17 @@ def test_turns_continue_the_exact_tokens_that_were_sampled(tmp_path: Path) -> No
     assert events == ["gateway: 3 turns, 0 rewrites, 0 branches, 0 template_rewrites, 1 drift"]
 
 
+def test_a_message_includes_its_stop_string_if_the_request_says_so(tmp_path: Path) -> None:
+    for name in ("include_stop_str_in_output", "no_stop_trim"):
+        body = (
+            f"m = (await ask(user('a'), stop='=', extra_body={{{name!r}: True}})).choices[0].message\n"
+            "assert m.content == 'x='\nawait ask(user('a'), m.model_dump(), user('b'))"
+        )
+        (rollout,), _, chat, events = run(tmp_path, body, ["x=", "1<|im_end|>"])
+        assert chat.decode(rollout.response_ids) == "x=1", rollout.failure
+        assert events == ["gateway: 2 turns, 0 rewrites, 0 branches, 0 template_rewrites, 0 drift"]
+
+
 BRANCH = """
 first = (await ask(user("a"))).choices[0].message
 left = await ask(user("a"), first.model_dump(), user("b"))
