@@ -2,11 +2,14 @@
 links between README.md, docs/ and source files are the same here and in any viewer of the repository.
 """
 
+import html
 import inspect
 import re
 import sys
 from pathlib import Path
 from typing import Any
+
+from docutils import nodes
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
@@ -89,8 +92,17 @@ def titled(app: object, docname: str, source: list[str]) -> None:
         source[0] = f"# Results on a CPU\n\n{source[0]}"
 
 
+def breakable_names(app: object, doctree: nodes.document, docname: str) -> None:
+    """A long name in a table may be broken after its dots, slashes and underscores, and nowhere else."""
+    for table in doctree.findall(nodes.table):
+        for literal in list(table.findall(nodes.literal)):
+            text = re.sub(r"(?<=[\w/])([._/]+)(?=\w)", r"\1<wbr>", html.escape(literal.astext()))
+            literal.replace_self(nodes.raw("", f'<code class="docutils literal notranslate">{text}</code>', format="html"))
+
+
 def setup(app: Any) -> None:
     """Called by Sphinx."""
     app.connect("autodoc-process-docstring", docstring_as_text)
     app.connect("source-read", titled)
     app.connect("autodoc-skip-member", imports_are_skipped)
+    app.connect("doctree-resolved", breakable_names)
