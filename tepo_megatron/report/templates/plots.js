@@ -173,6 +173,10 @@ const sizes = new ResizeObserver((entries) => entries.forEach(({ target }) => {
   chart.stale = true;
   draw(target);
 }));
+addEventListener("beforeprint", () => CHARTS.forEach((_, figure) => {
+  inWindow.add(figure);
+  draw(figure);
+}));
 const forget = (figure) => {
   views.unobserve(figure);
   sizes.unobserve(figure);
