@@ -48,9 +48,8 @@ demo: $(READY) $(if $(filter sglang,$(ENGINE)),$(SGLANG)/.ready)
 # exact KL over the whole vocabulary.
 distill: $(READY)
 	$(BIN)/python -m examples.arithmetic.base_model --seed $(SEED) --out .cache/demo/seed-$(SEED)
-	$(BIN)/python -m examples.arithmetic.base_model --seed $(SEED) --hasty-steps 0 --out .cache/demo/teacher-$(SEED)
 	$(BIN)/tepo train examples/distill$(FORM:%=_%).yaml --seed $(SEED) --name distill$(FORM:%=-%)-seed-$(SEED) --overwrite true \
-	  --model.path .cache/demo/seed-$(SEED) --objective.ref_kl.path .cache/demo/teacher-$(SEED) \
+	  --model.path .cache/demo/seed-$(SEED) --objective.ref_kl.path .cache/demo/seed-$(SEED)/teacher \
 	  --data.train .cache/demo/seed-$(SEED)/train.jsonl --data.eval .cache/demo/seed-$(SEED)/eval.jsonl
 
 # Every run starts from the base model of seed 0.

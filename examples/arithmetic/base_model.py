@@ -6,7 +6,8 @@
 Both phases are runs of `tepo sft`. Phase A teaches worked solutions until those of held-out problems have a probability of 50 %
 in the geometric mean. Phase B then spoils the model on purpose: 70 % of the targets are unworked guesses. The model keeps a
 latent skill that is sampled too rarely to help, and that the reward can bring back. The folder holds the model and tokenizer in
-Hugging Face format, `train.jsonl` and `eval.jsonl`.
+Hugging Face format, `train.jsonl` and `eval.jsonl`. Its subfolder `teacher` holds the model of phase A, from which `make distill`
+teaches.
 """
 
 from __future__ import annotations
@@ -49,6 +50,8 @@ from examples.arithmetic import task
 from tepo_megatron.errors import DataError, TepoError
 
 MARKER = "build.json"  # written last
+WORKED = "worked"  # run of phase A
+TEACHER = "teacher"  # folder of its model
 THREADS = 2
 MAX_TOKENS = 128  # of a prompt with its solution
 LAYOUT = ("--parallel.tp", "1", "--parallel.dp", "2")
@@ -213,8 +216,8 @@ def train(settings: Settings, work: Path, held_out: frozenset[str], check: Seque
         "--sft.eval", str(work / "check.jsonl"), "--sft.eval_every", str(settings.check_every),
         "--sft.stop_at_loss", str(least), "--seed", str(settings.seed),
     ]  # fmt: skip
-    model = fine_tune(work / "untrained", work, "worked", work / "worked.jsonl", words)
-    loss = json.loads((work / "worked" / "summary.json").read_text())["held_out_loss"]["after"]
+    model = fine_tune(work / "untrained", work, WORKED, work / "worked.jsonl", words)
+    loss = json.loads((work / WORKED / "summary.json").read_text())["held_out_loss"]["after"]
     if loss > least:
         raise TepoError(
             f"seed {settings.seed}: unseen solutions have a probability of {math.exp(-loss * tokens):.0%} after "
@@ -257,6 +260,8 @@ def write_folder(folder: Path, settings: Settings) -> float:
 
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}-sft-", dir=folder.parent) as work:
         shutil.copytree(train(settings, Path(work), held_out, check), folder)
+        if settings.hasty_steps:
+            shutil.copytree(Path(work) / WORKED / "hf", folder / TEACHER)
     for name, found in (("train", problems), ("eval", evaluation)):
         write_rows(folder / f"{name}.jsonl", [{"prompt": p.prompt, "answer": str(p.answer)} for p in found])
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
@@ -307,21 +312,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--max-operations", type=int, default=Settings.max_operations, metavar="N", help="problems have 2 to N steps"
     )
-    parser.add_argument(
-        "--hasty-steps",
-        type=int,
-        default=Settings.hasty_steps,
-        metavar="N",
-        help="steps of phase B; 0: the model keeps its skill, as a teacher (default: %(default)s)",
-    )
     parser.add_argument("--model", choices=MODELS, default=Settings.model, help="family of the model")
     parser.add_argument("--out", type=Path, required=True, help="folder to write, or to re-use")
     options = parser.parse_args(arguments)
     torch.set_num_threads(THREADS)
     disable_progress_bar()
     try:
-        steps = {"max_operations": options.max_operations, "hasty_steps": options.hasty_steps}
-        build(options.out, Settings(seed=options.seed, model=options.model, **steps))
+        build(options.out, Settings(seed=options.seed, model=options.model, max_operations=options.max_operations))
     except TepoError as e:
         print(e, file=sys.stderr)
         return 1

@@ -117,6 +117,9 @@ def test_the_folder_loads_and_is_re_used(tmp_path: Path, capsys: pytest.CaptureF
     assert len({r["prompt"] for r in train + evaluation}) == 70
     assert all(r.keys() == {"prompt", "answer"} and r["answer"].isdigit() for r in train + evaluation)
     assert [p.name for p in tmp_path.iterdir()] == ["model"]
+    teacher = AutoModelForCausalLM.from_pretrained(folder / base_model.TEACHER)
+    pairs = zip(teacher.parameters(), model.parameters(), strict=True)
+    assert any(not torch.equal(a, b) for a, b in pairs), "phase B has changed the model, and the teacher is that before it"
     written = (folder / MARKER).stat().st_mtime_ns
     capsys.readouterr()
     build(folder, TINY)
@@ -129,10 +132,11 @@ def test_the_seed_alone_decides(tmp_path: Path) -> None:
     for name, settings in (("a", TINY), ("b", TINY), ("c", other)):
         build(tmp_path / name, settings)
 
-    def content(name: str, file: str) -> bytes:
-        return (tmp_path / name / file).read_bytes()
+    def content(name: str, pattern: str) -> bytes:
+        (file,) = (tmp_path / name).glob(pattern)
+        return file.read_bytes()
 
-    for file in ("model.safetensors", "train.jsonl"):
+    for file in ("*.safetensors", "train.jsonl"):
         assert content("a", file) == content("b", file) != content("c", file)
     assert content("a", "eval.jsonl") == content("c", "eval.jsonl")  # runs of all seeds are compared on it
 
