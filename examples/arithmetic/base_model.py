@@ -6,8 +6,8 @@
 Both phases are runs of `tepo sft`. Phase A teaches worked solutions until those of held-out problems have a probability of 50 %
 in the geometric mean. Phase B then spoils the model on purpose: 70 % of the targets are unworked guesses. The model keeps a
 latent skill that is sampled too rarely to help, and that the reward can bring back. The folder holds the model and tokenizer in
-Hugging Face format, `train.jsonl` and `eval.jsonl`. Its subfolder `teacher` holds the model of phase A, from which `make distill`
-teaches.
+Hugging Face format, `train.jsonl` and `eval.jsonl`. Its subfolder `teacher` holds the model of phase A, the teacher of
+`make distill`.
 """
 
 from __future__ import annotations
