@@ -6,17 +6,16 @@ The tokens of earlier turns are never rendered again: `continuation` returns onl
 import contextlib
 import hashlib
 import json
-import re
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
+
+from tepo_megatron.rollout.tool_calls import form_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Message = dict[str, Any]
 _encode = json.JSONEncoder(sort_keys=True).encode  # `json.dumps` would make an encoder for each message
-# Hermes and Qwen: JSON with name and arguments between these tags.
-_TOOL_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
 
 
 class ChatFormat:
@@ -35,6 +34,7 @@ class ChatFormat:
     ) -> None:
         self._tokenizer, self.encode, self.decode = tokenizer, encode, decode
         self._end = str(tokenizer.eos_token or "")
+        self._form = form_of(tokenizer.get_chat_template(tools=[{}]) if tokenizer.chat_template is not None else None)
 
     def start(self, messages: Sequence[Message], tools: Sequence[Any]) -> list[int]:
         """Return the tokens of a conversation that begins with these messages, up to where the model writes.
@@ -81,23 +81,21 @@ class ChatFormat:
             before: Number of tokens before them.
         """
         text = self.decode(ids)
-        calls: list[dict[str, Any]] = []
-        for found in _TOOL_CALL.finditer(text) if tools else ():
-            try:
-                call = json.loads(found[1])
-                function = {"name": str(call["name"]), "arguments": json.dumps(call.get("arguments", {}))}
-            except (ValueError, KeyError, TypeError, RecursionError):
-                continue  # not a call: it stays in the content
-            name = hashlib.blake2b(json.dumps([before, len(calls), list(ids)]).encode(), digest_size=12).hexdigest()
-            calls.append({"id": f"call_{name}", "type": "function", "function": function})
-        if not calls:
+        if not tools:
             return {"role": "assistant", "content": text}
-        return {"role": "assistant", "content": text[: text.index("<tool_call>")].strip() or None, "tool_calls": calls}
+        written = self._with_special_tokens(ids).removesuffix(self._end) if self._form.special else text
+        before_calls, found = self._form.split(written, tools)
+        if not found:
+            return {"role": "assistant", "content": text}
+        calls = [
+            {"id": self._call_id(before, i, ids), "type": "function", "function": {"name": c.name, "arguments": c.arguments}}
+            for i, c in enumerate(found)
+        ]
+        return {"role": "assistant", "content": before_calls or None, "tool_calls": calls}
 
     def drifts(self, ids: Sequence[int]) -> bool:
         """Return whether encoding the text of these tokens gives other tokens, as a server without token ids would train on."""
-        text = str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
-        return list(self.encode(text)) != list(ids)
+        return list(self.encode(self._with_special_tokens(ids))) != list(ids)
 
     def stop_ids(self, stops: Sequence[str]) -> dict[int, str]:
         """Return the token of each stop string. Raise ValueError for one that is not one token."""
@@ -108,6 +106,13 @@ class ChatFormat:
                 raise ValueError(f"stop={stop!r}: only a string of one token can end a turn, and this one has {len(ids)}")
             found[ids[0]] = stop
         return found
+
+    def _with_special_tokens(self, ids: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
+
+    def _call_id(self, before: int, number: int, ids: Sequence[int]) -> str:
+        name = hashlib.blake2b(json.dumps([before, number, list(ids)]).encode(), digest_size=12).hexdigest()
+        return f"call_{name}" if self._form.id_length is None else name[: self._form.id_length]
 
     def _render(self, messages: Sequence[Message], tools: Sequence[Any], open_turn: bool) -> str:
         if self._tokenizer.chat_template is None:
