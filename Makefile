@@ -98,7 +98,7 @@ docs-links: $(DOCS)/.ready
 
 # Run three streams of tests at once, because each waits part of the time: tests without servers, whole runs, servers.
 test: $(READY) $(SGLANG)/.ready $(LAUNCH)/.ready
-	@echo "three streams of tests run at once; each prints when it has ended (together some 10 minutes on 2 cores)"
+	@echo "three streams of tests run at once; each prints when it has ended (together some 13 minutes on 2 cores)"
 	@$(MAKE) --no-print-directory -j3 --output-sync=target --keep-going test-parts test-runs test-servers
 
 test-parts:

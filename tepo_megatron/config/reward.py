@@ -82,7 +82,7 @@ class CodeTermConfig:
     type: Literal["code"]
     # all: 1 if all tests are passed, else 0. share: the share of the tests that are passed.
     credit: Literal["all", "share"] = "all"
-    # Seconds of processor time for each run of the program: one test of stdin and stdout, or all tests that call its functions.
+    # Seconds of processor time for each process of a run: one test of stdin and stdout, or all tests that call functions.
     run_seconds: PositiveFloat = 4.0
     # Seconds of wall time for all runs of one response. Tests that have not begun by then are not passed.
     response_seconds: PositiveFloat = 60.0

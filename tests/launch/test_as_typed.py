@@ -70,7 +70,7 @@ def test_the_line_is_queued_once_what_preflight_asks_for_is_there(tmp_path: Path
     assert done.returncode == 1 and all(key in done.stderr for key in asked), done.stderr
     assert not (tmp_path / "calls").exists()
 
-    profile = tmp_path / "mine.yaml"
+    profile = tmp_path / "cluster.yaml"
     text = profile.read_text().replace("my-account", "lab")
     profile.write_text(text.replace("/shared/images", f"{tmp_path}/images").replace("/shared:/shared", f"{tmp_path}:/shared"))
     files = {f"data/benchmarks/{name}.jsonl": '{"problem": "1+1?", "answer": "2"}\n' for name in BENCHMARKS}
