@@ -25,7 +25,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from examples.arithmetic import task
-from examples.arithmetic.base_model import write_rows
+from examples.arithmetic.base_model import MARKER, TEACHER, write_rows
 from tepo_megatron.errors import DataError
 
 TOKENS = ("```", "print(", ")")  # in the place of the first spare entries of the demo's tokenizer
@@ -92,7 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     held_out = frozenset(problem.prompt for problem in evaluation)
     rng = random.Random(f"{options.seed}/programs")
     shutil.rmtree(options.out / "model", ignore_errors=True)
-    shutil.copytree(options.base, options.out / "model", ignore=shutil.ignore_patterns("*.jsonl", "build.json"))
+    shutil.copytree(options.base, options.out / "model", ignore=shutil.ignore_patterns("*.jsonl", MARKER, TEACHER))
     name_tokens(options.out / "model")
     for name, problems in (("train", task.distinct_problems(rng, TRAIN, held_out)), ("eval", evaluation)):
         tests = [json.dumps({"inputs": [""], "outputs": [str(problem.answer)]}) for problem in problems]

@@ -18,10 +18,6 @@ _MISTRAL, _ARGUMENTS = "[TOOL_CALLS]", "[ARGS]"
 _FUNCTION, _PARAMETER = "<function=", "<parameter="
 
 
-class _NoCall(ValueError):
-    """A part of a text in the place of a call is none."""
-
-
 @dataclass(frozen=True)
 class ToolCall:
     """A call of a tool.
@@ -83,8 +79,8 @@ def _call(found: Any) -> ToolCall:
     """Return a call from its JSON object. Raises ValueError, KeyError or TypeError if it is none."""
     name = found["name"]
     arguments = found["arguments"] if "arguments" in found else found.get("parameters", {})
-    if not isinstance(name, str) or not isinstance(arguments, dict):
-        raise _NoCall(name)
+    if not (isinstance(name, str) and name and isinstance(arguments, dict)):
+        raise ValueError(f"no name or no arguments: {name!r}")
     return ToolCall(name, json.dumps(arguments, ensure_ascii=False))
 
 
@@ -100,15 +96,16 @@ def _hermes(text: str, tools: Sequence[Any]) -> Iterator[ToolCall]:
 
 def _xml(text: str, tools: Sequence[Any]) -> Iterator[ToolCall]:
     for block in _blocks(text):
-        name, opened, body = block.strip().removeprefix(_FUNCTION).partition(">")
-        if not (block.strip().startswith(_FUNCTION) and name and opened):
-            raise _NoCall(block)
+        head, opened, body = block.strip().partition(">")
+        name = head.removeprefix(_FUNCTION)
+        if not (head.startswith(_FUNCTION) and name and opened):
+            raise ValueError(f"no function: {head!r}")
         types, arguments = _types(tools, name), {}
         for part in body.split(_PARAMETER)[1:]:
             key, _, rest = part.partition(">")
             value, closed, _ = rest.rpartition("</parameter>")
             if not closed:
-                raise _NoCall(part)
+                raise ValueError(f"a parameter that does not end: {key!r}")
             arguments[key] = _typed(value.removeprefix("\n").removesuffix("\n"), types.get(key))
         yield ToolCall(name, json.dumps(arguments, ensure_ascii=False))
 
@@ -125,7 +122,7 @@ def _types(tools: Sequence[Any], name: str) -> Mapping[str, Any]:
 
 def _typed(value: str, kind: Any) -> Any:
     """Return a parameter's value: text, or JSON if the tool wants another type and the text is such JSON."""
-    if kind in (None, "string"):
+    if kind is None or "string" in kind:  # a JSON type is a name, or a list of names
         return value
     try:
         return json.loads(value)

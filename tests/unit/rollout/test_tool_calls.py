@@ -113,6 +113,14 @@ def test_hostile_texts_are_content_and_take_no_time(form: ToolForm) -> None:
     assert time.process_time() - start < 2
 
 
+def test_a_call_without_a_name_is_content_and_a_parameter_of_several_types_stays_text() -> None:
+    for form, text in ((MISTRAL, '[TOOL_CALLS]{"a": 1}'), (MISTRAL, '[TOOL_CALLS][{"name": "", "arguments": {}}]')):
+        assert form.split(text, TOOLS) == (text, [])
+    tools = [{"function": {"name": "add", "parameters": {"properties": {"t": {"type": ["string", "null"]}}}}}]
+    _, (call,) = XML.split(tagged(function("add", t="12")), tools)
+    assert json.loads(call.arguments) == {"t": "12"}
+
+
 def test_the_form_is_that_of_the_template() -> None:
     llama = 'Respond in the format {"name": function name, "parameters": dictionary of argument name and its value}.'
     for template, form in (
