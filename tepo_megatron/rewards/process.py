@@ -78,7 +78,6 @@ class GradingWorker:
             os.set_blocking(file.fileno(), False)
         self._unsent, self._received, self._reply_bytes = memoryview(b""), b"", reply_bytes
         self._sent = self._answered = 0  # requests
-        self._start_deadline = time.monotonic() + START_SECONDS
 
     @property
     def pid(self) -> int:
@@ -103,8 +102,8 @@ class GradingWorker:
         return "answered with something that is no answer"
 
     async def wait_ready(self) -> None:
-        """Wait until the process can grade. Raises WorkerBroken, or TimeoutError after START_SECONDS."""
-        if await self._reply(self._start_deadline) != "ready":
+        """Wait until the process can grade. Raises WorkerBroken, or TimeoutError if it cannot START_SECONDS after this call."""
+        if await self._reply(time.monotonic() + START_SECONDS) != "ready":
             raise WorkerBroken
 
     def send(self, requests: Sequence[Sequence[Field]]) -> None:
@@ -152,7 +151,10 @@ class GradingWorker:
             raise WorkerBroken from None
 
     async def _transfer(self, deadline: float) -> None:
-        """Wait until the process has written something or reads on, and move these bytes. Raises TimeoutError, WorkerBroken."""
+        """Wait until the process has written something or reads on, and move these bytes. Raises WorkerBroken, TimeoutError.
+
+        What has been written counts even if this process looks at it after the deadline, because it was busy or stopped.
+        """
         loop, ready = asyncio.get_running_loop(), asyncio.Event()
         loop.add_reader(self._stdout, ready.set)
         if self._unsent:
@@ -160,15 +162,26 @@ class GradingWorker:
         try:
             async with asyncio.timeout_at(deadline):
                 await ready.wait()
+        except TimeoutError:
+            if self._read():
+                return
+            raise
         finally:
             loop.remove_reader(self._stdout)
             loop.remove_writer(self._stdin)
         self._write()
-        with contextlib.suppress(BlockingIOError):
+        self._read()
+
+    def _read(self) -> bool:
+        """Return whether the process has written something, which is received."""
+        try:
             chunk = os.read(self._stdout.fileno(), _CHUNK_BYTES)
-            if not chunk:
-                raise WorkerBroken
-            self._received += chunk
+        except BlockingIOError:
+            return False
+        if not chunk:
+            raise WorkerBroken
+        self._received += chunk
+        return True
 
     def _write(self) -> None:
         try:

@@ -24,6 +24,7 @@ Kind = Literal[
     "collectives",
     "precision",
     "grading",
+    "deadlines",
     "races",
     "rollout service",
     "requests to servers",

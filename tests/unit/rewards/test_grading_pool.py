@@ -90,6 +90,34 @@ def test_a_worker_that_is_killed_is_reported(
     ]  # fmt: skip
 
 
+def test_what_a_worker_wrote_counts_however_late_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine may load for minutes before the first answer, and the run may be stopped or busy while a worker answers."""
+    written = tmp_path / "written"
+    script = tmp_path / "worker.py"
+    script.write_text(GOOD.replace("BEHAVE", "").replace("\nfor line", f"\nopen({str(written)!r}, 'w')\nfor line")
+                      + f"    open({str(written)!r}, 'w')\n")  # fmt: skip
+    monkeypatch.setattr(process, "WORKER", script)
+    monkeypatch.setattr(process, "START_SECONDS", 0.0)
+
+    def wait() -> None:
+        while not written.exists():
+            time.sleep(0.001)
+        written.unlink()
+
+    async def late() -> WorkerOutcome:
+        wait()
+        await worker.wait_ready()
+        worker.send([["aaa"]])
+        wait()
+        return await worker.receive(time.monotonic() - 1.0)
+
+    worker = process.GradingWorker([], 0.3, 1024, "", process.REPLY_BYTES)
+    try:
+        assert asyncio.run(late()) == WorkerOutcome("graded", 3.0)
+    finally:
+        worker.kill()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("fate", FATES)
 def test_a_broken_worker_costs_one_sample(fate: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
