@@ -109,7 +109,8 @@ class ServiceClient:
             pending: The call.
             seconds: Limit of the wait. RolloutError is raised after it, though the service may live.
         """
-        begun = heard = asked = time.monotonic()
+        begun = asked = time.monotonic()
+        silent = 0.0  # counted in waits of this process, so that a stop of it, or of the whole run, is none of the service
         while pending.number not in self._answers:
             try:
                 if self._connection.poll(PING_SECONDS):
@@ -118,12 +119,14 @@ class ServiceClient:
                         self._pings.remove(answer.number)
                     else:
                         self._answers[answer.number] = answer
-                    heard, self._started = time.monotonic(), True
+                    silent, self._started = 0.0, True
+                else:
+                    silent += PING_SECONDS
             except (EOFError, OSError):
                 raise self._ended() from None
             now = time.monotonic()
             limit = self._silence_seconds if self._started else max(START_SECONDS, self._silence_seconds)
-            if now - heard > limit:
+            if silent > limit:
                 self._lost = RolloutError(
                     f"the rollout service (pid {self._process.pid}) gave no answer for {limit:g} s, in the "
                     f"call {pending.name}; raise parallel.heartbeat_timeout if its machine was busy"

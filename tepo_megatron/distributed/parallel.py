@@ -190,11 +190,11 @@ def _wait_for_restarted(store: dist.Store, rank: int, world_size: int, seconds: 
     try:
         store.wait([f"restarted/{other}" for other in range(world_size)], datetime.timedelta(seconds=seconds))
     except RuntimeError:  # DistStoreError after the time
-        lost = [str(other) for other in range(world_size) if not store.check([f"restarted/{other}"])]
-        raise LostRanks(
-            f"ranks {', '.join(lost)} did not come back within {seconds:.0f} s after all ranks had to be restarted: their "
-            "machine is lost, or its torchrun has ended; start the run again with --resume true"
-        ) from None
+        if lost := [str(other) for other in range(world_size) if not store.check([f"restarted/{other}"])]:
+            raise LostRanks(
+                f"ranks {', '.join(lost)} did not come back within {seconds:.0f} s after all ranks had to be restarted: their "
+                "machine is lost, or its torchrun has ended; start the run again with --resume true"
+            ) from None
 
 
 def _refuse_other_configs(config: Mapping[str, Any]) -> None:

@@ -263,12 +263,13 @@ def _wait(
         selector.register(end, selectors.EVENT_READ)
         while why == "exited" and any(of in selector.get_map() for of in (end, *parts)):
             now = time.monotonic()
-            if now >= deadline:
-                why = "timeout"
-            elif now >= next_look:
+            if now >= next_look:
                 why = next(filter(None, (_exceeded(each.pid, limits) for each in watched)), why)
                 next_look = max(now + _LOOK_SECONDS, now + _LOOK_SHARE * (time.monotonic() - now))
-            for key, _ in selector.select(max(0.0, min(deadline - now, _LOOK_SECONDS))):
+            events = selector.select(max(0.0, min(deadline - now, _LOOK_SECONDS)))
+            if why == "exited" and not events and now >= deadline:
+                why = "timeout"
+            for key, _ in events:
                 if key.fileobj == end:
                     selector.unregister(end)
                 elif process.stdin is not None and key.fileobj is process.stdin:
