@@ -9,36 +9,40 @@ import tempfile
 from pathlib import Path
 
 from tepo_megatron.errors import ConfigError
-from tepo_megatron.utils.scratch import PrivateFolder
+from tepo_megatron.utils.scratch import PrivateFolder, new_name
 
+SHORT = Path("/tmp")  # the parent of folders with sockets where TMPDIR is too long
 WORLD_FOLDER = "TEPO_WORLD_FOLDER"  # environment variable: the folder through which the ranks of a launch connect
 
 
-def make_private_folder(purpose: str) -> PrivateFolder:
+def make_private_folder(purpose: str, longest: int | None = None) -> PrivateFolder:
     """Create an empty folder of mode 0700 in the system's folder for temporary files (TMPDIR).
 
     The caller removes the folder. If the caller is killed, the next start does.
 
     Args:
         purpose: Part of the name; lower-case letters.
+        longest: Maximum length of the folder's path in bytes, for sockets; /tmp is used where TMPDIR is too long for it.
 
     Raises:
         ConfigError: Another user could replace the folder, or it cannot be created.
     """
     parent = Path(tempfile.gettempdir())
+    where, wanted = f"TMPDIR={parent}", "writable"
+    if longest is not None and len(os.fsencode(parent / new_name(purpose))) > longest:
+        where, wanted = f"{SHORT} (TMPDIR={parent} is too long for sockets)", "writable and has a shorter path"
+        parent = SHORT
     try:
         held = parent.stat()
         replaceable = held.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not held.st_mode & stat.S_ISVTX
         if replaceable or held.st_uid not in (0, os.geteuid()):
             raise ConfigError(
-                f"TMPDIR={parent}: other users can replace what this run creates there; set TMPDIR to a folder of your own, or "
-                f"set the folder's sticky bit (chmod +t)"
+                f"{where}: other users can replace what this run creates there; set TMPDIR to a folder of your "
+                "own, or set the folder's sticky bit (chmod +t)"
             )
         return PrivateFolder.create(purpose, parent)
     except OSError as e:
-        raise ConfigError(
-            f"TMPDIR={parent}: cannot create a folder there ({e}); set TMPDIR to a folder that is writable"
-        ) from None
+        raise ConfigError(f"{where}: cannot create a folder there ({e}); set TMPDIR to a folder that is {wanted}") from None
 
 
 def check_private(folder: Path) -> None:

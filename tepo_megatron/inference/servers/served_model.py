@@ -6,6 +6,7 @@ from pathlib import Path
 from torch import Tensor
 
 from tepo_megatron.errors import ConversionError
+from tepo_megatron.utils.private import make_private_folder
 from tepo_megatron.utils.scratch import PrivateFolder
 from tepo_megatron.weights import fp8
 from tepo_megatron.weights.families import find_family, read_config
@@ -13,6 +14,8 @@ from tepo_megatron.weights.hf_io import INDEX, HfReader
 
 HIDDEN = "generation_config.json"  # the author's sampling defaults and stop tokens, which every server would apply
 CONFIG = "config.json"
+# 107 bytes of a UNIX socket's address, less vLLM's file in `scratch` (a UUID), which is the longest name of both engines
+_LONGEST = 107 - len("/tmp/") - 36
 _FORMATS = {"float8_e4m3fn": "F8_E4M3", "float32": "F32", "bfloat16": "BF16", "float16": "F16"}  # dtype names of safetensors
 
 
@@ -38,7 +41,7 @@ class ServedModel:
             in_fp8: Announce the same model quantized to FP8, without its weights: a changed config.json, and one safetensors
                 file of zeros whose header lists the tensors that updates will give.
         """
-        served = cls(PrivateFolder.create("served"))
+        served = cls(make_private_folder("served", longest=_LONGEST))
         served.path.mkdir()
         served.scratch.mkdir()
         for file in model.iterdir():
