@@ -72,8 +72,9 @@ class RolloutConfig:
     function: str | None = None
     # Limits of each sample that rollout.function makes.
     limits: LimitsConfig = Field(default_factory=LimitsConfig)
-    # Largest share of a step's samples that rollout.function may lose (it raised, timed out, or exceeded a limit). With more
-    # the run ends. Advantages are those of the rest of a group; a group with fewer than two samples left is dropped.
+    # Largest share of the samples of a step or an evaluation that rollout.function may lose (it raised, timed out, or exceeded
+    # a limit). With more the run ends. Advantages are those of the rest of a group; a group with fewer than two samples left is
+    # dropped.
     max_failed_share: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] = 0.2
     # Token ids that end a response, in addition to the end-of-sequence tokens of the model's config.json and tokenizer.
     stop_token_ids: list[NonNegative] = Field(default_factory=list)

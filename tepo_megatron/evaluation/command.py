@@ -148,7 +148,15 @@ def _evaluate(
         engine.wait_ready()
         for problems in todo:
             tell(f"{problems.entry.title}: {_description(problems)}")
-            samples = sample_benchmark(problems, sampler, graders[problems.entry.grader], decode, stops, cfg.seed)
+            samples = sample_benchmark(
+                problems,
+                sampler,
+                graders[problems.entry.grader],
+                decode,
+                stops,
+                cfg.seed,
+                max_failed_share=cfg.rollout.max_failed_share,
+            )
             accuracy = folder.add(problems, samples).accuracy
             tell(f"{problems.entry.title}: avg@{problems.entry.samples} {100 * accuracy.mean:.2f} %")
             for event in (*engine.take_events(), *sampler_events()):

@@ -35,6 +35,7 @@ class BenchmarkRuns:
             not affected.
         decode: Turns token ids into text, as in training.
         stop_token_ids: Tokens that end a response, as in training.
+        max_failed_share: `rollout.max_failed_share`.
     """
 
     suite: Sequence[Problems]
@@ -43,6 +44,7 @@ class BenchmarkRuns:
     seed: int
     decode: Callable[[Sequence[int]], str]
     stop_token_ids: tuple[int, ...]
+    max_failed_share: float
 
     def evaluate(self, step: int, engine: Sampler, reward: Reward) -> Mapping[str, Result]:
         """Evaluate the weights of `step`, which the engine must be serving, and return the result by benchmark.
@@ -55,12 +57,21 @@ class BenchmarkRuns:
             reward: Grader.
 
         Raises:
-            RolloutError: The engine fails.
+            RolloutError: The engine fails, or too many samples were lost.
             RewardError: The grader fails.
         """
         folder = EvaluationFolder(self.folder(step), {"checkpoint": self.model, "step": step, "seed": self.seed})
         for problems in folder.take_over(self.suite):
-            folder.add(problems, sample_benchmark(problems, engine, reward, self.decode, self.stop_token_ids, self.seed))
+            samples = sample_benchmark(
+                problems,
+                engine,
+                reward,
+                self.decode,
+                self.stop_token_ids,
+                self.seed,
+                max_failed_share=self.max_failed_share,
+            )
+            folder.add(problems, samples)
         return folder.results
 
     def accuracies(self, step: int) -> dict[str, float] | None:

@@ -27,6 +27,7 @@ class Evaluations:
         seed: int,
         run_dir: Path,
         keep_best: bool,
+        max_failed_share: float,
     ) -> None:
         """Begin without results; a resumed run restores them with `load_state_dict`.
 
@@ -37,9 +38,11 @@ class Evaluations:
             seed: Seed of the run.
             run_dir: Folder of the run.
             keep_best: Whether the checkpoint of the best step is kept (`checkpoint.keep_best`).
+            max_failed_share: `rollout.max_failed_share`.
         """
         self._cfg, self._held_out, self._benchmarks = cfg, held_out, benchmarks
         self._seed, self._run_dir, self._keep_best = seed, run_dir, keep_best
+        self._max_failed_share = max_failed_share
         self._by_step: dict[int, Accuracy] = {}  # on held-out problems; the summary has the first and the last
         self._benchmarked: list[int] = []  # steps whose benchmarks this process has evaluated
 
@@ -53,14 +56,15 @@ class Evaluations:
             sampling: Sampling parameters of training; `evaluation.samples` and `evaluation.temperature` replace theirs.
 
         Raises:
-            RolloutError: The engine fails.
+            RolloutError: The engine fails, or too many samples were lost.
             RewardError: The grader fails.
         """
         cfg = self._cfg
         if self._held_out and step not in self._by_step:
             asked = replace(sampling, samples=cfg.samples, temperature=cfg.temperature, routing=None)
             # one seed for all evaluations, so that before and after are compared on the same random numbers
-            found = evaluate(engine, reward, self._held_out, asked, derive_seed(self._seed, "evaluation"))
+            seed = derive_seed(self._seed, "evaluation")
+            found = evaluate(engine, reward, self._held_out, asked, seed, max_failed_share=self._max_failed_share)
             self._by_step[step] = found
             yield f"accuracy at step {step}: {found}, temperature {cfg.temperature:g}"
         if self._benchmarks is not None and step not in self._benchmarked:

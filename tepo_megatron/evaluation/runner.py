@@ -9,6 +9,7 @@ from typing import Any
 from tepo_megatron.evaluation.statistics import standard_error
 from tepo_megatron.inference.engine import Sampler
 from tepo_megatron.rewards import Reward
+from tepo_megatron.rollout.containment import report_lost
 from tepo_megatron.types import Prompt, Rollout, SamplingParams, split_samples
 
 
@@ -22,6 +23,7 @@ class Accuracy:
         problems: Number of problems.
         samples: Samples per problem.
         scores: Problem id -> mean score of its samples.
+        lost: Samples that `rollout.function` lost; they count as wrong.
     """
 
     mean: float
@@ -29,6 +31,7 @@ class Accuracy:
     problems: int
     samples: int
     scores: Mapping[int, float]
+    lost: int = 0
 
     def state(self) -> dict[str, Any]:
         """Return the accuracy as plain JSON, which `of` reads."""
@@ -41,10 +44,13 @@ class Accuracy:
 
     def __str__(self) -> str:
         error = "" if self.standard_error is None else f" ± {self.standard_error:.3f}"
-        return f"{self.mean:.3f}{error} ({self.problems} problems x {self.samples} samples)"
+        lost = f", {self.lost} of them lost" if self.lost else ""
+        return f"{self.mean:.3f}{error} ({self.problems} problems x {self.samples} samples{lost})"
 
 
-def evaluate(engine: Sampler, reward: Reward, prompts: Sequence[Prompt], sampling: SamplingParams, seed: int) -> Accuracy:
+def evaluate(
+    engine: Sampler, reward: Reward, prompts: Sequence[Prompt], sampling: SamplingParams, seed: int, *, max_failed_share: float
+) -> Accuracy:
     """Sample answers, grade them and return the mean unshaped score.
 
     Args:
@@ -53,21 +59,31 @@ def evaluate(engine: Sampler, reward: Reward, prompts: Sequence[Prompt], samplin
         prompts: Held-out problems.
         sampling: Sampling parameters; `sampling.samples` answers are drawn per prompt.
         seed: Seed of the sampling.
+        max_failed_share: `rollout.max_failed_share`.
 
     Raises:
-        RolloutError: The engine fails.
+        RolloutError: The engine fails, or too many samples were lost.
         RewardError: The grader fails.
     """
-    return accuracy(sample_and_grade(engine, reward, prompts, sampling, seed))
+    found = sample_and_grade(engine, reward, prompts, sampling, seed, what="evaluation", max_failed_share=max_failed_share)
+    return accuracy(found)
 
 
 def sample_and_grade(
-    engine: Sampler, reward: Reward, prompts: Sequence[Prompt], sampling: SamplingParams, seed: int
+    engine: Sampler,
+    reward: Reward,
+    prompts: Sequence[Prompt],
+    sampling: SamplingParams,
+    seed: int,
+    *,
+    what: str,
+    max_failed_share: float,
 ) -> list[Rollout]:
     """Return the graded samples by prompt and sample index. Groups are graded while others are still being sampled.
 
     Args:
-        engine, reward, prompts, sampling, seed: See `evaluate`.
+        engine, reward, prompts, sampling, seed, max_failed_share: See `evaluate`.
+        what: Name of the evaluation, for messages.
 
     Raises:
         RolloutError, RewardError: See `evaluate`.
@@ -76,9 +92,11 @@ def sample_and_grade(
     try:
         groups.add(prompts, sampling, seed)
         grading = {group[0].prompt_id: reward.submit(group) for group in iter(groups.next, None)}
-        return [sample[-1] for prompt in prompts for sample in split_samples(grading[prompt.id].result())]
+        rollouts = [sample[-1] for prompt in prompts for sample in split_samples(grading[prompt.id].result())]
     finally:
         groups.close()
+    report_lost(what, [rollout.failure for rollout in rollouts if rollout.failure], len(rollouts), max_failed_share)
+    return rollouts
 
 
 def accuracy(rollouts: Sequence[Rollout]) -> Accuracy:
@@ -90,4 +108,5 @@ def accuracy(rollouts: Sequence[Rollout]) -> Accuracy:
     groups = itertools.groupby(rollouts, key=lambda r: r.prompt_id)
     scores = {problem: statistics.fmean(r.score for r in group) for problem, group in groups}
     means = list(scores.values())
-    return Accuracy(statistics.fmean(means), standard_error(means), len(means), len(rollouts) // len(means), scores)
+    lost = sum(bool(rollout.failure) for rollout in rollouts)
+    return Accuracy(statistics.fmean(means), standard_error(means), len(means), len(rollouts) // len(means), scores, lost)

@@ -46,7 +46,14 @@ class BenchmarkSample:
 
 
 def sample_benchmark(
-    problems: Problems, engine: Sampler, reward: Reward, decode: Decode, stop_token_ids: tuple[int, ...], seed: int
+    problems: Problems,
+    engine: Sampler,
+    reward: Reward,
+    decode: Decode,
+    stop_token_ids: tuple[int, ...],
+    seed: int,
+    *,
+    max_failed_share: float,
 ) -> list[BenchmarkSample]:
     """Sample all problems of a benchmark and grade the responses; return the samples in the order of the problems.
 
@@ -59,13 +66,22 @@ def sample_benchmark(
         decode: Turns token ids into text, leaving out special tokens.
         stop_token_ids: Tokens that end a response.
         seed: Seed, from which that of the benchmark is derived.
+        max_failed_share: `rollout.max_failed_share`.
 
     Raises:
-        RolloutError: The engine fails.
+        RolloutError: The engine fails, or too many samples were lost.
         RewardError: The grader fails.
     """
     sampling = problems.sampling(stop_token_ids)
-    rollouts = sample_and_grade(engine, reward, problems.prompts, sampling, derive_seed(seed, "benchmark", problems.name))
+    rollouts = sample_and_grade(
+        engine,
+        reward,
+        problems.prompts,
+        sampling,
+        derive_seed(seed, "benchmark", problems.name),
+        what=f"evaluation of {problems.name}",
+        max_failed_share=max_failed_share,
+    )
     samples = []
     for place, rollout in enumerate(rollouts):
         text = decode(rollout.response_ids)

@@ -1,7 +1,7 @@
 """Keep the failure of a user's code to one sample: limits, deadlines, and the sample that stands for a lost one.
 
 A lost sample has no response tokens and a `Rollout.failure`. Training leaves it out: advantages are those of the rest of its
-group, and a group with fewer than two whole samples is dropped. Evaluations count it as wrong.
+group, and a group with fewer than two whole samples is dropped. Evaluations count it as wrong, and say how many there are.
 """
 
 import asyncio
@@ -14,6 +14,7 @@ import torch
 from tepo_megatron.errors import RolloutError
 from tepo_megatron.observability.metrics import Metrics
 from tepo_megatron.types import Prompt, Rollout, split_samples
+from tepo_megatron.utils.waiting import time_limit
 
 _log = logging.getLogger(__name__)
 FAILURE_KINDS = ("raised", "timed_out", "over_limit")
@@ -55,18 +56,34 @@ class LossCounter:
         Raises:
             RolloutError: More samples were lost than `rollout.max_failed_share` allows.
         """
-        lost = len(self._failures)
         for kind in FAILURE_KINDS:
             metrics.add(f"rollout/samples_{kind}", sum(kind_of(failure) == kind for failure in self._failures))
         if self._samples:
             metrics.add("rollout/sequences_per_sample", self._sequences / self._samples)
-        if lost:
-            _log.warning("step %d: %d of %d samples were lost; the first: %s", step, lost, self._samples, self._failures[0])
-        if lost > self._most * self._samples:
-            raise RolloutError(
-                f"step {step}: {lost} of {self._samples} samples were lost, more than rollout.max_failed_share={self._most:g}; "
-                f"correct rollout.function, or raise that share. The first: {self._failures[0]}"
-            )
+        report_lost(f"step {step}", self._failures, self._samples, self._most)
+
+
+def report_lost(what: str, failures: Sequence[str], samples: int, max_failed_share: float) -> None:
+    """Log how many samples were lost, if any were.
+
+    Args:
+        what: The step or evaluation, for messages.
+        failures: `Rollout.failure` of each lost sample.
+        samples: Number of all samples.
+        max_failed_share: Largest share of lost samples with which the run goes on.
+
+    Raises:
+        RolloutError: More samples were lost.
+    """
+    if not failures:
+        return
+    lost = f"{what}: {len(failures)} of {samples} samples were lost"
+    if len(failures) > max_failed_share * samples:
+        raise RolloutError(
+            f"{lost}, more than rollout.max_failed_share={max_failed_share:g}; correct rollout.function, or raise that share. "
+            f"The first: {failures[0]}"
+        )
+    _log.warning("%s; the first: %s", lost, failures[0])
 
 
 async def within(work: Awaitable[object], seconds: float) -> object:
@@ -83,7 +100,9 @@ async def within(work: Awaitable[object], seconds: float) -> object:
     """
     task = asyncio.ensure_future(caught(work))
     try:
-        await asyncio.wait({task}, timeout=seconds)
+        with contextlib.suppress(TimeoutError):
+            async with time_limit(seconds):
+                await asyncio.wait({task})
         if not task.done():
             raise OverLimit(f"timed out after rollout.limits.seconds={seconds:g}")
         if task.cancelled():

@@ -2,6 +2,7 @@
 
 import importlib.util
 import inspect
+import os
 import sys
 import traceback
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from types import CodeType, ModuleType
 from typing import Any
 
 from tepo_megatron.errors import ConfigError
+from tepo_megatron.utils.loopback import without_proxy
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,8 @@ class UserFunction:
 def load(spec: str, key: str, kind: str = "a function") -> UserFunction:
     """Run a user's file and return the object that "path/to/file.py:name" names.
 
+    From then on, clients in this process and its children reach servers of this machine without the environment's proxy.
+
     Args:
         spec: The text "path/to/file.py:name".
         key: Config key, for messages.
@@ -44,6 +48,7 @@ def load(spec: str, key: str, kind: str = "a function") -> UserFunction:
     Raises:
         ConfigError: The object cannot be loaded; the message names `key`, the reason and the fix.
     """
+    os.environ.update(without_proxy(os.environ))  # a client may be made at the top of the file
     key = f"{key}={spec}"
     path, colon, name = spec.rpartition(":")
     if not colon or not path.endswith(".py") or not name.isidentifier():

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 
 import torch
 
+from tepo_megatron.utils.loopback import without_proxy
+
 # Variables that torchrun sets for its workers; a server that a worker starts must not see them.
 _TORCHRUN = {
     *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT"),
@@ -31,7 +33,7 @@ def without_torchrun(inherited: Mapping[str, str]) -> dict[str, str]:
 
 
 def on_this_machine(inherited: Mapping[str, str], is_loopback: bool) -> dict[str, str]:
-    """Return variables that keep a server's process groups on the loopback interface.
+    """Return variables that keep a server's process groups on the loopback interface, and its requests there without a proxy.
 
     All ranks of the server run on this machine.
 
@@ -42,7 +44,7 @@ def on_this_machine(inherited: Mapping[str, str], is_loopback: bool) -> dict[str
         is_loopback: The server listens on the loopback interface, too. Then NCCL is also bound to it, if all ranks of the run
             are on this machine: the groups of `sync.transport=group` span them.
     """
-    env = {"GLOO_SOCKET_IFNAME": "lo"}
+    env = {"GLOO_SOCKET_IFNAME": "lo"} | without_proxy(inherited)
     if is_loopback and "RANK" in inherited and inherited.get("LOCAL_WORLD_SIZE") == inherited.get("WORLD_SIZE"):
         env["NCCL_SOCKET_IFNAME"] = "lo"
     return env

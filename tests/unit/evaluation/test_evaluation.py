@@ -4,6 +4,7 @@ import math
 import re
 import statistics
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,13 @@ from tepo_megatron.actor.accumulator import UpdateResult
 from tepo_megatron.config import SyncConfig
 from tepo_megatron.config.io import validate
 from tepo_megatron.controller.step_log import KEYS, StepLog
-from tepo_megatron.errors import DataError, SyncError
+from tepo_megatron.errors import DataError, RolloutError, SyncError
 from tepo_megatron.evaluation import Scores, read_evaluation, run_evaluations, write_evaluation
-from tepo_megatron.evaluation.runner import Accuracy, accuracy, sample_and_grade
+from tepo_megatron.evaluation.runner import Accuracy, accuracy, evaluate, sample_and_grade
 from tepo_megatron.observability.histogram import counts
 from tepo_megatron.observability.metrics import Metrics
 from tepo_megatron.observability.timing import Clock
+from tepo_megatron.rollout.containment import lost_sample
 from tepo_megatron.types import Prompt, Rollout, SamplingParams
 from tepo_megatron.weight_sync.mismatch import check_mismatch
 from tests.scripted_groups import ScriptedGroups
@@ -86,25 +88,61 @@ def test_groups_are_graded_while_others_are_sampled() -> None:
             return future
 
     prompts, engine = [Prompt(i, (1,), "") for i in range(3)], Engine()
-    found = sample_and_grade(engine, Grader(), prompts, SamplingParams(samples=2), seed=5)  # type: ignore[arg-type]
+    found = sample_and_grade(
+        engine,
+        Grader(),
+        prompts,
+        SamplingParams(samples=2),
+        seed=5,
+        what="evaluation",
+        max_failed_share=0.0,  # type: ignore[arg-type]
+    )
     assert [(rollout.prompt_id, rollout.score) for rollout in found] == [(i, score) for i in range(3) for score in (5, 6)]
     assert said == ["wait", "grade 2", "wait", "grade 1", "wait", "grade 0", "wait"]
+
+
+def test_lost_samples_are_counted_and_too_many_are_no_accuracy(caplog: pytest.LogCaptureFixture) -> None:
+    """A proxy or a dead tool server fails every sample: that is no accuracy of 0."""
+    lost = [replace(lost_sample(Prompt(i, (1,), ""), 0, "no route"), score=0.0) for i in range(2)]
+
+    class Engine:
+        def open(self) -> ScriptedGroups:
+            return ScriptedGroups(lambda prompts, sampling, seed: [*lost, *(graded(i, 1.0) for i in range(2, 8))])
+
+    class Grader:
+        def submit(self, group: list[Rollout]) -> Future[list[Rollout]]:
+            future = Future[list[Rollout]]()
+            future.set_result(group)
+            return future
+
+    asked: Any = Engine(), Grader(), [Prompt(i, (1,), "") for i in range(8)], SamplingParams(samples=1), 5
+    result = evaluate(*asked, max_failed_share=0.25)
+    assert (result.mean, result.lost) == (0.75, 2) and "2 of them lost" in str(result)
+    assert caplog.messages == ["evaluation: 2 of 8 samples were lost; the first: no route"]
+    with pytest.raises(RolloutError, match=r"evaluation: 2 of 8 .* rollout.max_failed_share=0.2; .* no route"):
+        evaluate(*asked, max_failed_share=0.2)
 
 
 def test_an_evaluation_samples_as_its_own_settings_say(monkeypatch: pytest.MonkeyPatch) -> None:
     """An evaluation takes neither temperature nor number of samples nor replayed experts from training."""
     asked = []
 
-    def evaluate(engine: Any, reward: Any, prompts: Any, sampling: SamplingParams, seed: int) -> Accuracy:
+    def record(engine: Any, reward: Any, prompts: Any, sampling: SamplingParams, seed: int, **limits: float) -> Accuracy:
         asked.append((sampling, seed))
         return accuracy([graded(0, 1.0)])
 
-    monkeypatch.setattr(run_evaluations, "evaluate", evaluate)
+    monkeypatch.setattr(run_evaluations, "evaluate", record)
     tree = {"name": "a", "platform": "cpu", "model": {"path": "m"}, "data": {"train": "t"}, "seed": 3}
     cfg = validate(tree | {"evaluation": {"temperature": 0.3, "samples": 5}})
     training = SamplingParams(samples=8, temperature=1.0, max_tokens=7)
     evaluations = run_evaluations.Evaluations(
-        cfg.evaluation, [Prompt(0, (1,), "1")], None, seed=cfg.seed, run_dir=cfg.run_dir, keep_best=False
+        cfg.evaluation,
+        [Prompt(0, (1,), "1")],
+        None,
+        seed=cfg.seed,
+        run_dir=cfg.run_dir,
+        keep_best=False,
+        max_failed_share=cfg.rollout.max_failed_share,
     )
     for step in (0, 4):
         assert len(list(evaluations.measure(step, None, None, training))) == 1
