@@ -21,6 +21,7 @@ async def time_limit(seconds: float) -> AsyncIterator[asyncio.Timeout]:
         TimeoutError: The limit has passed.
     """
     loop = asyncio.get_running_loop()
+    timer: asyncio.TimerHandle
 
     def look(due: float) -> None:
         late = loop.time() - due
@@ -33,7 +34,6 @@ async def time_limit(seconds: float) -> AsyncIterator[asyncio.Timeout]:
         nonlocal timer
         timer = loop.call_later(seconds, look, loop.time() + seconds)
 
-    timer: asyncio.TimerHandle
     async with asyncio.timeout(None) as limit:
         wait(seconds)
         try:
