@@ -170,7 +170,8 @@ class MainDriver:
         if isinstance(source, Replay):
             return
         self.check_in_place()
-        for line in self._evaluations.measure(step, source.sampler, source.reward, source.sampling):
+        most = self._cfg.rollout.max_failed_share
+        for line in self._evaluations.measure(step, source.sampler, source.reward, source.sampling, max_failed_share=most):
             self._log_events()
             self._log.message(line)
 

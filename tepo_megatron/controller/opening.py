@@ -55,14 +55,7 @@ def open_driver(cfg: Config, make_engine: EngineFactory | None = None) -> Iterat
     served = partial(_served_metrics, cfg.logging, run_dir)
     method, tokenizer = resolve(cfg), load_tokenizer(cfg.model.path)
     routing = replayed_routing(rollout, cfg.model.path, cfg.platform)
-    evaluations = partial(
-        Evaluations,
-        cfg.evaluation,
-        seed=cfg.seed,
-        run_dir=run_dir,
-        keep_best=cfg.checkpoint.keep_best,
-        max_failed_share=rollout.max_failed_share,
-    )
+    evaluations = partial(Evaluations, cfg.evaluation, seed=cfg.seed, run_dir=run_dir, keep_best=cfg.checkpoint.keep_best)
     if rollout.replay is not None:
         with RunLog(run_dir, cfg.logging, steps) as log:
             log.message(f"objective {cfg.objective.name}; rollouts of {rollout.replay}, no engine")
@@ -74,9 +67,7 @@ def open_driver(cfg: Config, make_engine: EngineFactory | None = None) -> Iterat
     data = load_data(cfg.data, cfg.reward, tokenizer)
     stops = stop_tokens(cfg.model.path, tokenizer, rollout.stop_token_ids)
     suite = load_benchmarks(cfg.evaluation, tokenizer, cfg.data.max_prompt_tokens)
-    benchmarks = (
-        BenchmarkRuns(suite, run_dir, cfg.model.path, cfg.seed, decode, stops, rollout.max_failed_share) if suite else None
-    )
+    benchmarks = BenchmarkRuns(suite, run_dir, cfg.model.path, cfg.seed, decode, stops) if suite else None
     _check_enough_prompts(data, cfg.data.name, rollout.prompts_per_step)
     with contextlib.ExitStack() as stack:
         log = stack.enter_context(RunLog(run_dir, cfg.logging, steps))

@@ -35,7 +35,6 @@ class BenchmarkRuns:
             not affected.
         decode: Turns token ids into text, as in training.
         stop_token_ids: Tokens that end a response, as in training.
-        max_failed_share: `rollout.max_failed_share`.
     """
 
     suite: Sequence[Problems]
@@ -44,9 +43,8 @@ class BenchmarkRuns:
     seed: int
     decode: Callable[[Sequence[int]], str]
     stop_token_ids: tuple[int, ...]
-    max_failed_share: float
 
-    def evaluate(self, step: int, engine: Sampler, reward: Reward) -> Mapping[str, Result]:
+    def evaluate(self, step: int, engine: Sampler, reward: Reward, max_failed_share: float) -> Mapping[str, Result]:
         """Evaluate the weights of `step`, which the engine must be serving, and return the result by benchmark.
 
         Benchmarks that the step's folder already holds are not repeated.
@@ -55,6 +53,7 @@ class BenchmarkRuns:
             step: Training step.
             engine: Serving engine.
             reward: Grader.
+            max_failed_share: `rollout.max_failed_share`.
 
         Raises:
             RolloutError: The engine fails, or too many samples were lost.
@@ -69,7 +68,7 @@ class BenchmarkRuns:
                 self.decode,
                 self.stop_token_ids,
                 self.seed,
-                max_failed_share=self.max_failed_share,
+                max_failed_share=max_failed_share,
             )
             folder.add(problems, samples)
         return folder.results

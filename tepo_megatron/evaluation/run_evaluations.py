@@ -27,7 +27,6 @@ class Evaluations:
         seed: int,
         run_dir: Path,
         keep_best: bool,
-        max_failed_share: float,
     ) -> None:
         """Begin without results; a resumed run restores them with `load_state_dict`.
 
@@ -38,15 +37,15 @@ class Evaluations:
             seed: Seed of the run.
             run_dir: Folder of the run.
             keep_best: Whether the checkpoint of the best step is kept (`checkpoint.keep_best`).
-            max_failed_share: `rollout.max_failed_share`.
         """
         self._cfg, self._held_out, self._benchmarks = cfg, held_out, benchmarks
         self._seed, self._run_dir, self._keep_best = seed, run_dir, keep_best
-        self._max_failed_share = max_failed_share
         self._by_step: dict[int, Accuracy] = {}  # on held-out problems; the summary has the first and the last
         self._benchmarked: list[int] = []  # steps whose benchmarks this process has evaluated
 
-    def measure(self, step: int, engine: Sampler, reward: Reward, sampling: SamplingParams) -> Iterator[str]:
+    def measure(
+        self, step: int, engine: Sampler, reward: Reward, sampling: SamplingParams, *, max_failed_share: float
+    ) -> Iterator[str]:
         """Evaluate the weights of `step`, unless that was done, and yield the results as log lines.
 
         Args:
@@ -54,6 +53,7 @@ class Evaluations:
             engine: Engine that serves the weights of this step.
             reward: Grader.
             sampling: Sampling parameters of training; `evaluation.samples` and `evaluation.temperature` replace theirs.
+            max_failed_share: `rollout.max_failed_share`.
 
         Raises:
             RolloutError: The engine fails, or too many samples were lost.
@@ -64,11 +64,11 @@ class Evaluations:
             asked = replace(sampling, samples=cfg.samples, temperature=cfg.temperature, routing=None)
             # one seed for all evaluations, so that before and after are compared on the same random numbers
             seed = derive_seed(self._seed, "evaluation")
-            found = evaluate(engine, reward, self._held_out, asked, seed, max_failed_share=self._max_failed_share)
+            found = evaluate(engine, reward, self._held_out, asked, seed, max_failed_share=max_failed_share)
             self._by_step[step] = found
             yield f"accuracy at step {step}: {found}, temperature {cfg.temperature:g}"
         if self._benchmarks is not None and step not in self._benchmarked:
-            results = self._benchmarks.evaluate(step, engine, reward)
+            results = self._benchmarks.evaluate(step, engine, reward, max_failed_share)
             self._benchmarked.append(step)
             yield f"benchmarks at step {step}, avg@k: {summary_line(results)}"
 

@@ -15,5 +15,5 @@ def without_proxy(environment: Mapping[str, str]) -> dict[str, str]:
         environment: Environment variables of the clients.
     """
     exempt = [host.strip() for name in _VARIABLES for host in environment.get(name, "").split(",") if host.strip()]
-    hosts = ["*"] if "*" in exempt else dict.fromkeys([*exempt, *_HOSTS])  # clients know "*" only where it stands alone
+    hosts = ["*"] if "*" in exempt else dict.fromkeys([*exempt, *_HOSTS])  # clients know "*" only if it is alone
     return dict.fromkeys(_VARIABLES, ",".join(hosts))

@@ -21,7 +21,7 @@ async def time_limit(seconds: float) -> AsyncIterator[asyncio.Timeout]:
         TimeoutError: The limit has passed.
     """
     loop = asyncio.get_running_loop()
-    timer: asyncio.TimerHandle
+    timers: list[asyncio.TimerHandle] = []
 
     def look(due: float) -> None:
         late = loop.time() - due
@@ -31,12 +31,11 @@ async def time_limit(seconds: float) -> AsyncIterator[asyncio.Timeout]:
             limit.reschedule(loop.time())
 
     def wait(seconds: float) -> None:
-        nonlocal timer
-        timer = loop.call_later(seconds, look, loop.time() + seconds)
+        timers.append(loop.call_later(seconds, look, loop.time() + seconds))
 
     async with asyncio.timeout(None) as limit:
         wait(seconds)
         try:
             yield limit
         finally:
-            timer.cancel()
+            timers[-1].cancel()

@@ -1,4 +1,4 @@
-"""What a site's environment variables may say: proxies that know nothing of this machine, and folders with long paths."""
+"""A site's environment variables name proxies that cannot reach this machine, and folders with long paths."""
 
 from __future__ import annotations
 

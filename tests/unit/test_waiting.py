@@ -1,4 +1,4 @@
-"""What came in time counts, also where this process was stopped or busy when its time limit passed."""
+"""An answer that came in time counts, also where this process was stopped or busy when its time limit passed."""
 
 from __future__ import annotations
 

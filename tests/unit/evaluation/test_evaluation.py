@@ -142,10 +142,9 @@ def test_an_evaluation_samples_as_its_own_settings_say(monkeypatch: pytest.Monke
         seed=cfg.seed,
         run_dir=cfg.run_dir,
         keep_best=False,
-        max_failed_share=cfg.rollout.max_failed_share,
     )
     for step in (0, 4):
-        assert len(list(evaluations.measure(step, None, None, training))) == 1
+        assert len(list(evaluations.measure(step, None, None, training, max_failed_share=0.0))) == 1
     (first, seed), second = asked
     assert (first.temperature, first.samples, first.max_tokens, first.routing) == (0.3, 5, 7, None)
     assert second == (first, seed), "before and after are compared on the same random numbers"
