@@ -12,6 +12,7 @@ from packaging.requirements import Requirement
 
 from tepo_megatron.config import CheckpointConfig, ModelConfig, RolloutConfig, SyncConfig
 from tepo_megatron.doctor.findings import Finding
+from tepo_megatron.utils.control_groups import usable_cores
 from tepo_megatron.utils.scratch import PrivateFolder
 from tepo_megatron.weights.hf_io import HfReader
 
@@ -72,7 +73,7 @@ def processors(platform: str, ranks: int, rollout: RolloutConfig, judge_gpus: in
                 "run this inside the allocation, or lower parallel.* and rollout.servers",
             )  # fmt: skip
         return
-    cores = len(os.sched_getaffinity(0))
+    cores = usable_cores()
     busy = max(ranks, rollout.servers * rollout.server.tp)
     if busy > cores:
         yield Finding("cores", "warn", f"{cores}, for {busy} processes that compute at once", "it works, and is slow")

@@ -32,6 +32,7 @@ from tepo_megatron.launcher.ranks import (
 from tepo_megatron.launcher.restarts import RestartPolicy
 from tepo_megatron.observability.run_dir import rename_hang
 from tepo_megatron.utils import service_guard
+from tepo_megatron.utils.control_groups import usable_cores
 from tepo_megatron.utils.escaping import escaped
 from tepo_megatron.utils.memory_kills import MemoryKills
 from tepo_megatron.utils.private import WORLD_FOLDER, make_private_folder
@@ -227,7 +228,7 @@ def threads_of_rank(ranks: int) -> int:
 
     Without it every PyTorch rank would use all cores. torchrun gives each rank a single one, too few for the work on the host.
     """
-    return max(1, len(os.sched_getaffinity(0)) // ranks)
+    return max(1, usable_cores() // ranks)
 
 
 def run_rank(

@@ -8,6 +8,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from tepo_megatron.utils.control_groups import group_folders
+
 _FIX = (
     "give the job or the container more memory, or make the run use less (`tepo plan` predicts it), then start again "
     "(--resume true continues from the last checkpoint)"
@@ -112,34 +114,12 @@ def memory_group(process: Path) -> MemoryGroup | None:
     Args:
         process: Folder of the process in /proc.
     """
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        mounts = (process / "mountinfo").read_text().splitlines()
-        for line in (process / "cgroup").read_text().splitlines():
-            _, controllers, path = line.split(":", 2)
-            if controllers == "":
-                kind, names = "cgroup2", ("memory.events", "memory.max")
-            elif "memory" in controllers.split(","):
-                kind, names = "cgroup", ("memory.oom_control", "memory.limit_in_bytes")
-            else:
-                continue
-            for root, folder in _mounted(mounts, kind):
-                # a container sees its own group at the root of the mount, whatever its name outside
-                for below in (path, path.removeprefix(root), ""):
-                    group = MemoryGroup(*(folder / below.strip("/") / name for name in names))
-                    if group.kills() is not None:
-                        return group
+    for version_2, folder in group_folders(process, "memory"):
+        names = ("memory.events", "memory.max") if version_2 else ("memory.oom_control", "memory.limit_in_bytes")
+        group = MemoryGroup(*(folder / name for name in names))
+        if group.kills() is not None:
+            return group
     return None
-
-
-def _mounted(mounts: list[str], kind: str) -> list[tuple[str, Path]]:
-    """Return (root in the hierarchy, mount point) of the cgroup v2 mounts, or of the v1 mounts with the memory controller."""
-    found = []
-    for line in mounts:
-        before, _, after = line.partition(" - ")
-        fields, (mounted_kind, _, options) = before.split(), after.split(" ", 2)
-        if mounted_kind == kind and (kind == "cgroup2" or "memory" in options.split(",")):
-            found.append((fields[3], Path(fields[4])))
-    return found
 
 
 def _count(path: Path) -> int | None:

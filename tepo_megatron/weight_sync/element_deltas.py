@@ -8,7 +8,6 @@ They are at the start and at the end of the payload.
 Runs in the trainer and inside the servers. A receiver knows all sizes before it decompresses anything.
 """
 
-import os
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,6 +17,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+from tepo_megatron.utils.control_groups import usable_cores
 
 PAYS_BELOW = 0.6  # a delta is sent if its payload is at most this part of the tensor's bytes
 _SAMPLE = 2**15  # elements of each of the three pieces from which the size of a payload is estimated
@@ -73,7 +74,7 @@ class ElementDelta:
 
 def thread_count() -> int:
     """Return the number of threads in which one process encodes or decodes tensors."""
-    return min(_MOST_THREADS, len(os.sched_getaffinity(0)))
+    return min(_MOST_THREADS, usable_cores())
 
 
 def bits_of(tensor: Tensor) -> Bits:
