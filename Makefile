@@ -32,17 +32,24 @@ PINS_PYTHON ?= $(shell python3.12 -c "" 2>/dev/null \
   && test -z "$(filter-out $(wildcard $(addsuffix /torch-*-cp312-*.whl,$(PIP_FIND_LINKS))),$(wildcard $(addsuffix /torch-*.whl,$(PIP_FIND_LINKS))))" \
   && echo python3.12 || echo $(PYTHON))
 
-.PHONY: demo distill sglang launch launch-sky ablation ablation-off-policy precision bench docs docs-links test test-parts test-runs test-servers test-fast test-full test-full-runs \
+.PHONY: demo demo-plan distill sglang launch launch-sky ablation ablation-off-policy precision bench docs docs-links test test-parts test-runs test-servers test-fast test-full test-full-runs \
   test-full-parts test-slurm \
   test-gpu test-pins test-pins-ci test-te test-image matrix chaos chaos-long hurt canaries two-starts mutants check lint types format pins clean
 
 demo: DEMO = $(if $(filter qwen3,$(MODEL)),,$(MODEL)-)seed-$(SEED)
-demo: $(READY) $(if $(filter sglang,$(ENGINE)),$(SGLANG)/.ready)
+demo: demo-plan $(READY) $(if $(filter sglang,$(ENGINE)),$(SGLANG)/.ready)
 	$(BIN)/python -m examples.arithmetic.base_model --seed $(SEED) --model $(MODEL) --out .cache/demo/$(DEMO)
 	$(BIN)/tepo train examples/demo.yaml --seed $(SEED) --name demo-$(if $(filter vllm,$(ENGINE)),,$(ENGINE)-)$(DEMO) --overwrite true \
 	  --rollout.engine $(ENGINE) \
 	  --model.path .cache/demo/$(DEMO) \
 	  --data.train .cache/demo/$(DEMO)/train.jsonl --data.eval .cache/demo/$(DEMO)/eval.jsonl
+
+demo-plan:
+	@echo "make demo, on two quiet cores:"
+	@echo "  1. sets up $(VENV)$(if $(filter sglang,$(ENGINE)), and $(SGLANG)), once: minutes if packages must be downloaded"
+	@echo "  2. builds a base model that can work arithmetic out but mostly guesses, once: about 2 minutes"
+	@echo "  3. starts two Megatron-Core ranks and one $(ENGINE) server, and trains 40 steps with TEPO: about 3 minutes"
+	@echo "  4. draws the curves, and says where they are"
 
 # The demo's base model learns from the model that it was before it was spoiled, instead of from a reward. FORM=full: with the
 # exact KL over the whole vocabulary.

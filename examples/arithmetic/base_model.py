@@ -159,7 +159,7 @@ def demonstrations(
     return rows
 
 
-def fine_tune(model: Path, output: Path, name: str, data: Path, words: Sequence[str]) -> Path:
+def fine_tune(model: Path, output: Path, name: str, data: Path, words: Sequence[str], goal: str = "") -> Path:
     """Run `tepo sft`, and return the folder of the fine-tuned model.
 
     Args:
@@ -168,6 +168,7 @@ def fine_tune(model: Path, output: Path, name: str, data: Path, words: Sequence[
         name: Name of the run.
         data: The demonstrations.
         words: More keys of the command line.
+        goal: What follows each held-out loss that is printed.
 
     Raises:
         TepoError: The command failed.
@@ -179,8 +180,8 @@ def fine_tune(model: Path, output: Path, name: str, data: Path, words: Sequence[
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as sft:
         assert sft.stdout is not None
         for line in sft.stdout:
-            if row := re.match(r" *(\d+00)/\d+ +\S+ +([\d.]+)", line):
-                print(f"    update {row[1]}: held-out loss {row[2]} nats per token", flush=True)
+            if row := re.match(r" *(\d*[05]0)/\d+ +\S+ +([\d.]+)", line):
+                print(f"    update {row[1]}: held-out loss {row[2]} nats per token{goal}", flush=True)
     if sft.returncode:
         raise TepoError(f"tepo sft ended with status {sft.returncode}; its errors are above")
     return output / name / "hf"
@@ -208,7 +209,7 @@ def train(settings: Settings, work: Path, held_out: frozenset[str], check: Seque
     least = -math.log(settings.skill) / tokens
     write_rows(work / "check.jsonl", solutions)
     write_rows(work / "worked.jsonl", demonstrations(rng, settings, settings.demonstrations, 0.0, held_out))
-    print("  learning to work problems out", flush=True)
+    print("  learning to work problems out, in a process of its own", flush=True)
     words = [
         "--optimizer.lr", str(settings.skill_lr), "--optimizer.warmup_steps", str(settings.warmup_steps),
         "--sft.batch_sequences", str(batch), "--sft.steps", str(settings.max_skill_steps),
@@ -216,7 +217,8 @@ def train(settings: Settings, work: Path, held_out: frozenset[str], check: Seque
         "--sft.eval", str(work / "check.jsonl"), "--sft.eval_every", str(settings.check_every),
         "--sft.stop_at_loss", str(least), "--seed", str(settings.seed),
     ]  # fmt: skip
-    model = fine_tune(work / "untrained", work, WORKED, work / "worked.jsonl", words)
+    goal = f" (goal: {least:.3f})"
+    model = fine_tune(work / "untrained", work, WORKED, work / "worked.jsonl", words, goal)
     loss = json.loads((work / WORKED / "summary.json").read_text())["held_out_loss"]["after"]
     if loss > least:
         raise TepoError(

@@ -95,7 +95,8 @@ class MainDriver:
         """Wait until the engine serves, if there is one."""
         if self._engine is not None:
             waiting = Clock()
-            self._engine.wait_ready()
+            with self._log.reminders(f"{self._cfg.rollout.engine} is starting"):
+                self._engine.wait_ready()
             self._log.message(f"actor built; {self._cfg.rollout.engine} ready after {waiting.total:.0f} s more")
         if not self.reopened:
             self._clock = Clock()  # the run's seconds exclude the start

@@ -8,8 +8,9 @@ import json
 import math
 import os
 import re
+import threading
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -20,6 +21,7 @@ from tepo_megatron.errors import ConfigError, DataError, RunReplacedError
 from tepo_megatron.observability.alerts import AlertWatch, key_of
 from tepo_megatron.observability.log_file import LogFile, append_line, open_for_appending
 from tepo_megatron.observability.run_dir import lock
+from tepo_megatron.observability.timing import Clock
 from tepo_megatron.utils import records
 from tepo_megatron.utils.atomic import replace_file, replacing
 from tepo_megatron.utils.storage import writing
@@ -27,6 +29,7 @@ from tepo_megatron.utils.storage import writing
 METRICS_FILE = "metrics.jsonl"
 LOST_FILE = "metrics.lost.jsonl"
 HEADER_EVERY = 20  # progress lines between two headers
+REMINDER_SECONDS = 20.0
 _WANDB_ID = "wandb/run-id.txt"
 _FIRST_KEY = "step"  # first key of every record
 
@@ -213,6 +216,27 @@ class RunLog:
     def message(self, text: str) -> None:
         """See `LogFile.message`."""
         self._log.message(text)
+
+    @contextlib.contextmanager
+    def reminders(self, text: str) -> Iterator[None]:
+        """Log every REMINDER_SECONDS that the block still runs.
+
+        Args:
+            text: What it does.
+        """
+        over, waiting = threading.Event(), Clock()
+
+        def remind() -> None:
+            while not over.wait(REMINDER_SECONDS):
+                self.message(f"{text} ({waiting.total:.0f} s so far)")
+
+        thread = threading.Thread(target=remind, name="reminders", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
 
     def _progress(self, step: int, record: Mapping[str, Value]) -> None:
         width = max(len("step"), 2 * len(str(self._steps)) + 1)

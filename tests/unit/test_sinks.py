@@ -130,6 +130,13 @@ def test_a_narrow_terminal_gets_the_columns_that_fit(tmp_path: Path, monkeypatch
     assert (tmp_path / "log.txt").read_text().splitlines()[1].startswith(row)
 
 
+def test_a_long_wait_says_that_it_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sinks, "REMINDER_SECONDS", 0.01)
+    with RunLog(tmp_path, LoggingConfig(), steps=1) as log, log.reminders("vllm is starting"):
+        while (tmp_path / "log.txt").read_text().count("vllm is starting (0 s so far)") < 2:
+            pass
+
+
 def test_tensorboard_holds_the_scalars(tmp_path: Path) -> None:
     events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     with RunLog(tmp_path, LoggingConfig(tensorboard=True), steps=1) as log:
