@@ -14,5 +14,7 @@ def quiet_upstream() -> None:
         (UserWarning, r"full scope is deprecated"),
         # Megatron-Core compares the CPU and CUDA generator states, which are the same on the CPU
         (UserWarning, r"CPU RNG state changed within GPU RNG context"),
+        # matplotlib draws a box for a letter of the run's name that its font lacks
+        (UserWarning, r"Glyph \d+ .* missing from font"),
     ):
         warnings.filterwarnings("ignore", message=message, category=category)
