@@ -223,10 +223,10 @@ def _all_reduce(check: NodeCheck, verdict: dict[str, Any]) -> dict[str, Any]:
         )
         for i in range(per_node)
     ]  # fmt: skip
-    speeds, error = [], ""
+    speeds, error, end = [], "", time.monotonic() + seconds
     for child in children:
         try:
-            out, said = child.communicate(timeout=max(1.0, check.deadline - time.monotonic()))
+            out, said = child.communicate(timeout=max(1.0, end - time.monotonic()))
         except subprocess.TimeoutExpired:
             child.kill()
             child.communicate()
