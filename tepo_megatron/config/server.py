@@ -32,6 +32,9 @@ class AnyServerConfig:
     # Seconds until a server must have answered one request. A request that takes longer is sent again. A generation request
     # gets this many seconds per million tokens, if rollout.server.concurrency requests like it ask for more than a million.
     request_seconds: PositiveFloat = 1800.0
+    # Seconds that requests may wait for weights that no server has, as after a restart of all. The trainer sends them when it
+    # waits for rollouts next, so this has to exceed the time of the longest step; then the run ends.
+    weights_seconds: PositiveFloat = 3600.0
     # Seconds without an answer to a health request after which a server counts as hung and is replaced by a new start.
     heartbeat_timeout: PositiveFloat = 60.0
     # Number of consecutive restarts of a server that served before, until it counts as lost.

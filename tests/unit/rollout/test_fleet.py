@@ -198,6 +198,36 @@ def test_a_single_server_that_is_killed_comes_back_when_it_gets_its_weights(expe
         helper.join()
 
 
+def test_weights_that_nobody_sends_again_end_the_requests_with_the_state_of_all_servers(tmp_path: Path) -> None:
+    with fleet(tmp_path, servers=2, weights_seconds=0.5) as two:
+        two.update_weights([], version=3)
+        before = [slot.incarnation for slot in two.slots]
+        for i in range(2):
+            process(two, i).kill()
+        until(lambda: all(slot.up and slot.incarnation is not old for slot, old in zip(two.slots, before, strict=True)))
+        waited = r"40 requests have waited 0\.5 s for the weights of version 3, and its update began \d+ s ago: "
+        with pytest.raises(RolloutError, match=waited) as caught:
+            two.generate(PROMPTS, SAMPLING, seed=7)
+        assert "server 0 serves its first weights; server 1 serves its first weights. Nobody sends them" in str(caught.value)
+        two.update_weights([], version=3)
+        assert {r.policy_version for r in two.generate(PROMPTS, SAMPLING, seed=7)} == {3}
+
+
+@pytest.mark.full
+def test_weights_that_are_sent_in_time_end_the_limit_of_the_wait(tmp_path: Path) -> None:
+    """The requests after them take longer than the limit, and wait for a free server."""
+    with fleet(tmp_path, servers=1, weights_seconds=15.0, concurrency=1) as one:
+        one.update_weights([], version=3)
+        before = one.slots[0].incarnation
+        process(one, 0).kill()
+        until(lambda: one.slots[0].up and one.slots[0].incarnation is not before)
+        groups = one.open()
+        groups.add(PROMPTS[:3], SAMPLING, seed=7)
+        behave(one, 0, slow=6.0)
+        one.update_weights([], version=3)
+        assert len(list(iter(groups.next, None))) == 3 and one.take_events()
+
+
 def test_too_few_servers_end_the_run_with_one_error(tmp_path: Path) -> None:
     with fleet(tmp_path, servers=3, min_servers=2, restarts=0) as three:
         behave(three, 2, slow=0.3)
