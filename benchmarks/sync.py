@@ -252,7 +252,7 @@ def with_engine(name: Any, actor: Actor, cfg: Config, model: Path, nbytes: int, 
     """
     if not actor.groups.is_main:
         return measure(actor, cfg, None, nbytes, pushes)
-    server = ServerConfig(kv_cache_gib=0.25, ready_seconds=300, restarts=0)
+    server = ServerConfig(kv_cache_gib=0.25, restarts=0)
     launch = LaunchSpec(model, max_model_len=128, platform="cpu", precision="fp32", seed=0)
     with build_engine(RolloutConfig(engine=name, server=server), launch, model / f"{name}.log") as engine:
         engine.start()

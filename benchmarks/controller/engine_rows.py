@@ -135,7 +135,7 @@ def engine_of(cfg: RolloutConfig) -> Iterator[Fleet]:
     os.environ[KEY_VARIABLE] = "k" * 32
     assert isinstance(cfg.server, UrlServerConfig)
     launch = LaunchSpec(Path("none"), max_model_len=10**6, platform="cpu", precision="fp32", seed=0)
-    servers = [NamedServer(f"server {i}", cfg.server, launch, url) for i, url in enumerate(cfg.server.urls)]
+    servers = [NamedServer(f"server {i}", cfg.server, url) for i, url in enumerate(cfg.server.urls)]
     fleet = Fleet([CountedEndpoint(server, VllmApi(), cfg.server, launch.max_model_len) for server in servers], cfg)
     try:
         fleet.start()

@@ -30,9 +30,6 @@ PLATFORM_DEFAULTS: Mapping[str, PlatformDefault] = {
     "megatron.transformer.gradient_accumulation_fusion": PlatformDefault(
         False, True, "saves a GPU one write and two reads of every weight gradient; published CPU runs were made without"
     ),
-    "rollout.server.ready_seconds": PlatformDefault(
-        300.0, 1800.0, "14B weights from a cold disk, compilation and the capture of CUDA graphs"
-    ),
 }
 
 

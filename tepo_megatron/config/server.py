@@ -12,7 +12,6 @@ from urllib.parse import urlsplit
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 
 from tepo_megatron.config.fields import NonNegative, NonNegativeFloat, Positive, PositiveFloat, config, without_nulls
-from tepo_megatron.config.platform_defaults import default_of
 
 TOKENS_PER_LIMIT = 1e6  # tokens that a server samples within request_seconds at least
 _LOOPBACK = re.compile(r"localhost|127(\.\d+){3}|::1")  # hosts that are this machine, whichever it is
@@ -27,11 +26,16 @@ class AnyServerConfig:
     # Number of tensor-parallel ranks of each server.
     tp: Positive = 1
     # Seconds until a server must serve, counted from its start or, for servers that others start, from the moment at which the
-    # run looks for it. null: 300 on cpu, 1800 on cuda.
-    ready_seconds: PositiveFloat | None = None
+    # run looks for it. The default is for 14B weights from a cold disk, compilation and the capture of CUDA graphs. A server
+    # that the run starts is given up after a sixth of them (at least 300 s) in which its log does not grow and its processes
+    # neither read from a disk nor use a hundredth of a core; one whose process ends, at once.
+    ready_seconds: PositiveFloat = 1800.0
     # Seconds until a server must have answered one request. A request that takes longer is sent again. A generation request
     # gets this many seconds per million tokens, if rollout.server.concurrency requests like it ask for more than a million.
     request_seconds: PositiveFloat = 1800.0
+    # Seconds that requests may wait for weights that no server has, as after a restart of all. The trainer sends them when it
+    # waits for rollouts next, so this has to exceed the time of the longest step; then the run ends.
+    weights_seconds: PositiveFloat = 3600.0
     # Seconds without an answer to a health request after which a server counts as hung and is replaced by a new start.
     heartbeat_timeout: PositiveFloat = 60.0
     # Number of consecutive restarts of a server that served before, until it counts as lost.
@@ -40,10 +44,6 @@ class AnyServerConfig:
     concurrency: Positive = 64
     # Precision of the served model. null: that of model.precision.
     precision: Literal["fp32", "bf16"] | None = None
-
-    def ready_limit(self, platform: str) -> float:
-        """Return the seconds until a server must serve, on "cpu" or "cuda"."""
-        return default_of("rollout.server.ready_seconds", platform, self.ready_seconds)
 
     def generation_limit(self, tokens: int) -> float:
         """Return the seconds until a generation request must be answered, while the server is full of requests like it.

@@ -126,7 +126,7 @@ def build_engine(cfg: RolloutConfig, launch: LaunchSpec, log_path: Path) -> Flee
     quiesce: Quiesce | None = None
     servers: list[NamedServer] | list[FoundServer] | list[LocalServer]
     if isinstance(cfg.server, UrlServerConfig):
-        servers = [NamedServer(name_of(cfg, i), cfg.server, launch, url) for i, url in enumerate(cfg.server.urls)]
+        servers = [NamedServer(name_of(cfg, i), cfg.server, url) for i, url in enumerate(cfg.server.urls)]
     elif isinstance(cfg.server, RendezvousServerConfig):
         rendezvous, run = Rendezvous(Path(cfg.server.rendezvous)), log_path.parent
         used = set[str]()
@@ -135,7 +135,7 @@ def build_engine(cfg: RolloutConfig, launch: LaunchSpec, log_path: Path) -> Flee
             for i in range(cfg.servers)
         ]
         if cfg.colocate:
-            quiesce = _quiesce(found, rendezvous, run, cfg.server, launch)
+            quiesce = _quiesce(found, rendezvous, run, cfg.server)
     else:
         servers = local_servers(cfg, apis, launch, log_path)
     pairs: list[tuple[Server, EngineApi]] = list(zip(servers, apis, strict=True))
@@ -171,9 +171,9 @@ def name_of(cfg: RolloutConfig, i: int) -> str:
     return "the inference server" if cfg.servers == 1 else f"inference server {i}"
 
 
-def _quiesce(servers: list[FoundServer], rendezvous: Rendezvous, run: Path, cfg: ServerConfig, launch: LaunchSpec) -> Quiesce:
+def _quiesce(servers: list[FoundServer], rendezvous: Rendezvous, run: Path, cfg: ServerConfig) -> Quiesce:
     # A starting server is ended only once it is up, and a pending health request may take up to heartbeat_timeout.
-    seconds = cfg.ready_limit(launch.platform) + cfg.heartbeat_timeout + 5 * GRACE_SECONDS
+    seconds = cfg.ready_seconds + cfg.heartbeat_timeout + 5 * GRACE_SECONDS
     return Quiesce(rendezvous.leases, str(run.resolve()), lambda: [s.start for s in servers if s.start is not None], seconds)
 
 

@@ -112,16 +112,47 @@ def reference_steps(
         dtype: Dtype of the reference.
     """
     trainer = reference.Trainer(model, **ADAM, dtype=dtype)
-    steps = []
-    for batch in batches:
-        assert batch.old_logprobs_N is not None and batch.old_entropies_N is not None
-        old = (x.double().split(batch.response_lengths) for x in (batch.old_logprobs_N, batch.old_entropies_N))
-        sequences = [
-            reference.Sequence(r.token_ids_L, r.response_mask_L, float(a), *statistics)
-            for r, a, *statistics in zip(batch.rollouts, batch.advantages_B.double(), *old, strict=True)
-        ]
-        steps.append(trainer.step(sequences, TEMPERATURE, EPS, BETA))
+    steps = [trainer.step(reference_sequences(batch), TEMPERATURE, EPS, BETA) for batch in batches]
     return tuple(steps)
+
+
+def reference_sequences(batch: TrainBatch) -> list[reference.Sequence]:
+    """Return the sequences of a batch for the reference."""
+    assert batch.old_logprobs_N is not None and batch.old_entropies_N is not None
+    old = (x.double().split(batch.response_lengths) for x in (batch.old_logprobs_N, batch.old_entropies_N))
+    return [
+        reference.Sequence(r.token_ids_L, r.response_mask_L, float(a), *statistics)
+        for r, a, *statistics in zip(batch.rollouts, batch.advantages_B.double(), *old, strict=True)
+    ]
+
+
+def bf16_error_of_loss(model: Path, weights: dict[str, Tensor], batch: TrainBatch) -> float:
+    """Return how far rounding takes a bf16 loss from fp64, where the rounding of all tokens has the same sign.
+
+    To first order in the errors that transformers makes in the logits of each token. No KL mask of the batch may be on the
+    edge: the loss would jump.
+
+    Args:
+        model: Directory of the model.
+        weights: Its weights, by name.
+        batch: Batch of the loss.
+    """
+    exact, low = (reference.load(model, dtype) for dtype in (torch.float64, torch.bfloat16))
+    for each in (exact, low):
+        assert each.load_state_dict(weights, strict=False).missing_keys in ([], ["lm_head.weight"]), "but for a tied one"
+    logits: list[Tensor] = []
+
+    def kept(ids: Tensor) -> Any:
+        out = exact(ids)
+        out.logits.retain_grad()
+        logits.append(out.logits)
+        return out
+
+    sequences = reference_sequences(batch)
+    reference.tepo_loss(kept, sequences, TEMPERATURE, EPS, BETA, "tepo")[0].backward()
+    with torch.no_grad():
+        errors = [(z.grad * (low(s.ids[None]).logits - z)).sum(-1).abs().sum() for s, z in zip(sequences, logits, strict=True)]
+    return sum(errors, torch.zeros(())).item()
 
 
 def _sequence(

@@ -34,6 +34,7 @@ EOS = 2
 MAX_MODEL_LEN = 256
 MAX_LOGPROB_DIFF = 1e-4
 SAMPLING = SamplingParams(samples=4, temperature=0.7, max_tokens=20, stop_token_ids=(EOS,))
+WORLD_SECONDS = 300 + ServerConfig().ready_seconds  # of a world in which servers are started
 
 
 @dataclass
@@ -83,7 +84,7 @@ def serve(
     model = make(folder / "model")
     if generation_config is not None:
         (folder / "model" / "generation_config.json").write_text(json.dumps(generation_config))
-    settings = {"kv_cache_gib": 0.25, "ready_seconds": 240, "restarts": 0} | server
+    settings = {"kv_cache_gib": 0.25, "restarts": 0} | server
     cfg = RolloutConfig(engine=name, servers=servers, server=ServerConfig(**settings))
     settings = {"platform": "cpu", "precision": precision, "most_masked": VOCAB_SIZE, **layers_of(folder / "model")}
     launch = LaunchSpec(folder / "model", MAX_MODEL_LEN, seed=0, host=host, **settings)
@@ -107,7 +108,7 @@ def another_engine(served: Served, **rollout: Any) -> Iterator[Fleet]:
     """
     address = served.engine.endpoints[0].address
     assert address is not None
-    server = UrlServerConfig(urls=[address.url], tp=served.tp, ready_seconds=60, restarts=0)
+    server = UrlServerConfig(urls=[address.url], tp=served.tp, restarts=0)
     cfg = RolloutConfig(engine=served.name, server=server, **rollout)
     launch = LaunchSpec(served.log_path.parent / "model", MAX_MODEL_LEN, platform="cpu", precision="fp32", seed=0)
     with mock.patch.dict(os.environ, {KEY_VARIABLE: address.key}), build_engine(cfg, launch, served.log_path) as engine:

@@ -39,7 +39,7 @@ from tepo_megatron.utils.quiet import quiet_upstream
 from tests.parallel import resume_worlds as w
 from tests.server.hybrids import tiny_hybrid
 from tests.server.planted.sitecustomize import CONTROL
-from tests.server.served import MAX_MODEL_LEN, save_weights
+from tests.server.served import MAX_MODEL_LEN, WORLD_SECONDS, save_weights
 from tests.tiny import VOCAB_SIZE, tiny_qwen3
 from tests.worlds import run_world
 
@@ -104,7 +104,7 @@ def scores(model: Any, canaries: Canaries) -> list[float]:
     return found
 
 
-def until(condition: Any, seconds: float = 240.0) -> None:
+def until(condition: Any, seconds: float = ServerConfig().ready_seconds) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"
@@ -136,7 +136,7 @@ def trainer(
     FaultyServer.control = folder / "control.json"
     FaultyServer.control.write_text(json.dumps({"run": "run"} | fault))
     more = ["--block-size", "32"] if engine == "vllm" else []  # so that prefixes of canaries are cached
-    server = ServerConfig(kv_cache_gib=0.25, ready_seconds=240, restarts=9, tp=tp, extra_args=more)
+    server = ServerConfig(kv_cache_gib=0.25, restarts=9, tp=tp, extra_args=more)
     cfg = RolloutConfig(engine=engine, servers=servers, server=server)
     kinds = layers_of(folder / "model")
     launch = LaunchSpec(folder / "model", MAX_MODEL_LEN, seed=0, platform="cpu", precision="fp32", **kinds)
@@ -259,7 +259,7 @@ def test_a_run_goes_on_after_a_dropped_update(
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(PLANTED), *filter(None, [os.environ.get("PYTHONPATH")])]))
     common: dict[str, dict[str, Any]] = {
         "rollout": {
-            "engine": engine, "server": {"kv_cache_gib": 0.25, "ready_seconds": 240}, "samples_per_prompt": 4,
+            "engine": engine, "server": {"kv_cache_gib": 0.25}, "samples_per_prompt": 4,
             "filter_uniform_groups": False, "max_generation_rounds": 1,
         },
         "reward": {"terms": [{"type": "custom", "function": f"{score}:score"}], "workers": 1, "timeout_seconds": 30.0},
@@ -271,7 +271,7 @@ def test_a_run_goes_on_after_a_dropped_update(
     }  # fmt: skip
     cfg = w.run_config(model, tmp_path, export_hf=False, **{k: v | sections.get(k, {}) for k, v in common.items()})
     run_dir.prepare(cfg)
-    run_world(1, run, replace(cfg, export_hf=False), timeout=300.0)
+    run_world(1, run, replace(cfg, export_hf=False), timeout=WORLD_SECONDS)
     records = [json.loads(line) for line in (cfg.run_dir / "metrics.jsonl").read_text().splitlines()]
     assert len(records) == cfg.training.steps
     # the third update of each start is dropped: version 2, and version 4 by the restarted server

@@ -16,7 +16,7 @@ from tests.parallel import cases
 from tests.parallel.test_element_deltas import change
 from tests.parallel.test_weights import actor_of, sync_of
 from tests.server.hybrids import tiny_hybrid
-from tests.server.served import SAMPLING, make_prompts, serve
+from tests.server.served import SAMPLING, WORLD_SECONDS, make_prompts, serve
 from tests.server.test_delta import tiny_moe
 from tests.tiny import tiny_qwen3
 from tests.worlds import run_world
@@ -96,7 +96,7 @@ def push_deltas(rank: int, name: str, transport: str, tp: int, make: Callable[[P
 def test_many_deltas_serve_what_whole_weights_serve(
     name: str, transport: str, tp: int, make: Callable[[Path], Any], tmp_path: Path
 ) -> None:
-    run = run_world(1, push_deltas, name, transport, tp, make, tmp_path, timeout=400)[0]
+    run = run_world(1, push_deltas, name, transport, tp, make, tmp_path, timeout=WORLD_SECONDS)[0]
     (checksums, samples), (right_checksums, right_samples) = run["after"], run["right"]
     assert checksums == right_checksums
     if make is tiny_hybrid:  # the last bits of its log-probs depend on which requests share a step

@@ -52,7 +52,7 @@ def megatrons(rank: int, cfg: Any, batch: TrainBatch) -> tuple[list[Tensor], Ten
 
 
 def test_the_engines_experts_are_those_of_the_same_weights(model: Path, tmp_path: Path) -> None:
-    server = ServerConfig(kv_cache_gib=0.25, ready_seconds=240, restarts=0)
+    server = ServerConfig(kv_cache_gib=0.25, restarts=0)
     rollout = RolloutConfig(engine="sglang", replay_experts=True, server=server)
     launch = LaunchSpec(model, max_model_len=128, platform="cpu", precision="fp32", seed=0, returns_experts=True)
     sampling = replace(SAMPLING, temperature=cases.TEMPERATURE, routing=ROUTING)

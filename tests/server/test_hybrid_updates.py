@@ -16,7 +16,7 @@ from tests.parallel import cases
 from tests.parallel.test_element_deltas import change
 from tests.parallel.test_weights import actor_of
 from tests.server.hybrids import hybrid_with_vision, tiny_hybrid
-from tests.server.served import SAMPLING, logprob_diff, make_prompts, serve
+from tests.server.served import SAMPLING, WORLD_SECONDS, logprob_diff, make_prompts, serve
 from tests.worlds import run_world
 
 pytestmark = pytest.mark.server
@@ -74,7 +74,7 @@ def test_the_server_serves_what_the_actor_has(
     transport: str, delta: str, tp: int, make: Callable[[Path], Any], tmp_path: Path
 ) -> None:
     """The last case is of files with a vision tower, of which both sides have the text model."""
-    weights, rollouts, sent = run_world(1, push, transport, delta, tp, make, tmp_path, timeout=400)[0]
+    weights, rollouts, sent = run_world(1, push, transport, delta, tp, make, tmp_path, timeout=WORLD_SECONDS)[0]
     model = tiny_hybrid(tmp_path / "text")
     weights = {name.replace("model.language_model.", "model."): tensor for name, tensor in weights.items()}
     before = logprob_diff(model, rollouts, SAMPLING.temperature)

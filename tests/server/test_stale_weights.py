@@ -74,7 +74,7 @@ class Servers:
         common: dict[str, dict[str, Any]] = {
             "rollout": {
                 "engine": self.engine, "servers": len(self.urls),
-                "server": {"urls": self.urls, "ready_seconds": 600},
+                "server": {"urls": self.urls},
                 "samples_per_prompt": 4, "record": True, "filter_uniform_groups": False, "max_generation_rounds": 1,
             },
             "reward": {"terms": [{"type": "custom", "function": f"{self.score}:score"}], "workers": 1, "timeout_seconds": 30.0},
@@ -98,7 +98,7 @@ def servers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     run = made.config(folder, {})
     sections = (run.model, run.rollout, run.sync)
     launch = launch_of(*sections, platform=run.platform, max_model_len=run.served_tokens, seed=run.seed)
-    cfg = ServerConfig(kv_cache_gib=0.25, ready_seconds=600)
+    cfg = ServerConfig(kv_cache_gib=0.25)
     path = [str(PLANTED), *filter(None, [os.environ.get("PYTHONPATH")])]
     faulty = {CONTROL: str(made.control), "PYTHONPATH": os.pathsep.join(path)}
     started = [LocalServer(f"server {i}", ENGINES[request.param](), cfg, launch, folder / f"{i}.log", KEY) for i in (0, 1)]

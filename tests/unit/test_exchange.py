@@ -8,6 +8,7 @@ import sys
 import time
 
 import pytest
+from aiohttp import test_utils, web
 
 from tepo_megatron.inference.servers.client import Client, RequestFailed
 from tepo_megatron.utils import exchange
@@ -115,6 +116,38 @@ def test_to_close_a_client_ends_its_requests_at_once_with_an_error() -> None:
 
     with serving(1) as (server,):
         asyncio.run(run(server))
+
+
+def test_a_server_that_wakes_between_question_and_answer_is_healthy() -> None:
+    """Asleep it is only asked whether it answers at all, which it may do with 405."""
+
+    async def run() -> None:
+        asked, woken, healthy = (asyncio.Event() for _ in range(3))
+
+        async def answer(request: web.Request) -> web.Response:
+            if request.method == "HEAD":
+                asked.set()
+                await woken.wait()
+                return web.Response(status=405)
+            healthy.set()
+            return web.Response()
+
+        app = web.Application()
+        app.router.add_route("*", "/{path:.*}", answer)
+        async with test_utils.TestServer(app) as server:
+            client = Client(str(server.make_url("")).rstrip("/"), "key", request_seconds=SECONDS, heartbeat_timeout=SECONDS)
+            await client.pause()
+            watch = asyncio.create_task(client.wait_unhealthy())
+            await asyncio.wait_for(asked.wait(), SECONDS)
+            client.resume()
+            woken.set()
+            asked_again = asyncio.create_task(healthy.wait())
+            done, _ = await asyncio.wait({watch, asked_again}, timeout=SECONDS, return_when=asyncio.FIRST_COMPLETED)
+            watch.cancel()
+            await client.close()
+            assert done == {asked_again}, done
+
+    asyncio.run(run())
 
 
 def test_a_deadline_also_holds_on_a_kept_connection() -> None:

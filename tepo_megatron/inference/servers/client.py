@@ -140,9 +140,10 @@ class Client:
         """Check the server's health once. Raises ExchangeFailed, or BadAnswer with the status if that is an error."""
         limit = max(HEALTH_SECONDS, self._heartbeat_timeout)
         async with self._asking:
-            method, path = ("HEAD", "/") if self._paused else ("GET", "/health")
+            paused = self._paused  # `resume` may come before the answer
+            method, path = ("HEAD", "/") if paused else ("GET", "/health")
             answer = await self._http.exchange(method, path, seconds=limit, most_bytes=ERROR_BYTES, repeatable=True)
-            if not (answer.ok or self._paused):
+            if not (answer.ok or paused):
                 raise BadAnswer(str(answer.status))
 
     async def wait_unhealthy(self) -> str:

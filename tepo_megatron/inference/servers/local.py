@@ -64,7 +64,7 @@ class LocalServer:
             env=self._api.environment(self._cfg, launch, inherited, key),
             health_url=f"{url}/health",
             log_path=self.log_path,
-            ready_seconds=self._cfg.ready_limit(self._launch.platform),
+            ready_seconds=self._cfg.ready_seconds,
             name=self.name,
             folder=self._served.folder,
         )
@@ -74,7 +74,7 @@ class LocalServer:
     async def wait_ready(self) -> ServerAddress:
         """Wait until the server is healthy, and return its address.
 
-        Raises RolloutError if it ends, or is not healthy `rollout.server.ready_seconds` after its start.
+        Raises RolloutError if it ends, makes no progress, or is not healthy `rollout.server.ready_seconds` after its start.
         """
         if self.process is None or self.address is None:
             raise RolloutError(f"{self.name} is not running")

@@ -5,6 +5,7 @@ Everything that concerns servers runs in the event loop of the pool. `routing.py
 """
 
 import asyncio
+import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -31,7 +32,8 @@ class ServerPool:
 
     Args:
         endpoints: The servers, not yet launched.
-        cfg: Only min_servers, only, server.concurrency, server.restarts and server.restart_after_growth_gib are used.
+        cfg: Only min_servers, only, server.concurrency, server.restarts, server.restart_after_growth_gib and
+            server.weights_seconds are used.
         quiesce: Quiesces servers that others start, where they have to sleep (`rollout.colocate`). None: not needed.
 
     Attributes:
@@ -57,6 +59,8 @@ class ServerPool:
         self._events: list[str] = []
         self.waiting: OrderedDict[asyncio.Future[tuple[ServerSlot[Endpoint], Incarnation]], Endpoint | None] = OrderedDict()
         self._in_flight = self._most_in_flight = 0
+        self._update_begun: float | None = None  # of `version`; seconds of the monotonic clock
+        self._out_of_patience: asyncio.TimerHandle | None = None  # runs while requests wait for weights that no server has
 
     def start(self) -> None:
         """Launch all servers and return at once.
@@ -67,6 +71,7 @@ class ServerPool:
             raise RolloutError("the inference servers were already started; close the fleet first")
         self.version, self.refused, self.changed = INITIAL_VERSION, "", asyncio.Condition()
         self.waiting.clear()
+        self._update_begun = self._out_of_patience = None
         self._in_flight, self._most_in_flight = 0, self._allowed_in_flight()
         self.sleeping = SleepController(self.changed, self._quiesce, self.growth)
         self.sleeping.allow_starts()  # a killed run may have left its device lease
@@ -155,7 +160,7 @@ class ServerPool:
             avoid: Server that is used only if no other is free.
 
         Raises:
-            RolloutError: Fewer than `min_servers` servers are left, or a server needs weights that nobody will send.
+            RolloutError: Fewer than `min_servers` servers are left, or a server needs weights that nobody sends.
         """
         place = asyncio.get_running_loop().create_future()
         self.waiting[place] = avoid
@@ -184,8 +189,25 @@ class ServerPool:
         else:
             await self.notify()
 
+    def begin_version(self, version: int) -> None:
+        """Have the servers serve `version`, whose update begins: requests are patient again."""
+        self.version, self._update_begun = version, time.monotonic()
+        self._stop_patience()
+        self._limit_patience()
+
     def _assign(self) -> None:
         """Give the free servers to waiting requests. A RolloutError goes to all of them."""
+        self._give_servers()
+        self._limit_patience()
+
+    def _limit_patience(self) -> None:
+        if not self.waiting or self.sleeping.asleep or self.serving() or not self.up():
+            self._stop_patience()
+        elif self._out_of_patience is None:
+            wait = self._cfg.server.weights_seconds
+            self._out_of_patience = asyncio.get_running_loop().call_later(wait, self._lose_patience)
+
+    def _give_servers(self) -> None:
         while self.waiting:
             try:
                 self.require_enough()
@@ -194,10 +216,7 @@ class ServerPool:
                 if self._cfg.only and not serving:
                     self.refuse_other_weights()
             except RolloutError as e:
-                for place in self.waiting:
-                    if not place.done():
-                        place.set_exception(e)
-                self.waiting.clear()
+                self._fail_waiting(e)
                 return
             free = [each for each in serving if each[0].endpoint.in_flight < self._cfg.server.concurrency]
             if not free or self._in_flight >= self._most_in_flight:
@@ -208,6 +227,30 @@ class ServerPool:
                 slot, incarnation = min(others or free, key=_in_flight)
                 self.occupy(slot)
                 place.set_result((slot, incarnation))
+
+    def _fail_waiting(self, error: RolloutError) -> None:
+        for place in self.waiting:
+            if not place.done():
+                place.set_exception(error)
+        self.waiting.clear()
+
+    def _stop_patience(self) -> None:
+        if self._out_of_patience is not None:
+            self._out_of_patience.cancel()
+        self._out_of_patience = None
+
+    def _lose_patience(self) -> None:
+        self._out_of_patience = None
+        begun = self._update_begun
+        last = "no update has begun" if begun is None else f"its update began {time.monotonic() - begun:.0f} s ago"
+        servers = "; ".join(f"{slot.endpoint.name} {_weights_of(slot)}" for slot in self.slots)
+        self._fail_waiting(
+            RolloutError(
+                f"{len(self.waiting)} requests have waited {self._cfg.server.weights_seconds:g} s for the weights of version "
+                f"{self.version}, and {last}: {servers}. Nobody sends them; raise rollout.server.weights_seconds if a step "
+                "takes longer"
+            )
+        )
 
     def _allowed_in_flight(self) -> int:
         """Raise the limit of open files, and return the number of requests for whose connections it is enough."""
@@ -229,6 +272,15 @@ class ServerPool:
         async with self.changed:
             await self.changed.wait_for(lambda: all(slot.up or slot.lost for slot in self.slots))
         self.require_enough()
+
+
+def _weights_of(slot: ServerSlot[Endpoint]) -> str:
+    if slot.lost is not None:
+        return "is lost"
+    if not slot.up:
+        return "is not up"
+    versions = {INITIAL_VERSION: "its first weights", UNKNOWN_VERSION: "weights of no known version"}
+    return f"serves {versions.get(slot.endpoint.version, f'version {slot.endpoint.version}')}"
 
 
 def _in_flight(each: tuple[ServerSlot[Endpoint], Incarnation]) -> int:

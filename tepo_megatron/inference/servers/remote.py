@@ -35,16 +35,15 @@ class NamedServer(_RemoteServer):
     Args:
         name: Name in messages.
         cfg: Only the time limit until the server is ready is used.
-        launch: Only the platform is used.
         url: Base URL of the server.
     """
 
     restart_note = "is waited for"
     running = True
 
-    def __init__(self, name: str, cfg: AnyServerConfig, launch: LaunchSpec, url: str) -> None:
+    def __init__(self, name: str, cfg: AnyServerConfig, url: str) -> None:
         self.name = f"{name} ({url})"
-        self._url, self._ready_seconds = url, cfg.ready_limit(launch.platform)
+        self._url, self._ready_seconds = url, cfg.ready_seconds
         self._deadline = 0.0
 
     def launch(self) -> None:
@@ -109,7 +108,7 @@ class FoundServer(_RemoteServer):
         self._cfg, self._launch, self._rendezvous = cfg, launch, rendezvous
         self._engine, self._run, self._used = engine, str(run.resolve()), used
         self._record: ServerRecord | None = None
-        self._looking, self._deadline, self._ready_seconds = False, 0.0, cfg.ready_limit(launch.platform)
+        self._looking, self._deadline, self._ready_seconds = False, 0.0, cfg.ready_seconds
 
     def launch(self) -> None:
         """Begin to look for a server. Returns at once."""

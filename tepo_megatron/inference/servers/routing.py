@@ -50,7 +50,8 @@ class RoutedSampler:
             prompts, sampling, seed: See `Sampler.generate`.
 
         Raises:
-            RolloutError: A request failed for good, or fewer than `min_servers` servers are left.
+            RolloutError: A request failed for good, fewer than `min_servers` servers are left, or nobody sends the weights
+                that all of them lack (`rollout.server.weights_seconds`).
             SyncError: The last update or its check was refused.
         """
         self._require_service()

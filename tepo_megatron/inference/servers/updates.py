@@ -133,7 +133,7 @@ class PoolUpdates:
         await self._pool.notify()
 
     async def _begin(self, version: int) -> None:
-        self._pool.version = version
+        self._pool.begin_version(version)
         if self._renews:
             for member, _ in self._pool.up():
                 member.endpoint.version = UNKNOWN_VERSION

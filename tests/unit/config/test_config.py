@@ -7,7 +7,6 @@ import pytest
 from tepo_megatron.actor.layout import check_layout
 from tepo_megatron.config import ParallelConfig
 from tepo_megatron.config.io import load_config, to_yaml, validate
-from tepo_megatron.config.platform_defaults import join_seconds
 from tepo_megatron.errors import ConfigError
 from tepo_megatron.weights.ops import Architecture
 
@@ -143,14 +142,6 @@ def test_overrides_of_both_forms(tmp_path: Path) -> None:
 def test_a_wrong_config_is_refused(change: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         validate(MINIMAL | change)
-
-
-@pytest.mark.parametrize(("platform", "join", "ready"), [("cpu", 30.0, 300.0), ("cuda", 300.0, 1800.0)])
-def test_gpus_get_longer_to_start(platform: str, join: float, ready: float) -> None:
-    cfg = validate({**MINIMAL, "platform": platform})
-    assert (join_seconds(platform), cfg.rollout.server.ready_limit(platform)) == (join, ready)
-    own = validate({**MINIMAL, "rollout": {"server": {"ready_seconds": 8.0}}})
-    assert own.rollout.server.ready_limit(platform) == 8.0
 
 
 def test_missing_keys_are_named_together() -> None:

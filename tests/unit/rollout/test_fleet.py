@@ -198,6 +198,36 @@ def test_a_single_server_that_is_killed_comes_back_when_it_gets_its_weights(expe
         helper.join()
 
 
+def test_weights_that_nobody_sends_again_end_the_requests_with_the_state_of_all_servers(tmp_path: Path) -> None:
+    with fleet(tmp_path, servers=2, weights_seconds=0.5) as two:
+        two.update_weights([], version=3)
+        before = [slot.incarnation for slot in two.slots]
+        for i in range(2):
+            process(two, i).kill()
+        until(lambda: all(slot.up and slot.incarnation is not old for slot, old in zip(two.slots, before, strict=True)))
+        waited = r"40 requests have waited 0\.5 s for the weights of version 3, and its update began \d+ s ago: "
+        with pytest.raises(RolloutError, match=waited) as caught:
+            generate_within(60, two)
+        assert "server 0 serves its first weights; server 1 serves its first weights. Nobody sends them" in str(caught.value)
+        two.update_weights([], version=3)
+        assert {r.policy_version for r in two.generate(PROMPTS, SAMPLING, seed=7)} == {3}
+
+
+@pytest.mark.full
+def test_weights_that_are_sent_in_time_end_the_limit_of_the_wait(tmp_path: Path) -> None:
+    """The requests after them take longer than the limit, and wait for a free server."""
+    with fleet(tmp_path, servers=1, weights_seconds=15.0, concurrency=1) as one:
+        one.update_weights([], version=3)
+        before = one.slots[0].incarnation
+        process(one, 0).kill()
+        until(lambda: one.slots[0].up and one.slots[0].incarnation is not before)
+        groups = one.open()
+        groups.add(PROMPTS[:3], SAMPLING, seed=7)
+        behave(one, 0, slow=6.0)
+        one.update_weights([], version=3)
+        assert len(list(iter(groups.next, None))) == 3 and one.take_events()
+
+
 def test_too_few_servers_end_the_run_with_one_error(tmp_path: Path) -> None:
     with fleet(tmp_path, servers=3, min_servers=2, restarts=0) as three:
         behave(three, 2, slow=0.3)
@@ -240,19 +270,24 @@ def test_refused_weights_end_the_fleet_and_lost_servers_do_not(tmp_path: Path) -
                 use()
 
 
+def generate_within(seconds: float, fleet: Fleet) -> list[Rollout]:
+    """Return the rollouts of all prompts. A fleet that takes longer is closed, and TimeoutError raised."""
+    with ThreadPoolExecutor(1) as thread:
+        sampled = thread.submit(fleet.generate, PROMPTS, SAMPLING, 7)
+        try:
+            return sampled.result(seconds)
+        except TimeoutError:
+            fleet.close()
+            raise
+
+
 def test_weights_that_come_in_mid_generation_wait_for_what_is_being_sampled(expected: list[list[int]], tmp_path: Path) -> None:
     with fleet(tmp_path, servers=2) as two:
         two.update_weights([], version=1)
         for i in range(2):
             behave(two, i, slow=0.4)  # five times at least
         updates = mid_sampling(two, lambda: two.update_weights([], version=2))
-        with ThreadPoolExecutor(1) as thread:
-            sampled = thread.submit(two.generate, PROMPTS, SAMPLING, 7)
-            try:
-                rollouts = sampled.result(60)
-            except TimeoutError:
-                two.close()  # samples of mixed weights are asked for again and again
-                raise
+        rollouts = generate_within(60, two)  # without end if samples of mixed weights are asked for again and again
         updates.join()
         assert ids(rollouts) == expected
         versions = [r.policy_version for r in rollouts]

@@ -187,9 +187,33 @@ def test_every_start_adds_to_the_log_and_errors_show_the_last_one(start: Start, 
 def test_a_command_that_is_never_ready_names_the_key(start: Start) -> None:
     server = start("print('loading', flush=True); import time; time.sleep(60)", ready_seconds=0.6)
     started = time.monotonic()
-    with pytest.raises(RolloutError, match=r"not ready after 0\.6 s; raise rollout\.server\.ready_seconds"):
+    with pytest.raises(RolloutError, match=r"not ready after 0\.6 s: .* raise rollout\.server\.ready_seconds"):
         server.wait_ready()
     assert time.monotonic() - started < 30  # it would sleep for a minute
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> float:
+    """A start is stuck after 2 s instead of 300 s. Returns the time limit of a start that belongs to it."""
+    monkeypatch.setattr(server_module, "STUCK_SECONDS", 2.0)
+    monkeypatch.setattr(server_module, "LOOK_SECONDS", 0.5)
+    return 6 * server_module.STUCK_SECONDS
+
+
+def test_a_stuck_start_is_found_long_before_its_time_limit(start: Start, impatient: float) -> None:
+    server = start("print('waiting for a peer'); import time; time.sleep(600)", ready_seconds=impatient)
+    with pytest.raises(RolloutError, match=r"stuck in its start: for \d s its log did not grow .*\n(.*\n)*waiting for a peer"):
+        server.wait_ready()
+
+
+WORK = {"a log that grows": "print('.')", "CPU time": "sum(range(10**6))"}
+
+
+@pytest.mark.parametrize("work", WORK)
+def test_a_start_that_makes_progress_has_its_whole_time_limit(work: str, start: Start, impatient: float) -> None:
+    server = start(f"import time\nwhile 1: {WORK[work]}; time.sleep(0.01)", ready_seconds=impatient)
+    with pytest.raises(RolloutError, match=r"not ready after 12 s: http://\S+/health did not answer with 200; raise rollout"):
+        server.wait_ready()
 
 
 def test_a_busy_port_is_named_and_any_other_is_free() -> None:

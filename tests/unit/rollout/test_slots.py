@@ -9,14 +9,12 @@ import sys
 import time
 from collections.abc import Callable, Coroutine, Generator, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tepo_megatron.config import RolloutConfig, UrlServerConfig
 from tepo_megatron.errors import RolloutError
-from tepo_megatron.inference.engine_api import LaunchSpec
 from tepo_megatron.inference.partial import GenerationRequest
 from tepo_megatron.inference.servers.endpoint import Endpoint
 from tepo_megatron.inference.servers.fleet import Fleet
@@ -44,8 +42,7 @@ def endpoints_of(
     """Return an endpoint for each server, and the config of their pool."""
     urls = [server.url for server in servers]
     section = UrlServerConfig(urls=urls, concurrency=concurrency, restarts=0, ready_seconds=SECONDS)
-    launch = LaunchSpec(Path("model"), max_model_len=64, platform="cpu", precision="fp32", seed=0)
-    ends = [Endpoint(NamedServer(f"server {i}", section, launch, url), api(), section, 64) for i, url in enumerate(urls)]
+    ends = [Endpoint(NamedServer(f"server {i}", section, url), api(), section, 64) for i, url in enumerate(urls)]
     return ends, RolloutConfig(only=True, servers=len(urls), min_servers=1, server=section)
 
 
