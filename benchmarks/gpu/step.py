@@ -4,7 +4,7 @@
         [--prompt TOKENS] [--response TOKENS] [--out benchmarks/results/gpu_step.json] [--section.key VALUE ...]
 
 model.path is a Hugging Face checkpoint; its weights matter only for log-probs. Sequences are random tokens, of the lengths that
-`tepo plan` assumes for the config, and no engine runs. Each precision has a torchrun of its own, with as many ranks as the
+`tepo plan` assumes for the config, and no engine runs. Each precision has a world of its own, with as many ranks as the
 layout has. One step is not timed. The columns:
 
     old log-probs, updates   median seconds of a step, and in brackets the plan's prediction for --gpu
@@ -19,13 +19,9 @@ It has not been run on a GPU so far. It also runs on platform cpu, which tests i
 from __future__ import annotations
 
 import argparse
-import functools
 import json
 import os
-import signal
 import statistics
-import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -35,11 +31,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks._ranks import Ranks
 from benchmarks.gpu._step_rank import OLD, UPDATES
 from benchmarks.results import ROOT, surroundings
 from tepo_megatron.config.io import load_config
 from tepo_megatron.plan.command import PlanRequest, predictor_of
-from tepo_megatron.utils.processes import die_with_parent
 
 PRECISIONS = ("bf16", "fp8-current", "fp8-blockwise")
 PLANNED = {OLD: ("old log-probs",), UPDATES: ("forward and backward", "gradients and weights over dp", "optimizer")}
@@ -80,10 +76,9 @@ def measured(args: argparse.Namespace, overrides: Sequence[str], precision: str)
         "config": args.config, "overrides": words, "prompt": args.prompt, "response": args.response, "steps": args.steps,
     }  # fmt: skip
     with tempfile.TemporaryDirectory(prefix="step-") as folder:
-        start = ["--standalone", "--nproc-per-node", str(cfg.parallel.world_size), "-m", "benchmarks.gpu._step_rank"]
-        words = [sys.executable, "-m", "torch.distributed.run", *start, json.dumps(asked | {"folder": folder})]
-        with_us = functools.partial(die_with_parent, os.getpid(), signal.SIGKILL)
-        subprocess.run(words, cwd=ROOT, check=True, timeout=args.timeout, preexec_fn=with_us)
+        words = ["-m", "benchmarks.gpu._step_rank", str(os.getpid()), json.dumps(asked | {"folder": folder})]
+        with Ranks(cfg.parallel.world_size, words) as ranks:
+            ranks.wait(args.timeout)
         found_json = json.loads(Path(folder, "found.json").read_text())
         logprobs_N = torch.load(Path(folder, "logprobs.pt"))
     phases = predictor_of(cfg, PlanRequest(gpu=args.gpu, prompt=args.prompt, response=args.response)).step().phases

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import time
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -25,20 +26,25 @@ class Check:
         platform: "cpu" (tiny sizes) or "cuda".
         folder: Scratch space that all parts of a run share.
         file: The lines are appended here, one JSON object each.
-        seconds: Time limit of the part.
+        deadline: When its time is up, on the monotonic clock, which all processes of a machine share.
         names: Names of the lines so far.
     """
 
     platform: Literal["cpu", "cuda"]
     folder: Path
     file: Path
-    seconds: float
+    deadline: float
     names: list[str] = field(default_factory=list)
 
     @property
     def on_gpu(self) -> bool:
         """True if the part runs on a GPU."""
         return self.platform == "cuda"
+
+    @property
+    def left(self) -> float:
+        """The seconds that are left."""
+        return self.deadline - time.monotonic()
 
     def report(
         self, name: str, status: Status, value: float | str | None = None, unit: str = "", why: str = "", **more: Any

@@ -6,6 +6,7 @@ import importlib
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ def main() -> None:
 
     die_with_parent(os.getppid(), signal.SIGKILL)  # also if the command is killed
     name, platform, folder, file, seconds = sys.argv[1:]
-    check: Any = Check(platform, Path(folder), Path(file), float(seconds))  # type: ignore[arg-type]
+    check: Any = Check(platform, Path(folder), Path(file), time.monotonic() + float(seconds))  # type: ignore[arg-type]
     importlib.import_module(f"benchmarks.gpu.check.run_{name}").run(check)
 
 

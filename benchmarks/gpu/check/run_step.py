@@ -30,7 +30,7 @@ def run(check: Check) -> None:
     prompt, response, *_ = LENGTHS[check.platform]
     gpu = plan_name(torch.cuda.get_device_name(0)) if check.on_gpu else "H100"
     args = argparse.Namespace(
-        config=str(config), prompt=prompt, response=response, steps=2, gpu=gpu, timeout=check.seconds / len(BUDGETS)
+        config=str(config), prompt=prompt, response=response, steps=2, gpu=gpu, timeout=check.left / len(BUDGETS)
     )
     for name, budget in BUDGETS.items():
         with check.line(*(f"{what}, {name}" for what in (OLD, UPDATES, "memory"))):

@@ -103,7 +103,7 @@ def test_a_part_that_takes_too_long_is_cut_off_and_keeps_its_lines(tmp_path: Pat
 @pytest.mark.full
 def test_a_layout_that_fails_leaves_the_others(tmp_path: Path) -> None:
     """Two key-value heads are not split over 3 ranks: that job fails with the rank's reason, and the next one trains."""
-    here, case = Check("cpu", tmp_path, tmp_path / "lines", 60.0), cases.make_case(tmp_path, tied=True)
+    here, case = Check("cpu", tmp_path, tmp_path / "lines", time.monotonic() + 300), cases.make_case(tmp_path, tied=True)
     worlds.train(
         here, [worlds.TrainingJob(name, case, {"tp": tp}, "fp32", {}) for name, tp in (("a", 3), ("b", 1))], staged=True
     )
@@ -148,7 +148,7 @@ def _processes_of(*words: str) -> list[str]:
 
 def test_what_fails_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """A line above its limit, and a part whose process dies."""
-    here = Check("cpu", tmp_path, tmp_path / "lines", 60.0)
+    here = Check("cpu", tmp_path, tmp_path / "lines", time.monotonic() + 300)
     monkeypatch.setitem(run_kernels.LIMITS, "output layer", 1e-9)
     run_kernels.run(here)
     statuses = {line["name"]: line["status"] for line in lines.read(here.file)}
@@ -165,7 +165,7 @@ def test_what_fails_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 
 
 def test_a_line_that_raises_does_not_end_its_part(tmp_path: Path) -> None:
-    here = Check("cpu", tmp_path, tmp_path / "lines", 60.0)
+    here = Check("cpu", tmp_path, tmp_path / "lines", time.monotonic() + 300)
     with here.line("a", "b"):
         here.report("a", "measured", 1.0, "s")
         raise ValueError("broken")
@@ -232,7 +232,7 @@ def test_reasons_of_tests(tmp_path: Path) -> None:
 def test_files_of_gpu_tests_are_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a GPU the first file fails and names the test; the second file does not exist."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    here = Check("cuda", tmp_path, tmp_path / "lines", 60.0)
+    here = Check("cuda", tmp_path, tmp_path / "lines", time.monotonic() + 300)
     run_files(here, ["test_ipc.py", "test_there_is_none.py"])
     ipc, none = lines.read(here.file)
     assert ipc["status"] == "failed" and ipc["value"] == "1 failed" and "test_buckets_are_read" in ipc["why"]
