@@ -17,7 +17,8 @@ from tepo_megatron.utils.processes import read_stat
 ROOT = Path(__file__).parents[3]
 NAMELESS = ["unshare", "--net", "--uts", "sh", "-c", 'hostname nobody-knows-it && ip link set lo up && exec "$@"', "sh"]
 RANK = """
-import os, torch, torch.distributed as dist
+import ipaddress, os, torch, torch.distributed as dist
+ipaddress.ip_address(os.environ["MASTER_ADDR"])  # a name would be looked up for minutes
 dist.init_process_group("gloo")
 total = torch.ones(1)
 dist.all_reduce(total)
