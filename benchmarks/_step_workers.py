@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from transformers.utils.logging import disable_progress_bar
 
 from benchmarks import _step_cases as cases
 from benchmarks._optimizations import OPTIMIZATIONS, Undo
 from benchmarks._plain_step import FORMS, PlainStep
+from benchmarks._ranks import store_here, world
 from tepo_megatron.config import Config
 from tepo_megatron.types import Rollout
 from tepo_megatron.utils.processes import die_with_parent
@@ -138,20 +138,6 @@ class StepWorker:
         return pipe.recv()  # EOFError when the process has died: its traceback is on stderr
 
 
-def world(port: int, rank: int = 0, size: int = 1) -> dict[str, str]:
-    """Return the environment that torchrun would set for a rank, with a store that the caller holds.
-
-    Args:
-        port: Port of the store.
-        rank: This rank.
-        size: Number of ranks.
-    """
-    return {
-        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size),
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True",
-    }  # fmt: skip
-
-
 @contextmanager
 def started(name: str, case: str, model: Path, without: str | None = None, share_prompts: str = "auto") -> Iterator[StepWorker]:
     """Yield the worker, running in processes of its own, which end with the block.
@@ -164,7 +150,7 @@ def started(name: str, case: str, model: Path, without: str | None = None, share
         share_prompts: Value of training.share_prompts.
     """
     context, size, pipes, processes = multiprocessing.get_context("spawn"), WORKERS[name], [], []
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # port 0: the system picks a free one
+    store = store_here()
     try:
         for rank in range(size):
             ours, theirs = context.Pipe()

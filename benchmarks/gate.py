@@ -18,11 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from benchmarks import prefix
 from benchmarks._measure import MeasuredTimes, interleaved, load
-from benchmarks._step_workers import world
+from benchmarks._ranks import store_here, world
 
 CASE = prefix.PrefixCase(16, 8, 64, 128)
 # updates per step, and the largest number of tokens of a server that are compared (None: all)
@@ -53,7 +52,7 @@ def measure(repetitions: int) -> list[dict[str, Any]]:
         def with_old_stats(self, batch: Any, step: int) -> None: ...
 
     torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = store_here()
     os.environ |= world(store.port)
     found, groups = [], None
     with tempfile.TemporaryDirectory() as folder:

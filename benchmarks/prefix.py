@@ -25,12 +25,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from transformers import Qwen3Config, Qwen3ForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from benchmarks._measure import MeasuredTimes, interleaved, load
-from benchmarks._step_workers import world
+from benchmarks._ranks import store_here, world
 from tepo_megatron.config import Config
 from tepo_megatron.config.io import validate
 from tepo_megatron.ops.alignment import Alignment
@@ -154,7 +153,7 @@ def measure(names: list[str], repetitions: int, quick: bool) -> list[dict[str, A
     from tepo_megatron.distributed import parallel
     from tepo_megatron.losses import build_objective
 
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = store_here()
     os.environ |= world(store.port)
     found, groups = [], None
     with tempfile.TemporaryDirectory() as folder:

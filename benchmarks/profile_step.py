@@ -29,12 +29,12 @@ os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 import torch
-import torch.distributed as dist
 from transformers.utils.logging import disable_progress_bar
 
 from benchmarks import _step_cases as cases
 from benchmarks._measure import load
-from benchmarks._step_workers import OurStep, world
+from benchmarks._ranks import store_here, world
+from benchmarks._step_workers import OurStep
 from benchmarks._timers import BACKWARD, UNKNOWN, PartTimers, Row, shares_of_backward
 
 REST = "other Python"
@@ -116,7 +116,7 @@ def measure(case: str = "demo", steps: int = 10, threads: int = 1) -> dict[str, 
         threads: Threads of PyTorch.
     """
     torch.set_num_threads(threads)
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = store_here()
     os.environ |= world(store.port)
     with tempfile.TemporaryDirectory() as folder:
         cases.write_model(case, Path(folder))

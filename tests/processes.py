@@ -14,14 +14,13 @@ from typing import Any
 
 import torch
 
+from benchmarks._ranks import Ranks
 from tepo_megatron.platform import activate
 from tepo_megatron.utils.processes import die_with_parent
 
-ROOT = Path(__file__).parents[1]
-
 
 def run_processes(size: int, fn: Callable[..., Any], *args: Any, folder: Path, timeout: float = 300.0) -> list[Any]:
-    """Run `fn(rank, *args)` on `size` ranks under torchrun and return their results, by rank, as `worlds.run_world` does.
+    """Run `fn(rank, *args)` on `size` ranks and return their results, by rank, as `worlds.run_world` does.
 
     Args:
         size: Number of ranks.
@@ -31,36 +30,39 @@ def run_processes(size: int, fn: Callable[..., Any], *args: Any, folder: Path, t
         timeout: Seconds until the ranks are killed.
 
     Raises:
-        AssertionError: A rank failed. The message holds the end of the ranks' output.
+        AssertionError: A rank failed, or the time is up. The message holds the end of the ranks' output.
     """
-    words = command(size, fn, *args, folder=folder)
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=timeout, check=False)
-    assert done.returncode == 0, done.stderr[-6000:]
+    log = folder / "log"
+    with ranks(size, fn, *args, folder=folder) as started:
+        try:
+            started.wait(timeout)
+        except subprocess.SubprocessError as e:
+            raise AssertionError(f"{e}\n{log.read_text(errors='replace')[-6000:]}") from None
     return [pickle.loads((folder / str(rank)).read_bytes()) for rank in range(size)]
 
 
-def command(size: int, fn: Callable[..., Any], *args: Any, folder: Path) -> list[str]:
-    """Return the command that starts the ranks of `run_processes`, for a caller that does not wait for their end.
+def ranks(size: int, fn: Callable[..., Any], *args: Any, folder: Path, **env: str) -> Ranks:
+    """Return the ranks of `run_processes`, whose output is in the file `log` of the folder, for a caller that does not wait.
 
     Args:
         size: Number of ranks.
         fn: Function of a module.
         args: Further arguments of `fn`.
         folder: An empty folder for arguments and results.
+        env: Further environment variables.
     """
     (folder / "call").write_bytes(pickle.dumps((fn.__module__, fn.__qualname__, args)))
-    start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)]
-    return [sys.executable, *start, "-m", __name__, str(folder)]
+    return Ranks(size, ["-m", __name__, str(os.getpid()), str(folder)], folder / "log", env)
 
 
 def main() -> None:
-    """Run one rank, on a GPU where the machine has one."""
-    die_with_parent(os.getppid(), signal.SIGKILL)  # torchrun may be killed
+    """Run one rank, on a GPU where the machine has one. The arguments are the caller's process id and the folder."""
+    die_with_parent(int(sys.argv[1]), signal.SIGKILL)
     activate("cuda" if torch.cuda.is_available() else "cpu")  # before Megatron-Core is imported
-    folder, rank = Path(sys.argv[1]), int(os.environ["RANK"])
+    folder, rank = Path(sys.argv[2]), int(os.environ["RANK"])
     module, name, args = pickle.loads((folder / "call").read_bytes())
-    found = getattr(importlib.import_module(module), name)(rank, *args)
-    (folder / str(rank)).write_bytes(pickle.dumps(found))
+    result = getattr(importlib.import_module(module), name)(rank, *args)
+    (folder / str(rank)).write_bytes(pickle.dumps(result))
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ def main() -> None:
     from benchmarks.gpu.rows import measure
 
     properties = torch.cuda.get_device_properties(0)
-    found = measure(args.peers, torch.device("cuda"), args.rows, args.vocab, args.hidden, args.repetitions)
+    found = list(measure(args.peers, torch.device("cuda"), args.rows, args.vocab, args.hidden, args.repetitions))
     at = surroundings()
     at["machine"] |= {"gpu": properties.name, "gpu_memory_gib": round(properties.total_memory / 2**30, 1)}
     objects = [measure.as_object() | at for measure in found]

@@ -1,9 +1,8 @@
-"""One rank of `benchmarks.gpu.step`, started by torchrun: it times the steps of one config."""
+"""One rank of `benchmarks.gpu.step`: it times the steps of one config."""
 
 from __future__ import annotations
 
 import json
-import os
 import random
 import signal
 import sys
@@ -113,9 +112,13 @@ class MeasuredSteps:
 
 
 def main() -> None:
-    """Run the steps. The argument is JSON with `config` (its file), `overrides`, `prompt`, `response`, `steps`, `folder`."""
-    die_with_parent(os.getppid(), signal.SIGKILL)  # also if torchrun is killed
-    asked = json.loads(sys.argv[1])
+    """Run the steps.
+
+    The arguments are the caller's process id, and JSON with `config` (its file), `overrides`, `prompt`, `response`, `steps`,
+    `folder`.
+    """
+    die_with_parent(int(sys.argv[1]), signal.SIGKILL)
+    asked = json.loads(sys.argv[2])
     cfg = load_config(asked["config"], asked["overrides"])
     steps = MeasuredSteps(cfg, Workload.of(cfg, asked["prompt"], asked["response"]))
     batch = steps.begin(1)

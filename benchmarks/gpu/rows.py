@@ -9,7 +9,7 @@ hidden states, in bf16.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -154,9 +154,9 @@ def installed(calls: Mapping[str, Call], module_of: Mapping[str, str]) -> dict[s
 
 def measure(
     peers: Path | None, device: torch.device, rows: int = ROWS, vocab: int = VOCAB, hidden: int = HIDDEN,
-    repetitions: int = 20, square: int = SQUARE,
-) -> list[Measure]:  # fmt: skip
-    """Measure both rows. Fused kernels of peers run only on a GPU.
+    repetitions: int = 20, square: int = SQUARE, only: Collection[int] = (8, 9),
+) -> Iterator[Measure]:  # fmt: skip
+    """Yield each measure when it is known. Fused kernels of peers run only on a GPU.
 
     Args:
         peers: A folder with installed peers.
@@ -164,6 +164,7 @@ def measure(
         rows, vocab, hidden: Sizes.
         repetitions: Timed rounds.
         square: Rows of the matrices whose product is the ceiling.
+        only: The rows to measure.
     """
     statistics, on_gpu = alternatives(peers, forms=True), device.type == "cuda"
     size = 2 * rows * vocab
@@ -181,26 +182,26 @@ def measure(
         fused = {"liger": liger, "verl fused": "verl.utils.kernel.linear_cross_entropy"}
         layer_calls = installed(layer_calls | {"liger": liger_layer, "verl fused": verl_fused_layer}, fused)
 
-    bandwidth, rate = copy_bandwidth(size, device, repetitions), matmul_rate(square, device, repetitions)
-    ceilings = {"copy_bytes_per_second": bandwidth, "matmul_operations_per_second": rate}
-    pair, products = 3 * size / bandwidth, 6 * rows * hidden * vocab / rate  # seconds at the ceilings
-    found = _rows(8, logits_of(rows, vocab, device), logit_calls, device, repetitions, pair, ceilings, (rows, vocab, hidden))
-    return found + _rows(
-        9, layer_of(rows, vocab, hidden, device), layer_calls, device, repetitions, products, ceilings, (rows, vocab, hidden)
-    )
+    if 8 in only:
+        bandwidth = copy_bandwidth(size, device, repetitions)
+        inputs, ceilings = logits_of(rows, vocab, device), {"copy_bytes_per_second": bandwidth}
+        yield from _rows(8, inputs, logit_calls, device, repetitions, 3 * size / bandwidth, ceilings, (rows, vocab, hidden))
+    if 9 in only:
+        rate = matmul_rate(square, device, repetitions)
+        layer, ceilings = layer_of(rows, vocab, hidden, device), {"matmul_operations_per_second": rate}
+        least = 6 * rows * hidden * vocab / rate
+        yield from _rows(9, layer, layer_calls, device, repetitions, least, ceilings, (rows, vocab, hidden))
 
 
 def _rows(row: int, prepare: Callable[[], Any], calls: Mapping[str, Call], device: torch.device, repetitions: int,
-          least: float, ceilings: dict[str, float], shape: tuple[int, int, int]) -> list[Measure]:  # fmt: skip
+          least: float, ceilings: dict[str, float], shape: tuple[int, int, int]) -> Iterator[Measure]:  # fmt: skip
     """Measure memory and time of a row's calls. `least` is the seconds at the ceiling; each call's share of it is recorded."""
     peak = peaks(prepare, calls, device)
+    gib = {k: v / 2**30 for k, v in peak.items()}
+    yield Measure(row, name_of(row, "extra memory", *shape), "GiB", gib.pop(OURS), gib)
     taken = seconds(prepare, {name: calls[name] for name in peak}, device, repetitions)
     more = {"ceilings": ceilings, "share_of_ceiling": {name: least / s for name, s in taken.items()}}
     if row == 8:
         taken[COPY] = least
     others = {k: v for k, v in taken.items() if k != OURS}
-    gib = {k: v / 2**30 for k, v in peak.items()}
-    return [
-        Measure(row, name_of(row, "time", *shape), "s", taken[OURS], others, TARGETS[row], more=more),
-        Measure(row, name_of(row, "extra memory", *shape), "GiB", gib.pop(OURS), gib),
-    ]
+    yield Measure(row, name_of(row, "time", *shape), "s", taken[OURS], others, TARGETS[row], more=more)

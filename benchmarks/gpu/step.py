@@ -1,13 +1,13 @@
 """Measure a config's training step on this machine's GPUs, in several precisions, next to the prediction of `tepo plan`.
 
-    python -m benchmarks.gpu.step CONFIG [--precisions bf16 fp8-current fp8-blockwise] [--steps 3] [--gpu H100]
+    python -m benchmarks.gpu.step CONFIG [--precisions bf16 fp8-current fp8-blockwise] [--steps 3] [--gpu NAME]
         [--prompt TOKENS] [--response TOKENS] [--out benchmarks/results/gpu_step.json] [--section.key VALUE ...]
 
 model.path is a Hugging Face checkpoint; its weights matter only for log-probs. Sequences are random tokens, of the lengths that
-`tepo plan` assumes for the config, and no engine runs. Each precision has a torchrun of its own, with as many ranks as the
+`tepo plan` assumes for the config, and no engine runs. Each precision has a world of its own, with as many ranks as the
 layout has. One step is not timed. The columns:
 
-    old log-probs, updates   median seconds of a step, and in brackets the plan's prediction for --gpu
+    old log-probs, updates   median seconds of a step, and in brackets the plan's prediction
     tokens/s                 of prompts and responses, over both phases
     memory                   peak GiB allocated, on the rank with the largest peak
     log-prob                 |difference| to the first precision under the same weights: mean and largest, in nats
@@ -19,13 +19,9 @@ It has not been run on a GPU so far. It also runs on platform cpu, which tests i
 from __future__ import annotations
 
 import argparse
-import functools
 import json
 import os
-import signal
 import statistics
-import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -35,13 +31,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks._ranks import Ranks
 from benchmarks.gpu._step_rank import OLD, UPDATES
+from benchmarks.gpu.check.machine import card_of
 from benchmarks.results import ROOT, surroundings
+from tepo_megatron.actor.kernels import choose, installed
 from tepo_megatron.config.io import load_config
 from tepo_megatron.plan.command import PlanRequest, predictor_of
-from tepo_megatron.utils.processes import die_with_parent
+from tepo_megatron.plan.gpus import GIB, GPUS
+from tepo_megatron.plan.memory import TrainerMemory
 
 PRECISIONS = ("bf16", "fp8-current", "fp8-blockwise")
+NOT_ALLOCATED = ("fragmentation", "context, NCCL")  # parts of the plan that PyTorch's allocator does not count as tensors
 PLANNED = {OLD: ("old log-probs",), UPDATES: ("forward and backward", "gradients and weights over dp", "optimizer")}
 
 
@@ -51,7 +52,8 @@ class StepResult:
 
     Attributes:
         seconds: Median seconds by phase.
-        planned: Predicted seconds by phase.
+        planned: Predicted seconds by phase; None for a GPU that `tepo plan` does not know.
+        planned_gib: Predicted memory without NOT_ALLOCATED.
         tokens: Tokens of all sequences.
         peak_gib: Peak memory; None without a GPU.
         noise: Noise of dH in nats.
@@ -59,7 +61,8 @@ class StepResult:
     """
 
     seconds: dict[str, float]
-    planned: dict[str, float]
+    planned: dict[str, float] | None
+    planned_gib: float
     tokens: int
     peak_gib: float | None
     noise: float | None
@@ -74,27 +77,48 @@ def measured(args: argparse.Namespace, overrides: Sequence[str], precision: str)
         overrides: Arguments `--section.key VALUE`.
         precision: A value of model.precision.
     """
-    words = [*overrides, "--model.precision", precision]
+    words = overrides_here(args.config, [*overrides, "--model.precision", precision], installed())
     cfg = load_config(args.config, words)
+    gpu = args.gpu or gpu_here(cfg.platform)
+    predictor = predictor_of(cfg, PlanRequest(gpu=gpu or next(iter(GPUS)), prompt=args.prompt, response=args.response))
     asked = {
         "config": args.config, "overrides": words, "prompt": args.prompt, "response": args.response, "steps": args.steps,
     }  # fmt: skip
     with tempfile.TemporaryDirectory(prefix="step-") as folder:
-        start = ["--standalone", "--nproc-per-node", str(cfg.parallel.world_size), "-m", "benchmarks.gpu._step_rank"]
-        words = [sys.executable, "-m", "torch.distributed.run", *start, json.dumps(asked | {"folder": folder})]
-        with_us = functools.partial(die_with_parent, os.getpid(), signal.SIGKILL)
-        subprocess.run(words, cwd=ROOT, check=True, timeout=args.timeout, preexec_fn=with_us)
+        words = ["-m", "benchmarks.gpu._step_rank", str(os.getpid()), json.dumps(asked | {"folder": folder})]
+        with Ranks(cfg.parallel.world_size, words) as ranks:
+            ranks.wait(args.timeout)
         found_json = json.loads(Path(folder, "found.json").read_text())
         logprobs_N = torch.load(Path(folder, "logprobs.pt"))
-    phases = predictor_of(cfg, PlanRequest(gpu=args.gpu, prompt=args.prompt, response=args.response)).step().phases
+    phases, memory = predictor.step().phases, TrainerMemory.of(cfg, predictor.model).state().parts
     return StepResult(
-        {name: statistics.median(taken) for name, taken in found_json["seconds"].items()},
-        {name: sum(phases[phase] for phase in PLANNED[name]) for name in PLANNED},
-        found_json["tokens"],
-        found_json["peak_gib"],
-        found_json["noise"],
-        logprobs_N,
+        seconds={name: statistics.median(taken) for name, taken in found_json["seconds"].items()},
+        planned={name: sum(phases[phase] for phase in PLANNED[name]) for name in PLANNED} if gpu else None,
+        planned_gib=sum(size for part, size in memory.items() if part not in NOT_ALLOCATED) / GIB,
+        tokens=found_json["tokens"],
+        peak_gib=found_json["peak_gib"],
+        noise=found_json["noise"],
+        logprobs_N=logprobs_N,
     )
+
+
+def overrides_here(config: str, overrides: list[str], found: frozenset[str]) -> list[str]:
+    """Return the overrides, with PyTorch's attention where the layers are PyTorch's: `tepo plan` takes `auto` for the images'
+    Transformer Engine, whose attention needs less memory.
+
+    Args:
+        config: File of the config.
+        overrides: Arguments `--section.key VALUE`.
+        found: What `installed` returns.
+    """
+    cfg = load_config(config, overrides)
+    layers = choose(cfg.model, cfg.megatron, cfg.platform, found, cp=cfg.parallel.cp).layers
+    return [*overrides, *(["--model.attention", "sdpa"] if layers == "torch" else [])]
+
+
+def gpu_here(platform: str) -> str | None:
+    """Return the GPU of the plan's table that is here, None for another one. On platform cpu, which tests this, any will do."""
+    return card_of(torch.cuda.get_device_name(0)) if platform == "cuda" else next(iter(GPUS))
 
 
 def as_object(found: StepResult, first: StepResult) -> dict[str, Any]:
@@ -117,7 +141,8 @@ def table(results: dict[str, dict[str, Any]]) -> str:
     rows = [["", OLD, UPDATES, "tokens/s", "memory, GiB", "log-prob: mean", "largest", "noise of dH"]]
     rows.append(["---"] * len(rows[0]))
     for name, x in results.items():
-        seconds = [f"{x['seconds'][phase]:.3g} s ({x['planned'][phase]:.3g})" for phase in PLANNED]
+        planned = {phase: f" ({x['planned'][phase]:.3g})" if x["planned"] else "" for phase in PLANNED}
+        seconds = [f"{x['seconds'][phase]:.3g} s{planned[phase]}" for phase in PLANNED]
         memory, noise = ("-" if x[k] is None else f"{x[k]:.3g}" for k in ("peak_gib", "noise"))
         apart = [f"{x[k]:.1e}" for k in ("logprob_mean", "logprob_max")]
         rows.append([name, *seconds, f"{x['tokens_per_second']:.0f}", memory, *apart, noise])
@@ -132,7 +157,7 @@ def main() -> None:
     parser.add_argument("config")
     parser.add_argument("--precisions", nargs="+", default=PRECISIONS)
     parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--gpu", default="H100", help="of the plan (default: %(default)s)")
+    parser.add_argument("--gpu", help="of the plan (default: the one that is here)")
     parser.add_argument("--prompt", type=int, help="tokens of a prompt (default: as `tepo plan` assumes)")
     parser.add_argument("--response", type=int, help="tokens of a response on average (default: as `tepo plan` assumes)")
     parser.add_argument("--timeout", type=float, default=3600.0, help="seconds of a precision (default: %(default)g)")

@@ -6,13 +6,13 @@ GPU. Without one the kernels run in Triton's interpreter: tests/unit/ops/test_tr
 
 from __future__ import annotations
 
-import os
-import socket
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+
+from benchmarks._ranks import one_rank
 
 collect_ignore_glob = [] if torch.cuda.is_available() else ["test_*.py"]
 
@@ -24,9 +24,6 @@ def alone() -> Iterator[Any]:
     from tepo_megatron.distributed import parallel
     from tepo_megatron.platform import activate
 
-    with socket.create_server(("127.0.0.1", 0)) as door:
-        port = door.getsockname()[1]
-    world = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-    os.environ.update(world | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
-    yield parallel.initialize(ParallelConfig(), activate("cuda"), 0)
-    parallel.shutdown()
+    with one_rank():
+        yield parallel.initialize(ParallelConfig(), activate("cuda"), 0)
+        parallel.shutdown()

@@ -30,8 +30,9 @@ Kind = Literal[
     "requests to servers",
     "audits",
     "traces",
+    "checks of a machine",
 ]
-PLACES = ("tepo_megatron", "launch", "tools")  # where symbols are looked for
+PLACES = ("tepo_megatron", "launch", "tools", "benchmarks")  # where symbols are looked for
 
 
 class NotFound(Exception):

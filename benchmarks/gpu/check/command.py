@@ -1,30 +1,31 @@
-"""The command: run the parts in order of value, each in a subprocess with a time limit; write results after every part."""
+"""The command: run the tasks of all parts in order of value, each in a process group with a time limit of its own.
+
+The results are written before the first task starts and whenever a line is known: this process may be ended at any time.
+"""
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import os
-import signal
+import functools
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.check import lines
-from benchmarks.gpu.check.parts import CPU, PARTS, CheckPart, limit, selected
-from benchmarks.gpu.check.report import Result, load, merged, outcome_line, result_of, save, status_of
+from benchmarks.gpu.check import machine
+from benchmarks.gpu.check.parts import CPU, LEAST_SECONDS, PARTS, CheckPart, limit, seconds_of, selected
+from benchmarks.gpu.check.report import Result, TaskResult, load, merged, outcome_line, result_of, save
+from benchmarks.gpu.check.task_process import environment, run_task
 from benchmarks.results import ROOT, surroundings
 
-GRACE = 10.0  # seconds between SIGTERM and SIGKILL, in which launchers end their ranks
-PROGRESS = 2.0  # seconds between two reads of a part's lines
-SHORTEST = 10.0  # seconds; a part is not started with less time left
-DESCRIPTION = """Check a machine with one GPU, offline, without installing the project: kernels, training steps, several ranks
-on the one GPU, offloading, transfers of weights, a step of a real size, engines. What cannot run here is skipped, with the
-reason. Results: gpu.json and gpu.md. Exit status: 0 if all parts that can run here passed, else 1."""
+TORCH_SECONDS = 60.0  # for torch to say whether it finds a GPU
+DESCRIPTION = """Check a machine with one GPU, offline, without installing the project: kernels, training steps, a step of a
+real size, transfers of weights, offloading, several ranks on the one GPU, tests, engines. What cannot run here is skipped, with
+the reason. Results: gpu.json and gpu.md. Exit status: 0 if something ran and all that can run here passed, else 1; so it is 1
+where there is no GPU, a package is missing, or `tepo plan` does not know the GPU, which is said at once."""
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -34,7 +35,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     names = ", ".join(part.name for part in PARTS)
     parser.add_argument(
-        "--parts", help=f"comma-separated: {names}; `{CPU}`: on the CPU, at tiny sizes (default: all, on the GPU)"
+        "--parts", help=f"comma-separated: {names}; `{CPU}`: a rehearsal on the CPU, at tiny sizes (default: all, on the GPU)"
     )
     parser.add_argument("--minutes", type=float, default=10.0, help="time limit of the whole check (default: %(default)g)")
     parser.add_argument(
@@ -43,126 +44,112 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+class Table:
+    """The results of a check, on disk at any time. An earlier check's stay in the file until a part has run again."""
+
+    def __init__(self, file: Path, parts: Sequence[CheckPart]) -> None:
+        self.file, self._earlier, self._at = file, load(file), dict[str, Any]()
+        self._tasks = {
+            part: {task: TaskResult(task, "waiting", [], "not run yet", {}) for task in part.tasks} for part in parts
+        }
+
+    def set_machine(self, device: str) -> None:
+        """Name the device of all results, with the rest of the machine."""
+        self._at = {"device": device, **surroundings()}
+
+    def put(self, part: CheckPart, result: TaskResult) -> None:
+        """Write what is known, with a task's result so far.
+
+        Args:
+            part: Part of the task.
+            result: The result.
+        """
+        self._tasks[part][result.task] = result
+        self.write()
+
+    def refuse(self, why: str) -> None:
+        """Skip every task for the same reason, and write."""
+        for tasks in self._tasks.values():
+            tasks.update({task: TaskResult(task, "skipped", [], why, {}) for task in tasks})
+        self.write()
+
+    def result(self, part: CheckPart) -> Result:
+        """Return what is known of a part."""
+        return result_of(part, list(self._tasks[part].values()), **self._at)
+
+    def write(self) -> None:
+        """Write what is known."""
+        save(self.file, merged(self._earlier, [self.result(part) for part in self._tasks]))
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the check; return the exit status."""
     args = arguments(argv)
-    end = time.monotonic() + 60 * args.minutes
+    deadline = time.monotonic() + seconds_of(args.minutes)
     try:
         platform, parts = selected(args.parts)
     except ValueError as e:
         print(e, file=sys.stderr)
         return 2
     out = args.out or ROOT / ("build/gpu_check" if platform == "cpu" else "benchmarks/results")
-    file = out / "gpu.json"
-    results: list[Result] = []
+    table = Table(out / "gpu.json", parts)
     device, refusal = _device(platform)
-    with tempfile.TemporaryDirectory(prefix="gpu-check-") as folder:
-        for part in parts:
-            at = {"device": device, **surroundings()}
+    table.set_machine(device)
+    unknown = platform == "cuda" and machine.unknown_card(device)
+    if refusal:
+        table.refuse(refusal)
+        print(f"{refusal}\nwritten: {table.file} and {table.file.with_suffix('.md').name}", file=sys.stderr)
+        return 1
+    table.write()
+    with tempfile.TemporaryDirectory(prefix="gpu-check-", ignore_cleanup_errors=True) as folder:
+        _run_all(table, parts, platform, Path(folder), args.minutes, deadline)
+    print(f"written: {table.file} and {table.file.with_suffix('.md').name}")
+    statuses = {table.result(part)["status"] for part in parts}
+    return 0 if "passed" in statuses and statuses <= {"passed", "skipped"} and not unknown else 1
 
-            def keep(result: Result, at: dict[str, Any] = at) -> None:
-                """Write what is known, also of a running part, because this process may be ended without warning.
 
-                Args:
-                    result: The part's result so far.
-                    at: The machine; bound when the function is defined.
-                """
-                save(file, merged(load(file), [*results, result | at]))
-
-            result = _run(part, platform, refusal, Path(folder), limit(part, args.minutes, end - time.monotonic()), keep)
-            keep(result)
-            results.append(result | at)
-            print(outcome_line(results[-1]), flush=True)
-    print(f"written: {file} and {file.with_suffix('.md').name}")
-    return int(any(result["status"] not in ("passed", "skipped") for result in results))
+def _run_all(table: Table, parts: Sequence[CheckPart], platform: str, folder: Path, minutes: float, deadline: float) -> None:
+    """Run the tasks one after the other."""
+    runs = [(part, task) for part in parts for task in part.tasks if part.cpu or platform == "cuda"]
+    for part in parts:
+        if not part.cpu and platform == "cpu":
+            for task in part.tasks:
+                table.put(part, TaskResult(task, "skipped", [], "needs a GPU", {}))
+            print(outcome_line(table.result(part)), flush=True)
+    for number, (part, task) in enumerate(runs):
+        later = runs[number + 1 :]
+        seconds = limit(task, [task for _, task in later], minutes, deadline - time.monotonic())
+        if seconds < LEAST_SECONDS:
+            table.put(part, TaskResult(task, "no time left", [], "no time was left; raise --minutes", {}))
+        else:
+            keep = functools.partial(table.put, part)
+            keep(run_task(part, task, platform, folder, seconds, keep))
+        if not any(other is part for other, _ in later):
+            print(outcome_line(table.result(part)), flush=True)
 
 
 def _device(platform: str) -> tuple[str, str]:
-    """Return the name of the device, and why parts for a GPU cannot run here; "" if they can."""
+    """Return the name of the device, and why nothing can run here; "" if it can. What is known at once is said at once."""
+    if missing := machine.missing_packages(platform):
+        return "", missing
     if platform == "cpu":
+        print("on the CPU, at tiny sizes: this tests the check, and says nothing about a GPU", flush=True)
         return "CPU", ""
+    seen, none = machine.driver_gpu()
+    print(f"{none}; asking torch" if none else f"GPU: {seen}", file=sys.stderr if none else sys.stdout, flush=True)
+    if seen and (unknown := machine.unknown_card(seen)):
+        print(unknown, file=sys.stderr, flush=True)
     code = "import torch; print(torch.__version__); print(torch.cuda.get_device_name(0) if torch.cuda.is_available() else '')"
     words = [sys.executable, "-c", code]  # in a process of its own, because a CUDA context takes memory
-    done = subprocess.run(words, env=environment(platform), capture_output=True, text=True, timeout=120, check=False)
-    if done.returncode:
-        return "", f"torch cannot be used: {_last_line(done.stderr)}"
-    version, name = done.stdout.splitlines()[-2:]
-    return name, "" if name else f"needs a GPU, and torch {version} finds none"
-
-
-def _run(part: CheckPart, platform: str, refusal: str, folder: Path, seconds: float, keep: Callable[[Result], None]) -> Result:
-    """Run a part, or report why it does not run. `keep` gets its lines every few seconds while it runs."""
-    if platform == "cpu" and not part.cpu:
-        return result_of(part, "skipped", [], "needs a GPU")
-    if refusal:
-        return result_of(part, "skipped", [], refusal)
-    if seconds < SHORTEST:
-        return result_of(part, "no time left", [], "no time was left; raise --minutes")
-    file, log = folder / f"{part.name}.jsonl", folder / f"{part.name}.log"
-    start = time.monotonic()
-    status = _subprocess(
-        part, platform, folder, file, log, seconds, lambda: keep(result_of(part, "running", lines.read(file), "not done yet"))
-    )
-    found = lines.read(file)
-    more: dict[str, Any] = {"seconds": round(time.monotonic() - start, 1), "exit_status": status}
-    if status == 0 and status_of(found) != "failed":
-        return result_of(part, status_of(found), found, **more)
-    tail = "\n".join(log.read_text(errors="replace").splitlines()[-30:])
-    print(tail, file=sys.stderr, flush=True)
-    if status == 0:
-        return result_of(part, "failed", found, log=tail[-4000:], **more)
-    why = f"cut off after {seconds:.0f} s" if status is None else f"ended with exit status {status}: {_last_line(tail)}"
-    return result_of(part, "cut off" if status is None else "failed", found, why, log=tail[-4000:], **more)
-
-
-def _subprocess(
-    part: CheckPart, platform: str, folder: Path, file: Path, log: Path, seconds: float, progress: Callable[[], None]
-) -> int | None:
-    """Run the code of a part; return its exit status, None if it ran out of time and was ended with all its children."""
-    words = [sys.executable, "-m", "benchmarks.gpu.check.part", part.name, platform, str(folder), str(file), f"{seconds:.0f}"]
-    with log.open("w") as output:
-        process = subprocess.Popen(
-            words,
-            cwd=ROOT,
-            env=environment(platform),
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            start_new_session=True,
+    try:
+        done = subprocess.run(
+            words, env=environment(platform), capture_output=True, text=True, timeout=TORCH_SECONDS, check=False
         )
-        deadline = time.monotonic() + seconds
-        try:
-            while (left := deadline - time.monotonic()) > 0:
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    return process.wait(min(left, PROGRESS))
-                progress()
-            return None
-        finally:
-            _end(process)
-
-
-def _end(process: subprocess.Popen[Any]) -> None:
-    """End the process group of a part."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGTERM)
-        deadline = time.monotonic() + GRACE
-        while time.monotonic() < deadline:
-            process.poll()
-            os.killpg(process.pid, 0)  # raises if no process of the group is left
-            time.sleep(0.05)
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-
-
-def environment(platform: str) -> dict[str, str]:
-    """Return the environment of a part: the project from its folder, no network, few threads because of the many ranks."""
-    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    offline = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    hidden = {"CUDA_VISIBLE_DEVICES": ""} if platform == "cpu" else {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-    threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-    return {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", **offline, **threads, **hidden}
-
-
-def _last_line(text: str) -> str:
-    found = [line.strip() for line in text.splitlines() if line.strip()]
-    return found[-1][:300] if found else "no output"
+    except subprocess.TimeoutExpired:
+        return "", f"torch did not say in {TORCH_SECONDS:.0f} s whether it finds a GPU"
+    if done.returncode:
+        return "", f"torch cannot be used: {machine.last_line(done.stderr)}"
+    version, name = done.stdout.splitlines()[-2:]
+    if name and not seen and (unknown := machine.unknown_card(name)):
+        print(unknown, file=sys.stderr, flush=True)
+    return name, "" if name else f"needs a GPU, and torch {version} finds none"

@@ -1,16 +1,17 @@
-"""Reporting of a part: one line of JSON for each result, as soon as it is known."""
+"""Reporting of a task: one line of JSON for each result, as soon as it is known."""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import time
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-Status = Literal["passed", "failed", "measured", "skipped"]
+Status = Literal["passed", "failed", "measured", "skipped", "running"]
 
 
 class Skip(Exception):
@@ -19,20 +20,22 @@ class Skip(Exception):
 
 @dataclass
 class Check:
-    """The argument of a part's code, through which it reports.
+    """The argument of a task's code, through which it reports.
 
     Attributes:
         platform: "cpu" (tiny sizes) or "cuda".
-        folder: Scratch space that all parts of a run share.
+        task: Name of the task.
+        folder: Scratch space that all tasks of a run share.
         file: The lines are appended here, one JSON object each.
-        seconds: Time limit of the part.
+        deadline: When its time is up, on the monotonic clock, which all processes of a machine share.
         names: Names of the lines so far.
     """
 
     platform: Literal["cpu", "cuda"]
+    task: str
     folder: Path
     file: Path
-    seconds: float
+    deadline: float
     names: list[str] = field(default_factory=list)
 
     @property
@@ -40,14 +43,19 @@ class Check:
         """True if the part runs on a GPU."""
         return self.platform == "cuda"
 
+    @property
+    def left(self) -> float:
+        """The seconds that are left."""
+        return self.deadline - time.monotonic()
+
     def report(
         self, name: str, status: Status, value: float | str | None = None, unit: str = "", why: str = "", **more: Any
     ) -> None:
         """Write one line.
 
         Args:
-            name: One of the part's lines, or an additional one.
-            status: Outcome.
+            name: One of the task's lines, or an additional one. A later line of the same name replaces it.
+            status: Outcome; "running": what is known so far, which is a failure if nothing follows.
             value: The result; None if there is none.
             unit: Unit of the value.
             why: The reason for a failure or a skip; otherwise a remark.
@@ -88,10 +96,15 @@ class Check:
                 self.report(name, status, why=why)
 
 
-def read(file: Path) -> list[dict[str, Any]]:
+def read_all(file: Path) -> list[dict[str, Any]]:
     """Return the lines written so far, without a last one that was cut off in the middle."""
     found = []
     for text in file.read_text().splitlines() if file.exists() else ():
         with contextlib.suppress(json.JSONDecodeError):
             found.append(json.loads(text))
     return found
+
+
+def read(file: Path) -> list[dict[str, Any]]:
+    """Return the last line of each name, in the order of their first ones."""
+    return list({line["name"]: line for line in read_all(file)}.values())

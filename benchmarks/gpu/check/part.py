@@ -1,7 +1,8 @@
-"""Run one part in a subprocess: python -m benchmarks.gpu.check.part NAME PLATFORM FOLDER FILE SECONDS."""
+"""Run one task in a process of its own: python -m benchmarks.gpu.check.part MODULE UNIT PLATFORM FOLDER FILE DEADLINE."""
 
 from __future__ import annotations
 
+import faulthandler
 import importlib
 import os
 import signal
@@ -13,13 +14,15 @@ from benchmarks.gpu.check.lines import Check
 
 
 def main() -> None:
-    """Run the part's code; lines that failed do not change the exit status."""
+    """Run the task's code; lines that failed do not change the exit status."""
     from tepo_megatron.utils.processes import die_with_parent
 
     die_with_parent(os.getppid(), signal.SIGKILL)  # also if the command is killed
-    name, platform, folder, file, seconds = sys.argv[1:]
-    check: Any = Check(platform, Path(folder), Path(file), float(seconds))  # type: ignore[arg-type]
-    importlib.import_module(f"benchmarks.gpu.check.run_{name}").run(check)
+    module, task, platform, folder, file, deadline = sys.argv[1:]
+    check: Any = Check(platform, task, Path(folder), Path(file), float(deadline))  # type: ignore[arg-type]
+    faulthandler.dump_traceback_later(max(0.1, check.left - 1))  # so that the log says where the task was when it was cut off
+    importlib.import_module(module).run(check)
+    faulthandler.cancel_dump_traceback_later()
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The parts of the check, in order of value."""
+"""The parts of the check in order of value, the tasks that run in processes of their own, and their time limits."""
 
 from __future__ import annotations
 
@@ -15,6 +15,9 @@ LAYOUTS = (  # from tests/parallel/cases.py; a test compares the two
 )  # fmt: skip
 WITHOUT_LOGITS = "logits computed again"  # training.logits_budget_mib 0: the fused output layer
 FP8 = ("fp8-delayed", "fp8-current", "fp8-blockwise")  # from actor/precision.py; a test compares the two
+# of the minutes that are given; the rest is for tasks that do not end at once when they are cut off, and for starting this
+USED = 0.8
+LEAST_SECONDS = 5.0  # a task is not started with less time left
 
 
 def gpu_tests() -> tuple[str, ...]:
@@ -24,58 +27,102 @@ def gpu_tests() -> tuple[str, ...]:
 
 
 @dataclass(frozen=True)
-class CheckPart:
-    """One part of the check.
+class CheckTask:
+    """One process group with a time limit of its own, so that a task that hangs takes only its own time.
 
     Attributes:
-        name: Name for `--parts`; the part's code is the module `run_<name>`.
-        title: Title of its table.
-        seconds: Time limit in a check of 10 minutes. A longer check raises it in proportion.
+        name: Unique in its part. The part's code gets it.
+        seconds: Time that it has in a check of 10 minutes, however long the tasks before it took; other checks scale it.
         lines: Names of the lines that it reports; a line that is missing at the end is reported as not measured.
+    """
+
+    name: str
+    seconds: float
+    lines: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class CheckPart:
+    """One part of the check: a table.
+
+    Attributes:
+        name: Name for `--parts`.
+        title: Title of its table.
+        tasks: Its tasks, in order of value.
         cpu: Whether it also runs on the platform `cpu`.
+        code: Module with the part's `run`; "": benchmarks.gpu.check.run_<name>.
     """
 
     name: str
     title: str
-    seconds: float
-    lines: tuple[str, ...]
+    tasks: tuple[CheckTask, ...]
     cpu: bool = True
+    code: str = ""
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """Names of the lines of all tasks."""
+        return tuple(line for task in self.tasks for line in task.lines)
+
+    @property
+    def module(self) -> str:
+        """Name of the module with the part's `run`."""
+        return self.code or f"benchmarks.gpu.check.run_{self.name}"
+
+
+def _files(names: Sequence[str], seconds: float) -> tuple[CheckTask, ...]:
+    return tuple(CheckTask(name, seconds, (name,)) for name in names)
 
 
 PARTS: tuple[CheckPart, ...] = (
-    CheckPart("environment", "The machine and what is installed", 60, ("device", "driver", "torch", "packages")),
-    CheckPart("tests", "Tests that need a GPU (tests/gpu)", 150, gpu_tests(), cpu=False),
-    CheckPart("kernels", "Token statistics and the fused output layer", 90, (
-        "error: statistics of fp32 logits", "error: statistics of bf16 logits", "error: output layer, logits kept",
-        f"error: output layer, {WITHOUT_LOGITS}", "statistics: time", "statistics: extra memory", "output layer: time",
-        "output layer: extra memory", "statistics: trl", "statistics: verl",
+    CheckPart("environment", "The machine and what is installed", (
+        CheckTask("environment", 15, ("device", "driver", "torch", "packages")),
     )),
-    CheckPart("training", "Two optimizer steps of one rank against the fp64 reference", 90, (
-        "fp32", f"fp32, {WITHOUT_LOGITS}", "bf16", f"bf16, {WITHOUT_LOGITS}", *FP8,
+    CheckPart("kernels", "Token statistics, the fused output layer, the compiled activation", (
+        CheckTask("statistics", 35, (
+            "error: statistics of fp32 logits", "error: statistics of bf16 logits", "statistics: extra memory",
+            "statistics: time", "statistics: trl", "statistics: verl",
+        )),
+        CheckTask("output layer", 35, (
+            "error: output layer, logits kept", f"error: output layer, {WITHOUT_LOGITS}", "output layer: extra memory",
+            "output layer: time",
+        )),
+        CheckTask("activation", 25, ("error: SwiGLU", "SwiGLU: first call", "SwiGLU: first call with another length")),
     )),
-    CheckPart("layouts", "Two optimizer steps of several ranks on one device, collectives staged through host memory", 150, (
-        *(f"fp32, {name}" for name in LAYOUTS), f"fp32, DP2, {WITHOUT_LOGITS}", "fp32, DP2, overlapped",
-        *(f"bf16, {name}" for name in LAYOUTS),
+    CheckPart("training", "Two optimizer steps of one rank against the fp64 reference", (
+        CheckTask("training", 50, ("fp32", f"fp32, {WITHOUT_LOGITS}", "bf16", f"bf16, {WITHOUT_LOGITS}", *FP8)),
     )),
-    CheckPart("offload", "The actor leaves the device and comes back", 60, (
-        "offload", "reload", "bytes that left the device", "host memory in use afterwards", "page-locked by PyTorch",
-        "state after the round trip",
+    CheckPart("step", "A training step of a random Qwen3 next to the prediction of `tepo plan`", (
+        CheckTask("logits kept", 55, ("old log-probs, logits kept", "updates, logits kept", "memory, logits kept")),
+        CheckTask("logits_budget_mib 512", 50, (
+            "old log-probs, logits_budget_mib 512", "updates, logits_budget_mib 512", "memory, logits_budget_mib 512",
+        )),
     )),
-    CheckPart("transfer", "Weights to another process", 60, (
-        "ipc", "shm", "copy of as many bytes on the device", "copy of as many bytes to /dev/shm",
+    CheckPart("transfer", "Weights to another process", (
+        CheckTask("ipc", 22, ("ipc", "copy of as many bytes on the device")),
+        CheckTask("shm", 20, ("shm", "copy of as many bytes to /dev/shm")),
     )),
-    CheckPart("step", "A training step of a random Qwen3 next to the prediction of `tepo plan`", 200, (
-        "old log-probs, logits kept", "updates, logits kept", "memory, logits kept",
-        "old log-probs, logits_budget_mib 512", "updates, logits_budget_mib 512", "memory, logits_budget_mib 512",
+    CheckPart("offload", "The actor leaves the device and comes back", (
+        CheckTask("offload", 25, (
+            "offload", "reload", "bytes that left the device", "host memory in use afterwards", "page-locked by PyTorch",
+            "state after the round trip",
+        )),
     )),
-    CheckPart("engines", "Servers that sleep, wake and take FP8 weights", 300, ENGINE_TESTS, cpu=False),
+    CheckPart("layouts", "Two optimizer steps of several ranks on one device, collectives staged through host memory", (
+        CheckTask("layouts", 50, (
+            *(f"fp32, {name}" for name in LAYOUTS), f"fp32, DP2, {WITHOUT_LOGITS}", "fp32, DP2, overlapped",
+            *(f"bf16, {name}" for name in LAYOUTS),
+        )),
+    )),
+    CheckPart("tests", "Tests that need a GPU (tests/gpu)", _files(gpu_tests(), 96 / len(gpu_tests())), cpu=False),
+    CheckPart("engines", "Servers that sleep, wake and take FP8 weights", _files(ENGINE_TESTS, 0), cpu=False),
 )  # fmt: skip
 
 
 def selected(words: str | None) -> tuple[str, tuple[CheckPart, ...]]:
     """Return the platform and the parts that `--parts` asks for; None asks for all of them on the GPU.
 
-    Raises ValueError for a name that no part has, or for a part that cannot run on a CPU.
+    Raises ValueError for a name that no part has.
     """
     asked = [word.strip() for word in words.split(",") if word.strip()] if words else []
     platform = "cpu" if CPU in asked else "cuda"
@@ -85,15 +132,27 @@ def selected(words: str | None) -> tuple[str, tuple[CheckPart, ...]]:
     return platform, tuple(part for part in PARTS if not names or part.name in names)
 
 
-def limit(part: CheckPart, minutes: float, left: float) -> float:
-    """Return the seconds that a part may take.
+def seconds_of(minutes: float) -> float:
+    """Return the seconds that all tasks of a check have together.
 
     Args:
-        part: The part.
         minutes: Time limit of the whole check.
-        left: Seconds left of it.
     """
-    return min(left, part.seconds * max(1.0, minutes / 10))
+    return 60 * USED * minutes
+
+
+def limit(task: CheckTask, later: Sequence[CheckTask], minutes: float, left: float) -> float:
+    """Return the seconds that a task may take: its own, and half of what nobody has a claim to; for the last one, all of it.
+
+    Args:
+        task: The task.
+        later: The tasks that will run after it.
+        minutes: Time limit of the whole check.
+        left: Seconds of `seconds_of(minutes)` that are left.
+    """
+    own, claimed = (minutes / 10 * sum(x.seconds for x in tasks) for tasks in ([task], later))
+    spare = max(0.0, left - own - claimed)
+    return min(left, own + (spare / 2 if later else spare))
 
 
 def line_names(parts: Sequence[CheckPart]) -> list[str]:

@@ -1,62 +1,86 @@
-"""Run files of tests/gpu, each in a process of its own, because a CUDA fault ends the process in which it happens."""
+"""Run a file of tests/gpu in this process, and report its row after every test, because a CUDA fault ends the process."""
 
 from __future__ import annotations
 
 import importlib.util
-import subprocess
-import sys
-import xml.etree.ElementTree as ElementTree
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from typing import Any
 
 from benchmarks.gpu.check.lines import Check, Skip
-from benchmarks.results import ROOT
 
 NOTHING_COLLECTED = 5  # exit status of pytest
+WORDS = ("--confcutdir=tests/gpu", "-p", "no:cacheprovider")
+WORST_FIRST = ("failed", "skipped", "passed")
 
 
-def run_files(check: Check, files: Sequence[str], selection: Mapping[str, str] | None = None) -> None:
-    """Run the test files and report each.
+class Outcomes:
+    """A plugin of pytest that counts the tests by outcome, and reports what it knows after each.
+
+    Attributes:
+        reasons: Number of each reason for a failure or a skip.
+    """
+
+    def __init__(self, check: Check) -> None:
+        self._check, self._tests = check, dict[str, str]()
+        self.reasons: Counter[str] = Counter()
+
+    @property
+    def counts(self) -> Counter[str]:
+        """Number of tests by outcome."""
+        return Counter(self._tests.values())
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        """Take the report of a test's setup, call or teardown."""
+        self._take(report, f"{report.nodeid.rpartition('::')[2]}: ")
+        if report.when == "teardown":
+            self.tell("running")
+
+    def pytest_collectreport(self, report: Any) -> None:
+        """Take the report of a file that could not be imported, or that skips itself."""
+        if report.outcome != "passed":
+            self._take(report, "")
+
+    def tell(self, status: Any) -> None:
+        """Report the file's row.
+
+        Args:
+            status: Its status.
+        """
+        summary = ", ".join(f"{n} {what}" for what, n in sorted(self.counts.items()))
+        why = "; ".join(f"{n} x {reason}" if n > 1 else reason for reason, n in self.reasons.items())
+        self._check.report(self._check.task, status, summary, why=why[:1500])
+
+    def _take(self, report: Any, name: str) -> None:
+        before = self._tests.get(report.nodeid, "passed")
+        self._tests[report.nodeid] = min(before, report.outcome, key=WORST_FIRST.index)
+        if report.outcome == "skipped":
+            reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+            self.reasons[reason.removeprefix("Skipped: ")] += 1
+        elif report.outcome == "failed":
+            crash = getattr(report.longrepr, "reprcrash", None)
+            text = str(report.longrepr).strip() if crash is None else crash.message
+            self.reasons[name + (text.splitlines() or ["no reason"])[-1 if crash is None else 0]] += 1
+
+
+def run_file(check: Check, folder: str = "tests/gpu", selection: str = "") -> None:
+    """Run the test file that the task is named after, and report it.
 
     Args:
-        check: Receives the lines.
-        files: Names in tests/gpu, which are also the lines' names.
-        selection: pytest's `-k` of a file, by name.
+        check: Receives the line.
+        folder: Folder of the file.
+        selection: pytest's `-k`.
     """
-    for name in files:
-        with check.line(name):
-            if importlib.util.find_spec("pytest") is None:
-                raise Skip("pytest is not installed")
-            _run_file(check, name, (selection or {}).get(name, ""))
+    with check.line(check.task):
+        if importlib.util.find_spec("pytest") is None:
+            raise Skip("pytest is not installed")
+        import pytest
 
-
-def _run_file(check: Check, name: str, selection: str) -> None:
-    report = check.folder / f"{name}.xml"
-    report.unlink(missing_ok=True)
-    words = ["-m", "pytest", f"tests/gpu/{name}", "--confcutdir=tests/gpu", "-p", "no:cacheprovider", f"--junitxml={report}"]
-    done = subprocess.run([sys.executable, *words, *(["-k", selection] if selection else [])], cwd=ROOT, check=False)
-    counts, reasons = outcomes(report) if report.exists() else (Counter(), Counter())
-    if not counts and done.returncode not in (0, NOTHING_COLLECTED):
-        raise RuntimeError(f"pytest ended with exit status {done.returncode} and ran no test")
-    if not counts:
-        raise Skip("no test was collected: torch finds no GPU, or the file skips this machine")
-    summary = ", ".join(f"{n} {what}" for what, n in sorted(counts.items()))
-    why = "; ".join(f"{n} x {reason}" if n > 1 else reason for reason, n in reasons.items())
-    bad = done.returncode not in (0, NOTHING_COLLECTED) or counts["failed"]
-    status = "failed" if bad else "passed" if counts["passed"] else "skipped"
-    check.report(name, status, summary, why=why[:1500])  # type: ignore[arg-type]
-
-
-def outcomes(report: Path) -> tuple[Counter[str], Counter[str]]:
-    """Return the number of tests by outcome, and of each reason for a failure or a skip, from a JUnit file."""
-    counts: Counter[str] = Counter()
-    reasons: Counter[str] = Counter()
-    for case in ElementTree.parse(report).iter("testcase"):
-        found = [(what, case.find(tag)) for tag, what in (("failure", "failed"), ("error", "failed"), ("skipped", "skipped"))]
-        outcome = next(((what, element) for what, element in found if element is not None), None)
-        counts[outcome[0] if outcome else "passed"] += 1
-        if outcome is not None:
-            message = (outcome[1].get("message") or "no reason").strip().splitlines()[0]
-            reasons[message if outcome[0] == "skipped" else f"{case.get('name')}: {message}"] += 1
-    return counts, reasons
+        outcomes = Outcomes(check)
+        words = [f"{folder}/{check.task}", *WORDS, *(["-k", selection] if selection else [])]
+        status = pytest.main(words, plugins=[outcomes])
+        if not outcomes.counts and status not in (0, NOTHING_COLLECTED):
+            raise RuntimeError(f"pytest ended with exit status {int(status)} and ran no test")
+        if not outcomes.counts:
+            raise Skip("no test was collected: torch finds no GPU, or the file skips this machine")
+        bad = status not in (0, NOTHING_COLLECTED) or outcomes.counts["failed"]
+        outcomes.tell("failed" if bad else "passed" if outcomes.counts["passed"] else "skipped")

@@ -1,56 +1,103 @@
-"""The results of the check: a JSON file that is rewritten after each part, and its table in Markdown."""
+"""The results of the check: a JSON file that is rewritten whenever a line is known, and its table in Markdown."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.check.parts import PARTS, CheckPart
+from benchmarks.gpu.check.parts import PARTS, CheckPart, CheckTask
 
 NOT_MEASURED = "not measured"
+SEVERITY = ("failed", "cut off", "no time left", "running", "waiting", "passed", "skipped")  # statuses, the worst one first
+ON_CPU = "Rehearsed on a CPU at tiny sizes, which tests the check: nothing here is about a GPU."
 Result = dict[str, Any]  # of one part
 
 
-def result_of(part: CheckPart, status: str, lines: Sequence[Mapping[str, Any]], why: str = "", **more: Any) -> Result:
-    """Return a part's result. Lines that it should have but did not report are added as not measured.
+@dataclass
+class TaskResult:
+    """The result of a task so far.
+
+    Attributes:
+        task: The task.
+        status: One of SEVERITY.
+        lines: Its reported lines; the last one of a name counts.
+        why: Reason of the status, and of lines that are missing.
+        more: Further values, for the JSON file.
+    """
+
+    task: CheckTask
+    status: str
+    lines: Sequence[Mapping[str, Any]]
+    why: str
+    more: Mapping[str, Any]
+
+    def all_lines(self) -> list[dict[str, Any]]:
+        """Return the reported lines and, as not measured, those that are missing."""
+        by_name = {name: _missing(name, self.why) for name in self.task.lines}
+        by_name |= {line["name"]: dict(line) for line in self.lines}
+        for line in by_name.values():
+            if line["status"] == "running" and self.status != "running":
+                line |= {"status": "failed", "why": "; ".join(filter(None, (self.why, line["why"])))}
+        return list(by_name.values())
+
+
+def result_of(part: CheckPart, tasks: Sequence[TaskResult], **more: Any) -> Result:
+    """Return a part's result.
 
     Args:
         part: The part.
-        status: Status of the part.
-        lines: The reported lines.
-        why: Reason of the status, and of the missing lines.
+        tasks: Results of its tasks.
         more: Further values, for the JSON file.
     """
-    there = {line["name"] for line in lines}
-    missing = [
-        {"name": n, "status": "skipped", "value": None, "unit": "", "why": why or "not reported"}
-        for n in part.lines
-        if n not in there
-    ]
-    return {"part": part.name, "title": part.title, "status": status, "why": why, "lines": [*lines, *missing], **more}
+    names: dict[str, list[str]] = {}
+    for x in tasks:
+        names.setdefault(x.why, []).append(x.task.name)
+    reasons = [why if len(n) == len(tasks) else f"{', '.join(n)}: {why}" for why, n in names.items() if why]
+    seconds = sum(x.more.get("seconds", 0.0) for x in tasks)
+    return {
+        "part": part.name, "title": part.title, "status": min((x.status for x in tasks), key=SEVERITY.index),
+        "why": "; ".join(reasons), "lines": [line for x in tasks for line in x.all_lines()],
+        **({"seconds": round(seconds, 1)} if seconds else {}),
+        "tasks": [{"task": x.task.name, "status": x.status, "why": x.why, **x.more} for x in tasks], **more,
+    }  # fmt: skip
+
+
+def _missing(name: str, why: str) -> dict[str, Any]:
+    return {"name": name, "status": "skipped", "value": None, "unit": "", "why": why or "not reported"}
 
 
 def status_of(lines: Sequence[Mapping[str, Any]]) -> str:
     """Return "failed" if a line failed, "skipped" if all were skipped, else "passed"."""
-    found = {line["status"] for line in lines}
-    return "failed" if "failed" in found else "skipped" if found <= {"skipped"} else "passed"
+    statuses = {line["status"] for line in lines}
+    return "failed" if "failed" in statuses else "skipped" if statuses <= {"skipped"} else "passed"
 
 
 def merged(old: Sequence[Result], new: Sequence[Result]) -> list[Result]:
     """Return the new results and the old ones of other parts, in the order of the parts.
 
-    A skipped part does not replace one that ran before.
+    A part that measured nothing does not replace one that did before: its lines that the old one lacks are added to it.
 
     Args:
         old, new: Results of parts.
     """
-    found = {result["part"]: result for result in old}
+    by_part = {result["part"]: result for result in old}
     for result in new:
-        if result["status"] != "skipped" or found.get(result["part"], result)["status"] == "skipped":
-            found[result["part"]] = result
-    return [found[part.name] for part in PARTS if part.name in found]
+        before = by_part.get(result["part"], result)
+        if not _ran(result) and _ran(before):
+            names = {line["name"] for line in before["lines"]}
+            added = [line for line in result["lines"] if line["name"] not in names]
+            result = before | {"title": result["title"], "lines": [*before["lines"], *added]}
+        by_part[result["part"]] = result
+    return [by_part[part.name] for part in PARTS if part.name in by_part]
+
+
+def _ran(result: Result) -> bool:
+    """Return whether a part has run: one that is running counts from its first line on."""
+    known = any(line["status"] != "skipped" for line in result["lines"])
+    return result["status"] not in ("skipped", "waiting") and (known or result["status"] != "running")
 
 
 def load(file: Path) -> list[Result]:
@@ -76,6 +123,8 @@ def save(file: Path, results: Sequence[Result]) -> None:
 def markdown(results: Sequence[Result]) -> str:
     """Return one table per part."""
     text = ["# One GPU, checked by `python tools/gpu_check.py`"]
+    if any(result.get("device") == "CPU" for result in results):
+        text += ["", ON_CPU]
     for result in results:
         text += ["", f"## {result['title']}", "", outcome_line(result), ""]
         rows = [("line", "result", "remark"), ("---", "---", "---")]

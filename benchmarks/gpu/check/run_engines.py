@@ -5,14 +5,17 @@ from __future__ import annotations
 import importlib.util
 
 from benchmarks.gpu.check.lines import Check
-from benchmarks.gpu.check.parts import ENGINE_TESTS
-from benchmarks.gpu.check.pytests import run_files
+from benchmarks.gpu.check.pytests import run_file
+from tepo_megatron.inference.sglang_environment import default_python
 
 
 def run(check: Check) -> None:
-    """Run the tests, or report them as skipped without psutil."""
+    """Run a test file, or report it as skipped where no server can be started."""
     if importlib.util.find_spec("psutil") is None:
-        for name in ENGINE_TESTS:
-            check.report(name, "skipped", why="psutil, with which servers are started and ended, is not installed")
+        why = "psutil, with which servers are started and ended, is not installed"
+    elif importlib.util.find_spec("vllm") is None and not default_python().is_file():
+        why = "neither vLLM nor SGLang is installed"
+    else:
+        run_file(check, selection="vllm" if check.task == "test_colocation.py" else "")
         return
-    run_files(check, ENGINE_TESTS, {"test_colocation.py": "vllm"})
+    check.report(check.task, "skipped", why=why)

@@ -10,12 +10,13 @@ import subprocess
 import torch
 
 from benchmarks.gpu.check.lines import Check
+from benchmarks.gpu.check.machine import unknown_card
 
 PACKAGES = (
     "torch", "triton", "numpy", "transformers", "megatron-core", "pydantic", "transformer-engine", "apex", "vllm", "sglang",
     "trl", "verl", "liger-kernel", "pytest", "psutil", "nvidia-cudnn-cu13", "nvidia-nccl-cu13", "nvidia-cublas",
 )  # fmt: skip
-PROGRAMS = ("git", "nvcc", "nvidia-smi")
+PROGRAMS = ("cc", "git", "nvcc", "nvidia-smi")  # Triton builds its launchers with a C compiler
 
 
 def run(check: Check) -> None:
@@ -24,11 +25,9 @@ def run(check: Check) -> None:
         found = torch.cuda.get_device_properties(0)
         capability = f"{found.major}.{found.minor}"
         memory = found.total_memory / 2**30
-        check.report(
-            "device",
-            "measured",
-            f"{found.name}, compute capability {capability}, {memory:.1f} GiB, {torch.cuda.device_count()} visible",
-        )
+        name = f"{found.name}, compute capability {capability}, {memory:.1f} GiB, {torch.cuda.device_count()} visible"
+        unknown = unknown_card(found.name)
+        check.report("device", "failed" if unknown else "measured", name, why=unknown)
         check.report("driver", "measured", driver())
     else:
         check.report("device", "measured", "CPU")

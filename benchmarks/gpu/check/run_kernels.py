@@ -2,42 +2,80 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks.gpu.check.lines import Check
+from benchmarks.gpu.check.lines import Check, Skip
 from benchmarks.gpu.check.parts import WITHOUT_LOGITS
 from benchmarks.gpu.rows import layer_of, measure, our_layer
 from benchmarks.results import OURS, Measure, verdict
 from tepo_megatron.ops.vocab_parallel import token_stats
+from tepo_megatron.platform import activate
 from tests.token_statistics import reference
 
 # comparison with fp64: rows, real columns, columns with padding, hidden size
 EXACT = {"cpu": (16, 1000, 1024, 64), "cuda": (64, 151_936, 152_064, 1024)}
 # measurement: rows, columns, hidden size, repetitions, size of the square product that sets the ceiling
 TIMED = {"cpu": (64, 2000, 64, 2, 128), "cuda": (8192, 151_936, 5120, 10, 8192)}
-LIMITS = {"statistics": 1e-5, "gradient of fp32": 1e-5, "gradient of bf16": 1.001, "output layer": 0.01}
+# sequence lengths and width of the activation
+GATED = {"cpu": ((24, 40), 32), "cuda": ((8192, 6000), 6144)}
+FIRST_CALLS = ("SwiGLU: first call", "SwiGLU: first call with another length")
+LIMITS = {
+    "statistics": 1e-5, "gradient of fp32": 1e-5, "gradient of bf16": 1.001, "output layer": 0.01,
+    "activation": 8 * 2**-9,  # at most eight roundings to bf16 on the way to a gradient
+}  # fmt: skip
 TITLES = {8: "statistics", 9: "output layer"}
 PEERS = ("trl", "verl")
 
 
 def run(check: Check) -> None:
-    """Compare with fp64, then measure."""
-    device = torch.device(check.platform)
+    """Compare a kernel with fp64, then measure it."""
+    {"statistics": _run_statistics, "output layer": _run_layer, "activation": _run_activation}[check.task](check)
+
+
+def _run_statistics(check: Check) -> None:
     for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
         with check.line(f"error: statistics of {name} logits"):
-            _statistics(check, f"error: statistics of {name} logits", dtype, device)
+            _statistics(check, f"error: statistics of {name} logits", dtype, torch.device(check.platform))
+    measures = _measured(check, 8)
+    with check.line(*(f"statistics: {peer}" for peer in PEERS)):
+        _peers(check, measures)
+
+
+def _run_layer(check: Check) -> None:
     for name, budget in (("logits kept", 2**40), (WITHOUT_LOGITS, 0)):
         with check.line(f"error: output layer, {name}"):
-            _layer(check, f"error: output layer, {name}", budget, device)
-    with check.line(*(f"{title}: {what}" for title in TITLES.values() for what in ("time", "extra memory"))):
-        rows, vocab, hidden, repetitions, square = TIMED[check.platform]
-        found = measure(None, device, rows, vocab, hidden, repetitions, square)
-        _measures(check, found)
-        _peers(check, found)
+            _layer(check, f"error: output layer, {name}", budget, torch.device(check.platform))
+    _measured(check, 9)
+
+
+def _run_activation(check: Check) -> None:
+    """Run Megatron's SwiGLU, which torch.compile makes on a GPU: once for one length, then once for all."""
+    activate(check.platform)
+    from megatron.core.fusions.fused_bias_swiglu import bias_swiglu_impl
+
+    device, error = torch.device(check.platform), 0.0
+    lengths, width = GATED[check.platform]
+    with check.line("error: SwiGLU", *FIRST_CALLS):
+        for length, line in zip(lengths, FIRST_CALLS, strict=True):
+            generator = torch.Generator(device).manual_seed(0)
+            x = torch.randn(length, 1, 2 * width, device=device, generator=generator).bfloat16().requires_grad_()
+            upstream = torch.randn(length, 1, width, device=device, generator=generator).bfloat16()
+            start = time.perf_counter()
+            out = bias_swiglu_impl(x, None)
+            (gradient,) = torch.autograd.grad(out, x, upstream)
+            gradient.sum().item()  # waits for the device
+            check.report(line, "measured", time.perf_counter() - start, "s", "forward and backward, with compilation")
+            exact = x.detach().double().requires_grad_()
+            gate, value = exact.chunk(2, dim=-1)
+            expected = torch.nn.functional.silu(gate) * value
+            (expected_gradient,) = torch.autograd.grad(expected, exact, upstream.double())
+            error = max(error, distance(out, expected), distance(gradient, expected_gradient))
+        check.verdict("error: SwiGLU", error, LIMITS["activation"])
 
 
 def _statistics(check: Check, line: str, dtype: torch.dtype, device: torch.device) -> None:
@@ -92,9 +130,11 @@ def _layer(check: Check, line: str, budget: int, device: torch.device) -> None:
     check.verdict(line, max(distance(a, b) for a, b in pairs), LIMITS["output layer"])
 
 
-def _peers(check: Check, found: Iterable[Measure]) -> None:
+def _peers(check: Check, measures: Sequence[Measure]) -> None:
     """Report the token statistics of each peer: of its own code if it is installed, otherwise of our form of it."""
-    times, peaks = (next(m for m in found if m.row == 8 and what in m.name) for what in ("time", "extra memory"))
+    if len(measures) < 2:
+        raise Skip("the statistics could not be measured")
+    peaks, times = measures
     for peer in PEERS:
         name = peer if peer in times.peers else f"{peer} form"
         line = f"statistics: {peer}"
@@ -105,13 +145,19 @@ def _peers(check: Check, found: Iterable[Measure]) -> None:
         check.report(line, "measured", times.peers[name], times.unit, why)
 
 
-def _measures(check: Check, found: Iterable[Measure]) -> None:
-    """Report rows 8 and 9 of `python -m benchmarks.gpu`. A missed target is not a failure of the machine."""
-    for one in found:
-        what = "extra memory" if "extra memory" in one.name else "time"
-        peers = ", ".join(f"{name} {value:.3g}" for name, value in one.peers.items())
-        shares: dict[str, Any] = dict(one.more.get("share_of_ceiling", {}))
-        share = f"; {shares[OURS]:.0%} of the ceiling" if OURS in shares else ""
-        target = f"; {verdict(one.as_object())}: {' and '.join(map(str, one.targets))}" if one.targets else ""
-        why = f"{one.name}; others: {peers}{share}{target}"
-        check.report(f"{TITLES[one.row]}: {what}", "measured", one.ours, one.unit, why, measure=one.as_object())
+def _measured(check: Check, row: int) -> list[Measure]:
+    """Report a row of `python -m benchmarks.gpu`, each measure when it is known. A missed target is no failure."""
+    measures: list[Measure] = []
+    title = TITLES[row]
+    with check.line(f"{title}: extra memory", f"{title}: time"):
+        rows, vocab, hidden, repetitions, square = TIMED[check.platform]
+        for one in measure(None, torch.device(check.platform), rows, vocab, hidden, repetitions, square, (row,)):
+            measures.append(one)
+            peers = ", ".join(f"{name} {value:.3g}" for name, value in one.peers.items())
+            shares: dict[str, Any] = dict(one.more.get("share_of_ceiling", {}))
+            share = f"; {shares[OURS]:.0%} of the ceiling" if OURS in shares else ""
+            target = f"; {verdict(one.as_object())}: {' and '.join(map(str, one.targets))}" if one.targets else ""
+            why = f"{one.name}; others: {peers}{share}{target}"
+            what = "extra memory" if "extra memory" in one.name else "time"
+            check.report(f"{title}: {what}", "measured", one.ours, one.unit, why, measure=one.as_object())
+    return measures

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from benchmarks.gpu.check.lines import Check
-from benchmarks.gpu.check.parts import gpu_tests
-from benchmarks.gpu.check.pytests import run_files
+from benchmarks.gpu.check.pytests import run_file
+
+SELECTION = {"test_colocation.py": "not vllm", "test_layouts.py": "1 and rank"}  # pytest's `-k` of a file
 
 
 def run(check: Check) -> None:
-    """Run the test files."""
-    run_files(check, gpu_tests(), {"test_colocation.py": "not vllm", "test_layouts.py": "1 and rank"})
+    """Run a test file."""
+    run_file(check, selection=SELECTION.get(check.task, ""))

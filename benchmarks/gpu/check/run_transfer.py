@@ -5,6 +5,8 @@ from __future__ import annotations
 import shutil
 import statistics
 import time
+from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -13,6 +15,7 @@ from benchmarks._weights import copy_seconds
 from benchmarks.gpu.check.lines import Check, Skip
 from benchmarks.gpu.check.model import random_model
 from benchmarks.gpu.check.one_rank import actor_of
+from tepo_megatron.config import Config
 from tepo_megatron.config.io import plain, validate
 
 PUSHES = 3  # the first one warms up
@@ -21,40 +24,42 @@ BUCKET_MIB = {"cpu": 1, "cuda": 512}
 
 
 def run(check: Check) -> None:
-    """Push the weights with each transport, and time plain copies of as many bytes."""
+    """Push the weights with a transport, then time a plain copy of as many bytes."""
     model = random_model(check)
     with actor_of(check, sync={"bucket_mib": BUCKET_MIB[check.platform]}) as (actor, cfg):
-        from tepo_megatron.weight_sync.sync import make_weight_sync
-
         nbytes = sum(b.parameter.nbytes for b in actor.bindings)
-        for transport in ("ipc", "shm"):
-            with check.line(transport):
-                if transport == "shm":
-                    _need(2 * BUCKET_MIB[check.platform] * 2**20)
-                tree = plain(cfg)
-                tree["sync"] |= {"transport": transport}
-                # the first push is checked: checksums are computed on the host
-                sync_cfg = validate(tree | {"sync": tree["sync"] | {"verify_every": PUSHES + 1}}).sync
-                with (
-                    Receiver(model, check.platform) as receiver,
-                    make_weight_sync(sync_cfg, actor.bindings, actor.arch, actor.groups, receiver) as sync,
-                ):
-                    taken = []
-                    for version in range(PUSHES + 1):
-                        start = time.perf_counter()
-                        sync.push(version)
-                        taken.append(time.perf_counter() - start)
-                seconds = statistics.median(taken[1:])
-                rate = f"{nbytes / 1e9:.3g} GB in {sync.rounds} rounds, {nbytes / seconds / 1e9:.3g} GB/s"
-                why = f"{rate}; the checksums of the first push agree"
-                check.report(transport, "measured", seconds, "s", why, bytes=nbytes, all=taken)
-        with check.line("copy of as many bytes on the device"):
-            check.report("copy of as many bytes on the device", "measured", _copy(nbytes, actor.groups.device), "s")
-        with check.line("copy of as many bytes to /dev/shm"):
-            _need(nbytes)
-            check.report(
-                "copy of as many bytes to /dev/shm", "measured", copy_seconds(torch.ones(nbytes, dtype=torch.uint8)), "s"
-            )
+        with check.line(check.task):
+            _push(check, model, actor, cfg, nbytes)
+        line = {"ipc": "copy of as many bytes on the device", "shm": "copy of as many bytes to /dev/shm"}[check.task]
+        with check.line(line):
+            if check.task == "ipc":
+                check.report(line, "measured", _copy(nbytes, actor.groups.device), "s")
+            else:
+                _need(nbytes)
+                check.report(line, "measured", copy_seconds(torch.ones(nbytes, dtype=torch.uint8)), "s")
+
+
+def _push(check: Check, model: Path, actor: Any, cfg: Config, nbytes: int) -> None:
+    """Time pushes to a receiver. The first one is checked: checksums are computed on the host."""
+    from tepo_megatron.weight_sync.sync import make_weight_sync
+
+    if check.task == "shm":
+        _need(2 * BUCKET_MIB[check.platform] * 2**20)
+    tree = plain(cfg)
+    tree["sync"] |= {"transport": check.task, "verify_every": PUSHES + 1}
+    with (
+        Receiver(model, check.platform) as receiver,
+        make_weight_sync(validate(tree).sync, actor.bindings, actor.arch, actor.groups, receiver) as sync,
+    ):
+        taken = []
+        for version in range(PUSHES + 1):
+            start = time.perf_counter()
+            sync.push(version)
+            taken.append(time.perf_counter() - start)
+    seconds = statistics.median(taken[1:])
+    rate = f"{nbytes / 1e9:.3g} GB in {sync.rounds} rounds, {nbytes / seconds / 1e9:.3g} GB/s"
+    why = f"{rate}; the checksums of the first push agree"
+    check.report(check.task, "measured", seconds, "s", why, bytes=nbytes, all=taken)
 
 
 def _need(nbytes: int) -> None:

@@ -5,11 +5,8 @@ CUDA does not survive a fork, and a world per config would spend most of its tim
 
 from __future__ import annotations
 
-import functools
 import os
 import pickle
-import signal
-import subprocess
 import tempfile
 import time
 import traceback
@@ -23,18 +20,17 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
+from benchmarks._ranks import Ranks
 from benchmarks.gpu.check.lines import Check
-from benchmarks.results import ROOT
 from tepo_megatron.config import Config
 from tepo_megatron.config.io import plain, validate
 from tepo_megatron.platform import activate
 from tepo_megatron.platform.staged_gloo import VARIABLE
-from tepo_megatron.utils.processes import die_with_parent
 from tests.parallel import cases
-from tests.processes import command
+from tests.processes import ranks
 
-START_SECONDS = {"cpu": 240.0, "cuda": 90.0}  # limit until the first config is done; imports take most of it
-JOB_SECONDS = {"cpu": 120.0, "cuda": 60.0}  # limit of each further config
+FIRST_SHARE, SHARE = 0.5, 0.3  # of the time that is left, for the first config, which waits for imports, and for each other
+COLLECTIVE_SECONDS = 120.0
 FP32_LIMIT = {"cpu": 1e-5, "cuda": 1e-4}  # of the error of each tensor
 NEAR_BF16, NEAR_FP8 = (0.05, 0.1), (0.1, 0.2)  # limits of 1 - cosine of the gradients, and of their norm's error
 
@@ -103,42 +99,34 @@ def _world(check: Check, jobs: Sequence[TrainingJob], staged: bool) -> int:
     """Run jobs in one world; return the number of reported jobs: all, or those up to the first failure."""
     configs = [job.config(check.platform) for job in jobs]
     with tempfile.TemporaryDirectory(dir=check.folder) as name:
-        folder, log = Path(name), Path(name, "log")
+        folder = Path(name)
         work = [(cfg, job.case.batches) for cfg, job in zip(configs, jobs, strict=True)]
-        words = command(max(cfg.parallel.world_size for cfg in configs), serve, work, folder, folder=folder)
-        with log.open("w") as output:
-            process = subprocess.Popen(
-                words, cwd=ROOT, env={**os.environ, VARIABLE: str(int(staged))}, stdout=output, stderr=output,
-                preexec_fn=functools.partial(die_with_parent, os.getpid(), signal.SIGKILL),
-            )  # fmt: skip
-            try:
-                for number, (job, cfg) in enumerate(zip(jobs, configs, strict=True)):
-                    files = [folder / f"{number}-{rank}" for rank in range(cfg.parallel.world_size)]
-                    failure = _wait(process, files, (JOB_SECONDS if number else START_SECONDS)[check.platform])
-                    if failure:
-                        raised = "".join(sorted(file.read_text() for file in folder.glob("*.error"))[:1])
-                        shown_log = raised or "\n".join(log.read_text(errors="replace").splitlines()[-20:])
-                        print(f"{job.line}: {failure}\n{shown_log}", flush=True)
-                        check.report(job.line, "failed", why=f"{failure}: {_last(shown_log)}")
-                        if not raised and number == 0 and process.poll() is not None:
-                            raise RuntimeError(f"the ranks did not start: {_last(shown_log)}")
-                        return number + 1
-                    with check.line(job.line):
-                        job.report(check, [pickle.loads(file.read_bytes()) for file in files])
-                return len(jobs)
-            finally:
-                process.kill()  # its ranks end with it
-                process.wait()
+        size = max(cfg.parallel.world_size for cfg in configs)
+        with ranks(size, serve, work, folder, folder=folder, **{VARIABLE: str(int(staged))}) as world:
+            for number, (job, cfg) in enumerate(zip(jobs, configs, strict=True)):
+                files = [folder / f"{number}-{rank}" for rank in range(cfg.parallel.world_size)]
+                failure = _wait(world, files, check.left * (SHARE if number else FIRST_SHARE))
+                if failure:
+                    raised = "".join(sorted(file.read_text() for file in folder.glob("*.error"))[:1])
+                    shown_log = raised or "\n".join((folder / "log").read_text(errors="replace").splitlines()[-20:])
+                    print(f"{job.line}: {failure}\n{shown_log}", flush=True)
+                    check.report(job.line, "failed", why=f"{failure}: {_last(shown_log)}")
+                    if not raised and number == 0 and world.status() is not None:
+                        raise RuntimeError(f"the ranks did not start: {_last(shown_log)}")
+                    return number + 1
+                with check.line(job.line):
+                    job.report(check, [pickle.loads(file.read_bytes()) for file in files])
+            return len(jobs)
 
 
-def _wait(process: subprocess.Popen[Any], files: Sequence[Path], seconds: float) -> str:
+def _wait(world: Ranks, files: Sequence[Path], seconds: float) -> str:
     """Return "" when all files exist, otherwise what happened."""
     deadline = time.monotonic() + seconds
     while not all(file.exists() for file in files):
         if any(file.with_suffix(".error").exists() for file in files):
             return "a rank failed"
-        if process.poll() is not None and not all(file.exists() for file in files):
-            return f"a rank ended (exit status {process.returncode})"
+        if (status := world.status()) is not None and not all(file.exists() for file in files):
+            return f"a rank ended (exit status {status})"
         if time.monotonic() > deadline:
             return f"no result in {seconds:.0f} s"
         time.sleep(0.02)
@@ -160,7 +148,7 @@ def serve(rank: int, work: Sequence[tuple[Config, Any]], folder: Path) -> None:
             continue
         try:
             os.environ.update(WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size))
-            backend, timeout = activate(cfg.platform).backend, timedelta(seconds=JOB_SECONDS[cfg.platform])
+            backend, timeout = activate(cfg.platform).backend, timedelta(seconds=COLLECTIVE_SECONDS)
             own = dist.PrefixStore(f"job{number}", store)  # the keys of an earlier world are still in the store
             dist.init_process_group(backend, store=own, rank=rank, world_size=size, timeout=timeout)
             found = cases.train_steps(rank, cfg, batches)

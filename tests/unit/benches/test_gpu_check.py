@@ -1,4 +1,4 @@
-"""tools/gpu_check.py without a GPU: its parts on the platform cpu, its results, its limits, what it says of what cannot run."""
+"""tools/gpu_check.py without a GPU: its parts on the platform cpu, its rows, its results."""
 
 from __future__ import annotations
 
@@ -12,15 +12,20 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 
 from benchmarks import results
 from benchmarks._token_stats_peers import FORMS, plain_formula
-from benchmarks.gpu.check import command, lines, report, run_kernels, worlds
+from benchmarks.gpu import step
+from benchmarks.gpu.check import lines, report, run_kernels, worlds
 from benchmarks.gpu.check.lines import Check, Skip
-from benchmarks.gpu.check.parts import FP8, LAYOUTS, PARTS, CheckPart, limit, line_names, selected
-from benchmarks.gpu.check.pytests import outcomes, run_files
+from benchmarks.gpu.check.model import run_tree
+from benchmarks.gpu.check.parts import FP8, LAYOUTS, PARTS, line_names, selected
 from tepo_megatron.actor import precision
+from tepo_megatron.config.io import load_config
+from tepo_megatron.plan.command import PlanRequest, predictor_of
 from tests.parallel import cases
+from tests.tiny import tiny_qwen3
 
 ROOT = Path(__file__).parents[3]
 COMMITTED = ROOT / "benchmarks/results/gpu.json"
@@ -36,6 +41,10 @@ def check(words: list[str], out: Path, **environment: str) -> subprocess.Complet
     )  # fmt: skip
 
 
+def check_of(folder: Path, task: str = "", seconds: float = 600.0) -> Check:
+    return Check("cpu", task, folder, folder / f"lines-{task}", time.monotonic() + seconds)
+
+
 def found(out: Path) -> dict[str, dict[str, Any]]:
     return {result["part"]: result for result in report.load(out / "gpu.json")}
 
@@ -46,7 +55,8 @@ def test_parts_run_on_a_cpu_without_git(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     by_part = found(tmp_path / "out")
     assert [by_part[name]["status"] for name in ("environment", "kernels", "engines")] == ["passed", "passed", "skipped"]
-    assert [line.split(":")[0] for line in done.stdout.splitlines()[:3]] == ["environment", "kernels", "engines"]
+    assert [line.split(":")[0] for line in done.stdout.splitlines()[1:4]] == ["engines", "environment", "kernels"]
+    assert "nothing about a GPU" in done.stdout.splitlines()[0] and report.ON_CPU in (tmp_path / "out/gpu.md").read_text()
     assert by_part["kernels"]["commit"] == "unknown: git is not installed"
     kernels = {line["name"]: line for line in by_part["kernels"]["lines"]}
     assert {name for name, line in kernels.items() if line["status"] == "passed"} >= {n for n in kernels if "error" in n}
@@ -70,7 +80,7 @@ def test_the_forms_of_peers_compute_log_probs_and_entropies(form: str) -> None:
 
 @pytest.mark.full
 def test_every_part_that_needs_no_gpu_passes(tmp_path: Path) -> None:
-    done = check(["--parts", "cpu", "--minutes", "14"], tmp_path / "out")
+    done = check(["--parts", "cpu", "--minutes", "30"], tmp_path / "out")
     assert done.returncode == 0, done.stdout + done.stderr
     by_part = found(tmp_path / "out")
     assert list(by_part) == [part.name for part in PARTS]
@@ -83,27 +93,9 @@ def test_every_part_that_needs_no_gpu_passes(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_a_part_that_takes_too_long_is_cut_off_and_keeps_its_lines(tmp_path: Path) -> None:
-    """The ranks of the part end with it, and no time is left for the parts behind it."""
-    start = time.monotonic()
-    done = check(["--parts", "cpu,layouts,offload", "--minutes", "0.2"], tmp_path / "out")
-    assert done.returncode == 1 and time.monotonic() - start < 60
-    by_part = found(tmp_path / "out")
-    layouts, offload = by_part["layouts"], by_part["offload"]
-    assert layouts["status"] == "cut off" and layouts["why"].startswith("cut off after 1")
-    missing = [line for line in layouts["lines"] if line["status"] == "skipped"]
-    assert missing and all(line["why"] == layouts["why"] for line in missing)
-    assert offload["status"] == "no time left"
-    until = time.monotonic() + 10
-    while (left := _processes_of("benchmarks.gpu.check", "tests.processes")) and time.monotonic() < until:
-        time.sleep(0.1)
-    assert not left
-
-
-@pytest.mark.full
 def test_a_layout_that_fails_leaves_the_others(tmp_path: Path) -> None:
     """Two key-value heads are not split over 3 ranks: that job fails with the rank's reason, and the next one trains."""
-    here, case = Check("cpu", tmp_path, tmp_path / "lines", 60.0), cases.make_case(tmp_path, tied=True)
+    here, case = check_of(tmp_path), cases.make_case(tmp_path, tied=True)
     worlds.train(
         here, [worlds.TrainingJob(name, case, {"tp": tp}, "fp32", {}) for name, tp in (("a", 3), ("b", 1))], staged=True
     )
@@ -146,26 +138,27 @@ def _processes_of(*words: str) -> list[str]:
     return commands
 
 
-def test_what_fails_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """A line above its limit, and a part whose process dies."""
-    here = Check("cpu", tmp_path, tmp_path / "lines", 60.0)
+def test_what_fails_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = check_of(tmp_path, "output layer")
     monkeypatch.setitem(run_kernels.LIMITS, "output layer", 1e-9)
     run_kernels.run(here)
     statuses = {line["name"]: line["status"] for line in lines.read(here.file)}
-    assert statuses["error: output layer, logits kept"] == "failed" and statuses["statistics: time"] == "measured"
+    assert statuses["error: output layer, logits kept"] == "failed" and statuses["output layer: time"] == "measured"
     assert report.status_of(lines.read(here.file)) == "failed"
-    dead = CheckPart("kernel", "No module has this name", 30.0, ("a line",))
-    monkeypatch.setattr(command, "selected", lambda words: ("cpu", (dead,)))
-    monkeypatch.setattr(report, "PARTS", (dead,))
-    assert command.main(["--out", str(tmp_path / "out")]) == 1
-    (result,) = report.load(tmp_path / "out/gpu.json")
-    assert result["status"] == "failed" and "run_kernel" in result["why"] and result["exit_status"] == 1
-    assert result["lines"] == [{"name": "a line", "status": "skipped", "value": None, "unit": "", "why": result["why"]}]
-    assert "1 not measured" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("task", ["statistics", "activation"])
+def test_kernels_on_a_cpu(tmp_path: Path, task: str) -> None:
+    here = check_of(tmp_path, task)
+    run_kernels.run(here)
+    kernels = next(part for part in PARTS if part.name == "kernels")
+    reported = {line["name"]: line["status"] for line in lines.read(here.file)}
+    assert reported.keys() == set(next(t for t in kernels.tasks if t.name == task).lines)
+    assert set(reported.values()) == {"passed", "measured"}
 
 
 def test_a_line_that_raises_does_not_end_its_part(tmp_path: Path) -> None:
-    here = Check("cpu", tmp_path, tmp_path / "lines", 60.0)
+    here = check_of(tmp_path)
     with here.line("a", "b"):
         here.report("a", "measured", 1.0, "s")
         raise ValueError("broken")
@@ -179,25 +172,36 @@ def test_a_line_that_raises_does_not_end_its_part(tmp_path: Path) -> None:
 
 
 def test_results_of_other_runs_stay() -> None:
-    """A part that was skipped does not replace one that ran; one that ran replaces both."""
+    """A part that did not run does not replace one that did, but adds lines that are new; one that ran replaces both."""
 
-    def result(name: str, status: str, commit: str) -> report.Result:
-        return report.result_of(next(p for p in PARTS if p.name == name), status, [], commit=commit)
+    def result(name: str, status: str, commit: str, *names: str) -> report.Result:
+        known = [{"name": n, "status": "measured", "value": 1.0, "unit": "", "why": ""} for n in names]
+        part = next(p for p in PARTS if p.name == name)
+        return report.result_of(part, [report.TaskResult(part.tasks[0], status, known, "", {})], commit=commit)
 
-    old = [result("kernels", "passed", "old"), result("step", "skipped", "old"), result("transfer", "failed", "old")]
-    new = [result("transfer", "passed", "new"), result("kernels", "skipped", "new"), result("step", "skipped", "new")]
-    merged = [(r["part"], r["status"], r["commit"]) for r in report.merged(old, new)]
-    assert merged == [("kernels", "passed", "old"), ("transfer", "passed", "new"), ("step", "skipped", "new")]
+    old = [
+        result("step", "skipped", "old"),
+        result("transfer", "failed", "old", "ipc"),
+        result("kernels", "passed", "old", "x"),
+    ]
+    new = [
+        result("transfer", "passed", "new", "ipc"), result("kernels", "waiting", "new"), result("step", "skipped", "new"),
+        result("offload", "running", "new"),
+    ]  # fmt: skip
+    merged = report.merged(old, new)
+    assert [(r["part"], r["status"], r["commit"]) for r in merged] == [
+        ("kernels", "passed", "old"), ("step", "skipped", "new"), ("transfer", "passed", "new"), ("offload", "running", "new"),
+    ]  # fmt: skip
+    assert {line["name"] for line in merged[0]["lines"]} == {"x", *PARTS[1].tasks[0].lines}
+    assert report.merged(old, [result("kernels", "running", "new")])[0]["commit"] == "old"
+    assert report.merged(old, [result("kernels", "running", "new", "y")])[0]["commit"] == "new"
 
 
-def test_parts_and_limits() -> None:
+def test_parts_are_selected_by_name() -> None:
     assert selected(None) == ("cuda", PARTS) and selected("cpu") == ("cpu", PARTS)
     assert selected("kernels, cpu")[0] == "cpu" and [p.name for p in selected("step,kernels")[1]] == ["kernels", "step"]
     with pytest.raises(ValueError, match="no part is called kernel"):
         selected("kernel")
-    part = PARTS[0]
-    assert limit(part, 10, 1000) == part.seconds == limit(part, 1, 1000)
-    assert limit(part, 30, 1000) == 3 * part.seconds and limit(part, 10, 5) == 5
 
 
 def test_names_are_those_of_the_code() -> None:
@@ -214,38 +218,64 @@ def test_the_command_needs_the_standard_library_alone() -> None:
     subprocess.run([sys.executable, "-I", "-S", "-c", code, str(ROOT)], check=True, timeout=60)
 
 
-@pytest.mark.slow
-def test_reasons_of_tests(tmp_path: Path) -> None:
-    file = tmp_path / "test_some.py"
-    file.write_text(
-        "import pytest\ndef test_a(): pass\n@pytest.mark.skipif(True, reason='no engine')\ndef test_b(): pass\n"
-        "def test_c(): assert False, 'wrong'\n@pytest.fixture\ndef x(): raise ValueError('no fixture')\ndef test_d(x): pass\n"
+FILE = """import os, pytest
+def test_a(): pass
+@pytest.mark.skipif(True, reason='no engine')
+def test_b(): pass
+def test_c(): assert False, 'wrong'
+@pytest.fixture
+def x(): raise ValueError('no fixture')
+def test_d(x): pass
+"""
+
+
+def run_tests_of(folder: Path, name: str) -> tuple[int, list[dict[str, Any]]]:
+    """Run a file of tests as a task does; return the exit status and all reported lines."""
+    code = (
+        "import sys; from pathlib import Path; from benchmarks.gpu.check.lines import Check; "
+        "from benchmarks.gpu.check.pytests import run_file; folder = Path(sys.argv[1]); "
+        "run_file(Check('cpu', sys.argv[2], folder, folder / 'lines', 1e9), sys.argv[1])"
     )
-    words = [sys.executable, "-m", "pytest", str(file), f"--junitxml={tmp_path}/out.xml", "-p", "no:cacheprovider"]
-    subprocess.run(words, cwd=tmp_path, capture_output=True, timeout=120, check=False)
-    counts, reasons = outcomes(tmp_path / "out.xml")
-    assert counts == {"passed": 1, "skipped": 1, "failed": 2} and reasons["no engine"] == 1
-    assert {reason.split(":")[0] for reason in reasons} == {"no engine", "test_c", "test_d"}
+    words = [sys.executable, "-c", code, str(folder), name]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    return done.returncode, lines.read_all(folder / "lines")
 
 
-@pytest.mark.full
-def test_files_of_gpu_tests_are_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a GPU the first file fails and names the test; the second file does not exist."""
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    here = Check("cuda", tmp_path, tmp_path / "lines", 60.0)
-    run_files(here, ["test_ipc.py", "test_there_is_none.py"])
-    ipc, none = lines.read(here.file)
-    assert ipc["status"] == "failed" and ipc["value"] == "1 failed" and "test_buckets_are_read" in ipc["why"]
-    assert none["status"] == "failed" and "exit status 4 and ran no test" in none["why"]
+@pytest.mark.slow
+@pytest.mark.parametrize("dies", [False, True])
+def test_a_file_of_tests_reports_after_each_test(tmp_path: Path, dies: bool) -> None:
+    (tmp_path / "test_some.py").write_text(FILE + "def test_e(): os.abort()\n" * dies)
+    status, (*first, last) = run_tests_of(tmp_path, "test_some.py")
+    assert status == (-6 if dies else 0)
+    assert [line["value"] for line in first[:2]] == ["1 passed", "1 passed, 1 skipped"]
+    assert last["value"] == "2 failed, 1 passed, 1 skipped" and last["status"] == ("running" if dies else "failed")
+    assert last["why"] == "no engine; test_c: AssertionError: wrong; test_d: ValueError: no fixture"
 
 
-def test_the_committed_results() -> None:
-    """Every line is there; what no GPU has measured says why."""
+@pytest.mark.slow
+def test_a_file_without_tests_says_why(tmp_path: Path) -> None:
+    status, (line,) = run_tests_of(tmp_path, "test_there_is_none.py")
+    assert status == 0 and line["status"] == "failed" and "exit status 4 and ran no test" in line["why"]
+
+
+def test_the_plan_takes_the_attention_that_is_here(tmp_path: Path) -> None:
+    """Without Transformer Engine `auto` is PyTorch's attention, which needs more memory."""
+    config = tmp_path / "run.yaml"
+    tiny_qwen3(tmp_path / "model")
+    config.write_text(yaml.safe_dump(run_tree(check_of(tmp_path), tmp_path / "model") | {"platform": "cuda"}))
+    planned = {}
+    for found in (frozenset[str](), frozenset({"transformer_engine"})):
+        cfg = load_config(str(config), step.overrides_here(str(config), [], found))
+        planned["transformer_engine" in found] = predictor_of(cfg, PlanRequest()).model.kernels.attention
+    assert planned == {False: "sdpa", True: "te"}
+
+
+def test_the_committed_table_has_the_lines_of_the_code() -> None:
+    """Every line is there; what no GPU has measured says why. To renew it, run the check on a machine without a GPU."""
     committed = report.load(COMMITTED)
-    there = {f"{result['part']}/{line['name']}": line for result in committed for line in result["lines"]}
-    parts = [part for part in PARTS if part.name != "tests"]  # whose lines are the files that are there
-    assert set(line_names(parts)) <= there.keys() and [result["part"] for result in committed] == [p.name for p in PARTS]
-    assert all(line["why"] for line in there.values() if line["status"] == "skipped")
+    assert [(result["part"], result["title"]) for result in committed] == [(part.name, part.title) for part in PARTS]
+    assert sorted(f"{r['part']}/{line['name']}" for r in committed for line in r["lines"]) == sorted(line_names(PARTS))
+    assert all(line["why"] for result in committed for line in result["lines"] if line["status"] == "skipped")
     assert COMMITTED.with_suffix(".md").read_text() == report.markdown(committed) + "\n"
 
 
@@ -278,6 +308,6 @@ def test_the_page_names_every_part() -> None:
 def test_the_report_is_valid_json_at_any_time(tmp_path: Path) -> None:
     file = tmp_path / "out/gpu.json"
     report.save(file, [])
-    report.save(file, [report.result_of(PARTS[0], "skipped", [], "a | reason")])
+    report.save(file, [report.result_of(PARTS[0], [report.TaskResult(PARTS[0].tasks[0], "skipped", [], "a | reason", {})])])
     assert json.loads(file.read_text())[0]["lines"][0]["why"] == "a | reason"
     assert "a \\| reason" in file.with_suffix(".md").read_text() and not list(file.parent.glob("*.partial"))
