@@ -29,8 +29,9 @@ Kind = Literal[
     "requests to servers",
     "audits",
     "traces",
+    "test runs",
 ]
-PLACES = ("tepo_megatron", "launch", "tools")  # where symbols are looked for
+PLACES = ("tepo_megatron", "launch", "tools", "tests/running")  # where symbols are looked for
 
 
 class NotFound(Exception):
