@@ -17,12 +17,19 @@ SITE   := build/docs
 PEERS  := .cache/peers
 GATE   := $(wildcard tests/gate)
 FAST   := not server and not e2e and not slow and not full
-# folders with all tests of these marks, which tests/conftest.py checks; importing the other folders would take seconds
-RUNS   := tests/e2e tests/launch
-SERVERS := tests/server
 WORKERS ?= 2
 # One more than cores, because each test without servers waits part of the time.
 PARTS_WORKERS ?= 3
+# Pytest's arguments for each stream. One worker, so that the others go on after a test whose process had to be ended. The folders
+# hold all tests of these marks, which tests/conftest.py checks; importing the other folders would take seconds.
+parts      := -n $(PARTS_WORKERS) --dist worksteal -m "not full and not server and not e2e"
+runs       := -n 1 -m "not full and e2e" tests/e2e tests/launch
+servers    := -n 1 -m "not full and server and not e2e" tests/server
+LONG       := full and not slurm and not image and not alone
+full-runs  := -n 1 $(ARGS) -m "$(LONG) and e2e" tests/e2e tests/launch
+full-parts := -n 1 $(ARGS) -m "$(LONG) and not e2e"
+full-alone := -n 1 -m "full and alone"
+streams     = $(foreach name,$(1),--stream $(name) '$($(name))')
 
 # Install torch from a wheel below PIP_FIND_LINKS if there is one, else PyTorch's own CPU build.
 UV_ENV := UV_FIND_LINKS="$(PIP_FIND_LINKS)" $(if $(wildcard $(addsuffix /torch-*.whl,$(PIP_FIND_LINKS))),,UV_TORCH_BACKEND=cpu)
@@ -32,9 +39,8 @@ PINS_PYTHON ?= $(shell python3.12 -c "" 2>/dev/null \
   && test -z "$(filter-out $(wildcard $(addsuffix /torch-*-cp312-*.whl,$(PIP_FIND_LINKS))),$(wildcard $(addsuffix /torch-*.whl,$(PIP_FIND_LINKS))))" \
   && echo python3.12 || echo $(PYTHON))
 
-.PHONY: demo demo-plan distill sglang launch launch-sky ablation ablation-off-policy precision bench docs docs-links test test-parts test-runs test-servers test-fast test-full test-full-runs \
-  test-full-parts test-slurm \
-  test-gpu test-pins test-pins-ci test-te test-image matrix chaos chaos-long hurt canaries two-starts mutants check lint types format pins clean
+.PHONY: demo demo-plan distill sglang launch launch-sky ablation ablation-off-policy precision bench docs docs-links test test-parts test-runs test-servers test-fast test-full test-slurm test-gpu \
+  test-pins test-pins-ci test-te test-image matrix chaos chaos-long hurt canaries two-starts mutants check lint types format pins clean
 
 demo: DEMO = $(if $(filter qwen3,$(MODEL)),,$(MODEL)-)seed-$(SEED)
 demo: demo-plan $(READY) $(if $(filter sglang,$(ENGINE)),$(SGLANG)/.ready)
@@ -105,28 +111,20 @@ docs-links: $(DOCS)/.ready
 
 # Run three streams of tests at once, because each waits part of the time: tests without servers, whole runs, servers.
 test: $(READY) $(SGLANG)/.ready $(LAUNCH)/.ready
-	@echo "three streams of tests run at once; each prints when it has ended (together some 13 minutes on 2 cores)"
-	@$(MAKE) --no-print-directory -j3 --output-sync=target --keep-going test-parts test-runs test-servers
+	$(BIN)/python -m tests.running $(call streams,parts runs servers)
 
-test-parts:
-	$(BIN)/python -m pytest -n $(PARTS_WORKERS) --dist worksteal -m "not full and not server and not e2e"
+test-parts: $(READY) $(LAUNCH)/.ready
+	$(BIN)/python -m tests.running $(call streams,parts)
 
-test-runs:
-	$(BIN)/python -m pytest -m "not full and e2e" $(RUNS)
+test-runs: $(READY) $(SGLANG)/.ready $(LAUNCH)/.ready
+	$(BIN)/python -m tests.running $(call streams,runs)
 
-test-servers:
-	$(BIN)/python -m pytest -m "not full and server and not e2e" $(SERVERS)
+test-servers: $(READY) $(SGLANG)/.ready
+	$(BIN)/python -m tests.running $(call streams,servers)
 
 # Run the long tests in the same streams, servers among the runs. ARGS: --rotate 6 runs a sixth of them, others at each commit.
 test-full: $(READY) $(SGLANG)/.ready $(LAUNCH)/.ready $(SKY)/.ready
-	@$(MAKE) --no-print-directory -j2 --output-sync=target --keep-going test-full-runs test-full-parts
-	$(BIN)/python -m pytest -m "full and alone"
-
-test-full-runs:
-	$(BIN)/python -m pytest $(ARGS) -m "full and not slurm and not image and not alone and e2e" $(RUNS)
-
-test-full-parts:
-	$(BIN)/python -m pytest $(ARGS) -m "full and not slurm and not image and not alone and not e2e"
+	$(BIN)/python -m tests.running $(call streams,full-runs full-parts) --then full-alone '$(full-alone)'
 
 # Needs root and: apt-get install slurm-wlm munge
 test-slurm: $(READY) $(LAUNCH)/.ready

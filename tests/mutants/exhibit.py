@@ -31,8 +31,9 @@ Kind = Literal[
     "audits",
     "traces",
     "checks of a machine",
+    "test runs",
 ]
-PLACES = ("tepo_megatron", "launch", "tools", "benchmarks")  # where symbols are looked for
+PLACES = ("tepo_megatron", "launch", "tools", "benchmarks", "tests/running")  # where symbols are looked for
 
 
 class NotFound(Exception):

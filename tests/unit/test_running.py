@@ -1,0 +1,180 @@
+"""A test that hangs ends, with its processes; what fails once is flaky; a run says so, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tepo_megatron.utils.processes import read_stat
+
+ROOT = Path(__file__).parents[2]
+SETTINGS = """
+[tool.pytest.ini_options]
+addopts = "-q -p xdist.plugin -p pytest_timeout -p tests.running.limits -p tests.running.results -p no:cacheprovider"
+markers = ["server", "e2e"]
+"""
+HANGS = """
+import ctypes, subprocess, sys, time
+from pathlib import Path
+import pytest
+from tepo_megatron.utils.processes import read_stat
+
+@pytest.fixture(scope="module")
+def server():
+    with subprocess.Popen(["sleep", "600"]) as process:
+        yield process
+        process.kill()
+
+@pytest.fixture
+def slow_end():
+    yield
+    in_the_teardown()
+
+def in_the_teardown():
+    time.sleep(600)
+
+@pytest.mark.timeout(2)
+def test_teardown(server, slow_end):
+    pass
+
+CHILD = '''
+import os, time
+def in_the_child():
+    time.sleep(600)
+open("child", "w").write(str(os.getpid()))
+in_the_child()
+'''
+
+@pytest.mark.timeout(4)
+def test_child(server):
+    subprocess.run([sys.executable, "-c", CHILD], start_new_session=True)
+
+def gone():
+    process = read_stat(int(Path("child").read_text()))
+    return process is None or process.state == "Z"
+
+def test_others_go_on(server):
+    assert server.poll() is None and gone()
+
+def in_c():
+    library, mutex = ctypes.PyDLL(None), ctypes.create_string_buffer(64)
+    library.pthread_mutex_lock(mutex)
+    library.pthread_mutex_lock(mutex)  # waits for itself, with the GIL
+
+@pytest.mark.timeout(2)
+def test_c(server):
+    subprocess.Popen([sys.executable, "-c", CHILD], start_new_session=True)
+    in_c()
+
+def test_the_next_worker_goes_on(server):
+    assert server.poll() is None and gone()
+"""
+FLAKY = """
+from pathlib import Path
+import pytest
+
+def once(name):
+    if not Path(name).exists():
+        Path(name).touch()
+        print("printed the first time")
+        raise ValueError("fails the first time")
+"""
+SERVER = "@pytest.mark.server\ndef test_{0}():\n    {1}\n"
+ONE, TWO, THREE = (SERVER.format(name, f"once('{name}')") for name in ("one", "two", "three"))
+ALWAYS = SERVER.format("always", "raise ValueError('fails always')")
+
+
+def run(folder: Path, *args: str) -> subprocess.Popen[str]:
+    (folder / "pyproject.toml").write_text(SETTINGS)
+    env = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")} | {"PYTHONPATH": str(ROOT)}
+    env["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # half of pytest's start is those of other packages
+    words = [sys.executable, "-m", "tests.running", "--progress", "1", *args]
+    return subprocess.Popen(words, cwd=folder, env=env, stdout=subprocess.PIPE, text=True)
+
+
+@pytest.mark.slow
+def test_what_hangs_fails_with_its_stacks_and_the_rest_goes_on(tmp_path: Path) -> None:
+    (tmp_path / "test_hangs.py").write_text(HANGS)
+    with run(tmp_path, "--stream", "hangs", "-n 1 test_hangs.py") as process:
+        printed, _ = process.communicate()
+    assert process.returncode == 1
+    # the test whose teardown hangs has failed, although its own part passed
+    assert printed.splitlines()[-1] == "2 passed, 3 failed, 0 skipped, 0 flaky", printed
+    assert re.search(r"^ +\d+ s: hangs \d/5.* s in test_hangs.py::test_", printed, re.MULTILINE)
+    output = (tmp_path / "build/streams/hangs.txt").read_text()
+    for function, command in (("in_the_teardown", "sleep 600"), ("in_the_child", "in_the_child()"), ("in_c", "sleep 600")):
+        assert re.search(rf"^    {function} \(", output, re.MULTILINE) and command in output
+
+
+ENDS_EARLY = "def test_passes():\n    pass\ndef test_ends():\n    import os; os._exit(0)\n"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("streams", "status", "counts"),
+    [
+        ((ONE + TWO, "def test_one():\n    pytest.skip()\ndef test_two():\n    pass\n"), 0, (1, 0, 1, 2)),
+        ((ONE + TWO, THREE), 1, (0, 0, 0, 3)),
+        ((ONE + ALWAYS + TWO, "def test_four():\n    once('four')\n"), 1, (0, 3, 0, 1)),
+        (("import nothing_of_this_name\n", ENDS_EARLY), 1, (1, 2, 0, 0)),
+    ],
+    ids=["two-flaky", "three-flaky", "fails-again", "ends-early"],
+)
+def test_results_of_all_streams_are_one_line(
+    streams: tuple[str, ...], status: int, counts: tuple[int, ...], tmp_path: Path
+) -> None:
+    args = []
+    for number, tests in enumerate(streams):
+        (tmp_path / f"test_{number}.py").write_text(FLAKY + tests)
+        args += ["--then" if number else "--stream", str(number), f"-n 0 test_{number}.py"]
+    with run(tmp_path, *args) as process:
+        printed, _ = process.communicate()
+    assert printed.splitlines()[-1] == "{} passed, {} failed, {} skipped, {} flaky".format(*counts), printed
+    assert process.returncode == status
+    kept = list(tmp_path.glob("build/flaky/*"))
+    assert len(kept) == len(re.findall("^FLAKY ", printed, re.MULTILINE)) == counts[-1]
+    for words in ("printed the first time", "fails the first time", "1 passed"):
+        assert all(words in file.read_text() for file in kept)
+
+
+STAYS = """
+import os, subprocess, sys, time
+
+CHILD = '''
+import os, signal, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+open("daemon.part", "w").write(str(os.getpid()))
+os.rename("daemon.part", "daemon")
+time.sleep(600)
+'''
+
+def test_stays():
+    if not os.fork():
+        os.setsid()
+        subprocess.Popen([sys.executable, "-c", CHILD])
+        os._exit(0)
+    time.sleep(600)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_all_streams_and_daemons(signum: signal.Signals, tmp_path: Path) -> None:
+    (tmp_path / "test_stays.py").write_text(STAYS)
+    daemon = tmp_path / "daemon"
+    with run(tmp_path, "--stream", "one", "-n 1 test_stays.py", "--stream", "two", "-n 1 --collect-only -q .") as process:
+        while not daemon.exists():
+            assert process.poll() is None
+            time.sleep(0.05)
+        process.send_signal(signum)
+        process.communicate()
+    assert process.returncode == 128 + signum
+    left = read_stat(int(daemon.read_text()))
+    assert left is None or left.state == "Z"
