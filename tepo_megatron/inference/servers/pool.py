@@ -119,7 +119,7 @@ class ServerPool:
             f"{left} of {servers} inference servers are left, fewer than rollout.min_servers={wanted}:\n{reasons}"
         )
 
-    def refuse_other_weights(self) -> None:
+    def _refuse_other_weights(self) -> None:
         """Raise RolloutError if a server needs weights that nobody will send (`rollout.only`)."""
         for member in self.slots:
             if member.up and member.endpoint.version == UNKNOWN_VERSION:
@@ -214,7 +214,7 @@ class ServerPool:
                 # requests of a sleeping engine are those that their caller has abandoned
                 serving = [] if self.sleeping.asleep else self.serving()
                 if self._cfg.only and not serving:
-                    self.refuse_other_weights()
+                    self._refuse_other_weights()
             except RolloutError as e:
                 self._fail_waiting(e)
                 return
