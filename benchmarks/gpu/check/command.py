@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import os
 import subprocess
 import sys
 import tempfile
@@ -20,6 +21,7 @@ from benchmarks.gpu.check.parts import CPU, LEAST_SECONDS, PARTS, CheckPart, lim
 from benchmarks.gpu.check.report import Result, TaskResult, load, merged, outcome_line, result_of, save
 from benchmarks.gpu.check.task_process import environment, run_task
 from benchmarks.results import ROOT, surroundings
+from tepo_megatron.utils.processes import die_with_parent
 
 TORCH_SECONDS = 60.0  # for torch to say whether it finds a GPU
 DESCRIPTION = """Check a machine with one GPU, offline, without installing the project: kernels, training steps, a step of a
@@ -48,14 +50,15 @@ class Table:
     """The results of a check, on disk at any time. An earlier check's stay in the file until a part has run again."""
 
     def __init__(self, file: Path, parts: Sequence[CheckPart]) -> None:
-        self.file, self._earlier, self._at = file, load(file), dict[str, Any]()
+        self.file, self._earlier = file, load(file)
+        self.set_machine("")
         self._tasks = {
             part: {task: TaskResult(task, "waiting", [], "not run yet", {}) for task in part.tasks} for part in parts
         }
 
     def set_machine(self, device: str) -> None:
         """Name the device of all results, with the rest of the machine."""
-        self._at = {"device": device, **surroundings()}
+        self._at: dict[str, Any] = {"device": device, **surroundings()}
 
     def put(self, part: CheckPart, result: TaskResult) -> None:
         """Write what is known, with a task's result so far.
@@ -93,6 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     out = args.out or ROOT / ("build/gpu_check" if platform == "cpu" else "benchmarks/results")
     table = Table(out / "gpu.json", parts)
+    table.write()  # torch may take a minute to say whether there is a GPU
     device, refusal = _device(platform)
     table.set_machine(device)
     unknown = platform == "cuda" and machine.unknown_card(device)
@@ -143,8 +147,9 @@ def _device(platform: str) -> tuple[str, str]:
     words = [sys.executable, "-c", code]  # in a process of its own, because a CUDA context takes memory
     try:
         done = subprocess.run(
-            words, env=environment(platform), capture_output=True, text=True, timeout=TORCH_SECONDS, check=False
-        )
+            words, env=environment(platform), capture_output=True, text=True, timeout=TORCH_SECONDS, check=False,
+            preexec_fn=functools.partial(die_with_parent, os.getpid()),
+        )  # fmt: skip
     except subprocess.TimeoutExpired:
         return "", f"torch did not say in {TORCH_SECONDS:.0f} s whether it finds a GPU"
     if done.returncode:

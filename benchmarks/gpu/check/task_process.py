@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import re
 import signal
@@ -18,6 +19,7 @@ from benchmarks.gpu.check.machine import last_line
 from benchmarks.gpu.check.parts import CheckPart, CheckTask
 from benchmarks.gpu.check.report import TaskResult, status_of
 from benchmarks.results import ROOT
+from tepo_megatron.utils.processes import die_with_parent
 
 GRACE = 3.0  # seconds between SIGTERM and SIGKILL, in which launchers end their ranks, and after SIGKILL
 POLL_SECONDS = 0.1  # between two looks at a task's lines
@@ -76,8 +78,9 @@ def _ended(
     """Run a command; return its exit status, None if it ran out of time. Its process group is ended in any case."""
     with log.open("w") as output:
         process = subprocess.Popen(
-            words, cwd=ROOT, env=env, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
-        )
+            words, cwd=ROOT, env=env, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True,
+            preexec_fn=functools.partial(die_with_parent, os.getpid()),
+        )  # fmt: skip
     size = -1
     try:
         while (left := deadline - time.monotonic()) > 0:

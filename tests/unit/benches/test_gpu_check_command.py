@@ -64,6 +64,16 @@ def test_a_killed_check_leaves_a_table_with_every_row_that_was_known(tmp_path: P
     wait_until(lambda: all(read_stat(pid) is None for pid in pids))
 
 
+def test_the_table_is_there_while_torch_still_starts(tmp_path: Path) -> None:
+    torch = f"import os, time\nopen({str(tmp_path / 'pid')!r}, 'w').write(f'{{os.getpid()}}.')\ntime.sleep(3600)"
+    process = command("rows", tmp_path / "out", platform="cuda", PYTHONPATH=stubs(tmp_path / "site", torch))
+    wait_until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text().endswith("."))
+    process.kill()
+    process.communicate()
+    assert {line["why"] for line in lines(tmp_path / "out").values()} == {"not run yet"} and not known(tmp_path / "out")
+    wait_until(lambda: read_stat(int((tmp_path / "pid").read_text()[:-1])) is None)
+
+
 @pytest.mark.slow
 def test_a_task_that_hangs_or_dies_takes_only_itself(tmp_path: Path) -> None:
     """It keeps the rows that it reported; its children end with it, though it ignores SIGTERM."""
