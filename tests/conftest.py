@@ -1,9 +1,11 @@
 """Set before torch is loaded: one thread a process, and the CPU platform with Megatron-Core imported once for all worlds."""
 
 import gc
+import inspect
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["OMP_WAIT_POLICY"] = "PASSIVE"  # threads that wait must not spin: the ranks of a world share the cores
@@ -37,6 +39,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for mark, folders in FOLDERS.items():
             if item.get_closest_marker(mark) and not any(item.path.is_relative_to(folder) for folder in folders):
                 raise pytest.UsageError(f"{item.nodeid} is marked {mark}: move it to {' or '.join(f.name for f in folders)}")
+
+
+def pytest_pycollect_makeitem(name: str, obj: Any) -> None:
+    """Refuse a function that is marked as a test and not named like one, which would never run.
+
+    Args:
+        name: Name in its module.
+        obj: What has this name.
+    """
+    if inspect.isfunction(obj) and hasattr(obj, "pytestmark") and not name.startswith("test_"):
+        raise pytest.UsageError(f"{obj.__module__}.{name} is marked, and its name does not begin with test_")
 
 
 def pytest_collection_finish() -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import faulthandler
 import gc
 import io
 import os
@@ -29,10 +28,10 @@ import torch.distributed as dist
 
 import tepo_megatron.actor.actor  # noqa: F401  imported here, else again by every rank
 from tepo_megatron.utils.processes import die_with_parent
+from tests.running.guard import stack
 
 _LIBC = ctypes.CDLL(None)
 _END_SECONDS = 5.0  # for processes that were killed to be gone
-_STACK_SECONDS = 0.3  # for the ranks to write their stacks after a timeout
 
 
 def run_world(size: int, fn: Callable[..., Any], *args: Any, timeout: float = 180.0) -> list[Any]:
@@ -88,7 +87,6 @@ def _fork(
         torch.set_num_threads(1)  # before any operator: the parent's thread pool did not survive the fork
         os.setpgid(0, 0)
         die_with_parent(parent, signal.SIGKILL)
-        faulthandler.register(signal.SIGUSR1, file=_stack(folder, rank).open("w"))
         store = _join_rendezvous(rank, size, door)
         _write(_result(folder, rank), pickle.dumps(fn(rank, *args)))
         finished.write(b".")
@@ -167,14 +165,9 @@ def _first_failure(folder: Path, rank: int, ended: os.waitid_result, size: int) 
 
 
 def _stuck(pids: dict[int, int], folder: Path) -> str:
-    for pid in pids:
-        os.kill(pid, signal.SIGUSR1)
-    time.sleep(_STACK_SECONDS)
-    lines = [f"{sum(not _result(folder, r).exists() for r in pids.values())} of {len(pids)} ranks did not return in time"]
-    for rank in pids.values():
-        stack = _stack(folder, rank)
-        lines.append(f"rank {rank}:\n{stack.read_text() if stack.exists() else '(had not started)'}")
-    return "\n".join(lines)
+    missing = sum(not _result(folder, rank).exists() for rank in pids.values())
+    stacks = [f"rank {rank}, {stack(pid)}" for pid, rank in pids.items()]
+    return "\n".join([f"{missing} of {len(pids)} ranks did not return in time", *stacks])
 
 
 def _kill(pids: dict[int, int]) -> None:
@@ -210,7 +203,3 @@ def _result(folder: Path, rank: int) -> Path:
 
 def _error(folder: Path, rank: int) -> Path:
     return folder / f"{rank}.error"
-
-
-def _stack(folder: Path, rank: int) -> Path:
-    return folder / f"{rank}.stack"

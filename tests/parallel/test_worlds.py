@@ -30,7 +30,7 @@ def misbehave(rank: int, how: str) -> None:
     [
         ("raise", "rank 1 of 3 failed(.|\n)*ValueError: rank 1 gives up", 50.0),
         ("die", "rank [012] of 3", 50.0),
-        ("hang", "3 of 3 ranks", 2.0),
+        ("hang", "3 of 3 ranks(.|\n)*rank 1, process(.|\n)*misbehave", 2.0),
     ],
     ids=["raise", "die", "hang"],
 )

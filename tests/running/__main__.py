@@ -172,6 +172,8 @@ class Stream:
             self._failed = []  # the run has failed: nothing is gained by more
             return
         self.outcomes[test] = "flaky"
+        if len(self.flaky) == MOST_FLAKY:
+            self._failed = []  # this one is too many
         self.flaky[test] = kept = self._build / "flaky" / f"{re.sub(r'[^A-Za-z0-9_.-]+', '-', test)[-200:]}.txt"
         kept.parent.mkdir(parents=True, exist_ok=True)
         first, second = f"{self.texts[test]}\n{self.captured[test]}", session.output.read_text(errors="replace")

@@ -90,10 +90,11 @@ class Guard:
 def stacks(pid: int) -> str:
     """Return the stacks of all threads of a process and its descendants, which stop for a moment; the process is the last."""
     tree = [process.pid for process in process_tree(pid) if process.pid != os.getpid()]
-    return "\n".join(_stacks_of_one(pid) for pid in [*tree, pid])
+    return "\n".join(stack(pid) for pid in [*tree, pid])
 
 
-def _stacks_of_one(pid: int) -> str:
+def stack(pid: int) -> str:
+    """Return the stacks of all threads of a process, and what it is."""
     folder, lines = Path("/proc") / str(pid), [f"process {pid}"]
     with contextlib.suppress(OSError):
         command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")

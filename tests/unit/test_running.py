@@ -87,7 +87,7 @@ def once(name):
         raise ValueError("fails the first time")
 """
 SERVER = "@pytest.mark.server\ndef test_{0}():\n    {1}\n"
-ONE, TWO, THREE = (SERVER.format(name, f"once('{name}')") for name in ("one", "two", "three"))
+ONE, TWO, THREE, FOUR = (SERVER.format(name, f"once('{name}')") for name in ("one", "two", "three", "four"))
 ALWAYS = SERVER.format("always", "raise ValueError('fails always')")
 
 
@@ -122,10 +122,11 @@ ENDS_EARLY = "def test_passes():\n    pass\ndef test_ends():\n    import os; os.
     [
         ((ONE + TWO, "def test_one():\n    pytest.skip()\ndef test_two():\n    pass\n"), 0, (1, 0, 1, 2)),
         ((ONE + TWO, THREE), 1, (0, 0, 0, 3)),
-        ((ONE + ALWAYS + TWO, "def test_four():\n    once('four')\n"), 1, (0, 3, 0, 1)),
+        ((ONE + TWO + THREE + FOUR,), 1, (0, 1, 0, 3)),
+        ((ONE + ALWAYS + TWO, "def test_five():\n    once('five')\n"), 1, (0, 3, 0, 1)),
         (("import nothing_of_this_name\n", ENDS_EARLY), 1, (1, 2, 0, 0)),
     ],
-    ids=["two-flaky", "three-flaky", "fails-again", "ends-early"],
+    ids=["two-flaky", "three-flaky", "no-more-repeats", "fails-again", "ends-early"],
 )
 def test_results_of_all_streams_are_one_line(
     streams: tuple[str, ...], status: int, counts: tuple[int, ...], tmp_path: Path
