@@ -286,7 +286,7 @@ wait
 
 def batch(folder: Path, names: str, missing: str = "") -> subprocess.CompletedProcess[str]:
     """Run the code of a batch script for a job of two machines, with a profile that allows one spare."""
-    check = {"skip": ["all_reduce"], "spare_nodes": 1, "timeout_seconds": 10}
+    check = {"skip": ["all_reduce"], "spare_nodes": 1, "timeout_seconds": 30}
     tree = {"python": sys.executable, "slurm": {"account": "lab", "setup": ["export MODULE=loaded"]}, "node_check": check}
     slot = JobFolder(folder / "run", 1)
     slot.create()
