@@ -34,6 +34,8 @@ async def _read(seconds: float, blocked: float) -> bytes:
     try:
         async with time_limit(seconds):
             await arrived.wait()
+            for _ in range(10):  # turns of the event loop, as an HTTP answer takes
+                await asyncio.sleep(0)
         return os.read(reader, 100)
     finally:
         loop.remove_reader(reader)
