@@ -25,7 +25,7 @@ DEAD = "http://127.0.0.1:9"  # nothing listens on this port
 
 @dataclass
 class Site:
-    """What a site does to a run.
+    """The conditions of a site under which a run starts.
 
     Attributes:
         folder: A new folder of the test.
