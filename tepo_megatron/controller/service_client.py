@@ -112,8 +112,10 @@ class ServiceClient:
         begun = asked = time.monotonic()
         silent = 0.0  # counted in waits of this process, so that a stop of it, or of the whole run, is none of the service
         while pending.number not in self._answers:
+            limit = self._silence_seconds if self._started else max(START_SECONDS, self._silence_seconds)
+            wait = min(PING_SECONDS, limit / 4)  # a call may take long: only pings that are not answered are silence
             try:
-                if self._connection.poll(PING_SECONDS):
+                if self._connection.poll(wait):
                     answer = self._connection.recv()
                     if answer.number in self._pings:
                         self._pings.remove(answer.number)
@@ -121,11 +123,10 @@ class ServiceClient:
                         self._answers[answer.number] = answer
                     silent, self._started = 0.0, True
                 else:
-                    silent += PING_SECONDS
+                    silent += wait
             except (EOFError, OSError):
                 raise self._ended() from None
             now = time.monotonic()
-            limit = self._silence_seconds if self._started else max(START_SECONDS, self._silence_seconds)
             if silent > limit:
                 self._lost = RolloutError(
                     f"the rollout service (pid {self._process.pid}) gave no answer for {limit:g} s, in the "
@@ -135,7 +136,7 @@ class ServiceClient:
                 raise self._lost
             if now - begun > seconds:
                 raise RolloutError(f"the rollout service did not finish the call {pending.name} within {seconds:g} s")
-            if now - asked >= PING_SECONDS:
+            if now - asked >= wait:
                 asked = now
                 self._pings.add(self.begin("ping").number)
         answer = self._answers.pop(pending.number)

@@ -332,6 +332,19 @@ def compare(ranks: list[list[dict[str, Any]]], steps: tuple[reference.Step, ...]
     assert found[worst] <= tolerance, f"{worst} differ by {found[worst]:.1e}"
 
 
+def fp32_tolerance(model: Path, batches: tuple[TrainBatch, ...], steps: tuple[reference.Step, ...]) -> float:
+    """Return twice what fp32 does to the reference's own gradients and weights, for batches of few tokens; TOLERANCE at least.
+
+    Args:
+        model: Directory of the model.
+        batches: Batch of each step.
+        steps: Steps of the fp64 reference.
+    """
+    rounded = zip(reference_steps(model, batches, torch.float32), steps, strict=True)
+    pairs = [(a, b) for low, exact in rounded for a, b in ((low.gradients, exact.gradients), (low.weights, exact.weights))]
+    return max(TOLERANCE, *(2 * distance(low[name], exact[name]) for low, exact in pairs for name in exact))
+
+
 def errors(ranks: list[list[dict[str, Any]]], steps: tuple[reference.Step, ...]) -> dict[str, float]:
     """Return the relative errors of loss, gradient norm, each gradient and each weight, by name; NaN counts as inf.
 

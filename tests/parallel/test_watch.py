@@ -161,8 +161,9 @@ def test_a_run_with_a_frozen_rank_ends_and_says_which(model: Path, tmp_path: Pat
     every_group = {"filter_uniform_groups": False, "max_generation_rounds": 1}  # every step has several updates and an old pass
     checkpoint = {"every": 1, "asynchronous": False}
     cfg = w.run_config(model, tmp_path, parallel=parallel, rollout=every_group, checkpoint=checkpoint)
-    with pytest.raises(AssertionError):
+    with pytest.raises(AssertionError) as raised:
         w.attempt(cfg, tmp_path / "journal", 0, Freeze(where, step=2 if "export" not in where else 0, rank=rank))
+    assert (cfg.run_dir / "hang.txt").exists(), raised.value
     report = (cfg.run_dir / "hang.txt").read_text()
     whose = f"rank {rank} has not been heard of" if rank else "the store of this world has not answered"
     assert report.startswith(f"{whose} for 4 s")
