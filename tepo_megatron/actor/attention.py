@@ -1,9 +1,11 @@
-"""Core attention on PyTorch's scaled dot product attention (SDPA), used where Transformer Engine is not.
+"""Core attention on PyTorch's kernels, used where Transformer Engine is not: flash attention for packed sequences on a GPU in
+16 bits, else scaled dot product attention (SDPA) in buckets.
 
 Suffixes and dimensions are those of attention_layout.py, which computes the positions of a microbatch's tokens.
 """
 
 import itertools
+from collections.abc import Sequence
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -15,8 +17,10 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
 from tepo_megatron.actor.attention_layout import AttentionLayout
+from tepo_megatron.actor.packed_attention import PackedLayout
 from tepo_megatron.actor.shared_attention import shared_attention
 from tepo_megatron.errors import ConfigError
+from tepo_megatron.ops.flash_attention import packed_flash_of
 
 
 class SDPACoreAttention(MegatronModule):
@@ -81,13 +85,21 @@ class SDPACoreAttention(MegatronModule):
         if packed_seq_params is not None and packed_seq_params.qkv_format == "thd":
             return self._attend(query, key, value, self._packed_layout(packed_seq_params, query))
         length, batch = query.shape[:2]
-        layout = AttentionLayout.of([length * self.cp_group.size()] * batch, self.cp_group, query.device)
         query, key, value = (x.transpose(0, 1).flatten(0, 1) for x in (query, key, value))
+        layout = self._layout([length * self.cp_group.size()] * batch, query)
         return self._attend(query, key, value, layout).view(batch, length, -1).transpose(0, 1)
 
-    def _packed_layout(self, params: PackedSeqParams, query_S: Tensor) -> AttentionLayout:
+    def _layout(
+        self, lengths: Sequence[int], query_S: Tensor, starts: Sequence[int] | None = None
+    ) -> AttentionLayout | PackedLayout:
+        """Return the layout of sequences, for the kernel that takes these queries."""
+        if (kernel := packed_flash_of(query_S)) is not None:
+            return PackedLayout.of(kernel, lengths, self.cp_group, query_S.device, starts)
+        return AttentionLayout.of(lengths, self.cp_group, query_S.device, starts)
+
+    def _packed_layout(self, params: PackedSeqParams, query_S: Tensor) -> AttentionLayout | PackedLayout:
         """Return the layout of the microbatch. The first layer stores it on `params`: reading `cu_seqlens` waits for a GPU."""
-        layout: AttentionLayout | None = getattr(params, "sdpa_layout", None)
+        layout: AttentionLayout | PackedLayout | None = getattr(params, "sdpa_layout", None)
         if layout is None:
             cu = params.cu_seqlens_q if params.cu_seqlens_q_padded is None else params.cu_seqlens_q_padded
             lengths = [b - a for a, b in itertools.pairwise(cu.tolist())]
@@ -96,13 +108,15 @@ class SDPACoreAttention(MegatronModule):
                     f"cu_seqlens describe {sum(lengths)} tokens over all context-parallel ranks, but each of the "
                     f"{self.cp_group.size()} ranks holds {query_S.size(0)}"
                 )
-            layout = AttentionLayout.of(lengths, self.cp_group, query_S.device, getattr(params, "starts", None))
+            layout = self._layout(lengths, query_S, getattr(params, "starts", None))
             params.sdpa_layout = layout
         return layout
 
-    def _attend(self, query_S: Tensor, key_S: Tensor, value_S: Tensor, layout: AttentionLayout) -> Tensor:
+    def _attend(self, query_S: Tensor, key_S: Tensor, value_S: Tensor, layout: AttentionLayout | PackedLayout) -> Tensor:
         """Return attention [S, H D] of local queries [S, H, D], keys [S, K, D] and values [S, K, D]."""
         key_T, value_T = self._gather(key_S, value_S)
+        if isinstance(layout, PackedLayout):
+            return layout.attend(query_S, key_T, value_T, self.softmax_scale)
         if layout.prompts:
             return shared_attention(query_S, key_T, value_T, layout, self.softmax_scale)
         queries, keys, values = layout.in_slots(query_S, key_T, value_T)

@@ -83,7 +83,7 @@ class AttentionBucket:
         for i, (piece, mask) in enumerate(zip(self.pieces, self.masks, strict=True)):
             end = (piece + 1) * self.chunk
             k, v = key[:, :, :end], value[:, :, :end]
-            if repeats_keys(query.device.type, query.dtype, mask is not None):
+            if repeats_keys(query.device.type):
                 k, v = repeat_heads(k, heads), repeat_heads(v, heads)
             q = query.unflatten(0, (len(self.pieces), self.sequences, self.chunk))[i].transpose(1, 2)
             output = F.scaled_dot_product_attention(
@@ -93,20 +93,17 @@ class AttentionBucket:
         return outputs
 
 
-def repeats_keys(device_type: str, dtype: torch.dtype, masked: bool) -> bool:
+def repeats_keys(device_type: str) -> bool:
     """Return whether to repeat keys and values for all query heads, instead of setting `enable_gqa`.
 
-    Of PyTorch's CUDA kernels (2.13, `sdp_utils.cpp`), flash attention takes grouped heads, but no mask and no fp32;
-    memory-efficient attention takes masks and fp32, but no grouped heads. cuDNN's takes both in 16 bits, and is preferred on
-    sm_90 and sm_100 only. A call that none of them takes falls back to a kernel that stores all scores of all heads. The CPU
-    kernel takes all calls.
+    On CUDA only fp32 comes here (see `packed_flash_of`). Of PyTorch's CUDA kernels (2.13, `sdp_utils.cpp`) memory-efficient
+    attention takes it, without grouped heads; a call that none takes falls back to one that stores all scores of all heads. The
+    CPU kernel takes all calls.
 
     Args:
         device_type: "cpu" or "cuda".
-        dtype: Type of the queries.
-        masked: Whether the call has a mask. Without one it is causal.
     """
-    return device_type == "cuda" and (masked or dtype not in (torch.bfloat16, torch.float16))
+    return device_type == "cuda"
 
 
 def repeat_heads(x: Tensor, heads: int) -> Tensor:
@@ -208,12 +205,18 @@ class AttentionLayout:
             buckets.append(bucket)
         query_slot_S = concatenated_ranges(query_first.flatten(), chunk_G.repeat_interleave(len(pieces)))
         key_slot_T = concatenated_ranges(key_first, lengths_G)[gathered_T]
-        prompts = () if starts is None else _shared_prompts(starts, (cu_seqlens // cp_size).tolist(), key_first.tolist())
+        prompts = () if starts is None else shared_prompts(starts, (cu_seqlens // cp_size).tolist(), key_first.tolist())
         return cls(tuple(buckets), query_slot_S.to(device), key_slot_T.to(device), prompts)
 
 
-def _shared_prompts(starts: Sequence[int], first_query: Sequence[int], first_key: Sequence[int]) -> tuple[SharedPrompt, ...]:
-    """Return the shared prompts with local responses. The last arguments: each piece's first local token and first key slot."""
+def shared_prompts(starts: Sequence[int], first_query: Sequence[int], first_key: Sequence[int]) -> tuple[SharedPrompt, ...]:
+    """Return the shared prompts with local responses.
+
+    Args:
+        starts: `PackedMicrobatch.starts`.
+        first_query: First local token of each sequence, and the number of local tokens.
+        first_key: First key of each sequence.
+    """
     whole = [i for i, start in enumerate(starts) if not start]
     found = []
     for prompt, end in itertools.pairwise([*whole, len(starts)]):

@@ -1,6 +1,7 @@
 """Flash attention that returns its log-sum-exp, so that calls over different keys can be merged into one softmax.
 
-Legend: n sequences, H heads, K key-value heads (K divides H), Lq queries and Lk keys of a sequence, D channels.
+Legend: n sequences, H heads, K key-value heads (K divides H), Lq queries and Lk keys of a sequence, D channels; Q queries and U
+keys of all sequences, packed.
 
 The backward of flash attention stores no probabilities. It recomputes exp(score - log-sum-exp), and derives the gradient of the
 scores from that, the output and the output's gradient (arXiv 2205.14135, algorithm 4). No step needs the other keys. A call
@@ -20,6 +21,7 @@ from tepo_megatron.errors import ConfigError
 aten = torch.ops.aten
 _LSE_ALIGNMENT = 32  # rows to which CUDA's memory-efficient attention pads its log-sum-exp
 _BIAS_ALIGNMENT = 8  # elements to which it requires the rows of a bias to be aligned
+_MOST_CHANNELS = 256  # of CUDA's flash attention
 
 
 @dataclass(frozen=True)
@@ -89,10 +91,9 @@ class _Cpu:
 
 
 class _Cuda:
-    """CUDA's memory-efficient attention, in fp32, fp16 and bf16.
+    """CUDA's memory-efficient attention, for fp32, which `PackedFlash` does not take.
 
     It takes no grouped heads, so keys and values are repeated, and it takes a mask only as a bias.
-    Not measured: `tests/gpu/test_flash_attention.py` has not been run.
     """
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, keys: AttendedKeys, scale: float | None) -> tuple[Tensor, Tensor]:
@@ -135,6 +136,81 @@ def flash_attention_of(device: torch.device) -> FlashAttention:
             f"training.share_prompts=never"
         )
     return _PLATFORMS[device.type]
+
+
+@dataclass(frozen=True)
+class PackedCall:
+    """Attention of packed sequences of any length, each over keys of its own.
+
+    Attributes:
+        query_rows: int64 [Q], the rows of the queries. None: all rows, in their order.
+        key_rows: int64 [U], the rows of the keys; a row may be there several times. None: all rows, in their order.
+        cu_q: int32 [n + 1], the start of each sequence in the queries, and Q.
+        cu_k: int32 [n + 1], the same of the keys, and U.
+        longest_q: Most queries of a sequence.
+        longest_k: Most keys of a sequence.
+        causal: The last query of a sequence attends to all of its keys, the one before to all but the last, and so on.
+            Otherwise all of them attend to all.
+    """
+
+    query_rows: Tensor | None
+    key_rows: Tensor | None
+    cu_q: Tensor
+    cu_k: Tensor
+    longest_q: int
+    longest_k: int
+    causal: bool
+
+
+class PackedFlash:
+    """CUDA's flash attention for packed sequences, in fp16 and bf16. It pads nothing and takes grouped heads as they are.
+
+    cuDNN's attention, which `scaled_dot_product_attention` prefers on Hopper, compiles a plan for each new shape; packed
+    sequences give new shapes in every microbatch.
+    """
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: PackedCall, scale: float | None) -> tuple[Tensor, Tensor]:
+        """Return the output [Q, H, D] and the log-sum-exp of the scores, fp32 [H, Q].
+
+        Args:
+            q: Queries [Q, H, D], in the call's order.
+            k: Keys [U, K, D], likewise.
+            v: Values [U, K, D], likewise.
+            call: The sequences.
+            scale: Factor of the scores. None: 1 / sqrt(D).
+        """
+        out, lse, *_ = aten._flash_attention_forward(
+            q, k, v, call.cu_q, call.cu_k, call.longest_q, call.longest_k, 0.0, call.causal, False, scale=scale
+        )
+        return out, lse
+
+    def backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: PackedCall, scale: float | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the gradients of q, k and v.
+
+        Args:
+            grad: Gradient of the output, [Q, H, D].
+            q: As in `forward`, like k, v, call and scale.
+            k: Keys of this call; they may be a part of the softmax.
+            v: Their values.
+            out: Output of the whole softmax, [Q, H, D].
+            lse: Log-sum-exp of the whole softmax, [H, Q].
+            call: The sequences.
+            scale: Factor of the scores. None: 1 / sqrt(D).
+        """
+        state = torch.zeros(2, dtype=torch.uint64, device=q.device)  # the random generator's, unused without dropout
+        found: tuple[Tensor, Tensor, Tensor] = aten._flash_attention_backward(
+            grad, q, k, v, out, lse, call.cu_q, call.cu_k, call.longest_q, call.longest_k, 0.0, call.causal, state,
+            q.new_empty(0), scale=scale,
+        )  # fmt: skip
+        return found
+
+
+def packed_flash_of(query: Tensor) -> PackedFlash | None:
+    """Return the kernel that takes these queries [..., D] packed; None if there is none for their device, type or D."""
+    taken = query.dtype in (torch.bfloat16, torch.float16) and query.size(-1) <= _MOST_CHANNELS and query.size(-1) % 8 == 0
+    return PackedFlash() if query.is_cuda and taken else None
 
 
 def merge(out: Tensor, lse: Tensor, more_out: Tensor, more_lse: Tensor) -> tuple[Tensor, Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch import Tensor
 from tepo_megatron.actor import attention
 from tepo_megatron.actor.attention import SDPACoreAttention
 from tepo_megatron.errors import ConfigError
+from tepo_megatron.ops.flash_attention import PackedCall, PackedFlash
 from tests.worlds import run_world
 from tests.zigzag import shard_zigzag_packed
 
@@ -70,6 +72,46 @@ def expected(tensors: list[Tensor], cu: list[int], starts: list[int] | None = No
     return [torch.cat(outputs).detach(), *(x.grad for x in leaves)]
 
 
+class Written(PackedFlash):
+    """The contract of `PackedFlash`, written out for each sequence in fp64."""
+
+    def scores(self, q: Tensor, k: Tensor, causal: bool, scale: float | None) -> Tensor:
+        scores = torch.einsum("ihd,jhd->hij", q, k) * (q.size(-1) ** -0.5 if scale is None else scale)
+        future = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1 + k.size(0) - q.size(0))
+        return scores.masked_fill(future, -math.inf) if causal else scores
+
+    def parts(self, q: Tensor, k: Tensor, v: Tensor, call: PackedCall) -> Iterator[tuple[slice, slice, list[Tensor]]]:
+        assert (call.cu_q[-1], call.cu_k[-1]) == (q.size(0), k.size(0))
+        assert (call.longest_q, call.longest_k) == (call.cu_q.diff().max(), call.cu_k.diff().max())
+        for (a, b), (c, d) in zip(itertools.pairwise(call.cu_q.tolist()), itertools.pairwise(call.cu_k.tolist()), strict=True):
+            assert b > a and d > c
+            repeated = (x[c:d].repeat_interleave(q.size(1) // k.size(1), dim=1).double() for x in (k, v))
+            yield slice(a, b), slice(c, d), [q[a:b].double(), *repeated]
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: PackedCall, scale: float | None) -> tuple[Tensor, Tensor]:
+        out = torch.zeros_like(q)
+        lse = torch.zeros(q.size(1), q.size(0), dtype=torch.promote_types(q.dtype, torch.float32))
+        for rows, _, (query, keys, values) in self.parts(q, k, v, call):
+            lse[:, rows] = (scores := self.scores(query, keys, call.causal, scale)).logsumexp(-1)
+            out[rows] = torch.einsum("hij,jhd->ihd", scores.softmax(-1), values).to(q.dtype)
+        return out, lse
+
+    def backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: PackedCall, scale: float | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        found = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        grad, out = grad.double(), out.double()
+        factor, each = q.size(-1) ** -0.5 if scale is None else scale, q.size(1) // k.size(1)
+        for rows, keys, (query, key, value) in self.parts(q, k, v, call):
+            chance = (self.scores(query, key, call.causal, scale) - lse[:, rows, None]).exp()
+            of_chance = torch.einsum("ihd,jhd->hij", grad[rows], value) - (grad[rows] * out[rows]).sum(-1).T[:, :, None]
+            of_scores = chance * of_chance * factor
+            found[0][rows] = torch.einsum("hij,jhd->ihd", of_scores, key).to(q.dtype)
+            for total, parts in ((found[1], (of_scores, query)), (found[2], (chance, grad[rows]))):
+                total[keys] = torch.einsum("hij,ihd->jhd", *parts).unflatten(1, (-1, each)).sum(2).to(q.dtype)
+        return found
+
+
 def core_attention(cp: int, **changes: Any) -> SDPACoreAttention:
     from megatron.core import parallel_state
     from megatron.core.transformer import TransformerConfig
@@ -85,7 +127,7 @@ def core_attention(cp: int, **changes: Any) -> SDPACoreAttention:
 
 
 def run_packed(
-    rank: int, cp: int, cu: list[int], starts: list[int] | None = None, dtype: torch.dtype = torch.float64
+    rank: int, cp: int, cu: list[int], packs: bool, starts: list[int] | None = None, dtype: torch.dtype = torch.float64
 ) -> dict[str, Any]:
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.tensor_parallel import mappings
@@ -96,6 +138,8 @@ def run_packed(
     leaves = [x.clone().requires_grad_() for x in tensors[:3]]
     calls = []
     with pytest.MonkeyPatch.context() as patch:
+        if packs:
+            patch.setattr(attention, "packed_flash_of", lambda _: Written())
         for name in ("dist_all_gather_func", "dist_reduce_scatter_func"):
             real = getattr(mappings, name)
             patch.setattr(mappings, name, lambda *a, r=real, n=name, **k: (calls.append(n), r(*a, **k))[1])
@@ -106,11 +150,12 @@ def run_packed(
     return {"tensors": [output.detach(), *(x.grad for x in leaves)], "calls": calls}
 
 
+@pytest.mark.parametrize("packs", [False, True], ids=["in buckets", "packed"])
 @pytest.mark.parametrize("cp", [1, 2, 4])
-def test_packed_sequences_match_plain_attention(cp: int) -> None:
+def test_packed_sequences_match_plain_attention(cp: int, packs: bool) -> None:
     unit = 1 if cp == 1 else 2 * cp
     cu = [0, *torch.tensor(UNITS).mul(unit).cumsum(0).tolist()]
-    ranks = run_world(cp, run_packed, cp, cu)
+    ranks = run_world(cp, run_packed, cp, cu, packs)
     for rank, got in enumerate(ranks):
         for ours, whole in zip(got["tensors"], expected(inputs((cu[-1],)), cu), strict=True):
             theirs = shard_zigzag_packed(whole, torch.tensor(cu), cp, rank, dim=0)
@@ -118,12 +163,13 @@ def test_packed_sequences_match_plain_attention(cp: int) -> None:
         assert got["calls"] == (["dist_all_gather_func", "dist_reduce_scatter_func"] if cp > 1 else [])
 
 
+@pytest.mark.parametrize("packs", [False, True], ids=["in buckets", "packed"])
 @pytest.mark.parametrize(
     ("cp", "dtype", "tolerance"),
     [(1, torch.float64, 1e-12), (2, torch.float64, 1e-12), (4, torch.float64, 1e-12), (1, torch.float32, 1e-6),
      (1, torch.bfloat16, 8e-3)],
 )  # fmt: skip
-def test_responses_see_the_prompt_that_they_share(cp: int, dtype: torch.dtype, tolerance: float) -> None:
+def test_responses_see_the_prompt_that_they_share(cp: int, dtype: torch.dtype, tolerance: float, packs: bool) -> None:
     """Several families, with padding behind the prompt, among sequences of their own; one response, and none."""
     unit = 1 if cp == 1 else 2 * cp
     sizes, starts = [], []
@@ -131,7 +177,7 @@ def test_responses_see_the_prompt_that_they_share(cp: int, dtype: torch.dtype, t
         sizes += [units, *responses]
         starts += [0, *[units * unit - padding] * len(responses)]
     cu = [0, *torch.tensor(sizes).mul(unit).cumsum(0).tolist()]
-    ranks = run_world(cp, run_packed, cp, cu, starts, dtype)
+    ranks = run_world(cp, run_packed, cp, cu, packs, starts, dtype)
     for rank, got in enumerate(ranks):
         for ours, whole in zip(got["tensors"], expected(inputs((cu[-1],)), cu, starts), strict=True):
             theirs = shard_zigzag_packed(whole, torch.tensor(cu), cp, rank, dim=0)

@@ -12,19 +12,8 @@ from tepo_megatron.actor.attention_layout import AttentionBucket, repeat_heads, 
 SEQUENCES, CHUNK, CHANNELS = 2, 5, 8
 
 
-@pytest.mark.parametrize(
-    ("device", "dtype", "masked", "expected"),
-    [
-        ("cuda", torch.bfloat16, True, True),  # flash attention takes no mask
-        ("cuda", torch.bfloat16, False, False),  # flash attention takes grouped heads
-        ("cuda", torch.float32, True, True),
-        ("cuda", torch.float32, False, True),  # flash attention takes no fp32
-        ("cpu", torch.bfloat16, True, False),
-        ("cpu", torch.float32, False, False),
-    ],
-)
-def test_when_keys_are_repeated(device: str, dtype: torch.dtype, masked: bool, expected: bool) -> None:
-    assert repeats_keys(device, dtype, masked) is expected
+def test_keys_are_repeated_on_cuda_alone() -> None:
+    assert repeats_keys("cuda") and not repeats_keys("cpu")
 
 
 def test_repeated_heads_are_in_the_order_of_the_query_groups() -> None:

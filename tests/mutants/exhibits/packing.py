@@ -19,10 +19,10 @@ EXHIBITS = (
             "one sequence in a microbatch."
         ),
         symbol="SDPACoreAttention._packed_layout",
-        old='layout = AttentionLayout.of(lengths, self.cp_group, query_S.device, getattr(params, "starts", None))',
+        old='layout = self._layout(lengths, query_S, getattr(params, "starts", None))',
         new=(
             'one = [sum(lengths)] if getattr(params, "starts", None) is None else lengths\n'
-            '            layout = AttentionLayout.of(one, self.cp_group, query_S.device, getattr(params, "starts", None))'
+            '            layout = self._layout(one, query_S, getattr(params, "starts", None))'
         ),
         tests=(
             "tests/parallel/test_attention.py::test_packed_sequences_match_plain_attention",
