@@ -101,12 +101,14 @@ def compile_kernel(kernel: str, logits: str, shape: str, arch: int) -> CompiledK
     width, columns = SHAPES[shape]
     values = {"x_ptr": 0, "stride": width, "x_stride": width, "out_ptr": 0, "out_stride": width, "width": width,
               "columns": columns, "column_ptr": 0}  # fmt: skip
-    constants: dict[str, Any] = {"temperature": 0.7, "block": triton_kernels.BLOCK}
+    constants: dict[str, Any] = {"temperature": 0.7}
     types = {"x_ptr": f"*{logits}", "out_ptr": f"*{logits}", "column_ptr": "*i64"}
     if kernel == "statistics":
         function = triton_kernels._statistics
+        constants |= triton_kernels.columns_of_lanes(ITEM_BYTES[logits])
     else:
-        function, constants["with_slope"] = triton_kernels._gradient, kernel == "gradient with entropy"
+        function = triton_kernels._gradient
+        constants |= {"with_slope": kernel == "gradient with entropy", "block": triton_kernels.BLOCK}
     signature, aligned = {}, {}
     for i, name in enumerate(function.arg_names):
         if name in constants:

@@ -1,9 +1,9 @@
 """Rows 8 and 9: the calls, their inputs, and the share of the machine's ceilings that each call reaches.
 
-The peers are verl's unfused functions and its fused kernel; TRL's functions; Liger's cross-entropy, which gives log-probs
-without entropies. `copy pair`: the time to move the logits three times (forward reads them, backward reads and writes) at the
-measured bandwidth of a copy. `three GEMMs`: the products that give the logits, and their gradient with the weight and with the
-hidden states, in bf16.
+The peers are verl's unfused functions and its fused kernel; TRL's functions; the plain formula, also by torch.compile; Liger's
+cross-entropy, which gives log-probs without entropies. `copy pair`: the time to move the logits three times (forward reads
+them, backward reads and writes) at the measured bandwidth of a copy. `three GEMMs`: the products that give the logits, and
+their gradient with the weight and with the hidden states, in bf16.
 """
 
 from __future__ import annotations
@@ -177,6 +177,8 @@ def measure(
     if "verl" in statistics:
         layer_calls["verl"] = partial(unfused_layer, statistics=statistics["verl"])
     if on_gpu:
+        logit_calls["compiled"] = partial(forward_backward, torch.compile(plain_formula))
+        layer_calls["compiled"] = partial(unfused_layer, statistics=torch.compile(plain_formula))
         liger = "liger_kernel.transformers.functional"
         logit_calls = installed(logit_calls | {"liger": liger_statistics}, {"liger": liger})
         fused = {"liger": liger, "verl fused": "verl.utils.kernel.linear_cross_entropy"}

@@ -20,7 +20,7 @@ from tepo_megatron.utils.host_sizes import LEAST_OFFLOADED
 from tepo_megatron.weights.ops import Architecture
 
 Recompute = Literal["none", "selective", "full"]
-Attention = Literal["sdpa", "te", "shared"]
+Attention = Literal["sdpa", "te", "packed"]
 # modules recomputed in backward (`training.recompute`); `full` keeps only a layer's input
 RECOMPUTED: dict[Recompute, frozenset[Module]] = {
     "none": frozenset(),
@@ -35,7 +35,8 @@ class PlannedKernels:
     """The kernels that determine what is kept.
 
     Attributes:
-        attention: `model.attention`, or `shared`: SDPA's path with shared prompts (`training.share_prompts`).
+        attention: `te`: Transformer Engine's. `sdpa`: PyTorch's, in buckets. `packed`: a function that keeps no buckets, as for
+            16 bits on a GPU and for shared prompts.
         fused_norms: Fused norms keep their input and one scale per row. PyTorch's norms on a CPU keep two fp32 vectors instead.
         fused_delta_rule: FLA and causal-conv1d compute linear attention. PyTorch does otherwise, and keeps more.
     """

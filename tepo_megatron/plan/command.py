@@ -10,7 +10,7 @@ from tepo_megatron.config.io import load_config
 from tepo_megatron.errors import ConfigError
 from tepo_megatron.observability import run_dir
 from tepo_megatron.ops.alignment import Alignment
-from tepo_megatron.plan.activations import ON_CPU, PlannedKernels
+from tepo_megatron.plan.activations import ON_CPU, Attention, PlannedKernels
 from tepo_megatron.plan.advice import advice_lines
 from tepo_megatron.plan.calibration import GPU_HOURS_PER_FAILURE, calibrated, read_run
 from tepo_megatron.plan.compute import MachineModel
@@ -89,9 +89,10 @@ def predictor_of(cfg: Config, request: PlanRequest) -> Predictor:
     family, arch = read_model(cfg.model.path)
     work = Workload.of(cfg, request.prompt, request.response, request.dropped)
     samples = cfg.rollout.samples_per_prompt
-    kernels = ON_CPU if cfg.platform == "cpu" else PlannedKernels("sdpa" if cfg.model.attention == "sdpa" else "te")
+    packed: Attention = "sdpa" if cfg.model.precision == "fp32" else "packed"
+    kernels = ON_CPU if cfg.platform == "cpu" else PlannedKernels(packed if cfg.model.attention == "sdpa" else "te")
     if prefix_groups_of(cfg.training, cfg.platform, samples, work.prompt, samples, Alignment(cfg.parallel.cp)) is not None:
-        kernels = replace(kernels, attention="shared")
+        kernels = replace(kernels, attention="packed")
     element = ELEMENT[cfg.model.dtype]
     model = PlannedModel(family, arch, element, recompute=cfg.training.recompute, kernels=kernels)
     matmul_size = 1 if cfg.model.precision.startswith("fp8") else element

@@ -219,7 +219,7 @@ def test_shared_prompts_are_computed_once() -> None:
     assert shared.cost.elementwise < 0.5 * plain.cost.elementwise
     squares = sum(n * n for n in lengths)
     assert shared.cost.attention / plain.cost.attention == pytest.approx((squares - 7 * 16 * 1024**2) / squares)
-    assert [p.model.kernels.attention for p in (never, auto, always)] == ["sdpa", "sdpa", "shared"]
+    assert [p.model.kernels.attention for p in (never, auto, always)] == ["packed", "packed", "packed"]
     before, after = (TrainerMemory.of(p.cfg, p.model).state().parts["activations"] for p in (never, always))
     assert after < before, "no copies of queries and keys in buckets"
 

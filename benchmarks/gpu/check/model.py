@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,30 +12,73 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from benchmarks._weights import QUICK
 from benchmarks.gpu.check.lines import Check
 
-# shape of Qwen3-1.7B
-SHAPE_1_7B = {
-    "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "num_attention_heads": 16,
-    "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151_936,
-}  # fmt: skip
-SHAPE_0_6B = SHAPE_1_7B | {"hidden_size": 1024, "intermediate_size": 3072}
-ENOUGH = 60 * 2**30  # bytes of GPU memory that the larger model takes with its optimizer and logits
-# mean tokens of a prompt and of a response; prompts per step, samples per prompt; tokens per microbatch
-LENGTHS = {"cpu": (8, 16, 2, 4, 64), "cuda": (512, 1536, 8, 8, 8192)}
+# the shapes of Qwen3
+SHAPES: dict[str, dict[str, Any]] = {
+    "0.6B": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16},
+    "1.7B": {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "num_attention_heads": 16},
+    "4B": {"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32},
+}
+COMMON = {"num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151_936}
 
 
-def random_model(check: Check) -> Path:
-    """Return the folder of the model; the first part that needs the model writes it."""
-    folder = check.folder / "model"
+@dataclass(frozen=True)
+class Case:
+    """A model and the lengths of a step.
+
+    Attributes:
+        shape: Key of SHAPES.
+        prompt: Tokens of every prompt.
+        response: Mean tokens of a response.
+        prompts: Prompts of a step.
+        samples: Samples of a prompt.
+        tokens: Tokens of a microbatch.
+        needed: Bytes of GPU memory that it takes.
+    """
+
+    shape: str
+    prompt: int
+    response: int
+    prompts: int
+    samples: int
+    tokens: int
+    needed: int = 0
+
+    @property
+    def folder(self) -> str:
+        """Name of the model's folder."""
+        return f"model-{self.shape}"
+
+
+CASES = {
+    "1.7B, 2k tokens": Case("1.7B", 512, 1536, 8, 8, 8192, 60 * 2**30),
+    "0.6B, 4k tokens": Case("0.6B", 512, 3584, 4, 8, 8192, 30 * 2**30),
+    "4B, 2k tokens": Case("4B", 512, 1536, 4, 8, 8192, 120 * 2**30),
+}
+TINY = Case("tiny", 8, 16, 2, 4, 64)
+
+
+def case_of(check: Check) -> Case:
+    """Return the case of a task of the part `step`; for any other task the first one. On a CPU it is tiny."""
+    return CASES.get(check.task, next(iter(CASES.values()))) if check.on_gpu else TINY
+
+
+def random_model(check: Check, case: Case | None = None) -> Path:
+    """Return the folder of the model; the first part that needs the model writes it.
+
+    Args:
+        check: Selects the platform, and has a folder.
+        case: The case. None: `case_of` the task.
+    """
+    case = case or case_of(check)
+    folder = check.folder / case.folder
     if (folder / "config.json").exists():
         return folder
-    shape = QUICK
-    if check.on_gpu:
-        shape = SHAPE_1_7B if torch.cuda.get_device_properties(0).total_memory >= ENOUGH else SHAPE_0_6B
+    shape = QUICK if case.shape == TINY.shape else SHAPES[case.shape] | COMMON
     config = Qwen3Config(**shape, max_position_embeddings=40_960, rope_theta=1e6, tie_word_embeddings=True)
     torch.manual_seed(0)
     with torch.device(check.platform):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    partial = check.folder / "model.partial"
+    partial = check.folder / f"{case.folder}.partial"
     model.save_pretrained(partial)
     del model
     torch.cuda.empty_cache()
@@ -42,22 +86,27 @@ def random_model(check: Check) -> Path:
     return folder
 
 
-def run_tree(check: Check, model: Path, **sections: dict[str, Any]) -> dict[str, Any]:
+def run_tree(check: Check, model: Path, case: Case | None = None, **sections: dict[str, Any]) -> dict[str, Any]:
     """Return the config tree of a run on one rank.
 
     Args:
         check: Selects the platform.
         model: Folder of the checkpoint.
+        case: The lengths. None: `case_of` the task.
         sections: Further keys, by section of the config.
     """
-    prompt, response, prompts, samples, tokens = LENGTHS[check.platform]
+    case = case or case_of(check)
     tree: dict[str, Any] = {
         "name": "gpu-check",
         "platform": check.platform,
         "model": {"path": str(model), "precision": "bf16"},
-        "data": {"train": "unused", "max_prompt_tokens": prompt},
-        "rollout": {"prompts_per_step": prompts, "samples_per_prompt": samples, "max_response_tokens": 2 * response},
-        "training": {"minibatch_prompts": prompts, "max_tokens_per_microbatch": tokens},
+        "data": {"train": "unused", "max_prompt_tokens": case.prompt},
+        "rollout": {
+            "prompts_per_step": case.prompts,
+            "samples_per_prompt": case.samples,
+            "max_response_tokens": 2 * case.response,
+        },
+        "training": {"minibatch_prompts": case.prompts, "max_tokens_per_microbatch": case.tokens},
         "optimizer": {"lr": 1e-6},
     }
     for name, keys in sections.items():

@@ -22,7 +22,7 @@ def actor_of(check: Check, **sections: dict[str, Any]) -> Iterator[tuple[Any, Co
         check: Selects the platform and has the model's folder.
         sections: Further keys, by section of the config.
     """
-    cfg = validate(run_tree(check, random_model(check), **sections))
+    cfg = validate(run_tree(check, random_model(check), None, **sections))
     platform = activate(cfg.platform)
     from tepo_megatron.actor.actor import Actor
     from tepo_megatron.distributed import parallel

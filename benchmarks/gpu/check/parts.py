@@ -15,6 +15,10 @@ LAYOUTS = (  # from tests/parallel/cases.py; a test compares the two
 )  # fmt: skip
 WITHOUT_LOGITS = "logits computed again"  # training.logits_budget_mib 0: the fused output layer
 FP8 = ("fp8-delayed", "fp8-current", "fp8-blockwise")  # from actor/precision.py; a test compares the two
+ATTENTION_FORMS, OTHER_LENGTHS = ("packed", "in buckets"), "other lengths"
+STEP_LINES = (  # of each task of the part `step`
+    "ready", "first step", "old log-probs", "updates", "MFU", "tokens", "memory allocated", "memory reserved", "kernels",
+)  # fmt: skip
 # of the minutes that are given; the rest is for tasks that do not end at once when they are cut off, and for starting this
 USED = 0.8
 LEAST_SECONDS = 10.0  # a task is not started with less: importing torch and Megatron takes most of it
@@ -89,15 +93,16 @@ PARTS: tuple[CheckPart, ...] = (
             "output layer: time",
         )),
         CheckTask("activation", 25, ("error: SwiGLU", "SwiGLU: first call", "SwiGLU: first call with another length")),
+        CheckTask("attention", 20, tuple(
+            f"attention {form}{lengths}" for form in ATTENTION_FORMS for lengths in ("", f", {OTHER_LENGTHS}")
+        )),
     )),
     CheckPart("training", "Two optimizer steps of one rank against the fp64 reference", (
         CheckTask("training", 50, ("fp32", f"fp32, {WITHOUT_LOGITS}", "bf16", f"bf16, {WITHOUT_LOGITS}", *FP8)),
     )),
-    CheckPart("step", "A training step of a random Qwen3 next to the prediction of `tepo plan`", (
-        CheckTask("logits kept", 55, ("old log-probs, logits kept", "updates, logits kept", "memory, logits kept")),
-        CheckTask("logits_budget_mib 512", 50, (
-            "old log-probs, logits_budget_mib 512", "updates, logits_budget_mib 512", "memory, logits_budget_mib 512",
-        )),
+    CheckPart("step", "A training step of a random Qwen3 next to the prediction of `tepo plan`", tuple(
+        CheckTask(name, seconds, tuple(f"{name}: {what}" for what in STEP_LINES))
+        for name, seconds in (("1.7B, 2k tokens", 60), ("0.6B, 4k tokens", 35), ("4B, 2k tokens", 60))
     )),
     CheckPart("transfer", "Weights to another process", (
         CheckTask("ipc", 22, ("ipc", "copy of as many bytes on the device")),

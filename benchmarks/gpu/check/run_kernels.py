@@ -1,4 +1,4 @@
-"""Part `kernels`: token statistics and the fused output layer against fp64, and their time and memory next to other forms."""
+"""Part `kernels`: token statistics, output layer and SwiGLU against fp64; their time and memory, and that of attention."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.gpu.check.attention import run_attention
 from benchmarks.gpu.check.lines import Check, Skip
 from benchmarks.gpu.check.parts import WITHOUT_LOGITS
 from benchmarks.gpu.rows import layer_of, measure, our_layer
@@ -34,7 +35,10 @@ PEERS = ("trl", "verl")
 
 def run(check: Check) -> None:
     """Compare a kernel with fp64, then measure it."""
-    {"statistics": _run_statistics, "output layer": _run_layer, "activation": _run_activation}[check.task](check)
+    tasks = {
+        "statistics": _run_statistics, "output layer": _run_layer, "activation": _run_activation, "attention": run_attention,
+    }  # fmt: skip
+    tasks[check.task](check)
 
 
 def _run_statistics(check: Check) -> None:

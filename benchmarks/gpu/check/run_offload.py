@@ -13,7 +13,7 @@ from torch import Tensor
 
 from benchmarks.gpu._step_rank import rollouts
 from benchmarks.gpu.check.lines import Check
-from benchmarks.gpu.check.model import LENGTHS
+from benchmarks.gpu.check.model import case_of
 from benchmarks.gpu.check.one_rank import actor_of
 from tepo_megatron.plan.workload import Workload
 from tepo_megatron.types import TrainBatch
@@ -56,9 +56,9 @@ def _update(check: Check, actor: Any, cfg: Any) -> None:
     from tepo_megatron.losses import build_objective
     from tepo_megatron.losses.advantages import group_advantages
 
-    prompt, response, *_ = LENGTHS[check.platform]
+    case = case_of(check)
     objective = build_objective(cfg.objective)
-    given = rollouts(cfg, Workload.of(cfg, prompt, response))[: 2 * cfg.rollout.samples_per_prompt]
+    given = rollouts(cfg, Workload.of(cfg, case.prompt, case.response))[: 2 * cfg.rollout.samples_per_prompt]
     actor.start_step(1)
     batch = actor.attach_old_stats(TrainBatch.build(given, group_advantages(given, objective.advantage)))
     actor.update(batch, objective)

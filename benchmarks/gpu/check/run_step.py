@@ -1,42 +1,165 @@
-"""Part `step`: a training step of a random Qwen3 of 1.7 B parameters, with and without training.logits_budget_mib.
+"""Part `step`: a training step of a random Qwen3, with all defaults of platform cuda, next to the prediction of `tepo plan`.
 
-Its seconds and its memory are reported next to the prediction of `tepo plan`.
+The model FLOPs utilization (MFU) is operations / seconds / rate. The operations of a step are those of old log-probs (one
+forward pass) and of updates (a forward and a backward pass, which counts as two); recomputation does not count. A forward pass:
+
+    sum over sequences of  2 P L  +  2 V h R  +  2 H D L^2 layers
+
+with P parameters of the layers, L tokens and R response tokens of the sequence (only their rows reach the output layer), a
+vocabulary of V, hidden size h, H heads of D channels; causal attention counts the half of all scores.
 """
 
 from __future__ import annotations
 
-import argparse
+import dataclasses
+import statistics
+import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import yaml
 
-from benchmarks.gpu.check.lines import Check
+from benchmarks._ranks import one_rank
+from benchmarks.gpu._step_rank import OLD, UPDATES, MeasuredSteps
+from benchmarks.gpu._timing import matmul_rate
+from benchmarks.gpu.check.kernel_times import kernel_times
+from benchmarks.gpu.check.lines import Check, Skip
 from benchmarks.gpu.check.machine import unknown_card
-from benchmarks.gpu.check.model import LENGTHS, random_model, run_tree
-from benchmarks.gpu.step import NOT_ALLOCATED, OLD, PLANNED, UPDATES, gpu_here, measured
+from benchmarks.gpu.check.model import Case, case_of, random_model, run_tree
+from benchmarks.gpu.check.parts import STEP_LINES
+from benchmarks.gpu.step import NOT_ALLOCATED, PLANNED, gpu_here, overrides_here
+from tepo_megatron.actor.kernels import installed
+from tepo_megatron.config.io import load_config
+from tepo_megatron.plan.command import PlanRequest, predictor_of
+from tepo_megatron.plan.gpus import GIB, GPUS
+from tepo_megatron.plan.memory import TrainerMemory
+from tepo_megatron.plan.step import Predictor
+from tepo_megatron.plan.workload import Workload
+from tepo_megatron.types import TrainBatch
 
-BUDGETS = {"logits kept": "null", "logits_budget_mib 512": "512"}
+TIMED_STEPS = 2
+FORWARD, FORWARD_AND_BACKWARD = 1, 3  # passes, by their operations
+SQUARE = {"cpu": 128, "cuda": 8192}  # of the product that gives the rate
+TRACED_PROMPTS = 2
 
 
 def run(check: Check) -> None:
-    """Measure the step with a budget."""
-    with check.line(*(f"{what}, {check.task}" for what in (OLD, UPDATES, "memory"))):
-        config = check.folder / f"step-{BUDGETS[check.task]}.yaml"
-        config.write_text(yaml.safe_dump(run_tree(check, random_model(check))))
-        prompt, response, *_ = LENGTHS[check.platform]
-        gpu = gpu_here(check.platform)
-        args = argparse.Namespace(config=str(config), prompt=prompt, response=response, steps=2, gpu=gpu, timeout=check.left)
-        step = measured(args, ["--training.logits_budget_mib", BUDGETS[check.task]], "bf16")
-        rate = f"{step.tokens / sum(step.seconds.values()):.0f} tokens/s in both phases"
-        for phase in PLANNED:
-            planned = step.planned[phase] if step.planned else None
-            why = unknown_card(torch.cuda.get_device_name(0)) if planned is None else f"planned {planned:.3g} s on an {gpu}"
-            more: dict[str, Any] = {"planned": planned, "tokens": step.tokens, "noise": step.noise}
-            check.report(f"{phase}, {check.task}", "measured", step.seconds[phase], "s", f"{why}; {rate}", **more)
-        why = f"allocated at most; planned {step.planned_gib:.3g} GiB without {' and '.join(NOT_ALLOCATED)}"
-        line = f"memory, {check.task}"
-        if step.peak_gib is None:
-            check.report(line, "skipped", unit="GiB", why=f"only on a GPU; {why}", planned=step.planned_gib)
-        else:
-            check.report(line, "measured", step.peak_gib, "GiB", why, planned=step.planned_gib)
+    """Measure the steps of a model."""
+    with check.line(*(f"{check.task}: {what}" for what in STEP_LINES)):
+        case = case_of(check)
+        if check.on_gpu and torch.cuda.get_device_properties(0).total_memory < case.needed:
+            raise Skip(f"{case.needed / GIB:.0f} GiB of GPU memory are needed")
+        predictor, gpu = _predictor(check, case)
+        begun = time.monotonic()
+        with one_rank():
+            steps = MeasuredSteps(predictor.cfg, Workload.of(predictor.cfg, case.prompt, case.response))
+            check.report(f"{check.task}: ready", "measured", time.monotonic() - begun, "s", "reading and building the model")
+            _measure(check, steps, predictor, gpu)
+            from tepo_megatron.distributed import parallel
+
+            parallel.shutdown()
+
+
+def _predictor(check: Check, case: Case) -> tuple[Predictor, str | None]:
+    """Return what predicts the case's config, and the GPU that is here; None for one that is not in the plan's table."""
+    config = check.folder / f"{case.folder}.yaml"
+    config.write_text(yaml.safe_dump(run_tree(check, random_model(check, case), case)))
+    gpu = gpu_here(check.platform)
+    cfg = load_config(str(config), overrides_here(str(config), [], installed()))
+    request = PlanRequest(gpu=gpu or next(iter(GPUS)), prompt=case.prompt, response=case.response)
+    return predictor_of(cfg, request), gpu
+
+
+def _measure(check: Check, steps: MeasuredSteps, predictor: Predictor, gpu: str | None) -> None:
+    """Report the first step, then the times, the memory and the kernels of the following ones."""
+    begun = time.monotonic()
+    steps.finish(1, steps.begin(1))
+    first = {phase: taken.pop() for phase, taken in steps.seconds.items()}
+    parts = ", ".join(f"{phase} {seconds:.3g} s" for phase, seconds in first.items())
+    check.report(f"{check.task}: first step", "measured", time.monotonic() - begun, "s", f"with compilation; {parts}")
+    if check.on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+    for number in range(2, TIMED_STEPS + 2):
+        steps.finish(number, steps.begin(number))
+    _report_seconds(check, steps, predictor, gpu)
+    _report_memory(check, predictor)
+    with check.line(f"{check.task}: kernels"):
+        _report_kernels(check, steps)
+
+
+def _report_seconds(check: Check, steps: MeasuredSteps, predictor: Predictor, gpu: str | None) -> None:
+    """Report the seconds by phase, and the MFU over both."""
+    seconds = {phase: statistics.median(taken) for phase, taken in steps.seconds.items()}
+    phases = predictor.step().phases
+    for phase in PLANNED:
+        planned = sum(phases[name] for name in PLANNED[phase]) if gpu else None
+        why = unknown_card(torch.cuda.get_device_name(0)) if planned is None else f"planned {planned:.3g} s on an {gpu}"
+        check.report(f"{check.task}: {phase}", "measured", seconds[phase], "s", why, planned=planned)
+    lengths = [(r.token_ids_L.numel(), int(r.response_mask_L.sum())) for r in steps.rollouts]
+    forward = forward_operations(predictor, lengths)
+    operations = {OLD: FORWARD * forward, UPDATES: FORWARD_AND_BACKWARD * forward}
+    tokens, both = sum(length for length, _ in lengths), sum(seconds.values())
+    size = SQUARE[check.platform]
+    reached, rate = sum(operations.values()) / both, matmul_rate(size, torch.device(check.platform), 10)
+    peak = GPUS[gpu].peak[2] if gpu else None
+    shares = {phase: operations[phase] / seconds[phase] / (peak or rate) for phase in operations}
+    by_phase = ", ".join(f"{phase} {share:.1%}" for phase, share in shares.items())
+    of_what = f"of the {'datasheet' if peak else 'measured'} rate in bf16; {by_phase}"
+    why = f"{of_what}; {reached / rate:.1%} of the {rate / 1e12:.0f} TFLOP/s of a product of {size} rows"
+    more: dict[str, Any] = {"operations": operations, "rate": rate, "peak": peak, "shares": shares}
+    check.report(f"{check.task}: MFU", "measured", 100 * reached / (peak or rate), "%", why, **more)
+    packed = f"{len(lengths)} sequences, {tokens} tokens, the longest {max(lengths)[0]}"
+    check.report(f"{check.task}: tokens", "measured", tokens / both, "tokens/s", f"in both phases; {packed}")
+
+
+def forward_operations(predictor: Predictor, lengths: Sequence[tuple[int, int]]) -> float:
+    """Return the operations of a forward pass; see the module.
+
+    Args:
+        predictor: Has the architecture.
+        lengths: Tokens and response tokens of each sequence.
+    """
+    arch = predictor.model.arch
+    attention = 2 * arch.hidden_size * arch.head_dim * (arch.num_heads + arch.num_query_groups)
+    layer = attention + 3 * arch.hidden_size * arch.ffn_size
+    products = sum(2 * layer * arch.num_layers * length for length, _ in lengths)
+    output = sum(2 * arch.vocab_size * arch.hidden_size * rows for _, rows in lengths)
+    scores = sum(2 * arch.num_heads * arch.head_dim * length**2 * arch.num_layers for length, _ in lengths)
+    return products + output + scores
+
+
+def _report_memory(check: Check, predictor: Predictor) -> None:
+    """Report the peaks since the first step next to what the plan says."""
+    parts = TrainerMemory.of(predictor.cfg, predictor.model).state().parts
+    planned = {
+        "memory allocated": sum(size for part, size in parts.items() if part not in NOT_ALLOCATED) / GIB,
+        "memory reserved": sum(size for part, size in parts.items() if part != NOT_ALLOCATED[1]) / GIB,
+    }
+    by_part = ", ".join(f"{part} {size / GIB:.3g}" for part, size in parts.items())
+    for what, expected in planned.items():
+        line, why = f"{check.task}: {what}", f"planned {expected:.4g} GiB"
+        if not check.on_gpu:
+            check.report(line, "skipped", unit="GiB", why=f"only on a GPU; {why}", planned=expected)
+            continue
+        peak = {"memory allocated": torch.cuda.max_memory_allocated, "memory reserved": torch.cuda.max_memory_reserved}[what]()
+        why += f", {peak / GIB / expected - 1:+.1%}; {by_part}"
+        check.report(line, "measured", peak / GIB, "GiB", why, planned=expected, parts=parts)
+
+
+def _report_kernels(check: Check, steps: MeasuredSteps) -> None:
+    """Trace a step with few of the sequences, and report where its time goes."""
+    if not check.on_gpu:
+        raise Skip("only on a GPU")
+    number, few = TIMED_STEPS + 2, TRACED_PROMPTS * steps.cfg.rollout.samples_per_prompt
+    steps.rollouts = steps.rollouts[:few]
+
+    def traced() -> None:
+        batch: TrainBatch = steps.begin(number)
+        steps.finish(number, batch)
+
+    found = kernel_times(traced)
+    kinds = ", ".join(f"{kind} {seconds / found.seconds:.1%}" for kind, seconds in found.kinds.items())
+    why = f"of {found.seconds:.3g} s of a step with {few} sequences; {kinds}"
+    share = 100 * found.busy / found.seconds
+    check.report(f"{check.task}: kernels", "measured", share, "% busy", why, trace=dataclasses.asdict(found))

@@ -20,6 +20,8 @@ from tepo_megatron.ops.token_statistics import NO_COLUMNS, Coefficients, compute
 BLOCK = 4096
 # Compiler options. FP fusion is set explicitly because its default differs between Triton's versions.
 OPTIONS = {"num_warps": 8, "enable_fp_fusion": True}
+_LANES = 32 * 8  # threads of a program
+_ACCESS_BYTES = 16  # of a lane
 
 _LOG2_E = tl.constexpr(math.log2(math.e))
 _LN_2 = tl.constexpr(math.log(2))
@@ -30,9 +32,17 @@ def statistics(logits: Tensor, columns: int, temperature: float) -> tuple[Tensor
     """Implement `RowKernels.statistics`. Args: see there."""
     rows, width = logits.shape
     top, total, moment = logits.new_empty(3, rows, dtype=compute_dtype(logits)).unbind(0)
-    block = min(BLOCK, triton.next_power_of_2(columns))
-    _statistics[(rows,)](logits, logits.stride(0), width, columns, top, total, moment, temperature, block, **OPTIONS)
+    _statistics[(rows,)](
+        logits, logits.stride(0), width, columns, top, total, moment, temperature,
+        **columns_of_lanes(logits.element_size()), **OPTIONS,
+    )  # fmt: skip
     return top, total, moment
+
+
+def columns_of_lanes(item_bytes: int) -> dict[str, int]:
+    """Return how the statistics share BLOCK columns out: as many neighbours to a lane as one load moves."""
+    each = _ACCESS_BYTES // item_bytes
+    return {"parts": BLOCK // (_LANES * each), "lanes": _LANES, "each": each}
 
 
 def gradient(logits: Tensor, columns: int, column_R: Tensor, temperature: float, row: Coefficients, out: Tensor) -> None:
@@ -48,30 +58,42 @@ def gradient(logits: Tensor, columns: int, column_R: Tensor, temperature: float,
 
 @triton.jit
 def _statistics(
-    x_ptr, stride, width, columns, top_ptr, total_ptr, moment_ptr, temperature: tl.constexpr, block: tl.constexpr
+    x_ptr, stride, width, columns, top_ptr, total_ptr, moment_ptr,
+    temperature: tl.constexpr, parts: tl.constexpr, lanes: tl.constexpr, each: tl.constexpr,
 ):  # fmt: skip
-    """Compute one row. Running sums are kept per lane, rescaled when the maximum grows, and reduced over lanes at the end."""
+    """Compute one row. Each lane keeps a maximum and sums of its own, so that lanes wait for each other only at the end.
+
+    Of each `parts * lanes * each` columns a lane has `parts` times `each` neighbours.
+    """
     row = tl.program_id(0).to(tl.int64)
     dtype = top_ptr.dtype.element_ty
-    lane = tl.arange(0, block)
     factor: tl.constexpr = _LOG2_E / temperature
-    top = tl.full((), _NO_COLUMNS, dtype)
-    total = tl.zeros((block,), dtype)
-    moment = tl.zeros((block,), dtype)  # of d in base 2
-    for at in range(0, columns, block):
-        real = at + lane < columns
-        x = tl.load(x_ptr + row * stride + at + lane, mask=at + lane < width, other=0).to(dtype)
-        new_top = tl.maximum(top, tl.max(tl.where(real, x, _NO_COLUMNS), 0))
+    part, lane, neighbour = (
+        tl.arange(0, parts)[:, None, None],
+        tl.arange(0, lanes)[None, :, None],
+        tl.arange(0, each)[None, None],
+    )
+    column = (part * lanes + lane) * each + neighbour
+    top = tl.full((lanes,), _NO_COLUMNS, dtype)
+    total = tl.zeros((lanes,), dtype)
+    moment = tl.zeros((lanes,), dtype)  # of d in base 2
+    for at in range(0, columns, parts * lanes * each):
+        real = at + column < columns
+        x = tl.load(x_ptr + row * stride + at + column, mask=at + column < width, other=0).to(dtype)
+        new_top = tl.maximum(top, tl.max(tl.max(tl.where(real, x, _NO_COLUMNS), 2), 0))
         move = (top - new_top) * factor
         shrink = tl.exp2(move)
-        d = tl.where(real, x - new_top, 0) * factor
+        d = tl.where(real, x - new_top[None, :, None], 0) * factor
         e = tl.where(real, tl.exp2(d), 0)
-        moment = (moment + total * move) * shrink + d * e
-        total = total * shrink + e
+        moment = (moment + total * move) * shrink + tl.sum(tl.sum(d * e, 2), 0)
+        total = total * shrink + tl.sum(tl.sum(e, 2), 0)
         top = new_top
-    tl.store(top_ptr + row, top)
-    tl.store(total_ptr + row, tl.sum(total, 0))
-    tl.store(moment_ptr + row, tl.sum(moment, 0) * _LN_2)
+    whole = tl.max(top, 0)
+    move = (top - whole) * factor
+    shrink = tl.exp2(move)
+    tl.store(top_ptr + row, whole)
+    tl.store(total_ptr + row, tl.sum(total * shrink, 0))
+    tl.store(moment_ptr + row, tl.sum((moment + total * move) * shrink, 0) * _LN_2)
 
 
 @triton.jit

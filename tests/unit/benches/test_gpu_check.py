@@ -267,7 +267,7 @@ def test_the_plan_takes_the_attention_that_is_here(tmp_path: Path) -> None:
     for found in (frozenset[str](), frozenset({"transformer_engine"})):
         cfg = load_config(str(config), step.overrides_here(str(config), [], found))
         planned["transformer_engine" in found] = predictor_of(cfg, PlanRequest()).model.kernels.attention
-    assert planned == {False: "sdpa", True: "te"}
+    assert planned == {False: "packed", True: "te"}
 
 
 def test_the_committed_table_has_the_lines_of_the_code() -> None:
