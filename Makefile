@@ -12,6 +12,8 @@ LAUNCH := .venv-launch
 SKY    := .venv-sky
 DOCS   := .venv-docs
 PINS   := .venv-pins
+MIRROR ?= .cache/gpu-mirror
+MIRROR_PYTHON ?= $(firstword $(shell command -v python3.12) $(wildcard $(HOME)/.pyenv/versions/3.12.*/bin/python))
 TE     := $(PINS)/transformer_engine_python
 SITE   := build/docs
 PEERS  := .cache/peers
@@ -40,7 +42,7 @@ PINS_PYTHON ?= $(shell python3.12 -c "" 2>/dev/null \
   && echo python3.12 || echo $(PYTHON))
 
 .PHONY: demo demo-plan distill sglang launch launch-sky ablation ablation-off-policy precision bench docs docs-links test test-parts test-runs test-servers test-fast test-full test-slurm test-gpu \
-  test-pins test-pins-ci test-te test-image matrix chaos chaos-long hurt canaries two-starts mutants check lint types format pins clean
+  test-pins test-pins-ci test-te test-image gpu-rehearsal matrix chaos chaos-long hurt canaries two-starts mutants check lint types format pins clean
 
 demo: DEMO = $(if $(filter qwen3,$(MODEL)),,$(MODEL)-)seed-$(SEED)
 demo: demo-plan $(READY) $(if $(filter sglang,$(ENGINE)),$(SGLANG)/.ready)
@@ -188,6 +190,11 @@ mutants: $(READY) $(SGLANG)/.ready
 test-gpu:
 	$(GPU_PYTHON) -m pytest tests/gpu --confcutdir=tests/gpu
 
+# Run the GPU check without a GPU: with the packages of the machine that is lent for it, without a network, with a fake CUDA.
+# Needs root, Python 3.12 and, once, 5 GB of packages. MIRROR: their folder. ARGS: arguments of the check
+gpu-rehearsal: $(MIRROR)/.ready
+	benchmarks/gpu/rehearsal/run.sh $(MIRROR)/bin/python tools/gpu_check.py --out build/gpu_rehearsal $(ARGS)
+
 check: lint types test
 
 lint: $(READY)
@@ -277,6 +284,17 @@ $(TE)/.ready: $(PINS)/.ready requirements/gpu-vllm.txt
 	$(PINS)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-compile --target $(TE) \
 	  "$$(grep '^transformer-engine==' requirements/gpu-vllm.txt)"
 	touch $@
+
+$(MIRROR)/.ready: requirements/gpu-mirror.txt requirements/gpu-check.txt
+	@sum=$$(cat $^ | sha256sum); \
+	if [ "$$(cat $@ 2>/dev/null)" = "$$sum" ]; then touch $@; exit 0; fi; \
+	set -e; \
+	echo "setting up $(MIRROR) (once; some minutes if packages must be downloaded)"; \
+	$(MAKE) --no-print-directory $(READY); \
+	test -x $(MIRROR)/bin/python || $(MIRROR_PYTHON) -m venv --without-pip $(MIRROR); \
+	$(BIN)/uv pip install --no-config --python $(MIRROR)/bin/python --quiet --compile-bytecode -r requirements/gpu-mirror.txt; \
+	$(BIN)/uv pip install --no-config --python $(MIRROR)/bin/python --no-deps --quiet --compile-bytecode -r requirements/gpu-check.txt; \
+	echo "$$sum" > $@
 
 # Resolve the pins again.
 pins:

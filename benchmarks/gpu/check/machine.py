@@ -13,7 +13,8 @@ from tepo_megatron.plan.gpus import GPUS
 
 WHEELS = "requirements/gpu-check.txt"
 NEEDED = ("torch", "numpy", "safetensors", "transformers", "yaml")
-MODULES = {"megatron-core": "megatron.core"}  # of the wheels whose module is not their name
+MODULES = {"megatron-core": "megatron.core", "antlr4-python3-runtime": "antlr4"}  # of wheels whose module is not their name
+PEER_WHEELS = ("liger-kernel",)  # a missing one is only not measured
 NOT_SXM = {"PCIe", "NVL"}  # boards with other datasheet values than those of the plan's table
 DRIVER_SECONDS = 30.0
 # of an interpreter of its own, because a broken driver may hang or end it: the number of GPUs, and the first one's name
@@ -39,7 +40,8 @@ def missing_packages(platform: str) -> str:
     Args:
         platform: "cpu" or "cuda", which needs Triton.
     """
-    from_wheels = [name for name in wheels() if not _found(MODULES.get(name, name.replace("-", "_")))]
+    needed = [name for name in wheels() if name not in PEER_WHEELS]
+    from_wheels = [name for name in needed if not _found(MODULES.get(name, name.replace("-", "_")))]
     others = [name for name in (*NEEDED, *(("triton",) if platform == "cuda" else ())) if not _found(name)]
     words = [f"{', '.join(from_wheels)} not installed: see {WHEELS}"] if from_wheels else []
     words += [f"{', '.join(others)} not installed: they belong to the machine's image"] if others else []
