@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -22,6 +23,15 @@ from benchmarks.results import ROOT
 
 LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}  # Gloo would look up this machine's name
 POLL_SECONDS = 0.02
+STACKS_SECONDS = 0.3  # for a rank to write its stacks
+# A rank writes the stacks of its threads on SIGUSR1, also while it hangs in C code. Then it is what it was asked to be.
+RANK = """
+import faulthandler, runpy, signal, sys
+faulthandler.register(signal.SIGUSR1)
+kind, code, *sys.argv[1:] = sys.argv[1:]
+runpy.run_module(code, run_name="__main__", alter_sys=True) if kind == "-m" else exec(code, {"__name__": "__main__"})
+"""
+_started: list[Ranks] = []
 
 
 def world(port: int, rank: int = 0, size: int = 1) -> dict[str, str]:
@@ -41,6 +51,12 @@ def world(port: int, rank: int = 0, size: int = 1) -> dict[str, str]:
 def store_here() -> dist.TCPStore:
     """Return a store for `world`, on a port that the system picks."""
     return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def show_stacks() -> None:
+    """Show the stacks of all ranks that this process has started."""
+    for ranks in list(_started):
+        ranks.show_stacks()
 
 
 @contextlib.contextmanager
@@ -63,7 +79,7 @@ class Ranks(contextlib.AbstractContextManager["Ranks"]):
 
         Args:
             size: Number of ranks.
-            words: Arguments of the Python interpreter.
+            words: Arguments of the Python interpreter, which begin with -m or -c.
             log: File for the output of all ranks. None: that of this process.
             env: Environment variables in addition to this process's.
         """
@@ -77,18 +93,32 @@ class Ranks(contextlib.AbstractContextManager["Ranks"]):
             output = files.enter_context(self._log.open("ab")) if self._log else None
             for rank in range(self._size):
                 env = LOOPBACK | threads | os.environ | self._env | world(self._store.port, rank, self._size)
-                words = [sys.executable, *self._words]
+                words = [sys.executable, "-c", RANK, *self._words]
                 process = subprocess.Popen(words, cwd=ROOT, env=env, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
                 self._processes.append(process)
+        _started.append(self)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        _started.remove(self)
         for process in self._processes:
             process.kill()
         for process in self._processes:
             with contextlib.suppress(subprocess.TimeoutExpired):  # the driver may hold a process that is stuck in it
                 process.wait(5)
         del self._store
+
+    def show_stacks(self) -> None:
+        """Let each rank that runs write the stacks of its threads, one after the other, into this process's error output."""
+        for rank, process in enumerate(self._processes):
+            if process.poll() is not None:
+                continue
+            written = self._log.stat().st_size if self._log else 0
+            print(f"stacks of rank {rank} of {self._size}:", file=sys.stderr, flush=True)
+            process.send_signal(signal.SIGUSR1)
+            time.sleep(STACKS_SECONDS)
+            if self._log:
+                print(self._log.read_bytes()[written:].decode(errors="replace"), file=sys.stderr, flush=True)
 
     def status(self) -> int | None:
         """Return the exit status of a rank that failed, 0 if all ended well, None while they run."""

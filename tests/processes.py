@@ -8,13 +8,14 @@ import pickle
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks._ranks import Ranks
+from benchmarks._ranks import POLL_SECONDS, Ranks
 from tepo_megatron.platform import activate
 from tepo_megatron.utils.processes import die_with_parent
 
@@ -51,15 +52,38 @@ def ranks(size: int, fn: Callable[..., Any], *args: Any, folder: Path, **env: st
         folder: An empty folder for arguments and results.
         env: Further environment variables.
     """
-    (folder / "call").write_bytes(pickle.dumps((fn.__module__, fn.__qualname__, args)))
-    return Ranks(size, ["-m", __name__, str(os.getpid()), str(folder)], folder / "log", env)
+    call(folder, fn, *args)
+    return waiting_ranks(size, folder=folder, **env)
+
+
+def waiting_ranks(size: int, imports: Sequence[str] = (), *, folder: Path, **env: str) -> Ranks:
+    """Return ranks that import these modules and then wait until `call` says what to run.
+
+    Args:
+        size: Number of ranks.
+        imports: Names of modules.
+        folder: As in `ranks`.
+        env: As in `ranks`.
+    """
+    return Ranks(size, ["-m", __name__, str(os.getpid()), str(folder), *imports], folder / "log", env)
+
+
+def call(folder: Path, fn: Callable[..., Any], *args: Any) -> None:
+    """Let the ranks of a folder run `fn(rank, *args)`."""
+    partial = folder / "call.partial"
+    partial.write_bytes(pickle.dumps((fn.__module__, fn.__qualname__, args)))
+    partial.rename(folder / "call")
 
 
 def main() -> None:
-    """Run one rank, on a GPU where the machine has one. The arguments are the caller's process id and the folder."""
+    """Run one rank, on a GPU where the machine has one. The arguments are the caller's process id, the folder, and imports."""
     die_with_parent(int(sys.argv[1]), signal.SIGKILL)
     activate("cuda" if torch.cuda.is_available() else "cpu")  # before Megatron-Core is imported
     folder, rank = Path(sys.argv[2]), int(os.environ["RANK"])
+    for name in sys.argv[3:]:
+        importlib.import_module(name)
+    while not (folder / "call").exists():
+        time.sleep(POLL_SECONDS)
     module, name, args = pickle.loads((folder / "call").read_bytes())
     result = getattr(importlib.import_module(module), name)(rank, *args)
     (folder / str(rank)).write_bytes(pickle.dumps(result))

@@ -2,11 +2,11 @@
 
     parts.py         the parts in order of value, their tasks, the lines that each task reports, their time limits
     machine.py       what is known before torch is imported: missing packages, no GPU, an unknown GPU
-    command.py       the command: one task after the other, results on disk whenever a line is known
-    task_process.py  the process group of one task
+    command.py       the command: one task after the other, while the next ones start; results on disk whenever a line is known
+    task_process.py  the process group of one task: started, told to run, ended
     report.py        the JSON file and the table in Markdown
     lines.py         how a task reports its lines while it runs
-    part.py          the process of one task
+    part.py          the process of one task: it imports, waits for its turn, and runs
     worlds.py        training steps on several ranks, in a world that serves many layouts
     one_rank.py      an actor in a world of one rank
     pytests.py       a file of tests/gpu

@@ -1,11 +1,13 @@
 """The command: run the tasks of all parts in order of value, each in a process group with a time limit of its own.
 
+Only one task runs at a time. The processes of the next ones start meanwhile: their imports take longer than most tasks.
 The results are written before the first task starts and whenever a line is known: this process may be ended at any time.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import os
 import subprocess
@@ -19,11 +21,12 @@ from typing import Any
 from benchmarks.gpu.check import machine
 from benchmarks.gpu.check.parts import CPU, LEAST_SECONDS, PARTS, CheckPart, limit, seconds_of, selected
 from benchmarks.gpu.check.report import Result, TaskResult, load, merged, outcome_line, result_of, save
-from benchmarks.gpu.check.task_process import environment, run_task
+from benchmarks.gpu.check.task_process import TaskProcess, environment
 from benchmarks.results import ROOT, surroundings
 from tepo_megatron.utils.processes import die_with_parent
 
 TORCH_SECONDS = 60.0  # for torch to say whether it finds a GPU
+AHEAD = max(1, min(3, (os.cpu_count() or 1) // 4))  # processes that start while a task runs; some start ranks too
 DESCRIPTION = """Check a machine with one GPU, offline, without installing the project: kernels, training steps, a step of a
 real size, transfers of weights, offloading, several ranks on the one GPU, tests, engines. What cannot run here is skipped, with
 the reason. Results: gpu.json and gpu.md. Exit status: 0 if something ran and all that can run here passed, else 1; so it is 1
@@ -120,16 +123,22 @@ def _run_all(table: Table, parts: Sequence[CheckPart], platform: str, folder: Pa
             for task in part.tasks:
                 table.put(part, TaskResult(task, "skipped", [], "needs a GPU", {}))
             print(outcome_line(table.result(part)), flush=True)
-    for number, (part, task) in enumerate(runs):
-        later = runs[number + 1 :]
-        seconds = limit(task, [task for _, task in later], minutes, deadline - time.monotonic())
-        if seconds < LEAST_SECONDS:
-            table.put(part, TaskResult(task, "no time left", [], "no time was left; raise --minutes", {}))
-        else:
-            keep = functools.partial(table.put, part)
-            keep(run_task(part, task, platform, folder, seconds, keep))
-        if not any(other is part for other, _ in later):
-            print(outcome_line(table.result(part)), flush=True)
+    with contextlib.ExitStack() as stack:
+        processes: list[TaskProcess] = []
+        for number, (part, task) in enumerate(runs):
+            for next_part, next_task in runs[len(processes) : number + AHEAD + 1]:
+                processes.append(TaskProcess(next_part, next_task, platform, folder))
+                stack.callback(processes[-1].end)
+            later = runs[number + 1 :]
+            seconds = limit(task, [task for _, task in later], minutes, deadline - time.monotonic())
+            if seconds < LEAST_SECONDS:
+                processes[number].end()
+                table.put(part, TaskResult(task, "no time left", [], "no time was left; raise --minutes", {}))
+            else:
+                keep = functools.partial(table.put, part)
+                keep(processes[number].run(seconds, keep))
+            if not any(other is part for other, _ in later):
+                print(outcome_line(table.result(part)), flush=True)
 
 
 def _device(platform: str) -> tuple[str, str]:

@@ -21,7 +21,9 @@ STEP_LINES = (  # of each task of the part `step`
 )  # fmt: skip
 # of the minutes that are given; the rest is for tasks that do not end at once when they are cut off, and for starting this
 USED = 0.8
-LEAST_SECONDS = 10.0  # a task is not started with less: importing torch and Megatron takes most of it
+LEAST_SECONDS = 10.0  # a task does not run with less: what is left of its imports may take most of it
+TRANSFORMERS = ("transformers.models.qwen3.modeling_qwen3",)
+ACTOR = (*TRANSFORMERS, "tepo_megatron.actor.actor", "tepo_megatron.losses", "tepo_megatron.weight_sync.sync")
 
 
 def gpu_tests() -> tuple[str, ...]:
@@ -54,7 +56,9 @@ class CheckPart:
         title: Title of its table.
         tasks: Its tasks, in order of value.
         cpu: Whether it also runs on the platform `cpu`.
-        code: Module with the part's `run`; "": benchmarks.gpu.check.run_<name>.
+        code: Module with the part's `run(check)`; "": benchmarks.gpu.check.run_<name>. If it has `prepare(check)`, that runs before
+            the task's turn and must not touch the GPU; its result is the second argument of `run`.
+        imports: Modules that its processes import before their turn, which must not touch the GPU either.
     """
 
     name: str
@@ -62,6 +66,7 @@ class CheckPart:
     tasks: tuple[CheckTask, ...]
     cpu: bool = True
     code: str = ""
+    imports: tuple[str, ...] = ()
 
     @property
     def lines(self) -> tuple[str, ...]:
@@ -96,31 +101,31 @@ PARTS: tuple[CheckPart, ...] = (
         CheckTask("attention", 20, tuple(
             f"attention {form}{lengths}" for form in ATTENTION_FORMS for lengths in ("", f", {OTHER_LENGTHS}")
         )),
-    )),
+    ), imports=("megatron.core.fusions.fused_bias_swiglu",)),
     CheckPart("training", "Two optimizer steps of one rank against the fp64 reference", (
         CheckTask("training", 50, ("fp32", f"fp32, {WITHOUT_LOGITS}", "bf16", f"bf16, {WITHOUT_LOGITS}", *FP8)),
-    )),
+    ), imports=TRANSFORMERS),
     CheckPart("step", "A training step of a random Qwen3 next to the prediction of `tepo plan`", tuple(
         CheckTask(name, seconds, tuple(f"{name}: {what}" for what in STEP_LINES))
         for name, seconds in (("1.7B, 2k tokens", 60), ("0.6B, 4k tokens", 35), ("4B, 2k tokens", 60))
-    )),
+    ), imports=ACTOR),
     CheckPart("transfer", "Weights to another process", (
         CheckTask("ipc", 22, ("ipc", "copy of as many bytes on the device")),
         CheckTask("shm", 20, ("shm", "copy of as many bytes to /dev/shm")),
-    )),
+    ), imports=ACTOR),
     CheckPart("offload", "The actor leaves the device and comes back", (
         CheckTask("offload", 25, (
             "offload", "reload", "bytes that left the device", "host memory in use afterwards", "page-locked by PyTorch",
             "state after the round trip",
         )),
-    )),
+    ), imports=ACTOR),
     CheckPart("layouts", "Two optimizer steps of several ranks on one device, collectives staged through host memory", (
         CheckTask("layouts", 50, (
             *(f"fp32, {name}" for name in LAYOUTS), f"fp32, DP2, {WITHOUT_LOGITS}", "fp32, DP2, overlapped",
             *(f"bf16, {name}" for name in LAYOUTS),
         )),
-    )),
-    CheckPart("tests", "Tests that need a GPU (tests/gpu)", _files(gpu_tests()), cpu=False),
+    ), imports=TRANSFORMERS),
+    CheckPart("tests", "Tests that need a GPU (tests/gpu)", _files(gpu_tests()), cpu=False, imports=("pytest", *ACTOR)),
     CheckPart("engines", "Servers that sleep, wake and take FP8 weights", _files(ENGINE_TESTS), cpu=False),
 )  # fmt: skip
 

@@ -9,7 +9,7 @@ import torch
 
 from benchmarks.gpu.check.lines import Check, Skip
 from benchmarks.gpu.check.parts import FP8, WITHOUT_LOGITS
-from benchmarks.gpu.check.worlds import TrainingJob, train
+from benchmarks.gpu.check.worlds import TrainingJob, World, train
 from tepo_megatron.actor import kernels, precision
 from tests.parallel import cases
 
@@ -17,15 +17,20 @@ from tests.parallel import cases
 WIDE: dict[str, Any] = {"scale": 1.0, "hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
 
 
-def run(check: Check) -> None:
-    """Train in each precision that runs here."""
+def prepare(check: Check) -> tuple[cases.Case, World]:
+    """Compute the reference's results, and start the rank."""
     folder = check.folder / "training"
     folder.mkdir(exist_ok=True)
-    case = cases.make_case(folder, tied=True)
+    return cases.make_case(folder, tied=True), World(check.folder, 1, staged=False)
+
+
+def run(check: Check, prepared: tuple[cases.Case, World]) -> None:
+    """Train in each precision that runs here."""
+    case, world = prepared
     fused = {"logits_budget_mib": 0}
     jobs = [TrainingJob(name, case, {}, name, {}) for name in ("fp32", "bf16")]
     jobs += [TrainingJob(f"{name}, {WITHOUT_LOGITS}", case, {}, name, fused) for name in ("fp32", "bf16")]
-    train(check, jobs + _fp8(check, folder / "wide"), staged=False)
+    train(check, jobs + _fp8(check, check.folder / "training/wide"), staged=False, world=world)
 
 
 def _fp8(check: Check, folder: Path) -> list[TrainingJob]:

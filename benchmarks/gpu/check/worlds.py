@@ -5,6 +5,7 @@ CUDA does not survive a fork, and a world per config would spend most of its tim
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import tempfile
@@ -27,10 +28,11 @@ from tepo_megatron.config.io import plain, validate
 from tepo_megatron.platform import activate
 from tepo_megatron.platform.staged_gloo import VARIABLE
 from tests.parallel import cases
-from tests.processes import ranks
+from tests.processes import call, waiting_ranks
 
 FIRST_SHARE, SHARE = 0.5, 0.3  # of the time that is left, for the first config, which waits for imports, and for each other
 COLLECTIVE_SECONDS = 120.0
+IMPORTS = ("tests.parallel.cases", "tepo_megatron.actor.actor", "tepo_megatron.losses")  # of the ranks
 FP32_LIMIT = {"cpu": 1e-5, "cuda": 1e-4}  # of the error of each tensor
 NEAR_BF16, NEAR_FP8 = (0.05, 0.1), (0.1, 0.2)  # limits of 1 - cosine of the gradients, and of their norm's error
 
@@ -81,42 +83,62 @@ class TrainingJob:
         check.report(self.line, "passed" if good else "failed", apart, why=why, norm=norm)
 
 
-def train(check: Check, jobs: Sequence[TrainingJob], staged: bool) -> None:
+class World:
+    """Ranks that wait for jobs. They end with this process at the latest."""
+
+    def __init__(self, folder: Path, size: int, staged: bool) -> None:
+        """Start the ranks.
+
+        Args:
+            folder: Scratch space.
+            size: Number of ranks.
+            staged: Whether collectives go through host memory, and the ranks share a device.
+        """
+        with contextlib.ExitStack() as stack:
+            self.folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=folder)))
+            waiting = waiting_ranks(size, IMPORTS, folder=self.folder, **{VARIABLE: str(int(staged))})
+            self.ranks = stack.enter_context(waiting)
+            self.end = stack.pop_all().close
+
+    def run(self, check: Check, jobs: Sequence[TrainingJob]) -> int:
+        """Run jobs and end the ranks; return the number of reported jobs: all, or those up to the first failure."""
+        try:
+            return self._run(check, jobs, [job.config(check.platform) for job in jobs])
+        finally:
+            self.end()
+
+    def _run(self, check: Check, jobs: Sequence[TrainingJob], configs: Sequence[Config]) -> int:
+        call(self.folder, serve, [(cfg, job.case.batches) for cfg, job in zip(configs, jobs, strict=True)], self.folder)
+        for number, (job, cfg) in enumerate(zip(jobs, configs, strict=True)):
+            files = [self.folder / f"{number}-{rank}" for rank in range(cfg.parallel.world_size)]
+            failure = _wait(self.ranks, files, check.left * (SHARE if number else FIRST_SHARE))
+            if failure:
+                raised = "".join(sorted(file.read_text() for file in self.folder.glob("*.error"))[:1])
+                shown_log = raised or "\n".join((self.folder / "log").read_text(errors="replace").splitlines()[-20:])
+                print(f"{job.line}: {failure}\n{shown_log}", flush=True)
+                check.report(job.line, "failed", why=f"{failure}: {_last(shown_log)}")
+                if not raised and number == 0 and self.ranks.status() is not None:
+                    raise RuntimeError(f"the ranks did not start: {_last(shown_log)}")
+                return number + 1
+            with check.line(job.line):
+                job.report(check, [pickle.loads(file.read_bytes()) for file in files])
+        return len(jobs)
+
+
+def train(check: Check, jobs: Sequence[TrainingJob], staged: bool, world: World | None = None) -> None:
     """Run the jobs and report each when it is done. After a failure the rest runs in a new world.
 
     Args:
         check: Receives the lines.
         jobs: The configs.
         staged: Whether collectives go through host memory, and the ranks share a device.
+        world: Ranks that were started before, enough for all jobs.
     """
     remaining = list(jobs)
     while remaining:
-        done = _world(check, remaining, staged)
-        remaining = remaining[done:]
-
-
-def _world(check: Check, jobs: Sequence[TrainingJob], staged: bool) -> int:
-    """Run jobs in one world; return the number of reported jobs: all, or those up to the first failure."""
-    configs = [job.config(check.platform) for job in jobs]
-    with tempfile.TemporaryDirectory(dir=check.folder) as name:
-        folder = Path(name)
-        work = [(cfg, job.case.batches) for cfg, job in zip(configs, jobs, strict=True)]
-        size = max(cfg.parallel.world_size for cfg in configs)
-        with ranks(size, serve, work, folder, folder=folder, **{VARIABLE: str(int(staged))}) as world:
-            for number, (job, cfg) in enumerate(zip(jobs, configs, strict=True)):
-                files = [folder / f"{number}-{rank}" for rank in range(cfg.parallel.world_size)]
-                failure = _wait(world, files, check.left * (SHARE if number else FIRST_SHARE))
-                if failure:
-                    raised = "".join(sorted(file.read_text() for file in folder.glob("*.error"))[:1])
-                    shown_log = raised or "\n".join((folder / "log").read_text(errors="replace").splitlines()[-20:])
-                    print(f"{job.line}: {failure}\n{shown_log}", flush=True)
-                    check.report(job.line, "failed", why=f"{failure}: {_last(shown_log)}")
-                    if not raised and number == 0 and world.status() is not None:
-                        raise RuntimeError(f"the ranks did not start: {_last(shown_log)}")
-                    return number + 1
-                with check.line(job.line):
-                    job.report(check, [pickle.loads(file.read_bytes()) for file in files])
-            return len(jobs)
+        size = max(job.config(check.platform).parallel.world_size for job in remaining)
+        world = world or World(check.folder, size, staged)
+        remaining, world = remaining[world.run(check, remaining) :], None
 
 
 def _wait(world: Ranks, files: Sequence[Path], seconds: float) -> str:

@@ -130,4 +130,4 @@ def _zero(*_: Any) -> int:
     return 0
 
 
-sys.meta_path.insert(0, PatchingFinder())  # type: ignore[arg-type]
+sys.meta_path.insert(0, PatchingFinder())

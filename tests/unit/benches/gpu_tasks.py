@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 from benchmarks.gpu.check import command, report
 from benchmarks.gpu.check.lines import Check
@@ -20,15 +21,25 @@ SCENES = {
         CheckTask("never", 180, ("e",)),
     ),
     "faults": (
-        CheckTask("hangs", 80, ("p", "q")), CheckTask("aborts", 130, ("r", "s")), CheckTask("raises", 130, ("t",)),
-        CheckTask("measures", 140, ("a", "b")),
+        CheckTask("hangs", 80, ("p", "q")), CheckTask("aborts", 130, ("r", "s")), CheckTask("raises", 100, ("t",)),
+        CheckTask("ends before its turn", 30, ("u",)), CheckTask("measures", 140, ("a", "b")),
     ),
     "good": (CheckTask("measures", 480, ("a", "b")),),
 }  # fmt: skip
 
 
-def run(check: Check) -> None:
+def prepare(check: Check) -> str:
+    """Write this process's id into a file that is named after the task, where the test wants that."""
+    if check.task == "ends before its turn":
+        sys.exit(7)
+    if folder := os.environ.get("PREPARED"):
+        Path(folder, check.task).write_text(f"{os.getpid()}.")
+    return str(os.getpid())
+
+
+def run(check: Check, prepared: str) -> None:
     """Run a task. The value of its first line is its process id."""
+    assert prepared == str(os.getpid()) and check.left > 0
     first, *others = next(task.lines for tasks in SCENES.values() for task in tasks if task.name == check.task)
     check.report(first, "measured", str(os.getpid()))
     if check.task == "aborts":

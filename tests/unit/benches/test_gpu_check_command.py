@@ -83,17 +83,33 @@ def test_a_task_that_hangs_or_dies_takes_only_itself(tmp_path: Path) -> None:
     (result,) = report.load(tmp_path / "gpu.json")
     tasks, found = {task["task"]: task for task in result["tasks"]}, lines(tmp_path)
     assert {name: task["status"] for name, task in tasks.items()} == {
-        "hangs": "cut off", "aborts": "failed", "raises": "failed", "measures": "passed",
+        "hangs": "cut off", "aborts": "failed", "raises": "failed", "ends before its turn": "failed",
+        "measures": "passed",
     }  # fmt: skip
     assert tasks["hangs"]["limit"] <= 8.0 and re.match(
-        r"cut off after 8 s, in tests/unit/benches/gpu_tasks.py:\d+", tasks["hangs"]["why"]
+        r"cut off after 8 s, the task in tests/unit/benches/gpu_tasks.py:\d+", tasks["hangs"]["why"]
     )
     assert "SIGABRT" in tasks["aborts"]["why"] and "ValueError: broken" in tasks["raises"]["why"]
+    assert tasks["ends before its turn"]["why"].startswith("ended with exit status 7")
+    assert tasks["ends before its turn"]["preloading"] is None and tasks["measures"]["preloading"] > 0
     assert known(tmp_path) == ["p", "r", "t", "a", "b"] and result["status"] == "failed"
     assert found["q"]["why"] == tasks["hangs"]["why"] and found["s"]["why"] == tasks["aborts"]["why"]
     pids = [int(pid) for pid in found["p"]["value"].split()]
     assert len(pids) == 2
     wait_until(lambda: all((stat := read_stat(pid)) is None or stat.state == "Z" for pid in pids))
+
+
+def test_the_next_task_starts_early_and_waits_for_its_turn(tmp_path: Path) -> None:
+    """While one task hangs the next one is ready but has not run. It ends with the check."""
+    ready = tmp_path / "never"
+    process = command("rows", tmp_path / "out", PREPARED=str(tmp_path))
+    wait_until(lambda: ready.exists() and ready.read_text().endswith(".") and "c" in known(tmp_path / "out"))
+    pid = int(ready.read_text()[:-1])
+    assert read_stat(pid) is not None
+    process.kill()
+    process.communicate()
+    assert lines(tmp_path / "out")["e"]["why"] == "not run yet"
+    wait_until(lambda: read_stat(pid) is None)
 
 
 @pytest.mark.parametrize("minutes", [1.0, 5.0, 9.0, 10.0, 30.0])
