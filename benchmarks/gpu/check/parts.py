@@ -56,8 +56,8 @@ class CheckPart:
         title: Title of its table.
         tasks: Its tasks, in order of value.
         cpu: Whether it also runs on the platform `cpu`.
-        code: Module with the part's `run(check)`; "": benchmarks.gpu.check.run_<name>. If it has `prepare(check)`, that runs before
-            the task's turn and must not touch the GPU; its result is the second argument of `run`.
+        code: Module with the part's `run(check)`; "": benchmarks.gpu.check.run_<name>. If it has `prepare(check)`, that runs
+            before the task's turn and must not touch the GPU; its result is the second argument of `run`.
         imports: Modules that its processes import before their turn, which must not touch the GPU either.
     """
 
