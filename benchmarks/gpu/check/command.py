@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +26,13 @@ from benchmarks.gpu.check.task_process import TaskProcess, environment
 from benchmarks.results import ROOT, surroundings
 from tepo_megatron.utils.processes import die_with_parent
 
+FILE, PAGE = ROOT / "benchmarks/results/gpu/check.json", ROOT / "docs/gpu.md"
 TORCH_SECONDS = 60.0  # for torch to say whether it finds a GPU
 AHEAD = max(1, min(3, (os.cpu_count() or 1) // 4))  # processes that start while a task runs; some start ranks too
-DESCRIPTION = """Check a machine with one GPU, offline, without installing the project: kernels, training steps, a step of a
+DESCRIPTION = """Check a machine with one GPU, offline, without installing the project: kernels, training steps, steps of a
 real size, transfers of weights, offloading, several ranks on the one GPU, tests, engines. What cannot run here is skipped, with
-the reason. Results: gpu.json and gpu.md. Exit status: 0 if something ran and all that can run here passed, else 1; so it is 1
-where there is no GPU, a package is missing, or `tepo plan` does not know the GPU, which is said at once."""
+the reason. Results: a JSON file and a page. Exit status: 0 if something ran and all that can run here passed, else 1; so it is
+1 where there is no GPU, a package is missing, or `tepo plan` does not know the GPU, which is said at once."""
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -44,7 +46,9 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--minutes", type=float, default=10.0, help="time limit of the whole check (default: %(default)g)")
     parser.add_argument(
-        "--out", type=Path, help="folder of the results (default: benchmarks/results; on the CPU: build/gpu_check)"
+        "--out",
+        type=Path,
+        help=f"folder of gpu.json, gpu.md (default: {FILE.relative_to(ROOT)}, {PAGE.relative_to(ROOT)}; CPU: build/gpu_check)",
     )
     return parser.parse_args(argv)
 
@@ -52,8 +56,8 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 class Table:
     """The results of a check, on disk at any time. An earlier check's stay in the file until a part has run again."""
 
-    def __init__(self, file: Path, parts: Sequence[CheckPart]) -> None:
-        self.file, self._earlier = file, load(file)
+    def __init__(self, file: Path, page: Path, parts: Sequence[CheckPart]) -> None:
+        self.file, self.page, self._earlier = file, page, load(file)
         self.set_machine("")
         self._tasks = {
             part: {task: TaskResult(task, "waiting", [], "not run yet", {}) for task in part.tasks} for part in parts
@@ -61,7 +65,8 @@ class Table:
 
     def set_machine(self, device: str) -> None:
         """Name the device of all results, with the rest of the machine."""
-        self._at: dict[str, Any] = {"device": device, **surroundings()}
+        day = datetime.now(UTC).date().isoformat()
+        self._at: dict[str, Any] = {"device": device, "date": day, **surroundings()}
 
     def put(self, part: CheckPart, result: TaskResult) -> None:
         """Write what is known, with a task's result so far.
@@ -85,7 +90,7 @@ class Table:
 
     def write(self) -> None:
         """Write what is known."""
-        save(self.file, merged(self._earlier, [self.result(part) for part in self._tasks]))
+        save(self.file, self.page, merged(self._earlier, [self.result(part) for part in self._tasks]))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -97,20 +102,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError as e:
         print(e, file=sys.stderr)
         return 2
-    out = args.out or ROOT / ("build/gpu_check" if platform == "cpu" else "benchmarks/results")
-    table = Table(out / "gpu.json", parts)
+    out = args.out or (ROOT / "build/gpu_check" if platform == "cpu" else None)
+    table = Table(FILE, PAGE, parts) if out is None else Table(out / "gpu.json", out / "gpu.md", parts)
     table.write()  # torch may take a minute to say whether there is a GPU
     device, refusal = _device(platform)
     table.set_machine(device)
     unknown = platform == "cuda" and machine.unknown_card(device)
     if refusal:
         table.refuse(refusal)
-        print(f"{refusal}\nwritten: {table.file} and {table.file.with_suffix('.md').name}", file=sys.stderr)
+        print(f"{refusal}\nwritten: {table.file} and {table.page}", file=sys.stderr)
         return 1
     table.write()
     with tempfile.TemporaryDirectory(prefix="gpu-check-", ignore_cleanup_errors=True) as folder:
         _run_all(table, parts, platform, Path(folder), args.minutes, deadline)
-    print(f"written: {table.file} and {table.file.with_suffix('.md').name}")
+    print(f"written: {table.file} and {table.page}")
     statuses = {table.result(part)["status"] for part in parts}
     return 0 if "passed" in statuses and statuses <= {"passed", "skipped"} and not unknown else 1
 

@@ -81,46 +81,46 @@ class CheckPart:
 
 def _files(names: Sequence[str]) -> tuple[CheckTask, ...]:
     """Return the tasks of test files: the first ones have time of their own, the others what is saved before them."""
-    return tuple(CheckTask(name, 19 if name in FIRST_TESTS else 0, (name,)) for name in names)
+    return tuple(CheckTask(name, 12 if name in FIRST_TESTS else 0, (name,)) for name in names)
 
 
 PARTS: tuple[CheckPart, ...] = (
     CheckPart("environment", "The machine and what is installed", (
-        CheckTask("environment", 15, ("device", "driver", "torch", "packages")),
+        CheckTask("environment", 10, ("device", "driver", "torch", "packages")),
     )),
     CheckPart("kernels", "Token statistics, the fused output layer, the compiled activation", (
-        CheckTask("statistics", 35, (
+        CheckTask("statistics", 25, (
             "error: statistics of fp32 logits", "error: statistics of bf16 logits", "statistics: extra memory",
             "statistics: time", "statistics: trl", "statistics: verl",
         )),
-        CheckTask("output layer", 35, (
+        CheckTask("output layer", 25, (
             "error: output layer, logits kept", f"error: output layer, {WITHOUT_LOGITS}", "output layer: extra memory",
             "output layer: time",
         )),
-        CheckTask("activation", 25, ("error: SwiGLU", "SwiGLU: first call", "SwiGLU: first call with another length")),
-        CheckTask("attention", 20, tuple(
+        CheckTask("activation", 15, ("error: SwiGLU", "SwiGLU: first call", "SwiGLU: first call with another length")),
+        CheckTask("attention", 15, tuple(
             f"attention {form}{lengths}" for form in ATTENTION_FORMS for lengths in ("", f", {OTHER_LENGTHS}")
         )),
     ), imports=("megatron.core.fusions.fused_bias_swiglu",)),
     CheckPart("training", "Two optimizer steps of one rank against the fp64 reference", (
-        CheckTask("training", 50, ("fp32", f"fp32, {WITHOUT_LOGITS}", "bf16", f"bf16, {WITHOUT_LOGITS}", *FP8)),
+        CheckTask("training", 30, ("fp32", f"fp32, {WITHOUT_LOGITS}", "bf16", f"bf16, {WITHOUT_LOGITS}", *FP8)),
     ), imports=TRANSFORMERS),
     CheckPart("step", "A training step of a random Qwen3 next to the prediction of `tepo plan`", tuple(
         CheckTask(name, seconds, tuple(f"{name}: {what}" for what in STEP_LINES))
-        for name, seconds in (("1.7B, 2k tokens", 60), ("0.6B, 4k tokens", 35), ("4B, 2k tokens", 60))
+        for name, seconds in (("1.7B, 2k tokens", 50), ("0.6B, 4k tokens", 30), ("4B, 2k tokens", 50))
     ), imports=ACTOR),
     CheckPart("transfer", "Weights to another process", (
-        CheckTask("ipc", 22, ("ipc", "copy of as many bytes on the device")),
-        CheckTask("shm", 20, ("shm", "copy of as many bytes to /dev/shm")),
+        CheckTask("ipc", 15, ("ipc", "copy of as many bytes on the device")),
+        CheckTask("shm", 15, ("shm", "copy of as many bytes to /dev/shm")),
     ), imports=ACTOR),
     CheckPart("offload", "The actor leaves the device and comes back", (
-        CheckTask("offload", 25, (
+        CheckTask("offload", 20, (
             "offload", "reload", "bytes that left the device", "host memory in use afterwards", "page-locked by PyTorch",
             "state after the round trip",
         )),
     ), imports=ACTOR),
     CheckPart("layouts", "Two optimizer steps of several ranks on one device, collectives staged through host memory", (
-        CheckTask("layouts", 50, (
+        CheckTask("layouts", 40, (
             *(f"fp32, {name}" for name in LAYOUTS), f"fp32, DP2, {WITHOUT_LOGITS}", "fp32, DP2, overlapped",
             *(f"bf16, {name}" for name in LAYOUTS),
         )),

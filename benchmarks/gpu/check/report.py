@@ -1,4 +1,4 @@
-"""The results of the check: a JSON file that is rewritten whenever a line is known, and its table in Markdown."""
+"""The results of the check: a JSON file that is rewritten whenever a line is known, and the same as a page in Markdown."""
 
 from __future__ import annotations
 
@@ -13,6 +13,11 @@ from benchmarks.gpu.check.parts import PARTS, CheckPart, CheckTask
 NOT_MEASURED = "not measured"
 SEVERITY = ("failed", "cut off", "no time left", "running", "waiting", "passed", "skipped")  # statuses, the worst one first
 ON_CPU = "Rehearsed on a CPU at tiny sizes, which tests the check: nothing here is about a GPU."
+INTRODUCTION = """`python tools/gpu_check.py` writes this page ([how to run it](index.md#check-a-gpu-machine)). Each part names
+the card, the day and the commit that it was measured on. A share or a ratio refers to a limit that was measured in the same
+minute. Without Transformer Engine, an engine and a second card, FP8, vLLM and SGLang on CUDA, and NCCL over several cards are
+not measured. Inside the image the same command runs what it has."""
+COMMIT_DIGITS = 8
 Result = dict[str, Any]  # of one part
 
 
@@ -106,23 +111,24 @@ def load(file: Path) -> list[Result]:
     return found
 
 
-def save(file: Path, results: Sequence[Result]) -> None:
-    """Write the JSON file and the table. Each replaces its predecessor atomically, so that a kill leaves a complete file.
+def save(file: Path, page: Path, results: Sequence[Result]) -> None:
+    """Write the JSON file and the page. Each replaces its predecessor atomically, so that a kill leaves a complete file.
 
     Args:
         file: The JSON file.
+        page: The page in Markdown.
         results: Results of parts.
     """
-    file.parent.mkdir(parents=True, exist_ok=True)
-    for path, text in ((file, json.dumps(results, indent=1)), (file.with_suffix(".md"), markdown(results))):
+    for path, text in ((file, json.dumps(results, indent=1)), (page, markdown(results))):
+        path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_name(path.name + ".partial")
         partial.write_text(text + "\n")
         partial.replace(path)
 
 
 def markdown(results: Sequence[Result]) -> str:
-    """Return one table per part."""
-    text = ["# One GPU, checked by `python tools/gpu_check.py`"]
+    """Return the page: a table per part."""
+    text = ["# Measured on one GPU", "", INTRODUCTION]
     if any(result.get("device") == "CPU" for result in results):
         text += ["", ON_CPU]
     for result in results:
@@ -139,7 +145,8 @@ def outcome_line(result: Result) -> str:
     counts = {status: sum(line["status"] == status for line in lines) for status in ("passed", "measured", "failed", "skipped")}
     words = ", ".join(f"{n} {NOT_MEASURED if status == 'skipped' else status}" for status, n in counts.items() if n)
     took = f" in {result['seconds']:.0f} s" if "seconds" in result else ""
-    where = f" ({result['device']})" if result.get("device") else ""
+    known = (result.get("device"), result.get("date"), result.get("commit", "")[:COMMIT_DIGITS])
+    where = f" ({', '.join(filter(None, known))})" if result.get("device") else ""
     return f"{result['part']}: {result['status']}{took}{where}: {words}" + (f". {result['why']}" if result["why"] else "")
 
 

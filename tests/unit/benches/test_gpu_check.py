@@ -17,7 +17,7 @@ import yaml
 from benchmarks import results
 from benchmarks._token_stats_peers import FORMS, plain_formula
 from benchmarks.gpu import step
-from benchmarks.gpu.check import lines, machine, report, run_kernels, worlds
+from benchmarks.gpu.check import command, lines, machine, report, run_kernels, worlds
 from benchmarks.gpu.check.lines import Check, Skip
 from benchmarks.gpu.check.model import run_tree
 from benchmarks.gpu.check.parts import FP8, LAYOUTS, PARTS, line_names, selected
@@ -28,7 +28,6 @@ from tests.parallel import cases
 from tests.tiny import tiny_qwen3
 
 ROOT = Path(__file__).parents[3]
-COMMITTED = ROOT / "benchmarks/results/gpu.json"
 
 
 def check(words: list[str], out: Path, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -272,11 +271,11 @@ def test_the_plan_takes_the_attention_that_is_here(tmp_path: Path) -> None:
 
 def test_the_committed_table_has_the_lines_of_the_code() -> None:
     """Every line is there; what no GPU has measured says why. To renew it, run the check on a machine without a GPU."""
-    committed = report.load(COMMITTED)
+    committed = report.load(command.FILE)
     assert [(result["part"], result["title"]) for result in committed] == [(part.name, part.title) for part in PARTS]
     assert sorted(f"{r['part']}/{line['name']}" for r in committed for line in r["lines"]) == sorted(line_names(PARTS))
     assert all(line["why"] for result in committed for line in result["lines"] if line["status"] == "skipped")
-    assert COMMITTED.with_suffix(".md").read_text() == report.markdown(committed) + "\n"
+    assert command.PAGE.read_text() == report.markdown(committed) + "\n"
 
 
 def test_the_commit_is_unknown_without_git(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -307,8 +306,10 @@ def test_the_page_names_every_part() -> None:
 
 
 def test_the_report_is_valid_json_at_any_time(tmp_path: Path) -> None:
-    file = tmp_path / "out/gpu.json"
-    report.save(file, [])
-    report.save(file, [report.result_of(PARTS[0], [report.TaskResult(PARTS[0].tasks[0], "skipped", [], "a | reason", {})])])
+    file, page = tmp_path / "out/gpu.json", tmp_path / "out/gpu.md"
+    report.save(file, page, [])
+    report.save(
+        file, page, [report.result_of(PARTS[0], [report.TaskResult(PARTS[0].tasks[0], "skipped", [], "a | reason", {})])]
+    )
     assert json.loads(file.read_text())[0]["lines"][0]["why"] == "a | reason"
     assert "a \\| reason" in file.with_suffix(".md").read_text() and not list(file.parent.glob("*.partial"))
