@@ -74,8 +74,9 @@ def main() -> None:
     receiver, device = RankReceiver(), torch.device(sys.argv[2]) if len(sys.argv) > 2 else None
     if device is not None and device.type == "cuda":
         device = torch.device("cuda", 0)
-        torch.cuda.set_device(device)
     for line in sys.stdin:
+        if device is not None and device.type == "cuda":
+            torch.cuda.set_device(device)  # not before the first command: until then others measure the GPU
         what, value = json.loads(line)
         if what == "begin":
             receiver.begin(sys.argv[1], tied_embeddings=True, device=device or torch.device("cpu"))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 import statistics
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,7 +12,6 @@ import torch
 from benchmarks._receiver import Receiver
 from benchmarks._weights import copy_seconds
 from benchmarks.gpu.check.lines import Check, Skip
-from benchmarks.gpu.check.model import random_model
 from benchmarks.gpu.check.one_rank import actor_of
 from tepo_megatron.config import Config
 from tepo_megatron.config.io import plain, validate
@@ -23,13 +21,17 @@ SHARED_MEMORY = "/dev/shm"
 BUCKET_MIB = {"cpu": 1, "cuda": 512}
 
 
-def run(check: Check) -> None:
+def prepare(check: Check) -> Receiver:
+    """Start the receiver, which leaves the GPU alone until the first push."""
+    return Receiver(check.folder / "model", check.platform)
+
+
+def run(check: Check, receiver: Receiver) -> None:
     """Push the weights with a transport, then time a plain copy of as many bytes."""
-    model = random_model(check)
-    with actor_of(check, sync={"bucket_mib": BUCKET_MIB[check.platform]}) as (actor, cfg):
+    with receiver, actor_of(check, sync={"bucket_mib": BUCKET_MIB[check.platform]}) as (actor, cfg):
         nbytes = sum(b.parameter.nbytes for b in actor.bindings)
         with check.line(check.task):
-            _push(check, model, actor, cfg, nbytes)
+            _push(check, receiver, actor, cfg, nbytes)
         line = {"ipc": "copy of as many bytes on the device", "shm": "copy of as many bytes to /dev/shm"}[check.task]
         with check.line(line):
             if check.task == "ipc":
@@ -39,7 +41,7 @@ def run(check: Check) -> None:
                 check.report(line, "measured", copy_seconds(torch.ones(nbytes, dtype=torch.uint8)), "s")
 
 
-def _push(check: Check, model: Path, actor: Any, cfg: Config, nbytes: int) -> None:
+def _push(check: Check, receiver: Receiver, actor: Any, cfg: Config, nbytes: int) -> None:
     """Time pushes to a receiver. The first one is checked: checksums are computed on the host."""
     from tepo_megatron.weight_sync.sync import make_weight_sync
 
@@ -47,10 +49,7 @@ def _push(check: Check, model: Path, actor: Any, cfg: Config, nbytes: int) -> No
         _need(2 * BUCKET_MIB[check.platform] * 2**20)
     tree = plain(cfg)
     tree["sync"] |= {"transport": check.task, "verify_every": PUSHES + 1}
-    with (
-        Receiver(model, check.platform) as receiver,
-        make_weight_sync(validate(tree).sync, actor.bindings, actor.arch, actor.groups, receiver) as sync,
-    ):
+    with make_weight_sync(validate(tree).sync, actor.bindings, actor.arch, actor.groups, receiver) as sync:
         taken = []
         for version in range(PUSHES + 1):
             start = time.perf_counter()

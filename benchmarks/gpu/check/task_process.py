@@ -97,7 +97,7 @@ class TaskProcess:
         if status == 0:
             return TaskResult(self._task, outcome, reported, "", more)
         if status is None:
-            return TaskResult(self._task, outcome, reported, f"cut off after {seconds:.0f} s{_places(log)}", more)
+            return TaskResult(self._task, outcome, reported, f"cut off after {seconds:.0f} s{places(log)}", more)
         how = f"exit status {status}" if status > 0 else signal.Signals(-status).name
         return TaskResult(self._task, outcome, reported, f"ended with {how}: {last_line(tail)}", more)
 
@@ -133,7 +133,7 @@ class TaskProcess:
             self.end()
 
 
-def _places(log: str) -> str:
+def places(log: str) -> str:
     """Return where the main threads were when their stacks were written into the log; "" if they are not there.
 
     Args:
@@ -142,6 +142,6 @@ def _places(log: str) -> str:
     found = []
     for name, stacks in STACKS.findall(log):
         main_thread = stacks.rpartition("(most recent call first):")[2]
-        places = re.findall(rf'File "{re.escape(str(ROOT))}/(\S+)", line (\d+)', main_thread)
-        found += [f"{name or 'the task'} in {places[0][0]}:{places[0][1]}"] if places else []
+        here = re.findall(rf'File "{re.escape(str(ROOT))}/((?!\S*site-packages/)\S+)", line (\d+)', main_thread)
+        found += [f"{name or 'the task'} in {here[0][0]}:{here[0][1]}"] if here else []
     return "".join(f", {place}" for place in found)

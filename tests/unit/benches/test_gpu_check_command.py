@@ -16,6 +16,7 @@ import pytest
 
 from benchmarks.gpu.check import machine, report
 from benchmarks.gpu.check.parts import PARTS, limit, seconds_of
+from benchmarks.gpu.check.task_process import places
 from tepo_megatron.utils.processes import read_stat
 from tests.unit.benches.gpu_tasks import SCENES
 
@@ -110,6 +111,15 @@ def test_the_next_task_starts_early_and_waits_for_its_turn(tmp_path: Path) -> No
     process.communicate()
     assert lines(tmp_path / "out")["e"]["why"] == "not run yet"
     wait_until(lambda: read_stat(pid) is None)
+
+
+def test_a_log_tells_where_each_rank_and_the_task_were() -> None:
+    stack = 'Thread 0x1 (most recent call first):\n  File "/lib/wait.py", line 3 in wait\n  File "{}", line {} in f\n'
+    other = stack.format(ROOT / "benchmarks/other_thread.py", 1)
+    rank, task = stack.format(ROOT / "benchmarks/rank.py", 2), stack.format(ROOT / "benchmarks/part.py", 3)
+    log = f"before\nstacks of rank 0 of 2:\n{other}{rank}\nstacks of rank 1 of 2:\n{rank}\nTimeout (0:00:07)!\n{other}{task}"
+    found = ["rank 0 in benchmarks/rank.py:2", "rank 1 in benchmarks/rank.py:2", "the task in benchmarks/part.py:3"]
+    assert places(log) == "".join(f", {place}" for place in found) and places("before\n") == ""
 
 
 @pytest.mark.parametrize("minutes", [1.0, 5.0, 9.0, 10.0, 30.0])
