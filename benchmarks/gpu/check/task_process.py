@@ -104,6 +104,8 @@ class TaskProcess:
     def end(self) -> None:
         """End the process group. A process that is stuck in the driver may stay: those behind it must not wait for it."""
         assert self._process.stdin is not None
+        if self._process.stdin.closed:  # it has ended; another group may have its number
+            return
         self._process.stdin.close()
         with contextlib.suppress(ProcessLookupError):
             for number in (signal.SIGTERM, signal.SIGKILL):
