@@ -11,10 +11,10 @@ RANKS = 4  # of the largest layout
 
 
 def prepare(check: Check) -> tuple[cases.Case, World]:
-    """Compute the reference's results, and start the ranks."""
-    folder = check.folder / "layouts"
+    """Start the ranks, and compute the reference's results while they import."""
+    world, folder = World(check.folder, RANKS, staged=True), check.folder / "layouts"
     folder.mkdir(exist_ok=True)
-    return cases.make_case(folder, tied=True), World(check.folder, RANKS, staged=True)
+    return cases.make_case(folder, tied=True), world
 
 
 def run(check: Check, prepared: tuple[cases.Case, World]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -28,7 +30,7 @@ def run(check: Check) -> None:
         _update(check, actor, cfg)
         device, before = actor.groups.device, list(_state(actor))
         full = torch.cuda.memory_allocated() if check.on_gpu else 0
-        free, locked = host_available(), page_locked()
+        free, locked = host_available() + memory_elsewhere(), page_locked()
         seconds: dict[str, list[float]] = {"offload": [], "reload": []}
         left = full
         for _ in range(ROUNDS):
@@ -38,10 +40,16 @@ def run(check: Check) -> None:
         for name, taken in seconds.items():
             why = f"first {taken[0]:.3g} s, then the median of {ROUNDS - 1}"
             check.report(name, "measured", statistics.median(taken[1:]), "s", why, all=taken)
-        used = max(0, free - host_available())
+        used = max(0, free - host_available() - memory_elsewhere())
         if check.on_gpu:
             check.report("bytes that left the device", "measured", (full - left) / GIB, "GiB", f"of {full / GIB:.3g} GiB")
-            check.report("host memory in use afterwards", "measured", used / GIB, "GiB", "fall of MemAvailable: any process")
+            check.report(
+                "host memory in use afterwards",
+                "measured",
+                used / GIB,
+                "GiB",
+                "fall of MemAvailable, less what other processes took",
+            )
             why = "of PyTorch's allocator; memory registered with CUDA directly is not in it"
             check.report("page-locked by PyTorch", "measured", (page_locked() - locked) / GIB, "GiB", why)
         else:
@@ -87,6 +95,16 @@ def host_available() -> int:
     """Return the bytes of memory that are still available (MemAvailable)."""
     lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
     return int(lines["MemAvailable"].split()[0]) * 1024
+
+
+def memory_elsewhere() -> int:
+    """Return the bytes of anonymous memory of all other processes, because the next tasks start meanwhile."""
+    total = 0
+    for status in Path("/proc").glob("[0-9]*/status"):
+        with contextlib.suppress(OSError):  # it has ended
+            lines = dict(line.split(":", 1) for line in status.read_text().splitlines() if ":" in line)
+            total += int(lines.get("RssAnon", "0").split()[0]) * 1024 * (int(lines["Pid"]) != os.getpid())
+    return total
 
 
 def page_locked() -> int:

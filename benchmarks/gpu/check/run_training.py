@@ -18,10 +18,10 @@ WIDE: dict[str, Any] = {"scale": 1.0, "hidden_size": 256, "intermediate_size": 5
 
 
 def prepare(check: Check) -> tuple[cases.Case, World]:
-    """Compute the reference's results, and start the rank."""
-    folder = check.folder / "training"
+    """Start the rank, and compute the reference's results while it imports."""
+    world, folder = World(check.folder, 1, staged=False), check.folder / "training"
     folder.mkdir(exist_ok=True)
-    return cases.make_case(folder, tied=True), World(check.folder, 1, staged=False)
+    return cases.make_case(folder, tied=True), world
 
 
 def run(check: Check, prepared: tuple[cases.Case, World]) -> None:
