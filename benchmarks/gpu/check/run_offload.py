@@ -43,13 +43,8 @@ def run(check: Check) -> None:
         used = max(0, free - host_available() - memory_elsewhere())
         if check.on_gpu:
             check.report("bytes that left the device", "measured", (full - left) / GIB, "GiB", f"of {full / GIB:.3g} GiB")
-            check.report(
-                "host memory in use afterwards",
-                "measured",
-                used / GIB,
-                "GiB",
-                "fall of MemAvailable, less what other processes took",
-            )
+            why = "fall of MemAvailable, less what other processes took"
+            check.report("host memory in use afterwards", "measured", used / GIB, "GiB", why)
             why = "of PyTorch's allocator; memory registered with CUDA directly is not in it"
             check.report("page-locked by PyTorch", "measured", (page_locked() - locked) / GIB, "GiB", why)
         else:
