@@ -100,9 +100,8 @@ def merged(old: Sequence[Result], new: Sequence[Result]) -> list[Result]:
 
 
 def _ran(result: Result) -> bool:
-    """Return whether a part has run: one that is running counts from its first line on."""
-    known = any(line["status"] != "skipped" for line in result["lines"])
-    return result["status"] not in ("skipped", "waiting") and (known or result["status"] != "running")
+    """Return whether a part has run: a line is known, or it failed before its first one."""
+    return result["status"] in ("failed", "cut off") or any(line["status"] != "skipped" for line in result["lines"])
 
 
 def load(file: Path) -> list[Result]:

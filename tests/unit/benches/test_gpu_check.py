@@ -193,6 +193,8 @@ def test_results_of_other_runs_stay() -> None:
     ]  # fmt: skip
     assert {line["name"] for line in merged[0]["lines"]} == {"x", *PARTS[1].tasks[0].lines}
     assert report.merged(old, [result("kernels", "running", "new")])[0]["commit"] == "old"
+    unfinished = [result("kernels", "no time left", "old")]
+    assert report.merged(unfinished, [result("kernels", "skipped", "new")])[0]["commit"] == "new"
     assert report.merged(old, [result("kernels", "running", "new", "y")])[0]["commit"] == "new"
 
 
