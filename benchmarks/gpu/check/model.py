@@ -49,17 +49,22 @@ class Case:
         return f"model-{self.shape}"
 
 
-CASES = {
-    "1.7B, 2k tokens": Case("1.7B", 512, 1536, 8, 8, 8192, 60 * 2**30),
-    "0.6B, 4k tokens": Case("0.6B", 512, 3584, 4, 8, 8192, 30 * 2**30),
-    "4B, 2k tokens": Case("4B", 512, 1536, 4, 8, 8192, 120 * 2**30),
-}
 TINY = Case("tiny", 8, 16, 2, 4, 64)
+# by task of the part `step`; the first one is that of all other parts
+CASES = {
+    "cuda": {
+        "1.7B, 2k tokens": Case("1.7B", 512, 1536, 8, 8, 8192, 60 * 2**30),
+        "0.6B, 4k tokens": Case("0.6B", 512, 3584, 4, 8, 8192, 30 * 2**30),
+        "4B, 2k tokens": Case("4B", 512, 1536, 4, 8, 8192, 120 * 2**30),
+    },
+    "cpu": {"tiny": TINY},
+}
 
 
 def case_of(check: Check) -> Case:
-    """Return the case of a task of the part `step`; for any other task the first one. On a CPU it is tiny."""
-    return CASES.get(check.task, next(iter(CASES.values()))) if check.on_gpu else TINY
+    """Return the case of a task."""
+    cases = CASES[check.platform]
+    return cases.get(check.task, next(iter(cases.values())))
 
 
 def random_model(check: Check, case: Case | None = None) -> Path:

@@ -12,6 +12,7 @@ import torch
 from benchmarks._receiver import Receiver
 from benchmarks._weights import copy_seconds
 from benchmarks.gpu.check.lines import Check, Skip
+from benchmarks.gpu.check.model import case_of
 from benchmarks.gpu.check.one_rank import actor_of
 from tepo_megatron.config import Config
 from tepo_megatron.config.io import plain, validate
@@ -23,7 +24,7 @@ BUCKET_MIB = {"cpu": 1, "cuda": 512}
 
 def prepare(check: Check) -> Receiver:
     """Start the receiver, which leaves the GPU alone until the first push."""
-    return Receiver(check.folder / "model", check.platform)
+    return Receiver(check.folder / case_of(check).folder, check.platform)
 
 
 def run(check: Check, receiver: Receiver) -> None:

@@ -40,12 +40,10 @@ class PatchingFinder:
 
 
 def shrink(module: types.ModuleType) -> None:
-    """Give a module of the check the CPU's sizes and limits, and the small model."""
-    for name, value in vars(module).items():
+    """Give a module of the check the CPU's sizes, limits and models."""
+    for value in vars(module).values():
         if isinstance(value, dict) and value.keys() == {"cpu", "cuda"}:
             value["cuda"] = value["cpu"]
-        elif isinstance(value, dict) and name.startswith("SHAPE_"):
-            value.update(module.QUICK)
 
 
 def fake_cuda(torch: Any) -> None:
