@@ -19,7 +19,7 @@ TRUNCATION_METRICS = ("truncation/differs", "truncation/outside", "truncation/cu
 
 def truncation_of(cfg: RolloutConfig) -> Truncation | None:
     """Return the truncation of the distribution that is sampled from; None for none."""
-    return Truncation(cfg.top_k, cfg.top_p, renormalizes=cfg.engine == "vllm") if cfg.truncates else None
+    return Truncation(cfg.top_k, cfg.top_p, renormalizes=cfg.engine != "sglang") if cfg.truncates else None
 
 
 def known_mask(batch: TrainBatch) -> SamplingMask | None:

@@ -57,7 +57,7 @@ class JudgeTermConfig:
     # Environment variable with the key of that server, which is sent as a bearer token. null: no key is sent.
     key_variable: str | None = None
     # Inference engine that serves the judge.
-    engine: Literal["vllm", "sglang"] = "vllm"
+    engine: Literal["vllm", "sglang", "torch"] = "vllm"
     # Number of servers of the judge, on GPUs of their own, after those of ranks and rollout servers.
     servers: Positive = 1
     # Smallest number of servers with which the run goes on.

@@ -110,6 +110,8 @@ PLATFORM_BRANCHES: Mapping[str, str] = {
     "weight_sync/receiver/vllm_plugin.py:TepoWeightTransferEngine.receive_weights": "likewise",
     "inference/sglang.py:SglangApi.command": "options of the server",
     "inference/sglang.py:SglangApi.environment": "its environment",
+    "inference/torch_engine.py:TorchApi.command": "device of the server, and memory of its KV cache",
+    "inference/torch_engine.py:TorchApi.environment": "its environment",
     "inference/vllm.py:VllmApi.command": "options of the server",
     "inference/vllm.py:VllmApi.environment": "its environment",
     "config/safety.py:_checksums": "vLLM on a CPU packs linear layers, of which it tells no checksum",

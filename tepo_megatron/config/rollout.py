@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from tepo_megatron.config.fields import NonNegative, Positive, PositiveFloat, config
-from tepo_megatron.config.server import AnyServer, ServerConfig, UrlServerConfig
+from tepo_megatron.config.server import AnyServer, ServerConfig, UrlServerConfig, check_engine_size
 from tepo_megatron.config.training import TrainingConfig
 from tepo_megatron.limits import MOST_CANDIDATES, MOST_MASKED
 
@@ -32,8 +32,8 @@ class LimitsConfig:
 class RolloutConfig:
     """Sampling of each step's rollout batch."""
 
-    # Inference engine that samples the responses.
-    engine: Literal["vllm", "sglang"] = "vllm"
+    # Inference engine that samples the responses. torch: our own server, which needs no other package than the trainer; slow.
+    engine: Literal["vllm", "sglang", "torch"] = "vllm"
     # Number of inference servers. Each holds a copy of the model.
     servers: Positive = 1
     # Smallest number of servers with which the run goes on; with fewer it fails.
@@ -106,6 +106,12 @@ class RolloutConfig:
         if self.colocate:
             self._check_colocation()
         self._check_truncation()
+        check_engine_size(self.engine, self.server)
+        if self.replay_experts and self.engine == "torch":
+            raise ValueError(
+                "engine=torch with replay_experts=true: it does not return the experts that it chose; set replay_experts to "
+                "false, or engine to vllm or sglang"
+            )
         if self.replay_experts and self.function is not None:
             raise ValueError(
                 f"replay_experts=true and function={self.function}: the turns of a sample are requests of their own, whose "

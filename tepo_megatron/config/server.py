@@ -81,14 +81,15 @@ class ServerConfig(AnyServerConfig):
 
     others: ClassVar[bool] = False
 
-    # Python interpreter of the engine's environment. null: this interpreter for vLLM, the one that `make sglang` installs for
-    # SGLang.
+    # Python interpreter of the engine's environment. null: this interpreter for vLLM and torch, the one that `make sglang`
+    # installs for SGLang.
     python: str | None = None
     # GiB by which the resident memory of a server may grow beyond its size after the first requests; 0: no limit. A server
     # above the limit is restarted before it receives the next weights; this changes no sample and does not count as one of
     # `rollout.server.restarts`. No effect on servers that `tepo serve` starts.
     restart_after_growth_gib: NonNegativeFloat = 4.0
-    # GiB of the KV cache, on platform cpu. null: the engine decides.
+    # GiB of the KV cache, on platform cpu; for engine torch on both platforms. null: the engine decides (torch: 1 on cpu, 16 on
+    # cuda).
     kv_cache_gib: PositiveFloat | None = None
     # Additional arguments on the engine's command line.
     extra_args: list[str] = Field(default_factory=list)
@@ -134,6 +135,12 @@ class UrlServerConfig(AnyServerConfig):
     @property
     def remote(self) -> bool:
         return any(not _LOOPBACK.fullmatch(urlsplit(url).hostname or "") for url in self.urls)
+
+
+def check_engine_size(engine: str, server: AnyServerConfig) -> None:
+    """Check that the engine can have this many tensor-parallel ranks. Raises ValueError."""
+    if engine == "torch" and server.tp != 1:
+        raise ValueError(f"engine=torch with server.tp={server.tp}: it is one process; set server.tp to 1, or engine to vllm")
 
 
 def _prepared(value: Any) -> Any:

@@ -244,6 +244,11 @@ def check_quantize(sync: SyncConfig, rollout: RolloutConfig, model: ModelConfig,
             "sync.quantize=fp8 needs platform=cuda: on CPUs both engines compute blockwise FP8 with AMX alone, which was "
             "not tried; set it to none"
         )
+    if rollout.engine == "torch":
+        raise ValueError(
+            "sync.quantize=fp8 with rollout.engine=torch: it computes in bf16 or fp32 alone; set sync.quantize=none, or "
+            "rollout.engine to vllm or sglang"
+        )
     precision = rollout.server.precision or model.dtype
     if precision != "bf16":
         raise ValueError(

@@ -23,10 +23,11 @@ from tepo_megatron.inference.servers.remote import FoundServer, NamedServer
 from tepo_megatron.inference.servers.rendezvous import Rendezvous
 from tepo_megatron.inference.servers.server import Server
 from tepo_megatron.inference.sglang import SglangApi
+from tepo_megatron.inference.torch_engine import TorchApi
 from tepo_megatron.inference.vllm import VllmApi
 from tepo_megatron.types import MASK_TIES
 
-ENGINES: Mapping[str, Callable[[], EngineApi]] = {"vllm": VllmApi, "sglang": SglangApi}
+ENGINES: Mapping[str, Callable[[], EngineApi]] = {"vllm": VllmApi, "sglang": SglangApi, "torch": TorchApi}
 
 
 def launch_of(

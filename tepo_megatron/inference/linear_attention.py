@@ -21,20 +21,28 @@ def layers_of(model_path: Path) -> dict[str, bool]:
 
 
 def check_linear_attention(cfg: RolloutConfig, model_path: str, platform: Literal["cpu", "cuda"]) -> None:
-    """Raise ConfigError if the engine has no kernels for a model with linear attention.
+    """Raise ConfigError if the engine cannot serve a model with linear attention.
 
     SGLang 0.5.23 imports about ten operators of `sgl_kernel` for the gated delta rule that its CPU build does not have: its
-    server ends at the start. On a GPU it has them; there it was not measured.
+    server ends at the start. On a GPU it has them; there it was not measured. The torch engine pads its batch, and the states of
+    linear attention would take the padding in.
 
     Args:
         cfg: The rollout section of the config.
         model_path: `model.path` of the config.
         platform: `platform` of the config.
     """
-    if cfg.engine != "sglang" or cfg.replay is not None or platform != "cpu":
+    if cfg.replay is not None or cfg.engine == "vllm" or (cfg.engine == "sglang" and platform != "cpu"):
         return
     family = _family(Path(model_path))
-    if family is not None and family.read_linear_attention is not None:
+    if family is None or family.read_linear_attention is None:
+        return
+    if cfg.engine == "torch":
+        raise ConfigError(
+            f"rollout.engine=torch: the model in model.path={model_path} has linear attention (family {family.name}), which it "
+            "does not sample with; use rollout.engine=vllm"
+        )
+    if cfg.engine == "sglang":
         raise ConfigError(
             f"rollout.engine=sglang with platform=cpu: the model in model.path={model_path} has linear attention (family "
             f"{family.name}), for which SGLang's CPU build lacks operators of sgl_kernel; use rollout.engine=vllm"

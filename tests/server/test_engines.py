@@ -25,6 +25,8 @@ from tepo_megatron.inference.partial import GenerationRequest
 from tepo_megatron.inference.servers.checksums import ChecksumChecks
 from tepo_megatron.inference.servers.client import RequestFailed
 from tepo_megatron.inference.sglang import SglangApi, generate_request
+from tepo_megatron.inference.torch_engine import TorchApi
+from tepo_megatron.inference.torch_engine import generate_request as torch_request
 from tepo_megatron.inference.vllm import VllmApi, completion_request
 from tepo_megatron.types import Prompt, SamplingParams, Truncation
 from tepo_megatron.utils.exchange import HttpAnswer
@@ -55,10 +57,11 @@ pytestmark = pytest.mark.server
 SERVERS = [
     pytest.param(("vllm", 1), id="vllm"),
     pytest.param(("sglang", 1), id="sglang"),
+    pytest.param(("torch", 1), id="torch"),
     pytest.param(("vllm", 2), id="vllm-tp2", marks=pytest.mark.full),
     pytest.param(("sglang", 2), id="sglang-tp2", marks=pytest.mark.full),
 ]
-APIS = {"vllm": VllmApi(), "sglang": SglangApi()}
+APIS = {"vllm": VllmApi(), "sglang": SglangApi(), "torch": TorchApi()}
 # every route that could change what is sampled, or stop it
 CONTROLS = {
     "vllm": (
@@ -78,11 +81,15 @@ CONTROLS = {
         *("/pause_generation", "/continue_generation", "/abort_request", "/release_memory_occupation", "/weights_checker"),
         *("/resume_memory_occupation", "/update_weight_version", "/slow_down", "/load_lora_adapter"),
     ),
+    "torch": (
+        *("/generate", "/abort", "/begin_update", "/join_groups", "/keep_unchanged", "/load", "/finish_update", "/checksums"),
+        *("/score", "/sleep", "/wake"),
+    ),
 }
-REFUSED = {"vllm": r"400: .*max_model_len", "sglang": r"400: .*context length"}
+REFUSED = {"vllm": r"400: .*max_model_len", "sglang": r"400: .*context length", "torch": r"400: .*max_model_len"}
 # routes that answer without the key: the server's health and its counters
 OPEN = {"/health", "/health_generate", "/ready", "/metrics"}
-ABOUT = {"vllm": "/weight_info", "sglang": "/model_info"}
+ABOUT = {"vllm": "/weight_info", "sglang": "/model_info", "torch": "/info"}
 # settings of the model's author: nearly greedy, and any lower-case letter ends a response
 HOSTILE = {"temperature": 0.01, "top_k": 1, "repetition_penalty": 2.0, "eos_token_id": list(range(30, 56))}
 
@@ -117,6 +124,8 @@ def test_groups_arrive_in_prompt_order_with_everything_a_rollout_has(served: Ser
 
 
 def test_binary_and_json_answers_are_equal_bit_for_bit(served: Served) -> None:
+    if served.name == "torch":
+        pytest.skip("it answers in binary alone")
     api = APIS[served.name]
     path, body = ("/v1/completions", completion_request) if served.name == "vllm" else ("/generate", generate_request)
     for prompt in make_prompts(8, seed=4):
@@ -151,7 +160,7 @@ def test_logprobs_are_those_of_transformers_after_temperature(served: Served, te
 def test_truncated_logprobs_and_masks_are_those_of_transformers(served: Served, top_k: int, top_p: float) -> None:
     sampling = SamplingParams(samples=4, temperature=0.7, max_tokens=20, top_k=top_k, top_p=top_p)
     rollouts = served.engine.generate(make_prompts(16, seed=2), sampling, seed=0)
-    truncation = Truncation(top_k, top_p, renormalizes=served.name == "vllm")
+    truncation = Truncation(top_k, top_p, renormalizes=served.name != "sglang")
     diff = truncated_diff(served.model, rollouts, 0.7, truncation)
     print(f"top_k={top_k} top_p={top_p}: largest log-prob difference {diff.largest:.1e}, masks of {diff.mean_size:.1f} ids")
     assert diff.largest <= 1e-5 and diff.other_masks <= 0.002
@@ -161,6 +170,8 @@ def test_truncated_logprobs_and_masks_are_those_of_transformers(served: Served, 
 
 
 def test_truncated_answers_in_json_are_the_binary_ones_or_lack_masks(served: Served) -> None:
+    if served.name == "torch":
+        pytest.skip("it answers in binary alone")
     api, sampling = APIS[served.name], replace(SAMPLING, top_k=50, top_p=0.9)
     path, body = ("/v1/completions", completion_request) if served.name == "vllm" else ("/generate", generate_request)
     ask = GenerationRequest(make_prompts(1, seed=4)[0], sampling, seed=3)
@@ -207,7 +218,7 @@ def test_samples_do_not_depend_on_requests_with_other_parameters(served: Served)
         nonlocal answered
         while not over.is_set():
             call(served, "GET", "/health")
-            call(served, "POST", *_filtered_request(served.name))
+            connected(served.engine, 0, lambda client: client.exchange("POST", *_filtered_request(served.name)))
             answered += 1
 
     thread = threading.Thread(target=disturb)
@@ -225,6 +236,8 @@ def _filtered_request(engine: str) -> tuple[str, dict[str, Any]]:
     """Path and body of a request for few tokens under top-k and top-p."""
     prompt, sampling = make_prompts(1, seed=6)[0], replace(SAMPLING, samples=1, max_tokens=8)
     few = {"top_k": 5, "top_p": 0.8}
+    if engine == "torch":
+        return "/generate", torch_request(prompt, sampling, 0) | few
     if engine == "vllm":
         return "/v1/completions", completion_request(prompt, sampling, 0) | few
     body = generate_request(prompt, sampling, 0)
@@ -242,12 +255,15 @@ def test_samples_of_equal_prompts_are_independent(served: Served) -> None:
 def test_only_health_answers_without_the_key(served: Served, host: str) -> None:
     """Every route that the server has, by its own account, wherever it is reached."""
     url = served.engine.endpoints[0].address.url
-    routes = {
-        (method.upper(), re.sub(r"{[^}]*}", "x", path))
-        for path, methods in call(served, "GET", "/openapi.json")["paths"].items()
-        for method in methods
-        if path not in OPEN
-    }
+    if served.name == "torch":
+        routes = {("GET", ABOUT["torch"])} | {("POST", path) for path in CONTROLS["torch"]}
+    else:
+        routes = {
+            (method.upper(), re.sub(r"{[^}]*}", "x", path))
+            for path, methods in call(served, "GET", "/openapi.json")["paths"].items()
+            for method in methods
+            if path not in OPEN
+        }
     posted = {path for method, path in routes if method == "POST"}
     assert posted >= set(CONTROLS[served.name]) and ("GET", ABOUT[served.name]) in routes
     if host != "127.0.0.1":
@@ -430,7 +446,7 @@ def test_what_is_under_way_goes_on_under_new_weights(
     for model, v in ((old, version), (new, version + 1)):
         of_it = sampled_by(made, v)
         if truncation and of_it:
-            kept = Truncation(**truncation, renormalizes=served.name == "vllm")
+            kept = Truncation(**truncation, renormalizes=served.name != "sglang")
             diff = truncated_diff(model, of_it, sampling.temperature, kept)
             print(f"version {v}: largest difference {diff.largest:.1e}, other masks {diff.other_masks:.1e}")
             assert diff.largest <= MAX_LOGPROB_DIFF and diff.other_masks <= 0.002
@@ -464,6 +480,8 @@ def test_a_server_that_slept_serves_the_weights_that_follow(served: Served, tmp_
 
 def test_files_that_are_not_the_model_are_refused_by_vllm(served: Served, tmp_path: Path) -> None:
     """Asked below `Fleet.load`, after which the engine would rightly refuse the remaining tests."""
+    if served.name == "torch":
+        begin, load = "/begin_update", "/load"
     if served.name != "vllm":
         pytest.skip("SGLang ends on it: test_sglang_ends_on_files_that_are_not_the_model")
     save_file({"model.layers.7.mlp.up_proj.weight": torch.zeros(1)}, tmp_path / "unknown.safetensors")
@@ -477,7 +495,7 @@ def test_files_that_are_not_the_model_are_refused_by_vllm(served: Served, tmp_pa
 def test_a_server_killed_in_mid_generation_is_one_prompt_error_and_leaves_nothing(served: Served) -> None:
     processes = server_processes(served.engine)
     api_server = next(p for p in processes if p.ppid() == processes[0].pid)
-    assert len(processes) > 2
+    assert len(processes) > (1 if served.name == "torch" else 2)
     endless = SamplingParams(samples=64, max_tokens=100)
     killer = threading.Timer(0.7, api_server.kill)
     started = time.monotonic()

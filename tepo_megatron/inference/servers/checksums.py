@@ -1,7 +1,7 @@
 """Compare the checksums of the weights that servers report: with each other, and with the weights that were sent.
 
 vLLM and SGLang hash each parameter of each of their ranks, under their own names, as it lies in memory: SHA-256 of the bytes
-(SGLang on GPUs: a kernel of its own). It takes as long as copying and hashing the model, and nothing is sampled meanwhile.
+(SGLang on GPUs: a kernel of its own). The torch engine gives the CRC-32 of each tensor under its Hugging Face name. It takes as long as copying and hashing the model, and nothing is sampled meanwhile.
 Parameters whose memory was freed are not covered, nor are packed copies in their place: on CPU vLLM hashes the embedding and
 the norms, and no linear layer. Those are covered only by the CRC-32 check on arrival (`receiver.py`) and the comparison of
 log-probs.
@@ -73,13 +73,14 @@ class ChecksumChecks:
         parts: dict[str, list[str]] = {}
         for key in served:
             parts.setdefault(key.rpartition(":")[2], []).append(key)
-        changed = [name for name, crc32 in self._sent.items() if sent.get(name, crc32) != crc32 and _theirs(name) in parts]
-        stale = [n for n in changed if all(served[key] == self._served.get(key) for key in parts[_theirs(n)])]
+        theirs = {name: name if name in parts else _theirs(name) for name in self._sent}
+        changed = [name for name, crc32 in self._sent.items() if sent.get(name, crc32) != crc32 and theirs[name] in parts]
+        stale = [n for n in changed if all(served[key] == self._served.get(key) for key in parts[theirs[n]])]
         return stale if self._same_precision or len(stale) == len(changed) else []
 
 
 def _theirs(name: str) -> str:
-    """Return the engines' name of the parameter that holds this tensor."""
+    """Return the name that vLLM and SGLang give the parameter that holds this tensor."""
     for pattern, joined in _JOINED:
         name = pattern.sub(joined, name)
     return name
