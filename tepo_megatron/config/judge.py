@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 from pydantic import Field
 
 from tepo_megatron.config.fields import NonNegative, NonNegativeFloat, Positive, Weight, config
-from tepo_megatron.config.server import ServerConfig
+from tepo_megatron.config.server import ServerConfig, check_engine_size
 
 FIELDS = ("prompt", "response", "answer")
 FIELD = re.compile(r"\{(prompt|response|answer)\}")  # in a template; all other braces are text
@@ -106,6 +106,7 @@ class JudgeTermConfig:
     def _check_servers(self) -> None:
         if self.min_servers > self.servers:
             raise ValueError(f"min_servers={self.min_servers} exceeds servers={self.servers}; lower it or start more")
+        check_engine_size(self.engine, self.server)
         if self.url is None:
             if self.key_variable is not None:
                 raise ValueError("key_variable has no effect without url: the run makes the keys of its own servers; remove it")

@@ -24,8 +24,8 @@ def check_linear_attention(cfg: RolloutConfig, model_path: str, platform: Litera
     """Raise ConfigError if the engine cannot serve a model with linear attention.
 
     SGLang 0.5.23 imports about ten operators of `sgl_kernel` for the gated delta rule that its CPU build does not have: its
-    server ends at the start. On a GPU it has them; there it was not measured. The torch engine pads its batch, and the states of
-    linear attention would take the padding in.
+    server ends at the start. On a GPU it has them; there it was not measured. The torch engine pads its batch, and the
+    states of linear attention would take the padding in.
 
     Args:
         cfg: The rollout section of the config.
@@ -42,11 +42,10 @@ def check_linear_attention(cfg: RolloutConfig, model_path: str, platform: Litera
             f"rollout.engine=torch: the model in model.path={model_path} has linear attention (family {family.name}), which it "
             "does not sample with; use rollout.engine=vllm"
         )
-    if cfg.engine == "sglang":
-        raise ConfigError(
-            f"rollout.engine=sglang with platform=cpu: the model in model.path={model_path} has linear attention (family "
-            f"{family.name}), for which SGLang's CPU build lacks operators of sgl_kernel; use rollout.engine=vllm"
-        )
+    raise ConfigError(
+        f"rollout.engine=sglang with platform=cpu: the model in model.path={model_path} has linear attention (family "
+        f"{family.name}), for which SGLang's CPU build lacks operators of sgl_kernel; use rollout.engine=vllm"
+    )
 
 
 def _family(model_path: Path) -> Family | None:

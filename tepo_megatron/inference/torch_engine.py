@@ -1,6 +1,6 @@
 """Adapter for our own server, which samples with the model classes of transformers (`weight_sync/receiver/torch_server.py`).
 
-It is for debugging, for machines on which no engine installs, and for exactness. It needs nothing but the trainer's own packages.
+It is for debugging, for exactness, and for machines on which no engine installs: it needs the trainer's own packages alone.
 """
 
 import sys

@@ -155,7 +155,7 @@ def trainer(
         yield found
 
 
-@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+@pytest.mark.parametrize("engine", ["vllm", "sglang", pytest.param("torch", marks=pytest.mark.full)])
 def test_healthy_servers_answer_as_the_model_in_fp64_at_every_version(engine: str, tmp_path: Path) -> None:
     with trainer(engine, tmp_path, {"kind": "", "first": 0}, canary_every=0.2) as it:
         for size in (1e-6, 1e-4, 1e-2, 0.0, 1e-5):

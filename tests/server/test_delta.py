@@ -1,4 +1,4 @@
-"""An update that leaves layers out, of a model with experts, whose kernels vLLM builds once on the CPU."""
+"""An update that leaves layers out, of a model with experts, whose kernels vLLM on a CPU builds once."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def tiny_moe(path: Path, seed: int = 0) -> PreTrainedModel:
     ), seed=seed)  # fmt: skip
 
 
-@pytest.mark.full
-def test_experts_of_layers_that_are_left_out_stay(tmp_path: Path) -> None:
+@pytest.mark.parametrize("engine", [pytest.param("vllm", marks=pytest.mark.full), "torch"])
+def test_experts_of_layers_that_are_left_out_stay(engine: str, tmp_path: Path) -> None:
     prompts = make_prompts(8, seed=13)
-    with serve("vllm", tmp_path, make=tiny_moe) as served:
+    with serve(engine, tmp_path, make=tiny_moe) as served:
         old = load_file(tmp_path / "model" / "model.safetensors")
         tiny_moe(tmp_path / "new", seed=5)
         new = load_file(tmp_path / "new" / "model.safetensors")

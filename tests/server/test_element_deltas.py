@@ -87,6 +87,7 @@ def push_deltas(rank: int, name: str, transport: str, tp: int, make: Callable[[P
         pytest.param("sglang", "shm", 1, tiny_qwen3, marks=pytest.mark.full),
         pytest.param("vllm", "shm", 1, tiny_qwen3, marks=pytest.mark.full),
         pytest.param("sglang", "group", 1, tiny_qwen3, marks=pytest.mark.full),
+        ("torch", "group", 1, tiny_qwen3),
         pytest.param("vllm", "slices", 2, tiny_qwen3, marks=pytest.mark.full),
         pytest.param("sglang", "slices", 2, tiny_qwen3, marks=pytest.mark.full),
         pytest.param("vllm", "slices", 2, tiny_moe, marks=pytest.mark.full),

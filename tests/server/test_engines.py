@@ -478,16 +478,15 @@ def test_a_server_that_slept_serves_the_weights_that_follow(served: Served, tmp_
     served.model = new
 
 
-def test_files_that_are_not_the_model_are_refused_by_vllm(served: Served, tmp_path: Path) -> None:
+def test_files_that_are_not_the_model_are_refused(served: Served, tmp_path: Path) -> None:
     """Asked below `Fleet.load`, after which the engine would rightly refuse the remaining tests."""
-    if served.name == "torch":
-        begin, load = "/begin_update", "/load"
-    if served.name != "vllm":
+    if served.name == "sglang":
         pytest.skip("SGLang ends on it: test_sglang_ends_on_files_that_are_not_the_model")
     save_file({"model.layers.7.mlp.up_proj.weight": torch.zeros(1)}, tmp_path / "unknown.safetensors")
-    call(served, "POST", "/start_weight_update")
+    api = APIS[served.name]
+    connected(served.engine, 0, lambda client: api.begin_update(client.send, False))
     with pytest.raises(RequestFailed, match=r"1 unknown: model\.layers\.7\.mlp\.up_proj\.weight"):
-        call(served, "POST", "/update_weights", {"update_info": {"sources": [str(tmp_path / "unknown.safetensors")]}})
+        connected(served.engine, 0, lambda client: api.load(client.send, [tmp_path / "unknown.safetensors"]))
     rollouts = served.engine.generate(make_prompts(4, seed=10), SAMPLING, seed=0)
     assert logprob_diff(served.model, rollouts, SAMPLING.temperature) <= MAX_LOGPROB_DIFF
 
@@ -554,7 +553,7 @@ def test_missing_tensors_end_vllm(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", ["vllm", "sglang"])
+@pytest.mark.parametrize("name", ["vllm", "sglang", "torch"])
 def test_a_damaged_byte_ends_the_engine(name: str, tmp_path: Path) -> None:
     damage = r"tensor model\.norm\.weight was damaged on its way"
     with serve(name, tmp_path) as served:
@@ -568,7 +567,7 @@ def test_a_damaged_byte_ends_the_engine(name: str, tmp_path: Path) -> None:
         data = bytearray(files[0].read_bytes())
         data[-2] ^= 0x10
         files[0].write_bytes(data)
-        if name == "vllm":
+        if name != "sglang":
             with pytest.raises(SyncError, match=damage):
                 served.engine.update_weights(files, version=1)
         else:  # which ends on it

@@ -1,10 +1,10 @@
 """Compare the checksums of the weights that servers report: with each other, and with the weights that were sent.
 
 vLLM and SGLang hash each parameter of each of their ranks, under their own names, as it lies in memory: SHA-256 of the bytes
-(SGLang on GPUs: a kernel of its own). The torch engine gives the CRC-32 of each tensor under its Hugging Face name. It takes as long as copying and hashing the model, and nothing is sampled meanwhile.
-Parameters whose memory was freed are not covered, nor are packed copies in their place: on CPU vLLM hashes the embedding and
-the norms, and no linear layer. Those are covered only by the CRC-32 check on arrival (`receiver.py`) and the comparison of
-log-probs.
+(SGLang on GPUs: a kernel of its own). The torch engine gives the CRC-32 of each tensor under its Hugging Face name. It takes as
+long as copying and hashing the model, and nothing is sampled meanwhile. Parameters whose memory was freed are not covered, nor
+are packed copies in their place: on CPU vLLM hashes the embedding and the norms, and no linear layer. Those are covered only by
+the CRC-32 check on arrival (`receiver.py`) and the comparison of log-probs.
 """
 
 import re

@@ -186,9 +186,7 @@ class Sampler:
         ids_NP = torch.tensor([[*job.ask.prompt, *[0] * (width - len(job.ask.prompt))] for job in jobs], device=device)
         ends = sorted({length - 1 for length in lengths})  # columns whose logits are needed
         cache = DynamicCache()
-        out = self._model(
-            ids_NP, past_key_values=cache, use_cache=True, logits_to_keep=torch.tensor(ends, device=device)
-        )
+        out = self._model(ids_NP, past_key_values=cache, use_cache=True, logits_to_keep=torch.tensor(ends, device=device))
         prompt_B = torch.tensor([i for i, job in enumerate(jobs) for _ in job.rows], device=device)
         end_B = torch.tensor([ends.index(len(row.job.ask.prompt) - 1) for row in rows], device=device)
         padding_B1 = width - torch.tensor([len(row.job.ask.prompt) for row in rows], device=device)[:, None]
