@@ -23,7 +23,10 @@ PROCESSES = {
     "ranks": (("launcher.worker", "train"), "#2f6fde"),
     "rollout service": (("controller.service",), "#22886a"),
     "grading workers": (("grading.worker",), "#d9702a"),
-    "inference servers": (("weight_sync.receiver.vllm_plugin", "weight_sync.receiver.sglang_server"), "#d64550"),
+    "inference servers": (
+        ("weight_sync.receiver.vllm_plugin", "weight_sync.receiver.sglang_server", "weight_sync.receiver.torch_server"),
+        "#d64550",
+    ),
 }
 WIDTH, MARGIN, HIGH, GAP, TOP = 1040, 20, 58, 9, 72
 LETTER, LINES = 6.1, 2  # width of a letter of a description; lines

@@ -110,7 +110,7 @@ PLATFORM_BRANCHES: Mapping[str, str] = {
     "weight_sync/receiver/vllm_plugin.py:TepoWeightTransferEngine.receive_weights": "likewise",
     "inference/sglang.py:SglangApi.command": "options of the server",
     "inference/sglang.py:SglangApi.environment": "its environment",
-    "inference/torch_engine.py:TorchApi.command": "device of the server, and memory of its KV cache",
+    "inference/torch_engine.py:(module)": "memory of the KV cache",
     "inference/torch_engine.py:TorchApi.environment": "its environment",
     "inference/vllm.py:VllmApi.command": "options of the server",
     "inference/vllm.py:VllmApi.environment": "its environment",

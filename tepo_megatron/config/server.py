@@ -138,7 +138,12 @@ class UrlServerConfig(AnyServerConfig):
 
 
 def check_engine_size(engine: str, server: AnyServerConfig) -> None:
-    """Check that the engine can have this many tensor-parallel ranks. Raises ValueError."""
+    """Check that the engine can have this many tensor-parallel ranks. Raises ValueError.
+
+    Args:
+        engine: Name of the engine.
+        server: Section of its servers.
+    """
     if engine == "torch" and server.tp != 1:
         raise ValueError(f"engine=torch with server.tp={server.tp}: it is one process; set server.tp to 1, or engine to vllm")
 

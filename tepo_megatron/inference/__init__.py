@@ -5,6 +5,7 @@ engine.py      protocols of an engine: sampling, weight updates, sleeping, start
 engine_api.py  protocol of an adapter for one kind of engine
 vllm.py        adapter for vLLM's server
 sglang.py      adapter for SGLang's server
+torch_engine.py  adapter for our own server
 partial.py     continue aborted responses under new weights
 samples.py     turn answers into rollouts
 loop.py        an event loop in its own thread

@@ -20,6 +20,7 @@ from tepo_megatron.inference.samples import accepted, binary_rollouts, prompt_se
 from tepo_megatron.inference.servers.environment import devices, on_this_machine, without_torchrun
 from tepo_megatron.inference.servers.served_model import cache_tokens
 from tepo_megatron.types import Canaries, CanaryAnswer, Prompt, Rollout, SamplingParams
+from tepo_megatron.utils.escaping import excerpt
 from tepo_megatron.utils.exchange import HttpAnswer
 from tepo_megatron.weight_sync.broadcast_group import GroupSpec, UnchangedTensors
 from tepo_megatron.weight_sync.bucket_format import Source
@@ -103,10 +104,8 @@ class TorchApi:
 
     async def finish_update(self, send: Send, version: int) -> None:
         """Finish the update. The server caches nothing between requests."""
-        await send("POST", "/finish_update", {"version": version})
-        label = (await self.server_info(send)).label
-        if label != str(version):
-            raise SyncError(f"sent weights of version {version}, but {self.name} reports {label[:60]!r}")
+        if (label := await send("POST", "/finish_update", {"version": version})) != str(version):
+            raise SyncError(f"sent weights of version {version}, but {self.name} reports {excerpt(repr(label))}")
 
     async def checksums(self, send: Send) -> Mapping[str, str] | None:
         """Return the CRC-32 of all tensors in their served precision."""
@@ -114,7 +113,8 @@ class TorchApi:
         return checksums
 
     async def sleep(self, send: Send) -> None:
-        """Release the weights; an idle server has no KV cache."""
+        """Release the weights, after ending requests that nobody waits for. An idle server has no KV cache."""
+        await self.interrupt(send)
         await send("POST", "/sleep", {})
 
     async def wake(self, send: Send, part: EnginePart) -> None:
@@ -123,15 +123,10 @@ class TorchApi:
 
 
 def generate_request(prompt: Prompt, sampling: SamplingParams, seed: int) -> dict[str, Any]:
-    """Return the body of `/generate`; the arguments are those of `Sampler.generate`."""
-    return {
-        "prompt": list(prompt.token_ids),
-        "samples": sampling.samples,
-        "seed": prompt_seed(seed, prompt.id, sampling.samples),
-        "max_tokens": sampling.max_tokens,
-        "stop_token_ids": list(sampling.stop_token_ids),
-        "temperature": sampling.temperature,
-        "top_k": sampling.top_k,
-        "top_p": sampling.top_p,
-        "masks": sampling.returns_masks,
-    }
+    """Return the body of `/generate`.
+
+    Args:
+        prompt, sampling, seed: See `Sampler.generate`.
+    """
+    first = prompt_seed(seed, prompt.id, sampling.samples)
+    return asdict(sampling) | {"prompt": list(prompt.token_ids), "seed": first, "masks": sampling.returns_masks}

@@ -49,9 +49,9 @@ def test_the_package_does_not_grow() -> None:
     the page of fine-tuning, and the live page of `tepo train` 120, judges and teachers in plans 90,
     lost samples in reports 30, tool calls of four families 100,
     limits that look once more, lost samples of evaluations, proxies, long temporary folders, quotas of CPUs 140,
-    starts without progress, and requests for weights that nobody sends 70.
+    starts without progress, and requests for weights that nobody sends 70, our own sampler 450.
     """
-    assert sum(map(lines_of_code, modules().values())) <= 23_392 + 8_133 + 700 + 167 + 790 + 806 + 586 + 776 + 600 + 210
+    assert sum(map(lines_of_code, modules().values())) <= 23_392 + 8_133 + 700 + 167 + 790 + 806 + 586 + 776 + 600 + 210 + 450
 
 
 def test_functions_files_and_classes_are_small() -> None:

@@ -1,14 +1,13 @@
 """Sample with a model of transformers: one batch, which requests join between two tokens, with a KV cache. Runs in its server.
 
-Prompts are padded on the right and prefilled once for all their samples. Their keys and values are then moved to the right end,
-so that the next token of all samples is in one column. Padding is never attended to. A sample takes one random number of its
-own for each token, so the other samples of the batch change it by rounding alone.
+Prompts are padded on the left, so that the next token of all samples is in one column. Padding is never attended to. A prompt
+is prefilled once, and its keys and values are copied to its samples. A sample takes one random number of its own for each
+token, so the other samples of the batch change it by rounding alone.
 
 Suffixes: B samples of the batch, L tokens in the cache, V vocabulary, N prompts, P tokens of the longest prompt.
 """
 
 import random
-import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -22,12 +21,12 @@ from transformers import DynamicCache, PreTrainedModel
 
 from tepo_megatron.weight_sync.receiver.binary_answer import Sample, ids_crc
 
-PREFILL_PROMPTS, PREFILL_TOKENS = 16, 16384  # most prompts of one prefill, and their tokens with padding
+PREFILL_PROMPTS, PREFILL_TOKENS = 64, 16384  # most prompts of one prefill, and their tokens with padding
 FINISHED_SHARE = 1 / 8  # of the batch, from which on finished samples are removed from it
 ABORTED = "abort"  # finish reason of a sample that is not complete
 
 
-class Ask(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class SampleRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A request for samples of one prompt. Sample k has seed + k. At temperature 0 the most likely token is taken."""
 
     prompt: list[int]
@@ -39,10 +38,11 @@ class Ask(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     top_k: int  # -1: no limit
     top_p: float
     masks: bool  # return the ids from which each token was sampled
+    routing: None = None  # experts cannot be returned
 
 
 @dataclass(eq=False)
-class _Row:
+class Row:
     """One sample of a job."""
 
     job: "Job"
@@ -54,22 +54,25 @@ class _Row:
 
     @property
     def done(self) -> bool:
+        """Return whether no further token is needed."""
         return self.reason != ABORTED or self.job.cancelled
 
-    @property
-    def remaining(self) -> int:
-        return self.job.ask.max_tokens - len(self.ids)
-
     def add(self, token: int, logprob: float, mask: Tensor | None) -> None:
+        """Append a token, unless the sample is complete.
+
+        Args:
+            token: Id of the token.
+            logprob: Its log-prob in nats.
+            mask: The ids that it was sampled from. None: not asked for.
+        """
         if self.done:
             return
         self.ids.append(token)
         self.logprobs.append(logprob)
-        if mask is not None:
-            self.masks.append(mask)
-        if token in self.job.ask.stop_token_ids:
+        self.masks += [] if mask is None else [mask]
+        if token in self.job.request.stop_token_ids:
             self.reason = "stop"
-        elif not self.remaining:
+        elif len(self.ids) == self.job.request.max_tokens:
             self.reason = "length"
 
 
@@ -78,39 +81,25 @@ class Job:
 
     Attributes:
         label: Label of the weights that sample.
-        first: `time.monotonic` of the first token; None before it.
         cancelled: Nobody waits for the samples.
     """
 
-    def __init__(self, ask: Ask, label: str) -> None:
-        self.ask, self.label = ask, label
-        self.first: float | None = None
-        self.cancelled = False
-        self.rows = [_Row(self, random.Random(ask.seed + k)) for k in range(ask.samples)]
-
-    @property
-    def done(self) -> bool:
-        """Return whether all samples are complete."""
-        return all(row.done for row in self.rows)
+    def __init__(self, request: SampleRequest, label: str) -> None:
+        self.request, self.label, self.cancelled = request, label, False
+        self.rows = [Row(self, random.Random(request.seed + k)) for k in range(request.samples)]
 
     def samples(self) -> list[Sample]:
         """Return the samples as they are now."""
-        prompt, crc = len(self.ask.prompt), ids_crc(self.ask.prompt)
-        return [
-            Sample(
-                row.reason,
-                self.label if row.ids else "",
-                prompt,
-                crc,
-                np.array(row.ids, np.int32),
-                np.array(row.logprobs, np.float32),
-                masks=_joined_masks(row.masks) if row.masks else None,
-            )
-            for row in self.rows
-        ]
+        prompt, crc, samples = len(self.request.prompt), ids_crc(self.request.prompt), []
+        for row in self.rows:
+            ids_T, logprobs_T = np.array(row.ids, np.int32), np.array(row.logprobs, np.float32)
+            counts = np.array([mask.numel() for mask in row.masks], np.int32)
+            masks = (torch.cat(row.masks).int().numpy(), counts) if row.masks else None
+            samples.append(Sample(row.reason, self.label if row.ids else "", prompt, crc, ids_T, logprobs_T, masks=masks))
+        return samples
 
 
-class Sampler:
+class RunningBatch:
     """The batch. `waiting` takes jobs from any thread; all methods are called in one thread.
 
     Args:
@@ -124,9 +113,12 @@ class Sampler:
         self._clear()
 
     def _clear(self) -> None:
-        self._rows: list[_Row] = []
+        self._rows: list[Row] = []
         self._cache = DynamicCache()
-        self._seen_BL = torch.zeros(0, 0, dtype=torch.long, device=self._model.device)
+        self._seen_BL = self._tensor([[]])[:0]  # 0 for padding
+
+    def _tensor(self, values: list[list[int]]) -> Tensor:
+        return torch.tensor(values, dtype=torch.long, device=self._model.device)
 
     @property
     def busy(self) -> bool:
@@ -135,157 +127,137 @@ class Sampler:
 
     @torch.no_grad()
     def step(self) -> list[Job]:
-        """Sample one token of every sample, after the prefill of new jobs. Return the jobs that it completed."""
-        jobs = sorted(self._admitted(), key=lambda job: len(job.ask.prompt))
-        while jobs:
-            count = 1
-            while count < min(PREFILL_PROMPTS, len(jobs)) and (count + 1) * len(jobs[count].ask.prompt) <= PREFILL_TOKENS:
-                count += 1
-            self._prefill(jobs[:count])
-            jobs = jobs[count:]
+        """Sample one token of every sample, after a prefill of new jobs. Return the jobs that are complete."""
+        if jobs := self._admitted():
+            self._prefill(jobs)
         if any(not row.done for row in self._rows):
-            self._decode()
-        return self._without_finished()
+            self._seen_BL = pad(self._seen_BL, (0, 1), value=1)
+            logits_BV = self._logits(self._tensor([(row.ids or [0])[-1:] for row in self._rows]), self._seen_BL, self._cache)
+            add_tokens(self._rows, logits_BV)
+        jobs = [job for job in dict.fromkeys(row.job for row in self._rows) if all(row.done for row in job.rows)]
+        self._remove_finished()
+        return jobs
 
     def abort(self) -> list[Job]:
         """End all jobs with the tokens that they have, and return them."""
-        jobs = list(dict.fromkeys(row.job for row in self._rows)) + list(self.waiting)
+        jobs = [*dict.fromkeys(row.job for row in self._rows), *self.waiting]
         self.waiting.clear()
         self._clear()
         return jobs
 
     @torch.no_grad()
-    def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+    def score(self, sequences: Sequence[list[int]]) -> list[list[float]]:
         """Return the log-prob of each token but the first at temperature 1, for each sequence."""
         scores = []
         for ids in sequences:
-            ids_L = torch.tensor(ids, device=self._model.device)
-            logprobs = self._model(ids_L[None], use_cache=False).logits[0, :-1].float().log_softmax(-1)
-            scores.append(logprobs.gather(1, ids_L[1:, None])[:, 0].tolist())
+            ids_1L = self._tensor([ids])
+            logprobs = self._model(ids_1L, use_cache=False).logits[0, :-1].float().log_softmax(-1)
+            scores.append(logprobs.gather(1, ids_1L[0, 1:, None])[:, 0].tolist())
         return scores
 
     def _admitted(self) -> list[Job]:
-        """Take the waiting jobs whose samples the cache will hold until their last tokens."""
+        """Take the waiting jobs of one prefill, while the cache will hold all samples until their last tokens."""
         jobs: list[Job] = []
-        count, width = len(self._rows), self._seen_BL.size(1)
-        remaining = max((row.remaining for row in self._rows if not row.done), default=0)
-        while self.waiting:
-            ask = self.waiting[0].ask
-            count, width = count + ask.samples, max(width, len(ask.prompt))
-            remaining = max(remaining, ask.max_tokens)
-            if count > ask.samples and count * (width + remaining) > self._cache_tokens:
+        count, width, longest = len(self._rows), self._seen_BL.size(1), 0
+        left = max((row.job.request.max_tokens - len(row.ids) for row in self._rows), default=0)
+        while self.waiting and len(jobs) < PREFILL_PROMPTS:
+            request = self.waiting[0].request
+            count, longest, left = count + request.samples, max(longest, len(request.prompt)), max(left, request.max_tokens)
+            fits = count * (max(width, longest) + left) <= self._cache_tokens and (len(jobs) + 1) * longest <= PREFILL_TOKENS
+            if count > request.samples and not fits:
                 break
             jobs.append(self.waiting.popleft())
         return [job for job in jobs if not job.cancelled]
 
+    def _logits(self, ids: Tensor, seen: Tensor, cache: DynamicCache) -> Tensor:
+        """Return the logits [rows, V] after the newest tokens `ids`, whose keys and values go into the cache."""
+        places = (seen.cumsum(1) - 1).clamp(min=0)[:, -ids.size(1) :]
+        how = {"attention_mask": seen, "position_ids": places, "past_key_values": cache, "use_cache": True}
+        logits: Tensor = self._model(ids, logits_to_keep=1, **how).logits
+        return logits[:, -1]
+
     def _prefill(self, jobs: list[Job]) -> None:
         """Sample the first token of each sample of these jobs, and add the samples to the batch."""
-        device, rows = self._model.device, [row for job in jobs for row in job.rows]
-        lengths = [len(job.ask.prompt) for job in jobs]
-        width = max(lengths)
-        ids_NP = torch.tensor([[*job.ask.prompt, *[0] * (width - len(job.ask.prompt))] for job in jobs], device=device)
-        ends = sorted({length - 1 for length in lengths})  # columns whose logits are needed
-        cache = DynamicCache()
-        out = self._model(ids_NP, past_key_values=cache, use_cache=True, logits_to_keep=torch.tensor(ends, device=device))
-        prompt_B = torch.tensor([i for i, job in enumerate(jobs) for _ in job.rows], device=device)
-        end_B = torch.tensor([ends.index(len(row.job.ask.prompt) - 1) for row in rows], device=device)
-        padding_B1 = width - torch.tensor([len(row.job.ask.prompt) for row in rows], device=device)[:, None]
-        column_P = torch.arange(width, device=device)
-        source_BP = (column_P - padding_B1) % width
-
-        def joined(old: Tensor | None, new: Tensor) -> Tensor:
-            new = new.transpose(1, 2)[prompt_B[:, None], source_BP].transpose(1, 2)
-            return new if old is None else torch.cat(_widened(old, new))
-
-        running = self._cache.layers if self._rows else [None] * len(cache.layers)
-        for layer, before in zip(cache.layers, running, strict=True):
-            layer.keys = joined(before and before.keys, layer.keys)
-            layer.values = joined(before and before.values, layer.values)
-        seen_BP = (column_P >= padding_B1).long()
-        self._seen_BL = torch.cat(_widened(self._seen_BL[..., None], seen_BP[..., None], 1))[..., 0] if self._rows else seen_BP
+        prompts, cache, rows = [job.request.prompt for job in jobs], DynamicCache(), [row for job in jobs for row in job.rows]
+        width = max(map(len, prompts))
+        ids_NP = self._tensor([[0] * (width - len(ids)) + ids for ids in prompts])
+        seen_NP = self._tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in prompts])
+        logits_NV = self._logits(ids_NP, seen_NP, cache)
+        prompt_B = self._tensor([[i for i, job in enumerate(jobs) for _ in job.rows]])[0]
+        cache.batch_select_indices(prompt_B)
+        if self._rows:
+            for new, old in zip(cache.layers, self._cache.layers, strict=True):
+                new.keys, new.values = _joined(old.keys, new.keys), _joined(old.values, new.values)
+        self._seen_BL = _joined(self._seen_BL[..., None], seen_NP[prompt_B, :, None])[..., 0]
         self._cache, self._rows = cache, [*self._rows, *rows]
-        add_tokens(rows, out.logits[prompt_B, end_B])
-        for job in jobs:
-            job.first = time.monotonic()
+        add_tokens(rows, logits_NV[prompt_B])
 
-    def _decode(self) -> None:
-        """Sample the next token of every sample in the batch."""
-        last_B1 = torch.tensor([row.ids[-1:] for row in self._rows], device=self._model.device)
-        self._seen_BL = pad(self._seen_BL, (0, 1), value=1)
-        out = self._model(
-            last_B1,
-            attention_mask=self._seen_BL,
-            position_ids=self._seen_BL.sum(1, keepdim=True) - 1,
-            past_key_values=self._cache,
-            use_cache=True,
-        )
-        add_tokens(self._rows, out.logits[:, -1])
-
-    def _without_finished(self) -> list[Job]:
-        """Remove finished samples and their columns from the batch once they are many; return the jobs that are complete."""
-        jobs = [job for job in dict.fromkeys(row.job for row in self._rows) if job.done]
+    def _remove_finished(self) -> None:
+        """Remove finished samples, and the columns of padding alone, from the batch once they are many."""
         kept = [i for i, row in enumerate(self._rows) if not row.done]
         if not kept:
             self._clear()
         elif len(self._rows) - len(kept) >= FINISHED_SHARE * len(self._rows):
-            kept_B = torch.tensor(kept, device=self._model.device)
-            self._rows = [self._rows[i] for i in kept]
-            self._seen_BL = self._seen_BL[kept_B]
+            kept_B = self._tensor([kept])[0]
+            self._rows, self._seen_BL = [self._rows[i] for i in kept], self._seen_BL[kept_B]
             start = int(self._seen_BL.any(0).int().argmax())
             self._seen_BL = self._seen_BL[:, start:]
             for layer in self._cache.layers:
-                layer.keys, layer.values = (each[kept_B, :, start:] for each in (layer.keys, layer.values))
-        return jobs
+                layer.keys, layer.values = layer.keys[kept_B, :, start:], layer.values[kept_B, :, start:]
 
 
-def add_tokens(rows: Sequence[_Row], logits_BV: Tensor) -> None:
-    """Sample a token of each row, with its log-prob and, if it was asked for, its sampling mask."""
-    logprobs_BV = distribution(logits_BV, [row.job.ask for row in rows])
-    greedy_B = torch.tensor([row.job.ask.temperature == 0 for row in rows], device=logits_BV.device)
+def _joined(old: Tensor, new: Tensor) -> Tensor:
+    """Return two batches [B, ..., L, D] as one, the shorter one padded in front with zeros."""
+    width = max(old.size(-2), new.size(-2))
+    return torch.cat([pad(each, (0, 0, width - each.size(-2), 0)) for each in (old, new)])
+
+
+def add_tokens(rows: Sequence[Row], logits_BV: Tensor) -> None:
+    """Sample a token of each row, with its log-prob and, if it was asked for, its sampling mask.
+
+    Args:
+        rows: The B samples.
+        logits_BV: Logits of their next tokens, before the temperature.
+    """
+    logprobs_BV = distribution(logits_BV, [row.job.request for row in rows])
     uniform_B = torch.tensor([row.random.random() for row in rows], dtype=torch.float64, device=logits_BV.device)
-    token_B = torch.where(greedy_B, logprobs_BV.argmax(1), choice(logprobs_BV, uniform_B))
-    logprobs = logprobs_BV.gather(1, token_B[:, None])[:, 0].tolist()
-    for i, (row, token) in enumerate(zip(rows, token_B.tolist(), strict=True)):
-        mask = (logprobs_BV[i] > -torch.inf).nonzero()[:, 0].cpu() if row.job.ask.masks and not row.done else None
-        row.add(token, logprobs[i], mask)
+    token_B = _choice(logprobs_BV, uniform_B)
+    logprobs, tokens = logprobs_BV.gather(1, token_B[:, None])[:, 0].tolist(), token_B.tolist()
+    for i, row in enumerate(rows):
+        masked = row.job.request.masks and not row.done
+        row.add(tokens[i], logprobs[i], (logprobs_BV[i] > -torch.inf).nonzero()[:, 0].cpu() if masked else None)
 
 
-def distribution(logits_BV: Tensor, asks: Sequence[Ask]) -> Tensor:
+def distribution(logits_BV: Tensor, requests: Sequence[SampleRequest]) -> Tensor:
     """Return the fp32 log-probs of the distribution that each row is sampled from; minus infinity where it is truncated.
 
     The logits are divided by the temperature. Top-k keeps exactly k of them, then top-p counts the probabilities that are left.
+
+    Args:
+        logits_BV: Logits in any precision.
+        requests: The request of each row.
     """
 
-    def column(values: list[float]) -> Tensor:
+    def column(values: Sequence[float]) -> Tensor:
         return torch.tensor(values, device=logits_BV.device)[:, None]
 
-    logits_BV = logits_BV.float() / column([ask.temperature or 1.0 for ask in asks])
-    if any(ask.temperature and (ask.top_k > 0 or ask.top_p < 1) for ask in asks):
-        everything = logits_BV.size(1)
-        top_k_B1 = column([ask.top_k if ask.top_k > 0 and ask.temperature else everything for ask in asks])
-        top_p_B1 = column([ask.top_p if ask.temperature else 1.0 for ask in asks])
+    logits_BV = logits_BV.float() / column([request.temperature or 1.0 for request in requests])
+    limits = [request.top_k if request.temperature else 1 for request in requests]
+    if any(limit > 0 for limit in limits) or any(request.top_p < 1 for request in requests):
+        top_k_B1, top_p_B1 = column(limits), column([request.top_p for request in requests])
         sorted_BV, ids_BV = logits_BV.sort(dim=1, descending=True, stable=True)
-        sorted_BV = sorted_BV.masked_fill(torch.arange(everything, device=logits_BV.device) >= top_k_B1, -torch.inf)
+        rank_V = torch.arange(logits_BV.size(1), device=logits_BV.device)
+        sorted_BV = sorted_BV.masked_fill((rank_V >= top_k_B1) & (top_k_B1 > 0), -torch.inf)
         probs_BV = sorted_BV.softmax(1)
-        cut_BV = (probs_BV.cumsum(1) - probs_BV >= top_p_B1) & (top_p_B1 < 1)  # a sum of rounded numbers may exceed 1
-        cut_BV[:, 0] = False
+        before_BV = probs_BV.cumsum(1) - probs_BV  # a sum of rounded numbers may exceed 1
+        cut_BV = (before_BV >= top_p_B1) & (top_p_B1 < 1) & (rank_V > 0)
         logits_BV = torch.empty_like(logits_BV).scatter_(1, ids_BV, sorted_BV.masked_fill(cut_BV, -torch.inf))
     return logits_BV.log_softmax(1)
 
 
-def choice(logprobs_BV: Tensor, uniform_B: Tensor) -> Tensor:
+def _choice(logprobs_BV: Tensor, uniform_B: Tensor) -> Tensor:
     """Return the token of each row at which the distribution function, in fp64, exceeds the row's number in [0, 1)."""
     cumulative_BV = logprobs_BV.double().exp().cumsum(1)
     total_B = cumulative_BV[:, -1]
     target_B = torch.minimum(uniform_B * total_B, torch.nextafter(total_B, torch.zeros_like(total_B)))
     return torch.searchsorted(cumulative_BV, target_B[:, None], right=True)[:, 0]
-
-
-def _widened(old: Tensor, new: Tensor, dim: int = 2) -> tuple[Tensor, Tensor]:
-    """Pad the shorter of two tensors of 3 or 4 dimensions with zeros in front of dimension `dim`, the last but one."""
-    width = max(old.size(dim), new.size(dim))
-    return pad(old, (0, 0, width - old.size(dim), 0)), pad(new, (0, 0, width - new.size(dim), 0))
-
-
-def _joined_masks(masks: Sequence[Tensor]) -> tuple[np.ndarray, np.ndarray]:
-    return torch.cat(list(masks)).numpy().astype(np.int32), np.array([mask.numel() for mask in masks], np.int32)

@@ -7,10 +7,8 @@ between two tokens of the batch it takes weights, checksums or a command to slee
 import argparse
 import asyncio
 import hmac
-import importlib.metadata
 import os
 import re
-import time
 import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -24,14 +22,13 @@ from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
-from transformers.utils import logging
 
 from tepo_megatron.distributed.own_peers import guard_process_groups
 from tepo_megatron.weight_sync.broadcast_group import GroupSpec, UnchangedTensors
 from tepo_megatron.weight_sync.receiver import lifeline
-from tepo_megatron.weight_sync.receiver.binary_answer import CONTENT_TYPE, TIMED, Exchange, encode
+from tepo_megatron.weight_sync.receiver.binary_answer import CONTENT_TYPE, encode
 from tepo_megatron.weight_sync.receiver.receiver import RankReceiver
-from tepo_megatron.weight_sync.receiver.torch_sampler import Ask, Job, Sampler
+from tepo_megatron.weight_sync.receiver.torch_sampler import Job, RunningBatch, SampleRequest
 from tepo_megatron.weight_sync.receiver.weight_files import NEVER_SENT, OUTPUT_LAYER, tensor_shapes
 
 KEY_VARIABLE = "TEPO_TORCH_KEY"
@@ -48,7 +45,7 @@ class ModelServer:
         self._path, self._device = path, torch.device(device)
         model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype), attn_implementation="sdpa")
         self._model = model.to(self._device).eval().requires_grad_(False)
-        self.sampler, self.label = Sampler(self._model, cache_tokens), FIRST_LABEL
+        self.sampler, self.label = RunningBatch(self._model, cache_tokens), FIRST_LABEL
         self._receiver = RankReceiver()
         self._shapes = {name: parameter.shape for name, parameter in self._model.named_parameters()}
         expected = {name for file in Path(path).glob("*.safetensors") for name in tensor_shapes(file)}
@@ -57,29 +54,31 @@ class ModelServer:
             raise SystemExit(f"{path}: rollout.engine=torch knows no place of tensor {min(missing)}; use vllm or sglang")
 
     def begin_update(self, broken_off: bool) -> None:
-        """See `EngineApi.begin_update`, as for the following methods."""
+        """Begin an update, and forget what an earlier one gave."""
         if broken_off:
             self._receiver.leave()
         self._receiver.begin(self._path, self._model.config.tie_word_embeddings, self._device)
         self._places = places(self._model)
 
     def join_groups(self, **spec: Any) -> None:
+        """Join the groups of a `GroupSpec`."""
         self._receiver.join_groups(GroupSpec(**spec), self._device, local_rank=0)
 
     def keep_unchanged(self, **unchanged: Any) -> None:
+        """Note what an `UnchangedTensors` names."""
         self._receiver.keep_unchanged(UnchangedTensors(**unchanged))
 
     def load(self, sources: list[str]) -> None:
+        """Copy the tensors of a round into the model. Raises as `RankReceiver.take`."""
         for name, tensor in self._receiver.take(sources) or ():
             self.label = NO_LABEL
             self._places[name].copy_(tensor)
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
 
-    def finish_update(self, version: int) -> None:
+    def finish_update(self, version: int) -> str:
+        """Serve the loaded weights, and return their label. Raises ValueError if some are missing."""
         self._receiver.finish()
-        self._receiver.check_slices(self._model)
         self.label = str(version)
+        return self.label
 
     def checksums(self) -> dict[str, str]:
         """Return the CRC-32 of each tensor in its served precision, by Hugging Face name."""
@@ -88,17 +87,15 @@ class ModelServer:
             for name, place in places(self._model).items()
         }
 
-    def score(self, sequences: list[list[int]]) -> list[list[float]]:
-        return self.sampler.score(sequences)
-
     def sleep(self) -> None:
+        """Release the memory of the weights."""
         self.label = NO_LABEL
         for parameter in self._model.parameters():
             parameter.data = torch.empty(0, dtype=parameter.dtype, device=self._device)
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()
+        torch.cuda.empty_cache()  # does nothing on a CPU
 
     def wake(self, part: str) -> None:
+        """Allocate the memory of the weights again, if `part` is "weights"."""
         if part == "weights":
             for name, parameter in self._model.named_parameters():
                 parameter.data = torch.empty(self._shapes[name], dtype=parameter.dtype, device=self._device)
@@ -125,13 +122,14 @@ def places(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def guard(key: str) -> Middleware:
-    """Return the middleware that answers 401 to requests without the key, except for /health, and 400 to wrong ones."""
+    """Return the middleware that answers /health, and 401 to all other requests without the key, and 400 to wrong ones."""
     expected = f"Bearer {key}".encode()
 
     @web.middleware
     async def guarded(request: web.Request, handler: Handler) -> web.StreamResponse:
-        authorization = request.headers.get("Authorization", "").encode()
-        if request.path != "/health" and not hmac.compare_digest(authorization, expected):
+        if request.path == "/health":
+            return web.json_response({})
+        if not hmac.compare_digest(request.headers.get("Authorization", "").encode(), expected):
             return web.json_response({"message": "Unauthorized"}, status=401)
         try:
             return await handler(request)
@@ -150,12 +148,12 @@ class App:
         self._work = asyncio.Event()
         self._answers: dict[Job, asyncio.Future[None]] = {}
         self.app = web.Application(client_max_size=MOST_BODY, middlewares=[guard(key)])
-        routes = {"/generate": self._generate, "/abort": self._abort, "/sleep": self._sleep}
+        routes = {"generate": self._generate, "abort": self._abort}
         controls = (model.begin_update, model.join_groups, model.keep_unchanged, model.load, model.finish_update)
-        for control in (*controls, model.checksums, model.score, model.wake):
-            routes[f"/{control.__name__}"] = partial(self._control, control)
-        self.app.add_routes([web.post(path, handler) for path, handler in routes.items()])
-        self.app.add_routes([web.get("/health", self._health), web.get("/info", self._info)])
+        for control in (*controls, model.checksums, model.sampler.score, model.sleep, model.wake):
+            routes[control.__name__] = partial(self._control, control)
+        self.app.add_routes([web.post(f"/{name}", handler) for name, handler in routes.items()])
+        self.app.add_routes([web.get("/info", self._info)])
 
     async def sample(self) -> None:
         """Sample whenever there is something to sample. Ends with the first error, and the server with it."""
@@ -173,25 +171,18 @@ class App:
             if (answer := self._answers.get(job)) is not None and not answer.done():
                 answer.set_result(None)
 
-    async def _health(self, request: web.Request) -> web.Response:
-        return web.json_response({})
-
     async def _info(self, request: web.Request) -> web.Response:
-        version = f"torch {torch.__version__}, transformers {importlib.metadata.version('transformers')}"
-        return web.json_response(
-            {"version": version, "weight_version": self._model.label, "max_model_len": self._max_model_len}
-        )
+        about = {"version": torch.__version__, "weight_version": self._model.label, "max_model_len": self._max_model_len}
+        return web.json_response(about)
 
     async def _control(self, control: Callable[..., Any], request: web.Request) -> web.Response:
         return web.json_response(await self._computed(control, **await request.json()))
 
     async def _generate(self, request: web.Request) -> web.Response:
-        begun, ask = time.monotonic(), msgspec.json.decode(await request.read(), type=Ask)
-        if not ask.prompt or len(ask.prompt) + ask.max_tokens > self._max_model_len:
-            raise ValueError(
-                f"a prompt of {len(ask.prompt)} tokens and a response of {ask.max_tokens}, max_model_len={self._max_model_len}"
-            )
-        job = Job(ask, self._model.label)
+        wanted = msgspec.json.decode(await request.read(), type=SampleRequest)
+        if not wanted.prompt or len(wanted.prompt) + wanted.max_tokens > self._max_model_len:
+            raise ValueError(f"{len(wanted.prompt)} + {wanted.max_tokens} tokens, max_model_len={self._max_model_len}")
+        job = Job(wanted, self._model.label)
         answer = self._answers[job] = asyncio.get_running_loop().create_future()
         self._model.sampler.waiting.append(job)
         self._work.set()
@@ -202,28 +193,20 @@ class App:
             del self._answers[job]
         if job.label != self._model.label:
             job.label += f"+{self._model.label}"
-        exchange = Exchange(experts=False, begun=begun, first=job.first)
-        timed = request.headers.get("Accept", "").endswith(TIMED)
-        headers = {"Server-Timing": exchange.timing()} if timed else {}
-        return web.Response(body=encode(job.samples()), content_type=CONTENT_TYPE, headers=headers)
+        return web.Response(body=encode(job.samples()), content_type=CONTENT_TYPE)
 
     async def _abort(self, request: web.Request) -> web.Response:
         self._answer(await self._computed(self._model.sampler.abort))
         return web.json_response({})
 
-    async def _sleep(self, request: web.Request) -> web.Response:
-        await self._abort(request)
-        return web.json_response(await self._computed(self._model.sleep))
 
-
-async def serve(args: argparse.Namespace, key: str) -> None:
+async def _serve(app: App, host: str, port: int) -> None:
     """Serve until sampling fails or a signal ends the process."""
-    server = App(ModelServer(args.model, args.dtype, args.device, args.cache_tokens), args.max_model_len, key)
-    runner = web.AppRunner(server.app, access_log=None, handler_cancellation=True, shutdown_timeout=0)
+    runner = web.AppRunner(app.app, access_log=None, handler_cancellation=True, shutdown_timeout=0)
     await runner.setup()
-    await web.TCPSite(runner, args.host, args.port, reuse_address=True).start()
+    await web.TCPSite(runner, host, port, reuse_address=True).start()
     try:
-        await server.sample()
+        await app.sample()
     finally:
         await runner.cleanup()  # else complaints of open connections follow the error in the log
 
@@ -239,8 +222,9 @@ def main() -> None:
         raise SystemExit(f"{KEY_VARIABLE} is not set: without a key anyone could replace the weights")
     lifeline.hold()
     guard_process_groups()
-    logging.disable_progress_bar()
-    asyncio.run(serve(parser.parse_args(), key))
+    args = parser.parse_args()
+    model = ModelServer(args.model, args.dtype, args.device, args.cache_tokens)
+    asyncio.run(_serve(App(model, args.max_model_len, key), args.host, args.port))
 
 
 if __name__ == "__main__":
