@@ -19,6 +19,7 @@ ATTENTION_FORMS, OTHER_LENGTHS = ("packed", "in buckets"), "other lengths"
 STEP_LINES = (  # of each task of the part `step`
     "ready", "first step", "old log-probs", "updates", "MFU", "tokens", "memory allocated", "memory reserved", "kernels",
 )  # fmt: skip
+LOOP_LINES = ("accuracy after", "rewards", "seconds of a step", "log-probs apart")
 # of the minutes that are given; the rest is for tasks that do not end at once when they are cut off, and for starting this
 USED = 0.8
 LEAST_SECONDS = 10.0  # a task does not run with less: what is left of its imports may take most of it
@@ -109,6 +110,9 @@ PARTS: tuple[CheckPart, ...] = (
         CheckTask(name, seconds, tuple(f"{name}: {what}" for what in STEP_LINES))
         for name, seconds in (("1.7B, 2k tokens", 50), ("0.6B, 4k tokens", 30), ("4B, 2k tokens", 50))
     ), imports=ACTOR),
+    CheckPart("loop", "The whole loop on one card: the demo's model with the torch engine", (
+        CheckTask("loop", 70, LOOP_LINES),
+    )),
     CheckPart("transfer", "Weights to another process", (
         CheckTask("ipc", 15, ("ipc", "copy of as many bytes on the device")),
         CheckTask("shm", 15, ("shm", "copy of as many bytes to /dev/shm")),
