@@ -111,7 +111,7 @@ PARTS: tuple[CheckPart, ...] = (
         for name, seconds in (("1.7B, 2k tokens", 50), ("0.6B, 4k tokens", 30), ("4B, 2k tokens", 50))
     ), imports=ACTOR),
     CheckPart("loop", "The whole loop on one card: the demo's model with the torch engine", (
-        CheckTask("loop", 70, LOOP_LINES),
+        CheckTask("loop", 80, LOOP_LINES),
     )),
     CheckPart("transfer", "Weights to another process", (
         CheckTask("ipc", 15, ("ipc", "copy of as many bytes on the device")),

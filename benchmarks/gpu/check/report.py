@@ -131,10 +131,17 @@ def markdown(results: Sequence[Result]) -> str:
     if any(result.get("device") == "CPU" for result in results):
         text += ["", ON_CPU]
     for result in results:
-        text += ["", f"## {result['title']}", "", outcome_line(result), ""]
-        rows = [("line", "result", "remark"), ("---", "---", "---")]
-        rows += [(line["name"], shown(line), _cell(line["why"])) for line in result["lines"]]
-        text += ["| " + " | ".join(row) + " |" for row in rows]
+        text += ["", f"## {result['title']}", "", outcome_line(result)]
+        known = [line for line in result["lines"] if line["status"] != "skipped"]
+        if known:
+            rows = [("line", "result", "remark"), ("---", "---", "---")]
+            rows += [(line["name"], shown(line), _cell(line["why"])) for line in known]
+            text += ["", *("| " + " | ".join(row) + " |" for row in rows)]
+        missing: dict[str, list[str]] = {}
+        for line in result["lines"]:
+            if line["status"] == "skipped":
+                missing.setdefault(line["why"], []).append(line["name"])
+        text += [x for why, names in missing.items() for x in ("", f"{NOT_MEASURED.capitalize()} ({why}): {'; '.join(names)}.")]
     return "\n".join(text)
 
 
@@ -151,8 +158,6 @@ def outcome_line(result: Result) -> str:
 
 def shown(line: Mapping[str, Any]) -> str:
     """Return a line's result as the table shows it."""
-    if line["status"] == "skipped":
-        return NOT_MEASURED
     value = line["value"]
     text = "" if value is None else value if isinstance(value, str) else f"{value:.3g} {line['unit']}".strip()
     return text if line["status"] == "measured" else f"{line['status']} {text}".strip()
