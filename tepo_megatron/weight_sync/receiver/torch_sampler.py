@@ -1,8 +1,8 @@
 """Sample with a model of transformers: one batch, which requests join between two tokens, with a KV cache. Runs in its server.
 
 Prompts are padded on the left, so that the next token of all samples is in one column. Padding is never attended to. A prompt
-is prefilled once, and its keys and values are copied to its samples. A sample takes one random number of its own for each
-token, so the other samples of the batch change it by rounding alone.
+is prefilled once, and its keys and values are copied to its samples. The noise of a sample comes from a generator of its own,
+so the other samples of the batch change it by rounding alone.
 
 Suffixes: B samples of the batch, L tokens in the cache, V vocabulary, N prompts, P tokens of the longest prompt.
 """
@@ -24,6 +24,8 @@ from tepo_megatron.weight_sync.receiver.binary_answer import Sample, ids_crc
 PREFILL_PROMPTS, PREFILL_TOKENS = 64, 16384  # most prompts of one prefill, and their tokens with padding
 FINISHED_SHARE = 1 / 8  # of the batch, from which on finished samples are removed from it
 ABORTED = "abort"  # finish reason of a sample that is not complete
+# constants of SplitMix64 (Steele, Lea and Flood 2014) as signed integers; products wrap around
+_SPLITMIX = (0x9E3779B97F4A7C15 - 2**64, 0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64)
 
 
 class SampleRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -220,8 +222,8 @@ def add_tokens(rows: Sequence[Row], logits_BV: Tensor) -> None:
         logits_BV: Logits of their next tokens, before the temperature.
     """
     logprobs_BV = distribution(logits_BV, [row.job.request for row in rows])
-    uniform_B = torch.tensor([row.random.random() for row in rows], dtype=torch.float64, device=logits_BV.device)
-    token_B = _choice(logprobs_BV, uniform_B)
+    key_B = torch.tensor([row.random.getrandbits(63) for row in rows], device=logits_BV.device)
+    token_B = _choice(logprobs_BV, key_B)
     logprobs, tokens = logprobs_BV.gather(1, token_B[:, None])[:, 0].tolist(), token_B.tolist()
     for i, row in enumerate(rows):
         masked = row.job.request.masks and not row.done
@@ -255,9 +257,14 @@ def distribution(logits_BV: Tensor, requests: Sequence[SampleRequest]) -> Tensor
     return logits_BV.log_softmax(1)
 
 
-def _choice(logprobs_BV: Tensor, uniform_B: Tensor) -> Tensor:
-    """Return the token of each row at which the distribution function, in fp64, exceeds the row's number in [0, 1)."""
-    cumulative_BV = logprobs_BV.double().exp().cumsum(1)
-    total_B = cumulative_BV[:, -1]
-    target_B = torch.minimum(uniform_B * total_B, torch.nextafter(total_B, torch.zeros_like(total_B)))
-    return torch.searchsorted(cumulative_BV, target_B[:, None], right=True)[:, 0]
+def _choice(logprobs_BV: Tensor, key_B: Tensor) -> Tensor:
+    """Return the token of each row with the largest sum of log-prob and Gumbel noise, in fp64.
+
+    The noise is a hash of the row's key and the token's id, so that log-probs that are rounded otherwise rarely change the choice.
+    """
+    hash_BV = key_B[:, None] + torch.arange(logprobs_BV.size(1), device=key_B.device) * _SPLITMIX[0]
+    for shift, factor in zip((30, 27, 31), (*_SPLITMIX[1:], 1), strict=True):
+        hash_BV ^= (hash_BV >> shift) & (2 ** (64 - shift) - 1)
+        hash_BV *= factor
+    uniform_BV = ((hash_BV >> 12) & (2**52 - 1)).double().add_(0.5).mul_(2.0**-52)  # never 0 or 1
+    return (logprobs_BV.double() - uniform_BV.log_().neg_().log_()).argmax(1)

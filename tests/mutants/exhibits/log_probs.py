@@ -134,8 +134,8 @@ EXHIBITS = (
         bug="Our own sampler drew the random numbers of the whole batch from the generator of its first sample.",
         cost="A sample depends on the requests next to it, so that nothing is sampled again alike.",
         symbol="add_tokens",
-        old="[row.random.random() for row in rows]",
-        new="[rows[0].random.random() for row in rows]",
+        old="[row.random.getrandbits(63) for row in rows]",
+        new="[rows[0].random.getrandbits(63) for row in rows]",
         tests=("tests/server/test_engines.py::test_samples_depend_on_the_seed_and_not_on_the_batch[torch]",),
     ),
     Exhibit(
