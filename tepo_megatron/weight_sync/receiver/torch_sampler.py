@@ -260,7 +260,7 @@ def distribution(logits_BV: Tensor, requests: Sequence[SampleRequest]) -> Tensor
 def _choice(logprobs_BV: Tensor, key_B: Tensor) -> Tensor:
     """Return the token of each row with the largest sum of log-prob and Gumbel noise, in fp64.
 
-    The noise is a hash of the row's key and the token's id, so that log-probs that are rounded otherwise rarely change the choice.
+    The noise is a hash of the row's key and the token's id, so that other rounding of the log-probs rarely changes the choice.
     """
     hash_BV = key_B[:, None] + torch.arange(logprobs_BV.size(1), device=key_B.device) * _SPLITMIX[0]
     for shift, factor in zip((30, 27, 31), (*_SPLITMIX[1:], 1), strict=True):
