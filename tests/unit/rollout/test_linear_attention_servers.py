@@ -54,6 +54,26 @@ def test_sglang_on_a_cpu_is_refused_by_name_and_reason(models: dict[str, Path]) 
         launch(config(models["whole"], "sglang", "cpu"))
 
 
+@pytest.mark.parametrize("platform", ["cpu", "cuda"])
+def test_the_torch_engine_is_refused_on_every_platform(models: dict[str, Path], platform: str) -> None:
+    with pytest.raises(ConfigError, match=r"rollout\.engine=torch: .*linear attention .*use rollout\.engine=vllm"):
+        launch(config(models["hybrid"], "torch", platform))
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ({"rollout": {"server": {"tp": 2}}}, r"engine=torch with server\.tp=2: .*set server\.tp to 1"),
+        ({"rollout": {"replay_experts": True}}, r"engine=torch with replay_experts=true: .*set replay_experts to false"),
+        ({"sync": {"quantize": "fp8"}}, r"sync\.quantize=fp8 with rollout\.engine=torch: .*set sync\.quantize=none"),
+    ],
+)
+def test_what_the_torch_engine_cannot_do_is_refused(section: dict[str, Any], message: str) -> None:
+    run = {"name": "run", "platform": "cuda", "model": {"path": "m"}, "data": {"train": "t"}}
+    with pytest.raises(ConfigError, match=message):
+        validate(run | section | {"rollout": section.get("rollout", {}) | {"engine": "torch"}})
+
+
 def test_all_else_is_served(models: dict[str, Path]) -> None:
     for model, engine, platform in (
         ("hybrid", "vllm", "cpu"), ("hybrid", "sglang", "cuda"), ("whole", "vllm", "cuda"), ("dense", "sglang", "cpu"),
