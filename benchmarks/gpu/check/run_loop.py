@@ -24,10 +24,11 @@ STEPS = {"cpu": 2, "cuda": 20}
 LEAST_GAIN = {"cpu": -math.inf, "cuda": 10.0}  # standard errors
 SHOWN = (1, 5, 10, 15, 20)  # steps
 END_SECONDS = 3.0  # of the task's time, for what comes after the run
-KEYS = (
-    *("--rollout.engine", "torch", "--rollout.colocate", "true", "--model.precision", "bf16", "--parallel.tp", "1"),
-    *("--sync.max_logprob_diff", "0.05", "--overwrite", "true", "--name", "loop"),
-)
+TRANSPORT = {"cpu": "shm", "cuda": "ipc"}
+KEYS = {
+    "rollout.engine": "torch", "rollout.colocate": "true", "rollout.server.kv_cache_gib": "8", "model.precision": "bf16",
+    "parallel.tp": "1", "sync.verify_every": "1", "sync.max_logprob_diff": "0.05", "overwrite": "true", "name": "loop",
+}  # fmt: skip
 
 
 def run(check: Check) -> None:
@@ -36,8 +37,12 @@ def run(check: Check) -> None:
         if not (MODEL / "config.json").exists():
             raise Skip(f"no base model: run `make demo` here, or copy its {MODEL.relative_to(ROOT)}")
         steps = STEPS[check.platform]
-        words = [sys.executable, "-m", "tepo_megatron", "train", "examples/demo.yaml", "--output", str(check.folder), *KEYS]
-        words += ["--platform", check.platform, "--training.steps", str(steps)]
+        keys = KEYS | {
+            "platform": check.platform, "sync.transport": TRANSPORT[check.platform], "training.steps": str(steps),
+            "output": str(check.folder),
+        }  # fmt: skip
+        words = [sys.executable, "-m", "tepo_megatron", "train", "examples/demo.yaml"]
+        words += [word for key, value in keys.items() for word in (f"--{key}", value)]
         done = subprocess.run(words, cwd=ROOT, stdin=subprocess.DEVNULL, timeout=check.left - END_SECONDS, check=False)
         if done.returncode:
             raise RuntimeError(f"the run ended with exit status {done.returncode}")

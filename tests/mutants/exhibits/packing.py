@@ -65,4 +65,32 @@ EXHIBITS = (
         new=("self._starts.clear()\n        self._starts[cu_seqlens] = starts"),
         tests=("tests/gate/test_covering.py",),
     ),
+    Exhibit(
+        name="keys_of_a_piece_end_with_its_queries",
+        source="own: packed attention without padding",
+        kind="packing",
+        bug=(
+            "Each piece of a sequence attended to as many keys as it has queries, from the sequence's start. That is right "
+            "for a sequence that one rank holds, and for the first piece of a split one."
+        ),
+        cost="Under context parallelism later pieces see only the beginning of their sequence.",
+        symbol="PackedLayout.of",
+        old="keys = (chunk_G[:, None] * (pieces + 1)).flatten()",
+        new="keys = queries",
+        tests=("tests/parallel/test_attention.py::test_packed_sequences_match_plain_attention",),
+    ),
+    Exhibit(
+        name="backward_with_the_log_sum_exp_of_a_part",
+        source="own: packed attention without padding",
+        kind="packing",
+        bug=(
+            "The backward pass of responses over their shared prompt took the log-sum-exp of the responses' own keys instead "
+            "of that of the whole softmax."
+        ),
+        cost="Outputs are right; gradients of shared prompts are too large.",
+        symbol="_PackedAttention.forward",
+        old="lse.index_copy_(1, rows, whole.T)",
+        new="pass",
+        tests=("tests/parallel/test_attention.py::test_responses_see_the_prompt_that_they_share",),
+    ),
 )
