@@ -24,7 +24,7 @@ WORKERS ?= 2
 PARTS_WORKERS ?= 3
 # Pytest's arguments for each stream. One worker, so that the others go on after a test whose process had to be ended. The folders
 # hold all tests of these marks, which tests/conftest.py checks; importing the other folders would take seconds.
-parts      := -n $(PARTS_WORKERS) --dist worksteal -m "not full and not server and not e2e"
+parts      := -n $(PARTS_WORKERS) --dist worksteal -m "not full and not server and not e2e" --ignore tests/lint
 runs       := -n 1 -m "not full and e2e" tests/e2e tests/launch
 servers    := -n 1 -m "not full and server and not e2e" tests/server
 LONG       := full and not slurm and not image and not alone
@@ -200,6 +200,7 @@ check: lint types test
 lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python -m pytest -n $(WORKERS) -q tests/lint
 
 types: $(READY)
 	$(BIN)/mypy

@@ -45,12 +45,7 @@ def _rows(text: str) -> set[int]:
 
 
 def run_here(name: str, options: SuiteOptions) -> list[Object]:
-    """Run a suite in this process; return its measures with machine, versions and commit.
-
-    Args:
-        name: A key of SUITES.
-        options: Options of all suites.
-    """
+    """Run a suite in this process; return its measures with machine, versions and commit."""
     if options.peers is not None:
         sys.path.append(str(options.peers))
     at = surroundings()
@@ -58,12 +53,7 @@ def run_here(name: str, options: SuiteOptions) -> list[Object]:
 
 
 def run_in_subprocess(name: str, args: argparse.Namespace) -> list[Object] | None:
-    """Run a suite in a process of its own; return its measures, or None if it failed (its errors are on stderr).
-
-    Args:
-        name: A key of SUITES.
-        args: The command line.
-    """
+    """Run a suite in a process of its own; return its measures, or None if it failed (its errors are on stderr)."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "objects.json"
         words = ["--suite", name, "--out", str(out), "--only", ",".join(map(str, args.only))]

@@ -121,7 +121,6 @@ class SeedAdam:
 
         Args:
             active_S: bool; the other rows keep their weights and moments.
-            max_norm: Gradients of a greater 2-norm are scaled down to it.
         """
         grad_SW = self.weights_SW.grad
         assert grad_SW is not None
@@ -137,13 +136,7 @@ class SeedAdam:
 
 
 def start_policies(seeds: Sequence[int], task: ChainTask, steps: int = 400) -> Tensor:
-    """Return networks that were taught to be right in 86 % of the symbols, [S, W].
-
-    Args:
-        seeds: Seeds of their first weights.
-        task: Chains of the same seeds.
-        steps: Optimizer steps.
-    """
+    """Return networks that were taught to be right in 86 % of the symbols, [S, W]."""
     rows = []
     for seed in seeds:
         g = torch.Generator().manual_seed(seed)
@@ -167,10 +160,6 @@ def closed_form(logprob_SKPV: Tensor, task: ChainTask) -> dict[str, Tensor]:
     """Return accuracy, length (tokens per required token) and entropy (nats, mean over states) of each seed, [S].
 
     The accuracy is the mean over prompts of the probability of reward 1, apart from responses longer than MAX_TOKENS.
-
-    Args:
-        logprob_SKPV: Log-probs in all states.
-        task: The chains.
     """
     valid_SKP = task.valid_SKP
     advance_SKP = torch.log1p(-logprob_SKPV[..., FILLER].exp().clamp(max=1 - 1e-6))
@@ -188,10 +177,7 @@ def sample(logprob_SKPV: Tensor, task: ChainTask, prompt_SB: Tensor, generators:
     """Sample one response to each prompt, token by token; return those of each seed.
 
     Args:
-        logprob_SKPV: Log-probs in all states.
-        task: The chains.
         prompt_SB: Prompts.
-        generators: Source of random numbers of each seed. Each gives MAX_TOKENS numbers per response, however long it gets.
     """
     uniform_TSB = torch.stack([torch.rand(MAX_TOKENS, prompt_SB.shape[1], generator=g) for g in generators], 1)
     below_SKPV, seed_S1 = logprob_SKPV.exp().cumsum(-1), torch.arange(len(prompt_SB))[:, None]

@@ -30,12 +30,7 @@ def step(quick: bool) -> list[Measure]:
 
 
 def convert(quick: bool, repetitions: int = 3) -> list[Measure]:
-    """Measure row 10: the speed of import and export relative to copying the same files, and their peak memory.
-
-    Args:
-        quick: Use a tiny model and one repetition, without speed targets.
-        repetitions: Runs of each kind.
-    """
+    """Measure row 10: the speed of import and export relative to copying the same files, and their peak memory."""
     from benchmarks import convert as benchmark
 
     config = benchmark.QUICK if quick else benchmark.CONFIG

@@ -23,21 +23,13 @@ class HfRollouts:
         """Load the model.
 
         Args:
-            model: Folder of the checkpoint.
-            prompts: Returns a prompt and the grade of its responses.
-            tokens: Most tokens of a response.
             stop: Token that ends a response. None: there is none.
         """
         self._policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
         self._prompts, self._tokens, self._stop = prompts, tokens, stop
 
     def sample(self, weights: dict[str, torch.Tensor], groups: int) -> list[Rollout]:
-        """Return groups that are neither all right nor all wrong.
-
-        Args:
-            weights: The current weights, by Hugging Face name.
-            groups: Number of groups.
-        """
+        """Return groups that are neither all right nor all wrong."""
         self._policy.load_state_dict(weights, strict=False)
         out: list[Rollout] = []
         while len(out) < groups * SAMPLES:
@@ -76,12 +68,7 @@ def arithmetic_rollouts(model: Path) -> HfRollouts:
 
 
 def even_rollouts(model: Path, vocabulary: int) -> HfRollouts:
-    """Return a source of rollouts that are right if most of their token ids are even.
-
-    Args:
-        model: Folder of the checkpoint.
-        vocabulary: Number of token ids.
-    """
+    """Return a source of rollouts that are right if most of their token ids are even."""
     rng = random.Random(0)
 
     def prompt() -> tuple[list[int], Grade]:

@@ -25,7 +25,6 @@ class MeasuredTimes:
     """Seconds over the repetitions.
 
     Attributes:
-        wall: Median wall-clock time.
         low: 20th percentile of the wall-clock time.
         high: 80th percentile of the wall-clock time.
         cpu: Median CPU time of the process, all threads together. With one thread it is the steadier figure on a busy machine;
@@ -42,12 +41,7 @@ Call = Callable[[Any], Any]  # an alternative; its argument is what `prepare` ma
 
 
 def on_host(call: Call, given: Any) -> tuple[float, float]:
-    """Return the wall-clock seconds and the CPU seconds of this process for one call.
-
-    Args:
-        call: The alternative to time.
-        given: Its argument.
-    """
+    """Return the wall-clock seconds and the CPU seconds of this process for one call."""
     wall, cpu = time.perf_counter(), time.process_time()
     out = call(given)
     took = (time.perf_counter() - wall, time.process_time() - cpu)
@@ -108,7 +102,6 @@ def bytes_moved(run: Callable[[], Any], cache: int = CACHE_BYTES) -> int:
     assumed to stay in the cache, all others never to be in it. What an operator allocates internally is not seen.
 
     Args:
-        run: What is counted.
         cache: Size of the assumed cache in bytes.
     """
     with _Bytes(cache) as counted:

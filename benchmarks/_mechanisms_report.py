@@ -25,11 +25,7 @@ are closed forms. Points: percentage points of accuracy over grpo, paired by see
 
 
 def markdown(found: Mapping[str, Any]) -> str:
-    """Return the predictions with their verdicts, and a table for each regime.
-
-    Args:
-        found: Contents of the JSON file.
-    """
+    """Return the predictions with their verdicts, and a table for each regime."""
     parts = ["# Mechanisms of the methods on a small task", _EXPLANATION.format(count=len(found["seeds"]))]
     rows = [["prediction", "regime", "origin", "larger", "smaller", "effect [95 %]", "verdict"]]
     rows += [_prediction(x) for x in found["predictions"]]
@@ -76,12 +72,7 @@ def _table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def write_picture(found: Mapping[str, Any], path: Path) -> Path:
-    """Draw curves and final accuracies of every regime; return the path.
-
-    Args:
-        found: Contents of the JSON file.
-        path: File to write.
-    """
+    """Draw curves and final accuracies of every regime; return the path."""
     with matplotlib.rc_context(STYLE):
         return save_picture(_figure(found), path)
 

@@ -82,7 +82,6 @@ class PlainStep:
         Args:
             logprob, entropy: Of each response token now, [N].
             old_logprob, old_entropy: Of each response token before the updates, [N].
-            advantages: Of each sequence.
             sequence: Index of the sequence of each response token, [N].
         """
         eps, beta = 0.2, self.cfg.objective.beta

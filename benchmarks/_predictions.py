@@ -22,11 +22,7 @@ class Prediction:
     """The claim that one figure is larger than another, times a factor.
 
     Attributes:
-        claim: The claim in words.
         regime: Regime in which both were trained.
-        larger, smaller: Arm and measure.
-        factor: Factor of the smaller one.
-        origin: Where the prediction comes from.
     """
 
     claim: str
@@ -74,10 +70,6 @@ def judge(prediction: Prediction, runs: Runs) -> dict[str, Any]:
 
     The effect is paired by seed. The interval is at 95 %, over seeds, by Student's t. `holds`: it is above 0; `fails`: it is
     below 0; `undecided`: it contains 0.
-
-    Args:
-        prediction: The prediction.
-        runs: Regime -> arm -> measures by seed.
 
     Raises:
         ValueError: There are fewer than two seeds, so that there is no interval.

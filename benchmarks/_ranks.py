@@ -35,13 +35,7 @@ _started: list[Ranks] = []
 
 
 def world(port: int, rank: int = 0, size: int = 1) -> dict[str, str]:
-    """Return the environment that torchrun would set for a rank, with a store that the caller holds.
-
-    Args:
-        port: Port of the store.
-        rank: This rank.
-        size: Number of ranks.
-    """
+    """Return the environment that torchrun would set for a rank, with a store that the caller holds."""
     return {
         "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size),
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True",
@@ -78,10 +72,7 @@ class Ranks(contextlib.AbstractContextManager["Ranks"]):
         """Store what to start.
 
         Args:
-            size: Number of ranks.
-            words: Arguments of the Python interpreter, which begin with -m or -c.
             log: File for the output of all ranks. None: that of this process.
-            env: Environment variables in addition to this process's.
         """
         self._size, self._words, self._log, self._env = size, words, log, dict(env or {})
         self._processes: list[subprocess.Popen[bytes]] = []

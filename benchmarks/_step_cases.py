@@ -20,14 +20,7 @@ PROMPTS, SAMPLES, PROMPT_TOKENS, RESPONSE_TOKENS = 2, 4, 64, (64, 256)  # of `10
 
 
 def write_model(case: str, folder: Path, seed: int = 0, scale: float = 4.0) -> None:
-    """Write an untrained model.
-
-    Args:
-        case: One of CASES.
-        folder: Folder of the checkpoint.
-        seed: Seed of the weights.
-        scale: Factor of the matrices of the demo's model, so that its distributions are far from uniform.
-    """
+    """Write an untrained model."""
     torch.manual_seed(seed)
     if case == "demo":
         model = base_model.build_model(task.build_tokenizer())
@@ -40,14 +33,7 @@ def write_model(case: str, folder: Path, seed: int = 0, scale: float = 4.0) -> N
 
 
 def config(case: str, model: Path, tp: int = 1, share_prompts: str = "auto") -> Config:
-    """Return the config: examples/demo.yaml for `demo`; two updates of one group each, otherwise alike, for `100m`.
-
-    Args:
-        case: One of CASES.
-        model: Folder of the checkpoint.
-        tp: Tensor-parallel size.
-        share_prompts: Value of training.share_prompts.
-    """
+    """Return the config: examples/demo.yaml for `demo`; two updates of one group each, otherwise alike, for `100m`."""
     if case == "demo":
         return load_config(
             DEMO, ["--model.path", str(model), "--parallel.tp", str(tp), "--training.share_prompts", share_prompts]
@@ -72,11 +58,6 @@ def rollouts(case: str, cfg: Config, seed: int = 0) -> list[Rollout]:
     """Return graded rollouts, in groups that are neither all right nor all wrong, so none is dropped.
 
     No engine sampled them: their log-probs are 0.
-
-    Args:
-        case: One of CASES.
-        cfg: Its config.
-        seed: Seed of the texts or tokens.
     """
     return _arithmetic(cfg, seed) if case == "demo" else _random(SHAPES[case]["vocab_size"], seed)
 

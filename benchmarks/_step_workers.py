@@ -76,14 +76,7 @@ def serve(
     """Run a worker's process: for each thread count that it receives, make one step and answer with (seconds, updates).
 
     Args:
-        name: A key of WORKERS.
-        case: One of `_step_cases.CASES`.
-        model: Folder of the checkpoint.
-        parent: Process ID; the worker ends with that process.
-        environment: Describes the world of ranks.
-        pipe: Connection to the parent.
         without: Key of OPTIMIZATIONS of an optimization to undo; None: undo none.
-        share_prompts: Value of training.share_prompts.
     """
     die_with_parent(parent)
     os.environ |= environment
@@ -112,7 +105,6 @@ class StepWorker:
     """One of WORKERS.
 
     Attributes:
-        pipes: Connections to its processes.
         updates: Updates of the steps so far.
     """
 
@@ -143,11 +135,7 @@ def started(name: str, case: str, model: Path, without: str | None = None, share
     """Yield the worker, running in processes of its own, which end with the block.
 
     Args:
-        name: A key of WORKERS.
-        case: One of `_step_cases.CASES`.
-        model: Folder of the checkpoint.
         without: Key of OPTIMIZATIONS of an optimization to undo; None: undo none.
-        share_prompts: Value of training.share_prompts.
     """
     context, size, pipes, processes = multiprocessing.get_context("spawn"), WORKERS[name], [], []
     store = store_here()

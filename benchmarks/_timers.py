@@ -61,7 +61,6 @@ class PartTimers:
         """Time the block as a part.
 
         Args:
-            part: Name of the part.
             within: Pass that the part and all parts inside it belong to; None: the current one.
         """
         before, self._pass = self._pass, within or self._pass
@@ -73,13 +72,7 @@ class PartTimers:
             self._pass = before
 
     def timed(self, function: Callable[..., Any], part: str, within: str | None = None) -> Callable[..., Any]:
-        """Return the function with every call timed.
-
-        Args:
-            function: The function.
-            part: Name of the part.
-            within: As in `inside`.
-        """
+        """Return the function with every call timed."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
             with self.inside(part, within):
@@ -88,25 +81,13 @@ class PartTimers:
         return call
 
     def wrap(self, owner: Any, function: Callable[..., Any], part: str, within: str | None = None) -> None:
-        """Time every call of a function of `owner`. The function is not given by its name, so that a type check finds it.
-
-        Args:
-            owner: Object, class or module.
-            function: Attribute that is replaced.
-            part: Name of the part.
-            within: As in `inside`.
-        """
+        """Time every call of a function of `owner`. The function is not given by its name, so that a type check finds it."""
         name = function.__name__
         assert getattr(owner, name) == function, f"{owner!r} has {function!r} under another name"
         setattr(owner, name, self.timed(function, part, within))
 
     def module(self, module: torch.nn.Module, part: str) -> None:
-        """Time every forward of the module.
-
-        Args:
-            module: Gets forward hooks.
-            part: Name of the part.
-        """
+        """Time every forward of the module."""
         module.register_forward_pre_hook(lambda *_: self.start(part))
         module.register_forward_hook(self.stop)
 
@@ -116,10 +97,6 @@ def shares_of_backward(run: Callable[[], Any], timers: PartTimers) -> dict[str, 
 
     An operator and its backward share a sequence number; it belongs to the part in which the operator ran. ENGINE is the rest:
     autograd itself, and hooks.
-
-    Args:
-        run: Is run once, under the profiler.
-        timers: The timers that wrap its parts.
     """
     timers.profiling = True
     with profile(activities=[ProfilerActivity.CPU], acc_events=True) as recorded:

@@ -83,12 +83,7 @@ FORMS: dict[str, Statistics] = {"trl": trl_form, "verl": verl_form}  # our own c
 
 
 def alternatives(peers: Path | None, forms: bool = False) -> dict[str, Statistics]:
-    """Return the alternatives that can be measured here, by name, ours first; those that are not installed are left out.
-
-    Args:
-        peers: A folder to search after the installed packages (`pip install --target`).
-        forms: Whether a peer that is not installed is represented by our form of it, under the name "trl form" or "verl form".
-    """
+    """Return the alternatives that can be measured here, by name, ours first; those that are not installed are left out."""
     look_into(peers)
     found: dict[str, Statistics] = {OURS: ours}
     for name, load in (("trl", trl), ("verl", verl)):

@@ -78,12 +78,7 @@ PLANTED: dict[str, tuple[dict[str, Any], str, str]] = {
 
 
 class SamplingEngine(ScriptedEngine):
-    """Samples with the model itself, all prompts of a call at once.
-
-    Args:
-        cfg: Config of the run.
-        fault: What goes wrong: see PLANTED.
-    """
+    """Samples with the model itself, all prompts of a call at once."""
 
     def __init__(self, cfg: Config, fault: str) -> None:
         os.environ["TEPO_TEST_ENGINE"] = fault
@@ -100,11 +95,7 @@ class SamplingEngine(ScriptedEngine):
 
     @torch.no_grad()
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams, seed: int) -> list[Rollout]:
-        """See `Sampler.generate`.
-
-        Args:
-            prompts, sampling, seed: See there.
-        """
+        """See `Sampler.generate`."""
         each = [prompt for prompt in prompts for _ in range(sampling.samples)]
         width, chance = max(len(p.token_ids) for p in each), torch.Generator().manual_seed(seed)
         end = self._tokenizer.eos_token_id
@@ -147,7 +138,6 @@ class LateGroups(ScriptedGroups):
     """Groups the last of which comes late.
 
     Args:
-        generate: Sampling function of the engine.
         seconds: How late.
     """
 
@@ -162,14 +152,7 @@ class LateGroups(ScriptedGroups):
 
 
 def config(model: Path, output: Path, changes: dict[str, Any], fault: str) -> Config:
-    """Return the config of a run.
-
-    Args:
-        model: The base model.
-        output: Parent of the run's folder.
-        changes: What differs from the base, by section.
-        fault: See PLANTED.
-    """
+    """Return the config of a run."""
     tree: dict[str, Any] = {
         "name": "run", "output": str(output), "platform": "cpu", "model": {"path": str(model), "precision": "fp32"},
         "data": {"train": str(model / "train.jsonl"), "max_prompt_tokens": 16},
@@ -203,11 +186,7 @@ def _rank(_: int, cfg: Config, fault: str) -> None:
 
 
 def run(model: Path, changes: dict[str, Any], fault: str) -> list[dict[str, Any]]:
-    """Make a run, and return the values that the rules read, to 4 digits.
-
-    Args:
-        model, changes, fault: See `config`.
-    """
+    """Make a run, and return the values that the rules read, to 4 digits."""
     from tests.worlds import run_world  # see main
 
     with tempfile.TemporaryDirectory() as folder:

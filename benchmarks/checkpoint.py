@@ -69,13 +69,7 @@ def main() -> None:
 
 
 def measure(args: argparse.Namespace, platform: Platform, temporary: Path) -> None:
-    """Time `args.saves` checkpoints of a model, and reading the last one.
-
-    Args:
-        args: The command line.
-        platform: The activated platform.
-        temporary: Folder for the model and, by default, the checkpoints.
-    """
+    """Time `args.saves` checkpoints of a model, and reading the last one."""
     from tepo_megatron.actor.actor import Actor
     from tepo_megatron.checkpoint.checkpoints import Checkpoints
     from tepo_megatron.checkpoint.state import saved_slices

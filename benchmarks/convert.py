@@ -61,12 +61,7 @@ class MeasuredConversion:
 
 
 def make_model(folder: Path, config: dict[str, object]) -> None:
-    """Write random weights below 2 in magnitude, in files of half a gigabyte.
-
-    Args:
-        folder: Folder of the checkpoint.
-        config: Content of config.json.
-    """
+    """Write random weights below 2 in magnitude, in files of half a gigabyte."""
     import torch
     from safetensors.torch import save_file
 
@@ -101,12 +96,7 @@ def make_model(folder: Path, config: dict[str, object]) -> None:
 
 
 def copy(source: Path, out: Path) -> MeasuredConversion:
-    """Copy a directory and sync its files; the reference of the conversions.
-
-    Args:
-        source: The directory.
-        out: The copy.
-    """
+    """Copy a directory and sync its files; the reference of the conversions."""
     start = time.perf_counter()
     shutil.copytree(source, out)
     for path in (*out.iterdir(), out):
@@ -140,12 +130,7 @@ def convert(*words: str) -> MeasuredConversion:
 
 
 def largest_group(source: Path, config: dict[str, object]) -> int:
-    """Return the bytes of the largest tensors that become one parameter: the embedding, or gate and up projection.
-
-    Args:
-        source: Unused.
-        config: Content of config.json.
-    """
+    """Return the bytes of the largest tensors that become one parameter: the embedding, or gate and up projection."""
     h, f, v = (int(str(config[k])) for k in ("hidden_size", "intermediate_size", "vocab_size"))
     return 2 * max(v * h, 2 * f * h)
 
@@ -154,8 +139,6 @@ def measure(source: Path, folder: Path, repetitions: int) -> dict[str, list[Meas
     """Return the runs of each kind, made in turn. A first round warms up and is not counted.
 
     Args:
-        source: The model.
-        folder: Folder of the outputs.
         repetitions: Number of counted rounds; 0: one round, which is counted.
     """
     copied, megatron, exported = (folder / name for name in ("copied", "megatron", "exported"))
@@ -180,11 +163,7 @@ def measure(source: Path, folder: Path, repetitions: int) -> dict[str, list[Meas
 
 
 def differing(one: Path, other: Path) -> list[str]:
-    """Return the names of tensors that are not the same bits in both Hugging Face directories.
-
-    Args:
-        one, other: The directories.
-    """
+    """Return the names of tensors that are not the same bits in both Hugging Face directories."""
     from safetensors import safe_open
 
     def places(folder: Path) -> dict[str, Path]:
@@ -201,13 +180,7 @@ def differing(one: Path, other: Path) -> list[str]:
 
 
 def report(runs: dict[str, list[MeasuredConversion]], nbytes: int, group: int) -> None:
-    """Print medians with their ranges, and compare them with the targets.
-
-    Args:
-        runs: Runs by kind.
-        nbytes: Size of the model.
-        group: Result of `largest_group`.
-    """
+    """Print medians with their ranges, and compare them with the targets."""
     base = statistics.median(r.seconds for r in runs["copy"])
     print(f"{nbytes / 1e9:.2f} GB, {len(runs['copy'])} repetitions, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}")
     for name, each in runs.items():

@@ -33,23 +33,13 @@ QUANTITIES: dict[str, Callable[[RunOutcome], float]] = {
 
 
 def outcomes(folder: Path, name: str) -> dict[int, RunOutcome]:
-    """Return the finished runs of that name, by seed. Raises DataError naming a file that cannot be read.
-
-    Args:
-        folder: Folder of the ablation.
-        name: Name of the run without its seed.
-    """
+    """Return the finished runs of that name, by seed. Raises DataError naming a file that cannot be read."""
     found = {int(m[1]): path for path in folder.iterdir() if (m := re.fullmatch(re.escape(name) + r"-seed(\d+)", path.name))}
     return {seed: read_outcome(path) for seed, path in sorted(found.items()) if (path / "summary.json").exists()}
 
 
 def table(first: dict[int, RunOutcome], second: dict[int, RunOutcome], names: tuple[str, str]) -> str:
-    """Return a Markdown table over the seeds that both runs have, and the number of steps whose interval covers 0.
-
-    Args:
-        first, second: Finished runs by seed.
-        names: Names of the two runs.
-    """
+    """Return a Markdown table over the seeds that both runs have, and the number of steps whose interval covers 0."""
     seeds = sorted(first.keys() & second.keys())
     rows = [["", f"{names[0]}, seeds {', '.join(map(str, seeds))}", names[1], "difference [95 %, t]", ""], ["---"] * 5]
     for what, of in QUANTITIES.items():

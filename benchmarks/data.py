@@ -67,7 +67,6 @@ def report(kind: str, r: dict[str, Any]) -> None:
     """Print the result of one kind of file.
 
     Args:
-        kind: One of KINDS.
         r: The result of `load`, and the file's `bytes`.
     """
     print(
@@ -78,12 +77,7 @@ def report(kind: str, r: dict[str, Any]) -> None:
 
 
 def load(file: str, model: str) -> dict[str, Any]:
-    """Load the data as a run does at its start; return the measurements.
-
-    Args:
-        file: The dataset.
-        model: Folder of the tokenizer.
-    """
+    """Load the data as a run does at its start; return the measurements."""
     from tepo_megatron.config import DataConfig, RewardConfig
     from tepo_megatron.data import load_data, load_tokenizer
 
@@ -129,14 +123,7 @@ def make_problems(count: int) -> Iterator[dict[str, Any]]:
 
 
 def write(folder: Path, kind: str, problems: list[dict[str, Any]], rows: int) -> Path:
-    """Write a dataset that repeats the problems equally often, in random order; return its path.
-
-    Args:
-        folder: Folder of the file.
-        kind: One of KINDS.
-        problems: Different rows.
-        rows: Number of rows.
-    """
+    """Write a dataset that repeats the problems equally often, in random order; return its path."""
     draw = random.Random(1)
     order = [i % len(problems) for i in range(rows)]
     draw.shuffle(order)
@@ -160,12 +147,7 @@ def write(folder: Path, kind: str, problems: list[dict[str, Any]], rows: int) ->
 
 
 def write_tokenizer(folder: Path, texts: list[str]) -> None:
-    """Write a byte-level BPE tokenizer with a chat template.
-
-    Args:
-        folder: Folder of the tokenizer.
-        texts: Training texts.
-    """
+    """Write a byte-level BPE tokenizer with a chat template."""
     from tokenizers import ByteLevelBPETokenizer
     from transformers import PreTrainedTokenizerFast
 

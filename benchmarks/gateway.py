@@ -51,12 +51,7 @@ def chat_format() -> ChatFormat:
 
 
 async def measure(conversations: int, turns: int) -> dict[str, Any]:
-    """Return the milliseconds of a turn, and how many turns did not continue their conversation's tokens.
-
-    Args:
-        conversations: Number of conversations, all open at once.
-        turns: Turns of each.
-    """
+    """Return the milliseconds of a turn, and how many turns did not continue their conversation's tokens."""
     chat = chat_format()
     end, letter = chat.encode("<|im_end|>")[0], chat.encode("a")[0]
     written = [letter] * (MODEL_TOKENS - 1) + [end]
@@ -96,12 +91,7 @@ async def measure(conversations: int, turns: int) -> dict[str, Any]:
 
 
 async def converse(turns: int, samples: list[list[str]]) -> int:
-    """Hold all conversations at once, and return the number of answers.
-
-    Args:
-        turns: Turns of each conversation.
-        samples: Address and key of each.
-    """
+    """Hold all conversations at once, and return the number of answers."""
 
     async def one(session: aiohttp.ClientSession, address: str, key: str) -> int:
         messages: list[dict[str, Any]] = []

@@ -56,12 +56,7 @@ def decode(ids: Sequence[int]) -> str:
 
 
 def response(answer: str, gold: str) -> Rollout:
-    """Return a rollout whose tokens are code points.
-
-    Args:
-        answer: Goes into the box.
-        gold: The correct answer.
-    """
+    """Return a rollout whose tokens are code points."""
     ids_L = torch.tensor([63, *map(ord, rf"so \boxed{{{answer}}}")])
     return Rollout(0, ids_L, torch.arange(len(ids_L)) > 0, torch.zeros(len(ids_L)), 0, "stop", gold)
 
@@ -121,12 +116,7 @@ def throughput(workers: int, pairs: int, batches: int) -> dict[str, dict[str, fl
 
 
 def plain(gold: str, answer: str) -> bool:
-    """Return whether math-verify, used as its readme shows, finds the answer correct.
-
-    Args:
-        gold: The correct answer.
-        answer: The given one.
-    """
+    """Return whether math-verify, used as its readme shows, finds the answer correct."""
     from math_verify import parse, verify  # type: ignore[import-not-found,unused-ignore]
 
     gold_parsed, answer_parsed = parse(rf"\boxed{{{gold}}}"), parse(rf"\boxed{{{answer}}}")

@@ -77,12 +77,7 @@ OPERATORS = {"delta rule": delta_rule, "convolution": convolution, "attention": 
 
 
 def measure(lengths: Sequence[int], repetitions: int) -> Row:
-    """Return the microseconds per token of (forward, backward) of each operator.
-
-    Args:
-        lengths: Tokens of each sequence.
-        repetitions: Number of timed rounds.
-    """
+    """Return the microseconds per token of (forward, backward) of each operator."""
     made = {name: operator(lengths) for name, operator in OPERATORS.items()}
     calls = {}
     for name, (make, compute) in made.items():

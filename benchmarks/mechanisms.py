@@ -76,9 +76,7 @@ class Regime:
     """The settings of one training run.
 
     Attributes:
-        steps: Rollout batches.
         epochs: Passes over each rollout batch.
-        lr: Learning rate of Adam.
         prompts: Groups per rollout batch; those with equal rewards are replaced, in up to four rounds.
         minibatch: Groups per update.
         samples: Responses per group.
@@ -101,7 +99,6 @@ class Group:
     """The responses to one prompt, in rows of tokens.
 
     Attributes:
-        prompt: The prompt.
         progress_R, token_R: State and token.
         lengths_G: Tokens of each response.
         advantage_G: Advantage of each response.
@@ -118,9 +115,6 @@ def train(objective: Objective, regime: Regime, seeds: Sequence[int], start_SW: 
     """Train one network per seed; return measures by seed and curves, the means over seeds, from before the first step.
 
     Args:
-        objective: The method.
-        regime: How it is trained.
-        seeds: Seeds.
         start_SW: Weights of the start policies.
     """
     task, weights_SW = ChainTask.of(seeds), start_SW.clone().requires_grad_()
@@ -205,12 +199,7 @@ def _update(
     """Take one optimizer step in every seed; return shares and the KL of its tokens, nan for a seed without groups.
 
     Args:
-        objective: The method.
         weights_SW: Weights of the networks.
-        adam: Their optimizer.
-        old_SKPV: Log-probs of the policy that sampled.
-        minibatches: Groups of each seed.
-        first: Whether this is the first update of the rollout batch, in which the old statistics are the current ones.
     """
     prompts = [[group.prompt for group in groups] for groups in minibatches]
     most = max(map(len, prompts))
@@ -265,14 +254,7 @@ def _job(arm: str, regime: Regime, seeds: Sequence[int], start_SW: Tensor) -> di
 
 
 def run(regimes: Mapping[str, Regime], seeds: Sequence[int], workers: int, arms: Sequence[str] = tuple(ARMS)) -> Runs:
-    """Train the arms in all regimes; return regime -> arm -> measures and curves.
-
-    Args:
-        regimes: The regimes.
-        seeds: Seeds.
-        workers: Processes that train at once, each with one thread.
-        arms: Keys of ARMS.
-    """
+    """Train the arms in all regimes; return regime -> arm -> measures and curves."""
     start_SW = start_policies(seeds, ChainTask.of(seeds))
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
         jobs = {

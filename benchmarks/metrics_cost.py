@@ -89,11 +89,6 @@ def counting_ratios(model: Path, engine: EngineName, rounds: int) -> tuple[list[
     """Return the CPU seconds of a server that counts, divided by those of one that does not, for each round.
 
     The second number is the mean of the latter seconds.
-
-    Args:
-        model: Folder of the served model.
-        engine: vllm or sglang.
-        rounds: Number of rounds that are measured.
     """
     chance, ratios, plain = random.Random(0), [], []
     tokens = [tuple(chance.randrange(4, 20) for _ in range(3 + i % 10)) for i in range(PROMPTS)]

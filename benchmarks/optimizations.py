@@ -27,13 +27,7 @@ WITH_ALL = "with all"
 
 
 def measure(repetitions: int = 9, quick: bool = False, case: str = "demo") -> dict[str, Any]:
-    """Return seconds by the optimization that is left out, and ratios. Raises AssertionError if the results differ.
-
-    Args:
-        repetitions: Timed rounds.
-        quick: Make two repetitions only.
-        case: One of `_step_cases.CASES`.
-    """
+    """Return seconds by the optimization that is left out, and ratios. Raises AssertionError if the results differ."""
     samples: dict[str, list[float]] = {name: [] for name in (WITH_ALL, *OPTIMIZATIONS)}
     repetitions = 2 if quick else repetitions
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:

@@ -71,14 +71,7 @@ RUNS = {
 
 
 def run(folder: Path, name: str, steps: int, epochs: int, words: list[str]) -> dict[str, float]:
-    """Make one run; return the medians of its steps in seconds, and its accuracies.
-
-    Args:
-        folder: Folder of the run.
-        name: Name of the run in messages.
-        steps, epochs: Values of training.steps and training.epochs.
-        words: Further arguments of `tepo train`.
-    """
+    """Make one run; return the medians of its steps in seconds, and its accuracies."""
     command = [
         str(Path(sys.executable).with_name("tepo")),
         "train",
@@ -117,12 +110,7 @@ def run(folder: Path, name: str, steps: int, epochs: int, words: list[str]) -> d
 
 
 def bind_all(trainer: psutil.Process, over: threading.Event) -> None:
-    """Keep binding every thread of the server and its children to one core and all others to the other, new ones too.
-
-    Args:
-        trainer: The process of the run.
-        over: Set when the run has ended.
-    """
+    """Keep binding every thread of the server and its children to one core and all others to the other, new ones too."""
     while not over.wait(0.5):
         try:
             processes = [trainer, *trainer.children(recursive=True)]

@@ -41,33 +41,18 @@ Planner = Callable[[Sequence[int], int, int], Plan]  # (lengths, dp, pp)
 
 
 def lognormal(seed: int, count: int = 512) -> list[int]:
-    """Return lengths of sequences in tokens.
-
-    Args:
-        seed: Seed of the draw.
-        count: Number of sequences.
-    """
+    """Return lengths of sequences in tokens."""
     draw = random.Random(seed)
     return [min(CAP, max(1, round(draw.lognormvariate(math.log(MEAN) - SIGMA**2 / 2, SIGMA)))) for _ in range(count)]
 
 
 def ours(lengths: Sequence[int], dp: int, pp: int) -> Plan:
-    """Return the plan of `plan_microbatches`.
-
-    Args:
-        lengths: Of all sequences, in tokens.
-        dp, pp: The mesh.
-    """
+    """Return the plan of `plan_microbatches`."""
     return plan_microbatches(lengths, dp, MICROBATCH_TOKENS, Alignment(), pipeline=Pipeline(pp))
 
 
 def longest_first(lengths: Sequence[int], dp: int, pp: int) -> Plan:
-    """Return the plan of `longest first`, as the top of this file defines it.
-
-    Args:
-        lengths: Of all sequences, in tokens.
-        dp, pp: The mesh.
-    """
+    """Return the plan of `longest first`, as the top of this file defines it."""
     loads, plan = [0] * dp, [[] for _ in range(dp)]  # type: tuple[list[int], Plan]
     for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         rank = loads.index(min(loads))
@@ -77,12 +62,7 @@ def longest_first(lengths: Sequence[int], dp: int, pp: int) -> Plan:
 
 
 def slime(lengths: Sequence[int], dp: int, pp: int) -> Plan:
-    """Return the plan of `slime`, as the top of this file describes it.
-
-    Args:
-        lengths: Of all sequences, in tokens.
-        dp, pp: The mesh.
-    """
+    """Return the plan of `slime`, as the top of this file describes it."""
     bins: list[list[int]] = []
     for i in range(len(lengths)):
         first_fit(bins, i, lengths)
@@ -98,13 +78,7 @@ def slime(lengths: Sequence[int], dp: int, pp: int) -> Plan:
 
 
 def first_fit(bins: list[list[int]], i: int, lengths: Sequence[int]) -> None:
-    """Put sequence i into the first bin that has enough free tokens, or into a new bin.
-
-    Args:
-        bins: Changed in place.
-        i: Index of the sequence.
-        lengths: Of all sequences, in tokens.
-    """
+    """Put sequence i into the first bin that has enough free tokens, or into a new bin."""
     found = next((b for b in bins if sum(lengths[j] for j in b) + lengths[i] <= MICROBATCH_TOKENS), None)
     if found is None:
         bins.append(found := [])
@@ -115,10 +89,6 @@ def largest_differencing(costs: Sequence[float], parts: int) -> list[list[int]]:
     """Return sets of equally many indices with similar sums, by the largest differencing method.
 
     Sorted runs of `parts` indices are the start. The two most uneven sets are merged, large with small, until one is left.
-
-    Args:
-        costs: Cost of each index.
-        parts: Number of sets.
     """
     order = sorted(range(len(costs)), key=lambda i: costs[i])
     heap: list[tuple[float, int, list[tuple[float, list[int]]]]] = []
@@ -148,13 +118,7 @@ PLANNERS: dict[str, Planner] = {"ours": ours, "slime": slime, "longest first": l
 
 
 def efficiency(plan: Plan, lengths: Sequence[int], pp: int) -> dict[str, float]:
-    """Return `train` and `forward` as the top of this file defines them, and the number of microbatches of a rank.
-
-    Args:
-        plan: Sequences by rank and microbatch.
-        lengths: Of all sequences, in tokens.
-        pp: Pipeline-parallel size.
-    """
+    """Return `train` and `forward` as the top of this file defines them, and the number of microbatches of a rank."""
     found = plan_metrics(plan, lengths, Alignment(), Pipeline(pp))
     costs = sequence_costs(lengths)
     costs_Km = np.array([[sum(costs[i] for i in m) for m in rank] for rank in plan])
@@ -167,13 +131,7 @@ def efficiency(plan: Plan, lengths: Sequence[int], pp: int) -> dict[str, float]:
 
 
 def measure(dp: int, pp: int, seeds: int, planners: Sequence[str] = tuple(PLANNERS)) -> dict[str, dict[str, float]]:
-    """Return, for each planner, mean and worst efficiencies over the seeds, and the mean number of microbatches.
-
-    Args:
-        dp, pp: The mesh.
-        seeds: Number of batches.
-        planners: Keys of PLANNERS.
-    """
+    """Return, for each planner, mean and worst efficiencies over the seeds, and the mean number of microbatches."""
     out = {}
     for name in planners:
         planner = PLANNERS[name]
@@ -222,12 +180,7 @@ def padding_share(batches: Sequence[Sequence[int]]) -> dict[str, float]:
 
 
 def planning_seconds(dp: int, pp: int, count: int = 4096) -> float:
-    """Return the CPU seconds of one plan, the median of five after a first one.
-
-    Args:
-        dp, pp: The mesh.
-        count: Number of sequences.
-    """
+    """Return the CPU seconds of one plan, the median of five after a first one."""
     times = []
     for seed in range(6):
         lengths, start = lognormal(seed, count), time.process_time()

@@ -30,20 +30,15 @@ class PublishedRun:
 
     Attributes:
         what: Model, method, precision and GPUs.
-        source: Document and commit.
         seconds: Time of a step, as published.
         model: Name for `read_model`.
         parallel: Keys of that section of the config.
-        batch: Sequences of an optimizer step.
         sequence: Largest length of a sequence in tokens.
-        tokens: Tokens of a microbatch.
         matmul_size: Bytes of an operand of the layers' products: 2 for BF16, 1 for FP8.
-        recompute: Recomputation of activations.
         rollout: Keys of that section of the config; None: plain training on full sequences.
         updates: Optimizer steps per training step.
         mean: Mean tokens of prompts and responses.
         note: Assumptions where the source says nothing.
-        server: Keys of rollout.server.
     """
 
     what: str

@@ -31,13 +31,7 @@ CONFIGS = {
 
 
 def train(name: str, words: list[str], output: str) -> Path:
-    """Make a run, and return its folder.
-
-    Args:
-        name: Name of the run.
-        words: Keys of the command line.
-        output: Folder of all runs.
-    """
+    """Make a run, and return its folder."""
     command = [sys.executable, "-m", "tepo_megatron", "train", RECIPE, "--name", name, "--output", output, *words]
     subprocess.run(command, check=True, timeout=LIMIT_SECONDS, stdout=subprocess.DEVNULL)
     return Path(output) / name

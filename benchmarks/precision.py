@@ -58,12 +58,7 @@ def rounded_by_tensor(x: Tensor) -> Tensor:
 
 
 def rounded_by_block(x: Tensor, rows: int) -> Tensor:
-    """Return x rounded to e4m3 with one power-of-two scale for each `rows` x 128 values (fp8-blockwise).
-
-    Args:
-        x: [..., k].
-        rows: Height of a block.
-    """
+    """Return x rounded to e4m3 with one power-of-two scale for each `rows` x 128 values (fp8-blockwise)."""
     flat = x.flatten(0, -2).float()
     grid = torch.nn.functional.pad(flat, (0, -flat.size(1) % BLOCK, 0, -flat.size(0) % rows))
     blocks = grid.unflatten(0, (-1, rows)).unflatten(2, (-1, BLOCK))
@@ -83,13 +78,7 @@ VARIANTS: dict[str, tuple[str, Rounding | None, Rounding | None]] = {
 
 
 def emulate(actor: Actor, inputs: Rounding, weights: Rounding) -> None:
-    """Have the linear modules of the layers multiply rounded inputs with rounded weights; gradients pass through.
-
-    Args:
-        actor: Changed in place.
-        inputs: Rounds the inputs.
-        weights: Rounds the weights.
-    """
+    """Have the linear modules of the layers multiply rounded inputs with rounded weights; gradients pass through."""
     found = [m for chunk in actor.chunks for name, m in chunk.named_modules() if name.rpartition(".")[2] in LINEARS]
     assert len(found) == len(LINEARS) * actor.arch.num_layers
     for module in found:
@@ -104,13 +93,7 @@ def emulate(actor: Actor, inputs: Rounding, weights: Rounding) -> None:
 
 
 def sampled(model: Path, prompts: int, seed: int = 0) -> list[Rollout]:
-    """Return graded responses of the model, in groups that are neither all right nor all wrong.
-
-    Args:
-        model: Folder of the checkpoint.
-        prompts: Number of groups.
-        seed: Seed of the problems and of the sampling.
-    """
+    """Return graded responses of the model, in groups that are neither all right nor all wrong."""
     torch.manual_seed(seed)
     rng, tokenizer = random.Random(seed), task.build_tokenizer()
     policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
@@ -139,26 +122,14 @@ def _rollout(prompt_id: int, prompt: list[int], response: list[int], score: floa
 
 
 def statistics(actor: Actor, batch: TrainBatch) -> tuple[Tensor, Tensor]:
-    """Return log-probs and entropies of all response tokens under the actor's weights, fp32.
-
-    Args:
-        actor: The policy.
-        batch: Its old statistics are ignored.
-    """
+    """Return log-probs and entropies of all response tokens under the actor's weights, fp32."""
     found = actor.attach_old_stats(replace(batch, old_logprobs_N=None, old_entropies_N=None))
     assert found.old_logprobs_N is not None and found.old_entropies_N is not None
     return found.old_logprobs_N.clone(), found.old_entropies_N.clone()
 
 
 def step(cfg: Config, name: str, groups: ParallelDims, rollouts: list[Rollout]) -> dict[str, Any]:
-    """Run a training step in one precision: statistics before and after each update, the mask after each, the noise of dH.
-
-    Args:
-        cfg: The demo's config.
-        name: A key of VARIANTS.
-        groups: The mesh.
-        rollouts: The rollout batch.
-    """
+    """Run a training step in one precision: statistics before and after each update, the mask after each, the noise of dH."""
     from tepo_megatron.actor.actor import Actor
     from tepo_megatron.losses import build_objective
     from tepo_megatron.losses.advantages import group_advantages
@@ -204,7 +175,6 @@ def compared(here: dict[str, Any], fp32: dict[str, Any]) -> dict[str, Any]:
     `flips_of_large_changes` counts, after the last update, only the half of the tokens with the larger |dH| in fp32.
 
     Args:
-        here: Result of `step` in this precision.
         fp32: Result of `step` in fp32.
     """
     logprob, entropy = ((here[k] - fp32[k]).abs() for k in ("logprobs", "entropies"))

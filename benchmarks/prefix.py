@@ -45,10 +45,7 @@ class PrefixCase:
     """Shape of a batch.
 
     Attributes:
-        groups: Number of prompts.
         samples: Responses of each.
-        prompt: Tokens of a prompt.
-        response: Tokens of a response.
         share: Value of training.share_prompts on the sharing side.
     """
 
@@ -84,13 +81,7 @@ def write_model(folder: Path) -> None:
 
 
 def config(model: Path, case: PrefixCase, share: str) -> Config:
-    """Return the config of a case.
-
-    Args:
-        model: Folder of the checkpoint.
-        case: The case.
-        share: Value of training.share_prompts.
-    """
+    """Return the config of a case."""
     return validate({
         "name": "prefix", "platform": "cpu", "model": {"path": str(model), "precision": "fp32"},
         "data": {"train": "unused", "max_prompt_tokens": case.prompt},
@@ -139,13 +130,7 @@ def batch_of(case: PrefixCase) -> TrainBatch:
 
 
 def measure(names: list[str], repetitions: int, quick: bool) -> list[dict[str, Any]]:
-    """Return one dict per case. Raises AssertionError if the sides differ.
-
-    Args:
-        names: Keys of CASES.
-        repetitions: Timed rounds.
-        quick: Use the short cases.
-    """
+    """Return one dict per case. Raises AssertionError if the sides differ."""
     from tepo_megatron.platform import activate
 
     platform = activate("cpu")

@@ -59,12 +59,7 @@ MODULES = {
 
 
 def instrument(step: OurStep, timers: PartTimers) -> None:
-    """Put the timers around the parts of the actor.
-
-    Args:
-        step: Its actor is changed in place.
-        timers: The timers.
-    """
+    """Put the timers around the parts of the actor."""
     from megatron.core.pipeline_parallel import schedules
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
@@ -108,13 +103,7 @@ def instrument(step: OurStep, timers: PartTimers) -> None:
 
 
 def measure(case: str = "demo", steps: int = 10, threads: int = 1) -> dict[str, Any]:
-    """Return `rows`: (column, part) -> milliseconds; `calls`; and the step's milliseconds with and without the timers.
-
-    Args:
-        case: One of `_step_cases.CASES`.
-        steps: Number of timed steps.
-        threads: Threads of PyTorch.
-    """
+    """Return `rows`: (column, part) -> milliseconds; `calls`; and the step's milliseconds with and without the timers."""
     torch.set_num_threads(threads)
     store = store_here()
     os.environ |= world(store.port)
@@ -151,12 +140,7 @@ def measure(case: str = "demo", steps: int = 10, threads: int = 1) -> dict[str, 
 
 
 def timed(step: Callable[[], Any], steps: int) -> list[float]:
-    """Return the seconds of each step, after a first one that is not counted.
-
-    Args:
-        step: Makes one step.
-        steps: Number of timed steps.
-    """
+    """Return the seconds of each step, after a first one that is not counted."""
     out = []
     for _ in range(steps + 1):
         start = time.perf_counter()

@@ -70,14 +70,11 @@ class Measure:
     """One figure of ours next to the same figure of others.
 
     Attributes:
-        row: A key of ROWS.
         name: Title, unique within the row.
         unit: Unit of all values; "" for a count or a ratio.
         ours: Our value; None: not measured, for the reason `why`.
         peers: Values of others, by name.
-        targets: Bounds on the values.
         deterministic: Whether the value is the same on every machine, and therefore a gate (tests/unit/benches/test_bench.py).
-        higher_is_better: Whether larger values are better.
         why: Reason that ours was not measured.
         more: Further facts for the file: shape, threads ...
     """
@@ -155,22 +152,13 @@ def commit() -> str:
 
 
 def merged(old: Sequence[Object], new: Sequence[Object]) -> list[Object]:
-    """Return every measure of `new`, and those of `old` whose row `new` lacks, sorted by row.
-
-    Args:
-        old, new: Measures as they are written to JSON.
-    """
+    """Return every measure of `new`, and those of `old` whose row `new` lacks, sorted by row."""
     rows = {x["row"] for x in new}
     return sorted([*new, *(x for x in old if x["row"] not in rows)], key=lambda x: x["row"])
 
 
 def save(path: Path, objects: Sequence[Object]) -> None:
-    """Write the measures as JSON and, next to it, their table as Markdown.
-
-    Args:
-        path: The JSON file.
-        objects: The measures.
-    """
+    """Write the measures as JSON and, next to it, their table as Markdown."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(objects, indent=1) + "\n")
     path.with_suffix(".md").write_text(table(objects) + "\n")

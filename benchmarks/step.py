@@ -46,11 +46,7 @@ CHECKED_STEPS = 3  # Adam also scales up gradients that are rounding noise; the 
 
 
 def disagreement(ours: list[Updates], plain: list[Updates]) -> float:
-    """Return the largest relative difference of a loss or a gradient norm in the first CHECKED_STEPS steps.
-
-    Args:
-        ours, plain: Updates of each step.
-    """
+    """Return the largest relative difference of a loss or a gradient norm in the first CHECKED_STEPS steps."""
     pairs = zip(
         (x for step in ours[:CHECKED_STEPS] for x in step), (x for step in plain[:CHECKED_STEPS] for x in step), strict=True
     )
@@ -59,11 +55,6 @@ def disagreement(ours: list[Updates], plain: list[Updates]) -> float:
 
 def measure(repetitions: int = 9, quick: bool = False, case: str = "demo") -> dict[str, Any]:
     """Return seconds by worker and threads, ratios, and how well the results agree.
-
-    Args:
-        repetitions: Timed rounds.
-        quick: Use one thread, no tp2, two repetitions.
-        case: One of `_step_cases.CASES`.
 
     Raises:
         AssertionError: The sides do not compute the same.

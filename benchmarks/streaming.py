@@ -61,9 +61,7 @@ class TimedGroups:
     """A `GroupStream` that returns a group once its longest response would be complete.
 
     Args:
-        engine: Makes the responses.
         token_seconds: Seconds of a token.
-        slots: Number of responses that are sampled at once.
     """
 
     def __init__(self, engine: TimedEngine, token_seconds: float, slots: int) -> None:
@@ -100,7 +98,6 @@ class TimedEngine(ScriptedEngine):
     """An engine whose responses are random text. Its log-probs are those of no model.
 
     Args:
-        cfg: The run's config.
         token_seconds, slots: See `TimedGroups`.
     """
 
@@ -181,12 +178,7 @@ def run(model: Path, folder: Path, steps: int, keys: dict[str, Any], token_secon
     """Make one run; return the medians of its seconds per step, and the mean staleness of its samples.
 
     Args:
-        model: Folder of the model.
-        folder: Folder of the run.
-        steps: Number of steps.
-        keys: Keys of the config, by section.
         token_seconds: Seconds of a token.
-        share: Share of the samples that are sampled at once.
     """
     tree: dict[str, dict[str, Any]] = {
         "model": {"path": str(model), "precision": "fp32"},
@@ -238,7 +230,6 @@ def markdown(found: dict[str, dict[str, dict[str, float]]], training: float) -> 
     """Return the table.
 
     Args:
-        found: By load and way, what `run` returns.
         training: Seconds of training a step, measured alone.
     """
     around = machine()

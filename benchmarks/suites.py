@@ -17,9 +17,7 @@ class SuiteOptions:
     """Options of all suites.
 
     Attributes:
-        peers: A folder with installed peers.
         quick: Use small shapes and few repetitions, only to see that it runs.
-        rows: The wanted rows.
     """
 
     peers: Path | None = None
@@ -33,7 +31,6 @@ class Suite:
 
     Attributes:
         rows: Rows of the table that it measures.
-        run: Measures them.
         environment: Environment of its process, for what is read when torch is loaded.
     """
 

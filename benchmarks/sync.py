@@ -120,27 +120,14 @@ class TimedFleet:
 
 
 def timed_push(sync: WeightSync, version: int) -> float:
-    """Push the weights and return the seconds until all ranks have finished.
-
-    Args:
-        sync: Delivers the weights.
-        version: Version of the weights.
-    """
+    """Push the weights and return the seconds until all ranks have finished."""
     start = time.perf_counter()
     sync.push(version)
     return time.perf_counter() - start
 
 
 def measure(actor: Actor, cfg: Config, engine: Fleet | None, nbytes: int, pushes: int) -> dict[str, float]:
-    """Return median seconds: copy of `nbytes`, gather (for `group`), transport, total and loading; and the number of rounds.
-
-    Args:
-        actor: Owner of the weights.
-        cfg: The run's config.
-        engine: The servers, on rank 0; None elsewhere.
-        nbytes: Size of the model.
-        pushes: Number of counted pushes.
-    """
+    """Return median seconds: copy of `nbytes`, gather (for `group`), transport, total and loading; and the number of rounds."""
     source = torch.ones(nbytes, dtype=torch.uint8)
     from tepo_megatron.weight_sync.sync import make_weight_sync
 
@@ -168,12 +155,7 @@ def measure(actor: Actor, cfg: Config, engine: Fleet | None, nbytes: int, pushes
 
 
 def write_model(shape: dict[str, int], folder: Path) -> Path:
-    """Write a random model; every rank writes its own, with the same seed.
-
-    Args:
-        shape: Sizes for its config.
-        folder: Parent of the checkpoint's folder.
-    """
+    """Write a random model; every rank writes its own, with the same seed."""
     torch.manual_seed(0)
     config = Qwen3Config(**shape, max_position_embeddings=512, tie_word_embeddings=True)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder / "model")
@@ -181,14 +163,7 @@ def write_model(shape: dict[str, int], folder: Path) -> Path:
 
 
 def report(name: str, transport: str, nbytes: int, times: dict[str, float]) -> None:
-    """Print a row of the table.
-
-    Args:
-        name: Name of the engine.
-        transport: A key of TARGETS.
-        nbytes: Size of the model.
-        times: Result of `measure`.
-    """
+    """Print a row of the table."""
     copies, target = times["transport"] / times["copy"], TARGETS[transport]
     gather = f"gather {times['gather']:.3f} s  " if "gather" in times else ""
     print(
@@ -240,16 +215,7 @@ def main() -> None:
 
 
 def with_engine(name: Any, actor: Actor, cfg: Config, model: Path, nbytes: int, pushes: int) -> dict[str, float]:
-    """Return the measures of one engine, which rank 0 starts and ends.
-
-    Args:
-        name: Name of the engine.
-        actor: Owner of the weights.
-        cfg: The run's config.
-        model: Folder of the checkpoint.
-        nbytes: Size of the model.
-        pushes: Number of counted pushes.
-    """
+    """Return the measures of one engine, which rank 0 starts and ends."""
     if not actor.groups.is_main:
         return measure(actor, cfg, None, nbytes, pushes)
     server = ServerConfig(kv_cache_gib=0.25, restarts=0)

@@ -47,9 +47,7 @@ def inputs(shape: Shape, dtype: torch.dtype, shift: float = 0.0) -> Callable[[],
     """Return a function that makes fresh logits of the same values every time, as an output layer would: not a leaf, used once.
 
     Args:
-        shape: (R, V).
         dtype: Of the logits.
-        shift: Added to all logits.
     """
     generator = torch.Generator().manual_seed(0)
     source = (torch.randn(shape, generator=generator) * 3 + shift).to(dtype).requires_grad_()
@@ -59,13 +57,7 @@ def inputs(shape: Shape, dtype: torch.dtype, shift: float = 0.0) -> Callable[[],
 
 
 def forward_backward(statistics: Statistics, given: Inputs, entropy_gradient: bool = True) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (log-prob, entropy, gradient of the logits).
-
-    Args:
-        statistics: The alternative.
-        given: Its inputs.
-        entropy_gradient: Whether the entropy has a gradient, too.
-    """
+    """Return (log-prob, entropy, gradient of the logits)."""
     logits, labels, gradients = given
     logprob, entropy = statistics(logits, labels)
     outputs = [logprob, entropy] if entropy_gradient else [logprob]
@@ -75,12 +67,7 @@ def forward_backward(statistics: Statistics, given: Inputs, entropy_gradient: bo
 
 
 def logprob_only(statistics: Statistics, given: Inputs) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the same with the entropy as a metric: computed, without a gradient.
-
-    Args:
-        statistics: The alternative.
-        given: Its inputs.
-    """
+    """Return the same with the entropy as a metric: computed, without a gradient."""
 
     def run(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         logprob, entropy = statistics(x, y)
@@ -93,10 +80,7 @@ def memory(them: dict[str, Statistics], shape: Shape, dtype: torch.dtype, thread
     """Measure peak extra memory and, with one thread, bytes moved (the same for any number of threads), in U.
 
     Args:
-        them: The alternatives.
-        shape: (R, V).
         dtype: Of the logits.
-        threads: Threads of PyTorch.
     """
     torch.set_num_threads(threads)
     u = 2 * shape[0] * shape[1]
@@ -116,14 +100,7 @@ def memory(them: dict[str, Statistics], shape: Shape, dtype: torch.dtype, thread
 
 
 def times(them: dict[str, Statistics], shape: Shape, threads: int, repetitions: int) -> list[Measure]:
-    """Measure seconds with bf16 logits, all alternatives in turn.
-
-    Args:
-        them: The alternatives.
-        shape: (R, V).
-        threads: Threads of PyTorch.
-        repetitions: Timed rounds.
-    """
+    """Measure seconds with bf16 logits, all alternatives in turn."""
     torch.set_num_threads(threads)
     found = []
     for name, run in (("time", forward_backward), ("time, entropy without gradient", logprob_only)):
@@ -143,10 +120,7 @@ def errors(them: dict[str, Statistics], shape: Shape, dtype: torch.dtype, shift:
     """Measure, against fp64, the largest error of log-prob and entropy (nats) and the gradient's relative error in the 2-norm.
 
     Args:
-        them: The alternatives.
-        shape: (R, V).
         dtype: Of the logits.
-        shift: Added to all logits.
     """
     prepare = inputs(shape, dtype, shift)
     logits, labels, gradients = prepare()
@@ -185,14 +159,7 @@ def _measure(row: int, what: str, values: dict[str, float], shape: Shape, dtype:
 def measure(
     peers: Path | None = None, quick: bool = False, repetitions: int = 9, rows: Set[int] = frozenset((1, 2, 3))
 ) -> list[Measure]:
-    """Measure all of these rows.
-
-    Args:
-        peers: A folder with installed peers.
-        quick: Use small shapes and few repetitions, only to see that it runs.
-        repetitions: Timed rounds.
-        rows: Rows of the table.
-    """
+    """Measure all of these rows."""
     them = alternatives(peers)
     before = torch.get_num_threads()
     found = []

@@ -75,12 +75,7 @@ def _seconds(tracer: Tracer, calls: int) -> float:
 
 
 def step_seconds(model: Path, steps: int) -> dict[int, float]:
-    """Run the demo and return the CPU seconds of each step, all processes together.
-
-    Args:
-        model: Folder of the base model.
-        steps: Number of steps.
-    """
+    """Run the demo and return the CPU seconds of each step, all processes together."""
     with tempfile.TemporaryDirectory() as output:
         run = Path(output) / "run"
         words = [sys.executable, "-m", "tepo_megatron", "train", "examples/demo.yaml", "--name", "run", "--output", output]

@@ -54,12 +54,7 @@ class CompiledKernel:
     """One kernel, compiled for one type of logits, one alignment of the columns and one architecture.
 
     Attributes:
-        triton: Version of Triton.
-        ptxas: Version of ptxas.
         arch: Compute capability times 10.
-        kernel: One of VARIANTS.
-        logits: Type of the logits.
-        shape: One of SHAPES.
         registers: Registers per thread.
         spills: Accesses of local memory in the machine code.
         stack: Bytes of local memory per thread.
@@ -89,14 +84,7 @@ class CompiledKernel:
 
 
 def compile_kernel(kernel: str, logits: str, shape: str, arch: int) -> CompiledKernel:
-    """Compile one kernel and return its properties.
-
-    Args:
-        kernel: One of VARIANTS.
-        logits: Type of the logits, a key of ITEM_BYTES.
-        shape: One of SHAPES. The stride of a row is the padded width.
-        arch: Compute capability times 10.
-    """
+    """Compile one kernel and return its properties."""
     arithmetic = "*fp64" if logits == "fp64" else "*fp32"
     width, columns = SHAPES[shape]
     values = {"x_ptr": 0, "stride": width, "x_stride": width, "out_ptr": 0, "out_stride": width, "width": width,
@@ -149,13 +137,7 @@ def _width(suffix: str) -> int:
 
 
 def resident_warps(registers: int, shared: int, warps: int) -> int:
-    """Return the number of warps that fit on a multiprocessor at a time.
-
-    Args:
-        registers: Per thread.
-        shared: Bytes of shared memory per block.
-        warps: Per block.
-    """
+    """Return the number of warps that fit on a multiprocessor at a time."""
     per_thread = -(-registers // 8) * 8
     blocks = min(_REGISTERS // (per_thread * 32 * warps), _SHARED_BYTES // (shared + _RESERVED_BYTES), _WARPS // warps)
     return blocks * warps
@@ -188,12 +170,7 @@ def load(path: Path = OUT) -> list[CompiledKernel]:
 
 
 def save(rows: Sequence[CompiledKernel], path: Path = OUT) -> None:
-    """Write JSON, and the table as Markdown next to it.
-
-    Args:
-        rows: The compiled kernels.
-        path: The JSON file.
-    """
+    """Write JSON, and the table as Markdown next to it."""
     path.write_text("[\n" + ",\n".join(" " + json.dumps(asdict(x)) for x in rows) + "\n]\n")
     path.with_suffix(".md").write_text(table(rows))
 

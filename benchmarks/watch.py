@@ -43,13 +43,7 @@ def steps(count: int) -> list[dict[str, float | None]]:
 
 
 def make_run(folder: Path, count: int, tokens: int) -> Path:
-    """Write the run and return its folder.
-
-    Args:
-        folder: Folder for the run and its model.
-        count: Number of steps.
-        tokens: Number of recorded response tokens.
-    """
+    """Write the run and return its folder."""
     ids, run = tokenizer_of_characters(folder / "model")[:-1], folder / "run"
     run.mkdir()
     write_run(run, steps(count), model={"path": str(folder / "model")})
@@ -67,12 +61,7 @@ def renderer_bytes(process: psutil.Process) -> int:
 
 
 async def first_view(tab: BrowserTab, url: str) -> float:
-    """Return the seconds from the navigation to the frame in which the charts within the window are drawn.
-
-    Args:
-        tab: The tab.
-        url: Address of the page.
-    """
+    """Return the seconds from the navigation to the frame in which the charts within the window are drawn."""
     await tab.open("about:blank")
     await tab.open(url)
     await tab.until("document.body?.dataset.drawn")
@@ -81,13 +70,7 @@ async def first_view(tab: BrowserTab, url: str) -> float:
 
 
 async def click(tab: BrowserTab, text: str, then: str) -> None:
-    """Click a button and wait.
-
-    Args:
-        tab: The tab.
-        text: Beginning of the button's text.
-        then: Expression that is true in the end.
-    """
+    """Click a button and wait."""
     await tab.run(f"[...document.querySelectorAll('button')].find((b) => b.textContent.startsWith({json.dumps(text)})).click()")
     await tab.until(then)
 
@@ -96,9 +79,6 @@ async def measure(run: Path, folder: Path, rows: list[dict[str, float | None]], 
     """Print the figures.
 
     Args:
-        run: Folder of the run.
-        folder: Folder for the browser's files.
-        rows: Records of its steps.
         seconds: Duration of the measurement of the cost on a run.
     """
     began = time.monotonic()

@@ -112,9 +112,6 @@ def cpu_seconds(base: dict[str, Bits], now: dict[str, Bits]) -> list[float]:
     """Return the CPU seconds per GB of weights to encode, to decode, and to write all weights to a file in shared memory.
 
     They are medians of alternating repetitions, in one thread, with the checksums of both ends.
-
-    Args:
-        base, now: The weights before and after.
     """
     whole = torch.from_numpy(np.concatenate([bits.view(np.uint8) for bits in now.values()]))
     measured = []
@@ -142,12 +139,7 @@ class Wire:
         self._last: dict[str, Bits] = {}
 
     def deliver(self, tensors: dict[str, torch.Tensor], is_last: bool) -> Delivery:
-        """Encode, decode and compare the weights.
-
-        Args:
-            tensors: All weights.
-            is_last: Whether to compress them in all ways and to measure the times, too.
-        """
+        """Encode, decode and compare the weights."""
         first, size = not self._last, sum(t.nbytes for t in tensors.values())
         encodings: dict[str, Encoding] = {}
         sent = list(self._encoder.encode(iter(tensors.items()), not first, encodings))
@@ -168,13 +160,7 @@ class Wire:
 
 
 def config_of(case: str, model: Path, lr: float) -> Config:
-    """Return the config of a case in bf16.
-
-    Args:
-        case: demo or random.
-        model: Folder of the checkpoint.
-        lr: Learning rate, without warm-up.
-    """
+    """Return the config of a case in bf16."""
     if case == "demo":
         keys = {"model.path": model, "model.precision": "bf16", "parallel.tp": 1, "optimizer.warmup_steps": 0}
         keys |= {"optimizer.lr": lr, "sync.max_logprob_diff": 0.1}
@@ -191,13 +177,7 @@ def config_of(case: str, model: Path, lr: float) -> Config:
 
 
 def train(case: str, model: Path, lr: float, groups: ParallelDims, deliveries: int) -> list[Delivery]:
-    """Train one case and return the figures of each delivery after the first.
-
-    Args:
-        case, model, lr: See `config_of`.
-        groups: The mesh.
-        deliveries: Number of rollout batches.
-    """
+    """Train one case and return the figures of each delivery after the first."""
     from tepo_megatron.actor.actor import Actor
     from tepo_megatron.losses import build_objective
     from tepo_megatron.losses.advantages import group_advantages
@@ -230,12 +210,7 @@ def whole_weights(actor: Actor) -> dict[str, torch.Tensor]:
 
 
 def table(results: dict[tuple[str, float], list[Delivery]], parameters: dict[str, int]) -> str:
-    """Return the Markdown tables.
-
-    Args:
-        results: Figures of each delivery, by case and learning rate.
-        parameters: Number of parameters, by case.
-    """
+    """Return the Markdown tables."""
     rows = [["model", "learning rate", "delivery", "changed", "sent"], ["---"] * 5]
     for (case, lr), found in results.items():
         for i, x in enumerate(found, 1):
@@ -250,12 +225,7 @@ def table(results: dict[tuple[str, float], list[Delivery]], parameters: dict[str
 
 
 def report(results: dict[tuple[str, float], list[Delivery]], parameters: dict[str, int], where: dict[str, Any]) -> str:
-    """Return the page with the tables.
-
-    Args:
-        results, parameters: See `table`.
-        where: Machine, versions and commit.
-    """
+    """Return the page with the tables."""
     tables, other = table(results, parameters).split("\n\n")
     return f"""# What a delivery sends with `sync.delta: elements`
 

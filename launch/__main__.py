@@ -32,7 +32,6 @@ class Start:
     """The start of a job.
 
     Attributes:
-        executor: The executor.
         code: Version of the code that submits the job.
         after: Id of a job to wait for. None: no waiting.
         dry_run: Print the scripts and leave nothing behind.
@@ -46,13 +45,7 @@ class Start:
     allow_dirty: bool
 
     def train(self, cfg: Config, cluster: Cluster, layout: Layout) -> int:
-        """Start a run and return the exit status.
-
-        Args:
-            cfg: The run's config.
-            cluster: The cluster's profile.
-            layout: Machines of the run.
-        """
+        """Start a run and return the exit status."""
         if self.executor.RUN_IS_HERE and run_dir.finished(cfg):
             print(f"{cfg.run_dir}: this run is finished; only a higher training.steps makes it go on")
             return 0
@@ -75,9 +68,6 @@ class Start:
         """Submit a job, or print it in a dry run, and return the exit status.
 
         Args:
-            job: The executor's job.
-            slot: Folder of the submission.
-            cluster: The cluster's profile.
             cfg: The run's config. None: a command.
         """
         if self.dry_run:
@@ -197,11 +187,7 @@ def _code(executor: Executor) -> CodeVersion:
 
 
 def _read(config: str, overrides: list[str], profile: str | None, executor: Executor) -> tuple[Config, Cluster, Layout]:
-    """Read a config and a profile without a preflight, and raise ConfigError for the first fault.
-
-    Args:
-        config, overrides, profile, executor: As in `preflight.read`.
-    """
+    """Read a config and a profile without a preflight, and raise ConfigError for the first fault."""
     cluster = load_cluster(profile) if profile else this_machine()
     cfg = load_config(config, overrides)
     executor.check(cluster, cfg)

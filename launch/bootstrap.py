@@ -19,10 +19,6 @@ from tepo_megatron.utils.atomic import replace_file
 def count_start(config: str, task_id: str) -> int:
     """Count a start of the job.
 
-    Args:
-        config: Path of the run's config.
-        task_id: SkyPilot's task id, the same in each start of a job.
-
     Returns:
         The number of this start, from 1.
 

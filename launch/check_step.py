@@ -26,13 +26,7 @@ def setup_lines(slurm: SlurmConfig) -> tuple[str, ...]:
 
 
 def check_words(cluster: Cluster, need: int, gpus: int) -> list[str]:
-    """Return the options of node_check.py that follow from the profile.
-
-    Args:
-        cluster: The cluster's profile.
-        need: Number of machines that the job uses.
-        gpus: GPUs that each machine must have.
-    """
+    """Return the options of node_check.py that follow from the profile."""
     check = cluster.node_check
     words = ["--need", str(need), "--gpus", str(gpus), "--port", str(cluster.network.port or 0)]
     words += ["--infiniband", cluster.network.infiniband] if cluster.network.infiniband else []
@@ -42,13 +36,7 @@ def check_words(cluster: Cluster, need: int, gpus: int) -> list[str]:
 
 
 def container_words(cluster: Cluster, folder: Path, variables: Sequence[str]) -> list[str]:
-    """Return the options of `srun` for a step in the container of the tasks; none without a container.
-
-    Args:
-        cluster: The cluster's profile.
-        folder: Working directory, which is mounted at its own path.
-        variables: Names of the variables that the container gets from the job.
-    """
+    """Return the options of `srun` for a step in the container of the tasks; none without a container."""
     image = cluster.container
     if image is None:
         return []
@@ -58,13 +46,7 @@ def container_words(cluster: Cluster, folder: Path, variables: Sequence[str]) ->
 
 
 def _no_result(cluster: Cluster, home: Path, name: str) -> str:
-    """Return the shell code of a batch script that says why the check on all machines gave no result.
-
-    Args:
-        cluster: The cluster's profile.
-        home: Folder of the logs.
-        name: Name of the job.
-    """
+    """Return the shell code of a batch script that says why the check on all machines gave no result."""
     lines = [f'tail -n {_SHOWN} {shlex.quote(f"{home / name}-check-")}"$SLURM_JOB_ID.log" 2>/dev/null']
     lines.append(f"echo {shlex.quote(f'{name}: the check gave no result; the end of its log is above')}")
     image = cluster.container.image if cluster.container is not None else ""
@@ -76,16 +58,7 @@ def _no_result(cluster: Cluster, home: Path, name: str) -> str:
 
 
 def check_lines(cluster: Cluster, folder: Path, slot: JobFolder, need: int, gpus: int, exports: Sequence[str]) -> str:
-    """Return the shell code of the check for a batch script of NeMo-Run, after which `nodes` holds the good machines.
-
-    Args:
-        cluster: The cluster's profile.
-        folder: Working directory.
-        slot: Folder of the job.
-        need: Number of machines that the job uses.
-        gpus: GPUs that each machine must have; 0 for a run without GPUs.
-        exports: Names of the job's variables.
-    """
+    """Return the shell code of the check for a batch script of NeMo-Run, after which `nodes` holds the good machines."""
     slurm = cluster.slurm
     assert slurm is not None, "checked before"
     home, name = slot.home, slot.name

@@ -17,12 +17,7 @@ WRITTEN = ("output", "rollout.server.rendezvous", "sync.transport.folder")
 
 
 def check_section(cluster: Cluster, executor: str) -> None:
-    """Raise ConfigError if the profile lacks the section of an executor.
-
-    Args:
-        cluster: The cluster's profile.
-        executor: Name of the executor and of its section.
-    """
+    """Raise ConfigError if the profile lacks the section of an executor."""
     if getattr(cluster, executor) is None:
         raise ConfigError(
             f"--executor {executor}: the cluster's profile has no {executor} section; give one with --cluster PROFILE"
@@ -52,24 +47,14 @@ def check_paths(paths: Iterable[Path]) -> None:
 
 
 def check_mounted(cluster: Cluster, folder: Path) -> None:
-    """Raise ConfigError if the container of a command does not see the folder with its code.
-
-    Args:
-        cluster: The cluster's profile.
-        folder: Folder of the command.
-    """
+    """Raise ConfigError if the container of a command does not see the folder with its code."""
     seen = [str(Path.cwd()), *(mount.split(":")[1] for mount in cluster.container.all_mounts)] if cluster.container else ["/"]
     if not any(folder.is_relative_to(path) for path in seen):
         raise ConfigError(f"{folder} is not in the container; give a folder below {Path.cwd()}, or add it to container.mounts")
 
 
 def check_run(cfg: Config, cluster: Cluster) -> None:
-    """Raise ConfigError for a run that could not continue after its time limit, or whose files the container does not see.
-
-    Args:
-        cfg: The run's config.
-        cluster: The cluster's profile.
-    """
+    """Raise ConfigError for a run that could not continue after its time limit, or whose files the container does not see."""
     check_paths([Path.cwd(), cfg.run_dir])
     raise_all(_run_faults(cfg, cluster))
 

@@ -20,11 +20,7 @@ _WAITING = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "REQUEUED", "SUSP
 
 
 def doctor(words: Sequence[str]) -> int:
-    """Check the machines of a cluster and print what each says. Return 0 if they can take a run, else 1.
-
-    Args:
-        words: Words of the command line after `doctor`.
-    """
+    """Check the machines of a cluster and print what each says. Return 0 if they can take a run, else 1."""
     args = command_line.doctor_args(words)
     cluster = load_cluster(args.cluster)
     gpus = 0 if args.cpu else cluster.gpus
@@ -46,12 +42,7 @@ def doctor(words: Sequence[str]) -> int:
 
 
 def _wait(folder: Path, log: Path) -> int:
-    """Wait for the end of a job, print its check's log, and return the exit status.
-
-    Args:
-        folder: Folder of the job.
-        log: Log of the check.
-    """
+    """Wait for the end of a job, print its check's log, and return the exit status."""
     job, before = jobs.read(folder), ""
     while (state := slurm.state(job)).startswith(_WAITING):
         if state.split(",")[0] != before:
@@ -64,13 +55,7 @@ def _wait(folder: Path, log: Path) -> int:
 
 
 def _here(cluster: Cluster, gpus: int, dry_run: bool) -> int:
-    """Check this machine alone.
-
-    Args:
-        cluster: The cluster's profile.
-        gpus: GPUs that it must have.
-        dry_run: Print the command only.
-    """
+    """Check this machine alone."""
     if cluster.kuberay is not None or cluster.skypilot is not None:
         raise ConfigError("doctor: only Slurm's machines and this one can be checked; give a profile with a slurm section")
     with PrivateFolder.create("launch") as private:

@@ -30,11 +30,9 @@ class SubmittedJob:
     """A submitted job.
 
     Attributes:
-        executor: Name of the executor.
         id: Slurm's job number, KubeRay's NAMESPACE/NAME, the number of SkyPilot's managed job, or the pid of `launch` on
             `host`.
         host: Machine where `launch` was called.
-        submitted: Time of submission.
         number: Number of the job among those of its folder, from 1.
         shell: Words that start an interactive shell in the job's environment on one of its machines. Empty: there are none.
         ended: The job is known to have ended.
@@ -113,7 +111,6 @@ class JobFolder:
         Args:
             config: The run's resolved config, as YAML. None: a command.
             about: Facts for code.json. None: no such file.
-
         Raises:
             ConfigError: Another submission has created it, or it cannot be written.
         """
@@ -139,25 +136,13 @@ class JobFolder:
         shutil.rmtree(self.path, ignore_errors=True)
 
     def record(self, executor: str, job_id: str, shell: Sequence[str] = ()) -> None:
-        """Record the job that was submitted.
-
-        Args:
-            executor: Name of the executor.
-            job_id: `SubmittedJob.id`.
-            shell: `SubmittedJob.shell`.
-        """
+        """Record the job that was submitted."""
         when = time.strftime("%Y-%m-%dT%H:%M:%S%z")
         self.path.mkdir(parents=True, exist_ok=True)
         _write(self.run, SubmittedJob(executor, job_id, os.uname().nodename, when, self.number, tuple(shell)))
 
     def submitted(self, executor: str, job_id: str, what: str = "job", shell: Sequence[str] = ()) -> int:
         """Record a job and print the commands to ask for it.
-
-        Args:
-            executor: Name of the executor.
-            job_id: `SubmittedJob.id`.
-            what: The executor's word for a job.
-            shell: `SubmittedJob.shell`.
 
         Returns:
             The exit status 0.
@@ -177,7 +162,6 @@ def next_job(folder: Path, code: CodeVersion | None = None) -> JobFolder:
     """Return the folder of the next submission, whose number is one more than the greatest so far. Nothing is written.
 
     Args:
-        folder: Folder of the run or command.
         code: Version of the code. None: the job imports none.
     """
     home, name = launch_folder(folder), folder.absolute().name
@@ -200,7 +184,6 @@ def read(folder: Path, number: int | None = None) -> SubmittedJob:
     """Return a job of a folder. Raise ConfigError if there is none.
 
     Args:
-        folder: Folder of the run or command.
         number: Number of the job. None: the newest.
     """
     found = submitted_jobs(folder)
@@ -216,12 +199,7 @@ def read(folder: Path, number: int | None = None) -> SubmittedJob:
 
 
 def refuse_unfinished(folder: Path, has_ended: Callable[[SubmittedJob], bool]) -> None:
-    """Raise ConfigError if a job of the folder is in the queue or runs.
-
-    Args:
-        folder: Folder of the run.
-        has_ended: Asks the scheduler whether a job has ended. It is asked once about each ended job.
-    """
+    """Raise ConfigError if a job of the folder is in the queue or runs."""
     for job in reversed(submitted_jobs(folder)):
         if job.ended:
             continue
@@ -269,12 +247,6 @@ def progress(folder: Path) -> list[str]:
 
 def log_tails(folder: Path, job: SubmittedJob, paths: Iterable[Path], selection: LogSelection) -> str:
     """Return the last lines of a job's logs under their names: those of its machines and ranks, and the run's own.
-
-    Args:
-        folder: Folder of the run.
-        job: The job.
-        paths: Logs of the machines; a name ends with the machine.
-        selection: The part to print.
 
     Returns:
         The text; empty if there is no such file.

@@ -39,10 +39,6 @@ def lay_out(cfg: Config, cluster: Cluster) -> Layout:
 
     With `rollout.server.rendezvous` servers have machines of their own, or under `rollout.colocate` the ranks' machines.
 
-    Args:
-        cfg: The run's config.
-        cluster: The cluster's profile.
-
     Raises:
         ConfigError: Ranks or servers do not fill machines, or several machines of ranks would share the servers of one machine
             without a way to it.

@@ -21,10 +21,7 @@ def submitting(folder: Path, executor: str, find: Callable[[JobFolder], str | No
     """Hold the lock of a folder's submissions, after the cleanup.
 
     Args:
-        folder: Folder of the run or command.
-        executor: Name of the executor.
         find: Return the scheduler's id of the job that was submitted from a folder. None: there is none.
-
     Raises:
         ConfigError: Another submission of this folder is being made (the message names its process), or it cannot be written.
     """

@@ -71,10 +71,6 @@ def call(place: str, words: Sequence[str]) -> int:
 
     The values of the profile's secrets are sent through ssh and are in no file and no command line.
 
-    Args:
-        place: HOST:FOLDER. HOST is a name that ssh knows; FOLDER is absolute, or relative to the home folder there.
-        words: Words of the call. CONFIG and the profile of --cluster are files here; all other paths are paths there.
-
     Raises:
         ConfigError: The executor cannot be called there, the checkout differs from its commit, a file or a secret is missing,
             or the commit cannot be pushed.
@@ -148,21 +144,12 @@ class LoginFiles:
         return call.words
 
     def send_doctor(self, words: Sequence[str]) -> list[str]:
-        """Return the words there of a call of `doctor`, which reads no secrets.
-
-        Args:
-            words: The words after `doctor`.
-        """
+        """Return the words there of a call of `doctor`, which reads no secrets."""
         profile = self._sent("cluster", command_line.doctor_args(words).cluster)
         return ["doctor", *words, f"--cluster={profile}"]  # the last --cluster is the one that counts
 
     def _sent(self, kind: str, name: str) -> str:
-        """Return the path of a file there: in the checkout if the commit has the same content.
-
-        Args:
-            kind: Its kind, for its name there.
-            name: Its path here.
-        """
+        """Return the path of a file there: in the checkout if the commit has the same content."""
         path = Path(name)
         if not path.is_file():
             raise ConfigError(f"--login: {path} is no file here; CONFIG and the profile of --cluster are sent from here")
@@ -185,13 +172,7 @@ def _in_commit(path: Path, commit: str) -> Path | None:
 
 
 def _push(place: str, commit: str, ref: str) -> None:
-    """Push a commit to the clone. Raise ConfigError with git's message.
-
-    Args:
-        place: HOST:FOLDER of the clone.
-        commit: The commit.
-        ref: Ref of this call alone: git refuses one of two pushes that make the same ref at the same time.
-    """
+    """Push a commit to the clone. Raise ConfigError with git's message."""
     words = ["git", "-C", str(SOURCE), "push", "--quiet", place, f"{commit}:{ref}"]
     # Git's own settings of ssh are for its usual servers; this is the ssh of the call that follows, which runs the script.
     environment = os.environ | {"GIT_SSH_COMMAND": shlex.join(["ssh", *_STRICT]), "GIT_SSH_VARIANT": "ssh"}
@@ -210,7 +191,6 @@ def _ssh(words: Sequence[str], script: str | None = None) -> int:
     """Call ssh and return its exit status.
 
     Args:
-        words: Its words.
         script: Text for its standard input. None: that of this process.
     """
     try:

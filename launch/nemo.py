@@ -45,12 +45,8 @@ class Submission:
     """A job of one or several tasks.
 
     Attributes:
-        name: Name of the job.
         home: Folder for NeMo-Run's files and the logs.
         number: Number of this submission from that folder.
-        tasks: The tasks.
-        cluster: The cluster's profile.
-        folder: Working directory.
         setup: Shell code for the batch script.
         requeued: True: the job gets a signal before its time limit.
         after: Number of a Slurm job that must succeed first; None: no waiting.

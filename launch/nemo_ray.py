@@ -113,9 +113,7 @@ def worker_pod(id: str, node: str | None) -> str:
     """Return the name of the pod of a machine.
 
     Args:
-        id: NAMESPACE/NAME of the RayJob.
         node: Index of the machine, in the order of the addresses, as on_ray.py counts. None: the first.
-
     Raises:
         ConfigError: There is no such pod, or it does not run.
     """
@@ -138,10 +136,6 @@ def worker_pod(id: str, node: str | None) -> str:
 
 def submitter_output(id: str, lines: int) -> str:
     """Return the output of the job's submitter, which is the output of on_ray.py.
-
-    Args:
-        id: NAMESPACE/NAME.
-        lines: Last lines to return.
 
     Raises:
         ConfigError: The cluster does not answer, or refuses.
@@ -209,14 +203,7 @@ def manifest(job: RayJob) -> dict[str, Any]:
 
 
 def _place(template: dict[str, Any], section: KubeRayConfig, selector: dict[str, str], tolerations: list[Toleration]) -> bool:
-    """Add to a pod's template what decides on which machine it runs, and when. Return whether there was anything to add.
-
-    Args:
-        template: The template, which is changed.
-        section: The `kuberay` section of the profile.
-        selector: Labels of its machine.
-        tolerations: Its tolerations.
-    """
+    """Add to a pod's template what decides on which machine it runs, and when. Return whether there was anything to add."""
     given = (asdict(toleration).items() for toleration in tolerations)
     keys = {
         "nodeSelector": dict(selector),
@@ -235,8 +222,6 @@ def _add_grace(template: dict[str, Any], script: str, seconds: int) -> None:
     """Have a pod run a script before NeMo-Run's `ray stop`, when it is to be ended.
 
     Args:
-        template: The pod's template, which is changed.
-        script: The script.
         seconds: Seconds until the pod is killed.
     """
     template["spec"]["terminationGracePeriodSeconds"] = seconds
@@ -280,13 +265,7 @@ def _executor(job: RayJob) -> KubeRayExecutor:
 
 
 def _environment(cluster: Cluster, secret: str | None, home: Path) -> list[dict[str, Any]]:
-    """Return the environment in Kubernetes' form, where $ begins a reference and $$ stands for itself.
-
-    Args:
-        cluster: The cluster's profile.
-        secret: Name of the Kubernetes Secret with the values of `secrets`.
-        home: Folder of the job's files.
-    """
+    """Return the environment in Kubernetes' form, where $ begins a reference and $$ stands for itself."""
     values = OF_RAY | cluster.environment | cluster.network.variables | cluster.cache_variables(home)
     plain: list[dict[str, Any]] = [{"name": name, "value": value.replace("$", "$$")} for name, value in values.items()]
     return plain + [{"name": name, "valueFrom": {"secretKeyRef": {"name": secret, "key": name}}} for name in cluster.secrets]

@@ -32,12 +32,7 @@ class ManagedJob:
     """A managed job of SkyPilot.
 
     Attributes:
-        name: Name of the job.
-        home: Folder for its files.
         number: Number of this submission from `home`.
-        nodes: Number of machines.
-        cluster: The cluster's profile.
-        setup, run: Scripts of every machine.
         config: The run's resolved config, as YAML.
     """
 
@@ -110,12 +105,7 @@ def status(number: str) -> str:
 
 
 def logs(number: str, lines: int) -> str:
-    """Return the last lines that the job's machines printed.
-
-    Args:
-        number: Number of the job.
-        lines: Number of lines.
-    """
+    """Return the last lines that the job's machines printed."""
     text = io.StringIO()
     with _environment(Path.cwd()), _reported(f"the logs of managed job {number}"):
         from sky.jobs.client import sdk

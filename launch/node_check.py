@@ -37,13 +37,11 @@ class NodeCheck:
     Attributes:
         folder: Shared folder of this check, which no other check uses.
         names: All machines of the job, in its order.
-        name: This machine.
         need: Number of machines that the job uses.
         gpus: GPUs that each machine must have; 0: the check of GPUs and driver is left out.
         interfaces: Interfaces that `network.interface` names; empty: those towards the head are used.
         infiniband: `network.infiniband`; empty: RDMA adapters are not looked at.
         port: `network.port`; 0: a free one is chosen.
-        skip: Checks to leave out.
         least: Least bandwidth of the all-reduce in GB/s.
         clock: Largest difference of clocks in seconds.
         deadline: `time.monotonic()` at which the check gives up.
@@ -65,20 +63,13 @@ class NodeCheck:
     timeout: int
 
     def write(self, kind: str, tree: Any) -> None:
-        """Write this machine's file of a kind, for the others.
-
-        Args:
-            kind: Kind of the file.
-            tree: Its content, as JSON.
-        """
+        """Write this machine's file of a kind, for the others."""
         _replace(self.folder / f"{self.name}.{kind}.json", json.dumps(tree))
 
     def read(self, names: Iterable[str], kind: str, patience: float | None = None) -> dict[str, Any]:
         """Return machine -> content of its file of a kind, for the machines that wrote it in time.
 
         Args:
-            names: Machines to wait for.
-            kind: Kind of the file.
             patience: Seconds to wait; None: until the deadline.
         """
         found: dict[str, Any] = {}

@@ -43,8 +43,6 @@ def gather(gpus: int, interfaces: list[str], skip: list[str], infiniband: str = 
 
     Args:
         gpus: GPUs that it must have; 0: they are not looked at.
-        interfaces: Interfaces that it must have.
-        skip: Checks to leave out.
         infiniband: RDMA adapters that it must have, as NCCL_IB_HCA names them; empty: they are not looked at.
     """
     faults = adapter_faults(infiniband)
@@ -77,7 +75,6 @@ def adapter_faults(wanted: str, folder: Path = Path("/sys/class/infiniband")) ->
 
     Args:
         wanted: NCCL_IB_HCA: prefixes of names, or after "=" whole names, perhaps with ports; after "^" what is left out.
-        folder: Folder in which Linux lists the adapters.
     """
     there = sorted(path.name for path in folder.glob("*"))
     names = [name.partition(":")[0] for name in wanted.lstrip("=").split(",") if name and not wanted.startswith("^")]
@@ -92,7 +89,6 @@ def driver_fault(driver: str | None, versions: dict[str, Any]) -> str | None:
 
     Args:
         driver: Version of the driver; None: unknown.
-        versions: Versions of PyTorch and its CUDA, and whether PyTorch can use a GPU.
     """
     cuda = versions.get("cuda")
     if not cuda or not driver or not (major := re.match(r"\d+", driver)):
@@ -110,12 +106,7 @@ def driver_fault(driver: str | None, versions: dict[str, Any]) -> str | None:
 
 
 def differing(facts: dict[str, Any], names: list[str]) -> list[str]:
-    """Return the machines whose versions differ from those of the most machines.
-
-    Args:
-        facts: Machine -> its facts.
-        names: The machines to compare.
-    """
+    """Return the machines whose versions differ from those of the most machines."""
     count = Counter(facts[name]["versions"] for name in names)
     usual = count.most_common(1)[0][0] if count else None
     return [name for name in names if facts[name]["versions"] != usual]
@@ -201,10 +192,7 @@ def greet(address: str, port: int, token: str, seconds: float) -> tuple[str, flo
     """Greet the head. Return the own address towards it, and how far this machine's clock is ahead in seconds.
 
     Args:
-        address, port: Where the head listens.
-        token: Token of this check.
         seconds: Time limit.
-
     Raises:
         OSError: The head does not answer there.
     """
@@ -246,8 +234,6 @@ def all_reduce(address: str, port: int, rank: int, world: int, gpus: int) -> flo
     """Take part in an all-reduce as one rank. Return the bus bandwidth in GB/s, 2 (n - 1) / n of the tensor per time.
 
     Args:
-        address, port: Where rank 0 keeps the store.
-        rank, world: This rank and the number of ranks.
         gpus: GPUs of each machine; 0: Gloo on CPUs.
     """
     from datetime import timedelta

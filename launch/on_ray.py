@@ -83,7 +83,6 @@ class RayJobState:
     """State that must outlive this program.
 
     Attributes:
-        starts: Number of starts so far.
         failed_at: Newest checkpoint at each failure.
         idle: Starts in a row that were asked to end before they had a new checkpoint.
     """
@@ -116,13 +115,7 @@ class RayMachine:
         self._ended: dict[str, int] = {}
 
     def start(self, name: str, words: list[str], more: dict[str, str]) -> None:
-        """Start one script with the environment of the machine, not of the actor (Ray sets OMP_NUM_THREADS there).
-
-        Args:
-            name: Name of the script.
-            words: Arguments of Python: supervise.py and its arguments.
-            more: Additional environment variables.
-        """
+        """Start one script with the environment of the machine, not of the actor (Ray sets OMP_NUM_THREADS there)."""
         environ = Path(f"/proc/{os.getppid()}/environ").read_bytes().decode(errors="surrogateescape")
         inherited = dict(entry.split("=", 1) for entry in environ.split("\0") if "=" in entry)
         pipe = subprocess.PIPE
@@ -273,12 +266,6 @@ class RayJobRunner:
         self, actors: list[Any], names: list[str], shared: dict[str, str], own: list[dict[str, str]]
     ) -> dict[str, str]:
         """Check all machines. Return the variables of the head's address that the check chose; none without a check.
-
-        Args:
-            actors: The machines.
-            names: Their names in messages.
-            shared: Variables of all machines.
-            own: Variables of each machine.
 
         Raises:
             RayJobFailure: A machine is bad.

@@ -108,13 +108,10 @@ class Cluster:
         cache: Folder for compiled kernels and other caches of Triton, PyTorch, vLLM, SGLang and FlashInfer, on the machines or
             in the container. None: `launch/cache` in the job's folder with a container, where home may be read-only;
             otherwise the caches stay in the user's home.
-        environment: Environment variables of all tasks.
         secrets: Names of variables whose values are in no file. They must be set where `launch` is called (KubeRay: in a
             Kubernetes Secret).
-        network: Network between the machines.
         container: Container of the tasks; None: no container.
         node_check: Check of the machines before the run.
-        slurm, skypilot, kuberay: Sections of individual executors.
     """
 
     python: str = "python"
@@ -167,11 +164,7 @@ class Cluster:
         return self.gpus_per_node or self.ranks_per_node or 0
 
     def cache_variables(self, home: Path) -> dict[str, str]:
-        """Return the environment variables that move caches out of the user's home, without those of `environment`.
-
-        Args:
-            home: Folder of the job's files.
-        """
+        """Return the environment variables that move caches out of the user's home, without those of `environment`."""
         if self.cache is None and self.container is None:
             return {}
         folder = self.cache or str(home / "cache")

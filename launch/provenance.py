@@ -16,13 +16,7 @@ _END_BYTES = 1 << 20
 
 
 def with_frozen_functions(cfg: Config, code: CodeVersion, home: Path) -> Config:
-    """Return the config with each user function that is in the checkout replaced by the same one in the snapshot.
-
-    Args:
-        cfg: The run's config.
-        code: Version of the code, whose snapshot has been taken.
-        home: Folder of the run's launch files.
-    """
+    """Return the config with each user function that is in the checkout replaced by the same one in the snapshot."""
 
     def frozen(function: str) -> str:
         file, _, name = function.rpartition(":")
@@ -41,10 +35,7 @@ def describe(code: CodeVersion, cluster: Cluster, cfg: Config | None, home: Path
     """Return the content of a job's code.json, and print what of the job's code can still change.
 
     Args:
-        code: Version of the code, whose snapshot has been taken.
-        cluster: The cluster's profile.
         cfg: The run's config. None: a command.
-        home: Folder of the run's launch files.
     """
     files = {} if cfg is None else {key: function.rpartition(":")[0] for key, function in functions(cfg)}
     outside = {key: file for key, file in files.items() if code.frozen(file, home) == file}

@@ -37,11 +37,8 @@ class RayJob:
     """A job of one or several tasks. It ends when the first task ends.
 
     Attributes:
-        name: Name of the job.
         home: Folder for its files and logs, `launch/` in the run's folder.
         number: Number of this submission from that folder.
-        tasks: The tasks.
-        cluster: The cluster's profile.
         resumes: True for a run with checkpoints, which is restarted after a failure.
         gpus: GPUs that the node check expects on each machine. None: no check.
     """
@@ -86,9 +83,6 @@ class RayJob:
         """Return the script that a pod runs before it is ended. It asks the run to save and end, and waits until it has.
 
         At the end of the job, and in a pod in which nothing of the run is left, the script ends at once.
-
-        Args:
-            program: The program that runs in such a pod: PROGRAM in the head, SUPERVISOR in the others.
         """
         stop, stopped = self.home.parent / STOP, self.home.parent / STOPPED
         runs = f"grep -qs '{program.replace('.', '[.]')}' /proc/[0-9]*/cmdline"  # with brackets it does not find itself
@@ -112,13 +106,7 @@ class RayJob:
             (self.folder / name).write_text(content)
 
     def _planned(self, name: str, nodes: int, first: int) -> dict[str, object]:
-        """Return the plan of a script.
-
-        Args:
-            name: Its name, that of its file without .sh.
-            nodes: Number of its machines.
-            first: Index of its first machine.
-        """
+        """Return the plan of a script."""
         log = self.home / f"{self.name}-{name}-{{machine}}-{self.number}.log"
         return {"name": name, "path": str(self.folder / f"{name}.sh"), "nodes": nodes, "first": first, "log": str(log)}
 

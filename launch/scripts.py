@@ -27,7 +27,6 @@ class StartVariables:
         id: Unique among all starts of all jobs.
         rendezvous: torchrun options: the rendezvous address of the ranks' machines, and the index of this machine.
         address: Options of `tepo serve`.
-        config: Path of the run's config.
         setup: Lines that each task runs first.
         machine: Index of the machine among those of its task.
         packages: Words that record the packages of the environment, after those of its Python. None of them: no record.
@@ -48,9 +47,6 @@ class Task:
     """A script that runs once on each of several machines of a job.
 
     Attributes:
-        name: Name of the task.
-        script: The script.
-        nodes: Number of machines.
         first: Index of its first machine in the job.
         shared: True if another task runs on the same machines.
     """
@@ -63,15 +59,7 @@ class Task:
 
 
 def training(cfg: Config, cluster: Cluster, layout: Layout, folder: Path, starts: StartVariables) -> list[Task]:
-    """Return the tasks of a run.
-
-    Args:
-        cfg: The run's config.
-        cluster: The cluster's profile.
-        layout: Machines of the run.
-        folder: Working directory of all tasks.
-        starts: What the scheduler says of a start.
-    """
+    """Return the tasks of a run."""
     *words, train = train_lines(cfg, cluster, layout, starts)
     tasks = [
         Task("train", text([*head(folder), *starts.setup, *words, f"exec {train}"]), layout.train_nodes, shared=layout.shared)
@@ -91,14 +79,7 @@ def training(cfg: Config, cluster: Cluster, layout: Layout, folder: Path, starts
 
 
 def train_lines(cfg: Config, cluster: Cluster, layout: Layout, starts: StartVariables) -> list[str]:
-    """Return the lines for a machine with ranks. The last line is the command.
-
-    Args:
-        cfg: The run's config.
-        cluster: The cluster's profile.
-        layout: Machines of the run.
-        starts: What the scheduler says of a start.
-    """
+    """Return the lines for a machine with ranks. The last line is the command."""
     lines = [
         *package_lines(cluster, starts.packages, starts.machine),
         f"words=(train {shlex.quote(starts.config)})",
@@ -123,25 +104,13 @@ def train_lines(cfg: Config, cluster: Cluster, layout: Layout, starts: StartVari
 
 
 def serve_line(cfg: Config, cluster: Cluster, layout: Layout, starts: StartVariables) -> str:
-    """Return the command for a machine with servers.
-
-    Args:
-        cfg: The run's config.
-        cluster: The cluster's profile.
-        layout: Machines of the run.
-        starts: What the scheduler says of a start.
-    """
+    """Return the command for a machine with servers."""
     serve = joined([cluster.python, *serve_words(starts.config, layout)])
     return f"{serve} {starts.address} --rollout.server.rendezvous {_rendezvous(cfg, starts)}"
 
 
 def serve_words(config: str, layout: Layout) -> list[str]:
-    """Return the words of `tepo serve` for one machine's servers.
-
-    Args:
-        config: Path of the run's config.
-        layout: Machines of the run.
-    """
+    """Return the words of `tepo serve` for one machine's servers."""
     words = ["-m", "tepo_megatron", "serve", config]
     return [*words, "--rollout.servers", str(layout.servers), "--rollout.min_servers", "1"]
 
@@ -150,10 +119,6 @@ def side_by_side(serve: str, train: str) -> list[str]:
     """Return lines that run two commands concurrently on one machine and end both when the first ends.
 
     The exit status is that of training. Servers that end first make it nonzero.
-
-    Args:
-        serve: Command of the servers.
-        train: Command of training.
     """
     return [
         f"{serve} & serve=$!",
@@ -168,13 +133,7 @@ def side_by_side(serve: str, train: str) -> list[str]:
 
 
 def package_lines(cluster: Cluster, packages: Sequence[str], machine: str = "0") -> list[str]:
-    """Return the line that records the packages of the environment on the first machine. Its failure does not end the job.
-
-    Args:
-        cluster: The cluster's profile.
-        packages: Words after those of Python. None of them: no line.
-        machine: Index of the machine, as a shell word.
-    """
+    """Return the line that records the packages of the environment on the first machine. Its failure does not end the job."""
     elsewhere = "" if machine == "0" else f"[ {machine} != 0 ] || "
     return [f"{elsewhere}{joined([cluster.python, *packages])} || true"] if packages else []
 
@@ -183,11 +142,6 @@ def command(kind: str, words: Sequence[str], cluster: Cluster, folder: Path, exp
     """Return the task that runs `tools/convert.py WORDS` or `tepo evaluate WORDS` on one machine.
 
     Args:
-        kind: `convert` or `evaluate`.
-        words: Words of the command.
-        cluster: The cluster's profile.
-        folder: Working directory.
-        exports: Shell lines before the command.
         code: Snapshot of the code. None: `tools/` is in the working directory.
     """
     program = _EVALUATE if kind == "evaluate" else [_CONVERT if code is None else str(code / _CONVERT)]
@@ -195,25 +149,13 @@ def command(kind: str, words: Sequence[str], cluster: Cluster, folder: Path, exp
 
 
 def shell(cluster: Cluster, folder: Path, home: Path, lines: Sequence[str]) -> list[str]:
-    """Return the words of an interactive shell in the environment of a job's tasks.
-
-    Args:
-        cluster: The cluster's profile.
-        folder: Working directory.
-        home: Folder of the job's files.
-        lines: Further lines that each task runs first.
-    """
+    """Return the words of an interactive shell in the environment of a job's tasks."""
     exports = [f"export {name}={value}" for name, value in variables(cluster, home).items()]
     return ["bash", "-c", text([f"cd {shlex.quote(str(folder))}", *exports, *lines, "exec bash -i"])]
 
 
 def variables(cluster: Cluster, home: Path) -> dict[str, str]:
-    """Return the environment variables of every task, with values quoted for a shell.
-
-    Args:
-        cluster: The cluster's profile.
-        home: Folder of the job's files.
-    """
+    """Return the environment variables of every task, with values quoted for a shell."""
     values = cluster.environment | cluster.network.variables | cluster.cache_variables(home)
     return {name: shlex.quote(value) for name, value in values.items()}
 

@@ -62,7 +62,6 @@ class SlurmConfig:
     """Options of sbatch and srun.
 
     Attributes:
-        account, partition, qos, time, mem, exclusive, constraint, reservation: Options of sbatch.
         srun_args: Further options of each `srun`, such as "--container-writable" or "--mpi=none".
         setup: Lines of bash that run first in each task, in the container if there is one, such as "module load cuda".
         warning_seconds: Seconds before the time limit at which a run is asked to save and end, to be queued again. They have to
@@ -130,11 +129,7 @@ class SlurmConfig:
         return {name.replace("-", "_"): value for name, value in (getattr(self, kind) or {}).items()}
 
     def for_command(self, kind: str) -> tuple[SlurmConfig, int] | None:
-        """Return the options for the job of a command that shares a machine, and its GPUs. None: it takes a whole machine.
-
-        Args:
-            kind: `convert` or `evaluate`.
-        """
+        """Return the options for the job of a command that shares a machine, and its GPUs. None: it takes a whole machine."""
         if getattr(self, kind) is None:
             return None
         asked = self._of_command(kind)
@@ -194,8 +189,6 @@ class SkypilotConfig:
         workdir: Base of the run's relative paths, below a path of volumes or storage.
         gpu: SkyPilot's name of the GPU (`sky gpus list`).
         cpus, memory: Number and GB, exact or, with a "+", at least.
-        disk_size: GB.
-        use_spot: Use spot instances.
         network_tier: "best" requests the fastest network between machines.
         volumes: Path on the machines -> SkyPilot volume (`sky volumes`), which the machines share.
         storage: Path on the machines -> bucket.
@@ -260,11 +253,8 @@ class KubeRayConfig:
     Attributes:
         claims: PersistentVolumeClaim -> mount path. The path must be that of the same files where `launch` is called.
         cpu, memory: Of each worker; its /dev/shm is part of its memory.
-        namespace: Kubernetes namespace.
         ray_version: Version of Ray in the image.
-        head_cpu, head_memory: Of the head.
         devices: Further devices of each worker, such as RDMA adapters -> how many.
-        node_selector, tolerations: Of the workers.
         head_node_selector, head_tolerations: Of the head and of the pod that submits the job.
         labels: Labels of the RayJob and of all pods, such as Kueue's queue-name or KAI's queue.
         annotations: Annotations of the workers, such as Multus' networks.

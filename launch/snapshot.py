@@ -29,7 +29,6 @@ class CodeVersion:
 
     Attributes:
         source: The checkout, or the folder of an installation without git.
-        version: Version of the distribution tepo-megatron.
         commit: Commit of the checkout. None: there is no git, and no snapshot is taken.
         changed: Files of the code that differ from the commit.
         tree: Git's hash of all files with these changes. None: nothing differs.
@@ -65,9 +64,6 @@ class CodeVersion:
     def take(self, home: Path) -> Path | None:
         """Write the snapshot, and the diff of changed files next to it. A snapshot that exists is used again.
 
-        Args:
-            home: Folder of the run's launch files, which all machines see.
-
         Returns:
             The snapshot's folder; None without git.
 
@@ -100,12 +96,7 @@ class CodeVersion:
         return folder
 
     def frozen(self, path: str, home: Path) -> str:
-        """Return the path of a file in the snapshot; the path itself if the snapshot does not have the file.
-
-        Args:
-            path: Path of a file, relative to the working directory or absolute.
-            home: Folder of the run's launch files.
-        """
+        """Return the path of a file in the snapshot; the path itself if the snapshot does not have the file."""
         folder, file = self.folder(home), Path(path).resolve()
         if folder is None or not file.is_relative_to(self.source):
             return path
@@ -189,14 +180,7 @@ def _changed_tree(source: Path, changed: tuple[str, ...]) -> Iterator[tuple[dict
 
 
 def _extract(source: Path, tree: str, environment: Mapping[str, str], folder: Path) -> None:
-    """Write the files of a tree or commit into a folder.
-
-    Args:
-        source: The checkout.
-        tree: Hash of the tree or commit.
-        environment: Git's environment.
-        folder: An empty folder.
-    """
+    """Write the files of a tree or commit into a folder."""
     words = ["git", "-C", str(source), "archive", "--format=tar", tree]
     with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=os.environ | dict(environment)) as git:
         assert git.stdout is not None and git.stderr is not None
@@ -211,12 +195,6 @@ def _extract(source: Path, tree: str, environment: Mapping[str, str], folder: Pa
 
 def _git(source: Path, *words: str, environment: Mapping[str, str] | None = None, stdin: str = "") -> str:
     """Run git in the checkout and return its output.
-
-    Args:
-        source: The checkout.
-        words: Arguments of git.
-        environment: Additional environment variables.
-        stdin: Text for its standard input.
 
     Raises:
         ConfigError: Git fails, is not installed, or does not end.

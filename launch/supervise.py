@@ -28,10 +28,6 @@ _libc = ctypes.CDLL(None, use_errno=True)
 def supervise(log: str, words: list[str]) -> int:
     """Run a command until it ends or stdin is closed. No process of it is left afterwards.
 
-    Args:
-        log: File for its output.
-        words: The command.
-
     Returns:
         The exit status, as a shell counts it.
     """

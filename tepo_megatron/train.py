@@ -52,12 +52,6 @@ def train(
 ) -> None:
     """Make one run of `cfg.training.steps` steps: sample and grade a batch, train on it, and update the engine's weights.
 
-    Args:
-        cfg: The run's config.
-        platform: The activated platform of `cfg.platform`.
-        make_engine: Makes an engine to use instead of the one that the config names.
-        on_hang: Called by the hang watchdog to end this process; see `hang_watchdog.HangWatchdog`.
-
     Raises:
         RunStopped: On rank 0, once all ranks have ended their work: the run was asked to end (`utils/save_requests.py`).
         RestartRequested: The same: the ranks are to be started again. The rollout service lives on.
@@ -230,11 +224,7 @@ class _Loop:
         schedule.evaluate(schedule.trained)
 
     def stop(self, restarts: bool) -> None:
-        """Save the last step unless it is saved, and wait until the checkpoint is complete. Answer a request to end.
-
-        Args:
-            restarts: Whether only the ranks end. The rollout service goes on with what is being sampled.
-        """
+        """Save the last step unless it is saved, and wait until the checkpoint is complete. Answer a request to end."""
         self.schedule.stop(abort=not restarts)
         if self.schedule.trained > self.saved:
             self._save()

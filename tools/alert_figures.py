@@ -14,11 +14,7 @@ PAGE = ROOT / "docs" / "alerts.md"
 
 
 def table(path: Path) -> str:
-    """Return the figures of each recorded run with a fault, and the number of false alarms, in Markdown.
-
-    Args:
-        path: File of `benchmarks/alert_runs.py`.
-    """
+    """Return the figures of each recorded run with a fault, and the number of false alarms, in Markdown."""
     runs = [json.loads(line) for line in gzip.decompress(path.read_bytes()).splitlines()]
     lines, found, false = ["| fault | made by | expected | raised at step | others |", "|---|---|---|---|---|"], 0, 0
     healthy = [run for run in runs if run["expected"] is None]

@@ -54,7 +54,6 @@ class Section:
 
     Attributes:
         name: the section as its heading shows it; "" for the top level.
-        cls: its type.
         variants: all types that the section can have, if there are several, and `cls` is one of them.
     """
 
@@ -69,12 +68,7 @@ class Section:
 
 
 def sections(cls: type = Config, name: str = "") -> Iterator[Section]:
-    """Yield all sections of the config, each before the sections inside it.
-
-    Args:
-        cls: type of the section to begin with.
-        name: its name with dots; "" for the top level.
-    """
+    """Yield all sections of the config, each before the sections inside it."""
     yield Section(name, cls)
     for field, hint in typing.get_type_hints(cls).items():
         key = f"{name}.{field}" if name else field
@@ -188,12 +182,7 @@ def _kind(cls: type) -> str:
 
 
 def _table(section: Section, names: list[str]) -> list[str]:
-    """Return the lines of a table of keys.
-
-    Args:
-        section: the section.
-        names: those of its keys that the table shows.
-    """
+    """Return the lines of a table of keys."""
     of_key, fields = meanings(section.cls)[1], fields_of(section.cls)
     hints = typing.get_type_hints(section.cls, include_extras=True)
     lines = ["| key | type | default | meaning |", "|---|---|---|---|"]
@@ -259,12 +248,7 @@ def _shortest(value: Any) -> dict[str, Any]:
 
 
 def type_of(hint: Any, bounds: tuple[Any, ...] = ()) -> str:
-    """Return the type of a key in words, with its bounds.
-
-    Args:
-        hint: The key's type.
-        bounds: Bounds of its value, as annotations of the type.
-    """
+    """Return the type of a key in words, with its bounds."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin is typing.Annotated:
         metadata = [x for extra in args[1:] for x in (extra.metadata if isinstance(extra, FieldInfo) else (extra,))]

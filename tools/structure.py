@@ -41,12 +41,7 @@ def modules() -> dict[str, Path]:
 
 @cache
 def imports(path: Path, type_checking: bool = True) -> frozenset[str]:
-    """Return the dotted names that a file imports, at the top or inside functions.
-
-    Args:
-        path: The file.
-        type_checking: Whether to include imports below `if TYPE_CHECKING`, which do not run.
-    """
+    """Return the dotted names that a file imports, at the top or inside functions."""
     found: set[str] = set()
     for node in _walk(ast.parse(path.read_text()), type_checking):
         if isinstance(node, ast.Import):
@@ -57,12 +52,7 @@ def imports(path: Path, type_checking: bool = True) -> frozenset[str]:
 
 
 def own_imports(name: str, type_checking: bool = True) -> set[str]:
-    """Return our modules that a module imports: for `from a.b import c` it is a.b.c if that is a module, else a.b.
-
-    Args:
-        name: Dotted name of the module, without the package's own.
-        type_checking: Whether to include imports below `if TYPE_CHECKING`, which do not run.
-    """
+    """Return our modules that a module imports: for `from a.b import c` it is a.b.c if that is a module, else a.b."""
     found = set()
     names = {n.removeprefix(NAME + ".") for n in imports(modules()[name], type_checking) if n.startswith(NAME + ".")}
     for other in names:

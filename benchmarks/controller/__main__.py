@@ -60,12 +60,7 @@ def _parts(text: str) -> list[str]:
 
 
 def measure_part(name: str, sizes: Sequence[float]) -> dict[str, Any]:
-    """Measure a part in a process of its own. Returns its rows and figures, or the last line of its errors.
-
-    Args:
-        name: A key of PARTS.
-        sizes: Millions of tokens.
-    """
+    """Measure a part in a process of its own. Returns its rows and figures, or the last line of its errors."""
     found = surroundings() | {"sizes": list(sizes), "rows": [], "figures": [], "error": ""}
     with tempfile.TemporaryDirectory(prefix="controller-") as folder:
         out = Path(folder) / "found.json"

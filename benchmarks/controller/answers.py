@@ -60,14 +60,7 @@ def write_tokenizer(folder: Path) -> None:
 
 
 def lengths(count: int, mean: float, cap: int, draw: np.random.Generator) -> np.ndarray:
-    """Return log-normal lengths whose mean is `mean` after those above `cap` were cut off; int64 [count].
-
-    Args:
-        count: Number of lengths.
-        mean: Mean number of tokens.
-        cap: Largest number of tokens.
-        draw: Source of the random numbers.
-    """
+    """Return log-normal lengths whose mean is `mean` after those above `cap` were cut off; int64 [count]."""
     shape = np.random.default_rng(0).lognormal(0, SPREAD, 100_000)
     low, high = mean / 10, mean * 10
     for _ in range(40):
@@ -90,14 +83,7 @@ class SampledAnswer:
 
 
 def sample_answers(count: int, mean: float, cap: int, seed: int = 0) -> list[SampledAnswer]:
-    """Return random samples, each with a boxed number.
-
-    Args:
-        count: Number of samples.
-        mean: Mean number of tokens.
-        cap: Largest number of tokens.
-        seed: Seed of the random numbers.
-    """
+    """Return random samples, each with a boxed number."""
     draw = np.random.default_rng(seed)
     found = []
     for number in lengths(count, mean, cap, draw).tolist():
@@ -110,12 +96,7 @@ def sample_answers(count: int, mean: float, cap: int, seed: int = 0) -> list[Sam
 
 
 def json_choice(answer: SampledAnswer, texts: Sequence[str]) -> tuple[bytes, bytes]:
-    """Return a sample as vLLM's JSON: the part between its index and the prompt's ids, and the part after them.
-
-    Args:
-        answer: The sample.
-        texts: See `token_texts`.
-    """
+    """Return a sample as vLLM's JSON: the part between its index and the prompt's ids, and the part after them."""
 
     def dump(value: object) -> str:
         return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
@@ -132,12 +113,7 @@ def json_choice(answer: SampledAnswer, texts: Sequence[str]) -> tuple[bytes, byt
 
 
 def json_body(choices: Sequence[tuple[bytes, bytes]], prompt_ids: Sequence[int]) -> list[bytes]:
-    """Return the parts of an answer of `/v1/completions`.
-
-    Args:
-        choices: Samples, as `json_choice` returns them.
-        prompt_ids: Ids of the prompt, which vLLM repeats for each sample.
-    """
+    """Return the parts of an answer of `/v1/completions`."""
     prompt = json.dumps(list(prompt_ids), separators=(",", ":")).encode()
     parts = [_HEAD]
     for index, (before, after) in enumerate(choices):

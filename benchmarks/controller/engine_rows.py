@@ -91,12 +91,7 @@ class CountingPolicy(asyncio.DefaultEventLoopPolicy):
 
 
 def make_prompts(count: int, tokens: int = PROMPT_TOKENS) -> list[Prompt]:
-    """Return prompts with random token ids and a number as their answer.
-
-    Args:
-        count: Number of prompts.
-        tokens: Tokens of each.
-    """
+    """Return prompts with random token ids and a number as their answer."""
     draw = np.random.default_rng(1)
     return [
         Prompt(i, tuple(draw.integers(FIRST_PIECE, VOCABULARY, tokens).tolist()), str(draw.integers(1000)))
@@ -105,15 +100,7 @@ def make_prompts(count: int, tokens: int = PROMPT_TOKENS) -> list[Prompt]:
 
 
 def rollout_config(urls: Sequence[str], concurrency: int, samples: int, max_tokens: int, prompts: int = 1) -> RolloutConfig:
-    """Return the rollout section of a run that uses the servers at these URLs.
-
-    Args:
-        urls: Base URLs of the servers.
-        concurrency: Most requests at once on each.
-        samples: Samples of a prompt.
-        max_tokens: Most tokens of a response.
-        prompts: Prompts of a step.
-    """
+    """Return the rollout section of a run that uses the servers at these URLs."""
     return RolloutConfig(
         only=True,
         servers=len(urls),
@@ -127,11 +114,7 @@ def rollout_config(urls: Sequence[str], concurrency: int, samples: int, max_toke
 
 @contextmanager
 def engine_of(cfg: RolloutConfig) -> Iterator[Fleet]:
-    """Yield a running engine of the servers that the config names.
-
-    Args:
-        cfg: See `rollout_config`.
-    """
+    """Yield a running engine of the servers that the config names."""
     os.environ[KEY_VARIABLE] = "k" * 32
     assert isinstance(cfg.server, UrlServerConfig)
     launch = LaunchSpec(Path("none"), max_model_len=10**6, platform="cpu", precision="fp32", seed=0)
@@ -150,13 +133,7 @@ def engine_of(cfg: RolloutConfig) -> Iterator[Fleet]:
 
 
 def sampled(engine: Fleet | CustomRollouts, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[Rollout]:
-    """Return all rollouts of the prompts, taken group by group as they arrive.
-
-    Args:
-        engine: Samples them.
-        prompts: The prompts.
-        sampling: How to sample.
-    """
+    """Return all rollouts of the prompts, taken group by group as they arrive."""
     groups, rollouts = engine.open(), list[Rollout]()
     groups.add(prompts, sampling, seed=0)
     while (group := groups.next()) is not None:
@@ -178,12 +155,7 @@ def _measured(size: float, work: Callable[[], Sequence[Rollout]]) -> Point:
 
 
 def intake(sizes: Sequence[float], answer_format: str) -> list[Point]:
-    """Measure receiving, decoding and checking the answers, without grading.
-
-    Args:
-        sizes: Millions of tokens.
-        answer_format: See `PoolSpec.format`.
-    """
+    """Measure receiving, decoding and checking the answers, without grading."""
     found, sampling = [], SamplingParams(samples=SAMPLES, max_tokens=CAP + 1, stop_token_ids=(END,))
     for size in sizes:
         prompts = make_prompts(max(1, round(size * 1e6 / SAMPLES / MEAN)))
@@ -206,12 +178,7 @@ def reward_of_run() -> Iterator[WeightedReward]:
 
 
 def collect(sizes: Sequence[float], answer_format: str) -> list[Point]:
-    """Measure the collector: intake and grading, as the process that collects does both.
-
-    Args:
-        sizes: Millions of tokens.
-        answer_format: See `PoolSpec.format`.
-    """
+    """Measure the collector: intake and grading, as the process that collects does both."""
 
     def collected(collector: Collector) -> Sequence[Rollout]:
         return collector.collect(1, Clock())[0]
@@ -239,12 +206,6 @@ async def four_turns(conversation: Conversation) -> None:
 
 def conversations(samples: int, servers: int, concurrency: int, counts_wakeups: bool = False) -> dict[str, Any]:
     """Measure samples of several turns, all begun at once, which are stopped after CONVERSATION_SECONDS.
-
-    Args:
-        samples: Number of samples, a multiple of SAMPLES.
-        servers: Number of servers.
-        concurrency: Most requests at once on each.
-        counts_wakeups: Count wake-ups, which costs CPU time.
 
     Returns:
         CPU seconds, requests that were answered and asked for, wake-ups per request (None: not counted), and the pool's counts.
@@ -281,26 +242,14 @@ def _no_text_decode(ids: Sequence[int]) -> str:
 
 
 def concurrent_requests(requests: int, urls: Sequence[str]) -> None:
-    """Send this many requests at once and wait for all answers.
-
-    Args:
-        requests: Number of requests.
-        urls: Base URLs of the servers.
-    """
+    """Send this many requests at once and wait for all answers."""
     with engine_of(rollout_config(urls, -(-requests // len(urls)), 2, TURN_CAP + 1)) as engine:
         sampling = SamplingParams(samples=2, max_tokens=TURN_CAP + 1, stop_token_ids=(END,))
         assert len(sampled(engine, make_prompts(requests), sampling)) == 2 * requests
 
 
 def counted(servers: int = 8, concurrency: int = 2, prompts: int = 64, answer_format: str = "json") -> dict[str, float]:
-    """Count what a small load costs: bytes per token, wake-ups per request, and connections per server.
-
-    Args:
-        servers: Number of servers.
-        concurrency: Most requests at once on each.
-        prompts: Number of requests, of four samples of 800 tokens on average.
-        answer_format: See `PoolSpec.format`.
-    """
+    """Count what a small load costs: bytes per token, wake-ups per request, and connections per server."""
     before = asyncio.get_event_loop_policy()
     asyncio.set_event_loop_policy(CountingPolicy())
     try:

@@ -38,10 +38,8 @@ class PoolSpec:
     """The answers of the servers, and their timing.
 
     Attributes:
-        servers: Number of servers.
         mean: Mean number of tokens of a sample.
         cap: Largest number of tokens of a sample.
-        answers: Number of different samples.
         least_seconds, most_seconds: Each answer is sent after a random time between these.
         format: "json", or "binary" for requests that accept the package's binary format.
         core: Core to run on. None: any.
@@ -62,9 +60,7 @@ class PoolCounts:
     """Counts since the start of the pool.
 
     Attributes:
-        requests: Answered requests for completions.
         answer_bytes: Bytes of the bodies of these answers.
-        health: Health requests.
         opened: Most connections that one server has accepted.
         at_once: Most connections that one server has had open at the same time.
     """
@@ -77,11 +73,7 @@ class PoolCounts:
 
 
 class FakePool:
-    """Starts the process and ends it: use it as a context manager.
-
-    Args:
-        spec: What the servers answer.
-    """
+    """Starts the process and ends it: use it as a context manager."""
 
     def __init__(self, spec: PoolSpec) -> None:
         command = [sys.executable, "-m", "benchmarks.controller.fake_pool", json.dumps(asdict(spec))]

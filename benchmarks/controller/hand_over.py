@@ -28,12 +28,7 @@ SECONDS = 300.0  # limit of each collective, and of the receiver's end
 
 
 def send(rollouts: Sequence[Rollout], group: dist.ProcessGroup) -> None:
-    """Hand the rollouts to the other rank of the group, as the rollout service does: a file in memory, and its header.
-
-    Args:
-        rollouts: Rollouts of a step.
-        group: Rank 0 sends.
-    """
+    """Hand the rollouts to the other rank of the group, as the rollout service does: a file in memory, and its header."""
     memory = BatchMemory()
     header = memory.write(rollouts, {}, {})
     broadcast_object(header, group)
@@ -42,11 +37,7 @@ def send(rollouts: Sequence[Rollout], group: dist.ProcessGroup) -> None:
 
 
 def receive(group: dist.ProcessGroup) -> list[Rollout]:
-    """Return the rollouts that rank 0 sent.
-
-    Args:
-        group: The group of `send`.
-    """
+    """Return the rollouts that rank 0 sent."""
     header = broadcast_object(None, group)
     assert header is not None
     rollouts = read(header, header.path, header.experts_path)
@@ -55,11 +46,7 @@ def receive(group: dist.ProcessGroup) -> list[Rollout]:
 
 
 def hand_over(sizes: Sequence[float]) -> dict[str, list[Point]]:
-    """Measure one step's hand-over at each size. Returns the points of the sender and of the receiver.
-
-    Args:
-        sizes: Millions of tokens.
-    """
+    """Measure one step's hand-over at each size. Returns the points of the sender and of the receiver."""
     with tempfile.TemporaryDirectory(prefix="hand-over-") as folder:
         store = Path(folder) / "store"
         command = [sys.executable, "-m", "benchmarks.controller.hand_over", str(store), json.dumps(list(sizes))]

@@ -35,11 +35,7 @@ RETURNED_OF_12M = 512  # prompts that are returned to the stream; they grow with
 
 
 def make_rollouts(size: float) -> list[Rollout]:
-    """Return graded rollouts of groups of SAMPLES, with a boxed number at the end of each response.
-
-    Args:
-        size: Millions of response tokens, roughly.
-    """
+    """Return graded rollouts of groups of SAMPLES, with a boxed number at the end of each response."""
     draw = np.random.default_rng(0)
     found = []
     for place, number in enumerate(lengths(max(SAMPLES, round(size * 1e6 / MEAN)), MEAN, CAP, draw).tolist()):
@@ -61,11 +57,7 @@ def tokens_of(rollouts: Sequence[Rollout]) -> float:
 
 
 def grading(sizes: Sequence[float]) -> list[Point]:
-    """Measure grading in the process that collects: decoding and the last box. Workers are other processes.
-
-    Args:
-        sizes: Millions of tokens.
-    """
+    """Measure grading in the process that collects: decoding and the last box. Workers are other processes."""
     found = []
     with reward_of_run() as reward:
         for size in sizes:
@@ -81,11 +73,7 @@ def _score(reward: WeightedReward, groups: Sequence[list[Rollout]]) -> list[list
 
 
 def recording(sizes: Sequence[float]) -> dict[str, list[Point]]:
-    """Measure writing a step's rollouts, and reading them again for a replay.
-
-    Args:
-        sizes: Millions of tokens.
-    """
+    """Measure writing a step's rollouts, and reading them again for a replay."""
     found: dict[str, list[Point]] = {"write": [], "read": []}
     record_once = partial(record.write, step=1, metrics=Metrics())
     for size in [0.0, *sizes]:
@@ -105,11 +93,7 @@ def batch_of(rollouts: Sequence[Rollout]) -> TrainBatch:
 
 
 def select_and_pack(sizes: Sequence[float]) -> list[Point]:
-    """Measure what each rank does with the batch: flat tensors, minibatches of two epochs, packing one of PACK_DP shares.
-
-    Args:
-        sizes: Millions of tokens.
-    """
+    """Measure what each rank does with the batch: flat tensors, minibatches of two epochs, packing one of PACK_DP shares."""
 
     def work(rollouts: list[Rollout]) -> list[Any]:
         batch, alignment = batch_of(rollouts), Alignment()
@@ -138,11 +122,7 @@ def _filled(order: Sequence[int], sizes: Sequence[int]) -> list[list[int]]:
 
 
 def weighting(sizes: Sequence[float]) -> list[Point]:
-    """Measure the random keys of all tokens, which weighting objectives draw once per optimizer step.
-
-    Args:
-        sizes: Millions of tokens.
-    """
+    """Measure the random keys of all tokens, which weighting objectives draw once per optimizer step."""
     return _on_rollouts(sizes, lambda batch: hash_rows(1, batch.token_keys_N(torch.device("cpu"))), batch_of)
 
 
@@ -162,8 +142,6 @@ def plan(sizes: Sequence[float], dp: int, shared: bool = False) -> list[Point]:
     """Measure the plan of sequences of 8,300 tokens on average, with empty caches.
 
     Args:
-        sizes: Millions of tokens.
-        dp: Number of data-parallel ranks.
         shared: Groups of SAMPLES share their prompt, at pp 4. False: no prompt is shared, pp 8.
     """
 
@@ -188,12 +166,7 @@ def plan(sizes: Sequence[float], dp: int, shared: bool = False) -> list[Point]:
 
 
 def take(sizes: Sequence[float], dataset: int) -> list[Point]:
-    """Measure taking prompts that were returned to the stream. The returned prompts grow with the step.
-
-    Args:
-        sizes: Millions of tokens; 12 stands for RETURNED_OF_12M.
-        dataset: Prompts of the dataset.
-    """
+    """Measure taking prompts that were returned to the stream. The returned prompts grow with the step."""
     found, ids = [], (1, 2, 3)
     stream = PromptStream([Prompt(i, ids, "7") for i in range(dataset)], 0, shuffle=True)
     for size in sizes:

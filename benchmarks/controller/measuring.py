@@ -69,13 +69,7 @@ def resident_bytes() -> int:
 
 
 def fastest(size: float, work: Callable[[], Any], calls: int = 3) -> Point:
-    """Measure single calls with their peak memory, and return the fastest.
-
-    Args:
-        size: Of the point.
-        work: What is measured.
-        calls: Number of calls.
-    """
+    """Measure single calls with their peak memory, and return the fastest."""
     found = []
     for _ in range(calls):
         with PeakMemory() as memory:
@@ -88,13 +82,7 @@ def fastest(size: float, work: Callable[[], Any], calls: int = 3) -> Point:
 
 
 def repeated(size: float, work: Callable[[], Any], before: Callable[[], Any] = lambda: None) -> Point:
-    """Measure the mean of calls of at least LEAST_SECONDS together, without memory.
-
-    Args:
-        size: Of the point.
-        work: What is measured.
-        before: Called before each call; its time does not count.
-    """
+    """Measure the mean of calls of at least LEAST_SECONDS together, without memory."""
     total, calls = 0.0, 0
     while total < LEAST_SECONDS:
         before()
@@ -105,11 +93,7 @@ def repeated(size: float, work: Callable[[], Any], before: Callable[[], Any] = l
 
 
 def power_law(points: Sequence[Point]) -> tuple[float, float]:
-    """Return (exponent, factor) of CPU seconds = factor x size^exponent: least squares of the logarithms.
-
-    Args:
-        points: At least two points of different sizes.
-    """
+    """Return (exponent, factor) of CPU seconds = factor x size^exponent: least squares of the logarithms."""
     x = [math.log(point.size) for point in points]
     y = [math.log(max(point.cpu_seconds, 1e-6)) for point in points]
     mean_x, mean_y = sum(x) / len(x), sum(y) / len(y)

@@ -23,8 +23,6 @@ class GrowthRow:
     """One row that grows with the step.
 
     Attributes:
-        title: What is measured.
-        points: Its measurements.
         target: Bound on the CPU seconds per million tokens at the largest measured size. None: there is none.
     """
 
@@ -51,11 +49,8 @@ class SingleFigure:
     """One number.
 
     Attributes:
-        title: What is measured.
         value: The number. None: what was to be measured did not run.
         unit: Its unit; "" for a count or a ratio.
-        target: Bound on the number.
-        note: Further facts in words.
     """
 
     title: str

@@ -21,12 +21,7 @@ def load_results(path: Path) -> Results:
 
 
 def save_results(path: Path, results: Results) -> None:
-    """Write the figures as JSON and, next to it, their tables as Markdown.
-
-    Args:
-        path: The JSON file.
-        results: The figures.
-    """
+    """Write the figures as JSON and, next to it, their tables as Markdown."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(results, indent=1) + "\n")
     path.with_suffix(".md").write_text(markdown(results))

@@ -35,9 +35,6 @@ def tail(answer_format: str) -> dict[str, float]:
     """Measure the seconds from a complete answer of SAMPLES x TAIL_TOKENS on the server to the graded group, and its tokens.
 
     The server has the answer ready: how long a real server takes to build it is not in here, nor is the hand-over to the ranks.
-
-    Args:
-        answer_format: See `PoolSpec.format`.
     """
     sampling = SamplingParams(samples=SAMPLES, max_tokens=TAIL_TOKENS, stop_token_ids=(END,))
     spec = PoolSpec(1, TAIL_TOKENS * 4, TAIL_TOKENS, answers=SAMPLES, format=answer_format)
@@ -61,10 +58,7 @@ def open_files(requests: int, servers: int, hard: int | None) -> dict[str, Any]:
     """Send concurrent requests from a process that may open few files.
 
     Args:
-        requests: Requests at once.
-        servers: Number of servers.
         hard: Hard limit of open files. None: as it is. The soft limit is SOFT_LIMIT.
-
     Returns:
         Whether that ran, the last line of its errors, and the most connections that a server had open at once.
     """

@@ -71,12 +71,7 @@ def make_rank_step() -> Callable[[], None]:
 
 
 def steps_per_second(step: Callable[[], None], done: Callable[[], bool]) -> float:
-    """Return how often the calling thread runs `step` in a second, until something is done.
-
-    Args:
-        step: See `make_rank_step`.
-        done: Asked every POLL_SECONDS; its time counts.
-    """
+    """Return how often the calling thread runs `step` in a second, until something is done."""
     start = asked = time.monotonic()
     count = 0
     while True:
@@ -92,13 +87,7 @@ def steps_per_second(step: Callable[[], None], done: Callable[[], bool]) -> floa
 
 @contextlib.contextmanager
 def driver_of(folder: Path, core: int, urls: Sequence[str]) -> Iterator[ServiceDriver]:
-    """Yield rank 0's driver, whose service runs on one core.
-
-    Args:
-        folder: An empty folder for the model's files, the data and the run.
-        core: Core of the service and all that it starts.
-        urls: Base URLs of the servers.
-    """
+    """Yield rank 0's driver, whose service runs on one core."""
     model, data, run = folder / "model", folder / "data.jsonl", folder / "run"
     write_tokenizer(model)
     (model / "config.json").write_text(json.dumps({"eos_token_id": END, "vocab_size": VOCABULARY}))
@@ -132,12 +121,7 @@ def driver_of(folder: Path, core: int, urls: Sequence[str]) -> Iterator[ServiceD
 
 
 def finished(driver: ServiceDriver, task: ServiceTask) -> None:
-    """Release the memory of a step that is done.
-
-    Args:
-        driver: The driver.
-        task: The result of `driver.collect`.
-    """
+    """Release the memory of a step that is done."""
     header = task.wait().result
     assert header.tokens > PROMPTS * SAMPLES * MEAN / 2
     driver.release(header.path)

@@ -13,13 +13,7 @@ TARGETS = {
 
 
 def name_of(row: int, what: str, rows: int = ROWS, vocab: int = VOCAB, hidden: int = HIDDEN) -> str:
-    """Return the name of a measure.
-
-    Args:
-        row: 8 or 9.
-        what: The measured quantity.
-        rows, vocab, hidden: Sizes; the hidden size is part of row 9's names.
-    """
+    """Return the name of a measure."""
     return f"{what}, {rows} x {vocab} bf16" + (f", hidden {hidden}" if row == 9 else "")
 
 

@@ -26,12 +26,7 @@ OLD, UPDATES = "old log-probs", "updates"
 
 
 def rollouts(cfg: Config, work: Workload) -> list[Rollout]:
-    """Return rollouts of random tokens with the lengths that the plan assumes; every other sample of a group is right.
-
-    Args:
-        cfg: The run's config.
-        work: Lengths of prompts and responses.
-    """
+    """Return rollouts of random tokens with the lengths that the plan assumes; every other sample of a group is right."""
     rng, (_, arch) = random.Random(cfg.seed), read_model(cfg.model.path)
     samples = cfg.rollout.samples_per_prompt
     lengths = work.sequences(cfg.rollout.prompts_per_step * samples)
@@ -75,12 +70,7 @@ class MeasuredSteps:
         return known
 
     def finish(self, step: int, batch: TrainBatch) -> None:
-        """Make the second half of a step: all updates.
-
-        Args:
-            step: Number of the step.
-            batch: Result of `begin`.
-        """
+        """Make the second half of a step: all updates."""
 
         def updates() -> None:
             for minibatch in batch.epochs(self.cfg.training.epochs, self.cfg.training.minibatch_prompts, step):

@@ -32,26 +32,13 @@ def on_gpu(call: Call, given: Any) -> tuple[float, float]:
 def seconds(
     prepare: Callable[[], Any], alternatives: Mapping[str, Call], device: torch.device, repetitions: int
 ) -> dict[str, float]:
-    """Return the median seconds of each alternative, all in turn.
-
-    Args:
-        prepare: Makes what an alternative consumes; its time does not count.
-        alternatives: What is timed, by name.
-        device: Selects CUDA events or the clock.
-        repetitions: Timed rounds.
-    """
+    """Return the median seconds of each alternative, all in turn."""
     timed = on_gpu if device.type == "cuda" else on_host
     return {name: t.wall for name, t in interleaved(prepare, alternatives, repetitions, timed).items()}
 
 
 def peak_bytes(call: Call, given: Any, device: torch.device) -> int:
-    """Return the peak bytes allocated during the call, above the start.
-
-    Args:
-        call: The alternative.
-        given: Its argument.
-        device: Where it allocates.
-    """
+    """Return the peak bytes allocated during the call, above the start."""
     if device.type != "cuda":
         return peak_extra_bytes(lambda: call(given))
     torch.cuda.synchronize()
@@ -86,24 +73,12 @@ def peaks(prepare: Callable[[], Any], alternatives: Mapping[str, Call], device: 
 
 
 def copy_bandwidth(size: int, device: torch.device, repetitions: int) -> float:
-    """Return the bytes per second, read and written, of copying `size` bytes on the device.
-
-    Args:
-        size: Bytes.
-        device: Where they are.
-        repetitions: Timed rounds.
-    """
+    """Return the bytes per second, read and written, of copying `size` bytes on the device."""
     source, target = (torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2))
     return 2 * size / seconds(lambda: None, {"copy": lambda _: target.copy_(source)}, device, repetitions)["copy"]
 
 
 def matmul_rate(size: int, device: torch.device, repetitions: int) -> float:
-    """Return the floating-point operations per second of a bf16 product of two square matrices.
-
-    Args:
-        size: Rows of a matrix.
-        device: Where they are.
-        repetitions: Timed rounds.
-    """
+    """Return the floating-point operations per second of a bf16 product of two square matrices."""
     a, b = (torch.randn(size, size, dtype=torch.bfloat16, device=device) for _ in range(2))
     return 2 * size**3 / seconds(lambda: None, {"mm": lambda _: torch.mm(a, b)}, device, repetitions)["mm"]

@@ -32,12 +32,7 @@ SQUARE = 8192  # rows of the matrices whose product is the ceiling
 
 
 def logits_of(rows: int, vocab: int, device: torch.device) -> Callable[[], Inputs]:
-    """Return a function that makes fresh bf16 logits, not a leaf, and their labels and gradients.
-
-    Args:
-        rows, vocab: Shape of the logits.
-        device: Where they are.
-    """
+    """Return a function that makes fresh bf16 logits, not a leaf, and their labels and gradients."""
     torch.manual_seed(0)
     source = torch.randn(rows, vocab, dtype=torch.bfloat16, device=device).mul_(3).requires_grad_()
     labels = torch.randint(0, vocab, (rows,), device=device)
@@ -46,12 +41,7 @@ def logits_of(rows: int, vocab: int, device: torch.device) -> Callable[[], Input
 
 
 def layer_of(rows: int, vocab: int, hidden: int, device: torch.device) -> Callable[[], Layer]:
-    """Return a function that gives the inputs of an output layer whose weight has a `main_grad` in fp32, as in Megatron.
-
-    Args:
-        rows, vocab, hidden: Sizes.
-        device: Where they are.
-    """
+    """Return a function that gives the inputs of an output layer whose weight has a `main_grad` in fp32, as in Megatron."""
     torch.manual_seed(0)
     states = torch.randn(rows, hidden, dtype=torch.bfloat16, device=device).requires_grad_()
     weight = torch.randn(vocab, hidden, dtype=torch.bfloat16, device=device).mul_(3 * hidden**-0.5).requires_grad_()
@@ -71,12 +61,7 @@ def liger_statistics(given: Inputs) -> tuple[Tensor, ...]:
 
 
 def our_layer(given: Layer, budget: int) -> tuple[Tensor | None, ...]:
-    """Run our output layer, forward and backward. The weight's gradient is added to its `main_grad`.
-
-    Args:
-        given: Inputs of the layer.
-        budget: Bytes of logits that may be kept.
-    """
+    """Run our output layer, forward and backward. The weight's gradient is added to its `main_grad`."""
     hidden, weight, labels, gradients = given
     stats = output_layer_stats(hidden, weight, labels, 1.0, None, logits_budget=budget)
     outputs = [stats.logprob_R, stats.entropy_R]
@@ -84,11 +69,7 @@ def our_layer(given: Layer, budget: int) -> tuple[Tensor | None, ...]:
 
 
 def our_layer_mm_then_add(given: Layer, budget: int) -> tuple[Tensor | None, ...]:
-    """Run `our_layer` with the weight gradient's sum as before PyTorch 2.10: a product, then an addition in fp32.
-
-    Args:
-        given, budget: As in `our_layer`.
-    """
+    """Run `our_layer` with the weight gradient's sum as before PyTorch 2.10: a product, then an addition in fp32."""
     fused, output_layer.ADDS_WITHIN_PRODUCT = output_layer.ADDS_WITHIN_PRODUCT, False
     try:
         return our_layer(given, budget)
@@ -97,12 +78,7 @@ def our_layer_mm_then_add(given: Layer, budget: int) -> tuple[Tensor | None, ...
 
 
 def unfused_layer(given: Layer, statistics: Statistics) -> tuple[Tensor, ...]:
-    """Run a linear layer, then statistics of its logits, forward and backward.
-
-    Args:
-        given: Inputs of the layer.
-        statistics: The alternative.
-    """
+    """Run a linear layer, then statistics of its logits, forward and backward."""
     hidden, weight, labels, gradients = given
     outputs = statistics(linear(hidden, weight), labels)
     upstream = [g.to(x.dtype) for g, x in zip(gradients, outputs, strict=True)]
@@ -136,12 +112,7 @@ def gemms(given: Layer) -> tuple[Tensor, ...]:
 
 
 def installed(calls: Mapping[str, Call], module_of: Mapping[str, str]) -> dict[str, Call]:
-    """Return the calls whose module can be imported.
-
-    Args:
-        calls: All calls, by name.
-        module_of: Module that must be importable, for some of the names.
-    """
+    """Return the calls whose module can be imported."""
     found = dict(calls)
     for name, module in module_of.items():
         try:
@@ -156,16 +127,7 @@ def measure(
     peers: Path | None, device: torch.device, rows: int = ROWS, vocab: int = VOCAB, hidden: int = HIDDEN,
     repetitions: int = 20, square: int = SQUARE, only: Collection[int] = (8, 9),
 ) -> Iterator[Measure]:  # fmt: skip
-    """Yield each measure when it is known. Fused kernels of peers run only on a GPU.
-
-    Args:
-        peers: A folder with installed peers.
-        device: Where to measure.
-        rows, vocab, hidden: Sizes.
-        repetitions: Timed rounds.
-        square: Rows of the matrices whose product is the ceiling.
-        only: The rows to measure.
-    """
+    """Yield each measure when it is known. Fused kernels of peers run only on a GPU."""
     statistics, on_gpu = alternatives(peers, forms=True), device.type == "cuda"
     size = 2 * rows * vocab
     logit_calls: dict[str, Call] = {k: partial(forward_backward, s) for k, s in statistics.items()}

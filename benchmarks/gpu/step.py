@@ -54,7 +54,6 @@ class StepResult:
         seconds: Median seconds by phase.
         planned: Predicted seconds by phase; None for a GPU that `tepo plan` does not know.
         planned_gib: Predicted memory without NOT_ALLOCATED.
-        tokens: Tokens of all sequences.
         peak_gib: Peak memory; None without a GPU.
         noise: Noise of dH in nats.
         logprobs_N: Log-probs of the first step's response tokens.
@@ -70,13 +69,7 @@ class StepResult:
 
 
 def measured(args: argparse.Namespace, overrides: Sequence[str], precision: str) -> StepResult:
-    """Run the ranks. Raises CalledProcessError if they fail; their output has been shown then.
-
-    Args:
-        args: The command line.
-        overrides: Arguments `--section.key VALUE`.
-        precision: A value of model.precision.
-    """
+    """Run the ranks. Raises CalledProcessError if they fail; their output has been shown then."""
     words = overrides_here(args.config, [*overrides, "--model.precision", precision], installed())
     cfg = load_config(args.config, words)
     gpu = args.gpu or gpu_here(cfg.platform)
@@ -105,11 +98,6 @@ def measured(args: argparse.Namespace, overrides: Sequence[str], precision: str)
 def overrides_here(config: str, overrides: list[str], found: frozenset[str]) -> list[str]:
     """Return the overrides, with PyTorch's attention where the layers are PyTorch's: `tepo plan` takes `auto` for the images'
     Transformer Engine, whose attention needs less memory.
-
-    Args:
-        config: File of the config.
-        overrides: Arguments `--section.key VALUE`.
-        found: What `installed` returns.
     """
     cfg = load_config(config, overrides)
     layers = choose(cfg.model, cfg.megatron, cfg.platform, found, cp=cfg.parallel.cp).layers
@@ -122,12 +110,7 @@ def gpu_here(platform: str) -> str | None:
 
 
 def as_object(found: StepResult, first: StepResult) -> dict[str, Any]:
-    """Return the result as it is written to JSON.
-
-    Args:
-        found: The result.
-        first: The result of the first precision, for the log-probs' difference.
-    """
+    """Return the result as it is written to JSON."""
     apart = (found.logprobs_N - first.logprobs_N).abs()
     return {
         "seconds": found.seconds, "planned": found.planned, "tokens_per_second": found.tokens / sum(found.seconds.values()),

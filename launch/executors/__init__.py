@@ -25,7 +25,6 @@ class Executor(Protocol):
         RUN_IS_HERE: True if `launch` and the machines share the run's folder, so that `launch` creates it and looks there for a
             finished run.
         QUEUES: True if a job waits before it runs, so that a preflight comes first.
-
     The type of a job before its start is private to the module.
     """
 
@@ -37,41 +36,22 @@ class Executor(Protocol):
         """Return the id of the newest job of a folder, for a job that is to wait for it."""
 
     def check(self, cluster: Cluster, cfg: Config | None) -> None:
-        """Check that the profile has what is needed, and nothing meaningless, before a run's machines are counted.
-
-        Args:
-            cluster: The cluster's profile.
-            cfg: The run's config; None for a command.
-        """
+        """Check that the profile has what is needed, and nothing meaningless, before a run's machines are counted."""
 
     def check_run(self, cfg: Config, cluster: Cluster, layout: Layout) -> None:
-        """Check that the machines have the run's files, and that the run can continue after a restart.
-
-        Args:
-            cfg: The run's config.
-            cluster: The cluster's profile.
-            layout: Machines of the run.
-        """
+        """Check that the machines have the run's files, and that the run can continue after a restart."""
 
     def training(self, cfg: Config, cluster: Cluster, layout: Layout, after: str | None, slot: JobFolder) -> Any:
         """Return the job of a run.
 
         Args:
-            cfg: The run's config.
-            cluster: The cluster's profile.
-            layout: Machines of the run.
             after: Id of a job to wait for; None: no waiting.
-            slot: Folder of the submission, which does not exist yet.
         """
 
     def command(self, kind: str, words: Sequence[str], slot: JobFolder, cluster: Cluster, after: str | None) -> Any:
         """Check and return the job of a command.
 
         Args:
-            kind: `convert` or `evaluate`.
-            words: Words of the command.
-            slot: Folder of the submission, which does not exist yet.
-            cluster: The cluster's profile.
             after: Id of a job to wait for; None: no waiting.
         """
 
@@ -81,20 +61,12 @@ class Executor(Protocol):
     def start(self, job: Any, slot: JobFolder) -> int:
         """Submit or run a job and record it in its folder, which exists.
 
-        Args:
-            job: From `training` or `command`.
-            slot: Folder of the submission.
-
         Returns:
             The exit status of `launch`.
         """
 
     def find(self, slot: JobFolder) -> str | None:
-        """Return the id of the job that was submitted from a folder and not recorded. None: there is none, or nobody knows.
-
-        Args:
-            slot: Folder of the submission.
-        """
+        """Return the id of the job that was submitted from a folder and not recorded. None: there is none, or nobody knows."""
 
     def state(self, job: SubmittedJob) -> str:
         """Return the state of a job as text."""
@@ -103,19 +75,12 @@ class Executor(Protocol):
         """Return whether a job has ended for good, or is unknown to the scheduler."""
 
     def logs(self, job: SubmittedJob, folder: Path, selection: LogSelection) -> str:
-        """Return the last lines of a job's logs; empty if there are none yet.
-
-        Args:
-            job: The job.
-            folder: Its folder.
-            selection: The part of the logs to return.
-        """
+        """Return the last lines of a job's logs; empty if there are none yet."""
 
     def attach(self, job: SubmittedJob, node: str | None) -> list[str]:
         """Return the words of a command that opens an interactive shell on a machine of a running job.
 
         Args:
-            job: The job.
             node: Name or index of the machine. None: the first.
         """
 

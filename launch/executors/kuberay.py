@@ -31,12 +31,7 @@ def after(folder: Path) -> NoReturn:
 
 
 def check(cluster: Cluster, cfg: Config | None) -> None:
-    """Check the profile, and that every path of a run or of launch itself is on a claim.
-
-    Args:
-        cluster: The cluster's profile.
-        cfg: The run's config; None for a command.
-    """
+    """Check the profile, and that every path of a run or of launch itself is on a claim."""
     checks.check_section(cluster, NAME)
     checks.raise_all(_faults(cluster, cfg))
 
@@ -75,11 +70,7 @@ def _unseen(used: Sequence[tuple[str, str]], section: KubeRayConfig) -> Iterator
 
 
 def check_run(cfg: Config, cluster: Cluster, layout: Layout) -> None:
-    """Do nothing: `check` has already checked the paths.
-
-    Args:
-        cfg, cluster, layout: Unused.
-    """
+    """Do nothing: `check` has already checked the paths."""
 
 
 def training(cfg: Config, cluster: Cluster, layout: Layout, after: str | None, slot: JobFolder) -> RayJob:
@@ -124,7 +115,6 @@ def attach(job: SubmittedJob, node: str | None) -> list[str]:
     """Return the words that open an interactive shell in the pod of a machine, through kubectl.
 
     Args:
-        job: The job.
         node: Index of the machine, in the order of on_ray.py. None: the first.
     """
     namespace = job.id.partition("/")[0]
@@ -135,11 +125,6 @@ def logs(job: SubmittedJob, folder: Path, selection: LogSelection) -> str:
     """Return the last lines of the job's log files; if there are none yet, the submitter's output.
 
     The names of the files end with the submission's number, like the id.
-
-    Args:
-        job: The job.
-        folder: Its folder.
-        selection: The part of the logs to print.
     """
     paths = sorted(jobs.launch_folder(folder).glob(f"*-{job.id.rpartition('-')[2]}.log"))
     printed = "" if paths else _client().submitter_output(job.id, selection.lines)

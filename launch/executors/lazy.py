@@ -42,14 +42,7 @@ def submission(
     """Return a submission, through launch/nemo.py.
 
     Args:
-        slot: Folder of the submission.
-        tasks: Tasks of the job.
-        cluster: The cluster's profile.
         after: Number of a Slurm job that must succeed first; None: no waiting.
-        setup: Shell code for the batch script.
-        requeued: The job gets a signal before its time limit.
-        spare_nodes: Machines in addition to those of the tasks.
-        variables: Names of variables that `setup` exports for the tasks.
     """
     os.environ["NEMORUN_HOME"] = str(slot.home)
     nemo = imported("launch.nemo")

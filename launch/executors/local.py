@@ -92,13 +92,7 @@ def cancel(job: SubmittedJob) -> str:
 
 
 def _script(cluster: Cluster, layout: Layout, slot: JobFolder) -> str:
-    """Return all tasks of a run as one script. Disaggregated servers run next to the ranks and end with them.
-
-    Args:
-        cluster: The cluster's profile.
-        layout: Machines of the run.
-        slot: Folder of the job.
-    """
+    """Return all tasks of a run as one script. Disaggregated servers run next to the ranks and end with them."""
     train = scripts.joined([cluster.python, "-m", "tepo_megatron", "train", slot.config])
     lines = [*scripts.head(Path.cwd()), *_exports(cluster, slot)]
     if not layout.serve_nodes:
@@ -108,12 +102,7 @@ def _script(cluster: Cluster, layout: Layout, slot: JobFolder) -> str:
 
 
 def _exports(cluster: Cluster, slot: JobFolder) -> list[str]:
-    """Return the first lines of a script: its variables, its code, and the record of its packages.
-
-    Args:
-        cluster: The cluster's profile.
-        slot: Folder of the job.
-    """
+    """Return the first lines of a script: its variables, its code, and the record of its packages."""
     exports = [f"export {name}={value}" for name, value in scripts.variables(cluster, slot.home).items()]
     return [*exports, *slot.shell_lines(), *scripts.package_lines(cluster, slot.packages)]
 

@@ -40,13 +40,7 @@ def check(cluster: Cluster, cfg: Config | None) -> None:
 
 
 def check_run(cfg: Config, cluster: Cluster, layout: Layout) -> None:
-    """Check that the machines have the run's files, share them, and do not lose them.
-
-    Args:
-        cfg: The run's config.
-        cluster: The cluster's profile.
-        layout: Machines of the run.
-    """
+    """Check that the machines have the run's files, share them, and do not lose them."""
     sky = cluster.skypilot
     assert sky is not None, "checked before"
     checks.check_paths([Path.cwd(), cfg.run_dir])
@@ -187,11 +181,6 @@ def run_script(cfg: Config, cluster: Cluster, layout: Layout) -> str:
     """Return the script that each machine runs after the setup.
 
     On separate machines the servers end when training has ended, with its status.
-
-    Args:
-        cfg: The run's config.
-        cluster: The cluster's profile.
-        layout: Machines of the run.
     """
     sky = cluster.skypilot
     assert sky is not None, "checked before"
@@ -217,13 +206,7 @@ def run_script(cfg: Config, cluster: Cluster, layout: Layout) -> str:
 
 
 def _check_lines(cluster: Cluster, nodes: int, gpus: int) -> list[str]:
-    """Return lines that check all machines, end the start if one is bad, and set the head's `address` and `port`.
-
-    Args:
-        cluster: The cluster's profile.
-        nodes: Number of machines.
-        gpus: GPUs that each of them must have.
-    """
+    """Return lines that check all machines, end the start if one is bad, and set the head's `address` and `port`."""
     names = [f"machine-{i}" for i in range(nodes)]
     folder = '"$job.$start.check"; mkdir -m 700 "$check" 2>/dev/null || [ -d "$check" ]' if nodes > 1 else "$(mktemp -d)"
     program = scripts.joined([cluster.python, f"{nemo_sky.CODE}/launch/{check_step.CHECK}"])

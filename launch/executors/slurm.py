@@ -64,14 +64,7 @@ def training(cfg: Config, cluster: Cluster, layout: Layout, after: str | None, s
 
 
 def check_setup(cluster: Cluster, slot: JobFolder, nodes: int, gpus: int) -> str:
-    """Return the shell code of the node check for a batch script.
-
-    Args:
-        cluster: The cluster's profile.
-        slot: Folder of the job.
-        nodes: Machines that the job uses.
-        gpus: GPUs that each of them must have.
-    """
+    """Return the shell code of the node check for a batch script."""
     exports = sorted({*scripts.variables(cluster, slot.home), "LAUNCH_CHECK"})
     return check_step.check_lines(cluster, Path.cwd(), slot, nodes, gpus, exports)
 
@@ -106,11 +99,7 @@ def start(job: Submission, slot: JobFolder) -> int:
 
 
 def find(slot: JobFolder) -> str | None:
-    """Return the number of the job in the queue whose batch script is that of a submission.
-
-    Args:
-        slot: Folder of the submission.
-    """
+    """Return the number of the job in the queue whose batch script is that of a submission."""
     listed = _call("squeue", "--noheader", "--me", "--format", "%i|%o")
     if listed.returncode:
         raise ConfigError(f"squeue: {' '.join(listed.stderr.split())}; try again once Slurm answers")
@@ -147,7 +136,6 @@ def attach(job: SubmittedJob, node: str | None) -> list[str]:
     """Return the words that open an interactive shell on a machine of the job, in a step next to its tasks.
 
     Args:
-        job: The job.
         node: Name of the machine, or its index in the job. None: the first.
     """
     words = _shown(job)
@@ -193,11 +181,6 @@ def batch_setup(cfg: Config, slurm: SlurmConfig, home: Path) -> str:
     At the signal it asks the run to save and end, and requeues the job when the run has done so, or shortly before the limit.
     After a failure it requeues the job at once, unless earlier starts failed at the same checkpoint. The batch script itself
     may be killed; a separate step detects that and does the same.
-
-    Args:
-        cfg: The run's config.
-        slurm: Section of the profile.
-        home: Folder for the log of that step, and for the checkpoints at which starts of the job failed.
     """
     name = cfg.run_dir.absolute().name
     log, failures, idle = (shlex.quote(str(home / f"{name}-{what}")) for what in ("guard-%j.log", "failures-", "idle-"))
@@ -208,12 +191,6 @@ def _before_the_limit(slurm: SlurmConfig, run: Path, failures: str, idle: str) -
     """Return the shell code that requeues the job before its time limit, with the variables that `_after_a_failure` also reads.
 
     The request is repeated, because a run that is just starting removes older ones.
-
-    Args:
-        slurm: Section of the profile.
-        run: Folder of the run.
-        failures: Quoted start of the path of the file that lists failed starts.
-        idle: The same for starts in a row that ended before their time limit without a new checkpoint.
     """
     patience = patience_of(slurm.warning_seconds)
     limit = slurm.idle_starts or "$((times + 1))"
@@ -266,12 +243,7 @@ if [ -n "${{early:-}}" ]; then later & fi
 
 
 def _after_a_failure(slurm: SlurmConfig, log: str) -> str:
-    """Return the shell code that requeues the job after a failed task or the batch script's own death.
-
-    Args:
-        slurm: Section of the profile.
-        log: Quoted path of the log of the step that notices that death.
-    """
+    """Return the shell code that requeues the job after a failed task or the batch script's own death."""
     return f"""
 # queued again after a failure, unless {slurm.error_restarts + 1} starts failed at one checkpoint
 job_says() {{ scontrol show job --oneliner "$SLURM_JOB_ID" | grep -qE "$1"; }}

@@ -35,12 +35,7 @@ class Report:
     notes: list[str] = field(default_factory=list)
 
     def attempt(self, call: Callable[..., T], *args: Any) -> T | None:
-        """Return the result of a call; for a ConfigError add its lines to the faults and return None.
-
-        Args:
-            call: The function.
-            args: Its arguments.
-        """
+        """Return the result of a call; for a ConfigError add its lines to the faults and return None."""
         try:
             return call(*args)
         except ConfigError as e:
@@ -56,11 +51,7 @@ def read(config: str, overrides: Sequence[str], profile: str | None, executor: E
     """Read a config and a profile and check everything about the run that can be known here.
 
     Args:
-        config: Path of the run's config.
-        overrides: Keys of the command line.
         profile: Path of the cluster's profile. None: no profile.
-        executor: The executor.
-
     Returns:
         The config, the profile and the layout.
 
@@ -89,12 +80,7 @@ def read(config: str, overrides: Sequence[str], profile: str | None, executor: E
 
 
 def check_command(cluster: Cluster, executor: Executor) -> None:
-    """Check what a command such as `convert` needs of the cluster. Raise ConfigError with a line for each fault.
-
-    Args:
-        cluster: The cluster's profile.
-        executor: The executor.
-    """
+    """Check what a command such as `convert` needs of the cluster. Raise ConfigError with a line for each fault."""
     report = Report()
     report.attempt(executor.check, cluster, None)
     report.add(image.faults(cluster, executor.NAME))

@@ -14,12 +14,7 @@ _EXAMPLES = ("my-account", "my-context", "my-volume", "my-bucket")
 
 
 def faults(cluster: Cluster, executor: str) -> Iterator[str]:
-    """Yield the faults of the tasks' environment.
-
-    Args:
-        cluster: The cluster's profile.
-        executor: Name of the executor.
-    """
+    """Yield the faults of the tasks' environment."""
     yield from _examples(cluster)
     container = cluster.container
     if executor == "slurm":

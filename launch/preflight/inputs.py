@@ -22,13 +22,7 @@ _FIRST_BYTES = 4 * 2**20  # of a file of prompts, enough for its first row
 
 
 def faults(cfg: Config, cluster: Cluster, here: bool) -> Iterator[str]:
-    """Yield the faults of what the run reads.
-
-    Args:
-        cfg: The run's config.
-        cluster: The cluster's profile.
-        here: The machines read the files that this machine sees. Otherwise only names are checked.
-    """
+    """Yield the faults of what the run reads."""
     offline = any(cluster.environment.get(name, "0") not in ("0", "") for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"))
     for key, path in (("model.path", cfg.model.path), ("objective.ref_kl.path", cfg.objective.reference_path)):
         if path is not None and here:
@@ -83,12 +77,7 @@ def _data(key: str, source: str, prompt_key: str | None, cluster: Cluster, *, of
     """Yield the faults of a set of prompts.
 
     Args:
-        key: Key of the config.
-        source: Its value: files, or a dataset of the hub, perhaps with a slice.
         prompt_key: Key of the prompt in a row. None: the run detects it.
-        cluster: The cluster's profile.
-        offline: Jobs may not use the hub.
-        here: As in `faults`.
     """
     match = SLICE.fullmatch(source)
     path = match["source"] if match is not None else source

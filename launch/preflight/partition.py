@@ -14,12 +14,7 @@ _GPUS = re.compile(r"\bgpu(?::[A-Za-z][\w.-]*)?:(\d+)")
 
 
 def faults(cluster: Cluster, layout: Layout) -> Iterator[str]:
-    """Yield what the partition of a job does not have. Without a partition, `sinfo` or its answer nothing is checked.
-
-    Args:
-        cluster: The cluster's profile.
-        layout: Machines of the run.
-    """
+    """Yield what the partition of a job does not have. Without a partition, `sinfo` or its answer nothing is checked."""
     slurm = cluster.slurm
     if slurm is None or slurm.partition is None:
         return

@@ -16,13 +16,7 @@ STEPS_TO_SAVE = 1  # steps that may pass between the warning and a complete chec
 
 
 def check(cfg: Config, cluster: Cluster, report: Report) -> None:
-    """Add the verdict of `tepo plan` to a report, and the fault of a warning that is shorter than a step.
-
-    Args:
-        cfg: The run's config.
-        cluster: The cluster's profile.
-        report: What the preflight found so far.
-    """
+    """Add the verdict of `tepo plan` to a report, and the fault of a warning that is shorter than a step."""
     if cfg.platform != "cuda":
         return
     gpu = cluster.gpu or (cluster.skypilot.gpu if cluster.skypilot is not None else None) or "H100"
@@ -51,10 +45,7 @@ def _check_warning(cluster: Cluster, predictor: Any, seconds: float, report: Rep
     """Add a fault if the step that runs when the warning comes takes longer than the batch script waits for it.
 
     Args:
-        cluster: The cluster's profile.
-        predictor: Predictor of `tepo plan`.
         seconds: Predicted time of a step.
-        report: What the preflight found so far.
     """
     slurm = cluster.slurm
     if slurm is None or not slurm.restarts:

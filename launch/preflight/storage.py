@@ -15,12 +15,7 @@ _WEIGHT_BYTES = {"fp32": 4, "bf16": 2}
 
 
 def host_path(path: str | Path, cluster: Cluster) -> Path:
-    """Return where a path of the tasks is on this machine: with a container, on the host's side of its mount.
-
-    Args:
-        path: The path; relative ones begin in the working directory, which is mounted at its own path.
-        cluster: The cluster's profile.
-    """
+    """Return where a path of the tasks is on this machine: with a container, on the host's side of its mount."""
     place = Path(path).absolute()
     mounts = [] if cluster.container is None else [mount.split(":")[:2] for mount in cluster.container.all_mounts]
     inside = [(Path(target), Path(source)) for source, target in mounts if place.is_relative_to(target)]
@@ -31,12 +26,7 @@ def host_path(path: str | Path, cluster: Cluster) -> Path:
 
 
 def faults(cfg: Config, cluster: Cluster) -> Iterator[str]:
-    """Yield the faults of the run's folder.
-
-    Args:
-        cfg: The run's config.
-        cluster: The cluster's profile.
-    """
+    """Yield the faults of the run's folder."""
     folder = host_path(cfg.output, cluster)
     while not folder.exists():
         folder = folder.parent
@@ -52,12 +42,7 @@ def faults(cfg: Config, cluster: Cluster) -> Iterator[str]:
 
 
 def written_bytes(cfg: Config, model: Path) -> float:
-    """Return the bytes that a run keeps on its disk: checkpoints, one more while it is written, and the exported model.
-
-    Args:
-        cfg: The run's config.
-        model: Folder of the model on this machine. Without weights in it the result is 0.
-    """
+    """Return the bytes that a run keeps on its disk: checkpoints, one more while it is written, and the exported model."""
     sizes = sum(file.stat().st_size for file in model.glob("*.safetensors"))
     parameters = sizes / 2  # checkpoints on the hub are in bf16
     weight = _WEIGHT_BYTES[cfg.model.dtype]

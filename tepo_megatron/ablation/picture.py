@@ -41,25 +41,13 @@ class LineStyle:
 
 
 def write_picture(plan: AblationPlan, table: Sequence[MethodRow], outcomes: Mapping[str, Mapping[int, RunOutcome]]) -> Path:
-    """Draw the runs that ended without error into the ablation's folder; return the picture's path.
-
-    Args:
-        plan: Plan of the ablation.
-        table: One row per run.
-        outcomes: Outcomes by run and seed, without failed ones.
-    """
+    """Draw the runs that ended without error into the ablation's folder; return the picture's path."""
     with matplotlib.rc_context(STYLE):
         return save_picture(draw(plan, table, outcomes), plan.folder / "ablation.png")
 
 
 def draw(plan: AblationPlan, table: Sequence[MethodRow], outcomes: Mapping[str, Mapping[int, RunOutcome]]) -> Figure:
-    """Return the whole figure. Runs of which every seed failed are left out; at least one run must be left.
-
-    Args:
-        plan: Plan of the ablation.
-        table: One row per run.
-        outcomes: Outcomes by run and seed, without failed ones.
-    """
+    """Return the whole figure. Runs of which every seed failed are left out; at least one run must be left."""
     shown = [row for row in table if row.after is not None]
     looks = _looks(plan, shown)
     extra = [panel for panel in WHERE_THERE_IS_ONE if any(_has(panel[1], outcomes[row.name]) for row in shown)]

@@ -40,8 +40,6 @@ class AblationFile:
         runs: Name -> keys of that run alone. A list of objectives is short for runs of these names.
         seeds: Seeds; each run is trained once with each.
         baseline: Run that the others are compared with. None: the first run.
-        overrides: Keys merged into every run.
-        output: Folder for results.
         overwrite: Replace finished runs that were made with another config.
     """
 
@@ -71,10 +69,7 @@ class AblationPlan:
     """The runs of an ablation in the order of training: all seeds of the first run, then of the next.
 
     Attributes:
-        name: Name of the ablation.
-        folder: Folder for the results.
         baseline: Run that the others are compared with.
-        seeds: Seeds of every run.
         runs: Name -> seed -> complete training config.
         own: Name -> keys that only this run sets, as in the file.
         overwrite: Replace finished runs that were made with another config.
@@ -98,11 +93,6 @@ def read_plan(path: str | Path, words: list[str], check: Callable[[Config], None
     """Read an ablation's file, apply `--key value` words, and check every run.
 
     A key of the file itself (`--seeds [0]`) changes the file; any other key (`--training.steps 3`) is set in every run.
-
-    Args:
-        path: File of the ablation.
-        words: Command-line words.
-        check: Raises a TepoError for a config that cannot run.
 
     Raises:
         ConfigError: The file or a run is invalid. The message names file, run and key.
@@ -143,16 +133,7 @@ def read_plan(path: str | Path, words: list[str], check: Callable[[Config], None
 def _config(
     file: AblationFile, path: str | Path, run: str, seed: int, words: list[tuple[str, Any]], messages: list[str]
 ) -> Config:
-    """Return the complete config of one run. Raises ConfigError that names the source of the faulty key.
-
-    Args:
-        file: The ablation's file.
-        path: Its path, for errors.
-        run: Name of the run.
-        seed: Seed of the run.
-        words: Keys and values of the command line.
-        messages: Receives the messages about keys under old names.
-    """
+    """Return the complete config of one run. Raises ConfigError that names the source of the faulty key."""
     layers = read_layers(Path(path).parent / file.base)
     for values in (file.overrides, file.runs[run]):
         objective = values.get("objective")

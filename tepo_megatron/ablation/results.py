@@ -21,7 +21,6 @@ class RunOutcome:
     """A run that ended without error.
 
     Attributes:
-        curves: Metrics by step.
         scores: Scores of the held-out problems, before and after the run.
     """
 
@@ -34,8 +33,6 @@ class MethodRow:
     """One run over all its seeds. A figure is None if it is missing for a seed that it needs, or if no seed succeeded.
 
     Attributes:
-        name: Name of the run.
-        problems: Number of held-out problems.
         before: Accuracy before the run.
         after: Accuracy after the run.
         steps_to_best: Mean over seeds of `steps_to_share_of_best`.
@@ -63,11 +60,6 @@ def rows(
     outcomes: Mapping[str, Mapping[int, RunOutcome]], errors: Mapping[str, Mapping[int, str]], baseline: str
 ) -> list[MethodRow]:
     """Return one row per run.
-
-    Args:
-        outcomes: Outcomes by run and seed, without failed ones.
-        errors: Error messages by run and seed.
-        baseline: Name of the baseline.
 
     Raises:
         DataError: Two runs were evaluated on different problems.

@@ -22,12 +22,6 @@ def ablate(path: str | Path, words: list[str], check: Callable[[Config], None], 
     Everything is checked before the first run starts. A finished run is kept, on the assumption that code, model and data have
     not changed. KeyboardInterrupt ends the current run and the command.
 
-    Args:
-        path: File of the ablation.
-        words: Command-line words.
-        check: Raises a TepoError for a config that cannot run.
-        train: Trains one run as `tepo train` does; raises a TepoError if it fails.
-
     Raises:
         RunStopped: The current run was asked to end.
     """
@@ -77,13 +71,7 @@ def finished_runs(plan: AblationPlan) -> set[tuple[str, int]]:
 
 
 def write_results(plan: AblationPlan, outcomes: dict[str, dict[int, RunOutcome]], errors: dict[str, dict[int, str]]) -> None:
-    """Print the table; write it as ablation.md and ablation.json, and the picture as ablation.png.
-
-    Args:
-        plan: Plan of the ablation.
-        outcomes: Outcomes by run and seed, without failed ones.
-        errors: Error messages by run and seed.
-    """
+    """Print the table; write it as ablation.md and ablation.json, and the picture as ablation.png."""
     table = rows(outcomes, errors, plan.baseline)
     plan.folder.mkdir(parents=True, exist_ok=True)
     (plan.folder / "ablation.md").write_text(to_markdown(plan, table))

@@ -21,12 +21,7 @@ def headings(plan: AblationPlan) -> list[str]:
 
 
 def cells(plan: AblationPlan, row: MethodRow) -> list[str]:
-    """Return the cells of one run.
-
-    Args:
-        plan: Plan of the ablation.
-        row: Row of the run.
-    """
+    """Return the cells of one run."""
     return [
         row.name,
         NOTHING if row.after is None else with_error(row.after),
@@ -40,12 +35,7 @@ def cells(plan: AblationPlan, row: MethodRow) -> list[str]:
 
 
 def verdict(plan: AblationPlan, row: MethodRow) -> str:
-    """Return the strongest statement that the figures support about the difference to the baseline.
-
-    Args:
-        plan: Plan of the ablation.
-        row: Row of the run.
-    """
+    """Return the strongest statement that the figures support about the difference to the baseline."""
     if row.name == plan.baseline:
         return "baseline"
     if row.difference is None:
@@ -60,12 +50,7 @@ def verdict(plan: AblationPlan, row: MethodRow) -> str:
 
 
 def notes(plan: AblationPlan, table: Sequence[MethodRow]) -> list[str]:
-    """Return sentences that define every figure and say what it does not include.
-
-    Args:
-        plan: Plan of the ablation.
-        table: One row per run.
-    """
+    """Return sentences that define every figure and say what it does not include."""
     cfg, seeds = plan.any_config, ", ".join(map(str, plan.seeds))
     before = next((row.before for row in table if row.before is not None), None)
     problems = next((row.problems for row in table if row.problems), 0)
@@ -97,32 +82,17 @@ def notes(plan: AblationPlan, table: Sequence[MethodRow]) -> list[str]:
 
 
 def print_table(plan: AblationPlan, table: Sequence[MethodRow]) -> None:
-    """Print the table and its notes to the terminal.
-
-    Args:
-        plan: Plan of the ablation.
-        table: One row per run.
-    """
+    """Print the table and its notes to the terminal."""
     _result_table(plan, table).print()
 
 
 def to_markdown(plan: AblationPlan, table: Sequence[MethodRow]) -> str:
-    """Return the table and its notes in Markdown, with a reference to the picture.
-
-    Args:
-        plan: Plan of the ablation.
-        table: One row per run.
-    """
+    """Return the table and its notes in Markdown, with a reference to the picture."""
     return _result_table(plan, table).markdown(level=1) + "\n![Curves and accuracies](ablation.png)\n"
 
 
 def to_json(plan: AblationPlan, table: Sequence[MethodRow]) -> dict[str, Any]:
-    """Return every figure, unrounded, as plain JSON. Accuracies and differences are shares, not percent.
-
-    Args:
-        plan: Plan of the ablation.
-        table: One row per run.
-    """
+    """Return every figure, unrounded, as plain JSON. Accuracies and differences are shares, not percent."""
     return {
         "name": plan.name,
         "baseline": plan.baseline,

@@ -44,12 +44,7 @@ class MinibatchTokenStats:
         self._stats_N = torch.zeros(tokens, 2, device=groups.device)
 
     def add(self, microbatch: PackedMicrobatch, stats: TokenStats) -> None:
-        """Add the statistics of one microbatch's rows.
-
-        Args:
-            microbatch: The microbatch, on the device.
-            stats: Its token statistics.
-        """
+        """Add the statistics of one microbatch's rows."""
         self._stats_N[microbatch.token_R] = torch.stack((stats.logprob_R.detach(), stats.entropy_R.detach()), dim=1)
 
     def gather(self) -> TokenStats:
@@ -66,8 +61,6 @@ class UpdateAccumulator:
     """The sums over the microbatches of one update, on the last stage, in fp64, which holds the counts exactly.
 
     Args:
-        batch: The minibatch.
-        device: Device of the sums.
         whole: Collects the statistics of all tokens too. None: they are not collected.
         mask: The batch's sampling masks, on the device. None: sampling was not truncated.
     """
@@ -87,14 +80,7 @@ class UpdateAccumulator:
         self._masks = torch.zeros(len(TRUNCATION_METRICS), 2, dtype=torch.float64, device=device)
 
     def add(self, out: LossOutput, microbatch: PackedMicrobatch, segments: Segments, stats: TokenStats) -> None:
-        """Add one microbatch.
-
-        Args:
-            out: Its loss output.
-            microbatch: The microbatch, on the device.
-            segments: Its segments.
-            stats: Its token statistics.
-        """
+        """Add one microbatch."""
         if self.whole is not None:
             self.whole.add(microbatch, stats)
         if stats.recomputed is not None and self._mask is not None:

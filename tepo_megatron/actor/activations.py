@@ -41,11 +41,6 @@ class HostActivations:
     On a GPU the copies go to page-locked memory on a separate stream. On a CPU they are made too, only so that tests can count
     them. The bits of the tensors do not change.
 
-    Args:
-        chunks: This rank's model chunks. Their parameters are not offloaded.
-        device: Device of the model.
-        least_bytes: Smaller tensors stay on the device.
-
     Attributes:
         least_bytes: As given. It may be changed between two uses of the context.
         memory: Host memory, one stack per microbatch in flight. A microbatch begins with the forward pass of a chunk.

@@ -55,16 +55,9 @@ class Actor:
     `MinibatchTokenStats`.
 
     Attributes:
-        cfg: The run's config.
-        groups: The mesh of this run.
-        family: The model's family.
-        arch: The model's architecture.
-        config: Megatron's config of the model.
         chunks: This rank's model chunks in DDP.
         bindings: This rank's parameters with their Hugging Face names.
         optimizer, scheduler: The optimizer and its learning-rate schedule.
-        packer: Divides a batch into microbatches.
-        schedule: Runs microbatches over the pipeline.
         offloader: Offloads parts of the actor, for `offload` and `load`.
         activations: Context of `training.offload_activations`; None without it.
         rows: Selects the response rows before the output layer; None except on the last pipeline stage.
@@ -99,10 +92,6 @@ class Actor:
     @classmethod
     def open(cls, cfg: Config, groups: ParallelDims) -> "Actor":
         """Build this rank's part of the model with the weights of `model.path`, and its optimizer.
-
-        Args:
-            cfg: The run's config.
-            groups: The mesh of this run.
 
         Raises:
             ConfigError: The hardware or the installed packages cannot do what the config asks.
@@ -156,10 +145,6 @@ class Actor:
         """Raise RuntimeError if one of these parts is offloaded.
 
         Also gather the parameters that an update left sharded, except for the next UPDATE, whose forward pass gathers them.
-
-        Args:
-            what: The operation that needs the parts, for the message.
-            parts: The parts. None given: all parts.
         """
         self.offloader.require(what, parts or PARTS)
         if what != UPDATE:
@@ -213,7 +198,6 @@ class Actor:
         """Return the log-probs of the response tokens under the current weights: fp32 [N] nats, valid on the last stage.
 
         Args:
-            batch: The batch.
             replays: False: the routers choose their experts, even under rollout.replay_experts.
             temperature: Temperature of the distribution. None: that of sampling.
         """
@@ -274,8 +258,6 @@ class Actor:
         """Compute the gradients of the objective on a minibatch, reduced over all ranks, in `main_grad`.
 
         Args:
-            batch: The minibatch, the same on all ranks.
-            objective: The loss.
             plan: Plan of its microbatches. None: the usual one.
             recorder: Receives every number that the loss of each token is made of. None: nothing is recorded.
         """

@@ -70,13 +70,6 @@ class SDPACoreAttention(MegatronModule):
         Args:
             query: [S, H, D] if packed, else [s, b, H, D].
             key: [S, K, D] if packed, else [s, b, K, D].
-            value: Like `key`.
-            attention_mask: Must be None.
-            attn_mask_type: No effect; the attention is causal.
-            attention_bias: Must be None.
-            packed_seq_params: Its `cu_seqlens_q_padded` (else `cu_seqlens_q`) counts the tokens of all CP ranks. Its `starts`,
-                if present, are those of a PackedMicrobatch: a piece that starts above 0 attends to its prompt too.
-
         Raises:
             ValueError: The lengths do not add up to the tokens, 2 cp does not divide a length, or there is a mask or a bias.
         """

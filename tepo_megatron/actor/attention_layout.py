@@ -31,7 +31,6 @@ class AttentionBucket:
     """Sequences of similar length, padded to the longest.
 
     Attributes:
-        sequences: Number n of sequences.
         chunk: C, tokens of the longest sequence's chunk.
         pieces: Chunks that hold this rank's queries.
         total: Chunks per sequence.
@@ -50,9 +49,6 @@ class AttentionBucket:
 
         Args:
             chunk_n: int64 on the host, tokens of each sequence's chunk.
-            pieces: Chunks that hold this rank's queries.
-            total: Chunks per sequence.
-            device: Device of the masks.
         """
         chunk = int(chunk_n.max())
         masks = tuple(_mask(piece, chunk_n, chunk, device) for piece in pieces)
@@ -72,9 +68,6 @@ class AttentionBucket:
         """Return the attention output of the bucket: for each of `pieces` [n C, H, D], together [query_rows, H, D].
 
         Args:
-            query: [query_rows, H, D].
-            key: [key_rows, K, D].
-            value: [key_rows, K, D].
             scale: Factor of the scores. None: 1 / sqrt(D).
         """
         key, value = (x.unflatten(0, (self.sequences, -1)).transpose(1, 2) for x in (key, value))
@@ -99,20 +92,12 @@ def repeats_keys(device_type: str) -> bool:
     On CUDA only fp32 comes here (see `packed_flash_of`). Of PyTorch's CUDA kernels (2.13, `sdp_utils.cpp`) memory-efficient
     attention takes it, without grouped heads; a call that none takes falls back to one that stores all scores of all heads. The
     CPU kernel takes all calls.
-
-    Args:
-        device_type: "cpu" or "cuda".
     """
     return device_type == "cuda"
 
 
 def repeat_heads(x: Tensor, heads: int) -> Tensor:
-    """Return x with each head repeated: [n, K, L, D] -> [n, heads, L, D]. Backward sums the repeats, without atomics.
-
-    Args:
-        x: [n, K, L, D].
-        heads: Number of query heads. Each of the K heads is repeated heads / K times in a row.
-    """
+    """Return x with each head repeated: [n, K, L, D] -> [n, heads, L, D]. Backward sums the repeats, without atomics."""
     n, groups, length, channels = x.shape
     if groups == heads:
         return x
@@ -125,7 +110,6 @@ class SharedPrompt:
 
     Attributes:
         first_query: Index of the responses' first local token. Their tokens are contiguous.
-        queries: Number of these tokens.
         first_key: Slot of the prompt's first token.
         keys: Number of the prompt's tokens, without padding.
     """
@@ -141,10 +125,8 @@ class AttentionLayout:
     """The positions (slots) of a microbatch's tokens in the padded buckets, one bucket after another.
 
     Attributes:
-        buckets: The buckets.
         query_slot_S: int64, row of each local query. A bucket's rows are [piece, n, C].
         key_slot_T: int64, row of each gathered key. A bucket's rows are [n, chunk of the sequence, C].
-        prompts: The shared prompts.
     """
 
     buckets: tuple[AttentionBucket, ...]
@@ -181,9 +163,6 @@ class AttentionLayout:
         """Return this rank's layout of a packed microbatch.
 
         Args:
-            lengths: Padded tokens of each sequence over all CP ranks.
-            cp_group: Context-parallel group.
-            device: Device of the slots and masks.
             starts: `PackedMicrobatch.starts`. None: no prompt is shared.
         """
         cp_size, cp_rank = cp_group.size(), cp_group.rank()
@@ -210,13 +189,7 @@ class AttentionLayout:
 
 
 def shared_prompts(starts: Sequence[int], first_query: Sequence[int], first_key: Sequence[int]) -> tuple[SharedPrompt, ...]:
-    """Return the shared prompts with local responses.
-
-    Args:
-        starts: `PackedMicrobatch.starts`.
-        first_query: First local token of each sequence, and the number of local tokens.
-        first_key: First key of each sequence.
-    """
+    """Return the shared prompts with local responses."""
     whole = [i for i, start in enumerate(starts) if not start]
     found = []
     for prompt, end in itertools.pairwise([*whole, len(starts)]):
@@ -255,8 +228,6 @@ def spread(x: Tensor, slot: Tensor, rows: int) -> Tensor:
     """Return a tensor with x[i] at row slot[i] and zeros elsewhere. Backward is a gather, without atomics.
 
     Args:
-        x: Values, along the first dimension.
         slot: int64, the row of each value. No two are equal.
-        rows: Rows of the result.
     """
     return x.new_zeros(rows, *x.shape[1:]).index_copy(0, slot, x)

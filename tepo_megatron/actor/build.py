@@ -31,12 +31,7 @@ def shares_prompts(
     """Return whether sequences of a microbatch share prompts. `auto` shares none in a model with the gated delta rule.
 
     Args:
-        training: Its `share_prompts`.
-        model: Its precision and attention.
-        device: Device of the model.
-        cp: Number of context-parallel ranks.
         arch: Architecture of the model; None: all layers have attention.
-
     Raises:
         ConfigError: share_prompts is always, but the config selects Transformer Engine's attention or the model has the gated
             delta rule, which cannot share them.
@@ -65,16 +60,6 @@ def transformer_config(
     """Return Megatron's config of this architecture on this mesh.
 
     It also installs this package's rotary embedding and fused weight gradient in Megatron (see their `install_in_megatron`).
-
-    Args:
-        arch: Architecture of the model.
-        model: Its precision and attention.
-        parallel: The mesh.
-        device: Device of the model.
-        training: Recomputation, and offloaded activations.
-        replay_experts: Build routers that can be given their choices (`ExpertReplay`).
-        share_prompts: Whether sequences of a microbatch may share prompts.
-        megatron: Fields that the config passes through.
     """
     rotary.install_in_megatron(share_prompts)
     modules.install_in_megatron()
@@ -216,14 +201,7 @@ def _left_to_the_checkpoint(weight: torch.Tensor) -> torch.Tensor:
 
 
 def build_chunks(config: TransformerConfig, arch: Architecture, model: ModelConfig, groups: ParallelDims) -> list[GPTModel]:
-    """Return this rank's model chunks, one per virtual pipeline stage, on the device, with uninitialised weights.
-
-    Args:
-        config: `transformer_config` of the model.
-        arch: Architecture of the model.
-        model: Its precision and attention.
-        groups: The mesh.
-    """
+    """Return this rank's model chunks, one per virtual pipeline stage, on the device, with uninitialised weights."""
     kernels = choose(model, _MEGATRON, groups.device.type, installed(), cp=groups.cp.size)
     linear = choose_linear(model, groups.device.type, installed())
     chunks = []
@@ -255,12 +233,6 @@ def wrap_ddp(
     """Return the chunks in Megatron's DDP: gradients reduced in fp32, optimizer state sharded over dp x cp.
 
     If gradients are reduced during backward, the pipeline schedule delays that to the backward pass of the last microbatch.
-
-    Args:
-        config: Config of the model; it gets a `no_sync_func` if gradients are reduced during backward.
-        chunks: This rank's model chunks.
-        megatron: Overlaps, bucket size, and fields that the config passes through.
-        platform: "cpu" or "cuda".
     """
     ddp = DistributedDataParallelConfig(**precision.ddp_fields(megatron, platform) | passed_fields(megatron, "ddp"))
     wrapped = [DistributedDataParallel(config, ddp, chunk, disable_bucketing=i > 0) for i, chunk in enumerate(chunks)]
@@ -276,13 +248,6 @@ def build_optimizer(
     """Return a distributed AdamW with fp32 masters, and its schedule: linear warm-up, then a constant rate.
 
     One-dimensional parameters have no weight decay (Megatron's rule). The scheduler sets the weight decay.
-
-    Args:
-        cfg: Learning rate and warm-up.
-        model: Its precision.
-        megatron: Weight decay, clipping, decay rates, moments, offloading, overlaps, and fields that the config passes through.
-        chunks: This rank's model chunks.
-        platform: "cpu" or "cuda".
     """
     adam = megatron.known_optimizer
     optimizer = get_megatron_optimizer(
@@ -319,14 +284,6 @@ def open_user_buffers(fp8: bool, some_bf16: bool, tp: int, tokens: int, hidden_s
     """Allocate Transformer Engine's user buffers for `megatron.transformer.tp_comm_overlap`, once per process.
 
     Call it after the mesh is built and before the model (Transformer Engine 2.7 and later).
-
-    Args:
-        fp8: Whether layers multiply in FP8.
-        some_bf16: Whether some layers of an FP8 model stay in bf16.
-        tp: Tensor-parallel ranks.
-        tokens: Tokens of every microbatch on a context-parallel rank. The buffers are [tokens, hidden_size], and Transformer
-            Engine refuses any other shape.
-        hidden_size: Hidden size of the model.
     """
     from transformer_engine.pytorch.module import base
 

@@ -13,10 +13,6 @@ def mismatch(batch: TrainBatch, groups: ParallelDims) -> dict[str, float]:
 
     Keys: `rollout/logprob_diff_mean`, `rollout/logprob_diff_max` (nats) and `actor/entropy` (nats per response token).
     Collectives: one broadcast over pp.
-
-    Args:
-        batch: A batch with old statistics, valid on the last pipeline stage.
-        groups: The mesh of this run.
     """
     assert batch.old_logprobs_N is not None and batch.old_entropies_N is not None, "attach_old_stats comes first"
     diff_N = (batch.rollout_logprobs_N.to(groups.device) - batch.old_logprobs_N).abs()
@@ -26,13 +22,7 @@ def mismatch(batch: TrainBatch, groups: ParallelDims) -> dict[str, float]:
 
 
 def reference_divergence(batch: TrainBatch, estimator: str, groups: ParallelDims) -> Tensor:
-    """Return KL(old, reference) summed over each response: [B] fp64 nats on the host. Collectives: one broadcast over pp.
-
-    Args:
-        batch: A batch with old and reference log-probs.
-        estimator: A name in ESTIMATORS.
-        groups: The mesh of this run.
-    """
+    """Return KL(old, reference) summed over each response: [B] fp64 nats on the host. Collectives: one broadcast over pp."""
     divergence_B = torch.zeros(len(batch), dtype=torch.float64, device=groups.device)
     if groups.is_last_stage:
         assert batch.old_logprobs_N is not None and batch.ref_logprobs_N is not None, "attach both log-probs first"

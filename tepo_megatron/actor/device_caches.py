@@ -14,11 +14,7 @@ from tepo_megatron.actor.rotary import PACKED
 
 
 def drop_device_caches(chunks: Iterable[nn.Module]) -> None:
-    """Drop all caches. The next forward pass computes what it needs again.
-
-    Args:
-        chunks: This rank's model chunks. None of them may be in a backward pass.
-    """
+    """Drop all caches. The next forward pass computes what it needs again."""
     drop_fp8_workspaces(chunks)
     drop_dummy_gradients()
     drop_rotary_tables()

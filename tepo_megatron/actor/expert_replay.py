@@ -19,14 +19,7 @@ from tepo_megatron.distributed.parallel import ParallelDims
 
 
 class ExpertReplay:
-    """The routers of this rank's model chunks.
-
-    Args:
-        chunks: This rank's model chunks.
-        sparse_layers: The model's layers with experts, ascending.
-        groups: The mesh.
-        sequence_parallel: Whether each tensor-parallel rank has its own contiguous part of the tokens.
-    """
+    """The routers of this rank's model chunks."""
 
     def __init__(
         self, chunks: Sequence[torch.nn.Module], sparse_layers: Sequence[int], groups: ParallelDims, sequence_parallel: bool
@@ -42,7 +35,6 @@ class ExpertReplay:
         """Make the routers of a chunk route the tokens of its next forward pass to these experts.
 
         Args:
-            chunk: Index of the model chunk.
             experts_SKT: uint8 or int16 on the device, the experts of the S tokens of this context-parallel rank.
         """
         experts_SKT = experts_SKT.chunk(self._parts)[self._part]

@@ -30,8 +30,6 @@ class KernelChoice:
     """The package that implements each kind of kernel.
 
     Attributes:
-        layers: Linear modules and attention.
-        norms: RMS norms.
         adam: Optimizer step. "host": this package's own, on a CPU.
         gradient_accumulation: The product that adds a weight's gradient directly to the fp32 sum, in Megatron's own linear
             layers (Transformer Engine's do that themselves). "separate": autograd adds the gradient afterwards.
@@ -66,13 +64,7 @@ class LinearChoice:
 
 
 def choose_linear(model: ModelConfig, device_type: str, found: frozenset[str]) -> LinearChoice:
-    """Return the implementations of linear attention. The packages' kernels multiply in 16 bits, so fp32 models use PyTorch.
-
-    Args:
-        model: Its precision.
-        device_type: "cpu", "cuda" or "meta".
-        found: What `installed` returns.
-    """
+    """Return the implementations of linear attention. The packages' kernels multiply in 16 bits, so fp32 models use PyTorch."""
     half = device_type == "cuda" and model.dtype == "bf16"
     return LinearChoice(
         "fla" if half and "fla" in found else "torch", "causal_conv1d" if half and "causal_conv1d" in found else "torch"
@@ -98,14 +90,8 @@ def choose(
     """Return the implementations that this config runs with.
 
     Args:
-        model: Its precision and attention.
-        megatron: Its accumulation of gradients.
-        device_type: "cpu", "cuda" or "meta".
-        found: What `installed` returns.
         cp: Context-parallel ranks. Transformer Engine 2.20 has no attention in fp32 for more than one: its flash and cuDNN
             kernels take 16 bits and less, its unfused form takes no context parallelism. `auto` then takes PyTorch's layers.
-        offload_activations: `training.offload_activations`, which needs separate accumulation.
-
     Raises:
         ConfigError: The config needs a package that is not installed, or Apex lacks its CUDA extensions.
     """
@@ -136,12 +122,7 @@ def _gradient_accumulation(fused: bool, device_type: str, found: frozenset[str])
 
 
 def check_transformer_engine(megatron: MegatronConfig, found: frozenset[str]) -> None:
-    """Raise ConfigError if the config needs Transformer Engine for the optimizer or for overlap, and it is not installed.
-
-    Args:
-        megatron: Types of the moments, offloading, and overlap of tensor-parallel communication.
-        found: What `installed` returns.
-    """
+    """Raise ConfigError if the config needs Transformer Engine for the optimizer or for overlap, and it is not installed."""
     if "transformer_engine" in found:
         return
     moments, share = megatron.known_optimizer.small_moments, megatron.offloaded_share

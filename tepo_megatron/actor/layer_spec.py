@@ -22,10 +22,6 @@ def layer_spec(
     """Return the specs of the layers of a model chunk.
 
     Args:
-        config: Megatron's config of the model.
-        arch: Architecture of the model.
-        kernels: Implementations of norms and core attention.
-        linear: Implementations of linear attention.
         vp_stage: Virtual pipeline stage; None: there are none.
     """
     spec = get_gpt_decoder_block_spec(

@@ -6,12 +6,7 @@ from tepo_megatron.weights.ops import Architecture
 
 
 def check_layout(arch: Architecture, parallel: ParallelConfig) -> None:
-    """Raise ConfigError if the model cannot be split over the mesh. The message names the key, the size and valid values.
-
-    Args:
-        arch: Architecture of the model.
-        parallel: The mesh.
-    """
+    """Raise ConfigError if the model cannot be split over the mesh. The message names the key, the size and valid values."""
     _check_tensor_parallel(arch, parallel)
     _check_linear_attention(arch, parallel)
     _check_pipeline(arch, parallel)
@@ -29,10 +24,6 @@ def stage_layers(num_layers: int, pp: int) -> tuple[int, ...]:
 
     If pp does not divide num_layers, the stages between the first and the last are equal (Megatron's rule), the largest stage
     is as small as that allows, and the last stage, which has the output layer, has at most as many layers as the first.
-
-    Args:
-        num_layers: Layers of the model.
-        pp: Number of stages, at most num_layers.
     """
     if num_layers % pp == 0:
         return (num_layers // pp,) * pp
@@ -76,12 +67,7 @@ def _check_linear_attention(arch: Architecture, parallel: ParallelConfig) -> Non
 
 
 def check_shared_prompts(arch: Architecture, training: TrainingConfig) -> None:
-    """Raise ConfigError if prompts must be shared in a model with the gated delta rule.
-
-    Args:
-        arch: Architecture of the model.
-        training: Its `share_prompts`.
-    """
+    """Raise ConfigError if prompts must be shared in a model with the gated delta rule."""
     if arch.linear_attention is not None and training.share_prompts == "always":
         raise ConfigError(
             "training.share_prompts=always, but the model has layers with the gated delta rule, whose state after a prompt "

@@ -62,11 +62,6 @@ class GatedDeltaNet(MegatronModule):
         """Take the arguments that Megatron passes to a layer's attention, and those of the spec.
 
         Args:
-            config: Megatron's config.
-            submodules: The specs of the linear layers.
-            layer_number: Number of the layer, from 1.
-            linear: Sizes of the whole layer.
-            kernels: Implementations of the delta rule and of the convolution.
             pg_collection: The process groups; None: Megatron's own.
         """
         super().__init__(config)
@@ -107,10 +102,7 @@ class GatedDeltaNet(MegatronModule):
         """Return the output of the layer, of the shape of `hidden_states`, and no bias.
 
         Args:
-            hidden_states: [s, b, hidden_size]; packed: b = 1. Under sequence parallelism s is divided by tp.
-            attention_mask: Must be None; the layer is causal.
             packed_seq_params: Describes packed sequences; None: b sequences of equal length.
-
         Raises:
             ValueError: There is a mask, or sequences share prompts.
         """
@@ -132,13 +124,7 @@ class GatedDeltaNet(MegatronModule):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Return the layer's part of a checkpoint, which does not depend on the layout (see `sharded_parameters`).
-
-        Args:
-            prefix: Name of the layer.
-            sharded_offsets: Offsets that Megatron puts before those of the parameters.
-            metadata: Megatron's options.
-        """
+        """Return the layer's part of a checkpoint, which does not depend on the layout (see `sharded_parameters`)."""
         return sharded_parameters(self, self.sections, prefix, sharded_offsets, metadata)
 
     def _layout(self, params: PackedSeqParams | None, length: int, batch: int, device: torch.device) -> LinearLayout:

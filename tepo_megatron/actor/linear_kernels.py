@@ -25,7 +25,6 @@ class LinearLayout:
     Attributes:
         lengths: Tokens of each sequence over all CP ranks, padding included.
         position_T: Position of each token in its sequence.
-        chunks: The chunks of the sequences.
         rows_T: Under CP, the place in the order of packing of each token of the ranks, one rank after another. None without CP.
     """
 
@@ -36,13 +35,7 @@ class LinearLayout:
 
     @classmethod
     def of(cls, lengths: tuple[int, ...], cp: int, device: torch.device) -> "LinearLayout":
-        """Return the layout of sequences.
-
-        Args:
-            lengths: Tokens of each sequence over all CP ranks.
-            cp: Number of CP ranks.
-            device: Device of the tokens.
-        """
+        """Return the layout of sequences."""
         starts = torch.tensor([0, *lengths]).cumsum(0)
         rows = torch.cat([zigzag_rows(starts, cp, rank) for rank in range(cp)]).to(device) if cp > 1 else None
         return cls(lengths, positions(lengths, device), SequenceChunks.of(lengths, device), rows)

@@ -30,15 +30,7 @@ def sharded_parameters(
     sharded_offsets: tuple[Any, ...],
     metadata: dict[str, Any] | None,
 ) -> dict[str, Any]:
-    """Return the sharded state dict of a `GatedDeltaNet`.
-
-    Args:
-        layer: The layer.
-        sections: Rows of each kind in `in_proj` on this rank; the first three are the kinds in the convolution.
-        prefix: Name of the layer.
-        sharded_offsets: Offsets that Megatron puts before those of the parameters.
-        metadata: Megatron's options.
-    """
+    """Return the sharded state dict of a `GatedDeltaNet`."""
     metadata = ensure_metadata_has_dp_cp_group(metadata)
     own = dict(layer.named_parameters(recurse=False))
     state: dict[str, Any] = make_sharded_tensors_for_checkpoint(

@@ -31,12 +31,7 @@ def known_mask(batch: TrainBatch) -> SamplingMask | None:
 
 
 def device_mask(batch: TrainBatch, device: torch.device) -> SamplingMask | None:
-    """Return the batch's sampling masks on a device; None if they are not known or sampling was not truncated.
-
-    Args:
-        batch: The batch.
-        device: Device of the result.
-    """
+    """Return the batch's sampling masks on a device; None if they are not known or sampling was not truncated."""
     mask = known_mask(batch)
     return None if mask is None else mask.to(device)
 
@@ -45,7 +40,6 @@ def mask_counts(recomputed: RecomputedMasks, mask_RK: Tensor | None) -> Tensor:
     """Return [3, 2] fp64: numerator and denominator of each of TRUNCATION_METRICS over the rows of a microbatch.
 
     Args:
-        recomputed: Masks from the actor's own logits.
         mask_RK: The engine's masks. None: there are none, so nothing differs from them.
     """
     differs_R = torch.zeros_like(recomputed.outside_R) if mask_RK is None else recomputed.differ(mask_RK)
@@ -54,12 +48,7 @@ def mask_counts(recomputed: RecomputedMasks, mask_RK: Tensor | None) -> Tensor:
 
 
 class MaskCollector:
-    """Collects recomputed masks of N response tokens. Ranks of the last stage add those of their own microbatches.
-
-    Args:
-        tokens: N.
-        groups: The mesh of the run.
-    """
+    """Collects recomputed masks of N response tokens. Ranks of the last stage add those of their own microbatches."""
 
     def __init__(self, tokens: int, groups: ParallelDims) -> None:
         self._tokens, self._groups = tokens, groups
@@ -67,12 +56,7 @@ class MaskCollector:
         self._parts: list[tuple[Tensor, Tensor]] = []  # (token_R, ids_RK)
 
     def add(self, microbatch: PackedMicrobatch, recomputed: RecomputedMasks) -> None:
-        """Add the masks of one microbatch.
-
-        Args:
-            microbatch: The microbatch, on the device.
-            recomputed: The masks of its rows.
-        """
+        """Add the masks of one microbatch."""
         self._counts += mask_counts(recomputed, None)
         ids_RK = recomputed.ids_RK.sort(dim=1, descending=True).values
         widest = int((ids_RK != NO_TOKEN).sum(1).max()) if ids_RK.numel() else 0
@@ -105,9 +89,6 @@ class MaskSource:
 
     Args:
         truncation: The truncation that samples. None: none, and batches stay as they are.
-        stats: Computes the statistics of a microbatch.
-        forward: Runs a pass without gradient and calls its second argument for each microbatch on the last stage.
-        groups: The mesh of the run.
     """
 
     def __init__(

@@ -17,10 +17,7 @@ class MinibatchInputs:
     more than GSPO's clip range of 3e-4.
 
     Args:
-        batch: The minibatch. If it has old log-probs without old entropies, these are the engine's, and every update uses them.
-        device: Device of the loss inputs.
         noise_floor: Noise floor of dH in nats, for metrics only. None: not known.
-        max_response_tokens: Limit of the length of a response.
     """
 
     def __init__(self, batch: TrainBatch, device: torch.device, noise_floor: float | None, max_response_tokens: int) -> None:
@@ -53,9 +50,6 @@ class MinibatchInputs:
         """Return the inputs for the response rows of a microbatch.
 
         Args:
-            microbatch: The microbatch, on the device.
-            segments: Its segments.
-            stats: Current statistics. They also serve as the old ones if these are unknown.
             weights: The weighting's result for the minibatch. None: no weighting.
         """
         token_R = microbatch.token_R

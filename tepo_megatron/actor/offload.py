@@ -43,9 +43,6 @@ class Offloader:
     each part, which is kept for the next time because locking pages takes longer than filling them.
 
     Args:
-        chunks: This rank's model chunks in DDP.
-        optimizer: Their optimizer.
-        device: Device of the actor.
         targets: Where each part goes. None: ON_CUDA or ON_CPU.
     """
 
@@ -62,12 +59,7 @@ class Offloader:
         self._arenas: dict[Part, HostArena] = {part: HostArena(device) for part in PARTS}
 
     def require(self, what: str, parts: Iterable[Part] = PARTS) -> None:
-        """Raise RuntimeError if one of the parts is offloaded. Its tensors have no memory then.
-
-        Args:
-            what: The operation that needs the parts, for the message.
-            parts: The parts.
-        """
+        """Raise RuntimeError if one of the parts is offloaded. Its tensors have no memory then."""
         if missing := [part for part in parts if part in self._away]:
             raise RuntimeError(f"{what} needs the {' and '.join(missing)}, which are offloaded; load them first")
 

@@ -29,7 +29,6 @@ class OutputRows:
         """Change the output layer of the last model chunk, and return its hook.
 
         Args:
-            output_layer: The layer.
             keep_hidden: Make the layer return the selected hidden states, [R, 1, H], instead of their logits, for code that
                 fuses the product with the token statistics.
         """

@@ -20,11 +20,7 @@ class OutputStats:
     """Computes the token statistics of microbatches on the last pipeline stage.
 
     Attributes:
-        temperature: Sampling temperature.
-        vocab_size: Tokens of the vocabulary.
-        groups: The mesh of this run.
         rows: Has the output layer's weight under training.logits_budget_mib.
-        budget_mib: training.logits_budget_mib.
         sums_hidden_gradient: See `output_layer_stats`.
     """
 
@@ -47,10 +43,8 @@ class OutputStats:
         """Return the statistics of the microbatch's rows.
 
         Args:
-            microbatch: The microbatch, on the device.
             output: Logits [R, V / tp], or hidden states [R, H] under training.logits_budget_mib.
             mask: The batch's sampling masks, on the device. None: the whole vocabulary.
-            recompute: See `token_stats`.
             other_temperature: Temperature to use instead of that of sampling. None: that of sampling.
             teacher: The teacher's rows, for the KL to it. Only under training.logits_budget_mib. None: no teacher.
         """

@@ -24,7 +24,6 @@ class PackedLayout:
     """The calls of a microbatch: of all local queries, then of those that attend to a shared prompt, if there are any.
 
     Attributes:
-        kernel: The kernel.
         calls: The calls. Rows of queries are local tokens, rows of keys those of all CP ranks.
     """
 
@@ -40,12 +39,7 @@ class PackedLayout:
         device: torch.device,
         starts: Sequence[int] | None = None,
     ) -> "PackedLayout":
-        """Return this rank's calls.
-
-        Args:
-            kernel: The kernel.
-            lengths, cp_group, device, starts: See `AttentionLayout.of`.
-        """
+        """Return this rank's calls."""
         cp_size, pieces = cp_group.size(), torch.tensor(zigzag_chunks(cp_group.size(), cp_group.rank()))
         lengths_G = torch.tensor(lengths)
         cu_seqlens = torch.cat((lengths_G.new_zeros(1), lengths_G.cumsum(0)))

@@ -15,13 +15,6 @@ from tepo_megatron.types import PackedMicrobatch, TrainBatch
 class Packer:
     """Plans the microbatches of a batch, the same plan on every rank, and packs them. Only `fetch_experts` uses collectives.
 
-    Args:
-        cfg: `max_tokens_per_microbatch` bounds a microbatch; `share_prompts` says which prompts are worth sharing.
-        groups: The mesh.
-        alignment: The padding that mesh and precision require.
-        shares_prompts: Whether sequences with the same prompt share it.
-        replays_experts: Whether microbatches carry the experts of their tokens.
-
     Attributes:
         alignment: The padding, as given.
         fetch_experts: Called on every rank before experts are packed, with the indices in the rollout batch of the sequences
@@ -40,9 +33,7 @@ class Packer:
         """Return the plan of the microbatches. Under virtual pipelining their number is a multiple of pp.
 
         Args:
-            batch: The batch, the same on all ranks.
             max_tokens: Most tokens of a microbatch. None: that of an update, `training.max_tokens_per_microbatch`.
-            longest_first: See `plan_microbatches`.
         """
         return plan_microbatches(
             batch.lengths,
@@ -59,8 +50,6 @@ class Packer:
         """Return this rank's packed microbatches.
 
         Args:
-            batch: The batch.
-            plan: Its plan.
             replays: False: without the experts of the tokens, even if they are replayed.
         """
         token_ids = [r.token_ids_L for r in batch.rollouts]
@@ -76,12 +65,7 @@ class Packer:
         ]
 
     def metrics(self, batch: TrainBatch, plan: Plan) -> dict[str, float]:
-        """Return the metrics of `plan_metrics`.
-
-        Args:
-            batch: The batch.
-            plan: Its plan.
-        """
+        """Return the metrics of `plan_metrics`."""
         return plan_metrics(plan, batch.lengths, self.alignment, self._pipeline, prefix_groups=self._prefix_groups(batch))
 
     def _prefix_groups(self, batch: TrainBatch) -> PrefixGroups | None:

@@ -20,11 +20,7 @@ DEVICE_ROW = "GPU"
 
 
 class DeviceSpans:
-    """Pairs of CUDA events around passes. On a CPU it records nothing.
-
-    Args:
-        device: Device of the passes.
-    """
+    """Pairs of CUDA events around passes. On a CPU it records nothing."""
 
     def __init__(self, device: torch.device) -> None:
         self._pairs: list[tuple[str, dict[str, Any], torch.cuda.Event, torch.cuda.Event]] = []
@@ -41,11 +37,7 @@ class DeviceSpans:
 
     @contextlib.contextmanager
     def around(self, name: str, **args: Any) -> Iterator[None]:
-        """Record the kernels that the block launches as one span.
-
-        Args:
-            name, args: See `Span`.
-        """
+        """Record the kernels that the block launches as one span."""
         if self._zero is None:
             yield
             return
@@ -68,11 +60,7 @@ _device: list[DeviceSpans] = []  # of the traced step; empty without one
 
 @contextlib.contextmanager
 def pass_span(name: str, **args: Any) -> Iterator[None]:
-    """Record the block as a pass of the traced step.
-
-    Args:
-        name, args: See `Span`.
-    """
+    """Record the block as a pass of the traced step."""
     with tracer.span(name, **args), _device[0].around(name, **args) if _device else contextlib.nullcontext():
         yield
 
@@ -82,9 +70,6 @@ def traced_passes(device: torch.device) -> Iterator[None]:
     """Record the backward passes inside the block, and the kernels of all passes.
 
     Backward passes are numbered in their order. Without virtual pipeline stages that is the order of the forward passes.
-
-    Args:
-        device: Device of the passes.
     """
     original = schedules.backward_step
 

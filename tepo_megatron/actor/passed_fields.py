@@ -30,10 +30,6 @@ def check_passed_fields(megatron: MegatronConfig) -> None:
 def passed_fields(megatron: MegatronConfig, section: str) -> dict[str, Any]:
     """Return the fields of a section that the project does not check itself, as Megatron's config takes them.
 
-    Args:
-        megatron: The fields.
-        section: "transformer", "ddp" or "optimizer".
-
     Raises:
         ConfigError: As `check_passed_fields`.
     """

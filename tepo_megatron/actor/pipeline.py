@@ -27,9 +27,7 @@ class PipelineSchedule:
     """Runs microbatches over the pipeline. Only the last stage calls the given function, with its response rows.
 
     Args:
-        chunks: This rank's model chunks.
         rows: The output layer's row selection. None: this rank is not on the last stage.
-        groups: The mesh.
         experts: Router replay, for microbatches with given experts. None: the routers choose.
     """
 
@@ -39,12 +37,7 @@ class PipelineSchedule:
         self._chunks, self._rows, self._groups, self._experts = list(chunks), rows, groups, experts
 
     def forward(self, microbatches: Sequence[PackedMicrobatch], visit: Visitor) -> None:
-        """Run a forward pass without gradients.
-
-        Args:
-            microbatches: This rank's microbatches, as many as on every other rank.
-            visit: Function that gets each microbatch and its output rows.
-        """
+        """Run a forward pass without gradients."""
 
         def on_output(microbatch: PackedMicrobatch, output: Tensor, non_loss_data: bool) -> None:
             visit(microbatch, output.squeeze(0))
@@ -58,11 +51,6 @@ class PipelineSchedule:
         Afterwards `main_grad` holds the gradient of the summed losses of all ranks. Megatron divides all gradients by the
         number of tokens that the ranks report, which adds up to N. Multiplying the loss by N here cancels that division,
         whatever the objective's own denominators are.
-
-        Args:
-            microbatches: This rank's microbatches, as many as on every other rank.
-            loss: Function that returns the loss of a microbatch.
-            tokens: Response tokens N of the whole minibatch.
         """
 
         def on_output(microbatch: PackedMicrobatch, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
@@ -112,12 +100,7 @@ class PipelineSchedule:
 
 
 def on_device(microbatch: PackedMicrobatch, device: torch.device) -> PackedMicrobatch:
-    """Return the same microbatch with its tensors on another device.
-
-    Args:
-        microbatch: The microbatch.
-        device: The device.
-    """
+    """Return the same microbatch with its tensors on another device."""
     moved = {k: v.to(device, non_blocking=True) if isinstance(v, Tensor) else v for k, v in vars(microbatch).items()}
     return PackedMicrobatch(**moved)
 

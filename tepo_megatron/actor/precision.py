@@ -36,7 +36,6 @@ class Fp8:
         widths: The sizes of a rank's weights must be multiples of this.
         transformer_engine: First version of Transformer Engine that has it.
         cuda: First version of CUDA that has it.
-        fields: Further fields of TransformerConfig.
     """
 
     recipe: Literal["delayed", "tensorwise", "blockwise"]
@@ -71,7 +70,6 @@ class Hardware:
     """A device and its software.
 
     Attributes:
-        name: Name of the device.
         capability: CUDA compute capability. None: a CPU.
         transformer_engine: Version of Transformer Engine. None: not installed.
         cuda: Version of CUDA. None: no CUDA.
@@ -93,12 +91,7 @@ PROFILES = (
 
 
 def transformer_fields(model: ModelConfig, megatron: MegatronConfig = _MEGATRON) -> dict[str, Any]:
-    """Return the fields of TransformerConfig for the precision preset.
-
-    Args:
-        model: Its precision.
-        megatron: The layers that stay in bf16.
-    """
+    """Return the fields of TransformerConfig for the precision preset."""
     dtype = DTYPES[model.dtype]
     fields: dict[str, Any] = {"params_dtype": dtype, "pipeline_dtype": dtype, "bf16": model.dtype == "bf16"}
     if (fp8 := PRESETS[model.precision]) is None:
@@ -119,12 +112,7 @@ def transformer_fields(model: ModelConfig, megatron: MegatronConfig = _MEGATRON)
 
 
 def recompute_fields(training: TrainingConfig, experts: bool) -> dict[str, Any]:
-    """Return the fields of TransformerConfig for recomputation in backward.
-
-    Args:
-        training: Its `recompute`.
-        experts: Whether the model has layers with experts.
-    """
+    """Return the fields of TransformerConfig for recomputation in backward."""
     if training.recompute == "none":
         return {}
     if training.recompute == "full":
@@ -133,12 +121,7 @@ def recompute_fields(training: TrainingConfig, experts: bool) -> dict[str, Any]:
 
 
 def ddp_fields(megatron: MegatronConfig, platform: str) -> dict[str, Any]:
-    """Return the fields of DistributedDataParallelConfig.
-
-    Args:
-        megatron: Overlaps and bucket size.
-        platform: "cpu" or "cuda", which decides the defaults of the overlaps.
-    """
+    """Return the fields of DistributedDataParallelConfig."""
     return {
         "grad_reduce_in_fp32": True,
         "use_distributed_optimizer": True,
@@ -151,13 +134,7 @@ def ddp_fields(megatron: MegatronConfig, platform: str) -> dict[str, Any]:
 
 
 def optimizer_fields(model: ModelConfig, megatron: MegatronConfig, platform: str) -> dict[str, Any]:
-    """Return the fields of Megatron's OptimizerConfig for precision, overlap, moments and offloading.
-
-    Args:
-        model: Its precision.
-        megatron: Overlaps, moments and offloading.
-        platform: "cpu" or "cuda", which decides the defaults of the overlaps.
-    """
+    """Return the fields of Megatron's OptimizerConfig for precision, overlap, moments and offloading."""
     adam = megatron.known_optimizer
     fields: dict[str, Any] = {
         "params_dtype": DTYPES[model.dtype],
@@ -184,8 +161,6 @@ def alignment(model: ModelConfig, parallel: ParallelConfig, fixed_length: int = 
     rank's part, because each rank quantizes its own.
 
     Args:
-        model: Its precision.
-        parallel: The mesh.
         fixed_length: Packed tokens that every microbatch is padded to (`MegatronConfig.fixed_length`). 0: its own length.
     """
     fp8 = PRESETS[model.precision]
@@ -194,12 +169,7 @@ def alignment(model: ModelConfig, parallel: ParallelConfig, fixed_length: int = 
 
 
 def refusal(precision: Precision, hardware: Hardware) -> str | None:
-    """Return the reason why a preset cannot run on this hardware, for a message; None if it can.
-
-    Args:
-        precision: A name in PRESETS.
-        hardware: The device and its software.
-    """
+    """Return the reason why a preset cannot run on this hardware, for a message; None if it can."""
     fp8, at = PRESETS[precision], hardware.capability
     if at is None:
         return None if fp8 is None else "FP8 products need a GPU"
@@ -222,12 +192,7 @@ def refusal(precision: Precision, hardware: Hardware) -> str | None:
 
 
 def check_hardware(model: ModelConfig, hardware: Hardware) -> None:
-    """Raise ConfigError if the precision preset cannot run on this hardware.
-
-    Args:
-        model: Its precision.
-        hardware: The device and its software.
-    """
+    """Raise ConfigError if the precision preset cannot run on this hardware."""
     if (reason := refusal(model.precision, hardware)) is not None:
         others: list[Precision] = [name for name in PRESETS if name != "fp32" and refusal(name, hardware) is None] or ["fp32"]
         raise ConfigError(f"model.precision={model.precision} on {hardware.name}: {reason}; use {' or '.join(others)}")
@@ -236,14 +201,7 @@ def check_hardware(model: ModelConfig, hardware: Hardware) -> None:
 def check_shapes(
     arch: Architecture, model: ModelConfig, parallel: ParallelConfig, bf16_layers: tuple[int, int] = (0, 0)
 ) -> None:
-    """Raise ConfigError if sizes of the model do not fit the precision preset on this mesh. The message names the size.
-
-    Args:
-        arch: Architecture of the model.
-        model: Its precision.
-        parallel: The mesh.
-        bf16_layers: Numbers of first and of last layers that stay in bf16.
-    """
+    """Raise ConfigError if sizes of the model do not fit the precision preset on this mesh. The message names the size."""
     if (fp8 := PRESETS[model.precision]) is None:
         return
     for name, size in _widths(arch, parallel.tp).items():

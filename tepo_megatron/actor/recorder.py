@@ -25,14 +25,7 @@ from tepo_megatron.utils.tensor_files import write_tensors
 
 
 class TokenRecorder:
-    """Records the tokens of one step. Every rank makes one and calls every method.
-
-    Args:
-        run_dir: Folder of the run. All ranks share it.
-        step: Number of the step.
-        objective: The loss.
-        groups: The mesh.
-    """
+    """Records the tokens of one step. Every rank makes one and calls every method."""
 
     def __init__(self, run_dir: Path, step: int, objective: Objective, groups: ParallelDims) -> None:
         self._folder, self._groups = audit_folder(run_dir, step), groups
@@ -43,15 +36,7 @@ class TokenRecorder:
     def open(
         cls, run_dir: Path, step: int, logging: LoggingConfig, objective: Objective, groups: ParallelDims
     ) -> "TokenRecorder | None":
-        """Return a recorder if the step is one that `logging.audit_every` records, else None.
-
-        Args:
-            run_dir: Folder of the run.
-            step: Number of the step.
-            logging: Its `audit_every`.
-            objective: The loss.
-            groups: The mesh.
-        """
+        """Return a recorder if the step is one that `logging.audit_every` records, else None."""
         due = logging.audit_every and (step - 1) % logging.audit_every == 0
         return cls(run_dir, step, objective, groups) if due else None
 
@@ -69,10 +54,6 @@ class TokenRecorder:
 
     def record(self, batch: TrainBatch, updates: int) -> None:
         """Record the sequences of the step. Only rank 0 does.
-
-        Args:
-            batch: The rollout batch that the updates divide.
-            updates: Number of updates.
 
         Raises:
             StorageError: The file cannot be written.
@@ -104,11 +85,7 @@ class TokenRecorder:
         """Keep the rows of one microbatch on the host.
 
         Args:
-            microbatch: The microbatch, on the device.
-            stats: Its token statistics.
-            inputs: Its loss inputs.
             weights: The weighting's result for the minibatch. None: the objective has no weighting.
-            out: Its loss output.
         """
         if self._groups.tp.rank:
             return
@@ -134,10 +111,6 @@ class TokenRecorder:
 
     def write(self, batch: TrainBatch, loss: float) -> None:
         """Write the rows of one update, on the ranks that have computed a part of its loss.
-
-        Args:
-            batch: The minibatch.
-            loss: Loss of the minibatch, over all ranks.
 
         Raises:
             StorageError: The file cannot be written.

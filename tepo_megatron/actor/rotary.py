@@ -33,9 +33,7 @@ def rotate(t: Tensor, freqs: Tensor, interleaved: bool = False) -> Tensor:
     """Rotate each head vector of sequences that are not packed, as `PackedRotary` does for packed ones.
 
     Args:
-        t: [S, B, heads, D].
         freqs: fp32 [S, 1, 1, R], the angles of each position, the same R / 2 twice. R <= D: see `PackedRotary`.
-        interleaved: Must be False.
     """
     assert not interleaved, _NEVER_INTERLEAVED
     angle = freqs[..., : freqs.size(-1) // 2]
@@ -76,12 +74,7 @@ class PackedRotary:
         self._starts: MutableMapping[Tensor, Sequence[int]] = WeakTensorKeyDictionary()
 
     def start(self, cu_seqlens: Tensor, starts: Sequence[int]) -> None:
-        """Register the positions at which the pieces of a microbatch start. Without this call they start at 0.
-
-        Args:
-            cu_seqlens: The tensor of the microbatch, recognised by identity.
-            starts: `PackedMicrobatch.starts`.
-        """
+        """Register the positions at which the pieces of a microbatch start. Without this call they start at 0."""
         self._starts[cu_seqlens] = starts
 
     def clear(self) -> None:
@@ -97,13 +90,7 @@ class PackedRotary:
         Only the first R channels of a head are rotated; the others pass unchanged.
 
         Args:
-            t: [S, heads, D], this context-parallel rank's tokens.
-            cu_seqlens: [G + 1], starts of the sequences over all context-parallel ranks.
             freqs: fp32 [positions, 1, 1, R], the angles of each position, the same R / 2 twice.
-            cp_size: Number of context-parallel ranks.
-            cp_rank: Rank among them.
-            interleaved: Must be False. Megatron-Core 0.19 passes it.
-
         Returns:
             [S, heads, D] in the type of `t`. Gradients: to `t`.
         """

@@ -68,7 +68,6 @@ def shared_attention(query_S: Tensor, key_T: Tensor, value_T: Tensor, layout: At
         query_S: [S, H, D], local queries.
         key_T: [T, K, D], keys of all CP ranks.
         value_T: [T, K, D], their values.
-        layout: Layout of the microbatch, with shared prompts.
         scale: Factor of the scores. None: 1 / sqrt(D).
     """
     output_S: Tensor = _SharedAttention.apply(query_S, key_T, value_T, layout, scale)

@@ -34,11 +34,6 @@ class Teacher:
 
         Its hidden states cross the pipeline as in any forward pass; no rank gets those of another one's rows. Its own routers
         choose experts.
-
-        Args:
-            actor: Has the reference policy, and a pipeline whose output rows are hidden states.
-            batch: The minibatch.
-            plan: Plan of its microbatches.
         """
         assert actor.reference is not None, "keep_reference comes first"
         hidden: deque[Tensor] = deque()

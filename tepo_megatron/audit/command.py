@@ -24,10 +24,7 @@ def print_audit(run_dir: Path, step: int, token: str | None) -> int:
     """Audit a step and print the tables; return the exit status: 1 if something differs.
 
     Args:
-        run_dir: Folder of the run.
-        step: Number of the step.
         token: The token to show, SEQUENCE:POSITION. None: the whole step.
-
     Raises:
         ConfigError: `token` is no such text.
         DataError: The run kept too little, its records are damaged, or it has no such token.

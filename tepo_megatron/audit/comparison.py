@@ -22,7 +22,6 @@ class AuditedUpdate:
     """One update: the terms that training used and the same terms computed again.
 
     Attributes:
-        record: What training recorded.
         terms: The same terms in fp64 by name, _N; also `group_advantage` and `rollout_logprob`, which are inputs of the loss.
         near_N: bool, tokens near to a threshold, where fp32 may decide differently.
     """
@@ -87,9 +86,6 @@ class AuditedStep:
     """One audited step.
 
     Attributes:
-        step: Number of the step.
-        batch: Its sequences.
-        updates: Its updates.
         logged_loss: `loss/total` of the step in metrics.jsonl. None: the step is not there, or has no loss.
     """
 
@@ -118,10 +114,6 @@ class AuditedStep:
 
 def audit_step(run: Path, step: int) -> AuditedStep:
     """Compute the loss of every token of a step again.
-
-    Args:
-        run: Folder of the run.
-        step: Number of the step.
 
     Raises:
         DataError: The run kept too little, or its records are damaged.

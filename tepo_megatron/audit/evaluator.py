@@ -31,12 +31,7 @@ class Comparisons:
     near_N: Array
 
     def above(self, a: Any, b: Any) -> Array:
-        """Return a > b.
-
-        Args:
-            a: Numbers, one for each token or one for all.
-            b: Likewise.
-        """
+        """Return a > b."""
         a, b = np.broadcast_arrays(np.asarray(a, dtype=np.float64), np.asarray(b, dtype=np.float64))
         with np.errstate(invalid="ignore"):  # inf - inf
             self.near_N |= (a != b) & (np.abs(a - b) <= _NEAR * np.minimum(np.abs(a), np.abs(b)) + _NEAR_ZERO)
@@ -60,10 +55,6 @@ class _Evaluation:
 
 def evaluate(batch: AuditBatch, update: AuditUpdate) -> tuple[dict[str, Array], Array]:
     """Return the terms of the loss by the names under which training records them, and the tokens near to a threshold.
-
-    Args:
-        batch: The step's sequences.
-        update: The minibatch, whose `inputs` alone are used.
 
     Raises:
         DataError: An input that the objective needs was not recorded.
@@ -102,12 +93,7 @@ def evaluate(batch: AuditBatch, update: AuditUpdate) -> tuple[dict[str, Array], 
 
 
 def group_advantages(batch: AuditBatch, kind: str) -> Array:
-    """Return the advantage of each sequence from the rewards of its group.
-
-    Args:
-        batch: The step's sequences.
-        kind: `objective.advantage`.
-    """
+    """Return the advantage of each sequence from the rewards of its group."""
     groups = [batch.group(int(np.flatnonzero(batch.prompt_ids_B == prompt)[0])) for prompt in dict.fromkeys(batch.prompt_ids_B)]
     found = np.zeros(len(batch))
     for group in groups:

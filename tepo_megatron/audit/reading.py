@@ -82,7 +82,6 @@ class AuditUpdate:
 
     Attributes:
         number: Updates of the step before this one.
-        objective: The loss.
         max_response_tokens: Limit of the length of a response.
         loss: Loss of the minibatch that training computed.
         sequences: Sequences of the minibatch, ascending; some may have no response token.
@@ -103,12 +102,7 @@ class AuditUpdate:
     used: dict[str, Array]
 
     def find(self, sequence: int, position: int) -> int | None:
-        """Return the index of a token; None if its sequence is not in this minibatch.
-
-        Args:
-            sequence: Index of the sequence in the rollout batch.
-            position: Index of the token in its response.
-        """
+        """Return the index of a token; None if its sequence is not in this minibatch."""
         first, end = np.searchsorted(self.sequence_N, [sequence, sequence + 1]).tolist()
         return first + position if first + position < end else None
 
@@ -121,10 +115,6 @@ def steps(run: Path) -> list[int]:
 
 def step_folder(run: Path, step: int) -> Path:
     """Return the folder of a step's records.
-
-    Args:
-        run: Folder of the run.
-        step: Number of the step.
 
     Raises:
         DataError: The run has recorded nothing of the step. The message says which steps there are.
@@ -169,11 +159,6 @@ def read_batch(folder: Path) -> AuditBatch:
 
 def read_update(folder: Path, number: int, batch: AuditBatch) -> AuditUpdate:
     """Return the tokens of an update, from the files of all ranks that computed a part of its loss.
-
-    Args:
-        folder: Folder of the step.
-        number: Updates of the step before this one.
-        batch: The step's sequences.
 
     Raises:
         DataError: A file is missing or damaged, files contradict each other, or a token is missing or recorded twice.

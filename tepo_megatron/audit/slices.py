@@ -17,11 +17,7 @@ def find_sequence(folder: Path, prompt: int, token_ids: Array, place: int) -> in
     """Return the index in an audited step of a recorded rollout; None if the step did not train on it.
 
     Args:
-        folder: Folder of the audited step.
-        prompt: Prompt id of the rollout.
         token_ids: Its tokens, prompt included, _T.
-        place: Its place in the recording, which is tried first: equal samples of a prompt have equal tokens.
-
     Raises:
         DataError: The file is missing or damaged.
     """
@@ -41,10 +37,6 @@ def find_sequence(folder: Path, prompt: int, token_ids: Array, place: int) -> in
 
 def token_values(folder: Path, sequence: int) -> dict[str, Array]:
     """Return COLUMNS of the response tokens of a sequence in the last update that trained on it, in order. Empty: none did.
-
-    Args:
-        folder: Folder of the audited step.
-        sequence: Index of the sequence.
 
     Raises:
         DataError: A file is damaged.

@@ -27,22 +27,12 @@ TokenName = Callable[[int], str]  # token id -> how it is shown
 
 
 def value_of(name: str, value: float) -> str:
-    """Return a number as a table cell; decisions are yes and no.
-
-    Args:
-        name: Name of the term.
-        value: Its value.
-    """
+    """Return a number as a table cell; decisions are yes and no."""
     return ("yes" if value else "no") if name in DECISIONS else f"{value:.9g}"
 
 
 def terms_of(update: AuditedUpdate, index: int) -> Iterator[tuple[str, float, float | None]]:
-    """Yield (name, what training used, what the audit computed) of one token. None: an input, of which there is one value.
-
-    Args:
-        update: The audited update.
-        index: Index of the token in it.
-    """
+    """Yield (name, what training used, what the audit computed) of one token. None: an input, of which there is one value."""
     for name in TERMS:
         if name in update.used and name in update.terms:
             yield name, float(update.used[name][index]), float(update.terms[name][index])
@@ -78,12 +68,6 @@ def step_lines(audited: AuditedStep) -> Iterator[str]:
 
 def token_lines(audited: AuditedStep, sequence: int, position: int, token_name: TokenName = str) -> Iterator[str]:
     """Yield the lines about one token: where it comes from, its group, and every number of its loss in each update.
-
-    Args:
-        audited: The audited step.
-        sequence: Index of its sequence in the rollout batch.
-        position: Index of the token in its response.
-        token_name: Returns how a token is shown.
 
     Raises:
         DataError: The step has no such token.
@@ -129,12 +113,7 @@ def token_lines(audited: AuditedStep, sequence: int, position: int, token_name: 
 
 
 def group_lines(batch: AuditBatch, sequence: int) -> Iterator[str]:
-    """Yield a line about the rewards of a sequence's group.
-
-    Args:
-        batch: The step's sequences.
-        sequence: Index of the sequence.
-    """
+    """Yield a line about the rewards of a sequence's group."""
     group = batch.group(sequence)
     rewards = batch.rewards_B[group]
     spread = f", deviation {rewards.std(ddof=1):.6g}" if len(group) > 1 else ""
@@ -151,12 +130,7 @@ def objective_in_words(update: AuditedUpdate) -> str:
 
 
 def relative(a: float, b: float) -> float:
-    """Return |a - b| / |b|; 0 where both are 0.
-
-    Args:
-        a: A number.
-        b: The number that it is compared with.
-    """
+    """Return |a - b| / |b|; 0 where both are 0."""
     return abs(a - b) / abs(b) if b else (0.0 if a == b else math.inf)
 
 

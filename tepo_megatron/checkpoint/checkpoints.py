@@ -40,12 +40,6 @@ class Checkpoints:
     on a GPU.
 
     Args:
-        folder: folder of all checkpoints, on a file system that all ranks share.
-        cfg: the section `checkpoint` of the config.
-        groups: the mesh of the run.
-        plans: plans the saves, over a process group that only the saving threads use.
-        callers: process group of the calling threads.
-        thread: this rank's saving thread, started.
         timeout_seconds: seconds in which a checkpoint must be written.
     """
 
@@ -92,12 +86,6 @@ class Checkpoints:
 
         A save in flight is waited for first. With `checkpoint.asynchronous` false the checkpoint is complete when this returns.
         With `checkpoint.hf` the Hugging Face export is written before this returns.
-
-        Args:
-            step: training step of the checkpoint.
-            actor: the actor whose state is saved.
-            run_state: plain JSON to be returned by `load`; rank 0's counts.
-            best: a step whose checkpoint must not be deleted, or None; rank 0's counts.
 
         Raises:
             CheckpointError: on every rank, when an earlier save failed or the Hugging Face export cannot be written. Any other
@@ -159,10 +147,6 @@ class Checkpoints:
 
         On the layout that saved it, the run continues bit for bit. On another layout the random generators are not restored,
         and a warning says so. The learning rate schedule continues at its step, with the rates of the current config.
-
-        Args:
-            found: what `newest` returned.
-            actor: the actor whose state is replaced.
 
         Raises:
             CheckpointError: on every rank, when the checkpoint belongs to another model or precision, or cannot be read.

@@ -75,10 +75,6 @@ class ChecksummedFile:
 def write(path: Path, data: bytes) -> FileChecksum:
     """Write a new file and sync it to disk.
 
-    Args:
-        path: a file that does not exist yet.
-        data: its whole content.
-
     Returns:
         The size and checksum of `data`.
 
@@ -103,10 +99,6 @@ def write_manifest(folder: Path, sums: Mapping[str, FileChecksum]) -> None:
     """Write the manifest, which is the last file of a checkpoint.
 
     It lists all other files and ends with its own checksum.
-
-    Args:
-        folder: the folder of the checkpoint.
-        sums: size and checksum of each file, by its path in the folder.
     """
     text = json.dumps({name: asdict(sums[name]) for name in sorted(sums)}, indent=1) + "\n"
     write(folder / MANIFEST, text.encode() + _seal(text.encode()))
@@ -129,13 +121,7 @@ def read_manifest(folder: Path) -> dict[str, FileChecksum]:
 
 
 def check(folder: Path, sums: Mapping[str, FileChecksum], names: Iterable[str]) -> list[str]:
-    """Read the files `names` once each and return one message for each that is damaged.
-
-    Args:
-        folder: the folder of the checkpoint.
-        sums: the expected sizes and checksums, from the manifest.
-        names: the files to read, by their paths in the folder.
-    """
+    """Read the files `names` once each and return one message for each that is damaged."""
     wrong = []
     for name in names:
         path, expected = folder / name, sums[name]
@@ -154,10 +140,6 @@ def shares(sums: Mapping[str, FileChecksum], ranks: int) -> list[list[str]]:
     """Split the files among readers, with about the same number of bytes for each.
 
     The result depends on the arguments alone, so every rank computes the same.
-
-    Args:
-        sums: size and checksum of each file, by its name.
-        ranks: number of readers.
 
     Returns:
         The names for each reader.

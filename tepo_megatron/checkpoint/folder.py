@@ -24,22 +24,12 @@ _LEFT_OVER = re.compile(r"step-\d{8,}\.(partial|deleted-\w+)")
 
 
 def complete(folder: Path, step: int) -> Path:
-    """Return the path of the complete checkpoint of a step.
-
-    Args:
-        folder: folder of all checkpoints.
-        step: training step of the checkpoint.
-    """
+    """Return the path of the complete checkpoint of a step."""
     return folder / f"step-{step:08d}"
 
 
 def partial(folder: Path, step: int) -> Path:
-    """Return the path at which the checkpoint of a step is written.
-
-    Args:
-        folder: folder of all checkpoints.
-        step: training step of the checkpoint.
-    """
+    """Return the path at which the checkpoint of a step is written."""
     return folder / f"step-{step:08d}.partial"
 
 
@@ -56,10 +46,6 @@ def prepare(folder: Path, step: int) -> Path:
 
     An earlier save's unfinished folder of the same step is renamed, for `sweep` to delete.
 
-    Args:
-        folder: folder of all checkpoints; it is created if missing.
-        step: training step of the checkpoint.
-
     Raises:
         OSError: a folder cannot be created or renamed.
     """
@@ -75,10 +61,6 @@ def prepare(folder: Path, step: int) -> Path:
 
 def publish(folder: Path, step: int) -> list[Path]:
     """Turn the partial folder of a step into its checkpoint: sync everything to disk, then rename.
-
-    Args:
-        folder: folder of all checkpoints.
-        step: training step of the checkpoint.
 
     Returns:
         New paths of the complete checkpoints that were set aside. They are those of this step and of later ones, which the run
@@ -102,11 +84,8 @@ def prune(folder: Path, keep_last: int, keep_every: int | None, best: int | None
     """Delete the checkpoints that no retention rule keeps and that nobody holds (`hold`), and what `sweep` deletes.
 
     Args:
-        folder: folder of all checkpoints.
-        keep_last: number of newest checkpoints to keep.
         keep_every: keep checkpoints whose step is a multiple of this too; None: no such rule.
         best: keep the checkpoint of this step too; None: no such rule.
-
     Raises:
         OSError: a folder cannot be renamed or deleted.
     """
@@ -122,7 +101,6 @@ def sweep(folder: Path, writing: int | None = None) -> None:
     """Delete what earlier saves and deletions left unfinished.
 
     Args:
-        folder: folder of all checkpoints.
         writing: a step whose partial folder is in use and stays; None: there is none.
     """
     for path in folder.iterdir():

@@ -22,7 +22,6 @@ class OptimizerShard:
     All tensors are 1-dim, of the same length, and views of what the optimizer uses.
 
     Attributes:
-        parameter: the whole local parameter.
         start: index of the range's first element in the flattened parameter.
         weight: the parameter's values in the range, in the model's dtype.
         state: the fp32 master (unless the weight is fp32 itself) and Adam's moments, by the prefix that Megatron's
@@ -36,13 +35,7 @@ class OptimizerShard:
 
 
 def shards(optimizer: MegatronOptimizer, create: bool = False) -> Iterator[OptimizerShard]:
-    """Yield the shard of every parameter of which this rank owns a range.
-
-    Args:
-        optimizer: Megatron's distributed optimizer, or a chain of them.
-        create: if true, create the moments that are missing before the first step, so that they can be filled. If false, zeros
-            take their place, which are no views of the optimizer.
-    """
+    """Yield the shard of every parameter of which this rank owns a range."""
     for part in _parts(optimizer):
         for parameter, main in _mains(part):
             here = part._get_model_param_range_map(parameter)["param"]
@@ -77,12 +70,7 @@ def adam_steps(optimizer: MegatronOptimizer) -> int:
 
 
 def set_adam_steps(optimizer: MegatronOptimizer, step: int) -> None:
-    """Set the number of Adam steps so far. The moments must exist.
-
-    Args:
-        optimizer: Megatron's distributed optimizer, or a chain of them.
-        step: number of Adam steps.
-    """
+    """Set the number of Adam steps so far. The moments must exist."""
     for part in _parts(optimizer):
         for group in part.optimizer.param_groups:
             if isinstance(part.optimizer, (torch.optim.Adam, torch.optim.AdamW)):

@@ -37,9 +37,7 @@ class SavePlanner:
         Collectives: one gather and one broadcast of objects.
 
         Args:
-            shard_slices: the shard slices that this rank writes, with their data.
             objects: names of the byte strings that this rank writes after the shard slices.
-
         Returns:
             The write items of this rank, in that order, and on rank 0 the metadata of what all ranks write (None elsewhere).
 
@@ -72,11 +70,7 @@ def create_folder(folder: Path, step: int, refused: str | None, group: dist.Proc
     """Create the empty folder of a checkpoint on rank 0. Collectives: one broadcast of an object.
 
     Args:
-        folder: folder of all checkpoints.
-        step: training step of the checkpoint.
         refused: on rank 0, why the checkpoint cannot be written; None: create the folder. Ignored elsewhere.
-        group: every rank of it calls.
-
     Raises:
         CheckpointError: on every rank, when `refused` is given or the folder cannot be created.
     """
@@ -94,7 +88,6 @@ def plan(shard_slices: Sequence[ShardSlice], objects: Sequence[str]) -> SavePlan
     """Return the save plan of this rank.
 
     Args:
-        shard_slices: the shard slices to write.
         objects: names of the byte strings to write after the shard slices.
     """
     items = [_write_item(shard_slice) for shard_slice in shard_slices]

@@ -46,10 +46,6 @@ class SliceReader:
     def read(self, shard_slices: Sequence[ShardSlice], items: Sequence[Sequence[ReadItem]]) -> None:
         """Fill the data of the shard slices, in place. What a flexible shard slice has beyond the stored tensor becomes 0.
 
-        Args:
-            shard_slices: the shard slices to fill.
-            items: what `plan` returned for them.
-
         Raises:
             OSError: a file cannot be read.
         """
@@ -103,12 +99,7 @@ class _Targets:
         return target
 
     def commit_tensor(self, item: ReadItem, tensor: Tensor) -> None:
-        """Do nothing: the data are in place already.
-
-        Args:
-            item: what was read.
-            tensor: what `resolve_tensor` returned for it, filled.
-        """
+        """Do nothing: the data are in place already."""
 
     def load_bytes(self, item: ReadItem, value: io.BytesIO) -> None:
         self.bytes[item.dest_index.fqn] = value.getvalue()

@@ -30,7 +30,6 @@ class FoundCheckpoint:
     """A checkpoint whose files are all intact.
 
     Attributes:
-        path: its folder.
         step: training step after which it was saved.
         run_state: the run state that was passed to `save`.
         layout: the layout of the run that saved it (`describe_layout`).
@@ -60,11 +59,6 @@ def describe_layout(actor: Actor) -> dict[str, Any]:
 def describe_run(step: int, actor: Actor, run_state: Mapping[str, Any]) -> bytes:
     """Return the content of run.json, on one line.
 
-    Args:
-        step: training step of the checkpoint.
-        actor: provides the layout and the step counts.
-        run_state: plain JSON.
-
     Raises:
         TypeError or ValueError: the run state is not JSON.
     """
@@ -74,12 +68,7 @@ def describe_run(step: int, actor: Actor, run_state: Mapping[str, Any]) -> bytes
 
 
 def rng_name(rank: int, ranks: int) -> str:
-    """Return the name of a rank's RNG states in a checkpoint.
-
-    Args:
-        rank: rank in the world.
-        ranks: number of ranks.
-    """
+    """Return the name of a rank's RNG states in a checkpoint."""
     return f"rng_state/shard_{rank}_{ranks}"
 
 
@@ -88,11 +77,6 @@ def newest(folder: Path, group: dist.ProcessGroup, held: contextlib.ExitStack) -
 
     Each file is read once for the check, by one of the ranks. Collectives are over `group`: for each checkpoint that is tried,
     one broadcast and one all-gather of objects.
-
-    Args:
-        folder: folder of all checkpoints.
-        group: every rank of it calls.
-        held: on rank 0, receives the lock that protects the checkpoint from deletion.
 
     Raises:
         CheckpointError: there are checkpoints but none is valid (the message names each and its defect), or the newest valid
@@ -121,12 +105,6 @@ def newest(folder: Path, group: dist.ProcessGroup, held: contextlib.ExitStack) -
 
 def restore(found: FoundCheckpoint, actor: Actor, groups: ParallelDims, group: dist.ProcessGroup) -> None:
     """Restore the saved state of the actor, on any parallel layout. Collectives are over `group`.
-
-    Args:
-        found: the checkpoint to read.
-        actor: the actor whose state is replaced.
-        groups: the mesh of the run.
-        group: every rank of it calls.
 
     Raises:
         CheckpointError: on every rank. If the checkpoint belongs to another model or precision, no value was changed; if it

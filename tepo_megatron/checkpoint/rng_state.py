@@ -19,8 +19,6 @@ class RngStates:
 
     Attributes:
         python: state of `random`.
-        numpy: state of numpy's global generator.
-        torch: state of the CPU generator.
         device: state of the current CUDA device's generator; None without CUDA.
         parallel: states of Megatron's tracker for tensor-parallel regions, by name.
     """

@@ -44,8 +44,6 @@ class SavedCheckpoint:
     """A complete checkpoint.
 
     Attributes:
-        step: training step of the checkpoint.
-        path: its folder.
         size: bytes of all its files.
         blocked_seconds: how long this rank's training waited for it.
         seconds: time from the call of `save` until the checkpoint was complete.
@@ -80,7 +78,6 @@ class CommitPlan:
     """The files that rank 0 adds to those of the ranks, and the rules for deleting older checkpoints.
 
     Attributes:
-        common: content of common.pt.
         run: content of run.json, on one line.
         refused: the reason why the checkpoint cannot be written; None: it can.
         keep_last, keep_every, best: see `folder.prune`.
@@ -99,8 +96,6 @@ class WrittenFile:
     """One rank's file, or the error for which there is none.
 
     Attributes:
-        name: name of the file.
-        sum: its size and checksum.
         stored: the place of each write item in the file.
         error: the error; None: the file was written.
     """
@@ -130,7 +125,6 @@ class PendingSave:
     """One in-flight save, coordinated with the other ranks over a dedicated process group.
 
     Attributes:
-        step: training step of the checkpoint.
         started: `time.perf_counter()` when the save was requested.
         begun: the same when the save before had ended.
         ended: the same when this save had ended.
@@ -147,17 +141,7 @@ class PendingSave:
         has_folder: bool,
         started: float,
     ) -> None:
-        """Store what the save needs; `run` does the work.
-
-        Args:
-            folder: folder of all checkpoints.
-            step: training step of the checkpoint.
-            content: the state that this rank writes.
-            commit: on rank 0, what it adds; None on other ranks.
-            plans: the save plans of all ranks.
-            has_folder: whether the folder of the checkpoint exists already.
-            started: `time.perf_counter()` when the save was requested.
-        """
+        """Store what the save needs; `run` does the work."""
         self.step = step
         self.started, self.begun, self.ended = started, time.perf_counter(), 0.0
         self.outcome: SaveOutcome | None = None
@@ -291,15 +275,7 @@ class SavingThread(threading.Thread):
 def _complete(
     partial: Path, sums: Mapping[str, FileChecksum], everything: list[WrittenFile], metadata: Metadata, commit: CommitPlan
 ) -> dict[str, FileChecksum]:
-    """Write all files that do not belong to one rank, the manifest last. Return the checksums of all files.
-
-    Args:
-        partial: folder of the checkpoint.
-        sums: checksums of the ranks' files.
-        everything: the ranks' files.
-        metadata: metadata of the tensors that all ranks wrote.
-        commit: what rank 0 adds.
-    """
+    """Write all files that do not belong to one rank, the manifest last. Return the checksums of all files."""
     stored = {index: info for w in everything for index, info in w.stored.items()}
     whole = {**sums, **{name: read_sum(partial / name) for name in files_below(partial) if name.startswith("hf/")}}
     whole |= write_metadata(partial, metadata, stored, commit.common)

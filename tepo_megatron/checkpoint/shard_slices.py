@@ -9,11 +9,6 @@ Sizes = tuple[int, ...]
 def split_range(start: int, stop: int, shape: Sizes) -> Iterator[tuple[Sizes, Sizes]]:
     """Split the elements [start, stop) of a row-major array into the fewest slices.
 
-    Args:
-        start: index of the first element in the flattened array.
-        stop: index after the last element.
-        shape: shape of the array, with at least one dimension.
-
     Yields:
         (offset, sizes) of each slice, in row-major order; at most 2 * len(shape) - 1 slices.
     """
@@ -36,12 +31,6 @@ def split_range(start: int, stop: int, shape: Sizes) -> Iterator[tuple[Sizes, Si
 
 def ranges(start: int, stop: int, shape: Sizes, limit: int) -> Iterator[tuple[int, int]]:
     """Split [start, stop) at row boundaries into ranges of about `limit` elements.
-
-    Args:
-        start: index of the first element in the flattened array.
-        stop: index after the last element.
-        shape: shape of the array.
-        limit: most elements of a range; a single row may have more.
 
     Yields:
         (start, stop) of each range.

@@ -37,8 +37,6 @@ class ShardSlice:
     """A rectangular part of a global tensor.
 
     Attributes:
-        name: name of the global tensor.
-        shape: shape of the global tensor.
         offset: where the part begins in it.
         data: the part, as a view of the state with as many dimensions as the global tensor.
         flexible: whether the global tensor may have another shape on another layout (the vocabulary is padded to a multiple
@@ -109,15 +107,7 @@ def _values(actor: Actor) -> Iterator[Any]:
 def _shard_slices(
     sharding: ShardedTensor | ShardedTensorFactory, prefix: str, values: Tensor, start: int, limit: int
 ) -> Iterator[ShardSlice]:
-    """Yield the shard slices, in the global tensor, of a range of a flattened local tensor.
-
-    Args:
-        sharding: describes the local tensor.
-        prefix: put before the name of the global tensor.
-        values: 1-dim, the values of the range.
-        start: index of the first of them in the flattened local tensor.
-        limit: most elements of a shard slice, unless one row has more.
-    """
+    """Yield the shard slices, in the global tensor, of a range of a flattened local tensor."""
     for part, first in _parts(sharding):
         low, high = max(start, first), min(start + values.numel(), first + part.data.numel())
         for a, b in ranges(low - first, high - first, part.local_shape, limit):

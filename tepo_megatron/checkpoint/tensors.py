@@ -74,10 +74,7 @@ def write_items(path: Path, items: Sequence[WriteItem], values: Sequence[Tensor 
     """Write one rank's file and sync it to disk.
 
     Args:
-        path: a file that does not exist yet.
-        items: the write items of the rank.
         values: what to write for each item: a tensor in host memory, or bytes.
-
     Returns:
         Size and checksum of the file, and the place of each item in it.
 
@@ -95,12 +92,6 @@ def write_items(path: Path, items: Sequence[WriteItem], values: Sequence[Tensor 
 
 def write_metadata(folder: Path, metadata: Metadata, stored: Stored, common: Mapping[str, Any]) -> dict[str, FileChecksum]:
     """Write the files that do not belong to one rank: `.metadata`, common.pt and metadata.json.
-
-    Args:
-        folder: the folder of the checkpoint.
-        metadata: what all ranks write.
-        stored: the place of each item.
-        common: content of common.pt.
 
     Returns:
         Size and checksum of each file, by its name.

@@ -16,12 +16,7 @@ from tepo_megatron.utils.escaping import escaped
 
 
 def doctor(args: argparse.Namespace, overrides: list[str]) -> int:
-    """Run `tepo doctor CONFIG [--quick] [--key value ...]`.
-
-    Args:
-        args: The parsed options.
-        overrides: The remaining arguments.
-    """
+    """Run `tepo doctor CONFIG [--quick] [--key value ...]`."""
     from tepo_megatron.config.io import load_config
     from tepo_megatron.doctor import examine, print_findings
     from tepo_megatron.launcher.launcher import launch
@@ -32,12 +27,7 @@ def doctor(args: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def ablate(args: argparse.Namespace, overrides: list[str]) -> int:
-    """Run `tepo ablate FILE [--key value ...]`.
-
-    Args:
-        args: The parsed options.
-        overrides: The remaining arguments.
-    """
+    """Run `tepo ablate FILE [--key value ...]`."""
     from tepo_megatron.ablation import ablate
     from tepo_megatron.launcher.launcher import inside_torchrun
     from tepo_megatron.launcher.preflight import preflight
@@ -49,12 +39,7 @@ def ablate(args: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def compare(args: argparse.Namespace, overrides: list[str]) -> int:
-    """Run `tepo compare DIR DIR`.
-
-    Args:
-        args: The parsed options.
-        overrides: The remaining arguments.
-    """
+    """Run `tepo compare DIR DIR`."""
     from tepo_megatron.evaluation.comparing import compare_folders
 
     compare_folders(args.first, args.second).print()
@@ -62,24 +47,14 @@ def compare(args: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def audit(args: argparse.Namespace, overrides: list[str]) -> int:
-    """Run `tepo audit RUN_DIR --step K [--token SEQUENCE:POSITION]`.
-
-    Args:
-        args: The parsed options.
-        overrides: The remaining arguments.
-    """
+    """Run `tepo audit RUN_DIR --step K [--token SEQUENCE:POSITION]`."""
     from tepo_megatron.audit.command import print_audit
 
     return print_audit(args.run_dir, args.step, args.token)
 
 
 def replay(args: argparse.Namespace, overrides: list[str]) -> int:
-    """Run `tepo replay RUN_DIR [--until STEP] [--engine] [--name NAME] [--key value ...]`.
-
-    Args:
-        args: The parsed options.
-        overrides: The remaining arguments.
-    """
+    """Run `tepo replay RUN_DIR [--until STEP] [--engine] [--name NAME] [--key value ...]`."""
     from tepo_megatron.launcher.replay import ReplayRequest, replay
 
     request = ReplayRequest(args.run_dir, args.until, args.engine, args.name, tuple(overrides))
@@ -87,12 +62,7 @@ def replay(args: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def restart(args: argparse.Namespace, overrides: list[str]) -> int:
-    """Run `tepo restart RUN_DIR [--wait SECONDS] [--key value ...]`.
-
-    Args:
-        args: The parsed options.
-        overrides: The remaining arguments.
-    """
+    """Run `tepo restart RUN_DIR [--wait SECONDS] [--key value ...]`."""
     from tepo_megatron.launcher.restart_request import restart
 
     if args.wait <= 0:
@@ -103,12 +73,7 @@ def restart(args: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def trace(args: argparse.Namespace, overrides: list[str]) -> int:
-    """Run `tepo trace RUN_DIR [--steps N] [--profile RANK] [--wait SECONDS]`, or `tepo trace RUN_DIR --step K`.
-
-    Args:
-        args: The parsed options.
-        overrides: The remaining arguments.
-    """
+    """Run `tepo trace RUN_DIR [--steps N] [--profile RANK] [--wait SECONDS]`, or `tepo trace RUN_DIR --step K`."""
     from tepo_megatron.launcher.trace_request import describe_step, trace
     from tepo_megatron.utils.save_requests import TraceRequest
 
@@ -125,23 +90,13 @@ def trace(args: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def report(args: argparse.Namespace, overrides: list[str]) -> int:
-    """Run `tepo report RUN_DIR [RUN_DIR ...] [--out FILE]`.
-
-    Args:
-        args: The parsed options.
-        overrides: The remaining arguments.
-    """
+    """Run `tepo report RUN_DIR [RUN_DIR ...] [--out FILE]`."""
     print(escaped(str(report_on(args.run_dirs, args.out))))
     return 0
 
 
 def alerts(args: argparse.Namespace, overrides: list[str]) -> int:
-    """Run `tepo alerts RUN_DIR [RUN_DIR ...]`. Return 1 if there is an alert.
-
-    Args:
-        args: The parsed options.
-        overrides: The remaining arguments.
-    """
+    """Run `tepo alerts RUN_DIR [RUN_DIR ...]`. Return 1 if there is an alert."""
     from tepo_megatron.observability.alerts import judge
     from tepo_megatron.observability.sinks import read_metrics
 
@@ -157,12 +112,7 @@ def alerts(args: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def watch(args: argparse.Namespace, overrides: list[str]) -> int:
-    """Run `tepo watch RUN_DIR [RUN_DIR ...] [--port N]`.
-
-    Args:
-        args: The parsed options.
-        overrides: The remaining arguments.
-    """
+    """Run `tepo watch RUN_DIR [RUN_DIR ...] [--port N]`."""
     from tepo_megatron.report.live import watch
 
     if not 0 <= args.port < 2**16:
@@ -172,13 +122,7 @@ def watch(args: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def train(config_path: str, overrides: list[str], watched: bool = False) -> int:
-    """Run `tepo train CONFIG [--watch] [--key value ...]`.
-
-    Args:
-        config_path: Path of the YAML file.
-        overrides: The remaining arguments.
-        watched: Serve the live page of the run.
-    """
+    """Run `tepo train CONFIG [--watch] [--key value ...]`."""
     from tepo_megatron.config.io import load_with_sources
     from tepo_megatron.launcher.launcher import inside_torchrun, run_rank
     from tepo_megatron.launcher.preflight import preflight
@@ -215,12 +159,7 @@ def train(config_path: str, overrides: list[str], watched: bool = False) -> int:
 
 
 def sft(config_path: str, overrides: list[str]) -> int:
-    """Run `tepo sft CONFIG [--key value ...]`.
-
-    Args:
-        config_path: Path of the YAML file.
-        overrides: The remaining arguments.
-    """
+    """Run `tepo sft CONFIG [--key value ...]`."""
     from tepo_megatron.launcher.launcher import inside_torchrun
     from tepo_megatron.sft.command import sft
 
@@ -232,10 +171,7 @@ def serve(config_path: str, host: str, address: str | None, overrides: list[str]
     """Run `tepo serve CONFIG [--host ADDRESS] [--address NAME] [--key value ...]`.
 
     Args:
-        config_path: Path of the trainer's YAML file.
-        host: Address to listen on.
         address: Name by which other machines reach this one; None: the host, or this machine's name.
-        overrides: The remaining arguments.
     """
     from tepo_megatron.config.io import load_config
     from tepo_megatron.inference.engines import launch_of
@@ -254,12 +190,7 @@ def serve(config_path: str, host: str, address: str | None, overrides: list[str]
 
 
 def evaluate(args: argparse.Namespace, overrides: list[str]) -> int:
-    """Run `tepo evaluate CHECKPOINT [--config FILE] [--out DIR] [--against DIR] [--published ROWS] [--key value ...]`.
-
-    Args:
-        args: The parsed options.
-        overrides: The remaining arguments.
-    """
+    """Run `tepo evaluate CHECKPOINT [--config FILE] [--out DIR] [--against DIR] [--published ROWS] [--key value ...]`."""
     from tepo_megatron.evaluation.command import EvaluationRequest, run
     from tepo_megatron.evaluation.published import MODELS
 
@@ -272,12 +203,7 @@ def evaluate(args: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def judge(args: argparse.Namespace, overrides: list[str]) -> int:
-    """Run `tepo judge CONFIG --on FILE [--term I] [--repeats N] [--out DIR] [--key value ...]`.
-
-    Args:
-        args: The parsed options.
-        overrides: The remaining arguments.
-    """
+    """Run `tepo judge CONFIG --on FILE [--term I] [--repeats N] [--out DIR] [--key value ...]`."""
     from tepo_megatron.config.io import load_config
     from tepo_megatron.evaluation.judging import JudgingRequest, run
     from tepo_megatron.rollout.judges import JudgePlace
@@ -320,7 +246,6 @@ def report_on(run_dirs: Sequence[Path], out: Path | None) -> Path:
     """Run `tepo report RUN_DIR [RUN_DIR ...] [--out FILE]`; return the page's path.
 
     Args:
-        run_dirs: Folders of the runs; several are compared.
         out: File of the comparison; None: next to the first run. Only allowed with several runs.
     """
     from tepo_megatron.report import write_comparison, write_report

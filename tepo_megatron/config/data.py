@@ -13,12 +13,7 @@ SLICE = re.compile(r"(?P<source>.*)\[(?P<start>\d+%?)?:(?P<stop>\d+%?)?\]", re.D
 
 
 def check_source(key: str, source: str) -> None:
-    """Raise ValueError if a source names nothing, or ends with a malformed slice.
-
-    Args:
-        key: Name of the key in errors.
-        source: File or dataset.
-    """
+    """Raise ValueError if a source names nothing, or ends with a malformed slice."""
     match = SLICE.fullmatch(source)
     if not source.strip() or (match is not None and not match["source"].strip()):
         raise ValueError(f"{key}={source!r} names no file and no dataset")

@@ -23,10 +23,6 @@ _ADAPTER: TypeAdapter[Config] = TypeAdapter(Config)
 def load_config(path: str | Path, overrides: list[str] | None = None) -> Config:
     """Read a YAML file on top of its base files, apply the overrides and validate the result.
 
-    Args:
-        path: The YAML file.
-        overrides: Arguments of the form `--key.sub value` or `--key.sub=value`.
-
     Keys under old names are reported on stderr.
 
     Raises:
@@ -36,12 +32,7 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> Config:
 
 
 def load_with_sources(path: str | Path, overrides: list[str]) -> tuple[Config, Layers]:
-    """Return the config as `load_config` does, and the layers, which know the file that set each key.
-
-    Args:
-        path: The YAML file.
-        overrides: As in `load_config`.
-    """
+    """Return the config as `load_config` does, and the layers, which know the file that set each key."""
     layers = read_layers(path)
     return with_overrides(layers, overrides, str(path)), layers
 
@@ -50,11 +41,6 @@ def with_overrides(layers: Layers, overrides: list[str], source: str) -> Config:
     """Return the config of these layers with the command line's overrides on top, and report keys under old names on stderr.
 
     Raises ConfigError as `load_config` does.
-
-    Args:
-        layers: The files; the overrides are added to them.
-        overrides: As in `load_config`.
-        source: Name in errors about keys that no layer set.
     """
     for key, value in parse_overrides(overrides):
         words: dict[str, Any] = {}
@@ -114,23 +100,12 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
 
 
 def validate(tree: dict[str, Any], source: str = "config") -> Config:
-    """Return a plain mapping as a Config. Raises one ConfigError with a line per fault.
-
-    Args:
-        tree: The keys and values.
-        source: Name of the mapping in errors.
-    """
+    """Return a plain mapping as a Config. Raises one ConfigError with a line per fault."""
     return validate_as(Config, tree, source)
 
 
 def validate_as(cls: type[T], tree: dict[str, Any], source: str, layers: Layers | None = None) -> T:
     """Return a plain mapping as a dataclass of `config`.
-
-    Args:
-        cls: The dataclass.
-        tree: The keys and values.
-        source: Name in errors about keys that no layer set.
-        layers: The layers that `tree` comes from, if any; errors then name the files that set the keys.
 
     Raises:
         ConfigError: One line per fault.
@@ -169,12 +144,7 @@ def under_new_names(tree: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def differences(before: Mapping[str, Any], after: Mapping[str, Any], above: str = "") -> list[str]:
-    """Return a line for each key on which two plain configs differ: "optimizer.lr was 1e-06 and is 2e-06".
-
-    Args:
-        before, after: The configs.
-        above: Prefix of the keys, for nested sections.
-    """
+    """Return a line for each key on which two plain configs differ: "optimizer.lr was 1e-06 and is 2e-06"."""
     lines = []
     for name in [*before, *(n for n in after if n not in before)]:
         key, old, new = f"{above}{name}", before.get(name), after.get(name)
@@ -206,13 +176,7 @@ def parse_overrides(words: list[str]) -> list[tuple[str, Any]]:
 
 
 def set_key(tree: dict[str, Any], dotted: str, value: Any) -> None:
-    """Set tree[a][b] = value for "a.b"; missing sections are added. Raises ConfigError if `a` is a value, not a section.
-
-    Args:
-        tree: Changed in place.
-        dotted: The key.
-        value: Its value.
-    """
+    """Set tree[a][b] = value for "a.b"; missing sections are added. Raises ConfigError if `a` is a value, not a section."""
     *parents, leaf = dotted.split(".")
     for name in parents:
         child = tree.get(name)
@@ -225,24 +189,14 @@ def set_key(tree: dict[str, Any], dotted: str, value: Any) -> None:
 
 
 def faults(error: ValueError, key: str) -> list[str]:
-    """Return one line for each fault of a section that was read by itself.
-
-    Args:
-        error: A pydantic ValidationError, or a ValueError about the whole section.
-        key: The section's key.
-    """
+    """Return one line for each fault of a section that was read by itself."""
     if not isinstance(error, ValidationError):
         return [f"{key}: {error}"]
     return [_explain(object, {**err, "loc": (key, *err["loc"])}) for err in error.errors()]
 
 
 def _explain(root: type, error: Any) -> str:
-    """Return one validation error as a line that names the key and the fix.
-
-    Args:
-        root: The dataclass that was validated.
-        error: The error, as pydantic describes it.
-    """
+    """Return one validation error as a line that names the key and the fix."""
     loc = tuple(error["loc"])
     key = ".".join(str(part) for part in loc if not str(part).startswith("<")) or "config"
     if error["type"] == "unexpected_keyword_argument":
@@ -257,12 +211,7 @@ def _explain(root: type, error: Any) -> str:
 
 
 def _unknown_key(root: type, loc: tuple[Any, ...]) -> str:
-    """Return what is wrong with a key that its section does not have, and the fix.
-
-    Args:
-        root: The dataclass that was validated.
-        loc: The key, with the tags of variants on the way.
-    """
+    """Return what is wrong with a key that its section does not have, and the fix."""
     name, (cls, variants) = str(loc[-1]), _section_at(root, loc[:-1])
     having = [x for x in variants if name in _names(x)]
     if having and (reason := getattr(cls, "NOT_FOR", None)):
@@ -276,12 +225,7 @@ def _unknown_key(root: type, loc: tuple[Any, ...]) -> str:
 
 
 def _section_at(root: type, loc: tuple[Any, ...]) -> tuple[type | None, list[type]]:
-    """Return the class of the section at `loc`, and the other variants that the section could be.
-
-    Args:
-        root: The dataclass to begin with.
-        loc: Keys, indices and tags of variants.
-    """
+    """Return the class of the section at `loc`, and the other variants that the section could be."""
     cls: Any = root
     variants: list[type] = []
     for part in loc:

@@ -33,12 +33,7 @@ class Layers:
         self._setters: dict[Key, str] = {}
 
     def add(self, values: Mapping[str, Any], source: str) -> None:
-        """Merge `values` into the tree. Raises ConfigError if a section would be merged into a value.
-
-        Args:
-            values: The layer.
-            source: The layer's name in errors.
-        """
+        """Merge `values` into the tree. Raises ConfigError if a section would be merged into a value."""
         values, messages = translate(_written_out(values), source, RENAMED)
         self.messages += [message for message in messages if message not in self.messages]
         self._merge(self.tree, values, source, ())
@@ -67,14 +62,7 @@ class Layers:
                 self._setters[key] = source
 
     def _remove_other_variants(self, below: dict[str, Any], values: Mapping[str, Any], source: str, key: Key) -> None:
-        """Remove keys of lower layers that the variant which `values` choose does not have.
-
-        Args:
-            below: The section so far. It is changed.
-            values: The layer's values in this section.
-            source: The layer's name. Keys that this layer set before are kept: each word of the command line is a layer.
-            key: The section.
-        """
+        """Remove keys of lower layers that the variant which `values` choose does not have."""
         kept = _kept(below, values, key)
         if kept is None:
             return
@@ -88,10 +76,6 @@ class Layers:
         """Return the names of the layers to which an error refers; empty if no layer set the key.
 
         They are those that set `key`, or else those that set the keys below it that the message names, or all keys below it.
-
-        Args:
-            key: The key that the error is about; () for the whole tree.
-            message: The error's message.
         """
         for length in range(len(key), 0, -1):
             if key[:length] in self._setters:
@@ -106,13 +90,7 @@ def _dotted(key: Key) -> str:
 
 
 def _kept(below: Mapping[str, Any], values: Mapping[str, Any], key: Key) -> frozenset[str] | None:
-    """Return the keys of a section that stay when a layer is merged into it; None: all.
-
-    Args:
-        below: The section in the layers below.
-        values: The layer's values in it.
-        key: The section.
-    """
+    """Return the keys of a section that stay when a layer is merged into it; None: all."""
     kind = values.get("type")
     if kind is not None and below.get("type", kind) != kind:
         return frozenset()

@@ -166,12 +166,7 @@ class MegatronConfig:
         return known.num_layers_at_start_in_bf16, known.num_layers_at_end_in_bf16
 
     def fuses_gradient_accumulation(self, platform: str, offload_activations: bool) -> bool:
-        """Return whether the products of weight gradients add into the fp32 sums themselves.
-
-        Args:
-            platform: "cpu" or "cuda", which decides the default.
-            offload_activations: `training.offload_activations`, under which they do not.
-        """
+        """Return whether the products of weight gradients add into the fp32 sums themselves."""
         asked = self.known_transformer.gradient_accumulation_fusion
         return default_of("megatron.transformer.gradient_accumulation_fusion", platform, asked) and not offload_activations
 
@@ -196,12 +191,7 @@ def untested_fields(megatron: MegatronConfig) -> list[str]:
 
 
 def check_fusion(megatron: MegatronConfig, offload_activations: bool) -> None:
-    """Raise ValueError if weight gradients would be fused while activations are offloaded.
-
-    Args:
-        megatron: Asks for the fusion.
-        offload_activations: `training.offload_activations`.
-    """
+    """Raise ValueError if weight gradients would be fused while activations are offloaded."""
     if offload_activations and megatron.known_transformer.gradient_accumulation_fusion:
         raise ValueError(
             "training.offload_activations=true with megatron.transformer.gradient_accumulation_fusion=true: the hooks that "
@@ -211,12 +201,7 @@ def check_fusion(megatron: MegatronConfig, offload_activations: bool) -> None:
 
 
 def check_bf16_layers(megatron: MegatronConfig, model: ModelConfig) -> None:
-    """Raise ValueError if layers would stay in bf16 under a precision that has no such layers.
-
-    Args:
-        megatron: Asks for these layers.
-        model: Its precision.
-    """
+    """Raise ValueError if layers would stay in bf16 under a precision that has no such layers."""
     if megatron.known_transformer.first_last_layers_bf16 and model.precision not in ("fp8-current", "fp8-blockwise"):
         why = "has no FP8 layers" if not model.fp8 else "keeps a history of scales for all layers alike (Megatron refuses it)"
         raise ValueError(
@@ -226,12 +211,7 @@ def check_bf16_layers(megatron: MegatronConfig, model: ModelConfig) -> None:
 
 
 def check_platform(megatron: MegatronConfig, platform: str) -> None:
-    """Raise ValueError if a field needs a GPU and the platform is cpu.
-
-    Args:
-        megatron: The fields.
-        platform: "cpu" or "cuda".
-    """
+    """Raise ValueError if a field needs a GPU and the platform is cpu."""
     if platform == "cuda":
         return
     moments, share = megatron.known_optimizer.small_moments, megatron.offloaded_share
@@ -245,14 +225,7 @@ def check_platform(megatron: MegatronConfig, platform: str) -> None:
 
 
 def check_overlap(megatron: MegatronConfig, parallel: ParallelConfig, attention: str, platform: str) -> None:
-    """Raise ValueError if overlapped communication lacks what it needs: sequence parallelism, or buckets.
-
-    Args:
-        megatron: Asks for the overlaps.
-        parallel: Its sequence parallelism.
-        attention: `model.attention`.
-        platform: "cpu" or "cuda", which decides the defaults of the overlaps.
-    """
+    """Raise ValueError if overlapped communication lacks what it needs: sequence parallelism, or buckets."""
     if megatron.tp_comm_overlap and not parallel.sequence_parallel:
         raise ValueError(
             "megatron.transformer.tp_comm_overlap=true needs parallel.sequence_parallel=true (and parallel.tp > 1); set both, "
@@ -276,14 +249,7 @@ def check_overlap(megatron: MegatronConfig, parallel: ParallelConfig, attention:
 
 
 def check_optimizer_state(megatron: MegatronConfig, checkpoint_every: int, resume: bool, colocate: bool) -> None:
-    """Raise ValueError if the optimizer's state is not what checkpoints and colocation can handle: fp32, on the device.
-
-    Args:
-        megatron: Types of the moments, and the offloaded share.
-        checkpoint_every: `checkpoint.every`.
-        resume: `resume`.
-        colocate: `rollout.colocate`.
-    """
+    """Raise ValueError if the optimizer's state is not what checkpoints and colocation can handle: fp32, on the device."""
     adam = megatron.known_optimizer
     offload = f"optimizer_offload_fraction={adam.optimizer_offload_fraction:g}" if adam.optimizer_offload_fraction else ""
     other = adam.small_moments or offload

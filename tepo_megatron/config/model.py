@@ -77,14 +77,7 @@ class ParallelConfig:
 
 
 def check_attention(model: ModelConfig, parallel: ParallelConfig, share_prompts: str, platform: str) -> None:
-    """Raise ValueError if the attention cannot do what the config asks of it.
-
-    Args:
-        model: Its precision and attention.
-        parallel: Its context parallelism.
-        share_prompts: `training.share_prompts`.
-        platform: "cpu" or "cuda".
-    """
+    """Raise ValueError if the attention cannot do what the config asks of it."""
     if share_prompts == "always" and model.attention == "te":
         raise ValueError(
             "training.share_prompts=always with model.attention=te, whose packed attention cannot give several responses the "

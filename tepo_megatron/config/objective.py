@@ -175,10 +175,6 @@ def variants(hint: Any) -> dict[str, type]:
 def read_part(part: str, values: Mapping[str, Any]) -> Any:
     """Return a part of an objective from its fields.
 
-    Args:
-        part: Name of a part that has fields, such as "correction".
-        values: The fields, with `type` if the part has several variants.
-
     Raises:
         ValueError: The type or a field is unknown, or a value is out of range.
     """

@@ -34,13 +34,7 @@ PLATFORM_DEFAULTS: Mapping[str, PlatformDefault] = {
 
 
 def default_of(key: str, platform: str, value: T | None) -> T:
-    """Return `value`, or the platform's default where `value` is None.
-
-    Args:
-        key: dotted key of the config; it must be in PLATFORM_DEFAULTS.
-        platform: "cpu" or "cuda".
-        value: what the config says.
-    """
+    """Return `value`, or the platform's default where `value` is None."""
     return getattr(PLATFORM_DEFAULTS[key], platform) if value is None else value
 
 
@@ -51,9 +45,6 @@ def join_seconds(platform: str) -> float:
     """Return the seconds in which ranks and servers must have formed the groups of `sync.transport=group`, in one attempt.
 
     The groups are formed at the first delivery and again whenever a server comes back, and connect in a broadcast of one byte.
-
-    Args:
-        platform: "cpu" or "cuda".
     """
     return getattr(JOIN_SECONDS, platform)
 

@@ -43,11 +43,6 @@ class Renamed:
 def translate(values: Mapping[str, Any], source: str, table: Iterable[Renamed]) -> tuple[dict[str, Any], list[str]]:
     """Return a layer with today's keys, and one message for each old key that it had.
 
-    Args:
-        values: The layer. It is not changed.
-        source: The layer's name, for messages.
-        table: The renamed keys.
-
     Raises:
         ConfigError: A layer has a key under both names, or sets a removed key to another value than its constant.
     """
@@ -60,15 +55,7 @@ def translate(values: Mapping[str, Any], source: str, table: Iterable[Renamed]) 
 
 
 def _replace(tree: dict[str, Any], key: Renamed, value: Any, layer: Mapping[str, Any], source: str) -> str:
-    """Set the new key of an old one and return the message. Raises ConfigError as `translate` does.
-
-    Args:
-        tree: The layer so far, without the old key. It is changed.
-        key: The old key.
-        value: Its value.
-        layer: The layer before any translation.
-        source: The layer's name.
-    """
+    """Set the new key of an old one and return the message. Raises ConfigError as `translate` does."""
     unused = value is not None and key.unused(value, layer)
     if key.new is None:
         if value is not None and not unused and value != key.constant:
@@ -89,12 +76,7 @@ def _converted(key: Renamed, value: Any, source: str) -> Any:
 
 
 def _take_from_list(tree: dict[str, Any], key: Renamed) -> list[Any]:
-    """Remove an old key from all sections of a list, and return its values there.
-
-    Args:
-        tree: The layer. It is changed.
-        key: The old key.
-    """
+    """Remove an old key from all sections of a list, and return its values there."""
     above, _, leaf = key.old.partition("[].")
     items: Any = tree
     for name in above.split("."):
@@ -104,12 +86,7 @@ def _take_from_list(tree: dict[str, Any], key: Renamed) -> list[Any]:
 
 
 def _take(tree: dict[str, Any], key: Renamed) -> Any:
-    """Remove an old key and return its value; `_MISSING` if it is not there. Sections left empty are removed.
-
-    Args:
-        tree: The layer. It is changed.
-        key: The old key.
-    """
+    """Remove an old key and return its value; `_MISSING` if it is not there. Sections left empty are removed."""
     *above, leaf = key.old.split(".")
     sections: list[dict[str, Any]] = [tree]
     for name in above:
@@ -127,14 +104,7 @@ def _take(tree: dict[str, Any], key: Renamed) -> Any:
 
 
 def _put(tree: dict[str, Any], key: Renamed, value: Any, source: str) -> None:
-    """Set the new key. Raises ConfigError if the layer sets it already.
-
-    Args:
-        tree: The layer. It is changed.
-        key: The old key.
-        value: The new value.
-        source: The layer's name.
-    """
+    """Set the new key. Raises ConfigError if the layer sets it already."""
     *above, leaf = str(key.new).split(".")
     for name in above:
         child = tree.setdefault(name, {})

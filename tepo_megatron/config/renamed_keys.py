@@ -21,11 +21,7 @@ _WITHOUT_GRAD = "passes without gradient take twice training.max_tokens_per_micr
 
 
 def _transport_has(*types: str) -> Any:
-    """Return a test that a layer names a transport, and none of these, so that the old key has no effect.
-
-    Args:
-        types: Transports that the key is for.
-    """
+    """Return a test that a layer names a transport, and none of these, so that the old key has no effect."""
 
     def unused(value: Any, layer: Mapping[str, Any]) -> bool:
         transport = layer.get("sync", {}).get("transport")

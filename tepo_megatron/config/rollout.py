@@ -138,11 +138,7 @@ class RolloutConfig:
         return 0 < self.top_k <= MOST_MASKED
 
     def devices_used(self, ranks: int) -> int:
-        """Return how many devices of one machine its ranks use, and the rollout servers on it that the run starts itself.
-
-        Args:
-            ranks: Number of ranks on the machine.
-        """
+        """Return how many devices of one machine its ranks use, and the rollout servers on it that the run starts itself."""
         servers = 0 if self.server.others or self.replay is not None else self.servers * self.server.tp
         return max(ranks, servers) if self.colocate else ranks + servers
 
@@ -191,12 +187,7 @@ class RolloutConfig:
 
 
 def check_batch(rollout: RolloutConfig, training: TrainingConfig) -> None:
-    """Check that minibatches fit into the rollout batch. Raises ValueError.
-
-    Args:
-        rollout: The section.
-        training: Its `minibatch_prompts`.
-    """
+    """Check that minibatches fit into the rollout batch. Raises ValueError."""
     if training.minibatch_prompts > rollout.prompts_per_step:
         raise ValueError(
             f"training.minibatch_prompts={training.minibatch_prompts} exceeds "
@@ -205,12 +196,7 @@ def check_batch(rollout: RolloutConfig, training: TrainingConfig) -> None:
 
 
 def check_stream(rollout: RolloutConfig, training: TrainingConfig) -> None:
-    """Check that minibatches can be trained while others are sampled. Raises ValueError.
-
-    Args:
-        rollout: The section.
-        training: Its `stream` and `minibatch_prompts`.
-    """
+    """Check that minibatches can be trained while others are sampled. Raises ValueError."""
     if not training.streams:
         return
     stream = f"training.stream={training.stream}"

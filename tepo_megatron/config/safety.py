@@ -17,7 +17,6 @@ class SafetyCheck:
     """One safety check of a run.
 
     Attributes:
-        name: Name of the check.
         works: False if the check is off or cannot work in this run.
         state: What the check compares, or why it does not work.
     """

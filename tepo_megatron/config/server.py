@@ -46,11 +46,7 @@ class AnyServerConfig:
     precision: Literal["fp32", "bf16"] | None = None
 
     def generation_limit(self, tokens: int) -> float:
-        """Return the seconds until a generation request must be answered, while the server is full of requests like it.
-
-        Args:
-            tokens: Tokens that the request asks for, over all its samples.
-        """
+        """Return the seconds until a generation request must be answered, while the server is full of requests like it."""
         return self.request_seconds * max(1.0, self.concurrency * tokens / TOKENS_PER_LIMIT)
 
     @property
@@ -138,12 +134,7 @@ class UrlServerConfig(AnyServerConfig):
 
 
 def check_engine_size(engine: str, server: AnyServerConfig) -> None:
-    """Check that the engine can have this many tensor-parallel ranks. Raises ValueError.
-
-    Args:
-        engine: Name of the engine.
-        server: Section of its servers.
-    """
+    """Check that the engine can have this many tensor-parallel ranks. Raises ValueError."""
     if engine == "torch" and server.tp != 1:
         raise ValueError(f"engine=torch with server.tp={server.tp}: it is one process; set server.tp to 1, or engine to vllm")
 

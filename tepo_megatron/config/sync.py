@@ -139,12 +139,7 @@ class SyncConfig:
 
 
 def check_canaries(sync: SyncConfig, sequence_tokens: int) -> None:
-    """Check that canaries fit into the sequences. Raises ValueError.
-
-    Args:
-        sync: The section.
-        sequence_tokens: Most prompt and response tokens of a sequence.
-    """
+    """Check that canaries fit into the sequences. Raises ValueError."""
     least = LEAST_CANARY_TOKENS + CANARY_MARGIN
     if sync.canaries and sequence_tokens < least:
         raise ValueError(
@@ -154,14 +149,7 @@ def check_canaries(sync: SyncConfig, sequence_tokens: int) -> None:
 
 
 def check_transport(sync: SyncConfig, rollout: RolloutConfig, parallel: ParallelConfig, platform: str) -> None:
-    """Check that the transport reaches the servers, and within the other time limits. Raises ValueError.
-
-    Args:
-        sync: The section.
-        rollout: Where the servers are.
-        parallel: Its time limits.
-        platform: "cpu" or "cuda".
-    """
+    """Check that the transport reaches the servers, and within the other time limits. Raises ValueError."""
     transport, server = sync.transport, rollout.server
     if isinstance(transport, GroupTransportConfig):
         _check_group(transport, rollout, parallel, platform)
@@ -229,14 +217,7 @@ def _check_group(transport: GroupTransportConfig, rollout: RolloutConfig, parall
 
 
 def check_quantize(sync: SyncConfig, rollout: RolloutConfig, model: ModelConfig, platform: str) -> None:
-    """Check the requirements of servers with an FP8 model. Raises ValueError.
-
-    Args:
-        sync: The section.
-        rollout: Precision of the servers, and whether they receive weights.
-        model: Its precision is the servers' default.
-        platform: "cpu" or "cuda".
-    """
+    """Check the requirements of servers with an FP8 model. Raises ValueError."""
     if sync.quantize == "none":
         return
     if platform == "cpu":

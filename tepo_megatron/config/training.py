@@ -58,21 +58,12 @@ class TrainingConfig:
         return asked != "never"
 
     def tokens_without_grad(self, fixed_length: bool) -> int:
-        """Return the packed tokens of a microbatch in a pass without gradient.
-
-        Args:
-            fixed_length: Whether all microbatches have one length (`MegatronConfig.fixed_length`).
-        """
+        """Return the packed tokens of a microbatch in a pass without gradient."""
         return (1 if fixed_length else 2) * self.max_tokens_per_microbatch
 
 
 def check_sequence(training: TrainingConfig, sequence_tokens: int) -> None:
-    """Raise ValueError if a sequence does not fit a microbatch.
-
-    Args:
-        training: Tokens of a microbatch.
-        sequence_tokens: Most prompt and response tokens of a sequence.
-    """
+    """Raise ValueError if a sequence does not fit a microbatch."""
     if sequence_tokens > training.max_tokens_per_microbatch:
         raise ValueError(
             f"training.max_tokens_per_microbatch={training.max_tokens_per_microbatch} cannot hold one sequence of "
@@ -81,12 +72,7 @@ def check_sequence(training: TrainingConfig, sequence_tokens: int) -> None:
 
 
 def check_recompute(training: TrainingConfig, replay_experts: bool) -> None:
-    """Raise ValueError if routers would run again in backward while they replay the engine's experts.
-
-    Args:
-        training: Its `recompute`.
-        replay_experts: `rollout.replay_experts`.
-    """
+    """Raise ValueError if routers would run again in backward while they replay the engine's experts."""
     if replay_experts and training.recompute != "none":
         raise ValueError(
             f"rollout.replay_experts=true with training.recompute={training.recompute}: routers that compute again would be "

@@ -52,13 +52,7 @@ class EvaluationConfig:
 
 
 def check_evaluation(evaluation: EvaluationConfig, data: DataConfig, rollout: RolloutConfig) -> None:
-    """Check that evaluations have problems, and that early stopping has evaluations. Raises ValueError.
-
-    Args:
-        evaluation: The section.
-        data: Its `eval`.
-        rollout: Its `max_staleness`.
-    """
+    """Check that evaluations have problems, and that early stopping has evaluations. Raises ValueError."""
     if evaluation.every and data.eval is None and not evaluation.benchmarks:
         raise ValueError(
             f"evaluation.every={evaluation.every} needs data.eval or evaluation.benchmarks; give it a file or set every to 0"
@@ -98,12 +92,7 @@ class CheckpointConfig:
 
 
 def check_checkpoint(checkpoint: CheckpointConfig, evaluation: EvaluationConfig) -> None:
-    """Check that the best checkpoint can be kept. Raises ValueError.
-
-    Args:
-        checkpoint: The section.
-        evaluation: Its `every`.
-    """
+    """Check that the best checkpoint can be kept. Raises ValueError."""
     every = checkpoint.every
     if checkpoint.keep_best and not (every and evaluation.every and evaluation.every % every == 0):
         raise ValueError(

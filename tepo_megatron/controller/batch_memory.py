@@ -98,10 +98,8 @@ class BatchMemory:
         """Write graded rollouts into new files and return the header. Experts are written if every rollout has them.
 
         Args:
-            rollouts: Of one step or minibatch, contiguous by prompt.
             metrics, seconds: See `BatchHeader`.
             ids: See `BatchHeader`. None: the rollouts are the whole rollout batch.
-            is_last: See `BatchHeader`.
         """
         experts = [r.experts_LKT for r in rollouts if r.experts_LKT is not None]
         shape = None
@@ -145,7 +143,6 @@ def map_file(file: int, nbytes: int) -> mmap.mmap:
     """Return the shared mapping of a file, which is made as large as that. What nobody writes takes no memory.
 
     Args:
-        file: Its descriptor, for reading and writing.
         nbytes: Size in bytes, at least 1.
     """
     os.ftruncate(file, nbytes)
@@ -168,12 +165,7 @@ def token_arrays(header: BatchHeader, memory: mmap.mmap) -> dict[str, Tensor]:
 
 
 def experts_of(header: BatchHeader, memory: mmap.mmap) -> Tensor:
-    """Return the experts in a mapping of their file, [tokens, K, T].
-
-    Args:
-        header: The header of the batch, which has experts.
-        memory: The mapping.
-    """
+    """Return the experts in a mapping of their file, [tokens, K, T]."""
     assert header.experts is not None
     dtype, *shape = header.experts
     return torch.from_numpy(np.frombuffer(memory, dtype).reshape(header.tokens, *shape))

@@ -40,14 +40,7 @@ class BatchReceiver:
         dp_ranks: Sequence[int],
         leaders: dist.ProcessGroup | None,
     ) -> None:
-        """Store the machines.
-
-        Args:
-            groups: The mesh of this run.
-            machines: The ranks of each machine, that of rank 0 first.
-            dp_ranks: Data-parallel rank of each rank.
-            leaders: The lowest ranks of all machines; None on other ranks, and if there is only one machine.
-        """
+        """Store the machines."""
         self._groups, self._leaders = groups, leaders
         self._machine = next(place for place, ranks in enumerate(machines) if groups.rank in ranks)
         self._machines, self._leader = machines, machines[self._machine][0]
@@ -61,7 +54,6 @@ class BatchReceiver:
         """Find out which ranks share a machine. Collectives: one all-gather over the host group, one new group.
 
         Args:
-            groups: The mesh of this run.
             machine: Equal for the ranks that see each other's files below /proc. None: found out.
         """
         machines: dict[object, list[int]] = {}
@@ -78,9 +70,6 @@ class BatchReceiver:
 
         When it returns on any rank, the service may release the files. Collectives: an all-gather and a barrier over the host
         group; with several machines one broadcast over their lowest ranks.
-
-        Args:
-            header: The same on every rank.
         """
         groups, copies = self._groups, list[int]()
         paths = header.path, header.experts_path
@@ -106,9 +95,6 @@ class BatchReceiver:
 
         Collectives: where a machine lacks some, messages between the lowest ranks of the machines, and a barrier over the host
         group; else none.
-
-        Args:
-            needed: Indices in the rollout batch of the sequences that each data-parallel rank packs. The same on every rank.
         """
         lacking = [
             sorted({i for dp in ranks for i in needed[dp]} - fetched)
@@ -169,10 +155,6 @@ def read(header: BatchHeader, path: str, experts_path: str) -> list[Rollout]:
     """Return the rollouts. They lie in the shared files; a write to log-probs and masks stays in this process.
 
     Experts may be written into the file later (`BatchReceiver.fetch_experts`).
-
-    Args:
-        header: The header.
-        path, experts_path: The files on this machine.
     """
     if not header.lengths:
         return []

@@ -24,12 +24,6 @@ def make_canaries(count: int, most_tokens: int, vocab_size: int, seed: int) -> C
 
     Their ids are spread evenly over the vocabulary, so that each of its shards is an input and a target. The last id of the
     vocabulary is left out, because SGLang reports it as 0.
-
-    Args:
-        count: Number of canaries.
-        most_tokens: Most tokens of one, at least 2.
-        vocab_size: Number of token ids.
-        seed: Seed of the run.
     """
     lengths = [min(CANARY_TOKENS, most_tokens)] * (count - 1) + [min(LONG_CANARY_TOKENS, most_tokens)]
     random, total = np.random.default_rng(derive_seed(seed, "canaries")), sum(lengths)
@@ -43,15 +37,7 @@ def make_canaries(count: int, most_tokens: int, vocab_size: int, seed: int) -> C
 
 
 class CanarySync:
-    """Delivers weights as `WeightSync` does, after the actor has scored the canaries under them. See `WeightSync.push`.
-
-    Args:
-        sync: Delivers the weights.
-        actor: Scores the canaries.
-        engine: Asks the servers, on rank 0; None on other ranks.
-        canaries: The canaries, the same on all ranks.
-        groups: Groups of this rank.
-    """
+    """Delivers weights as `WeightSync` does, after the actor has scored the canaries under them. See `WeightSync.push`."""
 
     def __init__(
         self, sync: WeightSync, actor: Actor, engine: CanaryChecked | None, canaries: Canaries, groups: ParallelDims
@@ -62,11 +48,7 @@ class CanarySync:
 
     @classmethod
     def open(cls, sync: WeightSync, actor: Actor, engine: CanaryChecked | None, groups: ParallelDims) -> Self:
-        """Make the canaries of the actor's config, and have the engine ask about them. All ranks call it.
-
-        Args:
-            sync, actor, engine, groups: See the class.
-        """
+        """Make the canaries of the actor's config, and have the engine ask about them. All ranks call it."""
         cfg = actor.cfg
         canaries = make_canaries(cfg.sync.canaries, cfg.sequence_tokens - CANARY_MARGIN, actor.arch.vocab_size, cfg.seed)
         served, fp8 = cfg.rollout.server.precision or cfg.model.dtype, cfg.model.fp8 or cfg.sync.quantize == "fp8"
@@ -78,9 +60,6 @@ class CanarySync:
         """Score the canaries, unless this version's scores are known, and deliver the weights. All ranks call it.
 
         Collectives: those of a forward pass, one broadcast over pp, one over the host group, and those of `WeightSync.push`.
-
-        Args:
-            version: The version of the weights.
 
         Raises:
             SyncError: As `WeightSync.push`; or servers serve other weights, and restarts do not help.

@@ -26,11 +26,7 @@ class NoTask:
         return True
 
     def wait(self, may_stop: bool = True) -> Waited:
-        """Return that the work is done. Rank 0 broadcasts its own result instead.
-
-        Args:
-            may_stop: Whether a request to end the run ends the wait.
-        """
+        """Return that the work is done. Rank 0 broadcasts its own result instead."""
         return Waited("done")
 
 
@@ -76,8 +72,6 @@ class Driver:
         """Write the step's record to the metrics.
 
         Args:
-            step: Number of the step.
-            log: The step's metrics.
             clock: The step's seconds by phase.
         """
 
@@ -90,8 +84,6 @@ class Driver:
 
         Args:
             state: Result of `state`, from a checkpoint. None: the run has no checkpoint and starts from the beginning.
-            passed_over: For the log: the reasons why newer checkpoints were not used.
-
         Returns:
             The rollouts after the checkpoint that a service has kept, if it has served ranks before; else None.
 
@@ -108,21 +100,11 @@ class Driver:
         """Log a checkpoint that became complete, and release what is kept of its steps. None: none did."""
 
     def finish(self, step: int, on_request: bool = False) -> None:
-        """Write the summary and the report after the last trained step.
-
-        Args:
-            step: The last trained step.
-            on_request: Only log that the run ends because it was asked to, with `step` saved, and answer the request.
-        """
+        """Write the summary and the report after the last trained step."""
 
 
 class ServiceTask(NoTask):
-    """Work of the service's rollout thread.
-
-    Args:
-        client: Calls the service.
-        number: Number of the call that started the work.
-    """
+    """Work of the service's rollout thread."""
 
     def __init__(self, client: ServiceClient, number: int) -> None:
         self._client, self._number = client, number
@@ -135,21 +117,13 @@ class ServiceTask(NoTask):
         """Wait until the work or a minibatch of it is done, the engine asks for weights, or the run is to end.
 
         Errors of the work are raised again.
-
-        Args:
-            may_stop: See `NoTask.wait`.
         """
         waited: Waited = self._client.call("wait", self._number, may_stop)
         return waited
 
 
 class ServiceDriver(Driver):
-    """The driver of rank 0. Every method raises the errors of the service, and RolloutError if the service is lost.
-
-    Args:
-        client: Calls the service.
-        cfg: The run's config.
-    """
+    """The driver of rank 0. Every method raises the errors of the service, and RolloutError if the service is lost."""
 
     def __init__(self, client: ServiceClient, cfg: Config) -> None:
         self._client = client

@@ -33,12 +33,7 @@ Source = tuple[int, str]  # (version, name of the server or "" if unknown)
 
 @dataclass
 class LogprobDifference:
-    """Sum of |engine log-prob - actor log-prob| in nats over response tokens.
-
-    Attributes:
-        total: The sum.
-        tokens: Number of tokens.
-    """
+    """Sum of |engine log-prob - actor log-prob| in nats over response tokens."""
 
     total: float = 0.0
     tokens: int = 0
@@ -54,16 +49,7 @@ class LogprobDifference:
 
 
 class WeightsGate:
-    """The comparison over a run. All ranks must call every method, with the same rollouts.
-
-    Args:
-        rollout: Sets how many versions are kept (`max_staleness`), and whether rollouts are another run's (`replay`).
-        training: Tells how many updates a rollout batch takes, whose log-probs are the old ones, and whether a step's updates
-            begin before all its rollouts are there (`stream`).
-        sync: Sets how many tokens are compared and how far the log-probs may differ.
-        actor: Computes the log-probs; its parameters are the ones delivered to the engine.
-        groups: Groups of this rank.
-    """
+    """The comparison over a run. All ranks must call every method, with the same rollouts."""
 
     def __init__(
         self, rollout: RolloutConfig, training: TrainingConfig, sync: SyncConfig, actor: Actor, groups: ParallelDims
@@ -111,10 +97,6 @@ class WeightsGate:
     def before_updates(self, batch: TrainBatch, step: int) -> None:
         """Compare, in separate passes, the tokens whose log-probs no other pass of the step computes.
 
-        Args:
-            batch: The whole rollout batch of the step, or one of its minibatches. `start_step` must be called before the first.
-            step: Number of the step. The actor has the weights of version `step` - 1.
-
         Raises:
             SyncError: A server serves other weights than it reports, or rollouts have a version that was never delivered.
         """
@@ -139,8 +121,6 @@ class WeightsGate:
 
         Args:
             batch: The rollout batch, or the minibatch of its only update; `old_logprobs_N` is valid on the last pipeline stage.
-            step: Number of the step, as in `before_updates`, which must be called first.
-
         Raises:
             SyncError: As in `before_updates`.
         """
@@ -226,8 +206,6 @@ def chosen(rollouts: Sequence[Rollout], version: int, most_tokens: int | None) -
     """Return the indices of the sequences to compare for `version`, among those with tokens of that version.
 
     Args:
-        rollouts: Rollouts of the batch.
-        version: Version of the weights.
         most_tokens: Token limit per server; once reached, no further sequence is chosen for that server. None: no limit.
     """
     counted: dict[str, int] = {}

@@ -23,11 +23,6 @@ class _Step:
 class KeptSteps:
     """The collected steps that may be needed again.
 
-    Args:
-        run_dir: Folder of the run.
-        memory: Holds the batches.
-        staleness: `rollout.max_staleness`.
-
     Attributes:
         keeps_batches: Whether a batch is kept until a checkpoint contains its step. False: until all ranks have read it.
         released_until: The newest step of a complete checkpoint; its batches and those before are gone.
@@ -39,14 +34,7 @@ class KeptSteps:
         self.keeps_batches, self.released_until = False, 0
 
     def add(self, step: int, paths: Sequence[str], line: str, position: Mapping[str, Any] | None) -> None:
-        """Add a step that was collected.
-
-        Args:
-            step: Number of the step.
-            paths: Paths of its batch, or of its minibatches.
-            line: Its line of decisions.jsonl; "" if it has none.
-            position: The position in the prompt stream after it.
-        """
+        """Add a step that was collected."""
         self._steps[step] = _Step(paths, line, position)
         if not self.keeps_batches:
             oldest = step - 1 - self._staleness
@@ -67,11 +55,7 @@ class KeptSteps:
             self._memory.release(path)
 
     def release_until(self, step: int) -> None:
-        """Release the batches of the steps that a complete checkpoint contains.
-
-        Args:
-            step: The checkpoint's step.
-        """
+        """Release the batches of the steps that a complete checkpoint contains."""
         self.released_until = max(step, self.released_until)
         for number in [number for number in self._steps if number <= step]:
             for path in self._steps.pop(number).paths:

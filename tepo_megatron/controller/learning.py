@@ -49,18 +49,8 @@ def learn(
     Every rank calls it after `actor.start_step(step)`. When it returns, the parameters are gathered.
 
     Args:
-        parts: The rollouts, the same on every rank. With `training.stream` each part is one minibatch of the first epoch.
-        step: Number of the rollout batch; it seeds the order of the minibatches.
-        actor: The policy to update.
-        objective: The loss.
-        training: Sets epochs, minibatches, whose log-probs are the old ones, and whether minibatches are streamed.
-        log: Receives metrics and the mismatch between engine and actor.
         clock: Receives the seconds of the phases `old_stats` and `update`.
-        gate: Compares each rollout with the log-probs of the weights that sampled it; it must have been notified of their
-            delivery.
-        measures_noise: Also measure the noise floor of dH, if the batch has an old pass.
         recorder: Records every number that the loss of each token is made of. None: nothing is recorded.
-
     Raises:
         SyncError: The engine's log-probs differ from the actor's by more than `sync.max_logprob_diff`.
         NumericalError: A loss or a gradient norm is not finite.

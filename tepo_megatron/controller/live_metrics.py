@@ -31,12 +31,8 @@ class LiveMetrics:
     """The metrics of a run at any moment. `record` and `text` may be called by different threads.
 
     Args:
-        run, engine_name, platform, objective: Labels that describe the run.
-        ranks: Number of ranks that train.
-        steps: Number of steps of the whole run.
         progress: How far the batch that is being collected is. None: rollouts are replayed.
         engine: Reports the state of the servers. None: there is no engine.
-        counts: Returns how many turns, rewrites and so on the gateway of agents has counted.
     """
 
     def __init__(
@@ -64,12 +60,7 @@ class LiveMetrics:
         ]
 
     def record(self, step: int, values: Mapping[str, float | None]) -> None:
-        """Take over the record of a step.
-
-        Args:
-            step: Number of the step.
-            values: Its values by key.
-        """
+        """Take over the record of a step."""
         with self._lock:
             self._step, self._record, self._recorded = step, dict(values), time.time()
             for kind in self._lost:

@@ -32,8 +32,6 @@ class MainDriver:
 
     Attributes:
         kept: The collected steps that may be needed again.
-        trace: Records and merges traced steps.
-        reopened: Whether the ranks were restarted.
     """
 
     def __init__(
@@ -46,17 +44,7 @@ class MainDriver:
         engine: RolloutEngine | None = None,
         sampler_events: Callable[[], list[str]] = list,
     ) -> None:
-        """Store the parts of the run.
-
-        Args:
-            cfg: The run's config.
-            source: Where the rollouts come from.
-            prompts: Stream of training prompts; None if rollouts are replayed.
-            evaluations: Evaluations of the run.
-            log: Log of the run.
-            engine: The engine; None if rollouts are replayed.
-            sampler_events: Returns the sampler's messages for the user since the last call, beyond those of the engine.
-        """
+        """Store the parts of the run."""
         self._engine, self._sampler_events = engine, sampler_events
         self._cfg, self._source, self._prompts, self._evaluations, self._log = cfg, source, prompts, evaluations, log
         self._config = plain(cfg)  # of the present ranks
@@ -102,13 +90,7 @@ class MainDriver:
             self._clock = Clock()  # the run's seconds exclude the start
 
     def collect(self, step: int, hand_out: Callable[[BatchHeader], object]) -> BatchHeader:
-        """Sample and grade the rollouts of a step; return the header of the file that they are in.
-
-        Args:
-            step: Number of the step.
-            hand_out: With `training.stream`, called with the header of each minibatch but the last, as soon as it is there. The
-                last one is the result.
-        """
+        """Sample and grade the rollouts of a step; return the header of the file that they are in."""
         paths: list[str] = []  # of the minibatches that were handed out
 
         def hand_out_and_keep(header: BatchHeader) -> None:
@@ -187,12 +169,7 @@ class MainDriver:
         return self._evaluations.out_of_patience
 
     def log_step(self, step: int, values: Mapping[str, float | None]) -> None:
-        """Write the record of a step to the metrics.
-
-        Args:
-            step: Number of the step.
-            values: The record.
-        """
+        """Write the record of a step to the metrics."""
         self._log.write(step, values)
 
     def _log_events(self) -> None:
@@ -212,11 +189,7 @@ class MainDriver:
         }
 
     def resume(self, state: Mapping[str, Any] | None, passed_over: Sequence[str] = ()) -> None:
-        """Restore the state. See `driver.Driver.resume`.
-
-        Args:
-            state, passed_over: See `driver.Driver.resume`.
-        """
+        """Restore the state. See `driver.Driver.resume`."""
         for line in passed_over:
             self._log.message(f"resume: {line}")
         step = 0 if state is None else state["step"]
@@ -278,11 +251,7 @@ class MainDriver:
         return self._seconds_before + self._clock.total
 
     def finish(self, step: int, on_request: bool = False) -> None:
-        """Write the summary and the report, or answer the request to end. See `driver.Driver.finish`.
-
-        Args:
-            step, on_request: See `driver.Driver.finish`.
-        """
+        """Write the summary and the report, or answer the request to end. See `driver.Driver.finish`."""
         self.check_in_place()
         if on_request:
             self._log.message(f"ended on request after step {step}; go on with --resume true")

@@ -36,11 +36,6 @@ class MemoryReport:
     """The memory of all ranks and servers over a run. All ranks must call every method.
 
     The peak of a phase is counted from the end of the previous phase.
-
-    Args:
-        groups: Groups of this rank.
-        servers: The engine, on rank 0 if there is one; None elsewhere.
-        enabled: If False, nothing is measured.
     """
 
     def __init__(self, groups: ParallelDims, servers: Servers | None, *, enabled: bool) -> None:

@@ -18,7 +18,6 @@ class Method:
     """The resolved method of a run.
 
     Attributes:
-        objective: The loss.
         max_generation_rounds: Maximum number of rounds in which a step samples prompts. The rounds after the first one replace
             groups that were filtered out.
         overlong: Penalty on the reward of nearly overlong responses. None: no penalty.
@@ -110,13 +109,7 @@ def _check_stream(objective: Objective, stream: str) -> None:
 
 
 def _max_generation_rounds(cfg: RolloutConfig, objective: Objective, name: str) -> int:
-    """Return `rollout.max_generation_rounds`, or its default. Raises ConfigError if the keys contradict each other.
-
-    Args:
-        cfg: May give the number.
-        objective: Gives the default.
-        name: Name of the objective in errors.
-    """
+    """Return `rollout.max_generation_rounds`, or its default. Raises ConfigError if the keys contradict each other."""
     given = cfg.max_generation_rounds
     if objective.dynamic_sampling and given is None and not cfg.filter_uniform_groups:
         raise ConfigError(

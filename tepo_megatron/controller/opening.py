@@ -42,10 +42,6 @@ EngineFactory = Callable[[Config], RolloutEngine]
 def open_driver(cfg: Config, make_engine: EngineFactory | None = None) -> Iterator[MainDriver]:
     """Yield the driver. The engine starts loading at once, while the ranks build the actor.
 
-    Args:
-        cfg: The run's config.
-        make_engine: Makes an engine to use instead of the one that the config names.
-
     Raises:
         ConfigError: The config's keys contradict each other. Nothing was started.
         DataError: The data cannot be used. Nothing was started.
@@ -135,13 +131,7 @@ def watch_line(run_dir: Path) -> str:
 
 
 def method_lines(method: Method, training: TrainingConfig, rollout: RolloutConfig) -> list[str]:
-    """Return log lines about the method: parts without effect, stale responses without correction, and rounds of prompts.
-
-    Args:
-        method: The objective and what it implies.
-        training: Epochs, minibatches and whose log-probs are the old ones.
-        rollout: Prompts of a step, and its staleness.
-    """
+    """Return log lines about the method: parts without effect, stale responses without correction, and rounds of prompts."""
     lines = []
     if training.epochs == 1 and training.minibatch_prompts == rollout.prompts_per_step:
         lines.append("one update per rollout batch: all ratios are 1 and all dH are 0, so clipping and KL mask never act")

@@ -57,11 +57,6 @@ class Disaggregated:
 class Colocated(Disaggregated):
     """The colocated placement. It starts in `train` with the engine asleep. All ranks must call every method.
 
-    Args:
-        trainer: The actor.
-        engine: The engine on rank 0; None on other ranks.
-        groups: Groups of this rank.
-
     Raises:
         RuntimeError: A method was called in a state that has no such transition. Errors of the engine pass through.
     """
@@ -88,11 +83,7 @@ class Colocated(Disaggregated):
         self._go("generate")
 
     def train(self, abort: bool = False) -> None:
-        """Go from `generate` to `train` (if not there already): the engine sleeps and the trainer gets the device.
-
-        Args:
-            abort: Abort requests in flight instead of waiting for their ends.
-        """
+        """Go from `generate` to `train` (if not there already): the engine sleeps and the trainer gets the device."""
         if self.state == "train":
             return
         self._go("train")

@@ -30,13 +30,6 @@ def starting_point(
     """Restore the newest checkpoint, if there is one and the run is resumed. All ranks call it.
 
     Collectives: one broadcast over the host group, and if the run is resumed, another one and those of the checkpoint.
-
-    Args:
-        resumes: Whether the run goes on; rank 0's counts.
-        checkpoints: The checkpoints of the run.
-        actor: Receives the state.
-        driver: This rank's driver, which restores the state of the rollout side.
-        groups: The mesh of this run.
     """
     if not broadcast_object(resumes, groups.host):
         return StartingPoint(0, lacks_evaluation=True, kept=None)

@@ -44,11 +44,7 @@ from tepo_megatron.weight_sync.sync import NoSync, WeightSync
 
 
 class StopRequested(Exception):
-    """The run is to save a checkpoint and end (`utils/save_requests.py`). Every rank raises it at the same place.
-
-    Args:
-        restarts: Whether only the ranks end, and are started again next to the living rollout service.
-    """
+    """The run is to save a checkpoint and end (`utils/save_requests.py`). Every rank raises it at the same place."""
 
     def __init__(self, restarts: bool) -> None:
         super().__init__()
@@ -82,7 +78,6 @@ class Schedule:
         ended: Whether training ends before the last step because evaluations stopped improving.
         save_requested: Whether a checkpoint is to be saved after the running step. The caller resets it.
         trace_requested: The steps after the running one to be traced. The caller resets it.
-
     Raises:
         StopRequested: From `next_parts` and the evaluations, which then have not finished. `stop` must be called next.
     """
@@ -104,17 +99,7 @@ class Schedule:
         """Store what the schedule works with.
 
         Args:
-            rollout: Sets how far sampling is ahead of training, and what new weights do to the sampling in progress.
             evaluation: Sets when weights are evaluated. None: there is nothing to evaluate them on.
-            steps: Number of the last step.
-            driver: This rank's driver.
-            sync: Delivers the actor's weights.
-            gate: Is notified of every delivery.
-            placement: Whether trainer and engine share their devices.
-            memory: Measures the memory of each phase.
-            batches: Brings the rollouts to all ranks.
-            groups: The mesh of this run.
-            trained: The step whose weights the actor has now.
         """
         self._driver, self._sync, self._gate, self._groups = driver, sync, gate, groups
         self._placement, self._memory, self._batches = placement, memory, batches
@@ -130,11 +115,7 @@ class Schedule:
         self.trace_requested: TraceRequest | None = None
 
     def inherit(self, kept: KeptRollouts) -> None:
-        """Go on with the rollouts that a living service has kept. Call it before `publish_first_weights`.
-
-        Args:
-            kept: What there is.
-        """
+        """Go on with the rollouts that a living service has kept. Call it before `publish_first_weights`."""
         self._served, self._inherited = kept.version, kept.version is not None
         self._gate.begin_after(self.trained)
         while self._started < kept.started:
@@ -160,7 +141,6 @@ class Schedule:
         There is one part, unless `training.stream` says otherwise. A part is to be trained on before the next one is asked for.
 
         Args:
-            step: Number of the step.
             clock: Receives the seconds of waiting, sampling, grading and weight updates.
         """
         if not self._ahead or self._waits_asleep():
@@ -206,7 +186,6 @@ class Schedule:
         next sampling starts.
 
         Args:
-            step: The step that was trained.
             clock: Receives the seconds of the weight update.
         """
         self._memory.end_phase("train")

@@ -67,7 +67,6 @@ class _Task:
     """Work of the rollout thread.
 
     Attributes:
-        future: Its end.
         minibatches: The minibatches that were there before its end.
         received: Number of minibatches that the present rank 0 has received.
     """
@@ -82,13 +81,7 @@ class _End(NamedTuple):
 
 
 class RolloutService:
-    """Makes the calls of rank 0 on the driver of the run, on its engine, or on itself.
-
-    Args:
-        connections: The connections to successive ranks 0. The next one is taken when the one before was closed.
-        make_engine: Makes an engine to use instead of the one that the config names.
-        keeps: Whether batches are kept until a checkpoint contains their step, because another rank 0 may follow.
-    """
+    """Makes the calls of rank 0 on the driver of the run, on its engine, or on itself."""
 
     def __init__(self, connections: Iterable[Connection], make_engine: EngineFactory | None, keeps: bool = False) -> None:
         self._connections, self._make_engine, self._keeps = connections, make_engine, keeps
@@ -303,24 +296,14 @@ def relax_garbage_collector() -> None:
 
 
 def serve(connection: Connection, make_engine: EngineFactory | None = None) -> None:
-    """Be the rollout service of rank 0, which holds the other end of the connection.
-
-    Args:
-        connection: This process's end.
-        make_engine: See `RolloutService`.
-    """
+    """Be the rollout service of rank 0, which holds the other end of the connection."""
     quiet_upstream()
     relax_garbage_collector()
     RolloutService([connection], make_engine).run()
 
 
 def serve_successive(listener: socket.socket, make_engine: EngineFactory | None = None) -> None:
-    """Be the rollout service of one rank 0 after the other, until SIGTERM or a call `close`.
-
-    Args:
-        listener: The socket on which they connect. Processes of other users are refused.
-        make_engine: See `RolloutService`.
-    """
+    """Be the rollout service of one rank 0 after the other, until SIGTERM or a call `close`."""
 
     def accepted() -> Iterator[Connection]:
         while True:

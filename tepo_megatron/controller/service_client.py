@@ -39,12 +39,7 @@ class Process(Protocol):
 
 
 class PendingAnswer:
-    """The answer to a call that was sent. It may arrive while rank 0 waits for another one.
-
-    Args:
-        client: Receives the answer.
-        call: The call.
-    """
+    """The answer to a call that was sent. It may arrive while rank 0 waits for another one."""
 
     def __init__(self, client: "ServiceClient", call: Call) -> None:
         self._client, self.number, self.name = client, call.number, call.name
@@ -58,10 +53,7 @@ class ServiceClient:
     """Calls the rollout service. Only rank 0 has one, and only its main thread uses it.
 
     Args:
-        connection: This process's end of the connection.
-        process: The service.
         silence_seconds: Seconds without any message after which the service counts as hung.
-        found: Whether the service lived already, and has served ranks that were restarted. It stays as an attribute.
     """
 
     def __init__(self, connection: Connection, process: Process, silence_seconds: float, found: bool = False) -> None:
@@ -80,20 +72,11 @@ class ServiceClient:
         return self._process.pid
 
     def call(self, name: str, *args: Any) -> Any:
-        """Make a call and return its result. Raises its error, or RolloutError if the service is lost.
-
-        Args:
-            name: See `Call`.
-            args: Arguments of the method; they are pickled.
-        """
+        """Make a call and return its result. Raises its error, or RolloutError if the service is lost."""
         return self.begin(name, *args).result()
 
     def begin(self, name: str, *args: Any) -> PendingAnswer:
-        """Make a call and return at once.
-
-        Args:
-            name, args: See `call`.
-        """
+        """Make a call and return at once."""
         self._numbers += 1
         call = Call(self._numbers, name, args)
         try:
@@ -106,7 +89,6 @@ class ServiceClient:
         """Wait for one answer; see `PendingAnswer.result`. Answers to other calls are kept.
 
         Args:
-            pending: The call.
             seconds: Limit of the wait. RolloutError is raised after it, though the service may live.
         """
         begun = asked = time.monotonic()
@@ -177,11 +159,7 @@ class ServiceClient:
 
 
 class ServiceTraces:
-    """The service's side of a traced step. On ranks other than 0, which have no client, its methods do nothing.
-
-    Args:
-        client: Calls the service.
-    """
+    """The service's side of a traced step. On ranks other than 0, which have no client, its methods do nothing."""
 
     def __init__(self, client: ServiceClient | None) -> None:
         self._client = client
@@ -197,21 +175,13 @@ class ServiceTraces:
         return SAME if client is None else measure(lambda: int(client.call("ping")), tracer.clock)
 
     def end(self, step: int, ranks: int, answers: bool) -> None:
-        """See `service_trace.ServiceTrace.end`.
-
-        Args:
-            step, ranks, answers: See there.
-        """
+        """See `service_trace.ServiceTrace.end`."""
         if self._client is not None:
             self._client.call("trace.end", step, ranks, answers)
 
 
 class ServiceEngine:
-    """The engine in the service, as far as the ranks use it: `WeightReceiver`, `Sleepable` and parts of `Lifecycle`.
-
-    Args:
-        client: Calls the service.
-    """
+    """The engine in the service, as far as the ranks use it: `WeightReceiver`, `Sleepable` and parts of `Lifecycle`."""
 
     def __init__(self, client: ServiceClient) -> None:
         self._client = client
@@ -265,19 +235,11 @@ class ServiceEngine:
         self._client.call("engine.finish_update")
 
     def use_canaries(self, canaries: Canaries, cfg: SyncConfig, same_precision: bool) -> None:
-        """See `CanaryChecked.use_canaries`.
-
-        Args:
-            canaries, cfg, same_precision: See there.
-        """
+        """See `CanaryChecked.use_canaries`."""
         self._client.call("engine.use_canaries", canaries, cfg, same_precision)
 
     def expect_scores(self, version: int, logprobs: Sequence[float]) -> None:
-        """See `CanaryChecked.expect_scores`.
-
-        Args:
-            version, logprobs: See there.
-        """
+        """See `CanaryChecked.expect_scores`."""
         self._client.call("engine.expect_scores", version, logprobs)
 
     def verify(self, sent: Mapping[str, int]) -> None:

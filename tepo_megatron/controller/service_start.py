@@ -41,11 +41,7 @@ _POLL_SECONDS = 0.02
 
 
 class ForkedProcess:
-    """A fork of this process that runs one function. For engines that exist in this process alone.
-
-    Args:
-        work: What the fork runs.
-    """
+    """A fork of this process that runs one function. For engines that exist in this process alone."""
 
     def __init__(self, work: Callable[[], None]) -> None:
         parent = os.getpid()
@@ -81,13 +77,7 @@ class ForkedProcess:
 
 
 class GuardedService:
-    """A service whose parent is a service_guard. This process may be its parent's parent, or no relative at all.
-
-    Args:
-        folder: The private folder of the service.
-        guard_pid: Pid of the service_guard.
-        pid: Pid of the service.
-    """
+    """A service whose parent is a service_guard. This process may be its parent's parent, or no relative at all."""
 
     def __init__(self, folder: Path, guard_pid: int, pid: int) -> None:
         self.pid = pid
@@ -117,7 +107,6 @@ def start_service(
 
     Args:
         silence_seconds: See `ServiceClient`.
-        make_engine: Makes an engine to use instead of the one that the config names; the service is a fork then.
         supervisor: Pid of the process that restarts rank 0. None: the service ends with rank 0.
     """
     if supervisor is None:

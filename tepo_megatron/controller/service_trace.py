@@ -12,12 +12,7 @@ MERGED_BYTES = 16 * 2**20  # of the files of a step that are merged while rank 0
 
 
 class ServiceTrace:
-    """Makes the calls `trace.*` of rank 0.
-
-    Args:
-        run_dir: Folder of the run.
-        log: Logs a message for the user.
-    """
+    """Makes the calls `trace.*` of rank 0."""
 
     def __init__(self, run_dir: Path, log: Callable[[str], object]) -> None:
         self._run_dir, self._log = run_dir, log

@@ -54,7 +54,6 @@ class StepLog:
         """Take over rollouts that are trained on.
 
         Args:
-            trained_tokens: Their tokens, prompt and response.
             metrics: The metrics of all samples of the step. None: more rollouts come.
         """
         self._trained_tokens += trained_tokens

@@ -25,14 +25,7 @@ from tepo_megatron.utils.save_requests import TraceRequest
 
 
 class StepTracer:
-    """Traces steps, and has torch's profiler record them on one rank.
-
-    Args:
-        service: The service's side of a step.
-        groups: The mesh of this run.
-        run_dir: Folder of the run.
-        every: `logging.trace_every`.
-    """
+    """Traces steps, and has torch's profiler record them on one rank."""
 
     def __init__(self, service: ServiceTraces, groups: ParallelDims, run_dir: Path, every: int) -> None:
         self._service, self._groups, self._run_dir, self._every = service, groups, run_dir, every
@@ -49,9 +42,6 @@ class StepTracer:
         """Trace the block if the step is to be traced.
 
         Collectives if it is, at the end: those of `offset_to_rank_0`, a broadcast and an all-gather over the host group.
-
-        Args:
-            number: Number of the step.
 
         Raises:
             StorageError: A rank cannot write what it recorded, on every rank.

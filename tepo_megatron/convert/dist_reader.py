@@ -27,7 +27,6 @@ class DistCheckpointReader:
     The constructor and every method raise CheckpointError for a file that is missing, truncated or not what `.metadata` says.
 
     Attributes:
-        directory: the directory of the checkpoint.
         tensors: metadata (shape, dtype, pieces) of each global tensor, by its key.
     """
 
@@ -43,11 +42,6 @@ class DistCheckpointReader:
 
         If one stored piece is exactly this part, the result is a memory map of its file: pages are read where they are touched,
         and stay in memory until the tensor is released. Do not change the result in place.
-
-        Args:
-            key: the global tensor.
-            offsets: where the part begins.
-            shape: shape of the part.
         """
         exact = MetadataIndex(key, torch.Size(offsets))
         if exact in self._places and (part := self._piece(exact)).shape == torch.Size(shape):

@@ -30,13 +30,6 @@ class DistCheckpointWriter:
 
     Each stream has files of its own, so each can be used by a thread of its own. What is written does not depend on the order
     in which the streams work relative to each other.
-
-    Args:
-        directory: an existing directory.
-        streams: number of streams.
-
-    Attributes:
-        streams: the streams.
     """
 
     def __init__(self, directory: Path, streams: int = 1) -> None:
@@ -44,11 +37,7 @@ class DistCheckpointWriter:
         self.streams = tuple(ArchiveWriter(directory, i, streams) for i in range(streams))
 
     def finish(self, common: Mapping[str, Any]) -> None:
-        """Close the streams, then write `common.pt`, `.metadata` and `metadata.json`.
-
-        Args:
-            common: content of common.pt, the part of a checkpoint that is not sharded (such as the iteration).
-        """
+        """Close the streams, then write `common.pt`, `.metadata` and `metadata.json`."""
         self.close()
         tensors: dict[str, Any] = {}
         stored: Stored = {}
@@ -73,12 +62,9 @@ class _Written:
     """One archive that was written: a piece of a tensor, or an object if `properties` is None.
 
     Attributes:
-        key: the global tensor or object.
         place: file, start and length of the archive, in bytes.
         properties: dtype of the tensor.
-        size: shape of the global tensor.
         offsets: where the piece begins in it.
-        shape: shape of the piece.
     """
 
     key: str

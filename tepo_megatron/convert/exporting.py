@@ -47,10 +47,7 @@ class ExportFormat:
         """Return what is written for one HF tensor: named tensors, more than one if it is quantized.
 
         Args:
-            slot: the parameter that the tensor belongs to.
-            name: name of the HF tensor.
             tensor: the whole HF tensor; on the meta device, only shapes and dtypes are computed.
-
         Raises:
             ConversionError: a value is not finite in the new dtype.
         """
@@ -69,11 +66,7 @@ def export_hf(checkpoint: Path, out: Path, form: ExportFormat = ExportFormat(), 
     config and tokenizer, in their dtype.
 
     Args:
-        checkpoint: directory of the checkpoint.
-        out: the directory to write; it must not exist, and is absent after an error.
         form: the dtypes to write.
-        base: a HF directory with config and tokenizer, for a checkpoint that carries none.
-
     Raises:
         ConversionError: the model is not supported, or its tensors do not fit or are not finite. The message names file and
             tensor.
@@ -126,7 +119,6 @@ def file_ranges(sizes: Sequence[int]) -> list[range]:
 
     Args:
         sizes: bytes that each slot writes.
-
     Returns:
         The indices of the slots in each file.
     """
@@ -145,12 +137,6 @@ def plan_of(
     checkpoint: Path, hf_config: Mapping[str, Any], reader: DistCheckpointReader, groups: ParallelDims
 ) -> ConversionPlan:
     """Return the plan of a Megatron checkpoint, after a check that its tensors are those of its config.json.
-
-    Args:
-        checkpoint: directory of the checkpoint.
-        hf_config: content of config.json.
-        reader: of the checkpoint.
-        groups: a mesh of one rank.
 
     Raises:
         ConversionError: a tensor is missing, left over or of another shape, or the model is not supported.
@@ -180,10 +166,6 @@ def plan_of(
 def hf_tensors(slot: ParameterSlot, reader: DistCheckpointReader) -> list[Tensor]:
     """Return the HF tensors of a parameter in their stored dtype, contiguous.
 
-    Args:
-        slot: the parameter.
-        reader: of the checkpoint.
-
     Raises:
         ConversionError: a value is not finite.
     """
@@ -193,12 +175,7 @@ def hf_tensors(slot: ParameterSlot, reader: DistCheckpointReader) -> list[Tensor
 
 
 def read_parameter(slot: ParameterSlot, reader: DistCheckpointReader) -> Tensor:
-    """Return a whole Megatron parameter.
-
-    Args:
-        slot: the parameter.
-        reader: of the checkpoint.
-    """
+    """Return a whole Megatron parameter."""
     announced = slot.pieces(slot.binding.parameter.detach())
     if len(announced) == 1:
         return _read(announced[0], reader)

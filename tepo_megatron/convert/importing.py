@@ -27,10 +27,6 @@ def import_hf(source: Path, out: Path) -> int:
     Peak memory is the program itself, the tensors of one parameter (HF's, and Megatron's if it is not the same tensor), and
     those of a smaller parameter. Tensors that the family carries over are copied to the folder of config.json and tokenizer.
 
-    Args:
-        source: the HF directory.
-        out: the directory to write; it must not exist, and is absent after an error.
-
     Raises:
         ConversionError: the model is not supported, or its tensors do not fit or are not finite. The message names file and
             tensor.
@@ -81,12 +77,6 @@ def _convert(slot: ParameterSlot, reader: HfReader, stream: ArchiveWriter) -> in
 def read_plan(source: Path, hf_config: Mapping[str, Any], reader: HfReader, groups: Any) -> ConversionPlan:
     """Return the plan of a HF directory, after a check that its tensors and its tokenizer fit its config.json.
 
-    Args:
-        source: the HF directory.
-        hf_config: content of config.json.
-        reader: of the directory.
-        groups: a mesh of one rank.
-
     Raises:
         ConversionError: the model is quantized or not supported, a tensor is missing or left over, or the tokenizer has ids
             beyond the vocabulary.
@@ -121,12 +111,7 @@ def read_plan(source: Path, hf_config: Mapping[str, Any], reader: HfReader, grou
 
 
 def check_finite(tensor: Tensor, what: str) -> None:
-    """Raise ConversionError when a value is infinite or NaN.
-
-    Args:
-        tensor: the values.
-        what: beginning of the message, which names what holds the values.
-    """
+    """Raise ConversionError when a value is infinite or NaN."""
     # A sum is several times faster than a test of each value. It is not finite if a value is not, but may also overflow.
     if not bool(torch.isfinite(tensor.sum())) and not bool(torch.isfinite(tensor).all()):
         raise ConversionError(f"{what} hold values that are not finite; the file is damaged, or the model has diverged")

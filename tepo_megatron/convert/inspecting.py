@@ -28,7 +28,6 @@ class CheckpointContents:
     """The content of a checkpoint, as far as its metadata tell.
 
     Attributes:
-        path: its directory.
         kind: Hugging Face or Megatron, in words.
         model: family and architecture in lines of text, or why they are not known.
         tensors: shape and dtype of the model's tensors, by name.
@@ -44,11 +43,7 @@ class CheckpointContents:
     iteration: int | None = None
 
     def lines(self, list_tensors: bool) -> list[str]:
-        """Return a description in lines.
-
-        Args:
-            list_tensors: whether to append one line for each tensor.
-        """
+        """Return a description in lines."""
         sizes = {name: math.prod(shape) for name, (shape, _) in self.tensors.items()}
         total = sum(sizes[n] * t.itemsize for n, (_, t) in self.tensors.items())
         dtypes = Counter[str]()

@@ -19,9 +19,7 @@ def new_directory(out: Path, expected_bytes: int) -> Iterator[Path]:
     What an earlier, killed run left in `out.partial` is replaced. After an exception nothing is left.
 
     Args:
-        out: the directory to create.
         expected_bytes: bytes that will be written.
-
     Raises:
         CheckpointError: `out` exists, its file system has fewer than `expected_bytes` free, another process is filling
             `out.partial`, or the block raises OSError (a full disk).
@@ -45,7 +43,6 @@ def check_space(directory: Path, wanted: int) -> None:
     """Raise CheckpointError, and remove the directory, when its file system lacks the space.
 
     Args:
-        directory: the directory to fill.
         wanted: bytes that will be written.
     """
     if shutil.disk_usage(directory).free < wanted:

@@ -63,9 +63,7 @@ def carried_folder(checkpoint: Path, base: Path | None) -> Path:
     """Return the folder with config and tokenizer for a Megatron checkpoint.
 
     Args:
-        checkpoint: directory of the checkpoint.
         base: a HF directory to use instead of what the checkpoint carries; None: the checkpoint's own folder.
-
     Raises:
         CheckpointError: the folder has no config.json.
     """

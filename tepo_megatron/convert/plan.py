@@ -33,7 +33,6 @@ class ParameterSlot:
     Attributes:
         binding: the parameter, on the meta device, and its HF tensors.
         sharded: the model's description of where the checkpoint stores the parameter; a factory splits it into several pieces.
-        arch: architecture of the model.
     """
 
     binding: Binding
@@ -58,13 +57,7 @@ class ParameterSlot:
         return [dataclasses.replace(self.sharded, data=parameter, dtype=parameter.dtype)]
 
     def merged(self, parameter: Tensor, pieces: Sequence[ShardedTensor]) -> Tensor:
-        """Return the parameter, once the data of its pieces have been filled.
-
-        Args:
-            parameter: the tensor that was passed to `pieces`.
-            pieces: what `pieces` returned. If they are not views of `parameter`, Megatron's factory merges them into a new
-                tensor.
-        """
+        """Return the parameter, once the data of its pieces have been filled."""
         own = parameter.untyped_storage().data_ptr()
         if all(p.data.untyped_storage().data_ptr() == own for p in pieces):
             return parameter
@@ -105,9 +98,6 @@ class ConversionPlan:
     """The conversion plan of a whole model.
 
     Attributes:
-        family: model family.
-        arch: architecture of the model.
-        slots: all parameters.
         objects: what modules keep in addition to parameters (Transformer Engine's extra state, empty here).
     """
 
@@ -130,11 +120,8 @@ def make_plan(hf_config: Mapping[str, Any], groups: ParallelDims, content: Mappi
     """Return the conversion plan of a model.
 
     Args:
-        hf_config: content of config.json.
-        groups: a mesh of one rank.
         content: the options of `sharded_state_dict` that the checkpoint was written with (Megatron's `content_metadata`); None:
             the defaults.
-
     Raises:
         ConversionError: the architecture or a field of config.json is not supported.
     """

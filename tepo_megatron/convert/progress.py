@@ -14,9 +14,7 @@ def progress_bar(title: str, total_bytes: int) -> Iterator[Advance]:
     """Show a progress bar on stderr within the block, if that is a terminal.
 
     Args:
-        title: text before the bar.
         total_bytes: bytes of the whole conversion.
-
     Yields:
         A function to call with the number of bytes done since its last call.
     """

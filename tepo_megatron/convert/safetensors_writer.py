@@ -28,7 +28,6 @@ class _File:
     """A file to write.
 
     Attributes:
-        name: name of the file.
         header: the header with its length, as written.
         starts: first byte of each tensor, from the beginning of the file.
         left: tensors that are not written yet.
@@ -48,7 +47,6 @@ class SafetensorsWriter:
     One thread at a time may write to a file. Several threads may write at the same time, each to a file of its own.
 
     Args:
-        directory: an existing directory.
         files: for each file, its tensors by name, on the meta device (shapes and dtypes).
     """
 
@@ -63,10 +61,6 @@ class SafetensorsWriter:
 
     def write(self, name: str, tensor: Tensor) -> None:
         """Write one tensor to its place.
-
-        Args:
-            name: name of an announced tensor.
-            tensor: the values, on the host.
 
         Raises:
             ValueError: shape or dtype are not as announced, or the tensor was written before (a bug of the caller).

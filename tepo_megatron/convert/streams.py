@@ -24,7 +24,6 @@ class CopyJob:
     """The conversion of one parameter.
 
     Attributes:
-        run: the function to call.
         nbytes: size of the parameter that is in memory meanwhile.
     """
 
@@ -38,10 +37,6 @@ def run_queues(queues: Sequence[Sequence[CopyJob]], large_bytes: int = LARGE_BYT
     A job that is larger than `large_bytes` runs concurrently with no other such job. After an exception, or an interrupt, each
     thread ends before its next job. Jobs see the caller's context variables, and PyTorch computes each job in its own thread
     only.
-
-    Args:
-        queues: the jobs of each queue.
-        large_bytes: size above which a job is large.
 
     Raises:
         BaseException: the first exception of a job, once all threads have ended.
@@ -71,10 +66,6 @@ def run_queues(queues: Sequence[Sequence[CopyJob]], large_bytes: int = LARGE_BYT
 
 def balance(sizes: Sequence[int], shares: int = STREAMS) -> list[list[int]]:
     """Distribute items over `shares`, so that the sums of their sizes are about equal. The largest items are distributed first.
-
-    Args:
-        sizes: size of each item.
-        shares: number of shares.
 
     Returns:
         For each share the indices of its items, in ascending order.

@@ -35,12 +35,9 @@ class VerifyResult:
     """The result of a verification.
 
     Attributes:
-        tensors: number of HF tensors compared.
         differing: those that are not bitwise equal.
         errors: relative error of each layer's output and of the logits, by name, in the order of computation.
-        tokens: number of tokens compared.
         agreement: share of tokens for which both models have the same most likely next token.
-        tolerance: largest relative error that passes.
     """
 
     tensors: int
@@ -65,11 +62,7 @@ def verify(source: Path, checkpoint: Path, text: str = TEXT, precision: str = "f
     """Compare every tensor, then load one model after the other (each whole in memory) and compare their outputs on a text.
 
     Args:
-        source: the HF directory.
-        checkpoint: the directory of the Megatron checkpoint.
-        text: what both models read.
         precision: "fp32" or "bf16", of both models.
-
     Raises:
         ConversionError, CheckpointError: one of them is damaged, or they have different architectures.
     """

@@ -16,12 +16,7 @@ class ArrowRows:
     """A `RowReader` over Arrow record batches, one file after the other. It never skips copied rows, so `repeats` stays 0."""
 
     def __init__(self, names: list[Path], open_: Callable[[Path], Iterable[Any]]) -> None:
-        """Store what to read; nothing is opened yet.
-
-        Args:
-            names: Name of each file as error messages print it.
-            open_: Returns the record batches of a file, given its name.
-        """
+        """Store what to read; nothing is opened yet."""
         self.read = self.repeats = 0
         self._names, self._open = names, open_
         self._starts = [0]
@@ -29,12 +24,7 @@ class ArrowRows:
         self._batch_start = 0
 
     def rows(self, keys: Collection[str], passing_repeats: bool) -> Iterator[tuple[int, Row | DataError]]:
-        """Yield (place, row) of every row; see `RowReader.rows`.
-
-        Args:
-            keys: Dotted keys to read. Only the columns that these name are converted to Python values.
-            passing_repeats: Ignored.
-        """
+        """Yield (place, row) of every row; see `RowReader.rows`."""
         self.read, self._starts, self._batch_start = 0, [], 0
         for name in self._names:
             self._starts.append(self.read)
@@ -89,10 +79,6 @@ def parquet(files: list[Path]) -> ArrowRows:
 
 def hugging_face(source: str) -> ArrowRows:
     """Return a reader of a Hugging Face dataset. The `datasets` library downloads the dataset unless it is in the cache.
-
-    Args:
-        source: ORG/NAME[:CONFIG][:SPLIT], or a folder laid out like such a dataset. Without SPLIT: `train` if the dataset has
-            that split, otherwise its only split.
 
     Raises:
         DataError: The `datasets` package is missing, the split is ambiguous or unknown, or the library fails. The message says

@@ -22,10 +22,6 @@ class Encoder:
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", cfg: DataConfig) -> None:
         """Check the configuration against the chat template.
 
-        Args:
-            tokenizer: The model's tokenizer.
-            cfg: The data configuration.
-
         Raises:
             ConfigError: The chat template never mentions a key of `template_kwargs`, which would then have no effect.
         """

@@ -41,11 +41,6 @@ def load_data(cfg: DataConfig, reward: RewardConfig, tokenizer: "PreTrainedToken
 
     Prompts of `data.eval` that are also in `data.train` are kept in both and reported in a warning line.
 
-    Args:
-        cfg: The data configuration.
-        reward: The reward configuration, which decides how gold answers are tried on the grader.
-        tokenizer: The model's tokenizer.
-
     Raises:
         DataError: A set cannot be read or used.
         ConfigError: Settings do not fit the prompts or the chat template.

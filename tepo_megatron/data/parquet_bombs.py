@@ -26,11 +26,6 @@ def refuse_bombs(path: Path, metadata: Any, schema: Any) -> None:
     """Raise DataError for a column chunk that takes too much memory, or far more memory than bytes in the file.
 
     The limits are 4 GiB, and 64 MiB together with 500 times the compressed size.
-
-    Args:
-        path: Path of the file, for the message.
-        metadata: The file's `pyarrow.parquet.FileMetaData`.
-        schema: The file's `pyarrow.parquet.ParquetSchema`.
     """
     for group in range(metadata.num_row_groups):
         for column in range(metadata.num_columns):
@@ -72,13 +67,7 @@ def huge_dictionaries(path: Path) -> set[str]:
 
 
 def decoding_limits(path: Path, group: Any, huge: set[str]) -> "tuple[int, ExpansionGuard]":
-    """Return how many rows of a row group to decode at once, and the guard that refuses batches that still expand too much.
-
-    Args:
-        path: Path of the file, for messages.
-        group: A `pyarrow.parquet.RowGroupMetaData`.
-        huge: Columns that are read as dictionaries, from `huge_dictionaries`.
-    """
+    """Return how many rows of a row group to decode at once, and the guard that refuses batches that still expand too much."""
     chunks = [group.column(column) for column in range(group.num_columns)]
     repeating = [chunk for chunk in chunks if _PREFIXES in chunk.encodings]  # a value may repeat the whole value before it
     rows = min([BATCH_ROWS, *(_BOMB_BYTES // max(1, chunk.total_uncompressed_size) for chunk in repeating)])
@@ -97,7 +86,6 @@ class ExpansionGuard:
         """Begin a row group of which nothing is decoded yet.
 
         Args:
-            path: Path of the file, for messages.
             stored: Columns that may expand, each with its uncompressed bytes in the file.
         """
         self._path, self._rows, self._stored = path, 0, stored

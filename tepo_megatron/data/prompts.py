@@ -53,13 +53,7 @@ def load_prompts(
     change when limits do. `Prompt.meta` holds the other columns of the row.
 
     Args:
-        source: The set: its path with slice, and its own keys.
-        cfg: Settings that all sets share. Its `train`, `eval` and keys are not used.
-        tokenizer: The model's tokenizer.
         try_golds: Tries answers on the grader, used unless `cfg.check_answers` is "off". None: answers are not tried.
-        number: Index of the set, from 0.
-        earlier: `LoadedPrompts.seen` of the sets before it, whose prompts are left out.
-
     Raises:
         DataError: A row cannot be read or used (the message has file, row counted from 1, and the fix), or no prompt is left.
     """

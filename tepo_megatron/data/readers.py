@@ -36,7 +36,6 @@ class RowReader(Protocol):
         `place` is unique, ascending and counted from 0 over all files.
 
         Args:
-            keys: Dotted keys. A row holds at least the columns that these name, as far as it has them.
             passing_repeats: Rows that are recognized as byte-identical copies of an earlier row may be skipped.
         """
 
@@ -60,7 +59,6 @@ class JsonLines:
         """Yield (place, row); see `RowReader.rows`.
 
         Args:
-            keys: Ignored: every row is parsed whole.
             passing_repeats: Skip lines that are byte-identical to an earlier valid line, and count them in `repeats`.
         """
         self.read, self.repeats, self._starts = 0, 0, []
@@ -118,25 +116,13 @@ def first_bytes(path: Path) -> bytes:
 
 
 def where(names: list[Path], starts: list[int], place: int, between: str) -> str:
-    """Return the file and row of a place, for messages.
-
-    Args:
-        names: Names of the files, in order.
-        starts: Place of each file's first row, ascending.
-        place: Place of the row, counted from 0 over all files.
-        between: Text between the file's name and the row's number, which is counted from 1.
-    """
+    """Return the file and row of a place, for messages."""
     at = bisect.bisect_right(starts, place) - 1
     return f"{names[at]}{between}{place - starts[at] + 1}"
 
 
 def unreadable(path: Path, error: Exception) -> DataError:
-    """Return the DataError for a file that cannot be read.
-
-    Args:
-        path: Path of the file.
-        error: Exception of the system or of gzip.
-    """
+    """Return the DataError for a file that cannot be read."""
     said = getattr(error, "strerror", None) or error
     return DataError(f"{path}: cannot read the dataset ({said}); give the path of a JSON-lines or parquet file")
 

@@ -18,10 +18,6 @@ class RowFaults:
     def add(self, fault: str, rows: int = 1) -> None:
         """Count rows that cannot be used.
 
-        Args:
-            fault: Description of the fault, with file and row.
-            rows: Number of rows with this fault.
-
         Raises:
             DataError: `skip` is False.
         """
@@ -37,17 +33,14 @@ class DatasetReport:
     """Counts of one dataset's rows.
 
     Attributes:
-        rows: Rows that were read.
         duplicates: Rows dropped because an earlier row has the same prompt and answer.
         elsewhere: Prompts dropped because an earlier set has them.
-        outside: Prompts outside the slice.
         unreadable: Answers that the grader cannot read, each with file and row, whether dropped or not.
         dropped_unreadable: The prompts of `unreadable` were dropped.
         unsettled: Answers for which the grader timed out or died.
         untried: Number of answers that were not tried for lack of time.
         unboxed: Number of prompts that ask for a last line "Answer: ..." and not for a box.
         too_long: Prompts dropped because they exceed `data.max_prompt_tokens`.
-        prompts: Prompts that are left.
     """
 
     source: str

@@ -18,12 +18,7 @@ class MissingKeyError(DataError):
     """A row lacks `key`, which the config option `option` sets."""
 
     def __init__(self, key: str, option: str) -> None:
-        """Build the message.
-
-        Args:
-            key: Missing key.
-            option: Config option that names the key, such as `data.prompt_key`.
-        """
+        """Build the message."""
         super().__init__(f"key {key!r} is missing; add it or set {option}")
         self.key, self.option = key, option
 
@@ -62,13 +57,7 @@ SCHEMAS = (
 
 
 def detect(row: Row, prompt_key: str | None, answer_key: str | None) -> Schema | None:
-    """Return the schema of a row, or None if none fits.
-
-    Args:
-        row: All columns of the row.
-        prompt_key: Prompt key that the config gives, or None.
-        answer_key: Answer key that the config gives, or None. With both given the row is not looked at.
-    """
+    """Return the schema of a row, or None if none fits."""
     if prompt_key is not None and answer_key is not None:
         known = (schema for schema in SCHEMAS if (schema.prompt_key, schema.answer_key) == (prompt_key, answer_key))
         return next(known, Schema("keys", prompt_key, answer_key))
@@ -92,22 +81,12 @@ def _ends_with_answer(row: Row, key: str) -> bool:
 
 
 def has(row: Row, key: str) -> bool:
-    """Return whether the row has this key.
-
-    Args:
-        row: Columns of the row.
-        key: Dotted key.
-    """
+    """Return whether the row has this key."""
     return _reach(row, key)[1]
 
 
 def value_at(row: Row, key: str) -> Any:
-    """Return the value at a dotted key; None if the row lacks it.
-
-    Args:
-        row: Columns of the row.
-        key: Dotted key.
-    """
+    """Return the value at a dotted key; None if the row lacks it."""
     return _reach(row, key)[0]
 
 
@@ -122,10 +101,6 @@ def _reach(row: Mapping[str, Any], key: str) -> tuple[Any, bool]:
 
 def prompt_and_answer(row: Row, schema: Schema) -> tuple[str | Messages, str]:
     """Return (prompt, gold answer) of a row.
-
-    Args:
-        row: Columns of the row, at least those of the schema's keys.
-        schema: Schema of the dataset.
 
     Raises:
         MissingKeyError: The row lacks one of the two keys.
@@ -152,10 +127,6 @@ def gold(value: Any, key: str) -> str:
 
     Unit tests of a program give their JSON. A number gives its digits, a list its only entry, a worked solution the content of
     its last `\boxed{}` or the text after a final `####` (GSM8K).
-
-    Args:
-        value: Value of the answer column, or the content of the assistant's message.
-        key: Its key, for messages.
 
     Raises:
         DataError: The value is none of these, or blank.

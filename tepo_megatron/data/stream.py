@@ -19,12 +19,7 @@ class _SetCursor:
         self.enter(epoch=0, position=0)
 
     def enter(self, epoch: int, position: int) -> None:
-        """Start an epoch.
-
-        Args:
-            epoch: Number of the epoch, from 0.
-            position: Index into the order of the epoch.
-        """
+        """Start an epoch."""
         self.epoch, self.position = epoch, position
         order = list(range(len(self.prompts)))
         if self._shuffle:
@@ -55,11 +50,6 @@ class PromptStream:
     def __init__(self, prompts: Sequence[Prompt], seed: int, shuffle: bool) -> None:
         """Stream one set.
 
-        Args:
-            prompts: Prompts of the set, with unique ids.
-            seed: Seed of the order.
-            shuffle: Shuffle each epoch; otherwise keep the given order.
-
         Raises:
             DataError: There are no prompts, or two have the same id.
         """
@@ -68,11 +58,6 @@ class PromptStream:
     @classmethod
     def mixed(cls, sets: Sequence[tuple[Sequence[Prompt], float]], seed: int, shuffle: bool) -> "PromptStream":
         """Return a stream of several sets.
-
-        Args:
-            sets: (prompts, weight) of each set. Ids are unique over all sets.
-            seed: Seed of the order.
-            shuffle: Shuffle each epoch of each set.
 
         Raises:
             DataError: A set is empty, or two prompts have the same id.
@@ -98,10 +83,6 @@ class PromptStream:
 
         A batch that runs over the end of an epoch skips the prompts it already has: responses are grouped by prompt, so a
         prompt that came twice would form one group. The time does not depend on the size of the sets.
-
-        Args:
-            n: Number of prompts.
-            excluding: Ids that must not be returned (prompts that the step already holds).
 
         Raises:
             DataError: There are fewer than n such prompts.
@@ -139,11 +120,6 @@ class PromptStream:
         No communication. All ranks must call it alike, so that their streams and states stay equal; a run can then resume with
         another number of ranks.
 
-        Args:
-            n: Number of prompts of all ranks together.
-            rank: Index of this rank.
-            ranks: Number of ranks.
-
         Raises:
             DataError: As `take`.
         """
@@ -154,11 +130,7 @@ class PromptStream:
         self._returned.extendleft(reversed(prompts))
 
     def state_dict(self, returned: Sequence[Prompt] = ()) -> dict[str, Any]:
-        """Return the state that a checkpoint needs to continue exactly here, as plain JSON values.
-
-        Args:
-            returned: Prompts to store as if they had been given back.
-        """
+        """Return the state that a checkpoint needs to continue exactly here, as plain JSON values."""
         first, *others = self._walks
         state = {
             "epoch": first.epoch,

@@ -75,11 +75,6 @@ def stop_tokens(model_path: str | Path, tokenizer: "PreTrainedTokenizerBase", fu
     These are the model's end-of-sequence tokens (config.json), the tokenizer's, and `further`. generation_config.json is
     ignored: it is the model author's advice for chatting.
 
-    Args:
-        model_path: Hugging Face model directory.
-        tokenizer: Its tokenizer.
-        further: Additional token ids (`rollout.stop_token_ids`).
-
     Raises:
         ConfigError: An id of `further` is outside the model's vocabulary.
     """

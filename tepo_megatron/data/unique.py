@@ -18,8 +18,6 @@ class DatasetRow:
         place: Place of the row in the dataset, from 0.
         key: Digest of the prompt (`key_of`), equal for equal prompts.
         prompt: Prompt, not tokenized.
-        answer: Gold answer.
-        meta: Other columns of the row.
     """
 
     place: int
@@ -66,14 +64,7 @@ class Deduplicator:
         return True
 
     def is_new(self, key: bytes, place: int, answer: str, glance: bytes | None) -> bool:
-        """Return whether the prompt was never seen before. If it was, the row is counted as a duplicate or a contradiction.
-
-        Args:
-            key: `key_of` the prompt.
-            place: Place of the row.
-            answer: Gold answer of the row.
-            glance: `raw_digest` of the row, or None.
-        """
+        """Return whether the prompt was never seen before. If it was, the row is counted as a duplicate or a contradiction."""
         if glance is not None:
             self._glances.add(glance)
         first = self.items.get(key)

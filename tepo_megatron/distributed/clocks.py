@@ -15,7 +15,6 @@ def offset_to_rank_0(group: dist.ProcessGroup, clock: Callable[[], int]) -> Cloc
     other. The first round trip of a rank waits for its turn, and the shortest one counts.
 
     Args:
-        group: A group on the host; every rank of it calls.
         clock: Clock of this rank, in ns.
     """
     message = torch.zeros(1, dtype=torch.int64)

@@ -15,12 +15,7 @@ T = TypeVar("T")
 
 
 def all_gather_object(value: T, group: dist.ProcessGroup) -> list[T]:
-    """Return every rank's value, in the order of ranks.
-
-    Args:
-        value: This rank's value; it must be picklable.
-        group: Every rank of it calls.
-    """
+    """Return every rank's value, in the order of ranks."""
     values: list[T] = [value] * group.size()
     dist.all_gather_object(values, value, group=group)
     return values
@@ -28,10 +23,6 @@ def all_gather_object(value: T, group: dist.ProcessGroup) -> list[T]:
 
 def gather_object(value: T, group: dist.ProcessGroup) -> list[T]:
     """Gather every rank's value on rank 0 of the group.
-
-    Args:
-        value: This rank's value; it must be picklable.
-        group: Every rank of it calls.
 
     Returns:
         On rank 0 the values in the order of ranks; on other ranks an empty list.
@@ -42,24 +33,14 @@ def gather_object(value: T, group: dist.ProcessGroup) -> list[T]:
 
 
 def broadcast_object(value: T, group: dist.ProcessGroup) -> T:
-    """Return rank 0's value on every rank.
-
-    Args:
-        value: The value to broadcast; it is ignored on all ranks but 0.
-        group: Every rank of it calls.
-    """
+    """Return rank 0's value on every rank."""
     box = [value]
     dist.broadcast_object_list(box, group=group, group_src=0, device=torch.device("cpu"))
     return box[0]
 
 
 def broadcast_result(make: Callable[[], T], group: dist.ProcessGroup) -> T:
-    """Return on every rank what a call returns on rank 0. If the call raises an error there, every rank raises it.
-
-    Args:
-        make: What rank 0 calls; the other ranks call it, too, and ignore what they get.
-        group: Every rank of it calls.
-    """
+    """Return on every rank what a call returns on rank 0. If the call raises an error there, every rank raises it."""
     found: tuple[T | None, Exception | None]
     try:
         found = make(), None
@@ -74,12 +55,7 @@ def broadcast_result(make: Callable[[], T], group: dist.ProcessGroup) -> T:
 
 
 def all_true(value: bool, group: dist.ProcessGroup) -> bool:
-    """Return whether `value` is true on every rank. This costs one all-reduce of a number.
-
-    Args:
-        value: This rank's value.
-        group: Every rank of it calls.
-    """
+    """Return whether `value` is true on every rank. This costs one all-reduce of a number."""
     flag = torch.tensor(int(value))
     dist.all_reduce(flag, dist.ReduceOp.MIN, group=group)
     return bool(flag)
@@ -87,13 +63,7 @@ def all_true(value: bool, group: dist.ProcessGroup) -> bool:
 
 @contextlib.contextmanager
 def same_error(group: dist.ProcessGroup, kinds: tuple[type[Exception], ...], error: type[Exception]) -> Iterator[None]:
-    """Turn an error within the block, on any rank, into the same error on all ranks. Collectives: one all-gather.
-
-    Args:
-        group: Every rank of it enters the block.
-        kinds: Errors that are caught; any other passes on this rank alone.
-        error: What is raised instead, with the number and the message of the first rank that failed.
-    """
+    """Turn an error within the block, on any rank, into the same error on all ranks. Collectives: one all-gather."""
     mine = None
     try:
         yield

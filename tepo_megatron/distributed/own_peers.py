@@ -33,9 +33,6 @@ class _Row:
     Attributes:
         local: Address and port of this end.
         remote: Address and port of the other end.
-        state: Connection state.
-        user: User of this end.
-        inode: Inode of this end's socket.
     """
 
     local: str
@@ -79,9 +76,6 @@ def _users_of_peers(listening: set[str]) -> tuple[set[int], bool]:
     """Return the other users with a connection from this machine to sockets, and whether all such connections were found.
 
     The table of IPv6 is read only where that of IPv4 lacks a socket or a peer: each read costs milliseconds.
-
-    Args:
-        listening: Inodes of listening sockets of this process.
     """
     mine, rows = _sockets(), []
     for table in ("tcp", "tcp6"):

@@ -49,17 +49,11 @@ class ParallelDims:
     """The mesh of this run, as this rank sees it.
 
     Attributes:
-        dp: Data parallelism.
-        tp: Tensor parallelism.
-        pp: Pipeline parallelism.
-        cp: Context parallelism.
-        ep: Expert parallelism.
         dp_cp: The ranks over which a gradient is summed, dp x cp.
         expert_dp: The ranks of dp_cp that hold the same experts, dp x cp / ep. Experts are split over tp like other weights.
         host: All ranks, for objects on the host. Ranks wait here for rank 0 while it generates, for as long as it takes: rank
             0's own requests have deadlines, and if rank 0 ends, the other ranks end too.
         vpp: Virtual pipeline stages (model chunks) per rank.
-        device: This rank's device.
     """
 
     dp: Axis
@@ -119,11 +113,7 @@ def initialize(cfg: ParallelConfig, platform: Platform, seed: int, config: Mappi
     """Join the world that the launcher or torchrun describes (RANK, WORLD_SIZE, ...) and build the mesh.
 
     Args:
-        cfg: Sizes of the mesh and time-outs.
-        platform: Names of the backends.
-        seed: Seed of the model-parallel random states.
         config: This rank's whole config as plain JSON, to be compared with rank 0's. None: it is not compared.
-
     Raises:
         ConfigError: The world size is not tp*pp*cp*dp, or (raised on all ranks) a rank has another config than rank 0.
         ForeignPeer: Another user of this machine took part in forming the groups.
@@ -178,11 +168,7 @@ def _wait_for_restarted(store: dist.Store, rank: int, world_size: int, seconds: 
     """Wait until all ranks are restarted. Each agent restarts those of its machine once it sees that one of them has failed.
 
     Args:
-        store: Store of this attempt.
-        rank: This rank.
-        world_size: Number of ranks.
         seconds: Time after which the others count as lost.
-
     Raises:
         LostRanks: Some did not come.
     """

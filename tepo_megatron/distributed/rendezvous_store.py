@@ -22,12 +22,7 @@ class KeyValueStore(Protocol):
     """The methods that both kinds of store have."""
 
     def add(self, key: str, amount: int) -> int:
-        """Add a key; when this returns, every process sees it.
-
-        Args:
-            key: The key.
-            amount: Added to the key's number in a TCPStore.
-        """
+        """Add a key; when this returns, every process sees it."""
 
     def check(self, keys: Sequence[str]) -> bool:
         """Return whether all keys exist."""
@@ -45,9 +40,6 @@ class FolderStore:
 
     Unlike PyTorch's FileStore, it has no half-written key of a killed process that could block the others.
 
-    Args:
-        folder: Folder of mode 0700 that this user owns.
-
     Raises:
         FolderNotPrivate: The folder belongs to another user, or others may enter it.
         OSError: The folder cannot be read.
@@ -63,10 +55,6 @@ class FolderStore:
 
     def add(self, key: str, amount: int = 1) -> int:
         """Add a key, see `KeyValueStore.add`.
-
-        Args:
-            key: The key.
-            amount: Ignored.
 
         Returns:
             1, however often the key was added.
@@ -105,10 +93,7 @@ def connect(address: str, port: int, seconds: float) -> dist.TCPStore:
     """Return a client of a TCPStore.
 
     Args:
-        address: Address of the store.
-        port: Port of the store.
         seconds: Time limit of each operation.
-
     Raises:
         RuntimeError: The store cannot be reached.
     """

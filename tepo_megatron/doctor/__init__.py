@@ -14,15 +14,7 @@ from tepo_megatron.utils.scratch import PrivateFolder
 def examine(
     cfg: Config, check: Callable[[Config], None], start: Callable[[Config], None], launch: Callable[..., None], quick: bool
 ) -> Iterator[Finding]:
-    """Yield findings about a run as they are made, cheap checks first.
-
-    Args:
-        cfg: The config of the run.
-        check: Raises a TepoError for a config that cannot run.
-        start: Makes a run.
-        launch: `launcher.launch`.
-        quick: Skip the all-reduces and the step, which start processes.
-    """
+    """Yield findings about a run as they are made, cheap checks first."""
 
     def config() -> Iterator[Finding]:
         check(cfg)

@@ -15,8 +15,6 @@ class Finding:
     """The result of one check.
 
     Attributes:
-        check: Subject of the check.
-        verdict: Result.
         said: Description of the state, on one line.
         fix: The fix; empty if none is needed.
     """
@@ -38,12 +36,7 @@ class Finding:
 
 
 def found_by(check: str, look: Callable[[], Iterable[Finding]]) -> Iterator[Finding]:
-    """Yield the findings of a check. A TepoError becomes a failure, whose message already names the fix.
-
-    Args:
-        check: Subject of the check, for such a failure.
-        look: Makes the findings.
-    """
+    """Yield the findings of a check. A TepoError becomes a failure, whose message already names the fix."""
     try:
         yield from look()
     except TepoError as e:

@@ -15,14 +15,7 @@ NEAR_LIMIT = 0.95  # if the 95% quantile of prompt lengths is above this share o
 
 
 def data(model_path: str, cfg: DataConfig, reward: RewardConfig, prompts_per_step: int) -> Iterator[Finding]:
-    """Check both datasets as the run will read them, show the first prompt, and check that the grader accepts right answers.
-
-    Args:
-        model_path: Model directory, for its tokenizer.
-        cfg: Section `data` of the config.
-        reward: Sets the grader.
-        prompts_per_step: Number of prompts that the run must have at least.
-    """
+    """Check both datasets as the run will read them, show the first prompt, and check that the grader accepts right answers."""
     tokenizer = load_tokenizer(model_path)
     found = load_data(cfg, reward, tokenizer)
     for line in found.log_lines:
@@ -38,12 +31,7 @@ def data(model_path: str, cfg: DataConfig, reward: RewardConfig, prompts_per_ste
 
 
 def lengths(limit: int, tokens: Sequence[int]) -> Finding:
-    """Check the lengths of the prompts against the limit.
-
-    Args:
-        limit: `data.max_prompt_tokens`.
-        tokens: Tokens of the kept prompts, ascending.
-    """
+    """Check the lengths of the prompts against the limit."""
     middle, most, longest = tokens[len(tokens) // 2], tokens[len(tokens) * 19 // 20], tokens[-1]
     said = f"{middle} tokens in the median, {most} at 95%, {longest} at most; data.max_prompt_tokens={limit}"
     if most > NEAR_LIMIT * limit:
@@ -52,12 +40,7 @@ def lengths(limit: int, tokens: Sequence[int]) -> Finding:
 
 
 def grading(cfg: RewardConfig, prompts: Sequence[Prompt]) -> Iterator[Finding]:
-    """Check that a response with the right answer in a box is graded as right.
-
-    Args:
-        cfg: Sets the grader.
-        prompts: Prompts whose answers are graded.
-    """
+    """Check that a response with the right answer in a box is graded as right."""
     if cfg.judges:
         yield Finding("grading", "pass", "a judge is asked only by a run; `tepo judge` compares its verdicts with labels")
         return

@@ -46,23 +46,12 @@ def packages() -> Iterator[Finding]:
 
 
 def enough_devices(platform: str, ranks: int, rollout: RolloutConfig, judge_gpus: int) -> bool:
-    """Return whether this machine alone has the devices for the ranks and for the servers that the run starts.
-
-    Args:
-        platform: "cpu" or "cuda".
-        ranks: Number of ranks.
-        rollout: Sets which servers the run starts.
-        judge_gpus: GPUs of the judges that the run serves.
-    """
+    """Return whether this machine alone has the devices for the ranks and for the servers that the run starts."""
     return platform == "cpu" or _gpus() >= _wanted(ranks, rollout, judge_gpus)
 
 
 def processors(platform: str, ranks: int, rollout: RolloutConfig, judge_gpus: int) -> Iterator[Finding]:
-    """Check that there are GPUs, or cores, for the ranks and for the servers that are started here.
-
-    Args:
-        platform, ranks, rollout, judge_gpus: As in `enough_devices`.
-    """
+    """Check that there are GPUs, or cores, for the ranks and for the servers that are started here."""
     if platform == "cuda":
         there, wanted = _gpus(), _wanted(ranks, rollout, judge_gpus)
         if there >= wanted:
@@ -82,13 +71,7 @@ def processors(platform: str, ranks: int, rollout: RolloutConfig, judge_gpus: in
 
 
 def memory(model: ModelConfig, sync: SyncConfig, *, replays: bool) -> Iterator[Finding]:
-    """Check that host memory suffices for the weights in transfer.
-
-    Args:
-        model: Its path and the type of its weights.
-        sync: Sets how weights are sent.
-        replays: Whether rollouts are replayed, so that no weights are sent.
-    """
+    """Check that host memory suffices for the weights in transfer."""
     free, files = psutil.virtual_memory().available, sync.transport.type == "shm" and sync.shared_folder is None
     yield Finding("memory", "pass" if free > 4 * 2**30 else "warn", f"{free / 2**30:.1f} GiB available on this machine")
     if files and not replays:
@@ -105,14 +88,7 @@ def memory(model: ModelConfig, sync: SyncConfig, *, replays: bool) -> Iterator[F
 
 
 def disk(output: Path, model: ModelConfig, checkpoint: CheckpointConfig, *, exports: bool) -> Iterator[Finding]:
-    """Check free space and speed of the disk for checkpoints and the trained model.
-
-    Args:
-        output: Folder of the runs; it need not exist.
-        model: Its path and the type of its weights.
-        checkpoint: Sets how many checkpoints are kept.
-        exports: Whether the trained model is written, too.
-    """
+    """Check free space and speed of the disk for checkpoints and the trained model."""
     folder, parameters = _existing(output), _parameters(model.path)
     free, weight = shutil.disk_usage(folder).free, WEIGHT_BYTES[model.dtype]
     kept = checkpoint.keep_last + WRITTEN_AT_ONCE if checkpoint.every else 0

@@ -25,10 +25,6 @@ def conversion(model_path: str, tp: int) -> Iterator[Finding]:
     """Check that HF -> shards of parallel.tp ranks -> HF preserves every bit, with one parameter in memory at a time.
 
     Checked are the parameters outside of layers, and the first and the last layer with their first and last expert.
-
-    Args:
-        model_path: Model directory.
-        tp: `parallel.tp`.
     """
     config = read_config(model_path)
     family = find_family(config)
@@ -82,13 +78,7 @@ def _changed(row: "WeightMapping", names: Sequence[str], tensors: Sequence[Tenso
 
 
 def tokenizer(model_path: str, data: DataConfig, stop_token_ids: Sequence[int]) -> Iterator[Finding]:
-    """Check that responses can end, and that the chat template works as the config assumes.
-
-    Args:
-        model_path: Model directory.
-        data: Sets how prompts become chats.
-        stop_token_ids: `rollout.stop_token_ids`.
-    """
+    """Check that responses can end, and that the chat template works as the config assumes."""
     found, config = load_tokenizer(model_path), read_config(model_path)
     stops = stop_tokens(model_path, found, stop_token_ids)
     yield _vocabulary(found, int(config["vocab_size"]))

@@ -21,10 +21,6 @@ def measure(cfg: Config, platform: Platform) -> None:
     """Measure all-reduces over every mesh axis with more than one rank; rank 0 writes bytes per second by axis to RESULT.
 
     The bytes are those that each rank sends in a ring: 2 (n - 1) / n of the tensor.
-
-    Args:
-        cfg: The config of the run.
-        platform: Names the backends.
     """
     from tepo_megatron.distributed import parallel
 

@@ -20,12 +20,7 @@ EXACT = 1e-5  # nats, in fp32
 
 
 def trial_of(cfg: Config, folder: Path) -> Config:
-    """Return a config for one step of few prompts, with checksums and the noise floor; everything else is as in the run.
-
-    Args:
-        cfg: The config of the run.
-        folder: Folder for the output.
-    """
+    """Return a config for one step of few prompts, with checksums and the noise floor; everything else is as in the run."""
     prompts = min(MOST_PROMPTS, cfg.rollout.prompts_per_step)
     updates = cfg.rollout.prompts_per_step // cfg.training.minibatch_prompts
     return replace(
@@ -48,12 +43,7 @@ def trial_of(cfg: Config, folder: Path) -> Config:
 
 
 def ranks(cfg: Config, launch: Callable[..., None]) -> Iterator[Finding]:
-    """Yield the speed of the ranks' all-reduces, which also shows that the ranks can connect.
-
-    Args:
-        cfg: A config from `trial_of`.
-        launch: `launcher.launch`.
-    """
+    """Yield the speed of the ranks' all-reduces, which also shows that the ranks can connect."""
     if cfg.parallel.world_size == 1:
         return
     from tepo_megatron.doctor.ranks import RESULT
@@ -66,12 +56,7 @@ def ranks(cfg: Config, launch: Callable[..., None]) -> Iterator[Finding]:
 
 
 def step(cfg: Config, start: Callable[[Config], None]) -> Iterator[Finding]:
-    """Yield findings of one step: engine, weights, samples and the noise of dH.
-
-    Args:
-        cfg: A config from `trial_of`.
-        start: Makes a run.
-    """
+    """Yield findings of one step: engine, weights, samples and the noise of dH."""
     with _output_in(cfg.run_dir.with_suffix(".txt")):
         start(cfg)
     record = read_metrics(cfg.run_dir)[0]

@@ -24,10 +24,6 @@ class KnownBad:
 
     Attributes:
         together: The combination is bad if all of these requirements are installed ("python" is the interpreter).
-        verdict: Verdict of the finding.
-        why: Description of the problem.
-        fix: The fix.
-        source: Source of this knowledge.
         variable: The combination is bad only if this environment variable is set. None: always.
     """
 
@@ -100,15 +96,7 @@ def combinations(there: Mapping[str, str]) -> Iterator[Finding]:
 def kernels(
     model: ModelConfig, megatron: MegatronConfig, platform: str, cp: int, offload_activations: bool = False
 ) -> Iterator[Finding]:
-    """Report which implementation runs layers, norms, the optimizer step and sums of gradients (`actor/kernels.py`).
-
-    Args:
-        model: Its precision and attention.
-        megatron: Its accumulation of gradients.
-        platform: "cpu" or "cuda".
-        cp: Number of context-parallel ranks.
-        offload_activations: `training.offload_activations`.
-    """
+    """Report which implementation runs layers, norms, the optimizer step and sums of gradients (`actor/kernels.py`)."""
     try:
         chosen = choose(model, megatron, platform, computing(), cp=cp, offload_activations=offload_activations)
     except ConfigError as e:
@@ -122,12 +110,7 @@ def kernels(
 
 
 def linear_kernels(model: ModelConfig, platform: str) -> Iterator[Finding]:
-    """Report which implementation runs the gated delta rule; nothing for a model without it.
-
-    Args:
-        model: Its folder and its precision.
-        platform: "cpu" or "cuda".
-    """
+    """Report which implementation runs the gated delta rule; nothing for a model without it."""
     config = read_config(model.path)
     if find_family(config).architecture(config).linear_attention is None:
         return
@@ -145,13 +128,7 @@ def passed_fields(megatron: MegatronConfig) -> Iterator[Finding]:
 
 
 def cudnn(platform: str, environment: Mapping[str, str], toolkit: Path = Path("/usr/local/cuda")) -> Iterator[Finding]:
-    """Report a cuDNN that Transformer Engine would load in addition to PyTorch's.
-
-    Args:
-        platform: Platform of the run; cpu has no cuDNN.
-        environment: Environment variables of this process.
-        toolkit: Folder that Transformer Engine searches if no variable names one.
-    """
+    """Report a cuDNN that Transformer Engine would load in addition to PyTorch's."""
     if platform == "cpu":
         return
     folders = [Path(environment[name]) for name in _CUDNN_VARIABLES if environment.get(name)]

@@ -14,11 +14,7 @@ class Benchmark:
 
     Attributes:
         title: Name as the paper prints it.
-        hub: Dataset id on Hugging Face.
-        split: Split of the dataset.
         problems: Number of rows of the split.
-        problem: Column of the problem text.
-        answer: Column of the gold answer.
         subset: Configuration of the dataset, None for the default one.
         prompt: User message; `<problem>` stands for the problem text.
         grader: Grader, a type of `reward.terms`.

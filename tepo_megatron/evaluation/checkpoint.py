@@ -15,11 +15,6 @@ def hf_model(path: Path, scratch: Path, tell: Callable[[str], None]) -> Iterator
     This is `path` itself, the `hf` folder in it (of a run, or of a checkpoint saved with checkpoint.hf), or the result of
     converting the Megatron checkpoint (the newest one of a run). A converted model is deleted on exit.
 
-    Args:
-        path: Hugging Face model, run, or Megatron checkpoint.
-        scratch: Existing directory in which a temporary folder for the converted model is made.
-        tell: Called with a line for the user before a conversion.
-
     Raises:
         CheckpointError: Something is missing, which the message names; or as `weights.convert.exporting`.
     """

@@ -74,11 +74,6 @@ def settings(request: EvaluationRequest) -> Config:
 def run(request: EvaluationRequest, tell: Callable[[str], None], make_engine: EngineFactory | None = None) -> Path:
     """Evaluate, print the tables and write the folder; return the folder.
 
-    Args:
-        request: Arguments of the command.
-        tell: Called with progress lines for the user.
-        make_engine: Builds the engine; None for the engine that the config names.
-
     Raises:
         TepoError: The settings, the checkpoint, the data, the engine or the grader fail.
     """

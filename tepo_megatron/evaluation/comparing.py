@@ -15,10 +15,6 @@ from tepo_megatron.evaluation.tables import ResultTable, comparison
 def compare_folders(ours: Path, theirs: Path) -> ResultTable:
     """Return a table of the first evaluation minus the second, for every benchmark that both have.
 
-    Args:
-        ours: Folder of the first evaluation.
-        theirs: Folder of the second evaluation, the baseline.
-
     Raises:
         DataError: The evaluations have no benchmark or problem in common, differ in their problems, or cannot be read.
     """

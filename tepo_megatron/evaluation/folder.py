@@ -22,18 +22,12 @@ class EvaluationFolder:
     """One evaluation on disk, to which benchmarks are added one by one.
 
     Attributes:
-        path: Folder.
         changes: By benchmark, what differs from the paper's protocol.
         results: By benchmark, the result.
     """
 
     def __init__(self, path: Path, about: Mapping[str, Any]) -> None:
-        """Open the folder; nothing is written yet.
-
-        Args:
-            path: Folder, which need not exist.
-            about: What is evaluated (model, seed), as plain JSON.
-        """
+        """Open the folder; nothing is written yet."""
         self.path, self._about = path, dict(about)
         self._protocols: dict[str, Any] = {}
         self.changes: dict[str, Sequence[str]] = {}
@@ -84,10 +78,6 @@ class EvaluationFolder:
 
         Each file is replaced atomically.
 
-        Args:
-            problems: Benchmark.
-            samples: All its graded samples.
-
         Raises:
             DataError: Problems have different numbers of samples.
         """
@@ -116,12 +106,7 @@ def protocol(problems: Problems) -> dict[str, Any]:
 
 
 def samples_file(folder: Path, name: str) -> Path:
-    """Return the path of a benchmark's samples.
-
-    Args:
-        folder: Folder of the evaluation.
-        name: Key of the benchmark.
-    """
+    """Return the path of a benchmark's samples."""
     return folder / f"{name}.jsonl"
 
 

@@ -28,11 +28,8 @@ class JudgingRequest:
     """Arguments of `tepo judge`.
 
     Attributes:
-        records: File of labelled responses.
         term: Index of the term in `reward.terms`; None: the first judge.
         repeats: Seeds with which each response is judged.
-        out: Folder to write.
-        overwrite: Replace the report in it.
     """
 
     records: Path
@@ -47,7 +44,6 @@ class LabelledResponse:
     """A response whose score is known.
 
     Attributes:
-        fields: Texts of the templates' fields.
         label: Score that the judge should give, 0 to 1.
     """
 
@@ -57,12 +53,6 @@ class LabelledResponse:
 
 def run(reward: RewardConfig, place: JudgePlace, request: JudgingRequest, tell: Callable[[str], None]) -> Path:
     """Judge the records, print the report and write the folder; return the folder.
-
-    Args:
-        reward: Has a judge among its terms.
-        place: Where the judge is.
-        request: Arguments of the command.
-        tell: Called with lines for the user.
 
     Raises:
         TepoError: The config, the records or the judge are at fault.

@@ -29,9 +29,7 @@ class Problems:
     """A benchmark that is ready to be sampled.
 
     Attributes:
-        name: Key of the benchmark.
         entry: Protocol, with the changes that the config makes to it.
-        max_tokens: Most tokens of a response.
         source: File or dataset that the rows come from.
         prompts: Tokenized problems; their ids are row numbers from 0.
         changes: What differs from the paper's protocol, in words.
@@ -53,11 +51,6 @@ def load_benchmarks(cfg: EvaluationConfig, tokenizer: "PreTrainedTokenizerBase",
     """Load the benchmarks that the config names, in its order.
 
     No problem is dropped, since the result would then be that of another benchmark.
-
-    Args:
-        cfg: The evaluation configuration.
-        tokenizer: The model's tokenizer.
-        max_prompt_tokens: Most tokens of a prompt.
 
     Raises:
         DataError: There are no rows, a row has no problem or no answer, or a prompt is too long. The message has file, line and

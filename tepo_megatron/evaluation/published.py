@@ -48,8 +48,6 @@ class PublishedRow:
 
     Attributes:
         table: "Table 1" or "Table 2".
-        model: Name of the base model.
-        method: Key of METHODS.
         accuracy: Accuracy in percent by benchmark, without the columns that the row leaves out.
         average: Average in percent, as printed.
     """
@@ -83,12 +81,7 @@ MODELS = tuple(dict.fromkeys(row.model for row in PUBLISHED))
 
 
 def rows_of(which: str, path: str = "") -> list[PublishedRow]:
-    """Return the rows to print.
-
-    Args:
-        which: A model of MODELS, "all", "none", or "auto": the model whose name the path contains, if any, ignoring case.
-        path: Path of the checkpoint, used with "auto".
-    """
+    """Return the rows to print."""
     if which == "auto":
         which = next((model for model in MODELS if model.lower() in path.lower()), "none")
     return [row for row in PUBLISHED if which in ("all", row.model)]

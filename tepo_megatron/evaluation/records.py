@@ -16,12 +16,7 @@ EVALUATION_FILE = "evaluation.jsonl"
 
 @dataclass(frozen=True)
 class Scores:
-    """Mean unshaped score of each problem's samples, by problem id (its line in the dataset, from 0).
-
-    Attributes:
-        before: Scores of the first evaluation.
-        after: Scores of the last evaluation.
-    """
+    """Mean unshaped score of each problem's samples, by problem id (its line in the dataset, from 0)."""
 
     before: dict[int, float]
     after: dict[int, float]
@@ -31,11 +26,6 @@ def write_evaluation(run_dir: Path, before: Accuracy, after: Accuracy) -> Path:
     """Write one line per problem, in the order of the dataset; return the file's path. The file is replaced atomically.
 
     A line is {"problem", "before", "after", "of": number of problems}, so that a missing line can be detected.
-
-    Args:
-        run_dir: Folder of the run.
-        before: First evaluation.
-        after: Last evaluation, of the same problems.
     """
     rows = [
         {"problem": problem, "before": before.scores[problem], "after": score, "of": len(after.scores)}

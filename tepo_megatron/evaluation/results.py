@@ -14,9 +14,7 @@ class Result:
     """Result of one benchmark.
 
     Attributes:
-        problems: Number of problems.
         samples: Samples per problem, k.
-        accuracy: avg@k.
         pass_at: Unbiased pass@i, for powers of two up to k, and for k.
         majority: maj@k. Right answers count as one answer, however they are written; wrong answers differ as their texts do.
         truncated: Share of responses cut off at the length limit.
@@ -44,7 +42,6 @@ class BenchmarkComparison:
         difference: First minus second, paired by problem.
         gained: Problems of which most samples are right in the first run, but not in the second. Half of the samples is not
             most.
-        lost: The reverse.
     """
 
     ours: float
@@ -90,11 +87,6 @@ def scores(samples: Sequence[BenchmarkSample]) -> dict[int, float]:
 
 def compare(ours: Sequence[BenchmarkSample], theirs: Sequence[BenchmarkSample], name: str) -> BenchmarkComparison:
     """Return the first run minus the second, problem by problem.
-
-    Args:
-        ours: Samples of the first run.
-        theirs: Samples of the second run.
-        name: Key of the benchmark, for messages.
 
     Raises:
         DataError: The two runs do not have the same problems and gold answers.

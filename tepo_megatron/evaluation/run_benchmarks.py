@@ -28,8 +28,6 @@ class BenchmarkRuns:
     repeat are removed (`forget`).
 
     Attributes:
-        suite: Benchmarks to evaluate.
-        run_dir: Folder of the run.
         model: Model that the run began with.
         seed: One seed for all steps, so that steps are compared on the same random numbers. The run's own random numbers are
             not affected.
@@ -48,12 +46,6 @@ class BenchmarkRuns:
         """Evaluate the weights of `step`, which the engine must be serving, and return the result by benchmark.
 
         Benchmarks that the step's folder already holds are not repeated.
-
-        Args:
-            step: Training step.
-            engine: Serving engine.
-            reward: Grader.
-            max_failed_share: `rollout.max_failed_share`.
 
         Raises:
             RolloutError: The engine fails, or too many samples were lost.
@@ -91,12 +83,7 @@ class BenchmarkRuns:
         return {step: statistics.fmean(found.values()) for step, found in by_step.items() if found and found.keys() == names}
 
     def compare(self, before: int, after: int) -> Path:
-        """Print and write what changed between two steps, paired by problem; return the file.
-
-        Args:
-            before: Earlier step.
-            after: Later step.
-        """
+        """Print and write what changed between two steps, paired by problem; return the file."""
         grid = compare_folders(self.folder(after), self.folder(before))
         grid.print()
         path = self.run_dir / FOLDER / f"step-{after:08d}-against-{before:08d}.md"

@@ -28,16 +28,7 @@ class Evaluations:
         run_dir: Path,
         keep_best: bool,
     ) -> None:
-        """Begin without results; a resumed run restores them with `load_state_dict`.
-
-        Args:
-            cfg: Section `evaluation` of the run's config.
-            held_out: Held-out problems (`data.eval`); empty for none.
-            benchmarks: Benchmarks, or None.
-            seed: Seed of the run.
-            run_dir: Folder of the run.
-            keep_best: Whether the checkpoint of the best step is kept (`checkpoint.keep_best`).
-        """
+        """Begin without results; a resumed run restores them with `load_state_dict`."""
         self._cfg, self._held_out, self._benchmarks = cfg, held_out, benchmarks
         self._seed, self._run_dir, self._keep_best = seed, run_dir, keep_best
         self._by_step: dict[int, Accuracy] = {}  # on held-out problems; the summary has the first and the last
@@ -47,13 +38,6 @@ class Evaluations:
         self, step: int, engine: Sampler, reward: Reward, sampling: SamplingParams, *, max_failed_share: float
     ) -> Iterator[str]:
         """Evaluate the weights of `step`, unless that was done, and yield the results as log lines.
-
-        Args:
-            step: Training step.
-            engine: Engine that serves the weights of this step.
-            reward: Grader.
-            sampling: Sampling parameters of training; `evaluation.samples` and `evaluation.temperature` replace theirs.
-            max_failed_share: `rollout.max_failed_share`.
 
         Raises:
             RolloutError: The engine fails, or too many samples were lost.
@@ -93,11 +77,7 @@ class Evaluations:
         return {step: accuracy.mean for step, accuracy in self._by_step.items()}
 
     def state_dict(self, until: int) -> dict[str, Any]:
-        """Return the results on held-out problems as plain JSON. Benchmark results are on the disk.
-
-        Args:
-            until: The last step. Where ranks are restarted, later ones may be there already.
-        """
+        """Return the results on held-out problems as plain JSON. Benchmark results are on the disk."""
         results = list(self._by_step.items())  # another thread may add one
         return {str(step): accuracy.state() for step, accuracy in results if step <= until}
 

@@ -20,7 +20,6 @@ class Accuracy:
     Attributes:
         mean: Mean over problems of their mean scores, in [0, 1].
         standard_error: Standard error of `mean`, clustered by problem; None for a single problem.
-        problems: Number of problems.
         samples: Samples per problem.
         scores: Problem id -> mean score of its samples.
         lost: Samples that `rollout.function` lost; they count as wrong.
@@ -53,14 +52,6 @@ def evaluate(
 ) -> Accuracy:
     """Sample answers, grade them and return the mean unshaped score.
 
-    Args:
-        engine: Serving engine.
-        reward: Grader.
-        prompts: Held-out problems.
-        sampling: Sampling parameters; `sampling.samples` answers are drawn per prompt.
-        seed: Seed of the sampling.
-        max_failed_share: `rollout.max_failed_share`.
-
     Raises:
         RolloutError: The engine fails, or too many samples were lost.
         RewardError: The grader fails.
@@ -80,10 +71,6 @@ def sample_and_grade(
     max_failed_share: float,
 ) -> list[Rollout]:
     """Return the graded samples by prompt and sample index. Groups are graded while others are still being sampled.
-
-    Args:
-        engine, reward, prompts, sampling, seed, max_failed_share: See `evaluate`.
-        what: Name of the evaluation, for messages.
 
     Raises:
         RolloutError, RewardError: See `evaluate`.

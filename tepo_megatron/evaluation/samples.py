@@ -28,10 +28,8 @@ class BenchmarkSample:
         score: 1 or 0.
         status: Reason for the score (`rewards/math.py`).
         answer: Content of the last box, None without one.
-        gold: Gold answer.
         tokens: Length of the response in tokens.
         stop: "stop", or "length" if the response was cut off.
-        text: Response.
     """
 
     problem: int
@@ -58,15 +56,6 @@ def sample_benchmark(
     """Sample all problems of a benchmark and grade the responses; return the samples in the order of the problems.
 
     They depend only on (weights, protocol, seed), and the random numbers that they use affect nothing else.
-
-    Args:
-        problems: Benchmark.
-        engine: Serving engine.
-        reward: Grader.
-        decode: Turns token ids into text, leaving out special tokens.
-        stop_token_ids: Tokens that end a response.
-        seed: Seed, from which that of the benchmark is derived.
-        max_failed_share: `rollout.max_failed_share`.
 
     Raises:
         RolloutError: The engine fails, or too many samples were lost.

@@ -28,7 +28,6 @@ class Estimate:
     """A mean over problems.
 
     Attributes:
-        mean: Mean over problems and seeds.
         standard_error: Standard error over problems; None for a single problem.
         by_seed: The same mean for each seed alone.
     """
@@ -82,10 +81,6 @@ def over_problems(by_seed: Mapping[int, Scores]) -> Estimate:
 def paired_difference(run: Mapping[int, Scores], baseline: Mapping[int, Scores]) -> Estimate | None:
     """Return run - baseline, problem by problem, over the seeds that both have; None if they share none.
 
-    Args:
-        run: Scores by seed.
-        baseline: Scores by seed, of the same problems.
-
     Raises:
         ValueError: The two have different problems.
     """
@@ -110,7 +105,6 @@ class ScoreEstimate:
     """A mean of scores in [0, 1]. All but the mean are None for a single problem.
 
     Attributes:
-        mean: Mean over problems.
         standard_error: Standard error, clustered by problem.
         interval: 95 % interval of `score_interval`.
         bootstrap: 95 % interval of `bootstrap_interval`.
@@ -128,7 +122,6 @@ class PairedDifference:
 
     Attributes:
         mean: Mean over problems of their differences.
-        standard_error: Standard error over problems.
         interval: 95 % interval by Student's t, clipped to [-1, 1].
         bootstrap: 95 % interval of `bootstrap_interval`.
         better: Number of problems that score higher than with the baseline.
@@ -148,10 +141,6 @@ class PairedDifference:
 def share(means: Sequence[float], samples: int) -> ScoreEstimate:
     """Return the mean over problems with its errors.
 
-    Args:
-        means: Mean score of each problem.
-        samples: Samples per problem.
-
     Raises:
         ValueError: There are no problems.
     """
@@ -163,10 +152,6 @@ def share(means: Sequence[float], samples: int) -> ScoreEstimate:
 
 def difference(means: Sequence[float], baseline: Sequence[float]) -> PairedDifference:
     """Return means - baseline, problem by problem.
-
-    Args:
-        means: Mean score of each problem.
-        baseline: Mean score of each problem with the baseline, in the same order.
 
     Raises:
         ValueError: The lists have different lengths or are empty.
@@ -188,12 +173,6 @@ def score_interval(mean: float, error: float, problems: int, samples: int) -> In
     right-or-wrong answers that would have this error. The number lies between problems - 1 (the samples of a problem all agree,
     or nothing varies) and problems * samples. Unlike mean +- 2 errors, the interval stays in [0, 1], and does not shrink to a
     point if all answers are right or all wrong.
-
-    Args:
-        mean: Mean over problems.
-        error: Standard error over problems.
-        problems: Number of problems, at least 2.
-        samples: Samples per problem.
     """
     spread = mean * (1 - mean)
     answers = float(problems - 1) if spread <= 0 else spread / max(error**2, spread / (problems * samples))
@@ -209,11 +188,6 @@ def bootstrap_interval(values: Sequence[float], resamples: int = RESAMPLES, seed
     The quantiles of the resampled means lie further out than 2.5 %, as Student's t does from the normal distribution, and by
     the factor n / (n - 1) of the variance. Without this the interval is too narrow for few problems (Hesterberg, arXiv
     1411.5279, expanded percentile).
-
-    Args:
-        values: One value per problem, at least 2.
-        resamples: Number of resampled means.
-        seed: Seed of the resampling.
     """
     x, n = np.asarray(values, dtype=np.float64), len(values)
     rng = np.random.default_rng(seed)
@@ -258,10 +232,6 @@ def sign_test(better: int, worse: int) -> float:
 
     It is the probability of a split at least as uneven if both directions are equally likely. For single right-or-wrong answers
     this is McNemar's exact test.
-
-    Args:
-        better: Number of problems that score higher.
-        worse: Number of problems that score lower.
     """
     n, fewer = better + worse, min(better, worse)
     return min(1.0, 2 * sum(math.comb(n, i) for i in range(fewer + 1)) / 2**n)
@@ -272,11 +242,6 @@ def pass_at_k(samples: int, right: int, k: int) -> float:
 
     This is the unbiased estimate of arXiv 2107.03374.
 
-    Args:
-        samples: Number of samples, n.
-        right: Number of right samples, c.
-        k: Number of draws.
-
     Raises:
         ValueError: Not 0 <= right <= samples, or not 1 <= k <= samples.
     """
@@ -286,12 +251,7 @@ def pass_at_k(samples: int, right: int, k: int) -> float:
 
 
 def majority(answers: Sequence[str | None], right: Sequence[bool]) -> float:
-    """Return 1 if the most frequent answer is right, otherwise 0; if several tie, the share of them that is right.
-
-    Args:
-        answers: Answer of each sample; None does not vote.
-        right: Whether each answer is right. Equal answers must be equally right.
-    """
+    """Return 1 if the most frequent answer is right, otherwise 0; if several tie, the share of them that is right."""
     votes: dict[str, list[bool]] = {}
     for answer, verdict in zip(answers, right, strict=True):
         if answer is not None:

@@ -22,10 +22,8 @@ class ResultTable:
     """A table.
 
     Attributes:
-        title: Heading.
         headings: Column headings. The first column has names, the others figures.
         rows: Cells of each row.
-        notes: Sentences below the table.
         texts: Columns of text, which are aligned left.
         width: Width in characters if the output is no terminal.
         wraps: Whether names may be broken into several lines.
@@ -66,13 +64,7 @@ class ResultTable:
 
 
 def figures(title: str, results: Mapping[str, Result], changes: Mapping[str, Sequence[str]]) -> ResultTable:
-    """Return the table of measured results.
-
-    Args:
-        title: Heading.
-        results: Results by benchmark.
-        changes: By benchmark, what differs from the paper's protocol.
-    """
+    """Return the table of measured results."""
     notes = [
         "avg@k: share of right samples ± standard error, clustered by problem. 95 %: Wilson's interval for as many independent "
         "answers as have that error, and the bootstrap over problems. What another training seed would change is in neither.",
@@ -104,13 +96,7 @@ def _row(name: str, r: Result) -> list[str]:
 
 
 def paper_table(title: str, results: Mapping[str, Result], published: Sequence[PublishedRow]) -> ResultTable:
-    """Return a table of avg@k in the paper's columns, above rows of the paper.
-
-    Args:
-        title: Name of the first row.
-        results: Results by benchmark.
-        published: Rows of the paper to print; may be empty.
-    """
+    """Return a table of avg@k in the paper's columns, above rows of the paper."""
     names = [name for name in COLUMNS if name in results]
     ours = [f"{100 * results[name].accuracy.mean:.2f}" for name in names]
     rows = [[title, *ours, f"{100 * over_benchmarks(results):.2f}", f"{100 * over_samples(results):.2f}"]]
@@ -128,13 +114,7 @@ def paper_table(title: str, results: Mapping[str, Result], published: Sequence[P
 
 
 def comparison(ours: str, theirs: str, compared: Mapping[str, BenchmarkComparison]) -> ResultTable:
-    """Return the table of two runs, paired by problem.
-
-    Args:
-        ours: Name of the first run.
-        theirs: Name of the second run.
-        compared: Comparisons by benchmark.
-    """
+    """Return the table of two runs, paired by problem."""
     rows = []
     for name, c in compared.items():
         d = c.difference
@@ -165,10 +145,5 @@ def _rows(problems: Sequence[int], most: int = 20) -> str:
 
 
 def interval(bounds: Interval | None, sign: str = "") -> str:
-    """Return an interval in percent, or a dash for None.
-
-    Args:
-        bounds: Interval of shares, or None.
-        sign: "+" writes the sign of positive numbers too.
-    """
+    """Return an interval in percent, or a dash for None."""
     return NOTHING if bounds is None else f"[{100 * bounds[0]:{sign}z.2f}, {100 * bounds[1]:{sign}z.2f}]"

@@ -23,9 +23,7 @@ class StandIn:
     """A function, an object or a method of the program. It can only be called: a test that does anything else with it fails.
 
     Args:
-        ask: Sends a request and returns the answer.
         request: Begin of the request of a call. Empty: an object.
-        number: Number of the object.
     """
 
     __hash__ = None  # type: ignore[assignment]

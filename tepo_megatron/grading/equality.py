@@ -67,7 +67,6 @@ def settle(gold: str, answer: str | None) -> str | None:
     """Return the status if strings alone can settle the pair, otherwise None.
 
     Args:
-        gold: The part of the gold answer that is compared.
         answer: Answer in the response. None: there is none.
     """
     if answer is None:

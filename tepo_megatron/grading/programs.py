@@ -144,12 +144,7 @@ def _rows(text: Any) -> list[str]:
 
 
 def same_output(found: str, wanted: str) -> bool:
-    """Return whether two outputs are equal, as the top of this file defines it.
-
-    Args:
-        found: Output of the program.
-        wanted: Output of the test.
-    """
+    """Return whether two outputs are equal, as the top of this file defines it."""
     if _stripped(found) == _stripped(wanted):
         return True
     ours, theirs = found.split(), wanted.split()
@@ -187,12 +182,7 @@ def run_tests(program: str, tests: Tests, limits: Limits, seconds: float, until_
     """Run the tests, one after the other.
 
     Args:
-        program: Text of the program.
-        tests: The tests.
-        limits: Limits of the program in each run. The asserts of a row share one run.
         seconds: Time for all runs; tests that have not begun by then are not passed.
-        until_failure: Stop at the first test that the program does not pass.
-
     Raises:
         FileNotFoundError: bubblewrap is not installed.
     """

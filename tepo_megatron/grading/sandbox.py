@@ -45,7 +45,6 @@ class Limits:
         cpu_seconds: Processor time of each of its processes.
         wall_seconds: Time after which it is killed. It should be several times the former: other work delays it.
         memory_mib: Address space of each of its processes, and resident memory of all together, in MiB.
-        processes: Processes and threads at once.
         output_bytes: Bytes that it may write to stdout; to stderr the same.
         disk_mib: Size of its /tmp, in MiB.
     """
@@ -82,11 +81,6 @@ class Finished:
 
 def command(limits: Limits, files: Mapping[str, int], python: Sequence[str]) -> list[str]:
     """Return the command that runs Python in a new sandbox.
-
-    Args:
-        limits: Limits of the program.
-        files: Path in the sandbox -> file descriptor with the content of a read-only file.
-        python: Arguments of Python.
 
     Raises:
         FileNotFoundError: bubblewrap is not installed.
@@ -150,10 +144,6 @@ def run(python: Sequence[str], files: Mapping[str, bytes], stdin: bytes, limits:
 
     Args:
         python: Arguments of Python, for example [PROGRAM].
-        files: Path in the sandbox -> content of a read-only file.
-        stdin: Its standard input.
-        limits: Limits of the program.
-
     Raises:
         FileNotFoundError: bubblewrap is not installed.
     """
@@ -165,10 +155,6 @@ def run_pair(
     first: tuple[Sequence[str], Mapping[str, bytes]], second: tuple[Sequence[str], Mapping[str, bytes]], limits: Limits
 ) -> Finished:
     """Run two programs in a sandbox each, whose stdin and stdout are connected; return the end of the first.
-
-    Args:
-        first, second: (arguments of Python, files), as in `run`.
-        limits: Limits of each of them. The time is that of the first.
 
     Raises:
         FileNotFoundError: bubblewrap is not installed.
@@ -190,12 +176,7 @@ def run_pair(
 def started(
     python: Sequence[str], files: Mapping[str, bytes], limits: Limits, stdin: int, stdout: int, stderr: int
 ) -> "Iterator[subprocess.Popen[bytes]]":
-    """Start Python in a sandbox. When the block ends, the sandbox is ended, and none of its processes is left.
-
-    Args:
-        python, files, limits: As for `run`.
-        stdin, stdout, stderr: As for `subprocess.Popen`.
-    """
+    """Start Python in a sandbox. When the block ends, the sandbox is ended, and none of its processes is left."""
     # bubblewrap writes the pid of the sandbox's first process there. It could not write into a pipe after our end, and its
     # child, which waits for it, would stay.
     with memory_files({**files, _INFO: b""}) as opened:

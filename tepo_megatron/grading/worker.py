@@ -47,9 +47,6 @@ def equality(finder: str) -> Grader:
     read      Settle what strings alone can settle about a response. Status `open`: the answer, which is the detail, and the
               gold answer must be compared.
     compare   Compare an answer with the gold answer: equal, wrong, unparsed or bad_gold.
-
-    Args:
-        finder: Key of FINDERS, which finds the answer in a response.
     """
     from tepo_megatron.grading.boxed import FINDERS
     from tepo_megatron.grading.equality import load_grader, settle
@@ -102,10 +99,8 @@ def program(credit: str, cpu: str, wall: str, response: str, memory_mib: str, pr
     """Return the grader (tests, response) -> the status and value of `rewards.code.CodeTerm`.
 
     Args:
-        credit: all or share.
         cpu, wall: Seconds of each run.
         response: Seconds of all runs.
-        memory_mib, processes: Limits of a program.
     """
     from tepo_megatron.grading.programs import find_program, read_tests, run_tests
     from tepo_megatron.grading.sandbox import Limits
@@ -141,9 +136,6 @@ def verdict(regex: str) -> Grader:
     """Return a grader with two kinds of requests: (prompt, response), as in `texts`; and (text), an answer of a judge.
 
     Of the second kind the detail is the group of the last match. Status `missing`: nothing matches, or the group is not in it.
-
-    Args:
-        regex: Regular expression with one group.
     """
     search, decoded = re.compile(regex), texts()
 
@@ -189,7 +181,6 @@ def grade_in_time(grade: Callable[[], Graded], seconds: float) -> Graded:
     swallow one. It cannot interrupt a single long C call (a power of huge integers); the parent's hard deadline does.
 
     Args:
-        grade: Grades one request.
         seconds: Limit in seconds of processor time.
     """
 
@@ -214,10 +205,6 @@ def main(soft_seconds: float, memory_mib: int, parent_pid: int, tokenizer: str, 
     Args:
         soft_seconds: Processor time per request.
         memory_mib: Limit of the address space, in MiB.
-        parent_pid: Process whose end ends this one.
-        tokenizer: See `load_decoder`.
-        grader: Key of GRADERS.
-        arguments: Arguments of that grader.
     """
     # A closed stdin also tells that the parent ended, but only after the current answer, and only if no fork of the parent
     # holds the pipe's other end.

@@ -36,11 +36,7 @@ class GroupStream(Protocol):
     """Stream of sampled groups in the order of their arrival, not of the requests."""
 
     def add(self, prompts: Sequence[Prompt], sampling: SamplingParams, seed: int) -> None:
-        """Begin to sample these prompts, too, and return at once.
-
-        Args:
-            prompts, sampling, seed: See `Sampler.generate`.
-        """
+        """Begin to sample these prompts, too, and return at once."""
 
     def next(self) -> list[Rollout] | None:
         """Wait for the next group and return it; None if nothing is being sampled. Raises as `Sampler.generate`."""
@@ -58,11 +54,6 @@ class Sampler(Protocol):
         The samples of a prompt depend only on (weights, prompt, sampling, seed), not on what else is sampled at the same time.
         Samples that a weight update interrupts also depend on when it came.
 
-        Args:
-            prompts: Prompts with different ids.
-            sampling: How to sample each of them.
-            seed: Seed of the call; each prompt's seed is derived from it and the prompt's id.
-
         Returns:
             Rollouts; rollout_logprobs are those of the distribution sampled from (after temperature).
 
@@ -74,11 +65,7 @@ class Sampler(Protocol):
         """Return a stream that samples like `generate` and delivers group by group. Nothing is being sampled yet."""
 
     async def sample(self, prompt: Prompt, sampling: SamplingParams, seed: int) -> list[Rollout]:
-        """Sample one prompt like `generate`, awaited in any event loop, many at once: for samples with several turns.
-
-        Args:
-            prompt, sampling, seed: See `generate`.
-        """
+        """Sample one prompt like `generate`, awaited in any event loop, many at once: for samples with several turns."""
 
 
 class Sleepable(Protocol):
@@ -88,12 +75,7 @@ class Sleepable(Protocol):
     """
 
     def sleep(self, abort: bool = False) -> None:
-        """Release the memory of the weights and the KV cache, once no request is in flight. Returns when the memory is free.
-
-        Args:
-            abort: Abort the requests in flight, because the engine will not sample again. Their callers then wait until the
-                engine is closed.
-        """
+        """Release the memory of the weights and the KV cache, once no request is in flight. Returns when the memory is free."""
 
     def wake(self, part: EnginePart) -> None:
         """Allocate the memory of `part` again: first the weights, then the KV cache, after which the engine serves.
@@ -160,19 +142,12 @@ class CanaryChecked(Protocol):
     """Finds out which version of the weights each server has, by fixed sequences that actor and servers score."""
 
     def use_canaries(self, canaries: Canaries, cfg: SyncConfig, same_precision: bool) -> None:
-        """Ask about these canaries from now on: in each update and as often as `cfg.canary_every` says.
-
-        Args:
-            canaries: The canaries.
-            cfg: Also has the largest difference that is allowed.
-            same_precision: Actor and servers compute with the same weights in the same precision.
-        """
+        """Ask about these canaries from now on: in each update and as often as `cfg.canary_every` says."""
 
     def expect_scores(self, version: int, logprobs: Sequence[float]) -> None:
         """Expect these log-probs of the canaries from servers of a version. It comes before the update to that version.
 
         Args:
-            version: Version of the weights.
             logprobs: The actor's log-probs of the N targets, nats.
         """
 

@@ -90,12 +90,7 @@ async def even_if_refused(request: Awaitable[Any]) -> None:
 
 
 async def describe(send: Send, engine_version: object, label: object) -> ServerInfo:
-    """Return a server's description. Its longest sequence comes from OpenAI's list of models, which both engines have.
-
-    Args:
-        send: Sends a request to the server.
-        engine_version, label: What the server answered for these fields of the description.
-    """
+    """Return a server's description. Its longest sequence comes from OpenAI's list of models, which both engines have."""
     length = int((await send("GET", "/v1/models", None))["data"][0]["max_model_len"])
     return ServerInfo(str(engine_version), str(label), length)
 
@@ -104,12 +99,7 @@ class Scorer(Protocol):
     """Asks a server of one engine for the log-probs of canaries."""
 
     async def __call__(self, send: Send, canaries: Canaries) -> CanaryAnswer:
-        """Return the log-probs of the canaries under the served weights, at temperature 1 over the whole vocabulary.
-
-        Args:
-            send: Sends a request to the server.
-            canaries: The canaries.
-        """
+        """Return the log-probs of the canaries under the served weights, at temperature 1 over the whole vocabulary."""
 
 
 class EngineApi(Protocol):
@@ -128,23 +118,12 @@ class EngineApi(Protocol):
     def command(self, cfg: ServerConfig, launch: LaunchSpec, port: int) -> list[str]:
         """Return the argv of a server that listens on `launch.host`, without secrets.
 
-        Args:
-            cfg: Settings of the server.
-            launch: What the server is started with.
-            port: Port to listen on.
-
         Raises:
             ConfigError: The engine is not installed.
         """
 
     def environment(self, cfg: ServerConfig, launch: LaunchSpec, inherited: Mapping[str, str], key: str) -> dict[str, str]:
-        """Return the server's whole environment.
-
-        Args:
-            cfg, launch: See `command`.
-            inherited: Environment of this process.
-            key: Key that the server requires in every request.
-        """
+        """Return the server's whole environment."""
 
     async def server_info(self, send: Send) -> ServerInfo:
         """Ask a healthy server to describe itself."""
@@ -153,20 +132,10 @@ class EngineApi(Protocol):
         """Send what a healthy server needs once before it takes weights."""
 
     async def generate(self, send: Send, exchange: Exchange, ask: GenerationRequest, version: int) -> HttpAnswer:
-        """Have one prompt sampled, and return the undecoded answer.
-
-        Args:
-            exchange: Sends a request to the server, like `send`, and returns the undecoded answer.
-            ask: The request. Seeds as in `Sampler.generate`.
-            version: Version that the server has to serve. Raises StaleWeights if it does not.
-        """
+        """Have one prompt sampled, and return the undecoded answer."""
 
     def decode(self, answer: HttpAnswer, ask: GenerationRequest, version: int) -> list[Rollout]:
         """Return the samples in an answer, by sample index. It may run in any thread, and asks nobody.
-
-        Args:
-            answer: What `generate` returned.
-            ask, version: Those of `generate`.
 
         Raises:
             RolloutError: The answer is not what was asked for. StaleWeights if it tells of other weights.
@@ -179,40 +148,21 @@ class EngineApi(Protocol):
         """
 
     async def begin_update(self, send: Send, broken_off: bool) -> None:
-        """Begin an update of all weights, on a new server or one that has finished the update before.
-
-        Args:
-            broken_off: The sender of the update before is gone, wherever that update was. Its weights are undefined.
-        """
+        """Begin an update of all weights, on a new server or one that has finished the update before."""
 
     async def join_groups(self, send: Send, spec: GroupSpec) -> None:
-        """Have all ranks of the server join process groups with the trainer's ranks, if they can.
-
-        Args:
-            spec: See `RankReceiver.join_groups`.
-        """
+        """Have all ranks of the server join process groups with the trainer's ranks, if they can."""
 
     async def keep_unchanged(self, send: Send, unchanged: UnchangedTensors) -> None:
-        """Announce the tensors that the current update leaves unchanged.
-
-        Args:
-            unchanged: See `RankReceiver.keep_unchanged`.
-        """
+        """Announce the tensors that the current update leaves unchanged."""
 
     async def load(self, send: Send, sources: Sequence[Source]) -> None:
-        """Load the tensors of some sources. When this returns, files are no longer needed.
-
-        Args:
-            sources: See `RankReceiver.take`.
-        """
+        """Load the tensors of some sources. When this returns, files are no longer needed."""
 
     async def finish_update(self, send: Send, version: int) -> None:
         """Serve the loaded weights and drop every cache of the old ones.
 
         Raises SyncError if the server reports another version.
-
-        Args:
-            version: Version of the new weights.
         """
 
     async def checksums(self, send: Send) -> Mapping[str, str] | None:
@@ -225,8 +175,4 @@ class EngineApi(Protocol):
         """Release weights and KV cache of an idle, awake server. Raises RolloutError for an answer that says otherwise."""
 
     async def wake(self, send: Send, part: EnginePart) -> None:
-        """Allocate memory again. With that of the KV cache the server serves. Raises as `sleep`.
-
-        Args:
-            part: Part to wake, once after each `sleep`.
-        """
+        """Allocate memory again. With that of the KV cache the server serves. Raises as `sleep`."""

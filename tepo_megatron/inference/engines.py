@@ -44,15 +44,6 @@ def launch_of(
 ) -> LaunchSpec:
     """Return the settings with which the servers of a run are started.
 
-    Args:
-        model, rollout, sync: These sections of the run's config.
-        platform: `platform` of the config.
-        max_model_len: Most tokens of a sequence, prompt and response.
-        seed: Seed of the run.
-        first_device: Index of the servers' first GPU among those that this process sees.
-        host: Address to listen on.
-        counts: The servers count what their own metrics show.
-
     Raises:
         ConfigError: The engine cannot serve the model.
     """
@@ -80,11 +71,6 @@ def first_server_device(cfg: RolloutConfig, platform: Platform, world_size: int)
 
     They are on the ranks' own GPUs (`rollout.colocate`), else on those after them.
 
-    Args:
-        cfg: The rollout section of the config.
-        platform: `platform` of the config.
-        world_size: Number of ranks, for a process that torchrun did not start.
-
     Raises:
         ConfigError: This machine has too few GPUs.
     """
@@ -100,12 +86,7 @@ def first_server_device(cfg: RolloutConfig, platform: Platform, world_size: int)
 
 
 def beginning(cfg: RolloutConfig, log_path: Path) -> list[str]:
-    """Return lines for the user: where the engine comes from, and a warning if the servers' memory is not limited.
-
-    Args:
-        cfg: Of a run that has an engine.
-        log_path: See `build_engine`.
-    """
+    """Return lines for the user: where the engine comes from, and a warning if the servers' memory is not limited."""
     lines = []
     limit = cfg.server.growth_limit_gib
     if isinstance(cfg.server, UrlServerConfig) or (limit and (cfg.server.others or cfg.only)):
@@ -116,13 +97,7 @@ def beginning(cfg: RolloutConfig, log_path: Path) -> list[str]:
 
 
 def build_engine(cfg: RolloutConfig, launch: LaunchSpec, log_path: Path) -> Fleet:
-    """Build the fleet of the config. Its servers are not started yet.
-
-    Args:
-        cfg: The rollout section of the config.
-        launch: What the servers are started with.
-        log_path: Log of a single server that is started here, in the folder of the run; several servers append their index.
-    """
+    """Build the fleet of the config. Its servers are not started yet."""
     apis = [ENGINES[cfg.engine]() for _ in range(cfg.servers)]
     quiesce: Quiesce | None = None
     servers: list[NamedServer] | list[FoundServer] | list[LocalServer]
@@ -149,10 +124,6 @@ def local_servers(
     """Build the servers of this machine, each on its own GPUs.
 
     Args:
-        cfg: The rollout section of the config.
-        apis: One per server.
-        launch: Settings of the first server; the others take the GPUs after its GPUs.
-        log_path: See `build_engine`.
         key: The key that all servers require. None: each makes its own.
     """
     server = cfg.server
@@ -163,12 +134,7 @@ def local_servers(
 
 
 def name_of(cfg: RolloutConfig, i: int) -> str:
-    """Return the name of a server in messages.
-
-    Args:
-        cfg: Its number of servers counts: a single one has no index in its name.
-        i: Index of the server.
-    """
+    """Return the name of a server in messages."""
     return "the inference server" if cfg.servers == 1 else f"inference server {i}"
 
 

@@ -26,11 +26,6 @@ def check_linear_attention(cfg: RolloutConfig, model_path: str, platform: Litera
     SGLang 0.5.23 imports about ten operators of `sgl_kernel` for the gated delta rule that its CPU build does not have: its
     server ends at the start. On a GPU it has them; there it was not measured. The torch engine pads its batch, and the
     states of linear attention would take the padding in.
-
-    Args:
-        cfg: The rollout section of the config.
-        model_path: `model.path` of the config.
-        platform: `platform` of the config.
     """
     if cfg.replay is not None or cfg.engine == "vllm" or (cfg.engine == "sglang" and platform != "cpu"):
         return

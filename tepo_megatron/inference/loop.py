@@ -13,12 +13,7 @@ Begin = Callable[[Sequence[Prompt], SamplingParams, int, Callable[[list[Rollout]
 
 
 class QueuedGroupStream:
-    """Implementation of `engine.GroupStream` on an event loop.
-
-    Args:
-        loop: Runs `begin`.
-        begin: Samples prompts, and hands each group to the function that it gets as its last argument.
-    """
+    """Implementation of `engine.GroupStream` on an event loop."""
 
     def __init__(self, loop: LoopThread, begin: Begin) -> None:
         self._loop, self._begin = loop, begin
@@ -26,11 +21,7 @@ class QueuedGroupStream:
         self._working: set[Future[object]] = set()
 
     def add(self, prompts: Sequence[Prompt], sampling: SamplingParams, seed: int) -> None:
-        """See `GroupStream.add`.
-
-        Args:
-            prompts, sampling, seed: See `Sampler.generate`.
-        """
+        """See `GroupStream.add`."""
         working = self._loop.submit(self._begin(prompts, sampling, seed, self._items.put))
         self._working.add(working)
         working.add_done_callback(self._items.put)

@@ -26,15 +26,7 @@ class GenerationRequest:
 
 
 def continuation(aborted: Rollout, prompt: Prompt, sampling: SamplingParams, seed: int) -> GenerationRequest:
-    """Return the request that continues an aborted response, with one sample.
-
-    Args:
-        aborted: The aborted response.
-        prompt: Its original prompt.
-        sampling: Of the original request; `max_tokens` is the limit of the whole response.
-        seed: Seed of the continuation. It must depend on the place in the group and the number of tokens so far, so that no
-            random number is used twice. The engine adds the prompt's id.
-    """
+    """Return the request that continues an aborted response, with one sample."""
     tokens = tuple(aborted.token_ids_L.tolist())
     longer = replace(prompt, token_ids=tokens)
     left = sampling.max_tokens - (len(tokens) - len(prompt.token_ids))
@@ -44,12 +36,7 @@ def continuation(aborted: Rollout, prompt: Prompt, sampling: SamplingParams, see
 def continuations(
     group: Sequence[Rollout], prompt: Prompt, sampling: SamplingParams, seed: int
 ) -> dict[int, GenerationRequest]:
-    """Return the requests that continue the aborted responses of a group, by their index in it.
-
-    Args:
-        group: Responses to one prompt.
-        prompt, sampling, seed: Of the group's original request.
-    """
+    """Return the requests that continue the aborted responses of a group, by their index in it."""
     return {
         place: continuation(r, prompt, sampling, derive_seed(seed, "rest", place, r.token_ids_L.numel()))
         for place, r in enumerate(group)
@@ -58,12 +45,7 @@ def continuations(
 
 
 def merge(aborted: Rollout, end: Rollout) -> Rollout:
-    """Merge an aborted response and its continuation, which may have been aborted itself.
-
-    Args:
-        aborted: The aborted response.
-        end: The response to the request of `continuation`; stop reason and experts of the result are its own.
-    """
+    """Merge an aborted response and its continuation, which may have been aborted itself."""
     if not aborted.response_length:
         return end
     begun, versions, servers = aborted.token_ids_L.numel(), list(aborted.later_versions), aborted.servers
@@ -84,12 +66,7 @@ def merge(aborted: Rollout, end: Rollout) -> Rollout:
 
 
 def continued(servers: Sequence[tuple[int, str]], more: Sequence[tuple[int, str]]) -> tuple[tuple[int, str], ...]:
-    """Return `Rollout.servers` of a sequence: that of its first tokens, extended by that of its later tokens.
-
-    Args:
-        servers: (index of the first token, server name) of the first tokens.
-        more: The same for the later tokens; the indices count from the start of the sequence.
-    """
+    """Return `Rollout.servers` of a sequence: that of its first tokens, extended by that of its later tokens."""
     all_of_them = list(servers)
     for place, name in more:
         if not all_of_them or all_of_them[-1][1] != name:

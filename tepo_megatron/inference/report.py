@@ -13,11 +13,7 @@ class ServerReport:
     """One server.
 
     Attributes:
-        name: Its name in messages.
-        state: What it does.
         version: Version of the weights that it serves.
-        in_flight: Number of requests in flight.
-        restarts: Number of its restarts.
     """
 
     name: str

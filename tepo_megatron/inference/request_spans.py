@@ -19,11 +19,7 @@ _LONGEST_MS = 1e9
 
 
 def server_times(timing: str | None) -> tuple[int, int] | None:
-    """Return the ns until the first token and until the end of a request; None if the server does not report them.
-
-    Args:
-        timing: The header, which may come from a faulty or hostile server.
-    """
+    """Return the ns until the first token and until the end of a request; None if the server does not report them."""
     found = None if timing is None else _TIMING.fullmatch(timing)
     if found is None or any(text.count(".") > 1 or text == "." for text in found.groups()):
         return None
@@ -37,11 +33,7 @@ def add_generation(server: str, ask: GenerationRequest, version: int, begun: int
     """Record a request that a server has just answered.
 
     Args:
-        server: Name of the server.
-        ask: The request.
-        version: Version of the weights.
         begun: When the request was sent, in ns.
-        timing: `HttpAnswer.timing`.
     """
     if not tracer.active:
         return
@@ -60,8 +52,6 @@ def add_request(asks: Sequence[GenerationRequest], server: str, times: tuple[int
     """Record the service's side of requests that were answered by one server.
 
     Args:
-        asks: The requests, of one prompt.
-        server: Name of the server.
         times: When the requests were made, were sent, were answered, and were parsed, in ns.
     """
     if not tracer.active:

@@ -38,11 +38,6 @@ def prompt_seed(seed: int, prompt_id: int, samples: int) -> int:
     bits (torch's Mersenne twister), so these must differ between prompts. Shifting the hash to keep low bits free for k would
     waste them.
 
-    Args:
-        seed: Seed of the call.
-        prompt_id: Id of the prompt.
-        samples: Number of samples per prompt.
-
     Returns:
         A seed in [0, LARGEST_SEED).
     """
@@ -51,11 +46,7 @@ def prompt_seed(seed: int, prompt_id: int, samples: int) -> int:
 
 
 def answer_bytes(prompt: Prompt, sampling: SamplingParams) -> int:
-    """Return the size limit in bytes of an answer that holds a prompt's samples.
-
-    Args:
-        prompt, sampling: Of the request.
-    """
+    """Return the size limit in bytes of an answer that holds a prompt's samples."""
     tokens = _most_tokens(prompt, sampling)
     routing = sampling.routing
     experts = 0 if routing is None else EXPERT_BYTES * routing.num_layers * routing.per_token
@@ -63,11 +54,7 @@ def answer_bytes(prompt: Prompt, sampling: SamplingParams) -> int:
 
 
 def answer_values(prompt: Prompt, sampling: SamplingParams) -> int:
-    """Return the number of values in a JSON answer that holds a prompt's samples, at most; see `HttpAnswer.json_body`.
-
-    Args:
-        prompt, sampling: Of the request.
-    """
+    """Return the number of values in a JSON answer that holds a prompt's samples, at most; see `HttpAnswer.json_body`."""
     return _most_tokens(prompt, sampling) * (TOKEN_VALUES + MASK_VALUES * _most_masked(sampling))
 
 
@@ -99,12 +86,6 @@ def accepted(sampling: SamplingParams) -> str:
 def binary_rollouts(answer: HttpAnswer, ask: GenerationRequest, version: int, engine: str) -> list[Rollout]:
     """Return the rollouts in a binary answer, by sample index.
 
-    Args:
-        answer: The answer, of CONTENT_TYPE.
-        ask: The request.
-        version: Weight version that the server had to serve.
-        engine: Name of the engine, for messages.
-
     Raises:
         RolloutError: The answer is not what was asked for. StaleWeights if other weights were served.
     """
@@ -124,13 +105,7 @@ def binary_rollouts(answer: HttpAnswer, ask: GenerationRequest, version: int, en
 
 
 def require_masks(rollouts: list[Rollout], ask: GenerationRequest, engine: str) -> list[Rollout]:
-    """Return the rollouts. Raise RolloutError if sampling masks were asked for and one lacks them.
-
-    Args:
-        rollouts: Rollouts of the answer.
-        ask: The request.
-        engine: Name of the engine, for the message.
-    """
+    """Return the rollouts. Raise RolloutError if sampling masks were asked for and one lacks them."""
     if ask.sampling.returns_masks and any(rollout.sampling_mask is None for rollout in rollouts):
         raise RolloutError(
             f"prompt {ask.prompt.id}: the answer lacks the sampling masks of rollout.top_k={ask.sampling.top_k}, without which "
@@ -140,13 +115,7 @@ def require_masks(rollouts: list[Rollout], ask: GenerationRequest, engine: str) 
 
 
 def check_label(served: Set[object], version: int, engine: str) -> None:
-    """Raise StaleWeights if samples have another label than that of the weights of `version`.
-
-    Args:
-        served: Labels of the samples, as the server reports them.
-        version: Weight version that the server had to serve.
-        engine: Name of the engine, for the message.
-    """
+    """Raise StaleWeights if samples have another label than that of the weights of `version`."""
     if not served <= {served_label(version)}:
         labels = excerpt(str(sorted(map(str, served))))
         raise StaleWeights(f"{engine} served the weights of {labels} when it should have served those of version {version}")
@@ -154,12 +123,6 @@ def check_label(served: Set[object], version: int, engine: str) -> None:
 
 def parsed(answer: Answer, prompt: Prompt, engine: str, parse: Callable[[Answer], list[Rollout]]) -> list[Rollout]:
     """Return `parse(answer)`, with errors of an unexpected answer turned into RolloutError.
-
-    Args:
-        answer: The answer.
-        prompt: Of the request, for the message.
-        engine: Name of the engine, for the message.
-        parse: Converts the answer.
 
     Raises:
         RolloutError: The answer has another shape or other values than were asked for.
@@ -186,16 +149,11 @@ def checked_rollout(
     """Return one sampled response as a rollout, after checking it. An aborted response may have no token yet.
 
     Args:
-        prompt: The prompt.
         ids: Integer response token ids, including the stop token, [T].
         logprobs: Log-prob of each response token, in nats, [T].
-        stop_reason: "stop", "length" or `partial.ABORTED`. ABORTED is corrected if the response is in fact complete.
-        sampling: Of the request.
-        version: Version of the weights that sampled it.
         experts: Integer [tokens that were an input, layers of the model, experts per token], or flat. Dropped for an aborted
             response: the answer to its continuation gives the experts of all its tokens. None: the answer has none.
         masks: Ids of all sampling masks, one token after the other, and number of ids of each token. None: the answer has none.
-
     Raises:
         ValueError: The response does not match the request.
         TypeError: A value is not a list.

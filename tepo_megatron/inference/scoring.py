@@ -26,10 +26,6 @@ class VllmScorer:
 
         A request for `prompt_logprobs` does not read the prefix cache, so cached prefixes are continued by one sampled token
         instead, with the log-probs of given ids.
-
-        Args:
-            send: Sends a request to the server.
-            canaries: The canaries.
         """
         common = {"model": SERVED_NAME, "max_tokens": 1, "temperature": 1.0}
         ends = list(_ends(canaries))
@@ -57,10 +53,6 @@ class SglangScorer:
         """Ask an SGLang server for the log-probs of the canaries.
 
         SGLang reads the prefix cache up to `logprob_start_len`. The first log-prob from there on is null.
-
-        Args:
-            send: Sends a request to the server.
-            canaries: The canaries.
         """
 
         async def score(first: list[int]) -> list[float]:

@@ -78,11 +78,7 @@ class SglangApi:
         self._tp = 1  # tensor-parallel size of the server
 
     def command(self, cfg: ServerConfig, launch: LaunchSpec, port: int) -> list[str]:
-        """Return the argv. Raises ConfigError if there is no environment with SGLang.
-
-        Args:
-            cfg, launch, port: See `EngineApi.command`.
-        """
+        """Return the argv. Raises ConfigError if there is no environment with SGLang."""
         command = [str(server_python(cfg)), "-P", "-m", SERVER]
         command += ["--host", launch.host, "--port", str(port)]
         command += ["--model-path", str(launch.model_path), "--dtype", DTYPES[launch.precision]]
@@ -102,11 +98,7 @@ class SglangApi:
         return [*command, *cfg.extra_args]
 
     def environment(self, cfg: ServerConfig, launch: LaunchSpec, inherited: Mapping[str, str], key: str) -> dict[str, str]:
-        """Return the environment. The key is in it and not in argv, which everyone on the machine can read.
-
-        Args:
-            cfg, launch, inherited, key: See `EngineApi.environment`.
-        """
+        """Return the environment. The key is in it and not in argv, which everyone on the machine can read."""
         env = without_torchrun(inherited) | on_this_machine(inherited, is_loopback(launch.host))
         env |= {
             KEY_VARIABLE: key,
@@ -142,20 +134,12 @@ class SglangApi:
         self._tp = int((await send("GET", "/server_info", None))["tp_size"])
 
     async def generate(self, send: Send, exchange: Exchange, ask: GenerationRequest, version: int) -> HttpAnswer:
-        """Send one request that holds the prompt once per sample: with `n` all samples would share one seed.
-
-        Args:
-            send, exchange, ask, version: See `EngineApi.generate`.
-        """
+        """Send one request that holds the prompt once per sample: with `n` all samples would share one seed."""
         body = generate_request(ask.prompt, ask.sampling, ask.seed)
         return await exchange("POST", "/generate", body, accepted(ask.sampling))
 
     def decode(self, answer: HttpAnswer, ask: GenerationRequest, version: int) -> list[Rollout]:
-        """See `EngineApi.decode`.
-
-        Args:
-            answer, ask, version: See `EngineApi.decode`.
-        """
+        """See `EngineApi.decode`."""
         decoder = binary_rollouts if answer.content_type == CONTENT_TYPE else json_rollouts
         return require_masks(decoder(answer, ask, version, self.name), ask, self.name)
 
@@ -171,27 +155,15 @@ class SglangApi:
         await send("POST", "/update_weights_from_tensor", self._payload(BEGIN))
 
     async def join_groups(self, send: Send, spec: GroupSpec) -> None:
-        """Send the groups as an update without tensors.
-
-        Args:
-            send, spec: See `EngineApi.join_groups`.
-        """
+        """Send the groups as an update without tensors."""
         await send("POST", "/update_weights_from_tensor", self._payload(JOIN, json.dumps(asdict(spec))))
 
     async def keep_unchanged(self, send: Send, unchanged: UnchangedTensors) -> None:
-        """Send the names of the unchanged tensors as an update without tensors.
-
-        Args:
-            send, unchanged: See `EngineApi.keep_unchanged`.
-        """
+        """Send the names of the unchanged tensors as an update without tensors."""
         await send("POST", "/update_weights_from_tensor", self._payload(KEEP, json.dumps(asdict(unchanged))))
 
     async def load(self, send: Send, sources: Sequence[Source]) -> None:
-        """Send the names of the sources; the tensors themselves go another way.
-
-        Args:
-            send, sources: See `EngineApi.load`.
-        """
+        """Send the names of the sources; the tensors themselves go another way."""
         await send("POST", "/update_weights_from_tensor", self._payload(*serialize(sources)))
 
     async def finish_update(self, send: Send, version: int) -> None:
@@ -199,9 +171,6 @@ class SglangApi:
 
         The cache is flushed by a separate request, which waits until nothing is sampled. An update that flushes would fail
         while a request is running, and a health check is a request, too.
-
-        Args:
-            send, version: See `EngineApi.finish_update`.
         """
         await send("POST", "/update_weights_from_tensor", self._payload(FINISH) | {"weight_version": str(version)})
         await send("POST", "/end_weight_update", {})
@@ -228,11 +197,7 @@ class SglangApi:
         await send("POST", "/release_memory_occupation", {"tags": list(ENGINE_PARTS)})
 
     async def wake(self, send: Send, part: EnginePart) -> None:
-        """Wake one part. SGLang dies if a part is resumed twice.
-
-        Args:
-            send, part: See `EngineApi.wake`.
-        """
+        """Wake one part. SGLang dies if a part is resumed twice."""
         await send("POST", "/resume_memory_occupation", {"tags": [part]})
         if part == "kv_cache":
             await send("POST", "/continue_generation", {})
@@ -244,11 +209,7 @@ class SglangApi:
 
 
 def generate_request(prompt: Prompt, sampling: SamplingParams, seed: int) -> dict[str, Any]:
-    """Return the body of `/generate`.
-
-    Args:
-        prompt, sampling, seed: See `Sampler.generate`.
-    """
+    """Return the body of `/generate`."""
     first = prompt_seed(seed, prompt.id, sampling.samples)
     params = {"max_new_tokens": sampling.max_tokens, **engine_sampling_params(sampling)}
     return {
@@ -293,12 +254,6 @@ _DECODER = msgspec.json.Decoder(list[_Sample])
 
 def json_rollouts(answer: HttpAnswer, ask: GenerationRequest, version: int, engine: str) -> list[Rollout]:
     """Return the rollouts in a JSON answer of `/generate`, by sample index.
-
-    Args:
-        answer: The answer.
-        ask: The request.
-        version: Weight version that the server had to serve.
-        engine: Name of the engine, for messages.
 
     Raises:
         RolloutError: The answer is not what was asked for. StaleWeights if other weights were served.

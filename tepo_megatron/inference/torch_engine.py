@@ -123,10 +123,6 @@ class TorchApi:
 
 
 def generate_request(prompt: Prompt, sampling: SamplingParams, seed: int) -> dict[str, Any]:
-    """Return the body of `/generate`.
-
-    Args:
-        prompt, sampling, seed: See `Sampler.generate`.
-    """
+    """Return the body of `/generate`."""
     first = prompt_seed(seed, prompt.id, sampling.samples)
     return asdict(sampling) | {"prompt": list(prompt.token_ids), "seed": first, "masks": sampling.returns_masks}

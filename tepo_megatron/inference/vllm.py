@@ -74,11 +74,7 @@ class VllmApi:
     score: Scorer = VllmScorer()
 
     def command(self, cfg: ServerConfig, launch: LaunchSpec, port: int) -> list[str]:
-        """Return the argv. It does not use the `vllm` command: that of the CPU wheel does not find its own package metadata.
-
-        Args:
-            cfg, launch, port: See `EngineApi.command`.
-        """
+        """Return the argv. It does not use the `vllm` command: that of the CPU wheel does not find its own package metadata."""
         command = [cfg.python or sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server"]
         command += ["--host", launch.host, "--port", str(port)]
         command += [word for name in MIDDLEWARE for word in ("--middleware", name)]
@@ -114,11 +110,7 @@ class VllmApi:
         return [*command, *cfg.extra_args]
 
     def environment(self, cfg: ServerConfig, launch: LaunchSpec, inherited: Mapping[str, str], key: str) -> dict[str, str]:
-        """Return the environment. The key is in it and not in argv, which everyone on the machine can read.
-
-        Args:
-            cfg, launch, inherited, key: See `EngineApi.environment`.
-        """
+        """Return the environment. The key is in it and not in argv, which everyone on the machine can read."""
         env = without_torchrun(inherited) | on_this_machine(inherited, is_loopback(launch.host))
         env |= {
             API_KEY_VARIABLE: key,
@@ -157,11 +149,7 @@ class VllmApi:
         await send("POST", "/init_weight_transfer_engine", {"init_info": {}})
 
     async def generate(self, send: Send, exchange: Exchange, ask: GenerationRequest, version: int) -> HttpAnswer:
-        """Send one request for all samples: vLLM gives sample k the request's seed + k.
-
-        Args:
-            send, exchange, ask, version: See `EngineApi.generate`.
-        """
+        """Send one request for all samples: vLLM gives sample k the request's seed + k."""
         body = completion_request(ask.prompt, ask.sampling, ask.seed)
         answer = await exchange("POST", "/v1/completions", body, accepted(ask.sampling))
         if answer.content_type != CONTENT_TYPE:  # vLLM's JSON does not contain the version
@@ -170,11 +158,7 @@ class VllmApi:
         return answer
 
     def decode(self, answer: HttpAnswer, ask: GenerationRequest, version: int) -> list[Rollout]:
-        """See `EngineApi.decode`.
-
-        Args:
-            answer, ask, version: See `EngineApi.decode`.
-        """
+        """See `EngineApi.decode`."""
         decoder = binary_rollouts if answer.content_type == CONTENT_TYPE else json_rollouts
         return decoder(answer, ask, version, self.name)
 
@@ -184,46 +168,26 @@ class VllmApi:
         await send("POST", "/resume", None)
 
     async def begin_update(self, send: Send, broken_off: bool) -> None:
-        """Call vLLM's own update route; our plugin is behind it. An update that was broken off is finished first.
-
-        Args:
-            send, broken_off: See `EngineApi.begin_update`.
-        """
+        """Call vLLM's own update route; our plugin is behind it. An update that was broken off is finished first."""
         if broken_off:
             await send("POST", "/init_weight_transfer_engine", {"init_info": {"abandoned": True}})
             await even_if_refused(send("POST", "/finish_weight_update", {"weight_version": _ABANDONED}))
         await send("POST", "/start_weight_update", None)
 
     async def join_groups(self, send: Send, spec: GroupSpec) -> None:
-        """Send the groups to `/init_weight_transfer_engine`, the route of `prepare`.
-
-        Args:
-            send, spec: See `EngineApi.join_groups`.
-        """
+        """Send the groups to `/init_weight_transfer_engine`, the route of `prepare`."""
         await send("POST", "/init_weight_transfer_engine", {"init_info": {"spec": asdict(spec)}})
 
     async def keep_unchanged(self, send: Send, unchanged: UnchangedTensors) -> None:
-        """Use the route of `join_groups`: the route that begins an update takes no arguments.
-
-        Args:
-            send, unchanged: See `EngineApi.keep_unchanged`.
-        """
+        """Use the route of `join_groups`: the route that begins an update takes no arguments."""
         await send("POST", "/init_weight_transfer_engine", {"init_info": {"unchanged": asdict(unchanged)}})
 
     async def load(self, send: Send, sources: Sequence[Source]) -> None:
-        """Send the sources as one chunk of vLLM's update.
-
-        Args:
-            send, sources: See `EngineApi.load`.
-        """
+        """Send the sources as one chunk of vLLM's update."""
         await send("POST", "/update_weights", {"update_info": {"sources": serialize(sources)}})
 
     async def finish_update(self, send: Send, version: int) -> None:
-        """Finish the update and clear the prefix cache, which vLLM does not do by itself. Raises SyncError.
-
-        Args:
-            send, version: See `EngineApi.finish_update`.
-        """
+        """Finish the update and clear the prefix cache, which vLLM does not do by itself. Raises SyncError."""
         await send("POST", "/finish_weight_update", {"weight_version": str(version)})
         cleared = await send("POST", "/reset_prefix_cache", None)
         if cleared != {"success": True}:
@@ -245,11 +209,7 @@ class VllmApi:
         await self._switch(send, "/sleep?level=2", "sleeping")
 
     async def wake(self, send: Send, part: EnginePart) -> None:
-        """Wake one part. vLLM samples again once both parts are awake.
-
-        Args:
-            send, part: See `EngineApi.wake`.
-        """
+        """Wake one part. vLLM samples again once both parts are awake."""
         await self._switch(send, f"/wake_up?tags={part}", "sleeping" if part == "weights" else "awake")
 
     async def _switch(self, send: Send, path: str, status: str) -> None:
@@ -259,11 +219,7 @@ class VllmApi:
 
 
 def completion_request(prompt: Prompt, sampling: SamplingParams, seed: int) -> dict[str, Any]:
-    """Return the body of `/v1/completions`.
-
-    Args:
-        prompt, sampling, seed: See `Sampler.generate`.
-    """
+    """Return the body of `/v1/completions`."""
     return {
         "model": SERVED_NAME,
         "prompt": list(prompt.token_ids),
@@ -299,12 +255,6 @@ _DECODER = msgspec.json.Decoder(_Completion)  # skips what the classes do not na
 
 def json_rollouts(answer: HttpAnswer, ask: GenerationRequest, version: int, engine: str) -> list[Rollout]:
     """Return the rollouts in a JSON answer of `/v1/completions`, by sample index.
-
-    Args:
-        answer: The answer.
-        ask: The request.
-        version: Weight version that the rollouts get.
-        engine: Name of the engine, for messages.
 
     Raises:
         RolloutError: The answer is not what was asked for.

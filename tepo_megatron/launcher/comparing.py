@@ -26,7 +26,6 @@ class Comparison:
         decision: The first decision that differs, as a sentence. It explains a difference, and is none by itself: groups arrive
             in another order each time. None: all are equal, or the repetition made none.
         tensors: Number of compared weights; None if there were none to compare.
-        other_tensors: Names of those that differ.
     """
 
     steps: int
@@ -54,14 +53,7 @@ class Comparison:
 
 
 def compare(first: Path, again: Path, until: int, *, compares_weights: bool) -> Comparison:
-    """Compare the steps of two runs up to one of them.
-
-    Args:
-        first: Folder of the run.
-        again: Folder of its repetition.
-        until: The last step.
-        compares_weights: Whether `hf` of the run holds the weights of that step.
-    """
+    """Compare the steps of two runs up to one of them."""
     rows = {row["step"]: row for row in read_metrics(first)}
     rows_again = {row["step"]: row for row in read_metrics(again)}
     differences = (_difference(step, rows.get(step, {}), rows_again.get(step, {})) for step in range(1, until + 1))

@@ -73,11 +73,7 @@ def launch(
     On a request of `tepo restart` the ranks are started again with another layout, next to the living service.
 
     Args:
-        cfg: The config that the ranks of this launch get, whatever the run's folder says.
-        worker: Module that a rank runs.
-        inherit: File descriptors that the ranks keep open, such as that of the run's lock.
         find_working: Returns those of the given devices that work, for `parallel.min_dp`. None: each is tried.
-
     Raises:
         RunStopped: The run was asked to end, and its work is saved.
         RanksFailed: A rank failed; the message is that of the first failure.
@@ -119,7 +115,6 @@ class _Start(NamedTuple):
     """A start of the ranks.
 
     Attributes:
-        cfg: Their config.
         devices: Their devices and those of the servers. None: those that this process sees.
     """
 
@@ -130,15 +125,7 @@ class _Start(NamedTuple):
 def _run_ranks(
     start: _Start, worker: str, folder: Path, environment: dict[str, str], inherit: Sequence[int], lifeline: Lifeline
 ) -> dict[int, RankFailure]:
-    """Run the ranks of one attempt to their end. Return those that failed.
-
-    Args:
-        start: What they are started with.
-        worker, inherit: See `launch`.
-        folder: Becomes the private folder of the attempt.
-        environment: Additional environment variables.
-        lifeline: The ranks hold it open.
-    """
+    """Run the ranks of one attempt to their end. Return those that failed."""
     cfg, devices = start
     config = _write_config(to_yaml(cfg), folder)
     shared = _environment(cfg.parallel.world_size, cfg.platform, cfg.rollout.server, folder) | environment
@@ -157,11 +144,6 @@ def _ended_for_restart(failures: Mapping[int, RankFailure]) -> bool:
 
 def _start_after_failure(start: _Start, how: str, find_working: FindWorking) -> tuple[_Start, str]:
     """Return what the ranks are started with after a failure, and a text for the log.
-
-    Args:
-        start: What the ranks that failed were started with.
-        how: Why they failed, and that they are restarted.
-        find_working: See `launch`.
 
     Raises:
         RanksFailed: Too few devices are left for `parallel.min_dp`.
@@ -238,11 +220,6 @@ def run_rank(
 
     SIGINT and SIGTERM end a rank at once: it may be in a collective that no Python handler can interrupt, and all its files are
     written atomically. It also ends when its launcher, or torchrun's agent, ends for any reason.
-
-    Args:
-        cfg: The run's config.
-        make_engine: Makes an engine to use instead of the one that the config names.
-        work: Replaces training.
     """
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)

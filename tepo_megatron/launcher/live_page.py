@@ -17,12 +17,7 @@ END_SECONDS = 5.0  # for the page to end
 
 @contextlib.contextmanager
 def live_page(folder: Path, say: Callable[[str], None]) -> Iterator[None]:
-    """Serve the live page of a run inside of the block. If the page cannot be served, it says so, and the block goes on.
-
-    Args:
-        folder: Folder of the run, which exists.
-        say: Gets the URL. It belongs on the terminal and not into a file, because who knows it can read the run.
-    """
+    """Serve the live page of a run inside of the block. If the page cannot be served, it says so, and the block goes on."""
     page = subprocess.Popen(
         [sys.executable, "-m", "tepo_megatron", "watch", str(folder)],
         stdin=subprocess.DEVNULL,

@@ -37,8 +37,6 @@ class SmallerMesh(NamedTuple):
 
     Attributes:
         parallel: The section, with a smaller `dp`.
-        devices: The devices that are left.
-        line: A line for the log.
     """
 
     parallel: ParallelConfig
@@ -50,8 +48,6 @@ def visible_devices(parallel: ParallelConfig, rollout: RolloutConfig, seen: str 
     """Return the devices of a run's ranks and servers on this machine.
 
     Args:
-        parallel: The mesh of the ranks.
-        rollout: Number and size of the servers.
         seen: CUDA_VISIBLE_DEVICES; None: not set.
     """
     ranks, servers = parallel.world_size, rollout.servers * rollout.server.tp
@@ -60,11 +56,7 @@ def visible_devices(parallel: ParallelConfig, rollout: RolloutConfig, seen: str 
 
 
 def working(devices: Sequence[str]) -> list[str]:
-    """Return those of the CUDA devices on which a process can compute, in their order.
-
-    Args:
-        devices: As in CUDA_VISIBLE_DEVICES.
-    """
+    """Return those of the CUDA devices on which a process can compute, in their order."""
     started = [
         subprocess.Popen(
             [sys.executable, "-c", _PROBE],
@@ -90,12 +82,6 @@ def smaller_mesh(
     parallel: ParallelConfig, devices: Devices, find_working: FindWorking, check: Callable[[ParallelConfig], object]
 ) -> SmallerMesh | None:
     """Return what to go on with if devices of ranks were lost; None if all work, or `parallel.min_dp` is not set.
-
-    Args:
-        parallel: The mesh of the ranks that failed.
-        devices: Their devices, and those of the servers.
-        find_working: Returns those of the given devices that work.
-        check: Raises ValueError or TepoError if the run cannot use a mesh.
 
     Raises:
         ConfigError: The devices that are left are too few for `parallel.min_dp`.

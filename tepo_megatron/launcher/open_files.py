@@ -17,11 +17,6 @@ def needed_open_files(ranks: int, rollout: RolloutConfig, reward: RewardConfig) 
     """Return how many files, pipes and connections one process of the run must be able to open, with one request per server.
 
     With a limit that is too low for `rollout.server.concurrency` requests per server, the run sends fewer (`ServerPool`).
-
-    Args:
-        ranks: Number of ranks of the run.
-        rollout: Sets the number of servers.
-        reward: Sets the number of grading workers, and of the judges' servers.
     """
     servers = rollout.servers + sum(entry.servers for entry in reward.judges.values())
     requests = servers * (1 + CONTROL_CONNECTIONS)

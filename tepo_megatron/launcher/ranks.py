@@ -35,7 +35,6 @@ class RankFailure:
     """The end of one rank.
 
     Attributes:
-        pid: Its process ID.
         status: Its exit status; negative: the signal that ended it.
         message: The message that it left; None if it left none.
         ended_by_us: Whether it still ran when the launcher ended all ranks, so that its signal was the launcher's own.
@@ -48,11 +47,7 @@ class RankFailure:
 
 
 class Lifeline(contextlib.AbstractContextManager["Lifeline"]):
-    """A pipe whose write end the ranks and the rollout service hold open. On exit it waits until all of them have ended.
-
-    Attributes:
-        file: The write end.
-    """
+    """A pipe whose write end the ranks and the rollout service hold open. On exit it waits until all of them have ended."""
 
     def __init__(self) -> None:
         self._all_ended, self.file = os.pipe()
@@ -75,16 +70,7 @@ class RankProcesses(contextlib.AbstractContextManager["RankProcesses"]):
         inherit: Sequence[int],
         lifeline: Lifeline,
     ) -> None:
-        """Store what to start; nothing is started yet.
-
-        Args:
-            argv: Arguments of the Python interpreter.
-            size: Number of ranks.
-            folder: A private folder for the messages of failed ranks.
-            shared: Environment variables of all ranks, in addition to this process's.
-            inherit: File descriptors that the ranks keep open.
-            lifeline: The ranks hold it open, too.
-        """
+        """Store what to start; nothing is started yet."""
         self._argv, self._size, self._folder = argv, size, folder
         self._shared, self._inherit = shared, inherit
         self._started: list[subprocess.Popen[bytes]] = []
@@ -166,10 +152,6 @@ def cause_of(failures: Mapping[int, RankFailure], kills: MemoryKills) -> int:
     The order is: a rank that the kernel killed for memory; a TepoError; a rank that was killed from outside; the earliest
     traceback, since ranks whose peers vanished fail too, in their collectives. Mere consequences come last: aborts and the
     launcher's own signals.
-
-    Args:
-        failures: The failed ranks.
-        kills: Created before the ranks were started.
     """
     for_memory = kills.seen()
 
@@ -185,12 +167,7 @@ def cause_of(failures: Mapping[int, RankFailure], kills: MemoryKills) -> int:
 
 
 def first_failure(failures: Mapping[int, RankFailure], kills: MemoryKills) -> str:
-    """Return the message of the failure that caused the others (`cause_of`).
-
-    Args:
-        failures: The failed ranks.
-        kills: Created before the ranks were started.
-    """
+    """Return the message of the failure that caused the others (`cause_of`)."""
     rank = cause_of(failures, kills)
     failure = failures[rank]
     if failure.message is not None:
@@ -208,9 +185,7 @@ def leave_message(message: str, expected: bool, restarts: bool) -> None:
     """Write a rank's last message for the launcher or for torchrun's agent; to stderr if there is neither.
 
     Args:
-        message: The text that the user sees.
         expected: Whether it is an error message of ours; False: a traceback.
-        restarts: Whether ranks that are started again may succeed.
     """
     try:
         if (path := os.environ.get(ERROR_FILE)) is not None:

@@ -30,7 +30,6 @@ class ReplayRequest:
     """One call of `tepo replay`.
 
     Attributes:
-        run_dir: Folder of the run.
         until: The last step to repeat. None: the last one that the run has taken.
         engine: Whether the engine samples again. Otherwise the run's recordings are used.
         name: Name of the new run, in the folder in which the run lies. None: the run's name and "-replay".
@@ -49,7 +48,6 @@ class Part:
     """Steps that one start of the run has taken.
 
     Attributes:
-        first, last: The steps.
         config: The config of the start, as plain JSON.
     """
 
@@ -60,11 +58,6 @@ class Part:
 
 def replay(request: ReplayRequest, say: Callable[[str], object], make_run: Callable[[Config], object] = start) -> int:
     """Repeat a run and compare.
-
-    Args:
-        request: What to repeat.
-        say: Takes a line for the user.
-        make_run: Makes one run, already checked by `preflight`, and waits for its end.
 
     Returns:
         The exit status: 0 if every number and weight that can be compared is equal bit for bit, else 1.
@@ -98,12 +91,7 @@ def replay(request: ReplayRequest, say: Callable[[str], object], make_run: Calla
 
 
 def parts_of(run_dir: Path, until: int) -> list[Part]:
-    """Return the parts of a run up to a step. Starts that compute alike are one part.
-
-    Args:
-        run_dir: Folder of the run. If it has no decisions.jsonl, config.yaml is that of all steps.
-        until: The last step.
-    """
+    """Return the parts of a run up to a step. Starts that compute alike are one part."""
     if not (run_dir / decisions.FILE).exists():
         return [Part(1, until, plain(load_config(run_dir / "config.yaml")))]
     history = decisions.read_history(run_dir)
@@ -123,11 +111,7 @@ def parts_of(run_dir: Path, until: int) -> list[Part]:
 
 
 def computed(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys of a config that decide how steps are computed.
-
-    Args:
-        config: The config, as plain JSON.
-    """
+    """Return the keys of a config that decide how steps are computed."""
     tree = {name: deepcopy(value) for name, value in config.items() if name not in _NOT_COMPUTED}
     tree["training"].pop("steps")
     return tree

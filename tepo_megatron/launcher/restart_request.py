@@ -27,10 +27,7 @@ def restart(run_dir: Path, words: Sequence[str], seconds: float) -> str:
     """Ask a run to start its ranks again, and wait for the answer of its launcher. Return the answer.
 
     Args:
-        run_dir: Folder of the run.
-        words: Keys to change, as `--section.key VALUE`.
         seconds: Limit of the wait. The request remains after it.
-
     Raises:
         ConfigError: A key cannot be changed, nothing is under way in the folder, or it ended or did not answer in time.
     """
@@ -61,10 +58,6 @@ def restart(run_dir: Path, words: Sequence[str], seconds: float) -> str:
 def changed(started: Mapping[str, Any], words: Sequence[str]) -> Config:
     """Return the config with other keys.
 
-    Args:
-        started: The config with which the run was started, as plain JSON.
-        words: Keys to change, as `--section.key VALUE`.
-
     Raises:
         ConfigError: A key is of another section, does not exist, contradicts another one, or needs devices of the servers.
     """
@@ -88,8 +81,6 @@ def take(run_dir: Path, started: Mapping[str, Any], most_ranks: int | None = Non
     """Answer a request. Return the config of the next ranks, None if it is refused, and a line for the log.
 
     Args:
-        run_dir: Folder of the run.
-        started: The config with which the run was started, as plain JSON.
         most_ranks: Number of the ranks' devices that are left after some were lost. None: none were.
     """
     try:

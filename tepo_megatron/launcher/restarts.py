@@ -12,7 +12,6 @@ class RestartPolicy:
 
     Args:
         limit: Number of consecutive restarts without progress; 0: none.
-        checkpoints: Folder of the run's checkpoints.
     """
 
     def __init__(self, limit: int, checkpoints: Path) -> None:
@@ -20,12 +19,7 @@ class RestartPolicy:
         self._newest, self._count = self._step(), 0
 
     def allow(self, failures: Mapping[int, RankFailure], kills: MemoryKills) -> str | None:
-        """Count a failure of the ranks. Return how they are restarted, as text; None if they are not.
-
-        Args:
-            failures: The failed ranks.
-            kills: Created before the ranks were started.
-        """
+        """Count a failure of the ranks. Return how they are restarted, as text; None if they are not."""
         if not self._limit or not is_recoverable(failures, kills):
             return None
         newest = self._step()
@@ -47,10 +41,6 @@ def is_recoverable(failures: Mapping[int, RankFailure], kills: MemoryKills) -> b
     """Return whether ranks may succeed where these failed: one was killed, hung, or failed unexpectedly.
 
     An error that is raised on purpose (a `TepoError`) would come again, unless a rank was killed, which may have caused it.
-
-    Args:
-        failures: The failed ranks.
-        kills: Created before the ranks were started.
     """
     if any(was_killed(failure) for failure in failures.values()):
         return True

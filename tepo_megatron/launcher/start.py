@@ -22,10 +22,7 @@ def start(cfg: "Config", worker: str | None = None, watched: bool = False) -> No
     """Make one run, already checked by `preflight`, in processes of its own and wait for it.
 
     Args:
-        cfg: The run's config.
         worker: Module that a rank runs. None: the one that trains.
-        watched: Serve the live page meanwhile, and print its URL.
-
     Raises:
         TepoError: It is also written to the run's log.txt.
     """

@@ -20,10 +20,7 @@ def trace(run_dir: Path, request: TraceRequest, seconds: float) -> str:
     """Ask a run to trace its next steps, and wait for the last trace. Return the run's answer.
 
     Args:
-        run_dir: Folder of the run.
-        request: What to trace.
         seconds: Limit of the wait. The request remains after it.
-
     Raises:
         ConfigError: The request fits no run in the folder, nothing is under way there, or it ended or did not answer in time.
     """
@@ -55,10 +52,6 @@ def _check_under_way(run_dir: Path) -> None:
 
 def describe_step(run_dir: Path, step: int) -> Iterator[str]:
     """Yield lines that describe the trace of a step, after merging what its processes left.
-
-    Args:
-        run_dir: Folder of the run.
-        step: Number of the step.
 
     Raises:
         DataError: The step was not traced, or its files are damaged.
@@ -105,11 +98,7 @@ def describe(trace: Mapping[str, Any]) -> Iterator[str]:
 
 
 def coverage(spans: Sequence[Mapping[str, Any]]) -> float | None:
-    """Return the share of a step that the spans of the rank's main thread cover; None if the spans are not those of a rank.
-
-    Args:
-        spans: Complete events of one process, in the order of time.
-    """
+    """Return the share of a step that the spans of the rank's main thread cover; None if the spans are not those of a rank."""
     steps = [span for span in spans if span["cat"] == "step"]
     if not steps:
         return None

@@ -112,10 +112,7 @@ def _merged(name: str, part: str, of_row: Any, fields: dict[str, Any]) -> Any:
     """Return a part with some fields replaced.
 
     Args:
-        name: The row, for messages.
-        part: Name of the part.
         of_row: The part in the row; None: the row lacks it.
-        fields: The replaced fields.
     """
     held = {} if of_row is None else dataclasses.asdict(of_row)
     if fields.get("type", held.get("type")) != held.get("type"):

@@ -35,10 +35,6 @@ def split_groups(rollouts: Sequence[Rollout]) -> list[list[Rollout]]:
 def group_advantages(rollouts: Sequence[Rollout], kind: str) -> Tensor:
     """Return one advantage for each rollout: [B] fp32, computed in fp64 from the shaped rewards of its group.
 
-    Args:
-        rollouts: Graded rollouts, those of a prompt next to each other. A group of one gets advantage 0.
-        kind: A name in ADVANTAGES.
-
     Sequences of one sample (`Rollout.sample`) count as one, with the mean of their rewards, and share its advantage.
 
     Raises:
@@ -89,7 +85,6 @@ def penalized(rollouts: Sequence[Rollout], penalty_B: Tensor) -> tuple[Rollout, 
     """Return the rollouts with the penalty subtracted from their (shaped) rewards. `score` does not change.
 
     Args:
-        rollouts: B graded rollouts.
         penalty_B: [B] in units of the reward.
     """
     return tuple(replace(r, reward=r.reward - float(p)) for r, p in zip(rollouts, penalty_B, strict=True))
@@ -153,7 +148,6 @@ def _gdpo(groups: list[Tensor], weights_K: Tensor) -> list[Tensor]:
     sum is then brought to mean 0 and deviation 1 over all samples of the rollout batch.
 
     Args:
-        groups: [n, K] rewards of each group by term.
         weights_K: Weights of the terms.
     """
     spread = [r.std(0, correction=1) if len(r) > 1 else torch.zeros_like(weights_K) for r in groups]

@@ -69,13 +69,7 @@ _USED: "dict[str, tuple[Callable[[Objective], bool], str]]" = {
 
 
 def check_overrides(objective: "Objective", name: str, keys: Iterable[str]) -> None:
-    """Raise ConfigError if a replaced field has no effect on the objective.
-
-    Args:
-        objective: The objective after the replacements.
-        name: Its row in `OBJECTIVES`, for the message.
-        keys: The names of the replaced fields.
-    """
+    """Raise ConfigError if a replaced field has no effect on the objective."""
     for key in keys:
         used, needs = _USED.get(key, (lambda o: True, ""))
         if not used(objective):

@@ -28,7 +28,6 @@ class Correction:
     """An entry of `CORRECTIONS`.
 
     Attributes:
-        weight: The correction function.
         constant: Whether the weight is the same on every token of a sequence.
     """
 

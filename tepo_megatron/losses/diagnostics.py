@@ -63,8 +63,6 @@ def metrics(terms: LossTerms, whole_tokens: Tensor, noise_floor: float | None) -
     The denominators of `loss/total`, `loss/kl` and `loss/ref_kl` add up to 1 over the minibatch. The others are counts of rows.
 
     Args:
-        terms: The parts of the loss.
-        whole_tokens: Scalar, N response tokens of the minibatch.
         noise_floor: Nats; |dH| below it is rounding noise. None: not known.
     """
     t = terms

@@ -12,7 +12,5 @@ def advantage_with_entropy(advantage_R: Tensor, entropy_R: Tensor, alpha: float,
     Args:
         advantage_R: Advantage A.
         entropy_R: Entropy H in nats.
-        alpha: Coefficient of the entropy.
-        kappa: The entropy adds |A| / kappa at most; above 1, it cannot change the sign of A.
     """
     return advantage_R + torch.minimum(alpha * entropy_R.detach(), advantage_R.abs() / kappa)

@@ -43,7 +43,6 @@ class Objective(ObjectiveParts):
     Attributes:
         dynamic_sampling: Sample further prompts to replace groups whose scores are all equal.
         overlong_shaping: Subtract a penalty from the reward of responses close to the length limit.
-
     Raises:
         ConfigError: A name is in no table, or parts contradict each other.
     """
@@ -164,8 +163,6 @@ class Objective(ObjectiveParts):
             logprob_R: Current log-probs in nats.
             log_ratio_R: Nats, l - l_old.
             advantage_R: Advantage, with the entropy term if the objective has one.
-            inputs: The other inputs.
-            constant_factors: See `RatioFunction` in ratio.py.
         """
         bounds = ClipBounds(
             self.clip_low, self.clip_high, self.dual_clip, self.tau_positive, self.tau_negative, self.max_divergence

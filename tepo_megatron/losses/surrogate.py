@@ -184,7 +184,6 @@ def bounded_log_ratio(log_ratio_R: Tensor, advantage_R: Tensor, bounds: ClipBoun
     Args:
         log_ratio_R: x = l - l_old in nats.
         advantage_R: Advantage A.
-        bounds: The clip range.
     """
     high, low = math.log1p(bounds.high), math.log1p(-bounds.low) if bounds.low < 1 else -math.inf
     bounded_R = torch.where(advantage_R > 0, log_ratio_R.clamp(max=high), log_ratio_R)

@@ -76,7 +76,6 @@ class Weighting:
     """An entry of `WEIGHTINGS`.
 
     Attributes:
-        statistics: The weighting function.
         constant: Whether weight_N is 1 on every token. `Objective.has_constant_factors` depends on it.
     """
 

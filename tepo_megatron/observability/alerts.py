@@ -157,12 +157,10 @@ class Rule:
     """One alert.
 
     Attributes:
-        name: Its name.
         condition: Returns whether the last step is bad; None: it cannot be judged.
         hold: Consecutive judged steps in which the condition has to hold.
         reads: Keys of the record that the message shows.
         wrong: What goes wrong, a phrase.
-        action: What to do.
     """
 
     name: str
@@ -247,7 +245,6 @@ class Alert:
 
     Attributes:
         step: The step at whose end it was raised.
-        rule: Its rule.
         values: What the rule read in this step.
     """
 
@@ -271,12 +268,7 @@ class AlertWatch:
     _states: dict[str, _State] = field(default_factory=dict)
 
     def observe(self, step: int, record: Record) -> list[Alert]:
-        """Judge a step, and return the alerts that are raised by it.
-
-        Args:
-            step: Number of the step.
-            record: Its record.
-        """
+        """Judge a step, and return the alerts that are raised by it."""
         self._history.add(record)
         raised = []
         for rule in self.rules:
@@ -298,10 +290,6 @@ class AlertWatch:
 
 
 def judge(records: Iterable[tuple[int, Record]]) -> list[Alert]:
-    """Return all alerts of a recorded run.
-
-    Args:
-        records: (step, record) of each step, in order.
-    """
+    """Return all alerts of a recorded run."""
     watch = AlertWatch()
     return [alert for step, record in records for alert in watch.observe(step, record)]

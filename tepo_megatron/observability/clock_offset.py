@@ -43,6 +43,5 @@ def measure(ask: Callable[[], int], clock: Callable[[], int], round_trips: int =
     Args:
         ask: Asks the reference for its time in ns, over a connection.
         clock: The clock, in ns.
-        round_trips: How often to ask.
     """
     return best_offset([(clock(), ask(), clock()) for _ in range(round_trips)])

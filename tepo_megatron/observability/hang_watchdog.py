@@ -36,8 +36,6 @@ class RunPosition:
     """Position of this process in the run; the training loop and the schedule update it.
 
     Attributes:
-        step: Number of the training step.
-        phase: Name of the phase.
         microbatch: Forward steps begun in the current pass: one per microbatch and model chunk. 0: none yet.
         backward: Backward steps begun in the current pass, counted in traced steps only.
     """
@@ -73,20 +71,10 @@ class BeatStore(Protocol):
         """Return the value of a key."""
 
     def set(self, key: str, value: str, /) -> None:
-        """Replace the value of a key.
-
-        Args:
-            key: The key.
-            value: The new value.
-        """
+        """Replace the value of a key."""
 
     def compare_set(self, key: str, expected: str, value: str, /) -> bytes:
         """Set a key if it has the expected value.
-
-        Args:
-            key: The key.
-            expected: The expected value; "" means that the key does not exist.
-            value: The new value.
 
         Returns:
             The value that the key has afterwards.
@@ -98,7 +86,6 @@ class _Seen:
     """The last heartbeat of a rank.
 
     Attributes:
-        beat: Number of the heartbeat.
         place: Position of the main thread, as text.
         phase: `RunPosition.phase`.
         left: True if the rank has ended normally.
@@ -120,13 +107,7 @@ class HangWatchdog:
     Time is counted in beats of the listening rank, so a job that is suspended as a whole and continued has missed none.
 
     Args:
-        store: The world's store, through a connection that only this object uses.
-        rank: This rank.
-        world_size: Ranks in the world.
-        folder: Folder for the explanation (hang.txt) and the stacks.
-        heartbeat_timeout: A rank without heartbeat for this long counts as frozen.
         stuck_seconds: Maximum time at one position of a training phase.
-        on_hang: Ends this process, given the explanation and whether this rank is cut off from the world's store.
     """
 
     def __init__(
@@ -227,13 +208,7 @@ class HangWatchdog:
         return "\n".join([*lines, f"the stacks of those that could write them: {self._folder / 'stacks'}"])
 
     def _leave(self, explanation: str, cut_off: bool = False) -> None:
-        """Write the explanation and the stacks, then end this process.
-
-        Args:
-            explanation: The fault.
-            cut_off: True if this rank has lost the store. It then does not overwrite an existing hang.txt, whose text says
-                more.
-        """
+        """Write the explanation and the stacks, then end this process."""
         with self._report_lock:
             if self._identity.is_in_place():  # else the folder now belongs to another run
                 self._write(explanation, cut_off)
@@ -290,11 +265,6 @@ def _ranges(ranks: Sequence[int]) -> str:
 
 
 def abort(explanation: str, _: bool) -> NoReturn:
-    """Print the explanation on stderr and end this process with status 1.
-
-    Args:
-        explanation: The fault.
-        _: Ignored: whether this rank is cut off from the store (see `HangWatchdog`).
-    """
+    """Print the explanation on stderr and end this process with status 1."""
     print(f"tepo: error: {escaped(explanation)}", file=sys.stderr, flush=True)
     os._exit(1)

@@ -15,9 +15,7 @@ def counts(x: Tensor, where: Tensor | None = None) -> Tensor:
     """Count the entries of `x` per bin, without gradient or synchronisation. NaN counts as 0.
 
     Args:
-        x: Numbers of any shape.
         where: bool mask of the same shape that selects the entries. None: all.
-
     Returns:
         int64 [BINS] on the device of `x`.
     """
@@ -34,7 +32,6 @@ def quantiles(bins: Tensor, shares: Sequence[float]) -> list[float | None]:
     Args:
         bins: int64 [BINS] from `counts`, or a sum of such tensors.
         shares: Quantile levels in [0, 1].
-
     Returns:
         For each level, the geometric middle of the bin that contains it; None for every level if the histogram is empty.
     """

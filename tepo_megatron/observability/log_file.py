@@ -19,9 +19,6 @@ class LogFile(contextlib.AbstractContextManager["LogFile"]):
     """A run's log.txt together with the terminal; several processes may have it open.
 
     Inside the context, warnings of this process, from any of its threads, are logged like messages.
-
-    Args:
-        run_dir: Folder of the run; it must exist.
     """
 
     def __init__(self, run_dir: Path) -> None:
@@ -45,13 +42,7 @@ class LogFile(contextlib.AbstractContextManager["LogFile"]):
         self._print(text)
 
     def row(self, first: str, cells: list[str], style: str | None = None) -> None:
-        """Write the whole row to the log, and to a terminal the cells that fit on one line.
-
-        Args:
-            first: The cell that is always shown.
-            cells: Further cells.
-            style: Style in the terminal.
-        """
+        """Write the whole row to the log, and to a terminal the cells that fit on one line."""
         self._append(" ".join([first, *cells]))
         if self._console.is_terminal:
             while len(" ".join([first, *cells])) > self._console.width:
@@ -86,12 +77,7 @@ def open_for_appending(path: Path) -> int:
 
 
 def append_line(file: int, line: str) -> None:
-    """Write all of `line`, or nothing if the disk is full; then raise OSError.
-
-    Args:
-        file: Descriptor of `open_for_appending`.
-        line: The line with its end.
-    """
+    """Write all of `line`, or nothing if the disk is full; then raise OSError."""
     data = line.encode()
     written = os.write(file, data)
     if written < len(data):

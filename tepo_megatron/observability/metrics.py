@@ -21,13 +21,7 @@ class Metrics:
         return dict(self._pairs)
 
     def add(self, name: str, numerator: float, denominator: float = 1.0) -> None:
-        """Add one contribution.
-
-        Args:
-            name: Name of the metric.
-            numerator: Added to its numerator.
-            denominator: Added to its denominator.
-        """
+        """Add one contribution."""
         n, d = self._pairs.get(name, (0.0, 0.0))
         self._pairs[name] = (n + float(numerator), d + float(denominator))
 

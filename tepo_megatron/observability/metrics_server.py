@@ -31,11 +31,7 @@ def serve_metrics(run_dir: Path, host: str, port: int, collect: Callable[[], str
     """Serve the metrics of a run within the block, and yield the URL.
 
     Args:
-        run_dir: Folder of the run.
-        host: Address to listen on.
         port: Port to listen on; 0: a free one.
-        collect: Returns the text. It is called in another thread for each request.
-
     Raises:
         ConfigError: The address cannot be used.
     """

@@ -29,8 +29,6 @@ class MetricFamily:
     """A metric with all of its samples.
 
     Attributes:
-        name: Name of the metric.
-        kind: Its type.
         text: Its meaning, one sentence.
         samples: (labels, value) of each sample.
     """
@@ -96,9 +94,6 @@ def merge_servers(texts: Mapping[str, str]) -> str:
 
     A server's own label of that name becomes `exported_server`. Lines that are not of the format, and names that begin with
     `tepo_`, are left out, so a faulty server can neither break the text nor report for the run.
-
-    Args:
-        texts: Text of each server, by its name.
     """
     found: dict[str, _ServerFamily] = {}
     for server, text in texts.items():

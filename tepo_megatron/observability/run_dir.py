@@ -39,12 +39,7 @@ _OF_A_RUN = (
 
 
 def audit_folder(run_dir: Path, step: int) -> Path:
-    """Return the folder with the recorded loss terms of a step.
-
-    Args:
-        run_dir: Folder of the run.
-        step: Number of the step.
-    """
+    """Return the folder with the recorded loss terms of a step."""
     return run_dir / AUDIT / f"step-{step:06d}"
 
 
@@ -59,10 +54,6 @@ def claim(cfg: "Config", check_only: bool = False) -> RunLock:
 
     With `resume` nothing is removed. The outcome of a run that had ended keeps its name until the run continues
     (`rename_outcome`). A refusal changes nothing in the folder.
-
-    Args:
-        cfg: The run's config.
-        check_only: Only take the lock, for a check whether the run could start now. Nothing else is changed.
 
     Returns:
         The lock, which the caller holds until the run has ended.
@@ -104,8 +95,6 @@ def _refuse_what_is_there(run_dir: Path, overwrite: bool, resume: bool, only_sam
     """Raise ConfigError if the run may not start in the folder as it is now. This only reads.
 
     Args:
-        run_dir: Folder of the run.
-        overwrite, resume, only_samples: `overwrite`, `resume` and `rollout.only` of the config.
         inputs: (key of the config, path) of each file that the run reads. None: not set.
     """
     metrics = run_dir / "metrics.jsonl"
@@ -184,10 +173,6 @@ def finished(cfg: "Config") -> bool:
 
 def lock(metrics: int, run_dir: Path) -> None:
     """Lock the open metrics file to mark a run as under way for as long as the file stays open.
-
-    Args:
-        metrics: File descriptor of metrics.jsonl.
-        run_dir: Folder of the run, for the message.
 
     Raises:
         ConfigError: Another process holds the lock. On a file system without locks nothing is checked.

@@ -84,15 +84,8 @@ class RunLog:
     Files are appended to, each line in one write, so a killed process hardly ever leaves half a line. Inside the context,
     warnings of this process are logged like messages.
 
-    Args:
-        run_dir: Folder of the run; it must exist. It stays as an attribute.
-        cfg: Which outputs are on.
-        steps: Steps of the whole run, for the progress line.
-        columns: The values of the progress line.
-
     Attributes:
         listener: Called with the number and the values of each step. None: nobody listens.
-
     Raises:
         ConfigError: A configured output is not installed, or another process has this run's log open.
     """
@@ -121,10 +114,6 @@ class RunLog:
 
     def write(self, step: int, record: Mapping[str, Value]) -> None:
         """Record one step in all outputs. None and non-finite values become null in JSON and "-" in the progress line.
-
-        Args:
-            step: Number of the step.
-            record: Values by key.
 
         Raises:
             RunReplacedError, StorageError: The run's folder was replaced, or the named file cannot be written.
@@ -219,11 +208,7 @@ class RunLog:
 
     @contextlib.contextmanager
     def reminders(self, text: str) -> Iterator[None]:
-        """Log every REMINDER_SECONDS that the block still runs.
-
-        Args:
-            text: What it does.
-        """
+        """Log every REMINDER_SECONDS that the block still runs."""
         over, waiting = threading.Event(), Clock()
 
         def remind() -> None:

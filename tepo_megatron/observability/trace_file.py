@@ -38,10 +38,7 @@ class TracePart:
     Attributes:
         process: Name of the process in the trace.
         order: Place of the process in the trace.
-        step: Number of the step.
-        recording: The spans.
         offset: Offset of its clock against the service's.
-        host, pid: Where it ran.
     """
 
     process: str
@@ -75,33 +72,17 @@ class TracePart:
 
 
 def step_folder(run_dir: Path, step: int) -> Path:
-    """Return the folder of the files of a step that are not merged yet.
-
-    Args:
-        run_dir: Folder of the run.
-        step: Number of the step.
-    """
+    """Return the folder of the files of a step that are not merged yet."""
     return run_dir / TRACES / f"step-{step:06d}"
 
 
 def trace_path(run_dir: Path, step: int) -> Path:
-    """Return the path of the trace of a step.
-
-    Args:
-        run_dir: Folder of the run.
-        step: Number of the step.
-    """
+    """Return the path of the trace of a step."""
     return run_dir / TRACES / f"step-{step:06d}.json.gz"
 
 
 def profile_path(run_dir: Path, step: int, rank: int) -> Path:
-    """Return the path of what torch's profiler recorded of a step on a rank.
-
-    Args:
-        run_dir: Folder of the run.
-        step: Number of the step.
-        rank: The rank.
-    """
+    """Return the path of what torch's profiler recorded of a step on a rank."""
     return run_dir / TRACES / f"step-{step:06d}-rank{rank}-profile.json.gz"
 
 
@@ -111,25 +92,14 @@ def rank_name(rank: int) -> str:
 
 
 def write_part(run_dir: Path, part: TracePart) -> None:
-    """Write what a process recorded.
-
-    Args:
-        run_dir: Folder of the run.
-        part: What was recorded.
-    """
+    """Write what a process recorded."""
     folder = step_folder(run_dir, part.step)
     folder.mkdir(parents=True, exist_ok=True)
     replace_file(folder / _file_name(part.process), part.to_json(), durable=False)
 
 
 def part_paths(run_dir: Path, step: int, expected: Sequence[str]) -> set[Path]:
-    """Return the files of a step that are not merged yet.
-
-    Args:
-        run_dir: Folder of the run.
-        step: Number of the step.
-        expected: Names of processes. Their files are found by name, because NFS lists files of other machines late.
-    """
+    """Return the files of a step that are not merged yet."""
     folder = step_folder(run_dir, step)
     named = {path for name in expected if (path := folder / _file_name(name)).exists()}
     return named | set(folder.glob(f"*{_PART}"))
@@ -140,11 +110,7 @@ def _file_name(process: str) -> str:
 
 
 def read_parts(run_dir: Path, step: int, expected: Sequence[str] = ()) -> list[TracePart]:
-    """Return what the processes recorded of a step, in their order. Raises DataError if a file is damaged, or none is there.
-
-    Args:
-        run_dir, step, expected: See `part_paths`.
-    """
+    """Return what the processes recorded of a step, in their order. Raises DataError if a file is damaged, or none is there."""
     parts = []
     for path in sorted(part_paths(run_dir, step, expected)):
         try:
@@ -160,11 +126,6 @@ def merge(run_dir: Path, step: int, expected: Sequence[str] = ()) -> tuple[Path,
     """Merge what the processes recorded of a step. Return the path of the trace, and the processes that are missing.
 
     The files are removed unless one is missing.
-
-    Args:
-        run_dir: Folder of the run.
-        step: Number of the step.
-        expected: Names of the processes that wrote a file.
 
     Raises:
         DataError: See `read_parts`.
@@ -215,12 +176,7 @@ def chrome_trace(parts: Sequence[TracePart]) -> dict[str, Any]:
 
 
 class _Placed:
-    """The spans of all processes, each with its process id, its thread id and its time in the trace.
-
-    Args:
-        pids: Process id in the trace, by name.
-        zero: Time of the service's clock at which the trace begins.
-    """
+    """The spans of all processes, each with its process id, its thread id and its time in the trace."""
 
     def __init__(self, pids: dict[str, int], zero: int) -> None:
         self._pids, self._zero = pids, zero

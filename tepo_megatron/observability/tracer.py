@@ -32,8 +32,6 @@ class Span:
 
     Attributes:
         name: Name, the same for all spans of a kind.
-        row: Row of the trace.
-        start: Start.
         end: End. None: an instant.
         args: Further values to show, as plain JSON.
         process: Process in the trace. Empty: the one that recorded the span.
@@ -58,7 +56,6 @@ class Recording:
     Attributes:
         begun, ended: When recording began and ended, in ns.
         spans: The spans. Those that were open at the end are cut there, and have the value `unfinished`.
-        dropped: Number of spans beyond MOST_SPANS.
     """
 
     begun: int
@@ -93,10 +90,7 @@ class Tracer:
 
     Args:
         clock: Returns the time in ns. One that other processes of this machine share needs no alignment.
-        most: Number of spans that are kept.
-
     Attributes:
-        active: Whether a step is traced.
         open_spans: Spans that have begun, by the id of their context.
     """
 
@@ -136,9 +130,7 @@ class Tracer:
         """Return a context whose block is recorded as a span.
 
         Args:
-            name, process, args: See `Span`.
             row: See `Span`. Empty: that of the thread.
-            flows: See `Span`; converted to text.
         """
         if not self.active:
             return _NOTHING
@@ -157,21 +149,12 @@ class Tracer:
         flows: Sequence[object] = (),
         **args: Any,
     ) -> None:
-        """Record a span whose times are known. It does nothing while no step is traced.
-
-        Args:
-            name, row, start, end, process, unit, args: See `Span`.
-            flows: See `Span`; converted to text.
-        """
+        """Record a span whose times are known. It does nothing while no step is traced."""
         if self.active:
             self.keep(Span(name, row, start, end, args, process, unit, tuple(map(str, flows))))
 
     def instant(self, name: str, row: str, *, process: str = "", **args: Any) -> None:
-        """Record that something happened now. It does nothing while no step is traced.
-
-        Args:
-            name, row, process, args: See `Span`.
-        """
+        """Record that something happened now. It does nothing while no step is traced."""
         if self.active:
             self.keep(Span(name, row, self.clock(), None, args, process))
 

@@ -10,7 +10,6 @@ class Alignment:
     """The padding that the mesh requires of packed sequences and microbatches.
 
     Attributes:
-        cp: Number of context-parallel ranks.
         total: The tokens of a microbatch on one context-parallel rank are padded to a multiple of this: tp under sequence
             parallelism, times 16 or 128 in FP8.
         fixed: Minimum tokens of a microbatch over all context-parallel ranks. If no microbatch is planned with more, all have

@@ -37,13 +37,6 @@ def assign_ranks(costs: Sequence[float], dp: int, count: int, bubble: float, gro
     ranks end at the same time T. T is found by bisection, as in MULTIFIT (Coffman, Garey, Johnson 1978). Each of the other
     sequences goes to the rank that would end first (longest processing time first, Graham 1969).
 
-    Args:
-        costs: Cost of each sequence, in the order of assignment.
-        dp: Number of data-parallel ranks.
-        count: Microbatches per rank.
-        bubble: Idle time of a pipeline stage, in microbatches (`Pipeline.bubble`).
-        group_longest: Whether to put long sequences together. It requires descending costs.
-
     Returns:
         Indices into `costs` for each rank.
     """
@@ -97,11 +90,6 @@ def fill(sequences: Sequence[int], items: PlanItems, weights: Sequence[float]) -
     """Return the sequences of one rank in microbatches whose costs are proportional to `weights`; None if one does not fit.
 
     Each sequence goes to the microbatch that is furthest below its share of the cost, among those with enough free tokens.
-
-    Args:
-        sequences: The rank's sequences, in the order of assignment.
-        items: Costs and tokens of all sequences.
-        weights: Relative cost of each microbatch.
     """
     share = sum(items.costs[i] for i in sequences) / sum(weights)
     lacking = [(-share * weight, m) for m, weight in enumerate(weights)]
@@ -129,10 +117,6 @@ def fill_tightly(sequences: Sequence[int], items: PlanItems) -> list[list[int]]:
     """Return the sequences of one rank in microbatches by best fit, in as many as that takes.
 
     Each sequence goes to the fullest microbatch that can still hold it, or to a new one if there is none.
-
-    Args:
-        sequences: The rank's sequences, in the order of assignment.
-        items: Costs and tokens of all sequences.
     """
     out: list[list[int]] = []
     capacities: list[tuple[int, int]] = []  # (free tokens, microbatch), ascending

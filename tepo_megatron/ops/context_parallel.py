@@ -11,22 +11,12 @@ from torch import Tensor
 
 
 def zigzag_chunks(cp_size: int, cp_rank: int) -> tuple[int, ...]:
-    """Return the chunks that a rank holds, of 2 cp_size chunks per sequence.
-
-    Args:
-        cp_size: Number of context-parallel ranks. With 1, the whole sequence is chunk 0.
-        cp_rank: Rank among them.
-    """
+    """Return the chunks that a rank holds, of 2 cp_size chunks per sequence."""
     return (0,) if cp_size == 1 else (cp_rank, 2 * cp_size - 1 - cp_rank)
 
 
 def zigzag_rows(cu_seqlens: Tensor, cp_size: int, cp_rank: int) -> Tensor:
     """Return the indices of the packed tokens that a rank holds, in its order: int64 [S / cp_size], on `cu_seqlens`' device.
-
-    Args:
-        cu_seqlens: Integer [G + 1], the start of each sequence, and S.
-        cp_size: Number of context-parallel ranks.
-        cp_rank: Rank among them.
 
     Raises:
         ValueError: With context parallelism, 2 cp_size does not divide the length of a sequence.

@@ -50,10 +50,6 @@ class FlashAttention(Protocol):
         """Return the output [n, H, Lq, D] and the log-sum-exp of the scores [n, H, Lq] (fp32; fp64 for fp64 inputs).
 
         Args:
-            q: Queries [n, H, Lq, D].
-            k: Keys [n, K, Lk, D].
-            v: Values [n, K, Lk, D].
-            keys: The keys that a query attends to.
             scale: Factor of the scores. None: 1 / sqrt(D).
         """
 
@@ -63,13 +59,6 @@ class FlashAttention(Protocol):
         """Return the gradients of q, k and v.
 
         Args:
-            grad: Gradient of the output, [n, H, Lq, D].
-            q: As in `forward`, like k, v, keys and scale.
-            k: Keys of this call; they may be a part of the softmax.
-            v: Their values.
-            out: Output of the whole softmax, [n, H, Lq, D].
-            lse: Log-sum-exp of the whole softmax, [n, H, Lq].
-            keys: The keys of this call that a query attends to.
             scale: Factor of the scores. None: 1 / sqrt(D).
         """
 
@@ -147,8 +136,6 @@ class PackedCall:
         key_rows: int64 [U], the rows of the keys; a row may be there several times. None: all rows, in their order.
         cu_q: int32 [n + 1], the start of each sequence in the queries, and Q.
         cu_k: int32 [n + 1], the same of the keys, and U.
-        longest_q: Most queries of a sequence.
-        longest_k: Most keys of a sequence.
         causal: The last query of a sequence attends to all of its keys, the one before to all but the last, and so on.
             Otherwise all of them attend to all.
     """
@@ -176,7 +163,6 @@ class PackedFlash:
             q: Queries [Q, H, D], in the call's order.
             k: Keys [U, K, D], likewise.
             v: Values [U, K, D], likewise.
-            call: The sequences.
             scale: Factor of the scores. None: 1 / sqrt(D).
         """
         out, lse, *_ = aten._flash_attention_forward(
@@ -191,12 +177,8 @@ class PackedFlash:
 
         Args:
             grad: Gradient of the output, [Q, H, D].
-            q: As in `forward`, like k, v, call and scale.
-            k: Keys of this call; they may be a part of the softmax.
-            v: Their values.
             out: Output of the whole softmax, [Q, H, D].
             lse: Log-sum-exp of the whole softmax, [H, Q].
-            call: The sequences.
             scale: Factor of the scores. None: 1 / sqrt(D).
         """
         state = torch.zeros(2, dtype=torch.uint64, device=q.device)  # the random generator's, unused without dropout
@@ -221,7 +203,6 @@ def merge(out: Tensor, lse: Tensor, more_out: Tensor, more_lse: Tensor) -> tuple
         lse: Log-sum-exp of their scores, [...].
         more_out: Output over the other keys, [..., D].
         more_lse: Log-sum-exp of their scores, [...].
-
     Returns:
         The output, in the type of `out`, and the log-sum-exp.
     """

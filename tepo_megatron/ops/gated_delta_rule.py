@@ -36,8 +36,6 @@ class SequenceChunks:
     sequences of a round are the first ones of the round before it, and a round is one slice.
 
     Attributes:
-        size: C.
-        number: n.
         slot_T: int64, the row of each token in [n C].
         rounds: Number of chunks of each round.
     """
@@ -49,13 +47,7 @@ class SequenceChunks:
 
     @classmethod
     def of(cls, lengths: Sequence[int], device: torch.device, size: int = CHUNK) -> "SequenceChunks":
-        """Return the chunks of sequences.
-
-        Args:
-            lengths: Tokens of each sequence, in the order of packing; 0 is allowed.
-            device: Device of the tokens.
-            size: Most tokens of a chunk. Chunks are smaller if all sequences are.
-        """
+        """Return the chunks of sequences."""
         size = max(1, min(size, 1 << max(0, max(lengths, default=1) - 1).bit_length()))
         counts = [-(-length // size) for length in lengths]
         longest_first = sorted(range(len(counts)), key=lambda i: -counts[i])
@@ -92,7 +84,6 @@ def gated_delta_rule(q_T: Tensor, k_T: Tensor, v_T: Tensor, g_T: Tensor, beta_T:
         v_T: Values [T, H, V].
         g_T: Log of the decay [T, H], at most 0.
         beta_T: Strength of the write [T, H], between 0 and 1.
-        chunks: The chunks of the packed sequences.
     """
     if not chunks.rounds:
         return v_T
@@ -150,8 +141,6 @@ def _scan(parts: tuple[Tensor, ...], rounds: list[int], state: Tensor | None) ->
     """Return the outputs of a batch of rounds [n, H, C, V], and the state behind its last round.
 
     Args:
-        parts: What `_within` returns.
-        rounds: Number of chunks of each round of the batch.
         state: The state before the batch; None: 0.
     """
     outputs: list[Tensor] = []

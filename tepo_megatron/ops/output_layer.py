@@ -67,17 +67,13 @@ def output_layer_stats(
         hidden_R: [R, H], the same on every rank of `group`; under sequence parallelism after the gather.
         weight: [V, H], this rank's rows of the output layer's weight, in the type of `hidden_R`.
         labels_R: As for `token_stats`, like temperature, group, vocab_size and backend.
-        temperature: Divisor of the logits, above 0.
         group: Tensor-parallel group. None: one rank (never the world).
         vocab_size: Columns from here on are padding. None: all columns are real.
         mask_RK: Sampling masks, as for `token_stats`, like recompute. None: the whole vocabulary.
         recompute: Truncation whose masks are recomputed. None: none are.
-        teacher: A teacher of the same vocabulary, for the KL to it. It gets no gradient. Not with sampling masks.
-        logits_budget: Bytes of logits that may be kept for backward. The others cost one more product each.
         sum_hidden_gradient: Whether backward sums the gradient of `hidden_R` over `group`. False under sequence parallelism,
             where the backward of the gather, a reduce-scatter, does it.
         backend: "torch" or "triton". None: Triton on CUDA where it is installed, else PyTorch.
-
     Raises:
         ValueError: The temperature is not positive, the shapes do not fit, or the back end is unknown or cannot run here.
 
@@ -262,8 +258,6 @@ def add_product(total: Tensor, gradient: Tensor, hidden: Tensor) -> None:
 
     Args:
         total: [V, H], the sum, in the type of the others or in fp32.
-        gradient: [r, V], gradient of a linear layer's output.
-        hidden: [r, H], input of that layer.
     """
     if gradient.dtype == total.dtype:
         total.addmm_(gradient.t(), hidden)
@@ -293,8 +287,6 @@ def add_on_tensor_cores(total: Tensor, a: Tensor, b: Tensor) -> None:
 
     Args:
         total: fp32 [V, H], the sum, changed in place.
-        a: bf16 [V, r].
-        b: bf16 [r, H].
     """
     if ADDS_WITHIN_PRODUCT and min(total.shape) > 1:
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)

@@ -11,12 +11,7 @@ from torch import Tensor
 
 
 def positions(lengths: Sequence[int], device: torch.device) -> Tensor:
-    """Return the position of each token in its sequence, int64 [T].
-
-    Args:
-        lengths: Tokens of each sequence, in the order of packing.
-        device: Device of the result.
-    """
+    """Return the position of each token in its sequence, int64 [T]."""
     return torch.cat([torch.arange(length) for length in (*lengths, 0)]).to(device)
 
 

@@ -34,9 +34,6 @@ def pack(
         token_ids: Token ids of each sequence of the batch, each int64 [L].
         response_masks: Response mask of each sequence of the batch, each bool [L].
         first_token: Index of each sequence's first response token in the batch's flat _N tensors.
-        indices: The sequences to pack.
-        alignment: Padding that the mesh requires.
-        cp_rank: Context-parallel rank.
         experts: Experts of each sequence of the batch, each uint8 or int16 [L, K, T]. None: the routers choose.
         prefix_groups: Prefix groups, whose prompts are packed once; the members of a group are then packed next to each other.
             None: no prompt is shared.
@@ -98,12 +95,7 @@ class _Packed:
 
     @classmethod
     def of(cls, pieces: Sequence[SequencePiece], alignment: Alignment) -> "_Packed":
-        """Return the padded positions of the pieces, or of one dummy token if there are none.
-
-        Args:
-            pieces: Pieces in the order in which they are packed.
-            alignment: Padding that the mesh requires.
-        """
+        """Return the padded positions of the pieces, or of one dummy token if there are none."""
         sizes = [p.tokens for p in pieces] or [1]
         length_P = torch.tensor(alignment.padded(sizes))
         cu_seqlens = torch.cat((length_P.new_zeros(1), length_P.cumsum(0)))

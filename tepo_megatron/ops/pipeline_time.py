@@ -58,8 +58,6 @@ def one_forward_one_backward(costs_Km: Costs, stages: int, backward: float = BAC
 
     Args:
         costs_Km: fp64 [K, m], the costs in the order in which the microbatches run.
-        stages: Number of stages.
-        backward: Share of a cost that the backward pass takes.
     """
     work = np.concatenate((costs_Km.T - costs_Km.T * backward, costs_Km.T * backward))  # [2 m, K], forwards and backwards
     clock = np.zeros((stages, costs_Km.shape[0]))
@@ -91,10 +89,6 @@ def tapered(microbatches: int, stages: int) -> tuple[float, ...]:
 
     While the pipeline fills, later stages wait for the first microbatches; while it drains, earlier stages wait for the last.
     The smaller these are, the shorter the bubble. All costs are equal if no taper is better.
-
-    Args:
-        microbatches: Number of microbatches.
-        stages: Number of stages.
     """
     width = min(stages, microbatches // 3)
     ends = [(first, last) for first in _TAPERS for last in _TAPERS]

@@ -23,12 +23,7 @@ MICROBATCH_TOKENS = 512  # cost of one more microbatch (launches, sends between 
 
 
 def sequence_costs(lengths: Sequence[int], attention_tokens: float = ATTENTION_TOKENS) -> list[float]:
-    """Return the cost L (1 + L / attention_tokens) of each sequence: its tokens, and what attention adds.
-
-    Args:
-        lengths: Tokens L of each sequence.
-        attention_tokens: Length at which attention costs as much as all products with weights.
-    """
+    """Return the cost L (1 + L / attention_tokens) of each sequence: its tokens, and what attention adds."""
     return [n * (1 + n / attention_tokens) for n in lengths]
 
 
@@ -50,19 +45,9 @@ def plan_microbatches(
     sequences are assigned in their order.
 
     Args:
-        lengths: Tokens of each sequence of the batch.
-        dp: Number of data-parallel ranks.
-        max_tokens: Most tokens of a microbatch over all context-parallel ranks, padding included; only a sequence that is alone
-            in its microbatch may exceed it by its padding.
-        alignment: Padding that the mesh requires.
-        multiple_of: The number of microbatches is a multiple of this (pp under virtual pipelining).
-        longest_first: Whether to assign the longest sequences first. False gives a poorer plan, with other neighbours.
-        pipeline: Pipeline whose time the plan minimises.
-        attention_tokens: See `sequence_costs`.
         prefix_groups: Prefix groups, whose prompt is counted once in each microbatch. The members of a group are kept together,
             or split into parts of at most half, a quarter, ... of a microbatch, or planned one by one, whichever takes the
             least time by the cost model. None: no prompt is shared.
-
     Returns:
         plan[dp_rank][microbatch], a list of indices into `lengths`.
 
@@ -124,12 +109,6 @@ def another_plan(plan: Callable[[int, bool], Plan], lengths: Sequence[int], dp: 
     """Return a plan that puts the sequences into other microbatches than plan(max_tokens, True) does; None if none is found.
 
     The same microbatches on other ranks, or in another order, do not count as another plan.
-
-    Args:
-        plan: `plan_microbatches` as a function of `max_tokens` and `longest_first`.
-        lengths: Tokens of each sequence of the batch.
-        dp: Number of data-parallel ranks.
-        max_tokens: Most tokens of a microbatch in the usual plan.
     """
 
     def packed(plan: Plan) -> list[list[int]]:
@@ -152,13 +131,7 @@ def plan_metrics(
     """Return what a plan computes and wastes. Times are those of the cost model.
 
     Args:
-        plan: The plan.
-        lengths: Tokens of each sequence of the batch.
-        alignment: Padding that the mesh requires.
-        pipeline: Pipeline that runs the microbatches.
-        attention_tokens: See `sequence_costs`.
         prefix_groups: Prefix groups. None: no prompt is shared.
-
     Returns:
         `packing/computed_tokens`: tokens that all ranks compute, padding included.
         `packing/shared_share`: share of the sequences' tokens that are not computed, since another sequence has the same
@@ -216,7 +189,8 @@ def _plan_of(items: PlanItems, dp: int, count: int, pipeline: Pipeline, longest_
 
 def _in_order(microbatches: list[list[int]], items: PlanItems, shape: Sequence[float], pipeline: Pipeline) -> list[list[int]]:
     """Return the microbatches in the order in which they run: in a pipeline the cheap ones at both ends, else the largest
-    first, so that a lack of memory shows at once."""
+    first, so that a lack of memory shows at once.
+    """
     by_cost = sorted(microbatches, key=lambda m: (sum(items.costs[i] for i in m), m))
     places = small_at_the_ends(shape) if pipeline.stages > 1 else list(range(len(shape)))[::-1]
     return [m for _, m in sorted(zip(places, by_cost, strict=True))]

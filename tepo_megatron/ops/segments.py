@@ -40,7 +40,6 @@ class Segments:
         """Return the segments of a packed microbatch.
 
         Args:
-            microbatch: The microbatch, as this context-parallel rank holds it.
             group: Context-parallel group. None: one rank.
         """
         return cls(

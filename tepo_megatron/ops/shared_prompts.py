@@ -31,14 +31,7 @@ class PrefixGroups:
 
     @classmethod
     def of(cls, prompt_ids: Sequence[int], lengths: Sequence[int], least_tokens: int, least_saved: int) -> Self | None:
-        """Return the prefix groups of a batch; None if no prompt is shared. A sequence that shares nothing is its own group.
-
-        Args:
-            prompt_ids: `TrainBatch.prompt_ids`, equal numbers for equal prompts.
-            lengths: `TrainBatch.prompt_lengths`, prompt tokens of each sequence.
-            least_tokens: Shorter prompts are not shared.
-            least_saved: A prompt is shared only if that saves this many tokens over all its sequences.
-        """
+        """Return the prefix groups of a batch; None if no prompt is shared. A sequence that shares nothing is its own group."""
         size = Counter(prompt_ids)
         shares = [
             size[i] > 1 and n >= least_tokens and (size[i] - 1) * n >= least_saved
@@ -79,8 +72,6 @@ def pieces_of(indices: Sequence[int], lengths: Sequence[int], prefix_groups: Pre
     """Return the pieces of a microbatch: whole sequences, shared prompts, and what follows these prompts.
 
     Args:
-        indices: The sequences of the microbatch.
-        lengths: Tokens of each sequence of the batch.
         prefix_groups: Prefix groups of the batch. None: no prompt is shared.
     """
     if prefix_groups is None:
@@ -100,12 +91,6 @@ def split_into_parts(prefix_groups: PrefixGroups, lengths: Sequence[int], alignm
 
     The parts of the first way have at most `capacity` tokens, those of the next half as many, and so on. The shared prompt and
     all padding count; a part of a single sequence may exceed the limit.
-
-    Args:
-        prefix_groups: Prefix groups of the batch.
-        lengths: Tokens of each sequence of the batch.
-        alignment: Padding that the mesh requires.
-        capacity: Capacity of a microbatch in tokens.
 
     Returns:
         [way][part], a list of sequence indices.

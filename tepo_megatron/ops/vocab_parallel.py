@@ -44,15 +44,12 @@ def token_stats(
     Args:
         logits: [R, V], this rank's columns of the vocabulary, finite; bf16, fp16, fp32 or fp64. Forward does not modify them.
         labels_R: int64, global token ids in [0, vocab_size).
-        temperature: Divisor of the logits, above 0.
         group: Tensor-parallel group. None: one rank (never the world).
         vocab_size: Columns from here on are padding and get no probability. None: all columns are real.
         mask_RK: int64 [R, K], distinct global ids over which each row's softmax is, its label among them, filled up with
             NO_TOKEN. Other logits get no gradient. None: the whole vocabulary.
         recompute: Also recompute the sampling masks of this truncation from the logits, `TokenStats.recomputed`. None: do not.
-        keep_logits: Do not overwrite the logits in backward, at the price of a second tensor of their size.
         backend: "torch" or "triton". None: Triton on CUDA where it is installed, else PyTorch.
-
     Returns:
         TokenStats in nats, fp32 (fp64 for fp64 logits), the same bits on every rank of `group`.
 

@@ -53,15 +53,7 @@ ON_CUDA = PlannedKernels()
 def layer_terms(
     arch: Architecture, parallel: ParallelConfig, kind: LayerKind, kernels: PlannedKernels, sequence: int
 ) -> list[ActivationTerm]:
-    """Return the terms of one layer without recomputation, for one packed token of a rank.
-
-    Args:
-        arch: Sizes of the model.
-        parallel: The mesh.
-        kind: Kind of the layer.
-        kernels: The kernels.
-        sequence: Tokens of a sequence.
-    """
+    """Return the terms of one layer without recomputation, for one packed token of a rank."""
     hidden = arch.hidden_size / (parallel.tp if parallel.sequence_parallel else 1)
     terms = [
         *_norm("the first norm", hidden, hidden / arch.hidden_size, kernels),
@@ -148,26 +140,14 @@ def _expert_terms(arch: Architecture, parallel: ParallelConfig, hidden: float) -
 
 @dataclass(frozen=True)
 class SavedActivations:
-    """Bytes kept for backward.
-
-    Attributes:
-        device: Bytes on the device.
-        host: Bytes in host memory.
-    """
+    """Bytes kept for backward."""
 
     device: float
     host: float = 0.0
 
 
 def kept(terms: Sequence[ActivationTerm], element_size: int, tokens: float = 1, *, offloaded: bool = False) -> SavedActivations:
-    """Return the bytes that some tokens of a rank keep for backward.
-
-    Args:
-        terms: Terms per token.
-        element_size: Bytes of an activation's element.
-        tokens: Number of tokens.
-        offloaded: `training.offload_activations`.
-    """
+    """Return the bytes that some tokens of a rank keep for backward."""
     away = [t for t in terms if offloaded and t.bytes(element_size) * tokens >= LEAST_OFFLOADED]
     stay = sum(t.bytes(element_size) for t in terms if t not in away)
     return SavedActivations(stay * tokens, sum(t.copied(element_size) for t in away) * tokens)
@@ -182,16 +162,7 @@ def kept_terms(
     kind: LayerKind = DENSE,
     sequence: int = 0,
 ) -> list[ActivationTerm]:
-    """Return the terms that one layer keeps for one token; under `full` its input alone.
-
-    Args:
-        arch: Sizes of the model.
-        parallel: The mesh.
-        recompute: `training.recompute`.
-        kernels: The kernels.
-        kind: Kind of the layer.
-        sequence: Tokens of a sequence.
-    """
+    """Return the terms that one layer keeps for one token; under `full` its input alone."""
     if recompute == "full":
         hidden = arch.hidden_size / (parallel.tp if parallel.sequence_parallel else 1)
         return [ActivationTerm("input of the layer", "rest", hidden)]
@@ -199,13 +170,7 @@ def kept_terms(
 
 
 def final_norm_terms(arch: Architecture, parallel: ParallelConfig, kernels: PlannedKernels = ON_CUDA) -> list[ActivationTerm]:
-    """Return the terms of the final norm, on the last stage.
-
-    Args:
-        arch: Sizes of the model.
-        parallel: The mesh.
-        kernels: The kernels.
-    """
+    """Return the terms of the final norm, on the last stage."""
     hidden = arch.hidden_size / (parallel.tp if parallel.sequence_parallel else 1)
     return _norm("the last norm", hidden, hidden / arch.hidden_size, kernels)
 
@@ -218,10 +183,6 @@ def output_bytes(
     Kept are also the rows' hidden states and statistics of each row.
 
     Args:
-        arch: Sizes of the model.
-        parallel: The mesh.
-        rows: Response rows.
-        element_size: Bytes of a logit.
         logits_budget: Bytes (`training.logits_budget_mib`). None: all logits exist at once, and their gradient reuses their
             memory.
     """
@@ -240,10 +201,6 @@ def microbatches_in_flight(parallel: ParallelConfig, pp_rank: int) -> float:
 
     One-forward-one-backward schedule: the number of stages from this one to the last. Interleaved schedule (arXiv 2104.04473):
     the chunks that run before the first backward, in units of a stage.
-
-    Args:
-        parallel: The mesh.
-        pp_rank: Pipeline rank.
     """
     if parallel.vpp == 1:
         return float(parallel.pp - pp_rank)

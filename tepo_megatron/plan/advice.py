@@ -14,15 +14,7 @@ _LEAST_GAIN = 0.05  # less is not worth another layout
 def advice_lines(
     predictor: Predictor, run: RecordedRun, given: LayoutCandidate, found: SearchResult, gpu_hours_per_failure: float
 ) -> Iterator[str]:
-    """Yield what was calibrated, and what to change.
-
-    Args:
-        predictor: The calibrated predictor of the given config.
-        run: The run that calibrated it.
-        given: The given layout, with its step.
-        found: All layouts of the GPUs.
-        gpu_hours_per_failure: Mean GPU-hours between failures.
-    """
+    """Yield what was calibrated, and what to change."""
     assert given.step is not None and predictor.measured is not None
     factors = predictor.measured.factors
     words = [f"{name} {factors[phases[0]]:.3g}" for name, phases in MEASURED.items() if phases[0] in factors]
@@ -47,12 +39,7 @@ def _layout_lines(given: LayoutCandidate, found: SearchResult) -> Iterator[str]:
 
 
 def changed_keys(given: LayoutCandidate, other: LayoutCandidate) -> list[tuple[str, str]]:
-    """Return the keys and values, as on the command line, with which one layout becomes another.
-
-    Args:
-        given: A layout.
-        other: Another one of the same config.
-    """
+    """Return the keys and values, as on the command line, with which one layout becomes another."""
     before, after = given.cfg, other.cfg
     pairs = [
         (f"parallel.{name}", getattr(before.parallel, name), getattr(after.parallel, name))

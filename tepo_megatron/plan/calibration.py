@@ -29,11 +29,8 @@ class RecordedRun:
     """Means and medians of a run's later half; the first steps compile and warm up.
 
     Attributes:
-        path: Folder of the run.
         steps: First and last of the steps that were read.
         seconds: Median seconds by phase of the record, and `total`.
-        prompt: Mean tokens of a prompt.
-        response: Mean tokens of a response.
         dropped: Share of the groups that were dropped as entirely right or entirely wrong.
         blocked: Seconds for which training waited for each checkpoint.
     """
@@ -49,10 +46,6 @@ class RecordedRun:
 
 def read_run(path: Path, samples_per_prompt: int) -> RecordedRun:
     """Read the records of a run.
-
-    Args:
-        path: Folder of the run.
-        samples_per_prompt: That of the run.
 
     Raises:
         DataError: There are no records, or no step of the later half trained on anything.
@@ -91,10 +84,6 @@ def calibrated(predictor: Predictor, run: RecordedRun) -> Predictor:
     """Return the predictor with the phases of the run: what it predicts for the run's own config are the run's seconds.
 
     A phase that the plan does not know of, or whose time it predicts as 0, stays in the share beyond the phases.
-
-    Args:
-        predictor: Predictor of the run's config, with the run's workload.
-        run: The run.
     """
     plain = replace(predictor, measured=PhaseFactors({}, 0.0), known={}).step()
     factors: dict[str, float] = {}
@@ -108,11 +97,7 @@ def calibrated(predictor: Predictor, run: RecordedRun) -> Predictor:
 
 
 def without_refills(step: StepPrediction) -> float:
-    """Return the seconds of a step's phases with a single round of sampling.
-
-    Args:
-        step: The step.
-    """
+    """Return the seconds of a step's phases with a single round of sampling."""
     return replace(step, phases={**step.phases, REFILLS: 0.0}).modelled
 
 
@@ -121,10 +106,8 @@ class CheckpointInterval:
     """The interval of checkpoints at which waiting and repeated work cost the least together.
 
     Attributes:
-        steps: Steps between checkpoints.
         lost: Share of the time that waiting for checkpoints and repeating steps take.
         lost_now: The same for the config's interval. None: it writes none.
-        hours: Hours between failures.
     """
 
     steps: int
@@ -142,8 +125,6 @@ def checkpoint_interval(
         blocked: Seconds for which training waits for a checkpoint.
         step_seconds: Seconds of a step.
         every: The config's interval in steps; 0: it writes no checkpoints.
-        gpus: GPUs of the run.
-        gpu_hours_per_failure: Mean GPU-hours between failures.
     """
     hours = gpu_hours_per_failure / gpus
 

@@ -50,7 +50,6 @@ class PlanRequest:
         gpu: Name in `GPUS`.
         prompt: Mean tokens of a prompt. None: assumed (`workload.py`).
         response: Mean tokens of a response. None: assumed.
-        json_file: Also write the result here.
         dropped: Share of the groups that are entirely right or entirely wrong. None: assumed.
         run: Folder of a run whose recorded steps replace assumptions. None: there is none.
         gpu_hours_per_failure: Mean GPU-hours between failures, for the interval of checkpoints. None: a published mean.
@@ -68,10 +67,6 @@ class PlanRequest:
 
 def predictor_of(cfg: Config, request: PlanRequest) -> Predictor:
     """Return the predictor of a config.
-
-    Args:
-        cfg: The config.
-        request: Options of `tepo plan`.
 
     Raises:
         ConfigError: The GPU is not in the table. Errors of `read_model` and of `read_run` pass through.
@@ -101,11 +96,6 @@ def predictor_of(cfg: Config, request: PlanRequest) -> Predictor:
 
 def plan(predictor: Predictor, request: PlanRequest, tell: Callable[[str], None]) -> int:
     """Report what a config needs and how fast it would be.
-
-    Args:
-        predictor: `predictor_of` the config and the request.
-        request: Options of `tepo plan`.
-        tell: Prints a text.
 
     Returns:
         The exit status: 1 if the config does not fit, else 0.
@@ -161,12 +151,7 @@ def plan(predictor: Predictor, request: PlanRequest, tell: Callable[[str], None]
 
 
 def refusal(given: LayoutCandidate, why: str) -> str:
-    """Return why a layout does not fit, with the largest part of its memory and the fix.
-
-    Args:
-        given: The layout.
-        why: The reason, as `LayoutCandidate.why`.
-    """
+    """Return why a layout does not fit, with the largest part of its memory and the fix."""
     if not given.states:
         return f"does not fit: {why}"
     state = given.fullest

@@ -40,7 +40,6 @@ class Cost:
         """Return the cost multiplied by a factor.
 
         Args:
-            factor: Factor of every kind.
             attention: Factor of attention instead. None: `factor`.
         """
         attention = factor if attention is None else attention
@@ -52,7 +51,6 @@ class MachineModel:
     """A GPU with assumptions about it.
 
     Attributes:
-        gpu: Datasheet values.
         matmul_size: Bytes per element of the matrices in the layers' products.
         assumed: Shares of the datasheet values that are reached.
     """
@@ -80,10 +78,6 @@ class MachineModel:
         """Return the bytes per second that each rank sends in a ring.
 
         If the ring spans machines, each of its members in a machine has its own network adapter.
-
-        Args:
-            size: Ranks in the ring.
-            stride: Distance between neighbouring ranks of the ring.
         """
         if size * stride <= GPUS_PER_NODE:
             return self.gpu.nvlink * self.assumed.links
@@ -91,12 +85,7 @@ class MachineModel:
 
 
 def layer_operations(arch: Architecture, kind: LayerKind = DENSE) -> float:
-    """Return the operations of one layer's matrix products for one token in forward: two per weight that the token meets.
-
-    Args:
-        arch: Sizes of the model.
-        kind: Kind of the layer.
-    """
+    """Return the operations of one layer's matrix products for one token in forward: two per weight that the token meets."""
     if kind.linear:
         return projection_operations(arch) + feed_forward_operations(arch, kind.sparse)
     heads = (2 + arch.attention_output_gate) * arch.num_heads + 2 * arch.num_query_groups
@@ -104,40 +93,21 @@ def layer_operations(arch: Architecture, kind: LayerKind = DENSE) -> float:
 
 
 def feed_forward_operations(arch: Architecture, sparse: bool) -> float:
-    """Return the part of `layer_operations` in the feed-forward block.
-
-    Args:
-        arch: Sizes of the model.
-        sparse: True for a layer with experts.
-    """
+    """Return the part of `layer_operations` in the feed-forward block."""
     if sparse and arch.experts is not None:
         return 2.0 * arch.hidden_size * (3 * arch.experts.ffn_size * arch.experts.per_token + arch.experts.number)
     return 2.0 * arch.hidden_size * 3 * arch.ffn_size
 
 
 def attention_operations(arch: Architecture, lengths_squared: float) -> float:
-    """Return the operations of one layer's causal attention in forward: 2 (QK and PV) x 2 x L^2 / 2.
-
-    Args:
-        arch: Sizes of the model.
-        lengths_squared: Sum of L^2 over the sequences.
-    """
+    """Return the operations of one layer's causal attention in forward: 2 (QK and PV) x 2 x L^2 / 2."""
     return 2.0 * lengths_squared * arch.num_heads * arch.head_dim
 
 
 def forward_layer(
     model: PlannedModel, parallel: ParallelConfig, machine: MachineModel, tokens: float, lengths_squared: float, kind: LayerKind
 ) -> Cost:
-    """Return the cost of one layer in forward.
-
-    Args:
-        model: The model.
-        parallel: The mesh.
-        machine: The GPU.
-        tokens: Tokens of all context-parallel ranks.
-        lengths_squared: Sum of L^2 over their sequences.
-        kind: Kind of the layer.
-    """
+    """Return the cost of one layer in forward."""
     arch, tp, cp = model.arch, parallel.tp, parallel.cp
     mine = tokens / cp
     hidden = arch.hidden_size / (tp if parallel.sequence_parallel else 1)
@@ -197,15 +167,7 @@ def _linear_attention(model: PlannedModel, parallel: ParallelConfig, machine: Ma
 def forward_feed_forward(
     model: PlannedModel, parallel: ParallelConfig, machine: MachineModel, tokens: float, sparse: bool
 ) -> Cost:
-    """Return the cost of one layer's feed-forward block in forward.
-
-    Args:
-        model: The model.
-        parallel: The mesh.
-        machine: The GPU.
-        tokens: Tokens of all context-parallel ranks.
-        sparse: True for a layer with experts.
-    """
+    """Return the cost of one layer's feed-forward block in forward."""
     arch, tp, mine = model.arch, parallel.tp, tokens / parallel.cp
     hidden = arch.hidden_size / (tp if parallel.sequence_parallel else 1)
     ffn = arch.ffn_size if not sparse or arch.experts is None else arch.experts.ffn_size * arch.experts.per_token
@@ -233,14 +195,7 @@ def _between_tensor_ranks(model: PlannedModel, parallel: ParallelConfig, machine
 
 
 def forward_output(model: PlannedModel, parallel: ParallelConfig, machine: MachineModel, rows: float) -> Cost:
-    """Return the cost of the output layer in forward, including the statistics of its logits.
-
-    Args:
-        model: The model.
-        parallel: The mesh.
-        machine: The GPU.
-        rows: Response rows of all context-parallel ranks.
-    """
+    """Return the cost of the output layer in forward, including the statistics of its logits."""
     mine = rows / parallel.cp
     logits = mine * model.arch.vocab_size / parallel.tp
     return Cost(
@@ -260,18 +215,7 @@ def stage_seconds(
     backward: bool,
     fused_output: bool = False,
 ) -> Cost:
-    """Return the cost of the slowest stage for one microbatch (or the total work of several).
-
-    Args:
-        model: The model.
-        parallel: The mesh.
-        machine: The GPU.
-        tokens: Tokens of all context-parallel ranks.
-        lengths_squared: Sum of L^2 over their sequences.
-        rows: Response rows of all context-parallel ranks.
-        backward: Add the backward pass.
-        fused_output: The output layer's logits are computed twice.
-    """
+    """Return the cost of the slowest stage for one microbatch (or the total work of several)."""
     slowest = Cost()
     for rank in range(parallel.pp):
         layers = [layer for chunk in parameters.stages(model.arch, parallel, rank) for layer in chunk.layers]

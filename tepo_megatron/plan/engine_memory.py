@@ -13,7 +13,6 @@ def engine_weights(model: PlannedModel, tp: int, element: int) -> float:
     """Return the bytes of the engine's weights on each GPU. Norms are replicated, but small enough to count as split.
 
     Args:
-        model: The model.
         tp, element: GPUs of the engine, and bytes of a weight.
     """
     return parameters.total_parameters(model.family.rows, model.arch) * element / tp
@@ -25,7 +24,6 @@ def kv_bytes(arch: Architecture, tp: int, element: int = 2) -> float:
     Layers with linear attention have none; see `linear_attention.sequence_state_bytes`.
 
     Args:
-        arch: Sizes of the model.
         tp, element: GPUs of the engine, and bytes of a cached number.
     """
     return 2 * attention_layers(arch) * max(1.0, arch.num_query_groups / tp) * arch.head_dim * element
@@ -37,12 +35,7 @@ def _extra_args(cfg: AnyServerConfig) -> list[str]:
 
 
 def engine_share(cfg: AnyServerConfig, assumed: Assumptions = ASSUMED) -> float:
-    """Return the share of a GPU's memory that the engine takes.
-
-    Args:
-        cfg: Section `rollout.server`; its `extra_args` may set the share. Raises ConfigError if it is not a number.
-        assumed: Gives the default.
-    """
+    """Return the share of a GPU's memory that the engine takes."""
     words = [part for word in _extra_args(cfg) for part in word.split("=", 1)]
     for option in ("--gpu-memory-utilization", "--mem-fraction-static"):
         if option in words:
@@ -58,11 +51,7 @@ def generating(cfg: AnyServerConfig, dtype: str, model: PlannedModel, gpu: Gpu, 
     """Return the engine's part of a GPU: weights, working memory, and the rest of its share for the KV cache.
 
     Args:
-        cfg: Section `rollout.server`.
         dtype: Type of the served weights where the section names none.
-        model: The model.
-        gpu: Datasheet values of the GPU.
-        assumed: Assumptions about the GPU.
     """
     weights = engine_weights(model, cfg.tp, ELEMENT[cfg.precision or dtype])
     if isinstance(cfg, ServerConfig) and cfg.kv_cache_gib is not None:
@@ -73,12 +62,7 @@ def generating(cfg: AnyServerConfig, dtype: str, model: PlannedModel, gpu: Gpu, 
 
 
 def sleeping_bytes(cfg: RolloutConfig, assumed: Assumptions = ASSUMED) -> int:
-    """Return the bytes that a sleeping engine keeps on each GPU. vLLM always starts with --sleep-mode-offload-cudagraph.
-
-    Args:
-        cfg: Section `rollout`.
-        assumed: Assumptions about the engine.
-    """
+    """Return the bytes that a sleeping engine keeps on each GPU. vLLM always starts with --sleep-mode-offload-cudagraph."""
     size = assumed.asleep - (assumed.graphs if cfg.engine == "vllm" else 0)
     if "--enable-nccl-comm-suspend" in _extra_args(cfg.server) and cfg.server.tp > 1:
         size -= assumed.nccl

@@ -17,12 +17,7 @@ class EngineModel:
     """One inference server.
 
     Attributes:
-        model: The model.
-        machine: The GPU.
-        tp: GPUs of the server.
         cache: Bytes of KV cache and of states on each GPU.
-        sequences: Maximum number of concurrent sequences.
-        element: Bytes of a weight.
     """
 
     model: PlannedModel
@@ -33,12 +28,7 @@ class EngineModel:
     element: int = 2
 
     def step_seconds(self, active: float, context: float) -> float:
-        """Return the seconds of one decoding step, with one token per sequence.
-
-        Args:
-            active: Running sequences.
-            context: Their mean length in tokens.
-        """
+        """Return the seconds of one decoding step, with one token per sequence."""
         arch, assumed = self.model.arch, self.machine.assumed
         weights = touched_weights(arch, active) * self.element / self.tp
         state = sequence_state_bytes(arch, self.tp)  # read and written
@@ -57,11 +47,6 @@ class EngineModel:
 
         The samples of one prompt read it once. A sequence needs cache for its whole length when it begins; real engines begin
         some more and preempt them.
-
-        Args:
-            prompt: Tokens of each prompt.
-            prompts: Number of prompts.
-            responses: Tokens of each response.
         """
         arch = self.model.arch
         operations = prompts * (
@@ -99,12 +84,7 @@ def decode_operations(arch: Architecture) -> float:
 
 
 def touched_weights(arch: Architecture, active: float) -> float:
-    """Return the weights read for one token of each sequence: all dense weights, and only the experts that some token chose.
-
-    Args:
-        arch: Sizes of the model.
-        active: Running sequences.
-    """
+    """Return the weights read for one token of each sequence: all dense weights, and only the experts that some token chose."""
     dense = decode_operations(arch) / 2
     if arch.experts is None:
         return dense

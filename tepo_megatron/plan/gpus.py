@@ -16,8 +16,6 @@ class Gpu:
     """Datasheet values of a GPU.
 
     Attributes:
-        name: Name of the GPU.
-        memory: Bytes.
         memory_bandwidth: Bytes per second.
         peak: Element size in bytes -> dense operations per second (without sparsity).
         nvlink: Bytes per second in one direction.
@@ -49,8 +47,6 @@ class Assumptions:
     Attributes:
         matmul: Element size in bytes -> share of the peak in matrix products.
         attention: Share of the bf16 peak.
-        elementwise: Share of the memory bandwidth.
-        links: Share of the links' bandwidth.
         reserved: Bytes of the CUDA context, NCCL's buffers and the libraries' workspaces.
         fragmentation: Memory lost to fragmentation, as a share of the memory that every pass allocates again.
         asleep: Bytes that a sleeping engine keeps on each GPU: context, libraries, CUDA graphs, NCCL.

@@ -22,7 +22,6 @@ class JudgeLoad:
     """A judge that the run serves.
 
     Attributes:
-        name: Its key and model.
         gpus: Its GPUs, which no other part of the run uses.
         memory: Memory of each of them.
         seconds: From the first question of a step to the last verdict, if all responses were there at once and each verdict
@@ -44,14 +43,7 @@ class JudgeLoad:
 
 
 def judge_loads(reward: RewardConfig, responses: int, machine: MachineModel, work: Workload) -> Iterator[JudgeLoad]:
-    """Yield the judges whose sizes are known.
-
-    Args:
-        reward: Section of the config.
-        responses: Number of responses of a step.
-        machine: The GPU.
-        work: Lengths of prompts and responses.
-    """
+    """Yield the judges whose sizes are known."""
     for number, term in reward.judges.items():
         if (model := judge_model(term)) is None:
             continue
@@ -78,11 +70,7 @@ def judge_model(term: JudgeTermConfig) -> PlannedModel | None:
 
 
 def judge_lines(loads: list[JudgeLoad]) -> Iterator[str]:
-    """Yield a line for each judge.
-
-    Args:
-        loads: The judges.
-    """
+    """Yield a line for each judge."""
     for load in loads:
         parts = {name: size / GIB for name, size in load.memory.parts.items()}
         weights = parts["engine's weights"]

@@ -12,9 +12,7 @@ class ActivationTerm:
     """One kind of tensor that a layer keeps for backward, per token.
 
     Attributes:
-        what: Name of the tensor.
         module: Part of the layer that `recompute` would have to run again.
-        elements: Number of elements.
         size: Bytes per element. None: those of an activation.
         saved: Number of elements saved for backward, counted once per saving operation. None: `elements`.
     """

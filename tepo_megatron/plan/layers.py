@@ -12,7 +12,6 @@ class LayerKind:
     """A kind of layer.
 
     Attributes:
-        sparse: The layer has experts.
         linear: The layer has the gated delta rule in place of attention.
     """
 
@@ -27,7 +26,6 @@ def kinds_of(arch: Architecture, layers: Iterable[int] | None = None) -> Counter
     """Return the number of layers of each kind.
 
     Args:
-        arch: Sizes of the model.
         layers: Indices of layers in the whole model. None: all.
     """
     chosen = range(arch.num_layers) if layers is None else layers

@@ -15,12 +15,6 @@ def linear_terms(arch: Architecture, parallel: ParallelConfig, fused: bool, sequ
     """Return the terms of one layer between its input projection and its output projection, for one token of a rank.
 
     Context-parallel ranks have a part of the heads for all tokens, which is as much.
-
-    Args:
-        arch: Sizes of the model.
-        parallel: The mesh.
-        fused: Whether FLA and causal-conv1d compute it.
-        sequence: Tokens of a sequence. Its last chunk is padded by half a chunk on average.
     """
     linear, tp = _linear(arch), parallel.tp
     heads, key_heads = linear.value_heads / tp, linear.key_heads / tp
@@ -81,10 +75,6 @@ def moved_elements(arch: Architecture, tp: int) -> float:
 
     The convolution and the norms of queries and keys read and write once; the rule reads its inputs and writes its output; the
     gated norm reads two tensors and writes one.
-
-    Args:
-        arch: Sizes of the model.
-        tp: Tensor-parallel ranks.
     """
     linear = _linear(arch)
     keys, values = linear.value_heads * linear.key_dim, linear.value_heads * linear.value_dim
@@ -97,7 +87,6 @@ def sequence_state_bytes(arch: Architecture, tp: int, element: int = 2) -> float
     The state of the rule is fp32 (`mamba_ssm_dtype` in config.json), and that of the convolution has the model's type.
 
     Args:
-        arch: Sizes of the model.
         tp, element: GPUs of the engine, and bytes of an element of the model.
     """
     if arch.linear_attention is None:

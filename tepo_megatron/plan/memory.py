@@ -33,9 +33,7 @@ def state_bytes(held: HeldElements, precision: str, adam: OptimizerFields = _ADA
     moments FusedAdam always keeps masters: for bf16 weights the 16 bits that these lack, for fp32 weights a copy.
 
     Args:
-        held: Elements that the rank holds.
         precision: Type of the weights, fp32 or bf16.
-        adam: Sets the types of the moments and the offloaded share.
     """
     return {
         "weights": held.buffer * ELEMENT[precision],
@@ -53,11 +51,7 @@ def _kept_of_an_element(precision: str, adam: OptimizerFields) -> tuple[int, ...
 
 
 def offload_bytes(held: HeldElements, precision: str, adam: OptimizerFields = _ADAM) -> int:
-    """Return the host memory of one rank's weights and optimizer while the engine has its GPU (`actor/offload.py`).
-
-    Args:
-        held, precision, adam: As in `state_bytes`.
-    """
+    """Return the host memory of one rank's weights and optimizer while the engine has its GPU (`actor/offload.py`)."""
     weights = arena_bytes([n * ELEMENT[precision] for n in held.buffers])
     each = _kept_of_an_element(precision, adam)
     return weights + arena_bytes([n * size for n in held.shards for size in each])
@@ -67,9 +61,6 @@ def checkpoint_bytes(held: HeldElements, precision: str) -> int:
     """Return the maximum bytes that one rank writes of a checkpoint: weight, master and both moments of each owned element.
 
     Weights that several ranks hold, such as norms, are written by only one of them.
-
-    Args:
-        held, precision: As in `state_bytes`.
     """
     return held.owned * (ELEMENT[precision] + sum(_kept_of_an_element(precision, _ADAM)))
 
@@ -80,12 +71,10 @@ class TrainerMemory:
 
     Attributes:
         model: The model and its way of computing.
-        parallel: The mesh.
         training: Tokens of a microbatch, and offloading.
         precision: Types of the weights (`model.precision`).
         adam: Types of the moments, and the offloaded share.
         bf16_layers: Numbers of first and of last layers that stay in bf16 in an FP8 model.
-        sequence_tokens: Maximum tokens of a sequence.
         teacher: The loss has the exact KL to a teacher.
     """
 
@@ -100,12 +89,7 @@ class TrainerMemory:
 
     @classmethod
     def of(cls, cfg: Config, model: PlannedModel) -> "TrainerMemory":
-        """Return the inputs for a config.
-
-        Args:
-            cfg: The config.
-            model: Its model.
-        """
+        """Return the inputs for a config."""
         fields = cfg.megatron
         optimizer, ends = fields.known_optimizer, fields.bf16_layers
         exact = teacher.has_teacher(cfg.objective)
@@ -117,12 +101,7 @@ class TrainerMemory:
         return MemoryState("train", max(found, key=lambda parts: sum(parts.values())))
 
     def held(self, rank: int, dp_cp_rank: int = 0) -> HeldElements:
-        """Return the elements that a rank holds.
-
-        Args:
-            rank: Pipeline rank.
-            dp_cp_rank: Rank in dp x cp.
-        """
+        """Return the elements that a rank holds."""
         return parameters.held(self.model.family.rows, self.model.arch, self.parallel, rank, dp_cp_rank)
 
     def kept(self, rank: int) -> SavedActivations:
@@ -212,15 +191,7 @@ def _in_passing(model: PlannedModel, parallel: ParallelConfig, tokens: int) -> f
 def states(
     trainer: TrainerMemory, rollout: RolloutConfig, sync: SyncConfig, gpu: Gpu, assumed: Assumptions = ASSUMED
 ) -> list[MemoryState]:
-    """Return all states that must fit, for the mesh and for the placement of trainer and engine.
-
-    Args:
-        trainer: The trainer.
-        rollout: Sets the engine, and whether it shares the trainer's GPUs.
-        sync: Sets the buckets in which weights are sent.
-        gpu: Datasheet values of the GPU.
-        assumed: Assumptions about the GPU.
-    """
+    """Return all states that must fit, for the mesh and for the placement of trainer and engine."""
     train = trainer.state(assumed)
     generate = generating(rollout.server, trainer.precision.dtype, trainer.model, gpu, assumed)
     buckets = {"sync buckets": sync.bucket_mib * MIB * (2 if sync.transport.type == "group" else 1)}
@@ -243,7 +214,6 @@ def host_bytes(cfg: Config, model: PlannedModel, response: int | None = None) ->
     All but the optimizer's share is page-locked. Its arenas and stacks have the sizes that `host_sizes` computes.
 
     Args:
-        cfg, model: The config and its model.
         response: Mean tokens of a response. None: rollout.max_response_tokens.
     """
     tp, whole = cfg.parallel.tp, cfg.parallel.dp * cfg.parallel.cp

@@ -6,11 +6,7 @@ from tepo_megatron.plan.judges import judge_model
 
 
 def omissions(reward: RewardConfig, rollout: RolloutConfig) -> list[str]:
-    """Return a line for each part of a run that the figures of a plan leave out.
-
-    Args:
-        reward, rollout: Sections of the config.
-    """
+    """Return a line for each part of a run that the figures of a plan leave out."""
     found = []
     for number, term in enumerate(reward.terms):
         if isinstance(term, JudgeTermConfig) and judge_model(term) is None:

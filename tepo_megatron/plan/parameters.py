@@ -49,8 +49,6 @@ class Parameter:
     """One parameter on one tensor-parallel rank.
 
     Attributes:
-        name: Megatron's name.
-        elements: Elements on the rank.
         expert: True for a parameter of an expert, if experts are spread over ranks.
         alone: True if it has a bucket of its own.
     """
@@ -66,7 +64,6 @@ class HeldElements:
     """Elements that one rank holds.
 
     Attributes:
-        parameters: Without padding.
         buffers: With padding, of each weight buffer, which is also the size of its gradient buffer.
         shards: Of each part of a parameter whose optimizer state the rank keeps.
     """
@@ -91,13 +88,7 @@ class HeldElements:
 
 @lru_cache(maxsize=8192)
 def stages(arch: Architecture, parallel: ParallelConfig, rank: int) -> list[ModelChunk]:
-    """Return the model chunks of a pipeline rank.
-
-    Args:
-        arch: Sizes of the model.
-        parallel: The mesh.
-        rank: Pipeline rank.
-    """
+    """Return the model chunks of a pipeline rank."""
     if parallel.vpp == 1:
         sizes = stage_layers(arch.num_layers, parallel.pp)
         start = sum(sizes[:rank])
@@ -109,13 +100,7 @@ def stages(arch: Architecture, parallel: ParallelConfig, rank: int) -> list[Mode
 
 
 def shape(row: WeightMapping, arch: Architecture, tp: int) -> tuple[int, ...]:
-    """Return the shape of a row's Megatron parameter on one tensor-parallel rank.
-
-    Args:
-        row: WeightMapping of the model's family.
-        arch: Sizes of the model.
-        tp: Tensor-parallel ranks.
-    """
+    """Return the shape of a row's Megatron parameter on one tensor-parallel rank."""
     qkv = ((1 + arch.attention_output_gate) * arch.num_heads + 2 * arch.num_query_groups) * arch.head_dim
     ffn = arch.experts.ffn_size if arch.experts is not None and _EXPERT in row.megatron else arch.ffn_size
     vocabulary = (padded_vocab_size(arch.vocab_size, tp), arch.hidden_size)
@@ -151,14 +136,7 @@ def shape(row: WeightMapping, arch: Architecture, tp: int) -> tuple[int, ...]:
 def chunk_parameters(
     rows_of: tuple[WeightMapping, ...], arch: Architecture, parallel: ParallelConfig, stage: ModelChunk
 ) -> Iterator[Parameter]:
-    """Yield the parameters of a model chunk on one rank, in the order of its modules.
-
-    Args:
-        rows_of: Rows of the model's family.
-        arch: Sizes of the model.
-        parallel: The mesh.
-        stage: The model chunk.
-    """
+    """Yield the parameters of a model chunk on one rank, in the order of its modules."""
     rows = {row: math.prod(shape(row, arch, parallel.tp)) for row in rows_of}
     of_layers = sorted((r for r in rows if "{layer}" in r.megatron), key=_place)
     by_name = {r.megatron: n for r, n in rows.items()}
@@ -185,14 +163,7 @@ def chunk_parameters(
 def rank_parameters(
     rows: tuple[WeightMapping, ...], arch: Architecture, parallel: ParallelConfig, pp_rank: int
 ) -> list[Parameter]:
-    """Return the parameters of all model chunks of a pipeline rank.
-
-    Args:
-        rows: Rows of the model's family.
-        arch: Sizes of the model.
-        parallel: The mesh.
-        pp_rank: Pipeline rank.
-    """
+    """Return the parameters of all model chunks of a pipeline rank."""
     return [p for stage in stages(arch, parallel, pp_rank) for p in chunk_parameters(rows, arch, parallel, stage)]
 
 
@@ -203,10 +174,6 @@ def held(
     """Return the elements that one rank holds.
 
     Args:
-        rows: Rows of the model's family.
-        arch: Sizes of the model.
-        parallel: The mesh.
-        pp_rank: Pipeline rank.
         dp_cp_rank: Rank among those that share gradients (context-parallel neighbours first). None: the one that owns most.
     """
     whole = parallel.dp * parallel.cp
@@ -229,15 +196,7 @@ def held(
 def linear_parameters(
     rows: tuple[WeightMapping, ...], arch: Architecture, parallel: ParallelConfig, pp_rank: int, ends: tuple[int, int] = (0, 0)
 ) -> int:
-    """Return the elements of a rank's weights that Transformer Engine's linear modules multiply with.
-
-    Args:
-        rows: Rows of the model's family.
-        arch: Sizes of the model.
-        parallel: The mesh.
-        pp_rank: Pipeline rank.
-        ends: Numbers of layers to leave out at the start and at the end of the model (`MegatronConfig.bf16_layers`).
-    """
+    """Return the elements of a rank's weights that Transformer Engine's linear modules multiply with."""
     total = 0
     for stage in stages(arch, parallel, pp_rank):
         layers = tuple(layer for layer in stage.layers if ends[0] <= layer < arch.num_layers - ends[1])
@@ -248,12 +207,7 @@ def linear_parameters(
 
 @lru_cache(maxsize=64)
 def total_parameters(rows: tuple[WeightMapping, ...], arch: Architecture) -> int:
-    """Return the parameters of the whole model, counting tied ones once and without vocabulary padding.
-
-    Args:
-        rows: Rows of the model's family.
-        arch: Sizes of the model.
-    """
+    """Return the parameters of the whole model, counting tied ones once and without vocabulary padding."""
     alone = ParallelConfig()
     padding = padded_vocab_size(arch.vocab_size, 1) - arch.vocab_size
     tables = 1 if arch.tied_embeddings else 2

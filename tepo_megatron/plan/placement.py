@@ -15,8 +15,6 @@ class Placement:
 
     Attributes:
         kind: "colocated" (rollout.colocate), or "disaggregated": the engine has GPUs of its own.
-        trainer: GPUs of the trainer.
-        engine: GPUs of the engine.
         here: True if the run's first rank starts the servers.
     """
 
@@ -53,12 +51,7 @@ class Placement:
 
 
 def placement_of(ranks: int, rollout: RolloutConfig) -> Placement:
-    """Return the placement of a run.
-
-    Args:
-        ranks: Number of ranks.
-        rollout: Sets the servers, and whether they share the ranks' GPUs.
-    """
+    """Return the placement of a run."""
     server = rollout.server
     engine = 0 if rollout.replay is not None else rollout.servers * server.tp
     kind: Kind = "colocated" if rollout.colocate else "disaggregated"

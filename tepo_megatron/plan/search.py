@@ -21,7 +21,6 @@ class LayoutCandidate:
     """The prediction for a config on one layout.
 
     Attributes:
-        cfg: The config.
         states: Memory in each state; empty if the layout is invalid.
         step: The predicted step, if requested and the layout fits.
         why: Reason why the layout is refused; empty if it fits.
@@ -54,7 +53,6 @@ class SearchResult:
     Attributes:
         best: Layouts that fit, fastest first.
         refused: Reason -> names of the layouts refused for it.
-        seen: Number of layouts tried.
     """
 
     best: list[LayoutCandidate]
@@ -63,12 +61,7 @@ class SearchResult:
 
 
 def judge(predictor: Predictor, *, timed: bool = True) -> LayoutCandidate:
-    """Return the prediction for one layout.
-
-    Args:
-        predictor: Predictor of the layout.
-        timed: Also predict the time of a step, if the layout fits.
-    """
+    """Return the prediction for one layout."""
     cfg, gpu, model = predictor.cfg, predictor.machine.gpu, predictor.model
     try:
         check_layout(model.arch, cfg.parallel)
@@ -94,10 +87,6 @@ def search(predictor: Predictor, gpus: int) -> SearchResult:
 
     A layout combines a mesh, the engine's tensor parallelism, the engine's number of GPUs (if it has its own), and the
     configured or twice the configured tokens per microbatch. Sequence parallelism is on wherever tp > 1.
-
-    Args:
-        predictor: Predictor of the given config.
-        gpus: Available GPUs.
     """
     best: list[LayoutCandidate] = []
     refused: dict[str, list[str]] = defaultdict(list)

@@ -103,10 +103,6 @@ class Predictor:
     """Predictor of the steps of one config on one kind of GPU.
 
     Attributes:
-        cfg: The config.
-        model: Its model.
-        machine: The GPU.
-        workload: Lengths of prompts and responses.
         measured: Correction by a recorded run. None: the assumptions alone.
         known: Cached results, which stay valid under `replace` with another config.
     """
@@ -124,13 +120,7 @@ class Predictor:
         return placement_of(self.cfg.parallel.world_size, self.cfg.rollout)
 
     def run(self, sequences: Sequence[int], max_tokens: int, *, backward: bool) -> PassPrediction:
-        """Return one pass. All sequences have the mean prompt, which the sequences of a group share.
-
-        Args:
-            sequences: Tokens of each sequence.
-            max_tokens: Maximum tokens of a microbatch.
-            backward: True for an update, False for a forward pass alone.
-        """
+        """Return one pass. All sequences have the mean prompt, which the sequences of a group share."""
         key = (self.cfg.parallel, len(sequences), max_tokens, backward)
         if key not in self.known:
             self.known[key] = self._run(sequences, max_tokens, backward)
@@ -225,21 +215,13 @@ class Predictor:
         return list(judge_loads(self.cfg.reward, responses, self.machine, self.workload))
 
     def teacher_seconds(self, minibatch: Sequence[int]) -> float:
-        """Return the seconds that the exact KL to the teacher adds to an update: a forward pass, and its logits once more.
-
-        Args:
-            minibatch: Tokens of each sequence.
-        """
+        """Return the seconds that the exact KL to the teacher adds to an update: a forward pass, and its logits once more."""
         visit = self.run(minibatch, self.cfg.training.max_tokens_per_microbatch, backward=False)
         rows = (sum(minibatch) - len(minibatch) * self.workload.prompt) / self.cfg.parallel.dp
         return visit.seconds + forward_output(self.model, self.cfg.parallel, self.machine, rows).total
 
     def gate_share(self, updates: int) -> float:
-        """Return the share of a step's tokens that the stale-weights gate compares in a separate pass.
-
-        Args:
-            updates: Optimizer steps per rollout batch.
-        """
+        """Return the share of a step's tokens that the stale-weights gate compares in a separate pass."""
         cfg = self.cfg
         passes = cfg.rollout.max_staleness > 0 or (cfg.training.old_logprobs == "rollout" and updates > 1)
         if not passes or cfg.sync.compared_tokens is None:
@@ -259,13 +241,7 @@ class Predictor:
         return self.known[key]
 
     def served_seconds(self, prompts: int, samples: int, work: Workload) -> float:
-        """Return the seconds until the slowest of equal servers has answered.
-
-        Args:
-            prompts: Prompts of all servers together.
-            samples: Samples per prompt.
-            work: Lengths of prompts and responses.
-        """
+        """Return the seconds until the slowest of equal servers has answered."""
         cfg = self.cfg
         server, each = cfg.rollout.server, -(-prompts // cfg.rollout.servers)
         at_once = min(server.concurrency * samples, self.machine.assumed.engine_sequences)

@@ -12,12 +12,7 @@ _SHOWN = 8
 
 
 def memory_lines(layout: LayoutCandidate, gpu: Gpu) -> Iterator[str]:
-    """Yield the memory table, with one column per state.
-
-    Args:
-        layout: A layout with states.
-        gpu: Datasheet values.
-    """
+    """Yield the memory table, with one column per state."""
     states = layout.states
     yield "memory of a GPU, GiB".ljust(28) + "".join(state.name.rjust(10) for state in states)
     for name in dict.fromkeys(name for state in states for name in state.parts):
@@ -27,13 +22,7 @@ def memory_lines(layout: LayoutCandidate, gpu: Gpu) -> Iterator[str]:
 
 
 def time_lines(step: StepPrediction, error: float, source: str = "others measured") -> Iterator[str]:
-    """Yield the seconds of each phase, and the throughput.
-
-    Args:
-        step: The predicted step.
-        error: `Assumptions.error`.
-        source: Who says what a step takes beyond its phases.
-    """
+    """Yield the seconds of each phase, and the throughput."""
     yield "a step, s"
     for name, seconds in step.phases.items():
         if seconds:
@@ -69,12 +58,7 @@ def run_lines(run: WholeRun) -> Iterator[str]:
 
 
 def search_lines(found: SearchResult, gpus: int) -> Iterator[str]:
-    """Yield the best layouts, and why the others are refused.
-
-    Args:
-        found: Result of the search.
-        gpus: Available GPUs.
-    """
+    """Yield the best layouts, and why the others are refused."""
     yield f"{found.seen} layouts of {gpus} GPUs, {len(found.best)} fit"
     if found.best:
         yield "  " + "layout".ljust(52) + "tokens/s".rjust(10) + "step, s".rjust(10) + "GiB".rjust(8)
@@ -87,14 +71,7 @@ def search_lines(found: SearchResult, gpus: int) -> Iterator[str]:
 
 
 def as_json(predictor: Predictor, layout: LayoutCandidate, found: SearchResult, gpus: int) -> dict[str, Any]:
-    """Return everything as JSON values, in bytes and seconds.
-
-    Args:
-        predictor: Predictor of the given config.
-        layout: Prediction for the given config.
-        found: Result of the search.
-        gpus: Available GPUs.
-    """
+    """Return everything as JSON values, in bytes and seconds."""
 
     def one(layout: LayoutCandidate) -> dict[str, Any]:
         out: dict[str, Any] = {"layout": layout.name, "fits": not layout.why, "why": layout.why}

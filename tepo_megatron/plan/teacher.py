@@ -14,25 +14,11 @@ def has_teacher(objective: ObjectiveConfig) -> bool:
 
 
 def device_bytes(arch: Architecture, parallel: ParallelConfig, rows: int, element: int) -> Mapping[str, float]:
-    """Return the memory of a rank of the last stage during an update: its output layer, and a microbatch's hidden states.
-
-    Args:
-        arch: Sizes of the model.
-        parallel: The mesh.
-        rows: Rows of a microbatch.
-        element: Bytes of a weight and of an activation.
-    """
+    """Return the memory of a rank of the last stage during an update: its output layer, and a microbatch's hidden states."""
     vocabulary = -(-arch.vocab_size // parallel.tp)
     return {"teacher": (vocabulary + rows) * arch.hidden_size * element}
 
 
 def hidden_bytes(arch: Architecture, parallel: ParallelConfig, rows: int, element: int) -> float:
-    """Return the host memory of a rank's hidden states of one update.
-
-    Args:
-        arch: Sizes of the model.
-        parallel: The mesh.
-        rows: Response tokens of all ranks.
-        element: Bytes of a number.
-    """
+    """Return the host memory of a rank's hidden states of one update."""
     return rows / parallel.dp / parallel.cp * arch.hidden_size * element

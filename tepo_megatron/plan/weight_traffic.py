@@ -46,16 +46,7 @@ class WeightTraffic:
 def weight_traffic(
     rows: tuple[WeightMapping, ...], arch: Architecture, tp: int, server_tp: int, element: int, slices: bool = False
 ) -> WeightTraffic:
-    """Return the bytes of a delivery, which are the same for all transports that send whole tensors.
-
-    Args:
-        rows: Rows of the model's family.
-        arch: Sizes of the model.
-        tp: Tensor-parallel ranks of the trainer.
-        server_tp: Tensor-parallel ranks of a server.
-        element: Bytes of a weight.
-        slices: Value of `sync.transport.slices`.
-    """
+    """Return the bytes of a delivery, which are the same for all transports that send whole tensors."""
     whole = gathered = arriving = held = 0.0
     for row, elements in _tensors(rows, arch):
         size = elements * element
@@ -132,7 +123,6 @@ def traffic_lines(traffic: WeightTraffic, sync: SyncConfig) -> Iterator[str]:
 
     Args:
         traffic: The bytes.
-        sync: Names the transport, and says whether copies are kept.
     """
     kind = sync.transport.type
     how = "arrive at each server rank" if kind == "group" else "lie in memory that each server rank maps"

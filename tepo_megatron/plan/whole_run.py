@@ -22,11 +22,8 @@ class WholeRun:
     """Numbers of events in a run, and their durations.
 
     Attributes:
-        steps: Number of steps.
         step: Seconds of a step.
-        evaluations: Number of evaluations.
         evaluation: Seconds of an evaluation.
-        checkpoints: Number of checkpoints.
         checkpoint: Seconds that training waits for a checkpoint.
         ending: Seconds after the last step.
         gpus: GPUs of trainer, engine and judges.
@@ -55,12 +52,7 @@ class WholeRun:
 
 
 def time_range(predicted: float, error: float) -> tuple[float, float]:
-    """Return (low, high), the range of real values for a prediction.
-
-    Args:
-        predicted: The prediction.
-        error: Maximum difference from the real value, as a share of the real value.
-    """
+    """Return (low, high), the range of real values for a prediction."""
     return predicted / (1 + error), predicted / (1 - error)
 
 
@@ -68,7 +60,6 @@ def whole_run(predictor: Predictor, step_seconds: float) -> WholeRun:
     """Return the prediction for the whole run.
 
     Args:
-        predictor: Predictor of the config.
         step_seconds: Seconds of a step.
     """
     cfg, assumed = predictor.cfg, predictor.machine.assumed
@@ -97,14 +88,7 @@ def _evaluations(rollout: RolloutConfig, every: int, steps: int) -> int:
 def asked(
     held_out: str | None, evaluation: EvaluationConfig, max_response_tokens: int, assumed: Assumptions = ASSUMED
 ) -> Iterator[tuple[int, int, int]]:
-    """Yield (problems, samples per problem, maximum response tokens) of each part of an evaluation, in order.
-
-    Args:
-        held_out: `data.eval`.
-        evaluation: Sets benchmarks, and the numbers of problems and samples.
-        max_response_tokens: Maximum response tokens on held-out problems.
-        assumed: Gives the problems of a `data.eval` of unknown size.
-    """
+    """Yield (problems, samples per problem, maximum response tokens) of each part of an evaluation, in order."""
     most = evaluation.max_problems
     if held_out is not None:
         sliced = SLICE.fullmatch(held_out)

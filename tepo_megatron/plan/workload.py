@@ -21,8 +21,6 @@ class Workload:
     """Lengths of a step's prompts and responses.
 
     Attributes:
-        prompt: Tokens of every prompt.
-        response: Mean tokens of a response.
         longest: Maximum tokens of a response; truncated responses have this length.
         dropped: Share of the groups that are entirely right or entirely wrong, which are not learned from.
     """
@@ -37,7 +35,6 @@ class Workload:
         """Return the workload of a config.
 
         Args:
-            cfg: The config.
             prompt: Tokens of every prompt. None: an eighth of data.max_prompt_tokens.
             response: Mean tokens of a response. None: a quarter of the longest response.
             dropped: Share of dropped groups, if `rollout.filter_uniform_groups` drops any. None: `Assumptions.uniform_groups`.
@@ -53,10 +50,6 @@ class Workload:
         """Return the number of prompts in each sampling round of a step, and the number of groups that are learned from.
 
         Each round samples for the missing groups, and `rollout.max_generation_rounds` limits the rounds.
-
-        Args:
-            rollout: Sets the number of prompts and of rounds.
-            objective: Sets whether the method samples dynamically.
         """
         wanted = rollout.prompts_per_step
         asked: list[int] = []
@@ -78,12 +71,7 @@ class Workload:
 
 
 def max_generation_rounds(rollout: RolloutConfig, objective: ObjectiveConfig) -> int:
-    """Return `rollout.max_generation_rounds`, resolved like in `method.resolve`, which needs torch.
-
-    Args:
-        rollout: May give the number.
-        objective: Gives the default.
-    """
+    """Return `rollout.max_generation_rounds`, resolved like in `method.resolve`, which needs torch."""
     if rollout.max_generation_rounds is not None:
         return rollout.max_generation_rounds
     return DYNAMIC_SAMPLING_ROUNDS if objective.name == "dapo" else 1
@@ -92,16 +80,7 @@ def max_generation_rounds(rollout: RolloutConfig, objective: ObjectiveConfig) ->
 def prefix_groups_of(
     training: TrainingConfig, platform: str, samples: int, prompt: int, count: int, alignment: Alignment
 ) -> PrefixGroups | None:
-    """Return the shared prompts of some sequences, group after group; None if the run shares none.
-
-    Args:
-        training: Its `share_prompts`.
-        platform: "cpu" or "cuda".
-        samples: Sequences of a group.
-        prompt: Tokens of every prompt.
-        count: Number of sequences.
-        alignment: Alignment of packed sequences.
-    """
+    """Return the shared prompts of some sequences, group after group; None if the run shares none."""
     if not training.shares_prompts(platform):
         return None
     groups = [i // samples for i in range(count)]

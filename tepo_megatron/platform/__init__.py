@@ -22,7 +22,6 @@ class Platform:
 
     Attributes:
         name: the config's `platform`, which is also the device type.
-        backend: backend of torch.distributed.
         host_backend: backend of a group for objects on the host.
         shares_device: whether every rank of a machine uses GPU 0 (`staged_gloo.py`).
     """
@@ -48,11 +47,6 @@ def activate(name: PlatformName, *, transformer_engine: bool = False) -> Platfor
 
     `cpu` imports Megatron-Core (about 3 s); `cuda` imports nothing. With TEPO_STAGED_GLOO=1 in the environment, collectives go
     through host memory and the ranks of `cuda` share GPU 0 (`staged_gloo.py`, for tests).
-
-    Args:
-        name: the platform.
-        transformer_engine: for `cpu`, let Megatron-Core find Transformer Engine and Apex if they are installed. Only tests of
-            their Python code need that (tests/transformer_engine), because their kernels need a GPU.
 
     Raises:
         ConfigError: PyTorch sees no GPU under `cuda`.

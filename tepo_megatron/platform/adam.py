@@ -28,17 +28,7 @@ class HostAdam(torch.optim.Optimizer):
         adam_w_mode: bool = True,
         capturable: bool = False,
     ) -> None:
-        """Take the arguments that Megatron passes.
-
-        Args:
-            params: parameters or parameter groups.
-            lr: learning rate.
-            betas: decay rates of both moments.
-            eps: added to the square root of the second moment.
-            weight_decay: coefficient of the weight decay.
-            adam_w_mode: whether the weight decay is decoupled; if not, it is L2 regularisation.
-            capturable: for CUDA graphs (Megatron 0.17 and later); has no effect.
-        """
+        """Take the arguments that Megatron passes."""
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self.adam_w_mode = adam_w_mode
 

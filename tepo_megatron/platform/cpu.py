@@ -22,9 +22,6 @@ def install(transformer_engine: bool = False) -> None:
     """Redirect `torch.cuda` to the CPU, then import Megatron-Core.
 
     Call it once per process, before anything of `megatron.core` is imported.
-
-    Args:
-        transformer_engine: leave Transformer Engine and Apex visible, and Megatron-Core's choice of Adam as it is.
     """
     hide_gpus()
     tensors.redirect_factories()

@@ -130,7 +130,6 @@ class _Stack:
 
         Args:
             size: least number of bytes of the block.
-            device: where the tensors come from; the memory is page-locked for a GPU.
         """
         self.restart()
         self._spare = []
@@ -143,7 +142,6 @@ class _Stack:
 
         Args:
             size: bytes of the piece.
-            device: where the tensor comes from; the memory is page-locked for a GPU.
         """
         start, self.used = self.used, self.used + starts([size])[-1]
         if self._memory is not None and self.used <= len(self._memory):

@@ -76,9 +76,6 @@ def everything(tensor: Tensor) -> bool:
 def install(staged: Staged = off_host) -> None:
     """Replace the collectives in torch.distributed by staged ones, once per process.
 
-    Args:
-        staged: which tensors go through host memory. A call without such a tensor is left as it is.
-
     Raises RuntimeError when Megatron-Core is already imported, because its modules keep references to the plain collectives.
     """
     if "megatron.core" in sys.modules:

@@ -35,10 +35,6 @@ def write_report(run_dir: Path) -> Path:
 def write_comparison(run_dirs: Sequence[Path], page: Path) -> Path:
     """Write a page that compares several runs, with each run below; return its path.
 
-    Args:
-        run_dirs: Folders of the runs; the first run is the baseline.
-        page: File to write.
-
     Raises:
         DataError: As `write_report`.
         ConfigError: As `write_report`, or a run is named twice.
@@ -51,10 +47,6 @@ def write_comparison(run_dirs: Sequence[Path], page: Path) -> Path:
 
 def write_page(page: Path, text: str) -> Path:
     """Replace `page` atomically; return its path.
-
-    Args:
-        page: File to write.
-        text: HTML.
 
     Raises:
         ConfigError: The file cannot be written.

@@ -86,13 +86,7 @@ def read_benchmarks(run: RunRecord) -> BenchmarkPanel:
 
 
 def over_steps(figure: Figure, cell: SubplotSpec, scores: Scores) -> None:
-    """Draw a line with standard errors for each benchmark.
-
-    Args:
-        figure: Figure to draw into.
-        cell: Cell of its grid.
-        scores: Accuracy and standard error by step and benchmark.
-    """
+    """Draw a line with standard errors for each benchmark."""
     axis: Any = stacked(figure, cell, "Benchmarks, avg@k", 1)[0]
     names = dict.fromkeys(itertools.chain.from_iterable(scores.values()))
     for name, color in zip(names, itertools.cycle(_COLORS), strict=False):

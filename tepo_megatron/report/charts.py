@@ -31,7 +31,6 @@ class Chart:
     """One chart of a page.
 
     Attributes:
-        title: Heading.
         caption: Sentence on how to read the chart.
         svg: SVG markup made by this package, inserted into the page unescaped.
         axes: Values that the page lists at the pointer (`svg.listed`).
@@ -93,22 +92,12 @@ def chart(drawn: PanelChart) -> Chart:
 
 
 def sections(run: RunRecord, prefix: str) -> list[ChartSection]:
-    """Draw the charts of one run.
-
-    Args:
-        run: Run to draw.
-        prefix: Prefix of the charts' names, different for each run of a page.
-    """
+    """Draw the charts of one run."""
     return [ChartSection(section.name, list(map(chart, section.charts))) for section in panel_sections(run, prefix)]
 
 
 def panel_sections(run: RunRecord, prefix: str) -> list[PanelSection]:
-    """Return the charts of one run without drawing them.
-
-    Args:
-        run: The run.
-        prefix: Prefix of the charts' names, different for each run of a page.
-    """
+    """Return the charts of one run without drawing them."""
     curves, evaluations = run.curves, [] if run.summary is None else run.summary.evaluations
 
     def draw(panel: Callable[..., None], caption: str, *others: Any) -> PanelChart:

@@ -39,7 +39,6 @@ class RunComparison:
     Attributes:
         charts: One chart per quantity, with a curve per run.
         headings: Column headings of the table of final figures.
-        rows: Rows of that table.
         evaluation: Chart of the runs' last evaluations, or None.
         differences: (run, paired difference of its evaluation to the first run's, in words).
         settings: Rows (key, value in each run) of the settings that are not the same in all runs.
@@ -65,12 +64,7 @@ def color(place: int) -> str:
 
 
 def compare(runs: Mapping[str, RunRecord], evaluated: Sequence[HeldOut]) -> RunComparison:
-    """Compare runs; the first is the baseline.
-
-    Args:
-        runs: Runs by name.
-        evaluated: Their evaluations, in the same order.
-    """
+    """Compare runs; the first is the baseline."""
     records = list(runs.values())
     shown = [quantity for quantity in QUANTITIES if any(quantity.key in run.curves for run in records)]
     rows = [_figures(quantity, records) for quantity in shown]

@@ -53,14 +53,7 @@ class Curves:
 
 
 def stacked(figure: Figure, cell: SubplotSpec, title: str, rows: int) -> list[Any]:
-    """Return axes stacked vertically in one cell of a grid, under one title.
-
-    Args:
-        figure: Figure of the grid.
-        cell: Cell of the grid.
-        title: Title above the first axes.
-        rows: Number of axes.
-    """
+    """Return axes stacked vertically in one cell of a grid, under one title."""
     grid = cell.subgridspec(rows, 1, hspace=0.38)
     axes = [figure.add_subplot(grid[row]) for row in range(rows)]
     axes[0].set_title(title)
@@ -70,42 +63,19 @@ def stacked(figure: Figure, cell: SubplotSpec, title: str, rows: int) -> list[An
 
 
 def line(axis: Any, curves: Curves, values: np.ndarray, color: str, label: str) -> None:
-    """Draw a curve, and mark its points if there are at most 60.
-
-    Args:
-        axis: Axes to draw on.
-        curves: Records that give the steps.
-        values: Value per step; NaN leaves a gap.
-        color: Colour of the line.
-        label: Text of the legend.
-    """
+    """Draw a curve, and mark its points if there are at most 60."""
     axis.plot(curves.steps, values, color=color, marker="o" if len(values) <= 60 else "", ms=3, label=label)
 
 
 def band(axis: Any, curves: Curves, low: np.ndarray, high: np.ndarray, color: str, label: str) -> None:
-    """Draw the area between two curves, and its edges, whose gid is the label.
-
-    Args:
-        axis: Axes to draw on.
-        curves: Records that give the steps.
-        low: Lower edge, one value per step.
-        high: Upper edge, one value per step.
-        color: Colour of the area.
-        label: Text of the legend.
-    """
+    """Draw the area between two curves, and its edges, whose gid is the label."""
     axis.fill_between(curves.steps, low, high, color=color, alpha=0.2, lw=0, label=label)
     for edge in (low, high):
         axis.plot(curves.steps, edge, color=color, alpha=0.35, lw=0.7, gid=label)
 
 
 def stack(axis: Any, curves: Curves, layers: Sequence[tuple[str, np.ndarray, str]]) -> None:
-    """Draw stacked bars, one per step.
-
-    Args:
-        axis: Axes to draw on.
-        curves: Records that give the steps.
-        layers: (label, height per step, colour) of each layer, from the bottom up.
-    """
+    """Draw stacked bars, one per step."""
     middles = (curves.steps[:-1] + curves.steps[1:]) / 2
     edges = np.concatenate(([curves.steps[0] - 0.5], middles, [curves.steps[-1] + 0.5]))
     bottom = np.zeros_like(curves.steps)
@@ -115,36 +85,20 @@ def stack(axis: Any, curves: Curves, layers: Sequence[tuple[str, np.ndarray, str
 
 
 def steps_along(axis: Any, last: float) -> None:
-    """Set the horizontal axis to whole steps from 0 to `last`.
-
-    Args:
-        axis: Axes to change.
-        last: Last step.
-    """
+    """Set the horizontal axis to whole steps from 0 to `last`."""
     axis.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8, steps=(1, 2, 5, 10)))
     axis.set_xlim(-0.015 * last, 0.5 + 1.015 * last)
 
 
 def from_zero(axis: Any, at_least: float = 0.0) -> None:
-    """Let the vertical axis range from 0 to a little above the data.
-
-    Args:
-        axis: Axes to change.
-        at_least: Least upper end of the range.
-    """
+    """Let the vertical axis range from 0 to a little above the data."""
     top = axis.dataLim.ymax
     top = 1.1 * top if math.isfinite(top) and top > 0 else 0.0
     axis.set_ylim(0, max(top, at_least) or 1)
 
 
 def symmetric_log(axes: Sequence[Any], linear: float, extreme: float) -> None:
-    """Give all `axes` one scale: linear within +-`linear`, logarithmic beyond, with at most two ticks per side.
-
-    Args:
-        axes: Axes to change.
-        linear: End of the linear range, positive.
-        extreme: End of the whole range, positive.
-    """
+    """Give all `axes` one scale: linear within +-`linear`, logarithmic beyond, with at most two ticks per side."""
     least, most = math.ceil(math.log10(linear) - 1e-9), math.floor(math.log10(extreme) + 1e-9)
     powers = [10.0**power for power in range(most, least - 1, -max(1, math.ceil((most - least + 1) / 2)))]
     for axis in axes:

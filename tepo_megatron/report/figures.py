@@ -16,8 +16,6 @@ class Quantity:
     """A metric of metrics.jsonl with a readable name.
 
     Attributes:
-        label: Readable name with unit.
-        key: Key in metrics.jsonl.
         percent: The metric is a share, to be shown in percent.
         sparse: Only some steps measure it; its curve joins them.
     """
@@ -28,12 +26,7 @@ class Quantity:
     sparse: bool = False
 
     def format(self, value: float, sign: str = "") -> str:
-        """Return a value as a table cell.
-
-        Args:
-            value: Value; NaN gives a dash.
-            sign: "+" for differences. Differences of shares are in percentage points.
-        """
+        """Return a value as a table cell."""
         if not math.isfinite(value):
             return NOTHING
         if self.percent:

@@ -8,12 +8,7 @@ from tepo_megatron.utils.run_lock import RunLock
 
 
 def print_results(folder: Path, steps: int) -> None:
-    """Print the results of a finished run; write its page and picture if it was killed before it did.
-
-    Args:
-        folder: Folder of the run.
-        steps: `training.steps` of the config that was given now.
-    """
+    """Print the results of a finished run; write its page and picture if it was killed before it did."""
     names = ("summary.json", "report.html", "report.png", "hf")
     if not (folder / "report.png").exists():  # a run removes the picture before it writes its summary
         from tepo_megatron.report import write_report

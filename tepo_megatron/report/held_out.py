@@ -25,7 +25,6 @@ class ScoreChange:
     """Paired difference of two evaluations of the same problems, in percentage points.
 
     Attributes:
-        mean: Mean difference.
         interval: 95 % interval over problems; None for one problem.
         better: Number of problems that score higher.
         worse: Number of problems that score lower.
@@ -76,7 +75,6 @@ class HeldOut:
     Attributes:
         accuracies: (step, accuracy with standard error), in words.
         change: Change from before to after the run; None without scores of both.
-        changed: Problems whose scores changed most.
         after: Problem -> score after the run, for comparisons with other runs.
         notes: Sentences on faults of the file of scores.
     """
@@ -89,12 +87,7 @@ class HeldOut:
 
 
 def change(scores: Mapping[int, float], baseline: Mapping[int, float]) -> ScoreChange | None:
-    """Return scores - baseline, problem by problem; None if they are not of the same problems, or of none.
-
-    Args:
-        scores: Problem -> score.
-        baseline: Problem -> score.
-    """
+    """Return scores - baseline, problem by problem; None if they are not of the same problems, or of none."""
     if not scores or scores.keys() != baseline.keys():
         return None
     from tepo_megatron.evaluation.statistics import difference  # imports torch, which a run without evaluations does not need
@@ -122,13 +115,7 @@ def read_held_out(run: RunRecord) -> HeldOut:
 
 
 def accuracies(figure: Figure, cell: SubplotSpec, found: Sequence[tuple[str, float, float, str]]) -> None:
-    """Draw accuracies with 95 % intervals, from top to bottom.
-
-    Args:
-        figure: Figure to draw into.
-        cell: Cell of its grid.
-        found: (label, accuracy, standard error, colour) of each.
-    """
+    """Draw accuracies with 95 % intervals, from top to bottom."""
     axis: Any = stacked(figure, cell, "Accuracy on held-out problems", 1)[0]
     for place, (label, mean, error, color) in enumerate(found):
         bars = [[min(_HALF * error, mean)], [min(_HALF * error, 1 - mean)]]  # an accuracy lies in [0, 1]

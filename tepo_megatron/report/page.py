@@ -26,21 +26,12 @@ class RunView:
     """Contents of the page for one run.
 
     Attributes:
-        name: Name of the run.
-        anchor: HTML anchor of the run.
-        color: CSS colour of the run.
         facts: Circumstances of the run, in a few words each.
         fine_tuned: Whether it has neither samples nor evaluations: a run of `tepo sft`.
-        safety: Checks of the run's settings.
         notes: Sentences on faults of its records.
-        sections: Charts by section.
         contents: (heading, anchor) of each entry of the table of contents.
-        held_out: Evaluations on held-out problems.
         evaluation: Chart of these, None without any.
-        benchmarks: Benchmark results.
         over_steps: Chart of these, None without any.
-        samples: Samples to read.
-        tokens: Audited tokens.
         table: Rows of the table of figures.
         config: Config of the run as YAML.
     """

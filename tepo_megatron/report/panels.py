@@ -24,14 +24,7 @@ PHASES_AHEAD = (("wait", draw.BLUE), *PHASES[2:])
 
 
 def learning(figure: Figure, cell: SubplotSpec, curves: Curves, evaluations: Sequence[tuple[float, float, float]]) -> None:
-    """Draw reward and accuracy.
-
-    Args:
-        figure: Figure to draw into.
-        cell: Cell of its grid.
-        curves: Records of the run.
-        evaluations: (step, accuracy, standard error) of each evaluation.
-    """
+    """Draw reward and accuracy."""
     (axis,) = draw.stacked(figure, cell, "Reward and accuracy", 1)
     reward, accuracy = curves["reward/mean"], curves["accuracy/mean"]
     if np.array_equal(reward, accuracy, equal_nan=True):
@@ -47,13 +40,7 @@ def learning(figure: Figure, cell: SubplotSpec, curves: Curves, evaluations: Seq
 
 
 def cross_entropy(figure: Figure, cell: SubplotSpec, curves: Curves) -> None:
-    """Draw the loss of fine-tuning, and that of the held-out conversations at the updates that measured it.
-
-    Args:
-        figure: Figure to draw into.
-        cell: Cell of its grid.
-        curves: Records of the run.
-    """
+    """Draw the loss of fine-tuning, and that of the held-out conversations at the updates that measured it."""
     (axis,) = draw.stacked(figure, cell, "Cross-entropy, nats per token", 1)
     draw.line(axis, curves, curves["sft/loss"], draw.BLUE, "conversations of the update")
     if "sft/eval_loss" in curves:
@@ -63,13 +50,7 @@ def cross_entropy(figure: Figure, cell: SubplotSpec, curves: Curves) -> None:
 
 
 def gradients(figure: Figure, cell: SubplotSpec, curves: Curves) -> None:
-    """Draw the gradient norm and the tokens of each update of fine-tuning.
-
-    Args:
-        figure: Figure to draw into.
-        cell: Cell of its grid.
-        curves: Records of the run.
-    """
+    """Draw the gradient norm and the tokens of each update of fine-tuning."""
     top, bottom = draw.stacked(figure, cell, "Gradient norm and tokens of an update", 2)
     draw.line(top, curves, curves["actor/grad_norm"], draw.ORANGE, "gradient norm before clipping")
     draw.line(bottom, curves, curves["sft/learned_tokens"], draw.BLUE, "tokens that are learned")
@@ -79,13 +60,7 @@ def gradients(figure: Figure, cell: SubplotSpec, curves: Curves) -> None:
 
 
 def entropy(figure: Figure, cell: SubplotSpec, curves: Curves) -> None:
-    """Draw the entropy and, if there is a reference policy, the KL to it: per token in the loss, per response in the reward.
-
-    Args:
-        figure: Figure to draw into.
-        cell: Cell of its grid.
-        curves: Records of the run.
-    """
+    """Draw the entropy and, if there is a reference policy, the KL to it: per token in the loss, per response in the reward."""
     units = {"loss/ref_kl": "nats per token", "reward/ref_kl": "nats per response"}
     measured = [key for key in units if key in curves]
     top, *rest = draw.stacked(figure, cell, "Entropy and KL to the reference" if measured else "Entropy", 1 + len(measured))
@@ -98,13 +73,7 @@ def entropy(figure: Figure, cell: SubplotSpec, curves: Curves) -> None:
 
 
 def ratio(figure: Figure, cell: SubplotSpec, curves: Curves) -> None:
-    """Draw the importance ratio w, the geometric mean of a sequence's token ratios: median, 1st and 99th percentile.
-
-    Args:
-        figure: Figure to draw into.
-        cell: Cell of its grid.
-        curves: Records of the run.
-    """
+    """Draw the importance ratio w, the geometric mean of a sequence's token ratios: median, 1st and 99th percentile."""
     (axis,) = draw.stacked(figure, cell, "Ratio w to the old policy", 1)
     draw.line(axis, curves, curves["tepo/ratio_p50"], draw.GREEN, "median")
     draw.band(axis, curves, curves["tepo/ratio_p01"], curves["tepo/ratio_p99"], draw.GREEN, "1st to 99th percentile")
@@ -113,13 +82,7 @@ def ratio(figure: Figure, cell: SubplotSpec, curves: Curves) -> None:
 
 
 def entropy_change(figure: Figure, cell: SubplotSpec, curves: Curves) -> None:
-    """Draw dH = H - H_old on one scale, for A > 0 above and A < 0 below. Values within the grey area are rounding noise.
-
-    Args:
-        figure: Figure to draw into.
-        cell: Cell of its grid.
-        curves: Records of the run.
-    """
+    """Draw dH = H - H_old on one scale, for A > 0 above and A < 0 below. Values within the grey area are rounding noise."""
     axes = draw.stacked(figure, cell, "Entropy change dH by sign of A, nats", 2)
     floor = curves.between("tepo/entropy_noise_floor")
     magnitudes = [0.0]
@@ -141,13 +104,7 @@ def entropy_change(figure: Figure, cell: SubplotSpec, curves: Curves) -> None:
 
 
 def token_shares(figure: Figure, cell: SubplotSpec, curves: Curves) -> None:
-    """Draw the share of tokens under the KL penalty and, if there is a weighting, of those that it affects.
-
-    Args:
-        figure: Figure to draw into.
-        cell: Cell of its grid.
-        curves: Records of the run.
-    """
+    """Draw the share of tokens under the KL penalty and, if there is a weighting, of those that it affects."""
     weighted = "weighting/affected_share" in curves
     top, *rest = draw.stacked(figure, cell, "KL mask and weighting" if weighted else "KL mask", 2 if weighted else 1)
     share = curves["tepo/kl_mask_share"]
@@ -164,13 +121,7 @@ def token_shares(figure: Figure, cell: SubplotSpec, curves: Curves) -> None:
 
 
 def constraints(figure: Figure, cell: SubplotSpec, curves: Curves) -> None:
-    """Draw the share of tokens whose ratio is clipped, and the KL term.
-
-    Args:
-        figure: Figure to draw into.
-        cell: Cell of its grid.
-        curves: Records of the run.
-    """
+    """Draw the share of tokens whose ratio is clipped, and the KL term."""
     top, bottom = draw.stacked(figure, cell, "Clipping and KL term", 2)
     draw.line(top, curves, curves["loss/clip_fraction_high"], draw.RED, "tokens clipped: upper bound")
     draw.line(top, curves, curves["loss/clip_fraction_low"], draw.BLUE, "lower bound")
@@ -185,13 +136,7 @@ def constraints(figure: Figure, cell: SubplotSpec, curves: Curves) -> None:
 
 
 def updates(figure: Figure, cell: SubplotSpec, curves: Curves) -> None:
-    """Draw gradient norm and response length.
-
-    Args:
-        figure: Figure to draw into.
-        cell: Cell of its grid.
-        curves: Records of the run.
-    """
+    """Draw gradient norm and response length."""
     top, bottom = draw.stacked(figure, cell, "Gradient norm and response length", 2)
     draw.line(top, curves, curves["actor/grad_norm"], draw.ORANGE, "gradient norm before clipping")
     draw.from_zero(top)
@@ -200,13 +145,7 @@ def updates(figure: Figure, cell: SubplotSpec, curves: Curves) -> None:
 
 
 def sampling(figure: Figure, cell: SubplotSpec, curves: Curves) -> None:
-    """Draw how many groups were sampled and trained on, and the share of responses that hit the length limit.
-
-    Args:
-        figure: Figure to draw into.
-        cell: Cell of its grid.
-        curves: Records of the run.
-    """
+    """Draw how many groups were sampled and trained on, and the share of responses that hit the length limit."""
     top, bottom = draw.stacked(figure, cell, "Groups and truncated responses", 2)
     if "rollout/sampled_groups" in curves:
         draw.line(top, curves, curves["rollout/sampled_groups"], draw.MUTED, "groups sampled")
@@ -219,13 +158,7 @@ def sampling(figure: Figure, cell: SubplotSpec, curves: Curves) -> None:
 
 
 def lost(figure: Figure, cell: SubplotSpec, curves: Curves) -> None:
-    """Draw the samples that steps lost, by what went wrong with their function.
-
-    Args:
-        figure: Figure to draw into.
-        cell: Cell of its grid.
-        curves: Records of the run.
-    """
+    """Draw the samples that steps lost, by what went wrong with their function."""
     (axis,) = draw.stacked(figure, cell, "Lost samples of a step", 1)
     for kind, color in LOSSES.items():
         draw.line(axis, curves, curves[f"rollout/samples_{kind}"], color, kind.replace("_", " "))
@@ -237,9 +170,6 @@ def mismatch(figure: Figure, cell: SubplotSpec, curves: Curves, gated: bool) -> 
     """Draw the log-prob difference between engine and actor and, if present, the weight that corrects for it.
 
     Args:
-        figure: Figure to draw into.
-        cell: Cell of its grid.
-        curves: Records of the run.
         gated: Draw the limits of fp32.
     """
     corrected = "correction/weight_mean" in curves
@@ -258,14 +188,7 @@ def mismatch(figure: Figure, cell: SubplotSpec, curves: Curves, gated: bool) -> 
 
 
 def seconds(figure: Figure, cell: SubplotSpec, curves: Curves, ahead: bool) -> None:
-    """Draw the seconds of each step by phase.
-
-    Args:
-        figure: Figure to draw into.
-        cell: Cell of its grid.
-        curves: Records of the run.
-        ahead: Rollouts are sampled concurrently with training. The bars then hold the wait for them, and a line their duration.
-    """
+    """Draw the seconds of each step by phase."""
     axis: Any = draw.stacked(figure, cell, "Seconds per step", 1)[0]
     phases = PHASES_AHEAD if ahead else PHASES
     layers = [(phase.replace("_", " "), np.nan_to_num(curves[f"seconds/{phase}"]), color) for phase, color in phases]
@@ -281,13 +204,7 @@ def seconds(figure: Figure, cell: SubplotSpec, curves: Curves, ahead: bool) -> N
 
 
 def throughput(figure: Figure, cell: SubplotSpec, curves: Curves) -> None:
-    """Draw tokens per second of the whole step, and the shares of padding and pipeline bubbles.
-
-    Args:
-        figure: Figure to draw into.
-        cell: Cell of its grid.
-        curves: Records of the run.
-    """
+    """Draw tokens per second of the whole step, and the shares of padding and pipeline bubbles."""
     top, bottom = draw.stacked(figure, cell, "Throughput and layout", 2)
     draw.line(top, curves, curves["tokens_per_second"], draw.BLUE, "trained tokens per second, prompts too")
     draw.from_zero(top)
@@ -300,13 +217,7 @@ def throughput(figure: Figure, cell: SubplotSpec, curves: Curves) -> None:
 
 
 def memory(figure: Figure, cell: SubplotSpec, curves: Curves) -> None:
-    """Draw the most memory that any phase of a step held, for each kind of memory that is measured.
-
-    Args:
-        figure: Figure to draw into.
-        cell: Cell of its grid.
-        curves: Records of the run.
-    """
+    """Draw the most memory that any phase of a step held, for each kind of memory that is measured."""
     (axis,) = draw.stacked(figure, cell, "Memory, GiB, most of any phase", 1)
     keys = curves.named("memory/")
     things = sorted({key.rpartition("_")[2] for key in keys})
@@ -317,10 +228,5 @@ def memory(figure: Figure, cell: SubplotSpec, curves: Curves) -> None:
 
 
 def has_limits(platform: str, precision: str) -> bool:
-    """Return whether the limits of fp32 apply to the rollout/train difference.
-
-    Args:
-        platform: Platform of the run.
-        precision: Precision of the model (`model.precision`).
-    """
+    """Return whether the limits of fp32 apply to the rollout/train difference."""
     return platform == "cpu" and precision == "fp32"

@@ -23,11 +23,6 @@ class PaperFigure:
     """One plot of the paper's figures.
 
     Attributes:
-        key: Key of metrics.jsonl.
-        title: Number and quantity.
-        label: Label of the run's curve.
-        color: Color of the run's curve.
-        caption: What the paper says.
         percent: Whether values are shares, shown in percent.
         from_zero: Whether the axis starts at 0; it then reaches at least `at_least`.
         at_least: Least upper end of that axis.
@@ -45,13 +40,7 @@ class PaperFigure:
     seconds: bool = False
 
     def draw(self, figure: Figure, cell: SubplotSpec, curves: Curves) -> None:
-        """Draw the plot.
-
-        Args:
-            figure: Figure to draw into.
-            cell: Cell of its grid.
-            curves: Records of the run.
-        """
+        """Draw the plot."""
         axis: Any = draw.stacked(figure, cell, self.title, 1)[0]
         values = curves[self.key]
         draw.line(axis, curves, np.where(values > 0, values, math.nan) if self.seconds else values, self.color, self.label)

@@ -20,12 +20,7 @@ def write_picture(run: RunRecord) -> Path:
 
 
 def save_picture(figure: Figure, path: Path) -> Path:
-    """Write the figure as PNG, replacing an older file atomically; return `path`. Call it under STYLE.
-
-    Args:
-        figure: Figure to write.
-        path: File to write.
-    """
+    """Write the figure as PNG, replacing an older file atomically; return `path`. Call it under STYLE."""
     with replacing(path, durable=False) as unfinished:
         figure.savefig(unfinished, format="png", dpi=130)
     return path

@@ -23,7 +23,6 @@ class Summary:
     """Contents of summary.json of a finished run.
 
     Attributes:
-        steps: Number of steps.
         seconds: Duration of the run in seconds.
         evaluations: (step, accuracy, standard error) before and after the run, as far as measured; none of fine-tuning.
     """
@@ -38,9 +37,6 @@ class RunRecord:
     """The folder of a run with its config.yaml, metrics.jsonl and summary.json.
 
     Attributes:
-        folder: Folder of the run.
-        cfg: Config of the run.
-        curves: Records of its steps.
         summary: Summary; None until the run has ended.
         notes: Sentences on faults of its records, and its alerts.
     """
@@ -74,11 +70,7 @@ def read_run(folder: Path) -> RunRecord:
 
 
 def lost_samples(log: Path) -> list[str]:
-    """Return a sentence on the samples that a run lost, with the first reason of each of the last steps that lost some.
-
-    Args:
-        log: The run's log.txt, which may be missing.
-    """
+    """Return a sentence on the samples that a run lost, with the first reason of each of the last steps that lost some."""
     text = log.read_text(errors="replace") if log.exists() else ""
     found = [line[match.start() :] for line in text.splitlines() if (match := _LOST.search(line))]
     if not found:

@@ -25,11 +25,8 @@ class ReportSample:
 
     Attributes:
         title: The reason for which the response is shown.
-        right: The answer is right.
         facts: Facts in a few words each.
-        answer: Gold answer.
         prompt: Prompt to show; empty if it is not shown.
-        response: Response to show.
     """
 
     title: str
@@ -90,12 +87,7 @@ def read_folder(run: RunRecord) -> Path:
 
 
 def find_tokenizer(run: RunRecord, notes: list[str]) -> "PreTrainedTokenizerBase | None":
-    """Load the model's tokenizer or, if the model has moved, the exported model's.
-
-    Args:
-        run: The run.
-        notes: Gets a sentence if both are missing. The result is then None.
-    """
+    """Load the model's tokenizer or, if the model has moved, the exported model's."""
     from tepo_megatron.data import load_tokenizer
 
     missing = []
@@ -149,8 +141,6 @@ def sample_of(title: str, rollout: "Rollout", tokenizer: "PreTrainedTokenizerBas
     """Return a rollout as text with its facts.
 
     Args:
-        title: The reason for which it is shown.
-        rollout: The rollout.
         tokenizer: The model's tokenizer. None: token ids are shown.
     """
     prompt, response = of_tokens(rollout.token_ids_L.tolist(), rollout.response_mask_L.tolist(), tokenizer)

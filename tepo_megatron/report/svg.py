@@ -28,12 +28,7 @@ def css_color(color: Any) -> str:
 
 
 def to_svg(figure: Figure, name: str) -> str:
-    """Return one <svg> element that fills the width of its container.
-
-    Args:
-        figure: Figure to convert.
-        name: Name that no other figure of the page has; it keeps the ids inside the SVG unique.
-    """
+    """Return one <svg> element that fills the width of its container."""
     buffer = io.StringIO()
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
         figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})

@@ -28,7 +28,6 @@ class TokenCell:
     """One token.
 
     Attributes:
-        pieces: Text to show.
         shade: CSS class: "up3" if its part of the loss is negative, "down3" if it is positive, "" if it is 0; 1 to LEVELS.
     """
 
@@ -41,11 +40,7 @@ class TokenSample:
     """One response with its tokens.
 
     Attributes:
-        title: Sequence and prompt.
         facts: Facts in a few words each.
-        right: The answer is right.
-        prompt: Prompt to show.
-        cells: Its first tokens.
         left_out: Number of tokens after these.
         numbers: For `page.js`: `names` of the terms; for each token the title `place` and for each update its number, and
             (index of the name, what training used, what the audit computed or "") of each term.
@@ -65,8 +60,6 @@ class TokenPanel:
     """Audited tokens of a run.
 
     Attributes:
-        summary: Sentences about the audited step.
-        agrees: Whether training and audit agree.
         samples: The sequences that weigh most in the loss.
         notes: Sentences about what is missing and why.
     """

@@ -23,7 +23,6 @@ class TextSpan:
         kind: "prompt"; "response" (chosen by the policy); "context" (text that something else inserted into the response);
             "special" (a token that is not text); "control" (the name of an invisible character); "cut" (how much was left out);
             or "text".
-        text: Text to show.
     """
 
     kind: str
@@ -31,12 +30,7 @@ class TextSpan:
 
 
 def of_text(text: str, kind: str) -> list[TextSpan]:
-    """Return `text` in pieces, with invisible characters replaced by their names.
-
-    Args:
-        text: Any text.
-        kind: Kind of the visible pieces.
-    """
+    """Return `text` in pieces, with invisible characters replaced by their names."""
     parts = _INVISIBLE.split(text)
     pieces = [TextSpan("control", f"U+{ord(p):04X}") if i % 2 else TextSpan(kind, p) for i, p in enumerate(parts)]
     return [piece for piece in pieces if piece.text]
@@ -45,13 +39,7 @@ def of_text(text: str, kind: str) -> list[TextSpan]:
 def of_tokens(
     token_ids: Sequence[int], response_mask: Sequence[bool], tokenizer: "PreTrainedTokenizerBase | None"
 ) -> tuple[list[TextSpan], list[TextSpan]]:
-    """Return (prompt, what came after it) of one sequence in pieces. Without a tokenizer the pieces hold the ids.
-
-    Args:
-        token_ids: Tokens of the sequence.
-        response_mask: True at tokens that the policy chose, one per token.
-        tokenizer: The model's tokenizer, or None.
-    """
+    """Return (prompt, what came after it) of one sequence in pieces. Without a tokenizer the pieces hold the ids."""
     start = list(response_mask).index(True) if any(response_mask) else len(token_ids)
     marks = [("prompt" if i < start else "response" if chosen else "context") for i, chosen in enumerate(response_mask)]
     pieces: list[list[TextSpan]] = [[], []]
@@ -71,12 +59,7 @@ def of_tokens(
 
 
 def shortened(pieces: Sequence[TextSpan], kept: int = KEPT) -> list[TextSpan]:
-    """Return the first and last `kept` characters, with a piece between them that says how many were left out.
-
-    Args:
-        pieces: Pieces to shorten; returned unchanged if they hold at most 2 * kept characters.
-        kept: Characters to keep at each end.
-    """
+    """Return the first and last `kept` characters, with a piece between them that says how many were left out."""
     length = sum(len(piece.text) for piece in pieces)
     if length <= 2 * kept:
         return list(pieces)

@@ -48,8 +48,6 @@ def build_reward(
     """Return the reward that `cfg` describes, at once: workers start in the background, and the first grading waits for them.
 
     Args:
-        cfg: The reward configuration.
-        decode: Turns token ids into text, leaving out special tokens.
         tokenizer: File with which the workers decode (`data.tokenizer.decoder_file`). Empty: this process decodes.
         judges: The judges by the indices of their terms (`rollout.judges.open_judges`). None: the config names none.
     """

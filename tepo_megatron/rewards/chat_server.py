@@ -45,14 +45,7 @@ class ChatServer:
         """Prepare the connection; nothing is sent yet.
 
         Args:
-            url: Address of the server, with its version: `https://host/v1`.
-            model: Name by which the server knows the model.
-            messages: (role, template) of each message.
-            max_tokens: Limit of an answer.
             timeout_seconds: Limit for one whole exchange.
-            concurrency: Most requests that are with the server at once.
-            key_variable: Environment variable with the key that is sent as a bearer token; None sends none.
-
         Raises:
             ConfigError: The environment variable is not set.
         """
@@ -71,11 +64,7 @@ class ChatServer:
         )
 
     async def ask(self, fields: Mapping[str, str], samples: int, seed: int, temperature: float) -> list[JudgeReply]:
-        """Send one request per answer, because not every server can sample several; see `Judge.ask`.
-
-        Args:
-            fields, samples, seed, temperature: See there.
-        """
+        """Send one request per answer, because not every server can sample several; see `Judge.ask`."""
         quoted = {name: _CONTROL.sub(lambda found: found[0] + " ", text) for name, text in fields.items()}
         messages = [{"role": role, "content": filled(template, quoted)} for role, template in self._messages]
         body = {"model": self._model, "messages": messages, "max_tokens": self._max_tokens, "temperature": temperature}
@@ -96,12 +85,7 @@ class ChatServer:
 
 
 def filled(template: str, fields: Mapping[str, str]) -> str:
-    """Return the template with its fields filled in. Braces in the texts are text.
-
-    Args:
-        template: Text with {prompt}, {response} and {answer}.
-        fields: The text of each.
-    """
+    """Return the template with its fields filled in. Braces in the texts are text."""
     return FIELD.sub(lambda found: fields[found[1]], template)
 
 

@@ -25,13 +25,7 @@ class CodeTerm:
     """
 
     def __init__(self, entry: CodeTermConfig, workers: int, tokenizer: str = "") -> None:
-        """Start the workers in the background.
-
-        Args:
-            entry: The term in the config.
-            workers: Number of worker processes.
-            tokenizer: See `GradingWorker`.
-        """
+        """Start the workers in the background."""
         wall = entry.response_seconds + entry.wall_seconds
         # programs inherit the worker's limit of the address space
         limits = PoolLimits(workers, wall, wall + _START_SECONDS, max(1024, entry.memory_mib + 256))

@@ -37,10 +37,7 @@ def unreadable_golds(golds: Sequence[str], cfg: RewardConfig, seconds: float) ->
     any process. The result is empty if no reward term compares answers.
 
     Args:
-        golds: Gold answers.
-        cfg: The reward configuration; at most `cfg.workers` processes try the answers.
         seconds: Time limit for trying, checked between chunks of 32 answers.
-
     Raises:
         RewardError: The worker processes cannot start.
     """

@@ -48,12 +48,6 @@ class Judge(Protocol):
     async def ask(self, fields: Mapping[str, str], samples: int, seed: int, temperature: float) -> list[JudgeReply]:
         """Return `samples` answers to the question with these texts in it. The texts are quoted: no control token is in them.
 
-        Args:
-            fields: Text of each field of the templates.
-            samples: Number of answers.
-            seed: Seed of the call.
-            temperature: Sampling temperature.
-
         Raises:
             QuestionTooLong: Another question may be answered.
             RewardError: The judge cannot work.
@@ -71,8 +65,6 @@ class Judgement:
         value: Their mean, in units of the term; None if none could be read.
         status: `graded`, `unjudged` or `too_long`.
         asked, unreadable: Number of answers of the judge, and of those without a verdict.
-        prompt_tokens, sampled_tokens: Tokens of all these answers.
-        answer: What the judge wrote last.
     """
 
     value: float | None
@@ -95,14 +87,7 @@ class JudgeTerm:
     """
 
     def __init__(self, entry: JudgeTermConfig, judge: Judge, limits: PoolLimits, tokenizer: str = "") -> None:
-        """Start the workers in the background.
-
-        Args:
-            entry: The term in the config.
-            judge: Answers the questions.
-            limits: Limits of the workers, which decode and search for the verdict.
-            tokenizer: See `GradingWorker`.
-        """
+        """Start the workers in the background."""
         self._entry, self._judge = entry, judge
         check = f"the tokenizer of the model and pattern={entry.pattern!r}"
         self.pool = GradingPool(limits, ["verdict", entry.pattern], check, tokenizer, TEXT_BYTES)
@@ -121,10 +106,6 @@ class JudgeTerm:
 
     async def judge(self, fields: Mapping[str, str], seed: int) -> Judgement:
         """Ask about one response until all verdicts are there, or the retries are used up.
-
-        Args:
-            fields: Text of each field of the templates.
-            seed: Seed of the judge's samples, together with the texts.
 
         Raises:
             RewardError: The judge cannot work.

@@ -35,13 +35,7 @@ class MathTerm:
     """
 
     def __init__(self, finder: str, limits: PoolLimits, tokenizer: str = "") -> None:
-        """Start the workers in the background.
-
-        Args:
-            finder: Key of `grading.boxed.FINDERS`: how the answer is found in a response.
-            limits: Limits of the worker processes.
-            tokenizer: See `GradingWorker`.
-        """
+        """Start the workers in the background."""
         self.pool = GradingPool(limits, ["equality", finder], "that math-verify is installed", tokenizer)
         self._compared: OrderedDict[tuple[str, str], asyncio.Future[WorkerOutcome]] = OrderedDict()
 

@@ -34,7 +34,6 @@ class PoolLimits:
     """Limits of the grading workers.
 
     Attributes:
-        workers: Number of processes.
         soft_seconds: Processor time per request, after which the worker gives up by itself.
         hard_seconds: Wall time per request from its dispatch, after which the worker is killed and replaced.
         memory_mib: Address space of a worker, in MiB.
@@ -56,7 +55,6 @@ class _Request:
     """One request.
 
     Attributes:
-        fields: Arguments of the grader.
         outcome: Its outcome, once there is one.
         repeats_timeout: The grader ends by itself, so that a time-out is the machine's fault and is tried once more.
         repeated: A first worker was lost with the request.
@@ -90,12 +88,6 @@ class GradingPool:
     ) -> None:
         """Start the workers without waiting for them.
 
-        Args:
-            limits: Limits of the workers.
-            command: Grader of `grading/worker.py` and its arguments.
-            check: The thing to check if a worker does not start, for the error message.
-            tokenizer, reply_bytes: See `GradingWorker`.
-
         Raises:
             RewardError: The system cannot create a process.
         """
@@ -125,10 +117,6 @@ class GradingPool:
 
         A request whose worker dies is given to another worker once, since the first may have been killed for an unrelated
         reason.
-
-        Args:
-            fields: Arguments of the grader.
-            repeats_timeout: Treat a time-out like a death of the worker: for a grader that ends by itself.
 
         Raises:
             RewardError: A worker cannot start.

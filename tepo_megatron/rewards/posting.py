@@ -17,13 +17,7 @@ class FailedAttempt(Exception):
     """An attempt that failed. The message continues the server's name."""
 
     def __init__(self, what: str, *, final: bool = False, status: int = 0) -> None:
-        """Build the message.
-
-        Args:
-            what: What the server did, to be put after its name.
-            final: Another attempt would be useless.
-            status: HTTP status of an error answer; 0 without one.
-        """
+        """Build the message."""
         super().__init__(what)
         self.final, self.status = final, status
 
@@ -55,16 +49,8 @@ class GradingServer:
         """Prepare the connection; nothing is sent yet.
 
         Args:
-            url: URL of the server.
-            name: Name of the server in messages, with its URL.
-            fix: How a server that fails is corrected, for messages.
             timeout_seconds: Limit for one whole exchange, from the DNS look-up to the last byte of the answer.
-            attempts: Most attempts per request.
             backoff_seconds: Pause after the first failed attempt; each later pause is twice as long as the one before.
-            key_variable: Environment variable with the key that is sent as a bearer token; None sends none.
-            concurrency: Most requests that are with the server at once.
-            refusals: Statuses that refuse one request and say nothing against the server: RequestRefused.
-
         Raises:
             ConfigError: The environment variable is not set.
         """
@@ -80,12 +66,6 @@ class GradingServer:
         read: Callable[[HttpAnswer], Found],
     ) -> Found:
         """Send one request, and return what `read` finds in the answer.
-
-        Args:
-            path: Appended to the URL.
-            payload: Makes the body, once, when there is a slot for the request.
-            most_bytes: Size limit of the answer.
-            read: Reads a 2xx answer. Raises FailedAttempt for another answer than was asked for.
 
         Raises:
             RewardError: The last attempt failed.

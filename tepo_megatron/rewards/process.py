@@ -55,11 +55,9 @@ class GradingWorker:
         """Start the process without waiting for it.
 
         Args:
-            command: Grader of `grading/worker.py` and its arguments.
             soft_seconds: Processor time that the worker gives itself per request.
             memory_mib: Address space of the worker, in MiB.
             tokenizer: File of the tokenizer that decodes token ids. Empty: requests hold text only.
-            reply_bytes: Maximum size of a reply.
         """
         self._stderr: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 (closed by kill)
         self._process = subprocess.Popen(
@@ -107,11 +105,7 @@ class GradingWorker:
             raise WorkerBroken
 
     def send(self, requests: Sequence[Sequence[Field]]) -> None:
-        """Send requests, or as much of them as the pipe takes: `receive` sends the rest. Raises WorkerBroken.
-
-        Args:
-            requests: The fields of each, the grader's arguments.
-        """
+        """Send requests, or as much of them as the pipe takes: `receive` sends the rest. Raises WorkerBroken."""
         parts: list[bytes] = []
         for fields in requests:
             self._sent += 1
@@ -122,9 +116,6 @@ class GradingWorker:
 
     async def receive(self, deadline: float) -> WorkerOutcome:
         """Return the outcome of the next request. If the call is cancelled, nothing is lost.
-
-        Args:
-            deadline: Time on the monotonic clock.
 
         Raises:
             TimeoutError: The reply is not complete at the deadline.

@@ -43,7 +43,6 @@ class HttpTerm:
             url, timeout_seconds, attempts, backoff_seconds, key_variable, concurrency: See `GradingServer`. A request holds one
                 batch.
             pool: Decodes the responses (grader `texts`). None: they are text.
-
         Raises:
             ConfigError: The environment variable is not set.
         """
@@ -87,7 +86,6 @@ async def texts_of(response: Response, pool: GradingPool | None) -> tuple[str, s
     """Return the prompt and the response as text, decoded by a worker. If none can, this process decodes.
 
     Args:
-        response: The response.
         pool: Workers with a grader `texts` or `verdict`. None: this process decodes.
     """
     outcome = await pool.ask((response.prompt, response.written)) if pool is not None else None

@@ -15,13 +15,7 @@ class FormatTerm:
     """
 
     def __init__(self, pattern: str, limits: PoolLimits, tokenizer: str = "") -> None:
-        """Start the workers in the background.
-
-        Args:
-            pattern: Regular expression; `.` matches line breaks too.
-            limits: Limits of the worker processes.
-            tokenizer: See `GradingWorker`.
-        """
+        """Start the workers in the background."""
         self.pool = GradingPool(limits, ["pattern", pattern], "the pattern of reward.terms", tokenizer)
 
     async def grade(self, responses: Sequence[Response]) -> list[Verdict]:
@@ -66,13 +60,7 @@ class CustomTerm:
     """
 
     def __init__(self, function: str, limits: PoolLimits, tokenizer: str = "") -> None:
-        """Start the workers in the background.
-
-        Args:
-            function: File and name of the function, as in `reward.terms`.
-            limits: Limits of the worker processes.
-            tokenizer: See `GradingWorker`.
-        """
+        """Start the workers in the background."""
         self._function = function
         self.pool = GradingPool(limits, ["custom", function], f"the function {function} of reward.terms", tokenizer)
 

@@ -25,13 +25,7 @@ class Response:
     """A rollout as a reward term sees it."""
 
     def __init__(self, rollout: Rollout, decode: Decode, in_workers: bool = False) -> None:
-        """Store the rollout.
-
-        Args:
-            rollout: Sequence to grade.
-            decode: Turns token ids into text, leaving out special tokens.
-            in_workers: Whether the workers decode. Then `prompt` and `written` are token ids.
-        """
+        """Store the rollout."""
         self._rollout, self._decode, self._in_workers = rollout, decode, in_workers
 
     @cached_property
@@ -69,7 +63,6 @@ class Verdict:
 
     Attributes:
         value: Value in units of the reward.
-        status: Reason for the value.
     """
 
     value: float
@@ -102,12 +95,7 @@ class WeightedReward(contextlib.AbstractContextManager["WeightedReward"]):
     """
 
     def __init__(self, terms: Sequence[tuple[float, RewardTerm]], decode: Decode, in_workers: bool = False) -> None:
-        """Store the terms.
-
-        Args:
-            terms: (weight, term) of each; the first is the verdict.
-            decode, in_workers: See `Response`.
-        """
+        """Store the terms."""
         self.terms, self._decode, self._in_workers = tuple(terms), decode, in_workers
         self._loop, self._open = LoopThread("grading"), set[Future[list[Rollout]]]()
         self._closed = False

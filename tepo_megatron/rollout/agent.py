@@ -32,10 +32,8 @@ class AgentTask:
 
     Attributes:
         prompt: Text of the prompt, without special tokens.
-        answer: Gold answer.
         row: All other fields of the dataset's row.
         base_url: Address for the `openai` client, of this sample alone.
-        api_key: Key of this sample.
         model: Name of the model for the client.
     """
 
@@ -62,12 +60,7 @@ def is_agent(function: object) -> bool:
 
 
 class RefusedRequest(Exception):
-    """A request that the gateway refuses, with an OpenAI error code.
-
-    Args:
-        code: The error code.
-        message: What is wrong.
-    """
+    """A request that the gateway refuses, with an OpenAI error code."""
 
     def __init__(self, code: str, message: str) -> None:
         super().__init__(message)
@@ -79,8 +72,6 @@ class ChatRequest:
     """A chat completion request that was checked.
 
     Attributes:
-        messages: The messages.
-        tools: The tools.
         max_tokens: Limit of the turn. None: what is left.
         stops: Strings of one token that end the turn.
         keeps_stop: Whether the message includes the string that ended it.
@@ -98,8 +89,6 @@ class ChatReply:
     """An answer of the model.
 
     Attributes:
-        message: The assistant's message.
-        turn: The sampled turn.
         prompt_tokens: Number of tokens before it.
         stopped_by: Stop string that ended it; None: none did.
     """
@@ -115,7 +104,6 @@ class _Point:
     """A place in a sequence at which a turn of the model ended.
 
     Attributes:
-        sequence: Its tokens.
         tokens: Number of tokens up to there.
         messages: Number of messages up to there.
     """
@@ -127,15 +115,6 @@ class _Point:
 
 class AgentSample:
     """One sample: the sequences that an agent's requests make.
-
-    Args:
-        prompt: The prompt; its length and `sampling.max_tokens` bound each sequence.
-        sampling: For all turns.
-        seed: Seed of the sample; each turn derives its own from it.
-        sample_turn: Samples one response to a context.
-        chat: The chat format.
-        mixed: See `Conversation`.
-        limits: Limits of the sample.
 
     Attributes:
         failure: Error of the engine, or other weights in one sequence. The sample cannot be used.
@@ -179,9 +158,6 @@ class AgentSample:
 
     async def complete(self, request: ChatRequest) -> ChatReply:
         """Let the model answer a request. Any number of requests may run at once.
-
-        Args:
-            request: The request.
 
         Raises:
             RefusedRequest: The sample has ended or exceeded a limit, or no tokens are left.

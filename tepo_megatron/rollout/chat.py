@@ -19,12 +19,7 @@ _encode = json.JSONEncoder(sort_keys=True).encode  # `json.dumps` would make an 
 
 
 class ChatFormat:
-    """The chat template of a tokenizer. Without a template, a chat is the concatenation of its messages' contents.
-
-    Args:
-        tokenizer: The model's tokenizer.
-        encode, decode: Text to token ids and back, without special tokens.
-    """
+    """The chat template of a tokenizer. Without a template, a chat is the concatenation of its messages' contents."""
 
     def __init__(
         self,
@@ -37,24 +32,13 @@ class ChatFormat:
         self._form = form_of(tokenizer.get_chat_template(tools=[{}]) if tokenizer.chat_template is not None else None)
 
     def start(self, messages: Sequence[Message], tools: Sequence[Any]) -> list[int]:
-        """Return the tokens of a conversation that begins with these messages, up to where the model writes.
-
-        Args:
-            messages: The messages.
-            tools: The tools of the request.
-        """
+        """Return the tokens of a conversation that begins with these messages, up to where the model writes."""
         return list(self.encode(self._render(messages, tools, True)))
 
     def continuation(
         self, messages: Sequence[Message], tools: Sequence[Any], known: int, last_id: int
     ) -> tuple[list[int] | None, bool]:
         """Return the tokens between the model's last turn and its next one, and whether the template rewrote earlier messages.
-
-        Args:
-            messages: All messages of the request.
-            tools: The tools of the request.
-            known: Number of messages up to the model's last turn.
-            last_id: The last token of that turn.
 
         Returns:
             (tokens, rewrote); tokens is None if the template does not tell where the new messages begin.
@@ -74,11 +58,6 @@ class ChatFormat:
         """Return the assistant's message of a turn. Tool calls are read if the request has tools.
 
         Templates may render the names of calls, so these follow from the tokens: the same samples give the same prompts.
-
-        Args:
-            ids: The sampled tokens.
-            tools: The tools of the request.
-            before: Number of tokens before them.
         """
         text = self.decode(ids)
         if not tools:
@@ -127,12 +106,7 @@ class ChatFormat:
 
 
 def digests(messages: Sequence[Message], tools: Sequence[Any]) -> list[bytes]:
-    """Return a digest of the first k messages for each k from 1, equal for what a client got and what it sends back.
-
-    Args:
-        messages: Messages of a request.
-        tools: Its tools.
-    """
+    """Return a digest of the first k messages for each k from 1, equal for what a client got and what it sends back."""
     state, found = hashlib.blake2b(_encode(list(tools)).encode()).digest(), []
     for message in messages:
         state = digest_with(state, message)
@@ -141,12 +115,7 @@ def digests(messages: Sequence[Message], tools: Sequence[Any]) -> list[bytes]:
 
 
 def digest_with(digest: bytes, message: Message) -> bytes:
-    """Return the digest of some messages and one that follows them.
-
-    Args:
-        digest: Digest of the messages before.
-        message: The message.
-    """
+    """Return the digest of some messages and one that follows them."""
     calls = [[call.get("id"), call.get("function")] for call in message.get("tool_calls") or ()]
     fields = [message.get("role"), message.get("content") or "", calls, message.get("tool_call_id"), message.get("name")]
     return hashlib.blake2b(digest + _encode(fields).encode()).digest()

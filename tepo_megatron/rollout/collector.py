@@ -32,7 +32,6 @@ class Progress:
 
     Attributes:
         useful: Groups that are complete and count for the batch.
-        wanted: Groups that the batch needs.
     """
 
     useful: int = 0
@@ -43,13 +42,6 @@ class Collector:
     """The rollout phase on rank 0.
 
     Args:
-        cfg: The rollout section of the config.
-        sampler: Samples the responses.
-        reward: Grades the responses.
-        prompts: Stream of training prompts.
-        seed: Seed of the run.
-        stop_token_ids, routing: See `SamplingParams`.
-        max_generation_rounds: Resolved value of `cfg.max_generation_rounds`.
         overlong: Shapes the rewards of graded samples. None: no shaping. It is separate from `reward` because `reward` also
             grades evaluations, which may have another length limit.
     """
@@ -88,11 +80,9 @@ class Collector:
         `on_weight_update: continue`, groups that are still being sampled go on for the next step.
 
         Args:
-            step: Number of the step, from 1.
             clock: The time is measured as phases "rollout" and "grading_wait", which is what grading takes after the last
                 sample. "grading_cpu" are the processor seconds of the grading workers.
             stream: Receives the groups as soon as they are graded, and then sets their order. None: the order of their prompts.
-
         Raises:
             SyncError: Rollouts come from a version of the weights that is not allowed.
             RolloutError, RewardError, DataError: Sampling, grading or reading prompts failed.

@@ -27,11 +27,7 @@ class OverLimit(Exception):
 
 
 class LossCounter:
-    """Counts the samples of a step, and those that were lost.
-
-    Args:
-        max_failed_share: Largest share of lost samples with which the run goes on.
-    """
+    """Counts the samples of a step, and those that were lost."""
 
     def __init__(self, max_failed_share: float) -> None:
         self._most, self._samples, self._sequences = max_failed_share, 0, 0
@@ -49,10 +45,6 @@ class LossCounter:
     def end_step(self, step: int, metrics: Metrics) -> None:
         """Add the metrics of the step's samples.
 
-        Args:
-            step: Number of the step.
-            metrics: Receives them.
-
         Raises:
             RolloutError: More samples were lost than `rollout.max_failed_share` allows.
         """
@@ -65,12 +57,6 @@ class LossCounter:
 
 def report_lost(what: str, failures: Sequence[str], samples: int, max_failed_share: float) -> None:
     """Log how many samples were lost, if any were.
-
-    Args:
-        what: The step or evaluation, for messages.
-        failures: `Rollout.failure` of each lost sample.
-        samples: Number of all samples.
-        max_failed_share: Largest share of lost samples with which the run goes on.
 
     Raises:
         RolloutError: More samples were lost.
@@ -92,9 +78,7 @@ async def within(work: Awaitable[object], seconds: float) -> object:
     Code that ignores its cancellation is abandoned, so that this call returns in bounded time as long as the code awaits.
 
     Args:
-        work: The call of the user's function.
         seconds: Deadline.
-
     Raises:
         OverLimit: The deadline has passed.
     """
@@ -131,13 +115,7 @@ async def caught(work: Awaitable[object]) -> tuple[object, BaseException | None]
 
 
 def lost_sample(prompt: Prompt, sample: int, failure: str) -> Rollout:
-    """Return the rollout that stands for a lost sample.
-
-    Args:
-        prompt: Its prompt.
-        sample: Its index in the group.
-        failure: Why it was lost.
-    """
+    """Return the rollout that stands for a lost sample."""
     tokens = len(prompt.token_ids)
     return Rollout(
         prompt_id=prompt.id,

@@ -59,15 +59,6 @@ class Turn:
 class Conversation:
     """A prompt and the turns that were added to it.
 
-    Args:
-        prompt: The prompt.
-        sampling: For all turns. Its max_tokens limits the whole sample after the prompt, whoever writes the tokens.
-        seed: Seed of this sample; each turn derives its own from it.
-        sample_turn: Samples one response to a context.
-        encode, decode: Text to token ids and back.
-        mixed: Newer weights may continue a sample that older ones began.
-        limits: Limits of turns and of calls of `append`.
-
     Attributes:
         exceeded: The limit that the sample has exceeded; empty if none. The sample is lost then.
         failure: Error of the engine. The sample is lost then, even if the function catches the error.
@@ -130,8 +121,6 @@ class Conversation:
 
         Args:
             max_tokens: Limit of this turn. None: all tokens that are left (`tokens_left`), which also caps a larger value.
-            stop_token_ids: Tokens that end this turn, as its last token, in addition to those that end a response.
-
         Raises:
             OutOfTokens: No tokens are left.
             ValueError: `max_tokens` is below 1.

@@ -35,8 +35,6 @@ class GenerationFunction:
     """The user's generation function.
 
     Attributes:
-        file: Resolved path of its file.
-        name: Its name in the file.
         call: The async function. It gets a conversation, or an `AgentTask` if it is an agent. It returns nothing or the reward.
         again: Runs the file once more and returns its function, for a new thread: clients and locks at the top of the file
             belong to the event loop in which they were used. None: `call` serves all threads.
@@ -76,10 +74,7 @@ def open_sampler(
     """Yield the sampler of a run: `sampler` itself, or one that samples through the user's function.
 
     Args:
-        sampler: The engine.
         spec: `rollout.function`; None: there is no function.
-        encode, decode, mixed, limits, chat: See `CustomRollouts`.
-
     Yields:
         The sampler, and a function that returns its messages for the user since the last call, beyond those of the engine.
 
@@ -101,13 +96,7 @@ class CustomRollouts:
     leaving the block cancels the conversations.
 
     Args:
-        sampler: Samples the turns.
-        function: The user's function.
-        encode, decode: Text to token ids and back, for the function.
-        mixed: Newer weights may continue a sample that older ones began.
         limits: Limits of each sample. None: the defaults.
-        chat: Chat format, which agents need (`rollout/agent.py`).
-
     Attributes:
         gateway: The endpoint of agents, once a sample needs it.
         total_counts: Turns, rewrites, branches, template_rewrites and drift of all samples of agents so far.
@@ -143,9 +132,6 @@ class CustomRollouts:
         reproduces its samples. Unless `mixed`, one version of the weights makes a whole sample: if newer weights come in
         between, the function is called again from the start.
 
-        Args:
-            prompts, sampling, seed: See `Sampler.generate`.
-
         Raises:
             RolloutError: The engine failed. A sample whose function fails is lost instead: its `failure` names prompt, file
             and line.
@@ -157,11 +143,7 @@ class CustomRollouts:
         return QueuedGroupStream(self._loop, self._converse)
 
     async def sample(self, prompt: Prompt, sampling: SamplingParams, seed: int) -> list[Rollout]:
-        """See `Sampler.sample`. The function is not called.
-
-        Args:
-            prompt, sampling, seed: See `Sampler.sample`.
-        """
+        """See `Sampler.sample`. The function is not called."""
         return await self._sampler.sample(prompt, sampling, seed)
 
     def close(self) -> None:

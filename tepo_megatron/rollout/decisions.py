@@ -50,13 +50,7 @@ class StepDecisions:
     minibatches: list[list[int]] | None = None
 
     def arrive(self, group: Sequence[Rollout], stale: bool, lost: bool = False) -> None:
-        """Note a group's arrival. Its verdict is "stale", "lost" or, until it is kept, "uniform".
-
-        Args:
-            group: The samples of a prompt.
-            stale: Whether it is too old, so that its prompt is sampled again.
-            lost: Whether too few of its samples are left to learn from.
-        """
+        """Note a group's arrival. Its verdict is "stale", "lost" or, until it is kept, "uniform"."""
         versions = _shared([((0, r.policy_version), *r.later_versions) for r in group])
         verdict: Verdict = "stale" if stale else "lost" if lost else "uniform"
         self.arrived.append([group[0].prompt_id, verdict, versions, _shared([r.servers for r in group])])
@@ -69,11 +63,7 @@ class StepDecisions:
                 prompts = prompts - {group[0]}
 
     def line(self, step: int) -> str:
-        """Return the line of the file.
-
-        Args:
-            step: Number of the step.
-        """
+        """Return the line of the file."""
         line = {FIRST_KEY: step, "asked": self.asked, "arrived": self.arrived, "left": self.left}
         if self.minibatches is not None:
             line["minibatches"] = self.minibatches
@@ -89,12 +79,7 @@ def _shared(changes: Sequence[Sequence[tuple[int, Any]]]) -> Any:
 
 
 def append(run_dir: Path, line: str) -> None:
-    """Append a line to the file of a run. Raise StorageError, naming the file, if it cannot be written.
-
-    Args:
-        run_dir: Folder of the run.
-        line: The line, without its end.
-    """
+    """Append a line to the file of a run. Raise StorageError, naming the file, if it cannot be written."""
     with writing(run_dir / FILE):
         file = open_for_appending(run_dir / FILE)
         try:
@@ -104,12 +89,7 @@ def append(run_dir: Path, line: str) -> None:
 
 
 def start_line(after: int, config: Mapping[str, Any]) -> str:
-    """Return the line of a start.
-
-    Args:
-        after: The last step that the run has taken; 0 for a new run.
-        config: The resolved config, as plain JSON.
-    """
+    """Return the line of a start."""
     return json.dumps({FIRST_KEY: after, "start": config}, separators=(",", ":"))
 
 
@@ -132,9 +112,6 @@ class History:
 
 def read_history(run_dir: Path) -> History:
     """Return the decisions of a run; of steps that were taken again, those that count. Damaged lines are reported as faults.
-
-    Args:
-        run_dir: Folder of the run.
 
     Raises:
         DataError: There is no such file, or it cannot be read.

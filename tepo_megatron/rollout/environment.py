@@ -21,8 +21,6 @@ class EnvironmentStep:
 
     Attributes:
         observation: Text that the model reads next. It is not trained on.
-        reward: Added to the sample's reward.
-        done: Whether the episode has ended.
     """
 
     observation: str
@@ -44,7 +42,6 @@ def play(make: Callable[[], Environment], stop: str | None = None) -> Callable[[
     """Return the generation function of an environment. Its reward is the sum of the steps' rewards.
 
     Args:
-        make: Makes the environment of one sample.
         stop: Text whose first token ends a turn, as its last token. None: the tokens that end a response.
     """
 

@@ -13,10 +13,6 @@ def check_experts(cfg: RolloutConfig, model_path: str) -> None:
 
     SGLang 0.5's Qwen3-MoE reads neither `mlp_only_layers` nor `decoder_sparse_step`. It gives experts to every layer, and
     experts that are not in the checkpoint keep random weights.
-
-    Args:
-        cfg: The rollout section of the config.
-        model_path: `model.path` of the config.
     """
     if cfg.engine != "sglang" or cfg.replay is not None:
         return
@@ -32,11 +28,6 @@ def check_experts(cfg: RolloutConfig, model_path: str) -> None:
 
 def replayed_routing(cfg: RolloutConfig, model_path: str, platform: Literal["cpu", "cuda"]) -> Routing | None:
     """Return the routing whose expert choices the engine has to return; None without `rollout.replay_experts`.
-
-    Args:
-        cfg: The rollout section of the config.
-        model_path: `model.path` of the config.
-        platform: `platform` of the config.
 
     Raises:
         ConfigError: The model has no experts, or the engine cannot return them.

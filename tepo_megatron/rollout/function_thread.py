@@ -36,7 +36,6 @@ class FunctionThread:
 
     Args:
         seconds: Time after which a thread that does not answer is abandoned: rollout.limits.seconds.
-        renew: Called before the first call in each further thread.
     """
 
     def __init__(self, seconds: float, renew: Callable[[], None]) -> None:
@@ -48,9 +47,6 @@ class FunctionThread:
 
     async def run(self, work: Work) -> object:
         """Return the result of a coroutine that runs in the thread, or raise its error.
-
-        Args:
-            work: Makes the coroutine. Its own deadline is `containment.within`.
 
         Raises:
             OverLimit: It blocked the thread past its deadline.

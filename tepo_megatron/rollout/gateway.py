@@ -28,11 +28,7 @@ _UNSUPPORTED = ("logit_bias", "logprobs", "top_logprobs", "functions", "response
 
 
 class Gateway:
-    """The endpoint. `start` and `close` run in the event loop that serves it; samples may be opened from any thread.
-
-    Args:
-        decode: Token ids to text.
-    """
+    """The endpoint. `start` and `close` run in the event loop that serves it; samples may be opened from any thread."""
 
     def __init__(self, decode: Decode) -> None:
         self._decode = decode

@@ -45,24 +45,13 @@ class JudgePlace:
 
     @classmethod
     def next_to(cls, rollout: RolloutConfig, ranks: int, platform: Platform, precision: Precision, log_folder: Path) -> Self:
-        """Return the place of the judges of a run.
-
-        Args:
-            rollout: Number and size of the rollout servers.
-            ranks: Number of ranks, for a process that torchrun did not start.
-            platform, precision, log_folder: See the attributes.
-        """
+        """Return the place of the judges of a run."""
         first = rollout.devices_used(int(os.environ.get("LOCAL_WORLD_SIZE", ranks)))
         return cls(platform, precision, first, log_folder)
 
 
 def check_judges(judges: Mapping[int, JudgeTermConfig], platform: Platform) -> None:
-    """Raise a TepoError for judges that this run would serve and that cannot work. Nothing is started.
-
-    Args:
-        judges: The judges by the indices of their terms.
-        platform: `platform` of the config.
-    """
+    """Raise a TepoError for judges that this run would serve and that cannot work. Nothing is started."""
     for index, entry in judges.items():
         if entry.url is None:
             with _named(index):
@@ -73,10 +62,6 @@ def check_judges(judges: Mapping[int, JudgeTermConfig], platform: Platform) -> N
 @contextlib.contextmanager
 def open_judges(judges: Mapping[int, JudgeTermConfig], place: JudgePlace) -> Iterator["Judges"]:
     """Yield the judges of a run. Their servers start loading at once.
-
-    Args:
-        judges: The judges by the indices of their terms.
-        place: Where they are.
 
     Raises:
         ConfigError: This machine has too few GPUs, or the ranks are on several machines. Nothing was started.
@@ -121,14 +106,7 @@ class Judges:
 
 
 class JudgeFleet(contextlib.AbstractContextManager["JudgeFleet"]):
-    """Implementation of `judge.Judge` by servers of this run. Leaving the context ends them.
-
-    Args:
-        index: Index of the term in `reward.terms`.
-        entry: The term.
-        place: Where the judges of the run are.
-        first_device: Index of the fleet's first GPU.
-    """
+    """Implementation of `judge.Judge` by servers of this run. Leaving the context ends them."""
 
     def __init__(self, index: int, entry: JudgeTermConfig, place: JudgePlace, first_device: int) -> None:
         tokenizer, path = load_tokenizer(entry.model), Path(entry.model)

@@ -21,10 +21,6 @@ class QuotedChat:
     What is between the marks may hold special tokens. A text is tokenized by itself: where it spells a special or an added
     token, that spelling is cut in two, and each part is ordinary text.
 
-    Args:
-        tokenizer: The model's tokenizer. Without a chat template the messages are joined by empty lines.
-        messages: (role, template) of each message, with the fields {prompt}, {response} and {answer}.
-
     Raises:
         ConfigError: The chat template refuses the messages, or loses a field.
     """

@@ -28,23 +28,12 @@ _EXPERTS = "experts_LKT"  # per token, too, if expert choices were requested
 
 
 def file_of(folder: Path, step: int) -> Path:
-    """Return the path of a step's rollouts.
-
-    Args:
-        folder: Folder of the recordings.
-        step: Number of the step.
-    """
+    """Return the path of a step's rollouts."""
     return folder / f"step-{step:06d}.safetensors"
 
 
 def write(folder: Path, step: int, rollouts: Sequence[Rollout], metrics: Metrics) -> None:
     """Record the rollouts that a step trains on, and the metrics of everything that it sampled. The write is atomic.
-
-    Args:
-        folder: Folder of the recordings; made if it is missing.
-        step: Number of the step.
-        rollouts: Graded rollouts. Experts are recorded only if every rollout has them.
-        metrics: Metrics of the step's rollout phase.
 
     Raises:
         StorageError: The file cannot be written.
@@ -71,10 +60,6 @@ def set_aside(folder: Path, after: int) -> list[str]:
 
     If a step is repeated twice, the second recording replaces the first.
 
-    Args:
-        folder: Folder of the recordings.
-        after: The last step that is kept.
-
     Returns:
         At most one sentence for the user.
     """
@@ -89,10 +74,6 @@ def faults(folder: Path, last: int) -> list[str]:
     """Return why the recordings of the steps up to `last` cannot be replayed, one sentence each. Tokens are not read.
 
     A file whose header and size are right may still be damaged: `read` compares its checksum.
-
-    Args:
-        folder: Folder of the recordings.
-        last: The last step to check.
     """
     said, present = [], set(steps(folder))
     if missing := [step for step in range(1, last + 1) if step not in present]:
@@ -115,10 +96,6 @@ def steps(folder: Path) -> list[int]:
 def scores(folder: Path, step: int) -> list[tuple[int, float]]:
     """Return (prompt id, score) of each rollout, without reading the tokens, which may be gigabytes.
 
-    Args:
-        folder: Folder of the recordings.
-        step: Number of the step.
-
     Raises:
         DataError: The file is missing or damaged.
     """
@@ -128,11 +105,6 @@ def scores(folder: Path, step: int) -> list[tuple[int, float]]:
 
 def column(folder: Path, step: int, name: str) -> list[float]:
     """Return one number of each rollout, without reading the tokens.
-
-    Args:
-        folder: Folder of the recordings.
-        step: Number of the step.
-        name: "length" (in tokens, prompt included), "prompt_id", "policy_version", "reward" or "score".
 
     Raises:
         DataError: The file is missing or damaged.
@@ -149,11 +121,6 @@ def read_some(folder: Path, step: int, chosen: Sequence[int]) -> list[Rollout]:
     """Return some rollouts of a step without their experts and masks, and without reading the tokens of the others.
 
     The checksum, which is of the whole file, is not compared.
-
-    Args:
-        folder: Folder of the recordings.
-        step: Number of the step.
-        chosen: Their places in the recording, from 0.
 
     Raises:
         DataError: The file is missing or damaged, or has no such rollout.
@@ -179,10 +146,6 @@ def read_some(folder: Path, step: int, chosen: Sequence[int]) -> list[Rollout]:
 
 def read(folder: Path, step: int) -> tuple[list[Rollout], Metrics]:
     """Return what `write` recorded, bit for bit.
-
-    Args:
-        folder: Folder of the recordings.
-        step: Number of the step.
 
     Raises:
         DataError: The file is missing or damaged.
@@ -220,7 +183,6 @@ class Replay:
     """Returns the recorded rollouts of each step.
 
     Args:
-        folder: Folder of `write`.
         routing: The model's routing, if each rollout must have recorded expert choices. None: they are not needed.
     """
 
@@ -229,11 +191,6 @@ class Replay:
 
     def collect(self, step: int, clock: Clock, stream: MinibatchStream | None = None) -> tuple[list[Rollout], Metrics]:
         """Return the step's graded rollouts and their metrics.
-
-        Args:
-            step: Number of the step.
-            clock: The time is measured as phase "rollout".
-            stream: Receives the groups in the order of the recording.
 
         Raises:
             DataError: A file is missing or damaged, or its experts are missing or of another model.

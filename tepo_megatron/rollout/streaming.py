@@ -24,12 +24,7 @@ class Minibatch(NamedTuple):
 
 
 class OrderedGroups:
-    """Adds groups to a stream in the order in which they arrived, each as soon as it and those before it are graded.
-
-    Args:
-        stream: Takes the groups.
-        useful: Returns the group of a graded future if it is learned from, else nothing.
-    """
+    """Adds groups to a stream in the order in which they arrived, each as soon as it and those before it are graded."""
 
     def __init__(self, stream: "MinibatchStream", useful: Callable[[Future[list[Rollout]]], Sequence[list[Rollout]]]) -> None:
         self._stream, self._useful = stream, useful
@@ -38,12 +33,7 @@ class OrderedGroups:
         self._submitted: deque[tuple[int, Future[list[Rollout]]]] = deque()
 
     def submit(self, place: int, grading: Future[list[Rollout]]) -> None:
-        """Take over a group that is being graded. It is added by the thread that ends its grading.
-
-        Args:
-            place: See `MinibatchStream.add`.
-            grading: The group, once it is graded.
-        """
+        """Take over a group that is being graded. It is added by the thread that ends its grading."""
         with self._lock:
             self._submitted.append((place, grading))
         grading.add_done_callback(lambda _: self._add())
@@ -76,16 +66,7 @@ class MinibatchStream:
         seed: int,
         hand_out: Callable[[Minibatch], object],
     ) -> None:
-        """Store how the groups are divided.
-
-        Args:
-            how: prompt: the minibatches, and their order, are those of `TrainBatch.epochs`. arrival: groups in the order in
-                which they are added.
-            groups: Number of groups of the step. For `prompt` all of them must be added.
-            minibatch_prompts: Maximum groups of a minibatch. Their sizes are as equal as possible.
-            seed: Seed of the order, as for `TrainBatch.epochs`.
-            hand_out: Called with each complete minibatch but the last.
-        """
+        """Store how the groups are divided."""
         self._how, self._hand_out = how, hand_out
         self._minibatch_prompts, self._seed = minibatch_prompts, seed
         self._order = self._divided(groups)  # places of the groups of each minibatch
@@ -98,12 +79,7 @@ class MinibatchStream:
             self._order = self._divided(groups)
 
     def add(self, place: int, group: Sequence[Rollout]) -> None:
-        """Add a graded group, and hand out the minibatches that it completes.
-
-        Args:
-            place: Place of the group's prompt among those of the step. It counts for `prompt` alone.
-            group: The group. For `prompt` all groups must have the same number of samples.
-        """
+        """Add a graded group, and hand out the minibatches that it completes."""
         self._groups[place if self._how == "prompt" else len(self._groups)] = list(group)
         while self._handed_out < len(self._order) - 1 and self._groups.keys() >= set(self._order[self._handed_out]):
             self._hand_out(self._minibatch(self._order[self._handed_out]))

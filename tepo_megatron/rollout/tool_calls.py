@@ -23,7 +23,6 @@ class ToolCall:
     """A call of a tool.
 
     Attributes:
-        name: Name of the function.
         arguments: Its arguments, as the text of a JSON object.
     """
 
@@ -52,12 +51,7 @@ class ToolForm:
     id_length: int | None = None
 
     def split(self, text: str, tools: Sequence[Any]) -> tuple[str, list[ToolCall]]:
-        """Return the text before the first call, and the calls. Without a call it is the whole text.
-
-        Args:
-            text: What the model wrote.
-            tools: The tools of the request.
-        """
+        """Return the text before the first call, and the calls. Without a call it is the whole text."""
         if self.opening not in text:
             return text, []
         try:

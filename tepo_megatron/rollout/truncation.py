@@ -6,12 +6,7 @@ from tepo_megatron.types import MASK_TIES
 
 
 def check_truncation(cfg: RolloutConfig, vocab_size: int) -> None:
-    """Raise ConfigError if the engine would be asked for more log-probs per token than the vocabulary has.
-
-    Args:
-        cfg: The rollout section of the config.
-        vocab_size: Tokens of the model's vocabulary.
-    """
+    """Raise ConfigError if the engine would be asked for more log-probs per token than the vocabulary has."""
     if cfg.replay is None and cfg.engine_returns_masks and cfg.top_k + MASK_TIES > vocab_size:
         raise ConfigError(
             f"rollout.top_k={cfg.top_k}: the engine is asked for {MASK_TIES} tokens more, and the model's vocabulary has "

@@ -14,14 +14,7 @@ from tepo_megatron.utils.supervisor import is_restart
 
 
 def sft(path: str, words: list[str], is_main: bool, say: Callable[[str], object]) -> int:
-    """Run `tepo sft CONFIG [--key value ...]`; return the exit status.
-
-    Args:
-        path: Path of the YAML file. Its sections of RL are not looked at.
-        words: The remaining arguments.
-        is_main: Whether this process is the command itself, or rank 0 under torchrun.
-        say: Prints a line.
-    """
+    """Run `tepo sft CONFIG [--key value ...]`; return the exit status."""
     if has_failed_for_good():
         return 1
     again = ["--resume", "true", "--overwrite", "false"] if is_restart() else []

@@ -66,14 +66,6 @@ def load_conversations(
 ) -> LoadedConversations:
     """Load a dataset as conversations.
 
-    Args:
-        source: File or dataset, with a slice.
-        cfg: Keys, turns and limits.
-        tokenizer: The model's tokenizer.
-        stop_ids: Tokens that end a turn. Strings without a chat template get the tokenizer's end-of-sequence token.
-        template_kwargs: `data.template_kwargs`.
-        skip_bad_rows: Drop and count rows that cannot be used.
-
     Raises:
         DataError: A row cannot be used (the message has file, row and the fix), or none is left.
     """
@@ -157,14 +149,7 @@ def _chat(value: Any, key: str) -> Messages:
 
 
 class _TurnEncoder:
-    """Tokenizes conversations turn by turn.
-
-    Args:
-        tokenizer: The model's tokenizer.
-        stop_ids: See `load_conversations`.
-        template_kwargs: Additional arguments of the chat template.
-        train_on: `sft.train_on`.
-    """
+    """Tokenizes conversations turn by turn."""
 
     def __init__(
         self, tokenizer: "PreTrainedTokenizerBase", stop_ids: Collection[int], template_kwargs: Mapping[str, Any], train_on: str

@@ -57,10 +57,6 @@ _OF_UPDATE = ("loss/total", "actor/grad_norm", "packing/computed_tokens", "packi
 def fine_tune(cfg: Config, platform: Platform) -> None:
     """Make one run: all updates, checkpoints, the held-out loss, and the export.
 
-    Args:
-        cfg: The run's config.
-        platform: The activated platform of `cfg.platform`.
-
     Raises:
         DataError: The conversations cannot be used.
         RunStopped: On rank 0: the run was asked to end (`utils/save_requests.py`).
@@ -90,7 +86,6 @@ class ConversationSource:
 
     Attributes:
         plan: The order of the conversations, the same on all ranks.
-        held_out: Number of held-out conversations.
         lines: What was read, for the log; empty on ranks other than 0.
     """
 
@@ -114,14 +109,6 @@ class ConversationSource:
         groups: parallel.ParallelDims,
     ) -> "ConversationSource":
         """Read the data on rank 0. Collectives: one broadcast over the host group, and those of `BatchReceiver.open`.
-
-        Args:
-            cfg: The conversations, and how many an update has.
-            data: Its `template_kwargs` and `skip_bad_rows`.
-            model_path: Folder of the tokenizer.
-            stop_token_ids: Further tokens that end a turn.
-            seed: Seed of the order.
-            groups: The mesh of the run.
 
         Raises:
             DataError: On every rank: the data cannot be used.
@@ -174,11 +161,6 @@ class FineTuning:
     """The updates of a run. All ranks make the same calls.
 
     Attributes:
-        cfg: The run's config.
-        groups: The mesh of the run.
-        actor: The policy.
-        checkpoints: The checkpoints of the run.
-        source: The conversations.
         log: The log of the run, on rank 0.
     """
 

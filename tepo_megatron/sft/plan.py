@@ -12,11 +12,9 @@ class TrainingPlan:
     """Which conversations each update learns from.
 
     Attributes:
-        conversations: Number of conversations.
         per_update: Conversations of an update; the last one of a pass may have fewer.
         epochs: Passes over the conversations, each in another order.
         limit: Most updates; None: no limit.
-        seed: Seed of the orders.
     """
 
     conversations: int
@@ -37,11 +35,7 @@ class TrainingPlan:
         return every if self.limit is None else min(self.limit, every)
 
     def indices(self, step: int) -> list[int]:
-        """Return the conversations of an update.
-
-        Args:
-            step: Number of the update, from 1.
-        """
+        """Return the conversations of an update."""
         epoch, update = divmod(step - 1, self.updates_per_epoch)
         generator = torch.Generator().manual_seed(derive_seed(self.seed, "sft", epoch))
         order = torch.randperm(self.conversations, generator=generator).tolist()

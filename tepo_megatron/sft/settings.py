@@ -22,10 +22,6 @@ _KEPT = {"data": ("template_kwargs", "skip_bad_rows"), "rollout": ("stop_token_i
 def read_tree(path: str, words: list[str]) -> Layers:
     """Read a YAML file on top of its base files, apply the overrides, and leave out what fine-tuning does not use.
 
-    Args:
-        path: Path of the YAML file.
-        words: The command line's overrides.
-
     Raises:
         ConfigError: `sft.data` is not set, or a file or an override cannot be read.
     """
@@ -42,9 +38,6 @@ def supervised(tree: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keys of a training config with which the actor is built for fine-tuning.
 
     Sections of RL have their defaults, so what they ask of each other does not matter.
-
-    Args:
-        tree: The keys of the config.
     """
     made = {key: value for key, value in deepcopy(dict(tree)).items() if key not in _OF_RL}
     sft = made.get("sft") or {}

@@ -9,12 +9,7 @@ from tepo_megatron.platform import Platform
 
 
 def work(cfg: Config, platform: Platform) -> None:
-    """Fine-tune as this rank.
-
-    Args:
-        cfg: The run's config.
-        platform: The activated platform.
-    """
+    """Fine-tune as this rank."""
     from tepo_megatron.sft.loop import fine_tune  # imports Megatron-Core, so the platform must be active first
 
     fine_tune(cfg, platform)

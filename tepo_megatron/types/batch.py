@@ -19,7 +19,6 @@ class TrainBatch:
     """Graded rollouts with advantages. Every rank holds the whole batch; the sequences of one prompt are contiguous.
 
     Attributes:
-        rollouts: B sequences.
         advantages_B: fp32.
         old_logprobs_N: fp32 nats under the actor's weights at the start of the rollout batch, valid on the last pipeline stage;
             or the engine's log-probs (training.old_logprobs=rollout). None: no old pass; the current ones are used.
@@ -45,7 +44,6 @@ class TrainBatch:
         """Return a batch without old statistics.
 
         Args:
-            rollouts: B graded rollouts, contiguous by prompt.
             advantages_B: fp32. Raises ValueError unless there is one advantage per rollout.
         """
         if advantages_B.shape != (len(rollouts),):
@@ -123,12 +121,7 @@ class TrainBatch:
         return sequence_N if self.ids_B is None else self.ids_B.to(device)[sequence_N], position_N
 
     def select(self, indices: Sequence[int], update: int) -> "TrainBatch":
-        """Return a batch of some sequences, with their old and reference statistics.
-
-        Args:
-            indices: Indices of the sequences, in the order of the new batch.
-            update: `update` of the new batch.
-        """
+        """Return a batch of some sequences, with their old and reference statistics."""
 
         def pick(x_N: Tensor | None) -> Tensor | None:
             if x_N is None:
@@ -153,24 +146,11 @@ class TrainBatch:
         return dataclasses.replace(self, old_logprobs_N=stats_N.logprob_R, old_entropies_N=stats_N.entropy_R)
 
     def updates(self, epochs: int, minibatch_prompts: int) -> int:
-        """Return the number of minibatches that `epochs` yields for the same arguments.
-
-        Args:
-            epochs: Passes over the batch.
-            minibatch_prompts: Maximum groups (prompts) per minibatch.
-        """
+        """Return the number of minibatches that `epochs` yields for the same arguments."""
         return epochs * -(-len({r.prompt_id for r in self.rollouts}) // minibatch_prompts)
 
     def epochs(self, epochs: int, minibatch_prompts: int, seed: int, made: int = 0, update: int = 0) -> "Iterator[TrainBatch]":
-        """Yield minibatches of whole groups, as equal in size as possible, reshuffled every epoch.
-
-        Args:
-            epochs: Passes over the batch.
-            minibatch_prompts: Maximum groups (prompts) per minibatch.
-            seed: Seed of the shuffles, which depend on nothing else.
-            made: Number of passes that were already made, whose minibatches are not yielded.
-            update: `update` of the first minibatch.
-        """
+        """Yield minibatches of whole groups, as equal in size as possible, reshuffled every epoch."""
         groups = [list(g) for _, g in itertools.groupby(range(len(self)), key=lambda i: self.rollouts[i].prompt_id)]
         each = -(-len(groups) // minibatch_prompts)
         orders = minibatch_orders(len(groups), minibatch_prompts, epochs, seed)
@@ -179,14 +159,7 @@ class TrainBatch:
 
 
 def minibatch_orders(groups: int, minibatch_prompts: int, epochs: int, seed: int) -> Iterator[list[int]]:
-    """Yield the indices of the groups of each minibatch, in the order in which the minibatches are trained on.
-
-    Args:
-        groups: Number of groups of the rollout batch.
-        minibatch_prompts: Maximum groups (prompts) per minibatch. Their sizes are as equal as possible.
-        epochs: Passes over the batch.
-        seed: Seed of the shuffles, one for each pass, which depend on nothing else.
-    """
+    """Yield the indices of the groups of each minibatch, in the order in which the minibatches are trained on."""
     parts = -(-groups // minibatch_prompts)
     generator = torch.Generator().manual_seed(seed)
     for _ in range(epochs):
@@ -196,11 +169,7 @@ def minibatch_orders(groups: int, minibatch_prompts: int, epochs: int, seed: int
 
 
 def join_minibatches(parts: Sequence[TrainBatch]) -> TrainBatch:
-    """Return the rollout batch of minibatches that divide it, in the order of their `ids_B`. Its `update` is 0.
-
-    Args:
-        parts: The minibatches. A statistic that one of them lacks is left out.
-    """
+    """Return the rollout batch of minibatches that divide it, in the order of their `ids_B`. Its `update` is 0."""
 
     def joined(tensors: Sequence[Tensor | None]) -> Tensor | None:
         known = [x for x in tensors if x is not None]

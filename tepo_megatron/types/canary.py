@@ -38,12 +38,7 @@ class Canaries:
         return np.repeat(np.arange(len(self.sequences)), [len(ids) - 1 for ids in self.sequences])
 
     def target(self, sequence: int, token: int) -> int:
-        """Return the index in the _N arrays of one token.
-
-        Args:
-            sequence: Index of the sequence.
-            token: Index of the token in it, at least 1.
-        """
+        """Return the index in the _N arrays of one token."""
         return self.first_targets[sequence] + token - 1
 
 

@@ -72,9 +72,7 @@ class Denominators:
     """Counts over the whole minibatch (all ranks and microbatches), fixed before any backward; fp32 scalars on the device.
 
     Attributes:
-        tokens: Response tokens N.
         sequences: Sampled sequences G of the minibatch.
-        prompts: Prompts P of the minibatch.
         max_response_tokens: Limit of the length of a response, `rollout.max_response_tokens`.
     """
 

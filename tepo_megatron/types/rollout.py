@@ -28,7 +28,6 @@ class Rollout:
             False).
         policy_version: Version of the weights that sampled the sequence, or the oldest if there were several.
         stop_reason: "stop" or "length"; "abort" for a partial response that new weights interrupted (`inference/partial.py`).
-        answer: Gold answer.
         reward: Shaped reward, which the policy is trained on; nan before grading.
         score: The grader's unshaped score, used by group filters and accuracies; nan before grading.
         status: Reason for the score (`exact`, `no_box`, `timeout`, ...); "ungraded" before grading.

@@ -27,8 +27,6 @@ class Prompt:
 
     Attributes:
         id: Unique number, stable across runs (the row's line in the dataset).
-        token_ids: Tokens that the engine receives.
-        answer: Gold answer for the grader.
         meta: Everything else in the dataset row.
     """
 
@@ -43,7 +41,6 @@ class Routing:
     """The shape of a model's MoE routing.
 
     Attributes:
-        num_layers: Layers of the model.
         sparse_layers: Indices of the layers with experts, ascending.
         per_token: Experts chosen per token and layer (top-k).
         number: Experts per layer.
@@ -73,11 +70,7 @@ class Routing:
             raise ValueError("an expert was chosen twice for one token")
 
     def check_range(self, least: int, most: int) -> None:
-        """Raise ValueError unless all experts of a range exist.
-
-        Args:
-            least, most: Smallest and largest index of an expert.
-        """
+        """Raise ValueError unless all experts of a range exist."""
         if not 0 <= least <= most < self.number:
             raise ValueError(f"experts {least} to {most} of a model that has {self.number}")
 
@@ -91,8 +84,6 @@ class SamplingParams:
 
     Attributes:
         samples: Responses per prompt.
-        temperature: Sampling temperature.
-        max_tokens: Maximum response tokens.
         stop_token_ids: Tokens that end a response; the response includes them. Empty: the engine decides.
         routing: Routing of the model, if the engine is to return the experts that it chose. None: not requested.
         top_k, top_p: See `Truncation`.

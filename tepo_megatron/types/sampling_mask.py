@@ -86,7 +86,6 @@ class SamplingMask:
 
         Args:
             ids_N: int64 ids of the sampled tokens, on the host.
-            most: Largest number of ids of a token. It bounds the memory of this check, which pads all masks to one length.
         """
         if self.counts_N.shape != ids_N.shape or int(self.counts_N.sum()) != self.ids_M.numel():
             raise ValueError(f"sampling masks of {self.counts_N.numel()} tokens, not {ids_N.numel()}, or of another size")

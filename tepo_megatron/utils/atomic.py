@@ -21,11 +21,7 @@ def replacing(path: Path, durable: bool = True, temporary: Path | None = None) -
     write overwrites it.
 
     Args:
-        path: The file.
-        durable: Whether that holds after a loss of power too: file and folder are synced to disk. False where the content is of
-            use only to running processes, or can be made again.
         temporary: The temporary path, in the same folder; None: `partial_of(path)`.
-
     Raises:
         OSError: The file cannot be synced or renamed.
     """
@@ -40,13 +36,7 @@ def replacing(path: Path, durable: bool = True, temporary: Path | None = None) -
 
 
 def replace_file(path: Path, data: bytes, durable: bool = True) -> None:
-    """Write a file atomically. See `replacing`.
-
-    Args:
-        path: The file.
-        data: New content.
-        durable: As in `replacing`.
-    """
+    """Write a file atomically. See `replacing`."""
     with replacing(path, durable) as unfinished:
         unfinished.write_bytes(data)
 

@@ -13,10 +13,6 @@ def group_folders(process: Path, controller: str) -> Iterator[tuple[bool, Path]]
     """Yield (whether it is of version 2, folder) of each control group that may bound a process, the innermost ones first.
 
     A container sees its own group at the root of the mount, whatever its name outside. The folders need not exist.
-
-    Args:
-        process: Folder of the process in /proc.
-        controller: Its name in version 1.
     """
     with contextlib.suppress(OSError, ValueError, IndexError):
         mounts = (process / "mountinfo").read_text().splitlines()

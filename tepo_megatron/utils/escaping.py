@@ -19,12 +19,7 @@ def escaped(text: str) -> str:
 
 
 def excerpt(text: str, limit: int = 200) -> str:
-    """Return the beginning of `text`, on one line and escaped, for a message.
-
-    Args:
-        text: Foreign text.
-        limit: Maximum characters; longer text is cut there and gets "...".
-    """
+    """Return the beginning of `text`, on one line and escaped, for a message."""
     line = escaped(" ".join(text[: 4 * limit].split()))
     return line if len(line) <= limit and len(text) <= 4 * limit else line[:limit] + "..."
 

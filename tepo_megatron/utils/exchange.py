@@ -64,7 +64,6 @@ class HttpAnswer:
     """An HTTP answer of any status.
 
     Attributes:
-        status: HTTP status code.
         content_type: Lower case, without parameters; None if the server sends none.
         body: Raw bytes, at most as many as requested. Error answers keep the first ERROR_BYTES, or nothing if compressed.
         timing: The header `Server-Timing`, cut at TIMING_CHARACTERS. None: the server sends none.
@@ -86,11 +85,7 @@ class HttpAnswer:
         return self.body.decode(errors="replace")
 
     def json_body(self, expected_values: int = 0) -> bytes:
-        """Return the body for a decoder of JSON. Raises BadAnswer for another content type, or a body of too many values.
-
-        Args:
-            expected_values: A longer answer may hold this many values in addition to LEAST_VALUES, however short they are.
-        """
+        """Return the body for a decoder of JSON. Raises BadAnswer for another content type, or a body of too many values."""
         if self.content_type is not None and not _JSON.fullmatch(self.content_type):
             raise BadAnswer(f"{excerpt(self.content_type, 40)!r} instead of JSON")
         values = _count_values(self.body)
@@ -126,7 +121,6 @@ class HttpClient:
     request is sent, so any other request opens a connection of its own.
 
     Args:
-        url: URL of the server; `exchange` appends paths to it.
         key: Bearer token sent with every request. None: no key.
     """
 
@@ -151,15 +145,8 @@ class HttpClient:
         """Send one request and return the answer, whatever its status.
 
         Args:
-            method: HTTP method.
-            path: Appended to the server's URL.
             seconds: Time limit from the name look-up to the last byte of the answer.
-            most_bytes: Maximum size of the body of a successful answer.
             body: JSON. None: no body.
-            accept: Content type that the client prefers.
-            repeatable: The request does no harm if the server receives it twice. It is sent on a kept connection, and once more
-                on a new one if the server closes that connection without an answer. Other requests are never repeated.
-
         Raises:
             TimedOut: The answer was not complete after `seconds`.
             BadAnswer: The answer is compressed or larger than `most_bytes`.
@@ -234,12 +221,8 @@ class BlockingHttpClient:
         """Send one request, like `HttpClient.exchange`. It returns in time even if the event loop itself is blocked.
 
         Args:
-            method: HTTP method.
-            path: Appended to the server's URL.
             seconds: Time limit from the name look-up to the last byte of the answer.
-            most_bytes: Maximum size of the body of a successful answer.
             body: JSON. None: no body.
-
         Raises:
             TimedOut, BadAnswer, ExchangeFailed: As `HttpClient.exchange`.
         """

@@ -41,12 +41,7 @@ class HeartbeatFolder:
         raise RuntimeError(f"{self._path(key)}: damaged")
 
     def set(self, key: str, value: str) -> None:
-        """Replace the value of a key. Only one process may set a given key.
-
-        Args:
-            key: The key.
-            value: The new value; trailing spaces are lost.
-        """
+        """Replace the value of a key. Only one process may set a given key."""
         with _as_runtime_error():
             file = os.open(self._path(key), os.O_WRONLY | os.O_CREAT, 0o600)
             try:
@@ -56,11 +51,6 @@ class HeartbeatFolder:
 
     def compare_set(self, key: str, expected: str, value: str) -> bytes:
         """Set a key if it does not exist yet.
-
-        Args:
-            key: The key.
-            expected: Must be "": no other value is supported.
-            value: The new value; trailing spaces are lost.
 
         Returns:
             The value that the key has afterwards.

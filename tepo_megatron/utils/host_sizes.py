@@ -9,11 +9,7 @@ LEAST_OFFLOADED = 2**20  # bytes; smaller activations stay on the device, becaus
 
 
 def starts(sizes: Sequence[int]) -> list[int]:
-    """Return the start of each piece of an arena, in bytes, and the end of the last piece as the last number.
-
-    Args:
-        sizes: Bytes of each piece.
-    """
+    """Return the start of each piece of an arena, in bytes, and the end of the last piece as the last number."""
     return list(accumulate((-(-size // ALIGNMENT) * ALIGNMENT for size in sizes), initial=0))
 
 

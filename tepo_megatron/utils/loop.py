@@ -10,11 +10,7 @@ Result = TypeVar("Result")
 
 
 class LoopThread:
-    """Event loop in a daemon thread. The first coroutine starts the thread.
-
-    Args:
-        name: Name of the thread.
-    """
+    """Event loop in a daemon thread. The first coroutine starts the thread."""
 
     def __init__(self, name: str) -> None:
         self._name = name

@@ -10,9 +10,6 @@ def without_proxy(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the variables with which clients reach the loopback interface directly.
 
     The gateway and the servers listen there, and no proxy can reach them. What the variables exempt already stays exempt.
-
-    Args:
-        environment: Environment variables of the clients.
     """
     exempt = [host.strip() for name in _VARIABLES for host in environment.get(name, "").split(",") if host.strip()]
     hosts = ["*"] if "*" in exempt else dict.fromkeys([*exempt, *_HOSTS])  # clients know "*" only if it is alone

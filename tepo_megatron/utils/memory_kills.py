@@ -47,12 +47,7 @@ class MemoryKills:
     """Change in the kernel's counts of out-of-memory kills since this object was created."""
 
     def __init__(self, process: str = "self", proc: Path = Path("/proc")) -> None:
-        """Read the counts of the process's control group and of the machine. Missing counts raise nothing.
-
-        Args:
-            process: A pid, or "self".
-            proc: Folder with the kernel's files.
-        """
+        """Read the counts of the process's control group and of the machine. Missing counts raise nothing."""
         self._group = memory_group(proc / process)
         self._machine = proc / "vmstat"
         self._before = self._counts()
@@ -66,11 +61,7 @@ class MemoryKills:
         return any(before is not None and now is not None and now > before for before, now in counts)
 
     def explain(self, fix: str = _FIX) -> str:
-        """Return text for a message about a process that ended by SIGKILL: whether the cause was lack of memory.
-
-        Args:
-            fix: The fix to recommend if memory was, or may have been, the cause.
-        """
+        """Return text for a message about a process that ended by SIGKILL: whether the cause was lack of memory."""
         in_group, on_machine = self._counts()
         if self._group is not None and (self._before[0] or 0) < (in_group or 0):
             return (
@@ -92,9 +83,6 @@ class MemoryKills:
     def hint(self, fix: str = _FIX) -> str:
         """Return a sentence which says that the kernel has killed a process for lack of memory, perhaps one of this job.
 
-        Args:
-            fix: What the user should do if one of them was killed.
-
         Returns:
             The sentence with the count before and now; "" if the kernel has counted no kill.
         """
@@ -109,11 +97,7 @@ class MemoryKills:
 
 
 def memory_group(process: Path) -> MemoryGroup | None:
-    """Return the control group (version 1 or 2) that bounds a process's memory; None if none is visible.
-
-    Args:
-        process: Folder of the process in /proc.
-    """
+    """Return the control group (version 1 or 2) that bounds a process's memory; None if none is visible."""
     for version_2, folder in group_folders(process, "memory"):
         names = ("memory.events", "memory.max") if version_2 else ("memory.oom_control", "memory.limit_in_bytes")
         group = MemoryGroup(*(folder / name for name in names))

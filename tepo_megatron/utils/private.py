@@ -21,9 +21,7 @@ def make_private_folder(purpose: str, longest: int | None = None) -> PrivateFold
     The caller removes the folder. If the caller is killed, the next start does.
 
     Args:
-        purpose: Part of the name; lower-case letters.
         longest: Maximum length of the folder's path in bytes, for sockets; /tmp is used where TMPDIR is too long for it.
-
     Raises:
         ConfigError: Another user could replace the folder, or it cannot be created.
     """

@@ -28,11 +28,7 @@ class ProcessStat:
     """One line of /proc/PID/stat.
 
     Attributes:
-        pid: Process id.
         state: Z: the process has ended, and its parent has not read its status yet.
-        parent: Pid of the parent.
-        group: Process group.
-        session: Session.
         started: Start time in clock ticks after boot, which tells successive owners of one pid apart.
     """
 
@@ -48,11 +44,6 @@ def die_with_parent(parent_pid: int, signum: signal.Signals = signal.SIGKILL) ->
     """Ask the kernel to send `signum` to this process when the thread that started it ends, however it ends.
 
     SIGKILL, the default, also ends a process that is stopped or ignores SIGTERM. This function can be a preexec_fn.
-
-    Args:
-        parent_pid: Pid of the parent, as the parent itself reports it. If the parent is already gone, this process exits with
-            status 1.
-        signum: The signal.
 
     Raises:
         OSError: prctl failed.
@@ -96,9 +87,7 @@ def kill_process_tree(leader: int, seconds: float) -> bool:
     """Send SIGKILL to `process_tree(leader)` until none is left, because they may start others in the meantime.
 
     Args:
-        leader: Pid of the session leader.
         seconds: Time limit.
-
     Returns:
         False if processes are left after `seconds`.
     """
@@ -128,7 +117,6 @@ def kill_later(pid: int, seconds: float) -> None:
     """Send SIGKILL to a process that still lives after a delay. A separate process sends it, so this one may end first.
 
     Args:
-        pid: The process.
         seconds: Delay from now.
     """
     subprocess.Popen(

@@ -69,7 +69,6 @@ def parse_lines(data: bytes, first: str) -> list[JsonLine]:
 
     Args:
         data: UTF-8, with or without a byte order mark, Unix or Windows line breaks; or UTF-16 with a mark.
-        first: First key of every object. It locates a complete record that follows a truncated one in the same line.
     """
     data = _utf8(data, first)
     lines: list[JsonLine] = []
@@ -83,10 +82,6 @@ def parse_lines(data: bytes, first: str) -> list[JsonLine]:
 def read_lines(path: Path, first: str) -> list[JsonLine]:
     """Read a file and return its lines.
 
-    Args:
-        path: The file.
-        first: First key of every object, as in `parse_lines`.
-
     Raises:
         OSError: The file cannot be read.
     """
@@ -99,7 +94,6 @@ def steps_of(lines: Iterable[JsonLine], last: int | None = None) -> StepRecords:
     Of two records of the same step the later one in the file is kept, because it comes from the later attempt.
 
     Args:
-        lines: Lines of `metrics.jsonl`, from `parse_lines`.
         last: Last step to keep; a missing step up to it is a fault. None: keep all steps up to the greatest.
     """
     found = StepRecords([])
@@ -146,23 +140,13 @@ def named_faults(unreadable: Sequence[tuple[JsonLine, str]]) -> list[str]:
 
 
 def report(path: Path, faults: Iterable[str]) -> None:
-    """Warn about the faults of a file, in the run's log if one is open, else on stderr.
-
-    Args:
-        path: The file.
-        faults: One sentence per fault.
-    """
+    """Warn about the faults of a file, in the run's log if one is open, else on stderr."""
     for fault in faults:
         _LOGGER.warning("%s: %s", path, fault)
 
 
 def read_rows(path: Path, first: str, take: Callable[[Record], Any]) -> tuple[list[Any], list[str]]:
     """Convert every object of a file.
-
-    Args:
-        path: The file.
-        first: First key of every object, as in `parse_lines`.
-        take: Converts one object. It raises ValueError, TypeError, KeyError or OverflowError for an invalid object.
 
     Returns:
         The converted objects, and the faults of the file, one sentence each.

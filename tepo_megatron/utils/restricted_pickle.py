@@ -51,12 +51,7 @@ class _Refused(pickle.UnpicklingError):
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        """Return an allowed class by its full name, without looking it up in a module: dots in a name lead nowhere.
-
-        Args:
-            module: Module named in the pickle.
-            name: Name within the module.
-        """
+        """Return an allowed class by its full name, without looking it up in a module: dots in a name lead nowhere."""
         full = f"{module}.{name}"
         if full in _ALLOWED:
             return _ALLOWED[full]

@@ -30,10 +30,6 @@ class RunLock(contextlib.AbstractContextManager["RunLock"]):
     def __init__(self, run_dir: Path, what: str = "this run") -> None:
         """Take the lock, creating the folder if it is missing. A refusal leaves everything as it was.
 
-        Args:
-            run_dir: The folder.
-            what: Name of the work under the lock, for messages.
-
         Raises:
             ConfigError: Another process holds the lock (the message names it), or the folder cannot be written.
         """

@@ -25,22 +25,12 @@ LOOK_SECONDS = 1.0  # interval at which a run looks for a request while it waits
 
 
 def ask(run_dir: Path, name: str) -> None:
-    """Make a request.
-
-    Args:
-        run_dir: Folder of the run.
-        name: SAVE or STOP; RESTART or TRACE without further words.
-    """
+    """Make a request."""
     (run_dir / name).touch()
 
 
 def asked(run_dir: Path, name: str) -> bool:
-    """Return whether there is a request.
-
-    Args:
-        run_dir: Folder of the run.
-        name: SAVE, STOP or RESTART.
-    """
+    """Return whether there is a request."""
     return (run_dir / name).exists()
 
 
@@ -58,7 +48,6 @@ class TraceRequest:
     """A request to trace steps.
 
     Attributes:
-        steps: Number of consecutive steps.
         profile: Rank that torch's profiler records, too. None: none.
     """
 
@@ -67,12 +56,7 @@ class TraceRequest:
 
 
 def ask_trace(run_dir: Path, request: TraceRequest) -> None:
-    """Ask a run to trace its next steps.
-
-    Args:
-        run_dir: Folder of the run.
-        request: What to trace.
-    """
+    """Ask a run to trace its next steps."""
     (run_dir / TRACED).unlink(missing_ok=True)
     replace_file(run_dir / TRACE, json.dumps(asdict(request)).encode(), durable=False)
 
@@ -97,12 +81,7 @@ def take_trace(run_dir: Path) -> TraceRequest | None:
 
 
 def answer_trace(run_dir: Path, text: str) -> None:
-    """Answer the request to trace.
-
-    Args:
-        run_dir: Folder of the run.
-        text: What was traced, or why nothing was.
-    """
+    """Answer the request to trace."""
     replace_file(run_dir / TRACED, text.encode(), durable=False)
 
 
@@ -113,12 +92,7 @@ def answer_stop(run_dir: Path) -> None:
 
 
 def answer_restart(run_dir: Path, text: str) -> None:
-    """Replace the request to restart the ranks by its answer.
-
-    Args:
-        run_dir: Folder of the run.
-        text: What was done, or why nothing was done.
-    """
+    """Replace the request to restart the ranks by its answer."""
     replace_file(run_dir / RESTARTED, text.encode(), durable=False)
     (run_dir / RESTART).unlink(missing_ok=True)
 

@@ -35,12 +35,7 @@ class PrivateFolder(contextlib.AbstractContextManager["PrivateFolder"]):
     """A folder that this process owns until `remove`, or until the process ends."""
 
     def __init__(self, path: Path, lock: int) -> None:
-        """Store what `claim` returned.
-
-        Args:
-            path: The folder.
-            lock: The open file that holds its lock.
-        """
+        """Store what `claim` returned."""
         self.path, self._lock = path, lock
 
     @classmethod
@@ -48,9 +43,7 @@ class PrivateFolder(contextlib.AbstractContextManager["PrivateFolder"]):
         """Create a folder, after sweeping `root` and shared memory.
 
         Args:
-            purpose: Part of the name; lower-case letters.
             root: An existing folder. None: the system's folder for temporary files.
-
         Raises:
             OSError: The folder cannot be created.
         """
@@ -76,10 +69,6 @@ def new_name(purpose: str) -> str:
 
 def claim(root: Path, name: str) -> tuple[Path, int]:
     """Sweep `root`, then create a locked folder in it.
-
-    Args:
-        root: An existing folder.
-        name: A name from `new_name`.
 
     Returns:
         The path of the folder, and the open file that holds its lock.
@@ -135,10 +124,6 @@ def sweep(*roots: Path) -> list[Path]:
 
 def record_segments(folder: Path, segments: Segments) -> None:
     """Record in a folder which shared-memory segments to remove with it.
-
-    Args:
-        folder: The folder.
-        segments: File names in /dev/shm -> inodes.
 
     Raises:
         OSError: The record cannot be written.

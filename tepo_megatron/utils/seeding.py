@@ -21,7 +21,6 @@ def hash_rows(seed: int, columns: Sequence[Tensor]) -> Tensor:
     It runs on the device of the columns and has the same result on every device.
 
     Args:
-        seed: Seed of the numbers.
         columns: Columns of the rows, each int64 [n], on one device.
     """
     key = torch.full_like(columns[0], seed)

@@ -125,7 +125,6 @@ def end(folder: Path, seconds: float) -> None:
     """End the service in this folder, if there is one, and wait until it has ended.
 
     Args:
-        folder: Result of `folder_of`.
         seconds: Time after which the guard is killed, and the service with it.
     """
     pids = read_pids(folder)
@@ -147,27 +146,14 @@ def end(folder: Path, seconds: float) -> None:
 
 
 def start(supervisor: int, folder: Path, lock: int, command: Sequence[str], pass_fds: Sequence[int]) -> None:
-    """Start a guard in a session of its own, which starts `command`.
-
-    Args:
-        supervisor: The process with which the service ends.
-        folder, lock: See `claim`.
-        command: argv of the service.
-        pass_fds: File descriptors that the service needs.
-    """
+    """Start a guard in a session of its own, which starts `command`."""
     files = ",".join(map(str, pass_fds))
     words = [sys.executable, "-P", "-m", __spec__.name, str(supervisor), str(folder), str(lock), files, *command]
     subprocess.Popen(words, pass_fds=[lock, *pass_fds], start_new_session=True)
 
 
 def watch(supervisor: int, folder: scratch.PrivateFolder, start_service: Callable[[], int]) -> None:
-    """Run the service until it ends, this process gets SIGTERM, or the supervisor is gone.
-
-    Args:
-        supervisor: Pid of the supervisor.
-        folder: The private folder; it is removed in the end.
-        start_service: Starts the service as a child of this process that dies with it, and returns its pid.
-    """
+    """Run the service until it ends, this process gets SIGTERM, or the supervisor is gone."""
     signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # `sigtimedwait` receives them instead
     try:
         supervisor_end = os.pidfd_open(supervisor)

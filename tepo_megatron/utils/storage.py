@@ -43,13 +43,7 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def disk_fault(error: BaseException, path: Path, written: bool = True) -> str | None:
-    """Return the message for a disk error; None for any other error.
-
-    Args:
-        error: The exception.
-        path: The path being written, used if the error itself names no file.
-        written: True if something was certainly being written. If False, only errors that reading cannot raise count.
-    """
+    """Return the message for a disk error; None for any other error."""
     number = error.errno if isinstance(error, OSError) else None
     if number is None and (found := _IN_TEXT.search(str(error))):
         number = int(found[1])

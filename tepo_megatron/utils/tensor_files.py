@@ -20,11 +20,6 @@ DAMAGE = (OSError, SafetensorError, KeyError, TypeError, ValueError, IndexError,
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], text: Mapping[str, str]) -> None:
     """Write a file atomically. Its folder is made if it is missing.
 
-    Args:
-        path: The file.
-        tensors: Tensors on the host, by name.
-        text: Texts by name.
-
     Raises:
         StorageError: The file cannot be written.
     """

@@ -19,9 +19,7 @@ class UserFunction:
     """An object loaded from a user's file.
 
     Attributes:
-        file: Resolved path.
         name: Name of the object in the file.
-        value: The object.
         code: The file as it was compiled.
     """
 
@@ -39,11 +37,6 @@ def load(spec: str, key: str, kind: str = "a function") -> UserFunction:
     """Run a user's file and return the object that "path/to/file.py:name" names.
 
     From then on, clients in this process and its children reach servers of this machine without the environment's proxy.
-
-    Args:
-        spec: The text "path/to/file.py:name".
-        key: Config key, for messages.
-        kind: Description of the expected object, for messages.
 
     Raises:
         ConfigError: The object cannot be loaded; the message names `key`, the reason and the fix.
@@ -64,14 +57,7 @@ def load(spec: str, key: str, kind: str = "a function") -> UserFunction:
 
 
 def check_takes(found: UserFunction, key: str, arguments: int, what: str) -> None:
-    """Raise ConfigError unless the function accepts this number of positional arguments.
-
-    Args:
-        found: The function.
-        key: Config key, for the message.
-        arguments: Number of arguments.
-        what: Description of the arguments, for the message.
-    """
+    """Raise ConfigError unless the function accepts this number of positional arguments."""
     try:
         inspect.signature(found.value).bind(*(object() for _ in range(arguments)))
     except TypeError as e:
@@ -79,12 +65,7 @@ def check_takes(found: UserFunction, key: str, arguments: int, what: str) -> Non
 
 
 def describe_error(error: BaseException, file: Path) -> str:
-    """Return an error as text, with the source line where it arose.
-
-    Args:
-        error: The exception.
-        file: The last line of this file in the traceback is named; if there is none, the last line of the traceback.
-    """
+    """Return an error as text, with the source line where it arose."""
     frames = traceback.extract_tb(error.__traceback__)
     line = next((frame for frame in reversed(frames) if frame.filename == str(file)), frames[-1] if frames else None)
     where = "" if line is None else f" at {line.filename}:{line.lineno}"

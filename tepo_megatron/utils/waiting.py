@@ -16,7 +16,6 @@ async def time_limit(seconds: float) -> AsyncIterator[asyncio.Timeout]:
 
     Args:
         seconds: Limit in seconds from now.
-
     Raises:
         TimeoutError: The limit has passed.
     """

@@ -46,20 +46,11 @@ class GroupSpec:
     sends_own: bool = False  # whether a sender has one lane alone, its index modulo `lanes`
 
     def at(self, first: int, place: int) -> "GroupSpec":
-        """Return the same spec for another server.
-
-        Args:
-            first, place: See the fields.
-        """
+        """Return the same spec for another server."""
         return replace(self, first=first, place=place)
 
     def group_of(self, sender: int, lane: int) -> int:
-        """Return the number of the group of a sender and a lane.
-
-        Args:
-            sender: Index of the sender.
-            lane: Part of the tensors that the group carries.
-        """
+        """Return the number of the group of a sender and a lane."""
         return sender * self.lanes + lane
 
     def senders_of(self, lane: int) -> range:
@@ -79,20 +70,11 @@ class GroupSpec:
         return f"{self.name}/joined/{rank}"
 
     def refused_key(self, number: int, rank: int) -> str:
-        """Return the key that a server's rank puts into the store if it cannot decode a round.
-
-        Args:
-            number, rank: See `arrived_key`.
-        """
+        """Return the key that a server's rank puts into the store if it cannot decode a round."""
         return f"{self.name}/refused/{number}/{rank}"
 
     def arrived_key(self, number: int, rank: int) -> str:
-        """Return the key that a server's rank puts into the store once it has received a round.
-
-        Args:
-            number: Number of the round in its update.
-            rank: The server's rank in each group.
-        """
+        """Return the key that a server's rank puts into the store once it has received a round."""
         return f"{self.name}/arrived/{number}/{rank}"
 
 
@@ -110,7 +92,6 @@ class BroadcastGroup:
 
     Args:
         seconds: Time limit of a broadcast.
-        device: Device of the group's tensors.
     """
 
     def __init__(self, seconds: float, device: torch.device) -> None:
@@ -136,10 +117,7 @@ class BroadcastGroup:
         makes the call. If it is late, the thread is abandoned and the group is never used.
 
         Args:
-            spec, sender, rank, device: Spec of the groups, index of this group, this rank in it, its device.
             until: Deadline by `time.monotonic()`; None: `spec.join_seconds` from now.
-            wanted: Polled while the group is formed; False cancels it.
-
         Raises:
             BrokenGroup: A member left, the group was late, or it was cancelled.
         """
@@ -221,10 +199,6 @@ def signal(store: KeyValueStore, key: str) -> None:
     """Put a key into a store; once this has returned, all members see the key. Raises BrokenGroup.
 
     `set` does not suffice: the store does not answer it, so a message on another path (an HTTP response) may overtake it.
-
-    Args:
-        store: The store.
-        key: The key.
     """
     try:
         store.add(key, 1)
@@ -241,9 +215,6 @@ def _from_sender(seconds: float) -> Any:
 
 def form_group(spec: GroupSpec, sender: int, rank: int, device: torch.device) -> Any:
     """Form a process group over the interface that leads to the trainer: NCCL for GPUs, else gloo, which connects all members.
-
-    Args:
-        spec, sender, rank, device: As in `BroadcastGroup`.
 
     Raises:
         BrokenGroup, RuntimeError, OSError: The group cannot be formed, or on one machine another user is in it (`ForeignPeer`).

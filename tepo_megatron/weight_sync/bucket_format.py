@@ -96,9 +96,6 @@ def pack(
     """Copy tensors into a buffer in the layout of a `Bucket`; with the widest dtypes first, it has no gaps.
 
     Args:
-        tensors: (Hugging Face name, tensor) of each.
-        row: The buffer, uint8, on any device.
-        with_checksums: Whether to compute each tensor's CRC-32. Encoded tensors have one in their encoding.
         encodings: Encodings by name, which may be filled in while the tensors are iterated. None: none is encoded.
     """
     packer = BucketPacker(row, with_checksums, encodings)
@@ -108,28 +105,15 @@ def pack(
 
 
 class BucketPacker:
-    """Copies tensors into a buffer, one after the other; see `pack`.
-
-    Attributes:
-        contents: The tensors so far.
-    """
+    """Copies tensors into a buffer, one after the other; see `pack`."""
 
     def __init__(self, row: Tensor, with_checksums: bool, encodings: Mapping[str, Encoding] | None = None) -> None:
-        """Begin at the start of the buffer.
-
-        Args:
-            row, with_checksums, encodings: See `pack`.
-        """
+        """Begin at the start of the buffer."""
         self.contents: list[TensorEntry] = []
         self._row, self._with_checksums, self._encodings, self._end = row, with_checksums, encodings, 0
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Copy one tensor.
-
-        Args:
-            name: Its name on the wire.
-            tensor: The tensor, on any device.
-        """
+        """Copy one tensor."""
         start = _aligned(self._end, tensor.dtype)
         self._end = start + tensor.nbytes
         self._row[start : self._end].view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())

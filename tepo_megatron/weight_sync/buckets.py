@@ -58,11 +58,7 @@ class BucketPlan:
     def __init__(
         self, cfg: SyncConfig, bindings: Sequence[Binding], arch: Architecture, groups: ParallelDims, lanes: int = 1
     ) -> None:
-        """Store the parts; see `agree`, which makes the plan.
-
-        Args:
-            cfg, bindings, arch, groups, lanes: See `agree`.
-        """
+        """Store the parts; see `agree`, which makes the plan."""
         self._arch, self._groups, self._in_fp8, self.lanes = arch, groups, cfg.quantize == "fp8", lanes
         self.sends_own = lanes > 1 and groups.tp.size == lanes
         self.sent = sent_by(bindings, groups)
@@ -74,15 +70,7 @@ class BucketPlan:
     def agree(
         cls, cfg: SyncConfig, bindings: Sequence[Binding], arch: Architecture, groups: ParallelDims, lanes: int = 1
     ) -> "BucketPlan":
-        """Return the plan of all ranks. Collectives: two all-gathers over the host group.
-
-        Args:
-            cfg: `bucket_mib` bounds a round, so each sender gets an equal share of it per bucket; `quantize` changes the sizes.
-            bindings: This rank's parameters.
-            arch: The model's architecture.
-            groups: The mesh of this run.
-            lanes: Number of parts into which tensors are cut, one for each rank of a server.
-        """
+        """Return the plan of all ranks. Collectives: two all-gathers over the host group."""
         plan = cls(cfg, bindings, arch, groups, lanes)
         sends = bool(plan.sent) and (plan.sends_own or groups.tp.rank == 0)
         found = plan.from_all(groups.tp.rank if sends else None)
@@ -123,9 +111,7 @@ class BucketPlan:
         ranks.
 
         Args:
-            i: Number of the round, from 0.
             only: Parameters to send; None: all of the bucket.
-
         Raises:
             ConversionError: A tensor cannot be quantized. It is raised after all tensors have been gathered.
         """
@@ -211,7 +197,6 @@ class Delta:
         Every rank reads its own part of the model. Collectives: one all-gather over the host group.
 
         Args:
-            version: The version that is pushed now.
             base: The version that all servers in the update have; None: there is no such version.
         """
         now = {b.name: crc32(b.parameter) for b in self._plan.sent}
@@ -229,7 +214,6 @@ def is_check_due(version: int, before: int | None, every: int) -> bool:
     delivery.
 
     Args:
-        version: The version of the weights.
         before: The version of the last delivery; None: there was none.
         every: Steps between checks; 0: never check.
     """
@@ -260,10 +244,7 @@ def split_into_buckets(
     All ranks of a tensor-parallel group, which gather a bucket together, get the same buckets.
 
     Args:
-        bindings: The parameters.
-        arch: The model's architecture; tied output weights are not sent.
         size_of: Returns the bytes that are sent of a parameter.
-        limit: Bytes of a bucket. A larger parameter gets a bucket of its own.
     """
     buckets: list[list[Binding]] = []
     free_bytes = 0
@@ -280,12 +261,7 @@ def split_into_buckets(
 
 
 def whole_bytes(binding: Binding, tp: int) -> int:
-    """Return the bytes of all `tp` shards of a parameter, including the padding of the vocabulary.
-
-    Args:
-        binding: The parameter, of which this rank holds a shard, or all if it is replicated.
-        tp: Size of the tensor-parallel group.
-    """
+    """Return the bytes of all `tp` shards of a parameter, including the padding of the vocabulary."""
     return int(binding.parameter.nbytes) * (1 if isinstance(binding.row.op, Replicated) else tp)
 
 
@@ -295,12 +271,6 @@ def slice_dims(op: Op, shapes: Sequence[tuple[int, ...]], arch: Architecture, la
     None: each rank holds all of it, or it is sent whole because the ranks' parts are not equal, overlap or lie apart: keys and
     values of fewer heads than ranks, vocabularies that the engines pad to a multiple of 64, and queries, keys and values of the
     gated delta rule in one tensor.
-
-    Args:
-        op: Converts the parameter.
-        shapes: Shapes of its Hugging Face tensors.
-        arch: The model's architecture.
-        lanes: Tensor-parallel ranks of a server.
     """
     dims: list[int | None]
     if isinstance(op, Replicated):

@@ -22,11 +22,7 @@ class _SentTensor:
 
 
 class DeltaEncoder:
-    """Encodes the tensors that this rank sends, and keeps a copy of each in host memory.
-
-    Attributes:
-        nbytes: Bytes of the host copies.
-    """
+    """Encodes the tensors that this rank sends, and keeps a copy of each in host memory."""
 
     def __init__(self) -> None:
         self._sent: dict[str, _SentTensor] = {}
@@ -46,9 +42,7 @@ class DeltaEncoder:
         are encoded at a time, in threads; the tensors are iterated in the calling thread.
 
         Args:
-            tensors: (Hugging Face name, tensor) of each, on any device.
             against_base: Whether all receivers have what was sent last. False: everything is sent whole.
-            encodings: Receives the encoding of each name when it is yielded.
         """
         if self._threads is None:
             self._threads = ThreadPoolExecutor(thread_count(), "encode weights")
@@ -62,12 +56,7 @@ class DeltaEncoder:
             yield self._finished(*waiting.popleft(), encodings)
 
     def whole(self, names: Sequence[str], encodings: dict[str, Encoding]) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, whole tensor) of tensors as they were sent last, the widest dtypes first.
-
-        Args:
-            names: Hugging Face names.
-            encodings: Receives the encoding of each name when it is yielded.
-        """
+        """Yield (name, whole tensor) of tensors as they were sent last, the widest dtypes first."""
         for name in sorted(names, key=lambda name: -self._sent[name].tensor.element_size()):
             sent = self._sent[name]
             encodings[name] = Encoding(tuple(sent.tensor.shape), dtype_name(sent.tensor), sent.crc32)

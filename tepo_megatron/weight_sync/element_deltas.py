@@ -37,11 +37,9 @@ class Encoding:
     """The way in which a tensor is sent with `sync.delta=elements`.
 
     Attributes:
-        shape: Shape of the tensor.
         dtype: Name of its dtype in `torch`.
         crc32: CRC-32 of its bytes.
         base_crc32: CRC-32 of the bytes to which the delta is applied; None: the tensor is sent whole.
-        changed: Number of elements that changed.
         mask_bytes: Bytes of the compressed mask, at the start of the payload.
     """
 
@@ -110,10 +108,7 @@ def decode(base: Bits, payload: Bits, encoding: Encoding) -> Bits:
     """Return the bits of the new tensor; `base` is not changed.
 
     Args:
-        base: The bits of the old tensor.
         payload: The bytes that were sent, uint8.
-        encoding: Describes them.
-
     Raises:
         RefusedDelta: The payload is damaged, or does not fit the base.
     """

@@ -24,7 +24,6 @@ class BufferHandle:
     """The location of a buffer: in a file that a process has open, or in a GPU's memory.
 
     Attributes:
-        nbytes: Size of the buffer.
         pid: On the CPU: process that has the file open.
         file: On the CPU: file descriptor in that process.
         gpu: UUID of the GPU; empty for the CPU.
@@ -101,12 +100,7 @@ class DeviceBuffer:
 
 
 def export_buffer(nbytes: int, device: torch.device) -> IpcBuffer:
-    """Return a new buffer of this process, uninitialized.
-
-    Args:
-        nbytes: Size of the buffer.
-        device: A CUDA device, or the CPU.
-    """
+    """Return a new buffer of this process, uninitialized."""
     return DeviceBuffer(nbytes, device) if device.type == "cuda" else HostBuffer(nbytes)
 
 
@@ -115,10 +109,6 @@ def open_buffer(handle: BufferHandle, device: torch.device) -> Iterator[Tensor]:
     """Map the buffer for this process and yield it as a uint8 tensor.
 
     The tensor must not be used after the `with` block, whose end waits for the kernels that read it.
-
-    Args:
-        handle: The exported buffer.
-        device: Device on which this process reads; a buffer on a GPU is opened there.
 
     Raises:
         ValueError: The buffer cannot be mapped.

@@ -11,10 +11,6 @@ def allowed_difference(tokens: int, cfg: SyncConfig) -> float:
 
     It is `cfg.max_logprob_diff` with a margin for chance that shrinks with the number of tokens n: 4 / sqrt(n) for the spread
     of a mean, and 20 / n because in bf16 a single token may differ by a nat. At 1,000 tokens it is 1.15 times the limit.
-
-    Args:
-        tokens: Number of tokens, all of one server.
-        cfg: Has the limit.
     """
     return cfg.max_logprob_diff * (1 + 4 / math.sqrt(tokens) + 20 / tokens)
 
@@ -26,9 +22,6 @@ def check_mismatch(
 
     Args:
         mean_logprob_diff: Mean |rollout - actor| in nats, under the weights of `version`.
-        version: The version of the weights.
-        cfg: Has the limit.
-        server: The server that sampled the tokens; "": unknown.
         tokens: Number of tokens, all of one server (see `allowed_difference`); None: all tokens of a step, without that margin.
     """
     limit = cfg.max_logprob_diff if tokens is None else allowed_difference(tokens, cfg)

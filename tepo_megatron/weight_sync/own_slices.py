@@ -25,12 +25,6 @@ def iterate_own(bindings: Iterable[Binding], arch: Architecture, tp: Axis, dims_
 
     All ranks of a tensor-parallel group must iterate to the end. Collectives: one all-gather over tp for each parameter that
     `is_own_slice` does not accept; none otherwise.
-
-    Args:
-        bindings: The parameters.
-        arch: The model's architecture.
-        tp: The tensor-parallel axis, as large as the number of lanes.
-        dims_of: Returns the dimension along which each tensor of a parameter is cut, by name.
     """
     for b in bindings:
         dims = dims_of(b)
@@ -50,9 +44,6 @@ def is_own_slice(binding: Binding, arch: Architecture, tp: int, dims: Mapping[st
     """Return whether a rank's shard of a parameter is what the rank of a server with the same number holds.
 
     Args:
-        binding: The parameter.
-        arch: The model's architecture.
-        tp: Number of tensor-parallel ranks, of trainer and servers.
         dims: Dimension along which each of its tensors is cut, by name; None: each rank of a server holds all of it.
     """
     if isinstance(binding.row.op, Replicated):

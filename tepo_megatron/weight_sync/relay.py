@@ -35,7 +35,6 @@ class RelayRoute:
     """The path of one sender's buckets.
 
     Attributes:
-        sender: The sending rank.
         recipients: The recipients: one rank of every machine but the sender's.
         group: The process group of sender and recipients; None if there are no recipients.
     """
@@ -57,7 +56,6 @@ class RelayTransport(stores.StoredTransport):
 
     Attributes:
         machines: The ranks of each machine.
-        folder: The folder on this machine.
     """
 
     def __init__(self, cfg: SyncConfig, plan: BucketPlan, groups: ParallelDims, receiver: WeightReceiver | None) -> None:
@@ -72,11 +70,7 @@ class RelayTransport(stores.StoredTransport):
 
     @classmethod
     def open(cls, cfg: SyncConfig, plan: BucketPlan, groups: ParallelDims, receiver: WeightReceiver | None) -> "RelayTransport":
-        """Return a transport whose folder is made on every machine, and whose routes have their process groups.
-
-        Args:
-            cfg, plan, groups, receiver: See `sync.make_weight_sync`.
-        """
+        """Return a transport whose folder is made on every machine, and whose routes have their process groups."""
         made = cls(cfg, plan, groups, receiver)
         with plan.raise_on_all_ranks() as replies:
             replies.mine = memory_identity(stores.SHARED_MEMORY), scratch.new_name(stores.PURPOSE)
@@ -202,13 +196,7 @@ def group_by_memory(memories: Sequence[object]) -> list[list[int]]:
 
 
 def recipients(machines: Sequence[Sequence[int]], sender: int, turn: int) -> tuple[int, ...]:
-    """Return the recipient on every machine but the sender's.
-
-    Args:
-        machines: The ranks of each machine.
-        sender: The sending rank.
-        turn: Index of the sender among all senders; it selects the rank on each machine, round-robin.
-    """
+    """Return the recipient on every machine but the sender's."""
     return tuple(ranks[turn % len(ranks)] for ranks in machines if sender not in ranks)
 
 

@@ -14,7 +14,6 @@ class OwnedStore:
     """A private folder if all participants are on this machine, otherwise a TCPStore on one of this machine's addresses.
 
     Attributes:
-        store: The store itself.
         where: The store's location, for messages.
         port: The TCPStore's port, as in `GroupSpec`; 0 for a folder.
         owned: The folder; None for a TCPStore.

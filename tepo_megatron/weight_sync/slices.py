@@ -22,7 +22,6 @@ class TensorSlice:
     Attributes:
         name: Hugging Face name of the tensor.
         lane: Rank of a server that holds the part.
-        lanes: Number of these ranks.
         dim: Dimension along which the tensor is divided; None: every rank holds all of it.
     """
 
@@ -61,14 +60,7 @@ class TensorSlice:
 
 
 def sliced(name: str, tensor: Tensor, lanes: int, dim: int | None) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name on the wire, part) for each lane; one lane: the tensor itself.
-
-    Args:
-        name: Hugging Face name.
-        tensor: The whole tensor.
-        lanes: Number of parts.
-        dim: See `TensorSlice`.
-    """
+    """Yield (name on the wire, part) for each lane; one lane: the tensor itself."""
     if lanes == 1:
         yield name, tensor
         return

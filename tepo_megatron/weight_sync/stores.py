@@ -39,11 +39,6 @@ class StoredTransport:
 
     Each round replaces the one before the last. `start` and `wait` make no collective call. `complete` makes one all-gather
     over the host group if tensors are encoded.
-
-    Args:
-        cfg: Says whether tensors are encoded.
-        plan: The buckets.
-        receiver: The engine, on rank 0; None on other ranks.
     """
 
     def __init__(self, cfg: SyncConfig, plan: BucketPlan, receiver: WeightReceiver | None) -> None:
@@ -80,13 +75,7 @@ class StoredTransport:
         self._named.clear()
 
     def file_name(self, version: int, number: int, owner: str) -> str:
-        """Return a name for a round's file; a round that is staged again gets another one, as file systems cache old files.
-
-        Args:
-            version: The version of the weights.
-            number: Number of the round.
-            owner: Name of the sending rank.
-        """
+        """Return a name for a round's file; a round that is staged again gets another one, as file systems cache old files."""
         name = f"v{version}-{number:05d}-{owner}"
         self._named[name] += 1
         again = self._named[name] - 1
@@ -115,11 +104,7 @@ class FileTransport(StoredTransport):
 
     @classmethod
     def open(cls, cfg: SyncConfig, plan: BucketPlan, groups: ParallelDims, receiver: WeightReceiver | None) -> "FileTransport":
-        """Return a transport whose folder rank 0 has made.
-
-        Args:
-            cfg, plan, groups, receiver: See `sync.make_weight_sync`.
-        """
+        """Return a transport whose folder rank 0 has made."""
         made = cls(cfg, plan, groups, receiver)
         if groups.is_main:
             made._owned = scratch.PrivateFolder(*make_folder(cfg.shared_folder))
@@ -236,7 +221,6 @@ class PinnedStaging:
 
         Args:
             nbytes: Bytes of the largest bucket, whose tensors follow each other at multiples of their dtypes' sizes.
-            device: Device of the tensors.
         """
         self._nbytes, self._device, self._arena = nbytes, device, HostArena(device)
 
@@ -272,12 +256,7 @@ def take_refusals(folder: Path) -> bool:
 
 
 def encoded_header(number: int, encodings: Mapping[str, Encoding] | None) -> str:
-    """Return what the header of a file says of its encoded tensors; "" if none is encoded.
-
-    Args:
-        number: Number of the round.
-        encodings: Encodings by tensor name.
-    """
+    """Return what the header of a file says of its encoded tensors; "" if none is encoded."""
     if not encodings:
         return ""
     return json.dumps({"number": number, "tensors": {name: asdict(encoding) for name, encoding in encodings.items()}})
@@ -289,13 +268,7 @@ def write_file(
     """Write tensors to a safetensors file, which `weight_sync/receiver/weight_files.py` reads.
 
     Args:
-        tensors: The tensors, on the host, by name.
-        path: The file.
         checksums: CRC-32 by tensor name, written into the header; empty: none are written.
-        for_others: Whether other machines read the file. It then gets its name only after all of it was flushed to the file
-            system.
-        encoded: What `encoded_header` returned.
-
     Raises:
         CheckpointError: The file cannot be written.
     """

@@ -48,8 +48,6 @@ class PushedBytes:
     """The bytes of one push, from all ranks together; each byte counts once, whatever the number of servers.
 
     Attributes:
-        sent: Bytes of tensors and payloads.
-        full: Bytes of all weights.
         refused: Rounds that a server could not decode, and that were sent again whole.
     """
 
@@ -68,18 +66,10 @@ class WeightSync:
     Attributes:
         transport: The transport that sends the rounds.
         rounds: Number of rounds of a delivery of all weights.
-        pushed: What the last push sent.
     """
 
     def __init__(self, cfg: SyncConfig, plan: BucketPlan, transport: WeightTransport, receiver: WeightReceiver | None) -> None:
-        """Store the parts.
-
-        Args:
-            cfg: `delta` and `verify_every` are used.
-            plan: The buckets.
-            transport: Carries them to `receiver`.
-            receiver: The engine, on rank 0; None on other ranks.
-        """
+        """Store the parts."""
         self.transport, self.rounds = transport, plan.count
         self._plan, self._receiver, self._verify_every = plan, receiver, cfg.verify_every
         self._delta = Delta(plan) if cfg.delta != "none" else None
@@ -169,11 +159,6 @@ class WeightSync:
 
     def _complete(self, reports: Sequence[Any], version: int, number: int) -> None:
         """Complete the round in flight. While a server cannot decode it, send it again whole.
-
-        Args:
-            reports: The ranks' results of `WeightTransport.wait`.
-            version: The version that is pushed.
-            number: Number of the round in flight.
 
         Raises:
             SyncError: A server refuses the whole tensors, too, on every rank.
@@ -305,14 +290,6 @@ def make_weight_sync(
     """Plan the buckets and make the transport that `cfg.transport` names.
 
     Collectives: two all-gathers over the host group, and those of the transport's construction.
-
-    Args:
-        cfg: The config of the delivery.
-        bindings: This rank's parameters.
-        arch: The model's architecture.
-        groups: The mesh of this run.
-        receiver: The engine, on rank 0; None on other ranks.
-        server_tp: Tensor-parallel ranks of each server.
     """
     lanes = server_tp if isinstance(cfg.transport, GroupTransportConfig) and cfg.transport.slices else 1
     plan = BucketPlan.agree(cfg, bindings, arch, groups, lanes)
@@ -325,12 +302,7 @@ def _ranks() -> tuple[int, int]:
 
 
 def check_one_host(cfg: SyncConfig, servers_with_ranks: bool) -> None:
-    """Raise ConfigError if torchrun started ranks on several machines and the transport would not reach the servers.
-
-    Args:
-        cfg: The transport and its folder.
-        servers_with_ranks: Whether servers run on the machines of the ranks, and nowhere else.
-    """
+    """Raise ConfigError if torchrun started ranks on several machines and the transport would not reach the servers."""
     (here, everywhere), row = _ranks(), TRANSPORTS[cfg.transport.type]
     if here == everywhere or row.spans_machines(cfg, servers_with_ranks):
         return

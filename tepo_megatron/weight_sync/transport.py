@@ -86,24 +86,15 @@ class WeightTransport(Protocol):
         `RelayTransport` makes collective calls here; it iterates the tensors like all others, which gathers them over tp.
 
         Args:
-            version: The version of the weights.
-            number: Number of the round, from 0.
-            tensors: (Hugging Face name, tensor) of the bucket.
-            checked: Whether the engine is to compare each tensor's CRC-32.
             encodings: How the tensors are encoded (`sync.delta=elements`), by name; it is filled in while they are iterated.
                 None: they are not.
-
         Raises:
             CheckpointError: The bucket cannot be stored.
             ConversionError: A tensor cannot be quantized.
         """
 
     def start(self, sources: Sequence[Source]) -> None:
-        """Begin to load the staged round and return. Collective: see the class.
-
-        Args:
-            sources: The sources of all ranks, the same on every rank; at least one.
-        """
+        """Begin to load the staged round and return. Collective: see the class."""
 
     def wait(self) -> Any:
         """Return this rank's report once the started round is no longer in flight here. No collective.
@@ -113,9 +104,6 @@ class WeightTransport(Protocol):
 
     def complete(self, reports: Sequence[Any]) -> bool:
         """Return when all recipients that live have the round. Collective: see the class.
-
-        Args:
-            reports: The results of `wait`, indexed by rank.
 
         Returns:
             Whether a recipient cannot decode the round, so that it must be staged and started again whole, under its number;

@@ -55,11 +55,6 @@ def is_quantized(op: Op, name: str, tensor: Tensor) -> bool:
 
     It is false for the vocabulary's matrices, routers and norms (which are not split over ranks), biases, and what the gated
     delta rule computes decays from: `A_log`, `dt_bias`, the convolution, and the projections that `FusedHeads` names.
-
-    Args:
-        op: the tensor's operation in the table of its family.
-        name: its name.
-        tensor: a whole HF tensor.
     """
     if isinstance(op, FusedHeads) and name.endswith(op.unquantized):
         return False
@@ -68,11 +63,6 @@ def is_quantized(op: Op, name: str, tensor: Tensor) -> bool:
 
 def parts(op: Op, name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
     """Return the tensors by which an FP8 model represents a HF tensor: quantized weight and scales, or the tensor itself.
-
-    Args:
-        op: the tensor's operation in the table of its family.
-        name: its name.
-        tensor: the whole HF tensor.
 
     Raises:
         ConversionError: a value to be quantized is not finite.

@@ -43,7 +43,6 @@ class Binding:
     Attributes:
         name: name of the parameter in the whole model.
         parameter: the parameter, this rank's tensor-parallel shard.
-        row: its table row.
         hf_names: names of its HF tensors, in the order of the row.
     """
 
@@ -60,11 +59,6 @@ class Binding:
 
 def bind(chunks: Sequence[torch.nn.Module], family: Family, arch: Architecture) -> list[Binding]:
     """Return a binding for every parameter of this rank.
-
-    Args:
-        chunks: this rank's model chunks.
-        family: family of the model.
-        arch: architecture of the model.
 
     Raises:
         ConversionError: a parameter has no row in the table of the family.
@@ -88,13 +82,6 @@ def bind(chunks: Sequence[torch.nn.Module], family: Family, arch: Architecture) 
 
 def load_hf(bindings: Sequence[Binding], reader: hf_io.HfReader, family: Family, arch: Architecture, tp: Axis) -> None:
     """Fill this rank's parameters from a HF directory, in place, tensor by tensor.
-
-    Args:
-        bindings: the parameters.
-        reader: of the directory.
-        family: family of the model.
-        arch: architecture of the model.
-        tp: the tensor-parallel axis.
 
     Raises:
         ConversionError: a tensor is missing, left over, not finite or of the wrong shape, the output layer contradicts tied
@@ -136,10 +123,6 @@ def sent_by(bindings: Sequence[Binding], groups: ParallelDims) -> list[Binding]:
     """Return the parameters whose tensors leave the model through this rank's tensor-parallel group.
 
     Over all groups, each tensor leaves through exactly one.
-
-    Args:
-        bindings: this rank's parameters.
-        groups: the mesh of the run.
     """
     return [b for b in bindings if (groups.is_first_expert_replica if b.of_expert else groups.is_first_replica)]
 
@@ -149,11 +132,6 @@ def iterate_hf(bindings: Sequence[Binding], arch: Architecture, tp: Axis) -> Ite
 
     All ranks of a tensor-parallel group must iterate to the end. Collectives: one gather over tp for each parameter that is
     split. A tied embedding appears once, from the first pipeline stage.
-
-    Args:
-        bindings: the parameters.
-        arch: architecture of the model.
-        tp: the tensor-parallel axis.
     """
     for b in bindings:
         if b.name == "output_layer.weight" and arch.tied_embeddings:
@@ -176,16 +154,6 @@ def export_hf(
     All ranks call it. The ranks that own tensors write them to files of their own; rank 0 writes config, tokenizer and index,
     and the tensors of the base model that the family carries over.
     Collectives: those of `iterate_hf`, and four all-gathers of objects over the host group.
-
-    Args:
-        bindings: this rank's parameters.
-        family: family of the model.
-        arch: architecture of the model.
-        groups: the mesh of the run.
-        base: HF directory of the base model, with config and tokenizer.
-        out: the directory to write, on a file system that all ranks share.
-        check_in_place: called on rank 0 before anything is written, and again before the model appears. It raises
-            RunReplacedError if `out` now leads into the folder of another run.
 
     Raises:
         CheckpointError: on every rank, naming the rank and the file, when one rank cannot write or `check_in_place` fails.

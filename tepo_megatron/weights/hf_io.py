@@ -30,9 +30,6 @@ class HfReader:
     The constructor and every method raise CheckpointError for a missing or damaged file. `get` raises ConversionError for a
     missing tensor and for one that is not floating point of 16 to 64 bits: a cast would turn the integers of a quantized model
     into weights.
-
-    Attributes:
-        path: the directory.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -107,11 +104,7 @@ def write_shards(tensors: Iterable[tuple[str, Tensor]], directory: Path, prefix:
     Host memory holds the tensors of one file, and one more tensor.
 
     Args:
-        tensors: names and tensors, on any device.
-        directory: an existing directory.
-        prefix: beginning of the file names.
         limit: most bytes of tensors in a file; a single tensor may have more.
-
     Returns:
         The tensor names of each file, in the order of writing.
 
@@ -153,8 +146,6 @@ def write_index(directory: Path, written: dict[str, list[str]], total_bytes: int
     """Write the index that makes several files one HF checkpoint.
 
     Args:
-        directory: the directory of the checkpoint.
-        written: the tensor names of each file.
         total_bytes: bytes of all tensors.
     """
     weight_map = {name: file for file, names in written.items() for name in names}
@@ -171,8 +162,6 @@ def carry_over(source: Path, target: Path, dtype: torch.dtype | None = None) -> 
     """Copy config, generation config and tokenizer of the base model, as far as they exist.
 
     Args:
-        source: the HF directory of the base model.
-        target: the directory to copy to.
         dtype: dtype of the weights, to be stated in config.json; None: config.json stays as it is.
     """
     for name in _CARRIED:
@@ -187,10 +176,6 @@ class CarriedTensors:
     """The tensors of a HF directory that no model here has, and that exports copy unchanged (`Family.carries`).
 
     A directory without weights has none.
-
-    Args:
-        directory: the HF directory.
-        carries: returns whether a tensor is carried over, by its name.
 
     Attributes:
         names: their names, sorted.
@@ -218,12 +203,7 @@ class CarriedTensors:
 
 
 def set_config(directory: Path, changes: Mapping[str, Any]) -> None:
-    """Change fields of config.json. If no value changes, the file stays as it is, byte for byte.
-
-    Args:
-        directory: the HF directory.
-        changes: new values of fields.
-    """
+    """Change fields of config.json. If no value changes, the file stays as it is, byte for byte."""
     path = directory / "config.json"
     config = json.loads(path.read_text())
     if config | changes != config:
@@ -234,10 +214,6 @@ def publish(temporary: Path, final: Path) -> None:
     """Sync a finished directory to disk, and rename it to its final path.
 
     A directory that is already there is moved aside first and removed afterwards.
-
-    Args:
-        temporary: the finished directory.
-        final: the path to give it, on the same file system.
 
     Raises:
         OSError: a file cannot be synced or a directory cannot be renamed.

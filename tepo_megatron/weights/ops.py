@@ -33,7 +33,6 @@ class Experts:
     Attributes:
         number: number of experts, and of router logits.
         per_token: number of experts that are chosen per token.
-        ffn_size: intermediate size of one expert.
         normalized: whether the weights of the chosen experts are scaled to add up to 1.
         sparse_layers: indices of the layers with experts, in ascending order; the others are dense.
     """
@@ -55,7 +54,6 @@ class LinearAttention:
         key_heads: number of heads of queries and of keys.
         value_heads: number of heads of values, a multiple of `key_heads`.
         key_dim: dimension of a query or a key.
-        value_dim: dimension of a value.
         conv_width: number of tokens that the causal convolution covers.
         layers: indices of the layers with the gated delta rule, in ascending order; the others have attention.
     """
@@ -83,16 +81,10 @@ class Architecture:
     """The architecture of a decoder, with the same fields for all families.
 
     Attributes:
-        num_layers: number of decoder layers.
-        hidden_size: width of the residual stream.
         ffn_size: intermediate size of the dense layers.
-        num_heads: number of query heads.
-        num_query_groups: number of key-value heads.
         head_dim: dimension of a head; it need not be hidden_size / num_heads.
         vocab_size: vocabulary size of the model, without Megatron's padding.
         max_positions: `max_position_embeddings`.
-        norm_eps: epsilon of the RMS norms.
-        rotary_base: RoPE's theta.
         tied_embeddings: whether the output layer uses the weight of the embedding.
         qk_norm: whether q and k have RMS norms per head.
         qkv_bias: whether q, k and v have biases.
@@ -140,22 +132,10 @@ class Op(Protocol):
     """Converts the tensors of one table row in both directions."""
 
     def shard(self, hf: Sequence[Tensor], arch: Architecture, size: int, rank: int) -> Tensor:
-        """Return one tensor-parallel rank's shard of the Megatron parameter.
-
-        Args:
-            hf: the whole HF tensors, in the order of the row.
-            arch: architecture of the model.
-            size: number of tensor-parallel ranks.
-            rank: the tensor-parallel rank.
-        """
+        """Return one tensor-parallel rank's shard of the Megatron parameter."""
 
     def unshard(self, shards: Sequence[Tensor], arch: Architecture) -> list[Tensor]:
-        """Return the whole HF tensors, in the order of the row.
-
-        Args:
-            shards: the Megatron shards of all tensor-parallel ranks, in order.
-            arch: architecture of the model.
-        """
+        """Return the whole HF tensors, in the order of the row."""
 
 
 @dataclass(frozen=True)
@@ -319,11 +299,6 @@ VOCAB_MULTIPLE = 16
 
 
 def padded_vocab_size(vocab_size: int, tp: int) -> int:
-    """Return the vocabulary size that Megatron allocates: the next multiple of 16 tp.
-
-    Args:
-        vocab_size: vocabulary size of the model.
-        tp: number of tensor-parallel ranks.
-    """
+    """Return the vocabulary size that Megatron allocates: the next multiple of 16 tp."""
     multiple = VOCAB_MULTIPLE * tp
     return -(-vocab_size // multiple) * multiple

@@ -12,7 +12,7 @@ import pytest
 
 from tepo_megatron.plan.models import KNOWN
 from tests.launch.cases import ROOT
-from tests.unit.docs.pages import commands
+from tests.lint.docs.pages import commands
 
 BENCHMARKS = ("aime24", "aime25", "amc", "math500", "omni_math", "olympiad_bench", "minerva")
 pytestmark = pytest.mark.e2e

@@ -3,7 +3,7 @@
     parts.py         the parts in order of value, their tasks, the lines that each task reports, their time limits
     machine.py       what is known before torch is imported: missing packages, no GPU, an unknown GPU
     command.py       the command: one task after the other, while the next ones start; results on disk whenever a line is known
-    task_process.py  the process group of one task: started, told to run, ended
+    task_process.py  the process group of one task: started, given its turn, ended
     report.py        the JSON file and the table in Markdown
     lines.py         how a task reports its lines while it runs
     part.py          the process of one task: it imports, waits for its turn, and runs

@@ -69,12 +69,7 @@ class Table:
         self._at: dict[str, Any] = {"device": device, "date": day, **surroundings()}
 
     def put(self, part: CheckPart, result: TaskResult) -> None:
-        """Write what is known, with a task's result so far.
-
-        Args:
-            part: Part of the task.
-            result: The result.
-        """
+        """Write what is known, with a task's result so far."""
         self._tasks[part][result.task] = result
         self.write()
 

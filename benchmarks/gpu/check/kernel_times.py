@@ -52,11 +52,7 @@ def kind_of(kernel: str) -> str:
 
 
 def kernel_times(call: Callable[[], Any]) -> KernelTimes:
-    """Trace a call on a GPU, and return the times of its kernels; empty if it ran none.
-
-    Args:
-        call: What is traced; it must have run before, so that nothing is compiled.
-    """
+    """Trace a call on a GPU, and return the times of its kernels; empty if it ran none."""
     with profile(activities=[ProfilerActivity.CUDA]) as trace:
         call()
         torch.cuda.synchronize()

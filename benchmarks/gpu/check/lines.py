@@ -24,7 +24,6 @@ class Check:
 
     Attributes:
         platform: "cpu" (tiny sizes) or "cuda".
-        task: Name of the task.
         folder: Scratch space that all tasks of a run share.
         file: The lines are appended here, one JSON object each.
         deadline: When its time is up, on the monotonic clock, which all processes of a machine share.
@@ -51,31 +50,14 @@ class Check:
     def report(
         self, name: str, status: Status, value: float | str | None = None, unit: str = "", why: str = "", **more: Any
     ) -> None:
-        """Write one line.
-
-        Args:
-            name: One of the task's lines, or an additional one. A later line of the same name replaces it.
-            status: Outcome; "running": what is known so far, which is a failure if nothing follows.
-            value: The result; None if there is none.
-            unit: Unit of the value.
-            why: The reason for a failure or a skip; otherwise a remark.
-            more: Further values, for the JSON file.
-        """
+        """Write one line."""
         self.names.append(name)
         line = {"name": name, "status": status, "value": value, "unit": unit, "why": why, **more}
         with self.file.open("a") as file:
             file.write(json.dumps(line) + "\n")
 
     def verdict(self, name: str, value: float, limit: float, unit: str = "", **more: Any) -> None:
-        """Report a value that must not exceed its limit.
-
-        Args:
-            name: As in `report`.
-            value: The result; NaN fails.
-            limit: The largest value that passes.
-            unit: Unit of both.
-            more: As in `report`.
-        """
+        """Report a value that must not exceed its limit."""
         status: Status = "passed" if value <= limit else "failed"
         self.report(name, status, value, unit, f"limit {limit:g}", limit=limit, **more)
 

@@ -35,11 +35,7 @@ def wheels() -> list[str]:
 
 
 def missing_packages(platform: str) -> str:
-    """Return which packages the check lacks and where they are from; "" if none is missing.
-
-    Args:
-        platform: "cpu" or "cuda", which needs Triton.
-    """
+    """Return which packages the check lacks and where they are from; "" if none is missing."""
     needed = [name for name in wheels() if name not in PEER_WHEELS]
     from_wheels = [name for name in needed if not _found(MODULES.get(name, name.replace("-", "_")))]
     others = [name for name in (*NEEDED, *(("triton",) if platform == "cuda" else ())) if not _found(name)]
@@ -66,21 +62,13 @@ def driver_gpu() -> tuple[str, str]:
 
 
 def card_of(device: str) -> str | None:
-    """Return the GPU of the plan's table that a device is; None for a device that is none of them.
-
-    Args:
-        device: The name that the driver gives it.
-    """
+    """Return the GPU of the plan's table that a device is; None for a device that is none of them."""
     words = set(re.findall(r"\w+", device))
     return None if words & NOT_SXM else next((name for name in GPUS if name in words), None)
 
 
 def unknown_card(device: str) -> str:
-    """Return what is to be said of a GPU that `tepo plan` does not know; "" for one that it knows.
-
-    Args:
-        device: The name that the driver gives it.
-    """
+    """Return what is to be said of a GPU that `tepo plan` does not know; "" for one that it knows."""
     if card_of(device) is not None:
         return ""
     return (

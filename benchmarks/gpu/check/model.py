@@ -26,12 +26,6 @@ class Case:
     """A model and the lengths of a step.
 
     Attributes:
-        shape: Key of SHAPES.
-        prompt: Tokens of every prompt.
-        response: Mean tokens of a response.
-        prompts: Prompts of a step.
-        samples: Samples of a prompt.
-        tokens: Tokens of a microbatch.
         needed: Bytes of GPU memory that it takes.
     """
 
@@ -71,7 +65,6 @@ def random_model(check: Check, case: Case | None = None) -> Path:
     """Return the folder of the model; the first part that needs the model writes it.
 
     Args:
-        check: Selects the platform, and has a folder.
         case: The case. None: `case_of` the task.
     """
     case = case or case_of(check)
@@ -95,10 +88,7 @@ def run_tree(check: Check, model: Path, case: Case | None = None, **sections: di
     """Return the config tree of a run on one rank.
 
     Args:
-        check: Selects the platform.
-        model: Folder of the checkpoint.
         case: The lengths. None: `case_of` the task.
-        sections: Further keys, by section of the config.
     """
     case = case or case_of(check)
     tree: dict[str, Any] = {

@@ -16,12 +16,7 @@ from tepo_megatron.platform import activate
 
 @contextlib.contextmanager
 def actor_of(check: Check, **sections: dict[str, Any]) -> Iterator[tuple[Any, Config]]:
-    """Yield an actor with the random model, and its config.
-
-    Args:
-        check: Selects the platform and has the model's folder.
-        sections: Further keys, by section of the config.
-    """
+    """Yield an actor with the random model, and its config."""
     cfg = validate(run_tree(check, random_model(check), None, **sections))
     platform = activate(cfg.platform)
     from tepo_megatron.actor.actor import Actor

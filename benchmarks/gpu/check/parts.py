@@ -54,7 +54,6 @@ class CheckPart:
 
     Attributes:
         name: Name for `--parts`.
-        title: Title of its table.
         tasks: Its tasks, in order of value.
         cpu: Whether it also runs on the platform `cpu`.
         code: Module with the part's `run(check)`; "": benchmarks.gpu.check.run_<name>. If it has `prepare(check)`, that runs
@@ -148,11 +147,7 @@ def selected(words: str | None) -> tuple[str, tuple[CheckPart, ...]]:
 
 
 def seconds_of(minutes: float) -> float:
-    """Return the seconds that all tasks of a check have together.
-
-    Args:
-        minutes: Time limit of the whole check.
-    """
+    """Return the seconds that all tasks of a check have together."""
     return 60 * USED * minutes
 
 
@@ -160,9 +155,6 @@ def limit(task: CheckTask, later: Sequence[CheckTask], minutes: float, left: flo
     """Return the seconds that a task may take: its own, and half of what nobody has a claim to; for the last one, all of it.
 
     Args:
-        task: The task.
-        later: The tasks that will run after it.
-        minutes: Time limit of the whole check.
         left: Seconds of `seconds_of(minutes)` that are left.
     """
     own, claimed = (minutes / 10 * sum(x.seconds for x in tasks) for tasks in ([task], later))

@@ -42,11 +42,7 @@ class Outcomes:
             self._take(report, "")
 
     def tell(self, status: Any) -> None:
-        """Report the file's row.
-
-        Args:
-            status: Its status.
-        """
+        """Report the file's row."""
         summary = ", ".join(f"{n} {what}" for what, n in sorted(self.counts.items()))
         why = "; ".join(f"{n} x {reason}" if n > 1 else reason for reason, n in self.reasons.items())
         self._check.report(self._check.task, status, summary, why=why[:1500])
@@ -64,13 +60,7 @@ class Outcomes:
 
 
 def run_file(check: Check, folder: str = "tests/gpu", selection: str = "") -> None:
-    """Run the test file that the task is named after, and report it.
-
-    Args:
-        check: Receives the line.
-        folder: Folder of the file.
-        selection: pytest's `-k`.
-    """
+    """Run the test file that the task is named after, and report it."""
     with check.line(check.task):
         if importlib.util.find_spec("pytest") is None:
             raise Skip("pytest is not installed")

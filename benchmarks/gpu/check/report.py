@@ -26,8 +26,6 @@ class TaskResult:
     """The result of a task so far.
 
     Attributes:
-        task: The task.
-        status: One of SEVERITY.
         lines: Its reported lines; the last one of a name counts.
         why: Reason of the status, and of lines that are missing.
         more: Further values, for the JSON file.
@@ -50,13 +48,7 @@ class TaskResult:
 
 
 def result_of(part: CheckPart, tasks: Sequence[TaskResult], **more: Any) -> Result:
-    """Return a part's result.
-
-    Args:
-        part: The part.
-        tasks: Results of its tasks.
-        more: Further values, for the JSON file.
-    """
+    """Return a part's result."""
     names: dict[str, list[str]] = {}
     for x in tasks:
         names.setdefault(x.why, []).append(x.task.name)
@@ -84,9 +76,6 @@ def merged(old: Sequence[Result], new: Sequence[Result]) -> list[Result]:
     """Return the new results and the old ones of other parts, in the order of the parts.
 
     A part that measured nothing does not replace one that did before: its lines that the old one lacks are added to it.
-
-    Args:
-        old, new: Results of parts.
     """
     by_part = {result["part"]: result for result in old}
     for result in new:
@@ -111,13 +100,7 @@ def load(file: Path) -> list[Result]:
 
 
 def save(file: Path, page: Path, results: Sequence[Result]) -> None:
-    """Write the JSON file and the page. Each replaces its predecessor atomically, so that a kill leaves a complete file.
-
-    Args:
-        file: The JSON file.
-        page: The page in Markdown.
-        results: Results of parts.
-    """
+    """Write the JSON file and the page. Each replaces its predecessor atomically, so that a kill leaves a complete file."""
     for path, text in ((file, json.dumps(results, indent=1)), (page, markdown(results))):
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_name(path.name + ".partial")

@@ -111,12 +111,7 @@ def _statistics(check: Check, line: str, dtype: torch.dtype, device: torch.devic
 
 
 def distance(a: Tensor, b: Tensor) -> float:
-    """Return the relative distance ||a - b|| / ||b||.
-
-    Args:
-        a: The measured tensor.
-        b: The reference.
-    """
+    """Return the relative distance ||a - b|| / ||b||."""
     return ((a.double() - b.double()).norm() / b.double().norm()).item()
 
 

@@ -114,12 +114,7 @@ def _report_seconds(check: Check, steps: MeasuredSteps, predictor: Predictor, gp
 
 
 def forward_operations(predictor: Predictor, lengths: Sequence[tuple[int, int]]) -> float:
-    """Return the operations of a forward pass; see the module.
-
-    Args:
-        predictor: Has the architecture.
-        lengths: Tokens and response tokens of each sequence.
-    """
+    """Return the operations of a forward pass; see the module."""
     arch = predictor.model.arch
     attention = 2 * arch.hidden_size * arch.head_dim * (arch.num_heads + arch.num_query_groups)
     layer = attention + 3 * arch.hidden_size * arch.ffn_size

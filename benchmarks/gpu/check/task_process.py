@@ -51,14 +51,7 @@ class TaskProcess:
     """The process of a task. It imports what it needs and waits for `run`."""
 
     def __init__(self, part: CheckPart, task: CheckTask, platform: str, folder: Path) -> None:
-        """Start it.
-
-        Args:
-            part: The task's part.
-            task: The task.
-            platform: "cpu" or "cuda".
-            folder: Scratch space of all tasks.
-        """
+        """Start it."""
         name = re.sub(r"\W", "-", f"{part.name}-{task.name}")
         self._task = task
         self._file, self._log, self._ready = (folder / f"{name}.{kind}" for kind in ("jsonl", "log", "ready"))
@@ -76,7 +69,6 @@ class TaskProcess:
 
         Args:
             seconds: Its time limit, from now on.
-            keep: Gets the result so far when the task starts, and whenever it has reported a line.
         """
         start = time.monotonic()
         status = self._ended(start + seconds, keep)
@@ -136,11 +128,7 @@ class TaskProcess:
 
 
 def places(log: str) -> str:
-    """Return where the main threads were when their stacks were written into the log; "" if they are not there.
-
-    Args:
-        log: The log, with the stacks of the ranks (`benchmarks._ranks.show_stacks`), then those of the task.
-    """
+    """Return where the main threads were when their stacks were written into the log; "" if they are not there."""
     found = []
     for name, stacks in STACKS.findall(log):
         main_thread = stacks.rpartition("(most recent call first):")[2]

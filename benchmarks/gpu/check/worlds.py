@@ -42,10 +42,8 @@ class TrainingJob:
     """Two optimizer steps of a config.
 
     Attributes:
-        line: Name of the report's line.
         case: The batches, and the fp64 reference's results.
         layout: Keys of the config's section `parallel`.
-        precision: A preset.
         training: Keys of the config's section `training`.
         ddp: Fields of `megatron.ddp`.
     """
@@ -65,12 +63,7 @@ class TrainingJob:
         return validate(tree)
 
     def report(self, check: Check, ranks: list[list[dict[str, Any]]]) -> None:
-        """Compare with the reference, and report.
-
-        Args:
-            check: Receives the line.
-            ranks: What `cases.train_steps` returned on each rank.
-        """
+        """Compare with the reference, and report."""
         if self.precision == "fp32":
             found = cases.errors(ranks, self.case.steps)
             worst = max(found, key=found.__getitem__)
@@ -90,8 +83,6 @@ class World:
         """Start the ranks.
 
         Args:
-            folder: Scratch space.
-            size: Number of ranks.
             staged: Whether collectives go through host memory, and the ranks share a device.
         """
         with contextlib.ExitStack() as stack:
@@ -129,10 +120,7 @@ def train(check: Check, jobs: Sequence[TrainingJob], staged: bool, world: World 
     """Run the jobs and report each when it is done. After a failure the rest runs in a new world.
 
     Args:
-        check: Receives the lines.
-        jobs: The configs.
         staged: Whether collectives go through host memory, and the ranks share a device.
-        world: Ranks that were started before, enough for all jobs.
     """
     remaining = list(jobs)
     while remaining:
@@ -156,13 +144,7 @@ def _wait(world: Ranks, files: Sequence[Path], seconds: float) -> str:
 
 
 def serve(rank: int, work: Sequence[tuple[Config, Any]], folder: Path) -> None:
-    """Run in each rank: train each config whose world has this rank, and write what `cases.train_steps` returns.
-
-    Args:
-        rank: This rank.
-        work: (config, batches) of each job.
-        folder: Folder of the results: a file NUMBER-RANK, or NUMBER-RANK.error with a traceback.
-    """
+    """Run in each rank: train each config whose world has this rank, and write what `cases.train_steps` returns."""
     store, _, _ = next(rendezvous("env://", rank, int(os.environ["WORLD_SIZE"])))
     for number, (cfg, batches) in enumerate(work):
         size = cfg.parallel.world_size

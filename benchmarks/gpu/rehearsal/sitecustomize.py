@@ -25,6 +25,7 @@ class PatchingFinder:
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: types.ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
+        """Return a spec that patches after loading; None for all other modules."""
         patch: Callable[[Any], None] | None = fake_cuda if name == "torch" else shrink if name.startswith(CHECK) else None
         spec = importlib.machinery.PathFinder.find_spec(name, path) if patch else None
         if patch is None or spec is None or spec.loader is None:

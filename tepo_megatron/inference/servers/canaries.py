@@ -23,11 +23,7 @@ from tepo_megatron.weight_sync.mismatch import allowed_difference
 
 
 class CanaryWatch:
-    """The canaries of a pool of servers. All coroutines run in the loop of the pool.
-
-    Args:
-        pool: The servers.
-    """
+    """The canaries of a pool of servers. All coroutines run in the loop of the pool."""
 
     def __init__(self, pool: ServerPool) -> None:
         self._pool = pool
@@ -42,21 +38,13 @@ class CanaryWatch:
         self._repeating: asyncio.Task[None] | None = None  # is cancelled with the loop
 
     async def use(self, canaries: Canaries, cfg: SyncConfig, same_precision: bool) -> None:
-        """See `CanaryChecked.use_canaries`.
-
-        Args:
-            canaries, cfg, same_precision: See there.
-        """
+        """See `CanaryChecked.use_canaries`."""
         self._canaries, self._judge = canaries, CanaryJudge(canaries, partial(allowed_difference, cfg=cfg), same_precision)
         if cfg.canary_every:
             self._repeating = asyncio.create_task(self._repeat(cfg.canary_every))
 
     async def expect(self, version: int, logprobs: Sequence[float]) -> None:
-        """See `CanaryChecked.expect_scores`.
-
-        Args:
-            version, logprobs: See there.
-        """
+        """See `CanaryChecked.expect_scores`."""
         assert self._judge is not None, "use comes first"
         self._judge.expect(version, logprobs)
 
@@ -74,9 +62,6 @@ class CanaryWatch:
         """Ask servers that should have the pool's version; return those that may be used, and end the others.
 
         All are returned if there are no canaries, or if the engine sleeps: those that serve are asked when it wakes.
-
-        Args:
-            servers: Servers that get no requests before this returns.
 
         Raises:
             SyncError: No canary can be asked about; a server is wrong twice in a row; or all of several servers are wrong.

@@ -18,12 +18,7 @@ _JOINED = (re.compile(r"\.[qkv]_proj\."), ".qkv_proj."), (re.compile(r"\.(gate|u
 
 
 class ChecksumChecks:
-    """Consecutive checks of servers that hold the same model in the same layout.
-
-    Args:
-        same_precision: The servers serve the weights in the precision in which they are sent. If False, a small change of a
-            tensor may vanish in the cast.
-    """
+    """Consecutive checks of servers that hold the same model in the same layout."""
 
     def __init__(self, same_precision: bool) -> None:
         self._same_precision = same_precision
@@ -34,11 +29,6 @@ class ChecksumChecks:
         """Compare one version's checksums. The first comparison only records them for the stale check.
 
         A tensor is stale if its sent CRC-32 changed since the last call and the servers' checksums of it did not.
-
-        Args:
-            version: Version of the weights.
-            answers: server name -> "rank:parameter" -> checksum.
-            sent: Hugging Face name -> CRC-32 of the tensor in this version.
 
         Raises:
             SyncError: Servers differ from each other, or serve stale tensors.
@@ -65,10 +55,6 @@ class ChecksumChecks:
 
         A tensor with several parts, one for each rank, is stale if no part changed. Where the servers serve another precision
         (`same_precision`), the result is empty unless all changed tensors are stale.
-
-        Args:
-            served: "rank:parameter" -> checksum, of one server.
-            sent: Hugging Face name -> CRC-32 of the tensor in this version.
         """
         parts: dict[str, list[str]] = {}
         for key in served:

@@ -40,10 +40,7 @@ class Client:
     """Exchanges JSON with one server, and watches its health. Use it in one event loop.
 
     Args:
-        url: Base URL of the server.
-        key: Sent with every request.
         request_seconds: Time limit of one whole exchange, unless `send` is given another.
-        heartbeat_timeout: Time without an answer from `/health` after which the server counts as hung.
     """
 
     def __init__(self, url: str, key: str, *, request_seconds: float, heartbeat_timeout: float) -> None:
@@ -58,11 +55,7 @@ class Client:
         An answer without a content type is returned as text: some of SGLang's answers are a bare line.
 
         Args:
-            method: HTTP method.
-            path: Path with query string.
             body: Sent as JSON. None: no body.
-            repeatable: See `exchange`.
-
         Raises:
             RolloutError: This process may not open another connection; the server is not to blame.
             RequestFailed: No answer within the limit, a broken connection, or an error answer.
@@ -86,14 +79,9 @@ class Client:
         """Send one request, like `send`, and return the undecoded answer.
 
         Args:
-            method: HTTP method.
-            path: Path with query string.
             body: Sent as JSON. None: no body.
-            accept: Content type that the client prefers.
             most_bytes: Size limit of the answer in bytes.
             seconds: Time limit of the exchange. None: `request_seconds`.
-            repeatable: See `HttpClient.exchange`. False for every request that changes the server's state.
-
         Raises:
             RequestFailed: As `send`.
         """

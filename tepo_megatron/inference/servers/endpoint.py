@@ -40,11 +40,6 @@ class ServerConnection:
 
     All methods run in one event loop.
 
-    Args:
-        server: Starts and ends the server, or finds one.
-        api: The engine's HTTP interface.
-        cfg: Only the time limits are used.
-
     Attributes:
         client: Connection to the current start of the server; None while there is none.
         address, info: Address and self-description since the last `ready`; None before the first.
@@ -106,7 +101,6 @@ class UndecodedAnswers:
     """The answers to one call of `Endpoint.generate`.
 
     Attributes:
-        nbytes: Size of their bodies.
         decode: Returns the rollouts; see `Endpoint.decode`. May be called in any thread.
     """
 
@@ -117,17 +111,10 @@ class UndecodedAnswers:
 class Endpoint(ServerConnection):
     """A server of a fleet, with the version of its weights.
 
-    Args:
-        server, api, cfg: See `ServerConnection`.
-        max_model_len: Longest sequence in tokens (prompt and response) that the run may request.
-
     Attributes:
         ranks: Number of processes that hold the model.
         version: Version of the weights that the server serves.
-        in_flight: Number of requests in flight.
         most_in_flight: Most requests that were in flight at once since `load.LoadMeter` last read it.
-        response_tokens: Response tokens sampled so far.
-        asleep: Parts whose memory is released.
         answered: The server has answered a generation request since it was launched.
         broken_off: The sender of the last update is gone before its end.
     """
@@ -200,10 +187,6 @@ class Endpoint(ServerConnection):
     def decode(self, asks: Sequence[GenerationRequest], answers: Sequence[HttpAnswer], version: int) -> list[Rollout]:
         """Return the requested samples, by request and sample index.
 
-        Args:
-            asks, answers: The requests, and the answer to each.
-            version: Version that the server had to serve.
-
         Raises:
             RolloutError: An answer is not what was asked for.
         """
@@ -234,12 +217,7 @@ class Endpoint(ServerConnection):
         self.broken_off = False
 
     async def keep_unchanged(self, base: int, names: Sequence[str]) -> None:
-        """Announce the tensors that the update leaves unchanged.
-
-        Args:
-            base: Version whose tensors are kept.
-            names: Hugging Face names.
-        """
+        """Announce the tensors that the update leaves unchanged."""
         unchanged = UnchangedTensors(self._coming, base, tuple(names))
         await self._updating("keep unchanged", lambda send: self.api.keep_unchanged(send, unchanged))
 

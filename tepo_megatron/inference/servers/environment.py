@@ -22,12 +22,7 @@ _RANKS = {"CUDA_DEVICE_MAX_CONNECTIONS", "OMP_NUM_THREADS"}
 
 
 def without_torchrun(inherited: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment without the variables that are meant for ranks.
-
-    Args:
-        inherited: Environment of this process. If it is not a rank (`tepo serve`), the user's own `CUDA_DEVICE_MAX_CONNECTIONS`
-            and `OMP_NUM_THREADS` are kept.
-    """
+    """Return the environment without the variables that are meant for ranks."""
     removed = _TORCHRUN | (_RANKS if "RANK" in inherited else set())
     return {name: value for name, value in inherited.items() if name not in removed and not name.startswith("TORCHELASTIC_")}
 
@@ -38,11 +33,6 @@ def on_this_machine(inherited: Mapping[str, str], is_loopback: bool) -> dict[str
     All ranks of the server run on this machine.
 
     Otherwise gloo binds to whatever address this machine's name resolves to, and accepts every connection.
-
-    Args:
-        inherited: Environment of this process.
-        is_loopback: The server listens on the loopback interface, too. Then NCCL is also bound to it, if all ranks of the run
-            are on this machine: the groups of `sync.transport=group` span them.
     """
     env = {"GLOO_SOCKET_IFNAME": "lo"} | without_proxy(inherited)
     if is_loopback and "RANK" in inherited and inherited.get("LOCAL_WORLD_SIZE") == inherited.get("WORLD_SIZE"):
@@ -51,24 +41,12 @@ def on_this_machine(inherited: Mapping[str, str], is_loopback: bool) -> dict[str
 
 
 def new_file(inherited: Mapping[str, str], name: str) -> str:
-    """Return a path in TMPDIR that no other start of a server uses. `LocalServer` sets TMPDIR to a folder of mode 0700.
-
-    Args:
-        inherited: Environment of this process.
-        name: Prefix of the file name.
-    """
+    """Return a path in TMPDIR that no other start of a server uses. `LocalServer` sets TMPDIR to a folder of mode 0700."""
     return f"{inherited.get('TMPDIR', tempfile.gettempdir())}/{name}-{secrets.token_hex(8)}"
 
 
 def devices(inherited: Mapping[str, str], first: int, count: int, others: bool = False) -> dict[str, str]:
-    """Return CUDA_VISIBLE_DEVICES with the GPUs of one server.
-
-    Args:
-        inherited: Environment of this process; its CUDA_VISIBLE_DEVICES is respected.
-        first: Index of the server's first GPU among those that this process sees.
-        count: Number of GPUs; if fewer are left, the server gets those.
-        others: Append the other GPUs. The server computes nothing on them, but may map their memory.
-    """
+    """Return CUDA_VISIBLE_DEVICES with the GPUs of one server."""
     seen = inherited.get("CUDA_VISIBLE_DEVICES")
     names = seen.split(",") if seen else [str(i) for i in range(max(first + count, torch.cuda.device_count() if others else 0))]
     taken = names[first : first + count]

@@ -23,11 +23,7 @@ class Fleet(RoutedSampler, PoolUpdates):
     """Implementation of `engine.RolloutEngine` on several servers. Its base classes share the pool of these servers.
 
     Args:
-        endpoints: The servers, not yet launched.
-        cfg: Only on_weight_update, min_servers, only, server.concurrency, server.precision, server.restarts
-            and server.restart_after_growth_gib are used.
         quiesce: Quiesces servers that others start, where they have to sleep (`rollout.colocate`). None: not needed.
-
     Attributes:
         endpoints: The servers, in the order in which they were given. Only the fleet may call methods that change them.
     """
@@ -66,20 +62,12 @@ class Fleet(RoutedSampler, PoolUpdates):
         self._pool.loop.run(self._canaries.after_wake())
 
     def use_canaries(self, canaries: Canaries, cfg: SyncConfig, same_precision: bool) -> None:
-        """See `CanaryChecked.use_canaries`.
-
-        Args:
-            canaries, cfg, same_precision: See there.
-        """
+        """See `CanaryChecked.use_canaries`."""
         self._pool.require_start()
         self._pool.loop.run(self._canaries.use(canaries, cfg, same_precision))
 
     def expect_scores(self, version: int, logprobs: Sequence[float]) -> None:
-        """See `CanaryChecked.expect_scores`.
-
-        Args:
-            version, logprobs: See there.
-        """
+        """See `CanaryChecked.expect_scores`."""
         self._pool.loop.run(self._canaries.expect(version, logprobs))
 
     def canary_metrics(self) -> Mapping[str, float]:

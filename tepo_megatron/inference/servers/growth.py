@@ -38,7 +38,6 @@ class GrowthLimit:
             idle: Servers without requests, with the incarnation that is to be measured. A server is skipped if it has not
                 answered a request in that incarnation. One whose memory is not known here (`servers/remote.py`) reports 0
                 bytes, so it is never ended.
-
         Returns:
             The servers that were asked to end; they may still be up when this returns.
         """

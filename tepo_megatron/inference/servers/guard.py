@@ -84,11 +84,8 @@ def main(owner: int, grace_seconds: float, folder: Path | None, command: list[st
     """Run `command` until it ends, a signal asks to end it (SIGTERM, SIGINT, SIGHUP or AT_ONCE), or the owner is gone.
 
     Args:
-        owner: Pid of the process that has to be this guard's parent.
         grace_seconds: Time between SIGTERM and SIGKILL. AT_ONCE sets it to 0.
         folder: The server's private folder; None: none.
-        command: argv of the server.
-
     Returns:
         The exit status of `command`, or 128 + n if signal n ended it.
     """

@@ -34,11 +34,7 @@ class DeviceLease:
 
 
 class DeviceLeases:
-    """The device lease of a rendezvous folder, and the `tepo serve` processes that have to acknowledge it.
-
-    Attributes:
-        folder: The rendezvous folder.
-    """
+    """The device lease of a rendezvous folder, and the `tepo serve` processes that have to acknowledge it."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -53,22 +49,13 @@ class DeviceLeases:
         return found
 
     def register(self, service: str) -> None:
-        """Register a `tepo serve` that begins. The first one finds no lease.
-
-        Args:
-            service: See `service_name`.
-        """
+        """Register a `tepo serve` that begins. The first one finds no lease."""
         if not self._registered():
             self._write("{}")
         self.acknowledge(service, "")
 
     def acknowledge(self, service: str, token: str) -> None:
-        """Acknowledge a lease for a `tepo serve`: it starts no server, and runs none except those that the lease keeps.
-
-        Args:
-            service: See `service_name`.
-            token: Token of the lease. Empty string: none.
-        """
+        """Acknowledge a lease for a `tepo serve`: it starts no server, and runs none except those that the lease keeps."""
         replace_private(self.folder / f"{service}.{_SERVICE}", f"{_machine()} {token}")
 
     def deregister(self, service: str) -> None:
@@ -86,12 +73,7 @@ class DeviceLeases:
         return [service for service, token in self.acknowledgements().items() if token != lease.token]
 
     def take(self, run: str, starts: Sequence[str]) -> DeviceLease:
-        """Write a new device lease and return it.
-
-        Args:
-            run: Absolute path of the run that takes the devices.
-            starts: Start ids of the run's own servers, which stay.
-        """
+        """Write a new device lease and return it."""
         lease = DeviceLease(run, secrets.token_hex(8), tuple(starts))
         self._write(json.dumps(dataclasses.asdict(lease)))
         return lease
@@ -124,9 +106,6 @@ class Quiesce:
     others, and watches the kept servers by connecting to them instead of asking for their health.
 
     Args:
-        leases: The device lease of the rendezvous folder.
-        run: The run that takes the devices, as an absolute path.
-        starts: Returns the start ids (`Record.start`) of the servers that the run has now.
         seconds: Time limit for all `tepo serve` processes to acknowledge the lease.
     """
 
@@ -159,11 +138,7 @@ class Quiesce:
 
 
 def service_name(host: str, pid: int) -> str:
-    """Return HOST-PID, which identifies a `tepo serve`.
-
-    Args:
-        host, pid: Host name and process id of the `tepo serve`.
-    """
+    """Return HOST-PID, which identifies a `tepo serve`."""
     return f"{host}-{pid}"
 
 

@@ -92,11 +92,6 @@ class CanaryVerdict:
 class CanaryJudge:
     """Judges the answers of all servers of a run.
 
-    Args:
-        canaries: The canaries.
-        allowed: See `Noise`.
-        same_precision: The servers serve the weights in the precision of the actor.
-
     Attributes:
         noise: |server - actor| without the prefix cache.
         cached_noise: |with the prefix cache - without| by the same server.
@@ -114,9 +109,6 @@ class CanaryJudge:
 
         Scores that come twice for a version show how far the actor's log-probs differ for the same weights. The first version
         is kept, too, because servers that took no update have it.
-
-        Args:
-            version, logprobs: See there.
         """
         scores_N = np.array(logprobs, np.float64)
         if version in self._scores:
@@ -133,13 +125,7 @@ class CanaryJudge:
         return sorted(self._scores)
 
     def examine(self, server: str, answer: CanaryAnswer, version: int) -> CanaryVerdict:
-        """Judge an answer, and learn from it if it is right.
-
-        Args:
-            server: Name of the server.
-            answer: Its log-probs.
-            version: The version that it should serve.
-        """
+        """Judge an answer, and learn from it if it is right."""
         answer_N, scores_N = answer.logprobs_N, self._scores[version]
         diffs = {v: float(np.abs(answer_N - its_N).mean()) for v, its_N in self._scores.items()}
         ratios = {v: likelihood_ratio(answer_N, scores_N, its_N) for v, its_N in self._scores.items() if v != version}
@@ -187,11 +173,7 @@ class CanaryJudge:
         return self.distance(*self.versions[-2:]) / self.noise.level
 
     def distance(self, version: int, other: int) -> float:
-        """Return the mean |difference| of the actor's log-probs under two versions, nats.
-
-        Args:
-            version, other: Versions whose scores are known.
-        """
+        """Return the mean |difference| of the actor's log-probs under two versions, nats."""
         return float(np.abs(self._scores[version] - self._scores[other]).mean())
 
     @property
@@ -221,11 +203,7 @@ class Noise:
         self._recent.append(diff)
 
     def limit(self, count: int) -> float:
-        """Return the largest mean |difference| of a right answer, nats.
-
-        Args:
-            count: Number of targets.
-        """
+        """Return the largest mean |difference| of a right answer, nats."""
         most = self._allowed(max(1, count))
         return most if self.level is None else min(most, max(LEAST_LIMIT, NOISE_FACTOR * self.level))
 

@@ -10,11 +10,7 @@ UP, BETWEEN, LOST = 1.0, 0.5, 0.0  # takes requests; is being started or ended; 
 
 
 class LoadMeter:
-    """The load of each server since the last reading. It only reads counters that the servers' event loop keeps anyway.
-
-    Args:
-        pool: The servers.
-    """
+    """The load of each server since the last reading. It only reads counters that the servers' event loop keeps anyway."""
 
     def __init__(self, pool: ServerPool) -> None:
         self._pool, self._read_at = pool, time.monotonic()

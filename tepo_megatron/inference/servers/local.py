@@ -22,13 +22,7 @@ class LocalServer:
     """Implementation of `server.Server` for a process of this machine.
 
     Args:
-        name: Name in messages.
-        api: The engine: how to start its server.
-        cfg: Settings of the server.
-        launch: What the server is started with.
-        log_path: The server's log.
         key: The key that the server requires. None: a new one at each start.
-
     Attributes:
         process: The process of the last `launch`; None before the first.
         address: Where that process listens, or will; None before the first `launch`.
@@ -125,12 +119,7 @@ class LocalServer:
 
 
 def url_of(host: str, port: int) -> str:
-    """Return the URL of a server. If it listens on all addresses, the URL uses the loopback address of this machine.
-
-    Args:
-        host: Address that the server listens on.
-        port: Its port.
-    """
+    """Return the URL of a server. If it listens on all addresses, the URL uses the loopback address of this machine."""
     if host in ("0.0.0.0", "::"):
         host = LOOPBACK if host == "0.0.0.0" else "::1"
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -17,7 +17,6 @@ async def observe(pool: ServerPool, seconds: float) -> EngineReport:
     """Return the state of a pool. Runs in its event loop.
 
     Args:
-        pool: The servers.
         seconds: Limit of the wait for the servers' own metrics, which are asked for concurrently. A server that is not up,
             sleeps or does not answer in time has none.
     """

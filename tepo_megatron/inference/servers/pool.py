@@ -31,11 +31,9 @@ class ServerPool:
     """The servers, each in a slot that restarts it, and the state that they have in common.
 
     Args:
-        endpoints: The servers, not yet launched.
         cfg: Only min_servers, only, server.concurrency, server.restarts, server.restart_after_growth_gib and
             server.weights_seconds are used.
         quiesce: Quiesces servers that others start, where they have to sleep (`rollout.colocate`). None: not needed.
-
     Attributes:
         endpoints: The servers, in the order in which they were given.
         slots: One per server, in the same order; empty before `start`.
@@ -155,9 +153,6 @@ class ServerPool:
         """Return the least loaded server that may take another request, and count the request. Call `release` after it.
 
         The oldest waiting request gets the first free server, and wakes only then.
-
-        Args:
-            avoid: Server that is used only if no other is free.
 
         Raises:
             RolloutError: Fewer than `min_servers` servers are left, or a server needs weights that nobody sends.

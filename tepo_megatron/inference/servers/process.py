@@ -47,8 +47,6 @@ def choose_port(port: int, host: str = LOOPBACK) -> int:
 
     Args:
         port: The wanted port. 0: any free port.
-        host: Address to listen on.
-
     Raises:
         RolloutError: The port is in use or cannot be bound.
     """
@@ -62,9 +60,6 @@ def hold_port(port: int, host: str = LOOPBACK) -> socket.socket:
     Nobody else is given that port as a free one until the socket is closed.
 
     A server can listen on that port meanwhile: this socket and those of the engines set SO_REUSEADDR.
-
-    Args:
-        port, host: See `choose_port`.
 
     Raises:
         RolloutError: The port is in use or cannot be bound.
@@ -88,12 +83,7 @@ class ServerProcess:
     All of its processes end with `stop`, or with this process however that ends.
 
     Args:
-        command: argv without secrets (everyone on the machine can read it).
-        env: The whole environment of the server.
-        health_url: Answers 200 once the server takes requests.
-        log_path: File for stdout and stderr; each start is appended below a numbered line.
         ready_seconds: Time limit from `start` until the server is healthy.
-        name: Name of the server in messages.
         folder: The server's `scratch.PrivateFolder`, which the guard removes if this process is killed. None: none.
     """
 
@@ -272,11 +262,7 @@ class ServerProcess:
         return b"\n".join([*earlier, *([b"..."] if earlier else []), *tail]).decode(errors="replace")
 
     def stop(self, at_once: bool = False) -> None:
-        """End every process of the server, within GRACE_SECONDS and a few more seconds. May be called again.
-
-        Args:
-            at_once: Skip the grace period between SIGTERM and SIGKILL.
-        """
+        """End every process of the server, within GRACE_SECONDS and a few more seconds. May be called again."""
         if self._guard is None or self._has_ended():
             return
         self._guard.send_signal(guard.AT_ONCE if at_once else signal.SIGTERM)
@@ -286,11 +272,7 @@ class ServerProcess:
 
 
 class _Progress:
-    """Watches whether a server that starts makes progress.
-
-    Args:
-        work: Returns what the server has done so far; see `ServerProcess._work`.
-    """
+    """Watches whether a server that starts makes progress."""
 
     def __init__(self, work: Callable[[], tuple[float, ...]]) -> None:
         self._work, self._done = work, work()

@@ -30,13 +30,7 @@ class _RemoteServer:
 
 
 class NamedServer(_RemoteServer):
-    """Implementation of `server.Server` for whatever answers at a URL.
-
-    Args:
-        name: Name in messages.
-        cfg: Only the time limit until the server is ready is used.
-        url: Base URL of the server.
-    """
+    """Implementation of `server.Server` for whatever answers at a URL."""
 
     restart_note = "is waited for"
     running = True
@@ -80,15 +74,6 @@ class FoundServer(_RemoteServer):
     A start (incarnation) of a server serves one process of one run, because another process may have left half an update
     behind. So a start that an earlier process of the same run had taken is asked to end; one that another run has taken is
     refused.
-
-    Args:
-        name: Name in messages.
-        cfg: The server has to match `tp`; the time limit until a server is found is used, too.
-        launch: What this run would start a server with; the server has to match it.
-        rendezvous: The folder.
-        engine: As in `rollout.engine`.
-        run: Folder of the run that takes the server.
-        used: Start ids that can no longer be taken, shared by all servers of the fleet.
     """
 
     restart_note = "is started again"

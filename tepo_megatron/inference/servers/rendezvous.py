@@ -73,7 +73,6 @@ class Rendezvous:
     """The rendezvous folder; `tepo serve` and the trainer both use this class.
 
     Attributes:
-        folder: The folder.
         leases: The device lease in this folder.
     """
 
@@ -142,10 +141,6 @@ class Rendezvous:
     def claim(self, record: ServerRecord, run: str) -> str | None:
         """Reserve a start for one run.
 
-        Args:
-            record: The start.
-            run: Absolute path of the run.
-
         Returns:
             None on success, else the run that has reserved it already. Empty string: the start is over.
         """
@@ -160,12 +155,7 @@ class Rendezvous:
         return None if self._check_published(record, path) else ""
 
     def request_end(self, record: ServerRecord, why: str) -> None:
-        """Ask `tepo serve` to restart a server. Does nothing if the start is over already.
-
-        Args:
-            record: The start that has to end.
-            why: Reason, which `end_reason` returns.
-        """
+        """Ask `tepo serve` to restart a server. Does nothing if the start is over already."""
         path = self._path(record, "end")
         if record in self.records():
             replace_private(path, why)

@@ -30,12 +30,7 @@ RETRY_SECONDS = 0.2  # before a request is sent again, doubled each time
 
 
 class RoutedSampler:
-    """Implementation of `engine.Sampler` on a pool of servers.
-
-    Args:
-        pool: The servers.
-        cfg: Only on_weight_update is used.
-    """
+    """Implementation of `engine.Sampler` on a pool of servers."""
 
     def __init__(self, pool: ServerPool, cfg: RolloutConfig) -> None:
         self._pool, self._cfg, self._load = pool, cfg, LoadMeter(pool)
@@ -45,9 +40,6 @@ class RoutedSampler:
 
         A failed request is sent again, to another server if there is one, up to ATTEMPTS times. A request that a
         server rejects (4xx) fails the call at once.
-
-        Args:
-            prompts, sampling, seed: See `Sampler.generate`.
 
         Raises:
             RolloutError: A request failed for good, fewer than `min_servers` servers are left, or nobody sends the weights
@@ -63,11 +55,7 @@ class RoutedSampler:
         return QueuedGroupStream(self._pool.loop, self._generate)
 
     async def sample(self, prompt: Prompt, sampling: SamplingParams, seed: int) -> list[Rollout]:
-        """See `Sampler.sample`: one request, routed and retried like those of `generate`, with the same errors.
-
-        Args:
-            prompt, sampling, seed: See `Sampler.sample`.
-        """
+        """See `Sampler.sample`: one request, routed and retried like those of `generate`, with the same errors."""
         self._require_service()
         return await asyncio.wrap_future(self._pool.loop.submit(self._group(prompt, sampling, seed)))
 

@@ -34,13 +34,8 @@ def serve(name: str, cfg: RolloutConfig, launch: LaunchSpec, address: str | None
     """Run the servers until SIGTERM or SIGINT. Returns when no process of the servers is left.
 
     Args:
-        name: Name of the run.
-        cfg: The rollout section of the config.
-        launch: Settings of the servers, with the address to listen on.
         address: Address at which other machines reach this one. None: `launch.host`, or this machine's name if that is every
             address.
-        tell: Receives messages for the user.
-
     Raises:
         ConfigError: The config does not name a rendezvous folder, or names URLs.
         RolloutError: Every server was lost.

@@ -34,13 +34,7 @@ class ServedModel:
 
     @classmethod
     def create(cls, model: Path, in_fp8: bool = False) -> "ServedModel":
-        """Make the folder and the links.
-
-        Args:
-            model: Hugging Face directory.
-            in_fp8: Announce the same model quantized to FP8, without its weights: a changed config.json, and one safetensors
-                file of zeros whose header lists the tensors that updates will give.
-        """
+        """Make the folder and the links."""
         served = cls(make_private_folder("served", longest=_LONGEST))
         served.path.mkdir()
         served.scratch.mkdir()
@@ -91,10 +85,7 @@ def cache_tokens(model_path: Path, precision: str, cache_bytes: int, most: int) 
     """Return the size of a KV cache in tokens: what fits into its memory, but not more than can be requested at once.
 
     Args:
-        model_path: Hugging Face directory of the model.
         precision: "fp32" or "bf16", of the cache.
-        cache_bytes: Memory of the cache.
-        most: Tokens that can be requested at once.
     """
     config = json.loads((model_path / "config.json").read_text())
     heads = config.get("num_key_value_heads") or config["num_attention_heads"]

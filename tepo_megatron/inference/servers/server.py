@@ -20,7 +20,6 @@ class Server(Protocol):
     All methods except `stop` and `forget` run in one event loop.
 
     Attributes:
-        name: Name in messages.
         restart_note: Predicate for messages that says what happens after a failure, like "is started again".
     """
 

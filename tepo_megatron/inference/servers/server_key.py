@@ -58,12 +58,7 @@ def key_from_environment() -> str | None:
 
 
 def checked_key(key: str, source: str) -> str:
-    """Return `key`. Raise ConfigError if an HTTP header cannot hold it or it could be guessed.
-
-    Args:
-        key: The servers' key.
-        source: Where the key comes from, for the message.
-    """
+    """Return `key`. Raise ConfigError if an HTTP header cannot hold it or it could be guessed."""
     if len(key) < SHORTEST_KEY or not (key.isascii() and key.isprintable()) or " " in key:
         raise ConfigError(
             f"{source}: the servers' key has {SHORTEST_KEY} printable characters at least, and no space; make a new one"

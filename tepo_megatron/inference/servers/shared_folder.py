@@ -35,13 +35,7 @@ def check_owner(folder: Path) -> None:
 
 
 def write_part(folder: Path, name: str, text: str) -> Path:
-    """Write a complete file of mode 0600 under a temporary name, to be linked, and return its path.
-
-    Args:
-        folder: The shared folder.
-        name: Part of the temporary name.
-        text: Content of the file.
-    """
+    """Write a complete file of mode 0600 under a temporary name, to be linked, and return its path."""
     path = _temporary(folder, name)
     _write_private(path, text)
     sync(path)
@@ -49,12 +43,7 @@ def write_part(folder: Path, name: str, text: str) -> Path:
 
 
 def replace_private(path: Path, text: str) -> None:
-    """Replace a file of a shared folder atomically by one of mode 0600.
-
-    Args:
-        path: The file.
-        text: New content.
-    """
+    """Replace a file of a shared folder atomically by one of mode 0600."""
     with replacing(path, temporary=_temporary(path.parent, path.name)) as unfinished:
         _write_private(unfinished, text)
 

@@ -25,10 +25,7 @@ class SleepController:
     Methods run in the fleet's event loop, except those that only read the state.
 
     Args:
-        changed: Notified by the fleet whenever the state of a server changes.
         quiesce: Quiesces servers that other processes start (`tepo serve`). None: this process starts them.
-        growth: Ends idle servers whose memory has grown too far, instead of putting them to sleep.
-
     Attributes:
         asleep: Parts of the engine whose memory is released.
         may_start: Set while servers may be started.
@@ -48,11 +45,7 @@ class SleepController:
         return "asleep" if self.asleep == set(ENGINE_PARTS) else "awake but for its KV cache"
 
     def require_awake(self, what: str) -> None:
-        """Raise RolloutError unless all parts of the engine are awake.
-
-        Args:
-            what: What needs the engine to be awake, for the message.
-        """
+        """Raise RolloutError unless all parts of the engine are awake."""
         if self.asleep:
             raise RolloutError(f"the engine is {self.state}, and {what} needs it to be awake; wake all of it first")
 
@@ -63,10 +56,6 @@ class SleepController:
 
     async def sleep(self, members: Sequence[ServerSlot], abort: bool = False) -> None:
         """Put all servers to sleep. Returns when their memory is released; servers that failed to sleep have been ended.
-
-        Args:
-            members: All slots of the fleet.
-            abort: Abort the requests in flight instead of waiting for their ends.
 
         Raises:
             RolloutError: The engine is not fully awake, or the quiesce of servers of `tepo serve` timed out.
@@ -100,10 +89,6 @@ class SleepController:
 
     async def wake(self, members: Sequence[ServerSlot], part: EnginePart) -> None:
         """Wake one part of all sleeping servers. Once all parts are awake, servers may be started again.
-
-        Args:
-            members: All slots of the fleet.
-            part: Has to be the next sleeping part in the order of `ENGINE_PARTS`.
 
         Raises:
             RolloutError: `part` is awake already, or another part has to be woken first.

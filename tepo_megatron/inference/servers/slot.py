@@ -53,12 +53,7 @@ class ServerSlot(Generic[C]):
     All methods run in one event loop.
 
     Args:
-        endpoint: The server's connection.
-        cfg: Only `restarts` is used.
-        tell: Awaited whenever the state of this slot changes; it wakes those who wait for a change.
-        event: Receives messages for the user.
         may_start: Set while servers may be started (a start takes the server's whole memory). None: always.
-
     Attributes:
         incarnation: Current incarnation; None while the server is not healthy.
         lost: The error for which the server is no longer restarted; None while it is not lost.
@@ -142,10 +137,6 @@ class ServerSlot(Generic[C]):
 
         The incarnation goes on if the server answered with an error, has done so fewer than `MOST_ERRORS` times since its last
         good answer, and its process is running.
-
-        Args:
-            incarnation: Incarnation in which the request was sent. If it is over already, nothing is ended.
-            cause: How the request failed.
         """
         # another request failed before: this incarnation is over
         if incarnation is not self.incarnation or self.endpoint.client is None:

@@ -30,13 +30,7 @@ INTERRUPT_SECONDS = 0.5  # between abort calls: repeated for requests that were 
 
 
 class PoolUpdates:
-    """Implementation of `transport.WeightReceiver` on a pool of servers.
-
-    Args:
-        pool: The servers. An update sets the version that they must serve.
-        cfg: Only on_weight_update and server.precision are used.
-        canaries: Asks servers for their weights before they sample with them.
-    """
+    """Implementation of `transport.WeightReceiver` on a pool of servers."""
 
     def __init__(self, pool: ServerPool, cfg: RolloutConfig, canaries: CanaryWatch) -> None:
         self._pool, self._cfg, self._canaries = pool, cfg, canaries
@@ -113,12 +107,7 @@ class PoolUpdates:
         self._pool.loop.run(self._verify(sent))
 
     def update_weights(self, files: Sequence[Path], version: int) -> None:
-        """Run a whole update from files that all exist: begin, load, finish.
-
-        Args:
-            files: safetensors files that hold all tensors of the model.
-            version: Version of these weights.
-        """
+        """Run a whole update from files that all exist: begin, load, finish."""
         self.begin_update(version)
         self.load(files).result()
         self.finish_update()
@@ -198,13 +187,7 @@ class PoolUpdates:
         ask: Callable[[Endpoint], Awaitable[Any]],
         returned: type[Exception] = RequestFailed,
     ) -> list[Any]:
-        """Make one call to every server, concurrently, and note which requests failed.
-
-        Args:
-            servers: Servers to call.
-            ask: The call.
-            returned: Kind of error that is returned in place of an answer, as failed requests are. Others are raised.
-        """
+        """Make one call to every server, concurrently, and note which requests failed."""
         results = await asyncio.gather(*(ask(m.endpoint) for m, _ in servers), return_exceptions=True)
         for (member, incarnation), result in zip(servers, results, strict=True):
             if isinstance(result, RequestFailed):

@@ -55,9 +55,6 @@ class RowKernels(Protocol):
 
         Args:
             logits: [R, W].
-            columns: C.
-            temperature: Divisor of the logits, above 0.
-
         Returns:
             Three tensors [R], in `compute_dtype(logits)`.
         """
@@ -69,10 +66,7 @@ class RowKernels(Protocol):
 
         Args:
             logits: [R, W].
-            columns: C.
             column_R: int64, the label's column. It may be any real column where `row.label` is 0.
-            temperature: Divisor of the logits, above 0.
-            row: Coefficients of each row.
             out: [R, W], written in full. It may be `logits`.
         """
 
@@ -82,8 +76,6 @@ def row_kernels(backend: str | None, device: torch.device) -> RowKernels:
 
     Args:
         backend: "torch" or "triton". None: Triton on CUDA where it is installed, else PyTorch.
-        device: Device of the logits.
-
     Raises:
         ValueError: The name is unknown, or Triton can neither compile for the device nor interpret.
     """

@@ -48,7 +48,6 @@ class VocabShard:
         """Return the shard of this rank.
 
         Args:
-            width: Local columns, padding included.
             labels_R: int64, global token ids.
             group: Tensor-parallel group. None: one rank.
             vocab_size: Real columns over all ranks. None: there is no padding.
@@ -72,7 +71,6 @@ class Normalizer(NamedTuple):
     """The normalizer of softmax(logits / temperature) over all ranks, with d = (logit - top) / temperature. All [R].
 
     Attributes:
-        top: Largest logit.
         total: sum exp(d).
         mean: Expectation of d under the softmax.
     """
@@ -92,10 +90,7 @@ def local_statistics(
     `candidates`, follow.
 
     Args:
-        kernels: The back end.
         logits: [R, W], this rank's columns.
-        shard: Real columns, labels and sampling masks.
-        temperature: Divisor of the logits, above 0.
         recompute: Truncation whose masks are to be recomputed. None: no masks are.
     """
     out = torch.zeros(logits.size(0), 4, dtype=compute_dtype(logits), device=logits.device)
@@ -135,12 +130,7 @@ def gather(statistics: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 
 
 def combine(statistics: Tensor, temperature: float) -> tuple[Tensor, Tensor, Normalizer]:
-    """Return the log-prob of the label [R], the entropy [R], both in nats, and the normalizer for backward.
-
-    Args:
-        statistics: [ranks, R, 4], as `gather` returns them; further columns are not read.
-        temperature: Divisor of the logits, above 0.
-    """
+    """Return the log-prob of the label [R], the entropy [R], both in nats, and the normalizer for backward."""
     tops, totals, moments, label = statistics[..., :4].unbind(-1)
     top_R = tops.amax(0)
     shift = (tops - top_R) / temperature
@@ -158,9 +148,7 @@ def masks(statistics: Tensor, labels_R: Tensor, temperature: float, recompute: T
     """Return the recomputed sampling masks; None if none were asked for.
 
     Args:
-        statistics: [ranks, R, ...], as `gather` returns them for `local_statistics` with the same `recompute`.
         labels_R: int64, global token ids.
-        temperature: Divisor of the logits, above 0.
         recompute: The truncation. None: no masks.
     """
     return None if recompute is None else recomputed_masks(statistics[..., 4:], labels_R, temperature, recompute)
@@ -175,11 +163,8 @@ def coefficients(
     ln p + H = d - mean.
 
     Args:
-        normalizer: The softmax normalizer of each row.
-        shard: Real columns and labels.
         grad_logprob_R: Gradient of the log-prob. None: 0. At least one of the two gradients is given.
         grad_entropy_R: Gradient of the entropy. None: 0.
-        temperature: Divisor of the logits, above 0.
     """
     top_R, total_R, mean_R = normalizer
     scale_R = -1 / (total_R * temperature)
@@ -197,11 +182,7 @@ def write_gradient(
     """Write the gradient of the logits into `out`, 0 at padding, and record for autograd that `out` has changed.
 
     Args:
-        kernels: The back end.
         logits: [R, W], this rank's columns.
-        shard: Real columns and labels.
-        temperature: Divisor of the logits, above 0.
-        row: Coefficients of each row.
         out: [R, W]. It may be `logits`.
     """
     if shard.columns == 0:

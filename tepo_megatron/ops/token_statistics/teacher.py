@@ -40,7 +40,6 @@ class TeacherNormalizer(NamedTuple):
     """The numbers over all ranks that backward needs of each row. All [R].
 
     Attributes:
-        top: The teacher's largest logit.
         offset: ln Z_t - ln Z - KL.
     """
 
@@ -57,8 +56,6 @@ def teacher_statistics(
         logits: [R, W], the student's.
         teacher_logits: [R, W].
         top_R: The student's largest logit on this rank.
-        columns: C.
-        temperature: Divisor of all logits, above 0.
     """
     dtype = compute_dtype(logits)
     top, total, cross = logits.new_zeros(3, logits.size(0), dtype=dtype).unbind(0)
@@ -80,11 +77,8 @@ def combine_teacher(
     """Return the KL [R] in nats, and what backward needs.
 
     Args:
-        statistics: [ranks, R, 2], of each rank the student's largest logit and sum exp(d).
-        of_teacher: [ranks, R, 3], the results of `teacher_statistics`.
         mean_R: E_p[d] over all ranks.
         log_total_R: ln Z over all ranks.
-        temperature: Divisor of the logits, above 0.
     """
     tops, totals = statistics.unbind(-1)
     teacher_tops, teacher_totals, crosses = of_teacher.unbind(-1)
@@ -115,12 +109,8 @@ def write_teacher_gradient(
     Args:
         logits: [R, W], the student's.
         teacher_logits: [R, W].
-        columns: C.
         column_R: int64, the label's column. It may be any real column where `row.label` is 0.
-        temperature: Divisor of all logits, above 0.
-        row: Coefficients of the gradient through log-prob and entropy.
         factor_R: Gradient of the loss with respect to the KL, divided by Z and the temperature.
-        normalizer: The result of `combine_teacher`.
         out: [R, W]. It may be `logits`.
     """
     out[:, columns:] = 0

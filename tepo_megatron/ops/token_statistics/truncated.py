@@ -16,8 +16,6 @@ def masked_statistics(logits: Tensor, mask_RK: Tensor, temperature: float) -> tu
     Args:
         logits: [R, W].
         mask_RK: int64 local columns, NO_TOKEN where another rank has the column.
-        temperature: Divisor of the logits, above 0.
-
     Returns:
         Three tensors [R] in `compute_dtype(logits)`. Rows without a local column have NO_COLUMNS, 0 and 0.
     """
@@ -38,8 +36,6 @@ def write_masked_gradient(
         logits: [R, W].
         mask_RK: int64 local columns, NO_TOKEN where another rank has the column.
         column_R: int64, the label's column. It may be any column where `row.label` is 0.
-        temperature: Divisor of the logits, above 0.
-        row: Coefficients of each row.
         out: [R, W], written in full. It may be `logits`.
     """
     columns_RK, mine_RK = mask_RK.clamp(min=0), mask_RK >= 0
@@ -58,9 +54,6 @@ def candidates(logits: Tensor, columns: int, first: int, truncation: Truncation)
 
     Args:
         logits: [R, W], this rank's columns.
-        columns: Number of real columns.
-        first: Global id of the first column.
-        truncation: Sets C.
     """
     most = MOST_CANDIDATES if truncation.top_k < 0 else min(MOST_CANDIDATES, truncation.top_k + MASK_TIES)
     out = torch.full((logits.size(0), 2 * most), float(NO_TOKEN), dtype=compute_dtype(logits), device=logits.device)
@@ -76,10 +69,7 @@ def recomputed_masks(offered: Tensor, labels_R: Tensor, temperature: float, trun
     """Return each row's sampling mask. Tokens whose logits equal that of the last of top-k are kept too.
 
     Args:
-        offered: [ranks, R, 2 + 2C]: each rank's largest logit and sum exp(d) over all its columns, and its `candidates`.
         labels_R: int64, global ids of the sampled tokens.
-        temperature: Divisor of the logits, above 0.
-        truncation: The truncation.
     """
     most = (offered.size(2) - 2) // 2
     x_RC, ids_RC = (part.transpose(0, 1).flatten(1) for part in (offered[:, :, 2 : 2 + most], offered[:, :, 2 + most :].long()))

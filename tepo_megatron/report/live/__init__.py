@@ -19,10 +19,7 @@ def watch(folders: Sequence[Path], port: int, say: Callable[[str], None]) -> Non
     """Serve the live page of some runs until an interrupt.
 
     Args:
-        folders: Folders of the runs, as the user named them.
         port: Port of the loopback interface. 0: a free one.
-        say: Prints for the user.
-
     Raises:
         ConfigError: There is no such folder, a run is named twice, or the port is taken.
     """

@@ -27,11 +27,6 @@ class TokenAudit:
     async def audit(self, run: Path, step: int, token: str) -> dict[str, Any]:
         """Return what `tepo audit` prints of a token: text, and whether everything agrees (None: it failed).
 
-        Args:
-            run: Folder of the run.
-            step: Number of the step.
-            token: SEQUENCE:POSITION.
-
         Raises:
             ConfigError: `token` is no such text.
         """

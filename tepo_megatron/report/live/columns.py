@@ -79,9 +79,6 @@ class MetricsTail:
 
     A step that is recorded again replaces the former record. A file that was replaced or cut is read from its beginning.
 
-    Args:
-        folder: Folder of the run.
-
     Attributes:
         unreadable: Number of complete lines that hold no step.
     """

@@ -43,10 +43,6 @@ def plot_of(chart: PanelChart, xs: Abscissas) -> dict[str, Any]:
 
     A series is `line`, `band` (two rows of values), `bar` (two rows, its ends) or `points` (three rows: value, and the
     ends of its error bar).
-
-    Args:
-        chart: Chart to draw.
-        xs: Gets its horizontal values; a series names its list by index.
     """
     figure = PlotFigure(xs)
     chart.panel(figure, PlotCell(figure))  # type: ignore[arg-type]
@@ -58,11 +54,7 @@ def plot_of(chart: PanelChart, xs: Abscissas) -> dict[str, Any]:
 
 
 class PlotFigure:
-    """The figure: axes from top to bottom.
-
-    Args:
-        xs: Gets the horizontal values of its curves.
-    """
+    """The figure: axes from top to bottom."""
 
     def __init__(self, xs: Abscissas) -> None:
         self.axes: list[PlotAxes] = []
@@ -81,13 +73,7 @@ class PlotCell:
     figure: PlotFigure
 
     def subgridspec(self, rows: int, columns: int, hspace: float) -> range:
-        """Return the cells of a grid within this one.
-
-        Args:
-            rows: Number of rows.
-            columns: 1; panels stack.
-            hspace: Unused; the page has its own distances.
-        """
+        """Return the cells of a grid within this one."""
         return range(rows)
 
 
@@ -108,15 +94,7 @@ class PlotAxis:
 
 
 class PlotAxes:
-    """Axes with their series.
-
-    Args:
-        xs: Gets the horizontal values of their curves.
-
-    Attributes:
-        title: Title above the axes.
-        yaxis, xaxis: The axes.
-    """
+    """Axes with their series."""
 
     def __init__(self, xs: Abscissas) -> None:
         self.title, self._xs = "", xs
@@ -137,81 +115,39 @@ class PlotAxes:
         self.title = title
 
     def plot(self, x: np.ndarray, y: np.ndarray, **style: Any) -> None:
-        """Draw a line. The edges of a band, which alone have an alpha, are drawn with the band.
-
-        Args:
-            x: Steps.
-            y: Value per step; NaN leaves a gap.
-            style: color, ls, and as the name of the curve gid or label.
-        """
+        """Draw a line. The edges of a band, which alone have an alpha, are drawn with the band."""
         self._see(y)
         if "alpha" not in style:
             self._add("line", style.get("gid") or style["label"], style["color"], x, [y], dash=style.get("ls", "-"))
 
     def fill_between(self, x: np.ndarray, low: Any, high: Any, **style: Any) -> None:
-        """Draw a band between two edges.
-
-        Args:
-            x: Steps.
-            low, high: Edges, one value per step or one for all.
-            style: color, label; with zorder it lies under the curves.
-        """
+        """Draw a band between two edges."""
         edges = [np.broadcast_to(np.asarray(edge, dtype=float), x.shape) for edge in (low, high)]
         self._see(*edges)
         self._add("band", style["label"], style["color"], x, edges, under=style.get("zorder") is not None)
 
     def stairs(self, values: np.ndarray, edges: np.ndarray, baseline: np.ndarray, **style: Any) -> None:
-        """Draw bars that stand on others.
-
-        Args:
-            values: Upper ends.
-            edges: Sides of the bars, one more than there are bars.
-            baseline: Lower ends.
-            style: color, label.
-        """
+        """Draw bars that stand on others."""
         self._see(values)
         self._add("bar", style["label"], style["color"], (edges[:-1] + edges[1:]) / 2, [baseline, values])
 
     def errorbar(self, x: Values, y: Values, errors: Values, **style: Any) -> None:
-        """Draw points with error bars.
-
-        Args:
-            x: Steps.
-            y: Values.
-            errors: Half the lengths of the bars.
-            style: color, label.
-        """
+        """Draw points with error bars."""
         middle, half = np.asarray(y, dtype=float), np.asarray(errors, dtype=float)
         self._see(middle - half, middle + half)
         self._add("points", style["label"], style["color"], np.asarray(x), [middle, middle - half, middle + half])
 
     def axhline(self, y: float, **style: Any) -> None:
-        """Draw a horizontal rule.
-
-        Args:
-            y: Its value.
-            style: color, and a label if it has a name.
-        """
+        """Draw a horizontal rule."""
         rule = {"y": float(y), "color": css_color(style["color"]), "label": style.get("label", "")}
         self._rules.append(rule)
 
     def set_yscale(self, scale: str, linthresh: float = 0.0, linscale: float = 1.0) -> None:
-        """Set the scale of the vertical axis.
-
-        Args:
-            scale: linear, log or symlog.
-            linthresh: End of the linear range of symlog.
-            linscale: Unused; the page has one size of the linear range.
-        """
+        """Set the scale of the vertical axis."""
         self._scale = {"scale": scale, "linear": linthresh}
 
     def set_ylim(self, low: float, high: float) -> None:
-        """Set the ends of the vertical axis.
-
-        Args:
-            low: Lower end.
-            high: Upper end.
-        """
+        """Set the ends of the vertical axis."""
         self._limits = [float(low), float(high)]
 
     def legend(self, **style: Any) -> None:

@@ -24,14 +24,8 @@ _Stamp = tuple[int, int, int] | None  # identity, size and time of a file; None:
 class LiveRun:
     """The folder of one run, read again and again. Nothing in it is changed.
 
-    Args:
-        folder: Folder of the run. It may be empty as yet.
-        place: Index of the run on the page.
-
     Attributes:
-        folder: Folder of the run.
         version: Number that grows whenever `refresh` found something new.
-        curves: All steps.
     """
 
     def __init__(self, folder: Path, place: int) -> None:
@@ -69,11 +63,7 @@ class LiveRun:
         return self.folder.name if self._cfg is None else self._cfg.name
 
     def record(self, curves: ColumnCurves) -> RunRecord | None:
-        """Return the run as the report's panels read it; None while it has no config or no step.
-
-        Args:
-            curves: Its curves, all steps or thinned.
-        """
+        """Return the run as the report's panels read it; None while it has no config or no step."""
         if self._cfg is None or not len(curves.steps):
             return None
         return RunRecord(self.folder, self._cfg, curves, self._summary, tuple(self._notes))
@@ -117,12 +107,7 @@ class LiveRun:
 
 
 def plots(charts: list[PanelChart] | Any, xs: Abscissas) -> list[dict[str, Any]]:
-    """Return charts as JSON.
-
-    Args:
-        charts: Charts to draw.
-        xs: Gets their horizontal values.
-    """
+    """Return charts as JSON."""
     return [plot_of(chart, xs) for chart in charts]
 
 

@@ -26,11 +26,7 @@ KEEP_SAMPLES = "No samples were kept: rollout.record=true keeps the rollouts of 
 
 
 class SampleReader:
-    """Reads samples of one run.
-
-    Args:
-        folder: Folder of the run.
-    """
+    """Reads samples of one run."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -42,11 +38,7 @@ class SampleReader:
         """Return some samples of a step as JSON.
 
         Args:
-            run: The run.
             step: The step; the nearest recorded one is read. None: the last one.
-            order: One of ORDERS.
-            page: Number of the page, from 0.
-
         Raises:
             DataError: The recording is missing or damaged.
         """
@@ -76,12 +68,6 @@ class SampleReader:
 
     def tokens(self, run: RunRecord, step: int, place: int, first: int) -> dict[str, Any]:
         """Return the tokens of one sample's response with their numbers, as JSON.
-
-        Args:
-            run: The run.
-            step: Number of the step.
-            place: Place of the sample in the recording.
-            first: First token, counted from the start of the response.
 
         Raises:
             DataError: A file is missing or damaged, or has no such sample.

@@ -58,9 +58,7 @@ class LivePage:
     """Serves the live page of some runs.
 
     Args:
-        folders: Folders of the runs.
         port: Port to listen on. 0: a free one.
-
     Attributes:
         url: Address of the page with its secret, once it is served.
     """
@@ -219,9 +217,7 @@ async def serve(folders: Sequence[Path], port: int, say: Callable[[str], None]) 
     """Serve the page until this is cancelled.
 
     Args:
-        folders: Folders of the runs.
         port: Port to listen on. 0: a free one.
-        say: Gets the URL.
     """
     async with LivePage(folders, port).served() as url:
         say(url)

@@ -32,9 +32,6 @@ class BaseTensors:
     def decode(self, arrived: Iterable[tuple[str, Tensor, Encoding]]) -> dict[str, DecodedTensor]:
         """Return the tensors of a round, in new memory. Nothing is kept yet, see `keep`.
 
-        Args:
-            arrived: (name, what was sent, how it is encoded) of each tensor; what was sent may be on any device.
-
         Raises:
             RefusedDelta: A delta does not fit what is held here, or something was damaged on its way.
         """

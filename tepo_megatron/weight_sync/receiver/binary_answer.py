@@ -117,11 +117,6 @@ def _narrow(experts: NDArray[Any]) -> NDArray[Any]:
 def decode(body: bytes, samples: int, max_tokens: int) -> list[Sample]:
     """Return the samples of a binary answer. Their arrays are read-only views of `body`: nothing else is allocated.
 
-    Args:
-        body: The answer.
-        samples: Number of samples that were asked for.
-        max_tokens: Most tokens of one sample.
-
     Raises:
         ValueError: The answer is damaged, or of another size than was asked for.
     """

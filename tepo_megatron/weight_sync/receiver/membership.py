@@ -15,11 +15,6 @@ logger = logging.getLogger(__name__)
 class Membership:
     """Membership of one process in the groups of a spec, one group for each sender. A thread forms the groups.
 
-    Args:
-        spec: Where the groups are formed.
-        local_rank: Rank of this process in its server.
-        device: Device of the groups' tensors.
-
     Attributes:
         sliced: Whether each rank of the server is sent its part of the tensors alone.
         lane: With slices the part of each tensor that this process takes; without, 0.
@@ -63,12 +58,7 @@ class Membership:
         return not self._left.is_set() and not self._store.check([self._spec.cancelled_key()])
 
     def report(self, number: int, refused: bool = False) -> None:
-        """Report to rank 0 of the trainer, through the store, that a round arrived. Raises BrokenGroup.
-
-        Args:
-            number: Number of the round.
-            refused: Whether it arrived and cannot be decoded.
-        """
+        """Report to rank 0 of the trainer, through the store, that a round arrived. Raises BrokenGroup."""
         assert self._store is not None
         key = self._spec.refused_key if refused else self._spec.arrived_key
         signal(self._store, key(number, self._rank))

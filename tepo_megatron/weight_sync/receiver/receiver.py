@@ -60,13 +60,7 @@ class RankReceiver:
         self.membership: Membership | None = None
 
     def begin(self, model: str | Path, tied_embeddings: bool, device: torch.device = _CPU) -> None:
-        """Begin an update, and forget what an earlier one gave.
-
-        Args:
-            model: Folder with the model's checkpoint. See `UpdateTracker`.
-            tied_embeddings: The output layer shares the embedding's weights. See `UpdateTracker`.
-            device: The model's device.
-        """
+        """Begin an update, and forget what an earlier one gave."""
         self._device = device
         self._update, self._next, self._encoded = UpdateTracker(model, tied_embeddings), 0, False
         self._before, self._version, self._coming = self._version, None, None
@@ -98,8 +92,6 @@ class RankReceiver:
         that the report of this rank is missing in its store.
 
         Args:
-            spec: Where the groups are formed.
-            device: Device of the groups' tensors.
             local_rank: Rank of this process in its server. None: that in its default group.
         """
         self.leave()
@@ -119,9 +111,6 @@ class RankReceiver:
         """Receive one round, and return an iterator over its (name, tensor), which has to be used up before the next round.
 
         Collectives: for a broadcast round, one broadcast per bucket, in the same order on all ranks of the server.
-
-        Args:
-            sources: Paths of safetensors files, or the output of `Bucket.to_json`.
 
         Returns:
             None if there is nothing to load, because the round did not arrive, was loaded already, or cannot be decoded. The
@@ -174,14 +163,7 @@ class RankReceiver:
         accept: Callable[[], bool],
         refuse: Callable[[], object],
     ) -> Iterator[tuple[str, torch.Tensor]] | None:
-        """Decode a round before anything of it is loaded, and return an iterator over its tensors; None: it is refused.
-
-        Args:
-            number: Number of the round.
-            arrived: See `BaseTensors.decode`.
-            accept: Reports to the trainer that the round is here; returns whether the report arrived.
-            refuse: Reports that it cannot be decoded.
-        """
+        """Decode a round before anything of it is loaded, and return an iterator over its tensors; None: it is refused."""
         assert self._update is not None
         try:
             decoded = self.bases.decode(arrived)
@@ -254,12 +236,7 @@ class RankReceiver:
         return rows
 
     def _report(self, number: int, refused: bool = False) -> bool:
-        """Report a round to the trainer; return whether the report arrived. Otherwise the groups are left.
-
-        Args:
-            number: Number of the round.
-            refused: Whether it cannot be decoded.
-        """
+        """Report a round to the trainer; return whether the report arrived. Otherwise the groups are left."""
         assert self.membership is not None
         try:
             self.membership.report(number, refused)

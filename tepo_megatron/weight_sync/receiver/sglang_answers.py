@@ -10,11 +10,7 @@ from tepo_megatron.weight_sync.receiver.binary_answer import BinaryAnswers, Samp
 
 
 def install(http_server: Any) -> None:
-    """Add the middleware to SGLang's app, and answer its lists of samples in binary where the client takes that.
-
-    Args:
-        http_server: SGLang's module `sglang.srt.entrypoints.http_server`, before it serves.
-    """
+    """Add the middleware to SGLang's app, and answer its lists of samples in binary where the client takes that."""
     http_server.orjson_response = _in_binary(http_server.orjson_response)
     http_server.app.add_middleware(BinaryAnswers)
 
@@ -36,10 +32,6 @@ def to_sample(answer: Any, experts: bool) -> Sample | None:
     """Return a sample of SGLang's own answer. None: it lacks log-probs, so that the JSON answer says what it has.
 
     A sample aborted before its first token may lack all fields but its finish reason.
-
-    Args:
-        answer: SGLang's own answer.
-        experts: Whether the experts were asked for.
     """
     meta, given = answer["meta_info"], answer["output_ids"]
     entries = (meta.get("output_token_logprobs") or []) if given else []  # (log-prob, token id, text) of each token

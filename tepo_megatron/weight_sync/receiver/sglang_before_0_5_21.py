@@ -21,11 +21,7 @@ def release() -> tuple[int, ...]:
 
 
 def backend_choices(installed: Sequence[int]) -> ModuleType:
-    """Return the module with the choices of attention backends.
-
-    Args:
-        installed: Release of SGLang.
-    """
+    """Return the module with the choices of attention backends."""
     if tuple(installed) < (0, 5, 20):
         from sglang.srt import server_args
 
@@ -36,12 +32,7 @@ def backend_choices(installed: Sequence[int]) -> ModuleType:
 
 
 def known_arguments(argv: Sequence[str], installed: Sequence[int]) -> list[str]:
-    """Return the arguments without those that the release does not know.
-
-    Args:
-        argv: SGLang's arguments.
-        installed: Release of SGLang.
-    """
+    """Return the arguments without those that the release does not know."""
     found = list(argv)
     if tuple(installed) < (0, 5, 20) and MASK_OPTION in found:
         place = found.index(MASK_OPTION)
@@ -50,12 +41,7 @@ def known_arguments(argv: Sequence[str], installed: Sequence[int]) -> list[str]:
 
 
 def use_hash_on_cpu(hashed: Callable[..., Any], installed: Sequence[int]) -> None:
-    """Have the sampler use a hash that runs on a CPU.
-
-    Args:
-        hashed: Function of seeds, positions and columns.
-        installed: Release of SGLang.
-    """
+    """Have the sampler use a hash that runs on a CPU."""
     if tuple(installed) < (0, 5, 20):
         from sglang.srt.layers import sampler
 
@@ -63,12 +49,7 @@ def use_hash_on_cpu(hashed: Callable[..., Any], installed: Sequence[int]) -> Non
 
 
 def add_session_routes(app: Any, installed: Sequence[int]) -> None:
-    """Add the two routes of a session of updates, which need the key as the other routes do.
-
-    Args:
-        app: SGLang's FastAPI app, before it serves.
-        installed: Release of SGLang.
-    """
+    """Add the two routes of a session of updates, which need the key as the other routes do."""
     if tuple(installed) < (0, 5, 21):
         for path in SESSION_ROUTES:
             app.add_api_route(path, _no_session, methods=["POST"])

@@ -31,10 +31,6 @@ def load_sources(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torc
         KEEP and the JSON of an `UnchangedTensors`: note the tensors that stay; raise ValueError if they are not here in that
             version.
 
-    Args:
-        model: SGLang's model.
-        named_tensors: The names are the sources of a round (see `RankReceiver.take`), or a command; the tensors are empty.
-
     Raises:
         ValueError: The round holds a tensor that the model does not have, that has another shape, or that was given before.
             The model is unchanged then, and SGLang ends.

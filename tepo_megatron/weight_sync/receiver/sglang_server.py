@@ -90,11 +90,8 @@ def seeded_choice(
         top_ks_B: int32; number of tokens to choose from, at least the vocabulary size for no filter.
         top_ps_B: fp32; 1.0 for no filter.
         min_ps_B: fp32; passed on to SGLang, which refuses it with seeds.
-        need_min_p: A row has a min-p.
         seed_B: int64. None: no seeds, SGLang's own function samples.
         positions_B: Positions of the sampled tokens, from which the noise is hashed.
-        how: Keywords of SGLang's function.
-
     Returns:
         int32 token ids, [batch]; as in SGLang's function, if filtered probabilities are asked for, also these in descending
         order, their ids, and the probabilities of the sampled tokens.
@@ -145,7 +142,6 @@ def murmur_hash32(seed_N: Any, positions_N: Any, columns_M: Any) -> Any:
         seed_N: 64-bit integer seeds, [N].
         positions_N: Integer positions, [N].
         columns_M: Integer columns of the vocabulary, [M].
-
     Returns:
         uint32 hashes, [N, M].
     """

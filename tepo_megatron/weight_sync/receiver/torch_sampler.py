@@ -63,7 +63,6 @@ class Row:
         """Append a token, unless the sample is complete.
 
         Args:
-            token: Id of the token.
             logprob: Its log-prob in nats.
             mask: The ids that it was sampled from. None: not asked for.
         """
@@ -83,7 +82,6 @@ class Job:
 
     Attributes:
         label: Label of the weights that sample.
-        cancelled: Nobody waits for the samples.
     """
 
     def __init__(self, request: SampleRequest, label: str) -> None:
@@ -102,12 +100,7 @@ class Job:
 
 
 class RunningBatch:
-    """The batch. `waiting` takes jobs from any thread; all methods are called in one thread.
-
-    Args:
-        model: The model; its forward takes `logits_to_keep`.
-        cache_tokens: Most tokens of the KV cache, padding included. A single larger job is sampled alone.
-    """
+    """The batch. `waiting` takes jobs from any thread; all methods are called in one thread."""
 
     def __init__(self, model: PreTrainedModel, cache_tokens: int) -> None:
         self._model, self._cache_tokens = model, cache_tokens
@@ -218,7 +211,6 @@ def add_tokens(rows: Sequence[Row], logits_BV: Tensor) -> None:
     """Sample a token of each row, with its log-prob and, if it was asked for, its sampling mask.
 
     Args:
-        rows: The B samples.
         logits_BV: Logits of their next tokens, before the temperature.
     """
     logprobs_BV = distribution(logits_BV, [row.job.request for row in rows])
@@ -237,7 +229,6 @@ def distribution(logits_BV: Tensor, requests: Sequence[SampleRequest]) -> Tensor
 
     Args:
         logits_BV: Logits in any precision.
-        requests: The request of each row.
     """
 
     def column(values: Sequence[float]) -> Tensor:

@@ -95,13 +95,7 @@ def is_plain(output: Any) -> bool:
 
 
 def to_sample(output: Any, prompt: list[int], experts: bool) -> Sample:
-    """Return a finished output with its flat log-probs.
-
-    Args:
-        output: vLLM's own output.
-        prompt: Token ids of its prompt.
-        experts: Whether the experts were asked for.
-    """
+    """Return a finished output with its flat log-probs."""
     ids, flat = np.asarray(output.token_ids, np.int32), output.logprobs
     logprobs = np.asarray(_first(flat, flat.logprobs) if ids.size else [], np.float32)
     masked = ids.size and len(flat.logprobs) > len(flat)

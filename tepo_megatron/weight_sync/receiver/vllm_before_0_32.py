@@ -76,10 +76,6 @@ def _finishing(upstream: Callable[..., Any]) -> Callable[..., Any]:
 
 
 async def sleep_status(send: Callable[[str, str, None], Awaitable[Any]]) -> dict[str, str]:
-    """Return the answer of 0.32 to `/sleep` and `/wake_up`, which earlier releases answer without a body.
-
-    Args:
-        send: Sends one request: method, path, body.
-    """
+    """Return the answer of 0.32 to `/sleep` and `/wake_up`, which earlier releases answer without a body."""
     found = await send("GET", "/is_sleeping", None)
     return {"status": "sleeping" if found["is_sleeping"] else "awake"}

@@ -83,7 +83,6 @@ class TorchGatedDeltaNet(QwenGatedDeltaNetAttention):
 
         Args:
             x_T: Inputs of the step's tokens, [tokens, channels], fp32.
-            requests: The step's requests.
         """
         weight = getattr(self.conv1d, "_cpu_unpacked_conv_weight", self.conv1d.weight).float()
         weight = weight.reshape(len(weight), -1)  # [channels, width]
@@ -114,8 +113,6 @@ def gated_delta(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, st
         v: Values, [tokens, value heads, value channels], fp32.
         decay: Logarithm of the decay of each token, [tokens, value heads], fp32.
         beta: Share of the error that each token writes, [tokens, value heads], fp32.
-        states: The cache, [slots, value heads, key channels, value channels]. Those of the requests are replaced.
-        requests: The step's requests.
     """
     per_key = v.size(1) // k.size(1)
     q, k = (t * torch.rsqrt((t * t).sum(-1, keepdim=True) + NORM_EPS) for t in (q, k))

@@ -28,10 +28,6 @@ class UpdateTracker:
 
     A cast to the served dtype is no error. The check is needed because the engines' own loaders silently keep the old value of
     a missing weight, drop an unknown one, and crop one that is too large.
-
-    Args:
-        model: Folder with the model's checkpoint (safetensors).
-        tied_embeddings: The output layer shares the embedding's weights, so that it need not be given.
     """
 
     def __init__(self, model: str | Path, tied_embeddings: bool) -> None:
@@ -135,10 +131,6 @@ def encoded_tensors(paths: Sequence[str]) -> tuple[int, list[tuple[str, torch.Te
 
 def report_refused(source: str, number: int) -> None:
     """Report to the trainer, by a file next to a round's first file, that this process cannot decode the round.
-
-    Args:
-        source: Path of the round's first file.
-        number: Number of the round.
 
     Raises:
         OSError: The file cannot be written.

@@ -54,8 +54,6 @@ class WeightMapping:
     In names, `{layer}` is the layer's index in the whole model and `{expert}` the expert's index.
 
     Attributes:
-        megatron: name of the Megatron parameter.
-        hf: names of its HF tensors.
         op: converts the tensors in both directions.
         layers: the layers that have the parameter. Every layer is either dense or sparse (with experts), and has either full
             attention or linear attention.
@@ -67,12 +65,7 @@ class WeightMapping:
     layers: Layers = "all"
 
     def is_in(self, arch: Architecture, layer: int) -> bool:
-        """Return whether a layer has the parameter.
-
-        Args:
-            arch: architecture of the model.
-            layer: index of the layer in the whole model.
-        """
+        """Return whether a layer has the parameter."""
         kinds = "sparse" if layer in arch.sparse_layers else "dense", "linear" if layer in arch.linear_layers else "full"
         return self.layers == "all" or self.layers in kinds
 
@@ -90,8 +83,6 @@ class Family:
     """A model family.
 
     Attributes:
-        name: its name in messages.
-        rows: the table of tensors.
         required: the family's own config fields that change the computation, with the values that are supported.
         no_effect: the family's own config fields that do not change log-probs.
         mapped: the config fields that `read_experts` reads.
@@ -235,10 +226,6 @@ class Family:
 
 def positive(hf: Mapping[str, Any], name: str) -> int:
     """Return a config field that counts something.
-
-    Args:
-        hf: the HF config.
-        name: name of the field.
 
     Raises:
         ConversionError: the value is not a positive integer.

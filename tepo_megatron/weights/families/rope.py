@@ -30,7 +30,6 @@ class Rope:
     """RoPE as a HF config describes it.
 
     Attributes:
-        theta: its base.
         table: the rotary frequencies if a scaling changes them; None: the plain ones.
         percent: part of the channels of a head that are rotated.
     """
@@ -54,13 +53,8 @@ def read_rope(
     `rope_scaling`.
 
     Args:
-        hf: the HF config.
-        family: name of the family, for messages.
         default_theta: theta of a config that states none; None: the config must state it.
-        head_dim: dimension of a head.
-        max_positions: `max_position_embeddings`.
         default_percent: part of the channels that are rotated if the config does not say; None: always all of them.
-
     Raises:
         ConversionError: a type or a field is missing or unknown, or two of them contradict each other.
     """

@@ -47,14 +47,7 @@ def swiglu(layers: Literal["all", "dense"] = "all") -> tuple[WeightMapping, ...]
 
 
 def experts(block: str, gate: str, up: str, down: str) -> tuple[WeightMapping, ...]:
-    """Return the rows of a router and SwiGLU experts.
-
-    Args:
-        block: HF's name of the block in a layer.
-        gate: HF's name of an expert's gate projection.
-        up: HF's name of its up projection.
-        down: HF's name of its down projection.
-    """
+    """Return the rows of a router and SwiGLU experts."""
     of_expert = _HF + block + ".experts.{expert}."
     mine, gate_up = _MEGATRON + "mlp.experts.{expert}.", tuple(of_expert + f"{x}.weight" for x in (gate, up))
     return (

@@ -9,10 +9,6 @@ from tepo_megatron.errors import CheckpointError, ConversionError
 def check_tokenizer(model_path: str | Path, vocab_size: int) -> None:
     """Check that every id of tokenizer.json has a row in the embedding. Do nothing without a tokenizer.json.
 
-    Args:
-        model_path: the HF directory.
-        vocab_size: number of rows of the embedding.
-
     Raises:
         ConversionError: an id is too large; the message names the token with the largest id.
         CheckpointError: tokenizer.json cannot be read.

@@ -14,7 +14,7 @@ EXHIBITS = (
         symbol="decoder_file",
         old='with PrivateFolder.create("decoder") as folder:\n        path = str(folder.path / "tokenizer.json")',
         new='with __import__("tempfile").TemporaryDirectory() as folder:\n        path = str(Path(folder) / "tokenizer.json")',
-        tests=("tests/unit/test_layering.py::test_temporary_folders_are_private_folders",),
+        tests=("tests/lint/test_layering.py::test_temporary_folders_are_private_folders",),
     ),
     Exhibit(
         name="the_last_token_of_a_step_is_overwritten",

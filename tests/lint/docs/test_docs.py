@@ -22,7 +22,7 @@ from tepo_megatron.config.objective import ObjectiveParts
 from tepo_megatron.config.renamed_keys import RENAMED
 from tepo_megatron.errors import ConfigError
 from tepo_megatron.inference.engine_api import EngineApi
-from tests.unit.docs.pages import PAGES, anchors, commands, fences, inline_code, links
+from tests.lint.docs.pages import PAGES, anchors, commands, fences, inline_code, links
 from tools import config_reference, objective_parts
 from tools.nested_keys import nested_keys
 

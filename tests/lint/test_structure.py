@@ -1,0 +1,39 @@
+"""The figures that `python -m tools.structure` prints stay within their bounds; see also `tests/parallel/test_flows.py`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tools.structure import ROLLOUT, WEIGHT, arrows, hops, modules, package_of, takes_config, too_large
+
+
+def test_the_top_of_the_package_is_small() -> None:
+    assert len({package_of(name) for name in modules()} - {"", "__main__"}) <= 32
+    assert (
+        len(arrows()) <= 207
+    )  # the second training loop, `sft`, uses 14 of the packages below it; traces: servers record spans
+
+
+def test_functions_take_what_they_use() -> None:
+    assert len(takes_config()) <= 32, takes_config()
+
+
+def test_the_package_fits_its_budget() -> None:
+    """Lines of files, docstrings included. A cut lowers the bound; a feature that raises it says in its commit what it replaces."""
+    assert sum(len(path.read_text().splitlines()) for path in modules().values()) <= 58_000
+
+
+def test_functions_files_and_classes_are_small() -> None:
+    assert too_large() == []
+
+
+def test_lines_of_templates_are_as_short_as_those_of_code() -> None:
+    """Check lines of pages, style sheets and scripts; ruff checks those of Python."""
+    files = [path for path in Path("tepo_megatron/report/templates").iterdir() if path.is_file()]
+    lines = [(path.name, n, line) for path in files for n, line in enumerate(path.read_text().splitlines(), start=1)]
+    assert len(files) > 8 and [(name, n) for name, n, line in lines if len(line) > 128] == []
+
+
+def test_the_long_paths_are_short() -> None:
+    assert len({file for file, _ in hops(ROLLOUT)}) <= 18
+    assert len({file for file, _ in hops(WEIGHT)}) <= 8
