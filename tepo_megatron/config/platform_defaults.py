@@ -53,7 +53,8 @@ def join_seconds(platform: str) -> float:
 PLATFORM_BRANCHES: Mapping[str, str] = {
     "plan/advice.py:advice_lines": "ranks on a CPU share its cores",
     "actor/activations.py:HostActivations._away": "a GPU copies on a stream of its own, to page-locked memory",
-    "actor/attention_layout.py:repeats_keys": "CUDA's attention with a mask knows no grouped heads",
+    "actor/attention_layout.py:repeats_keys": "CUDA's attention in fp32 knows no grouped heads",
+    "ops/flash_attention.py:packed_flash_of": "flash attention of packed sequences runs on a GPU only",
     "actor/build.py:own_fields": "Megatron initializes parameters on the host",
     "actor/kernels.py:choose": "Transformer Engine and Apex run on a GPU only",
     "actor/kernels.py:choose_linear": "flash-linear-attention and causal-conv1d run on a GPU only",

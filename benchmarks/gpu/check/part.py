@@ -22,7 +22,7 @@ from benchmarks.gpu.check.lines import Check
 RANKS_SECONDS, OWN_SECONDS = 3.0, 1.0  # before the deadline: the stacks of the ranks, and of this process, go into the log
 
 
-class Turn(threading.Thread):
+class DeadlineThread(threading.Thread):
     """Waits for the deadline, also while the main thread imports, and shows all stacks before it."""
 
     def __init__(self) -> None:
@@ -50,7 +50,7 @@ class Turn(threading.Thread):
 def main() -> None:
     """Run the task's code; lines that failed do not change the exit status."""
     module, imports, task, platform, folder, file, ready = sys.argv[1:]
-    turn = Turn()
+    turn = DeadlineThread()
     turn.start()
     check: Any = Check(platform, task, Path(folder), Path(file), math.inf)  # type: ignore[arg-type]
     code = importlib.import_module(module)

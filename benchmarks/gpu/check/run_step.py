@@ -101,14 +101,14 @@ def _report_seconds(check: Check, steps: MeasuredSteps, predictor: Predictor, gp
     operations = {OLD: FORWARD * forward, UPDATES: FORWARD_AND_BACKWARD * forward}
     tokens, both = sum(length for length, _ in lengths), sum(seconds.values())
     size = SQUARE[check.platform]
-    reached, rate = sum(operations.values()) / both, matmul_rate(size, torch.device(check.platform), 10)
+    per_second, rate = sum(operations.values()) / both, matmul_rate(size, torch.device(check.platform), 10)
     peak = GPUS[gpu].peak[2] if gpu else None
     shares = {phase: operations[phase] / seconds[phase] / (peak or rate) for phase in operations}
     by_phase = ", ".join(f"{phase} {share:.1%}" for phase, share in shares.items())
     of_what = f"of the {'datasheet' if peak else 'measured'} rate in bf16; {by_phase}"
-    why = f"{of_what}; {reached / rate:.1%} of the {rate / 1e12:.0f} TFLOP/s of a product of {size} rows"
+    why = f"{of_what}; {per_second / rate:.1%} of the {rate / 1e12:.0f} TFLOP/s of a product of {size} rows"
     more: dict[str, Any] = {"operations": operations, "rate": rate, "peak": peak, "shares": shares}
-    check.report(f"{check.task}: MFU", "measured", 100 * reached / (peak or rate), "%", why, **more)
+    check.report(f"{check.task}: MFU", "measured", 100 * per_second / (peak or rate), "%", why, **more)
     packed = f"{len(lengths)} sequences, {tokens} tokens, the longest {max(lengths)[0]}"
     check.report(f"{check.task}: tokens", "measured", tokens / both, "tokens/s", f"in both phases; {packed}")
 

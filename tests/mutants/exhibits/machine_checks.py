@@ -36,9 +36,9 @@ EXHIBITS = (
         kind="checks of a machine",
         bug="The table is written at the end of each task, so that a killed check loses the rows of the task that ran.",
         cost="A machine that is taken back in mid-task gives nothing for its last minute.",
-        symbol="_ended",
-        old="                progress()\n",
-        new="                pass\n",
+        symbol="TaskProcess._ended",
+        old='keep(TaskResult(self._task, "running"',
+        new='str(TaskResult(self._task, "running"',
         tests=(f"{COMMAND}::test_a_killed_check_leaves_a_table_with_every_row_that_was_known[3]",),
     ),
     Exhibit(
