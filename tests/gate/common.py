@@ -27,21 +27,26 @@ BF16_GRADIENT, BF16_CHANGE = 0.1, 0.9
 
 
 def expectation(
-    cfg: Config, material: Material, found: Sequence[Mapping[str, Tensor]] | None = None, method: Method | None = None
+    cfg: Config,
+    material: Material,
+    found: Sequence[Mapping[str, Tensor]] | None = None,
+    method: Method | None = None,
+    dtype: torch.dtype = torch.float64,
 ) -> reference.Trained:
-    """Train the fp64 reference as the config says, on the rollouts of all steps.
+    """Train the reference as the config says, on the rollouts of all steps.
 
     Args:
         cfg: Config of the run.
         material: Models and rollouts.
         found: Gradients of the run; see `reference.Trainer`.
         method: Method of the objective. None: the parts of the product's own row, with the config's replacements.
+        dtype: Type of the reference's models.
     """
     method = method or method_of(build_objective(cfg.objective))
     optimizer, adam = cfg.optimizer, cfg.megatron.known_optimizer
     settings = reference.Settings(
         optimizer.lr, adam.adam_eps, (adam.adam_beta1, adam.adam_beta2), adam.weight_decay, adam.clip_grad,
-        cfg.rollout.temperature, cfg.training.old_logprobs,
+        cfg.rollout.temperature, cfg.training.old_logprobs, dtype,
     )  # fmt: skip
     ref = Path(cfg.objective.reference_path) if cfg.objective.reference_path else None
     if method.ref_beta and ref is None:

@@ -58,6 +58,7 @@ class Settings:
         clip: Bound on the 2-norm of the gradient; 0 never clips.
         temperature: Divisor of the logits.
         old: Source of the old log-probs.
+        dtype: Type of the models; fp32 shows what rounding does to the reference itself.
     """
 
     lr: float
@@ -67,6 +68,7 @@ class Settings:
     clip: float
     temperature: float
     old: str = "actor"
+    dtype: torch.dtype = torch.float64
 
 
 @dataclass(frozen=True)
@@ -95,11 +97,11 @@ class Trained:
     weights: dict[str, Tensor]
 
 
-def load(path: Path) -> torch.nn.Module:
-    """Return the Hugging Face model in fp64, with eager attention and experts."""
+def load(path: Path, dtype: torch.dtype = torch.float64) -> torch.nn.Module:
+    """Return the Hugging Face model in a type, with eager attention and experts."""
     widen()
     plain = {"attn_implementation": "eager", "experts_implementation": "eager"}
-    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, **plain).double()
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, **plain).to(dtype)
 
 
 def statistics(
@@ -155,8 +157,8 @@ class Trainer:
                 here. Without them the second update starts from weights that differ by the rounding of the first gradient, and
                 a large step makes ten times as much of that.
         """
-        self.model, self.method, self.settings = load(path), method, settings
-        self.ref = None if ref is None else load(ref)
+        self.model, self.method, self.settings = load(path, settings.dtype), method, settings
+        self.ref = None if ref is None else load(ref, settings.dtype)
         matrices = [p for p in self.model.parameters() if p.ndim > 1]
         vectors = [p for p in self.model.parameters() if p.ndim == 1]  # norms and biases: never decayed
         groups = [{"params": matrices, "weight_decay": settings.weight_decay}, {"params": vectors, "weight_decay": 0.0}]

@@ -37,7 +37,7 @@ LAYOUTS: dict[str, tuple[dict[str, Any], int]] = {
     "DP2": ({"dp": 2}, 24),
 }
 UPDATES = 2
-TOLERANCE = 1e-5  # per tensor, ||a - b|| / ||b||
+TOLERANCE = 1e-5  # per tensor, ||a - b|| / ||b||; above it, twice what fp32 does to the reference itself on this CPU
 # metric of the product -> share of the reference
 SHARES = {"loss/clip_fraction": "clipped", "tepo/kl_mask_share": "masked", "weighting/affected_share": "weighted"}
 
@@ -68,7 +68,7 @@ def test_every_row_trains_to_the_reference(material: Material, expected: dict[st
     configs = [VARIANTS[row].config(material, layout, max_tokens) for row in rows]
     ranks = run_world(configs[0].parallel.world_size, run_jobs, [Job(cfg, material.steps) for cfg in configs])
     found = {row: merged(of_ranks) for row, of_ranks in zip(rows, zip(*ranks, strict=True), strict=True)}
-    wrong = [difference for row in rows if (difference := first_difference(found[row], expected[row], row))]
+    wrong = [difference for row in rows if (difference := first_difference(found[row], expected[row], row, material))]
     assert not wrong, f"{len(wrong)} of {len(rows)} rows on {name}:\n" + "\n".join(wrong)
 
 
@@ -83,7 +83,7 @@ def test_every_row_streams_to_the_reference(material: Material, expected: dict[s
     jobs = [Job(streamed(VARIANTS[row].config(material, layout, max_tokens)), material.steps) for row in rows]
     ranks = run_world(jobs[0].cfg.parallel.world_size, run_jobs, jobs)
     found = {row: merged(of_ranks) for row, of_ranks in zip(rows, zip(*ranks, strict=True), strict=True)}
-    wrong = [difference for row in rows if (difference := first_difference(found[row], expected[row], row))]
+    wrong = [difference for row in rows if (difference := first_difference(found[row], expected[row], row, material))]
     assert not wrong, f"{len(wrong)} of {len(rows)} rows on {name}:\n" + "\n".join(wrong)
 
 
@@ -98,8 +98,18 @@ def test_every_row_is_in_a_third_on_several_ranks() -> None:
     assert set().union(*thirds) == set(VARIANTS) and sum(map(len, thirds)) > len(VARIANTS)
 
 
-def first_difference(found: Outcome, expected: Trained, row: str) -> str | None:
-    """Describe the first difference; None where losses, gradients, norms and shares of all updates are the reference's."""
+def fp32_tolerance(row: str, expected: Trained, update: int, name: str, material: Material) -> float:
+    """Return twice what fp32 does to the reference's own gradient."""
+    variant = VARIANTS[row]
+    low = common.expectation(variant.config(material, {}, 4096), material, method=variant.method, dtype=torch.float32)
+    return 2 * distance(low.updates[update].gradients[name].double(), expected.updates[update].gradients[name])
+
+
+def first_difference(found: Outcome, expected: Trained, row: str, material: Material | None = None) -> str | None:
+    """Describe the first difference; None where losses, gradients, norms and shares of all updates are the reference's.
+
+    Without the material the bound of gradients is TOLERANCE.
+    """
     assert len(found.gradients) == len(expected.updates) == UPDATES
     for i, update in enumerate(expected.updates):
         said = f"{row}, update {i}:"
@@ -108,7 +118,9 @@ def first_difference(found: Outcome, expected: Trained, row: str) -> str | None:
         assert found.gradients[i].keys() == update.gradients.keys()
         apart = {n: distance(found.gradients[i][n], g) for n, g in update.gradients.items()}
         worst = max(apart, key=apart.__getitem__)
-        if not apart[worst] <= TOLERANCE:
+        if not apart[worst] <= TOLERANCE and not (
+            material and apart[worst] <= fp32_tolerance(row, expected, i, worst, material)
+        ):
             return f"{said} the gradient of {worst} is off by {apart[worst]:.1e}"
         for metric, share in SHARES.items():
             numerator, denominator = found.metrics[i][metric]
