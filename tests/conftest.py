@@ -15,6 +15,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tepo_megatron.platform import activate
+from tests.core import is_core
 
 # Imports, tests and models are many objects that stay: by default the collector looks through them a tenth of the time.
 gc.set_threshold(100_000)
@@ -33,9 +34,12 @@ HERE = Path(__file__).parent
 FOLDERS = {"e2e": (HERE / "e2e", HERE / "launch"), "server": (HERE / "server", HERE / "e2e")}
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Refuse a test whose mark no target of the Makefile would find in its folder."""
+    """Mark what is not of the core. Refuse a test whose mark no target of the Makefile would find in its folder."""
     for item in items:
+        if not is_core(item.path):
+            item.add_marker(pytest.mark.full)
         for mark, folders in FOLDERS.items():
             if item.get_closest_marker(mark) and not any(item.path.is_relative_to(folder) for folder in folders):
                 raise pytest.UsageError(f"{item.nodeid} is marked {mark}: move it to {' or '.join(f.name for f in folders)}")
