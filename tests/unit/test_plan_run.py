@@ -1,4 +1,4 @@
-"""`tepo plan`: FP8 copies, a sleeping engine, page-locked memory, refills, evaluations, checkpoints; what the README shows."""
+"""`tepo plan`: FP8 copies, a sleeping engine, page-locked memory, refills, evaluations, checkpoints."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tepo_megatron.plan.step import REFILLS
 from tepo_megatron.plan.whole_run import BENCHMARKS, WholeRun, asked, time_range, whole_run
 from tepo_megatron.plan.workload import Workload, max_generation_rounds
 from tepo_megatron.utils.host_sizes import block_bytes
-from tests.unit.test_plan import RECIPES, config, run
+from tests.unit.test_plan import RECIPES, config
 
 
 def test_fp8_copies_of_weights() -> None:
@@ -159,14 +159,6 @@ def test_the_time_of_a_run_adds_up_steps_evaluations_and_checkpoints() -> None:
         for on in (True, False)
     )
     assert writes.checkpoint > 10 * waits.checkpoint > 0 and waits.ending > writes.ending
-
-
-def test_the_readme_shows_the_output_of_the_command() -> None:
-    block = Path("README.md").read_text().partition("$ .venv/bin/tepo plan ")[2].partition("```")[0]
-    command, *shown = block.strip().splitlines()
-    status, output = run(load_config(command.split()[0]), gpus=8, gpu="H100")
-    assert status == 0 and len(shown) > 8
-    assert [line for line in shown if line not in output.splitlines()] == []
 
 
 def test_a_reader_that_has_seen_enough_causes_no_traceback() -> None:

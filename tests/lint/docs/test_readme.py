@@ -17,9 +17,8 @@ PAGES = {
 }
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/comparison.md"])
-def test_the_number_of_settings(page: str) -> None:
-    row = next(line for line in PAGES[page].splitlines() if line.startswith("| Settings"))
+def test_the_number_of_settings() -> None:
+    row = next(line for line in PAGES["docs/comparison.md"].splitlines() if line.startswith("| Settings"))
     assert re.search(r"\d+", row.split("|")[2]).group() == str(config_reference.count(config_reference.page()))
 
 
@@ -93,4 +92,9 @@ def test_figures_are_those_of_the_results() -> None:
 
 
 def test_the_readme_is_short() -> None:
-    assert len(README.splitlines()) <= 180
+    """Two screens. A line of code may be longer than one of prose."""
+    lines, in_code = README.splitlines(), False
+    assert len(lines) <= 120
+    for line in lines:
+        in_code ^= line.startswith("```")
+        assert in_code or len(line) <= 160, line
