@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu.check import timeline
 from benchmarks.gpu.check.parts import PARTS, CheckPart, CheckTask
 
 NOT_MEASURED = "not measured"
@@ -115,6 +116,8 @@ def markdown(results: Sequence[Result]) -> str:
         text += ["", ON_CPU]
     for result in results:
         text += ["", f"## {result['title']}", "", outcome_line(result)]
+        if timeline.traces([result]):
+            text += ["", f"![Share of the time in which each kind of kernel runs]({timeline.FILE})"]
         known = [line for line in result["lines"] if line["status"] != "skipped"]
         if known:
             rows = [("line", "result", "remark"), ("---", "---", "---")]

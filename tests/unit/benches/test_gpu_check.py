@@ -17,7 +17,8 @@ import yaml
 from benchmarks import results
 from benchmarks._token_stats_peers import FORMS, plain_formula
 from benchmarks.gpu import step
-from benchmarks.gpu.check import command, lines, machine, report, run_kernels, worlds
+from benchmarks.gpu.check import command, lines, machine, report, run_kernels, timeline, worlds
+from benchmarks.gpu.check.kernel_times import BINS, summary
 from benchmarks.gpu.check.lines import Check, Skip
 from benchmarks.gpu.check.model import run_tree
 from benchmarks.gpu.check.parts import FP8, LAYOUTS, PARTS, line_names, selected
@@ -305,6 +306,19 @@ def test_the_wheels_are_those_of_the_images() -> None:
 def test_the_page_names_every_part() -> None:
     section = (ROOT / "docs/index.md").read_text().split("### Check a GPU machine")[1].split("\n## ")[0]
     assert [line.split("`")[1] for line in section.splitlines() if line.startswith("| `")] == [part.name for part in PARTS]
+
+
+def test_the_timeline_of_a_traced_step(tmp_path: Path) -> None:
+    """Half a second of products, then attention next to a copy; a tenth of the time nothing runs."""
+    times = summary([("nvjet_x", 0.0, 0.5), ("flash_fwd", 0.5, 0.4), ("Memcpy HtoD", 0.8, 0.1), ("_statistics", 0.99, 0.01)])
+    assert times.busy == pytest.approx(0.91) and times.seconds == pytest.approx(1.0)
+    assert list(times.kinds) == ["matrix products", "attention", "copies", "token statistics"]
+    assert sum(times.timeline["matrix products"]) == pytest.approx(BINS / 2, rel=0.01)
+    line = {"name": "a step: kernels", "status": "measured", "value": 91.0, "unit": "%", "why": "", "trace": vars(times)}
+    result = report.result_of(PARTS[0], [report.TaskResult(PARTS[0].tasks[0], "passed", [line], "", {})])
+    assert f"]({timeline.FILE})" in report.markdown([result])
+    timeline.draw(timeline.traces([result]), tmp_path / timeline.FILE)
+    assert (tmp_path / timeline.FILE).stat().st_size > 5000
 
 
 def test_the_report_is_valid_json_at_any_time(tmp_path: Path) -> None:
