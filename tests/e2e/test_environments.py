@@ -53,7 +53,7 @@ class Site:
         words = ["sh", "-c", " && ".join([*self.inside, f'cd "{self.root}"', 'exec "$@"']), "sh"]
         words += [*self.by, "env", *unset, f"{self.root}/.venv/bin/python"]
         if self.outside:
-            enter = " && ".join(['export PATH="$0"', *self.outside, 'exec "$@"'])
+            enter = " && ".join(['export PATH="$0"', "ip link set lo up", *self.outside, 'exec "$@"'])
             words = ["unshare", "--net", "--uts", "--mount", "sh", "-c", enter, PATH, *words]
         return words
 
@@ -74,7 +74,7 @@ def no_names(site: Site) -> None:
     (site.folder / "hosts").write_text("127.0.0.1 localhost\n")
     (site.folder / "resolv.conf").touch()
     binds = [f'mount --bind "{site.folder}/{name}" /etc/{name}' for name in ("hosts", "resolv.conf")]
-    site.outside += ["ip link set lo up", "hostname nobody-knows", *binds]
+    site.outside += ["hostname nobody-knows", *binds]
 
 
 def homeless(site: Site) -> None:
@@ -97,7 +97,7 @@ def odd_paths(site: Site) -> None:
 
 
 def small_shm(site: Site) -> None:
-    site.outside += ["ip link set lo up", "mount -t tmpfs -o size=64m tmpfs /dev/shm"]
+    site.outside += ["mount -t tmpfs -o size=64m tmpfs /dev/shm"]
 
 
 def few_files(site: Site) -> None:
