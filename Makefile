@@ -42,7 +42,7 @@ PINS_PYTHON ?= $(shell python3.12 -c "" 2>/dev/null \
   && echo python3.12 || echo $(PYTHON))
 
 .PHONY: demo demo-plan distill sglang launch launch-sky ablation ablation-off-policy precision bench docs docs-links test test-parts test-runs test-servers test-fast test-full test-slurm test-gpu \
-  test-pins test-pins-ci test-te test-image gpu-rehearsal matrix chaos chaos-long hurt canaries two-starts mutants check lint types format pins clean
+  test-pins test-pins-ci test-te test-image gpu-rehearsal chaos chaos-long hurt canaries two-starts mutants check lint types format pins clean
 
 demo: DEMO = $(if $(filter qwen3,$(MODEL)),,$(MODEL)-)seed-$(SEED)
 demo: demo-plan $(READY) $(if $(filter sglang,$(ENGINE)),$(SGLANG)/.ready)
@@ -152,11 +152,6 @@ test-te: $(TE)/.ready
 # .ci/run calls this: the tests with Transformer Engine, and the gate without the cases that test-full runs.
 test-pins-ci: test-te
 	$(if $(GATE),$(PINS)/bin/python -m pytest -n $(WORKERS) -m "not full" $(GATE))
-
-# Install the last releases of vLLM, SGLang and Megatron-Core into .cache/matrix, run a small real check in each, and write
-# docs/compatibility.md; takes half an hour. ARGS: --only vllm-0.31.0
-matrix: $(READY)
-	$(UV_ENV) nice -n 10 $(BIN)/python -m tests.matrix $(ARGS)
 
 # Kill processes of short runs with both engines at random, 100 times; takes hours. Adds the trials that the file lacks.
 # ARGS: --minutes 30

@@ -1,8 +1,8 @@
 """Adapter for vLLM's OpenAI-compatible server: token ids in, token ids and processed log-probs out.
 
-Facts about vLLM are of 0.32, those about earlier releases are in `vllm_before_0_32.py`; timings are of a 0.6 M-parameter model
-on 2 CPU cores. Nothing here imports vLLM: the server is a separate process, in which `vllm_plugin.py` loads weights,
-`vllm_auth.py` requires the key, and `vllm_answers.py` answers in binary.
+Facts about vLLM are of 0.32; timings are of a 0.6 M-parameter model on 2 CPU cores. Nothing here imports vLLM: the server is a
+separate process, in which `vllm_plugin.py` loads weights, `vllm_auth.py` requires the key, and `vllm_answers.py` answers in
+binary.
 """
 
 import base64
@@ -52,7 +52,6 @@ from tepo_megatron.utils.escaping import excerpt
 from tepo_megatron.utils.exchange import HttpAnswer
 from tepo_megatron.weight_sync.broadcast_group import GroupSpec, UnchangedTensors
 from tepo_megatron.weight_sync.bucket_format import Source
-from tepo_megatron.weight_sync.receiver import vllm_before_0_32
 from tepo_megatron.weight_sync.receiver.binary_answer import CONTENT_TYPE
 from tepo_megatron.weight_sync.receiver.vllm_auth import API_KEY_VARIABLE
 
@@ -213,7 +212,7 @@ class VllmApi:
         await self._switch(send, f"/wake_up?tags={part}", "sleeping" if part == "weights" else "awake")
 
     async def _switch(self, send: Send, path: str, status: str) -> None:
-        answer = await send("POST", path, None) or await vllm_before_0_32.sleep_status(send)
+        answer = await send("POST", path, None)
         if answer.get("status") != status:
             raise RolloutError(f"vLLM answered {path} with {excerpt(str(answer))} when it should have said that it is {status}")
 

@@ -98,8 +98,7 @@ HOSTILE = {"temperature": 0.01, "top_k": 1, "repetition_penalty": 2.0, "eos_toke
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     name, tp = request.param
     folder = tmp_path_factory.mktemp(name)
-    python = request.config.getoption("--server-python", None)  # `make matrix` has servers of other releases
-    with serve(name, folder, tp=tp, generation_config=HOSTILE, host="0.0.0.0", python=python) as served:
+    with serve(name, folder, tp=tp, generation_config=HOSTILE, host="0.0.0.0") as served:
         yield served
 
 

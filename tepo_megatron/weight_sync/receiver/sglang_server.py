@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from tepo_megatron.distributed.own_peers import guard_process_groups
-from tepo_megatron.weight_sync.receiver import lifeline, sglang_answers, sglang_before_0_5_21
+from tepo_megatron.weight_sync.receiver import lifeline, sglang_answers
 
 KEY_VARIABLE = "TEPO_SGLANG_KEY"
 CPU_VARIABLE = "SGLANG_USE_CPU_ENGINE"
@@ -65,7 +65,6 @@ def fill_gaps() -> None:
     from sglang.srt.mem_cache.pool_host import common
 
     common.ALLOC_MEMORY_FUNCS["cpu"] = _unpinned
-    sglang_before_0_5_21.use_hash_on_cpu(murmur_hash32, sglang_before_0_5_21.release())
     from sglang.srt.layers import sampler
 
     _upstream["choice"] = sampler.top_k_top_p_min_p_sampling_from_probs_torch
@@ -178,9 +177,9 @@ def hide(key: str) -> None:
 
 def main(argv: list[str]) -> None:
     """Run the server until a signal ends it. `argv` holds SGLang's arguments without the key."""
-    release = sglang_before_0_5_21.release()
     if os.environ.get(CPU_VARIABLE):
-        choices = sglang_before_0_5_21.backend_choices(release)
+        from sglang.srt.arg_groups import choices
+
         # It computes attention for each sequence separately, which is all that seeded sampling needs of a backend.
         choices.add_deterministic_attention_backend_choices(["torch_native"])
         choices.add_radix_supported_deterministic_attention_backend_choices(["torch_native"])
@@ -188,11 +187,10 @@ def main(argv: list[str]) -> None:
     from sglang.srt.server_args import prepare_server_args
     from sglang.srt.utils import kill_process_tree
 
-    args = prepare_server_args([*sglang_before_0_5_21.known_arguments(argv, release), f"--api-key={os.environ[KEY_VARIABLE]}"])
+    args = prepare_server_args([*argv, f"--api-key={os.environ[KEY_VARIABLE]}"])
     from sglang.srt.entrypoints import http_server
 
     sglang_answers.install(http_server)
-    sglang_before_0_5_21.add_session_routes(http_server.app, release)
     try:
         run_server(args)
     finally:

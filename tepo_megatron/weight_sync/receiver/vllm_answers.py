@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tepo_megatron.weight_sync.receiver import vllm_before_0_32
 from tepo_megatron.weight_sync.receiver.binary_answer import App, BinaryAnswers, Sample, current, encode, ids_crc
 
 LEAST_LOGPROB = -9999.0  # vLLM's JSON has this instead of lower log-probs
@@ -27,7 +26,6 @@ class BinaryCompletions(BinaryAnswers):
         from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion as Serving
         from vllm.v1.engine.output_processor import RequestState
 
-        vllm_before_0_32.follow()
         CompletionRequest.to_sampling_params = _without_text(CompletionRequest.to_sampling_params)
         Serving.request_output_to_completion_response = _in_binary(Serving.request_output_to_completion_response)
         RequestState.from_new_request = _timed(RequestState.from_new_request)
@@ -44,7 +42,6 @@ def _without_text(upstream: Callable[..., Any]) -> Callable[..., Any]:
     def to_sampling_params(self: Any, *args: Any, **kwargs: Any) -> Any:
         params = upstream(self, *args, **kwargs)
         if _binary(self):
-            vllm_before_0_32.request_arrives()
             params.detokenize, params.flat_logprobs = False, True
         return params
 
@@ -113,8 +110,6 @@ def to_sample(output: Any, prompt: list[int], experts: bool) -> Sample:
 
 def weight_labels(output: Any) -> str:
     """Return the labels of all weights that sampled an output."""
-    if not hasattr(output, "weight_versions"):
-        return vllm_before_0_32.label()
     return "+".join(span.version for span in output.weight_versions or ())
 
 

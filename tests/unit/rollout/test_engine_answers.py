@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
-import sys
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from fastapi import FastAPI
 
-from tepo_megatron.errors import RolloutError
-from tepo_megatron.inference.vllm import VllmApi
-from tepo_megatron.weight_sync.receiver import sglang_answers, sglang_before_0_5_21, vllm_answers, vllm_before_0_32
+from tepo_megatron.weight_sync.receiver import sglang_answers, vllm_answers
 from tepo_megatron.weight_sync.receiver.binary_answer import ids_crc
 
 
@@ -50,63 +44,6 @@ def test_a_vllm_output_becomes_a_sample(chosen: int) -> None:
 def test_a_vllm_output_of_several_versions_names_all_of_them() -> None:
     assert vllm_answers.to_sample(vllm_output(["3", "4"]), [8], experts=False).label == "3+4"
     assert vllm_answers.to_sample(vllm_output([]), [8], experts=False).label == ""
-
-
-def test_an_output_of_vllm_before_0_32_has_the_labels_of_its_request_and_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An engine client in the place of vLLM's: the routes of an update call these two methods."""
-
-    class AsyncLLM:
-        async def update_weights(self, request: object) -> None: ...
-
-        async def finish_weight_update(self, weight_version: str | None) -> None: ...
-
-    @dataclass
-    class CompletionOutput:
-        token_ids: list[int]
-
-    for name, found in (("vllm.outputs", CompletionOutput), ("vllm.v1.engine.async_llm", AsyncLLM)):
-        monkeypatch.setitem(sys.modules, name, SimpleNamespace(**{found.__name__: found}))
-    vllm_before_0_32.follow()
-    output, engine = vllm_output(["ignored"]), AsyncLLM()
-    del output.weight_versions
-
-    async def labels(*during: str) -> str:
-        vllm_before_0_32.request_arrives()
-        for version in during:
-            await engine.update_weights(None)
-            await engine.finish_weight_update(version)
-        return vllm_answers.to_sample(output, [8], experts=False).label
-
-    assert asyncio.run(labels()) == "default"
-    assert asyncio.run(labels("0")) == "default+0" and asyncio.run(labels()) == "0"
-    assert asyncio.run(labels("0")) == "0+0"  # the same version again may be other weights
-    output.token_ids = []
-    assert asyncio.run(labels("1")) == ""
-
-
-def test_vllm_before_0_32_is_asked_whether_it_sleeps() -> None:
-    asleep = True
-
-    async def send(method: str, path: str, body: None) -> object:
-        return {"is_sleeping": asleep} if (method, path) == ("GET", "/is_sleeping") else ""
-
-    asyncio.run(VllmApi().sleep(send))
-    asyncio.run(VllmApi().wake(send, "weights"))
-    with pytest.raises(RolloutError, match="should have said that it is awake"):
-        asyncio.run(VllmApi().wake(send, "kv_cache"))
-    asleep = False
-    asyncio.run(VllmApi().wake(send, "kv_cache"))
-
-
-def test_sglang_before_0_5_21_gets_routes_and_arguments_that_it_knows() -> None:
-    argv, app = ["--host", "h", "--sampling-mask-max-tokens", "64", "--port", "1"], FastAPI()
-    assert sglang_before_0_5_21.known_arguments(argv, (0, 5, 20)) == argv
-    assert sglang_before_0_5_21.known_arguments(argv, (0, 5, 19)) == ["--host", "h", "--port", "1"]
-    sglang_before_0_5_21.add_session_routes(app, (0, 5, 21))
-    assert not app.openapi()["paths"]
-    app.openapi_schema = None
-    sglang_before_0_5_21.add_session_routes(app, (0, 5, 20))
-    assert app.openapi()["paths"].keys() == {"/begin_weight_update", "/end_weight_update"}
 
 
 def sglang_answer(ids: list[int]) -> dict[str, Any]:
