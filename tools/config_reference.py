@@ -38,10 +38,9 @@ Made by `python -m tools.config_reference` from `tepo_megatron/config/`; a test 
 A config is a YAML file of sections. `rollout.server.tp` is the key `tp` in `server` in `rollout`; on the command line it is
 `--rollout.server.tp 2` or `--rollout.server.tp=2`, read as YAML, and wins over the file. `base: other.yaml` (a path relative
 to the file itself) lays a file over another one: sections are merged key by key, lists and values are replaced, `null` takes
-a key back to its default. A section with a `type` is replaced by one with another `type`. Names that keys had before work for
-one release, with a message that gives the new name. An unknown key is an error that names the nearest known one. Below each
-section is what it refuses (`…`: what the message fills in); what depends on the model and on the objective is refused before
-anything starts, too.
+a key back to its default. A section with a `type` is replaced by one with another `type`. An unknown key is an error that
+names the nearest known one. Below each section is what it refuses (`…`: what the message fills in); what depends on the model
+and on the objective is refused before anything starts, too.
 """
 NAMES = {int: "integer", float: "number", str: "text", bool: "true, false", type(None): "null", Any: "anything"}
 OF_A_TERM = {"type": "which term it is", "weight": "of its value in the reward"}

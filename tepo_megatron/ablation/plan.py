@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, Field
 
 from tepo_megatron.config import Config, DataConfig, EvaluationConfig, ModelConfig
 from tepo_megatron.config.fields import NonNegative, config
-from tepo_megatron.config.io import parse_overrides, print_warnings, read_layers, read_yaml, set_key, validate_as
+from tepo_megatron.config.io import parse_overrides, read_layers, read_yaml, set_key, validate_as
 from tepo_megatron.errors import ConfigError, TepoError
 
 SET_BY_THE_RUNNER = {"name": "`runs` and `seeds`", "seed": "`seeds`", "output": "`output`", "overwrite": "`overwrite`"}
@@ -109,14 +109,12 @@ def read_plan(path: str | Path, words: list[str], check: Callable[[Config], None
     file = validate_as(AblationFile, tree, str(path))
 
     runs: dict[str, dict[int, Config]] = {}
-    messages: list[str] = []
     for name in file.runs:
-        runs[name] = {seed: _config(file, path, name, seed, for_every_run, messages) for seed in file.seeds}
+        runs[name] = {seed: _config(file, path, name, seed, for_every_run) for seed in file.seeds}
         try:
             check(runs[name][file.seeds[0]])
         except TepoError as e:
             raise ConfigError(f"{path}: runs.{name}: {e}") from None
-    print_warnings(messages)
     plan = AblationPlan(
         name=file.name,
         folder=Path(file.output) / file.name,
@@ -130,9 +128,7 @@ def read_plan(path: str | Path, words: list[str], check: Callable[[Config], None
     return plan
 
 
-def _config(
-    file: AblationFile, path: str | Path, run: str, seed: int, words: list[tuple[str, Any]], messages: list[str]
-) -> Config:
+def _config(file: AblationFile, path: str | Path, run: str, seed: int, words: list[tuple[str, Any]]) -> Config:
     """Return the complete config of one run. Raises ConfigError that names the source of the faulty key."""
     layers = read_layers(Path(path).parent / file.base)
     for values in (file.overrides, file.runs[run]):
@@ -148,7 +144,6 @@ def _config(
     folder = {"name": f"{run}-seed{seed}", "output": str(Path(file.output) / file.name)}
     # overwrite: an interrupted run starts over; a finished run is never started again
     layers.add(folder | {"seed": seed, "overwrite": True}, f"{path}: runs.{run}")
-    messages += layers.messages
     return validate_as(Config, layers.tree, f"{path}: runs.{run}", layers)
 
 

@@ -3,9 +3,8 @@
 import dataclasses
 import difflib
 import os
-import sys
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +17,12 @@ from tepo_megatron.errors import ConfigError
 
 T = typing.TypeVar("T")
 _ADAPTER: TypeAdapter[Config] = TypeAdapter(Config)
+# removed key -> what to use instead
+REMOVED: Mapping[str, str] = {}
 
 
 def load_config(path: str | Path, overrides: list[str] | None = None) -> Config:
     """Read a YAML file on top of its base files, apply the overrides and validate the result.
-
-    Keys under old names are reported on stderr.
 
     Raises:
         ConfigError: The message names the file that set the key, the key and the fix.
@@ -38,23 +37,12 @@ def load_with_sources(path: str | Path, overrides: list[str]) -> tuple[Config, L
 
 
 def with_overrides(layers: Layers, overrides: list[str], source: str) -> Config:
-    """Return the config of these layers with the command line's overrides on top, and report keys under old names on stderr.
-
-    Raises ConfigError as `load_config` does.
-    """
+    """Return the config of these layers with the command line's overrides on top. Raises ConfigError as `load_config` does."""
     for key, value in parse_overrides(overrides):
         words: dict[str, Any] = {}
         set_key(words, key, value)
         layers.add(words, "command line")
-    cfg = validate_as(Config, layers.tree, source, layers)
-    print_warnings(layers.messages)
-    return cfg
-
-
-def print_warnings(messages: Iterable[str]) -> None:
-    """Print each different message about an old name as one line on stderr."""
-    for message in dict.fromkeys(messages):
-        print(f"warning: {message}", file=sys.stderr)
+    return validate_as(Config, layers.tree, source, layers)
 
 
 def read_layers(path: str | Path) -> Layers:
@@ -110,7 +98,7 @@ def validate_as(cls: type[T], tree: dict[str, Any], source: str, layers: Layers 
     Raises:
         ConfigError: One line per fault.
     """
-    if layers is None and cls is Config:  # keys under old names are translated here, too
+    if layers is None and cls is Config:
         layers = Layers()
         layers.add(tree, source)
         tree = layers.tree
@@ -135,8 +123,8 @@ def plain(cfg: Config) -> dict[str, Any]:
     return typing.cast(dict[str, Any], _ADAPTER.dump_python(cfg, mode="json"))
 
 
-def under_new_names(tree: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a plain config of an earlier version as today's version resolves it; as it is if that is not possible."""
+def resolved_today(tree: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a plain config of an earlier version with the defaults of keys that it lacks; as it is if it is refused today."""
     try:
         return plain(validate(dict(tree)))
     except ConfigError:
@@ -200,6 +188,8 @@ def _explain(root: type, error: Any) -> str:
     loc = tuple(error["loc"])
     key = ".".join(str(part) for part in loc if not str(part).startswith("<")) or "config"
     if error["type"] == "unexpected_keyword_argument":
+        if use := REMOVED.get(key):
+            return f"{key} was removed: {use}; see CHANGELOG.md"
         return f"{key}: {_unknown_key(root, loc)}"
     if error["type"] in ("missing", "missing_argument", "missing_keyword_only_argument"):
         return f"{key}: this key is required"

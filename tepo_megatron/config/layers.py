@@ -1,12 +1,11 @@
 """Merge config files into one tree, and remember which file set which key."""
 
+import copy
 import dataclasses
 import re
 from collections.abc import Mapping
 from typing import Any
 
-from tepo_megatron.config.renamed import translate
-from tepo_megatron.config.renamed_keys import RENAMED
 from tepo_megatron.config.server import variant_named_by
 from tepo_megatron.config.sync import TRANSPORTS
 from tepo_megatron.errors import ConfigError
@@ -29,14 +28,11 @@ class Layers:
 
     def __init__(self) -> None:
         self.tree: dict[str, Any] = {}
-        self.messages: list[str] = []  # one for each key that a layer sets under its old name
         self._setters: dict[Key, str] = {}
 
     def add(self, values: Mapping[str, Any], source: str) -> None:
         """Merge `values` into the tree. Raises ConfigError if a section would be merged into a value."""
-        values, messages = translate(_written_out(values), source, RENAMED)
-        self.messages += [message for message in messages if message not in self.messages]
-        self._merge(self.tree, values, source, ())
+        self._merge(self.tree, _written_out(copy.deepcopy(dict(values))), source, ())
 
     def _merge(self, tree: dict[str, Any], values: Mapping[str, Any], source: str, above: Key) -> None:
         for name, value in values.items():

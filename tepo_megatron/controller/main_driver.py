@@ -6,7 +6,7 @@ from typing import Any
 
 from tepo_megatron.checkpoint.folder import complete
 from tepo_megatron.config import Config
-from tepo_megatron.config.io import differences, plain, under_new_names
+from tepo_megatron.config.io import differences, plain, resolved_today
 from tepo_megatron.controller.batch_memory import BatchHeader, BatchMemory
 from tepo_megatron.controller.kept_steps import KeptSteps
 from tepo_megatron.controller.service_trace import ServiceTrace
@@ -234,7 +234,7 @@ class MainDriver:
         if self._prompts is not None and state["prompts"] is not None:
             self._prompts.load_state_dict(state["prompts"])
         self._log.message(f"resume: from the checkpoint of step {step}")
-        for change in differences(under_new_names(state["config"]), plain(self._cfg)):
+        for change in differences(resolved_today(state["config"]), plain(self._cfg)):
             if not change.startswith(("resume ", "overwrite ")):
                 self._log.message(f"resume: {change}")
         if self._prompts is not None and state["prompts"] is None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tepo_megatron.config import Config
-from tepo_megatron.config.io import load_config, parse_overrides, plain, set_key, under_new_names, validate
+from tepo_megatron.config.io import load_config, parse_overrides, plain, resolved_today, set_key, validate
 from tepo_megatron.errors import ConfigError, DataError
 from tepo_megatron.launcher.comparing import compare
 from tepo_megatron.launcher.preflight import preflight
@@ -102,7 +102,7 @@ def parts_of(run_dir: Path, until: int) -> list[Part]:
         raise DataError(f"{run_dir / decisions.FILE}: the start of the run is missing; the file was changed")
     parts: list[Part] = []
     for (after, config), end in zip(starts, [*(after for after, _ in starts[1:]), until], strict=True):
-        config = dict(under_new_names(config))
+        config = dict(resolved_today(config))
         if parts and computed(parts[-1].config) == computed(config):
             parts[-1] = replace(parts[-1], last=end)
         else:

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from tepo_megatron.actor.layout import check_layout
-from tepo_megatron.config import ParallelConfig
-from tepo_megatron.config.io import load_config, to_yaml, validate
+from tepo_megatron.config import ParallelConfig, io
+from tepo_megatron.config.io import load_config, plain, to_yaml, validate
 from tepo_megatron.errors import ConfigError
 from tepo_megatron.weights.ops import Architecture
 
@@ -209,3 +209,14 @@ def architecture(**change: int) -> Architecture:
 def test_layouts_that_do_not_fit_the_model(parallel: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         check_layout(architecture(), ParallelConfig(**parallel))
+
+
+def test_a_removed_key_is_refused_with_what_answers_instead(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(io, "REMOVED", {"sync.old": "use sync.transport=group"})
+    with pytest.raises(ConfigError, match=r"sync\.old was removed: use sync\.transport=group; see CHANGELOG\.md$"):
+        validate(MINIMAL | {"sync": {"old": 2}})
+
+
+def test_a_config_of_before_has_the_defaults_of_today_or_stays_as_it_is() -> None:
+    assert io.resolved_today(MINIMAL) == plain(validate(MINIMAL))
+    assert io.resolved_today({"name": "a", "rollout": {"attempts": 7}}) == {"name": "a", "rollout": {"attempts": 7}}

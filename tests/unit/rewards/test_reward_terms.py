@@ -225,7 +225,6 @@ def test_what_is_no_function_is_refused(functions: str, name: str, message: str)
         ({"terms": [{"type": "math", "weight": float("nan")}]}, r"weight: Input should be a finite number"),
         ({"terms": [{"type": "http", "url": "host:80"}]}, r"url='host:80' is not http\(s\)://"),
         ({"terms": [{"type": "http", "url": "https://me:secret@host/"}]}, "without a password"),
-        ({"terms": [{"type": "math"}], "type": "answer_line"}, "reward.type and its new name reward.terms are both set"),
     ],
 )
 def test_contradictory_terms_are_refused(reward: dict[str, Any], message: str) -> None:
