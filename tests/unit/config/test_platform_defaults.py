@@ -1,49 +1,18 @@
-"""Differences between platforms are in one list: defaults of keys, and every other place that asks for the platform."""
+"""The defaults of keys that differ between platforms are in one table."""
 
 from __future__ import annotations
 
-import ast
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-import tepo_megatron
 from tepo_megatron.config import Config
 from tepo_megatron.config.io import plain, validate
 from tepo_megatron.config.megatron import CHECKED
-from tepo_megatron.config.platform_defaults import PLATFORM_BRANCHES, PLATFORM_DEFAULTS, default_of
+from tepo_megatron.config.platform_defaults import PLATFORM_DEFAULTS, default_of
 from tests.gate import plan
 
-PACKAGE = Path(tepo_megatron.__file__).parent
-NAMES = {"cpu", "cuda"}
 TREE: dict[str, Any] = {"name": "run", "model": {"path": "model"}, "data": {"train": "train.jsonl"}}
-
-
-def branches(tree: ast.AST, within: tuple[str, ...] = ()) -> Iterator[str]:
-    """The functions in which a name of a platform is compared with something or chosen by, or a tensor asked for its device."""
-    for node in ast.iter_child_nodes(tree):
-        named = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
-        here = (*within, node.name) if named else within  # type: ignore[attr-defined]
-        asks = isinstance(node, ast.Attribute) and node.attr in ("is_cuda", "is_available")
-        if isinstance(node, ast.Compare):
-            asks = any(isinstance(x, ast.Constant) and x.value in NAMES for x in (node.left, *node.comparators))
-        if isinstance(node, ast.Dict):
-            asks = any(isinstance(key, ast.Constant) and key.value in NAMES for key in node.keys)
-        if asks:
-            yield ".".join(here) or "(module)"
-        yield from branches(node, here)
-
-
-def test_every_place_that_asks_for_the_platform_is_listed() -> None:
-    """A new one goes into PLATFORM_DEFAULTS if a key takes it (the gate forces that), else into PLATFORM_BRANCHES."""
-    found = set()
-    for file in PACKAGE.rglob("*.py"):
-        name = file.relative_to(PACKAGE).as_posix()
-        if not name.startswith("platform/"):
-            found |= {f"{name}:{function}" for function in branches(ast.parse(file.read_text()))}
-    assert found == set(PLATFORM_BRANCHES)
 
 
 def value_of(tree: dict[str, Any], key: str) -> Any:
