@@ -32,9 +32,6 @@ from tests.living_folder import paths_below
 from tests.parallel.resume_worlds import records, weights
 
 Hurt = Callable[["Runs", Path], None]
-BOMB_BYTES = 2**27  # bytes in memory; the file has kilobytes
-# memory limit in bytes of a run that must refuse a bomb; Python and its libraries take 0.75 GiB in two ranks
-BOMB_GROUP = 2**31
 
 
 @dataclass(frozen=True)
@@ -294,36 +291,6 @@ def _few_open_files(runs: Runs, folder: Path) -> None:
     runs.same(run)
 
 
-def _parquet_bombs(runs: Runs, folder: Path) -> None:
-    """Training data that would fill the memory are refused by name, in less memory than they would take."""
-    import pyarrow as pa
-    import pyarrow.parquet as parquet
-
-    repeated = pa.DictionaryArray.from_arrays(pa.nulls(600, pa.int8()).fill_null(0), pa.array(["0" * (10 * 2**20)]))
-    bombs: dict[str, tuple[pa.Array, dict[str, Any]]] = {
-        "column": (pa.array(["0" * (BOMB_BYTES // 2)] * 2), {"use_dictionary": False}),
-        "dictionary": (repeated, {}),
-        "prefixes": (
-            pa.array(["0" * (2 * 2**20)] * 150),
-            {"use_dictionary": False, "column_encoding": {"answer": "DELTA_BYTE_ARRAY"}},
-        ),
-    }
-    for name, (values, options) in bombs.items():
-        path = folder / f"{name}.parquet"
-        table = pa.table({"prompt": [f"{i}?" for i in range(len(values))], "answer": values})
-        row_groups = 1 if name == "dictionary" else -(-3 * BOMB_GROUP // (2 * values.nbytes))  # half as much again as the limit
-        with parquet.ParquetWriter(path, table.schema, compression="zstd", store_schema=False, **options) as writer:
-            for _ in range(row_groups):
-                writer.write_table(table)
-        assert path.stat().st_size < 250_000
-        with memory_group(BOMB_GROUP) as group:
-            by = ["sh", "-c", f'echo $$ > {group.folder}/cgroup.procs && exec "$@"', "sh", sys.executable]
-            command = runs.start(*runs.words(folder / "runs", name, data__train=path), engine=runs.good, by=by)
-            runs.ended(command, re.escape(str(path)), "column answer", "check what it holds")
-            assert group.kills() == 0
-        assert not (folder / "runs" / name / "checkpoints").exists()
-
-
 # faults by name that need the process of a real engine
 OF_REAL_ENGINES: dict[str, Hurt] = {"memory of an engine": _memory_of_an_engine}
 OF_ALL: dict[str, Hurt] = {
@@ -333,5 +300,4 @@ OF_ALL: dict[str, Hurt] = {
     "slow disk": _disk_that_is_slow,
     "clock": _clock_that_jumps,
     "open files": _few_open_files,
-    "parquet bombs": _parquet_bombs,
 }

@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import Any
 
 from tepo_megatron.data import readers
-from tepo_megatron.data.parquet_bombs import decoding_limits, huge_dictionaries, refuse_bombs
 from tepo_megatron.data.readers import Row
 from tepo_megatron.errors import DataError
 
 _BATCH_ROWS = 4096
+_PARQUET_ROWS = 256  # in memory at once
 
 
 class ArrowRows:
@@ -49,8 +49,7 @@ def parquet(files: list[Path]) -> ArrowRows:
     """Return a reader of parquet files. Files are opened when the rows are read.
 
     Raises:
-        DataError: pyarrow is not installed. Reading the rows raises it for a file that pyarrow cannot read or that is refused
-            as a decompression bomb (`parquet_bombs`).
+        DataError: pyarrow is not installed. Reading the rows raises it for a file that pyarrow cannot read.
     """
     try:
         import pyarrow
@@ -63,14 +62,7 @@ def parquet(files: list[Path]) -> ArrowRows:
     def batches(path: Path) -> Iterator[Any]:
         try:
             with pyarrow.parquet.ParquetFile(path) as file:
-                refuse_bombs(path, file.metadata, file.schema)
-            huge = huge_dictionaries(path)
-            with pyarrow.parquet.ParquetFile(path, read_dictionary=sorted(huge)) as file:
-                for group in range(file.metadata.num_row_groups):
-                    rows, swelling = decoding_limits(path, file.metadata.row_group(group), huge)
-                    for batch in file.iter_batches(batch_size=rows, row_groups=[group]):
-                        swelling.refuse(batch)
-                        yield batch
+                yield from file.iter_batches(batch_size=_PARQUET_ROWS)
         except (pyarrow.ArrowException, OSError) as e:
             raise DataError(f"{path}: not a parquet file that can be read ({e}); download or write it again") from None
 

@@ -1,4 +1,4 @@
-"""Run real engines on machines that fail: out of memory, disks, a clock that jumps, limits, decompression bombs.
+"""Run real engines on machines that fail: out of memory, disks, a clock that jumps, limits.
 
     python -m tests.harness.hurt --out FILE [--minutes 60] [--only "slow disk"]
 
@@ -48,7 +48,6 @@ WAYS: dict[str, dict[str, Any]] = {
     "sglang shm": {"rollout__engine": "sglang", "sync__transport": "shm"},
 }
 COVERING = 2  # the first ones have both engines, colocation, group and ipc
-WITHOUT_A_SERVER = ("parquet bombs",)  # refused before a server exists
 # takes more memory with each answer, so that the kernel kills this grader
 _SCORE = """
 kept = []
@@ -81,11 +80,10 @@ class Trial:
 
 def trials() -> list[Trial]:
     """Return all trials: every fault with the kinds of runs that cover all, then each with one of the others in turn."""
-    ways, hurts = list(WAYS), [name for name in HURTS if name not in WITHOUT_A_SERVER]
-    found = [Trial(hurt, way) for hurt in hurts for way in ways[:COVERING]]
-    found += [Trial(hurt, ways[0]) for hurt in WITHOUT_A_SERVER]
+    ways = list(WAYS)
+    found = [Trial(hurt, way) for hurt in HURTS for way in ways[:COVERING]]
     others = ways[COVERING:]
-    return found + [Trial(hurt, others[i % len(others)]) for i, hurt in enumerate(hurts)]
+    return found + [Trial(hurt, others[i % len(others)]) for i, hurt in enumerate(HURTS)]
 
 
 class Bench:

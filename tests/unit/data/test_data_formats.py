@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,9 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from tepo_megatron.config import DataConfig
-from tepo_megatron.data import LoadedPrompts, load_prompts
+from tepo_megatron.data import LoadedPrompts, load_prompts, readers
+from tepo_megatron.data.arrow import parquet
+from tepo_megatron.data.readers import JsonLines
 from tepo_megatron.errors import DataError
 from tests.datasets import character_tokenizer, write
 
@@ -113,3 +116,30 @@ def test_a_folder_is_a_dataset_of_hugging_face(
         load(f"{folder}:dev", tokenizer)
     with pytest.raises(DataError, match=r"^no/such: no such file, and as a dataset of Hugging Face, .* cannot be loaded \(\w+"):
         load("no/such", tokenizer)
+
+
+def test_parquet_values_of_every_type_are_those_of_python(tmp_path: Path) -> None:
+    """Values are equal at every depth, with rows that have none, over row groups and batches."""
+    rows = [
+        {
+            "prompt": f"p{i % 5}",
+            "chat": [{"role": "user", "content": f"q{i % 7}"}, {"role": "assistant", "content": None}] if i % 3 else None,
+            "meta": {"ground": str(i % 4), "n": i, "flags": [True, False]},
+            "raw": b"x" * (i % 2),
+            "tags": ["a", None] if i % 2 else [],
+            "deep": [[{"text": "l"}]] if i == 500 else [],
+        }
+        for i in range(1000)
+    ]
+    for options in ({}, {"use_dictionary": False}, {"use_dictionary": ["prompt"], "data_page_version": "2.0"}):
+        read = parquet([write_parquet(tmp_path / "d.parquet", rows, row_group_size=300, **options)])
+        assert [row for _, row in read.rows(list(rows[0]), passing_repeats=False)] == rows
+        assert read.whole(999) == rows[999] and read.where(999).endswith(": row 1000")
+
+
+def test_a_line_without_end_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(readers, "LINE_BYTES", 2**20)
+    path = tmp_path / "endless.jsonl.gz"
+    path.write_bytes(gzip.compress(b'{"prompt": "' + b"0" * 2**24))
+    with pytest.raises(DataError, match=r"endless\.jsonl\.gz: a line is longer than 1 MiB"):
+        list(JsonLines([path]).rows(["prompt"], passing_repeats=False))
