@@ -21,7 +21,7 @@ SHELL ["/bin/bash", "-euo", "pipefail", "-c"]
 # hadolint ignore=DL3008
 RUN apt-get update \
     && apt-get install -y --no-install-recommends bubblewrap ca-certificates git ibverbs-providers libibverbs1 libnuma1 procps \
-       python3.12-dev python3.12-venv wget \
+       python3.12-dev python3.12-venv \
     && rm -rf /var/lib/apt/lists/*
 RUN useradd --create-home --uid 10001 tepo && mkdir /workspace && chown tepo /workspace
 ARG UV_VERSION=0.13.9

@@ -9,7 +9,6 @@ ENGINE ?= vllm
 MODEL  ?= qwen3
 SGLANG := .venv-sglang
 LAUNCH := .venv-launch
-SKY    := .venv-sky
 DOCS   := .venv-docs
 PINS   := .venv-pins
 MIRROR ?= .cache/gpu-mirror
@@ -41,7 +40,7 @@ PINS_PYTHON ?= $(shell python3.12 -c "" 2>/dev/null \
   && test -z "$(filter-out $(wildcard $(addsuffix /torch-*-cp312-*.whl,$(PIP_FIND_LINKS))),$(wildcard $(addsuffix /torch-*.whl,$(PIP_FIND_LINKS))))" \
   && echo python3.12 || echo $(PYTHON))
 
-.PHONY: demo demo-plan distill sglang launch launch-sky ablation ablation-off-policy precision bench docs docs-links test test-parts test-runs test-servers test-fast test-full test-slurm test-gpu \
+.PHONY: demo demo-plan distill sglang launch ablation ablation-off-policy precision bench docs docs-links test test-parts test-runs test-servers test-fast test-full test-slurm test-gpu \
   test-pins test-pins-ci test-te test-image gpu-rehearsal chaos chaos-long hurt canaries two-starts mutants check lint types format pins clean
 
 demo: DEMO = $(if $(filter qwen3,$(MODEL)),,$(MODEL)-)seed-$(SEED)
@@ -99,9 +98,6 @@ sglang: $(SGLANG)/.ready
 # The launcher has its own environment; training needs none of NeMo-Run's dependencies (docs/launch.md).
 launch: $(LAUNCH)/.ready
 
-# The launcher's environment with SkyPilot. It is separate because it is 0.4 GB larger and its pins differ.
-launch-sky: $(SKY)/.ready
-
 # Warnings are errors: a missing link, anchor or page fails the build.
 docs: $(DOCS)/.ready
 	$(DOCS)/bin/sphinx-build --fail-on-warning --keep-going --fresh-env --quiet -c docs -d $(SITE)/.doctrees -b html . $(SITE)
@@ -125,7 +121,7 @@ test-servers: $(READY) $(SGLANG)/.ready
 	$(BIN)/python -m tests.running $(call streams,servers)
 
 # Run the long tests in the same streams, servers among the runs. ARGS: --rotate 6 runs a sixth of them, others at each commit.
-test-full: $(READY) $(SGLANG)/.ready $(LAUNCH)/.ready $(SKY)/.ready
+test-full: $(READY) $(SGLANG)/.ready $(LAUNCH)/.ready
 	$(BIN)/python -m tests.running $(call streams,full-runs full-parts) --then full-alone '$(full-alone)'
 
 # Needs root and: apt-get install slurm-wlm munge
@@ -238,16 +234,6 @@ $(LAUNCH)/.ready: requirements/launch.txt
 	$(LAUNCH)/bin/uv pip install --no-config --python $(LAUNCH)/bin/python --no-deps --quiet --compile-bytecode -r requirements/launch.txt; \
 	echo "$$sum" > $@
 
-$(SKY)/.ready: requirements/launch-sky.txt
-	@sum=$$(cat requirements/launch-sky.txt | sha256sum); \
-	if [ "$$(cat $@ 2>/dev/null)" = "$$sum" ]; then touch $@; exit 0; fi; \
-	set -e; \
-	echo "setting up $(SKY) (once; a minute if packages must be downloaded)"; \
-	test -x $(SKY)/bin/python || $(PYTHON) -m venv $(SKY); \
-	$(SKY)/bin/python -m pip install --quiet --disable-pip-version-check "uv>=0.9"; \
-	$(SKY)/bin/uv pip install --no-config --python $(SKY)/bin/python --no-deps --quiet --compile-bytecode -r requirements/launch-sky.txt; \
-	echo "$$sum" > $@
-
 $(DOCS)/.ready: requirements/docs.txt
 	@sum=$$(cat requirements/docs.txt | sha256sum); \
 	if [ "$$(cat $@ 2>/dev/null)" = "$$sum" ]; then touch $@; exit 0; fi; \
@@ -303,16 +289,14 @@ pins:
 	$(BIN)/uv pip compile --quiet --upgrade --no-config --python-version 3.11 --no-header --no-annotate \
 	  --override requirements/overrides.txt requirements/launch.in -o requirements/launch.txt
 	$(BIN)/uv pip compile --quiet --upgrade --no-config --python-version 3.11 --no-header --no-annotate \
-	  --override requirements/overrides.txt requirements/launch-sky.in -o requirements/launch-sky.txt
-	$(BIN)/uv pip compile --quiet --upgrade --no-config --python-version 3.11 --no-header --no-annotate \
 	  requirements/docs.in -o requirements/docs.txt
 	for engine in vllm sglang; do \
 	  $(BIN)/uv pip compile --quiet --upgrade --no-config --python-version 3.12 --python-platform x86_64-manylinux_2_34 --no-header \
-	    --no-annotate --no-emit-package tepo-megatron --constraint requirements/gpu-constraints.txt --extra $$engine --extra te --extra ray --extra datasets \
+	    --no-annotate --no-emit-package tepo-megatron --constraint requirements/gpu-constraints.txt --extra $$engine --extra te --extra datasets \
 	    --extra tensorboard --extra wandb --extra test pyproject.toml -o requirements/gpu-$$engine.txt || exit 1; \
 	done
 	sed -n 's/^# *\(sglang==.*\)/\1/p' requirements/sglang-cpu.in >> requirements/sglang-cpu.txt  # without its dependencies
 	sed -i 's/+cpu$$//' requirements/cpu.txt requirements/sglang-cpu.txt  # a local version would bind the pin to one source of wheels
 
 clean:
-	rm -rf $(VENV) $(SGLANG) $(LAUNCH) $(SKY) $(DOCS) $(PINS) build .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(SGLANG) $(LAUNCH) $(DOCS) $(PINS) build .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -46,7 +46,7 @@ class Start:
 
     def train(self, cfg: Config, cluster: Cluster, layout: Layout) -> int:
         """Start a run and return the exit status."""
-        if self.executor.RUN_IS_HERE and run_dir.finished(cfg):
+        if run_dir.finished(cfg):
             print(f"{cfg.run_dir}: this run is finished; only a higher training.steps makes it go on")
             return 0
         with self.submitting(cfg.run_dir):
@@ -54,7 +54,6 @@ class Start:
             job = self.executor.training(cfg, cluster, layout, self.after, slot)
             if not self.dry_run:
                 jobs.refuse_unfinished(cfg.run_dir, lambda job: _executor(cfg.run_dir, job).ended(job))
-            if self.executor.RUN_IS_HERE and not self.dry_run:
                 run_dir.claim(cfg, check_only=True).release()  # the run itself prepares its folder
             return self.submit(job, slot, cluster, cfg)
 
@@ -75,8 +74,7 @@ class Start:
             return 0
         if not self.allow_dirty:
             self.code.refuse_changes()
-        if self.executor.RUN_IS_HERE:
-            self.code.take(slot.home)
+        self.code.take(slot.home)
         about = provenance.describe(self.code, cluster, cfg, slot.home)
         slot.create(None if cfg is None else to_yaml(provenance.with_frozen_functions(cfg, self.code, slot.home)), about)
         try:
@@ -149,11 +147,6 @@ def _become(words: list[str]) -> NoReturn:
 
 def _save(folder: Path) -> str:
     """Ask a run for a checkpoint after its running step, however the run was started."""
-    executor = None
-    with contextlib.suppress(ConfigError):  # `tepo train` has no job
-        executor = EXECUTORS.get(jobs.read(folder).executor)
-    if executor is not None and not executor.RUN_IS_HERE:
-        raise ConfigError(f"{folder}: the run's files are on its machines; there, `touch {folder / SAVE}`")
     if not (folder / "config.yaml").exists():
         raise ConfigError(f"{folder}: no run is there; give the folder output/name of its config")
     ask(folder, SAVE)
@@ -169,21 +162,16 @@ def _launch(words: list[str]) -> int:
     if kind == "train":
         read = _read if args.dry_run or args.no_preflight or not executor.QUEUES else preflight.read
         found = read(args.target, call.overrides, args.cluster, executor)
-        return start(code=_code(executor)).train(*found)
+        return start(code=snapshot.read()).train(*found)
     cluster = load_cluster(args.cluster) if args.cluster else this_machine()
     if call.overrides:
         raise ConfigError(f"{call.overrides[0]}: words of `{kind}` come after --")
     if executor.QUEUES and not (args.dry_run or args.no_preflight):
         preflight.check_command(cluster, executor)
-    started, folder = start(code=_code(executor)), Path(args.target)
+    started, folder = start(code=snapshot.read()), Path(args.target)
     with started.submitting(folder):
         slot = jobs.next_job(folder, started.code)
         return started.submit(executor.command(kind, call.rest, slot, cluster, after), slot, cluster)
-
-
-def _code(executor: Executor) -> CodeVersion:
-    """Return the version of the code that the executor's machines get."""
-    return snapshot.read() if executor.RUN_IS_HERE else snapshot.read(Path.cwd())  # NeMo-Run sends the working directory's
 
 
 def _read(config: str, overrides: list[str], profile: str | None, executor: Executor) -> tuple[Config, Cluster, Layout]:

@@ -11,7 +11,6 @@ from launch.executors import EXECUTORS
 
 USAGE = """
   python -m launch CONFIG --executor slurm --cluster PROFILE [--dry-run] [--no-preflight] [--after FOLDER] [--section.key VALUE]
-  python -m launch CONFIG --executor kuberay|skypilot --cluster PROFILE [--dry-run] [--no-preflight] [--section.key VALUE ...]
   python -m launch convert FOLDER --executor slurm --cluster PROFILE [--dry-run] [--after FOLDER] -- WORDS...
   python -m launch evaluate FOLDER ... -- WORDS...
   python -m launch doctor --cluster PROFILE [--nodes N] [--dry-run]
@@ -19,7 +18,7 @@ USAGE = """
   python -m launch save FOLDER
   python -m launch logs FOLDER [--job N] [--node NODE] [--rank R] [--lines N]
   python -m launch attach FOLDER [--job N] [--node NODE]
-  python -m launch --login HOST:FOLDER WORDS...    # any of these from a laptop, with --executor slurm or kuberay
+  python -m launch --login HOST:FOLDER WORDS...    # any of these from a laptop, with --executor slurm
   with --allow-dirty, files that differ from the commit are in the job's snapshot of the code"""
 
 

@@ -56,8 +56,6 @@ def _wait(folder: Path, log: Path) -> int:
 
 def _here(cluster: Cluster, gpus: int, dry_run: bool) -> int:
     """Check this machine alone."""
-    if cluster.kuberay is not None or cluster.skypilot is not None:
-        raise ConfigError("doctor: only Slurm's machines and this one can be checked; give a profile with a slurm section")
     with PrivateFolder.create("launch") as private:
         program = Path(__file__).with_name(check_step.CHECK)
         name = os.uname().nodename

@@ -30,8 +30,7 @@ class SubmittedJob:
     """A submitted job.
 
     Attributes:
-        id: Slurm's job number, KubeRay's NAMESPACE/NAME, the number of SkyPilot's managed job, or the pid of `launch` on
-            `host`.
+        id: Slurm's job number, or the pid of `launch` on `host`.
         host: Machine where `launch` was called.
         number: Number of the job among those of its folder, from 1.
         shell: Words that start an interactive shell in the job's environment on one of its machines. Empty: there are none.
@@ -53,7 +52,7 @@ class LogSelection:
 
     Attributes:
         lines: Last lines of each file.
-        node: Only the logs of this machine: its name or its index in the job, for KubeRay its index. None: all machines.
+        node: Only the logs of this machine: its name or its index in the job. None: all machines.
         rank: Only the log of this rank, which is not rank 0. None: all ranks.
     """
 
@@ -255,7 +254,7 @@ def log_tails(folder: Path, job: SubmittedJob, paths: Iterable[Path], selection:
     if selection.rank is not None:
         chosen = [of_ranks / f"rank-{selection.rank}.log"]
     elif selection.node is not None:
-        ends = (f"-{selection.node}", f"-{selection.node}-{job.number}")  # Slurm's names, KubeRay's indices
+        ends = (f"-{selection.node}", f"-{selection.node}-{job.number}")
         index = f"-{job.id}-{selection.node}-"  # Slurm's indices
         chosen = [path for path in paths if path.stem.endswith(ends) or index in path.stem]
     else:

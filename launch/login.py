@@ -27,12 +27,6 @@ _PYTHON, _HOME = ".venv-launch/bin/python", ".launch"  # in the folder on the lo
 _ASKING = ("status", "logs", "cancel", "attach", "save")
 _STRICT = ("-o", "StrictHostKeyChecking=yes")
 _PUSH_SECONDS, _LOCK_SECONDS, _UNUSED_DAYS = 600, 60, 30
-# The executors that cannot be called there, with the reason.
-_REFUSED = {
-    "local": "would train on the login node; give --executor slurm or kuberay",
-    "skypilot": "submits the clone's own commit, from another environment; call it here, without --login",
-}
-_READS_SECRETS = ("slurm",)  # the executors for which launch reads the secrets' values
 # Each commit has a checkout of its own, which no later call changes, because Python imports from it until the call has ended.
 # The lock is held only until the checkout and the files are complete. A folder counts as a checkout only if git finds this
 # folder and the clone's repository from it: without its .git file, git would find the clone itself and change its files.
@@ -129,8 +123,8 @@ class LoginFiles:
             ConfigError: The executor cannot be called there, or a file or a secret is missing.
         """
         args = call.args
-        if args.executor in _REFUSED:
-            raise ConfigError(f"--login: --executor {args.executor} {_REFUSED[args.executor]}")
+        if args.executor == "local":
+            raise ConfigError("--login: --executor local would train on the login node; give --executor slurm")
         if args.allow_dirty:
             raise ConfigError("--login sends a commit; leave out --allow-dirty, and commit the changes")
         if call.kind == "train":
@@ -138,9 +132,8 @@ class LoginFiles:
         if args.cluster is not None:
             profile, args.cluster = args.cluster, self._sent("cluster", args.cluster)
             cluster = load_cluster(profile)
-            if args.executor in _READS_SECRETS:
-                checks.check_secrets(cluster)
-                self.lines += [f"export {name}={shlex.quote(os.environ[name])}" for name in cluster.secrets]
+            checks.check_secrets(cluster)
+            self.lines += [f"export {name}={shlex.quote(os.environ[name])}" for name in cluster.secrets]
         return call.words
 
     def send_doctor(self, words: Sequence[str]) -> list[str]:

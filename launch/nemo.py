@@ -1,6 +1,6 @@
 """Use NeMo-Run for Slurm and for this machine: its executors, its scripts, its submission.
 
-Only launch/nemo_ray.py (KubeRay) and launch/nemo_sky.py (SkyPilot) import nemo_run as well.
+No other file imports nemo_run.
 
 Facts of NeMo-Run 0.11.1 that this file depends on: it reads NEMORUN_HOME at import, so importers of this file set it before.
 The batch script waits for a single task in the foreground, where bash defers signals, and for a group of one in the background.

@@ -11,7 +11,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from launch.sections import KubeRayConfig, NodeCheckConfig, SkypilotConfig, SlurmConfig
+from launch.sections import NodeCheckConfig, SlurmConfig
 from tepo_megatron.config.fields import NonNegative, Positive, config
 from tepo_megatron.config.io import read_yaml, validate_as
 
@@ -32,11 +32,11 @@ _NAME = re.compile(r"[A-Z_][A-Z0-9_]*")  # NeMo-Run converts names to capitals
 
 @config
 class ContainerConfig:
-    """The container of the tasks (Slurm with Pyxis; Kubernetes). Pyxis mounts the working directory at its own path.
+    """The container of the tasks (Slurm with Pyxis). Pyxis mounts the working directory at its own path.
 
     Attributes:
-        image: For Pyxis an image of a registry or a .sqsh file; for Kubernetes an image name.
-        mounts: HOST:CONTAINER[:FLAGS]; Pyxis only. HOST must exist where `launch` is called.
+        image: An image of a registry or a .sqsh file.
+        mounts: HOST:CONTAINER[:FLAGS]. HOST must exist where `launch` is called.
         node_mounts: The same for folders that only the machines have, such as a local disk.
     """
 
@@ -63,7 +63,7 @@ class NetworkConfig:
         interface: Interfaces of TCP traffic by their whole names: `ib0` or `eth0,eth1`. NCCL gets all of them and Gloo the
             first. None: under Slurm each machine's interface towards the head; elsewhere NCCL and Gloo choose.
         infiniband: RDMA adapters (NCCL_IB_HCA). None: NCCL chooses.
-        port: Port on which torchrun listens on the first machine. None: one that is free there (SkyPilot: 29400).
+        port: Port on which torchrun listens on the first machine. None: one that is free there.
     """
 
     interface: str | None = None
@@ -108,8 +108,7 @@ class Cluster:
         cache: Folder for compiled kernels and other caches of Triton, PyTorch, vLLM, SGLang and FlashInfer, on the machines or
             in the container. None: `launch/cache` in the job's folder with a container, where home may be read-only;
             otherwise the caches stay in the user's home.
-        secrets: Names of variables whose values are in no file. They must be set where `launch` is called (KubeRay: in a
-            Kubernetes Secret).
+        secrets: Names of variables whose values are in no file. They must be set where `launch` is called.
         container: Container of the tasks; None: no container.
         node_check: Check of the machines before the run.
     """
@@ -125,8 +124,6 @@ class Cluster:
     container: ContainerConfig | None = None
     node_check: NodeCheckConfig = Field(default_factory=NodeCheckConfig)
     slurm: SlurmConfig | None = None
-    skypilot: SkypilotConfig | None = None
-    kuberay: KubeRayConfig | None = None
 
     def __post_init__(self) -> None:
         for name in (*self.environment, *self.secrets):
@@ -147,11 +144,6 @@ class Cluster:
                 raise ValueError(f"cache={self.cache!r} is no absolute path of letters, digits, _ . -")
             if twice := sorted(set(self.environment) & set(CACHES)):
                 raise ValueError(f"environment.{twice[0]} is given twice, by cache too; remove one of them")
-        if self.skypilot is not None and (self.skypilot.gpu is None) != (not self.gpus_per_node):
-            raise ValueError(
-                f"skypilot.gpu={self.skypilot.gpu} and gpus_per_node={self.gpus_per_node} contradict each other; give both, or "
-                "neither"
-            )
 
     @property
     def slots(self) -> int | None:

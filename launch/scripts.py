@@ -14,8 +14,8 @@ from tepo_megatron.config import Config
 _EVALUATE, _CONVERT = ["-m", "tepo_megatron", "evaluate"], "tools/convert.py"
 
 
-# The first machine may have several addresses; take the first.
-ENDPOINT = '--rdzv-endpoint "${MASTER_ADDR%% *}:$MASTER_PORT"'
+# torchrun's options for the rendezvous of the ranks' machines. The first machine may have several addresses; take the first.
+_RENDEZVOUS = '--rdzv-endpoint "${MASTER_ADDR%% *}:$MASTER_PORT" --node-rank "$SLURM_PROCID"'
 
 
 @dataclass(frozen=True)
@@ -25,20 +25,14 @@ class StartVariables:
     Attributes:
         count: Number of earlier starts of the job.
         id: Unique among all starts of all jobs.
-        rendezvous: torchrun options: the rendezvous address of the ranks' machines, and the index of this machine.
-        address: Options of `tepo serve`.
         setup: Lines that each task runs first.
-        machine: Index of the machine among those of its task.
         packages: Words that record the packages of the environment, after those of its Python. None of them: no record.
     """
 
     count: str
     id: str
-    rendezvous: str = f'{ENDPOINT} --node-rank "$SLURM_PROCID"'
-    address: str = "--host 0.0.0.0"
     config: str = ""
     setup: tuple[str, ...] = ()
-    machine: str = '"$SLURM_PROCID"'
     packages: tuple[str, ...] = ()
 
 
@@ -60,15 +54,16 @@ class Task:
 
 def training(cfg: Config, cluster: Cluster, layout: Layout, folder: Path, starts: StartVariables) -> list[Task]:
     """Return the tasks of a run."""
-    *words, train = train_lines(cfg, cluster, layout, starts)
+    *words, train = _train_lines(cfg, cluster, layout, starts)
     tasks = [
         Task("train", text([*head(folder), *starts.setup, *words, f"exec {train}"]), layout.train_nodes, shared=layout.shared)
     ]
     if layout.serve_nodes:
+        serve = joined([cluster.python, *serve_words(starts.config, layout)])
         lines = [
             *head(folder),
             *starts.setup,
-            f"{serve_line(cfg, cluster, layout, starts)} &",
+            f"{serve} --host 0.0.0.0 --rollout.server.rendezvous {_rendezvous(cfg, starts)} &",
             "trap 'kill $! 2>/dev/null || true' TERM",
             "wait || true; wait || true",
             "exit 1",  # the end of the run stops the servers, so servers that ended by themselves have failed
@@ -78,10 +73,10 @@ def training(cfg: Config, cluster: Cluster, layout: Layout, folder: Path, starts
     return tasks
 
 
-def train_lines(cfg: Config, cluster: Cluster, layout: Layout, starts: StartVariables) -> list[str]:
+def _train_lines(cfg: Config, cluster: Cluster, layout: Layout, starts: StartVariables) -> list[str]:
     """Return the lines for a machine with ranks. The last line is the command."""
     lines = [
-        *package_lines(cluster, starts.packages, starts.machine),
+        *package_lines(cluster, starts.packages, '"$SLURM_PROCID"'),
         f"words=(train {shlex.quote(starts.config)})",
         f'if [ "{starts.count}" -gt 0 ]; then words+=(--resume true --overwrite false); fi',
     ]
@@ -100,13 +95,7 @@ def train_lines(cfg: Config, cluster: Cluster, layout: Layout, starts: StartVari
         # not c10d: its agents unpickle anything that anybody put into their store (torch 2.13)
         *("--rdzv-backend", "static", "--max-restarts", str(restarts)),
     ]
-    return [*lines, f'{env}{joined(start)} {starts.rendezvous} --rdzv-id {starts.id} -m tepo_megatron "${{words[@]}}"']
-
-
-def serve_line(cfg: Config, cluster: Cluster, layout: Layout, starts: StartVariables) -> str:
-    """Return the command for a machine with servers."""
-    serve = joined([cluster.python, *serve_words(starts.config, layout)])
-    return f"{serve} {starts.address} --rollout.server.rendezvous {_rendezvous(cfg, starts)}"
+    return [*lines, f'{env}{joined(start)} {_RENDEZVOUS} --rdzv-id {starts.id} -m tepo_megatron "${{words[@]}}"']
 
 
 def serve_words(config: str, layout: Layout) -> list[str]:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from launch.executors import kuberay, local, skypilot, slurm
+from launch.executors import local, slurm
 from launch.jobs import JobFolder, LogSelection, SubmittedJob
 from launch.layout import Layout
 from launch.profile import Cluster
@@ -22,14 +22,11 @@ class Executor(Protocol):
 
     Attributes:
         NAME: Name in --executor and in records, and of the section in a profile.
-        RUN_IS_HERE: True if `launch` and the machines share the run's folder, so that `launch` creates it and looks there for a
-            finished run.
         QUEUES: True if a job waits before it runs, so that a preflight comes first.
     The type of a job before its start is private to the module.
     """
 
     NAME: str
-    RUN_IS_HERE: bool
     QUEUES: bool
 
     def after(self, folder: Path) -> str:
@@ -88,5 +85,5 @@ class Executor(Protocol):
         """Cancel a job and return a message about it."""
 
 
-_ALL: tuple[Executor, ...] = (local, slurm, kuberay, skypilot)
+_ALL: tuple[Executor, ...] = (local, slurm)
 EXECUTORS = {executor.NAME: executor for executor in _ALL}

@@ -19,7 +19,7 @@ from tepo_megatron.errors import ConfigError
 if TYPE_CHECKING:
     from launch.nemo import Submission
 
-NAME, RUN_IS_HERE, QUEUES = "local", True, False
+NAME, QUEUES = "local", False
 
 
 def after(folder: Path) -> NoReturn:

@@ -30,7 +30,7 @@ _ENDED = (
     "COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE", "PREEMPTED",
     "REVOKED",
 )  # fmt: skip
-NAME, RUN_IS_HERE, QUEUES = "slurm", True, True
+NAME, QUEUES = "slurm", True
 _STARTS = scripts.StartVariables("${SLURM_RESTART_COUNT:-0}", '"${SLURM_JOB_ID}-${SLURM_RESTART_COUNT:-0}"')
 
 

@@ -64,17 +64,16 @@ def read(config: str, overrides: Sequence[str], profile: str | None, executor: E
     layout = None
     if cluster is not None:
         report.attempt(executor.check, cluster, cfg)
-        report.add(image.faults(cluster, executor.NAME))
+        report.add(image.faults(cluster))
     if cfg is not None:
-        report.add(inputs.faults(cfg, cluster or Cluster(), here=executor.RUN_IS_HERE))
+        report.add(inputs.faults(cfg, cluster or Cluster()))
     if cluster is not None and cfg is not None and getattr(cluster, executor.NAME, None) is not None:
         layout = report.attempt(lay_out, cfg, cluster)
         # most of it does not depend on the layout, whose fault is known
         report.attempt(executor.check_run, cfg, cluster, layout or Layout(1, 1))
-        if layout is not None and executor.NAME == "slurm":
+        if layout is not None:
             report.add(partition.faults(cluster, layout))
-        if executor.RUN_IS_HERE:
-            report.add(storage.faults(cfg, cluster))
+        report.add(storage.faults(cfg, cluster))
         planning.check(cfg, cluster, report)
     return _result(report, cfg, cluster, layout)
 
@@ -83,7 +82,7 @@ def check_command(cluster: Cluster, executor: Executor) -> None:
     """Check what a command such as `convert` needs of the cluster. Raise ConfigError with a line for each fault."""
     report = Report()
     report.attempt(executor.check, cluster, None)
-    report.add(image.faults(cluster, executor.NAME))
+    report.add(image.faults(cluster))
     _raise_faults(report)
 
 

@@ -10,19 +10,16 @@ from pathlib import Path
 from launch.profile import Cluster, ContainerConfig
 
 _REFERENCE = re.compile(r"[a-z0-9]+([._/:-]+[A-Za-z0-9_]+)*(@sha256:[0-9a-f]{64})?")  # of Docker
-_EXAMPLES = ("my-account", "my-context", "my-volume", "my-bucket")
+_EXAMPLE = "my-account"
 
 
-def faults(cluster: Cluster, executor: str) -> Iterator[str]:
+def faults(cluster: Cluster) -> Iterator[str]:
     """Yield the faults of the tasks' environment."""
     yield from _examples(cluster)
     container = cluster.container
-    if executor == "slurm":
-        if shutil.which("sbatch") is None:
-            yield "sbatch is not on PATH; call launch on a login node of the cluster"
-        yield from _interpreter(cluster.python) if container is None else _pyxis(container)
-    elif container is not None:
-        yield from _reference(container.image)
+    if shutil.which("sbatch") is None:
+        yield "sbatch is not on PATH; call launch on a login node of the cluster"
+    yield from _interpreter(cluster.python) if container is None else _pyxis(container)
 
 
 def _interpreter(python: str) -> Iterator[str]:
@@ -59,19 +56,11 @@ def _pyxis(container: ContainerConfig) -> Iterator[str]:
             )
 
 
-def _reference(image: str) -> Iterator[str]:
-    if not _REFERENCE.fullmatch(image.removeprefix("docker:")):
-        yield f"container.image={image} is no image of a registry; write [REGISTRY/]NAME[:TAG]"
-
-
 def _examples(cluster: Cluster) -> Iterator[str]:
     """Yield the values that the example profiles mark as to be changed."""
     found = {} if cluster.container is None else {"container.image": cluster.container.image}
     if cluster.slurm is not None:
         found["slurm.account"] = cluster.slurm.account
-    if cluster.skypilot is not None:
-        found["skypilot.infra"] = cluster.skypilot.infra
-        found |= {f"skypilot.volumes.{path}": name for path, name in cluster.skypilot.volumes.items()}
     for key, value in found.items():
-        if value.startswith("registry.example.com") or value.rpartition("/")[2] in _EXAMPLES:
+        if value.startswith("registry.example.com") or value == _EXAMPLE:
             yield f"{key}={value} is the value of the example profile; change it to your cluster's"

@@ -21,23 +21,22 @@ _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 _FIRST_BYTES = 4 * 2**20  # of a file of prompts, enough for its first row
 
 
-def faults(cfg: Config, cluster: Cluster, here: bool) -> Iterator[str]:
+def faults(cfg: Config, cluster: Cluster) -> Iterator[str]:
     """Yield the faults of what the run reads."""
     offline = any(cluster.environment.get(name, "0") not in ("0", "") for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"))
     for key, path in (("model.path", cfg.model.path), ("objective.ref_kl.path", cfg.objective.reference_path)):
-        if path is not None and here:
+        if path is not None:
             yield from _model(key, path, host_path(path, cluster))
     sets = [] if cfg.rollout.replay is not None else [("data.train", s.path, s.prompt_key) for s in cfg.data.sets]
     sets += [("data.eval", cfg.data.eval, cfg.data.prompt_key)] if cfg.data.eval is not None else []
     for key, source, prompt_key in sets:
-        yield from _data(key, source, prompt_key, cluster, offline=offline, here=here)
-    if cfg.rollout.replay is not None and here and not host_path(cfg.rollout.replay, cluster).exists():
+        yield from _data(key, source, prompt_key, cluster, offline=offline)
+    if cfg.rollout.replay is not None and not host_path(cfg.rollout.replay, cluster).exists():
         yield f"rollout.replay={cfg.rollout.replay} does not exist; give the folder of recorded rollouts (runs/NAME/rollouts)"
     if cfg.evaluation.benchmarks:
-        yield from _benchmarks(cfg.evaluation.benchmarks, cfg.evaluation.benchmark_folder, cluster, offline=offline, here=here)
+        yield from _benchmarks(cfg.evaluation.benchmarks, cfg.evaluation.benchmark_folder, cluster, offline=offline)
     for key, function in functions(cfg):
-        if here:
-            yield from _function(key, function, cluster)
+        yield from _function(key, function, cluster)
 
 
 def functions(cfg: Config) -> list[tuple[str, str]]:
@@ -73,7 +72,7 @@ def _model(key: str, path: str, folder: Path) -> Iterator[str]:
         yield f"{key}={path}: no *.safetensors are in it; {fetch}"
 
 
-def _data(key: str, source: str, prompt_key: str | None, cluster: Cluster, *, offline: bool, here: bool) -> Iterator[str]:
+def _data(key: str, source: str, prompt_key: str | None, cluster: Cluster, *, offline: bool) -> Iterator[str]:
     """Yield the faults of a set of prompts.
 
     Args:
@@ -82,9 +81,7 @@ def _data(key: str, source: str, prompt_key: str | None, cluster: Cluster, *, of
     match = SLICE.fullmatch(source)
     path = match["source"] if match is not None else source
     place = host_path(path, cluster)
-    files = [Path(name) for name in sorted(glob.glob(str(place)))] if here else []
-    if place.exists() and here:
-        files = [place]
+    files = [place] if place.exists() else [Path(name) for name in sorted(glob.glob(str(place)))]
     if not files and _HUB.fullmatch(path) and not _FILE.search(path) and not Path(path.partition("/")[0]).is_dir():
         if offline and not (cluster.container is None and _cached(path)):
             name = path.partition(":")[0]
@@ -93,8 +90,6 @@ def _data(key: str, source: str, prompt_key: str | None, cluster: Cluster, *, of
                 f"{key}={source} is a dataset of the Hugging Face hub, and environment.HF_HUB_OFFLINE is set; fetch it "
                 f"(`hf download --repo-type dataset {name} --local-dir {folder}`) and give {key}={folder}/*.parquet"
             )
-        return
-    if not here:
         return
     if not files:
         yield f"{key}={source}: there is no such file here; correct the path, or fetch the file (docs/data.md)"
@@ -125,14 +120,12 @@ def _first_row(key: str, source: str, file: Path, prompt_key: str | None) -> Ite
             yield f"{key}={source}: the first row has no {prompt_key!r} (it has {found}); set data.prompt_key to its name"
 
 
-def _benchmarks(names: list[Any], folder: str | None, cluster: Cluster, *, offline: bool, here: bool) -> Iterator[str]:
+def _benchmarks(names: list[Any], folder: str | None, cluster: Cluster, *, offline: bool) -> Iterator[str]:
     """Yield the faults of the benchmarks' files. Without a file a benchmark is downloaded, which offline jobs cannot do."""
     fix = "put each there as NAME.jsonl (docs/evaluation.md), or set evaluation.benchmarks to null"
     place = None if folder is None else host_path(folder, cluster)
-    if place is not None and here and not place.is_dir():
+    if place is not None and not place.is_dir():
         yield f"evaluation.benchmark_folder={folder} is no folder here; make it and {fix}"
-        return
-    if not here and folder is not None:
         return
     missing = [name for name in names if place is None or not (place / f"{name}.jsonl").is_file()]
     if missing and offline:

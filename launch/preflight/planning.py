@@ -19,7 +19,7 @@ def check(cfg: Config, cluster: Cluster, report: Report) -> None:
     """Add the verdict of `tepo plan` to a report, and the fault of a warning that is shorter than a step."""
     if cfg.platform != "cuda":
         return
-    gpu = cluster.gpu or (cluster.skypilot.gpu if cluster.skypilot is not None else None) or "H100"
+    gpu = cluster.gpu or "H100"
     try:
         from tepo_megatron.plan.command import PlanRequest, predictor_of, refusal
         from tepo_megatron.plan.search import judge

@@ -17,8 +17,9 @@ from tepo_megatron.errors import ConfigError
 
 T = typing.TypeVar("T")
 _ADAPTER: TypeAdapter[Config] = TypeAdapter(Config)
-# removed key -> what to use instead
-REMOVED: Mapping[str, str] = {}
+_SCHEDULER = "under another scheduler than Slurm start tepo on each machine (docs/launch.md)"
+# removed key -> what to use instead; the last two are sections of a cluster's profile
+REMOVED: Mapping[str, str] = {"kuberay": _SCHEDULER, "skypilot": _SCHEDULER}
 
 
 def load_config(path: str | Path, overrides: list[str] | None = None) -> Config:

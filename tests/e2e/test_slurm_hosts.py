@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import socket
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,6 @@ import yaml
 
 from tests import hosts, slurm
 from tests.e2e.test_faults import SHORT
-from tests.e2e.test_kuberay import SCRIPTED
 from tests.e2e.test_slurm import PATHS, SLURM, words_of
 from tests.hosts import Host
 from tests.launch.cases import PYTHON, ROOT
@@ -28,6 +28,15 @@ pytestmark = [
     pytest.mark.e2e,
     pytest.mark.skipif(slurm.missing() is not None, reason=str(slurm.missing())),
 ]
+# in the place of the training environment's python: `tepo train`, by torchrun or not, with an engine that needs no server
+SCRIPTED = f"""#!/bin/bash
+words=()
+for word in "$@"; do
+  [ "$word" = tepo_megatron ] && word=tests.e2e.scripted_run
+  words+=("$word")
+done
+exec {sys.executable} "${{words[@]}}"
+"""
 # in Pyxis' place: it runs a task without a container, or fails as Pyxis does where the image's file does not exist
 SRUN = """#!/bin/bash
 words=() image=""

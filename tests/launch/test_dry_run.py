@@ -19,7 +19,7 @@ from launch.__main__ import main
 from launch.executors.slurm import batch_setup
 from launch.jobs import JobFolder
 from launch.profile import Cluster, ContainerConfig, NetworkConfig
-from launch.sections import KubeRayConfig, NodeCheckConfig, SlurmConfig
+from launch.sections import NodeCheckConfig, SlurmConfig
 from tepo_megatron.config.io import validate, validate_as
 from tests.launch import cases, profile_cases
 
@@ -30,7 +30,6 @@ NOT_CHECKED = "--no-preflight"
 DIRTY = "--allow-dirty"
 REFUSED = {
     "no slurm": ([*SLURM, NOT_CHECKED], "the cluster's profile has no slurm section"),
-    "no skypilot": (["run.yaml", "--executor", "skypilot", NOT_CHECKED], "the cluster's profile has no skypilot section"),
     "no such key": (["run.yaml", "--optimiser.lr", "1"], "optimiser: unknown key; did you mean optimizer?"),
     "nothing launched": (["status", "nowhere"], "nowhere: nothing was launched there"),
     "wait for nothing": ([*SLURM, "--cluster", "bare.yaml", "--after", "nowhere"], "nowhere: nothing was launched there"),
@@ -71,7 +70,7 @@ def of_profiles(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int
     return profile_cases.dry_runs(tmp_path_factory.mktemp("profiles"))
 
 
-@pytest.mark.parametrize("case", profile_cases.profiles(Path("/project")))
+@pytest.mark.parametrize("case", profile_cases.profiles())
 def test_every_profile_and_every_key_give_the_golden_scripts(of_profiles: dict[str, tuple[int, str, str]], case: str) -> None:
     status, text, error = of_profiles[case]
     assert (status, error) == (0, "")
@@ -80,18 +79,14 @@ def test_every_profile_and_every_key_give_the_golden_scripts(of_profiles: dict[s
 
 
 def test_every_key_of_a_profile_is_in_a_golden_dry_run() -> None:
-    cases_of = [tree for _, tree in profile_cases.profiles(Path("/project")).values()]
+    cases_of = [tree for _, tree in profile_cases.profiles().values()]
     trees = [*cases_of, *(tree for name, tree in cases.FILES.items() if name != "run.yaml")]
-    elsewhere = {
-        "slurm.error_restarts", "kuberay.wait_seconds", "kuberay.restarts", "kuberay.error_restarts", "kuberay.ray_version",
-        "slurm.idle_starts", "kuberay.idle_starts",
-        "kuberay.head_cpu", "kuberay.head_memory",
-    }  # test_kuberay.py, test_profiles.py and their defaults  # fmt: skip
-    sections = {"": Cluster, "slurm": SlurmConfig, "kuberay": KubeRayConfig, "node_check": NodeCheckConfig}
+    elsewhere = {"slurm.error_restarts", "slurm.idle_starts"}
+    sections = {"": Cluster, "slurm": SlurmConfig, "node_check": NodeCheckConfig}
     sections |= {"network": NetworkConfig, "container": ContainerConfig}
     for section, cls in sections.items():
         seen = {key for tree in trees for key in (tree if section == "" else tree.get(section) or {})}
-        keys = {field.name for field in dataclasses.fields(cls)} - seen - {"skypilot"}
+        keys = {field.name for field in dataclasses.fields(cls)} - seen
         assert {f"{section}.{key}" for key in keys} <= elsewhere, section
 
 

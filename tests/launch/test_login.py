@@ -263,18 +263,17 @@ def test_a_call_that_waits_for_another_says_so(login: Login) -> None:
     assert done.returncode == 1 and f"another --login call holds {lock}; wait until it has ended" in done.stderr, done.stderr
 
 
-@pytest.mark.parametrize("executor", ["slurm", "kuberay"])
-def test_only_values_that_the_executor_reads_are_sent(executor: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_secrets_of_a_profile_are_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, tree in {"run": TREE, "mine": {"secrets": ["WANDB_API_KEY"], "slurm": {"account": "lab"}}}.items():
         (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(tree))
-    words = [f"{tmp_path}/run.yaml", "--executor", executor, "--cluster", f"{tmp_path}/mine.yaml"]
+    words = [f"{tmp_path}/run.yaml", "--executor", "slurm", "--cluster", f"{tmp_path}/mine.yaml"]
     monkeypatch.setenv("WANDB_API_KEY", SECRET)
     files = LoginFiles("c" * 40, "files")
     sent = files.send(parse(words))
-    assert sent == ["files/config-run.yaml", f"--executor={executor}", "--cluster=files/cluster-mine.yaml"]
-    assert (SECRET in "\n".join(files.lines)) == (executor == "slurm")
+    assert sent == ["files/config-run.yaml", "--executor=slurm", "--cluster=files/cluster-mine.yaml"]
+    assert SECRET in "\n".join(files.lines)
     monkeypatch.delenv("WANDB_API_KEY")
-    with contextlib.nullcontext() if executor == "kuberay" else pytest.raises(ConfigError, match="WANDB_API_KEY is not set"):
+    with pytest.raises(ConfigError, match="WANDB_API_KEY is not set"):
         LoginFiles("c" * 40, "files").send(parse(words))
 
 
@@ -285,7 +284,7 @@ def test_only_values_that_the_executor_reads_are_sent(executor: str, tmp_path: P
         "--executor slurm --cluster p.yaml run.yaml --dry-run",
         "run.yaml --parallel.tp 2 --after=runs/a --cluster=p.yaml --rollout.top_p=-1 --no-preflight",
         "--data.shuffle run.yaml --allow-dirty name=b",
-        "convert runs/a --executor kuberay --after runs/b -- --executor slurm --dry-run",
+        "convert runs/a --executor slurm --after runs/b -- --executor slurm --dry-run",
         "evaluate runs/a --unknown 3 --dry-run",
     ],
 )
@@ -297,9 +296,8 @@ def test_the_words_of_a_parsed_call_mean_the_same_call(words: str) -> None:
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        (["run.yaml"], "--executor local would train on the login node; give --executor slurm or kuberay"),
+        (["run.yaml"], "--executor local would train on the login node; give --executor slurm"),
         (["evaluate", "runs/a", "--executor=local"], "--executor local would train on the login node"),
-        (["run.yaml", "--executor=skypilot"], "--executor skypilot submits the clone's own commit, from another environment"),
         (["run.yaml", "--executor", "slurm", "--allow-dirty"], "leave out --allow-dirty"),
         (["no.yaml", "--executor", "slurm"], "no.yaml is no file here"),
         (["doctor", "--cluster=no.yaml"], "no.yaml is no file here"),

@@ -336,8 +336,6 @@ def test_doctor_checks_this_machine(tmp_path: Path, capfd: pytest.CaptureFixture
     assert status == 1 and "python=/nowhere/python: No such file" in said
     assert "node_check.py --folder" in doctor("--dry-run")[1]
     assert "--nodes 0: give at least 1" in doctor("--nodes", "0")[1]
-    kuberay = {"claims": {"a": "/work"}, "cpu": "8", "memory": "64Gi"}
-    assert "only Slurm's machines and this one can be checked" in doctor(kuberay=kuberay)[1]
 
 
 def test_no_module_of_the_folder_hides_one_of_python() -> None:

@@ -15,7 +15,6 @@ import pytest
 import yaml
 
 from launch.__main__ import main
-from launch.preflight.inputs import faults as input_faults
 from launch.preflight.storage import host_path, written_bytes
 from launch.profile import Cluster
 from tepo_megatron.config.io import load_config, validate_as
@@ -320,18 +319,6 @@ def test_all_faults_are_reported_at_once(project: Project, capsys: pytest.Captur
     assert f"preflight found {error.count(chr(10)) - 1} faults, and nothing was submitted" in error
 
 
-def test_kubernetes_is_not_asked_before_the_preflight(project: Project, capsys: pytest.CaptureFixture[str]) -> None:
-    del project.profile["slurm"]
-    section = {"claims": {"a": str(project.folder)}, "cpu": "8", "memory": "1Gi"}
-    project.profile |= {"container": {"image": "registry.example.com/tepo#vllm"}, "kuberay": section}
-    project.remove("data/train.jsonl")
-    assert main([word.replace("slurm", "kuberay") for word in project.write()]) == 1
-    error = capsys.readouterr().err
-    for said in ("container.image=", "is no image of a registry", "data.train=", "name that with kuberay.secret"):
-        assert said in error
-    assert "no Kubernetes" not in error
-
-
 def test_a_command_is_checked_too(project: Project, capsys: pytest.CaptureFixture[str]) -> None:
     PLANTED["no image"][0](project)
     PLANTED["no secret"][0](project)
@@ -385,14 +372,3 @@ def test_the_space_of_a_run_is_that_of_its_checkpoints(project: Project) -> None
         written_bytes(load_config("run.yaml", ["--export_hf", "false", "--checkpoint.every", "0"]), Path("models/Qwen3-14B"))
         == 0
     )
-
-
-def test_on_machines_with_files_of_their_own_only_names_are_checked(project: Project) -> None:
-    project.remove("models")
-    project.remove("data")
-    project.write()
-    cfg = load_config("run.yaml", ["--data.train", "lab/maths"])
-    offline = validate_as(Cluster, {"environment": {"HF_HUB_OFFLINE": "1"}}, "c")
-    (only,) = input_faults(cfg, offline, here=False)
-    assert "data.train=lab/maths is a dataset of the Hugging Face hub" in only
-    assert list(input_faults(cfg, Cluster(), here=False)) == []

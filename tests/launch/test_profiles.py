@@ -35,6 +35,7 @@ def run(**keys: Any) -> Config:
 @pytest.mark.parametrize(
     ("keys", "said"),
     [
+        ({"kuberay": {}}, r"cluster\.yaml: kuberay was removed: under another scheduler than Slurm .*; see CHANGELOG\.md$"),
         ({"gpu_per_node": 8}, r"cluster\.yaml: gpu_per_node: unknown key; did you mean gpus_per_node\?"),
         ({"slurm": {"partition": "a"}}, r"cluster\.yaml: slurm\.account: this key is required"),
         ({"slurm": {**SLURM, "time": 43200}}, r'slurm: time=\'43200\' is not "HH:MM:SS".*YAML needs the quotes'),
@@ -261,9 +262,7 @@ def test_launch_knows_little_of_the_training_code_and_few_files_of_nemo_run() ->
         assert {n for n in names if n.startswith("tepo_megatron")} <= known | (
             of_plan if path.name == "planning.py" else set()
         ), path
-        owners = ("nemo.py", "nemo_ray.py", "nemo_sky.py")
-        assert any(n.split(".")[0] == "nemo_run" for n in names) == (path.name in owners), path
-        assert any(n.split(".")[0] == "sky" for n in names) == (path.name == "nemo_sky.py"), path
+        assert any(n.split(".")[0] == "nemo_run" for n in names) == (path.name == "nemo.py"), path
 
 
 def test_without_a_profile_the_environment_of_make_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
