@@ -5,7 +5,6 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 
-from tepo_megatron.ablation.picture import write_picture
 from tepo_megatron.ablation.plan import AblationPlan, read_plan
 from tepo_megatron.ablation.results import RunOutcome, read_outcome, rows
 from tepo_megatron.ablation.table import print_table, to_json, to_markdown
@@ -71,16 +70,13 @@ def finished_runs(plan: AblationPlan) -> set[tuple[str, int]]:
 
 
 def write_results(plan: AblationPlan, outcomes: dict[str, dict[int, RunOutcome]], errors: dict[str, dict[int, str]]) -> None:
-    """Print the table; write it as ablation.md and ablation.json, and the picture as ablation.png."""
+    """Print the table, and write it as ablation.md and ablation.json. `tepo report` draws the runs' curves."""
     table = rows(outcomes, errors, plan.baseline)
     plan.folder.mkdir(parents=True, exist_ok=True)
     (plan.folder / "ablation.md").write_text(to_markdown(plan, table))
     (plan.folder / "ablation.json").write_text(json.dumps(to_json(plan, table), indent=2) + "\n")
     print_table(plan, table)
-    written = [plan.folder / "ablation.md", plan.folder / "ablation.json"]
-    if any(outcomes.values()):
-        written.append(write_picture(plan, table, outcomes))
-    print("written:", *written)
+    print("written:", plan.folder / "ablation.md", plan.folder / "ablation.json")
 
 
 def _config_in(run_dir: Path) -> Config | None:

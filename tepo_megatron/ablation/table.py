@@ -87,8 +87,8 @@ def print_table(plan: AblationPlan, table: Sequence[MethodRow]) -> None:
 
 
 def to_markdown(plan: AblationPlan, table: Sequence[MethodRow]) -> str:
-    """Return the table and its notes in Markdown, with a reference to the picture."""
-    return _result_table(plan, table).markdown(level=1) + "\n![Curves and accuracies](ablation.png)\n"
+    """Return the table and its notes in Markdown."""
+    return _result_table(plan, table).markdown(level=1)
 
 
 def to_json(plan: AblationPlan, table: Sequence[MethodRow]) -> dict[str, Any]:

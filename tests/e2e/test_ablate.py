@@ -49,4 +49,4 @@ def test_an_ablation_compares_two_objectives_and_reports_a_failed_run(tepo, tmp_
             == table[name]["after"]["mean"]
         )
     assert table["tepo"]["difference"]["mean"] == 0  # the scripted answers depend on the seed alone
-    assert (folder / "ablation.png").exists() and "within noise" in (folder / "ablation.md").read_text()
+    assert "within noise" in (folder / "ablation.md").read_text()

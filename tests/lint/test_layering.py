@@ -16,7 +16,7 @@ APART = {("actor", "rollout"), ("rollout", "actor")}
 # foreign package -> the only ones that may import it
 OWNERS = {
     "vllm": {"weight_sync"}, "sglang": {"weight_sync"}, "triton": {"ops"}, "nemo_run": set(), "math_verify": {"grading"},
-    "wandb": {"observability"}, "matplotlib": {"report", "ablation"}, "jinja2": {"report"},
+    "wandb": {"observability"}, "matplotlib": {"report"}, "jinja2": {"report"},
     "aiohttp": {"utils", "rollout", "report", "weight_sync"}, "pyarrow": {"data", "weight_sync"}, "datasets": {"data"},
 }  # fmt: skip
 # packages that other programs load, or that know nothing of a run -> what they may import of ours

@@ -7,14 +7,12 @@ import json
 import signal
 from pathlib import Path
 
-import matplotlib
 import pytest
 import yaml
 
 from tepo_megatron.ablation import ablate
-from tepo_megatron.ablation.picture import draw
 from tepo_megatron.ablation.plan import read_plan
-from tepo_megatron.ablation.results import MethodRow, read_outcome, rows
+from tepo_megatron.ablation.results import MethodRow
 from tepo_megatron.ablation.table import cells, to_json, verdict
 from tepo_megatron.config import Config
 from tepo_megatron.controller.method import resolve
@@ -22,7 +20,6 @@ from tepo_megatron.errors import ConfigError, RolloutError
 from tepo_megatron.evaluation import Accuracy, write_evaluation
 from tepo_megatron.evaluation.statistics import over_problems, paired_difference
 from tepo_megatron.observability import run_dir
-from tepo_megatron.report import STYLE
 
 BASE = {"name": "b", "platform": "cpu", "model": {"path": "m"}, "data": {"train": "t.jsonl", "eval": "e.jsonl"}}
 PROBLEMS = 4
@@ -92,7 +89,6 @@ def test_every_run_is_made_once_and_reported(file: Path, capsys: pytest.CaptureF
     printed, markdown = capsys.readouterr().out, (file.parent / "ab" / "ablation.md").read_text()
     for phrase in ("75.0 ± 25.0", "+25.0 [-24.0, +74.0]", "within noise", "objective.name=grpo"):
         assert phrase in printed and phrase in markdown
-    assert (file.parent / "ab" / "ablation.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(
@@ -160,7 +156,6 @@ def test_nothing_but_failures_still_makes_a_table(file: Path) -> None:
     fails = {name.replace("-", "_"): died for name in ALL}
     assert ablate(file, [], check, Trainer(**fails)) == 1
     assert all(row["errors"] == {"0": "died", "1": "died"} for row in results(file).values())
-    assert not (file.parent / "ab" / "ablation.png").exists()
 
 
 def test_ctrl_c_ends_it_and_leaves_what_is_finished(file: Path) -> None:
@@ -169,14 +164,3 @@ def test_ctrl_c_ends_it_and_leaves_what_is_finished(file: Path) -> None:
     again = Trainer()
     assert ablate(file, [], check, again) == 0
     assert again.started == ALL[1:]
-
-
-def test_a_quantity_is_drawn_for_the_runs_that_have_it(file: Path) -> None:
-    ablate(file, [], check, Trainer())
-    plan = read_plan(file, [], check)
-    outcomes = {n: {s: read_outcome(cfg.run_dir) for s, cfg in by_seed.items()} for n, by_seed in plan.runs.items()}
-    with matplotlib.rc_context(STYLE):
-        figure = draw(plan, rows(outcomes, {name: {} for name in plan.runs}, "grpo"), outcomes)
-    panels = {axis.get_title("left"): axis for axis in figure.axes}
-    assert len(panels["Accuracy of the rollouts"].lines) == 6  # two runs: two seeds and their mean
-    assert len(panels["Tokens under the KL mask"].lines) == 3 and "Tokens clipped" not in panels
