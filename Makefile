@@ -41,7 +41,7 @@ PINS_PYTHON ?= $(shell python3.12 -c "" 2>/dev/null \
   && echo python3.12 || echo $(PYTHON))
 
 .PHONY: demo demo-plan distill sglang launch ablation ablation-off-policy precision bench docs docs-links test test-parts test-runs test-servers test-fast test-full test-slurm test-gpu \
-  test-pins test-pins-ci test-te test-image gpu-rehearsal chaos chaos-long hurt canaries two-starts mutants check lint types format pins clean
+  test-pins test-pins-ci test-te test-image gpu-rehearsal chaos chaos-long hurt two-starts mutants check lint types format pins clean
 
 demo: DEMO = $(if $(filter qwen3,$(MODEL)),,$(MODEL)-)seed-$(SEED)
 demo: demo-plan $(READY) $(if $(filter sglang,$(ENGINE)),$(SGLANG)/.ready)
@@ -162,10 +162,6 @@ chaos-long: $(READY)
 # ARGS: --minutes 30
 hurt: $(READY) $(SGLANG)/.ready
 	nice -n 10 $(BIN)/python -m tests.harness.hurt --out benchmarks/results/hurt.jsonl $(ARGS)
-
-# Plant wrong weights in servers that are asked about canaries, at all sizes; takes half an hour.
-canaries: $(READY) $(SGLANG)/.ready
-	nice -n 10 $(BIN)/python -m tests.harness.canaries --out build/canaries.jsonl --table benchmarks/results/canaries.md $(ARGS)
 
 # Start one run twice, at 100 delays, with and without overwrite; takes an hour. Adds the trials that the file lacks.
 # ARGS: --minutes 30

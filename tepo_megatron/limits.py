@@ -4,11 +4,5 @@
 MOST_MASKED = 64
 # Tokens that are looked at beyond top-k: those whose logits equal the last one's are kept too.
 MASK_TIES = 8
-# Largest number of canaries: vLLM gives the log-probs of 128 ids at once, four for each canary.
-MOST_CANARIES = 32
-# Tokens by which a canary is shorter than the longest sequence: SGLang 0.5.23 takes no longer prompts (context length - 7).
-CANARY_MARGIN = 7
-# Fewest tokens of a canary; a shorter one says next to nothing.
-LEAST_CANARY_TOKENS = 8
 # Largest number of ids in a recomputed mask. Each rank offers as many candidates.
 MOST_CANDIDATES = 256

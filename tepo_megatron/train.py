@@ -15,7 +15,6 @@ from tepo_megatron.config import Config, ParallelConfig, RolloutConfig, SyncConf
 from tepo_megatron.config.io import plain
 from tepo_megatron.controller.batch_memory import BatchHeader
 from tepo_megatron.controller.batch_receiver import BatchReceiver
-from tepo_megatron.controller.canaries import CanarySync
 from tepo_megatron.controller.driver import Driver, ServiceDriver
 from tepo_megatron.controller.gate import WeightsGate
 from tepo_megatron.controller.learning import learn
@@ -172,7 +171,7 @@ class _Loop:
     driver: Driver
     checkpoints: Checkpoints
     schedule: Schedule
-    sync: WeightSync | CanarySync | NoSync
+    sync: WeightSync | NoSync
     gate: WeightsGate
     memory: MemoryReport
     traces: StepTracer
@@ -267,12 +266,11 @@ def _serving_engine(driver: Driver, groups: parallel.ParallelDims) -> ServiceEng
 
 def _open_sync(
     cfg: SyncConfig, rollout: RolloutConfig, groups: parallel.ParallelDims, actor: Actor, engine: ServiceEngine | None
-) -> WeightSync | CanarySync | NoSync:
+) -> WeightSync | NoSync:
     """Return the sync that delivers the actor's weights; one that does nothing if rollouts are replayed."""
     if rollout.replay is not None:
         return NoSync()
-    sync = make_weight_sync(cfg, actor.bindings, actor.arch, groups, engine, rollout.server.tp)
-    return CanarySync.open(sync, actor, engine, groups) if cfg.canaries else sync
+    return make_weight_sync(cfg, actor.bindings, actor.arch, groups, engine, rollout.server.tp)
 
 
 def _is_due(step: int, every: int) -> bool:

@@ -7,14 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-import numpy as np
-
 from tepo_megatron.config import ServerConfig
 from tepo_megatron.inference.engine import EnginePart
-from tepo_megatron.inference.engine_api import Exchange, LaunchSpec, Scorer, Send, ServerInfo, StaleWeights, served_label
+from tepo_megatron.inference.engine_api import Exchange, LaunchSpec, Send, ServerInfo, StaleWeights, served_label
 from tepo_megatron.inference.partial import GenerationRequest
 from tepo_megatron.inference.samples import checked_rollout, parsed
-from tepo_megatron.types import Canaries, CanaryAnswer, Rollout
+from tepo_megatron.types import Rollout
 from tepo_megatron.utils.exchange import HttpAnswer
 from tepo_megatron.weight_sync.broadcast_group import GroupSpec, UnchangedTensors
 from tepo_megatron.weight_sync.bucket_format import Bucket, Source
@@ -32,7 +30,6 @@ class ScriptedApi:
 
     def __init__(self, takes_broadcasts: bool = False) -> None:
         self.takes_broadcasts = takes_broadcasts
-        self.score: Scorer = scripted_score
 
     def command(self, cfg: ServerConfig, launch: LaunchSpec, port: int) -> list[str]:
         command = [sys.executable, "-m", "tests.scripted_server", str(port), launch.host, *cfg.extra_args]
@@ -91,24 +88,3 @@ class ScriptedApi:
 
     async def wake(self, send: Send, part: EnginePart) -> None:
         await send("POST", f"/wake/{part}", {})
-
-
-async def scripted_score(send: Send, canaries: Canaries) -> CanaryAnswer:
-    """Return the answer of a scripted server, rounded.
-
-    Args:
-        send: Sends a request to the server.
-        canaries: The canaries.
-    """
-    logprobs_N = canary_logprobs((await send("POST", "/score", {}))["version"], canaries.num_tokens) + 1e-6
-    return CanaryAnswer(logprobs_N, logprobs_N[-2:], np.arange(canaries.num_tokens)[-2:])
-
-
-def canary_logprobs(version: int, count: int) -> np.ndarray:
-    """Return the log-probs of canaries under the weights of a version, the same for server and trainer.
-
-    Args:
-        version: The version.
-        count: Number of targets.
-    """
-    return -3.0 + np.random.default_rng(version + 10).standard_normal(count)

@@ -42,8 +42,6 @@ class Handler(BaseHTTPRequestHandler):
             save: Folder in which its ranks save what an update brought.
             checksums: Its answer to a request for checksums.
             grow: MiB of memory that it holds from now on.
-            serves: Version whose log-probs of canaries it gives, instead of its own; TEPO_SCRIPTED_SERVES sets it at its start.
-            cannot_score: It refuses questions about canaries.
         loaded: Names of the files of the last update.
         kept: Names of the tensors that the last update left out.
         asleep: Parts that are released. Like SGLang, it dies of a second release, or of a release while it samples.
@@ -90,12 +88,6 @@ class Handler(BaseHTTPRequestHandler):
             return self.update(body)
         if self.path == "/checksums":
             return self.fails("cannot tell") or self.answer(200, Handler.behaviour.get("checksums"))
-        if self.path == "/score":
-            if Handler.behaviour.get("cannot_score"):
-                return self.answer(404, {"message": "no such route"})
-            if self.fails("cannot score now"):
-                return None
-            return self.answer(200, {"version": Handler.behaviour.get("serves", Handler.version)})
         if self.path == "/interrupt":
             Handler.interruptions += 1
             return self.answer(200, {})
@@ -286,8 +278,6 @@ class Rank:
 
 if __name__ == "__main__":
     time.sleep(float(os.environ.get("TEPO_SCRIPTED_START_SECONDS", "0")))
-    if "TEPO_SCRIPTED_SERVES" in os.environ:
-        Handler.behaviour = {"serves": int(os.environ["TEPO_SCRIPTED_SERVES"])}
     if len(sys.argv) > 3:
         Handler.ranks = [Rank(sys.argv[4], number) for number in range(int(sys.argv[3]))]
     ThreadingHTTPServer.request_queue_size = 128

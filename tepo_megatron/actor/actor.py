@@ -194,14 +194,13 @@ class Actor:
         self.require_loaded("a copy of the weights", "parameters")
         return HostWeights.copied([b.parameter for b in self.bindings])
 
-    def logprobs(self, batch: TrainBatch, replays: bool = True, temperature: float | None = None) -> Tensor:
+    def logprobs(self, batch: TrainBatch, replays: bool = True) -> Tensor:
         """Return the log-probs of the response tokens under the current weights: fp32 [N] nats, valid on the last stage.
 
         Args:
             replays: False: the routers choose their experts, even under rollout.replay_experts.
-            temperature: Temperature of the distribution. None: that of sampling.
         """
-        return self._whole_stats(batch, replays=replays, temperature=temperature).logprob_R
+        return self._whole_stats(batch, replays=replays).logprob_R
 
     def start_step(self, step: int) -> None:
         """Advance the learning-rate schedule by one step (a rollout batch). Call it before the step's first update."""
@@ -303,14 +302,12 @@ class Actor:
         keys_N = hash_rows(seed, batch.token_keys_N(self.groups.device))
         return objective.batch_statistics(stats_N, inputs.whole(stats_N), keys_N)
 
-    def _whole_stats(
-        self, batch: TrainBatch, plan: Plan | None = None, replays: bool = True, temperature: float | None = None
-    ) -> TokenStats:
+    def _whole_stats(self, batch: TrainBatch, plan: Plan | None = None, replays: bool = True) -> TokenStats:
         """Return fp32 _N log-probs and entropies, without gradient, valid on the last stage. `plan` replaces the usual plan."""
         whole, mask = MinibatchTokenStats(batch.num_tokens, self.groups), device_mask(batch, self.groups.device)
 
         def visit(microbatch: PackedMicrobatch, output: Tensor) -> None:
-            whole.add(microbatch, self._stats(microbatch, output, mask, other_temperature=temperature))
+            whole.add(microbatch, self._stats(microbatch, output, mask))
 
         self._forward(batch, visit, plan, replays)
         return whole.gather()

@@ -37,7 +37,6 @@ class OutputStats:
         output: Tensor,
         mask: SamplingMask | None = None,
         recompute: Truncation | None = None,
-        other_temperature: float | None = None,
         teacher: TeacherRows | None = None,
     ) -> TokenStats:
         """Return the statistics of the microbatch's rows.
@@ -45,12 +44,9 @@ class OutputStats:
         Args:
             output: Logits [R, V / tp], or hidden states [R, H] under training.logits_budget_mib.
             mask: The batch's sampling masks, on the device. None: the whole vocabulary.
-            other_temperature: Temperature to use instead of that of sampling. None: that of sampling.
             teacher: The teacher's rows, for the KL to it. Only under training.logits_budget_mib. None: no teacher.
         """
-        labels_R, temperature = microbatch.labels_R, self.temperature
-        temperature = temperature if other_temperature is None else other_temperature
-        rest = (labels_R, temperature, self.groups.tp.group, self.vocab_size)
+        rest = (microbatch.labels_R, self.temperature, self.groups.tp.group, self.vocab_size)
         mask_RK = None if mask is None else mask.rows(microbatch.token_R)
         if self.budget_mib is None:
             assert teacher is None, "the config is checked: a teacher needs hidden states"

@@ -17,9 +17,12 @@ from tepo_megatron.errors import ConfigError
 
 T = typing.TypeVar("T")
 _ADAPTER: TypeAdapter[Config] = TypeAdapter(Config)
+_CANARIES = "sync.max_logprob_diff compares every token, and sync.verify_every: 1 compares checksums; remove the key"
 _SCHEDULER = "under another scheduler than Slurm start tepo on each machine (docs/launch.md)"
 # removed key -> what to use instead; the last two are sections of a cluster's profile
-REMOVED: Mapping[str, str] = {"kuberay": _SCHEDULER, "skypilot": _SCHEDULER}
+REMOVED: Mapping[str, str] = {
+    "sync.canaries": _CANARIES, "sync.canary_every": _CANARIES, "kuberay": _SCHEDULER, "skypilot": _SCHEDULER,
+}  # fmt: skip
 
 
 def load_config(path: str | Path, overrides: list[str] | None = None) -> Config:

@@ -15,7 +15,7 @@ from tepo_megatron.config.objective import ObjectiveConfig
 from tepo_megatron.config.reward import RewardConfig
 from tepo_megatron.config.rollout import RolloutConfig, check_batch, check_stream
 from tepo_megatron.config.sft import SftConfig
-from tepo_megatron.config.sync import SyncConfig, check_canaries, check_quantize, check_transport
+from tepo_megatron.config.sync import SyncConfig, check_quantize, check_transport
 from tepo_megatron.config.training import OptimizerConfig, TrainingConfig, check_recompute, check_sequence
 from tepo_megatron.config.upkeep import CheckpointConfig, EvaluationConfig, LoggingConfig, check_checkpoint, check_evaluation
 
@@ -64,7 +64,6 @@ class Config:
         megatron_section.check_overlap(self.megatron, self.parallel, self.model.attention, self.platform)
         megatron_section.check_optimizer_state(self.megatron, self.checkpoint.every, self.resume, self.rollout.colocate)
         check_transport(self.sync, self.rollout, self.parallel, self.platform)
-        check_canaries(self.sync, self.sequence_tokens)
         check_quantize(self.sync, self.rollout, self.model, self.platform)
 
     def _check_what_runs(self) -> None:

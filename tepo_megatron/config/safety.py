@@ -39,8 +39,6 @@ def safety_checks(cfg: Config) -> list[SafetyCheck]:
     if rollout.replay_experts and not rollout.only:
         found.append(SafetyCheck("the engine's choice of experts (rollout.replay_experts)", *_experts(rollout, sync)))
     found.append(SafetyCheck("versions that servers echo", *_versions(rollout)))
-    if sync.canaries:
-        found.append(SafetyCheck("canaries of each server (sync.canaries)", *_canaries(rollout, sync)))
     checksums = _checksums(rollout, sync, steps, cfg.platform)
     found.append(SafetyCheck("checksums of what servers hold (sync.verify_every)", *checksums))
     return found
@@ -102,16 +100,6 @@ def _versions(rollout: RolloutConfig) -> tuple[bool, str]:
     if not _delivers(rollout):
         return False, "no weights are sent" if rollout.only else "rollout.replay has no engine"
     return True, "an answer of another version than was sent is sampled again; it only shows which version the server was given"
-
-
-def _canaries(rollout: RolloutConfig, sync: SyncConfig) -> tuple[bool, str]:
-    if not _delivers(rollout):
-        return False, "no weights are sent" if rollout.only else "rollout.replay has no engine"
-    often = f" and every {sync.canary_every:g} s while they sample" if sync.canary_every else ""
-    return True, (
-        f"{sync.canaries} fixed sequences at each delivery{often}; a difference within the engine's noise is not found, see "
-        "canary/separation"
-    )
 
 
 def _checksums(rollout: RolloutConfig, sync: SyncConfig, steps: int, platform: str) -> tuple[bool, str]:

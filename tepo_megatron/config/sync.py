@@ -6,11 +6,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 
-from tepo_megatron.config.fields import NonNegative, NonNegativeFloat, Positive, PositiveFloat, config, without_nulls
+from tepo_megatron.config.fields import NonNegative, Positive, PositiveFloat, config, without_nulls
 from tepo_megatron.config.model import ModelConfig, ParallelConfig
 from tepo_megatron.config.platform_defaults import join_seconds
 from tepo_megatron.config.rollout import RolloutConfig
-from tepo_megatron.limits import CANARY_MARGIN, LEAST_CANARY_TOKENS, MOST_CANARIES
 
 
 @config
@@ -119,33 +118,10 @@ class SyncConfig:
     # forward pass: for tokens of older weights (rollout.max_staleness), and with training.old_logprobs=rollout. null: all.
     compared_tokens: Positive | None = None
 
-    # Number of canaries, fixed token sequences that tell which version of the weights each server serves; 0: none. The actor
-    # scores them before each delivery, and every server has to answer with the same log-probs before it samples with the new
-    # weights. A server that answers wrongly is restarted and gets the weights again; the second time in a row ends the run.
-    canaries: Annotated[NonNegative, Field(le=MOST_CANARIES)] = 0
-    # Seconds between further questions to each server while it samples, about the weights that it should still have; 0: none.
-    canary_every: NonNegativeFloat = 0.0
-
-    def __post_init__(self) -> None:
-        if self.canary_every and not self.canaries:
-            raise ValueError(
-                f"sync.canary_every={self.canary_every:g} asks about canaries, and sync.canaries is 0; set sync.canaries=8"
-            )
-
     @property
     def shared_folder(self) -> str | None:
         """Return the folder of transport `shm`; None for shared memory and for the other transports."""
         return self.transport.folder if isinstance(self.transport, ShmTransportConfig) else None
-
-
-def check_canaries(sync: SyncConfig, sequence_tokens: int) -> None:
-    """Check that canaries fit into the sequences. Raises ValueError."""
-    least = LEAST_CANARY_TOKENS + CANARY_MARGIN
-    if sync.canaries and sequence_tokens < least:
-        raise ValueError(
-            f"sync.canaries={sync.canaries} needs sequences of at least {least} tokens, and data.max_prompt_tokens + "
-            f"rollout.max_response_tokens is {sequence_tokens}; raise one of them, or set it to 0"
-        )
 
 
 def check_transport(sync: SyncConfig, rollout: RolloutConfig, parallel: ParallelConfig, platform: str) -> None:

@@ -122,8 +122,6 @@ class MainDriver:
             self._restarts = restarts
             for name, value in self.engine.server_metrics().items():
                 metrics.add(name, value)
-            for name, value in self.engine.canary_metrics().items() if self._cfg.sync.canaries else ():
-                metrics.add(name, value)
         last = Minibatch(rollouts, list(range(len(rollouts)))) if stream is None else stream.finish()
         header = self._memory.write(last.rollouts, metrics.pairs(), clock.seconds, last.ids)
         self.kept.add(step, [*paths, header.path], line, position)

@@ -27,7 +27,6 @@ from typing import Any, NamedTuple, Self
 from tepo_megatron.config import EvaluationConfig, RolloutConfig
 from tepo_megatron.controller.batch_memory import BatchHeader
 from tepo_megatron.controller.batch_receiver import BatchReceiver
-from tepo_megatron.controller.canaries import CanarySync
 from tepo_megatron.controller.driver import Driver, NoTask
 from tepo_megatron.controller.gate import WeightsGate
 from tepo_megatron.controller.memory_report import MemoryReport
@@ -88,7 +87,7 @@ class Schedule:
         evaluation: EvaluationConfig | None,
         steps: int,
         driver: Driver,
-        sync: WeightSync | CanarySync | NoSync,
+        sync: WeightSync | NoSync,
         gate: WeightsGate,
         placement: Disaggregated,
         memory: MemoryReport,

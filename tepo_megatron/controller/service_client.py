@@ -9,13 +9,11 @@ from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
-from tepo_megatron.config import SyncConfig
 from tepo_megatron.controller.messages import Answer, Call
 from tepo_megatron.errors import RolloutError
 from tepo_megatron.inference.engine import EnginePart
 from tepo_megatron.observability.clock_offset import SAME, ClockOffset, measure
 from tepo_megatron.observability.tracer import tracer
-from tepo_megatron.types import Canaries
 from tepo_megatron.utils.memory_kills import MemoryKills
 from tepo_megatron.weight_sync.broadcast_group import GroupSpec
 from tepo_megatron.weight_sync.bucket_format import Source
@@ -233,14 +231,6 @@ class ServiceEngine:
     def finish_update(self) -> None:
         """See `WeightReceiver.finish_update`."""
         self._client.call("engine.finish_update")
-
-    def use_canaries(self, canaries: Canaries, cfg: SyncConfig, same_precision: bool) -> None:
-        """See `CanaryChecked.use_canaries`."""
-        self._client.call("engine.use_canaries", canaries, cfg, same_precision)
-
-    def expect_scores(self, version: int, logprobs: Sequence[float]) -> None:
-        """See `CanaryChecked.expect_scores`."""
-        self._client.call("engine.expect_scores", version, logprobs)
 
     def verify(self, sent: Mapping[str, int]) -> None:
         """See `WeightReceiver.verify`."""

@@ -23,7 +23,6 @@ KEYS = (
     "weighting/affected_share", "correction/weight_mean", "rollout/logprob_diff_mean", "rollout/logprob_diff_max",
     "truncation/recomputed", "truncation/outside", "truncation/differs", "truncation/cut", "truncation/kept_mean",
     "gate/logprob_diff_mean", "gate/logprob_diff_worst", "gate/compared_share",
-    "canary/checks", "canary/wrong", "canary/seconds", "canary/diff_worst", "canary/separation", "canary/distinct",
     "rollout/response_tokens_mean", "rollout/truncated", "rollout/staleness", "rollout/mixed_versions",
     "rollout/sampled_groups", "rollout/kept_groups", "rollout/stale_groups", "rollout/server_restarts",
     "rollout/samples_raised", "rollout/samples_timed_out", "rollout/samples_over_limit", "rollout/sequences_per_sample",

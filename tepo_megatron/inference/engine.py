@@ -4,7 +4,6 @@
     Sampler                                      rollouts, evaluations, custom generation functions
     WeightReceiver (`weight_sync/transport.py`)  the weight transports
     Sleepable                                    colocation with the trainer
-    CanaryChecked                                the trainer's side of canaries (`controller/canaries.py`)
     Lifecycle                                    code that starts the engine: the driver of a run, `tepo evaluate`
 
 `RolloutEngine` is their union. Ask for the smallest protocol that you use.
@@ -13,9 +12,8 @@
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Literal, Protocol, Self
 
-from tepo_megatron.config import SyncConfig
 from tepo_megatron.inference.report import EngineReport
-from tepo_megatron.types import Canaries, Prompt, Rollout, SamplingParams
+from tepo_megatron.types import Prompt, Rollout, SamplingParams
 from tepo_megatron.weight_sync.transport import WeightReceiver
 
 # Version of an engine that still serves the weights of its model directory.
@@ -124,9 +122,6 @@ class Lifecycle(Protocol):
     def report(self, seconds: float) -> EngineReport:
         """Return the state of the servers, with the metrics of those that answer within `seconds`. Any thread may call it."""
 
-    def canary_metrics(self) -> Mapping[str, float]:
-        """Return the metrics of the questions about canaries since the last call; empty without canaries."""
-
     def take_events(self) -> list[str]:
         """Return messages for the user about events since the last call, a line or more each."""
 
@@ -138,21 +133,7 @@ class Lifecycle(Protocol):
     def __exit__(self, *exc_info: object) -> None: ...
 
 
-class CanaryChecked(Protocol):
-    """Finds out which version of the weights each server has, by fixed sequences that actor and servers score."""
-
-    def use_canaries(self, canaries: Canaries, cfg: SyncConfig, same_precision: bool) -> None:
-        """Ask about these canaries from now on: in each update and as often as `cfg.canary_every` says."""
-
-    def expect_scores(self, version: int, logprobs: Sequence[float]) -> None:
-        """Expect these log-probs of the canaries from servers of a version. It comes before the update to that version.
-
-        Args:
-            logprobs: The actor's log-probs of the N targets, nats.
-        """
-
-
-class RolloutEngine(Sampler, WeightReceiver, Sleepable, Lifecycle, CanaryChecked, Protocol):
+class RolloutEngine(Sampler, WeightReceiver, Sleepable, Lifecycle, Protocol):
     """Inference servers that this process uses. One caller may sample while another updates the weights.
 
     The methods of an update, in the order of their calls. Each raises SyncError, after which the engine can only be closed.

@@ -11,7 +11,7 @@ from tepo_megatron.inference.engine import INITIAL_VERSION, EnginePart
 from tepo_megatron.inference.partial import GenerationRequest
 from tepo_megatron.inference.servers.client import RequestFailed
 from tepo_megatron.inference.servers.process import LOOPBACK
-from tepo_megatron.types import Canaries, CanaryAnswer, Rollout
+from tepo_megatron.types import Rollout
 from tepo_megatron.utils.exchange import HttpAnswer
 from tepo_megatron.weight_sync.broadcast_group import GroupSpec, UnchangedTensors
 from tepo_megatron.weight_sync.bucket_format import Bucket, Source
@@ -95,13 +95,6 @@ async def describe(send: Send, engine_version: object, label: object) -> ServerI
     return ServerInfo(str(engine_version), str(label), length)
 
 
-class Scorer(Protocol):
-    """Asks a server of one engine for the log-probs of canaries."""
-
-    async def __call__(self, send: Send, canaries: Canaries) -> CanaryAnswer:
-        """Return the log-probs of the canaries under the served weights, at temperature 1 over the whole vocabulary."""
-
-
 class EngineApi(Protocol):
     """Adapter for one kind of server: everything that differs between engines.
 
@@ -109,11 +102,9 @@ class EngineApi(Protocol):
 
     Attributes:
         name: Name of the engine, for messages.
-        score: Asks for the log-probs of canaries.
     """
 
     name: str
-    score: Scorer
 
     def command(self, cfg: ServerConfig, launch: LaunchSpec, port: int) -> list[str]:
         """Return the argv of a server that listens on `launch.host`, without secrets.

@@ -28,7 +28,6 @@ from tepo_megatron.inference.engine_api import (
     DTYPES,
     Exchange,
     LaunchSpec,
-    Scorer,
     Send,
     ServerInfo,
     describe,
@@ -48,7 +47,6 @@ from tepo_megatron.inference.samples import (
     prompt_seed,
     require_masks,
 )
-from tepo_megatron.inference.scoring import SglangScorer
 from tepo_megatron.inference.servers.environment import devices, new_file, on_this_machine, without_torchrun
 from tepo_megatron.inference.servers.process import LOOPBACK
 from tepo_megatron.inference.servers.served_model import cache_tokens
@@ -72,7 +70,6 @@ class SglangApi:
     """Implementation of `engine_api.EngineApi` for SGLang."""
 
     name = "SGLang 0.5.23"
-    score: Scorer = SglangScorer()
 
     def __init__(self) -> None:
         self._tp = 1  # tensor-parallel size of the server

@@ -8,18 +8,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-import numpy as np
-
 from tepo_megatron.config import ServerConfig
 from tepo_megatron.distributed.rendezvous_store import is_loopback
 from tepo_megatron.errors import SyncError
 from tepo_megatron.inference.engine import EnginePart
-from tepo_megatron.inference.engine_api import DTYPES, Exchange, LaunchSpec, Scorer, Send, ServerInfo, serialize
+from tepo_megatron.inference.engine_api import DTYPES, Exchange, LaunchSpec, Send, ServerInfo, serialize
 from tepo_megatron.inference.partial import GenerationRequest
 from tepo_megatron.inference.samples import accepted, binary_rollouts, prompt_seed
 from tepo_megatron.inference.servers.environment import devices, on_this_machine, without_torchrun
 from tepo_megatron.inference.servers.served_model import cache_tokens
-from tepo_megatron.types import Canaries, CanaryAnswer, Prompt, Rollout, SamplingParams
+from tepo_megatron.types import Prompt, Rollout, SamplingParams
 from tepo_megatron.utils.escaping import excerpt
 from tepo_megatron.utils.exchange import HttpAnswer
 from tepo_megatron.weight_sync.broadcast_group import GroupSpec, UnchangedTensors
@@ -31,21 +29,10 @@ KV_CACHE_GIB = {"cpu": 1.0, "cuda": 16.0}
 MOST_TOKENS = 2**31  # of the KV cache
 
 
-class TorchScorer:
-    """Implementation of `engine_api.Scorer`. The server has no prefix cache."""
-
-    async def __call__(self, send: Send, canaries: Canaries) -> CanaryAnswer:
-        """Return the log-probs of the canaries; none of them after a cached prefix."""
-        scores = await send("POST", "/score", {"sequences": [list(ids) for ids in canaries.sequences]})
-        logprobs_N = np.array([logprob for sequence in scores for logprob in sequence], np.float64)
-        return CanaryAnswer(logprobs_N, np.zeros(0), np.zeros(0, np.int64))
-
-
 class TorchApi:
     """Implementation of `engine_api.EngineApi` for our own server. Its methods say what differs from there."""
 
     name = "the torch engine"
-    score: Scorer = TorchScorer()
 
     def command(self, cfg: ServerConfig, launch: LaunchSpec, port: int) -> list[str]:
         """Return the argv."""

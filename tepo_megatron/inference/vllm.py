@@ -25,7 +25,6 @@ from tepo_megatron.inference.engine_api import (
     DTYPES,
     Exchange,
     LaunchSpec,
-    Scorer,
     Send,
     ServerInfo,
     describe,
@@ -44,7 +43,6 @@ from tepo_megatron.inference.samples import (
     parsed,
     prompt_seed,
 )
-from tepo_megatron.inference.scoring import SERVED_NAME, VllmScorer
 from tepo_megatron.inference.servers.environment import devices, on_this_machine, without_torchrun
 from tepo_megatron.inference.servers.process import LOOPBACK
 from tepo_megatron.types import MASK_TIES, Prompt, Rollout, SamplingParams
@@ -55,6 +53,7 @@ from tepo_megatron.weight_sync.bucket_format import Source
 from tepo_megatron.weight_sync.receiver.binary_answer import CONTENT_TYPE
 from tepo_megatron.weight_sync.receiver.vllm_auth import API_KEY_VARIABLE
 
+SERVED_NAME = "policy"  # of the model
 BACKEND = "tepo_shm"  # name under which vllm_plugin.py registers the backend inside the server
 # the last is asked first
 MIDDLEWARE = tuple(
@@ -70,7 +69,6 @@ class VllmApi:
     """Implementation of `engine_api.EngineApi` for vLLM."""
 
     name = "vLLM 0.32"
-    score: Scorer = VllmScorer()
 
     def command(self, cfg: ServerConfig, launch: LaunchSpec, port: int) -> list[str]:
         """Return the argv. It does not use the `vllm` command: that of the CPU wheel does not find its own package metadata."""

@@ -13,7 +13,7 @@ from tepo_megatron.observability.sinks import read_metrics
 from tepo_megatron.rollout import decisions
 
 # Numbers of the machine and of the engine that sampled, which a repetition has of its own.
-_OWN = ("seconds/", "memory/", "alert/", "gate/", "sync/", "canary/", "server/", "tokens_per_second", "rollout/server_restarts")
+_OWN = ("seconds/", "memory/", "alert/", "gate/", "sync/", "server/", "tokens_per_second", "rollout/server_restarts")
 
 
 @dataclass(frozen=True)

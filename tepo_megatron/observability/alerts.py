@@ -180,7 +180,7 @@ RULES = (
     Rule(
         *("mismatch_growth", _mismatch_growth, 2, ("rollout/logprob_diff_mean", "gate/logprob_diff_worst")),
         f"engine and actor differ more than {MISMATCH_GROWTH:g} times as much as at the start",
-        "set sync.verify_every=1 and sync.canaries: wrong weights jump, low precision grows; then objective.correction",
+        "set sync.verify_every=1: wrong weights jump, low precision grows; then objective.correction",
     ),
     Rule(
         *("clip_zero", _clip_zero, 5, ("loss/clip_fraction", "tepo/ratio_p01", "tepo/ratio_p99")),

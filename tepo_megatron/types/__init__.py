@@ -16,7 +16,6 @@ Layout suffixes of tensors:
 
 from tepo_megatron.limits import MASK_TIES, MOST_CANDIDATES, MOST_MASKED
 from tepo_megatron.types.batch import TrainBatch
-from tepo_megatron.types.canary import Canaries, CanaryAnswer
 from tepo_megatron.types.microbatch import Denominators, LossOutput, PackedMicrobatch, TokenStats
 from tepo_megatron.types.rollout import STATUSES, Rollout, Status, split_samples
 from tepo_megatron.types.sampling import (
@@ -29,7 +28,7 @@ from tepo_megatron.types.sampling import (
 from tepo_megatron.types.sampling_mask import NO_TOKEN, RecomputedMasks, SamplingMask, Truncation
 
 __all__ = [
-    "MASK_TIES", "MOST_CANDIDATES", "MOST_MASKED", "NO_EXPERT", "NO_TOKEN", "STATUSES", "Canaries", "CanaryAnswer",
+    "MASK_TIES", "MOST_CANDIDATES", "MOST_MASKED", "NO_EXPERT", "NO_TOKEN", "STATUSES",
     "Denominators", "LossOutput", "PackedMicrobatch", "Prompt", "RecomputedMasks", "Rollout", "Routing", "SamplingMask",
     "SamplingParams", "Status", "TokenStats", "TrainBatch", "Truncation", "no_expert", "split_samples",
 ]  # fmt: skip

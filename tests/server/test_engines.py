@@ -83,7 +83,7 @@ CONTROLS = {
     ),
     "torch": (
         *("/generate", "/abort", "/begin_update", "/join_groups", "/keep_unchanged", "/load", "/finish_update", "/checksums"),
-        *("/score", "/sleep", "/wake"),
+        *("/sleep", "/wake"),
     ),
 }
 REFUSED = {"vllm": r"400: .*max_model_len", "sglang": r"400: .*context length", "torch": r"400: .*max_model_len"}

@@ -63,11 +63,3 @@ def test_what_replayed_experts_hide_is_said() -> None:
     cfg = config(rollout={"replay_experts": True, "engine": "sglang"}, sync={"verify_every": 1})
     (line,) = checks_that_are_off(safety_checks(cfg))
     assert "a wrong choice is not seen; a stale router is" in line and "checksums (sync.verify_every) are of routers" in line
-
-
-def test_canaries_are_listed_where_there_are_some() -> None:
-    assert not [c for c in safety_checks(config()) if "canaries" in c.name]
-    (check,) = [c for c in safety_checks(config(sync={"canaries": 8, "canary_every": 30})) if "canaries" in c.name]
-    assert check.works and "8 fixed sequences at each delivery and every 30 s while they sample" in check.state
-    (check,) = [c for c in safety_checks(config(sync={"canaries": 8}, rollout={"replay": "r"})) if "canaries" in c.name]
-    assert not check.works and "rollout.replay has no engine" in check.state

@@ -20,7 +20,7 @@ from tepo_megatron.inference.samples import answer_bytes
 from tepo_megatron.inference.servers.client import Client, RequestFailed
 from tepo_megatron.inference.servers.server import Server, ServerAddress
 from tepo_megatron.observability.tracer import tracer
-from tepo_megatron.types import Canaries, CanaryAnswer, Rollout
+from tepo_megatron.types import Rollout
 from tepo_megatron.utils.escaping import excerpt
 from tepo_megatron.utils.exchange import HttpAnswer
 from tepo_megatron.weight_sync.broadcast_group import GroupSpec, UnchangedTensors
@@ -233,15 +233,6 @@ class Endpoint(ServerConnection):
         """Finish the update: the server serves the loaded weights. It gets requests once `version` is set."""
         await self._updating("finish update", lambda send: self.api.finish_update(send, self._coming))
         tracer.instant(f"weights of version {self._coming}", WEIGHTS, process=self.name)
-
-    async def score(self, canaries: Canaries) -> CanaryAnswer:
-        """Return the log-probs of the canaries under the served weights.
-
-        Raises:
-            RequestFailed: The request failed.
-            RolloutError: The answer is not what was asked for.
-        """
-        return await self._asked(self.api.score(self._connected().send, canaries))
 
     async def checksums(self) -> Mapping[str, str] | None:
         """See `EngineApi.checksums`.

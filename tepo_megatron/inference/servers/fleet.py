@@ -4,19 +4,17 @@ A server is used only while it is healthy and serves the fleet's version of the 
 It is used again once it has received the weights again, which `needs_weights` asks the trainer for.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Self
 
-from tepo_megatron.config import RolloutConfig, SyncConfig
+from tepo_megatron.config import RolloutConfig
 from tepo_megatron.inference.engine import EnginePart
-from tepo_megatron.inference.servers.canaries import CanaryWatch
 from tepo_megatron.inference.servers.endpoint import Endpoint
 from tepo_megatron.inference.servers.lease import Quiesce
 from tepo_megatron.inference.servers.pool import ServerPool
 from tepo_megatron.inference.servers.routing import RoutedSampler
 from tepo_megatron.inference.servers.slot import ServerSlot
 from tepo_megatron.inference.servers.updates import PoolUpdates
-from tepo_megatron.types import Canaries
 
 
 class Fleet(RoutedSampler, PoolUpdates):
@@ -31,8 +29,7 @@ class Fleet(RoutedSampler, PoolUpdates):
     def __init__(self, endpoints: Sequence[Endpoint], cfg: RolloutConfig, quiesce: Quiesce | None = None) -> None:
         pool = ServerPool(endpoints, cfg, quiesce)
         RoutedSampler.__init__(self, pool, cfg)
-        self._canaries = CanaryWatch(pool)
-        PoolUpdates.__init__(self, pool, cfg, self._canaries)
+        PoolUpdates.__init__(self, pool, cfg)
         self.endpoints = endpoints
 
     def start(self) -> None:
@@ -42,7 +39,6 @@ class Fleet(RoutedSampler, PoolUpdates):
         """
         self._pool.start()
         self.reset()
-        self._canaries.reset()
 
     def wait_ready(self) -> None:
         """Return when every server takes requests or is lost. Raises RolloutError if fewer than `min_servers` are left."""
@@ -59,20 +55,6 @@ class Fleet(RoutedSampler, PoolUpdates):
         self._pool.require_start()
         self._pool.loop.run(self._pool.sleeping.wake(self._pool.slots, part))
         self._pool.require_enough()
-        self._pool.loop.run(self._canaries.after_wake())
-
-    def use_canaries(self, canaries: Canaries, cfg: SyncConfig, same_precision: bool) -> None:
-        """See `CanaryChecked.use_canaries`."""
-        self._pool.require_start()
-        self._pool.loop.run(self._canaries.use(canaries, cfg, same_precision))
-
-    def expect_scores(self, version: int, logprobs: Sequence[float]) -> None:
-        """See `CanaryChecked.expect_scores`."""
-        self._pool.loop.run(self._canaries.expect(version, logprobs))
-
-    def canary_metrics(self) -> Mapping[str, float]:
-        """See `Lifecycle.canary_metrics`."""
-        return self._pool.loop.run(self._canaries.take_metrics())
 
     @property
     def asleep(self) -> frozenset[EnginePart]:
@@ -111,7 +93,6 @@ class Fleet(RoutedSampler, PoolUpdates):
         """End all servers; bounded in time. May be called again, and before `start`."""
         self._pool.close()
         self.reset()
-        self._canaries.reset()
 
     def __enter__(self) -> Self:
         return self

@@ -15,7 +15,6 @@ from typing import Any
 from tepo_megatron.config import RolloutConfig
 from tepo_megatron.errors import RolloutError, SyncError
 from tepo_megatron.inference.engine import UNKNOWN_VERSION
-from tepo_megatron.inference.servers.canaries import CanaryWatch
 from tepo_megatron.inference.servers.checksums import ChecksumChecks
 from tepo_megatron.inference.servers.client import RequestFailed
 from tepo_megatron.inference.servers.endpoint import Endpoint
@@ -32,8 +31,8 @@ INTERRUPT_SECONDS = 0.5  # between abort calls: repeated for requests that were 
 class PoolUpdates:
     """Implementation of `transport.WeightReceiver` on a pool of servers."""
 
-    def __init__(self, pool: ServerPool, cfg: RolloutConfig, canaries: CanaryWatch) -> None:
-        self._pool, self._cfg, self._canaries = pool, cfg, canaries
+    def __init__(self, pool: ServerPool, cfg: RolloutConfig) -> None:
+        self._pool, self._cfg = pool, cfg
         self.reset()
 
     def reset(self) -> None:
@@ -211,7 +210,7 @@ class PoolUpdates:
 
     async def _finish(self) -> None:
         await self._each(lambda endpoint: endpoint.finish_update())
-        for member, _ in await self._canaries.vouched(self._alive()):
+        for member, _ in self._alive():
             member.endpoint.version = self._pool.version
         self._updating = []
         await self._pool.notify()

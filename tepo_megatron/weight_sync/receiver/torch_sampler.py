@@ -140,16 +140,6 @@ class RunningBatch:
         self._clear()
         return jobs
 
-    @torch.no_grad()
-    def score(self, sequences: Sequence[list[int]]) -> list[list[float]]:
-        """Return the log-prob of each token but the first at temperature 1, for each sequence."""
-        scores = []
-        for ids in sequences:
-            ids_1L = self._tensor([ids])
-            logprobs = self._model(ids_1L, use_cache=False).logits[0, :-1].float().log_softmax(-1)
-            scores.append(logprobs.gather(1, ids_1L[0, 1:, None])[:, 0].tolist())
-        return scores
-
     def _admitted(self) -> list[Job]:
         """Take the waiting jobs of one prefill, while the cache will hold all samples until their last tokens."""
         jobs: list[Job] = []

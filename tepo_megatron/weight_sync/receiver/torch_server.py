@@ -150,7 +150,7 @@ class App:
         self.app = web.Application(client_max_size=MOST_BODY, middlewares=[guard(key)])
         routes = {"generate": self._generate, "abort": self._abort}
         controls = (model.begin_update, model.join_groups, model.keep_unchanged, model.load, model.finish_update)
-        for control in (*controls, model.checksums, model.sampler.score, model.sleep, model.wake):
+        for control in (*controls, model.checksums, model.sleep, model.wake):
             routes[control.__name__] = partial(self._control, control)
         self.app.add_routes([web.post(f"/{name}", handler) for name, handler in routes.items()])
         self.app.add_routes([web.get("/info", self._info)])

@@ -277,17 +277,6 @@ EXHIBITS = (
         tests=("tests/parallel/test_streaming.py::test_a_server_that_restarts_during_a_step_gets_the_weights_that_sample_it",),
     ),
     Exhibit(
-        name="a_server_whose_canaries_are_wrong_serves_on",
-        source="own: issue 24 (sync.canaries)",
-        kind="stale weights",
-        bug="The answers to canaries are judged and counted, and a server whose answer is wrong goes on sampling.",
-        cost="Tokens of other weights are sampled until the gate ends the run.",
-        symbol="CanaryWatch._judged",
-        old="if verdict.right:",
-        new="if verdict is not None:",
-        tests=("tests/unit/rollout/test_canary_fleet.py::test_one_of_four_servers_is_wrong_and_samples_nothing_with_it",),
-    ),
-    Exhibit(
         name="a_damaged_delta_is_served",
         source="own: issue 24 (sync.delta: elements)",
         kind="stale weights",

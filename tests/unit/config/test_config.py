@@ -64,14 +64,7 @@ def test_overrides_of_both_forms(tmp_path: Path) -> None:
             {"rollout": {"server": {"rendezvous": "/shared"}}},
             r"sync\.transport\.folder is not set, and shared memory does not reach",
         ),
-        (
-            {"sync": {"canary_every": 5}},
-            r"sync\.canary_every=5 asks about canaries, and sync\.canaries is 0; set sync\.canaries=8",
-        ),
-        (
-            {"sync": {"canaries": 8}, "data": {"train": "t", "max_prompt_tokens": 8}, "rollout": {"max_response_tokens": 6}},
-            r"sync\.canaries=8 needs sequences of at least 15 tokens",
-        ),
+        ({"sync": {"canaries": 8}}, r"sync\.canaries was removed: sync\.max_logprob_diff .*; see CHANGELOG\.md$"),
         ({"sync": {"quantize": "fp8"}, "platform": "cpu"}, r"sync\.quantize=fp8 needs platform=cuda"),
         (
             {"sync": {"quantize": "fp8"}, "platform": "cuda", "rollout": {"server": {"precision": "fp32"}}},
