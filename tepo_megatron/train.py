@@ -270,7 +270,7 @@ def _open_sync(
     """Return the sync that delivers the actor's weights; one that does nothing if rollouts are replayed."""
     if rollout.replay is not None:
         return NoSync()
-    return make_weight_sync(cfg, actor.bindings, actor.arch, groups, engine, rollout.server.tp)
+    return make_weight_sync(cfg, actor.bindings, actor.arch, groups, engine)
 
 
 def _is_due(step: int, every: int) -> bool:

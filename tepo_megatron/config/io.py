@@ -21,8 +21,12 @@ _CANARIES = "sync.max_logprob_diff compares every token, and sync.verify_every: 
 _SCHEDULER = "under another scheduler than Slurm start tepo on each machine (docs/launch.md)"
 # removed key -> what to use instead; the last two are sections of a cluster's profile
 REMOVED: Mapping[str, str] = {
-    "sync.canaries": _CANARIES, "sync.canary_every": _CANARIES, "kuberay": _SCHEDULER, "skypilot": _SCHEDULER,
-}  # fmt: skip
+    "sync.canaries": _CANARIES,
+    "sync.canary_every": _CANARIES,
+    "sync.transport.slices": "every rank of a server receives whole tensors; remove the key",
+    "kuberay": _SCHEDULER,
+    "skypilot": _SCHEDULER,
+}
 
 
 def load_config(path: str | Path, overrides: list[str] | None = None) -> Config:

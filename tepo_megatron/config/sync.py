@@ -1,6 +1,5 @@
 """Section `sync`: deliver the trained weights to the inference servers, and compare the engine's log-probs with the actor's."""
 
-import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
@@ -34,9 +33,6 @@ class GroupTransportConfig:
     address: str | None = None
     # Seconds until one round of buckets has arrived at all servers. A server that takes longer in three attempts ends the run.
     timeout_seconds: PositiveFloat = 30.0
-    # Send each rank of a server only the part of each tensor that it holds, instead of all of it to all ranks. Each sender then
-    # has a process group for each of the rollout.server.tp ranks. If that is parallel.tp, each rank sends its own shards.
-    slices: bool = False
 
 
 @config
@@ -129,8 +125,6 @@ def check_transport(sync: SyncConfig, rollout: RolloutConfig, parallel: Parallel
     transport, server = sync.transport, rollout.server
     if isinstance(transport, GroupTransportConfig):
         _check_group(transport, rollout, parallel, platform)
-        if transport.slices:
-            _check_slices(sync, rollout)
     remote = server.remote and not rollout.only and rollout.replay is None
     if sync.delta == "elements" and isinstance(transport, IpcTransportConfig):
         raise ValueError(
@@ -147,27 +141,6 @@ def check_transport(sync: SyncConfig, rollout: RolloutConfig, parallel: Parallel
             "sync.transport.folder is not set, and shared memory does not reach servers of other machines; set it to a folder "
             "that the trainer shares with the servers of rollout.server.urls or rollout.server.rendezvous (/dev/shm where they "
             "are on one machine), or use sync.transport=group"
-        )
-
-
-# options with which an engine divides the model in another way than over its tensor-parallel ranks
-_DIVIDING_OPTIONS = re.compile(
-    r"--(enable-|no-)?(expert-parallel|ep|moe-|dp|data-parallel|pp|pipeline-parallel|dcp|decode-context)"
-)
-
-
-def _check_slices(sync: SyncConfig, rollout: RolloutConfig) -> None:
-    """Check `sync.transport.slices`. Raises ValueError."""
-    if sync.quantize != "none":
-        raise ValueError(
-            f"sync.transport.slices=true with sync.quantize={sync.quantize}: blocks of scales are not sliced; set "
-            "sync.transport.slices=false, or sync.quantize=none"
-        )
-    options = getattr(rollout.server, "extra_args", ())  # servers that others start have none here
-    if others := [option for option in options if _DIVIDING_OPTIONS.match(option)]:
-        raise ValueError(
-            f"sync.transport.slices=true with {others[0]} in rollout.server.extra_args: the engine then divides the model in "
-            "another way than over rollout.server.tp ranks; set slices to false"
         )
 
 

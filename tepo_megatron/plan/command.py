@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from tepo_megatron.config import Config, GroupTransportConfig
+from tepo_megatron.config import Config
 from tepo_megatron.config.io import load_config
 from tepo_megatron.errors import ConfigError
 from tepo_megatron.observability import run_dir
@@ -127,8 +127,7 @@ def plan(predictor: Predictor, request: PlanRequest, tell: Callable[[str], None]
         for name, size in host_bytes(cfg, predictor.model, work.response).items():
             tell(f"  of a machine's memory: {size / GIB:.1f} GiB, {name}")
     family, tp, server_tp = predictor.model.family, cfg.parallel.tp, cfg.rollout.server.tp
-    slices = isinstance(cfg.sync.transport, GroupTransportConfig) and cfg.sync.transport.slices
-    traffic = weight_traffic(family.rows, predictor.model.arch, tp, server_tp, predictor.model.element, slices)
+    traffic = weight_traffic(family.rows, predictor.model.arch, tp, server_tp, predictor.model.element)
     tell("\n" + "\n".join(traffic_lines(traffic, cfg.sync)))
     if given.step is not None:
         source = "others measured" if request.run is None else "recorded"

@@ -2,10 +2,7 @@
 
 Each sender is rank 0 of a process group of its own; the other members are all ranks of all inference servers. So every byte of
 the model is broadcast once, by a rank that has it, and no trainer rank receives another's. A bucket is one buffer of bytes.
-While it is in flight, the next bucket is gathered into a second buffer. The default group is never used. With
-`sync.transport.slices` a sender has a group for each rank of a server (a lane), whose members are that rank of all servers. Its
-bucket has the parts of the tensors that this rank holds. If trainer and servers have as many tensor-parallel ranks, each rank
-of the trainer is a sender with one lane, for the parts that it holds itself.
+While it is in flight, the next bucket is gathered into a second buffer. The default group is never used.
 
 The groups last as long as the same servers live. When a server dies, hangs or comes back, new groups are formed of the servers
 that take part now. A round that a live rank lacks is sent again to all; a rank that has it drops it. No server gets a partial
@@ -28,11 +25,10 @@ from tepo_megatron.distributed.rendezvous_store import KeyValueStore
 from tepo_megatron.errors import ConfigError, SyncError
 from tepo_megatron.observability.hang_watchdog import JOINING, progress
 from tepo_megatron.weight_sync.broadcast_group import SENDER, BroadcastGroup, BrokenGroup, GroupSpec, join_store, signal
-from tepo_megatron.weight_sync.bucket_format import Bucket, BucketPacker, Source
+from tepo_megatron.weight_sync.bucket_format import Bucket, Source, pack
 from tepo_megatron.weight_sync.buckets import BucketPlan
 from tepo_megatron.weight_sync.element_deltas import Encoding
 from tepo_megatron.weight_sync.rendezvous import OwnedStore, own_address
-from tepo_megatron.weight_sync.slices import TensorSlice
 from tepo_megatron.weight_sync.transport import Pending, Recipient, StagedBucket, WeightReceiver
 
 ATTEMPTS = 3  # at sending a round, while all servers live
@@ -44,7 +40,7 @@ class _RoundInFlight:
     """One round that was started, seen from this rank."""
 
     sources: Sequence[Source]  # of all ranks
-    rows: Sequence[Tensor] = ()  # the bytes of this rank's buckets, one for each lane; none: it has none in this round
+    row: Tensor | None = None  # the bytes of this rank's bucket; None: it has none in this round
     sent: bool = False  # whether there were groups to send the round to
     loading: Pending | None = None  # the servers' work, on rank 0
     attempts: int = 0  # at sending the round to the same servers
@@ -83,8 +79,8 @@ class GroupTransport:
         self.sent_bytes = self.formations = 0
         self._sender = plan.senders.index(groups.rank) if groups.rank in plan.senders else None  # index among the senders
         self._spec: GroupSpec | None = None  # the spec of the current groups
-        self._channels: list[BroadcastGroup] = []  # of this rank as a sender, one for each lane
-        self._rows: dict[tuple[int, int], Tensor] = {}  # by buffer and lane
+        self._channel: BroadcastGroup | None = None  # of this rank as a sender
+        self._rows: dict[int, Tensor] = {}  # by buffer
         self._flight: _RoundInFlight | None = None
         # the rest is used on rank 0 only
         self._owned: OwnedStore | None = None
@@ -101,26 +97,23 @@ class GroupTransport:
         checked: bool,
         encodings: Mapping[str, Encoding] | None = None,
     ) -> StagedBucket | None:
-        """Pack each lane's bucket into one of two buffers that are used in turn. See `WeightTransport.stage`."""
-        packers = {lane: BucketPacker(self._row(number, lane), checked, encodings) for lane in self._plan.own_lanes}
-        for key, tensor in tensors:
-            packers[TensorSlice.of_key(key).lane].add(key, tensor)
-        if self._sender is None or not any(packer.contents for packer in packers.values()):
+        """Pack the bucket into one of two buffers that are used in turn. See `WeightTransport.stage`."""
+        contents = pack(tensors, self._row(number), checked, encodings)
+        if self._sender is None or not contents:
             return None
-        buckets = [Bucket(number, self._sender, tuple(packer.contents), lane=lane) for lane, packer in packers.items()]
-        checksums = {key: crc32 for bucket in buckets for key, crc32 in bucket.checksums.items()}
-        return StagedBucket(tuple(buckets), checksums, sum(bucket.nbytes for bucket in buckets))
+        bucket = Bucket(number, self._sender, contents)
+        return StagedBucket(bucket, bucket.checksums, bucket.nbytes)
 
-    def _row(self, number: int, lane: int) -> Tensor:
-        where = number % 2, lane
+    def _row(self, number: int) -> Tensor:
+        where = number % 2
         if where not in self._rows:
             self._rows[where] = torch.empty(self._plan.largest, dtype=torch.uint8, device=self.groups.device)
         return self._rows[where]
 
     def start(self, sources: Sequence[Source]) -> None:
         """Begin to broadcast the staged round. See `WeightTransport.start`."""
-        mine = [bucket for bucket in sources if isinstance(bucket, Bucket) and bucket.sender == self._sender]
-        self._flight = _RoundInFlight(sources, [self._row(b.number, b.lane)[: b.nbytes] for b in mine])
+        mine = next((bucket for bucket in sources if isinstance(bucket, Bucket) and bucket.sender == self._sender), None)
+        self._flight = _RoundInFlight(sources, None if mine is None else self._row(mine.number)[: mine.nbytes])
         self._send(self._flight)
 
     def _send(self, it: _RoundInFlight) -> None:
@@ -134,9 +127,9 @@ class GroupTransport:
             return
         if self.receiver is not None:
             it.loading = self.receiver.load(it.sources)
-        for channel, row in zip(self._channels, it.rows, strict=False):  # no rows: it has none in this round
-            channel.start(row)
-            self.sent_bytes += row.nbytes
+        if self._channel is not None and it.row is not None:
+            self._channel.start(it.row)
+            self.sent_bytes += it.row.nbytes
 
     def wait(self) -> _Report:
         """Wait until the round is no longer in flight. See `WeightTransport.wait`."""
@@ -144,8 +137,8 @@ class GroupTransport:
             return _Report()
         broken = arrived = refused = False
         try:
-            for channel in self._channels:
-                channel.wait()
+            if self._channel is not None:
+                self._channel.wait()
         except BrokenGroup:
             broken = True
         if self.receiver is not None:
@@ -222,39 +215,29 @@ class GroupTransport:
                     f"sync.transport.address={self.cfg.address}: no port at {where} ({e}); set it to an IPv4 address "
                     "of rank 0's machine that the servers reach"
                 ) from None
-        end, lanes = SENDER + 1, self._plan.lanes
+        end = SENDER + 1
         self._ranks = {}
         for recipient in recipients:
-            if lanes not in (1, recipient.ranks):
-                raise SyncError(
-                    f"{recipient.name} has {recipient.ranks} ranks, and sync.transport.slices=true cuts tensors for {lanes} "
-                    "(rollout.server.tp); set rollout.server.tp, or sync.transport.slices=false"
-                )
             self._ranks[recipient] = range(end, end + recipient.ranks)
             end += recipient.ranks
         self.formations += 1
         name, senders = f"groups-{self.formations}", len(self._plan.senders)
         seconds, owned = self.cfg.timeout_seconds, self._owned
-        members = end if lanes == 1 else SENDER + 1 + len(recipients)
-        limits = seconds, self.join_seconds
-        own = self._plan.sends_own
-        return GroupSpec(self._address, owned.port, name, senders, members, SENDER, *limits, owned.folder, lanes, sends_own=own)
+        return GroupSpec(self._address, owned.port, name, senders, end, SENDER, seconds, self.join_seconds, folder=owned.folder)
 
     def _form_groups(self, spec: GroupSpec) -> bool:
         """Form the groups; return whether all members joined. The watchdog reports a rank that never leaves this phase."""
         self._leave()
-        places = {t: spec.at(r.start, i) for i, (t, r) in enumerate(self._ranks.items(), SENDER + 1)}
+        places = {recipient: spec.at(ranks.start) for recipient, ranks in self._ranks.items()}
         joining = self.receiver.join_groups(places) if self.receiver is not None else None
         until = time.monotonic() + spec.join_seconds
         with progress.within(f"{JOINING} {spec.name}"):
             if self._sender is not None:
                 with contextlib.suppress(BrokenGroup):
                     store = self._store or join_store(spec)
-                    device = self.groups.device
-                    for lane in self._plan.own_lanes:
-                        of = spec.group_of(self._sender, lane), SENDER, device, until
-                        self._channels.append(BroadcastGroup.form(spec, *of, lambda: self._is_wanted(spec, store)))
-            came = self._sender is None or len(self._channels) == len(self._plan.own_lanes)
+                    place = self._sender, SENDER, self.groups.device, until
+                    self._channel = BroadcastGroup.form(spec, *place, lambda: self._is_wanted(spec, store))
+            came = self._sender is None or self._channel is not None
             with self._plan.raise_on_all_ranks():
                 if joining is not None:
                     joining.result()
@@ -301,9 +284,9 @@ class GroupTransport:
 
     def _leave(self) -> None:
         """Leave this rank's group; members that still wait in it fail at once."""
-        for channel in self._channels:
-            channel.close()
-        self._channels, self._spec = [], None
+        if self._channel is not None:
+            self._channel.close()
+        self._channel = self._spec = None
 
     def _timeout_message(self, it: _RoundInFlight) -> str:
         assert self._owned is not None

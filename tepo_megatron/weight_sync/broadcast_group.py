@@ -35,27 +35,16 @@ class GroupSpec:
     address: str  # of the trainer's store
     port: int  # of the trainer's store
     name: str  # unique to this spec
-    senders: int  # number of senders, each of which has a group for each of its lanes
+    senders: int  # number of senders, each of which has a group
     ranks: int  # members of each group
-    first: int  # number of the server's first process among all processes of the servers: its rank in each group, if lanes is 1
+    first: int  # number of the server's first process among all processes of the servers: its rank in each group
     seconds: float  # time limit for a bucket to arrive
     join_seconds: float  # time limit for all groups to be formed
     folder: str = ""  # a store in this folder replaces the TCP store if all members are on one machine
-    lanes: int = 1  # parts into which tensors are cut: each has its own groups, of one process of each server
-    place: int = 0  # rank of the server's processes in their groups, if lanes is not 1
-    sends_own: bool = False  # whether a sender has one lane alone, its index modulo `lanes`
 
-    def at(self, first: int, place: int) -> "GroupSpec":
+    def at(self, first: int) -> "GroupSpec":
         """Return the same spec for another server."""
-        return replace(self, first=first, place=place)
-
-    def group_of(self, sender: int, lane: int) -> int:
-        """Return the number of the group of a sender and a lane."""
-        return sender * self.lanes + lane
-
-    def senders_of(self, lane: int) -> range:
-        """Return the indices of the senders that have a group of this lane."""
-        return range(lane, self.senders, self.lanes) if self.sends_own else range(self.senders)
+        return replace(self, first=first)
 
     def joining_key(self, rank: int) -> str:
         """Return the key that a server's rank puts into the store when it begins to form the groups."""

@@ -47,7 +47,6 @@ class Bucket:
     sender: int  # index of the sender and of its group
     contents: tuple[TensorEntry, ...]
     handle: BufferHandle | None = None  # of the shared buffer; None: the bucket is broadcast
-    lane: int = 0  # rank of each server that takes the bucket, if tensors are sliced (`slices.py`)
 
     @property
     def nbytes(self) -> int:
@@ -75,7 +74,7 @@ class Bucket:
         read = json.loads(text)
         contents = tuple(_entry(content) for content in read["contents"])
         handle = None if read["handle"] is None else BufferHandle(**read["handle"])
-        return cls(read["number"], read["sender"], contents, handle, read["lane"])
+        return cls(read["number"], read["sender"], contents, handle)
 
     def tensors(self, row: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, view of the uint8 buffer) of each tensor. Raises ValueError for a damaged one."""

@@ -19,13 +19,10 @@ from tepo_megatron.distributed.objects import all_gather_object
 from tepo_megatron.distributed.parallel import ParallelDims
 from tepo_megatron.errors import ConversionError, TepoError
 from tepo_megatron.weight_sync.bucket_format import crc32
-from tepo_megatron.weight_sync.own_slices import iterate_own
-from tepo_megatron.weight_sync.slices import sliced
 from tepo_megatron.weights import fp8
 from tepo_megatron.weights.gather import Binding, iterate_hf, sent_by
-from tepo_megatron.weights.ops import Architecture, FusedGatedQKV, FusedHeads, FusedQKV, Op, Replicated, Split, Vocabulary
+from tepo_megatron.weights.ops import Architecture, Replicated
 
-_VOCABULARY_MULTIPLE = 64  # to which vLLM 0.32 and SGLang 0.5.23 pad a vocabulary before they divide it
 _LAYER = re.compile(r"decoder\.layers\.\d+\.")
 
 
@@ -49,48 +46,31 @@ class BucketPlan:
         senders: The ranks that have buckets to send, in ascending order.
         mine: Number of buckets that this rank sends.
         count: Number of rounds, the largest `mine` of any rank.
-        largest: Upper bound on the bytes of this rank's largest bucket; 0 on ranks that send none. With slices: of one lane.
-        lanes: Number of parts into which tensors are cut (`slices.py`); 1: they are sent whole.
-        sends_own: Whether each tensor-parallel rank sends its own part alone (`own_slices.py`); sender s has lane s % lanes.
+        largest: Upper bound on the bytes of this rank's largest bucket; 0 on ranks that send none.
         sent: The parameters that leave through this rank's tensor-parallel group.
     """
 
-    def __init__(
-        self, cfg: SyncConfig, bindings: Sequence[Binding], arch: Architecture, groups: ParallelDims, lanes: int = 1
-    ) -> None:
+    def __init__(self, cfg: SyncConfig, bindings: Sequence[Binding], arch: Architecture, groups: ParallelDims) -> None:
         """Store the parts; see `agree`, which makes the plan."""
-        self._arch, self._groups, self._in_fp8, self.lanes = arch, groups, cfg.quantize == "fp8", lanes
-        self.sends_own = lanes > 1 and groups.tp.size == lanes
+        self._arch, self._groups, self._in_fp8 = arch, groups, cfg.quantize == "fp8"
         self.sent = sent_by(bindings, groups)
         self.senders: list[int] = []
         self._buckets: list[list[Binding]] = []
         self.mine = self.count = self.largest = 0
 
     @classmethod
-    def agree(
-        cls, cfg: SyncConfig, bindings: Sequence[Binding], arch: Architecture, groups: ParallelDims, lanes: int = 1
-    ) -> "BucketPlan":
+    def agree(cls, cfg: SyncConfig, bindings: Sequence[Binding], arch: Architecture, groups: ParallelDims) -> "BucketPlan":
         """Return the plan of all ranks. Collectives: two all-gathers over the host group."""
-        plan = cls(cfg, bindings, arch, groups, lanes)
-        sends = bool(plan.sent) and (plan.sends_own or groups.tp.rank == 0)
-        found = plan.from_all(groups.tp.rank if sends else None)
-        plan.senders = [rank for rank, lane in enumerate(found) if lane is not None]
-        in_order = [found[rank] for rank in plan.senders] == [i % lanes for i in range(len(plan.senders))]
-        assert in_order or not plan.sends_own, "tp is the innermost axis of the mesh"
-        models = len(plan.senders) // (lanes if plan.sends_own else 1)  # tensor-parallel groups that send
-        plan._buckets = split_into_buckets(plan.sent, arch, plan._bytes, limit=cfg.bucket_mib * 2**20 // models)
+        plan = cls(cfg, bindings, arch, groups)
+        sends = bool(plan.sent) and groups.tp.rank == 0
+        plan.senders = [rank for rank, sending in enumerate(plan.from_all(sends)) if sending]
+        limit = cfg.bucket_mib * 2**20 // len(plan.senders)
+        plan._buckets = split_into_buckets(plan.sent, arch, plan._bytes, limit)
         plan.mine = len(plan._buckets) if sends else 0
         plan.sent = [b for bucket in plan._buckets for b in bucket]
         plan.count = max(plan.from_all(plan.mine))
-        size = plan._bytes if lanes == 1 else plan._lane_bytes
-        plan.largest = max((sum(map(size, bucket)) for bucket in plan._buckets), default=0) * sends
+        plan.largest = max((sum(map(plan._bytes, bucket)) for bucket in plan._buckets), default=0) * sends
         return plan
-
-    @property
-    def own_lanes(self) -> range:
-        """Return the lanes for which this rank sends, if it does."""
-        lane = self._groups.tp.rank
-        return range(lane, lane + 1) if self.sends_own else range(self.lanes)
 
     def omitted_names(self, only: Sequence[Binding] | None) -> list[str]:
         """Return the Hugging Face names that this rank leaves out when it sends `only` these; [] for None, which sends all."""
@@ -105,8 +85,7 @@ class BucketPlan:
     def tensors(self, i: int, only: Sequence[Binding] | None = None) -> Iterator[tuple[str, Tensor]]:
         """Yield (Hugging Face name, whole tensor) of this rank's bucket of round `i`, the widest dtypes first.
 
-        Ranks that do not send yield nothing, but must iterate: the shards are gathered over tp (`iterate_hf`, and with slices
-        `iterate_own`). With
+        Ranks that do not send yield nothing, but must iterate: the shards are gathered over tp (`iterate_hf`). With
         `sync.quantize` a linear layer is two tensors. It is quantized whole, because a block may span two tensor-parallel
         ranks.
 
@@ -120,12 +99,7 @@ class BucketPlan:
             names = {b.name for b in only}
             bucket = [b for b in bucket if b.name in names]
         widest_first = sorted(bucket, key=lambda b: -b.parameter.element_size())
-        if self.sends_own:
-            return iterate_own(widest_first, self._arch, self._groups.tp, self._slice_dims)
         whole = iterate_hf(widest_first, self._arch, self._groups.tp)
-        if self.lanes > 1:
-            dims = {name: dim for b in bucket for name, dim in self._slice_dims(b).items()}
-            return (part for name, tensor in whole for part in sliced(name, tensor, self.lanes, dims[name]))
         return _quantized(whole, bucket) if self._in_fp8 else whole
 
     def _bytes(self, binding: Binding) -> int:
@@ -133,16 +107,6 @@ class BucketPlan:
         if self._in_fp8:
             return sum(t.nbytes + t.element_size() - 1 for _, t in self._shapes(binding))
         return whole_bytes(binding, self._groups.tp.size)
-
-    def _lane_bytes(self, binding: Binding) -> int:
-        """Return the bytes that one lane is sent of a parameter."""
-        dims = self._slice_dims(binding)
-        return sum(t.nbytes // (1 if dims[name] is None else self.lanes) for name, t in self._whole(binding))
-
-    def _slice_dims(self, binding: Binding) -> dict[str, int | None]:
-        """Return the dimension along which each tensor of a parameter is cut, by name; None: it is sent whole."""
-        shapes = [tuple(t.shape) for _, t in self._whole(binding)]
-        return dict(zip(binding.hf_names, slice_dims(binding.row.op, shapes, self._arch, self.lanes), strict=True))
 
     def _whole(self, binding: Binding) -> list[tuple[str, Tensor]]:
         """Return the Hugging Face tensors of a parameter, on the meta device."""
@@ -263,30 +227,6 @@ def split_into_buckets(
 def whole_bytes(binding: Binding, tp: int) -> int:
     """Return the bytes of all `tp` shards of a parameter, including the padding of the vocabulary."""
     return int(binding.parameter.nbytes) * (1 if isinstance(binding.row.op, Replicated) else tp)
-
-
-def slice_dims(op: Op, shapes: Sequence[tuple[int, ...]], arch: Architecture, lanes: int) -> list[int | None]:
-    """Return the dimension along which both engines divide each tensor of a parameter over `lanes` ranks.
-
-    None: each rank holds all of it, or it is sent whole because the ranks' parts are not equal, overlap or lie apart: keys and
-    values of fewer heads than ranks, vocabularies that the engines pad to a multiple of 64, and queries, keys and values of the
-    gated delta rule in one tensor.
-    """
-    dims: list[int | None]
-    if isinstance(op, Replicated):
-        dims = [None] * len(shapes)
-    elif isinstance(op, Split):
-        dims = [op.dim] * len(shapes)
-    elif isinstance(op, FusedHeads):
-        dims = [None, *[0] * (len(shapes) - 1)]
-    elif isinstance(op, FusedQKV | FusedGatedQKV):
-        heads = (arch.num_heads, arch.num_query_groups, arch.num_query_groups)
-        dims = [0 if number % lanes == 0 else None for number in heads]
-    elif isinstance(op, Vocabulary):
-        dims = [0 if arch.vocab_size % _VOCABULARY_MULTIPLE == 0 else None] * len(shapes)
-    else:
-        dims = [0] * len(shapes)
-    return [dim if dim is None or shape[dim] % lanes == 0 else None for dim, shape in zip(dims, shapes, strict=True)]
 
 
 def _unit(name: str) -> str:

@@ -129,7 +129,7 @@ class RelayTransport(stores.StoredTransport):
                 fault = fault or e
         if fault is not None:
             raise fault
-        return None if mine is None else StagedBucket((self._shared_folder / name,), mine.checksums, mine.nbytes)
+        return None if mine is None else StagedBucket(self._shared_folder / name, mine.checksums, mine.nbytes)
 
     def _write(self, name: str, bucket: Bucket, row: Tensor) -> None:
         """Write a bucket to its file. Raises CheckpointError, and SyncError for a tensor that was damaged in transit."""

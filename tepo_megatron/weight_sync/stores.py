@@ -132,7 +132,7 @@ class FileTransport(StoredTransport):
         write_file(there, path, checksums, for_others=self._for_others, encoded=encoded_header(number, encodings))
         if encodings:
             checksums = {name: encodings[name].crc32 for name in there}
-        return StagedBucket((path,), checksums, sum(t.nbytes for t in there.values()))
+        return StagedBucket(path, checksums, sum(t.nbytes for t in there.values()))
 
     def _is_refused(self) -> bool:
         return self._owned is not None and take_refusals(self.folder)
@@ -187,7 +187,7 @@ class IpcTransport(StoredTransport):
             return None
         buffer.flush()
         bucket = Bucket(number, self._sender, contents, buffer.handle)
-        return StagedBucket((bucket,), bucket.checksums, bucket.nbytes)
+        return StagedBucket(bucket, bucket.checksums, bucket.nbytes)
 
     def _buffer(self, which: int) -> IpcBuffer:
         if which not in self._buffers:

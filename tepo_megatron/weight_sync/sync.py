@@ -18,14 +18,13 @@ deltas (`delta_encoder.py`); a round that a server cannot decode is sent again w
 """
 
 import os
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from torch import Tensor
 
-from tepo_megatron.config import GroupTransportConfig, SyncConfig
+from tepo_megatron.config import SyncConfig
 from tepo_megatron.distributed.parallel import ParallelDims
 from tepo_megatron.errors import ConfigError, SyncError, TepoError
 from tepo_megatron.observability.tracer import tracer
@@ -34,7 +33,6 @@ from tepo_megatron.weight_sync.buckets import BucketPlan, Delta, is_check_due
 from tepo_megatron.weight_sync.delta_encoder import DeltaEncoder
 from tepo_megatron.weight_sync.element_deltas import Encoding
 from tepo_megatron.weight_sync.relay import RelayTransport
-from tepo_megatron.weight_sync.slices import TensorSlice
 from tepo_megatron.weight_sync.stores import FileTransport, IpcTransport
 from tepo_megatron.weight_sync.transport import StagedBucket, WeightReceiver, WeightTransport
 from tepo_megatron.weights.gather import Binding
@@ -120,7 +118,7 @@ class WeightSync:
                 if i == 0 and self._delta is None and self._receiver is not None:
                     self._receiver.begin_update(version)
             self._complete([report for _, report in replies.all], version, number - 1)
-            if sources := [source for staged, _ in replies.all if staged is not None for source in staged.sources]:
+            if sources := [staged.source for staged, _ in replies.all if staged is not None]:
                 self.transport.start(sources)
                 self._flight = encodings
                 number += 1
@@ -176,7 +174,7 @@ class WeightSync:
             with self._plan.raise_on_all_ranks() as replies:
                 whole = self._encoder.whole(list(self._flight), encodings)
                 replies.mine = self._staged(version, number, whole, checked=True, encodings=encodings)
-            self.transport.start([source for staged in replies.all if staged is not None for source in staged.sources])
+            self.transport.start([staged.source for staged in replies.all if staged is not None])
             with self._plan.raise_on_all_ranks() as replies:
                 replies.mine = self.transport.wait()
             reports = replies.all
@@ -200,7 +198,7 @@ class WeightSync:
         gathered = self._plan.from_all(self._sent)
         with self._plan.raise_on_all_ranks():
             if self._receiver is not None:
-                self._receiver.verify(_by_tensor({key: crc32 for sent in gathered for key, crc32 in sent.items()}))
+                self._receiver.verify({name: crc32 for sent in gathered for name, crc32 in sent.items()})
 
     def metrics(self) -> dict[str, float]:
         """Return what the last push sent, for the record of a step; nothing without `sync.delta`."""
@@ -220,15 +218,6 @@ class WeightSync:
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
-
-
-def _by_tensor(checksums: Mapping[str, int]) -> dict[str, int]:
-    """Return one number for each tensor, given the CRC-32 of each part: that of a tensor in one part, else one of all parts."""
-    found: dict[str, int] = {}
-    for key, crc32 in sorted(checksums.items()):
-        place = TensorSlice.of_key(key)
-        found[place.name] = zlib.crc32(crc32.to_bytes(4), found.get(place.name, 0)) if place.lanes > 1 else crc32
-    return found
 
 
 class NoSync:
@@ -285,14 +274,12 @@ def make_weight_sync(
     arch: Architecture,
     groups: ParallelDims,
     receiver: WeightReceiver | None,
-    server_tp: int = 1,
 ) -> WeightSync:
     """Plan the buckets and make the transport that `cfg.transport` names.
 
     Collectives: two all-gathers over the host group, and those of the transport's construction.
     """
-    lanes = server_tp if isinstance(cfg.transport, GroupTransportConfig) and cfg.transport.slices else 1
-    plan = BucketPlan.agree(cfg, bindings, arch, groups, lanes)
+    plan = BucketPlan.agree(cfg, bindings, arch, groups)
     return WeightSync(cfg, plan, TRANSPORTS[cfg.transport.type].make(cfg, plan, groups, receiver), receiver)
 
 

@@ -61,7 +61,7 @@ class WeightReceiver(Protocol):
 class StagedBucket(NamedTuple):
     """One rank's bucket of a round, ready to be loaded."""
 
-    sources: tuple[Source, ...]  # what the engine is given: one, or with slices one for each lane
+    source: Source  # what the engine is given
     checksums: dict[str, int]  # CRC-32 of its tensors by name; empty if the delivery is not checked and none is encoded
     nbytes: int = 0  # bytes that are sent of its tensors
 

@@ -18,25 +18,24 @@ pytestmark = [pytest.mark.e2e, pytest.mark.full]
 STEPS = 16
 NOISE = 1e-5  # nats; fp32
 CHECKED = {"sync__verify_every": 1}
-SLICES = "{type: group, slices: true}"
 # name -> (engine, keys)
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "vllm, group": ("vllm", {"sync__transport": "group"}),
     "vllm, ipc": ("vllm", {"sync__transport": "ipc"}),
     "vllm, ipc, colocated": ("vllm", CHECKED | {"sync__transport": "ipc", "rollout__colocate": "true"}),
-    "vllm, slices, elements": ("vllm", CHECKED | {"sync__transport": SLICES, "sync__delta": "elements"}),
+    "vllm, group, elements": ("vllm", CHECKED | {"sync__transport": "group", "sync__delta": "elements"}),
     "vllm, two servers, elements, ahead": (
         "vllm",
         CHECKED | {"sync__delta": "elements", "rollout__servers": 2, "rollout__max_staleness": 1},
     ),
-    "vllm, slices, continue": (
+    "vllm, group, continue": (
         "vllm",
-        CHECKED | {"sync__transport": SLICES, "rollout__max_staleness": 2, "rollout__on_weight_update": "continue"},
+        CHECKED | {"sync__transport": "group", "rollout__max_staleness": 2, "rollout__on_weight_update": "continue"},
     ),
     "sglang, group, elements": ("sglang", CHECKED | {"sync__transport": "group", "sync__delta": "elements"}),
-    "sglang, slices, streamed by prompt": (
+    "sglang, group, streamed by prompt": (
         "sglang",
-        CHECKED | {"sync__transport": SLICES, "training__stream": "prompt", "rollout__filter_uniform_groups": "false"},
+        CHECKED | {"sync__transport": "group", "training__stream": "prompt", "rollout__filter_uniform_groups": "false"},
     ),
     "sglang, elements, streamed by arrival": (
         "sglang",

@@ -28,7 +28,6 @@ ALONE = {
         "weight_sync.bucket_format",
         "weight_sync.element_deltas",
         "weight_sync.ipc",
-        "weight_sync.slices",
         "distributed",
         "utils",
     },

@@ -293,7 +293,7 @@ def broadcast_often(rank: int, cfg: Any, folder: Path, faults: dict[int, str]) -
         servers = stack.enter_context(fleet(folder, model, servers=2, tp=2, precision=precision)) if rank == 0 else None
         actor = actor_of(cfg)
         parts = actor.bindings, actor.arch, actor.groups, servers
-        sync = stack.enter_context(make_weight_sync(cfg.sync, *parts, server_tp=2))
+        sync = stack.enter_context(make_weight_sync(cfg.sync, *parts))
         plain = Recorder() if rank == 0 else None
         whole = replace(cfg, sync=replace(cfg.sync, delta="none", transport="shm"))
         complete = stack.enter_context(sync_of(whole, plain, actor))

@@ -17,7 +17,6 @@ from tests.parallel.test_element_deltas import change
 from tests.parallel.test_weights import actor_of, sync_of
 from tests.server.hybrids import tiny_hybrid
 from tests.server.served import SAMPLING, WORLD_SECONDS, make_prompts, serve
-from tests.server.test_delta import tiny_moe
 from tests.tiny import tiny_qwen3
 from tests.worlds import run_world
 
@@ -26,7 +25,6 @@ HYBRID_NOISE = 1e-5  # nats
 TRANSPORTS = {
     "shm": ShmTransportConfig(),
     "group": GroupTransportConfig(type="group", timeout_seconds=20.0),
-    "slices": GroupTransportConfig(type="group", timeout_seconds=20.0, slices=True),
 }
 
 
@@ -63,7 +61,7 @@ def push_deltas(rank: int, name: str, transport: str, tp: int, make: Callable[[P
         sync = replace(cfg.sync, delta="elements", transport=TRANSPORTS[transport], bucket_mib=1, verify_every=3)
         cfg = replace(cfg, sync=sync)
         actor = actor_of(cfg)
-        with make_weight_sync(sync, actor.bindings, actor.arch, actor.groups, served.engine, server_tp=tp) as deltas:
+        with make_weight_sync(sync, actor.bindings, actor.arch, actor.groups, served.engine) as deltas:
             deltas.push(0)
             before, pushed = state(), []
             for version in range(1, 7):
@@ -88,9 +86,6 @@ def push_deltas(rank: int, name: str, transport: str, tp: int, make: Callable[[P
         pytest.param("vllm", "shm", 1, tiny_qwen3, marks=pytest.mark.full),
         pytest.param("sglang", "group", 1, tiny_qwen3, marks=pytest.mark.full),
         ("torch", "group", 1, tiny_qwen3),
-        pytest.param("vllm", "slices", 2, tiny_qwen3, marks=pytest.mark.full),
-        pytest.param("sglang", "slices", 2, tiny_qwen3, marks=pytest.mark.full),
-        pytest.param("vllm", "slices", 2, tiny_moe, marks=pytest.mark.full),
         pytest.param("vllm", "group", 1, tiny_hybrid, marks=pytest.mark.full),
     ],
 )

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.server
 NOISE = 5e-5  # nats, as in test_hybrid.py
 GROUP = GroupTransportConfig(type="group", timeout_seconds=20.0)
 TRANSPORTS: dict[str, Any] = {
-    "shm": ShmTransportConfig(), "ipc": IpcTransportConfig(type="ipc"), "group": GROUP, "slices": replace(GROUP, slices=True)
+    "shm": ShmTransportConfig(), "ipc": IpcTransportConfig(type="ipc"), "group": GROUP
 }  # fmt: skip
 LAYER = "decoder.layers.1."  # has the gated delta rule
 
@@ -43,7 +43,7 @@ def push(
         sync = replace(cfg.sync, delta=delta, transport=TRANSPORTS[transport], bucket_mib=1, verify_every=1)
         actor = actor_of(replace(cfg, sync=sync))
         sent = []
-        with make_weight_sync(sync, actor.bindings, actor.arch, actor.groups, served.engine, server_tp=tp) as pushes:
+        with make_weight_sync(sync, actor.bindings, actor.arch, actor.groups, served.engine) as pushes:
             for version in range(3):
                 if version == 1:
                     change(actor, version, share=0.5)
@@ -66,7 +66,6 @@ def push(
         pytest.param("shm", "layers", 1, tiny_hybrid, marks=pytest.mark.full),
         pytest.param("shm", "elements", 1, tiny_hybrid, marks=pytest.mark.full),
         pytest.param("group", "none", 2, tiny_hybrid, marks=pytest.mark.full),
-        pytest.param("slices", "layers", 2, tiny_hybrid, marks=pytest.mark.full),
         pytest.param("shm", "layers", 1, hybrid_with_vision, marks=pytest.mark.full),
     ],
 )

@@ -16,9 +16,7 @@ class Membership:
     """Membership of one process in the groups of a spec, one group for each sender. A thread forms the groups.
 
     Attributes:
-        sliced: Whether each rank of the server is sent its part of the tensors alone.
-        lane: With slices the part of each tensor that this process takes; without, 0.
-        groups: By index of the sender, the group of each that has something for this process; complete once `joined` is set.
+        groups: The group of each sender, by its index; complete once `joined` is set.
         joined: Set while this process is in all groups.
     """
 
@@ -27,8 +25,6 @@ class Membership:
         self.joined = threading.Event()
         self._left, self._closing = threading.Event(), threading.Lock()
         self._spec, self._rank, self._device = spec, spec.first + local_rank, device
-        self.sliced = spec.lanes > 1
-        self.lane = local_rank if self.sliced else 0
         self._store: dist.Store | None = None
 
     def start(self) -> None:
@@ -40,10 +36,8 @@ class Membership:
         try:
             self._store = join_store(self._spec)
             signal(self._store, self._spec.joining_key(self._rank))
-            in_group = self._spec.place if self.sliced else self._rank
-            for sender in self._spec.senders_of(self.lane):
-                number = self._spec.group_of(sender, self.lane)
-                group = BroadcastGroup.form(self._spec, number, in_group, self._device, until, self._is_wanted)
+            for sender in range(self._spec.senders):
+                group = BroadcastGroup.form(self._spec, sender, self._rank, self._device, until, self._is_wanted)
                 self.groups[sender] = group
             self.joined.set()
             signal(self._store, self._spec.joined_key(self._rank))

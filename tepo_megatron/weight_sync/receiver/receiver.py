@@ -29,7 +29,6 @@ from tepo_megatron.weight_sync.receiver.weight_files import (
     report_refused,
     tensors,
 )
-from tepo_megatron.weight_sync.slices import TensorSlice, refuse_gaps
 
 logger = logging.getLogger(__name__)
 _CPU = torch.device("cpu")
@@ -48,7 +47,6 @@ class RankReceiver:
         self.in_trainer_memory = False
         self._update: UpdateTracker | None = None
         self._next = 0  # number of the next round
-        self._slices_fit = False  # whether the engine is known to divide tensors as they are sliced
         self._encoded = False  # whether the current update brought encoded tensors
         self.bases = BaseTensors()
         # Versions of the model now, before the current update, and after it. None where an update did not state its version
@@ -122,8 +120,6 @@ class RankReceiver:
         """
         assert self._update is not None, "the update has to begin first"
         buckets = [Bucket.from_json(source) for source in sources if source.startswith("{")]
-        lane = self.membership.lane if self.membership is not None else 0
-        buckets = [bucket for bucket in buckets if bucket.lane == lane]
         self.in_trainer_memory = bool(buckets) and buckets[0].handle is not None
         if not buckets:
             return self._take_files(sources)
@@ -142,7 +138,7 @@ class RankReceiver:
         if not self._report(number):
             return None
         self._note(buckets)
-        return (_whole(*item) for bucket, row in zip(buckets, rows, strict=True) for item in bucket.tensors(row))
+        return (item for bucket, row in zip(buckets, rows, strict=True) for item in bucket.tensors(row))
 
     def _take_files(self, paths: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]] | None:
         """Read one round of files; see `take`."""
@@ -174,16 +170,16 @@ class RankReceiver:
         if not accept():
             return None
         self._check_order(number)
-        self._update.add([_shape(key, tuple(found.tensor.shape)) for key, found in decoded.items()])
+        self._update.add([(name, list(found.tensor.shape)) for name, found in decoded.items()])
         self._next, self._encoded = number + 1, True
         self.bases.keep(decoded)
-        return (_whole(key, found.tensor) for key, found in decoded.items())
+        return ((name, found.tensor) for name, found in decoded.items())
 
     def _note(self, buckets: Sequence[Bucket]) -> None:
         """Note that the tensors of this round were given. Raises ValueError; see `take`."""
         assert self._update is not None
         self._check_order(buckets[0].number)
-        self._update.add([_shape(c.name, c.shape) for bucket in buckets for c in bucket.contents])
+        self._update.add([(c.name, list(c.shape)) for bucket in buckets for c in bucket.contents])
         self._next += 1
 
     def _check_order(self, number: int) -> None:
@@ -207,12 +203,6 @@ class RankReceiver:
         self._version = self._coming
         if not self._encoded and self._update.has_given:
             self.bases.clear()
-
-    def check_slices(self, model: torch.nn.Module) -> None:
-        """Check after the first update in slices that they filled the model. Raises ValueError; see `refuse_gaps`."""
-        if self.membership is not None and self.membership.sliced and not self._slices_fit:
-            refuse_gaps(model)
-            self._slices_fit = True
 
     def _receive(self, buckets: Sequence[Bucket]) -> list[torch.Tensor] | None:
         """Receive the buckets' rows of bytes (uint8), in the order that all ranks of the server follow.
@@ -245,16 +235,6 @@ class RankReceiver:
             self.leave()
             return False
         return True
-
-
-def _shape(key: str, shape: tuple[int, ...]) -> tuple[str, list[int]]:
-    place = TensorSlice.of_key(key)
-    return place.name, place.whole_shape(shape)
-
-
-def _whole(key: str, tensor: torch.Tensor) -> tuple[str, torch.Tensor]:
-    place = TensorSlice.of_key(key)
-    return place.name, place.embedded(tensor)
 
 
 def _encoded(buckets: Sequence[Bucket], rows: Sequence[torch.Tensor]) -> Iterator[tuple[str, torch.Tensor, Encoding]]:

@@ -164,7 +164,6 @@ class TepoWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         for module in self.model.modules():
             if isinstance(module, VocabParallelEmbedding) and hasattr(module, "cpu_linear"):
                 module.quant_method.process_weights_after_loading(module)
-        self._receiver.check_slices(self.model)
 
     def shutdown(self) -> None:
         """Leave all groups."""

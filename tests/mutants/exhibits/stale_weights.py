@@ -287,15 +287,4 @@ EXHIBITS = (
         new="found = checksum(bits_of(whole))\n        if whole is None:",
         tests=("tests/parallel/test_element_deltas.py::test_a_round_that_cannot_be_decoded_is_sent_again_whole[damaged base]",),
     ),
-    Exhibit(
-        name="a_rank_sends_another_lanes_part",
-        source="own: issue 24 (decisions/0039)",
-        kind="stale weights",
-        bug="Where a tensor is gathered for slices, every rank sends the first part of it.",
-        cost="All but the first rank of each server serve rows of another rank's part of the vocabulary.",
-        symbol="iterate_own",
-        old="            yield list(sliced(name, whole, tp.size, dims[name]))[tp.rank]",
-        new="            yield list(sliced(name, whole, tp.size, dims[name]))[0]",
-        tests=("tests/parallel/test_slices.py::test_each_rank_gets_its_part",),
-    ),
 )
