@@ -19,10 +19,11 @@ T = typing.TypeVar("T")
 _ADAPTER: TypeAdapter[Config] = TypeAdapter(Config)
 _CANARIES = "sync.max_logprob_diff compares every token, and sync.verify_every: 1 compares checksums; remove the key"
 _SCHEDULER = "under another scheduler than Slurm start tepo on each machine (docs/launch.md)"
-# removed key -> what to use instead; the last two are sections of a cluster's profile
+# removed key, or key=value -> what to use instead; the last two are sections of a cluster's profile
 REMOVED: Mapping[str, str] = {
     "sync.canaries": _CANARIES,
     "sync.canary_every": _CANARIES,
+    "sync.delta=elements": "set sync.delta: layers",
     "sync.transport.slices": "every rank of a server receives whole tensors; remove the key",
     "kuberay": _SCHEDULER,
     "skypilot": _SCHEDULER,
@@ -195,9 +196,11 @@ def _explain(root: type, error: Any) -> str:
     """Return one validation error as a line that names the key and the fix."""
     loc = tuple(error["loc"])
     key = ".".join(str(part) for part in loc if not str(part).startswith("<")) or "config"
-    if error["type"] == "unexpected_keyword_argument":
-        if use := REMOVED.get(key):
-            return f"{key} was removed: {use}; see CHANGELOG.md"
+    unknown = error["type"] == "unexpected_keyword_argument"
+    named = key if unknown else f"{key}={error['input']}"
+    if use := REMOVED.get(named):
+        return f"{named} was removed: {use}; see CHANGELOG.md"
+    if unknown:
         return f"{key}: {_unknown_key(root, loc)}"
     if error["type"] in ("missing", "missing_argument", "missing_keyword_only_argument"):
         return f"{key}: this key is required"

@@ -97,11 +97,9 @@ class SyncConfig:
     # MiB of one round of buckets, over all owners together. Shared memory (or the senders' memory) holds two rounds.
     bucket_mib: Positive = 512
     # What a delivery leaves out. layers: parameters whose bytes did not change since the last delivery (decoder layers as a
-    # whole). elements: these, and of the other tensors the elements that did not change; the rest is compressed. elements keeps
-    # the weights in host memory twice: once with the ranks that send them, and once in each process of a server. It pays over a
-    # network and at low learning rates; a tensor that would not shrink to 60 % is sent whole. Servers that lack the last
-    # delivery receive all. The engine stops sampling before the first bucket is written. true means layers, false none.
-    delta: Annotated[Literal["none", "layers", "elements"], BeforeValidator(_delta_mode)] = "none"
+    # whole). Servers that lack the last delivery receive all. The engine stops sampling before the first bucket is written.
+    # true means layers, false none.
+    delta: Annotated[Literal["none", "layers"], BeforeValidator(_delta_mode)] = "none"
     # Number of steps between deliveries that are verified at both ends; 0: never. In a verified delivery the engine checks the
     # CRC-32 of each tensor that arrives, and all servers report checksums of the parameters that they serve: these must be
     # equal on all servers, and must change where the parameter did. vLLM on a CPU reports none for linear layers.
@@ -126,11 +124,6 @@ def check_transport(sync: SyncConfig, rollout: RolloutConfig, parallel: Parallel
     if isinstance(transport, GroupTransportConfig):
         _check_group(transport, rollout, parallel, platform)
     remote = server.remote and not rollout.only and rollout.replay is None
-    if sync.delta == "elements" and isinstance(transport, IpcTransportConfig):
-        raise ValueError(
-            "sync.delta=elements with sync.transport=ipc: servers map the weights where they are, so fewer bytes save nothing "
-            "and encoding them would move them through host memory; set sync.delta=layers, or sync.transport=group or shm"
-        )
     if remote and isinstance(transport, IpcTransportConfig):
         raise ValueError(
             "sync.transport=ipc shares memory of this machine's processes, which servers that others start (rollout.server."

@@ -26,7 +26,7 @@ KEYS = (
     "rollout/response_tokens_mean", "rollout/truncated", "rollout/staleness", "rollout/mixed_versions",
     "rollout/sampled_groups", "rollout/kept_groups", "rollout/stale_groups", "rollout/server_restarts",
     "rollout/samples_raised", "rollout/samples_timed_out", "rollout/samples_over_limit", "rollout/sequences_per_sample",
-    "sync/bytes_sent", "sync/bytes_full", "sync/refused_rounds",
+    "sync/bytes_sent", "sync/bytes_full",
     "packing/computed_tokens", "packing/shared_share", "packing/padding_share", "packing/balance", "packing/bubble_share",
     "packing/microbatches",
     *(f"grading/{status}" for status in STATUSES),

@@ -227,9 +227,6 @@ def host_bytes(cfg: Config, model: PlannedModel, response: int | None = None) ->
         for pp_rank, dp_cp_rank in of_ranks:
             if pp_rank == cfg.parallel.pp - 1:
                 of_ranks[pp_rank, dp_cp_rank][teacher.ON_HOST] = size
-    if cfg.sync.delta == "elements":
-        for (pp_rank, dp_cp_rank), rank_parts in of_ranks.items():
-            rank_parts["weights as they were sent last"] = _sent_bytes(model, cfg.parallel, pp_rank, dp_cp_rank)
     machines: list[dict[str, float]] = []
     for first in range(0, len(ranks), GPUS_PER_NODE):
         machine: dict[str, float] = defaultdict(float)
@@ -243,13 +240,6 @@ def host_bytes(cfg: Config, model: PlannedModel, response: int | None = None) ->
         rounds = 3 if cfg.platform == "cuda" else 2
         parts["weights on their way to the engine"] = rounds * cfg.sync.bucket_mib * MIB
     return parts
-
-
-def _sent_bytes(model: PlannedModel, parallel: ParallelConfig, pp_rank: int, dp_cp_rank: int) -> float:
-    """Return a rank's share of what its tensor-parallel group keeps of the weights that it sends (`sync.delta=elements`)."""
-    found = parameters.rank_parameters(model.family.rows, model.arch, parallel, pp_rank)
-    sent = [p for p in found if dp_cp_rank == 0 or (p.expert and dp_cp_rank < parallel.ep)]
-    return sum(p.elements for p in sent) * model.element
 
 
 def _host_bytes_of(

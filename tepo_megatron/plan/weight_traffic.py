@@ -1,7 +1,6 @@
 """Count the bytes that a delivery of all weights moves, and the fewest that could do: what each server rank holds.
 
-Counts are exact but for the padding of the vocabulary, in the engine and in Megatron. Deltas (`sync.delta`) are not counted:
-how much they save depends on the updates (`benchmarks/results/weight_deltas.md`).
+Counts are exact but for the padding of the vocabulary, in the engine and in Megatron. Deltas (`sync.delta`) are not counted.
 """
 
 import math
@@ -83,5 +82,3 @@ def traffic_lines(traffic: WeightTraffic, sync: SyncConfig) -> Iterator[str]:
         (f"{how} ({kind})", traffic.whole, traffic.held),
     ):
         yield f"  {name}".ljust(52) + f"{size / GIB:10.2f}, at best {best / GIB:.2f}"
-    if sync.delta == "elements":
-        yield "  kept in host memory by each process of a server".ljust(52) + f"{traffic.whole / GIB:10.2f}"

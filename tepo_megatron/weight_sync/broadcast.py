@@ -11,7 +11,7 @@ update.
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -27,7 +27,6 @@ from tepo_megatron.observability.hang_watchdog import JOINING, progress
 from tepo_megatron.weight_sync.broadcast_group import SENDER, BroadcastGroup, BrokenGroup, GroupSpec, join_store, signal
 from tepo_megatron.weight_sync.bucket_format import Bucket, Source, pack
 from tepo_megatron.weight_sync.buckets import BucketPlan
-from tepo_megatron.weight_sync.element_deltas import Encoding
 from tepo_megatron.weight_sync.rendezvous import OwnedStore, own_address
 from tepo_megatron.weight_sync.transport import Pending, Recipient, StagedBucket, WeightReceiver
 
@@ -57,7 +56,6 @@ class _Report(NamedTuple):
 
     broken: bool = False  # whether the groups have to be left
     arrived: bool = True  # of rank 0: whether all recipients have the round
-    refused: bool = False  # of rank 0: whether all recipients got the round, and some cannot decode it
 
 
 class GroupTransport:
@@ -89,16 +87,9 @@ class GroupTransport:
         self._ranks: dict[Recipient, range] = {}  # ranks of each server of the last group spec, the same in every group
         self._absent: list[str] = []  # names of the servers that missed the last group forming or round
 
-    def stage(
-        self,
-        version: int,
-        number: int,
-        tensors: Iterable[tuple[str, Tensor]],
-        checked: bool,
-        encodings: Mapping[str, Encoding] | None = None,
-    ) -> StagedBucket | None:
+    def stage(self, version: int, number: int, tensors: Iterable[tuple[str, Tensor]], checked: bool) -> StagedBucket | None:
         """Pack the bucket into one of two buffers that are used in turn. See `WeightTransport.stage`."""
-        contents = pack(tensors, self._row(number), checked, encodings)
+        contents = pack(tensors, self._row(number), checked)
         if self._sender is None or not contents:
             return None
         bucket = Bucket(number, self._sender, contents)
@@ -135,7 +126,7 @@ class GroupTransport:
         """Wait until the round is no longer in flight. See `WeightTransport.wait`."""
         if (it := self._flight) is None:
             return _Report()
-        broken = arrived = refused = False
+        broken = arrived = False
         try:
             if self._channel is not None:
                 self._channel.wait()
@@ -147,47 +138,37 @@ class GroupTransport:
             recipients = self.receiver.recipients
             arrived = not recipients
             if recipients and it.sent:
-                arrived, refused = self._reported(it.number, recipients)
+                arrived = self._reported(it.number, recipients)
             if set(recipients) != set(self._ranks):
                 broken, it.attempts = True, 0
-            elif not arrived and not refused and it.attempts >= ATTEMPTS:
+            elif not arrived and it.attempts >= ATTEMPTS:
                 raise SyncError(self._timeout_message(it))
-        return _Report(broken, arrived, refused)
+        return _Report(broken, arrived)
 
-    def complete(self, reports: Sequence[_Report]) -> bool:
+    def complete(self, reports: Sequence[_Report]) -> None:
         """Send the round again while a live server lacks it. Broken groups are left. See `WeightTransport.complete`."""
-        refused = False
         while self._flight is not None:
-            arrived, refused = reports[0].arrived, reports[0].refused
-            if not (arrived or refused) or any(report.broken for report in reports):
+            arrived = reports[0].arrived
+            if not arrived or any(report.broken for report in reports):
                 self._leave()
-            if arrived or refused:
+            if arrived:
                 break
             self._send(self._flight)
             with self._plan.raise_on_all_ranks() as replies:
                 replies.mine = self.wait()
             reports = replies.all
         self._flight = None
-        return refused
 
-    def _reported(self, number: int, recipients: Sequence[Recipient]) -> tuple[bool, bool]:
-        """Return whether all ranks of these servers have a round; and if not, whether the others have it and cannot decode it.
-
-        Args:
-            number: Number of the round.
-            recipients: The servers.
-        """
+    def _reported(self, number: int, recipients: Sequence[Recipient]) -> bool:
+        """Return whether all ranks of these servers have a round."""
         assert self._spec is not None
-        refusing: list[str] = []
         silent: list[str] = []
         for recipient in recipients:
             for rank in self._ranks[recipient]:
-                if self._take_keys([self._spec.arrived_key(number, rank)]):
-                    continue
-                refused = self._take_keys([self._spec.refused_key(number, rank)])
-                (refusing if refused else silent).append(recipient.name)
+                if not self._take_keys([self._spec.arrived_key(number, rank)]):
+                    silent.append(recipient.name)
         self._absent = list(dict.fromkeys(silent))
-        return not (refusing or silent), bool(refusing) and not silent
+        return not silent
 
     def _take_keys(self, keys: Sequence[str]) -> bool:
         """Return whether all of these keys are in the store, and remove those that are."""

@@ -58,10 +58,6 @@ class GroupSpec:
         """Return the key that a server's rank puts into the store once it is in all groups."""
         return f"{self.name}/joined/{rank}"
 
-    def refused_key(self, number: int, rank: int) -> str:
-        """Return the key that a server's rank puts into the store if it cannot decode a round."""
-        return f"{self.name}/refused/{number}/{rank}"
-
     def arrived_key(self, number: int, rank: int) -> str:
         """Return the key that a server's rank puts into the store once it has received a round."""
         return f"{self.name}/arrived/{number}/{rank}"

@@ -3,19 +3,14 @@
 import json
 import math
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from tepo_megatron.weight_sync.element_deltas import Encoding
 from tepo_megatron.weight_sync.ipc import BufferHandle
-
-ENCODED = "encoded"  # key in the header of a file whose tensors are encoded: the round's number, and the encodings
-REFUSED = "refused-"  # begin of the name of the file by which a server's process refuses a round of encoded files
 
 
 @dataclass(frozen=True)
@@ -26,7 +21,6 @@ class TensorEntry:
     shape: tuple[int, ...]
     dtype: str  # name in `torch`
     crc32: int | None = None  # of the tensor's bytes; None: it need not be checked
-    encoding: Encoding | None = None  # with `sync.delta=elements`; shape and dtype are those of what is sent
 
     @property
     def nbytes(self) -> int:
@@ -55,14 +49,8 @@ class Bucket:
 
     @property
     def checksums(self) -> dict[str, int]:
-        """The CRC-32 of each tensor that has one, by name; of an encoded tensor that of the decoded one."""
-        found = {c.name: c.crc32 if c.encoding is None else c.encoding.crc32 for c in self.contents}
-        return {name: checksum for name, checksum in found.items() if checksum is not None}
-
-    @property
-    def encodings(self) -> dict[str, Encoding]:
-        """The encoding of each tensor that has one, by name."""
-        return {c.name: c.encoding for c in self.contents if c.encoding is not None}
+        """The CRC-32 of each tensor that has one, by name."""
+        return {c.name: c.crc32 for c in self.contents if c.crc32 is not None}
 
     def to_json(self) -> str:
         """Return JSON for `from_json`; no path of a file looks like it."""
@@ -72,7 +60,7 @@ class Bucket:
     def from_json(cls, text: str) -> "Bucket":
         """Return the bucket that `to_json` wrote."""
         read = json.loads(text)
-        contents = tuple(_entry(content) for content in read["contents"])
+        contents = tuple(TensorEntry(**content | {"shape": tuple(content["shape"])}) for content in read["contents"])
         handle = None if read["handle"] is None else BufferHandle(**read["handle"])
         return cls(read["number"], read["sender"], contents, handle)
 
@@ -84,41 +72,17 @@ class Bucket:
             yield content.name, tensor
 
 
-def _entry(fields: Mapping[str, Any]) -> TensorEntry:
-    encoding = None if fields["encoding"] is None else Encoding.from_json(fields["encoding"])
-    return TensorEntry(fields["name"], tuple(fields["shape"]), fields["dtype"], fields["crc32"], encoding)
-
-
-def pack(
-    tensors: Iterable[tuple[str, Tensor]], row: Tensor, with_checksums: bool, encodings: Mapping[str, Encoding] | None = None
-) -> tuple[TensorEntry, ...]:
-    """Copy tensors into a buffer in the layout of a `Bucket`; with the widest dtypes first, it has no gaps.
-
-    Args:
-        encodings: Encodings by name, which may be filled in while the tensors are iterated. None: none is encoded.
-    """
-    packer = BucketPacker(row, with_checksums, encodings)
+def pack(tensors: Iterable[tuple[str, Tensor]], row: Tensor, with_checksums: bool) -> tuple[TensorEntry, ...]:
+    """Copy tensors into a buffer in the layout of a `Bucket`; with the widest dtypes first, it has no gaps."""
+    contents: list[TensorEntry] = []
+    end = 0
     for name, tensor in tensors:
-        packer.add(name, tensor)
-    return tuple(packer.contents)
-
-
-class BucketPacker:
-    """Copies tensors into a buffer, one after the other; see `pack`."""
-
-    def __init__(self, row: Tensor, with_checksums: bool, encodings: Mapping[str, Encoding] | None = None) -> None:
-        """Begin at the start of the buffer."""
-        self.contents: list[TensorEntry] = []
-        self._row, self._with_checksums, self._encodings, self._end = row, with_checksums, encodings, 0
-
-    def add(self, name: str, tensor: Tensor) -> None:
-        """Copy one tensor."""
-        start = _aligned(self._end, tensor.dtype)
-        self._end = start + tensor.nbytes
-        self._row[start : self._end].view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
-        encoding = self._encodings.get(name) if self._encodings else None
-        checksum = crc32(tensor) if self._with_checksums and encoding is None else None
-        self.contents.append(TensorEntry(name, tuple(tensor.shape), dtype_name(tensor), checksum, encoding))
+        start = _aligned(end, tensor.dtype)
+        end = start + tensor.nbytes
+        row[start:end].view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
+        checksum = crc32(tensor) if with_checksums else None
+        contents.append(TensorEntry(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), checksum))
+    return tuple(contents)
 
 
 def _places(contents: Sequence[TensorEntry]) -> list[int]:
@@ -135,11 +99,6 @@ def _aligned(end: int, dtype: torch.dtype) -> int:
 
 
 Source = Path | Bucket  # a safetensors file that both sides see, or a bucket that a trainer rank broadcasts or shares
-
-
-def dtype_name(tensor: Tensor) -> str:
-    """Return the name in `torch` of a tensor's dtype."""
-    return str(tensor.dtype).removeprefix("torch.")
 
 
 def crc32(tensor: Tensor) -> int:

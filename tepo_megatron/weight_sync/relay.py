@@ -9,7 +9,7 @@ once.
 
 import os
 import socket
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,7 +24,6 @@ from tepo_megatron.utils import scratch
 from tepo_megatron.weight_sync import stores
 from tepo_megatron.weight_sync.bucket_format import Bucket, Source, pack
 from tepo_megatron.weight_sync.buckets import BucketPlan
-from tepo_megatron.weight_sync.element_deltas import Encoding
 from tepo_megatron.weight_sync.transport import StagedBucket, WeightReceiver
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")  # unique to a running kernel
@@ -90,14 +89,7 @@ class RelayTransport(stores.StoredTransport):
         made._routes = _routes(plan.senders, made.machines)
         return made
 
-    def stage(
-        self,
-        version: int,
-        number: int,
-        tensors: Iterable[tuple[str, Tensor]],
-        checked: bool,
-        encodings: Mapping[str, Encoding] | None = None,
-    ) -> StagedBucket | None:
+    def stage(self, version: int, number: int, tensors: Iterable[tuple[str, Tensor]], checked: bool) -> StagedBucket | None:
         """Write the buckets of all senders on every machine. See `WeightTransport.stage`.
 
         An error on one rank before anything is sent is raised on all ranks.
@@ -111,7 +103,7 @@ class RelayTransport(stores.StoredTransport):
         name = self.file_name(version, number, self._owner)
         mine: Bucket | None = None
         with self._plan.raise_on_all_ranks() as replies:
-            if contents := pack(tensors, own, checked, encodings):
+            if contents := pack(tensors, own, checked):
                 mine = Bucket(number, self._plan.senders.index(self._rank), contents)
                 replies.mine = name, mine
         fault: TepoError | None = None  # raised after all buckets are sent: other ranks broadcast with this one
@@ -136,8 +128,7 @@ class RelayTransport(stores.StoredTransport):
         self._written.append((bucket.number, self.folder / name))
         try:
             there = {name: stores.on_host(tensor) for name, tensor in bucket.tensors(row)}
-            encoded = stores.encoded_header(bucket.number, bucket.encodings)
-            stores.write_file(there, self.folder / name, {} if encoded else bucket.checksums, encoded=encoded)
+            stores.write_file(there, self.folder / name, bucket.checksums)
         except ValueError as e:
             raise SyncError(f"on {socket.gethostname()}: {e}") from None
         except CheckpointError as e:
@@ -166,9 +157,6 @@ class RelayTransport(stores.StoredTransport):
             assert isinstance(source, Path)
             (self.folder / source.name).unlink(missing_ok=True)
 
-    def _is_refused(self) -> bool:
-        return self._owned is not None and stores.take_refusals(self.folder)
-
     def finish(self) -> None:
         """Delete this rank's files and free its buffers."""
         self.abort()
@@ -176,7 +164,6 @@ class RelayTransport(stores.StoredTransport):
     def abort(self) -> None:
         """Delete this rank's files and free its buffers."""
         self._loading = None
-        self._named.clear()
         self._remove()
         self._rows = {}
 

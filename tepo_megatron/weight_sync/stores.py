@@ -9,7 +9,6 @@ import json
 import shutil
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -24,9 +23,8 @@ from tepo_megatron.errors import CheckpointError, ConfigError
 from tepo_megatron.platform.host_memory import HostArena
 from tepo_megatron.utils import scratch
 from tepo_megatron.utils.atomic import replacing
-from tepo_megatron.weight_sync.bucket_format import ENCODED, REFUSED, Bucket, Source, crc32, pack
+from tepo_megatron.weight_sync.bucket_format import Bucket, Source, crc32, pack
 from tepo_megatron.weight_sync.buckets import BucketPlan
-from tepo_megatron.weight_sync.element_deltas import Encoding
 from tepo_megatron.weight_sync.ipc import IpcBuffer, export_buffer
 from tepo_megatron.weight_sync.transport import Pending, StagedBucket, WeightReceiver
 
@@ -37,21 +35,16 @@ PURPOSE = "sync"  # in the names of the folders, see `scratch.claim`
 class StoredTransport:
     """The common part of the transports whose rounds the engine reads by itself: rank 0 gives it their locations.
 
-    Each round replaces the one before the last. `start` and `wait` make no collective call. `complete` makes one all-gather
-    over the host group if tensors are encoded.
+    Each round replaces the one before the last. `start`, `wait` and `complete` make no collective call.
     """
 
     def __init__(self, cfg: SyncConfig, plan: BucketPlan, receiver: WeightReceiver | None) -> None:
         self._plan, self._receiver = plan, receiver
-        self._encodes = cfg.delta == "elements"
-        self._started = False  # whether a round is in flight
-        self._named: collections.Counter[str] = collections.Counter()  # names of files that this update has given
         self._loading: Pending | None = None
         self._sources: Sequence[Source] = ()
 
     def start(self, sources: Sequence[Source]) -> None:
         """Have the engine load the round. See `WeightTransport.start`."""
-        self._started = True
         if self._receiver is not None:
             self._loading, self._sources = self._receiver.load(sources), sources
 
@@ -62,31 +55,18 @@ class StoredTransport:
             loading.result()
             self._release(self._sources)
 
-    def complete(self, reports: Sequence[None]) -> bool:
-        """Return whether a server's process refused the round. See `WeightTransport.complete`.
-
-        The engine has loaded the round, or refused it, once rank 0 has waited.
-        """
-        started, self._started = self._started, False
-        return started and self._encodes and any(self._plan.from_all(self._is_refused()))
+    def complete(self, reports: Sequence[None]) -> None:
+        """Do nothing: the engine has loaded the round once rank 0 has waited. See `WeightTransport.complete`."""
 
     def finish(self) -> None:
-        """Forget the names of files: all sources are released. See `WeightTransport.finish`."""
-        self._named.clear()
+        """Do nothing: all sources are released. See `WeightTransport.finish`."""
 
     def file_name(self, version: int, number: int, owner: str) -> str:
-        """Return a name for a round's file; a round that is staged again gets another one, as file systems cache old files."""
-        name = f"v{version}-{number:05d}-{owner}"
-        self._named[name] += 1
-        again = self._named[name] - 1
-        return f"{name}{f'-again{again}' if again else ''}.safetensors"
+        """Return the name of a round's file."""
+        return f"v{version}-{number:05d}-{owner}.safetensors"
 
     def _release(self, sources: Sequence[Source]) -> None:
         """Release sources that the engine has read. Called on rank 0 only."""
-
-    def _is_refused(self) -> bool:
-        """Return whether servers have refused the round in the folder that this rank made, and forget that they have."""
-        return False
 
 
 class FileTransport(StoredTransport):
@@ -112,30 +92,18 @@ class FileTransport(StoredTransport):
         made.folder = broadcast_object(made.folder, groups.host)
         return made
 
-    def stage(
-        self,
-        version: int,
-        number: int,
-        tensors: Iterable[tuple[str, Tensor]],
-        checked: bool,
-        encodings: Mapping[str, Encoding] | None = None,
-    ) -> StagedBucket | None:
+    def stage(self, version: int, number: int, tensors: Iterable[tuple[str, Tensor]], checked: bool) -> StagedBucket | None:
         """Write the bucket to a file. See `WeightTransport.stage`."""
-        if self._staging is None or encodings is not None:  # what is encoded is on the host
+        if self._staging is None:
             there = {name: on_host(t) for name, t in tensors}
         else:
             there = self._staging.copy(tensors)
         if not there:
             return None
         path = self.folder / self.file_name(version, number, self._owner)
-        checksums = {name: crc32(t) for name, t in there.items()} if checked and not encodings else {}
-        write_file(there, path, checksums, for_others=self._for_others, encoded=encoded_header(number, encodings))
-        if encodings:
-            checksums = {name: encodings[name].crc32 for name in there}
+        checksums = {name: crc32(t) for name, t in there.items()} if checked else {}
+        write_file(there, path, checksums, for_others=self._for_others)
         return StagedBucket(path, checksums, sum(t.nbytes for t in there.values()))
-
-    def _is_refused(self) -> bool:
-        return self._owned is not None and take_refusals(self.folder)
 
     def _release(self, sources: Sequence[Source]) -> None:
         """Delete files that the engine has read, so that two rounds lie in the folder at most."""
@@ -146,7 +114,6 @@ class FileTransport(StoredTransport):
     def abort(self) -> None:
         """Delete the files that are left; only the rank that made the folder does."""
         self._loading = None
-        self._named.clear()
         if self._owned is not None:
             for file in self.folder.iterdir():
                 file.unlink()
@@ -169,16 +136,8 @@ class IpcTransport(StoredTransport):
         self._sender = plan.senders.index(groups.rank) if groups.rank in plan.senders else -1
         self._buffers: dict[int, IpcBuffer] = {}
 
-    def stage(
-        self,
-        version: int,
-        number: int,
-        tensors: Iterable[tuple[str, Tensor]],
-        checked: bool,
-        encodings: Mapping[str, Encoding] | None = None,
-    ) -> StagedBucket | None:
-        """Copy the bucket into one of the two buffers. The config allows no encodings. See `WeightTransport.stage`."""
-        assert encodings is None
+    def stage(self, version: int, number: int, tensors: Iterable[tuple[str, Tensor]], checked: bool) -> StagedBucket | None:
+        """Copy the bucket into one of the two buffers. See `WeightTransport.stage`."""
         if not self._nbytes:  # this rank does not send, but its tensor-parallel group gathers together with it
             collections.deque(tensors, maxlen=0)
             return None
@@ -247,24 +206,7 @@ def on_host(tensor: Tensor) -> Tensor:
     return tensor.detach().to("cpu").contiguous()
 
 
-def take_refusals(folder: Path) -> bool:
-    """Remove the files by which servers refuse a round; return whether there were any."""
-    refusals = list(folder.glob(f"{REFUSED}*"))
-    for refusal in refusals:
-        refusal.unlink()
-    return bool(refusals)
-
-
-def encoded_header(number: int, encodings: Mapping[str, Encoding] | None) -> str:
-    """Return what the header of a file says of its encoded tensors; "" if none is encoded."""
-    if not encodings:
-        return ""
-    return json.dumps({"number": number, "tensors": {name: asdict(encoding) for name, encoding in encodings.items()}})
-
-
-def write_file(
-    tensors: dict[str, Tensor], path: Path, checksums: Mapping[str, int], for_others: bool = False, encoded: str = ""
-) -> None:
+def write_file(tensors: dict[str, Tensor], path: Path, checksums: Mapping[str, int], for_others: bool = False) -> None:
     """Write tensors to a safetensors file, which `weight_sync/receiver/weight_files.py` reads.
 
     Args:
@@ -275,8 +217,6 @@ def write_file(
     header = {"format": "pt"}
     if checksums:
         header["crc32"] = json.dumps(checksums)
-    if encoded:
-        header[ENCODED] = encoded
     try:
         if for_others:
             with replacing(path) as unfinished:

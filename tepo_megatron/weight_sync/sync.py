@@ -13,53 +13,41 @@ The request that names the sources of a round goes through inference/servers/fle
 
 All transports implement `WeightTransport` (`transport.py`). While the engine loads a round, the next one is staged. So two
 rounds are held at most, each of `sync.bucket_mib` (or, if that is larger, of one parameter from each sender). With `sync.delta`
-parameters that did not change since the last push are left out. With `sync.delta=elements` the others are sent as element
-deltas (`delta_encoder.py`); a round that a server cannot decode is sent again whole.
+parameters that did not change since the last push are left out.
 """
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Self
-
-from torch import Tensor
+from typing import Self
 
 from tepo_megatron.config import SyncConfig
 from tepo_megatron.distributed.parallel import ParallelDims
-from tepo_megatron.errors import ConfigError, SyncError, TepoError
+from tepo_megatron.errors import ConfigError, TepoError
 from tepo_megatron.observability.tracer import tracer
 from tepo_megatron.weight_sync.broadcast import GroupTransport
 from tepo_megatron.weight_sync.buckets import BucketPlan, Delta, is_check_due
-from tepo_megatron.weight_sync.delta_encoder import DeltaEncoder
-from tepo_megatron.weight_sync.element_deltas import Encoding
 from tepo_megatron.weight_sync.relay import RelayTransport
 from tepo_megatron.weight_sync.stores import FileTransport, IpcTransport
 from tepo_megatron.weight_sync.transport import StagedBucket, WeightReceiver, WeightTransport
 from tepo_megatron.weights.gather import Binding
 from tepo_megatron.weights.ops import Architecture
 
-RESENT_WHOLE = 3  # times that a round is sent whole before a server that refuses it ends the push
-
 
 @dataclass(frozen=True)
 class PushedBytes:
-    """The bytes of one push, from all ranks together; each byte counts once, whatever the number of servers.
-
-    Attributes:
-        refused: Rounds that a server could not decode, and that were sent again whole.
-    """
+    """The bytes of one push, from all ranks together; each byte counts once, whatever the number of servers."""
 
     sent: int = 0
     full: int = 0
-    refused: int = 0
 
 
 class WeightSync:
     """Pushes the weights to the engine. Make one with `make_weight_sync`.
 
     Collectives: in a push, one gather over tp for each split parameter that is sent; over the host group one all-gather for
-    each round and two at the end, with `sync.delta` four more, and two more if the delivery is checked; two more for each round
-    that is sent again whole; those of the transport.
+    each round and two at the end, with `sync.delta` four more, and two more if the delivery is checked; those of
+    the transport.
 
     Attributes:
         transport: The transport that sends the rounds.
@@ -71,8 +59,6 @@ class WeightSync:
         self.transport, self.rounds = transport, plan.count
         self._plan, self._receiver, self._verify_every = plan, receiver, cfg.verify_every
         self._delta = Delta(plan) if cfg.delta != "none" else None
-        self._encoder = DeltaEncoder() if cfg.delta == "elements" else None
-        self._flight: dict[str, Encoding] = {}  # how the tensors of this rank's bucket in flight are encoded
         self.pushed = PushedBytes()
         self._sent: dict[str, int] = {}  # CRC-32 of each tensor that this rank sent, as of its last check
         self._delivered: int | None = None  # version of the last delivery
@@ -109,75 +95,35 @@ class WeightSync:
     def _send(self, version: int, checked: bool) -> bool:
         """Send all rounds: stage each while the one before is loaded. Return whether all weights were sent whole."""
         only = self._begin(version) if self._delta is not None else None
-        self.pushed = replace(self.pushed, sent=0, refused=0)
+        self.pushed = replace(self.pushed, sent=0)
         number = 0  # of the next round, counting only those in which any rank has something to send
         for i in range(self.rounds):
             with self._plan.raise_on_all_ranks() as replies:
-                encodings: dict[str, Encoding] = {}
-                replies.mine = self._stage(version, i, number, only, checked, encodings), self.transport.wait()
+                replies.mine = self._stage(version, i, number, only, checked), self.transport.wait()
                 if i == 0 and self._delta is None and self._receiver is not None:
                     self._receiver.begin_update(version)
-            self._complete([report for _, report in replies.all], version, number - 1)
+            self.transport.complete([report for _, report in replies.all])
             if sources := [staged.source for staged, _ in replies.all if staged is not None]:
                 self.transport.start(sources)
-                self._flight = encodings
                 number += 1
         with self._plan.raise_on_all_ranks() as replies:
             replies.mine = self.transport.wait()
-        self._complete(replies.all, version, number - 1)
+        self.transport.complete(replies.all)
         return only is None
 
-    def _stage(
-        self, version: int, i: int, number: int, only: Sequence[Binding] | None, checked: bool, encodings: dict[str, Encoding]
-    ) -> StagedBucket | None:
+    def _stage(self, version: int, i: int, number: int, only: Sequence[Binding] | None, checked: bool) -> StagedBucket | None:
         """Stage this rank's bucket of round `i`, which is sent as round `number`. See `WeightTransport.stage`."""
-        tensors = self._plan.tensors(i, only)
-        if self._encoder is not None:
-            tensors = self._encoder.encode(tensors, against_base=only is not None, encodings=encodings)
         try:
-            return self._staged(version, number, tensors, checked, encodings)
+            with tracer.span("stage weights", round=number):
+                staged = self.transport.stage(version, number, self._plan.tensors(i, only), checked)
         except TepoError:
             self.transport.wait()  # the push is aborted, and the round before is not to be in flight then
             raise
 
-    def _staged(
-        self,
-        version: int,
-        number: int,
-        tensors: Iterator[tuple[str, Tensor]],
-        checked: bool,
-        encodings: dict[str, Encoding],
-    ) -> StagedBucket | None:
-        with tracer.span("stage weights", round=number):
-            staged = self.transport.stage(version, number, tensors, checked, None if self._encoder is None else encodings)
         if staged is not None:
             self._sent |= staged.checksums
             self.pushed = replace(self.pushed, sent=self.pushed.sent + staged.nbytes)
         return staged
-
-    def _complete(self, reports: Sequence[Any], version: int, number: int) -> None:
-        """Complete the round in flight. While a server cannot decode it, send it again whole.
-
-        Raises:
-            SyncError: A server refuses the whole tensors, too, on every rank.
-        """
-        attempts = 0
-        while self.transport.complete(reports):
-            assert self._encoder is not None
-            if (attempts := attempts + 1) > RESENT_WHOLE:
-                raise SyncError(
-                    f"round {number} of version {version} was sent whole {RESENT_WHOLE} times, and a server refused it each "
-                    "time (its log says why): its memory or its connection damages what is sent"
-                )
-            self.pushed = replace(self.pushed, refused=self.pushed.refused + 1)
-            encodings: dict[str, Encoding] = {}
-            with self._plan.raise_on_all_ranks() as replies:
-                whole = self._encoder.whole(list(self._flight), encodings)
-                replies.mine = self._staged(version, number, whole, checked=True, encodings=encodings)
-            self.transport.start([staged.source for staged in replies.all if staged is not None])
-            with self._plan.raise_on_all_ranks() as replies:
-                replies.mine = self.transport.wait()
-            reports = replies.all
 
     def _begin(self, version: int) -> list[Binding] | None:
         """Begin a delta update; return the parameters to send of those that leave through this rank, None for all of them."""
@@ -204,14 +150,11 @@ class WeightSync:
         """Return what the last push sent, for the record of a step; nothing without `sync.delta`."""
         if self._delta is None:
             return {}
-        sent = self.pushed
-        return {"sync/bytes_sent": sent.sent, "sync/bytes_full": sent.full, "sync/refused_rounds": sent.refused}
+        return {"sync/bytes_sent": self.pushed.sent, "sync/bytes_full": self.pushed.full}
 
     def close(self) -> None:
         """Close the transport. A second call does nothing."""
         self.transport.close()
-        if self._encoder is not None:
-            self._encoder.close()
 
     def __enter__(self) -> Self:
         return self

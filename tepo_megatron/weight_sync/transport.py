@@ -8,7 +8,6 @@ from torch import Tensor
 
 from tepo_megatron.weight_sync.broadcast_group import GroupSpec
 from tepo_megatron.weight_sync.bucket_format import Source
-from tepo_megatron.weight_sync.element_deltas import Encoding
 
 
 @dataclass(frozen=True)
@@ -62,7 +61,7 @@ class StagedBucket(NamedTuple):
     """One rank's bucket of a round, ready to be loaded."""
 
     source: Source  # what the engine is given
-    checksums: dict[str, int]  # CRC-32 of its tensors by name; empty if the delivery is not checked and none is encoded
+    checksums: dict[str, int]  # CRC-32 of its tensors by name; empty if the delivery is not checked
     nbytes: int = 0  # bytes that are sent of its tensors
 
 
@@ -73,21 +72,11 @@ class WeightTransport(Protocol):
     rounds at most. Rounds in which no rank has anything to send are staged but not started, and not counted.
     """
 
-    def stage(
-        self,
-        version: int,
-        number: int,
-        tensors: Iterable[tuple[str, Tensor]],
-        checked: bool,
-        encodings: Mapping[str, Encoding] | None = None,
-    ) -> StagedBucket | None:
+    def stage(self, version: int, number: int, tensors: Iterable[tuple[str, Tensor]], checked: bool) -> StagedBucket | None:
         """Put this rank's bucket where it can be loaded from; return None if it is empty.
 
         `RelayTransport` makes collective calls here; it iterates the tensors like all others, which gathers them over tp.
 
-        Args:
-            encodings: How the tensors are encoded (`sync.delta=elements`), by name; it is filled in while they are iterated.
-                None: they are not.
         Raises:
             CheckpointError: The bucket cannot be stored.
             ConversionError: A tensor cannot be quantized.
@@ -102,13 +91,8 @@ class WeightTransport(Protocol):
         Returns at once if no round was started. Raises SyncError if the engine refuses the round.
         """
 
-    def complete(self, reports: Sequence[Any]) -> bool:
-        """Return when all recipients that live have the round. Collective: see the class.
-
-        Returns:
-            Whether a recipient cannot decode the round, so that it must be staged and started again whole, under its number;
-            the same on every rank.
-        """
+    def complete(self, reports: Sequence[Any]) -> None:
+        """Return when all recipients that live have the round. Collective: see the class."""
 
     def finish(self) -> None:
         """Release what the update still holds after it has succeeded. Other ranks may already have begun the next update."""

@@ -23,23 +23,23 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "vllm, group": ("vllm", {"sync__transport": "group"}),
     "vllm, ipc": ("vllm", {"sync__transport": "ipc"}),
     "vllm, ipc, colocated": ("vllm", CHECKED | {"sync__transport": "ipc", "rollout__colocate": "true"}),
-    "vllm, group, elements": ("vllm", CHECKED | {"sync__transport": "group", "sync__delta": "elements"}),
-    "vllm, two servers, elements, ahead": (
+    "vllm, group, layers": ("vllm", CHECKED | {"sync__transport": "group", "sync__delta": "layers"}),
+    "vllm, two servers, layers, ahead": (
         "vllm",
-        CHECKED | {"sync__delta": "elements", "rollout__servers": 2, "rollout__max_staleness": 1},
+        CHECKED | {"sync__delta": "layers", "rollout__servers": 2, "rollout__max_staleness": 1},
     ),
     "vllm, group, continue": (
         "vllm",
         CHECKED | {"sync__transport": "group", "rollout__max_staleness": 2, "rollout__on_weight_update": "continue"},
     ),
-    "sglang, group, elements": ("sglang", CHECKED | {"sync__transport": "group", "sync__delta": "elements"}),
+    "sglang, group, layers": ("sglang", CHECKED | {"sync__transport": "group", "sync__delta": "layers"}),
     "sglang, group, streamed by prompt": (
         "sglang",
         CHECKED | {"sync__transport": "group", "training__stream": "prompt", "rollout__filter_uniform_groups": "false"},
     ),
-    "sglang, elements, streamed by arrival": (
+    "sglang, layers, streamed by arrival": (
         "sglang",
-        CHECKED | {"sync__delta": "elements", "training__stream": "arrival"},
+        CHECKED | {"sync__delta": "layers", "training__stream": "arrival"},
     ),
     "sglang, layers, colocated": (
         "sglang",

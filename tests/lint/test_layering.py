@@ -17,7 +17,7 @@ APART = {("actor", "rollout"), ("rollout", "actor")}
 OWNERS = {
     "vllm": {"weight_sync"}, "sglang": {"weight_sync"}, "triton": {"ops"}, "nemo_run": set(), "math_verify": {"grading"},
     "wandb": {"observability"}, "matplotlib": {"report"}, "jinja2": {"report"},
-    "aiohttp": {"utils", "rollout", "report", "weight_sync"}, "pyarrow": {"data", "weight_sync"}, "datasets": {"data"},
+    "aiohttp": {"utils", "rollout", "report", "weight_sync"}, "pyarrow": {"data"}, "datasets": {"data"},
 }  # fmt: skip
 # packages that other programs load, or that know nothing of a run -> what they may import of ours
 ALONE = {
@@ -26,7 +26,6 @@ ALONE = {
         "weight_sync.receiver",
         "weight_sync.broadcast_group",
         "weight_sync.bucket_format",
-        "weight_sync.element_deltas",
         "weight_sync.ipc",
         "distributed",
         "utils",

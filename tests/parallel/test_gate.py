@@ -68,15 +68,14 @@ def test_a_healthy_run_compares_every_token_and_goes_on(model: Path, tmp_path: P
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", full_but(["elements"], [], ["elements", "elements, group, ahead"]))
+@pytest.mark.parametrize("mode", full_but(["delta"], [], ["delta", "delta, ahead"]))
 def test_a_run_records_what_its_deliveries_sent(model: Path, tmp_path: Path, mode: str) -> None:
     trial = harness.Trial(mode, "none", one_server=True, rate=1e-6, precision="bf16")
     verdict = harness.run(trial, model, tmp_path)
     records = w.records(harness.config(trial, model, tmp_path).run_dir)
     assert verdict.stopped is None and len(records) == trial.steps
     full = {record["sync/bytes_full"] for record in records}
-    assert len(full) == 1 and all(record["sync/refused_rounds"] == 0 for record in records)
-    assert all(0 < record["sync/bytes_sent"] < 0.3 * full.copy().pop() for record in records[1:])
+    assert len(full) == 1 and all(0 < record["sync/bytes_sent"] <= record["sync/bytes_full"] for record in records)
 
 
 def sampled(logprobs_N: torch.Tensor, batch: TrainBatch, version: int, servers: int) -> tuple[Rollout, ...]:

@@ -39,7 +39,7 @@ SWITCHES: dict[str, dict[str, Tree]] = {
     },
     "transport": {
         "shm": {}, "group": {"sync": {"transport": "group"}}, "ipc": {"sync": {"transport": "ipc"}},
-        "delta": {"sync": {"delta": "layers"}}, "elements": {"sync": {"delta": "elements"}},
+        "delta": {"sync": {"delta": "layers"}},
     },
     "source": {
         "engine": {}, "replay": {"rollout": {"replay": "rollouts"}}, "only": {"rollout": {"only": True}},

@@ -172,16 +172,6 @@ def test_an_offloaded_optimizer_takes_host_memory_and_time() -> None:
     assert there.optimizer_seconds()[1] > 5 * here.optimizer_seconds()[1]
 
 
-def test_weights_that_are_kept_for_deltas_take_host_memory_once() -> None:
-    """Each tensor-parallel group's senders keep what they send, padded like Megatron's vocabulary, whatever dp."""
-    kept = "weights as they were sent last"
-    for parallel in ({"tp": 2, "dp": 4}, {"pp": 4, "dp": 2}, {"tp": 8}):
-        here = predictor_of(config(parallel=parallel, sync={"delta": "elements"}), PlanRequest())
-        whole = total_parameters(here.model.family.rows, here.model.arch) * here.model.element
-        assert host_bytes(here.cfg, here.model)[kept] == pytest.approx(whole, rel=1e-3)
-    assert kept not in host_bytes(predictor_of(config(), PlanRequest()).cfg, here.model)
-
-
 def test_activations_on_the_host() -> None:
     """Nearly all of them leave the GPU, wait on the host, and take their time on the way."""
     here, there = (predictor_of(config(training={"offload_activations": on}), PlanRequest()) for on in (False, True))

@@ -51,11 +51,10 @@ class Membership:
         assert self._store is not None
         return not self._left.is_set() and not self._store.check([self._spec.cancelled_key()])
 
-    def report(self, number: int, refused: bool = False) -> None:
+    def report(self, number: int) -> None:
         """Report to rank 0 of the trainer, through the store, that a round arrived. Raises BrokenGroup."""
         assert self._store is not None
-        key = self._spec.refused_key if refused else self._spec.arrived_key
-        signal(self._store, key(number, self._rank))
+        signal(self._store, self._spec.arrived_key(number, self._rank))
 
     def leave(self) -> None:
         """Leave the groups, or give up forming them."""

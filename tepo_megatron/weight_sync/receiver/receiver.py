@@ -3,14 +3,11 @@
 The same code runs in the servers of all engines. Weights come in files, in memory that the trainer shares, or by broadcast.
 A broadcast round is received in full before the model is touched. Then each process reports it in the trainer's store, because
 an engine's own answer says nothing about its single ranks, and some engines end on an error. Nothing is kept of a round that
-did not arrive. The trainer sends it again in new groups, and the processes that have it already drop it. With
-`sync.delta=elements` a round is decoded before the model is touched; the trainer sends a round that cannot be decoded again,
-whole.
+did not arrive. The trainer sends it again in new groups, and the processes that have it already drop it.
 """
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -18,15 +15,11 @@ import torch.distributed as dist
 
 from tepo_megatron.weight_sync.broadcast_group import BrokenGroup, GroupSpec, UnchangedTensors
 from tepo_megatron.weight_sync.bucket_format import Bucket
-from tepo_megatron.weight_sync.element_deltas import Encoding, RefusedDelta
 from tepo_megatron.weight_sync.ipc import open_buffer
-from tepo_megatron.weight_sync.receiver.base_tensors import BaseTensors
 from tepo_megatron.weight_sync.receiver.membership import Membership
 from tepo_megatron.weight_sync.receiver.weight_files import (
     UpdateTracker,
     check_files,
-    encoded_tensors,
-    report_refused,
     tensors,
 )
 
@@ -39,7 +32,6 @@ class RankReceiver:
 
     Attributes:
         in_trainer_memory: Whether the last round lies in memory of the trainer, which overwrites it two rounds later.
-        bases: The weights to which element deltas are applied.
         membership: Membership in the groups that were joined last; None while there is none.
     """
 
@@ -47,8 +39,6 @@ class RankReceiver:
         self.in_trainer_memory = False
         self._update: UpdateTracker | None = None
         self._next = 0  # number of the next round
-        self._encoded = False  # whether the current update brought encoded tensors
-        self.bases = BaseTensors()
         # Versions of the model now, before the current update, and after it. None where an update did not state its version
         # (only `keep_unchanged` states it).
         self._version: int | None = None
@@ -60,7 +50,7 @@ class RankReceiver:
     def begin(self, model: str | Path, tied_embeddings: bool, device: torch.device = _CPU) -> None:
         """Begin an update, and forget what an earlier one gave."""
         self._device = device
-        self._update, self._next, self._encoded = UpdateTracker(model, tied_embeddings), 0, False
+        self._update, self._next = UpdateTracker(model, tied_embeddings), 0
         self._before, self._version, self._coming = self._version, None, None
 
     def keep_unchanged(self, unchanged: UnchangedTensors) -> None:
@@ -111,8 +101,8 @@ class RankReceiver:
         Collectives: for a broadcast round, one broadcast per bucket, in the same order on all ranks of the server.
 
         Returns:
-            None if there is nothing to load, because the round did not arrive, was loaded already, or cannot be decoded. The
-            trainer learns which.
+            None if there is nothing to load, because the round did not arrive or was loaded already. The trainer learns
+            which.
 
         Raises:
             ValueError: The tensors are not the model's (see `UpdateTracker.add`), or the round is out of order. The iterator
@@ -122,7 +112,8 @@ class RankReceiver:
         buckets = [Bucket.from_json(source) for source in sources if source.startswith("{")]
         self.in_trainer_memory = bool(buckets) and buckets[0].handle is not None
         if not buckets:
-            return self._take_files(sources)
+            self._update.add(check_files(sources))
+            return tensors(sources)
         if self.in_trainer_memory:
             self._note(buckets)
             return self._borrow(buckets)
@@ -132,48 +123,10 @@ class RankReceiver:
         if number == self._next - 1:
             self._report(number)
             return None
-        if any(bucket.encodings for bucket in buckets):
-            accept, refuse = partial(self._report, number), partial(self._report, number, refused=True)
-            return self._decode(number, _encoded(buckets, rows), accept, refuse)
         if not self._report(number):
             return None
         self._note(buckets)
         return (item for bucket, row in zip(buckets, rows, strict=True) for item in bucket.tensors(row))
-
-    def _take_files(self, paths: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]] | None:
-        """Read one round of files; see `take`."""
-        assert self._update is not None
-        given = check_files(paths)
-        if (encoded := encoded_tensors(paths)) is None:
-            self._update.add(given)
-            return tensors(paths)
-        number, arrived = encoded
-        if number == self._next - 1:
-            return None
-        return self._decode(number, arrived, lambda: True, lambda: report_refused(paths[0], number))
-
-    def _decode(
-        self,
-        number: int,
-        arrived: Iterable[tuple[str, torch.Tensor, Encoding]],
-        accept: Callable[[], bool],
-        refuse: Callable[[], object],
-    ) -> Iterator[tuple[str, torch.Tensor]] | None:
-        """Decode a round before anything of it is loaded, and return an iterator over its tensors; None: it is refused."""
-        assert self._update is not None
-        try:
-            decoded = self.bases.decode(arrived)
-        except RefusedDelta as e:
-            logger.warning("tepo: round %d is refused and must be sent whole: %s", number, e)
-            refuse()
-            return None
-        if not accept():
-            return None
-        self._check_order(number)
-        self._update.add([(name, list(found.tensor.shape)) for name, found in decoded.items()])
-        self._next, self._encoded = number + 1, True
-        self.bases.keep(decoded)
-        return ((name, found.tensor) for name, found in decoded.items())
 
     def _note(self, buckets: Sequence[Bucket]) -> None:
         """Note that the tensors of this round were given. Raises ValueError; see `take`."""
@@ -201,8 +154,6 @@ class RankReceiver:
         assert self._update is not None, "the update has to begin first"
         self._update.finish()
         self._version = self._coming
-        if not self._encoded and self._update.has_given:
-            self.bases.clear()
 
     def _receive(self, buckets: Sequence[Bucket]) -> list[torch.Tensor] | None:
         """Receive the buckets' rows of bytes (uint8), in the order that all ranks of the server follow.
@@ -225,19 +176,13 @@ class RankReceiver:
             return None
         return rows
 
-    def _report(self, number: int, refused: bool = False) -> bool:
+    def _report(self, number: int) -> bool:
         """Report a round to the trainer; return whether the report arrived. Otherwise the groups are left."""
         assert self.membership is not None
         try:
-            self.membership.report(number, refused)
+            self.membership.report(number)
         except BrokenGroup as e:
             logger.warning("tepo: round %d could not be reported: %s", number, e)
             self.leave()
             return False
         return True
-
-
-def _encoded(buckets: Sequence[Bucket], rows: Sequence[torch.Tensor]) -> Iterator[tuple[str, torch.Tensor, Encoding]]:
-    for bucket, row in zip(buckets, rows, strict=True):
-        for name, sent in bucket.tensors(row):
-            yield name, sent, bucket.encodings[name]

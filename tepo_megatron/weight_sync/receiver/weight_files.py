@@ -13,9 +13,6 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
-from tepo_megatron.weight_sync.bucket_format import ENCODED, REFUSED
-from tepo_megatron.weight_sync.element_deltas import Encoding
-
 # The output layer's name in every Hugging Face causal language model; with tied embeddings it may be there or not.
 OUTPUT_LAYER = "lm_head.weight"
 NEVER_SENT = re.compile(r"(mtp|model\.visual|visual)\.")  # tensors next to a text model, which the trainer does not load
@@ -64,11 +61,6 @@ class UpdateTracker:
         })  # fmt: skip
         self._given |= names.keys()
 
-    @property
-    def has_given(self) -> bool:
-        """True if any tensor was given."""
-        return bool(self._given)
-
     def finish(self) -> None:
         """Raise ValueError if a tensor of the model was neither given nor unchanged."""
         _refuse({"missing": self._expected.keys() - self._given - self.unchanged - self._optional})
@@ -111,31 +103,6 @@ def tensors(paths: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
                 if name in checksums and zlib.crc32(tensor.reshape(-1).view(torch.uint8).numpy()) != checksums[name]:
                     raise ValueError(f"{path}: tensor {name} was damaged on its way: its CRC-32 is not that of the sender")
                 yield name, tensor
-
-
-def encoded_tensors(paths: Sequence[str]) -> tuple[int, list[tuple[str, torch.Tensor, Encoding]]] | None:
-    """Return the number of the round and (name, what was sent, its encoding) of each tensor; None: they are not encoded.
-
-    The files are memory-mapped, as in `tensors`.
-    """
-    number, found = -1, []
-    for path in paths:
-        with safe_open(path, framework="pt") as file:
-            if (encoded := (file.metadata() or {}).get(ENCODED)) is None:
-                return None
-            header = json.loads(encoded)
-            number = header["number"]
-            found += [(name, file.get_tensor(name), Encoding.from_json(how)) for name, how in header["tensors"].items()]
-    return number, found
-
-
-def report_refused(source: str, number: int) -> None:
-    """Report to the trainer, by a file next to a round's first file, that this process cannot decode the round.
-
-    Raises:
-        OSError: The file cannot be written.
-    """
-    (Path(source).parent / f"{REFUSED}{number}-{socket.gethostname()}-{os.getpid()}").touch(mode=0o600)
 
 
 def _check_owner(path: Path) -> None:

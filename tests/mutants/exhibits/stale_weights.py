@@ -276,15 +276,4 @@ EXHIBITS = (
         new="contextlib.nullcontext()",
         tests=("tests/parallel/test_streaming.py::test_a_server_that_restarts_during_a_step_gets_the_weights_that_sample_it",),
     ),
-    Exhibit(
-        name="a_damaged_delta_is_served",
-        source="own: issue 24 (sync.delta: elements)",
-        kind="stale weights",
-        bug="A server applies a delta without comparing the result's checksum with the sender's.",
-        cost="One damaged payload leaves wrong weights in every later version, since each delta builds on the last.",
-        symbol="BaseTensors._decode",
-        old="if (found := checksum(bits_of(whole))) != encoding.crc32:",
-        new="found = checksum(bits_of(whole))\n        if whole is None:",
-        tests=("tests/parallel/test_element_deltas.py::test_a_round_that_cannot_be_decoded_is_sent_again_whole[damaged base]",),
-    ),
 )

@@ -64,6 +64,11 @@ def test_overrides_of_both_forms(tmp_path: Path) -> None:
             {"rollout": {"server": {"rendezvous": "/shared"}}},
             r"sync\.transport\.folder is not set, and shared memory does not reach",
         ),
+        ({"sync": {"delta": "elements"}}, r"sync\.delta=elements was removed: set sync\.delta: layers; see CHANGELOG\.md$"),
+        (
+            {"sync": {"transport": {"type": "group", "slices": True}}},
+            r"sync\.transport\.slices was removed: every rank .* remove the key; see CHANGELOG\.md$",
+        ),
         ({"sync": {"canaries": 8}}, r"sync\.canaries was removed: sync\.max_logprob_diff .*; see CHANGELOG\.md$"),
         ({"sync": {"quantize": "fp8"}, "platform": "cpu"}, r"sync\.quantize=fp8 needs platform=cuda"),
         (
