@@ -423,14 +423,14 @@ def test_what_is_under_way_goes_on_under_new_weights(
     new = tiny_qwen3(tmp_path / "new", tied=True, seed=200 + version)
     (tmp_path / "old").mkdir(mode=0o700)  # servers read from no other folder
     old_files, files = save_weights(old, tmp_path / "old", files=1), save_weights(new, tmp_path, files=1)
-    prompts, sampling = make_prompts(20, seed=12), replace(SAMPLING, samples=8, max_tokens=100, stop_token_ids=(), **truncation)
+    prompts, sampling = make_prompts(20, seed=12), replace(SAMPLING, samples=8, max_tokens=240, stop_token_ids=(), **truncation)
     with another_engine(served, max_staleness=1, on_weight_update=in_flight) as engine:
         engine.update_weights(old_files, version)
         engine.generate(prompts, replace(sampling, max_tokens=4), seed=1)  # a server's first requests are slow
         groups = engine.open()
-        groups.add(prompts[:2], replace(sampling, max_tokens=20), seed=0)
+        groups.add(prompts[:2], replace(sampling, max_tokens=8), seed=0)
         groups.add(prompts[2:], sampling, seed=0)
-        made = list(groups.next() or [])  # 20 tokens each: the others are sampled concurrently and have as many
+        made = list(groups.next() or [])  # 8 tokens each: the others are sampled concurrently and have far to go
         started = time.monotonic()
         engine.update_weights(files, version + 1)
         seconds = time.monotonic() - started
