@@ -89,9 +89,9 @@ class AttentionBucket:
 def repeats_keys(device_type: str) -> bool:
     """Return whether to repeat keys and values for all query heads, instead of setting `enable_gqa`.
 
-    On CUDA only fp32 comes here (see `packed_flash_of`). Of PyTorch's CUDA kernels (2.13, `sdp_utils.cpp`) memory-efficient
-    attention takes it, without grouped heads; a call that none takes falls back to one that stores all scores of all heads. The
-    CPU kernel takes all calls.
+    On CUDA only what `packed_flash_of` has no kernel for comes here, such as fp32. Of PyTorch's CUDA kernels (2.13,
+    `sdp_utils.cpp`) memory-efficient attention takes it, without grouped heads; a call that none takes falls back to one that
+    stores all scores of all heads. The CPU kernel takes all calls.
     """
     return device_type == "cuda"
 

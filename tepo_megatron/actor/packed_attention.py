@@ -39,7 +39,7 @@ class PackedLayout:
         device: torch.device,
         starts: Sequence[int] | None = None,
     ) -> "PackedLayout":
-        """Return this rank's calls."""
+        """Return this rank's calls. The lengths are padded, over all CP ranks; `starts` is that of a PackedMicrobatch."""
         cp_size, pieces = cp_group.size(), torch.tensor(zigzag_chunks(cp_group.size(), cp_group.rank()))
         lengths_G = torch.tensor(lengths)
         cu_seqlens = torch.cat((lengths_G.new_zeros(1), lengths_G.cumsum(0)))

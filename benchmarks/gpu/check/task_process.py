@@ -85,7 +85,7 @@ class TaskProcess:
         log = self._log.read_text(errors="replace")
         tail = "\n".join(log.splitlines()[-SHOWN_LINES[outcome] :])
         print(tail, file=sys.stderr, flush=True)
-        more["log"] = tail[-KEPT_CHARACTERS[outcome] :]
+        more["log"] = without_folders(tail)[-KEPT_CHARACTERS[outcome] :]
         if status == 0:
             return TaskResult(self._task, outcome, reported, "", more)
         if status is None:
@@ -125,6 +125,12 @@ class TaskProcess:
             return None
         finally:
             self.end()
+
+
+def without_folders(log: str) -> str:
+    """Return a log without this machine's folders: paths begin at the checkout, or at an installed package."""
+    installed = [re.escape(f"{folder}/") for folder in sorted({str(ROOT), *filter(None, sys.path)}, key=len, reverse=True)]
+    return re.sub("|".join(installed), "", log)
 
 
 def places(log: str) -> str:
