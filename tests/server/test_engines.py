@@ -123,7 +123,7 @@ def test_groups_arrive_in_prompt_order_with_everything_a_rollout_has(served: Ser
 
 
 def same_samples(one: Rollout, other: Rollout) -> bool:
-    """Return whether two answers to one request agree: their ids exactly, their log-probs but for another batch's order of sums."""
+    """Return whether two samples have the same ids, and log-probs that differ only by the order of a batch's sums."""
     diff = (one.rollout_logprobs_L - other.rollout_logprobs_L).abs().max()
     same = torch.equal(one.token_ids_L, other.token_ids_L) and torch.equal(one.response_mask_L, other.response_mask_L)
     return same and one.stop_reason == other.stop_reason and diff.item() <= 1e-5
