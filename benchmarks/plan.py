@@ -12,11 +12,10 @@ from typing import Any
 from tepo_megatron.config import Config
 from tepo_megatron.config.io import validate
 from tepo_megatron.plan.activations import Recompute
-from tepo_megatron.plan.compute import MachineModel
 from tepo_megatron.plan.gpus import GPUS
 from tepo_megatron.plan.memory_parts import PlannedModel
 from tepo_megatron.plan.models import read_model
-from tepo_megatron.plan.step import Predictor
+from tepo_megatron.plan.roofline import Predictor
 from tepo_megatron.plan.workload import Workload
 
 DGXC = "NVIDIA/dgxc-benchmarking, llama3.1/README_{}.md, commit 143b90d"
@@ -34,7 +33,6 @@ class PublishedRun:
         model: Name for `read_model`.
         parallel: Keys of that section of the config.
         sequence: Largest length of a sequence in tokens.
-        matmul_size: Bytes of an operand of the layers' products: 2 for BF16, 1 for FP8.
         rollout: Keys of that section of the config; None: plain training on full sequences.
         updates: Optimizer steps per training step.
         mean: Mean tokens of prompts and responses.
@@ -49,7 +47,7 @@ class PublishedRun:
     batch: int
     sequence: int
     tokens: int
-    matmul_size: int = 2
+    precision: str = "bf16"
     recompute: Recompute = "none"
     rollout: Mapping[str, Any] | None = None
     updates: int = 1
@@ -60,15 +58,18 @@ class PublishedRun:
 
 _8B = {"cp": 2, "dp": 4}
 _70B = {"tp": 4, "pp": 4, "cp": 2, "vpp": 5, "dp": 2, "sequence_parallel": True}
+_FP8 = "fp8-blockwise"
 _GRPO = {"prompts_per_step": 64, "samples_per_prompt": 32, "colocate": True}
 ROWS = [
     PublishedRun("Llama 3.1 8B, training, BF16, 8 H100", DGXC.format("8b"), 12.91, "Llama-3.1-8B", _8B, 128, 8192, 8192),
-    PublishedRun("Llama 3.1 8B, training, FP8, 8 H100", DGXC.format("8b"), 9.67, "Llama-3.1-8B", _8B, 128, 8192, 8192, 1),
+    PublishedRun("Llama 3.1 8B, training, FP8, 8 H100", DGXC.format("8b"), 9.67, "Llama-3.1-8B", _8B, 128, 8192, 8192, _FP8),
     PublishedRun("Llama 3.1 70B, training, BF16, 64 H100", DGXC.format("70b"), 14.72, "Llama-3.1-70B", _70B, 128, 8192, 8192),
-    PublishedRun("Llama 3.1 70B, training, FP8, 64 H100", DGXC.format("70b"), 11.01, "Llama-3.1-70B", _70B, 128, 8192, 8192, 1),
+    PublishedRun(
+        "Llama 3.1 70B, training, FP8, 64 H100", DGXC.format("70b"), 11.01, "Llama-3.1-70B", _70B, 128, 8192, 8192, _FP8,
+    ),
     PublishedRun(
         "Qwen3-30B-A3B, training, FP8, 16 H100", BRIDGE, 24.85, "Qwen3-30B-A3B",
-        {"pp": 2, "vpp": 24, "ep": 8, "dp": 8}, 512, 4096, 8192, 1,
+        {"pp": 2, "vpp": 24, "ep": 8, "dp": 8}, 512, 4096, 8192, _FP8,
         note="512 x 4096 tokens / (5275 tokens/s/GPU x 16); `Assumptions.experts` was chosen with this row",
     ),
     PublishedRun(
@@ -97,7 +98,7 @@ def config_of(row: PublishedRun) -> Config:
     samples = rollout["samples_per_prompt"]
     return validate({
         "name": "published",
-        "model": {"path": row.model},
+        "model": {"path": row.model, "precision": row.precision},
         "data": {"train": "unused", "max_prompt_tokens": max(1, row.mean[0])},
         "parallel": dict(row.parallel),
         "rollout": rollout | {
@@ -117,7 +118,7 @@ def predictor_of(row: PublishedRun) -> Predictor:
     family, arch = read_model(row.model)
     work = Workload(*row.mean, row.sequence - row.mean[0]) if row.rollout else Workload(0, row.sequence, row.sequence)
     model = PlannedModel(family, arch, recompute=row.recompute)
-    return Predictor(config_of(row), model, MachineModel(GPUS["H100"], row.matmul_size), work)
+    return Predictor(config_of(row), model, GPUS["H100"], work)
 
 
 def predicted_seconds(row: PublishedRun) -> float:
@@ -125,8 +126,8 @@ def predicted_seconds(row: PublishedRun) -> float:
     predictor = predictor_of(row)
     if row.rollout is not None:
         return predictor.step().seconds
-    update = predictor.run([row.sequence] * row.batch, row.tokens, backward=True)
-    return update.seconds + sum(predictor.optimizer_seconds())
+    update = predictor.pass_seconds([row.sequence] * row.batch, 1, row.tokens, backward=True)
+    return update + sum(predictor.optimizer_seconds())
 
 
 def table() -> list[str]:

@@ -234,10 +234,7 @@ def plan(args: argparse.Namespace, overrides: list[str]) -> int:
             raise ConfigError(f"--{name} {value}: a positive number")
     if args.dropped is not None and not 0 <= args.dropped < 1:
         raise ConfigError(f"--dropped {args.dropped:g}: a share of at least 0 and below 1")
-    hours = args.gpu_hours_per_failure
-    if hours is not None and (args.run_dir is None or hours <= 0):
-        raise ConfigError(f"--gpu-hours-per-failure {hours:g}: a positive number, with --from RUN")
-    request = PlanRequest(args.gpus, args.gpu, args.prompt, args.response, args.json, args.dropped, args.run_dir, hours)
+    request = PlanRequest(args.gpus, args.gpu, args.prompt, args.response, args.json, args.dropped, args.run_dir)
     predictor = predictor_of(load_config(args.config, overrides), request)
     return plan(predictor, request, lambda text: print(escaped(text), flush=True))
 

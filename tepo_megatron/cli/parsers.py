@@ -248,10 +248,6 @@ def _add_plan(subparsers: Subparsers) -> None:
         "--from", dest="run_dir", type=Path, metavar="RUN",
         help="run whose recorded steps replace assumptions; without CONFIG, its own config is planned",
     )  # fmt: skip
-    parser.add_argument(
-        "--gpu-hours-per-failure", type=float, metavar="HOURS",
-        help="with --from: mean GPU-hours between failures, for the interval of checkpoints (default: a published mean)",
-    )  # fmt: skip
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the result to this file")
     parser.set_defaults(run=commands.plan)
 

@@ -13,12 +13,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tepo_megatron.config import ParallelConfig
-from tepo_megatron.plan.kept import FP32, ActivationTerm, Module
-from tepo_megatron.plan.layers import DENSE, LayerKind
-from tepo_megatron.plan.linear_attention import linear_terms
+from tepo_megatron.plan.layers import CHUNK, DENSE, FP32, LayerKind, linear_of
 from tepo_megatron.utils.host_sizes import LEAST_OFFLOADED
 from tepo_megatron.weights.ops import Architecture
 
+Module = Literal["mlp", "rest"]
 Recompute = Literal["none", "selective", "full"]
 Attention = Literal["sdpa", "te", "packed"]
 # modules recomputed in backward (`training.recompute`); `full` keeps only a layer's input
@@ -28,6 +27,34 @@ RECOMPUTED: dict[Recompute, frozenset[Module]] = {
     "full": frozenset({"mlp", "rest"}),
 }
 INT64 = 8
+
+
+@dataclass(frozen=True)
+class ActivationTerm:
+    """One kind of tensor that a layer keeps for backward, per token.
+
+    Attributes:
+        module: Part of the layer that `recompute` would have to run again.
+        size: Bytes per element. None: those of an activation.
+        saved: Number of elements saved for backward, counted once per saving operation. None: `elements`.
+    """
+
+    what: str
+    module: Module
+    elements: float
+    size: int | None = None
+    saved: float | None = None
+
+    def bytes(self, element_size: int) -> float:
+        """Return its bytes for activations of `element_size` bytes."""
+        return self.elements * self._size(element_size)
+
+    def copied(self, element_size: int) -> float:
+        """Return the bytes of its copies in host memory."""
+        return (self.elements if self.saved is None else self.saved) * self._size(element_size)
+
+    def _size(self, element_size: int) -> int:
+        return element_size if self.size is None else self.size
 
 
 @dataclass(frozen=True)
@@ -62,7 +89,7 @@ def layer_terms(
         ActivationTerm("input of the feed-forward block", "rest", hidden),
     ]
     if kind.linear:
-        terms += linear_terms(arch, parallel, kernels.fused_delta_rule, sequence)
+        terms += _linear_terms(arch, parallel, kernels.fused_delta_rule, sequence)
     else:
         terms += _attention_terms(arch, parallel, kernels, sequence)
     if kind.sparse:
@@ -104,6 +131,47 @@ def _attention_terms(
         else:  # their input is a view of a tensor that is kept anyway
             terms.append(ActivationTerm("scales of their norms", "rest", heads, FP32))
     return terms
+
+
+def _linear_terms(arch: Architecture, parallel: ParallelConfig, fused: bool, sequence: int) -> list[ActivationTerm]:
+    """Return the terms of one layer between its input projection and its output projection, for one token of a rank.
+
+    Context-parallel ranks have a part of the heads for all tokens, which is as much.
+    """
+    linear, tp = linear_of(arch), parallel.tp
+    heads, key_heads = linear.value_heads / tp, linear.key_heads / tp
+    channels, keys, values = sum(linear.convolved) / tp, heads * linear.key_dim, heads * linear.value_dim
+    terms = [
+        ActivationTerm("scales of the norms of queries and keys", "rest", 2 * key_heads, FP32),
+        ActivationTerm("decays and write strengths", "rest", 3 * heads, FP32),
+        ActivationTerm("output of the gated delta rule", "rest", values, FP32),
+        ActivationTerm("its norm, with and without weights, and scales", "rest", 2 * values + heads, FP32),
+        ActivationTerm("output gates before and after SiLU", "rest", 2 * values, FP32),
+        ActivationTerm("input of the output projection", "rest", values),
+    ]
+    if fused:
+        return [
+            *terms,
+            ActivationTerm("channels before and after the convolution", "rest", 2 * channels),
+            ActivationTerm("queries and keys before their norms", "rest", 2 * key_heads * linear.key_dim, FP32),
+            ActivationTerm("queries, keys and values", "rest", 2 * keys + values),
+            ActivationTerm("triangular matrices of the chunks", "rest", CHUNK * heads),
+        ]
+    padded = 1 + CHUNK / 2 / sequence if sequence else 1.0
+    later = 1 - CHUNK / sequence if sequence > CHUNK else 0.0  # share of chunks that begin with a state
+    state = linear.key_dim * linear.value_dim * heads / CHUNK
+    return [
+        *terms,
+        ActivationTerm("inputs of the convolution, shifted", "rest", linear.conv_width * channels, FP32),
+        ActivationTerm("its output before and after SiLU", "rest", 2 * channels, FP32),
+        ActivationTerm("queries and keys", "rest", 2 * keys, FP32),
+        ActivationTerm("queries and keys in chunks, as products need them", "rest", 8 * padded * keys, FP32),
+        ActivationTerm("values in chunks", "rest", padded * values, FP32),
+        ActivationTerm("solution of the chunks", "rest", padded * (keys + values), FP32),
+        ActivationTerm("matrices of the chunks", "rest", 5 * padded * CHUNK * heads, FP32),
+        ActivationTerm("decays of the chunks", "rest", 4 * padded * heads, FP32),
+        ActivationTerm("states before chunks, and what is read and written", "rest", later * (state + keys + values), FP32),
+    ]
 
 
 def _norm(what: str, size: float, rows: float, kernels: PlannedKernels) -> list[ActivationTerm]:

@@ -7,25 +7,19 @@ from pathlib import Path
 
 from tepo_megatron.config import Config
 from tepo_megatron.config.io import load_config
+from tepo_megatron.config.judge import JudgeTermConfig
 from tepo_megatron.errors import ConfigError
 from tepo_megatron.observability import run_dir
-from tepo_megatron.ops.alignment import Alignment
 from tepo_megatron.plan.activations import ON_CPU, Attention, PlannedKernels
-from tepo_megatron.plan.advice import advice_lines
-from tepo_megatron.plan.calibration import GPU_HOURS_PER_FAILURE, calibrated, read_run
-from tepo_megatron.plan.compute import MachineModel
 from tepo_megatron.plan.gpus import GIB, GPUS
-from tepo_megatron.plan.judges import judge_lines
 from tepo_megatron.plan.memory import host_bytes
 from tepo_megatron.plan.memory_parts import ELEMENT, PlannedModel
 from tepo_megatron.plan.models import read_model
-from tepo_megatron.plan.omissions import omissions
+from tepo_megatron.plan.recorded import calibrated, read_run
+from tepo_megatron.plan.roofline import Predictor
 from tepo_megatron.plan.search import LayoutCandidate, judge, search
-from tepo_megatron.plan.step import Predictor
-from tepo_megatron.plan.tables import as_json, memory_lines, run_lines, search_lines, time_lines
-from tepo_megatron.plan.weight_traffic import traffic_lines, weight_traffic
-from tepo_megatron.plan.whole_run import whole_run
-from tepo_megatron.plan.workload import Workload, prefix_groups_of
+from tepo_megatron.plan.tables import as_json, memory_lines, search_lines, time_lines
+from tepo_megatron.plan.workload import Workload
 
 # largest component of a state that does not fit -> fix
 _FIXES = {
@@ -52,7 +46,6 @@ class PlanRequest:
         response: Mean tokens of a response. None: assumed.
         dropped: Share of the groups that are entirely right or entirely wrong. None: assumed.
         run: Folder of a run whose recorded steps replace assumptions. None: there is none.
-        gpu_hours_per_failure: Mean GPU-hours between failures, for the interval of checkpoints. None: a published mean.
     """
 
     gpus: int | None = None
@@ -62,7 +55,6 @@ class PlanRequest:
     json_file: Path | None = None
     dropped: float | None = None
     run: Path | None = None
-    gpu_hours_per_failure: float | None = None
 
 
 def predictor_of(cfg: Config, request: PlanRequest) -> Predictor:
@@ -77,21 +69,17 @@ def predictor_of(cfg: Config, request: PlanRequest) -> Predictor:
         its_cfg = load_config(str(path / run_dir.CONFIG_FILE), [])
         run = read_run(path, its_cfg.rollout.samples_per_prompt)
         recorded = replace(request, run=None, prompt=run.prompt, response=run.response, dropped=run.dropped)
-        measured = calibrated(predictor_of(its_cfg, recorded), run).measured
+        corrected = calibrated(predictor_of(its_cfg, recorded), run)
         given = {name: getattr(request, name) for name in ("prompt", "response", "dropped")}
         asked = replace(recorded, **{name: value for name, value in given.items() if value is not None})
-        return replace(predictor_of(cfg, asked), measured=measured)
+        return replace(predictor_of(cfg, asked), factors=corrected.factors, beyond=corrected.beyond)
     family, arch = read_model(cfg.model.path)
-    work = Workload.of(cfg, request.prompt, request.response, request.dropped)
-    samples = cfg.rollout.samples_per_prompt
     packed: Attention = "sdpa" if cfg.model.precision == "fp32" else "packed"
     kernels = ON_CPU if cfg.platform == "cpu" else PlannedKernels(packed if cfg.model.attention == "sdpa" else "te")
-    if prefix_groups_of(cfg.training, cfg.platform, samples, work.prompt, samples, Alignment(cfg.parallel.cp)) is not None:
+    if cfg.training.shares_prompts(cfg.platform):
         kernels = replace(kernels, attention="packed")
-    element = ELEMENT[cfg.model.dtype]
-    model = PlannedModel(family, arch, element, recompute=cfg.training.recompute, kernels=kernels)
-    matmul_size = 1 if cfg.model.precision.startswith("fp8") else element
-    return Predictor(cfg, model, MachineModel(GPUS[request.gpu], matmul_size), work)
+    model = PlannedModel(family, arch, ELEMENT[cfg.model.dtype], recompute=cfg.training.recompute, kernels=kernels)
+    return Predictor(cfg, model, GPUS[request.gpu], Workload.of(cfg, request.prompt, request.response, request.dropped))
 
 
 def plan(predictor: Predictor, request: PlanRequest, tell: Callable[[str], None]) -> int:
@@ -103,7 +91,7 @@ def plan(predictor: Predictor, request: PlanRequest, tell: Callable[[str], None]
     Raises:
         ConfigError: The config cannot be planned.
     """
-    cfg, gpu, work = predictor.cfg, predictor.machine.gpu, predictor.workload
+    cfg, gpu, work = predictor.cfg, predictor.gpu, predictor.workload
     gpus = request.gpus or predictor.placement.gpus
     given = judge(predictor)
     why = given.why
@@ -119,34 +107,24 @@ def plan(predictor: Predictor, request: PlanRequest, tell: Callable[[str], None]
         tell(
             f"{how}: {work.dropped:.0%} of the groups are dropped; {sum(asked)} are sampled in {len(asked)} rounds, {kept} kept"
         )
-    judges = predictor.judges()
-    for line in (*judge_lines(judges), *omissions(cfg.reward, cfg.rollout)):
-        tell(line)
+    for number, term in enumerate(cfg.reward.terms):
+        if isinstance(term, JudgeTermConfig):
+            tell(f"not counted: the GPUs and the seconds of the judge reward.terms[{number}] ({term.model})")
+    if cfg.rollout.function is not None:
+        tell(f"not counted: what rollout.function={cfg.rollout.function} takes besides sampling")
     if given.states:
         tell("\n" + "\n".join(memory_lines(given, gpu)))
         for name, size in host_bytes(cfg, predictor.model, work.response).items():
             tell(f"  of a machine's memory: {size / GIB:.1f} GiB, {name}")
-    family, tp, server_tp = predictor.model.family, cfg.parallel.tp, cfg.rollout.server.tp
-    traffic = weight_traffic(family.rows, predictor.model.arch, tp, server_tp, predictor.model.element)
-    tell("\n" + "\n".join(traffic_lines(traffic, cfg.sync)))
     if given.step is not None:
-        source = "others measured" if request.run is None else "recorded"
-        tell("\n" + "\n".join(time_lines(given.step, predictor.machine.assumed.error, source)))
-        tell("\n" + "\n".join(run_lines(whole_run(predictor, given.step.seconds))))
-    found = search(predictor, gpus)
-    tell("\n" + "\n".join(search_lines(found, gpus)))
-    if request.run is not None and given.step is not None:
-        hours = request.gpu_hours_per_failure or GPU_HOURS_PER_FAILURE
-        run = read_run(request.run, cfg.rollout.samples_per_prompt)
-        tell("\n" + "\n".join(advice_lines(predictor, run, given, found, hours)))
+        tell("\n" + "\n".join(time_lines(predictor, given.step)))
+    result = search(predictor, gpus)
+    tell("\n" + "\n".join(search_lines(result, gpus)))
     if request.json_file is not None:
-        request.json_file.write_text(json.dumps(as_json(predictor, given, found, gpus), indent=1))
-    faults = [fault for load in judges if (fault := load.fault(predictor.machine))]
+        request.json_file.write_text(json.dumps(as_json(predictor, given, result, gpus), indent=1))
     if why:
         tell("\n" + refusal(given, why))
-    for fault in faults:
-        tell(f"\ndoes not fit: {fault}")
-    return int(bool(why or faults))
+    return int(bool(why))
 
 
 def refusal(given: LayoutCandidate, why: str) -> str:

@@ -53,9 +53,6 @@ class Assumptions:
         graphs: Part of `asleep` that vLLM's --sleep-mode-offload-cudagraph frees.
         nccl: Part of `asleep` that vLLM's --enable-nccl-comm-suspend frees, with tp > 1.
         uniform_groups: Share of the groups that are entirely right or entirely wrong, which are dropped.
-        held_out: Problems of a `data.eval` whose size does not follow from the config.
-        disk: Bytes per second that a rank writes to the file system of its checkpoints.
-        error: Possible error of a predicted time, as a share of the real time.
     """
 
     matmul: Mapping[int, float]
@@ -78,9 +75,6 @@ class Assumptions:
     graphs: int = 3 * GIB // 2
     nccl: int = 1 * GIB
     uniform_groups: float = 0.4
-    held_out: int = 1000
-    disk: float = 1e9
-    error: float = 0.3
 
 
 ASSUMED = Assumptions(matmul={1: 0.64, 2: 0.72, 4: 0.72})

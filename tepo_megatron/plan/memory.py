@@ -5,10 +5,18 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from tepo_megatron.config import CheckpointConfig, Config, ModelConfig, ParallelConfig, RolloutConfig, SyncConfig
+from tepo_megatron.config import (
+    CheckpointConfig,
+    Config,
+    ModelConfig,
+    ObjectiveConfig,
+    ParallelConfig,
+    RolloutConfig,
+    SyncConfig,
+)
 from tepo_megatron.config.megatron import OptimizerFields
 from tepo_megatron.config.training import TrainingConfig
-from tepo_megatron.plan import activations, parameters, teacher
+from tepo_megatron.plan import activations, parameters
 from tepo_megatron.plan.activations import Recompute, SavedActivations
 from tepo_megatron.plan.engine_memory import generating, sleeping_bytes
 from tepo_megatron.plan.gpus import ASSUMED, GPUS_PER_NODE, Assumptions, Gpu
@@ -21,9 +29,15 @@ from tepo_megatron.weights.ops import Architecture
 
 MOMENT: Mapping[str, int] = {"fp32": 4, "bf16": 2, "fp8": 1}
 FP8_WORKSPACES = "FP8 copies of weights"
+TEACHER_ON_HOST = "teacher's hidden states of an update"
 HOST_OPTIMIZER = 16  # bytes per element in Megatron's hybrid optimizer: fp32 master, gradient and two moments
 MIB = 2**20
 _ADAM = OptimizerFields()
+
+
+def has_teacher(objective: ObjectiveConfig) -> bool:
+    """Return whether an objective takes the KL over the whole vocabulary."""
+    return (objective.ref_kl or {}).get("estimator") == "full"
 
 
 def state_bytes(held: HeldElements, precision: str, adam: OptimizerFields = _ADAM) -> dict[str, float]:
@@ -92,7 +106,7 @@ class TrainerMemory:
         """Return the inputs for a config."""
         fields = cfg.megatron
         optimizer, ends = fields.known_optimizer, fields.bf16_layers
-        exact = teacher.has_teacher(cfg.objective)
+        exact = has_teacher(cfg.objective)
         return cls(model, cfg.parallel, cfg.training, cfg.model, optimizer, ends, cfg.sequence_tokens, exact)
 
     def state(self, assumed: Assumptions = ASSUMED) -> MemoryState:
@@ -135,7 +149,8 @@ class TrainerMemory:
         if rank == self.parallel.pp - 1:
             parts["logits and entropy"] = sum(self._output())
             if self.teacher:
-                parts |= teacher.device_bytes(self.model.arch, self.parallel, self._tokens, self.model.element)
+                vocabulary = -(-self.model.arch.vocab_size // self.parallel.tp)  # the teacher's output layer, and hidden states
+                parts["teacher"] = (vocabulary + self._tokens) * self.model.arch.hidden_size * self.model.element
         passing_parts = ("activations", "gradients in passing", "logits and entropy")
         parts["fragmentation"] = assumed.fragmentation * sum(parts.get(name, 0) for name in passing_parts)
         parts["context, NCCL"] = assumed.reserved
@@ -223,10 +238,10 @@ def host_bytes(cfg: Config, model: PlannedModel, response: int | None = None) ->
     if trainer.teacher:
         sequences = cfg.training.minibatch_prompts * cfg.rollout.samples_per_prompt
         rows = sequences * (response or cfg.rollout.max_response_tokens)
-        size = teacher.hidden_bytes(model.arch, cfg.parallel, rows, model.element)
+        size = rows / cfg.parallel.dp / cfg.parallel.cp * model.arch.hidden_size * model.element
         for pp_rank, dp_cp_rank in of_ranks:
             if pp_rank == cfg.parallel.pp - 1:
-                of_ranks[pp_rank, dp_cp_rank][teacher.ON_HOST] = size
+                of_ranks[pp_rank, dp_cp_rank][TEACHER_ON_HOST] = size
     machines: list[dict[str, float]] = []
     for first in range(0, len(ranks), GPUS_PER_NODE):
         machine: dict[str, float] = defaultdict(float)

@@ -9,11 +9,11 @@ from tepo_megatron.config import AnyServer, Config, RolloutConfig, ShmTransportC
 from tepo_megatron.errors import ConfigError
 from tepo_megatron.plan.engine_memory import kv_bytes
 from tepo_megatron.plan.gpus import GIB, GPUS_PER_NODE
-from tepo_megatron.plan.linear_attention import sequence_state_bytes
+from tepo_megatron.plan.layers import sequence_state_bytes
 from tepo_megatron.plan.memory import TrainerMemory, states
 from tepo_megatron.plan.memory_parts import MemoryState
 from tepo_megatron.plan.placement import placement_of
-from tepo_megatron.plan.step import Predictor, StepPrediction
+from tepo_megatron.plan.roofline import Predictor, StepPrediction
 
 
 @dataclass(frozen=True)
@@ -60,16 +60,16 @@ class SearchResult:
     seen: int
 
 
-def judge(predictor: Predictor, *, timed: bool = True) -> LayoutCandidate:
+def judge(predictor: Predictor) -> LayoutCandidate:
     """Return the prediction for one layout."""
-    cfg, gpu, model = predictor.cfg, predictor.machine.gpu, predictor.model
+    cfg, gpu, model = predictor.cfg, predictor.gpu, predictor.model
     try:
         check_layout(model.arch, cfg.parallel)
     except ConfigError as e:
         return LayoutCandidate(cfg, why=str(e).partition(";")[0])
     if fault := predictor.placement.fault:
         return LayoutCandidate(cfg, why=fault)
-    found = tuple(states(TrainerMemory.of(cfg, model), cfg.rollout, cfg.sync, gpu, predictor.machine.assumed))
+    found = tuple(states(TrainerMemory.of(cfg, model), cfg.rollout, cfg.sync, gpu, predictor.assumed))
     layout = LayoutCandidate(cfg, found)
     over = layout.fullest.total - gpu.memory
     if over > 0:
@@ -79,7 +79,7 @@ def judge(predictor: Predictor, *, timed: bool = True) -> LayoutCandidate:
     needed = cfg.served_tokens * kv_bytes(model.arch, server_tp) + sequence_state_bytes(model.arch, server_tp)
     if cache < needed:
         return replace(layout, why=f"the KV cache of {cache / GIB:.1f} GiB holds no sequence of {cfg.served_tokens} tokens")
-    return replace(layout, step=predictor.step()) if timed else layout
+    return replace(layout, step=predictor.step())
 
 
 def search(predictor: Predictor, gpus: int) -> SearchResult:

@@ -4,9 +4,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from tepo_megatron.plan.gpus import GIB, Gpu
+from tepo_megatron.plan.roofline import Predictor, StepPrediction
 from tepo_megatron.plan.search import LayoutCandidate, SearchResult
-from tepo_megatron.plan.step import Predictor, StepPrediction
-from tepo_megatron.plan.whole_run import WholeRun, time_range, whole_run
 
 _SHOWN = 8
 
@@ -21,56 +20,40 @@ def memory_lines(layout: LayoutCandidate, gpu: Gpu) -> Iterator[str]:
     yield f"  total, of {gpu.memory / GIB:.1f}".ljust(28) + "".join(f"{state.total / GIB:10.2f}" for state in states)
 
 
-def time_lines(step: StepPrediction, error: float, source: str = "others measured") -> Iterator[str]:
-    """Yield the seconds of each phase, and the throughput."""
+def time_lines(predictor: Predictor, step: StepPrediction) -> Iterator[str]:
+    """Yield the seconds of each phase, the throughput, and the assumptions behind them."""
     yield "a step, s"
     for name, seconds in step.phases.items():
         if seconds:
             yield f"  {name}".ljust(38) + f"{seconds:10.2f}"
-    yield f"  beyond these, as {source}".ljust(38) + f"{step.seconds - step.modelled:10.2f}"
     how = "one after the other" if step.hidden == 0 else f"{step.hidden:.0%} of training hidden"
-    low, high = time_range(step.seconds, error)
-    yield f"  all, {how}".ljust(38) + f"{step.seconds:10.2f}  ({low:.0f} to {high:.0f})"
-    parts = step.update.cost
-    words = ", ".join(f"{name} {seconds / parts.total:.0%}" for name, seconds in vars(parts).items())
-    packing = step.update.packing
-    waits = 1 - packing["packing/balance"] * (1 - packing["packing/bubble_share"])
-    yield f"  of an update: {words}; {packing['packing/microbatches']:.0f} microbatches, {waits:.0%} waiting"
-    yield f"  {step.tokens} tokens: {step.tokens_per_second:.0f} tokens/s, {step.tokens_per_second / step.gpus:.0f} per GPU"
+    yield f"  all, {how}".ljust(38) + f"{step.seconds:10.2f}"
+    gpus, steps = predictor.placement.gpus, predictor.cfg.training.steps
+    yield f"  {step.tokens} tokens: {step.tokens_per_second:.0f} tokens/s, {step.tokens_per_second / gpus:.0f} per GPU"
+    hours = steps * step.seconds / 3600
+    yield f"  {steps} steps: {hours:.1f} h, {hours * gpus:.0f} GPU-hours of {gpus} GPUs"
+    a = predictor.assumed
+    rates = f"{a.matmul[2]:g} of the BF16 peak in products, {a.attention:g} in attention, {a.elementwise:g} of memory bandwidth"
+    yield f"  assumed: {rates}, {a.links:g} of links; {predictor.beyond:.2f} of the phases beyond them"
+    if predictor.factors:
+        factors = ", ".join(f"{name} {factor:.3g}" for name, factor in predictor.factors.items())
+        yield f"  from the recorded run, times: {factors}"
 
 
-def run_lines(run: WholeRun) -> Iterator[str]:
-    """Yield the hours of the whole run."""
-    low, high = time_range(run.seconds / 3600, run.error)
-    yield f"the whole run, {run.steps} steps, h"
-    yield "  steps".ljust(38) + f"{run.steps * run.step / 3600:10.2f}"
-    for name, number, seconds in (
-        ("evaluations", run.evaluations, run.evaluation),
-        ("checkpoints", run.checkpoints, run.checkpoint),
-    ):
-        if number and seconds:
-            yield f"  {name}, {number} x {seconds:.1f} s".ljust(38) + f"{number * seconds / 3600:10.2f}"
-    if run.ending >= 18:  # seconds; less is 0.00 h
-        yield "  writing at the end".ljust(38) + f"{run.ending / 3600:10.2f}"
-    yield "  all".ljust(38) + f"{run.seconds / 3600:10.2f}  ({low:.1f} to {high:.1f})"
-    hours = (run.gpu_hours, *time_range(run.gpu_hours, run.error))
-    yield "  GPU-hours of {} GPUs: {:.0f} ({:.0f} to {:.0f})".format(run.gpus, *hours)
-
-
-def search_lines(found: SearchResult, gpus: int) -> Iterator[str]:
+def search_lines(result: SearchResult, gpus: int) -> Iterator[str]:
     """Yield the best layouts, and why the others are refused."""
-    yield f"{found.seen} layouts of {gpus} GPUs, {len(found.best)} fit"
-    if found.best:
+    yield f"{result.seen} layouts of {gpus} GPUs, {len(result.best)} fit"
+    if result.best:
         yield "  " + "layout".ljust(52) + "tokens/s".rjust(10) + "step, s".rjust(10) + "GiB".rjust(8)
-    for layout in found.best[:_SHOWN]:
+    for layout in result.best[:_SHOWN]:
         assert layout.step is not None
         cells = f"{layout.step.tokens_per_second:10.0f}{layout.step.seconds:10.1f}{layout.fullest.total / GIB:8.1f}"
         yield "  " + layout.name.ljust(52) + cells
-    for why, names in found.refused.items():
+    for why, names in result.refused.items():
         yield f"  {len(names):4} refused: {why}"
 
 
-def as_json(predictor: Predictor, layout: LayoutCandidate, found: SearchResult, gpus: int) -> dict[str, Any]:
+def as_json(predictor: Predictor, layout: LayoutCandidate, result: SearchResult, gpus: int) -> dict[str, Any]:
     """Return everything as JSON values, in bytes and seconds."""
 
     def one(layout: LayoutCandidate) -> dict[str, Any]:
@@ -83,25 +66,18 @@ def as_json(predictor: Predictor, layout: LayoutCandidate, found: SearchResult, 
         return out
 
     work = predictor.workload
-    given = one(layout)
-    if layout.step is not None:
-        run = whole_run(predictor, layout.step.seconds)
-        given["step_seconds_range"] = time_range(layout.step.seconds, run.error)
-        given["run_seconds"], given["run_seconds_range"] = run.seconds, time_range(run.seconds, run.error)
-        given["run_gpu_hours"], given["run_gpu_hours_range"] = run.gpu_hours, time_range(run.gpu_hours, run.error)
-    measured = predictor.measured
-    calibration = {"factors": dict(measured.factors), "beyond": measured.beyond} if measured is not None else None
     return {
-        "calibration": calibration,
-        "gpu": predictor.machine.gpu.name,
+        "gpu": predictor.gpu.name,
         "gpus": gpus,
+        "factors": dict(predictor.factors),
+        "beyond": predictor.beyond,
         "assumed": {
             "prompt_tokens": work.prompt,
             "response_tokens": work.response,
             "longest_response": work.longest,
             "dropped_groups": work.dropped,
         },
-        "given": given,
-        "best": [one(best) for best in found.best],
-        "refused": {why: list(names) for why, names in found.refused.items()},
+        "given": one(layout),
+        "best": [one(best) for best in result.best],
+        "refused": {why: list(names) for why, names in result.refused.items()},
     }

@@ -7,9 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from statistics import NormalDist
 
-from tepo_megatron.config import DYNAMIC_SAMPLING_ROUNDS, Config, ObjectiveConfig, RolloutConfig, TrainingConfig
-from tepo_megatron.ops.alignment import Alignment
-from tepo_megatron.ops.shared_prompts import LEAST_SAVED, PrefixGroups
+from tepo_megatron.config import DYNAMIC_SAMPLING_ROUNDS, Config, ObjectiveConfig, RolloutConfig
 from tepo_megatron.plan.gpus import ASSUMED
 
 _SIGMA = 0.7  # standard deviation of the logarithm of a response's length
@@ -75,17 +73,6 @@ def max_generation_rounds(rollout: RolloutConfig, objective: ObjectiveConfig) ->
     if rollout.max_generation_rounds is not None:
         return rollout.max_generation_rounds
     return DYNAMIC_SAMPLING_ROUNDS if objective.name == "dapo" else 1
-
-
-def prefix_groups_of(
-    training: TrainingConfig, platform: str, samples: int, prompt: int, count: int, alignment: Alignment
-) -> PrefixGroups | None:
-    """Return the shared prompts of some sequences, group after group; None if the run shares none."""
-    if not training.shares_prompts(platform):
-        return None
-    groups = [i // samples for i in range(count)]
-    least_saved = 0 if training.share_prompts == "always" else LEAST_SAVED
-    return PrefixGroups.of(groups, [prompt] * count, alignment.sequence, least_saved)
 
 
 @lru_cache(maxsize=64)

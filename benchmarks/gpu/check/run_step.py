@@ -34,7 +34,7 @@ from tepo_megatron.config.io import load_config
 from tepo_megatron.plan.command import PlanRequest, predictor_of
 from tepo_megatron.plan.gpus import GIB, GPUS
 from tepo_megatron.plan.memory import TrainerMemory
-from tepo_megatron.plan.step import Predictor
+from tepo_megatron.plan.roofline import Predictor
 from tepo_megatron.plan.workload import Workload
 from tepo_megatron.types import TrainBatch
 
