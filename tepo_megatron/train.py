@@ -161,8 +161,7 @@ def _train(
 class _Loop:
     """The steps of a run. All ranks make the same calls; `take_steps` and `finish` raise StopRequested.
 
-    Attributes:
-        saved: The step of the newest checkpoint, which may be in flight; 0 without one.
+    `saved`: the step of the newest checkpoint, which may be in flight; 0 without one.
     """
 
     cfg: Config
@@ -213,7 +212,6 @@ class _Loop:
             driver.log_checkpoint(self.checkpoints.poll())
 
     def finish(self) -> None:
-        """Wait for the last checkpoint; then export the model and evaluate it."""
         driver, schedule = self.driver, self.schedule
         if schedule.ended:
             schedule.load_trainer()
@@ -267,7 +265,6 @@ def _serving_engine(driver: Driver, groups: parallel.ParallelDims) -> ServiceEng
 def _open_sync(
     cfg: SyncConfig, rollout: RolloutConfig, groups: parallel.ParallelDims, actor: Actor, engine: ServiceEngine | None
 ) -> WeightSync | NoSync:
-    """Return the sync that delivers the actor's weights; one that does nothing if rollouts are replayed."""
     if rollout.replay is not None:
         return NoSync()
     return make_weight_sync(cfg, actor.bindings, actor.arch, groups, engine)

@@ -57,8 +57,6 @@ class Actor:
     Attributes:
         chunks: This rank's model chunks in DDP.
         bindings: This rank's parameters with their Hugging Face names.
-        optimizer, scheduler: The optimizer and its learning-rate schedule.
-        offloader: Offloads parts of the actor, for `offload` and `load`.
         activations: Context of `training.offload_activations`; None without it.
         rows: Selects the response rows before the output layer; None except on the last pipeline stage.
         reference: The reference policy's weights; None before `keep_reference`.
@@ -197,8 +195,7 @@ class Actor:
     def logprobs(self, batch: TrainBatch, replays: bool = True) -> Tensor:
         """Return the log-probs of the response tokens under the current weights: fp32 [N] nats, valid on the last stage.
 
-        Args:
-            replays: False: the routers choose their experts, even under rollout.replay_experts.
+        `replays`: False: the routers choose their experts, even under rollout.replay_experts.
         """
         return self._whole_stats(batch, replays=replays).logprob_R
 
@@ -222,10 +219,8 @@ class Actor:
         """Take one optimizer step on a minibatch and return its metrics. Args: as for `backward`.
 
         Old statistics that the batch lacks are those of this forward pass: ratio 1 and dH 0, exactly. In the first update of a
-        rollout batch, the result then also has the engine's mismatch.
-
-        Raises:
-            NumericalError: On every rank, for a loss (before the step) or a gradient norm that is not finite.
+        rollout batch, the result then also has the engine's mismatch. Raises NumericalError if on every rank, for a loss
+        (before the step) or a gradient norm that is not finite.
         """
         plan = self.packer.plan(batch)
         accumulator = self.backward(batch, objective, plan, recorder)

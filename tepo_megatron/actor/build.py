@@ -30,11 +30,8 @@ def shares_prompts(
 ) -> bool:
     """Return whether sequences of a microbatch share prompts. `auto` shares none in a model with the gated delta rule.
 
-    Args:
-        arch: Architecture of the model; None: all layers have attention.
-    Raises:
-        ConfigError: share_prompts is always, but the config selects Transformer Engine's attention or the model has the gated
-            delta rule, which cannot share them.
+    `arch`: architecture of the model; None: all layers have attention. Raises ConfigError if share_prompts is always, but the
+    config selects Transformer Engine's attention or the model has the gated delta rule, which cannot share them.
     """
     if arch is not None and arch.linear_attention is not None:
         check_shared_prompts(arch, training)
@@ -76,10 +73,7 @@ def own_fields(
     replay_experts: bool,
     megatron: MegatronConfig,
 ) -> dict[str, Any]:
-    """Return the fields of TransformerConfig that this project sets itself.
-
-    Args: see `transformer_config`.
-    """
+    """Return the fields of TransformerConfig that this project sets itself."""
     kernels = choose(
         *(model, megatron, device.type, installed()), cp=parallel.cp, offload_activations=training.offload_activations
     )
@@ -110,7 +104,6 @@ def own_fields(
 
 
 def _network(arch: Architecture) -> dict[str, Any]:
-    """Return the TransformerConfig fields of the network itself, apart from experts."""
     return {
         "num_layers": arch.num_layers,
         "hidden_size": arch.hidden_size,

@@ -34,8 +34,7 @@ class ExpertReplay:
     def set(self, chunk: int, experts_SKT: Tensor) -> None:
         """Make the routers of a chunk route the tokens of its next forward pass to these experts.
 
-        Args:
-            experts_SKT: uint8 or int16 on the device, the experts of the S tokens of this context-parallel rank.
+        `experts_SKT`: uint8 or int16 on the device, the experts of the S tokens of this context-parallel rank.
         """
         experts_SKT = experts_SKT.chunk(self._parts)[self._part]
         for router, k in self._routers[chunk]:
@@ -51,6 +50,5 @@ class ExpertReplay:
 
 
 def _replay_of(router: TopKRouter) -> RouterReplay:
-    """Return Megatron's replay object of a router."""
     assert router.router_replay is not None, "the model was built for it (build.transformer_config)"
     return router.router_replay

@@ -19,11 +19,7 @@ from tepo_megatron.weights.ops import Architecture
 def layer_spec(
     config: TransformerConfig, arch: Architecture, kernels: KernelChoice, linear: LinearChoice, vp_stage: int | None
 ) -> TransformerBlockSubmodules:
-    """Return the specs of the layers of a model chunk.
-
-    Args:
-        vp_stage: Virtual pipeline stage; None: there are none.
-    """
+    """Return the specs of the layers of a model chunk."""
     spec = get_gpt_decoder_block_spec(
         config, use_transformer_engine=kernels.layers == "te", normalization="RMSNorm", vp_stage=vp_stage
     )

@@ -59,11 +59,7 @@ class GatedDeltaNet(MegatronModule):
         pg_collection: ProcessGroupCollection | None = None,
         **_: Any,
     ) -> None:
-        """Take the arguments that Megatron passes to a layer's attention, and those of the spec.
-
-        Args:
-            pg_collection: The process groups; None: Megatron's own.
-        """
+        """Take the arguments that Megatron passes to a layer's attention, and those of the spec."""
         super().__init__(config)
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
         self.layer_number, self.tp_group, self.cp_group = layer_number, groups.tp, groups.cp
@@ -101,10 +97,8 @@ class GatedDeltaNet(MegatronModule):
     ) -> tuple[Tensor, Tensor | None]:
         """Return the output of the layer, of the shape of `hidden_states`, and no bias.
 
-        Args:
-            packed_seq_params: Describes packed sequences; None: b sequences of equal length.
-        Raises:
-            ValueError: There is a mask, or sequences share prompts.
+        `packed_seq_params`: describes packed sequences; None: b sequences of equal length. Raises ValueError if there is a
+        mask, or sequences share prompts.
         """
         if attention_mask is not None:
             raise ValueError("the gated delta rule is causal by position and takes no mask; pass None")

@@ -44,7 +44,6 @@ def sharded_parameters(
 
 
 def _by_kind(whole: ShardedTensor, rows: Sequence[int]) -> ShardedTensorFactory:
-    """Return a factory that stores the rows of each kind as a tensor of its own."""
     template = whole.without_data()
     at = whole.prepend_axis_num  # the dimension of the rows in the global tensor
 
@@ -68,5 +67,4 @@ def _by_kind(whole: ShardedTensor, rows: Sequence[int]) -> ShardedTensorFactory:
 
 @torch.no_grad()
 def _joined(parts: list[Tensor]) -> Tensor:
-    """Return the rows of all kinds in one tensor."""
     return torch.cat(parts)

@@ -41,9 +41,6 @@ class Offloader:
 
     Gradients hold no values between two updates and are not copied. On a GPU the copies are in page-locked memory, an arena for
     each part, which is kept for the next time because locking pages takes longer than filling them.
-
-    Args:
-        targets: Where each part goes. None: ON_CUDA or ON_CPU.
     """
 
     def __init__(
@@ -145,5 +142,4 @@ def optimizer_tensors(optimizer: MegatronOptimizer) -> Iterator[Tensor]:
 
 
 def _bytes(storage: torch.UntypedStorage) -> Tensor:
-    """Return a uint8 view of a whole storage."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

@@ -28,9 +28,8 @@ class OutputRows:
     def install(cls, output_layer: torch.nn.Module, keep_hidden: bool = False) -> "OutputRows":
         """Change the output layer of the last model chunk, and return its hook.
 
-        Args:
-            keep_hidden: Make the layer return the selected hidden states, [R, 1, H], instead of their logits, for code that
-                fuses the product with the token statistics.
+        `keep_hidden`: make the layer return the selected hidden states, [R, 1, H], instead of their logits, for code that fuses
+        the product with the token statistics.
         """
         rows = cls(bool(output_layer.sequence_parallel), output_layer.weight)
         if rows._gather:

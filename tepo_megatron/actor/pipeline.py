@@ -24,12 +24,7 @@ Visitor = Callable[[PackedMicrobatch, Tensor], None]
 
 
 class PipelineSchedule:
-    """Runs microbatches over the pipeline. Only the last stage calls the given function, with its response rows.
-
-    Args:
-        rows: The output layer's row selection. None: this rank is not on the last stage.
-        experts: Router replay, for microbatches with given experts. None: the routers choose.
-    """
+    """Runs microbatches over the pipeline. Only the last stage calls the given function, with its response rows."""
 
     def __init__(
         self, chunks: Sequence[nn.Module], rows: OutputRows | None, groups: ParallelDims, experts: ExpertReplay | None = None

@@ -34,16 +34,9 @@ class SavePlanner:
     def agree(self, shard_slices: Sequence[ShardSlice], objects: Sequence[str]) -> tuple[Sequence[WriteItem], Metadata | None]:
         """Exchange plans with all ranks, and return what this rank writes.
 
-        Collectives: one gather and one broadcast of objects.
-
-        Args:
-            objects: names of the byte strings that this rank writes after the shard slices.
-        Returns:
-            The write items of this rank, in that order, and on rank 0 the metadata of what all ranks write (None elsewhere).
-
-        Raises:
-            CheckpointError: on every rank, when the shard slices of a tensor do not add up to it. So no checkpoint lacks a
-                weight.
+        Collectives: one gather and one broadcast of objects. Returns the write items of this rank, in that order, and on rank 0
+        the metadata of what all ranks write (None elsewhere). Raises CheckpointError if on every rank, when the shard slices of
+        a tensor do not add up to it. So no checkpoint lacks a weight.
         """
         mine = self._plan(shard_slices, objects)
         changes = gather_object(None if mine is self._sent or mine == self._sent else mine, self.group)
@@ -69,10 +62,8 @@ class SavePlanner:
 def create_folder(folder: Path, step: int, refused: str | None, group: dist.ProcessGroup) -> None:
     """Create the empty folder of a checkpoint on rank 0. Collectives: one broadcast of an object.
 
-    Args:
-        refused: on rank 0, why the checkpoint cannot be written; None: create the folder. Ignored elsewhere.
-    Raises:
-        CheckpointError: on every rank, when `refused` is given or the folder cannot be created.
+    `refused`: on rank 0, why the checkpoint cannot be written; None: create the folder. Ignored elsewhere. Raises
+    CheckpointError if on every rank, when `refused` is given or the folder cannot be created.
     """
     error = refused
     if group.rank() == 0 and error is None:
@@ -85,11 +76,7 @@ def create_folder(folder: Path, step: int, refused: str | None, group: dist.Proc
 
 
 def plan(shard_slices: Sequence[ShardSlice], objects: Sequence[str]) -> SavePlan:
-    """Return the save plan of this rank.
-
-    Args:
-        objects: names of the byte strings to write after the shard slices.
-    """
+    """Return the save plan of this rank."""
     items = [_write_item(shard_slice) for shard_slice in shard_slices]
     return SavePlan([*items, *(WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO) for name in objects)])
 
@@ -108,7 +95,6 @@ def merge(plans: list[SavePlan]) -> Metadata:
 
 
 def _write_item(shard_slice: ShardSlice) -> WriteItem:
-    """Return the write item of a shard slice."""
     properties = TensorProperties(dtype=shard_slice.data.dtype)
     write_data = TensorWriteData(chunk(shard_slice), properties, torch.Size(shard_slice.shape))
     return WriteItem(MetadataIndex(shard_slice.name, shard_slice.offset), WriteItemType.SHARD, tensor_data=write_data)

@@ -46,8 +46,7 @@ class SliceReader:
     def read(self, shard_slices: Sequence[ShardSlice], items: Sequence[Sequence[ReadItem]]) -> None:
         """Fill the data of the shard slices, in place. What a flexible shard slice has beyond the stored tensor becomes 0.
 
-        Raises:
-            OSError: a file cannot be read.
+        Raises OSError if a file cannot be read.
         """
         for shard_slice in shard_slices:
             if shard_slice.flexible:
@@ -64,7 +63,6 @@ class SliceReader:
         return targets.bytes[name]
 
     def _items(self, shard_slice: ShardSlice, place: int) -> list[ReadItem]:
-        """Return the read items of one shard slice, `place` being its index in the list of shard slices."""
         stored = self._metadata.state_dict_metadata.get(shard_slice.name)
         if not isinstance(stored, TensorStorageMetadata):
             raise CheckpointError(
@@ -99,7 +97,7 @@ class _Targets:
         return target
 
     def commit_tensor(self, item: ReadItem, tensor: Tensor) -> None:
-        """Do nothing: the data are in place already."""
+        pass
 
     def load_bytes(self, item: ReadItem, value: io.BytesIO) -> None:
         self.bytes[item.dest_index.fqn] = value.getvalue()

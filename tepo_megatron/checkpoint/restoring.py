@@ -30,8 +30,6 @@ class FoundCheckpoint:
     """A checkpoint whose files are all intact.
 
     Attributes:
-        step: training step after which it was saved.
-        run_state: the run state that was passed to `save`.
         layout: the layout of the run that saved it (`describe_layout`).
         numbers: step counts of the optimizer ("adam_step") and of the learning rate schedule ("scheduler_steps").
         passed_over: why newer checkpoints were skipped, one message for each defect.
@@ -57,11 +55,7 @@ def describe_layout(actor: Actor) -> dict[str, Any]:
 
 
 def describe_run(step: int, actor: Actor, run_state: Mapping[str, Any]) -> bytes:
-    """Return the content of run.json, on one line.
-
-    Raises:
-        TypeError or ValueError: the run state is not JSON.
-    """
+    """Return the content of run.json, on one line."""
     numbers = {"adam_step": optimizer.adam_steps(actor.optimizer), "scheduler_steps": actor.scheduler.num_steps}
     content = {"format": FORMAT, "step": step, "layout": describe_layout(actor), "numbers": numbers, "run": dict(run_state)}
     return json.dumps(content).encode()  # with an indent this would take ten times as long
@@ -76,11 +70,8 @@ def newest(folder: Path, group: dist.ProcessGroup, held: contextlib.ExitStack) -
     """Return the newest valid checkpoint, which is the same on every rank; None if there is no checkpoint.
 
     Each file is read once for the check, by one of the ranks. Collectives are over `group`: for each checkpoint that is tried,
-    one broadcast and one all-gather of objects.
-
-    Raises:
-        CheckpointError: there are checkpoints but none is valid (the message names each and its defect), or the newest valid
-            one has another format.
+    one broadcast and one all-gather of objects. Raises CheckpointError if there are checkpoints but none is valid (the message
+    names each and its defect), or the newest valid one has another format.
     """
     passed_over: list[str] = []
     last: int | None = None
@@ -106,9 +97,8 @@ def newest(folder: Path, group: dist.ProcessGroup, held: contextlib.ExitStack) -
 def restore(found: FoundCheckpoint, actor: Actor, groups: ParallelDims, group: dist.ProcessGroup) -> None:
     """Restore the saved state of the actor, on any parallel layout. Collectives are over `group`.
 
-    Raises:
-        CheckpointError: on every rank. If the checkpoint belongs to another model or precision, no value was changed; if it
-            cannot be read, some may have been.
+    Raises CheckpointError if on every rank. If the checkpoint belongs to another model or precision, no value was changed; if
+    it cannot be read, some may have been.
     """
     if (before := found.layout["vocab_size"]) != (here := actor.arch.vocab_size):
         raise CheckpointError(f"{found.path}: the vocabulary had {before} tokens and has {here}; resume with the same model")
@@ -162,7 +152,6 @@ def _offer(
 
 
 def _read_run(path: Path, passed_over: tuple[str, ...]) -> FoundCheckpoint:
-    """Read run.json. Raises CheckpointError for another format."""
     content = json.loads((path / RUN).read_bytes())
     if content["format"] != FORMAT:
         raise CheckpointError(

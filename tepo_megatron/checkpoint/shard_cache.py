@@ -22,9 +22,8 @@ _Places = tuple[tuple[int, int, torch.dtype], ...]
 class ShardCache:
     """The cached shard slices and objects of an actor's state.
 
-    Attributes:
-        shard_slices: the shard slices found last. They keep the memory that they view alive, even if it is no longer part of
-            the state.
+    `shard_slices`: the shard slices found last. They keep the memory that they view alive, even if it is no longer part of the
+    state.
     """
 
     def __init__(self) -> None:
@@ -74,16 +73,13 @@ def _live(actor: Actor, modules: Sequence[torch.nn.Module]) -> list[Tensor]:
 
 
 def _extra_states(modules: Sequence[torch.nn.Module]) -> list[Any]:
-    """Return the extra state of all modules whose class defines one."""
     silent = torch.nn.Module.get_extra_state
     return [module.get_extra_state() for module in modules if type(module).get_extra_state is not silent]
 
 
 def _filled(extra: Any) -> bool:
-    """Return whether a module gave an extra state that is not empty."""
     return extra is not None and not (isinstance(extra, Tensor) and extra.numel() == 0)
 
 
 def _storage(tensor: Tensor) -> int:
-    """Return the address of a tensor's storage."""
     return tensor.untyped_storage().data_ptr()

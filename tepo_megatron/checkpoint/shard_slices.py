@@ -30,11 +30,7 @@ def split_range(start: int, stop: int, shape: Sizes) -> Iterator[tuple[Sizes, Si
 
 
 def ranges(start: int, stop: int, shape: Sizes, limit: int) -> Iterator[tuple[int, int]]:
-    """Split [start, stop) at row boundaries into ranges of about `limit` elements.
-
-    Yields:
-        (start, stop) of each range.
-    """
+    """Split [start, stop) at row boundaries into ranges of about `limit` elements."""
     row = max(1, math.prod(shape[1:]))
     stride = max(1, limit // row) * row
     while start < stop:
@@ -44,6 +40,5 @@ def ranges(start: int, stop: int, shape: Sizes, limit: int) -> Iterator[tuple[in
 
 
 def _within(row: int, start: int, stop: int, shape: Sizes) -> Iterator[tuple[Sizes, Sizes]]:
-    """Yield the slices of the elements [start, stop) of one row."""
     for offset, sizes in split_range(start, stop, shape[1:]):
         yield (row, *offset), (1, *sizes)

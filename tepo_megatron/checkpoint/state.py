@@ -37,7 +37,6 @@ class ShardSlice:
     """A rectangular part of a global tensor.
 
     Attributes:
-        offset: where the part begins in it.
         data: the part, as a view of the state with as many dimensions as the global tensor.
         flexible: whether the global tensor may have another shape on another layout (the vocabulary is padded to a multiple
             that depends on tp). What a smaller stored tensor lacks is 0.
@@ -99,7 +98,6 @@ def _shardings(actor: Actor) -> dict[int, ShardedTensor | ShardedTensorFactory]:
 
 
 def _values(actor: Actor) -> Iterator[Any]:
-    """Yield the entries of the model's sharded state dict."""
     for chunk in actor.chunks:
         yield from nested_values(chunk.module.sharded_state_dict(metadata=dict(CONTENT)))
 
@@ -143,7 +141,6 @@ def _parts(sharding: ShardedTensor | ShardedTensorFactory) -> Iterator[tuple[Sha
 
 
 def _in_whole(part: ShardedTensor, offset: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the offset in the global tensor of an offset in a local part."""
     prepended = part.prepend_axis_num
     begin = tuple(part.global_offset)
     return begin[:prepended] + tuple(x + y for x, y in zip(begin[prepended:], offset, strict=True))

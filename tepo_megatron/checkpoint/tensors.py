@@ -57,7 +57,6 @@ class HostCopy:
         return self._copies
 
     def _make_places(self, shard_slices: Sequence[ShardSlice]) -> None:
-        """Allocate host memory for the shard slices."""
         self._copies, self._to = (), []  # so that the arena can free its memory before it allocates more
         self._from = [shard_slice.data for shard_slice in shard_slices]
         device = next((data.device for data in self._from if data.is_cuda), torch.device("cpu"))
@@ -71,16 +70,7 @@ class HostCopy:
 
 
 def write_items(path: Path, items: Sequence[WriteItem], values: Sequence[Tensor | bytes]) -> tuple[FileChecksum, Stored]:
-    """Write one rank's file and sync it to disk.
-
-    Args:
-        values: what to write for each item: a tensor in host memory, or bytes.
-    Returns:
-        Size and checksum of the file, and the place of each item in it.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Write one rank's file and sync it to disk."""
     stored = {}
     with ChecksummedFile(path) as f:
         for item, value in zip(items, values, strict=True):
@@ -91,14 +81,7 @@ def write_items(path: Path, items: Sequence[WriteItem], values: Sequence[Tensor 
 
 
 def write_metadata(folder: Path, metadata: Metadata, stored: Stored, common: Mapping[str, Any]) -> dict[str, FileChecksum]:
-    """Write the files that do not belong to one rank: `.metadata`, common.pt and metadata.json.
-
-    Returns:
-        Size and checksum of each file, by its name.
-
-    Raises:
-        OSError: a file cannot be written.
-    """
+    """Write the files that do not belong to one rank: `.metadata`, common.pt and metadata.json."""
     whole = replace(metadata, storage_data=stored, storage_meta=StorageMeta())
     contents = {
         METADATA: pickle.dumps(whole),

@@ -97,8 +97,7 @@ class WeightsGate:
     def before_updates(self, batch: TrainBatch, step: int) -> None:
         """Compare, in separate passes, the tokens whose log-probs no other pass of the step computes.
 
-        Raises:
-            SyncError: A server serves other weights than it reports, or rollouts have a version that was never delivered.
+        Raises SyncError if a server serves other weights than it reports, or rollouts have a version that was never delivered.
         """
         training, newest = self._training, step - 1
         self._step_tokens, self._newest_too = self._step_tokens + batch.num_tokens, False
@@ -119,10 +118,7 @@ class WeightsGate:
     def with_old_stats(self, batch: TrainBatch, step: int) -> None:
         """Compare the tokens of the newest version with the batch's old log-probs, which the actor computed.
 
-        Args:
-            batch: The rollout batch, or the minibatch of its only update; `old_logprobs_N` is valid on the last pipeline stage.
-        Raises:
-            SyncError: As in `before_updates`.
+        `batch`: the rollout batch, or the minibatch of its only update; `old_logprobs_N` is valid on the last pipeline stage.
         """
         assert batch.old_logprobs_N is not None, "the batch has no old statistics"
         if self._newest_too:
@@ -144,8 +140,7 @@ class WeightsGate:
     def weights_of(self, version: int) -> Iterator[None]:
         """Give the actor the kept weights of `version` inside the block; afterwards its own are restored bit for bit.
 
-        Raises:
-            SyncError: No copy of them is kept.
+        Raises SyncError if no copy of them is kept.
         """
         if version not in self._kept:
             known = ", ".join(map(str, self.versions)) or "none"
@@ -205,8 +200,7 @@ def pieces(rollout: Rollout) -> list[tuple[int, Source]]:
 def chosen(rollouts: Sequence[Rollout], version: int, most_tokens: int | None) -> list[int]:
     """Return the indices of the sequences to compare for `version`, among those with tokens of that version.
 
-    Args:
-        most_tokens: Token limit per server; once reached, no further sequence is chosen for that server. None: no limit.
+    `most_tokens`: token limit per server; once reached, no further sequence is chosen for that server. None: no limit.
     """
     counted: dict[str, int] = {}
     found = []

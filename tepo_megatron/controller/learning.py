@@ -51,6 +51,7 @@ def learn(
     Args:
         clock: Receives the seconds of the phases `old_stats` and `update`.
         recorder: Records every number that the loss of each token is made of. None: nothing is recorded.
+
     Raises:
         SyncError: The engine's log-probs differ from the actor's by more than `sync.max_logprob_diff`.
         NumericalError: A loss or a gradient norm is not finite.

@@ -28,12 +28,7 @@ class Reporting(Protocol):
 
 
 class LiveMetrics:
-    """The metrics of a run at any moment. `record` and `text` may be called by different threads.
-
-    Args:
-        progress: How far the batch that is being collected is. None: rollouts are replayed.
-        engine: Reports the state of the servers. None: there is no engine.
-    """
+    """The metrics of a run at any moment. `record` and `text` may be called by different threads."""
 
     def __init__(
         self,

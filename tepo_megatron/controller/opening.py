@@ -99,7 +99,6 @@ def open_driver(cfg: Config, make_engine: EngineFactory | None = None) -> Iterat
 
 @contextlib.contextmanager
 def _served_metrics(cfg: LoggingConfig, run_dir: Path, log: RunLog, live: LiveMetrics) -> Iterator[None]:
-    """Serve the run's metrics within the block, if `logging.metrics_port` says so."""
     if cfg.metrics_port is None:
         yield
         return
@@ -155,7 +154,6 @@ def _open_reward(
 
 
 def _joined(*sources: Callable[[], list[str]]) -> Callable[[], list[str]]:
-    """Return a function that returns the messages of all sources."""
     return lambda: [message for take in sources for message in take()]
 
 

@@ -11,13 +11,7 @@ from tepo_megatron.distributed.parallel import ParallelDims
 
 
 class StartingPoint(NamedTuple):
-    """Where this start of the ranks begins.
-
-    Attributes:
-        step: The step whose weights the actor has.
-        lacks_evaluation: Whether these weights have to be evaluated first.
-        kept: Rollouts after `step` that a living service has kept; None: there are none.
-    """
+    """Where this start of the ranks begins. `lacks_evaluation`: whether these weights have to be evaluated first."""
 
     step: int
     lacks_evaluation: bool

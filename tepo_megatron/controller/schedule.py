@@ -72,13 +72,8 @@ class RolloutPart(NamedTuple):
 class Schedule:
     """The rollout side of the training loop. All ranks make the same calls, `publish_first_weights` before all others.
 
-    Attributes:
-        trained: The step whose weights the actor has.
-        ended: Whether training ends before the last step because evaluations stopped improving.
-        save_requested: Whether a checkpoint is to be saved after the running step. The caller resets it.
-        trace_requested: The steps after the running one to be traced. The caller resets it.
-    Raises:
-        StopRequested: From `next_parts` and the evaluations, which then have not finished. `stop` must be called next.
+    `ended`: whether training ends before the last step because evaluations stopped improving. Raises StopRequested if from
+    `next_parts` and the evaluations, which then have not finished. `stop` must be called next.
     """
 
     def __init__(
@@ -95,11 +90,7 @@ class Schedule:
         groups: ParallelDims,
         trained: int,
     ) -> None:
-        """Store what the schedule works with.
-
-        Args:
-            evaluation: Sets when weights are evaluated. None: there is nothing to evaluate them on.
-        """
+        """Store what the schedule works with."""
         self._driver, self._sync, self._gate, self._groups = driver, sync, gate, groups
         self._placement, self._memory, self._batches = placement, memory, batches
         self._staleness, self._interrupts = rollout.max_staleness, rollout.on_weight_update != "finish"
@@ -138,9 +129,6 @@ class Schedule:
         """Yield the graded rollouts to train on in `step`, each part as soon as it is there. Collective over all ranks.
 
         There is one part, unless `training.stream` says otherwise. A part is to be trained on before the next one is asked for.
-
-        Args:
-            clock: Receives the seconds of waiting, sampling, grading and weight updates.
         """
         if not self._ahead or self._waits_asleep():
             self._publish(clock)
@@ -183,9 +171,6 @@ class Schedule:
 
         The weights are sent at once, unless sampling in progress must finish first. With shared devices they are sent when the
         next sampling starts.
-
-        Args:
-            clock: Receives the seconds of the weight update.
         """
         self._memory.end_phase("train")
         self._batches.release()

@@ -52,32 +52,23 @@ POLL_SECONDS = 0.05
 
 
 class _Received(NamedTuple):
-    """A call, and the connection over which it came."""
-
     call: Call
     connection: Connection
 
 
 class _Left(NamedTuple):
-    """Rank 0 has closed the connection."""
+    pass
 
 
 @dataclass
 class _Task:
-    """Work of the rollout thread.
-
-    Attributes:
-        minibatches: The minibatches that were there before its end.
-        received: Number of minibatches that the present rank 0 has received.
-    """
-
     future: Future[Any]
     minibatches: list[BatchHeader] = field(default_factory=list)
     received: int = 0
 
 
 class _End(NamedTuple):
-    """The service is to end."""
+    pass
 
 
 class RolloutService:
@@ -180,7 +171,6 @@ class RolloutService:
         return self._driver
 
     def _collect(self, step: int) -> _Task:
-        """Start to collect the rollouts of a step, or return what a former rank 0 has started."""
         if step in self._batches:
             self._started.kept.repeat_line(step)
             return replace(self._batches[step], received=0)
@@ -191,7 +181,6 @@ class RolloutService:
         return task
 
     def _saved(self, step: int) -> None:
-        """Release the batches that a complete checkpoint contains."""
         if self._keeps:
             self._batches = {number: task for number, task in self._batches.items() if number > step}
             self._started.kept.release_until(step)

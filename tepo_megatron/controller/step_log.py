@@ -50,11 +50,7 @@ class StepLog:
         self._memory: dict[str, float | None] = {}
 
     def receive(self, trained_tokens: int, metrics: Metrics | None) -> None:
-        """Take over rollouts that are trained on.
-
-        Args:
-            metrics: The metrics of all samples of the step. None: more rollouts come.
-        """
+        """Take over rollouts that are trained on."""
         self._trained_tokens += trained_tokens
         for name, pair in ({} if metrics is None else metrics.pairs()).items():
             self._metrics.add(name, *pair)

@@ -41,10 +41,8 @@ class StepTracer:
     def step(self, number: int) -> Iterator[None]:
         """Trace the block if the step is to be traced.
 
-        Collectives if it is, at the end: those of `offset_to_rank_0`, a broadcast and an all-gather over the host group.
-
-        Raises:
-            StorageError: A rank cannot write what it recorded, on every rank.
+        Collectives if it is, at the end: those of `offset_to_rank_0`, a broadcast and an all-gather over the host group. Raises
+        StorageError if a rank cannot write what it recorded, on every rank.
         """
         asked = self._left > 0
         if not asked and not (self._every and number % self._every == 0):
@@ -76,6 +74,5 @@ class StepTracer:
 
 
 def _profiler(device: torch.device) -> profile:
-    """Return torch's profiler of the CPU, and of the device if it is a GPU."""
     cuda = [ProfilerActivity.CUDA] if device.type == "cuda" else []
     return profile(activities=[ProfilerActivity.CPU, *cuda], acc_events=True)

@@ -12,10 +12,7 @@ def offset_to_rank_0(group: dist.ProcessGroup, clock: Callable[[], int]) -> Cloc
     """Return the offset of this rank's clock against that of rank 0.
 
     Collectives: `ROUND_TRIPS` messages of 8 bytes in each direction between rank 0 and every other rank, one rank after the
-    other. The first round trip of a rank waits for its turn, and the shortest one counts.
-
-    Args:
-        clock: Clock of this rank, in ns.
+    other. The first round trip of a rank waits for its turn, and the shortest one counts. `clock`: clock of this rank, in ns.
     """
     message = torch.zeros(1, dtype=torch.int64)
     if group.rank() == 0:

@@ -61,9 +61,7 @@ def metrics(terms: LossTerms, whole_tokens: Tensor, noise_floor: float | None) -
     """Return a (numerator, denominator) pair for each name in METRICS.
 
     The denominators of `loss/total`, `loss/kl` and `loss/ref_kl` add up to 1 over the minibatch. The others are counts of rows.
-
-    Args:
-        noise_floor: Nats; |dH| below it is rounding noise. None: not known.
+    `noise_floor`: Nats; |dH| below it is rounding noise. None: not known.
     """
     t = terms
     tokens = t.loss.new_full((), float(t.mask_R.numel()))

@@ -175,7 +175,6 @@ class Objective(ObjectiveParts):
         return ratio_R, value_R, clipped_R if bounded_R is None else bounded_R
 
     def _advantage(self, advantage_R: Tensor, entropy_R: Tensor) -> Tensor:
-        """Return the advantage, with the entropy term if the objective has one."""
         if not self.advantage_alpha:
             return advantage_R
         return advantage_with_entropy(advantage_R, entropy_R, self.advantage_alpha, self.advantage_kappa)

@@ -159,8 +159,6 @@ class Rule:
     Attributes:
         condition: Returns whether the last step is bad; None: it cannot be judged.
         hold: Consecutive judged steps in which the condition has to hold.
-        reads: Keys of the record that the message shows.
-        wrong: What goes wrong, a phrase.
     """
 
     name: str
@@ -241,12 +239,7 @@ class _State:
 
 @dataclass(frozen=True)
 class Alert:
-    """An alert that was raised.
-
-    Attributes:
-        step: The step at whose end it was raised.
-        values: What the rule read in this step.
-    """
+    """An alert that was raised."""
 
     step: int
     rule: Rule

@@ -14,10 +14,7 @@ BINS = 2 * _SIDE + 1  # negative, largest first; zero; positive, smallest first
 def counts(x: Tensor, where: Tensor | None = None) -> Tensor:
     """Count the entries of `x` per bin, without gradient or synchronisation. NaN counts as 0.
 
-    Args:
-        where: bool mask of the same shape that selects the entries. None: all.
-    Returns:
-        int64 [BINS] on the device of `x`.
+    `where`: bool mask of the same shape that selects the entries. None: all. Returns int64 [BINS] on the device of `x`.
     """
     x = x.detach().double()
     step = (x.abs() / _SMALLEST).log10().mul(_PER_DECADE).floor().clamp(-1, _SIDE - 1) + 1  # 0 below _SMALLEST
@@ -44,7 +41,6 @@ def quantiles(bins: Tensor, shares: Sequence[float]) -> list[float | None]:
 
 
 def _middle(step: int) -> float:
-    """Return the geometric middle of the bin that is `step` bins away from the zero bin."""
     if step == 0:
         return 0.0
     magnitude = _SMALLEST * 10 ** ((abs(step) - 0.5) / _PER_DECADE)

@@ -58,8 +58,6 @@ class LogFile(contextlib.AbstractContextManager["LogFile"]):
 
 
 class _Warnings(logging.Handler):
-    """A logging handler that copies the package's warnings, from any thread of this process, to a run's log."""
-
     def __init__(self, log: LogFile) -> None:
         super().__init__(logging.WARNING)
         self._to = log

@@ -30,10 +30,7 @@ SILENT_SECONDS = 10.0  # after which a connection without a complete request is 
 def serve_metrics(run_dir: Path, host: str, port: int, collect: Callable[[], str]) -> Iterator[str]:
     """Serve the metrics of a run within the block, and yield the URL.
 
-    Args:
-        port: Port to listen on; 0: a free one.
-    Raises:
-        ConfigError: The address cannot be used.
+    `port`: port to listen on; 0: a free one. Raises ConfigError if the address cannot be used.
     """
     key = _key_of(run_dir)
     try:
@@ -123,4 +120,4 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Log nothing: a scrape every few seconds would fill the log."""
+        pass

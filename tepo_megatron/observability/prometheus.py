@@ -26,12 +26,7 @@ _SERVER_LABEL = re.compile(r'(^|,)server=(?="(?:[^"\\\n]|\\.)*"(?:,|$))')
 
 @dataclass(frozen=True)
 class MetricFamily:
-    """A metric with all of its samples.
-
-    Attributes:
-        text: Its meaning, one sentence.
-        samples: (labels, value) of each sample.
-    """
+    """A metric with all of its samples."""
 
     name: str
     kind: Literal["gauge", "counter"]
@@ -83,8 +78,6 @@ def _number(value: float) -> str:
 
 @dataclass
 class _ServerFamily:
-    """Lines of one metric of the servers: its headers by kind, and its samples."""
-
     headers: dict[str, str] = field(default_factory=dict)
     samples: list[str] = field(default_factory=list)
 

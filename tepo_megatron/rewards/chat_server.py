@@ -42,13 +42,7 @@ class ChatServer:
         concurrency: int,
         key_variable: str | None,
     ) -> None:
-        """Prepare the connection; nothing is sent yet.
-
-        Args:
-            timeout_seconds: Limit for one whole exchange.
-        Raises:
-            ConfigError: The environment variable is not set.
-        """
+        """Prepare the connection; nothing is sent yet."""
         self._model, self._messages, self._max_tokens = model, messages, max_tokens
         address = url.rstrip("/") + "/chat/completions"
         self._server = GradingServer(
@@ -90,7 +84,6 @@ def filled(template: str, fields: Mapping[str, str]) -> str:
 
 
 def _reply(answer: HttpAnswer) -> JudgeReply:
-    """Return the reply in an answer. Raises FailedAttempt unless it is one."""
     try:
         body = answer.json()
         text, usage = body["choices"][0]["message"]["content"], body.get("usage") or {}

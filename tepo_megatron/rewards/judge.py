@@ -30,12 +30,7 @@ class QuestionTooLong(Exception):
 
 @dataclass(frozen=True)
 class JudgeReply:
-    """One answer of a judge.
-
-    Attributes:
-        text: What the judge wrote, and nothing else.
-        prompt_tokens, sampled_tokens: Tokens that it read and wrote.
-    """
+    """One answer of a judge."""
 
     text: str
     prompt_tokens: int
@@ -64,7 +59,6 @@ class Judgement:
     Attributes:
         value: Their mean, in units of the term; None if none could be read.
         status: `graded`, `unjudged` or `too_long`.
-        asked, unreadable: Number of answers of the judge, and of those without a verdict.
     """
 
     value: float | None
@@ -107,8 +101,7 @@ class JudgeTerm:
     async def judge(self, fields: Mapping[str, str], seed: int) -> Judgement:
         """Ask about one response until all verdicts are there, or the retries are used up.
 
-        Raises:
-            RewardError: The judge cannot work.
+        Raises RewardError if the judge cannot work.
         """
         entry, values = self._entry, list[float]()
         fields = {name: text.encode(errors="replace").decode() for name, text in fields.items()}  # no lone surrogates
@@ -142,7 +135,6 @@ class JudgeTerm:
         return Verdict(found.value or 0.0, "unjudged" if found.value is None else "graded")
 
     async def _value(self, answer: str) -> float | None:
-        """Return the value of the verdict in an answer of the judge; None if it has none."""
         outcome = await self.pool.ask((answer,))
         value = self._read(outcome.detail) if outcome.status == "found" else None
         if value is None:
@@ -161,7 +153,6 @@ class JudgeTerm:
         return (number - entry.lowest) / (entry.highest - entry.lowest) if in_range else None
 
     def _count(self, judged: bool) -> None:
-        """Count a response. Raises RewardError if too many of the last ones are unjudged."""
         self._judged.append(judged)
         total, unjudged = len(self._judged), self._judged.count(False)
         if total >= LEAST_JUDGED and unjudged > self._entry.max_unjudged_share * total:

@@ -48,11 +48,8 @@ class GradingServer:
     ) -> None:
         """Prepare the connection; nothing is sent yet.
 
-        Args:
-            timeout_seconds: Limit for one whole exchange, from the DNS look-up to the last byte of the answer.
-            backoff_seconds: Pause after the first failed attempt; each later pause is twice as long as the one before.
-        Raises:
-            ConfigError: The environment variable is not set.
+        `backoff_seconds`: pause after the first failed attempt; each later pause is twice as long as the one before. Raises
+        ConfigError if the environment variable is not set.
         """
         self._name, self._fix, self._refusals = name, fix, refusals
         self._timeout_seconds, self._attempts, self._backoff = timeout_seconds, attempts, backoff_seconds
@@ -90,7 +87,6 @@ class GradingServer:
         await self._http.close()
 
     async def _answer(self, path: str, body: bytes, most_bytes: int) -> HttpAnswer:
-        """Send one request and return its 2xx answer. Raises FailedAttempt."""
         try:
             answer = await self._http.exchange("POST", path, seconds=self._timeout_seconds, most_bytes=most_bytes, body=body)
         except TimedOut:

@@ -37,15 +37,7 @@ class HttpTerm:
         concurrency: int,
         pool: GradingPool | None = None,
     ) -> None:
-        """Prepare the connection; nothing is sent yet.
-
-        Args:
-            url, timeout_seconds, attempts, backoff_seconds, key_variable, concurrency: See `GradingServer`. A request holds one
-                batch.
-            pool: Decodes the responses (grader `texts`). None: they are text.
-        Raises:
-            ConfigError: The environment variable is not set.
-        """
+        """Prepare the connection; nothing is sent yet."""
         self.pool = pool
         self._server = GradingServer(
             url,
@@ -85,8 +77,7 @@ class HttpTerm:
 async def texts_of(response: Response, pool: GradingPool | None) -> tuple[str, str]:
     """Return the prompt and the response as text, decoded by a worker. If none can, this process decodes.
 
-    Args:
-        pool: Workers with a grader `texts` or `verdict`. None: this process decodes.
+    `pool`: workers with a grader `texts` or `verdict`. None: this process decodes.
     """
     outcome = await pool.ask((response.prompt, response.written)) if pool is not None else None
     if outcome is None or outcome.status != "decoded":
@@ -96,7 +87,6 @@ async def texts_of(response: Response, pool: GradingPool | None) -> tuple[str, s
 
 
 def _rewards(answer: HttpAnswer, samples: int) -> list[float]:
-    """Return the rewards in an answer. Raises FailedAttempt unless it has one finite number per sample."""
     try:
         found = answer.json()["rewards"]
     except BadAnswer as e:

@@ -40,8 +40,7 @@ class ChatFormat:
     ) -> tuple[list[int] | None, bool]:
         """Return the tokens between the model's last turn and its next one, and whether the template rewrote earlier messages.
 
-        Returns:
-            (tokens, rewrote); tokens is None if the template does not tell where the new messages begin.
+        Returns (tokens, rewrote); tokens is None if the template does not tell where the new messages begin.
         """
         before, whole = self._render(messages[:known], tools, False), self._render(messages, tools, True)
         ends = before.count(self._end) if self._end else 0
@@ -122,7 +121,6 @@ def digest_with(digest: bytes, message: Message) -> bytes:
 
 
 def _with_parsed_arguments(message: Message) -> Message:
-    """Return the message with the arguments of tool calls as objects, as templates expect them."""
     if not message.get("tool_calls"):
         return message
     calls = []

@@ -99,7 +99,6 @@ class History:
 
     Attributes:
         starts: (last step before it, config) of each start after which at least one step counts, ascending.
-        steps: step -> its line, as in the file.
         faults: What is wrong with the file, one sentence each.
         lost_start: The fault of a start that cannot be read and after which steps were taken; None if there is none.
     """
@@ -113,8 +112,7 @@ class History:
 def read_history(run_dir: Path) -> History:
     """Return the decisions of a run; of steps that were taken again, those that count. Damaged lines are reported as faults.
 
-    Raises:
-        DataError: There is no such file, or it cannot be read.
+    Raises DataError if there is no such file, or it cannot be read.
     """
     path = run_dir / FILE
     try:

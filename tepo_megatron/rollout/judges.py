@@ -29,14 +29,7 @@ from tepo_megatron.types import Prompt, SamplingParams
 
 @dataclass(frozen=True)
 class JudgePlace:
-    """Where the judges of a run are.
-
-    Attributes:
-        platform: `platform` of the config.
-        precision: Precision in which judges are served whose `server.precision` is null: that of the run's model.
-        first_device: Index of the first GPU that neither ranks nor rollout servers use.
-        log_folder: Folder for the logs of the judges' servers.
-    """
+    """Where the judges of a run are."""
 
     platform: Platform
     precision: Precision
@@ -130,11 +123,7 @@ class JudgeFleet(contextlib.AbstractContextManager["JudgeFleet"]):
         self._fleet.start()
 
     async def ask(self, fields: Mapping[str, str], samples: int, seed: int, temperature: float) -> list[JudgeReply]:
-        """Ask for all answers in one request; see `Judge.ask`. A server that fails is restarted, and the question is repeated.
-
-        Args:
-            fields, samples, seed, temperature: See there.
-        """
+        """Ask for all answers in one request. A server that fails is restarted, and the question is repeated."""
         ids = await asyncio.to_thread(self._chat.encode, fields)
         if len(ids) > self._entry.max_prompt_tokens:
             raise QuestionTooLong(
@@ -182,7 +171,6 @@ def _check_machine(own: Mapping[int, JudgeTermConfig], place: JudgePlace) -> Non
 
 @contextlib.contextmanager
 def _named(index: int) -> Iterator[None]:
-    """Name the term in errors about the judge's model or servers."""
     try:
         yield
     except TepoError as e:

@@ -20,11 +20,7 @@ _FUNCTION, _PARAMETER = "<function=", "<parameter="
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A call of a tool.
-
-    Attributes:
-        arguments: Its arguments, as the text of a JSON object.
-    """
+    """A call of a tool."""
 
     name: str
     arguments: str
@@ -70,7 +66,6 @@ def form_of(template: str | None) -> ToolForm:
 
 
 def _call(found: Any) -> ToolCall:
-    """Return a call from its JSON object. Raises ValueError, KeyError or TypeError if it is none."""
     name = found["name"]
     arguments = found["arguments"] if "arguments" in found else found.get("parameters", {})
     if not (isinstance(name, str) and name and isinstance(arguments, dict)):
@@ -105,7 +100,6 @@ def _xml(text: str, tools: Sequence[Any]) -> Iterator[ToolCall]:
 
 
 def _types(tools: Sequence[Any], name: str) -> Mapping[str, Any]:
-    """Return the JSON types of a function's parameters, empty if the tools do not say."""
     for tool in tools:
         function = tool.get("function") or {}
         if function.get("name") == name:

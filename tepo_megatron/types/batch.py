@@ -43,8 +43,7 @@ class TrainBatch:
     def build(cls, rollouts: Sequence[Rollout], advantages_B: Tensor) -> "TrainBatch":
         """Return a batch without old statistics.
 
-        Args:
-            advantages_B: fp32. Raises ValueError unless there is one advantage per rollout.
+        `advantages_B`: fp32. Raises ValueError unless there is one advantage per rollout.
         """
         if advantages_B.shape != (len(rollouts),):
             raise ValueError(f"{len(rollouts)} rollouts but advantages of shape {tuple(advantages_B.shape)}")

@@ -73,8 +73,7 @@ class SamplingMask:
     def rows(self, token_R: Tensor) -> Tensor:
         """Return the masks of some tokens as int64 [R, widest], filled up with NO_TOKEN.
 
-        Args:
-            token_R: int64 indices in [0, N), on the device of the masks.
+        `token_R`: int64 indices in [0, N), on the device of the masks.
         """
         column_K = torch.arange(self.widest, device=token_R.device)
         kept_RK = column_K < self.counts_N[token_R, None]
@@ -82,11 +81,7 @@ class SamplingMask:
         return torch.where(kept_RK, self.ids_M[place_RK].long(), NO_TOKEN)
 
     def check(self, ids_N: Tensor, most: int) -> None:
-        """Raise ValueError unless these are masks of these tokens.
-
-        Args:
-            ids_N: int64 ids of the sampled tokens, on the host.
-        """
+        """Raise ValueError unless these are masks of these tokens. `ids_N`: int64 ids of the sampled tokens, on the host."""
         if self.counts_N.shape != ids_N.shape or int(self.counts_N.sum()) != self.ids_M.numel():
             raise ValueError(f"sampling masks of {self.counts_N.numel()} tokens, not {ids_N.numel()}, or of another size")
         if not ids_N.numel():

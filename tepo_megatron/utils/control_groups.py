@@ -37,11 +37,7 @@ def _mounts(mounts: list[str], controller: str) -> Iterator[tuple[str, Path]]:
 
 
 def usable_cores(process: Path = SELF) -> int:
-    """Return the number of cores that this process may use: those of its affinity, or its CPU quota (`docker --cpus`) if less.
-
-    Args:
-        process: Its folder in /proc.
-    """
+    """Return how many cores this process may use: those of its affinity, or its CPU quota (`docker --cpus`) if less."""
     cores = len(os.sched_getaffinity(0))
     quotas = [_quota(version_2, group) for version_2, group in group_folders(process, "cpu")]
     return max(1, math.ceil(min([cores, *quotas])))

@@ -20,12 +20,7 @@ _UNLIMITED = 2**60  # bytes; cgroup v1 writes a number near 2**63 for "no limit"
 
 @dataclass(frozen=True)
 class MemoryGroup:
-    """The control group (cgroup) that bounds the memory of a process.
-
-    Attributes:
-        events: File that counts the processes killed in the group, on a line `oom_kill N`.
-        limit: File with the limit in bytes.
-    """
+    """The control group (cgroup) that bounds the memory of a process."""
 
     events: Path
     limit: Path
@@ -83,8 +78,7 @@ class MemoryKills:
     def hint(self, fix: str = _FIX) -> str:
         """Return a sentence which says that the kernel has killed a process for lack of memory, perhaps one of this job.
 
-        Returns:
-            The sentence with the count before and now; "" if the kernel has counted no kill.
+        Returns the sentence with the count before and now; "" if the kernel has counted no kill.
         """
         if not self.seen():
             return ""

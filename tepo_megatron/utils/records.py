@@ -67,8 +67,7 @@ class StepRecords:
 def parse_lines(data: bytes, first: str) -> list[JsonLine]:
     """Return the non-blank lines of `data`.
 
-    Args:
-        data: UTF-8, with or without a byte order mark, Unix or Windows line breaks; or UTF-16 with a mark.
+    `data`: UTF-8, with or without a byte order mark, Unix or Windows line breaks; or UTF-16 with a mark.
     """
     data = _utf8(data, first)
     lines: list[JsonLine] = []
@@ -80,21 +79,15 @@ def parse_lines(data: bytes, first: str) -> list[JsonLine]:
 
 
 def read_lines(path: Path, first: str) -> list[JsonLine]:
-    """Read a file and return its lines.
-
-    Raises:
-        OSError: The file cannot be read.
-    """
+    """Read a file and return its lines. Raises OSError if the file cannot be read."""
     return parse_lines(path.read_bytes(), first)
 
 
 def steps_of(lines: Iterable[JsonLine], last: int | None = None) -> StepRecords:
     """Sort the step records: each step once, in order.
 
-    Of two records of the same step the later one in the file is kept, because it comes from the later attempt.
-
-    Args:
-        last: Last step to keep; a missing step up to it is a fault. None: keep all steps up to the greatest.
+    Of two records of the same step the later one in the file is kept, because it comes from the later attempt. `last`: last
+    step to keep; a missing step up to it is a fault. None: keep all steps up to the greatest.
     """
     found = StepRecords([])
     by_step: dict[int, JsonLine] = {}
@@ -148,11 +141,7 @@ def report(path: Path, faults: Iterable[str]) -> None:
 def read_rows(path: Path, first: str, take: Callable[[Record], Any]) -> tuple[list[Any], list[str]]:
     """Convert every object of a file.
 
-    Returns:
-        The converted objects, and the faults of the file, one sentence each.
-
-    Raises:
-        OSError: The file cannot be read.
+    Returns the converted objects, and the faults of the file, one sentence each. Raises OSError if the file cannot be read.
     """
     made: list[Any] = []
     unreadable: list[tuple[JsonLine, str]] = []

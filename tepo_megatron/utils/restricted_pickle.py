@@ -46,7 +46,7 @@ _MEGATRON_CLASSES = ("MCoreMetadata", "MCoreSavePlan")
 
 
 class _Refused(pickle.UnpicklingError):
-    """The pickle names something that is not allowed."""
+    pass
 
 
 class _Unpickler(pickle.Unpickler):

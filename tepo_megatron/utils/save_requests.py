@@ -45,11 +45,7 @@ def take_save(run_dir: Path) -> bool:
 
 @dataclass(frozen=True)
 class TraceRequest:
-    """A request to trace steps.
-
-    Attributes:
-        profile: Rank that torch's profiler records, too. None: none.
-    """
+    """A request to trace steps. `profile`: rank that torch's profiler records, too. None: none."""
 
     steps: int = 1
     profile: int | None = None

@@ -13,11 +13,6 @@ async def time_limit(seconds: float) -> AsyncIterator[asyncio.Timeout]:
 
     Where the loop did not run when the limit passed, `asyncio.timeout` cancels the block before it sees what has arrived
     meanwhile. Here the block goes on for as long again as the loop was late.
-
-    Args:
-        seconds: Limit in seconds from now.
-    Raises:
-        TimeoutError: The limit has passed.
     """
     loop = asyncio.get_running_loop()
     timers: list[asyncio.TimerHandle] = []

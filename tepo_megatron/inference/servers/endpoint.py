@@ -100,8 +100,7 @@ class ServerConnection:
 class UndecodedAnswers:
     """The answers to one call of `Endpoint.generate`.
 
-    Attributes:
-        decode: Returns the rollouts; see `Endpoint.decode`. May be called in any thread.
+    `decode`: returns the rollouts; see `Endpoint.decode`. May be called in any thread.
     """
 
     nbytes: int
@@ -112,8 +111,6 @@ class Endpoint(ServerConnection):
     """A server of a fleet, with the version of its weights.
 
     Attributes:
-        ranks: Number of processes that hold the model.
-        version: Version of the weights that the server serves.
         most_in_flight: Most requests that were in flight at once since `load.LoadMeter` last read it.
         answered: The server has answered a generation request since it was launched.
         broken_off: The sender of the last update is gone before its end.
@@ -185,11 +182,7 @@ class Endpoint(ServerConnection):
         return UndecodedAnswers(sum(len(x.body) for x in received), functools.partial(self.decode, asks, received, version))
 
     def decode(self, asks: Sequence[GenerationRequest], answers: Sequence[HttpAnswer], version: int) -> list[Rollout]:
-        """Return the requested samples, by request and sample index.
-
-        Raises:
-            RolloutError: An answer is not what was asked for.
-        """
+        """Return the requested samples, by request and sample index."""
         decoded = [self.api.decode(answer, ask, version) for ask, answer in zip(asks, answers, strict=True)]
         return [replace(rollout, servers=((0, self.name),)) for rollouts in decoded for rollout in rollouts]
 

@@ -21,12 +21,10 @@ POLL_SECONDS = 0.5
 
 
 class _RemoteServer:
-    """Base of servers whose process is watched elsewhere."""
-
     resident_bytes = 0  # its memory is not on this machine, or not known here
 
     def forget(self) -> None:
-        """Do nothing: no files were made here."""
+        pass
 
 
 class NamedServer(_RemoteServer):

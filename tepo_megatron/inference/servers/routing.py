@@ -107,7 +107,6 @@ class RoutedSampler:
         return group
 
     async def _answer(self, asks: Sequence[GenerationRequest]) -> list[Rollout]:
-        """Return the requested samples, all from one server. Retries on other servers."""
         avoid: Endpoint | None = None
         for attempt in range(1, ATTEMPTS + 1):
             made = tracer.clock()
@@ -143,7 +142,6 @@ class RoutedSampler:
 
 
 def _noted(error: RolloutError, incarnation: Incarnation) -> RolloutError:
-    """Return the error of an answer; if it shows stale weights, end the incarnation."""
     if isinstance(error, StaleWeights):
         incarnation.end(error)
     return error

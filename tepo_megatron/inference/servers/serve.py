@@ -83,7 +83,6 @@ class _Service:
         self._over = asyncio.Event()
 
     async def run(self) -> None:
-        """Run the servers until a signal comes or all are lost. See `serve`."""
         for signum in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(signum, self._over.set)
         supervisors: list[asyncio.Task[None]] = []
@@ -116,7 +115,6 @@ class _Service:
             raise RolloutError(str(self._members[0].lost))
 
     async def _over_within(self, seconds: float) -> bool:
-        """Wait at most `seconds` for the end. Return whether it has come."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._over.wait(), seconds)
         return self._over.is_set()

@@ -17,10 +17,8 @@ class ServerAddress:
 class Server(Protocol):
     """Server behind an endpoint: a process of this machine (`servers/local.py`) or one of others (`servers/remote.py`).
 
-    All methods except `stop` and `forget` run in one event loop.
-
-    Attributes:
-        restart_note: Predicate for messages that says what happens after a failure, like "is started again".
+    All methods except `stop` and `forget` run in one event loop. `restart_note`: predicate for messages that says what happens
+    after a failure, like "is started again".
     """
 
     name: str

@@ -186,7 +186,6 @@ class PoolUpdates:
         ask: Callable[[Endpoint], Awaitable[Any]],
         returned: type[Exception] = RequestFailed,
     ) -> list[Any]:
-        """Make one call to every server, concurrently, and note which requests failed."""
         results = await asyncio.gather(*(ask(m.endpoint) for m, _ in servers), return_exceptions=True)
         for (member, incarnation), result in zip(servers, results, strict=True):
             if isinstance(result, RequestFailed):
@@ -198,8 +197,7 @@ class PoolUpdates:
     async def _each(self, say: Callable[[Endpoint], Awaitable[None]]) -> None:
         """Make one call of an update to every server whose incarnation took part in it from the start, concurrently.
 
-        Raises:
-            SyncError: A server refused the call. The fleet is then no longer usable.
+        Raises SyncError if a server refused the call. The fleet is then no longer usable.
         """
         alive = self._alive()
         results = await self._ask(alive, say, returned=SyncError)

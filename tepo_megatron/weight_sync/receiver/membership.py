@@ -13,12 +13,7 @@ logger = logging.getLogger(__name__)
 
 
 class Membership:
-    """Membership of one process in the groups of a spec, one group for each sender. A thread forms the groups.
-
-    Attributes:
-        groups: The group of each sender, by its index; complete once `joined` is set.
-        joined: Set while this process is in all groups.
-    """
+    """Membership of one process in the groups of a spec, one group for each sender. A thread forms the groups."""
 
     def __init__(self, spec: GroupSpec, local_rank: int, device: torch.device) -> None:
         self.groups: dict[int, BroadcastGroup] = {}

@@ -30,9 +30,7 @@ _CPU = torch.device("cpu")
 class RankReceiver:
     """Receiver of weight updates, one per process of a server.
 
-    Attributes:
-        in_trainer_memory: Whether the last round lies in memory of the trainer, which overwrites it two rounds later.
-        membership: Membership in the groups that were joined last; None while there is none.
+    `in_trainer_memory`: whether the last round lies in memory of the trainer, which overwrites it two rounds later.
     """
 
     def __init__(self) -> None:
@@ -77,10 +75,8 @@ class RankReceiver:
         """Leave the old process groups and begin to form new ones.
 
         A thread forms them, so that the server answers health requests meanwhile. Errors are only logged: the trainer notices
-        that the report of this rank is missing in its store.
-
-        Args:
-            local_rank: Rank of this process in its server. None: that in its default group.
+        that the report of this rank is missing in its store. `local_rank`: rank of this process in its server. None: that in
+        its default group.
         """
         self.leave()
         self._device = device
@@ -104,9 +100,8 @@ class RankReceiver:
             None if there is nothing to load, because the round did not arrive or was loaded already. The trainer learns
             which.
 
-        Raises:
-            ValueError: The tensors are not the model's (see `UpdateTracker.add`), or the round is out of order. The iterator
-                raises it for a tensor that was damaged.
+        Raises ValueError if the tensors are not the model's (see `UpdateTracker.add`), or the round is out of order. The
+        iterator raises it for a tensor that was damaged.
         """
         assert self._update is not None, "the update has to begin first"
         buckets = [Bucket.from_json(source) for source in sources if source.startswith("{")]
