@@ -159,7 +159,7 @@ class RunLog:
         """
         path = self.run_dir / METRICS_FILE
         data = path.read_bytes() if path.exists() else b""
-        found = records.steps_of(records.parse_lines(data, _FIRST_KEY), last=step)
+        found = records.steps_of(records.parse_lines(data), last=step)
         kept = b"".join(line.raw + b"\n" for line in found.kept)
         if lost := b"".join(line.raw + b"\n" for line in (*found.rest, *found.later)):
             self._add_lost(lost)
@@ -240,7 +240,7 @@ def read_steps(run_dir: Path) -> records.StepRecords:
     """Return a run's records and the file's faults as text. Raise DataError, naming the file, if there is no record."""
     path = run_dir / METRICS_FILE
     try:
-        lines = records.read_lines(path, _FIRST_KEY)
+        lines = records.read_lines(path)
     except OSError as e:
         raise DataError(f"{path}: cannot read the metrics ({e.strerror}); give the folder of a run") from None
     found = records.steps_of(lines)

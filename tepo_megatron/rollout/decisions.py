@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tepo_megatron.errors import DataError
-from tepo_megatron.observability.log_file import append_line, open_for_appending
+from tepo_megatron.observability.log_file import append_line, end_line, open_for_appending
 from tepo_megatron.types import Rollout
 from tepo_megatron.utils import records
 from tepo_megatron.utils.storage import writing
@@ -83,6 +83,7 @@ def append(run_dir: Path, line: str) -> None:
     with writing(run_dir / FILE):
         file = open_for_appending(run_dir / FILE)
         try:
+            end_line(file, run_dir / FILE)
             append_line(file, line + "\n")
         finally:
             os.close(file)
@@ -116,7 +117,7 @@ def read_history(run_dir: Path) -> History:
     """
     path = run_dir / FILE
     try:
-        lines = records.read_lines(path, FIRST_KEY)
+        lines = records.read_lines(path)
     except OSError as e:
         raise DataError(
             f"{path}: cannot read the decisions ({e.strerror}); the run was made by a version without them"
