@@ -25,13 +25,13 @@ class Waited(NamedTuple):
     Attributes:
         event: "done"; "minibatch": one of the minibatches is there before the others (`training.stream`); "weights": the engine
             asks for weights, and without them the work may never finish; "stop": the run is to save a checkpoint and end,
-            whatever is still being sampled; "restart": it is to save one, and its ranks are started again.
+            whatever is still being sampled.
         result: Result of the work, if it is done; the `BatchHeader` of the minibatch.
         save: A checkpoint is to be saved after the step.
         trace: The steps after this one are to be traced. None: nobody asked for it.
     """
 
-    event: Literal["done", "minibatch", "weights", "stop", "restart"]
+    event: Literal["done", "minibatch", "weights", "stop"]
     result: Any = None
     save: bool = False
     trace: TraceRequest | None = None

@@ -45,10 +45,6 @@ from tepo_megatron.weight_sync.sync import NoSync, WeightSync
 class StopRequested(Exception):
     """The run is to save a checkpoint and end (`utils/save_requests.py`). Every rank raises it at the same place."""
 
-    def __init__(self, restarts: bool) -> None:
-        super().__init__()
-        self.restarts = restarts
-
 
 class RolloutPart(NamedTuple):
     """The rollouts that a step is trained on, or with `training.stream` those of one of its minibatches.
@@ -162,9 +158,9 @@ class Schedule:
         self._placement.train()
         self._memory.begin_phase()
 
-    def stop(self, abort: bool) -> None:
-        """Make the actor ready to be saved. `abort` gives up what is being sampled or evaluated on shared devices."""
-        self._placement.train(abort)
+    def stop(self) -> None:
+        """Make the actor ready to be saved. What is being sampled or evaluated on shared devices is given up."""
+        self._placement.train(abort=True)
 
     def publish_weights(self, step: int, clock: Clock) -> None:
         """Have the engine serve the actor's weights, which are those of `step`.
@@ -223,8 +219,8 @@ class Schedule:
             waited = broadcast_result(partial(task.wait, not self._in_updates), self._groups.host)
             self.save_requested |= waited.save
             self.trace_requested = waited.trace or self.trace_requested
-            if waited.event in ("stop", "restart"):
-                raise StopRequested(restarts=waited.event == "restart")
+            if waited.event == "stop":
+                raise StopRequested
             if waited.event in ("done", "minibatch"):
                 return waited.result
             self._placement.repair(self._push)

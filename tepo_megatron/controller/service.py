@@ -30,7 +30,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from tepo_megatron.config import Config
@@ -43,10 +42,9 @@ from tepo_megatron.errors import RolloutError, StorageError, TepoError
 from tepo_megatron.inference.engine import INITIAL_VERSION
 from tepo_megatron.observability.tracer import tracer
 from tepo_megatron.utils.quiet import quiet_upstream
-from tepo_megatron.utils.save_requests import LOOK_SECONDS, RESTART, STOP, answer_restart, asked, take_save
+from tepo_megatron.utils.save_requests import LOOK_SECONDS, STOP, asked, take_save
 from tepo_megatron.utils.service_guard import peer_user
 from tepo_megatron.utils.storage import disk_fault
-from tepo_megatron.utils.supervisor import LAUNCHER
 
 POLL_SECONDS = 0.05
 
@@ -225,8 +223,6 @@ class RolloutService:
                 look = time.monotonic() + LOOK_SECONDS
                 if asked(self._cfg.run_dir, STOP):
                     return Waited("stop")
-                if asked(self._cfg.run_dir, RESTART) and self._may_restart(self._cfg.run_dir, task):
-                    return Waited("restart")
             if task.received < len(task.minibatches):
                 task.received += 1
                 return Waited("minibatch", task.minibatches[task.received - 1])
@@ -237,16 +233,6 @@ class RolloutService:
                 return Waited("weights")
             time.sleep(POLL_SECONDS)
         return Waited("stop")  # nobody hears it
-
-    def _may_restart(self, run_dir: Path, task: _Task) -> bool:
-        """Return whether the ranks may end now, to be started again. While a colocated engine samples, it may not sleep."""
-        assert self._cfg is not None
-        if not self._keeps or LAUNCHER not in os.environ:
-            answer_restart(
-                run_dir, "refused: torchrun starts the ranks of this run, or checkpoint.max_restarts does not allow it"
-            )
-            return False
-        return task.future.done() or not self._cfg.rollout.colocate
 
     def _answer(self, received: _Received, make: Callable[[], Any]) -> None:
         number, connection = received.call.number, received.connection
