@@ -20,8 +20,7 @@ from tepo_megatron.controller.gate import WeightsGate
 from tepo_megatron.controller.learning import learn
 from tepo_megatron.controller.memory_report import MemoryReport
 from tepo_megatron.controller.placement import Colocated, Disaggregated
-from tepo_megatron.controller.resume import starting_point
-from tepo_megatron.controller.schedule import Schedule, StopRequested
+from tepo_megatron.controller.schedule import Schedule, StopRequested, starting_point
 from tepo_megatron.controller.service_client import ServiceClient, ServiceEngine, ServiceTraces
 from tepo_megatron.controller.service_start import start_service
 from tepo_megatron.controller.step_log import StepLog

@@ -17,19 +17,16 @@ from tepo_megatron.actor import build
 from tepo_megatron.actor.accumulator import MinibatchTokenStats, UpdateAccumulator, UpdateResult
 from tepo_megatron.actor.activations import HostActivations
 from tepo_megatron.actor.comparisons import mismatch
-from tepo_megatron.actor.expert_replay import ExpertReplay
 from tepo_megatron.actor.kernels import check_transformer_engine, hardware, installed
 from tepo_megatron.actor.masks import MaskSource, device_mask, truncation_of
 from tepo_megatron.actor.minibatch import MinibatchInputs
 from tepo_megatron.actor.offload import PARTS, Offloader, Part
-from tepo_megatron.actor.output_rows import OutputRows
-from tepo_megatron.actor.output_stats import OutputStats, Visit
+from tepo_megatron.actor.output_stats import OutputRows, OutputStats, Visit
 from tepo_megatron.actor.packer import Packer
-from tepo_megatron.actor.pipeline import PipelineSchedule
+from tepo_megatron.actor.pipeline import ExpertReplay, PipelineSchedule
 from tepo_megatron.actor.precision import alignment, check_hardware
 from tepo_megatron.actor.recorder import TokenRecorder
-from tepo_megatron.actor.reference import HostWeights
-from tepo_megatron.actor.teacher import Teacher
+from tepo_megatron.actor.reference import HostWeights, Teacher
 from tepo_megatron.config import Config
 from tepo_megatron.distributed.parallel import ParallelDims
 from tepo_megatron.errors import NumericalError

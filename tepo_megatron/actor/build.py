@@ -12,9 +12,9 @@ from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer import TransformerConfig
 
-from tepo_megatron.actor import modules, precision, rotary
+from tepo_megatron.actor import precision, rotary
 from tepo_megatron.actor.kernels import choose, choose_linear, installed
-from tepo_megatron.actor.layer_spec import layer_spec
+from tepo_megatron.actor.layer_spec import install_in_megatron, layer_spec
 from tepo_megatron.actor.layout import check_shared_prompts, stage_layers
 from tepo_megatron.actor.passed_fields import passed_fields
 from tepo_megatron.config import MegatronConfig, ModelConfig, OptimizerConfig, ParallelConfig, TrainingConfig
@@ -59,7 +59,7 @@ def transformer_config(
     It also installs this package's rotary embedding and fused weight gradient in Megatron (see their `install_in_megatron`).
     """
     rotary.install_in_megatron(share_prompts)
-    modules.install_in_megatron()
+    install_in_megatron()
     own = own_fields(arch, model, parallel, device, training, replay_experts, megatron)
     return TransformerConfig(**own | passed_fields(megatron, "transformer"))
 

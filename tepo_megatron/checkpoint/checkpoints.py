@@ -15,11 +15,9 @@ import torch.distributed as dist
 from tepo_megatron.actor.actor import Actor
 from tepo_megatron.checkpoint import folder as folders
 from tepo_megatron.checkpoint import optimizer, restoring, rng_state, saving
-from tepo_megatron.checkpoint.planning import SavePlanner, create_folder
 from tepo_megatron.checkpoint.restoring import FoundCheckpoint
-from tepo_megatron.checkpoint.shard_cache import ShardCache
-from tepo_megatron.checkpoint.state import CONTENT
-from tepo_megatron.checkpoint.tensors import HostCopy
+from tepo_megatron.checkpoint.state import CONTENT, ShardCache
+from tepo_megatron.checkpoint.tensors import HostCopy, SavePlanner, create_folder
 from tepo_megatron.config import CheckpointConfig
 from tepo_megatron.distributed.objects import all_gather_object, all_true
 from tepo_megatron.distributed.own_peers import own_peers_only

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from tepo_megatron.inference.report import STATES, EngineReport, ServerReport
 from tepo_megatron.observability.alerts import RULES, key_of
-from tepo_megatron.observability.prometheus import MetricFamily, as_text, merge_servers, of_step
+from tepo_megatron.observability.metrics_server import MetricFamily, as_text, merge_servers, of_step
 from tepo_megatron.rollout.collector import Progress
 from tepo_megatron.rollout.containment import FAILURE_KINDS
 

@@ -24,6 +24,8 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Self
 
+from tepo_megatron.actor.actor import Actor
+from tepo_megatron.checkpoint.checkpoints import Checkpoints
 from tepo_megatron.config import EvaluationConfig, RolloutConfig
 from tepo_megatron.controller.batch_memory import BatchHeader
 from tepo_megatron.controller.batch_receiver import BatchReceiver
@@ -40,6 +42,34 @@ from tepo_megatron.observability.tracer import tracer
 from tepo_megatron.types import Rollout
 from tepo_megatron.utils.save_requests import TraceRequest
 from tepo_megatron.weight_sync.sync import NoSync, WeightSync
+
+
+class StartingPoint(NamedTuple):
+    """Where this start of the ranks begins. `lacks_evaluation`: whether these weights have to be evaluated first."""
+
+    step: int
+    lacks_evaluation: bool
+    kept: KeptRollouts | None
+
+
+def starting_point(
+    resumes: bool, checkpoints: Checkpoints, actor: Actor, driver: Driver, groups: ParallelDims
+) -> StartingPoint:
+    """Restore the newest checkpoint, if there is one and the run is resumed. All ranks call it.
+
+    Collectives: one broadcast over the host group, and if the run is resumed, another one and those of the checkpoint.
+    """
+    if not broadcast_object(resumes, groups.host):
+        return StartingPoint(0, lacks_evaluation=True, kept=None)
+    found = checkpoints.newest()
+    state = None if found is None else checkpoints.load(found, actor)
+    if state is not None:
+        actor.noise_floor = state["noise_floor"]
+    passed_over = [] if found is None else found.passed_over
+    kept = broadcast_result(lambda: driver.resume(state, passed_over), groups.host)
+    if state is None:
+        return StartingPoint(0, lacks_evaluation=True, kept=kept)
+    return StartingPoint(int(state["step"]), state.get("lacks_evaluation", False), kept)
 
 
 class StopRequested(Exception):

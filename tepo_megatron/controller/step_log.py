@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from tepo_megatron.observability.histogram import quantiles
-from tepo_megatron.observability.metrics import Metrics
+from tepo_megatron.observability.metrics import Metrics, quantiles
 from tepo_megatron.observability.timing import Clock
 from tepo_megatron.types import STATUSES
 

@@ -29,9 +29,8 @@ from tepo_megatron.launcher.ranks import (
 from tepo_megatron.launcher.restarts import RestartPolicy
 from tepo_megatron.observability.run_dir import rename_hang
 from tepo_megatron.utils import service_guard
-from tepo_megatron.utils.control_groups import usable_cores
 from tepo_megatron.utils.escaping import escaped
-from tepo_megatron.utils.memory_kills import MemoryKills
+from tepo_megatron.utils.memory_kills import MemoryKills, usable_cores
 from tepo_megatron.utils.private import WORLD_FOLDER, make_private_folder
 from tepo_megatron.utils.processes import die_with_parent, kill_later
 from tepo_megatron.utils.quiet import quiet_upstream

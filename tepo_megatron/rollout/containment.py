@@ -14,7 +14,7 @@ import torch
 from tepo_megatron.errors import RolloutError
 from tepo_megatron.observability.metrics import Metrics
 from tepo_megatron.types import Prompt, Rollout, split_samples
-from tepo_megatron.utils.waiting import time_limit
+from tepo_megatron.utils.loop import time_limit
 
 _log = logging.getLogger(__name__)
 FAILURE_KINDS = ("raised", "timed_out", "over_limit")

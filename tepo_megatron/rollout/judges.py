@@ -21,8 +21,7 @@ from tepo_megatron.inference.engine_api import LaunchSpec, Platform, Precision
 from tepo_megatron.inference.engines import build_engine
 from tepo_megatron.inference.linear_attention import check_linear_attention, layers_of
 from tepo_megatron.inference.servers.process import LOOPBACK
-from tepo_megatron.rewards.chat_server import ChatServer
-from tepo_megatron.rewards.judge import Judge, JudgeReply, QuestionTooLong
+from tepo_megatron.rewards.judge import ChatServer, Judge, JudgeReply, QuestionTooLong
 from tepo_megatron.rollout.quoted_chat import QuotedChat
 from tepo_megatron.types import Prompt, SamplingParams
 

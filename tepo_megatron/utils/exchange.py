@@ -22,9 +22,8 @@ import msgspec
 import numpy as np
 
 from tepo_megatron.utils.escaping import excerpt
-from tepo_megatron.utils.loop import LoopThread
+from tepo_megatron.utils.loop import LoopThread, time_limit
 from tepo_megatron.utils.open_files import open_file_limit
-from tepo_megatron.utils.waiting import time_limit
 
 CONNECT_SECONDS = 60.0  # limit of opening a connection; a busy event loop that opens thousands of them takes seconds
 KEEP_SECONDS = 3.0  # an idle connection is kept this long; uvicorn, which serves vLLM and SGLang, closes it after 5 s
