@@ -234,7 +234,7 @@ def progress(folder: Path) -> list[str]:
     lines = []
     metrics = folder / "metrics.jsonl"
     if metrics.exists():
-        found = records.steps_of(records.read_lines(metrics, "step"))
+        found = records.steps_of(records.read_lines(metrics))
         ended = ", ended" if (folder / "summary.json").exists() else ""
         lines.append(f"{len(found.kept)} steps recorded{ended}")
         lines += [f"{metrics.name}: {fault}" for fault in found.faults]

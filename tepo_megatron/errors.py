@@ -48,10 +48,6 @@ class RunStopped(TepoError, RuntimeError):
     """A run was asked to end and ended, with all its work saved. `tepo train` exits with status 75 (EX_TEMPFAIL)."""
 
 
-class RestartRequested(TepoError, RuntimeError):
-    """The ranks were asked to end and ended, with all their work saved. Their launcher starts them again."""
-
-
 class LostRanks(TepoError, RuntimeError):
     """Ranks of other machines did not come back after all ranks had to be restarted."""
 

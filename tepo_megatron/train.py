@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from tepo_megatron.actor.actor import Actor
 from tepo_megatron.actor.recorder import TokenRecorder
@@ -20,15 +20,14 @@ from tepo_megatron.controller.gate import WeightsGate
 from tepo_megatron.controller.learning import learn
 from tepo_megatron.controller.memory_report import MemoryReport
 from tepo_megatron.controller.placement import Colocated, Disaggregated
-from tepo_megatron.controller.resume import starting_point
-from tepo_megatron.controller.schedule import Schedule, StopRequested
+from tepo_megatron.controller.schedule import Schedule, StopRequested, starting_point
 from tepo_megatron.controller.service_client import ServiceClient, ServiceEngine, ServiceTraces
 from tepo_megatron.controller.service_start import start_service
 from tepo_megatron.controller.step_log import StepLog
 from tepo_megatron.controller.tracing import StepTracer
 from tepo_megatron.distributed import parallel
 from tepo_megatron.distributed.objects import broadcast_result
-from tepo_megatron.errors import RestartRequested, RunStopped
+from tepo_megatron.errors import RunStopped
 from tepo_megatron.losses import Objective, build_objective
 from tepo_megatron.observability import hang_watchdog
 from tepo_megatron.observability.log_file import LogFile
@@ -51,9 +50,7 @@ def train(
 ) -> None:
     """Make one run of `cfg.training.steps` steps: sample and grade a batch, train on it, and update the engine's weights.
 
-    Raises:
-        RunStopped: On rank 0, once all ranks have ended their work: the run was asked to end (`utils/save_requests.py`).
-        RestartRequested: The same: the ranks are to be started again. The rollout service lives on.
+    Raises RunStopped on rank 0 once all ranks have ended their work: the run was asked to end (`utils/save_requests.py`).
     """
     check_one_host(cfg.sync, servers_with_ranks=cfg.rollout.colocate and cfg.rollout.server.rendezvous_folder is not None)
     is_main = os.environ.get("RANK", "0") == "0"
@@ -71,13 +68,9 @@ def train(
                     _sample(driver, cfg.training.steps, traces)
                 else:
                     ended = _train(cfg, groups, driver, traces, resumes)
-        if ended is not None and ended.restarts and service is not None:
-            service.leave()
     parallel.shutdown()
     if ended is not None and is_main:
-        saved = f"the checkpoint of step {ended.step} is complete" if ended.step else "no step was complete"
-        if ended.restarts:
-            raise RestartRequested(f"{cfg.run_dir}: the ranks ended on request; {saved}")
+        saved = f"the checkpoint of step {ended} is complete" if ended else "no step was complete"
         raise RunStopped(f"{cfg.run_dir}: ended on request; {saved}; go on with --resume true")
 
 
@@ -103,22 +96,11 @@ def _watched(
     )
 
 
-class _EndOnRequest(NamedTuple):
-    """The end of ranks that were asked to end.
+def _train(cfg: Config, groups: parallel.ParallelDims, driver: Driver, traces: StepTracer, resumes: bool) -> int | None:
+    """Train for all steps; then export the model, evaluate it and write the report.
 
-    Attributes:
-        step: The last step, which is saved.
-        restarts: Whether the ranks are started again.
+    Returns None, or the last step if a request ended the run before that; the step is saved then.
     """
-
-    step: int
-    restarts: bool
-
-
-def _train(
-    cfg: Config, groups: parallel.ParallelDims, driver: Driver, traces: StepTracer, resumes: bool
-) -> _EndOnRequest | None:
-    """Train for all steps; then export the model, evaluate it and write the report. None: no request ended the run before."""
     if cfg.rollout.colocate:
         broadcast_result(driver.sleep_engine, groups.host)
     actor, objective = Actor.open(cfg, groups), build_objective(cfg.objective)
@@ -148,9 +130,9 @@ def _train(
                 schedule.evaluate(first)
             loop.take_steps()
             loop.finish()
-        except StopRequested as e:
-            loop.stop(e.restarts)
-            return _EndOnRequest(schedule.trained, e.restarts)
+        except StopRequested:
+            loop.stop()
+            return schedule.trained
     if table := memory.table():
         driver.log_message(table)
     driver.finish(schedule.trained)
@@ -161,8 +143,7 @@ def _train(
 class _Loop:
     """The steps of a run. All ranks make the same calls; `take_steps` and `finish` raise StopRequested.
 
-    Attributes:
-        saved: The step of the newest checkpoint, which may be in flight; 0 without one.
+    `saved`: the step of the newest checkpoint, which may be in flight; 0 without one.
     """
 
     cfg: Config
@@ -213,7 +194,6 @@ class _Loop:
             driver.log_checkpoint(self.checkpoints.poll())
 
     def finish(self) -> None:
-        """Wait for the last checkpoint; then export the model and evaluate it."""
         driver, schedule = self.driver, self.schedule
         if schedule.ended:
             schedule.load_trainer()
@@ -222,17 +202,14 @@ class _Loop:
             self.actor.export_hf(self.cfg.run_dir / "hf", driver.check_in_place)
         schedule.evaluate(schedule.trained)
 
-    def stop(self, restarts: bool) -> None:
+    def stop(self) -> None:
         """Save the last step unless it is saved, and wait until the checkpoint is complete. Answer a request to end."""
-        self.schedule.stop(abort=not restarts)
+        self.schedule.stop()
         if self.schedule.trained > self.saved:
             self._save()
         while (complete := self.checkpoints.wait()) is not None:
             self.driver.log_checkpoint(complete)
-        if restarts:
-            self.driver.log_message(f"the ranks end after step {self.schedule.trained}, to be restarted on request")
-        else:
-            self.driver.finish(self.schedule.trained, on_request=True)
+        self.driver.finish(self.schedule.trained, on_request=True)
 
     def _save(self) -> None:
         step, driver = self.schedule.trained, self.driver
@@ -267,7 +244,6 @@ def _serving_engine(driver: Driver, groups: parallel.ParallelDims) -> ServiceEng
 def _open_sync(
     cfg: SyncConfig, rollout: RolloutConfig, groups: parallel.ParallelDims, actor: Actor, engine: ServiceEngine | None
 ) -> WeightSync | NoSync:
-    """Return the sync that delivers the actor's weights; one that does nothing if rollouts are replayed."""
     if rollout.replay is not None:
         return NoSync()
     return make_weight_sync(cfg, actor.bindings, actor.arch, groups, engine)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from tepo_megatron.controller.step_log import KEYS, PHASES
-from tepo_megatron.observability.prometheus import step_name
+from tepo_megatron.observability.metrics_server import step_name
 
 ROOT = Path(__file__).parents[1]
 DASHBOARD = ROOT / "launch" / "grafana.json"

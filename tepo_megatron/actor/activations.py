@@ -44,7 +44,6 @@ class HostActivations:
     Attributes:
         least_bytes: As given. It may be changed between two uses of the context.
         memory: Host memory, one stack per microbatch in flight. A microbatch begins with the forward pass of a chunk.
-        moved: Bytes copied to the host so far.
     """
 
     def __init__(self, chunks: Sequence[torch.nn.Module], device: torch.device, least_bytes: int = LEAST_OFFLOADED) -> None:

@@ -17,19 +17,16 @@ from tepo_megatron.actor import build
 from tepo_megatron.actor.accumulator import MinibatchTokenStats, UpdateAccumulator, UpdateResult
 from tepo_megatron.actor.activations import HostActivations
 from tepo_megatron.actor.comparisons import mismatch
-from tepo_megatron.actor.expert_replay import ExpertReplay
 from tepo_megatron.actor.kernels import check_transformer_engine, hardware, installed
 from tepo_megatron.actor.masks import MaskSource, device_mask, truncation_of
 from tepo_megatron.actor.minibatch import MinibatchInputs
 from tepo_megatron.actor.offload import PARTS, Offloader, Part
-from tepo_megatron.actor.output_rows import OutputRows
-from tepo_megatron.actor.output_stats import OutputStats, Visit
+from tepo_megatron.actor.output_stats import OutputRows, OutputStats, Visit
 from tepo_megatron.actor.packer import Packer
-from tepo_megatron.actor.pipeline import PipelineSchedule
+from tepo_megatron.actor.pipeline import ExpertReplay, PipelineSchedule
 from tepo_megatron.actor.precision import alignment, check_hardware
 from tepo_megatron.actor.recorder import TokenRecorder
-from tepo_megatron.actor.reference import HostWeights
-from tepo_megatron.actor.teacher import Teacher
+from tepo_megatron.actor.reference import HostWeights, Teacher
 from tepo_megatron.config import Config
 from tepo_megatron.distributed.parallel import ParallelDims
 from tepo_megatron.errors import NumericalError
@@ -57,8 +54,6 @@ class Actor:
     Attributes:
         chunks: This rank's model chunks in DDP.
         bindings: This rank's parameters with their Hugging Face names.
-        optimizer, scheduler: The optimizer and its learning-rate schedule.
-        offloader: Offloads parts of the actor, for `offload` and `load`.
         activations: Context of `training.offload_activations`; None without it.
         rows: Selects the response rows before the output layer; None except on the last pipeline stage.
         reference: The reference policy's weights; None before `keep_reference`.
@@ -197,8 +192,7 @@ class Actor:
     def logprobs(self, batch: TrainBatch, replays: bool = True) -> Tensor:
         """Return the log-probs of the response tokens under the current weights: fp32 [N] nats, valid on the last stage.
 
-        Args:
-            replays: False: the routers choose their experts, even under rollout.replay_experts.
+        `replays`: False: the routers choose their experts, even under rollout.replay_experts.
         """
         return self._whole_stats(batch, replays=replays).logprob_R
 
@@ -222,10 +216,8 @@ class Actor:
         """Take one optimizer step on a minibatch and return its metrics. Args: as for `backward`.
 
         Old statistics that the batch lacks are those of this forward pass: ratio 1 and dH 0, exactly. In the first update of a
-        rollout batch, the result then also has the engine's mismatch.
-
-        Raises:
-            NumericalError: On every rank, for a loss (before the step) or a gradient norm that is not finite.
+        rollout batch, the result then also has the engine's mismatch. Raises NumericalError on every rank for a loss
+        (before the step) or a gradient norm that is not finite.
         """
         plan = self.packer.plan(batch)
         accumulator = self.backward(batch, objective, plan, recorder)

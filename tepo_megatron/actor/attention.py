@@ -27,12 +27,9 @@ class SDPACoreAttention(MegatronModule):
     """Causal self-attention as `core_attention` of Megatron's layer specs, for grouped queries, packed sequences and CP.
 
     Under CP every rank holds zigzag chunks of each sequence (ops/context_parallel.py). Keys and values of all ranks are
-    gathered; each of the rank's two chunks of queries then attends to the sequence up to its own end.
-    Collectives: forward one all-gather of keys and values over CP; backward one reduce-scatter over CP. None without CP.
-
-    Raises:
-        ConfigError: At construction, for attention that is not causal self-attention, dropout, sliding windows or attention
-            sinks.
+    gathered; each of the rank's two chunks of queries then attends to the sequence up to its own end. Collectives: forward one
+    all-gather of keys and values over CP; backward one reduce-scatter over CP. None without CP. Raises ConfigError at
+    construction for attention that is not causal self-attention, dropout, sliding windows or attention sinks.
     """
 
     def __init__(

@@ -47,8 +47,7 @@ class AttentionBucket:
     def of(cls, chunk_n: Tensor, pieces: tuple[int, ...], total: int, device: torch.device) -> "AttentionBucket":
         """Return the bucket of these sequences, with its masks.
 
-        Args:
-            chunk_n: int64 on the host, tokens of each sequence's chunk.
+        `chunk_n`: int64 on the host, tokens of each sequence's chunk.
         """
         chunk = int(chunk_n.max())
         masks = tuple(_mask(piece, chunk_n, chunk, device) for piece in pieces)
@@ -67,8 +66,7 @@ class AttentionBucket:
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> list[Tensor]:
         """Return the attention output of the bucket: for each of `pieces` [n C, H, D], together [query_rows, H, D].
 
-        Args:
-            scale: Factor of the scores. None: 1 / sqrt(D).
+        `scale`: factor of the scores. None: 1 / sqrt(D).
         """
         key, value = (x.unflatten(0, (self.sequences, -1)).transpose(1, 2) for x in (key, value))
         heads = query.size(1)
@@ -145,13 +143,7 @@ class AttentionLayout:
         return sum(b.key_rows for b in self.buckets)
 
     def in_slots(self, query_S: Tensor, key_T: Tensor, value_T: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries, keys and values in their slots of the buckets; see `spread`.
-
-        Args:
-            query_S: Queries of this rank.
-            key_T: Keys of all context-parallel ranks.
-            value_T: Values of all context-parallel ranks.
-        """
+        """Return queries, keys and values in their slots of the buckets; see `spread`."""
         queries = spread(query_S, self.query_slot_S, self.query_rows)
         keys, values = (spread(x, self.key_slot_T, self.key_rows) for x in (key_T, value_T))
         return queries, keys, values
@@ -160,11 +152,7 @@ class AttentionLayout:
     def of(
         cls, lengths: Sequence[int], cp_group: dist.ProcessGroup, device: torch.device, starts: Sequence[int] | None = None
     ) -> "AttentionLayout":
-        """Return this rank's layout of a packed microbatch.
-
-        Args:
-            starts: `PackedMicrobatch.starts`. None: no prompt is shared.
-        """
+        """Return this rank's layout of a packed microbatch. `starts`: `PackedMicrobatch.starts`. None: no prompt is shared."""
         cp_size, cp_rank = cp_group.size(), cp_group.rank()
         pieces, total = zigzag_chunks(cp_size, cp_rank), 1 if cp_size == 1 else 2 * cp_size
         lengths_G = torch.tensor(lengths)
@@ -227,7 +215,6 @@ def _mask(piece: int, chunk_n: Tensor, chunk: int, device: torch.device) -> Tens
 def spread(x: Tensor, slot: Tensor, rows: int) -> Tensor:
     """Return a tensor with x[i] at row slot[i] and zeros elsewhere. Backward is a gather, without atomics.
 
-    Args:
-        slot: int64, the row of each value. No two are equal.
+    `slot`: int64, the row of each value. No two are equal.
     """
     return x.new_zeros(rows, *x.shape[1:]).index_copy(0, slot, x)

@@ -12,9 +12,9 @@ from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer import TransformerConfig
 
-from tepo_megatron.actor import modules, precision, rotary
+from tepo_megatron.actor import precision, rotary
 from tepo_megatron.actor.kernels import choose, choose_linear, installed
-from tepo_megatron.actor.layer_spec import layer_spec
+from tepo_megatron.actor.layer_spec import install_in_megatron, layer_spec
 from tepo_megatron.actor.layout import check_shared_prompts, stage_layers
 from tepo_megatron.actor.passed_fields import passed_fields
 from tepo_megatron.config import MegatronConfig, ModelConfig, OptimizerConfig, ParallelConfig, TrainingConfig
@@ -30,11 +30,8 @@ def shares_prompts(
 ) -> bool:
     """Return whether sequences of a microbatch share prompts. `auto` shares none in a model with the gated delta rule.
 
-    Args:
-        arch: Architecture of the model; None: all layers have attention.
-    Raises:
-        ConfigError: share_prompts is always, but the config selects Transformer Engine's attention or the model has the gated
-            delta rule, which cannot share them.
+    `arch`: architecture of the model; None: all layers have attention. Raises ConfigError if share_prompts is always, but the
+    config selects Transformer Engine's attention or the model has the gated delta rule, which cannot share them.
     """
     if arch is not None and arch.linear_attention is not None:
         check_shared_prompts(arch, training)
@@ -62,7 +59,7 @@ def transformer_config(
     It also installs this package's rotary embedding and fused weight gradient in Megatron (see their `install_in_megatron`).
     """
     rotary.install_in_megatron(share_prompts)
-    modules.install_in_megatron()
+    install_in_megatron()
     own = own_fields(arch, model, parallel, device, training, replay_experts, megatron)
     return TransformerConfig(**own | passed_fields(megatron, "transformer"))
 
@@ -76,10 +73,7 @@ def own_fields(
     replay_experts: bool,
     megatron: MegatronConfig,
 ) -> dict[str, Any]:
-    """Return the fields of TransformerConfig that this project sets itself.
-
-    Args: see `transformer_config`.
-    """
+    """Return the fields of TransformerConfig that this project sets itself."""
     kernels = choose(
         *(model, megatron, device.type, installed()), cp=parallel.cp, offload_activations=training.offload_activations
     )
@@ -110,7 +104,6 @@ def own_fields(
 
 
 def _network(arch: Architecture) -> dict[str, Any]:
-    """Return the TransformerConfig fields of the network itself, apart from experts."""
     return {
         "num_layers": arch.num_layers,
         "hidden_size": arch.hidden_size,

@@ -49,12 +49,7 @@ class KernelChoice:
 
 @dataclass(frozen=True)
 class LinearChoice:
-    """The package that implements each kernel of linear attention.
-
-    Attributes:
-        delta_rule: The gated delta rule. "fla": flash-linear-attention. "torch": this package's own, on PyTorch.
-        convolution: The causal convolution. "torch": this package's own, on PyTorch.
-    """
+    """The package that implements each kernel of linear attention."""
 
     delta_rule: Literal["fla", "torch"]
     convolution: Literal["causal_conv1d", "torch"]
@@ -89,11 +84,9 @@ def choose(
 ) -> KernelChoice:
     """Return the implementations that this config runs with.
 
-    Args:
-        cp: Context-parallel ranks. Transformer Engine 2.20 has no attention in fp32 for more than one: its flash and cuDNN
-            kernels take 16 bits and less, its unfused form takes no context parallelism. `auto` then takes PyTorch's layers.
-    Raises:
-        ConfigError: The config needs a package that is not installed, or Apex lacks its CUDA extensions.
+    `cp`: Context-parallel ranks. Transformer Engine 2.20 has no attention in fp32 for more than one: its flash and cuDNN
+    kernels take 16 bits and less, its unfused form takes no context parallelism. `auto` then takes PyTorch's layers. Raises
+    ConfigError if the config needs a package that is not installed, or Apex lacks its CUDA extensions.
     """
     fused = megatron.fuses_gradient_accumulation("cuda" if device_type == "cuda" else "cpu", offload_activations)
     if device_type != "cuda":  # a CPU, or "meta", on which tools/convert.py builds models
@@ -115,7 +108,6 @@ def choose(
 
 
 def _gradient_accumulation(fused: bool, device_type: str, found: frozenset[str]) -> Literal["apex", "torch", "separate"]:
-    """Return the implementation that adds weight gradients to the fp32 sum."""
     if not fused:
         return "separate"
     return "apex" if device_type == "cuda" and "fused_weight_gradient_mlp_cuda" in found else "torch"

@@ -7,24 +7,30 @@ its key head on its own rank. Under CP the heads are split further, and tokens a
 all tokens of a sequence, so one rank computes it for the whole sequence.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from megatron.core import tensor_parallel
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from megatron.core.transformer.utils import (
+    ensure_metadata_has_dp_cp_group,
+    make_sharded_tensors_for_checkpoint,
+    sharded_state_dict_default,
+)
 from torch import Tensor
 from torch.nn import Parameter
 
 from tepo_megatron.actor.linear_kernels import LinearKernels, LinearLayout
-from tepo_megatron.actor.linear_sharding import sharded_parameters
 from tepo_megatron.ops.gated_delta_rule import normalize
 from tepo_megatron.weights.ops import LinearAttention
 
@@ -59,11 +65,7 @@ class GatedDeltaNet(MegatronModule):
         pg_collection: ProcessGroupCollection | None = None,
         **_: Any,
     ) -> None:
-        """Take the arguments that Megatron passes to a layer's attention, and those of the spec.
-
-        Args:
-            pg_collection: The process groups; None: Megatron's own.
-        """
+        """Take the arguments that Megatron passes to a layer's attention, and those of the spec."""
         super().__init__(config)
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
         self.layer_number, self.tp_group, self.cp_group = layer_number, groups.tp, groups.cp
@@ -101,10 +103,8 @@ class GatedDeltaNet(MegatronModule):
     ) -> tuple[Tensor, Tensor | None]:
         """Return the output of the layer, of the shape of `hidden_states`, and no bias.
 
-        Args:
-            packed_seq_params: Describes packed sequences; None: b sequences of equal length.
-        Raises:
-            ValueError: There is a mask, or sequences share prompts.
+        `packed_seq_params`: describes packed sequences; None: b sequences of equal length. Raises ValueError if there is a
+        mask, or sequences share prompts.
         """
         if attention_mask is not None:
             raise ValueError("the gated delta rule is causal by position and takes no mask; pass None")
@@ -188,3 +188,59 @@ def _build(spec: Any, *sizes: int, **how: Any) -> torch.nn.Module:
     make = partial(build_module, spec) if isinstance(spec, ModuleSpec) else spec
     layer: torch.nn.Module = make(*sizes, **how)
     return layer
+
+
+# The kinds of rows; the names are those of Megatron-Core's own gated delta net.
+_KINDS = ("query", "key", "value", "z", "beta", "alpha")
+_SPLIT_OVER_TP = {"A_log": 0, "dt_bias": 0, "conv_weight": 0}
+
+
+def sharded_parameters(
+    layer: MegatronModule,
+    sections: Sequence[int],
+    prefix: str,
+    sharded_offsets: tuple[Any, ...],
+    metadata: dict[str, Any] | None,
+) -> dict[str, Any]:
+    """Return the sharded state dict of a `GatedDeltaNet`, which does not depend on tp.
+
+    The rows of `in_proj` and of the convolution belong to several kinds of heads, and a tensor-parallel rank has its part of
+    each kind. So each kind is stored as a tensor of its own, as Megatron does with gate and up projections.
+    """
+    metadata = ensure_metadata_has_dp_cp_group(metadata)
+    own = dict(layer.named_parameters(recurse=False))
+    state: dict[str, Any] = make_sharded_tensors_for_checkpoint(
+        own, prefix, _SPLIT_OVER_TP, sharded_offsets, tp_group=layer.tp_group, dp_cp_group=metadata["dp_cp_group"]
+    )
+    for name, module in layer.named_children():
+        state |= sharded_state_dict_default(module, f"{prefix}{name}.", sharded_offsets, metadata, tp_group=layer.tp_group)
+    for name, rows in (("in_proj.weight", sections), ("conv_weight", sections[:3])):
+        state[prefix + name] = _by_kind(state[prefix + name], rows)
+    return state
+
+
+def _by_kind(whole: ShardedTensor, rows: Sequence[int]) -> ShardedTensorFactory:
+    template = whole.without_data()
+    at = whole.prepend_axis_num  # the dimension of the rows in the global tensor
+
+    @torch.no_grad()
+    def build(key: str, parameter: Tensor, replica_id: Any, flattened_range: slice | None) -> list[ShardedTensor]:
+        assert flattened_range is None, "checkpoints of flattened parameters are not supported"
+        parts, parallel = [], template.axis_fragmentations[at]
+        for kind, n, data in zip(_KINDS, rows, parameter.split(list(rows)), strict=False):
+            shape, offset = list(template.global_shape), list(template.global_offset)
+            rank = offset[at] // parameter.size(0)
+            shape[at], offset[at] = n * parallel, n * rank
+            part = replace(
+                template, key=f"{key}.{kind}", data=data, dtype=data.dtype, local_shape=tuple(data.shape),
+                global_shape=tuple(shape), global_offset=tuple(offset), replica_id=replica_id,
+            )  # fmt: skip
+            parts.append(part)
+        return parts
+
+    return ShardedTensorFactory(whole.key, whole.data, build, _joined, whole.replica_id)
+
+
+@torch.no_grad()
+def _joined(parts: list[Tensor]) -> Tensor:
+    return torch.cat(parts)

@@ -39,8 +39,7 @@ def device_mask(batch: TrainBatch, device: torch.device) -> SamplingMask | None:
 def mask_counts(recomputed: RecomputedMasks, mask_RK: Tensor | None) -> Tensor:
     """Return [3, 2] fp64: numerator and denominator of each of TRUNCATION_METRICS over the rows of a microbatch.
 
-    Args:
-        mask_RK: The engine's masks. None: there are none, so nothing differs from them.
+    `mask_RK`: the engine's masks. None: there are none, so nothing differs from them.
     """
     differs_R = torch.zeros_like(recomputed.outside_R) if mask_RK is None else recomputed.differ(mask_RK)
     flags = torch.stack((differs_R, recomputed.outside_R, recomputed.cut_R)).double()
@@ -87,8 +86,7 @@ class MaskCollector:
 class MaskSource:
     """Attaches sampling masks to batches whose rollouts lack those of the engine. All ranks make the same calls.
 
-    Args:
-        truncation: The truncation that samples. None: none, and batches stay as they are.
+    `truncation`: the truncation that samples. None: none, and batches stay as they are.
     """
 
     def __init__(
@@ -103,10 +101,8 @@ class MaskSource:
     def attach(self, batch: TrainBatch) -> tuple[TrainBatch, dict[str, float]]:
         """Return the batch with its masks known on the last pipeline stage, and metrics, the same on every rank.
 
-        Masks that the engine did not return are recomputed under the current weights, in a pass without gradient.
-
-        Raises:
-            DataError: The rollouts were sampled with truncation and the config has none, or a mask is of another vocabulary.
+        Masks that the engine did not return are recomputed under the current weights, in a pass without gradient. Raises
+        DataError if the rollouts were sampled with truncation and the config has none, or a mask is of another vocabulary.
         """
         self._check(batch)
         if self._truncation is None:
@@ -137,7 +133,6 @@ class MaskSource:
             raise DataError(f"a sampling mask has id {largest}, and the model's vocabulary has {self._stats.vocab_size} tokens")
 
     def _mean_size(self, batch: TrainBatch) -> float:
-        """Return the mean number of ids of a mask, the same on every rank. Collectives: one broadcast over pp."""
         mean, mask = torch.zeros(1, dtype=torch.float64, device=self._groups.device), known_mask(batch)
         if mask is not None and batch.num_tokens:
             mean += mask.ids_M.numel() / batch.num_tokens

@@ -14,10 +14,7 @@ class MinibatchInputs:
 
     In the first update of a rollout batch the old statistics are those of the current pass itself (ratio 1, dH 0, exactly),
     even if an old pass was made for the later updates. Under another packing, bf16 rounding alone moves a sequence's ratio by
-    more than GSPO's clip range of 3e-4.
-
-    Args:
-        noise_floor: Noise floor of dH in nats, for metrics only. None: not known.
+    more than GSPO's clip range of 3e-4. `noise_floor`: noise floor of dH in nats, for metrics only. None: not known.
     """
 
     def __init__(self, batch: TrainBatch, device: torch.device, noise_floor: float | None, max_response_tokens: int) -> None:
@@ -47,11 +44,7 @@ class MinibatchInputs:
     def rows(
         self, microbatch: PackedMicrobatch, segments: Segments, stats: TokenStats, weights: BatchStatistics | None
     ) -> LossInputs:
-        """Return the inputs for the response rows of a microbatch.
-
-        Args:
-            weights: The weighting's result for the minibatch. None: no weighting.
-        """
+        """Return the inputs for the response rows of a microbatch."""
         token_R = microbatch.token_R
         sequence_R = segments.spread(microbatch.sequences_G)
         return self._inputs(token_R, sequence_R, segments, stats, None if weights is None else weights.rows(token_R))
@@ -59,8 +52,7 @@ class MinibatchInputs:
     def whole(self, stats_N: TokenStats) -> LossInputs:
         """Return the inputs for all N response tokens, as if one rank held them in one microbatch.
 
-        Args:
-            stats_N: Current statistics. They also serve as the old ones if these are unknown.
+        `stats_N`: current statistics. They also serve as the old ones if these are unknown.
         """
         sequence_N = self._batch.sequence_N(self._device)
         lengths_B = torch.tensor(self._batch.response_lengths, dtype=torch.float32, device=self._device).clamp(min=1)
@@ -90,7 +82,6 @@ class MinibatchInputs:
 
 
 def _tokens_of_prompts(batch: TrainBatch) -> dict[int, int]:
-    """Return the number of response tokens of each prompt, by `Rollout.prompt_id`."""
     found: dict[int, int] = {}
     for rollout, tokens in zip(batch.rollouts, batch.response_lengths, strict=True):
         found[rollout.prompt_id] = found.get(rollout.prompt_id, 0) + tokens

@@ -21,11 +21,7 @@ from tepo_megatron.ops.flash_attention import PackedCall, PackedFlash, merge
 
 @dataclass(frozen=True)
 class PackedLayout:
-    """The calls of a microbatch: of all local queries, then of those that attend to a shared prompt, if there are any.
-
-    Attributes:
-        calls: The calls. Rows of queries are local tokens, rows of keys those of all CP ranks.
-    """
+    """The calls of a microbatch: of all local queries, then of those that attend to a shared prompt, if there are any."""
 
     kernel: PackedFlash
     calls: tuple[PackedCall, ...]
@@ -86,7 +82,6 @@ def _call(
 
 
 def _chosen(x: Tensor, rows: Tensor | None) -> Tensor:
-    """Return these rows of x, or x itself."""
     return x if rows is None else x.index_select(0, rows)
 
 

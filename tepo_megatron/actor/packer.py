@@ -15,10 +15,8 @@ from tepo_megatron.types import PackedMicrobatch, TrainBatch
 class Packer:
     """Plans the microbatches of a batch, the same plan on every rank, and packs them. Only `fetch_experts` uses collectives.
 
-    Attributes:
-        alignment: The padding, as given.
-        fetch_experts: Called on every rank before experts are packed, with the indices in the rollout batch of the sequences
-            that each data-parallel rank packs. None: all experts are there.
+    `fetch_experts`: called on every rank before experts are packed, with the indices in the rollout batch of the sequences that
+    each data-parallel rank packs. None: all experts are there.
     """
 
     def __init__(
@@ -32,8 +30,7 @@ class Packer:
     def plan(self, batch: TrainBatch, max_tokens: int | None = None, longest_first: bool = True) -> Plan:
         """Return the plan of the microbatches. Under virtual pipelining their number is a multiple of pp.
 
-        Args:
-            max_tokens: Most tokens of a microbatch. None: that of an update, `training.max_tokens_per_microbatch`.
+        `max_tokens`: most tokens of a microbatch. None: that of an update, `training.max_tokens_per_microbatch`.
         """
         return plan_microbatches(
             batch.lengths,
@@ -49,8 +46,7 @@ class Packer:
     def pack(self, batch: TrainBatch, plan: Plan, replays: bool = True) -> list[PackedMicrobatch]:
         """Return this rank's packed microbatches.
 
-        Args:
-            replays: False: without the experts of the tokens, even if they are replayed.
+        `replays`: False: without the experts of the tokens, even if they are replayed.
         """
         token_ids = [r.token_ids_L for r in batch.rollouts]
         masks = [r.response_mask_L for r in batch.rollouts]
@@ -69,7 +65,6 @@ class Packer:
         return plan_metrics(plan, batch.lengths, self.alignment, self._pipeline, prefix_groups=self._prefix_groups(batch))
 
     def _prefix_groups(self, batch: TrainBatch) -> PrefixGroups | None:
-        """Return the prefix groups of the batch; None if no prompt is shared."""
         if not self._shares:
             return None
         least_saved = 0 if self._cfg.share_prompts == "always" else LEAST_SAVED

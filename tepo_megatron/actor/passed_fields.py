@@ -30,8 +30,7 @@ def check_passed_fields(megatron: MegatronConfig) -> None:
 def passed_fields(megatron: MegatronConfig, section: str) -> dict[str, Any]:
     """Return the fields of a section that the project does not check itself, as Megatron's config takes them.
 
-    Raises:
-        ConfigError: As `check_passed_fields`.
+    Raises ConfigError: as `check_passed_fields`.
     """
     if not (values := megatron.passed(section)):
         return {}
@@ -53,7 +52,6 @@ def passed_fields(megatron: MegatronConfig, section: str) -> dict[str, Any]:
 
 
 def _megatron_class(section: str) -> type:
-    """Return the dataclass of Megatron-Core that a section fills."""
     from megatron.core.distributed import DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig
     from megatron.core.transformer import TransformerConfig

@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 from torch import Tensor, nn
 
-from tepo_megatron.actor.expert_replay import ExpertReplay
-from tepo_megatron.actor.output_rows import OutputRows
+from tepo_megatron.actor.output_stats import OutputRows
 from tepo_megatron.actor.pass_spans import pass_span
 from tepo_megatron.actor.rotary import PACKED
 from tepo_megatron.distributed.parallel import ParallelDims
@@ -18,18 +19,57 @@ from tepo_megatron.observability.hang_watchdog import progress
 from tepo_megatron.observability.tracer import tracer
 from tepo_megatron.types import PackedMicrobatch
 
+
+class ExpertReplay:
+    """Routes tokens to the experts that the inference engine's routers chose (arXiv 2510.11370).
+
+    Engine and actor round differently, so for a few tokens their routers choose different experts, and the actor's log-probs
+    would be those of another network than the one that sampled. Only the choice is taken from the engine: the weights of the
+    chosen experts are still the softmax of the actor's own router logits, and gradients reach the router. The choices are set
+    before the forward pass of each microbatch. Megatron's separate replay action for recomputed activations is not needed,
+    because no module with a router is recomputed (config/run.py refuses it).
+    """
+
+    def __init__(
+        self, chunks: Sequence[torch.nn.Module], sparse_layers: Sequence[int], groups: ParallelDims, sequence_parallel: bool
+    ) -> None:
+        self._parts, self._part = (groups.tp.size, groups.tp.rank) if sequence_parallel else (1, 0)
+        places = {layer: k for k, layer in enumerate(sparse_layers)}
+        self._routers = [
+            [(_replay_of(m), places[m.layer_number - 1]) for m in chunk.modules() if isinstance(m, TopKRouter)]
+            for chunk in chunks
+        ]
+
+    def set(self, chunk: int, experts_SKT: Tensor) -> None:
+        """Make the routers of a chunk route the tokens of its next forward pass to these experts.
+
+        `experts_SKT`: uint8 or int16 on the device, the experts of the S tokens of this context-parallel rank.
+        """
+        experts_SKT = experts_SKT.chunk(self._parts)[self._part]
+        for router, k in self._routers[chunk]:
+            router.clear_indices()  # also clears the list for recomputed activations, which would grow forever
+            router.set_target_indices(experts_SKT[:, k].long())
+            router.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
+
+    def clear(self) -> None:
+        """Make all routers choose their experts again."""
+        for router, _ in (pair for routers in self._routers for pair in routers):
+            router.clear_indices()
+            router.clear_router_replay_action()
+
+
+def _replay_of(router: TopKRouter) -> RouterReplay:
+    assert router.router_replay is not None, "the model was built for it (build.transformer_config)"
+    return router.router_replay
+
+
 # (microbatch, logits [R, V / tp] in the model's dtype, or hidden states [R, H]) -> its part of the loss; the parts are summed
 LossFunction = Callable[[PackedMicrobatch, Tensor], Tensor]
 Visitor = Callable[[PackedMicrobatch, Tensor], None]
 
 
 class PipelineSchedule:
-    """Runs microbatches over the pipeline. Only the last stage calls the given function, with its response rows.
-
-    Args:
-        rows: The output layer's row selection. None: this rank is not on the last stage.
-        experts: Router replay, for microbatches with given experts. None: the routers choose.
-    """
+    """Runs microbatches over the pipeline. Only the last stage calls the given function, with its response rows."""
 
     def __init__(
         self, chunks: Sequence[nn.Module], rows: OutputRows | None, groups: ParallelDims, experts: ExpertReplay | None = None

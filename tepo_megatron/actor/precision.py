@@ -67,13 +67,7 @@ _MOMENTS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.uint8}  
 
 @dataclass(frozen=True)
 class Hardware:
-    """A device and its software.
-
-    Attributes:
-        capability: CUDA compute capability. None: a CPU.
-        transformer_engine: Version of Transformer Engine. None: not installed.
-        cuda: Version of CUDA. None: no CUDA.
-    """
+    """A device and its software."""
 
     name: str
     capability: Version | None
@@ -158,10 +152,8 @@ def alignment(model: ModelConfig, parallel: ParallelConfig, fixed_length: int = 
     """Return the padding of packed tokens.
 
     In FP8 the tokens of a rank are a multiple of 16 or 128. Under sequence parallelism that holds for each tensor-parallel
-    rank's part, because each rank quantizes its own.
-
-    Args:
-        fixed_length: Packed tokens that every microbatch is padded to (`MegatronConfig.fixed_length`). 0: its own length.
+    rank's part, because each rank quantizes its own. `fixed_length`: packed tokens that every microbatch is padded to
+    (`MegatronConfig.fixed_length`). 0: its own length.
     """
     fp8 = PRESETS[model.precision]
     total = (fp8.tokens if fp8 else 1) * (parallel.tp if parallel.sequence_parallel else 1)
@@ -220,7 +212,6 @@ def check_shapes(
 
 
 def _widths(arch: Architecture, tp: int) -> dict[str, int]:
-    """Return the rows and columns of a rank's weights that are multiplied in FP8, by name."""
     queries = (1 + arch.attention_output_gate) * arch.num_heads
     widths = {
         "hidden_size": arch.hidden_size,
@@ -238,7 +229,6 @@ def _widths(arch: Architecture, tp: int) -> dict[str, int]:
 
 
 def _less_strict(size: int) -> str:
-    """Return a preset that `size` fits, for a message: an FP8 one if there is any, else bf16."""
     fits = [name for name, fp8 in PRESETS.items() if fp8 is not None and math.gcd(size, fp8.widths) == fp8.widths]
     return f"model.precision={fits[-1]}" if fits else "model.precision=bf16"
 

@@ -44,20 +44,13 @@ class TokenRecorder:
         """Remove what an earlier attempt recorded of the step. Only rank 0 does.
 
         Call it before the first update: other ranks write nothing before that update has communicated with rank 0.
-
-        Raises:
-            StorageError: The folder cannot be removed.
         """
         if self._groups.is_main and self._folder.exists():
             with writing(self._folder):
                 shutil.rmtree(self._folder)
 
     def record(self, batch: TrainBatch, updates: int) -> None:
-        """Record the sequences of the step. Only rank 0 does.
-
-        Raises:
-            StorageError: The file cannot be written.
-        """
+        """Record the sequences of the step. Only rank 0 does."""
         if not self._groups.is_main:
             return
         rollouts = batch.rollouts
@@ -82,11 +75,7 @@ class TokenRecorder:
         weights: BatchStatistics | None,
         out: LossOutput,
     ) -> None:
-        """Keep the rows of one microbatch on the host.
-
-        Args:
-            weights: The weighting's result for the minibatch. None: the objective has no weighting.
-        """
+        """Keep the rows of one microbatch on the host."""
         if self._groups.tp.rank:
             return
         columns = {
@@ -110,11 +99,7 @@ class TokenRecorder:
         self._microbatches.append({name: x_R.detach().cpu() for name, x_R in columns.items()})
 
     def write(self, batch: TrainBatch, loss: float) -> None:
-        """Write the rows of one update, on the ranks that have computed a part of its loss.
-
-        Raises:
-            StorageError: The file cannot be written.
-        """
+        """Write the rows of one update, on the ranks that have computed a part of its loss."""
         parts, self._microbatches = self._microbatches, []
         if not parts:
             return

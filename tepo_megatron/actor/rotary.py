@@ -32,8 +32,7 @@ def install_in_megatron(shared_prompts: bool = False) -> None:
 def rotate(t: Tensor, freqs: Tensor, interleaved: bool = False) -> Tensor:
     """Rotate each head vector of sequences that are not packed, as `PackedRotary` does for packed ones.
 
-    Args:
-        freqs: fp32 [S, 1, 1, R], the angles of each position, the same R / 2 twice. R <= D: see `PackedRotary`.
+    `freqs`: fp32 [S, 1, 1, R], the angles of each position, the same R / 2 twice. R <= D: see `PackedRotary`.
     """
     assert not interleaved, _NEVER_INTERLEAVED
     angle = freqs[..., : freqs.size(-1) // 2]
@@ -64,8 +63,7 @@ class RotaryTables:
 class PackedRotary:
     """A replacement for Megatron's fused RoPE function for packed sequences.
 
-    Attributes:
-        tables: The tables of the last microbatch, cached for its other layers; None: there are none.
+    `tables`: the tables of the last microbatch, cached for its other layers; None: there are none.
     """
 
     def __init__(self) -> None:
@@ -87,12 +85,8 @@ class PackedRotary:
     ) -> Tensor:
         """Rotate each head vector by its position in its sequence: pairs (x_j, x_{j + R/2}) by the angle position * theta_j.
 
-        Only the first R channels of a head are rotated; the others pass unchanged.
-
-        Args:
-            freqs: fp32 [positions, 1, 1, R], the angles of each position, the same R / 2 twice.
-        Returns:
-            [S, heads, D] in the type of `t`. Gradients: to `t`.
+        Only the first R channels of a head are rotated; the others pass unchanged. `freqs`: fp32 [positions, 1, 1, R], the
+        angles of each position, the same R / 2 twice. Returns [S, heads, D] in the type of `t`. Gradients: to `t`.
         """
         assert not interleaved, _NEVER_INTERLEAVED
         if self.tables is None or not self.tables.are_of(cu_seqlens, freqs, t.dtype):

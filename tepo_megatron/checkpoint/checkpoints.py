@@ -15,11 +15,9 @@ import torch.distributed as dist
 from tepo_megatron.actor.actor import Actor
 from tepo_megatron.checkpoint import folder as folders
 from tepo_megatron.checkpoint import optimizer, restoring, rng_state, saving
-from tepo_megatron.checkpoint.planning import SavePlanner, create_folder
 from tepo_megatron.checkpoint.restoring import FoundCheckpoint
-from tepo_megatron.checkpoint.shard_cache import ShardCache
-from tepo_megatron.checkpoint.state import CONTENT
-from tepo_megatron.checkpoint.tensors import HostCopy
+from tepo_megatron.checkpoint.state import CONTENT, ShardCache
+from tepo_megatron.checkpoint.tensors import HostCopy, SavePlanner, create_folder
 from tepo_megatron.config import CheckpointConfig
 from tepo_megatron.distributed.objects import all_gather_object, all_true
 from tepo_megatron.distributed.own_peers import own_peers_only
@@ -38,9 +36,6 @@ class Checkpoints:
     In addition to the actor's host memory, each rank keeps memory for a host copy of what it writes (weights, fp32 masters and
     Adam's moments, each element on one rank). The memory is kept from one save to the next, and is page-locked if the actor is
     on a GPU.
-
-    Args:
-        timeout_seconds: seconds in which a checkpoint must be written.
     """
 
     def __init__(
@@ -66,11 +61,7 @@ class Checkpoints:
     def open(
         cls, folder: Path, cfg: CheckpointConfig, groups: ParallelDims, timeout_seconds: float = TIMEOUT_SECONDS
     ) -> "Checkpoints":
-        """Create two process groups and start the saving thread.
-
-        Args:
-            folder, cfg, groups, timeout_seconds: See the class.
-        """
+        """Create two process groups and start the saving thread."""
         backend, limit = dist.get_backend(groups.host), datetime.timedelta(seconds=timeout_seconds)
         with own_peers_only():
             plans = SavePlanner(dist.new_group(backend=backend, timeout=limit))
@@ -85,11 +76,9 @@ class Checkpoints:
         """Start saving the current state. Return once it is copied to host memory; training may then go on.
 
         A save in flight is waited for first. With `checkpoint.asynchronous` false the checkpoint is complete when this returns.
-        With `checkpoint.hf` the Hugging Face export is written before this returns.
-
-        Raises:
-            CheckpointError: on every rank, when an earlier save failed or the Hugging Face export cannot be written. Any other
-                error of this save is raised by what waits for it: `poll`, `wait`, `close` or the next `save`.
+        With `checkpoint.hf` the Hugging Face export is written before this returns. Raises CheckpointError on every rank
+        when an earlier save failed or the Hugging Face export cannot be written. Any other error of this save is raised by what
+        waits for it: `poll`, `wait`, `close` or the next `save`.
         """
         start = time.perf_counter()
         self._settle()
@@ -146,10 +135,8 @@ class Checkpoints:
         """Restore the saved state of the actor, on any parallel layout, and return the saved run state.
 
         On the layout that saved it, the run continues bit for bit. On another layout the random generators are not restored,
-        and a warning says so. The learning rate schedule continues at its step, with the rates of the current config.
-
-        Raises:
-            CheckpointError: on every rank, when the checkpoint belongs to another model or precision, or cannot be read.
+        and a warning says so. The learning rate schedule continues at its step, with the rates of the current config. Raises
+        CheckpointError on every rank when the checkpoint belongs to another model or precision, or cannot be read.
         """
         try:
             restoring.restore(found, actor, self._groups, self._callers)
@@ -177,7 +164,6 @@ class Checkpoints:
             self._save.wait(min(_ERROR_WAIT_SECONDS, self._timeout_seconds))
 
     def _commit(self, step: int, actor: Actor, run_state: Mapping[str, Any], best: int | None) -> saving.CommitPlan | None:
-        """Return what rank 0 adds to the checkpoint; None on other ranks."""
         if not self._groups.is_main:
             return None
         common = {
@@ -195,7 +181,6 @@ class Checkpoints:
         return saving.CommitPlan(copy.deepcopy(common), run, refused, self._cfg.keep_last, self._cfg.keep_every, best)
 
     def _settle(self) -> None:
-        """Wait for the save in flight, if there is one, and take over its outcome."""
         if self._save is not None:
             self._save.wait(max(0.0, self._save.begun + self._timeout_seconds - time.perf_counter()))
             self._finish(self._save)

@@ -73,14 +73,7 @@ class ChecksummedFile:
 
 
 def write(path: Path, data: bytes) -> FileChecksum:
-    """Write a new file and sync it to disk.
-
-    Returns:
-        The size and checksum of `data`.
-
-    Raises:
-        OSError: the file exists or cannot be written.
-    """
+    """Write a new file and sync it to disk."""
     with ChecksummedFile(path) as f:
         f.write(data)
     return f.sum
@@ -96,10 +89,7 @@ def read_sum(path: Path) -> FileChecksum:
 
 
 def write_manifest(folder: Path, sums: Mapping[str, FileChecksum]) -> None:
-    """Write the manifest, which is the last file of a checkpoint.
-
-    It lists all other files and ends with its own checksum.
-    """
+    """Write the manifest, which is the last file of a checkpoint. It lists all other files and ends with its own checksum."""
     text = json.dumps({name: asdict(sums[name]) for name in sorted(sums)}, indent=1) + "\n"
     write(folder / MANIFEST, text.encode() + _seal(text.encode()))
 
@@ -140,9 +130,6 @@ def shares(sums: Mapping[str, FileChecksum], ranks: int) -> list[list[str]]:
     """Split the files among readers, with about the same number of bytes for each.
 
     The result depends on the arguments alone, so every rank computes the same.
-
-    Returns:
-        The names for each reader.
     """
     dealt: list[tuple[int, list[str]]] = [(0, []) for _ in range(ranks)]
     for name in sorted(sums, key=lambda n: (-sums[n].size, n)):
@@ -158,5 +145,4 @@ def files_below(folder: Path) -> Sequence[str]:
 
 
 def _seal(data: bytes) -> bytes:
-    """Return the last line of a manifest whose other lines are `data`."""
     return f"CRC-32 of the above: {zlib.crc32(data):08x}\n".encode()

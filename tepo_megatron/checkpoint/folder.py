@@ -45,9 +45,6 @@ def prepare(folder: Path, step: int) -> Path:
     """Create an empty folder in which to write the checkpoint of a step, and return its path.
 
     An earlier save's unfinished folder of the same step is renamed, for `sweep` to delete.
-
-    Raises:
-        OSError: a folder cannot be created or renamed.
     """
     if not folder.exists():
         folder.mkdir(parents=True)
@@ -65,9 +62,6 @@ def publish(folder: Path, step: int) -> list[Path]:
     Returns:
         New paths of the complete checkpoints that were set aside. They are those of this step and of later ones, which the run
         abandoned by going back.
-
-    Raises:
-        OSError: a folder cannot be synced or renamed.
     """
     source, target = partial(folder, step), complete(folder, step)
     for inner in (source, *(path for path in source.rglob("*") if path.is_dir())):
@@ -86,8 +80,6 @@ def prune(folder: Path, keep_last: int, keep_every: int | None, best: int | None
     Args:
         keep_every: keep checkpoints whose step is a multiple of this too; None: no such rule.
         best: keep the checkpoint of this step too; None: no such rule.
-    Raises:
-        OSError: a folder cannot be renamed or deleted.
     """
     for step in steps(folder)[:-keep_last]:
         if step != best and not (keep_every and step % keep_every == 0):
@@ -100,8 +92,7 @@ def prune(folder: Path, keep_last: int, keep_every: int | None, best: int | None
 def sweep(folder: Path, writing: int | None = None) -> None:
     """Delete what earlier saves and deletions left unfinished.
 
-    Args:
-        writing: a step whose partial folder is in use and stays; None: there is none.
+    `writing`: a step whose partial folder is in use and stays; None: there is none.
     """
     for path in folder.iterdir():
         if _LEFT_OVER.fullmatch(path.name) and (writing is None or path != partial(folder, writing)):
@@ -142,7 +133,6 @@ def _alone(path: Path) -> Iterator[bool]:
 
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[int]:
-    """Yield a file descriptor of a folder, which is closed at the end of the block."""
     folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY)  # closing it, or the end of the process, releases its lock
     try:
         yield folder
@@ -151,7 +141,6 @@ def _opened(path: Path) -> Iterator[int]:
 
 
 def _set_aside(path: Path) -> Path:
-    """Rename a complete checkpoint to `.abandoned`, in place of an older one of that name."""
     target = path.with_name(f"{path.name}.abandoned")
     if target.exists():
         _to_deleted(target)
@@ -159,5 +148,4 @@ def _set_aside(path: Path) -> Path:
 
 
 def _to_deleted(path: Path) -> Path:
-    """Rename a folder so that `sweep` deletes it."""
     return path.rename(path.with_name(f"{path.name.partition('.')[0]}.deleted-{uuid.uuid4().hex}"))

@@ -106,5 +106,4 @@ def _mains(part: Any) -> Iterator[tuple[torch.nn.Parameter, Tensor]]:
 
 
 def _parts(optimizer: MegatronOptimizer) -> list[Any]:
-    """Return the distributed optimizers inside: one for experts and one for the rest, or fewer."""
     return [o for o in getattr(optimizer, "chained_optimizers", [optimizer]) if not o.is_stub_optimizer]

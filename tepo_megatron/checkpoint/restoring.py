@@ -1,25 +1,119 @@
 """Find the newest valid checkpoint of a run, and restore the actor from it."""
 
 import contextlib
+import io
 import json
 import logging
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from tepo_megatron.actor.actor import Actor
 from tepo_megatron.checkpoint import folder as folders
 from tepo_megatron.checkpoint import optimizer, rng_state
 from tepo_megatron.checkpoint.files import FileChecksum, check, read_manifest, shares
-from tepo_megatron.checkpoint.reading import SliceReader
 from tepo_megatron.checkpoint.saving import RUN
-from tepo_megatron.checkpoint.state import loaded_slices
+from tepo_megatron.checkpoint.state import ShardSlice, loaded_slices
+from tepo_megatron.checkpoint.tensors import chunk
 from tepo_megatron.distributed.objects import all_gather_object, broadcast_object, same_error
 from tepo_megatron.distributed.parallel import ParallelDims
 from tepo_megatron.errors import CheckpointError
+from tepo_megatron.utils.restricted_pickle import MetadataReader
+
+
+class SliceReader:
+    """Reads shard slices out of a checkpoint. They need not be the shard slices that were written."""
+
+    def __init__(self, folder: Path, reader: MetadataReader, metadata: Metadata) -> None:
+        self._folder, self._reader, self._metadata = folder, reader, metadata
+
+    @classmethod
+    def open(cls, folder: Path) -> "SliceReader":
+        """Read the metadata of the checkpoint in `folder`. Raises CheckpointError when it is missing or damaged."""
+        reader = MetadataReader(folder)
+        metadata = reader.read_metadata()
+        reader.set_up_storage_reader(metadata, is_coordinator=False)
+        return cls(folder, reader, metadata)
+
+    @property
+    def names(self) -> set[str]:
+        """Return the names of all tensors."""
+        return {n for n, m in self._metadata.state_dict_metadata.items() if isinstance(m, TensorStorageMetadata)}
+
+    def plan(self, shard_slices: Sequence[ShardSlice]) -> list[list[ReadItem]]:
+        """Return the read items of each shard slice.
+
+        Raises CheckpointError for a missing tensor or one of another shape or dtype.
+        """
+        return [self._items(shard_slice, i) for i, shard_slice in enumerate(shard_slices)]
+
+    def read(self, shard_slices: Sequence[ShardSlice], items: Sequence[Sequence[ReadItem]]) -> None:
+        """Fill the data of the shard slices, in place. What a flexible shard slice has beyond the stored tensor becomes 0.
+
+        Raises OSError if a file cannot be read.
+        """
+        for shard_slice in shard_slices:
+            if shard_slice.flexible:
+                shard_slice.data.zero_()
+        everything = [item for of_box in items for item in of_box]
+        self._reader.read_data(LoadPlan(everything), _Targets(shard_slices)).wait()
+
+    def read_bytes(self, name: str) -> bytes:
+        """Return the byte string of this name. Raises OSError."""
+        index, targets = MetadataIndex(name), _Targets(())
+        zero = torch.Size((0,))
+        item = ReadItem(LoadItemType.BYTE_IO, index, zero, index, zero, zero)
+        self._reader.read_data(LoadPlan([item]), targets).wait()
+        return targets.bytes[name]
+
+    def _items(self, shard_slice: ShardSlice, place: int) -> list[ReadItem]:
+        stored = self._metadata.state_dict_metadata.get(shard_slice.name)
+        if not isinstance(stored, TensorStorageMetadata):
+            raise CheckpointError(
+                f"{self._folder}: has no tensor {shard_slice.name}; resume with the model that it was saved from"
+            )
+        if stored.properties.dtype != shard_slice.data.dtype:
+            raise CheckpointError(
+                f"{self._folder}: {shard_slice.name} is {stored.properties.dtype}, and {shard_slice.data.dtype} here; "
+                "resume with the model.precision that it was saved with"
+            )
+        if tuple(stored.size) != shard_slice.shape and not shard_slice.flexible:
+            raise CheckpointError(
+                f"{self._folder}: {shard_slice.name} has the shape {tuple(stored.size)}, and {shard_slice.shape} here; "
+                "resume with the model that it was saved from"
+            )
+        items = create_read_items_for_chunk_list(shard_slice.name, stored, [chunk(shard_slice)])
+        # `_Targets` finds a shard slice by its index in the list, because two shard slices may have the same name and offset
+        return [replace(item, dest_index=MetadataIndex(str(place))) for item in items]
+
+
+class _Targets:
+    """Tells `FileSystemReader.read_data`, in the place of a load planner, where to put each item."""
+
+    def __init__(self, shard_slices: Sequence[ShardSlice]) -> None:
+        self._shard_slices = shard_slices
+        self.bytes: dict[str, bytes] = {}
+
+    def resolve_tensor(self, item: ReadItem) -> Tensor:
+        target = self._shard_slices[int(item.dest_index.fqn)].data
+        for dim, (start, length) in enumerate(zip(item.dest_offsets, item.lengths, strict=True)):
+            target = target.narrow(dim, start, length)
+        return target
+
+    def commit_tensor(self, item: ReadItem, tensor: Tensor) -> None:
+        pass
+
+    def load_bytes(self, item: ReadItem, value: io.BytesIO) -> None:
+        self.bytes[item.dest_index.fqn] = value.getvalue()
+
 
 FORMAT = 1  # version of run.json and of the folder's content
 _log = logging.getLogger(__name__)
@@ -30,8 +124,6 @@ class FoundCheckpoint:
     """A checkpoint whose files are all intact.
 
     Attributes:
-        step: training step after which it was saved.
-        run_state: the run state that was passed to `save`.
         layout: the layout of the run that saved it (`describe_layout`).
         numbers: step counts of the optimizer ("adam_step") and of the learning rate schedule ("scheduler_steps").
         passed_over: why newer checkpoints were skipped, one message for each defect.
@@ -57,11 +149,7 @@ def describe_layout(actor: Actor) -> dict[str, Any]:
 
 
 def describe_run(step: int, actor: Actor, run_state: Mapping[str, Any]) -> bytes:
-    """Return the content of run.json, on one line.
-
-    Raises:
-        TypeError or ValueError: the run state is not JSON.
-    """
+    """Return the content of run.json, on one line."""
     numbers = {"adam_step": optimizer.adam_steps(actor.optimizer), "scheduler_steps": actor.scheduler.num_steps}
     content = {"format": FORMAT, "step": step, "layout": describe_layout(actor), "numbers": numbers, "run": dict(run_state)}
     return json.dumps(content).encode()  # with an indent this would take ten times as long
@@ -76,11 +164,8 @@ def newest(folder: Path, group: dist.ProcessGroup, held: contextlib.ExitStack) -
     """Return the newest valid checkpoint, which is the same on every rank; None if there is no checkpoint.
 
     Each file is read once for the check, by one of the ranks. Collectives are over `group`: for each checkpoint that is tried,
-    one broadcast and one all-gather of objects.
-
-    Raises:
-        CheckpointError: there are checkpoints but none is valid (the message names each and its defect), or the newest valid
-            one has another format.
+    one broadcast and one all-gather of objects. Raises CheckpointError if there are checkpoints but none is valid (the message
+    names each and its defect), or the newest valid one has another format.
     """
     passed_over: list[str] = []
     last: int | None = None
@@ -106,9 +191,8 @@ def newest(folder: Path, group: dist.ProcessGroup, held: contextlib.ExitStack) -
 def restore(found: FoundCheckpoint, actor: Actor, groups: ParallelDims, group: dist.ProcessGroup) -> None:
     """Restore the saved state of the actor, on any parallel layout. Collectives are over `group`.
 
-    Raises:
-        CheckpointError: on every rank. If the checkpoint belongs to another model or precision, no value was changed; if it
-            cannot be read, some may have been.
+    Raises CheckpointError on every rank. If the checkpoint belongs to another model or precision, no value was changed; if
+    it cannot be read, some may have been.
     """
     if (before := found.layout["vocab_size"]) != (here := actor.arch.vocab_size):
         raise CheckpointError(f"{found.path}: the vocabulary had {before} tokens and has {here}; resume with the same model")
@@ -162,7 +246,6 @@ def _offer(
 
 
 def _read_run(path: Path, passed_over: tuple[str, ...]) -> FoundCheckpoint:
-    """Read run.json. Raises CheckpointError for another format."""
     content = json.loads((path / RUN).read_bytes())
     if content["format"] != FORMAT:
         raise CheckpointError(

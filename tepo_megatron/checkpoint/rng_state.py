@@ -18,7 +18,6 @@ class RngStates:
     """The RNG states of one rank, as the libraries returned them.
 
     Attributes:
-        python: state of `random`.
         device: state of the current CUDA device's generator; None without CUDA.
         parallel: states of Megatron's tracker for tensor-parallel regions, by name.
     """

@@ -25,9 +25,8 @@ from torch.distributed.checkpoint.planner import WriteItem
 from tepo_megatron.checkpoint import folder as folders
 from tepo_megatron.checkpoint import rng_state
 from tepo_megatron.checkpoint.files import FileChecksum, files_below, read_sum, write, write_manifest
-from tepo_megatron.checkpoint.planning import SavePlanner, create_folder
 from tepo_megatron.checkpoint.state import ShardSlice
-from tepo_megatron.checkpoint.tensors import Stored, pickled, write_items, write_metadata
+from tepo_megatron.checkpoint.tensors import SavePlanner, Stored, create_folder, pickled, write_items, write_metadata
 from tepo_megatron.distributed.objects import broadcast_object, gather_object
 from tepo_megatron.errors import CheckpointError
 from tepo_megatron.utils.run_lock import FolderIdentity
@@ -44,7 +43,6 @@ class SavedCheckpoint:
     """A complete checkpoint.
 
     Attributes:
-        size: bytes of all its files.
         blocked_seconds: how long this rank's training waited for it.
         seconds: time from the call of `save` until the checkpoint was complete.
     """
@@ -58,14 +56,7 @@ class SavedCheckpoint:
 
 @dataclass(frozen=True)
 class CheckpointContent:
-    """The state that one rank writes, copied when the save was requested. Training does not change it.
-
-    Attributes:
-        shard_slices: slices of the global tensors, with their data in host memory.
-        objects: objects to be pickled, by name.
-        rng: name under which `rng_states` is saved.
-        rng_states: states of this rank's random generators.
-    """
+    """The state that one rank writes, copied when the save was requested. Training does not change it."""
 
     shard_slices: Sequence[ShardSlice]
     objects: Mapping[str, Any]
@@ -78,7 +69,6 @@ class CommitPlan:
     """The files that rank 0 adds to those of the ranks, and the rules for deleting older checkpoints.
 
     Attributes:
-        run: content of run.json, on one line.
         refused: the reason why the checkpoint cannot be written; None: it can.
         keep_last, keep_every, best: see `folder.prune`.
     """
@@ -93,12 +83,7 @@ class CommitPlan:
 
 @dataclass(frozen=True)
 class WrittenFile:
-    """One rank's file, or the error for which there is none.
-
-    Attributes:
-        stored: the place of each write item in the file.
-        error: the error; None: the file was written.
-    """
+    """One rank's file, or the error for which there is none."""
 
     name: str
     sum: FileChecksum | None = None
@@ -108,13 +93,7 @@ class WrittenFile:
 
 @dataclass(frozen=True)
 class SaveOutcome:
-    """Outcome of a save, as one rank knows it.
-
-    Attributes:
-        size: bytes of all files.
-        error: the error; None: the checkpoint is complete.
-        broken: whether ranks lost each other, so that no further save is possible.
-    """
+    """Outcome of a save, as one rank knows it. `broken`: whether ranks lost each other, so that no further save is possible."""
 
     size: int = 0
     error: str | None = None
@@ -128,7 +107,6 @@ class PendingSave:
         started: `time.perf_counter()` when the save was requested.
         begun: the same when the save before had ended.
         ended: the same when this save had ended.
-        outcome: the outcome; None until the save has ended.
     """
 
     def __init__(
@@ -210,7 +188,6 @@ class PendingSave:
     def _conclude(
         self, everything: list[WrittenFile], metadata: Metadata, commit: CommitPlan, place: FolderIdentity
     ) -> SaveOutcome:
-        """Complete the checkpoint on rank 0, or delete its files after an error."""
         partial = self._partial
         if not place.is_in_place():  # the folder at this path belongs to another run: neither publish nor delete it
             return SaveOutcome(error=f"{partial} was removed, moved or replaced while it was written")
@@ -298,7 +275,6 @@ def _invisible_files(partial: Path, sums: Mapping[str, FileChecksum]) -> list[st
 
 
 def _reason(error: Exception, folder: Path) -> str:
-    """Return a description of the error, with the fix or the free space if the disk is the cause."""
     if (fault := disk_fault(error, folder)) is not None:
         return fault.partition(": cannot be written: ")[2]
     if not isinstance(error, OSError):

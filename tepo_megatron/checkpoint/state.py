@@ -7,7 +7,9 @@ holds and moves dp x cp times its share, while training waits. Here each rank wr
 the global tensors, and nothing is moved between ranks.
 """
 
-from collections.abc import Iterator
+import copy
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +19,49 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTenso
 from torch import Tensor
 
 from tepo_megatron.actor.actor import Actor
+from tepo_megatron.checkpoint import optimizer
 from tepo_megatron.checkpoint.optimizer import shards
-from tepo_megatron.checkpoint.shard_slices import ranges, split_range
+
+Sizes = tuple[int, ...]
+
+
+def split_range(start: int, stop: int, shape: Sizes) -> Iterator[tuple[Sizes, Sizes]]:
+    """Split the elements [start, stop) of a row-major array into the fewest slices.
+
+    Yields:
+        (offset, sizes) of each slice, in row-major order; at most 2 * len(shape) - 1 slices.
+    """
+    if start >= stop:
+        return
+    if len(shape) == 1:
+        yield (start,), (stop - start,)
+        return
+    row = math.prod(shape[1:])
+    first, last = -(-start // row), stop // row  # rows that are wholly inside: [first, last)
+    if first > last:  # the range lies inside one row
+        yield from _within(last, start - last * row, stop - last * row, shape)
+        return
+    if start < first * row:
+        yield from _within(first - 1, start - (first - 1) * row, row, shape)
+    if first < last:
+        yield (first, *(0 for _ in shape[1:])), (last - first, *shape[1:])
+    yield from _within(last, 0, stop - last * row, shape)
+
+
+def ranges(start: int, stop: int, shape: Sizes, limit: int) -> Iterator[tuple[int, int]]:
+    """Split [start, stop) at row boundaries into ranges of about `limit` elements."""
+    row = max(1, math.prod(shape[1:]))
+    stride = max(1, limit // row) * row
+    while start < stop:
+        end = min(stop, (start // stride + 1) * stride)
+        yield start, end
+        start = end
+
+
+def _within(row: int, start: int, stop: int, shape: Sizes) -> Iterator[tuple[Sizes, Sizes]]:
+    for offset, sizes in split_range(start, stop, shape[1:]):
+        yield (row, *offset), (1, *sizes)
+
 
 # The options of `sharded_state_dict`. They are stored as `content_metadata`, so that Megatron can read a checkpoint by itself.
 CONTENT = {
@@ -37,7 +80,6 @@ class ShardSlice:
     """A rectangular part of a global tensor.
 
     Attributes:
-        offset: where the part begins in it.
         data: the part, as a view of the state with as many dimensions as the global tensor.
         flexible: whether the global tensor may have another shape on another layout (the vocabulary is padded to a multiple
             that depends on tp). What a smaller stored tensor lacks is 0.
@@ -99,7 +141,6 @@ def _shardings(actor: Actor) -> dict[int, ShardedTensor | ShardedTensorFactory]:
 
 
 def _values(actor: Actor) -> Iterator[Any]:
-    """Yield the entries of the model's sharded state dict."""
     for chunk in actor.chunks:
         yield from nested_values(chunk.module.sharded_state_dict(metadata=dict(CONTENT)))
 
@@ -143,7 +184,6 @@ def _parts(sharding: ShardedTensor | ShardedTensorFactory) -> Iterator[tuple[Sha
 
 
 def _in_whole(part: ShardedTensor, offset: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the offset in the global tensor of an offset in a local part."""
     prepended = part.prepend_axis_num
     begin = tuple(part.global_offset)
     return begin[:prepended] + tuple(x + y for x, y in zip(begin[prepended:], offset, strict=True))
@@ -151,3 +191,73 @@ def _in_whole(part: ShardedTensor, offset: tuple[int, ...]) -> tuple[int, ...]:
 
 def _flat(tensor: Tensor) -> Tensor:
     return tensor.detach().view(-1)
+
+
+_Places = tuple[tuple[int, int, torch.dtype], ...]
+
+
+class ShardCache:
+    """The shard slices and objects of an actor's state, kept from one save to the next.
+
+    To describe the state takes several times as long as to copy that of a small model. The description is valid as long as the
+    tensors keep their addresses, so these are compared at every save: a slice of a tensor that was replaced would save old
+    values without any error. `shard_slices` keep the memory that they view alive, even if it is no longer part of the state.
+    """
+
+    def __init__(self) -> None:
+        self.shard_slices: Sequence[ShardSlice] = ()
+        # addresses when the shard slices were made; None: the shard slices cannot be reused
+        self._places: _Places | None = None
+        self._objects: dict[str, Any] | None = None
+
+    def of(self, actor: Actor) -> tuple[Sequence[ShardSlice], dict[str, Any]]:
+        """Return what `saved_slices` and `objects` return for the actor.
+
+        The shard slices are the same object as before if no tensor was replaced. The objects are deep copies, which later
+        training does not change. Modules are asked for them again if any of them had or has something to give.
+        """
+        modules = _modules(actor)
+        live = _live(actor, modules)
+        places = tuple((tensor.data_ptr(), tensor.numel(), tensor.dtype) for tensor in live)
+        if places != self._places:
+            self.shard_slices, self._objects = (), None  # so that memory of replaced tensors is freed
+            self.shard_slices = tuple(saved_slices(actor))
+            known = {_storage(tensor) for tensor in live}
+            # A shard slice may view other memory: zeros in the place of moments, before the first step, or a copy that a module
+            # made.
+            self._places = places if all(_storage(shard_slice.data) in known for shard_slice in self.shard_slices) else None
+        if self._objects is None or any(map(_filled, (*self._objects.values(), *_extra_states(modules)))):
+            self._objects = copy.deepcopy(objects(actor))
+        return self.shard_slices, self._objects
+
+
+def _modules(actor: Actor) -> list[torch.nn.Module]:
+    """Return all modules. `Module.modules` takes twice as long; here a module that is used in two places comes twice."""
+    found: list[torch.nn.Module] = [chunk.module for chunk in actor.chunks]
+    for module in found:  # the list grows during the loop
+        found.extend(below for below in module._modules.values() if below is not None)
+    return found
+
+
+def _live(actor: Actor, modules: Sequence[torch.nn.Module]) -> list[Tensor]:
+    """Return every tensor that a shard slice can view, as the actor holds it now."""
+    found: list[Tensor | None] = list(optimizer.tensors(actor.optimizer))
+    for module in modules:
+        found.extend(module._parameters.values())
+        if module._buffers:
+            transient = module._non_persistent_buffers_set
+            found.extend(buffer for name, buffer in module._buffers.items() if name not in transient)
+    return [tensor for tensor in found if tensor is not None]
+
+
+def _extra_states(modules: Sequence[torch.nn.Module]) -> list[Any]:
+    silent = torch.nn.Module.get_extra_state
+    return [module.get_extra_state() for module in modules if type(module).get_extra_state is not silent]
+
+
+def _filled(extra: Any) -> bool:
+    return extra is not None and not (isinstance(extra, Tensor) and extra.numel() == 0)
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()

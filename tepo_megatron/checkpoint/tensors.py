@@ -10,6 +10,7 @@ imports the main module again, waits without limit, and has no checksums. Theref
 
 import io
 import json
+import math
 import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
@@ -17,14 +18,26 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.dist_checkpointing.core import CheckpointingConfig
 from torch import Tensor
+from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
 from torch.distributed.checkpoint.filesystem import _StorageInfo  # its name is part of the format: `.metadata` pickles it
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, StorageMeta
-from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
+from tepo_megatron.checkpoint import folder as folders
 from tepo_megatron.checkpoint.files import ChecksummedFile, FileChecksum, write
 from tepo_megatron.checkpoint.state import ShardSlice
+from tepo_megatron.distributed.objects import broadcast_object, gather_object
+from tepo_megatron.errors import CheckpointError
 from tepo_megatron.platform.host_memory import HostArena
 from tepo_megatron.utils.restricted_pickle import METADATA
 
@@ -57,7 +70,6 @@ class HostCopy:
         return self._copies
 
     def _make_places(self, shard_slices: Sequence[ShardSlice]) -> None:
-        """Allocate host memory for the shard slices."""
         self._copies, self._to = (), []  # so that the arena can free its memory before it allocates more
         self._from = [shard_slice.data for shard_slice in shard_slices]
         device = next((data.device for data in self._from if data.is_cuda), torch.device("cpu"))
@@ -71,16 +83,7 @@ class HostCopy:
 
 
 def write_items(path: Path, items: Sequence[WriteItem], values: Sequence[Tensor | bytes]) -> tuple[FileChecksum, Stored]:
-    """Write one rank's file and sync it to disk.
-
-    Args:
-        values: what to write for each item: a tensor in host memory, or bytes.
-    Returns:
-        Size and checksum of the file, and the place of each item in it.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Write one rank's file and sync it to disk."""
     stored = {}
     with ChecksummedFile(path) as f:
         for item, value in zip(items, values, strict=True):
@@ -91,14 +94,7 @@ def write_items(path: Path, items: Sequence[WriteItem], values: Sequence[Tensor 
 
 
 def write_metadata(folder: Path, metadata: Metadata, stored: Stored, common: Mapping[str, Any]) -> dict[str, FileChecksum]:
-    """Write the files that do not belong to one rank: `.metadata`, common.pt and metadata.json.
-
-    Returns:
-        Size and checksum of each file, by its name.
-
-    Raises:
-        OSError: a file cannot be written.
-    """
+    """Write the files that do not belong to one rank: `.metadata`, common.pt and metadata.json."""
     whole = replace(metadata, storage_data=stored, storage_meta=StorageMeta())
     contents = {
         METADATA: pickle.dumps(whole),
@@ -118,3 +114,86 @@ def pickled(value: Any) -> bytes:
 def chunk(shard_slice: ShardSlice) -> ChunkStorageMetadata:
     """Return the offset and shape of a shard slice in its global tensor."""
     return ChunkStorageMetadata(torch.Size(shard_slice.offset), torch.Size(shard_slice.data.shape))
+
+
+class SavePlanner:
+    """The save plans of all ranks. They are exchanged at the first save, and again when one has changed.
+
+    Only the saving thread of each rank uses it. Collectives are over `group`.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self._source: tuple[Sequence[ShardSlice], Sequence[str]] = ((), ())  # the arguments from which `_made` was made
+        self._made: SavePlan | None = None
+        self._sent: SavePlan | None = None  # this rank's plan that rank 0 received last
+        self._plans: list[SavePlan | None] = [None] * group.size()
+        self._metadata: Metadata | None = None
+
+    def agree(self, shard_slices: Sequence[ShardSlice], objects: Sequence[str]) -> tuple[Sequence[WriteItem], Metadata | None]:
+        """Exchange plans with all ranks, and return what this rank writes.
+
+        Collectives: one gather and one broadcast of objects. Returns the write items of this rank, in that order, and on rank 0
+        the metadata of what all ranks write (None elsewhere). Raises CheckpointError on every rank when the shard slices of
+        a tensor do not add up to it. So no checkpoint lacks a weight.
+        """
+        mine = self._plan(shard_slices, objects)
+        changes = gather_object(None if mine is self._sent or mine == self._sent else mine, self.group)
+        error = None
+        if any(change is not None for change in changes):
+            self._plans = [new or old for new, old in zip(changes, self._plans, strict=True)]
+            try:
+                self._metadata = merge([p for p in self._plans if p is not None])
+            except (AssertionError, ValueError) as e:
+                error = f"rank 0: what the ranks write is no whole state ({e})"
+        if (error := broadcast_object(error, self.group)) is not None:
+            raise CheckpointError(error)
+        self._sent = mine
+        return mine.items, self._metadata
+
+    def _plan(self, shard_slices: Sequence[ShardSlice], objects: Sequence[str]) -> SavePlan:
+        """Return the plan of this rank, cached as long as `shard_slices` is the same object and `objects` is equal."""
+        if self._made is None or self._source[0] is not shard_slices or self._source[1] != objects:
+            self._made, self._source = plan(shard_slices, objects), (shard_slices, objects)
+        return self._made
+
+
+def create_folder(folder: Path, step: int, refused: str | None, group: dist.ProcessGroup) -> None:
+    """Create the empty folder of a checkpoint on rank 0. Collectives: one broadcast of an object.
+
+    `refused`: on rank 0, why the checkpoint cannot be written; None: create the folder. Ignored elsewhere. Raises
+    CheckpointError on every rank when `refused` is given or the folder cannot be created.
+    """
+    error = refused
+    if group.rank() == 0 and error is None:
+        try:
+            folders.prepare(folder, step)
+        except OSError as e:
+            error = str(e)
+    if (error := broadcast_object(error, group)) is not None:
+        raise CheckpointError(f"rank 0: {folders.partial(folder, step)}: cannot be begun ({error})")
+
+
+def plan(shard_slices: Sequence[ShardSlice], objects: Sequence[str]) -> SavePlan:
+    """Return the save plan of this rank."""
+    items = [_write_item(shard_slice) for shard_slice in shard_slices]
+    return SavePlan([*items, *(WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO) for name in objects)])
+
+
+def merge(plans: list[SavePlan]) -> Metadata:
+    """Return the metadata of what all ranks write.
+
+    Raises AssertionError when the shard slices of a tensor have, in total, more or fewer elements than the tensor.
+    """
+    _, metadata = create_default_global_save_plan(plans)
+    for name, tensor in metadata.state_dict_metadata.items():
+        if isinstance(tensor, TensorStorageMetadata):
+            filled = sum(math.prod(chunk.sizes) for chunk in tensor.chunks)
+            assert filled == math.prod(tensor.size), f"{name}: {filled} of {math.prod(tensor.size)} elements would be written"
+    return metadata
+
+
+def _write_item(shard_slice: ShardSlice) -> WriteItem:
+    properties = TensorProperties(dtype=shard_slice.data.dtype)
+    write_data = TensorWriteData(chunk(shard_slice), properties, torch.Size(shard_slice.shape))
+    return WriteItem(MetadataIndex(shard_slice.name, shard_slice.offset), WriteItemType.SHARD, tensor_data=write_data)

@@ -61,17 +61,6 @@ def replay(args: argparse.Namespace, overrides: list[str]) -> int:
     return replay(request, lambda text: print(escaped(text), flush=True))
 
 
-def restart(args: argparse.Namespace, overrides: list[str]) -> int:
-    """Run `tepo restart RUN_DIR [--wait SECONDS] [--key value ...]`."""
-    from tepo_megatron.launcher.restart_request import restart
-
-    if args.wait <= 0:
-        raise ConfigError(f"--wait {args.wait:g}: a positive number of seconds")
-    print(escaped(f"{args.run_dir}: asked; the ranks end after the running step"), flush=True)
-    print(escaped(f"{restart(args.run_dir, overrides, args.wait)}; see {args.run_dir / 'log.txt'}"), flush=True)
-    return 0
-
-
 def trace(args: argparse.Namespace, overrides: list[str]) -> int:
     """Run `tepo trace RUN_DIR [--steps N] [--profile RANK] [--wait SECONDS]`, or `tepo trace RUN_DIR --step K`."""
     from tepo_megatron.launcher.trace_request import describe_step, trace
@@ -150,8 +139,6 @@ def train(config_path: str, overrides: list[str], watched: bool = False) -> int:
             where = layers.sources((), str(e))
             raise ConfigError(f"{', '.join(where)}: {e}") if where else e from None
     if inside_torchrun():
-        if cfg.parallel.min_dp is not None:
-            raise ConfigError("parallel.min_dp: torchrun cannot start fewer ranks; set it to null, or start tepo train itself")
         with run_dir.claim(cfg) if is_main and not service_holds_folder() else contextlib.nullcontext():
             return run_rank(cfg)
     start(cfg, watched=watched)

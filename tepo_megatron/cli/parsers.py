@@ -13,9 +13,8 @@ from tepo_megatron.observability import run_dir
 from tepo_megatron.utils.escaping import escaped
 
 # They take --section.key VALUE.
-COMMANDS_WITH_KEYS = ("train", "sft", "restart", "replay", "ablate", "serve", "doctor", "evaluate", "judge", "plan")
-_FIRST_WORDS = dict.fromkeys(("restart", "replay"), ("RUN_DIR", "the run's directory"))
-_FIRST_WORDS["evaluate"] = "CHECKPOINT", "the checkpoint"
+COMMANDS_WITH_KEYS = ("train", "sft", "replay", "ablate", "serve", "doctor", "evaluate", "judge", "plan")
+_FIRST_WORDS = {"replay": ("RUN_DIR", "the run's directory"), "evaluate": ("CHECKPOINT", "the checkpoint")}
 Subparsers = argparse._SubParsersAction
 
 
@@ -29,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=__version__)
     subparsers = parser.add_subparsers(dest="command", required=True)
     for add in (
-        _add_train, _add_sft, _add_restart, _add_replay, _add_report, _add_watch, _add_alerts, _add_trace, _add_audit,
+        _add_train, _add_sft, _add_replay, _add_report, _add_watch, _add_alerts, _add_trace, _add_audit,
         _add_ablate, _add_serve, _add_doctor, _add_evaluate, _add_judge, _add_plan, _add_compare,
     ):  # fmt: skip
         add(subparsers)
@@ -82,26 +81,6 @@ def _add_sft(subparsers: Subparsers) -> None:
     )
     parser.add_argument("config", metavar="CONFIG", help="a YAML file, as for tepo train; data.train may be missing")
     parser.set_defaults(run=lambda args, overrides: commands.sft(args.config, overrides))
-
-
-def _add_restart(subparsers: Subparsers) -> None:
-    parser = subparsers.add_parser(
-        "restart",
-        help="start the ranks of a run again with another layout; its rollout service and servers live on (docs/faults.md)",
-        usage="tepo restart RUN_DIR [--wait SECONDS] [--parallel.dp VALUE ...]",
-        epilog="The ranks end after the running step, with a checkpoint. Keys of parallel and megatron can be changed; they "
-        "change the config with which the run was started.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the run's directory, runs/NAME")
-    parser.add_argument(
-        "--wait",
-        type=float,
-        default=3600.0,
-        metavar="SECONDS",
-        help="limit of the wait for the step's end (default: %(default)g)",
-    )
-    parser.set_defaults(run=commands.restart)
 
 
 def _add_replay(subparsers: Subparsers) -> None:

@@ -25,6 +25,7 @@ REMOVED: Mapping[str, str] = {
     "sync.canary_every": _CANARIES,
     "sync.delta=elements": "set sync.delta: layers",
     "sync.transport.slices": "every rank of a server receives whole tensors; remove the key",
+    "parallel.min_dp": "end the run, and start it with --resume true and a smaller parallel.dp; remove the key",
     "kuberay": _SCHEDULER,
     "skypilot": _SCHEDULER,
 }

@@ -47,17 +47,12 @@ class ParallelConfig:
     cp: Positive = 1  # Context-parallel ranks: each packed sequence is divided over them.
     ep: Positive = 1  # Expert-parallel ranks, inside dp x cp: the experts are divided over them.
     dp: Positive = 1  # Data-parallel ranks: each minibatch is divided over them.
-    # Fewest data-parallel ranks with which ranks that failed are restarted when devices of their machine are lost; null: as
-    # many as before. For ranks that `tepo train` starts: torchrun cannot start fewer. Not with rollout.colocate.
-    min_dp: Positive | None = None
     sequence_parallel: bool = False  # Divide norms and residuals over tp, too, along the sequence.
     timeout_seconds: PositiveFloat = 600.0  # Seconds that a collective of training may wait before it fails.
     # Seconds without a heartbeat after which a rank counts as frozen and the run ends with its name (`hang_watchdog.py`).
     heartbeat_timeout: PositiveFloat = 60.0
 
     def __post_init__(self) -> None:
-        if self.min_dp is not None and self.min_dp > self.dp:
-            raise ValueError(f"min_dp={self.min_dp} is more than dp={self.dp}; lower it or raise dp")
         if self.sequence_parallel and self.tp == 1:
             raise ValueError("sequence_parallel=true needs tp > 1; set it to false or raise tp")
         if self.vpp > 1 and self.pp == 1:

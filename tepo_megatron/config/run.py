@@ -54,7 +54,6 @@ class Config:
         check_batch(self.rollout, self.training)
         check_stream(self.rollout, self.training)
         self._check_what_runs()
-        self._check_min_dp()
         check_sequence(self.training, self.sequence_tokens)
         check_recompute(self.training, self.rollout.replay_experts)
         check_attention(self.model, self.parallel, self.training.share_prompts, self.platform)
@@ -77,19 +76,6 @@ class Config:
                 raise ValueError(
                     f"rollout.only=true trains nothing: one rank is enough, not {self.parallel.world_size}; set parallel.* to 1"
                 )
-
-    def _check_min_dp(self) -> None:
-        """Check that fewer ranks can go on if devices are lost."""
-        if self.parallel.min_dp is None:
-            return
-        if self.rollout.colocate:
-            raise ValueError(
-                "parallel.min_dp with rollout.colocate=true: the servers are on the devices that are lost; set it to null"
-            )
-        if not self.restarts_ranks:
-            raise ValueError(
-                "parallel.min_dp restarts ranks from a checkpoint; set checkpoint.every and checkpoint.max_restarts, too"
-            )
 
     @property
     def sequence_tokens(self) -> int:

@@ -39,13 +39,10 @@ class BatchHeader:
     Attributes:
         path: File with the flat arrays, on the machine of the service.
         experts_path: File with the experts there; empty if there are none.
-        lengths: Tokens of each sequence, prompt and response.
         columns: Field of `Rollout` -> its value for each sequence. The gold answers are left out: no rank needs them.
         prompt_experts: See `Rollout.prompt_experts`, for each sequence.
         experts: (dtype, MoE layers, experts per token) if the experts are there; else None.
         masks: (response tokens, ids of all their sampling masks); (0, 0) if the masks are not there.
-        metrics: Pairs of `Metrics` over everything that the step sampled; empty for a minibatch that is not the last.
-        seconds: Seconds of sampling and grading, by phase; empty for a minibatch that is not the last.
         ids: Index of each sequence in the rollout batch; see `TrainBatch.ids_B`.
         is_last: False for a minibatch after which others of its step follow.
     """
@@ -97,9 +94,7 @@ class BatchMemory:
     ) -> BatchHeader:
         """Write graded rollouts into new files and return the header. Experts are written if every rollout has them.
 
-        Args:
-            metrics, seconds: See `BatchHeader`.
-            ids: See `BatchHeader`. None: the rollouts are the whole rollout batch.
+        `ids`: see `BatchHeader`. None: the rollouts are the whole rollout batch.
         """
         experts = [r.experts_LKT for r in rollouts if r.experts_LKT is not None]
         shape = None
@@ -140,22 +135,13 @@ def new_file() -> tuple[int, str]:
 
 
 def map_file(file: int, nbytes: int) -> mmap.mmap:
-    """Return the shared mapping of a file, which is made as large as that. What nobody writes takes no memory.
-
-    Args:
-        nbytes: Size in bytes, at least 1.
-    """
+    """Return the shared mapping of a file, which is made as large as that. What nobody writes takes no memory."""
     os.ftruncate(file, nbytes)
     return mmap.mmap(file, nbytes)
 
 
 def token_arrays(header: BatchHeader, memory: mmap.mmap) -> dict[str, Tensor]:
-    """Return the flat arrays in a mapping of the tokens' file, by field of `Rollout` or `SamplingMask`; they share its memory.
-
-    Args:
-        header: The header of the batch.
-        memory: The mapping.
-    """
+    """Return the flat arrays in the mapped tokens' file, by field of `Rollout` or `SamplingMask`; they share its memory."""
     found, offset, masks = {}, 0, dict(zip(_MASKS, header.masks, strict=True))
     for name, dtype in {**_MASKS, **_TOKEN_FIELDS}.items():  # the wider integers first, so that all are aligned
         tokens = masks.get(name, header.tokens)

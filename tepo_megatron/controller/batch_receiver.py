@@ -27,11 +27,7 @@ MESSAGE_BYTES = 64 * 2**20  # of experts, roughly: a message has whole sequences
 
 
 class BatchReceiver:
-    """Brings batches from the service to all ranks. Make one with `open`; all ranks make the same calls.
-
-    Attributes:
-        expert_bytes: Bytes of experts that other machines have sent to this one since the last `release`.
-    """
+    """Brings batches from the service to all ranks. Make one with `open`; all ranks make the same calls."""
 
     def __init__(
         self,
@@ -53,8 +49,7 @@ class BatchReceiver:
     def open(cls, groups: "ParallelDims", machine: object | None = None) -> "BatchReceiver":
         """Find out which ranks share a machine. Collectives: one all-gather over the host group, one new group.
 
-        Args:
-            machine: Equal for the ranks that see each other's files below /proc. None: found out.
+        `machine`: equal for the ranks that see each other's files below /proc. None: found out.
         """
         machines: dict[object, list[int]] = {}
         mine = (_BOOT.read_text(), os.readlink(_PID_NAMESPACE)) if machine is None else machine

@@ -69,11 +69,7 @@ class Driver:
         return False
 
     def log_step(self, step: int, log: StepLog, clock: Clock) -> None:
-        """Write the step's record to the metrics.
-
-        Args:
-            clock: The step's seconds by phase.
-        """
+        """Write the step's record to the metrics."""
 
     def state(self, step: int) -> dict[str, Any]:
         """Return the state of the rollout side that belongs into a checkpoint after `step`, as plain JSON."""
@@ -82,14 +78,8 @@ class Driver:
     def resume(self, state: Mapping[str, Any] | None, passed_over: Sequence[str] = ()) -> KeptRollouts | None:
         """Restore the state of the rollout side.
 
-        Args:
-            state: Result of `state`, from a checkpoint. None: the run has no checkpoint and starts from the beginning.
-        Returns:
-            The rollouts after the checkpoint that a service has kept, if it has served ranks before; else None.
-
-        Raises:
-            ConfigError: The state belongs to a step after `training.steps`. The run's records are unchanged.
-            DataError: The state belongs to other data. The run's records are unchanged.
+        `state`: result of `state`, from a checkpoint. None: the run has no checkpoint and starts from the beginning. Returns
+        the rollouts after the checkpoint that a service has kept, if it has served ranks before; else None.
         """
         return None
 

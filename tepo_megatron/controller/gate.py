@@ -14,6 +14,7 @@ design.
 
 import contextlib
 import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -26,7 +27,35 @@ from tepo_megatron.config import RolloutConfig, SyncConfig, TrainingConfig
 from tepo_megatron.distributed.parallel import ParallelDims
 from tepo_megatron.errors import SyncError
 from tepo_megatron.types import Rollout, TrainBatch
-from tepo_megatron.weight_sync.mismatch import allowed_difference, check_mismatch
+
+
+def allowed_difference(tokens: int, cfg: SyncConfig) -> float:
+    """Return the mean |log-prob difference|, in nats, that a server's sample of tokens may have.
+
+    It is `cfg.max_logprob_diff` with a margin for chance that shrinks with the number of tokens n: 4 / sqrt(n) for the spread
+    of a mean, and 20 / n because in bf16 a single token may differ by a nat. At 1,000 tokens it is 1.15 times the limit.
+    """
+    return cfg.max_logprob_diff * (1 + 4 / math.sqrt(tokens) + 20 / tokens)
+
+
+def check_mismatch(
+    mean_logprob_diff: float, version: int, cfg: SyncConfig, server: str = "", tokens: int | None = None
+) -> None:
+    """Raise SyncError if the engine's log-probs show that it serves other weights than the version it echoes.
+
+    Args:
+        mean_logprob_diff: Mean |rollout - actor| in nats, under the weights of `version`.
+        tokens: Number of tokens, all of one server (see `allowed_difference`); None: all tokens of a step, without that margin.
+    """
+    limit = cfg.max_logprob_diff if tokens is None else allowed_difference(tokens, cfg)
+    if not mean_logprob_diff <= limit:  # nan too
+        where = "" if tokens is None else f" over {tokens} tokens{f' of {server}' if server else ''}"
+        raise SyncError(
+            f"mean |rollout - actor| log-prob difference is {mean_logprob_diff:.2e} nats at version {version}{where}, above "
+            f"sync.max_logprob_diff={cfg.max_logprob_diff}: {server or 'the engine'} does not serve the weights that were sent "
+            f"(or, in low precision, the gate is too tight: raise sync.max_logprob_diff)"
+        )
+
 
 Source = tuple[int, str]  # (version, name of the server or "" if unknown)
 
@@ -97,8 +126,7 @@ class WeightsGate:
     def before_updates(self, batch: TrainBatch, step: int) -> None:
         """Compare, in separate passes, the tokens whose log-probs no other pass of the step computes.
 
-        Raises:
-            SyncError: A server serves other weights than it reports, or rollouts have a version that was never delivered.
+        Raises SyncError if a server serves other weights than it reports, or rollouts have a version that was never delivered.
         """
         training, newest = self._training, step - 1
         self._step_tokens, self._newest_too = self._step_tokens + batch.num_tokens, False
@@ -119,10 +147,7 @@ class WeightsGate:
     def with_old_stats(self, batch: TrainBatch, step: int) -> None:
         """Compare the tokens of the newest version with the batch's old log-probs, which the actor computed.
 
-        Args:
-            batch: The rollout batch, or the minibatch of its only update; `old_logprobs_N` is valid on the last pipeline stage.
-        Raises:
-            SyncError: As in `before_updates`.
+        `batch`: the rollout batch, or the minibatch of its only update; `old_logprobs_N` is valid on the last pipeline stage.
         """
         assert batch.old_logprobs_N is not None, "the batch has no old statistics"
         if self._newest_too:
@@ -144,8 +169,7 @@ class WeightsGate:
     def weights_of(self, version: int) -> Iterator[None]:
         """Give the actor the kept weights of `version` inside the block; afterwards its own are restored bit for bit.
 
-        Raises:
-            SyncError: No copy of them is kept.
+        Raises SyncError if no copy of them is kept.
         """
         if version not in self._kept:
             known = ", ".join(map(str, self.versions)) or "none"
@@ -205,8 +229,7 @@ def pieces(rollout: Rollout) -> list[tuple[int, Source]]:
 def chosen(rollouts: Sequence[Rollout], version: int, most_tokens: int | None) -> list[int]:
     """Return the indices of the sequences to compare for `version`, among those with tokens of that version.
 
-    Args:
-        most_tokens: Token limit per server; once reached, no further sequence is chosen for that server. None: no limit.
+    `most_tokens`: token limit per server; once reached, no further sequence is chosen for that server. None: no limit.
     """
     counted: dict[str, int] = {}
     found = []

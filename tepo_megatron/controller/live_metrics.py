@@ -7,7 +7,7 @@ from typing import Protocol
 
 from tepo_megatron.inference.report import STATES, EngineReport, ServerReport
 from tepo_megatron.observability.alerts import RULES, key_of
-from tepo_megatron.observability.prometheus import MetricFamily, as_text, merge_servers, of_step
+from tepo_megatron.observability.metrics_server import MetricFamily, as_text, merge_servers, of_step
 from tepo_megatron.rollout.collector import Progress
 from tepo_megatron.rollout.containment import FAILURE_KINDS
 
@@ -28,12 +28,7 @@ class Reporting(Protocol):
 
 
 class LiveMetrics:
-    """The metrics of a run at any moment. `record` and `text` may be called by different threads.
-
-    Args:
-        progress: How far the batch that is being collected is. None: rollouts are replayed.
-        engine: Reports the state of the servers. None: there is no engine.
-    """
+    """The metrics of a run at any moment. `record` and `text` may be called by different threads."""
 
     def __init__(
         self,

@@ -28,11 +28,7 @@ from tepo_megatron.utils.storage import writing
 
 
 class MainDriver:
-    """Makes the calls of `driver.Driver`, where they are described, in the process of the rollout service.
-
-    Attributes:
-        kept: The collected steps that may be needed again.
-    """
+    """Makes the calls of `driver.Driver`, where they are described, in the process of the rollout service."""
 
     def __init__(
         self,
@@ -128,7 +124,6 @@ class MainDriver:
         return header
 
     def _stream(self, step: int, hand_out: Callable[[BatchHeader], object]) -> MinibatchStream | None:
-        """Return the minibatches of a step; None if training waits for the whole rollout batch."""
         training = self._cfg.training
         if training.stream == "off" or self._cfg.rollout.only:
             return None

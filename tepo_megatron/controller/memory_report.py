@@ -21,13 +21,6 @@ class Servers(Protocol):
 
 @dataclass(frozen=True)
 class _Measured:
-    """Memory at the end of a phase, in bytes.
-
-    Attributes:
-        ranks: Usage of every rank, by rank.
-        servers: Resident memory of all server processes together.
-    """
-
     ranks: Sequence[MemoryUsage]
     servers: int
 
@@ -86,8 +79,6 @@ class MemoryReport:
 
 
 def _larger(a: _Measured, b: _Measured) -> _Measured:
-    """Return the elementwise maximum of two measurements."""
-
     def most(x: int | None, y: int | None) -> int | None:
         return x if y is None else y if x is None else max(x, y)
 

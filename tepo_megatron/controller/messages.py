@@ -25,13 +25,11 @@ class Waited(NamedTuple):
     Attributes:
         event: "done"; "minibatch": one of the minibatches is there before the others (`training.stream`); "weights": the engine
             asks for weights, and without them the work may never finish; "stop": the run is to save a checkpoint and end,
-            whatever is still being sampled; "restart": it is to save one, and its ranks are started again.
-        result: Result of the work, if it is done; the `BatchHeader` of the minibatch.
-        save: A checkpoint is to be saved after the step.
+            whatever is still being sampled.
         trace: The steps after this one are to be traced. None: nobody asked for it.
     """
 
-    event: Literal["done", "minibatch", "weights", "stop", "restart"]
+    event: Literal["done", "minibatch", "weights", "stop"]
     result: Any = None
     save: bool = False
     trace: TraceRequest | None = None
@@ -40,9 +38,7 @@ class Waited(NamedTuple):
 class KeptRollouts(NamedTuple):
     """The rollouts that a service which outlived its ranks has for the next ones.
 
-    Attributes:
-        version: Version of the weights that the servers have, or were receiving; None if they never received any.
-        started: The last step whose rollouts were started.
+    `version`: version of the weights that the servers have, or were receiving; None if they never received any.
     """
 
     version: int | None

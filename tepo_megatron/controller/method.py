@@ -15,13 +15,7 @@ OVERLONG_PENALTY = 0.5  # the largest one. Verdicts are 0 and 1 here; DAPO takes
 
 @dataclass(frozen=True)
 class Method:
-    """The resolved method of a run.
-
-    Attributes:
-        max_generation_rounds: Maximum number of rounds in which a step samples prompts. The rounds after the first one replace
-            groups that were filtered out.
-        overlong: Penalty on the reward of nearly overlong responses. None: no penalty.
-    """
+    """The resolved method of a run."""
 
     objective: Objective
     max_generation_rounds: int
@@ -109,7 +103,6 @@ def _check_stream(objective: Objective, stream: str) -> None:
 
 
 def _max_generation_rounds(cfg: RolloutConfig, objective: Objective, name: str) -> int:
-    """Return `rollout.max_generation_rounds`, or its default. Raises ConfigError if the keys contradict each other."""
     given = cfg.max_generation_rounds
     if objective.dynamic_sampling and given is None and not cfg.filter_uniform_groups:
         raise ConfigError(
@@ -127,7 +120,6 @@ def _max_generation_rounds(cfg: RolloutConfig, objective: Objective, name: str) 
 
 
 def _overlong(reward: RewardConfig, objective: Objective, max_tokens: int) -> OverlongShaping | None:
-    """Return the overlong shaping that the config or else the objective asks for; None for none."""
     if (buffer := reward.overlong_buffer_tokens) is None:
         buffer = max(1, max_tokens // OVERLONG_BUFFER_SHARE) if objective.overlong_shaping else 0
     return OverlongShaping(max_tokens, buffer, OVERLONG_PENALTY) if buffer else None

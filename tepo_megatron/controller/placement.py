@@ -57,8 +57,7 @@ class Disaggregated:
 class Colocated(Disaggregated):
     """The colocated placement. It starts in `train` with the engine asleep. All ranks must call every method.
 
-    Raises:
-        RuntimeError: A method was called in a state that has no such transition. Errors of the engine pass through.
+    Raises RuntimeError if a method was called in a state that has no such transition. Errors of the engine pass through.
     """
 
     shared = True

@@ -24,6 +24,8 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Self
 
+from tepo_megatron.actor.actor import Actor
+from tepo_megatron.checkpoint.checkpoints import Checkpoints
 from tepo_megatron.config import EvaluationConfig, RolloutConfig
 from tepo_megatron.controller.batch_memory import BatchHeader
 from tepo_megatron.controller.batch_receiver import BatchReceiver
@@ -42,19 +44,42 @@ from tepo_megatron.utils.save_requests import TraceRequest
 from tepo_megatron.weight_sync.sync import NoSync, WeightSync
 
 
+class StartingPoint(NamedTuple):
+    """Where this start of the ranks begins. `lacks_evaluation`: whether these weights have to be evaluated first."""
+
+    step: int
+    lacks_evaluation: bool
+    kept: KeptRollouts | None
+
+
+def starting_point(
+    resumes: bool, checkpoints: Checkpoints, actor: Actor, driver: Driver, groups: ParallelDims
+) -> StartingPoint:
+    """Restore the newest checkpoint, if there is one and the run is resumed. All ranks call it.
+
+    Collectives: one broadcast over the host group, and if the run is resumed, another one and those of the checkpoint.
+    """
+    if not broadcast_object(resumes, groups.host):
+        return StartingPoint(0, lacks_evaluation=True, kept=None)
+    found = checkpoints.newest()
+    state = None if found is None else checkpoints.load(found, actor)
+    if state is not None:
+        actor.noise_floor = state["noise_floor"]
+    passed_over = [] if found is None else found.passed_over
+    kept = broadcast_result(lambda: driver.resume(state, passed_over), groups.host)
+    if state is None:
+        return StartingPoint(0, lacks_evaluation=True, kept=kept)
+    return StartingPoint(int(state["step"]), state.get("lacks_evaluation", False), kept)
+
+
 class StopRequested(Exception):
     """The run is to save a checkpoint and end (`utils/save_requests.py`). Every rank raises it at the same place."""
-
-    def __init__(self, restarts: bool) -> None:
-        super().__init__()
-        self.restarts = restarts
 
 
 class RolloutPart(NamedTuple):
     """The rollouts that a step is trained on, or with `training.stream` those of one of its minibatches.
 
     Attributes:
-        rollouts: Graded rollouts, contiguous by prompt; empty if the step found nothing to train on.
         ids: Index of each rollout in the rollout batch; see `TrainBatch.ids_B`.
         metrics: Metrics of all that the step has sampled. None: the part is not the last one.
     """
@@ -72,13 +97,8 @@ class RolloutPart(NamedTuple):
 class Schedule:
     """The rollout side of the training loop. All ranks make the same calls, `publish_first_weights` before all others.
 
-    Attributes:
-        trained: The step whose weights the actor has.
-        ended: Whether training ends before the last step because evaluations stopped improving.
-        save_requested: Whether a checkpoint is to be saved after the running step. The caller resets it.
-        trace_requested: The steps after the running one to be traced. The caller resets it.
-    Raises:
-        StopRequested: From `next_parts` and the evaluations, which then have not finished. `stop` must be called next.
+    `ended`: whether training ends before the last step because evaluations stopped improving. Raises StopRequested from
+    `next_parts` and the evaluations, which then have not finished. `stop` must be called next.
     """
 
     def __init__(
@@ -95,11 +115,7 @@ class Schedule:
         groups: ParallelDims,
         trained: int,
     ) -> None:
-        """Store what the schedule works with.
-
-        Args:
-            evaluation: Sets when weights are evaluated. None: there is nothing to evaluate them on.
-        """
+        """Store what the schedule works with."""
         self._driver, self._sync, self._gate, self._groups = driver, sync, gate, groups
         self._placement, self._memory, self._batches = placement, memory, batches
         self._staleness, self._interrupts = rollout.max_staleness, rollout.on_weight_update != "finish"
@@ -138,9 +154,6 @@ class Schedule:
         """Yield the graded rollouts to train on in `step`, each part as soon as it is there. Collective over all ranks.
 
         There is one part, unless `training.stream` says otherwise. A part is to be trained on before the next one is asked for.
-
-        Args:
-            clock: Receives the seconds of waiting, sampling, grading and weight updates.
         """
         if not self._ahead or self._waits_asleep():
             self._publish(clock)
@@ -174,18 +187,15 @@ class Schedule:
         self._placement.train()
         self._memory.begin_phase()
 
-    def stop(self, abort: bool) -> None:
-        """Make the actor ready to be saved. `abort` gives up what is being sampled or evaluated on shared devices."""
-        self._placement.train(abort)
+    def stop(self) -> None:
+        """Make the actor ready to be saved. What is being sampled or evaluated on shared devices is given up."""
+        self._placement.train(abort=True)
 
     def publish_weights(self, step: int, clock: Clock) -> None:
         """Have the engine serve the actor's weights, which are those of `step`.
 
         The weights are sent at once, unless sampling in progress must finish first. With shared devices they are sent when the
         next sampling starts.
-
-        Args:
-            clock: Receives the seconds of the weight update.
         """
         self._memory.end_phase("train")
         self._batches.release()
@@ -238,8 +248,8 @@ class Schedule:
             waited = broadcast_result(partial(task.wait, not self._in_updates), self._groups.host)
             self.save_requested |= waited.save
             self.trace_requested = waited.trace or self.trace_requested
-            if waited.event in ("stop", "restart"):
-                raise StopRequested(restarts=waited.event == "restart")
+            if waited.event == "stop":
+                raise StopRequested
             if waited.event in ("done", "minibatch"):
                 return waited.result
             self._placement.repair(self._push)

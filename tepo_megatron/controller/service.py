@@ -30,7 +30,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from tepo_megatron.config import Config
@@ -43,41 +42,31 @@ from tepo_megatron.errors import RolloutError, StorageError, TepoError
 from tepo_megatron.inference.engine import INITIAL_VERSION
 from tepo_megatron.observability.tracer import tracer
 from tepo_megatron.utils.quiet import quiet_upstream
-from tepo_megatron.utils.save_requests import LOOK_SECONDS, RESTART, STOP, answer_restart, asked, take_save
+from tepo_megatron.utils.save_requests import LOOK_SECONDS, STOP, asked, take_save
 from tepo_megatron.utils.service_guard import peer_user
 from tepo_megatron.utils.storage import disk_fault
-from tepo_megatron.utils.supervisor import LAUNCHER
 
 POLL_SECONDS = 0.05
 
 
 class _Received(NamedTuple):
-    """A call, and the connection over which it came."""
-
     call: Call
     connection: Connection
 
 
 class _Left(NamedTuple):
-    """Rank 0 has closed the connection."""
+    pass
 
 
 @dataclass
 class _Task:
-    """Work of the rollout thread.
-
-    Attributes:
-        minibatches: The minibatches that were there before its end.
-        received: Number of minibatches that the present rank 0 has received.
-    """
-
     future: Future[Any]
     minibatches: list[BatchHeader] = field(default_factory=list)
     received: int = 0
 
 
 class _End(NamedTuple):
-    """The service is to end."""
+    pass
 
 
 class RolloutService:
@@ -180,7 +169,6 @@ class RolloutService:
         return self._driver
 
     def _collect(self, step: int) -> _Task:
-        """Start to collect the rollouts of a step, or return what a former rank 0 has started."""
         if step in self._batches:
             self._started.kept.repeat_line(step)
             return replace(self._batches[step], received=0)
@@ -191,7 +179,6 @@ class RolloutService:
         return task
 
     def _saved(self, step: int) -> None:
-        """Release the batches that a complete checkpoint contains."""
         if self._keeps:
             self._batches = {number: task for number, task in self._batches.items() if number > step}
             self._started.kept.release_until(step)
@@ -236,8 +223,6 @@ class RolloutService:
                 look = time.monotonic() + LOOK_SECONDS
                 if asked(self._cfg.run_dir, STOP):
                     return Waited("stop")
-                if asked(self._cfg.run_dir, RESTART) and self._may_restart(self._cfg.run_dir, task):
-                    return Waited("restart")
             if task.received < len(task.minibatches):
                 task.received += 1
                 return Waited("minibatch", task.minibatches[task.received - 1])
@@ -248,16 +233,6 @@ class RolloutService:
                 return Waited("weights")
             time.sleep(POLL_SECONDS)
         return Waited("stop")  # nobody hears it
-
-    def _may_restart(self, run_dir: Path, task: _Task) -> bool:
-        """Return whether the ranks may end now, to be started again. While a colocated engine samples, it may not sleep."""
-        assert self._cfg is not None
-        if not self._keeps or LAUNCHER not in os.environ:
-            answer_restart(
-                run_dir, "refused: torchrun starts the ranks of this run, or checkpoint.max_restarts does not allow it"
-            )
-            return False
-        return task.future.done() or not self._cfg.rollout.colocate
 
     def _answer(self, received: _Received, make: Callable[[], Any]) -> None:
         number, connection = received.call.number, received.connection

@@ -48,11 +48,7 @@ class PendingAnswer:
 
 
 class ServiceClient:
-    """Calls the rollout service. Only rank 0 has one, and only its main thread uses it.
-
-    Args:
-        silence_seconds: Seconds without any message after which the service counts as hung.
-    """
+    """Calls the rollout service. Only rank 0 has one, and only its main thread uses it."""
 
     def __init__(self, connection: Connection, process: Process, silence_seconds: float, found: bool = False) -> None:
         self.found = found
@@ -86,8 +82,7 @@ class ServiceClient:
     def receive(self, pending: PendingAnswer, seconds: float = math.inf) -> Any:
         """Wait for one answer; see `PendingAnswer.result`. Answers to other calls are kept.
 
-        Args:
-            seconds: Limit of the wait. RolloutError is raised after it, though the service may live.
+        `seconds`: limit of the wait. RolloutError is raised after it, though the service may live.
         """
         begun = asked = time.monotonic()
         silent = 0.0  # counted in waits of this process, so that a stop of it, or of the whole run, is none of the service
@@ -143,7 +138,6 @@ class ServiceClient:
         self._connection.close()
 
     def _ended(self) -> RolloutError:
-        """Return the error for a service that has ended."""
         if self._lost is None:
             try:
                 status = self._process.wait(CLOSE_SECONDS)

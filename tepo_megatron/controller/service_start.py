@@ -103,11 +103,8 @@ def start_service(
     """Yield a client of the rollout service. A new service imports its modules meanwhile and waits for the call `open`.
 
     Call it before this process joins a process group or starts threads of its own. When the block ends, the service is closed;
-    after an error it is left to the next rank 0 if there is a supervisor.
-
-    Args:
-        silence_seconds: See `ServiceClient`.
-        supervisor: Pid of the process that restarts rank 0. None: the service ends with rank 0.
+    after an error it is left to the next rank 0 if there is a supervisor. `supervisor`: pid of the process that restarts rank
+    0. None: the service ends with rank 0.
     """
     if supervisor is None:
         connection, process = _start_child(make_engine)
@@ -187,8 +184,6 @@ def _start_kept(folder: Path, supervisor: int, silence_seconds: float, make_engi
 
 
 def _guard_fork(supervisor: int, folder: PrivateFolder, listener: socket.socket, make_engine: "EngineFactory") -> NoReturn:
-    """Be the guard of a service that is a fork of this process."""
-
     def serve_fork(parent: int) -> int:
         pid = os.fork()
         if pid:

@@ -36,13 +36,7 @@ class ServiceTrace:
         tracer.begin()
 
     def end(self, step: int, ranks: int, answers: bool) -> None:
-        """Stop, and merge what the ranks wrote with what was recorded here. Larger files are left to `tepo trace RUN --step`.
-
-        Args:
-            step: Number of the step.
-            ranks: Number of ranks. All have written their files.
-            answers: Whether the trace answers a request.
-        """
+        """Stop, and merge what ranks wrote with what was recorded here. Larger files are left to `tepo trace RUN --step`."""
         recording = tracer.end()
         recording.spans = [span for span in recording.spans if span.name != "trace.end"]  # this call, which is not over
         write_part(self._run_dir, TracePart(SERVICE, 0, step, recording, SAME))

@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from tepo_megatron.observability.histogram import quantiles
-from tepo_megatron.observability.metrics import Metrics
+from tepo_megatron.observability.metrics import Metrics, quantiles
 from tepo_megatron.observability.timing import Clock
 from tepo_megatron.types import STATUSES
 
@@ -50,11 +49,7 @@ class StepLog:
         self._memory: dict[str, float | None] = {}
 
     def receive(self, trained_tokens: int, metrics: Metrics | None) -> None:
-        """Take over rollouts that are trained on.
-
-        Args:
-            metrics: The metrics of all samples of the step. None: more rollouts come.
-        """
+        """Take over rollouts that are trained on."""
         self._trained_tokens += trained_tokens
         for name, pair in ({} if metrics is None else metrics.pairs()).items():
             self._metrics.add(name, *pair)

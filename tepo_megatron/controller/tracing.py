@@ -5,23 +5,47 @@ Without either a step costs one comparison.
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 from tepo_megatron.actor.pass_spans import traced_passes
 from tepo_megatron.controller.service_client import ServiceTraces
-from tepo_megatron.distributed.clocks import offset_to_rank_0
 from tepo_megatron.distributed.collective_spans import traced_collectives
 from tepo_megatron.distributed.objects import broadcast_result, same_error
 from tepo_megatron.distributed.parallel import ParallelDims
 from tepo_megatron.errors import StorageError
+from tepo_megatron.observability.clock_offset import ROUND_TRIPS, SAME, ClockOffset, measure
 from tepo_megatron.observability.trace_file import TracePart, profile_path, rank_name, write_part
 from tepo_megatron.observability.tracer import tracer
 from tepo_megatron.utils.atomic import replacing
 from tepo_megatron.utils.save_requests import TraceRequest
+
+
+def offset_to_rank_0(group: dist.ProcessGroup, clock: Callable[[], int]) -> ClockOffset:
+    """Return the offset of this rank's clock against that of rank 0.
+
+    Collectives: `ROUND_TRIPS` messages of 8 bytes in each direction between rank 0 and every other rank, one rank after the
+    other. The first round trip of a rank waits for its turn, and the shortest one counts. `clock`: clock of this rank, in ns.
+    """
+    message = torch.zeros(1, dtype=torch.int64)
+    if group.rank() == 0:
+        for rank in range(1, group.size()):
+            for _ in range(ROUND_TRIPS):
+                dist.recv(message, group=group, group_src=rank)
+                message[0] = clock()
+                dist.send(message, group=group, group_dst=rank)
+        return SAME
+
+    def ask() -> int:
+        dist.send(message, group=group, group_dst=0)
+        dist.recv(message, group=group, group_src=0)
+        return int(message)
+
+    return measure(ask, clock)
 
 
 class StepTracer:
@@ -41,10 +65,8 @@ class StepTracer:
     def step(self, number: int) -> Iterator[None]:
         """Trace the block if the step is to be traced.
 
-        Collectives if it is, at the end: those of `offset_to_rank_0`, a broadcast and an all-gather over the host group.
-
-        Raises:
-            StorageError: A rank cannot write what it recorded, on every rank.
+        Collectives if it is, at the end: those of `offset_to_rank_0`, a broadcast and an all-gather over the host group. Raises
+        StorageError if a rank cannot write what it recorded, on every rank.
         """
         asked = self._left > 0
         if not asked and not (self._every and number % self._every == 0):
@@ -76,6 +98,5 @@ class StepTracer:
 
 
 def _profiler(device: torch.device) -> profile:
-    """Return torch's profiler of the CPU, and of the device if it is a GPU."""
     cuda = [ProfilerActivity.CUDA] if device.type == "cuda" else []
     return profile(activities=[ProfilerActivity.CPU, *cuda], acc_events=True)

@@ -58,7 +58,6 @@ def _traced(name: str, original: Callable[..., Any], inside: threading.local) ->
 
 
 def _described(values: tuple[Any, ...]) -> dict[str, Any]:
-    """Return the size of the first tensor and the group among the arguments of a call."""
     found: dict[str, Any] = {}
     for value in values:
         if isinstance(value, torch.Tensor):

@@ -24,8 +24,7 @@ def all_gather_object(value: T, group: dist.ProcessGroup) -> list[T]:
 def gather_object(value: T, group: dist.ProcessGroup) -> list[T]:
     """Gather every rank's value on rank 0 of the group.
 
-    Returns:
-        On rank 0 the values in the order of ranks; on other ranks an empty list.
+    Returns on rank 0 the values in the order of ranks; on other ranks an empty list.
     """
     values: list[T] | None = [value] * group.size() if group.rank() == 0 else None
     dist.gather_object(value, values, group=group, group_dst=0)

@@ -43,7 +43,6 @@ class _Row:
 
     @property
     def port(self) -> str:
-        """Return the port of this end."""
         return self.local.rpartition(":")[2]
 
 
@@ -51,9 +50,8 @@ class _Row:
 def own_peers_only() -> Iterator[None]:
     """Check the gloo process groups formed in this block. Members on other machines are not checked.
 
-    Raises:
-        ForeignPeer: A port opened in the block has a connection from this machine whose other end belongs to another user or is
-            gone. The groups must not be used. Another user's mere attempt to connect raises this too.
+    Raises ForeignPeer if a port opened in the block has a connection from this machine whose other end belongs to another user
+    or is gone. The groups must not be used. Another user's mere attempt to connect raises this too.
     """
     before = _listening()
     yield
@@ -131,7 +129,6 @@ def _is_loopback(address: str) -> bool:
 
 
 def _sockets() -> dict[str, int]:
-    """Return the file descriptor of each of this process's sockets, by inode."""
     found = {}
     for fd in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):  # closed meanwhile
@@ -142,7 +139,6 @@ def _sockets() -> dict[str, int]:
 
 
 def _listening() -> set[str]:
-    """Return the inodes of this process's sockets that listen on a TCP port."""
     found = set()
     for inode, fd in _sockets().items():
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as copy:

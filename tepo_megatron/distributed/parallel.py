@@ -167,10 +167,7 @@ def _join_world(backend: str, world_size: int, cfg: ParallelConfig) -> None:
 def _wait_for_restarted(store: dist.Store, rank: int, world_size: int, seconds: float) -> None:
     """Wait until all ranks are restarted. Each agent restarts those of its machine once it sees that one of them has failed.
 
-    Args:
-        seconds: Time after which the others count as lost.
-    Raises:
-        LostRanks: Some did not come.
+    `seconds`: time after which the others count as lost. Raises LostRanks if some did not come.
     """
     store.set(f"restarted/{rank}", "")
     try:
@@ -200,7 +197,6 @@ def _refuse_other_configs(config: Mapping[str, Any]) -> None:
 
 
 def _verdict(config: Mapping[str, Any], sha256: str, others: Sequence[Mapping[str, str]]) -> str:
-    """Return the message for the first rank, from rank 1 on, whose config differs from rank 0's; empty if none differs."""
     for rank, other in enumerate(others, start=1):
         if other["sha256"] != sha256:
             changed = "; ".join(differences(config, json.loads(other["config"]))) or "only the order of keys"
@@ -223,7 +219,6 @@ def world_store() -> BeatStore:
 
 
 def _mesh(device: torch.device, host: dist.ProcessGroup) -> ParallelDims:
-    """Return the mesh that `parallel_state` holds."""
     return ParallelDims(
         host=host,
         dp=Axis.of(parallel_state.get_data_parallel_group()),

@@ -54,11 +54,7 @@ class FolderStore:
         self.folder = folder
 
     def add(self, key: str, amount: int = 1) -> int:
-        """Add a key, see `KeyValueStore.add`.
-
-        Returns:
-            1, however often the key was added.
-        """
+        """Add a key, see `KeyValueStore.add`. Returns 1, however often the key was added."""
         (self.folder / _file(key)).touch(mode=0o600)
         return 1
 
@@ -92,10 +88,7 @@ def open_store(address: str) -> dist.TCPStore:
 def connect(address: str, port: int, seconds: float) -> dist.TCPStore:
     """Return a client of a TCPStore.
 
-    Args:
-        seconds: Time limit of each operation.
-    Raises:
-        RuntimeError: The store cannot be reached.
+    `seconds`: time limit of each operation. Raises RuntimeError if the store cannot be reached.
     """
     timeout = datetime.timedelta(seconds=seconds)
     return dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timeout)

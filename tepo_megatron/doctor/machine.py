@@ -12,7 +12,7 @@ from packaging.requirements import Requirement
 
 from tepo_megatron.config import CheckpointConfig, ModelConfig, RolloutConfig, SyncConfig
 from tepo_megatron.doctor.findings import Finding
-from tepo_megatron.utils.control_groups import usable_cores
+from tepo_megatron.utils.memory_kills import usable_cores
 from tepo_megatron.utils.scratch import PrivateFolder
 from tepo_megatron.weights.hf_io import HfReader
 

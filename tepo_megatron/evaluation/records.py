@@ -53,7 +53,7 @@ def read_scores(run_dir: Path) -> tuple[Scores, list[str]]:
     """
     path = run_dir / EVALUATION_FILE
     try:
-        rows, faults = records.read_rows(path, "problem", _row)
+        rows, faults = records.read_rows(path, _row)
     except OSError as e:
         raise DataError(f"{path}: cannot read the evaluations ({e.strerror}); repeat the run, with data.eval") from None
     scores = Scores({}, {})

@@ -116,7 +116,7 @@ def read_samples(path: Path) -> list[BenchmarkSample]:
 def load_samples(path: Path) -> tuple[list[BenchmarkSample], list[str]]:
     """Return every readable sample once, and one sentence per fault of the file. Raises as `read_samples`."""
     try:
-        found, faults = records.read_rows(path, "problem", _sample)
+        found, faults = records.read_rows(path, _sample)
     except OSError as e:
         raise DataError(f"{path}: cannot read the samples ({e.strerror}); give the folder of an evaluation") from None
     if not found:

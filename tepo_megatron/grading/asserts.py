@@ -22,8 +22,7 @@ class ProgramEnded(BaseException):
 class StandIn:
     """A function, an object or a method of the program. It can only be called: a test that does anything else with it fails.
 
-    Args:
-        request: Begin of the request of a call. Empty: an object.
+    `request`: begin of the request of a call. Empty: an object.
     """
 
     __hash__ = None  # type: ignore[assignment]

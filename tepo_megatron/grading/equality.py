@@ -66,8 +66,7 @@ def load_grader() -> Callable[[str, str], str]:
 def settle(gold: str, answer: str | None) -> str | None:
     """Return the status if strings alone can settle the pair, otherwise None.
 
-    Args:
-        answer: Answer in the response. None: there is none.
+    `answer`: answer in the response. None: there is none.
     """
     if answer is None:
         return "no_box"

@@ -107,7 +107,6 @@ def _tests(value: Any) -> Tests:
 
 
 def _listed(tests: Sequence[Any], name: Any) -> Tests:
-    """Return the tests of a list: asserts, or inputs and outputs."""
     if all(isinstance(test, str) for test in tests):
         return Tests(asserts=tuple(tests))
     if not all(isinstance(test, dict) and {"input", "output"} <= test.keys() for test in tests):
@@ -120,7 +119,6 @@ def _listed(tests: Sequence[Any], name: Any) -> Tests:
 
 
 def _calls(name: Any, cases: Sequence[tuple[Any, Any]]) -> Tests:
-    """Return tests that call a function, or a method of the class Solution."""
     called = _name(name)
     setup = f"{_SAME}\n__call = Solution().{called} if 'Solution' in globals() else {called}\n"
     if any(not isinstance(arguments, list) for arguments, _ in cases):
@@ -167,25 +165,14 @@ def _same_word(found: str, wanted: str) -> bool:
 
 @dataclass(frozen=True)
 class TestResults:
-    """The results of the tests.
-
-    Attributes:
-        passed: For each test that was run, whether the program passed it.
-        timeout: A limit of time ended the program, or the time for all tests was over.
-    """
+    """The results of the tests. `timeout`: a limit of time ended the program, or the time for all tests was over."""
 
     passed: tuple[bool, ...]
     timeout: bool = False
 
 
 def run_tests(program: str, tests: Tests, limits: Limits, seconds: float, until_failure: bool) -> TestResults:
-    """Run the tests, one after the other.
-
-    Args:
-        seconds: Time for all runs; tests that have not begun by then are not passed.
-    Raises:
-        FileNotFoundError: bubblewrap is not installed.
-    """
+    """Run the tests, one after the other. `seconds`: time for all runs; tests that have not begun by then are not passed."""
     files = {PROGRAM: program.encode(errors="replace")}
     end, passed, timeout = time.monotonic() + seconds, list[bool](), False
     for given, wanted in tests.pairs:
@@ -207,5 +194,4 @@ def run_tests(program: str, tests: Tests, limits: Limits, seconds: float, until_
 
 @functools.cache
 def _text(name: str) -> str:
-    """Return the text of a file that runs inside of a sandbox."""
     return (_SANDBOX / name).read_text()

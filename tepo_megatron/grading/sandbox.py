@@ -45,8 +45,6 @@ class Limits:
         cpu_seconds: Processor time of each of its processes.
         wall_seconds: Time after which it is killed. It should be several times the former: other work delays it.
         memory_mib: Address space of each of its processes, and resident memory of all together, in MiB.
-        output_bytes: Bytes that it may write to stdout; to stderr the same.
-        disk_mib: Size of its /tmp, in MiB.
     """
 
     cpu_seconds: float
@@ -80,11 +78,7 @@ class Finished:
 
 
 def command(limits: Limits, files: Mapping[str, int], python: Sequence[str]) -> list[str]:
-    """Return the command that runs Python in a new sandbox.
-
-    Raises:
-        FileNotFoundError: bubblewrap is not installed.
-    """
+    """Return the command that runs Python in a new sandbox."""
     bwrap = shutil.which("bwrap")
     if bwrap is None:
         raise FileNotFoundError(f"programs run in a sandbox, and bwrap is not there; {INSTALL}")
@@ -140,13 +134,7 @@ def memory_files(files: Mapping[str, bytes]) -> Iterator[dict[str, int]]:
 
 
 def run(python: Sequence[str], files: Mapping[str, bytes], stdin: bytes, limits: Limits) -> Finished:
-    """Run Python in a sandbox and wait for its end.
-
-    Args:
-        python: Arguments of Python, for example [PROGRAM].
-    Raises:
-        FileNotFoundError: bubblewrap is not installed.
-    """
+    """Run Python in a sandbox and wait for its end."""
     with started(python, files, limits, subprocess.PIPE, subprocess.PIPE, subprocess.PIPE) as process:
         return _wait(process, stdin, limits, [process])
 
@@ -154,11 +142,7 @@ def run(python: Sequence[str], files: Mapping[str, bytes], stdin: bytes, limits:
 def run_pair(
     first: tuple[Sequence[str], Mapping[str, bytes]], second: tuple[Sequence[str], Mapping[str, bytes]], limits: Limits
 ) -> Finished:
-    """Run two programs in a sandbox each, whose stdin and stdout are connected; return the end of the first.
-
-    Raises:
-        FileNotFoundError: bubblewrap is not installed.
-    """
+    """Run two programs in a sandbox each, whose stdin and stdout are connected; return the end of the first."""
     pipes = [os.pipe(), os.pipe()]
     ends = [(pipes[0][0], pipes[1][1], subprocess.PIPE), (pipes[1][0], pipes[0][1], subprocess.DEVNULL)]
     with contextlib.ExitStack() as stack:
@@ -298,7 +282,6 @@ def _exceeded(pid: int, limits: Limits) -> str | None:
 
 
 def _written(pipe: IO[bytes], unsent: memoryview) -> memoryview:
-    """Write what the pipe takes, and return the rest: nothing if the program does not read any more."""
     try:
         return unsent[os.write(pipe.fileno(), unsent[:_CHUNK_BYTES]) :] if unsent else unsent
     except BlockingIOError:

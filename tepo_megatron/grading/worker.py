@@ -161,11 +161,7 @@ GRADERS: dict[str, Callable[..., Grader]] = {
 
 
 def load_decoder(tokenizer: str) -> Callable[[str | bytes], str]:
-    """Return the function that makes the text of a field. Special tokens are left out.
-
-    Args:
-        tokenizer: Tokenizer file (JSON). Empty: every field is text.
-    """
+    """Return the function that makes the text of a field. Special tokens are left out."""
     if not tokenizer:
         return str
     from tokenizers import Tokenizer
@@ -179,9 +175,6 @@ def grade_in_time(grade: Callable[[], Graded], seconds: float) -> Graded:
 
     Wall time would turn right answers wrong on a busy machine. The alarm repeats, since a bare `except:` or a destructor may
     swallow one. It cannot interrupt a single long C call (a power of huge integers); the parent's hard deadline does.
-
-    Args:
-        seconds: Limit in seconds of processor time.
     """
 
     def ring(signum: int, frame: FrameType | None) -> None:
@@ -200,12 +193,7 @@ def grade_in_time(grade: Callable[[], Graded], seconds: float) -> Graded:
 
 
 def main(soft_seconds: float, memory_mib: int, parent_pid: int, tokenizer: str, grader: str, *arguments: str) -> None:
-    """Serve requests until stdin ends.
-
-    Args:
-        soft_seconds: Processor time per request.
-        memory_mib: Limit of the address space, in MiB.
-    """
+    """Serve requests until stdin ends."""
     # A closed stdin also tells that the parent ended, but only after the current answer, and only if no fork of the parent
     # holds the pipe's other end.
     die_with_parent(parent_pid, signal.SIGKILL)

@@ -50,13 +50,8 @@ class Sampler(Protocol):
         """Sample `sampling.samples` responses to each prompt, ungraded. The groups are contiguous, in the order of the prompts.
 
         The samples of a prompt depend only on (weights, prompt, sampling, seed), not on what else is sampled at the same time.
-        Samples that a weight update interrupts also depend on when it came.
-
-        Returns:
-            Rollouts; rollout_logprobs are those of the distribution sampled from (after temperature).
-
-        Raises:
-            RolloutError: Sampling failed.
+        Samples that a weight update interrupts also depend on when it came. Returns Rollouts; rollout_logprobs are those of the
+        distribution sampled from (after temperature).
         """
 
     def open(self) -> GroupStream:

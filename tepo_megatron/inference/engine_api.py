@@ -99,19 +99,12 @@ class EngineApi(Protocol):
     """Adapter for one kind of server: everything that differs between engines.
 
     `send` of its methods sends a request to the server.
-
-    Attributes:
-        name: Name of the engine, for messages.
     """
 
     name: str
 
     def command(self, cfg: ServerConfig, launch: LaunchSpec, port: int) -> list[str]:
-        """Return the argv of a server that listens on `launch.host`, without secrets.
-
-        Raises:
-            ConfigError: The engine is not installed.
-        """
+        """Return the argv of a server that listens on `launch.host`, without secrets."""
 
     def environment(self, cfg: ServerConfig, launch: LaunchSpec, inherited: Mapping[str, str], key: str) -> dict[str, str]:
         """Return the server's whole environment."""
@@ -128,8 +121,7 @@ class EngineApi(Protocol):
     def decode(self, answer: HttpAnswer, ask: GenerationRequest, version: int) -> list[Rollout]:
         """Return the samples in an answer, by sample index. It may run in any thread, and asks nobody.
 
-        Raises:
-            RolloutError: The answer is not what was asked for. StaleWeights if it tells of other weights.
+        Raises RolloutError if the answer is not what was asked for. StaleWeights if it tells of other weights.
         """
 
     async def interrupt(self, send: Send) -> None:

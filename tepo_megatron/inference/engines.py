@@ -44,8 +44,7 @@ def launch_of(
 ) -> LaunchSpec:
     """Return the settings with which the servers of a run are started.
 
-    Raises:
-        ConfigError: The engine cannot serve the model.
+    Raises ConfigError if the engine cannot serve the model.
     """
     check_linear_attention(rollout, model.path, platform)
     return LaunchSpec(
@@ -67,13 +66,7 @@ def launch_of(
 
 
 def first_server_device(cfg: RolloutConfig, platform: Platform, world_size: int) -> int:
-    """Return the index of the first GPU of the servers that a rank starts.
-
-    They are on the ranks' own GPUs (`rollout.colocate`), else on those after them.
-
-    Raises:
-        ConfigError: This machine has too few GPUs.
-    """
+    """Return the index of the first GPU of the servers that a rank starts: behind the ranks', or with `colocate` on these."""
     first = 0 if cfg.colocate else int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     wanted, there = first + cfg.servers * cfg.server.tp, torch.cuda.device_count()
     if not cfg.server.others and platform == "cuda" and there < wanted:
@@ -123,8 +116,7 @@ def local_servers(
 ) -> list[LocalServer]:
     """Build the servers of this machine, each on its own GPUs.
 
-    Args:
-        key: The key that all servers require. None: each makes its own.
+    `key`: the key that all servers require. None: each makes its own.
     """
     server = cfg.server
     assert isinstance(server, ServerConfig)

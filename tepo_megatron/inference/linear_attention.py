@@ -9,11 +9,7 @@ from tepo_megatron.weights.families import Family, find_family, read_config
 
 
 def layers_of(model_path: Path) -> dict[str, bool]:
-    """Return the fields of a `LaunchSpec` that the model's family decides; none for a model that is not there or not supported.
-
-    Args:
-        model_path: Hugging Face directory of the model.
-    """
+    """Return the fields of a `LaunchSpec` that the model's family decides; none for an unknown model."""
     family = _family(model_path)
     if family is None:
         return {}

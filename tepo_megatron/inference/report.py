@@ -10,11 +10,7 @@ STATES: tuple[ServerState, ...] = ("serving", "waiting_for_weights", "asleep", "
 
 @dataclass(frozen=True)
 class ServerReport:
-    """One server.
-
-    Attributes:
-        version: Version of the weights that it serves.
-    """
+    """One server."""
 
     name: str
     state: ServerState
@@ -25,14 +21,7 @@ class ServerReport:
 
 @dataclass(frozen=True)
 class EngineReport:
-    """All servers.
-
-    Attributes:
-        servers: One report for each.
-        queued: Number of requests that wait for a server.
-        version: Version of the weights that are to be served.
-        texts: The engine's own metrics by server name, of those servers that answered.
-    """
+    """All servers."""
 
     servers: Sequence[ServerReport]
     queued: int

@@ -30,11 +30,7 @@ def server_times(timing: str | None) -> tuple[int, int] | None:
 
 
 def add_generation(server: str, ask: GenerationRequest, version: int, begun: int, timing: str | None) -> None:
-    """Record a request that a server has just answered.
-
-    Args:
-        begun: When the request was sent, in ns.
-    """
+    """Record a request that a server has just answered."""
     if not tracer.active:
         return
     ended, unit, prompt = tracer.clock(), tracer.unit(), ask.prompt
@@ -49,11 +45,7 @@ def add_generation(server: str, ask: GenerationRequest, version: int, begun: int
 
 
 def add_request(asks: Sequence[GenerationRequest], server: str, times: tuple[int, int, int, int]) -> None:
-    """Record the service's side of requests that were answered by one server.
-
-    Args:
-        times: When the requests were made, were sent, were answered, and were parsed, in ns.
-    """
+    """Record the service's side of requests that were answered by one server."""
     if not tracer.active:
         return
     (made, sent, answered, parsed), unit, prompt = times, tracer.unit(), asks[0].prompt.id

@@ -36,10 +36,7 @@ def prompt_seed(seed: int, prompt_id: int, samples: int) -> int:
 
     Sample k has seed + k, so two prompts share a random stream only if their hashes are equal. vLLM on CPU uses only the low 32
     bits (torch's Mersenne twister), so these must differ between prompts. Shifting the hash to keep low bits free for k would
-    waste them.
-
-    Returns:
-        A seed in [0, LARGEST_SEED).
+    waste them. Returns a seed in [0, LARGEST_SEED).
     """
     digest = hashlib.blake2b(f"{seed}/{prompt_id}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") % (LARGEST_SEED // samples) * samples
@@ -86,8 +83,7 @@ def accepted(sampling: SamplingParams) -> str:
 def binary_rollouts(answer: HttpAnswer, ask: GenerationRequest, version: int, engine: str) -> list[Rollout]:
     """Return the rollouts in a binary answer, by sample index.
 
-    Raises:
-        RolloutError: The answer is not what was asked for. StaleWeights if other weights were served.
+    Raises RolloutError if the answer is not what was asked for. StaleWeights if other weights were served.
     """
     prompt, sampling = ask.prompt, ask.sampling
 
@@ -124,8 +120,7 @@ def check_label(served: Set[object], version: int, engine: str) -> None:
 def parsed(answer: Answer, prompt: Prompt, engine: str, parse: Callable[[Answer], list[Rollout]]) -> list[Rollout]:
     """Return `parse(answer)`, with errors of an unexpected answer turned into RolloutError.
 
-    Raises:
-        RolloutError: The answer has another shape or other values than were asked for.
+    Raises RolloutError if the answer has another shape or other values than were asked for.
     """
     try:
         return parse(answer)
@@ -154,9 +149,6 @@ def checked_rollout(
         experts: Integer [tokens that were an input, layers of the model, experts per token], or flat. Dropped for an aborted
             response: the answer to its continuation gives the experts of all its tokens. None: the answer has none.
         masks: Ids of all sampling masks, one token after the other, and number of ids of each token. None: the answer has none.
-    Raises:
-        ValueError: The response does not match the request.
-        TypeError: A value is not a list.
     """
     with np.errstate(over="ignore"):  # what fp32 does not hold becomes infinite, and is refused
         ids_T, logprobs_T = np.asarray(ids, np.int64), np.asarray(logprobs, np.float32)

@@ -250,11 +250,7 @@ _DECODER = msgspec.json.Decoder(list[_Sample])
 
 
 def json_rollouts(answer: HttpAnswer, ask: GenerationRequest, version: int, engine: str) -> list[Rollout]:
-    """Return the rollouts in a JSON answer of `/generate`, by sample index.
-
-    Raises:
-        RolloutError: The answer is not what was asked for. StaleWeights if other weights were served.
-    """
+    """Return the rollouts in a JSON answer of `/generate`, by sample index."""
     prompt, sampling = ask.prompt, ask.sampling
 
     def experts(meta: _Meta) -> NDArray[Any] | None:

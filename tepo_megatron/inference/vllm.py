@@ -251,11 +251,7 @@ _DECODER = msgspec.json.Decoder(_Completion)  # skips what the classes do not na
 
 
 def json_rollouts(answer: HttpAnswer, ask: GenerationRequest, version: int, engine: str) -> list[Rollout]:
-    """Return the rollouts in a JSON answer of `/v1/completions`, by sample index.
-
-    Raises:
-        RolloutError: The answer is not what was asked for.
-    """
+    """Return the rollouts in a JSON answer of `/v1/completions`, by sample index."""
     prompt, sampling = ask.prompt, ask.sampling
 
     def logprobs(choice: _Choice) -> list[float]:  # empty if aborted before the first token

@@ -7,23 +7,19 @@ import contextlib
 import os
 import signal
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from tepo_megatron.config import AnyServerConfig, Config
-from tepo_megatron.config.io import plain, to_yaml
-from tepo_megatron.errors import ConfigError, RestartRequested, RunStopped, TepoError
-from tepo_megatron.launcher import restart_request
-from tepo_megatron.launcher.lost_devices import Devices, FindWorking, smaller_mesh, visible_devices, working
-from tepo_megatron.launcher.preflight import preflight
+from tepo_megatron.config.io import to_yaml
+from tepo_megatron.errors import RunStopped, TepoError
 from tepo_megatron.launcher.rank_logs import redirect_output
 from tepo_megatron.launcher.ranks import (
     GRACE_SECONDS,
     Lifeline,
-    RankFailure,
     RankProcesses,
     first_failure,
     interrupted_by_signals,
@@ -32,9 +28,8 @@ from tepo_megatron.launcher.ranks import (
 from tepo_megatron.launcher.restarts import RestartPolicy
 from tepo_megatron.observability.run_dir import rename_hang
 from tepo_megatron.utils import service_guard
-from tepo_megatron.utils.control_groups import usable_cores
 from tepo_megatron.utils.escaping import escaped
-from tepo_megatron.utils.memory_kills import MemoryKills
+from tepo_megatron.utils.memory_kills import MemoryKills, usable_cores
 from tepo_megatron.utils.private import WORLD_FOLDER, make_private_folder
 from tepo_megatron.utils.processes import die_with_parent, kill_later
 from tepo_megatron.utils.quiet import quiet_upstream
@@ -58,22 +53,14 @@ def inside_torchrun() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
-def launch(
-    cfg: Config,
-    worker: str = "tepo_megatron.launcher.worker",
-    inherit: Sequence[int] = (),
-    find_working: FindWorking | None = None,
-) -> None:
+def launch(cfg: Config, worker: str = "tepo_megatron.launcher.worker", inherit: Sequence[int] = ()) -> None:
     """Run `python -m WORKER CONFIG` once per rank and wait for all ranks. Restart them as `checkpoint.max_restarts` says.
 
     The ranks rendezvous in a folder that only this user can enter; it also holds their copy of the config. The only listening
     sockets are those of gloo and NCCL between the ranks, on the loopback interface if no server is on another machine.
 
     On SIGUSR1 and on the first SIGTERM the run saves a checkpoint and ends; with `rollout.only` there is nothing to save.
-    On a request of `tepo restart` the ranks are started again with another layout, next to the living service.
 
-    Args:
-        find_working: Returns those of the given devices that work, for `parallel.min_dp`. None: each is tried.
     Raises:
         RunStopped: The run was asked to end, and its work is saved.
         RanksFailed: A rank failed; the message is that of the first failure.
@@ -81,8 +68,7 @@ def launch(
             with them (PR_SET_PDEATHSIG).
     """
     policy = RestartPolicy(cfg.checkpoint.max_restarts if cfg.restarts_ranks else 0, cfg.run_dir / "checkpoints")
-    start, attempt, started = _Start(cfg, None), 0, plain(cfg)
-    find_working = find_working or (working if cfg.platform == "cuda" else list)  # no CPU is ever lost
+    attempt = 0
     with (
         interrupted_by_signals(None if cfg.rollout.only else partial(_ask_to_stop, cfg.run_dir)),
         make_private_folder("ranks") as private,
@@ -91,17 +77,16 @@ def launch(
     ):
         while True:
             kills, folder = MemoryKills(), private.path / f"attempt-{attempt}"
-            failures = _run_ranks(start, worker, folder, {ATTEMPT: str(attempt)}, inherit, lifeline)
-            if _ended_for_restart(failures):
-                left = None if start.devices is None else len(start.devices.ranks)
-                asked, how = restart_request.take(cfg.run_dir, started, left)
-                start = start._replace(cfg=replace(asked or start.cfg, resume=True, overwrite=False))
-            elif (allowed := policy.allow(failures, kills) if failures else None) is not None:
-                how = f"{first_failure(failures, kills)}\n{allowed}"
-                start, how = _start_after_failure(start, how, find_working)
-            else:
+            ranks, words = cfg.parallel.world_size, ["-m", worker, str(_write_config(to_yaml(cfg), folder))]
+            environment = _environment(ranks, cfg.platform, cfg.rollout.server, folder) | {ATTEMPT: str(attempt)}
+            with RankProcesses(words, ranks, folder, environment, inherit, lifeline) as processes:
+                processes.start()
+                failures = processes.wait()
+            allowed = policy.allow(failures, kills) if failures else None
+            if allowed is None:
                 break
-            _log(cfg.run_dir, how)
+            _log(cfg.run_dir, f"{first_failure(failures, kills)}\n{allowed}")
+            cfg = replace(cfg, resume=True, overwrite=False)
             rename_hang(cfg.run_dir)
             attempt += 1
     stopped = failures.get(0)
@@ -109,56 +94,6 @@ def launch(
         raise RunStopped(str(stopped.message["message"]))
     if failures:
         raise RanksFailed(first_failure(failures, kills))
-
-
-class _Start(NamedTuple):
-    """A start of the ranks.
-
-    Attributes:
-        devices: Their devices and those of the servers. None: those that this process sees.
-    """
-
-    cfg: Config
-    devices: Devices | None
-
-
-def _run_ranks(
-    start: _Start, worker: str, folder: Path, environment: dict[str, str], inherit: Sequence[int], lifeline: Lifeline
-) -> dict[int, RankFailure]:
-    """Run the ranks of one attempt to their end. Return those that failed."""
-    cfg, devices = start
-    config = _write_config(to_yaml(cfg), folder)
-    shared = _environment(cfg.parallel.world_size, cfg.platform, cfg.rollout.server, folder) | environment
-    shared |= {} if devices is None else devices.environment
-    words, count = ["-m", worker, str(config)], cfg.parallel.world_size
-    with RankProcesses(words, count, folder, shared, inherit, lifeline) as ranks:
-        ranks.start()
-        return ranks.wait()
-
-
-def _ended_for_restart(failures: Mapping[int, RankFailure]) -> bool:
-    """Return whether the ranks have ended because they are to be started again. Rank 0 says so."""
-    main = failures.get(0)
-    return main is not None and main.status == os.EX_TEMPFAIL and main.message is not None and bool(main.message["restarts"])
-
-
-def _start_after_failure(start: _Start, how: str, find_working: FindWorking) -> tuple[_Start, str]:
-    """Return what the ranks are started with after a failure, and a text for the log.
-
-    Raises:
-        RanksFailed: Too few devices are left for `parallel.min_dp`.
-    """
-    cfg = replace(start.cfg, resume=True, overwrite=False)
-    if cfg.parallel.min_dp is None:
-        return _Start(cfg, start.devices), how
-    devices = start.devices or visible_devices(cfg.parallel, cfg.rollout, os.environ.get("CUDA_VISIBLE_DEVICES"))
-    try:
-        smaller = smaller_mesh(cfg.parallel, devices, find_working, lambda parallel: preflight(replace(cfg, parallel=parallel)))
-    except ConfigError as e:
-        raise RanksFailed(f"{how}\n{e}") from None
-    if smaller is None:
-        return _Start(cfg, start.devices), how
-    return _Start(replace(cfg, parallel=smaller.parallel), smaller.devices), f"{how}\n{smaller.line}"
 
 
 def _write_config(text: str, folder: Path) -> Path:
@@ -241,9 +176,6 @@ def run_rank(
         from tepo_megatron.train import train  # imports Megatron-Core, so the platform must be active first
 
         train(cfg, platform, make_engine, on_hang=_end_at_once)
-    except RestartRequested as e:
-        leave_message(str(e), expected=True, restarts=True)
-        return os.EX_TEMPFAIL
     except TepoError as e:
         leave_message(str(e), expected=True, restarts=False)
         leave_verdict(str(e))

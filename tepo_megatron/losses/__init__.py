@@ -93,10 +93,8 @@ def build_objective(cfg: ObjectiveConfig) -> Objective:
     """Return the row of `OBJECTIVES` that `cfg.name` names, with the parts that `cfg` sets replaced.
 
     Of a part with fields, such as `correction`, a field that `cfg` leaves out is as in the row, unless `cfg` sets another type.
-
-    Raises:
-        ConfigError: The name of the row or of a part is unknown, parts contradict each other, or a replacement would have no
-            effect. The message names the key.
+    Raises ConfigError if the name of the row or of a part is unknown, parts contradict each other, or a replacement would have
+    no effect. The message names the key.
     """
     if cfg.name not in OBJECTIVES:
         raise ConfigError(f"objective.name={cfg.name!r} is unknown; use one of {', '.join(OBJECTIVES)}")
@@ -109,11 +107,7 @@ def build_objective(cfg: ObjectiveConfig) -> Objective:
 
 
 def _merged(name: str, part: str, of_row: Any, fields: dict[str, Any]) -> Any:
-    """Return a part with some fields replaced.
-
-    Args:
-        of_row: The part in the row; None: the row lacks it.
-    """
+    """Return a part with some fields replaced. `of_row`: the part in the row; None: the row lacks it."""
     held = {} if of_row is None else dataclasses.asdict(of_row)
     if fields.get("type", held.get("type")) != held.get("type"):
         held = {}

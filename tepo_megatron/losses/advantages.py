@@ -19,8 +19,7 @@ AdvantageFunction = Callable[..., list[Tensor]]
 def split_groups(rollouts: Sequence[Rollout]) -> list[list[Rollout]]:
     """Return the rollouts grouped by prompt_id, in order. The rollouts of a prompt must be next to each other.
 
-    Raises:
-        ValueError: A prompt_id comes back after another one. Its mean would be taken over a part of its group.
+    Raises ValueError if a prompt_id comes back after another one. Its mean would be taken over a part of its group.
     """
     groups = [list(run) for _, run in groupby(rollouts, key=lambda rollout: rollout.prompt_id)]
     seen: set[int] = set()
@@ -35,10 +34,8 @@ def split_groups(rollouts: Sequence[Rollout]) -> list[list[Rollout]]:
 def group_advantages(rollouts: Sequence[Rollout], kind: str) -> Tensor:
     """Return one advantage for each rollout: [B] fp32, computed in fp64 from the shaped rewards of its group.
 
-    Sequences of one sample (`Rollout.sample`) count as one, with the mean of their rewards, and share its advantage.
-
-    Raises:
-        ValueError: A reward is not finite (the rollout was not graded), or the rollouts of a prompt are not next to each other.
+    Sequences of one sample (`Rollout.sample`) count as one, with the mean of their rewards, and share its advantage. Raises
+    ValueError if a reward is not finite (the rollout was not graded), or the rollouts of a prompt are not next to each other.
     """
     for rollout in rollouts:
         if not math.isfinite(rollout.reward):
@@ -63,11 +60,8 @@ def group_advantages(rollouts: Sequence[Rollout], kind: str) -> Tensor:
 def rewards_by_term(rollouts: Sequence[Rollout]) -> tuple[Tensor, Tensor]:
     """Return the rewards of B rollouts by term, [B, K] fp64, and the terms' weights, [K] fp64.
 
-    What shaping added to the sum of the terms (overlong penalty, KL in the reward) is one more term of weight 1. A rollout
-    that was not graded by terms has its reward as its only term.
-
-    Raises:
-        ValueError: The rollouts have different terms.
+    What shaping added to the sum of the terms (overlong penalty, KL in the reward) is one more term of weight 1. A rollout that
+    was not graded by terms has its reward as its only term. Raises ValueError if the rollouts have different terms.
     """
     weights = [tuple(weight for weight, _ in r.terms) for r in rollouts]
     if len(set(weights)) > 1:
@@ -84,8 +78,7 @@ def rewards_by_term(rollouts: Sequence[Rollout]) -> tuple[Tensor, Tensor]:
 def penalized(rollouts: Sequence[Rollout], penalty_B: Tensor) -> tuple[Rollout, ...]:
     """Return the rollouts with the penalty subtracted from their (shaped) rewards. `score` does not change.
 
-    Args:
-        penalty_B: [B] in units of the reward.
+    `penalty_B`: [B] in units of the reward.
     """
     return tuple(replace(r, reward=r.reward - float(p)) for r, p in zip(rollouts, penalty_B, strict=True))
 
@@ -108,7 +101,6 @@ def without_truncated(rollouts: Sequence[Rollout]) -> tuple[Rollout, ...]:
 
 
 def _masked(rollout: Rollout) -> Rollout:
-    """Return the rollout with no token that counts as the policy's."""
     mask_L, logprobs_L = torch.zeros_like(rollout.response_mask_L), torch.zeros_like(rollout.rollout_logprobs_L)
     none = None if rollout.sampling_mask is None else SamplingMask.cat([])
     return replace(rollout, response_mask_L=mask_L, rollout_logprobs_L=logprobs_L, sampling_mask=none)
@@ -145,10 +137,7 @@ def _gdpo(groups: list[Tensor], weights_K: Tensor) -> list[Tensor]:
     """Return the batch-normalised sum over terms of w_k (r_k - mean r_k) / (std r_k + 1e-6) (GDPO, arXiv 2601.05242).
 
     Mean and deviation of a term are those of its group, so that a term with a small spread is not drowned by the others. The
-    sum is then brought to mean 0 and deviation 1 over all samples of the rollout batch.
-
-    Args:
-        weights_K: Weights of the terms.
+    sum is then brought to mean 0 and deviation 1 over all samples of the rollout batch. `weights_K`: weights of the terms.
     """
     spread = [r.std(0, correction=1) if len(r) > 1 else torch.zeros_like(weights_K) for r in groups]
     sums = [((r - r.mean(0)) / (std_K + _STD_EPS)) @ weights_K for r, std_K in zip(groups, spread, strict=True)]

@@ -20,42 +20,27 @@ Aggregate = Callable[[Segments, Denominators, Tensor], Tensor]
 
 
 def token_mean(segments: Segments, whole: Denominators, group_tokens_R: Tensor) -> Tensor:
-    """Return 1 / N: every token has the same weight (Algorithm 1; DAPO, arXiv 2503.14476).
-
-    Args: see `Aggregate` at the top of this file.
-    """
+    """Return 1 / N: every token has the same weight (Algorithm 1; DAPO, arXiv 2503.14476)."""
     return (1.0 / whole.tokens).expand(segments.sequence_R.numel())
 
 
 def sequence_mean_token_mean(segments: Segments, whole: Denominators, group_tokens_R: Tensor) -> Tensor:
-    """Return 1 / (G |y_i|): every sequence has the same weight (GRPO, GSPO).
-
-    Args: see `Aggregate` at the top of this file.
-    """
+    """Return 1 / (G |y_i|): every sequence has the same weight (GRPO, GSPO)."""
     return segments.spread(1.0 / (whole.sequences * segments.lengths_G))
 
 
 def sequence_mean_token_sum(segments: Segments, whole: Denominators, group_tokens_R: Tensor) -> Tensor:
-    """Return 1 / G: a sequence has a weight proportional to its length (Table 3, Panel D).
-
-    Args: see `Aggregate` at the top of this file.
-    """
+    """Return 1 / G: a sequence has a weight proportional to its length (Table 3, Panel D)."""
     return (1.0 / whole.sequences).expand(segments.sequence_R.numel())
 
 
 def sequence_mean_token_sum_norm(segments: Segments, whole: Denominators, group_tokens_R: Tensor) -> Tensor:
-    """Return 1 / (G L) with L the maximum length of a response: one constant for all lengths (Dr. GRPO, arXiv 2503.20783).
-
-    Args: see `Aggregate` at the top of this file.
-    """
+    """Return 1 / (G L) with L the maximum length of a response: one constant for all lengths (Dr. GRPO, arXiv 2503.20783)."""
     return (1.0 / (whole.sequences * whole.max_response_tokens)).expand(segments.sequence_R.numel())
 
 
 def prompt_mean_token_mean(segments: Segments, whole: Denominators, group_tokens_R: Tensor) -> Tensor:
-    """Return 1 / (P N_p), N_p the response tokens of the row's prompt: the denominator that Eq. 4 has per prompt.
-
-    Args: see `Aggregate` at the top of this file.
-    """
+    """Return 1 / (P N_p), N_p the response tokens of the row's prompt: the denominator that Eq. 4 has per prompt."""
     return 1.0 / (whole.prompts * group_tokens_R)
 
 

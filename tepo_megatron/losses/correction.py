@@ -25,11 +25,7 @@ CorrectionFunction = Callable[[Tensor, Segments, Any], Tensor]
 
 @dataclass(frozen=True)
 class Correction:
-    """An entry of `CORRECTIONS`.
-
-    Attributes:
-        constant: Whether the weight is the same on every token of a sequence.
-    """
+    """An entry of `CORRECTIONS`. `constant`: whether the weight is the same on every token of a sequence."""
 
     weight: CorrectionFunction
     constant: bool = False
@@ -39,8 +35,6 @@ def truncated(mismatch_R: Tensor, segments: Segments, part: Tis) -> Tensor:
     """Return min(pi_old / pi_rollout, high), truncated importance sampling per token (TIS). No collective.
 
     Source: Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training".
-
-    Args: see `CorrectionFunction` at the top of this file.
     """
     return exp_clamped(mismatch_R).clamp(max=part.high)
 
@@ -50,7 +44,6 @@ def sequence_mis(mismatch_R: Tensor, segments: Segments, part: SequenceMis) -> T
 
     Source: Liu et al. 2025, "When Speed Kills Stability: Demystifying RL Collapse from the Training-Inference Mismatch".
 
-    Args: see `CorrectionFunction` at the top of this file.
 
     Collectives (context parallel): one all-reduce of G sums.
     """
@@ -61,7 +54,6 @@ def sequence_mis(mismatch_R: Tensor, segments: Segments, part: SequenceMis) -> T
 def geometric_mask(mismatch_R: Tensor, segments: Segments, part: GeometricMask) -> Tensor:
     """Return 1 on sequences whose geometric-mean ratio pi_old / pi_rollout lies in [low, high], 0 on the others.
 
-    Args: see `CorrectionFunction` at the top of this file.
 
     Collectives (context parallel): one all-reduce of G sums.
     """
@@ -70,10 +62,7 @@ def geometric_mask(mismatch_R: Tensor, segments: Segments, part: GeometricMask) 
 
 
 def icepop(mismatch_R: Tensor, segments: Segments, part: IcePop) -> Tensor:
-    """Return pi_old / pi_rollout where it lies in [low, high], else 0 (IcePop, arXiv 2510.18855). No collective.
-
-    Args: see `CorrectionFunction` at the top of this file.
-    """
+    """Return pi_old / pi_rollout where it lies in [low, high], else 0 (IcePop, arXiv 2510.18855). No collective."""
     ratio_R = exp_clamped(mismatch_R)
     return torch.where((ratio_R >= part.low) & (ratio_R <= part.high), ratio_R, 0.0)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from tepo_megatron.losses.weighting import TokenWeights
-from tepo_megatron.observability.histogram import counts
+from tepo_megatron.observability.metrics import counts
 
 # The names are a constant, because ranks that compute no loss need them too. A metric whose denominators add up to 0 was not
 # measured.
@@ -61,9 +61,7 @@ def metrics(terms: LossTerms, whole_tokens: Tensor, noise_floor: float | None) -
     """Return a (numerator, denominator) pair for each name in METRICS.
 
     The denominators of `loss/total`, `loss/kl` and `loss/ref_kl` add up to 1 over the minibatch. The others are counts of rows.
-
-    Args:
-        noise_floor: Nats; |dH| below it is rounding noise. None: not known.
+    `noise_floor`: Nats; |dH| below it is rounding noise. None: not known.
     """
     t = terms
     tokens = t.loss.new_full((), float(t.mask_R.numel()))

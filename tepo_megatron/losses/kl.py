@@ -27,14 +27,12 @@ def k1(x_R: Tensor, log_ratio_R: Tensor) -> Tensor:
     """Return x, of either sign. Samples of pi_theta give KL(pi_theta || pi_other) in the mean, and a gradient of 0.
 
     Samples of pi_other give -KL(pi_other || pi_theta). As a penalty it then pushes pi_theta away from pi_other.
-
-    Args: see `Estimator` at the top of this file.
     """
     return x_R
 
 
 def k2(x_R: Tensor, log_ratio_R: Tensor) -> Tensor:
-    """Return x^2 / 2, which is never negative. Args: see `Estimator` at the top of this file."""
+    """Return x^2 / 2, which is never negative."""
     return x_R.square() / 2
 
 
@@ -43,8 +41,6 @@ def k3(x_R: Tensor, log_ratio_R: Tensor) -> Tensor:
 
     The value is KL(pi_theta || pi_other) in the mean over samples of pi_theta. Over samples of the old policy both value and
     gradient are biased; those of `k3_importance_weighted` are not.
-
-    Args: see `Estimator` at the top of this file.
     """
     return torch.expm1(-x_R.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)) + x_R
 
@@ -55,7 +51,6 @@ def k3_importance_weighted(x_R: Tensor, log_ratio_R: Tensor) -> Tensor:
     Value and gradient are those of KL(pi_theta || pi_other) in the mean over samples of the old policy. Towards the old policy
     itself it is r ln r - r + 1. Outside of +-20 nats it is a constant there.
 
-    Args: see `Estimator` at the top of this file.
 
     Gradient: also through the weight r, without which it would be biased.
     """
@@ -64,35 +59,32 @@ def k3_importance_weighted(x_R: Tensor, log_ratio_R: Tensor) -> Tensor:
 
 
 def absolute(x_R: Tensor, log_ratio_R: Tensor) -> Tensor:
-    """Return |x|. Args: see `Estimator` at the top of this file."""
+    """Return |x|."""
     return x_R.abs()
 
 
 def mask_none(advantage_R: Tensor, entropy_change_R: Tensor, tolerance: float) -> Tensor:
-    """Select no token. Args: see `Mask` at the top of this file."""
+    """Select no token."""
     return torch.zeros_like(advantage_R, dtype=torch.bool)
 
 
 def mask_all(advantage_R: Tensor, entropy_change_R: Tensor, tolerance: float) -> Tensor:
-    """Select every token: the undifferentiated KL of Table 3, Panel A. Args: see `Mask` at the top of this file."""
+    """Select every token: the undifferentiated KL of Table 3, Panel A."""
     return torch.ones_like(advantage_R, dtype=torch.bool)
 
 
 def mask_falling_entropy(advantage_R: Tensor, entropy_change_R: Tensor, tolerance: float) -> Tensor:
-    """Select the tokens with A > 0 and dH < -tolerance: TEPO's mask M (Eq. 4).
-
-    Args: see `Mask` at the top of this file.
-    """
+    """Select the tokens with A > 0 and dH < -tolerance: TEPO's mask M (Eq. 4)."""
     return (advantage_R > 0) & (entropy_change_R < -tolerance)
 
 
 def mask_rising_entropy(advantage_R: Tensor, entropy_change_R: Tensor, tolerance: float) -> Tensor:
-    """Select the tokens with A < 0 and dH > tolerance (Section 3.3.2, Panel E). Args: see `Mask` at the top of this file."""
+    """Select the tokens with A < 0 and dH > tolerance (Section 3.3.2, Panel E)."""
     return (advantage_R < 0) & (entropy_change_R > tolerance)
 
 
 def mask_both(advantage_R: Tensor, entropy_change_R: Tensor, tolerance: float) -> Tensor:
-    """Select the tokens of either mask, falling or rising entropy (Panel E). Args: see `Mask` at the top of this file."""
+    """Select the tokens of either mask, falling or rising entropy (Panel E)."""
     tokens = advantage_R, entropy_change_R, tolerance
     return mask_falling_entropy(*tokens) | mask_rising_entropy(*tokens)
 

@@ -12,6 +12,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from tepo_megatron.config.objective import ObjectiveParts
@@ -20,13 +21,25 @@ from tepo_megatron.losses import contradictions, diagnostics
 from tepo_megatron.losses.advantages import ADVANTAGES, PER_TERM
 from tepo_megatron.losses.aggregate import AGGREGATES
 from tepo_megatron.losses.correction import CORRECTIONS
-from tepo_megatron.losses.entropy import advantage_with_entropy
 from tepo_megatron.losses.inputs import LossInputs
 from tepo_megatron.losses.kl import ESTIMATORS, FULL_VOCABULARY, MASKS
 from tepo_megatron.losses.ratio import RATIOS
 from tepo_megatron.losses.surrogate import LOG_RATIO_BOUNDS, SURROGATES, ClipBounds
 from tepo_megatron.losses.weighting import WEIGHTINGS, BatchStatistics, MinibatchTokens
 from tepo_megatron.types import LossOutput, TokenStats
+
+
+def advantage_with_entropy(advantage_R: Tensor, entropy_R: Tensor, alpha: float, kappa: float) -> Tensor:
+    """Return A + min(alpha sg[H], |A| / kappa), which favours tokens of high entropy (arXiv 2506.14758).
+
+    No gradient passes through the entropy. The result differs from token to token of a sequence.
+
+    Args:
+        advantage_R: Advantage A.
+        entropy_R: Entropy H in nats.
+    """
+    return advantage_R + torch.minimum(alpha * entropy_R.detach(), advantage_R.abs() / kappa)
+
 
 CHOICES: dict[str, Collection[str]] = {
     "ratio": RATIOS, "surrogate": SURROGATES, "kl": ESTIMATORS, "kl_mask": MASKS,
@@ -175,7 +188,6 @@ class Objective(ObjectiveParts):
         return ratio_R, value_R, clipped_R if bounded_R is None else bounded_R
 
     def _advantage(self, advantage_R: Tensor, entropy_R: Tensor) -> Tensor:
-        """Return the advantage, with the entropy term if the objective has one."""
         if not self.advantage_alpha:
             return advantage_R
         return advantage_with_entropy(advantage_R, entropy_R, self.advantage_alpha, self.advantage_kappa)

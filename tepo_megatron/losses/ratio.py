@@ -26,10 +26,7 @@ def exp_clamped(log_ratio: Tensor) -> Tensor:
 
 
 def token_ratio(log_ratio_R: Tensor, segments: Segments, constant_factors: bool) -> Tensor:
-    """Return r_t = exp(l_t - l_old_t), the token ratio of PPO (arXiv 1707.06347) and GRPO (arXiv 2402.03300). No collective.
-
-    Args: see `RatioFunction` at the top of this file.
-    """
+    """Return r_t = exp(l_t - l_old_t), the token ratio of PPO (arXiv 1707.06347) and GRPO (arXiv 2402.03300). No collective."""
     return exp_clamped(log_ratio_R)
 
 
@@ -38,7 +35,6 @@ def sequence_ratio(log_ratio_R: Tensor, segments: Segments, constant_factors: bo
 
     It is the geometric mean of the token ratios (Section 3.3.1; Algorithm 1, line 11; also GSPO, arXiv 2507.18071).
 
-    Args: see `RatioFunction` at the top of this file.
 
     Gradient: that of the formula. Unclipped and with a constant A it is dJ/dl_t = w_i A / D for every token t of the sequence,
     where D is the denominator of the aggregation. Line 21 of Algorithm 1 omits the sum over the |y_i| tokens whose loss
@@ -59,7 +55,6 @@ def prefix_ratio(log_ratio_R: Tensor, segments: Segments, constant_factors: bool
 
     The paper calls it Prefix Importance Sampling (Table 5).
 
-    Args: see `RatioFunction` at the top of this file.
 
     Gradient: that of the formula. Token j enters the ratio of every t >= j, with weight 1/t.
     Collectives (context parallel): one all-reduce of G x chunks sums in forward, one of the same size in backward. A sequence
@@ -69,10 +64,7 @@ def prefix_ratio(log_ratio_R: Tensor, segments: Segments, constant_factors: bool
 
 
 def no_ratio(log_ratio_R: Tensor, segments: Segments, constant_factors: bool) -> Tensor:
-    """Return 1: no importance sampling (GPG, arXiv 2504.02546). No collective, no gradient.
-
-    Args: see `RatioFunction` at the top of this file.
-    """
+    """Return 1: no importance sampling (GPG, arXiv 2504.02546). No collective, no gradient."""
     return torch.ones_like(log_ratio_R)
 
 

@@ -55,8 +55,6 @@ def clip(
     """Return min(r A, clip(r) A), PPO's pessimistic bound (arXiv 1707.06347, Eq. 7).
 
     With `bounds.dual` and A < 0 it is max(min(r A, clip(r) A), dual A), dual-clip PPO (arXiv 1912.09729).
-
-    Args: see `SurrogateFunction` at the top of this file.
     """
     value_R = torch.minimum(ratio_R * advantage_R, bounds.clip(ratio_R) * advantage_R)
     positive, negative = advantage_R > 0, advantage_R < 0
@@ -74,8 +72,6 @@ def clip_eq4(
 
     Eq. 4 takes the minimum before it multiplies by A, which makes it min(r, 1 + high) A. The ratio is never clipped from below,
     and above 1 + high there is no gradient whatever the sign of A: a wrong answer that became likelier is not pushed down.
-
-    Args: see `SurrogateFunction` at the top of this file.
     """
     return torch.minimum(ratio_R, bounds.clip(ratio_R)) * advantage_R, ratio_R > 1 + bounds.high
 
@@ -83,10 +79,7 @@ def clip_eq4(
 def unclipped(
     ratio_R: Tensor, logprob_R: Tensor, old_logprob_R: Tensor, advantage_R: Tensor, bounds: ClipBounds
 ) -> tuple[Tensor, Tensor]:
-    """Return r A, without clipping (Algorithm 1, line 15).
-
-    Args: see `SurrogateFunction` at the top of this file.
-    """
+    """Return r A, without clipping (Algorithm 1, line 15)."""
     return ratio_R * advantage_R, torch.zeros_like(ratio_R, dtype=torch.bool)
 
 
@@ -96,8 +89,6 @@ def stop_gradient(
     """Return sg[clip(r)] A l (CISPO, arXiv 2506.13585).
 
     The clipped ratio is a detached weight: a clipped token still has a gradient.
-
-    Args: see `SurrogateFunction` at the top of this file.
     """
     weight_R = bounds.clip(ratio_R).detach()
     return weight_R * advantage_R * logprob_R, weight_R != ratio_R
@@ -106,10 +97,7 @@ def stop_gradient(
 def reinforce(
     ratio_R: Tensor, logprob_R: Tensor, old_logprob_R: Tensor, advantage_R: Tensor, bounds: ClipBounds
 ) -> tuple[Tensor, Tensor]:
-    """Return A l, REINFORCE (Williams, 1992). The ratio has no effect.
-
-    Args: see `SurrogateFunction` at the top of this file.
-    """
+    """Return A l, REINFORCE (Williams, 1992). The ratio has no effect."""
     return advantage_R * logprob_R, torch.zeros_like(ratio_R, dtype=torch.bool)
 
 
@@ -120,8 +108,6 @@ def clip_tokens(
 
     With the sequence ratio it is the geometric mean of the clipped token ratios times A: a clipped token has no gradient, the
     others keep theirs.
-
-    Args: see `SurrogateFunction` at the top of this file.
     """
     return unclipped(ratio_R, logprob_R, old_logprob_R, advantage_R, bounds)
 
@@ -133,8 +119,6 @@ def soft_gate(
 
     The gradient with respect to r is A at r = 1 and falls to 0 on both sides. tau is tau_positive where A > 0, else
     tau_negative. No row counts as clipped.
-
-    Args: see `SurrogateFunction` at the top of this file.
     """
     tau_R = torch.full_like(advantage_R, bounds.tau_negative).masked_fill(advantage_R > 0, bounds.tau_positive)
     value_R = 4 / tau_R * torch.sigmoid(tau_R * (ratio_R - 1)) * advantage_R
@@ -148,8 +132,6 @@ def trust_region_tv(
 
     A token is outside if |pi - pi_old| > max_divergence and the update would move it further: A > 0 and r > 1, or A < 0 and
     r < 1. The mask is detached.
-
-    Args: see `SurrogateFunction` at the top of this file.
     """
     apart_R = (logprob_R.detach().exp() - old_logprob_R.exp()).abs()
     return _inside(apart_R > bounds.max_divergence, ratio_R, advantage_R)
@@ -161,8 +143,6 @@ def trust_region_kl(
     """Return `trust_region_tv` with the binary KL(pi_old || pi) for the distance (DPPO-Binary-KL, arXiv 2602.04879, Eq. 14).
 
     It is the KL between the token and all others: mu ln(mu / pi) + (1 - mu) ln((1 - mu) / (1 - pi)) with mu = pi_old.
-
-    Args: see `SurrogateFunction` at the top of this file.
     """
     logprob_R = logprob_R.detach()
     others_R, old_others_R = (-torch.expm1(x).clamp(max=-_TINY) for x in (logprob_R, old_logprob_R))

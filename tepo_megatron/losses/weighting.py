@@ -75,8 +75,7 @@ class BatchStatistics:
 class Weighting:
     """An entry of `WEIGHTINGS`.
 
-    Attributes:
-        constant: Whether weight_N is 1 on every token. `Objective.has_constant_factors` depends on it.
+    `constant`: whether weight_N is 1 on every token. `Objective.has_constant_factors` depends on it.
     """
 
     statistics: Callable[[MinibatchTokens, Any], BatchStatistics]
@@ -128,12 +127,10 @@ def steer(tokens: MinibatchTokens, part: Steer) -> BatchStatistics:
 
 
 def _count(tokens: MinibatchTokens, share: float) -> int:
-    """Return the number of tokens to pick, at least 1."""
     return max(1, math.floor(share * tokens.key_N.numel()))
 
 
 def _marked(indices: Tensor, like_N: Tensor) -> Tensor:
-    """Return a bool mask [N] that is True at `indices`."""
     marked_N = torch.zeros_like(like_N, dtype=torch.bool)
     marked_N[indices] = True
     return marked_N

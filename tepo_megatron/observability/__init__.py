@@ -2,8 +2,7 @@
 
 run_dir.py        the folder of a run
 sinks.py          metrics.jsonl, the terminal, TensorBoard, Weights & Biases
-metrics.py        means over microbatches and ranks
-histogram.py      histograms that add up over ranks
+metrics.py        means and histograms, which add up over microbatches and ranks
 timing.py         wall time by phase
 hang_watchdog.py  hang detection
 """

@@ -154,14 +154,7 @@ def _slow_sync(history: RecordHistory) -> bool | None:
 
 @dataclass(frozen=True)
 class Rule:
-    """One alert.
-
-    Attributes:
-        condition: Returns whether the last step is bad; None: it cannot be judged.
-        hold: Consecutive judged steps in which the condition has to hold.
-        reads: Keys of the record that the message shows.
-        wrong: What goes wrong, a phrase.
-    """
+    """One alert."""
 
     name: str
     condition: Condition
@@ -241,12 +234,7 @@ class _State:
 
 @dataclass(frozen=True)
 class Alert:
-    """An alert that was raised.
-
-    Attributes:
-        step: The step at whose end it was raised.
-        values: What the rule read in this step.
-    """
+    """An alert that was raised."""
 
     step: int
     rule: Rule

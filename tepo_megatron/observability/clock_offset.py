@@ -29,19 +29,12 @@ def best_offset(round_trips: Iterable[tuple[int, int, int]]) -> ClockOffset:
     """Return the offset that the shortest round trip shows.
 
     The reference was read at some time between sending and receiving, so the middle is off by at most half a round trip.
-
-    Args:
-        round_trips: Of each one: time of sending, the reference's answer, time of receiving, in ns.
+    `round_trips`: of each one: time of sending, the reference's answer, time of receiving, in ns.
     """
     sent, reference, received = min(round_trips, key=lambda trip: trip[2] - trip[0])
     return ClockOffset(reference - (sent + received) // 2, (received - sent + 1) // 2)
 
 
 def measure(ask: Callable[[], int], clock: Callable[[], int], round_trips: int = ROUND_TRIPS) -> ClockOffset:
-    """Return the offset of a clock.
-
-    Args:
-        ask: Asks the reference for its time in ns, over a connection.
-        clock: The clock, in ns.
-    """
+    """Return the offset of a clock."""
     return best_offset([(clock(), ask(), clock()) for _ in range(round_trips)])

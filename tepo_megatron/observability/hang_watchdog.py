@@ -35,9 +35,7 @@ _TRACED = os.path.join("distributed", "collective_spans.py")
 class RunPosition:
     """Position of this process in the run; the training loop and the schedule update it.
 
-    Attributes:
-        microbatch: Forward steps begun in the current pass: one per microbatch and model chunk. 0: none yet.
-        backward: Backward steps begun in the current pass, counted in traced steps only.
+    `microbatch`: forward steps begun in the current pass: one per microbatch and model chunk. 0: none yet.
     """
 
     step: int = 0
@@ -74,11 +72,7 @@ class BeatStore(Protocol):
         """Replace the value of a key."""
 
     def compare_set(self, key: str, expected: str, value: str, /) -> bytes:
-        """Set a key if it has the expected value.
-
-        Returns:
-            The value that the key has afterwards.
-        """
+        """Set a key if it has the expected value. Returns the value that the key has afterwards."""
 
 
 @dataclass
@@ -86,8 +80,6 @@ class _Seen:
     """The last heartbeat of a rank.
 
     Attributes:
-        place: Position of the main thread, as text.
-        phase: `RunPosition.phase`.
         left: True if the rank has ended normally.
         unheard: Beats of the listening rank since this rank's last heartbeat.
         unmoved: Beats of the listening rank since this rank's position changed.
@@ -105,9 +97,7 @@ class HangWatchdog:
     """The hang watchdog of one rank; a context manager that runs it.
 
     Time is counted in beats of the listening rank, so a job that is suspended as a whole and continued has missed none.
-
-    Args:
-        stuck_seconds: Maximum time at one position of a training phase.
+    `stuck_seconds`: maximum time at one position of a training phase.
     """
 
     def __init__(
@@ -208,7 +198,6 @@ class HangWatchdog:
         return "\n".join([*lines, f"the stacks of those that could write them: {self._folder / 'stacks'}"])
 
     def _leave(self, explanation: str, cut_off: bool = False) -> None:
-        """Write the explanation and the stacks, then end this process."""
         with self._report_lock:
             if self._identity.is_in_place():  # else the folder now belongs to another run
                 self._write(explanation, cut_off)

@@ -24,7 +24,7 @@ class LogFile(contextlib.AbstractContextManager["LogFile"]):
     def __init__(self, run_dir: Path) -> None:
         self._path = run_dir / LOG_FILE
         self._file = open_for_appending(self._path)
-        _end_line(self._file, self._path)
+        end_line(self._file, self._path)
         self._console, self._warnings = Console(), _Warnings(self)
 
     def __enter__(self) -> "LogFile":
@@ -58,8 +58,6 @@ class LogFile(contextlib.AbstractContextManager["LogFile"]):
 
 
 class _Warnings(logging.Handler):
-    """A logging handler that copies the package's warnings, from any thread of this process, to a run's log."""
-
     def __init__(self, log: LogFile) -> None:
         super().__init__(logging.WARNING)
         self._to = log
@@ -85,7 +83,7 @@ def append_line(file: int, line: str) -> None:
         raise OSError(errno.ENOSPC, "the disk is full: a line of the run's log was not written")
 
 
-def _end_line(file: int, path: Path) -> None:
+def end_line(file: int, path: Path) -> None:
     """End a line that a kill cut off, so that it stays a separate line."""
     with path.open("rb") as reader:
         if reader.seek(0, os.SEEK_END) and (reader.seek(-1, os.SEEK_END), reader.read(1))[1] != b"\n":

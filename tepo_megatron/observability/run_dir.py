@@ -53,14 +53,9 @@ def claim(cfg: "Config", check_only: bool = False) -> RunLock:
     """Lock the run's folder and prepare it: write the resolved config.yaml and remove what `overwrite` replaces.
 
     With `resume` nothing is removed. The outcome of a run that had ended keeps its name until the run continues
-    (`rename_outcome`). A refusal changes nothing in the folder.
-
-    Returns:
-        The lock, which the caller holds until the run has ended.
-
-    Raises:
-        ConfigError: The folder holds a run and neither `resume` nor `overwrite` is set; the run is under way or has nothing to
-            resume from; the model or the data lie in what would be removed; or the folder cannot be written.
+    (`rename_outcome`). A refusal changes nothing in the folder. Raises ConfigError if the folder holds a run and neither
+    `resume` nor `overwrite` is set; the run is under way or has nothing to resume from; the model or the data lie in what would
+    be removed; or the folder cannot be written.
     """
     from tepo_megatron.config.io import to_yaml
 
@@ -92,11 +87,6 @@ def claim(cfg: "Config", check_only: bool = False) -> RunLock:
 
 
 def _refuse_what_is_there(run_dir: Path, overwrite: bool, resume: bool, only_samples: bool, inputs: Inputs) -> None:
-    """Raise ConfigError if the run may not start in the folder as it is now. This only reads.
-
-    Args:
-        inputs: (key of the config, path) of each file that the run reads. None: not set.
-    """
     metrics = run_dir / "metrics.jsonl"
     holds_a_run = (metrics.exists() and metrics.stat().st_size) or any((run_dir / n).exists() for n in _SIGNS)
     if holds_a_run and not (overwrite or resume):
@@ -114,7 +104,6 @@ def _removed(run_dir: Path, resume: bool) -> list[Path]:
 
 
 def _make_ready(run_dir: Path, resume: bool, config: str, output: str) -> None:
-    """Remove what `overwrite` replaces and write config.yaml with the text `config`. `output` is for the message alone."""
     try:
         if resume:
             rename_hang(run_dir)
@@ -154,10 +143,7 @@ def finished(cfg: "Config") -> bool:
     """Return whether `resume` has nothing left to do.
 
     That is the case if the run took `training.steps` steps, or ended early under `evaluation.patience`, and its model is
-    exported if `export_hf` is set.
-
-    Raises:
-        ConfigError: The run took more than `training.steps` steps.
+    exported if `export_hf` is set. Raises ConfigError if the run took more than `training.steps` steps.
     """
     try:
         summary = json.loads((cfg.run_dir / "summary.json").read_text()) if cfg.resume else {"steps": None}
@@ -174,8 +160,7 @@ def finished(cfg: "Config") -> bool:
 def lock(metrics: int, run_dir: Path) -> None:
     """Lock the open metrics file to mark a run as under way for as long as the file stays open.
 
-    Raises:
-        ConfigError: Another process holds the lock. On a file system without locks nothing is checked.
+    Raises ConfigError if another process holds the lock. On a file system without locks nothing is checked.
     """
     try:
         fcntl.flock(metrics, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -82,12 +82,8 @@ class RunLog:
     """The open outputs of one run; a context manager.
 
     Files are appended to, each line in one write, so a killed process hardly ever leaves half a line. Inside the context,
-    warnings of this process are logged like messages.
-
-    Attributes:
-        listener: Called with the number and the values of each step. None: nobody listens.
-    Raises:
-        ConfigError: A configured output is not installed, or another process has this run's log open.
+    warnings of this process are logged like messages. `listener`: called with the number and the values of each step. None:
+    nobody listens. Raises ConfigError if a configured output is not installed, or another process has this run's log open.
     """
 
     def __init__(self, run_dir: Path, cfg: LoggingConfig, steps: int, columns: Sequence[Column] = COLUMNS) -> None:
@@ -115,8 +111,7 @@ class RunLog:
     def write(self, step: int, record: Mapping[str, Value]) -> None:
         """Record one step in all outputs. None and non-finite values become null in JSON and "-" in the progress line.
 
-        Raises:
-            RunReplacedError, StorageError: The run's folder was replaced, or the named file cannot be written.
+        Raises RunReplacedError, StorageError if the run's folder was replaced, or the named file cannot be written.
         """
         self.check_in_place()
         values = {k: v if v is not None and math.isfinite(v) else None for k, v in record.items()}
@@ -164,7 +159,7 @@ class RunLog:
         """
         path = self.run_dir / METRICS_FILE
         data = path.read_bytes() if path.exists() else b""
-        found = records.steps_of(records.parse_lines(data, _FIRST_KEY), last=step)
+        found = records.steps_of(records.parse_lines(data), last=step)
         kept = b"".join(line.raw + b"\n" for line in found.kept)
         if lost := b"".join(line.raw + b"\n" for line in (*found.rest, *found.later)):
             self._add_lost(lost)
@@ -245,7 +240,7 @@ def read_steps(run_dir: Path) -> records.StepRecords:
     """Return a run's records and the file's faults as text. Raise DataError, naming the file, if there is no record."""
     path = run_dir / METRICS_FILE
     try:
-        lines = records.read_lines(path, _FIRST_KEY)
+        lines = records.read_lines(path)
     except OSError as e:
         raise DataError(f"{path}: cannot read the metrics ({e.strerror}); give the folder of a run") from None
     found = records.steps_of(lines)

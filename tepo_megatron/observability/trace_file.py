@@ -33,13 +33,7 @@ _COMPRESSION = 3  # of gzip; 9 takes four times the processor time for files tha
 
 @dataclass
 class TracePart:
-    """The recording of a step by one process, with its clock and its place.
-
-    Attributes:
-        process: Name of the process in the trace.
-        order: Place of the process in the trace.
-        offset: Offset of its clock against the service's.
-    """
+    """The recording of a step by one process, with its clock and its place."""
 
     process: str
     order: int
@@ -125,10 +119,7 @@ def read_parts(run_dir: Path, step: int, expected: Sequence[str] = ()) -> list[T
 def merge(run_dir: Path, step: int, expected: Sequence[str] = ()) -> tuple[Path, list[str]]:
     """Merge what the processes recorded of a step. Return the path of the trace, and the processes that are missing.
 
-    The files are removed unless one is missing.
-
-    Raises:
-        DataError: See `read_parts`.
+    The files are removed unless one is missing. Raises DataError: see `read_parts`.
     """
     parts, path = read_parts(run_dir, step, expected), trace_path(run_dir, step)
     missing = [name for name in expected if name not in {part.process for part in parts}]
@@ -176,8 +167,6 @@ def chrome_trace(parts: Sequence[TracePart]) -> dict[str, Any]:
 
 
 class _Placed:
-    """The spans of all processes, each with its process id, its thread id and its time in the trace."""
-
     def __init__(self, pids: dict[str, int], zero: int) -> None:
         self._pids, self._zero = pids, zero
         self._spans: list[tuple[int, int, int, Span]] = []  # (start in the trace, pid, tid, span)
@@ -201,7 +190,6 @@ class _Placed:
             yield _metadata("thread_sort_index", pid, {"sort_index": tid}, tid)
 
     def events(self) -> Iterator[dict[str, Any]]:
-        """Yield the spans in the order of time; of those that begin together, the outer one first."""
         for start, pid, tid, span in sorted(self._spans, key=lambda each: (each[0], each[0] - _duration(each[3]))):
             event = {"name": span.name, "cat": span.row, "pid": pid, "tid": tid, "ts": start / 1000, "args": span.args}
             if span.end is None:

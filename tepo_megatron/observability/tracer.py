@@ -31,10 +31,7 @@ class Span:
     """One span. Times are nanoseconds on the monotonic clock of the process that recorded it.
 
     Attributes:
-        name: Name, the same for all spans of a kind.
-        end: End. None: an instant.
         args: Further values to show, as plain JSON.
-        process: Process in the trace. Empty: the one that recorded the span.
         unit: Number of its unit; see above. None: spans of this row are nested anyway.
         flows: Keys of the chains that it belongs to. An arrow leads from each span of a chain to the next one.
     """
@@ -53,9 +50,7 @@ class Span:
 class Recording:
     """The spans of a step, as one process recorded them.
 
-    Attributes:
-        begun, ended: When recording began and ended, in ns.
-        spans: The spans. Those that were open at the end are cut there, and have the value `unfinished`.
+    `spans`: the spans. Those that were open at the end are cut there, and have the value `unfinished`.
     """
 
     begun: int
@@ -65,8 +60,6 @@ class Recording:
 
 
 class _OpenSpan:
-    """A span that has begun. Its end is the end of the block."""
-
     __slots__ = ("_kept", "_tracer", "span")
 
     def __init__(self, tracer: "Tracer", span: Span) -> None:
@@ -86,13 +79,7 @@ _NOTHING = contextlib.nullcontext()
 
 
 class Tracer:
-    """Records spans while it is active. Any thread may call every method but `begin`, `end` and `discard`.
-
-    Args:
-        clock: Returns the time in ns. One that other processes of this machine share needs no alignment.
-    Attributes:
-        open_spans: Spans that have begun, by the id of their context.
-    """
+    """Records spans while it is active. Any thread may call every method but `begin`, `end` and `discard`."""
 
     def __init__(self, clock: Callable[[], int] = time.monotonic_ns, most: int = MOST_SPANS) -> None:
         self.clock, self._most = clock, most
@@ -127,11 +114,7 @@ class Tracer:
     def span(
         self, name: str, row: str = "", *, process: str = "", flows: Sequence[object] = (), **args: Any
     ) -> contextlib.AbstractContextManager[None]:
-        """Return a context whose block is recorded as a span.
-
-        Args:
-            row: See `Span`. Empty: that of the thread.
-        """
+        """Return a context whose block is recorded as a span."""
         if not self.active:
             return _NOTHING
         row = row or threading.current_thread().name.replace("MainThread", "main thread")

@@ -35,10 +35,8 @@ def assign_ranks(costs: Sequence[float], dp: int, count: int, bubble: float, gro
     A long sequence makes M large, and with it the bubble; a second one on the same rank adds nothing to the bubble. With
     `group_longest`, sequences that cost more than a mean microbatch are therefore put together, on as few ranks as let all
     ranks end at the same time T. T is found by bisection, as in MULTIFIT (Coffman, Garey, Johnson 1978). Each of the other
-    sequences goes to the rank that would end first (longest processing time first, Graham 1969).
-
-    Returns:
-        Indices into `costs` for each rank.
+    sequences goes to the rank that would end first (longest processing time first, Graham 1969). Returns indices into `costs`
+    for each rank.
     """
     ranks: list[list[int]] = [[] for _ in range(dp)]
     work, largest = [0.0] * dp, [0.0] * dp

@@ -18,8 +18,7 @@ def zigzag_chunks(cp_size: int, cp_rank: int) -> tuple[int, ...]:
 def zigzag_rows(cu_seqlens: Tensor, cp_size: int, cp_rank: int) -> Tensor:
     """Return the indices of the packed tokens that a rank holds, in its order: int64 [S / cp_size], on `cu_seqlens`' device.
 
-    Raises:
-        ValueError: With context parallelism, 2 cp_size does not divide the length of a sequence.
+    Raises ValueError if with context parallelism, 2 cp_size does not divide the length of a sequence.
     """
     starts, lengths = cu_seqlens[:-1].long(), cu_seqlens.diff().long()
     _check_lengths(lengths.tolist(), cp_size)
@@ -41,7 +40,6 @@ def concatenated_ranges(first: Tensor, size: Tensor) -> Tensor:
 
 
 def _check_lengths(lengths: Sequence[int], cp_size: int) -> None:
-    """Raise ValueError if a length cannot be split into equal zigzag chunks."""
     for i, length in enumerate(lengths if cp_size > 1 else ()):
         if length % (2 * cp_size):
             raise ValueError(

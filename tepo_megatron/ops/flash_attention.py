@@ -49,18 +49,13 @@ class FlashAttention(Protocol):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, keys: AttendedKeys, scale: float | None) -> tuple[Tensor, Tensor]:
         """Return the output [n, H, Lq, D] and the log-sum-exp of the scores [n, H, Lq] (fp32; fp64 for fp64 inputs).
 
-        Args:
-            scale: Factor of the scores. None: 1 / sqrt(D).
+        `scale`: factor of the scores. None: 1 / sqrt(D).
         """
 
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, keys: AttendedKeys, scale: float | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients of q, k and v.
-
-        Args:
-            scale: Factor of the scores. None: 1 / sqrt(D).
-        """
+        """Return the gradients of q, k and v. `scale`: factor of the scores. None: 1 / sqrt(D)."""
 
 
 class _Cpu:

@@ -140,8 +140,7 @@ def _within(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> tuple[T
 def _scan(parts: tuple[Tensor, ...], rounds: list[int], state: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return the outputs of a batch of rounds [n, H, C, V], and the state behind its last round.
 
-    Args:
-        state: The state before the batch; None: 0.
+    `state`: the state before the batch; None: 0.
     """
     outputs: list[Tensor] = []
     for values, reads, own, q, k, decay in zip(*(x.split(rounds) for x in parts), strict=True):

@@ -204,10 +204,8 @@ class _OutputLayerStats(torch.autograd.Function):
 def _already_added(weight: Tensor) -> Tensor | None:
     """Signal to DDP's backward hook that `main_grad` has this gradient; return the tensor that autograd puts into `.grad`.
 
-    The empty sparse tensor takes no memory and adds nothing, neither to a tied embedding's gradient nor to `main_grad`.
-
-    Returns:
-        The empty gradient, or None where no DDP wraps the weight, since no hook needs `.grad` then.
+    The empty sparse tensor takes no memory and adds nothing, neither to a tied embedding's gradient nor to `main_grad`. Returns
+    the empty gradient, or None where no DDP wraps the weight, since no hook needs `.grad` then.
     """
     if not hasattr(weight, "grad_added_to_main_grad"):
         return None
@@ -256,8 +254,7 @@ def _with_teacher(rows: slice, logits: Tensor, teacher: TeacherRows) -> Iterator
 def add_product(total: Tensor, gradient: Tensor, hidden: Tensor) -> None:
     """Add gradient.T @ hidden to `total` in place, summed in the type of `total`.
 
-    Args:
-        total: [V, H], the sum, in the type of the others or in fp32.
+    `total`: [V, H], the sum, in the type of the others or in fp32.
     """
     if gradient.dtype == total.dtype:
         total.addmm_(gradient.t(), hidden)
@@ -283,10 +280,8 @@ def add_on_tensor_cores(total: Tensor, a: Tensor, b: Tensor) -> None:
 
     `out` must be the same tensor object as the one that is added to: PyTorch copies `total` first if `out` is another view of
     it. Before PyTorch 2.10 the product is added in pieces, which reads and writes fp32 twice. A `total` of one row or one
-    column is added in pieces too, because PyTorch may take it for a bias and pass it to cuBLASLt without its values.
-
-    Args:
-        total: fp32 [V, H], the sum, changed in place.
+    column is added in pieces too, because PyTorch may take it for a bias and pass it to cuBLASLt without its values. `total`:
+    fp32 [V, H], the sum, changed in place.
     """
     if ADDS_WITHIN_PRODUCT and min(total.shape) > 1:
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)

@@ -90,7 +90,6 @@ class _Packed:
 
     @property
     def total(self) -> int:
-        """Return the number of tokens, all padding included."""
         return self.piece_S.numel()
 
     @classmethod

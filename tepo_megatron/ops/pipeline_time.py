@@ -20,12 +20,7 @@ _TAPERS = (0.25, 0.4, 0.55, 0.7, 0.85, 1.0)  # relative costs of the outermost m
 
 @dataclass(frozen=True)
 class Pipeline:
-    """A pipeline.
-
-    Attributes:
-        stages: Number of stages, pp.
-        chunks: Model chunks per stage (virtual pipelining). 1: not interleaved.
-    """
+    """A pipeline. `chunks`: model chunks per stage (virtual pipelining). 1: not interleaved."""
 
     stages: int = 1
     chunks: int = 1
@@ -54,10 +49,8 @@ ALONE = Pipeline()
 def one_forward_one_backward(costs_Km: Costs, stages: int, backward: float = BACKWARD) -> Costs:
     """Return the makespans [K] of the non-interleaved schedule that Megatron-Core runs (PipeDream-Flush, arXiv 2006.09503).
 
-    Sending between stages is assumed to take no time.
-
-    Args:
-        costs_Km: fp64 [K, m], the costs in the order in which the microbatches run.
+    Sending between stages is assumed to take no time. `costs_Km`: fp64 [K, m], the costs in the order in which the microbatches
+    run.
     """
     work = np.concatenate((costs_Km.T - costs_Km.T * backward, costs_Km.T * backward))  # [2 m, K], forwards and backwards
     clock = np.zeros((stages, costs_Km.shape[0]))

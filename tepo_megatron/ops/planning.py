@@ -42,17 +42,10 @@ def plan_microbatches(
 
     Every rank gets the same number of microbatches; some may be empty. There are as few as hold the sequences; in a pipeline
     there are more where they shorten the bubble by more than they cost. The plan depends on the arguments alone; equally long
-    sequences are assigned in their order.
-
-    Args:
-        prefix_groups: Prefix groups, whose prompt is counted once in each microbatch. The members of a group are kept together,
-            or split into parts of at most half, a quarter, ... of a microbatch, or planned one by one, whichever takes the
-            least time by the cost model. None: no prompt is shared.
-    Returns:
-        plan[dp_rank][microbatch], a list of indices into `lengths`.
-
-    Raises:
-        ValueError: A sequence is longer than `max_tokens`.
+    sequences are assigned in their order. `prefix_groups`: prefix groups, whose prompt is counted once in each microbatch. The
+    members of a group are kept together, or split into parts of at most half, a quarter, ... of a microbatch, or planned one by
+    one, whichever takes the least time by the cost model. None: no prompt is shared. Returns plan[dp_rank][microbatch], a list
+    of indices into `lengths`. Raises ValueError if a sequence is longer than `max_tokens`.
     """
     longest = max(range(len(lengths)), key=lambda i: lengths[i], default=None)
     if longest is not None and lengths[longest] > max_tokens:
@@ -94,7 +87,6 @@ class _Costs:
         self._prompts = [] if prefix_groups is None else sequence_costs(prefix_groups.lengths, attention_tokens)
 
     def of(self, indices: Sequence[int]) -> float:
-        """Return the cost of these sequences in one microbatch."""
         cost = sum(self._costs[i] for i in indices)
         if self._prefix_groups is None:
             return cost

@@ -37,11 +37,7 @@ class Segments:
 
     @classmethod
     def of(cls, microbatch: PackedMicrobatch, group: dist.ProcessGroup | None) -> "Segments":
-        """Return the segments of a packed microbatch.
-
-        Args:
-            group: Context-parallel group. None: one rank.
-        """
+        """Return the segments of a packed microbatch. `group`: Context-parallel group. None: one rank."""
         return cls(
             microbatch.sequence_R, microbatch.lengths_G, group, microbatch.position_R, microbatch.chunk_R, microbatch.chunks
         )

@@ -71,8 +71,7 @@ class SequencePiece:
 def pieces_of(indices: Sequence[int], lengths: Sequence[int], prefix_groups: PrefixGroups | None) -> list[SequencePiece]:
     """Return the pieces of a microbatch: whole sequences, shared prompts, and what follows these prompts.
 
-    Args:
-        prefix_groups: Prefix groups of the batch. None: no prompt is shared.
+    `prefix_groups`: prefix groups of the batch. None: no prompt is shared.
     """
     if prefix_groups is None:
         return [SequencePiece(i, 0, lengths[i]) for i in indices]
@@ -90,10 +89,7 @@ def split_into_parts(prefix_groups: PrefixGroups, lengths: Sequence[int], alignm
     """Return several ways to split a batch into parts of prefix groups, each part to be computed in one microbatch.
 
     The parts of the first way have at most `capacity` tokens, those of the next half as many, and so on. The shared prompt and
-    all padding count; a part of a single sequence may exceed the limit.
-
-    Returns:
-        [way][part], a list of sequence indices.
+    all padding count; a part of a single sequence may exceed the limit. Returns [way][part], a list of sequence indices.
     """
     whole = prefix_groups.members(range(len(lengths)))
     ways: list[Parts] = []

@@ -50,11 +50,9 @@ def token_stats(
             NO_TOKEN. Other logits get no gradient. None: the whole vocabulary.
         recompute: Also recompute the sampling masks of this truncation from the logits, `TokenStats.recomputed`. None: do not.
         backend: "torch" or "triton". None: Triton on CUDA where it is installed, else PyTorch.
-    Returns:
-        TokenStats in nats, fp32 (fp64 for fp64 logits), the same bits on every rank of `group`.
 
-    Raises:
-        ValueError: The temperature is not positive, the shapes do not fit, or the back end is unknown or cannot run here.
+    Returns TokenStats in nats, fp32 (fp64 for fp64 logits), the same bits on every rank of `group`. Raises ValueError if the
+    temperature is not positive, the shapes do not fit, or the back end is unknown or cannot run here.
 
     Gradients: with respect to `logits` only, through both outputs:
         d logprob / d z_j = [j = label] - p_j,  d entropy / d z_j = -p_j (ln p_j + H)   (Eq. 1 of the paper lacks the minus).

@@ -43,7 +43,6 @@ class HostAdam(torch.optim.Optimizer):
                         self._update(p, p.grad.to(p.dtype), group)
 
     def _update(self, p: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
-        """Update one parameter."""
         (beta1, beta2), lr, decay, step = group["betas"], group["lr"], group["weight_decay"], group["step"]
         if not (state := self.state[p]):
             state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(p), torch.zeros_like(p)

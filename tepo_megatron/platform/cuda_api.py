@@ -129,17 +129,13 @@ class Event:
 
 
 class _OneGenerator(dict[Any, torch.Generator]):
-    """Maps every device index to the CPU's generator."""
-
     def __missing__(self, device: Any) -> torch.Generator:
         return torch.default_generator
 
 
 def _returning(value: Any) -> Callable[..., Any]:
-    """Return a new function that ignores its arguments and returns `value`."""
     return lambda *_, **__: value
 
 
 def _context() -> Callable[..., contextlib.AbstractContextManager[None]]:
-    """Return a new function that returns a context manager without effect."""
     return lambda *_, **__: contextlib.nullcontext()

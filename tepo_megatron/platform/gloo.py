@@ -58,13 +58,11 @@ def _reduce_scatter_tensor(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _copy(output: Tensor, given: Tensor) -> None:
-    """Copy `given` to `output`, unless they begin at the same address."""
     if output.data_ptr() != given.data_ptr():
         output.copy_(given.view_as(output))
 
 
 def _are_equal(tensors: list[Tensor]) -> bool:
-    """Return whether all tensors have the same shape."""
     return len({t.shape for t in tensors}) == 1
 
 

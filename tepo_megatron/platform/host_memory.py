@@ -74,10 +74,8 @@ class HostArena:
         """Return one uint8 tensor of each size, each with a storage of its own.
 
         The next call reuses the memory, so do not use earlier pieces after it. If the next call needs more memory, the block is
-        freed before the larger one is allocated, provided that no piece of it is referenced any more.
-
-        Args:
-            sizes: bytes of each piece.
+        freed before the larger one is allocated, provided that no piece of it is referenced any more. `sizes`: bytes of each
+        piece.
         """
         needed = arena_bytes(sizes)
         if needed > self.allocated:
@@ -87,11 +85,7 @@ class HostArena:
 
 
 class HostPiece:
-    """Memory for one tensor, borrowed from a stack until this object is deleted.
-
-    Attributes:
-        data: the memory, uint8.
-    """
+    """Memory for one tensor, borrowed from a stack until this object is deleted. `data`: the memory, uint8."""
 
     def __init__(self, data: Tensor, stack: "_Stack", returned: "deque[_Stack]") -> None:
         self.data, self._stack, self._returned = data, stack, returned
@@ -116,11 +110,9 @@ class _Stack:
 
     @property
     def allocated(self) -> int:
-        """Return the bytes that are allocated."""
         return sum(len(memory) for memory in (self._memory, *self._beyond, *self._spare) if memory is not None)
 
     def restart(self) -> None:
-        """Make the stack empty, and keep its memory."""
         self.used = 0
         self._spare += self._beyond
         self._beyond = []
@@ -128,8 +120,7 @@ class _Stack:
     def consolidate(self, size: int, device: torch.device) -> None:
         """Make the stack empty, and leave it one block and no other memory. No piece may be in use.
 
-        Args:
-            size: least number of bytes of the block.
+        `size`: least number of bytes of the block.
         """
         self.restart()
         self._spare = []
@@ -138,11 +129,7 @@ class _Stack:
             self._memory = _Mapping(block_bytes(size), device)
 
     def push(self, size: int, device: torch.device) -> Tensor:
-        """Return memory for the next piece, uint8.
-
-        Args:
-            size: bytes of the piece.
-        """
+        """Return memory for the next piece, uint8. `size`: bytes of the piece."""
         start, self.used = self.used, self.used + starts([size])[-1]
         if self._memory is not None and self.used <= len(self._memory):
             return _piece(self._memory, start, size)
@@ -213,7 +200,6 @@ class HostStacks:
 
 
 def _piece(memory: _Mapping | None, start: int, size: int) -> Tensor:
-    """Return `size` bytes of a mapping as a uint8 tensor."""
     if memory is None or size == 0:
         return torch.empty(0, dtype=torch.uint8)
     return torch.frombuffer(memory, dtype=torch.uint8, count=size, offset=start)

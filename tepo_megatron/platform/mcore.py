@@ -134,8 +134,6 @@ class _PagedStashFinder:
 
 
 def _with_empty_triton(execute: Callable[[types.ModuleType], None]) -> Callable[[types.ModuleType], None]:
-    """Return a function that executes a module with an empty triton in sys.modules."""
-
     def execute_with_triton(module: types.ModuleType) -> None:
         triton: Any = types.ModuleType("triton")
         triton.language = types.ModuleType("triton.language")

@@ -134,11 +134,7 @@ class StagedWork:
 
 @dataclass
 class CoalescedWork:
-    """The handle of a coalescing context.
-
-    Attributes:
-        works: the handles of its asynchronous collectives.
-    """
+    """The handle of a coalescing context. `works`: the handles of its asynchronous collectives."""
 
     works: list[Any] = field(default_factory=list)
 
@@ -213,14 +209,12 @@ def _started(work: Any) -> Any:
 
 
 def _tensors(value: Tensor | Sequence[Tensor] | None) -> Sequence[Tensor]:
-    """Return a parameter's value as a sequence of tensors."""
     if value is None:
         return ()
     return [value] if isinstance(value, Tensor) else value
 
 
 def _on_host(tensor: Tensor, filled: bool) -> Tensor:
-    """Return a contiguous tensor in host memory, with the values of `tensor` if `filled`."""
     host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
     return host.copy_(tensor.detach()) if filled else host
 

@@ -37,7 +37,6 @@ def redirect_tensor_methods() -> None:
 
 
 def _is_cuda(device: Any) -> bool:
-    """Return whether `device` (a name, a torch.device, or the ordinal of a GPU) means a GPU."""
     if isinstance(device, torch.device):
         return device.type == "cuda"
     if isinstance(device, str):

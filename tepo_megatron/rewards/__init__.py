@@ -64,7 +64,7 @@ def build_reward(
 def check_reward(cfg: RewardConfig) -> None:
     """Raise ConfigError for what can be refused before anything is started: a custom function, a sandbox or an API key."""
     from tepo_megatron.grading import sandbox
-    from tepo_megatron.rewards.posting import key_from
+    from tepo_megatron.rewards.remote import key_from
 
     for entry in cfg.terms:
         if entry.type == "custom":

@@ -34,12 +34,8 @@ def unreadable_golds(golds: Sequence[str], cfg: RewardConfig, seconds: float) ->
 
     Only a response whose answer has the same characters as such a gold answer could be right. The statuses are bad_gold,
     too_long, timeout and died, as in `MathTerm`; bad_tests, as in `CodeTerm`. Common forms are recognized by a pattern, without
-    any process. The result is empty if no reward term compares answers.
-
-    Args:
-        seconds: Time limit for trying, checked between chunks of 32 answers.
-    Raises:
-        RewardError: The worker processes cannot start.
+    any process. The result is empty if no reward term compares answers. `seconds`: time limit for trying, checked between
+    chunks of 32 answers. Raises RewardError if the worker processes cannot start.
     """
     bad: dict[str, str] = {}
     if any(entry.type == "code" for entry in cfg.terms):
@@ -68,7 +64,6 @@ def _are_tests(gold: str) -> bool:
 
 
 async def _try_each(golds: Sequence[str], cfg: RewardConfig, seconds: float) -> list[str]:
-    """Return the status of each gold answer compared with itself, until the time is over."""
     limits = replace(limits_of(cfg), workers=min(cfg.workers, len(golds)))
     pool = GradingPool(limits, ["equality", "boxed"], "that math-verify is installed")
     end, statuses = time.monotonic() + seconds, list[str]()

@@ -5,17 +5,19 @@ import hashlib
 import json
 import logging
 import math
+import re
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from tepo_megatron.config.judge import JudgeTermConfig
+from tepo_megatron.config.judge import FIELD, JudgeTermConfig
 from tepo_megatron.errors import RewardError
 from tepo_megatron.rewards.pool import GradingPool, PoolLimits
-from tepo_megatron.rewards.remote import TEXT_BYTES, texts_of
+from tepo_megatron.rewards.remote import TEXT_BYTES, FailedAttempt, GradingServer, RequestRefused, texts_of
 from tepo_megatron.rewards.terms import Response, Verdict
 from tepo_megatron.utils.escaping import excerpt
+from tepo_megatron.utils.exchange import BadAnswer, HttpAnswer
 
 _log = logging.getLogger(__name__)
 RETRY_TEMPERATURE = 0.7  # at least: at temperature 0 another seed changes nothing
@@ -30,12 +32,7 @@ class QuestionTooLong(Exception):
 
 @dataclass(frozen=True)
 class JudgeReply:
-    """One answer of a judge.
-
-    Attributes:
-        text: What the judge wrote, and nothing else.
-        prompt_tokens, sampled_tokens: Tokens that it read and wrote.
-    """
+    """One answer of a judge."""
 
     text: str
     prompt_tokens: int
@@ -64,7 +61,6 @@ class Judgement:
     Attributes:
         value: Their mean, in units of the term; None if none could be read.
         status: `graded`, `unjudged` or `too_long`.
-        asked, unreadable: Number of answers of the judge, and of those without a verdict.
     """
 
     value: float | None
@@ -107,8 +103,7 @@ class JudgeTerm:
     async def judge(self, fields: Mapping[str, str], seed: int) -> Judgement:
         """Ask about one response until all verdicts are there, or the retries are used up.
 
-        Raises:
-            RewardError: The judge cannot work.
+        Raises RewardError if the judge cannot work.
         """
         entry, values = self._entry, list[float]()
         fields = {name: text.encode(errors="replace").decode() for name, text in fields.items()}  # no lone surrogates
@@ -142,7 +137,6 @@ class JudgeTerm:
         return Verdict(found.value or 0.0, "unjudged" if found.value is None else "graded")
 
     async def _value(self, answer: str) -> float | None:
-        """Return the value of the verdict in an answer of the judge; None if it has none."""
         outcome = await self.pool.ask((answer,))
         value = self._read(outcome.detail) if outcome.status == "found" else None
         if value is None:
@@ -161,7 +155,6 @@ class JudgeTerm:
         return (number - entry.lowest) / (entry.highest - entry.lowest) if in_range else None
 
     def _count(self, judged: bool) -> None:
-        """Count a response. Raises RewardError if too many of the last ones are unjudged."""
         self._judged.append(judged)
         total, unjudged = len(self._judged), self._judged.count(False)
         if total >= LEAST_JUDGED and unjudged > self._entry.max_unjudged_share * total:
@@ -182,3 +175,89 @@ def _seed_of(fields: Mapping[str, str], seed: int) -> int:
     """Return a seed that depends on the texts and on the seed of the term alone, not on what else is graded."""
     words = json.dumps([seed, sorted(fields.items())]).encode()
     return int.from_bytes(hashlib.blake2b(words, digest_size=8).digest(), "little") % _SEEDS
+
+
+ATTEMPTS = 4  # to ask the same question
+BACKOFF_SECONDS = 1.0  # pause before the second attempt, doubled for each further one
+ANSWER_BYTES, TOKEN_BYTES = 2**20, 64  # the largest answer is the first, plus the second for each token that is asked for
+REFUSALS = frozenset({400, 413, 422})  # statuses of a question that the server will not take, such as one that is too long
+# What chat templates and tokenizers of today write between messages. The server's own are not known here.
+_CONTROL = re.compile(
+    r"<(?=[|\uff5c][^<>\n]{1,64}[|\uff5c]>)"  # <|im_end|> and the like
+    r"|<(?=/?(?:s|bos|eos|pad|unk|start_of_turn|end_of_turn|think|tool_call|tool_response)>)"
+    r"|\[(?=/?(?:INST|SYSTEM_PROMPT|AVAILABLE_TOOLS|TOOL_CALLS|TOOL_RESULTS)\])"
+    r"|<(?=</?SYS>>)"
+)
+
+
+class ChatServer:
+    """Implementation of `judge.Judge` for a server of others.
+
+    The server renders the messages. A chat template does not quote, so the control tokens that are known are taken apart in
+    the texts: a space follows their first character.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        model: str,
+        messages: Sequence[tuple[str, str]],
+        *,
+        max_tokens: int,
+        timeout_seconds: float,
+        concurrency: int,
+        key_variable: str | None,
+    ) -> None:
+        """Prepare the connection; nothing is sent yet."""
+        self._model, self._messages, self._max_tokens = model, messages, max_tokens
+        address = url.rstrip("/") + "/chat/completions"
+        self._server = GradingServer(
+            address,
+            name=f"the judge's server {address}",
+            fix="fix the server, or raise server.request_seconds of the judge in reward.terms",
+            timeout_seconds=timeout_seconds,
+            attempts=ATTEMPTS,
+            backoff_seconds=BACKOFF_SECONDS,
+            key_variable=key_variable,
+            concurrency=concurrency,
+            refusals=REFUSALS,
+        )
+
+    async def ask(self, fields: Mapping[str, str], samples: int, seed: int, temperature: float) -> list[JudgeReply]:
+        """Send one request per answer, because not every server can sample several; see `Judge.ask`."""
+        quoted = {name: _CONTROL.sub(lambda found: found[0] + " ", text) for name, text in fields.items()}
+        messages = [{"role": role, "content": filled(template, quoted)} for role, template in self._messages]
+        body = {"model": self._model, "messages": messages, "max_tokens": self._max_tokens, "temperature": temperature}
+        return list(await asyncio.gather(*(self._asked({**body, "seed": seed + i}) for i in range(samples))))
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._server.close()
+
+    async def _asked(self, body: Mapping[str, object]) -> JudgeReply:
+        async def payload() -> bytes:
+            return json.dumps(body).encode()
+
+        try:
+            return await self._server.post("", payload, ANSWER_BYTES + TOKEN_BYTES * self._max_tokens, _reply)
+        except RequestRefused as e:
+            raise QuestionTooLong(f"its server {e}") from None
+
+
+def filled(template: str, fields: Mapping[str, str]) -> str:
+    """Return the template with its fields filled in. Braces in the texts are text."""
+    return FIELD.sub(lambda found: fields[found[1]], template)
+
+
+def _reply(answer: HttpAnswer) -> JudgeReply:
+    try:
+        body = answer.json()
+        text, usage = body["choices"][0]["message"]["content"], body.get("usage") or {}
+        tokens = [int(usage.get(f"{kind}_tokens") or 0) for kind in ("prompt", "completion")]
+    except BadAnswer as e:
+        raise FailedAttempt(f"answered with no chat completion: {e}") from None
+    except (KeyError, TypeError, IndexError, AttributeError, ValueError, OverflowError):
+        raise FailedAttempt(f"answered with no chat completion: {excerpt(answer.text)}") from None
+    if not isinstance(text, str | None):
+        raise FailedAttempt(f"answered with no text: {excerpt(answer.text)}")
+    return JudgeReply(text or "", *tokens)  # null: all tokens went into a hidden reasoning

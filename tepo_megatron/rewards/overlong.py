@@ -15,13 +15,8 @@ class OverlongShaping:
     The penalty is 0 up to max_tokens - buffer_tokens tokens and falls linearly to -penalty at max_tokens. A response cut off at
     the limit is treated like one that ends there. |y| counts all tokens after the prompt, those of tools too.
 
-    Raises ConfigError unless 0 < buffer_tokens < max_tokens.
-
-    Attributes:
-        max_tokens: `rollout.max_response_tokens`.
-        buffer_tokens: Tokens before the limit over which the penalty grows.
-        penalty: Penalty at the limit, in units of the reward. DAPO has 1 with verdicts of 1 and -1, which corresponds to 0.5
-            with our verdicts of 1 and 0.
+    Raises ConfigError unless 0 < buffer_tokens < max_tokens. `penalty`: penalty at the limit, in units of the reward. DAPO has
+    1 with verdicts of 1 and -1, which corresponds to 0.5 with our verdicts of 1 and 0.
     """
 
     max_tokens: int

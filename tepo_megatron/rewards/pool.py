@@ -36,7 +36,6 @@ class PoolLimits:
     Attributes:
         soft_seconds: Processor time per request, after which the worker gives up by itself.
         hard_seconds: Wall time per request from its dispatch, after which the worker is killed and replaced.
-        memory_mib: Address space of a worker, in MiB.
     """
 
     workers: int
@@ -55,7 +54,6 @@ class _Request:
     """One request.
 
     Attributes:
-        outcome: Its outcome, once there is one.
         repeats_timeout: The grader ends by itself, so that a time-out is the machine's fault and is tried once more.
         repeated: A first worker was lost with the request.
         queued: The request is in the queue, and not only with a worker.
@@ -73,9 +71,6 @@ class GradingPool:
 
     The workers start at once, but only requests wait for them. All coroutines must run in one event loop. A worker lives no
     longer than the thread that started it: the thread that builds the pool or, for replacements, that of the event loop.
-
-    Attributes:
-        cpu_seconds: Processor time of all replies so far.
     """
 
     def __init__(
@@ -86,11 +81,7 @@ class GradingPool:
         tokenizer: str = "",
         reply_bytes: int = REPLY_BYTES,
     ) -> None:
-        """Start the workers without waiting for them.
-
-        Raises:
-            RewardError: The system cannot create a process.
-        """
+        """Start the workers without waiting for them."""
         self._limits, self._command, self._check = limits, command, check
         self._tokenizer, self._reply_bytes = tokenizer, reply_bytes
         self._workers = [self._start() for _ in range(limits.workers)]
@@ -156,7 +147,6 @@ class GradingPool:
             raise RewardError(f"cannot start a grading worker ({e}); lower reward.workers") from e
 
     async def _serve(self, slot: int) -> None:
-        """Keep one worker at work, and replace it when it is lost."""
         failed_starts = 0  # consecutive
         try:
             while self._end is None:
@@ -182,7 +172,6 @@ class GradingPool:
         )
 
     async def _employ(self, worker: GradingWorker) -> None:
-        """Give a worker requests until it is lost."""
         while True:
             batch = await self._take()
             try:

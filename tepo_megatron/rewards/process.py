@@ -32,10 +32,8 @@ class WorkerOutcome:
     """The result of one request.
 
     Attributes:
-        status: Status of the grader, or `timeout` or `died`.
         value: Value in units of the reward; 0 unless graded.
         detail: Text that belongs to the status: the error of `failed`, the answer of `open`.
-        cpu_seconds: Processor time that the worker took.
     """
 
     status: str
@@ -52,13 +50,7 @@ class GradingWorker:
     """One child process, which replies to requests in their order. All coroutines must run in one event loop."""
 
     def __init__(self, command: Sequence[str], soft_seconds: float, memory_mib: int, tokenizer: str, reply_bytes: int) -> None:
-        """Start the process without waiting for it.
-
-        Args:
-            soft_seconds: Processor time that the worker gives itself per request.
-            memory_mib: Address space of the worker, in MiB.
-            tokenizer: File of the tokenizer that decodes token ids. Empty: requests hold text only.
-        """
+        """Start the process without waiting for it."""
         self._stderr: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 (closed by kill)
         self._process = subprocess.Popen(
             # -P: the folder of worker.py must not hide modules of the standard library
@@ -130,7 +122,6 @@ class GradingWorker:
         raise WorkerBroken
 
     async def _reply(self, deadline: float) -> Any:
-        """Return the JSON value in the next line. Raises TimeoutError, WorkerBroken."""
         while b"\n" not in self._received:
             if len(self._received) > self._reply_bytes:
                 raise WorkerBroken
@@ -164,7 +155,6 @@ class GradingWorker:
         self._read()
 
     def _read(self) -> bool:
-        """Return whether the process has written something, which is received."""
         try:
             chunk = os.read(self._stdout.fileno(), _CHUNK_BYTES)
         except BlockingIOError:

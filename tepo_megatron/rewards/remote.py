@@ -1,15 +1,120 @@
-"""Rewards from a remote server: one HTTP request per batch."""
+"""Rewards from a remote server: one HTTP request per batch, bounded in number and time, and tried again where that may help."""
 
 import asyncio
 import json
 import math
-from collections.abc import Sequence
+import os
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeVar
 
+from tepo_megatron.errors import ConfigError, RewardError
 from tepo_megatron.rewards.pool import GradingPool
-from tepo_megatron.rewards.posting import FailedAttempt, GradingServer
 from tepo_megatron.rewards.terms import Response, Verdict
 from tepo_megatron.utils.escaping import excerpt
-from tepo_megatron.utils.exchange import BadAnswer, HttpAnswer
+from tepo_megatron.utils.exchange import BadAnswer, ExchangeFailed, HttpAnswer, HttpClient, TimedOut
+
+Found = TypeVar("Found")
+_PASSING = frozenset({408, 425, 429})  # client errors (4xx) that another attempt may not meet
+
+
+class FailedAttempt(Exception):
+    """An attempt that failed. The message continues the server's name."""
+
+    def __init__(self, what: str, *, final: bool = False, status: int = 0) -> None:
+        """Build the message."""
+        super().__init__(what)
+        self.final, self.status = final, status
+
+
+class RequestRefused(Exception):
+    """The server refuses what was asked, and another attempt would be useless. The message says what it answered."""
+
+
+class GradingServer:
+    """POST requests to one server. Use it in one event loop.
+
+    Redirects are not followed, and compressed answers are refused. Client errors (4xx except 408, 425, 429) are
+    not tried again.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        name: str,
+        fix: str,
+        timeout_seconds: float,
+        attempts: int,
+        backoff_seconds: float,
+        key_variable: str | None,
+        concurrency: int,
+        refusals: frozenset[int] = frozenset(),
+    ) -> None:
+        """Prepare the connection; nothing is sent yet.
+
+        `backoff_seconds`: pause after the first failed attempt; each later pause is twice as long as the one before. Raises
+        ConfigError if the environment variable is not set.
+        """
+        self._name, self._fix, self._refusals = name, fix, refusals
+        self._timeout_seconds, self._attempts, self._backoff = timeout_seconds, attempts, backoff_seconds
+        self._http, self._slots = HttpClient(url, key_from(key_variable)), asyncio.Semaphore(concurrency)
+
+    async def post(
+        self,
+        path: str,
+        payload: Callable[[], Awaitable[bytes]],
+        most_bytes: int,
+        read: Callable[[HttpAnswer], Found],
+    ) -> Found:
+        """Send one request, and return what `read` finds in the answer.
+
+        Raises:
+            RewardError: The last attempt failed.
+            RequestRefused: The server answered with one of `refusals`.
+        """
+        body: bytes | None = None
+        for attempt in range(1, self._attempts + 1):
+            try:
+                async with self._slots:
+                    body = body or await payload()
+                    return read(await self._answer(path, body, most_bytes))
+            except FailedAttempt as e:
+                if e.status in self._refusals:
+                    raise RequestRefused(str(e)) from None
+                if e.final or attempt == self._attempts:
+                    raise RewardError(f"{self._name} {e} (attempt {attempt} of {self._attempts}); {self._fix}") from None
+            await asyncio.sleep(self._backoff * 2 ** (attempt - 1))
+        raise AssertionError("attempts is at least 1")
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._http.close()
+
+    async def _answer(self, path: str, body: bytes, most_bytes: int) -> HttpAnswer:
+        try:
+            answer = await self._http.exchange("POST", path, seconds=self._timeout_seconds, most_bytes=most_bytes, body=body)
+        except TimedOut:
+            raise FailedAttempt(f"did not answer within {self._timeout_seconds:g} s") from None
+        except BadAnswer as e:
+            raise FailedAttempt(f"answered with {e}") from None
+        except ExchangeFailed as e:
+            raise FailedAttempt(f"broke off ({e})") from None
+        if answer.ok:
+            return answer
+        final = 400 <= answer.status < 500 and answer.status not in _PASSING
+        moved = " (redirects are not followed)" if 300 <= answer.status < 400 else ""
+        said = f"answered with {answer.status}{moved}: {excerpt(answer.text)}"
+        raise FailedAttempt(said, final=final, status=answer.status)
+
+
+def key_from(variable: str | None) -> str | None:
+    """Return the key in that environment variable; None if none is named. Raises ConfigError if the variable is not set."""
+    if variable is None:
+        return None
+    if not (key := os.environ.get(variable, "").strip()):
+        raise ConfigError(f"reward.terms: key_variable={variable}: this environment variable is not set; export the key in it")
+    return key
+
 
 ANSWER_BYTES, SAMPLE_BYTES = 2**20, 4096  # the largest answer is the first, plus the second for each sample
 ATTEMPTS = 4  # to send the same batch
@@ -37,15 +142,7 @@ class HttpTerm:
         concurrency: int,
         pool: GradingPool | None = None,
     ) -> None:
-        """Prepare the connection; nothing is sent yet.
-
-        Args:
-            url, timeout_seconds, attempts, backoff_seconds, key_variable, concurrency: See `GradingServer`. A request holds one
-                batch.
-            pool: Decodes the responses (grader `texts`). None: they are text.
-        Raises:
-            ConfigError: The environment variable is not set.
-        """
+        """Prepare the connection; nothing is sent yet."""
         self.pool = pool
         self._server = GradingServer(
             url,
@@ -85,8 +182,7 @@ class HttpTerm:
 async def texts_of(response: Response, pool: GradingPool | None) -> tuple[str, str]:
     """Return the prompt and the response as text, decoded by a worker. If none can, this process decodes.
 
-    Args:
-        pool: Workers with a grader `texts` or `verdict`. None: this process decodes.
+    `pool`: workers with a grader `texts` or `verdict`. None: this process decodes.
     """
     outcome = await pool.ask((response.prompt, response.written)) if pool is not None else None
     if outcome is None or outcome.status != "decoded":
@@ -96,7 +192,6 @@ async def texts_of(response: Response, pool: GradingPool | None) -> tuple[str, s
 
 
 def _rewards(answer: HttpAnswer, samples: int) -> list[float]:
-    """Return the rewards in an answer. Raises FailedAttempt unless it has one finite number per sample."""
     try:
         found = answer.json()["rewards"]
     except BadAnswer as e:

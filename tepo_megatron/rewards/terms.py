@@ -59,11 +59,7 @@ class Response:
 
 @dataclass(frozen=True)
 class Verdict:
-    """One term's grade of one response.
-
-    Attributes:
-        value: Value in units of the reward.
-    """
+    """One term's grade of one response."""
 
     value: float
     status: str

@@ -28,14 +28,7 @@ _MARK = "_uses_tepo_gateway"
 
 @dataclass(frozen=True)
 class AgentTask:
-    """The argument of an agent.
-
-    Attributes:
-        prompt: Text of the prompt, without special tokens.
-        row: All other fields of the dataset's row.
-        base_url: Address for the `openai` client, of this sample alone.
-        model: Name of the model for the client.
-    """
+    """The argument of an agent."""
 
     prompt: str
     answer: str
@@ -69,13 +62,7 @@ class RefusedRequest(Exception):
 
 @dataclass(frozen=True)
 class ChatRequest:
-    """A chat completion request that was checked.
-
-    Attributes:
-        max_tokens: Limit of the turn. None: what is left.
-        stops: Strings of one token that end the turn.
-        keeps_stop: Whether the message includes the string that ended it.
-    """
+    """A chat completion request that was checked."""
 
     messages: Sequence[Message]
     tools: Sequence[Any] = ()
@@ -86,12 +73,7 @@ class ChatRequest:
 
 @dataclass(frozen=True)
 class ChatReply:
-    """An answer of the model.
-
-    Attributes:
-        prompt_tokens: Number of tokens before it.
-        stopped_by: Stop string that ended it; None: none did.
-    """
+    """An answer of the model."""
 
     message: Message
     turn: Turn
@@ -101,27 +83,13 @@ class ChatReply:
 
 @dataclass
 class _Point:
-    """A place in a sequence at which a turn of the model ended.
-
-    Attributes:
-        tokens: Number of tokens up to there.
-        messages: Number of messages up to there.
-    """
-
     sequence: Conversation
     tokens: int
     messages: int
 
 
 class AgentSample:
-    """One sample: the sequences that an agent's requests make.
-
-    Attributes:
-        failure: Error of the engine, or other weights in one sequence. The sample cannot be used.
-        exceeded: The limit that the sample has exceeded; empty if none.
-        counts: Numbers of turns, rewrites, branches, template_rewrites and drift.
-        out_of_tokens: A request was refused because no tokens were left.
-    """
+    """One sample: the sequences that an agent's requests make."""
 
     def __init__(
         self,
@@ -159,8 +127,7 @@ class AgentSample:
     async def complete(self, request: ChatRequest) -> ChatReply:
         """Let the model answer a request. Any number of requests may run at once.
 
-        Raises:
-            RefusedRequest: The sample has ended or exceeded a limit, or no tokens are left.
+        Raises RefusedRequest if the sample has ended or exceeded a limit, or no tokens are left.
         """
         self._require_open()
         if self._begun >= self._limits.turns:

@@ -28,11 +28,7 @@ TAIL_FROM = 0.9  # share of the groups after whose arrival the others count as l
 
 @dataclass
 class Progress:
-    """Progress of the collection of a batch. Another thread may read it.
-
-    Attributes:
-        useful: Groups that are complete and count for the batch.
-    """
+    """Progress of the collection of a batch. Another thread may read it."""
 
     useful: int = 0
     wanted: int = 0
@@ -41,9 +37,8 @@ class Progress:
 class Collector:
     """The rollout phase on rank 0.
 
-    Args:
-        overlong: Shapes the rewards of graded samples. None: no shaping. It is separate from `reward` because `reward` also
-            grades evaluations, which may have another length limit.
+    `overlong`: shapes the rewards of graded samples. None: no shaping. It is separate from `reward` because `reward` also
+    grades evaluations, which may have another length limit.
     """
 
     def __init__(
@@ -83,9 +78,6 @@ class Collector:
             clock: The time is measured as phases "rollout" and "grading_wait", which is what grading takes after the last
                 sample. "grading_cpu" are the processor seconds of the grading workers.
             stream: Receives the groups as soon as they are graded, and then sets their order. None: the order of their prompts.
-        Raises:
-            SyncError: Rollouts come from a version of the weights that is not allowed.
-            RolloutError, RewardError, DataError: Sampling, grading or reading prompts failed.
         """
         kept: list[list[Rollout]] = []
         sampled = stale = 0
@@ -221,7 +213,6 @@ class Collector:
 
 
 def _tail(arrived: Sequence[float]) -> float:
-    """Return the seconds after nine tenths of the groups had arrived."""
     return arrived[-1] - arrived[math.ceil(TAIL_FROM * len(arrived)) - 1] if arrived else 0.0
 
 

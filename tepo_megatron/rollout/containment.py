@@ -14,7 +14,7 @@ import torch
 from tepo_megatron.errors import RolloutError
 from tepo_megatron.observability.metrics import Metrics
 from tepo_megatron.types import Prompt, Rollout, split_samples
-from tepo_megatron.utils.waiting import time_limit
+from tepo_megatron.utils.loop import time_limit
 
 _log = logging.getLogger(__name__)
 FAILURE_KINDS = ("raised", "timed_out", "over_limit")
@@ -45,8 +45,7 @@ class LossCounter:
     def end_step(self, step: int, metrics: Metrics) -> None:
         """Add the metrics of the step's samples.
 
-        Raises:
-            RolloutError: More samples were lost than `rollout.max_failed_share` allows.
+        Raises RolloutError if more samples were lost than `rollout.max_failed_share` allows.
         """
         for kind in FAILURE_KINDS:
             metrics.add(f"rollout/samples_{kind}", sum(kind_of(failure) == kind for failure in self._failures))
@@ -56,11 +55,7 @@ class LossCounter:
 
 
 def report_lost(what: str, failures: Sequence[str], samples: int, max_failed_share: float) -> None:
-    """Log how many samples were lost, if any were.
-
-    Raises:
-        RolloutError: More samples were lost.
-    """
+    """Log how many samples were lost, if any were. Raises RolloutError if more samples were lost."""
     if not failures:
         return
     lost = f"{what}: {len(failures)} of {samples} samples were lost"
@@ -76,11 +71,7 @@ async def within(work: Awaitable[object], seconds: float) -> object:
     """Return the result of a user's code, or raise its error.
 
     Code that ignores its cancellation is abandoned, so that this call returns in bounded time as long as the code awaits.
-
-    Args:
-        seconds: Deadline.
-    Raises:
-        OverLimit: The deadline has passed.
+    Raises OverLimit if the deadline has passed.
     """
     task = asyncio.ensure_future(caught(work))
     try:

@@ -43,13 +43,7 @@ class WeightsChanged(RolloutError):
 
 @dataclass(frozen=True)
 class Turn:
-    """One turn of the model.
-
-    Attributes:
-        token_ids: The sampled tokens, including the stop token.
-        text: The text without special tokens.
-        stop_reason: "stop", or "length" if the token limit ended the turn.
-    """
+    """One turn of the model."""
 
     token_ids: tuple[int, ...]
     text: str
@@ -57,12 +51,7 @@ class Turn:
 
 
 class Conversation:
-    """A prompt and the turns that were added to it.
-
-    Attributes:
-        exceeded: The limit that the sample has exceeded; empty if none. The sample is lost then.
-        failure: Error of the engine. The sample is lost then, even if the function catches the error.
-    """
+    """A prompt and the turns that were added to it."""
 
     def __init__(
         self,
@@ -166,10 +155,6 @@ class Conversation:
 
         A text is encoded without adding special tokens. Special tokens that the text spells out (a chat template's) are encoded
         as such, so remove them from untrusted text.
-
-        Raises:
-            OutOfTokens: The model could not write a single token afterwards. Nothing was added.
-            RuntimeError: A turn is still running, or the conversation has ended.
         """
         self._require_free()
         self._appended += 1

@@ -34,10 +34,8 @@ from tepo_megatron.utils.seeding import derive_seed
 class GenerationFunction:
     """The user's generation function.
 
-    Attributes:
-        call: The async function. It gets a conversation, or an `AgentTask` if it is an agent. It returns nothing or the reward.
-        again: Runs the file once more and returns its function, for a new thread: clients and locks at the top of the file
-            belong to the event loop in which they were used. None: `call` serves all threads.
+    `again`: runs the file once more and returns its function, for a new thread: clients and locks at the top of the file belong
+    to the event loop in which they were used. None: `call` serves all threads.
     """
 
     file: Path
@@ -73,13 +71,7 @@ def open_sampler(
 ) -> Iterator[tuple[Sampler, Callable[[], list[str]]]]:
     """Yield the sampler of a run: `sampler` itself, or one that samples through the user's function.
 
-    Args:
-        spec: `rollout.function`; None: there is no function.
-    Yields:
-        The sampler, and a function that returns its messages for the user since the last call, beyond those of the engine.
-
-    Raises:
-        ConfigError: See `load_function`.
+    Raises ConfigError: see `load_function`.
     """
     if spec is None:
         yield sampler, list
@@ -94,12 +86,6 @@ class CustomRollouts:
     All calls of the function share a thread (`function_thread.py`). A function that computes for a while delays other samples,
     but neither their deadlines nor the health checks of the servers. Use it as a context manager inside that of the engine;
     leaving the block cancels the conversations.
-
-    Args:
-        limits: Limits of each sample. None: the defaults.
-    Attributes:
-        gateway: The endpoint of agents, once a sample needs it.
-        total_counts: Turns, rewrites, branches, template_rewrites and drift of all samples of agents so far.
     """
 
     def __init__(
@@ -131,10 +117,6 @@ class CustomRollouts:
         The seed of a turn depends on (seed, prompt, sample, turn), so a function that depends only on its conversation
         reproduces its samples. Unless `mixed`, one version of the weights makes a whole sample: if newer weights come in
         between, the function is called again from the start.
-
-        Raises:
-            RolloutError: The engine failed. A sample whose function fails is lost instead: its `failure` names prompt, file
-            and line.
         """
         return self._loop.run(self._converse(prompts, sampling, seed))
 
@@ -263,7 +245,6 @@ class CustomRollouts:
     def _opened(
         self, prompt: Prompt, sampling: SamplingParams, seed: int
     ) -> Iterator[tuple[Conversation | AgentSample, object]]:
-        """Yield a new sample and the function's argument; close the sample afterwards."""
         if self._chat is None:
             conversation = self._begin(prompt, sampling, seed)
             yield conversation, conversation
@@ -294,7 +275,6 @@ class CustomRollouts:
 
 
 def _first(error: BaseException) -> BaseException:
-    """Return the first error of a group of errors."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error

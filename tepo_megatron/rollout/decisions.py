@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tepo_megatron.errors import DataError
-from tepo_megatron.observability.log_file import append_line, open_for_appending
+from tepo_megatron.observability.log_file import append_line, end_line, open_for_appending
 from tepo_megatron.types import Rollout
 from tepo_megatron.utils import records
 from tepo_megatron.utils.storage import writing
@@ -83,6 +83,7 @@ def append(run_dir: Path, line: str) -> None:
     with writing(run_dir / FILE):
         file = open_for_appending(run_dir / FILE)
         try:
+            end_line(file, run_dir / FILE)
             append_line(file, line + "\n")
         finally:
             os.close(file)
@@ -99,7 +100,6 @@ class History:
 
     Attributes:
         starts: (last step before it, config) of each start after which at least one step counts, ascending.
-        steps: step -> its line, as in the file.
         faults: What is wrong with the file, one sentence each.
         lost_start: The fault of a start that cannot be read and after which steps were taken; None if there is none.
     """
@@ -113,12 +113,11 @@ class History:
 def read_history(run_dir: Path) -> History:
     """Return the decisions of a run; of steps that were taken again, those that count. Damaged lines are reported as faults.
 
-    Raises:
-        DataError: There is no such file, or it cannot be read.
+    Raises DataError if there is no such file, or it cannot be read.
     """
     path = run_dir / FILE
     try:
-        lines = records.read_lines(path, FIRST_KEY)
+        lines = records.read_lines(path)
     except OSError as e:
         raise DataError(
             f"{path}: cannot read the decisions ({e.strerror}); the run was made by a version without them"

@@ -17,11 +17,7 @@ from tepo_megatron.types import Prompt
 
 @dataclass(frozen=True)
 class EnvironmentStep:
-    """The answer of an environment to an action.
-
-    Attributes:
-        observation: Text that the model reads next. It is not trained on.
-    """
+    """The answer of an environment to an action."""
 
     observation: str
     reward: float = 0.0
@@ -41,8 +37,7 @@ class Environment(Protocol):
 def play(make: Callable[[], Environment], stop: str | None = None) -> Callable[[Conversation], Awaitable[float]]:
     """Return the generation function of an environment. Its reward is the sum of the steps' rewards.
 
-    Args:
-        stop: Text whose first token ends a turn, as its last token. None: the tokens that end a response.
+    `stop`: text whose first token ends a turn, as its last token. None: the tokens that end a response.
     """
 
     async def play_episode(conversation: Conversation) -> float:

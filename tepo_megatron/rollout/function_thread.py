@@ -32,11 +32,7 @@ class TooManyThreads(RolloutError):
 
 
 class FunctionThread:
-    """The thread of the calls. Use it from one event loop.
-
-    Args:
-        seconds: Time after which a thread that does not answer is abandoned: rollout.limits.seconds.
-    """
+    """The thread of the calls. Use it from one event loop."""
 
     def __init__(self, seconds: float, renew: Callable[[], None]) -> None:
         self._seconds, self._renew = seconds, renew
@@ -106,7 +102,7 @@ _running: contextvars.ContextVar["_Call | None"] = contextvars.ContextVar("_runn
 
 
 class _Interrupted(BaseException):
-    """Ends Python code that blocks a thread which was abandoned."""
+    pass
 
 
 class _Call:
@@ -118,7 +114,6 @@ class _Call:
         self._task: asyncio.Task[tuple[object, BaseException | None]] | None = None
 
     def begin(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Start the coroutine. This and `cancel` run in the thread."""
         if self.outcome.done():
             return
         _running.set(self)
@@ -126,7 +121,6 @@ class _Call:
         self._task.add_done_callback(self._report)
 
     def cancel(self) -> None:
-        """Cancel the coroutine."""
         if self._task is not None:
             self._task.cancel()
 
@@ -187,12 +181,6 @@ class _DaemonThreads(ThreadPoolExecutor):
 
 
 class _Thread:
-    """An event loop in a daemon thread.
-
-    Attributes:
-        calls: Those that have not ended, oldest first.
-    """
-
     def __init__(self) -> None:
         self.calls: list[_Call] = []
         self._loop = asyncio.new_event_loop()
@@ -203,11 +191,9 @@ class _Thread:
 
     @property
     def alive(self) -> bool:
-        """Return whether it still runs."""
         return self._thread.is_alive()
 
     def soon(self, work: Callable[[], object]) -> None:
-        """Have the thread call a function, unless it has ended."""
         with suppress(RuntimeError):
             self._loop.call_soon_threadsafe(work, context=contextvars.copy_context())
 
@@ -249,4 +235,4 @@ class _Thread:
 
 
 async def _nothing() -> None:
-    """End at once."""
+    pass

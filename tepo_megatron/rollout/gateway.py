@@ -99,7 +99,6 @@ class Gateway:
 
 
 def _checked(body: Any) -> ChatRequest:
-    """Return the request in a JSON body. Raises RefusedRequest, or an error of a wrong type."""
     messages, tools, stop = body["messages"], body.get("tools") or [], body.get("stop") or []
     if not isinstance(messages, list) or not 0 < len(messages) <= MOST_MESSAGES:
         raise RefusedRequest("invalid_request", f"messages must be a list of 1 to {MOST_MESSAGES} messages")

@@ -21,22 +21,14 @@ from tepo_megatron.inference.engine_api import LaunchSpec, Platform, Precision
 from tepo_megatron.inference.engines import build_engine
 from tepo_megatron.inference.linear_attention import check_linear_attention, layers_of
 from tepo_megatron.inference.servers.process import LOOPBACK
-from tepo_megatron.rewards.chat_server import ChatServer
-from tepo_megatron.rewards.judge import Judge, JudgeReply, QuestionTooLong
+from tepo_megatron.rewards.judge import ChatServer, Judge, JudgeReply, QuestionTooLong
 from tepo_megatron.rollout.quoted_chat import QuotedChat
 from tepo_megatron.types import Prompt, SamplingParams
 
 
 @dataclass(frozen=True)
 class JudgePlace:
-    """Where the judges of a run are.
-
-    Attributes:
-        platform: `platform` of the config.
-        precision: Precision in which judges are served whose `server.precision` is null: that of the run's model.
-        first_device: Index of the first GPU that neither ranks nor rollout servers use.
-        log_folder: Folder for the logs of the judges' servers.
-    """
+    """Where the judges of a run are."""
 
     platform: Platform
     precision: Precision
@@ -61,12 +53,7 @@ def check_judges(judges: Mapping[int, JudgeTermConfig], platform: Platform) -> N
 
 @contextlib.contextmanager
 def open_judges(judges: Mapping[int, JudgeTermConfig], place: JudgePlace) -> Iterator["Judges"]:
-    """Yield the judges of a run. Their servers start loading at once.
-
-    Raises:
-        ConfigError: This machine has too few GPUs, or the ranks are on several machines. Nothing was started.
-        RolloutError: A server cannot be started.
-    """
+    """Yield the judges of a run. Their servers start loading at once."""
     own = {index: entry for index, entry in judges.items() if entry.url is None}
     if own:
         _check_machine(own, place)
@@ -130,11 +117,7 @@ class JudgeFleet(contextlib.AbstractContextManager["JudgeFleet"]):
         self._fleet.start()
 
     async def ask(self, fields: Mapping[str, str], samples: int, seed: int, temperature: float) -> list[JudgeReply]:
-        """Ask for all answers in one request; see `Judge.ask`. A server that fails is restarted, and the question is repeated.
-
-        Args:
-            fields, samples, seed, temperature: See there.
-        """
+        """Ask for all answers in one request. A server that fails is restarted, and the question is repeated."""
         ids = await asyncio.to_thread(self._chat.encode, fields)
         if len(ids) > self._entry.max_prompt_tokens:
             raise QuestionTooLong(
@@ -182,7 +165,6 @@ def _check_machine(own: Mapping[int, JudgeTermConfig], place: JudgePlace) -> Non
 
 @contextlib.contextmanager
 def _named(index: int) -> Iterator[None]:
-    """Name the term in errors about the judge's model or servers."""
     try:
         yield
     except TepoError as e:

@@ -19,10 +19,8 @@ class QuotedChat:
 
     The chat template renders the messages once, with a mark in place of each field, so that a template never sees the texts.
     What is between the marks may hold special tokens. A text is tokenized by itself: where it spells a special or an added
-    token, that spelling is cut in two, and each part is ordinary text.
-
-    Raises:
-        ConfigError: The chat template refuses the messages, or loses a field.
+    token, that spelling is cut in two, and each part is ordinary text. Raises ConfigError if the chat template refuses the
+    messages, or loses a field.
     """
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", messages: Sequence[tuple[str, str]]) -> None:
@@ -54,7 +52,6 @@ class QuotedChat:
         return [token for ids, name in self._parts for token in (*ids, *(texts[name] if name is not None else ()))]
 
     def _quoted(self, text: str) -> list[int]:
-        """Return the tokens of a text, none of which is a special or an added one."""
         cuts = [0, *(found.start() + 1 for found in self._spelled.finditer(text)), len(text)]
         ids = self._tokenized([text[begin:end] for begin, end in itertools.pairwise(cuts)])
         if self._added_ids.isdisjoint(ids):

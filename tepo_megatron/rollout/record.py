@@ -35,8 +35,7 @@ def file_of(folder: Path, step: int) -> Path:
 def write(folder: Path, step: int, rollouts: Sequence[Rollout], metrics: Metrics) -> None:
     """Record the rollouts that a step trains on, and the metrics of everything that it sampled. The write is atomic.
 
-    Raises:
-        StorageError: The file cannot be written.
+    Raises StorageError if the file cannot be written.
     """
     tensors: dict[str, Tensor] = {"length": torch.tensor([r.token_ids_L.numel() for r in rollouts])}
     for name in _TOKENS:
@@ -58,10 +57,7 @@ def write(folder: Path, step: int, rollouts: Sequence[Rollout], metrics: Metrics
 def set_aside(folder: Path, after: int) -> list[str]:
     """Rename the recordings of later steps, which the run repeats: a replay must not mix steps of two histories.
 
-    If a step is repeated twice, the second recording replaces the first.
-
-    Returns:
-        At most one sentence for the user.
+    If a step is repeated twice, the second recording replaces the first. Returns at most one sentence for the user.
     """
     later = [step for step in steps(folder) if step > after]
     for step in later:
@@ -96,19 +92,14 @@ def steps(folder: Path) -> list[int]:
 def scores(folder: Path, step: int) -> list[tuple[int, float]]:
     """Return (prompt id, score) of each rollout, without reading the tokens, which may be gigabytes.
 
-    Raises:
-        DataError: The file is missing or damaged.
+    Raises DataError if the file is missing or damaged.
     """
     prompts, found = (column(folder, step, name) for name in ("prompt_id", "score"))
     return list(zip(map(int, prompts), found, strict=True))
 
 
 def column(folder: Path, step: int, name: str) -> list[float]:
-    """Return one number of each rollout, without reading the tokens.
-
-    Raises:
-        DataError: The file is missing or damaged.
-    """
+    """Return one number of each rollout, without reading the tokens. Raises DataError if the file is missing or damaged."""
     path = file_of(folder, step)
     try:
         with safe_open(path, framework="pt") as f:
@@ -120,10 +111,8 @@ def column(folder: Path, step: int, name: str) -> list[float]:
 def read_some(folder: Path, step: int, chosen: Sequence[int]) -> list[Rollout]:
     """Return some rollouts of a step without their experts and masks, and without reading the tokens of the others.
 
-    The checksum, which is of the whole file, is not compared.
-
-    Raises:
-        DataError: The file is missing or damaged, or has no such rollout.
+    The checksum, which is of the whole file, is not compared. Raises DataError if the file is missing or damaged, or has no
+    such rollout.
     """
     path = file_of(folder, step)
     try:
@@ -145,11 +134,7 @@ def read_some(folder: Path, step: int, chosen: Sequence[int]) -> list[Rollout]:
 
 
 def read(folder: Path, step: int) -> tuple[list[Rollout], Metrics]:
-    """Return what `write` recorded, bit for bit.
-
-    Raises:
-        DataError: The file is missing or damaged.
-    """
+    """Return what `write` recorded, bit for bit. Raises DataError if the file is missing or damaged."""
     path = file_of(folder, step)
     try:
         tensors, text = read_tensors(path)
@@ -182,8 +167,7 @@ def read(folder: Path, step: int) -> tuple[list[Rollout], Metrics]:
 class Replay:
     """Returns the recorded rollouts of each step.
 
-    Args:
-        routing: The model's routing, if each rollout must have recorded expert choices. None: they are not needed.
+    `routing`: the model's routing, if each rollout must have recorded expert choices. None: they are not needed.
     """
 
     def __init__(self, folder: Path, routing: Routing | None = None) -> None:
@@ -192,8 +176,7 @@ class Replay:
     def collect(self, step: int, clock: Clock, stream: MinibatchStream | None = None) -> tuple[list[Rollout], Metrics]:
         """Return the step's graded rollouts and their metrics.
 
-        Raises:
-            DataError: A file is missing or damaged, or its experts are missing or of another model.
+        Raises DataError if a file is missing or damaged, or its experts are missing or of another model.
         """
         with clock.phase("rollout"):
             rollouts, metrics = read(self._folder, step)

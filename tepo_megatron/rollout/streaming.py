@@ -12,12 +12,7 @@ from tepo_megatron.types.batch import minibatch_orders
 
 
 class Minibatch(NamedTuple):
-    """The groups of one minibatch.
-
-    Attributes:
-        rollouts: Graded rollouts, contiguous by prompt.
-        ids: Index of each rollout in the rollout batch; see `TrainBatch.ids_B`.
-    """
+    """The groups of one minibatch. `ids`: index of each rollout in the rollout batch; see `TrainBatch.ids_B`."""
 
     rollouts: list[Rollout]
     ids: list[int]

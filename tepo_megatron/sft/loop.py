@@ -31,9 +31,7 @@ from tepo_megatron.sft.settings import CROSS_ENTROPY
 from tepo_megatron.types import Rollout, TrainBatch
 from tepo_megatron.utils.atomic import replace_file
 from tepo_megatron.utils.save_requests import (
-    RESTART,
     STOP,
-    answer_restart,
     answer_stop,
     answer_trace,
     asked,
@@ -271,11 +269,9 @@ class FineTuning:
         self.checkpoints.save(step, self.actor, {"step": step, "conversations": self.source.plan.conversations})
 
     def _refuse_requests(self) -> None:
-        """Answer requests of `tepo restart` and `tepo trace`: there is no service, which would live on or merge a trace."""
+        """Answer a request of `tepo trace`: there is no service, which would merge a trace."""
         if self.groups.is_main and take_trace(self.cfg.run_dir) is not None:
             answer_trace(self.cfg.run_dir, "refused: tepo sft has no rollout service, whose steps are traced")
-        if self.groups.is_main and asked(self.cfg.run_dir, RESTART):
-            answer_restart(self.cfg.run_dir, "refused: tepo sft has no servers; end it with SIGTERM, then use --resume true")
 
     def _stop(self, step: int, saved: int) -> int:
         if step > saved:

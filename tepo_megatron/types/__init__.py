@@ -15,17 +15,19 @@ Layout suffixes of tensors:
 """
 
 from tepo_megatron.limits import MASK_TIES, MOST_CANDIDATES, MOST_MASKED
-from tepo_megatron.types.batch import TrainBatch
-from tepo_megatron.types.microbatch import Denominators, LossOutput, PackedMicrobatch, TokenStats
+from tepo_megatron.types.batch import Denominators, LossOutput, PackedMicrobatch, TokenStats, TrainBatch
 from tepo_megatron.types.rollout import STATUSES, Rollout, Status, split_samples
 from tepo_megatron.types.sampling import (
     NO_EXPERT,
+    NO_TOKEN,
     Prompt,
+    RecomputedMasks,
     Routing,
+    SamplingMask,
     SamplingParams,
+    Truncation,
     no_expert,
 )
-from tepo_megatron.types.sampling_mask import NO_TOKEN, RecomputedMasks, SamplingMask, Truncation
 
 __all__ = [
     "MASK_TIES", "MOST_CANDIDATES", "MOST_MASKED", "NO_EXPERT", "NO_TOKEN", "STATUSES",

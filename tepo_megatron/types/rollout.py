@@ -7,7 +7,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from tepo_megatron.types.sampling_mask import SamplingMask
+from tepo_megatron.types.sampling import SamplingMask
 
 # How an answer was graded: the reason for its score.
 Status = Literal[

@@ -1,14 +1,125 @@
 """Inputs of a generation request: prompts, sampling settings, and the shape of a model's expert routing."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from tepo_megatron.limits import MOST_MASKED
+
+NO_TOKEN = -1  # fills the rows of a padded mask
+
+
+@dataclass(frozen=True)
+class Truncation:
+    """The settings of truncated sampling. Top-k is applied first.
+
+    Attributes:
+        top_k: Number of most likely tokens that are kept, at least 2. -1: no limit.
+        top_p: The most likely tokens are kept until their probability is this, in (0, 1]. 1: no limit.
+        renormalizes: Whether top-p counts the probabilities that top-k left, divided by their sum (vLLM), or those of the whole
+            vocabulary (SGLang).
+    """
+
+    top_k: int = -1
+    top_p: float = 1.0
+    renormalizes: bool = True
+
+
+@dataclass(frozen=True, eq=False)
+class SamplingMask:
+    """The sampling masks of N sampled tokens: for each, the ids that it was sampled from, its own included. Ids are distinct.
+
+    Attributes:
+        ids_M: int32, the ids of all tokens, one token after the other.
+        counts_N: int32, number of ids of each token, at least 1.
+    """
+
+    ids_M: Tensor
+    counts_N: Tensor
+
+    @classmethod
+    def cat(cls, masks: Sequence["SamplingMask"]) -> "SamplingMask":
+        """Return the masks of the tokens of all, in order."""
+        empty = torch.empty(0, dtype=torch.int32)
+        return cls(torch.cat([empty, *(m.ids_M for m in masks)]), torch.cat([empty, *(m.counts_N for m in masks)]))
+
+    @classmethod
+    def from_rows(cls, ids_NK: Tensor) -> "SamplingMask":
+        """Return the masks in the rows of a tensor, where NO_TOKEN is no id."""
+        kept_NK = ids_NK != NO_TOKEN
+        return cls(ids_NK[kept_NK].int(), kept_NK.sum(1, dtype=torch.int32))
+
+    @cached_property
+    def widest(self) -> int:
+        """Return the largest number of ids of a token, 0 without tokens."""
+        return int(self.counts_N.max()) if self.counts_N.numel() else 0
+
+    @cached_property
+    def _starts_N(self) -> Tensor:
+        return self.counts_N.cumsum(0) - self.counts_N
+
+    def split(self, lengths: Sequence[int]) -> list["SamplingMask"]:
+        """Return the masks in parts of these numbers of tokens, as views."""
+        parts = self.counts_N.split(list(lengths))
+        ids = self.ids_M.split([int(part.sum()) for part in parts])
+        return [SamplingMask(*each) for each in zip(ids, parts, strict=True)]
+
+    def to(self, device: torch.device) -> "SamplingMask":
+        """Return the masks on a device."""
+        return SamplingMask(self.ids_M.to(device), self.counts_N.to(device))
+
+    def rows(self, token_R: Tensor) -> Tensor:
+        """Return the masks of some tokens as int64 [R, widest], filled up with NO_TOKEN.
+
+        `token_R`: int64 indices in [0, N), on the device of the masks.
+        """
+        column_K = torch.arange(self.widest, device=token_R.device)
+        kept_RK = column_K < self.counts_N[token_R, None]
+        place_RK = (self._starts_N[token_R, None] + column_K).clamp(max=max(0, self.ids_M.numel() - 1))
+        return torch.where(kept_RK, self.ids_M[place_RK].long(), NO_TOKEN)
+
+    def check(self, ids_N: Tensor, most: int) -> None:
+        """Raise ValueError unless these are masks of these tokens. `ids_N`: int64 ids of the sampled tokens, on the host."""
+        if self.counts_N.shape != ids_N.shape or int(self.counts_N.sum()) != self.ids_M.numel():
+            raise ValueError(f"sampling masks of {self.counts_N.numel()} tokens, not {ids_N.numel()}, or of another size")
+        if not ids_N.numel():
+            return
+        if int(self.counts_N.min()) < 1:
+            raise ValueError("an empty sampling mask")
+        if self.widest > most:
+            raise ValueError(f"a sampling mask of {self.widest} ids, more than {most}")
+        ids_NK = self.rows(torch.arange(ids_N.numel())).sort(1).values
+        if int(self.ids_M.min()) < 0 or bool(((ids_NK[:, 1:] == ids_NK[:, :-1]) & (ids_NK[:, 1:] >= 0)).any()):
+            raise ValueError("a sampling mask has an id below 0, or one twice")
+        if not bool((ids_NK == ids_N[:, None]).any(1).all()):
+            raise ValueError("a sampling mask lacks the sampled token")
+
+
+class RecomputedMasks(NamedTuple):
+    """Sampling masks that were recomputed from logits, the same on every rank.
+
+    Attributes:
+        ids_RK: int64, filled up with NO_TOKEN. The label's id is always there, in the last column if it was outside.
+        outside_R: bool, the label is not among the tokens that the truncation keeps.
+        cut_R: bool, the truncation keeps more tokens than there are candidates; the least likely ones are missing.
+    """
+
+    ids_RK: Tensor
+    outside_R: Tensor
+    cut_R: Tensor
+
+    def differ(self, ids_RK: Tensor) -> Tensor:
+        """Return bool [R]: the row's mask is not the same set as that of `ids_RK` (int64, filled up with NO_TOKEN)."""
+        width = max(self.ids_RK.size(1), ids_RK.size(1))
+        padded = (torch.nn.functional.pad(x, (0, width - x.size(1)), value=NO_TOKEN) for x in (self.ids_RK, ids_RK))
+        mine, other = (x.sort(1).values for x in padded)
+        return (mine != other).any(1)
+
 
 NO_EXPERT = -1  # marks a token for which no router ran; see `no_expert` for unsigned types
 

@@ -18,12 +18,7 @@ def replacing(path: Path, durable: bool = True, temporary: Path | None = None) -
     """Yield a temporary path to write; when the block ends without an exception, the file takes the place of `path`.
 
     Other processes see the old file or all of the new one, never a part. After an exception the temporary file stays; the next
-    write overwrites it.
-
-    Args:
-        temporary: The temporary path, in the same folder; None: `partial_of(path)`.
-    Raises:
-        OSError: The file cannot be synced or renamed.
+    write overwrites it. `temporary`: the temporary path, in the same folder; None: `partial_of(path)`.
     """
     unfinished = partial_of(path) if temporary is None else temporary
     yield unfinished

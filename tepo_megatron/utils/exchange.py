@@ -22,9 +22,8 @@ import msgspec
 import numpy as np
 
 from tepo_megatron.utils.escaping import excerpt
-from tepo_megatron.utils.loop import LoopThread
+from tepo_megatron.utils.loop import LoopThread, time_limit
 from tepo_megatron.utils.open_files import open_file_limit
-from tepo_megatron.utils.waiting import time_limit
 
 CONNECT_SECONDS = 60.0  # limit of opening a connection; a busy event loop that opens thousands of them takes seconds
 KEEP_SECONDS = 3.0  # an idle connection is kept this long; uvicorn, which serves vLLM and SGLang, closes it after 5 s
@@ -64,7 +63,6 @@ class HttpAnswer:
     """An HTTP answer of any status.
 
     Attributes:
-        content_type: Lower case, without parameters; None if the server sends none.
         body: Raw bytes, at most as many as requested. Error answers keep the first ERROR_BYTES, or nothing if compressed.
         timing: The header `Server-Timing`, cut at TIMING_CHARACTERS. None: the server sends none.
     """
@@ -96,8 +94,7 @@ class HttpAnswer:
     def json(self) -> Any:
         """Return the JSON value in the body.
 
-        Raises:
-            BadAnswer: The body is not JSON, has another content type or too many values, or holds a number out of range.
+        Raises BadAnswer if the body is not JSON, has another content type or too many values, or holds a number out of range.
         """
         body = self.json_body()
         hooks: dict[str, Any] = {"parse_constant": _no_constant}
@@ -119,9 +116,6 @@ class HttpClient:
 
     Repeatable requests share connections, which are kept for KEEP_SECONDS. The server may close such a connection just as a
     request is sent, so any other request opens a connection of its own.
-
-    Args:
-        key: Bearer token sent with every request. None: no key.
     """
 
     def __init__(self, url: str, key: str | None = None) -> None:
@@ -144,9 +138,6 @@ class HttpClient:
     ) -> HttpAnswer:
         """Send one request and return the answer, whatever its status.
 
-        Args:
-            seconds: Time limit from the name look-up to the last byte of the answer.
-            body: JSON. None: no body.
         Raises:
             TimedOut: The answer was not complete after `seconds`.
             BadAnswer: The answer is compressed or larger than `most_bytes`.
@@ -184,7 +175,6 @@ class HttpClient:
                 await asyncio.gather(*(session.close() for session in sessions))
 
     async def _sent(self, kept: bool, method: str, path: str, most_bytes: int, body: bytes | None, accept: str) -> HttpAnswer:
-        """Send the request once. Raises _Unanswered if the server closed the connection before it answered."""
         headers = {"Accept": accept} | ({} if body is None else {"Content-Type": "application/json"})
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS)
         if self._closed:
@@ -218,14 +208,7 @@ class BlockingHttpClient:
     def exchange(
         self, method: str, path: str, *, seconds: float, most_bytes: int = CONTROL_BYTES, body: bytes | None = None
     ) -> HttpAnswer:
-        """Send one request, like `HttpClient.exchange`. It returns in time even if the event loop itself is blocked.
-
-        Args:
-            seconds: Time limit from the name look-up to the last byte of the answer.
-            body: JSON. None: no body.
-        Raises:
-            TimedOut, BadAnswer, ExchangeFailed: As `HttpClient.exchange`.
-        """
+        """Send one request, like `HttpClient.exchange`. It returns in time even if the event loop itself is blocked."""
         future = self._loop.submit(self._http.exchange(method, path, seconds=seconds, most_bytes=most_bytes, body=body))
         try:
             return future.result(seconds + _SLACK_SECONDS)
@@ -247,11 +230,10 @@ def to_json(value: Mapping[str, Any] | None) -> bytes | None:
 
 
 class _Unanswered(Exception):
-    """The server closed the connection before it answered."""
+    pass
 
 
 async def _received(response: aiohttp.ClientResponse, most_bytes: int) -> HttpAnswer:
-    """Read an answer within its size limit. Raise BadAnswer if it is compressed or too large."""
     kind = response.headers.get("content-type")
     kind = None if kind is None else kind.partition(";")[0].strip().lower()
     fails = not 200 <= response.status < 300

@@ -50,11 +50,7 @@ class HeartbeatFolder:
                 os.close(file)
 
     def compare_set(self, key: str, expected: str, value: str) -> bytes:
-        """Set a key if it does not exist yet.
-
-        Returns:
-            The value that the key has afterwards.
-        """
+        """Set a key if it does not exist yet. Returns the value that the key has afterwards."""
         assert expected == "", "a heartbeat is never exchanged for another"
         with _as_runtime_error():
             own = self._folder / f".{os.getpid()}"

@@ -12,11 +12,7 @@ def open_file_limit() -> int:
 
 
 def raise_open_file_limit(wanted: int = WANTED) -> int:
-    """Raise the soft limit to `wanted`, or to the hard limit if that is lower. Children of this process inherit it.
-
-    Returns:
-        The soft limit that holds now.
-    """
+    """Raise the soft limit to `wanted`, or to the hard limit if that is lower. Children of this process inherit it."""
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     if open_file_limit() < (possible := min(_number(hard), wanted)):
         resource.setrlimit(resource.RLIMIT_NOFILE, (possible, hard))

@@ -18,12 +18,9 @@ WORLD_FOLDER = "TEPO_WORLD_FOLDER"  # environment variable: the folder through w
 def make_private_folder(purpose: str, longest: int | None = None) -> PrivateFolder:
     """Create an empty folder of mode 0700 in the system's folder for temporary files (TMPDIR).
 
-    The caller removes the folder. If the caller is killed, the next start does.
-
-    Args:
-        longest: Maximum length of the folder's path in bytes, for sockets; /tmp is used where TMPDIR is too long for it.
-    Raises:
-        ConfigError: Another user could replace the folder, or it cannot be created.
+    The caller removes the folder. If the caller is killed, the next start does. `longest`: maximum length of the folder's path
+    in bytes, for sockets; /tmp is used where TMPDIR is too long for it. Raises ConfigError if another user could replace the
+    folder, or it cannot be created.
     """
     parent = Path(tempfile.gettempdir())
     where, wanted = f"TMPDIR={parent}", "writable"

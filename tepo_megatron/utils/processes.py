@@ -43,10 +43,8 @@ class ProcessStat:
 def die_with_parent(parent_pid: int, signum: signal.Signals = signal.SIGKILL) -> None:
     """Ask the kernel to send `signum` to this process when the thread that started it ends, however it ends.
 
-    SIGKILL, the default, also ends a process that is stopped or ignores SIGTERM. This function can be a preexec_fn.
-
-    Raises:
-        OSError: prctl failed.
+    SIGKILL, the default, also ends a process that is stopped or ignores SIGTERM. This function can be a preexec_fn. Raises
+    OSError if prctl failed.
     """
     if _libc.prctl(_PR_SET_PDEATHSIG, int(signum), 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
@@ -86,10 +84,7 @@ def has_ended(child: int) -> bool:
 def kill_process_tree(leader: int, seconds: float) -> bool:
     """Send SIGKILL to `process_tree(leader)` until none is left, because they may start others in the meantime.
 
-    Args:
-        seconds: Time limit.
-    Returns:
-        False if processes are left after `seconds`.
+    Returns false if processes are left after `seconds`.
     """
     deadline = time.monotonic() + seconds
     while found := process_tree(leader):
@@ -114,11 +109,7 @@ def handlers_restored(numbers: Iterable[signal.Signals]) -> Iterator[dict[signal
 
 
 def kill_later(pid: int, seconds: float) -> None:
-    """Send SIGKILL to a process that still lives after a delay. A separate process sends it, so this one may end first.
-
-    Args:
-        seconds: Delay from now.
-    """
+    """Send SIGKILL to a process that still lives after a delay. A separate process sends it, so this one may end first."""
     subprocess.Popen(
         [sys.executable, "-m", __spec__.name, str(pid), str(seconds)],
         stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True,

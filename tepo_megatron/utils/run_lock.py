@@ -30,8 +30,7 @@ class RunLock(contextlib.AbstractContextManager["RunLock"]):
     def __init__(self, run_dir: Path, what: str = "this run") -> None:
         """Take the lock, creating the folder if it is missing. A refusal leaves everything as it was.
 
-        Raises:
-            ConfigError: Another process holds the lock (the message names it), or the folder cannot be written.
+        Raises ConfigError if another process holds the lock (the message names it), or the folder cannot be written.
         """
         self._path, self._is_new, self._what = run_dir / LOCK_FILE, False, what
         self._made = _missing(run_dir)
@@ -113,7 +112,6 @@ class RunLock(contextlib.AbstractContextManager["RunLock"]):
         self._remove_made()
 
     def _remove_made(self) -> None:
-        """Remove the folders that this lock created, if they are empty."""
         for folder in self._made:
             with contextlib.suppress(OSError):
                 folder.rmdir()
@@ -157,7 +155,6 @@ class FolderIdentity:
 
 
 def _missing(folder: Path) -> list[Path]:
-    """Return the folder and its parents that do not exist, innermost first."""
     found = []
     while not folder.exists():
         found.append(folder)

@@ -3,9 +3,6 @@
     save.request      save a checkpoint after the running step, and go on
     stop.request      save a checkpoint as soon as possible, and end the run
     stop.done         the answer to stop.request: the checkpoint is complete and the run ends
-    restart.request   save a checkpoint as soon as possible, and start the ranks again. It holds a JSON list of
-                      `--section.key VALUE` words, or nothing (`launcher/restart_request.py`)
-    restart.done      the answer to restart.request, as text for the user
     trace.request     trace the next step. It holds a `TraceRequest` as JSON, or nothing
     trace.done        the answer to trace.request, as text for the user
 
@@ -18,9 +15,8 @@ from pathlib import Path
 
 from tepo_megatron.utils.atomic import replace_file
 
-SAVE, STOP, STOPPED, RESTART, RESTARTED = "save.request", "stop.request", "stop.done", "restart.request", "restart.done"
-TRACE, TRACED = "trace.request", "trace.done"
-FILES = (SAVE, STOP, STOPPED, RESTART, RESTARTED, TRACE, TRACED)
+SAVE, STOP, STOPPED, TRACE, TRACED = "save.request", "stop.request", "stop.done", "trace.request", "trace.done"
+FILES = (SAVE, STOP, STOPPED, TRACE, TRACED)
 LOOK_SECONDS = 1.0  # interval at which a run looks for a request while it waits
 
 
@@ -45,11 +41,7 @@ def take_save(run_dir: Path) -> bool:
 
 @dataclass(frozen=True)
 class TraceRequest:
-    """A request to trace steps.
-
-    Attributes:
-        profile: Rank that torch's profiler records, too. None: none.
-    """
+    """A request to trace steps. `profile`: rank that torch's profiler records, too. None: none."""
 
     steps: int = 1
     profile: int | None = None
@@ -89,12 +81,6 @@ def answer_stop(run_dir: Path) -> None:
     """Replace the request to end by its answer."""
     (run_dir / STOPPED).touch()
     (run_dir / STOP).unlink(missing_ok=True)
-
-
-def answer_restart(run_dir: Path, text: str) -> None:
-    """Replace the request to restart the ranks by its answer."""
-    replace_file(run_dir / RESTARTED, text.encode(), durable=False)
-    (run_dir / RESTART).unlink(missing_ok=True)
 
 
 def clear(run_dir: Path) -> None:

@@ -42,10 +42,7 @@ class PrivateFolder(contextlib.AbstractContextManager["PrivateFolder"]):
     def create(cls, purpose: str, root: Path | None = None) -> Self:
         """Create a folder, after sweeping `root` and shared memory.
 
-        Args:
-            root: An existing folder. None: the system's folder for temporary files.
-        Raises:
-            OSError: The folder cannot be created.
+        `root`: an existing folder. None: the system's folder for temporary files.
         """
         root = Path(tempfile.gettempdir()) if root is None else root
         sweep(SHARED_MEMORY)
@@ -70,11 +67,7 @@ def new_name(purpose: str) -> str:
 def claim(root: Path, name: str) -> tuple[Path, int]:
     """Sweep `root`, then create a locked folder in it.
 
-    Returns:
-        The path of the folder, and the open file that holds its lock.
-
-    Raises:
-        OSError: The folder cannot be created.
+    Returns the path of the folder, and the open file that holds its lock.
     """
     sweep(root)
     for _ in range(_ATTEMPTS):
@@ -123,11 +116,7 @@ def sweep(*roots: Path) -> list[Path]:
 
 
 def record_segments(folder: Path, segments: Segments) -> None:
-    """Record in a folder which shared-memory segments to remove with it.
-
-    Raises:
-        OSError: The record cannot be written.
-    """
+    """Record in a folder which shared-memory segments to remove with it."""
     replace_file(folder / SEGMENTS, json.dumps(segments).encode(), durable=False)
 
 
@@ -186,7 +175,6 @@ def _is_mine(folder: Path) -> bool:
 
 
 def _open_locked(folder: Path) -> int:
-    """Lock a folder without waiting and return its open file. Raise OSError if it is locked."""
     file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

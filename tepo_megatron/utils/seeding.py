@@ -19,9 +19,6 @@ def hash_rows(seed: int, columns: Sequence[Tensor]) -> Tensor:
 
     The hash is the finalizer of SplitMix64 (Steele, Lea and Flood 2014), applied once per column; int64 products wrap around.
     It runs on the device of the columns and has the same result on every device.
-
-    Args:
-        columns: Columns of the rows, each int64 [n], on one device.
     """
     key = torch.full_like(columns[0], seed)
     for part, *columns_of_part in zip(key.split(_ROWS), *(column.split(_ROWS) for column in columns), strict=True):
@@ -37,5 +34,4 @@ def hash_rows(seed: int, columns: Sequence[Tensor]) -> Tensor:
 
 
 def _shifted(x: Tensor, bits: int) -> Tensor:
-    """Return x >> bits, filled with zeros."""
     return (x >> bits).bitwise_and_((1 << (64 - bits)) - 1)

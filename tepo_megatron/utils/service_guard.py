@@ -124,8 +124,7 @@ def read_pids(folder: Path) -> tuple[int, int] | None:
 def end(folder: Path, seconds: float) -> None:
     """End the service in this folder, if there is one, and wait until it has ended.
 
-    Args:
-        seconds: Time after which the guard is killed, and the service with it.
+    `seconds`: time after which the guard is killed, and the service with it.
     """
     pids = read_pids(folder)
     if pids is None:

@@ -18,11 +18,7 @@ DAMAGE = (OSError, SafetensorError, KeyError, TypeError, ValueError, IndexError,
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], text: Mapping[str, str]) -> None:
-    """Write a file atomically. Its folder is made if it is missing.
-
-    Raises:
-        StorageError: The file cannot be written.
-    """
+    """Write a file atomically. Its folder is made if it is missing."""
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(path, durable=False, temporary=path.with_suffix(PARTIAL)) as unfinished:
@@ -49,7 +45,6 @@ def follow_umask(path: Path) -> None:
 
 
 def _sum_of(tensors: Mapping[str, Tensor], text: Mapping[str, str]) -> str:
-    """Return the CRC-32 of the whole content of a file, in hexadecimal."""
     crc = zlib.crc32(json.dumps(sorted(text.items())).encode())
     for name in sorted(tensors):
         crc = zlib.crc32(tensors[name].numpy(), zlib.crc32(name.encode(), crc))

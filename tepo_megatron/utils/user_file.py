@@ -16,12 +16,7 @@ from tepo_megatron.utils.loopback import without_proxy
 
 @dataclass(frozen=True)
 class UserFunction:
-    """An object loaded from a user's file.
-
-    Attributes:
-        name: Name of the object in the file.
-        code: The file as it was compiled.
-    """
+    """An object loaded from a user's file."""
 
     file: Path
     name: str
@@ -36,10 +31,8 @@ class UserFunction:
 def load(spec: str, key: str, kind: str = "a function") -> UserFunction:
     """Run a user's file and return the object that "path/to/file.py:name" names.
 
-    From then on, clients in this process and its children reach servers of this machine without the environment's proxy.
-
-    Raises:
-        ConfigError: The object cannot be loaded; the message names `key`, the reason and the fix.
+    From then on, clients in this process and its children reach servers of this machine without the environment's proxy. Raises
+    ConfigError if the object cannot be loaded; the message names `key`, the reason and the fix.
     """
     os.environ.update(without_proxy(os.environ))  # a client may be made at the top of the file
     key = f"{key}={spec}"

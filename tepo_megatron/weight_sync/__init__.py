@@ -9,7 +9,6 @@ broadcast.py        transport `group`: buckets that are broadcast
 rendezvous.py       the store at which ranks and servers agree on process groups
 broadcast_group.py  a process group, and where its members meet
 bucket_format.py    the formats of a round
-mismatch.py         the comparison of engine and actor that shows which weights are served
 ipc.py              memory that several processes of a machine map
 receiver/           the other end, which runs inside the servers
 """

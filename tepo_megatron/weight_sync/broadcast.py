@@ -36,8 +36,6 @@ JOIN_POLL_SECONDS = 0.05
 
 @dataclass
 class _RoundInFlight:
-    """One round that was started, seen from this rank."""
-
     sources: Sequence[Source]  # of all ranks
     row: Tensor | None = None  # the bytes of this rank's bucket; None: it has none in this round
     sent: bool = False  # whether there were groups to send the round to
@@ -46,14 +44,11 @@ class _RoundInFlight:
 
     @property
     def number(self) -> int:
-        """Number of the round."""
         assert isinstance(self.sources[0], Bucket)
         return self.sources[0].number
 
 
 class _Report(NamedTuple):
-    """A rank's result of waiting for a round."""
-
     broken: bool = False  # whether the groups have to be left
     arrived: bool = True  # of rank 0: whether all recipients have the round
 
@@ -62,12 +57,8 @@ class GroupTransport:
     """Broadcasts the buckets to the engine's servers through process groups. See `WeightTransport`.
 
     Collectives over the host group: in `start` one all-gather; in `complete` two for each time that a round is sent again; in
-    both two for each forming of groups.
-
-    Attributes:
-        sent_bytes: Bytes that this rank has broadcast so far.
-        formations: How often new groups were formed so far, or tried to be; counted on rank 0 only.
-        join_seconds: Seconds in which ranks and servers must form the groups, in one attempt.
+    both two for each forming of groups. `formations`: how often new groups were formed so far, or tried to be; counted on rank
+    0 only.
     """
 
     def __init__(self, cfg: SyncConfig, plan: BucketPlan, groups: ParallelDims, receiver: WeightReceiver | None) -> None:
@@ -160,7 +151,6 @@ class GroupTransport:
         self._flight = None
 
     def _reported(self, number: int, recipients: Sequence[Recipient]) -> bool:
-        """Return whether all ranks of these servers have a round."""
         assert self._spec is not None
         silent: list[str] = []
         for recipient in recipients:
@@ -249,7 +239,6 @@ class GroupTransport:
         return self._take_keys(joined)
 
     def _without(self, spec: GroupSpec, key: Callable[[GroupSpec, int], str]) -> list[str]:
-        """Return the names of the invited servers with a rank that has not put its key into the store."""
         assert self._store is not None
         lacking = {t for t, ranks in self._ranks.items() for rank in ranks if not self._store.check([key(spec, rank)])}
         return [recipient.name for recipient in self._ranks if recipient in lacking]
@@ -264,7 +253,6 @@ class GroupTransport:
         self.finish()
 
     def _leave(self) -> None:
-        """Leave this rank's group; members that still wait in it fail at once."""
         if self._channel is not None:
             self._channel.close()
         self._channel = self._spec = None

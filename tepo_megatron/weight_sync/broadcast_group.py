@@ -73,11 +73,7 @@ class UnchangedTensors:
 
 
 class BroadcastGroup:
-    """One rank's end of a sender's process group. `form` makes one.
-
-    Args:
-        seconds: Time limit of a broadcast.
-    """
+    """One rank's end of a sender's process group. `form` makes one."""
 
     def __init__(self, seconds: float, device: torch.device) -> None:
         self._seconds, self._device = seconds, device
@@ -99,12 +95,9 @@ class BroadcastGroup:
         """Form the group and broadcast one byte in it.
 
         NCCL connects the members in their first collective, and that call never returns if a member is missing. So a thread
-        makes the call. If it is late, the thread is abandoned and the group is never used.
-
-        Args:
-            until: Deadline by `time.monotonic()`; None: `spec.join_seconds` from now.
-        Raises:
-            BrokenGroup: A member left, the group was late, or it was cancelled.
+        makes the call. If it is late, the thread is abandoned and the group is never used. `until`: deadline by
+        `time.monotonic()`; None: `spec.join_seconds` from now. Raises BrokenGroup if a member left, the group was late, or it
+        was cancelled.
         """
         formed = cls(spec.seconds, device)
         until = time.monotonic() + spec.join_seconds if until is None else until
@@ -123,7 +116,6 @@ class BroadcastGroup:
         return formed
 
     def _form(self, spec: GroupSpec, sender: int, rank: int) -> None:
-        """Form the group and broadcast one byte in it, over a connection to the store that only this thread uses."""
         group: Any = None
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)  # the current device is set per thread
@@ -199,11 +191,7 @@ def _from_sender(seconds: float) -> Any:
 
 
 def form_group(spec: GroupSpec, sender: int, rank: int, device: torch.device) -> Any:
-    """Form a process group over the interface that leads to the trainer: NCCL for GPUs, else gloo, which connects all members.
-
-    Raises:
-        BrokenGroup, RuntimeError, OSError: The group cannot be formed, or on one machine another user is in it (`ForeignPeer`).
-    """
+    """Form a process group over the interface to the trainer: NCCL for GPUs, else gloo, which connects all members."""
     timeout = datetime.timedelta(seconds=spec.join_seconds)
     joined, name = join_store(spec), f"{spec.name}/{sender}"
     store = joined.of_group(name) if isinstance(joined, FolderStore) else dist.PrefixStore(name, joined)

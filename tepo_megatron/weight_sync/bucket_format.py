@@ -86,7 +86,6 @@ def pack(tensors: Iterable[tuple[str, Tensor]], row: Tensor, with_checksums: boo
 
 
 def _places(contents: Sequence[TensorEntry]) -> list[int]:
-    """Return the offset of each tensor in the buffer, and the end of the last one."""
     places, end = [], 0
     for content in contents:
         places.append(_aligned(end, getattr(torch, content.dtype)))

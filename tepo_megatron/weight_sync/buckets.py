@@ -28,12 +28,7 @@ _LAYER = re.compile(r"decoder\.layers\.\d+\.")
 
 @dataclass
 class RankReplies:
-    """The ranks' replies within `BucketPlan.raise_on_all_ranks`.
-
-    Attributes:
-        mine: This rank's reply, set before the block ends.
-        all: The replies of all ranks, indexed by rank; filled in when the block has ended.
-    """
+    """The ranks' replies within `BucketPlan.raise_on_all_ranks`. `mine`: this rank's reply, set before the block ends."""
 
     mine: Any = None
     all: list[Any] = field(default_factory=list)
@@ -43,10 +38,7 @@ class BucketPlan:
     """The bucket plan of a model, the same in every delivery.
 
     Attributes:
-        senders: The ranks that have buckets to send, in ascending order.
-        mine: Number of buckets that this rank sends.
         count: Number of rounds, the largest `mine` of any rank.
-        largest: Upper bound on the bytes of this rank's largest bucket; 0 on ranks that send none.
         sent: The parameters that leave through this rank's tensor-parallel group.
     """
 
@@ -87,12 +79,8 @@ class BucketPlan:
 
         Ranks that do not send yield nothing, but must iterate: the shards are gathered over tp (`iterate_hf`). With
         `sync.quantize` a linear layer is two tensors. It is quantized whole, because a block may span two tensor-parallel
-        ranks.
-
-        Args:
-            only: Parameters to send; None: all of the bucket.
-        Raises:
-            ConversionError: A tensor cannot be quantized. It is raised after all tensors have been gathered.
+        ranks. `only`: parameters to send; None: all of the bucket. Raises ConversionError if a tensor cannot be quantized. It
+        is raised after all tensors have been gathered.
         """
         bucket = self._buckets[i] if i < len(self._buckets) else []
         if only is not None:
@@ -103,13 +91,11 @@ class BucketPlan:
         return _quantized(whole, bucket) if self._in_fp8 else whole
 
     def _bytes(self, binding: Binding) -> int:
-        """Return an upper bound on the bytes that are sent of a parameter."""
         if self._in_fp8:
             return sum(t.nbytes + t.element_size() - 1 for _, t in self._shapes(binding))
         return whole_bytes(binding, self._groups.tp.size)
 
     def _whole(self, binding: Binding) -> list[tuple[str, Tensor]]:
-        """Return the Hugging Face tensors of a parameter, on the meta device."""
         shards = [torch.empty_like(binding.parameter, device="meta")] * self._groups.tp.size
         return list(zip(binding.hf_names, binding.row.op.unshard(shards, self._arch), strict=True))
 
@@ -158,10 +144,8 @@ class Delta:
     def changed(self, version: int, base: int | None) -> list[Binding] | None:
         """Return the parameters that a push must send; None: all of them, because `base` is not the version of the last push.
 
-        Every rank reads its own part of the model. Collectives: one all-gather over the host group.
-
-        Args:
-            base: The version that all servers in the update have; None: there is no such version.
+        Every rank reads its own part of the model. Collectives: one all-gather over the host group. `base`: the version that
+        all servers in the update have; None: there is no such version.
         """
         now = {b.name: crc32(b.parameter) for b in self._plan.sent}
         mine = {_unit(name) for name, checksum in now.items() if self._known.get(name) != checksum}
@@ -176,10 +160,6 @@ def is_check_due(version: int, before: int | None, every: int) -> bool:
 
     If rollouts are sampled ahead, some versions are never delivered. A check that was due at such a version is made at the next
     delivery.
-
-    Args:
-        before: The version of the last delivery; None: there was none.
-        every: Steps between checks; 0: never check.
     """
     return every != 0 and (version % every == 0 or (before is not None and version // every > before // every))
 
@@ -203,13 +183,7 @@ def _quantized(whole: Iterator[tuple[str, Tensor]], bucket: Sequence[Binding]) -
 def split_into_buckets(
     bindings: Sequence[Binding], arch: Architecture, size_of: Callable[[Binding], int], limit: int
 ) -> list[list[Binding]]:
-    """Split the parameters into buckets, in order.
-
-    All ranks of a tensor-parallel group, which gather a bucket together, get the same buckets.
-
-    Args:
-        size_of: Returns the bytes that are sent of a parameter.
-    """
+    """Split the parameters into buckets, in order, the same on all ranks of a tensor-parallel group."""
     buckets: list[list[Binding]] = []
     free_bytes = 0
     for b in bindings:

@@ -40,12 +40,7 @@ class BufferHandle:
 
 
 class IpcBuffer(Protocol):
-    """An exported buffer.
-
-    Attributes:
-        handle: Other processes open the buffer with it.
-        bytes: This process's view, uint8 [n].
-    """
+    """An exported buffer."""
 
     handle: BufferHandle
     bytes: Tensor
@@ -108,10 +103,8 @@ def export_buffer(nbytes: int, device: torch.device) -> IpcBuffer:
 def open_buffer(handle: BufferHandle, device: torch.device) -> Iterator[Tensor]:
     """Map the buffer for this process and yield it as a uint8 tensor.
 
-    The tensor must not be used after the `with` block, whose end waits for the kernels that read it.
-
-    Raises:
-        ValueError: The buffer cannot be mapped.
+    The tensor must not be used after the `with` block, whose end waits for the kernels that read it. Raises ValueError if the
+    buffer cannot be mapped.
     """
     row = _open_device_buffer(handle, device) if handle.gpu else _open_host_buffer(handle)
     try:

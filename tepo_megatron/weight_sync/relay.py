@@ -31,12 +31,7 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")  # unique to a running kernel
 
 @dataclass(frozen=True)
 class RelayRoute:
-    """The path of one sender's buckets.
-
-    Attributes:
-        recipients: The recipients: one rank of every machine but the sender's.
-        group: The process group of sender and recipients; None if there are no recipients.
-    """
+    """The path of one sender's buckets."""
 
     sender: int
     recipients: tuple[int, ...]
@@ -52,9 +47,6 @@ class RelayTransport(stores.StoredTransport):
 
     Collectives: in `open`, three all-gathers over the host group, and the creation of groups; in `stage`, one all-gather
     over the host group, and for each sender with a bucket one broadcast over the sender and its recipients.
-
-    Attributes:
-        machines: The ranks of each machine.
     """
 
     def __init__(self, cfg: SyncConfig, plan: BucketPlan, groups: ParallelDims, receiver: WeightReceiver | None) -> None:
@@ -93,10 +85,6 @@ class RelayTransport(stores.StoredTransport):
         """Write the buckets of all senders on every machine. See `WeightTransport.stage`.
 
         An error on one rank before anything is sent is raised on all ranks.
-
-        Raises:
-            CheckpointError: A file cannot be written. It is raised after all buckets have been sent.
-            SyncError: A tensor was damaged in transit; raised likewise.
         """
         self._remove(before=number - 1)
         own = self._row("own", self._plan.largest)
@@ -124,7 +112,6 @@ class RelayTransport(stores.StoredTransport):
         return None if mine is None else StagedBucket(self._shared_folder / name, mine.checksums, mine.nbytes)
 
     def _write(self, name: str, bucket: Bucket, row: Tensor) -> None:
-        """Write a bucket to its file. Raises CheckpointError, and SyncError for a tensor that was damaged in transit."""
         self._written.append((bucket.number, self.folder / name))
         try:
             there = {name: stores.on_host(tensor) for name, tensor in bucket.tensors(row)}
@@ -142,7 +129,6 @@ class RelayTransport(stores.StoredTransport):
         return row
 
     def _remove(self, before: int | None = None) -> None:
-        """Delete the files that this rank wrote: those of rounds before a number, or all."""
         for number, path in self._written:
             if before is None or number < before:
                 path.unlink(missing_ok=True)
@@ -220,7 +206,6 @@ def memory_identity(root: Path) -> tuple[str, int, int]:
 
 
 def _make(folder: Path) -> scratch.PrivateFolder:
-    """Make the folder and return it. Raises CheckpointError."""
     try:
         return scratch.PrivateFolder(*scratch.claim(folder.parent, folder.name))
     except OSError as e:

@@ -11,13 +11,7 @@ from tepo_megatron.weight_sync.stores import make_folder
 
 @dataclass(frozen=True)
 class OwnedStore:
-    """A private folder if all participants are on this machine, otherwise a TCPStore on one of this machine's addresses.
-
-    Attributes:
-        where: The store's location, for messages.
-        port: The TCPStore's port, as in `GroupSpec`; 0 for a folder.
-        owned: The folder; None for a TCPStore.
-    """
+    """A private folder if all participants are on this machine, otherwise a TCPStore on one of this machine's addresses."""
 
     store: KeyValueStore
     where: str
@@ -26,12 +20,7 @@ class OwnedStore:
 
     @classmethod
     def open(cls, address: str) -> "OwnedStore":
-        """Make the folder, or open the TCPStore's port.
-
-        Raises:
-            OSError: No port can be opened at the address.
-            ConfigError: The folder cannot be made.
-        """
+        """Make the folder, or open the TCPStore's port."""
         if is_loopback(address):
             owned = PrivateFolder(*make_folder())
             return cls(FolderStore(owned.path), f"in {owned.path}", owned=owned)

@@ -66,7 +66,7 @@ class StoredTransport:
         return f"v{version}-{number:05d}-{owner}.safetensors"
 
     def _release(self, sources: Sequence[Source]) -> None:
-        """Release sources that the engine has read. Called on rank 0 only."""
+        pass
 
 
 class FileTransport(StoredTransport):
@@ -178,8 +178,7 @@ class PinnedStaging:
     def __init__(self, nbytes: int, device: torch.device) -> None:
         """Allocate nothing yet.
 
-        Args:
-            nbytes: Bytes of the largest bucket, whose tensors follow each other at multiples of their dtypes' sizes.
+        `nbytes`: bytes of the largest bucket, whose tensors follow each other at multiples of their dtypes' sizes.
         """
         self._nbytes, self._device, self._arena = nbytes, device, HostArena(device)
 
@@ -207,13 +206,7 @@ def on_host(tensor: Tensor) -> Tensor:
 
 
 def write_file(tensors: dict[str, Tensor], path: Path, checksums: Mapping[str, int], for_others: bool = False) -> None:
-    """Write tensors to a safetensors file, which `weight_sync/receiver/weight_files.py` reads.
-
-    Args:
-        checksums: CRC-32 by tensor name, written into the header; empty: none are written.
-    Raises:
-        CheckpointError: The file cannot be written.
-    """
+    """Write tensors to a safetensors file, which `weight_sync/receiver/weight_files.py` reads."""
     header = {"format": "pt"}
     if checksums:
         header["crc32"] = json.dumps(checksums)

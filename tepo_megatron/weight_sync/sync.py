@@ -48,10 +48,6 @@ class WeightSync:
     Collectives: in a push, one gather over tp for each split parameter that is sent; over the host group one all-gather for
     each round and two at the end, with `sync.delta` four more, and two more if the delivery is checked; those of
     the transport.
-
-    Attributes:
-        transport: The transport that sends the rounds.
-        rounds: Number of rounds of a delivery of all weights.
     """
 
     def __init__(self, cfg: SyncConfig, plan: BucketPlan, transport: WeightTransport, receiver: WeightReceiver | None) -> None:
@@ -68,12 +64,6 @@ class WeightSync:
 
         When it returns, the engine serves `version`, and no bucket of this rank is left. After an error the engine can only be
         closed.
-
-        Raises:
-            SyncError: The engine refuses the weights, or live servers do not receive them. This and the other errors are raised
-                on every rank.
-            CheckpointError: A rank cannot store a bucket.
-            ConversionError: A rank cannot quantize a tensor.
         """
         checked = is_check_due(version, self._delivered, self._verify_every)
         try:
@@ -112,7 +102,6 @@ class WeightSync:
         return only is None
 
     def _stage(self, version: int, i: int, number: int, only: Sequence[Binding] | None, checked: bool) -> StagedBucket | None:
-        """Stage this rank's bucket of round `i`, which is sent as round `number`. See `WeightTransport.stage`."""
         try:
             with tracer.span("stage weights", round=number):
                 staged = self.transport.stage(version, number, self._plan.tensors(i, only), checked)
@@ -140,7 +129,6 @@ class WeightSync:
         return only
 
     def _verify(self) -> None:
-        """Compare the served weights with the sent ones; raise SyncError on all ranks if they differ."""
         gathered = self._plan.from_all(self._sent)
         with self._plan.raise_on_all_ranks():
             if self._receiver is not None:
@@ -227,7 +215,6 @@ def make_weight_sync(
 
 
 def _ranks() -> tuple[int, int]:
-    """Return the number of ranks that torchrun started on this machine and on all machines; (1, 1) without torchrun."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1")), int(os.environ.get("WORLD_SIZE", "1"))
 
 

@@ -76,10 +76,6 @@ class WeightTransport(Protocol):
         """Put this rank's bucket where it can be loaded from; return None if it is empty.
 
         `RelayTransport` makes collective calls here; it iterates the tensors like all others, which gathers them over tp.
-
-        Raises:
-            CheckpointError: The bucket cannot be stored.
-            ConversionError: A tensor cannot be quantized.
         """
 
     def start(self, sources: Sequence[Source]) -> None:

@@ -13,7 +13,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tepo_megatron.controller.step_log import KEYS, PHASES
-from tepo_megatron.observability.prometheus import step_name
+from tepo_megatron.observability.metrics_server import step_name
 from tests.e2e.conftest import Command
 from tests.e2e.test_faults import SHORT
 from tools.grafana import DASHBOARD, LIVE, names_in

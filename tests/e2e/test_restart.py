@@ -99,55 +99,6 @@ def test_killed_ranks_are_restarted_and_nothing_changes(
 
 
 @pytest.mark.full
-def test_the_command_restarts_the_ranks_with_another_layout(
-    tepo,
-    arguments,
-    model: Path,  # noqa: F811
-    tmp_path: Path,
-) -> None:
-    """Two data-parallel ranks become one, and two tensor-parallel ones; the service goes on, and nothing is sampled twice."""
-    steps, longer = 2 * STEPS, CONFIG | {"training__steps": 2 * STEPS}
-    run, command = tmp_path / "runs" / "asked", tepo(*arguments(model, **longer, name="asked"), engine="slow")
-    command.until(lambda: taken(run) >= 1, timeout=BOUND)
-    service = service_of(command)
-    for words, ranks in ((["--parallel.dp", "1"], 1), (["--parallel.dp", "1", "--parallel.tp", "2"], 2), ([], 2)):
-        more = taken(run) + 1
-        command.until(lambda: taken(run) >= more, timeout=BOUND)  # noqa: B023
-        asking = tepo("restart", run, *words, "--wait", "600")
-        assert asking.wait(BOUND) == 0, asking.output
-        assert f"the ranks are restarted on request{' '.join([' with', *words] if words else [])}" in asking.output
-        command.until(lambda: len(ranks_of(command)) == ranks, timeout=BOUND)  # noqa: B023
-        assert service_of(command) == service
-    refused = tepo("restart", run, "--rollout.temperature", "0.5")
-    assert refused.wait(BOUND) == 1 and "only parallel.* and megatron.* can be changed" in refused.output
-    assert command.wait(4 * BOUND) == 0, command.output
-    assert (run / "log.txt").read_text().count("the ranks end after step") == 3
-    command.assert_nothing_left()
-    assert [record["step"] for record in records(run)] == list(range(1, steps + 1))
-    history = read_history(run)
-    assert not history.faults and list(history.steps) == list(range(1, steps + 1))
-    layouts = [(config["parallel"]["dp"], config["parallel"]["tp"]) for _, config in history.starts]
-    assert layouts == [(2, 1), (1, 1), (1, 2), (2, 1)], "keys change the config of the run's start"
-    ended = tepo("restart", run)
-    assert ended.wait(BOUND) == 1 and "no run is under way in this folder" in ended.output
-
-
-@pytest.mark.full
-def test_fewer_ranks_go_on_after_a_device_was_lost(tepo, arguments, model: Path, tmp_path: Path) -> None:  # noqa: F811
-    """On a CPU the loss is a list of the devices that work; whether a GPU works is tried by a process on it."""
-    words = arguments(model, **CONFIG, parallel__min_dp=1, name="lost")
-    run, command = tmp_path / "runs" / "lost", tepo(*words, engine="slow", env={"TEPO_TEST_WORKING": "1,2"})
-    kill(command, run, 3, [0])
-    assert len(ranks_of(command)) == 1
-    environment = Path(f"/proc/{ranks_of(command)[0]}/environ").read_bytes().split(b"\0")
-    assert b"CUDA_VISIBLE_DEVICES=1,2" in environment
-    assert command.wait(4 * BOUND) == 0, command.output
-    assert "no longer work: 0; the ranks go on with parallel.dp=1 instead of 2" in (run / "log.txt").read_text()
-    assert [record["step"] for record in records(run)] == list(range(1, STEPS + 1))
-    command.assert_nothing_left()
-
-
-@pytest.mark.full
 def test_a_damaged_checkpoint_costs_the_service_but_not_the_run(
     tepo,
     arguments,
@@ -174,17 +125,6 @@ def test_a_damaged_checkpoint_costs_the_service_but_not_the_run(
     assert records(run) == records(straight)
     of_run, of_straight = weights(run), weights(straight)
     assert all(torch.equal(of_run[name], t) for name, t in of_straight.items())
-
-
-@pytest.mark.full
-def test_too_few_devices_end_the_run(tepo, arguments, model: Path, tmp_path: Path) -> None:  # noqa: F811
-    words = arguments(model, **CONFIG, parallel__min_dp=2, name="few")
-    run, command = tmp_path / "runs" / "few", tepo(*words, engine="slow", env={"TEPO_TEST_WORKING": "1"})
-    command.until(lambda: taken(run) >= 1, timeout=BOUND)
-    os.kill(ranks_of(command)[1], signal.SIGKILL)
-    assert command.wait(BOUND) == 1, command.output
-    assert "the 1 that are left are too few for parallel.min_dp=2 of 1 ranks each" in command.output
-    command.assert_nothing_left()
 
 
 @pytest.mark.full

@@ -213,7 +213,7 @@ def test_fused_adam_steps_as_this_packages(name: str) -> None:
 def test_fused_norms_are_the_plain_one(name: str, dtype: torch.dtype) -> None:
     from megatron.core.transformer import TransformerConfig
 
-    from tepo_megatron.actor.modules import ApexRMSNorm, RMSNorm
+    from tepo_megatron.actor.layer_spec import ApexRMSNorm, RMSNorm
 
     if importlib.util.find_spec(name) is None or (name == "apex" and "fused_layer_norm_cuda" not in FOUND):
         pytest.skip(f"{name} is not installed")

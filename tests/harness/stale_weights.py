@@ -29,12 +29,12 @@ import tests.conftest  # noqa: F401  chooses the CPU platform, before anything i
 
 from tepo_megatron import report
 from tepo_megatron.config import Config
+from tepo_megatron.controller.gate import allowed_difference
 from tepo_megatron.observability import run_dir
 from tepo_megatron.platform import activate
 from tepo_megatron.rollout import record
 from tepo_megatron.train import train
 from tepo_megatron.utils.quiet import quiet_upstream
-from tepo_megatron.weight_sync.mismatch import allowed_difference
 from tests.harness import experts
 from tests.harness.faulty_engine import FAULTS, FAULTS_OF_EXPERTS, Fault, FaultyEngine, tokens_of
 from tests.parallel import resume_worlds as w

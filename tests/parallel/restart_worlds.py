@@ -13,7 +13,6 @@ import pytest
 from tepo_megatron.config import Config
 from tepo_megatron.observability import run_dir
 from tepo_megatron.utils import service_guard
-from tepo_megatron.utils.save_requests import RESTART
 from tepo_megatron.utils.supervisor import ATTEMPT, LAUNCHER
 from tests.parallel.resume_worlds import Kill, journal_rows, run_rank
 from tests.worlds import run_world
@@ -61,7 +60,6 @@ def restarted(cfg: Config, journal: Path, *kills: Kill, configs: tuple[Config, .
                 if kill is None or len(killed) != number + 1:
                     raise
                 services.add(service_pid())
-                (cfg.run_dir / RESTART).unlink(missing_ok=True)  # as the launcher does
             else:
                 assert kill is None, f"the run ended before the kill {kill}"
     assert None not in services and len(services) <= 1, "the service did not outlive the ranks"

@@ -97,7 +97,7 @@ def test_what_is_saved_is_the_state_whatever_was_replaced(
 
 
 def look_twice(rank: int, cfg: Any, batch: Any) -> list[bool]:
-    from tepo_megatron.checkpoint.shard_cache import ShardCache
+    from tepo_megatron.checkpoint.state import ShardCache
 
     actor, views = w.start(cfg), ShardCache()
     w.update(actor, 1, batch)
@@ -117,7 +117,7 @@ def ask_for_objects(rank: int, cfg: Any) -> list[list[Any]]:
     """Modules that have nothing to say, then a scale that changes, then nothing again."""
     from megatron.core.tensor_parallel import RowParallelLinear
 
-    from tepo_megatron.checkpoint.shard_cache import ShardCache
+    from tepo_megatron.checkpoint.state import ShardCache
 
     actor, views, out = w.start(cfg), ShardCache(), []
     scale, nothing = torch.ones(1), None

@@ -134,7 +134,7 @@ def gpt(config: Any, groups: parallel.ParallelDims) -> Any:
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 
     from tepo_megatron.actor.attention import SDPACoreAttention
-    from tepo_megatron.actor.modules import RMSNorm
+    from tepo_megatron.actor.layer_spec import RMSNorm
 
     spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm")
     for layer in spec.layer_specs:

@@ -14,11 +14,10 @@ from tepo_megatron.launcher.replay import ReplayRequest, replay
 from tepo_megatron.observability import run_dir
 from tepo_megatron.rollout import record
 from tepo_megatron.rollout.decisions import read_history
-from tepo_megatron.utils.save_requests import RESTART
 from tepo_megatron.utils.seeding import derive_seed
 from tests.parallel import resume_worlds as w
 from tests.parallel.restart_worlds import restarted
-from tests.parallel.resume_worlds import Kill, Outcome, Request
+from tests.parallel.resume_worlds import Kill, Outcome
 from tests.worlds import run_world
 
 pytestmark = pytest.mark.slow
@@ -148,34 +147,6 @@ def test_ranks_that_share_the_devices_are_restarted(
     assert memory
     records = [{key: value for key, value in record.items() if key not in memory} for record in made.records]
     w.assert_same(replace(made, records=records), expected)
-
-
-@pytest.mark.parametrize(
-    "where",
-    [
-        "tepo_megatron.actor.actor:Actor.update",
-        pytest.param("tepo_megatron.controller.schedule:Schedule.evaluate", marks=pytest.mark.full),
-        pytest.param("tepo_megatron.weight_sync.sync:WeightSync.push", marks=pytest.mark.full),
-        pytest.param(CHECKPOINT + "checkpoints:Checkpoints.save", marks=pytest.mark.full),
-    ],
-)
-@pytest.mark.parametrize("placement", ["apart", "colocated"])
-def test_a_restart_on_request_changes_nothing(
-    straight: Callable[[int], Outcome], model: Path, tmp_path: Path, where: str, placement: str
-) -> None:
-    cfg = w.run_config(model, tmp_path, rollout={"colocate": placement == "colocated"}, checkpoint={"every": 2})
-    restarted(cfg, tmp_path / "journal", Request(where, 2, name=RESTART), Request(where, 4, name=RESTART))
-    made = w.outcome(cfg, tmp_path / "journal")
-    records = [{key: value for key, value in record.items() if not key.startswith("memory/")} for record in made.records]
-    w.assert_same(replace(made, records=records), straight(1))
-
-
-def test_a_restart_on_request_repeats_no_evaluation(straight: Callable[[int], Outcome], model: Path, tmp_path: Path) -> None:
-    cfg = w.run_config(model, tmp_path, checkpoint={"every": 2})
-    restarted(cfg, tmp_path / "journal", Request("tepo_megatron.controller.schedule:Schedule.evaluate", 2, name=RESTART))
-    w.assert_same(w.outcome(cfg, tmp_path / "journal"), straight(1))
-    rows = [row for row in w.journal_rows(tmp_path / "journal") if row.get("seed") == derive_seed(cfg.seed, "evaluation")]
-    assert [row["version"] for row in rows] == [0, 2, 4, 5], "no evaluation is made twice"
 
 
 def test_ranks_are_restarted_with_another_mesh(model: Path, tmp_path: Path) -> None:

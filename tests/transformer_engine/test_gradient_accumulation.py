@@ -1,7 +1,7 @@
 """`megatron.transformer.gradient_accumulation_fusion` where Transformer Engine is installed and Apex is not.
 
 That is the default of `platform: cuda`. Megatron's own output layer asks for Apex's extension then;
-`actor/modules.py` replaces it. test_training.py checks the gradients.
+`actor/layer_spec.py` replaces it. test_training.py checks the gradients.
 """
 
 from __future__ import annotations

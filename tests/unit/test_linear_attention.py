@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from tepo_megatron.actor import build, kernels, precision
+from tepo_megatron.actor.layer_spec import ZeroCenteredRMSNorm
 from tepo_megatron.actor.layout import check_layout, check_shared_prompts
 from tepo_megatron.actor.linear_kernels import LinearLayout
-from tepo_megatron.actor.modules import ZeroCenteredRMSNorm
 from tepo_megatron.actor.rotary import PackedRotary, rotate
 from tepo_megatron.config import ModelConfig, ParallelConfig, TrainingConfig
 from tepo_megatron.errors import ConfigError

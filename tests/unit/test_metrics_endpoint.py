@@ -17,8 +17,15 @@ from tepo_megatron.controller.step_log import KEYS, PHASES
 from tepo_megatron.errors import ConfigError
 from tepo_megatron.inference.report import EngineReport, ServerReport
 from tepo_megatron.observability.alerts import RULES
-from tepo_megatron.observability.metrics_server import KEY_FILE, TARGETS_FILE, serve_metrics
-from tepo_megatron.observability.prometheus import MetricFamily, as_text, merge_servers, step_name
+from tepo_megatron.observability.metrics_server import (
+    KEY_FILE,
+    TARGETS_FILE,
+    MetricFamily,
+    as_text,
+    merge_servers,
+    serve_metrics,
+    step_name,
+)
 from tepo_megatron.rollout.collector import Progress
 from tools import grafana
 

@@ -414,7 +414,7 @@ def test_what_doctor_says() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_plain_norm_is_the_formula(dtype: torch.dtype) -> None:
     """x / sqrt(mean x^2 + eps) * w, values and gradients, against fp64."""
-    from tepo_megatron.actor.modules import RMSNorm
+    from tepo_megatron.actor.layer_spec import RMSNorm
 
     config = TransformerConfig(num_layers=1, hidden_size=48, num_attention_heads=4, params_dtype=dtype)
     norm, generator = RMSNorm(config, 48, eps=1e-6), torch.Generator().manual_seed(0)

@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from tepo_megatron.checkpoint.reading import SliceReader as ResumeReader
+from tepo_megatron.checkpoint.restoring import SliceReader as ResumeReader
 from tepo_megatron.convert.dist_reader import DistCheckpointReader as ConversionReader
 from tepo_megatron.errors import CheckpointError
 from tepo_megatron.evaluation.checkpoint import hf_model

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from tepo_megatron.grading import sandbox
-from tepo_megatron.utils.waiting import LATE_SECONDS, time_limit
+from tepo_megatron.utils.loop import LATE_SECONDS, time_limit
 
 LIMIT_SECONDS = 0.05
 

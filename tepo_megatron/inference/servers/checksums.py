@@ -28,10 +28,8 @@ class ChecksumChecks:
     def compare(self, version: int, answers: Mapping[str, Mapping[str, str]], sent: Mapping[str, int]) -> None:
         """Compare one version's checksums. The first comparison only records them for the stale check.
 
-        A tensor is stale if its sent CRC-32 changed since the last call and the servers' checksums of it did not.
-
-        Raises:
-            SyncError: Servers differ from each other, or serve stale tensors.
+        A tensor is stale if its sent CRC-32 changed since the last call and the servers' checksums of it did not. Raises
+        SyncError if servers differ from each other, or serve stale tensors.
         """
         known = {
             server: {name: c for name, c in them.items() if not c.startswith(_NOTHING)} for server, them in answers.items()
@@ -66,7 +64,6 @@ class ChecksumChecks:
 
 
 def _theirs(name: str) -> str:
-    """Return the name that vLLM and SGLang give the parameter that holds this tensor."""
     for pattern, joined in _JOINED:
         name = pattern.sub(joined, name)
     return name

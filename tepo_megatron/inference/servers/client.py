@@ -37,11 +37,7 @@ class RequestFailed(Exception):
 
 
 class Client:
-    """Exchanges JSON with one server, and watches its health. Use it in one event loop.
-
-    Args:
-        request_seconds: Time limit of one whole exchange, unless `send` is given another.
-    """
+    """Exchanges JSON with one server, and watches its health. Use it in one event loop."""
 
     def __init__(self, url: str, key: str, *, request_seconds: float, heartbeat_timeout: float) -> None:
         self.url = url
@@ -53,12 +49,6 @@ class Client:
         """Send one request and return the JSON answer. A request is never repeated, because it may have had its effect.
 
         An answer without a content type is returned as text: some of SGLang's answers are a bare line.
-
-        Args:
-            body: Sent as JSON. None: no body.
-        Raises:
-            RolloutError: This process may not open another connection; the server is not to blame.
-            RequestFailed: No answer within the limit, a broken connection, or an error answer.
         """
         answer = await self.exchange(method, path, body, repeatable=repeatable)
         try:
@@ -76,15 +66,7 @@ class Client:
         seconds: float | None = None,
         repeatable: bool = False,
     ) -> HttpAnswer:
-        """Send one request, like `send`, and return the undecoded answer.
-
-        Args:
-            body: Sent as JSON. None: no body.
-            most_bytes: Size limit of the answer in bytes.
-            seconds: Time limit of the exchange. None: `request_seconds`.
-        Raises:
-            RequestFailed: As `send`.
-        """
+        """Send one request, like `send`, and return the undecoded answer of at most `most_bytes`."""
         seconds = seconds or self._request_seconds
         try:
             answer = await self._http.exchange(
@@ -125,7 +107,6 @@ class Client:
         self._paused = False
 
     async def _ask_for_health(self) -> None:
-        """Check the server's health once. Raises ExchangeFailed, or BadAnswer with the status if that is an error."""
         limit = max(HEALTH_SECONDS, self._heartbeat_timeout)
         async with self._asking:
             paused = self._paused  # `resume` may come before the answer

@@ -36,14 +36,7 @@ def _odd(error: Exception) -> str:
 
 
 class ServerConnection:
-    """A server across its restarts, and the connection to it.
-
-    All methods run in one event loop.
-
-    Attributes:
-        client: Connection to the current start of the server; None while there is none.
-        address, info: Address and self-description since the last `ready`; None before the first.
-    """
+    """A server across its restarts, and the connection to it. All methods run in one event loop."""
 
     def __init__(self, server: Server, api: EngineApi, cfg: AnyServerConfig) -> None:
         self.server, self.api, self._cfg = server, api, cfg
@@ -100,8 +93,7 @@ class ServerConnection:
 class UndecodedAnswers:
     """The answers to one call of `Endpoint.generate`.
 
-    Attributes:
-        decode: Returns the rollouts; see `Endpoint.decode`. May be called in any thread.
+    `decode`: returns the rollouts; see `Endpoint.decode`. May be called in any thread.
     """
 
     nbytes: int
@@ -112,8 +104,6 @@ class Endpoint(ServerConnection):
     """A server of a fleet, with the version of its weights.
 
     Attributes:
-        ranks: Number of processes that hold the model.
-        version: Version of the weights that the server serves.
         most_in_flight: Most requests that were in flight at once since `load.LoadMeter` last read it.
         answered: The server has answered a generation request since it was launched.
         broken_off: The sender of the last update is gone before its end.
@@ -157,12 +147,7 @@ class Endpoint(ServerConnection):
         self.version = INITIAL_VERSION if about.label == INITIAL_LABEL else UNKNOWN_VERSION
 
     async def generate(self, asks: Sequence[GenerationRequest]) -> UndecodedAnswers:
-        """Have the current `version` sample. Returns when the answers have arrived.
-
-        Raises:
-            RequestFailed: A request failed.
-            RolloutError: The server is not running, or serves other weights.
-        """
+        """Have the current `version` sample. Returns when the answers have arrived."""
         client, version = self._connected(), self.version
         seconds = self._cfg.generation_limit(sum(ask.sampling.samples * ask.sampling.max_tokens for ask in asks))
 
@@ -185,11 +170,7 @@ class Endpoint(ServerConnection):
         return UndecodedAnswers(sum(len(x.body) for x in received), functools.partial(self.decode, asks, received, version))
 
     def decode(self, asks: Sequence[GenerationRequest], answers: Sequence[HttpAnswer], version: int) -> list[Rollout]:
-        """Return the requested samples, by request and sample index.
-
-        Raises:
-            RolloutError: An answer is not what was asked for.
-        """
+        """Return the requested samples, by request and sample index."""
         decoded = [self.api.decode(answer, ask, version) for ask, answer in zip(asks, answers, strict=True)]
         return [replace(rollout, servers=((0, self.name),)) for rollouts in decoded for rollout in rollouts]
 
@@ -202,10 +183,6 @@ class Endpoint(ServerConnection):
 
         After an update that failed or was broken off, the server can no longer be trusted: it stays healthy and keeps its old
         version label.
-
-        Raises:
-            SyncError: The server refuses the weights. The other four methods of an update raise the same errors.
-            RequestFailed: The server cannot be reached, or does not get out of an update that was broken off.
         """
         self.version, self._coming = UNKNOWN_VERSION, version
         try:
@@ -255,12 +232,7 @@ class Endpoint(ServerConnection):
             raise SyncError(f"{what or f'weights of version {self._coming}'}: {self.name} {_odd(e)}") from None
 
     async def sleep(self) -> None:
-        """Release the memory of the weights and the KV cache.
-
-        Raises:
-            RequestFailed: The request failed. After an error, here or in `wake`, the memory that the server holds is unknown.
-            RolloutError: The answer is not what was asked for.
-        """
+        """Release the memory of the weights and the KV cache."""
         client = self._connected()
         await client.pause()
         self.version = UNKNOWN_VERSION

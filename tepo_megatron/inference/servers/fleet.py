@@ -20,10 +20,7 @@ from tepo_megatron.inference.servers.updates import PoolUpdates
 class Fleet(RoutedSampler, PoolUpdates):
     """Implementation of `engine.RolloutEngine` on several servers. Its base classes share the pool of these servers.
 
-    Args:
-        quiesce: Quiesces servers that others start, where they have to sleep (`rollout.colocate`). None: not needed.
-    Attributes:
-        endpoints: The servers, in the order in which they were given. Only the fleet may call methods that change them.
+    `endpoints`: the servers, in the order in which they were given. Only the fleet may call methods that change them.
     """
 
     def __init__(self, endpoints: Sequence[Endpoint], cfg: RolloutConfig, quiesce: Quiesce | None = None) -> None:

@@ -44,9 +44,8 @@ _SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, AT_ONCE, signal.SIGCHL
 class SharedMemorySegments:
     """Shared-memory segments that processes of the server map, or mapped at an earlier check.
 
-    Args:
-        folder: Private folder in which the segments are recorded. What is recorded there already belongs to an earlier server,
-            whose guard was killed: it stays in the record and is removed with the rest. None: nothing is recorded.
+    `folder`: private folder in which the segments are recorded. What is recorded there already belongs to an earlier server,
+    whose guard was killed: it stays in the record and is removed with the rest. None: nothing is recorded.
     """
 
     def __init__(self, folder: Path | None) -> None:
@@ -81,14 +80,7 @@ class SharedMemorySegments:
 
 
 def main(owner: int, grace_seconds: float, folder: Path | None, command: list[str]) -> int:
-    """Run `command` until it ends, a signal asks to end it (SIGTERM, SIGINT, SIGHUP or AT_ONCE), or the owner is gone.
-
-    Args:
-        grace_seconds: Time between SIGTERM and SIGKILL. AT_ONCE sets it to 0.
-        folder: The server's private folder; None: none.
-    Returns:
-        The exit status of `command`, or 128 + n if signal n ended it.
-    """
+    """Run `command` until it ends, a signal asks to end it (SIGTERM, SIGINT, SIGHUP or AT_ONCE), or the owner is gone."""
     signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # `sigtimedwait` receives them instead
     # Orphans of the tree become children of the guard, so that `_end` can wait for the last of them.
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)

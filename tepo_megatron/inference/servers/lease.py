@@ -104,9 +104,6 @@ class Quiesce:
     devices writes a `DeviceLease` into the rendezvous folder, with the starts (incarnations) of the servers that it keeps. It
     waits until every `tepo serve` there has acknowledged the lease. From then on a `tepo serve` starts no server, has ended all
     others, and watches the kept servers by connecting to them instead of asking for their health.
-
-    Args:
-        seconds: Time limit for all `tepo serve` processes to acknowledge the lease.
     """
 
     def __init__(self, leases: DeviceLeases, run: str, starts: Callable[[], Sequence[str]], seconds: float) -> None:
@@ -115,10 +112,8 @@ class Quiesce:
     async def reach(self) -> None:
         """Take the lease, and wait until every `tepo serve` has acknowledged it.
 
-        Then only the servers of this run are there, and none is starting.
-
-        Raises:
-            RolloutError: A `tepo serve` did not acknowledge within the time limit.
+        Then only the servers of this run are there, and none is starting. Raises RolloutError if a `tepo serve` did not
+        acknowledge within the time limit.
         """
         lease = await asyncio.to_thread(self._leases.take, self._run, self._starts())
         deadline = time.monotonic() + self._seconds

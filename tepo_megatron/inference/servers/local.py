@@ -19,14 +19,7 @@ DEATH_SECONDS = 1.0
 
 
 class LocalServer:
-    """Implementation of `server.Server` for a process of this machine.
-
-    Args:
-        key: The key that the server requires. None: a new one at each start.
-    Attributes:
-        process: The process of the last `launch`; None before the first.
-        address: Where that process listens, or will; None before the first `launch`.
-    """
+    """Implementation of `server.Server` for a process of this machine."""
 
     restart_note = "is started again"
 
@@ -41,10 +34,7 @@ class LocalServer:
         self._served: ServedModel | None = None
 
     def launch(self) -> None:
-        """Start the process and return at once.
-
-        Raises RolloutError (busy port, unwritable log), ConfigError (not installed).
-        """
+        """Start the process and return at once."""
         self._let_go()
         self._door = hold_port(0, self._launch.host)
         port, key = int(self._door.getsockname()[1]), self._key or secrets.token_urlsafe(32)
@@ -66,10 +56,7 @@ class LocalServer:
         self.process, self.address = process, ServerAddress(url, key)
 
     async def wait_ready(self) -> ServerAddress:
-        """Wait until the server is healthy, and return its address.
-
-        Raises RolloutError if it ends, makes no progress, or is not healthy `rollout.server.ready_seconds` after its start.
-        """
+        """Wait until the server is healthy, and return its address."""
         if self.process is None or self.address is None:
             raise RolloutError(f"{self.name} is not running")
         try:

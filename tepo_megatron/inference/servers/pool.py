@@ -30,19 +30,8 @@ SPARE_FILES = 64  # for whatever else the process opens while requests are in fl
 class ServerPool:
     """The servers, each in a slot that restarts it, and the state that they have in common.
 
-    Args:
-        cfg: Only min_servers, only, server.concurrency, server.restarts, server.restart_after_growth_gib and
-            server.weights_seconds are used.
-        quiesce: Quiesces servers that others start, where they have to sleep (`rollout.colocate`). None: not needed.
     Attributes:
-        endpoints: The servers, in the order in which they were given.
-        slots: One per server, in the same order; empty before `start`.
-        version: Version of the weights that a server must serve to be used.
         refused: Why the weights were refused; the served version is unknown then. Empty: they were not.
-        loop: Runs all coroutines that concern servers.
-        changed: Notified whenever the state of a server changes, or a server has no request in flight any more.
-        growth: Ends servers whose memory has grown too far.
-        sleeping: The sleep state of the servers.
         waiting: Requests that wait for a server, oldest first, each with the server that it avoids.
     """
 
@@ -61,10 +50,7 @@ class ServerPool:
         self._out_of_patience: asyncio.TimerHandle | None = None  # runs while requests wait for weights that no server has
 
     def start(self) -> None:
-        """Launch all servers and return at once.
-
-        Raises RolloutError (busy port, unwritable log), ConfigError (not installed).
-        """
+        """Launch all servers and return at once."""
         if self._supervisors:
             raise RolloutError("the inference servers were already started; close the fleet first")
         self.version, self.refused, self.changed = INITIAL_VERSION, "", asyncio.Condition()
@@ -152,10 +138,8 @@ class ServerPool:
     async def acquire(self, avoid: Endpoint | None) -> tuple[ServerSlot[Endpoint], Incarnation]:
         """Return the least loaded server that may take another request, and count the request. Call `release` after it.
 
-        The oldest waiting request gets the first free server, and wakes only then.
-
-        Raises:
-            RolloutError: Fewer than `min_servers` servers are left, or a server needs weights that nobody sends.
+        The oldest waiting request gets the first free server, and wakes only then. Raises RolloutError if fewer than
+        `min_servers` servers are left, or a server needs weights that nobody sends.
         """
         place = asyncio.get_running_loop().create_future()
         self.waiting[place] = avoid
@@ -191,7 +175,6 @@ class ServerPool:
         self._limit_patience()
 
     def _assign(self) -> None:
-        """Give the free servers to waiting requests. A RolloutError goes to all of them."""
         self._give_servers()
         self._limit_patience()
 

@@ -43,13 +43,7 @@ _NOISE = re.compile(rb"nanobind:|^ - (leaked |\.\.\. skipped)|resource_tracker|^
 
 
 def choose_port(port: int, host: str = LOOPBACK) -> int:
-    """Return a port on which nothing listens.
-
-    Args:
-        port: The wanted port. 0: any free port.
-    Raises:
-        RolloutError: The port is in use or cannot be bound.
-    """
+    """Return a port on which nothing listens."""
     with hold_port(port, host) as held:
         return int(held.getsockname()[1])
 
@@ -60,9 +54,6 @@ def hold_port(port: int, host: str = LOOPBACK) -> socket.socket:
     Nobody else is given that port as a free one until the socket is closed.
 
     A server can listen on that port meanwhile: this socket and those of the engines set SO_REUSEADDR.
-
-    Raises:
-        RolloutError: The port is in use or cannot be bound.
     """
     held = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     # Connections of an earlier run that are still closing must not block the port.
@@ -81,10 +72,6 @@ class ServerProcess:
     """A server that runs under a guard (`guard.py`).
 
     All of its processes end with `stop`, or with this process however that ends.
-
-    Args:
-        ready_seconds: Time limit from `start` until the server is healthy.
-        folder: The server's `scratch.PrivateFolder`, which the guard removes if this process is killed. None: none.
     """
 
     def __init__(
@@ -272,14 +259,11 @@ class ServerProcess:
 
 
 class _Progress:
-    """Watches whether a server that starts makes progress."""
-
     def __init__(self, work: Callable[[], tuple[float, ...]]) -> None:
         self._work, self._done = work, work()
         self._looked = self._since = time.monotonic()
 
     def idle_seconds(self) -> float:
-        """Return the seconds between the last progress that was seen and the last look."""
         now = time.monotonic()
         if now - self._looked >= LOOK_SECONDS:
             self._looked, done = now, self._work()
@@ -302,7 +286,6 @@ def _leader_lives(guard_pid: int) -> bool:
 
 
 def _begin(log: BinaryIO) -> int:
-    """Write the line that numbers a start into the log, and return the size of the log after it, in bytes."""
     log.seek(0)
     number, last = 1, b"\n"
     for last in log:

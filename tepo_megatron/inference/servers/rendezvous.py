@@ -70,11 +70,7 @@ def fingerprint(model: Path) -> str:
 
 
 class Rendezvous:
-    """The rendezvous folder; `tepo serve` and the trainer both use this class.
-
-    Attributes:
-        leases: The device lease in this folder.
-    """
+    """The rendezvous folder; `tepo serve` and the trainer both use this class."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.leases = folder, DeviceLeases(folder)
@@ -108,12 +104,7 @@ class Rendezvous:
             self.leases.deregister(service)
 
     def records(self) -> list[ServerRecord]:
-        """Return the published servers, which are or were healthy, ordered by name.
-
-        Raises:
-            RolloutError: A file is not a record.
-            ConfigError: See `check`.
-        """
+        """Return the published servers, which are or were healthy, ordered by name."""
         self.check()
         found = []
         for path in sorted(self.folder.glob("*.json")):
@@ -141,8 +132,7 @@ class Rendezvous:
     def claim(self, record: ServerRecord, run: str) -> str | None:
         """Reserve a start for one run.
 
-        Returns:
-            None on success, else the run that has reserved it already. Empty string: the start is over.
+        Returns None on success, else the run that has reserved it already. Empty string: the start is over.
         """
         path = self._path(record, "taken")
         part = write_part(self.folder, record.stem, f"{run}\n")

@@ -40,11 +40,6 @@ class RoutedSampler:
 
         A failed request is sent again, to another server if there is one, up to ATTEMPTS times. A request that a
         server rejects (4xx) fails the call at once.
-
-        Raises:
-            RolloutError: A request failed for good, fewer than `min_servers` servers are left, or nobody sends the weights
-                that all of them lack (`rollout.server.weights_seconds`).
-            SyncError: The last update or its check was refused.
         """
         self._require_service()
         return self._pool.loop.run(self._generate(prompts, sampling, seed))
@@ -107,7 +102,6 @@ class RoutedSampler:
         return group
 
     async def _answer(self, asks: Sequence[GenerationRequest]) -> list[Rollout]:
-        """Return the requested samples, all from one server. Retries on other servers."""
         avoid: Endpoint | None = None
         for attempt in range(1, ATTEMPTS + 1):
             made = tracer.clock()
@@ -143,7 +137,6 @@ class RoutedSampler:
 
 
 def _noted(error: RolloutError, incarnation: Incarnation) -> RolloutError:
-    """Return the error of an answer; if it shows stale weights, end the incarnation."""
     if isinstance(error, StaleWeights):
         incarnation.end(error)
     return error

@@ -33,12 +33,8 @@ EVERYWHERE = ("0.0.0.0", "::")
 def serve(name: str, cfg: RolloutConfig, launch: LaunchSpec, address: str | None, tell: Callable[[str], None]) -> None:
     """Run the servers until SIGTERM or SIGINT. Returns when no process of the servers is left.
 
-    Args:
-        address: Address at which other machines reach this one. None: `launch.host`, or this machine's name if that is every
-            address.
-    Raises:
-        ConfigError: The config does not name a rendezvous folder, or names URLs.
-        RolloutError: Every server was lost.
+    `address`: address at which other machines reach this one. None: `launch.host`, or this machine's name if that is every
+    address.
     """
     if not isinstance(cfg.server, RendezvousServerConfig):
         raise ConfigError(
@@ -83,7 +79,6 @@ class _Service:
         self._over = asyncio.Event()
 
     async def run(self) -> None:
-        """Run the servers until a signal comes or all are lost. See `serve`."""
         for signum in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(signum, self._over.set)
         supervisors: list[asyncio.Task[None]] = []
@@ -116,7 +111,6 @@ class _Service:
             raise RolloutError(str(self._members[0].lost))
 
     async def _over_within(self, seconds: float) -> bool:
-        """Wait at most `seconds` for the end. Return whether it has come."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._over.wait(), seconds)
         return self._over.is_set()

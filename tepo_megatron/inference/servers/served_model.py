@@ -20,13 +20,7 @@ _FORMATS = {"float8_e4m3fn": "F8_E4M3", "float32": "F32", "bfloat16": "BF16", "f
 
 
 class ServedModel:
-    """A private folder with links to the files of a model, without the model's sampling defaults (`generation_config.json`).
-
-    Attributes:
-        folder: The private folder; it contains the other two.
-        path: The model directory for the server.
-        scratch: Folder for the server's sockets and other temporary files.
-    """
+    """A private folder with links to the files of a model, without the model's sampling defaults (`generation_config.json`)."""
 
     def __init__(self, private: PrivateFolder) -> None:
         self._private, self.folder = private, private.path
@@ -84,8 +78,7 @@ def _write_empty(tensors: dict[str, Tensor], path: Path) -> None:
 def cache_tokens(model_path: Path, precision: str, cache_bytes: int, most: int) -> int:
     """Return the size of a KV cache in tokens: what fits into its memory, but not more than can be requested at once.
 
-    Args:
-        precision: "fp32" or "bf16", of the cache.
+    `precision`: "fp32" or "bf16", of the cache.
     """
     config = json.loads((model_path / "config.json").read_text())
     heads = config.get("num_key_value_heads") or config["num_attention_heads"]

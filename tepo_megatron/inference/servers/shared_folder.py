@@ -49,12 +49,10 @@ def replace_private(path: Path, text: str) -> None:
 
 
 def _temporary(folder: Path, name: str) -> Path:
-    """Return a path that no other process writes."""
     return folder / f".{name}.{secrets.token_hex(8)}"
 
 
 def _write_private(path: Path, text: str) -> None:
-    """Write a new file of mode 0600."""
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
         file.write(text)
 

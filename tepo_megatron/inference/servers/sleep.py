@@ -20,16 +20,7 @@ ABORT_SECONDS = 0.5  # between abort calls: repeated for requests that were stil
 
 
 class SleepController:
-    """Controller of the fleet's sleep state.
-
-    Methods run in the fleet's event loop, except those that only read the state.
-
-    Args:
-        quiesce: Quiesces servers that other processes start (`tepo serve`). None: this process starts them.
-    Attributes:
-        asleep: Parts of the engine whose memory is released.
-        may_start: Set while servers may be started.
-    """
+    """Controller of the fleet's sleep state. Methods that change it run in the fleet's event loop."""
 
     def __init__(self, changed: asyncio.Condition, quiesce: Quiesce | None, growth: GrowthLimit) -> None:
         self._changed, self._quiesce, self._growth = changed, quiesce, growth
@@ -57,8 +48,7 @@ class SleepController:
     async def sleep(self, members: Sequence[ServerSlot], abort: bool = False) -> None:
         """Put all servers to sleep. Returns when their memory is released; servers that failed to sleep have been ended.
 
-        Raises:
-            RolloutError: The engine is not fully awake, or the quiesce of servers of `tepo serve` timed out.
+        Raises RolloutError if the engine is not fully awake, or the quiesce of servers of `tepo serve` timed out.
         """
         if self.asleep:
             raise RolloutError(f"the engine cannot go to sleep from being {self.state}; wake all of it first")
@@ -90,8 +80,7 @@ class SleepController:
     async def wake(self, members: Sequence[ServerSlot], part: EnginePart) -> None:
         """Wake one part of all sleeping servers. Once all parts are awake, servers may be started again.
 
-        Raises:
-            RolloutError: `part` is awake already, or another part has to be woken first.
+        Raises RolloutError if `part` is awake already, or another part has to be woken first.
         """
         turn = next((p for p in ENGINE_PARTS if p in self.asleep), None)
         if part != turn:

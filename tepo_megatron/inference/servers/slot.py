@@ -21,11 +21,7 @@ class PlannedRestart(RolloutError):
 
 
 class Incarnation:
-    """One incarnation of a server, from healthy to ended. Whoever finds a reason to end it calls `end`.
-
-    Attributes:
-        number: Differs between all incarnations of all servers.
-    """
+    """One incarnation of a server, from healthy to ended. Whoever finds a reason to end it calls `end`."""
 
     _numbers = itertools.count()
 
@@ -36,8 +32,7 @@ class Incarnation:
     def end(self, why: RolloutError | None) -> None:
         """Request the end of this incarnation. Only the first call has an effect.
 
-        Args:
-            why: The reason. None: the reason is the one that the health watch reports.
+        `why`: the reason. None: the reason is the one that the health watch reports.
         """
         if not self._end.done():
             self._end.set_result(why)
@@ -50,14 +45,8 @@ class Incarnation:
 class ServerSlot(Generic[C]):
     """Slot of one server in the fleet: watches the server, restarts it with exponential back-off, and declares it lost.
 
-    All methods run in one event loop.
-
-    Args:
-        may_start: Set while servers may be started (a start takes the server's whole memory). None: always.
-    Attributes:
-        incarnation: Current incarnation; None while the server is not healthy.
-        lost: The error for which the server is no longer restarted; None while it is not lost.
-        restart_count: Number of restarts so far, planned ones included.
+    All methods run in one event loop. `may_start`: set while servers may be started (a start takes the server's whole memory).
+    None: always.
     """
 
     def __init__(

@@ -45,12 +45,7 @@ class PoolUpdates:
         self._checks = ChecksumChecks(same_precision=self._cfg.server.precision is None)
 
     def begin_update(self, version: int) -> None:
-        """See `RolloutEngine`. Servers that have `version` already take no part in the update.
-
-        Raises:
-            SyncError: A server refused the update. The engine can then only be closed.
-            RolloutError: The engine is not started, the memory of the weights is released, or too few servers are left.
-        """
+        """See `RolloutEngine`. Servers that have `version` already take no part in the update."""
         self._pool.require_start()
         self._pool.require_trust()
         self._pool.sleeping.require_weights()
@@ -186,7 +181,6 @@ class PoolUpdates:
         ask: Callable[[Endpoint], Awaitable[Any]],
         returned: type[Exception] = RequestFailed,
     ) -> list[Any]:
-        """Make one call to every server, concurrently, and note which requests failed."""
         results = await asyncio.gather(*(ask(m.endpoint) for m, _ in servers), return_exceptions=True)
         for (member, incarnation), result in zip(servers, results, strict=True):
             if isinstance(result, RequestFailed):
@@ -198,8 +192,7 @@ class PoolUpdates:
     async def _each(self, say: Callable[[Endpoint], Awaitable[None]]) -> None:
         """Make one call of an update to every server whose incarnation took part in it from the start, concurrently.
 
-        Raises:
-            SyncError: A server refused the call. The fleet is then no longer usable.
+        Raises SyncError if a server refused the call. The fleet is then no longer usable.
         """
         alive = self._alive()
         results = await self._ask(alive, say, returned=SyncError)

@@ -53,10 +53,7 @@ class RowKernels(Protocol):
     def statistics(self, logits: Tensor, columns: int, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
         """Return top = max x, sum exp(d) and sum d exp(d) over the real columns, with d = (x - top) / temperature.
 
-        Args:
-            logits: [R, W].
-        Returns:
-            Three tensors [R], in `compute_dtype(logits)`.
+        `logits`: [R, W]. Returns three tensors [R], in `compute_dtype(logits)`.
         """
 
     def gradient(
@@ -74,10 +71,8 @@ class RowKernels(Protocol):
 def row_kernels(backend: str | None, device: torch.device) -> RowKernels:
     """Return the kernels of a back end.
 
-    Args:
-        backend: "torch" or "triton". None: Triton on CUDA where it is installed, else PyTorch.
-    Raises:
-        ValueError: The name is unknown, or Triton can neither compile for the device nor interpret.
+    `backend`: "torch" or "triton". None: Triton on CUDA where it is installed, else PyTorch. Raises ValueError if the name is
+    unknown, or Triton can neither compile for the device nor interpret.
     """
     if backend is None:
         backend = "triton" if device.type == "cuda" and importlib.util.find_spec("triton") is not None else "torch"

@@ -37,11 +37,7 @@ class TeacherRows:
 
 
 class TeacherNormalizer(NamedTuple):
-    """The numbers over all ranks that backward needs of each row. All [R].
-
-    Attributes:
-        offset: ln Z_t - ln Z - KL.
-    """
+    """The numbers over all ranks that backward needs of each row. All [R]. `offset`: ln Z_t - ln Z - KL."""
 
     top: Tensor
     offset: Tensor

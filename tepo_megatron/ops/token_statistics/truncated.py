@@ -50,10 +50,8 @@ def write_masked_gradient(
 def candidates(logits: Tensor, columns: int, first: int, truncation: Truncation) -> Tensor:
     """Return [R, 2C]: the C largest logits of this rank's real columns, and their ids.
 
-    Ids are exact in fp32 below 2^24. Candidates that the rank lacks are NO_COLUMNS with id NO_TOKEN.
-
-    Args:
-        logits: [R, W], this rank's columns.
+    Ids are exact in fp32 below 2^24. Candidates that the rank lacks are NO_COLUMNS with id NO_TOKEN. `logits`: [R, W], this
+    rank's columns.
     """
     most = MOST_CANDIDATES if truncation.top_k < 0 else min(MOST_CANDIDATES, truncation.top_k + MASK_TIES)
     out = torch.full((logits.size(0), 2 * most), float(NO_TOKEN), dtype=compute_dtype(logits), device=logits.device)
@@ -68,8 +66,7 @@ def candidates(logits: Tensor, columns: int, first: int, truncation: Truncation)
 def recomputed_masks(offered: Tensor, labels_R: Tensor, temperature: float, truncation: Truncation) -> RecomputedMasks:
     """Return each row's sampling mask. Tokens whose logits equal that of the last of top-k are kept too.
 
-    Args:
-        labels_R: int64, global ids of the sampled tokens.
+    `labels_R`: int64, global ids of the sampled tokens.
     """
     most = (offered.size(2) - 2) // 2
     x_RC, ids_RC = (part.transpose(0, 1).flatten(1) for part in (offered[:, :, 2 : 2 + most], offered[:, :, 2 + most :].long()))

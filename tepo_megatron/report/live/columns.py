@@ -128,7 +128,7 @@ class MetricsTail:
         return changed
 
     def _add(self, data: bytes) -> None:
-        found = steps_of(parse_lines(data, "step"))
+        found = steps_of(parse_lines(data))
         self.unreadable += sum(line.value is None for line in found.rest)
         for record in found.records:
             row = self._row.setdefault(int(record["step"]), len(self._row))

@@ -109,7 +109,6 @@ def encode(samples: Sequence[Sample]) -> bytes:
 
 
 def _narrow(experts: NDArray[Any]) -> NDArray[Any]:
-    """Return experts in the narrowest integer type of the format that holds them."""
     low, high = (int(experts.min()), int(experts.max())) if experts.size else (0, 0)
     return experts.astype(next(kind for kind in _EXPERT_TYPES if np.iinfo(kind).min <= low and high <= np.iinfo(kind).max))
 
@@ -117,8 +116,7 @@ def _narrow(experts: NDArray[Any]) -> NDArray[Any]:
 def decode(body: bytes, samples: int, max_tokens: int) -> list[Sample]:
     """Return the samples of a binary answer. Their arrays are read-only views of `body`: nothing else is allocated.
 
-    Raises:
-        ValueError: The answer is damaged, or of another size than was asked for.
+    Raises ValueError if the answer is damaged, or of another size than was asked for.
     """
     start = _HEADER.size + samples * _SAMPLE.itemsize
     if len(body) < start + _CRC.size:
@@ -172,15 +170,7 @@ App = Callable[[Message, Receive, Send], Awaitable[None]]
 
 @dataclass
 class Exchange:
-    """A request whose client takes a binary answer.
-
-    Attributes:
-        experts: The client takes experts, too.
-        timed: The client asks how long its request takes.
-        body: The binary answer, once the server has made it.
-        begun: When the request arrived, by `time.monotonic`.
-        first: When its first token was there, if the engine tells.
-    """
+    """A request whose client takes a binary answer."""
 
     experts: bool
     timed: bool = False

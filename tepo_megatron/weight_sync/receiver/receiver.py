@@ -7,21 +7,82 @@ did not arrive. The trainer sends it again in new groups, and the processes that
 """
 
 import logging
+import threading
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from tepo_megatron.weight_sync.broadcast_group import BrokenGroup, GroupSpec, UnchangedTensors
+from tepo_megatron.weight_sync.broadcast_group import (
+    BroadcastGroup,
+    BrokenGroup,
+    GroupSpec,
+    UnchangedTensors,
+    join_store,
+    signal,
+)
 from tepo_megatron.weight_sync.bucket_format import Bucket
 from tepo_megatron.weight_sync.ipc import open_buffer
-from tepo_megatron.weight_sync.receiver.membership import Membership
 from tepo_megatron.weight_sync.receiver.weight_files import (
     UpdateTracker,
     check_files,
     tensors,
 )
+
+
+class Membership:
+    """Membership of one process in the groups of a spec, one group for each sender. A thread forms the groups."""
+
+    def __init__(self, spec: GroupSpec, local_rank: int, device: torch.device) -> None:
+        self.groups: dict[int, BroadcastGroup] = {}
+        self.joined = threading.Event()
+        self._left, self._closing = threading.Event(), threading.Lock()
+        self._spec, self._rank, self._device = spec, spec.first + local_rank, device
+        self._store: dist.Store | None = None
+
+    def start(self) -> None:
+        """Begin to form the groups, in a thread."""
+        threading.Thread(target=self._form, name="join groups", daemon=True).start()
+
+    def _form(self) -> None:
+        until = time.monotonic() + self._spec.join_seconds
+        try:
+            self._store = join_store(self._spec)
+            signal(self._store, self._spec.joining_key(self._rank))
+            for sender in range(self._spec.senders):
+                group = BroadcastGroup.form(self._spec, sender, self._rank, self._device, until, self._is_wanted)
+                self.groups[sender] = group
+            self.joined.set()
+            signal(self._store, self._spec.joined_key(self._rank))
+        except (BrokenGroup, RuntimeError) as e:
+            logger.warning("tepo: could not join %s: %s", self._spec.name, e)
+            self._left.set()
+        if self._left.is_set():
+            self._close()
+
+    def _is_wanted(self) -> bool:
+        assert self._store is not None
+        return not self._left.is_set() and not self._store.check([self._spec.cancelled_key()])
+
+    def report(self, number: int) -> None:
+        """Report to rank 0 of the trainer, through the store, that a round arrived. Raises BrokenGroup."""
+        assert self._store is not None
+        signal(self._store, self._spec.arrived_key(number, self._rank))
+
+    def leave(self) -> None:
+        """Leave the groups, or give up forming them."""
+        self._left.set()
+        if self.joined.is_set():
+            self._close()
+
+    def _close(self) -> None:
+        with self._closing:
+            self.joined.clear()
+            while self.groups:
+                self.groups.popitem()[1].close()
+
 
 logger = logging.getLogger(__name__)
 _CPU = torch.device("cpu")
@@ -30,9 +91,7 @@ _CPU = torch.device("cpu")
 class RankReceiver:
     """Receiver of weight updates, one per process of a server.
 
-    Attributes:
-        in_trainer_memory: Whether the last round lies in memory of the trainer, which overwrites it two rounds later.
-        membership: Membership in the groups that were joined last; None while there is none.
+    `in_trainer_memory`: whether the last round lies in memory of the trainer, which overwrites it two rounds later.
     """
 
     def __init__(self) -> None:
@@ -77,10 +136,8 @@ class RankReceiver:
         """Leave the old process groups and begin to form new ones.
 
         A thread forms them, so that the server answers health requests meanwhile. Errors are only logged: the trainer notices
-        that the report of this rank is missing in its store.
-
-        Args:
-            local_rank: Rank of this process in its server. None: that in its default group.
+        that the report of this rank is missing in its store. `local_rank`: rank of this process in its server. None: that in
+        its default group.
         """
         self.leave()
         self._device = device
@@ -104,9 +161,8 @@ class RankReceiver:
             None if there is nothing to load, because the round did not arrive or was loaded already. The trainer learns
             which.
 
-        Raises:
-            ValueError: The tensors are not the model's (see `UpdateTracker.add`), or the round is out of order. The iterator
-                raises it for a tensor that was damaged.
+        Raises ValueError if the tensors are not the model's (see `UpdateTracker.add`), or the round is out of order. The
+        iterator raises it for a tensor that was damaged.
         """
         assert self._update is not None, "the update has to begin first"
         buckets = [Bucket.from_json(source) for source in sources if source.startswith("{")]

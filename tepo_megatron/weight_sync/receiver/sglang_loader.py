@@ -31,9 +31,8 @@ def load_sources(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torc
         KEEP and the JSON of an `UnchangedTensors`: note the tensors that stay; raise ValueError if they are not here in that
             version.
 
-    Raises:
-        ValueError: The round holds a tensor that the model does not have, that has another shape, or that was given before.
-            The model is unchanged then, and SGLang ends.
+    Raises ValueError if the round holds a tensor that the model does not have, that has another shape, or that was given
+    before. The model is unchanged then, and SGLang ends.
     """
     names = [name for name, _ in named_tensors]
     if names == [BEGIN]:

@@ -121,7 +121,6 @@ _libraries: list[Any] = []  # keeps the libraries alive, whose operators would g
 
 
 def _torchvision_works() -> bool:
-    """Return whether torchvision's operators can be loaded, so that their schemas need not be defined here."""
     import torch
 
     found = importlib.util.find_spec("torchvision")

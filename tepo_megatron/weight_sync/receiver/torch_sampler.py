@@ -60,12 +60,7 @@ class Row:
         return self.reason != ABORTED or self.job.cancelled
 
     def add(self, token: int, logprob: float, mask: Tensor | None) -> None:
-        """Append a token, unless the sample is complete.
-
-        Args:
-            logprob: Its log-prob in nats.
-            mask: The ids that it was sampled from. None: not asked for.
-        """
+        """Append a token, unless the sample is complete."""
         if self.done:
             return
         self.ids.append(token)
@@ -78,11 +73,7 @@ class Row:
 
 
 class Job:
-    """A request in progress.
-
-    Attributes:
-        label: Label of the weights that sample.
-    """
+    """A request in progress."""
 
     def __init__(self, request: SampleRequest, label: str) -> None:
         self.request, self.label, self.cancelled = request, label, False
@@ -162,7 +153,6 @@ class RunningBatch:
         return logits[:, -1]
 
     def _prefill(self, jobs: list[Job]) -> None:
-        """Sample the first token of each sample of these jobs, and add the samples to the batch."""
         prompts, cache, rows = [job.request.prompt for job in jobs], DynamicCache(), [row for job in jobs for row in job.rows]
         width = max(map(len, prompts))
         ids_NP = self._tensor([[0] * (width - len(ids)) + ids for ids in prompts])
@@ -198,11 +188,7 @@ def _joined(old: Tensor, new: Tensor) -> Tensor:
 
 
 def add_tokens(rows: Sequence[Row], logits_BV: Tensor) -> None:
-    """Sample a token of each row, with its log-prob and, if it was asked for, its sampling mask.
-
-    Args:
-        logits_BV: Logits of their next tokens, before the temperature.
-    """
+    """Sample a token of each row, with its log-prob and, if it was asked for, its sampling mask."""
     logprobs_BV = distribution(logits_BV, [row.job.request for row in rows])
     key_B = torch.tensor([row.random.getrandbits(63) for row in rows], device=logits_BV.device)
     token_B = _choice(logprobs_BV, key_B)
@@ -216,9 +202,7 @@ def distribution(logits_BV: Tensor, requests: Sequence[SampleRequest]) -> Tensor
     """Return the fp32 log-probs of the distribution that each row is sampled from; minus infinity where it is truncated.
 
     The logits are divided by the temperature. Top-k keeps exactly k of them, then top-p counts the probabilities that are left.
-
-    Args:
-        logits_BV: Logits in any precision.
+    `logits_BV`: logits in any precision.
     """
 
     def column(values: Sequence[float]) -> Tensor:

@@ -201,7 +201,6 @@ class App:
 
 
 async def _serve(app: App, host: str, port: int) -> None:
-    """Serve until sampling fails or a signal ends the process."""
     runner = web.AppRunner(app.app, access_log=None, handler_cancellation=True, shutdown_timeout=0)
     await runner.setup()
     await web.TCPSite(runner, host, port, reuse_address=True).start()

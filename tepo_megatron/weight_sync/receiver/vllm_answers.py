@@ -32,7 +32,6 @@ class BinaryCompletions(BinaryAnswers):
 
 
 def _binary(request: Any) -> bool:
-    """Return whether the current request is to be answered in binary."""
     plain = not (request.stream or request.echo or request.stop or request.use_beam_search)
     return current.get() is not None and plain and request.logprobs is not None
 
@@ -81,7 +80,6 @@ def _in_binary(upstream: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _first(flat: Any, values: list[Any]) -> list[Any]:
-    """Return the first of the values of each position, which is that of the sampled token."""
     return values if len(values) == len(flat) else [values[start] for start in flat.start_indices]
 
 

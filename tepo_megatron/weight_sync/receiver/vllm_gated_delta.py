@@ -74,15 +74,13 @@ class TorchGatedDeltaNet(QwenGatedDeltaNetAttention):
         return self._output_projection(out, z.unflatten(-1, (-1, self.head_v_dim)))
 
     def _has_kernels(self, dtype: torch.dtype, metadata: Any) -> bool:
-        """Return whether vLLM's kernels can compute this step."""
         fits = self.head_k_dim == self.head_v_dim and self.head_k_dim in KERNEL_HEADS
         return fits and dtype == torch.bfloat16 and metadata.num_prefill_tokens != 1
 
     def _convolve(self, x_T: Tensor, requests: Requests) -> Tensor:
         """Return the causal convolution of each request, after SiLU, and keep its last inputs in the cache.
 
-        Args:
-            x_T: Inputs of the step's tokens, [tokens, channels], fp32.
+        `x_T`: inputs of the step's tokens, [tokens, channels], fp32.
         """
         weight = getattr(self.conv1d, "_cpu_unpacked_conv_weight", self.conv1d.weight).float()
         weight = weight.reshape(len(weight), -1)  # [channels, width]

@@ -46,13 +46,7 @@ def register() -> None:
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):
-    """Arguments of `init_transfer_engine`.
-
-    Attributes:
-        spec: Fields of a `GroupSpec` whose groups are to be joined. None: no groups (files need none).
-        unchanged: Fields of a `UnchangedTensors`, inside an update. None: nothing to note.
-        abandoned: The sender of the update under way is gone.
-    """
+    """Arguments of `init_transfer_engine`."""
 
     spec: dict[str, Any] | None = None
     unchanged: dict[str, Any] | None = None
@@ -63,8 +57,7 @@ class InitInfo(WeightTransferInitInfo):
 class UpdateInfo(WeightTransferUpdateInfo):
     """One round of an update.
 
-    Attributes:
-        sources: Sources of some of the model's tensors under their Hugging Face names. See `RankReceiver.take`.
+    `sources`: sources of some of the model's tensors under their Hugging Face names. See `RankReceiver.take`.
     """
 
     sources: list[str]
@@ -119,11 +112,8 @@ class TepoWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def receive_weights(self, update_info: UpdateInfo) -> None:
         """Load a round tensor by tensor, unless it did not arrive or was loaded already.
 
-        A cast to the model's dtype is no error.
-
-        Raises:
-            ValueError: The round holds a tensor that the model does not have, that has another shape, or that was given before
-                in this update. The model is unchanged.
+        A cast to the model's dtype is no error. Raises ValueError if the round holds a tensor that the model does not have,
+        that has another shape, or that was given before in this update. The model is unchanged.
         """
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 

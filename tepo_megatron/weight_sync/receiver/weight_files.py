@@ -122,7 +122,6 @@ def _check_owner(path: Path) -> None:
 
 
 def _refuse(faults: Mapping[str, Set[str]]) -> None:
-    """Raise ValueError if there is any fault. `faults` maps what is wrong to the names of the tensors."""
     if found := [f"{len(them)} {fault}: {', '.join(sorted(them)[:5])}" for fault, them in faults.items() if them]:
         raise ValueError(f"what was sent are not the tensors of the model ({'; '.join(found)})")
 

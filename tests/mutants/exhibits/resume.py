@@ -147,7 +147,7 @@ EXHIBITS = (
     ),
     Exhibit(
         name="a_checkpoint_of_a_tensor_that_was_replaced",
-        source="own docstring of checkpoint/shard_cache.py; reliability_audit.md (held)",
+        source="own docstring of checkpoint/state.py; reliability_audit.md (held)",
         kind="resume",
         bug=(
             "The description of the state is kept from one save to the next, and a tensor that was replaced "

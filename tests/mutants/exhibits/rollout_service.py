@@ -175,7 +175,7 @@ EXHIBITS = (
     ),
     Exhibit(
         name="a_malformed_call_is_dropped",
-        source="own (rollout/tool_calls.py); found while the forms of other families were added",
+        source="own (rollout/chat.py); found while the forms of other families were added",
         kind="rollout service",
         bug="Of several tool calls in one turn, the malformed one is left out, and the message holds neither it nor its text.",
         cost="The agent runs some of the calls and never learns of the others; against a public server it sees the whole text.",

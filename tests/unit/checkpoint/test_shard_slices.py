@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tepo_megatron.checkpoint.shard_slices import ranges, split_range
+from tepo_megatron.checkpoint.state import ranges, split_range
 
 shapes = st.lists(st.integers(1, 5), min_size=1, max_size=4).map(tuple)
 

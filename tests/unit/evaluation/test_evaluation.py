@@ -14,16 +14,15 @@ import torch
 from tepo_megatron.actor.accumulator import UpdateResult
 from tepo_megatron.config import SyncConfig
 from tepo_megatron.config.io import validate
+from tepo_megatron.controller.gate import check_mismatch
 from tepo_megatron.controller.step_log import KEYS, StepLog
 from tepo_megatron.errors import DataError, RolloutError, SyncError
 from tepo_megatron.evaluation import Scores, read_evaluation, run_evaluations, write_evaluation
 from tepo_megatron.evaluation.runner import Accuracy, accuracy, evaluate, sample_and_grade
-from tepo_megatron.observability.histogram import counts
-from tepo_megatron.observability.metrics import Metrics
+from tepo_megatron.observability.metrics import Metrics, counts
 from tepo_megatron.observability.timing import Clock
 from tepo_megatron.rollout.containment import lost_sample
 from tepo_megatron.types import Prompt, Rollout, SamplingParams
-from tepo_megatron.weight_sync.mismatch import check_mismatch
 from tests.scripted_groups import ScriptedGroups
 
 

@@ -17,7 +17,8 @@ from tepo_megatron.config import RewardConfig
 from tepo_megatron.config.io import to_yaml, validate, validate_as
 from tepo_megatron.errors import ConfigError, DataError, RewardError
 from tepo_megatron.evaluation.judging import REPORT_FILE, VERDICTS_FILE, JudgingRequest, run
-from tepo_megatron.rewards import build_reward, chat_server, check_reward
+from tepo_megatron.rewards import build_reward, check_reward
+from tepo_megatron.rewards import judge as judging
 from tepo_megatron.rewards.judge import LEAST_JUDGED, RETRY_TEMPERATURE
 from tepo_megatron.rollout.judges import JudgePlace, open_judges
 from tepo_megatron.types import STATUSES, Rollout
@@ -51,7 +52,7 @@ class ChatApi:
 
 @pytest.fixture
 def api(monkeypatch: pytest.MonkeyPatch) -> Iterator[ChatApi]:
-    monkeypatch.setattr(chat_server, "BACKOFF_SECONDS", 0.02)
+    monkeypatch.setattr(judging, "BACKOFF_SECONDS", 0.02)
     served, loop = ChatApi(), LoopThread("judge's server")
     app = web.Application()
     app.router.add_post("/v1/chat/completions", served.complete)
@@ -155,7 +156,11 @@ def test_hostile_texts_are_quoted(api: ChatApi) -> None:
 
 @pytest.mark.parametrize(
     ("status", "tries", "message"),
-    [(500, chat_server.ATTEMPTS, "answered with 500"), (429, chat_server.ATTEMPTS, "answered with 429"), (401, 1, "with 401")],
+    [
+        (500, judging.ATTEMPTS, "answered with 500"),
+        (429, judging.ATTEMPTS, "answered with 429"),
+        (401, 1, "with 401"),
+    ],
 )
 def test_a_server_that_fails_is_an_error_and_never_a_grade(api: ChatApi, status: int, tries: int, message: str) -> None:
     api.script = lambda body: status

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from tepo_megatron.rollout.chat import ChatFormat
-from tepo_megatron.rollout.tool_calls import FORMS, HERMES, ToolForm, form_of
+from tepo_megatron.rollout.chat import FORMS, HERMES, ChatFormat, ToolForm, form_of
 from tests.tiny import char_tokenizer
 
 MISTRAL, XML, _, LLAMA = FORMS
