@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 from pathlib import Path
 
 import psutil
@@ -17,7 +16,6 @@ from tepo_megatron.utils import service_guard
 from tests.e2e.conftest import Command
 from tests.e2e.test_faults import BOUND, SHORT, model  # noqa: F401
 from tests.parallel.resume_worlds import records
-from tests.slurm import free_port
 
 pytestmark = pytest.mark.e2e
 STEPS = 8
@@ -145,140 +143,3 @@ def test_fewer_ranks_go_on_after_a_device_was_lost(tepo, arguments, model: Path,
     assert "no longer work: 0; the ranks go on with parallel.dp=1 instead of 2" in (run / "log.txt").read_text()
     assert [record["step"] for record in records(run)] == list(range(1, STEPS + 1))
     command.assert_nothing_left()
-
-
-@pytest.mark.full
-def test_a_damaged_checkpoint_costs_the_service_but_not_the_run(
-    tepo,
-    arguments,
-    model: Path,  # noqa: F811
-    straight: Path,
-    tmp_path: Path,
-) -> None:
-    """The older checkpoint needs batches that were released with the damaged one, so a new service samples them again."""
-    run, command = tmp_path / "runs" / "damaged", tepo(*arguments(model, **CONFIG, name="damaged"), engine="slow")
-    newest = run / "checkpoints" / "step-00000004"
-    command.until(lambda: "checkpoint of step 4: " in command.output, timeout=BOUND)
-    with command.stopped_when(newest.exists, BOUND):
-        before, file = (
-            ranks_of(command),
-            max((path for path in newest.iterdir() if path.is_file()), key=lambda p: p.stat().st_size),
-        )
-        file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
-        os.kill(before[0], signal.SIGKILL)
-    assert command.wait(4 * BOUND) == 0, command.output
-    log = (run / "log.txt").read_text()
-    assert "the rollouts of step 3 were released with a later checkpoint" in log and "step-00000004" in log
-    assert "resume: from the checkpoint of step 2" in log
-    command.assert_nothing_left()
-    assert records(run) == records(straight)
-    of_run, of_straight = weights(run), weights(straight)
-    assert all(torch.equal(of_run[name], t) for name, t in of_straight.items())
-
-
-@pytest.mark.full
-def test_too_few_devices_end_the_run(tepo, arguments, model: Path, tmp_path: Path) -> None:  # noqa: F811
-    words = arguments(model, **CONFIG, parallel__min_dp=2, name="few")
-    run, command = tmp_path / "runs" / "few", tepo(*words, engine="slow", env={"TEPO_TEST_WORKING": "1"})
-    command.until(lambda: taken(run) >= 1, timeout=BOUND)
-    os.kill(ranks_of(command)[1], signal.SIGKILL)
-    assert command.wait(BOUND) == 1, command.output
-    assert "the 1 that are left are too few for parallel.min_dp=2 of 1 ranks each" in command.output
-    command.assert_nothing_left()
-
-
-@pytest.mark.full
-def test_ranks_are_restarted_only_so_often_without_progress(tepo, arguments, model: Path, tmp_path: Path) -> None:  # noqa: F811
-    words = arguments(model, **CONFIG | {"checkpoint__every": STEPS}, checkpoint__max_restarts=1, name="often")
-    run, command = tmp_path / "runs" / "often", tepo(*words, engine="slow")
-    kill(command, run, 1, [0])
-    command.until(lambda: "ranks restarted from the start, because" in (run / "log.txt").read_text(), timeout=BOUND)
-    os.kill(ranks_of(command)[1], signal.SIGKILL)
-    assert command.wait(BOUND) == 1, command.output
-    assert command.output.count("tepo: error: rank 1 (pid") == 1 and "restart 1 of 1 without" in command.output
-    command.assert_nothing_left()
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("victim", ["service", "guard", "launcher"])
-def test_the_run_ends_with_its_service_and_its_launcher(
-    tepo,
-    arguments,
-    model: Path,  # noqa: F811
-    tmp_path: Path,
-    victim: str,
-) -> None:
-    run, command = tmp_path / "runs" / "ends", tepo(*arguments(model, **CONFIG, name="ends"), engine="slow")
-    command.until(lambda: taken(run) >= 1, timeout=BOUND)
-    pids = service_guard.read_pids(service_guard.folder_of(command.process.pid))
-    assert pids is not None
-    os.kill({"guard": pids[0], "service": pids[1], "launcher": command.process.pid}[victim], signal.SIGKILL)
-    status = command.wait(BOUND)
-    command.assert_nothing_left()
-    assert status == (-signal.SIGKILL if victim == "launcher" else 1), command.output
-    if victim != "launcher":
-        assert f"the rollout service (pid {pids[1]}) was ended by SIGKILL" in command.output
-
-
-@pytest.mark.full
-def test_a_service_that_is_stopped_ends_with_the_launcher(tepo, arguments, model: Path, tmp_path: Path) -> None:  # noqa: F811
-    run, command = tmp_path / "runs" / "stopped", tepo(*arguments(model, **CONFIG, name="stopped"), engine="slow")
-    command.until(lambda: taken(run) >= 1, timeout=BOUND)
-    os.kill(service_of(command), signal.SIGSTOP)
-    command.process.kill()
-    command.assert_nothing_left(within=3 * service_guard.GRACE_SECONDS)
-
-
-@pytest.mark.full
-def test_an_error_that_would_come_again_ends_the_run(tepo, arguments, model: Path, tmp_path: Path) -> None:  # noqa: F811
-    command = tepo(*arguments(model, **CONFIG, name="stale"), engine="stale")
-    assert command.wait(2 * BOUND) == 1, command.output
-    assert "does not serve the weights" in command.output and "restarted" not in command.output
-    command.assert_nothing_left()
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("engine", ["slow", "stale"])
-def test_torchrun_restarts_ranks_next_to_the_service(
-    tepo,
-    arguments,
-    model: Path,  # noqa: F811
-    straight: Path,
-    tmp_path: Path,
-    engine: str,
-) -> None:
-    """Its agent restarts ranks after any error. After one that would come again they end at once, with the same message."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "static"]
-    torchrun += ["--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--node-rank", "0", "--max-restarts", "2"]
-    run, words = tmp_path / "runs" / "agent", arguments(model, **CONFIG, name="agent")
-    command = tepo(*words, engine=engine, by=torchrun)
-    if engine == "slow":
-        command.until(lambda: taken(run) >= 3, timeout=BOUND)
-        service = service_of(command)
-        os.kill(ranks_of(command)[0], signal.SIGKILL)
-        command.until(lambda: "ranks restarted from the checkpoint" in (run / "log.txt").read_text(), timeout=BOUND)
-        assert service_of(command) == service
-    assert command.wait(4 * BOUND) == (0 if engine == "slow" else 1), command.output
-    command.assert_nothing_left()
-    if engine == "slow":
-        same(run, straight)
-    else:
-        assert "does not serve the weights" in command.output and "ranks restarted" not in (run / "log.txt").read_text()
-
-
-@pytest.mark.full
-def test_a_frozen_rank_is_restarted_with_the_others(
-    tepo,
-    arguments,
-    model: Path,  # noqa: F811
-    straight: Path,
-    tmp_path: Path,
-) -> None:
-    words = arguments(model, **CONFIG, parallel__heartbeat_timeout=15, name="frozen")
-    run, command = tmp_path / "runs" / "frozen", tepo(*words, engine="slow")
-    command.until(lambda: taken(run) >= 3, timeout=BOUND)
-    os.kill(ranks_of(command)[1], signal.SIGSTOP)
-    assert command.wait(4 * BOUND) == 0, command.output
-    assert "its process is frozen" in command.output and (run / "hang.former.txt").exists()
-    command.assert_nothing_left()
-    same(run, straight)
