@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -113,17 +112,6 @@ def test_every_layout_trains_to_the_masked_cross_entropy(model: Path, steps: tup
     cases.compare(run_world(cfg.parallel.world_size, updates, cfg), steps)
 
 
-MICROBATCHES = [("1 rank", 0), ("CP2", None), ("DP2", 0), ("TP2", 0)]
-
-
-@pytest.mark.parametrize(("name", "budget"), full_but([("CP2", None)], [("TP2", 0)], MICROBATCHES))
-def test_small_microbatches_and_chunks_of_logits(
-    model: Path, steps: tuple[reference.Step, ...], name: str, budget: int | None
-) -> None:
-    cfg = config(model, LAYOUTS[name], training={"max_tokens_per_microbatch": 44, "logits_budget_mib": budget})
-    cases.compare(run_world(cfg.parallel.world_size, updates, cfg), steps)
-
-
 def run_files(folder: Path) -> Path:
     """Write a model with 24 conversations to learn and 6 held out."""
     tiny_qwen3(folder / "model", layers=2)
@@ -194,50 +182,3 @@ def test_a_killed_run_resumes_bit_for_bit(files: Path, tmp_path: Path, layout: d
     assert weights.keys() == its_weights.keys() and all(torch.equal(its_weights[name], t) for name, t in weights.items())
     assert losses["after"] == its_losses["after"] < losses["before"]
     assert [row["sft/eval_loss"] is not None for row in rows] == [False, True, False, True, False, False]
-
-
-def test_a_request_ends_the_run_with_its_last_update_saved(files: Path, tmp_path: Path) -> None:
-    from tepo_megatron.errors import RunStopped
-    from tepo_megatron.utils.save_requests import RESTART, RESTARTED, STOP, STOPPED, TRACE, TRACED, ask
-
-    def asks(rank: int, cfg: Config) -> str:
-        from tepo_megatron.platform import activate
-        from tepo_megatron.sft import loop
-
-        taken: Callable[..., Any] = loop.ConversationSource.batch
-
-        def asking(self: Any, step: int) -> Any:
-            if step == 2:
-                ask(cfg.run_dir, RESTART)
-                ask(cfg.run_dir, TRACE)
-            if step == 3:
-                ask(cfg.run_dir, STOP)
-            return taken(self, step)
-
-        loop.ConversationSource.batch = asking  # type: ignore[method-assign]
-        try:
-            loop.fine_tune(cfg, activate("cpu"))
-        except RunStopped as e:
-            return str(e)
-        return ""
-
-    from tepo_megatron.observability import run_dir
-
-    keys = {"output": str(tmp_path), "checkpoint": {"every": 0}}
-    keys["sft"] = {"data": str(files / "train.jsonl"), "max_tokens": 32, "batch_sequences": 4}
-    cfg = config(files / "model", {}, **keys)
-    run_dir.prepare(cfg)
-    (said,) = run_world(1, asks, cfg)
-    assert "ended on request after update 3, saved" in said and (cfg.run_dir / STOPPED).exists()
-    assert (cfg.run_dir / TRACED).read_text().startswith("refused: tepo sft") and not (cfg.run_dir / TRACE).exists()
-    assert "tepo sft has no servers" in (cfg.run_dir / RESTARTED).read_text(), "tepo restart would wait in vain"
-    assert (cfg.run_dir / "checkpoints" / "step-00000003").is_dir() and not (cfg.run_dir / "summary.json").exists()
-
-
-def test_a_checkpoint_of_other_data_is_refused(files: Path, tmp_path: Path) -> None:
-    run = fine_tuned(files, tmp_path, {})
-    keys = {"output": str(tmp_path), "resume": True, "checkpoint": {"every": 2}}
-    keys["sft"] = {"data": f"{files / 'train.jsonl'}[:20]", "max_tokens": 32, "batch_sequences": 8, "epochs": 3}
-    with pytest.raises(AssertionError, match="20 conversations, and the checkpoint of update 6 was made with 24"):
-        run_world(1, run_once, config(files / "model", {}, **keys), 0)
-    assert len((run / "metrics.jsonl").read_text().splitlines()) == 6
