@@ -6,19 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from tepo_megatron.config import ParallelConfig, RolloutConfig
+from tepo_megatron.config import ParallelConfig
 from tepo_megatron.config.io import plain, validate
 from tepo_megatron.errors import ConfigError
-from tepo_megatron.launcher.lost_devices import Devices, smaller_mesh, visible_devices, working
+from tepo_megatron.launcher.lost_devices import Devices, smaller_mesh
 from tepo_megatron.launcher.restart_request import changed, take
 from tepo_megatron.utils.save_requests import RESTART, RESTARTED
-
-
-def test_devices_of_ranks_come_before_those_of_servers() -> None:
-    parallel, rollout = ParallelConfig(dp=2), RolloutConfig(servers=2, server={"tp": 2})
-    assert visible_devices(parallel, rollout, None) == Devices(("0", "1"), ("2", "3", "4", "5"))
-    assert visible_devices(parallel, rollout, "7,5,GPU-3") == Devices(("7", "5"), ("GPU-3",))
-    assert Devices(("7",), ("5", "3")).environment == {"CUDA_VISIBLE_DEVICES": "7,5,3"}
 
 
 @pytest.mark.parametrize(
@@ -56,10 +49,6 @@ def test_a_mesh_that_the_run_cannot_use_is_passed_over() -> None:
     assert smaller_mesh(replace(parallel, min_dp=None), devices, lambda _: [], refuse) is None
 
 
-def test_a_device_on_which_no_process_can_compute_does_not_work() -> None:
-    assert working(["62", "63"]) == []
-
-
 def tree(tmp_path: Path, **keys: object) -> dict[str, object]:
     text = {"name": "a", "output": str(tmp_path), "model": {"path": "m"}, "data": {"train": "t"}, **keys}
     return plain(validate(text))
@@ -85,12 +74,6 @@ def test_a_request_that_cannot_be_understood_changes_nothing(tmp_path: Path, tex
     cfg, line = take(tmp_path, tree(tmp_path, checkpoint={"every": 5}))
     assert cfg is None and "restarted as they were, because the request was refused" in line
     assert (tmp_path / RESTARTED).read_text().startswith("refused: ") and not (tmp_path / RESTART).exists()
-
-
-def test_a_request_gets_no_devices_of_servers_after_some_were_lost(tmp_path: Path) -> None:
-    (tmp_path / RESTART).write_text('["--parallel.dp", "2"]')
-    cfg, _ = take(tmp_path, tree(tmp_path, parallel={"dp": 2}, checkpoint={"every": 5}), most_ranks=1)
-    assert cfg is None and "2 ranks, and 1 devices are left for them" in (tmp_path / RESTARTED).read_text()
 
 
 def test_fewer_ranks_need_checkpoints_and_servers_on_other_devices(tmp_path: Path) -> None:
