@@ -22,13 +22,7 @@ FOLDER = Path("audit") / "step-000001"
 
 
 def recorded(objective: Objective, batch: Batch, prompt: Sequence[int] = (1,)) -> tuple[AuditBatch, AuditUpdate]:
-    """Return a random minibatch as a run would have recorded it, except for the terms that training used.
-
-    Args:
-        objective: Objective of the run.
-        batch: The minibatch.
-        prompt: Token ids of every prompt. Responses take their tokens from it, too.
-    """
+    """Return a random minibatch as a run would have recorded it, except for the terms that training used."""
     lengths = np.array([len(r.old) for r in batch.responses])
     sequence = np.repeat(np.arange(len(lengths)), lengths)
     mask = np.concatenate([np.arange(n + len(prompt)) >= len(prompt) for n in lengths])
@@ -61,14 +55,7 @@ def recorded(objective: Objective, batch: Batch, prompt: Sequence[int] = (1,)) -
 
 
 def write_audit(run: Path, objective: Objective, batch: Batch, prompt: Sequence[int] = (1,)) -> None:
-    """Write the records of a run whose first step had one update, whose loss was right. Two ranks computed it.
-
-    Args:
-        run: Folder of the run.
-        objective: Objective of the run.
-        batch: The minibatch; its advantages are replaced by those of its rewards.
-        prompt: As in `recorded`.
-    """
+    """Write the records of a run whose first step had one update, whose loss was right. Two ranks computed it."""
     step, update = recorded(objective, batch, prompt)
     advantages = group_advantages(step, objective.advantage)
     update = dataclasses.replace(update, inputs=update.inputs | {"group_advantage": advantages[update.sequence_N]})

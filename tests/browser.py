@@ -48,12 +48,7 @@ class BrowserTab:
                 self.errors.append(json.dumps(event["params"]))
 
     async def call(self, method: str, **params: Any) -> dict[str, Any]:
-        """Call a method of the protocol and return its result.
-
-        Args:
-            method: Its name.
-            params: Its parameters.
-        """
+        """Call a method of the protocol and return its result."""
         number = next(self._numbers)
         self._answers[number] = asyncio.get_running_loop().create_future()
         await self._socket.send_json({"id": number, "method": method, "params": params})
@@ -79,36 +74,21 @@ class BrowserTab:
             await asyncio.sleep(0.05)
 
     async def open(self, url: str, width: int = 1400, dark: bool = False) -> None:
-        """Load a page.
-
-        Args:
-            url: Its address.
-            width: Width of the window in pixels.
-            dark: The reader's system is dark.
-        """
+        """Load a page."""
         await self.call("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=width < 600)
         features = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
         await self.call("Emulation.setEmulatedMedia", features=features)
         await self.call("Page.navigate", url=url)
 
     async def picture(self, path: Path, whole: bool = True) -> None:
-        """Write a PNG of the page.
-
-        Args:
-            path: File to write.
-            whole: The whole page instead of the window.
-        """
+        """Write a PNG of the page."""
         found = await self.call("Page.captureScreenshot", captureBeyondViewport=whole)
         path.write_bytes(base64.b64decode(found["data"]))
 
 
 @contextlib.asynccontextmanager
 async def browser(folder: Path) -> AsyncIterator[BrowserTab]:
-    """Yield the tab of a browser that is started for the block.
-
-    Args:
-        folder: Folder for the browser's own files.
-    """
+    """Yield the tab of a browser that is started for the block."""
     assert CHROMIUM is not None
     port_file = folder / "profile" / "DevToolsActivePort"
     command = [

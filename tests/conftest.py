@@ -46,12 +46,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_pycollect_makeitem(name: str, obj: Any) -> None:
-    """Refuse a function that is marked as a test and not named like one, which would never run.
-
-    Args:
-        name: Name in its module.
-        obj: What has this name.
-    """
+    """Refuse a function that is marked as a test and not named like one, which would never run."""
     if inspect.isfunction(obj) and hasattr(obj, "pytestmark") and not name.startswith("test_"):
         raise pytest.UsageError(f"{obj.__module__}.{name} is marked, and its name does not begin with test_")
 

@@ -26,7 +26,8 @@ CONTRACTS = (
     *(f"tests/unit/rewards/test_{name}.py" for name in ("hostile_answers", "rewards")),
     *(f"tests/unit/weights/test_{name}.py" for name in ("convert", "families", "sync")),
     *(f"tests/unit/test_{name}.py" for name in (
-        "atomic", "cli", "doctor", "mutants", "plan", "ranks", "rotation", "safety", "sinks", "unpickling",
+        "atomic", "cli", "doctor", "misbehaving_servers", "mutants", "plan", "ranks", "rotation", "safety", "sinks",
+        "unpickling",
     )),
 )  # fmt: skip
 

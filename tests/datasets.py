@@ -29,22 +29,12 @@ def character_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def text(tokenizer: PreTrainedTokenizerFast, token_ids: tuple[int, ...]) -> str:
-    """Return the tokenized text, with line ends as <unk>.
-
-    Args:
-        tokenizer: Tokenizer whose ids these are.
-        token_ids: Token ids to decode.
-    """
+    """Return the tokenized text, with line ends as <unk>."""
     return "".join(tokenizer.convert_ids_to_tokens(list(token_ids)))
 
 
 def write(path: Path, *rows: object) -> Path:
-    """Write rows as JSON lines; bytes are written unchanged.
-
-    Args:
-        path: File to write.
-        rows: Objects, or raw bytes of a line.
-    """
+    """Write rows as JSON lines; bytes are written unchanged."""
     lines = [row if isinstance(row, bytes) else json.dumps(row).encode() for row in rows]
     path.write_bytes(b"".join(line + b"\n" for line in lines))
     return path

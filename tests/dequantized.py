@@ -6,11 +6,6 @@ from tepo_megatron.weights.fp8 import BLOCK
 
 
 def dequantize(weight: Tensor, scale_inv: Tensor) -> Tensor:
-    """Return the values that an engine computes with, fp32 [n, k].
-
-    Args:
-        weight: e4m3 [n, k].
-        scale_inv: fp32 [ceil(n / 128), ceil(k / 128)], the scale of each block.
-    """
+    """Return the values that an engine computes with, fp32 [n, k]."""
     each = scale_inv.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
     return weight.float() * each[: weight.size(0), : weight.size(1)]

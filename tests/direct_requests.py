@@ -14,13 +14,7 @@ SECONDS = 120.0  # time limit of a request
 
 
 def connected(fleet: Fleet, server: int, use: Callable[[Client], Awaitable[Answer]]) -> Answer:
-    """Return the result of `use`, called with a connection to one server at the address of its last readiness.
-
-    Args:
-        fleet: Fleet of the server.
-        server: Index of the server.
-        use: Function of the connection.
-    """
+    """Return the result of `use`, called with a connection to one server at the address of its last readiness."""
     address = fleet.endpoints[server].address
     assert address is not None, "it has never been ready"
 
@@ -36,13 +30,6 @@ def connected(fleet: Fleet, server: int, use: Callable[[Client], Awaitable[Answe
 
 def ask(fleet: Fleet, server: int, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
     """Send one request with the server's key and return its JSON answer.
-
-    Args:
-        fleet: Fleet of the server.
-        server: Index of the server.
-        method: HTTP method.
-        path: Path of the URL.
-        body: JSON body. None: no body.
 
     Raises:
         RequestFailed: The server refused, or did not answer.

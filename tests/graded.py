@@ -18,14 +18,7 @@ def decode(ids: Sequence[int]) -> str:
 
 
 def rollout(response: str, answer: str = "7", prompt_id: int = 0, prompt: str = "?") -> Rollout:
-    """Return an ungraded rollout of a prompt and `response`.
-
-    Args:
-        response: Text of the response.
-        answer: Gold answer of the prompt.
-        prompt_id: Id of the prompt.
-        prompt: Text of the prompt.
-    """
+    """Return an ungraded rollout of a prompt and `response`."""
     token_ids_L = torch.tensor([*map(ord, prompt + response)])
     response_mask_L = torch.arange(token_ids_L.numel()) >= len(prompt)
     logprobs_L = torch.zeros(token_ids_L.numel())
@@ -33,13 +26,7 @@ def rollout(response: str, answer: str = "7", prompt_id: int = 0, prompt: str = 
 
 
 def math_reward(workers: int = 1, soft_seconds: float = 1, hard_seconds: float = 2) -> WeightedReward:
-    """Return a math reward that grades boxed answers only.
-
-    Args:
-        workers: Number of grading processes.
-        soft_seconds: Limit after which a worker interrupts itself.
-        hard_seconds: Limit after which a worker is killed.
-    """
+    """Return a math reward that grades boxed answers only."""
     limits = PoolLimits(workers, soft_seconds, hard_seconds, memory_mib=1024)
     return WeightedReward([(1.0, MathTerm("boxed", limits))], decode)
 
@@ -56,11 +43,5 @@ def worker_pids(reward: WeightedReward) -> list[int]:
 
 
 def statuses(reward: WeightedReward, responses: Sequence[str], answer: str = "7") -> list[str]:
-    """Return the grading status of each response.
-
-    Args:
-        reward: Reward that grades.
-        responses: Texts to grade.
-        answer: Gold answer.
-    """
+    """Return the grading status of each response."""
     return [graded.status for graded in reward.score([rollout(text, answer) for text in responses])]

@@ -11,7 +11,6 @@ import mmap
 import os
 import shutil
 import signal
-import struct
 import subprocess
 import time
 import uuid
@@ -46,9 +45,6 @@ class Group:
         """Move a process into the group, and make it need memory now rather than at its next allocation, which may never come.
 
         A byte of each page of its libraries is written over with itself, which gives the process a copy of the page.
-
-        Args:
-            pid: A process that no longer fits into the group after 64 KiB.
         """
         self.add(pid)
         # writing fails as soon as the kernel has killed it
@@ -82,12 +78,7 @@ def _mounts(kind: str, controller: str) -> list[Path]:
 
 @contextlib.contextmanager
 def control_group(controller: str, limits: Mapping[str, Mapping[str, str]]) -> Iterator[Group]:
-    """Create a control group of version 1 or 2, below the root of its hierarchy.
-
-    Args:
-        controller: Name of the controller.
-        limits: "cgroup" (version 1) or "cgroup2" -> file -> text to write.
-    """
+    """Create a control group of version 1 or 2, below the root of its hierarchy."""
     why = "there is no control group"
     for kind in ("cgroup", "cgroup2"):
         for mount in _mounts(kind, controller):
@@ -130,17 +121,6 @@ def _remove(folder: Path) -> None:
 def memory_group(size: int) -> contextlib.AbstractContextManager[Group]:
     """Create a control group whose processes may take `size` bytes together."""
     return control_group("memory", {"cgroup": {"memory.limit_in_bytes": str(size)}, "cgroup2": {"memory.max": str(size)}})
-
-
-def slow_group(device: str, rate: int) -> contextlib.AbstractContextManager[Group]:
-    """Create a control group whose processes write at a bounded rate to a block device.
-
-    Args:
-        device: MAJOR:MINOR.
-        rate: Bytes per second.
-    """
-    first, second = {"blkio.throttle.write_bps_device": f"{device} {rate}"}, {"io.max": f"{device} wbps={rate}"}
-    return control_group("blkio" if _mounts("cgroup", "blkio") else "io", {"cgroup": first, "cgroup2": second})
 
 
 @dataclass(frozen=True)
@@ -188,13 +168,7 @@ class Disk:
 
 @contextlib.contextmanager
 def disk(folder: Path, mount: str, *tools: str) -> Iterator[Disk]:
-    """Mount a disk at `folder`, which is created.
-
-    Args:
-        folder: Mount point.
-        mount: Shell commands that mount the disk at "$1".
-        tools: Programs that the commands need.
-    """
+    """Mount a disk at `folder`, which is created."""
     folder.mkdir(parents=True)
     missing = [tool for tool in ("unshare", "nsenter", "findmnt", *tools) if shutil.which(tool) is None]
     if os.geteuid() != 0 or missing:
@@ -212,78 +186,3 @@ def disk(folder: Path, mount: str, *tools: str) -> Iterator[Disk]:
         finally:
             keeper.stdin.close()
             keeper.wait(SECONDS)
-
-
-def ext4(image: Path, mib: int) -> str:
-    """Return shell commands that mount an ext4 on a file; after an error the file system becomes read-only.
-
-    Args:
-        image: File that holds the file system.
-        mib: Size in MiB.
-    """
-    return f'truncate -s {mib}M {image}; mkfs.ext4 -q -F {image}; mount -o loop,errors=remount-ro {image} "$1"'
-
-
-CLOCK = r"""
-#define _GNU_SOURCE
-#include <dlfcn.h>
-#include <fcntl.h>
-#include <stdlib.h>
-#include <sys/mman.h>
-#include <sys/time.h>
-#include <time.h>
-#include <unistd.h>
-static volatile long long *offset;  /* seconds, in a file that the test changes */
-static int (*get)(clockid_t, struct timespec *);
-__attribute__((constructor)) static void begin(void) {
-  get = (int (*)(clockid_t, struct timespec *))dlsym(RTLD_NEXT, "clock_gettime");
-  const char *path = getenv("TEPO_TEST_CLOCK");
-  int file = path ? open(path, O_RDONLY | O_CLOEXEC) : -1;
-  if (file < 0) return;
-  void *mapped = mmap(0, 8, PROT_READ, MAP_SHARED, file, 0);
-  close(file);
-  if (mapped != MAP_FAILED) offset = mapped;
-}
-int clock_gettime(clockid_t id, struct timespec *now) {
-  if (!get) begin();
-  int result = get(id, now);
-  if (!result && offset && (id == CLOCK_REALTIME || id == CLOCK_REALTIME_COARSE)) now->tv_sec += *offset;
-  return result;
-}
-int gettimeofday(struct timeval *restrict now, void *restrict zone) {
-  (void)zone;
-  struct timespec found;
-  int result = clock_gettime(CLOCK_REALTIME, &found);
-  now->tv_sec = found.tv_sec;
-  now->tv_usec = found.tv_nsec / 1000;
-  return result;
-}
-time_t time(time_t *out) {
-  struct timespec now;
-  clock_gettime(CLOCK_REALTIME, &now);
-  if (out) *out = now.tv_sec;
-  return now.tv_sec;
-}
-"""
-
-
-class Clock:
-    """The wall clock of the processes that get `env`, in whatever language they are written: the machine's plus an offset.
-
-    The monotonic clock, and how long the kernel lets a process wait, stay as they are.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        compiler = shutil.which("cc")
-        if compiler is None:
-            pytest.skip("a clock of one's own takes a C compiler")
-        source, library, self._path = folder / "clock.c", folder / "clock.so", folder / "offset"
-        source.write_text(CLOCK)
-        subprocess.run([compiler, "-shared", "-fPIC", "-O1", "-o", library, source, "-ldl"], check=True, timeout=SECONDS)
-        self._path.write_bytes(bytes(8))
-        self.env = {"LD_PRELOAD": str(library), "TEPO_TEST_CLOCK": str(self._path)}
-
-    def set(self, seconds: int) -> None:
-        """Set the clock to the machine's plus this number of seconds."""
-        with self._path.open("r+b") as file, mmap.mmap(file.fileno(), 8) as mapped:
-            mapped[:] = struct.pack("q", seconds)

@@ -122,11 +122,7 @@ class Watch:
     """
 
     def __init__(self, pids: Callable[[], Iterable[int]]) -> None:
-        """Store the arguments; the first look happens on entry.
-
-        Args:
-            pids: Called at each look. Returns the processes that belong to the run then.
-        """
+        """Store the arguments; the first look happens on entry."""
         self._pids = pids
         self.found: set[Listener] = set()
         self.public: set[Listener] = set()

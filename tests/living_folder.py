@@ -12,9 +12,6 @@ def paths_below(folder: Path) -> list[Path]:
     `Path.rglob` raises if a subfolder is renamed or deleted under it, and a run does both: snapshots and checkpoints are
     written under a temporary name.
 
-    Args:
-        folder: The folder. It has to exist.
-
     Raises:
         OSError: The folder itself, or a subfolder that is still there, cannot be read.
     """

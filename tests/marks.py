@@ -9,10 +9,6 @@ import pytest
 def slow_but(fast: Iterable[Any], cases: Iterable[Any]) -> list[Any]:
     """Return the cases, all marked slow except those named in `fast`.
 
-    Args:
-        fast: Cases that stay unmarked.
-        cases: All cases.
-
     Raises:
         ValueError: A name in `fast` is not among `cases`.
     """
@@ -23,22 +19,11 @@ def slow_but(fast: Iterable[Any], cases: Iterable[Any]) -> list[Any]:
 
 
 def full_but(fast: Iterable[Any], slow: Iterable[Any], cases: Iterable[Any]) -> list[Any]:
-    """Return the cases, all marked full except those in `fast`, and those in `slow`, which are marked slow.
-
-    Args:
-        fast: Cases that stay unmarked.
-        slow: Cases that are marked slow.
-        cases: All cases.
-    """
+    """Return the cases, all marked full except those in `fast`, and those in `slow`, which are marked slow."""
     fast, slow = list(fast), list(slow)
     return [case if case in fast else marked(case, pytest.mark.slow if case in slow else pytest.mark.full) for case in cases]
 
 
 def marked(case: Any, mark: Any) -> Any:
-    """Return one case with a mark.
-
-    Args:
-        case: The parameters; a tuple for several.
-        mark: The mark.
-    """
+    """Return one case with a mark."""
     return pytest.param(*case, marks=mark) if isinstance(case, tuple) else pytest.param(case, marks=mark)

@@ -49,12 +49,7 @@ def section_of(parts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def replaced(objective: Objective, **parts: Any) -> Objective:
-    """Return the objective with parts replaced. Fields that a weighting or correction lacks are left out.
-
-    Args:
-        objective: The objective.
-        parts: Parts in the reference's words.
-    """
+    """Return the objective with parts replaced. Fields that a weighting or correction lacks are left out."""
     section = section_of(parts)
     for part in section.keys() & {part for part, _ in FIELDS.values()}:
         of_row = getattr(objective, part)
@@ -81,12 +76,7 @@ def method_of(objective: Objective) -> Method:
 
 
 def inputs_of(batch: Batch, dtype: torch.dtype = torch.float64) -> LossInputs:
-    """Return the whole minibatch as one microbatch on one rank.
-
-    Args:
-        batch: The minibatch.
-        dtype: Dtype of all tensors.
-    """
+    """Return the whole minibatch as one microbatch on one rank."""
     lengths = torch.tensor([len(r.old) for r in batch.responses])
     position = torch.tensor([t for n in lengths.tolist() for t in range(n)], dtype=torch.int64)
     segments = Segments(
@@ -113,13 +103,7 @@ def inputs_of(batch: Batch, dtype: torch.dtype = torch.float64) -> LossInputs:
 
 
 def ours(objective: Objective, batch: Batch, dtype: torch.dtype = torch.float64) -> tuple[LossOutput, Tensor, Tensor]:
-    """Return the product's output, and its gradients with respect to the log-probs and to the entropies.
-
-    Args:
-        objective: Objective to evaluate.
-        batch: The minibatch.
-        dtype: Dtype of the computation.
-    """
+    """Return the product's output, and its gradients with respect to the log-probs and to the entropies."""
     x = batch.logprob.to(dtype, copy=True).requires_grad_()
     h = batch.entropy.to(dtype, copy=True).requires_grad_()
     inputs = inputs_of(batch, dtype)
@@ -135,11 +119,6 @@ def compare(objective: Objective, batch: Batch, theirs: tuple[reference.Outcome,
     """Assert that loss and gradients are those of the reference, in fp64 and in fp32.
 
     The loss error is relative to the magnitude of the loss (at least to 1, an advantage); the gradient error is in the 2-norm.
-
-    Args:
-        objective: Objective of the product.
-        batch: The minibatch.
-        theirs: Answer of the reference.
     """
     outcome, x_grad, h_grad = theirs
     for dtype, tolerance in TOLERANCES:

@@ -13,11 +13,7 @@ def pairs_of(row: Sequence[Any]) -> set[tuple[tuple[int, Any], tuple[int, Any]]]
 
 
 def pairwise(*factors: Sequence[Any]) -> list[tuple[Any, ...]]:
-    """Return rows that together have every pair, the same ones in every process.
-
-    Args:
-        factors: the values of each. Their product is searched for every row, so it should have thousands of rows at most.
-    """
+    """Return rows that together have every pair, the same ones in every process."""
     candidates = list(itertools.product(*factors))
     missing = set().union(*(pairs_of(row) for row in candidates))
     rows = []

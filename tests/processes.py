@@ -23,13 +23,6 @@ from tepo_megatron.utils.processes import die_with_parent
 def run_processes(size: int, fn: Callable[..., Any], *args: Any, folder: Path, timeout: float = 300.0) -> list[Any]:
     """Run `fn(rank, *args)` on `size` ranks and return their results, by rank, as `worlds.run_world` does.
 
-    Args:
-        size: Number of ranks.
-        fn: Function of a module.
-        args: Further arguments of `fn`.
-        folder: An empty folder for arguments and results.
-        timeout: Seconds until the ranks are killed.
-
     Raises:
         AssertionError: A rank failed, or the time is up. The message holds the end of the ranks' output.
     """
@@ -43,28 +36,13 @@ def run_processes(size: int, fn: Callable[..., Any], *args: Any, folder: Path, t
 
 
 def ranks(size: int, fn: Callable[..., Any], *args: Any, folder: Path, **env: str) -> Ranks:
-    """Return the ranks of `run_processes`, whose output is in the file `log` of the folder, for a caller that does not wait.
-
-    Args:
-        size: Number of ranks.
-        fn: Function of a module.
-        args: Further arguments of `fn`.
-        folder: An empty folder for arguments and results.
-        env: Further environment variables.
-    """
+    """Return the ranks of `run_processes`, whose output is in the file `log` of the folder, for a caller that does not wait."""
     call(folder, fn, *args)
     return waiting_ranks(size, folder=folder, **env)
 
 
 def waiting_ranks(size: int, imports: Sequence[str] = (), *, folder: Path, **env: str) -> Ranks:
-    """Return ranks that import these modules and then wait until `call` says what to run.
-
-    Args:
-        size: Number of ranks.
-        imports: Names of modules.
-        folder: As in `ranks`.
-        env: As in `ranks`.
-    """
+    """Return ranks that import these modules and then wait until `call` says what to run."""
     return Ranks(size, ["-m", __name__, str(os.getpid()), str(folder), *imports], folder / "log", env)
 
 

@@ -24,13 +24,7 @@ SUMMARY = {
 
 
 def write_run(folder: Path, records: list[dict[str, Any]], **settings: Any) -> Config:
-    """Write config and records of a run.
-
-    Args:
-        folder: Folder of the run.
-        records: Lines of metrics.jsonl.
-        settings: Sections of the config, added to a minimal one.
-    """
+    """Write config and records of a run."""
     tree: dict[str, Any] = {
         "name": folder.name,
         "model": {"path": "m/tiny", "precision": "fp32"},
@@ -76,15 +70,7 @@ def fine_tuned(steps: int) -> list[dict[str, Any]]:
 
 
 def rollout(prompt: int, prompt_ids: Sequence[int], response_ids: Sequence[int], score: float, **others: Any) -> Rollout:
-    """Return a graded rollout.
-
-    Args:
-        prompt: Id of the prompt.
-        prompt_ids: Token ids of the prompt.
-        response_ids: Token ids of the response.
-        score: Verdict, 0 or 1.
-        others: Further fields of the rollout.
-    """
+    """Return a graded rollout."""
     length = len(prompt_ids) + len(response_ids)
     fields = {"policy_version": 0, "stop_reason": "stop", "answer": "7", "status": "exact" if score else "wrong"} | others
     return Rollout(
@@ -97,11 +83,5 @@ def rollout(prompt: int, prompt_ids: Sequence[int], response_ids: Sequence[int],
 
 
 def record_step(run: Path, step: int, rollouts: Sequence[Rollout]) -> None:
-    """Record the rollouts of a step as a run with rollout.record=true does.
-
-    Args:
-        run: Folder of the run.
-        step: Number of the step.
-        rollouts: Graded rollouts.
-    """
+    """Record the rollouts of a step as a run with rollout.record=true does."""
     record.write(run / record.FOLDER, step, rollouts, Metrics())

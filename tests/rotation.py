@@ -21,12 +21,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(trylast=True)  # what -m leaves out is gone
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out the cases that are not this commit's turn.
-
-    Args:
-        config: Config of the session, with --rotate.
-        items: Collected tests, changed in place.
-    """
+    """Leave out the cases that are not this commit's turn."""
     number = config.getoption("--rotate")
     if number < 2:
         return
@@ -37,13 +32,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def turn(cases: Sequence[pytest.Item], number: int, head: str) -> Sequence[pytest.Item]:
-    """Return the cases that are run at this commit, evenly spread over the files.
-
-    Args:
-        cases: The cases that are marked full.
-        number: One case in this many is run.
-        head: The commit's hash in hexadecimal digits, or a message that there is none.
-    """
+    """Return the cases that are run at this commit, evenly spread over the files."""
     try:
         first = int(head[:8], 16) % number
     except ValueError:

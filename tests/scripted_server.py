@@ -182,12 +182,7 @@ class Handler(BaseHTTPRequestHandler):
             list(threads.map(do, Handler.ranks))
 
     def answer(self, status: int, content: Any) -> None:
-        """Send a JSON answer.
-
-        Args:
-            status: HTTP status.
-            content: Object to send.
-        """
+        """Send a JSON answer."""
         data = json.dumps(content).encode()
         self.send_response(status)
         self.send_header("Content-Type", "application/json")

@@ -42,13 +42,7 @@ class ScriptedModel(ScriptedEngine):
             own[name].copy_(tensor)
 
     def answer(self, ids: list[int], seed: int, label: str) -> dict[str, Any]:
-        """Return one sample, in the form of SGLang's answer; it is right if the seed is even.
-
-        Args:
-            ids: Token ids of the prompt.
-            seed: Seed of the sample.
-            label: Weight version, as SGLang labels it.
-        """
+        """Return one sample, in the form of SGLang's answer; it is right if the seed is even."""
         self.version = INITIAL_VERSION if label == INITIAL_LABEL else int(label)
         made = self._sample(Prompt(0, tuple(ids), "7"), right=seed % 2 == 0)
         logprobs = made.rollout_logprobs_L[made.response_mask_L].tolist()

@@ -89,12 +89,7 @@ class Slurm:
         return self.hosts[0].enter if self.hosts else ()
 
     def start(self, name: str, command: list[str]) -> None:
-        """Start a daemon.
-
-        Args:
-            name: Name of its log.
-            command: Command line.
-        """
+        """Start a daemon."""
         with (self.folder / f"{name}.log").open("a") as out:
             process = self.daemons[name] = subprocess.Popen(
                 command, env=self.environment, stdout=out, stderr=subprocess.STDOUT, start_new_session=True,
@@ -134,12 +129,7 @@ class Slurm:
         return self.about(job)["JobState"]
 
     def ended(self, job: str, timeout: float) -> str:
-        """Wait for the end of a job; return its last state.
-
-        Args:
-            job: Number of the job.
-            timeout: Seconds.
-        """
+        """Wait for the end of a job; return its last state."""
         deadline = time.monotonic() + timeout
         while (state := self.state(job)) in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "REQUEUED"):
             assert time.monotonic() < deadline, f"job {job} is still {state}: {self.logs()}"
@@ -174,16 +164,7 @@ class Slurm:
 
 @contextlib.contextmanager
 def running(folder: Path, machines: int, gpus: int = 0, hosts: Sequence[Host] = (), cgroups: bool = False) -> Iterator[Slurm]:
-    """Run a Slurm until the end of the block; then nothing of it is left.
-
-    Args:
-        folder: Folder of its files.
-        machines: Number of machines.
-        gpus: GPUs of each machine, as generic resources (GRES). Their devices are empty files, or with cgroups the files of
-            NVIDIA's driver's devices, which no driver serves here.
-        hosts: Hosts that the machines take turns on, with networks of their own; none of them: all are this one.
-        cgroups: Have Slurm keep processes, memory and devices of each step in cgroups.
-    """
+    """Run a Slurm until the end of the block; then nothing of it is left."""
     addresses = [hosts[i % len(hosts)].address if hosts else "127.0.0.1" for i in range(machines)]
     host, free = socket.gethostname(), [free_port() for _ in range(machines + 1)]
     names = [f"n{i + 1}" for i in range(machines)]

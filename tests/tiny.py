@@ -51,17 +51,7 @@ def tiny_qwen3(
     vocab_size: int = VOCAB_SIZE,
     **sizes: int,
 ) -> PreTrainedModel:
-    """Write a Qwen3 and its tokenizer to `path`; return the model (fp32, eval).
-
-    Args:
-        path: Directory to write.
-        tied: Whether the output layer is the embedding.
-        seed: Seed of the weights.
-        layers: Number of decoder layers.
-        scale: Factor of the 2-dim weights, so that the next token's distribution is far from uniform and a wrong weight shows.
-        vocab_size: Rows of the embedding.
-        sizes: Keys of the model's config that replace the defaults here.
-    """
+    """Write a Qwen3 and its tokenizer to `path`; return the model (fp32, eval)."""
     shape = {
         "hidden_size": 128, "intermediate_size": 384, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
     } | sizes  # fmt: skip
@@ -84,9 +74,6 @@ def hybrid_config(**fields: Any) -> Qwen3_5TextConfig:
     """Return the config of a small Qwen3.5 with odd sizes: three layers in four have the gated delta rule.
 
     Four key heads let every layout split them: tp * cp <= 4.
-
-    Args:
-        fields: Fields of the config that replace the defaults here.
     """
     shape: dict[str, Any] = {
         "vocab_size": VOCAB_SIZE, "hidden_size": 72, "intermediate_size": 136, "num_hidden_layers": 4,
@@ -99,14 +86,7 @@ def hybrid_config(**fields: Any) -> Qwen3_5TextConfig:
 
 
 def tiny_multimodal(path: Path, text: Qwen3_5TextConfig, *, seed: int = 0, scale: float = 4.0) -> PreTrainedModel:
-    """Write a random Qwen3.5 with a vision tower and a layer for the prediction of several tokens; return the text model.
-
-    Args:
-        path: Directory to write.
-        text: Config of the text model.
-        seed: Seed of the weights.
-        scale: Factor of all weights of the text model except vectors and convolutions.
-    """
+    """Write a random Qwen3.5 with a vision tower and a layer for the prediction of several tokens; return the text model."""
     model = tiny_model(path, text, seed=seed, scale=scale)
     vision = {
         "depth": 1, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": text.hidden_size,
@@ -132,12 +112,6 @@ def tiny_model(path: Path, config: PretrainedConfig, *, seed: int = 0, scale: fl
     """Write a random model of this config, with the character tokenizer, to `path`; return the model (fp32, eval).
 
     The global random state stays unchanged.
-
-    Args:
-        path: Directory to write.
-        config: Config of the model.
-        seed: Seed of the weights.
-        scale: Factor of all weights except vectors and convolutions.
     """
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)

@@ -20,25 +20,13 @@ def device_of(backend: str) -> torch.device:
 def reference(
     logits: torch.Tensor, labels: torch.Tensor, temperature: float, vocab_size: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return log-prob and entropy in fp64, differentiable by autograd.
-
-    Args:
-        logits: [rows, columns], padding columns included.
-        labels: int64 [rows].
-        temperature: Divisor of the logits.
-        vocab_size: Number of real columns.
-    """
+    """Return log-prob and entropy in fp64, differentiable by autograd."""
     logp = torch.log_softmax(logits.double()[:, :vocab_size] / temperature, dim=-1)
     return logp.gather(1, labels[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
 
 
 def to_bf16(x: torch.Tensor, backend: str) -> torch.Tensor:
-    """Round fp32 to bf16 as a back end stores it: to nearest, except that Triton's interpreter (3.9) truncates the low bits.
-
-    Args:
-        x: fp32 tensor.
-        backend: Name of the back end.
-    """
+    """Round fp32 to bf16 as a back end stores it: to nearest, except that Triton's interpreter (3.9) truncates the low bits."""
     if backend == "triton" and INTERPRETED:
         return (x.view(torch.int32) & -(1 << 16)).view(torch.float32).bfloat16()
     return x.bfloat16()

@@ -8,13 +8,7 @@ from tepo_megatron.types import NO_TOKEN, Truncation
 
 
 def kept(logits_V: torch.Tensor, temperature: float, truncation: Truncation) -> set[int]:
-    """Return the ids that truncated sampling can choose, without ties.
-
-    Args:
-        logits_V: Logits of one row.
-        temperature: Divisor of the logits.
-        truncation: The truncation.
-    """
+    """Return the ids that truncated sampling can choose, without ties."""
     p = torch.softmax(logits_V.double() / temperature, 0).tolist()
     order = sorted(range(len(p)), key=lambda i: -p[i])
     if truncation.top_k > 0:
@@ -38,14 +32,7 @@ def rows(masks: list[set[int]]) -> torch.Tensor:
 def reference(
     logits: torch.Tensor, labels: torch.Tensor, temperature: float, masks: list[set[int]]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return log-probs and entropies of the renormalized distributions, differentiable, row by row.
-
-    Args:
-        logits: fp64 [R, V].
-        labels: int64 [R].
-        temperature: Divisor of the logits.
-        masks: Ids of each row's sampling mask.
-    """
+    """Return log-probs and entropies of the renormalized distributions, differentiable, row by row."""
     logprobs, entropies = [], []
     for z, label, mask in zip(logits, labels.tolist(), masks, strict=True):
         ids = sorted(mask)

@@ -40,12 +40,6 @@ def run_world(size: int, fn: Callable[..., Any], *args: Any, timeout: float = 18
     The ranks see the environment that torchrun sets, so `init_process_group` needs no address. No rank ends before all have
     returned. Then, or when one fails, or after `timeout` seconds, all are killed, with every process that they started.
 
-    Args:
-        size: Number of ranks.
-        fn: Function that each rank runs.
-        args: Further arguments of `fn`.
-        timeout: Seconds until the ranks are killed.
-
     Raises:
         AssertionError: A rank failed, or the time is up. The message holds the traceback of the rank that failed first, or, on
             a timeout, the stack of each rank.

@@ -8,13 +8,6 @@ from tepo_megatron.ops.context_parallel import zigzag_rows
 def shard_zigzag_packed(x_S: Tensor, cu_seqlens: Tensor, cp_size: int, cp_rank: int, dim: int) -> Tensor:
     """Return this rank's chunks of sequences packed along `dim`, packed again: [..., S, ...] -> [..., S / cp_size, ...].
 
-    Args:
-        x_S: Tensor with S packed tokens along `dim`.
-        cu_seqlens: Integer [G + 1], the start of each sequence, and S.
-        cp_size: Number of context-parallel ranks. With 1, `x_S` is returned as it is.
-        cp_rank: Rank among them.
-        dim: Dimension of the tokens.
-
     Raises:
         ValueError: With context parallelism, 2 cp_size does not divide the length of a sequence.
     """

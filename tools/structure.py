@@ -4,7 +4,7 @@
 
 A package is a folder or a module at the top of `tepo_megatron`; an arrow says that a module of one imports from another. Lines
 of code are those that are neither blank nor a comment nor part of a docstring. The path of a rollout and that of a weight are
-written in docs/tour.md, hop by hop; `tests/parallel/test_flows.py` proves that a real run takes exactly these.
+written in docs/tour.md, hop by hop.
 """
 
 from __future__ import annotations

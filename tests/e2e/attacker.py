@@ -134,13 +134,7 @@ def attacks(targets: Targets) -> list[tuple[str, Callable[[], Attack]]]:
 
 
 def in_store(host: str, port: int, payload: bytes) -> tuple[str, bool, str]:
-    """Write a pickle, plain and in base 64, into every key of a store, and into those of PyTorch's launcher.
-
-    Args:
-        host: Address of the store.
-        port: Port of the store.
-        payload: Pickle to write.
-    """
+    """Write a pickle, plain and in base 64, into every key of a store, and into those of PyTorch's launcher."""
     with contextlib.suppress(OSError), socket.create_connection((host, port), SECONDS):
         try:
             store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=SECONDS))
@@ -154,13 +148,7 @@ def in_store(host: str, port: int, payload: bytes) -> tuple[str, bool, str]:
 
 
 def as_member(host: str, port: int, payload: bytes) -> tuple[str, bool, str]:
-    """Pretend to be a member of a process group: send its number first, then a message.
-
-    Args:
-        host: Address of the listener.
-        port: Port of the listener.
-        payload: Pickle to send.
-    """
+    """Pretend to be a member of a process group: send its number first, then a message."""
     answer = b""
     for number in range(4):
         try:
@@ -175,15 +163,7 @@ def as_member(host: str, port: int, payload: bytes) -> tuple[str, bool, str]:
 
 
 def over_http(host: str, port: int, method: str, route: str, key: str | None) -> tuple[str, bool, str]:
-    """Call a route that could change the samples or show them.
-
-    Args:
-        host: Address of the server.
-        port: Port of the server.
-        method: HTTP method.
-        route: Path of the URL.
-        key: Key to send. None: no key.
-    """
+    """Call a route that could change the samples or show them."""
     connection = HTTPConnection(host, port, timeout=SECONDS)
     headers = {"Content-Type": "application/json"} | ({} if key is None else {"Authorization": f"Bearer {key}"})
     try:
@@ -198,12 +178,7 @@ def over_http(host: str, port: int, method: str, route: str, key: str | None) ->
 
 
 def to_unix(path: str, payload: bytes) -> tuple[str, bool, str]:
-    """Connect to a Unix socket. A connection is a success, since the listener unpickles what it receives.
-
-    Args:
-        path: Path of the socket.
-        payload: Pickle to send.
-    """
+    """Connect to a Unix socket. A connection is a success, since the listener unpickles what it receives."""
     with socket.socket(socket.AF_UNIX) as connection:
         try:
             connection.settimeout(SECONDS)
@@ -270,12 +245,7 @@ def signalling(pid: int) -> tuple[str, bool, str]:
 
 
 def main(user: int, targets: Targets) -> None:
-    """Become that user, and try everything at once.
-
-    Args:
-        user: User id.
-        targets: Targets of the attacks.
-    """
+    """Become that user, and try everything at once."""
     todo = attacks(targets)
     if user:
         os.setgroups([])

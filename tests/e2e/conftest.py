@@ -53,12 +53,7 @@ class Command:
         return self.log.read_text()
 
     def until(self, condition: Callable[[], bool], timeout: float) -> None:
-        """Wait until a condition holds while the command runs; fail as `wait` does.
-
-        Args:
-            condition: Called repeatedly.
-            timeout: Seconds, multiplied by PATIENCE.
-        """
+        """Wait until a condition holds while the command runs; fail as `wait` does."""
         deadline = time.monotonic() + PATIENCE * timeout
         while not condition():
             assert self.process.poll() is None, f"ended with status {self.process.returncode}:\n{self.output}"
@@ -70,10 +65,6 @@ class Command:
         """Stop all processes of the command at a moment at which a condition holds, and continue them after the block.
 
         The condition holds during the whole block, on a busy machine too. It fails as `until` does.
-
-        Args:
-            condition: Called repeatedly.
-            timeout: Seconds, multiplied by PATIENCE.
         """
         deadline, held = time.monotonic() + timeout, False
         while not held:
@@ -137,9 +128,6 @@ def commands(folder: Path) -> Iterator[Callable[..., Command]]:
 
     `start` takes, besides the words: engine, the behaviour of the scripted engine; env, further variables; by, the arguments
     that start the module, instead of this Python.
-
-    Args:
-        folder: Folder for the output of the commands.
     """
     started: list[Command] = []
 
@@ -217,12 +205,7 @@ def arguments(tmp_path: Path) -> Callable[..., list[str]]:
 
 
 def settings(model: Path, **overrides: object) -> list[str]:
-    """Return command-line arguments for a model with its problems.
-
-    Args:
-        model: Directory of the model and its datasets.
-        overrides: Further config keys, with `__` in place of the dot.
-    """
+    """Return command-line arguments for a model with its problems."""
     keys = {"model.path": model, "data.train": model / "train.jsonl", "data.eval": model / "eval.jsonl"}
     keys |= {k.replace("__", "."): v for k, v in overrides.items()}
     return [word for k, v in keys.items() for word in (f"--{k}", str(v))]

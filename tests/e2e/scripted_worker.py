@@ -93,12 +93,7 @@ class ScriptedEngine:
         self.update_weights([], self._coming)
 
     def update_weights(self, files: Sequence[Path], version: int) -> None:
-        """Serve these files, and for other tensors what was loaded before.
-
-        Args:
-            files: safetensors files.
-            version: Version of the weights.
-        """
+        """Serve these files, and for other tensors what was loaded before."""
         self.load(files)
         with self._weights:
             if not (self._behaviour == "stale" and version > 0):

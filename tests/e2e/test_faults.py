@@ -19,7 +19,6 @@ from tests.tiny import tiny_qwen3
 
 pytestmark = pytest.mark.e2e
 BOUND = 60.0  # seconds: less than the time-out of a collective, for which a rank that nobody ends would wait
-ONE_PROMPT = '{"prompt": "1+1?", "answer": "2"}\n'
 
 
 @pytest.fixture(scope="module")
@@ -86,24 +85,6 @@ def test_a_truncated_checkpoint_is_refused(tepo, arguments, tmp_path: Path) -> N
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    ("text", "overrides", "phrase"),
-    [
-        pytest.param("", {}, "train.jsonl", id="empty"),
-        pytest.param(ONE_PROMPT, {}, "fewer than rollout.prompts_per_step=32", id="too few"),
-        pytest.param(ONE_PROMPT + '{"prompt": ', {}, "train.jsonl:2", id="malformed"),
-        pytest.param(ONE_PROMPT, {"data__max_prompt_tokens": 3}, "data.max_prompt_tokens=3", id="all over-long"),
-    ],
-)
-def test_datasets_without_a_usable_prompt_are_refused(
-    tepo, arguments, model: Path, tmp_path: Path, text: str, overrides: dict, phrase: str
-) -> None:
-    data = tmp_path / "train.jsonl"
-    data.write_text(text)
-    refused(tepo(*arguments(model, data__train=data, **overrides)), phrase)
-
-
-@pytest.mark.full
 def test_cuda_without_a_gpu(tepo, arguments, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # on a machine with GPUs too
     refused(tepo(*arguments(model, platform="cuda")), "platform")
@@ -130,17 +111,6 @@ def fault(command, run: Path, *phrases: str, steps: int) -> None:
 
 
 @pytest.mark.full
-def test_a_scripted_run_without_evaluation_data_ends_well(tepo, arguments, model: Path, tmp_path: Path) -> None:
-    command = tepo(*arguments(model, **SHORT, parallel__tp=1, parallel__dp=2, data__eval="null", name="good"), engine="good")
-    assert command.wait(2 * BOUND) == 0, command.output
-    run = tmp_path / "runs" / "good"
-    assert [r["step"] for r in whole_lines(run)] == [1, 2, 3, 4, 5, 6]
-    summary = json.loads((run / "summary.json").read_text())
-    assert summary["accuracy_before"] is None and (run / "report.png").exists() and (run / "hf" / "config.json").exists()
-    command.assert_nothing_left()
-
-
-@pytest.mark.full
 def test_steps_without_an_informative_group_change_nothing_and_go_on(tepo, arguments, model: Path, tmp_path: Path) -> None:
     command = tepo(*arguments(model, **SHORT, name="uniform"), engine="uniform")
     assert command.wait(2 * BOUND) == 0, command.output
@@ -156,20 +126,6 @@ def test_steps_without_an_informative_group_change_nothing_and_go_on(tepo, argum
 def test_a_loss_that_is_not_a_number_ends_the_run(tepo, arguments, model: Path, tmp_path: Path) -> None:
     command = tepo(*arguments(model, **SHORT, optimizer__lr="1e30", name="nan"), engine="good")
     fault(command, tmp_path / "runs" / "nan", "is nan in step 1, update 1", "optimizer.lr", steps=0)
-
-
-@pytest.mark.full
-def test_an_engine_that_serves_other_weights_ends_the_run(tepo, arguments, model: Path, tmp_path: Path) -> None:
-    command = tepo(*arguments(model, **SHORT, optimizer__lr="1e-3", name="stale"), engine="stale")
-    fault(command, tmp_path / "runs" / "stale", "sync.max_logprob_diff", "version 1", steps=1)
-
-
-@pytest.mark.full
-def test_an_engine_that_serves_other_weights_ahead_of_training(tepo, arguments, model: Path, tmp_path: Path) -> None:
-    """Version 1 samples for step 3, and that step has the weights of version 2: those of version 1 were kept."""
-    ahead = SHORT | {"rollout__max_staleness": 1, "rollout__filter_uniform_groups": "false"}
-    command = tepo(*arguments(model, **ahead, optimizer__lr="1e-3", name="stale"), engine="stale")
-    fault(command, tmp_path / "runs" / "stale", "sync.max_logprob_diff", "version 1", steps=2)
 
 
 @pytest.mark.full

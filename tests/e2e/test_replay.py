@@ -44,13 +44,7 @@ CASES: dict[str, tuple[str, dict[str, object], str]] = {
 
 
 def disturb(command: Command, what: str, run: Path) -> None:
-    """Kill what the case says once a checkpoint is complete, and wait for the run's end, unless it goes on by itself.
-
-    Args:
-        command: The run.
-        what: Who is killed.
-        run: Folder of the run.
-    """
+    """Kill what the case says once a checkpoint is complete, and wait for the run's end, unless it goes on by itself."""
     command.until(lambda: any(run.glob("checkpoints/step-????????")), timeout=240)
     if what == "server":
         os.kill(command.oldest_server("--port"), signal.SIGKILL)

@@ -6,7 +6,6 @@ import json
 import os
 import random
 import signal
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,7 +17,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from examples.arithmetic import task
 from examples.arithmetic.base_model import build_model
 from tests.e2e.conftest import Command
-from tests.slurm import free_port
 
 pytestmark = pytest.mark.e2e
 BOUND = 120.0
@@ -98,43 +96,3 @@ def test_sigterm_saves_and_a_resume_goes_on(tepo: Callable[..., Command], files:
     assert again.wait(2 * BOUND) == 0, again.output
     assert "resume: from the checkpoint of update" in again.output
     check(run, files)
-
-
-@pytest.mark.full
-def test_a_held_out_loss_ends_the_run_and_a_resume_leaves_it_there(
-    tepo: Callable[..., Command], files: Path, tmp_path: Path
-) -> None:
-    words = ["sft", files / "mine.yaml", "--output", str(tmp_path), "--sft.eval_every", "3", "--sft.epochs", "2"]
-    run, command = tmp_path / "warm", tepo(*words, "--sft.stop_at_loss", "2.2")
-    assert command.wait(BOUND) == 0 and "is at most sft.stop_at_loss=2.2: training ends" in command.output, command.output
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    measured = [row["sft/eval_loss"] for row in rows if row["step"] % 3 == 0]
-    assert measured[-1] <= 2.2 and min(measured[:-1]) > 2.2 and rows[-1]["step"] % 3 == 0
-    saved = json.loads((run / "summary.json").read_text())["held_out_loss"]["after"]
-    assert saved == measured[-1]
-    again = tepo(*words, "--sft.stop_at_loss", "2.2", "--resume", "true")
-    assert again.wait(BOUND) == 0 and taken(run) == len(rows), again.output
-    refused = tepo(*words, "--sft.stop_at_loss", "2.2", "--sft.eval_every", "0", "--overwrite", "true")
-    assert refused.wait(BOUND) == 1 and "sft.stop_at_loss needs held-out" in refused.output
-
-
-@pytest.mark.full
-def test_torchrun_starts_the_ranks(tepo: Callable[..., Command], files: Path, tmp_path: Path) -> None:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "static"]
-    torchrun += ["--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--node-rank", "0"]
-    command = tepo("sft", files / "mine.yaml", "--output", str(tmp_path), by=torchrun)
-    assert command.wait(2 * BOUND) == 0, command.output
-    check(tmp_path / "warm", files)
-
-
-@pytest.mark.full
-def test_what_cannot_run_is_one_message(tepo: Callable[..., Command], files: Path, tmp_path: Path) -> None:
-    (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n')
-    for words, why in (
-        (["--sft.data", "null"], "sft.data is not set"),
-        (["--sft.data", str(tmp_path / "bad.jsonl")], "bad.jsonl:1: no chat and no prompt with a response"),
-        (["--sft.max_token", "3"], "sft.max_token"),
-        (["--parallel.tp", "3"], "tp"),
-    ):
-        command = tepo("sft", files / "mine.yaml", "--output", str(tmp_path), "--checkpoint.max_restarts", "0", *words)
-        assert command.wait(BOUND) == 1 and why in command.output and "Traceback" not in command.output, command.output

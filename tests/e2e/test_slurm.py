@@ -81,12 +81,7 @@ def no_secret_in(folder: Path) -> bool:
 
 
 def scripted(cluster: slurm.Slurm, folder: Path, name: str, limit: str, warning: int = 150, **more: object) -> tuple[str, Path]:
-    """Submit a job of one machine whose engine needs no server, on 40 prompts; return its number and the run.
-
-    Args:
-        limit: Time limit of the job.
-        warning: Seconds before it at which the run is asked to end.
-    """
+    """Submit a job of one machine whose engine needs no server, on 40 prompts; return its number and the run."""
     python = folder / "python"
     python.write_text(SCRIPTED)
     python.chmod(0o755)

@@ -37,15 +37,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[slurm.Slurm]:
 
 
 def doctor(cluster: slurm.Slurm, folder: Path, nodes: int, listing: str = NVIDIA_SMI, **keys: Any) -> tuple[int, str]:
-    """Run `launch doctor` as a job on machines with two GPUs each; return its status and output.
-
-    Args:
-        cluster: The cluster.
-        folder: Working directory.
-        nodes: Machines to check.
-        listing: Text of `nvidia-smi`.
-        keys: Further keys of the profile.
-    """
+    """Run `launch doctor` as a job on machines with two GPUs each; return its status and output."""
     (folder / "nvidia-smi").write_text(listing)
     (folder / "nvidia-smi").chmod(0o755)
     check = {"skip": ["driver", "cudnn", "all_reduce"], "timeout_seconds": 60}

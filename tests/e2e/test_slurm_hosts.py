@@ -87,15 +87,7 @@ def called(cluster: slurm.Slurm, folder: Path, *words: str | Path) -> tuple[int,
 
 
 def trains(cluster: slurm.Slurm, folder: Path, model: Path, *words: str, **keys: Any) -> tuple[int, str]:
-    """Submit a run of two machines with a rank each, whose engine needs no server; return the launcher's status and output.
-
-    Args:
-        cluster: The cluster.
-        folder: Working directory.
-        model: Folder of model and data.
-        words: Further words of the launcher.
-        keys: Keys of the profile.
-    """
+    """Submit a run of two machines with a rank each, whose engine needs no server; return the launcher's status and output."""
     python = folder / "python"
     python.write_text(SCRIPTED)
     python.chmod(0o755)

@@ -33,15 +33,7 @@ def expectation(
     method: Method | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> reference.Trained:
-    """Train the reference as the config says, on the rollouts of all steps.
-
-    Args:
-        cfg: Config of the run.
-        material: Models and rollouts.
-        found: Gradients of the run; see `reference.Trainer`.
-        method: Method of the objective. None: the parts of the product's own row, with the config's replacements.
-        dtype: Type of the reference's models.
-    """
+    """Train the reference as the config says, on the rollouts of all steps."""
     method = method or method_of(build_objective(cfg.objective))
     optimizer, adam = cfg.optimizer, cfg.megatron.known_optimizer
     settings = reference.Settings(
@@ -79,14 +71,7 @@ def _step(trainer: reference.Trainer, cfg: Config, rollouts: tuple[Rollout, ...]
 
 
 def check_equal(found: Outcome, expected: reference.Trained, what: str, tolerance: float = TOLERANCE) -> None:
-    """Assert that loss and gradients of each update, and the change of the weights, are the reference's.
-
-    Args:
-        found: Results of all ranks together, in fp32.
-        expected: The reference's answer.
-        what: Subject of the failure message.
-        tolerance: Bound per tensor on ||a - b|| / ||b||.
-    """
+    """Assert that loss and gradients of each update, and the change of the weights, are the reference's."""
     assert len(found.gradients) == len(expected.updates), what
     for i, update in enumerate(expected.updates):
         assert update.margin >= MARGIN, f"{what}: update {i} compares numbers that fp32 cannot tell apart; take another seed"
@@ -98,13 +83,7 @@ def check_equal(found: Outcome, expected: reference.Trained, what: str, toleranc
 
 
 def check_near(found: Outcome, expected: reference.Trained, what: str) -> None:
-    """Assert that bf16 is finite, its first gradient near the reference's, and the change of the weights in its direction.
-
-    Args:
-        found: Results of all ranks together, in bf16.
-        expected: The reference's answer.
-        what: Subject of the failure message.
-    """
+    """Assert that bf16 is finite, its first gradient near the reference's, and the change of the weights in its direction."""
     gradients, changes = found.gradients[0], _changes(found, expected)
     for tensors in (*found.gradients, changes):
         assert all(torch.isfinite(t).all() for t in tensors.values()), what

@@ -78,11 +78,6 @@ def family_of(row: Row) -> tuple[str, bool]:
 def config_of(row: Row, model: str = "model", other: str = "other") -> Config:
     """Return the config of a row.
 
-    Args:
-        row: Value of each factor.
-        model: Directory of the policy.
-        other: Directory of the reference policy.
-
     Raises:
         ConfigError: Two values of the row contradict each other.
     """

@@ -66,17 +66,7 @@ class Material:
 def make_material(
     folder: Path, family: str, *, tied: bool, layers: int, steps: int = 2, seed: int = 0, truncated: bool = False
 ) -> Material:
-    """Write the models and draw the rollouts.
-
-    Args:
-        folder: Parent of the model directories.
-        family: A key of FAMILIES.
-        tied: Whether the output layer is the embedding.
-        layers: Decoder layers.
-        steps: Number of rollout batches.
-        seed: Seed of weights and rollouts.
-        truncated: Whether the rollouts have the sampling masks of TRUNCATION, and log-probs over these.
-    """
+    """Write the models and draw the rollouts."""
     config = FAMILIES[family](num_hidden_layers=layers, tie_word_embeddings=tied, **SIZES)
     name = f"{family}-{'tied' if tied else 'untied'}-{layers}"
     model, other, teacher = folder / name, folder / f"{name}-other", folder / f"{name}-teacher"

@@ -52,14 +52,7 @@ def name_of(layout: dict[str, Any]) -> str:
 
 
 def on_a_cpu(cfg: Config, model: str, layout: dict[str, Any], precision: str) -> Config:
-    """Return the config of one world.
-
-    Args:
-        cfg: Config as shipped, resolved.
-        model: Directory of the tiny model.
-        layout: One of `worlds`.
-        precision: fp32 or bf16.
-    """
+    """Return the config of one world."""
     tree = plain(cfg)
     if cfg.platform == "cuda":
         for key, default in PLATFORM_DEFAULTS.items():

@@ -114,13 +114,6 @@ def statistics(
     """Return log-prob and entropy of every response token, sequence after sequence, from softmax(logits / temperature).
 
     Sequences are padded on the right, which causal attention does not see.
-
-    Args:
-        model: Model to evaluate.
-        ids: Token ids of each sequence.
-        responses: Response mask of each sequence.
-        temperature: Divisor of the logits.
-        masks: Ids over which the distribution of each response token is renormalized. None for a sequence: all.
     """
     padded = torch.nn.utils.rnn.pad_sequence(list(ids), batch_first=True, padding_value=3)
     logits = model(padded).logits[:, :-1] / temperature
@@ -146,17 +139,7 @@ class Trainer:
         ref: Path | None = None,
         found: Sequence[Mapping[str, Tensor]] | None = None,
     ) -> None:
-        """Load the models.
-
-        Args:
-            path: Directory of the policy.
-            method: Method of the objective.
-            settings: Settings of optimizer and sampling.
-            ref: Directory of the reference policy. None: `path`.
-            found: Gradients of each update of the run; the optimizer then steps with these instead of the gradients computed
-                here. Without them the second update starts from weights that differ by the rounding of the first gradient, and
-                a large step makes ten times as much of that.
-        """
+        """Load the models."""
         self.model, self.method, self.settings = load(path, settings.dtype), method, settings
         self.ref = None if ref is None else load(ref, settings.dtype)
         matrices = [p for p in self.model.parameters() if p.ndim > 1]
@@ -170,13 +153,7 @@ class Trainer:
     def step(
         self, samples: Sequence[Sample], minibatches: Sequence[Sequence[int]], keys: Callable[[int, Sequence[int]], Tensor]
     ) -> None:
-        """Take the updates of one rollout batch.
-
-        Args:
-            samples: All samples of the batch, groups together.
-            minibatches: Samples of each update.
-            keys: Function of an update's number and samples; returns the random key of each token, int64 [N].
-        """
+        """Take the updates of one rollout batch."""
         responses = self._responses(samples)
         for number, chosen in enumerate(minibatches):
             drawn = keys(number, chosen).split([len(responses[i].old) for i in chosen])

@@ -58,12 +58,7 @@ class Outcome:
 
 
 def run_jobs(rank: int, jobs: Sequence[Job]) -> list[Outcome]:
-    """Run every job in a forked rank, one after the other, on the mesh of the first job's layout.
-
-    Args:
-        rank: Number of this rank.
-        jobs: Jobs of one layout.
-    """
+    """Run every job in a forked rank, one after the other, on the mesh of the first job's layout."""
     from tepo_megatron.actor import offload
     from tepo_megatron.distributed import parallel
     from tepo_megatron.platform import activate
@@ -128,13 +123,7 @@ def _train(job: Job, groups: Any) -> Outcome:
 
 
 def parts_of(rollouts: Sequence[Rollout], step: int, cfg: Config) -> Iterator[Any]:
-    """Yield the parts of a step as the service hands them out, where the last prompt's group arrives first.
-
-    Args:
-        rollouts: The step's rollouts, contiguous by prompt.
-        step: Number of the step.
-        cfg: Its `training.stream` decides what is a part.
-    """
+    """Yield the parts of a step as the service hands them out, where the last prompt's group arrives first."""
     from tepo_megatron.controller.schedule import RolloutPart
     from tepo_megatron.observability.metrics import Metrics
     from tepo_megatron.rollout.streaming import Minibatch, MinibatchStream
@@ -256,10 +245,5 @@ def merged(ranks: Sequence[Outcome]) -> Outcome:
 
 
 def distance(a: Tensor, b: Tensor) -> float:
-    """Return ||a - b|| / ||b||, in fp64.
-
-    Args:
-        a: Tensor under test.
-        b: Expected tensor.
-    """
+    """Return ||a - b|| / ||b||, in fp64."""
     return ((a.double() - b.double()).norm() / b.double().norm().clamp(min=1e-300)).item()

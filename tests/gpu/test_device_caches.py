@@ -1,6 +1,6 @@
 """Transformer Engine's caches on a GPU besides the actor's parts: their size, and that they are freed with the parameters.
 
-Not run so far. The same with kernels of the host: tests/transformer_engine/test_fp8.py.
+Not run so far.
 """
 
 from __future__ import annotations

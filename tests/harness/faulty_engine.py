@@ -234,12 +234,6 @@ class FaultyEngine(ScriptedEngine):
         """Begin a group; the returned function ends it, with the weights that are served then.
 
         It samples all of each response, or the second half if the run continues what new weights interrupt.
-
-        Args:
-            prompt: Prompt of the group.
-            sampling: Sampling parameters.
-            seed: Seed of the group.
-            server: Index of the server.
         """
         goes_on = self._cfg.rollout.on_weight_update == "continue"
         if server is None:
@@ -339,12 +333,7 @@ def tokens_of(rollout: Rollout) -> Iterator[tuple[str, tuple[int, str]]]:
 
 
 def load_weights(model: torch.nn.Module, state: State) -> None:
-    """Load weights by their Hugging Face names into a model of transformers.
-
-    Args:
-        model: The model.
-        state: Its weights.
-    """
+    """Load weights by their Hugging Face names into a model of transformers."""
     model.load_state_dict(dict(experts.fused(state)), strict=False)
     model.tie_weights()  # type: ignore[operator]
 

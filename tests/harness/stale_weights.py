@@ -1,8 +1,5 @@
 """Plant wrong weights in an engine, in every mode of a run, and see at which step the gate stops it.
 
-    python -m tests.harness.stale_weights --out build/stale-weights.jsonl          # goes on where it was ended
-    python -m tests.harness.stale_weights --out build/stale-weights.jsonl --healthy 100
-
 Ranks, loop, grading, delivery and updates are the product's; the engine is `FaultyEngine`, which knows how far, in nats, its
 fault moves each log-prob. A fault is above the detection limit in a step where, for some server and version of n tokens, the
 mean of that is above `allowed_difference(n)`, or that of all tokens of the step above `sync.max_logprob_diff`; plus
@@ -11,21 +8,14 @@ NOISE. The first such step is the first possible one: the run must end in it.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import functools
 import io
 import json
-import sys
-import tempfile
 from collections import defaultdict
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-
-# isort: off
-import tests.conftest  # noqa: F401  chooses the CPU platform, before anything imports Megatron-Core
-# isort: on
 
 from tepo_megatron import report
 from tepo_megatron.config import Config
@@ -36,7 +26,7 @@ from tepo_megatron.rollout import record
 from tepo_megatron.train import train
 from tepo_megatron.utils.quiet import quiet_upstream
 from tests.harness import experts
-from tests.harness.faulty_engine import FAULTS, FAULTS_OF_EXPERTS, Fault, FaultyEngine, tokens_of
+from tests.harness.faulty_engine import Fault, FaultyEngine, tokens_of
 from tests.parallel import resume_worlds as w
 from tests.worlds import run_world
 
@@ -86,8 +76,6 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 MODES = TURNS | WAYS
 SERVERS = 4
-# learning rates, which determine the distance between versions
-RATES = (1e-9, 3e-9, 1e-8, 2e-8, 4e-8, 1e-7, 1e-6, 1e-5, 1e-4, 1e-3)
 
 
 @dataclass(frozen=True)
@@ -119,20 +107,9 @@ class Verdict:
     largest: float
     worst_healthy: float | None
 
-    @property
-    def good(self) -> bool:
-        """True if a fault above the limit was stopped in the first possible step; below the limit, any result is right."""
-        return self.first is None or self.stopped == self.first
-
 
 def config(trial: Trial, model: Path, folder: Path) -> Config:
-    """Return the config of the trial's run.
-
-    Args:
-        trial: Trial of the run.
-        model: Directory of the model.
-        folder: Parent of the run's folder.
-    """
+    """Return the config of the trial's run."""
     if "expert" in trial.mode:
         model = experts.write_model(model)
     sections: dict[str, Any] = {name: dict(section) for name, section in MODES[trial.mode].items()}
@@ -160,11 +137,6 @@ def noise(cfg: Config) -> float:
 
 def run(trial: Trial, model: Path, folder: Path) -> Verdict:
     """Run the trial.
-
-    Args:
-        trial: Trial to run.
-        model: Directory of the model.
-        folder: Folder of the trial.
 
     Raises:
         AssertionError: The run ended for another reason than the gate.
@@ -213,80 +185,3 @@ def _verdict(cfg: Config, book: Path, stopped: bool) -> Verdict:
             first = step
     healthy = [m["gate/logprob_diff_worst"] for m in metrics if largest == 0 and m["gate/logprob_diff_worst"] is not None]
     return Verdict(first, len(metrics) + 1 if stopped else None, largest, max(healthy, default=None))
-
-
-def trials() -> list[Trial]:
-    """Return the whole matrix: every mode with every fault, on all servers and on one of several, over the rates."""
-    found = [
-        Trial(mode, fault, one, rate)
-        for mode in MODES
-        for fault in (FAULTS | FAULTS_OF_EXPERTS if "expert" in mode else FAULTS)
-        for one in (False, True)
-        for rate in (RATES if mode in ("sync", "ahead") and fault != "two layers swapped" else (1e-3,))
-    ]
-    return found
-
-
-def healthy_trials(steps: int) -> list[Trial]:
-    """Return runs without a fault, of `steps` steps in each mode, several servers, both precisions in turn."""
-    return [
-        Trial(mode, "none", True, 1e-3, precision, steps)
-        for mode in MODES
-        for precision in ("fp32", "bf16")
-        if precision == "fp32" or mode in ("sync", "ahead", "3 ahead, continue")
-    ]
-
-
-def _summary(rows: list[dict[str, Any]]) -> str:
-    lines = ["mode | faults above the limit | stopped at the first possible step | below | stopped below"]
-    for mode in MODES:
-        of_it = [r for r in rows if r["trial"]["mode"] == mode and r["trial"]["fault"] != "none"]
-        above = [r for r in of_it if r["verdict"]["first"] is not None]
-        below = [r for r in of_it if r["verdict"]["first"] is None]
-        at_once = sum(r["verdict"]["first"] == r["verdict"]["stopped"] for r in above)
-        lines.append(
-            f"{mode} | {len(above)} | {at_once} | {len(below)} | {sum(r['verdict']['stopped'] is not None for r in below)}"
-        )
-    lines.append("largest planted / limit | runs | stopped")
-    for low, high in ((0, 0.01), (0.01, 0.1), (0.1, 0.5), (0.5, 0.9), (0.9, 1.0), (1.0, 1.2), (1.2, 2), (2, float("inf"))):
-        of_it = [r for r in rows if r["trial"]["fault"] != "none" and low <= r["verdict"]["largest"] < high]
-        lines.append(f"{low:g} to {high:g} | {len(of_it)} | {sum(r['verdict']['stopped'] is not None for r in of_it)}")
-    for precision in ("fp32", "bf16"):
-        of_it = [r for r in rows if r["trial"]["fault"] == "none" and r["trial"]["precision"] == precision]
-        steps = sum(r["trial"]["steps"] for r in of_it)
-        alarms = sum(r["verdict"]["stopped"] is not None for r in of_it)
-        worst = max((r["verdict"]["worst_healthy"] or 0.0 for r in of_it), default=0.0)
-        lines.append(f"healthy, {precision}: {steps} steps, {alarms} false alarms, worst server's mean {worst:.1e} nats")
-    return "\n".join(lines)
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--out", type=Path, required=True, help="JSON lines, one for each trial; those in it are not taken again"
-    )
-    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES), metavar="MODE", help="no others than these")
-    parser.add_argument("--healthy", type=int, default=50, help="steps of each healthy run")
-    args = parser.parse_args()
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    rows = [json.loads(line) for line in args.out.read_text().splitlines()] if args.out.exists() else []
-    done = {json.dumps(row["trial"], sort_keys=True) for row in rows}
-    with tempfile.TemporaryDirectory(prefix="stale-weights-") as name:
-        model = w.write_inputs(Path(name) / "model")
-        for number, trial in enumerate([*trials(), *healthy_trials(args.healthy)]):
-            if trial.mode not in args.modes or json.dumps(asdict(trial), sort_keys=True) in done:
-                continue
-            verdict = run(trial, model, Path(name) / str(number))
-            rows.append({"trial": asdict(trial), "verdict": asdict(verdict), "good": verdict.good})
-            with args.out.open("a") as file:
-                file.write(json.dumps(rows[-1]) + "\n")
-            if not verdict.good:
-                print(f"MISSED: {trial} {verdict}", flush=True)
-    print(_summary(rows))
-    return (
-        0 if all(row["good"] and (row["trial"]["fault"] != "none" or row["verdict"]["stopped"] is None) for row in rows) else 1
-    )
-
-
-if __name__ == "__main__":
-    sys.exit(main())

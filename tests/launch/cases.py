@@ -69,13 +69,7 @@ print(json.dumps({name: call(words) for name, words in json.loads(sys.argv[1]).i
 
 
 def call(folder: Path, calls: dict[str, list[str]], python: Path = PYTHON) -> dict[str, tuple[int, str, str]]:
-    """Run `python -m launch WORDS` in `folder` several times; return exit status, stdout and stderr by name.
-
-    Args:
-        folder: Working directory.
-        calls: Words of each call, by name.
-        python: Interpreter.
-    """
+    """Run `python -m launch WORDS` in `folder` several times; return exit status, stdout and stderr by name."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1", "WANDB_API_KEY": SECRET}
     environment["TEPO_SERVER_KEY"] = SECRET
     words = [python, "-c", PROGRAM, json.dumps(calls)]
@@ -105,23 +99,13 @@ def dry_runs(folder: Path) -> dict[str, tuple[int, str, str]]:
 
 
 def normal(text: str, folder: Path) -> str:
-    """Return the output of a dry run for a project in /project and a checkout of a commit c0ffee.
-
-    Args:
-        text: The output.
-        folder: Folder of the project.
-    """
+    """Return the output of a dry run for a project in /project and a checkout of a commit c0ffee."""
     text = text.replace(str(folder), "/project").replace(f":{ROOT}:", ":/checkout:")
     return re.sub(r"/launch/code/[0-9a-f-]+", "/launch/code/c0ffee", text)
 
 
 def before_dashes(words: list[str], *more: str) -> list[str]:
-    """Return the words with others inserted before their "--", behind which a command begins; appended if there is none.
-
-    Args:
-        words: Words of a call.
-        more: Words to insert.
-    """
+    """Return the words with others inserted before their "--", behind which a command begins; appended if there is none."""
     at = words.index("--") if "--" in words else len(words)
     return [*words[:at], *more, *words[at:]]
 

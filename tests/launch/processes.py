@@ -62,12 +62,7 @@ async def grade(function: str) -> None:
 
 
 def serve(program: str, log: Path) -> None:
-    """Run a program as the server's command below its guard.
-
-    Args:
-        program: Code for Python.
-        log: File for its output.
-    """
+    """Run a program as the server's command below its guard."""
     command = [sys.executable, "-P", "-c", program]
     server = ServerProcess(command, env=os.environ, health_url="", log_path=log, ready_seconds=60)
     server.start()

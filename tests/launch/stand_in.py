@@ -51,11 +51,6 @@ def prefix() -> Path | None:
 def call(words: Sequence[str | Path], *, log: Path | None = None, environment: dict[str, str] | None = None) -> str:
     """Run a command and return its output.
 
-    Args:
-        words: Command line.
-        log: File for the whole output. None: no file.
-        environment: Environment variables.
-
     Raises:
         AssertionError: The command failed. The message holds the end of its output.
     """
@@ -94,12 +89,7 @@ class Store:
 
 
 def make(buildah: Store, cuda: str) -> None:
-    """Build the image `NAME`.
-
-    Args:
-        buildah: Store of images.
-        cuda: Pin of cuda-toolkit whose version the image gets.
-    """
+    """Build the image `NAME`."""
     container = buildah("from", "scratch")
     root = Path(buildah("mount", container))
     inside = ["chroot", root, "env", "-i", *(f"{key}={value}" for key, value in ENVIRONMENT.items())]
@@ -168,11 +158,6 @@ def _package(packages: Path, name: str) -> str:
 
 
 def pin(engine: str, name: str) -> str:
-    """Return the line of a package in an engine's pins.
-
-    Args:
-        engine: vllm or sglang.
-        name: Name of the package.
-    """
+    """Return the line of a package in an engine's pins."""
     pins = (ROOT / "requirements" / f"gpu-{engine}.txt").read_text()
     return next(line for line in pins.splitlines() if line.startswith(f"{name}=="))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-import re
 import signal
 import subprocess
 import time
@@ -14,10 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from launch import check_step
-from launch.__main__ import main
 from launch.executors.slurm import batch_setup
-from launch.jobs import JobFolder
 from launch.profile import Cluster, ContainerConfig, NetworkConfig
 from launch.sections import NodeCheckConfig, SlurmConfig
 from tepo_megatron.config.io import validate, validate_as
@@ -90,32 +86,11 @@ def test_every_key_of_a_profile_is_in_a_golden_dry_run() -> None:
         assert {f"{section}.{key}" for key in keys} <= elsewhere, section
 
 
-@pytest.mark.parametrize(("cores", "before", "threads"), [(96, None, "12"), (4, None, "1"), (96, "3", "3")])
-def test_each_rank_of_several_machines_gets_its_share_of_the_cores(cores: int, before: str | None, threads: str) -> None:
-    """8 ranks a machine; what the user set stays."""
-    script = (cases.GOLDEN / "apart.sh").read_text()
-    (assignment,) = re.findall(r"OMP_NUM_THREADS=\".*?\)\)}\"", script)
-    run = f"nproc() {{ echo {cores}; }}; env {assignment} printenv OMP_NUM_THREADS"
-    env = {"PATH": os.environ["PATH"]} | ({} if before is None else {"OMP_NUM_THREADS": before})
-    assert subprocess.run(["bash", "-c", run], env=env, check=True, capture_output=True, text=True).stdout.strip() == threads
-
-
-def test_a_dry_run_leaves_nothing(results: dict[str, tuple[int, str, str]]) -> None:
-    assert results["left"][1].split("\n") == sorted([*cases.FILES, "before/launch/jobs/1/job.json"])
-
-
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_is_refused_in_one_line(results: dict[str, tuple[int, str, str]], case: str) -> None:
     status, _, error = results[case]
     assert status == 1 and error.startswith("launch: error: ") and error.count("\n") == 1
     assert REFUSED[case][1] in error
-
-
-def test_a_job_of_an_unknown_executor_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    JobFolder(tmp_path, 1).record("pbs", "3")
-    for word in ("status", "logs", "cancel"):
-        assert main([word, str(tmp_path)]) == 1
-        assert "started with --executor pbs, which is not among local, slurm" in capsys.readouterr().err
 
 
 def batch_code(folder: Path, scontrol: str, srun: str) -> tuple[str, dict[str, str]]:
@@ -185,77 +160,6 @@ def test_before_its_time_limit_a_job_asks_the_run_to_end_and_is_queued_again(tmp
         with contextlib.suppress(ProcessLookupError):
             os.killpg(job.pid, signal.SIGKILL)
         job.wait()
-
-
-STOPPED = "touch a/stop.done; exit 75"  # before the first step: the newest checkpoint is the one from which it resumed
-TOO_SHORT = (
-    "raise slurm.time=04:00:00, or lower slurm.warning_seconds=30, so that a step fits between the start and the warning"
-)
-
-
-def test_a_job_whose_warnings_come_before_the_first_step_ends_after_a_few_starts(tmp_path: Path) -> None:
-    setup, environment = batch_code(tmp_path, SHOWN, srun="")
-    environment |= {"STATE": "RUNNING", "REASON": "None", "EXIT": "0:0"}
-
-    def start(number: int, run: str) -> str:
-        """Return the last line of the batch script of one start."""
-        script = f"{setup}\nbash -c '{run}' & pids[0]=$!\nwait $pids"
-        more = {"SLURM_RESTART_COUNT": str(number)}
-        done = subprocess.run(
-            ["bash", "-c", script],
-            cwd=tmp_path, env=environment | more, capture_output=True, text=True, timeout=60, check=False,
-        )  # fmt: skip
-        assert done.returncode == 75 and done.stderr == ""
-        return done.stdout.splitlines()[-1]
-
-    again = "launch: the run has saved and ended; queued again; newest checkpoint: step-"
-    assert [start(number, STOPPED) for number in (0, 1)] == [f"{again}00000005"] * 2
-    assert start(2, SAVED) == f"{again}00000007"  # progress: the count begins again at zero
-    assert [start(number, STOPPED) for number in (3, 4)] == [f"{again}00000007"] * 2
-    (tmp_path / "a/checkpoints/step-00000009").mkdir()  # by a start that made progress and failed
-    assert [start(number, STOPPED) for number in (6, 7)] == [f"{again}00000009"] * 2
-    assert start(8, STOPPED) == (
-        "launch: the run has saved and ended; newest checkpoint: step-00000009, as at the beginning of 3 starts in a row: "
-        f"this is the end; {TOO_SHORT}"
-    )
-    assert (tmp_path / "calls").read_text() == "requeue 7\n" * 7
-
-
-@pytest.mark.full
-def test_a_job_whose_saves_do_not_fit_into_the_warning_ends_after_a_few_starts(tmp_path: Path) -> None:
-    setup, environment = batch_code(tmp_path, SHOWN, srun="")
-    environment |= {"STATE": "RUNNING", "REASON": "None", "EXIT": "0:0"}
-    setup = setup.replace("end=$((SECONDS + 15))", "end=$((SECONDS + 1))")
-    script = f"{setup}\nsleep 60 & pids[0]=$!\nkill -USR1 $$\nkill $pids; wait $pids; trap - EXIT"
-    said = []
-    for _ in range(3):
-        done = subprocess.run(
-            ["bash", "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60, check=False
-        )  # fmt: skip
-        said.append(done.stdout.splitlines()[-1])
-    assert "queued again" in said[0] and "queued again" in said[1]
-    assert said[2].endswith(
-        "as at the beginning of 3 starts in a row: this is the end; raise slurm.warning_seconds=30, into which an update and a "
-        "checkpoint have to fit"
-    )
-
-
-def test_a_warning_during_the_node_check_is_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the trap of the check the signal would kill the batch script."""
-    monkeypatch.setattr("launch.executors.slurm._START_SECONDS", 1)
-    setup, environment = batch_code(tmp_path, scontrol="echo $* >> calls", srun="")
-    tree = {"slurm": {"account": "lab"}, "python": "true"}
-    check = check_step.check_lines(validate_as(Cluster, tree, "c"), tmp_path, JobFolder(tmp_path, 1), 1, 0, [])
-    (tmp_path / "srun").write_text(
-        '#!/bin/bash\nkill -USR1 $PPID; echo n1 > "$LAUNCH_CHECK/good"; echo h 1 > "$LAUNCH_CHECK/endpoint"\n'
-    )
-    setup = setup.replace("end=$((SECONDS + 15))", "end=$((SECONDS + 1))").partition("# the batch script's own death")[0]
-    script = f"nodes=(n1)\n{check}\n{setup}\nsleep 60 & pids[0]=$!\nwhile [ ! -e calls ]; do sleep 0.1; done\nkill $pids"
-    done = subprocess.run(
-        ["bash", "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60, check=False
-    )  # fmt: skip
-    assert "after the warning; queued again; newest checkpoint: step-00000005\n" in done.stdout, done.stdout + done.stderr
-    assert (tmp_path / "calls").read_text() == "requeue 7\n"
 
 
 HERE = """while [ "$1" != bash ]; do shift; done; echo $$ > guard; exec "$@" > guard.log"""

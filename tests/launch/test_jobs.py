@@ -58,13 +58,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def state(project: Path, job: int, word: str) -> None:
-    """Set the state that Slurm gives a job.
-
-    Args:
-        project: The project.
-        job: Slurm's number of the job.
-        word: The state.
-    """
+    """Set the state that Slurm gives a job."""
     (project.parent / f"state.{job}").write_text(word)
 
 
@@ -123,13 +117,6 @@ def test_a_run_is_refused_while_a_job_of_it_may_still_run(project: Path, word: s
     assert jobs.read(run).ended
 
 
-def test_when_slurm_does_not_answer_nothing_is_submitted(project: Path) -> None:
-    run = submitted(project, "47")
-    state(project, 47, "DOWN")
-    with pytest.raises(ConfigError, match="Unable to contact slurm controller; try again once Slurm answers"):
-        jobs.refuse_unfinished(run, slurm.ended)
-
-
 def test_two_submissions_at_once_do_not_share_a_folder(tmp_path: Path) -> None:
     first, second = (jobs.next_job(tmp_path / "a", CodeVersion(tmp_path, "1")) for _ in range(2))
     first.create("name: a\n")
@@ -180,14 +167,7 @@ def test_logs_of_each_machine_and_rank(project: Path, capsys: pytest.CaptureFixt
 
 
 def typed(words: list[str], text: str, folder: Path, environment: dict[str, str]) -> str:
-    """Call `python -m launch` at a terminal, type a line, and return what the terminal shows.
-
-    Args:
-        words: Words of the call.
-        text: The line.
-        folder: Working directory.
-        environment: Environment variables.
-    """
+    """Call `python -m launch` at a terminal, type a line, and return what the terminal shows."""
     pid, terminal = pty.fork()
     if pid == 0:
         os.chdir(folder)
@@ -204,23 +184,3 @@ def typed(words: list[str], text: str, folder: Path, environment: dict[str, str]
     os.close(terminal)
     os.waitpid(pid, 0)
     return shown.decode()
-
-
-@pytest.mark.parametrize(("node", "machine"), [((), "n1"), (("--node", "1"), "n2"), (("--node", "n2"), "n2")])
-def test_attach_opens_a_shell_on_a_machine(project: Path, node: tuple[str, ...], machine: str) -> None:
-    submitted(project, "47")
-    shown = typed(["attach", "runs/a", *node], "typed here", project, dict(os.environ))
-    assert f"srun --jobid=47 --overlap --pty --nodes=1 --ntasks=1 --nodelist={machine} --mpi=none bash -c" in shown
-    assert f"shell in {project}" in shown and shown.count("typed here") == 2
-
-
-def test_attach_names_what_is_wrong(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    submitted(project, "47")
-    assert main(["attach", "runs/a", "--node", "7"]) == 1
-    assert "--node 7: job 47 runs on n1, n2; give one of these, or its index from 0" in capsys.readouterr().err
-    state(project, 47, "PENDING")
-    assert main(["attach", "runs/a"]) == 1
-    assert "attach: job 47 does not run: PENDING" in capsys.readouterr().err
-    JobFolder(project / "b", 1).record("local", "1")
-    assert main(["attach", "b"]) == 1
-    assert "open a shell there" in capsys.readouterr().err

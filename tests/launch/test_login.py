@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import getpass
 import json
 import os
@@ -11,7 +10,7 @@ import shutil
 import subprocess
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -51,12 +50,7 @@ class Login:
         return [str(PYTHON), "-m", "launch", "--login", f"cluster:{self.site}", *words]
 
     def launch(self, *words: str, seconds: float = 300) -> subprocess.CompletedProcess[str]:
-        """Call launch on the login node from the laptop.
-
-        Args:
-            words: Words after the place.
-            seconds: Limit of the wait.
-        """
+        """Call launch on the login node from the laptop."""
         environment, call = self.environment, self.call(*words)
         return subprocess.run(
             call, cwd=self.laptop, env=environment, capture_output=True, text=True, timeout=seconds, check=False
@@ -148,121 +142,6 @@ def test_an_unknown_host_and_a_folder_that_is_no_clone_are_refused(login: Login)
     assert (login.site.parent / "etc" / "known").read_text() == "", "the key of an unknown host was accepted"
 
 
-def checkouts(site: Path) -> dict[str, Path]:
-    """Return the folders of a clone's other checkouts, by commit."""
-    _, *others = git(site, "worktree", "list", "--porcelain").strip().split("\n\n")
-    lines = [dict(line.partition(" ")[::2] for line in other.splitlines()) for other in others]
-    return {fields["HEAD"]: Path(fields["worktree"]) for fields in lines}
-
-
-@pytest.mark.full
-@needs_sshd
-@pytest.mark.e2e
-def test_a_broken_checkout_is_made_again_and_the_clone_is_untouched(login: Login) -> None:
-    words = ["examples/demo.yaml", "--executor", "slurm", "--dry-run"]  # which launch refuses there, without importing NeMo-Run
-    git(login.site, "checkout", "--quiet", "-B", "mine")
-    first = login.launch(*words)
-    assert "--executor slurm: the cluster's profile has no slurm section" in first.stderr, first.stderr
-    ((commit, checkout),) = checkouts(login.site).items()
-    (login.site / "README.md").write_text("my own work\n")
-
-    def same(at: Login) -> None:
-        again = at.launch(*words)
-        assert (again.returncode, again.stderr) == (1, first.stderr)
-        assert git(at.site, "symbolic-ref", "HEAD") == "refs/heads/mine\n"
-        assert (at.site / "README.md").read_text() == "my own work\n"
-        found = at.site / checkout.relative_to(login.site)
-        assert git(found, "rev-parse", "--show-toplevel", "HEAD") == f"{found}\n{commit}\n"
-        assert git(found, "status", "--porcelain") == ""
-
-    (checkout / ".git").unlink()  # as the purge of a scratch file system does
-    same(login)
-    shutil.rmtree(checkout)
-    checkout.mkdir()
-    same(login)
-    (checkout / "launch" / "jobs.py").unlink()
-    lock = Path(git(checkout, "rev-parse", "--path-format=absolute", "--git-path", "index.lock").strip())
-    lock.touch()  # of a killed call
-    same(login)
-    moved = replace(login, site=login.site.with_name("moved"))
-    login.site.rename(moved.site)
-    same(moved)
-    copied = replace(login, site=login.site.with_name("copied"))
-    shutil.copytree(moved.site, copied.site, symlinks=True)
-    same(copied)
-    assert git(moved.site, "status", "--porcelain") == " M README.md\n?? .venv-launch\n"
-
-
-@pytest.mark.full
-@needs_sshd
-@pytest.mark.e2e
-def test_files_are_sent_wherever_they_are_in_the_words(login: Login) -> None:
-    for folder, files in {
-        login.laptop: {"exp/mine": TREE | {"name": "named"}, "clusters/mine": {"slurm": {"account": "lab"}}},
-        login.site: {"clusters/mine": {"slurm": {"account": "stale"}}},
-    }.items():
-        for name, tree in files.items():
-            (folder / name).parent.mkdir(exist_ok=True)
-            (folder / f"{name}.yaml").write_text(yaml.safe_dump(tree))
-    for words in (
-        ["--executor", "slurm", "--cluster=clusters/mine.yaml", "--dry-run", "exp/mine.yaml", "--checkpoint.every", "5"],
-        ["exp/mine.yaml", "--checkpoint.every=5", "--dry-run", "--cluster", "clusters/mine.yaml", "--executor=slurm"],
-    ):
-        done = login.launch(*words)
-        assert done.returncode == 0 and "--account=lab\n" in done.stdout and "runs/named" in done.stdout, done.stderr
-    doctor = login.launch("doctor", "--cluster=clusters/mine.yaml", "--dry-run")
-    assert doctor.returncode == 0 and "--account=lab\n" in doctor.stdout, doctor.stderr
-    assert list((login.site / ".launch" / "files").iterdir()) == []
-
-
-@pytest.mark.full
-@needs_sshd
-@pytest.mark.e2e
-def test_a_long_call_neither_blocks_nor_changes_under_another_commit(login: Login) -> None:
-    etc, old_days = login.site.parent / "etc", 31 * 86_400
-    wait = f"touch {etc}/waits; for i in {{1..600}}; do [ -e {etc}/go ] && break; sleep 0.2; done"
-    (etc / "sbatch").write_text((etc / "sbatch").read_text().replace("\n", f"\n{wait}\n", 1))
-    (login.laptop / "mine.yaml").write_text(yaml.safe_dump({"slurm": {"account": "lab"}}))
-    words = ["run.yaml", "--executor", "slurm", "--cluster", "mine.yaml", "--no-preflight"]
-    (login.laptop / "run.yaml").write_text(yaml.safe_dump(TREE))
-    first = subprocess.Popen(
-        login.call(*words), cwd=login.laptop, env=login.environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )  # fmt: skip
-    with first:
-        try:
-            deadline = time.monotonic() + 120
-            while not (etc / "waits").exists():
-                assert first.poll() is None and time.monotonic() < deadline
-                time.sleep(0.1)
-            ((commit, checkout),) = checkouts(login.site).items()
-            (login.laptop / "launch" / "__init__.py").write_text("# a newer commit\n")
-            git(login.laptop, "commit", "--quiet", "--all", "--message", "newer")
-            second = login.launch(*words, "--dry-run", seconds=60)
-            assert second.returncode == 0, second.stderr
-            assert git(checkout, "rev-parse", "HEAD").strip() == commit
-            assert "newer" not in (checkout / "launch" / "__init__.py").read_text()
-        finally:
-            (etc / "go").touch()
-        assert first.communicate(timeout=120)[0].startswith("job 47;")
-    os.utime(checkout, (time.time() - old_days,) * 2)
-    assert login.launch(*words, "--dry-run").returncode == 0
-    assert list(checkouts(login.site)) == [git(login.laptop, "rev-parse", "HEAD").strip()] and not checkout.exists()
-
-
-@needs_sshd
-@pytest.mark.e2e
-def test_a_call_that_waits_for_another_says_so(login: Login) -> None:
-    flock, lock = shutil.which("flock"), login.site / ".launch" / "lock"
-    short = login.site.parent / "etc" / "flock"  # the real flock, with a wait that a test has
-    short.write_text(f'#!/bin/bash\n[ "$1 $2" = "-w 60" ] && exec {flock} -w 1 "${{@:3}}"\necho no limit >&2; exit 1\n')
-    short.chmod(0o755)
-    lock.parent.mkdir()
-    with lock.open("w") as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
-        done = login.launch("examples/demo.yaml", "--executor", "slurm", "--dry-run")
-    assert done.returncode == 1 and f"another --login call holds {lock}; wait until it has ended" in done.stderr, done.stderr
-
-
 def test_the_secrets_of_a_profile_are_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, tree in {"run": TREE, "mine": {"secrets": ["WANDB_API_KEY"], "slurm": {"account": "lab"}}}.items():
         (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(tree))
@@ -308,15 +187,3 @@ def test_a_call_that_makes_no_sense_on_a_login_node_is_refused(
 ) -> None:
     assert main(["--login", "cluster:tepo", *words]) == 1
     assert reason in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("place", ["cluster:~/tepo", "cluster:~", "cluster:~me/tepo"])
-def test_a_tilde_is_refused_with_the_fix(place: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--login", place, "status", "runs/a"]) == 1
-    assert f"--login {place}: no shell replaces ~ there; give FOLDER relative to the home folder" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("place", ["cluster", "cluster:", "-oProxyCommand=x:/a", ":/a", "a b:/c", "a:-b"])
-def test_a_place_that_is_no_host_and_folder_is_refused(place: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--login", place, "status", "runs/a"]) == 1
-    assert f"--login {place}: give HOST:FOLDER" in capsys.readouterr().err

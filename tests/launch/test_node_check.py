@@ -11,14 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-import yaml
 
 from launch import node_check, node_facts
-from launch.__main__ import main
-from launch.check_step import OWN_INTERFACES, check_lines
-from launch.jobs import JobFolder
-from launch.profile import Cluster
-from tepo_megatron.config.io import validate_as
 from tests import hosts
 
 PROGRAM = Path(node_check.__file__)
@@ -50,15 +44,7 @@ class Machines:
     def start(
         self, name: str, *words: str, enter: Sequence[str] = (), program: Sequence[str] = (str(PROGRAM),), path: str = ""
     ) -> None:
-        """Start the check on one machine.
-
-        Args:
-            name: Name of the machine.
-            words: Further options.
-            enter: Prefix of the command line.
-            program: Words of Python instead of the program.
-            path: Folder that is searched for programs first.
-        """
+        """Start the check on one machine."""
         environment = os.environ | {"PATH": f"{path}:{os.environ['PATH']}"}
         command = [
             *enter,
@@ -109,15 +95,6 @@ def test_good_machines_are_taken_and_an_endpoint_is_chosen(tmp_path: Path) -> No
     interface = node_facts.interface_of(address)
     lines = f"export GLOO_SOCKET_IFNAME={interface}\nexport NCCL_SOCKET_IFNAME=={interface}\n"
     assert (machines.folder / "b.sh").read_text() == lines
-
-
-@pytest.mark.full
-def test_a_machine_that_does_not_start_is_named(tmp_path: Path) -> None:
-    machines = Machines(tmp_path / "check", ["a", "b"])
-    machines.start("a", "--need", "2", "--skip", "all_reduce", "--timeout", "10")
-    machines.end()
-    assert machines.fault.startswith(f"b: does not see {machines.folder}, or did not start the check within 5 s")
-    assert "1 of 2 machines are good, and 2 are needed" in machines.fault
 
 
 @pytest.mark.full
@@ -207,19 +184,6 @@ def test_the_driver_has_to_be_new_enough_for_cuda(driver: str | None, versions: 
     assert said is None or (found is not None and said in found)
 
 
-@pytest.mark.parametrize(
-    ("wanted", "missing"),
-    [("", []), ("mlx5", []), ("=mlx5_0,mlx5_1:1", []), ("=mlx5", ["mlx5"]), ("^mlx5_9", []), ("mlx5,efa", ["efa"])],
-)
-def test_rdma_adapters_that_nccl_would_not_find_are_named(tmp_path: Path, wanted: str, missing: list[str]) -> None:
-    for name in ("mlx5_0", "mlx5_1"):
-        (tmp_path / name).mkdir()
-    found = node_facts.adapter_faults(wanted, tmp_path)
-    assert found == [
-        f"has no RDMA adapter {name} (it has mlx5_0, mlx5_1); correct network.infiniband, or set null" for name in missing
-    ]
-
-
 def test_the_machine_with_other_versions_is_named() -> None:
     facts = {name: {"versions": json.dumps({"torch": version})} for name, version in [("a", "1"), ("b", "2"), ("c", "1")]}
     assert node_facts.differing(facts, ["a", "b", "c"]) == ["b"]
@@ -231,117 +195,3 @@ def two() -> Sequence[hosts.Host]:
         pytest.skip(why)
     with hosts.two_hosts() as two:
         yield two
-
-
-@pytest.mark.full
-def test_the_head_is_not_found_by_a_name_that_is_a_loopback_address(two: Sequence[hosts.Host], tmp_path: Path) -> None:
-    """Debian and Ubuntu write the host's own name as 127.0.1.1; NeMo-Run's script asks for that with `hostname -i`."""
-    (tmp_path / "hosts").write_text(f"127.0.0.1 localhost\n127.0.1.1 {socket.gethostname()}\n")
-    machines = Machines(tmp_path / "check", ["a", "b"])
-    for name, host in zip(machines.names, two, strict=True):
-        host.call("mount", "--bind", str(tmp_path / "hosts"), "/etc/hosts")
-        assert host.call("hostname", "--ip-address").strip() == "127.0.1.1"
-        machines.start(name, "--need", "2", "--timeout", "100", enter=host.enter)
-    said = machines.end()
-    assert (machines.folder / "endpoint").read_text().split()[0] == two[0].address
-    assert (machines.folder / "a.sh").read_text().startswith(f"export GLOO_SOCKET_IFNAME={hosts.DEVICE}\n")
-    assert "all-reduce over 2 machines x 1: " in said and "GB/s of bus bandwidth" in said
-
-
-@pytest.mark.slow
-def test_the_head_has_an_interface_that_no_other_machine_reaches(two: Sequence[hosts.Host], tmp_path: Path) -> None:
-    two[0].call("ip", "link", "add", "mgmt0", "type", "veth", "peer", "name", "mgmt1")
-    for words in (
-        ["address", "add", "10.99.0.1/30", "dev", "mgmt0"],
-        ["link", "set", "mgmt0", "up"],
-        ["link", "set", "mgmt1", "up"],
-    ):
-        two[0].call("ip", *words)
-    machines = Machines(tmp_path / "check", ["a", "b"])
-    for name, host in zip(machines.names, two, strict=True):
-        machines.start(name, "--need", "2", *QUICK, enter=host.enter)
-    machines.end()
-    assert (machines.folder / "endpoint").read_text().split()[0] == two[0].address
-    for name in machines.names:
-        assert f"GLOO_SOCKET_IFNAME={hosts.DEVICE}\n" in (machines.folder / f"{name}.sh").read_text()
-
-
-@pytest.mark.slow
-def test_machines_that_do_not_reach_each_other_are_named(two: Sequence[hosts.Host], tmp_path: Path) -> None:
-    two[1].link("down")
-    machines = Machines(tmp_path / "check", ["a", "b"])
-    for name, host in zip(machines.names, two, strict=True):
-        machines.start(name, "--need", "2", *QUICK, enter=host.enter)
-    machines.end()
-    assert "a: no other machine reaches it at veth0 10.213.77.1; check its firewall, or set network.interface" in machines.fault
-
-
-# an `srun` that runs the step on each machine of `nodes`, and a node check without PyTorch
-SRUN = """#!/bin/bash
-while [ "$1" != bash ]; do shift; done
-for node in $NODES; do SLURMD_NODENAME=$node "$@" >> "$CHECK_LOG" 2>&1 & done
-wait
-"""
-
-
-def batch(folder: Path, names: str, missing: str = "") -> subprocess.CompletedProcess[str]:
-    """Run the code of a batch script for a job of two machines, with a profile that allows one spare."""
-    check = {"skip": ["all_reduce"], "spare_nodes": 1, "timeout_seconds": 30}
-    tree = {"python": sys.executable, "slurm": {"account": "lab", "setup": ["export MODULE=loaded"]}, "node_check": check}
-    slot = JobFolder(folder / "run", 1)
-    slot.create()
-    code = check_lines(validate_as(Cluster, tree, "c"), folder, slot, 2, 0, ["NOTE"])
-    (folder / "srun").write_text(SRUN)
-    (folder / "srun").chmod(0o755)
-    environment = os.environ | {"PATH": f"{folder}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "CHECK_LOG": str(folder / "log")}
-    environment["NODES"] = " ".join(name for name in names.split() if name != missing)
-    script = f'nodes=({names})\n{code}\necho "${{nodes[*]}} from $head_node, $MASTER_ADDR $MASTER_PORT"\n'
-    script += f"SLURMD_NODENAME=$head_node\n{OWN_INTERFACES}\necho $GLOO_SOCKET_IFNAME\n"
-    return subprocess.run(["bash", "-c", script], env=environment, capture_output=True, text=True, timeout=120, check=False)
-
-
-@pytest.mark.slow
-def test_the_batch_script_goes_on_with_the_good_machines_alone(tmp_path: Path) -> None:
-    done = batch(tmp_path, "n1 n2 n3", missing="n2")
-    assert done.returncode == 0, done.stdout + done.stderr + (tmp_path / "log").read_text()
-    interface, address = node_facts.addresses()[0]
-    assert done.stdout.startswith(f"n1 n3 from n1, {address} ") and done.stdout.endswith(f"\n{interface}\n")
-    assert "node check: left out: n2: does not see" in (tmp_path / "log").read_text()
-
-
-@pytest.mark.slow
-def test_the_batch_script_ends_with_one_clear_message(tmp_path: Path) -> None:
-    done = batch(tmp_path, "n1 n2", missing="n2")
-    assert done.returncode == 1
-    first, second, third = done.stdout.splitlines()
-    assert (
-        first == f"launch: the node check failed and nothing was started; {tmp_path}/run/launch/run-check-7.log has all of it:"
-    )
-    assert second.startswith("n2: does not see ") and third == "1 of 2 machines are good, and 2 are needed"
-
-
-def test_doctor_checks_this_machine(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    def doctor(*words: str, **keys: object) -> tuple[int, str]:
-        profile = tmp_path / "mine.yaml"
-        profile.write_text(yaml.safe_dump({"python": sys.executable, "node_check": {"skip": ["all_reduce"]}, **keys}))
-        status = main(["doctor", "--cluster", str(profile), *words])
-        out, err = capfd.readouterr()
-        return status, out + err
-
-    assert doctor()[0] == 0
-    status, said = doctor(gpus_per_node=8, node_check={"skip": ["all_reduce", "driver", "cudnn"]})
-    assert status == 1 and "has no nvidia-smi, and the job needs GPUs" in said
-    assert doctor("--cpu", ranks_per_node=8)[0] == 0
-    status, said = doctor(python="/nowhere/python")
-    assert status == 1 and "python=/nowhere/python: No such file" in said
-    assert "node_check.py --folder" in doctor("--dry-run")[1]
-    assert "--nodes 0: give at least 1" in doctor("--nodes", "0")[1]
-
-
-def test_no_module_of_the_folder_hides_one_of_python() -> None:
-    """The programs run from launch/, which has a profile.py as Python has, and PyTorch imports that one."""
-    code = "import launch.node_check, profile, cProfile; print(profile.__file__)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=PROGRAM.parents[1], check=True)
-    assert "launch" not in Path(done.stdout.strip()).parts
-    code = "import runpy, sys; sys.path.insert(0, sys.argv[1]); runpy.run_path(sys.argv[1] + '/node_check.py'); import cProfile"
-    subprocess.run([sys.executable, "-c", code, str(PROGRAM.parent)], check=True)

@@ -299,36 +299,6 @@ def test_a_planted_fault_is_found_before_sbatch_is_called(
     assert not (project.folder / "runs").exists()
 
 
-def test_all_faults_are_reported_at_once(project: Project, capsys: pytest.CaptureFixture[str]) -> None:
-    names = [
-        "no model",
-        "no data",
-        "no benchmarks",
-        "no image",
-        "no secret",
-        "no mounted folder",
-        "too many ranks",
-        "no checkpoints",
-    ]
-    for name in names:
-        PLANTED[name][0](project)
-    assert main(project.write()) == 1
-    error = capsys.readouterr().err
-    for name in names:
-        assert PLANTED[name][1] in error, name
-    assert f"preflight found {error.count(chr(10)) - 1} faults, and nothing was submitted" in error
-
-
-def test_a_command_is_checked_too(project: Project, capsys: pytest.CaptureFixture[str]) -> None:
-    PLANTED["no image"][0](project)
-    PLANTED["no secret"][0](project)
-    project.write()
-    assert main(["convert", "out", "--executor", "slurm", "--cluster", "mine.yaml", "--", "inspect", "m"]) == 1
-    error = capsys.readouterr().err
-    assert "preflight found 2 faults" in error and "container.image=" in error and "secrets: WANDB_API_KEY" in error
-    assert not project.calls.exists()
-
-
 @pytest.mark.e2e
 def test_a_sound_project_is_submitted_within_ten_seconds(project: Project) -> None:
     """The bound is on processor time, which other work on the machine does not change; the wall time is printed."""
@@ -345,12 +315,6 @@ def test_a_sound_project_is_submitted_within_ten_seconds(project: Project) -> No
     assert {"node_check.py", "node_facts.py"} <= {path.name for path in (project.folder / "runs/qwen/launch/jobs/1").iterdir()}
     print(f"from the call to the queued job: {seconds:.1f} s, of which {busy:.1f} s of processor time")
     assert busy <= 10
-
-
-def test_without_preflight_nothing_is_looked_at(project: Project, capsys: pytest.CaptureFixture[str]) -> None:
-    PLANTED["no model"][0](project)
-    assert main([*project.write(), "--no-preflight"]) == 1  # this environment has no NeMo-Run
-    assert "model.path" not in capsys.readouterr().err
 
 
 def test_paths_of_the_container_are_looked_up_on_the_hosts_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

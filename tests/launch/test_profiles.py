@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import ast
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from launch.checks import check_paths, check_run, check_secrets
-from launch.executors import slurm
-from launch.jobs import JobFolder
 from launch.layout import Layout, lay_out
-from launch.profile import Cluster, load_cluster, this_machine
-from launch.sections import SlurmConfig
+from launch.profile import Cluster, load_cluster
 from tepo_megatron.config import Config
 from tepo_megatron.config.io import validate, validate_as
 from tepo_megatron.errors import ConfigError
@@ -171,14 +166,6 @@ def test_judges_have_gpus_of_their_own_on_one_machine() -> None:
     assert lay_out(run(parallel={"tp": 8}, rollout={"colocate": True, "servers": 8}, reward=url), machine) == Layout(1, 8)
 
 
-def test_interfaces_are_given_as_nccl_and_as_gloo_understand_them() -> None:
-    """Gloo takes "=eth0" for a name; before, it got NCCL's form."""
-    for given in ("eth0,eth1", "=eth0,eth1"):
-        found = cluster(network={"interface": given}).network.variables
-        assert found == {"NCCL_SOCKET_IFNAME": "=eth0,eth1", "GLOO_SOCKET_IFNAME": "eth0"}
-    assert cluster().network.variables == {}
-
-
 def test_machines_whose_scheduler_knows_no_gpus() -> None:
     """Before, gpus_per_node: 0 was refused for a run on GPUs, and any other number wrote --gpus-per-node."""
     for gpus in (None, 0):
@@ -189,40 +176,6 @@ def test_machines_whose_scheduler_knows_no_gpus() -> None:
         shared = cluster(gpus_per_node=gpus, ranks_per_node=8, slurm={**SLURM, "exclusive": False})
         with pytest.raises(ConfigError, match=r"slurm\.exclusive=false and gpus_per_node=0: .*set slurm\.exclusive to true"):
             check_run(run(), shared)
-
-
-def test_a_command_that_shares_a_machine_inherits_no_gpus() -> None:
-    options = {"gres": "gpu:8", "gpus-per-task": "1", "mail-type": "END", "cpus-per-task": "96"}
-    section = validate_as(SlurmConfig, {**SLURM, "options": options, "convert": {"cpus-per-task": "4", "mem": "9G"}}, "a")
-    shared = section.for_command("convert")
-    assert shared is not None and section.for_command("evaluate") is None
-    assert (shared[0].options, shared[0].mem, shared[0].exclusive) == ({"mail_type": "END", "cpus_per_task": "4"}, "9G", False)
-    assert shared[1] == 0 and shared[0].srun_args == ["--cpus-per-task=4"]
-
-
-def test_a_command_asks_for_no_gpus_of_a_slurm_that_has_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    asked = cluster(gpus_per_node=None, ranks_per_node=8, slurm={**SLURM, "evaluate": {"gpus-per-node": "2"}})
-    said = r"slurm\.evaluate\.gpus_per_node=2, and gpus_per_node=None says that Slurm gives out no GPUs here; remove the first"
-    with pytest.raises(ConfigError, match=said):
-        slurm.command("evaluate", [], JobFolder(tmp_path / "a", 1), asked, None)
-
-
-def test_caches_leave_a_home_that_a_container_may_not_write() -> None:
-    home = Path("/shared/runs/a/launch")
-    assert cluster().cache_variables(home) == {}
-    of_run = cluster(container={"image": "i"}, environment={"HF_HOME": "/hf", "VLLM_CACHE_ROOT": "/v"}).cache_variables(home)
-    assert of_run["TRITON_CACHE_DIR"] == "/shared/runs/a/launch/cache/triton" and "VLLM_CACHE_ROOT" not in of_run
-    assert cluster(cache="/raid/c").cache_variables(home)["XDG_CACHE_HOME"] == "/raid/c"
-
-
-def test_a_layout_is_placed_on_machines_without_gpus() -> None:
-    with pytest.raises(ConfigError, match="platform=cuda, and the cluster's machines have no GPUs; set gpus_per_node"):
-        lay_out(run(), cluster())
-    cfg = run(platform="cpu", parallel={"tp": 4})
-    assert lay_out(cfg, cluster()) == Layout(1, 4)
-    cfg = run(platform="cpu", parallel={"tp": 4}, rollout=APART, sync={"transport": {"folder": "w"}})
-    assert lay_out(cfg, cluster(ranks_per_node=2)) == Layout(2, 2, 1, 1)
 
 
 def test_faults_of_the_job_are_found_before_it_is_submitted() -> None:
@@ -236,45 +189,3 @@ def test_faults_of_the_job_are_found_before_it_is_submitted() -> None:
         check_run(run(), cluster(container={"image": "i", "mounts": ["/m:/m"]}))
     with pytest.raises(ConfigError, match="NeMo-Run replaces /nemo_run in its scripts"):
         check_paths([Path("/home/me/nemo_runs/a")])
-
-
-def test_launch_knows_little_of_the_training_code_and_few_files_of_nemo_run() -> None:
-    """The launcher must start in an environment without PyTorch."""
-    known = {
-        "tepo_megatron",
-        "tepo_megatron.config",
-        "tepo_megatron.config.fields",
-        "tepo_megatron.config.io",
-        "tepo_megatron.errors",
-        "tepo_megatron.observability",
-        "tepo_megatron.utils",
-        "tepo_megatron.utils.atomic",
-        "tepo_megatron.utils.escaping",
-        "tepo_megatron.utils.run_lock",
-        "tepo_megatron.utils.save_requests",
-        "tepo_megatron.utils.scratch",
-    }
-    of_plan = {"tepo_megatron.plan.command", "tepo_megatron.plan.search"}  # which need NumPy alone
-    for path in (ROOT / "launch").rglob("*.py"):
-        nodes = list(ast.walk(ast.parse(path.read_text())))
-        names = {a.name for n in nodes if isinstance(n, ast.Import) for a in n.names}
-        names |= {n.module for n in nodes if isinstance(n, ast.ImportFrom) and n.module}
-        assert {n for n in names if n.startswith("tepo_megatron")} <= known | (
-            of_plan if path.name == "planning.py" else set()
-        ), path
-        assert any(n.split(".")[0] == "nemo_run" for n in names) == (path.name == "nemo.py"), path
-
-
-def test_without_a_profile_the_environment_of_make_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before, PATH's python ran."""
-    monkeypatch.chdir(tmp_path)
-    assert this_machine() == Cluster()
-    (tmp_path / ".venv" / "bin").mkdir(parents=True)
-    (tmp_path / ".venv" / "bin" / "python").touch()
-    assert this_machine().python == ".venv/bin/python"
-
-
-def test_quoted_times_are_what_yaml_needs() -> None:
-    """12:00:00 is 43200 to YAML 1.1, which Slurm would take for minutes."""
-    assert yaml.safe_load("time: 12:00:00") == {"time": 43200}
-    assert cluster(slurm={**SLURM, "time": "1-02:03:04"}).slurm.seconds == 93784

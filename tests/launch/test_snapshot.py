@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from launch import packages, snapshot
+from launch import snapshot
 from tepo_megatron.errors import ConfigError
 from tests.launch.cases import PROGRAM, PYTHON, ROOT
 
@@ -78,13 +78,7 @@ def git(folder: Path, *words: str) -> str:
 
 
 def mark(folder: Path, name: str, word: str) -> None:
-    """Have a file write a word and its name where MARKS says when it is imported or run.
-
-    Args:
-        folder: The checkout.
-        name: Path of the file in it.
-        word: The word.
-    """
+    """Have a file write a word and its name where MARKS says when it is imported or run."""
     path = folder / name
     lines = path.read_text().splitlines(keepends=True)
     lines = [line for line in lines if 'environ["MARKS"]' not in line]
@@ -231,37 +225,3 @@ def test_changed_code_is_refused_or_recorded(small: Path, name: str) -> None:
     shutil.rmtree(folder)
     with pytest.raises(ConfigError, match="was changed during the submission"):
         code.take(small / "runs")
-
-
-def test_without_git_the_version_is_recorded(tmp_path: Path) -> None:
-    code = snapshot.read(tmp_path)
-    assert code.commit is None and code.take(tmp_path) is None and code.version and snapshot.shell_lines(None) == ()
-    code.refuse_changes()
-    (tmp_path / ".git").mkdir()
-    with pytest.raises(ConfigError, match="git rev-parse fails"):
-        snapshot.read(tmp_path)
-
-
-def test_packages_that_changed_between_two_starts_are_printed(tmp_path: Path) -> None:
-    assert packages.record(tmp_path / "packages.json") == []
-    found = json.loads((tmp_path / "packages.json").read_text())
-    assert found["python"].startswith("3.") and "pytest" in found
-    (tmp_path / "packages.json").write_text(json.dumps(found | {"pytest": "0.1"}))
-    assert packages.record(tmp_path / "packages.json") == [f"pytest 0.1 -> {found['pytest']}"]
-
-
-@pytest.mark.e2e
-def test_a_submission_records_its_code(tmp_path: Path) -> None:
-    checkout = Checkout(tmp_path)
-    (checkout.path / "tools" / "convert.py").write_text("")
-    words = ["run.yaml", *SLURM]
-    refused, allowed = checkout.launch(words, [*words, "--allow-dirty"])
-    assert refused[0] == 1 and "tools/convert.py; commit, stash or remove them, or give --allow-dirty" in refused[2]
-    assert allowed[0] == 0, allowed[2]
-    home = checkout.path / "runs" / "a" / "launch"
-    about = json.loads((home / "jobs" / "1" / "code.json").read_text())
-    assert about["commit"] == git(checkout.path, "rev-parse", "HEAD").strip() and about["changed"] == ["tools/convert.py"]
-    assert (Path(about["snapshot"]) / "tools" / "convert.py").read_text() == ""
-    config = yaml.safe_load((home / "jobs" / "1" / "config.yaml").read_text())
-    assert config["rollout"]["function"] == f"{about['snapshot']}/examples/functions.py:sample"
-    assert not (checkout.path / "runs" / "a" / "config.yaml").exists()  # of an earlier run, until this one starts

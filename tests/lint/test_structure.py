@@ -1,4 +1,4 @@
-"""The figures that `python -m tools.structure` prints stay within their bounds; see also `tests/parallel/test_flows.py`."""
+"""The figures that `python -m tools.structure` prints stay within their bounds."""
 
 from __future__ import annotations
 

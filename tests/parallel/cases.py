@@ -68,18 +68,7 @@ def make_case(
     config: PretrainedConfig | None = None,
     **model_keys: Any,
 ) -> Case:
-    """Write a model, and return batches and the fp64 reference's steps.
-
-    Args:
-        folder: Directory of the model.
-        tied: Whether the output layer is the embedding.
-        form: Form of TEPO; see `tests.reference.tepo.tepo_loss`.
-        shared: Whether the sequences of a group have the same prompt.
-        layers: Layers of the model.
-        truncation: Truncation of the old policy, whose masks all statistics are renormalized over. None: none.
-        config: Config of the model; None: a Qwen3.
-        model_keys: Further arguments of `tiny_qwen3`, sizes for example.
-    """
+    """Write a model, and return batches and the fp64 reference's steps."""
     model = folder / f"tiny-{tied}"
     if config is None:
         tiny_qwen3(model, tied=tied, layers=layers, vocab_size=VOCAB, **model_keys)
@@ -104,13 +93,7 @@ def make_case(
 def reference_steps(
     model: Path, batches: tuple[TrainBatch, ...], dtype: torch.dtype = torch.float64
 ) -> tuple[reference.Step, ...]:
-    """Return the reference's steps for other batches than those of `make_case`, or in another dtype.
-
-    Args:
-        model: Directory of the model.
-        batches: Batch of each step.
-        dtype: Dtype of the reference.
-    """
+    """Return the reference's steps for other batches than those of `make_case`, or in another dtype."""
     trainer = reference.Trainer(model, **ADAM, dtype=dtype)
     steps = [trainer.step(reference_sequences(batch), TEMPERATURE, EPS, BETA) for batch in batches]
     return tuple(steps)
@@ -131,11 +114,6 @@ def bf16_error_of_loss(model: Path, weights: dict[str, Tensor], batch: TrainBatc
 
     To first order in the errors that transformers makes in the logits of each token. No KL mask of the batch may be on the
     edge: the loss would jump.
-
-    Args:
-        model: Directory of the model.
-        weights: Its weights, by name.
-        batch: Batch of the loss.
     """
     exact, low = (reference.load(model, dtype) for dtype in (torch.float64, torch.bfloat16))
     for each in (exact, low):
@@ -222,16 +200,7 @@ def run_config(
     ddp: dict[str, Any] | None = None,
     **training: Any,
 ) -> Config:
-    """Return the run's config for a layout.
-
-    Args:
-        model: Directory of the model.
-        parallel: Section `parallel`.
-        max_tokens: Tokens of a microbatch.
-        objective: Section `objective`. None: the reference's TEPO.
-        ddp: Fields of megatron.ddp.
-        training: Further keys of section `training`.
-    """
+    """Return the run's config for a layout."""
     return validate({
         "name": "layout",
         "platform": "cpu",
@@ -252,26 +221,10 @@ def run_config(
     })  # fmt: skip
 
 
-def permuted(batch: TrainBatch, seed: int) -> TrainBatch:
-    """Return the same sequences in another order, so that they are packed with other neighbours.
-
-    Args:
-        batch: Batch to permute.
-        seed: Seed of the order.
-    """
-    order = torch.randperm(len(batch), generator=torch.Generator().manual_seed(seed)).tolist()
-    return replace(batch.select(order, batch.update))
-
-
 def train_steps(rank: int, cfg: Config, batches: tuple[TrainBatch, ...]) -> list[dict[str, Any]]:
     """Take the optimizer steps in a forked rank; return each as {loss, grad_norm, gradients, weights}.
 
     Tensors are returned on the ranks that own them in their pipeline stage only.
-
-    Args:
-        rank: Number of this rank.
-        cfg: Config of the run.
-        batches: Batch of each step.
     """
     from tepo_megatron.actor.actor import Actor
     from tepo_megatron.distributed import parallel
@@ -284,13 +237,7 @@ def train_steps(rank: int, cfg: Config, batches: tuple[TrainBatch, ...]) -> list
 
 
 def steps_of(actor: Any, batches: tuple[TrainBatch, ...], objective: Any = None) -> list[dict[str, Any]]:
-    """Take the optimizer steps of an actor; return them as `train_steps` does.
-
-    Args:
-        actor: Actor to train.
-        batches: Batch of each step.
-        objective: The loss. None: that of the actor's config.
-    """
+    """Take the optimizer steps of an actor; return them as `train_steps` does."""
     from tepo_megatron.losses import build_objective
 
     objective = objective or build_objective(actor.cfg.objective)
@@ -320,38 +267,21 @@ def steps_of(actor: Any, batches: tuple[TrainBatch, ...], objective: Any = None)
 
 
 def compare(ranks: list[list[dict[str, Any]]], steps: tuple[reference.Step, ...], tolerance: float = TOLERANCE) -> None:
-    """Assert that loss, gradient norm, every gradient and every weight of `train_steps` are the reference's.
-
-    Args:
-        ranks: Steps of each rank.
-        steps: Steps of the reference.
-        tolerance: Bound on the relative distance.
-    """
+    """Assert that loss, gradient norm, every gradient and every weight of `train_steps` are the reference's."""
     found = errors(ranks, steps)
     worst = max(found, key=found.__getitem__)
     assert found[worst] <= tolerance, f"{worst} differ by {found[worst]:.1e}"
 
 
 def fp32_tolerance(model: Path, batches: tuple[TrainBatch, ...], steps: tuple[reference.Step, ...]) -> float:
-    """Return twice what fp32 does to the reference's own gradients and weights, for batches of few tokens; TOLERANCE at least.
-
-    Args:
-        model: Directory of the model.
-        batches: Batch of each step.
-        steps: Steps of the fp64 reference.
-    """
+    """Return twice what fp32 does to gradients and weights of the reference, for batches of few tokens; TOLERANCE at least."""
     rounded = zip(reference_steps(model, batches, torch.float32), steps, strict=True)
     pairs = [(a, b) for low, exact in rounded for a, b in ((low.gradients, exact.gradients), (low.weights, exact.weights))]
     return max(TOLERANCE, *(2 * distance(low[name], exact[name]) for low, exact in pairs for name in exact))
 
 
 def errors(ranks: list[list[dict[str, Any]]], steps: tuple[reference.Step, ...]) -> dict[str, float]:
-    """Return the relative errors of loss, gradient norm, each gradient and each weight, by name; NaN counts as inf.
-
-    Args:
-        ranks: Steps of each rank.
-        steps: Steps of the reference.
-    """
+    """Return the relative errors of loss, gradient norm, each gradient and each weight, by name; NaN counts as inf."""
     found: dict[str, float] = {}
     for i, expected in enumerate(steps):
         for number, rank in enumerate(ranks):
@@ -365,12 +295,7 @@ def errors(ranks: list[list[dict[str, Any]]], steps: tuple[reference.Step, ...])
 
 
 def nearness(ranks: list[list[dict[str, Any]]], steps: tuple[reference.Step, ...]) -> tuple[float, float]:
-    """Return 1 - cosine of all gradients and the relative error of their norm, of the worst step; for low precision.
-
-    Args:
-        ranks: Steps of each rank.
-        steps: Steps of the reference.
-    """
+    """Return 1 - cosine of all gradients and the relative error of their norm, of the worst step; for low precision."""
     apart, norms = [], []
     for i, expected in enumerate(steps):
         gradients = _whole({name: t for rank in ranks for name, t in rank[i]["gradients"].items()})
@@ -403,12 +328,7 @@ def full_gradients(actor: Any) -> dict[str, Tensor]:
 
 
 def owned_tensors(actor: Any, tensors: list[Tensor]) -> dict[str, Tensor]:
-    """Return the part of `tensors` that this rank would send, in HF layout.
-
-    Args:
-        actor: Actor whose bindings name the tensors.
-        tensors: One tensor per binding.
-    """
+    """Return the part of `tensors` that this rank would send, in HF layout."""
     from tepo_megatron.weights.gather import iterate_hf
 
     bindings = [replace(b, parameter=t) for b, t in zip(actor.bindings, tensors, strict=True)]
@@ -418,10 +338,5 @@ def owned_tensors(actor: Any, tensors: list[Tensor]) -> dict[str, Tensor]:
 
 
 def distance(a: Tensor, b: Tensor) -> float:
-    """Return ||a - b|| / ||b||.
-
-    Args:
-        a: Tensor under test.
-        b: Expected tensor.
-    """
+    """Return ||a - b|| / ||b||."""
     return ((a.double() - b.double()).norm() / b.double().norm()).item()

@@ -22,13 +22,7 @@ RUN_STATE = {"policy_version": 1, "data": {"epoch": 0, "position": 16}, "accurac
 
 
 def run_config(model: Path, layout: dict[str, Any], precision: str = "fp32") -> Config:
-    """Return the config of the other layout tests, with a learning rate that differs from step to step.
-
-    Args:
-        model: Directory of the model.
-        layout: Section `parallel`.
-        precision: fp32 or bf16.
-    """
+    """Return the config of the other layout tests, with a learning rate that differs from step to step."""
     cfg = cases.run_config(model, layout)
     return replace(cfg, model=replace(cfg.model, precision=precision), optimizer=replace(cfg.optimizer, warmup_steps=3))
 
@@ -42,27 +36,14 @@ def start(cfg: Config) -> Any:
 
 
 def checkpoints(folder: Path, actor: Any, timeout_seconds: float = 1800.0, **fields: Any) -> Any:
-    """Open the checkpoints of an actor.
-
-    Args:
-        folder: Folder of the run.
-        actor: Actor whose groups are used.
-        timeout_seconds: Seconds that a checkpoint may take to be written.
-        fields: Fields of the checkpoint config.
-    """
+    """Open the checkpoints of an actor."""
     from tepo_megatron.checkpoint.checkpoints import Checkpoints
 
     return Checkpoints.open(folder, CheckpointConfig(**fields), actor.groups, timeout_seconds)
 
 
 def update(actor: Any, step: int, batch: Any) -> float:
-    """Take one step of a run and return its loss.
-
-    Args:
-        actor: Actor to train.
-        step: Number of the step.
-        batch: Batch of the step.
-    """
+    """Take one step of a run and return its loss."""
     from tepo_megatron.losses import build_objective
 
     actor.start_step(step)
@@ -93,12 +74,7 @@ def draw(count: int) -> None:
 
 
 def same(a: Sequence[Any], b: Sequence[Any]) -> bool:
-    """Return whether two states are equal, bit for bit.
-
-    Args:
-        a: A state.
-        b: Another state.
-    """
+    """Return whether two states are equal, bit for bit."""
 
     def equal(x: Any, y: Any) -> bool:
         if isinstance(x, Tensor):
@@ -116,12 +92,7 @@ def parts(actor: Any) -> list[tuple[str, tuple[int, ...], tuple[int, ...], Tenso
 
 
 def whole(ranks: Sequence[list[tuple[str, tuple[int, ...], tuple[int, ...], Tensor]]], vocab: int) -> dict[str, Tensor]:
-    """Assemble the whole tensors from the parts of all ranks, without the padding of the vocabulary; nan where no part is.
-
-    Args:
-        ranks: Parts of each rank.
-        vocab: Rows of the vocabulary without padding.
-    """
+    """Assemble the whole tensors from the parts of all ranks, without the padding of the vocabulary; nan where no part is."""
     tensors: dict[str, Tensor] = {}
     for name, shape, offset, values in (part for rank in ranks for part in rank):
         tensor = tensors.setdefault(name, torch.full(shape, torch.nan, dtype=values.dtype))

@@ -42,13 +42,7 @@ class Variant:
         return Method(**{"correction_low": low, "correction_high": high, "max_response_tokens": limit} | parts)
 
     def config(self, material: Material, layout: Mapping[str, Any], max_tokens: int) -> Config:
-        """Return the run's config on a layout.
-
-        Args:
-            material: Model and rollouts.
-            layout: Section `parallel`.
-            max_tokens: Tokens of a microbatch.
-        """
+        """Return the run's config on a layout."""
         section = section_of({"name": self.row} | self.parts)
         if self.method.ref_beta:
             section.setdefault("ref_kl", {"beta": self.method.ref_beta})["path"] = str(material.other)

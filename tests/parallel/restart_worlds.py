@@ -38,14 +38,7 @@ def supervised() -> Iterator[pytest.MonkeyPatch]:
 
 
 def restarted(cfg: Config, journal: Path, *kills: Kill, configs: tuple[Config, ...] = ()) -> None:
-    """Run to the end: the ranks are killed as `kills` say, and started again after each. One service serves all of them.
-
-    Args:
-        cfg: Config of the run.
-        journal: File of the journal.
-        kills: Kill of each attempt but the last.
-        configs: Config of each attempt; the last one counts for all others, too. Empty: `cfg`.
-    """
+    """Run to the end: the ranks are killed as `kills` say, and started again after each. One service serves all of them."""
     run_dir.prepare(cfg)
     services = set()
     with supervised() as patch:

@@ -106,12 +106,7 @@ class Kill:
         setattr(owner, name, deadly)
 
     def die(self, journal: Path, *args: Any) -> None:
-        """Write the kill to the journal, and end this process as a power cut would.
-
-        Args:
-            journal: File of the journal.
-            args: Arguments of the function in which the kill comes.
-        """
+        """Write the kill to the journal, and end this process as a power cut would."""
         with journal.open("a") as f:
             f.write(json.dumps({"killed": str(self)}) + "\n")
         os.kill(os.getpid(), signal.SIGKILL)
@@ -179,13 +174,7 @@ def write_inputs(folder: Path) -> Path:
 
 
 def run_config(model: Path, output: Path, **sections: Any) -> Config:
-    """Return the config of a run of STEPS steps with two updates each, refills, evaluations, and a changing learning rate.
-
-    Args:
-        model: Directory of the model.
-        output: Parent of the run's folder.
-        sections: Further sections of the config.
-    """
+    """Return the config of a run of STEPS steps with two updates each, refills, evaluations, and a changing learning rate."""
     tree: dict[str, Any] = {
         "name": "run", "output": str(output), "platform": "cpu", "seed": 3,
         "model": {"path": str(model), "precision": "fp32"},
@@ -206,12 +195,6 @@ def run_config(model: Path, output: Path, **sections: Any) -> Config:
 def attempt(cfg: Config, journal: Path, number: int = 0, kill: Kill | None = None) -> None:
     """Run `tepo train` in forked ranks.
 
-    Args:
-        cfg: Config of the run.
-        journal: File of the journal.
-        number: Number of the attempt.
-        kill: Kill of this attempt. None: nobody is killed.
-
     Raises:
         AssertionError: A rank ended before its time.
     """
@@ -222,15 +205,7 @@ def attempt(cfg: Config, journal: Path, number: int = 0, kill: Kill | None = Non
 
 
 def run_rank(rank: int, cfg: Config, journal: Path, number: int, kill: Kill | None) -> None:
-    """Be one rank of an attempt.
-
-    Args:
-        rank: Number of the rank.
-        cfg: Config of the run.
-        journal: File of the journal.
-        number: Number of the attempt.
-        kill: Kill of this attempt. None: nobody is killed.
-    """
+    """Be one rank of an attempt."""
     quiet_upstream()
     if kill is None or not kill.where.endswith("write_report"):  # half of the seconds of such a run
         report.write_report = lambda folder: folder / "report.png"
@@ -241,14 +216,7 @@ def run_rank(rank: int, cfg: Config, journal: Path, number: int, kill: Kill | No
 
 
 def lineage(cfg: Config, journal: Path, *kills: Kill, all_happen: bool = True) -> None:
-    """Run to the end: kill the run as `kills` say and resume it after each. Assert that no record vanishes in between.
-
-    Args:
-        cfg: Config of the run.
-        journal: File of the journal.
-        kills: Kill of each attempt.
-        all_happen: Whether every kill must happen. Otherwise the run may end before a kill after the first one comes.
-    """
+    """Run to the end: kill the run as `kills` say and resume it after each. Assert that no record vanishes in between."""
     recorded: list[str] = []
     for number, kill in enumerate(kills):
         try:
@@ -279,12 +247,7 @@ class Outcome:
 
 
 def outcome(cfg: Config, journal: Path) -> Outcome:
-    """Return the outcome of a run that has ended.
-
-    Args:
-        cfg: Config of the run.
-        journal: File of the journal.
-    """
+    """Return the outcome of a run that has ended."""
     evaluations = {derive_seed(cfg.seed, "evaluation")}
     evaluations |= {derive_seed(cfg.seed, "benchmark", name) for name in cfg.evaluation.benchmarks}
     asked = [row for row in journal_rows(journal) if "seed" in row and row["seed"] not in evaluations]
@@ -301,12 +264,7 @@ def outcome(cfg: Config, journal: Path) -> Outcome:
 
 
 def undisturbed(model: Path, folder: Callable[[], Path]) -> Callable[[int], Outcome]:
-    """Return the function that makes a run which nobody disturbs, once for each tp, and returns its outcome.
-
-    Args:
-        model: Directory of the model.
-        folder: Returns a new folder.
-    """
+    """Return the function that makes a run which nobody disturbs, once for each tp, and returns its outcome."""
 
     @functools.cache
     def run(tp: int) -> Outcome:
@@ -319,12 +277,7 @@ def undisturbed(model: Path, folder: Callable[[], Path]) -> Callable[[int], Outc
 
 
 def assert_same(run: Outcome, straight: Outcome) -> None:
-    """Assert that two outcomes are equal, bit for bit.
-
-    Args:
-        run: Outcome under test.
-        straight: Outcome of the run that nobody killed.
-    """
+    """Assert that two outcomes are equal, bit for bit."""
     assert run.prompts == straight.prompts
     assert run.records == straight.records
     assert run.summary == straight.summary and run.evaluation == straight.evaluation

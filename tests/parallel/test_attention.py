@@ -14,7 +14,6 @@ from torch import Tensor
 
 from tepo_megatron.actor import attention
 from tepo_megatron.actor.attention import SDPACoreAttention
-from tepo_megatron.errors import ConfigError
 from tepo_megatron.ops.flash_attention import PackedCall, PackedFlash
 from tests.worlds import run_world
 from tests.zigzag import shard_zigzag_packed
@@ -55,13 +54,7 @@ def plain_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 
 def expected(tensors: list[Tensor], cu: list[int], starts: list[int] | None = None) -> list[Tensor]:
-    """Return the output and the gradients of query, key and value, all packed.
-
-    Args:
-        tensors: Query, key, value, and the gradient of the output.
-        cu: Cumulative lengths of the sequences.
-        starts: As in a PackedMicrobatch.
-    """
+    """Return the output and the gradients of query, key and value, all packed."""
     query, key, value = leaves = [x.clone().requires_grad_() for x in tensors[:3]]
     outputs, prompt = [], 0
     for (a, b), start in zip(itertools.pairwise(cu), starts or [0] * len(cu), strict=False):
@@ -184,72 +177,6 @@ def test_responses_see_the_prompt_that_they_share(cp: int, dtype: torch.dtype, t
             assert ours.dtype == dtype
             assert (ours - theirs).norm() <= tolerance * theirs.norm()
         assert got["calls"] == (["dist_all_gather_func", "dist_reduce_scatter_func"] if cp > 1 else [])
-
-
-def run_unpacked(rank: int, cp: int, length: int, batch: int) -> list[Tensor]:
-    core = core_attention(cp)
-    tensors = [one_shard(x, cp, rank) for x in inputs((length, batch))]
-    leaves = [x.clone().requires_grad_() for x in tensors[:3]]
-    output = core(*leaves, None)
-    output.backward(tensors[3].flatten(2))
-    return [output.detach(), *(x.grad for x in leaves)]
-
-
-@pytest.mark.parametrize("cp", [1, 2])
-def test_unpacked_batch_matches_plain_attention(cp: int) -> None:
-    length, batch = 24, 3
-    ranks = run_world(cp, run_unpacked, cp, length, batch)
-    packed = [x.transpose(0, 1).flatten(0, 1) for x in inputs((length, batch))]
-    for i, whole in enumerate(expected(packed, [length * b for b in range(batch + 1)])):
-        ours = merged([r[i] for r in ranks])
-        theirs = whole.unflatten(0, (batch, length)).transpose(0, 1)
-        assert ours.shape == theirs.shape
-        assert (ours - theirs).norm() <= 1e-12 * theirs.norm()
-
-
-def run_twice(rank: int, cu: list[int]) -> int:
-    from megatron.core.packed_seq_params import PackedSeqParams
-
-    core, built = core_attention(1), []
-    cu_seqlens = torch.tensor(cu, dtype=torch.int32)
-    params = PackedSeqParams(qkv_format="thd", cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens)
-    with pytest.MonkeyPatch.context() as patch:
-        of = attention.AttentionLayout.of
-        patch.setattr(attention.AttentionLayout, "of", lambda *a: (built.append(1), of(*a))[1])
-        for _ in range(3):  # three layers
-            core(*inputs((cu[-1],))[:3], None, packed_seq_params=params)
-    return len(built)
-
-
-def test_layout_is_built_once_per_microbatch() -> None:
-    assert run_world(1, run_twice, [0, 3, 10]) == [1]
-
-
-def run_wrong_lengths(rank: int, cu: list[int], rows: int) -> str:
-    from megatron.core.packed_seq_params import PackedSeqParams
-
-    core = core_attention(2)
-    params = PackedSeqParams(qkv_format="thd", cu_seqlens_q=torch.tensor(cu, dtype=torch.int32))
-    with pytest.raises(ValueError) as caught:
-        core(*inputs((rows,))[:3], None, packed_seq_params=params)
-    return str(caught.value)
-
-
-def test_wrong_lengths_are_refused() -> None:
-    assert "each of the 2 ranks holds 5" in run_world(2, run_wrong_lengths, [0, 4, 12], 5)[1]
-    assert "sequence 1 has 6 tokens" in run_world(2, run_wrong_lengths, [0, 4, 10], 5)[0]
-
-
-def refusal(rank: int, changes: dict[str, Any]) -> str:
-    with pytest.raises(ConfigError) as caught:
-        core_attention(1, **changes)
-    return str(caught.value)
-
-
-@pytest.mark.parametrize("changes", [{"attention_dropout": 0.1}, {"window_size": (8, 0)}, {"softmax_type": "learnable"}])
-def test_unsupported_configs_are_refused(changes: dict[str, Any]) -> None:
-    (key,) = changes
-    assert f"{key}={changes[key]}" in run_world(1, refusal, changes)[0]
 
 
 def test_zigzag_layout() -> None:

@@ -157,15 +157,6 @@ def test_a_token_takes_nine_bytes_and_nothing_is_left(tmp_path: Path) -> None:
     assert all(same(replace(a, answer=""), b) for a, b in zip(rollouts(5), found, strict=True))  # mapped files outlive the path
 
 
-def test_experts_of_some_sequences_only_are_left_out() -> None:
-    memory = BatchMemory()
-    mixed = [*rollouts(2, (3, 2)), *rollouts(2)]
-    header: BatchHeader = memory.write(mixed, {}, {})
-    assert header.experts is None and header.experts_path == ""
-    assert [r.experts_LKT for r in read(header, header.path, "")] == [None] * 4
-    memory.release(header.path)
-
-
 EXPERTS = (3, 2)
 # sequences that each of four data-parallel ranks packs in each pass; ranks 0 and 1 share the machine of the service
 PASSES = [

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -15,7 +13,6 @@ import torch
 from safetensors.torch import load_file
 
 from tepo_megatron.config import GroupTransportConfig, RolloutConfig, ServerConfig
-from tepo_megatron.errors import SyncError
 from tepo_megatron.inference.engine_api import LaunchSpec
 from tepo_megatron.inference.servers import slot
 from tepo_megatron.inference.servers.endpoint import Endpoint
@@ -23,8 +20,7 @@ from tepo_megatron.inference.servers.fleet import Fleet
 from tepo_megatron.inference.servers.local import LocalServer
 from tests.marks import marked
 from tests.parallel import cases
-from tests.parallel.test_weights import ROUNDS, actor_of, tensors, tiny_moe
-from tests.parallel.test_weights import sync_of as sync_of_actor
+from tests.parallel.test_weights import ROUNDS, tensors, tiny_moe
 from tests.scripted_api import ScriptedApi
 from tests.tiny import tiny_qwen3
 from tests.unit.rollout.test_fleet import behave, process, until
@@ -51,13 +47,7 @@ def fleet(folder: Path, model: Path, servers: int, **server: Any) -> Iterator[Fl
 
 
 def sync_of(cfg: Any, receiver: Fleet | None, join_seconds: float | None = None) -> Any:
-    """Return the sync of a new actor.
-
-    Args:
-        cfg: The run's config.
-        receiver: The engine, on rank 0.
-        join_seconds: Time limit to form the groups. None: the platform's.
-    """
+    """Return the sync of a new actor."""
     from tepo_megatron.actor.actor import Actor
     from tepo_megatron.distributed import parallel
     from tepo_megatron.platform import activate
@@ -168,106 +158,3 @@ def test_the_servers_that_live_get_everything_and_go_on_when_one_is_lost(tmp_pat
     assert "server 1 is started again (restart 1)" in rank0["events"] and "server 0" not in rank0["events"]
     assert ("it has ended with exit status 3" in rank0["events"]) == (fault != "freeze"), "it was lost in another way"
     assert rank0["formations"] == 3  # of all, without the lost one, with that one alone
-
-
-# per push: version, part of the names of the parameters that change before it, fault of server 1 during it
-PUSHES = [(1, "all", {}), (2, "", {}), (3, "layers.1.mlp", {}), (4, "layers.2.mlp", {"broadcast": "midst"}), (4, "", {}),
-          (5, "layers.1.mlp", {})]  # fmt: skip
-
-
-def push_changes(rank: int, cfg: Any, folder: Path) -> dict[str, Any]:
-    """Return the tensors that the servers received in each push."""
-    received: list[list[list[str]]] = []
-    with contextlib.ExitStack() as stack:
-        servers = stack.enter_context(fleet(folder, Path(cfg.model.path), servers=2)) if rank == 0 else None
-        actor = actor_of(cfg)
-        sync = stack.enter_context(sync_of_actor(cfg, servers, actor))
-        for version, change, fault in PUSHES:
-            for binding in actor.bindings:
-                if change and change in binding.name:
-                    binding.parameter.data.view(-1)[0] += 1
-            if servers is not None:
-                until(lambda: len(received) != 4 or servers.needs_weights)  # the lost one is back
-                for i in range(2):
-                    behave(servers, i, save=str(folder), **(fault if i == 1 else {}))
-            sync.push(version)
-            if servers is not None:
-                received.append([sorted(tensors) for tensors in got(folder)])
-        return {"received": received, "formations": sync.transport.formations}
-
-
-@pytest.mark.full
-def test_only_layers_that_changed_are_broadcast_and_a_server_that_comes_back_gets_all(tmp_path: Path) -> None:
-    """A server refuses tensors that should have stayed, and an update that lacks others."""
-    model = tmp_path / "model"
-    tiny_qwen3(model, layers=4, vocab_size=cases.VOCAB)
-    rank0 = run_world(2, push_changes, config_of(model, {"pp": 2}, delta=True), tmp_path, timeout=120)[0]
-    names = sorted(tensors(model))
-    layers = [[name for name in names if f"layers.{i}." in name] for i in range(4)]
-    assert rank0["received"] == [[names] * 2, [[]] * 2, [layers[1]] * 2, [layers[2]], [names], [layers[1]] * 2]
-    assert rank0["formations"] == 4  # of both, without the lost one, with that one alone, of both
-
-
-def push_to_nobody(rank: int, cfg: Any, folder: Path, fault: str, join_seconds: float | None = None) -> str:
-    if rank > 0:
-        with sync_of(cfg, None, join_seconds) as sync:
-            return outcome(sync)
-    with fleet(folder, Path(cfg.model.path), servers=1) as servers, sync_of(cfg, servers, join_seconds) as sync:
-        behave(servers, 0, broadcast=fault)
-        return outcome(sync)
-
-
-def outcome(sync: Any) -> str:
-    try:
-        sync.push(1)
-    except SyncError as e:
-        return str(e)
-    return "pushed"
-
-
-@pytest.mark.full
-def test_a_server_that_lives_and_does_not_come_is_an_error_on_every_rank(tmp_path: Path) -> None:
-    tiny_qwen3(tmp_path / "model", layers=4, vocab_size=cases.VOCAB)
-    cfg = config_of(tmp_path / "model", {"pp": 2})
-    for message in run_world(2, push_to_nobody, cfg, tmp_path, "absent", 0.5, timeout=120):
-        assert (
-            "server 0: alive, but did not meet the trainer's ranks in 3 attempts of 0.5 s, in " in message
-            and "sync.transport.address" in message
-        )
-
-
-@pytest.mark.full
-def test_the_only_server_may_be_lost(tmp_path: Path) -> None:
-    tiny_qwen3(tmp_path / "model", layers=4, vocab_size=cases.VOCAB)
-    cfg = config_of(tmp_path / "model", {"pp": 2})
-    assert run_world(2, push_to_nobody, cfg, tmp_path, "midst", timeout=120) == ["pushed", "pushed"]
-
-
-def push_to_two(rank: int, cfg: Any, folder: Path, fault: str, join_seconds: float) -> Any:
-    with fleet(folder, Path(cfg.model.path), servers=2) as servers, sync_of(cfg, servers, join_seconds) as sync:
-        for i in range(2):
-            behave(servers, i, save=str(folder), **({"broadcast": fault} if i == 1 else {}))
-        start = time.monotonic()
-        return outcome(sync), time.monotonic() - start, "\n".join(servers.take_events()), got(folder)
-
-
-@pytest.mark.full
-def test_a_server_that_joins_and_never_broadcasts_ends_the_run_with_its_name(tmp_path: Path) -> None:
-    """NCCL would wait in the first broadcast for ever; here the deadline of a round in gloo is longer than that of joining."""
-    tiny_qwen3(tmp_path / "model", layers=2, vocab_size=cases.VOCAB)
-    cfg = config_of(tmp_path / "model", {}, timeout_seconds=15.0)
-    (message, seconds, *_) = run_world(1, push_to_two, cfg, tmp_path, "late", 2.0, timeout=120)[0]
-    names, _, why = message.partition(": ")
-    assert "server 1" in names.split(", ")  # and on a busy machine one that was slow
-    assert why.startswith("alive, but did not meet the trainer's ranks in 3 attempts of 2 s")
-    assert seconds < 20.0
-
-
-@pytest.mark.full
-def test_the_others_go_on_when_a_server_dies_between_joining_and_the_first_broadcast(tmp_path: Path) -> None:
-    tiny_qwen3(tmp_path / "model", layers=2, vocab_size=cases.VOCAB)
-    cfg = config_of(tmp_path / "model", {})
-    outcome, seconds, events, received = run_world(1, push_to_two, cfg, tmp_path, "leaves", 20.0, timeout=120)[0]
-    assert outcome == "pushed" and "server 1 is started again" in events
-    assert seconds < 15.0  # nobody waits for the dead one until the deadline
-    assert len(received) == 1 and is_model(received[0], tensors(tmp_path / "model"))

@@ -1,7 +1,6 @@
 """A run goes on from a checkpoint: bit for bit on the same layout, and from the same state on any other."""
 
 import copy
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,11 +11,10 @@ import pytest
 import torch
 
 from tepo_megatron.types import TrainBatch
-from tests.marks import full_but
 from tests.parallel import cases
 from tests.parallel import checkpoint_worlds as w
 from tests.parallel.test_families import EIGHT
-from tests.tiny import tiny_model, tiny_qwen3
+from tests.tiny import tiny_model
 from tests.worlds import run_world
 
 pytestmark = pytest.mark.slow
@@ -197,89 +195,3 @@ def test_on_another_layout_it_goes_on_from_the_same_state(
         loaded_weights = {n: t for r in before for n, t in r["weights_at_save"].items()}
         of_loss = 2 * cases.bf16_error_of_loss(first.model, loaded_weights, batches[1])
     assert abs(after[0]["loss"] - before[0]["loss"]) <= of_loss
-
-
-def read_by_megatron(rank: int, cfg: Any, folder: Path) -> list[bool]:
-    """Into a second actor, by Megatron's own loader, from its own idea of what its fully reshardable format holds."""
-    from megatron.core import dist_checkpointing
-
-    from tepo_megatron.actor.actor import Actor
-
-    ours = w.start(cfg)
-    theirs = Actor.open(cfg, ours.groups)
-    with w.checkpoints(folder, ours) as checkpoints:
-        found = checkpoints.newest()
-        checkpoints.load(found, ours)
-    content = dist_checkpointing.load_content_metadata(str(found.path))
-    module = theirs.chunks[0].module
-    weights = module.sharded_state_dict(metadata=dict(content))
-    optimizer = theirs.optimizer.sharded_state_dict(weights, is_loading=True, metadata=dict(content))
-    loaded = dist_checkpointing.load({"model": weights, "optimizer": optimizer}, str(found.path))
-    module.load_state_dict(loaded["model"], strict=False)  # extra state of Transformer Engine, which is not here
-    theirs.optimizer.load_state_dict(loaded["optimizer"])
-    theirs.scheduler.load_state_dict(dist_checkpointing.load_common_state_dict(str(found.path))["opt_param_scheduler"])
-    return [
-        w.same(w.raw_state(ours), w.raw_state(theirs)),
-        w.same(w.raw_state(Actor.open(cfg, ours.groups)), w.raw_state(ours)),
-    ]
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("layout", full_but([FROM], [], [FROM, {"pp": 2}, {}]), ids=str)
-def test_megatron_reads_what_was_written(saved: Callable[[str, dict], Saved], layout: dict) -> None:
-    run = saved(*RUNS["bf16"])
-    cfg = w.run_config(run.model, layout, "bf16")
-    assert run_world(cfg.parallel.world_size, read_by_megatron, cfg, run.folder) == [[True, False]] * cfg.parallel.world_size
-
-
-def export_too(rank: int, cfg: Any, batches: Any, folder: Path) -> Any:
-    actor = w.start(cfg)
-    with w.checkpoints(folder, actor, hf=True) as checkpoints:
-        w.update(actor, 1, batches[0])
-        weights = cases.owned_tensors(actor, [b.parameter for b in actor.bindings])
-        checkpoints.save(1, actor, {})
-        w.update(actor, 2, batches[1])
-        checkpoints.wait()
-        return weights, checkpoints.newest().path
-
-
-def test_a_checkpoint_can_hold_the_model_for_transformers(case: cases.Case, tmp_path: Path) -> None:
-    from tepo_megatron.checkpoint.files import read_manifest
-    from tepo_megatron.weights.hf_io import HfReader
-
-    cfg = w.run_config(case.model, {"tp": 2})
-    (weights, path), _ = run_world(2, export_too, cfg, case.batches, tmp_path)
-    reader = HfReader(path / "hf")
-    assert reader.names() == weights.keys() and all(torch.equal(reader.get(n), t) for n, t in weights.items())
-    assert {"hf/config.json", "hf/model.safetensors.index.json"} <= read_manifest(path).keys()
-
-
-def timed_saves(rank: int, cfg: Any, batch: Any, folder: Path) -> list[tuple[float, float]]:
-    from tepo_megatron.checkpoint.state import saved_slices
-
-    actor = w.start(cfg)
-    w.update(actor, 1, batch)
-    times = []
-    with w.checkpoints(folder, actor, keep_last=1) as checkpoints:
-        for step in range(1, 5):
-            start = time.perf_counter()
-            copies = [box.data.to("cpu", copy=True) for box in saved_slices(actor)]
-            copying = time.perf_counter() - start
-            del copies
-            start = time.perf_counter()
-            checkpoints.save(step, actor, {})
-            times.append((time.perf_counter() - start, copying))
-            checkpoints.wait()
-    return times
-
-
-@pytest.mark.full
-@pytest.mark.alone
-def test_training_waits_for_little_more_than_a_copy(case: cases.Case, tmp_path: Path) -> None:
-    """13 M parameters, 150 MB of state: saving blocks for no longer than one and a half plain copies of it.
-
-    To write it takes several times that. Of four saves the best counts.
-    """
-    tiny_qwen3(tmp_path / "wide", vocab_size=100_000, layers=1)
-    (times,) = run_world(1, timed_saves, w.run_config(tmp_path / "wide", {}), case.batches[0], tmp_path / "checkpoints")
-    assert min(blocked / copying for blocked, copying in times) <= 1.5, times

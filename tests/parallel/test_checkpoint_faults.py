@@ -1,13 +1,9 @@
 """Faults of checkpoints: damaged files, full disks, killed and hanging ranks, another model."""
 
-import hashlib
 import os
 import random
 import re
 import resource
-import shutil
-import signal
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -139,75 +135,6 @@ def test_a_write_that_fails_on_one_rank_fails_on_all_and_leaves_the_former(
     assert names == ["step-00000001"] and found == 1 and next_one == 3
 
 
-def hf_on_a_full_disk(rank: int, cfg: Any, folder: Path, victim: int) -> tuple[str, float]:
-    """The kernel refuses what rank `victim` writes of the model for transformers beyond 0.1 MB; and how long it takes."""
-    from tepo_megatron.weights import hf_io
-
-    actor, write_shards = w.start(cfg), hf_io.write_shards
-    # small files, so that it comes in the midst of them
-    hf_io.write_shards = lambda *args, limit: write_shards(*args, limit=10**5)  # type: ignore[assignment]
-    with w.checkpoints(folder, actor, hf=True) as checkpoints:
-        _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-        if rank == victim:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (10**5, hard))
-        start = time.perf_counter()
-        message = refused(lambda: checkpoints.save(1, actor, {}))
-        return message, time.perf_counter() - start
-
-
-@pytest.mark.parametrize(("layout", "victim"), [({"pp": 2}, 1), ({"pp": 2}, 0), ({"tp": 2}, 0)], ids=str)
-def test_a_model_that_one_rank_cannot_write_fails_on_all_at_once(
-    case: cases.Case, tmp_path: Path, layout: dict[str, int], victim: int
-) -> None:
-    """The other ranks hold parts of its tensors, which they continue to send, and fail too."""
-    ranks = run_world(2, hf_on_a_full_disk, w.run_config(case.model, layout), tmp_path, victim)
-    (message, _), (other, _) = ranks
-    assert message == other and all(seconds < 40 for _, seconds in ranks)
-    assert message.startswith(f"rank {victim}: {tmp_path}") and f"model-stage{victim * ('pp' in layout):02d}-0000" in message
-    assert "cannot be written" in message and "too large" in message.lower()
-
-
-def run_until_killed(rank: int, cfg: Any, batch: Any, folder: Path, digests: Path, delay: float | None) -> Any:
-    """Go on from the newest checkpoint, check that it is the state of its step, save the next; rank 1 is killed meanwhile."""
-    actor = w.start(cfg)
-
-    def digest(step: int) -> Path:
-        data = b"".join(x.numpy().tobytes() for x in w.raw_state(actor) if isinstance(x, torch.Tensor))
-        return digests / f"{step}-{rank}-{hashlib.sha256(data).hexdigest()}"
-
-    with w.checkpoints(folder, actor) as checkpoints, w.checkpoint_warnings() as warnings:
-        found = checkpoints.newest()
-        step = 1
-        if found is not None:
-            step = checkpoints.load(found, actor)["step"] + 1
-            assert digest(step - 1).exists() and not warnings, (step, warnings)
-        w.update(actor, step, batch)
-        digest(step).touch()
-        if rank == 1 and delay is not None:
-            threading.Timer(delay, os.kill, (os.getpid(), signal.SIGKILL)).start()
-        start = time.perf_counter()
-        checkpoints.save(step, actor, {"step": step})
-        checkpoints.wait()
-        if delay is not None:
-            time.sleep(60)
-        return time.perf_counter() - start, step, sorted(p.name for p in folder.iterdir())
-
-
-@pytest.mark.full
-def test_a_killed_rank_leaves_a_checkpoint_to_go_on_from(case: cases.Case, tmp_path: Path) -> None:
-    cfg = w.run_config(case.model, {"dp": 2})
-    folder, digests = tmp_path / "checkpoints", tmp_path / "digests"
-    digests.mkdir()
-    ((seconds, *_), _) = run_world(2, run_until_killed, cfg, case.batches[0], folder, digests, None)
-    dice = random.Random(0)
-    for part in range(8):
-        delay = seconds * (part + dice.random()) / 7
-        with pytest.raises(AssertionError, match=r"SIGKILL|gloo/transport"):
-            run_world(2, run_until_killed, cfg, case.batches[0], folder, digests, delay)
-    (_, step, names), _ = run_world(2, run_until_killed, cfg, case.batches[0], folder, digests, None)
-    assert 2 <= step <= 10 and names[-1] == f"step-{step:08d}" and len(names) == 2, names
-
-
 def hang(rank: int, cfg: Any, folder: Path) -> Any:
     actor = w.start(cfg)
     with pytest.raises(CheckpointError, match="no more"), w.checkpoints(folder, actor, timeout_seconds=5) as checkpoints:
@@ -228,94 +155,6 @@ def test_a_rank_that_hangs_costs_the_checkpoint_and_not_the_run(case: cases.Case
     for message, seconds, found in ranks:
         assert "rank" in message and seconds < 40 and found == 1  # the hang lasts a minute
     assert ranks[0][0] == ranks[1][0]
-
-
-def fail_in_training(rank: int, cfg: Any, folder: Path) -> list[str]:
-    actor = w.start(cfg)
-    go = w.hold_back_writing()
-    with pytest.raises(ZeroDivisionError), w.checkpoints(folder, actor) as checkpoints:
-        checkpoints.save(1, actor, {})
-        threading.Timer(0.3, go.set).start()
-        raise ZeroDivisionError
-    dist.barrier()
-    return sorted(p.name for p in folder.iterdir())
-
-
-def test_an_error_of_the_run_does_not_cost_the_checkpoint_under_way(case: cases.Case, tmp_path: Path) -> None:
-    assert run_world(2, fail_in_training, w.run_config(case.model, {"dp": 2}), tmp_path) == [["step-00000001"]] * 2
-
-
-def replace_the_folder(rank: int, cfg: Any, run: Path) -> tuple[str, list[str]]:
-    """The run's folder becomes that of another run, with the same files of the same sizes, while a checkpoint is written."""
-    actor, folder = w.start(cfg), run / "checkpoints"
-    begun = threading.Event()
-    go = w.hold_back_writing(begun)
-    with w.checkpoints(folder, actor) as checkpoints:
-        checkpoints.save(1, actor, {})
-        partial = folder / "step-00000001.partial"
-        assert begun.wait(60)
-        dist.barrier()
-        if rank == 0:
-            run.rename(run.with_name("moved"))
-            shutil.copytree(run.with_name("moved"), run)
-            (partial / "of another run").touch()
-        dist.barrier()
-        go.set()
-        message = refused(checkpoints.wait)
-    return message, sorted(p.name for p in folder.rglob("*") if not p.name.endswith(".distcp"))
-
-
-def test_a_checkpoint_is_not_completed_in_a_folder_of_another_run(case: cases.Case, tmp_path: Path) -> None:
-    ranks = run_world(2, replace_the_folder, w.run_config(case.model, {"dp": 2}), tmp_path / "run")
-    for message, names in ranks:
-        assert "step-00000001.partial was removed, moved or replaced while it was written" in message
-        assert names == ["of another run", "step-00000001.partial"], "what the other run had written is as it was"
-
-
-def retain(rank: int, cfg: Any, folder: Path) -> Any:
-    actor = w.start(cfg)
-    names = []
-    with w.checkpoints(folder, actor, keep_last=2, keep_every=3, asynchronous=False) as checkpoints:
-        for step in range(1, 8):
-            if step == 6:
-                held = checkpoints.newest()  # 5, which keep_last would drop at 7
-            checkpoints.save(step, actor, {})
-            saved = checkpoints.poll()
-            assert saved.step == step and saved.blocked_seconds == saved.seconds > 0
-            names.append(sorted(int(p.name.removeprefix("step-")) for p in folder.iterdir()))
-        checkpoints.load(held, actor)
-        checkpoints.save(8, actor, {})
-        names.append(sorted(int(p.name.removeprefix("step-")) for p in folder.iterdir()))
-    return names
-
-
-def test_the_newest_and_every_third_stay_and_so_does_one_that_is_to_be_loaded(case: cases.Case, tmp_path: Path) -> None:
-    (names,) = run_world(1, retain, w.run_config(case.model, {}), tmp_path)
-    assert names == [[1], [1, 2], [2, 3], [3, 4], [3, 4, 5], [3, 5, 6], [3, 5, 6, 7], [3, 6, 7, 8]]
-
-
-def go_back(rank: int, cfg: Any, folder: Path) -> Any:
-    """Step 2 is damaged, so the run goes on from 1 and comes to 2 again."""
-    actor = w.start(cfg)
-    with w.checkpoints(folder, actor) as checkpoints, w.checkpoint_warnings() as warnings:
-        for step in (1, 2, 4):
-            checkpoints.save(step, actor, {"course": 1})
-        checkpoints.wait()
-        shutil.copytree(folder / "step-00000002", folder / "step-00000001")
-        for step in (2, 4):
-            flip(folder / f"step-{step:08d}" / "common.pt", random.Random(0))
-        (folder / "step-00000003.partial").mkdir()
-        found = checkpoints.newest()
-        checkpoints.save(2, actor, {"course": 2})
-        checkpoints.wait()
-        return found.path.name, checkpoints.newest().run_state, sorted(p.name for p in folder.iterdir()), warnings
-
-
-def test_a_run_that_went_back_does_not_return_to_its_former_course(case: cases.Case, tmp_path: Path) -> None:
-    ((found, newest, names, warnings),) = run_world(1, go_back, w.run_config(case.model, {}), tmp_path)
-    assert found == "step-00000001" and newest == {"course": 2}
-    assert names == ["step-00000001", "step-00000002", "step-00000002.abandoned", "step-00000004.abandoned"]
-    assert sum("set aside" in line for line in warnings) == 2
 
 
 def load_into_others(rank: int, cfg: Any, others: list[Any], folder: Path) -> list[tuple[str, bool]]:
@@ -358,62 +197,3 @@ def test_the_checkpoint_of_another_model_is_refused_before_anything_changes(case
         for (change, message), (text, unchanged) in zip(OTHER_MODELS, found, strict=True):
             assert re.search(message, text), f"{change}: {text}"
             assert unchanged, change
-
-
-def save_nonsense(rank: int, cfg: Any, folder: Path, fields: dict[str, bool]) -> tuple[str, list[str]]:
-    """Raise the error in `save` itself where it waits for the end or for the folder; else in the next call."""
-    actor = w.start(cfg)
-    with w.checkpoints(folder, actor, **fields) as checkpoints:
-        if not fields:
-            checkpoints.save(1, actor, {"stream": object()})
-            message = refused(checkpoints.wait)
-        else:
-            message = refused(lambda: checkpoints.save(1, actor, {"stream": object()}))
-        checkpoints.save(2, actor, {})
-    return message, sorted(path.name for path in folder.iterdir())
-
-
-@pytest.mark.parametrize("fields", [{}, {"asynchronous": False}, {"hf": True}], ids=str)
-def test_a_run_state_that_is_not_json_is_refused_on_all_ranks(
-    case: cases.Case, tmp_path: Path, fields: dict[str, bool]
-) -> None:
-    ranks = run_world(2, save_nonsense, w.run_config(case.model, {"dp": 2}), tmp_path, fields)
-    message, names = ranks[0]
-    assert ranks[1][0] == message and "not JSON serializable" in message
-    assert "step-00000001.partial: cannot be begun" in message and names == ["step-00000002"]
-
-
-def save_to_no_folder(rank: int, cfg: Any, folder: Path) -> list[str]:
-    actor, messages = w.start(cfg), []
-    checkpoints = w.checkpoints(folder, actor)
-    checkpoints.save(1, actor, {})
-    messages.append(refused(lambda: checkpoints.save(2, actor, {})))  # the message of the first save
-    checkpoints.save(3, actor, {})
-    messages.append(refused(checkpoints.close))
-    return messages
-
-
-def test_a_folder_that_cannot_be_made_is_reported_by_the_next_call(case: cases.Case, tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    ranks = run_world(2, save_to_no_folder, w.run_config(case.model, {"dp": 2}), tmp_path / "file")
-    assert ranks[0] == ranks[1]
-    for step, message in zip((1, 3), ranks[0], strict=True):
-        assert f"file/step-{step:08d}.partial: cannot be begun" in message and "Not a directory" in message
-
-
-def save_one_after_the_other(rank: int, cfg: Any, folder: Path) -> int:
-    """Rank 1 saves once rank 0's call is over."""
-    actor = w.start(cfg)
-    with w.checkpoints(folder, actor, timeout_seconds=20) as checkpoints:
-        for step in (1, 2):
-            if rank == 1:
-                dist.barrier()
-            checkpoints.save(step, actor, {})
-            if rank == 0:
-                dist.barrier()
-            checkpoints.wait()
-        return checkpoints.newest().step
-
-
-def test_training_waits_for_no_other_rank(case: cases.Case, tmp_path: Path) -> None:
-    assert run_world(2, save_one_after_the_other, w.run_config(case.model, {"dp": 2}), tmp_path) == [2, 2]

@@ -20,7 +20,6 @@ from tests.worlds import run_world
 
 BETA = 0.7
 DISTILL = {"name": "distill", "ref_kl": {"beta": BETA, "estimator": "full"}}
-WITH_A_REWARD = {"name": "tepo", "beta": 0.0, "kl_mask": "none", "ref_kl": DISTILL["ref_kl"]}
 
 
 def config(model: Path, teacher: Path, layout: dict[str, Any], max_tokens: int = 4096, objective: Any = DISTILL) -> Config:
@@ -123,10 +122,3 @@ def test_one_collective_in_forward_and_none_in_backward(vocabulary: int) -> None
     for kl, forward, backward in ranks:
         assert forward == {"all_gather_into_tensor": 1} and not backward
         assert torch.equal(kl, ranks[0][0])
-
-
-@pytest.mark.full
-def test_a_teacher_next_to_a_reward(case: cases.Case, other: Path) -> None:  # noqa: F811
-    objective = WITH_A_REWARD | {"clip_low": cases.EPS, "clip_high": cases.EPS}
-    cfg = config(case.model, other, {"tp": 2}, 100, objective)
-    cases.compare(run_world(2, updates, cfg, case.batches), expected(case, other, reward=True))

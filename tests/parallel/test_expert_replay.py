@@ -260,8 +260,3 @@ def test_own_choices_are_replayed_bit_for_bit_and_another_one_shows(model: Path)
     difference_N = (out["changed"] - out["free"]).abs()
     assert difference_N[:first].min() > 1e-5  # every response token has seen the first token
     assert difference_N[first:].max() <= 1e-5
-
-
-def test_a_rollout_without_experts_is_named(model: Path) -> None:
-    with pytest.raises(AssertionError, match=r"a rollout of prompt \d+ has none to replay"):
-        run_world(1, old_pass_and_gradients, replaying(model, {}), rewarded_batch())

@@ -17,7 +17,7 @@ import torch
 
 from tepo_megatron.config import Config
 from tepo_megatron.config.io import validate
-from tepo_megatron.config.safety import checks_that_are_off, safety_checks
+from tepo_megatron.config.safety import safety_checks
 from tepo_megatron.controller.method import resolve
 from tepo_megatron.errors import ConfigError, SyncError
 from tepo_megatron.types import Rollout, TrainBatch
@@ -195,30 +195,3 @@ def test_no_pair_of_switches_turns_the_gate_off_without_a_word(case: cases.Case)
     print(f"{len(allowed)} pairs allowed, {len(asked)} kinds of step, {sum(len(row) for row in rows)} steps")
     assert not silent, "stale rollouts pass, and safety.py says that the gate works"
     assert not wrong, "healthy rollouts end the step, or safety.py says that the gate is off and it is not"
-
-
-def test_each_pair_is_allowed_or_refused_by_name() -> None:
-    """The number of refused pairs, and the values that are refused with all others, are fixed here."""
-    found = list(pairs("model"))
-    refused = [pair for pair, cfg in found if cfg is None]
-    for switch, values in SWITCHES.items():
-        for value in values:
-            assert any(pair.get(switch) == value and cfg is not None for pair, cfg in found), f"{switch}={value}"
-    assert {"colocate": "yes", "staleness": "1"} in refused and {"transport": "ipc", "servers": "rendezvous"} in refused
-    assert len(refused) < len(found) / 10
-
-
-def test_what_no_check_can_see_is_named_whatever_it_is_paired_with() -> None:
-    for pair, cfg in pairs("model"):
-        if cfg is None:
-            continue
-        off = "\n".join(checks_that_are_off(safety_checks(cfg)))
-        sends = not cfg.rollout.only and cfg.rollout.replay is None
-        assert ("log-probs of evaluations: OFF" in off) == (cfg.data.eval is not None and sends), pair
-        assert ("the engine's choice of experts" in off) == (cfg.rollout.replay_experts and not cfg.rollout.only), pair
-        assert ("checksums of what servers hold (sync.verify_every): OFF" in off) == (
-            not sends or not 0 < cfg.sync.verify_every <= cfg.training.steps
-        ), pair
-        log_probs = str(safety_checks(cfg)[0])
-        assert ("filter_uniform_groups drops" in log_probs) == (cfg.rollout.filter_uniform_groups and "OFF" not in log_probs)
-        assert not ("temperature" in log_probs and cfg.rollout.temperature > 0.1), pair

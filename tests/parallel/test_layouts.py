@@ -99,13 +99,6 @@ def test_number_of_microbatches(tied: cases.Case, name: str, max_tokens: int) ->
     check(tied, LAYOUTS[name], max_tokens=max_tokens)
 
 
-@pytest.mark.parametrize(("name", "seed"), full_but([("DP2", 3)], [], [("1 rank", 1), ("CP2 TP2", 2), ("DP2", 3)]))
-def test_the_order_of_packing_changes_nothing(tied: cases.Case, name: str, seed: int) -> None:
-    """The result does not depend on a sequence's neighbours in the packed rows."""
-    batches = tuple(cases.permuted(b, seed) for b in tied.batches)
-    check(tied, LAYOUTS[name], batches=batches, max_tokens=80)
-
-
 @pytest.mark.slow
 def test_more_data_parallel_ranks_than_sequences(tied: cases.Case) -> None:
     """A rank without a sequence computes a dummy token, joins every collective, and changes nothing."""

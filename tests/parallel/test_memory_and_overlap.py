@@ -28,15 +28,7 @@ def config(
     ddp: dict[str, Any] | None = None,
     **sections: dict[str, Any],
 ) -> Config:
-    """Return the config of a layout.
-
-    Args:
-        case: Model and batches.
-        parallel: Section `parallel`.
-        max_tokens: Tokens of a microbatch.
-        ddp: Fields of megatron.ddp.
-        sections: Keys of further sections.
-    """
+    """Return the config of a layout."""
     tree = plain(cases.run_config(case.model, parallel or {}, max_tokens))
     for name, keys in sections.items():
         tree[name] |= keys
@@ -54,15 +46,7 @@ def agree(actor: Any) -> bool:
 
 
 def trained(rank: int, cfg: Config, case: cases.Case, settle: bool = False, multiple: int | None = None) -> dict[str, Any]:
-    """Take some updates, one after another, then compute old statistics.
-
-    Args:
-        rank: Number of this rank.
-        cfg: Config of the run.
-        case: Model and batches.
-        settle: Whether parameters are gathered after each update.
-        multiple: Number to whose multiple tokens are padded, instead of the config's.
-    """
+    """Take some updates, one after another, then compute old statistics."""
     from tepo_megatron.actor.actor import Actor
     from tepo_megatron.distributed import parallel
     from tepo_megatron.losses import build_objective
@@ -97,13 +81,7 @@ def trained(rank: int, cfg: Config, case: cases.Case, settle: bool = False, mult
 
 
 def same(here: list[dict[str, Any]], there: list[dict[str, Any]], norms: float = 0.0) -> None:
-    """Assert that two results are equal bit for bit, except for gradient norms.
-
-    Args:
-        here: Result under test.
-        there: Expected result.
-        norms: Bound on the relative distance of gradient norms.
-    """
+    """Assert that two results are equal bit for bit, except for gradient norms."""
     for a, b in zip(here, there, strict=True):
         assert a["norms"] == pytest.approx(b["norms"], rel=norms) and a["losses"] == b["losses"]
         assert all(torch.equal(x, y) for x, y in zip(a["weights"], b["weights"], strict=True))
@@ -143,29 +121,6 @@ def test_overlapped_communication_trains_the_same_bits(case: cases.Case, layout:
         same(run_world(size, trained, cfg, case, True), straight, norms=1e-6)
 
 
-def _stale(rank: int, cfg: Config, case: cases.Case) -> tuple[bool, bool]:
-    """Return whether parameters are the same on both ranks after an update, before and after they were gathered."""
-    from tepo_megatron.actor.actor import Actor
-    from tepo_megatron.distributed import parallel
-    from tepo_megatron.losses import build_objective
-    from tepo_megatron.platform import activate
-
-    groups = parallel.initialize(cfg.parallel, activate("cpu"), cfg.seed)
-    actor = Actor.open(cfg, groups)
-    actor.start_step(1)
-    actor.update(case.batches[0], build_objective(cfg.objective))
-    before = agree(actor)
-    actor.require_loaded("an export", "parameters")
-    after = agree(actor)
-    parallel.shutdown()
-    return before, after
-
-
-def test_whoever_needs_parameters_finds_them_whole(case: cases.Case) -> None:
-    overlap = {"overlap_grad_reduce": True, "overlap_param_gather": True}
-    assert run_world(2, _stale, config(case, {"dp": 2}, ddp=overlap), case) == [(False, True)] * 2
-
-
 @pytest.mark.parametrize(
     ("layout", "recompute"),
     full_but(
@@ -192,48 +147,6 @@ def test_activations_on_the_host_train_the_same_bits(case: cases.Case) -> None:
         same(ranks, straight)
         moved[recompute] = ranks[0]["moved"]
     assert 0 < moved["full"] < 0.3 * moved["none"], "with recompute it is the layers' inputs that leave"
-
-
-def _saved_bytes(rank: int, cfg: Config, case: cases.Case) -> int:
-    """Return the bytes that autograd holds for backward at the end of a forward pass, without parameters."""
-    from tepo_megatron.actor.actor import Actor
-    from tepo_megatron.distributed import parallel
-    from tepo_megatron.losses import build_objective
-    from tepo_megatron.platform import activate
-
-    groups = parallel.initialize(cfg.parallel, activate("cpu"), cfg.seed)
-    actor = Actor.open(cfg, groups)
-    held: dict[int, int] = {}
-    stay = {p.untyped_storage().data_ptr() for chunk in actor.chunks for p in chunk.parameters()}
-    most = 0
-
-    def pack(x: torch.Tensor) -> torch.Tensor:
-        nonlocal most
-        storage = x.untyped_storage()
-        if not backward and storage.data_ptr() not in stay:
-            held[storage.data_ptr()] = storage.nbytes()
-            most = max(most, sum(held.values()))
-        return x
-
-    backward = False
-
-    def unpack(x: torch.Tensor) -> torch.Tensor:
-        nonlocal backward
-        backward = True
-        return x
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-        actor.backward(case.batches[0], build_objective(cfg.objective))
-    parallel.shutdown()
-    return most
-
-
-def test_recomputation_reduces_the_saved_activations(case: cases.Case) -> None:
-    kept = {
-        recompute: run_world(1, _saved_bytes, config(case, training={"recompute": recompute}), case)[0]
-        for recompute in ("none", "selective", "full")
-    }
-    assert kept["full"] < 0.5 * kept["selective"] and kept["selective"] < 0.9 * kept["none"], kept
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,6 @@ import torch
 from tepo_megatron.actor.offload import ON_CPU, ON_CUDA, PARTS, Offloader, Part
 from tepo_megatron.config import Config
 from tepo_megatron.config.io import plain, validate
-from tepo_megatron.platform import memory
 from tepo_megatron.types import TrainBatch
 from tests.marks import full_but
 from tests.parallel import cases
@@ -125,62 +124,3 @@ def test_training_goes_on_as_if_nothing_had_left(case: cases.Case, layout: str, 
         assert len(there["shards"]) == len(here["shards"]) > 0
         for x, y in zip(there["shards"], here["shards"], strict=True):
             assert x.keys() == y.keys() and all(torch.equal(x[k], y[k]) for k in x)
-
-
-def _refused(rank: int, cfg: Config, batch: TrainBatch) -> list[str]:
-    from tepo_megatron.actor.actor import Actor
-    from tepo_megatron.checkpoint.state import loaded_slices, saved_slices
-    from tepo_megatron.distributed import parallel
-    from tepo_megatron.losses import build_objective
-    from tepo_megatron.platform import activate
-
-    groups = parallel.initialize(cfg.parallel, activate("cpu"), cfg.seed)
-    actor, objective = Actor.open(cfg, groups), build_objective(cfg.objective)
-    actor.offload()
-    uses = (
-        lambda: actor.update(batch, objective), lambda: actor.attach_old_stats(batch), lambda: actor.export_hf(Path("no")),
-        actor.keep_reference, lambda: list(saved_slices(actor)), lambda: list(loaded_slices(actor)),
-    )  # fmt: skip
-    refusals = []
-    for use in uses:
-        with pytest.raises(RuntimeError) as refused:
-            use()
-        refusals.append(str(refused.value))
-    actor.load()
-    actor.update(batch, objective)
-    parallel.shutdown()
-    return refusals
-
-
-def test_whatever_needs_what_is_away_is_refused(case: cases.Case) -> None:
-    (refusals,) = run_world(1, _refused, cases.run_config(case.model, {}), case.batches[0])
-    assert [t.partition(" needs the ")[0] for t in refusals] == [
-        "an update", "a forward pass", "an export", "the reference policy", "a checkpoint", "to resume",
-    ]  # fmt: skip
-    assert all(t.endswith("which are offloaded; load them first") for t in refusals)
-
-
-def _resident(rank: int) -> tuple[int, int, int, int]:
-    """Bytes while a buffer is there, when it was freed, when that was given back, and the peak since."""
-    from tepo_megatron.platform import activate
-
-    activate("cpu")
-    buffer = torch.ones(64 * 2**20, dtype=torch.uint8)
-    view = buffer[5:9]
-    there = memory.usage(CPU).held
-    buffer.untyped_storage().resize_(0)
-    freed = memory.usage(CPU).held
-    memory.release_cached_memory(CPU)
-    memory.reset_peak(CPU)
-    gone = memory.usage(CPU)
-    buffer.untyped_storage().resize_(64 * 2**20)
-    buffer.fill_(7)
-    assert view.tolist() == [7] * 4
-    return there, freed, gone.held, memory.usage(CPU).peak - gone.peak
-
-
-def test_what_is_released_leaves_the_resident_set_and_is_counted() -> None:
-    ((there, freed, gone, peak),) = run_world(1, _resident)
-    mib = 2**20
-    assert there - freed < 8 * mib, "platform/memory.py keeps what is freed, until it is given back"
-    assert there - gone > 60 * mib and 60 * mib < peak < 72 * mib

@@ -6,11 +6,9 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 
-from tepo_megatron.config import TrainingConfig
 from tests.marks import full_but
 from tests.parallel import cases
 from tests.parallel import resume_worlds as w
@@ -143,38 +141,3 @@ def test_no_pass_is_wasted_and_the_engine_is_checked_all_the_same(
         assert record["actor/entropy"] > 0 and record["tepo/kl_mask_share"] is None and record["tepo/dH_up_p50"] is None
     spread = [r["tepo/ratio_p99"] - r["tepo/ratio_p01"] for r in records]
     assert max(spread) <= 1e-5 if sections["training"] is ONE_UPDATE else max(spread) >= 1e-3
-
-
-@pytest.mark.full
-def test_several_updates_have_their_pass(model: Path, tmp_path: Path) -> None:
-    """A step with several updates makes an old pass; a step that kept few groups makes none.
-
-    Which seeds have both kinds of steps depends on the rounding of earlier steps.
-    """
-    for seed in range(10):
-        records, calls = run(model, tmp_path / str(seed), logging={"noise_floor_every": 0}, seed=seed)
-        updates = [updates_of(r, 2) for r in records]
-        if set(updates) == {1, 2}:
-            break
-    assert set(updates) == {1, 2}
-    assert calls["forward"] == updates.count(2) and calls["update"] == sum(updates)
-    assert [r["tepo/kl_mask_share"] is not None for r in records] == [n == 2 for n in updates]
-
-
-@pytest.mark.full
-def test_passes_without_gradient_take_larger_microbatches(model: Path, tmp_path: Path) -> None:
-    """Passes without gradient have a token limit of their own, and give the same numbers."""
-    records, microbatches = [], []
-    for bound in (32, None, 4096):
-        folder = tmp_path / str(bound)
-        default = TrainingConfig.tokens_without_grad
-        with mock.patch.object(
-            TrainingConfig, "tokens_without_grad", lambda cfg, fixed, b=bound, d=default: b or d(cfg, fixed)
-        ):
-            records.append(run(model, folder, training={"steps": 1, "minibatch_prompts": 1})[0][0])
-        rows = w.journal_rows(folder / "journal")
-        microbatches.append(next(row["size"] for row in rows if row.get("called") == "forward"))
-    assert microbatches[0] > microbatches[1] and microbatches[2] == 1
-    for record in records[1:]:
-        assert record["actor/entropy"] == pytest.approx(records[0]["actor/entropy"], rel=1e-5)
-        assert record["actor/grad_norm"] == pytest.approx(records[0]["actor/grad_norm"], rel=1e-4)

@@ -1,13 +1,11 @@
 """The reference policy, the noise floor of dH, and the pass that a weighting costs, on the actor and several layouts."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.marks import slow_but
 from tests.parallel import cases
 from tests.reference import tepo as reference
 from tests.worlds import run_world
@@ -124,37 +122,3 @@ def plain_step(rank: int, cfg: Any, batch: Any) -> float:
     result = actor.backward(batch, build_objective(cfg.objective)).reduce(actor.groups)
     parallel.shutdown()
     return result.metrics["loss/total"][0]
-
-
-def noise_and_passes(rank: int, cfg: Any, batch: Any) -> dict[str, Any]:
-    """The noise floor, and how many forward passes each update's statistics take."""
-    from tepo_megatron.distributed import parallel
-    from tepo_megatron.losses import OBJECTIVES
-
-    actor = build(cfg)
-    batch = replace(actor.attach_old_stats(batch), update=0)
-    floor = actor.measure_noise(batch)
-    passes = []
-    run = actor.schedule.forward
-    actor.schedule.forward = lambda microbatches, visit: (passes.append(len(microbatches)), run(microbatches, visit))
-    counted, losses = {}, {}
-    for name in ("tepo", "steer"):
-        for update in (0, 1):
-            passes.clear()
-            result = actor.backward(replace(batch, update=update), OBJECTIVES[name]).reduce(actor.groups)
-            counted[name, update] = len(passes)
-            losses[name, update] = result.metrics["loss/total"][0]
-    parallel.shutdown()
-    return {"floor": floor, "passes": counted, "losses": losses}
-
-
-@pytest.mark.parametrize("layout", slow_but([{}], [{}, {"dp": 2}, {"pp": 2}]))
-def test_noise_floor_and_the_pass_of_a_weighting(case: cases.Case, layout: dict) -> None:
-    cfg = cases.run_config(case.model, layout, 100)
-    ranks = run_world(cfg.parallel.world_size, noise_and_passes, cfg, case.batches[0])
-    for rank in ranks:
-        assert 0 < rank["floor"] < 1e-5  # fp32: entropies of some nats, rounded differently under another packing
-        assert rank["floor"] == ranks[0]["floor"]
-        # a weighting costs one pass, and none where the old statistics are those of the current weights
-        assert rank["passes"] == {("tepo", 0): 0, ("tepo", 1): 0, ("steer", 0): 0, ("steer", 1): 1}
-        assert rank["losses"]["steer", 0] == pytest.approx(rank["losses"]["steer", 1], rel=1e-5)

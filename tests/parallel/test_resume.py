@@ -54,11 +54,6 @@ AT_THE_END = {
 }
 
 
-def test_every_place_exists() -> None:
-    for where in PLACES | AT_THE_END:
-        Kill(where)
-
-
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return w.write_inputs(tmp_path_factory.mktemp("inputs") / "model")
@@ -68,14 +63,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def straight(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Outcome]:
     """The run that nobody kills and that writes no checkpoints, by tp."""
     return w.undisturbed(model, lambda: tmp_path_factory.mktemp("straight"))
-
-
-def test_the_run_that_nobody_kills_takes_every_prompt_once_an_epoch(straight: Callable[[int], Outcome]) -> None:
-    steps = straight(1).prompts
-    assert sorted(steps) == list(range(1, w.STEPS + 1))
-    assert any(len(rounds) > 1 for rounds in steps.values()), "no refill was needed"
-    taken = [prompt for rounds in steps.values() for _, prompts in rounds for prompt in prompts]
-    assert len(taken) > w.PROMPTS and sorted(taken[: w.PROMPTS]) == list(range(w.PROMPTS))
 
 
 @pytest.mark.full
@@ -99,19 +86,6 @@ def test_a_run_killed_several_times_ends_like_an_undisturbed_one(
     assert sorted(p.name for p in (tmp_path / "run" / "checkpoints").iterdir()) == ["step-00000004", "step-00000005"]
 
 
-@pytest.mark.full
-def test_a_run_with_one_killed_rank_ends_like_an_undisturbed_one(
-    straight: Callable[[int], Outcome], model: Path, tmp_path: Path
-) -> None:
-    cfg = w.run_config(model, tmp_path, parallel={"tp": 2}, checkpoint={"every": 2})
-    w.lineage(
-        cfg,
-        tmp_path / "journal",
-        Kill(CHECKPOINT + "saving:write_items", step=4, after=True, rank=1),
-    )
-    w.assert_same(w.outcome(cfg, tmp_path / "journal"), straight(2))
-
-
 def test_prompts_that_were_sampled_ahead_of_a_kill_are_not_lost(model: Path, tmp_path: Path) -> None:
     """A checkpoint holds the place of what was trained: the next step's rollouts are there when it is written."""
 
@@ -124,29 +98,6 @@ def test_prompts_that_were_sampled_ahead_of_a_kill_are_not_lost(model: Path, tmp
 
     killed = prompts(tmp_path / "killed", Kill("tepo_megatron.observability.sinks:RunLog.write", step=4))
     assert killed == prompts(tmp_path / "straight") and len({tuple(step) for step in killed}) == w.STEPS
-
-
-@pytest.mark.full
-def test_a_run_on_two_ranks_killed_several_times_ends_like_an_undisturbed_one(
-    straight: Callable[[int], Outcome], model: Path, tmp_path: Path
-) -> None:
-    cfg = w.run_config(model, tmp_path, parallel={"tp": 2}, checkpoint={"every": 1, "asynchronous": False})
-    w.lineage(
-        cfg,
-        tmp_path / "journal",
-        Kill("tepo_megatron.observability.sinks:RunLog.write", step=1, after=True),
-        Kill("tepo_megatron.observability.sinks:RunLog.rewind"),
-        Kill("tepo_megatron.observability.sinks:os.ftruncate"),  # the lost records are written, and not yet cut off
-        Kill("tepo_megatron.weight_sync.sync:WeightSync.push", step=1, after=True),
-        Kill("tepo_megatron.rewards.terms:WeightedReward.submit", step=2, after=True),
-        Kill("tepo_megatron.platform.adam:HostAdam._update", step=2, call=9, rank=1),
-        Kill(CHECKPOINT + "restoring:restore", after=True, rank=1),
-        Kill(ENGINE + "update_weights", step=2),
-        Kill(CHECKPOINT + "tensors:HostCopy.take", step=3, after=True, rank=1),
-        Kill(EVALUATION + "evaluate", step=4, after=True),
-        Kill("tepo_megatron.actor.actor:Actor.export_hf", rank=1, after=True),  # rank 0 may still finish the run
-    )
-    w.assert_same(w.outcome(cfg, tmp_path / "journal"), straight(2))
 
 
 WITH_EXPORT = {"every": 1, "hf": True, "asynchronous": False}
@@ -302,22 +253,3 @@ def test_damaged_records_are_reported_and_the_run_completes(
     assert "resume: metrics.jsonl: no record of steps 1 to 4," in log_of(cfg)
     metrics.write_text("\n".join([first, second, *recorded[1:], *metrics.read_text().splitlines()]))
     w.assert_same(w.outcome(cfg, tmp_path / "journal"), straight(1))
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
-def test_another_layout_goes_on_almost_alike(model: Path, tmp_path: Path, before: int, after: int) -> None:
-    w.FollowingEngine.exact = False  # rounding differs between layouts: the answers must not follow it
-    try:
-        cfg = made(model, tmp_path, parallel={"tp": before}, optimizer={"lr": 1e-4})
-        more = {"parallel": {"tp": after}, "optimizer": {"lr": 1e-4}, "checkpoint": {"every": 1}}
-        w.attempt(w.run_config(model, tmp_path, resume=True, **more), tmp_path / "journal", 1)
-        alone = w.run_config(model, tmp_path / "alone", **more)
-        w.attempt(alone, tmp_path / "other journal")
-    finally:
-        w.FollowingEngine.exact = True
-    assert f"resume: parallel.tp was {before} and is {after}" in log_of(cfg)
-    assert w.outcome(cfg, tmp_path / "journal").prompts == w.outcome(alone, tmp_path / "other journal").prompts
-    for here, there in zip(w.records(cfg.run_dir), w.records(alone.run_dir), strict=True):
-        for key in ("loss/total", "actor/entropy", "actor/grad_norm", "reward/mean", "rollout/kept_groups"):
-            assert here[key] == pytest.approx(there[key], rel=1e-4, abs=1e-5), (here["step"], key)

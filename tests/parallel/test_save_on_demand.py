@@ -1,15 +1,13 @@
 """A run that is asked to end in any phase saves its last step, ends, and goes on as if nobody had asked, bit for bit."""
 
-import re
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tepo_megatron.rollout import record
-from tepo_megatron.utils.save_requests import FILES, SAVE, STOP, STOPPED
+from tepo_megatron.utils.save_requests import FILES, SAVE, STOPPED
 from tests.marks import full_but
 from tests.parallel import resume_worlds as w
 from tests.parallel.resume_worlds import Kill, Outcome, Request
@@ -60,20 +58,6 @@ def assert_no_step_was_repeated(run: Path, stops: int) -> None:
     assert log.count("ended on request after step ") == stops
     assert not (run / "metrics.lost.jsonl").exists(), "a recorded step was not in the checkpoint"
     assert not any((run / name).exists() for name in FILES), "the resumed run removes requests and answers"
-
-
-@pytest.mark.full
-def test_a_run_that_is_asked_to_end_in_several_phases_loses_no_step(
-    straight: Callable[[int], Outcome], model: Path, tmp_path: Path
-) -> None:
-    """Without checkpoint.every, all checkpoints are those on demand."""
-    cfg = w.run_config(model, tmp_path)
-    phases = ("first evaluation", "rollout", "evaluation", "last update")
-    w.lineage(cfg, tmp_path / "journal", *(Request(*PHASES[phase]) for phase in phases))
-    w.assert_same(w.outcome(cfg, tmp_path / "journal"), straight(1))
-    assert_no_step_was_repeated(cfg.run_dir, len(phases))
-    ends = re.findall(r"ended on request after step (\d+);", (cfg.run_dir / "log.txt").read_text())
-    assert ends == ["0", "2", "4", str(w.STEPS)]  # in the rollouts of step 3, the evaluation of 4, the update of the last
 
 
 @pytest.mark.full
@@ -128,13 +112,3 @@ def test_a_request_to_save_is_answered_once_and_the_run_goes_on(model: Path, tmp
     assert [path.name for path in (cfg.run_dir / "checkpoints").iterdir()] == ["step-00000003"]
     assert not (cfg.run_dir / SAVE).exists() and not (cfg.run_dir / STOPPED).exists()
     assert len(w.records(cfg.run_dir)) == w.STEPS
-
-
-@pytest.mark.full
-def test_requests_to_a_run_that_has_ended_do_not_concern_the_next_start(model: Path, tmp_path: Path) -> None:
-    cfg = w.run_config(model, tmp_path, training={"steps": 1}, checkpoint={"every": 1})
-    w.attempt(cfg, tmp_path / "journal")
-    for name in FILES:
-        (cfg.run_dir / name).touch()
-    w.attempt(replace(cfg, resume=True, training=replace(cfg.training, steps=2)), tmp_path / "journal", 1)
-    assert len(w.records(cfg.run_dir)) == 2 and not (cfg.run_dir / STOP).exists()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ from tepo_megatron.rollout import decisions, record
 from tepo_megatron.types import Rollout
 from tests.parallel import cases
 from tests.parallel import resume_worlds as w
-from tests.parallel.restart_worlds import restarted
 from tests.parallel.resume_worlds import Kill, Request
 from tests.scripted_groups import ScriptedGroups
 
@@ -78,16 +76,6 @@ def test_minibatches_by_arrival_take_the_groups_that_come_first(by_arrival: Conf
         assert list(dict.fromkeys(r.prompt_id for r in recorded)) == kept
 
 
-def test_a_replay_of_a_streamed_run_is_bit_identical(by_arrival: Config, tmp_path: Path) -> None:
-    rollout = replace(by_arrival.rollout, record=False, replay=str(by_arrival.run_dir / record.FOLDER))
-    cfg = replace(by_arrival, output=str(tmp_path), rollout=rollout)
-    w.attempt(cfg, tmp_path / "journal")
-    assert not (tmp_path / "journal").exists(), "an engine was asked"
-    assert w.records(cfg.run_dir) == w.records(by_arrival.run_dir)
-    again, first = w.weights(cfg.run_dir), w.weights(by_arrival.run_dir)
-    assert all(torch.equal(again[name], weight) for name, weight in first.items())
-
-
 def test_a_run_that_is_killed_between_minibatches_ends_like_an_undisturbed_one(
     model: Path, by_arrival: Config, tmp_path: Path
 ) -> None:
@@ -97,27 +85,6 @@ def test_a_run_that_is_killed_between_minibatches_ends_like_an_undisturbed_one(
     assert "ended on request after step 3" in (cfg.run_dir / "log.txt").read_text()
     expected = w.outcome(by_arrival, Path(by_arrival.output) / "journal")
     w.assert_same(w.outcome(cfg, tmp_path / "journal"), expected)
-
-
-@pytest.mark.full
-def test_ranks_that_are_restarted_get_the_same_minibatches_again(model: Path, by_arrival: Config, tmp_path: Path) -> None:
-    """The rollout service lives on. It hands out the minibatches of a step again, whether all were there or only the first."""
-    cfg = w.run_config(model, tmp_path, checkpoint={"every": 2}, **ARRIVAL)
-    restarted(cfg, tmp_path / "journal", Kill(UPDATE, step=3, call=2), Kill(UPDATE, step=4, call=1, after=True))
-    expected = w.outcome(by_arrival, Path(by_arrival.output) / "journal")
-    w.assert_same(w.outcome(cfg, tmp_path / "journal"), expected)
-    history = decisions.read_history(cfg.run_dir)
-    assert history.steps == decisions.read_history(by_arrival.run_dir).steps and not history.faults
-
-
-def test_a_request_to_end_during_an_evaluation_between_updates_is_answered_after_the_step(model: Path, tmp_path: Path) -> None:
-    """Step 2 is evaluated once the last minibatch of step 3 is there, and the earlier ones are trained by then."""
-    place = "tepo_megatron.controller.main_driver:MainDriver.evaluate"
-    ahead = {**ARRIVAL, "rollout": ARRIVAL["rollout"] | {"max_staleness": 1}, "checkpoint": {"every": 1}}
-    cfg = made(model, tmp_path, Request(place, step=3), **ahead)
-    log = (cfg.run_dir / "log.txt").read_text()
-    before, ended, _ = log.partition("ended on request after step 3")
-    assert ended and "accuracy at step 2:" in before
 
 
 class AsksForWeights(ScriptedGroups):

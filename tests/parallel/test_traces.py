@@ -21,7 +21,6 @@ from tepo_megatron.observability.tracer import tracer
 from tepo_megatron.utils.save_requests import TRACE, TRACED, TraceRequest, ask_trace
 from tests.chrome import Event, named, rows
 from tests.parallel import resume_worlds as w
-from tests.tiny import tiny_qwen3
 from tests.worlds import run_world
 
 SERVICE, MAIN, COLLECTIVES = "rollout service", "main thread", "collectives"
@@ -112,24 +111,6 @@ def test_a_trace_has_all_processes_on_one_clock(runs: tuple[Path, Path]) -> None
     assert again == {group for group, count in of_grades.items() if count > 1} - {e["name"] for e in trained}
 
 
-def test_passes_of_both_stages_are_in_their_order(runs: tuple[Path, Path]) -> None:
-    trace = read_trace(trace_path(runs[0], 3))
-    error = uncertainty(trace)
-    first, last = (
-        {name: named(trace, f"rank {rank}", MAIN, name) for name in ("forward", "loss", "backward")} for rank in (0, 1)
-    )
-    numbers = [span["args"]["microbatch"] for span in first["forward"]]
-    assert numbers == list(range(1, len(numbers) + 1)) and len(numbers) > 2
-    for stage in (first, last):
-        assert [span["args"]["microbatch"] for name in ("forward", "backward") for span in stage[name]] == numbers * 2
-    assert not first["loss"] and [span["args"]["microbatch"] for span in last["loss"]] == numbers
-    for there, here in zip(first["forward"], last["forward"], strict=True):
-        assert ends(there) <= here["ts"] + error, "a stage cannot begin before it has its input"
-    for there, here in zip(last["backward"], first["backward"], strict=True):
-        assert ends(there) <= here["ts"] + error
-    assert last["backward"][0]["ts"] < last["forward"][-1]["ts"] or len(numbers) < 2, "one forward, one backward"
-
-
 def test_a_step_is_traced_on_request_and_one_rank_is_profiled(runs: tuple[Path, Path]) -> None:
     run = runs[0]
     names = {path.name for path in (run / TRACES).iterdir()}
@@ -145,31 +126,3 @@ def test_traces_change_no_number(runs: tuple[Path, Path]) -> None:
     traced, plain = (w.records(run) for run in runs)
     assert traced == plain and len(plain) == 3
     assert not (runs[1] / TRACES).exists()
-
-
-# kind of run -> what it changes, and the spans that it has on rank 0
-KINDS: dict[str, tuple[dict[str, Any], set[str]]] = {
-    "only rollouts": ({"rollout": {"only": True}}, {"wait", "log"}),
-    "one step ahead": ({"rollout": {"max_staleness": 1}}, {"wait", "update", "backward", "sync"}),
-    "streamed": ({"training": {"stream": "arrival"}}, {"wait", "update", "backward", "sync"}),
-    "shared devices": ({"rollout": {"colocate": True}}, {"wait", "update", "backward", "sync"}),
-    "virtual stages": ({"parallel": {"pp": 2, "vpp": 2}}, {"wait", "update", "backward", "sync"}),
-}
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_of_run_is_traced(tmp_path: Path, kind: str) -> None:
-    changes, expected = KINDS[kind]
-    model = w.write_inputs(tmp_path / "model")
-    tiny_qwen3(model, layers=4)
-    training = {"steps": 2, "max_tokens_per_microbatch": 32} | changes.pop("training", {})
-    cfg = w.run_config(model, tmp_path, logging={"trace_every": 1}, evaluation={"every": 0}, training=training, **changes)
-    w.attempt(cfg, tmp_path / "journal")
-    for step in (1, 2):
-        trace = read_trace(trace_path(cfg.run_dir, step))
-        found = rows(trace)
-        assert expected <= {span["name"] for span in found["rank 0", MAIN]}
-        samples = any(process == SERVICE and row.startswith("rollout_") for process, row in found)
-        assert samples or step == 2, "step 1 samples, perhaps for step 2, too"
-        assert len(trace["metadata"]["processes"]) == 1 + cfg.parallel.world_size

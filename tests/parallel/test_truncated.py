@@ -10,8 +10,7 @@ import torch.distributed as dist
 
 from tepo_megatron.actor.masks import TRUNCATION_METRICS, known_mask
 from tepo_megatron.config import Config
-from tepo_megatron.errors import DataError
-from tepo_megatron.types import SamplingMask, TrainBatch, Truncation
+from tepo_megatron.types import TrainBatch, Truncation
 from tests.marks import full_but
 from tests.parallel import cases
 from tests.parallel.test_statistics import counting
@@ -123,32 +122,6 @@ def passes(rank: int, cfg: Config, batch: TrainBatch) -> dict[str, Any]:
     }
 
 
-def refused(rank: int, cfg: Config, batch: TrainBatch) -> str:
-    from tepo_megatron.actor.actor import Actor
-    from tepo_megatron.distributed import parallel
-    from tepo_megatron.platform import activate
-
-    actor = Actor.open(cfg, parallel.initialize(cfg.parallel, activate("cpu"), 0))
-    with pytest.raises(DataError) as error:
-        actor.masks.attach(batch)
-    return str(error.value)
-
-
-def test_masks_without_truncation_or_of_another_vocabulary_are_refused(truncated: cases.Case) -> None:
-    """The actor would train on another distribution than its config says, or drop the id."""
-    whole = cases.run_config(truncated.model, cases.LAYOUTS["1 rank"], 90)
-    assert "rollout.top_k=-1 and rollout.top_p=1; set them" in run_world(1, refused, whole, truncated.batches[0])[0]
-    first, *others = truncated.batches[0].rollouts
-    assert first.sampling_mask is not None
-    ids_M = first.sampling_mask.ids_M.clone()
-    ids_M[ids_M != first.token_ids_L[first.response_mask_L][0]] = cases.VOCAB
-    batch = replace(
-        truncated.batches[0], rollouts=(replace(first, sampling_mask=replace(first.sampling_mask, ids_M=ids_M)), *others)
-    )
-    cfg = config(truncated, cases.LAYOUTS["1 rank"], 90)
-    assert run_world(1, refused, cfg, batch)[0] == "a sampling mask has id 70, and the model's vocabulary has 70 tokens"
-
-
 def without_masks(batch: TrainBatch) -> TrainBatch:
     batch = replace(batch, old_logprobs_N=None, old_entropies_N=None, update=0)
     return replace(batch, rollouts=tuple(replace(r, sampling_mask=None) for r in batch.rollouts))
@@ -187,17 +160,3 @@ def test_recomputed_masks_are_those_of_the_model_on_every_layout(truncated: case
             for found, expected in zip(r["stats"], (logprob, entropy, logprob), strict=True):
                 assert (found - expected).abs().max() <= 2e-5
             assert (r["part"][0] - r["part"][1]).abs().max() <= 2e-5
-
-
-@pytest.mark.parametrize("name", full_but(["TP2 PP2"], [], ["1 rank", "TP2 PP2", "CP2"]))
-def test_the_first_update_counts_masks_that_differ(truncated: cases.Case, name: str) -> None:
-    plain = without_masks(truncated.batches[0])
-    masks, outside, _ = own_masks(truncated, plain)
-    masks[0] = masks[0] | {max(set(range(cases.VOCAB)) - masks[0])}
-    parts = SamplingMask.from_rows(rows(masks)).split(plain.response_lengths)
-    given = tuple(replace(r, sampling_mask=mask) for r, mask in zip(plain.rollouts, parts, strict=True))
-    cfg, tokens = config(truncated, cases.LAYOUTS[name], 90), float(len(masks))
-    for r in run_world(cfg.parallel.world_size, passes, cfg, replace(plain, rollouts=given)):
-        assert r["metrics"]["truncation/recomputed"] == 0
-        assert r["measured"]["truncation/differs"] == (1.0, tokens) and r["measured"]["truncation/cut"] == (0.0, tokens)
-        assert r["measured"]["truncation/outside"] == (float(sum(outside)), tokens)

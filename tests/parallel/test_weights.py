@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import os
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import replace
@@ -166,16 +165,6 @@ def test_round_trip_is_bitwise(tmp_path: Path, name: str, tied: bool) -> None:
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
     ids = torch.arange(1, 20)[None]
     assert torch.equal(loaded(ids).logits, model(ids).logits)
-
-
-def test_buckets_bound_the_files(tmp_path: Path) -> None:
-    """Each file holds at most a bucket (or one tensor), so no rank holds more than that beyond the model."""
-    from tepo_megatron.weights.hf_io import write_shards
-
-    stream = [(f"t{i}", torch.zeros(100)) for i in range(10)]
-    written = write_shards(iter(stream), tmp_path, "x", limit=1000)
-    assert [len(names) for names in written.values()] == [2, 2, 2, 2, 2]
-    assert [n for names in written.values() for n in names] == [n for n, _ in stream]
 
 
 def actor_of(cfg: Any) -> Any:
@@ -351,21 +340,6 @@ def test_a_fault_in_mid_push_ends_it_on_every_rank(tmp_path: Path, fault: str, l
         assert left == []
 
 
-def test_folders_of_killed_runs_are_removed_and_those_in_use_are_not() -> None:
-    from tepo_megatron.weight_sync import stores
-
-    mine, lock = stores.make_folder()
-    abandoned, abandoned_lock = stores.make_folder()
-    os.close(abandoned_lock)  # what the kernel does for a killed process
-    other, other_lock = stores.make_folder()
-    try:
-        assert mine.exists() and other.exists() and not abandoned.exists()
-    finally:
-        for folder, file in ((mine, lock), (other, other_lock)):
-            folder.rmdir()
-            os.close(file)
-
-
 def test_an_export_that_fails_leaves_nothing_that_looks_complete(tmp_path: Path) -> None:
     tiny_qwen3(tmp_path / "base", layers=4, vocab_size=cases.VOCAB)
     cfg = cases.run_config(tmp_path / "base", {})
@@ -386,43 +360,6 @@ def export_onto_a_full_disk(rank: int, cfg: Any, out: Path) -> None:
     actor = Actor.open(cfg, parallel.initialize(cfg.parallel, activate("cpu"), 0))
     hf_io.save_file = full
     actor.export_hf(out)
-
-
-@pytest.mark.parametrize("when", [1, 2], ids=["before", "meanwhile"])
-def test_an_export_into_a_run_that_was_replaced_writes_nothing_there(tmp_path: Path, when: int) -> None:
-    """`when` is the call of the check that finds the folder replaced."""
-    tiny_qwen3(tmp_path / "base", layers=4, vocab_size=cases.VOCAB)
-    run = tmp_path / "run"
-    run.mkdir()
-    (run / "metrics.jsonl").touch()
-    with pytest.raises(AssertionError, match=r"CheckpointError: rank 0: .*metrics\.jsonl was removed or replaced"):
-        run_world(2, export_into_a_replaced_run, cases.run_config(tmp_path / "base", {"tp": 2}), run, when)
-    assert sorted(path.name for path in run.iterdir()) == [*["hf.partial"][: when - 1], "log.txt", "metrics.jsonl"]
-    assert (run / "metrics.jsonl").read_text() == "another run's"
-
-
-def export_into_a_replaced_run(rank: int, cfg: Any, run: Path, when: int) -> None:
-    from tepo_megatron.actor.actor import Actor
-    from tepo_megatron.config import LoggingConfig
-    from tepo_megatron.distributed import parallel
-    from tepo_megatron.observability.sinks import RunLog
-    from tepo_megatron.platform import activate
-
-    actor = Actor.open(cfg, parallel.initialize(cfg.parallel, activate("cpu"), 0))
-    if rank != 0:
-        actor.export_hf(run / "hf")
-        return
-    log, calls = RunLog(run, LoggingConfig(), steps=1), 0
-
-    def check() -> None:
-        nonlocal calls
-        calls += 1
-        if calls == when:
-            (run / "metrics.jsonl").unlink()
-            (run / "metrics.jsonl").write_text("another run's")
-        log.check_in_place()
-
-    actor.export_hf(run / "hf", check)
 
 
 def build_actor(rank: int, cfg: Any) -> None:
@@ -491,14 +428,6 @@ def damage(path: Path, how: str) -> None:
         (path / "config.json").write_text(json.dumps(config | {"architectures": ["GPT2LMHeadModel"]}))
         return
     save_file(weights, file, {"format": "pt"})
-
-
-def test_a_tied_model_may_carry_a_copy_of_its_embedding(tmp_path: Path) -> None:
-    tiny_qwen3(tmp_path, layers=4, vocab_size=cases.VOCAB)
-    weights = load_file(tmp_path / "model.safetensors")
-    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
-    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
-    run_world(1, build_actor, cases.run_config(tmp_path, {}))
 
 
 @pytest.mark.parametrize(

@@ -42,12 +42,6 @@ def draw(seed: int, lengths: tuple[int, ...] = LENGTHS, *, extreme: bool = False
     """Draw a minibatch whose responses stay, move a little or drift off.
 
     Advantages of both signs and zero, and entropies that rise, fall and stay equal occur.
-
-    Args:
-        seed: Seed of the minibatch.
-        lengths: Response tokens of each response.
-        extreme: Whether a third of the log-ratios (to the old, the rollout and the reference policy) are +-60.
-        tiny: Whether some responses move by 1e-4 to 1e-3 nats per token.
     """
     g = torch.Generator().manual_seed(seed)
 
@@ -95,12 +89,7 @@ def gradient(x: Tensor) -> Tensor:
 
 
 def expected(method: Method, batch: Batch) -> tuple[reference.Outcome, Tensor, Tensor]:
-    """Return the reference's answer, and its gradients with respect to the log-probs and to the entropies.
-
-    Args:
-        method: Method to evaluate.
-        batch: Minibatch.
-    """
+    """Return the reference's answer, and its gradients with respect to the log-probs and to the entropies."""
     x, h = batch.logprob.clone().requires_grad_(), batch.entropy.clone().requires_grad_()
     outcome = reference.evaluate(method, batch.responses, x, h)
     if outcome.loss.requires_grad:
@@ -111,13 +100,7 @@ def expected(method: Method, batch: Batch) -> tuple[reference.Outcome, Tensor, T
 def fair_cases(
     method: Method, count: int, drawn: Callable[[int], Batch]
 ) -> Iterator[tuple[Batch, tuple[reference.Outcome, Tensor, Tensor]]]:
-    """Return the first `count` batches, by seed, with nothing within MARGIN of its threshold, and their expected answers.
-
-    Args:
-        method: Method to evaluate.
-        count: Number of batches.
-        drawn: Arguments of `draw`.
-    """
+    """Return the first `count` batches, by seed, with nothing within MARGIN of its threshold, and their expected answers."""
     for seed in itertools.count():
         batch = drawn(seed)
         theirs = expected(method, batch)

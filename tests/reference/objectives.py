@@ -39,15 +39,7 @@ class Outcome:
 def evaluate(
     method: Method, responses: list[Response], logprob_N: Tensor, entropy_N: Tensor, teacher_kl_N: Tensor | None = None
 ) -> Outcome:
-    """Return the loss of a minibatch, differentiable with respect to logprob_N, entropy_N and teacher_kl_N.
-
-    Args:
-        method: Method to evaluate.
-        responses: Responses of the minibatch.
-        logprob_N: fp64 [N], current log-probs.
-        entropy_N: fp64 [N], current entropies.
-        teacher_kl_N: fp64 [N], KL to the reference policy over the vocabulary. None: the method has only estimates of it.
-    """
+    """Return the loss of a minibatch, differentiable with respect to logprob_N, entropy_N and teacher_kl_N."""
     conditions = Conditions(limit=method.log_ratio_limit)
     tokens = collect(method, responses, logprob_N, entropy_N, conditions)
     for token in tokens:
@@ -84,15 +76,7 @@ def evaluate(
 def collect(
     method: Method, responses: list[Response], logprob_N: Tensor, entropy_N: Tensor, conditions: Conditions
 ) -> list[Token]:
-    """Return the tokens of all responses, with the quantities of their own response.
-
-    Args:
-        method: Method to evaluate.
-        responses: Responses of the minibatch.
-        logprob_N: fp64 [N], current log-probs.
-        entropy_N: fp64 [N], current entropies.
-        conditions: Recorder of comparisons.
-    """
+    """Return the tokens of all responses, with the quantities of their own response."""
     logprobs, entropies = list(logprob_N.unbind()), list(entropy_N.unbind())
     total = len(logprobs)
     tokens: list[Token] = []
@@ -136,14 +120,7 @@ def collect(
 
 
 def held_back(method: Method, a: float, x: Tensor, conditions: Conditions) -> tuple[Tensor, bool]:
-    """Return a token's log-ratio as GMPO clips it before the mean (other methods do not), and whether it was clipped.
-
-    Args:
-        method: Method to evaluate.
-        a: Advantage of the token.
-        x: l - l_old of the token.
-        conditions: Recorder of comparisons.
-    """
+    """Return a token's log-ratio as GMPO clips it before the mean (other methods do not), and whether it was clipped."""
     if method.surrogate != "clip_tokens":
         return x, False
     low = math.log(1 - method.clip_low) if method.clip_low < 1 else -math.inf
@@ -156,12 +133,7 @@ def held_back(method: Method, a: float, x: Tensor, conditions: Conditions) -> tu
 
 
 def log_ratios(kind: str, x: list[Tensor]) -> list[Tensor]:
-    """Return the log of the ratio of each token of a response.
-
-    Args:
-        kind: Kind of ratio.
-        x: l - l_old of each token.
-    """
+    """Return the log of the ratio of each token of a response."""
     if kind == "token":
         return x
     if kind == "none":
@@ -174,14 +146,7 @@ def log_ratios(kind: str, x: list[Tensor]) -> list[Tensor]:
 
 
 def correction(method: Method, response: Response, t: int, conditions: Conditions) -> float:
-    """Return c, the factor that the mismatch between l_old and l_rollout puts on the token's surrogate.
-
-    Args:
-        method: Method to evaluate.
-        response: Response of the token.
-        t: Position of the token in the response.
-        conditions: Recorder of comparisons.
-    """
+    """Return c, the factor that the mismatch between l_old and l_rollout puts on the token's surrogate."""
     x = [o - r for o, r in zip(response.old, response.rollout, strict=True)]
     if method.correction == "none":
         return 1.0
@@ -197,13 +162,7 @@ def correction(method: Method, response: Response, t: int, conditions: Condition
 
 
 def surrogate(method: Method, token: Token, conditions: Conditions) -> tuple[Tensor, bool]:
-    """Return S, and whether one of the bounds (the dual clip is one) replaced the ratio.
-
-    Args:
-        method: Method to evaluate.
-        token: Token to evaluate.
-        conditions: Recorder of comparisons.
-    """
+    """Return S, and whether one of the bounds (the dual clip is one) replaced the ratio."""
     r, a = torch.exp(token.y), token.a
     if method.surrogate == "reinforce":
         return a * token.logprob, False
@@ -231,13 +190,7 @@ def surrogate(method: Method, token: Token, conditions: Conditions) -> tuple[Ten
 
 
 def leaves_trust_region(method: Method, token: Token, conditions: Conditions) -> bool:
-    """Return whether DPPO drops the token: it is too far from the old policy, and its update would move it further.
-
-    Args:
-        method: Method to evaluate.
-        token: Token to evaluate.
-        conditions: Recorder of comparisons.
-    """
+    """Return whether DPPO drops the token: it is too far from the old policy, and its update would move it further."""
     pi, mu = math.exp(token.logprob.item()), math.exp(token.logprob.item() - token.x.item())
     distance = abs(pi - mu)
     if method.surrogate == "trust_region_kl":
@@ -249,13 +202,7 @@ def leaves_trust_region(method: Method, token: Token, conditions: Conditions) ->
 
 
 def in_kl_mask(method: Method, token: Token, conditions: Conditions) -> bool:
-    """Return M.
-
-    Args:
-        method: Method to evaluate.
-        token: Token to evaluate.
-        conditions: Recorder of comparisons.
-    """
+    """Return M."""
     if method.kl_mask in ("none", "all"):
         return method.kl_mask == "all"
     change = token.entropy.item() - token.old_entropy
@@ -270,14 +217,7 @@ def in_kl_mask(method: Method, token: Token, conditions: Conditions) -> bool:
 
 
 def divergence(kind: str, x: Tensor, log_ratio: Tensor, conditions: Conditions) -> Tensor:
-    """Return the estimator of KL(pi || other) from x = l - l_other.
-
-    Args:
-        kind: Estimator.
-        x: Log-ratio in nats.
-        log_ratio: l - l_old of the token, in nats.
-        conditions: Recorder of comparisons.
-    """
+    """Return the estimator of KL(pi || other) from x = l - l_other."""
     y = clamped(x, conditions)
     if kind == "k1":
         return x

@@ -77,12 +77,7 @@ class Conditions:
     limit: float = LIMIT
 
     def above(self, a: float, b: float) -> bool:
-        """Return whether a > b, and record the distance.
-
-        Args:
-            a: Number to compare.
-            b: Threshold.
-        """
+        """Return whether a > b, and record the distance."""
         if a != b:
             self.margin = min(self.margin, abs(a - b))
         return a > b
@@ -118,12 +113,7 @@ def number(value: float) -> Tensor:
 
 
 def clamped(x: Tensor, conditions: Conditions) -> Tensor:
-    """Return x within the limit; beyond it a constant.
-
-    Args:
-        x: Log-ratio in nats.
-        conditions: Holds the limit.
-    """
+    """Return x within the limit; beyond it a constant."""
     if conditions.above(abs(x.item()), conditions.limit):
         return number(math.copysign(conditions.limit, x.item()))
     return x

@@ -9,12 +9,7 @@ from tests.reference.parts import Conditions, Method, Response, number
 
 
 def group_advantages(kind: str, groups: list[list[float]]) -> list[float]:
-    """Return one advantage for each reward, group after group. A group of one, or of equal rewards, gets zeros.
-
-    Args:
-        kind: Kind of advantage.
-        groups: Rewards of each group.
-    """
+    """Return one advantage for each reward, group after group. A group of one, or of equal rewards, gets zeros."""
     if kind == "gdpo":
         return gdpo_advantages([[[r] for r in g] for g in groups], [1.0])
     samples = sum(len(g) for g in groups)
@@ -39,12 +34,7 @@ def group_advantages(kind: str, groups: list[list[float]]) -> list[float]:
 
 
 def gdpo_advantages(groups: list[list[list[float]]], weights: list[float]) -> list[float]:
-    """Return GDPO's advantages (arXiv 2601.05242), group after group.
-
-    Args:
-        groups: Of each group, of each sample, the reward of each term.
-        weights: Weight of each term.
-    """
+    """Return GDPO's advantages (arXiv 2601.05242), group after group."""
     sums = []
     for g in groups:
         for sample in g:
@@ -64,12 +54,6 @@ def overlong_penalty(tokens: int, max_tokens: int, buffer: int, penalty: float =
     """Return the term that DAPO (Eq. 13, arXiv 2503.14476) adds to the reward.
 
     It is 0 up to max_tokens - buffer, then falls linearly to -penalty at max_tokens.
-
-    Args:
-        tokens: Length of the response.
-        max_tokens: Limit of the response length.
-        buffer: Tokens before the limit over which the penalty grows.
-        penalty: Largest penalty.
     """
     if tokens <= max_tokens - buffer:
         return 0.0
@@ -79,13 +63,7 @@ def overlong_penalty(tokens: int, max_tokens: int, buffer: int, penalty: float =
 
 
 def reward_towards_reference(method: Method, reward: float, response: Response) -> float:
-    """Return the reward minus ref_beta times the response's summed KL(l_old - l_ref).
-
-    Args:
-        method: Method with ref_beta and the estimator.
-        reward: Reward of the response.
-        response: Response.
-    """
+    """Return the reward minus ref_beta times the response's summed KL(l_old - l_ref)."""
     pairs = zip(response.old, response.ref, strict=True)
     kl = (divergence(method.ref_kl, number(o - r), number(0.0), Conditions()) for o, r in pairs)
     return reward - method.ref_beta * sum(k.item() for k in kl)

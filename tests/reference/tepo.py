@@ -52,12 +52,7 @@ class Step:
 
 
 def load(path: Path, dtype: torch.dtype = torch.float64) -> torch.nn.Module:
-    """Return the HF model, with eager attention, in fp64 by default.
-
-    Args:
-        path: Directory of the model.
-        dtype: Dtype of the weights.
-    """
+    """Return the HF model, with eager attention, in fp64 by default."""
     widen()
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
     return model.to(dtype)
@@ -66,15 +61,7 @@ def load(path: Path, dtype: torch.dtype = torch.float64) -> torch.nn.Module:
 def statistics(
     model: torch.nn.Module, ids: Tensor, response: Tensor, temperature: float, masks: list[set[int]] | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return log-prob and entropy of each response token, from softmax(logits / temperature).
-
-    Args:
-        model: Model to evaluate.
-        ids: int64 [L].
-        response: bool [L].
-        temperature: Divisor of the logits.
-        masks: Ids over which the distribution of each response token is renormalized. None: the whole vocabulary.
-    """
+    """Return log-prob and entropy of each response token, from softmax(logits / temperature)."""
     logits = model(ids[None]).logits[0, :-1] / temperature
     if masks is not None:
         return truncated(logits[response[1:]], ids[1:][response[1:]], 1.0, masks)
@@ -88,16 +75,7 @@ def statistics(
 def tepo_loss(
     model: torch.nn.Module, batch: list[Sequence], temperature: float, eps: float, beta: float, form: str
 ) -> tuple[Tensor, dict[str, float]]:
-    """Return -J of Eq. 4 over a minibatch.
-
-    Args:
-        model: Current policy.
-        batch: Sequences of the minibatch.
-        temperature: Divisor of the logits.
-        eps: Clip range.
-        beta: Coefficient of the KL.
-        form: "tepo" (PPO's pessimistic clip), "eq4" (to the letter), "alg1" (unclipped, no KL).
-    """
+    """Return -J of Eq. 4 over a minibatch."""
     total = sum(int(s.response.sum()) for s in batch)
     objective = torch.zeros((), dtype=torch.float64)
     high = low = masked = 0
@@ -139,17 +117,7 @@ class Trainer:
         clip: float,
         dtype: torch.dtype = torch.float64,
     ) -> None:
-        """Load the model.
-
-        Args:
-            path: Directory of the model.
-            lr: Learning rate of AdamW.
-            eps: eps of AdamW.
-            betas: Decay of AdamW's moments.
-            weight_decay: Decoupled weight decay.
-            clip: Bound on the 2-norm of the gradient.
-            dtype: Dtype of the whole computation.
-        """
+        """Load the model."""
         self.model = load(path, dtype)
         matrices = [p for p in self.model.parameters() if p.ndim > 1]
         vectors = [p for p in self.model.parameters() if p.ndim == 1]  # norms: never decayed
@@ -158,25 +126,12 @@ class Trainer:
         self.clip = clip
 
     def step(self, batch: list[Sequence], temperature: float, eps: float, beta: float, form: str = "tepo") -> Step:
-        """Take one step; return loss, gradients, and the weights after it.
-
-        Args:
-            batch: Sequences of the minibatch.
-            temperature: Divisor of the logits.
-            eps: Clip range.
-            beta: Coefficient of the KL.
-            form: See `tepo_loss`.
-        """
+        """Take one step; return loss, gradients, and the weights after it."""
         loss, shares = tepo_loss(self.model, batch, temperature, eps, beta, form)
         return self.take(loss, (shares["high"], shares["low"], shares["mask"]))
 
     def take(self, loss: Tensor, shares: tuple[float, float, float] = (0.0, 0.0, 0.0)) -> Step:
-        """Take one step with a loss of the current weights.
-
-        Args:
-            loss: The loss.
-            shares: `clipped_high`, `clipped_low` and `mask_share` of the step.
-        """
+        """Take one step with a loss of the current weights."""
         self.optimizer.zero_grad()
         loss.backward()
         gradients = {n: p.grad.clone() for n, p in self.model.named_parameters()}

@@ -8,13 +8,7 @@ from tests.reference.parts import Conditions, Method, Token, clamped
 
 
 def batch_weights(method: Method, tokens: list[Token], conditions: Conditions) -> list[tuple[float, float]]:
-    """Return (lambda, rho) of each token, from all tokens of the minibatch.
-
-    Args:
-        method: Method with the weighting.
-        tokens: Tokens of the minibatch.
-        conditions: Recorder of comparisons.
-    """
+    """Return (lambda, rho) of each token, from all tokens of the minibatch."""
     out = [(1.0, 0.0)] * len(tokens)
     if method.weighting == "none" or not tokens:
         return out
@@ -43,13 +37,7 @@ def batch_weights(method: Method, tokens: list[Token], conditions: Conditions) -
 
 
 def steer(method: Method, tokens: list[Token], conditions: Conditions) -> list[tuple[float, float]]:
-    """Return STEER's lambda, from the expected change of entropy by each token.
-
-    Args:
-        method: Method with the weighting.
-        tokens: Tokens of the minibatch.
-        conditions: Recorder of comparisons.
-    """
+    """Return STEER's lambda, from the expected change of entropy by each token."""
     omega = []
     for t in tokens:
         ratio, pi = math.exp(clamped(t.x, conditions).item()), math.exp(t.logprob.item())

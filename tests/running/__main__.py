@@ -102,11 +102,7 @@ class Session:
                 self.outcomes.setdefault(test, outcome)
 
     def end(self, status: int) -> None:
-        """Take the last rows, and let what did not happen as it should be a failure.
-
-        Args:
-            status: Exit status of pytest.
-        """
+        """Take the last rows, and let what did not happen as it should be a failure."""
         self.look()
         self.running = {}
         if not all("::" in test for test in self.outcomes):
@@ -141,11 +137,7 @@ class Stream:
         self.session = Session(self.output, self._args)
 
     def look(self, statuses: dict[int, int]) -> bool:
-        """Return whether the stream still runs, and start what comes next in it.
-
-        Args:
-            statuses: Exit status of every process that has ended.
-        """
+        """Return whether the stream still runs, and start what comes next in it."""
         session = self.session
         if session is None:
             return False

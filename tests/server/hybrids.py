@@ -10,28 +10,11 @@ from transformers import PreTrainedModel
 from tests.tiny import hybrid_config, tiny_model, tiny_multimodal
 
 SERVED = {"head_dim": 32}  # the smallest heads for which vLLM has attention on a CPU
-KERNEL_HEADS = {"linear_key_head_dim": 64, "linear_value_head_dim": 64}  # the smallest for which it has the gated delta rule
 
 
 def tiny_hybrid(path: Path, *, seed: int = 0, **fields: Any) -> PreTrainedModel:
-    """Write a tiny hybrid and its tokenizer to `path`; return the model (fp32, eval).
-
-    Args:
-        path: Directory to write.
-        seed: Seed of the weights.
-        fields: Fields of the config that replace those of `hybrid_config`.
-    """
+    """Write a tiny hybrid and its tokenizer to `path`; return the model (fp32, eval)."""
     return tiny_model(path, hybrid_config(**SERVED | fields), seed=seed)
-
-
-def kernel_hybrid(path: Path) -> PreTrainedModel:
-    """Write a tiny hybrid with heads for which vLLM has kernels; return the model (fp32, eval)."""
-    return tiny_hybrid(path, **KERNEL_HEADS)
-
-
-def mixed_hybrid(path: Path) -> PreTrainedModel:
-    """Write a tiny hybrid without kernels in vLLM, whose convolution has a size that vLLM packs in bf16 (multiple of 32)."""
-    return tiny_hybrid(path, linear_key_head_dim=16, linear_value_head_dim=32)
 
 
 def hybrid_with_vision(path: Path) -> PreTrainedModel:

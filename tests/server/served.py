@@ -69,18 +69,7 @@ def serve(
     precision: str = "fp32",
     **server: Any,
 ) -> Iterator[Served]:
-    """Yield ready servers of engine `name`, whose failures are final.
-
-    Args:
-        name: vllm or sglang.
-        folder: Folder of model and log.
-        make: Writes the servers' model.
-        generation_config: Generation config of the model's author, which must have no effect. None: no such file.
-        servers: Number of servers.
-        host: Address on which they listen.
-        precision: Precision of the served weights.
-        server: Fields of ServerConfig.
-    """
+    """Yield ready servers of engine `name`, whose failures are final."""
     model = make(folder / "model")
     if generation_config is not None:
         (folder / "model" / "generation_config.json").write_text(json.dumps(generation_config))
@@ -101,10 +90,6 @@ def another_engine(served: Served, **rollout: Any) -> Iterator[Fleet]:
     """Yield a second engine, ready, that knows the first server by its URL.
 
     After updates by the second engine, the first engine has to update again.
-
-    Args:
-        served: Engine that owns the server.
-        rollout: Fields of RolloutConfig.
     """
     address = served.engine.endpoints[0].address
     assert address is not None
@@ -120,12 +105,6 @@ def another_engine(served: Served, **rollout: Any) -> Iterator[Fleet]:
 def call(served: Served, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
     """Send one request with the key, past the engine, and return the answer.
 
-    Args:
-        served: Engine with the server.
-        method: HTTP method.
-        path: Path of the URL.
-        body: JSON body. None: no body.
-
     Raises:
         RequestFailed: The server refused.
     """
@@ -133,24 +112,14 @@ def call(served: Served, method: str, path: str, body: Mapping[str, Any] | None 
 
 
 def make_prompts(count: int, seed: int) -> list[Prompt]:
-    """Return prompts of different lengths, with ids that are not their positions.
-
-    Args:
-        count: Number of prompts.
-        seed: Seed of the tokens.
-    """
+    """Return prompts of different lengths, with ids that are not their positions."""
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(4, VOCAB_SIZE, (count, 12), generator=generator).tolist()
     return [Prompt(id=1000 + 7 * i, token_ids=tuple(ids[: 3 + i % 10]), answer=str(i)) for i, ids in enumerate(tokens)]
 
 
 def sampled_by(rollouts: list[Rollout], version: int) -> list[Rollout]:
-    """Return the rollouts that have tokens of a version of the weights, with only these tokens as the response.
-
-    Args:
-        rollouts: Rollouts of the engine.
-        version: The version.
-    """
+    """Return the rollouts that have tokens of a version of the weights, with only these tokens as the response."""
     found = []
     for r in rollouts:
         mask_L, masks = r.response_mask_L & (r.versions_L == version), r.sampling_mask
@@ -166,14 +135,7 @@ def sampled_by(rollouts: list[Rollout], version: int) -> list[Rollout]:
 def truncated_diff(
     model: Qwen3ForCausalLM, rollouts: list[Rollout], temperature: float, truncation: Truncation
 ) -> TruncatedDiff:
-    """Compare log-probs and sampling masks of truncated sampling with those of transformers in fp64, token by token.
-
-    Args:
-        model: Model in transformers.
-        rollouts: Rollouts of the engine, with sampling masks.
-        temperature: Divisor of the logits.
-        truncation: The truncation.
-    """
+    """Compare log-probs and sampling masks of truncated sampling with those of transformers in fp64, token by token."""
     largest, tokens, other, sizes = 0.0, 0, 0, 0
     for rollout in rollouts:
         assert rollout.sampling_mask is not None
@@ -190,13 +152,7 @@ def truncated_diff(
 
 @torch.no_grad()
 def logprob_diff(model: Qwen3ForCausalLM, rollouts: list[Rollout], temperature: float) -> float:
-    """Return the largest |engine - transformers| of a response token, in nats.
-
-    Args:
-        model: Model in transformers.
-        rollouts: Rollouts of the engine.
-        temperature: Divisor of the logits.
-    """
+    """Return the largest |engine - transformers| of a response token, in nats."""
 
     def padded(rows: list[torch.Tensor]) -> torch.Tensor:  # on the right, where causal attention does not look
         return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
@@ -218,13 +174,7 @@ def responses(rollouts: list[Rollout]) -> dict[int, list[list[int]]]:
 
 
 def save_weights(model: Qwen3ForCausalLM, folder: Path, files: int) -> list[Path]:
-    """Write the model's tensors, without the tied output layer, distributed over several files.
-
-    Args:
-        model: Model to save.
-        folder: Folder of the files.
-        files: Number of files.
-    """
+    """Write the model's tensors, without the tied output layer, distributed over several files."""
     names = [name for name, _ in model.named_parameters()]
     weights = model.state_dict()
     paths = [folder / f"{i}.safetensors" for i in range(files)]
@@ -234,12 +184,7 @@ def save_weights(model: Qwen3ForCausalLM, folder: Path, files: int) -> list[Path
 
 
 def server_processes(engine: Fleet, server: int = 0) -> list[psutil.Process]:
-    """Return the guard, the server's first process and those that it started.
-
-    Args:
-        engine: Engine that started the server.
-        server: Index of the server.
-    """
+    """Return the guard, the server's first process and those that it started."""
     behind = engine.endpoints[server].server
     assert isinstance(behind, LocalServer)
     assert behind.process is not None and behind.process.guard_pid is not None

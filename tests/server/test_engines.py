@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import re
 import socket
 import threading
@@ -22,13 +21,11 @@ from transformers import Qwen3ForCausalLM
 from tepo_megatron.errors import RolloutError, SyncError
 from tepo_megatron.inference.engine import INITIAL_VERSION
 from tepo_megatron.inference.partial import GenerationRequest
-from tepo_megatron.inference.servers.checksums import ChecksumChecks
 from tepo_megatron.inference.servers.client import RequestFailed
 from tepo_megatron.inference.sglang import SglangApi, generate_request
 from tepo_megatron.inference.torch_engine import TorchApi
-from tepo_megatron.inference.torch_engine import generate_request as torch_request
 from tepo_megatron.inference.vllm import VllmApi, completion_request
-from tepo_megatron.types import Prompt, Rollout, SamplingParams, Truncation
+from tepo_megatron.types import Rollout, SamplingParams, Truncation
 from tepo_megatron.utils.exchange import HttpAnswer
 from tepo_megatron.weight_sync.bucket_format import Bucket, crc32, pack
 from tepo_megatron.weight_sync.ipc import export_buffer
@@ -86,7 +83,6 @@ CONTROLS = {
         *("/sleep", "/wake"),
     ),
 }
-REFUSED = {"vllm": r"400: .*max_model_len", "sglang": r"400: .*context length", "torch": r"400: .*max_model_len"}
 # routes that answer without the key: the server's health and its counters
 OPEN = {"/health", "/health_generate", "/ready", "/metrics"}
 ABOUT = {"vllm": "/weight_info", "sglang": "/model_info", "torch": "/info"}
@@ -173,81 +169,12 @@ def test_truncated_logprobs_and_masks_are_those_of_transformers(served: Served, 
     assert responses(again) == responses(rollouts)
 
 
-def test_truncated_answers_in_json_are_the_binary_ones_or_lack_masks(served: Served) -> None:
-    if served.name == "torch":
-        pytest.skip("it answers in binary alone")
-    sampling = replace(SAMPLING, top_k=50, top_p=0.9)
-    both = [
-        rollouts for _, rollouts in in_json_and_binary(served, GenerationRequest(make_prompts(1, seed=4)[0], sampling, seed=3))
-    ]
-    for one, other in zip(*both, strict=True):
-        assert same_samples(one, other)
-        assert other.sampling_mask is not None
-        if served.name == "vllm":  # the actor recomputes them
-            assert one.sampling_mask is None
-        else:
-            assert one.sampling_mask is not None
-            assert torch.equal(one.sampling_mask.ids_M, other.sampling_mask.ids_M)
-
-
-def test_a_server_with_nothing_to_do_leaves_the_cores_to_the_trainer(served: Served) -> None:
-    served.engine.generate(make_prompts(2, seed=1), SAMPLING, seed=0)  # what is set up at the first request is
-    time.sleep(1.0)
-    processes, start = server_processes(served.engine), time.monotonic()
-    before = sum(sum(process.cpu_times()[:2]) for process in processes)
-    time.sleep(3.0)
-    used = sum(sum(process.cpu_times()[:2]) for process in processes) - before
-    assert used / (time.monotonic() - start) < 0.2, "of a core"
-
-
 def test_samples_depend_on_the_seed_and_not_on_the_batch(served: Served) -> None:
     prompts = make_prompts(16, seed=4)
     first = responses(served.engine.generate(prompts, SAMPLING, seed=5))
     assert responses(served.engine.generate(prompts[::-1], SAMPLING, seed=5)) == first
     other = responses(served.engine.generate(prompts, SAMPLING, seed=6))
     assert all(first[p.id] != other[p.id] for p in prompts)
-
-
-def test_samples_do_not_depend_on_requests_with_other_parameters(served: Served) -> None:
-    prompts = make_prompts(16, seed=4)
-    alone = responses(served.engine.generate(prompts, SAMPLING, seed=5))
-    over, answered = threading.Event(), 0
-
-    def disturb() -> None:  # SGLang answers for its health with a greedy token, which joins the batch
-        nonlocal answered
-        while not over.is_set():
-            call(served, "GET", "/health")
-            connected(served.engine, 0, lambda client: client.exchange("POST", *_filtered_request(served.name)))
-            answered += 1
-
-    thread = threading.Thread(target=disturb)
-    thread.start()
-    try:
-        disturbed = [responses(served.engine.generate(prompts, SAMPLING, seed=5)) for _ in range(3)]
-    finally:
-        over.set()
-        thread.join(timeout=60)
-    assert answered > 0
-    assert disturbed == [alone] * 3
-
-
-def _filtered_request(engine: str) -> tuple[str, dict[str, Any]]:
-    """Path and body of a request for few tokens under top-k and top-p."""
-    prompt, sampling = make_prompts(1, seed=6)[0], replace(SAMPLING, samples=1, max_tokens=8)
-    few = {"top_k": 5, "top_p": 0.8}
-    if engine == "torch":
-        return "/generate", torch_request(prompt, sampling, 0) | few
-    if engine == "vllm":
-        return "/v1/completions", completion_request(prompt, sampling, 0) | few
-    body = generate_request(prompt, sampling, 0)
-    return "/generate", body | {"sampling_params": [params | few for params in body["sampling_params"]]}
-
-
-def test_samples_of_equal_prompts_are_independent(served: Served) -> None:
-    same = make_prompts(1, seed=8)[0].token_ids
-    prompts = [Prompt(id=i, token_ids=same, answer="") for i in range(16)]
-    sampled = [r.response_ids for r in served.engine.generate(prompts, SAMPLING, seed=0)]
-    assert len({tuple(ids) for ids in sampled}) == len(sampled)
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "another address"])
@@ -276,13 +203,6 @@ def test_only_health_answers_without_the_key(served: Served, host: str) -> None:
     key = served.engine.endpoints[0].address.key
     assert key not in served.log_path.read_text()
     assert not any(key in word for process in server_processes(served.engine) for word in process.cmdline())
-
-
-def test_a_refused_request_is_one_error_and_no_harm(served: Served) -> None:
-    too_long = SamplingParams(samples=1, max_tokens=4096)
-    with pytest.raises(RolloutError, match=REFUSED[served.name]):
-        served.engine.generate(make_prompts(3, seed=0), too_long, seed=0)
-    assert len(served.engine.generate(make_prompts(1, seed=0), SAMPLING, seed=0)) == SAMPLING.samples
 
 
 @pytest.mark.parametrize(("version", "transport"), [(0, "shm"), (1, "ipc")])
@@ -337,74 +257,6 @@ def test_a_server_gets_out_of_an_update_whose_sender_is_gone(served: Served, whe
     assert logprob_diff(new, rollouts, SAMPLING.temperature) <= MAX_LOGPROB_DIFF
     assert [process.pid for process in server_processes(engine)] == before and engine.restarts == 0
     served.model = new
-
-
-@pytest.mark.full
-def test_an_update_does_not_fail_on_a_health_check_that_is_under_way(served: Served, tmp_path: Path) -> None:
-    """SGLang's is a request that it samples a token for."""
-    engine, over = served.engine, threading.Event()
-    files = save_weights(served.model, tmp_path, files=1)
-
-    def ask() -> None:
-        while not over.is_set():
-            call(served, "GET", "/health")
-
-    threads = [threading.Thread(target=ask) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    try:
-        for _ in range(10):
-            engine.update_weights(files, engine.version + 1)
-    finally:
-        over.set()
-        for thread in threads:
-            thread.join(timeout=60)
-    rollouts = engine.generate(make_prompts(4, seed=13), SAMPLING, seed=0)
-    assert logprob_diff(served.model, rollouts, SAMPLING.temperature) <= MAX_LOGPROB_DIFF
-
-
-@pytest.mark.full
-def test_checksums_tell_other_weights_as_far_as_they_reach(served: Served, tmp_path: Path) -> None:
-    """Checksums cover all of SGLang's parameters, and the parameters of vLLM on a CPU that it does not pack."""
-    engine, version = served.engine, served.engine.version + 1
-    new = tiny_qwen3(tmp_path / "new", tied=True, seed=300)
-    answers, sent = [], []
-    for model in (served.model, new):
-        if model is new:
-            engine.update_weights(save_weights(new, tmp_path, files=2), version)
-        answers.append(connected(engine, 0, lambda client: engine.endpoints[0].api.checksums(client.send)))
-        sent.append({name: crc32(weight) for name, weight in model.named_parameters()})
-    served.model = new
-    checks = ChecksumChecks(same_precision=True)
-    checks.compare(version - 1, {"server 0": answers[0]}, sent[0])
-    assert checks.stale(answers[1], sent[1]) == []
-    stale = set(checks.stale(answers[0], sent[1]))
-    packed = {n for n in sent[0] if "_proj." in n} if served.name == "vllm" else set()
-    assert stale == {n for n in sent[0] if sent[0][n] != sent[1][n]} - packed and len(stale) > 3
-    with pytest.raises(SyncError, match=r"server 0 and server 1 serve different ones: .*embed_tokens"):
-        checks.compare(version, {"server 0": answers[0], "server 1": answers[1]}, sent[1])
-
-
-@pytest.mark.full
-def test_layers_that_are_left_out_stay(served: Served, tmp_path: Path) -> None:
-    engine, prompts, old = served.engine, make_prompts(8, seed=13), served.model
-    new, mixed = tiny_qwen3(tmp_path / "new", tied=True, seed=400), copy.deepcopy(old)
-    mixed.load_state_dict({name: t for name, t in new.state_dict().items() if ".layers.1." in name}, strict=False)
-    for model, part in ((old, ""), (mixed, ".layers.1."), (mixed, "nothing")):  # all tensors; a layer; none
-        weights = dict(model.named_parameters())
-        sent = {name: weight.detach().clone() for name, weight in weights.items() if part in name}
-        engine.begin_update(engine.version + 1)
-        engine.keep_unchanged([name for name in weights if name not in sent])
-        if sent:
-            save_file(sent, tmp_path / "sent.safetensors")
-            engine.load([tmp_path / "sent.safetensors"]).result()
-        engine.finish_update()
-        served.model = model
-        rollouts = engine.generate(prompts, SAMPLING, seed=0)
-        diff = logprob_diff(model, rollouts, SAMPLING.temperature)
-        print(f"largest log-prob difference after a push of {len(sent)} tensors: {diff:.1e}")
-        assert diff <= MAX_LOGPROB_DIFF
-    assert logprob_diff(old, rollouts, SAMPLING.temperature) > 10 * MAX_LOGPROB_DIFF
 
 
 @pytest.mark.parametrize(
@@ -543,15 +395,6 @@ def maps(process: psutil.Process) -> str:
 
 
 @pytest.mark.full
-def test_missing_tensors_end_vllm(tmp_path: Path) -> None:
-    with serve("vllm", tmp_path) as served:
-        with pytest.raises(SyncError, match=FAULT):
-            served.engine.update_weights(save_incomplete(served, tmp_path), version=3)
-        with pytest.raises(SyncError, match="can no longer be used"):
-            served.engine.generate(make_prompts(1, seed=0), SAMPLING, seed=0)
-
-
-@pytest.mark.full
 @pytest.mark.parametrize("name", ["vllm", "sglang", "torch"])
 def test_a_damaged_byte_ends_the_engine(name: str, tmp_path: Path) -> None:
     damage = r"tensor model\.norm\.weight was damaged on its way"
@@ -573,22 +416,3 @@ def test_a_damaged_byte_ends_the_engine(name: str, tmp_path: Path) -> None:
             served.engine.update_weights(files, version=1)
             with pytest.raises(RolloutError, match=damage):
                 served.engine.generate(make_prompts(1, seed=0), SAMPLING, seed=0)
-
-
-@pytest.mark.full
-def test_sglang_ends_on_files_that_are_not_the_model(tmp_path: Path) -> None:
-    with serve("sglang", tmp_path) as served:
-        served.engine.update_weights(save_incomplete(served, tmp_path), version=3)
-        with pytest.raises(RolloutError, match=FAULT):
-            served.engine.generate(make_prompts(1, seed=0), SAMPLING, seed=0)
-
-
-FAULT = r"1 missing: model\.layers\.1\.self_attn\.k_proj\.weight"
-
-
-def save_incomplete(served: Served, folder: Path) -> list[Path]:
-    """Files without one tensor of the model."""
-    weights = {name: weight.detach().clone() for name, weight in served.model.named_parameters()}
-    del weights["model.layers.1.self_attn.k_proj.weight"]
-    save_file(weights, folder / "incomplete.safetensors")
-    return [folder / "incomplete.safetensors"]

@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import PreTrainedModel
 
 from tepo_megatron.errors import SyncError
-from tepo_megatron.types import Prompt, Rollout, SamplingParams
-from tests.server.hybrids import kernel_hybrid, mixed_hybrid, tiny_hybrid
+from tepo_megatron.types import Prompt, SamplingParams
+from tests.server.hybrids import tiny_hybrid
 from tests.server.served import (
-    EOS,
     MAX_MODEL_LEN,
     SAMPLING,
     Served,
     another_engine,
-    call,
     logprob_diff,
     make_prompts,
     responses,
@@ -61,29 +56,12 @@ def test_logprobs_are_those_of_transformers(served: Served, temperature: float) 
     assert logprob_diff(served.model, rollouts, 2.0) > 0.1
 
 
-def test_a_prompt_of_one_token_alone_in_its_step(served: Served) -> None:
-    """vLLM's convolution takes such a prefill for one that is not transposed, and the server ends."""
-    for seed in range(3):
-        rollouts = served.engine.generate([Prompt(id=1, token_ids=(7 + seed,), answer="")], SAMPLING, seed=seed)
-        assert logprob_diff(served.model, rollouts, SAMPLING.temperature) <= NOISE
-
-
 def test_samples_depend_on_the_seed_and_not_on_the_batch(served: Served) -> None:
     prompts = make_prompts(16, seed=4)
     first = responses(served.engine.generate(prompts, SAMPLING, seed=5))
     assert responses(served.engine.generate(prompts[::-1], SAMPLING, seed=5)) == first
     other = responses(served.engine.generate(prompts, SAMPLING, seed=6))
     assert all(first[p.id] != other[p.id] for p in prompts)
-
-
-def test_responses_end_at_a_stop_token_that_is_part_of_them(served: Served) -> None:
-    rollouts = served.engine.generate(make_prompts(64, seed=1), SAMPLING, seed=3)
-    assert {r.stop_reason for r in rollouts} == {"stop", "length"}
-    for rollout in rollouts:
-        if rollout.stop_reason == "stop":
-            assert rollout.response_ids.index(EOS) == rollout.response_length - 1
-        else:
-            assert rollout.response_length == SAMPLING.max_tokens and EOS not in rollout.response_ids
 
 
 def test_what_is_under_way_goes_on_under_new_weights(served: Served, tmp_path: Path) -> None:
@@ -137,60 +115,3 @@ def test_layers_that_are_left_out_stay_and_halves_of_a_decay_are_refused(served:
     engine.keep_unchanged([name for name in now if name not in half])
     with pytest.raises(SyncError, match=r"without the other of their pair: model\.layers\.1\.linear_attn\.dt_bias"):
         engine.load([tmp_path / "half.safetensors"]).result()
-
-
-def test_prompts_are_prefilled_in_chunks_and_prefixes_are_cached(tmp_path: Path) -> None:
-    """Chunks of seeded prompts end the engine without our plugin. A cached prefix gives the same log-probs as none."""
-    with serve("vllm", tmp_path, make=tiny_hybrid, extra_args=CHUNKED) as served:
-        prompts = prompts_of_all_lengths()
-        first = served.engine.generate(prompts, SAMPLING, seed=0)
-        again = served.engine.generate(prompts[::-1], SAMPLING, seed=0)
-        assert responses(again) == responses(first)
-        for rollouts in (first, again):
-            diff = logprob_diff(served.model, rollouts, SAMPLING.temperature)
-            print(f"largest log-prob difference: {diff:.1e}")
-            assert diff <= NOISE
-        body = {"model": "policy", "prompt": list(prompts[-1].token_ids), "max_tokens": 2}
-        usage = call(served, "POST", "/v1/completions", body)["usage"]
-        assert usage["prompt_tokens_details"]["cached_tokens"] >= 192, "whole blocks of the prompt"
-        new = tiny_hybrid(tmp_path / "new", seed=1)
-        served.engine.update_weights(save_weights(new, tmp_path, files=2), 0)
-        rollouts = served.engine.generate(prompts, SAMPLING, seed=0)
-        assert logprob_diff(new, rollouts, SAMPLING.temperature) <= NOISE
-
-
-@torch.no_grad()
-def bf16_noise(model: PreTrainedModel, rollouts: list[Rollout]) -> tuple[float, float]:
-    """Return the mean |log-prob - fp32's| of the engine and of transformers in bf16, in nats at temperature 1."""
-    found = []
-    in_bf16: Any = copy.deepcopy(model).bfloat16()
-    for r in rollouts:
-        ids, chosen = r.token_ids_L[None], r.response_mask_L[1:]
-        logprobs = [m(ids).logits[0, :-1].float().log_softmax(-1) for m in (model, in_bf16)]
-        exact, rounded = (x.gather(1, ids[0, 1:, None])[:, 0] for x in logprobs)
-        found.append(torch.stack((r.rollout_logprobs_L[1:] - exact, rounded - exact))[:, chosen].abs())
-    engine, transformers = torch.cat(found, 1).mean(1).tolist()
-    return engine, transformers
-
-
-@pytest.mark.parametrize("make", [kernel_hybrid, mixed_hybrid])
-def test_bf16_is_as_exact_as_transformers_in_bf16(make: Any, tmp_path: Path) -> None:
-    """The first model uses vLLM's kernels, with prompts of one token computed here; the second uses ours throughout."""
-    with serve("vllm", tmp_path, make=make, precision="bf16") as served:
-        single = served.engine.generate([Prompt(id=0, token_ids=(7,), answer="")], replace(SAMPLING, temperature=1.0), seed=0)
-        rest = served.engine.generate(prompts_of_all_lengths(), replace(SAMPLING, temperature=1.0), seed=0)
-        for rollouts in (single, rest):
-            engine, transformers = bf16_noise(served.model, rollouts)
-            print(f"mean error in bf16: engine {engine:.4f}, transformers {transformers:.4f}")
-            assert engine <= 2 * transformers
-        assert bf16_noise(tiny_hybrid(tmp_path / "other", seed=3), rest)[0] > 10 * transformers, "the comparison can fail"
-
-
-def test_two_ranks_serve_a_hybrid(tmp_path: Path) -> None:
-    with serve("vllm", tmp_path, make=tiny_hybrid, tp=2) as served:
-        rollouts = served.engine.generate([*prompts_of_all_lengths(), *make_prompts(8, seed=2)], SAMPLING, seed=0)
-        assert logprob_diff(served.model, rollouts, SAMPLING.temperature) <= NOISE
-        new = tiny_hybrid(tmp_path / "new", seed=1)
-        served.engine.update_weights(save_weights(new, tmp_path, files=2), 0)
-        rollouts = served.engine.generate(prompts_of_all_lengths(), SAMPLING, seed=0)
-        assert logprob_diff(new, rollouts, SAMPLING.temperature) <= NOISE

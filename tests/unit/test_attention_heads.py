@@ -7,21 +7,9 @@ import torch
 import torch.nn.functional as F
 
 from tepo_megatron.actor import attention_layout
-from tepo_megatron.actor.attention_layout import AttentionBucket, repeat_heads, repeats_keys
+from tepo_megatron.actor.attention_layout import AttentionBucket
 
 SEQUENCES, CHUNK, CHANNELS = 2, 5, 8
-
-
-def test_keys_are_repeated_on_cuda_alone() -> None:
-    assert repeats_keys("cuda") and not repeats_keys("cpu")
-
-
-def test_repeated_heads_are_in_the_order_of_the_query_groups() -> None:
-    x = torch.arange(6.0).view(1, 3, 2, 1).requires_grad_()
-    repeated = repeat_heads(x, 6)
-    assert torch.equal(repeated, x.repeat_interleave(2, dim=1)) and repeat_heads(x, 3) is x
-    repeated.backward(torch.arange(12.0).view(1, 6, 2, 1))
-    assert x.grad is not None and x.grad.flatten().tolist() == [2, 4, 10, 12, 18, 20]
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-13), (torch.float32, 1e-5)], ids=str)

@@ -1,13 +1,10 @@
 """TrainBatch: minibatches of whole groups, with their old statistics."""
 
 from dataclasses import replace
-from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tepo_megatron.types import Rollout, TrainBatch
-from tepo_megatron.utils.seeding import hash_rows
 
 
 def batch(groups: int = 7, samples: int = 3) -> TrainBatch:
@@ -53,38 +50,6 @@ def test_old_statistics_travel_with_their_sequence() -> None:
             expected = torch.arange(starts[advantage], starts[advantage] + length, dtype=torch.float32)
             assert torch.equal(m.old_logprobs_N[first : first + length], expected)
             assert torch.equal(m.old_entropies_N[first : first + length], -expected)
-
-
-def test_order_depends_on_the_seed_alone() -> None:
-    def order(seed: int) -> list[list[float]]:
-        return [m.advantages_B.tolist() for m in batch().epochs(1, 2, seed)]
-
-    assert order(1) == order(1) != order(2)
-
-
-class LargestTensors(TorchDispatchMode):
-    """Records the number of elements of the largest tensor that is made on each type of device."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.elements: dict[str, int] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        for tensor in made if isinstance(made, (list, tuple)) else [made]:
-            if isinstance(tensor, torch.Tensor):
-                self.elements[tensor.device.type] = max(self.elements.get(tensor.device.type, 0), tensor.numel())
-        return made
-
-
-def test_token_keys_and_their_hash_are_made_on_the_device() -> None:
-    """The host makes no tensor of one element per token. The device is torch's "meta", which allocates nothing."""
-    chosen = batch(groups=64).select(range(5, 150), update=1)
-    assert chosen.num_tokens > 2 * len(chosen)
-    with LargestTensors() as largest:
-        hash_rows(7, chosen.token_keys_N(torch.device("meta")))
-    assert largest.elements["meta"] == chosen.num_tokens
-    assert largest.elements.get("cpu", 0) <= len(chosen)
 
 
 def test_token_keys_are_the_sequence_in_the_rollout_batch_and_the_position() -> None:

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from tepo_megatron import cli
-from tepo_megatron.cli import commands
 from tepo_megatron.config import Config
 from tepo_megatron.config.io import load_config, to_yaml, validate
 from tepo_megatron.errors import ConfigError
@@ -51,21 +50,6 @@ def test_what_the_run_needs_is_not_removed(tmp_path: Path, key: str) -> None:
     assert used.exists()
 
 
-def test_a_link_is_removed_and_not_what_it_points_to(tmp_path: Path) -> None:
-    elsewhere = tmp_path / "elsewhere"
-    elsewhere.mkdir()
-    (tmp_path / "a").mkdir()
-    (tmp_path / "a" / "hf").symlink_to(elsewhere)
-    run_dir.prepare(config(tmp_path, overwrite=True))
-    assert elsewhere.exists() and not (tmp_path / "a" / "hf").exists()
-
-
-def test_an_output_that_cannot_be_written(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match=r"output=.*cannot be written"):
-        run_dir.prepare(config(tmp_path / "file"))
-
-
 def test_malformed_words_and_files_are_one_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     good = tmp_path / "good.yaml"
     good.write_text("name: a")
@@ -82,15 +66,6 @@ def test_malformed_words_and_files_are_one_message(tmp_path: Path, capsys: pytes
     with pytest.raises(SystemExit) as e:
         cli.main(["train", "--seed", "1", str(good)])
     assert e.value.code == 2 and "the config file comes first" in capsys.readouterr().err
-
-
-def test_what_contradicts_itself_names_the_file_that_says_it(tmp_path: Path) -> None:
-    (tmp_path / "below.yaml").write_text(
-        "name: a\nmodel: {path: m}\ndata: {train: t}\nobjective: {name: tepo, clip_low: 0.1}\n"
-    )
-    (tmp_path / "mine.yaml").write_text("base: below.yaml\n")
-    with pytest.raises(ConfigError, match=r"below\.yaml: objective\.clip_low=0\.1 has no effect on objective gpg: .* \(null\)"):
-        commands.train(str(tmp_path / "mine.yaml"), ["--objective.name", "gpg"])
 
 
 @pytest.mark.slow

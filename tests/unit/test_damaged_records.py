@@ -112,11 +112,6 @@ def test_of_two_records_of_a_step_the_later_attempts_stays() -> None:
         assert [line.value["reward/mean"] for line in found.kept if line.value and line.value["step"] == 2] == [kept]
 
 
-def test_a_file_that_is_gone_is_reported(tmp_path: Path) -> None:
-    assert len(resumed(tmp_path)) == 1
-    assert re.search(MISSING + "1 to 4", resumed(tmp_path)[0]) and not (tmp_path / LOST_FILE).exists()
-
-
 @pytest.mark.parametrize("name", DAMAGES)
 def test_every_reader_of_a_run_goes_on(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     damage, readable, _ = DAMAGES[name]
@@ -128,28 +123,6 @@ def test_every_reader_of_a_run_goes_on(name: str, tmp_path: Path, caplog: pytest
     if found.kept:
         assert read_metrics(tmp_path) == found.records
         assert [record.getMessage() for record in caplog.records] == [f"{tmp_path / METRICS_FILE}: {f}" for f in found.faults]
-
-
-@pytest.mark.parametrize("former", [b"", b'{"step": 9}\n', b'{"step": 9, "x', b"\0\0\xff"])
-def test_lost_records_stay_lines_of_their_own(former: bytes, tmp_path: Path) -> None:
-    (tmp_path / LOST_FILE).write_bytes(former)
-    (tmp_path / METRICS_FILE).write_bytes(WHOLE)
-    resumed(tmp_path)
-    lost = (tmp_path / LOST_FILE).read_bytes()
-    assert lost.startswith(former) and lost[len(former) :].lstrip(b"\n") == b"".join(LINES[CHECKPOINT:])
-    assert [json.loads(line) for line in lost.splitlines()[-2:]] == RECORDS[CHECKPOINT:]
-
-
-def test_another_process_is_kept_out_while_the_file_is_replaced(tmp_path: Path) -> None:
-    from tepo_megatron.errors import ConfigError
-
-    (tmp_path / METRICS_FILE).write_bytes(b"".join(reversed(LINES)))
-    with RunLog(tmp_path, LoggingConfig(), steps=9) as log:
-        log.rewind(CHECKPOINT)
-        with pytest.raises(ConfigError, match="under way in another process"):
-            RunLog(tmp_path, LoggingConfig(), steps=9)
-        log.write(5, {})
-    assert [record["step"] for record in read_metrics(tmp_path)] == [1, 2, 3, 4, 5]
 
 
 KINDS = st.sampled_from(["cut", "remove", "double", "garbage", "swap", "glue"])

@@ -1,14 +1,12 @@
 """The gated delta rule in the actor: its layouts, its kernels, what stays in fp32, and what it refuses."""
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tepo_megatron.actor import build, kernels, precision
-from tepo_megatron.actor.layer_spec import ZeroCenteredRMSNorm
+from tepo_megatron.actor import build
 from tepo_megatron.actor.layout import check_layout, check_shared_prompts
 from tepo_megatron.actor.linear_kernels import LinearLayout
 from tepo_megatron.actor.rotary import PackedRotary, rotate
@@ -39,14 +37,6 @@ def test_layouts_that_do_not_split_the_key_heads_are_refused(parallel: dict[str,
         check_layout(published(), ParallelConfig(**parallel))
 
 
-def test_layouts_that_split_the_key_heads_are_accepted() -> None:
-    check_layout(published(), ParallelConfig(tp=4, cp=4, pp=8, sequence_parallel=True))
-    all_full = published(layer_types=["full_attention"] * 32)
-    check_layout(all_full, ParallelConfig(cp=3))
-    with pytest.raises(ConfigError, match=r"tp \* parallel.cp=2 .* 3 key heads .*; use a tp of 1 or 3$"):
-        check_layout(published(linear_num_key_heads=3, linear_num_value_heads=6), ParallelConfig(tp=2))
-
-
 def test_prompts_are_shared_by_no_hybrid() -> None:
     model = ModelConfig(path="m", precision="fp32")
     assert not build.shares_prompts(TrainingConfig(), model, CPU, 1, published())
@@ -57,37 +47,6 @@ def test_prompts_are_shared_by_no_hybrid() -> None:
         check_shared_prompts(published(), always)
     with pytest.raises(ConfigError, match=said):
         build.shares_prompts(always, model, CPU, 1, published())
-
-
-BOTH = frozenset({"fla", "causal_conv1d"})
-
-
-@pytest.mark.parametrize(
-    ("name", "device", "found", "chosen"),
-    [
-        ("bf16", "cuda", BOTH, ("fla", "causal_conv1d")),
-        ("bf16", "cuda", frozenset({"fla"}), ("fla", "torch")),
-        ("fp8-current", "cuda", BOTH, ("fla", "causal_conv1d")),
-        ("fp32", "cuda", BOTH, ("torch", "torch")),
-        ("bf16", "cpu", BOTH, ("torch", "torch")),
-        ("bf16", "meta", BOTH, ("torch", "torch")),
-    ],
-)
-def test_who_computes_it(name: Any, device: str, found: frozenset[str], chosen: tuple[str, str]) -> None:
-    choice = kernels.choose_linear(ModelConfig(path="m", precision=name), device, found)
-    assert dataclasses.astuple(choice) == chosen
-    assert str(kernels.LinearChoice("fla", "torch")) == "gated delta rule: flash-linear-attention; causal convolution: PyTorch"
-
-
-def test_fp8_is_refused_where_its_blocks_do_not_divide_the_projection() -> None:
-    precision.check_shapes(published(), ModelConfig(path="m", precision="fp8-current"), ParallelConfig(tp=4))
-    with pytest.raises(
-        ConfigError, match=r"multiples of 128, .* gated delta rule's projection is 12352; .*precision=fp8-current"
-    ):
-        precision.check_shapes(published(), ModelConfig(path="m", precision="fp8-blockwise"), ParallelConfig())
-    with pytest.raises(ConfigError, match=r"gated delta rule's values is 84; .*model.precision=bf16"):
-        narrow = published(linear_num_value_heads=16, linear_value_head_dim=21)
-        precision.check_shapes(narrow, ModelConfig(path="m", precision="fp8-current"), ParallelConfig(tp=4))
 
 
 def layers_of(rank: int, path: Path, name: Any) -> dict[str, tuple[str, str]]:
@@ -130,58 +89,12 @@ def test_what_no_precision_rounds(tmp_path: Path) -> None:
     }
 
 
-def refusals(rank: int, path: Path) -> list[str]:
-    from megatron.core.packed_seq_params import PackedSeqParams
-
-    from tepo_megatron.distributed import parallel
-    from tepo_megatron.platform import activate
-
-    groups = parallel.initialize(ParallelConfig(), activate("cpu"), 0)
-    found = read_config(path)
-    arch, model = find_family(found).architecture(found), ModelConfig(path=str(path), precision="fp32")
-    config = build.transformer_config(arch, model, ParallelConfig(), groups.device)
-    (chunk,) = build.build_chunks(config, arch, model, groups)
-    layer, hidden = chunk.decoder.layers[0].self_attention, torch.zeros(6, 1, arch.hidden_size)
-    shared = PackedSeqParams(qkv_format="thd", cu_seqlens_q=torch.tensor([0, 4, 6]))
-    shared.starts = (0, 4)
-    said = []
-    for keys in ({"attention_mask": torch.ones(1)}, {"packed_seq_params": shared}):
-        with pytest.raises(ValueError) as refused:
-            layer(hidden, **keys)
-        said.append(str(refused.value))
-    parallel.shutdown()
-    return said
-
-
-def test_masks_and_shared_prompts_are_refused(tmp_path: Path) -> None:
-    tiny_model(tmp_path / "model", hybrid_config())
-    ((mask, shared),) = run_world(1, refusals, tmp_path / "model")
-    assert "takes no mask; pass None" in mask
-    assert "one state per sequence; set training.share_prompts to auto or never" in shared
-
-
 def test_the_tokens_of_the_ranks_are_put_in_order() -> None:
     layout = LinearLayout.of((8, 0, 4), 2, CPU)
     # rank 0 holds chunks 0 and 3 of each sequence, rank 1 chunks 1 and 2
     assert layout.rows_T is not None and layout.rows_T.tolist() == [0, 1, 6, 7, 8, 11, 2, 3, 4, 5, 9, 10]
     assert layout.position_T.tolist() == [*range(8), *range(4)] and layout.starts.tolist() == [0, 8, 8, 12]
     assert LinearLayout.of((8,), 1, CPU).rows_T is None
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_zero_centred_norm_is_the_formula(dtype: torch.dtype) -> None:
-    from megatron.core.transformer import TransformerConfig
-
-    config = TransformerConfig(num_layers=1, hidden_size=48, num_attention_heads=4, params_dtype=dtype)
-    norm = ZeroCenteredRMSNorm(config, 48, eps=1e-6)
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(5, 48, generator=generator).to(dtype)
-    with torch.no_grad():
-        norm.weight.copy_(0.01 * torch.randn(48, generator=generator))
-    wide, weight = x.double(), norm.weight.double()
-    expected = wide * (wide.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * (1 + weight)
-    assert torch.equal(norm(x), expected.to(dtype)) or (norm(x) - expected).abs().max() <= 1e-6
-    assert norm(x).dtype == dtype
 
 
 def test_only_the_first_channels_of_a_head_are_rotated() -> None:

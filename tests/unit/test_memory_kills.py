@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tepo_megatron.utils.memory_kills import MemoryKills, memory_group
+from tepo_megatron.utils.memory_kills import MemoryKills
 from tests.hurting import memory_group as limited
 
 V1 = ("cgroup", "4:memory:{path}\n1:cpu:/\n0::/\n", "memory.oom_control", "memory.limit_in_bytes", "rw,memory")
@@ -51,32 +51,6 @@ def test_the_count_of_the_group_explains_a_kill(
     assert f"{version[2]}: oom_kill 2 -> 3); buy more" in said
     (group / version[3]).write_text("max\n" if version is V2 else f"{2**63 - 4096}\n")
     assert "may take the limit of a group above it" in kills.explain()
-
-
-def test_without_a_group_the_count_of_the_machine_says_probably(tmp_path: Path) -> None:
-    proc, group = machine(tmp_path, V1, "/", "/elsewhere", "slice")
-    assert memory_group(proc / "self") is None and group.exists()
-    kills = MemoryKills(proc=proc)
-    (proc / "vmstat").write_text("oom_kill 9\n")
-    assert kills.seen() and kills.explain().startswith("probably the kernel killed it for memory: it has killed a process for")
-    assert "oom_kill 7 -> 9" in kills.explain() and "tepo plan" in kills.explain()
-
-
-@pytest.mark.parametrize("counter", ["group", "machine"])
-def test_a_hint_names_the_count_that_grew(counter: str, tmp_path: Path) -> None:
-    proc, group = machine(tmp_path, V1, "/", "/slice/job", "slice/job")
-    kills = MemoryKills(proc=proc)
-    assert kills.hint() == ""
-    path = proc / "vmstat" if counter == "machine" else group / V1[2]
-    path.write_text("oom_kill 9\n")
-    before = 7 if counter == "machine" else 2
-    assert kills.hint("buy more").endswith(f"perhaps one of it ({path}: oom_kill {before} -> 9); if so, buy more")
-
-
-def test_a_kernel_that_counts_nothing_leaves_it_open(tmp_path: Path) -> None:
-    kills = MemoryKills(proc=tmp_path)
-    assert kills.hint() == ""
-    assert not kills.seen() and kills.explain("close something") == "the machine may be out of memory; close something"
 
 
 GREEDY = """

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import stat
 import urllib.error
 import urllib.request
@@ -17,15 +16,7 @@ from tepo_megatron.controller.step_log import KEYS, PHASES
 from tepo_megatron.errors import ConfigError
 from tepo_megatron.inference.report import EngineReport, ServerReport
 from tepo_megatron.observability.alerts import RULES
-from tepo_megatron.observability.metrics_server import (
-    KEY_FILE,
-    TARGETS_FILE,
-    MetricFamily,
-    as_text,
-    merge_servers,
-    serve_metrics,
-    step_name,
-)
+from tepo_megatron.observability.metrics_server import KEY_FILE, TARGETS_FILE, merge_servers, serve_metrics, step_name
 from tepo_megatron.rollout.collector import Progress
 from tools import grafana
 
@@ -129,13 +120,3 @@ def test_a_scrape_holds_every_documented_name() -> None:
     assert len(board) > 25 and board <= {name for name, _ in found}
     assert json.loads(grafana.DASHBOARD.read_text()) == grafana.dashboard(), "run `python -m tools.grafana`"
     assert grafana.PAGE.read_text() == grafana.page(grafana.PAGE.read_text()), "run `python -m tools.grafana`"
-
-
-def test_text_is_escaped_and_every_number_has_a_form() -> None:
-    odd = 'a"\\\n}'
-    family = MetricFamily(
-        "tepo_odd", "gauge", "one\ntwo \\", [({"name": odd}, math.inf), ({"name": "b"}, math.nan), ({}, -math.inf)]
-    )
-    found = samples(as_text([family]))
-    assert found["tepo_odd", (("name", odd),)] == math.inf and math.isnan(found["tepo_odd", (("name", "b"),)])
-    assert found["tepo_odd", ()] == -math.inf and step_name("tepo/dH_up_p05") == "tepo_step_tepo_dH_up_p05"

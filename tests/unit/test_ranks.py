@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import stat
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -15,7 +12,6 @@ import pytest
 
 from tepo_megatron.errors import ConfigError
 from tepo_megatron.launcher.ranks import (
-    ERROR_FILE,
     Lifeline,
     RankFailure,
     RankProcesses,
@@ -23,7 +19,6 @@ from tepo_megatron.launcher.ranks import (
     interrupted_by_signals,
 )
 from tepo_megatron.launcher.restarts import RestartPolicy, is_recoverable
-from tepo_megatron.utils.heartbeats import HeartbeatFolder
 from tepo_megatron.utils.memory_kills import MemoryKills
 from tepo_megatron.utils.private import check_private, make_private_folder
 
@@ -120,19 +115,6 @@ def test_a_signal_ends_the_ranks_and_its_handlers_are_restored(tmp_path: Path) -
             os.kill(pid, 0)
 
 
-def test_a_rank_leaves_its_message_whole_and_for_whom_it_was_started(tmp_path: Path) -> None:
-    say = "from tepo_megatron.launcher.ranks import leave_message; leave_message('why', expected=True, restarts=False)"
-    full = subprocess.run(
-        [sys.executable, "-c", say], env={**os.environ, ERROR_FILE: "/dev/full/none", "RANK": "3"},
-        check=True, timeout=60, capture_output=True, text=True,
-    )  # fmt: skip
-    assert full.stderr == "tepo: rank 3: why\n"
-    for name in (ERROR_FILE, "TORCHELASTIC_ERROR_FILE"):
-        subprocess.run([sys.executable, "-c", say], env={**os.environ, name: str(tmp_path / name)}, check=True, timeout=60)
-    assert json.loads((tmp_path / ERROR_FILE).read_text())["message"] == "why"
-    assert json.loads((tmp_path / "TORCHELASTIC_ERROR_FILE").read_text())["message"]["message"] == "why"
-
-
 def test_a_private_folder_is_the_owners_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     folder = make_private_folder("ranks").path
@@ -153,50 +135,3 @@ def test_a_private_folder_is_the_owners_alone(tmp_path: Path, monkeypatch: pytes
         make_private_folder("ranks")
     tmp_path.chmod(0o1777)
     make_private_folder("ranks")
-
-
-def test_heartbeats_are_whole_and_take_no_more_space_over_time(tmp_path: Path) -> None:
-    writer, reader = HeartbeatFolder(tmp_path), HeartbeatFolder(tmp_path)
-    assert not reader.check(["watch/0"])
-    with pytest.raises(RuntimeError):
-        reader.get("watch/0")
-    written = threading.Event()
-
-    def beat() -> None:
-        for i in range(2000):
-            writer.set("watch/0", json.dumps([i, "x" * (i * 7 % 1500)]))
-        written.set()
-
-    writer.set("watch/0", '[0, ""]')
-    thread = threading.Thread(target=beat)
-    thread.start()
-    seen = 0
-    while not written.is_set():
-        number, text = json.loads(reader.get("watch/0"))
-        assert number >= seen and len(text) == number * 7 % 1500
-        seen = number
-    thread.join()
-    writer.set("watch/0", "short")
-    assert reader.get("watch/0") == b"short" and [p.stat().st_size for p in tmp_path.iterdir()] == [1024]
-
-
-def test_only_the_first_verdict_counts(tmp_path: Path) -> None:
-    store = HeartbeatFolder(tmp_path)
-    assert store.compare_set("watch/verdict", "", "rank 1\nis frozen") == b"rank 1\nis frozen"
-    assert store.compare_set("watch/verdict", "", "another") == b"rank 1\nis frozen"
-    assert store.check(["watch/verdict"]) and len(list(tmp_path.iterdir())) == 1
-
-
-@pytest.mark.parametrize(("rank", "folder", "file"), [(3, "logs", "rank-3.log"), (0, "logs", None), (3, "missing", None)])
-def test_the_output_of_each_rank_but_the_first_goes_to_its_own_file(
-    tmp_path: Path, rank: int, folder: str, file: str | None
-) -> None:
-    (tmp_path / "logs").mkdir()
-    code = "from tepo_megatron.launcher.rank_logs import redirect_output; redirect_output(); print('step', flush=True)"
-    environment = os.environ | {"RANK": str(rank), "TEPO_RANK_LOGS": str(tmp_path / folder)}
-    words = [sys.executable, "-c", code]
-    outputs = [subprocess.run(words, env=environment, capture_output=True, text=True, check=True).stdout for _ in range(2)]
-    if file is None:
-        assert outputs == ["step\n", "step\n"] and list((tmp_path / "logs").iterdir()) == []
-    else:
-        assert outputs == ["", ""] and (tmp_path / folder / file).read_text() == "step\nstep\n"

@@ -33,20 +33,6 @@ def test_values_and_gradients_are_megatrons(cp: int, rank: int) -> None:
     torch.testing.assert_close(grad, expected_grad, rtol=1e-6, atol=1e-6)
 
 
-def test_tables_are_those_of_the_microbatch_at_hand() -> None:
-    """The tables are shared by all layers, and computed again for other lengths, angles or types."""
-    rotate, t = PackedRotary(), torch.randn(12, HEADS, D)
-    half = torch.rand(12, D // 2)
-    freqs = torch.cat((half, half), dim=-1)[:, None, None, :]
-    for cu_seqlens in (torch.tensor([0, 12]), torch.tensor([0, 5, 12])):
-        for angles in (freqs, freqs + 1):
-            for dtype in (torch.float32, torch.bfloat16):
-                found = rotate(t.to(dtype), cu_seqlens, angles)
-                assert found.dtype == dtype
-                assert torch.equal(found, PackedRotary()(t.to(dtype), cu_seqlens, angles))
-                assert rotate(t.to(dtype), cu_seqlens, angles).equal(found)
-
-
 def test_pieces_behind_a_shared_prompt_start_after_it() -> None:
     """Compare with separate sequences, of which only the part behind the prompt counts; other tensors start at 0."""
     t, half = torch.randn(14, HEADS, D), torch.rand(12, D // 2)

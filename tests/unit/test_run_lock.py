@@ -6,24 +6,18 @@ import errno
 import fcntl
 import json
 import os
-import queue
-import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tepo_megatron.config import LoggingConfig
 from tepo_megatron.errors import ConfigError, RunReplacedError
-from tepo_megatron.observability import hang_watchdog as watching
 from tepo_megatron.observability import run_dir
-from tepo_megatron.observability.hang_watchdog import VERDICT, HangWatchdog
 from tepo_megatron.observability.sinks import METRICS_FILE, RunLog
-from tepo_megatron.utils.heartbeats import HeartbeatFolder
-from tepo_megatron.utils.run_lock import LOCK_FILE, FolderIdentity, RunLock
+from tepo_megatron.utils.run_lock import LOCK_FILE, RunLock
 from tests.unit.config.test_run_dir import RUN, config, write_run
 
 # Takes the lock again and again; inside it, what no two may do at once.
@@ -83,16 +77,6 @@ def test_many_contenders_are_never_inside_at_once(tmp_path: Path) -> None:
     assert not list(folder.glob("*"))
 
 
-def test_who_inherits_the_lock_holds_it_after_the_launcher(tmp_path: Path) -> None:
-    lock = RunLock(tmp_path / "a")
-    with subprocess.Popen(["sleep", "60"], pass_fds=[lock.file]) as rank:
-        os.close(lock.file)  # as a killed launcher's end does
-        with pytest.raises(ConfigError, match="under way"):
-            RunLock(tmp_path / "a")
-        rank.kill()
-    RunLock(tmp_path / "a").release()
-
-
 def test_without_locks_the_owner_is_looked_for_on_this_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -127,54 +111,3 @@ def test_a_run_notices_that_its_folder_was_replaced(tmp_path: Path) -> None:
         with pytest.raises(RunReplacedError):
             log.write(2, {})
     assert everything(folder) == before
-
-
-def replaced_as_a_whole(folder: Path) -> None:
-    shutil.rmtree(folder)
-    folder.mkdir()
-    (folder / LOCK_FILE).write_text("another's")
-
-
-def replaced_inside(folder: Path) -> None:
-    (folder / LOCK_FILE).unlink()
-    (folder / LOCK_FILE).write_text("another's")
-
-
-def moved_away(folder: Path) -> None:
-    folder.rename(folder.with_name("elsewhere"))
-
-
-@pytest.mark.parametrize("happens", [replaced_as_a_whole, replaced_inside, moved_away])
-def test_the_explanation_of_a_hang_is_not_written_into_another_run(
-    happens: Callable[[Path], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A folder that is made in the place of a removed one often has its inode number, unless that is kept."""
-    monkeypatch.setattr(watching, "BEAT_SECONDS", 0.05)
-    folder = tmp_path / "a"
-    folder.mkdir()
-    (folder / LOCK_FILE).write_text("ours")
-    (tmp_path / "beats").mkdir()
-    store = HeartbeatFolder(tmp_path / "beats")
-    store.set(VERDICT, "rank 0 hangs")
-
-    def watch() -> tuple[HangWatchdog, queue.SimpleQueue[str]]:
-        """A watch, and what it ends with: more than once where it does not end the process."""
-        ends = queue.SimpleQueue[str]()
-        return HangWatchdog(
-            store, 0, 1, folder, heartbeat_timeout=60.0, stuck_seconds=60.0, on_hang=lambda text, _: ends.put(text)
-        ), ends
-
-    first, ends = watch()
-    with first:
-        assert ends.get(timeout=30) == "rank 0 hangs"
-    assert (folder / "hang.txt").read_text() == "rank 0 hangs\n" and (folder / "stacks" / "rank-0.txt").exists()
-    (folder / "hang.txt").unlink()
-    shutil.rmtree(folder / "stacks")
-    (late, ends), identity = watch(), FolderIdentity(folder)
-    assert identity.is_in_place()
-    happens(folder)
-    assert not identity.is_in_place()
-    with late:
-        assert ends.get(timeout=30) == "rank 0 hangs"
-    assert not (folder / "hang.txt").exists() and not (folder / "stacks").exists()
-    identity.close()

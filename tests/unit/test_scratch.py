@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import shutil
 import stat
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -71,25 +69,6 @@ def test_another_users_folder_stays_even_with_root(tmp_path: Path) -> None:
     theirs.mkdir()
     os.chown(theirs, 12345, 12345)
     assert scratch.sweep(tmp_path) == [] and theirs.exists()
-
-
-def test_many_starts_at_once_take_no_folder_from_each_other(tmp_path: Path) -> None:
-    def start(_: int) -> bool:
-        with PrivateFolder.create("test", tmp_path) as folder:
-            (folder.path / "file").touch()
-            scratch.sweep(tmp_path)
-            return (folder.path / "file").exists()
-
-    with ThreadPoolExecutor(16) as threads:
-        assert all(threads.map(start, range(400)))
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_semaphores_are_found_though_they_are_mapped_under_another_name() -> None:
-    before = scratch.mapped_segments([os.getpid()])
-    lock = multiprocessing.get_context("spawn").Lock()
-    name = f"sem.{lock._semlock.name.removeprefix('/')}"  # type: ignore[attr-defined]
-    assert scratch.mapped_segments([os.getpid()]).keys() - before.keys() == {name}
 
 
 def test_segments_go_with_the_folder_that_names_them_while_they_are_the_same(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -83,30 +82,3 @@ def test_all_end_together(supervisor: subprocess.Popen[bytes], victim: str) -> N
     supervisor.poll()
     until(lambda: not lives(service) and not lives(guard_pid))
     assert not service_guard.is_held(folder)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("how", ["ignores SIGTERM", "stopped"])
-def test_a_service_that_does_not_end_is_killed(supervisor: subprocess.Popen[bytes], how: str) -> None:
-    folder, guard_pid, service = start(supervisor.pid, "signal.SIG_IGN" if how == "ignores SIGTERM" else "signal.SIG_DFL")
-    time.sleep(1.0)  # for its handler
-    if how == "stopped":
-        os.kill(service, signal.SIGSTOP)
-    supervisor.kill()
-    supervisor.wait()
-    until(lambda: not lives(service) and not lives(guard_pid))
-    assert not folder.exists()
-
-
-def test_a_long_path_is_no_obstacle(
-    supervisor: subprocess.Popen[bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    long = tmp_path / ("a" * 120)
-    long.mkdir()
-    monkeypatch.setattr("tempfile.tempdir", str(long))
-    folder, *_ = start(supervisor.pid)
-    connection = service_guard.connect(folder)
-    assert isinstance(connection, socket.socket)
-    connection.close()
-    service_guard.end(folder, 20.0)
-    assert not folder.exists()

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
-import pty
-import select
 import signal
 import subprocess
 import sys
@@ -31,18 +28,6 @@ def test_records_read_back_as_written(tmp_path: Path) -> None:
     assert second == {
         "step": 2, **RECORD, "loss/kl": None, "tepo/ratio_p99": None, "actor/grad_norm": None,
     }  # fmt: skip
-
-
-def test_each_record_is_one_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    written: list[bytes] = []
-    real = os.write
-    with RunLog(tmp_path, LoggingConfig(), steps=1) as log:
-        monkeypatch.setattr(os, "write", lambda file, data: written.append(data) or real(file, data))
-        log.write(1, RECORD)
-        monkeypatch.undo()
-    lines = [data for data in written if data.startswith(b"{")]
-    assert len(lines) == 1
-    assert json.loads(lines[0])["step"] == 1 and lines[0].endswith(b"}\n")
 
 
 def test_a_killed_process_leaves_whole_lines(tmp_path: Path) -> None:
@@ -93,50 +78,6 @@ def test_warnings_of_two_processes_are_in_one_log(tmp_path: Path, capfd: pytest.
     assert sorted(capfd.readouterr().out.splitlines()) == sorted(expected.splitlines())
 
 
-def test_progress_lines_are_aligned_and_plain(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with RunLog(tmp_path, LoggingConfig(), steps=132) as log:
-        log.message("rollout server [pid 7] is ready")
-        for step in range(1, 25):
-            log.write(step, RECORD | {"loss/kl": None})
-    printed = capsys.readouterr().out
-    assert "\x1b" not in printed
-    assert printed == (tmp_path / "log.txt").read_text()
-    message, *rows = printed.splitlines()
-    assert message == "rollout server [pid 7] is ready"
-    headers = [i for i, row in enumerate(rows) if row.split()[0] == "step"]
-    assert headers == [0, 21]
-    assert {len(row) for row in rows} == {len(rows[0])} and len(rows[0]) <= 160
-    assert rows[1].split()[:6] == ["1/132", "0.500", "0.500", "0.500", "-", "0.500"]
-
-
-def test_a_narrow_terminal_gets_the_columns_that_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    reader, terminal = pty.openpty()
-    monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    with open(terminal, "w") as screen:
-        monkeypatch.setattr(sys, "stdout", screen)
-        with RunLog(tmp_path, LoggingConfig(), steps=9) as log:
-            log.write(1, RECORD)
-        monkeypatch.undo()
-        shown = ""
-        while shown.count("\n") < 2:  # a terminal may hand out the lines one by one
-            assert select.select([reader], [], [], 10.0)[0], shown
-            shown += os.read(reader, 4096).decode()
-    os.close(reader)
-    header, row = shown.splitlines()
-    assert header.startswith("\x1b[1m") and "\x1b" not in row
-    assert 60 < len(row) <= 80
-    assert (tmp_path / "log.txt").read_text().splitlines()[1].startswith(row)
-
-
-def test_a_long_wait_says_that_it_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sinks, "REMINDER_SECONDS", 0.01)
-    with RunLog(tmp_path, LoggingConfig(), steps=1) as log, log.reminders("vllm is starting"):
-        while (tmp_path / "log.txt").read_text().count("vllm is starting (0 s so far)") < 2:
-            pass
-
-
 def test_tensorboard_holds_the_scalars(tmp_path: Path) -> None:
     events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     with RunLog(tmp_path, LoggingConfig(tensorboard=True), steps=1) as log:
@@ -160,36 +101,6 @@ def test_a_sink_that_is_not_installed_is_named(
     monkeypatch.setitem(sys.modules, module, None)  # importing it now raises ImportError
     with pytest.raises(ConfigError, match=r"logging\..*not installed; install tepo-megatron\["):
         RunLog(tmp_path, cfg, steps=1)
-
-
-def test_a_warning_of_the_package_is_logged_once(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    logger = logging.getLogger("tepo_megatron.checkpoint.restoring")
-    with RunLog(tmp_path, LoggingConfig(), steps=1):
-        logger.warning("%s start again", "generators")
-        logger.info("not this")
-    with RunLog(tmp_path, LoggingConfig(), steps=1):
-        logger.warning("again")
-    captured = capfd.readouterr()
-    lines = ["warning: generators start again", "warning: again"]
-    assert captured.out.splitlines() == (tmp_path / "log.txt").read_text().splitlines() == lines
-    assert captured.err == ""
-
-
-def test_a_warning_on_a_full_disk_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = os.write
-    with RunLog(tmp_path, LoggingConfig(), steps=1):
-        monkeypatch.setattr(os, "write", lambda file, data: real(file, data[:3]))
-        logging.getLogger("tepo_megatron.checkpoint").warning("cannot be written")
-        monkeypatch.undo()
-    assert (tmp_path / "log.txt").read_text() == ""
-
-
-def test_a_run_keeps_its_id_at_wandb(tmp_path: Path) -> None:
-    first = sinks.wandb_id(tmp_path)
-    assert sinks.wandb_id(tmp_path) == first and len(first) == 32
-    (tmp_path / "other").mkdir()
-    assert sinks.wandb_id(tmp_path / "other") != first
-    assert [p.name for p in (tmp_path / "wandb").iterdir()] == ["run-id.txt"]
 
 
 def test_malformed_metrics_are_named_by_file_and_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -216,20 +127,3 @@ def test_foreign_text_reaches_neither_terminal_nor_log_raw(tmp_path: Path, capsy
     printed = capsys.readouterr().out
     assert printed == "model \\x1b[31mred\\x07 \\u202egnp.exe\nand \u00fc \U0001f600\n"
     assert (tmp_path / "log.txt").read_text() == printed
-
-
-def test_a_log_that_was_cut_off_goes_on_in_a_new_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "log.txt").write_text("half a l")
-    with RunLog(tmp_path, LoggingConfig(), steps=1) as log:
-        log.message("more")
-    assert (tmp_path / "log.txt").read_text() == "half a l\nmore\n"
-
-
-@pytest.mark.parametrize("damage", [b"", b"half", b"\xff\x00" * 16])
-def test_a_damaged_id_at_wandb_is_replaced(tmp_path: Path, damage: bytes, caplog: pytest.LogCaptureFixture) -> None:
-    sinks.wandb_id(tmp_path)
-    (tmp_path / "wandb" / "run-id.txt").write_bytes(damage)
-    assert len(sinks.wandb_id(tmp_path)) == 32 == len(sinks.wandb_id(tmp_path))
-    assert [record.getMessage().partition(": ")[2] for record in caplog.records] == [
-        "not the id of a W&B run; a new one is begun there"
-    ]

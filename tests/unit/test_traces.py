@@ -4,31 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import json
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
-from traceback import walk_tb
 
 import pytest
-import torch.distributed as dist
 
 from tepo_megatron import cli
-from tepo_megatron.controller.service_trace import ServiceTrace
-from tepo_megatron.distributed.collective_spans import traced_collectives
-from tepo_megatron.inference import request_spans
-from tepo_megatron.inference.partial import GenerationRequest
-from tepo_megatron.inference.request_spans import add_generation, server_times
 from tepo_megatron.launcher.trace_request import coverage, read_trace
 from tepo_megatron.observability.clock_offset import SAME, ClockOffset, best_offset
-from tepo_megatron.observability.hang_watchdog import place_of
 from tepo_megatron.observability.trace_file import TracePart, chrome_trace, merge, step_folder, trace_path, write_part
 from tepo_megatron.observability.tracer import Recording, Tracer
-from tepo_megatron.types import Prompt, SamplingParams
-from tepo_megatron.utils.run_lock import RunLock
-from tepo_megatron.utils.save_requests import TRACE, TRACED, TraceRequest, answer_trace, ask_trace, take_trace
-from tepo_megatron.weight_sync.receiver.binary_answer import CONTENT_TYPE, TIMED, BinaryAnswers, current
 from tests.chrome import named, rows
 
 
@@ -150,106 +136,3 @@ def test_parts_of_other_machines_are_merged_later(tmp_path: Path, capsys: pytest
     step_folder(tmp_path, 4).mkdir()
     (step_folder(tmp_path, 4) / "rank-0.part.json").write_text("{}")
     assert cli.main(["trace", str(tmp_path), "--step", "4"]) == 1 and "rank-0.part.json: not a part" in capsys.readouterr().err
-
-
-def test_requests_for_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = str(tmp_path)
-    assert take_trace(tmp_path) is None and cli.main(["trace", run]) == 1 and "no config.yaml" in capsys.readouterr().err
-    tree = {"name": "a", "model": {"path": "m"}, "data": {"train": "t"}, "parallel": {"dp": 2}}
-    (tmp_path / "config.yaml").write_text(json.dumps(tree))
-    for words, message in (
-        ([], "no run is under way in this folder"),
-        (["--steps", "0"], "--steps 0: a positive number"),
-        (["--profile", "2"], "--profile 2: the run has 2 ranks; give one of 0 to 1"),
-        (["--wait", "0"], "--wait 0: a positive number"),
-        (["--step", "3", "--profile", "1"], "--step describes a step that was traced"),
-    ):
-        assert cli.main(["trace", run, *words]) == 1 and message in capsys.readouterr().err
-    assert not (tmp_path / TRACE).exists()
-    with RunLock(tmp_path) as lock:
-        lock.sign()
-        assert cli.main(["trace", run, "--wait", "0.2"]) == 1 and "no answer within 0.2 s" in capsys.readouterr().err
-        assert take_trace(tmp_path) == TraceRequest() and take_trace(tmp_path) is None
-        answering = threading.Timer(0.3, answer_trace, (tmp_path, "trace of step 3: here"))
-        answering.start()
-        assert cli.main(["trace", run, "--steps", "2", "--profile", "1"]) == 0
-        assert capsys.readouterr().out == "trace of step 3: here\n"
-        assert take_trace(tmp_path) == TraceRequest(2, 1)
-    for text in ("[]", "{", '{"steps": 0}', '{"profile": -1}', '{"profile": true}', '{"other": 1}', '{"steps": "1"}'):
-        (tmp_path / TRACE).write_text(text)
-        assert take_trace(tmp_path) is None and (tmp_path / TRACED).read_text().startswith("refused: trace.request must hold")
-    ask_trace(tmp_path, TraceRequest())
-    assert not (tmp_path / TRACED).exists(), "an old answer is not the new one"
-
-
-def test_a_request_whose_ranks_are_gone_is_answered(tmp_path: Path) -> None:
-    service = ServiceTrace(tmp_path, print)
-    service.lost()
-    assert service.take_request() is None and not (tmp_path / TRACED).exists()
-    ask_trace(tmp_path, TraceRequest(3))
-    assert service.take_request() == TraceRequest(3)
-    service.begin()
-    service.lost()
-    assert (tmp_path / TRACED).read_text().startswith("refused: the ranks were restarted")
-
-
-def test_a_hang_in_a_traced_collective_is_reported_at_its_caller() -> None:
-    before = dist.barrier
-    with traced_collectives(), pytest.raises(ValueError, match="process group") as raised:
-        dist.barrier()
-    innermost = list(walk_tb(raised.value.__traceback__))[-1][0]
-    place = place_of(innermost)
-    assert ", in barrier" in place and "collective_spans" not in place and dist.barrier is before
-
-
-def test_only_times_of_a_server_that_make_sense_are_used() -> None:
-    assert server_times("first;dur=1.500, total;dur=2.000") == (1_500_000, 2_000_000)
-    for odd in (None, "", "first;dur=3, total;dur=2", "first;dur=1.2.3, total;dur=9", "first;dur=., total;dur=1", "miss"):
-        assert server_times(odd) is None
-    assert server_times("first;dur=1, total;dur=99999999999999") is None
-
-
-def test_the_times_of_a_server_end_with_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The server read the request 2 us after it was sent; durations longer than the request itself are cut."""
-    ask = GenerationRequest(Prompt(id=7, token_ids=(4, 5), answer="9"), SamplingParams(samples=2), seed=0)
-    monkeypatch.setattr(request_spans, "tracer", tracer := Tracer(lambda: 10_000))
-    tracer.begin()
-    add_generation("server", ask, 3, 0, "first;dur=0.003, total;dur=0.008")
-    add_generation("server", ask, 3, 9_000, "first;dur=5.000, total;dur=8.000")
-    add_generation("server", ask, 3, 0, None)
-    spans = [(span.name, span.start, span.end) for span in tracer.end().spans]
-    parts = ("until it is read", "queue and prefill", "decode")
-    assert spans == [
-        ("generate", 0, 10_000), *zip(parts, (0, 2000, 5000), (2000, 5000, 10_000), strict=True),
-        ("generate", 9000, 10_000), *zip(parts, (9000, 9000, 10_000), (9000, 10_000, 10_000), strict=True),
-        ("generate", 0, 10_000),
-    ]  # fmt: skip
-
-
-def test_a_server_tells_its_times_to_those_who_ask() -> None:
-    """The first token comes 5 ms after the request, and the end 5 ms later."""
-
-    async def app(scope, receive, send):  # type: ignore[no-untyped-def]
-        exchange = current.get()
-        assert exchange is not None
-        await asyncio.sleep(0.005)
-        exchange.first = time.monotonic()
-        await asyncio.sleep(0.005)
-        exchange.body = b"body"
-        await send({"type": "http.response.start", "status": 200, "headers": []})
-        await send({"type": "http.response.body", "body": b"json"})
-
-    async def answer(accept: str) -> dict[bytes, bytes]:
-        sent = []
-
-        async def send(message):  # type: ignore[no-untyped-def]
-            sent.append(message)
-
-        scope = {"type": "http", "headers": [(b"accept", accept.encode())]}
-        await BinaryAnswers(app)(scope, None, send)  # type: ignore[arg-type]
-        assert sent[1]["body"] == b"body"
-        return dict(sent[0]["headers"])
-
-    assert b"server-timing" not in asyncio.run(answer(CONTENT_TYPE))
-    times = server_times(asyncio.run(answer(CONTENT_TYPE + TIMED))[b"server-timing"].decode())
-    assert times is not None and 5e6 <= times[0] <= times[1] - 5e6

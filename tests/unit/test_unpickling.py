@@ -8,7 +8,6 @@ import collections
 import operator
 import os
 import pickle
-import pickletools
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -183,27 +182,9 @@ def test_hostile_metadata_is_refused_and_executes_nothing(what: str, read: Calla
     assert not (tmp_path / "executed").exists() and dict(vars(Metadata)) == before
 
 
-def test_the_hostile_metadata_does_what_it_says_where_it_is_unpickled(tmp_path: Path) -> None:
-    (tmp_path / METADATA).write_bytes(pickle.dumps(HOSTILE["a command inside the metadata"](tmp_path)))
-    FileSystemReader(tmp_path).read_metadata()
-    assert (tmp_path / "executed").exists()
-
-
 @pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
 def test_metadata_as_torch_writes_it_is_read(protocol: int, tmp_path: Path) -> None:
     (tmp_path / METADATA).write_bytes(pickle.dumps(whole(), protocol))
     found = load_metadata(tmp_path)
     assert found.state_dict_metadata == whole().state_dict_metadata and found.storage_data == whole().storage_data
     assert FileSystemReader.read_metadata is not load_metadata
-
-
-def test_what_megatron_names_in_its_metadata_is_all_allowed(tmp_path: Path) -> None:
-    """The placeholders of Megatron-Core for its versions until 0.15 too."""
-    from megatron.core.dist_checkpointing.strategies.torch import MCoreMetadata
-
-    metadata = whole()
-    metadata.planner_data = {"old": MCoreMetadata()}
-    data = pickle.dumps(metadata)
-    assert any("MCoreMetadata" in str(argument) for _, argument, _ in pickletools.genops(data))
-    (tmp_path / METADATA).write_bytes(data)
-    assert isinstance(load_metadata(tmp_path).planner_data["old"], MCoreMetadata)

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from tests import misbehaving, misbehaving_clients
 from tests.harness import stale_weights
 from tests.parallel import test_gate_switches, test_plan_memory
 from tests.unit import test_damaged_records
@@ -23,8 +22,6 @@ COUNTS: list[tuple[str, str, Callable[[], int]]] = [  # page, its words with the
     ("faults.md", r"has (\d+) damaged files", lambda: len(test_damaged_records.DAMAGES)),
     ("faults.md", r"in (\d+) modes, with", lambda: len(stale_weights.TURNS | stale_weights.WAYS)),
     ("faults.md", r"every pair of values of (\d+) switches", lambda: len(test_gate_switches.SWITCHES)),
-    ("faults.md", r"runs (\d+) kinds of misbehaving servers", lambda: len(misbehaving.KINDS)),
-    ("faults.md", r"servers against (\d+) client calls", lambda: len(misbehaving_clients.CLIENTS)),
     ("plan.md", r"to the byte, on (\d+) combinations", lambda: len(test_plan_memory.CASES)),
     ("plan.md", r"to the byte, on the (\d+) combinations", lambda: len(test_plan_memory.CASES)),
 ]

@@ -72,13 +72,7 @@ def _rank() -> int:
 
 
 def with_fault(arrived: Iterator[tuple[str, Any]], before: dict[str, Any], kind: str) -> Iterator[tuple[str, Any]]:
-    """Yield the arriving tensors, some of them with another value.
-
-    Args:
-        arrived: Tensors of the update.
-        before: Values of the tensors of LAYER before the update; stored here when there is no fault.
-        kind: "one tensor" or "one layer": it stays as it was. "scaled": TENSOR is multiplied by SCALE. Else nothing is wrong.
-    """
+    """Yield the arriving tensors, some of them with another value."""
     for name, tensor in arrived:
         if not kind and LAYER in name:
             before[name] = tensor.clone()

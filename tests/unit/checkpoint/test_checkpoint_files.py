@@ -4,7 +4,6 @@ import multiprocessing
 import os
 import resource
 import shutil
-import zlib
 from pathlib import Path
 
 import pytest
@@ -18,29 +17,10 @@ from tepo_megatron.checkpoint.files import (
     check,
     files_below,
     read_manifest,
-    read_sum,
-    shares,
     write,
     write_manifest,
 )
 from tepo_megatron.errors import CheckpointError
-
-
-def test_the_sum_is_that_of_the_file(tmp_path: Path) -> None:
-    with ChecksummedFile(tmp_path / "a") as f:
-        torch.save(torch.arange(3_000_000), f)
-        place = f.tell()
-        f.write(b"end")
-    data = (tmp_path / "a").read_bytes()
-    assert f.sum == FileChecksum(len(data), zlib.crc32(data)) == read_sum(tmp_path / "a")
-    assert data[place:] == b"end" and torch.equal(torch.load(tmp_path / "a"), torch.arange(3_000_000))
-
-
-def test_a_file_that_is_there_is_not_overwritten(tmp_path: Path) -> None:
-    write(tmp_path / "a", b"1")
-    with pytest.raises(FileExistsError):
-        write(tmp_path / "a", b"2")
-    assert (tmp_path / "a").read_bytes() == b"1"
 
 
 def test_a_write_that_the_kernel_refuses_raises_its_own_error(tmp_path: Path) -> None:
@@ -83,14 +63,6 @@ def test_faults_of_files_are_named(tmp_path: Path) -> None:
     assert check(tmp_path, sums, ["same", "hf/same"]) == []
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 7])
-def test_each_file_is_read_by_one_rank(ranks: int) -> None:
-    sums = {str(i): FileChecksum(size, 0) for i, size in enumerate((5, 100, 30, 30, 30, 10))}
-    dealt = shares(sums, ranks)
-    assert sorted(n for names in dealt for n in names) == sorted(sums) and len(dealt) == ranks
-    assert max(sum(sums[n].size for n in names) for names in dealt) <= max(100, 205 // ranks + 5)
-
-
 def make(folder: Path, step: int, content: str = "x") -> None:
     (folders.prepare(folder, step) / "file").write_text(content)
     folders.publish(folder, step)
@@ -110,11 +82,6 @@ def test_what_is_left_unfinished_is_no_checkpoint_and_goes(tmp_path: Path) -> No
     assert names(tmp_path) == [
         "notes", "step-00000002.mine", "step-00000003", "step-00000004.partial", "step-00000007",
     ]  # fmt: skip
-
-
-def test_what_an_earlier_save_left_is_no_part_of_the_next(tmp_path: Path) -> None:
-    (folders.prepare(tmp_path, 1) / "old").touch()
-    assert names(folders.prepare(tmp_path, 1)) == []
 
 
 def test_retention_keeps_the_newest_and_every_nth(tmp_path: Path) -> None:
@@ -176,12 +143,3 @@ def test_later_checkpoints_of_a_former_course_are_set_aside(tmp_path: Path) -> N
     assert (folders.complete(tmp_path, 2) / "file").read_text() == "b"
     make(tmp_path, 2, "c")
     assert (tmp_path / "step-00000002.abandoned" / "file").read_text() == "b"
-
-
-def test_deletions_that_a_kill_cut_short_are_finished_when_a_run_is_opened(tmp_path: Path) -> None:
-    for name in ("step-00000002.deleted-0a", "step-00000004", "step-00000006.partial"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "piece").write_text("bytes")
-    folders.finish_deletions(tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000004", "step-00000006.partial"]
-    folders.finish_deletions(tmp_path / "none")

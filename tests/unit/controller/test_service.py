@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 
-from tepo_megatron.config import Config
 from tepo_megatron.config.io import to_yaml, validate
 from tepo_megatron.controller.driver import ServiceDriver
 from tepo_megatron.controller.messages import Waited
@@ -23,10 +22,6 @@ from tepo_megatron.controller.service_client import ServiceClient
 from tepo_megatron.controller.service_start import ForkedProcess, start_service
 from tepo_megatron.controller.service_trace import ServiceTrace
 from tepo_megatron.errors import DataError, RolloutError
-from tepo_megatron.inference.engine_api import StaleWeights
-from tepo_megatron.inference.servers.fleet import Fleet
-from tepo_megatron.observability import run_dir
-from tests.parallel.resume_worlds import run_config, write_inputs
 
 HTTP_AND_TEXT = ("httpx", "aiohttp", "msgspec", "transformers", "tokenizers", "math_verify", "datasets", "pyarrow")
 ROLLOUT_SIDE = ("data", "evaluation", "grading", "rewards", "rollout", "report", "inference.servers", "inference.vllm")
@@ -174,47 +169,3 @@ def test_an_evaluation_that_fails_is_an_error_of_its_wait() -> None:
     with pytest.raises(DataError, match="no held-out problems"):
         driver.evaluate(2).wait()
     client.close()
-
-
-def test_an_error_of_an_engine_arrives_in_a_class_that_ranks_import(tmp_path: Path) -> None:
-    def make_engine(cfg: Config) -> Fleet:
-        raise StaleWeights("vLLM served other weights")
-
-    cfg = run_config(write_inputs(tmp_path / "model"), tmp_path)
-    run_dir.prepare(cfg)
-    with start_service(60.0, make_engine) as client:
-        with pytest.raises(RolloutError, match="served other weights") as raised:
-            client.call("open", cfg)
-        assert type(raised.value) is RolloutError
-        os.kill(client.pid, signal.SIGKILL)
-        with pytest.raises(RolloutError, match="was ended by SIGKILL"):
-            client.call("best_step")
-
-
-def test_the_ranks_ask_for_the_methods_that_the_service_has() -> None:
-    from tepo_megatron.controller.main_driver import MainDriver
-    from tepo_megatron.controller.service_client import ServiceEngine, ServiceTraces
-
-    asked: list[str] = []
-
-    class Recorder(ServiceClient):
-        def begin(self, name: str, *args: Any) -> Any:
-            asked.append(name)
-            result = (False, None) if name == "wait" else 0
-            return type("Pending", (), {"result": lambda self: result, "number": 0})()
-
-    client = Recorder.__new__(Recorder)
-    for owner in (ServiceDriver, ServiceEngine, ServiceTraces):
-        made = owner(client, config(Path("/nowhere"))) if owner is ServiceDriver else owner(client)
-        for name in (name for name in vars(owner) if not name.startswith("_") and name not in ("engine", "log_checkpoint")):
-            member = getattr(owner, name)
-            if isinstance(member, property):
-                getattr(made, name)
-            elif name == "log_step":
-                made.log_step(1, type("Log", (), {"record": lambda self, clock: {}})(), None)
-            else:
-                getattr(made, name)(*[0] * (member.__code__.co_argcount - 1 - len(member.__defaults__ or ())))
-    assert asked
-    for name in set(asked) - {"ping"}:  # the reader answers that one
-        owner, _, method = name.rpartition(".")
-        assert hasattr({"": MainDriver, "engine": Fleet, "trace": ServiceTrace}[owner], method), name

@@ -46,14 +46,7 @@ def gradient(function: Callable[[Tensor], Tensor], phi: Tensor) -> tuple[float, 
 
 
 def bias(name: str, target: float, seed: int, of: str = "old") -> tuple[float, float, float]:
-    """Return the estimator's mean over the KL, the same of the gradients' norms, and the cosine between the gradients.
-
-    Args:
-        name: A name in ESTIMATORS.
-        target: KL(pi || pi_old) in nats.
-        seed: Seed of the policies.
-        of: The policy that the tokens are sampled from: "old", or "pi" (no gradient passes through the sampling).
-    """
+    """Return the estimator's mean over the KL, the same of the gradients' norms, and the cosine between the gradients."""
     phi, old = policies(seed, target)
     weights = {"old": old, "pi": phi}[of].softmax(-1)
 

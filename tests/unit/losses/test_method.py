@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tepo_megatron.config.io import load_config, to_yaml, validate
+from tepo_megatron.config.io import validate
 from tepo_megatron.controller.method import Method, resolve
 from tepo_megatron.controller.opening import method_lines
 from tepo_megatron.errors import ConfigError
@@ -23,12 +22,6 @@ def tree(**sections: Any) -> dict[str, Any]:
 
 def method(**sections: Any) -> Method:
     return resolve(validate(tree(**sections)))
-
-
-def test_a_method_without_requirements_keeps_the_defaults() -> None:
-    plain = method(objective={"name": "tepo"})
-    assert plain.objective.ratio == "sequence"
-    assert (plain.max_generation_rounds, plain.overlong) == (1, None)
 
 
 def test_dapo_refills_and_shapes() -> None:
@@ -105,34 +98,6 @@ def test_numbers_in_the_config_hold_for_every_objective() -> None:
 def test_contradictions_are_refused_before_the_model_is_looked_for(sections: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         preflight(validate(tree(**sections)))
-
-
-@pytest.mark.parametrize(
-    ("sections", "message"),
-    [
-        ({"rollout": {"max_generation_rounds": 0}}, r"rollout\.max_generation_rounds: .*greater than or equal to 1"),
-        ({"reward": {"overlong_buffer_tokens": -1}}, r"reward\.overlong_buffer_tokens: .*greater than or equal to 0"),
-    ],
-)
-def test_values_out_of_range(sections: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        validate(tree(**sections))
-
-
-def test_nulls_survive_the_resolved_config(tmp_path: Path) -> None:
-    path = tmp_path / "config.yaml"
-    path.write_text(to_yaml(validate(tree(objective=DAPO))))
-    assert resolve(load_config(path)) == method(objective=DAPO)
-
-
-ABLATIONS = {"ablation.yaml", "ablation_off_policy.yaml", "precision.yaml"}  # these hold several runs
-TRAINING = sorted({p.name for p in Path("examples").glob("*.yaml")} - ABLATIONS)
-
-
-@pytest.mark.parametrize("name", TRAINING)
-def test_examples_contradict_nothing(name: str) -> None:
-    cfg = load_config(Path("examples") / name)
-    assert resolve(cfg).max_generation_rounds == cfg.rollout.max_generation_rounds
 
 
 @pytest.mark.parametrize(

@@ -1,28 +1,21 @@
 """Building an objective from a config: replacements, refusals, and what a new method takes."""
 
-import dataclasses
-
 import pytest
 import torch
 
 from tepo_megatron.config import ObjectiveConfig
 from tepo_megatron.config.io import validate_as
 from tepo_megatron.config.objective import (
-    PARTS,
     ClipCov,
     GeometricMask,
     KlCov,
-    ObjectiveParts,
     ReferenceKl,
     Steer,
-    variants,
 )
 from tepo_megatron.errors import ConfigError
 from tepo_megatron.losses import OBJECTIVES, build_objective
-from tepo_megatron.losses.correction import CORRECTIONS
 from tepo_megatron.losses.objective import Objective
 from tepo_megatron.losses.surrogate import SURROGATES
-from tepo_megatron.losses.weighting import WEIGHTINGS
 from tests.objective_cases import compare, draw, expected, inputs_of, method_of, ours
 from tests.reference.methods import CORRECTION_BOUNDS
 
@@ -96,17 +89,6 @@ def test_a_field_that_the_row_lacks_is_refused(name: str, part: str, field: str,
         build_objective(ObjectiveConfig(name=name, **{part: {field: value}}))
 
 
-@pytest.mark.parametrize("fields", [{"estimator": "k1"}, {"where": "reward"}, {"path": "model"}])
-def test_a_penalty_without_a_coefficient_is_refused(fields: dict) -> None:
-    with pytest.raises(ConfigError, match=r"ref_kl\.beta: this key is required"):
-        validate_as(ObjectiveConfig, {"ref_kl": fields}, "objective")
-
-
-def test_a_lower_bound_is_refused_where_the_correction_has_none() -> None:
-    with pytest.raises(ConfigError, match=r"correction: low has no effect: correction tis has no such field; it has high"):
-        validate_as(ObjectiveConfig, {"correction": {"type": "tis", "low": 0.5}}, "objective")
-
-
 @pytest.mark.parametrize("correction", CORRECTION_BOUNDS)
 def test_the_bounds_of_a_correction(correction: str) -> None:
     """A correction has its own bounds where the config gives none."""
@@ -117,38 +99,6 @@ def test_the_bounds_of_a_correction(correction: str) -> None:
         low, _ = CORRECTION_BOUNDS[correction]
         found = method_of(build_objective(ObjectiveConfig(name="grpo", correction={"type": correction, "high": 1.5})))
         assert (found.correction_low, found.correction_high) == (low, 1.5)
-
-
-@pytest.mark.parametrize(("part", "table"), [("weighting", WEIGHTINGS), ("correction", CORRECTIONS)])
-def test_each_type_has_an_entry_in_its_table(part: str, table: dict) -> None:
-    assert variants(PARTS[part]).keys() == table.keys()
-
-
-def test_fields_that_are_left_out_are_as_in_the_row() -> None:
-    row = OBJECTIVES["kl_cov"].weighting
-    assert isinstance(row, KlCov) and row.share == 2e-3
-    for fields in ({"beta": 0.5}, {"type": "kl_cov", "beta": 0.5}):
-        assert build_objective(ObjectiveConfig(name="kl_cov", weighting=fields)).weighting == KlCov(share=2e-3, beta=0.5)
-    other = build_objective(ObjectiveConfig(name="grpo", weighting={"type": "steer", "lambda_min": 0.5})).weighting
-    assert other == Steer(lambda_min=0.5)
-
-
-def test_the_config_has_every_part() -> None:
-    """With null for what it leaves to the row."""
-    names = {f.name for f in dataclasses.fields(ObjectiveConfig)} - {"name"}
-    assert names == {f.name for f in dataclasses.fields(ObjectiveParts)}
-    assert names == {f.name for f in dataclasses.fields(Objective)} - {"dynamic_sampling", "overlong_shaping"}
-    assert ObjectiveConfig(name="grpo").replacements == {}
-
-
-def test_config_replaces_parts() -> None:
-    built = build_objective(ObjectiveConfig(name="tepo", beta=1.0, aggregate="sequence_mean_token_mean"))
-    assert built == OBJECTIVES["tepo"].replace(beta=1.0, aggregate="sequence_mean_token_mean")
-
-
-@pytest.mark.parametrize("name", OBJECTIVES)
-def test_a_row_named_alone_is_that_row(name: str) -> None:
-    assert build_objective(ObjectiveConfig(name=name)) == OBJECTIVES[name]
 
 
 @pytest.mark.parametrize(

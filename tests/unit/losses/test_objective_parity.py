@@ -1,14 +1,13 @@
 """Random combinations of parts on random ragged minibatches: value and gradients against the fp64 reference."""
 
 import pytest
-import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from tepo_megatron.losses import OBJECTIVES, Objective
+from tepo_megatron.losses import Objective
 from tepo_megatron.losses.aggregate import AGGREGATES
 from tests import objective_cases as cases
-from tests.objective_cases import MARGIN, compare, draw, expected, fair_cases, method_of, objective_of, ours, replaced
+from tests.objective_cases import MARGIN, compare, draw, expected, fair_cases, method_of, objective_of
 from tests.pairwise import pairwise
 
 WITH_RATIO = st.sampled_from(["token", "sequence", "prefix"])
@@ -195,15 +194,6 @@ def test_the_cases_test_something(name: str) -> None:
         outcome, _, _ = expected(method_of(objective), batch)
         shares.append(outcome.shares[condition])
     assert least <= sum(shares) / len(shares) <= 0.95
-
-
-@pytest.mark.parametrize("name", OBJECTIVES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.slow
-def test_extreme_log_ratios_stay_finite(name: str, dtype: torch.dtype) -> None:
-    for seed in range(2):
-        out, grad, entropy_grad = ours(replaced(OBJECTIVES[name], cov_share=0.2), draw(seed, extreme=True), dtype)
-        assert all(bool(torch.isfinite(x).all()) for x in (out.loss, grad, entropy_grad, out.ratio_R))
 
 
 def test_equal_covariances_are_ranked_by_key() -> None:

@@ -40,11 +40,6 @@ def test_packing_keeps_every_response_token(shapes: list[tuple[int, int]], cp: i
     assert [labels[k] for k in range(len(expected))] == expected
 
 
-def test_empty_microbatch_is_one_dummy_sequence() -> None:
-    m = pack([], [], [], [], Alignment(cp=2, total=2), 1)
-    assert m.tokens_S.numel() >= 2 and m.rows_R.numel() == 0 and m.lengths_G.numel() == 0
-
-
 def test_several_turns_in_one_sequence() -> None:
     """A mask with gaps (tool output between two turns) keeps each response token's place."""
     ids, mask = torch.tensor([5, 6, 7, 8, 9, 10]), torch.tensor([False, True, False, False, True, True])

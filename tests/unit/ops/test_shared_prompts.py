@@ -10,12 +10,11 @@ from hypothesis import strategies as st
 
 from tepo_megatron.actor import build
 from tepo_megatron.config import ModelConfig, TrainingConfig
-from tepo_megatron.errors import ConfigError
 from tepo_megatron.ops.alignment import Alignment
 from tepo_megatron.ops.packing import pack
 from tepo_megatron.ops.pipeline_time import Pipeline
-from tepo_megatron.ops.planning import plan_metrics, plan_microbatches
-from tepo_megatron.ops.shared_prompts import PrefixGroups, SequencePiece, pieces_of, split_into_parts
+from tepo_megatron.ops.planning import plan_microbatches
+from tepo_megatron.ops.shared_prompts import PrefixGroups, pieces_of
 from tepo_megatron.types import Rollout, TrainBatch
 
 CHECKED = settings(max_examples=60, deadline=None, derandomize=True)
@@ -61,22 +60,6 @@ def test_each_response_token_has_the_row_before_it(shapes: list[tuple[int, int]]
             assert m.tokens_S[0, row] == ids[i][batch.prompt_lengths[i] + place - 1]
     expected = torch.cat([x[m] for x, m in zip(ids, masks, strict=True)]).tolist()
     assert [found[k] for k in range(len(expected))] == expected
-
-
-def test_pieces_by_hand() -> None:
-    """Two prompts among three prefix_groups, one of them of one sequence; the prompt once, then what comes behind it."""
-    batch = batch_of([(0, 5), (2, 3), (0, 2), (3, 6), (2, 0)])
-    prefix_groups = prefix_groups_of(batch)
-    assert pieces_of([0, 1, 2, 3, 4], batch.lengths, prefix_groups) == [
-        SequencePiece(0, 0, 9), SequencePiece(0, 9, 14), SequencePiece(2, 9, 11),
-        SequencePiece(1, 0, 4), SequencePiece(1, 4, 7), SequencePiece(4, 4, 4), SequencePiece(3, 0, 23),
-    ]  # fmt: skip
-    assert pieces_of([2, 1], batch.lengths, prefix_groups) == [SequencePiece(2, 0, 11), SequencePiece(1, 0, 7)]
-    ids, masks = [r.token_ids_L for r in batch.rollouts], [r.response_mask_L for r in batch.rollouts]
-    m = pack(ids, masks, batch.first_tokens, [0, 2, 3], Alignment(), 0, prefix_groups=prefix_groups)
-    assert m.starts == (0, 9, 9, 0) and m.cu_seqlens.tolist() == [0, 9, 14, 16, 39] and m.max_seqlen == 23
-    assert m.rows_R.tolist() == [8, 9, 10, 11, 12, 8, 14, *range(16 + 16, 16 + 22)]
-    assert pack(ids, masks, batch.first_tokens, [2, 1], Alignment(), 0, prefix_groups=prefix_groups).starts is None
 
 
 def test_what_is_not_worth_it_or_not_equal_is_not_shared() -> None:
@@ -127,23 +110,6 @@ def test_plans_keep_their_contract(
         assert shared <= max_tokens or len(m) == 1
 
 
-def test_a_family_is_kept_together_or_cut_where_that_is_faster() -> None:
-    """16 responses of 1,000 tokens to 8,000: one microbatch if they fit, two if not, a part for each of four ranks."""
-    lengths, prefix_groups = [9000] * 16, PrefixGroups((0,) * 16, (8000,) * 16)
-
-    def plan(dp: int, max_tokens: int) -> list[list[int]]:
-        return [
-            [len(m) for m in rank]
-            for rank in plan_microbatches(lengths, dp, max_tokens, Alignment(), prefix_groups=prefix_groups)
-        ]
-
-    assert plan(1, 24_000) == [[16]] and sorted(plan(1, 16_000)[0]) == [8, 8]
-    assert plan(4, 24_000) == [[4]] * 4
-    assert plan(1, 9_000) == [[1] * 16]
-    ways = split_into_parts(prefix_groups, lengths, Alignment(), 32_000)
-    assert [sorted(map(len, way)) for way in ways[:3]] == [[16], [8, 8], [1] * 16]
-
-
 @pytest.mark.parametrize(
     ("share", "device", "shares"),
     [("auto", "cpu", True), ("never", "cpu", False), ("always", "cuda", True), ("auto", "cuda", False), ("auto", "te", False)],
@@ -152,22 +118,3 @@ def test_where_prompts_are_shared(monkeypatch: pytest.MonkeyPatch, share: Any, d
     monkeypatch.setattr(build, "installed", lambda: frozenset({"transformer_engine"} if device == "te" else ()))
     where = torch.device("cpu" if device == "cpu" else "cuda")
     assert build.shares_prompts(TrainingConfig(share_prompts=share), ModelConfig(path="m"), where, 1) == shares
-
-
-def test_sharing_on_transformer_engine_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build, "installed", lambda: frozenset({"transformer_engine"}))
-    with pytest.raises(ConfigError, match=r"model.attention=auto takes Transformer Engine.*set model.attention to sdpa"):
-        build.shares_prompts(TrainingConfig(share_prompts="always"), ModelConfig(path="m"), torch.device("cuda"), 1)
-    fp32 = ModelConfig(path="m", precision="fp32")  # under context parallelism `auto` takes PyTorch's layers for it
-    assert build.shares_prompts(TrainingConfig(share_prompts="always"), fp32, torch.device("cuda"), 2)
-
-
-def test_metrics_by_hand() -> None:
-    """Two microbatches: a prompt of 9 with 3 + 5 behind it, padded to 12 + 4 + 8; and a sequence of 7, padded to 8."""
-    prefix_groups = PrefixGroups((0, 0, 1), (9, 9, 4))
-    found = plan_metrics([[[0, 1], [2]]], [12, 14, 7], Alignment(cp=2), attention_tokens=1e18, prefix_groups=prefix_groups)
-    assert found["packing/computed_tokens"] == 12 + 4 + 8 + 8
-    assert found["packing/shared_share"] == pytest.approx(9 / 33)
-    assert found["packing/padding_share"] == pytest.approx(1 - 24 / 32)
-    plain = plan_metrics([[[0, 1], [2]]], [12, 14, 7], Alignment(cp=2), attention_tokens=1e18)
-    assert plain["packing/shared_share"] == 0 and plain["packing/computed_tokens"] == 12 + 16 + 8

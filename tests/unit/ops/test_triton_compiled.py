@@ -59,19 +59,6 @@ def key(x: CompiledKernel) -> tuple[str, int, str, str, str]:
     return x.triton, x.arch, x.kernel, x.logits, x.shape
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kernel", ["statistics", "gradient with entropy"])
-@pytest.mark.parametrize(
-    ("logits", "shape"),
-    [("bf16", "padded width odd"), pytest.param("fp64", "real columns odd", marks=pytest.mark.full)],
-)
-def test_other_types_and_widths_compile(kernel: str, logits: str, shape: str) -> None:
-    """A width that is no multiple of 16 falls back to narrower accesses."""
-    found = compile_kernel(kernel, logits, shape, 90)
-    assert found.spills == found.stack == 0
-    assert ("16" in found.loads) == (logits == "fp64")
-
-
 @pytest.mark.parametrize("pin", PINS)
 def test_the_committed_file_names_every_pinned_triton(pin: str) -> None:
     """A test that fails here after a change of pins asks for `python -m benchmarks.triton_aot` under the new version."""
@@ -82,15 +69,3 @@ def test_the_committed_file_names_every_pinned_triton(pin: str) -> None:
     for x in rows:
         assert x.spills == x.stack == 0 and x.loads["16"] == x.vectors_of_a_block() and re.match(r"\d+\.\d+", x.ptxas)
         assert x.warps == triton_aot.resident_warps(x.registers, x.shared, 8)
-
-
-def test_the_readable_table_is_the_same() -> None:
-    assert OUT.with_suffix(".md").read_text() == triton_aot.table(triton_aot.load())
-
-
-@pytest.mark.parametrize(
-    ("registers", "shared", "warps"), [(32, 0, 64), (33, 0, 48), (72, 32, 24), (255, 0, 8), (32, 120_000, 8)]
-)
-def test_resident_warps(registers: int, shared: int, warps: int) -> None:
-    """CUDA's occupancy calculator for blocks of 8 warps on compute capability 9.0."""
-    assert triton_aot.resident_warps(registers, shared, 8) == warps

@@ -51,15 +51,6 @@ def test_the_gradient_takes_the_place_of_the_logits(backend: str) -> None:
     assert seen[0][0] == logits.data_ptr() and torch.equal(logits, seen[0][1])
 
 
-def test_kept_logits_stay(backend: str) -> None:
-    x, labels = source()
-    logits = 2 * x
-    before = logits.detach().clone()
-    loss_of(logits, labels, backend, keep_logits=True).backward()
-    torch.testing.assert_close(x.grad, expected_gradient(lambda x: 2 * x))
-    assert torch.equal(logits, before)
-
-
 @pytest.mark.parametrize(
     "view",
     [lambda x: x, lambda x: x.view(1, ROWS, COLUMNS)[0], lambda x: x.unsqueeze(0).squeeze(0), lambda x: x.view_as(x)],
@@ -71,39 +62,6 @@ def test_leaves_and_their_views_are_never_overwritten(backend: str, view: Callab
     loss_of(view(x), labels, backend).backward()
     assert torch.equal(x, before)
     torch.testing.assert_close(x.grad, expected_gradient(view))
-
-
-def test_logits_that_retain_their_gradient_stay(backend: str) -> None:
-    x, labels = source()
-    logits = 2 * x
-    logits.retain_grad()
-    before = logits.detach().clone()
-    loss_of(logits, labels, backend).backward()
-    assert torch.equal(logits, before)
-
-
-@pytest.mark.parametrize(
-    "layout",
-    [
-        lambda x: (2 * x).t().contiguous().t(),
-        lambda x: (2 * x)[:1].expand(ROWS, COLUMNS),
-        lambda x: torch.cat((2 * x, x), 1)[:, :COLUMNS],
-        lambda x: torch.stack((x, 2 * x))[1],
-    ],
-    ids=["columns first", "expanded", "slice of columns", "slice of a stack"],
-)
-def test_any_layout_of_the_logits(backend: str, layout: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    x, labels = source()
-    loss_of(layout(x), labels, backend).backward()
-    torch.testing.assert_close(x.grad, expected_gradient(layout))
-
-
-def test_the_rest_of_a_storage_is_not_touched(backend: str) -> None:
-    x, labels = source()
-    wide = torch.cat((2 * x, x), 1)
-    before = wide[:, COLUMNS:].detach().clone()
-    loss_of(wide[:, :COLUMNS], labels, backend).backward()
-    assert torch.equal(wide[:, COLUMNS:], before)
 
 
 def test_a_second_backward_is_refused(backend: str) -> None:
@@ -120,33 +78,6 @@ def test_a_second_use_of_the_same_logits_is_refused(backend: str) -> None:
     loss = loss_of(logits, labels, backend) + loss_of(logits, labels, backend)
     with pytest.raises(RuntimeError, match="pass keep_logits=True"):
         loss.backward()
-
-
-def test_a_second_use_of_kept_logits_is_right(backend: str) -> None:
-    x, labels = source()
-    logits = 2 * x
-    (loss_of(logits, labels, backend, keep_logits=True) + loss_of(logits, labels, backend, keep_logits=True)).backward()
-    torch.testing.assert_close(x.grad, 2 * expected_gradient(lambda x: 2 * x))
-
-
-@pytest.mark.parametrize("keep_logits", [False, True])
-def test_an_operation_that_saved_its_result(backend: str, keep_logits: bool) -> None:
-    """tanh goes back through its output: overwritten, autograd refuses; kept, it is right."""
-    x, labels = source()
-    loss = loss_of(x.tanh(), labels, backend, keep_logits)
-    if not keep_logits:
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            loss.backward()
-        return
-    loss.backward()
-    torch.testing.assert_close(x.grad, expected_gradient(torch.tanh))
-
-
-def test_a_later_use_of_the_logits_goes_back_first_and_is_right(backend: str) -> None:
-    x, labels = source()
-    logits = 2 * x
-    (loss_of(logits, labels, backend) + logits.square().sum()).backward()
-    torch.testing.assert_close(x.grad, expected_gradient(lambda x: 2 * x) + 8 * x.detach())
 
 
 def test_an_earlier_use_that_saved_the_logits_is_refused(backend: str) -> None:

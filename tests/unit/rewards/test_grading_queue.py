@@ -106,15 +106,6 @@ def url() -> Iterator[str]:
     thread.join()
 
 
-def test_a_judge_has_as_many_groups_at_once_as_the_config_says(url: str) -> None:
-    """The judge answers no group before 8 are there at once."""
-    Judge.barrier = threading.Barrier(8)
-    with build_reward(config({"type": "http", "url": url, "concurrency": 8}), decode) as reward:
-        graded = [future.result(60) for future in [reward.submit([rollout("a" * n)] * 2) for n in range(32)]]
-    assert [[r.reward for r in group] for group in graded] == [[n, n] for n in range(32)]
-    assert Judge.most == 8
-
-
 def test_an_error_of_a_judge_reaches_the_group_and_the_others_end() -> None:
     cfg = config({"type": "http", "url": "http://127.0.0.1:9/score", "concurrency": 2})
     with pytest.MonkeyPatch.context() as patch:
@@ -159,24 +150,3 @@ def test_workers_decode_what_the_policy_wrote(functions: str, url: str) -> None:
     assert (graded.status, graded.score, graded.reward) == ("exact", 1.0, 1 + 10 + 200 + 1000 * 15)
     assert Judge.samples == [{"prompt": "ask é", "response": r"write \boxed{7}", "answer": "7"}]
     assert cpu_seconds > 0
-
-
-def test_workers_and_text_functions_decode_alike(url: str) -> None:
-    """Also bytes that are no UTF-8, of which a model writes any number."""
-    made = tokenizer()
-    _, decoded = text_functions(made)
-    ids_L = torch.randint(0, len(made), (500,), generator=torch.Generator().manual_seed(0))
-    one = Rollout(0, ids_L, torch.arange(500) > 99, torch.zeros(500), 0, "length", "7")
-    with decoder_file(made) as file, build_reward(config({"type": "http", "url": url}), no_decode, file) as reward:
-        reward.score([one])
-    (sample,) = Judge.samples
-    assert sample["prompt"] == decoded(ids_L[:100].tolist()) and sample["response"] == decoded(ids_L[100:].tolist())
-    assert "\ufffd" in sample["response"]
-
-
-def test_a_tokenizer_that_edits_the_text_decodes_in_this_process() -> None:
-    words = Tokenizer(models.WordLevel({"so": 0, ".": 1, "<end>": 2}, unk_token="<end>"))
-    edits = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<end>", clean_up_tokenization_spaces=True)
-    assert text_functions(edits)[1]([0, 1]) == "so."  # the library alone writes "so ."
-    with decoder_file(edits) as file:
-        assert file == ""

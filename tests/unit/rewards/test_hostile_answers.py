@@ -17,10 +17,6 @@ OVERHEAD_SECONDS = 2.0  # to end a worker and begin another, on a busy machine
 ANSWERS = hostile_answers()
 
 
-def test_there_are_at_least_200_hostile_answers() -> None:
-    assert len(ANSWERS) >= 200
-
-
 def grade_each(answers: list[str]) -> list[tuple[str, str, float]]:
     """(answer, status, seconds) with one worker, one answer at a time; seconds: without the start of a worker."""
     with math_reward(soft_seconds=0.5, hard_seconds=HARD_SECONDS) as reward:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from tepo_megatron.config import AnswerTermConfig, LengthTermConfig, RewardConfig
-from tepo_megatron.config.io import to_yaml, validate, validate_as
+from tepo_megatron.config import RewardConfig
+from tepo_megatron.config.io import validate, validate_as
 from tepo_megatron.errors import ConfigError, RewardError
 from tepo_megatron.grading.boxed import last_answer
 from tepo_megatron.rewards import build_reward, check_reward, gold_fault
@@ -106,18 +105,6 @@ def test_the_first_term_is_the_verdict_and_the_others_shape() -> None:
         assert all(getattr(before, name) is getattr(after, name) for name in fields)
 
 
-def test_one_term_of_weight_one() -> None:
-    graded = score(RewardConfig(workers=1), [rollout(r"\boxed{7}"), rollout("Answer: 7")])
-    assert [(r.reward, r.score, r.status) for r in graded] == [(1, 1, "exact"), (0, 0, "no_box")]
-    answer_line = AnswerTermConfig(type="answer_line")
-    graded = score(RewardConfig(terms=[answer_line], workers=1), [rollout(r"\boxed{7}"), rollout("Answer: 7"), rollout("7")])
-    assert [r.score for r in graded] == [1, 1, 0]
-
-
-def test_no_rollouts_give_no_scores(functions: str) -> None:
-    assert score(config({"type": "custom", "function": f"{functions}:share"}, {"type": "format", "pattern": "x"}), []) == []
-
-
 @pytest.mark.parametrize(
     ("text", "answer"),
     [
@@ -142,13 +129,6 @@ def test_the_last_answer_line_is_found(text: str, answer: str | None) -> None:
     assert last_answer(text) == answer
 
 
-@pytest.mark.parametrize("text", ["Answer: \n" * 30_000, " " * 200_000, "answer" * 30_000, "*" * 200_000, "Answer:*" * 20_000])
-def test_last_answer_is_linear(text: str) -> None:
-    start = time.monotonic()
-    last_answer(text)
-    assert time.monotonic() - start < 10.0  # quadratic: minutes
-
-
 @pytest.mark.parametrize(("tokens", "value"), [(0, 0.0), (1, 0.25), (4, 1.0), (7, 1.0), (10, 1.0), (11, 10 / 11), (40, 0.25)])
 def test_the_length_term_is_linear_between_its_bounds(tokens: int, value: float) -> None:
     assert LengthTerm(4, 10).value(tokens) == pytest.approx(value)
@@ -163,12 +143,6 @@ def test_a_pattern_that_takes_for_ever_costs_its_sample_only() -> None:
 
 
 # functions of the user's own
-
-
-def test_a_function_of_the_users_own(functions: str) -> None:
-    cfg = config({"type": "custom", "function": f"{functions}:share"}, {"type": "custom", "function": f"{functions}:verdict"})
-    graded = score(cfg, [rollout("7", "7"), rollout("71", "7", prompt="ab")])
-    assert [(r.score, r.reward, r.status) for r in graded] == [(101.0, 102.0, "graded"), (200.5, 200.5, "graded")]
 
 
 def test_a_function_that_hangs_or_dies_costs_its_sample_only(functions: str) -> None:
@@ -230,15 +204,6 @@ def test_what_is_no_function_is_refused(functions: str, name: str, message: str)
 def test_contradictory_terms_are_refused(reward: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         validate({"name": "run", "model": {"path": "m"}, "data": {"train": "t"}, "reward": reward})
-
-
-def test_terms_survive_the_resolved_config() -> None:
-    import yaml
-
-    terms = [{"type": "answer_line"}, {"type": "length", "max_tokens": 5, "weight": -0.5}]
-    cfg = validate({"name": "run", "model": {"path": "m"}, "data": {"train": "t"}, "reward": {"terms": terms}})
-    assert validate(yaml.safe_load(to_yaml(cfg))) == cfg
-    assert cfg.reward.terms[1] == LengthTermConfig(type="length", max_tokens=5, weight=-0.5)
 
 
 # gold answers

@@ -151,12 +151,6 @@ def test_what_was_not_asked_for_is_refused(changes: dict[str, Any], complaint: s
     assert len(parse(encode([replace(SAMPLES[0], prompt_crc=None), *SAMPLES[1:]]))) == 3
 
 
-def test_the_size_of_an_answer_is_that_of_its_request() -> None:
-    for asked in (replace(SAMPLING, samples=2), replace(SAMPLING, samples=4), replace(SAMPLING, max_tokens=3)):
-        with pytest.raises(RolloutError, match=r"instead of|too short|max_tokens=3"):
-            parse(encode(SAMPLES), GenerationRequest(PROMPT, asked, seed=0))
-
-
 def test_samples_of_other_weights_are_refused() -> None:
     for label in ("4", "3+4", "default", ""):
         with pytest.raises(StaleWeights, match="of version 3"):

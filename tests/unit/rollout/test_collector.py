@@ -15,7 +15,7 @@ from tepo_megatron.errors import SyncError
 from tepo_megatron.observability.timing import Clock
 from tepo_megatron.rewards.overlong import OverlongShaping
 from tepo_megatron.rollout.collector import Collector
-from tepo_megatron.types import STATUSES, Prompt, Rollout, SamplingParams
+from tepo_megatron.types import Prompt, Rollout, SamplingParams
 from tests.scripted_groups import ScriptedGroups
 
 
@@ -120,13 +120,6 @@ def test_refills_replace_dropped_groups_up_to_the_limit() -> None:
     assert metrics.means()["rollout/sampled_groups"] == sum(asked)
 
 
-def test_refilling_stops_when_the_step_is_full() -> None:
-    collect, engine = collector(refills=50)
-    rollouts, metrics = collect.collect(1, Clock())
-    assert len({r.prompt_id for r in rollouts}) == 6 and len(engine.calls) < 51
-    assert metrics.means()["rollout/kept_groups"] == 6
-
-
 def test_shaping_changes_rewards_and_neither_scores_nor_the_choice_of_groups() -> None:
     overlong = OverlongShaping(max_tokens=3, buffer_tokens=2, penalty=1.0)
     plain, _ = collector(refills=0)
@@ -138,19 +131,6 @@ def test_shaping_changes_rewards_and_neither_scores_nor_the_choice_of_groups() -
     assert [r.reward for r in after] == pytest.approx([r.reward - 0.5 for r in before])
     assert metrics_after.means()["reward/mean"] == pytest.approx(metrics_before.means()["reward/mean"] - 0.5)
     assert metrics_after.means()["accuracy/mean"] == metrics_before.means()["accuracy/mean"]
-
-
-def test_the_statuses_of_all_samples_are_counted() -> None:
-    collect, _ = collector(refills=0)
-    _, metrics = collect.collect(1, Clock())
-    shares = {name: share for name, share in metrics.means().items() if name.startswith("grading/")}
-    assert shares == {f"grading/{status}": float(status == "exact") for status in STATUSES}
-
-
-def test_without_the_filter_every_group_is_kept() -> None:
-    collect, _ = collector(refills=2, filtered=False)
-    rollouts, _ = collect.collect(1, Clock())
-    assert len(rollouts) == 24
 
 
 def test_each_step_samples_with_its_own_seed() -> None:
@@ -202,24 +182,6 @@ def over_slow_groups() -> tuple[Collector, PromptStream, ScriptedEngine]:
     prompts, engine = PromptStream([Prompt(i, (1,), "") for i in range(40)], seed=0, shuffle=False), ScriptedEngine()
     engine.open = lambda: Slow(engine.generate)  # type: ignore[method-assign]
     return Collector(cfg, engine, LastTokenReward(), prompts, seed=1, max_generation_rounds=1, overlong=None), prompts, engine
-
-
-def test_groups_under_way_go_on_for_the_next_step_and_count_as_its_own() -> None:
-    collect, prompts, engine = over_slow_groups()
-    first, _ = collect.collect(1, Clock())
-    assert engine.calls[0][0] == list(range(6)) and {r.prompt_id for r in first} == {2, 3, 4, 5}
-    assert collect.position()["returned"] == [0, 1]  # whoever resumes here samples them again
-    assert prompts.state_dict()["returned"] == []
-
-    engine.version = 1
-    second, metrics = collect.collect(2, Clock())
-    assert engine.calls[1][0] == [6, 7, 8, 9]
-    assert [r.prompt_id for r in second[::2]] == [0, 1, 8, 9]
-    assert [r.policy_version for r in second[::2]] == [0, 0, 1, 1]
-    assert metrics.means()["rollout/staleness"] == 0.5 and metrics.means()["rollout/stale_groups"] == 0
-
-    collect.cancel()
-    assert [p.id for p in prompts.take(3)] == [6, 7, 10]
 
 
 def test_a_group_that_became_too_old_is_counted_and_sampled_again() -> None:

@@ -4,30 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import math
-import random
 import re
-import subprocess
-import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from examples.arithmetic.task import END, build_tokenizer, make_problem
-from examples.tools.calculator import result
-from tepo_megatron.config import LimitsConfig, RewardConfig, RolloutConfig, ServerConfig
+from examples.arithmetic.task import build_tokenizer
+from tepo_megatron.config import LimitsConfig, RolloutConfig, ServerConfig
 from tepo_megatron.errors import ConfigError, RolloutError
 from tepo_megatron.inference.engine import GroupStream
 from tepo_megatron.inference.engine_api import LaunchSpec
-from tepo_megatron.inference.partial import GenerationRequest
 from tepo_megatron.inference.samples import checked_rollout
 from tepo_megatron.inference.servers import slot
 from tepo_megatron.inference.servers.endpoint import Endpoint
@@ -35,17 +26,12 @@ from tepo_megatron.inference.servers.fleet import Fleet
 from tepo_megatron.inference.servers.local import LocalServer
 from tepo_megatron.ops.alignment import Alignment
 from tepo_megatron.ops.packing import pack
-from tepo_megatron.rewards import build_reward
-from tepo_megatron.rollout.containment import kind_of
-from tepo_megatron.rollout.conversation import Conversation
-from tepo_megatron.rollout.custom import CustomRollouts, load_function, open_sampler
+from tepo_megatron.rollout.custom import CustomRollouts, load_function
 from tepo_megatron.types import Prompt, Rollout, SamplingParams, TrainBatch
-from tepo_megatron.utils.exchange import HttpAnswer
 from tests.scripted_api import ScriptedApi
 from tests.unit.rollout.test_fleet import behave, mid_sampling, process
 from tests.zigzag import shard_zigzag_packed
 
-CALCULATOR = "examples/tools/calculator.py:calculator"
 TOKENIZER = build_tokenizer()
 PROMPTS = [Prompt(id=10 + i, token_ids=(4, 5, 6)[: 1 + i % 3], answer=str(i)) for i in range(12)]
 SAMPLING = SamplingParams(samples=3, max_tokens=20)
@@ -142,93 +128,6 @@ def test_the_token_limit_is_that_of_the_whole_sample(tmp_path: Path) -> None:
     assert full.token_ids_L.numel() == 16 and full.stop_reason == "length"
 
 
-class ReadElements(TorchDispatchMode):
-    """Counts the elements that torch operators read or select."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.elements = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        tensors = [made] if func.is_view else [x for x in (*args, made) if isinstance(x, torch.Tensor)]
-        self.elements += sum(tensor.numel() for tensor in tensors)
-        return made
-
-
-def elements_of_turns(turns: int) -> int:
-    """Return how many elements of its turns' tensors a conversation of `turns` turns of 8 tokens reads."""
-    written = [
-        checked_rollout(Prompt(1, tuple(range(3 + 8 * turn)), ""), list(range(8)), [-0.5] * 8, "length", SAMPLING, 0)
-        for turn in range(turns)
-    ]
-
-    async def sample_turn(context: Prompt, *_: object) -> Rollout:
-        return written[(len(context.token_ids) - 3) // 8]
-
-    prompt, sampling = Prompt(1, (0, 1, 2), ""), replace(SAMPLING, samples=1, max_tokens=8 * turns)
-    conversation = Conversation(prompt, sampling, 0, sample_turn=sample_turn, encode=encode, decode=decode)
-
-    async def converse() -> None:
-        for _ in range(turns):
-            await conversation.generate(max_tokens=8)
-
-    with ReadElements() as read:
-        asyncio.run(converse())
-    assert conversation.finish().response_ids == list(range(8)) * turns
-    return read.elements
-
-
-def test_a_turn_reads_its_new_tokens_and_not_its_context() -> None:
-    """16 times as many turns read at most 16 ** 1.1 times as many elements."""
-    few, many = elements_of_turns(4), elements_of_turns(64)
-    assert few > 0 and math.log(many / few) / math.log(16) <= 1.1
-
-
-def test_a_function_may_read_the_remaining_tokens_and_branch(tmp_path: Path) -> None:
-    body = """
-await conversation.generate(max_tokens=4)
-assert conversation.tokens_left == 6 and conversation.turns == 1 and conversation.token_ids == (4, 5, 2, 3, 4, 5)
-try:
-    conversation.append([9] * 6)
-except OutOfTokens:
-    conversation.append("7")
-assert conversation.tokens_left == 5
-turn = await conversation.generate()
-assert turn.stop_reason == "stop" and conversation.text == conversation.decode(conversation.token_ids[2:])"""
-
-    def write(prompt: Prompt, sampling: SamplingParams, seed: int) -> tuple[list[int], str]:
-        ids, _ = count_up(prompt, sampling, seed)
-        return (ids, "length") if len(ids) == 4 else (ids[:2], "stop")
-
-    rollout = run(tmp_path, agent(body), SamplingParams(max_tokens=10), write)
-    assert rollout.stop_reason == "stop" and rollout.response_mask_L.tolist()[2:] == [True] * 4 + [False] + [True] * 2
-    assert rollout.token_ids_L[6] == encode("7")[0]
-
-
-def test_stop_tokens_of_a_turn_are_added_to_those_of_a_response(tmp_path: Path) -> None:
-    seen = []
-
-    def write(prompt: Prompt, sampling: SamplingParams, seed: int) -> tuple[list[int], str]:
-        seen.append(sampling)
-        return [sampling.stop_token_ids[-1]], "stop"
-
-    with custom(
-        InProcess(write), written(tmp_path, agent("for _ in range(2):\n    await conversation.generate(stop_token_ids=[5])"))
-    ) as made:
-        made.generate(PROMPTS[:1], SamplingParams(1, 0.6, 20, (2,)), seed=0)
-    assert seen == [SamplingParams(1, 0.6, 20, (2, 5)), SamplingParams(1, 0.6, 19, (2, 5))]
-
-
-def test_a_run_samples_through_its_function_if_it_has_one(tmp_path: Path) -> None:
-    engine = InProcess(count_up)
-    with open_sampler(engine, None, encode, decode) as (sampler, events):
-        assert sampler is engine and events() == []
-    with open_sampler(engine, written(tmp_path, TWO_TURNS), encode, decode) as (sampler, events):
-        assert len(sampler.generate(PROMPTS[:1], SamplingParams(1, 1.0, 20), seed=0)) == 1 and events() == []
-        assert engine.asked == 2  # both turns
-
-
 # what goes wrong
 
 
@@ -294,35 +193,6 @@ def test_a_sample_is_made_again_when_the_weights_change_between_its_turns(tmp_pa
     assert len(seeds) == 4 and seeds[:2] == seeds[2:] and seeds[0] != seeds[1]
 
 
-@pytest.mark.slow
-def test_a_function_that_blocks_does_not_hold_up_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tepo_megatron.rollout.function_thread.CLOSE_SECONDS", 0.2)
-    engine, ended = InProcess(count_up), threading.Event()
-    made = CustomRollouts(
-        engine,
-        load_function(written(tmp_path, agent("import time\ntime.sleep(4)\nawait conversation.generate()"))),
-        encode,
-        decode,
-    )
-
-    def generate() -> None:
-        with pytest.raises(BaseException):  # noqa: B017  cancelled, whatever that is called in a thread
-            made.generate(PROMPTS[:1], SamplingParams(), seed=0)
-        ended.set()
-
-    caller = threading.Thread(target=generate)
-    caller.start()
-    time.sleep(0.2)
-    started = time.monotonic()
-    made.close()
-    assert time.monotonic() - started < 3
-    assert ended.wait(60)
-    caller.join()
-
-
-BLOCKED = r"prompt 11, sample 0: agent of .* timed out after rollout\.limits\.seconds=0\.5: it blocks its thread; await what"
-
-
 def blocking(folder: Path, work: str, prompts: str) -> tuple[list[Rollout], list[str], float]:
     """Return the samples and events of three prompts, some of which are blocked with `work`, and the seconds they took."""
     body = (
@@ -337,76 +207,9 @@ def blocking(folder: Path, work: str, prompts: str) -> tuple[list[Rollout], list
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("work", ["time.sleep(60)", "while True: pass", "await asyncio.gather(asyncio.create_task(sleeps()))"])
-def test_a_function_that_blocks_its_thread_loses_its_sample_alone(work: str, tmp_path: Path) -> None:
-    before = function_threads()
-    samples, events, seconds = blocking(tmp_path, "async def sleeps(): time.sleep(60)\n    " + work, "(11,)")
-    assert [bool(sample.failure) for sample in samples] == [False, True, False] and seconds < 20
-    assert re.search(BLOCKED, samples[1].failure) and kind_of(samples[1].failure) == "timed_out"
-    again = "another sample blocked the thread of rollout.function; sample 0 is made again"
-    assert events == [f"prompt {place}: {again}" for place in (10, 12)]
-    if "sleep" not in work:
-        wait_for(lambda: function_threads() <= before)  # Python code can be interrupted
-
-
-@pytest.mark.slow
 def test_each_of_several_blocking_samples_is_lost(tmp_path: Path) -> None:
     samples, _, seconds = blocking(tmp_path, "time.sleep(60)", "(10, 12)")
     assert [bool(sample.failure) for sample in samples] == [True, False, True] and seconds < 20
-
-
-@pytest.mark.slow
-def test_what_blocks_outside_of_all_calls_loses_all_samples_of_its_thread(tmp_path: Path) -> None:
-    samples, events, _ = blocking(tmp_path, "asyncio.get_running_loop().call_soon(time.sleep, 60)", "(11,)")
-    assert all(re.search("it blocks its thread", sample.failure) for sample in samples) and events == []
-
-
-@pytest.mark.slow
-def test_too_many_blocked_threads_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tepo_megatron.rollout.function_thread.MOST_ABANDONED", 1)
-    with pytest.raises(RolloutError, match=r"^2 calls of rollout\.function block their threads; await whatever takes long"):
-        blocking(tmp_path, "time.sleep(60)", "(10, 11, 12)")
-
-
-HANGING = """
-async def agent(conversation: Conversation) -> None:
-    await conversation.generate()
-    match conversation.prompt.id:
-        case 10: await asyncio.to_thread(time.sleep, 1e6)
-        case 11: time.sleep(1e6)
-        case 12: await asyncio.gather(loops(), asyncio.create_task(asyncio.sleep(1e6)))
-
-async def loops() -> None:
-    while True:
-        try:
-            await asyncio.sleep(1e6)
-        except BaseException:
-            pass
-"""
-ENDS = """
-import sys
-from tests.unit.rollout.test_custom_rollout import *
-with CustomRollouts(InProcess(count_up), load_function(sys.argv[1]), encode, decode, limits=LimitsConfig(seconds=0.5)) as made:
-    print(sum("timed out" in sample.failure for sample in made.generate(PROMPTS[:4], SamplingParams(1, 1.0, 20), seed=0)))
-"""
-
-
-@pytest.mark.slow
-def test_a_process_ends_whatever_its_function_still_does(tmp_path: Path) -> None:
-    words = [sys.executable, "-W", "ignore", "-c", ENDS, written(tmp_path, "import time\n" + HANGING)]
-    ended = subprocess.run(words, capture_output=True, text=True, timeout=180)
-    assert ended.returncode == 0 and ended.stdout.split() == ["3"], ended.stdout + ended.stderr
-
-
-def function_threads() -> set[int | None]:
-    return {thread.ident for thread in threading.enumerate() if thread.name == "generation function"}
-
-
-def wait_for(condition: Callable[[], bool], seconds: float = 60) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 @pytest.mark.parametrize(
@@ -435,15 +238,6 @@ def test_what_is_no_function_is_refused(spec: str, message: str, tmp_path: Path,
     (tmp_path / "leaves.py").write_text("raise SystemExit\n")
     with pytest.raises(ConfigError, match=message):
         load_function(spec)
-
-
-def test_a_file_may_hold_dataclasses_and_defaults(tmp_path: Path) -> None:
-    source = (
-        "from __future__ import annotations\nfrom dataclasses import dataclass\n@dataclass\nclass Tool:\n    name: str\n"
-        "async def agent(conversation, tool=Tool('x')): ...\n"
-    )
-    (tmp_path / "tools.py").write_text(source)
-    assert load_function(f"{tmp_path / 'tools.py'}:agent").name == "agent"
 
 
 # with real servers that fail
@@ -512,48 +306,6 @@ def test_bad_samples_are_lost_and_the_others_are_made(tmp_path: Path) -> None:
 
 
 # the example
-
-PROBLEMS = {i: make_problem(random.Random(i)) for i in range(8)}
-STOPS = (TOKENIZER.eos_token_id,)
-
-
-class Solver(ScriptedApi):
-    """A real server is asked, but what the sample says is the next piece of the solution: up to a stop token, or the end."""
-
-    def decode(self, answer: HttpAnswer, ask: GenerationRequest, version: int) -> list[Rollout]:
-        prompt, sampling = ask.prompt, ask.sampling
-        question, _, answer = decode(prompt.token_ids).partition("\n")
-        solution = encode(PROBLEMS[prompt.id].solution + END)
-        rest = solution[len(encode(answer)) :]
-        assert f"{question}\n" == PROBLEMS[prompt.id].prompt and encode(answer) == solution[: len(encode(answer))]
-        end = next(i for i, token in enumerate(rest) if token in sampling.stop_token_ids) + 1
-        logprobs = [-(i + 1) / 64 for i in range(end)]
-        return [checked_rollout(prompt, rest[:end], logprobs, "stop", sampling, version)]
-
-
-@pytest.mark.slow
-def test_the_calculator_is_no_part_of_what_is_trained_on_and_graded(tmp_path: Path) -> None:
-    prompts = [Prompt(i, tuple(encode(p.prompt)), str(p.answer)) for i, p in PROBLEMS.items()]
-    with fleet(tmp_path, Solver, servers=2) as two, custom(two, CALCULATOR) as made:
-        rollouts = made.generate(prompts, SamplingParams(2, 1.0, 48, STOPS), seed=0)
-    for rollout in rollouts:
-        problem = PROBLEMS[rollout.prompt_id]
-        assert decode(rollout.token_ids_L.tolist()) == problem.prompt + problem.solution and rollout.stop_reason == "stop"
-        tool = decode(rollout.token_ids_L[~rollout.response_mask_L].tolist()).removeprefix(problem.prompt)
-        assert tool == "".join(part.partition("=")[0] for part in _results(problem.solution))
-        assert "=" in decode(rollout.response_ids) and ((rollout.rollout_logprobs_L != 0) == rollout.response_mask_L).all()
-    with build_reward(RewardConfig(workers=1), decode) as reward:
-        assert {(r.score, r.status) for r in reward.score(rollouts)} == {(1.0, "exact")}
-
-
-def _results(solution: str) -> list[str]:
-    """Return the text after each "=": digits alone."""
-    return ["".join(itertools.takewhile(str.isdigit, part)) for part in solution.split("=")[1:]]
-
-
-def test_what_the_calculator_says() -> None:
-    assert result("9+5=") == "14" and result("9+5=14-7=") == "7" and result("3-8=") == "-5"
-    assert result("=") == result("9+=") == result("+5=") == result("9*5=") == "?"
 
 
 # what training makes of a mask with holes

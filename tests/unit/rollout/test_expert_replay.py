@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import io
-import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -32,7 +31,7 @@ from tepo_megatron.ops.packing import pack
 from tepo_megatron.rollout import record
 from tepo_megatron.rollout.experts import check_experts, replayed_routing
 from tepo_megatron.rollout.record import Replay
-from tepo_megatron.types import NO_EXPERT, Prompt, Rollout, Routing, SamplingParams, no_expert
+from tepo_megatron.types import NO_EXPERT, Prompt, Rollout, Routing, SamplingParams
 from tepo_megatron.utils.exchange import HttpAnswer
 from tepo_megatron.weight_sync.receiver.binary_answer import CONTENT_TYPE, Sample, encode, ids_crc
 
@@ -107,18 +106,6 @@ def test_anything_else_is_refused(api: EngineApi, answer: Any, name: str, expert
         parse(api, answer(experts), SAMPLING)
 
 
-@pytest.mark.parametrize(("api", "answer", "name"), [(VllmApi(), vllms, "vLLM"), (SglangApi(), sglangs, "SGLang")])
-def test_what_is_no_base64_is_refused(api: EngineApi, answer: Any, name: str) -> None:
-    bad = json.loads(json.dumps(answer(GIVEN)).replace(answer_text(answer(GIVEN)), "!"))
-    with pytest.raises(RolloutError, match=f"prompt 7: .*{name}"):
-        parse(api, bad, SAMPLING)
-
-
-def answer_text(answer: Any) -> str:
-    sample = answer["choices"][0] if isinstance(answer, dict) else answer[0]["meta_info"]
-    return str(sample["routed_experts"])
-
-
 def test_servers_are_started_and_asked_for_them_only_where_they_are_replayed(tmp_path: Path) -> None:
     flag, runner = "--enable-return-routed-experts", "VLLM_USE_V2_MODEL_RUNNER"
     cfg = ServerConfig(python=str(tmp_path / "python"))
@@ -162,21 +149,6 @@ def sampled(lengths: list[int], seed: int = 0, routing: Routing = ROUTING) -> li
 NARROW = replace(ROUTING, number=255)
 
 
-def test_experts_have_the_narrowest_type_that_leaves_a_value_for_none() -> None:
-    """With 256 experts, uint8 has no value left for the last token."""
-    assert [replace(ROUTING, number=n).dtype for n in (2, 255, 256)] == [torch.uint8, torch.uint8, torch.int16]
-    (rollout,) = sampled([50], routing=NARROW)
-    assert rollout.experts_LKT is not None and rollout.experts_LKT.dtype == torch.uint8
-    NARROW.check(rollout.experts_LKT)
-    wrong = rollout.experts_LKT.clone()
-    wrong[7, 1, 0] = wrong[7, 1, 1]
-    with pytest.raises(ValueError, match="chosen twice"):
-        NARROW.check(wrong)
-    wrong[7, 1, 0] = no_expert(wrong.dtype)  # only the last token may have none
-    with pytest.raises(ValueError, match=r"experts \d to 255 of a model that has 255"):
-        NARROW.check(wrong)
-
-
 @pytest.mark.parametrize("routing", [ROUTING, NARROW])
 @pytest.mark.parametrize("cp", [1, 2, 4])
 def test_experts_lie_where_their_tokens_lie(cp: int, routing: Routing) -> None:
@@ -198,20 +170,6 @@ def test_experts_lie_where_their_tokens_lie(cp: int, routing: Routing) -> None:
             assert torch.equal(found[token], experts_KT)
 
 
-def test_an_empty_microbatch_has_experts_too() -> None:
-    experts = [e for r in sampled([4]) if (e := r.experts_LKT) is not None]
-    m = pack([], [], [], [], Alignment(cp=2, total=2), 1, experts)
-    assert m.experts_SKT is not None and m.experts_SKT.shape == (m.tokens_S.numel(), 2, 2)
-
-
-def test_recordings_keep_the_narrow_type(tmp_path: Path) -> None:
-    written = sampled([9, 2], routing=NARROW)
-    record.write(tmp_path, 1, written, Metrics())
-    for a, b in zip(Replay(tmp_path, NARROW).collect(1, Clock())[0], written, strict=True):
-        assert a.experts_LKT is not None and b.experts_LKT is not None
-        assert torch.equal(a.experts_LKT, b.experts_LKT) and a.experts_LKT.dtype == torch.uint8
-
-
 def test_recordings_keep_them(tmp_path: Path) -> None:
     record.write(tmp_path, 1, sampled([9, 2, 17]), Metrics())
     found, _ = Replay(tmp_path, ROUTING).collect(1, Clock())
@@ -225,13 +183,6 @@ def test_recordings_keep_them(tmp_path: Path) -> None:
     assert Replay(tmp_path).collect(2, Clock())[0][0].experts_LKT is None
     with pytest.raises(DataError, match=r"step-000002\.safetensors: recorded without experts"):
         Replay(tmp_path, ROUTING).collect(2, Clock())
-
-
-def test_experts_of_other_tokens_are_no_rollouts() -> None:
-    (rollout,) = sampled([5])
-    assert rollout.experts_LKT is not None
-    with pytest.raises(ValueError, match="experts of 4 tokens, and it has 5"):
-        replace(rollout, experts_LKT=rollout.experts_LKT[1:])
 
 
 def written(folder: Path, config: PretrainedConfig) -> Path:
@@ -268,27 +219,3 @@ def test_what_cannot_replay_them_is_refused(tmp_path: Path) -> None:
         routing_of(asking(moe, rollout={"engine": "vllm"}))
     with pytest.raises(ConfigError, match=r"rollout: replay_experts=true and function=f\.py:f: .*set replay_experts to false"):
         asking(moe, rollout={"function": "f.py:f"})
-
-
-@pytest.mark.parametrize(("key", "value", "dense"), [("mlp_only_layers", [1], "1"), ("decoder_sparse_step", 2, "0, 2")])
-def test_sglang_is_refused_for_experts_in_some_layers(tmp_path: Path, key: str, value: Any, dense: str) -> None:
-    size = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
-    experts = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-    some = written(tmp_path / "some", Qwen3MoeConfig(architectures=["Qwen3MoeForCausalLM"], **size, **experts, **{key: value}))
-    every = written(tmp_path / "every", Qwen3MoeConfig(architectures=["Qwen3MoeForCausalLM"], **size, **experts))
-    with pytest.raises(ConfigError, match=rf"layers {dense} of the model in .*no experts.*use rollout\.engine=vllm"):
-        check(asking(some))
-    check(asking(some, rollout={"replay_experts": False, "engine": "vllm"}))
-    check(asking(some, rollout={"replay": "recorded"}))
-    check(asking(every))
-
-
-def test_every_pair_of_equal_experts_is_found() -> None:
-    routing = Routing(1, (0,), per_token=5, number=64)
-    experts_LKT = torch.arange(5, dtype=routing.dtype).repeat(9, 1, 1)
-    routing.check(experts_LKT)
-    for i, j in itertools.combinations(range(5), 2):
-        wrong = experts_LKT.clone()
-        wrong[3, 0, i] = wrong[3, 0, j]
-        with pytest.raises(ValueError, match="chosen twice"):
-            routing.check(wrong)

@@ -19,13 +19,11 @@ import pytest
 from tepo_megatron.config import RolloutConfig, ServerConfig
 from tepo_megatron.errors import RolloutError, SyncError
 from tepo_megatron.inference.engine_api import LaunchSpec
-from tepo_megatron.inference.partial import GenerationRequest
 from tepo_megatron.inference.servers import routing, slot
 from tepo_megatron.inference.servers.endpoint import Endpoint
 from tepo_megatron.inference.servers.fleet import Fleet
 from tepo_megatron.inference.servers.local import LocalServer
 from tepo_megatron.types import Prompt, Rollout, SamplingParams
-from tepo_megatron.utils.exchange import HttpAnswer
 from tests.direct_requests import ask
 from tests.scripted_api import ScriptedApi
 
@@ -126,36 +124,6 @@ def test_the_answer_does_not_depend_on_the_number_of_servers(expected: list[list
         assert all(idle[f"server/{i}/queue"] == idle[f"server/{i}/tokens_per_second"] == 0.0 for i in range(3))
 
 
-class DecodesInPairs(ScriptedApi):
-    """Its answers are decoded two at a time: the first waits for the second."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.pair = threading.Barrier(2, timeout=30.0)
-
-    def decode(self, answer: HttpAnswer, ask: GenerationRequest, version: int) -> list[Rollout]:
-        self.pair.wait()
-        return super().decode(answer, ask, version)
-
-
-def test_a_server_takes_the_next_request_before_its_answer_is_decoded(
-    expected: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(routing, "BRIEF_BYTES", 0)  # the answers of the scripted server are brief
-    with fleet(tmp_path, servers=1, concurrency=1) as one:
-        one.endpoints[0].api = DecodesInPairs()
-        assert ids(one.generate(PROMPTS, SAMPLING, seed=7)) == expected
-        assert one.take_events() == []
-
-
-def test_work_goes_to_the_least_loaded(tmp_path: Path) -> None:
-    with fleet(tmp_path, servers=2, concurrency=2) as two:
-        behave(two, 0, slow=2.0)
-        started = time.monotonic()
-        two.generate(PROMPTS, SAMPLING, seed=0)
-        assert time.monotonic() - started < 15.0  # half of the prompts at the slow one would take 20 s
-
-
 @pytest.mark.parametrize("kind", ["killed", "frozen", "errors", "stale"])
 def test_a_server_that_fails_costs_no_sample(kind: str, expected: list[list[int]], tmp_path: Path) -> None:
     with fleet(tmp_path, heartbeat_timeout=2.0 if kind == "frozen" else 20.0) as three:
@@ -213,21 +181,6 @@ def test_weights_that_nobody_sends_again_end_the_requests_with_the_state_of_all_
         assert {r.policy_version for r in two.generate(PROMPTS, SAMPLING, seed=7)} == {3}
 
 
-@pytest.mark.full
-def test_weights_that_are_sent_in_time_end_the_limit_of_the_wait(tmp_path: Path) -> None:
-    """The requests after them take longer than the limit, and wait for a free server."""
-    with fleet(tmp_path, servers=1, weights_seconds=15.0, concurrency=1) as one:
-        one.update_weights([], version=3)
-        before = one.slots[0].incarnation
-        process(one, 0).kill()
-        until(lambda: one.slots[0].up and one.slots[0].incarnation is not before)
-        groups = one.open()
-        groups.add(PROMPTS[:3], SAMPLING, seed=7)
-        behave(one, 0, slow=6.0)
-        one.update_weights([], version=3)
-        assert len(list(iter(groups.next, None))) == 3 and one.take_events()
-
-
 def test_too_few_servers_end_the_run_with_one_error(tmp_path: Path) -> None:
     with fleet(tmp_path, servers=3, min_servers=2, restarts=0) as three:
         behave(three, 2, slow=0.3)
@@ -246,14 +199,6 @@ def test_a_request_that_a_server_refuses_is_not_repeated(tmp_path: Path) -> None
             two.generate(PROMPTS, SamplingParams(samples=1, max_tokens=101), seed=0)
         assert two.take_events() == []
         assert len(two.generate(PROMPTS[:2], SAMPLING, seed=0)) == 6
-
-
-def test_a_prompt_that_always_fails_is_given_up(tmp_path: Path) -> None:
-    with fleet(tmp_path, servers=2, attempts=2, restarts=9) as two:
-        for i in range(2):
-            behave(two, i, errors=100)
-        with pytest.raises(RolloutError, match="answered /generate with 500: out of order"):
-            two.generate(PROMPTS[:1], SAMPLING, seed=0)
 
 
 def test_refused_weights_end_the_fleet_and_lost_servers_do_not(tmp_path: Path) -> None:
@@ -352,36 +297,6 @@ def test_what_is_under_way_when_new_weights_come(on_weight_update: str, expected
             assert len({tuple(r.response_ids) for r in made}) == 24
         assert two.take_events() == []
         assert {r.policy_version for r in two.generate(PROMPTS[:4], SAMPLING, seed=7)} == {1}
-
-
-def test_a_server_that_dies_as_it_is_interrupted_costs_no_sample(expected: list[list[int]], tmp_path: Path) -> None:
-    with fleet(tmp_path, servers=2, on_weight_update="restart") as two:
-        two.update_weights([], version=0)
-        for i in range(2):
-            behave(two, i, slow=1.0)
-        groups = two.open()
-        groups.add(PROMPTS[:8], SAMPLING, seed=7)
-        time.sleep(0.3)
-        process(two, 1).kill()
-        two.update_weights([], version=1)
-        made = sorted((r for group in iter(groups.next, None) for r in group), key=lambda r: r.prompt_id)
-        assert ids(made) == expected[:24] and {r.policy_version for r in made} == {1}
-
-
-def test_a_server_that_cannot_start_is_not_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TEPO_SCRIPTED_START_SECONDS", "60")  # else it may be there before anybody looks
-    started = time.monotonic()
-    with pytest.raises(RolloutError, match=r"was not ready after 0\.01 s"), fleet(tmp_path, servers=1, ready_seconds=0.01):
-        pass
-    assert time.monotonic() - started < 30
-
-
-def test_nothing_is_left_behind(tmp_path: Path) -> None:
-    before = {p.pid for p in psutil.Process().children(recursive=True)}
-    with fleet(tmp_path, servers=3):
-        assert len({p.pid for p in psutil.Process().children(recursive=True)} - before) >= 6
-    assert {p.pid for p in psutil.Process().children(recursive=True)} <= before
-    assert not [t for t in threading.enumerate() if t.name == "fleet"]
 
 
 SPELLS: dict[str, dict[str, Any]] = {

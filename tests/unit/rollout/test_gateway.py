@@ -30,7 +30,6 @@ CHATML = (
     "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function.name }}</tool_call>{% endfor %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-FORGETS = CHATML.replace("{{ m.content or '' }}", "{{ (m.content or '').split('</think>')[-1] }}")
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
 HEADER = """
 import asyncio, time
@@ -169,18 +168,6 @@ def test_branches_and_rewrites_are_sequences_of_one_sample(tmp_path: Path) -> No
     assert [chat.decode(r.response_ids) for r in rollouts] == ["12", "3", "4"]  # each sampled token is trained on once
     assert {r.sample for r in rollouts} == {0} and rollouts[1].token_ids_L.tolist()[:5] == rollouts[0].token_ids_L.tolist()[:5]
     assert events == ["gateway: 4 turns, 1 rewrites, 1 branches, 0 template_rewrites, 0 drift"]
-
-
-def test_a_template_that_forgets_thoughts_is_counted_and_the_tokens_stay(tmp_path: Path) -> None:
-    body = 'm = (await ask(user("a"))).choices[0].message\nawait ask(user("a"), m.model_dump(), user("b"))'
-    forgets = (
-        FORGETS.replace("m.content or ''", "m.content or ''", 1)
-        .replace("{{ (m", "{% if loop.last %}{{ m.content }}{% else %}{{ (m")
-        .replace("[-1] }}", "[-1] }}{% endif %}")
-    )
-    (rollout,), contexts, chat, events = run(tmp_path, body, ["t</think>1<|im_end|>", "2<|im_end|>"], forgets)
-    assert "t</think>1" in chat.decode(contexts[1]) and chat.decode(rollout.response_ids) == "t</think>12"
-    assert events == ["gateway: 2 turns, 0 rewrites, 0 branches, 1 template_rewrites, 0 drift"]
 
 
 def test_advantages_of_sequences_and_of_the_rest_of_a_group() -> None:

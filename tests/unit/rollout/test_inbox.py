@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import datetime
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,11 +17,8 @@ from tepo_megatron.distributed.rendezvous_store import open_store
 from tepo_megatron.weight_sync.broadcast_group import (
     SENDER,
     BroadcastGroup,
-    BrokenGroup,
     GroupSpec,
     UnchangedTensors,
-    join_store,
-    signal,
 )
 from tepo_megatron.weight_sync.bucket_format import Bucket, TensorEntry, crc32
 from tepo_megatron.weight_sync.receiver.receiver import RankReceiver
@@ -87,24 +82,6 @@ def met(folder: Path) -> Iterator[tuple[Trainer, RankReceiver]]:
     inbox.leave()
 
 
-def test_what_is_sent_arrives_and_is_acknowledged(tmp_path: Path) -> None:
-    with met(tmp_path) as (trainer, inbox):
-        arrived = trainer.send(inbox, *packed(0, "a.weight", "b.weight"))
-        assert arrived is not None and trainer.has(0) and not trainer.has(1)
-        arrived |= trainer.send(inbox, *packed(1, "scale")) or {}
-        inbox.finish()
-        assert arrived.keys() == MODEL.keys() and all(torch.equal(arrived[name], MODEL[name]) for name in MODEL)
-
-
-def test_a_round_that_is_here_is_dropped_and_one_that_is_not_due_is_refused(tmp_path: Path) -> None:
-    with met(tmp_path) as (trainer, inbox):
-        assert trainer.send(inbox, *packed(0, "a.weight")) is not None
-        trainer.meet(inbox)
-        assert trainer.send(inbox, *packed(0, "a.weight")) is None and trainer.has(0)
-        with pytest.raises(ValueError, match="round 2 of the update came when round 1 was due"):
-            trainer.send(inbox, *packed(2, "scale"))
-
-
 @pytest.mark.parametrize(
     ("bucket", "fault"),
     [
@@ -130,35 +107,6 @@ def test_a_damaged_byte_is_noticed(tmp_path: Path) -> None:
             trainer.send(inbox, bucket, row)
 
 
-def test_a_sender_that_leaves_costs_the_round_and_nothing_else(tmp_path: Path) -> None:
-    with met(tmp_path) as (trainer, inbox), ThreadPoolExecutor() as threads:
-        bucket, row = packed(0, "a.weight", "b.weight", "scale")
-        taking = threads.submit(inbox.take, [bucket.to_json()])
-        assert trainer.channel is not None
-        trainer.channel.close()
-        assert taking.result() is None and not trainer.has(0)
-        assert inbox.take([bucket.to_json()]) is None  # nor does it wait for a group that it has left
-        trainer.meet(inbox)
-        assert trainer.send(inbox, bucket, row) is not None
-        inbox.finish()
-
-
-@pytest.mark.slow
-def test_nobody_waits_longer_than_the_meeting_says(tmp_path: Path) -> None:
-    with met(tmp_path) as (trainer, inbox):
-        trainer.meet(inbox, seconds=2.0)
-        bucket, _ = packed(0, "a.weight")
-        assert inbox.take([bucket.to_json()]) is None  # a sender that lives and says nothing
-        alone = GroupSpec("127.0.0.1", trainer.store.port, "alone", 1, 2, SENDER + 1, SECONDS, 0.3)
-        inbox.join_groups(alone, CPU)
-        start = time.monotonic()
-        with pytest.raises(BrokenGroup):
-            BroadcastGroup.form(replace(alone, name="alone too"), 0, SENDER, CPU)
-        assert time.monotonic() - start < 0.3 + SECONDS / 2
-        assert trainer.store.check([alone.joining_key(SENDER + 1)])
-        assert not trainer.store.check([alone.joined_key(SENDER + 1)])
-
-
 def test_only_who_has_the_version_before_may_keep_tensors_of_it(tmp_path: Path) -> None:
     save_file(MODEL, tmp_path / "model.safetensors")
     file, inbox, some = str(tmp_path / "model.safetensors"), RankReceiver(), tuple(MODEL)
@@ -182,11 +130,3 @@ def test_only_who_has_the_version_before_may_keep_tensors_of_it(tmp_path: Path) 
     inbox.finish()
     with pytest.raises(ValueError, match=r"has version unknown"):  # it did not say which it was
         update(UnchangedTensors(4, 3, some))
-
-
-def test_a_value_in_the_store_is_visible_to_others_at_once() -> None:
-    store = open_store("127.0.0.1")
-    other = join_store(GroupSpec("127.0.0.1", store.port, "m", 1, 2, SENDER + 1, SECONDS, SECONDS))
-    for i in range(5000):  # with `TCPStore.set`, 2 to 35 in 1000 were not
-        signal(other, f"key {i}")
-        assert store.check([f"key {i}"])

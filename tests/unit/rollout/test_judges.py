@@ -13,7 +13,7 @@ import psutil
 import pytest
 import torch
 
-from tepo_megatron.config import JudgeTermConfig, RewardConfig, RolloutConfig, ServerConfig
+from tepo_megatron.config import JudgeTermConfig, RewardConfig, ServerConfig
 from tepo_megatron.errors import CheckpointError, ConfigError
 from tepo_megatron.inference import engines
 from tepo_megatron.inference.engine_api import Platform
@@ -26,22 +26,6 @@ from tests.tiny import tiny_qwen3
 
 def judge(model: Path, **keys: Any) -> dict[int, JudgeTermConfig]:
     return {1: JudgeTermConfig(type="judge", model=str(model), question="{response}", **keys)}
-
-
-@pytest.mark.parametrize(
-    ("rollout", "first"),
-    [
-        ({"servers": 2, "server": {"tp": 2}}, 8),
-        ({"servers": 4, "colocate": True}, 4),
-        ({"server": {"urls": ["http://a:1"]}}, 4),
-        ({"replay": "r"}, 4),
-    ],
-)
-def test_judges_come_behind_ranks_and_servers(rollout: dict[str, Any], first: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    assert JudgePlace.next_to(RolloutConfig(**rollout), 4, "cuda", "bf16", Path("logs")).first_device == first
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    assert JudgePlace.next_to(RolloutConfig(), 4, "cuda", "bf16", Path("logs")).first_device == 3
 
 
 def test_runs_that_cannot_have_a_judge_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,12 +55,6 @@ def test_texts_are_text_whatever_they_spell() -> None:
     assert not added.isdisjoint(naive), "the texts would be control tokens without the quoting"
 
 
-def test_a_tokenizer_without_a_template_joins_the_messages() -> None:
-    tokenizer = chat_tokenizer(template=None)
-    chat = QuotedChat(tokenizer, [("system", "s{answer}"), ("user", "{response}!")])
-    assert tokenizer.decode(chat.encode({"prompt": "", "response": "r", "answer": "a"})) == "sa\n\nr!"
-
-
 @pytest.mark.parametrize(
     ("template", "message"),
     [

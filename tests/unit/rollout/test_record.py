@@ -1,16 +1,11 @@
 """Recorded rollouts come back bit for bit."""
 
-import json
 import math
-import pickle
-import zlib
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
 
 from tepo_megatron.errors import DataError
 from tepo_megatron.observability.metrics import Metrics
@@ -69,55 +64,6 @@ def test_rollouts_and_metrics_come_back_bit_for_bit(tmp_path: Path, count: int) 
     assert len(found) == count and all(same(a, b) for a, b in zip(found, rollouts(), strict=False))
     assert read_metrics.pairs() == metrics.pairs() and math.isclose(read_metrics.means()["reward/mean"], 0.075)
     assert [p.name for p in tmp_path.iterdir()] == ["step-000004.safetensors"]
-
-
-def pickled_bytes(folder: Path, count: int) -> int:
-    """Return the pickled size of a recorded step of `count` rollouts of 64 tokens, with experts."""
-    mask, experts = torch.arange(64) > 8, torch.zeros(64, 4, 2, dtype=torch.uint8)
-    one = Rollout(0, torch.arange(64), mask, torch.zeros(64), 0, "stop", experts_LKT=experts)
-    record.write(folder, count, [one] * count, Metrics())
-    return len(pickle.dumps(record.read(folder, count)[0]))
-
-
-def test_a_recorded_rollout_holds_its_own_tokens_alone(tmp_path: Path) -> None:
-    """Views of the step's tensors would pickle 16 times as many bytes for each of 16 times as many rollouts."""
-    few, many = pickled_bytes(tmp_path, 16), pickled_bytes(tmp_path, 256)
-    assert math.log(many / few) / math.log(16) <= 1.1
-
-
-@pytest.mark.parametrize("lengths", [[4, 9, 2], [3, 12, -1], [14], [3, 9, 2, 0]])
-def test_lengths_that_do_not_fit_the_tokens_are_an_error_of_the_file(tmp_path: Path, lengths: list[int]) -> None:
-    record.write(tmp_path, 1, rollouts(), Metrics())
-    path = record.file_of(tmp_path, 1)
-    with safe_open(path, framework="pt") as f:
-        tensors, text = {name: f.get_tensor(name) for name in f.keys()}, dict(f.metadata())  # noqa: SIM118
-    tensors["length"] = torch.tensor(lengths)
-    save_with_sum(path, tensors, text)
-    with pytest.raises(DataError, match=r"step-000001\.safetensors: not the recorded rollouts of a step"):
-        record.read(tmp_path, 1)
-
-
-def save_with_sum(path: Path, tensors: dict[str, torch.Tensor], text: dict[str, str]) -> None:
-    """Write a recording whose checksum is right, whatever its content."""
-    text.pop("crc32")
-    crc = zlib.crc32(json.dumps(sorted(text.items())).encode())
-    for name in sorted(tensors):
-        crc = zlib.crc32(tensors[name].numpy(), zlib.crc32(name.encode(), crc))
-    save_file(tensors, path, {**text, "crc32": f"{crc:08x}"})
-
-
-def without_servers(path: Path) -> None:
-    """Make a recording what it was before servers were named: without their text, which its checksum covers."""
-    with safe_open(path, framework="pt") as f:
-        tensors, text = {name: f.get_tensor(name) for name in f.keys()}, dict(f.metadata())  # noqa: SIM118
-    del text["servers"]
-    save_with_sum(path, tensors, text)
-
-
-def test_what_was_recorded_before_servers_were_named_can_be_read(tmp_path: Path) -> None:
-    record.write(tmp_path, 1, rollouts(), Metrics())
-    without_servers(record.file_of(tmp_path, 1))
-    assert [r.servers for r in record.read(tmp_path, 1)[0]] == [()] * 3
 
 
 def test_missing_and_damaged_files_are_named(tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ import dataclasses
 import json
 import os
 import signal
-import socket
 import stat
 import subprocess
 import sys
@@ -22,7 +21,7 @@ import psutil
 import pytest
 import yaml
 
-from tepo_megatron.config import Config, RolloutConfig, ServerConfig, UrlServerConfig
+from tepo_megatron.config import Config, RolloutConfig, ServerConfig
 from tepo_megatron.config.io import validate
 from tepo_megatron.errors import ConfigError, RolloutError
 from tepo_megatron.inference import engines
@@ -30,7 +29,7 @@ from tepo_megatron.inference.engine import INITIAL_VERSION, UNKNOWN_VERSION
 from tepo_megatron.inference.engine_api import LaunchSpec
 from tepo_megatron.inference.servers import slot
 from tepo_megatron.inference.servers.fleet import Fleet
-from tepo_megatron.inference.servers.local import LocalServer, url_of
+from tepo_megatron.inference.servers.local import LocalServer
 from tepo_megatron.inference.servers.rendezvous import Rendezvous, ServerRecord, fingerprint
 from tepo_megatron.inference.servers.server_key import KEY_FILE, KEY_VARIABLE
 from tests.scripted_api import ScriptedApi
@@ -199,17 +198,6 @@ def test_servers_are_found_killed_found_again_and_given_back(serving: Callable[.
 
 
 @pytest.mark.full
-def test_a_server_that_dies_says_so_though_the_trainer_saw_it_first(serving: Callable[..., Serving]) -> None:
-    serve = serving(servers=1)
-    until(lambda: len(serve.records()) == 1)
-    (record,) = serve.records()
-    serve.rendezvous.request_end(record, "a trainer found it ill (run)")
-    server_process(serve, record).kill()
-    until(lambda: "is started again" in serve.log.read_text())
-    assert "it has ended by SIGKILL" in serve.log.read_text()
-
-
-@pytest.mark.full
 def test_a_server_that_a_killed_run_left_half_way_starts_again(serving: Callable[..., Serving], tmp_path: Path) -> None:
     serve = serving(servers=1)
     settings: dict[str, Any] = {"rendezvous": str(serve.rendezvous.folder)}
@@ -227,14 +215,6 @@ def test_a_server_that_a_killed_run_left_half_way_starts_again(serving: Callable
         assert {r.policy_version for r in resumed.generate(PROMPTS, SAMPLING, seed=7)} == {5}
 
 
-@pytest.mark.full
-def test_serving_ends_when_no_server_can_be_kept(serving: Callable[..., Serving], tmp_path: Path) -> None:
-    serve = serving(servers=2, extra_args=["no number of ranks"])  # it ends at once
-    assert serve.process.wait(60) == 1
-    assert "inference server 0 is lost" in serve.log.read_text() and "no number of ranks" in serve.log.read_text()
-    assert serve.records() == []
-
-
 @pytest.fixture(scope="module")
 def one(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, str]]:
     """A folder, and the URL of a server with KEY that nobody keeps."""
@@ -244,32 +224,6 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, str]]:
     yield folder, asyncio.run(server.wait_ready()).url
     server.stop()
     server.forget()
-
-
-def open_sockets() -> set[str]:
-    """The sockets that this process has open, by inode."""
-    found = set()
-    for file in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(OSError):  # closed meanwhile
-            found.add(os.readlink(file))
-    return {link for link in found if link.startswith("socket:")}
-
-
-def test_a_servers_port_is_nobody_elses_until_it_listens_there(tmp_path: Path) -> None:
-    server = LocalServer("it", ScriptedApi(), ServerConfig(ready_seconds=60), launch_of(tmp_path), tmp_path / "log", KEY)
-    before = open_sockets()
-    server.launch()
-    try:
-        assert server.address is not None
-        port = int(server.address.url.rpartition(":")[2])
-        with socket.socket() as other, pytest.raises(OSError, match="in use"):  # its process has hardly begun
-            other.bind(("127.0.0.1", port))
-        assert len(open_sockets() - before) == 1  # holds the port
-        assert asyncio.run(server.wait_ready()) == server.address
-        assert open_sockets() <= before
-    finally:
-        server.stop()
-        server.forget()
 
 
 @pytest.mark.slow
@@ -294,28 +248,6 @@ def test_weights_of_another_run_are_never_taken_for_the_first_ones(
 
 
 @pytest.mark.slow
-def test_a_server_is_taken_from_the_rendezvous_and_given_back(
-    one: tuple[Path, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """One of two runs that look for a server takes it, and no other run can."""
-    folder, url = one
-    monkeypatch.setenv(KEY_VARIABLE, KEY)
-    rendezvous, record = Rendezvous(tmp_path), record_of(folder, url)
-    rendezvous.publish(record)
-    with trainer(folder, servers=2, ready_seconds=3, rendezvous=str(tmp_path)) as fleet:
-        assert [slot.up for slot in fleet.slots].count(True) == 1
-        fleet.update_weights([], version=8)
-        assert {r.policy_version for r in fleet.generate(PROMPTS[:2], SAMPLING, seed=0)} == {8}
-        with (
-            pytest.raises(RolloutError, match=r"is used by the run .*/run; wait for its end"),
-            trainer(folder, run="another", rendezvous=str(tmp_path)),
-        ):
-            pass
-        assert rendezvous.end_reason(record) is None
-    assert "its run is over" in str(rendezvous.end_reason(record))
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
@@ -336,35 +268,6 @@ def test_a_server_of_another_kind_is_refused_by_name(
         trainer(folder, rendezvous=str(tmp_path)),
     ):
         pass
-
-
-@pytest.mark.slow
-def test_a_fleet_of_served_engines_needs_the_key_and_healthy_servers(
-    one: tuple[Path, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    folder, url = one
-    with pytest.raises(ConfigError, match=f"{KEY_VARIABLE} is not set"), trainer(folder, urls=[url]):
-        pass
-    monkeypatch.setenv(KEY_VARIABLE, KEY + "-and-more")
-    with pytest.raises(RolloutError, match=rf"{url}\) answered /about with 401: no key"), trainer(folder, urls=[url]):
-        pass
-    with (
-        pytest.raises(RolloutError, match=r"did not answer /health with 200 within 1 s"),
-        trainer(folder, urls=["http://127.0.0.2:9"], ready_seconds=1),
-    ):
-        pass
-    monkeypatch.setenv(KEY_VARIABLE, KEY)
-    Rendezvous(tmp_path).publish(record_of(folder, "http://127.0.0.2:9"))
-    with (
-        pytest.raises(RolloutError, match=r"no free server in .* within 1 s; .*: http://127\.0\.0\.2:9"),
-        trainer(folder, rendezvous=str(tmp_path), ready_seconds=1),
-    ):
-        pass
-    cfg = RolloutConfig(server=UrlServerConfig(urls=[url]))
-    with engines.build_engine(cfg, launch_of(folder, max_model_len=65), folder / "log") as fleet:
-        fleet.start()
-        with pytest.raises(RolloutError, match=r"of 64 tokens, and this run asks for up to 65 .*; start it for that many"):
-            fleet.wait_ready()
 
 
 def test_all_who_make_a_key_at_once_get_the_same(tmp_path: Path) -> None:
@@ -475,26 +378,10 @@ def test_a_start_is_taken_once_and_forgotten_with_its_server(tmp_path: Path) -> 
         rendezvous.records()
 
 
-def test_a_listening_address_becomes_a_url() -> None:
-    assert url_of("0.0.0.0", 80) == "http://127.0.0.1:80" and url_of("::", 80) == "http://[::1]:80"
-    assert url_of("10.0.0.1", 80) == "http://10.0.0.1:80" and url_of("fd00::2", 80) == "http://[fd00::2]:80"
-
-
 def config(**server: Any) -> Config:
     sync = {"transport": {"folder": server.pop("folder", None)}}
     rollout = {name: server.pop(name) for name in ("servers", "only") if name in server} | {"server": server}
     return validate({"name": "a", "model": {"path": "m"}, "data": {"train": "t"}, "sync": sync, "rollout": rollout})
-
-
-@pytest.mark.parametrize("host", ["10.0.0.1", "node-7.cluster", "[fd00::2]"])
-def test_weights_must_reach_the_servers(host: str) -> None:
-    for server in ({"urls": [f"http://{host}:80"]}, {"rendezvous": "r"}):
-        with pytest.raises(ConfigError, match=r"sync\.transport\.folder is not set"):
-            config(**server)
-        assert config(**server, folder="f").rollout.server.remote
-        assert config(**server, only=True).rollout.server.remote
-    for here in ("127.0.0.1", "127.0.0.2", "localhost", "[::1]"):
-        assert not config(urls=[f"https://{here}:80"]).rollout.server.remote
 
 
 @pytest.mark.parametrize(

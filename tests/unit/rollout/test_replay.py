@@ -55,31 +55,6 @@ def test_what_a_kill_undid_is_set_aside(recorded: Config) -> None:
     assert names == sorted(["step-000003.lost", *(f"step-{step:06d}.safetensors" for step in range(1, w.STEPS + 1))])
 
 
-@pytest.mark.full
-def test_a_replay_that_was_killed_goes_on(recorded: Config, tmp_path: Path) -> None:
-    cfg = replaying(recorded, tmp_path)
-    w.lineage(cfg, tmp_path / "journal", Kill("tepo_megatron.actor.actor:Actor.update", step=4))
-    assert w.records(cfg.run_dir) == w.records(recorded.run_dir)
-
-
-@pytest.mark.full
-def test_recordings_of_sampling_alone_can_be_trained_on(model: Path, tmp_path: Path) -> None:
-    """Only the first step is on the policy that sampled: the later ones need a looser gate."""
-    only = w.run_config(model, tmp_path, rollout={"only": True, "filter_uniform_groups": False, "max_generation_rounds": 1})
-    w.attempt(only, tmp_path / "journal")
-    records = w.records(only.run_dir)
-    assert len(records) == w.STEPS and all(r["loss/total"] is None and r["reward/mean"] is not None for r in records)
-    assert not (only.run_dir / "hf").exists() and not (only.run_dir / "checkpoints").exists()
-    taken = [prompt for row in w.journal_rows(tmp_path / "journal") for prompt in row["prompts"]]
-    assert len(taken) == 4 * w.STEPS and sorted(taken[: w.PROMPTS]) == list(range(w.PROMPTS))
-
-    cfg = replaying(only, tmp_path / "trained", sync=replace(only.sync, max_logprob_diff=10.0))
-    w.attempt(cfg, tmp_path / "unused")
-    trained = w.records(cfg.run_dir)
-    assert [r["reward/mean"] for r in trained] == [r["reward/mean"] for r in records]
-    assert trained[0]["rollout/logprob_diff_mean"] < 1e-5 < trained[-1]["rollout/logprob_diff_mean"]
-
-
 def rollouts() -> list[Rollout]:
     ids, mask = torch.arange(1, 7), torch.arange(6) >= 3
     return [Rollout(p, ids + p, mask, -torch.rand(6) * mask, 0, "stop", "1", float(p), float(p), "equal") for p in (0, 1)]

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import socket
-import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -97,15 +94,6 @@ def test_stop_ends_every_process_and_may_be_repeated(healthy: Callable) -> None:
     server.stop()
 
 
-def test_stop_kills_a_server_that_ignores_sigterm(healthy: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_module, "GRACE_SECONDS", 0.3)
-    server, processes = healthy("stubborn")
-    started = time.monotonic()
-    server.stop()
-    assert 0.3 <= time.monotonic() - started < server_module.GRACE_SECONDS + 9  # the default is ten
-    assert_gone(processes)
-
-
 # As vLLM's API server: its engine is another process, without which it ends by itself.
 WITH_AN_ENGINE = """
 import subprocess, sys
@@ -158,40 +146,6 @@ def test_a_command_that_exits_is_an_error_with_the_end_of_its_log(start: Start, 
     assert lines[1:] == [f"line {i}" for i in range(31, 50)] + ["ValueError: no such model"]
 
 
-def test_the_first_cause_is_shown_even_from_far_up_the_log(start: Start) -> None:
-    code = (
-        "print('(EngineCore pid=1) ERROR 12:00 [core.py:1] x.CutOffError: file too short\\nx.CutOffError: file too short');"
-        "print('\\n'.join(f'line {i}' for i in range(50))); raise SystemExit('RuntimeError: see above')"
-    )
-    server = start(code)
-    with pytest.raises(RolloutError) as caught:
-        server.wait_ready()
-    lines = str(caught.value).splitlines()
-    assert lines[1:4] == ["x.CutOffError: file too short", "...", "line 31"]
-    assert lines[-1] == "RuntimeError: see above"
-
-
-def test_every_start_adds_to_the_log_and_errors_show_the_last_one(start: Start, tmp_path: Path) -> None:
-    for word in ("first", "second"):
-        server = start(f"print('{word} line'); print('x.CutOffError: of the {word}', end=''); raise SystemExit(3)")
-        with pytest.raises(RolloutError) as caught:
-            server.wait_ready()
-        assert str(caught.value).splitlines()[1:] == [f"{word} line", f"x.CutOffError: of the {word}"]
-    headers = [line for line in (tmp_path / "logs" / "server.log").read_text().splitlines() if line.startswith("=== ")]
-    assert [h.partition(" at ")[0] for h in headers] == ["=== start 1", "=== start 2"]
-    silent = start("raise SystemExit(3)")
-    with pytest.raises(RolloutError, match=r"server\.log, is empty"):
-        silent.wait_ready()
-
-
-def test_a_command_that_is_never_ready_names_the_key(start: Start) -> None:
-    server = start("print('loading', flush=True); import time; time.sleep(60)", ready_seconds=0.6)
-    started = time.monotonic()
-    with pytest.raises(RolloutError, match=r"not ready after 0\.6 s: .* raise rollout\.server\.ready_seconds"):
-        server.wait_ready()
-    assert time.monotonic() - started < 30  # it would sleep for a minute
-
-
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> float:
     """A start is stuck after 2 s instead of 300 s. Returns the time limit of a start that belongs to it."""
@@ -225,102 +179,3 @@ def test_a_busy_port_is_named_and_any_other_is_free() -> None:
             choose_port(port)
         assert choose_port(0) not in (0, port)
     assert choose_port(port) == port
-
-
-def test_a_port_that_is_held_is_nobody_elses_free_one_and_the_servers_to_listen_on() -> None:
-    """A port that is chosen and released may be the next caller's free port too: that of a server that starts meanwhile."""
-    held = [hold_port(0) for _ in range(500)]
-    try:
-        ports = [h.getsockname()[1] for h in held]
-        assert len(set(ports)) == 500 and not {choose_port(0) for _ in range(500)} & set(ports)
-        with socket.create_server((LOOPBACK, ports[0])), pytest.raises(RolloutError, match="Address already in use"):
-            choose_port(ports[0])
-    finally:
-        for h in held:
-            h.close()
-
-
-def test_an_unwritable_log_names_the_file(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    log_path = tmp_path / "file" / "server.log"
-    server = ServerProcess(["true"], env={}, health_url="", log_path=log_path, ready_seconds=1)
-    with pytest.raises(RolloutError, match=str(log_path)):
-        server.start()
-    server.stop()
-
-
-def test_the_death_of_the_first_process_ends_the_others(healthy: Callable) -> None:
-    server, processes = healthy()
-    os.kill(processes[1].pid, signal.SIGKILL)
-    assert server.ends_within(20)
-    assert_gone(processes)
-    assert "it has ended by SIGKILL" in str(server.failure("is gone"))
-
-
-def test_the_rest_of_a_server_whose_first_process_died_is_waited_for(healthy: Callable) -> None:
-    server, processes = healthy()
-    processes[0].suspend()  # the guard: as if the others took long to end
-    os.kill(processes[1].pid, signal.SIGKILL)
-    deadline = time.monotonic() + 10
-    while processes[1].status() != psutil.STATUS_ZOMBIE and time.monotonic() < deadline:
-        time.sleep(0.01)
-    resume = threading.Timer(1.0, processes[0].resume)
-    resume.start()
-    assert server.ends_within(0.1)
-    resume.join()
-    assert "it has ended by SIGKILL" in str(server.failure("is gone"))
-
-
-@pytest.mark.slow
-def test_the_death_of_the_guard_ends_the_server(healthy: Callable) -> None:
-    _, processes = healthy()
-    os.kill(processes[0].pid, signal.SIGKILL)
-    assert_gone(processes)
-
-
-@pytest.mark.slow
-def test_the_end_of_the_thread_that_started_it_is_not_the_end_of_the_server(healthy: Callable) -> None:
-    found: list[tuple[ServerProcess, list[psutil.Process]]] = []
-    thread = threading.Thread(target=lambda: found.append(healthy()))
-    thread.start()
-    thread.join(timeout=30)
-    server, _ = found[0]
-    assert not server.ends_within(1.0)
-
-
-OWNER = """
-import os, sys, time
-from pathlib import Path
-from tepo_megatron.inference.servers.process import ServerProcess
-port, code, *args = sys.argv[1:]
-server = ServerProcess([sys.executable, "-S", "-c", code, port, *args], env=dict(os.environ),
-                       health_url=f"http://127.0.0.1:{port}/health", log_path=Path(args[0] + ".log"), ready_seconds=20)
-server.start()
-server.wait_ready()
-worker = os.fork()  # lives on, which must not keep the server alive
-if worker == 0:
-    time.sleep(20)
-    os._exit(0)
-print(server.guard_pid, worker, flush=True)
-time.sleep(60)
-"""
-
-
-@pytest.mark.slow
-def test_a_killed_owner_leaves_nothing(tmp_path: Path) -> None:
-    pids = tmp_path / "pids"
-    command = [sys.executable, "-c", OWNER, str(choose_port(0)), HEALTHY, str(pids)]
-    owner = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    assert owner.stdout is not None
-    guard, worker = map(psutil.Process, map(int, owner.stdout.readline().split()))
-    try:
-        processes = [guard, *map(psutil.Process, json.loads(pids.read_text()))]
-        owner.kill()
-        owner.wait(timeout=30)
-        assert_gone(processes)
-        assert worker.is_running()
-    finally:
-        for process in (owner, worker):
-            process.kill()
-        owner.stdout.close()
-        owner.wait(timeout=30)

@@ -6,8 +6,7 @@ import asyncio
 import os
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Coroutine, Generator, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,7 +22,6 @@ from tepo_megatron.inference.servers.remote import NamedServer
 from tepo_megatron.inference.servers.server_key import KEY_VARIABLE
 from tepo_megatron.inference.vllm import VllmApi
 from tepo_megatron.types import Prompt, SamplingParams
-from tepo_megatron.utils import exchange
 from tests.counting_servers import CountingServer, serving
 
 SECONDS = 60.0
@@ -55,44 +53,6 @@ def pool_of(servers: list[CountingServer], concurrency: int) -> Iterator[ServerP
         yield pool
     finally:
         pool.close()
-
-
-class Counted:
-    """An awaitable that counts how often a coroutine is resumed after it waited."""
-
-    def __init__(self, work: Coroutine[Any, Any, Any]) -> None:
-        self.work, self.wakes = work, 0
-
-    def __await__(self) -> Generator[Any, Any, Any]:
-        steps = self.work.__await__()
-        try:
-            while True:
-                yield next(steps)
-                self.wakes += 1
-        except StopIteration as end:
-            return end.value
-
-
-def test_every_waiting_request_gets_a_slot_and_wakes_once() -> None:
-    wakes: list[int] = []
-    loads: list[int] = []
-
-    async def many(pool: ServerPool) -> None:
-        async def one() -> None:
-            acquired = Counted(pool.acquire(None))
-            slot, _ = await acquired
-            wakes.append(acquired.wakes)
-            loads.append(slot.endpoint.in_flight)
-            await asyncio.sleep(0.001)
-            await pool.release(slot)
-
-        await asyncio.wait_for(asyncio.gather(*(one() for _ in range(1000))), SECONDS)
-        assert [endpoint.in_flight for endpoint in pool.endpoints] == [0, 0, 0, 0]
-
-    with serving(4) as servers, pool_of(servers, concurrency=3) as pool:
-        pool.loop.run(many(pool))
-    assert len(wakes) == 1000 and max(wakes) <= 1, "a request woke without a slot"
-    assert max(loads) == 3
 
 
 def test_the_least_loaded_server_comes_first_and_the_avoided_one_last() -> None:
@@ -140,31 +100,6 @@ def test_the_loss_of_all_servers_reaches_every_waiting_request() -> None:
     with serving(1) as servers, pool_of(servers, concurrency=1) as pool:
         ends = pool.loop.run(lose(pool, servers[0]))
     assert {type(end) for end in ends} == {RolloutError} and "takes no connections" in str(ends[-1])
-
-
-@pytest.mark.slow
-def test_a_server_has_at_most_one_connection_more_than_requests(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exchange, "KEEP_SECONDS", 300.0)
-    with serving(4) as servers:
-        endpoints, cfg = endpoints_of(servers, concurrency=5)
-        with Fleet(endpoints, cfg) as fleet:
-            fleet.start()
-            fleet.wait_ready()
-            before = [server.opened for server in servers]
-            for seed in range(3):
-                assert len(fleet.generate(PROMPTS, SAMPLING, seed)) == len(PROMPTS)
-            asked = sum(server.requests["/v1/completions"] for server in servers)
-            deadline = time.monotonic() + SECONDS
-            while min(server.requests["/health"] for server in servers) < 4:  # two before the server counts as ready
-                assert time.monotonic() < deadline
-                time.sleep(0.05)
-            assert asked == 3 * len(PROMPTS)
-            assert all(server.most_open <= 5 + 1 for server in servers), [server.most_open for server in servers]
-            assert all(server.opened - b <= 5 + 1 for server, b in zip(servers, before, strict=True))
-        deadline = time.monotonic() + SECONDS
-        while any(server.open for server in servers):
-            assert time.monotonic() < deadline, "a closed fleet has open connections"
-            time.sleep(0.01)
 
 
 def test_a_server_that_ends_between_a_groups_two_requests_costs_no_sample() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import subprocess
 import sys
@@ -13,11 +12,10 @@ from typing import Any
 
 import pytest
 
-from tepo_megatron.errors import RolloutError
 from tepo_megatron.inference.servers.fleet import Fleet
-from tepo_megatron.inference.servers.lease import Quiesce, service_name, this_host
+from tepo_megatron.inference.servers.lease import service_name, this_host
 from tepo_megatron.inference.servers.rendezvous import Rendezvous
-from tests.unit.rollout.test_fleet import PROMPTS, SAMPLING, behave, ids, until
+from tests.unit.rollout.test_fleet import PROMPTS, SAMPLING, ids, until
 from tests.unit.rollout.test_remote import (  # noqa: F401
     Serving,
     killed_trainer,
@@ -77,44 +75,6 @@ def test_a_server_that_dies_in_the_trainers_turn_is_started_after_it(
 
 
 @pytest.mark.full
-def test_what_nobody_took_is_ended_before_the_trainer_has_the_devices(
-    serving: Callable[..., Serving],  # noqa: F811
-    tmp_path: Path,
-) -> None:
-    serve = serving(servers=2, colocate=True)
-    until(lambda: len(serve.records()) == 2)
-    with trainer(tmp_path, servers=1, colocate=True, rendezvous=str(serve.rendezvous.folder)) as fleet:
-        fleet.sleep()
-        assert servers_of(serve) == 1 and f"is not of {tmp_path}/run, which has the devices now" in serve.log.read_text()
-        for version in range(1, 6):  # more often than a server that fails is started again
-            wake(fleet, version)
-            until(lambda: len(serve.records()) == 2)
-            fleet.sleep()
-            assert servers_of(serve) == 1
-        wake(fleet, version=1)
-        assert versions(fleet) == {1}
-        until(lambda: len(serve.records()) == 2)
-
-
-@pytest.mark.full
-def test_a_server_that_fails_to_sleep_is_gone_before_the_trainer_has_the_devices(
-    serving: Callable[..., Serving],  # noqa: F811
-    tmp_path: Path,
-) -> None:
-    serve = serving(servers=1, colocate=True)
-    with trainer(tmp_path, colocate=True, rendezvous=str(serve.rendezvous.folder)) as fleet:
-        behave(fleet, 0, refuse=True, at="/sleep")
-        fleet.sleep()
-        assert servers_of(serve) == 0
-        fleet.wake("weights")
-        fleet.update_weights([], version=4)
-        fleet.wake("kv_cache")
-        until(lambda: fleet.needs_weights)
-        fleet.update_weights([], version=4)
-        assert versions(fleet) == {4}
-
-
-@pytest.mark.full
 def test_a_killed_trainers_turn_ends_when_its_run_is_resumed(
     serving: Callable[..., Serving],  # noqa: F811
     tmp_path: Path,
@@ -130,27 +90,6 @@ def test_a_killed_trainers_turn_ends_when_its_run_is_resumed(
         assert versions(resumed) == {1}
         resumed.sleep()
         assert released(resumed, 0) == BOTH_PARTS
-
-
-@pytest.mark.full
-def test_a_keeper_that_comes_in_a_turn_starts_nothing_and_one_that_goes_is_not_waited_for(
-    serving: Callable[..., Serving],  # noqa: F811
-    tmp_path: Path,
-) -> None:
-    first = serving(servers=1, colocate=True)
-    with trainer(tmp_path, colocate=True, rendezvous=str(first.rendezvous.folder)) as fleet:
-        fleet.sleep()
-        second = serving(servers=1, colocate=True)
-        until(lambda: len(first.rendezvous.leases.acknowledgements()) == 2)
-        time.sleep(1.0)
-        assert servers_of(second) == 0
-        wake(fleet, version=1)
-        until(lambda: len(first.records()) == 2)
-        second.process.terminate()
-        assert second.process.wait(60) == 0
-        fleet.sleep()
-        wake(fleet, version=2)
-        assert versions(fleet) == {2}
 
 
 def test_what_a_killed_keeper_left_behind_is_removed_by_the_next(tmp_path: Path) -> None:
@@ -174,31 +113,3 @@ def test_what_a_killed_keeper_left_behind_is_removed_by_the_next(tmp_path: Path)
     for keeper in (me, "elsewhere-1"):
         rendezvous.leases.deregister(keeper)
     assert list(tmp_path.glob("*.service")) == [] and not (tmp_path / "lease").exists()
-
-
-def test_who_does_not_answer_is_named(tmp_path: Path) -> None:
-    rendezvous = Rendezvous(tmp_path)
-    for keeper in ("there-7", "elsewhere-8"):
-        rendezvous.leases.register(keeper)
-    standstill = Quiesce(rendezvous.leases, "runs/a", list, seconds=0.3)
-    with pytest.raises(
-        RolloutError, match=r"elsewhere-8, there-7 \(host .* remove elsewhere-8\.service, there-7\.service there"
-    ):
-        asyncio.run(standstill.reach())
-    rendezvous.leases.deregister("elsewhere-8")
-
-    async def answered() -> None:
-        reached = asyncio.create_task(Quiesce(rendezvous.leases, "runs/a", lambda: ["s"], seconds=20).reach())
-        while (turn := rendezvous.leases.current()) is None or turn.starts != ("s",):
-            await asyncio.sleep(0.01)
-        rendezvous.leases.acknowledge("there-7", "an earlier token")
-        await asyncio.sleep(0.3)
-        assert not reached.done()
-        rendezvous.leases.acknowledge("there-7", turn.token)
-        await reached
-
-    asyncio.run(answered())
-    Quiesce(rendezvous.leases, "runs/another", list, seconds=1).end()
-    assert rendezvous.leases.current() is not None, "it is not another run's to end"
-    standstill.end()
-    assert rendezvous.leases.current() is None

@@ -8,20 +8,30 @@ import socket
 import pytest
 
 from tepo_megatron.config import ServerConfig
+from tepo_megatron.errors import RolloutError
 from tepo_megatron.inference.partial import GenerationRequest
 from tepo_megatron.inference.servers.client import Client, RequestFailed
 from tepo_megatron.inference.servers.endpoint import Endpoint
+from tepo_megatron.inference.servers.server import ServerAddress
 from tepo_megatron.inference.vllm import VllmApi
 from tepo_megatron.types import Prompt, SamplingParams
-from tests.misbehaving_clients import KEY, Elsewhere
+
+KEY = "secret-key"
 
 
-def test_a_full_server_gets_the_same_seconds_for_each_million_tokens() -> None:
-    """16 samples of 8,192 tokens, 64 requests at once: 8.4 million tokens."""
-    cfg = ServerConfig(request_seconds=1800.0, concurrency=64)
-    limits = [cfg.generation_limit(samples * 8192) for samples in (16, 32, 256)]
-    assert limits[0] == pytest.approx(1800 * 8.388608)
-    assert limits[1:] == pytest.approx([2 * limits[0], 16 * limits[0]])
+class Elsewhere:
+    """A server that others started."""
+
+    name, running, resident_bytes, again = "a server", True, 0, ""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+
+    async def wait_ready(self) -> ServerAddress:
+        return ServerAddress(self.url, KEY)
+
+    async def failure(self, what: str) -> RolloutError:
+        return RolloutError(f"{self.name} {what}")
 
 
 def test_a_small_request_has_the_limit_of_the_key() -> None:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import time
-from typing import Any
 
 import pytest
 
-from tepo_megatron.rollout.chat import FORMS, HERMES, ChatFormat, ToolForm, form_of
+from tepo_megatron.rollout.chat import FORMS, HERMES, ToolForm, form_of
 from tests.tiny import char_tokenizer
 
 MISTRAL, XML, _, LLAMA = FORMS
@@ -74,20 +73,6 @@ def test_calls_are_those_of_vllm_s_parsers() -> None:
     assert sum(bool(form.split(text, TOOLS)[1]) for _, form, text in CASES) > len(CASES) / 2
 
 
-@pytest.mark.parametrize(
-    ("form", "text"),
-    [
-        (MISTRAL, '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}, "id": "abcdefghi"}]'),
-        (XML, tagged(function("add", end="", a="1"))),
-        (XML, tagged('<function=add><parameter=a>1</parameter></function>')),
-        (LLAMA, '<|python_tag|>{"name": "add", "parameters": {"a": 1}}'),
-    ],
-)  # fmt: skip
-def test_other_spellings(form: ToolForm, text: str) -> None:
-    content, (call,) = form.split(text, TOOLS)
-    assert (content, call.name, json.loads(call.arguments)) == ("", "add", {"a": 1})
-
-
 @pytest.mark.parametrize("form", FORMS, ids=["mistral", "xml", "hermes", "llama"])
 def test_hostile_texts_are_content_and_take_no_time(form: ToolForm) -> None:
     marks = (
@@ -112,14 +97,6 @@ def test_hostile_texts_are_content_and_take_no_time(form: ToolForm) -> None:
     assert time.process_time() - start < 2
 
 
-def test_a_call_without_a_name_is_content_and_a_parameter_of_several_types_stays_text() -> None:
-    for form, text in ((MISTRAL, '[TOOL_CALLS]{"a": 1}'), (MISTRAL, '[TOOL_CALLS][{"name": "", "arguments": {}}]')):
-        assert form.split(text, TOOLS) == (text, [])
-    tools = [{"function": {"name": "add", "parameters": {"properties": {"t": {"type": ["string", "null"]}}}}}]
-    _, (call,) = XML.split(tagged(function("add", t="12")), tools)
-    assert json.loads(call.arguments) == {"t": "12"}
-
-
 def test_the_form_is_that_of_the_template() -> None:
     llama = 'Respond in the format {"name": function name, "parameters": dictionary of argument name and its value}.'
     for template, form in (
@@ -127,20 +104,3 @@ def test_the_form_is_that_of_the_template() -> None:
         (llama, LLAMA), ("[TOOL_CALLS]{{ x }}", MISTRAL),
     ):  # fmt: skip
         assert form_of(template) is form
-
-
-def test_mistral_s_mark_is_a_special_token_and_its_ids_have_nine_characters() -> None:
-    tokenizer = char_tokenizer()
-    tokenizer.add_special_tokens({"additional_special_tokens": ["[TOOL_CALLS]", '"name"', ": ", "add", '"arguments"', '"']})
-    tokenizer.chat_template = "{% if false %}[TOOL_CALLS]{% endif %}{{ messages[0].content }}"
-
-    def encode(text: str) -> list[int]:
-        return list(tokenizer(text, add_special_tokens=False).input_ids)
-
-    chat = ChatFormat(tokenizer, encode, lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=True)))
-    ids = encode('so[TOOL_CALLS]add{"' + "a" + '": 1}<eos>')
-    message: dict[str, Any] = chat.reply(ids, TOOLS)
-    (call,) = message["tool_calls"]
-    assert message["content"] == "so" and call["function"] == {"name": "add", "arguments": '{"a": 1}'}
-    assert len(call["id"]) == 9 and call["id"].isalnum()
-    assert "tool_calls" not in chat.reply(ids, [])

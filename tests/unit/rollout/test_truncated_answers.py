@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -12,15 +11,14 @@ import torch
 
 from tepo_megatron.actor.masks import truncation_of
 from tepo_megatron.config import RolloutConfig
-from tepo_megatron.errors import ConfigError, RolloutError
+from tepo_megatron.errors import ConfigError
 from tepo_megatron.inference.partial import ABORTED, GenerationRequest, merge
 from tepo_megatron.inference.samples import checked_rollout
-from tepo_megatron.inference.sglang import SglangApi, generate_request
-from tepo_megatron.inference.vllm import VllmApi, completion_request
+from tepo_megatron.inference.sglang import SglangApi
+from tepo_megatron.inference.vllm import VllmApi
 from tepo_megatron.losses.advantages import without_truncated
-from tepo_megatron.rollout.conversation import Conversation
 from tepo_megatron.rollout.truncation import check_truncation
-from tepo_megatron.types import Prompt, Rollout, SamplingMask, SamplingParams, Truncation
+from tepo_megatron.types import Prompt, SamplingMask, SamplingParams, Truncation
 from tepo_megatron.utils.exchange import HttpAnswer
 from tepo_megatron.weight_sync.receiver.binary_answer import CONTENT_TYPE, Sample, decode, encode, ids_crc
 from tepo_megatron.weight_sync.receiver.vllm_answers import sampling_masks
@@ -69,14 +67,6 @@ def test_masks_that_do_not_fit_are_refused(masks: tuple[np.ndarray, np.ndarray],
         checked_rollout(PROMPT, [2, 9], [-0.5, 0.0], "length", replace(SAMPLING, max_tokens=2), 0, None, masks)
 
 
-def test_an_answer_without_masks_is_refused_from_sglang_and_recomputed_for_vllm() -> None:
-    ask = GenerationRequest(PROMPT, replace(SAMPLING, max_tokens=2), 0)
-    answer = HttpAnswer(200, CONTENT_TYPE, encode([sample(None)]))
-    assert VllmApi().decode(answer, ask, 0)[0].sampling_mask is None
-    with pytest.raises(RolloutError, match=r"lacks the sampling masks of rollout\.top_k=50"):
-        SglangApi().decode(answer, ask, 0)
-
-
 def test_the_masks_of_vllm_are_the_ids_above_minus_infinity() -> None:
     """The sampled token comes first, and again among the most likely ones; in the last position it is not among them."""
     inf = float("inf")
@@ -87,15 +77,6 @@ def test_the_masks_of_vllm_are_the_ids_above_minus_infinity() -> None:
     )
     ids, counts = sampling_masks(flat)
     assert ids.tolist() == [3, 8, 5, 4, 7, 6, 9] and counts.tolist() == [2, 1, 4]
-
-
-def test_requests_ask_for_masks_up_to_top_k_64() -> None:
-    for top_k, asked in ((-1, False), (2, True), (64, True), (65, False)):
-        sampling = replace(SAMPLING, top_k=top_k)
-        of_vllm, of_sglang = completion_request(PROMPT, sampling, 0), generate_request(PROMPT, sampling, 0)
-        assert of_vllm["logprobs"] == (top_k + 8 if asked else 0) and of_sglang["return_sampling_mask"] == asked
-        for params in (of_vllm, of_sglang["sampling_params"][0]):
-            assert (params["top_k"], params["top_p"]) == (top_k, 0.9)
 
 
 def test_masks_are_joined_and_dropped_with_the_tokens() -> None:
@@ -114,25 +95,6 @@ def test_masks_are_joined_and_dropped_with_the_tokens() -> None:
     assert masked.sampling_mask is not None and masked.sampling_mask.counts_N.numel() == 0
     with pytest.raises(ValueError, match="sampling masks of another number of tokens"):
         replace(end, sampling_mask=SamplingMask.cat([]))
-
-
-@pytest.mark.parametrize("masked", [True, False])
-def test_a_conversation_has_the_masks_of_all_its_turns(masked: bool) -> None:
-    async def sampled(context: Prompt, sampling: SamplingParams, seed: int) -> Rollout:
-        masks = ([7, 9, 2], [2, 1]) if masked or len(context.token_ids) == 3 else None
-        return checked_rollout(context, [9, 2], [-0.5, 0.0], "length", replace(sampling, max_tokens=2), 0, None, masks)
-
-    async def talk() -> Rollout:
-        codec = {"encode": lambda text: [30], "decode": str}
-        conversation = Conversation(PROMPT, replace(SAMPLING, max_tokens=9), 0, sample_turn=sampled, **codec)
-        await conversation.generate(2)
-        conversation.append("a tool's answer")
-        await conversation.generate(2)
-        return conversation.finish()
-
-    rollout = asyncio.run(talk())
-    assert rollout.response_length == 4 and (rollout.sampling_mask is not None) == masked
-    assert rollout.sampling_mask is None or rollout.sampling_mask.ids_M.tolist() == [7, 9, 2] * 2
 
 
 def test_settings_that_cannot_be_matched_are_refused() -> None:

@@ -93,38 +93,6 @@ def test_servers_of_an_update_whose_sender_is_gone_get_all_weights_again(tmp_pat
         assert [slot.restart_count for slot in two.slots] == [0, 0]
 
 
-def test_a_server_killed_between_rounds_does_not_end_the_update(tmp_path: Path) -> None:
-    with fleet(tmp_path, servers=2) as two:
-        two.begin_update(1)
-        two.load(ROUNDS[0]).result()
-        process(two, 0).kill()
-        two.load(ROUNDS[1]).result()
-        two.finish_update()
-        assert versions(two) == {1}
-        until(lambda: two.needs_weights)
-
-
-@pytest.mark.parametrize("at", ["/begin", "/load", "/update"])
-def test_a_refusal_in_any_part_ends_the_fleet(at: str, tmp_path: Path) -> None:
-    with fleet(tmp_path, servers=2) as two:
-        behave(two, 1, refuse=True, at=at)
-        with pytest.raises(SyncError, match=f"weights of version 1: server 1 answered {at} with 500: cannot load these"):
-            two.update_weights(ROUNDS[0], 1)
-        with pytest.raises(SyncError, match="can no longer be used"):
-            two.finish_update()
-
-
-def test_servers_of_an_aborted_update_start_again(tmp_path: Path) -> None:
-    with fleet(tmp_path, servers=1) as one:
-        one.begin_update(1)
-        one.load(ROUNDS[0]).result()
-        one.update_weights(ROUNDS[1], 2)  # to nobody: the server has half of version 1
-        until(lambda: one.needs_weights)
-        assert "was given weights half-way" in "\n".join(one.take_events())
-        one.update_weights([Path("all")], 2)
-        assert versions(one) == {2} and loaded(one, 0) == ["all"]
-
-
 def test_tensors_stay_only_where_all_servers_have_the_same_version(tmp_path: Path) -> None:
     with fleet(tmp_path, servers=2) as two:
         for version, base, names in ((1, INITIAL_VERSION, []), (2, 1, ["kept"])):
