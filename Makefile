@@ -13,8 +13,10 @@ DOCS   := .venv-docs
 PINS   := .venv-pins
 MIRROR ?= .cache/gpu-mirror
 MIRROR_PYTHON ?= $(firstword $(shell command -v python3.12) $(wildcard $(HOME)/.pyenv/versions/3.12.*/bin/python))
+TE     := $(PINS)/transformer_engine_python
 SITE   := build/docs
 PEERS  := .cache/peers
+GATE   := $(wildcard tests/gate)
 FAST   := not server and not e2e and not slow and not full
 WORKERS ?= 2
 # One more than cores, because each test without servers waits part of the time.
@@ -39,7 +41,7 @@ PINS_PYTHON ?= $(shell python3.12 -c "" 2>/dev/null \
   && echo python3.12 || echo $(PYTHON))
 
 .PHONY: demo demo-plan distill sglang launch ablation ablation-off-policy precision bench docs docs-links test test-parts test-runs test-servers test-fast test-full test-slurm test-gpu \
-  test-pins test-pins-ci test-image gpu-rehearsal mutants check lint types format pins clean
+  test-pins test-pins-ci test-te test-image gpu-rehearsal chaos mutants check lint types format pins clean
 
 demo: DEMO = $(if $(filter qwen3,$(MODEL)),,$(MODEL)-)seed-$(SEED)
 demo: demo-plan $(READY) $(if $(filter sglang,$(ENGINE)),$(SGLANG)/.ready)
@@ -134,13 +136,23 @@ test-fast: $(READY) $(LAUNCH)/.ready
 test-image: $(READY)
 	TEPO_IMAGE=1 $(BIN)/python -m pytest -s -m image $(ARGS) tests/launch/test_image.py
 
-# Run test-fast with the GPU images' Megatron-Core. ARGS: more arguments of pytest
-test-pins: $(PINS)/.ready $(LAUNCH)/.ready
+# Run test-fast with the GPU images' Megatron-Core, and the tests with Transformer Engine. ARGS: more arguments of pytest
+test-pins: $(PINS)/.ready $(LAUNCH)/.ready test-te
 	$(PINS)/bin/python -m pytest -n $(WORKERS) -m "$(FAST)" $(ARGS)
 
-# .ci/run calls this: the gate without the cases that test-full runs.
-test-pins-ci: $(PINS)/.ready
-	$(PINS)/bin/python -m pytest -n $(WORKERS) -m "not full" tests/gate
+# Run the tests with Transformer Engine's Python, whose compiled parts are replaced. A separate process, because the other
+# tests hide Transformer Engine.
+test-te: $(TE)/.ready
+	$(PINS)/bin/python -m pytest tests/transformer_engine --confcutdir=tests/transformer_engine
+
+# .ci/run calls this: the tests with Transformer Engine, and the gate without the cases that test-full runs.
+test-pins-ci: test-te
+	$(if $(GATE),$(PINS)/bin/python -m pytest -n $(WORKERS) -m "not full" $(GATE))
+
+# Kill processes of short runs with both engines at random, 100 times; takes hours. Adds the trials that the file lacks.
+# ARGS: --minutes 30
+chaos: $(READY) $(SGLANG)/.ready
+	nice -n 10 $(BIN)/python -m tests.harness.chaos --trials 100 --out benchmarks/results/chaos.jsonl $(ARGS)
 
 # Put each published or own silent bug into a copy of the tree, and run the tests that must catch it.
 # ARGS: --only NAME, --sample 6
@@ -228,6 +240,14 @@ $(PINS)/.ready: pyproject.toml requirements/cpu.txt requirements/gpu-vllm.txt
 	  "$$(grep '^megatron-core==' requirements/gpu-vllm.txt)"; \
 	$(PINS)/bin/uv pip install --no-config --python $(PINS)/bin/python --no-deps --quiet --editable .; \
 	echo "$$sum" > $@
+
+# The Python part of the GPU images' Transformer Engine, the only one of its three wheels without compiled code. It has a folder
+# of its own, which only tests/transformer_engine uses.
+$(TE)/.ready: $(PINS)/.ready requirements/gpu-vllm.txt
+	rm -rf $(TE)
+	$(PINS)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-compile --target $(TE) \
+	  "$$(grep '^transformer-engine==' requirements/gpu-vllm.txt)"
+	touch $@
 
 $(MIRROR)/.ready: requirements/gpu-mirror.txt requirements/gpu-check.txt
 	@sum=$$(cat $^ | sha256sum); \

@@ -2,5 +2,5 @@
 
     python -m tests.conformance my_package.losses:grpo --as grpo --set clip_high=0.2
 
-`parts.Part` is what the function is given, and what it returns; `own.py` is an example. It needs torch alone.
+`parts.Part` is what the function is given, and what it returns; `adapters/` are examples. It needs torch alone.
 """

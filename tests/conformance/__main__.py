@@ -2,6 +2,7 @@
 
     python -m tests.conformance my_package.losses:grpo --as grpo --set clip_high=0.2
     python -m tests.conformance own          # this project's rows
+    python -m tests.conformance trl verl --peers FOLDER [--write]
 
 A function is given a `tests.conformance.parts.Part` and returns what that part contributes to the loss. Exit status 1 where a
 case fails.
@@ -17,10 +18,13 @@ import math
 import sys
 from pathlib import Path
 
-from tests.conformance import own
+from tests.conformance import page
+from tests.conformance.cases import CASES
 from tests.conformance.check import Result, Subject, check_all
 from tests.reference.methods import CORRECTION_BOUNDS, METHODS
 from tests.reference.parts import Method
+
+ADAPTERS = ("own", "trl", "verl")
 
 
 def method_of(row: str, replaced: list[str]) -> Method:
@@ -50,28 +54,32 @@ def subjects_of(name: str, args: argparse.Namespace) -> list[Subject]:
     """Return the loss functions that a name on the command line selects.
 
     Args:
-        name: `own`, or the path "module:function" of a user's function.
+        name: `own`, `trl`, `verl`, or the path "module:function" of a user's function.
         args: Parsed command line.
     """
-    if name == "own":
-        return own.subjects()
+    if name in ADAPTERS:
+        adapter = importlib.import_module(f"tests.conformance.adapters.{name}")
+        try:
+            return adapter.subjects()
+        except ImportError as error:
+            raise SystemExit(f"{name}: {error}. It needs {adapter.NEEDS}") from error
     module, colon, function = name.partition(":")
     if not colon or args.row is None:
-        raise SystemExit(f"{name}: give own, or module:function with --as ROW")
+        raise SystemExit(f"{name}: give one of {', '.join(ADAPTERS)}, or module:function with --as ROW")
     sys.path.insert(0, str(Path.cwd()))
     loss = getattr(importlib.import_module(module), function)
     return [Subject(name, loss, method_of(args.row, args.replaced), args.splits_sequences)]
 
 
 def report(subject: Subject, results: list[Result]) -> int:
-    """Print the results of one function; return the number of failed cases.
+    """Print the results of one function; return the number of failed cases that it does not explain.
 
     Args:
         subject: The loss function.
         results: Its result for each case.
     """
     print(f"{subject.name}: {sum(r.passed is True for r in results)} of {len(results)} cases pass")
-    failed = 0
+    unexplained = 0
     for result in results:
         name = result.case.name
         if result.passed is None:
@@ -79,22 +87,33 @@ def report(subject: Subject, results: list[Result]) -> int:
         elif result.passed:
             print(f"  ok    {name} ({max(result.loss_error, result.gradient_error):.0e})")
         else:
-            failed += 1
-            print(f"  FAIL  {name}\n{result.message}")
-    return failed
+            says = subject.says.get(name)
+            unexplained += says is None
+            print(f"  FAIL  {name}\n{result.message}" + (f"\n    by design {says}" if says else ""))
+    return unexplained
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line and return its exit status."""
     parser = argparse.ArgumentParser(prog="python -m tests.conformance", description=__doc__.splitlines()[0])
-    parser.add_argument("names", nargs="+", metavar="NAME", help="module:function, or own")
+    parser.add_argument("names", nargs="+", metavar="NAME", help=f"module:function, or one of {', '.join(ADAPTERS)}")
     parser.add_argument("--as", dest="row", metavar="ROW", help=f"what it should compute: one of {', '.join(METHODS)}")
     parser.add_argument("--set", dest="replaced", nargs="+", default=[], metavar="PART=VALUE", help="parts to replace")
     parser.add_argument(
         "--splits-sequences", action="store_true", help="a part with some of a sequence's tokens is enough for the function"
     )
+    parser.add_argument("--peers", type=Path, metavar="FOLDER", help="where packages are that are not installed, or a checkout")
+    parser.add_argument("--write", action="store_true", help=f"write {page.PAGE}")
     args = parser.parse_args(argv)
-    failed = sum(report(subject, check_all(subject)) for name in args.names for subject in subjects_of(name, args))
+    if args.peers is not None:
+        sys.path.append(str(args.peers.resolve()))
+    failed, tables = 0, {}
+    for name in args.names:
+        tables[name] = [(subject, check_all(subject)) for subject in subjects_of(name, args)]
+        for subject, results in tables[name]:
+            failed += report(subject, results)
+    if args.write:
+        page.write(tables, CASES)
     return 1 if failed else 0
 
 

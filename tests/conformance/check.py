@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from tests.conformance.answers import Answer, Loss, answer, errors, right_answer
 from tests.conformance.cases import CASES, Case
+from tests.conformance.diagnosis import usually
 from tests.reference.parts import Method
 
 
@@ -21,12 +22,14 @@ class Subject:
         method: Method that it is meant to compute.
         splits_sequences: Whether the function can handle a part with only some of a sequence's tokens. A sequence ratio needs
             all tokens of a sequence, and therefore communication, which a pure function does not have.
+        says: Why it fails a case by design, as its code states: case -> a phrase with "it" as the subject.
     """
 
     name: str
     loss: Loss
     method: Method
     splits_sequences: bool = False
+    says: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,7 @@ class Result:
         loss_error: Error relative to the magnitude of the loss, at least to 1.
         gradient_error: ||got - expected|| / ||expected||.
         message: Message of a failure: expected, got, and the usual cause.
+        usually: The usual cause alone.
     """
 
     case: Case
@@ -46,6 +50,7 @@ class Result:
     loss_error: float = 0.0
     gradient_error: float = 0.0
     message: str = ""
+    usually: str = ""
 
 
 def check(subject: Subject, case: Case) -> Result:
@@ -61,16 +66,18 @@ def check(subject: Subject, case: Case) -> Result:
     try:
         got = answer(subject.loss, batch, case)
     except (ArithmeticError, AssertionError, IndexError, RuntimeError, TypeError, ValueError) as error:
-        return Result(case, False, math.inf, math.inf, f"    raised {type(error).__name__}: {error}")
+        said = f"raised {type(error).__name__}: {error}"
+        return Result(case, False, math.inf, math.inf, f"    {said}", said)
     if case.tolerance is None:
         if got.finite:
             return Result(case, True)
-        return Result(case, False, math.inf, math.inf, _message(got, None, case.usually))
+        return Result(case, False, math.inf, math.inf, _message(got, None, case.usually), case.usually)
     right, magnitude = right_answer(subject.method, batch)
     found = errors(got, right, magnitude)
     if max(found) <= case.tolerance:
         return Result(case, True, *found)
-    return Result(case, False, *found, _message(got, right, case.usually))
+    said = usually(subject.method, batch, case, got, right)
+    return Result(case, False, *found, _message(got, right, said), said)
 
 
 def _message(got: Answer, right: Answer | None, said: str) -> str:

@@ -1,4 +1,4 @@
-"""The conformance kit: a right loss passes, and of a wrong one it names the case and the usual cause."""
+"""The conformance kit: a right loss passes, and of a wrong one it names the case and the mistake."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.conformance import own
 from tests.conformance.__main__ import main
+from tests.conformance.adapters import own
+from tests.conformance.answers import errors, right_answer
 from tests.conformance.cases import CASES
 from tests.conformance.check import Result, Subject, check, check_all
+from tests.conformance.diagnosis import suspects
 from tests.conformance.parts import Part
 from tests.reference.methods import METHODS
 from tests.reference.parts import Method
@@ -63,12 +65,8 @@ def rank_average(part: Part) -> Tensor:
     return right(part) * part.ranks
 
 
-def broken(part: Part) -> Tensor:
-    raise ValueError("no such thing")
-
-
 def failed(results: list[Result]) -> dict[str, str]:
-    return {r.case.name: r.message for r in results if r.passed is False}
+    return {r.case.name: r.usually for r in results if r.passed is False}
 
 
 def test_a_right_loss_passes_every_case() -> None:
@@ -78,7 +76,7 @@ def test_a_right_loss_passes_every_case() -> None:
 
 @pytest.mark.parametrize("subject", [s for s in own.subjects() if s.name in ("tepo", "clip_cov")], ids=lambda s: s.name)
 def test_own_rows_pass(subject: Subject) -> None:
-    """The others: `python -m tests.conformance own`."""
+    """The others: `python -m tests.conformance own`, whose page is docs/conformance.md."""
     results = check_all(subject)
     assert not failed(results)
     assert [r.case.name for r in results if r.passed is None] == (["split sequences"] if subject.name == "tepo" else [])
@@ -87,24 +85,25 @@ def test_own_rows_pass(subject: Subject) -> None:
 @pytest.mark.parametrize(
     ("loss", "parts", "case", "said"),
     [
-        (mean_of_a_part, {}, "unequal microbatches", "a mean over each microbatch, averaged"),
-        (sequences_but_one, {"aggregate": "sequence_mean_token_sum"}, "whole", "the formula itself"),
-        (length_and_one, {"aggregate": "sequence_mean_token_mean"}, "one-token responses", "|y| is off by one"),
-        (exchanged_bounds, {}, "whole, again", "the formula itself"),
-        (ratio_to_the_engine, {}, "whole", "the formula itself"),
+        (mean_of_a_part, {}, "unequal microbatches", "each microbatch is a mean of its own, and the means are added"),
+        (sequences_but_one, {"aggregate": "sequence_mean_token_sum"}, "whole", "the number of sequences is one too small"),
+        (length_and_one, {"aggregate": "sequence_mean_token_mean"}, "one-token responses", "off by the factor 0.5"),
+        (length_and_one, {"aggregate": "sequence_mean_token_mean"}, "whole", "|y|, which a response's sum is divided by"),
+        (exchanged_bounds, {}, "whole, again", "the clip bounds are exchanged"),
+        (ratio_to_the_engine, {}, "whole", "the old log-probs are those of the engine"),
         (padding_is_counted, {}, "padding holds other numbers", "the mask is missing from a sum or a mean"),
-        (rank_average, {}, "2 ranks", "denominators of one rank"),
-        (lambda part: -right(part), {}, "whole", "the formula itself"),
-        (lambda part: right(part).detach(), {}, "whole", "the formula itself"),
-        (broken, {}, "whole", "raised ValueError: no such thing"),
+        (rank_average, {}, "2 ranks", "the average over ranks is not undone"),
+        (lambda part: -right(part), {}, "whole", "the sign is wrong"),
+        (lambda part: right(part).detach(), {}, "whole", "the value is right and the gradient is not"),
     ],
 )
-def test_a_wrong_loss_fails_with_its_usual_cause(
+def test_a_wrong_loss_fails_and_the_mistake_is_named(
     loss: Callable[[Part], Tensor], parts: dict[str, Any], case: str, said: str
 ) -> None:
-    result = check(Subject("wrong", loss, Method(**METHODS["grpo"] | parts)), BY_NAME[case])
-    assert result.passed is False and said in result.message
-    assert loss is broken or ("expected" in result.message and "got" in result.message)
+    method = Method(**METHODS["grpo"] | parts)
+    result = check(Subject("wrong", loss, method), BY_NAME[case])
+    assert result.passed is False and said in result.usually
+    assert said in result.message and "expected" in result.message and "got" in result.message
 
 
 def test_only_the_cases_that_a_mistake_touches_fail() -> None:
@@ -113,10 +112,34 @@ def test_only_the_cases_that_a_mistake_touches_fail() -> None:
     assert wrong.keys() == shared
 
 
+@pytest.mark.parametrize("row", ["tepo", "grpo", "clip_cov"])
+def test_the_cases_tell_mistakes_from_the_right_answer(row: str) -> None:
+    """Each that the kit knows, and that can be made in a row, changes the answer to one of four cases."""
+    method = Method(**METHODS[row] | {k: v for k, v in {"beta": 0.5, "cov_share": 0.2}.items() if METHODS[row].get(k)})
+    whole = [BY_NAME[name] for name in ("whole", "whole, again", "whole, once more", "huge ratios")]
+    unseen: set[str] | None = None
+    for case in whole:
+        batch = case.draw(method)
+        right_one, magnitude = right_answer(method, batch)
+        quiet = {s.words for s in suspects(method, batch, case) if max(errors(s.answer(), right_one, magnitude)) <= 1e-6}
+        unseen = quiet if unseen is None else unseen & quiet
+    # none of them has a sequence ratio above 3 with A < 0, or a token of the KL mask 20 nats above the old policy
+    assert unseen == ({"there is a dual clip at 3", "log-ratios are clamped at inf nats"} if row == "tepo" else set())
+
+
+def test_a_loss_that_raises_fails_with_what_it_says() -> None:
+    def broken(part: Part) -> Tensor:
+        raise ValueError("no such thing")
+
+    result = check(Subject("broken", broken, GRPO), BY_NAME["whole"])
+    assert result.passed is False and "raised ValueError: no such thing" in result.message
+
+
 def test_the_command_names_the_case_and_what_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:
     name = f"{__name__}:sequences_but_one"
     assert main([name, "--as", "grpo", "--set", "aggregate=sequence_mean_token_sum"]) == 1
-    assert "FAIL  whole\n    loss      expected " in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "FAIL  whole\n    loss      expected " in printed and "the number of sequences is one too small" in printed
     with pytest.raises(SystemExit, match="no such part"):
         main([name, "--as", "grpo", "--set", "cliphigh=0.2"])
     with pytest.raises(SystemExit, match="module:function with --as ROW"):

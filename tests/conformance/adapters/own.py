@@ -22,6 +22,7 @@ from tests.reference.parts import MAX_RESPONSE_TOKENS, Method
 
 # coefficients and shares that are large enough for every part to have a visible effect
 _LARGER = {"beta": 0.5, "entropy_coefficient": 0.1, "advantage_alpha": 0.4, "cov_share": 0.2, "cov_low": 0.3}
+NEEDS = "this repository's environment: `make .venv/.ready`"
 
 
 def loss_of(objective: Objective) -> Loss:
