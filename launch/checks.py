@@ -94,7 +94,6 @@ def folders(cfg: Config) -> list[tuple[str, str | None]]:
         ("output", cfg.output),
         ("model.path", cfg.model.path),
         ("objective.ref_kl.path", cfg.objective.reference_path),
-        *((f"reward.terms.{i}.model", entry.model if entry.url is None else None) for i, entry in cfg.reward.judges.items()),
         *(("data.train", source.path if cfg.rollout.replay is None else None) for source in cfg.data.sets),
         ("data.eval", cfg.data.eval),
         ("evaluation.benchmark_folder", cfg.evaluation.benchmark_folder if cfg.evaluation.benchmarks else None),

@@ -50,7 +50,6 @@ def lay_out(cfg: Config, cluster: Cluster) -> Layout:
         )
     world = cfg.parallel.world_size
     train_nodes, ranks = _split(world, cluster.slots, f"parallel has {world} ranks", "dp, tp, pp or cp")
-    _check_judges(cfg, cluster, train_nodes)
     server = cfg.rollout.server
     if server.rendezvous_folder is None:
         if train_nodes > 1 and not server.others and cfg.rollout.replay is None:
@@ -85,24 +84,6 @@ def lay_out(cfg: Config, cluster: Cluster) -> Layout:
         cfg.rollout.servers, slots, f"rollout.servers={cfg.rollout.servers} of {server.tp} GPUs", "rollout.servers"
     )
     return Layout(train_nodes, ranks, serve_nodes, servers)
-
-
-def _check_judges(cfg: Config, cluster: Cluster, train_nodes: int) -> None:
-    """Check that the judges of the run fit next to its ranks and servers on one machine. Raises ConfigError."""
-    judges = cfg.reward.judge_gpus
-    if not judges or cfg.rollout.replay is not None:
-        return
-    if train_nodes > 1:
-        raise ConfigError(
-            f"parallel has {cfg.parallel.world_size} ranks, on {train_nodes} machines of {cluster.slots}, and a run starts the "
-            "servers of a judge on one machine only; serve the judge by yourself and set its url in reward.terms"
-        )
-    first = cfg.rollout.devices_used(cfg.parallel.world_size)
-    if cfg.platform == "cuda" and first + judges > cluster.gpus:
-        raise ConfigError(
-            f"ranks and servers take {first} GPUs and the judges of reward.terms {judges} more, and a machine has "
-            f"{cluster.gpus}; lower servers or server.tp of the judge, or set its url"
-        )
 
 
 def _split(count: int, slots: int | None, what: str, keys: str) -> tuple[int, int]:

@@ -189,22 +189,6 @@ def evaluate(args: argparse.Namespace, overrides: list[str]) -> int:
     return 0
 
 
-def judge(args: argparse.Namespace, overrides: list[str]) -> int:
-    """Run `tepo judge CONFIG --on FILE [--term I] [--repeats N] [--out DIR] [--key value ...]`."""
-    from tepo_megatron.config.io import load_config
-    from tepo_megatron.evaluation.judging import JudgingRequest, run
-    from tepo_megatron.rollout.judges import JudgePlace
-
-    if args.repeats < 1:
-        raise ConfigError(f"--repeats {args.repeats}: a positive number")
-    cfg = load_config(args.config, overrides)
-    out = args.out or Path("judgements") / cfg.name
-    request = JudgingRequest(args.on, args.term, args.repeats, out, cfg.overwrite)
-    place = JudgePlace(cfg.platform, cfg.model.dtype, 0, out)
-    print("written:", run(cfg.reward, place, request, lambda text: print(escaped(text), flush=True)))
-    return 0
-
-
 def plan(args: argparse.Namespace, overrides: list[str]) -> int:
     """Run `tepo plan CONFIG [--from RUN] [--gpus N] [--gpu NAME] [--prompt N] [--response N] [--dropped X] [--json FILE] ...`.
 

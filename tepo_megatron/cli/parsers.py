@@ -13,7 +13,7 @@ from tepo_megatron.observability import run_dir
 from tepo_megatron.utils.escaping import escaped
 
 # They take --section.key VALUE.
-COMMANDS_WITH_KEYS = ("train", "sft", "replay", "ablate", "serve", "doctor", "evaluate", "judge", "plan")
+COMMANDS_WITH_KEYS = ("train", "sft", "replay", "ablate", "serve", "doctor", "evaluate", "plan")
 _FIRST_WORDS = {"replay": ("RUN_DIR", "the run's directory"), "evaluate": ("CHECKPOINT", "the checkpoint")}
 Subparsers = argparse._SubParsersAction
 
@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     subparsers = parser.add_subparsers(dest="command", required=True)
     for add in (
         _add_train, _add_sft, _add_replay, _add_report, _add_watch, _add_alerts, _add_trace, _add_audit,
-        _add_ablate, _add_serve, _add_doctor, _add_evaluate, _add_judge, _add_plan, _add_compare,
+        _add_ablate, _add_serve, _add_doctor, _add_evaluate, _add_plan, _add_compare,
     ):  # fmt: skip
         add(subparsers)
     words = list(sys.argv[1:] if argv is None else argv)
@@ -189,22 +189,6 @@ def _add_evaluate(subparsers: Subparsers) -> None:
         "that CHECKPOINT names (default: %(default)s)",
     )
     parser.set_defaults(run=commands.evaluate)
-
-
-def _add_judge(subparsers: Subparsers) -> None:
-    parser = subparsers.add_parser(
-        "judge",
-        help="compare the verdicts of a config's judge with labels, before it is used as a reward (docs/judges.md)",
-        usage="tepo judge CONFIG --on FILE [--term I] [--repeats N] [--out DIR] [--section.key VALUE ...]",
-        epilog="Rows of FILE: prompt, response, label (0 to 1, or true and false), and answer if a template has {answer}.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("config", metavar="CONFIG", help="a YAML file, as for tepo train, with a reward term of type judge")
-    parser.add_argument("--on", type=Path, required=True, metavar="FILE", help="labelled responses, one JSON object a line")
-    parser.add_argument("--term", type=int, metavar="I", help="index of the term in reward.terms (default: the first judge)")
-    parser.add_argument("--repeats", type=int, default=2, metavar="N", help="seeds for each response (default: %(default)s)")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="folder for report and verdicts (default: in judgements/)")
-    parser.set_defaults(run=commands.judge)
 
 
 def _add_plan(subparsers: Subparsers) -> None:

@@ -18,6 +18,7 @@ from tepo_megatron.errors import ConfigError
 T = typing.TypeVar("T")
 _ADAPTER: TypeAdapter[Config] = TypeAdapter(Config)
 _CANARIES = "sync.max_logprob_diff compares every token, and sync.verify_every: 1 compares checksums; remove the key"
+_JUDGE = "serve the judge by yourself, such as with `vllm serve`, and set its url; remove the key"
 _SCHEDULER = "under another scheduler than Slurm start tepo on each machine (docs/launch.md)"
 # removed key, or key=value -> what to use instead; the last two are sections of a cluster's profile
 REMOVED: Mapping[str, str] = {
@@ -26,6 +27,11 @@ REMOVED: Mapping[str, str] = {
     "sync.delta=elements": "set sync.delta: layers",
     "sync.transport.slices": "every rank of a server receives whole tensors; remove the key",
     "parallel.min_dp": "end the run, and start it with --resume true and a smaller parallel.dp; remove the key",
+    "reward.terms.judge.server": _JUDGE,
+    "reward.terms.judge.servers": _JUDGE,
+    "reward.terms.judge.min_servers": _JUDGE,
+    "reward.terms.judge.engine": _JUDGE,
+    "reward.terms.judge.max_prompt_tokens": "the judge's server refuses what it cannot read; remove the key",
     "kuberay": _SCHEDULER,
     "skypilot": _SCHEDULER,
 }

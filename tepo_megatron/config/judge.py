@@ -1,28 +1,27 @@
 """Term `judge` of section `reward`: a language model that reads prompt and response, and writes a verdict."""
 
-import dataclasses
 import re
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
 from pydantic import Field
 
-from tepo_megatron.config.fields import NonNegative, NonNegativeFloat, Positive, Weight, config
-from tepo_megatron.config.server import ServerConfig, check_engine_size
+from tepo_megatron.config.fields import NonNegative, NonNegativeFloat, Positive, PositiveFloat, Weight, config
 
 FIELDS = ("prompt", "response", "answer")
 FIELD = re.compile(r"\{(prompt|response|answer)\}")  # in a template; all other braces are text
-_OF_URL = frozenset({"concurrency", "request_seconds"})  # keys of `server` that servers of others need, too
 
 
 @config
 class JudgeTermConfig:
-    """The verdict of a language model, which the run serves with frozen weights, or which others serve (docs/judges.md)."""
+    """The verdict of a language model behind an OpenAI-compatible server (docs/judges.md)."""
 
     # Kind of the term.
     type: Literal["judge"]
-    # Hugging Face directory of the judge. With `url`, the name by which its server knows the model.
+    # Name by which the server knows the judge.
     model: str
+    # Address http(s)://HOST[:PORT]/v1 of the OpenAI-compatible server.
+    url: str
     # Message of the user to the judge. {prompt}, {response} and {answer} stand for these texts; all other braces are text.
     question: str
     # System message before it, with the same fields. null: none.
@@ -49,38 +48,24 @@ class JudgeTermConfig:
     seed: NonNegative = 0
     # Maximum number of tokens that the judge writes.
     max_tokens: Positive = 512
-    # Maximum number of tokens that the judge reads. A response that needs more is unjudged. No effect with `url`, whose server
-    # refuses what it cannot read.
-    max_prompt_tokens: Positive = 8192
-    # Address http(s)://HOST[:PORT]/v1 of an OpenAI-compatible server that others run. null: the run serves the judge itself.
-    url: str | None = None
     # Environment variable with the key of that server, which is sent as a bearer token. null: no key is sent.
     key_variable: str | None = None
-    # Inference engine that serves the judge.
-    engine: Literal["vllm", "sglang", "torch"] = "vllm"
-    # Number of servers of the judge, on GPUs of their own, after those of ranks and rollout servers.
-    servers: Positive = 1
-    # Smallest number of servers with which the run goes on.
-    min_servers: Positive = 1
-    # The servers of the judge. With `url` only `concurrency` and `request_seconds` may be set.
-    server: ServerConfig = Field(default_factory=ServerConfig)
+    # Maximum number of requests at a time.
+    concurrency: Positive = 64
+    # Seconds after which a request is given up and sent again.
+    request_seconds: PositiveFloat = 1800.0
     # Factor of the term in the reward.
     weight: Weight = 1.0
 
     def __post_init__(self) -> None:
         self._check_verdicts()
-        self._check_servers()
+        self._check_url()
 
     @property
     def messages(self) -> list[tuple[str, str]]:
         """Return (role, template) of each message to the judge."""
         system = [] if self.system is None else [("system", self.system)]
         return [*system, ("user", self.question)]
-
-    @property
-    def gpus(self) -> int:
-        """Return the number of GPUs that the run needs for the judge."""
-        return 0 if self.url is not None else self.servers * self.server.tp
 
     def _check_verdicts(self) -> None:
         if not any("{response}" in template for _, template in self.messages):
@@ -103,21 +88,7 @@ class JudgeTermConfig:
                 "temperature above 0"
             )
 
-    def _check_servers(self) -> None:
-        if self.min_servers > self.servers:
-            raise ValueError(f"min_servers={self.min_servers} exceeds servers={self.servers}; lower it or start more")
-        check_engine_size(self.engine, self.server)
-        if self.url is None:
-            if self.key_variable is not None:
-                raise ValueError("key_variable has no effect without url: the run makes the keys of its own servers; remove it")
-            return
+    def _check_url(self) -> None:
         parts = urlsplit(self.url)
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.username is not None:
             raise ValueError(f"url={self.url!r} is not http(s)://HOST[:PORT]/PATH without a password; name one")
-        default = ServerConfig()
-        changed = {f.name for f in dataclasses.fields(default) if getattr(default, f.name) != getattr(self.server, f.name)}
-        own = [f"server.{name}" for name in sorted(changed - _OF_URL)]
-        usual = {"engine": "vllm", "servers": 1, "min_servers": 1}
-        own += [name for name, value in usual.items() if getattr(self, name) != value]
-        if own:
-            raise ValueError(f"{own[0]} has no effect with url, whose server others start; remove one of them")

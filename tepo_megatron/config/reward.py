@@ -162,16 +162,6 @@ class RewardConfig:
             )
 
     @property
-    def judges(self) -> dict[int, JudgeTermConfig]:
-        """Return the judges by their indices among the terms."""
-        return {i: entry for i, entry in enumerate(self.terms) if isinstance(entry, JudgeTermConfig)}
-
-    @property
-    def judge_gpus(self) -> int:
-        """Return the number of GPUs that the judges need which the run serves."""
-        return sum(entry.gpus for entry in self.judges.values())
-
-    @property
     def processor_seconds(self) -> float:
         """Return the seconds of processor time after which a worker gives a response up."""
         return self.timeout_seconds / 2

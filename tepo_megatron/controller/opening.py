@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tepo_megatron.config import Config, LoggingConfig, RewardConfig, RolloutConfig, TrainingConfig
+from tepo_megatron.config import Config, LoggingConfig, RolloutConfig, TrainingConfig
 from tepo_megatron.config.megatron import untested_fields
 from tepo_megatron.config.safety import checks_that_are_off, safety_checks
 from tepo_megatron.controller.live_metrics import LiveMetrics
@@ -22,16 +22,15 @@ from tepo_megatron.inference.engine import RolloutEngine
 from tepo_megatron.inference.engines import beginning, build_engine, first_server_device, launch_of
 from tepo_megatron.observability.metrics_server import KEY_FILE, serve_metrics
 from tepo_megatron.observability.sinks import RunLog
-from tepo_megatron.rewards import Decode, Reward, build_reward
+from tepo_megatron.rewards import build_reward
 from tepo_megatron.rollout.chat import ChatFormat
 from tepo_megatron.rollout.collector import Collector
 from tepo_megatron.rollout.custom import open_sampler
 from tepo_megatron.rollout.experts import replayed_routing
-from tepo_megatron.rollout.judges import JudgePlace, open_judges
 from tepo_megatron.rollout.record import Replay
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    pass
 
 SERVER_LOG = "server.log"
 
@@ -77,8 +76,8 @@ def open_driver(cfg: Config, make_engine: EngineFactory | None = None) -> Iterat
             )
         )
         engine.start()
-        place = JudgePlace.next_to(rollout, cfg.parallel.world_size, cfg.platform, cfg.model.dtype, run_dir)
-        reward, judge_events = _open_reward(stack, cfg.reward, place, decode, tokenizer)
+        texts = stack.enter_context(decoder_file(tokenizer))
+        reward = stack.enter_context(build_reward(cfg.reward, decode, texts))
         stream = PromptStream.mixed(data.train, cfg.seed, cfg.data.shuffle)
         collector = Collector(
             *(rollout, sampler, reward, stream, cfg.seed, stops),
@@ -89,7 +88,7 @@ def open_driver(cfg: Config, make_engine: EngineFactory | None = None) -> Iterat
         counts = partial(getattr, sampler, "total_counts", {})
         stack.enter_context(served(log, LiveMetrics(*facts, collector.progress, engine, counts)))
         evaluated = evaluations(data.eval[: cfg.evaluation.max_problems], benchmarks)
-        yield MainDriver(cfg, collector, stream, evaluated, log, engine, _joined(sampler_events, judge_events))
+        yield MainDriver(cfg, collector, stream, evaluated, log, engine, sampler_events)
 
 
 @contextlib.contextmanager
@@ -137,19 +136,6 @@ def method_lines(method: Method, training: TrainingConfig, rollout: RolloutConfi
     if method.max_generation_rounds > 1 or method.overlong:
         lines.append(f"rounds of prompts per step: up to {method.max_generation_rounds}; overlong shaping: {method.overlong}")
     return lines
-
-
-def _open_reward(
-    stack: contextlib.ExitStack, cfg: RewardConfig, place: JudgePlace, decode: Decode, tokenizer: "PreTrainedTokenizerBase"
-) -> tuple[Reward, Callable[[], list[str]]]:
-    """Return the reward, and a function that returns the messages of its judges' servers since the last call."""
-    judges = stack.enter_context(open_judges(cfg.judges, place))
-    texts = stack.enter_context(decoder_file(tokenizer))
-    return stack.enter_context(build_reward(cfg, decode, texts, judges.by_term)), judges.take_events
-
-
-def _joined(*sources: Callable[[], list[str]]) -> Callable[[], list[str]]:
-    return lambda: [message for take in sources for message in take()]
 
 
 def _build_engine(cfg: Config) -> RolloutEngine:

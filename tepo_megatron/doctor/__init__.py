@@ -32,7 +32,7 @@ def examine(
         ("megatron", partial(versions.passed_fields, cfg.megatron)),
         ("cuDNN", partial(versions.cudnn, cfg.platform, os.environ)),
         ("config", config),
-        ("processors", partial(machine.processors, cfg.platform, ranks, cfg.rollout, cfg.reward.judge_gpus)),
+        ("processors", partial(machine.processors, cfg.platform, ranks, cfg.rollout)),
         ("memory", partial(machine.memory, cfg.model, cfg.sync, replays=cfg.rollout.replay is not None)),
         ("disk", partial(machine.disk, Path(cfg.output), cfg.model, cfg.checkpoint, exports=cfg.export_hf)),
         ("conversion", partial(model.conversion, cfg.model.path, cfg.parallel.tp)),
@@ -42,7 +42,7 @@ def examine(
         for finding in found_by(name, look):
             failed |= finding.verdict == "fail"
             yield finding
-    enough = machine.enough_devices(cfg.platform, ranks, cfg.rollout, cfg.reward.judge_gpus)
+    enough = machine.enough_devices(cfg.platform, ranks, cfg.rollout)
     if why := _why_no_step(cfg.rollout, enough, failed, quick):
         yield Finding("a step", "skip", why)
         return

@@ -41,8 +41,8 @@ def lengths(limit: int, tokens: Sequence[int]) -> Finding:
 
 def grading(cfg: RewardConfig, prompts: Sequence[Prompt]) -> Iterator[Finding]:
     """Check that a response with the right answer in a box is graded as right."""
-    if cfg.judges:
-        yield Finding("grading", "pass", "a judge is asked only by a run; `tepo judge` compares its verdicts with labels")
+    if any(term.type == "judge" for term in cfg.terms):
+        yield Finding("grading", "pass", "a judge is asked only by a run")
         return
     texts = [rf"\boxed{{{prompt.answer}}}" for prompt in prompts]
     with build_reward(cfg, decode=lambda ids: texts[ids[0]]) as reward:

@@ -45,15 +45,15 @@ def packages() -> Iterator[Finding]:
         yield Finding("packages", "pass", ", ".join(f"{name} {importlib.metadata.version(name)}" for name in SHOWN))
 
 
-def enough_devices(platform: str, ranks: int, rollout: RolloutConfig, judge_gpus: int) -> bool:
+def enough_devices(platform: str, ranks: int, rollout: RolloutConfig) -> bool:
     """Return whether this machine alone has the devices for the ranks and for the servers that the run starts."""
-    return platform == "cpu" or _gpus() >= _wanted(ranks, rollout, judge_gpus)
+    return platform == "cpu" or _gpus() >= _wanted(ranks, rollout)
 
 
-def processors(platform: str, ranks: int, rollout: RolloutConfig, judge_gpus: int) -> Iterator[Finding]:
+def processors(platform: str, ranks: int, rollout: RolloutConfig) -> Iterator[Finding]:
     """Check that there are GPUs, or cores, for the ranks and for the servers that are started here."""
     if platform == "cuda":
-        there, wanted = _gpus(), _wanted(ranks, rollout, judge_gpus)
+        there, wanted = _gpus(), _wanted(ranks, rollout)
         if there >= wanted:
             yield Finding("GPUs", "pass", f"{there}, {wanted} of which are used")
         else:
@@ -118,10 +118,10 @@ def _gpus() -> int:
     return torch.cuda.device_count()
 
 
-def _wanted(ranks: int, rollout: RolloutConfig, judge_gpus: int) -> int:
-    """Return the GPUs of the ranks, and of the servers and judges that are started here."""
+def _wanted(ranks: int, rollout: RolloutConfig) -> int:
+    """Return the GPUs of the ranks, and of the servers that are started here."""
     servers = 0 if rollout.server.remote or rollout.replay is not None else rollout.servers * rollout.server.tp
-    return judge_gpus + (max(ranks, servers) if rollout.colocate else ranks + servers)
+    return max(ranks, servers) if rollout.colocate else ranks + servers
 
 
 def _parameters(model_path: str) -> int:

@@ -18,8 +18,7 @@ def needed_open_files(ranks: int, rollout: RolloutConfig, reward: RewardConfig) 
 
     With a limit that is too low for `rollout.server.concurrency` requests per server, the run sends fewer (`ServerPool`).
     """
-    servers = rollout.servers + sum(entry.servers for entry in reward.judges.values())
-    requests = servers * (1 + CONTROL_CONNECTIONS)
+    requests = rollout.servers * (1 + CONTROL_CONNECTIONS)
     return _BASE + requests + _PER_RANK * ranks + _PER_WORKER * reward.workers * len(reward.terms)
 
 

@@ -20,7 +20,6 @@ def preflight(cfg: "Config") -> None:
     from tepo_megatron.rewards import check_reward
     from tepo_megatron.rollout.custom import load_function
     from tepo_megatron.rollout.experts import check_experts, replayed_routing
-    from tepo_megatron.rollout.judges import check_judges
     from tepo_megatron.rollout.truncation import check_truncation
     from tepo_megatron.weights.families import find_family, read_config
     from tepo_megatron.weights.families.tokens import check_tokenizer
@@ -32,8 +31,6 @@ def preflight(cfg: "Config") -> None:
     if cfg.rollout.function is not None:
         load_function(cfg.rollout.function)
     check_reward(cfg.reward)
-    if cfg.rollout.replay is None:
-        check_judges(cfg.reward.judges, cfg.platform)
     hf_config = read_config(cfg.model.path)
     architecture = find_family(hf_config).architecture(hf_config)
     check_layout(architecture, cfg.parallel)

@@ -1,6 +1,6 @@
 """Rewards, which grade rollouts. `_TERMS` lists every kind of term; a config adds terms up in `reward.terms`."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol, Self
 
@@ -8,7 +8,7 @@ from tepo_megatron.config import RewardConfig
 from tepo_megatron.errors import ConfigError
 from tepo_megatron.grading.gold import gold_fault
 from tepo_megatron.rewards.code import CodeTerm
-from tepo_megatron.rewards.judge import Judge, JudgeTerm
+from tepo_megatron.rewards.judge import JudgeTerm
 from tepo_megatron.rewards.math import MathTerm
 from tepo_megatron.rewards.pool import GradingPool, limits_of
 from tepo_megatron.rewards.simple import CustomTerm, FormatTerm, LengthTerm, check_function
@@ -42,19 +42,16 @@ class Reward(Protocol):
     def __exit__(self, *exc_info: object) -> None: ...
 
 
-def build_reward(
-    cfg: RewardConfig, decode: Decode, tokenizer: str = "", judges: Mapping[int, Judge] | None = None
-) -> WeightedReward:
+def build_reward(cfg: RewardConfig, decode: Decode, tokenizer: str = "") -> WeightedReward:
     """Return the reward that `cfg` describes, at once: workers start in the background, and the first grading waits for them.
 
     Args:
         tokenizer: File with which the workers decode (`data.tokenizer.decoder_file`). Empty: this process decodes.
-        judges: The judges by the indices of their terms (`rollout.judges.open_judges`). None: the config names none.
     """
     terms: list[tuple[float, RewardTerm]] = []
     try:
-        for i, entry in enumerate(cfg.terms):
-            terms.append((entry.weight, _TERMS[entry.type](cfg, entry, tokenizer, (judges or {}).get(i))))
+        for entry in cfg.terms:
+            terms.append((entry.weight, _TERMS[entry.type](cfg, entry, tokenizer)))
     except BaseException:
         WeightedReward(terms, decode).close()
         raise
@@ -78,12 +75,11 @@ def check_reward(cfg: RewardConfig) -> None:
             key_from(entry.key_variable)
 
 
-def _judge(cfg: RewardConfig, entry: Any, tokenizer: str, judge: Judge | None) -> RewardTerm:
-    assert judge is not None, "open_judges makes one for each term of this type"
-    return JudgeTerm(entry, judge, limits_of(cfg), tokenizer)
+def _judge(cfg: RewardConfig, entry: Any, tokenizer: str) -> RewardTerm:
+    return JudgeTerm(entry, limits_of(cfg), tokenizer)
 
 
-def _http(cfg: RewardConfig, entry: Any, tokenizer: str, _: Judge | None) -> RewardTerm:
+def _http(cfg: RewardConfig, entry: Any, tokenizer: str) -> RewardTerm:
     from tepo_megatron.rewards import remote  # aiohttp takes a while
 
     decoders = "the tokenizer of the model"
@@ -98,13 +94,13 @@ def _http(cfg: RewardConfig, entry: Any, tokenizer: str, _: Judge | None) -> Rew
     )
 
 
-_TERMS: dict[str, Callable[[RewardConfig, Any, str, Judge | None], RewardTerm]] = {
-    "math": lambda cfg, entry, tokenizer, _: MathTerm("boxed", limits_of(cfg), tokenizer),
-    "answer_line": lambda cfg, entry, tokenizer, _: MathTerm("answer_line", limits_of(cfg), tokenizer),
-    "format": lambda cfg, entry, tokenizer, _: FormatTerm(entry.pattern, limits_of(cfg), tokenizer),
-    "length": lambda cfg, entry, tokenizer, _: LengthTerm(entry.min_tokens, entry.max_tokens),
-    "code": lambda cfg, entry, tokenizer, _: CodeTerm(entry, cfg.workers, tokenizer),
-    "custom": lambda cfg, entry, tokenizer, _: CustomTerm(entry.function, limits_of(cfg), tokenizer),
+_TERMS: dict[str, Callable[[RewardConfig, Any, str], RewardTerm]] = {
+    "math": lambda cfg, entry, tokenizer: MathTerm("boxed", limits_of(cfg), tokenizer),
+    "answer_line": lambda cfg, entry, tokenizer: MathTerm("answer_line", limits_of(cfg), tokenizer),
+    "format": lambda cfg, entry, tokenizer: FormatTerm(entry.pattern, limits_of(cfg), tokenizer),
+    "length": lambda cfg, entry, tokenizer: LengthTerm(entry.min_tokens, entry.max_tokens),
+    "code": lambda cfg, entry, tokenizer: CodeTerm(entry, cfg.workers, tokenizer),
+    "custom": lambda cfg, entry, tokenizer: CustomTerm(entry.function, limits_of(cfg), tokenizer),
     "http": _http,
     "judge": _judge,
 }

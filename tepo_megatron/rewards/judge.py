@@ -9,7 +9,6 @@ import re
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from tepo_megatron.config.judge import FIELD, JudgeTermConfig
 from tepo_megatron.errors import RewardError
@@ -37,21 +36,6 @@ class JudgeReply:
     text: str
     prompt_tokens: int
     sampled_tokens: int
-
-
-class Judge(Protocol):
-    """A language model that answers questions: servers of the run, or one of others. All coroutines run in one event loop."""
-
-    async def ask(self, fields: Mapping[str, str], samples: int, seed: int, temperature: float) -> list[JudgeReply]:
-        """Return `samples` answers to the question with these texts in it. The texts are quoted: no control token is in them.
-
-        Raises:
-            QuestionTooLong: Another question may be answered.
-            RewardError: The judge cannot work.
-        """
-
-    async def close(self) -> None:
-        """Close the connections."""
 
 
 @dataclass(frozen=True)
@@ -82,9 +66,9 @@ class JudgeTerm:
     A judge that rarely gives a verdict would turn its silence into a reward, so too large a share of `unjudged` ends the run.
     """
 
-    def __init__(self, entry: JudgeTermConfig, judge: Judge, limits: PoolLimits, tokenizer: str = "") -> None:
-        """Start the workers in the background."""
-        self._entry, self._judge = entry, judge
+    def __init__(self, entry: JudgeTermConfig, limits: PoolLimits, tokenizer: str = "") -> None:
+        """Start the workers in the background; nothing is sent yet."""
+        self._entry, self._judge = entry, ChatServer(entry)
         check = f"the tokenizer of the model and pattern={entry.pattern!r}"
         self.pool = GradingPool(limits, ["verdict", entry.pattern], check, tokenizer, TEXT_BYTES)
         self._labels = {label.casefold(): value for label, value in entry.labels.items()}
@@ -161,7 +145,7 @@ class JudgeTerm:
             raise RewardError(
                 f"the judge {self._entry.model} gave no verdict on {unjudged} of the last {total} responses, more than "
                 f"max_unjudged_share={self._entry.max_unjudged_share:g}; correct question or pattern of its entry in "
-                "reward.terms (`tepo judge` tries them)"
+                "reward.terms"
             )
 
     def _report(self, text: str) -> None:
@@ -191,43 +175,38 @@ _CONTROL = re.compile(
 
 
 class ChatServer:
-    """Implementation of `judge.Judge` for a server of others.
+    """A language model behind an OpenAI-compatible server. All coroutines run in one event loop.
 
     The server renders the messages. A chat template does not quote, so the control tokens that are known are taken apart in
     the texts: a space follows their first character.
     """
 
-    def __init__(
-        self,
-        url: str,
-        model: str,
-        messages: Sequence[tuple[str, str]],
-        *,
-        max_tokens: int,
-        timeout_seconds: float,
-        concurrency: int,
-        key_variable: str | None,
-    ) -> None:
+    def __init__(self, entry: JudgeTermConfig) -> None:
         """Prepare the connection; nothing is sent yet."""
-        self._model, self._messages, self._max_tokens = model, messages, max_tokens
-        address = url.rstrip("/") + "/chat/completions"
+        self._entry, address = entry, entry.url.rstrip("/") + "/chat/completions"
         self._server = GradingServer(
             address,
             name=f"the judge's server {address}",
-            fix="fix the server, or raise server.request_seconds of the judge in reward.terms",
-            timeout_seconds=timeout_seconds,
+            fix="fix the server, or raise request_seconds of the judge in reward.terms",
+            timeout_seconds=entry.request_seconds,
             attempts=ATTEMPTS,
             backoff_seconds=BACKOFF_SECONDS,
-            key_variable=key_variable,
-            concurrency=concurrency,
+            key_variable=entry.key_variable,
+            concurrency=entry.concurrency,
             refusals=REFUSALS,
         )
 
     async def ask(self, fields: Mapping[str, str], samples: int, seed: int, temperature: float) -> list[JudgeReply]:
-        """Send one request per answer, because not every server can sample several; see `Judge.ask`."""
+        """Return `samples` answers to the question with these texts in it, of one request each.
+
+        Raises:
+            QuestionTooLong: Another question may be answered.
+            RewardError: The judge cannot work.
+        """
         quoted = {name: _CONTROL.sub(lambda found: found[0] + " ", text) for name, text in fields.items()}
-        messages = [{"role": role, "content": filled(template, quoted)} for role, template in self._messages]
-        body = {"model": self._model, "messages": messages, "max_tokens": self._max_tokens, "temperature": temperature}
+        messages = [{"role": role, "content": filled(template, quoted)} for role, template in self._entry.messages]
+        entry = self._entry
+        body = {"model": entry.model, "messages": messages, "max_tokens": entry.max_tokens, "temperature": temperature}
         return list(await asyncio.gather(*(self._asked({**body, "seed": seed + i}) for i in range(samples))))
 
     async def close(self) -> None:
@@ -239,7 +218,7 @@ class ChatServer:
             return json.dumps(body).encode()
 
         try:
-            return await self._server.post("", payload, ANSWER_BYTES + TOKEN_BYTES * self._max_tokens, _reply)
+            return await self._server.post("", payload, ANSWER_BYTES + TOKEN_BYTES * self._entry.max_tokens, _reply)
         except RequestRefused as e:
             raise QuestionTooLong(f"its server {e}") from None
 

@@ -1,13 +1,11 @@
-"""A judge behind a real server: verdicts, retries, hostile texts, failures, and the comparison with labels."""
+"""A judge behind a real server: verdicts, retries, hostile texts, and failures."""
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,19 +13,16 @@ from aiohttp import web
 
 from tepo_megatron.config import RewardConfig
 from tepo_megatron.config.io import to_yaml, validate, validate_as
-from tepo_megatron.errors import ConfigError, DataError, RewardError
-from tepo_megatron.evaluation.judging import REPORT_FILE, VERDICTS_FILE, JudgingRequest, run
+from tepo_megatron.errors import RewardError
 from tepo_megatron.rewards import build_reward, check_reward
 from tepo_megatron.rewards import judge as judging
 from tepo_megatron.rewards.judge import LEAST_JUDGED, RETRY_TEMPERATURE
-from tepo_megatron.rollout.judges import JudgePlace, open_judges
 from tepo_megatron.types import STATUSES, Rollout
 from tepo_megatron.utils.loop import LoopThread
 from tests.graded import decode, rollout
 
 Script = Callable[[dict[str, Any]], Any]
 QUESTION = "Grade this.\n<question>{prompt}</question>\n<response>{response}</response>\nA key is {not} {a field}: {answer}"
-PLACE = JudgePlace("cpu", "fp32", 0, Path("/nonexistent"))  # of no use to a judge of others
 
 
 class ChatApi:
@@ -79,7 +74,7 @@ def config(url: str, before: tuple[dict[str, Any], ...] = (), **keys: Any) -> Re
 @contextmanager
 def grader(cfg: RewardConfig) -> Iterator[Callable[..., list[Rollout]]]:
     check_reward(cfg)
-    with open_judges(cfg.judges, PLACE) as judges, build_reward(cfg, decode, judges=judges.by_term) as reward:
+    with build_reward(cfg, decode) as reward:
         yield lambda *texts, answer="7": reward.score([rollout(text, answer) for text in texts])
 
 
@@ -186,33 +181,3 @@ def test_a_pattern_that_takes_for_ever_costs_its_sample_only(api: ChatApi) -> No
     cfg = config(api.url, pattern="(?:a+)+(b)", labels={"b": 1.0}, retries=0)
     with grader(cfg) as grade:
         assert [r.status for r in grade("good", "bad", "good")] == ["graded", "unjudged", "graded"]
-
-
-def test_the_judge_is_compared_with_labels(api: ChatApi, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    rows = [{"prompt": "p", "response": "x" * n, "label": n > 3, "answer": "7"} for n in range(1, 8)]
-    rows.append({"prompt": "p", "response": "unread", "label": 1})
-    records = tmp_path / "records.jsonl"
-    records.write_text("\n".join(map(json.dumps, rows)))
-    api.script = lambda body: "?" if quoted(body) == "unread" else f"Verdict: {len(quoted(body))}"  # it likes long responses
-    cfg = config(api.url, retries=0)
-    out = run(cfg, PLACE, JudgingRequest(records, None, 2, tmp_path / "out", False), print)
-    report = json.loads((out / REPORT_FILE).read_text())
-    # scores 0.1 to 0.7: only those of 5, 6 and 7 characters count as positive, and 4 is labelled so, too
-    assert report["accuracy"] == pytest.approx(6 / 7) and report["kappa"] == pytest.approx((6 / 7 - 24 / 49) / (25 / 49))
-    assert report["auc"] == 1.0 and report["length_score"] == pytest.approx(1.0)
-    assert report["unjudged"] == pytest.approx(1 / 8) and report["repeatable"] == 1.0 and report["spread"] == 0.0
-    assert (report["responses"], report["prompt_tokens"], report["sampled_tokens"]) == (8, 10, 3)
-    verdicts = [json.loads(line) for line in (out / VERDICTS_FILE).read_text().splitlines()]
-    assert [len(row["judgements"]) for row in verdicts] == [2] * 8 and verdicts[0]["judgements"][0]["answer"] == "Verdict: 1"
-    assert len({body["seed"] for _, body in api.seen}) == 16 and "kappa" in capsys.readouterr().out
-    with pytest.raises(ConfigError, match="holds a report already"):
-        run(cfg, PLACE, JudgingRequest(records, None, 1, out, False), print)
-    for text, message in (
-        ("{}", "line 1: prompt is no text"),
-        ('{"prompt": "", "response": "", "label": 2}', "label is no number"),
-    ):
-        records.write_text(text)
-        with pytest.raises(DataError, match=message):
-            run(cfg, PLACE, JudgingRequest(records, None, 1, tmp_path / "other", False), print)
-    with pytest.raises(ConfigError, match=r"--term 1: no judge in reward\.terms; the judges are 0"):
-        run(cfg, PLACE, JudgingRequest(records, 1, 1, tmp_path / "other", False), print)
