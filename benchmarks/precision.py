@@ -52,7 +52,7 @@ E4M3_MAX, BLOCK = 448.0, 128
 
 
 def rounded_by_tensor(x: Tensor) -> Tensor:
-    """Return x rounded to e4m3 with one scale, from its own maximum (fp8-current; fp8-delayed uses earlier tensors)."""
+    """Return x rounded to e4m3 with one scale, from its own maximum (fp8-current)."""
     scale = E4M3_MAX / x.abs().amax().float().clamp(min=1e-12)
     return ((x.float() * scale).to(torch.float8_e4m3fn).float() / scale).to(x.dtype)
 

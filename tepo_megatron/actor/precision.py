@@ -10,7 +10,7 @@ router (fp32); softmax and attention. Parameters are bf16, gradients are reduced
 """
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -38,23 +38,18 @@ class Fp8:
         cuda: First version of CUDA that has it.
     """
 
-    recipe: Literal["delayed", "tensorwise", "blockwise"]
+    recipe: Literal["tensorwise", "blockwise"]
     format: Literal["hybrid", "e4m3"]
     scale: str
     tokens: int
     widths: int
     transformer_engine: Version
     cuda: Version = (12, 1)
-    fields: dict[str, Any] = field(default_factory=dict)
 
 
 PRESETS: dict[Precision, Fp8 | None] = {
     "fp32": None,
     "bf16": None,
-    "fp8-delayed": Fp8(
-        "delayed", "hybrid", "a tensor, from its last 1024 maxima", 16, 16, (2, 0),
-        fields={"fp8_amax_history_len": 1024, "fp8_amax_compute_algo": "max"},
-    ),
     "fp8-current": Fp8("tensorwise", "hybrid", "a tensor, from its own maximum", 16, 16, (2, 2)),
     "fp8-blockwise": Fp8(
         "blockwise", "e4m3", "128 channels of a token, 128 x 128 of a weight", 128, 128, (2, 3), cuda=(12, 9)
@@ -101,7 +96,6 @@ def transformer_fields(model: ModelConfig, megatron: MegatronConfig = _MEGATRON)
         "first_last_layers_bf16": start + end > 0,
         "num_layers_at_start_in_bf16": start,
         "num_layers_at_end_in_bf16": end,
-        **fp8.fields,
     }
 
 

@@ -32,6 +32,7 @@ REMOVED: Mapping[str, str] = {
     "reward.terms.judge.min_servers": _JUDGE,
     "reward.terms.judge.engine": _JUDGE,
     "reward.terms.judge.max_prompt_tokens": "the judge's server refuses what it cannot read; remove the key",
+    "model.precision=fp8-delayed": "its scales were lost with the process; set fp8-blockwise, on a B200 fp8-current",
     "kuberay": _SCHEDULER,
     "skypilot": _SCHEDULER,
 }

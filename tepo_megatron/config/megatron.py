@@ -202,11 +202,10 @@ def check_fusion(megatron: MegatronConfig, offload_activations: bool) -> None:
 
 def check_bf16_layers(megatron: MegatronConfig, model: ModelConfig) -> None:
     """Raise ValueError if layers would stay in bf16 under a precision that has no such layers."""
-    if megatron.known_transformer.first_last_layers_bf16 and model.precision not in ("fp8-current", "fp8-blockwise"):
-        why = "has no FP8 layers" if not model.fp8 else "keeps a history of scales for all layers alike (Megatron refuses it)"
+    if megatron.known_transformer.first_last_layers_bf16 and not model.fp8:
         raise ValueError(
-            f"megatron.transformer.first_last_layers_bf16=true: model.precision={model.precision} {why}; set it to false, or "
-            "precision to fp8-current or fp8-blockwise"
+            f"megatron.transformer.first_last_layers_bf16=true: model.precision={model.precision} has no FP8 layers; set it "
+            "to false, or precision to fp8-blockwise"
         )
 
 

@@ -4,7 +4,7 @@ from typing import Literal
 
 from tepo_megatron.config.fields import Positive, PositiveFloat, config
 
-Precision = Literal["fp32", "bf16", "fp8-delayed", "fp8-current", "fp8-blockwise"]
+Precision = Literal["fp32", "bf16", "fp8-current", "fp8-blockwise"]
 
 
 @config

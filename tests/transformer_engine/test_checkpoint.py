@@ -92,7 +92,7 @@ def assembled(ranks: list[Content]) -> dict[str, torch.Tensor]:
     return whole
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp8-delayed", "fp8-blockwise"])
+@pytest.mark.parametrize("precision", ["bf16", "fp8-current", "fp8-blockwise"])
 @pytest.mark.parametrize("name", models.MODELS)
 def test_tensors_are_those_of_an_actor_without_it(tmp_path: Path, name: str, precision: str) -> None:
     """Names, shapes and values, each element once; and "extra states" for Megatron's own loader."""

@@ -19,7 +19,7 @@ from tests.parallel import cases
 from tests.transformer_engine import models
 from tests.worlds import run_world
 
-FP8 = ("fp8-delayed", "fp8-current", "fp8-blockwise")
+FP8 = ("fp8-current", "fp8-blockwise")
 SEVERAL = {"max_tokens_per_microbatch": 128}  # two microbatches and more
 
 

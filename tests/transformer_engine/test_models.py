@@ -12,7 +12,7 @@ import torch
 from tests.transformer_engine import models
 from tests.worlds import run_world
 
-PRECISIONS = ("bf16", "fp8-delayed", "fp8-current", "fp8-blockwise")
+PRECISIONS = ("bf16", "fp8-current", "fp8-blockwise")
 # defaults with which Megatron-Core and the distributed optimizer read a missing mark
 MARKS: dict[str, Any] = {
     "allreduce": True, "sequence_parallel": False, "tensor_model_parallel": False, "partition_dim": -1,
@@ -122,7 +122,6 @@ def test_modules_are_transformer_engines(facts: Any, name: str, precision: str) 
 def test_layers_run_under_the_presets_recipe(facts: Any, name: str, precision: str) -> None:
     expected = {
         "bf16": (None, None),
-        "fp8-delayed": ("hybrid", "TEDelayedScaling"),
         "fp8-current": ("hybrid", "Float8CurrentScaling"),
         "fp8-blockwise": ("e4m3", "Float8BlockScaling"),
     }[precision]

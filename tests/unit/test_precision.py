@@ -52,8 +52,6 @@ IN_FP8 = IN_BF16 | {
 FIELDS = {
     "fp32": {"params_dtype": torch.float32, "pipeline_dtype": torch.float32, "bf16": False},
     "bf16": IN_BF16,
-    "fp8-delayed": IN_FP8
-    | {"fp8": "hybrid", "fp8_recipe": "delayed", "fp8_amax_history_len": 1024, "fp8_amax_compute_algo": "max"},
     "fp8-current": IN_FP8 | {"fp8": "hybrid", "fp8_recipe": "tensorwise"},
     "fp8-blockwise": IN_FP8 | {"fp8": "e4m3", "fp8_recipe": "blockwise"},
 }
@@ -128,7 +126,6 @@ def test_shapes_that_a_preset_cannot_split_are_refused(
         ({"model": {"path": "m", "precision": "fp8-current"}, "platform": "cpu"}, "fp8-current needs platform=cuda; use bf16"),
         ({"model": {"path": "m", "precision": "fp8-current", "attention": "sdpa"}}, "attention=sdpa builds .* to auto"),
         ({"megatron": ENDS}, "first_last_layers_bf16=true: model.precision=bf16 has no FP8 layers"),
-        ({"model": {"path": "m", "precision": "fp8-delayed"}, "megatron": ENDS}, "fp8-delayed keeps a history of scales"),
         ({"megatron": ddp(overlap_param_gather=True, overlap_grad_reduce=False)}, "gather=true needs overlap_grad_reduce"),
         ({"megatron": ddp(overlap_param_gather=True), "platform": "cpu"}, "gather=true speaks of buckets, .* to false"),
         ({"megatron": ddp(bucket_size=5), "platform": "cpu"}, "megatron.ddp.bucket_size=5 .* on a CPU.* this to null"),

@@ -14,7 +14,7 @@ LAYOUTS = (  # from tests/parallel/cases.py; a test compares the two
     "1 rank", "TP2", "TP2+SP", "PP2", "PP2 VPP2", "CP2", "CP4", "DP2", "TP2 PP2", "CP2 TP2", "CP2 TP2+SP", "CP2 PP2", "DP2 TP2",
 )  # fmt: skip
 WITHOUT_LOGITS = "logits computed again"  # training.logits_budget_mib 0: the fused output layer
-FP8 = ("fp8-delayed", "fp8-current", "fp8-blockwise")  # from actor/precision.py; a test compares the two
+FP8 = ("fp8-current", "fp8-blockwise")  # from actor/precision.py; a test compares the two
 ATTENTION_FORMS, OTHER_LENGTHS = ("packed", "in buckets"), "other lengths"
 STEP_LINES = (  # of each task of the part `step`
     "ready", "first step", "old log-probs", "updates", "MFU", "tokens", "memory allocated", "memory reserved", "kernels",
