@@ -50,8 +50,7 @@ def train(
 ) -> None:
     """Make one run of `cfg.training.steps` steps: sample and grade a batch, train on it, and update the engine's weights.
 
-    Raises:
-        RunStopped: On rank 0, once all ranks have ended their work: the run was asked to end (`utils/save_requests.py`).
+    Raises RunStopped on rank 0 once all ranks have ended their work: the run was asked to end (`utils/save_requests.py`).
     """
     check_one_host(cfg.sync, servers_with_ranks=cfg.rollout.colocate and cfg.rollout.server.rendezvous_folder is not None)
     is_main = os.environ.get("RANK", "0") == "0"

@@ -216,7 +216,7 @@ class Actor:
         """Take one optimizer step on a minibatch and return its metrics. Args: as for `backward`.
 
         Old statistics that the batch lacks are those of this forward pass: ratio 1 and dH 0, exactly. In the first update of a
-        rollout batch, the result then also has the engine's mismatch. Raises NumericalError if on every rank, for a loss
+        rollout batch, the result then also has the engine's mismatch. Raises NumericalError on every rank for a loss
         (before the step) or a gradient norm that is not finite.
         """
         plan = self.packer.plan(batch)

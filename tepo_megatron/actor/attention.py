@@ -28,8 +28,8 @@ class SDPACoreAttention(MegatronModule):
 
     Under CP every rank holds zigzag chunks of each sequence (ops/context_parallel.py). Keys and values of all ranks are
     gathered; each of the rank's two chunks of queries then attends to the sequence up to its own end. Collectives: forward one
-    all-gather of keys and values over CP; backward one reduce-scatter over CP. None without CP. Raises ConfigError if at
-    construction, for attention that is not causal self-attention, dropout, sliding windows or attention sinks.
+    all-gather of keys and values over CP; backward one reduce-scatter over CP. None without CP. Raises ConfigError at
+    construction for attention that is not causal self-attention, dropout, sliding windows or attention sinks.
     """
 
     def __init__(

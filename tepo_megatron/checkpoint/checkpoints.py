@@ -76,7 +76,7 @@ class Checkpoints:
         """Start saving the current state. Return once it is copied to host memory; training may then go on.
 
         A save in flight is waited for first. With `checkpoint.asynchronous` false the checkpoint is complete when this returns.
-        With `checkpoint.hf` the Hugging Face export is written before this returns. Raises CheckpointError if on every rank,
+        With `checkpoint.hf` the Hugging Face export is written before this returns. Raises CheckpointError on every rank
         when an earlier save failed or the Hugging Face export cannot be written. Any other error of this save is raised by what
         waits for it: `poll`, `wait`, `close` or the next `save`.
         """
@@ -136,7 +136,7 @@ class Checkpoints:
 
         On the layout that saved it, the run continues bit for bit. On another layout the random generators are not restored,
         and a warning says so. The learning rate schedule continues at its step, with the rates of the current config. Raises
-        CheckpointError if on every rank, when the checkpoint belongs to another model or precision, or cannot be read.
+        CheckpointError on every rank when the checkpoint belongs to another model or precision, or cannot be read.
         """
         try:
             restoring.restore(found, actor, self._groups, self._callers)

@@ -191,7 +191,7 @@ def newest(folder: Path, group: dist.ProcessGroup, held: contextlib.ExitStack) -
 def restore(found: FoundCheckpoint, actor: Actor, groups: ParallelDims, group: dist.ProcessGroup) -> None:
     """Restore the saved state of the actor, on any parallel layout. Collectives are over `group`.
 
-    Raises CheckpointError if on every rank. If the checkpoint belongs to another model or precision, no value was changed; if
+    Raises CheckpointError on every rank. If the checkpoint belongs to another model or precision, no value was changed; if
     it cannot be read, some may have been.
     """
     if (before := found.layout["vocab_size"]) != (here := actor.arch.vocab_size):

@@ -134,7 +134,7 @@ class SavePlanner:
         """Exchange plans with all ranks, and return what this rank writes.
 
         Collectives: one gather and one broadcast of objects. Returns the write items of this rank, in that order, and on rank 0
-        the metadata of what all ranks write (None elsewhere). Raises CheckpointError if on every rank, when the shard slices of
+        the metadata of what all ranks write (None elsewhere). Raises CheckpointError on every rank when the shard slices of
         a tensor do not add up to it. So no checkpoint lacks a weight.
         """
         mine = self._plan(shard_slices, objects)
@@ -162,7 +162,7 @@ def create_folder(folder: Path, step: int, refused: str | None, group: dist.Proc
     """Create the empty folder of a checkpoint on rank 0. Collectives: one broadcast of an object.
 
     `refused`: on rank 0, why the checkpoint cannot be written; None: create the folder. Ignored elsewhere. Raises
-    CheckpointError if on every rank, when `refused` is given or the folder cannot be created.
+    CheckpointError on every rank when `refused` is given or the folder cannot be created.
     """
     error = refused
     if group.rank() == 0 and error is None:

@@ -23,9 +23,7 @@ class _Step:
 class KeptSteps:
     """The collected steps that may be needed again.
 
-    Attributes:
-        keeps_batches: Whether a batch is kept until a checkpoint contains its step. False: until all ranks have read it.
-        released_until: The newest step of a complete checkpoint; its batches and those before are gone.
+    `keeps_batches`: whether a batch is kept until a checkpoint contains its step. False: until all ranks have read it.
     """
 
     def __init__(self, run_dir: Path, memory: BatchMemory, staleness: int) -> None:

@@ -48,10 +48,6 @@ def learn(
 
     Every rank calls it after `actor.start_step(step)`. When it returns, the parameters are gathered.
 
-    Args:
-        clock: Receives the seconds of the phases `old_stats` and `update`.
-        recorder: Records every number that the loss of each token is made of. None: nothing is recorded.
-
     Raises:
         SyncError: The engine's log-probs differ from the actor's by more than `sync.max_logprob_diff`.
         NumericalError: A loss or a gradient norm is not finite.
@@ -69,12 +65,7 @@ def learn(
 
 @dataclass
 class BatchUpdates:
-    """The updates of one rollout batch. The first fields are arguments of `learn`.
-
-    Attributes:
-        streamed: The minibatches that were trained on as they came.
-        whole: The rollout batch; None as long as parts of it are missing.
-    """
+    """The updates of one rollout batch. The first fields are arguments of `learn`."""
 
     step: int
     actor: Actor

@@ -26,8 +26,6 @@ class Waited(NamedTuple):
         event: "done"; "minibatch": one of the minibatches is there before the others (`training.stream`); "weights": the engine
             asks for weights, and without them the work may never finish; "stop": the run is to save a checkpoint and end,
             whatever is still being sampled.
-        result: Result of the work, if it is done; the `BatchHeader` of the minibatch.
-        save: A checkpoint is to be saved after the step.
         trace: The steps after this one are to be traced. None: nobody asked for it.
     """
 
@@ -40,9 +38,7 @@ class Waited(NamedTuple):
 class KeptRollouts(NamedTuple):
     """The rollouts that a service which outlived its ranks has for the next ones.
 
-    Attributes:
-        version: Version of the weights that the servers have, or were receiving; None if they never received any.
-        started: The last step whose rollouts were started.
+    `version`: version of the weights that the servers have, or were receiving; None if they never received any.
     """
 
     version: int | None

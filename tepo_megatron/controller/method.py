@@ -15,11 +15,7 @@ OVERLONG_PENALTY = 0.5  # the largest one. Verdicts are 0 and 1 here; DAPO takes
 
 @dataclass(frozen=True)
 class Method:
-    """The resolved method of a run.
-
-    `max_generation_rounds`: maximum number of rounds in which a step samples prompts. The rounds after the first one replace
-    groups that were filtered out.
-    """
+    """The resolved method of a run."""
 
     objective: Objective
     max_generation_rounds: int

@@ -40,12 +40,7 @@ EngineFactory = Callable[[Config], RolloutEngine]
 
 @contextlib.contextmanager
 def open_driver(cfg: Config, make_engine: EngineFactory | None = None) -> Iterator[MainDriver]:
-    """Yield the driver. The engine starts loading at once, while the ranks build the actor.
-
-    Raises:
-        ConfigError: The config's keys contradict each other. Nothing was started.
-        DataError: The data cannot be used. Nothing was started.
-    """
+    """Yield the driver. The engine starts loading at once, while the ranks build the actor."""
     rollout, run_dir, steps, ranks = cfg.rollout, cfg.run_dir, cfg.training.steps, cfg.parallel.world_size
     facts = cfg.name, rollout.engine, cfg.platform, cfg.objective.name, ranks, steps
     served = partial(_served_metrics, cfg.logging, run_dir)

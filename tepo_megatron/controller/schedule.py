@@ -80,7 +80,6 @@ class RolloutPart(NamedTuple):
     """The rollouts that a step is trained on, or with `training.stream` those of one of its minibatches.
 
     Attributes:
-        rollouts: Graded rollouts, contiguous by prompt; empty if the step found nothing to train on.
         ids: Index of each rollout in the rollout batch; see `TrainBatch.ids_B`.
         metrics: Metrics of all that the step has sampled. None: the part is not the last one.
     """
@@ -98,7 +97,7 @@ class RolloutPart(NamedTuple):
 class Schedule:
     """The rollout side of the training loop. All ranks make the same calls, `publish_first_weights` before all others.
 
-    `ended`: whether training ends before the last step because evaluations stopped improving. Raises StopRequested if from
+    `ended`: whether training ends before the last step because evaluations stopped improving. Raises StopRequested from
     `next_parts` and the evaluations, which then have not finished. `stop` must be called next.
     """
 

@@ -66,11 +66,7 @@ def launch_of(
 
 
 def first_server_device(cfg: RolloutConfig, platform: Platform, world_size: int) -> int:
-    """Return the index of the first GPU of the servers that a rank starts.
-
-    They are on the ranks' own GPUs (`rollout.colocate`), else on those after them. Raises ConfigError if this machine has too
-    few GPUs.
-    """
+    """Return the index of the first GPU of the servers that a rank starts: behind the ranks', or with `colocate` on these."""
     first = 0 if cfg.colocate else int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     wanted, there = first + cfg.servers * cfg.server.tp, torch.cuda.device_count()
     if not cfg.server.others and platform == "cuda" and there < wanted:

@@ -21,12 +21,7 @@ class ServerReport:
 
 @dataclass(frozen=True)
 class EngineReport:
-    """All servers.
-
-    Attributes:
-        version: Version of the weights that are to be served.
-        texts: The engine's own metrics by server name, of those servers that answered.
-    """
+    """All servers."""
 
     servers: Sequence[ServerReport]
     queued: int

@@ -149,9 +149,6 @@ def checked_rollout(
         experts: Integer [tokens that were an input, layers of the model, experts per token], or flat. Dropped for an aborted
             response: the answer to its continuation gives the experts of all its tokens. None: the answer has none.
         masks: Ids of all sampling masks, one token after the other, and number of ids of each token. None: the answer has none.
-    Raises:
-        ValueError: The response does not match the request.
-        TypeError: A value is not a list.
     """
     with np.errstate(over="ignore"):  # what fp32 does not hold becomes infinite, and is refused
         ids_T, logprobs_T = np.asarray(ids, np.int64), np.asarray(logprobs, np.float32)

@@ -154,12 +154,7 @@ def _slow_sync(history: RecordHistory) -> bool | None:
 
 @dataclass(frozen=True)
 class Rule:
-    """One alert.
-
-    Attributes:
-        condition: Returns whether the last step is bad; None: it cannot be judged.
-        hold: Consecutive judged steps in which the condition has to hold.
-    """
+    """One alert."""
 
     name: str
     condition: Condition

@@ -35,9 +35,7 @@ _TRACED = os.path.join("distributed", "collective_spans.py")
 class RunPosition:
     """Position of this process in the run; the training loop and the schedule update it.
 
-    Attributes:
-        microbatch: Forward steps begun in the current pass: one per microbatch and model chunk. 0: none yet.
-        backward: Backward steps begun in the current pass, counted in traced steps only.
+    `microbatch`: forward steps begun in the current pass: one per microbatch and model chunk. 0: none yet.
     """
 
     step: int = 0

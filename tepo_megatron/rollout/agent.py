@@ -28,12 +28,7 @@ _MARK = "_uses_tepo_gateway"
 
 @dataclass(frozen=True)
 class AgentTask:
-    """The argument of an agent.
-
-    Attributes:
-        row: All other fields of the dataset's row.
-        base_url: Address for the `openai` client, of this sample alone.
-    """
+    """The argument of an agent."""
 
     prompt: str
     answer: str
@@ -94,12 +89,7 @@ class _Point:
 
 
 class AgentSample:
-    """One sample: the sequences that an agent's requests make.
-
-    Attributes:
-        failure: Error of the engine, or other weights in one sequence. The sample cannot be used.
-        out_of_tokens: A request was refused because no tokens were left.
-    """
+    """One sample: the sequences that an agent's requests make."""
 
     def __init__(
         self,

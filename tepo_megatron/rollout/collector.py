@@ -78,10 +78,6 @@ class Collector:
             clock: The time is measured as phases "rollout" and "grading_wait", which is what grading takes after the last
                 sample. "grading_cpu" are the processor seconds of the grading workers.
             stream: Receives the groups as soon as they are graded, and then sets their order. None: the order of their prompts.
-
-        Raises:
-            SyncError: Rollouts come from a version of the weights that is not allowed.
-            RolloutError, RewardError, DataError: Sampling, grading or reading prompts failed.
         """
         kept: list[list[Rollout]] = []
         sampled = stale = 0

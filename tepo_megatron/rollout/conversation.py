@@ -155,10 +155,6 @@ class Conversation:
 
         A text is encoded without adding special tokens. Special tokens that the text spells out (a chat template's) are encoded
         as such, so remove them from untrusted text.
-
-        Raises:
-            OutOfTokens: The model could not write a single token afterwards. Nothing was added.
-            RuntimeError: A turn is still running, or the conversation has ended.
         """
         self._require_free()
         self._appended += 1

@@ -117,10 +117,6 @@ class CustomRollouts:
         The seed of a turn depends on (seed, prompt, sample, turn), so a function that depends only on its conversation
         reproduces its samples. Unless `mixed`, one version of the weights makes a whole sample: if newer weights come in
         between, the function is called again from the start.
-
-        Raises:
-            RolloutError: The engine failed. A sample whose function fails is lost instead: its `failure` names prompt, file
-            and line.
         """
         return self._loop.run(self._converse(prompts, sampling, seed))
 

@@ -53,12 +53,7 @@ def check_judges(judges: Mapping[int, JudgeTermConfig], platform: Platform) -> N
 
 @contextlib.contextmanager
 def open_judges(judges: Mapping[int, JudgeTermConfig], place: JudgePlace) -> Iterator["Judges"]:
-    """Yield the judges of a run. Their servers start loading at once.
-
-    Raises:
-        ConfigError: This machine has too few GPUs, or the ranks are on several machines. Nothing was started.
-        RolloutError: A server cannot be started.
-    """
+    """Yield the judges of a run. Their servers start loading at once."""
     own = {index: entry for index, entry in judges.items() if entry.url is None}
     if own:
         _check_machine(own, place)

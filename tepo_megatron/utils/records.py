@@ -22,14 +22,7 @@ Record = dict[str, Any]
 
 @dataclass(frozen=True)
 class JsonLine:
-    """One line of a file.
-
-    Attributes:
-        number: Line number in the file, from 1.
-        raw: Its bytes without the line break.
-        value: The JSON object; None if it cannot be read.
-        fault: Why it cannot be read; empty if it can.
-    """
+    """One line of a file."""
 
     number: int
     raw: bytes
@@ -42,10 +35,8 @@ class StepRecords:
     """The step records of a run, sorted.
 
     Attributes:
-        kept: One line per step, ascending.
         later: Lines of steps after the requested last one, in file order.
         rest: Every other line: unreadable, without a step, or an earlier record of a step recorded twice.
-        faults: What is wrong with the file, one sentence each.
     """
 
     kept: list[JsonLine]

@@ -65,8 +65,8 @@ class _Unpickler(pickle.Unpickler):
 def load_metadata(folder: Path) -> dcp.Metadata:
     """Return the metadata of a checkpoint without executing anything that `.metadata` names.
 
-    Raises:
-        CheckpointError: The file is missing or damaged, names anything but metadata classes, or places data outside the folder.
+    Raises CheckpointError if the file is missing or damaged, names anything but metadata classes, or places data outside the
+    folder.
     """
     path = folder / METADATA
     try:

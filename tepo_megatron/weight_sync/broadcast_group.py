@@ -191,11 +191,7 @@ def _from_sender(seconds: float) -> Any:
 
 
 def form_group(spec: GroupSpec, sender: int, rank: int, device: torch.device) -> Any:
-    """Form a process group over the interface that leads to the trainer: NCCL for GPUs, else gloo, which connects all members.
-
-    Raises:
-        BrokenGroup, RuntimeError, OSError: The group cannot be formed, or on one machine another user is in it (`ForeignPeer`).
-    """
+    """Form a process group over the interface to the trainer: NCCL for GPUs, else gloo, which connects all members."""
     timeout = datetime.timedelta(seconds=spec.join_seconds)
     joined, name = join_store(spec), f"{spec.name}/{sender}"
     store = joined.of_group(name) if isinstance(joined, FolderStore) else dist.PrefixStore(name, joined)

@@ -38,9 +38,7 @@ class BucketPlan:
     """The bucket plan of a model, the same in every delivery.
 
     Attributes:
-        mine: Number of buckets that this rank sends.
         count: Number of rounds, the largest `mine` of any rank.
-        largest: Upper bound on the bytes of this rank's largest bucket; 0 on ranks that send none.
         sent: The parameters that leave through this rank's tensor-parallel group.
     """
 
@@ -185,11 +183,7 @@ def _quantized(whole: Iterator[tuple[str, Tensor]], bucket: Sequence[Binding]) -
 def split_into_buckets(
     bindings: Sequence[Binding], arch: Architecture, size_of: Callable[[Binding], int], limit: int
 ) -> list[list[Binding]]:
-    """Split the parameters into buckets, in order.
-
-    All ranks of a tensor-parallel group, which gather a bucket together, get the same buckets. `size_of`: returns the bytes
-    that are sent of a parameter.
-    """
+    """Split the parameters into buckets, in order, the same on all ranks of a tensor-parallel group."""
     buckets: list[list[Binding]] = []
     free_bytes = 0
     for b in bindings:

@@ -85,10 +85,6 @@ class RelayTransport(stores.StoredTransport):
         """Write the buckets of all senders on every machine. See `WeightTransport.stage`.
 
         An error on one rank before anything is sent is raised on all ranks.
-
-        Raises:
-            CheckpointError: A file cannot be written. It is raised after all buckets have been sent.
-            SyncError: A tensor was damaged in transit; raised likewise.
         """
         self._remove(before=number - 1)
         own = self._row("own", self._plan.largest)

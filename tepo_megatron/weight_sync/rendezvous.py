@@ -20,12 +20,7 @@ class OwnedStore:
 
     @classmethod
     def open(cls, address: str) -> "OwnedStore":
-        """Make the folder, or open the TCPStore's port.
-
-        Raises:
-            OSError: No port can be opened at the address.
-            ConfigError: The folder cannot be made.
-        """
+        """Make the folder, or open the TCPStore's port."""
         if is_loopback(address):
             owned = PrivateFolder(*make_folder())
             return cls(FolderStore(owned.path), f"in {owned.path}", owned=owned)

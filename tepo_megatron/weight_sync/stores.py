@@ -206,11 +206,7 @@ def on_host(tensor: Tensor) -> Tensor:
 
 
 def write_file(tensors: dict[str, Tensor], path: Path, checksums: Mapping[str, int], for_others: bool = False) -> None:
-    """Write tensors to a safetensors file, which `weight_sync/receiver/weight_files.py` reads.
-
-    `checksums`: CRC-32 by tensor name, written into the header; empty: none are written. Raises CheckpointError if the file
-    cannot be written.
-    """
+    """Write tensors to a safetensors file, which `weight_sync/receiver/weight_files.py` reads."""
     header = {"format": "pt"}
     if checksums:
         header["crc32"] = json.dumps(checksums)

@@ -64,12 +64,6 @@ class WeightSync:
 
         When it returns, the engine serves `version`, and no bucket of this rank is left. After an error the engine can only be
         closed.
-
-        Raises:
-            SyncError: The engine refuses the weights, or live servers do not receive them. This and the other errors are raised
-                on every rank.
-            CheckpointError: A rank cannot store a bucket.
-            ConversionError: A rank cannot quantize a tensor.
         """
         checked = is_check_due(version, self._delivered, self._verify_every)
         try:

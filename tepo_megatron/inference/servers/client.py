@@ -49,10 +49,6 @@ class Client:
         """Send one request and return the JSON answer. A request is never repeated, because it may have had its effect.
 
         An answer without a content type is returned as text: some of SGLang's answers are a bare line.
-
-        Raises:
-            RolloutError: This process may not open another connection; the server is not to blame.
-            RequestFailed: No answer within the limit, a broken connection, or an error answer.
         """
         answer = await self.exchange(method, path, body, repeatable=repeatable)
         try:
@@ -70,14 +66,7 @@ class Client:
         seconds: float | None = None,
         repeatable: bool = False,
     ) -> HttpAnswer:
-        """Send one request, like `send`, and return the undecoded answer.
-
-        Args:
-            most_bytes: Size limit of the answer in bytes.
-            seconds: Time limit of the exchange. None: `request_seconds`.
-
-        Raises RequestFailed: as `send`.
-        """
+        """Send one request, like `send`, and return the undecoded answer of at most `most_bytes`."""
         seconds = seconds or self._request_seconds
         try:
             answer = await self._http.exchange(

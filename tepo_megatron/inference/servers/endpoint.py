@@ -36,14 +36,7 @@ def _odd(error: Exception) -> str:
 
 
 class ServerConnection:
-    """A server across its restarts, and the connection to it.
-
-    All methods run in one event loop.
-
-    Attributes:
-        client: Connection to the current start of the server; None while there is none.
-        address, info: Address and self-description since the last `ready`; None before the first.
-    """
+    """A server across its restarts, and the connection to it. All methods run in one event loop."""
 
     def __init__(self, server: Server, api: EngineApi, cfg: AnyServerConfig) -> None:
         self.server, self.api, self._cfg = server, api, cfg
@@ -154,12 +147,7 @@ class Endpoint(ServerConnection):
         self.version = INITIAL_VERSION if about.label == INITIAL_LABEL else UNKNOWN_VERSION
 
     async def generate(self, asks: Sequence[GenerationRequest]) -> UndecodedAnswers:
-        """Have the current `version` sample. Returns when the answers have arrived.
-
-        Raises:
-            RequestFailed: A request failed.
-            RolloutError: The server is not running, or serves other weights.
-        """
+        """Have the current `version` sample. Returns when the answers have arrived."""
         client, version = self._connected(), self.version
         seconds = self._cfg.generation_limit(sum(ask.sampling.samples * ask.sampling.max_tokens for ask in asks))
 
@@ -195,10 +183,6 @@ class Endpoint(ServerConnection):
 
         After an update that failed or was broken off, the server can no longer be trusted: it stays healthy and keeps its old
         version label.
-
-        Raises:
-            SyncError: The server refuses the weights. The other four methods of an update raise the same errors.
-            RequestFailed: The server cannot be reached, or does not get out of an update that was broken off.
         """
         self.version, self._coming = UNKNOWN_VERSION, version
         try:
@@ -248,12 +232,7 @@ class Endpoint(ServerConnection):
             raise SyncError(f"{what or f'weights of version {self._coming}'}: {self.name} {_odd(e)}") from None
 
     async def sleep(self) -> None:
-        """Release the memory of the weights and the KV cache.
-
-        Raises:
-            RequestFailed: The request failed. After an error, here or in `wake`, the memory that the server holds is unknown.
-            RolloutError: The answer is not what was asked for.
-        """
+        """Release the memory of the weights and the KV cache."""
         client = self._connected()
         await client.pause()
         self.version = UNKNOWN_VERSION

@@ -19,11 +19,7 @@ DEATH_SECONDS = 1.0
 
 
 class LocalServer:
-    """Implementation of `server.Server` for a process of this machine.
-
-    `key`: the key that the server requires. None: a new one at each start. `address`: where that process listens, or will; None
-    before the first `launch`.
-    """
+    """Implementation of `server.Server` for a process of this machine."""
 
     restart_note = "is started again"
 

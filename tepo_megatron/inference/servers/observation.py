@@ -14,11 +14,7 @@ MOST_SERVER_BYTES = 4 * 2**20  # of the text of one server
 
 
 async def observe(pool: ServerPool, seconds: float) -> EngineReport:
-    """Return the state of a pool. Runs in its event loop.
-
-    `seconds`: limit of the wait for the servers' own metrics, which are asked for concurrently. A server that is not up, sleeps
-    or does not answer in time has none.
-    """
+    """Return the state of a pool, in whose event loop this runs. Metrics that do not come within `seconds` are left out."""
     asked = [slot for slot in pool.slots if slot.up and not slot.endpoint.asleep]
     texts = await asyncio.gather(*(_text(slot.endpoint, seconds) for slot in asked))
     return EngineReport(

@@ -31,9 +31,7 @@ class ServerPool:
     """The servers, each in a slot that restarts it, and the state that they have in common.
 
     Attributes:
-        slots: One per server, in the same order; empty before `start`.
         refused: Why the weights were refused; the served version is unknown then. Empty: they were not.
-        changed: Notified whenever the state of a server changes, or a server has no request in flight any more.
         waiting: Requests that wait for a server, oldest first, each with the server that it avoids.
     """
 

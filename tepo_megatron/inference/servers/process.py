@@ -72,10 +72,6 @@ class ServerProcess:
     """A server that runs under a guard (`guard.py`).
 
     All of its processes end with `stop`, or with this process however that ends.
-
-    Args:
-        ready_seconds: Time limit from `start` until the server is healthy.
-        folder: The server's `scratch.PrivateFolder`, which the guard removes if this process is killed. None: none.
     """
 
     def __init__(

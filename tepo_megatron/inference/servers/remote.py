@@ -108,12 +108,7 @@ class FoundServer(_RemoteServer):
         return self._looking or self._record is not None
 
     async def wait_ready(self) -> ServerAddress:
-        """Take a healthy server and return its address.
-
-        Raises:
-            RolloutError: None was found within `rollout.server.ready_seconds`.
-            ConfigError: The server does not match this run, or another run uses it.
-        """
+        """Take a healthy server and return its address."""
         try:
             return await self._found()
         finally:

@@ -104,12 +104,7 @@ class Rendezvous:
             self.leases.deregister(service)
 
     def records(self) -> list[ServerRecord]:
-        """Return the published servers, which are or were healthy, ordered by name.
-
-        Raises:
-            RolloutError: A file is not a record.
-            ConfigError: See `check`.
-        """
+        """Return the published servers, which are or were healthy, ordered by name."""
         self.check()
         found = []
         for path in sorted(self.folder.glob("*.json")):

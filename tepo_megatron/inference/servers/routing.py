@@ -40,11 +40,6 @@ class RoutedSampler:
 
         A failed request is sent again, to another server if there is one, up to ATTEMPTS times. A request that a
         server rejects (4xx) fails the call at once.
-
-        Raises:
-            RolloutError: A request failed for good, fewer than `min_servers` servers are left, or nobody sends the weights
-                that all of them lack (`rollout.server.weights_seconds`).
-            SyncError: The last update or its check was refused.
         """
         self._require_service()
         return self._pool.loop.run(self._generate(prompts, sampling, seed))

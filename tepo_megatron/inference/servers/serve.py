@@ -33,12 +33,8 @@ EVERYWHERE = ("0.0.0.0", "::")
 def serve(name: str, cfg: RolloutConfig, launch: LaunchSpec, address: str | None, tell: Callable[[str], None]) -> None:
     """Run the servers until SIGTERM or SIGINT. Returns when no process of the servers is left.
 
-    Args:
-        address: Address at which other machines reach this one. None: `launch.host`, or this machine's name if that is every
-            address.
-    Raises:
-        ConfigError: The config does not name a rendezvous folder, or names URLs.
-        RolloutError: Every server was lost.
+    `address`: address at which other machines reach this one. None: `launch.host`, or this machine's name if that is every
+    address.
     """
     if not isinstance(cfg.server, RendezvousServerConfig):
         raise ConfigError(

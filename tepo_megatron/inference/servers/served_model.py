@@ -20,13 +20,7 @@ _FORMATS = {"float8_e4m3fn": "F8_E4M3", "float32": "F32", "bfloat16": "BF16", "f
 
 
 class ServedModel:
-    """A private folder with links to the files of a model, without the model's sampling defaults (`generation_config.json`).
-
-    Attributes:
-        folder: The private folder; it contains the other two.
-        path: The model directory for the server.
-        scratch: Folder for the server's sockets and other temporary files.
-    """
+    """A private folder with links to the files of a model, without the model's sampling defaults (`generation_config.json`)."""
 
     def __init__(self, private: PrivateFolder) -> None:
         self._private, self.folder = private, private.path

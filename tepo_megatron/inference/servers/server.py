@@ -15,11 +15,7 @@ class ServerAddress:
 
 
 class Server(Protocol):
-    """Server behind an endpoint: a process of this machine (`servers/local.py`) or one of others (`servers/remote.py`).
-
-    All methods except `stop` and `forget` run in one event loop. `restart_note`: predicate for messages that says what happens
-    after a failure, like "is started again".
-    """
+    """Server behind an endpoint: a process of this machine (`servers/local.py`) or one of others (`servers/remote.py`)."""
 
     name: str
     restart_note: str

@@ -20,11 +20,7 @@ ABORT_SECONDS = 0.5  # between abort calls: repeated for requests that were stil
 
 
 class SleepController:
-    """Controller of the fleet's sleep state.
-
-    Methods run in the fleet's event loop, except those that only read the state. `asleep`: parts of the engine whose memory is
-    released.
-    """
+    """Controller of the fleet's sleep state. Methods that change it run in the fleet's event loop."""
 
     def __init__(self, changed: asyncio.Condition, quiesce: Quiesce | None, growth: GrowthLimit) -> None:
         self._changed, self._quiesce, self._growth = changed, quiesce, growth

@@ -45,12 +45,7 @@ class PoolUpdates:
         self._checks = ChecksumChecks(same_precision=self._cfg.server.precision is None)
 
     def begin_update(self, version: int) -> None:
-        """See `RolloutEngine`. Servers that have `version` already take no part in the update.
-
-        Raises:
-            SyncError: A server refused the update. The engine can then only be closed.
-            RolloutError: The engine is not started, the memory of the weights is released, or too few servers are left.
-        """
+        """See `RolloutEngine`. Servers that have `version` already take no part in the update."""
         self._pool.require_start()
         self._pool.require_trust()
         self._pool.sleeping.require_weights()

@@ -170,12 +170,7 @@ App = Callable[[Message, Receive, Send], Awaitable[None]]
 
 @dataclass
 class Exchange:
-    """A request whose client takes a binary answer.
-
-    Attributes:
-        begun: When the request arrived, by `time.monotonic`.
-        first: When its first token was there, if the engine tells.
-    """
+    """A request whose client takes a binary answer."""
 
     experts: bool
     timed: bool = False

@@ -46,12 +46,7 @@ def register() -> None:
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):
-    """Arguments of `init_transfer_engine`.
-
-    Attributes:
-        spec: Fields of a `GroupSpec` whose groups are to be joined. None: no groups (files need none).
-        abandoned: The sender of the update under way is gone.
-    """
+    """Arguments of `init_transfer_engine`."""
 
     spec: dict[str, Any] | None = None
     unchanged: dict[str, Any] | None = None
