@@ -20,7 +20,6 @@ from tepo_megatron.launcher.rank_logs import redirect_output
 from tepo_megatron.launcher.ranks import (
     GRACE_SECONDS,
     Lifeline,
-    RankFailure,
     RankProcesses,
     first_failure,
     interrupted_by_signals,
@@ -78,7 +77,11 @@ def launch(cfg: Config, worker: str = "tepo_megatron.launcher.worker", inherit: 
     ):
         while True:
             kills, folder = MemoryKills(), private.path / f"attempt-{attempt}"
-            failures = _run_ranks(cfg, worker, folder, {ATTEMPT: str(attempt)}, inherit, lifeline)
+            ranks, words = cfg.parallel.world_size, ["-m", worker, str(_write_config(to_yaml(cfg), folder))]
+            environment = _environment(ranks, cfg.platform, cfg.rollout.server, folder) | {ATTEMPT: str(attempt)}
+            with RankProcesses(words, ranks, folder, environment, inherit, lifeline) as processes:
+                processes.start()
+                failures = processes.wait()
             allowed = policy.allow(failures, kills) if failures else None
             if allowed is None:
                 break
@@ -91,18 +94,6 @@ def launch(cfg: Config, worker: str = "tepo_megatron.launcher.worker", inherit: 
         raise RunStopped(str(stopped.message["message"]))
     if failures:
         raise RanksFailed(first_failure(failures, kills))
-
-
-def _run_ranks(
-    cfg: Config, worker: str, folder: Path, environment: dict[str, str], inherit: Sequence[int], lifeline: Lifeline
-) -> dict[int, RankFailure]:
-    """Run the ranks of one attempt to their end. Return those that failed."""
-    config = _write_config(to_yaml(cfg), folder)
-    shared = _environment(cfg.parallel.world_size, cfg.platform, cfg.rollout.server, folder) | environment
-    words, count = ["-m", worker, str(config)], cfg.parallel.world_size
-    with RankProcesses(words, count, folder, shared, inherit, lifeline) as ranks:
-        ranks.start()
-        return ranks.wait()
 
 
 def _write_config(text: str, folder: Path) -> Path:
