@@ -12,8 +12,7 @@ from typing import Any, Protocol
 from tepo_megatron.controller.messages import Answer, Call
 from tepo_megatron.errors import RolloutError
 from tepo_megatron.inference.engine import EnginePart
-from tepo_megatron.observability.clock_offset import SAME, ClockOffset, measure
-from tepo_megatron.observability.tracer import tracer
+from tepo_megatron.observability.tracer import SAME, ClockOffset, measure, tracer
 from tepo_megatron.utils.memory_kills import MemoryKills
 from tepo_megatron.weight_sync.broadcast_group import GroupSpec
 from tepo_megatron.weight_sync.bucket_format import Source

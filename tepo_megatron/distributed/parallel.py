@@ -24,7 +24,7 @@ from tepo_megatron.errors import ConfigError, LostRanks
 from tepo_megatron.observability.hang_watchdog import BeatStore
 from tepo_megatron.platform import Platform
 from tepo_megatron.utils.heartbeats import HeartbeatFolder
-from tepo_megatron.utils.private import WORLD_FOLDER, check_private
+from tepo_megatron.utils.scratch import WORLD_FOLDER, check_private
 from tepo_megatron.utils.supervisor import restart_count
 
 _RESTART_SECONDS = 120.0  # until ranks that another machine restarts are there, once it has noticed the failure

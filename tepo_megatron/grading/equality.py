@@ -9,7 +9,7 @@ from functools import lru_cache
 from typing import Any
 
 from tepo_megatron.grading import answers
-from tepo_megatron.grading.gold import MAX_ANSWER_CHARS, gold_fault
+from tepo_megatron.grading.answers import MAX_ANSWER_CHARS, gold_fault
 
 _GOLDS_KEPT = 4096
 _TINY = 1e-5  # below this, math-verify's absolute comparisons (6 decimals, 15 digits) call different numbers equal

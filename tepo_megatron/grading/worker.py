@@ -48,9 +48,8 @@ def equality(finder: str) -> Grader:
               gold answer must be compared.
     compare   Compare an answer with the gold answer: equal, wrong, unparsed or bad_gold.
     """
-    from tepo_megatron.grading.boxed import FINDERS
+    from tepo_megatron.grading.answers import FINDERS, gold_answer
     from tepo_megatron.grading.equality import load_grader, settle
-    from tepo_megatron.grading.gold import gold_answer
 
     compare, find = load_grader(), FINDERS[finder]
     # this also builds the tables of the LaTeX parser; with too little memory every answer would silently be graded wrong

@@ -21,8 +21,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from tepo_megatron.errors import DataError
-from tepo_megatron.observability.clock_offset import ClockOffset
-from tepo_megatron.observability.tracer import Recording, Span
+from tepo_megatron.observability.tracer import ClockOffset, Recording, Span
 from tepo_megatron.utils.atomic import replace_file
 
 TRACES = "traces"  # folder in that of a run

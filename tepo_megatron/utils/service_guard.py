@@ -32,8 +32,8 @@ from pathlib import Path
 
 from tepo_megatron.utils import scratch
 from tepo_megatron.utils.atomic import replace_file
-from tepo_megatron.utils.private import check_private
 from tepo_megatron.utils.processes import die_with_parent, read_stat
+from tepo_megatron.utils.scratch import check_private
 
 GRACE_SECONDS = 10.0  # for the service to end by itself, after SIGTERM
 SOCKET, PIDS, STATUS = "socket", "pids", "status"

@@ -21,10 +21,9 @@ from tepo_megatron.inference import request_spans
 from tepo_megatron.inference.partial import GenerationRequest
 from tepo_megatron.inference.request_spans import add_generation, server_times
 from tepo_megatron.launcher.trace_request import coverage, read_trace
-from tepo_megatron.observability.clock_offset import SAME, ClockOffset, best_offset
 from tepo_megatron.observability.hang_watchdog import place_of
 from tepo_megatron.observability.trace_file import TracePart, chrome_trace, merge, step_folder, trace_path, write_part
-from tepo_megatron.observability.tracer import Recording, Tracer
+from tepo_megatron.observability.tracer import SAME, ClockOffset, Recording, Tracer, best_offset
 from tepo_megatron.types import Prompt, SamplingParams
 from tepo_megatron.utils.run_lock import RunLock
 from tepo_megatron.utils.save_requests import TRACE, TRACED, TraceRequest, answer_trace, ask_trace, take_trace

@@ -17,8 +17,7 @@ from tepo_megatron.inference.report import EngineReport
 from tepo_megatron.inference.request_spans import add_request
 from tepo_megatron.inference.servers.client import RequestFailed
 from tepo_megatron.inference.servers.endpoint import Endpoint
-from tepo_megatron.inference.servers.load import LoadMeter
-from tepo_megatron.inference.servers.observation import observe
+from tepo_megatron.inference.servers.observation import LoadMeter, observe
 from tepo_megatron.inference.servers.pool import ServerPool
 from tepo_megatron.inference.servers.slot import Incarnation
 from tepo_megatron.observability.tracer import tracer

@@ -6,8 +6,7 @@ from pathlib import Path
 from torch import Tensor
 
 from tepo_megatron.errors import ConversionError
-from tepo_megatron.utils.private import make_private_folder
-from tepo_megatron.utils.scratch import PrivateFolder
+from tepo_megatron.utils.scratch import PrivateFolder, make_private_folder
 from tepo_megatron.weights import fp8
 from tepo_megatron.weights.families import find_family, read_config
 from tepo_megatron.weights.hf_io import INDEX, HfReader

@@ -9,7 +9,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from tepo_megatron.errors import ConfigError
-from tepo_megatron.rollout.quoted_chat import QuotedChat
+from tepo_megatron.rollout.judges import QuotedChat
 
 START, END, THINK = "<|im_start|>", "<|im_end|>", "<think>"
 CHATML = (

@@ -14,7 +14,7 @@ import torch
 
 from tepo_megatron.config import ShmTransportConfig, SyncConfig
 from tepo_megatron.errors import ConfigError
-from tepo_megatron.weight_sync import rendezvous
+from tepo_megatron.weight_sync import broadcast
 from tepo_megatron.weight_sync.bucket_format import crc32
 from tepo_megatron.weight_sync.buckets import is_check_due, split_into_buckets, whole_bytes
 from tepo_megatron.weight_sync.receiver.weight_files import tensors
@@ -169,11 +169,11 @@ def test_the_store_is_at_an_address_that_those_see_who_are_elsewhere(monkeypatch
     for name, value in {"LOCAL_WORLD_SIZE": "8", "WORLD_SIZE": "8", "MASTER_ADDR": "elsewhere"}.items():
         monkeypatch.setenv(name, value)
     towards = {"127.0.0.1": "127.0.0.1", "a": "10.0.0.7", "elsewhere": "10.0.0.9"}
-    monkeypatch.setattr(rendezvous, "address_towards", towards.__getitem__)
-    assert rendezvous.own_address(["127.0.0.1", "127.0.0.1"]) == "127.0.0.1"
-    assert rendezvous.own_address(["127.0.0.1", "a"]) == "10.0.0.7"
+    monkeypatch.setattr(broadcast, "address_towards", towards.__getitem__)
+    assert broadcast.own_address(["127.0.0.1", "127.0.0.1"]) == "127.0.0.1"
+    assert broadcast.own_address(["127.0.0.1", "a"]) == "10.0.0.7"
     monkeypatch.setenv("WORLD_SIZE", "16")
-    assert rendezvous.own_address(["127.0.0.1"]) == "10.0.0.9"
+    assert broadcast.own_address(["127.0.0.1"]) == "10.0.0.9"
 
 
 @pytest.mark.parametrize(
