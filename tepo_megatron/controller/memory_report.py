@@ -26,10 +26,7 @@ class _Measured:
 
 
 class MemoryReport:
-    """The memory of all ranks and servers over a run. All ranks must call every method.
-
-    The peak of a phase is counted from the end of the previous phase.
-    """
+    """The memory of all ranks and servers over a run. All ranks must call every method."""
 
     def __init__(self, groups: ParallelDims, servers: Servers | None, *, enabled: bool) -> None:
         self._groups, self._servers, self._enabled = groups, servers, enabled

@@ -55,10 +55,7 @@ class Disaggregated:
 
 
 class Colocated(Disaggregated):
-    """The colocated placement. It starts in `train` with the engine asleep. All ranks must call every method.
-
-    Raises RuntimeError if a method was called in a state that has no such transition. Errors of the engine pass through.
-    """
+    """The colocated placement. It starts in `train` with the engine asleep. All ranks must call every method."""
 
     shared = True
 

@@ -79,10 +79,7 @@ class ServiceClient:
         return PendingAnswer(self, call)
 
     def receive(self, pending: PendingAnswer, seconds: float = math.inf) -> Any:
-        """Wait for one answer; see `PendingAnswer.result`. Answers to other calls are kept.
-
-        `seconds`: limit of the wait. RolloutError is raised after it, though the service may live.
-        """
+        """Wait for one answer; see `PendingAnswer.result`. Answers to other calls are kept."""
         begun = asked = time.monotonic()
         silent = 0.0  # counted in waits of this process, so that a stop of it, or of the whole run, is none of the service
         while pending.number not in self._answers:

@@ -64,10 +64,7 @@ def load_grader() -> Callable[[str, str], str]:
 
 
 def settle(gold: str, answer: str | None) -> str | None:
-    """Return the status if strings alone can settle the pair, otherwise None.
-
-    `answer`: answer in the response. None: there is none.
-    """
+    """Return the status if strings alone can settle the pair, otherwise None."""
     if answer is None:
         return "no_box"
     if answer == gold and gold:

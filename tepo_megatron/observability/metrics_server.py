@@ -128,10 +128,7 @@ SILENT_SECONDS = 10.0  # after which a connection without a complete request is 
 
 @contextlib.contextmanager
 def serve_metrics(run_dir: Path, host: str, port: int, collect: Callable[[], str]) -> Iterator[str]:
-    """Serve the metrics of a run within the block, and yield the URL.
-
-    `port`: port to listen on; 0: a free one. Raises ConfigError if the address cannot be used.
-    """
+    """Serve the metrics of a run within the block, and yield the URL."""
     key = _key_of(run_dir)
     try:
         server = _Server((host, port), key, collect)

@@ -47,11 +47,7 @@ SAME = ClockOffset(0, 0)  # of the reference itself
 
 
 def best_offset(round_trips: Iterable[tuple[int, int, int]]) -> ClockOffset:
-    """Return the offset that the shortest round trip shows.
-
-    The reference was read at some time between sending and receiving, so the middle is off by at most half a round trip.
-    `round_trips`: of each one: time of sending, the reference's answer, time of receiving, in ns.
-    """
+    """Return the offset that the shortest round trip shows."""
     sent, reference, received = min(round_trips, key=lambda trip: trip[2] - trip[0])
     return ClockOffset(reference - (sent + received) // 2, (received - sent + 1) // 2)
 
@@ -86,10 +82,7 @@ class Span:
 
 @dataclass
 class Recording:
-    """The spans of a step, as one process recorded them.
-
-    `spans`: the spans. Those that were open at the end are cut there, and have the value `unfinished`.
-    """
+    """The spans of a step, as one process recorded them."""
 
     begun: int
     ended: int

@@ -45,12 +45,7 @@ class Reward(Protocol):
 def build_reward(
     cfg: RewardConfig, decode: Decode, tokenizer: str = "", judges: Mapping[int, Judge] | None = None
 ) -> WeightedReward:
-    """Return the reward that `cfg` describes, at once: workers start in the background, and the first grading waits for them.
-
-    Args:
-        tokenizer: File with which the workers decode (`data.tokenizer.decoder_file`). Empty: this process decodes.
-        judges: The judges by the indices of their terms (`rollout.judges.open_judges`). None: the config names none.
-    """
+    """Return the reward that `cfg` describes, at once: workers start in the background; the first grading waits for them."""
     terms: list[tuple[float, RewardTerm]] = []
     try:
         for i, entry in enumerate(cfg.terms):

@@ -43,12 +43,7 @@ class Judge(Protocol):
     """A language model that answers questions: servers of the run, or one of others. All coroutines run in one event loop."""
 
     async def ask(self, fields: Mapping[str, str], samples: int, seed: int, temperature: float) -> list[JudgeReply]:
-        """Return `samples` answers to the question with these texts in it. The texts are quoted: no control token is in them.
-
-        Raises:
-            QuestionTooLong: Another question may be answered.
-            RewardError: The judge cannot work.
-        """
+        """Return `samples` answers to the question with these texts in it, quoted: no control token is in them."""
 
     async def close(self) -> None:
         """Close the connections."""

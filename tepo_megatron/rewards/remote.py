@@ -50,11 +50,7 @@ class GradingServer:
         concurrency: int,
         refusals: frozenset[int] = frozenset(),
     ) -> None:
-        """Prepare the connection; nothing is sent yet.
-
-        `backoff_seconds`: pause after the first failed attempt; each later pause is twice as long as the one before. Raises
-        ConfigError if the environment variable is not set.
-        """
+        """Prepare the connection; nothing is sent yet."""
         self._name, self._fix, self._refusals = name, fix, refusals
         self._timeout_seconds, self._attempts, self._backoff = timeout_seconds, attempts, backoff_seconds
         self._http, self._slots = HttpClient(url, key_from(key_variable)), asyncio.Semaphore(concurrency)
@@ -66,12 +62,7 @@ class GradingServer:
         most_bytes: int,
         read: Callable[[HttpAnswer], Found],
     ) -> Found:
-        """Send one request, and return what `read` finds in the answer.
-
-        Raises:
-            RewardError: The last attempt failed.
-            RequestRefused: The server answered with one of `refusals`.
-        """
+        """Send one request, and return what `read` finds in the answer."""
         body: bytes | None = None
         for attempt in range(1, self._attempts + 1):
             try:
@@ -180,10 +171,7 @@ class HttpTerm:
 
 
 async def texts_of(response: Response, pool: GradingPool | None) -> tuple[str, str]:
-    """Return the prompt and the response as text, decoded by a worker. If none can, this process decodes.
-
-    `pool`: workers with a grader `texts` or `verdict`. None: this process decodes.
-    """
+    """Return the prompt and the response as text, decoded by a worker. If none can, this process decodes."""
     outcome = await pool.ask((response.prompt, response.written)) if pool is not None else None
     if outcome is None or outcome.status != "decoded":
         return response.decoded()

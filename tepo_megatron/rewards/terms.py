@@ -73,10 +73,7 @@ class RewardTerm(Protocol):
         """The worker processes, if the term has some."""
 
     async def grade(self, responses: Sequence[Response]) -> list[Verdict]:
-        """Return one verdict for each response, in order.
-
-        A bad response gives a status, never an error. Raises RewardError if the term cannot work.
-        """
+        """Return one verdict for each response, in order."""
 
     async def close(self) -> None:
         """Release processes and connections. A second call does nothing."""

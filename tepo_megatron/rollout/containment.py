@@ -43,10 +43,7 @@ class LossCounter:
         return rest if len(split_samples(rest)) >= LEAST_SAMPLES else []
 
     def end_step(self, step: int, metrics: Metrics) -> None:
-        """Add the metrics of the step's samples.
-
-        Raises RolloutError if more samples were lost than `rollout.max_failed_share` allows.
-        """
+        """Add the metrics of the step's samples."""
         for kind in FAILURE_KINDS:
             metrics.add(f"rollout/samples_{kind}", sum(kind_of(failure) == kind for failure in self._failures))
         if self._samples:

@@ -209,10 +209,7 @@ class Conversation:
         raise OutOfTokens(f"prompt {self.prompt.id}: {why}; raise rollout.max_response_tokens={self._sampling.max_tokens}")
 
     def _require_free(self) -> None:
-        """Raise RuntimeError if a turn is running or the sample has ended.
-
-        Two turns at once would each lack the other in their context, and a turn after the end would be lost.
-        """
+        """Raise RuntimeError if a turn is running or the sample has ended."""
         if self._busy:
             raise RuntimeError("a turn is still running; await `generate` before anything else is done with its conversation")
         if self._finished:

@@ -17,11 +17,7 @@ _ATTEMPTS = 100
 
 
 class HeartbeatFolder:
-    """The methods `check`, `get`, `set` and `compare_set` of a torch `Store`, on files in an existing folder.
-
-    No call waits for another process, so a frozen process blocks nobody. File-system errors become RuntimeErrors, like the
-    errors of a store.
-    """
+    """The methods `check`, `get`, `set` and `compare_set` of a torch `Store`, on files in an existing folder."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

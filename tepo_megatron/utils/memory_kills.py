@@ -17,10 +17,7 @@ SELF = Path("/proc/self")
 
 
 def group_folders(process: Path, controller: str) -> Iterator[tuple[bool, Path]]:
-    """Yield (whether it is of version 2, folder) of each control group that may bound a process, the innermost ones first.
-
-    A container sees its own group at the root of the mount, whatever its name outside. The folders need not exist.
-    """
+    """Yield (whether it is of version 2, folder) of each control group that may bound a process, the innermost ones first."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         mounts = (process / "mountinfo").read_text().splitlines()
         for line in (process / "cgroup").read_text().splitlines():
@@ -129,10 +126,7 @@ class MemoryKills:
         )
 
     def hint(self, fix: str = _FIX) -> str:
-        """Return a sentence which says that the kernel has killed a process for lack of memory, perhaps one of this job.
-
-        Returns the sentence with the count before and now; "" if the kernel has counted no kill.
-        """
+        """Return a sentence which says that the kernel has killed a process for lack of memory, perhaps one of this job."""
         if not self.seen():
             return ""
         counted = zip((self._group.events if self._group else None, self._machine), self._before, self._counts(), strict=True)

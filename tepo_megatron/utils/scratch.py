@@ -41,10 +41,7 @@ class PrivateFolder(contextlib.AbstractContextManager["PrivateFolder"]):
 
     @classmethod
     def create(cls, purpose: str, root: Path | None = None) -> Self:
-        """Create a folder, after sweeping `root` and shared memory.
-
-        `root`: an existing folder. None: the system's folder for temporary files.
-        """
+        """Create a folder, after sweeping `root` and shared memory."""
         root = Path(tempfile.gettempdir()) if root is None else root
         sweep(SHARED_MEMORY)
         return cls(*claim(root, new_name(purpose)))
@@ -66,10 +63,7 @@ def new_name(purpose: str) -> str:
 
 
 def claim(root: Path, name: str) -> tuple[Path, int]:
-    """Sweep `root`, then create a locked folder in it.
-
-    Returns the path of the folder, and the open file that holds its lock.
-    """
+    """Sweep `root`, then create a locked folder in it."""
     sweep(root)
     for _ in range(_ATTEMPTS):
         # lock it before it gets the name by which others would find and remove it; renaming keeps the lock
@@ -190,12 +184,7 @@ WORLD_FOLDER = "TEPO_WORLD_FOLDER"  # environment variable: the folder through w
 
 
 def make_private_folder(purpose: str, longest: int | None = None) -> PrivateFolder:
-    """Create an empty folder of mode 0700 in the system's folder for temporary files (TMPDIR).
-
-    The caller removes the folder. If the caller is killed, the next start does. `longest`: maximum length of the folder's path
-    in bytes, for sockets; /tmp is used where TMPDIR is too long for it. Raises ConfigError if another user could replace the
-    folder, or it cannot be created.
-    """
+    """Create an empty folder of mode 0700 in the system's folder for temporary files (TMPDIR)."""
     parent = Path(tempfile.gettempdir())
     where, wanted = f"TMPDIR={parent}", "writable"
     if longest is not None and len(os.fsencode(parent / new_name(purpose))) > longest:

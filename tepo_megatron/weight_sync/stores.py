@@ -176,10 +176,7 @@ class PinnedStaging:
     """
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
-        """Allocate nothing yet.
-
-        `nbytes`: bytes of the largest bucket, whose tensors follow each other at multiples of their dtypes' sizes.
-        """
+        """Allocate nothing yet."""
         self._nbytes, self._device, self._arena = nbytes, device, HostArena(device)
 
     def copy(self, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
@@ -225,10 +222,7 @@ def write_file(tensors: dict[str, Tensor], path: Path, checksums: Mapping[str, i
 
 
 def make_folder(shared: str | None = None) -> tuple[Path, int]:
-    """Make a private folder in `shared`, by default in shared memory; return it with its lock (see `scratch.claim`).
-
-    Raises ConfigError if `shared` cannot be made.
-    """
+    """Make a private folder in `shared`, by default in shared memory; return it with its lock (see `scratch.claim`)."""
     root = SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
     if shared is not None:
         root = Path(shared).absolute()  # absolute, because the servers have other working directories

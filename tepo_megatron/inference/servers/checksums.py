@@ -26,11 +26,7 @@ class ChecksumChecks:
         self._sent: Mapping[str, int] = {}
 
     def compare(self, version: int, answers: Mapping[str, Mapping[str, str]], sent: Mapping[str, int]) -> None:
-        """Compare one version's checksums. The first comparison only records them for the stale check.
-
-        A tensor is stale if its sent CRC-32 changed since the last call and the servers' checksums of it did not. Raises
-        SyncError if servers differ from each other, or serve stale tensors.
-        """
+        """Compare one version's checksums. The first comparison only records them for the stale check."""
         known = {
             server: {name: c for name, c in them.items() if not c.startswith(_NOTHING)} for server, them in answers.items()
         }

@@ -179,11 +179,7 @@ class Endpoint(ServerConnection):
         await self.api.interrupt(self._connected().send)
 
     async def begin_update(self, version: int) -> None:
-        """Begin an update to `version`.
-
-        After an update that failed or was broken off, the server can no longer be trusted: it stays healthy and keeps its old
-        version label.
-        """
+        """Begin an update to `version`."""
         self.version, self._coming = UNKNOWN_VERSION, version
         try:
             await self._updating("begin update", lambda send: self.api.begin_update(send, self.broken_off))

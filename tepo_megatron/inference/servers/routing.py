@@ -85,10 +85,7 @@ class RoutedSampler:
         return [rollout for group in groups for rollout in group.result()]
 
     async def _group(self, prompt: Prompt, sampling: SamplingParams, seed: int) -> list[Rollout]:
-        """Return one prompt's samples.
-
-        Responses that a weight update cut off are continued, or sampled again, until all are complete.
-        """
+        """Return one prompt's samples."""
         whole = GenerationRequest(prompt, sampling, seed)
         group = await self._answer([whole])
         while lacking := continuations(group, prompt, whole.sampling, seed):

@@ -15,10 +15,7 @@ _READS = 5
 
 
 def check_owner(folder: Path) -> None:
-    """Raise ConfigError unless only this user or root can change the folder. A folder that does not exist passes.
-
-    Both sides check before they read anything, because whoever writes a record is sent the key and the weights.
-    """
+    """Raise ConfigError unless only this user or root can change the folder. A folder that does not exist passes."""
     name = f"rollout.server.rendezvous={folder}"
     try:
         if folder.is_symlink():

@@ -131,20 +131,13 @@ class PoolUpdates:
         await self._each(lambda endpoint: endpoint.begin_update(version))
 
     def _gather_behind(self, broken_off: Sequence[Incarnation]) -> None:
-        """Select the servers of this update: those that are up and lack its version.
-
-        Incarnations that took part in an unfinished update are left out.
-        """
+        """Select the servers of this update: those that are up and lack its version."""
         behind = [(m, incarnation) for m, incarnation in self._pool.up() if m.endpoint.version != self._pool.version]
         self._updating = [(m, incarnation) for m, incarnation in behind if incarnation not in broken_off]
         self._bases = {m.endpoint.version for m, _ in self._updating}
 
     async def _renew_grown(self) -> bool:
-        """Restart the idle servers of the update whose memory has grown too far. Return whether there were any.
-
-        The restarted servers come back with their first weights and take part in the update like the others. Raises
-        RolloutError if too few servers are left.
-        """
+        """Restart the idle servers of the update whose memory has grown too far. Return whether there were any."""
         if not (ended := await self._pool.growth.end_grown(self._updating)):
             return False
         async with self._pool.changed:
@@ -155,10 +148,7 @@ class PoolUpdates:
         return True
 
     async def _until_idle(self) -> None:
-        """Wait until no request with the former weights runs, and abort the requests if `rollout.on_weight_update` says so.
-
-        The servers of the update get no new requests meanwhile.
-        """
+        """Wait until no request with the former weights runs, and abort the requests if `rollout.on_weight_update` says so."""
 
         def busy_ones() -> list[LiveServer]:
             return [each for each in self._alive() if each[0].endpoint.in_flight]
@@ -190,10 +180,7 @@ class PoolUpdates:
         return results
 
     async def _each(self, say: Callable[[Endpoint], Awaitable[None]]) -> None:
-        """Make one call of an update to every server whose incarnation took part in it from the start, concurrently.
-
-        Raises SyncError if a server refused the call. The fleet is then no longer usable.
-        """
+        """Make one call of an update to every server whose incarnation took part in it from the start, concurrently."""
         alive = self._alive()
         results = await self._ask(alive, say, returned=SyncError)
         self._updating = [each for each, result in zip(alive, results, strict=True) if result is None]

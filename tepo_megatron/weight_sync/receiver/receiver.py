@@ -113,10 +113,7 @@ class RankReceiver:
         self._before, self._version, self._coming = self._version, None, None
 
     def keep_unchanged(self, unchanged: UnchangedTensors) -> None:
-        """Note the tensors that the update leaves unchanged.
-
-        Raises ValueError for tensors that the model does not have, or if the weights here are not of version `unchanged.base`.
-        """
+        """Note the tensors that the update leaves unchanged."""
         assert self._update is not None, "the update has to begin first"
         if unchanged.names and unchanged.base != self._before:
             raise ValueError(
@@ -196,10 +193,7 @@ class RankReceiver:
             raise ValueError(f"round {number} of the update came when round {self._next} was due")
 
     def _borrow(self, buckets: Sequence[Bucket]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the tensors of each bucket in turn.
-
-        The trainer's memory of a bucket is mapped only while its tensors are read.
-        """
+        """Yield the tensors of each bucket in turn."""
         for bucket in buckets:
             assert bucket.handle is not None
             with open_buffer(bucket.handle, self._device) as row:
