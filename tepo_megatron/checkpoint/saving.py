@@ -222,7 +222,6 @@ class SavingThread(threading.Thread):
         self._tasks.put(save.run)
 
     def end(self) -> None:
-        """End the thread after all tasks that were submitted before."""
         self._tasks.put(None)
 
     def run(self) -> None:

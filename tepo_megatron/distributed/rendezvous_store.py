@@ -52,7 +52,6 @@ class FolderStore:
         return 1
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Return whether all keys exist."""
         return all((self.folder / _file(key)).exists() for key in keys)
 
     def delete_key(self, key: str) -> bool:

@@ -126,7 +126,6 @@ class Tracer:
         self._begun, self.active = self.clock(), True
 
     def end(self) -> Recording:
-        """Stop, and return what was recorded since `begin`."""
         self.active, ended = False, self.clock()
         unfinished, self.open_spans = list(self.open_spans.values()), {}
         for span in unfinished:

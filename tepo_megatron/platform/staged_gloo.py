@@ -134,7 +134,6 @@ class CoalescedWork:
     works: list[Any] = field(default_factory=list)
 
     def wait(self) -> None:
-        """Block until every collective of the context is complete."""
         for work in self.works:
             work.wait()
         self.works = []

@@ -87,11 +87,9 @@ class JudgeTerm:
         self._reported = 0
 
     async def grade(self, responses: Sequence[Response]) -> list[Verdict]:
-        """Return one verdict per response; see `RewardTerm.grade`."""
         return list(await asyncio.gather(*map(self._grade, responses)))
 
     async def close(self) -> None:
-        """Close the connections to the judge and kill the workers."""
         await self._judge.close()
         await self.pool.close()
 
@@ -226,7 +224,6 @@ class ChatServer:
         return list(await asyncio.gather(*(self._asked({**body, "seed": seed + i}) for i in range(samples))))
 
     async def close(self) -> None:
-        """Close the connections."""
         await self._server.close()
 
     async def _asked(self, body: Mapping[str, object]) -> JudgeReply:

@@ -44,7 +44,6 @@ class MathTerm:
         return list(await asyncio.gather(*map(self._verdict, responses)))
 
     async def close(self) -> None:
-        """Kill the workers."""
         await self.pool.close()
 
     async def _verdict(self, response: Response) -> Verdict:

@@ -115,7 +115,6 @@ class GradingPool:
         return request.outcome
 
     async def close(self) -> None:
-        """Kill the workers. A second call does nothing."""
         for task in self._serving:
             task.cancel()
         await asyncio.gather(*self._serving, return_exceptions=True)

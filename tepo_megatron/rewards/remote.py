@@ -78,7 +78,6 @@ class GradingServer:
         raise AssertionError("attempts is at least 1")
 
     async def close(self) -> None:
-        """Close the connections."""
         await self._http.close()
 
     async def _answer(self, path: str, body: bytes, most_bytes: int) -> HttpAnswer:
@@ -147,7 +146,6 @@ class HttpTerm:
         )
 
     async def grade(self, responses: Sequence[Response]) -> list[Verdict]:
-        """Return one verdict per response; see `RewardTerm.grade`."""
         if not responses:
             return []
         found = await self._server.post(
@@ -159,7 +157,6 @@ class HttpTerm:
         return [Verdict(value, "graded") for value in found]
 
     async def close(self) -> None:
-        """Close the connections and kill the workers."""
         await self._server.close()
         if self.pool is not None:
             await self.pool.close()

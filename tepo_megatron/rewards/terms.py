@@ -99,7 +99,6 @@ class WeightedReward(contextlib.AbstractContextManager["WeightedReward"]):
         return sum(term.pool.cpu_seconds for _, term in self.terms if term.pool is not None)
 
     def submit(self, group: Sequence[Rollout]) -> "Future[list[Rollout]]":
-        """Grade a group next to those submitted before; see `Reward.submit`."""
         if self._closed:
             raise ValueError("the reward is closed")
         graded = self._loop.submit(self._grade(group))
@@ -108,7 +107,6 @@ class WeightedReward(contextlib.AbstractContextManager["WeightedReward"]):
         return graded
 
     def score(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
-        """Return one graded rollout for each given rollout; see `Reward.score`."""
         try:
             return self.submit(rollouts).result()
         except BaseException:
@@ -116,7 +114,6 @@ class WeightedReward(contextlib.AbstractContextManager["WeightedReward"]):
             raise
 
     def close(self) -> None:
-        """Cancel what is being graded and close all terms; see `Reward.close`."""
         if not self._closed:
             self._closed = True
             self._loop.run(self._close())

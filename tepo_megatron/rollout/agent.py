@@ -116,7 +116,6 @@ class AgentSample:
 
     @property
     def running(self) -> bool:
-        """Return whether a turn is being sampled."""
         return self._running > 0
 
     @property

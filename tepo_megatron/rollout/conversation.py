@@ -92,7 +92,6 @@ class Conversation:
 
     @property
     def running(self) -> bool:
-        """Return whether a turn is being sampled."""
         return self._busy
 
     @property

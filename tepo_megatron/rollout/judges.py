@@ -154,7 +154,6 @@ class Judges:
         self.by_term, self.fleets = by_term, fleets
 
     def take_events(self) -> list[str]:
-        """Return messages for the user since the last call."""
         return [f"judge: {event}" for fleet in self.fleets for event in fleet.take_events()]
 
 
@@ -197,7 +196,6 @@ class JudgeFleet(contextlib.AbstractContextManager["JudgeFleet"]):
         return [JudgeReply(self._decode(r.response_ids), len(ids), r.response_length) for r in rollouts]
 
     def take_events(self) -> list[str]:
-        """Return the events of the servers since the last call."""
         return [_under_its_key(event, self._index) for event in self._fleet.take_events()]
 
     async def close(self) -> None:

@@ -23,7 +23,6 @@ class HeartbeatFolder:
         self._folder = folder
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Return whether all keys exist."""
         return all(self._path(key).exists() for key in keys)
 
     def get(self, key: str) -> bytes:

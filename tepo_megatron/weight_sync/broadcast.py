@@ -57,7 +57,6 @@ class OwnedStore:
         return "" if self.owned is None else str(self.owned.path)
 
     def close(self) -> None:
-        """Remove the folder. A second call does nothing."""
         if self.owned is not None:
             self.owned.remove()
 
@@ -133,7 +132,6 @@ class GroupTransport:
         return self._rows[where]
 
     def start(self, sources: Sequence[Source]) -> None:
-        """Begin to broadcast the staged round. See `WeightTransport.start`."""
         mine = next((bucket for bucket in sources if isinstance(bucket, Bucket) and bucket.sender == self._sender), None)
         self._flight = _RoundInFlight(sources, None if mine is None else self._row(mine.number)[: mine.nbytes])
         self._send(self._flight)

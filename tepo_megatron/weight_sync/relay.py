@@ -141,17 +141,14 @@ class RelayTransport(stores.StoredTransport):
             (self.folder / source.name).unlink(missing_ok=True)
 
     def finish(self) -> None:
-        """Delete this rank's files and free its buffers."""
         self.abort()
 
     def abort(self) -> None:
-        """Delete this rank's files and free its buffers."""
         self._loading = None
         self._remove()
         self._rows = {}
 
     def close(self) -> None:
-        """Remove the folder, on the rank that made it."""
         self.abort()
         if self._owned is not None:
             self._owned.remove()

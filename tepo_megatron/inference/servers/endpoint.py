@@ -179,7 +179,6 @@ class Endpoint(ServerConnection):
         await self.api.interrupt(self._connected().send)
 
     async def begin_update(self, version: int) -> None:
-        """Begin an update to `version`."""
         self.version, self._coming = UNKNOWN_VERSION, version
         try:
             await self._updating("begin update", lambda send: self.api.begin_update(send, self.broken_off))
@@ -199,7 +198,6 @@ class Endpoint(ServerConnection):
         await self._updating("join groups", lambda send: self.api.join_groups(send, spec))
 
     async def load(self, sources: Sequence[Source]) -> None:
-        """Load the tensors of these sources."""
         await self._updating("load", lambda send: self.api.load(send, sources))
 
     async def finish_update(self) -> None:

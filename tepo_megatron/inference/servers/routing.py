@@ -54,11 +54,9 @@ class RoutedSampler:
         return await asyncio.wrap_future(self._pool.loop.submit(self._group(prompt, sampling, seed)))
 
     def server_metrics(self) -> Mapping[str, float]:
-        """See `Lifecycle.server_metrics`."""
         return self._load.read()
 
     def report(self, seconds: float) -> EngineReport:
-        """See `Lifecycle.report`."""
         return self._pool.loop.run(observe(self._pool, seconds))
 
     def _require_service(self) -> None:

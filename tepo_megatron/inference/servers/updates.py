@@ -53,7 +53,6 @@ class PoolUpdates:
 
     @property
     def base(self) -> int | None:
-        """See `WeightReceiver.base`."""
         return next(iter(self._bases)) if len(self._bases) == 1 else None
 
     def keep_unchanged(self, names: Sequence[str]) -> None:
@@ -63,18 +62,15 @@ class PoolUpdates:
 
     @property
     def recipients(self) -> tuple[Recipient, ...]:
-        """See `WeightReceiver.recipients`."""
         taking = [(m.endpoint, incarnation) for m, incarnation in self._alive()]
         return tuple(Recipient(e.name, e.host, e.ranks, incarnation.number) for e, incarnation in taking)
 
     def join_groups(self, specs: Mapping[Recipient, GroupSpec]) -> Future[None]:
-        """See `RolloutEngine`."""
         of = {recipient.incarnation: spec for recipient, spec in specs.items()}
         places = {m.endpoint: of[incarnation.number] for m, incarnation in self._updating if incarnation.number in of}
         return self._call(self._each(lambda endpoint: endpoint.join_groups(places[endpoint])))
 
     def load(self, sources: Sequence[Source]) -> Future[None]:
-        """See `RolloutEngine`."""
         return self._call(self._each(lambda endpoint: endpoint.load(sources)))
 
     def _call(self, work: Coroutine[Any, Any, None]) -> Future[None]:
@@ -83,12 +79,10 @@ class PoolUpdates:
         return call
 
     def finish_update(self) -> None:
-        """See `RolloutEngine`."""
         self._pool.require_trust()
         self._pool.loop.run(self._finish())
 
     def abandon_update(self) -> None:
-        """See `RolloutEngine`."""
         if not self._pool.slots:  # it was not started
             return
         for call in self._calls:
@@ -96,7 +90,6 @@ class PoolUpdates:
         self._pool.loop.run(self._abandon())
 
     def verify(self, sent: Mapping[str, int]) -> None:
-        """See `RolloutEngine`."""
         self._pool.require_trust()
         self._pool.loop.run(self._verify(sent))
 

@@ -43,7 +43,6 @@ class Membership:
         self._store: dist.Store | None = None
 
     def start(self) -> None:
-        """Begin to form the groups, in a thread."""
         threading.Thread(target=self._form, name="join groups", daemon=True).start()
 
     def _form(self) -> None:
