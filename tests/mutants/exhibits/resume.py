@@ -207,17 +207,6 @@ EXHIBITS = (
         tests=("tests/parallel/test_restart.py::test_kills_one_after_the_other_change_nothing",),
     ),
     Exhibit(
-        name="a_requested_restart_ends_the_service",
-        source="own: issue 24 (decisions/0038)",
-        kind="resume",
-        bug="Rank 0 closes the rollout service when the ranks are to be restarted, instead of leaving it to its successor.",
-        cost="Servers start again, and what was sampled ahead is lost.",
-        symbol="train",
-        old="            service.leave()",
-        new="            service.close()",
-        tests=("tests/parallel/test_restart.py::test_a_restart_on_request_repeats_no_evaluation",),
-    ),
-    Exhibit(
         name="the_live_page_mixes_two_histories",
         source="own: issue 27, item 1 (a run that is restarted must not break the page)",
         kind="resume",
