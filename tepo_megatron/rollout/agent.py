@@ -28,7 +28,7 @@ _MARK = "_uses_tepo_gateway"
 
 @dataclass(frozen=True)
 class AgentTask:
-    """The argument of an agent."""
+    """The argument of an agent. `row`: all other fields of the dataset's row. `base_url`: of this sample alone."""
 
     prompt: str
     answer: str

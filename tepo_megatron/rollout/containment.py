@@ -52,7 +52,7 @@ class LossCounter:
 
 
 def report_lost(what: str, failures: Sequence[str], samples: int, max_failed_share: float) -> None:
-    """Log how many samples were lost, if any were. Raises RolloutError if more samples were lost."""
+    """Log how many samples were lost, if any were. Raises RolloutError if they are more than `max_failed_share`."""
     if not failures:
         return
     lost = f"{what}: {len(failures)} of {samples} samples were lost"
