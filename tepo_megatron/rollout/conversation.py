@@ -43,7 +43,7 @@ class WeightsChanged(RolloutError):
 
 @dataclass(frozen=True)
 class Turn:
-    """One turn of the model."""
+    """One turn of the model. `token_ids` include the stop token; `stop_reason` is "stop", or "length" at the token limit."""
 
     token_ids: tuple[int, ...]
     text: str
