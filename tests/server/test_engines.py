@@ -22,8 +22,8 @@ from transformers import Qwen3ForCausalLM
 from tepo_megatron.errors import RolloutError, SyncError
 from tepo_megatron.inference.engine import INITIAL_VERSION
 from tepo_megatron.inference.partial import GenerationRequest
-from tepo_megatron.inference.servers.checksums import ChecksumChecks
 from tepo_megatron.inference.servers.client import RequestFailed
+from tepo_megatron.inference.servers.updates import ChecksumChecks
 from tepo_megatron.inference.sglang import SglangApi, generate_request
 from tepo_megatron.inference.torch_engine import TorchApi
 from tepo_megatron.inference.torch_engine import generate_request as torch_request

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tepo_megatron.errors import SyncError
-from tepo_megatron.inference.servers.checksums import ChecksumChecks
+from tepo_megatron.inference.servers.updates import ChecksumChecks
 from tests.unit.rollout.test_fleet import behave, fleet, process, until
 
 EMPTY = hashlib.sha256(b"").hexdigest()
