@@ -70,9 +70,8 @@ def read_file(path: Path) -> str | None:
 def read_owned(path: Path) -> str:
     """Return the content of a file that belongs to this user or root.
 
-    The owner is checked per file: where others can rename folders above, their file may lie at this path for a moment.
-
-    Raises ConfigError for a symbolic link or another user's file; OSError.
+    The owner is checked per file: where others can rename folders above, their file may lie at this path for a moment. Raises
+    ConfigError for a symbolic link or another user's file; OSError.
     """
     try:
         opened = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
