@@ -28,6 +28,9 @@ from tepo_megatron.distributed.parallel import ParallelDims
 from tepo_megatron.errors import CheckpointError
 from tepo_megatron.utils.restricted_pickle import MetadataReader
 
+FORMAT = 1  # version of run.json and of the folder's content
+_log = logging.getLogger(__name__)
+
 
 class SliceReader:
     """Reads shard slices out of a checkpoint. They need not be the shard slices that were written."""
@@ -110,10 +113,6 @@ class _Targets:
 
     def load_bytes(self, item: ReadItem, value: io.BytesIO) -> None:
         self.bytes[item.dest_index.fqn] = value.getvalue()
-
-
-FORMAT = 1  # version of run.json and of the folder's content
-_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)

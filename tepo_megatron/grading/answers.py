@@ -8,6 +8,10 @@ All functions are linear, or nearly so, in the length of the text: reading a res
 import re
 import unicodedata
 
+MAX_ANSWER_CHARS = 512  # a longer answer is wrong without being read
+_UNREADABLE = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ud800-\udfff]")
+_SOMETHING = re.compile(r"\w|\\(?:infty|emptyset|varnothing|pi)|[∅∞π]")
+_BRACE = re.compile(r"\\.|([{}])", re.DOTALL)
 # An escaped brace is a character and opens nothing. `\\boxed` is a box: models that imitate quoted strings write it so.
 _TOKEN = re.compile(r"(?P<box>\\{1,2}(?:boxed|fbox)\s*\{)|\\.|(?P<open>\{)|(?P<close>\})", re.DOTALL)
 _ANSWER_LINE = re.compile(r"^[ \t#>*_-]{0,8}(?:final )?answer[*_]{0,2}[ \t]?:[ \t*_]{0,8}(\S.*)$", re.MULTILINE | re.IGNORECASE)
@@ -233,12 +237,6 @@ def _as_fraction(found: re.Match[str]) -> str:
     whole, fixed, repeated = found.groups()
     below = (10 ** len(repeated) - 1) * 10 ** len(fixed)
     return rf"\frac{{{int(whole + fixed + repeated) - int(whole + fixed)}}}{{{below}}}"
-
-
-MAX_ANSWER_CHARS = 512  # a longer answer is wrong without being read
-_UNREADABLE = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ud800-\udfff]")
-_SOMETHING = re.compile(r"\w|\\(?:infty|emptyset|varnothing|pi)|[∅∞π]")
-_BRACE = re.compile(r"\\.|([{}])", re.DOTALL)
 
 
 def gold_answer(answer: str) -> str:

@@ -28,6 +28,10 @@ from tepo_megatron.errors import ConfigError
 from tepo_megatron.utils.atomic import replace_file
 from tepo_megatron.utils.storage import writing
 
+KEY_FILE, TARGETS_FILE = "metrics.key", "metrics_targets.json"
+ROUTE = "/metrics"
+MOST_CONNECTIONS = 8  # at once; further ones are closed
+SILENT_SECONDS = 10.0  # after which a connection without a complete request is closed
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 PREFIX = "tepo_"  # of all names of ours; servers may not use it
 STEP_PREFIX = "tepo_step_"
@@ -118,12 +122,6 @@ def merge_servers(texts: Mapping[str, str]) -> str:
                 found.setdefault(family, _ServerFamily()).samples.append(f"{sample[1]}{named} {sample[3]}")
     lines = [line for one in found.values() if one.samples for line in (*one.headers.values(), *one.samples)]
     return "".join(line + "\n" for line in lines)
-
-
-KEY_FILE, TARGETS_FILE = "metrics.key", "metrics_targets.json"
-ROUTE = "/metrics"
-MOST_CONNECTIONS = 8  # at once; further ones are closed
-SILENT_SECONDS = 10.0  # after which a connection without a complete request is closed
 
 
 @contextlib.contextmanager

@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, NamedTuple
 
+MOST_SPANS = 500_000  # of a process and step; about 200 bytes each
 ROUND_TRIPS = 8
 
 
@@ -55,9 +56,6 @@ def best_offset(round_trips: Iterable[tuple[int, int, int]]) -> ClockOffset:
 def measure(ask: Callable[[], int], clock: Callable[[], int], round_trips: int = ROUND_TRIPS) -> ClockOffset:
     """Return the offset of a clock."""
     return best_offset([(clock(), ask(), clock()) for _ in range(round_trips)])
-
-
-MOST_SPANS = 500_000  # of a process and step; about 200 bytes each
 
 
 @dataclass(slots=True)

@@ -19,6 +19,17 @@ from tepo_megatron.rewards.terms import Response, Verdict
 from tepo_megatron.utils.escaping import excerpt
 from tepo_megatron.utils.exchange import BadAnswer, HttpAnswer
 
+ATTEMPTS = 4  # to ask the same question
+BACKOFF_SECONDS = 1.0  # pause before the second attempt, doubled for each further one
+ANSWER_BYTES, TOKEN_BYTES = 2**20, 64  # the largest answer is the first, plus the second for each token that is asked for
+REFUSALS = frozenset({400, 413, 422})  # statuses of a question that the server will not take, such as one that is too long
+# What chat templates and tokenizers of today write between messages. The server's own are not known here.
+_CONTROL = re.compile(
+    r"<(?=[|\uff5c][^<>\n]{1,64}[|\uff5c]>)"  # <|im_end|> and the like
+    r"|<(?=/?(?:s|bos|eos|pad|unk|start_of_turn|end_of_turn|think|tool_call|tool_response)>)"
+    r"|\[(?=/?(?:INST|SYSTEM_PROMPT|AVAILABLE_TOOLS|TOOL_CALLS|TOOL_RESULTS)\])"
+    r"|<(?=</?SYS>>)"
+)
 _log = logging.getLogger(__name__)
 RETRY_TEMPERATURE = 0.7  # at least: at temperature 0 another seed changes nothing
 WINDOW, LEAST_JUDGED = 256, 32  # responses among which unjudged ones are counted; the number from which their share counts
@@ -168,19 +179,6 @@ def _seed_of(fields: Mapping[str, str], seed: int) -> int:
     """Return a seed that depends on the texts and on the seed of the term alone, not on what else is graded."""
     words = json.dumps([seed, sorted(fields.items())]).encode()
     return int.from_bytes(hashlib.blake2b(words, digest_size=8).digest(), "little") % _SEEDS
-
-
-ATTEMPTS = 4  # to ask the same question
-BACKOFF_SECONDS = 1.0  # pause before the second attempt, doubled for each further one
-ANSWER_BYTES, TOKEN_BYTES = 2**20, 64  # the largest answer is the first, plus the second for each token that is asked for
-REFUSALS = frozenset({400, 413, 422})  # statuses of a question that the server will not take, such as one that is too long
-# What chat templates and tokenizers of today write between messages. The server's own are not known here.
-_CONTROL = re.compile(
-    r"<(?=[|\uff5c][^<>\n]{1,64}[|\uff5c]>)"  # <|im_end|> and the like
-    r"|<(?=/?(?:s|bos|eos|pad|unk|start_of_turn|end_of_turn|think|tool_call|tool_response)>)"
-    r"|\[(?=/?(?:INST|SYSTEM_PROMPT|AVAILABLE_TOOLS|TOOL_CALLS|TOOL_RESULTS)\])"
-    r"|<(?=</?SYS>>)"
-)
 
 
 class ChatServer:

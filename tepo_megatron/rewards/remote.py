@@ -13,6 +13,10 @@ from tepo_megatron.rewards.terms import Response, Verdict
 from tepo_megatron.utils.escaping import excerpt
 from tepo_megatron.utils.exchange import BadAnswer, ExchangeFailed, HttpAnswer, HttpClient, TimedOut
 
+ANSWER_BYTES, SAMPLE_BYTES = 2**20, 4096  # the largest answer is the first, plus the second for each sample
+ATTEMPTS = 4  # to send the same batch
+TEXT_BYTES = 64 * 2**20  # of a worker's reply with a decoded prompt and response
+BACKOFF_SECONDS = 1.0  # pause before the second attempt, doubled for each further one
 Found = TypeVar("Found")
 _PASSING = frozenset({408, 425, 429})  # client errors (4xx) that another attempt may not meet
 
@@ -104,12 +108,6 @@ def key_from(variable: str | None) -> str | None:
     if not (key := os.environ.get(variable, "").strip()):
         raise ConfigError(f"reward.terms: key_variable={variable}: this environment variable is not set; export the key in it")
     return key
-
-
-ANSWER_BYTES, SAMPLE_BYTES = 2**20, 4096  # the largest answer is the first, plus the second for each sample
-ATTEMPTS = 4  # to send the same batch
-TEXT_BYTES = 64 * 2**20  # of a worker's reply with a decoded prompt and response
-BACKOFF_SECONDS = 1.0  # pause before the second attempt, doubled for each further one
 
 
 class HttpTerm:

@@ -13,6 +13,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+_FIX = (
+    "give the job or the container more memory, or make the run use less (`tepo plan` predicts it), then start again "
+    "(--resume true continues from the last checkpoint)"
+)
+_GIB = 2**30
+_UNLIMITED = 2**60  # bytes; cgroup v1 writes a number near 2**63 for "no limit"
 SELF = Path("/proc/self")
 
 
@@ -58,14 +64,6 @@ def _quota(version_2: bool, group: Path) -> float:
     except (OSError, ValueError):  # "max", or there is no such group
         return math.inf
     return cores if cores > 0 else math.inf
-
-
-_FIX = (
-    "give the job or the container more memory, or make the run use less (`tepo plan` predicts it), then start again "
-    "(--resume true continues from the last checkpoint)"
-)
-_GIB = 2**30
-_UNLIMITED = 2**60  # bytes; cgroup v1 writes a number near 2**63 for "no limit"
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,8 @@ from typing import Self
 from tepo_megatron.errors import ConfigError
 from tepo_megatron.utils.atomic import replace_file
 
+SHORT = Path("/tmp")  # the parent of folders with sockets where TMPDIR is too long
+WORLD_FOLDER = "TEPO_WORLD_FOLDER"  # environment variable: the folder through which the ranks of a launch connect
 SHARED_MEMORY = Path("/dev/shm")
 SEGMENTS = "shared_memory.json"  # lists the segments to remove with a folder, see `record_segments`
 _NAME = re.compile(r"tepo-[a-z]+-[0-9a-f]{16}")
@@ -177,10 +179,6 @@ def _open_locked(folder: Path) -> int:
         os.close(file)
         raise
     return file
-
-
-SHORT = Path("/tmp")  # the parent of folders with sockets where TMPDIR is too long
-WORLD_FOLDER = "TEPO_WORLD_FOLDER"  # environment variable: the folder through which the ranks of a launch connect
 
 
 def make_private_folder(purpose: str, longest: int | None = None) -> PrivateFolder:

@@ -32,6 +32,9 @@ from tepo_megatron.weight_sync.buckets import BucketPlan
 from tepo_megatron.weight_sync.stores import make_folder
 from tepo_megatron.weight_sync.transport import Pending, Recipient, StagedBucket, WeightReceiver
 
+ATTEMPTS = 3  # at sending a round, while all servers live
+JOIN_POLL_SECONDS = 0.05
+
 
 @dataclass(frozen=True)
 class OwnedStore:
@@ -67,10 +70,6 @@ def own_address(hosts: Sequence[str]) -> str:
         hosts = [*hosts, os.environ["MASTER_ADDR"]]  # rank 0's machine, by the name that the other machines use
     addresses = [address_towards(host) for host in hosts]
     return next((address for address in addresses if not address.startswith("127.")), addresses[0])
-
-
-ATTEMPTS = 3  # at sending a round, while all servers live
-JOIN_POLL_SECONDS = 0.05
 
 
 @dataclass

@@ -10,6 +10,8 @@ from tepo_megatron.inference.servers.endpoint import Endpoint
 from tepo_megatron.inference.servers.pool import ServerPool
 from tepo_megatron.inference.servers.slot import ServerSlot
 
+ROUTE = "/metrics"  # of vLLM and of SGLang
+MOST_SERVER_BYTES = 4 * 2**20  # of the text of one server
 UP, BETWEEN, LOST = 1.0, 0.5, 0.0  # takes requests; is being started or ended; is not started again
 
 
@@ -39,10 +41,6 @@ class LoadMeter:
 
 def _up(slot: ServerSlot[Endpoint]) -> float:
     return UP if slot.up else LOST if slot.lost is not None else BETWEEN
-
-
-ROUTE = "/metrics"  # of vLLM and of SGLang
-MOST_SERVER_BYTES = 4 * 2**20  # of the text of one server
 
 
 async def observe(pool: ServerPool, seconds: float) -> EngineReport:

@@ -25,6 +25,7 @@ from tepo_megatron.weight_sync.broadcast_group import GroupSpec
 from tepo_megatron.weight_sync.bucket_format import Source
 from tepo_megatron.weight_sync.transport import Recipient
 
+INTERRUPT_SECONDS = 0.5  # between abort calls: repeated for requests that were still on their way to the server
 _NOTHING = "e3b0c44298fc1c14"  # prefix of the SHA-256 of zero bytes; SGLang keeps only this prefix of a hash
 # both engines fuse these parameters
 _JOINED = (re.compile(r"\.[qkv]_proj\."), ".qkv_proj."), (re.compile(r"\.(gate|up)_proj\."), ".gate_up_proj.")
@@ -88,9 +89,6 @@ def _theirs(name: str) -> str:
 def _some(names: list[str]) -> str:
     more = f" and {len(names) - 5} more" if len(names) > 5 else ""
     return ", ".join(sorted(names)[:5]) + more
-
-
-INTERRUPT_SECONDS = 0.5  # between abort calls: repeated for requests that were still on their way to the server
 
 
 class PoolUpdates:

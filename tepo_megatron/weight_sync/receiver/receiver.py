@@ -31,6 +31,9 @@ from tepo_megatron.weight_sync.receiver.weight_files import (
     tensors,
 )
 
+logger = logging.getLogger(__name__)
+_CPU = torch.device("cpu")
+
 
 class Membership:
     """Membership of one process in the groups of a spec, one group for each sender. A thread forms the groups."""
@@ -81,10 +84,6 @@ class Membership:
             self.joined.clear()
             while self.groups:
                 self.groups.popitem()[1].close()
-
-
-logger = logging.getLogger(__name__)
-_CPU = torch.device("cpu")
 
 
 class RankReceiver:
