@@ -18,15 +18,7 @@ from tepo_megatron.utils.host_sizes import LEAST_OFFLOADED
 
 @dataclass
 class _Offloaded:
-    """A saved tensor in host memory.
-
-    Attributes:
-        piece: Its memory, free for another tensor once this object is gone.
-        host: The tensor, a view of `piece`.
-        device: Device to copy it back to.
-        stream: Stream of the copies. None: on a CPU.
-        ready: Event on that stream after the copy to the host. None: on a CPU.
-    """
+    """A saved tensor in host memory."""
 
     piece: HostPiece
     host: Tensor

@@ -86,12 +86,7 @@ class Actor:
 
     @classmethod
     def open(cls, cfg: Config, groups: ParallelDims) -> "Actor":
-        """Build this rank's part of the model with the weights of `model.path`, and its optimizer.
-
-        Raises:
-            ConfigError: The hardware or the installed packages cannot do what the config asks.
-            CheckpointError: The weights cannot be read, or are not those of the architecture.
-        """
+        """Build this rank's part of the model with the weights of `model.path`, and its optimizer."""
         hf_config = read_config(cfg.model.path)
         family = find_family(hf_config)
         arch = family.architecture(hf_config)
@@ -137,10 +132,7 @@ class Actor:
         self.offloader.restore(parts or PARTS)
 
     def require_loaded(self, what: str, *parts: Part) -> None:
-        """Raise RuntimeError if one of these parts is offloaded.
-
-        Also gather the parameters that an update left sharded, except for the next UPDATE, whose forward pass gathers them.
-        """
+        """Raise RuntimeError if a part is offloaded. Gather parameters that an update left sharded, but for UPDATE."""
         self.offloader.require(what, parts or PARTS)
         if what != UPDATE:
             self.finish_step()

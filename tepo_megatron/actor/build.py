@@ -54,10 +54,7 @@ def transformer_config(
     share_prompts: bool = False,
     megatron: MegatronConfig = _MEGATRON,
 ) -> TransformerConfig:
-    """Return Megatron's config of this architecture on this mesh.
-
-    It also installs this package's rotary embedding and fused weight gradient in Megatron (see their `install_in_megatron`).
-    """
+    """Return Megatron's config of this architecture on this mesh; install our rotary embedding and weight gradient in it."""
     rotary.install_in_megatron(share_prompts)
     install_in_megatron()
     own = own_fields(arch, model, parallel, device, training, replay_experts, megatron)
@@ -238,10 +235,7 @@ def wrap_ddp(
 def build_optimizer(
     cfg: OptimizerConfig, model: ModelConfig, megatron: MegatronConfig, chunks: list[DistributedDataParallel], platform: str
 ) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
-    """Return a distributed AdamW with fp32 masters, and its schedule: linear warm-up, then a constant rate.
-
-    One-dimensional parameters have no weight decay (Megatron's rule). The scheduler sets the weight decay.
-    """
+    """Return a distributed AdamW with fp32 masters and its schedule. 1-dim parameters have no weight decay."""
     adam = megatron.known_optimizer
     optimizer = get_megatron_optimizer(
         MegatronOptimizerConfig(

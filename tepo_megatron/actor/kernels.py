@@ -29,10 +29,8 @@ _NAMES = {
 class KernelChoice:
     """The package that implements each kind of kernel.
 
-    Attributes:
-        adam: Optimizer step. "host": this package's own, on a CPU.
-        gradient_accumulation: The product that adds a weight's gradient directly to the fp32 sum, in Megatron's own linear
-            layers (Transformer Engine's do that themselves). "separate": autograd adds the gradient afterwards.
+    `gradient_accumulation`: the product that adds a weight's gradient directly to the fp32 sum, in Megatron's own linear layers
+    (Transformer Engine's do that themselves). "separate": autograd adds the gradient afterwards.
     """
 
     layers: Literal["te", "torch"]

@@ -34,6 +34,10 @@ from tepo_megatron.actor.linear_kernels import LinearKernels, LinearLayout
 from tepo_megatron.ops.gated_delta_rule import normalize
 from tepo_megatron.weights.ops import LinearAttention
 
+# The kinds of rows; the names are those of Megatron-Core's own gated delta net.
+_KINDS = ("query", "key", "value", "z", "beta", "alpha")
+_SPLIT_OVER_TP = {"A_log": 0, "dt_bias": 0, "conv_weight": 0}
+
 
 @dataclass(frozen=True)
 class GatedDeltaNetSubmodules:
@@ -188,11 +192,6 @@ def _build(spec: Any, *sizes: int, **how: Any) -> torch.nn.Module:
     make = partial(build_module, spec) if isinstance(spec, ModuleSpec) else spec
     layer: torch.nn.Module = make(*sizes, **how)
     return layer
-
-
-# The kinds of rows; the names are those of Megatron-Core's own gated delta net.
-_KINDS = ("query", "key", "value", "z", "beta", "alpha")
-_SPLIT_OVER_TP = {"A_log": 0, "dt_bias": 0, "conv_weight": 0}
 
 
 def sharded_parameters(

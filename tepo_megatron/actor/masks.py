@@ -84,10 +84,7 @@ class MaskCollector:
 
 
 class MaskSource:
-    """Attaches sampling masks to batches whose rollouts lack those of the engine. All ranks make the same calls.
-
-    `truncation`: the truncation that samples. None: none, and batches stay as they are.
-    """
+    """Attaches sampling masks to batches whose rollouts lack those of the engine. All ranks make the same calls."""
 
     def __init__(
         self,

@@ -181,9 +181,6 @@ def drop_dummy_gradients() -> None:
 
 
 def drop_rotary_tables() -> None:
-    """Drop the rotary angles and tables.
-
-    Megatron keeps the angles of up to 32 lengths (`lru_cache` of `RotaryEmbedding.forward`), `rotary.py` its last tables.
-    """
+    """Drop the rotary angles and tables."""
     RotaryEmbedding.forward.cache_clear()
     PACKED.clear()

@@ -28,10 +28,7 @@ def check_passed_fields(megatron: MegatronConfig) -> None:
 
 
 def passed_fields(megatron: MegatronConfig, section: str) -> dict[str, Any]:
-    """Return the fields of a section that the project does not check itself, as Megatron's config takes them.
-
-    Raises ConfigError: as `check_passed_fields`.
-    """
+    """Return the fields of a section that the project does not check itself, as Megatron's config takes them."""
     if not (values := megatron.passed(section)):
         return {}
     cls = _megatron_class(section)

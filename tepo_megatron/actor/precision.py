@@ -143,12 +143,7 @@ def optimizer_fields(model: ModelConfig, megatron: MegatronConfig, platform: str
 
 
 def alignment(model: ModelConfig, parallel: ParallelConfig, fixed_length: int = 0) -> Alignment:
-    """Return the padding of packed tokens.
-
-    In FP8 the tokens of a rank are a multiple of 16 or 128. Under sequence parallelism that holds for each tensor-parallel
-    rank's part, because each rank quantizes its own. `fixed_length`: packed tokens that every microbatch is padded to
-    (`MegatronConfig.fixed_length`). 0: its own length.
-    """
+    """Return the padding of packed tokens: in FP8 to a multiple of 16 or 128 of each tensor-parallel rank's part."""
     fp8 = PRESETS[model.precision]
     total = (fp8.tokens if fp8 else 1) * (parallel.tp if parallel.sequence_parallel else 1)
     return Alignment(parallel.cp, total, fixed_length)

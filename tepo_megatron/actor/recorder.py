@@ -41,10 +41,7 @@ class TokenRecorder:
         return cls(run_dir, step, objective, groups) if due else None
 
     def clear(self) -> None:
-        """Remove what an earlier attempt recorded of the step. Only rank 0 does.
-
-        Call it before the first update: other ranks write nothing before that update has communicated with rank 0.
-        """
+        """Remove what an earlier attempt recorded of the step, on rank 0. Call it before the first update."""
         if self._groups.is_main and self._folder.exists():
             with writing(self._folder):
                 shutil.rmtree(self._folder)

@@ -42,10 +42,7 @@ class HostWeights:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Swap the kept values into the parameters within the context, and swap them back afterwards, bit for bit.
-
-        Device memory beyond the parameters: a copy of one parameter at a time.
-        """
+        """Swap the kept values into the parameters within the context, one at a time, and back afterwards, bit for bit."""
         self.exchange()
         try:
             yield

@@ -95,10 +95,7 @@ def write_manifest(folder: Path, sums: Mapping[str, FileChecksum]) -> None:
 
 
 def read_manifest(folder: Path) -> dict[str, FileChecksum]:
-    """Return size and checksum of each file of a checkpoint, by its path in the folder.
-
-    Raises CheckpointError when the manifest is missing or not as it was written.
-    """
+    """Return size and checksum of each file of a checkpoint, by its path in the folder."""
     path = folder / MANIFEST
     try:
         data = path.read_bytes()
@@ -127,10 +124,7 @@ def check(folder: Path, sums: Mapping[str, FileChecksum], names: Iterable[str]) 
 
 
 def shares(sums: Mapping[str, FileChecksum], ranks: int) -> list[list[str]]:
-    """Split the files among readers, with about the same number of bytes for each.
-
-    The result depends on the arguments alone, so every rank computes the same.
-    """
+    """Split the files among readers, with about the same number of bytes for each."""
     dealt: list[tuple[int, list[str]]] = [(0, []) for _ in range(ranks)]
     for name in sorted(sums, key=lambda n: (-sums[n].size, n)):
         least = min(range(ranks), key=lambda r: dealt[r][0])

@@ -42,10 +42,7 @@ def steps(folder: Path) -> list[int]:
 
 
 def prepare(folder: Path, step: int) -> Path:
-    """Create an empty folder in which to write the checkpoint of a step, and return its path.
-
-    An earlier save's unfinished folder of the same step is renamed, for `sweep` to delete.
-    """
+    """Create an empty folder in which to write the checkpoint of a step, and return its path."""
     if not folder.exists():
         folder.mkdir(parents=True)
         sync(folder.parent)
@@ -90,10 +87,7 @@ def prune(folder: Path, keep_last: int, keep_every: int | None, best: int | None
 
 
 def sweep(folder: Path, writing: int | None = None) -> None:
-    """Delete what earlier saves and deletions left unfinished.
-
-    `writing`: a step whose partial folder is in use and stays; None: there is none.
-    """
+    """Delete what earlier saves and deletions left unfinished."""
     for path in folder.iterdir():
         if _LEFT_OVER.fullmatch(path.name) and (writing is None or path != partial(folder, writing)):
             shutil.rmtree(path if ".deleted-" in path.name else _to_deleted(path))
@@ -107,10 +101,7 @@ def finish_deletions(folder: Path) -> None:
 
 @contextlib.contextmanager
 def hold(path: Path) -> Iterator[None]:
-    """Protect a checkpoint from `prune` within the block, if the file system supports locks.
-
-    Raises FileNotFoundError when the checkpoint is gone.
-    """
+    """Protect a checkpoint from `prune` within the block, if the file system supports locks."""
     with _opened(path) as folder:
         with contextlib.suppress(OSError):
             fcntl.flock(folder, fcntl.LOCK_SH)

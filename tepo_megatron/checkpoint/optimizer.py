@@ -81,10 +81,7 @@ def set_adam_steps(optimizer: MegatronOptimizer, step: int) -> None:
 
 
 def common_state(optimizer: MegatronOptimizer) -> dict[str, Any]:
-    """Return what Megatron's format stores of the optimizer in addition to tensors; it is the same on all ranks.
-
-    The result is empty before the first step.
-    """
+    """Return what Megatron's format stores of the optimizer in addition to tensors; it is the same on all ranks."""
     if adam_steps(optimizer) == 0:  # with torch's Adam inside, `state_dict` reads its step, which is missing then
         return {}
     state = optimizer.state_dict()

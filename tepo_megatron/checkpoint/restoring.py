@@ -28,6 +28,9 @@ from tepo_megatron.distributed.parallel import ParallelDims
 from tepo_megatron.errors import CheckpointError
 from tepo_megatron.utils.restricted_pickle import MetadataReader
 
+FORMAT = 1  # version of run.json and of the folder's content
+_log = logging.getLogger(__name__)
+
 
 class SliceReader:
     """Reads shard slices out of a checkpoint. They need not be the shard slices that were written."""
@@ -49,10 +52,7 @@ class SliceReader:
         return {n for n, m in self._metadata.state_dict_metadata.items() if isinstance(m, TensorStorageMetadata)}
 
     def plan(self, shard_slices: Sequence[ShardSlice]) -> list[list[ReadItem]]:
-        """Return the read items of each shard slice.
-
-        Raises CheckpointError for a missing tensor or one of another shape or dtype.
-        """
+        """Return the read items of each shard slice."""
         return [self._items(shard_slice, i) for i, shard_slice in enumerate(shard_slices)]
 
     def read(self, shard_slices: Sequence[ShardSlice], items: Sequence[Sequence[ReadItem]]) -> None:
@@ -115,10 +115,6 @@ class _Targets:
         self.bytes[item.dest_index.fqn] = value.getvalue()
 
 
-FORMAT = 1  # version of run.json and of the folder's content
-_log = logging.getLogger(__name__)
-
-
 @dataclass(frozen=True)
 class FoundCheckpoint:
     """A checkpoint whose files are all intact.
@@ -138,11 +134,7 @@ class FoundCheckpoint:
 
 
 def describe_layout(actor: Actor) -> dict[str, Any]:
-    """Return the parallel layout and the vocabulary size, as plain JSON.
-
-    The states of random generators belong to a layout. The vocabulary size is compared on its own, because the padding of the
-    embedding would hide a change of it.
-    """
+    """Return the parallel layout and the vocabulary size, as plain JSON."""
     groups = actor.groups
     axes = {name: getattr(groups, name).size for name in ("tp", "pp", "cp", "ep", "dp")}
     return {**axes, "vpp": groups.vpp, "vocab_size": actor.arch.vocab_size}

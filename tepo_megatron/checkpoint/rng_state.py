@@ -15,12 +15,7 @@ from tepo_megatron.checkpoint.tensors import pickled
 
 @dataclass(frozen=True)
 class RngStates:
-    """The RNG states of one rank, as the libraries returned them.
-
-    Attributes:
-        device: state of the current CUDA device's generator; None without CUDA.
-        parallel: states of Megatron's tracker for tensor-parallel regions, by name.
-    """
+    """The RNG states of one rank, as the libraries returned them."""
 
     python: tuple[Any, ...]
     numpy: Any

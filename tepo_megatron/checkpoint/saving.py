@@ -40,12 +40,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class SavedCheckpoint:
-    """A complete checkpoint.
-
-    Attributes:
-        blocked_seconds: how long this rank's training waited for it.
-        seconds: time from the call of `save` until the checkpoint was complete.
-    """
+    """A complete checkpoint."""
 
     step: int
     path: Path
@@ -66,12 +61,7 @@ class CheckpointContent:
 
 @dataclass(frozen=True)
 class CommitPlan:
-    """The files that rank 0 adds to those of the ranks, and the rules for deleting older checkpoints.
-
-    Attributes:
-        refused: the reason why the checkpoint cannot be written; None: it can.
-        keep_last, keep_every, best: see `folder.prune`.
-    """
+    """The files that rank 0 adds to those of the ranks, and the rules for deleting older checkpoints."""
 
     common: Mapping[str, Any]
     run: bytes
@@ -101,13 +91,7 @@ class SaveOutcome:
 
 
 class PendingSave:
-    """One in-flight save, coordinated with the other ranks over a dedicated process group.
-
-    Attributes:
-        started: `time.perf_counter()` when the save was requested.
-        begun: the same when the save before had ended.
-        ended: the same when this save had ended.
-    """
+    """One in-flight save, coordinated with the other ranks over a dedicated process group."""
 
     def __init__(
         self,
@@ -238,7 +222,6 @@ class SavingThread(threading.Thread):
         self._tasks.put(save.run)
 
     def end(self) -> None:
-        """End the thread after all tasks that were submitted before."""
         self._tasks.put(None)
 
     def run(self) -> None:

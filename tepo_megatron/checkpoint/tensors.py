@@ -181,10 +181,7 @@ def plan(shard_slices: Sequence[ShardSlice], objects: Sequence[str]) -> SavePlan
 
 
 def merge(plans: list[SavePlan]) -> Metadata:
-    """Return the metadata of what all ranks write.
-
-    Raises AssertionError when the shard slices of a tensor have, in total, more or fewer elements than the tensor.
-    """
+    """Return the metadata of what all ranks write."""
     _, metadata = create_default_global_save_plan(plans)
     for name, tensor in metadata.state_dict_metadata.items():
         if isinstance(tensor, TensorStorageMetadata):

@@ -92,10 +92,7 @@ class BatchMemory:
         ids: Sequence[int] | None = None,
         is_last: bool = True,
     ) -> BatchHeader:
-        """Write graded rollouts into new files and return the header. Experts are written if every rollout has them.
-
-        `ids`: see `BatchHeader`. None: the rollouts are the whole rollout batch.
-        """
+        """Write graded rollouts into new files and return the header. Experts are written if every rollout has them."""
         experts = [r.experts_LKT for r in rollouts if r.experts_LKT is not None]
         shape = None
         if experts and len(experts) == len(rollouts):

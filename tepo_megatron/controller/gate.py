@@ -167,10 +167,7 @@ class WeightsGate:
 
     @contextlib.contextmanager
     def weights_of(self, version: int) -> Iterator[None]:
-        """Give the actor the kept weights of `version` inside the block; afterwards its own are restored bit for bit.
-
-        Raises SyncError if no copy of them is kept.
-        """
+        """Give the actor the kept weights of `version` inside the block; afterwards its own are restored bit for bit."""
         if version not in self._kept:
             known = ", ".join(map(str, self.versions)) or "none"
             raise SyncError(

@@ -2,21 +2,17 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal
 
 from tepo_megatron.distributed.objects import all_gather_object
 from tepo_megatron.distributed.parallel import ParallelDims
 from tepo_megatron.platform.memory import MemoryUsage, reset_peak, usage
 
+if TYPE_CHECKING:
+    from tepo_megatron.controller.service_client import ServiceEngine
+
 Phase = Literal["generate", "train"]
 _GIB = 2**30
-
-
-class Servers(Protocol):
-    """The part of `engine.Lifecycle` that is needed here."""
-
-    def resident_bytes(self) -> int:
-        """Return the host memory of the engine's processes, in bytes."""
 
 
 @dataclass(frozen=True)
@@ -26,12 +22,9 @@ class _Measured:
 
 
 class MemoryReport:
-    """The memory of all ranks and servers over a run. All ranks must call every method.
+    """The memory of all ranks and servers over a run. All ranks must call every method."""
 
-    The peak of a phase is counted from the end of the previous phase.
-    """
-
-    def __init__(self, groups: ParallelDims, servers: Servers | None, *, enabled: bool) -> None:
+    def __init__(self, groups: ParallelDims, servers: "ServiceEngine | None", *, enabled: bool) -> None:
         self._groups, self._servers, self._enabled = groups, servers, enabled
         self._last: dict[Phase, _Measured] = {}
         self._largest: dict[Phase, _Measured] = {}

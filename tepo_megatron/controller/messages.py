@@ -36,10 +36,7 @@ class Waited(NamedTuple):
 
 
 class KeptRollouts(NamedTuple):
-    """The rollouts that a service which outlived its ranks has for the next ones.
-
-    `version`: version of the weights that the servers have, or were receiving; None if they never received any.
-    """
+    """The rollouts that a service which outlived its ranks has for the next ones."""
 
     version: int | None
     started: int

@@ -12,28 +12,20 @@ freed memory are returned to the system, while parameters and the optimizer's st
 """
 
 from collections.abc import Callable
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal
 
 import torch.distributed as dist
 
-from tepo_megatron.actor.offload import Part
 from tepo_megatron.distributed.parallel import ParallelDims
 from tepo_megatron.inference.engine import EnginePart, Sleepable
+
+if TYPE_CHECKING:
+    from tepo_megatron.actor.actor import Actor
 
 State = Literal["train", "sync", "generate", "repair"]
 _WAYS: dict[State, tuple[State, ...]] = {
     "train": ("sync",), "sync": ("generate",), "generate": ("train", "repair"), "repair": ("generate",),
 }  # fmt: skip
-
-
-class OffloadableTrainer(Protocol):
-    """The part of `actor.Actor` that is needed here."""
-
-    def offload(self, *parts: Part) -> None:
-        """Move the given parts, or all, off the device."""
-
-    def load(self, *parts: Part) -> None:
-        """Move the given parts, or all, back to the device."""
 
 
 class Disaggregated:
@@ -55,14 +47,11 @@ class Disaggregated:
 
 
 class Colocated(Disaggregated):
-    """The colocated placement. It starts in `train` with the engine asleep. All ranks must call every method.
-
-    Raises RuntimeError if a method was called in a state that has no such transition. Errors of the engine pass through.
-    """
+    """The colocated placement. It starts in `train` with the engine asleep. All ranks must call every method."""
 
     shared = True
 
-    def __init__(self, trainer: OffloadableTrainer, engine: Sleepable | None, groups: ParallelDims) -> None:
+    def __init__(self, trainer: "Actor", engine: Sleepable | None, groups: ParallelDims) -> None:
         self._trainer, self._engine, self._groups = trainer, engine, groups
         self.state: State = "train"
 

@@ -192,11 +192,7 @@ class Schedule:
         self._placement.train(abort=True)
 
     def publish_weights(self, step: int, clock: Clock) -> None:
-        """Have the engine serve the actor's weights, which are those of `step`.
-
-        The weights are sent at once, unless sampling in progress must finish first. With shared devices they are sent when the
-        next sampling starts.
-        """
+        """Have the engine serve the actor's weights, which are those of `step`."""
         self._memory.end_phase("train")
         self._batches.release()
         self.trained, self._in_updates = step, False
@@ -205,10 +201,7 @@ class Schedule:
             self._publish(clock)
 
     def evaluate_if_due(self, step: int) -> None:
-        """Evaluate the weights of `step` if they are served and an evaluation is due, after the sampling in progress.
-
-        The weights of the last step are evaluated at the end of training.
-        """
+        """Evaluate the weights of `step` if they are served and an evaluation is due, after the sampling in progress."""
         served = self.trained if self._placement.shared else self._served
         if self._is_due(step) and served == step:
             self.evaluate(step)
@@ -239,10 +232,7 @@ class Schedule:
             self._ahead.append(self._driver.collect(self._started))
 
     def _wait(self, task: NoTask) -> Any:
-        """Return the task's result, or its next minibatch, from rank 0, or raise its error, on every rank.
-
-        Weights are sent to restarted servers meanwhile. Rollouts that are sampled ahead are completed with the newest weights.
-        """
+        """Return the task's result, or its next minibatch, from rank 0, or raise its error, on every rank."""
         while True:
             # a checkpoint is a whole step: between its updates the run does not end
             waited = broadcast_result(partial(task.wait, not self._in_updates), self._groups.host)

@@ -192,11 +192,7 @@ class RolloutService:
             time.sleep(POLL_SECONDS)
 
     def _resume(self, state: Mapping[str, Any] | None, passed_over: Sequence[str]) -> KeptRollouts | None:
-        """Restore the state of a checkpoint. Return what is kept beyond it; None if nothing is, because this is a new service.
-
-        Raises LookupError if a step after the checkpoint lacks its batch: an older checkpoint was taken, because others are
-        damaged.
-        """
+        """Restore the state of a checkpoint. Return what is kept beyond it; None if nothing is, in a new service."""
         driver, step = self._started, 0 if state is None else state["step"]
         if not driver.reopened:
             driver.resume(state, passed_over)
@@ -210,10 +206,7 @@ class RolloutService:
         return KeptRollouts(None if version == INITIAL_VERSION else version, max(kept, default=step))
 
     def _wait(self, connection: Connection, number: int, may_stop: bool) -> Waited:
-        """Wait for a task, for one of its minibatches, or for what the ranks have to do meanwhile.
-
-        If it `may_stop`, a request to end the run comes before the result.
-        """
+        """Wait for a task, for one of its minibatches, or for what the ranks have to do meanwhile."""
         assert self._cfg is not None
         engine, task, trains = self._started.engine, self._tasks[number], not self._cfg.rollout.only
         look = 0.0

@@ -12,8 +12,7 @@ from typing import Any, Protocol
 from tepo_megatron.controller.messages import Answer, Call
 from tepo_megatron.errors import RolloutError
 from tepo_megatron.inference.engine import EnginePart
-from tepo_megatron.observability.clock_offset import SAME, ClockOffset, measure
-from tepo_megatron.observability.tracer import tracer
+from tepo_megatron.observability.tracer import SAME, ClockOffset, measure, tracer
 from tepo_megatron.utils.memory_kills import MemoryKills
 from tepo_megatron.weight_sync.broadcast_group import GroupSpec
 from tepo_megatron.weight_sync.bucket_format import Source
@@ -80,10 +79,7 @@ class ServiceClient:
         return PendingAnswer(self, call)
 
     def receive(self, pending: PendingAnswer, seconds: float = math.inf) -> Any:
-        """Wait for one answer; see `PendingAnswer.result`. Answers to other calls are kept.
-
-        `seconds`: limit of the wait. RolloutError is raised after it, though the service may live.
-        """
+        """Wait for one answer; see `PendingAnswer.result`. Answers to other calls are kept."""
         begun = asked = time.monotonic()
         silent = 0.0  # counted in waits of this process, so that a stop of it, or of the whole run, is none of the service
         while pending.number not in self._answers:
@@ -179,53 +175,41 @@ class ServiceEngine:
         self._client = client
 
     def wait_ready(self) -> None:
-        """See `Lifecycle.wait_ready`."""
         self._client.call("engine.wait_ready")
 
     def resident_bytes(self) -> int:
-        """See `Lifecycle.resident_bytes`."""
         return int(self._client.call("engine.resident_bytes"))
 
     def sleep(self, abort: bool = False) -> None:
-        """See `Sleepable.sleep`."""
         self._client.call("engine.sleep", abort)
 
     def wake(self, part: EnginePart) -> None:
-        """See `Sleepable.wake`."""
         self._client.call("engine.wake", part)
 
     def begin_update(self, version: int) -> None:
-        """See `WeightReceiver.begin_update`."""
         self._client.call("engine.begin_update", version)
 
     @property
     def base(self) -> int | None:
-        """See `WeightReceiver.base`."""
         base: int | None = self._client.call("engine.base")
         return base
 
     def keep_unchanged(self, names: Sequence[str]) -> None:
-        """See `WeightReceiver.keep_unchanged`."""
         self._client.call("engine.keep_unchanged", names)
 
     @property
     def recipients(self) -> tuple[Recipient, ...]:
-        """See `WeightReceiver.recipients`."""
         recipients: tuple[Recipient, ...] = self._client.call("engine.recipients")
         return recipients
 
     def join_groups(self, specs: Mapping[Recipient, GroupSpec]) -> PendingAnswer:
-        """See `WeightReceiver.join_groups`."""
         return self._client.begin("engine.join_groups", specs)
 
     def load(self, sources: Sequence[Source]) -> PendingAnswer:
-        """See `WeightReceiver.load`."""
         return self._client.begin("engine.load", sources)
 
     def finish_update(self) -> None:
-        """See `WeightReceiver.finish_update`."""
         self._client.call("engine.finish_update")
 
     def verify(self, sent: Mapping[str, int]) -> None:
-        """See `WeightReceiver.verify`."""
         self._client.call("engine.verify", sent)

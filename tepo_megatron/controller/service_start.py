@@ -71,7 +71,6 @@ class ForkedProcess:
         return self._status
 
     def kill(self) -> None:
-        """Send SIGKILL."""
         if self._status is None:
             os.kill(self.pid, signal.SIGKILL)
 
@@ -91,7 +90,6 @@ class GuardedService:
         return int(os.pread(self._status, 16, 0) or -signal.SIGKILL)  # a killed guard writes none
 
     def kill(self) -> None:
-        """Send SIGKILL to the service."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGKILL)
 

@@ -3,9 +3,8 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from tepo_megatron.observability.clock_offset import SAME
 from tepo_megatron.observability.trace_file import SERVICE, TracePart, merge, part_paths, rank_name, step_folder, write_part
-from tepo_megatron.observability.tracer import tracer
+from tepo_megatron.observability.tracer import SAME, tracer
 from tepo_megatron.utils.save_requests import TraceRequest, answer_trace, take_trace
 
 MERGED_BYTES = 16 * 2**20  # of the files of a step that are merged while rank 0 waits, about a second

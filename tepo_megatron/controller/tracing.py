@@ -18,9 +18,8 @@ from tepo_megatron.distributed.collective_spans import traced_collectives
 from tepo_megatron.distributed.objects import broadcast_result, same_error
 from tepo_megatron.distributed.parallel import ParallelDims
 from tepo_megatron.errors import StorageError
-from tepo_megatron.observability.clock_offset import ROUND_TRIPS, SAME, ClockOffset, measure
 from tepo_megatron.observability.trace_file import TracePart, profile_path, rank_name, write_part
-from tepo_megatron.observability.tracer import tracer
+from tepo_megatron.observability.tracer import ROUND_TRIPS, SAME, ClockOffset, measure, tracer
 from tepo_megatron.utils.atomic import replacing
 from tepo_megatron.utils.save_requests import TraceRequest
 

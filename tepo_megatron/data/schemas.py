@@ -9,7 +9,7 @@ from typing import Any
 
 from tepo_megatron.data.readers import Row, describe_value
 from tepo_megatron.errors import DataError
-from tepo_megatron.grading.boxed import last_boxed
+from tepo_megatron.grading.answers import last_boxed
 
 Messages = list[dict[str, Any]]
 

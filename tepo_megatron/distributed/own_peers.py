@@ -28,12 +28,7 @@ class ForeignPeer(RuntimeError):
 
 @dataclass(frozen=True)
 class _Row:
-    """One line of /proc/net/tcp.
-
-    Attributes:
-        local: Address and port of this end.
-        remote: Address and port of the other end.
-    """
+    """One line of /proc/net/tcp."""
 
     local: str
     remote: str
@@ -71,10 +66,7 @@ def own_peers_only() -> Iterator[None]:
 
 
 def _users_of_peers(listening: set[str]) -> tuple[set[int], bool]:
-    """Return the other users with a connection from this machine to sockets, and whether all such connections were found.
-
-    The table of IPv6 is read only where that of IPv4 lacks a socket or a peer: each read costs milliseconds.
-    """
+    """Return the other users with a connection from this machine to sockets, and whether all such connections were found."""
     mine, rows = _sockets(), []
     for table in ("tcp", "tcp6"):
         rows += _rows(table)
@@ -92,10 +84,7 @@ def _users_of_peers(listening: set[str]) -> tuple[set[int], bool]:
 
 
 def guard_process_groups() -> None:
-    """Form every later process group of this process under `own_peers_only` if gloo is bound to loopback.
-
-    A second call does nothing.
-    """
+    """Form every later process group of this process under `own_peers_only` if gloo is bound to loopback."""
     import torch.distributed.distributed_c10d as c10d
 
     original = c10d._new_process_group_helper

@@ -24,7 +24,7 @@ from tepo_megatron.errors import ConfigError, LostRanks
 from tepo_megatron.observability.hang_watchdog import BeatStore
 from tepo_megatron.platform import Platform
 from tepo_megatron.utils.heartbeats import HeartbeatFolder
-from tepo_megatron.utils.private import WORLD_FOLDER, check_private
+from tepo_megatron.utils.scratch import WORLD_FOLDER, check_private
 from tepo_megatron.utils.supervisor import restart_count
 
 _RESTART_SECONDS = 120.0  # until ranks that another machine restarts are there, once it has noticed the failure
@@ -165,10 +165,7 @@ def _join_world(backend: str, world_size: int, cfg: ParallelConfig) -> None:
 
 
 def _wait_for_restarted(store: dist.Store, rank: int, world_size: int, seconds: float) -> None:
-    """Wait until all ranks are restarted. Each agent restarts those of its machine once it sees that one of them has failed.
-
-    `seconds`: time after which the others count as lost. Raises LostRanks if some did not come.
-    """
+    """Wait until all ranks are restarted. Each agent restarts those of its machine once it sees that one of them has failed."""
     store.set(f"restarted/{rank}", "")
     try:
         store.wait([f"restarted/{other}" for other in range(world_size)], datetime.timedelta(seconds=seconds))
@@ -181,11 +178,7 @@ def _wait_for_restarted(store: dist.Store, rank: int, world_size: int, seconds: 
 
 
 def _refuse_other_configs(config: Mapping[str, Any]) -> None:
-    """Raise ConfigError on all ranks if one has another config than rank 0, and name that rank.
-
-    Configs are compared through the world's store, because collectives do not work between ranks that disagree about their
-    groups.
-    """
+    """Raise ConfigError on all ranks if one has another config than rank 0, and name that rank."""
     store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
     own = json.dumps(config, sort_keys=True)
     store.set(f"config/{rank}", json.dumps({"host": socket.gethostname(), "sha256": _sha256(own), "config": own}))

@@ -36,14 +36,7 @@ class FolderNotPrivate(RuntimeError):
 
 
 class FolderStore:
-    """A store that keeps keys as empty files.
-
-    Unlike PyTorch's FileStore, it has no half-written key of a killed process that could block the others.
-
-    Raises:
-        FolderNotPrivate: The folder belongs to another user, or others may enter it.
-        OSError: The folder cannot be read.
-    """
+    """A store that keeps keys as empty files."""
 
     def __init__(self, folder: Path) -> None:
         found = folder.lstat()
@@ -59,7 +52,6 @@ class FolderStore:
         return 1
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Return whether all keys exist."""
         return all((self.folder / _file(key)).exists() for key in keys)
 
     def delete_key(self, key: str) -> bool:
@@ -86,10 +78,7 @@ def open_store(address: str) -> dist.TCPStore:
 
 
 def connect(address: str, port: int, seconds: float) -> dist.TCPStore:
-    """Return a client of a TCPStore.
-
-    `seconds`: time limit of each operation. Raises RuntimeError if the store cannot be reached.
-    """
+    """Return a client of a TCPStore."""
     timeout = datetime.timedelta(seconds=seconds)
     return dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timeout)
 

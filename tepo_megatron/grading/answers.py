@@ -8,6 +8,61 @@ All functions are linear, or nearly so, in the length of the text: reading a res
 import re
 import unicodedata
 
+MAX_ANSWER_CHARS = 512  # a longer answer is wrong without being read
+_UNREADABLE = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ud800-\udfff]")
+_SOMETHING = re.compile(r"\w|\\(?:infty|emptyset|varnothing|pi)|[∅∞π]")
+_BRACE = re.compile(r"\\.|([{}])", re.DOTALL)
+# An escaped brace is a character and opens nothing. `\\boxed` is a box: models that imitate quoted strings write it so.
+_TOKEN = re.compile(r"(?P<box>\\{1,2}(?:boxed|fbox)\s*\{)|\\.|(?P<open>\{)|(?P<close>\})", re.DOTALL)
+_ANSWER_LINE = re.compile(r"^[ \t#>*_-]{0,8}(?:final )?answer[*_]{0,2}[ \t]?:[ \t*_]{0,8}(\S.*)$", re.MULTILINE | re.IGNORECASE)
+
+
+def last_boxed(text: str) -> str | None:
+    r"""Return the stripped content of the last closed `\boxed{...}` or `\fbox{...}`; None if there is none.
+
+    If one box contains another, the inner one counts, since it opens last. A box that the length limit cut off does not count.
+    The function makes one pass over the text, linear in its length.
+
+    >>> last_boxed(r"so \boxed{1}, no: \boxed{ \frac{1}{2} } and \boxed{3")
+    '\\frac{1}{2}'
+    """
+    found = _last_box(text)
+    return None if found is None else text[slice(*found)].strip()
+
+
+def last_answer(text: str) -> str | None:
+    r"""Return the last box as `last_boxed`, or the rest of the last line that begins with `Answer:`, whichever comes later.
+
+    >>> last_answer("**Answer:** $7$."), last_answer(r"Answer: \boxed{7}"), last_answer("\\boxed{8}\nFinal Answer: 7")
+    ('$7$.', '7', '7')
+    """
+    line = None
+    for line in _ANSWER_LINE.finditer(text):  # noqa: B007  the last one is wanted
+        pass
+    box = _last_box(text)
+    if line is None or (box is not None and box[0] > line.start()):
+        return None if box is None else text[slice(*box)].strip()
+    return line[1].strip().removesuffix("**").strip()
+
+
+def _last_box(text: str) -> tuple[int, int] | None:
+    """Return the start and end of the content of the last closed box, as indices into the text; None if there is none."""
+    open_braces: list[int | None] = []  # start of each open box's content, None for a plain brace
+    last: tuple[int, int] | None = None
+    for token in _TOKEN.finditer(text):
+        if token["box"]:
+            open_braces.append(token.end())
+        elif token["open"]:
+            open_braces.append(None)
+        elif token["close"] and open_braces:
+            start = open_braces.pop()
+            if start is not None and (last is None or start > last[0]):
+                last = (start, token.start())
+    return last
+
+
+FINDERS = {"boxed": last_boxed, "answer_line": last_answer}
+
 _SYMBOLS = {
     "−": "-", "–": "-", "×": r"\times ", "·": r"\cdot ", "÷": "/", "⁄": "/", "π": r"\pi ", "∞": r"\infty ", "≤": r"\le ",
     "≥": r"\ge ", "≠": r"\ne ", "°": r"^\circ", "∪": r"\cup ", "∩": r"\cap ", "∈": r"\in ", "∅": r"\emptyset ", "±": r"\pm ",
@@ -182,3 +237,41 @@ def _as_fraction(found: re.Match[str]) -> str:
     whole, fixed, repeated = found.groups()
     below = (10 ** len(repeated) - 1) * 10 ** len(fixed)
     return rf"\frac{{{int(whole + fixed + repeated) - int(whole + fixed)}}}{{{below}}}"
+
+
+def gold_answer(answer: str) -> str:
+    """Return what is compared, stripped: the last box if the gold answer holds one (a worked solution), otherwise all of it."""
+    return (last_boxed(answer) or answer).strip()
+
+
+def gold_fault(answer: str) -> str | None:
+    r"""Return why no response could be graded by this gold answer; None if it is usable. Cheap and pure: no parser is loaded.
+
+    An answer that passes may still be unreadable for math-verify. Its samples then have the status `bad_gold`, which the
+    metrics count.
+
+    >>> gold_fault(r"\frac{1}{2}"), gold_fault(" "), gold_fault(r"\frac{1}{2")
+    (None, 'it is blank', 'its braces do not match')
+    """
+    content = gold_answer(answer)
+    if not content:
+        return "it is blank"
+    if len(content) > MAX_ANSWER_CHARS:
+        return f"it has {len(content)} characters, more than {MAX_ANSWER_CHARS}"
+    if _UNREADABLE.search(content):
+        return "it holds control characters or halves of surrogate pairs"
+    if not _SOMETHING.search(content):
+        return "it holds neither a digit nor a letter"
+    if not _is_balanced(content):
+        return "its braces do not match"
+    return None
+
+
+def _is_balanced(text: str) -> bool:
+    depth = 0
+    for found in _BRACE.finditer(text):
+        if found[1]:
+            depth += 1 if found[1] == "{" else -1
+        if depth < 0:
+            return False
+    return depth == 0

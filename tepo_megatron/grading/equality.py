@@ -9,7 +9,7 @@ from functools import lru_cache
 from typing import Any
 
 from tepo_megatron.grading import answers
-from tepo_megatron.grading.gold import MAX_ANSWER_CHARS, gold_fault
+from tepo_megatron.grading.answers import MAX_ANSWER_CHARS, gold_fault
 
 _GOLDS_KEPT = 4096
 _TINY = 1e-5  # below this, math-verify's absolute comparisons (6 decimals, 15 digits) call different numbers equal
@@ -64,10 +64,7 @@ def load_grader() -> Callable[[str, str], str]:
 
 
 def settle(gold: str, answer: str | None) -> str | None:
-    """Return the status if strings alone can settle the pair, otherwise None.
-
-    `answer`: answer in the response. None: there is none.
-    """
+    """Return the status if strings alone can settle the pair, otherwise None."""
     if answer is None:
         return "no_box"
     if answer == gold and gold:

@@ -33,10 +33,7 @@ class OutOfTimeError(BaseException):
 
 
 def limit_resources(memory_mib: int) -> None:
-    """Cap the address space at `memory_mib` MiB and disable core files.
-
-    Beyond the cap there is a MemoryError, hence an unparsed or wrong answer.
-    """
+    """Cap the address space at `memory_mib` MiB and disable core files."""
     resource.setrlimit(resource.RLIMIT_AS, (memory_mib * 2**20, memory_mib * 2**20))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
@@ -48,9 +45,8 @@ def equality(finder: str) -> Grader:
               gold answer must be compared.
     compare   Compare an answer with the gold answer: equal, wrong, unparsed or bad_gold.
     """
-    from tepo_megatron.grading.boxed import FINDERS
+    from tepo_megatron.grading.answers import FINDERS, gold_answer
     from tepo_megatron.grading.equality import load_grader, settle
-    from tepo_megatron.grading.gold import gold_answer
 
     compare, find = load_grader(), FINDERS[finder]
     # this also builds the tables of the LaTeX parser; with too little memory every answer would silently be graded wrong
@@ -96,12 +92,7 @@ def custom(spec: str) -> Grader:
 
 
 def program(credit: str, cpu: str, wall: str, response: str, memory_mib: str, processes: str) -> Grader:
-    """Return the grader (tests, response) -> the status and value of `rewards.code.CodeTerm`.
-
-    Args:
-        cpu, wall: Seconds of each run.
-        response: Seconds of all runs.
-    """
+    """Return the grader (tests, response) -> the status and value of `rewards.code.CodeTerm`."""
     from tepo_megatron.grading.programs import find_program, read_tests, run_tests
     from tepo_megatron.grading.sandbox import Limits
 

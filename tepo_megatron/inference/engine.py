@@ -62,10 +62,7 @@ class Sampler(Protocol):
 
 
 class Sleepable(Protocol):
-    """Releases the memory of its devices, so that the trainer can use them.
-
-    Both methods raise RolloutError if the engine is in another sleep state, or too few servers are left.
-    """
+    """Releases the memory of its devices, so that the trainer can use them."""
 
     def sleep(self, abort: bool = False) -> None:
         """Release the memory of the weights and the KV cache, once no request is in flight. Returns when the memory is free."""
@@ -78,10 +75,7 @@ class Sleepable(Protocol):
 
 
 class Lifecycle(Protocol):
-    """Starts and ends the servers, and reports their state and events.
-
-    `with engine:` closes it on the way out, whatever happened; `start` it inside.
-    """
+    """Starts and ends the servers, and reports their state and events."""
 
     def start(self) -> None:
         """Start the servers and return at once, so that the actor can be built meanwhile. Raises RolloutError, ConfigError."""

@@ -114,10 +114,7 @@ def build_engine(cfg: RolloutConfig, launch: LaunchSpec, log_path: Path) -> Flee
 def local_servers(
     cfg: RolloutConfig, apis: list[EngineApi], launch: LaunchSpec, log_path: Path, key: str | None = None
 ) -> list[LocalServer]:
-    """Build the servers of this machine, each on its own GPUs.
-
-    `key`: the key that all servers require. None: each makes its own.
-    """
+    """Build the servers of this machine, each on its own GPUs."""
     server = cfg.server
     assert isinstance(server, ServerConfig)
     logs = [log_path if cfg.servers == 1 else log_path.with_stem(f"{log_path.stem}-{i}") for i in range(cfg.servers)]

@@ -21,13 +21,11 @@ class QueuedGroupStream:
         self._working: set[Future[object]] = set()
 
     def add(self, prompts: Sequence[Prompt], sampling: SamplingParams, seed: int) -> None:
-        """See `GroupStream.add`."""
         working = self._loop.submit(self._begin(prompts, sampling, seed, self._items.put))
         self._working.add(working)
         working.add_done_callback(self._items.put)
 
     def next(self) -> list[Rollout] | None:
-        """See `GroupStream.next`."""
         while self._working:
             item = self._items.get()
             if isinstance(item, list):
@@ -37,7 +35,6 @@ class QueuedGroupStream:
         return None
 
     def close(self) -> None:
-        """See `GroupStream.close`."""
         for working in self._working:
             working.cancel()
         self._working, self._items = set(), queue.SimpleQueue()  # late results go to the old queue

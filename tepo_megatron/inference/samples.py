@@ -64,19 +64,13 @@ def _most_tokens(prompt: Prompt, sampling: SamplingParams) -> int:
 
 
 def engine_sampling_params(sampling: SamplingParams) -> dict[str, Any]:
-    """Return the sampling parameters of both engines.
-
-    Whatever would change their distribution from the actor's is switched off.
-    """
+    """Return the sampling parameters of both engines."""
     truncation = {"top_p": sampling.top_p, "top_k": sampling.top_k}
     return {"temperature": sampling.temperature, **truncation, **_UNCHANGED, "stop_token_ids": list(sampling.stop_token_ids)}
 
 
 def accepted(sampling: SamplingParams) -> str:
-    """Return the content type in which a client prefers the answer: binary, with experts if they are asked for.
-
-    While a step is traced, the server is also asked how long it takes.
-    """
+    """Return the content type in which a client prefers the answer: binary, with experts if they are asked for."""
     return (CONTENT_TYPE if sampling.routing is None else WITH_EXPERTS) + (TIMED if tracer.active else "")
 
 

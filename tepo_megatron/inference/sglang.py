@@ -136,7 +136,6 @@ class SglangApi:
         return await exchange("POST", "/generate", body, accepted(ask.sampling))
 
     def decode(self, answer: HttpAnswer, ask: GenerationRequest, version: int) -> list[Rollout]:
-        """See `EngineApi.decode`."""
         decoder = binary_rollouts if answer.content_type == CONTENT_TYPE else json_rollouts
         return require_masks(decoder(answer, ask, version, self.name), ask, self.name)
 

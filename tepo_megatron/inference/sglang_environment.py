@@ -14,10 +14,7 @@ ENVIRONMENT = ".venv-sglang"  # next to this environment; `make sglang` makes it
 
 @functools.cache
 def default_python() -> Path:
-    """Return the Python of SGLang's servers where rollout.server.python is not set; the file may be missing.
-
-    It is this process's, if SGLang is installed here, else that of the environment next to this one, which `make sglang` makes.
-    """
+    """Return the Python of SGLang's servers where rollout.server.python is not set; the file may be missing."""
     if find_spec("sglang") is not None:
         return Path(sys.executable)
     return Path(sys.prefix).with_name(ENVIRONMENT) / "bin" / "python"

@@ -35,7 +35,6 @@ class TorchApi:
     name = "the torch engine"
 
     def command(self, cfg: ServerConfig, launch: LaunchSpec, port: int) -> list[str]:
-        """Return the argv."""
         memory = int((cfg.kv_cache_gib or KV_CACHE_GIB[launch.platform]) * 2**30)
         tokens = cache_tokens(launch.model_path, launch.precision, memory, MOST_TOKENS)
         command = [cfg.python or sys.executable, "-P", "-m", SERVER, "--host", launch.host, "--port", str(port)]
@@ -74,7 +73,6 @@ class TorchApi:
         await send("POST", "/abort", {})
 
     async def begin_update(self, send: Send, broken_off: bool) -> None:
-        """Begin an update."""
         await send("POST", "/begin_update", {"broken_off": broken_off})
 
     async def join_groups(self, send: Send, spec: GroupSpec) -> None:

@@ -155,7 +155,6 @@ class VllmApi:
         return answer
 
     def decode(self, answer: HttpAnswer, ask: GenerationRequest, version: int) -> list[Rollout]:
-        """See `EngineApi.decode`."""
         decoder = binary_rollouts if answer.content_type == CONTENT_TYPE else json_rollouts
         return decoder(answer, ask, version, self.name)
 

@@ -30,10 +30,10 @@ from tepo_megatron.observability.run_dir import rename_hang
 from tepo_megatron.utils import service_guard
 from tepo_megatron.utils.escaping import escaped
 from tepo_megatron.utils.memory_kills import MemoryKills, usable_cores
-from tepo_megatron.utils.private import WORLD_FOLDER, make_private_folder
 from tepo_megatron.utils.processes import die_with_parent, kill_later
 from tepo_megatron.utils.quiet import quiet_upstream
 from tepo_megatron.utils.save_requests import STOP, ask
+from tepo_megatron.utils.scratch import WORLD_FOLDER, make_private_folder
 from tepo_megatron.utils.storage import disk_fault, writing
 from tepo_megatron.utils.supervisor import AGENT, ATTEMPT, LAUNCHER, leave_verdict
 

@@ -16,10 +16,7 @@ _PACKAGE = "tepo_megatron"  # warnings of its loggers go to the log
 
 
 class LogFile(contextlib.AbstractContextManager["LogFile"]):
-    """A run's log.txt together with the terminal; several processes may have it open.
-
-    Inside the context, warnings of this process, from any of its threads, are logged like messages.
-    """
+    """A run's log.txt together with the terminal; several processes may have it open."""
 
     def __init__(self, run_dir: Path) -> None:
         self._path = run_dir / LOG_FILE

@@ -28,6 +28,10 @@ from tepo_megatron.errors import ConfigError
 from tepo_megatron.utils.atomic import replace_file
 from tepo_megatron.utils.storage import writing
 
+KEY_FILE, TARGETS_FILE = "metrics.key", "metrics_targets.json"
+ROUTE = "/metrics"
+MOST_CONNECTIONS = 8  # at once; further ones are closed
+SILENT_SECONDS = 10.0  # after which a connection without a complete request is closed
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 PREFIX = "tepo_"  # of all names of ours; servers may not use it
 STEP_PREFIX = "tepo_step_"
@@ -120,18 +124,9 @@ def merge_servers(texts: Mapping[str, str]) -> str:
     return "".join(line + "\n" for line in lines)
 
 
-KEY_FILE, TARGETS_FILE = "metrics.key", "metrics_targets.json"
-ROUTE = "/metrics"
-MOST_CONNECTIONS = 8  # at once; further ones are closed
-SILENT_SECONDS = 10.0  # after which a connection without a complete request is closed
-
-
 @contextlib.contextmanager
 def serve_metrics(run_dir: Path, host: str, port: int, collect: Callable[[], str]) -> Iterator[str]:
-    """Serve the metrics of a run within the block, and yield the URL.
-
-    `port`: port to listen on; 0: a free one. Raises ConfigError if the address cannot be used.
-    """
+    """Serve the metrics of a run within the block, and yield the URL."""
     key = _key_of(run_dir)
     try:
         server = _Server((host, port), key, collect)

@@ -121,10 +121,7 @@ def _make_ready(run_dir: Path, resume: bool, config: str, output: str) -> None:
 
 
 def rename_outcome(run_dir: Path) -> None:
-    """Rename the outcome of a run that had ended, because the run continues.
-
-    Call it when nothing can refuse the resume any more. Until then a finished run stays finished.
-    """
+    """Rename the outcome of a run that had ended, because the run continues."""
     _rename(run_dir, _OUTCOME)
 
 
@@ -140,11 +137,7 @@ def _rename(run_dir: Path, names: Mapping[str, str]) -> None:
 
 
 def finished(cfg: "Config") -> bool:
-    """Return whether `resume` has nothing left to do.
-
-    That is the case if the run took `training.steps` steps, or ended early under `evaluation.patience`, and its model is
-    exported if `export_hf` is set. Raises ConfigError if the run took more than `training.steps` steps.
-    """
+    """Return whether `resume` has nothing left to do."""
     try:
         summary = json.loads((cfg.run_dir / "summary.json").read_text()) if cfg.resume else {"steps": None}
         steps, early = summary["steps"], cfg.evaluation.patience is not None and "stopped_early" in summary
@@ -158,10 +151,7 @@ def finished(cfg: "Config") -> bool:
 
 
 def lock(metrics: int, run_dir: Path) -> None:
-    """Lock the open metrics file to mark a run as under way for as long as the file stays open.
-
-    Raises ConfigError if another process holds the lock. On a file system without locks nothing is checked.
-    """
+    """Lock the open metrics file to mark a run as under way for as long as the file stays open."""
     try:
         fcntl.flock(metrics, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -109,10 +109,7 @@ class RunLog:
         os.close(self._metrics)
 
     def write(self, step: int, record: Mapping[str, Value]) -> None:
-        """Record one step in all outputs. None and non-finite values become null in JSON and "-" in the progress line.
-
-        Raises RunReplacedError, StorageError if the run's folder was replaced, or the named file cannot be written.
-        """
+        """Record one step in all outputs. None and non-finite values become null in JSON and "-" in the progress line."""
         self.check_in_place()
         values = {k: v if v is not None and math.isfinite(v) else None for k, v in record.items()}
         alerts = self._alerts.observe(step, values)
@@ -227,10 +224,7 @@ class RunLog:
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Value]]:
-    """Return a run's records: each step once, in order, even from a damaged file. Log a warning about damage.
-
-    Raise DataError, naming the file, if there is no record.
-    """
+    """Return a run's records: each step once, in order, even from a damaged file. Log a warning about damage."""
     found = read_steps(run_dir)
     records.report(run_dir / METRICS_FILE, found.faults)
     return found.records

@@ -21,8 +21,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from tepo_megatron.errors import DataError
-from tepo_megatron.observability.clock_offset import ClockOffset
-from tepo_megatron.observability.tracer import Recording, Span
+from tepo_megatron.observability.tracer import ClockOffset, Recording, Span
 from tepo_megatron.utils.atomic import replace_file
 
 TRACES = "traces"  # folder in that of a run
@@ -117,10 +116,7 @@ def read_parts(run_dir: Path, step: int, expected: Sequence[str] = ()) -> list[T
 
 
 def merge(run_dir: Path, step: int, expected: Sequence[str] = ()) -> tuple[Path, list[str]]:
-    """Merge what the processes recorded of a step. Return the path of the trace, and the processes that are missing.
-
-    The files are removed unless one is missing. Raises DataError: see `read_parts`.
-    """
+    """Merge what the processes recorded of a step. Return the path of the trace, and the processes that are missing."""
     parts, path = read_parts(run_dir, step, expected), trace_path(run_dir, step)
     missing = [name for name in expected if name not in {part.process for part in parts}]
     replace_file(path, gzip.compress(_encoded(chrome_trace(parts)), _COMPRESSION), durable=False)

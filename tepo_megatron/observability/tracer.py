@@ -18,12 +18,44 @@ import contextlib
 import itertools
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 MOST_SPANS = 500_000  # of a process and step; about 200 bytes each
+ROUND_TRIPS = 8
+
+
+class ClockOffset(NamedTuple):
+    """Offset of a clock against a reference: reference = clock + `ns`, off by at most `uncertainty_ns`.
+
+    It comes from round trips over a connection (as NTP does, RFC 5905). Processes of one machine usually share the clock; those
+    of several machines do not, and neither do some containers.
+    """
+
+    ns: int
+    uncertainty_ns: int
+
+    def __add__(self, other: object) -> "ClockOffset":
+        """Return the offset against the reference of `other`, which is the offset of this one's reference."""
+        if not isinstance(other, ClockOffset):
+            return NotImplemented
+        return ClockOffset(self.ns + other.ns, self.uncertainty_ns + other.uncertainty_ns)
+
+
+SAME = ClockOffset(0, 0)  # of the reference itself
+
+
+def best_offset(round_trips: Iterable[tuple[int, int, int]]) -> ClockOffset:
+    """Return the offset that the shortest round trip shows."""
+    sent, reference, received = min(round_trips, key=lambda trip: trip[2] - trip[0])
+    return ClockOffset(reference - (sent + received) // 2, (received - sent + 1) // 2)
+
+
+def measure(ask: Callable[[], int], clock: Callable[[], int], round_trips: int = ROUND_TRIPS) -> ClockOffset:
+    """Return the offset of a clock."""
+    return best_offset([(clock(), ask(), clock()) for _ in range(round_trips)])
 
 
 @dataclass(slots=True)
@@ -48,10 +80,7 @@ class Span:
 
 @dataclass
 class Recording:
-    """The spans of a step, as one process recorded them.
-
-    `spans`: the spans. Those that were open at the end are cut there, and have the value `unfinished`.
-    """
+    """The spans of a step, as one process recorded them."""
 
     begun: int
     ended: int
@@ -95,7 +124,6 @@ class Tracer:
         self._begun, self.active = self.clock(), True
 
     def end(self) -> Recording:
-        """Stop, and return what was recorded since `begin`."""
         self.active, ended = False, self.clock()
         unfinished, self.open_spans = list(self.open_spans.values()), {}
         for span in unfinished:

@@ -34,7 +34,6 @@ class HostAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
-        """Update every parameter that has a gradient."""
         for group in self.param_groups:
             if group["params"]:  # FusedAdam does not count the steps of an empty group either
                 group["step"] = group.get("step", 0) + 1

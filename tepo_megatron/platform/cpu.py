@@ -19,10 +19,7 @@ from tepo_megatron.platform import cuda_api, gloo, mcore, memory, tensors
 
 
 def install(transformer_engine: bool = False) -> None:
-    """Redirect `torch.cuda` to the CPU, then import Megatron-Core.
-
-    Call it once per process, before anything of `megatron.core` is imported.
-    """
+    """Redirect `torch.cuda` to the CPU, then import Megatron-Core."""
     hide_gpus()
     tensors.redirect_factories()
     tensors.redirect_tensor_methods()

@@ -31,10 +31,7 @@ class _Mapping(mmap.mmap):
     owner: int
 
     def __new__(cls, size: int, device: torch.device) -> "_Mapping":
-        """Map `size` bytes, and page-lock them if `device` is a GPU.
-
-        Raises OSError or RuntimeError when the machine lacks the memory or cannot page-lock it.
-        """
+        """Map `size` bytes, and page-lock them if `device` is a GPU."""
         self = super().__new__(cls, -1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self.madvise(_WIPE_ON_FORK)
         self.owner = os.getpid()
@@ -56,10 +53,7 @@ class _Mapping(mmap.mmap):
 
 
 class HostArena:
-    """One block for several tensors that are used together.
-
-    The block is kept, because to page-lock memory takes longer than to fill it.
-    """
+    """One block for several tensors that are used together."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -95,12 +89,7 @@ class HostPiece:
 
 
 class _Stack:
-    """The pieces of one microbatch, one after the other.
-
-    Attributes:
-        used: bytes that the pieces need.
-        in_use: number of pieces that are in use.
-    """
+    """The pieces of one microbatch, one after the other."""
 
     def __init__(self) -> None:
         self.used = self.in_use = 0
@@ -118,10 +107,7 @@ class _Stack:
         self._beyond = []
 
     def consolidate(self, size: int, device: torch.device) -> None:
-        """Make the stack empty, and leave it one block and no other memory. No piece may be in use.
-
-        `size`: least number of bytes of the block.
-        """
+        """Make the stack empty, and leave it one block and no other memory. No piece may be in use."""
         self.restart()
         self._spare = []
         if size and (self._memory is None or len(self._memory) < size):

@@ -100,10 +100,7 @@ def use_host_adam() -> None:
 
 
 def silence_generator_warning() -> None:
-    """Suppress Megatron's warning that the CPU's random state changes while it tracks the GPU's.
-
-    On this platform both are one generator.
-    """
+    """Suppress Megatron's warning that the CPU's random state changes while it tracks the GPU's."""
 
     def is_wanted(record: logging.LogRecord) -> bool:
         return "CPU RNG state changed within GPU RNG context" not in record.getMessage()

@@ -23,10 +23,7 @@ def keep_freed_memory() -> None:
 
 
 def release_cached_memory(device: torch.device) -> None:
-    """Return freed memory, which is kept for the next tensors, to the device.
-
-    On the CPU the memory goes back to the system, for other processes.
-    """
+    """Return freed memory, which is kept for the next tensors, to the device."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
         return

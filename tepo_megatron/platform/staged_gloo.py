@@ -74,10 +74,7 @@ def everything(tensor: Tensor) -> bool:
 
 
 def install(staged: Staged = off_host) -> None:
-    """Replace the collectives in torch.distributed by staged ones, once per process.
-
-    Raises RuntimeError when Megatron-Core is already imported, because its modules keep references to the plain collectives.
-    """
+    """Replace the collectives in torch.distributed by staged ones, once per process."""
     if "megatron.core" in sys.modules:
         raise RuntimeError(f"megatron.core was imported before {VARIABLE}=1 could redirect its collectives; activate first")
     redirect(staged)
@@ -99,10 +96,8 @@ class StagedWork:
     """A collective in flight on host copies. It replaces `torch.distributed.Work`.
 
     Attributes:
-        work: gloo's handle of the collective; None when it is complete.
         results: pairs (tensor of the caller, host copy to be read when the collective is complete).
         kept: host copies of the inputs, alive until the collective is complete.
-        done: whether the outputs are copied back.
     """
 
     work: Any
@@ -139,7 +134,6 @@ class CoalescedWork:
     works: list[Any] = field(default_factory=list)
 
     def wait(self) -> None:
-        """Block until every collective of the context is complete."""
         for work in self.works:
             work.wait()
         self.works = []

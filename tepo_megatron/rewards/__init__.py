@@ -6,7 +6,7 @@ from typing import Any, Protocol, Self
 
 from tepo_megatron.config import RewardConfig
 from tepo_megatron.errors import ConfigError
-from tepo_megatron.grading.gold import gold_fault
+from tepo_megatron.grading.answers import gold_fault
 from tepo_megatron.rewards.code import CodeTerm
 from tepo_megatron.rewards.judge import JudgeTerm
 from tepo_megatron.rewards.math import MathTerm

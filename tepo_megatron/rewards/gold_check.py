@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from tepo_megatron.config import RewardConfig
-from tepo_megatron.grading.gold import MAX_ANSWER_CHARS, gold_answer, gold_fault
+from tepo_megatron.grading.answers import MAX_ANSWER_CHARS, gold_answer, gold_fault
 from tepo_megatron.grading.programs import read_tests
 from tepo_megatron.rewards.pool import GradingPool, limits_of
 

@@ -18,6 +18,17 @@ from tepo_megatron.rewards.terms import Response, Verdict
 from tepo_megatron.utils.escaping import excerpt
 from tepo_megatron.utils.exchange import BadAnswer, HttpAnswer
 
+ATTEMPTS = 4  # to ask the same question
+BACKOFF_SECONDS = 1.0  # pause before the second attempt, doubled for each further one
+ANSWER_BYTES, TOKEN_BYTES = 2**20, 64  # the largest answer is the first, plus the second for each token that is asked for
+REFUSALS = frozenset({400, 413, 422})  # statuses of a question that the server will not take, such as one that is too long
+# What chat templates and tokenizers of today write between messages. The server's own are not known here.
+_CONTROL = re.compile(
+    r"<(?=[|\uff5c][^<>\n]{1,64}[|\uff5c]>)"  # <|im_end|> and the like
+    r"|<(?=/?(?:s|bos|eos|pad|unk|start_of_turn|end_of_turn|think|tool_call|tool_response)>)"
+    r"|\[(?=/?(?:INST|SYSTEM_PROMPT|AVAILABLE_TOOLS|TOOL_CALLS|TOOL_RESULTS)\])"
+    r"|<(?=</?SYS>>)"
+)
 _log = logging.getLogger(__name__)
 RETRY_TEMPERATURE = 0.7  # at least: at temperature 0 another seed changes nothing
 WINDOW, LEAST_JUDGED = 256, 32  # responses among which unjudged ones are counted; the number from which their share counts
@@ -76,11 +87,9 @@ class JudgeTerm:
         self._reported = 0
 
     async def grade(self, responses: Sequence[Response]) -> list[Verdict]:
-        """Return one verdict per response; see `RewardTerm.grade`."""
         return list(await asyncio.gather(*map(self._grade, responses)))
 
     async def close(self) -> None:
-        """Close the connections to the judge and kill the workers."""
         await self._judge.close()
         await self.pool.close()
 
@@ -161,19 +170,6 @@ def _seed_of(fields: Mapping[str, str], seed: int) -> int:
     return int.from_bytes(hashlib.blake2b(words, digest_size=8).digest(), "little") % _SEEDS
 
 
-ATTEMPTS = 4  # to ask the same question
-BACKOFF_SECONDS = 1.0  # pause before the second attempt, doubled for each further one
-ANSWER_BYTES, TOKEN_BYTES = 2**20, 64  # the largest answer is the first, plus the second for each token that is asked for
-REFUSALS = frozenset({400, 413, 422})  # statuses of a question that the server will not take, such as one that is too long
-# What chat templates and tokenizers of today write between messages. The server's own are not known here.
-_CONTROL = re.compile(
-    r"<(?=[|\uff5c][^<>\n]{1,64}[|\uff5c]>)"  # <|im_end|> and the like
-    r"|<(?=/?(?:s|bos|eos|pad|unk|start_of_turn|end_of_turn|think|tool_call|tool_response)>)"
-    r"|\[(?=/?(?:INST|SYSTEM_PROMPT|AVAILABLE_TOOLS|TOOL_CALLS|TOOL_RESULTS)\])"
-    r"|<(?=</?SYS>>)"
-)
-
-
 class ChatServer:
     """A language model behind an OpenAI-compatible server. All coroutines run in one event loop.
 
@@ -210,7 +206,6 @@ class ChatServer:
         return list(await asyncio.gather(*(self._asked({**body, "seed": seed + i}) for i in range(samples))))
 
     async def close(self) -> None:
-        """Close the connections."""
         await self._server.close()
 
     async def _asked(self, body: Mapping[str, object]) -> JudgeReply:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import cast
 
 from tepo_megatron.errors import RewardError
-from tepo_megatron.grading.gold import gold_answer
+from tepo_megatron.grading.answers import gold_answer
 from tepo_megatron.rewards.pool import GradingPool, PoolLimits
 from tepo_megatron.rewards.process import WorkerOutcome
 from tepo_megatron.rewards.terms import UNSETTLED, Response, Verdict
@@ -44,7 +44,6 @@ class MathTerm:
         return list(await asyncio.gather(*map(self._verdict, responses)))
 
     async def close(self) -> None:
-        """Kill the workers."""
         await self.pool.close()
 
     async def _verdict(self, response: Response) -> Verdict:

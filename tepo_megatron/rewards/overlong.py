@@ -13,10 +13,9 @@ class OverlongShaping:
     """Adds min(0, -(|y| - (max_tokens - buffer_tokens)) / buffer_tokens * penalty) to the reward of a response of |y| tokens.
 
     The penalty is 0 up to max_tokens - buffer_tokens tokens and falls linearly to -penalty at max_tokens. A response cut off at
-    the limit is treated like one that ends there. |y| counts all tokens after the prompt, those of tools too.
-
-    Raises ConfigError unless 0 < buffer_tokens < max_tokens. `penalty`: penalty at the limit, in units of the reward. DAPO has
-    1 with verdicts of 1 and -1, which corresponds to 0.5 with our verdicts of 1 and 0.
+    the limit is treated like one that ends there. |y| counts all tokens after the prompt, those of tools too. Raises
+    ConfigError unless 0 < buffer_tokens < max_tokens. `penalty`: penalty at the limit, in units of the reward. DAPO has 1 with
+    verdicts of 1 and -1, which corresponds to 0.5 with our verdicts of 1 and 0.
     """
 
     max_tokens: int

@@ -104,15 +104,7 @@ class GradingPool:
         return list(await asyncio.gather(*map(self.ask, requests)))
 
     def ask(self, fields: Sequence[Field], repeats_timeout: bool = False) -> "asyncio.Future[WorkerOutcome]":
-        """Return the future outcome of a request, which comes in bounded time, whatever the texts do to the worker.
-
-        A request whose worker dies is given to another worker once, since the first may have been killed for an unrelated
-        reason.
-
-        Raises:
-            RewardError: A worker cannot start.
-            ValueError: The pool is closed.
-        """
+        """Return the future outcome of a request, which comes in bounded time, whatever the texts do to the worker."""
         if self._end is not None:
             raise self._end
         self._serving = self._serving or [asyncio.create_task(self._serve(slot)) for slot in range(self._limits.workers)]
@@ -123,7 +115,6 @@ class GradingPool:
         return request.outcome
 
     async def close(self) -> None:
-        """Kill the workers. A second call does nothing."""
         for task in self._serving:
             task.cancel()
         await asyncio.gather(*self._serving, return_exceptions=True)

@@ -107,12 +107,7 @@ class GradingWorker:
         self._write()
 
     async def receive(self, deadline: float) -> WorkerOutcome:
-        """Return the outcome of the next request. If the call is cancelled, nothing is lost.
-
-        Raises:
-            TimeoutError: The reply is not complete at the deadline.
-            WorkerBroken: The worker ended, or sent an invalid reply.
-        """
+        """Return the outcome of the next request. If the call is cancelled, nothing is lost."""
         match await self._reply(deadline):
             case [int(serial), str(status), float(value) | int(value), str(detail), float(seconds)] if (
                 serial == self._answered + 1 <= self._sent and math.isfinite(value) and 0 <= seconds < math.inf
@@ -133,10 +128,7 @@ class GradingWorker:
             raise WorkerBroken from None
 
     async def _transfer(self, deadline: float) -> None:
-        """Wait until the process has written something or reads on, and move these bytes. Raises WorkerBroken, TimeoutError.
-
-        What has been written counts even if this process looks at it after the deadline, because it was busy or stopped.
-        """
+        """Wait until the process has written something or reads on, and move these bytes. Raises WorkerBroken, TimeoutError."""
         loop, ready = asyncio.get_running_loop(), asyncio.Event()
         loop.add_reader(self._stdout, ready.set)
         if self._unsent:

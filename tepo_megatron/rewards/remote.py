@@ -13,6 +13,10 @@ from tepo_megatron.rewards.terms import Response, Verdict
 from tepo_megatron.utils.escaping import excerpt
 from tepo_megatron.utils.exchange import BadAnswer, ExchangeFailed, HttpAnswer, HttpClient, TimedOut
 
+ANSWER_BYTES, SAMPLE_BYTES = 2**20, 4096  # the largest answer is the first, plus the second for each sample
+ATTEMPTS = 4  # to send the same batch
+TEXT_BYTES = 64 * 2**20  # of a worker's reply with a decoded prompt and response
+BACKOFF_SECONDS = 1.0  # pause before the second attempt, doubled for each further one
 Found = TypeVar("Found")
 _PASSING = frozenset({408, 425, 429})  # client errors (4xx) that another attempt may not meet
 
@@ -50,11 +54,7 @@ class GradingServer:
         concurrency: int,
         refusals: frozenset[int] = frozenset(),
     ) -> None:
-        """Prepare the connection; nothing is sent yet.
-
-        `backoff_seconds`: pause after the first failed attempt; each later pause is twice as long as the one before. Raises
-        ConfigError if the environment variable is not set.
-        """
+        """Prepare the connection; nothing is sent yet."""
         self._name, self._fix, self._refusals = name, fix, refusals
         self._timeout_seconds, self._attempts, self._backoff = timeout_seconds, attempts, backoff_seconds
         self._http, self._slots = HttpClient(url, key_from(key_variable)), asyncio.Semaphore(concurrency)
@@ -66,12 +66,7 @@ class GradingServer:
         most_bytes: int,
         read: Callable[[HttpAnswer], Found],
     ) -> Found:
-        """Send one request, and return what `read` finds in the answer.
-
-        Raises:
-            RewardError: The last attempt failed.
-            RequestRefused: The server answered with one of `refusals`.
-        """
+        """Send one request, and return what `read` finds in the answer."""
         body: bytes | None = None
         for attempt in range(1, self._attempts + 1):
             try:
@@ -87,7 +82,6 @@ class GradingServer:
         raise AssertionError("attempts is at least 1")
 
     async def close(self) -> None:
-        """Close the connections."""
         await self._http.close()
 
     async def _answer(self, path: str, body: bytes, most_bytes: int) -> HttpAnswer:
@@ -114,12 +108,6 @@ def key_from(variable: str | None) -> str | None:
     if not (key := os.environ.get(variable, "").strip()):
         raise ConfigError(f"reward.terms: key_variable={variable}: this environment variable is not set; export the key in it")
     return key
-
-
-ANSWER_BYTES, SAMPLE_BYTES = 2**20, 4096  # the largest answer is the first, plus the second for each sample
-ATTEMPTS = 4  # to send the same batch
-TEXT_BYTES = 64 * 2**20  # of a worker's reply with a decoded prompt and response
-BACKOFF_SECONDS = 1.0  # pause before the second attempt, doubled for each further one
 
 
 class HttpTerm:
@@ -156,7 +144,6 @@ class HttpTerm:
         )
 
     async def grade(self, responses: Sequence[Response]) -> list[Verdict]:
-        """Return one verdict per response; see `RewardTerm.grade`."""
         if not responses:
             return []
         found = await self._server.post(
@@ -168,7 +155,6 @@ class HttpTerm:
         return [Verdict(value, "graded") for value in found]
 
     async def close(self) -> None:
-        """Close the connections and kill the workers."""
         await self._server.close()
         if self.pool is not None:
             await self.pool.close()
@@ -180,10 +166,7 @@ class HttpTerm:
 
 
 async def texts_of(response: Response, pool: GradingPool | None) -> tuple[str, str]:
-    """Return the prompt and the response as text, decoded by a worker. If none can, this process decodes.
-
-    `pool`: workers with a grader `texts` or `verdict`. None: this process decodes.
-    """
+    """Return the prompt and the response as text, decoded by a worker. If none can, this process decodes."""
     outcome = await pool.ask((response.prompt, response.written)) if pool is not None else None
     if outcome is None or outcome.status != "decoded":
         return response.decoded()

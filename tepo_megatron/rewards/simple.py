@@ -19,11 +19,9 @@ class FormatTerm:
         self.pool = GradingPool(limits, ["pattern", pattern], "the pattern of reward.terms", tokenizer)
 
     async def grade(self, responses: Sequence[Response]) -> list[Verdict]:
-        """Return one verdict per response; see `RewardTerm.grade`."""
         return [Verdict(outcome.value, outcome.status) for outcome in await self.pool.grade((r.written,) for r in responses)]
 
     async def close(self) -> None:
-        """Kill the workers."""
         await self.pool.close()
 
 
@@ -39,7 +37,6 @@ class LengthTerm:
         self._min_tokens, self._max_tokens = min_tokens, max_tokens
 
     async def grade(self, responses: Sequence[Response]) -> list[Verdict]:
-        """Return one verdict per response; see `RewardTerm.grade`."""
         return [Verdict(self.value(r.tokens), "measured") for r in responses]
 
     def value(self, tokens: int) -> float:
@@ -73,7 +70,6 @@ class CustomTerm:
         return [Verdict(outcome.value, outcome.status) for outcome in outcomes]
 
     async def close(self) -> None:
-        """Kill the workers."""
         await self.pool.close()
 
 

@@ -73,10 +73,7 @@ class RewardTerm(Protocol):
         """The worker processes, if the term has some."""
 
     async def grade(self, responses: Sequence[Response]) -> list[Verdict]:
-        """Return one verdict for each response, in order.
-
-        A bad response gives a status, never an error. Raises RewardError if the term cannot work.
-        """
+        """Return one verdict for each response, in order."""
 
     async def close(self) -> None:
         """Release processes and connections. A second call does nothing."""
@@ -102,7 +99,6 @@ class WeightedReward(contextlib.AbstractContextManager["WeightedReward"]):
         return sum(term.pool.cpu_seconds for _, term in self.terms if term.pool is not None)
 
     def submit(self, group: Sequence[Rollout]) -> "Future[list[Rollout]]":
-        """Grade a group next to those submitted before; see `Reward.submit`."""
         if self._closed:
             raise ValueError("the reward is closed")
         graded = self._loop.submit(self._grade(group))
@@ -111,7 +107,6 @@ class WeightedReward(contextlib.AbstractContextManager["WeightedReward"]):
         return graded
 
     def score(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
-        """Return one graded rollout for each given rollout; see `Reward.score`."""
         try:
             return self.submit(rollouts).result()
         except BaseException:
@@ -119,7 +114,6 @@ class WeightedReward(contextlib.AbstractContextManager["WeightedReward"]):
             raise
 
     def close(self) -> None:
-        """Cancel what is being graded and close all terms; see `Reward.close`."""
         if not self._closed:
             self._closed = True
             self._loop.run(self._close())

@@ -28,7 +28,7 @@ _MARK = "_uses_tepo_gateway"
 
 @dataclass(frozen=True)
 class AgentTask:
-    """The argument of an agent."""
+    """The argument of an agent. `row`: all other fields of the dataset's row. `base_url`: of this sample alone."""
 
     prompt: str
     answer: str
@@ -116,7 +116,6 @@ class AgentSample:
 
     @property
     def running(self) -> bool:
-        """Return whether a turn is being sampled."""
         return self._running > 0
 
     @property

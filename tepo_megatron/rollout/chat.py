@@ -192,10 +192,7 @@ class ChatFormat:
         return list(self.encode(opening + parts[ends])), not whole.startswith(kept)
 
     def reply(self, ids: Sequence[int], tools: Sequence[Any], before: int = 0) -> Message:
-        """Return the assistant's message of a turn. Tool calls are read if the request has tools.
-
-        Templates may render the names of calls, so these follow from the tokens: the same samples give the same prompts.
-        """
+        """Return the assistant's message of a turn. Tool calls are read if the request has tools."""
         text = self.decode(ids)
         if not tools:
             return {"role": "assistant", "content": text}

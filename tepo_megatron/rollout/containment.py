@@ -43,10 +43,7 @@ class LossCounter:
         return rest if len(split_samples(rest)) >= LEAST_SAMPLES else []
 
     def end_step(self, step: int, metrics: Metrics) -> None:
-        """Add the metrics of the step's samples.
-
-        Raises RolloutError if more samples were lost than `rollout.max_failed_share` allows.
-        """
+        """Add the metrics of the step's samples."""
         for kind in FAILURE_KINDS:
             metrics.add(f"rollout/samples_{kind}", sum(kind_of(failure) == kind for failure in self._failures))
         if self._samples:
@@ -55,7 +52,7 @@ class LossCounter:
 
 
 def report_lost(what: str, failures: Sequence[str], samples: int, max_failed_share: float) -> None:
-    """Log how many samples were lost, if any were. Raises RolloutError if more samples were lost."""
+    """Log how many samples were lost, if any were. Raises RolloutError if they are more than `max_failed_share`."""
     if not failures:
         return
     lost = f"{what}: {len(failures)} of {samples} samples were lost"

@@ -43,7 +43,7 @@ class WeightsChanged(RolloutError):
 
 @dataclass(frozen=True)
 class Turn:
-    """One turn of the model."""
+    """One turn of the model. `token_ids` include the stop token; `stop_reason` is "stop", or "length" at the token limit."""
 
     token_ids: tuple[int, ...]
     text: str
@@ -92,7 +92,6 @@ class Conversation:
 
     @property
     def running(self) -> bool:
-        """Return whether a turn is being sampled."""
         return self._busy
 
     @property
@@ -209,10 +208,7 @@ class Conversation:
         raise OutOfTokens(f"prompt {self.prompt.id}: {why}; raise rollout.max_response_tokens={self._sampling.max_tokens}")
 
     def _require_free(self) -> None:
-        """Raise RuntimeError if a turn is running or the sample has ended.
-
-        Two turns at once would each lack the other in their context, and a turn after the end would be lost.
-        """
+        """Raise RuntimeError if a turn is running or the sample has ended."""
         if self._busy:
             raise RuntimeError("a turn is still running; await `generate` before anything else is done with its conversation")
         if self._finished:

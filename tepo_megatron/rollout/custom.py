@@ -45,10 +45,7 @@ class GenerationFunction:
 
 
 def load_function(spec: str) -> GenerationFunction:
-    """Load the async function that `rollout.function`, "path/to/file.py:name", names. The file is executed.
-
-    Raises ConfigError that names the key, the error and the fix.
-    """
+    """Load the async function that `rollout.function`, "path/to/file.py:name", names. The file is executed."""
     found, key = user_file.load(spec, "rollout.function", "an async function"), f"rollout.function={spec}"
     if not inspect.iscoroutinefunction(found.value):
         raise ConfigError(
@@ -69,10 +66,7 @@ def open_sampler(
     limits: LimitsConfig | None = None,
     chat: ChatFormat | None = None,
 ) -> Iterator[tuple[Sampler, Callable[[], list[str]]]]:
-    """Yield the sampler of a run: `sampler` itself, or one that samples through the user's function.
-
-    Raises ConfigError: see `load_function`.
-    """
+    """Yield the sampler of a run: `sampler` itself, or one that samples through the user's function."""
     if spec is None:
         yield sampler, list
         return
@@ -168,10 +162,7 @@ class CustomRollouts:
         raise error
 
     async def _one(self, prompt: Prompt, sampling: SamplingParams, seed: int, sample: int) -> list[Rollout]:
-        """Return the sequences of one sample that the function makes.
-
-        Call the function again from the start if the weights changed in between, or if another sample blocked its thread.
-        """
+        """Return the sequences of one sample that the function makes."""
         while True:
             try:
                 return await self._once(prompt, sampling, derive_seed(seed, sample), sample)

@@ -27,10 +27,7 @@ def check_experts(cfg: RolloutConfig, model_path: str) -> None:
 
 
 def replayed_routing(cfg: RolloutConfig, model_path: str, platform: Literal["cpu", "cuda"]) -> Routing | None:
-    """Return the routing whose expert choices the engine has to return; None without `rollout.replay_experts`.
-
-    Raises ConfigError if the model has no experts, or the engine cannot return them.
-    """
+    """Return the routing whose expert choices the engine has to return; None without `rollout.replay_experts`."""
     if not cfg.replay_experts:
         return None
     hf_config = read_config(model_path)

@@ -48,7 +48,6 @@ class Gateway:
         self.port = int(self._runner.addresses[0][1])
 
     async def close(self) -> None:
-        """Stop listening and end all connections. May be called again."""
         if self._runner is not None:
             await self._runner.cleanup()
             self._runner = None

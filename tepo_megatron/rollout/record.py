@@ -33,10 +33,7 @@ def file_of(folder: Path, step: int) -> Path:
 
 
 def write(folder: Path, step: int, rollouts: Sequence[Rollout], metrics: Metrics) -> None:
-    """Record the rollouts that a step trains on, and the metrics of everything that it sampled. The write is atomic.
-
-    Raises StorageError if the file cannot be written.
-    """
+    """Record the rollouts that a step trains on, and the metrics of everything that it sampled. The write is atomic."""
     tensors: dict[str, Tensor] = {"length": torch.tensor([r.token_ids_L.numel() for r in rollouts])}
     for name in _TOKENS:
         tensors[name] = torch.cat([getattr(r, name) for r in rollouts]) if rollouts else torch.empty(0)
@@ -55,10 +52,7 @@ def write(folder: Path, step: int, rollouts: Sequence[Rollout], metrics: Metrics
 
 
 def set_aside(folder: Path, after: int) -> list[str]:
-    """Rename the recordings of later steps, which the run repeats: a replay must not mix steps of two histories.
-
-    If a step is repeated twice, the second recording replaces the first. Returns at most one sentence for the user.
-    """
+    """Rename the recordings of later steps, which the run repeats: a replay must not mix steps of two histories."""
     later = [step for step in steps(folder) if step > after]
     for step in later:
         path = file_of(folder, step)
@@ -67,10 +61,7 @@ def set_aside(folder: Path, after: int) -> list[str]:
 
 
 def faults(folder: Path, last: int) -> list[str]:
-    """Return why the recordings of the steps up to `last` cannot be replayed, one sentence each. Tokens are not read.
-
-    A file whose header and size are right may still be damaged: `read` compares its checksum.
-    """
+    """Return why the recordings of the steps up to `last` cannot be replayed, one sentence each. Tokens are not read."""
     said, present = [], set(steps(folder))
     if missing := [step for step in range(1, last + 1) if step not in present]:
         said.append(f"{folder.name}: no recording of step {', '.join(map(str, missing[:5]))}{', ...' * (len(missing) > 5)}")
@@ -90,10 +81,7 @@ def steps(folder: Path) -> list[int]:
 
 
 def scores(folder: Path, step: int) -> list[tuple[int, float]]:
-    """Return (prompt id, score) of each rollout, without reading the tokens, which may be gigabytes.
-
-    Raises DataError if the file is missing or damaged.
-    """
+    """Return (prompt id, score) of each rollout, without reading the tokens, which may be gigabytes."""
     prompts, found = (column(folder, step, name) for name in ("prompt_id", "score"))
     return list(zip(map(int, prompts), found, strict=True))
 
@@ -109,11 +97,7 @@ def column(folder: Path, step: int, name: str) -> list[float]:
 
 
 def read_some(folder: Path, step: int, chosen: Sequence[int]) -> list[Rollout]:
-    """Return some rollouts of a step without their experts and masks, and without reading the tokens of the others.
-
-    The checksum, which is of the whole file, is not compared. Raises DataError if the file is missing or damaged, or has no
-    such rollout.
-    """
+    """Return some rollouts of a step without their experts and masks, and without reading the tokens of the others."""
     path = file_of(folder, step)
     try:
         with safe_open(path, framework="pt") as f:
@@ -165,19 +149,13 @@ def read(folder: Path, step: int) -> tuple[list[Rollout], Metrics]:
 
 
 class Replay:
-    """Returns the recorded rollouts of each step.
-
-    `routing`: the model's routing, if each rollout must have recorded expert choices. None: they are not needed.
-    """
+    """Returns the recorded rollouts of each step."""
 
     def __init__(self, folder: Path, routing: Routing | None = None) -> None:
         self._folder, self._routing = folder, routing
 
     def collect(self, step: int, clock: Clock, stream: MinibatchStream | None = None) -> tuple[list[Rollout], Metrics]:
-        """Return the step's graded rollouts and their metrics.
-
-        Raises DataError if a file is missing or damaged, or its experts are missing or of another model.
-        """
+        """Return the step's graded rollouts and their metrics."""
         with clock.phase("rollout"):
             rollouts, metrics = read(self._folder, step)
             for rollout in rollouts if self._routing is not None else ():

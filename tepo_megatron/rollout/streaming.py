@@ -81,7 +81,6 @@ class MinibatchStream:
             self._handed_out += 1
 
     def finish(self) -> Minibatch:
-        """Return the last minibatch: the groups that were added and not handed out."""
         handed_out = {place for places in self._order[: self._handed_out] for place in places}
         if self._handed_out == len(self._order) - 1 and self._groups.keys() >= set(self._order[-1]):
             return self._minibatch(self._order[-1])

@@ -8,11 +8,7 @@ _KEPT = frozenset("\n\t")
 
 
 def escaped(text: str) -> str:
-    r"""Return `text` with every control character except line break and tab as \xNN, \uNNNN or \UNNNNNNNN.
-
-    Text without control characters (the usual case) is returned unchanged. Colours and other escape sequences lose their
-    effect, and so do characters that reorder or hide the text after them.
-    """
+    r"""Return `text` with every control character except line break and tab as \xNN, \uNNNN or \UNNNNNNNN."""
     if text.isascii() and text.replace("\n", "").replace("\t", "").isprintable():
         return text
     return "".join(_shown(character) for character in text)

@@ -17,17 +17,12 @@ _ATTEMPTS = 100
 
 
 class HeartbeatFolder:
-    """The methods `check`, `get`, `set` and `compare_set` of a torch `Store`, on files in an existing folder.
-
-    No call waits for another process, so a frozen process blocks nobody. File-system errors become RuntimeErrors, like the
-    errors of a store.
-    """
+    """The methods `check`, `get`, `set` and `compare_set` of a torch `Store`, on files in an existing folder."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Return whether all keys exist."""
         return all(self._path(key).exists() for key in keys)
 
     def get(self, key: str) -> bytes:

@@ -7,10 +7,7 @@ _HOSTS = "127.0.0.1", "localhost", "::1"
 
 
 def without_proxy(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables with which clients reach the loopback interface directly.
-
-    The gateway and the servers listen there, and no proxy can reach them. What the variables exempt already stays exempt.
-    """
+    """Return the variables with which clients reach the loopback interface directly."""
     exempt = [host.strip() for name in _VARIABLES for host in environment.get(name, "").split(",") if host.strip()]
     hosts = ["*"] if "*" in exempt else dict.fromkeys([*exempt, *_HOSTS])  # clients know "*" only if it is alone
     return dict.fromkeys(_VARIABLES, ",".join(hosts))

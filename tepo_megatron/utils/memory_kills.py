@@ -13,14 +13,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+_FIX = (
+    "give the job or the container more memory, or make the run use less (`tepo plan` predicts it), then start again "
+    "(--resume true continues from the last checkpoint)"
+)
+_GIB = 2**30
+_UNLIMITED = 2**60  # bytes; cgroup v1 writes a number near 2**63 for "no limit"
 SELF = Path("/proc/self")
 
 
 def group_folders(process: Path, controller: str) -> Iterator[tuple[bool, Path]]:
-    """Yield (whether it is of version 2, folder) of each control group that may bound a process, the innermost ones first.
-
-    A container sees its own group at the root of the mount, whatever its name outside. The folders need not exist.
-    """
+    """Yield (whether it is of version 2, folder) of each control group that may bound a process, the innermost ones first."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         mounts = (process / "mountinfo").read_text().splitlines()
         for line in (process / "cgroup").read_text().splitlines():
@@ -61,14 +64,6 @@ def _quota(version_2: bool, group: Path) -> float:
     except (OSError, ValueError):  # "max", or there is no such group
         return math.inf
     return cores if cores > 0 else math.inf
-
-
-_FIX = (
-    "give the job or the container more memory, or make the run use less (`tepo plan` predicts it), then start again "
-    "(--resume true continues from the last checkpoint)"
-)
-_GIB = 2**30
-_UNLIMITED = 2**60  # bytes; cgroup v1 writes a number near 2**63 for "no limit"
 
 
 @dataclass(frozen=True)
@@ -129,10 +124,7 @@ class MemoryKills:
         )
 
     def hint(self, fix: str = _FIX) -> str:
-        """Return a sentence which says that the kernel has killed a process for lack of memory, perhaps one of this job.
-
-        Returns the sentence with the count before and now; "" if the kernel has counted no kill.
-        """
+        """Return a sentence which says that the kernel has killed a process for lack of memory, perhaps one of this job."""
         if not self.seen():
             return ""
         counted = zip((self._group.events if self._group else None, self._machine), self._before, self._counts(), strict=True)

@@ -82,10 +82,7 @@ def has_ended(child: int) -> bool:
 
 
 def kill_process_tree(leader: int, seconds: float) -> bool:
-    """Send SIGKILL to `process_tree(leader)` until none is left, because they may start others in the meantime.
-
-    Returns false if processes are left after `seconds`.
-    """
+    """Send SIGKILL to `process_tree(leader)` until none is left, because they may start others in the meantime."""
     deadline = time.monotonic() + seconds
     while found := process_tree(leader):
         if time.monotonic() > deadline:

@@ -111,7 +111,6 @@ class MetadataReader(FileSystemReader):
     """PyTorch's checkpoint reader for a folder, with `load_metadata` instead of PyTorch's own unpickling."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> dcp.Metadata:
-        """Return the metadata, see `load_metadata`."""
         return _restricted(self)
 
 

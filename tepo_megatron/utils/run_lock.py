@@ -28,10 +28,7 @@ class RunLock(contextlib.AbstractContextManager["RunLock"]):
     """
 
     def __init__(self, run_dir: Path, what: str = "this run") -> None:
-        """Take the lock, creating the folder if it is missing. A refusal leaves everything as it was.
-
-        Raises ConfigError if another process holds the lock (the message names it), or the folder cannot be written.
-        """
+        """Take the lock, creating the folder if it is missing. A refusal leaves everything as it was."""
         self._path, self._is_new, self._what = run_dir / LOCK_FILE, False, what
         self._made = _missing(run_dir)
         self.file = -1
@@ -130,11 +127,7 @@ def is_under_way(run_dir: Path) -> bool:
 
 
 class FolderIdentity:
-    """The folder that a run began in, held open to detect its replacement. An open inode is never reused for another folder.
-
-    A user may replace a run while it is in progress. Then the path leads to another run's folder, or the folder holds another
-    run's lock.
-    """
+    """The folder that a run began in, held open to detect its replacement. An open inode is never reused for another folder."""
 
     def __init__(self, run_dir: Path) -> None:
         """Open the folder and its lock file. If the folder does not exist, `is_in_place` always returns True."""

@@ -21,8 +21,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Self
 
+from tepo_megatron.errors import ConfigError
 from tepo_megatron.utils.atomic import replace_file
 
+SHORT = Path("/tmp")  # the parent of folders with sockets where TMPDIR is too long
+WORLD_FOLDER = "TEPO_WORLD_FOLDER"  # environment variable: the folder through which the ranks of a launch connect
 SHARED_MEMORY = Path("/dev/shm")
 SEGMENTS = "shared_memory.json"  # lists the segments to remove with a folder, see `record_segments`
 _NAME = re.compile(r"tepo-[a-z]+-[0-9a-f]{16}")
@@ -40,10 +43,7 @@ class PrivateFolder(contextlib.AbstractContextManager["PrivateFolder"]):
 
     @classmethod
     def create(cls, purpose: str, root: Path | None = None) -> Self:
-        """Create a folder, after sweeping `root` and shared memory.
-
-        `root`: an existing folder. None: the system's folder for temporary files.
-        """
+        """Create a folder, after sweeping `root` and shared memory."""
         root = Path(tempfile.gettempdir()) if root is None else root
         sweep(SHARED_MEMORY)
         return cls(*claim(root, new_name(purpose)))
@@ -65,10 +65,7 @@ def new_name(purpose: str) -> str:
 
 
 def claim(root: Path, name: str) -> tuple[Path, int]:
-    """Sweep `root`, then create a locked folder in it.
-
-    Returns the path of the folder, and the open file that holds its lock.
-    """
+    """Sweep `root`, then create a locked folder in it."""
     sweep(root)
     for _ in range(_ATTEMPTS):
         # lock it before it gets the name by which others would find and remove it; renaming keeps the lock
@@ -182,3 +179,36 @@ def _open_locked(folder: Path) -> int:
         os.close(file)
         raise
     return file
+
+
+def make_private_folder(purpose: str, longest: int | None = None) -> PrivateFolder:
+    """Create an empty folder of mode 0700 in the system's folder for temporary files (TMPDIR)."""
+    parent = Path(tempfile.gettempdir())
+    where, wanted = f"TMPDIR={parent}", "writable"
+    if longest is not None and len(os.fsencode(parent / new_name(purpose))) > longest:
+        where, wanted = f"{SHORT} (TMPDIR={parent} is too long for sockets)", "writable and has a shorter path"
+        parent = SHORT
+    try:
+        held = parent.stat()
+        replaceable = held.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not held.st_mode & stat.S_ISVTX
+        if replaceable or held.st_uid not in (0, os.geteuid()):
+            raise ConfigError(
+                f"{where}: other users can replace what this run creates there; set TMPDIR to a folder of your "
+                "own, or set the folder's sticky bit (chmod +t)"
+            )
+        return PrivateFolder.create(purpose, parent)
+    except OSError as e:
+        raise ConfigError(f"{where}: cannot create a folder there ({e}); set TMPDIR to a folder that is {wanted}") from None
+
+
+def check_private(folder: Path) -> None:
+    """Raise ConfigError unless `folder` is a folder of this user that nobody else can enter."""
+    try:
+        found = folder.lstat()
+    except OSError as e:
+        raise ConfigError(f"{folder}: the private folder of this run is gone ({e.strerror})") from None
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+        raise ConfigError(
+            f"{folder}: expected a folder of user {os.geteuid()} with mode 0700, found mode "
+            f"{stat.S_IMODE(found.st_mode):04o} of user {found.st_uid}; what lies in it is not trusted"
+        )

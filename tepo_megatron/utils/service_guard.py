@@ -32,8 +32,8 @@ from pathlib import Path
 
 from tepo_megatron.utils import scratch
 from tepo_megatron.utils.atomic import replace_file
-from tepo_megatron.utils.private import check_private
 from tepo_megatron.utils.processes import die_with_parent, read_stat
+from tepo_megatron.utils.scratch import check_private
 
 GRACE_SECONDS = 10.0  # for the service to end by itself, after SIGTERM
 SOCKET, PIDS, STATUS = "socket", "pids", "status"
@@ -44,10 +44,7 @@ _BOOT, _PID_NAMESPACE = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/sel
 
 
 def folder_of(supervisor: int) -> Path:
-    """Return the path of the private folder for the service of this supervisor's ranks. It need not exist.
-
-    Raises ProcessLookupError if there is no such process.
-    """
+    """Return the path of the private folder for the service of this supervisor's ranks. It need not exist."""
     stat = read_stat(supervisor)
     if stat is None:
         raise ProcessLookupError(f"process {supervisor} has ended")
@@ -122,10 +119,7 @@ def read_pids(folder: Path) -> tuple[int, int] | None:
 
 
 def end(folder: Path, seconds: float) -> None:
-    """End the service in this folder, if there is one, and wait until it has ended.
-
-    `seconds`: time after which the guard is killed, and the service with it.
-    """
+    """End the service in this folder, if there is one, and wait until it has ended."""
     pids = read_pids(folder)
     if pids is None:
         return

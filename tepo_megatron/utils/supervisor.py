@@ -36,10 +36,7 @@ def is_restart() -> bool:
 
 
 def leave_verdict(why: str) -> None:
-    """Note why ranks that torchrun restarts on this machine would only fail again; it restarts them after any error.
-
-    Nothing is noted without an agent that restarts ranks.
-    """
+    """Note why ranks that torchrun restarts on this machine would only fail again; it restarts them after any error."""
     path = _verdict_path()
     if path is not None:
         with contextlib.suppress(OSError):

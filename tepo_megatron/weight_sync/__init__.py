@@ -6,7 +6,6 @@ buckets.py          the weights in buckets of limited size, and which of them ch
 stores.py           transports `shm` and `ipc`: buckets that wait until an engine has read them
 relay.py            transport `shm` on several machines: copies of the buckets on each
 broadcast.py        transport `group`: buckets that are broadcast
-rendezvous.py       the store at which ranks and servers agree on process groups
 broadcast_group.py  a process group, and where its members meet
 bucket_format.py    the formats of a round
 ipc.py              memory that several processes of a machine map

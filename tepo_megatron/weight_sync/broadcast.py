@@ -10,6 +10,7 @@ update.
 """
 
 import contextlib
+import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -21,17 +22,54 @@ from torch import Tensor
 from tepo_megatron.config import GroupTransportConfig, SyncConfig
 from tepo_megatron.config.platform_defaults import join_seconds
 from tepo_megatron.distributed.parallel import ParallelDims
-from tepo_megatron.distributed.rendezvous_store import KeyValueStore
+from tepo_megatron.distributed.rendezvous_store import FolderStore, KeyValueStore, address_towards, is_loopback, open_store
 from tepo_megatron.errors import ConfigError, SyncError
 from tepo_megatron.observability.hang_watchdog import JOINING, progress
+from tepo_megatron.utils.scratch import PrivateFolder
 from tepo_megatron.weight_sync.broadcast_group import SENDER, BroadcastGroup, BrokenGroup, GroupSpec, join_store, signal
 from tepo_megatron.weight_sync.bucket_format import Bucket, Source, pack
 from tepo_megatron.weight_sync.buckets import BucketPlan
-from tepo_megatron.weight_sync.rendezvous import OwnedStore, own_address
+from tepo_megatron.weight_sync.stores import make_folder
 from tepo_megatron.weight_sync.transport import Pending, Recipient, StagedBucket, WeightReceiver
 
 ATTEMPTS = 3  # at sending a round, while all servers live
 JOIN_POLL_SECONDS = 0.05
+
+
+@dataclass(frozen=True)
+class OwnedStore:
+    """A private folder if all participants are on this machine, otherwise a TCPStore on one of this machine's addresses."""
+
+    store: KeyValueStore
+    where: str
+    port: int = 0
+    owned: PrivateFolder | None = None
+
+    @classmethod
+    def open(cls, address: str) -> "OwnedStore":
+        """Make the folder, or open the TCPStore's port."""
+        if is_loopback(address):
+            owned = PrivateFolder(*make_folder())
+            return cls(FolderStore(owned.path), f"in {owned.path}", owned=owned)
+        store = open_store(address)
+        return cls(store, f"at {address}:{store.port}", store.port)
+
+    @property
+    def folder(self) -> str:
+        """The folder's path, as in `GroupSpec`; "" for a TCPStore."""
+        return "" if self.owned is None else str(self.owned.path)
+
+    def close(self) -> None:
+        if self.owned is not None:
+            self.owned.remove()
+
+
+def own_address(hosts: Sequence[str]) -> str:
+    """Return this machine's address as servers on `hosts` and ranks on other machines reach it; loopback if all are here."""
+    if os.environ.get("LOCAL_WORLD_SIZE") != os.environ.get("WORLD_SIZE"):
+        hosts = [*hosts, os.environ["MASTER_ADDR"]]  # rank 0's machine, by the name that the other machines use
+    addresses = [address_towards(host) for host in hosts]
+    return next((address for address in addresses if not address.startswith("127.")), addresses[0])
 
 
 @dataclass
@@ -93,7 +131,6 @@ class GroupTransport:
         return self._rows[where]
 
     def start(self, sources: Sequence[Source]) -> None:
-        """Begin to broadcast the staged round. See `WeightTransport.start`."""
         mine = next((bucket for bucket in sources if isinstance(bucket, Bucket) and bucket.sender == self._sender), None)
         self._flight = _RoundInFlight(sources, None if mine is None else self._row(mine.number)[: mine.nbytes])
         self._send(self._flight)

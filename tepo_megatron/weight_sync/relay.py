@@ -135,26 +135,20 @@ class RelayTransport(stores.StoredTransport):
         self._written = [] if before is None else [(n, path) for n, path in self._written if n >= before]
 
     def _release(self, sources: Sequence[Source]) -> None:
-        """Delete the files on rank 0's machine.
-
-        On others the rank that wrote a file deletes it, before the round after the next or at the end.
-        """
+        """Delete the files on rank 0's machine."""
         for source in sources:
             assert isinstance(source, Path)
             (self.folder / source.name).unlink(missing_ok=True)
 
     def finish(self) -> None:
-        """Delete this rank's files and free its buffers."""
         self.abort()
 
     def abort(self) -> None:
-        """Delete this rank's files and free its buffers."""
         self._loading = None
         self._remove()
         self._rows = {}
 
     def close(self) -> None:
-        """Remove the folder, on the rank that made it."""
         self.abort()
         if self._owned is not None:
             self._owned.remove()

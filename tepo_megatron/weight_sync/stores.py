@@ -44,7 +44,6 @@ class StoredTransport:
         self._sources: Sequence[Source] = ()
 
     def start(self, sources: Sequence[Source]) -> None:
-        """Have the engine load the round. See `WeightTransport.start`."""
         if self._receiver is not None:
             self._loading, self._sources = self._receiver.load(sources), sources
 
@@ -93,7 +92,6 @@ class FileTransport(StoredTransport):
         return made
 
     def stage(self, version: int, number: int, tensors: Iterable[tuple[str, Tensor]], checked: bool) -> StagedBucket | None:
-        """Write the bucket to a file. See `WeightTransport.stage`."""
         if self._staging is None:
             there = {name: on_host(t) for name, t in tensors}
         else:
@@ -119,7 +117,6 @@ class FileTransport(StoredTransport):
                 file.unlink()
 
     def close(self) -> None:
-        """Remove the folder, on the rank that made it."""
         if self._owned is not None:
             self._owned.remove()
 
@@ -154,7 +151,6 @@ class IpcTransport(StoredTransport):
         return self._buffers[which]
 
     def finish(self) -> None:
-        """Free the buffers."""
         self.abort()
 
     def abort(self) -> None:
@@ -165,7 +161,6 @@ class IpcTransport(StoredTransport):
         self._buffers = {}
 
     def close(self) -> None:
-        """Free the buffers; see `abort`."""
         self.abort()
 
 
@@ -176,10 +171,7 @@ class PinnedStaging:
     """
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
-        """Allocate nothing yet.
-
-        `nbytes`: bytes of the largest bucket, whose tensors follow each other at multiples of their dtypes' sizes.
-        """
+        """Allocate nothing yet."""
         self._nbytes, self._device, self._arena = nbytes, device, HostArena(device)
 
     def copy(self, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
@@ -225,10 +217,7 @@ def write_file(tensors: dict[str, Tensor], path: Path, checksums: Mapping[str, i
 
 
 def make_folder(shared: str | None = None) -> tuple[Path, int]:
-    """Make a private folder in `shared`, by default in shared memory; return it with its lock (see `scratch.claim`).
-
-    Raises ConfigError if `shared` cannot be made.
-    """
+    """Make a private folder in `shared`, by default in shared memory; return it with its lock (see `scratch.claim`)."""
     root = SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
     if shared is not None:
         root = Path(shared).absolute()  # absolute, because the servers have other working directories

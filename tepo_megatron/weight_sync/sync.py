@@ -141,7 +141,6 @@ class WeightSync:
         return {"sync/bytes_sent": self.pushed.sent, "sync/bytes_full": self.pushed.full}
 
     def close(self) -> None:
-        """Close the transport. A second call does nothing."""
         self.transport.close()
 
     def __enter__(self) -> Self:

@@ -82,10 +82,7 @@ class WeightTransport(Protocol):
         """Begin to load the staged round and return. Collective: see the class."""
 
     def wait(self) -> Any:
-        """Return this rank's report once the started round is no longer in flight here. No collective.
-
-        Returns at once if no round was started. Raises SyncError if the engine refuses the round.
-        """
+        """Return this rank's report once the started round is no longer in flight here. No collective."""
 
     def complete(self, reports: Sequence[Any]) -> None:
         """Return when all recipients that live have the round. Collective: see the class."""

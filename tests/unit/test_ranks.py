@@ -20,7 +20,7 @@ from tepo_megatron.launcher.ranks import (
 )
 from tepo_megatron.launcher.restarts import RestartPolicy, is_recoverable
 from tepo_megatron.utils.memory_kills import MemoryKills
-from tepo_megatron.utils.private import check_private, make_private_folder
+from tepo_megatron.utils.scratch import check_private, make_private_folder
 
 
 def message(text: str, expected: bool, when: float) -> dict[str, object]:

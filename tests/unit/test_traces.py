@@ -12,9 +12,8 @@ import pytest
 
 from tepo_megatron import cli
 from tepo_megatron.launcher.trace_request import coverage, read_trace
-from tepo_megatron.observability.clock_offset import SAME, ClockOffset, best_offset
 from tepo_megatron.observability.trace_file import TracePart, chrome_trace, merge, step_folder, trace_path, write_part
-from tepo_megatron.observability.tracer import Recording, Tracer
+from tepo_megatron.observability.tracer import SAME, ClockOffset, Recording, Tracer, best_offset
 from tests.chrome import named, rows
 
 

@@ -138,7 +138,6 @@ class Client:
                 return f"takes no connections ({e})"
 
     async def close(self) -> None:
-        """Close the connections."""
         await self._http.close()
 
 

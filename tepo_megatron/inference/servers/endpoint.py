@@ -104,7 +104,7 @@ class Endpoint(ServerConnection):
     """A server of a fleet, with the version of its weights.
 
     Attributes:
-        most_in_flight: Most requests that were in flight at once since `load.LoadMeter` last read it.
+        most_in_flight: Most requests that were in flight at once since `observation.LoadMeter` last read it.
         answered: The server has answered a generation request since it was launched.
         broken_off: The sender of the last update is gone before its end.
     """
@@ -179,11 +179,6 @@ class Endpoint(ServerConnection):
         await self.api.interrupt(self._connected().send)
 
     async def begin_update(self, version: int) -> None:
-        """Begin an update to `version`.
-
-        After an update that failed or was broken off, the server can no longer be trusted: it stays healthy and keeps its old
-        version label.
-        """
         self.version, self._coming = UNKNOWN_VERSION, version
         try:
             await self._updating("begin update", lambda send: self.api.begin_update(send, self.broken_off))
@@ -203,7 +198,6 @@ class Endpoint(ServerConnection):
         await self._updating("join groups", lambda send: self.api.join_groups(send, spec))
 
     async def load(self, sources: Sequence[Source]) -> None:
-        """Load the tensors of these sources."""
         await self._updating("load", lambda send: self.api.load(send, sources))
 
     async def finish_update(self) -> None:

@@ -38,7 +38,6 @@ class Fleet(RoutedSampler, PoolUpdates):
         self.reset()
 
     def wait_ready(self) -> None:
-        """Return when every server takes requests or is lost. Raises RolloutError if fewer than `min_servers` are left."""
         self._pool.wait_ready()
 
     def sleep(self, abort: bool = False) -> None:
@@ -55,7 +54,6 @@ class Fleet(RoutedSampler, PoolUpdates):
 
     @property
     def asleep(self) -> frozenset[EnginePart]:
-        """See `Lifecycle.asleep`."""
         return self._pool.sleeping.asleep
 
     @property
@@ -74,20 +72,16 @@ class Fleet(RoutedSampler, PoolUpdates):
         return self._pool.slots
 
     def take_events(self) -> list[str]:
-        """Return the events of the servers since the last call, one message each."""
         return self._pool.take_events()
 
     def resident_bytes(self) -> int:
-        """See `Lifecycle.resident_bytes`."""
         return sum(endpoint.resident_bytes for endpoint in self.endpoints)
 
     @property
     def restarts(self) -> int:
-        """See `Lifecycle.restarts`."""
         return sum(slot.restart_count for slot in self._pool.slots)
 
     def close(self) -> None:
-        """End all servers; bounded in time. May be called again, and before `start`."""
         self._pool.close()
         self.reset()
 

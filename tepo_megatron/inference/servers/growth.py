@@ -19,23 +19,14 @@ LiveServer = tuple[ServerSlot[Endpoint], Incarnation]
 
 
 class GrowthLimit:
-    """Ends incarnations of servers whose resident memory has grown beyond a limit.
-
-    `gib`: GiB of resident memory that a server may hold beyond its baseline. 0: no limit.
-    """
+    """Ends incarnations of servers whose resident memory has grown beyond a limit."""
 
     def __init__(self, gib: float) -> None:
         self._gib = gib
         self._first: WeakKeyDictionary[Incarnation, int] = WeakKeyDictionary()  # baseline in bytes
 
     async def end_grown(self, idle: Iterable[LiveServer]) -> list[LiveServer]:
-        """End the servers that have grown too far. `ServerSlot.supervise` restarts them.
-
-        The first call that sees an incarnation records its baseline. `idle`: servers without requests, with the incarnation
-        that is to be measured. A server is skipped if it has not answered a request in that incarnation. One whose memory is
-        not known here (`servers/remote.py`) reports 0 bytes, so it is never ended. Returns the servers that were asked to end;
-        they may still be up when this returns.
-        """
+        """End the servers that have grown too far. The first call that sees an incarnation records its baseline."""
         ended = []
         for member, incarnation in idle if self._gib else ():
             if member.incarnation is not incarnation or not member.endpoint.answered:

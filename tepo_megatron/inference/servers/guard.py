@@ -42,11 +42,7 @@ _SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, AT_ONCE, signal.SIGCHL
 
 
 class SharedMemorySegments:
-    """Shared-memory segments that processes of the server map, or mapped at an earlier check.
-
-    `folder`: private folder in which the segments are recorded. What is recorded there already belongs to an earlier server,
-    whose guard was killed: it stays in the record and is removed with the rest. None: nothing is recorded.
-    """
+    """Shared-memory segments that processes of the server map, or mapped at an earlier check."""
 
     def __init__(self, folder: Path | None) -> None:
         self._folder = folder
@@ -55,10 +51,7 @@ class SharedMemorySegments:
         self._changed = self._checked = time.monotonic()
 
     def note_if_due(self) -> None:
-        """Check for segments if the machine's list of segments changed lately, or if the last check is long ago.
-
-        The record lets others clean up after all our processes were killed.
-        """
+        """Check for segments if the machine's list of segments changed lately, or if the last check is long ago."""
         now, listed = time.monotonic(), scratch.list_segments()
         if listed != self._listed:
             self._listed, self._changed = listed, now

@@ -110,11 +110,7 @@ class Quiesce:
         self._leases, self._run, self._starts, self._seconds = leases, run, starts, seconds
 
     async def reach(self) -> None:
-        """Take the lease, and wait until every `tepo serve` has acknowledged it.
-
-        Then only the servers of this run are there, and none is starting. Raises RolloutError if a `tepo serve` did not
-        acknowledge within the time limit.
-        """
+        """Take the lease, and wait until every `tepo serve` has acknowledged it."""
         lease = await asyncio.to_thread(self._leases.take, self._run, self._starts())
         deadline = time.monotonic() + self._seconds
         while missing := await asyncio.to_thread(self._leases.missing, lease):

@@ -34,7 +34,6 @@ class LocalServer:
         self._served: ServedModel | None = None
 
     def launch(self) -> None:
-        """Start the process and return at once."""
         self._let_go()
         self._door = hold_port(0, self._launch.host)
         port, key = int(self._door.getsockname()[1]), self._key or secrets.token_urlsafe(32)
@@ -56,7 +55,6 @@ class LocalServer:
         self.process, self.address = process, ServerAddress(url, key)
 
     async def wait_ready(self) -> ServerAddress:
-        """Wait until the server is healthy, and return its address."""
         if self.process is None or self.address is None:
             raise RolloutError(f"{self.name} is not running")
         try:
@@ -74,7 +72,6 @@ class LocalServer:
 
     @property
     def running(self) -> bool:
-        """Return whether the server's first process lives."""
         return self.process is not None and self.process.running
 
     @property
@@ -88,7 +85,6 @@ class LocalServer:
             await asyncio.to_thread(self.process.stop, at_once=True)
 
     def stop(self) -> None:
-        """End the server and all of its processes."""
         if self.process is not None:
             self.process.stop()
 

@@ -50,7 +50,6 @@ class ServerPool:
         self._out_of_patience: asyncio.TimerHandle | None = None  # runs while requests wait for weights that no server has
 
     def start(self) -> None:
-        """Launch all servers and return at once."""
         if self._supervisors:
             raise RolloutError("the inference servers were already started; close the fleet first")
         self.version, self.refused, self.changed = INITIAL_VERSION, "", asyncio.Condition()
@@ -66,12 +65,10 @@ class ServerPool:
         self.loop.run(self._keep_all())
 
     def wait_ready(self) -> None:
-        """Return when every server takes requests or is lost. Raises RolloutError if fewer than `min_servers` are left."""
         self.require_start()
         self.loop.run(self._until_settled())
 
     def close(self) -> None:
-        """End all servers; bounded in time. May be called again, and before `start`."""
         self.loop.stop()
         with ThreadPoolExecutor(len(self.endpoints)) as threads:  # each stop takes some seconds
             list(threads.map(lambda endpoint: endpoint.server.stop(), self.endpoints))
@@ -125,7 +122,6 @@ class ServerPool:
         self._events.append(text)
 
     def take_events(self) -> list[str]:
-        """Return the events of the servers since the last call, one message each."""
         events, self._events = self._events, []
         return events
 

@@ -56,7 +56,6 @@ class NamedServer(_RemoteServer):
         return ServerAddress(self._url, key_from_environment() or "")
 
     async def failure(self, what: str) -> RolloutError:
-        """Return an error that says `what` the server did, and where to look."""
         return RolloutError(f"{self.name} {what}; see its log (its key is the one in {KEY_VARIABLE}), and start it again")
 
     async def end(self) -> None:
@@ -94,7 +93,6 @@ class FoundServer(_RemoteServer):
         self._looking, self._deadline, self._ready_seconds = False, 0.0, cfg.ready_seconds
 
     def launch(self) -> None:
-        """Begin to look for a server. Returns at once."""
         self._looking, self._deadline = True, time.monotonic() + self._ready_seconds
 
     @property
@@ -108,7 +106,6 @@ class FoundServer(_RemoteServer):
         return self._looking or self._record is not None
 
     async def wait_ready(self) -> ServerAddress:
-        """Take a healthy server and return its address."""
         try:
             return await self._found()
         finally:
@@ -140,7 +137,6 @@ class FoundServer(_RemoteServer):
             await asyncio.sleep(POLL_SECONDS)
 
     async def failure(self, what: str) -> RolloutError:
-        """Return an error that says `what` the server did, and where it is."""
         return RolloutError(f"{self.name} {f'at {self._record.where} ' if self._record else ''}{what}")
 
     async def end(self) -> None:

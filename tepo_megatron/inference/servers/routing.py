@@ -17,8 +17,7 @@ from tepo_megatron.inference.report import EngineReport
 from tepo_megatron.inference.request_spans import add_request
 from tepo_megatron.inference.servers.client import RequestFailed
 from tepo_megatron.inference.servers.endpoint import Endpoint
-from tepo_megatron.inference.servers.load import LoadMeter
-from tepo_megatron.inference.servers.observation import observe
+from tepo_megatron.inference.servers.observation import LoadMeter, observe
 from tepo_megatron.inference.servers.pool import ServerPool
 from tepo_megatron.inference.servers.slot import Incarnation
 from tepo_megatron.observability.tracer import tracer
@@ -55,11 +54,9 @@ class RoutedSampler:
         return await asyncio.wrap_future(self._pool.loop.submit(self._group(prompt, sampling, seed)))
 
     def server_metrics(self) -> Mapping[str, float]:
-        """See `Lifecycle.server_metrics`."""
         return self._load.read()
 
     def report(self, seconds: float) -> EngineReport:
-        """See `Lifecycle.report`."""
         return self._pool.loop.run(observe(self._pool, seconds))
 
     def _require_service(self) -> None:
@@ -86,10 +83,7 @@ class RoutedSampler:
         return [rollout for group in groups for rollout in group.result()]
 
     async def _group(self, prompt: Prompt, sampling: SamplingParams, seed: int) -> list[Rollout]:
-        """Return one prompt's samples.
-
-        Responses that a weight update cut off are continued, or sampled again, until all are complete.
-        """
+        """Return one prompt's samples."""
         whole = GenerationRequest(prompt, sampling, seed)
         group = await self._answer([whole])
         while lacking := continuations(group, prompt, whole.sampling, seed):

@@ -116,10 +116,7 @@ class _Service:
         return self._over.is_set()
 
     async def _follow_lease(self) -> None:
-        """Follow the device lease. While a run has it, start nothing and end all servers that the lease does not keep.
-
-        Acknowledge the lease once no other server is left.
-        """
+        """Follow the device lease. While a run has it, start nothing and end all servers that the lease does not keep."""
         lease = await asyncio.to_thread(self._rendezvous.leases.current)
         clients = [m.endpoint.client for m in self._members if m.up and m.endpoint.client is not None]
         if lease is None:

@@ -6,8 +6,7 @@ from pathlib import Path
 from torch import Tensor
 
 from tepo_megatron.errors import ConversionError
-from tepo_megatron.utils.private import make_private_folder
-from tepo_megatron.utils.scratch import PrivateFolder
+from tepo_megatron.utils.scratch import PrivateFolder, make_private_folder
 from tepo_megatron.weights import fp8
 from tepo_megatron.weights.families import find_family, read_config
 from tepo_megatron.weights.hf_io import INDEX, HfReader
@@ -76,10 +75,7 @@ def _write_empty(tensors: dict[str, Tensor], path: Path) -> None:
 
 
 def cache_tokens(model_path: Path, precision: str, cache_bytes: int, most: int) -> int:
-    """Return the size of a KV cache in tokens: what fits into its memory, but not more than can be requested at once.
-
-    `precision`: "fp32" or "bf16", of the cache.
-    """
+    """Return the size of a KV cache in tokens: what fits into its memory, but not more than can be requested at once."""
     config = json.loads((model_path / "config.json").read_text())
     heads = config.get("num_key_value_heads") or config["num_attention_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]

@@ -15,10 +15,7 @@ SHORTEST_KEY = 16  # characters
 
 
 def read_key(folder: Path) -> str | None:
-    """Return the servers' key: TEPO_SERVER_KEY, or the content of the key file; None if there is neither.
-
-    Raises ConfigError.
-    """
+    """Return the servers' key: TEPO_SERVER_KEY, or the content of the key file; None if there is neither."""
     check_owner(folder)
     if (given := key_from_environment()) is not None:
         return given
@@ -36,10 +33,7 @@ def read_key(folder: Path) -> str | None:
 
 
 def make_key(folder: Path) -> str:
-    """Return the result of `read_key`, after making a key if there is none.
-
-    Processes that make one at the same time all get the same key.
-    """
+    """Return the result of `read_key`, after making a key if there is none."""
     if (known := read_key(folder)) is not None:
         return known
     part = write_part(folder, KEY_FILE, secrets.token_urlsafe(32) + "\n")

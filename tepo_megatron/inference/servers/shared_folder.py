@@ -15,10 +15,7 @@ _READS = 5
 
 
 def check_owner(folder: Path) -> None:
-    """Raise ConfigError unless only this user or root can change the folder. A folder that does not exist passes.
-
-    Both sides check before they read anything, because whoever writes a record is sent the key and the weights.
-    """
+    """Raise ConfigError unless only this user or root can change the folder. A folder that does not exist passes."""
     name = f"rollout.server.rendezvous={folder}"
     try:
         if folder.is_symlink():
@@ -73,9 +70,8 @@ def read_file(path: Path) -> str | None:
 def read_owned(path: Path) -> str:
     """Return the content of a file that belongs to this user or root.
 
-    The owner is checked per file: where others can rename folders above, their file may lie at this path for a moment.
-
-    Raises ConfigError for a symbolic link or another user's file; OSError.
+    The owner is checked per file: where others can rename folders above, their file may lie at this path for a moment. Raises
+    ConfigError for a symbolic link or another user's file; OSError.
     """
     try:
         opened = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)

@@ -46,10 +46,7 @@ class SleepController:
             raise RolloutError(f"the engine is {self.state} and cannot take weights; wake its weights first")
 
     async def sleep(self, members: Sequence[ServerSlot], abort: bool = False) -> None:
-        """Put all servers to sleep. Returns when their memory is released; servers that failed to sleep have been ended.
-
-        Raises RolloutError if the engine is not fully awake, or the quiesce of servers of `tepo serve` timed out.
-        """
+        """Put all servers to sleep. Returns when their memory is released; servers that failed to sleep have been ended."""
         if self.asleep:
             raise RolloutError(f"the engine cannot go to sleep from being {self.state}; wake all of it first")
         self.asleep = frozenset(ENGINE_PARTS)  # from now on no request is sent to a server
@@ -78,10 +75,7 @@ class SleepController:
                     await self._until(lambda: not busy())
 
     async def wake(self, members: Sequence[ServerSlot], part: EnginePart) -> None:
-        """Wake one part of all sleeping servers. Once all parts are awake, servers may be started again.
-
-        Raises RolloutError if `part` is awake already, or another part has to be woken first.
-        """
+        """Wake one part of all sleeping servers. Once all parts are awake, servers may be started again."""
         turn = next((p for p in ENGINE_PARTS if p in self.asleep), None)
         if part != turn:
             fix = "it is awake already" if turn is None else f"wake its {turn} first"

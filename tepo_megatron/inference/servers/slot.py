@@ -30,10 +30,7 @@ class Incarnation:
         self._end: asyncio.Future[RolloutError | None] = asyncio.get_running_loop().create_future()
 
     def end(self, why: RolloutError | None) -> None:
-        """Request the end of this incarnation. Only the first call has an effect.
-
-        `why`: the reason. None: the reason is the one that the health watch reports.
-        """
+        """Request the end of this incarnation. Only the first call has an effect."""
         if not self._end.done():
             self._end.set_result(why)
 
@@ -43,11 +40,7 @@ class Incarnation:
 
 
 class ServerSlot(Generic[C]):
-    """Slot of one server in the fleet: watches the server, restarts it with exponential back-off, and declares it lost.
-
-    All methods run in one event loop. `may_start`: set while servers may be started (a start takes the server's whole memory).
-    None: always.
-    """
+    """Slot of one server in the fleet: watches the server, restarts it with exponential back-off, and declares it lost."""
 
     def __init__(
         self,

@@ -7,6 +7,7 @@ restarted if they cannot get out of it.
 
 import asyncio
 import contextlib
+import re
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -15,7 +16,6 @@ from typing import Any
 from tepo_megatron.config import RolloutConfig
 from tepo_megatron.errors import RolloutError, SyncError
 from tepo_megatron.inference.engine import UNKNOWN_VERSION
-from tepo_megatron.inference.servers.checksums import ChecksumChecks
 from tepo_megatron.inference.servers.client import RequestFailed
 from tepo_megatron.inference.servers.endpoint import Endpoint
 from tepo_megatron.inference.servers.growth import LiveServer
@@ -26,6 +26,69 @@ from tepo_megatron.weight_sync.bucket_format import Source
 from tepo_megatron.weight_sync.transport import Recipient
 
 INTERRUPT_SECONDS = 0.5  # between abort calls: repeated for requests that were still on their way to the server
+_NOTHING = "e3b0c44298fc1c14"  # prefix of the SHA-256 of zero bytes; SGLang keeps only this prefix of a hash
+# both engines fuse these parameters
+_JOINED = (re.compile(r"\.[qkv]_proj\."), ".qkv_proj."), (re.compile(r"\.(gate|up)_proj\."), ".gate_up_proj.")
+
+
+class ChecksumChecks:
+    """Consecutive checks of servers that hold the same model: with each other, and with the weights that were sent.
+
+    vLLM and SGLang hash each parameter of each of their ranks, under their own names, as it lies in memory: SHA-256 of the
+    bytes (SGLang on GPUs: a kernel of its own). The torch engine gives the CRC-32 of each tensor under its Hugging Face name.
+    It takes as long as copying and hashing the model, and nothing is sampled meanwhile. Parameters whose memory was freed are
+    not covered, nor are packed copies in their place: on CPU vLLM hashes the embedding and the norms, and no linear layer.
+    Those are covered only by the CRC-32 check on arrival (`receiver.py`) and the comparison of log-probs.
+    """
+
+    def __init__(self, same_precision: bool) -> None:
+        self._same_precision = same_precision
+        self._served: Mapping[str, str] = {}
+        self._sent: Mapping[str, int] = {}
+
+    def compare(self, version: int, answers: Mapping[str, Mapping[str, str]], sent: Mapping[str, int]) -> None:
+        """Compare one version's checksums. The first comparison only records them for the stale check."""
+        known = {
+            server: {name: c for name, c in them.items() if not c.startswith(_NOTHING)} for server, them in answers.items()
+        }
+        if not known:
+            return
+        first, served = next(iter(known.items()))
+        for server, them in known.items():
+            different = sorted(name for name in served.keys() | them.keys() if served.get(name) != them.get(name))
+            if different:
+                raise SyncError(f"weights of version {version}: {first} and {server} serve different ones: {_some(different)}")
+        if stale := self.stale(served, sent):
+            raise SyncError(
+                f"weights of version {version}: {', '.join(known)} still serve{'s' * (len(known) == 1)} those of before: "
+                f"{_some(stale)}"
+            )
+        self._served, self._sent = served, dict(sent)
+
+    def stale(self, served: Mapping[str, str], sent: Mapping[str, int]) -> list[str]:
+        """Return the Hugging Face names of tensors whose sent CRC-32 changed since the last `compare`, and their checksums not.
+
+        A tensor with several parts, one for each rank, is stale if no part changed. Where the servers serve another precision
+        (`same_precision`), the result is empty unless all changed tensors are stale.
+        """
+        parts: dict[str, list[str]] = {}
+        for key in served:
+            parts.setdefault(key.rpartition(":")[2], []).append(key)
+        theirs = {name: name if name in parts else _theirs(name) for name in self._sent}
+        changed = [name for name, crc32 in self._sent.items() if sent.get(name, crc32) != crc32 and theirs[name] in parts]
+        stale = [n for n in changed if all(served[key] == self._served.get(key) for key in parts[theirs[n]])]
+        return stale if self._same_precision or len(stale) == len(changed) else []
+
+
+def _theirs(name: str) -> str:
+    for pattern, joined in _JOINED:
+        name = pattern.sub(joined, name)
+    return name
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return ", ".join(sorted(names)[:5]) + more
 
 
 class PoolUpdates:
@@ -53,7 +116,6 @@ class PoolUpdates:
 
     @property
     def base(self) -> int | None:
-        """See `WeightReceiver.base`."""
         return next(iter(self._bases)) if len(self._bases) == 1 else None
 
     def keep_unchanged(self, names: Sequence[str]) -> None:
@@ -63,18 +125,15 @@ class PoolUpdates:
 
     @property
     def recipients(self) -> tuple[Recipient, ...]:
-        """See `WeightReceiver.recipients`."""
         taking = [(m.endpoint, incarnation) for m, incarnation in self._alive()]
         return tuple(Recipient(e.name, e.host, e.ranks, incarnation.number) for e, incarnation in taking)
 
     def join_groups(self, specs: Mapping[Recipient, GroupSpec]) -> Future[None]:
-        """See `RolloutEngine`."""
         of = {recipient.incarnation: spec for recipient, spec in specs.items()}
         places = {m.endpoint: of[incarnation.number] for m, incarnation in self._updating if incarnation.number in of}
         return self._call(self._each(lambda endpoint: endpoint.join_groups(places[endpoint])))
 
     def load(self, sources: Sequence[Source]) -> Future[None]:
-        """See `RolloutEngine`."""
         return self._call(self._each(lambda endpoint: endpoint.load(sources)))
 
     def _call(self, work: Coroutine[Any, Any, None]) -> Future[None]:
@@ -83,12 +142,10 @@ class PoolUpdates:
         return call
 
     def finish_update(self) -> None:
-        """See `RolloutEngine`."""
         self._pool.require_trust()
         self._pool.loop.run(self._finish())
 
     def abandon_update(self) -> None:
-        """See `RolloutEngine`."""
         if not self._pool.slots:  # it was not started
             return
         for call in self._calls:
@@ -96,7 +153,6 @@ class PoolUpdates:
         self._pool.loop.run(self._abandon())
 
     def verify(self, sent: Mapping[str, int]) -> None:
-        """See `RolloutEngine`."""
         self._pool.require_trust()
         self._pool.loop.run(self._verify(sent))
 
@@ -131,20 +187,13 @@ class PoolUpdates:
         await self._each(lambda endpoint: endpoint.begin_update(version))
 
     def _gather_behind(self, broken_off: Sequence[Incarnation]) -> None:
-        """Select the servers of this update: those that are up and lack its version.
-
-        Incarnations that took part in an unfinished update are left out.
-        """
+        """Select the servers of this update: those that are up and lack its version."""
         behind = [(m, incarnation) for m, incarnation in self._pool.up() if m.endpoint.version != self._pool.version]
         self._updating = [(m, incarnation) for m, incarnation in behind if incarnation not in broken_off]
         self._bases = {m.endpoint.version for m, _ in self._updating}
 
     async def _renew_grown(self) -> bool:
-        """Restart the idle servers of the update whose memory has grown too far. Return whether there were any.
-
-        The restarted servers come back with their first weights and take part in the update like the others. Raises
-        RolloutError if too few servers are left.
-        """
+        """Restart the idle servers of the update whose memory has grown too far. Return whether there were any."""
         if not (ended := await self._pool.growth.end_grown(self._updating)):
             return False
         async with self._pool.changed:
@@ -155,10 +204,7 @@ class PoolUpdates:
         return True
 
     async def _until_idle(self) -> None:
-        """Wait until no request with the former weights runs, and abort the requests if `rollout.on_weight_update` says so.
-
-        The servers of the update get no new requests meanwhile.
-        """
+        """Wait until no request with the former weights runs, and abort the requests if `rollout.on_weight_update` says so."""
 
         def busy_ones() -> list[LiveServer]:
             return [each for each in self._alive() if each[0].endpoint.in_flight]
@@ -190,10 +236,7 @@ class PoolUpdates:
         return results
 
     async def _each(self, say: Callable[[Endpoint], Awaitable[None]]) -> None:
-        """Make one call of an update to every server whose incarnation took part in it from the start, concurrently.
-
-        Raises SyncError if a server refused the call. The fleet is then no longer usable.
-        """
+        """Make one call of an update to every server whose incarnation took part in it from the start, concurrently."""
         alive = self._alive()
         results = await self._ask(alive, say, returned=SyncError)
         self._updating = [each for each, result in zip(alive, results, strict=True) if result is None]

@@ -35,7 +35,6 @@ class _Chunk(NamedTuple):
 
 
 def statistics(logits: Tensor, columns: int, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Implement `RowKernels.statistics`. Args: see there."""
     logits = logits[:, :columns]
     dtype = compute_dtype(logits)
     top, total, moment = logits.new_empty(3, logits.size(0), 1, dtype=dtype).unbind(0)
@@ -50,7 +49,6 @@ def statistics(logits: Tensor, columns: int, temperature: float) -> tuple[Tensor
 
 
 def gradient(logits: Tensor, columns: int, column_R: Tensor, temperature: float, row: Coefficients, out: Tensor) -> None:
-    """Implement `RowKernels.gradient`. Args: see there."""
     out[:, columns:] = 0
     logits, out = logits[:, :columns], out[:, :columns]
     dtype = compute_dtype(logits)

@@ -31,6 +31,9 @@ from tepo_megatron.weight_sync.receiver.weight_files import (
     tensors,
 )
 
+logger = logging.getLogger(__name__)
+_CPU = torch.device("cpu")
+
 
 class Membership:
     """Membership of one process in the groups of a spec, one group for each sender. A thread forms the groups."""
@@ -43,7 +46,6 @@ class Membership:
         self._store: dist.Store | None = None
 
     def start(self) -> None:
-        """Begin to form the groups, in a thread."""
         threading.Thread(target=self._form, name="join groups", daemon=True).start()
 
     def _form(self) -> None:
@@ -84,10 +86,6 @@ class Membership:
                 self.groups.popitem()[1].close()
 
 
-logger = logging.getLogger(__name__)
-_CPU = torch.device("cpu")
-
-
 class RankReceiver:
     """Receiver of weight updates, one per process of a server.
 
@@ -113,10 +111,7 @@ class RankReceiver:
         self._before, self._version, self._coming = self._version, None, None
 
     def keep_unchanged(self, unchanged: UnchangedTensors) -> None:
-        """Note the tensors that the update leaves unchanged.
-
-        Raises ValueError for tensors that the model does not have, or if the weights here are not of version `unchanged.base`.
-        """
+        """Note the tensors that the update leaves unchanged."""
         assert self._update is not None, "the update has to begin first"
         if unchanged.names and unchanged.base != self._before:
             raise ValueError(
@@ -196,10 +191,7 @@ class RankReceiver:
             raise ValueError(f"round {number} of the update came when round {self._next} was due")
 
     def _borrow(self, buckets: Sequence[Bucket]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the tensors of each bucket in turn.
-
-        The trainer's memory of a bucket is mapped only while its tensors are read.
-        """
+        """Yield the tensors of each bucket in turn."""
         for bucket in buckets:
             assert bucket.handle is not None
             with open_buffer(bucket.handle, self._device) as row:

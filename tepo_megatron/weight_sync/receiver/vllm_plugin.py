@@ -156,7 +156,6 @@ class TepoWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
                 module.quant_method.process_weights_after_loading(module)
 
     def shutdown(self) -> None:
-        """Leave all groups."""
         if self._receiver is not None:
             self._receiver.leave()
 

@@ -73,10 +73,7 @@ def _partner(name: str) -> str:
 
 
 def check_files(paths: Sequence[str]) -> list[tuple[str, list[int]]]:
-    """Return (name, shape) of the tensors in these files.
-
-    Raises ValueError if a file is not visible here, or if other users could have written it.
-    """
+    """Return (name, shape) of the tensors in these files."""
     try:
         for path in paths:
             _check_owner(Path(path))
@@ -106,10 +103,7 @@ def tensors(paths: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _check_owner(path: Path) -> None:
-    """Raise ValueError unless `path` is a file in a folder of this user with mode 0700. Root may read any user's folder.
-
-    Raises FileNotFoundError.
-    """
+    """Raise ValueError unless `path` is a file in a folder of this user with mode 0700. Root may read any user's folder."""
     folder, file = path.parent.lstat(), path.lstat()
     if not stat.S_ISDIR(folder.st_mode) or not stat.S_ISREG(file.st_mode):
         raise ValueError(f"{path}: is a link, or lies in one; weights are read from where their sender wrote them")

@@ -13,7 +13,7 @@ import torch
 from tepo_megatron.config import RewardConfig
 from tepo_megatron.config.io import validate, validate_as
 from tepo_megatron.errors import ConfigError, RewardError
-from tepo_megatron.grading.boxed import last_answer
+from tepo_megatron.grading.answers import last_answer
 from tepo_megatron.rewards import build_reward, check_reward, gold_fault
 from tepo_megatron.rewards.simple import LengthTerm
 from tepo_megatron.rewards.terms import Response
