@@ -5,18 +5,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from launch.profile import Cluster
-from launch.stops import patience_of
 from tepo_megatron.config import Config
 from tepo_megatron.errors import TepoError
 
 if TYPE_CHECKING:
     from launch.preflight import Report
 
-STEPS_TO_SAVE = 1  # steps that may pass between the warning and a complete checkpoint
-
 
 def check(cfg: Config, cluster: Cluster, report: Report) -> None:
-    """Add the verdict of `tepo plan` to a report, and the fault of a warning that is shorter than a step."""
+    """Add the verdict of `tepo plan`, and the fault of a warning that is shorter than a step."""
     if cfg.platform != "cuda":
         return
     gpu = cluster.gpu or "H100"
@@ -42,20 +39,16 @@ def check(cfg: Config, cluster: Cluster, report: Report) -> None:
 
 
 def _check_warning(cluster: Cluster, predictor: Any, seconds: float, report: Report) -> None:
-    """Add a fault if the step that runs when the warning comes takes longer than the batch script waits for it.
-
-    Args:
-        seconds: Predicted time of a step.
-    """
+    """Add a fault if the step that runs when the warning comes takes longer than the batch script waits for it."""
     slurm = cluster.slurm
     if slurm is None or not slurm.restarts:
         return
-    patience, error = patience_of(slurm.warning_seconds), predictor.machine.assumed.error
+    patience, error = slurm.patience, predictor.machine.assumed.error
     low, high = seconds * (1 - error), seconds * (1 + error)
-    if STEPS_TO_SAVE * seconds <= patience:
+    if seconds <= patience:  # one step may pass between the warning and a complete checkpoint
         return
     report.faults.append(
         f"slurm.warning_seconds={slurm.warning_seconds}: before its time limit the job waits {patience} s until the running "
         f"step is saved, and a step takes about {seconds:.0f} s ({low:.0f} to {high:.0f}, tepo plan); raise it to "
-        f"{int(STEPS_TO_SAVE * high) + 60}"
+        f"{int(high) + 60}"
     )

@@ -11,8 +11,7 @@ import pytest
 
 from launch import jobs
 from launch.executors import slurm
-from launch.jobs import JobFolder
-from launch.leftovers import submitting
+from launch.jobs import JobFolder, submitting
 from tepo_megatron.errors import ConfigError
 from tests.launch import test_jobs
 from tests.launch.cases import PYTHON, ROOT
