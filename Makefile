@@ -169,7 +169,7 @@ two-starts: $(READY)
 	nice -n 10 $(BIN)/python -m tests.harness.two_starts --out benchmarks/results/two_starts.jsonl $(ARGS)
 
 # Put each published or own silent bug into a copy of the tree, and run the tests that must catch it.
-# ARGS: --only NAME, --sample 6
+# ARGS: --only NAME, --sample 6, --write (the table, as docs/mutants.md)
 mutants: $(READY) $(SGLANG)/.ready
 	$(BIN)/python -m tests.mutants --workers $(WORKERS) $(ARGS)
 
