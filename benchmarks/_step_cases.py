@@ -32,12 +32,10 @@ def write_model(case: str, folder: Path, seed: int = 0, scale: float = 4.0) -> N
     model.save_pretrained(folder)
 
 
-def config(case: str, model: Path, tp: int = 1, share_prompts: str = "auto") -> Config:
+def config(case: str, model: Path, tp: int = 1) -> Config:
     """Return the config: examples/demo.yaml for `demo`; two updates of one group each, otherwise alike, for `100m`."""
     if case == "demo":
-        return load_config(
-            DEMO, ["--model.path", str(model), "--parallel.tp", str(tp), "--training.share_prompts", share_prompts]
-        )
+        return load_config(DEMO, ["--model.path", str(model), "--parallel.tp", str(tp)])
     return validate({
         "name": "step", "platform": "cpu", "model": {"path": str(model), "precision": "fp32"}, "parallel": {"tp": tp},
         "data": {"train": "unused", "max_prompt_tokens": PROMPT_TOKENS},
@@ -48,9 +46,7 @@ def config(case: str, model: Path, tp: int = 1, share_prompts: str = "auto") -> 
         "objective": {"name": "tepo", "beta": 0.01},
         "optimizer": {"lr": 3e-5, "warmup_steps": 5},
         "megatron": {"optimizer": {"adam_beta2": 0.99}},
-        "training": {
-            "epochs": 1, "minibatch_prompts": 1, "max_tokens_per_microbatch": 8192, "share_prompts": share_prompts,
-        },
+        "training": {"epochs": 1, "minibatch_prompts": 1, "max_tokens_per_microbatch": 8192},
     })  # fmt: skip
 
 
