@@ -62,14 +62,14 @@ class OurStep:
         return out
 
 
-def serve(name: str, case: str, model: Path, parent: int, environment: dict[str, str], pipe: Connection) -> None:
+def serve(name: str, model: Path, parent: int, environment: dict[str, str], pipe: Connection) -> None:
     """Run a worker's process: for each thread count that it receives, make one step and answer with (seconds, updates)."""
     die_with_parent(parent)
     os.environ |= environment
     disable_progress_bar()
     torch.set_num_threads(1)
-    cfg = cases.config(case, model, WORKERS[name])
-    rollouts = cases.rollouts(case, cfg)
+    cfg = cases.config(model, WORKERS[name])
+    rollouts = cases.rollouts(cfg)
     step: Callable[[], Updates]
     step = PlainStep(cfg, rollouts, name.split()[1]) if name.startswith("plain") else OurStep(cfg, rollouts)
     pipe.send("ready")
@@ -111,7 +111,7 @@ class StepWorker:
 
 
 @contextmanager
-def started(name: str, case: str, model: Path) -> Iterator[StepWorker]:
+def started(name: str, model: Path) -> Iterator[StepWorker]:
     """Yield the worker, running in processes of its own, which end with the block."""
     context, size, pipes, processes = multiprocessing.get_context("spawn"), WORKERS[name], [], []
     store = store_here()
@@ -119,7 +119,7 @@ def started(name: str, case: str, model: Path) -> Iterator[StepWorker]:
         for rank in range(size):
             ours, theirs = context.Pipe()
             environment = world(store.port, rank, size)
-            args = (name, case, model, os.getpid(), environment, theirs)
+            args = (name, model, os.getpid(), environment, theirs)
             process = context.Process(target=serve, args=args, daemon=True)
             process.start()
             theirs.close()
