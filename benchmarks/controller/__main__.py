@@ -109,7 +109,7 @@ def _parts(text: str) -> list[str]:
 
 def measure_part(name: str, sizes: Sequence[float]) -> dict[str, Any]:
     """Measure a part in a process of its own. Returns its rows, or the last line of its errors."""
-    found = surroundings() | {"rows": [], "error": ""}
+    found = surroundings() | {"sizes": list(sizes), "rows": [], "error": ""}
     with tempfile.TemporaryDirectory(prefix="controller-") as folder:
         out = Path(folder) / "found.json"
         command = [sys.executable, "-W", "ignore", "-m", "benchmarks.controller", "--part", name, "--out", str(out)]
@@ -128,6 +128,7 @@ def measure_part(name: str, sizes: Sequence[float]) -> dict[str, Any]:
 
 def markdown(results: Mapping[str, Any]) -> str:
     """Return the page of the parts' results."""
+    sizes = sorted({size for part in results.values() for size in part["sizes"]})
     text = [
         "# The rollout data path at the sizes of a cluster",
         "",
@@ -135,13 +136,13 @@ def markdown(results: Mapping[str, Any]) -> str:
         "6,000 tokens are 12M). Targets: CPU seconds per million tokens at the largest size, and an exponent of at most 1.1",
         "(least squares of the logarithms). `python -m benchmarks.controller` measures them again.",
         "",
-        f"| part | {' | '.join(f'{size:g}M' for size in SIZES)} | per million | exponent | target | |",
-        f"|{'---|' * (len(SIZES) + 5)}",
+        f"| part | {' | '.join(f'{size:g}M' for size in sizes)} | per million | exponent | target | |",
+        f"|{'---|' * (len(sizes) + 5)}",
     ]
     for name, part in results.items():
         for row in part["rows"]:
-            at = {min(SIZES, key=lambda size: abs(size - point["size"])): point["cpu_seconds"] for point in row["points"]}
-            cells = [f"{at[size]:.3g}" if size in at else "" for size in SIZES]
+            at = dict(zip(part["sizes"], row["points"], strict=True))
+            cells = [f"{at[size]['cpu_seconds']:.3g}" if size in at else "" for size in sizes]
             cells += [f"{row['cpu_seconds_per_million']:.3g}", f"{row['exponent']:.2f}"]
             cells += ["" if row["target"] is None else f"<= {row['target']:g}", "met" if row["met"] else "MISSED"]
             text.append(f"| {row['title']} | {' | '.join(cells)} |")
@@ -164,6 +165,7 @@ def main() -> None:
         relax_garbage_collector()  # as in the service
         args.out.write_text(json.dumps(PARTS[args.part](args.sizes)))
         os._exit(0)  # threads of an engine that was stopped in the middle of its work may hang
+    args.out.parent.mkdir(parents=True, exist_ok=True)
     results = json.loads(args.out.read_text()) if args.out.exists() else {}
     for name in args.only:
         start = time.monotonic()
