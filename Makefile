@@ -40,7 +40,7 @@ PINS_PYTHON ?= $(shell python3.12 -c "" 2>/dev/null \
   && test -z "$(filter-out $(wildcard $(addsuffix /torch-*-cp312-*.whl,$(PIP_FIND_LINKS))),$(wildcard $(addsuffix /torch-*.whl,$(PIP_FIND_LINKS))))" \
   && echo python3.12 || echo $(PYTHON))
 
-.PHONY: demo demo-plan distill sglang launch ablation ablation-off-policy precision bench docs docs-links test test-parts test-runs test-servers test-fast test-full test-slurm test-gpu \
+.PHONY: demo demo-plan distill sglang launch ablation ablation-off-policy bench docs docs-links test test-parts test-runs test-servers test-fast test-full test-slurm test-gpu \
   test-pins test-pins-ci test-te test-image gpu-rehearsal chaos mutants check lint types format pins clean
 
 demo: DEMO = $(if $(filter qwen3,$(MODEL)),,$(MODEL)-)seed-$(SEED)
@@ -75,12 +75,6 @@ ablation: $(READY)
 ablation-off-policy: $(READY)
 	$(BIN)/python -m examples.arithmetic.base_model --seed 0 --max-operations 8 --out .cache/long/seed-0
 	$(BIN)/tepo ablate examples/ablation_off_policy.yaml
-
-# Compare training in bf16 with fp32.
-precision: $(READY)
-	$(BIN)/python -m examples.arithmetic.base_model --seed 0 --out .cache/demo/seed-0
-	$(BIN)/tepo ablate examples/precision.yaml
-	$(BIN)/python -m benchmarks.curves runs/precision fp32 bf16
 
 # Measure this project and its peers, which have a folder of their own. Half an hour, on a machine that does nothing else.
 bench: $(READY)
@@ -155,7 +149,7 @@ chaos: $(READY) $(SGLANG)/.ready
 	nice -n 10 $(BIN)/python -m tests.harness.chaos --trials 100 --out benchmarks/results/chaos.jsonl $(ARGS)
 
 # Put each published or own silent bug into a copy of the tree, and run the tests that must catch it.
-# ARGS: --only NAME, --sample 6
+# ARGS: --only NAME, --sample 6, --write (the table, as docs/mutants.md)
 mutants: $(READY) $(SGLANG)/.ready
 	$(BIN)/python -m tests.mutants --workers $(WORKERS) $(ARGS)
 

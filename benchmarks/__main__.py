@@ -4,7 +4,7 @@
 
 `make bench` installs the peers first. Measured rows replace those in the file. The others stay as they are, each with the
 commit at which it was measured. --quick only shows that the benchmarks run: small shapes, few repetitions, and nothing is
-written unless --out names a file. Exit status 1 if a suite failed. The GPU's rows: `python -m benchmarks.gpu`.
+written unless --out names a file. Exit status 1 if a suite failed. On a GPU: `python tools/gpu_check.py`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def arguments() -> argparse.Namespace:
 def _rows(text: str) -> set[int]:
     rows = {int(word) for word in text.split(",")}
     if not rows <= ROWS.keys():
-        raise argparse.ArgumentTypeError(f"rows are 1 to {max(ROWS)}")
+        raise argparse.ArgumentTypeError(f"rows are {', '.join(map(str, ROWS))}")
     return rows
 
 

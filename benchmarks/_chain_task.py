@@ -68,10 +68,7 @@ class Responses:
     """Sampled responses of one seed, [B, T] and padded to the longest.
 
     Attributes:
-        prompt_B: Prompt of each response.
-        progress_BT, token_BT: State and token.
         mask_BT: bool, the tokens that the policy sampled.
-        reward_B: 1 or 0.
     """
 
     prompt_B: Tensor
@@ -82,12 +79,7 @@ class Responses:
 
 
 def logprobs(weights_SW: Tensor, prompts_SQ: Tensor) -> Tensor:
-    """Return the log-probs of all tokens in all states of some prompts, [S, Q, P, V], differentiable.
-
-    Args:
-        weights_SW: Weights of the networks.
-        prompts_SQ: Prompts.
-    """
+    """Return the log-probs of all tokens in all states of some prompts, [S, Q, P, V], differentiable."""
     sizes = [a * b for a, b in _SHAPES]
     parts = [w.view(-1, *shape) for w, shape in zip(weights_SW.split(sizes, 1), _SHAPES, strict=True)]
     prompt_SKD, progress_SPD, of_prompt, of_progress, bias_1, matrix_2, bias_2, matrix_3, bias_3 = parts
@@ -174,11 +166,7 @@ def closed_form(logprob_SKPV: Tensor, task: ChainTask) -> dict[str, Tensor]:
 
 
 def sample(logprob_SKPV: Tensor, task: ChainTask, prompt_SB: Tensor, generators: Sequence[torch.Generator]) -> list[Responses]:
-    """Sample one response to each prompt, token by token; return those of each seed.
-
-    Args:
-        prompt_SB: Prompts.
-    """
+    """Sample one response to each prompt, token by token; return those of each seed."""
     uniform_TSB = torch.stack([torch.rand(MAX_TOKENS, prompt_SB.shape[1], generator=g) for g in generators], 1)
     below_SKPV, seed_S1 = logprob_SKPV.exp().cumsum(-1), torch.arange(len(prompt_SB))[:, None]
     symbols_SB, progress_SB = task.symbols_SK.gather(1, prompt_SB), torch.zeros_like(prompt_SB)

@@ -59,8 +59,6 @@ def interleaved(
 
     Args:
         prepare: Makes what an alternative consumes; its time does not count.
-        alternatives: What is timed, by name.
-        repetitions: Number of timed rounds.
         timed: Times one call, as `on_host` does.
     """
     names = list(alternatives)
@@ -100,9 +98,6 @@ def bytes_moved(run: Callable[[], Any], cache: int = CACHE_BYTES) -> int:
 
     It is a count, not a measurement, and the same on every machine. Operands whose whole storage is at most `cache` bytes are
     assumed to stay in the cache, all others never to be in it. What an operator allocates internally is not seen.
-
-    Args:
-        cache: Size of the assumed cache in bytes.
     """
     with _Bytes(cache) as counted:
         run()

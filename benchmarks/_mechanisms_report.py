@@ -1,21 +1,13 @@
-"""The tables and the picture of `benchmarks.mechanisms`, made from the JSON that it writes."""
+"""The tables of `benchmarks.mechanisms`, made from the JSON that it writes."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
-
-import matplotlib
-import numpy as np
-from matplotlib.figure import Figure
 
 from tepo_megatron.evaluation.statistics import standard_error, student_95
 from tepo_megatron.evaluation.tables import NOTHING
-from tepo_megatron.report import save_picture
-from tepo_megatron.report.comparison import COLORS, DASHES
-from tepo_megatron.report.drawing import INK, MUTED, PERCENT, STYLE, from_zero
 
 _BASELINE = "grpo"
 _EXPLANATION = """\
@@ -69,56 +61,3 @@ def _arm(name: str, measures: Mapping[str, Sequence[float]], baseline: Mapping[s
 def _table(rows: Sequence[Sequence[str]]) -> str:
     lines = ["| " + " | ".join(row) + " |" for row in rows]
     return "\n".join([lines[0], "|" + " --- |" * len(rows[0]), *lines[1:]])
-
-
-def write_picture(found: Mapping[str, Any], path: Path) -> Path:
-    """Draw curves and final accuracies of every regime; return the path."""
-    with matplotlib.rc_context(STYLE):
-        return save_picture(_figure(found), path)
-
-
-def _figure(found: Mapping[str, Any]) -> Figure:
-    regimes = found["runs"]
-    figure = Figure(figsize=(15.0, 0.9 + 5.6 * len(regimes)))
-    top = 1 - 0.85 / figure.get_figheight()
-    place = {"top": top, "bottom": 0.05, "hspace": 0.24}
-    grid = figure.add_gridspec(len(regimes), 2, left=0.05, right=0.6, wspace=0.16, **place)
-    right = figure.add_gridspec(len(regimes), 1, left=0.75, right=0.985, **place)
-    figure.text(0.05, 1 - 0.4 / figure.get_figheight(), "Mechanisms on a small task", fontsize=19, fontweight="bold")
-    for row, (regime, arms) in enumerate(regimes.items()):
-        others = [name for name in arms if name != _BASELINE]
-        looks = {name: (COLORS[i % len(COLORS)], DASHES[i // len(COLORS) % len(DASHES)]) for i, name in enumerate(others)}
-        looks |= {_BASELINE: (INK, "-")}
-        for column, (curve, title) in enumerate({"accuracy": "accuracy", "entropy": "entropy, nats"}.items()):
-            axis = figure.add_subplot(grid[row, column])
-            axis.set_title(f"{regime}: {title}", pad=8)
-            for name, x in arms.items():
-                color, dash = looks[name]
-                axis.plot(x["curves"][curve], color=color, ls=dash)
-            axis.set_xlabel("rollout batches")
-            from_zero(axis)
-            if curve == "accuracy":
-                axis.yaxis.set_major_formatter(PERCENT)
-        _accuracies(figure.add_subplot(right[row, 0]), arms, looks)
-    return figure
-
-
-def _accuracies(axis: Any, arms: Mapping[str, Any], looks: Mapping[str, tuple[str, str]]) -> None:
-    """Draw the final accuracy of each arm with its interval, and those of single seeds; the names are the legend."""
-    for place, (name, x) in enumerate(arms.items()):
-        color, dash = looks[name]
-        values = x["measures"]["accuracy"]
-        mean, half = interval(values)
-        axis.plot((mean - half, mean + half), (place, place), color=color, ls=dash, lw=2.4)
-        axis.plot(values, np.full(len(values), place + 0.28), "o", color=color, ms=3.5, alpha=0.5, mew=0)
-        axis.plot(mean, place, "o", color=color, ms=8, mec="white", mew=1.2, zorder=3)
-    axis.axvline(
-        statistics.fmean(arms[_BASELINE]["measures"]["accuracy"]) if _BASELINE in arms else 0, color=MUTED, lw=1, ls=":"
-    )
-    axis.set_yticks(range(len(arms)), arms)
-    for label, name in zip(axis.get_yticklabels(), arms, strict=True):
-        label.set_color(looks[name][0])
-    axis.set_ylim(len(arms) - 0.4, -0.6)
-    axis.grid(axis="y", visible=False)
-    axis.xaxis.set_major_formatter(PERCENT)
-    axis.set_title("accuracy at the end [95 %]", pad=8)

@@ -78,11 +78,6 @@ class PlainStep:
     ) -> Tensor:
         """Return the `tepo` loss, a mean over response tokens: clipped geometric-mean ratio, and the
         importance-weighted k3 if A > 0 and the entropy falls.
-
-        Args:
-            logprob, entropy: Of each response token now, [N].
-            old_logprob, old_entropy: Of each response token before the updates, [N].
-            sequence: Index of the sequence of each response token, [N].
         """
         eps, beta = 0.2, self.cfg.objective.beta
         assert beta is not None

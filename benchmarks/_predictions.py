@@ -19,11 +19,7 @@ Runs = Mapping[str, Mapping[str, Mapping[str, Any]]]  # regime -> arm -> {"measu
 
 @dataclass(frozen=True)
 class Prediction:
-    """The claim that one figure is larger than another, times a factor.
-
-    Attributes:
-        regime: Regime in which both were trained.
-    """
+    """The claim that one figure is larger than another, times a factor."""
 
     claim: str
     regime: str
@@ -70,9 +66,6 @@ def judge(prediction: Prediction, runs: Runs) -> dict[str, Any]:
 
     The effect is paired by seed. The interval is at 95 %, over seeds, by Student's t. `holds`: it is above 0; `fails`: it is
     below 0; `undecided`: it contains 0.
-
-    Raises:
-        ValueError: There are fewer than two seeds, so that there is no interval.
     """
     sides = [runs[prediction.regime][arm]["measures"][measure] for arm, measure in (prediction.larger, prediction.smaller)]
     effects = [a - prediction.factor * b for a, b in zip(*sides, strict=True)]

@@ -118,12 +118,7 @@ class Ranks(contextlib.AbstractContextManager["Ranks"]):
         return failed[0] if failed else None if None in statuses else 0
 
     def wait(self, seconds: float) -> None:
-        """Wait until all ranks have ended well.
-
-        Raises:
-            CalledProcessError: A rank failed.
-            TimeoutExpired: The time is up.
-        """
+        """Wait until all ranks have ended well. Raise CalledProcessError if one failed, TimeoutExpired if the time is up."""
         deadline = time.monotonic() + seconds
         while (status := self.status()) is None:
             if time.monotonic() > deadline:

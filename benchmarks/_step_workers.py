@@ -16,7 +16,6 @@ import torch
 from transformers.utils.logging import disable_progress_bar
 
 from benchmarks import _step_cases as cases
-from benchmarks._optimizations import OPTIMIZATIONS, Undo
 from benchmarks._plain_step import FORMS, PlainStep
 from benchmarks._ranks import store_here, world
 from tepo_megatron.config import Config
@@ -63,35 +62,16 @@ class OurStep:
         return out
 
 
-def serve(
-    name: str,
-    case: str,
-    model: Path,
-    parent: int,
-    environment: dict[str, str],
-    pipe: Connection,
-    without: str | None,
-    share_prompts: str,
-) -> None:
-    """Run a worker's process: for each thread count that it receives, make one step and answer with (seconds, updates).
-
-    Args:
-        without: Key of OPTIMIZATIONS of an optimization to undo; None: undo none.
-    """
+def serve(name: str, model: Path, parent: int, environment: dict[str, str], pipe: Connection) -> None:
+    """Run a worker's process: for each thread count that it receives, make one step and answer with (seconds, updates)."""
     die_with_parent(parent)
     os.environ |= environment
     disable_progress_bar()
     torch.set_num_threads(1)
-    cfg = cases.config(case, model, WORKERS[name], share_prompts)
-    rollouts = cases.rollouts(case, cfg)
+    cfg = cases.config(model, WORKERS[name])
+    rollouts = cases.rollouts(cfg)
     step: Callable[[], Updates]
-    if name.startswith("plain"):
-        step = PlainStep(cfg, rollouts, name.split()[1])
-    else:
-        undo = Undo() if without is None else OPTIMIZATIONS[without]
-        undo.before()
-        step = OurStep(cfg, rollouts)
-        undo.after(step)
+    step = PlainStep(cfg, rollouts, name.split()[1]) if name.startswith("plain") else OurStep(cfg, rollouts)
     pipe.send("ready")
     while (threads := pipe.recv()) is not None:
         torch.set_num_threads(threads)
@@ -131,19 +111,15 @@ class StepWorker:
 
 
 @contextmanager
-def started(name: str, case: str, model: Path, without: str | None = None, share_prompts: str = "auto") -> Iterator[StepWorker]:
-    """Yield the worker, running in processes of its own, which end with the block.
-
-    Args:
-        without: Key of OPTIMIZATIONS of an optimization to undo; None: undo none.
-    """
+def started(name: str, model: Path) -> Iterator[StepWorker]:
+    """Yield the worker, running in processes of its own, which end with the block."""
     context, size, pipes, processes = multiprocessing.get_context("spawn"), WORKERS[name], [], []
     store = store_here()
     try:
         for rank in range(size):
             ours, theirs = context.Pipe()
             environment = world(store.port, rank, size)
-            args = (name, case, model, os.getpid(), environment, theirs, without, share_prompts)
+            args = (name, model, os.getpid(), environment, theirs)
             process = context.Process(target=serve, args=args, daemon=True)
             process.start()
             theirs.close()

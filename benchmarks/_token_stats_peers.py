@@ -20,21 +20,13 @@ Statistics = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 def ours(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute the statistics with `token_stats`.
-
-    Args:
-        logits, labels: [R, V] and [R].
-    """
+    """Compute the statistics with `token_stats`."""
     stats = token_stats(logits, labels, 1.0, None)
     return stats.logprob_R, stats.entropy_R
 
 
 def plain_formula(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute the statistics with log_softmax in fp32, a gather and a sum, by autograd.
-
-    Args:
-        logits, labels: [R, V] and [R].
-    """
+    """Compute the statistics with log_softmax in fp32, a gather and a sum, by autograd."""
     logp = torch.log_softmax(logits.float(), dim=-1)
     return logp.gather(1, labels[:, None]).squeeze(1), -(logp.exp() * logp).sum(-1)
 
@@ -58,11 +50,7 @@ def verl() -> Statistics:
 
 
 def trl_form(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute the operations of TRL 1.16 for bf16 logits: log_softmax of each of 4 sequences; entropy in chunks of 128 rows.
-
-    Args:
-        logits, labels: [R, V] and [R].
-    """
+    """Compute the operations of TRL 1.16 for bf16 logits: log_softmax of each of 4 sequences; entropy in chunks of 128 rows."""
     sequences = zip(logits.chunk(4), labels.chunk(4), strict=True)
     logprobs = [torch.log_softmax(x, dim=-1).gather(1, y[:, None]).squeeze(1) for x, y in sequences]
     parts = (torch.log_softmax(x, dim=-1) for x in logits.split(128))
@@ -70,11 +58,7 @@ def trl_form(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def verl_form(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute the operations of verl 0.9.1: a fused cross-entropy, here PyTorch's for flash-attn's; entropy from a softmax.
-
-    Args:
-        logits, labels: [R, V] and [R].
-    """
+    """Compute the operations of verl 0.9.1: a fused cross-entropy, here PyTorch's for flash-attn's; entropy from a softmax."""
     logprobs = -torch.nn.functional.cross_entropy(logits, labels, reduction="none")
     return logprobs, torch.logsumexp(logits, dim=-1) - (torch.softmax(logits, dim=-1) * logits).sum(-1)
 

@@ -50,7 +50,6 @@ class MeasuredConversion:
     """One timed run.
 
     Attributes:
-        seconds: Time of the work.
         startup: Seconds of the process before the work.
         peak: Peak resident set in bytes.
     """
@@ -136,11 +135,7 @@ def largest_group(source: Path, config: dict[str, object]) -> int:
 
 
 def measure(source: Path, folder: Path, repetitions: int) -> dict[str, list[MeasuredConversion]]:
-    """Return the runs of each kind, made in turn. A first round warms up and is not counted.
-
-    Args:
-        repetitions: Number of counted rounds; 0: one round, which is counted.
-    """
+    """Return the runs of each kind, made in turn. A first round warms up; with 0 repetitions it is the only one, and counts."""
     copied, megatron, exported = (folder / name for name in ("copied", "megatron", "exported"))
     kinds: dict[str, tuple[Path, Callable[[], MeasuredConversion]]] = {
         "copy": (copied, lambda: copy(source, copied)),

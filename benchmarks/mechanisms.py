@@ -7,7 +7,7 @@ prompts and random numbers in two regimes: `moderate`, where the usual clips rem
 more and larger updates per rollout batch. `_predictions.py` holds the predictions, written before the run. Each is a difference
 that is paired by seed and judged by its 95 % interval over seeds (Student's t). The results say nothing of models of 7B.
 
-Writes the figures as JSON and, next to it, tables as Markdown and a picture.
+Writes the figures as JSON and, next to it, tables as Markdown.
 """
 
 from __future__ import annotations
@@ -26,20 +26,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks._chain_task import (
-    MAX_TOKENS,
-    PROMPTS,
-    ChainTask,
-    Responses,
-    SeedAdam,
-    all_prompts,
-    closed_form,
-    entropies,
-    logprobs,
-    sample,
-    start_policies,
-)
-from benchmarks._mechanisms_report import markdown, write_picture
+from benchmarks import _chain_task as chain
+from benchmarks._chain_task import ChainTask, Responses, SeedAdam, all_prompts, closed_form, entropies, logprobs, start_policies
+from benchmarks._mechanisms_report import markdown
 from benchmarks._predictions import PREDICTIONS, Runs, judge
 from benchmarks.results import ROOT, surroundings
 from tepo_megatron.losses import OBJECTIVES, Objective
@@ -54,13 +43,7 @@ SEEDS = tuple(range(8))
 _ESTIMATED = "KL estimated by k3"
 _ALL = OBJECTIVES["kl_undifferentiated"]
 ARMS: dict[str, Objective] = {
-    "grpo": OBJECTIVES["grpo"],
-    "gspo": OBJECTIVES["gspo"],
-    "gmpo": OBJECTIVES["gmpo"],
-    "sapo": OBJECTIVES["sapo"],
-    "dppo": OBJECTIVES["dppo"],
-    "cispo": OBJECTIVES["cispo"],
-    "tepo_no_kl": OBJECTIVES["tepo_no_kl"],
+    **{name: OBJECTIVES[name] for name in ("grpo", "gspo", "gmpo", "sapo", "dppo", "cispo", "tepo_no_kl")},
     "tepo beta 0.001": OBJECTIVES["tepo"],
     "tepo beta 1": OBJECTIVES["tepo"].replace(beta=1.0),
     "tepo beta 1, k3": OBJECTIVES["tepo"].replace(beta=1.0, kl="k3"),
@@ -76,10 +59,8 @@ class Regime:
     """The settings of one training run.
 
     Attributes:
-        epochs: Passes over each rollout batch.
         prompts: Groups per rollout batch; those with equal rewards are replaced, in up to four rounds.
         minibatch: Groups per update.
-        samples: Responses per group.
     """
 
     steps: int
@@ -96,13 +77,7 @@ QUICK = {"moderate": Regime(2, 1, 1e-3, prompts=8, minibatch=4), "stress": Regim
 
 @dataclass(frozen=True)
 class Group:
-    """The responses to one prompt, in rows of tokens.
-
-    Attributes:
-        progress_R, token_R: State and token.
-        lengths_G: Tokens of each response.
-        advantage_G: Advantage of each response.
-    """
+    """The responses to one prompt, in rows of tokens."""
 
     prompt: int
     progress_R: Tensor
@@ -112,11 +87,7 @@ class Group:
 
 
 def train(objective: Objective, regime: Regime, seeds: Sequence[int], start_SW: Tensor) -> dict[str, Any]:
-    """Train one network per seed; return measures by seed and curves, the means over seeds, from before the first step.
-
-    Args:
-        start_SW: Weights of the start policies.
-    """
+    """Train one network per seed; return measures by seed and curves, the means over seeds, from before the first step."""
     task, weights_SW = ChainTask.of(seeds), start_SW.clone().requires_grad_()
     adam = SeedAdam(weights_SW, regime.lr)
     curve, updates = [], []
@@ -157,8 +128,8 @@ def _rollouts(
     kept: list[list[tuple[Responses, slice]]] = [[] for _ in seeds]
     for part in range(4):
         generators = [_generator(seed, step, part) for seed in seeds]
-        prompt_SB = torch.stack([torch.randint(0, PROMPTS, (regime.prompts,), generator=g) for g in generators])
-        found = sample(old_SKPV, task, prompt_SB.repeat_interleave(regime.samples, 1), generators)
+        prompt_SB = torch.stack([torch.randint(0, chain.PROMPTS, (regime.prompts,), generator=g) for g in generators])
+        found = chain.sample(old_SKPV, task, prompt_SB.repeat_interleave(regime.samples, 1), generators)
         for responses, groups in zip(found, kept, strict=True):
             of_group = responses.reward_B.view(-1, regime.samples)
             different = (of_group.amax(1) > of_group.amin(1)).nonzero()[:, 0].tolist()
@@ -196,11 +167,7 @@ def _update(
     objective: Objective, weights_SW: Tensor, adam: SeedAdam, old_SKPV: Tensor, minibatches: Sequence[Sequence[Group]],
     first: bool,
 ) -> dict[str, Tensor]:  # fmt: skip
-    """Take one optimizer step in every seed; return shares and the KL of its tokens, nan for a seed without groups.
-
-    Args:
-        weights_SW: Weights of the networks.
-    """
+    """Take one optimizer step in every seed; return shares and the KL of its tokens, nan for a seed without groups."""
     prompts = [[group.prompt for group in groups] for groups in minibatches]
     most = max(map(len, prompts))
     prompts_SQ = torch.tensor([row + [0] * (most - len(row)) for row in prompts])
@@ -234,7 +201,7 @@ def _inputs(groups: Sequence[Group], new_QPV: Tensor, old_QPV: Tensor) -> tuple[
     progress_R, token_R = (torch.cat([getattr(x, name) for x in groups]) for name in ("progress_R", "token_R"))
     place_R = torch.arange(len(groups)).repeat_interleave(tokens_Q), progress_R
     old_logprob_R = old_QPV[place_R].gather(1, token_R[:, None])[:, 0]
-    counts = (float(len(token_R)), float(len(lengths_G)), float(len(groups)), float(MAX_TOKENS))
+    counts = (float(len(token_R)), float(len(lengths_G)), float(len(groups)), float(chain.MAX_TOKENS))
     inputs = LossInputs(
         advantage_R=advantage_G.repeat_interleave(lengths_G),
         old_logprob_R=old_logprob_R,
@@ -286,7 +253,6 @@ def main(words: Sequence[str] | None = None) -> None:
     }  # fmt: skip
     args.json.write_text(json.dumps(found, indent=1) + "\n")
     args.json.with_suffix(".md").write_text(markdown(found))
-    write_picture(found, args.json.with_suffix(".png"))
     print(markdown(found))
 
 

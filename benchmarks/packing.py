@@ -1,6 +1,6 @@
 """Measure the share of the mesh's time that a plan of microbatches keeps busy, ours next to two others.
 
-    python -m benchmarks.packing [--seeds 16]
+    python -m benchmarks --only 6
 
 512 sequences of lognormal length (mean 6,100 tokens before the cap, sigma 0.9, cap 32,768), 32,768 tokens per microbatch. A
 sequence of L tokens costs L (1 + L / 60,000). Efficiency: work / (ranks x time of the slowest rank). The time is that of
@@ -15,13 +15,10 @@ The others, written by us from the description in their sources:
 
 from __future__ import annotations
 
-import argparse
 import heapq
-import json
 import math
 import random
 import statistics
-import time
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -146,12 +143,7 @@ def measure(dp: int, pp: int, seeds: int, planners: Sequence[str] = tuple(PLANNE
 
 
 def measures(seeds: int = SEEDS, planners: Sequence[str] = tuple(PLANNERS)) -> list[Measure]:
-    """Return the efficiencies on every mesh and the padding's share of the computed tokens. They are the same on every machine.
-
-    Args:
-        seeds: Number of batches.
-        planners: Keys of PLANNERS.
-    """
+    """Return the efficiencies on every mesh and the padding's share of the computed tokens. All are counts."""
     out = []
     for dp, pp in MESHES:
         found = measure(dp, pp, seeds, planners)
@@ -177,35 +169,3 @@ def padding_share(batches: Sequence[Sequence[int]]) -> dict[str, float]:
         1 - sum(b) / sum(len(r) * max(r) for r in (b[i : i + PADDED] for i in range(0, len(b), PADDED))) for b in batches
     ]
     return {OURS: statistics.fmean(packed), f"rectangles of {PADDED}": statistics.fmean(rectangles)}
-
-
-def planning_seconds(dp: int, pp: int, count: int = 4096) -> float:
-    """Return the CPU seconds of one plan, the median of five after a first one."""
-    times = []
-    for seed in range(6):
-        lengths, start = lognormal(seed, count), time.process_time()
-        ours(lengths, dp, pp)
-        times.append(time.process_time() - start)
-    return statistics.median(times[1:])
-
-
-def main() -> None:
-    """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=SEEDS)
-    args = parser.parse_args()
-    print(f"{'mesh':<11}{'planner':<15}{'train':>7}{'worst':>8}{'forward':>9}{'worst':>8}{'microbatches':>14}")
-    rows = {}
-    for dp, pp in MESHES:
-        rows[f"dp{dp} pp{pp}"] = found = measure(dp, pp, args.seeds)
-        for name, row in found.items():
-            print(
-                f"{f'dp{dp} pp{pp}':<11}{name:<15}{row['train']:>7.3f}{row['train_worst']:>8.3f}{row['forward']:>9.3f}"
-                f"{row['forward_worst']:>8.3f}{row['microbatches']:>14.1f}"
-            )
-    seconds = {f"dp{dp} pp{pp}": planning_seconds(dp, pp) for dp, pp in MESHES}
-    print(json.dumps({"id": "packing", "target": TARGET, "seeds": args.seeds, "meshes": rows, "seconds_4096": seconds}))
-
-
-if __name__ == "__main__":
-    main()

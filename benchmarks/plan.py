@@ -28,15 +28,9 @@ class PublishedRun:
     """One published run.
 
     Attributes:
-        what: Model, method, precision and GPUs.
-        seconds: Time of a step, as published.
-        model: Name for `read_model`.
-        parallel: Keys of that section of the config.
         sequence: Largest length of a sequence in tokens.
         rollout: Keys of that section of the config; None: plain training on full sequences.
-        updates: Optimizer steps per training step.
         mean: Mean tokens of prompts and responses.
-        note: Assumptions where the source says nothing.
     """
 
     what: str

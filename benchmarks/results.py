@@ -19,17 +19,13 @@ ROWS = {
     1: "Log-prob + entropy, forward + backward: memory",
     2: "Log-prob + entropy, forward + backward: time",
     3: "Log-prob + entropy: error against fp64",
-    4: "Collectives per microbatch",
-    5: "Output layer: rows of prompts and padding",
+    4: "Collectives of log-prob + entropy",
     6: "Packing and balance",
     7: "Training step without generation",
-    8: "GPU: log-prob + entropy, forward + backward",
-    9: "GPU: output layer + log-prob + entropy, forward + backward",
     10: "Conversion of checkpoints",
     11: "Saving checkpoints",
     12: "Delivery of the weights to the engine",
     13: "Rollouts one step ahead",
-    14: "Training step whose responses share prompts",
     15: "Rollout data path (all parts: `python -m benchmarks.controller`)",
     16: "Predictions about mechanisms: lower end of the effect's interval",
 }
@@ -73,10 +69,8 @@ class Measure:
         name: Title, unique within the row.
         unit: Unit of all values; "" for a count or a ratio.
         ours: Our value; None: not measured, for the reason `why`.
-        peers: Values of others, by name.
         deterministic: Whether the value is the same on every machine, and therefore a gate (tests/unit/benches/test_bench.py).
         why: Reason that ours was not measured.
-        more: Further facts for the file: shape, threads ...
     """
 
     row: int

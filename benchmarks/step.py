@@ -1,9 +1,9 @@
 """Measure the demo's training step, without generation: ours on Megatron-Core next to the same step in plain PyTorch.
 
-    python -m benchmarks.step [--quick] [--repetitions 9] [--model demo|100m] [--json FILE]
+    python -m benchmarks.step [--quick] [--repetitions 9] [--json FILE]
 
 A step of examples/demo.yaml: 32 problems x 8 samples of examples/arithmetic, old statistics of all of them, then 4 updates with
-the `tepo` objective (100m: see `_step_cases.py`). Both sides begin with the rollouts on the host and end with the last update's
+the `tepo` objective. Both sides begin with the rollouts on the host and end with the last update's
 loss and gradient norm on the host. The noise floor of dH, which the demo measures in 2 of its 40 steps, is left out.
 
     tp1, tp2        Actor.attach_old_stats, mismatch and update, on one rank and on two tensor-parallel ranks
@@ -53,7 +53,7 @@ def disagreement(ours: list[Updates], plain: list[Updates]) -> float:
     return max(abs(a - b) / abs(b) if b else math.inf for x, y in pairs for a, b in zip(x, y, strict=True))
 
 
-def measure(repetitions: int = 9, quick: bool = False, case: str = "demo") -> dict[str, Any]:
+def measure(repetitions: int = 9, quick: bool = False) -> dict[str, Any]:
     """Return seconds by worker and threads, ratios, and how well the results agree.
 
     Raises:
@@ -64,8 +64,8 @@ def measure(repetitions: int = 9, quick: bool = False, case: str = "demo") -> di
     samples: dict[tuple[str, int], list[float]] = {(n, t): [] for n in names for t in threads_of[n]}
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         disable_progress_bar()
-        cases.write_model(case, Path(folder))
-        workers = {n: stack.enter_context(started(n, case, Path(folder))) for n in names}
+        cases.write_model(Path(folder))
+        workers = {n: stack.enter_context(started(n, Path(folder))) for n in names}
         for worker in workers.values():
             worker.ready()
         for turn in range((2 if quick else repetitions) + 1):  # the first round warms up
@@ -83,7 +83,7 @@ def measure(repetitions: int = 9, quick: bool = False, case: str = "demo") -> di
     if "tp2" in names:
         ratio["tp2 2 threads"] = median["tp2", 1] / best[2]
     return {
-        "id": f"step/{case}", "target": TARGET, "ratio": ratio, "disagreement": found, "load": load(),
+        "id": "step/demo", "target": TARGET, "ratio": ratio, "disagreement": found, "load": load(),
         "repetitions": 2 if quick else repetitions,
         "seconds": {f"{n} {t} threads": spread(s) for (n, t), s in samples.items()},
     }  # fmt: skip
@@ -101,9 +101,8 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="one thread, no tp2, two repetitions: to see that it runs")
     parser.add_argument("--repetitions", type=int, default=9)
     parser.add_argument("--json", type=Path, help="write the result there too")
-    parser.add_argument("--model", choices=cases.CASES, default="demo")
     args = parser.parse_args()
-    result = measure(args.repetitions, args.quick, args.model)
+    result = measure(args.repetitions, args.quick)
     print(
         f"{result['load']}; {result['repetitions']} repetitions; results differ by {max(result['disagreement'].values()):.1e}"
     )

@@ -4,13 +4,11 @@
     torchrun --nproc-per-node 2 -m benchmarks.sync --tp 2
 
 Makes a random Qwen3 in fp32 (50 M parameters, 200 MB), serves it with each engine on the CPU, and pushes its weights. For each
-push: seconds to gather and write all rounds (with `ipc` into the rank's own memory) while nobody reads them (transport),
-seconds of the whole push with the engine (total), and the part of those in which the engine was loading. The copy, made just
-before by one process, writes as many bytes to one file in /dev/shm. Printed are medians; the first push of each engine warms up
-and is not counted. Target: transport <= 3 copies.
+push: seconds to gather and write all rounds (with `ipc` into the rank's own memory) while nobody reads them (transport), and
+seconds until the engine has loaded them (total). The copy, made just before by one process, writes as many bytes to one file in
+/dev/shm. Printed are medians; the first push of each engine warms up and is not counted. Target: transport <= 3 copies.
 
-With `--transport group` (gloo): gather is a push without recipients; transport is a push to a process that receives everything
-and loads nothing (it includes the gathering, which runs concurrently). Target: transport <= 10 copies.
+With `--transport group` (gloo) transport is a push to a process that receives everything and loads nothing. Target: 10 copies.
 """
 
 from __future__ import annotations
@@ -76,49 +74,6 @@ class NullReceiver:
     def verify(self, sent: Mapping[str, int]) -> None: ...
 
 
-class TimedFleet:
-    """A fleet that also counts the seconds in which it was loading or finishing."""
-
-    def __init__(self, fleet: Fleet) -> None:
-        self.fleet, self.seconds = fleet, 0.0
-
-    def begin_update(self, version: int) -> None:
-        start, self.seconds = time.perf_counter(), 0.0
-        self.fleet.begin_update(version)
-        self.seconds += time.perf_counter() - start
-
-    @property
-    def base(self) -> int | None:
-        return self.fleet.base
-
-    def keep_unchanged(self, names: Sequence[str]) -> None:
-        self.fleet.keep_unchanged(names)
-
-    @property
-    def recipients(self) -> tuple[Recipient, ...]:
-        return self.fleet.recipients
-
-    def join_groups(self, specs: Mapping[Recipient, GroupSpec]) -> Future[None]:
-        return self.fleet.join_groups(specs)
-
-    def load(self, sources: Sequence[Source]) -> Future[None]:
-        start = time.perf_counter()
-        loading = self.fleet.load(sources)
-        loading.add_done_callback(lambda _: self._add(start))
-        return loading
-
-    def finish_update(self) -> None:
-        start = time.perf_counter()
-        self.fleet.finish_update()
-        self._add(start)
-
-    def verify(self, sent: Mapping[str, int]) -> None:
-        self.fleet.verify(sent)
-
-    def _add(self, start: float) -> None:
-        self.seconds += time.perf_counter() - start
-
-
 def timed_push(sync: WeightSync, version: int) -> float:
     """Push the weights and return the seconds until all ranks have finished."""
     start = time.perf_counter()
@@ -127,11 +82,10 @@ def timed_push(sync: WeightSync, version: int) -> float:
 
 
 def measure(actor: Actor, cfg: Config, engine: Fleet | None, nbytes: int, pushes: int) -> dict[str, float]:
-    """Return median seconds: copy of `nbytes`, gather (for `group`), transport, total and loading; and the number of rounds."""
+    """Return median seconds: copy of `nbytes`, transport and total; and the number of rounds."""
     source = torch.ones(nbytes, dtype=torch.uint8)
     from tepo_megatron.weight_sync.sync import make_weight_sync
 
-    receiver = TimedFleet(engine) if engine is not None else None
     main, grouped = actor.groups.is_main, cfg.sync.transport.type == "group"
     times: dict[str, list[float]] = collections.defaultdict(list)
     with contextlib.ExitStack() as stack:
@@ -139,14 +93,12 @@ def measure(actor: Actor, cfg: Config, engine: Fleet | None, nbytes: int, pushes
         def sync_to(receiver: Any) -> WeightSync:
             return stack.enter_context(make_weight_sync(cfg.sync, actor.bindings, actor.arch, actor.groups, receiver))
 
-        syncs = {"gather": sync_to(NullReceiver() if main else None)} if grouped else {}
-        recipient = (
-            stack.enter_context(Receiver(Path(cfg.model.path))) if grouped and main else NullReceiver() if main else None
-        )
-        syncs |= {"transport": sync_to(recipient), "total": sync_to(receiver)}
+        recipient: Any = None
+        if main:
+            recipient = stack.enter_context(Receiver(Path(cfg.model.path))) if grouped else NullReceiver()
+        syncs = {"transport": sync_to(recipient), "total": sync_to(engine)}
         for version in range(pushes + 1):
             once = {"copy": copy_seconds(source)} | {name: timed_push(sync, version) for name, sync in syncs.items()}
-            once["loading"] = receiver.seconds if receiver is not None else 0.0
             if version:
                 for name, seconds in once.items():
                     times[name].append(seconds)
@@ -165,11 +117,10 @@ def write_model(shape: dict[str, int], folder: Path) -> Path:
 def report(name: str, transport: str, nbytes: int, times: dict[str, float]) -> None:
     """Print a row of the table."""
     copies, target = times["transport"] / times["copy"], TARGETS[transport]
-    gather = f"gather {times['gather']:.3f} s  " if "gather" in times else ""
     print(
-        f"{name:7s} {nbytes / 1e6:6.0f} MB {times['rounds']:4.0f} rounds  copy {times['copy']:.3f} s  {gather}transport "
+        f"{name:7s} {nbytes / 1e6:6.0f} MB {times['rounds']:4.0f} rounds  copy {times['copy']:.3f} s  transport "
         f"{times['transport']:.3f} s ({copies:.1f} copies, target {target:g}: {'met' if copies <= target else 'MISSED'})  "
-        f"engine loading {times['loading']:.3f} s  total {times['total']:.3f} s"
+        f"total {times['total']:.3f} s"
     )
 
 

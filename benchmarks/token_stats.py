@@ -1,6 +1,6 @@
 """Measure log-prob and entropy of the logits, forward and backward, on a CPU: ours next to TRL, verl and the plain formula.
 
-    python -m benchmarks.token_stats [--peers DIR] [--quick] [--repetitions 9]
+    python -m benchmarks --only 1,2,3 [--peers DIR] [--quick]
 
 All run in one process and in turn. Peers that are not installed are left out; `make bench` puts them into .cache/peers. The
 comparison is with their own PyTorch code for CPUs in bf16, as their trainers call it, not with their fused GPU kernels.
@@ -13,7 +13,6 @@ machine); errors against fp64 on the same logits.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import os
 from collections.abc import Callable, Set
@@ -27,9 +26,9 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import torch
 from torch import Tensor
 
-from benchmarks._measure import MeasuredTimes, bytes_moved, interleaved, load, peak_extra_bytes
+from benchmarks._measure import MeasuredTimes, bytes_moved, interleaved, peak_extra_bytes
 from benchmarks._token_stats_peers import Statistics, alternatives, ours
-from benchmarks.results import OURS, Measure, Target, surroundings, table
+from benchmarks.results import OURS, Measure, Target
 
 Inputs = tuple[Tensor, Tensor, Tensor]  # logits [R, V], not a leaf; labels [R]; gradients [2, R]
 Shape = tuple[int, int]
@@ -44,11 +43,7 @@ ERROR_TARGETS = {"log-prob": 2e-6, "entropy": 2e-6, "gradient": 1e-5}  # fp32: n
 
 
 def inputs(shape: Shape, dtype: torch.dtype, shift: float = 0.0) -> Callable[[], Inputs]:
-    """Return a function that makes fresh logits of the same values every time, as an output layer would: not a leaf, used once.
-
-    Args:
-        dtype: Of the logits.
-    """
+    """Return a function that makes fresh logits of the same values, as an output layer would: not a leaf, used once."""
     generator = torch.Generator().manual_seed(0)
     source = (torch.randn(shape, generator=generator) * 3 + shift).to(dtype).requires_grad_()
     labels = torch.randint(0, shape[1], shape[:1], generator=generator)
@@ -77,11 +72,7 @@ def logprob_only(statistics: Statistics, given: Inputs) -> tuple[Tensor, Tensor,
 
 
 def memory(them: dict[str, Statistics], shape: Shape, dtype: torch.dtype, threads: int) -> list[Measure]:
-    """Measure peak extra memory and, with one thread, bytes moved (the same for any number of threads), in U.
-
-    Args:
-        dtype: Of the logits.
-    """
+    """Measure peak extra memory and, with one thread, bytes moved (the same for any number of threads), in U."""
     torch.set_num_threads(threads)
     u = 2 * shape[0] * shape[1]
     prepare = inputs(shape, dtype)
@@ -117,11 +108,7 @@ def times(them: dict[str, Statistics], shape: Shape, threads: int, repetitions: 
 
 
 def errors(them: dict[str, Statistics], shape: Shape, dtype: torch.dtype, shift: float) -> list[Measure]:
-    """Measure, against fp64, the largest error of log-prob and entropy (nats) and the gradient's relative error in the 2-norm.
-
-    Args:
-        dtype: Of the logits.
-    """
+    """Measure, against fp64, the largest error of log-prob and entropy (nats) and the gradient's relative error (2-norm)."""
     prepare = inputs(shape, dtype, shift)
     logits, labels, gradients = prepare()
     exact = logits.detach().double().requires_grad_()
@@ -183,19 +170,3 @@ def measure(
 def gates() -> list[Measure]:
     """Measure only ours, and only what is the same on every machine."""
     return memory({OURS: ours}, GATE_SHAPE, torch.bfloat16, 1)
-
-
-def main() -> None:
-    """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--peers", type=Path, help="a folder with installed peers")
-    parser.add_argument("--quick", action="store_true", help="small shapes, two repetitions")
-    parser.add_argument("--repetitions", type=int, default=9)
-    args = parser.parse_args()
-    found = measure(args.peers, args.quick, args.repetitions)
-    print(table(m.as_object() for m in found))
-    print(", ".join(f"{name} {version}" for name, version in surroundings()["versions"].items()), "|", load())
-
-
-if __name__ == "__main__":
-    main()

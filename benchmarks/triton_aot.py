@@ -55,10 +55,8 @@ class CompiledKernel:
 
     Attributes:
         arch: Compute capability times 10.
-        registers: Registers per thread.
         spills: Accesses of local memory in the machine code.
         stack: Bytes of local memory per thread.
-        shared: Bytes of shared memory per block.
         warps: Warps that fit on a multiprocessor at a time, of 64.
         loads: Number of loads from global memory in the machine code, by width in bytes.
         stores: Number of stores to global memory in the machine code, by width in bytes.

@@ -21,7 +21,7 @@ extensions = ["myst_parser", "autoapi.extension", "sphinx_copybutton"]
 
 root_doc = "docs/index"
 include_patterns = ["*.md", "docs/**", "examples/**/README.md", "benchmarks/results/*.md"]
-exclude_patterns = [".*", "build", "runs", "tests", "tepo_megatron"]  # not looked through
+exclude_patterns = [".*", "build", "runs", "tests", "tepo_megatron", "docs/mutants.md"]  # not looked through
 suppress_warnings = [
     "misc.highlighting_failure",  # formulas in the form of Python
     "autoapi.python_import_resolution",  # constants that modules import from each other
@@ -36,6 +36,7 @@ autoapi_dirs = [str(ROOT / "tepo_megatron")]
 autoapi_generate_api_docs = False  # the pages in docs/api/ name what they show
 autoapi_options = ["members", "undoc-members", "show-inheritance"]
 autodoc_member_order = "bysource"
+autodoc_default_options = {"members": True, "undoc-members": True}
 SHOWN = {
     name.split(".")[0]
     for page in (ROOT / "docs/api").glob("*.md")

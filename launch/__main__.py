@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from launch import command_line, jobs, leftovers, login, preflight, provenance, snapshot
+from launch import command_line, jobs, login, preflight, provenance, snapshot
 from launch.doctor import doctor
 from launch.executors import EXECUTORS, Executor
 from launch.jobs import JobFolder, LogSelection, SubmittedJob
@@ -32,9 +32,7 @@ class Start:
     """The start of a job.
 
     Attributes:
-        code: Version of the code that submits the job.
         after: Id of a job to wait for. None: no waiting.
-        dry_run: Print the scripts and leave nothing behind.
         allow_dirty: Take files that differ from the commit into the snapshot instead of refusing them.
     """
 
@@ -61,14 +59,10 @@ class Start:
         """Return the lock of a folder's submissions. A dry run needs none, nor a run on this machine, which has its own."""
         if self.dry_run or not self.executor.QUEUES:
             return contextlib.nullcontext()
-        return leftovers.submitting(folder, self.executor.NAME, self.executor.find)
+        return jobs.submitting(folder, self.executor.NAME, self.executor.find)
 
     def submit(self, job: Any, slot: JobFolder, cluster: Cluster, cfg: Config | None = None) -> int:
-        """Submit a job, or print it in a dry run, and return the exit status.
-
-        Args:
-            cfg: The run's config. None: a command.
-        """
+        """Submit a job, or print it in a dry run, and return the exit status."""
         if self.dry_run:
             print(self.executor.render(job), end="")
             return 0

@@ -27,7 +27,6 @@ class LaunchCall:
     """A call that starts a run or a command.
 
     Attributes:
-        kind: `train`, `convert` or `evaluate`.
         args: Its options and its `target`, which is the CONFIG of a run or the FOLDER of a command.
         overrides: Other words of the launcher: for a run, keys of the config and their values.
         rest: Words of a command after `--`.

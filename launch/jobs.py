@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shlex
 import shutil
+import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -18,6 +20,7 @@ from tepo_megatron.errors import ConfigError
 from tepo_megatron.utils import records
 from tepo_megatron.utils.atomic import replace_file
 from tepo_megatron.utils.escaping import escaped
+from tepo_megatron.utils.run_lock import RunLock
 
 _RECORD, _CONFIG, _CODE, PACKAGES = "job.json", "config.yaml", "code.json", "packages.json"
 _RANKS_SHOWN = 4  # logs of ranks that are printed without --rank
@@ -32,9 +35,7 @@ class SubmittedJob:
     Attributes:
         id: Slurm's job number, or the pid of `launch` on `host`.
         host: Machine where `launch` was called.
-        number: Number of the job among those of its folder, from 1.
         shell: Words that start an interactive shell in the job's environment on one of its machines. Empty: there are none.
-        ended: The job is known to have ended.
     """
 
     executor: str
@@ -51,7 +52,6 @@ class LogSelection:
     """The part of a job's logs to print.
 
     Attributes:
-        lines: Last lines of each file.
         node: Only the logs of this machine: its name or its index in the job. None: all machines.
         rank: Only the log of this rank, which is not rank 0. None: all ranks.
     """
@@ -67,7 +67,6 @@ class JobFolder:
 
     Attributes:
         run: Folder of the run or command, absolute.
-        number: Number of the job among those of `run`, from 1.
         code: Snapshot of the code that the job imports. None: there is none.
     """
 
@@ -105,14 +104,7 @@ class JobFolder:
         return (*snapshot.shell_lines(self.code), f"export TEPO_RANK_LOGS={shlex.quote(str(self.path))}")
 
     def create(self, config: str | None = None, about: Mapping[str, object] | None = None) -> None:
-        """Create the folder, with everything that the job reads from it.
-
-        Args:
-            config: The run's resolved config, as YAML. None: a command.
-            about: Facts for code.json. None: no such file.
-        Raises:
-            ConfigError: Another submission has created it, or it cannot be written.
-        """
+        """Create the folder with everything that the job reads from it. Raise ConfigError if it exists or cannot be written."""
         try:
             self.path.mkdir(parents=True)
             for name in PROGRAMS:
@@ -141,11 +133,7 @@ class JobFolder:
         _write(self.run, SubmittedJob(executor, job_id, os.uname().nodename, when, self.number, tuple(shell)))
 
     def submitted(self, executor: str, job_id: str, what: str = "job", shell: Sequence[str] = ()) -> int:
-        """Record a job and print the commands to ask for it.
-
-        Returns:
-            The exit status 0.
-        """
+        """Record a job and print the commands to ask for it. Return the exit status 0."""
         self.record(executor, job_id, shell)
         shown = os.path.relpath(self.run) if self.run.is_relative_to(Path.cwd()) else self.run
         print(f"{what} {job_id}; python -m launch status|logs|cancel|attach {shown}")
@@ -158,11 +146,7 @@ def launch_folder(folder: Path) -> Path:
 
 
 def next_job(folder: Path, code: CodeVersion | None = None) -> JobFolder:
-    """Return the folder of the next submission, whose number is one more than the greatest so far. Nothing is written.
-
-    Args:
-        code: Version of the code. None: the job imports none.
-    """
+    """Return the folder of the next submission, whose number is one more than the greatest so far. Nothing is written."""
     home, name = launch_folder(folder), folder.absolute().name
     nemo = (path.name.rpartition("_")[2] for path in (home / "experiments" / name).glob(f"{name}_*"))  # refused ones, too
     number = 1 + max([*_numbers(folder), *(int(number) for number in nemo if number.isdigit())], default=0)
@@ -175,16 +159,34 @@ def unrecorded(folder: Path) -> list[JobFolder]:
     return [slot for slot in found if not (slot.path / _RECORD).exists()]
 
 
+@contextlib.contextmanager
+def submitting(folder: Path, executor: str, find: Callable[[JobFolder], str | None]) -> Iterator[None]:
+    """Hold the lock of a folder's submissions. Raise ConfigError if another submission holds it.
+
+    First of all it records or removes what a killed `launch` left: a job that the scheduler took, or a folder without a job.
+    """
+    with RunLock(launch_folder(folder), what=f"a submission of {folder.absolute().name}") as lock:
+        lock.sign()
+        _clean_up(folder, executor, find)
+        yield
+
+
+def _clean_up(folder: Path, executor: str, find: Callable[[JobFolder], str | None]) -> None:
+    for slot in unrecorded(folder):
+        if id := find(slot):
+            slot.record(executor, id)
+            said = f"job {slot.number} ({executor} job {id}) was submitted by a `launch` that was killed; it is recorded now"
+            print(f"launch: {slot.run}: {said}", file=sys.stderr)
+        elif not slot.has_run():
+            slot.remove()
+
+
 def _numbers(folder: Path) -> list[int]:
     return sorted(int(path.name) for path in (launch_folder(folder) / "jobs").glob("*") if path.name.isdigit())
 
 
 def read(folder: Path, number: int | None = None) -> SubmittedJob:
-    """Return a job of a folder. Raise ConfigError if there is none.
-
-    Args:
-        number: Number of the job. None: the newest.
-    """
+    """Return a job of a folder, without a number the newest. Raise ConfigError if there is none."""
     found = submitted_jobs(folder)
     if not found:
         raise ConfigError(f"{folder}: nothing was launched there; give a run's folder, output/name of its config")
@@ -245,11 +247,7 @@ def progress(folder: Path) -> list[str]:
 
 
 def log_tails(folder: Path, job: SubmittedJob, paths: Iterable[Path], selection: LogSelection) -> str:
-    """Return the last lines of a job's logs under their names: those of its machines and ranks, and the run's own.
-
-    Returns:
-        The text; empty if there is no such file.
-    """
+    """Return the last lines of a job's logs under their names: those of its machines and ranks, and the run's own."""
     of_ranks = launch_folder(folder) / "jobs" / str(job.number)
     if selection.rank is not None:
         chosen = [of_ranks / f"rank-{selection.rank}.log"]

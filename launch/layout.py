@@ -15,10 +15,8 @@ class Layout:
 
     Attributes:
         train_nodes: Machines with training ranks, the first ones.
-        ranks: Ranks on each of them.
         serve_nodes: Machines with inference servers, after the training machines. 0: the run's first rank starts its servers
             on its own machine.
-        servers: Servers on each serving machine.
         shared: True: the serving machines are the training machines (colocated).
     """
 
@@ -35,13 +33,9 @@ class Layout:
 
 
 def lay_out(cfg: Config, cluster: Cluster) -> Layout:
-    """Return the layout of a run.
+    """Return the layout of a run. Raise ConfigError if ranks or servers do not fill machines.
 
     With `rollout.server.rendezvous` servers have machines of their own, or under `rollout.colocate` the ranks' machines.
-
-    Raises:
-        ConfigError: Ranks or servers do not fill machines, or several machines of ranks would share the servers of one machine
-            without a way to it.
     """
     if cfg.platform == "cuda" and not cluster.gpus:
         raise ConfigError(

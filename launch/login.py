@@ -64,10 +64,6 @@ def call(place: str, words: Sequence[str]) -> int:
     """Call `python -m launch WORDS` on a login node and return its exit status; ssh's own errors have 255.
 
     The values of the profile's secrets are sent through ssh and are in no file and no command line.
-
-    Raises:
-        ConfigError: The executor cannot be called there, the checkout differs from its commit, a file or a secret is missing,
-            or the commit cannot be pushed.
     """
     host, _, folder = place.partition(":")
     if folder.startswith("~"):
@@ -102,7 +98,6 @@ class LoginFiles:
     """The files of a call on the login node.
 
     Attributes:
-        commit: The commit that is checked out there.
         folder: Folder there for files that the commit does not have.
         lines: Shell lines that write these files and export the secrets.
     """
@@ -117,11 +112,7 @@ class LoginFiles:
         return f"{_HOME}/checkouts/{self.commit}"
 
     def send(self, call: LaunchCall) -> list[str]:
-        """Return the words there of a run's or a command's start.
-
-        Raises:
-            ConfigError: The executor cannot be called there, or a file or a secret is missing.
-        """
+        """Return the words there of a run's or a command's start."""
         args = call.args
         if args.executor == "local":
             raise ConfigError("--login: --executor local would train on the login node; give --executor slurm")
@@ -181,11 +172,7 @@ def _push(place: str, commit: str, ref: str) -> None:
 
 
 def _ssh(words: Sequence[str], script: str | None = None) -> int:
-    """Call ssh and return its exit status.
-
-    Args:
-        script: Text for its standard input. None: that of this process.
-    """
+    """Call ssh and return its exit status."""
     try:
         return subprocess.run(["ssh", *_STRICT, *words], input=script, text=True, check=False).returncode
     except FileNotFoundError:

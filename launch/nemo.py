@@ -45,12 +45,9 @@ class Submission:
     """A job of one or several tasks.
 
     Attributes:
-        home: Folder for NeMo-Run's files and the logs.
-        number: Number of this submission from that folder.
         setup: Shell code for the batch script.
         requeued: True: the job gets a signal before its time limit.
         after: Number of a Slurm job that must succeed first; None: no waiting.
-        spare_nodes: Machines in addition to those of the tasks.
         variables: Names of variables that `setup` exports for the tasks.
     """
 

@@ -35,7 +35,6 @@ class NodeCheck:
     """The options of a check and the place of this machine in it.
 
     Attributes:
-        folder: Shared folder of this check, which no other check uses.
         names: All machines of the job, in its order.
         need: Number of machines that the job uses.
         gpus: GPUs that each machine must have; 0: the check of GPUs and driver is left out.
@@ -45,7 +44,6 @@ class NodeCheck:
         least: Least bandwidth of the all-reduce in GB/s.
         clock: Largest difference of clocks in seconds.
         deadline: `time.monotonic()` at which the check gives up.
-        timeout: Its seconds, for messages.
     """
 
     folder: Path
@@ -67,11 +65,7 @@ class NodeCheck:
         _replace(self.folder / f"{self.name}.{kind}.json", json.dumps(tree))
 
     def read(self, names: Iterable[str], kind: str, patience: float | None = None) -> dict[str, Any]:
-        """Return machine -> content of its file of a kind, for the machines that wrote it in time.
-
-        Args:
-            patience: Seconds to wait; None: until the deadline.
-        """
+        """Return machine -> content of its file of a kind, for the machines that wrote it in time."""
         found: dict[str, Any] = {}
         deadline = self.deadline if patience is None else min(self.deadline, time.monotonic() + patience)
         while True:

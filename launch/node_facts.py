@@ -39,12 +39,7 @@ _ROUNDS, _GPU_NUMEL, _CPU_NUMEL = 5, 64 * 2**20, 2**20  # all-reduces after the 
 
 
 def gather(gpus: int, interfaces: list[str], skip: list[str], infiniband: str = "") -> dict[str, Any]:
-    """Return the facts of this machine, with its faults and a line about it.
-
-    Args:
-        gpus: GPUs that it must have; 0: they are not looked at.
-        infiniband: RDMA adapters that it must have, as NCCL_IB_HCA names them; empty: they are not looked at.
-    """
+    """Return the facts of this machine, with its faults and a line about it."""
     faults = adapter_faults(infiniband)
     there = addresses()
     said = [f"{len(os.sched_getaffinity(0))} CPUs", f"interfaces {', '.join(f'{n} {a}' for n, a in there) or 'none'}"]
@@ -85,11 +80,7 @@ def adapter_faults(wanted: str, folder: Path = Path("/sys/class/infiniband")) ->
 
 
 def driver_fault(driver: str | None, versions: dict[str, Any]) -> str | None:
-    """Return why a driver is too old for PyTorch's CUDA; None if it is not, or cuda-compat makes up for it.
-
-    Args:
-        driver: Version of the driver; None: unknown.
-    """
+    """Return why a driver is too old for PyTorch's CUDA; None if it is not, or cuda-compat makes up for it."""
     cuda = versions.get("cuda")
     if not cuda or not driver or not (major := re.match(r"\d+", driver)):
         return None
@@ -134,7 +125,6 @@ class Listener:
     """The head's port while the machines look for it: it answers each greeting with the head's time.
 
     Attributes:
-        addresses: (interface, address) at which the others are to try.
         port: The port, which stays reserved until the listener is closed.
         fault: Why there is no port; empty if there is one.
     """
@@ -189,13 +179,7 @@ def free_port() -> int:
 
 
 def greet(address: str, port: int, token: str, seconds: float) -> tuple[str, float]:
-    """Greet the head. Return the own address towards it, and how far this machine's clock is ahead in seconds.
-
-    Args:
-        seconds: Time limit.
-    Raises:
-        OSError: The head does not answer there.
-    """
+    """Greet the head. Return the own address towards it, and how far this machine's clock is ahead in seconds."""
     with socket.create_connection((address, port), timeout=seconds) as s:
         before = time.time()
         s.sendall(token.encode())
@@ -231,11 +215,7 @@ def _versions() -> tuple[dict[str, Any], str | None]:
 
 
 def all_reduce(address: str, port: int, rank: int, world: int, gpus: int) -> float:
-    """Take part in an all-reduce as one rank. Return the bus bandwidth in GB/s, 2 (n - 1) / n of the tensor per time.
-
-    Args:
-        gpus: GPUs of each machine; 0: Gloo on CPUs.
-    """
+    """Take part in an all-reduce as one rank. Return the bus bandwidth in GB/s, 2 (n - 1) / n of the tensor per time."""
     from datetime import timedelta
 
     import torch

@@ -109,8 +109,6 @@ class Cluster:
             in the container. None: `launch/cache` in the job's folder with a container, where home may be read-only;
             otherwise the caches stay in the user's home.
         secrets: Names of variables whose values are in no file. They must be set where `launch` is called.
-        container: Container of the tasks; None: no container.
-        node_check: Check of the machines before the run.
     """
 
     python: str = "python"

@@ -32,11 +32,7 @@ def with_frozen_functions(cfg: Config, code: CodeVersion, home: Path) -> Config:
 
 
 def describe(code: CodeVersion, cluster: Cluster, cfg: Config | None, home: Path) -> dict[str, Any]:
-    """Return the content of a job's code.json, and print what of the job's code can still change.
-
-    Args:
-        cfg: The run's config. None: a command.
-    """
+    """Return the content of a job's code.json, and print what of the job's code can still change."""
     files = {} if cfg is None else {key: function.rpartition(":")[0] for key, function in functions(cfg)}
     outside = {key: file for key, file in files.items() if code.frozen(file, home) == file}
     if code.commit is None:

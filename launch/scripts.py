@@ -25,7 +25,6 @@ class StartVariables:
     Attributes:
         count: Number of earlier starts of the job.
         id: Unique among all starts of all jobs.
-        setup: Lines that each task runs first.
         packages: Words that record the packages of the environment, after those of its Python. None of them: no record.
     """
 
@@ -128,11 +127,7 @@ def package_lines(cluster: Cluster, packages: Sequence[str], machine: str = "0")
 
 
 def command(kind: str, words: Sequence[str], cluster: Cluster, folder: Path, exports: Sequence[str], code: Path | None) -> Task:
-    """Return the task that runs `tools/convert.py WORDS` or `tepo evaluate WORDS` on one machine.
-
-    Args:
-        code: Snapshot of the code. None: `tools/` is in the working directory.
-    """
+    """Return the task that runs `tools/convert.py WORDS` or `tepo evaluate WORDS` on one machine, from a snapshot if any."""
     program = _EVALUATE if kind == "evaluate" else [_CONVERT if code is None else str(code / _CONVERT)]
     return Task(kind, text([*head(folder), *exports, f"exec {joined([cluster.python, *program, *words])}"]))
 

@@ -11,6 +11,7 @@ from pydantic import Field
 
 from tepo_megatron.config.fields import NonNegative, config
 
+_MARGIN_SECONDS = 60  # part of the warning time in which Slurm ends the job before its limit
 # NeMo-Run replaces this text everywhere in the scripts that it writes.
 _RESERVED = "/nemo_run"
 # sbatch options that other keys set. If one is given twice, the last silently wins.
@@ -146,6 +147,11 @@ class SlurmConfig:
             "evaluate": None,
         }
         return dataclasses.replace(self, **fields), gpus
+
+    @property
+    def patience(self) -> int:
+        """Return the seconds for which the batch script waits for the run after the warning; Slurm needs the others."""
+        return self.warning_seconds - min(_MARGIN_SECONDS, self.warning_seconds // 2)
 
     @property
     def seconds(self) -> int:

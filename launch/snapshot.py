@@ -28,7 +28,6 @@ class CodeVersion:
     """The version of the code that a job imports.
 
     Attributes:
-        source: The checkout, or the folder of an installation without git.
         commit: Commit of the checkout. None: there is no git, and no snapshot is taken.
         changed: Files of the code that differ from the commit.
         tree: Git's hash of all files with these changes. None: nothing differs.
@@ -62,13 +61,9 @@ class CodeVersion:
             )
 
     def take(self, home: Path) -> Path | None:
-        """Write the snapshot, and the diff of changed files next to it. A snapshot that exists is used again.
+        """Write the snapshot, and the diff of changed files next to it, and return its folder; None without git.
 
-        Returns:
-            The snapshot's folder; None without git.
-
-        Raises:
-            ConfigError: Git fails, the folder cannot be written, or the checkout changed meanwhile.
+        A snapshot that exists is used again. Raise ConfigError if git fails, or the checkout changed meanwhile.
         """
         folder = self.folder(home)
         if folder is None:
@@ -105,11 +100,7 @@ class CodeVersion:
 
 
 def read(source: Path = SOURCE) -> CodeVersion:
-    """Return the version of the code in a checkout, or in an installation without git.
-
-    Raises:
-        ConfigError: The folder is a checkout, and git cannot read it.
-    """
+    """Return the version of the code in a checkout, or in an installation without git. Raise ConfigError if git fails."""
     version = _version()
     if not (source / ".git").exists():
         return CodeVersion(source, version)
@@ -155,12 +146,7 @@ def _version() -> str:
 
 @contextlib.contextmanager
 def _changed_tree(source: Path, changed: tuple[str, ...]) -> Iterator[tuple[dict[str, str], str | None]]:
-    """Yield git's environment and the hash of the tree with changed files. Nothing is written into the checkout or its index.
-
-    Args:
-        source: The checkout.
-        changed: The changed files. None of them: the hash is None.
-    """
+    """Yield git's environment and the hash of the tree with changed files. Nothing is written into the checkout."""
     if not changed:
         yield {}, None
         return
@@ -194,11 +180,7 @@ def _extract(source: Path, tree: str, environment: Mapping[str, str], folder: Pa
 
 
 def _git(source: Path, *words: str, environment: Mapping[str, str] | None = None, stdin: str = "") -> str:
-    """Run git in the checkout and return its output.
-
-    Raises:
-        ConfigError: Git fails, is not installed, or does not end.
-    """
+    """Run git in the checkout and return its output. Raise ConfigError if it fails, is missing or does not end."""
     try:
         done = subprocess.run(
             ["git", "-C", str(source), *words], input=stdin, env=os.environ | dict(environment or {}), capture_output=True,

@@ -1,8 +1,7 @@
 """Write docs/configuration.md and a table of docs/objectives.md from the config: `python -m tools.config_reference`.
 
 The meaning of a key comes from the docstring of its section ("key: meaning; ..."), the comment above the key and the comment on
-its line. What is refused comes from the errors that the section raises, and from those of the functions `check_...` of its
-module whose first parameter is the section. A section with variants has a subsection for each; their common keys come first.
+its line. A section with variants has a subsection for each; their common keys come first.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ import ast
 import dataclasses
 import functools
 import inspect
-import itertools
 import json
 import re
 import textwrap
@@ -39,8 +37,8 @@ A config is a YAML file of sections. `rollout.server.tp` is the key `tp` in `ser
 `--rollout.server.tp 2` or `--rollout.server.tp=2`, read as YAML, and wins over the file. `base: other.yaml` (a path relative
 to the file itself) lays a file over another one: sections are merged key by key, lists and values are replaced, `null` takes
 a key back to its default. A section with a `type` is replaced by one with another `type`. An unknown key is an error that
-names the nearest known one. Below each section is what it refuses (`…`: what the message fills in); what depends on the model
-and on the objective is refused before anything starts, too.
+names the nearest known one. Values that contradict each other, the model or the objective are refused before anything starts,
+with the keys and the fix.
 """
 NAMES = {int: "integer", float: "number", str: "text", bool: "true, false", type(None): "null", Any: "anything"}
 OF_A_TERM = {"type": "which term it is", "weight": "of its value in the reward"}
@@ -112,22 +110,6 @@ def meanings(cls: type) -> tuple[str, dict[str, str]]:
     return " ".join(inspect.cleandoc(cls.__doc__ or "").split()), of_key
 
 
-def refusals(cls: type) -> list[str]:
-    """Return the messages of the errors that a section's checks raise, with `…` for what they fill in."""
-    found = []
-    trees: list[ast.AST] = [_tree(cls)]
-    for node in ast.parse(inspect.getsource(inspect.getmodule(cls))).body:  # type: ignore[arg-type]
-        if isinstance(node, ast.FunctionDef) and re.match("_?check_", node.name):
-            first = node.args.args[0].annotation
-            trees += [node] * (isinstance(first, ast.Name) and first.id == cls.__name__)
-    for node in itertools.chain.from_iterable(map(ast.walk, trees)):
-        if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and node.exc.args:
-            message = node.exc.args[0]
-            parts = message.values if isinstance(message, ast.JoinedStr) else [message]
-            found.append("".join(str(p.value) if isinstance(p, ast.Constant) else "…" for p in parts))
-    return found
-
-
 def _section(section: Section) -> str:
     """Return the part of the page for one section."""
     cls = section.cls
@@ -136,7 +118,7 @@ def _section(section: Section) -> str:
     if section.name.endswith("[]") and "type" in hints:
         title += f": {type_of(hints['type'])}"
     lines = [f"## {title}", "", *([prose(intro), ""] if intro else [])]
-    return "\n".join([*lines, *_table(section, list(fields_of(cls))), *_checked_fields(cls), *_refused(cls)]) + "\n"
+    return "\n".join([*lines, *_table(section, list(fields_of(cls))), *_checked_fields(cls)]) + "\n"
 
 
 def _checked_fields(cls: type) -> list[str]:
@@ -164,7 +146,7 @@ def _variant(section: Section) -> str:
         lines += ["", *_table(section, own)]
     if again := [name for name in special if name in before]:
         lines += ["", "Also: " + ", ".join(f"`{name}`" for name in again) + "."]
-    return "\n".join([*lines, *_refused(cls)]) + "\n"
+    return "\n".join(lines) + "\n"
 
 
 def _named(cls: type) -> str:
@@ -198,11 +180,6 @@ def _table(section: Section, names: list[str]) -> list[str]:
     return lines
 
 
-def _refused(cls: type) -> list[str]:
-    """Return the lines that list what a section refuses."""
-    return ["", "Refused:", "", *(f"* {_code(message)}" for message in found)] if (found := refusals(cls)) else []
-
-
 @functools.cache
 def _dotted() -> re.Pattern[str]:
     """Return a pattern of all keys with a dot."""
@@ -216,10 +193,6 @@ def prose(text: str) -> str:
     for i in range(0, len(parts), 2):
         parts[i] = _dotted().sub(lambda key: f"`{key[0]}`", re.sub(r"([*<_\\])", r"\\\1", parts[i]).replace("\\_", "_"))
     return "".join(parts)
-
-
-def _code(text: str) -> str:
-    return f"`` {text} ``" if "`" in text else f"`{text}`"
 
 
 def fields_of(cls: type) -> dict[str, dataclasses.Field[Any]]:

@@ -1,11 +1,10 @@
-"""Write the Grafana dashboard and the tables of names in docs/metrics.md: `python -m tools.grafana`."""
+"""Write the Grafana dashboard and the table of names in docs/metrics.md: `python -m tools.grafana`."""
 
 import json
 import re
 from pathlib import Path
 from typing import Any
 
-from tepo_megatron.controller.step_log import KEYS, PHASES
 from tepo_megatron.observability.metrics_server import step_name
 
 ROOT = Path(__file__).parents[1]
@@ -81,19 +80,16 @@ def names_in(board: dict[str, Any]) -> set[str]:
     return {name for text in texts for name in re.findall(r"\btepo_\w+", text)}
 
 
-def tables() -> str:
-    """Return the tables of names in Markdown."""
-    live = [f"| `{name}` | {text} |" for name, text in LIVE.items()]
-    keys = [*KEYS, *(f"seconds/{phase}" for phase in PHASES), "seconds/total", "tokens_per_second"]
-    steps = [f"| `{step_name(key)}` | `{key}` |" for key in keys]
-    return "\n".join(["| name | value |", "|---|---|", *live, "", "| name | key in `metrics.jsonl` |", "|---|---|", *steps])
+def table() -> str:
+    """Return the table of names in Markdown."""
+    return "\n".join(["| name | value |", "|---|---|", *(f"| `{name}` | {text} |" for name, text in LIVE.items())])
 
 
 def page(text: str) -> str:
-    """Return the page with its tables written again."""
+    """Return the page with its table written again."""
     head, _, rest = text.partition("<!-- names -->\n")
     tail = rest.partition("<!-- end of names -->")[2]
-    return f"{head}<!-- names -->\n{tables()}\n<!-- end of names -->{tail}"
+    return f"{head}<!-- names -->\n{table()}\n<!-- end of names -->{tail}"
 
 
 if __name__ == "__main__":

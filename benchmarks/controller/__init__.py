@@ -3,6 +3,6 @@
     python -m benchmarks.controller
 
 `fake_pool.py` is a process that looks like many vLLM servers and answers at once. `engine_rows.py` puts the package's own
-engine client in front of it, `host_rows.py` times what happens to a step's rollouts afterwards, and `single_figures.py`
-measures what is one number rather than a growth. `results_table.py` keeps the figures, and `__main__.py` is the command.
+engine client and collector in front of it: what the rollout service computes. `hand_over.py` measures both ends of the way to
+the ranks, and `host_rows.py` what each rank does with the rollouts. `__main__.py` is the command and keeps the figures.
 """

@@ -39,11 +39,7 @@ def token_texts() -> list[str]:
 
 
 def write_tokenizer(folder: Path) -> None:
-    """Write the tokenizer of these ids: byte-level BPE without merges, which decodes like any other and encodes byte by byte.
-
-    Args:
-        folder: Folder of the tokenizer; made if it is missing.
-    """
+    """Write the tokenizer of these ids: byte-level BPE without merges, which encodes byte by byte."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

@@ -1,24 +1,18 @@
-"""Measure the engine client in front of fake servers: intake, one process that collects and grades, conversations, counts.
+"""Measure the engine client in front of fake servers: intake, intake and grading in one process, and counts of a small load.
 
 The engine, its HTTP client, its routing and its checks are those of a run.
 """
 
 from __future__ import annotations
 
-import asyncio
 import os
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
-from contextvars import Context, ContextVar
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -28,8 +22,7 @@ from benchmarks.controller.measuring import Point, fastest
 from tepo_megatron.config import RewardConfig, RolloutConfig, UrlServerConfig
 from tepo_megatron.data import PromptStream
 from tepo_megatron.inference.engine_api import LaunchSpec
-from tepo_megatron.inference.partial import GenerationRequest
-from tepo_megatron.inference.servers.endpoint import Endpoint, UndecodedAnswers
+from tepo_megatron.inference.servers.endpoint import Endpoint
 from tepo_megatron.inference.servers.fleet import Fleet
 from tepo_megatron.inference.servers.remote import NamedServer
 from tepo_megatron.inference.servers.server_key import KEY_VARIABLE
@@ -38,8 +31,6 @@ from tepo_megatron.observability.timing import Clock
 from tepo_megatron.rewards import build_reward
 from tepo_megatron.rewards.terms import WeightedReward
 from tepo_megatron.rollout.collector import Collector
-from tepo_megatron.rollout.conversation import Conversation
-from tepo_megatron.rollout.custom import CustomRollouts, GenerationFunction
 from tepo_megatron.types import Prompt, Rollout, SamplingParams
 
 SAMPLES, MEAN, CAP, PROMPT_TOKENS = 16, 6000, 20_000, 300  # of a step at cluster sizes
@@ -48,53 +39,14 @@ CALLS, REPEATED_MILLIONS = 3, 20.0  # calls of which the fastest counts, up to t
 ARRIVAL_SECONDS = 1.5  # in which the answers of a million tokens arrive
 WORKERS = 2  # of the reward
 CLOSE_SECONDS = 20.0  # of an engine; one that was interrupted in the middle of its work may hang
-CONVERSATION_SECONDS = 90.0  # after which the conversations are stopped
-TURNS, TURN_MEAN, TURN_CAP, TOOL_TOKENS = 4, 64, 128, 32
-
-_sending: ContextVar[bool] = ContextVar("sending", default=False)
+CPU_TARGETS = {"json": 0.5, BINARY: 0.15}  # CPU seconds of the intake per million tokens
 
 
-class CountedEndpoint(Endpoint):
-    """An endpoint that marks the context of its requests, so that `CountingLoop` can tell them from waiting for a server."""
-
-    async def generate(self, asks: Sequence[GenerationRequest]) -> UndecodedAnswers:
-        """See `Endpoint.generate`."""
-        token = _sending.set(True)
-        try:
-            return await super().generate(asks)
-        finally:
-            _sending.reset(token)
-
-
-class CountingLoop(asyncio.SelectorEventLoop):
-    """An event loop that counts how often tasks are woken while they are not inside a request.
-
-    Attributes:
-        wakeups: Wake-ups in all loops of this class.
-    """
-
-    wakeups = 0
-
-    def call_soon(self, callback: Callable[..., object], *args: Any, context: Context | None = None) -> asyncio.Handle:  # type: ignore[override]
-        """Count the callback if it wakes a task, and schedule it."""
-        if isinstance(getattr(callback, "__self__", None), asyncio.Task) and not (context and context.get(_sending)):
-            CountingLoop.wakeups += 1
-        return super().call_soon(callback, *args, context=context)
-
-
-class CountingPolicy(asyncio.DefaultEventLoopPolicy):
-    """Makes event loops that count."""
-
-    def new_event_loop(self) -> asyncio.AbstractEventLoop:
-        """Return a new `CountingLoop`."""
-        return CountingLoop()
-
-
-def make_prompts(count: int, tokens: int = PROMPT_TOKENS) -> list[Prompt]:
+def make_prompts(count: int) -> list[Prompt]:
     """Return prompts with random token ids and a number as their answer."""
     draw = np.random.default_rng(1)
     return [
-        Prompt(i, tuple(draw.integers(FIRST_PIECE, VOCABULARY, tokens).tolist()), str(draw.integers(1000)))
+        Prompt(i, tuple(draw.integers(FIRST_PIECE, VOCABULARY, PROMPT_TOKENS).tolist()), str(draw.integers(1000)))
         for i in range(count)
     ]
 
@@ -119,7 +71,7 @@ def engine_of(cfg: RolloutConfig) -> Iterator[Fleet]:
     assert isinstance(cfg.server, UrlServerConfig)
     launch = LaunchSpec(Path("none"), max_model_len=10**6, platform="cpu", precision="fp32", seed=0)
     servers = [NamedServer(f"server {i}", cfg.server, url) for i, url in enumerate(cfg.server.urls)]
-    fleet = Fleet([CountedEndpoint(server, VllmApi(), cfg.server, launch.max_model_len) for server in servers], cfg)
+    fleet = Fleet([Endpoint(server, VllmApi(), cfg.server, launch.max_model_len) for server in servers], cfg)
     try:
         fleet.start()
         fleet.wait_ready()
@@ -132,13 +84,19 @@ def engine_of(cfg: RolloutConfig) -> Iterator[Fleet]:
             print(f"the engine was not closed within {CLOSE_SECONDS:g} s", file=sys.stderr)
 
 
-def sampled(engine: Fleet | CustomRollouts, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[Rollout]:
+def sampled(engine: Fleet, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[Rollout]:
     """Return all rollouts of the prompts, taken group by group as they arrive."""
     groups, rollouts = engine.open(), list[Rollout]()
     groups.add(prompts, sampling, seed=0)
     while (group := groups.next()) is not None:
         rollouts += group
     return rollouts
+
+
+def _step(size: float, answer_format: str) -> tuple[list[Prompt], PoolSpec]:
+    """Return the prompts of a step of this size, and its servers."""
+    prompts = make_prompts(max(1, round(size * 1e6 / SAMPLES / MEAN)))
+    return prompts, PoolSpec(SERVERS, MEAN, CAP, most_seconds=ARRIVAL_SECONDS * size, format=answer_format)
 
 
 def _measured(size: float, work: Callable[[], Sequence[Rollout]]) -> Point:
@@ -151,15 +109,14 @@ def _measured(size: float, work: Callable[[], Sequence[Rollout]]) -> Point:
         return rollouts
 
     point = fastest(size, counted_work, CALLS if size <= REPEATED_MILLIONS else 1)
-    return Point(tokens[-1] / 1e6, point.cpu_seconds, point.peak_mib)
+    return Point(tokens[-1] / 1e6, point.cpu_seconds)
 
 
 def intake(sizes: Sequence[float], answer_format: str) -> list[Point]:
     """Measure receiving, decoding and checking the answers, without grading."""
     found, sampling = [], SamplingParams(samples=SAMPLES, max_tokens=CAP + 1, stop_token_ids=(END,))
     for size in sizes:
-        prompts = make_prompts(max(1, round(size * 1e6 / SAMPLES / MEAN)))
-        spec = PoolSpec(SERVERS, MEAN, CAP, most_seconds=ARRIVAL_SECONDS * size, format=answer_format)
+        prompts, spec = _step(size, answer_format)
         with FakePool(spec) as pool, engine_of(rollout_config(pool.urls, CONCURRENCY, SAMPLES, CAP + 1)) as engine:
             found.append(_measured(size, partial(sampled, engine, prompts, sampling)))
     return found
@@ -185,8 +142,7 @@ def collect(sizes: Sequence[float], answer_format: str) -> list[Point]:
 
     found = []
     for size in sizes:
-        prompts = make_prompts(max(1, round(size * 1e6 / SAMPLES / MEAN)))
-        spec = PoolSpec(SERVERS, MEAN, CAP, most_seconds=ARRIVAL_SECONDS * size, format=answer_format)
+        prompts, spec = _step(size, answer_format)
         with FakePool(spec) as pool, reward_of_run() as reward:
             cfg = rollout_config(pool.urls, CONCURRENCY, SAMPLES, CAP + 1, len(prompts))
             with engine_of(cfg) as engine:
@@ -196,76 +152,17 @@ def collect(sizes: Sequence[float], answer_format: str) -> list[Point]:
     return found
 
 
-async def four_turns(conversation: Conversation) -> None:
-    """Write TURNS turns, with the answer of a tool after each but the last."""
-    for turn in range(TURNS):
-        await conversation.generate()
-        if turn < TURNS - 1:
-            conversation.append([FIRST_PIECE + turn] * TOOL_TOKENS)
-
-
-def conversations(samples: int, servers: int, concurrency: int, counts_wakeups: bool = False) -> dict[str, Any]:
-    """Measure samples of several turns, all begun at once, which are stopped after CONVERSATION_SECONDS.
-
-    Returns:
-        CPU seconds, requests that were answered and asked for, wake-ups per request (None: not counted), and the pool's counts.
-    """
-    if counts_wakeups:
-        asyncio.set_event_loop_policy(CountingPolicy())
-    longest = TURNS * (TURN_CAP + TOOL_TOKENS) + 1
-    prompts = make_prompts(samples // SAMPLES)
-    sampling = SamplingParams(samples=SAMPLES, max_tokens=longest, stop_token_ids=(END,))
-    spec = PoolSpec(servers, TURN_MEAN, TURN_CAP, most_seconds=0.5, format=BINARY)
-    with FakePool(spec) as pool, engine_of(rollout_config(pool.urls, concurrency, SAMPLES, longest)) as engine:
-        function = GenerationFunction(Path(__file__), "four_turns", four_turns)
-        with CustomRollouts(engine, function, _no_text_encode, _no_text_decode) as custom:
-            start, first, wakeups = time.process_time(), time.monotonic(), CountingLoop.wakeups
-
-            sampling_all = ThreadPoolExecutor(1).submit(sampled, custom, prompts, sampling)
-            complete = bool(wait([sampling_all], CONVERSATION_SECONDS).done)
-            if complete:
-                sampling_all.result()
-            seconds, wall = time.process_time() - start, time.monotonic() - first
-            counts, woken = pool.counts(), CountingLoop.wakeups - wakeups
-    return {
-        "cpu_seconds": seconds, "wall_seconds": wall, "complete": complete, "asked": samples * TURNS,
-        "wakeups_per_request": woken / max(1, counts.requests) if counts_wakeups else None, **asdict(counts),
-    }  # fmt: skip
-
-
-def _no_text_encode(text: str) -> list[int]:
-    return [FIRST_PIECE + len(text)]
-
-
-def _no_text_decode(ids: Sequence[int]) -> str:
-    return ""
-
-
-def concurrent_requests(requests: int, urls: Sequence[str]) -> None:
-    """Send this many requests at once and wait for all answers."""
-    with engine_of(rollout_config(urls, -(-requests // len(urls)), 2, TURN_CAP + 1)) as engine:
-        sampling = SamplingParams(samples=2, max_tokens=TURN_CAP + 1, stop_token_ids=(END,))
-        assert len(sampled(engine, make_prompts(requests), sampling)) == 2 * requests
-
-
 def counted(servers: int = 8, concurrency: int = 2, prompts: int = 64, answer_format: str = "json") -> dict[str, float]:
-    """Count what a small load costs: bytes per token, wake-ups per request, and connections per server."""
-    before = asyncio.get_event_loop_policy()
-    asyncio.set_event_loop_policy(CountingPolicy())
-    try:
-        spec = PoolSpec(servers, 800, 2000, least_seconds=0.02, most_seconds=0.02, format=answer_format)
-        with FakePool(spec) as pool, engine_of(rollout_config(pool.urls, concurrency, 4, 2001)) as engine:
-            wakeups = CountingLoop.wakeups
-            sampling = SamplingParams(samples=4, max_tokens=2001, stop_token_ids=(END,))
-            rollouts = sampled(engine, make_prompts(prompts), sampling)
-            counts = pool.counts()
-    finally:
-        asyncio.set_event_loop_policy(before)
+    """Count what a small load costs: bytes per token, and connections per server."""
+    spec = PoolSpec(servers, 800, 2000, least_seconds=0.02, most_seconds=0.02, format=answer_format)
+    with FakePool(spec) as pool, engine_of(rollout_config(pool.urls, concurrency, 4, 2001)) as engine:
+        sampling = SamplingParams(samples=4, max_tokens=2001, stop_token_ids=(END,))
+        rollouts = sampled(engine, make_prompts(prompts), sampling)
+        counts = pool.counts()
     tokens = sum(r.response_length for r in rollouts)
     return {
         "tokens": tokens,
         "bytes per token": counts.answer_bytes / tokens,
-        "wake-ups per request": (CountingLoop.wakeups - wakeups) / counts.requests,
         "connections at once": counts.at_once,
         "connections opened": counts.opened,
         "requests per server": counts.requests / servers,

@@ -39,10 +39,8 @@ class PoolSpec:
 
     Attributes:
         mean: Mean number of tokens of a sample.
-        cap: Largest number of tokens of a sample.
         least_seconds, most_seconds: Each answer is sent after a random time between these.
         format: "json", or "binary" for requests that accept the package's binary format.
-        core: Core to run on. None: any.
     """
 
     servers: int
@@ -52,7 +50,6 @@ class PoolSpec:
     least_seconds: float = 0.0
     most_seconds: float = 0.0
     format: str = "json"
-    core: int | None = None
 
 
 @dataclass
@@ -67,7 +64,6 @@ class PoolCounts:
 
     requests: int = 0
     answer_bytes: int = 0
-    health: int = 0
     opened: int = 0
     at_once: int = 0
 
@@ -99,11 +95,6 @@ class FakePool:
     def urls(self) -> list[str]:
         """Base URLs of the servers."""
         return [f"http://127.0.0.1:{port}" for port in self._ports]
-
-    @property
-    def pid(self) -> int:
-        """Process id of the pool."""
-        return self._process.pid
 
     def counts(self) -> PoolCounts:
         """Return the counts so far."""
@@ -176,7 +167,6 @@ class _Pool:
             else:
                 self._complete(connection, head, body)
             return
-        self.counts.health += path == b"/health"
         connection.answer([json.dumps(_CONTROL.get(path, {})).encode()])
 
     def _complete(self, connection: _Server, head: bytes, body: bytes) -> None:
@@ -220,7 +210,4 @@ async def _serve(spec: PoolSpec) -> None:
 
 
 if __name__ == "__main__":
-    _spec = PoolSpec(**json.loads(sys.argv[1]))
-    if _spec.core is not None:
-        os.sched_setaffinity(0, {_spec.core})
-    asyncio.run(_serve(_spec))
+    asyncio.run(_serve(PoolSpec(**json.loads(sys.argv[1]))))

@@ -13,12 +13,7 @@ from benchmarks.results import OURS
 
 
 def on_gpu(call: Call, given: Any) -> tuple[float, float]:
-    """Return the seconds between two CUDA events around the call, its launches included, and a second number without meaning.
-
-    Args:
-        call: The alternative to time.
-        given: Its argument.
-    """
+    """Return the seconds between two CUDA events around the call, its launches included, and a number without meaning."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
     start.record()
@@ -51,13 +46,7 @@ def peak_bytes(call: Call, given: Any, device: torch.device) -> int:
 
 
 def peaks(prepare: Callable[[], Any], alternatives: Mapping[str, Call], device: torch.device) -> dict[str, int]:
-    """Return the peak bytes of each alternative's second call. Peers that fail, for example for lack of memory, are left out.
-
-    Args:
-        prepare: Makes what an alternative consumes.
-        alternatives: What is measured, by name. An error of ours is raised.
-        device: Where they allocate.
-    """
+    """Return the peak bytes of each alternative's second call. Peers that fail, perhaps for lack of memory, are left out."""
     found = {}
     for name, call in alternatives.items():
         try:

@@ -1,4 +1,4 @@
-"""Rows 8 and 9: the calls, their inputs, and the share of the machine's ceilings that each call reaches.
+"""Log-prob and entropy (row 8), and with the output layer (row 9), on a GPU: calls, inputs, shares of the ceilings.
 
 The peers are verl's unfused functions and its fused kernel; TRL's functions; the plain formula, also by torch.compile; Liger's
 cross-entropy, which gives log-probs without entropies. `copy pair`: the time to move the logits three times (forward reads
@@ -20,15 +20,25 @@ from torch.nn.functional import linear
 
 from benchmarks._measure import Call
 from benchmarks._token_stats_peers import Statistics, alternatives, plain_formula
-from benchmarks.gpu import COPY, GEMMS, HIDDEN, ROWS, TARGETS, VOCAB, name_of
 from benchmarks.gpu._timing import copy_bandwidth, matmul_rate, peaks, seconds
-from benchmarks.results import OURS, Measure
+from benchmarks.results import OURS, Measure, Target
 from benchmarks.token_stats import Inputs, forward_backward
 from tepo_megatron.ops import output_layer
 from tepo_megatron.ops.output_layer import output_layer_stats
 
 Layer = tuple[Tensor, Tensor, Tensor, Tensor]  # hidden [R, H], weight [V, H], labels [R], gradients [2, R]
+ROWS, VOCAB, HIDDEN = 8192, 151936, 5120
 SQUARE = 8192  # rows of the matrices whose product is the ceiling
+COPY, GEMMS = "copy pair", "three GEMMs"
+TARGETS = {
+    8: (Target(f"ours / {COPY}", "<=", 1.3), Target("verl / ours", ">=", 10.0)),
+    9: (Target(f"ours / {GEMMS}", "<=", 1.1),),
+}
+
+
+def name_of(row: int, what: str, rows: int, vocab: int, hidden: int) -> str:
+    """Return the name of a measure."""
+    return f"{what}, {rows} x {vocab} bf16" + (f", hidden {hidden}" if row == 9 else "")
 
 
 def logits_of(rows: int, vocab: int, device: torch.device) -> Callable[[], Inputs]:

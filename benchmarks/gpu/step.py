@@ -51,12 +51,10 @@ class StepResult:
     """The result of one precision.
 
     Attributes:
-        seconds: Median seconds by phase.
         planned: Predicted seconds by phase; None for a GPU that `tepo plan` does not know.
         planned_gib: Predicted memory without NOT_ALLOCATED.
         peak_gib: Peak memory; None without a GPU.
         noise: Noise of dH in nats.
-        logprobs_N: Log-probs of the first step's response tokens.
     """
 
     seconds: dict[str, float]

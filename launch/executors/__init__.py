@@ -39,28 +39,16 @@ class Executor(Protocol):
         """Check that the machines have the run's files, and that the run can continue after a restart."""
 
     def training(self, cfg: Config, cluster: Cluster, layout: Layout, after: str | None, slot: JobFolder) -> Any:
-        """Return the job of a run.
-
-        Args:
-            after: Id of a job to wait for; None: no waiting.
-        """
+        """Return the job of a run, which waits for the job with the id `after`, if any."""
 
     def command(self, kind: str, words: Sequence[str], slot: JobFolder, cluster: Cluster, after: str | None) -> Any:
-        """Check and return the job of a command.
-
-        Args:
-            after: Id of a job to wait for; None: no waiting.
-        """
+        """Check and return the job of a command, which waits for the job with the id `after`, if any."""
 
     def render(self, job: Any) -> str:
         """Return the output of a dry run. Nothing is left on disk."""
 
     def start(self, job: Any, slot: JobFolder) -> int:
-        """Submit or run a job and record it in its folder, which exists.
-
-        Returns:
-            The exit status of `launch`.
-        """
+        """Submit or run a job and record it in its folder, which exists. Return the exit status of `launch`."""
 
     def find(self, slot: JobFolder) -> str | None:
         """Return the id of the job that was submitted from a folder and not recorded. None: there is none, or nobody knows."""
@@ -75,11 +63,7 @@ class Executor(Protocol):
         """Return the last lines of a job's logs; empty if there are none yet."""
 
     def attach(self, job: SubmittedJob, node: str | None) -> list[str]:
-        """Return the words of a command that opens an interactive shell on a machine of a running job.
-
-        Args:
-            node: Name or index of the machine. None: the first.
-        """
+        """Return the words of a command that opens an interactive shell on a machine of a running job."""
 
     def cancel(self, job: SubmittedJob) -> str:
         """Cancel a job and return a message about it."""

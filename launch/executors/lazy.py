@@ -39,11 +39,7 @@ def submission(
     spare_nodes: int = 0,
     variables: Sequence[str] = (),
 ) -> Submission:
-    """Return a submission, through launch/nemo.py.
-
-    Args:
-        after: Number of a Slurm job that must succeed first; None: no waiting.
-    """
+    """Return a submission, through launch/nemo.py."""
     os.environ["NEMORUN_HOME"] = str(slot.home)
     nemo = imported("launch.nemo")
     place = slot.name, slot.home, slot.number

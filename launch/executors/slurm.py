@@ -17,7 +17,6 @@ from launch.jobs import JobFolder, LogSelection, SubmittedJob, log_tails
 from launch.layout import Layout
 from launch.profile import Cluster
 from launch.sections import SlurmConfig
-from launch.stops import patience_of
 from tepo_megatron.config import Config
 from tepo_megatron.errors import ConfigError
 from tepo_megatron.utils.save_requests import STOP, STOPPED
@@ -133,11 +132,7 @@ def logs(job: SubmittedJob, folder: Path, selection: LogSelection) -> str:
 
 
 def attach(job: SubmittedJob, node: str | None) -> list[str]:
-    """Return the words that open an interactive shell on a machine of the job, in a step next to its tasks.
-
-    Args:
-        node: Name of the machine, or its index in the job. None: the first.
-    """
+    """Return the words that open a shell on a machine, named or by its index, in a step next to its tasks."""
     words = _shown(job)
     if words is None or words["JobState"] != "RUNNING":
         raise ConfigError(f"attach: job {job.id} does not run: {state(job)}; try again while it runs")
@@ -192,7 +187,7 @@ def _before_the_limit(slurm: SlurmConfig, run: Path, failures: str, idle: str) -
 
     The request is repeated, because a run that is just starting removes older ones.
     """
-    patience = patience_of(slurm.warning_seconds)
+    patience = slurm.patience
     limit = slurm.idle_starts or "$((times + 1))"
     warning = f"slurm.warning_seconds={slurm.warning_seconds}"
     longer = f"raise slurm.time={slurm.time}, or lower {warning}, so that a step fits between the start and the warning"

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from launch.layout import Layout, lay_out
-from launch.preflight import image, inputs, partition, planning, storage
+from launch.preflight import inputs, machines, planning
 from launch.profile import Cluster, load_cluster, this_machine
 from tepo_megatron.config import Config
 from tepo_megatron.config.io import load_config
@@ -24,12 +24,7 @@ T = TypeVar("T")
 
 @dataclass
 class Report:
-    """The faults that a preflight found.
-
-    Attributes:
-        faults: Faults, one line each.
-        notes: What was not checked, one line each.
-    """
+    """The faults that a preflight found, and what was not checked; one line each."""
 
     faults: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -48,23 +43,14 @@ class Report:
 
 
 def read(config: str, overrides: Sequence[str], profile: str | None, executor: Executor) -> tuple[Config, Cluster, Layout]:
-    """Read a config and a profile and check everything about the run that can be known here.
-
-    Args:
-        profile: Path of the cluster's profile. None: no profile.
-    Returns:
-        The config, the profile and the layout.
-
-    Raises:
-        ConfigError: The message has one line for each fault.
-    """
+    """Read a config and a profile and check everything that can be known here. Raise ConfigError with a line for each fault."""
     report = Report()
     cluster = report.attempt(load_cluster, profile) if profile is not None else this_machine()
     cfg = report.attempt(load_config, config, list(overrides))
     layout = None
     if cluster is not None:
         report.attempt(executor.check, cluster, cfg)
-        report.add(image.faults(cluster))
+        report.add(machines.environment_faults(cluster))
     if cfg is not None:
         report.add(inputs.faults(cfg, cluster or Cluster()))
     if cluster is not None and cfg is not None and getattr(cluster, executor.NAME, None) is not None:
@@ -72,8 +58,8 @@ def read(config: str, overrides: Sequence[str], profile: str | None, executor: E
         # most of it does not depend on the layout, whose fault is known
         report.attempt(executor.check_run, cfg, cluster, layout or Layout(1, 1))
         if layout is not None:
-            report.add(partition.faults(cluster, layout))
-        report.add(storage.faults(cfg, cluster))
+            report.add(machines.partition_faults(cluster, layout))
+        report.add(machines.storage_faults(cfg, cluster))
         planning.check(cfg, cluster, report)
     return _result(report, cfg, cluster, layout)
 
@@ -82,7 +68,7 @@ def check_command(cluster: Cluster, executor: Executor) -> None:
     """Check what a command such as `convert` needs of the cluster. Raise ConfigError with a line for each fault."""
     report = Report()
     report.attempt(executor.check, cluster, None)
-    report.add(image.faults(cluster))
+    report.add(machines.environment_faults(cluster))
     _raise_faults(report)
 
 

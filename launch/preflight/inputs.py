@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from launch.preflight.storage import host_path
+from launch.preflight.machines import host_path
 from launch.profile import Cluster
 from tepo_megatron.config import SLICE, Config
 
@@ -73,11 +73,7 @@ def _model(key: str, path: str, folder: Path) -> Iterator[str]:
 
 
 def _data(key: str, source: str, prompt_key: str | None, cluster: Cluster, *, offline: bool) -> Iterator[str]:
-    """Yield the faults of a set of prompts.
-
-    Args:
-        prompt_key: Key of the prompt in a row. None: the run detects it.
-    """
+    """Yield the faults of a set of prompts."""
     match = SLICE.fullmatch(source)
     path = match["source"] if match is not None else source
     place = host_path(path, cluster)

@@ -5,19 +5,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from launch.profile import Cluster
-from launch.stops import patience_of
 from tepo_megatron.config import Config
 from tepo_megatron.errors import TepoError
 
 if TYPE_CHECKING:
     from launch.preflight import Report
 
-STEPS_TO_SAVE = 1  # steps that may pass between the warning and a complete checkpoint
 MARGIN = 1.35  # `tepo plan` was off by up to so much from published steps
 
 
 def check(cfg: Config, cluster: Cluster, report: Report) -> None:
-    """Add the verdict of `tepo plan` to a report, and the fault of a warning that is shorter than a step."""
+    """Add the verdict of `tepo plan`, and the fault of a warning that is shorter than a step."""
     if cfg.platform != "cuda":
         return
     gpu = cluster.gpu or "H100"
@@ -47,11 +45,11 @@ def _check_warning(cluster: Cluster, seconds: float, report: Report) -> None:
     slurm = cluster.slurm
     if slurm is None or not slurm.restarts:
         return
-    patience = patience_of(slurm.warning_seconds)
-    if STEPS_TO_SAVE * seconds <= patience:
+    patience = slurm.patience
+    if seconds <= patience:  # one step may pass between the warning and a complete checkpoint
         return
     report.faults.append(
         f"slurm.warning_seconds={slurm.warning_seconds}: before its time limit the job waits {patience} s until the running "
         f"step is saved, and a step takes about {seconds:.0f} s (tepo plan); raise it to "
-        f"{int(STEPS_TO_SAVE * MARGIN * seconds) + 60}"
+        f"{int(MARGIN * seconds) + 60}"
     )

@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from launch.__main__ import main
-from launch.preflight.storage import host_path, written_bytes
+from launch.preflight.machines import host_path, written_bytes
 from launch.profile import Cluster
 from tepo_megatron.config.io import load_config, validate_as
 from tepo_megatron.plan.models import KNOWN

@@ -34,8 +34,6 @@ class KernelTimes:
     Attributes:
         seconds: From the first kernel's start to the last one's end.
         busy: Seconds in which at least one kernel ran.
-        kinds: Seconds by kind, in falling order.
-        kernels: Seconds of the kernels that took most, by name.
         timeline: For each kind the share of each of BINS equal parts of `seconds` in which it ran.
     """
 
@@ -62,11 +60,7 @@ def kernel_times(call: Callable[[], Any]) -> KernelTimes:
 
 
 def summary(events: list[tuple[str, float, float]]) -> KernelTimes:
-    """Return the times of kernels.
-
-    Args:
-        events: Name, start and duration of each kernel, in seconds.
-    """
+    """Return the times of kernels: name, start and duration of each, in seconds."""
     if not events:
         return KernelTimes()
     events = sorted(events, key=lambda event: event[1])

@@ -23,11 +23,9 @@ class Check:
     """The argument of a task's code, through which it reports.
 
     Attributes:
-        platform: "cpu" (tiny sizes) or "cuda".
         folder: Scratch space that all tasks of a run share.
         file: The lines are appended here, one JSON object each.
         deadline: When its time is up, on the monotonic clock, which all processes of a machine share.
-        names: Names of the lines so far.
     """
 
     platform: Literal["cpu", "cuda"]

@@ -62,11 +62,7 @@ def case_of(check: Check) -> Case:
 
 
 def random_model(check: Check, case: Case | None = None) -> Path:
-    """Return the folder of the model; the first part that needs the model writes it.
-
-    Args:
-        case: The case. None: `case_of` the task.
-    """
+    """Return the folder of the model; the first part that needs the model writes it."""
     case = case or case_of(check)
     folder = check.folder / case.folder
     if (folder / "config.json").exists():
@@ -85,11 +81,7 @@ def random_model(check: Check, case: Case | None = None) -> Path:
 
 
 def run_tree(check: Check, model: Path, case: Case | None = None, **sections: dict[str, Any]) -> dict[str, Any]:
-    """Return the config tree of a run on one rank.
-
-    Args:
-        case: The lengths. None: `case_of` the task.
-    """
+    """Return the config tree of a run on one rank."""
     case = case or case_of(check)
     tree: dict[str, Any] = {
         "name": "gpu-check",

@@ -38,7 +38,6 @@ class CheckTask:
     """One process group with a time limit of its own, so that a task that hangs takes only its own time.
 
     Attributes:
-        name: Unique in its part. The part's code gets it.
         seconds: Time that it has in a check of 10 minutes, however long the tasks before it took; other checks scale it.
         lines: Names of the lines that it reports; a line that is missing at the end is reported as not measured.
     """
@@ -53,8 +52,6 @@ class CheckPart:
     """One part of the check: a table.
 
     Attributes:
-        name: Name for `--parts`.
-        tasks: Its tasks, in order of value.
         cpu: Whether it also runs on the platform `cpu`.
         code: Module with the part's `run(check)`; "": benchmarks.gpu.check.run_<name>. If it has `prepare(check)`, that runs
             before the task's turn and must not touch the GPU; its result is the second argument of `run`.
@@ -134,10 +131,7 @@ PARTS: tuple[CheckPart, ...] = (
 
 
 def selected(words: str | None) -> tuple[str, tuple[CheckPart, ...]]:
-    """Return the platform and the parts that `--parts` asks for; None asks for all of them on the GPU.
-
-    Raises ValueError for a name that no part has.
-    """
+    """Return the platform and the parts that `--parts` names; all on the GPU without it. Raise ValueError for a wrong name."""
     asked = [word.strip() for word in words.split(",") if word.strip()] if words else []
     platform = "cpu" if CPU in asked else "cuda"
     names = [word for word in asked if word != CPU]

@@ -15,11 +15,7 @@ WORST_FIRST = ("failed", "skipped", "passed")
 
 
 class Outcomes:
-    """A plugin of pytest that counts the tests by outcome, and reports what it knows after each.
-
-    Attributes:
-        reasons: Number of each reason for a failure or a skip.
-    """
+    """A plugin of pytest that counts the tests by outcome, and reports what it knows after each."""
 
     def __init__(self, check: Check) -> None:
         self._check, self._tests = check, dict[str, str]()

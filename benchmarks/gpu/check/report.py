@@ -29,7 +29,6 @@ class TaskResult:
     Attributes:
         lines: Its reported lines; the last one of a name counts.
         why: Reason of the status, and of lines that are missing.
-        more: Further values, for the JSON file.
     """
 
     task: CheckTask

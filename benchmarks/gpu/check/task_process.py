@@ -65,11 +65,7 @@ class TaskProcess:
             )  # fmt: skip
 
     def run(self, seconds: float, keep: Callable[[TaskResult], None]) -> TaskResult:
-        """Let the task run, end its process group, and return the result.
-
-        Args:
-            seconds: Its time limit, from now on.
-        """
+        """Let the task run, end its process group, and return the result."""
         start = time.monotonic()
         status = self._ended(start + seconds, keep)
         end, reported = time.monotonic(), lines.read(self._file)

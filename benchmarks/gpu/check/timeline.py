@@ -16,12 +16,7 @@ def traces(results: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]
 
 
 def draw(found: Mapping[str, Mapping[str, Any]], file: Path) -> None:
-    """Draw one panel for each trace.
-
-    Args:
-        found: Result of `traces`, not empty.
-        file: PNG file.
-    """
+    """Draw one panel for each trace."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 2.6 * len(found)), layout="constrained")

@@ -43,9 +43,6 @@ class TrainingJob:
 
     Attributes:
         case: The batches, and the fp64 reference's results.
-        layout: Keys of the config's section `parallel`.
-        training: Keys of the config's section `training`.
-        ddp: Fields of `megatron.ddp`.
     """
 
     line: str
@@ -117,11 +114,7 @@ class World:
 
 
 def train(check: Check, jobs: Sequence[TrainingJob], staged: bool, world: World | None = None) -> None:
-    """Run the jobs and report each when it is done. After a failure the rest runs in a new world.
-
-    Args:
-        staged: Whether collectives go through host memory, and the ranks share a device.
-    """
+    """Run the jobs and report each when it is done. After a failure the rest runs in a new world."""
     remaining = list(jobs)
     while remaining:
         size = max(job.config(check.platform).parallel.world_size for job in remaining)

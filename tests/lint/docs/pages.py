@@ -17,7 +17,7 @@ PAGES = sorted(
         Path("README.md"),
         Path("CONTRIBUTING.md"),
         Path("CHANGELOG.md"),
-        *Path("docs").rglob("*.md"),
+        *(path for path in Path("docs").rglob("*.md") if path.name != "mutants.md"),  # which `make mutants` writes
         *Path("examples").rglob("README.md"),
     ]
 )
