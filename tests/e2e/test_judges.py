@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.e2e.conftest import Command, settings
+from tests.e2e.conftest import Command
 from tests.e2e.test_secrets import keys_of_servers
 
 pytestmark = [pytest.mark.server, pytest.mark.e2e, pytest.mark.full]
@@ -33,20 +33,6 @@ def terms(model: Path, **keys: Any) -> str:
 def records_of(run: Path) -> list[dict[str, Any]]:
     path = run / "metrics.jsonl"
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
-def test_a_judge_is_compared_with_labels(tepo: Callable[..., Command], random_model: Path, tmp_path: Path) -> None:
-    rows = [{"prompt": f"1+{i}?\n", "response": "<eos>" * i + str(i), "label": i > 3} for i in range(8)]
-    (tmp_path / "labelled.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    words = settings(random_model, reward__terms=terms(random_model))
-    command = tepo("judge", "examples/demo.yaml", "--on", tmp_path / "labelled.jsonl", "--out", tmp_path / "out", *words)
-    assert command.wait(60) == 0, command.output
-    command.assert_nothing_left()
-    report = json.loads((tmp_path / "out" / "report.json").read_text())
-    assert report["responses"] == 8 and report["repeats"] == 2 and report["unjudged"] < 0.9 and report["sampled_tokens"] > 0
-    lines = (tmp_path / "out" / "verdicts.jsonl").read_text().splitlines()
-    read = [one for line in lines for one in json.loads(line)["judgements"] if one["status"] == "graded"]
-    assert read and all(any(c.isdigit() for c in one["answer"]) and 0 <= one["value"] <= 1 for one in read)
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])

@@ -72,23 +72,6 @@ def test_a_replacement_without_effect_is_refused(name: str, key: str, value: flo
         build_objective(ObjectiveConfig(name=name, **{key: value}))
 
 
-@pytest.mark.parametrize(
-    ("name", "part", "field", "value"),
-    [
-        ("tepo", "weighting", "share", 0.1),
-        ("kl_cov", "weighting", "low", 0.5),
-        ("kl_cov", "weighting", "high", 7.0),
-        ("clip_cov", "weighting", "beta", 0.5),
-        ("clip_cov", "weighting", "lambda_min", 0.5),
-        ("grpo", "correction", "low", 0.5),
-        ("grpo", "correction", "high", 2.0),
-    ],
-)
-def test_a_field_that_the_row_lacks_is_refused(name: str, part: str, field: str, value: float) -> None:
-    with pytest.raises(ConfigError, match=rf"objective {name}: objective\.{part}: {field} has no effect: {part} \w+ has no"):
-        build_objective(ObjectiveConfig(name=name, **{part: {field: value}}))
-
-
 @pytest.mark.parametrize("correction", CORRECTION_BOUNDS)
 def test_the_bounds_of_a_correction(correction: str) -> None:
     """A correction has its own bounds where the config gives none."""

@@ -175,14 +175,6 @@ def test_a_judge_that_gives_no_verdicts_ends_the_run(api: ChatApi) -> None:
             grade("bad")
 
 
-@pytest.mark.slow
-def test_a_pattern_that_takes_for_ever_costs_its_sample_only(api: ChatApi) -> None:
-    api.script = lambda body: "a" * 40 if "bad" in quoted(body) else "aab"
-    cfg = config(api.url, pattern="(?:a+)+(b)", labels={"b": 1.0}, retries=0)
-    with grader(cfg) as grade:
-        assert [r.status for r in grade("good", "bad", "good")] == ["graded", "unjudged", "graded"]
-
-
 def test_the_judge_is_compared_with_labels(api: ChatApi, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = [{"prompt": "p", "response": "x" * n, "label": n > 3, "answer": "7"} for n in range(1, 8)]
     rows.append({"prompt": "p", "response": "unread", "label": 1})
