@@ -9,7 +9,6 @@ then it imports torch, which takes seconds.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import random
@@ -35,10 +34,7 @@ class Handler(BaseHTTPRequestHandler):
             slow: Seconds that an answer takes.
             loading: Seconds that a load takes.
             refuse, die: Fault in the next update or change of sleep; `at` selects its request.
-            broadcast: Fault of the first rank in the next round: `die` before it, die in the `midst` of it, or `freeze` before
-                it; `absent`: it never joins a group; `late`: all its ranks form the group and never broadcast in it; `leaves`:
-                they form it, and the server dies.
-            base: Fault of the first rank's copy of the weights, before the next round: `forgotten`, or `damaged` in one byte.
+            broadcast: Fault of the first rank in the next round: `die` or `freeze` before it, die in the `midst` of it.
             save: Folder in which its ranks save what an update brought.
             checksums: Its answer to a request for checksums.
             grow: MiB of memory that it holds from now on.
@@ -168,13 +164,7 @@ class Handler(BaseHTTPRequestHandler):
 
         for rank in Handler.ranks:
             rank.spec = GroupSpec(**body)
-        fault = Handler.behaviour.get("broadcast")
-        if fault in ("late", "leaves"):
-            self.on_all_ranks(lambda rank: rank.form_only())
-            if fault == "leaves":
-                os._exit(3)
-        elif fault != "absent":
-            self.on_all_ranks(lambda rank: rank.join_groups())
+        self.on_all_ranks(lambda rank: rank.join_groups())
         return self.answer(200, {})
 
     def on_all_ranks(self, do: Callable[[Any], None]) -> None:
@@ -217,16 +207,6 @@ class Rank:
     def join_groups(self) -> None:
         self.inbox.join_groups(self.spec, self.device, self.number)
 
-    def form_only(self) -> None:
-        """Join, and form the first sender's group without ever broadcasting in it."""
-        from tepo_megatron.weight_sync.broadcast_group import form_group, join_store, signal
-
-        store = join_store(self.spec)
-        rank = self.spec.first + self.number
-        signal(store, self.spec.joining_key(rank))
-        with contextlib.suppress(RuntimeError):  # too slow for the deadline: it lives all the same
-            self.group = form_group(self.spec, 0, rank, self.device)
-
     def load(self, buckets: list[str]) -> None:
         fault = Handler.behaviour.pop("broadcast", None) if self.number == 0 else None
         if fault == "die":
@@ -235,20 +215,9 @@ class Rank:
             os.kill(os.getpid(), signal.SIGSTOP)
         if fault == "midst":
             self.leave_in_the_midst(buckets[0])
-        if (fault := Handler.behaviour.pop("base", None) if self.number == 0 else None) is not None:
-            self.hurt_base(fault)
         arrived = self.inbox.take(buckets)
         if arrived is not None:
             self.tensors |= {name: tensor.clone() for name, tensor in arrived}
-
-    def hurt_base(self, fault: str) -> None:
-        import torch
-
-        if fault == "forgotten":
-            self.inbox.bases.clear()
-        else:
-            for held in self.inbox.bases.held.values():
-                held.tensor.reshape(-1).view(torch.uint8)[0] ^= 1
 
     def leave_in_the_midst(self, text: str) -> None:
         import torch

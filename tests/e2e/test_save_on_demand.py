@@ -5,9 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -15,7 +12,6 @@ import pytest
 from launch.__main__ import main
 from tests.e2e.test_faults import BOUND, SHORT, model  # noqa: F401
 from tests.parallel.resume_worlds import records
-from tests.slurm import free_port
 
 pytestmark = pytest.mark.e2e
 STEPS = 8
@@ -67,42 +63,6 @@ def test_a_second_sigterm_ends_the_run_at_once(tepo, arguments, model: Path, tmp
         assert command.wait(BOUND) == 130, command.output
     assert "tepo: interrupted signal SIGTERM" in command.output and not (run / "stop.done").exists()
     command.assert_nothing_left()
-
-
-@pytest.mark.full
-def test_inside_torchrun_a_request_in_the_folder_ends_all_ranks(arguments, model: Path, tmp_path: Path) -> None:  # noqa: F811
-    """torchrun itself can only end with status 1; the file says that the run is saved."""
-    words = arguments(model, **SHORT | {"training__steps": 500, "parallel__tp": 2}, name="agent")
-    run = tmp_path / "runs" / "agent"
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "static"]
-    torchrun += [
-        "--rdzv-endpoint",
-        f"127.0.0.1:{free_port()}",
-        "--node-rank",
-        "0",
-        "--max-restarts",
-        "0",
-        "-m",
-        "tests.e2e.scripted_run",
-    ]
-    root = str(Path(__file__).parents[2])
-    with (tmp_path / "out").open("w") as out:
-        process = subprocess.Popen(
-            [*torchrun, *words], cwd=root, stdout=out, stderr=out, start_new_session=True,
-            env={**os.environ, "PYTHONPATH": root, "TEPO_TEST_ENGINE": "slow", "OMP_NUM_THREADS": "1"},
-        )  # fmt: skip
-    try:
-        deadline = time.monotonic() + 4 * BOUND
-        while steps_of(run) < 2:
-            assert process.poll() is None and time.monotonic() < deadline, (tmp_path / "out").read_text()
-            time.sleep(0.1)
-        (run / "stop.request").touch()
-        assert process.wait(BOUND) == 1
-    finally:
-        process.terminate()
-        process.wait(BOUND)
-    assert saved_step(run) >= 2 and (run / "stop.done").exists()
-    assert "ended on request; the checkpoint of step" in (tmp_path / "out").read_text()
 
 
 def test_launch_save_asks_a_run_for_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

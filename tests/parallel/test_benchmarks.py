@@ -24,11 +24,6 @@ BENCHMARKS = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return w.write_inputs(tmp_path_factory.mktemp("inputs") / "model")
-
-
 def evaluated(cfg: Config) -> dict[str, str]:
     """Every file of the run's benchmarks."""
     folder = cfg.run_dir / "evaluation"

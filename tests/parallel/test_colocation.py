@@ -14,11 +14,6 @@ pytestmark = pytest.mark.slow
 LAYOUT = {"tp": 2}
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return w.write_inputs(tmp_path_factory.mktemp("inputs") / "model")
-
-
 def run(model: Path, folder: Path, *kills: Kill, **sections: Any) -> tuple[w.Outcome, list[dict[str, Any]], str]:
     """Run with kills; return the outcome, the memory measurements by step, and the log."""
     journal = folder / "journal"

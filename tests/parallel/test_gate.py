@@ -20,11 +20,6 @@ LIMIT = 1e-3
 EVERY_MODE = [(mode, False) for mode in harness.TURNS] + [(mode, True) for mode in harness.MODES]
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return w.write_inputs(tmp_path_factory.mktemp("inputs") / "model")
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("mode", "one_server"),

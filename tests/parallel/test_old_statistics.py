@@ -110,11 +110,6 @@ def updates_of(record: dict[str, Any], minibatch: int) -> int:
     return -(-int(record["rollout/kept_groups"]) // minibatch)
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return w.write_inputs(tmp_path_factory.mktemp("inputs") / "model")
-
-
 @pytest.mark.parametrize(
     ("sections", "passes"),
     [

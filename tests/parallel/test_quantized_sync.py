@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,8 +11,6 @@ import pytest
 import torch
 
 from tepo_megatron.config import SyncConfig
-from tepo_megatron.inference.servers.served_model import ServedModel
-from tepo_megatron.weight_sync.receiver.weight_files import UpdateTracker, tensor_shapes
 from tests.marks import full_but
 from tests.parallel import cases
 from tests.parallel.test_broadcast import fleet, got
@@ -127,27 +124,3 @@ def test_what_is_sent_is_what_the_export_writes(exported: Path, tmp_path: Path, 
     nbytes = sum(t.nbytes for t in expected.values())
     assert sum(rank.get("bytes", 0) for rank in ranks) == nbytes < 0.4 * sum(t.nbytes for t in before.values())  # size in fp32
     assert ranks[0]["rounds"] > 1
-
-
-@pytest.mark.parametrize("exported", MODELS, indirect=True)
-def test_a_server_gets_the_config_that_the_export_writes(exported: Path) -> None:
-    """The config file for the server takes no space on the disk."""
-    folder = exported
-    served = ServedModel.create(folder / "hf", in_fp8=True)
-    try:
-        (weights,) = served.path.glob("*.safetensors")
-        assert tensor_shapes(weights) == {
-            n: shape for f in (folder / "fp8").glob("*.safetensors") for n, shape in tensor_shapes(f).items()
-        }
-        assert {n: t.dtype for n, t in tensors(served.path).items()} == {n: t.dtype for n, t in tensors(folder / "fp8").items()}
-        assert weights.stat().st_blocks * 512 < 65_536 < weights.stat().st_size
-        servers, exports = (
-            json.loads((f / "config.json").read_text())["quantization_config"] for f in (served.path, folder / "fp8")
-        )
-        assert sorted(servers.pop("modules_to_not_convert")) == sorted(exports.pop("modules_to_not_convert"))
-        assert servers == exports
-        update = UpdateTracker(served.path, tied_embeddings=True)
-        update.add([(name, list(t.shape)) for name, t in tensors(folder / "fp8").items()])
-        update.finish()
-    finally:
-        served.remove()

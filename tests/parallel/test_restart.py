@@ -38,11 +38,6 @@ PLACES = (
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return w.write_inputs(tmp_path_factory.mktemp("inputs") / "model")
-
-
-@pytest.fixture(scope="module")
 def straight(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Outcome]:
     """The run that nobody kills, by tp."""
     return w.undisturbed(model, lambda: tmp_path_factory.mktemp("straight"))

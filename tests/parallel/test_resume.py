@@ -55,11 +55,6 @@ AT_THE_END = {
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return w.write_inputs(tmp_path_factory.mktemp("inputs") / "model")
-
-
-@pytest.fixture(scope="module")
 def straight(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Outcome]:
     """The run that nobody kills and that writes no checkpoints, by tp."""
     return w.undisturbed(model, lambda: tmp_path_factory.mktemp("straight"))

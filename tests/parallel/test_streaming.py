@@ -25,11 +25,6 @@ ARRIVAL: dict[str, Any] = {"rollout": {"record": True}, "training": {"stream": "
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return w.write_inputs(tmp_path_factory.mktemp("inputs") / "model")
-
-
 def made(model: Path, folder: Path, *kills: Kill, **sections: Any) -> Config:
     cfg = w.run_config(model, folder, **sections)
     w.lineage(cfg, folder / "journal", *kills)

@@ -99,11 +99,6 @@ class Freeze(Kill):
         os.kill(os.getpid(), signal.SIGSTOP)
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return w.write_inputs(tmp_path_factory.mktemp("inputs") / "model")
-
-
 @pytest.mark.parametrize(
     ("where", "rank"),
     [

@@ -49,20 +49,6 @@ def test_repeatable_requests_share_connections_and_others_have_their_own(monkeyp
         asyncio.run(run(server))
 
 
-@pytest.mark.parametrize("method", ["POST", "GET"])
-def test_a_repeatable_request_on_a_connection_that_the_server_closes_is_sent_once_more(method: str) -> None:
-    async def run(server: CountingServer) -> None:
-        http = HttpClient(server.url)
-        assert await ask(http) == 200
-        server.drops_reused = True
-        assert await ask(http, "/again", method=method) == 200
-        assert server.requests["/again"] >= 2
-        await http.close()
-
-    with serving(1) as (server,):
-        asyncio.run(run(server))
-
-
 def test_a_request_that_may_have_had_its_effect_is_sent_once() -> None:
     async def run(server: CountingServer) -> None:
         http = HttpClient(server.url)

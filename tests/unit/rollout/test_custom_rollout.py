@@ -305,9 +305,6 @@ def test_bad_samples_are_lost_and_the_others_are_made(tmp_path: Path) -> None:
         assert len(made.generate(PROMPTS[:5], SAMPLING, seed=0)) == 15
 
 
-# the example
-
-
 # what training makes of a mask with holes
 
 

@@ -18,19 +18,15 @@ from transformers import PretrainedConfig, Qwen3Config, Qwen3MoeConfig
 from tepo_megatron.actor.pipeline import on_device
 from tepo_megatron.config import Config, ServerConfig
 from tepo_megatron.config.io import validate
-from tepo_megatron.errors import ConfigError, DataError, RolloutError
+from tepo_megatron.errors import ConfigError, RolloutError
 from tepo_megatron.inference.engine_api import EngineApi, LaunchSpec
 from tepo_megatron.inference.partial import ABORTED, GenerationRequest, continuation, merge
 from tepo_megatron.inference.samples import checked_rollout
 from tepo_megatron.inference.sglang import SglangApi, generate_request
 from tepo_megatron.inference.vllm import VllmApi
-from tepo_megatron.observability.metrics import Metrics
-from tepo_megatron.observability.timing import Clock
 from tepo_megatron.ops.alignment import Alignment
 from tepo_megatron.ops.packing import pack
-from tepo_megatron.rollout import record
 from tepo_megatron.rollout.experts import check_experts, replayed_routing
-from tepo_megatron.rollout.record import Replay
 from tepo_megatron.types import NO_EXPERT, Prompt, Rollout, Routing, SamplingParams
 from tepo_megatron.utils.exchange import HttpAnswer
 from tepo_megatron.weight_sync.receiver.binary_answer import CONTENT_TYPE, Sample, encode, ids_crc
@@ -168,21 +164,6 @@ def test_experts_lie_where_their_tokens_lie(cp: int, routing: Routing) -> None:
     for i in order:
         for token, experts_KT in list(zip(ids[i].tolist(), experts[i], strict=True))[:-1]:
             assert torch.equal(found[token], experts_KT)
-
-
-def test_recordings_keep_them(tmp_path: Path) -> None:
-    record.write(tmp_path, 1, sampled([9, 2, 17]), Metrics())
-    found, _ = Replay(tmp_path, ROUTING).collect(1, Clock())
-    for a, b in zip(found, sampled([9, 2, 17]), strict=True):
-        assert a.experts_LKT is not None and b.experts_LKT is not None
-        assert torch.equal(a.experts_LKT, b.experts_LKT) and a.experts_LKT.dtype == torch.int16
-    for routing in (replace(ROUTING, per_token=3), replace(ROUTING, sparse_layers=(0, 1, 2)), replace(ROUTING, number=200)):
-        with pytest.raises(DataError, match=r"step-000001\.safetensors: prompt 0 was sampled by another model"):
-            Replay(tmp_path, routing).collect(1, Clock())
-    record.write(tmp_path, 2, [replace(r, experts_LKT=None) for r in sampled([9])], Metrics())
-    assert Replay(tmp_path).collect(2, Clock())[0][0].experts_LKT is None
-    with pytest.raises(DataError, match=r"step-000002\.safetensors: recorded without experts"):
-        Replay(tmp_path, ROUTING).collect(2, Clock())
 
 
 def written(folder: Path, config: PretrainedConfig) -> Path:

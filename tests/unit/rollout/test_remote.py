@@ -247,29 +247,6 @@ def test_weights_of_another_run_are_never_taken_for_the_first_ones(
         sampler.generate(PROMPTS[:1], SAMPLING, seed=0)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("change", "complaint"),
-    [
-        ({"engine": "sglang"}, r"it is sglang, and rollout\.engine=vllm"),
-        ({"model": "0" * 64}, r"its model's config\.json is not that of model\.path="),
-        ({"precision": "bf16"}, r"it serves bf16, and rollout\.server\.precision or model\.precision is fp32"),
-        ({"tp": 2}, r"it has 2 tensor-parallel ranks, and rollout\.server\.tp=1"),
-    ],
-)
-def test_a_server_of_another_kind_is_refused_by_name(
-    one: tuple[Path, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, change: dict[str, Any], complaint: str
-) -> None:
-    folder, url = one
-    monkeypatch.setenv(KEY_VARIABLE, KEY)
-    Rendezvous(tmp_path).publish(record_of(folder, url, **change))
-    with (
-        pytest.raises(RolloutError, match=rf"{url} \(of pid 7 on there, log there\.log\): {complaint}"),
-        trainer(folder, rendezvous=str(tmp_path)),
-    ):
-        pass
-
-
 def test_all_who_make_a_key_at_once_get_the_same(tmp_path: Path) -> None:
     made: list[str] = []
     makers = [threading.Thread(target=lambda: made.append(Rendezvous(tmp_path).make_key())) for _ in range(16)]
@@ -356,26 +333,6 @@ def test_no_server_starts_without_a_key(monkeypatch: pytest.MonkeyPatch) -> None
         command = [sys.executable, "-P", "-m", "tepo_megatron.weight_sync.receiver.sglang_server", "--host", "0.0.0.0"]
         ended = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240)
         assert ended.returncode == 1 and "without a key" in ended.stderr
-
-
-def test_a_start_is_taken_once_and_forgotten_with_its_server(tmp_path: Path) -> None:
-    rendezvous, record = Rendezvous(tmp_path), record_of(tmp_path, "http://127.0.0.2:9")
-    rendezvous.publish(record)
-    assert rendezvous.records() == [record]
-    assert rendezvous.claim(record, "a") is None and rendezvous.claim(record, "b") == "a"
-    assert rendezvous.end_reason(record) is None
-    rendezvous.request_end(record, "why")
-    assert rendezvous.end_reason(record) == "why"
-    again = dataclasses.replace(record, start="1")
-    rendezvous.publish(again)
-    assert rendezvous.records() == [again] and rendezvous.claim(again, "b") is None and rendezvous.end_reason(again) is None
-    rendezvous.withdraw(again)
-    assert {path.name for path in tmp_path.iterdir()} == {"model"}
-    assert rendezvous.claim(again, "c") == ""  # by one who has read its record before
-    assert {path.name for path in tmp_path.iterdir()} == {"model"}
-    (tmp_path / "x.json").write_text('{"engine": 1}')
-    with pytest.raises(RolloutError, match=r"x\.json: not the record of a server"):
-        rendezvous.records()
 
 
 def config(**server: Any) -> Config:

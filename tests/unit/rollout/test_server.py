@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -15,7 +14,7 @@ import pytest
 
 from tepo_megatron.errors import RolloutError
 from tepo_megatron.inference.servers import process as server_module
-from tepo_megatron.inference.servers.process import LOOPBACK, ServerProcess, choose_port, hold_port
+from tepo_megatron.inference.servers.process import LOOPBACK, ServerProcess, hold_port
 from tests.hurting import NOTHING, memory_group
 
 # Answers /health, and starts a process that, like vLLM's EngineCore, does not notice its parent's death.
@@ -168,14 +167,3 @@ def test_a_start_that_makes_progress_has_its_whole_time_limit(work: str, start: 
     server = start(f"import time\nwhile 1: {WORK[work]}; time.sleep(0.01)", ready_seconds=impatient)
     with pytest.raises(RolloutError, match=r"not ready after 12 s: http://\S+/health did not answer with 200; raise rollout"):
         server.wait_ready()
-
-
-def test_a_busy_port_is_named_and_any_other_is_free() -> None:
-    with socket.socket() as listener:
-        listener.bind((LOOPBACK, 0))
-        listener.listen()
-        port = listener.getsockname()[1]
-        with pytest.raises(RolloutError, match=rf"port {port} cannot be used .*Address already in use"):
-            choose_port(port)
-        assert choose_port(0) not in (0, port)
-    assert choose_port(port) == port

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from tepo_megatron.config import RolloutConfig, UrlServerConfig
-from tepo_megatron.errors import RolloutError
 from tepo_megatron.inference.partial import GenerationRequest
 from tepo_megatron.inference.servers.endpoint import Endpoint
 from tepo_megatron.inference.servers.fleet import Fleet
@@ -87,19 +86,6 @@ def test_cancelled_requests_take_no_slot_with_them() -> None:
 
     with serving(2) as servers, pool_of(servers, concurrency=2) as pool:
         pool.loop.run(cancel(pool))
-
-
-def test_the_loss_of_all_servers_reaches_every_waiting_request() -> None:
-    async def lose(pool: ServerPool, server: CountingServer) -> list[Any]:
-        await pool.acquire(None)
-        waiting = [asyncio.create_task(pool.acquire(None)) for _ in range(50)]
-        await asyncio.sleep(0)
-        await asyncio.to_thread(server.stop)
-        return await asyncio.wait_for(asyncio.gather(*waiting, return_exceptions=True), SECONDS)
-
-    with serving(1) as servers, pool_of(servers, concurrency=1) as pool:
-        ends = pool.loop.run(lose(pool, servers[0]))
-    assert {type(end) for end in ends} == {RolloutError} and "takes no connections" in str(ends[-1])
 
 
 def test_a_server_that_ends_between_a_groups_two_requests_costs_no_sample() -> None:

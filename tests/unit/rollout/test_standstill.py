@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,8 +10,6 @@ from typing import Any
 import pytest
 
 from tepo_megatron.inference.servers.fleet import Fleet
-from tepo_megatron.inference.servers.lease import service_name, this_host
-from tepo_megatron.inference.servers.rendezvous import Rendezvous
 from tests.unit.rollout.test_fleet import PROMPTS, SAMPLING, ids, until
 from tests.unit.rollout.test_remote import (  # noqa: F401
     Serving,
@@ -90,26 +85,3 @@ def test_a_killed_trainers_turn_ends_when_its_run_is_resumed(
         assert versions(resumed) == {1}
         resumed.sleep()
         assert released(resumed, 0) == BOTH_PARTS
-
-
-def test_what_a_killed_keeper_left_behind_is_removed_by_the_next(tmp_path: Path) -> None:
-    """The next keeper removes the leftovers of this machine; the last one of all also ends the turn of whatever run it was."""
-    rendezvous = Rendezvous(tmp_path)
-    killed = subprocess.Popen([sys.executable, "-c", ""])
-    killed.wait()
-    gone = record_of(tmp_path, "http://here:1", host=this_host(), pid=killed.pid)
-    rendezvous.leases.register(gone.service)
-    rendezvous.publish(gone)
-    rendezvous.leases.take("runs/a", [gone.start])
-    me = service_name(this_host(), os.getpid())
-    rendezvous.clear_killed()
-    rendezvous.leases.register(me)
-    assert (
-        rendezvous.leases.acknowledgements() == {me: ""} and rendezvous.records() == [] and rendezvous.leases.current() is None
-    )
-    rendezvous.leases.take("runs/a", [])
-    rendezvous.leases.register("elsewhere-1")  # a run's turn among those that live
-    assert rendezvous.leases.current() is not None
-    for keeper in (me, "elsewhere-1"):
-        rendezvous.leases.deregister(keeper)
-    assert list(tmp_path.glob("*.service")) == [] and not (tmp_path / "lease").exists()
