@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-import tepo_megatron.rollout.judges  # noqa: F401  its annotations name Popen, which a test below replaces
+import tepo_megatron.inference.engines  # noqa: F401  its annotations name Popen, which a test below replaces
 from tepo_megatron import cli
 from tests.tiny import tiny_qwen3
 
