@@ -5,7 +5,7 @@ from tepo_megatron.errors import ConfigError
 from tepo_megatron.inference.servers.client import CONTROL_CONNECTIONS
 from tepo_megatron.utils.open_files import WANTED, raise_open_file_limit
 
-# Measured with `python -m tests.harness.open_files` on a CPU (gloo, torch 2.13, vLLM 0.32): with vLLM and 2 ranks (tp 2) rank 0
+# Measured on a CPU (gloo, torch 2.13, vLLM 0.32): with vLLM and 2 ranks (tp 2) rank 0
 # has at most 138 open files and rank 1 116; with a scripted engine and 4 ranks (tp 2, dp 2) 145 and 136. That is 10 per rank
 # plus 118. vLLM's API server has 40 with few requests, its engine 74, a grader 5. NCCL was not measured.
 _BASE = 160

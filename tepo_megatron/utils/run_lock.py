@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import socket
+import stat
 import time
 from pathlib import Path
 from typing import Any
@@ -49,9 +50,10 @@ class RunLock(contextlib.AbstractContextManager["RunLock"]):
             file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except FileNotFoundError:
             return -1
-        except FileExistsError:  # mkdir found a folder that is gone now, or a file
-            if folder.exists():
-                raise
+        except FileExistsError:  # mkdir found a file, or a folder that others remove and create
+            with contextlib.suppress(FileNotFoundError):
+                if not stat.S_ISDIR(folder.stat().st_mode):
+                    raise
             return -1
         try:
             self._lock(file)
