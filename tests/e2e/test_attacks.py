@@ -24,7 +24,6 @@ import pytest
 from tests import hosts
 from tests.e2e.attacker import Targets
 from tests.e2e.conftest import MARK, ROOT, Command, commands, settings
-from tests.e2e.test_judges import JUDGE
 from tests.e2e.test_secrets import keys_of_servers
 from tests.hosts import Host
 from tests.listening import Listener, Watch, listeners
@@ -35,7 +34,6 @@ pytestmark = [pytest.mark.server, pytest.mark.e2e, pytest.mark.full]
 NOBODY = 65534
 ATTACKS = 60  # at least
 PAGES = ("", "runs", "runs/0/samples", "runs/0/tokens", "runs/0/audit?step=1&token=0:0", "../../etc/passwd")
-JUDGED = json.dumps([{"type": "math"}, {**JUDGE, "model": "MODEL"}])
 SHORT = {
     "training__steps": 500, "training__minibatch_prompts": 4, "rollout__prompts_per_step": 8, "rollout__samples_per_prompt": 2,
     "rollout__filter_uniform_groups": "false", "rollout__max_response_tokens": 8, "rollout__record": "true", "parallel__tp": 2,
@@ -107,7 +105,7 @@ def metrics_port(run: Path) -> int | None:
 
 
 def servers_of(found: set[Listener]) -> list[int]:
-    """Return the ports of the inference servers, those of judges included."""
+    """Return the ports of the inference servers."""
     return sorted(one.port for one in found if one.kind == "tcp" and "--port" in one.process and f" {one.port}" in one.process)
 
 
@@ -123,7 +121,6 @@ def has_steps(run: Path, count: int) -> bool:
         ("sglang", "group", {"rollout__servers": 2}),
         ("vllm", "ipc", {"rollout__colocate": "true"}),
         ("vllm", "shm", {"rollout__function": "examples/agents/calculator.py:calculator"}),
-        ("vllm", "shm", {"reward__terms": JUDGED}),
         ("vllm", "shm", {"logging__metrics_port": 0}),
     ],
     ids=[
@@ -131,7 +128,6 @@ def has_steps(run: Path, count: int) -> bool:
         "sglang-group-2-servers",
         "vllm-ipc-colocated",
         "vllm-shm-gateway",
-        "vllm-shm-judge",
         "vllm-shm-metrics",
     ],
 )
@@ -140,8 +136,8 @@ def test_no_attack_from_another_host_or_user_succeeds(
 ) -> None:
     ours, other = two
     run = folder / "runs" / "attacked"
-    keys = {name: str(value).replace("MODEL", str(random_model)) for name, value in keys.items()}
-    servers = int(keys.get("rollout__servers", 1)) + ("reward__terms" in keys)
+    keys = {name: str(value) for name, value in keys.items()}
+    servers = int(keys.get("rollout__servers", 1))
     words = settings(random_model, output=folder / "runs", rollout__engine=engine, sync__transport=transport, **SHORT, **keys)
     with commands(tmp_path) as start:
         command = start("train", "examples/demo.yaml", *words, by=[*ours.enter, sys.executable])
