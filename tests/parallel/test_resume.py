@@ -34,7 +34,7 @@ PLACES = {
     "tepo_megatron.observability.sinks:RunLog.write": False,
     CHECKPOINT + "checkpoints:Checkpoints.save": True,
     CHECKPOINT + "tensors:HostCopy.take": True,
-    CHECKPOINT + "planning:SavePlanner.agree": True,
+    CHECKPOINT + "tensors:SavePlanner.agree": True,
     CHECKPOINT + "saving:write_items": True,
     CHECKPOINT + "saving:write_metadata": False,
     CHECKPOINT + "saving:write_manifest": False,
