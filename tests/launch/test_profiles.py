@@ -145,27 +145,6 @@ def test_what_fits_no_machines_is_refused(parallel: dict[str, int], rollout: dic
         lay_out(run(parallel=parallel, rollout=rollout, sync={"transport": {"folder": "w"}}), cluster(gpus_per_node=8))
 
 
-def test_judges_have_gpus_of_their_own_on_one_machine() -> None:
-    judge = {"type": "judge", "model": "judge", "question": "{response}", "servers": 2, "server": {"tp": 2}}
-    reward, machine = {"terms": [{"type": "math"}, judge]}, cluster(gpus_per_node=8)
-    colocated = {"rollout": {"colocate": True, "servers": 4}, "reward": reward}
-    assert lay_out(run(parallel={"tp": 4}, **colocated), machine) == Layout(1, 4)
-    assert lay_out(run(parallel={"tp": 3}, reward=reward), machine) == Layout(1, 3)
-    for parallel, keys in (
-        ({"tp": 4}, {"reward": reward}),
-        ({"tp": 8}, {**colocated, "rollout": {"colocate": True, "servers": 8}}),
-    ):
-        with pytest.raises(ConfigError, match=r"and the judges of reward\.terms 4 more, and a machine has 8; lower servers or"):
-            lay_out(run(parallel=parallel, **keys), machine)
-    spread = {"colocate": True, "servers": 16, **APART}
-    with pytest.raises(
-        ConfigError, match="16 ranks, on 2 machines of 8, and a run starts the servers of a judge on one machine"
-    ):
-        lay_out(run(parallel={"tp": 8, "dp": 2}, rollout=spread, reward=reward, sync={"transport": {"folder": "w"}}), machine)
-    url = {"terms": [{"type": "judge", "model": "judge", "question": "{response}", "url": "http://judge/v1"}]}
-    assert lay_out(run(parallel={"tp": 8}, rollout={"colocate": True, "servers": 8}, reward=url), machine) == Layout(1, 8)
-
-
 def test_machines_whose_scheduler_knows_no_gpus() -> None:
     """Before, gpus_per_node: 0 was refused for a run on GPUs, and any other number wrote --gpus-per-node."""
     for gpus in (None, 0):
