@@ -205,9 +205,10 @@ def _explain(root: type, error: Any) -> str:
     loc = tuple(error["loc"])
     key = ".".join(str(part) for part in loc if not str(part).startswith("<")) or "config"
     unknown = error["type"] == "unexpected_keyword_argument"
-    named = key if unknown else f"{key}={error['input']}"
-    if use := REMOVED.get(named):
-        return f"{named} was removed: {use}; see CHANGELOG.md"
+    value = "" if unknown else f"={error['input']}"
+    of_any = ".".join(part for part in key.split(".") if not part.isdecimal())  # the table has no indices of lists
+    if use := REMOVED.get(of_any + value):
+        return f"{key}{value} was removed: {use}; see CHANGELOG.md"
     if unknown:
         return f"{key}: {_unknown_key(root, loc)}"
     if error["type"] in ("missing", "missing_argument", "missing_keyword_only_argument"):

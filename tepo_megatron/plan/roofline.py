@@ -69,7 +69,7 @@ class Predictor:
     Attributes:
         factors: Recorded over predicted seconds by phase; 1 for those that are not there.
         beyond: Seconds beyond the phases, as a share of theirs with one round of sampling.
-        known: Cached results, which stay valid under `replace` with another layout.
+        known: Cached seconds of sampling by GPU, workload and servers, which layouts that `search` tries have in common.
     """
 
     cfg: Config
@@ -99,7 +99,7 @@ class Predictor:
         gate = rollout.max_staleness > 0 or (training.old_logprobs == "rollout" and updates > 1)
         teacher = has_teacher(cfg.objective)
         reduced, stepped = self.optimizer_seconds()
-        key = (rollout.servers, rollout.server.tp)
+        key = (self.gpu.name, self.workload, rollout.servers, rollout.server.tp)
         if key not in self.known:
             self.known[key] = self.sample_seconds()
         phases = {

@@ -209,10 +209,28 @@ def test_layouts_that_do_not_fit_the_model(parallel: dict, message: str) -> None
         check_layout(architecture(), ParallelConfig(**parallel))
 
 
-def test_a_removed_key_is_refused_with_what_answers_instead(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(io, "REMOVED", {"sync.old": "use sync.transport=group"})
-    with pytest.raises(ConfigError, match=r"sync\.old was removed: use sync\.transport=group; see CHANGELOG\.md$"):
-        validate(MINIMAL | {"sync": {"old": 2}})
+OF_PROFILES = {"kuberay", "skypilot"}
+PARENTS = {
+    "sync.transport": {"type": "group"},
+    "reward.terms.judge": {"type": "judge", "model": "j", "url": "http://judge/v1", "question": "{response}"},
+}
+
+
+@pytest.mark.parametrize("removed", sorted(io.REMOVED.keys() - OF_PROFILES))
+def test_a_removed_key_is_refused_with_what_answers_instead(removed: str) -> None:
+    """As somebody had it in a file: each row of the table is met."""
+    name, _, value = removed.partition("=")
+    section, _, key = name.rpartition(".")
+    content = PARENTS.get(section, {}) | MINIMAL.get(section, {}) | {key: value or 1}
+    if section == "reward.terms.judge":
+        tree = {"reward": {"terms": [{"type": "math"}, content]}}
+    else:
+        first, _, second = section.partition(".")
+        tree = {first: {second: content} if second else content}
+    with pytest.raises(ConfigError) as refused:
+        validate(MINIMAL | tree)
+    said = str(refused.value)
+    assert f"{key}{'=' + value if value else ''} was removed: {io.REMOVED[removed]}; see CHANGELOG.md" in said
 
 
 def test_a_config_of_before_has_the_defaults_of_today_or_stays_as_it_is() -> None:
