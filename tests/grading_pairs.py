@@ -528,10 +528,10 @@ x^2 === x²
 """
 
 
-def load_pairs() -> list[Pair]:
+def load_pairs(table: str = TABLE) -> list[Pair]:
     """Return all pairs, in the order of the table. Raise ValueError for a line that is no pair."""
     pairs, kind = [], ""
-    for line in TABLE.strip().splitlines():
+    for line in table.strip().splitlines():
         if line.startswith("# "):
             kind = line[2:]
             continue
