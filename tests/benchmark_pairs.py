@@ -4,8 +4,6 @@ One pair a line, as in `tests/grading_pairs.py`. The pairs are our own. They wer
 from what the answers mean and not from what the grader did.
 """
 
-# ruff: noqa: RUF001  (signs that look like others are part of the task)
-
 from __future__ import annotations
 
 TABLE = r"""
