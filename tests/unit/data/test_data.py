@@ -50,7 +50,7 @@ def test_rows_become_prompts(tmp_path: Path, tokenizer: PreTrainedTokenizerFast)
 
 
 def test_keys_are_configurable(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    row = {"q": {"text": "3+4?"}, "gold.int": 7, "label": 8, "prompt": "no", "answer": "no"}
+    row = {"q": {"text": "3+4?"}, "gold.int": 7, "label": "no", "prompt": "no", "answer": "no"}
     path = write(tmp_path / "d.jsonl", row)
     (prompt,) = load(path, tokenizer, prompt_key="q.text", answer_key="gold.int").prompts
     assert (prompt.answer, len(prompt.token_ids)) == ("7", 4)
