@@ -173,7 +173,7 @@ def _equal_where_defined(gold: list[Any], answer: list[Any]) -> bool:
         return False
 
     def roots(x: Any) -> list[Any]:
-        """Return what stands under a root, or in a logarithm."""
+        """Return what is under a root, or in a logarithm."""
         under = [y.base for y in x.atoms(type(Symbol("x") ** 2)) if y.exp.is_integer is not True]
         return under + [y.args[0] for y in x.atoms(log)]
 
