@@ -46,7 +46,7 @@ _TAIL = re.compile(r"(?:[a-zA-Z][a-zA-Z'-]*\.?(?:\s*\^\s*(?:\d|\{-?\d\}))?(?:\s*
 _WORD = re.compile(r"[a-zA-Z'-]+")
 
 
-class Quantity(NamedTuple):
+class NumberWithUnit(NamedTuple):
     """A number and the unit behind it.
 
     Attributes:
@@ -57,16 +57,16 @@ class Quantity(NamedTuple):
     unit: str | None
 
 
-def measure(text: str, any_word: bool) -> Quantity:
+def measure(text: str, any_word: bool) -> NumberWithUnit:
     r"""Split an answer in canonical spelling into number and unit; without a unit, the text stays whole.
 
     Args:
         any_word: Long words are units. Without, they have to be known: in a gold answer `2 abcd` is a product.
 
     >>> measure(r"5\text{ centimeters}", False), measure("2 bolts", True).number, measure(r"\frac{1}{m} t", True).number
-    (Quantity(number='5', unit='cm'), '2', '\\frac{1}{m} t')
+    (NumberWithUnit(number='5', unit='cm'), '2', '\\frac{1}{m} t')
     """
-    whole = Quantity(text, None)
+    whole = NumberWithUnit(text, None)
     constant = _CONSTANT.match(text)
     if constant is None or not _NUMBER.search(constant[1]) or _OPEN.search(constant[1]):
         return whole
@@ -83,7 +83,7 @@ def measure(text: str, any_word: bool) -> Quantity:
         return whole
     if not all(word in _LETTERS or (_unit(word) and word not in _PRODUCTS) or (any_word and len(word) > 3) for word in bare):
         return whole
-    return Quantity(number, _one_spelling(unit))
+    return NumberWithUnit(number, _one_spelling(unit))
 
 
 def _unit(word: str) -> str | None:
