@@ -418,6 +418,60 @@ x > 2 =/= x > 3
 60\text{ km/h} === 60
 60\text{ km/h} === 60 \text{ km/h}
 60\text{ km/h} =/= 50 \text{ km/h}
+# units that are none
+5 =/= 5 \text{ or } 6
+5 =/= 5\text{ or }6\text{ cm}
+2 =/= 2 apples and 3 oranges
+3 =/= 3 hours 20 minutes
+3 =/= 3\text{ hours }20\text{ minutes}
+7 =/= 7 \text{ if n is even}
+7 =/= 7 \text{ if } n \text{ is even}
+5 =/= 5 \text{ or more}
+3 =/= 3 \text{ dozen}
+3 =/= 3 thousand
+6 =/= 6 feet 2 inches
+2 abcd =/= 2
+2abcd =/= 2
+3\mathbf{v} =/= 3
+3\mathrm{i} =/= 3
+2 mg =/= 2
+2 ms =/= 2
+\frac{1}{2} M =/= \frac{1}{2}
+5 M =/= 5
+5 m^2 =/= 5
+x=5 =/= y = 5 cm
+x=5 === x = 5 cm
+5\text{ bolts} === 5 bolts
+5\text{ bolts} === 5
+\frac{1}{2} hour === \frac{1}{2}
+\frac{1}{2} hour =/= 30 minutes
+90 === 90^\circ\text{C}
+5 === 5 \times 10^{0} m
+60\text{ miles per hour} === 60 mph
+60\text{ miles per hour} =/= 60 km/h
+2 =/= 2 alpha
+2 =/= 2 sqrt
+3 =/= 3 or more
+3 roots === 3 roots
+3 === 3 months
+3 =/= 3 fifths
+3 =/= 3 tenths
+# expressions that are equal where both are defined
+\sqrt{(x-1)^2} =/= x-1
+\sqrt{(x-1)^2} === |x-1|
+\ln(x^2) === 2\ln(x)
+\sqrt{x}\sqrt{y} =/= \sqrt{x+y}
+\sqrt{x^2+1} =/= x+1
+\frac{1}{\sqrt{x^2}} =/= \frac{1}{x}
+\sqrt{x^2 y} =/= x\sqrt{y}
+\sqrt{x^2 y} === |x|\sqrt{y}
+# rounding
+\pi === 3.141593
+\pi =/= 3.14159
+6.02\times10^{23} =/= 6.0200001\times10^{23}
+2^{100} =/= 1.2676506\times10^{30}
+10^{20} =/= 100000000000000000001
+0.00001 =/= 0.0000104
 # percentages
 50\% === 50\%
 50\% === 50
@@ -528,10 +582,10 @@ x^2 === x²
 """
 
 
-def load_pairs() -> list[Pair]:
+def load_pairs(table: str = TABLE) -> list[Pair]:
     """Return all pairs, in the order of the table. Raise ValueError for a line that is no pair."""
     pairs, kind = [], ""
-    for line in TABLE.strip().splitlines():
+    for line in table.strip().splitlines():
         if line.startswith("# "):
             kind = line[2:]
             continue

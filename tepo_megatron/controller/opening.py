@@ -43,7 +43,7 @@ def open_driver(cfg: Config, make_engine: EngineFactory | None = None) -> Iterat
     rollout, run_dir, steps, ranks = cfg.rollout, cfg.run_dir, cfg.training.steps, cfg.parallel.world_size
     facts = cfg.name, rollout.engine, cfg.platform, cfg.objective.name, ranks, steps
     served = partial(_served_metrics, cfg.logging, run_dir)
-    method, tokenizer = resolve(cfg), load_tokenizer(cfg.model.path)
+    method, tokenizer = resolve(cfg), load_tokenizer(cfg.model.path, run_dir)
     routing = replayed_routing(rollout, cfg.model.path, cfg.platform)
     evaluations = partial(Evaluations, cfg.evaluation, seed=cfg.seed, run_dir=run_dir, keep_best=cfg.checkpoint.keep_best)
     if rollout.replay is not None:

@@ -4,12 +4,15 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from tepo_megatron.data import readers
 from tepo_megatron.data.readers import Row
 from tepo_megatron.errors import DataError
 
 _BATCH_ROWS = 4096
 _PARQUET_ROWS = 256  # in memory at once
+_SHORT_FLOATS = {"float": np.float32, "halffloat": np.float16}
 
 
 class ArrowRows:
@@ -31,18 +34,44 @@ class ArrowRows:
             for batch in self._open(name):
                 self._batch, self._batch_start = batch, self.read
                 columns = [c for c in batch.schema.names if any(key == c or key.startswith(f"{c}.") for key in keys)]
-                for row in batch.select(columns).to_pylist() if columns else [{}] * batch.num_rows:
+                for row in _rows(batch.select(columns)) if columns else [{}] * batch.num_rows:
                     self.read += 1
                     yield self.read - 1, row
 
     def whole(self, place: int) -> Row:
         """Return all columns of the row that `rows` yielded last; `place` must be its place."""
-        (row,) = self._batch.slice(place - self._batch_start, 1).to_pylist()
-        return dict(row)
+        (row,) = _rows(self._batch.slice(place - self._batch_start, 1))
+        return row
 
     def where(self, place: int) -> str:
         """Return "FILE: row N" of a row, N counted from 1 in its file."""
         return readers.where(self._names, self._starts, place, ": row ")
+
+
+def _rows(batch: Any) -> list[Row]:
+    """Return the rows of a record batch."""
+    import pyarrow
+
+    struct = pyarrow.struct(batch.schema)
+    rows = batch.to_pylist()
+    return [_shortest(row, struct) for row in rows] if _has_short_floats(struct) else rows
+
+
+def _has_short_floats(kind: Any) -> bool:
+    return str(kind) in _SHORT_FLOATS or any(_has_short_floats(kind.field(i).type) for i in range(kind.num_fields))
+
+
+def _shortest(value: Any, kind: Any) -> Any:
+    """Return a value with the shortest decimals of its type: 0.1 of a float32, which is 0.10000000149011612 as a float64."""
+    if value is None:
+        return None
+    if str(kind) in _SHORT_FLOATS:
+        return float(str(_SHORT_FLOATS[str(kind)](value)))
+    if isinstance(value, dict):
+        return {name: _shortest(inner, kind.field(name).type) for name, inner in value.items()}
+    if isinstance(value, list) and kind.num_fields == 1:
+        return [_shortest(inner, kind.field(0).type) for inner in value]
+    return value
 
 
 def parquet(files: list[Path]) -> ArrowRows:

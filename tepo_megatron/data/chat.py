@@ -46,7 +46,7 @@ class Encoder:
     def _laid_out(self, prompt: str | Messages) -> str | Messages:
         """Return the prompt with the instruction appended and the system prompt inserted; a chat unless it stays a string."""
         cfg = self._cfg
-        ending = "" if cfg.instruction is None else f"\n\n{cfg.instruction}"
+        ending = f"\n\n{cfg.instruction}" if cfg.instruction else ""
         if isinstance(prompt, str):
             if not cfg.as_chat:
                 for key in ("system_prompt", "template_kwargs"):

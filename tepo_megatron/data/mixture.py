@@ -57,12 +57,12 @@ def load_data(cfg: DataConfig, reward: RewardConfig, tokenizer: "PreTrainedToken
         loaded = load_prompts(source, cfg, tokenizer, try_golds, number=number, earlier=seen)
         seen |= loaded.seen
         train.append((loaded.prompts, source.weight))
-        log_lines += [str(loaded.report), *loaded.report.details()]
+        log_lines += [str(loaded.report), loaded.report.reading(), *loaded.report.details()]
     if cfg.eval is None:
         return Data(train, [], log_lines)
     source = DataSet(path=cfg.eval, prompt_key=cfg.prompt_key, answer_key=cfg.answer_key)
     held_out = load_prompts(source, cfg, tokenizer, try_golds)
-    log_lines += [str(held_out.report), *held_out.report.details()]
+    log_lines += [str(held_out.report), held_out.report.reading(), *held_out.report.details()]
     if both := len(held_out.seen.keys() & seen.keys()):
         log_lines.append(f"warning: {both} of the {len(held_out.seen)} prompts of data.eval are in data.train too")
     return Data(train, held_out.prompts, log_lines)

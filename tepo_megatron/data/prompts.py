@@ -2,13 +2,23 @@
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from tepo_megatron.config import DataConfig, DataSet
 from tepo_megatron.data.chat import Encoder
 from tepo_megatron.data.readers import Row, RowReader
 from tepo_megatron.data.report import DatasetReport, RowFaults, shorten
-from tepo_megatron.data.schemas import Messages, MissingKeyError, Schema, detect, prompt_and_answer
+from tepo_megatron.data.schemas import (
+    Messages,
+    MissingKeyError,
+    Schema,
+    answers_of,
+    detect,
+    fitting,
+    prompt_and_answer,
+    same_gold,
+)  # fmt: skip
 from tepo_megatron.data.sources import DatasetSource
 from tepo_megatron.data.unique import DatasetRow, Deduplicator, key_of, raw_digest
 from tepo_megatron.errors import DataError
@@ -20,6 +30,7 @@ if TYPE_CHECKING:
 # gold answers -> ({gold answer that the grader cannot read: `MathTerm`'s status}, number of answers not tried)
 TryGolds = Callable[[Sequence[str]], tuple[dict[str, str], int]]
 FIRST_ID = 2**32  # prompt ids of set n start at n times this
+_ROWS_COMPARED = 100  # whose other columns are looked at for other answers
 _CHUNK = 1024  # prompts per tokenizer call
 
 
@@ -60,9 +71,15 @@ def load_prompts(
     place = DatasetSource.of(source.path)
     reader = place.reader()
     faults = RowFaults(cfg.skip_bad_rows)
-    schema = _schema(reader, source, faults)
-    report = DatasetReport(source.path, str(schema), faults)
+    schema, others = _schema(reader, source, faults)
+    if source.answer_key is None:
+        _refuse_rivals(reader, schema)
+    report = DatasetReport(source.path, str(schema), faults, also_fit=[str(other) for other in others])
     items = _unique(reader, schema, cfg, report)
+    if items:
+        report.example = (
+            f"{reader.where(items[0].place)} {_short(_text(items[0].prompt))} has the answer {_short(items[0].answer)}"
+        )
     report.rows = reader.read
     kept = place.slice(items)
     report.outside = len(items) - len(kept)
@@ -75,11 +92,16 @@ def load_prompts(
     report.prompts = len(prompts)
     if not prompts:
         raise DataError(f"no prompt left: {report}; give another slice or file, or change what drops them")
+    first = kept[0]
+    report.example = f"{reader.where(first.place)} {_short(_text(first.prompt))} has the answer {_short(first.answer)}"
     return LoadedPrompts(prompts, report, {item.key: (item.answer, reader.where(item.place)) for item in kept})
 
 
-def _schema(reader: RowReader, source: DataSet, faults: RowFaults) -> Schema:
-    """Return the schema of the first row that fits one. With `skip_bad_rows`, rows before it that fit none are passed over."""
+def _schema(reader: RowReader, source: DataSet, faults: RowFaults) -> tuple[Schema, list[Schema]]:
+    """Return the schema of the first row that fits one, and the others that this row fits.
+
+    With `skip_bad_rows`, rows before it that fit none are passed over.
+    """
     row: Row | DataError | None = None
     at = 0
     for at, row in reader.rows((), passing_repeats=False):
@@ -88,9 +110,9 @@ def _schema(reader: RowReader, source: DataSet, faults: RowFaults) -> Schema:
                 raise row
             continue
         whole = reader.whole(at)
-        schema = detect(whole, source.prompt_key, source.answer_key)
-        if schema is not None:
-            return schema
+        schemas = fitting(whole, source.prompt_key, source.answer_key)
+        if schemas:
+            return schemas[0], schemas[1:]
         if not faults.skip:
             found = ", ".join(map(repr, whole)) or "none"
             raise DataError(
@@ -100,6 +122,22 @@ def _schema(reader: RowReader, source: DataSet, faults: RowFaults) -> Schema:
     if row is None:
         raise DataError(f"{source.path}: the dataset is empty; give a file with one JSON object per line, or a parquet file")
     raise DataError(f"{source.path}: no row fits a known schema; the last: {row if isinstance(row, DataError) else list(row)}")
+
+
+def _refuse_rivals(reader: RowReader, schema: Schema) -> None:
+    """Raise DataError if one of the first rows has another answer in another column: only the user knows which is right."""
+    for place, row in islice(reader.rows((), passing_repeats=False), _ROWS_COMPARED):
+        if isinstance(row, DataError):
+            continue
+        answers = answers_of(reader.whole(place))
+        gold = answers.pop(schema.answer_key, None)
+        for key, other in answers.items():
+            if gold is not None and not same_gold(gold, other):
+                both = " (and data.prompt_key, too)" if "messages" in (key, schema.answer_key) else ""
+                raise DataError(
+                    f"{reader.where(place)}: {schema.answer_key!r} gives the answer {_short(gold)}, and {key!r} "
+                    f"{_short(other)}; set data.answer_key to the one that is right{both}"
+                )
 
 
 def _items(reader: RowReader, schema: Schema, faults: RowFaults, unique: Deduplicator) -> Iterator[DatasetRow]:
@@ -232,8 +270,12 @@ def _asks_for_a_line(prompt: str | Messages, instruction: str) -> bool:
     """Return whether the prompt asks for a last line "Answer: $..." and no box, like DAPO-Math-17k:
     "The last line of your response should be of the form Answer: $Answer".
     """
-    text = (prompt if isinstance(prompt, str) else prompt[-1]["content"]) + instruction
+    text = _text(prompt) + instruction
     return "Answer: $" in text and "boxed" not in text
+
+
+def _text(prompt: str | Messages) -> str:
+    return prompt if isinstance(prompt, str) else str(prompt[-1]["content"])
 
 
 def _short(text: str) -> str:

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import IO, Any, Protocol, cast
 
 from tepo_megatron.errors import DataError
+from tepo_megatron.utils.file_kinds import SNIFFED_BYTES, foreign_kind
 
 Row = dict[str, Any]
-_UTF16 = (b"\xff\xfe", b"\xfe\xff")
 _GZIP = b"\x1f\x8b"
 PARQUET = b"PAR1"
 LINE_BYTES = 256 * 2**20  # a limit, since a gzipped file of a megabyte can hold a line of a gigabyte
@@ -107,12 +107,19 @@ def files_of(path: str) -> list[Path]:
 
 
 def first_bytes(path: Path) -> bytes:
-    """Return the first 4 bytes of the file, which tell its format. Raise DataError if it cannot be read."""
+    """Return the first bytes of the file, which tell its format. Raise DataError if it cannot be read, or is no dataset."""
     try:
         with path.open("rb") as file:
-            return file.read(4)
+            start = file.read(SNIFFED_BYTES)
     except OSError as e:
         raise unreadable(path, e) from None
+    _refuse_foreign(path, start)
+    return start
+
+
+def _refuse_foreign(path: Path, start: bytes, where: str = "is") -> None:
+    if (kind := foreign_kind(start)) is not None:
+        raise DataError(f"{path}: {where} {kind}")
 
 
 def where(names: list[Path], starts: list[int], place: int, between: str) -> str:
@@ -128,11 +135,15 @@ def unreadable(path: Path, error: Exception) -> DataError:
 
 
 def _lines(path: Path) -> Iterator[bytes]:
-    start = first_bytes(path)
-    if start.startswith(_UTF16):
-        raise DataError(f"{path}: is encoded in UTF-16; convert it (`iconv -f UTF-16 -t UTF-8`)")
+    is_gzip = first_bytes(path).startswith(_GZIP)
     try:
-        with gzip.open(path) if start.startswith(_GZIP) else path.open("rb") as file:
+        if is_gzip:
+            with gzip.open(path) as unzipped:
+                inner = unzipped.read(SNIFFED_BYTES)
+            _refuse_foreign(path, inner, "holds, gzipped, something that is")
+            if inner.startswith((_GZIP, PARQUET)):
+                raise DataError(f"{path}: is gzipped, and holds a gzip or parquet file; unpack it (`gunzip`)")
+        with gzip.open(path) if is_gzip else path.open("rb") as file:
             while line := cast(IO[bytes], file).readline(LINE_BYTES + 1):
                 if len(line) > LINE_BYTES:
                     raise DataError(f"{path}: a line is longer than {LINE_BYTES // 2**20} MiB; each must hold one JSON object")
@@ -143,13 +154,15 @@ def _lines(path: Path) -> Iterator[bytes]:
 
 def _parse(line: bytes, first: bool) -> Row:
     """Return the JSON object of a line. Raise DataError otherwise; for a file's first line, say how to split an array."""
+    hint = ""
+    if first and line.lstrip(b"\xef\xbb\xbf \t")[:1] == b"[":
+        hint = "; the file is a JSON array, of which `jq -c '.[]' FILE` makes lines"
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as e:  # malformed JSON, bytes that are not UTF-8, or nesting without end
-        hint = "; `jq -c '.[]' FILE` makes lines of an array" if first and line.lstrip()[:1] == b"[" else ""
         raise DataError(f"not valid JSON ({e}); each line must hold one JSON object{hint}") from None
     if not isinstance(row, dict):
-        raise DataError(f"each line must hold one JSON object, not {describe_value(row)}")
+        raise DataError(f"each line must hold one JSON object, not {describe_value(row)}{hint}")
     return row
 
 

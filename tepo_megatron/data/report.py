@@ -33,6 +33,8 @@ class DatasetReport:
     """Counts of one dataset's rows.
 
     Attributes:
+        also_fit: Schemas that the first row fits, too.
+        example: First prompt and its answer, with file and row.
         duplicates: Rows dropped because an earlier row has the same prompt and answer.
         elsewhere: Prompts dropped because an earlier set has them.
         unreadable: Answers that the grader cannot read, each with file and row, whether dropped or not.
@@ -46,6 +48,8 @@ class DatasetReport:
     source: str
     schema: str
     faults: RowFaults
+    also_fit: list[str] = field(default_factory=list)
+    example: str = ""
     rows: int = 0
     duplicates: int = 0
     elsewhere: int = 0
@@ -70,6 +74,11 @@ class DatasetReport:
         )
         dropped = ", ".join(f"{count} {what}" for count, what in counts if count) or "none"
         return f"{self.source}: {self.schema}, {self.rows} rows, {self.prompts} prompts; dropped: {dropped}"
+
+    def reading(self) -> str:
+        """Return one line: a prompt with its answer, and the other schemas that fit."""
+        others = f"; these schemas fit, too, with the same answers: {shorten(self.also_fit)}" if self.also_fit else ""
+        return f"{self.source}: {self.example}{others}"
 
     def details(self) -> list[str]:
         """Return further lines: dropped rows and what to fix."""

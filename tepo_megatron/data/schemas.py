@@ -5,11 +5,12 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Any
 
 from tepo_megatron.data.readers import Row, describe_value
 from tepo_megatron.errors import DataError
-from tepo_megatron.grading.answers import last_boxed
+from tepo_megatron.grading.answers import canonical, last_boxed
 
 Messages = list[dict[str, Any]]
 
@@ -25,7 +26,9 @@ class MissingKeyError(DataError):
 
 _PROMPTS = ("prompt", "problem", "question", "input", "messages")
 _ANSWERS = ("answer", "expected_answer", "final_answer", "ground_truth", "solution", "label", "output")
-_HASHES = re.compile(r"\n#### *([^\n]+?)\s*$")  # GSM8K's worked solutions end like this
+_WORKED = ("solution", "output", "messages")  # columns that may hold prose without an answer
+_HASHES = re.compile(r"(?<!#)####[ \t]*([^\s#][^\n]*?)\s*$")  # GSM8K's worked solutions end like this
+_SHORT = 40  # characters; a longer text without a box or `####` is prose
 
 
 @dataclass(frozen=True)
@@ -51,16 +54,23 @@ SCHEMAS = (
     Schema("open-r1", "prompt", "solution"),
     Schema("slime", "prompt", "label"),
     Schema("NeMo-RL", "input", "output"),
-    Schema("NeMo-RL messages", "messages", "messages"),
-    *(Schema("plain", prompt, answer) for prompt in _PROMPTS for answer in _ANSWERS),
+    *(Schema("plain", prompt, answer) for prompt in _PROMPTS if prompt != "messages" for answer in _ANSWERS),
+    Schema("NeMo-RL messages", "messages", "messages"),  # behind those that name an answer: its message may be a sample
+    *(Schema("plain", "messages", answer) for answer in _ANSWERS),
 )
 
 
 def detect(row: Row, prompt_key: str | None, answer_key: str | None) -> Schema | None:
     """Return the schema of a row, or None if none fits."""
+    return next(iter(fitting(row, prompt_key, answer_key)), None)
+
+
+def fitting(row: Row, prompt_key: str | None, answer_key: str | None) -> list[Schema]:
+    """Return all schemas that a row fits; the first one counts."""
     if prompt_key is not None and answer_key is not None:
         known = (schema for schema in SCHEMAS if (schema.prompt_key, schema.answer_key) == (prompt_key, answer_key))
-        return next(known, Schema("keys", prompt_key, answer_key))
+        return [next(known, Schema("keys", prompt_key, answer_key))]
+    schemas: dict[tuple[str, str], Schema] = {}
     for schema in SCHEMAS:
         keys = Schema(schema.name, prompt_key or schema.prompt_key, answer_key or schema.answer_key)
         if schema.prompt_key == schema.answer_key and (
@@ -71,8 +81,35 @@ def detect(row: Row, prompt_key: str | None, answer_key: str | None) -> Schema |
         if schema.name == "verl" and not isinstance(row.get("prompt"), list) and "solution" in row:
             continue
         if has(row, keys.prompt_key) and has(row, keys.answer_key):
-            return keys if (prompt_key, answer_key) == (None, None) else Schema("keys", keys.prompt_key, keys.answer_key)
-    return None
+            name = schema.name if (prompt_key, answer_key) == (None, None) else "keys"
+            schemas.setdefault((keys.prompt_key, keys.answer_key), Schema(name, keys.prompt_key, keys.answer_key))
+    return list(schemas.values())
+
+
+def answers_of(row: Row) -> dict[str, str]:
+    """Return the gold answers of all columns that may hold one, by key. Prose and values that are no answers are left out."""
+    answers = {}
+    for key in dict.fromkeys(schema.answer_key for schema in SCHEMAS):
+        value = value_at(row, key)
+        if key == "messages":
+            value = value[-1]["content"] if _ends_with_answer(row, key) else None
+        try:
+            text = gold(value, key)
+        except DataError:
+            continue
+        is_prose = key in _WORKED and text == value and (len(text) > _SHORT or not re.search(r"\d", text))
+        if not is_prose:
+            answers[key] = text
+    return answers
+
+
+def same_gold(a: str, b: str) -> bool:
+    """Return whether two gold answers are the same, but for spelling. Values are not compared: 1/2 is not 0.5."""
+    a, b = (re.sub(r"\s|\\left|\\right", "", canonical(text)) for text in (a, b))
+    try:
+        return a == b or Decimal(a.replace(",", "")) == Decimal(b.replace(",", ""))
+    except ArithmeticError:
+        return False
 
 
 def _ends_with_answer(row: Row, key: str) -> bool:
@@ -125,8 +162,8 @@ def prompt_and_answer(row: Row, schema: Schema) -> tuple[str | Messages, str]:
 def gold(value: Any, key: str) -> str:
     r"""Return the gold answer as a string.
 
-    Unit tests of a program give their JSON. A number gives its digits, a list its only entry, a worked solution the content of
-    its last `\boxed{}` or the text after a final `####` (GSM8K).
+    Unit tests of a program give their JSON. A number gives its digits without an exponent, a list its only entry, a worked
+    solution the content of its last `\boxed{}` or the text after `####` on its last line (GSM8K).
 
     Raises:
         DataError: The value is none of these, or blank.
@@ -135,18 +172,28 @@ def gold(value: Any, key: str) -> str:
         return value if isinstance(value, str) else json.dumps(value)
     if isinstance(value, list) and len(value) == 1:
         value = value[0]
-    if isinstance(value, float) and not math.isfinite(value):
+    if isinstance(value, (float, Decimal)) and not math.isfinite(value):
         raise DataError(f"{key!r} is {value}; an answer must be finite")
-    if isinstance(value, bool) or not isinstance(value, (str, int, float)):
+    if isinstance(value, bool) or not isinstance(value, (str, int, float, Decimal)):
         raise DataError(f"{key!r} must be a string or a number, or a list of one, not {describe_value(value)}")
-    text = str(value)
+    text = value if isinstance(value, str) else digits_of(value)
     if "boxed" in text:
-        text = last_boxed(text) or text
+        boxed = last_boxed(text)
+        text = text if boxed is None else boxed
     elif "####" in text and (hashes := _HASHES.search(text)):
         text = hashes[1]
     if not text.strip():
         raise DataError(f"{key!r} is blank, so no response could be right; fill it in or remove the row")
     return text
+
+
+def digits_of(number: float | Decimal) -> str:
+    """Return the shortest digits that read as this finite number, without an exponent.
+
+    >>> digits_of(5e-05), digits_of(1e16), digits_of(7)
+    ('0.00005', '10000000000000000', '7')
+    """
+    return format(Decimal(str(number)), "f")
 
 
 def _are_tests(value: Any) -> bool:

@@ -50,7 +50,7 @@ class DatasetSource:
         if path.is_dir() or Path(self.path.partition(":")[0]).is_dir():
             return arrow.hugging_face(self.path)
         files = files_of(self.path)
-        of_parquet = [first_bytes(file) == PARQUET or file.suffix == ".parquet" for file in files]
+        of_parquet = [first_bytes(file).startswith(PARQUET) or file.suffix == ".parquet" for file in files]
         if len(set(of_parquet)) > 1:
             raise DataError(f"{self.path}: {files[0]} and {files[of_parquet.index(not of_parquet[0])]} are of two kinds")
         return arrow.parquet(files) if of_parquet[0] else JsonLines(files)

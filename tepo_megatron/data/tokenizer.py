@@ -2,11 +2,15 @@
 
 import contextlib
 import json
+import re
 from collections.abc import Callable, Iterator, Sequence
+from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tepo_megatron.errors import CheckpointError, ConfigError
+from tepo_megatron.utils.atomic import replace_file
 from tepo_megatron.utils.scratch import PrivateFolder
 
 if TYPE_CHECKING:
@@ -16,8 +20,19 @@ if TYPE_CHECKING:
 _VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
-def load_tokenizer(model_path: str | Path) -> "PreTrainedTokenizerBase":
+CLOCK_FILE = "template_clock"
+_DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
+_MONTHS = (
+    *("January", "February", "March", "April", "May", "June", "July"),
+    *("August", "September", "October", "November", "December"),
+)
+
+
+def load_tokenizer(model_path: str | Path, run_dir: Path | None = None) -> "PreTrainedTokenizerBase":
     """Return the tokenizer in the directory `model_path`. Nothing is downloaded.
+
+    A chat template that asks for the date gets the time of the first call for this `run_dir`, which is stored there; without
+    `run_dir`, the time of this call.
 
     Raises CheckpointError that names the directory, the missing or unreadable file, and the fix.
     """
@@ -35,11 +50,38 @@ def load_tokenizer(model_path: str | Path) -> "PreTrainedTokenizerBase":
             "copy the tokenizer files of the base model into it"
         )
     try:
-        return AutoTokenizer.from_pretrained(directory, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
     except Exception as e:  # transformers passes on whatever its parsers raise, even a bare Exception
         raise CheckpointError(
             f"{directory}: the tokenizer files cannot be read ({type(e).__name__}: {e}); copy them again from the base model"
         ) from e
+    if "strftime_now" in str(tokenizer.chat_template):
+        # a variable of the template hides the global of this name, which reads the clock, the time zone and the locale
+        now = partial(_english_date, _stored_clock(run_dir))
+        tokenizer.apply_chat_template = partial(tokenizer.apply_chat_template, strftime_now=now)
+    return tokenizer
+
+
+def _stored_clock(run_dir: Path | None) -> datetime:
+    path = None if run_dir is None else run_dir / CLOCK_FILE
+    if path is not None and path.exists():
+        try:
+            return datetime.fromisoformat(path.read_text().strip())
+        except ValueError:
+            raise CheckpointError(f"{path}: holds no time like 2025-01-31T12:00:00+00:00; write the start of the run") from None
+    now = datetime.now(UTC).replace(microsecond=0)
+    if path is not None:
+        replace_file(path, now.isoformat().encode() + b"\n")
+    return now
+
+
+def _english_date(when: datetime, form: str) -> str:
+    """Return `when.strftime(form)` in the language of the C locale."""
+    day, month = _DAYS[when.weekday()], _MONTHS[when.month - 1]
+    names = {"%A": day, "%a": day[:3], "%B": month, "%b": month[:3], "%h": month[:3], "%p": "AM" if when.hour < 12 else "PM"}
+    fixed = {"%c": "%a %b %e %H:%M:%S %Y", "%x": "%m/%d/%y", "%X": "%H:%M:%S"}
+    form = re.sub("%.", lambda found: fixed.get(found[0], found[0]), form)
+    return when.strftime(re.sub("%.", lambda found: names.get(found[0], found[0]), form))
 
 
 def text_functions(tokenizer: "PreTrainedTokenizerBase") -> tuple[Callable[[str], list[int]], Callable[[Sequence[int]], str]]:

@@ -5,6 +5,7 @@ import importlib.util
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ from tepo_megatron.config import PAPER_TOKENS, DataConfig, EvaluationConfig
 from tepo_megatron.data.arrow import hugging_face
 from tepo_megatron.data.chat import Encoder
 from tepo_megatron.data.readers import JsonLines, Row, RowReader
+from tepo_megatron.data.schemas import digits_of
 from tepo_megatron.errors import DataError
 from tepo_megatron.evaluation.benchmarks import BENCHMARKS, Benchmark
 from tepo_megatron.types import Prompt, SamplingParams
@@ -143,12 +145,12 @@ def _gold(value: Any, key: str, where: str) -> str:
     """
     if isinstance(value, list) and value:
         return ", ".join(_gold(each, key, where) for each in value)
-    if isinstance(value, float) and value.is_integer():
-        value = int(value)
-    finite = not isinstance(value, float) or math.isfinite(value)
-    if not finite or isinstance(value, bool) or not isinstance(value, (str, int, float)):
+    finite = not isinstance(value, (float, Decimal)) or math.isfinite(value)
+    if not finite or isinstance(value, bool) or not isinstance(value, (str, int, float, Decimal)):
         raise DataError(f"{where}: field {key!r} is {value!r:.60}, no answer; make it a string, a number or a list of them")
-    text = str(value).strip()
+    if not isinstance(value, str):
+        value = digits_of(int(value) if value == int(value) else value)
+    text = value.strip()
     if len(text) > 2 and text[0] == text[-1] == "$" and "$" not in text[1:-1]:
         text = text[1:-1].strip()
     return text

@@ -77,6 +77,9 @@ _PREFIX = re.compile(r"^(?:\\text\s*\{\s*)?(?:so |thus )?(?:the |my )?(?:final )
 _GROUPED_BY_SPACES = re.compile(r"([+-]?\d{1,3})((?: \d{3})+)(\.\d+)?")
 _MIXED = re.compile(r"(-?)(\d+) (\d+)\s*/\s*(\d+)")
 _REPEATING = re.compile(r"(\d{1,20})\.(\d{0,20})\\overline\s*\{(\d{1,20})\}")
+# 4.5e33; neither 2e^3 nor 2e3x, which have Euler's number in them
+_EXPONENT = re.compile(r"(?<![\w.\\^])(\d+(?:\.\d*)?|\.\d+)[eE]([+-]?\d{1,4})(?!\d|\.\d|[a-zA-Z_^])", re.ASCII)
+_PERCENT = re.compile(r"(?<=[\d}])\s*(?:\\text\s*\{\s*percent\s*\}|percent)$")
 _BARE_FRACTION = re.compile(r"\\frac (\d) ?(\d)")
 _BARE_ROOT = re.compile(r"\\sqrt (\d+|[a-zA-Z])")
 _APART = re.compile(r"(?<=\d) (?=i(?![a-zA-Z]))")
@@ -84,18 +87,6 @@ _INTEGER = re.compile(r"\+?(-?)(?:(\d+)|(\d{1,3}(?:,\d{3})+))", re.ASCII)
 _WRAPPED = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox|operatorname)\s*\{([^{}]*)\}")
 _WORDS = re.compile(r"[^\W\d_](?:[^\W\d_]|[' -])*")
 _SHORT_WORDS = frozenset({"yes", "no", "odd", "all", "one", "two", "both"})
-_UNITS = {
-    name: unit
-    for unit, names in {
-        "mm": "millimeter millimetre", "cm": "centimeter centimetre", "m": "meter metre", "km": "kilometer kilometre",
-        "in": "inch inche", "ft": "foot feet", "yd": "yard", "mi": "mile", "mg": "milligram", "g": "gram", "kg": "kilogram",
-        "lb": "pound", "oz": "ounce", "s": "second sec", "min": "minute", "h": "hour hr", "day": "day", "week": "week",
-        "month": "month", "year": "year", "ml": "milliliter millilitre", "l": "liter litre", "dollar": "dollar",
-        "cent": "cent", "degree": "degree", "radian": "radian rad",
-    }.items()
-    for name in (unit, *names.split())
-}  # fmt: skip
-_UNIT = re.compile(r"\d\)?\}?\s*(?:\\(?:text|mathrm|mbox|textrm)\s*\{\s*([a-zA-Z]+)\s*\}|\b([a-zA-Z]{2,}))\.?$")
 _SUM_IN_WORDS = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]{3,}\b(?! *\()[^=\d]*\d[^=]*=")
 _RELATION = re.compile(r"\\(?:leqslant|geqslant|leq|geq|le|ge|lt|gt)(?![a-zA-Z])|<=|>=|<|>")
 _VARIABLE = re.compile(r"[a-zA-Z]|\\[a-z]{2,8}")
@@ -105,11 +96,11 @@ _OR = re.compile(r"\\(?:text|mathrm|mbox)\s*\{\s*or\s*\}|\\lor\b|\\vee\b|\bor\b"
 def canonical(answer: str) -> str:
     r"""Return the answer in one spelling.
 
-    Unicode signs become LaTeX, dollars and spacing commands are removed, groups of thousands are joined, and `0.\overline{3}`
-    becomes a fraction.
+    Unicode signs become LaTeX, dollars and spacing commands are removed, groups of thousands are joined, `4.5e33` becomes a
+    product with a power of ten, and `0.\overline{3}` a fraction.
 
-    >>> canonical("$1\\,000$."), canonical("¾"), canonical("2 1/3"), canonical("x²")
-    ('1000', '\\frac{3}{4}', '(2+\\frac{1}{3})', 'x^{2}')
+    >>> canonical("$1\\,000$."), canonical("¾"), canonical("2 1/3"), canonical("x²"), canonical("5e-05")
+    ('1000', '\\frac{3}{4}', '(2+\\frac{1}{3})', 'x^{2}', '5 \\times 10^{-5}')
     """
     if _INTEGER.fullmatch(answer):
         return answer
@@ -123,6 +114,8 @@ def canonical(answer: str) -> str:
         if not prefix["brace"] and prefix[0].startswith("\\"):
             text = "\\text{" + text
     text = " ".join(text.split()).strip("*").removesuffix(r"\text{.}").rstrip(".,;: ")
+    text = _EXPONENT.sub(lambda found: rf"{found[1]} \times 10^{{{int(found[2])}}}", text)
+    text = _PERCENT.sub(r"\\%", text)
     text = _BARE_FRACTION.sub(r"\\frac{\1}{\2}", text)
     text = _BARE_ROOT.sub(r"\\sqrt{\1}", text)
     text = _APART.sub("", text)
@@ -168,23 +161,14 @@ def choice(text: str) -> str | None:
     return found if len(found) == 1 and "A" <= found <= "Z" else None
 
 
-def unit(text: str) -> str | None:
-    r"""Return the unit after a number if it is a known one: `5\text{ centimeters}` -> cm; None otherwise."""
-    found = _UNIT.search(text)
-    if found is None:
-        return None
-    name = found[1] or found[2]
-    return _UNITS.get(name) or _UNITS.get(name.lower().removesuffix("s"))
-
-
 def is_percentage(text: str) -> bool:
-    """Return whether the text ends in a percent sign or the word "percent"."""
-    return text.endswith("%") or bool(re.search(r"\d\s*\\text\s*\{\s*percent\s*\}$|\d percent$", text))
+    """Return whether the text, in canonical spelling, ends in a percent sign."""
+    return text.endswith("%")
 
 
 def without_percent(text: str) -> str:
-    """Return the number before the percent sign or word."""
-    return re.sub(r"\s*(?:\\?%|\\text\s*\{\s*percent\s*\}|percent)$", "", text)
+    """Return the number before the percent sign."""
+    return text.removesuffix("%").removesuffix("\\").rstrip()
 
 
 def is_sum_in_words(text: str) -> bool:
@@ -241,7 +225,8 @@ def _as_fraction(found: re.Match[str]) -> str:
 
 def gold_answer(answer: str) -> str:
     """Return what is compared, stripped: the last box if the gold answer holds one (a worked solution), otherwise all of it."""
-    return (last_boxed(answer) or answer).strip()
+    boxed = last_boxed(answer)
+    return (answer if boxed is None else boxed).strip()
 
 
 def gold_fault(answer: str) -> str | None:

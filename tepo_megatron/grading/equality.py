@@ -6,22 +6,32 @@ cases.
 
 from collections.abc import Callable
 from functools import lru_cache
+from itertools import product
 from typing import Any
 
 from tepo_megatron.grading import answers
 from tepo_megatron.grading.answers import MAX_ANSWER_CHARS, gold_fault
+from tepo_megatron.grading.units import measure
 
 _GOLDS_KEPT = 4096
 _TINY = 1e-5  # below this, math-verify's absolute comparisons (6 decimals, 15 digits) call different numbers equal
 _RELATIVE = 1e-6
+_DECIMALS = 1e-6  # what rounding to math-verify's six decimals can differ by
+_DIGITS = 1.001e-3  # six decimals of a small number are few digits; three of them at least
+_FLOAT = 1e-14  # the same for its 15 digits
+_MOST_VARIABLES = 4
 
 
 def load_grader() -> Callable[[str, str], str]:
     """Return the function (gold, answer) -> status. It imports math-verify, so call it after memory limits are set."""
+    from latex2sympy2_extended import NormalizationConfig
     from math_verify import LatexExtractionConfig, parse, verify
     from sympy.sets.sets import Set
 
-    targets = [LatexExtractionConfig(boxed_match_priority=0)]  # 0: "the answer is 42" never overrides the box
+    # units=False: `measure` drops units; math-verify would drop the last letter of any product
+    spelling = NormalizationConfig(basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="all")
+    # 0: "the answer is 42" never overrides the box
+    targets = [LatexExtractionConfig(boxed_match_priority=0, normalization_config=spelling)]
 
     def parse_boxed(content: str) -> list[Any]:
         # no time limit here or in verify: theirs covers single calls, the worker's alarm covers all of them
@@ -30,7 +40,9 @@ def load_grader() -> Callable[[str, str], str]:
     parse_gold = lru_cache(maxsize=_GOLDS_KEPT)(parse_boxed)  # one gold answer is compared with a whole group of answers
 
     def equal(gold: list[Any], answer: list[Any]) -> bool:
-        return bool(verify(gold, answer, timeout_seconds=None)) and not _differ(gold, answer)
+        if verify(gold, answer, timeout_seconds=None):
+            return not _differ(gold, answer)
+        return _equal_where_defined(gold, answer)
 
     def grade(gold: str, answer: str) -> str:
         gold, answer = answers.canonical(gold), answers.canonical(answer)
@@ -39,6 +51,8 @@ def load_grader() -> Callable[[str, str], str]:
             return "equal" if spoken == answers.words(answer) else "wrong"
         if (letter := answers.choice(gold)) is not None and answers.choice(answer) is not None:
             return "equal" if letter == answers.choice(answer) else "wrong"
+        whole = gold, answer
+        (gold, gold_unit), (answer, answer_unit) = measure(gold, any_word=False), measure(answer, any_word=True)
         parsed_gold = parse_gold(gold)
         if not parsed_gold:
             return "bad_gold"
@@ -50,10 +64,12 @@ def load_grader() -> Callable[[str, str], str]:
         parsed_answer = parse_boxed(answer)
         if not parsed_answer:
             return "unparsed"
-        if (asked := answers.unit(gold)) and (given := answers.unit(answer)) and asked != given:
+        if gold_unit and answer_unit and gold_unit != answer_unit:
             return "wrong"
         if equal(parsed_gold, parsed_answer):
             return "equal"
+        if (gold, answer) != whole and equal(parse_gold(whole[0]), parse_boxed(whole[1])):
+            return "equal"  # `2 m` was a product, as `2m` is
         if answers.is_percentage(gold) != answers.is_percentage(answer):
             # 12.5% and 12.5 count as equal, but math-verify drops the percent sign of whole numbers only
             bare = [parse_boxed(answers.without_percent(text)) for text in (gold, answer)]
@@ -80,14 +96,97 @@ def settle(gold: str, answer: str | None) -> str | None:
 
 
 def _differ(gold: list[Any], answer: list[Any]) -> bool:
-    """Return whether two numbers that math-verify calls equal do differ, because both are below its absolute precision."""
-    numbers = [[x for x in parsed if getattr(x, "is_number", False)] for parsed in (gold, answer)]
-    if not all(numbers):
+    """Return whether numbers that math-verify calls equal differ by more than rounding: it compares 15 digits or 6 decimals of
+    their difference, whatever their size.
+    """
+    if not gold or not answer:
         return False
-    a, b = numbers[0][0], numbers[1][0]
+    pairs = _numbers(gold[0]), _numbers(answer[0])
+    return len(pairs[0]) == len(pairs[1]) and any(
+        all(_unequal(x, y) for x, y in product(_readings(a), _readings(b))) for a, b in zip(*pairs, strict=True)
+    )
+
+
+def _numbers(value: Any) -> list[Any]:
+    """Return the numbers of a value in an order that equal values share; [] if something else is in it."""
+    from sympy import Eq, Interval, MatrixBase, Symbol, Tuple
+    from sympy.sets.sets import FiniteSet
+
+    match value:
+        case Eq(lhs=Symbol()):
+            parts = [value.rhs]
+        case Interval():
+            parts = [value.start, value.end]
+        case MatrixBase():
+            parts = list(value.flat())
+        case Tuple():
+            parts = list(value.args)
+        case FiniteSet():
+            parts = list(value.args)
+            if not all(part.is_number and part.is_comparable for part in parts):
+                return []
+            parts.sort(key=lambda part: part.evalf(30))
+        case _:
+            parts = [value]
+    return parts if all(getattr(part, "is_number", False) for part in parts) else []
+
+
+def _readings(number: Any) -> list[Any]:
+    """Return the number; of a percentage, the number before its sign, too."""
+    from sympy import Mul, Rational, UnevaluatedExpr
+
+    is_percentage = isinstance(number, Mul) and number.args[-1] == UnevaluatedExpr(Rational(1, 100))
+    return [number, Mul(*number.args[:-1])] if is_percentage else [number]
+
+
+def _unequal(a: Any, b: Any) -> bool:
+    """Return whether two real numbers differ: exact ones at all, decimals by more than rounding."""
+    from sympy import Float
+
+    if a == b:
+        return False
+    if not (a.has(Float) or b.has(Float)):
+        difference = (a.doit() - b.doit()).evalf(2)
+        return bool(difference.is_Float and difference._prec > 1 and difference != 0)  # 1: no digit of it is certain
     x, y = a.evalf(30), b.evalf(30)
-    if not (x.is_real and y.is_real and abs(x) < _TINY and abs(y) < _TINY) or a == b:
+    if not (x.is_real and y.is_real):
         return False
+    most = max(abs(x), abs(y))
     if x == 0 or y == 0:
-        return (b if x == 0 else a).equals(0) is not True
-    return bool(abs(x - y) > _RELATIVE * max(abs(x), abs(y)))
+        return most < _TINY and (b if x == 0 else a).equals(0) is not True
+    return bool(abs(x - y) > (_RELATIVE * most if most < _TINY else min(_DECIMALS, _DIGITS * most) + _FLOAT * most))
+
+
+def _equal_where_defined(gold: list[Any], answer: list[Any]) -> bool:
+    r"""Return whether expressions with roots or logarithms of variables are equal wherever both are real, as \sqrt{1/n} and
+    1/\sqrt{n} are. math-verify takes variables of either sign, and finds them unequal as complex numbers.
+
+    Positive variables are settled by algebra; others at points of every combination of signs.
+    """
+    from sympy import Expr, Integer, Symbol, log, simplify
+
+    if not (gold and answer and isinstance(gold[0], Expr) and isinstance(answer[0], Expr)):
+        return False
+    a, b = gold[0], answer[0]
+    variables = sorted(a.free_symbols, key=str)
+    if not 0 < len(variables) <= _MOST_VARIABLES or a.free_symbols != b.free_symbols:
+        return False
+
+    def roots(x: Any) -> list[Any]:
+        """Return what is under a root, or in a logarithm."""
+        under = [y.base for y in x.atoms(type(Symbol("x") ** 2)) if y.exp.is_integer is not True]
+        return under + [y.args[0] for y in x.atoms(log)]
+
+    if not roots(a) and not roots(b):
+        return False
+    positive = {x: Symbol(x.name, positive=True) for x in variables}
+    if simplify(a.xreplace(positive) - b.xreplace(positive)) != 0:
+        return False
+    for signs in product((1, -1), repeat=len(variables)):
+        for scale in (1, 7):
+            point = {x: Integer(sign * (i + 2)) / scale for i, (x, sign) in enumerate(zip(variables, signs, strict=True))}
+            if all(x.subs(point).is_extended_nonnegative for x in (*roots(a), *roots(b))):
+                difference = abs((a - b).subs(point).evalf(30))
+                if not (difference.is_finite and difference <= _RELATIVE):
+                    return False
+    return True

@@ -34,7 +34,8 @@ _OF_A_RUN = (
     CONFIG_FILE, "config.yaml.partial", "metrics.jsonl", "metrics.jsonl.partial", "metrics.lost.jsonl",
     "metrics.lost.jsonl.partial", "rollouts", "decisions.jsonl", AUDIT, "evaluation", "log.txt", "server.log", "report.html",
     "report.html.partial", "report.png", "report.png.partial", "hf", "hf.partial", "hf.former", "tensorboard", "wandb",
-    "stacks", TRACES, "metrics.key", "metrics_targets.json", *save_requests.FILES,
+    "stacks", TRACES, "metrics.key", "metrics_targets.json", "template_clock",
+    "template_clock.partial", *save_requests.FILES,
 )  # fmt: skip
 
 

@@ -5,6 +5,7 @@ import json
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -65,7 +66,9 @@ def fine_tune(cfg: Config, platform: Platform) -> None:
         parallel.world_store(), groups.rank, groups.world_size, cfg.run_dir, **seconds, on_hang=hang_watchdog.abort
     )
     with watchdog:
-        source = ConversationSource.open(cfg.sft, cfg.data, cfg.model.path, cfg.rollout.stop_token_ids, cfg.seed, groups)
+        source = ConversationSource.open(
+            cfg.sft, cfg.data, cfg.model.path, cfg.rollout.stop_token_ids, cfg.seed, groups, cfg.run_dir
+        )
         actor = Actor.open(cfg, groups)
         with (
             Checkpoints.open(cfg.run_dir / "checkpoints", cfg.checkpoint, groups) as checkpoints,
@@ -105,6 +108,7 @@ class ConversationSource:
         stop_token_ids: Sequence[int],
         seed: int,
         groups: parallel.ParallelDims,
+        run_dir: Path,
     ) -> "ConversationSource":
         """Read the data on rank 0. Collectives: one broadcast over the host group, and those of `BatchReceiver.open`.
 
@@ -116,7 +120,7 @@ class ConversationSource:
         def load() -> tuple[int, int]:
             if not groups.is_main:
                 return 0, 0
-            tokenizer = load_tokenizer(model_path)
+            tokenizer = load_tokenizer(model_path, run_dir)
             stops = stop_tokens(model_path, tokenizer, stop_token_ids)
             assert cfg.data is not None, "the command refuses it"
             for source in (cfg.data, *([cfg.eval] if cfg.eval is not None else [])):

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tepo_megatron.errors import CheckpointError, ConversionError
 from tepo_megatron.utils.atomic import sync
+from tepo_megatron.utils.file_kinds import SNIFFED_BYTES, foreign_kind
 from tepo_megatron.utils.tensor_files import follow_umask
 
 INDEX = "model.safetensors.index.json"
@@ -85,6 +86,14 @@ class HfReader:
                     f"{file}: tensor {min(twice)} is also in {names[min(twice)].name}; remove the file that does not belong"
                 )
             names.update(dict.fromkeys(here, file))
+        for file in sorted(set(self.path.glob("*-of-*.safetensors")) - set(files)):
+            with self._open(file) as f:
+                left_out = set(f.keys()) - names.keys()
+            if left_out:
+                raise CheckpointError(
+                    f"{index}: leaves out {file.name}, which lies next to it and has {min(left_out)}; copy the index again, or "
+                    "remove the file if it belongs to another model"
+                )
         return names
 
     @staticmethod
@@ -95,7 +104,10 @@ class HfReader:
         except FileNotFoundError:
             raise CheckpointError(f"{file}: missing, though the index names it; copy the model directory again") from None
         except SafetensorError as e:
-            raise CheckpointError(f"{file}: truncated or corrupt ({e}); copy the file again") from None
+            with file.open("rb") as opened:
+                kind = foreign_kind(opened.read(SNIFFED_BYTES))
+            fault = f"is {kind}" if kind else f"truncated or corrupt ({e}); copy the file again"
+            raise CheckpointError(f"{file}: {fault}") from None
 
 
 def write_shards(tensors: Iterable[tuple[str, Tensor]], directory: Path, prefix: str, limit: int) -> dict[str, list[str]]:

@@ -217,4 +217,15 @@ EXHIBITS = (
         new="if not same:",
         tests=("tests/unit/report/test_live_columns.py::test_a_file_that_grows_is_cut_and_replaced_is_followed",),
     ),
+    Exhibit(
+        name="todays_date_in_the_prompts",
+        source="own (issue 41): templates of Llama 3, gpt-oss and SmolLM3 call strftime_now",
+        kind="resume",
+        bug="A chat template prints today's date, by the machine's time zone and language.",
+        cost="A run that is resumed on another day trains on other prompts.",
+        symbol="load_tokenizer",
+        old='if "strftime_now" in str(tokenizer.chat_template):',
+        new='if "strftime_never" in str(tokenizer.chat_template):',
+        tests=("tests/unit/data/test_data.py::test_a_template_sees_the_start_of_the_run",),
+    ),
 )

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import bz2
 import gzip
+import lzma
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -50,7 +53,7 @@ def test_rows_become_prompts(tmp_path: Path, tokenizer: PreTrainedTokenizerFast)
 
 
 def test_keys_are_configurable(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    row = {"q": {"text": "3+4?"}, "gold.int": 7, "label": 8, "prompt": "no", "answer": "no"}
+    row = {"q": {"text": "3+4?"}, "gold.int": 7, "label": "no", "prompt": "no", "answer": "no"}
     path = write(tmp_path / "d.jsonl", row)
     (prompt,) = load(path, tokenizer, prompt_key="q.text", answer_key="gold.int").prompts
     assert (prompt.answer, len(prompt.token_ids)) == ("7", 4)
@@ -208,11 +211,26 @@ def test_several_files_are_one_set(tmp_path: Path, tokenizer: PreTrainedTokenize
         load(tmp_path / "a-*.jsonl", tokenizer)
 
 
+LINE = '{"prompt": "x", "answer": 1}\n'
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
         ('{"prompt": "x", "answer": 1}\n'.encode("utf-16"), r"d\.jsonl: is encoded in UTF-16; convert it \(`iconv"),
-        (b'[\n{"prompt": "x", "answer": 1}\n]\n', r"d\.jsonl:1: not valid JSON .*`jq -c"),
+        (b'[\n{"prompt": "x", "answer": 1}\n]\n', r"d\.jsonl:1: not valid JSON .*a JSON array, of which `jq -c"),
+        (b'[{"prompt": "x", "answer": 1}]\n', r"d\.jsonl:1: .*not a list.*a JSON array, of which `jq -c"),
+        (gzip.compress('{"prompt": "x", "answer": 1}\n'.encode("utf-16")), r"d\.jsonl: .*gzipped.* UTF-16; .*iconv"),
+        (LINE.encode("utf-16-le"), r"d\.jsonl: is encoded in UTF-16 without a mark; .*iconv"),
+        (bz2.compress(LINE.encode()), r"d\.jsonl: is compressed with bzip2; .*bunzip2"),
+        (lzma.compress(LINE.encode()), r"d\.jsonl: is compressed with xz; .*unxz"),
+        (b"PK\x03\x04" + b"0" * 99, r"d\.jsonl: is a zip archive; .*unzip"),
+        (
+            b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n",
+            r"d\.jsonl: is a Git LFS pointer.*git lfs pull",
+        ),
+        (b"\n<!DOCTYPE html>\n<html>", r"d\.jsonl: is an HTML .*download the file itself"),
+        (gzip.compress(b"PAR1" + b"0" * 99), r"d\.jsonl: is gzipped, and holds a gzip or parquet file; .*gunzip"),
         (b'{"prompt": "caf\xe9", "answer": 1}\n', r"d\.jsonl:1: not valid JSON .*utf-8"),
         (gzip.compress(b'{"prompt": "x", "answer": 1}\n' * 99)[:-9], r"d\.jsonl: cannot read the dataset \(.*end-of-stream"),
         (
@@ -221,7 +239,10 @@ def test_several_files_are_one_set(tmp_path: Path, tokenizer: PreTrainedTokenize
         ),
         (b'{"q": 1, "a": 2}\n', r"d\.jsonl:1: no known schema has these keys: 'q', 'a'; .*data\.prompt_key"),
     ],
-    ids=["utf-16", "array", "latin-1", "cut off", "damaged", "unknown"],
+    ids=[
+        *("utf-16", "array", "array on a line", "utf-16 in gzip", "utf-16 without mark", "bzip2", "xz", "zip", "lfs", "html"),
+        *("parquet in gzip", "latin-1", "cut off", "damaged", "unknown"),
+    ],
 )
 def test_files_of_another_kind_are_refused_by_name(
     content: bytes, message: str, tmp_path: Path, tokenizer: PreTrainedTokenizerFast
@@ -230,6 +251,10 @@ def test_files_of_another_kind_are_refused_by_name(
     path.write_bytes(content)
     with pytest.raises(DataError, match=message):
         load(path, tokenizer)
+    if " is a Git LFS" in message or " is an HTML" in message:
+        path.rename(tmp_path / "d.parquet")
+        with pytest.raises(DataError, match=message.replace("jsonl", "parquet")):
+            load(tmp_path / "d.parquet", tokenizer)
 
 
 def test_answers_that_the_grader_cannot_read_are_named(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
@@ -258,3 +283,32 @@ def test_answers_that_the_grader_cannot_read_are_named(tmp_path: Path, tokenizer
         load_with("error")
     asked.clear()
     assert len(load_with("off").prompts) == 3 and not asked
+
+
+def test_a_template_sees_the_start_of_the_run(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that is resumed on another day, in another time zone or language gives the same prompts."""
+    model, run = tmp_path / "model", tmp_path / "run"
+    run.mkdir()
+    dated = character_tokenizer()
+    dated.chat_template = "{{ strftime_now('%a %d %B %Y %H') }} {{ messages[0].content }}"
+    dated.save_pretrained(model)
+
+    def prompt() -> str:
+        chat = [{"role": "user", "content": "1+1?"}]
+        return str(load_tokenizer(model, run).apply_chat_template(chat, tokenize=False))
+
+    prompt()
+    (stored,) = run.iterdir()
+    stored.write_text("2025-03-01T23:30:00+00:00\n")
+    monkeypatch.setenv("TZ", "Asia/Tokyo")
+    time.tzset()
+    try:
+        assert prompt() == "Sat 01 March 2025 23 1+1?"
+    finally:
+        monkeypatch.undo()
+        time.tzset()
+    stored.write_text("yesterday")
+    with pytest.raises(CheckpointError, match=r"template_clock: holds no time like 2025"):
+        load_tokenizer(model, run)

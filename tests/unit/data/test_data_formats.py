@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import sys
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +136,18 @@ def test_parquet_values_of_every_type_are_those_of_python(tmp_path: Path) -> Non
         read = parquet([write_parquet(tmp_path / "d.parquet", rows, row_group_size=300, **options)])
         assert [row for _, row in read.rows(list(rows[0]), passing_repeats=False)] == rows
         assert read.whole(999) == rows[999] and read.where(999).endswith(": row 1000")
+
+
+def test_short_floats_give_their_shortest_decimals(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    import pyarrow.parquet
+
+    for kind in (pyarrow.float16(), pyarrow.float32(), pyarrow.float64(), pyarrow.decimal128(4, 1)):
+        answers = pyarrow.array([0.1, 0.5] if pyarrow.types.is_floating(kind) else [Decimal("0.1"), Decimal("0.5")], kind)
+        inner = pyarrow.StructArray.from_arrays([answers], ["ground_truth"])
+        table = pyarrow.table({"prompt": ["a", "b"], "reward_model": inner})
+        pyarrow.parquet.write_table(table, tmp_path / "d.parquet")
+        loaded = load(tmp_path / "d.parquet", tokenizer)
+        assert [p.answer for p in loaded.prompts] == ["0.1", "0.5"], kind
 
 
 def test_a_line_without_end_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

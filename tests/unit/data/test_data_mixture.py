@@ -38,7 +38,9 @@ def test_sets_with_their_weights_and_keys(files: tuple[Path, Path], tokenizer: P
     assert len({p.id for p in first + second}) == 28 and [p.id for p in first] == list(range(9))
     assert data.log_lines == [
         f"{one}[:9]: own (prompt, answer), 10 rows, 9 prompts; dropped: 1 outside the slice",
+        f"{one}[:9]: {one}:1 '0+1?' has the answer '1'",
         f"{two}: keys (question, label), 20 rows, 19 prompts; dropped: 1 in an earlier set",
+        f"{two}: {two}:2 '9+1?' has the answer '10'",
     ]
     taken = PromptStream.mixed(data.train, seed=0, shuffle=True).take(12)
     assert sum(p.id < 9 for p in taken) == 9
@@ -58,7 +60,7 @@ def test_sets_that_contradict_each_other_are_refused(
 def test_prompts_of_both_train_and_eval_are_reported(files: tuple[Path, Path], tokenizer: PreTrainedTokenizerFast) -> None:
     one, _ = files
     data = load(tokenizer, train=f"{one}[:60%]", eval=f"{one}[60%:]")
-    assert ([p.id for p in data.eval], len(data.log_lines)) == ([6, 7, 8, 9], 2)
+    assert ([p.id for p in data.eval], len(data.log_lines)) == ([6, 7, 8, 9], 4)
     data = load(tokenizer, train=f"{one}[:60%]", eval=f"{one}[50%:]")
     assert data.log_lines[-1] == "warning: 1 of the 5 prompts of data.eval are in data.train too"
 
@@ -66,6 +68,6 @@ def test_prompts_of_both_train_and_eval_are_reported(files: tuple[Path, Path], t
 def test_answers_are_tried_on_the_real_grader(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     path = write(tmp_path / "d.jsonl", {"prompt": "a", "answer": "7"}, {"prompt": "b", "answer": r"\frac{1"})
     data = load(tokenizer, train=str(path))
-    assert data.count == 2 and data.log_lines[1:] == [
+    assert data.count == 2 and data.log_lines[2:] == [
         f"{path}: 1 answers that the grader cannot read: {path}:2 '\\\\frac{{1' (bad_gold)"
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ VERL = {
     "reward_model": {"ground_truth": "2", "style": "rule"},
     "extra_info": {"index": 0},
 }
+SAMPLED = [*CHAT, {"role": "assistant", "content": r"so \boxed{2}"}]
 OPEN_R1 = VERL | {"prompt": "1+1?", "solution": "2", "source_prompt": [{"role": "user", "content": "Solve: 1+1?"}]}
 
 
@@ -40,7 +42,7 @@ def load(path: Path, tokenizer: PreTrainedTokenizerFast, **data: Any) -> LoadedP
     [
         ({"prompt": "1+1?", "answer": 2}, "own (prompt, answer)", "1+1?"),
         (VERL, "verl (prompt, reward_model.ground_truth)", "u:1+1?|a:"),
-        (VERL | {"solution": "worked"}, "verl (prompt, reward_model.ground_truth)", "u:1+1?|a:"),
+        (VERL | {"solution": "worked out"}, "verl (prompt, reward_model.ground_truth)", "u:1+1?|a:"),
         (OPEN_R1, "open-r1 (prompt, solution)", "1+1?"),
         ({"prompt": CHAT, "label": "2"}, "slime (prompt, label)", "u:1+1?|a:"),
         ({"input": "1+1?", "output": "2"}, "NeMo-RL (input, output)", "1+1?"),
@@ -51,7 +53,8 @@ def load(path: Path, tokenizer: PreTrainedTokenizerFast, **data: Any) -> LoadedP
         ),
         ({"messages": CHAT, "answer": 2}, "plain (messages, answer)", "u:1+1?|a:"),
         ({"problem": "1+1?", "answer": 2}, "plain (problem, answer)", "1+1?"),
-        ({"problem": "1+1?", "solution": r"so \boxed{3}", "answer": "2"}, "plain (problem, answer)", "1+1?"),
+        ({"problem": "1+1?", "solution": r"so \boxed{2}", "answer": "2"}, "plain (problem, answer)", "1+1?"),
+        ({"problem": "1+1?", "answer": "2", "messages": SAMPLED}, "plain (problem, answer)", "1+1?"),
         ({"problem": "1+1?", "solution": r"It is $1+1=\boxed{2}$."}, "plain (problem, solution)", "1+1?"),
         ({"question": "1+1?", "answer": "One and one is 2.\n#### 2"}, "plain (question, answer)", "1+1?"),
         ({"question": "1+1?", "final_answer": ["2"]}, "plain (question, final_answer)", "1+1?"),
@@ -74,6 +77,36 @@ def test_a_key_that_is_given_finds_the_other(tmp_path: Path, tokenizer: PreTrain
     assert loaded.report.schema == "keys (prompt, extra_info.index)" and loaded.prompts[0].answer == "0"
     loaded = load(path, tokenizer, prompt_key="source_prompt")
     assert loaded.report.schema == "keys (source_prompt, solution)" and loaded.prompts[0].answer == "2"
+
+
+@pytest.mark.parametrize(
+    ("columns", "key", "other"),
+    [
+        ({"problem": "1+2?", "answer": "3", "messages": SAMPLED}, "answer", "messages"),
+        ({"problem": "1+2?", "answer": "3", "solution": r"so \boxed{2}"}, "answer", "solution"),
+        ({"prompt": "1+2?", "solution": "3", "reward_model": {"ground_truth": "2"}}, "solution", "reward_model.ground_truth"),
+        ({"messages": SAMPLED, "answer": "3"}, "messages", "answer"),
+    ],
+)
+def test_columns_with_different_answers_are_refused_until_a_key_says_which(
+    columns: dict[str, object], key: str, other: str, tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    """The first row has one answer in both, as where a sampled solution is right."""
+    path = write(tmp_path / "d.jsonl", {"problem": "1+1?", "prompt": "1+1?", "messages": SAMPLED, "answer": 2, "solution": "2"})
+    path.write_bytes(path.read_bytes() + write(tmp_path / "more.jsonl", columns).read_bytes())
+    with pytest.raises(DataError) as e:
+        load(path, tokenizer) if "problem" in columns else load(tmp_path / "more.jsonl", tokenizer)
+    assert f"{key!r} gives the answer" in str(e.value) and repr(other) in str(e.value)
+    assert "set data.answer_key to the one that is right" in str(e.value)
+    if key == "answer":
+        (prompt,) = load(tmp_path / "more.jsonl", tokenizer, answer_key="answer").prompts
+        assert prompt.answer == "3"
+
+
+def test_what_was_read_is_shown(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    path = write(tmp_path / "d.jsonl", {"problem": "1+1?", "answer": 5e-05, "messages": CHAT, "solution": r"\boxed{0.00005}"})
+    line = load(path, tokenizer).report.reading()
+    assert f"{path}:1 '1+1?' has the answer '0.00005'" in line and "plain (problem, solution)" in line
 
 
 def test_mixed_schemas_are_refused(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
@@ -113,22 +146,34 @@ def test_messages_end_with_the_answer(tmp_path: Path, tokenizer: PreTrainedToken
     [
         (7, "7"),
         (0.5, "0.5"),
+        (5e-05, "0.00005"),
+        (1e16, "10000000000000000"),
+        (Decimal("1E+3"), "1000"),
         ([12], "12"),
         (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}"),
         (r"first \boxed{1}, so \boxed{2}.", "2"),
         (r"\boxed{cut off", r"\boxed{cut off"),
         ("work\n#### 1,234", "1,234"),
-        ("#### is no mark here", "#### is no mark here"),
+        ("#### 42", "42"),
+        ("so it is 6. #### 6", "6"),
+        ("#### 7\r\n", "7"),
+        ("#### is no mark here\nbut a heading", "#### is no mark here\nbut a heading"),
     ],
 )
 def test_gold_answers(value: object, answer: str) -> None:
     assert gold(value, "answer") == answer
 
 
+def test_an_empty_box_is_a_bad_answer() -> None:
+    with pytest.raises(DataError, match="'answer' is blank"):
+        gold(r"\boxed{}", "answer")
+
+
 @pytest.mark.parametrize(
     ("data", "of_string", "of_chat"),
     [
         ({"instruction": "Box it."}, "1+1?<unk><unk>Box it.", "u:1+1?<unk><unk>Box it.|a:"),
+        ({"instruction": ""}, "1+1?", "u:1+1?|a:"),
         ({"as_chat": True}, "u:1+1?|a:", "u:1+1?|a:"),
         ({"as_chat": True, "system_prompt": "S"}, "s:S|u:1+1?|a:", "s:S|u:1+1?|a:"),
         ({"as_chat": True, "template_kwargs": {"enable_thinking": False}}, "u:1+1?|a:-", "u:1+1?|a:-"),

@@ -9,6 +9,7 @@ import sys
 
 import pytest
 
+from tests.benchmark_pairs import TABLE as BENCHMARKS
 from tests.graded import math_reward, rollout
 from tests.grading_pairs import Pair, load_pairs
 
@@ -34,6 +35,9 @@ REPAIRED = [
     ("7", r"\text{The answer is }7", True),
     (r"\frac{3}{4}", "¾", True),
     ("x^2", "x²", True),
+    ("0.00001", "0.0000104", False),
+    (r"3\mathbf{v}", "3", False),
+    (r"5\text{ bolts}", "5 bolts", True),
 ]
 PLAIN = """
 import json, logging, sys
@@ -72,6 +76,41 @@ def test_listed_faults_are_repaired() -> None:
 
 
 @pytest.mark.full
+@pytest.mark.slow
+def test_notations_of_the_benchmarks() -> None:
+    """No answer is wrongly right, and at most 2 % are wrongly wrong."""
+    pairs = load_pairs(BENCHMARKS)
+    wrong = disagreements(pairs, graded(pairs))
+    assert [pair for pair in wrong if not pair.right] == []
+    assert len(wrong) <= 0.02 * len(pairs), wrong
+
+
+UNITS_AND_NUMBERS = [
+    Pair("", *case)
+    for case in [
+        ("m g", "m", False),
+        (r"\frac{1}{m} t", r"\frac{1}{m}", False),
+        ("2m", "2", False),
+        (r"5 \text{ m/s}", r"5 \text{ km/h}", False),
+        ("18", "18 dollars", True),
+        ("366", "366 downloads", True),
+        ("73", "73 million", False),
+        ("4.5e33", r"4.5 \cdot e \cdot 33", False),
+        ("4.5e33", r"4.5 \times 10^{33}", True),
+        ("1000", "1e3", True),
+        (r"\frac{2^{205}+1}{3 \cdot 2^{206}}", r"\frac{1}{3 \cdot 2^{206}}", False),
+        (r"(0,\frac{1}{2^{60}})", r"(0,\frac{1}{2^{61}})", False),
+        (r"\sqrt{1/n}", r"\frac{1}{\sqrt{n}}", True),
+        (r"\sqrt{x^2}", "x", False),
+        (r"\boxed{}", "5", False),
+    ]
+]
+
+
+def test_units_and_numbers() -> None:
+    assert disagreements(UNITS_AND_NUMBERS, graded(UNITS_AND_NUMBERS)) == []
+
+
 def test_better_than_math_verify_alone() -> None:
     """The grader is at least as good on every kind; each listed fault is still one of math-verify."""
     request = json.dumps([(pair.gold, pair.answer) for pair in PAIRS])

@@ -64,6 +64,17 @@ def a_shard_less(path: Path) -> None:
     (path / "model-00002-of-00002.safetensors").unlink()
 
 
+def an_index_less(path: Path) -> None:
+    in_bf16(path)
+    index = json.loads((path / "model.safetensors.index.json").read_text())
+    index["weight_map"] = {name: file for name, file in index["weight_map"].items() if "00002-of" not in file}
+    (path / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def pointer(path: Path) -> None:
+    (path / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
+
+
 def twice(path: Path) -> None:
     shutil.copyfile(path / "model.safetensors", path / "other.safetensors")
 
@@ -74,6 +85,8 @@ def truncate(file: Path, by: int) -> None:
 
 BAD_HF: dict[str, tuple[Callable[[Path], object], str]] = {
     "missing shard": (a_shard_less, "model-00002-of-00002.safetensors: missing, though the index names it"),
+    "shard that the index leaves out": (an_index_less, "leaves out model-00002-of-00002.safetensors, which lies next to it"),
+    "pointer": (pointer, "model.safetensors: is a Git LFS pointer"),
     "missing tensor": (lambda p: change_tensors(p, lambda w: w.pop(UP)), f"tensor {UP} (and 0 more) is missing"),
     "extra tensor": (
         lambda p: change_tensors(p, lambda w: w.update({"model.layers.1.mlp.up_proj.bias": torch.zeros(3)})),
