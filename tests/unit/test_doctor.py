@@ -28,6 +28,7 @@ from tepo_megatron.errors import ConfigError, TepoError
 from tepo_megatron.inference.servers.served_model import cache_tokens
 from tepo_megatron.launcher.preflight import preflight
 from tepo_megatron.utils.escaping import escaped
+from tepo_megatron.weights.hf_io import carry_over
 from tests.tiny import hybrid_config, tiny_model, tiny_multimodal, tiny_qwen3
 
 
@@ -132,6 +133,24 @@ def test_right_answers_that_are_not_found_right_are_shown(made: Make, tmp_path: 
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
     grading = findings(made(data={"train": str(tmp_path / "train.jsonl")}))["grading"]
     assert grading.verdict == "warn" and "1 of 16 right answers" in grading.said and "'{7' (no_box)" in grading.said
+
+
+@pytest.mark.parametrize(
+    ("term", "verdict"),
+    [({"type": "answer_line"}, "pass"), ({"type": "code"}, "skip"), ({"type": "custom", "function": "no.py:no"}, "skip")],
+    ids=str,
+)
+def test_an_answer_is_tried_in_the_form_that_the_reward_reads(made: Make, term: dict[str, Any], verdict: str) -> None:
+    """A reward that needs more than the answer cannot be tried, and is not called wrong."""
+    assert findings(made(reward={"terms": [term]}))["grading"].verdict == verdict
+
+
+def test_an_export_has_all_templates_of_the_tokenizer(tmp_path: Path) -> None:
+    (tmp_path / "model" / "additional_chat_templates").mkdir(parents=True)
+    (tmp_path / "model" / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools }}")
+    (tmp_path / "out").mkdir()
+    carry_over(tmp_path / "model", tmp_path / "out")
+    assert (tmp_path / "out" / "additional_chat_templates" / "tool_use.jinja").read_text() == "{{ tools }}"
 
 
 def test_a_full_disk_and_another_package(made: Make, monkeypatch: pytest.MonkeyPatch) -> None:

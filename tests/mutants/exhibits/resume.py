@@ -217,4 +217,15 @@ EXHIBITS = (
         new="if not same:",
         tests=("tests/unit/report/test_live_columns.py::test_a_file_that_grows_is_cut_and_replaced_is_followed",),
     ),
+    Exhibit(
+        name="a_resume_with_other_conversations",
+        source="own: issue 41",
+        kind="resume",
+        bug="A resume of tepo sft compares the number of the conversations alone.",
+        cost="With another seed, batch size, tokenizer or order some conversations are learned twice and others never.",
+        symbol="refuse_changes",
+        old="if name in before and before[name] != value:",
+        new="if False:",
+        tests=("tests/parallel/test_sft.py::test_a_checkpoint_of_another_order_is_refused",),
+    ),
 )
