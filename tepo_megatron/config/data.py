@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag
 
 from tepo_megatron.config.fields import Positive, PositiveFloat, config
+from tepo_megatron.config.yaml_text import means_more
 
 # the slice at the end of `data.train` or `data.eval`: first and last row, counted or in percent
 SLICE = re.compile(r"(?P<source>.*)\[(?P<start>\d+%?)?:(?P<stop>\d+%?)?\]", re.DOTALL)
@@ -90,6 +91,9 @@ class DataConfig:
         own = sorted({"tokenize", "add_generation_prompt", "return_dict", "conversation"} & self.template_kwargs.keys())
         if own:
             raise ValueError(f"template_kwargs.{own[0]} is set by the package; remove it")
+        for key, value in self.template_kwargs.items():
+            if isinstance(value, str) and means_more(value):
+                raise ValueError(f"template_kwargs.{key}={value} is text; write true or false, or the number as 10 or 0.5")
 
     @property
     def sets(self) -> list[DataSet]:

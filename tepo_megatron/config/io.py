@@ -13,6 +13,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from tepo_megatron.config import Config
 from tepo_megatron.config.layers import Layers
+from tepo_megatron.config.yaml_text import parse
 from tepo_megatron.errors import ConfigError
 
 T = typing.TypeVar("T")
@@ -35,6 +36,40 @@ REMOVED: Mapping[str, str] = {
     "model.precision=fp8-delayed": "its scales were lost with the process; set fp8-blockwise, on a B200 fp8-current",
     "kuberay": _SCHEDULER,
     "skypilot": _SCHEDULER,
+}
+# names of other trainers -> keys that mean the same
+SYNONYMS: Mapping[str, str] = {
+    "learning_rate": "optimizer.lr",
+    "warmup": "optimizer.warmup_steps",
+    "num_warmup_steps": "optimizer.warmup_steps",
+    "weight_decay": "megatron.optimizer.weight_decay",
+    "max_grad_norm": "megatron.optimizer.clip_grad",
+    "grad_clip": "megatron.optimizer.clip_grad",
+    "clip_grad": "megatron.optimizer.clip_grad",
+    "adam_beta1": "megatron.optimizer.adam_beta1",
+    "adam_beta2": "megatron.optimizer.adam_beta2",
+    "max_steps": "training.steps",
+    "num_train_epochs": "sft.epochs, or for RL training.steps",
+    "mini_batch_size": "training.minibatch_prompts",
+    "ppo_mini_batch_size": "training.minibatch_prompts",
+    "ppo_epochs": "training.epochs",
+    "gradient_checkpointing": "training.recompute",
+    "train_batch_size": "rollout.prompts_per_step, or for tepo sft sft.batch_sequences",
+    "batch_size": "rollout.prompts_per_step, or for tepo sft sft.batch_sequences",
+    "num_generations": "rollout.samples_per_prompt",
+    "n_samples_per_prompt": "rollout.samples_per_prompt",
+    "max_new_tokens": "rollout.max_response_tokens",
+    "max_completion_length": "rollout.max_response_tokens",
+    "max_response_length": "rollout.max_response_tokens",
+    "max_prompt_length": "data.max_prompt_tokens",
+    "max_seq_length": "sft.max_tokens",
+    "kl_coef": "objective.beta",
+    "tensor_model_parallel_size": "parallel.tp",
+    "tensor_parallel": "parallel.tp",
+    "pipeline_model_parallel_size": "parallel.pp",
+    "context_parallel_size": "parallel.cp",
+    "save_steps": "checkpoint.every",
+    "save_interval": "checkpoint.every",
 }
 
 
@@ -94,7 +129,7 @@ def read_layers(path: str | Path) -> Layers:
 def read_yaml(path: str | Path) -> dict[str, Any]:
     """Return the mapping in a YAML file. Raises ConfigError naming the file."""
     try:
-        tree = yaml.safe_load(Path(path).read_text())
+        tree = parse(Path(path).read_text())
     except OSError as e:
         raise ConfigError(f"{path}: cannot read the config file ({e.strerror}); give the path of a YAML file") from None
     except (yaml.YAMLError, UnicodeDecodeError) as e:
@@ -174,9 +209,9 @@ def parse_overrides(words: list[str]) -> list[tuple[str, Any]]:
                 raise ConfigError(f"--{key}: the value is missing")
             text = rest.pop(0)
         try:
-            pairs.append((key, yaml.safe_load(text)))
-        except yaml.YAMLError:
-            raise ConfigError(f"--{key}: {text!r} is not a YAML value; quote it") from None
+            pairs.append((key, parse(text)))
+        except yaml.YAMLError as e:
+            raise ConfigError(f"--{key}: {text!r} is not a YAML value ({' '.join(str(e).split())}); quote it") from None
     return pairs
 
 
@@ -229,8 +264,12 @@ def _unknown_key(root: type, loc: tuple[Any, ...]) -> str:
     if having and cls is not None:
         mine, theirs = (typing.get_args(typing.get_type_hints(x)["type"])[0] for x in (cls, having[0]))
         return f"only type {theirs} has this key, and the type is {mine}; remove it"
+    if same := SYNONYMS.get(name):
+        return f"unknown key; did you mean {same}?"
     if close := difflib.get_close_matches(name, _names(cls), n=1):
         return f"unknown key; did you mean {close[0]}?"
+    if elsewhere := _keys_named(root, name):
+        return f"unknown key; did you mean {' or '.join(elsewhere)}?"
     return f"unknown key; see {root.__module__.replace('.', '/')}.py for all keys"
 
 
@@ -259,6 +298,15 @@ def _section_at(root: type, loc: tuple[Any, ...]) -> tuple[type | None, list[typ
 def _names(cls: type | None) -> list[str]:
     """Return the keys of a section; none without a section."""
     return [f.name for f in dataclasses.fields(cls)] if cls is not None and dataclasses.is_dataclass(cls) else []
+
+
+def _keys_named(root: type, name: str) -> list[str]:
+    """Return the dotted keys of that name in the sections of `root`; none if there are more than three."""
+    found: list[str] = []
+    for section in _names(root):
+        inner = _sections_in(typing.get_type_hints(root)[section])
+        found += [f"{section}.{name}"] if any(name in _names(cls) for cls in inner) else []
+    return found if len(found) <= 3 else []
 
 
 def _sections_in(hint: Any) -> list[type]:

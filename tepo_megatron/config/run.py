@@ -89,6 +89,15 @@ class Config:
         return max(self.sequence_tokens, benchmarks)
 
     @property
+    def lengths(self) -> dict[str, int]:
+        """Return the most tokens of sequences, by the keys that add up to them."""
+        found = {"data.max_prompt_tokens + rollout.max_response_tokens": self.sequence_tokens}
+        if self.evaluation.benchmarks:
+            served = self.data.max_prompt_tokens + self.evaluation.benchmark_tokens
+            found["data.max_prompt_tokens + evaluation.benchmark_tokens"] = served
+        return found
+
+    @property
     def restarts_ranks(self) -> bool:
         """Return whether ranks that fail are restarted from a checkpoint."""
         return bool(self.checkpoint.every and self.checkpoint.max_restarts) and not self.rollout.only

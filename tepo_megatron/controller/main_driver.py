@@ -11,7 +11,7 @@ from tepo_megatron.config import Config
 from tepo_megatron.config.io import differences, plain, resolved_today
 from tepo_megatron.controller.batch_memory import BatchHeader, BatchMemory
 from tepo_megatron.controller.service_trace import ServiceTrace
-from tepo_megatron.data import PromptStream
+from tepo_megatron.data import PromptStream, refuse_changes
 from tepo_megatron.errors import ConfigError
 from tepo_megatron.evaluation.run_evaluations import Evaluations
 from tepo_megatron.inference.engine import ENGINE_PARTS, RolloutEngine
@@ -89,8 +89,10 @@ class MainDriver:
         log: RunLog,
         engine: RolloutEngine | None = None,
         sampler_events: Callable[[], list[str]] = list,
+        tokenizer: Mapping[str, str] | None = None,
     ) -> None:
-        """Store the parts of the run."""
+        """Store the parts of the run. `tokenizer` is what a resumed run compares of it."""
+        self._compared = {"seed": cfg.seed, "rollout.prompts_per_step": cfg.rollout.prompts_per_step, **(tokenizer or {})}
         self._engine, self._sampler_events = engine, sampler_events
         self._cfg, self._source, self._prompts, self._evaluations, self._log = cfg, source, prompts, evaluations, log
         self._config = plain(cfg)  # of the present ranks
@@ -229,6 +231,7 @@ class MainDriver:
             "evaluations": self._evaluations.state_dict(step),
             "seconds": self._seconds,
             "config": self._config,
+            "compared": self._compared,
         }
 
     def resume(self, state: Mapping[str, Any] | None, passed_over: Sequence[str] = ()) -> None:
@@ -275,6 +278,7 @@ class MainDriver:
                 f"training.steps={steps}: the newest checkpoint is of step {step} already; set it to {step} or more"
             )
         if self._prompts is not None and state["prompts"] is not None:
+            refuse_changes(state.get("compared", {}), self._compared)  # checkpoints of before have none
             self._prompts.load_state_dict(state["prompts"])
         self._log.message(f"resume: from the checkpoint of step {step}")
         for change in differences(resolved_today(state["config"]), plain(self._cfg)):

@@ -13,7 +13,16 @@ from tepo_megatron.config.safety import checks_that_are_off, safety_checks
 from tepo_megatron.controller.live_metrics import LiveMetrics
 from tepo_megatron.controller.main_driver import MainDriver
 from tepo_megatron.controller.method import Method, resolve
-from tepo_megatron.data import Data, PromptStream, decoder_file, load_data, load_tokenizer, stop_tokens, text_functions
+from tepo_megatron.data import (
+    Data,
+    PromptStream,
+    decoder_file,
+    load_data,
+    load_tokenizer,
+    stop_tokens,
+    text_functions,
+    tokenizer_digests,
+)
 from tepo_megatron.errors import DataError
 from tepo_megatron.evaluation.problems import load_benchmarks
 from tepo_megatron.evaluation.run_benchmarks import BenchmarkRuns
@@ -88,7 +97,7 @@ def open_driver(cfg: Config, make_engine: EngineFactory | None = None) -> Iterat
         counts = partial(getattr, sampler, "total_counts", {})
         stack.enter_context(served(log, LiveMetrics(*facts, collector.progress, engine, counts)))
         evaluated = evaluations(data.eval[: cfg.evaluation.max_problems], benchmarks)
-        yield MainDriver(cfg, collector, stream, evaluated, log, engine, sampler_events)
+        yield MainDriver(cfg, collector, stream, evaluated, log, engine, sampler_events, tokenizer_digests(tokenizer))
 
 
 @contextlib.contextmanager

@@ -16,6 +16,7 @@ from tepo_megatron.convert.streams import STREAMS, CopyJob, balance, run_queues
 from tepo_megatron.convert.world import world_of_one
 from tepo_megatron.errors import ConversionError
 from tepo_megatron.weights.families import check_tokenizer, read_config
+from tepo_megatron.weights.fit import check_tensors
 from tepo_megatron.weights.hf_io import CarriedTensors, HfReader, carry_over, write_shards
 
 CARRIED_FILE = 512 * 2**20  # most bytes of a file of carried tensors, which is in memory while it is written
@@ -88,25 +89,7 @@ def read_plan(source: Path, hf_config: Mapping[str, Any], reader: HfReader, grou
         )
     plan = make_plan(hf_config, groups)
     check_tokenizer(source, plan.arch.vocab_size)
-    expected = plan.family.tensor_names(plan.arch)
-    if missing := expected - reader.names():
-        raise ConversionError(
-            f"{source}: tensor {min(missing)} (and {len(missing) - 1} more) is missing; the weights do not belong to this "
-            "config.json, or a file was not copied"
-        )
-    extra = {n for n in reader.names() - expected if not plan.family.ignores(n)}
-    if plan.arch.tied_embeddings and "lm_head.weight" in extra:
-        if not torch.equal(reader.get("lm_head.weight"), reader.get(plan.family.embedding)):
-            raise ConversionError(
-                f"{source}: lm_head.weight differs from {plan.family.embedding}, but config.json has "
-                "tie_word_embeddings=true; set it to false, or remove lm_head.weight"
-            )
-        extra.remove("lm_head.weight")
-    if extra:
-        raise ConversionError(
-            f"{source}: tensor {min(extra)} (and {len(extra) - 1} more) is in no row of family {plan.family.name}; the weights "
-            "do not belong to this config.json"
-        )
+    check_tensors(reader, plan.family, plan.arch)
     return plan
 
 

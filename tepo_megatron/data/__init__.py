@@ -3,9 +3,16 @@
 from tepo_megatron.data.mixture import Data, load_data
 from tepo_megatron.data.prompts import LoadedPrompts, load_prompts
 from tepo_megatron.data.stream import PromptStream
-from tepo_megatron.data.tokenizer import decoder_file, load_tokenizer, stop_tokens, text_functions
+from tepo_megatron.data.tokenizer import (
+    decoder_file,
+    load_tokenizer,
+    refuse_changes,
+    stop_tokens,
+    text_functions,
+    tokenizer_digests,
+)
 
 __all__ = [
-    "Data", "LoadedPrompts", "PromptStream", "decoder_file", "load_data", "load_prompts", "load_tokenizer", "stop_tokens",
-    "text_functions",
+    "Data", "LoadedPrompts", "PromptStream", "decoder_file", "load_data", "load_prompts", "load_tokenizer",
+    "refuse_changes", "stop_tokens", "text_functions", "tokenizer_digests",
 ]  # fmt: skip

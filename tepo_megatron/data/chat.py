@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from tepo_megatron.config import DataConfig
+from tepo_megatron.data.rendering import ChatRenderer
 from tepo_megatron.data.schemas import Messages
 from tepo_megatron.errors import ConfigError, DataError
 
@@ -15,8 +16,8 @@ if TYPE_CHECKING:
 class Encoder:
     """Tokenizes prompts by `data.as_chat`, `data.system_prompt`, `data.instruction` and `data.template_kwargs`.
 
-    A string is tokenized unchanged and without special tokens. A chat is rendered by the chat template, with the generation
-    prompt appended.
+    A string is tokenized unchanged, and no special tokens are added; those that it spells are special tokens. A chat is
+    rendered by the chat template, with the generation prompt appended; special tokens that a message spells are text.
     """
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", cfg: DataConfig) -> None:
@@ -25,7 +26,7 @@ class Encoder:
         Raises:
             ConfigError: The chat template never mentions a key of `template_kwargs`, which would then have no effect.
         """
-        self._tokenizer, self._cfg = tokenizer, cfg
+        self._tokenizer, self._cfg, self._renderer = tokenizer, cfg, ChatRenderer(tokenizer, cfg.template_kwargs)
         for name in cfg.template_kwargs if tokenizer.chat_template is not None else ():
             if not re.search(rf"\b{re.escape(name)}\b", tokenizer.get_chat_template()):
                 raise ConfigError(f"data.template_kwargs.{name}: the chat template of the tokenizer has no {name}; remove it")
@@ -83,5 +84,7 @@ class Encoder:
         tokenizer = self._tokenizer
         if not chats:
             return list(tokenizer(prompts, add_special_tokens=False).input_ids)
-        kwargs = self._cfg.template_kwargs
+        kwargs, renderer = self._cfg.template_kwargs, self._renderer
+        if any(map(renderer.has_special, prompts)):
+            return [renderer.encode(renderer.render(prompt, add_generation_prompt=True)).token_ids for prompt in prompts]
         return list(tokenizer.apply_chat_template(prompts, add_generation_prompt=True, return_dict=False, **kwargs))

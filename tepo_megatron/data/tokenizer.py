@@ -1,15 +1,16 @@
 """Load the tokenizer of a Hugging Face model directory, and determine the stop tokens."""
 
 import contextlib
+import hashlib
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from tepo_megatron.errors import CheckpointError, ConfigError
+from tepo_megatron.errors import CheckpointError, ConfigError, DataError
 from tepo_megatron.utils.atomic import replace_file
 from tepo_megatron.utils.scratch import PrivateFolder
 
@@ -84,6 +85,27 @@ def _english_date(when: datetime, form: str) -> str:
     return when.strftime(re.sub("%.", lambda found: names.get(found[0], found[0]), form))
 
 
+def tokenizer_digests(tokenizer: "PreTrainedTokenizerBase") -> dict[str, str]:
+    """Return what a resumed run compares of the tokenizer of model.path: its vocabulary and rules, and its chat template."""
+    fast = getattr(tokenizer, "backend_tokenizer", None)
+    rules = json.dumps(sorted(tokenizer.get_vocab().items())) if fast is None else fast.to_str()
+    parts = {"the tokenizer": rules, "the chat template": json.dumps(tokenizer.chat_template)}
+    return {
+        f"model.path: {name}": hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=8).hexdigest()
+        for name, text in parts.items()
+    }
+
+
+def refuse_changes(before: Mapping[str, object], now: Mapping[str, object]) -> None:
+    """Raise DataError for the first value on which the place in the data depends and that the checkpoint has otherwise."""
+    for name, value in now.items():
+        if name in before and before[name] != value:
+            raise DataError(
+                f"{name} was {before[name]} in the checkpoint and is {value}, so its place in the data is another one; resume "
+                "with what it was, or start a new run"
+            )
+
+
 def text_functions(tokenizer: "PreTrainedTokenizerBase") -> tuple[Callable[[str], list[int]], Callable[[Sequence[int]], str]]:
     """Return the functions (encode, decode) between text and token ids, without special tokens in either direction."""
 
@@ -121,11 +143,14 @@ def stop_tokens(model_path: str | Path, tokenizer: "PreTrainedTokenizerBase", fu
         ConfigError: An id of `further` is outside the model's vocabulary.
     """
     config = json.loads((Path(model_path) / "config.json").read_text())
-    of_model = config.get("eos_token_id")
-    stops = {*further, *(of_model if isinstance(of_model, list) else [of_model]), tokenizer.eos_token_id} - {None}
-    wrong = [token for token in further if token >= config["vocab_size"]]
-    if wrong:
-        raise ConfigError(
-            f"rollout.stop_token_ids={list(further)}: {wrong[0]} is no token of {model_path}, which has {config['vocab_size']}"
-        )
+    text = config.get("text_config") or {}  # of a model that also reads images
+    of_model = {token for part in (config, text) for token in _listed(part.get("eos_token_id"))}
+    rows = config.get("vocab_size") or text["vocab_size"]
+    if wrong := [token for token in further if token >= rows]:
+        raise ConfigError(f"rollout.stop_token_ids={list(further)}: {wrong[0]} is no token of {model_path}, which has {rows}")
+    stops = {*further, *of_model, tokenizer.eos_token_id} - {None}
     return tuple(sorted(stops))
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]

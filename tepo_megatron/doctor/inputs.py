@@ -1,6 +1,7 @@
 """Check the inputs of a run: the model's tokenizer, the prompts and their answers."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -10,6 +11,7 @@ from tepo_megatron.doctor.findings import Finding
 from tepo_megatron.rewards import build_reward
 from tepo_megatron.types import Prompt, Rollout
 
+RIGHT = {"math": r"\boxed{{{}}}", "answer_line": "Answer: {}"}  # type of a term -> a right response
 GRADED = 64  # number of answers that are graded
 NEAR_LIMIT = 0.95  # if the 95% quantile of prompt lengths is above this share of the limit, longer ones were likely dropped
 
@@ -40,12 +42,13 @@ def lengths(limit: int, tokens: Sequence[int]) -> Finding:
 
 
 def grading(cfg: RewardConfig, prompts: Sequence[Prompt]) -> Iterator[Finding]:
-    """Check that a response with the right answer in a box is graded as right."""
-    if any(term.type == "judge" for term in cfg.terms):
-        yield Finding("grading", "pass", "a judge is asked only by a run")
+    """Check that a response that consists of the right answer, in the form that the first term reads, is graded as right."""
+    verdict = cfg.terms[0]
+    if verdict.type not in RIGHT:
+        yield Finding("grading", "skip", f"{verdict.type} needs more than the answer, so only a run can try it")
         return
-    texts = [rf"\boxed{{{prompt.answer}}}" for prompt in prompts]
-    with build_reward(cfg, decode=lambda ids: texts[ids[0]]) as reward:
+    texts = [RIGHT[verdict.type].format(prompt.answer) for prompt in prompts]
+    with build_reward(replace(cfg, terms=[verdict]), decode=lambda ids: texts[ids[0]]) as reward:
         graded = reward.score([_answered(i, prompt) for i, prompt in enumerate(prompts)])
     wrong = [f"{p.answer!r} ({r.status})" for p, r in zip(prompts, graded, strict=True) if r.score <= 0]
     if wrong:

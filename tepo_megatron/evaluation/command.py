@@ -22,9 +22,12 @@ from tepo_megatron.evaluation.tables import figures, paper_table
 from tepo_megatron.inference.engine import RolloutEngine
 from tepo_megatron.inference.engine_api import LaunchSpec
 from tepo_megatron.inference.engines import build_engine
+from tepo_megatron.inference.servers.served_model import check_cache
 from tepo_megatron.rewards import build_reward
 from tepo_megatron.rollout.chat import ChatFormat
 from tepo_megatron.rollout.custom import open_sampler
+from tepo_megatron.weights.families import find_family, read_config
+from tepo_megatron.weights.fit import check_positions
 
 # Nothing is trained, even if the config is for training: no ranks, and servers that keep the weights of the checkpoint.
 _SERVES_ALONE = (
@@ -105,6 +108,9 @@ def run(request: EvaluationRequest, tell: Callable[[str], None], make_engine: En
 def _evaluate(
     cfg: Config, request: EvaluationRequest, out: Path, tell: Callable[[str], None], make_engine: EngineFactory | None
 ) -> EvaluationFolder:
+    hf_config, keys = read_config(cfg.model.path), "data.max_prompt_tokens + evaluation.benchmark_tokens"
+    check_positions(find_family(hf_config), hf_config, {keys: cfg.lengths[keys]})
+    check_cache(cfg.rollout, Path(cfg.model.path), cfg.model.dtype, {keys: cfg.lengths[keys]})
     tokenizer = load_tokenizer(cfg.model.path)
     suite = load_benchmarks(cfg.evaluation, tokenizer, cfg.data.max_prompt_tokens)
     stops = stop_tokens(cfg.model.path, tokenizer, cfg.rollout.stop_token_ids)

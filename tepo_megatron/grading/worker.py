@@ -81,11 +81,12 @@ def custom(spec: str) -> Grader:
 
     def graded(prompt: str, response: str, answer: str) -> Graded:
         try:
-            number = float(found.value(prompt, response, answer))
+            returned = found.value(prompt, response, answer)
+            number = float(returned) if hasattr(returned, "__float__") else math.nan  # text has none: float("1.0") parses
         except (Exception, SystemExit) as e:
             return "failed", 0.0, describe_error(e, found.file)[:_DETAIL_CHARS]
         if not math.isfinite(number):
-            return "failed", 0.0, f"it returned {number}, which is not finite"
+            return "failed", 0.0, f"it returned {returned!r:.80}, which is no finite number"
         return "graded", number, ""
 
     return graded

@@ -1,5 +1,7 @@
 """Check a run before any process is started. Heavy imports are inside, where an interrupt is reported in one line."""
 
+from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tepo_megatron.errors import ConfigError
@@ -8,14 +10,19 @@ if TYPE_CHECKING:
     from tepo_megatron.config import Config
 
 
-def preflight(cfg: "Config") -> None:
-    """Make every check that is possible before a process is started. Raises a TepoError."""
+def preflight(cfg: "Config", lengths: Mapping[str, int] | None = None) -> None:
+    """Make every check that is possible before a process is started. Raises a TepoError.
+
+    Args:
+        lengths: The most tokens of a sequence by the keys that add up to it; None: those of RL.
+    """
     from tepo_megatron.actor.layout import check_layout, check_shared_prompts
     from tepo_megatron.actor.passed_fields import check_passed_fields
     from tepo_megatron.actor.precision import check_shapes
     from tepo_megatron.controller.method import resolve
     from tepo_megatron.evaluation.problems import check_sources
     from tepo_megatron.inference.linear_attention import check_linear_attention
+    from tepo_megatron.inference.servers.served_model import check_cache
     from tepo_megatron.launcher.open_files import check_open_files, needed_open_files
     from tepo_megatron.rewards import check_reward
     from tepo_megatron.rollout.custom import load_function
@@ -23,6 +30,7 @@ def preflight(cfg: "Config") -> None:
     from tepo_megatron.rollout.truncation import check_truncation
     from tepo_megatron.weights.families import find_family, read_config
     from tepo_megatron.weights.families.tokens import check_tokenizer
+    from tepo_megatron.weights.fit import check_positions
     from tepo_megatron.weights.hf_io import HfReader
 
     check_open_files(needed_open_files(cfg.parallel.world_size, cfg.rollout, cfg.reward))
@@ -33,6 +41,9 @@ def preflight(cfg: "Config") -> None:
     check_reward(cfg.reward)
     hf_config = read_config(cfg.model.path)
     architecture = find_family(hf_config).architecture(hf_config)
+    check_positions(find_family(hf_config), hf_config, cfg.lengths if lengths is None else lengths)
+    if lengths is None:
+        check_cache(cfg.rollout, Path(cfg.model.path), cfg.model.dtype, cfg.lengths)
     check_layout(architecture, cfg.parallel)
     check_shared_prompts(architecture, cfg.training)
     check_shapes(architecture, cfg.model, cfg.parallel, cfg.megatron.bf16_layers)

@@ -11,12 +11,13 @@ are read in the form that the chat template teaches:
 A text is read as calls as a whole: if one of them is malformed, the text is the content of the message, as in vLLM.
 """
 
-import contextlib
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+from tepo_megatron.data.rendering import ChatRenderer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -166,12 +167,13 @@ class ChatFormat:
         decode: Callable[[Sequence[int]], str],
     ) -> None:
         self._tokenizer, self.encode, self.decode = tokenizer, encode, decode
+        self._renderer = ChatRenderer(tokenizer)
         self._end = str(tokenizer.eos_token or "")
         self._form = form_of(tokenizer.get_chat_template(tools=[{}]) if tokenizer.chat_template is not None else None)
 
     def start(self, messages: Sequence[Message], tools: Sequence[Any]) -> list[int]:
         """Return the tokens of a conversation that begins with these messages, up to where the model writes."""
-        return list(self.encode(self._render(messages, tools, True)))
+        return self._tokens(self._render(messages, tools, True))
 
     def continuation(
         self, messages: Sequence[Message], tools: Sequence[Any], known: int, last_id: int
@@ -183,13 +185,13 @@ class ChatFormat:
         before, whole = self._render(messages[:known], tools, False), self._render(messages, tools, True)
         ends = before.count(self._end) if self._end else 0
         if not ends:
-            return (list(self.encode(whole[len(before) :])), False) if whole.startswith(before) else (None, True)
+            return (self._tokens(whole[len(before) :]), False) if whole.startswith(before) else (None, True)
         parts = whole.split(self._end, ends)
         if len(parts) <= ends:
             return None, True
         opening = "" if last_id == self._tokenizer.eos_token_id else self._end
         kept = before[: before.rindex(self._end)]
-        return list(self.encode(opening + parts[ends])), not whole.startswith(kept)
+        return self._tokens(opening + parts[ends]), not whole.startswith(kept)
 
     def reply(self, ids: Sequence[int], tools: Sequence[Any], before: int = 0) -> Message:
         """Return the assistant's message of a turn. Tool calls are read if the request has tools."""
@@ -230,13 +232,10 @@ class ChatFormat:
     def _render(self, messages: Sequence[Message], tools: Sequence[Any], open_turn: bool) -> str:
         if self._tokenizer.chat_template is None:
             return "".join(str(message.get("content") or "") for message in messages)
-        rendered = self._tokenizer.apply_chat_template(
-            [_with_parsed_arguments(message) for message in messages],
-            tools=list(tools) or None,
-            add_generation_prompt=open_turn,
-            tokenize=False,
-        )
-        return str(rendered)
+        return self._renderer.render(messages, tools=tools, add_generation_prompt=open_turn)
+
+    def _tokens(self, rendering: str) -> list[int]:
+        return self._renderer.encode(rendering).token_ids if self._tokenizer.is_fast else list(self.encode(rendering))
 
 
 def digests(messages: Sequence[Message], tools: Sequence[Any]) -> list[bytes]:
@@ -253,16 +252,3 @@ def digest_with(digest: bytes, message: Message) -> bytes:
     calls = [[call.get("id"), call.get("function")] for call in message.get("tool_calls") or ()]
     fields = [message.get("role"), message.get("content") or "", calls, message.get("tool_call_id"), message.get("name")]
     return hashlib.blake2b(digest + _encode(fields).encode()).digest()
-
-
-def _with_parsed_arguments(message: Message) -> Message:
-    if not message.get("tool_calls"):
-        return message
-    calls = []
-    for call in message["tool_calls"]:
-        function = dict(call["function"])
-        if isinstance(function.get("arguments"), str):
-            with contextlib.suppress(ValueError):
-                function["arguments"] = json.loads(function["arguments"])
-        calls.append({**call, "function": function})
-    return {**message, "tool_calls": calls}

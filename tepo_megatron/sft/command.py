@@ -20,7 +20,7 @@ def sft(path: str, words: list[str], is_main: bool, say: Callable[[str], object]
     again = ["--resume", "true", "--overwrite", "false"] if is_restart() else []
     cfg = with_overrides(read_tree(path, [*words, *again]), [], path)
     if is_main and not is_restart():
-        preflight(cfg)
+        preflight(cfg, {"sft.max_tokens": cfg.sft.max_tokens})
     if inside_torchrun():
         if not is_main:
             return run_rank(cfg, work=work)

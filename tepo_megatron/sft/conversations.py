@@ -1,10 +1,10 @@
 """Turn rows of a dataset into conversations: token ids, and which of them are learned.
 
-A turn is tokenized alone, after the tokens of what comes before it, as in sampling: the prompt's tokens are those that a server
-gets, and the tokens of a turn are those that the policy would choose. A learned turn ends with a stop token.
+The tokens are those that template and tokenizer give for the whole conversation; a token is learned if it begins in a learned
+turn, up to the turn's first stop token.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -12,22 +12,17 @@ import torch
 from torch import Tensor
 
 from tepo_megatron.config import SftConfig
-from tepo_megatron.data.readers import Row, RowReader, describe_value
+from tepo_megatron.data.readers import RowReader
+from tepo_megatron.data.rendering import ChatRenderer, TokenSpans
 from tepo_megatron.data.report import RowFaults
-from tepo_megatron.data.schemas import Messages, has, is_chat, value_at
 from tepo_megatron.data.sources import DatasetSource
 from tepo_megatron.errors import DataError
+from tepo_megatron.sft.rows import Chat, read_row
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_CHATS = ("messages", "conversations", "conversation", "prompt")
-_PAIRS = tuple(
-    (prompt, response)
-    for prompt in ("prompt", "instruction", "question", "problem", "input", "query")
-    for response in ("response", "completion", "output", "answer", "solution")
-)
-_SHARE_GPT = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system", "tool": "tool"}
+_THOUGHTS_AND_CALLS = ("reasoning_content", "reasoning", "thinking", "tool_calls")
 
 
 @dataclass(frozen=True)
@@ -73,7 +68,7 @@ def load_conversations(
     reader = place.reader()
     faults = RowFaults(skip_bad_rows)
     rows = place.slice(list(_rows(reader, cfg, faults)))
-    encoder = _TurnEncoder(tokenizer, stop_ids, template_kwargs, cfg.train_on)
+    encoder = _ConversationEncoder(tokenizer, stop_ids, template_kwargs, cfg.train_on)
     found: list[Demonstration] = []
     too_long = 0
     for where, value in rows:
@@ -87,8 +82,9 @@ def load_conversations(
         else:
             found.append(conversation)
     if not found:
-        what = f"all {too_long} are longer than sft.max_tokens={cfg.max_tokens}; raise it" if too_long else "it has no rows"
-        raise DataError(f"{source}: no conversation left: {what}")
+        what = [f"{too_long} are longer than sft.max_tokens={cfg.max_tokens}; raise it"] if too_long else []
+        what += [f"{faults.count} cannot be used ({faults.first[0]})"] if faults.count else []
+        raise DataError(f"{source}: no conversation left: {', and '.join(what) or 'it has no rows'}")
     learned = sum(int(c.learned_mask_L.sum()) for c in found)
     dropped = [f"{too_long} longer than sft.max_tokens={cfg.max_tokens}"] if too_long else []
     dropped += [f"{faults.count} that cannot be used ({faults.first[0]})"] if faults.count else []
@@ -96,7 +92,7 @@ def load_conversations(
     return LoadedConversations(found, line)
 
 
-def _rows(reader: RowReader, cfg: SftConfig, faults: RowFaults) -> Iterator[tuple[str, Messages | tuple[str, str]]]:
+def _rows(reader: RowReader, cfg: SftConfig, faults: RowFaults) -> Iterator[tuple[str, Chat | tuple[str, str]]]:
     """Yield (place, chat or prompt and response) of each row."""
     for place, row in reader.rows((), passing_repeats=False):
         where = reader.where(place)
@@ -104,116 +100,108 @@ def _rows(reader: RowReader, cfg: SftConfig, faults: RowFaults) -> Iterator[tupl
             faults.add(str(row))
             continue
         try:
-            yield where, _value(reader.whole(place), cfg)
+            yield where, read_row(reader.whole(place), cfg)
         except DataError as e:
             faults.add(f"{where}: {e}")
 
 
-def _value(row: Row, cfg: SftConfig) -> Messages | tuple[str, str]:
-    """Return the chat of a row, or its prompt and response."""
-    if cfg.response_key is None:
-        for key in (cfg.prompt_key,) if cfg.prompt_key is not None else _CHATS:
-            if not has(row, key) or not isinstance(value_at(row, key), list):
-                continue
-            chat = _chat(value_at(row, key), key)
-            if key != "prompt" or chat[-1]["role"] == "assistant":  # otherwise the response is in a column of its own
-                return chat
-    pairs = [(cfg.prompt_key or prompt, cfg.response_key or response) for prompt, response in _PAIRS]
-    for prompt_key, response_key in pairs:
-        if prompt_key != response_key and has(row, prompt_key) and has(row, response_key):
-            prompt, response = value_at(row, prompt_key), value_at(row, response_key)
-            if prompt_key == "instruction" and isinstance(row.get("input"), str) and row["input"]:
-                prompt = f"{prompt}\n\n{row['input']}"
-            if isinstance(prompt, list) and isinstance(response, str):
-                return [*_chat(prompt, prompt_key), {"role": "assistant", "content": response}]
-            if not isinstance(prompt, str) or not isinstance(response, str):
-                what = describe_value(response if isinstance(prompt, str) else prompt)
-                raise DataError(f"{prompt_key!r} and {response_key!r} must be strings, not {what}")
-            return prompt, response
-    found = ", ".join(map(repr, row)) or "none"
-    raise DataError(
-        f"no chat and no prompt with a response in these keys: {found}; name them with sft.prompt_key and sft.response_key"
-    )
-
-
-def _chat(value: Any, key: str) -> Messages:
-    """Return messages with role and content; ShareGPT's `from` and `value` are renamed."""
-    if isinstance(value, list) and value and all(isinstance(m, dict) and {"from", "value"} <= m.keys() for m in value):
-        unknown = sorted({str(m["from"]) for m in value} - _SHARE_GPT.keys())
-        if unknown:
-            raise DataError(f"{key!r} has a message from {unknown[0]!r}; known are {', '.join(_SHARE_GPT)}")
-        value = [{"role": _SHARE_GPT[m["from"]], "content": m["value"]} for m in value]
-    if not is_chat(value):
-        raise DataError(f"{key!r} must be a list of messages with string 'role' and 'content', not {describe_value(value)}")
-    return [{k: v for k, v in message.items() if v is not None} for message in value]
-
-
-class _TurnEncoder:
-    """Tokenizes conversations turn by turn."""
+class _ConversationEncoder:
+    """Tokenizes conversations as a whole, and marks the learned tokens."""
 
     def __init__(
         self, tokenizer: "PreTrainedTokenizerBase", stop_ids: Collection[int], template_kwargs: Mapping[str, Any], train_on: str
     ) -> None:
-        self._tokenizer, self._stop_ids, self._kwargs, self._train_on = tokenizer, set(stop_ids), template_kwargs, train_on
+        self._tokenizer, self._stop_ids, self._train_on = tokenizer, set(stop_ids), train_on
+        self._renderer = ChatRenderer(tokenizer, template_kwargs)
 
-    def encode(self, value: Messages | tuple[str, str]) -> Demonstration:
-        """Return the tokens of a conversation. Raise DataError if the chat template does not let turns be distinguished."""
-        pieces = self._pieces(value) if isinstance(value, list) else [(value[0], False), (value[1], True)]
-        ids: list[int] = []
-        mask: list[bool] = []
-        for text, learned in pieces:
-            more = list(self._tokenizer(text, add_special_tokens=False).input_ids) if text else []
-            if learned:
-                more, stop = self._until_stop(more, is_chat=isinstance(value, list))
-                mask += [i < stop for i in range(len(more))]
-            else:
-                mask += [False] * len(more)
-            ids += more
+    def encode(self, value: Chat | tuple[str, str]) -> Demonstration:
+        """Return the tokens of a conversation. Raise DataError if it is not known which of them are learned."""
+        if isinstance(value, Chat):
+            text, turns = self._rendered(value)
+            tokens = self._renderer.encode(text)
+        else:
+            text = "".join(value)
+            turns, tokens = [(len(value[0]), len(text))], self._renderer.encode(text)
+        ids, mask = list(tokens.token_ids), [False] * len(tokens.token_ids)
+        for begin, end in turns:
+            self._refuse_joined(text, begin, tokens)
+            turn = [i for i, start in enumerate(tokens.starts) if begin <= start < end]
+            stop = next((n + 1 for n, i in enumerate(turn) if ids[i] in self._stop_ids), None)
+            for i in turn[:stop]:
+                mask[i] = True
+            if stop is None and isinstance(value, Chat):
+                raise DataError(
+                    "the chat template ends the assistant's turn with none of the model's stop tokens (config.json), so the "
+                    "model would not learn to stop; name the token that ends a turn in rollout.stop_token_ids"
+                )
+            if stop is None:
+                ids, mask = [*ids, int(self._tokenizer.eos_token_id)], [*mask, True]
         if not any(mask):
             raise DataError("has no token to learn; it needs a message of the assistant, or a response")
         if mask[0]:
             raise DataError("begins with a token to learn, which nothing precedes; give it a prompt")
         return Demonstration(torch.tensor(ids, dtype=torch.int64), torch.tensor(mask))
 
-    def _until_stop(self, ids: list[int], is_chat: bool) -> tuple[list[int], int]:
-        """Return the tokens of a turn and the number of those that are learned: up to the first stop token."""
-        stop = next((i + 1 for i, token in enumerate(ids) if token in self._stop_ids), None)
-        if stop is not None:
-            return ids, stop
-        if is_chat:
-            raise DataError(
-                "the chat template ends the assistant's turn with none of the model's stop tokens (config.json), so the model "
-                "would not learn to stop; name the token that ends a turn in rollout.stop_token_ids"
-            )
-        return [*ids, int(self._tokenizer.eos_token_id)], len(ids) + 1
+    def _refuse_joined(self, text: str, begin: int, tokens: TokenSpans) -> None:
+        """Raise DataError if a token holds the end of the prompt and the beginning of the turn, but for white space."""
+        for start, end in zip(tokens.starts, tokens.ends, strict=True):
+            if start < begin < end and text[begin:end].strip():
+                raise DataError(
+                    f"the tokenizer joins the end of the prompt and the beginning of the turn to one token, "
+                    f"{text[start:end]!r}, which would not be learned; let the prompt, or the template's generation prompt, "
+                    "end without a space"
+                )
 
-    def _pieces(self, messages: Messages) -> list[tuple[str, bool]]:
-        """Return the text of a chat in pieces, and whether each is learned."""
-        if self._tokenizer.chat_template is None:
+    def _rendered(self, chat: Chat) -> tuple[str, list[tuple[int, int]]]:
+        """Return a chat as text up to its last learned turn, and where each learned turn begins and ends."""
+        messages, template = chat.messages, self._tokenizer.chat_template
+        if template is None:
             raise DataError("is a chat, and the tokenizer has no chat template; use a chat model's tokenizer, or strings")
+        shown = self._tokenizer.get_chat_template(tools=list(chat.tools) or None)
+        keys = {key for message in messages for key in _THOUGHTS_AND_CALLS if message.get(key)} | (
+            {"tools"} if chat.tools else set()
+        )
+        if unknown := sorted(key for key in keys if key not in shown):
+            raise DataError(
+                f"has {unknown[0]!r}, which the chat template does not write; use a template that does, or remove it"
+            )
         turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         if not turns or turns[0] == 0:
             raise DataError("needs a message of the assistant that follows another one")
-        turns = turns[-1:] if self._train_on == "last" else turns
-        pieces: list[tuple[str, bool]] = []
-        rendered = ""
-        for turn in turns:
-            before, after = self._render(messages[:turn], True), self._render(messages[: turn + 1], False)
-            if not before.startswith(rendered) or not after.startswith(before):
+        learned = [i for i in (turns[-1:] if self._train_on == "last" else turns) if chat.learned[i]]
+        if not learned:
+            raise DataError("has no turn to learn: those of the assistant are marked as not learned")
+        whole = self._render(chat, learned[-1] + 1, False)
+        places = []
+        for turn in learned:
+            before, after = self._render(chat, turn, True), self._render(chat, turn + 1, False)
+            if not after.startswith(before):
+                raise DataError(self._other_beginning(before, after, self._render(chat, turn, False), turn))
+            if not whole.startswith(after):
+                fix = "set sft.train_on=last" if chat.learned[turns[-1]] else "mark it with weight: 0"
                 raise DataError(
                     f"the chat template writes message {turn} in another way once more messages follow, so what a turn "
-                    "consists of is not known; set sft.train_on=last"
+                    f"consists of is not known; {fix}"
                 )
-            pieces += [(before[len(rendered) :], False), (after[len(before) :], True)]
-            rendered = after
-        return pieces
+            places.append((len(before), len(after)))
+        return whole, places
 
-    def _render(self, messages: Sequence[Mapping[str, Any]], prompted: bool) -> str:
-        try:
-            return str(
-                self._tokenizer.apply_chat_template(
-                    list(messages), tokenize=False, add_generation_prompt=prompted, **dict(self._kwargs)
-                )
+    @staticmethod
+    def _other_beginning(before: str, after: str, silent: str, turn: int) -> str:
+        """Return why a turn does not begin as the model is prompted."""
+        if not after.startswith(silent):
+            return (
+                f"the chat template writes what comes before message {turn} in another way once that follows, so what the turn "
+                "consists of is not known; use another template"
             )
+        return (
+            f"the chat template's generation prompt {before[len(silent) :]!r} is no beginning of message {turn} as written, "
+            f"{after[len(silent) :]!r:.80}, so the model would learn other tokens than it samples; use a template whose turns "
+            "begin with its generation prompt"
+        )
+
+    def _render(self, chat: Chat, count: int, prompted: bool) -> str:
+        try:
+            return self._renderer.render(chat.messages[:count], tools=chat.tools, add_generation_prompt=prompted)
         except Exception as e:  # a template may raise any exception
             raise DataError(f"is refused by the chat template ({' '.join(str(e).split())}); correct the row") from None

@@ -1,10 +1,11 @@
 """The updates of supervised fine-tuning. Every rank runs them; rank 0 reads the data and writes the log."""
 
 import contextlib
+import hashlib
 import json
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from tepo_megatron.config import Config, DataConfig, SftConfig
 from tepo_megatron.config.io import plain
 from tepo_megatron.controller.batch_memory import BatchMemory
 from tepo_megatron.controller.batch_receiver import BatchReceiver
-from tepo_megatron.data import load_tokenizer, stop_tokens
+from tepo_megatron.data import load_tokenizer, refuse_changes, stop_tokens, tokenizer_digests
 from tepo_megatron.distributed import parallel
 from tepo_megatron.distributed.objects import broadcast_object, broadcast_result
 from tepo_megatron.errors import DataError, RunStopped
@@ -88,6 +89,7 @@ class ConversationSource:
     Attributes:
         plan: The order of the conversations, the same on all ranks.
         lines: What was read, for the log; empty on ranks other than 0.
+        compared: What a resumed run compares, by the name that a refusal gives it.
     """
 
     plan: TrainingPlan
@@ -98,6 +100,7 @@ class ConversationSource:
     memory: BatchMemory
     train: Sequence[Demonstration] = ()
     eval: Sequence[Demonstration] = ()
+    compared: Mapping[str, object] = field(default_factory=dict)
 
     @classmethod
     def open(
@@ -117,20 +120,26 @@ class ConversationSource:
         """
         loaded: list[Any] = []
 
-        def load() -> tuple[int, int]:
+        def load() -> tuple[int, int, dict[str, object]]:
             if not groups.is_main:
-                return 0, 0
+                return 0, 0, {}
             tokenizer = load_tokenizer(model_path, run_dir)
             stops = stop_tokens(model_path, tokenizer, stop_token_ids)
             assert cfg.data is not None, "the command refuses it"
             for source in (cfg.data, *([cfg.eval] if cfg.eval is not None else [])):
                 shared = cfg, tokenizer, stops, data.template_kwargs, data.skip_bad_rows
                 loaded.append(load_conversations(source, *shared))
-            return len(loaded[0].conversations), len(loaded[1].conversations) if len(loaded) > 1 else 0
+            compared = tokenizer_digests(tokenizer) | {
+                "seed": seed,
+                "sft.batch_sequences": cfg.batch_sequences,
+                "sft.data: its tokens": _digest(loaded[0].conversations),
+            }
+            return len(loaded[0].conversations), len(loaded[1].conversations) if len(loaded) > 1 else 0, compared
 
-        count, held_out = broadcast_result(load, groups.host)
+        count, held_out, compared = broadcast_result(load, groups.host)
         plan = TrainingPlan(count, cfg.batch_sequences, cfg.epochs, cfg.steps, seed)
         made = cls(plan, held_out, [found.line for found in loaded], groups, BatchReceiver.open(groups), BatchMemory())
+        made.compared = compared
         if loaded:
             made.train = loaded[0].conversations
             made.eval = loaded[1].conversations if len(loaded) > 1 else ()
@@ -214,6 +223,8 @@ class FineTuning:
                 f"sft.data={self.cfg.sft.data}: {self.source.plan.conversations} conversations, and the checkpoint of update "
                 f"{step} was made with {state['conversations']}; resume with the same data, sft.max_tokens and tokenizer"
             )
+        if state is not None:
+            refuse_changes(state.get("compared", {}), self.source.compared)
         if self.log is not None:
             rename_outcome(self.cfg.run_dir)
             self._say(f"resume: from the checkpoint of update {step}" if step else "resume: no checkpoint yet")
@@ -270,7 +281,8 @@ class FineTuning:
     def _save(self, step: int) -> None:
         if self.log is not None:
             self.log.sync()
-        self.checkpoints.save(step, self.actor, {"step": step, "conversations": self.source.plan.conversations})
+        state = {"step": step, "conversations": self.source.plan.conversations, "compared": dict(self.source.compared)}
+        self.checkpoints.save(step, self.actor, state)
 
     def _refuse_requests(self) -> None:
         """Answer a request of `tepo trace`: there is no service, which would merge a trace."""
@@ -297,6 +309,13 @@ class FineTuning:
         if self.log is not None:
             for line in lines:
                 self.log.message(line)
+
+
+def _digest(conversations: Sequence[Demonstration]) -> str:
+    digest = hashlib.blake2b(digest_size=8)
+    for conversation in conversations:
+        digest.update(repr((conversation.token_ids_L.tolist(), conversation.learned_mask_L.tolist())).encode())
+    return digest.hexdigest()
 
 
 def _as_rollout(number: int, conversation: Demonstration) -> Rollout:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from copy import deepcopy
 from typing import Any
 
-from tepo_megatron.config import SftConfig
+from tepo_megatron.config import SftConfig, TrainingConfig
 from tepo_megatron.config.io import parse_overrides, read_layers, set_key
 from tepo_megatron.config.layers import Layers
 from tepo_megatron.errors import ConfigError
@@ -50,5 +50,11 @@ def supervised(tree: Mapping[str, Any]) -> dict[str, Any]:
     made["data"] = own["data"] | {"train": sft["data"], "max_prompt_tokens": 1}
     training = {"stream": "off", "epochs": 1, "minibatch_prompts": 1, "share_prompts": "never"}
     made["training"] = (made.get("training") or {}) | training
+    fits = made["training"].get("max_tokens_per_microbatch", TrainingConfig.max_tokens_per_microbatch)
+    if isinstance(most, int) and isinstance(fits, int) and most > fits:
+        raise ConfigError(
+            f"training.max_tokens_per_microbatch={fits} cannot hold one sequence of {most} tokens (sft.max_tokens); raise it, "
+            "or lower that"
+        )
     made["checkpoint"] = (made.get("checkpoint") or {}) | {"keep_best": False}
     return made

@@ -21,6 +21,7 @@ from tepo_megatron.errors import CheckpointError, ConversionError, RunReplacedEr
 from tepo_megatron.utils.storage import writing
 from tepo_megatron.weights import hf_io
 from tepo_megatron.weights.families import Family, WeightMapping, check_tokenizer
+from tepo_megatron.weights.fit import check_tensors
 from tepo_megatron.weights.ops import Architecture, Replicated
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
@@ -89,18 +90,7 @@ def load_hf(bindings: Sequence[Binding], reader: hf_io.HfReader, family: Family,
         CheckpointError: a file is missing or damaged.
     """
     check_tokenizer(reader.path, arch.vocab_size)
-    left_over = {n for n in reader.names() - family.tensor_names(arch) if not family.ignores(n)}
-    if arch.tied_embeddings and "lm_head.weight" in left_over:
-        if not torch.equal(reader.get("lm_head.weight"), reader.get(family.embedding)):
-            raise ConversionError(
-                f"{reader.path}: lm_head.weight differs from {family.embedding}, but config.json has "
-                "tie_word_embeddings=true; set it to false, or remove lm_head.weight"
-            )
-        left_over.remove("lm_head.weight")
-    if left_over:
-        raise ConversionError(
-            f"{reader.path}: tensor {min(left_over)} (and {len(left_over) - 1} more) is in no row of family {family.name}"
-        )
+    check_tensors(reader, family, arch)
     for b in bindings:
         try:
             shard = b.row.op.shard([reader.get(n) for n in b.hf_names], arch, tp.size, tp.rank)

@@ -22,6 +22,7 @@ _CARRIED = (
     "added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json",
     "processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json",
 )  # fmt: skip
+_TEMPLATES = "additional_chat_templates"  # of a tokenizer that has several
 _WEIGHT_DTYPES = ("F64", "F32", "F16", "BF16")  # names of safetensors
 
 
@@ -167,7 +168,7 @@ def write_index(directory: Path, written: dict[str, list[str]], total_bytes: int
 
 def carried_files() -> tuple[str, ...]:
     """Return the names of the files that accompany the weights: config, generation config, tokenizer."""
-    return _CARRIED
+    return (*_CARRIED, f"{_TEMPLATES}/*")
 
 
 def carry_over(source: Path, target: Path, dtype: torch.dtype | None = None) -> None:
@@ -179,6 +180,8 @@ def carry_over(source: Path, target: Path, dtype: torch.dtype | None = None) -> 
     for name in _CARRIED:
         if (source / name).exists():
             shutil.copyfile(source / name, target / name)
+    if (source / _TEMPLATES).is_dir():
+        shutil.copytree(source / _TEMPLATES, target / _TEMPLATES, dirs_exist_ok=True)
     if dtype is not None:
         config = json.loads((target / "config.json").read_text())
         set_config(target, {"dtype" if "dtype" in config else "torch_dtype": str(dtype).removeprefix("torch.")})

@@ -32,6 +32,7 @@ Kind = Literal[
     "traces",
     "checks of a machine",
     "test runs",
+    "settings",
 ]
 PLACES = ("tepo_megatron", "launch", "tools", "benchmarks", "tests/running")  # where symbols are looked for
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -238,4 +239,27 @@ def test_a_checkpoint_of_other_data_is_refused(files: Path, tmp_path: Path) -> N
     keys["sft"] = {"data": f"{files / 'train.jsonl'}[:20]", "max_tokens": 32, "batch_sequences": 8, "epochs": 3}
     with pytest.raises(AssertionError, match="20 conversations, and the checkpoint of update 6 was made with 24"):
         run_world(1, run_once, config(files / "model", {}, **keys), 0)
+    assert len((run / "metrics.jsonl").read_text().splitlines()) == 6
+
+
+@pytest.mark.parametrize("change", ["seed", "sft.batch_sequences", "sft.data: its tokens", "model.path: the tokenizer"])
+def test_a_checkpoint_of_another_order_is_refused(files: Path, tmp_path: Path, change: str) -> None:
+    """Each changes which conversations an update learns, and leaves their number."""
+    run = fine_tuned(files, tmp_path, {})
+    keys: dict[str, Any] = {"output": str(tmp_path), "resume": True, "checkpoint": {"every": 2}}
+    data, model = files / "train.jsonl", files / "model"
+    if change == "seed":
+        keys["seed"] = 77
+    elif change == "sft.data: its tokens":
+        data = tmp_path / "train.jsonl"
+        data.write_text("".join(reversed((files / "train.jsonl").read_text().splitlines(keepends=True))))
+    elif change == "model.path: the tokenizer":
+        model = Path(shutil.copytree(files / "model", tmp_path / "model"))
+        tree = json.loads((model / "tokenizer.json").read_text())
+        tree["added_tokens"][0]["lstrip"] = True
+        (model / "tokenizer.json").write_text(json.dumps(tree))
+    batch = 12 if change == "sft.batch_sequences" else 8
+    keys["sft"] = {"data": str(data), "max_tokens": 32, "batch_sequences": batch, "epochs": 3}
+    with pytest.raises(AssertionError, match=f"{change} was .* in the checkpoint and is "):
+        run_world(1, run_once, config(model, {}, **keys), 0)
     assert len((run / "metrics.jsonl").read_text().splitlines()) == 6

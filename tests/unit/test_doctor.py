@@ -19,12 +19,17 @@ from transformers import AutoTokenizer
 
 from tepo_megatron.config import Config
 from tepo_megatron.config.io import validate
+from tepo_megatron.convert.importing import import_hf
+from tepo_megatron.data import stop_tokens
 from tepo_megatron.doctor import examine, machine, print_findings, trial, versions
 from tepo_megatron.doctor import model as model_checks
 from tepo_megatron.doctor.findings import Finding
+from tepo_megatron.errors import ConfigError, TepoError
+from tepo_megatron.inference.servers.served_model import cache_tokens
 from tepo_megatron.launcher.preflight import preflight
 from tepo_megatron.utils.escaping import escaped
-from tests.tiny import hybrid_config, tiny_model, tiny_qwen3
+from tepo_megatron.weights.hf_io import carry_over
+from tests.tiny import hybrid_config, tiny_model, tiny_multimodal, tiny_qwen3
 
 
 @pytest.fixture(scope="module")
@@ -128,6 +133,24 @@ def test_right_answers_that_are_not_found_right_are_shown(made: Make, tmp_path: 
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
     grading = findings(made(data={"train": str(tmp_path / "train.jsonl")}))["grading"]
     assert grading.verdict == "warn" and "1 of 16 right answers" in grading.said and "'{7' (no_box)" in grading.said
+
+
+@pytest.mark.parametrize(
+    ("term", "verdict"),
+    [({"type": "answer_line"}, "pass"), ({"type": "code"}, "skip"), ({"type": "custom", "function": "no.py:no"}, "skip")],
+    ids=str,
+)
+def test_an_answer_is_tried_in_the_form_that_the_reward_reads(made: Make, term: dict[str, Any], verdict: str) -> None:
+    """A reward that needs more than the answer cannot be tried, and is not called wrong."""
+    assert findings(made(reward={"terms": [term]}))["grading"].verdict == verdict
+
+
+def test_an_export_has_all_templates_of_the_tokenizer(tmp_path: Path) -> None:
+    (tmp_path / "model" / "additional_chat_templates").mkdir(parents=True)
+    (tmp_path / "model" / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools }}")
+    (tmp_path / "out").mkdir()
+    carry_over(tmp_path / "model", tmp_path / "out")
+    assert (tmp_path / "out" / "additional_chat_templates" / "tool_use.jinja").read_text() == "{{ tools }}"
 
 
 def test_a_full_disk_and_another_package(made: Make, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -357,3 +380,66 @@ def test_metrics_of_a_step_become_findings(
     found = {f.check: f.verdict for f in trial.step(cfg, start)}
     expected = dict.fromkeys(("engine", "log-probs", "samples", "noise of dH", "seconds"), "pass")
     assert found == expected | ({check: verdict} if check else {})
+
+
+def _tied_with_another_head(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    save_file({**load_file(path), "lm_head.weight": torch.ones_like(load_file(path)["model.embed_tokens.weight"])}, path)
+
+
+def _an_adapter(folder: Path) -> None:
+    save_file({"base_model.lora_A.weight": torch.zeros(2, 2)}, folder / "adapter.safetensors")
+
+
+def _a_lost_tensor(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    save_file({name: t for name, t in load_file(path).items() if name != "model.norm.weight"}, path)
+
+
+def _not_finite(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    save_file({**load_file(path), "model.norm.weight": load_file(path)["model.norm.weight"] * torch.inf}, path)
+
+
+@pytest.mark.parametrize("damage", [_tied_with_another_head, _an_adapter, _a_lost_tensor, _not_finite, lambda folder: None])
+def test_the_doctor_and_the_loaders_of_runs_agree(
+    made: Make, model: Path, tmp_path: Path, damage: Callable[[Path], None]
+) -> None:
+    folder = copied(model, tmp_path / "odd")
+    damage(folder)
+    refused = ""
+    try:
+        import_hf(folder, tmp_path / "megatron")
+    except TepoError as e:
+        refused = str(e)
+    found = findings(made(model={"path": str(folder)}))["conversion"]
+    assert (found.verdict == "fail") == bool(refused), (found, refused)
+
+
+def test_a_nested_config_is_read_as_training_reads_it(made: Make, model: Path, tmp_path: Path) -> None:
+    """Qwen3.5: sizes and stop tokens are in `text_config`."""
+    tiny_multimodal(tmp_path / "nested", hybrid_config())
+    config = json.loads((tmp_path / "nested" / "config.json").read_text())
+    config["text_config"]["eos_token_id"] = [2, 7]
+    (tmp_path / "nested" / "config.json").write_text(json.dumps(config))
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "nested")
+    assert stop_tokens(tmp_path / "nested", tokenizer, [5]) == (2, 5, 7)
+    layers = config["text_config"]["layer_types"].count("full_attention")
+    token = 2 * layers * config["text_config"]["num_key_value_heads"] * config["text_config"]["head_dim"] * 4
+    assert cache_tokens(tmp_path / "nested", "fp32", 100 * token, 10**6) == 100
+    found = findings(made(model={"path": str(tmp_path / "nested")}))
+    assert found["vocabulary"].verdict == "pass" and found["stop tokens"].verdict == "pass"
+
+
+def test_longer_contexts_than_the_model_or_its_cache_holds_are_refused(made: Make, model: Path, tmp_path: Path) -> None:
+    short = {"path": str(copied(model, tmp_path / "short", max_position_embeddings=31))}
+    keys = r"data\.max_prompt_tokens \+ rollout\.max_response_tokens = 32 tokens, and the model has max_position_embeddings=31"
+    with pytest.raises(ConfigError, match=keys):
+        preflight(made(model=short))
+    preflight(made(model=short), {"sft.max_tokens": 31})
+    with pytest.raises(ConfigError, match=r"sft\.max_tokens = 32 tokens"):
+        preflight(made(model=short), {"sft.max_tokens": 32})
+    assert "max_position_embeddings=31" in findings(made(model=short))["config"].said
+    with pytest.raises(ConfigError, match=r"kv_cache_gib=1e-05 holds \d+ tokens, and data\.max_prompt_tokens \+ rollout"):
+        preflight(made(rollout={"server": {"kv_cache_gib": 1e-5}}))
+    preflight(made(rollout={"server": {"kv_cache_gib": 0.1}}))

@@ -1,11 +1,13 @@
 """The folder of one server: the model as the server sees it, and temporary files that a killed server would leave in /tmp."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 from torch import Tensor
 
-from tepo_megatron.errors import ConversionError
+from tepo_megatron.config import RolloutConfig
+from tepo_megatron.errors import ConfigError, ConversionError
 from tepo_megatron.utils.scratch import PrivateFolder, make_private_folder
 from tepo_megatron.weights import fp8
 from tepo_megatron.weights.families import find_family, read_config
@@ -76,8 +78,20 @@ def _write_empty(tensors: dict[str, Tensor], path: Path) -> None:
 
 def cache_tokens(model_path: Path, precision: str, cache_bytes: int, most: int) -> int:
     """Return the size of a KV cache in tokens: what fits into its memory, but not more than can be requested at once."""
-    config = json.loads((model_path / "config.json").read_text())
-    heads = config.get("num_key_value_heads") or config["num_attention_heads"]
-    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    token = 2 * config["num_hidden_layers"] * heads * head_dim * (4 if precision == "fp32" else 2)
+    config = read_config(model_path)
+    arch = find_family(config).architecture(config)
+    layers = arch.num_layers - (len(arch.linear_attention.layers) if arch.linear_attention is not None else 0)
+    token = 2 * layers * arch.num_query_groups * arch.head_dim * (4 if precision == "fp32" else 2)
     return min(cache_bytes // token, most)
+
+
+def check_cache(rollout: RolloutConfig, model_path: Path, dtype: str, lengths: Mapping[str, int]) -> None:
+    """Raise ConfigError if rollout.server.kv_cache_gib cannot hold one sequence. Servers of others have no such key."""
+    server = rollout.server
+    gib = None if rollout.replay is not None else getattr(server, "kv_cache_gib", None)
+    if gib is None:
+        return
+    tokens = server.tp * cache_tokens(model_path, server.precision or dtype, int(gib * 2**30), 2**31)
+    for keys, length in lengths.items():
+        if length > tokens:
+            raise ConfigError(f"rollout.server.kv_cache_gib={gib:g} holds {tokens} tokens, and {keys} = {length}; raise it")

@@ -199,4 +199,15 @@ EXHIBITS = (
         new="",
         tests=("tests/unit/rewards/test_grading_pairs.py::test_units_and_numbers",),
     ),
+    Exhibit(
+        name="text_of_a_reward_function_is_a_number",
+        source="own: issue 41",
+        kind="grading",
+        bug='A reward function that returns the text "1.0", as an extracted answer is, gives the reward 1.',
+        cost="A function that returns the answer that it found is trained on as if this were the grade.",
+        symbol="custom",
+        old='if hasattr(returned, "__float__") else math.nan',
+        new="",
+        tests=("tests/unit/rewards/test_reward_terms.py::test_a_function_that_fails_is_an_error_that_names_it",),
+    ),
 )

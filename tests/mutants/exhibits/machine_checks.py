@@ -74,4 +74,15 @@ EXHIBITS = (
         new='if layers == "none" else []',
         tests=("tests/unit/benches/test_gpu_check.py::test_the_plan_takes_the_attention_that_is_here",),
     ),
+    Exhibit(
+        name="positions_beyond_the_models",
+        source="open-r1 #382, simpleRL-reason #58",
+        kind="checks of a machine",
+        bug="Conversations and prompts with responses may be longer than max_position_embeddings.",
+        cost="tepo sft trains positions that the model never saw, without a word.",
+        symbol="check_positions",
+        old="if length > limit:",
+        new="if False:",
+        tests=("tests/unit/test_doctor.py::test_longer_contexts_than_the_model_or_its_cache_holds_are_refused",),
+    ),
 )

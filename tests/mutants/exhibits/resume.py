@@ -228,4 +228,15 @@ EXHIBITS = (
         new='if "strftime_never" in str(tokenizer.chat_template):',
         tests=("tests/unit/data/test_data.py::test_a_template_sees_the_start_of_the_run",),
     ),
+    Exhibit(
+        name="a_resume_with_other_conversations",
+        source="own: issue 41",
+        kind="resume",
+        bug="A resume of tepo sft compares the number of the conversations alone.",
+        cost="With another seed, batch size, tokenizer or order some conversations are learned twice and others never.",
+        symbol="refuse_changes",
+        old="if name in before and before[name] != value:",
+        new="if False:",
+        tests=("tests/parallel/test_sft.py::test_a_checkpoint_of_another_order_is_refused",),
+    ),
 )

@@ -47,6 +47,12 @@ def test_overrides_of_both_forms(tmp_path: Path) -> None:
     [
         ({"rolout": {}}, r"rolout: unknown key; did you mean rollout\?"),
         ({"rollout": {"temprature": 1}}, r"rollout.temprature: unknown key; did you mean temperature\?"),
+        ({"optimizer": {"learning_rate": 1e-6}}, r"optimizer.learning_rate: unknown key; did you mean optimizer\.lr\?"),
+        ({"training": {"lr": 1e-6}}, r"training.lr: unknown key; did you mean optimizer\.lr\?"),
+        (
+            {"data": {"train": "t", "template_kwargs": {"enable_thinking": "off"}}},
+            r"enable_thinking=off is text; write true or",
+        ),
         ({"rollout": {"server": {"restart": 1}}}, r"rollout.server.restart: unknown key; did you mean restarts\?"),
         (
             {"sync": {"transport": {"type": "group", "timeout_seconds": 60}}},
@@ -155,6 +161,34 @@ def test_missing_keys_are_named_together() -> None:
 def test_malformed_files(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load_config(written(tmp_path, text))
+
+
+@pytest.mark.parametrize(
+    ("text", "lines"),
+    [("seed: 1\noptimizer: {lr: 1}\nname: a\noptimizer: {}", "optimizer is written twice, in lines 2 and 4"),
+     ("optimizer:\n  lr: 1\n  lr: 1", "lr is written twice, in lines 2 and 3"), ("sft: {data: a, data: b}", "lines 1 and 1")],
+)  # fmt: skip
+def test_a_key_that_is_written_twice_is_refused(tmp_path: Path, text: str, lines: str) -> None:
+    with pytest.raises(ConfigError, match=lines):
+        load_config(written(tmp_path, text))
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [(text, text) for text in ("010", "1_000", "12:30", "1.10", "on", "off", "yes", "2026-01-01", "+5", "0x10")]
+    + [("10", 10), ("-3", -3), ("0.5", 0.5), ("1.0e-06", 1e-6), (".inf", float("inf")), ("True", True), ("null", None)],
+)
+def test_a_value_is_what_it_looks_like(text: str, value: object) -> None:
+    assert io.parse_overrides(["--x", text]) == [("x", value)]
+
+
+def test_a_value_that_is_text_is_read_by_its_field_or_refused(tmp_path: Path) -> None:
+    path = written(tmp_path, to_yaml(validate(MINIMAL)))
+    cfg = load_config(path, ["--name", "010", "--data.check_answers", "off", "--export_hf", "off", "--optimizer.lr", "0.10"])
+    assert (cfg.name, cfg.data.check_answers, cfg.export_hf, cfg.optimizer.lr) == ("010", "off", False, 0.1)
+    assert load_config(written(tmp_path, to_yaml(cfg))) == cfg
+    with pytest.raises(ConfigError, match=r"training\.steps: .*valid integer \(got '010'\)"):
+        load_config(path, ["--training.steps", "010"])
 
 
 def test_missing_file() -> None:

@@ -1,5 +1,6 @@
 """Rows become conversations: the learned tokens are those that the policy would choose, in every schema that users have."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,16 @@ def texts(found: LoadedConversations, tokenizer: Any) -> list[tuple[str, str]]:
         ({"messages": LONGER[:3]}, "#u:1+1| #a:2| ", "2|"),
         ({"conversations": [{"from": "human", "value": "1+1"}, {"from": "gpt", "value": "2"}]}, "#u:1+1| #a:2| ", "2|"),
         ({"messages": [{"role": "system", "content": "s"}, *CHAT]}, "#s:s| #u:1+1| #a:2| ", "2|"),
+        ({"messages": CHAT, "system": "s", "tools": [], "history": None}, "#s:s| #u:1+1| #a:2| ", "2|"),
+        ({"prompt": CHAT[:1], "completion": CHAT[1:]}, "#u:1+1| #a:2| ", "2|"),
+        ({"prompt": LONGER[:3], "completion": "4"}, "#u:1+1| #a:2| #u:2+2| #a:4| ", "4|"),
+        ({"messages": [*CHAT[:1], {**CHAT[1], "weight": 0}, *LONGER[2:]]}, "#u:1+1| #a:2| #u:2+2| #a:4| ", "4|"),
+        ({"messages": [*LONGER[:3], {**LONGER[3], "train": False}]}, "#u:1+1| #a:2| ", "2|"),
+        (
+            {"conversations": [{"from": "human", "value": "1"}, {"from": "gpt", "value": "2", "loss": None, "weight": 1.0}]},
+            "#u:1| #a:2| ",
+            "2|",
+        ),
     ],
     ids=str,
 )
@@ -77,12 +88,11 @@ def test_keys_of_the_config(tmp_path: Path, tokenizer: Any) -> None:
 def test_a_template_that_rewrites_earlier_turns_is_refused_unless_only_the_last_is_learned(
     tmp_path: Path, tokenizer: Any
 ) -> None:
-    tokenizer.chat_template = "{% for m in messages %}{{ m.content if loop.last else '' }}|{% endfor %}"
-    with pytest.raises(DataError, match=r"rows\.jsonl:1: the chat template writes message 1 in another way.*train_on=last"):
-        load(tmp_path, tokenizer, {"messages": LONGER})
     tokenizer.chat_template = TEMPLATE.replace(
         "{{ m.content }}", "{{ m.content if loop.last or m.role != 'assistant' else '' }}"
     )
+    with pytest.raises(DataError, match=r"rows\.jsonl:1: the chat template writes message 1 in another way.*train_on=last"):
+        load(tmp_path, tokenizer, {"messages": LONGER})
     assert texts(load(tmp_path, tokenizer, {"messages": LONGER}, train_on="last"), tokenizer)[0][1] == "4|"
 
 
@@ -90,13 +100,30 @@ def test_a_template_that_rewrites_earlier_turns_is_refused_unless_only_the_last_
     ("row", "why"),
     [
         ({"text": "a"}, "no chat and no prompt with a response in these keys: 'text'"),
-        ({"prompt": "a", "response": 3}, "must be strings, not a number: 3"),
+        ({"prompt": "a", "response": 3}, "must be two strings or two lists of messages, not a number: 3"),
         ({"messages": CHAT[:1]}, "needs a message of the assistant that follows another one"),
         ({"messages": CHAT[1:]}, "needs a message of the assistant that follows another one"),
         ({"messages": [{"role": "user"}]}, "must be a list of messages with string 'role' and 'content'"),
         ({"conversations": [{"from": "robot", "value": "a"}]}, "has a message from 'robot'"),
         ({"prompt": "", "response": "a"}, "begins with a token to learn"),
         (b"{", "not valid JSON"),
+        ({"prompt": "a", "response": "b", "system": "s"}, "has 'system', and its prompt is a string"),
+        ({"instruction": "a", "context": "c", "response": "b"}, "has 'context', and its prompt is a string"),
+        ({"messages": CHAT, "history": [["a", "b"]]}, "has 'history', which is not read"),
+        ({"messages": CHAT, "tools": [{"name": "add"}]}, "has 'tools', which the chat template does not write"),
+        ({"messages": CHAT, "tools": "{"}, "'tools' is not valid JSON"),
+        ({"messages": [{"role": "system", "content": "s"}, *CHAT], "system": "t"}, "has 'system' and another message of the"),
+        (
+            {"messages": [CHAT[0], {**CHAT[1], "weight": 0.5}]},
+            "message 1 has 'weight': 0.5; a turn is learned (1, true) or not",
+        ),
+        (
+            {"messages": [CHAT[0], {**CHAT[1], "reasoning_content": "t"}]},
+            "'reasoning_content', which the chat template does not",
+        ),
+        ({"messages": [{**CHAT[0], "train": True}, CHAT[1]]}, "message 0 of the user has 'train': true"),
+        ({"messages": [CHAT[0], {**CHAT[1], "train_detail": [{}]}]}, "message 1 has 'train_detail', which is not read"),
+        ({"messages": [CHAT[0], {**CHAT[1], "weight": 0}]}, "has no turn to learn"),
     ],
     ids=str,
 )
@@ -122,7 +149,7 @@ def test_long_conversations_are_dropped_and_counted(tmp_path: Path, tokenizer: A
     found = load(tmp_path, tokenizer, *rows, max_tokens=40)
     assert len(found.conversations) == 1 and "1 longer than sft.max_tokens=40" in found.line
     assert "1 conversations, 2 tokens to learn" in found.line
-    with pytest.raises(DataError, match=r"no conversation left: all 1 are longer than sft\.max_tokens=40; raise it"):
+    with pytest.raises(DataError, match=r"no conversation left: 1 are longer than sft\.max_tokens=40; raise it"):
         load(tmp_path, tokenizer, rows[1], max_tokens=40)
     with pytest.raises(DataError, match="it has no rows"):
         load(tmp_path, tokenizer)
@@ -143,3 +170,25 @@ def test_sections_of_rl_are_left_out() -> None:
         supervised({**tree, "sft": {}})
     with pytest.raises(ConfigError, match=r"max_tokens_per_microbatch=8192 cannot hold one sequence of 9000"):
         validate(supervised({**tree, "sft": {"data": "c", "max_tokens": 9000}}))
+
+
+def test_tools_and_calls_without_content_are_written_by_the_template(tmp_path: Path, tokenizer: Any) -> None:
+    """OpenAI's form: `content` is null and the arguments are JSON; the template gets an empty text and an object."""
+    tokenizer.chat_template = (
+        "{% if tools %}{{ tools[0].name }};{% endif %}{% for m in messages %}#{{ m.role[0] }}:{{ m.content }}"
+        "{% for c in m.tool_calls %}{{ c.function.name }}={{ c.function.arguments.a }}{% endfor %}| {% endfor %}"
+        "{% if add_generation_prompt %}#a:{% endif %}"
+    )
+    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add", "arguments": '{"a": 1}'}}]}
+    row = {"messages": [CHAT[0], call, {"role": "tool", "content": "2"}, CHAT[1]], "tools": json.dumps([{"name": "add"}])}
+    assert texts(load(tmp_path, tokenizer, row), tokenizer) == [("add;#u:1+1| #a:add=1| #t:2| #a:2| ", "add=1|2|")]
+
+
+def test_the_advice_of_a_refusal_is_true(tmp_path: Path, tokenizer: Any) -> None:
+    tokenizer.chat_template = TEMPLATE.replace("%}#a:{%", "%}#a:<t>{%")
+    for train_on in ("assistant", "last"):
+        with pytest.raises(DataError, match="generation prompt '#a:<t>' is no beginning of message 1 as written") as e:
+            load(tmp_path, tokenizer, {"messages": CHAT}, train_on=train_on)
+        assert "train_on" not in str(e.value)
+    with pytest.raises(DataError, match=r"no conversation left: 1 cannot be used \(.*rows\.jsonl:1: no chat"):
+        load(tmp_path, tokenizer, {"text": "a"}, skip=True)

@@ -36,7 +36,10 @@ def leaves(prompt, response, answer):
     raise SystemExit(3)
 
 def text(prompt, response, answer):
-    return "much"
+    return "1.0"
+
+def nothing(prompt, response, answer):
+    return None
 
 def endless(prompt, response, answer):
     while response == "loop":
@@ -157,8 +160,9 @@ def test_a_function_that_hangs_or_dies_costs_its_sample_only(functions: str) -> 
     [
         ("fails", r"functions\.py:fails failed: ZeroDivisionError: .* at .*functions\.py:11; fix it"),
         ("leaves", r"failed: SystemExit: 3"),
-        ("text", r"failed: ValueError: could not convert"),
-        ("infinite", r"failed: it returned inf, which is not finite"),
+        ("text", r"functions\.py:text failed: it returned '1\.0', which is no finite number; fix it"),
+        ("nothing", r"functions\.py:nothing failed: it returned None, which is no finite number; fix it"),
+        ("infinite", r"failed: it returned inf, which is no finite number"),
     ],
 )
 def test_a_function_that_fails_is_an_error_that_names_it(functions: str, name: str, message: str) -> None:
