@@ -20,6 +20,7 @@ Kind = Literal[
     "stale weights",
     "log-probs",
     "prompts",
+    "agents",
     "resume",
     "collectives",
     "precision",
