@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 from urllib.parse import urlsplit
-from urllib.request import getproxies_environment, proxy_bypass_environment
+from urllib.request import getproxies_environment, proxy_bypass
 
 import aiohttp
 import msgspec
@@ -25,7 +25,6 @@ import numpy as np
 
 from tepo_megatron.utils.escaping import excerpt
 from tepo_megatron.utils.loop import LoopThread, time_limit
-from tepo_megatron.utils.loopback import without_proxy
 from tepo_megatron.utils.open_files import open_file_limit
 
 CONNECT_SECONDS = 60.0  # limit of opening a connection; a busy event loop that opens thousands of them takes seconds
@@ -169,8 +168,7 @@ class HttpClient:
     def unused_proxy(self) -> str:
         """Return words about the proxy that the environment names for this server; empty if it names none."""
         server = urlsplit(self._url)
-        exempt = {"no": without_proxy(os.environ)["no_proxy"]}
-        if not getproxies_environment().get(server.scheme) or proxy_bypass_environment(server.netloc, exempt):
+        if not getproxies_environment().get(server.scheme) or proxy_bypass(server.netloc):
             return ""
         return f"; the proxy in {server.scheme}_proxy is not used: this machine must reach the server itself"
 
