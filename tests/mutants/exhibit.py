@@ -21,6 +21,7 @@ Kind = Literal[
     "log-probs",
     "prompts",
     "agents",
+    "launches",
     "resume",
     "collectives",
     "precision",
