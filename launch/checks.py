@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from launch.preflight.inputs import functions
 from launch.profile import Cluster
+from launch.secret_values import assigns_secret, has_secret
 from launch.sections import reserved
 from tepo_megatron.config import Config
 from tepo_megatron.errors import ConfigError
@@ -39,11 +41,28 @@ def raise_all(faults: Iterable[str]) -> None:
         raise ConfigError("\n".join(found))
 
 
-def check_paths(paths: Iterable[Path]) -> None:
-    """Raise ConfigError for a path that NeMo-Run would corrupt."""
+def check_paths(paths: Iterable[Path], *, slurm: bool = False) -> None:
+    """Raise ConfigError for a path that NeMo-Run would corrupt. For Slurm it writes paths without quotes into lines of srun,
+    which takes % as its own sign, and Pyxis splits them at : and ,.
+    """
     for path in paths:
+        if slurm and (odd := re.search(r"[^\w/.@+=-]", str(path.absolute()))):
+            raise ConfigError(
+                f"{str(path.absolute())!r}: {odd[0]!r} in a path would be taken apart on srun's command line; use a folder "
+                "whose path has only letters, digits and _ . @ + = -"
+            )
         if reserved(path.absolute()):
             raise ConfigError(f"{path.absolute()}: NeMo-Run replaces /nemo_run in its scripts; use a folder of another name")
+
+
+def check_words(words: Iterable[str]) -> None:
+    """Raise ConfigError for words of a command that hold a secret, which would stand in its script."""
+    for word in words:
+        if has_secret(word) or assigns_secret(word.lstrip("-").replace("-", "_")):
+            raise ConfigError(
+                f"{word.partition('=')[0]:.20}...: this word looks like a secret, and the script would show it; export it in a "
+                "variable, and put its name under secrets in the cluster's profile"
+            )
 
 
 def check_mounted(cluster: Cluster, folder: Path) -> None:

@@ -28,7 +28,7 @@ def doctor(words: Sequence[str]) -> int:
         raise ConfigError(f"--nodes {args.nodes}: give at least 1")
     if cluster.slurm is None:
         return _here(cluster, gpus, args.dry_run)
-    checks.check_paths([Path.cwd(), args.folder])
+    checks.check_paths([Path.cwd(), args.folder], slurm=True)
     slot = jobs.next_job(args.folder)
     setup = slurm.check_setup(cluster, slot, args.nodes, gpus)
     task = scripts.Task("check", scripts.text(["echo the machines are good"]))

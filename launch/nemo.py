@@ -5,11 +5,13 @@ No other file imports nemo_run.
 Facts of NeMo-Run 0.11.1 that this file depends on: it reads NEMORUN_HOME at import, so importers of this file set it before.
 The batch script waits for a single task in the foreground, where bash defers signals, and for a group of one in the background.
 It writes the names of environment variables in capitals and their values unquoted. A local tunnel copies nothing. It quotes the
-log file name of a single task, so no variable in it is expanded.
+options of sbatch, and no word of srun (its `noquote` is `str`): image and mounts are quoted here, and its own words, which are
+paths of the checkout and the run, have to need no quotes (checks.check_paths).
 """
 
 from __future__ import annotations
 
+import shlex
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -144,8 +146,8 @@ def _executor(submission: Submission, task: Task, home: Path) -> Any:
         gpus_per_node=cluster.gpus_per_node or None,
         signal=f"B:USR1@{slurm.warning_seconds}" if submission.requeued and slurm.restarts else None,
         additional_parameters=options or None,
-        container_image=image and image.image,
-        container_mounts=[f"{submission.folder}:{submission.folder}", *image.all_mounts] if image else [],
+        container_image=image and shlex.quote(image.image),
+        container_mounts=[f"{submission.folder}:{submission.folder}", *map(shlex.quote, image.all_mounts)] if image else [],
         container_env=sorted({*environment, *submission.variables, *cluster.secrets}) if image else None,
         srun_args=[*srun, "--open-mode=append", *slurm.srun_args],
         setup_lines=submission.setup or None,

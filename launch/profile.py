@@ -5,17 +5,18 @@ Examples are in launch/profiles/.
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from pathlib import Path
 from typing import Annotated
 
 from pydantic import Field
 
+from launch.secret_values import assigns_secret, has_secret, is_secret_name
 from launch.sections import NodeCheckConfig, SlurmConfig
 from tepo_megatron.config.fields import NonNegative, Positive, config
-from tepo_megatron.config.io import read_yaml, validate_as
+from tepo_megatron.config.io import read_yaml, texts_of, validate_as
 
-_SECRET = re.compile(r"(^|_)(KEY|TOKEN|SECRET|PASSWORD|CREDENTIALS?)$")
 # Variable -> folder below the folder of caches. Without XDG_CACHE_HOME, Hugging Face's cache would be in the home as well.
 CACHES = {
     "XDG_CACHE_HOME": "",
@@ -128,7 +129,7 @@ class Cluster:
             if not _NAME.fullmatch(name):
                 raise ValueError(f"{name!r} is no name of an environment variable in capitals")
         for name, value in self.environment.items():
-            if _SECRET.search(name):
+            if is_secret_name(name) or has_secret(value):
                 raise ValueError(
                     f"environment.{name} looks like a secret, and scripts and logs would show it; export it where you call "
                     f"launch and put its name under secrets"
@@ -142,6 +143,16 @@ class Cluster:
                 raise ValueError(f"cache={self.cache!r} is no absolute path of letters, digits, _ . -")
             if twice := sorted(set(self.environment) & set(CACHES)):
                 raise ValueError(f"environment.{twice[0]} is given twice, by cache too; remove one of them")
+        for key, text in texts_of(dataclasses.asdict(self)):
+            if has_secret(text) or (key == "slurm.setup" and assigns_secret(text)):
+                raise ValueError(
+                    f"{key} holds what looks like a secret, and scripts and logs would show it; put it into a variable, export "
+                    "that where you call launch, and put its name under secrets"
+                )
+            if re.search(r"[\x00-\x1f\x7f]", text):
+                raise ValueError(f"{key}={text!r:.80} has a line break or another control character; remove it")
+            if text.startswith("~") and key != "slurm.setup":
+                raise ValueError(f"{key}={text}: no shell replaces ~ there; write the whole path")
 
     @property
     def slots(self) -> int | None:

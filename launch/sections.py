@@ -106,6 +106,9 @@ class SlurmConfig:
             )
         if own := sorted(_OWN_OPTIONS & {name.replace("-", "_") for name in self.options}):
             raise ValueError(f"options: {own[0]} has a key of its own, or is set by launch; remove it there")
+        options = [*self.options, *(self.convert or {}), *(self.evaluate or {})]
+        if wrong := [name for name in options if not re.fullmatch(r"[A-Za-z][\w-]*", name)]:
+            raise ValueError(f"options: {wrong[0]!r} is no name of an option of sbatch; write it without dashes in front")
         for word in self.srun_args:
             if not re.fullmatch(r"--?[A-Za-z][\w-]*(=[\w:,./@%+#=-]*)?", word):
                 raise ValueError(f'srun_args: {word!r} is not one option; write "--name" or "--name=value"')

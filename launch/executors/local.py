@@ -45,6 +45,7 @@ def training(cfg: Config, cluster: Cluster, layout: Layout, after: str | None, s
 def command(kind: str, words: Sequence[str], slot: JobFolder, cluster: Cluster, after: str | None) -> Submission:
     check(cluster, None)
     checks.check_paths([Path.cwd(), slot.run])
+    checks.check_words(words)
     return submission(slot, [scripts.command(kind, words, cluster, Path.cwd(), _exports(cluster, slot), slot.code)], cluster)
 
 

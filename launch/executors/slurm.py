@@ -46,6 +46,7 @@ def check(cluster: Cluster, cfg: Config | None) -> None:
 
 
 def check_run(cfg: Config, cluster: Cluster, layout: Layout) -> None:
+    checks.check_paths([Path.cwd(), cfg.run_dir], slurm=True)
     checks.check_run(cfg, cluster)
 
 
@@ -70,7 +71,8 @@ def check_setup(cluster: Cluster, slot: JobFolder, nodes: int, gpus: int) -> str
 
 def command(kind: str, words: Sequence[str], slot: JobFolder, cluster: Cluster, after: str | None) -> Submission:
     check(cluster, None)
-    checks.check_paths([Path.cwd(), slot.run])
+    checks.check_paths([Path.cwd(), slot.run], slurm=True)
+    checks.check_words(words)
     checks.check_mounted(cluster, slot.run)
     slurm = cluster.slurm
     assert slurm is not None, "just checked"

@@ -3,8 +3,9 @@
 import dataclasses
 import difflib
 import os
+import re
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from tepo_megatron.errors import ConfigError
 
 T = typing.TypeVar("T")
 _ADAPTER: TypeAdapter[Config] = TypeAdapter(Config)
+_HOME = re.compile(r"~[\w.-]*(/|$)")
 _CANARIES = "sync.max_logprob_diff compares every token, and sync.verify_every: 1 compares checksums; remove the key"
 _JUDGE = "serve the judge by yourself, such as with `vllm serve`, and set its url; remove the key"
 _SCHEDULER = "under another scheduler than Slurm start tepo on each machine (docs/launch.md)"
@@ -154,6 +156,8 @@ def validate_as(cls: type[T], tree: dict[str, Any], source: str, layers: Layers 
         layers = Layers()
         layers.add(tree, source)
         tree = layers.tree
+    if cls is Config and (homes := [f"{source}: {key}={text}" for key, text in texts_of(tree) if _HOME.match(text)]):
+        raise ConfigError("\n".join(f"{home}: no shell replaces ~ there; write the whole path" for home in homes))
     try:
         return TypeAdapter(cls).validate_python(tree)
     except ValidationError as e:
@@ -163,6 +167,16 @@ def validate_as(cls: type[T], tree: dict[str, Any], source: str, layers: Layers 
             where = ", ".join(layers.sources(loc, err["msg"]) if layers else ()) or source
             lines.append(f"{where}: {_explain(cls, err)}")
         raise ConfigError("\n".join(lines)) from None
+
+
+def texts_of(tree: Any, key: str = "") -> Iterator[tuple[str, str]]:
+    """Yield (key, text) of every text in a tree of mappings and lists."""
+    if isinstance(tree, str):
+        yield key, tree
+    for name, value in tree.items() if isinstance(tree, Mapping) else ():
+        yield from texts_of(value, f"{key}.{name}" if key else str(name))
+    for value in tree if isinstance(tree, list) else ():
+        yield from texts_of(value, key)
 
 
 def to_yaml(cfg: Config) -> str:

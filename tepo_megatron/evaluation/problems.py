@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 PLACE = "<problem>"
 _PLAIN = DataConfig(train="benchmarks")  # without the instruction and system prompt of the training data
 _NOT_INSTALLED = "the package datasets, which would fetch it, is not installed; install it"
+_Numbered = tuple[int, str, Row]  # number from 0, place for messages, row
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,8 @@ class Problems:
 def load_benchmarks(cfg: EvaluationConfig, tokenizer: "PreTrainedTokenizerBase", max_prompt_tokens: int) -> list[Problems]:
     """Load the benchmarks that the config names, in its order.
 
-    No problem is dropped, since the result would then be that of another benchmark.
+    No problem is dropped, since the result would then be that of another benchmark. A file may hold each problem several times:
+    errors are over distinct problems, so its copies become samples of one problem, or are left out if it is solved greedily.
 
     Raises:
         DataError: There are no rows, a row has no problem or no answer, or a prompt is too long. The message has file, line and
@@ -70,6 +72,12 @@ def load_benchmarks(cfg: EvaluationConfig, tokenizer: "PreTrainedTokenizerBase",
         if cfg.benchmark_tokens != PAPER_TOKENS:
             changes.append(f"{cfg.benchmark_tokens} tokens instead of {PAPER_TOKENS}")
         source, rows = _rows(name, entry, cfg.benchmark_folder)
+        rows, copies, repeats = _distinct(rows, entry)
+        if repeats:
+            changes.append(
+                f"{repeats} repeats of problems taken as samples of these" if copies > 1 else f"{repeats} repeats left out"
+            )
+            entry = dataclasses.replace(entry, samples=entry.samples * copies)
         prompts = [_prompt(i, row, entry, tokenizer, max_prompt_tokens, where) for i, where, row in rows[: cfg.max_problems]]
         if not prompts:
             raise DataError(f"{source}: no problem of {name} is in it; give a file with one JSON object per line")
@@ -79,6 +87,17 @@ def load_benchmarks(cfg: EvaluationConfig, tokenizer: "PreTrainedTokenizerBase",
     return found
 
 
+def _distinct(rows: list[_Numbered], entry: Benchmark) -> tuple[list[_Numbered], int, int]:
+    """Return the first row of each problem, how many times its samples are to be taken, and the number of rows left out."""
+    copies: dict[str, list[_Numbered]] = {}
+    for numbered in rows:
+        problem, answer = (numbered[2].get(key) for key in (entry.problem, entry.answer))
+        key = repr((" ".join(problem.split()) if isinstance(problem, str) else problem, answer))
+        copies.setdefault(key, []).append(numbered)
+    times = min(map(len, copies.values()), default=1) if entry.temperature > 0 else 1
+    return [each[0] for each in copies.values()], times, len(rows) - len(copies)
+
+
 def check_sources(cfg: EvaluationConfig) -> None:
     """Raise DataError for a benchmark that has no local file and cannot be downloaded. Call it before anything is started."""
     for name in cfg.benchmarks:
@@ -86,8 +105,8 @@ def check_sources(cfg: EvaluationConfig) -> None:
             raise DataError(f"evaluation.benchmarks: {name}: {_NOT_INSTALLED}, or {_fix(name)}")
 
 
-def _rows(name: str, entry: Benchmark, folder: str | None) -> tuple[str, list[tuple[int, str, Row]]]:
-    """Return where the rows come from, and (number from 0, place for messages, row) of each."""
+def _rows(name: str, entry: Benchmark, folder: str | None) -> tuple[str, list[_Numbered]]:
+    """Return where the rows come from, and the rows."""
     if file := _file(name, folder):
         return str(file), list(_read(JsonLines([file])))
     source = ":".join(part for part in (entry.hub, entry.subset, entry.split) if part)
@@ -97,8 +116,8 @@ def _rows(name: str, entry: Benchmark, folder: str | None) -> tuple[str, list[tu
         raise DataError(f"{e}; or {_fix(name)}") from None
 
 
-def _read(reader: RowReader) -> Iterator[tuple[int, str, Row]]:
-    """Yield (number from 0, place for messages, row) of each row. Raises DataError for a row that cannot be read."""
+def _read(reader: RowReader) -> Iterator[_Numbered]:
+    """Yield the rows. Raises DataError for a row that cannot be read."""
     for place, row in reader.rows((), passing_repeats=False):
         if isinstance(row, DataError):
             raise row

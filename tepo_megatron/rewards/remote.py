@@ -88,7 +88,8 @@ class GradingServer:
         try:
             answer = await self._http.exchange("POST", path, seconds=self._timeout_seconds, most_bytes=most_bytes, body=body)
         except TimedOut:
-            raise FailedAttempt(f"did not answer within {self._timeout_seconds:g} s") from None
+            hint = self._http.unused_proxy()
+            raise FailedAttempt(f"did not answer within {self._timeout_seconds:g} s{hint}") from None
         except BadAnswer as e:
             raise FailedAttempt(f"answered with {e}") from None
         except ExchangeFailed as e:

@@ -10,6 +10,7 @@
 conversation continues the exact tokens; any other one starts a sequence of its own. All sequences share the sample's advantage.
 """
 
+import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,6 +20,7 @@ from typing import Any
 from tepo_megatron.config import LimitsConfig
 from tepo_megatron.errors import TepoError
 from tepo_megatron.rollout.chat import ChatFormat, Message, digest_with, digests
+from tepo_megatron.rollout.chat_request import ChatRequest, RefusedRequest
 from tepo_megatron.rollout.conversation import Conversation, OutOfTokens, Turn, TurnSampler
 from tepo_megatron.types import Prompt, Rollout, SamplingParams
 from tepo_megatron.utils.seeding import derive_seed
@@ -52,25 +54,6 @@ def is_agent(function: object) -> bool:
     return bool(getattr(function, _MARK, False))
 
 
-class RefusedRequest(Exception):
-    """A request that the gateway refuses, with an OpenAI error code."""
-
-    def __init__(self, code: str, message: str) -> None:
-        super().__init__(message)
-        self.code = code
-
-
-@dataclass(frozen=True)
-class ChatRequest:
-    """A chat completion request that was checked."""
-
-    messages: Sequence[Message]
-    tools: Sequence[Any] = ()
-    max_tokens: int | None = None
-    stops: Sequence[str] = ()
-    keeps_stop: bool = False
-
-
 @dataclass(frozen=True)
 class ChatReply:
     """An answer of the model."""
@@ -102,7 +85,7 @@ class AgentSample:
         mixed: bool = False,
         limits: LimitsConfig,
     ) -> None:
-        self.prompt, self._sampling, self._seed, self._chat, self._limits = prompt, sampling, seed, chat, limits
+        self.prompt, self.sampling, self._seed, self._chat, self._limits = prompt, sampling, seed, chat, limits
         self.failure: TepoError | None = None
         self.exceeded, self.out_of_tokens, self.counts = "", False, Counter[str]()
         self._begin = partial(
@@ -126,6 +109,8 @@ class AgentSample:
     async def complete(self, request: ChatRequest) -> ChatReply:
         """Let the model answer a request. Any number of requests may run at once.
 
+        Cancelled, because the client has gone, it ends the turn in the engine and leaves the sample as it was.
+
         Raises RefusedRequest if the sample has ended or exceeded a limit, or no tokens are left.
         """
         self._require_open()
@@ -140,6 +125,10 @@ class AgentSample:
         self._running += 1
         try:
             turn = await sequence.generate(request.max_tokens, tuple(stops))
+        except asyncio.CancelledError:
+            sequence.retract()
+            self.counts["abandoned"] += 1
+            raise
         except OutOfTokens as e:
             self._no_tokens(str(e))
         except TepoError as e:
@@ -181,17 +170,17 @@ class AgentSample:
                     return point.sequence
                 self.counts["branches"] += 1
                 return self._new_sequence((*point.sequence.token_ids[: point.tokens], *new))
-        elif self._sequences:
+        elif any(sequence.turns for sequence in self._sequences):
             self.counts["rewrites"] += 1
         return self._new_sequence(self._chat.start(request.messages, request.tools))
 
     def _new_sequence(self, context: Sequence[int]) -> Conversation:
-        left = len(self.prompt.token_ids) + self._sampling.max_tokens - len(context)
+        left = len(self.prompt.token_ids) + self.sampling.max_tokens - len(context)
         if left < 1 or not context:
             self._no_tokens(f"a context of {len(context)} tokens leaves none to the model")
         prompt = replace(self.prompt, token_ids=tuple(context))
         seed = derive_seed(self._seed, "sequence", len(self._sequences))
-        self._sequences.append(self._begin(prompt, replace(self._sampling, max_tokens=left), seed))
+        self._sequences.append(self._begin(prompt, replace(self.sampling, max_tokens=left), seed))
         return self._sequences[-1]
 
     def _answer(

@@ -11,8 +11,10 @@ are read in the form that the chat template teaches:
 A text is read as calls as a whole: if one of them is malformed, the text is the content of the message, as in vLLM.
 """
 
+import contextlib
 import hashlib
 import json
+import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
 _OPENING, _CLOSING = "<tool_call>", "</tool_call>"
 _MISTRAL, _ARGUMENTS = "[TOOL_CALLS]", "[ARGS]"
 _FUNCTION, _PARAMETER = "<function=", "<parameter="
+_MOST_FORMS = 1000
 
 
 @dataclass(frozen=True)
@@ -169,10 +172,17 @@ class ChatFormat:
         self._tokenizer, self.encode, self.decode = tokenizer, encode, decode
         self._renderer = ChatRenderer(tokenizer)
         self._end = str(tokenizer.eos_token or "")
-        self._form = form_of(tokenizer.get_chat_template(tools=[{}]) if tokenizer.chat_template is not None else None)
+        template = tokenizer.get_chat_template(tools=[{}]) if tokenizer.chat_template is not None else ""
+        self._form = form_of(template)
+        self._has_developer = "developer" in template
+        self._shown: set[object] = set()  # forms of conversations whose messages the template was seen to render
 
     def start(self, messages: Sequence[Message], tools: Sequence[Any]) -> list[int]:
-        """Return the tokens of a conversation that begins with these messages, up to where the model writes."""
+        """Return the tokens of a conversation that begins with these messages, up to where the model writes.
+
+        Raises ValueError for a message, or tools, that the template leaves out.
+        """
+        self._require_shown(messages, tools, 0)
         return self._tokens(self._render(messages, tools, True))
 
     def continuation(
@@ -181,7 +191,10 @@ class ChatFormat:
         """Return the tokens between the model's last turn and its next one, and whether the template rewrote earlier messages.
 
         Returns (tokens, rewrote); tokens is None if the template does not tell where the new messages begin.
+
+        Raises ValueError for a new message that the template leaves out.
         """
+        self._require_shown(messages, tools, known)
         before, whole = self._render(messages[:known], tools, False), self._render(messages, tools, True)
         ends = before.count(self._end) if self._end else 0
         if not ends:
@@ -229,13 +242,42 @@ class ChatFormat:
         name = hashlib.blake2b(json.dumps([before, number, list(ids)]).encode(), digest_size=12).hexdigest()
         return f"call_{name}" if self._form.id_length is None else name[: self._form.id_length]
 
+    def _require_shown(self, messages: Sequence[Message], tools: Sequence[Any], known: int) -> None:
+        """Raise ValueError for a message, from the `known`-th on, whose text or calls the template leaves out, and for tools.
+
+        A mark in their place has to come out of the template. Whether it does depends on the roles, so each form is tried once.
+        """
+        form = known, bool(tools), tuple((m["role"], bool(m.get("content")), len(m.get("tool_calls") or ())) for m in messages)
+        if form in self._shown:
+            return
+        marks: dict[str, int] = {}
+        marked = [*messages[:known], *(_marked(m, place, marks) for place, m in enumerate(messages[known:], known))]
+        mark = secrets.token_hex(8)
+        named = [{**tool, "function": {**tool["function"], "name": mark}} for tool in tools]
+        text = self._render(marked, named, True)
+        if tools and mark not in text:
+            raise ValueError(
+                "tools: the chat template shows the model no tools; use one that does, or describe them in a message"
+            )
+        if hidden := [mark for mark in marks if mark not in text]:
+            place = marks[hidden[0]]
+            role = messages[place]["role"]
+            raise ValueError(f"messages[{place}]: the chat template leaves out this message of role {role!r}; use another role")
+        if len(self._shown) >= _MOST_FORMS:
+            self._shown.clear()
+        self._shown.add(form)
+
     def _render(self, messages: Sequence[Message], tools: Sequence[Any], open_turn: bool) -> str:
         if self._tokenizer.chat_template is None:
             return "".join(str(message.get("content") or "") for message in messages)
-        return self._renderer.render(messages, tools=tools, add_generation_prompt=open_turn)
+        return self._renderer.render(list(map(self._as_system, messages)), tools=tools, add_generation_prompt=open_turn)
 
     def _tokens(self, rendering: str) -> list[int]:
         return self._renderer.encode(rendering).token_ids if self._tokenizer.is_fast else list(self.encode(rendering))
+
+    def _as_system(self, message: Message) -> Message:
+        """Return a developer's message as the system's, as engines do, unless the template knows developers."""
+        return message if message["role"] != "developer" or self._has_developer else {**message, "role": "system"}
 
 
 def digests(messages: Sequence[Message], tools: Sequence[Any]) -> list[bytes]:
@@ -249,6 +291,31 @@ def digests(messages: Sequence[Message], tools: Sequence[Any]) -> list[bytes]:
 
 def digest_with(digest: bytes, message: Message) -> bytes:
     """Return the digest of some messages and one that follows them."""
-    calls = [[call.get("id"), call.get("function")] for call in message.get("tool_calls") or ()]
+    calls = [[call.get("id"), call["function"]["name"], _arguments(call)] for call in message.get("tool_calls") or ()]
     fields = [message.get("role"), message.get("content") or "", calls, message.get("tool_call_id"), message.get("name")]
+    fields += [message["reasoning_content"]] if message.get("reasoning_content") else []
     return hashlib.blake2b(digest + _encode(fields).encode()).digest()
+
+
+def _arguments(call: Any) -> Any:
+    """Return the arguments of a call as JSON values, so that spaces, escapes, the order of keys and 1.0 make no difference."""
+    arguments = call["function"]["arguments"]
+    with contextlib.suppress(ValueError, RecursionError):
+        return json.loads(arguments if isinstance(arguments, str) else json.dumps(arguments), parse_float=_number)
+    return arguments
+
+
+def _number(text: str) -> int | float:
+    return int(value) if (value := float(text)).is_integer() else value
+
+
+def _marked(message: Message, place: int, marks: dict[str, int]) -> Message:
+    """Return a message with marks in the places of its text and its calls' names, and note to which message they belong."""
+
+    def mark() -> str:
+        name = f"mark{len(marks)}of{secrets.token_hex(8)}"
+        marks[name] = place
+        return name
+
+    calls = [{**call, "function": {**call["function"], "name": mark()}} for call in message.get("tool_calls") or ()]
+    return {**message, **({"content": mark()} if message.get("content") else {}), **({"tool_calls": calls} if calls else {})}

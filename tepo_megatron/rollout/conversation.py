@@ -195,6 +195,11 @@ class Conversation:
         self._mask += [by_model] * len(ids)
         self._logprobs += logprobs
 
+    def retract(self) -> None:
+        """Remove what was appended after the model's last turn."""
+        end = len(self._mask) - self._mask[::-1].index(True) if self._turns else len(self.prompt.token_ids)
+        del self._token_ids[end:], self._mask[end:], self._logprobs[end:]
+
     def close(self) -> None:
         """Refuse all further turns: the sample was given up."""
         self._finished = True

@@ -29,6 +29,8 @@ from tepo_megatron.utils import user_file
 from tepo_megatron.utils.loop import LoopThread
 from tepo_megatron.utils.seeding import derive_seed
 
+_HANG_UP_SECONDS, _HANG_UP_POLLS = 1.0, 100  # until the gateway has noticed that a client gave up its request
+
 
 @dataclass(frozen=True)
 class GenerationFunction:
@@ -194,7 +196,12 @@ class CustomRollouts:
 
         async def call() -> object:
             returned = await self._function.call(argument)
-            if made.running:
+            turns = made.turns
+            for _ in range(_HANG_UP_POLLS if isinstance(made, AgentSample) else 0):
+                if not made.running:
+                    break
+                await asyncio.sleep(_HANG_UP_SECONDS / _HANG_UP_POLLS)
+            if made.running or made.turns > turns:
                 raise RuntimeError("it returned too early: a turn is still running; await all turns before it returns")
             return returned
 
@@ -260,7 +267,8 @@ class CustomRollouts:
         events, self._events = self._events, []
         if self._counts["turns"]:
             counts, self._counts = self._counts, Counter[str]()
-            names = ("turns", "rewrites", "branches", "template_rewrites", "drift")
+            names: tuple[str, ...] = ("turns", "rewrites", "branches", "template_rewrites", "drift")
+            names += ("abandoned",) if counts["abandoned"] else ()
             events.append("gateway: " + ", ".join(f"{counts[name]} {name}" for name in names))
         return events
 

@@ -3,7 +3,8 @@
     POST {base_url}/chat/completions    messages, tools, stop, max_tokens, stream; the run's own sampling parameters apply
     GET  {base_url}/models              one model, "policy"
 
-A streamed answer is sent when the turn is complete: tool calls are read from its whole text.
+A streamed answer is sent when the turn is complete: tool calls are read from its whole text. A request whose client has gone
+before that, as after a timeout, is cancelled in the engine and is no part of the sample.
 """
 
 import asyncio
@@ -17,14 +18,12 @@ from typing import Any
 
 from aiohttp import web
 
-from tepo_megatron.rollout.agent import AgentSample, AgentTask, ChatReply, ChatRequest, RefusedRequest
+from tepo_megatron.rollout.agent import AgentSample, AgentTask, ChatReply
+from tepo_megatron.rollout.chat_request import MODEL, RefusedRequest, read_request
 from tepo_megatron.rollout.conversation import Decode
 
-MODEL = "policy"
 MOST_BYTES = 8 << 20  # of a request
-MOST_MESSAGES = 10_000
-_KEEPS_STOP = ("include_stop_str_in_output", "no_stop_trim")  # vLLM's name and SGLang's
-_UNSUPPORTED = ("logit_bias", "logprobs", "top_logprobs", "functions", "response_format", "audio")
+_ROUTES = "POST chat/completions and GET models"
 
 
 class Gateway:
@@ -41,7 +40,8 @@ class Gateway:
         app = web.Application(client_max_size=MOST_BYTES)
         app.router.add_post("/samples/{sample}/v1/chat/completions", self._complete)
         app.router.add_get("/samples/{sample}/v1/models", self._models)
-        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
+        app.router.add_route("*", "/{path:.*}", _not_offered)
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0, handler_cancellation=True)
         await self._runner.setup()
         site = web.TCPSite(self._runner, "127.0.0.1", 0)
         await site.start()
@@ -81,40 +81,22 @@ class Gateway:
         if (sample := self._sample_of(request)) is None:
             return _error(401, "invalid_api_key", "wrong key, or the sample has ended")
         try:
-            body = json.loads(await request.read())
-            asked = _checked(body)
-            reply = await sample.complete(asked)
+            chat = read_request(json.loads(await request.read()), sample.sampling)
+            reply = await sample.complete(chat)
         except RefusedRequest as e:
             return _error(400, e.code, str(e))
         except web.HTTPRequestEntityTooLarge:
             return _error(413, "request_too_large", f"a request has at most {MOST_BYTES} bytes")
-        except (ValueError, TypeError, KeyError, RecursionError, AttributeError) as e:
-            return _error(400, "invalid_request", f"{type(e).__name__}: {e}"[:500])
+        except (ValueError, RecursionError) as e:
+            return _error(400, "invalid_request", str(e)[:500])
         except Exception as e:  # a chat template may raise anything
             return _error(400, "chat_template", f"{type(e).__name__}: {e}"[:500])
-        if not body.get("stream"):
-            return web.json_response(_completion(reply))
-        return await _stream(request, reply, bool((body.get("stream_options") or {}).get("include_usage")))
+        return await _stream(request, reply, chat.with_usage) if chat.stream else web.json_response(_completion(reply))
 
 
-def _checked(body: Any) -> ChatRequest:
-    messages, tools, stop = body["messages"], body.get("tools") or [], body.get("stop") or []
-    if not isinstance(messages, list) or not 0 < len(messages) <= MOST_MESSAGES:
-        raise RefusedRequest("invalid_request", f"messages must be a list of 1 to {MOST_MESSAGES} messages")
-    if body.get("n") not in (None, 1):
-        raise RefusedRequest("invalid_request", "n must be 1: send several requests, each is a branch of the sample")
-    if wrong := [name for name in _UNSUPPORTED if body.get(name)]:
-        raise RefusedRequest("invalid_request", f"{', '.join(wrong)}: not supported by the gateway; remove it")
-    for message in messages:
-        if isinstance(message.get("content"), list):
-            message["content"] = "".join(part["text"] for part in message["content"])
-        if not isinstance(message.get("content"), str | None):
-            raise RefusedRequest("invalid_request", "content must be text")
-    limit = body.get("max_completion_tokens") or body.get("max_tokens")
-    if limit is not None and (not isinstance(limit, int) or limit < 1):
-        raise RefusedRequest("invalid_request", f"max_tokens={limit!r} must be a positive integer")
-    keeps_stop = any(body.get(name) for name in _KEEPS_STOP)
-    return ChatRequest(messages, tools, limit, [stop] if isinstance(stop, str) else stop, keeps_stop)
+async def _not_offered(request: web.Request) -> web.StreamResponse:
+    what = request.path.partition("/v1/")[2] or request.path
+    return _error(404, "not_found", f"{request.method} {what}: not offered by the gateway, which has {_ROUTES}")
 
 
 def _completion(reply: ChatReply) -> dict[str, Any]:

@@ -16,6 +16,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
+from urllib.parse import urlsplit
+from urllib.request import getproxies_environment, proxy_bypass
 
 import aiohttp
 import msgspec
@@ -158,10 +160,17 @@ class HttpClient:
             if self._closed:
                 raise ExchangeFailed(_CLOSED) from None
             if isinstance(e, aiohttp.ServerTimeoutError):
-                raise ExchangeFailed(f"no connection within {CONNECT_SECONDS:g} s") from None
+                raise ExchangeFailed(f"no connection within {CONNECT_SECONDS:g} s{self.unused_proxy()}") from None
             if isinstance(e, TimeoutError):
                 raise TimedOut(f"no answer within {seconds:g} s") from None
-            raise _failure(e) from None
+            raise _failure(e, self.unused_proxy() if isinstance(e, aiohttp.ClientConnectorError) else "") from None
+
+    def unused_proxy(self) -> str:
+        """Return words about the proxy that the environment names for this server; empty if it names none."""
+        server = urlsplit(self._url)
+        if not getproxies_environment().get(server.scheme) or proxy_bypass(server.netloc):
+            return ""
+        return f"; the proxy in {server.scheme}_proxy is not used: this machine must reach the server itself"
 
     async def close(self) -> None:
         """Close the connections. Exchanges in progress fail at once, and so do later ones. It may be called repeatedly."""
@@ -254,7 +263,7 @@ async def _received(response: aiohttp.ClientResponse, most_bytes: int) -> HttpAn
     return HttpAnswer(response.status, kind, bytes(received), None if timing is None else timing[:TIMING_CHARACTERS])
 
 
-def _failure(error: BaseException) -> ExchangeFailed:
+def _failure(error: BaseException, hint: str) -> ExchangeFailed:
     """Return the failure that `error` means, in the words of the operating system if it has any."""
     said, cause = str(error) or type(error).__name__, cast(BaseException | None, error)
     while cause is not None:
@@ -266,7 +275,7 @@ def _failure(error: BaseException) -> ExchangeFailed:
                     "raise the limit (`ulimit -n`), or lower rollout.server.concurrency"
                 )
         cause = cause.__cause__ or cause.__context__
-    return ExchangeFailed(excerpt(said))
+    return ExchangeFailed(excerpt(said) + hint)
 
 
 def _count_values(body: bytes) -> int:

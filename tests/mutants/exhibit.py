@@ -20,6 +20,8 @@ Kind = Literal[
     "stale weights",
     "log-probs",
     "prompts",
+    "agents",
+    "launches",
     "resume",
     "collectives",
     "precision",

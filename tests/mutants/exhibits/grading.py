@@ -210,4 +210,15 @@ EXHIBITS = (
         new="",
         tests=("tests/unit/rewards/test_reward_terms.py::test_a_function_that_fails_is_an_error_that_names_it",),
     ),
+    Exhibit(
+        name="copies_of_a_problem_are_problems",
+        source="our own: a benchmark file with 32 copies of each problem",
+        kind="grading",
+        bug="Each row of a benchmark's file counts as a problem, and published files repeat their problems for avg@k.",
+        cost="The standard error of 32 copies is 3.8 times too small, and there is no pass@k.",
+        symbol="_distinct",
+        old="        key = repr((",
+        new="        key = repr(len(copies)) + repr((",
+        tests=("tests/unit/evaluation/test_benchmarks.py::test_copies_of_a_problem_are_one_problem",),
+    ),
 )

@@ -101,6 +101,25 @@ def test_a_row_that_cannot_be_used_is_named(tmp_path: Path, row: dict[str, Any],
         load_benchmarks(settings(benchmarks=["minerva"], benchmark_folder=str(tmp_path)), TOKENIZER, 400)
 
 
+@pytest.mark.parametrize("greedy", [False, True])
+def test_copies_of_a_problem_are_one_problem(tmp_path: Path, greedy: bool) -> None:
+    """A file of 6 problems, each 32 times, had the standard error of 192 independent problems: 3.8 times too small."""
+    name, key = ("minerva", "question") if greedy else ("aime24", "problem")
+    rows = [{key: f"{i}+1?" + " " * (copy % 2), "answer": str(i + 1)} for copy in range(32) for i in range(6)]
+    (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    cfg = settings(benchmarks=[name], benchmark_folder=str(tmp_path), benchmark_samples=1)
+    (problems,) = load_benchmarks(cfg, TOKENIZER, 400)
+    assert [p.id for p in problems.prompts] == list(range(6)) and problems.entry.samples == (1 if greedy else 32)
+    said = "186 repeats left out" if greedy else "186 repeats of problems taken as samples of these"
+    assert said in problems.changes
+    once = dataclasses.replace(cfg, max_problems=4)
+    assert len(load_benchmarks(once, TOKENIZER, 400)[0].prompts) == 4
+    with (tmp_path / f"{name}.jsonl").open("a") as file:  # one problem more, once
+        file.write(json.dumps({key: "7+1?", "answer": "8"}) + "\n")
+    (problems,) = load_benchmarks(cfg, TOKENIZER, 400)
+    assert len(problems.prompts) == 7 and problems.entry.samples == 1 and "186 repeats left out" in problems.changes
+
+
 def test_several_answers_are_joined(tmp_path: Path) -> None:
     rows = [{"question": "1?", "answer": ["$x=1$", 2.0]}, {"question": "2?", "answer": "$1$ or $2$"}]
     rows.append({"question": "3?", "answer": " "})  # which nothing equals: the grader says so of each sample

@@ -115,6 +115,22 @@ def test_a_failure_is_tried_again_and_at_last_an_error(url: str, failure: Any, m
         score(url, ROLLOUTS, attempts=2, **limit)
 
 
+def test_a_server_behind_a_proxy_is_told_from_one_that_is_down(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HTTP_PROXY", "NO_PROXY", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    far = "http://reward.invalid/"
+    with pytest.raises(RewardError, match=r"broke off \([^;]*\) \(attempt 1 of 1\)"):
+        score(far, ROLLOUTS, attempts=1)
+    monkeypatch.setenv("http_proxy", "http://me:password@127.0.0.1:9")
+    with pytest.raises(RewardError, match=r"broke off \(.*; the proxy in http_proxy is not used: this machine must reach") as e:
+        score(far, ROLLOUTS, attempts=1)
+    assert "password" not in str(e.value)
+    assert [r.reward for r in score(url, ROLLOUTS)] == [3, 1, 3]
+    monkeypatch.setenv("no_proxy", ".invalid")
+    with pytest.raises(RewardError, match=r"broke off \([^;]*\) \(attempt 1 of 1\)"):
+        score(far, ROLLOUTS, attempts=1)
+
+
 @pytest.mark.parametrize("status", [400, 401, 404, 422])
 def test_a_wrong_request_is_not_repeated(url: str, status: int) -> None:
     Handler.script = [status]

@@ -26,6 +26,7 @@ from tepo_megatron.types import Prompt, Rollout, SamplingParams
 
 SPECIAL = ["<|end|>", "<|im_start|>", "<|im_end|>"]
 CHATML = (
+    "{% for t in tools or [] %}<{{ t.function.name }}>{% endfor %}"
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content or '' }}"
     "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function.name }}</tool_call>{% endfor %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -127,7 +128,7 @@ def test_turns_continue_the_exact_tokens_that_were_sampled(tmp_path: Path) -> No
     (rollout,), contexts, chat, events = run(tmp_path, CONVERSE, [CALL + "<|im_end|>", split, "x="])
     turns = [list(chat.encode(CALL + "<|im_end|>")), split, list(chat.encode("x="))]
     between = [
-        "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n",
+        "<add><|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n",
         "\n<|im_start|>tool\nabc<|im_end|>\n<|im_start|>assistant\n",
         "\n<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\n",
     ]
