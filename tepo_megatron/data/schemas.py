@@ -28,7 +28,7 @@ _PROMPTS = ("prompt", "problem", "question", "input", "messages")
 _ANSWERS = ("answer", "expected_answer", "final_answer", "ground_truth", "solution", "label", "output")
 _WORKED = ("solution", "output", "messages")  # columns that may hold prose without an answer
 _HASHES = re.compile(r"(?<!#)####[ \t]*([^\s#][^\n]*?)\s*$")  # GSM8K's worked solutions end like this
-_SHORT = 40  # characters; a longer text without a box or `####` is prose
+_WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2}")  # a text with words, and without a box or `####`, is prose
 
 
 @dataclass(frozen=True)
@@ -97,8 +97,7 @@ def answers_of(row: Row) -> dict[str, str]:
             text = gold(value, key)
         except DataError:
             continue
-        is_prose = key in _WORKED and text == value and (len(text) > _SHORT or not re.search(r"\d", text))
-        if not is_prose:
+        if key not in _WORKED or text != value or not _WORD.search(text):
             answers[key] = text
     return answers
 

@@ -111,7 +111,7 @@ def _evaluate(
     hf_config, keys = read_config(cfg.model.path), "data.max_prompt_tokens + evaluation.benchmark_tokens"
     check_positions(find_family(hf_config), hf_config, {keys: cfg.lengths[keys]})
     check_cache(cfg.rollout, Path(cfg.model.path), cfg.model.dtype, {keys: cfg.lengths[keys]})
-    tokenizer = load_tokenizer(cfg.model.path)
+    tokenizer = load_tokenizer(cfg.model.path, out)
     suite = load_benchmarks(cfg.evaluation, tokenizer, cfg.data.max_prompt_tokens)
     stops = stop_tokens(cfg.model.path, tokenizer, cfg.rollout.stop_token_ids)
 

@@ -26,6 +26,7 @@ from tests.worlds import run_world
 
 WORDS = {
     "platform": "cpu",
+    "data.max_prompt_tokens": "256",
     "evaluation.benchmark_folder": "tests/problems",
     "evaluation.benchmark_prompt": "'<problem>'",
     "evaluation.benchmark_tokens": "48",
@@ -72,7 +73,7 @@ def test_all_seven_from_rows_to_tables(
 ) -> None:
     lines: list[str] = []
     out = run(request(model, tmp_path / "a"), lines.append, engines)
-    assert engines.launches[0].max_model_len == 2048 + 48 and engines.launches[0].model_path == model
+    assert engines.launches[0].max_model_len == 256 + 48 and engines.launches[0].model_path == model
     record = read_record(out)
     assert list(record["benchmarks"]) == list(BENCHMARKS) and record["checkpoint"] == str(model)
     for name, entry in BENCHMARKS.items():
