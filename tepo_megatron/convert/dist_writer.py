@@ -7,7 +7,7 @@ each piece is. DCP's own writer is not used, because it keeps the last piece of 
 
 import contextlib
 import io
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,42 +19,9 @@ from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from tepo_megatron.checkpoint.tensors import Stored, write_metadata
-from tepo_megatron.convert.sink import Sink
 
 _FILE_BYTES = 4 * 2**30
 _ALIGNMENT = 64  # bytes; archives begin at multiples of it, so that mapped tensors are aligned as torch.save aligns them
-
-
-class DistCheckpointWriter:
-    """Writes a checkpoint piece by piece through several streams. It can be read once `finish` has returned.
-
-    Each stream has files of its own, so each can be used by a thread of its own. What is written does not depend on the order
-    in which the streams work relative to each other.
-    """
-
-    def __init__(self, directory: Path, streams: int = 1) -> None:
-        self._directory = directory
-        self.streams = tuple(ArchiveWriter(directory, i, streams) for i in range(streams))
-
-    def finish(self, common: Mapping[str, Any]) -> None:
-        """Close the streams, then write `common.pt`, `.metadata` and `metadata.json`."""
-        self.close()
-        tensors: dict[str, Any] = {}
-        stored: Stored = {}
-        for w in sorted((w for s in self.streams for w in s.written), key=lambda w: (w.key, w.offsets)):
-            if w.properties is None:
-                tensors[w.key], index = dcp.BytesStorageMetadata(), dcp.MetadataIndex(w.key)
-            else:
-                entry = tensors.setdefault(w.key, dcp.TensorStorageMetadata(w.properties, w.size, []))
-                index = dcp.MetadataIndex(w.key, w.offsets, len(entry.chunks))
-                entry.chunks.append(dcp.ChunkStorageMetadata(w.offsets, w.shape))
-            stored[index] = w.place
-        write_metadata(self._directory, dcp.Metadata(tensors), stored, common)
-
-    def close(self, sync: bool = True) -> None:
-        """Close the files that are being written; with `sync`, sync them to disk first."""
-        for stream in self.streams:
-            stream.close(sync)
 
 
 @dataclass(frozen=True)
@@ -75,65 +42,85 @@ class _Written:
     shape: torch.Size = torch.Size()  # noqa: RUF009
 
 
-class ArchiveWriter:
-    """Writes archives one after the other, into files of about 4 GiB. Only one thread may use it.
+class DistCheckpointWriter:
+    """Writes a checkpoint piece by piece, into files of about 4 GiB. It can be read once `finish` has returned.
 
-    The files are `__0_{first}.distcp`, `__0_{first + step}.distcp` and so on.
+    Every method raises OSError for a file that cannot be written.
     """
 
-    def __init__(self, directory: Path, first: int, step: int) -> None:
-        self.written: list[_Written] = []
+    def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._next, self._step = first, step
-        self._sink: Sink | None = None
+        self._written: list[_Written] = []
+        self._files = 0
+        self._file: _File | None = None
 
     def add(self, piece: ShardedTensor) -> None:
         """Write one piece with its data. No reference to the data is kept."""
         assert piece.data is not None
         data = _alone(piece.data).view((1,) * piece.prepend_axis_num + tuple(piece.local_shape))
-        place = self._write(lambda sink: torch.save(data, sink))
+        place = self._write(data)
         size, offsets = torch.Size(piece.global_shape), torch.Size(piece.global_offset)
-        self.written.append(_Written(piece.key, place, dcp.TensorProperties(dtype=data.dtype), size, offsets, data.shape))
+        self._written.append(_Written(piece.key, place, dcp.TensorProperties(dtype=data.dtype), size, offsets, data.shape))
 
     def add_object(self, piece: ShardedObject) -> None:
         """Write an object that a module keeps in addition to its parameters."""
-        archive = io.BytesIO()
-        torch.save([piece.data], archive)
-        self.written.append(_Written(piece.unique_key, self._write(lambda sink: sink.write(archive.getbuffer()))))
+        self._written.append(_Written(piece.unique_key, self._write([piece.data])))
 
-    def close(self, sync: bool = True) -> None:
-        """Close the file that is being written; with `sync`, sync it to disk first."""
-        if self._sink is not None:
-            self._sink.close(sync)
-            self._sink = None
+    def finish(self, common: Mapping[str, Any]) -> None:
+        """Write `common.pt`, `.metadata` and `metadata.json`."""
+        if self._file is not None:
+            self._file.close()
+        tensors: dict[str, Any] = {}
+        stored: Stored = {}
+        for w in sorted(self._written, key=lambda w: (w.key, w.offsets)):
+            if w.properties is None:
+                tensors[w.key], index = dcp.BytesStorageMetadata(), dcp.MetadataIndex(w.key)
+            else:
+                entry = tensors.setdefault(w.key, dcp.TensorStorageMetadata(w.properties, w.size, []))
+                index = dcp.MetadataIndex(w.key, w.offsets, len(entry.chunks))
+                entry.chunks.append(dcp.ChunkStorageMetadata(w.offsets, w.shape))
+            stored[index] = w.place
+        write_metadata(self._directory, dcp.Metadata(tensors), stored, common)
 
-    def _write(self, write: Callable[[Any], object]) -> _StorageInfo:
-        """Let `write` append one archive to the current file, and return its place."""
-        if self._sink is not None and self._sink.tell() >= _FILE_BYTES:
-            self.close()
-        if self._sink is None:
-            self._name = f"__0_{self._next}.distcp"
-            self._sink = Sink(self._directory / self._name)
-            self._next += self._step
-        self._sink.write(bytes(-self._sink.tell() % _ALIGNMENT))
-        start = self._sink.tell()
+    def _write(self, value: object) -> _StorageInfo:
+        """Append one archive to the current file, and return its place."""
+        if self._file is None or self._file.tell() >= _FILE_BYTES:
+            if self._file is not None:
+                self._file.close()
+            self._file = _File(self._directory / f"__0_{self._files}.distcp", "wb")
+            self._files += 1
+        self._file.write(bytes(-self._file.tell() % _ALIGNMENT))
+        start = self._file.tell()
+        with _without_checksums():
+            try:
+                torch.save(value, self._file)
+            except RuntimeError:
+                if self._file.failure is None:
+                    raise
+                raise self._file.failure from None
+        return _StorageInfo(Path(self._file.name).name, start, self._file.tell() - start)
+
+
+class _File(io.FileIO):
+    """A file whose `write` writes all bytes, and keeps the error that torch.save replaces by a RuntimeError without a cause."""
+
+    failure: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        """Append all of `data`, and return the number of bytes."""
+        left = memoryview(data).cast("B")
         try:
-            write(self._sink)
-        except RuntimeError:
-            if self._sink.failure is None:
-                raise
-            raise self._sink.failure from None
-        return _StorageInfo(self._name, start, self._sink.tell() - start)
+            while left.nbytes:
+                left = left[super().write(left) :]
+        except OSError as e:
+            self.failure = e
+            raise
+        return memoryview(data).nbytes
 
 
 @contextlib.contextmanager
-def without_checksums() -> Iterator[None]:
-    """Make torch.save compute no checksums within the block. torch.load ignores them, and they take six times as long as
-    writing.
-
-    The option belongs to the process or, from PyTorch 2.13 on, to a thread's context (contextvars). Other threads must then run
-    in a copy of this context.
-    """
+def _without_checksums() -> Iterator[None]:
+    """Make torch.save compute no checksums: torch.load ignores them, and they take six times as long as writing."""
     before = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)
     try:

@@ -2,9 +2,8 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +17,14 @@ from tepo_megatron.convert.output import new_directory
 from tepo_megatron.convert.places import carried_folder
 from tepo_megatron.convert.plan import ConversionPlan, ParameterSlot, make_plan
 from tepo_megatron.convert.progress import Advance, progress_bar
-from tepo_megatron.convert.safetensors_writer import SafetensorsWriter
-from tepo_megatron.convert.streams import CopyJob, run_queues
 from tepo_megatron.convert.world import world_of_one
 from tepo_megatron.distributed.parallel import ParallelDims
 from tepo_megatron.errors import ConversionError
 from tepo_megatron.weights import fp8
 from tepo_megatron.weights.families import read_config
-from tepo_megatron.weights.hf_io import CarriedTensors, carry_over, set_config
+from tepo_megatron.weights.hf_io import CarriedTensors, carry_over, set_config, write_index, write_shards
 
-_LARGEST_FILE, _SMALLEST_FILE = 4 * 2**30, 512 * 2**20  # bytes
-_FILES = 8  # number for a model of medium size: enough for the streams to end at about the same time
+FILE_BYTES = 2**30  # most bytes of a file, whose tensors are in memory while it is written
 
 
 @dataclass(frozen=True)
@@ -62,8 +58,8 @@ class ExportFormat:
 def export_hf(checkpoint: Path, out: Path, form: ExportFormat = ExportFormat(), base: Path | None = None) -> int:  # noqa: B008
     """Write the model of a Megatron checkpoint to a HF directory, and return the bytes of tensors written.
 
-    The memory that it takes is that of `import_hf`. Tensors that the family carries over are copied from the folder that has
-    config and tokenizer, in their dtype.
+    It takes the memory of the tensors of one file, 1 GiB, or of one larger tensor. Tensors that the family carries over are
+    copied from the folder that has config and tokenizer, in their dtype.
 
     Args:
         form: the dtypes to write.
@@ -77,60 +73,30 @@ def export_hf(checkpoint: Path, out: Path, form: ExportFormat = ExportFormat(), 
     with world_of_one() as groups:
         reader = DistCheckpointReader(checkpoint)
         plan = plan_of(checkpoint, hf_config, reader, groups)
-        announced = [_announced(slot, reader, form) for slot in plan.slots]
-        sizes = [sum(t.nbytes for t in tensors.values()) for tensors in announced]
+        announced = {name: t for slot in plan.slots for name, t in _announced(slot, reader, form).items()}
         carried = CarriedTensors(folder, plan.family.carries)
-        shapes = carried.shapes()
-        total, files = sum(sizes) + sum(t.nbytes for t in shapes.values()), file_ranges(sizes)
+        announced |= carried.shapes()
+        total = sum(t.nbytes for t in announced.values())
         with new_directory(out, total) as filling, progress_bar("export", total) as advance:
-            contents = [_merged(announced[i] for i in file) for file in files]
-            writer = SafetensorsWriter(filling, [*contents, *([shapes] if shapes else [])])
-
-            def job(i: int) -> CopyJob:
-                slot = plan.slots[i]
-                work = partial(_convert, slot, reader, form, writer, advance)
-                return CopyJob(work, max(sizes[i], _stored(slot, reader).nbytes))
-
-            try:
-                run_queues([[job(i) for i in file] for file in files])
-                for name, tensor in carried:
-                    writer.write(name, tensor)
-                    advance(tensor.nbytes)
-                writer.finish()
-            finally:
-                writer.close()
+            written = write_shards(_written(plan, reader, form, carried, advance), filling, "model", FILE_BYTES)
+            write_index(filling, written, total)
             carry_over(folder, filling)
-            set_config(filling, _config_changes(plan, _merged([*announced, shapes]), hf_config))
+            set_config(filling, _config_changes(plan, announced, hf_config))
     return total
 
 
-def _convert(
-    slot: ParameterSlot, reader: DistCheckpointReader, form: ExportFormat, writer: SafetensorsWriter, advance: Advance
-) -> None:
-    """Read one parameter, and write its HF tensors."""
-    for name, tensor in zip(slot.hf_names, hf_tensors(slot, reader), strict=True):
-        for part, data in form.convert(slot, name, tensor):
-            writer.write(part, data)
-            advance(data.nbytes)
-
-
-def file_ranges(sizes: Sequence[int]) -> list[range]:
-    """Group consecutive slots into files. A slot that is larger than a file gets a file of its own.
-
-    Args:
-        sizes: bytes that each slot writes.
-    Returns:
-        The indices of the slots in each file.
-    """
-    limit = min(_LARGEST_FILE, max(_SMALLEST_FILE, sum(sizes) // _FILES))
-    files: list[range] = []
-    first = size = 0
-    for i, n in enumerate(sizes):
-        if size and size + n > limit:
-            files.append(range(first, i))
-            first, size = i, 0
-        size += n
-    return [*files, range(first, len(sizes))]
+def _written(
+    plan: ConversionPlan, reader: DistCheckpointReader, form: ExportFormat, carried: CarriedTensors, advance: Advance
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield all HF tensors with their names, converted."""
+    for slot in plan.slots:
+        for name, tensor in zip(slot.hf_names, hf_tensors(slot, reader), strict=True):
+            for part, data in form.convert(slot, name, tensor):
+                yield part, data
+                advance(data.nbytes)
+    for name, tensor in carried:
+        yield name, tensor
+        advance(tensor.nbytes)
 
 
 def plan_of(
@@ -198,10 +164,6 @@ def _announced(slot: ParameterSlot, reader: DistCheckpointReader, form: ExportFo
     for name, tensor in zip(slot.hf_names, slot.to_hf(_stored(slot, reader)), strict=True):
         announced.update(form.convert(slot, name, tensor))
     return announced
-
-
-def _merged(parts: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    return {name: tensor for part in parts for name, tensor in part.items()}
 
 
 def _stored(slot: ParameterSlot, reader: DistCheckpointReader) -> Tensor:

@@ -8,11 +8,10 @@ import torch
 from torch import Tensor
 
 from tepo_megatron.convert import HF_FOLDER
-from tepo_megatron.convert.dist_writer import ArchiveWriter, DistCheckpointWriter, without_checksums
+from tepo_megatron.convert.dist_writer import DistCheckpointWriter
 from tepo_megatron.convert.output import new_directory
-from tepo_megatron.convert.plan import ConversionPlan, ParameterSlot, make_plan
+from tepo_megatron.convert.plan import ConversionPlan, make_plan
 from tepo_megatron.convert.progress import progress_bar
-from tepo_megatron.convert.streams import STREAMS, CopyJob, balance, run_queues
 from tepo_megatron.convert.world import world_of_one
 from tepo_megatron.errors import ConversionError
 from tepo_megatron.weights.families import check_tokenizer, read_config
@@ -25,8 +24,8 @@ CARRIED_FILE = 512 * 2**20  # most bytes of a file of carried tensors, which is 
 def import_hf(source: Path, out: Path) -> int:
     """Write a HF model as a torch_dist checkpoint, every tensor in its dtype, and return the bytes of tensors written.
 
-    Peak memory is the program itself, the tensors of one parameter (HF's, and Megatron's if it is not the same tensor), and
-    those of a smaller parameter. Tensors that the family carries over are copied to the folder of config.json and tokenizer.
+    Peak memory is the program itself and the tensors of one parameter (HF's, and Megatron's if it is not the same tensor).
+    Tensors that the family carries over are copied to the folder of config.json and tokenizer.
 
     Raises:
         ConversionError: the model is not supported, or its tensors do not fit or are not finite. The message names file and
@@ -49,30 +48,18 @@ def import_hf(source: Path, out: Path) -> int:
             carry_over(source, filling / HF_FOLDER)
             write_shards(carried, filling / HF_FOLDER, "carried", CARRIED_FILE)
             advance(total - sum(sizes))
-            writer = DistCheckpointWriter(filling, STREAMS)
-
-            def job(i: int, stream: ArchiveWriter) -> CopyJob:
-                return CopyJob(lambda: advance(_convert(plan.slots[i], reader, stream)), sizes[i])
-
-            try:
-                for kept in plan.objects:
-                    writer.streams[0].add_object(kept)
-                with without_checksums():
-                    shares = zip(balance(sizes, STREAMS), writer.streams, strict=True)
-                    run_queues([[*(job(i, stream) for i in share), CopyJob(stream.close)] for share, stream in shares])
-                writer.finish({})
-            finally:
-                writer.close(sync=False)
+            writer = DistCheckpointWriter(filling)
+            for kept in plan.objects:
+                writer.add_object(kept)
+            for slot in plan.slots:
+                parameter = slot.from_hf([reader.get(n) for n in slot.hf_names])
+                check_finite(parameter, f"{reader.path}: {', '.join(slot.hf_names)}")
+                for piece in slot.pieces(parameter):
+                    writer.add(piece)
+                advance(parameter.nbytes)
+                del parameter
+            writer.finish({})
     return total
-
-
-def _convert(slot: ParameterSlot, reader: HfReader, stream: ArchiveWriter) -> int:
-    """Read one parameter, write its pieces, and return its size in bytes."""
-    parameter = slot.from_hf([reader.get(n) for n in slot.hf_names])
-    check_finite(parameter, f"{reader.path}: {', '.join(slot.hf_names)}")
-    for piece in slot.pieces(parameter):
-        stream.add(piece)
-    return parameter.nbytes
 
 
 def read_plan(source: Path, hf_config: Mapping[str, Any], reader: HfReader, groups: Any) -> ConversionPlan:
