@@ -42,6 +42,7 @@ with the keys and the fix.
 """
 NAMES = {int: "integer", float: "number", str: "text", bool: "true, false", type(None): "null", Any: "anything"}
 OF_A_TERM = {"type": "which term it is", "weight": "of its value in the reward"}
+OF_EVERY_TERM = "Every term has `type`, its kind, and `weight` (number, default `1.0`), the factor of its value in the reward."
 SIGNS = {Ge: "≥", Gt: ">", Le: "≤", Lt: "<"}
 
 
@@ -98,8 +99,8 @@ def page() -> str:
 
 
 def count(text: str) -> int:
-    """Return the number of different keys in the tables of a page, without sections and without keys of list items."""
-    return len({row[1] for row in re.finditer(r"^\| `([\w.]+)` \| (?!\[section\])", text, re.M)})
+    """Return the number of different keys in the tables of a page, without keys of list items."""
+    return len({row[1] for row in re.finditer(r"^\| `([\w.]+)` \| ", text, re.M)})
 
 
 def meanings(cls: type) -> tuple[str, dict[str, str]]:
@@ -118,7 +119,11 @@ def _section(section: Section) -> str:
     if section.name.endswith("[]") and "type" in hints:
         title += f": {type_of(hints['type'])}"
     lines = [f"## {title}", "", *([prose(intro), ""] if intro else [])]
-    return "\n".join([*lines, *_table(section, list(fields_of(cls))), *_checked_fields(cls)]) + "\n"
+    of_a_term = OF_A_TERM if cls in typing.get_args(AnyTermConfig) else {}
+    if "math" in type_of(hints.get("type", str)):
+        lines += [prose(OF_EVERY_TERM), ""]
+    own = [name for name in fields_of(cls) if name not in of_a_term]
+    return "\n".join([*lines, *(_table(section, own) if own else []), *_checked_fields(cls)]).rstrip() + "\n"
 
 
 def _checked_fields(cls: type) -> list[str]:
@@ -172,8 +177,7 @@ def _table(section: Section, names: list[str]) -> list[str]:
         variants = variants_of(hints[name])
         typed = bool(variants) and all("type" in fields_of(x) for x in variants)
         if dataclasses.is_dataclass(hints[name]) or (variants and not typed):
-            lines.append(f"| {key} | {link} | | |")
-            continue
+            continue  # it has a heading of its own
         words = ", ".join(f"`{_kind(x)}`" for x in variants) + f", or a {link}" if typed else type_of(hints[name])
         cells = [key, words, default_of(fields[name]), prose(of_key.get(name, ""))]
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
