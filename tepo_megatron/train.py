@@ -118,7 +118,16 @@ def _train(cfg: Config, groups: parallel.ParallelDims, driver: Driver, traces: S
         batches = BatchReceiver.open(groups)
         actor.packer.fetch_experts = batches.fetch_experts
         schedule = Schedule(
-            *(cfg.rollout, evaluation, cfg.training.steps, driver, sync, gate, placement, memory, batches, groups),
+            cfg.rollout,
+            evaluation,
+            cfg.training.steps,
+            driver,
+            sync,
+            gate,
+            placement,
+            memory,
+            batches,
+            groups,
             trained=first,
         )
         loop = _Loop(cfg, actor, objective, driver, checkpoints, schedule, sync, gate, memory, traces, saved=first)

@@ -101,7 +101,7 @@ class Actor:
             some_bf16, tokens = any(cfg.megatron.bf16_layers), padding.padded([1])[0] // groups.cp.size
             build.open_user_buffers(cfg.model.fp8, some_bf16, cfg.parallel.tp, tokens, arch.hidden_size)
         config = build.transformer_config(
-            *(arch, cfg.model, cfg.parallel, device, cfg.training, replays, shares), megatron=cfg.megatron
+            arch, cfg.model, cfg.parallel, device, cfg.training, replays, shares, megatron=cfg.megatron
         )
         bare = build.build_chunks(config, arch, cfg.model, groups)
         bindings = bind(bare, family, arch)
@@ -118,8 +118,20 @@ class Actor:
         offloader = Offloader(chunks, optimizer, device)
         activations = HostActivations(chunks, device) if cfg.training.offload_activations else None
         return cls(
-            *(cfg, groups, family, arch, config, chunks, bindings, optimizer, scheduler),
-            *(packer, schedule, offloader, activations, rows),
+            cfg,
+            groups,
+            family,
+            arch,
+            config,
+            chunks,
+            bindings,
+            optimizer,
+            scheduler,
+            packer,
+            schedule,
+            offloader,
+            activations,
+            rows,
         )
 
     def offload(self, *parts: Part) -> None:

@@ -72,7 +72,7 @@ def own_fields(
 ) -> dict[str, Any]:
     """Return the fields of TransformerConfig that this project sets itself."""
     kernels = choose(
-        *(model, megatron, device.type, installed()), cp=parallel.cp, offload_activations=training.offload_activations
+        model, megatron, device.type, installed(), cp=parallel.cp, offload_activations=training.offload_activations
     )
     return dict(
         **_network(arch),

@@ -79,12 +79,16 @@ class GatedDeltaNet(MegatronModule):
         values = linear.value_heads * linear.value_dim
         layer = {"config": config, "bias": False, "is_expert": False, "tp_group": self.tp_group}
         self.in_proj = _build(
-            *(submodules.in_proj, config.hidden_size, sum(linear.projected)),
+            submodules.in_proj,
+            config.hidden_size,
+            sum(linear.projected),
             **layer | {"init_method": config.init_method, "gather_output": False, "skip_bias_add": False},
             tp_comm_buffer_name="qkv",
         )
         self.out_proj = _build(
-            *(submodules.out_proj, values, config.hidden_size),
+            submodules.out_proj,
+            values,
+            config.hidden_size,
             **layer | {"init_method": config.output_layer_init_method, "input_is_parallel": True, "skip_bias_add": True},
             tp_comm_buffer_name="proj",
         )

@@ -102,7 +102,9 @@ class OutputStats:
             return token_stats(output, *rest, mask_RK=mask_RK, recompute=recompute)
         assert self.rows is not None
         return output_layer_stats(
-            *(output, self.rows.weight, *rest),
+            output,
+            self.rows.weight,
+            *rest,
             mask_RK=mask_RK,
             recompute=recompute,
             teacher=teacher,

@@ -79,7 +79,11 @@ def open_driver(cfg: Config, make_engine: EngineFactory | None = None) -> Iterat
             log.message(f"each sample is made by {rollout.function}")
         sampler, sampler_events = stack.enter_context(
             open_sampler(
-                *(engine, rollout.function, encode, decode, rollout.on_weight_update == "continue"),
+                engine,
+                rollout.function,
+                encode,
+                decode,
+                rollout.on_weight_update == "continue",
                 limits=rollout.limits,
                 chat=ChatFormat(tokenizer, encode, decode),
             )
@@ -89,7 +93,12 @@ def open_driver(cfg: Config, make_engine: EngineFactory | None = None) -> Iterat
         reward = stack.enter_context(build_reward(cfg.reward, decode, texts))
         stream = PromptStream.mixed(data.train, cfg.seed, cfg.data.shuffle)
         collector = Collector(
-            *(rollout, sampler, reward, stream, cfg.seed, stops),
+            rollout,
+            sampler,
+            reward,
+            stream,
+            cfg.seed,
+            stops,
             max_generation_rounds=method.max_generation_rounds,
             overlong=method.overlong,
             routing=routing,
@@ -149,7 +158,9 @@ def method_lines(method: Method, training: TrainingConfig, rollout: RolloutConfi
 
 def _build_engine(cfg: Config) -> RolloutEngine:
     launch = launch_of(
-        *(cfg.model, cfg.rollout, cfg.sync),
+        cfg.model,
+        cfg.rollout,
+        cfg.sync,
         platform=cfg.platform,
         max_model_len=cfg.served_tokens,
         seed=cfg.seed,

@@ -66,9 +66,7 @@ def output_layer_stats(
     Args:
         hidden_R: [R, H], the same on every rank of `group`; under sequence parallelism after the gather.
         weight: [V, H], this rank's rows of the output layer's weight, in the type of `hidden_R`.
-        labels_R: As for `token_stats`, like temperature, group, vocab_size and backend.
-        group: Tensor-parallel group. None: one rank (never the world).
-        vocab_size: Columns from here on are padding. None: all columns are real.
+        labels_R: As for `token_stats`, like temperature, group and vocab_size.
         mask_RK: Sampling masks, as for `token_stats`, like recompute. None: the whole vocabulary.
         recompute: Truncation whose masks are recomputed. None: none are.
         sum_hidden_gradient: Whether backward sums the gradient of `hidden_R` over `group`. False under sequence parallelism,
@@ -93,8 +91,18 @@ def output_layer_stats(
         _check_teacher(teacher, hidden_R, weight, masked=mask_RK is not None or recompute is not None)
     kernels = row_kernels(backend, hidden_R.device)
     logprob_R, entropy_R, kl_R, gathered = _OutputLayerStats.apply(
-        *(hidden_R, weight, labels_R, temperature, group, vocab_size, mask_RK, recompute),
-        *(teacher, logits_budget, summed_over, kernels),
+        hidden_R,
+        weight,
+        labels_R,
+        temperature,
+        group,
+        vocab_size,
+        mask_RK,
+        recompute,
+        teacher,
+        logits_budget,
+        summed_over,
+        kernels,
     )
     return TokenStats(logprob_R, entropy_R, masks(gathered, labels_R, temperature, recompute), kl_R)
 
@@ -185,7 +193,7 @@ class _OutputLayerStats(torch.autograd.Function):
                 factor_R = grad_kl_R / (total_R * ctx.temperature)
                 for _, at, x, y in _with_teacher(rows, logits, ctx.teacher):
                     write_teacher_gradient(
-                        *(x, y, shard.columns, column_R[at], ctx.temperature, row.rows(at), factor_R[at]),
+                        x, y, shard.columns, column_R[at], ctx.temperature, row.rows(at), factor_R[at],
                         normalizer=TeacherNormalizer(*(n[at] for n in of_teacher)), out=x,
                     )  # fmt: skip
             if grad_hidden is not None:

@@ -57,8 +57,13 @@ class Collector:
         self.cfg, self.sampler, self.reward, self.prompts, self.seed = cfg, sampler, reward, prompts, seed
         self.max_generation_rounds, self.overlong = max_generation_rounds, overlong
         self.sampling = SamplingParams(
-            *(cfg.samples_per_prompt, cfg.temperature, cfg.max_response_tokens, stop_token_ids),
-            *(routing, cfg.top_k, cfg.top_p),
+            cfg.samples_per_prompt,
+            cfg.temperature,
+            cfg.max_response_tokens,
+            stop_token_ids,
+            routing,
+            cfg.top_k,
+            cfg.top_p,
         )
         self.progress = Progress()
         self._arrived: list[float] = []  # times of the groups of the newest step, seconds

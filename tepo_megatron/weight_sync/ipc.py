@@ -137,9 +137,14 @@ def _open_device_buffer(handle: BufferHandle, device: torch.device) -> Tensor:
             "use sync.transport=group"
         )
     storage = torch.UntypedStorage._new_shared_cuda(
-        *(_index(device), bytes.fromhex(handle.memory), handle.nbytes, handle.offset),
-        *(_NO_COUNTER, 0),  # freeing would decrement the sender's count, which is zero
-        *(b"", False),  # no event: the sender synchronized before it sent the handle
+        _index(device),
+        bytes.fromhex(handle.memory),
+        handle.nbytes,
+        handle.offset,
+        _NO_COUNTER,
+        0,  # freeing would decrement the sender's count, which is zero
+        b"",
+        False,  # no event: the sender synchronized before it sent the handle
     )
     return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
 
