@@ -62,7 +62,6 @@ def launch(cluster: slurm.Slurm, folder: Path, *words: str | Path) -> str:
 
 
 def submitted(cluster: slurm.Slurm, folder: Path, *words: str | Path) -> str:
-    """Submit a job and return its number."""
     said = launch(cluster, folder, *words, "--executor", "slurm", "--allow-dirty")
     return said.split(";")[0].removeprefix("job ")
 
@@ -141,19 +140,16 @@ def records_of(path: Path) -> list[str]:
 
 
 def steps_of(run: Path) -> int:
-    """Return the recorded steps."""
     path = run / "metrics.jsonl"
     return path.read_text().count("\n") if path.exists() else 0
 
 
 def prompts_of(run: Path) -> dict[int, list[int]]:
-    """Return the prompts that each step trained on."""
     folder = run / record.FOLDER
     return {step: sorted({prompt for prompt, _ in record.scores(folder, step)}) for step in record.steps(folder)}
 
 
 def wait_for(condition: Callable[[], bool], cluster: slurm.Slurm, job: str) -> None:
-    """Wait for a condition while the job keeps running."""
     deadline = time.monotonic() + 400
     while not condition():
         assert cluster.state(job) not in ("FAILED", "CANCELLED", "COMPLETED", "NODE_FAIL", "TIMEOUT"), cluster.logs()
@@ -199,7 +195,6 @@ class Apart:
         assert left == []
 
     def resumed(self) -> list[int]:
-        """Return the steps of the checkpoints from which the starts resumed."""
         path = self.run / "log.txt"
         log = path.read_text() if path.exists() else ""
         return [int(step) for step in re.findall(r"resume: from the checkpoint of step (\d+)", log)]
@@ -227,7 +222,6 @@ def test_two_machines_of_ranks_and_one_of_servers(straight: Apart) -> None:
 
 
 def ranks_of(processes: list[slurm.Process]) -> list[slurm.Process]:
-    """Return the processes of ranks, in the order of the ranks."""
     found = [p for p in processes if "RANK" in p.environment and "-m tepo_megatron train" in p.line]
     assert len(found) == 2, found
     return sorted(found, key=lambda p: p.environment["RANK"])

@@ -158,7 +158,6 @@ def test_a_failure_has_the_job_queued_again_once_at_each_checkpoint(tmp_path: Pa
     calls = tmp_path / "calls"
 
     def ends(status: int, state: str = "RUNNING", restarts: int = 0) -> str:
-        """Return the output of the script when it ends with this status."""
         calls.unlink(missing_ok=True)
         more = {"STATE": state, "REASON": "None", "EXIT": "0:0", "SLURM_RESTART_COUNT": str(restarts)}
         done = subprocess.run(

@@ -45,7 +45,6 @@ class Kill:
         step: Step from which on calls count.
         call: Number of the call.
         after: Whether the kill comes after the call has returned, instead of before it begins.
-        rank: Rank to kill.
     """
 
     where: str
@@ -123,11 +122,7 @@ class HalfALine(Kill):
 
 @dataclass(frozen=True)
 class Request(Kill):
-    """A request for a checkpoint in place of a kill. It is a file in the run's folder, which lies next to the journal.
-
-    Attributes:
-        name: Name of the file.
-    """
+    """A request for a checkpoint in place of a kill. It is a file in the run's folder, which lies next to the journal."""
 
     name: str = STOP
 
@@ -165,7 +160,6 @@ class FollowingEngine(ScriptedEngine):
 
 
 def write_inputs(folder: Path) -> Path:
-    """Write a model directory with its datasets."""
     tiny_qwen3(folder, layers=2)
     for name, count in (("train", PROMPTS), ("eval", 4)):
         rows = [{"prompt": f"{i}+{len(name)}=", "answer": str(i + len(name))} for i in range(count)]
@@ -205,7 +199,6 @@ def attempt(cfg: Config, journal: Path, number: int = 0, kill: Kill | None = Non
 
 
 def run_rank(rank: int, cfg: Config, journal: Path, number: int, kill: Kill | None) -> None:
-    """Be one rank of an attempt."""
     quiet_upstream()
     if kill is None or not kill.where.endswith("write_report"):  # half of the seconds of such a run
         report.write_report = lambda folder: folder / "report.png"
@@ -247,7 +240,6 @@ class Outcome:
 
 
 def outcome(cfg: Config, journal: Path) -> Outcome:
-    """Return the outcome of a run that has ended."""
     evaluations = {derive_seed(cfg.seed, "evaluation")}
     evaluations |= {derive_seed(cfg.seed, "benchmark", name) for name in cfg.evaluation.benchmarks}
     asked = [row for row in journal_rows(journal) if "seed" in row and row["seed"] not in evaluations]
@@ -296,7 +288,6 @@ def records(folder: Path) -> list[dict[str, Any]]:
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
-    """Return the weights of the exported model."""
     return {name: t for file in sorted((folder / "hf").glob("*.safetensors")) for name, t in load_file(file).items()}
 
 

@@ -110,12 +110,7 @@ OF_CHECKPOINTS = [where for where in PLACES if where.startswith(CHECKPOINT) or w
     ids=str,
 )
 def test_a_kill_at_any_place_changes_nothing(
-    straight: Callable[[int], Outcome],
-    model: Path,
-    tmp_path: Path,
-    where: str,
-    tp: int,
-    checkpoint: dict[str, Any],
+    straight: Callable[[int], Outcome], model: Path, tmp_path: Path, where: str, tp: int, checkpoint: dict[str, Any]
 ) -> None:
     """Kill before the call, and in the resumed run after the call."""
     cfg = w.run_config(model, tmp_path, parallel={"tp": tp}, checkpoint=checkpoint)

@@ -20,6 +20,7 @@ from tepo_megatron.sft.conversations import Demonstration
 from tepo_megatron.sft.settings import CROSS_ENTROPY, supervised
 from tests.marks import full_but
 from tests.parallel import cases
+from tests.parallel.cases import open_actor
 from tests.reference import tepo as reference
 from tests.tiny import tiny_qwen3
 from tests.worlds import run_world
@@ -57,20 +58,15 @@ def config(model: Path, layout: dict[str, Any], max_tokens: int = 4096, **more: 
 
 def updates(rank: int, cfg: Config) -> list[dict[str, Any]]:
     """Take the two updates of a pass over the conversations, as `FineTuning` takes them."""
-    from tepo_megatron.actor.actor import Actor
     from tepo_megatron.controller.batch_memory import BatchMemory
     from tepo_megatron.controller.batch_receiver import BatchReceiver
-    from tepo_megatron.distributed import parallel
-    from tepo_megatron.platform import activate
     from tepo_megatron.sft.loop import ConversationSource
     from tepo_megatron.sft.plan import TrainingPlan
 
-    groups = parallel.initialize(cfg.parallel, activate(cfg.platform), cfg.seed)
     plan = TrainingPlan(len(LENGTHS), cfg.sft.batch_sequences, 1, None, cfg.seed)
-    source = ConversationSource(plan, 0, [], groups, BatchReceiver.open(groups), BatchMemory(), conversations())
-    actor = Actor.open(cfg, groups)
+    actor = open_actor(cfg)
+    source = ConversationSource(plan, 0, [], actor.groups, BatchReceiver.open(actor.groups), BatchMemory(), conversations())
     out = cases.steps_of(actor, tuple(source.batch(step) for step in (1, 2)), CROSS_ENTROPY)
-    parallel.shutdown()
     return out
 
 

@@ -79,8 +79,6 @@ def record_of(folder: Path, url: str, **change: Any) -> ServerRecord:
 
 @dataclasses.dataclass
 class Serving:
-    """`tepo serve` in a process of its own."""
-
     process: subprocess.Popen[bytes]
     rendezvous: Rendezvous
     log: Path
@@ -155,7 +153,6 @@ def killed_trainer(folder: Path, settings: dict[str, Any], after: str) -> None:
 
 
 def server_process(serving: Serving, record: ServerRecord) -> psutil.Process:
-    """The first process of the server with this record."""
     port = record.url.rpartition(":")[2]
     return next(psutil.Process(pid) for pid, line in serving.lines().items() if "tests.scripted_server" in line
                 and port in line[-2:] and "tepo_megatron.inference.servers.guard" not in line)  # fmt: skip

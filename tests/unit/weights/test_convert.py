@@ -22,6 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.marks import marked
+from tests.parallel.cases import open_actor
 from tests.tiny import hybrid_config, tiny_model, tiny_multimodal, tiny_qwen3
 from tests.worlds import run_world
 
@@ -281,13 +282,10 @@ def four_heads() -> Any:
 
 
 def train_and_save(rank: int, cfg: Any, folder: Path) -> None:
-    from tepo_megatron.actor.actor import Actor
     from tepo_megatron.checkpoint.checkpoints import Checkpoints
     from tepo_megatron.config import CheckpointConfig
-    from tepo_megatron.distributed import parallel
-    from tepo_megatron.platform import activate
 
-    actor = Actor.open(cfg, parallel.initialize(cfg.parallel, activate("cpu"), cfg.seed))
+    actor = open_actor(cfg)
     with Checkpoints.open(folder, CheckpointConfig(hf=False), actor.groups) as checkpoints:
         checkpoints.save(7, actor, {"policy_version": 7, "data": {}, "config": ""})
         checkpoints.wait()

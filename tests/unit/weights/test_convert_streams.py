@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tepo_megatron.convert.exporting import file_ranges
-from tepo_megatron.convert.streams import STREAMS, CopyJob, balance, run_queues
+from tepo_megatron.convert.streams import STREAMS, CopyJob, run_queues
 from tepo_megatron.errors import CheckpointError, ConversionError
 from tests.tiny import tiny_qwen3
 from tests.unit.weights.test_convert import succeed
@@ -69,10 +69,7 @@ def test_the_first_exception_ends_all_and_keeps_its_type(error: BaseException) -
         time.sleep(0.05)  # what is begun is ended
         done.append("last")
 
-    queues = [
-        [CopyJob(fail), CopyJob(lambda: done.append("after"))],
-        [CopyJob(last), CopyJob(lambda: done.append("other"))],
-    ]
+    queues = [[CopyJob(fail), CopyJob(lambda: done.append("after"))], [CopyJob(last), CopyJob(lambda: done.append("other"))]]
     with pytest.raises(type(error)) as caught:
         run_queues([*queues, [CopyJob(lambda: done.append("queued"))]])
     assert caught.value is error and done == ["last"]
@@ -103,14 +100,6 @@ def test_threads_see_the_callers_context_and_compute_alone() -> None:
     seen = []
     run_queues([[CopyJob(lambda: seen.append((variable.get(), torch.get_num_threads())))] for _ in range(3)])
     assert seen == [(7, 1)] * 3 and torch.get_num_threads() == threads
-
-
-@pytest.mark.parametrize(
-    ("sizes", "hands"),
-    [([], [[], []]), ([5], [[0], []]), ([1, 1, 1, 9, 5, 1], [[3], [0, 1, 2, 4, 5]]), ([2, 2, 2, 2], [[0, 2], [1, 3]])],
-)
-def test_sizes_are_distributed_evenly_over_two_threads(sizes: list[int], hands: list[list[int]]) -> None:
-    assert balance(sizes, 2) == hands
 
 
 def test_a_model_of_two_gigabytes_has_several_files_and_a_large_one_no_small_ones() -> None:
