@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import os
 import re
 import signal
@@ -20,11 +19,11 @@ import yaml
 
 from tepo_megatron.rollout import record
 from tests import slurm
+from tests.e2e.conftest import write_model
 from tests.e2e.test_faults import SHORT
 from tests.launch.cases import PYTHON, ROOT, SECRET, files_with_secret
 from tests.launch.test_jobs import typed
 from tests.parallel.resume_worlds import records
-from tests.tiny import tiny_qwen3
 
 pytestmark = [
     pytest.mark.full,
@@ -88,10 +87,7 @@ def scripted(cluster: slurm.Slurm, folder: Path, name: str, limit: str, warning:
         folder / "profile.yaml",
         {"python": str(python), "environment": PATHS, "slurm": SLURM | {"time": limit, "warning_seconds": warning}},
     )
-    tiny_qwen3(folder / "model", layers=2)
-    rows = [{"prompt": f"1+{i}?\n", "answer": str(1 + i)} for i in range(40)]
-    for file in ("train.jsonl", "eval.jsonl"):
-        (folder / "model" / file).write_text("".join(json.dumps(r) + "\n" for r in rows))
+    write_model(folder / "model")
     settings = SHORT | {
         "parallel__tp": 1, "name": name, "overwrite": "true", "model__path": "model", "data__train": "model/train.jsonl",
         "data__eval": "model/eval.jsonl", **more,

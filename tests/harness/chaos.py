@@ -37,10 +37,9 @@ import torch
 
 from benchmarks.results import commit
 from tepo_megatron.rollout import record
-from tests.e2e.conftest import Command, commands, settings
+from tests.e2e.conftest import Command, commands, settings, write_model
 from tests.living_folder import paths_below
 from tests.parallel.resume_worlds import records, weights
-from tests.tiny import tiny_qwen3
 
 STEPS, SAMPLES = 6, 4
 LEFT_SECONDS = 60.0
@@ -96,10 +95,7 @@ class Trial:
 
 def write_inputs(model: Path) -> None:
     """Write a model with random weights, with problems and a reward that it earns by chance."""
-    tiny_qwen3(model, layers=2)
-    rows = [{"prompt": f"1+{i}?\n", "answer": str(1 + i)} for i in range(40)]
-    for name in ("train.jsonl", "eval.jsonl"):
-        (model / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_model(model)
     (model / "score.py").write_text(_SCORE)
 
 

@@ -53,18 +53,7 @@ def name_of(base: ast.expr) -> str:
 def inherits(owner: ast.ClassDef, method: str) -> bool:
     """Return whether a base class declares the method. A base outside of the checked folders may declare any."""
     for base in map(name_of, owner.bases):
-        if base in {
-            "Protocol",
-            "Generic",
-            "NamedTuple",
-            "TypedDict",
-            "ABC",
-            "Enum",
-            "StrEnum",
-            "Exception",
-            "object",
-            "BaseModel",
-        }:
+        if base in TYPING_BASES:
             continue
         known = classes().get(base)
         if known is None or any(

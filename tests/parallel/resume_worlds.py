@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 
 from tepo_megatron import report
 from tepo_megatron.config import Config
@@ -30,7 +29,7 @@ from tepo_megatron.utils.quiet import quiet_upstream
 from tepo_megatron.utils.save_requests import STOP
 from tepo_megatron.utils.seeding import derive_seed
 from tests.e2e.scripted_worker import ScriptedEngine
-from tests.tiny import tiny_qwen3
+from tests.tiny import tensors, tiny_qwen3
 from tests.worlds import run_world
 
 STEPS, PROMPTS = 5, 13  # an epoch ends in the middle of a step
@@ -255,19 +254,6 @@ def outcome(cfg: Config, journal: Path) -> Outcome:
     return Outcome(records(cfg.run_dir), summary, evaluation, weights(cfg.run_dir), prompts)
 
 
-def undisturbed(model: Path, folder: Callable[[], Path]) -> Callable[[int], Outcome]:
-    """Return the function that makes a run which nobody disturbs, once for each tp, and returns its outcome."""
-
-    @functools.cache
-    def run(tp: int) -> Outcome:
-        place = folder()
-        cfg = run_config(model, place, parallel={"tp": tp})
-        attempt(cfg, place / "journal")
-        return outcome(cfg, place / "journal")
-
-    return run
-
-
 def assert_same(run: Outcome, straight: Outcome) -> None:
     """Assert that two outcomes are equal, bit for bit."""
     assert run.prompts == straight.prompts
@@ -288,7 +274,7 @@ def records(folder: Path) -> list[dict[str, Any]]:
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
-    return {name: t for file in sorted((folder / "hf").glob("*.safetensors")) for name, t in load_file(file).items()}
+    return tensors(folder / "hf")
 
 
 def _lines(path: Path) -> list[str]:

@@ -16,7 +16,8 @@ from tests.parallel import cases
 from tests.parallel.test_weights import ROUNDS, sync_of, tensors, tiny_moe
 from tests.tiny import tiny_qwen3
 from tests.unit.rollout import test_fleet
-from tests.unit.rollout.test_fleet import behave, process, until
+from tests.unit.rollout.test_fleet import behave, process
+from tests.waiting import until
 from tests.worlds import run_world
 
 SECONDS = 5.0  # of sync.transport.timeout_seconds

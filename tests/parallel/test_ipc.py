@@ -11,7 +11,8 @@ from tests.parallel import cases
 from tests.parallel.test_broadcast import config_of, fleet, got, is_model
 from tests.parallel.test_weights import left_of, sync_of, tensors
 from tests.tiny import tiny_qwen3
-from tests.unit.rollout.test_fleet import behave, until
+from tests.unit.rollout.test_fleet import behave
+from tests.waiting import until
 from tests.worlds import run_world
 
 

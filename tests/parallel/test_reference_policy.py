@@ -9,6 +9,7 @@ import torch
 from tests.parallel import cases
 from tests.parallel.cases import open_actor
 from tests.reference import tepo as reference
+from tests.tiny import change_tensors
 from tests.worlds import run_world
 
 LAYOUTS = [{}, {"cp": 2}, {"tp": 2, "pp": 2}]
@@ -20,14 +21,11 @@ def other(case: cases.Case, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A second model of the same architecture: the reference policy."""
     import shutil
 
-    from safetensors.torch import load_file, save_file
-
     folder = tmp_path_factory.mktemp("other") / "model"
     shutil.copytree(case.model, folder)
-    weights = load_file(folder / "model.safetensors")
     generator = torch.Generator().manual_seed(11)
-    moved = {n: w + 0.1 * w.abs().mean() * torch.randn(w.shape, generator=generator) for n, w in weights.items()}
-    save_file(moved, folder / "model.safetensors", metadata={"format": "pt"})
+    move = lambda w: w + 0.1 * w.abs().mean() * torch.randn(w.shape, generator=generator)  # noqa: E731
+    change_tensors(folder, lambda weights: weights.update({n: move(w) for n, w in weights.items()}))
     return folder
 
 

@@ -54,12 +54,6 @@ AT_THE_END = {
 }
 
 
-@pytest.fixture(scope="module")
-def straight(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Outcome]:
-    """The run that nobody kills and that writes no checkpoints, by tp."""
-    return w.undisturbed(model, lambda: tmp_path_factory.mktemp("straight"))
-
-
 @pytest.mark.full
 def test_a_run_killed_several_times_ends_like_an_undisturbed_one(
     straight: Callable[[int], Outcome], model: Path, tmp_path: Path

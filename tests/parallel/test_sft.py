@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from tepo_megatron.config import Config
 from tepo_megatron.config.io import plain, validate
@@ -22,7 +21,7 @@ from tests.marks import full_but
 from tests.parallel import cases
 from tests.parallel.cases import open_actor
 from tests.reference import tepo as reference
-from tests.tiny import tiny_qwen3
+from tests.tiny import tensors, tiny_qwen3
 from tests.worlds import run_world
 
 LAYOUTS = {**cases.LAYOUTS, "EP2": {"ep": 2, "dp": 2}}
@@ -176,8 +175,7 @@ def fine_tuned(files: Path, output: Path, layout: dict[str, Any], kill_at: int =
 def results(run: Path) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor], Any]:
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     rows = [{k: v for k, v in row.items() if "seconds" not in k and "per_second" not in k} for row in rows]
-    weights = {name: t for file in sorted((run / "hf").glob("*.safetensors")) for name, t in load_file(file).items()}
-    return rows, weights, json.loads((run / "summary.json").read_text())["held_out_loss"]
+    return rows, tensors(run / "hf"), json.loads((run / "summary.json").read_text())["held_out_loss"]
 
 
 KILLS = [({"tp": 2}, 6), ({}, 1), ({"dp": 2}, 4)]

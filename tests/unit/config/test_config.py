@@ -4,11 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from tepo_megatron.actor.layout import check_layout
-from tepo_megatron.config import ParallelConfig, io
+from tepo_megatron.config import io
 from tepo_megatron.config.io import load_config, plain, to_yaml, validate
 from tepo_megatron.errors import ConfigError
-from tepo_megatron.weights.ops import Architecture
 
 MINIMAL = {"name": "run", "model": {"path": "model"}, "data": {"train": "train.jsonl"}}
 
@@ -66,12 +64,6 @@ def test_overrides_of_both_forms(tmp_path: Path) -> None:
             {"rollout": {"server": {"rendezvous": "/shared"}}},
             r"sync\.transport\.folder is not set, and shared memory does not reach",
         ),
-        ({"sync": {"delta": "elements"}}, r"sync\.delta=elements was removed: set sync\.delta: layers; see CHANGELOG\.md$"),
-        (
-            {"sync": {"transport": {"type": "group", "slices": True}}},
-            r"sync\.transport\.slices was removed: every rank .* remove the key; see CHANGELOG\.md$",
-        ),
-        ({"sync": {"canaries": 8}}, r"sync\.canaries was removed: sync\.max_logprob_diff .*; see CHANGELOG\.md$"),
         ({"sync": {"quantize": "fp8"}, "platform": "cpu"}, r"sync\.quantize=fp8 needs platform=cuda"),
         (
             {"sync": {"quantize": "fp8"}, "platform": "cuda", "rollout": {"server": {"precision": "fp32"}}},
@@ -193,27 +185,6 @@ def test_missing_file() -> None:
 def test_malformed_overrides(tmp_path: Path, words: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load_config(written(tmp_path, to_yaml(validate(MINIMAL))), words)
-
-
-def architecture(**change: int) -> Architecture:
-    sizes = {"num_layers": 4, "hidden_size": 128, "ffn_size": 384, "num_heads": 16, "num_query_groups": 8, "head_dim": 32}
-    return Architecture(
-        **(sizes | change), vocab_size=64, max_positions=512, norm_eps=1e-6, rotary_base=1e4, tied_embeddings=True, qk_norm=True
-    )
-
-
-@pytest.mark.parametrize(
-    ("parallel", "message"),
-    [
-        ({"tp": 3}, "parallel.tp=3 does not divide num_query_groups=8; use 1, 2, 4 or 8"),
-        ({"pp": 5}, "parallel.pp=5 exceeds num_layers=4; use at most 4"),
-        ({"pp": 2, "vpp": 4}, r"parallel.pp \* parallel.vpp=8 does not divide num_layers=4"),
-        ({"ep": 2, "dp": 2}, "parallel.ep=2: the model has no experts"),
-    ],
-)
-def test_layouts_that_do_not_fit_the_model(parallel: dict, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        check_layout(architecture(), ParallelConfig(**parallel))
 
 
 OF_PROFILES = {"kuberay", "skypilot"}

@@ -26,6 +26,7 @@ from tepo_megatron.inference.servers.local import LocalServer
 from tepo_megatron.types import Prompt, Rollout, SamplingParams
 from tests.direct_requests import ask
 from tests.scripted_api import ScriptedApi
+from tests.waiting import until
 
 pytestmark = pytest.mark.slow
 SAMPLING = SamplingParams(samples=3, max_tokens=5)
@@ -80,13 +81,6 @@ def process(fleet: Fleet, server: int) -> psutil.Process:
 
 def ids(rollouts: list[Rollout]) -> list[list[int]]:
     return [r.response_ids for r in rollouts]
-
-
-def until(condition: Any, seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.02)
 
 
 @pytest.fixture(scope="module")

@@ -33,7 +33,8 @@ from tepo_megatron.inference.servers.local import LocalServer
 from tepo_megatron.inference.servers.rendezvous import Rendezvous, ServerRecord, fingerprint
 from tepo_megatron.inference.servers.server_key import KEY_FILE, KEY_VARIABLE
 from tests.scripted_api import ScriptedApi
-from tests.unit.rollout.test_fleet import PROMPTS, SAMPLING, ids, until
+from tests.unit.rollout.test_fleet import PROMPTS, SAMPLING, ids
+from tests.waiting import until
 
 KEY = "a-key-for-the-tests-alone"
 OWN_SETTINGS: dict[str, Any] = {"heartbeat_timeout": 20.0, "ready_seconds": 60, "concurrency": 4}
