@@ -19,17 +19,17 @@ from transformers import AutoTokenizer
 
 from tepo_megatron.config import Config
 from tepo_megatron.config.io import validate
-from tepo_megatron.convert.importing import import_hf
 from tepo_megatron.data import stop_tokens
 from tepo_megatron.doctor import examine, machine, print_findings, trial, versions
 from tepo_megatron.doctor import model as model_checks
 from tepo_megatron.doctor.findings import Finding
-from tepo_megatron.errors import ConfigError, TepoError
+from tepo_megatron.errors import ConfigError
 from tepo_megatron.inference.servers.served_model import cache_tokens
 from tepo_megatron.launcher.preflight import preflight
 from tepo_megatron.utils.escaping import escaped
 from tepo_megatron.weights.hf_io import carry_over
 from tests.tiny import change_tensors, hybrid_config, tiny_model, tiny_multimodal, tiny_qwen3
+from tests.unit.weights.test_convert import convert
 
 
 @pytest.fixture(scope="module")
@@ -392,13 +392,9 @@ def test_the_doctor_and_the_loaders_of_runs_agree(
 ) -> None:
     folder = copied(model, tmp_path / "odd")
     damage(folder)
-    refused = ""
-    try:
-        import_hf(folder, tmp_path / "megatron")
-    except TepoError as e:
-        refused = str(e)
+    status, _, refused = convert("import", "--hf", folder, "--out", tmp_path / "megatron")  # joins a mesh: not in this process
     found = findings(made(model={"path": str(folder)}))["conversion"]
-    assert (found.verdict == "fail") == bool(refused), (found, refused)
+    assert (found.verdict == "fail") == bool(status), (found, refused)
 
 
 def test_a_nested_config_is_read_as_training_reads_it(made: Make, model: Path, tmp_path: Path) -> None:
