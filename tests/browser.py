@@ -22,9 +22,6 @@ SECONDS = 60.0  # limit of everything that a page is waited for
 class BrowserTab:
     """The only tab of a browser.
 
-    Args:
-        socket: Connection to the tab.
-
     Attributes:
         requests: Addresses of everything that the page requested.
         errors: What the page's console and policy complained about.
@@ -48,7 +45,6 @@ class BrowserTab:
                 self.errors.append(json.dumps(event["params"]))
 
     async def call(self, method: str, **params: Any) -> dict[str, Any]:
-        """Call a method of the protocol and return its result."""
         number = next(self._numbers)
         self._answers[number] = asyncio.get_running_loop().create_future()
         await self._socket.send_json({"id": number, "method": method, "params": params})
@@ -74,21 +70,18 @@ class BrowserTab:
             await asyncio.sleep(0.05)
 
     async def open(self, url: str, width: int = 1400, dark: bool = False) -> None:
-        """Load a page."""
         await self.call("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=width < 600)
         features = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
         await self.call("Emulation.setEmulatedMedia", features=features)
         await self.call("Page.navigate", url=url)
 
     async def picture(self, path: Path, whole: bool = True) -> None:
-        """Write a PNG of the page."""
         found = await self.call("Page.captureScreenshot", captureBeyondViewport=whole)
         path.write_bytes(base64.b64decode(found["data"]))
 
 
 @contextlib.asynccontextmanager
 async def browser(folder: Path) -> AsyncIterator[BrowserTab]:
-    """Yield the tab of a browser that is started for the block."""
     assert CHROMIUM is not None
     port_file = folder / "profile" / "DevToolsActivePort"
     command = [

@@ -54,5 +54,4 @@ def rows(trace: Mapping[str, Any]) -> dict[tuple[str, str], list[Event]]:
 
 
 def named(trace: Mapping[str, Any], process: str, row: str, name: str) -> list[Event]:
-    """Return the spans of a name in a row, in the order of time."""
     return [span for span in rows(trace).get((process, row), []) if span["name"] == name]

@@ -39,6 +39,5 @@ def core() -> frozenset[str]:
 
 
 def is_core(path: Path) -> bool:
-    """Return whether a file of tests belongs to the core."""
     name = path.relative_to(ROOT)
     return any(str(place) in core() for place in (name, *name.parents))

@@ -82,7 +82,6 @@ class CountingServer:
 
 @contextlib.contextmanager
 def serving(count: int) -> Iterator[list[CountingServer]]:
-    """Yield this many running servers."""
     loop = LoopThread("counting servers")
     servers = [CountingServer(loop) for _ in range(count)]
     try:

@@ -18,7 +18,6 @@ def decode(ids: Sequence[int]) -> str:
 
 
 def rollout(response: str, answer: str = "7", prompt_id: int = 0, prompt: str = "?") -> Rollout:
-    """Return an ungraded rollout of a prompt and `response`."""
     token_ids_L = torch.tensor([*map(ord, prompt + response)])
     response_mask_L = torch.arange(token_ids_L.numel()) >= len(prompt)
     logprobs_L = torch.zeros(token_ids_L.numel())
@@ -32,7 +31,6 @@ def math_reward(workers: int = 1, soft_seconds: float = 1, hard_seconds: float =
 
 
 def pool_of(term: RewardTerm) -> GradingPool:
-    """The pool that a term has."""
     assert term.pool is not None
     return term.pool
 

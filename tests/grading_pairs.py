@@ -17,7 +17,6 @@ class Pair(NamedTuple):
 
     Attributes:
         kind: Heading of its section in the table.
-        right: The verdict that the grader should give.
     """
 
     kind: str

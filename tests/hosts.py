@@ -23,13 +23,6 @@ ADDRESSES = ("10.213.77.1", "10.213.77.2")
 
 @dataclass(frozen=True)
 class Host:
-    """One of the two hosts.
-
-    Attributes:
-        enter: Argument prefix of a command that is to run on this host.
-        address: Address of this host on the link.
-    """
-
     enter: tuple[str, ...]
     address: str
 

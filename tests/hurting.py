@@ -25,7 +25,6 @@ class Group:
     """A control group of this test.
 
     Attributes:
-        folder: Folder of its files.
         events: Name of the file with its count of killed processes.
     """
 

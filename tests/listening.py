@@ -25,12 +25,8 @@ class Listener:
     """A socket at which a process can be reached.
 
     Attributes:
-        kind: tcp, udp or unix.
         address: An IP address, or the path of a Unix socket: "@..." for an abstract one, which every local user reaches; empty
             for one without a name, which nobody reaches.
-        port: Port; 0 for a Unix socket.
-        pid: Process that holds the socket.
-        process: Command line of that process.
     """
 
     kind: str

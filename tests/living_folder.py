@@ -25,5 +25,4 @@ def paths_below(folder: Path) -> list[Path]:
 
 
 def files_below(folder: Path) -> list[Path]:
-    """Return the files among `paths_below`."""
     return [path for path in paths_below(folder) if path.is_file()]

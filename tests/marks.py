@@ -25,5 +25,4 @@ def full_but(fast: Iterable[Any], slow: Iterable[Any], cases: Iterable[Any]) -> 
 
 
 def marked(case: Any, mark: Any) -> Any:
-    """Return one case with a mark."""
     return pytest.param(*case, marks=mark) if isinstance(case, tuple) else pytest.param(case, marks=mark)

@@ -24,12 +24,7 @@ SUMMARY = {
 
 
 def write_run(folder: Path, records: list[dict[str, Any]], **settings: Any) -> Config:
-    """Write config and records of a run."""
-    tree: dict[str, Any] = {
-        "name": folder.name,
-        "model": {"path": "m/tiny", "precision": "fp32"},
-        "platform": "cpu",
-    }
+    tree: dict[str, Any] = {"name": folder.name, "model": {"path": "m/tiny", "precision": "fp32"}, "platform": "cpu"}
     cfg = validate(tree | {"data": {"train": "t.jsonl"}, "parallel": {"tp": 2}} | settings)
     (folder / "config.yaml").write_text(to_yaml(cfg))
     (folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
@@ -70,7 +65,6 @@ def fine_tuned(steps: int) -> list[dict[str, Any]]:
 
 
 def rollout(prompt: int, prompt_ids: Sequence[int], response_ids: Sequence[int], score: float, **others: Any) -> Rollout:
-    """Return a graded rollout."""
     length = len(prompt_ids) + len(response_ids)
     fields = {"policy_version": 0, "stop_reason": "stop", "answer": "7", "status": "exact" if score else "wrong"} | others
     return Rollout(
@@ -83,5 +77,4 @@ def rollout(prompt: int, prompt_ids: Sequence[int], response_ids: Sequence[int],
 
 
 def record_step(run: Path, step: int, rollouts: Sequence[Rollout]) -> None:
-    """Record the rollouts of a step as a run with rollout.record=true does."""
     record.write(run / record.FOLDER, step, rollouts, Metrics())

@@ -14,7 +14,6 @@ from benchmarks.results import commit
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add --rotate."""
     words = "run one in N of the cases that are marked full, others at each commit"
     parser.addoption("--rotate", type=int, default=1, metavar="N", help=words)
 

@@ -10,9 +10,6 @@ from tepo_megatron.types import Prompt, Rollout, SamplingParams
 class ScriptedGroups:
     """A `GroupStream` whose groups are complete at once; the last prompt's group comes first.
 
-    Args:
-        generate: Sampling function of the engine.
-
     Attributes:
         there: Groups that `next` has not returned yet; it returns the last one first.
     """

@@ -116,7 +116,6 @@ class Handler(BaseHTTPRequestHandler):
         return tokens
 
     def rest(self) -> None:
-        """Sleep, or wake a part."""
         if self.fails("cannot do that"):
             return
         part = self.path.rpartition("/")[2]

@@ -58,12 +58,6 @@ class ScriptedModel(ScriptedEngine):
 
 
 class SglangThread:
-    """See `server.Server`.
-
-    Args:
-        model: The served model.
-    """
-
     name, restart_note, running, resident_bytes = "the scripted SGLang", "is not started again", True, 0
 
     def __init__(self, model: ScriptedModel) -> None:

@@ -53,13 +53,6 @@ def no_cgroups() -> str | None:
 
 @dataclass(frozen=True)
 class Process:
-    """A process of a job.
-
-    Attributes:
-        machine: Machine on which the job runs it.
-        line: Command line.
-    """
-
     pid: int
     parent: int
     machine: str
@@ -72,8 +65,6 @@ class Slurm:
     """A Slurm of several machines.
 
     Attributes:
-        environment: Environment variables with which its commands find it.
-        stack: Exit stack that ends its daemons.
         hosts: Hosts that its machines take turns on, the controller on the first; none of them: all are this one.
     """
 
@@ -89,7 +80,6 @@ class Slurm:
         return self.hosts[0].enter if self.hosts else ()
 
     def start(self, name: str, command: list[str]) -> None:
-        """Start a daemon."""
         with (self.folder / f"{name}.log").open("a") as out:
             process = self.daemons[name] = subprocess.Popen(
                 command, env=self.environment, stdout=out, stderr=subprocess.STDOUT, start_new_session=True,
@@ -113,7 +103,6 @@ class Slurm:
                 os.kill(pid, signal.SIGKILL)
 
     def call(self, *words: str) -> str:
-        """Run one of its commands and return the output."""
         call = [*self.enter, *words]
         done = subprocess.run(call, env=self.environment, capture_output=True, text=True, timeout=30, check=False)
         assert done.returncode == 0, done.stderr
@@ -137,7 +126,6 @@ class Slurm:
         return state
 
     def processes(self) -> list[Process]:
-        """Return the processes of its jobs, on all machines."""
         found = []
         for folder in Path("/proc").glob("[0-9]*"):
             try:
@@ -158,7 +146,6 @@ class Slurm:
         return int(done.stdout.strip() or 0) if done.returncode == 0 else 0
 
     def logs(self) -> str:
-        """Return the ends of the daemons' logs."""
         return "\n".join(f"== {path.name}\n{path.read_text()[-2000:]}" for path in sorted(self.folder.glob("*.log")))
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -128,3 +130,21 @@ def tiny_model(path: Path, config: PretrainedConfig, *, seed: int = 0, scale: fl
     model.save_pretrained(path)
     char_tokenizer().save_pretrained(path)
     return model
+
+
+def change_tensors(path: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    """Change the weights of a model of one file."""
+    weights = load_file(path / "model.safetensors")
+    change(weights)
+    save_file({k: v.contiguous() for k, v in weights.items()}, path / "model.safetensors", {"format": "pt"})
+
+
+def change_config(path: Path, **fields: object) -> None:
+    """Set fields of config.json; "absent" removes one."""
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({k: v for k, v in (config | fields).items() if v != "absent"}))
+
+
+def tensors(path: Path) -> dict[str, torch.Tensor]:
+    """Return the weights of a model."""
+    return {name: t for file in sorted(path.glob("*.safetensors")) for name, t in load_file(file).items()}

@@ -112,11 +112,7 @@ def _join_rendezvous(rank: int, size: int, door: socket.socket) -> dist.TCPStore
         door.close()
         return None
     return dist.TCPStore(
-        "127.0.0.1",
-        door.getsockname()[1],
-        is_master=True,
-        wait_for_workers=False,
-        master_listen_fd=door.detach(),
+        "127.0.0.1", door.getsockname()[1], is_master=True, wait_for_workers=False, master_listen_fd=door.detach()
     )
 
 

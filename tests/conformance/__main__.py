@@ -28,12 +28,7 @@ ADAPTERS = ("own", "trl", "verl")
 
 
 def method_of(row: str, replaced: list[str]) -> Method:
-    """Return the method of a row with parts replaced.
-
-    Args:
-        row: Name of a row of the table.
-        replaced: Replacements, each "name=value".
-    """
+    """Return the method of a row with parts replaced."""
     if row not in METHODS:
         raise SystemExit(f"--as {row}: no such method; one of {', '.join(METHODS)}")
     parts = dict(METHODS[row])
@@ -55,7 +50,6 @@ def subjects_of(name: str, args: argparse.Namespace) -> list[Subject]:
 
     Args:
         name: `own`, `trl`, `verl`, or the path "module:function" of a user's function.
-        args: Parsed command line.
     """
     if name in ADAPTERS:
         adapter = importlib.import_module(f"tests.conformance.adapters.{name}")
@@ -72,12 +66,7 @@ def subjects_of(name: str, args: argparse.Namespace) -> list[Subject]:
 
 
 def report(subject: Subject, results: list[Result]) -> int:
-    """Print the results of one function; return the number of failed cases that it does not explain.
-
-    Args:
-        subject: The loss function.
-        results: Its result for each case.
-    """
+    """Print the results of one function; return the number of failed cases that it does not explain."""
     print(f"{subject.name}: {sum(r.passed is True for r in results)} of {len(results)} cases pass")
     unexplained = 0
     for result in results:

@@ -37,13 +37,7 @@ class Answer:
 
 
 def answer(loss: Loss, batch: Batch, case: Case) -> Answer:
-    """Return the sum of the answers for the parts of a case's layout.
-
-    Args:
-        loss: Loss function under test.
-        batch: Minibatch.
-        case: Layout, padding and dtype.
-    """
+    """Return the sum of the answers for the parts of a case's layout."""
     x = batch.logprob.to(case.dtype, copy=True).requires_grad_()
     h = batch.entropy.to(case.dtype, copy=True).requires_grad_()
     total = 0.0
@@ -56,12 +50,7 @@ def answer(loss: Loss, batch: Batch, case: Case) -> Answer:
 
 
 def right_answer(method: Method, batch: Batch) -> tuple[Answer, float]:
-    """Return the reference's answer, and the sum of the absolute values that its loss adds up.
-
-    Args:
-        method: Method that the reference evaluates.
-        batch: Minibatch.
-    """
+    """Return the reference's answer, and the sum of the absolute values that its loss adds up."""
     outcome, x_grad, h_grad = expected(method, batch)
     return Answer(float(outcome.loss.detach()), x_grad, h_grad), outcome.magnitude
 
@@ -70,8 +59,6 @@ def errors(got: Answer, right: Answer, magnitude: float) -> tuple[float, float]:
     """Return the relative errors of the loss and of the gradients; nan counts as infinite.
 
     Args:
-        got: Answer under test.
-        right: Answer of the reference.
         magnitude: Sum of the absolute values that the loss adds up; the loss error is relative to it, at least to 1.
     """
     norm = float(right.gradient.norm())

@@ -31,14 +31,12 @@ class Case:
     """One comparison.
 
     Attributes:
-        name: Name in the table and in messages.
         layout: Distribution of the sequences over ranks and microbatches.
         lengths: Response tokens of each sequence; as many sequences as the layout distributes.
         extreme: Set a third of the log-ratios to any other policy to +-60 nats.
         change: Modification of the minibatch after it was drawn.
         skip: Number of suitable minibatches to skip, because other cases use them.
         padding: Value of log-probs and entropies outside the mask.
-        dtype: Dtype of all tensors.
         tolerance: Bound on the errors of loss (relative to its magnitude, at least 1) and gradients (2-norm). None: they must
             only be finite.
         usually: Usual cause if this case alone fails.

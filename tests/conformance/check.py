@@ -17,7 +17,6 @@ class Subject:
     """A loss function under test.
 
     Attributes:
-        name: Name in the table.
         loss: The function; see `parts`.
         method: Method that it is meant to compute.
         splits_sequences: Whether the function can handle a part with only some of a sequence's tokens. A sequence ratio needs
@@ -37,7 +36,6 @@ class Result:
     """The result of one case.
 
     Attributes:
-        case: The case.
         passed: Whether it passed. None: the case does not apply.
         loss_error: Error relative to the magnitude of the loss, at least to 1.
         gradient_error: ||got - expected|| / ||expected||.
@@ -54,12 +52,6 @@ class Result:
 
 
 def check(subject: Subject, case: Case) -> Result:
-    """Run one case and return its result.
-
-    Args:
-        subject: Loss function under test.
-        case: Case to run.
-    """
     if case.splits_sequences and not subject.splits_sequences:
         return Result(case, None, message="needs whole sequences, or communication")
     batch = case.draw(subject.method)
@@ -94,10 +86,4 @@ def _message(got: Answer, right: Answer | None, said: str) -> str:
 
 
 def check_all(subject: Subject, cases: Sequence[Case] = CASES) -> list[Result]:
-    """Run every case and return the results.
-
-    Args:
-        subject: Loss function under test.
-        cases: Cases to run.
-    """
     return [check(subject, case) for case in cases]

@@ -30,15 +30,7 @@ class Suspect:
 
 
 def usually(method: Method, batch: Batch, case: Case, got: Answer, right: Answer) -> str:
-    """Return the mistake that gives this answer, or a description of the differences.
-
-    Args:
-        method: Method that the function is meant to compute.
-        batch: Minibatch.
-        case: Case that failed.
-        got: Answer under test.
-        right: Answer of the reference.
-    """
+    """Return the mistake that gives this answer, or a description of the differences."""
     if not got.finite:
         return case.usually if case.name != "whole" else "exp overflows, or 0 / 0"
     if (factor := _factor(got, right)) is not None:
@@ -54,13 +46,7 @@ def usually(method: Method, batch: Batch, case: Case, got: Answer, right: Answer
 
 
 def suspects(method: Method, batch: Batch, case: Case) -> Iterator[Suspect]:
-    """Return the mistakes to try, the most common ones first.
-
-    Args:
-        method: Method that the function is meant to compute.
-        batch: Minibatch.
-        case: Case that failed.
-    """
+    """Return the mistakes to try, the most common ones first."""
     return (suspect for suspect in _all_suspects(method, batch, case) if suspect.can_be_made)
 
 

@@ -53,12 +53,7 @@ only asks for finite numbers it says so. The columns of the tables of results ar
 
 
 def write(tables: Mapping[str, Table], cases: Sequence[Case]) -> None:
-    """Write the page. Tables that it holds already and that are not among `tables` stay.
-
-    Args:
-        tables: Results of each subject, by table name.
-        cases: The columns.
-    """
+    """Write the page. Tables that it holds already and that are not among `tables` stay."""
     path = Path(PAGE)
     path.write_text(text(tables, cases, path.read_text() if path.exists() else ""))
 
@@ -67,8 +62,6 @@ def text(tables: Mapping[str, Table], cases: Sequence[Case], before: str = "") -
     """Return the text of the page.
 
     Args:
-        tables: Results of each subject, by table name.
-        cases: The columns.
         before: A page whose other tables are kept.
     """
     written = f"Written by `python -m tests.conformance {' '.join(TITLES)} --peers FOLDER --write`."

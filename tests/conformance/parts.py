@@ -77,10 +77,8 @@ def parts_of(batch: Batch, logprob_N: Tensor, entropy_N: Tensor, layout: Layout,
     """Distribute a minibatch over parts.
 
     Args:
-        batch: The minibatch.
         logprob_N: Current log-probs, leaves of the graph. Their dtype is that of all tensors.
         entropy_N: Current entropies, likewise.
-        layout: Distribution over ranks and microbatches.
         padding: Value of log-probs and entropies outside the mask.
     """
     everything = list(range(len(batch.responses)))

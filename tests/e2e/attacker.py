@@ -44,9 +44,6 @@ class Targets:
         page: Port of the live page.
         pages: Routes of the live page, each with a wrong secret in the place of SECRET.
         sockets: Paths of Unix sockets.
-        files: Files of the run.
-        folders: Folders of the run.
-        pids: Processes of the run.
         canary: A folder in which everybody may create files.
     """
 
@@ -85,7 +82,6 @@ class Payload:
 
 
 def attacks(targets: Targets) -> list[tuple[str, Callable[[], Attack]]]:
-    """Return all attacks, each with its name."""
     payload = pickle.dumps(Payload(targets.canary))
     made: list[tuple[str, Callable[[], Attack]]] = []
 

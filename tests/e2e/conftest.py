@@ -186,11 +186,15 @@ def built_base(model: str) -> Path:
 @pytest.fixture(scope="session")
 def random_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model with random weights, with datasets: for what a run does around the model."""
-    path = tmp_path_factory.mktemp("random") / "model"
-    tiny_qwen3(path, layers=2)
-    rows = [{"prompt": f"1+{i}?\n", "answer": str(1 + i)} for i in range(40)]
+    return write_model(tmp_path_factory.mktemp("random") / "model")
+
+
+def write_model(path: Path, layers: int = 2, problems: int = 40) -> Path:
+    """Write a model with random weights and its datasets."""
+    tiny_qwen3(path, layers=layers)
+    rows = "".join(json.dumps({"prompt": f"1+{i}?\n", "answer": str(1 + i)}) + "\n" for i in range(problems))
     for name in ("train.jsonl", "eval.jsonl"):
-        (path / name).write_text("".join(json.dumps(r) + "\n" for r in rows))
+        (path / name).write_text(rows)
     return path
 
 

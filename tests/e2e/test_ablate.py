@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from tepo_megatron.evaluation import read_evaluation
-from tests.tiny import tiny_qwen3
+from tests.e2e.conftest import write_model
 
 pytestmark = pytest.mark.e2e
 
@@ -16,11 +16,7 @@ RUNS = {"tepo": None, "grpo": None, "exploding": {"objective": {"name": "grpo"},
 
 @pytest.mark.full
 def test_an_ablation_compares_two_objectives_and_reports_a_failed_run(tepo, tmp_path: Path) -> None:
-    model = tmp_path / "model"
-    tiny_qwen3(model, layers=2)
-    rows = [{"prompt": f"1+{i}?\n", "answer": str(1 + i)} for i in range(16)]
-    for name in ("train.jsonl", "eval.jsonl"):
-        (model / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    model = write_model(tmp_path / "model", problems=16)
     base = {
         "name": "base", "platform": "cpu", "model": {"path": str(model), "precision": "fp32"}, "parallel": {"tp": 1},
         "data": {"train": str(model / "train.jsonl"), "eval": str(model / "eval.jsonl"), "max_prompt_tokens": 16},

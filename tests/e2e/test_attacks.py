@@ -105,7 +105,6 @@ def metrics_port(run: Path) -> int | None:
 
 
 def servers_of(found: set[Listener]) -> list[int]:
-    """Return the ports of the inference servers."""
     return sorted(one.port for one in found if one.kind == "tcp" and "--port" in one.process and f" {one.port}" in one.process)
 
 
@@ -123,13 +122,7 @@ def has_steps(run: Path, count: int) -> bool:
         ("vllm", "shm", {"rollout__function": "examples/agents/calculator.py:calculator"}),
         ("vllm", "shm", {"logging__metrics_port": 0}),
     ],
-    ids=[
-        "vllm-shm-ahead",
-        "sglang-group-2-servers",
-        "vllm-ipc-colocated",
-        "vllm-shm-gateway",
-        "vllm-shm-metrics",
-    ],
+    ids=["vllm-shm-ahead", "sglang-group-2-servers", "vllm-ipc-colocated", "vllm-shm-gateway", "vllm-shm-metrics"],
 )
 def test_no_attack_from_another_host_or_user_succeeds(
     folder: Path, two: tuple[Host, Host], random_model: Path, tmp_path: Path, engine: str, transport: str, keys: dict[str, Any]

@@ -42,12 +42,7 @@ def cases() -> list[Any]:
 
 @dataclass
 class ServedElsewhere:
-    """A server that a `tepo serve` keeps.
-
-    Attributes:
-        settings: Settings of a run that uses it.
-        key: Key that it requires.
-    """
+    """A server that a `tepo serve` keeps."""
 
     model: Path
     settings: dict[str, object]

@@ -28,14 +28,10 @@ class Site:
     """The conditions of a site under which a run starts.
 
     Attributes:
-        folder: A new folder of the test.
         root: Path under which the run sees this checkout.
         variables: Environment variables to set; None: to remove.
         outside: Shell commands as root, in network, host-name and mount namespaces of the run's own; they need root.
         inside: Shell commands of the run's own process.
-        by: Words in front of the command.
-        name: Name of the run.
-        stack: Undone when the test ends.
     """
 
     folder: Path

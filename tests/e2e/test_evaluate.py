@@ -63,7 +63,6 @@ def test_seven_benchmarks_run_on_an_own_and_on_a_running_engine(tepo, base: Path
 
 
 def greedy_texts(model: Path, problems: dict) -> list[str]:
-    """Return the greedy responses of transformers to the same problems."""
     tokenizer, policy = AutoTokenizer.from_pretrained(model), AutoModelForCausalLM.from_pretrained(model)
     texts = []
     for name, samples in problems.items():

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 
 import tepo_megatron.inference.engines  # noqa: F401  its annotations name Popen, which a test below replaces
 from tepo_megatron import cli
+from tests.e2e.conftest import write_model
 from tests.tiny import tiny_qwen3
 
 pytestmark = pytest.mark.e2e
@@ -25,12 +26,7 @@ BOUND = 60.0  # seconds: less than the time-out of a collective, for which a ran
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random model with a dataset: none of these runs gets as far as asking it anything."""
-    path = tmp_path_factory.mktemp("model")
-    tiny_qwen3(path, layers=4)
-    rows = [{"prompt": f"1+{i}?\n", "answer": str(1 + i)} for i in range(40)]
-    for name in ("train.jsonl", "eval.jsonl"):
-        (path / name).write_text("".join(json.dumps(r) + "\n" for r in rows))
-    return path
+    return write_model(tmp_path_factory.mktemp("model"), layers=4)
 
 
 def refused(command, *phrases: str) -> None:

@@ -180,5 +180,4 @@ def test_another_user_in_the_place_of_a_rank_is_noticed_before_anything_is_sent(
 
 
 def _doors(pid: int) -> list[int]:
-    """Ports on which a process listens."""
     return [s.laddr.port for s in psutil.Process(pid).net_connections(kind="inet") if s.status == psutil.CONN_LISTEN]

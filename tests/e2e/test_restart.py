@@ -10,13 +10,12 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from tepo_megatron.rollout.decisions import read_history
 from tepo_megatron.utils import service_guard
 from tests.e2e.conftest import Command
 from tests.e2e.test_faults import BOUND, SHORT, model  # noqa: F401
-from tests.parallel.resume_worlds import records
+from tests.parallel.resume_worlds import records, weights
 from tests.slurm import free_port
 
 pytestmark = pytest.mark.e2e
@@ -47,10 +46,6 @@ def kill(command: Command, run: Path, step: int, victims: list[int]) -> None:
     for victim in victims:
         os.kill(before[victim], signal.SIGKILL)
     command.until(lambda: bool(ranks_of(command)) and not set(ranks_of(command)) & set(before), timeout=BOUND)
-
-
-def weights(run: Path) -> dict[str, torch.Tensor]:
-    return {name: t for file in sorted((run / "hf").glob("*.safetensors")) for name, t in load_file(file).items()}
 
 
 def same(run: Path, straight: Path) -> None:

@@ -37,14 +37,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "sglang",
         CHECKED | {"sync__transport": "group", "training__stream": "prompt", "rollout__filter_uniform_groups": "false"},
     ),
-    "sglang, layers, streamed by arrival": (
-        "sglang",
-        CHECKED | {"sync__delta": "layers", "training__stream": "arrival"},
-    ),
-    "sglang, layers, colocated": (
-        "sglang",
-        CHECKED | {"sync__delta": "layers", "rollout__colocate": "true"},
-    ),
+    "sglang, layers, streamed by arrival": ("sglang", CHECKED | {"sync__delta": "layers", "training__stream": "arrival"}),
+    "sglang, layers, colocated": ("sglang", CHECKED | {"sync__delta": "layers", "rollout__colocate": "true"}),
 }
 
 
@@ -74,5 +68,4 @@ def test_ranks_that_die_go_on_with_their_servers(
 
 
 def servers_of(command: Command) -> list[str]:
-    """Return pids and words of the guards of the servers."""
     return sorted(line for line in command.left_over() if "inference.servers.guard" in line)

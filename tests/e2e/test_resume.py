@@ -11,24 +11,12 @@ import torch
 
 from tests.e2e.test_faults import SHORT, refused, whole_lines
 from tests.parallel.resume_worlds import records, weights
-from tests.tiny import tiny_qwen3
 
 pytestmark = pytest.mark.e2e
 RUN: dict[str, Any] = SHORT | {
     "training__steps": 10, "checkpoint__every": 2, "optimizer__lr": "1e-4", "parallel__tp": 2,
 }  # fmt: skip
 STEPS = RUN["training__steps"]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random model with a dataset that the run goes through twice."""
-    path = tmp_path_factory.mktemp("model")
-    tiny_qwen3(path, layers=2)
-    rows = [{"prompt": f"1+{i}?\n", "answer": str(1 + i)} for i in range(40)]
-    for name in ("train.jsonl", "eval.jsonl"):
-        (path / name).write_text("".join(json.dumps(r) + "\n" for r in rows))
-    return path
 
 
 def complete(run: Path) -> list[str]:
@@ -46,18 +34,18 @@ def summary(run: Path) -> dict[str, Any]:
 
 
 @pytest.mark.full
-def test_a_run_survives_the_kill_of_its_launcher_and_of_a_rank(tepo, arguments, model: Path, tmp_path: Path) -> None:
+def test_a_run_survives_the_kill_of_its_launcher_and_of_a_rank(tepo, arguments, random_model: Path, tmp_path: Path) -> None:
     straight, run = tmp_path / "runs" / "straight", tmp_path / "runs" / "killed"
-    finished(tepo(*arguments(model, **RUN | {"checkpoint__every": 0}, name="straight"), engine="good"))
+    finished(tepo(*arguments(random_model, **RUN | {"checkpoint__every": 0}, name="straight"), engine="good"))
 
-    command = tepo(*arguments(model, **RUN, name="killed"), engine="slow")
+    command = tepo(*arguments(random_model, **RUN, name="killed"), engine="slow")
     command.until(lambda: bool(complete(run)) and len(whole_lines(run)) >= 3, timeout=240)
     os.kill(command.process.pid, signal.SIGKILL)
     command.assert_nothing_left()
     assert tepo("report", run).wait(240) == 0 and (run / "report.png").exists()
-    refused(tepo(*arguments(model, **RUN, name="killed")), "holds a run already; go on with it with --resume true")
+    refused(tepo(*arguments(random_model, **RUN, name="killed")), "holds a run already; go on with it with --resume true")
 
-    again = arguments(model, **RUN, name="killed", resume="true")
+    again = arguments(random_model, **RUN, name="killed", resume="true")
     command = tepo(*again, "--checkpoint.max_restarts", "0", engine="slow")
     command.until(lambda: "resume: from the checkpoint of step " in command.output, timeout=240)
     command.until(lambda: len(whole_lines(run)) >= 6, timeout=240)
@@ -79,17 +67,17 @@ def test_a_run_survives_the_kill_of_its_launcher_and_of_a_rank(tepo, arguments, 
 
 
 @pytest.mark.full
-def test_resume_accepts_other_settings_and_refuses_other_data(tepo, arguments, model: Path, tmp_path: Path) -> None:
+def test_resume_accepts_other_settings_and_refuses_other_data(tepo, arguments, random_model: Path, tmp_path: Path) -> None:
     run = tmp_path / "runs" / "again"
-    finished(tepo(*arguments(model, **RUN, name="again"), engine="good"))
+    finished(tepo(*arguments(random_model, **RUN, name="again"), engine="good"))
     before = records(run)
 
     again = RUN | {"name": "again", "resume": "true"}
-    refused(tepo(*arguments(model, **again, overwrite="true")), "resume=true and overwrite=true contradict each other")
+    refused(tepo(*arguments(random_model, **again, overwrite="true")), "resume=true and overwrite=true contradict each other")
     fewer = tmp_path / "fewer.jsonl"
-    fewer.write_text("".join((model / "train.jsonl").read_text().splitlines(keepends=True)[1:]))
+    fewer.write_text("".join((random_model / "train.jsonl").read_text().splitlines(keepends=True)[1:]))
     refused(
-        tepo(*arguments(model, **again | {"training__steps": STEPS + 1}, data__train=fewer), engine="good"),
+        tepo(*arguments(random_model, **again | {"training__steps": STEPS + 1}, data__train=fewer), engine="good"),
         "the checkpoint's place in the dataset is not one of this dataset: count was 40 and is 39",
     )
     assert records(run) == before
@@ -97,7 +85,7 @@ def test_resume_accepts_other_settings_and_refuses_other_data(tepo, arguments, m
     newest = run / "checkpoints" / complete(run)[-1]
     (newest / "run.json").write_text("{}")
     more = again | {"parallel__tp": 1, "training__steps": STEPS + 1}
-    output = finished(tepo(*arguments(model, **more), engine="good"))
+    output = finished(tepo(*arguments(random_model, **more), engine="good"))
     for message in (
         str(newest / "run.json"),
         f"resume: from the checkpoint of step {STEPS - 2}",

@@ -57,7 +57,6 @@ def keys_of_servers(lines: Iterable[str]) -> set[str]:
 
 
 def files_with(hidden: Iterable[str], folder: Path) -> list[Path]:
-    """Return the files that hold one of these secrets, as text."""
     needles = [secret.encode() for secret in hidden]
     files = files_below(folder)
     assert files

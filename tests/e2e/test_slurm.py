@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import os
 import re
 import signal
@@ -20,11 +19,11 @@ import yaml
 
 from tepo_megatron.rollout import record
 from tests import slurm
+from tests.e2e.conftest import write_model
 from tests.e2e.test_faults import SHORT
 from tests.launch.cases import PYTHON, ROOT, SECRET, files_with_secret
 from tests.launch.test_jobs import typed
 from tests.parallel.resume_worlds import records
-from tests.tiny import tiny_qwen3
 
 pytestmark = [
     pytest.mark.full,
@@ -62,7 +61,6 @@ def launch(cluster: slurm.Slurm, folder: Path, *words: str | Path) -> str:
 
 
 def submitted(cluster: slurm.Slurm, folder: Path, *words: str | Path) -> str:
-    """Submit a job and return its number."""
     said = launch(cluster, folder, *words, "--executor", "slurm", "--allow-dirty")
     return said.split(";")[0].removeprefix("job ")
 
@@ -89,10 +87,7 @@ def scripted(cluster: slurm.Slurm, folder: Path, name: str, limit: str, warning:
         folder / "profile.yaml",
         {"python": str(python), "environment": PATHS, "slurm": SLURM | {"time": limit, "warning_seconds": warning}},
     )
-    tiny_qwen3(folder / "model", layers=2)
-    rows = [{"prompt": f"1+{i}?\n", "answer": str(1 + i)} for i in range(40)]
-    for file in ("train.jsonl", "eval.jsonl"):
-        (folder / "model" / file).write_text("".join(json.dumps(r) + "\n" for r in rows))
+    write_model(folder / "model")
     settings = SHORT | {
         "parallel__tp": 1, "name": name, "overwrite": "true", "model__path": "model", "data__train": "model/train.jsonl",
         "data__eval": "model/eval.jsonl", **more,
@@ -141,19 +136,16 @@ def records_of(path: Path) -> list[str]:
 
 
 def steps_of(run: Path) -> int:
-    """Return the recorded steps."""
     path = run / "metrics.jsonl"
     return path.read_text().count("\n") if path.exists() else 0
 
 
 def prompts_of(run: Path) -> dict[int, list[int]]:
-    """Return the prompts that each step trained on."""
     folder = run / record.FOLDER
     return {step: sorted({prompt for prompt, _ in record.scores(folder, step)}) for step in record.steps(folder)}
 
 
 def wait_for(condition: Callable[[], bool], cluster: slurm.Slurm, job: str) -> None:
-    """Wait for a condition while the job keeps running."""
     deadline = time.monotonic() + 400
     while not condition():
         assert cluster.state(job) not in ("FAILED", "CANCELLED", "COMPLETED", "NODE_FAIL", "TIMEOUT"), cluster.logs()
@@ -199,7 +191,6 @@ class Apart:
         assert left == []
 
     def resumed(self) -> list[int]:
-        """Return the steps of the checkpoints from which the starts resumed."""
         path = self.run / "log.txt"
         log = path.read_text() if path.exists() else ""
         return [int(step) for step in re.findall(r"resume: from the checkpoint of step (\d+)", log)]
@@ -227,7 +218,6 @@ def test_two_machines_of_ranks_and_one_of_servers(straight: Apart) -> None:
 
 
 def ranks_of(processes: list[slurm.Process]) -> list[slurm.Process]:
-    """Return the processes of ranks, in the order of the ranks."""
     found = [p for p in processes if "RANK" in p.environment and "-m tepo_megatron train" in p.line]
     assert len(found) == 2, found
     return sorted(found, key=lambda p: p.environment["RANK"])

@@ -103,14 +103,12 @@ def trains(cluster: slurm.Slurm, folder: Path, model: Path, *words: str, **keys:
 
 
 def job_of(said: tuple[int, str]) -> str:
-    """Return the number of a job that was submitted."""
     status, text = said
     assert status == 0, text
     return text.split(";")[0].removeprefix("job ")
 
 
 def log_of(folder: Path, kind: str, job: str) -> str:
-    """Return the log of the batch script or of the check of a job."""
     return (folder / "runs" / "run" / "launch" / f"run-{kind}-{job}.log").read_text()
 
 

@@ -191,7 +191,6 @@ def test_servers_killed_and_frozen_in_mid_run_cost_no_sample(tepo, arguments, ba
         return path.read_text().count("\n") if path.exists() else 0
 
     def first_process() -> int:
-        """Return the server process that has served longest."""
         return command.oldest_server({"vllm": "-m vllm.entrypoints", "sglang": f"-m {sglang.SERVER}"}[engine])
 
     with command.stopped_when(lambda: steps() >= 2, timeout=240):

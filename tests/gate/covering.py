@@ -151,12 +151,10 @@ def refusal(row: Row) -> str | None:
 
 
 def ranks(row: Row) -> int:
-    """Return the number of ranks of the row's world."""
     return int(row["tp"] * row["pp"] * row["cp"] * row["dp"])
 
 
 def pairs_of(row: Row) -> set[Pair]:
-    """Return all pairs of a row's values."""
     return {frozenset(pair) for pair in itertools.combinations(row.items(), 2)}
 
 
@@ -236,12 +234,10 @@ def _reason(pair: Pair, hybrid: bool) -> str:
 
 
 def describe(row: Row) -> str:
-    """Describe the values of a row that are not the default."""
     return ", ".join(f"{name}={value}" for name, value in row.items() if value != DEFAULTS.get(name)) or "defaults"
 
 
 def words_of(pair: Pair) -> str:
-    """Describe a pair, in the order of the factors."""
     order: Sequence[str] = list(HYBRID)
     return " with ".join(f"{name}={value}" for name, value in sorted(pair, key=lambda item: order.index(item[0])))
 

@@ -8,15 +8,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import (
-    LlamaConfig,
-    MistralConfig,
-    MixtralConfig,
-    PretrainedConfig,
-    Qwen2Config,
-    Qwen3Config,
-    Qwen3MoeConfig,
-)
+from transformers import LlamaConfig, MistralConfig, MixtralConfig, PretrainedConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 from tepo_megatron.types import Rollout, SamplingMask, Truncation
 from tests.gate import reference

@@ -52,7 +52,6 @@ def name_of(layout: dict[str, Any]) -> str:
 
 
 def on_a_cpu(cfg: Config, model: str, layout: dict[str, Any], precision: str) -> Config:
-    """Return the config of one world."""
     tree = plain(cfg)
     if cfg.platform == "cuda":
         for key, default in PLATFORM_DEFAULTS.items():

@@ -60,7 +60,6 @@ class JobPlan:
 
 
 def yaml_files() -> list[Path]:
-    """Return all YAML files under examples/."""
     return sorted(EXAMPLES.rglob("*.yaml"))
 
 
@@ -84,7 +83,6 @@ def is_fragment(path: Path) -> bool:
 
 
 def bases_of(path: Path) -> set[Path]:
-    """Return the files on which a file builds."""
     base = yaml.safe_load(path.read_text()).get("base")
     if base is None:
         return set()
@@ -104,7 +102,6 @@ def switches(job: JobPlan) -> str:
 
 @cache
 def worlds() -> dict[str, list[JobPlan]]:
-    """Return the jobs of each world, by the name of its layout."""
     found: dict[str, dict[str, JobPlan]] = defaultdict(dict)
     for recipe in shipped():
         for layout in plan.worlds(recipe.cfg):

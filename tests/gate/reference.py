@@ -33,7 +33,6 @@ class Sample:
         ids: int64 [L], token ids.
         response: bool [L], response tokens.
         group: Number of its prompt.
-        reward: Reward of the response.
         rollout: fp64 [|y|], the engine's log-probs.
         masks: Ids over which each response token's distribution is renormalized. None: the whole vocabulary.
     """
@@ -51,10 +50,6 @@ class Settings:
     """Settings of optimizer and sampling.
 
     Attributes:
-        lr: Learning rate of AdamW.
-        eps: eps of AdamW.
-        betas: Decay of AdamW's moments.
-        weight_decay: Decoupled weight decay.
         clip: Bound on the 2-norm of the gradient; 0 never clips.
         temperature: Divisor of the logits.
         old: Source of the old log-probs.
@@ -76,7 +71,6 @@ class Update:
     """One optimizer step.
 
     Attributes:
-        loss: Loss of the minibatch.
         gradients: Gradients before clipping.
         margin: Distance of the closest comparison to its threshold.
         shares: Share of the tokens that each condition affected.
@@ -139,7 +133,6 @@ class Trainer:
         ref: Path | None = None,
         found: Sequence[Mapping[str, Tensor]] | None = None,
     ) -> None:
-        """Load the models."""
         self.model, self.method, self.settings = load(path, settings.dtype), method, settings
         self.ref = None if ref is None else load(ref, settings.dtype)
         matrices = [p for p in self.model.parameters() if p.ndim > 1]
@@ -161,7 +154,6 @@ class Trainer:
             self._update([samples[i] for i in chosen], batch, number)
 
     def trained(self) -> Trained:
-        """Return the result of all steps so far."""
         weights = self._weights()
         return Trained(self.updates, {n: w - self.start[n] for n, w in weights.items()}, weights)
 

@@ -17,8 +17,8 @@ from torch import Tensor
 from tepo_megatron.config import Config, MegatronConfig
 from tepo_megatron.losses.advantages import split_groups
 from tepo_megatron.types import Rollout
+from tests.parallel import cases
 from tests.parallel.test_broadcast import fleet, got
-from tests.parallel.test_families import sent, whole_gradients
 from tests.parallel.test_weights import Recorder
 from tests.unit.rollout.test_fleet import behave
 
@@ -28,8 +28,6 @@ class Job:
     """One config and the rollouts of its steps.
 
     Attributes:
-        cfg: Config to train.
-        steps: Rollouts of each step.
         folder: Folder through which the trained weights are delivered by `sync.transport`, and in which a checkpoint is saved
             that another actor loads and continues. None: neither is done.
         fixed_length: Pad every microbatch to one length, as on GPUs under megatron.transformer.tp_comm_overlap.
@@ -107,7 +105,7 @@ def _train(job: Job, groups: Any) -> Outcome:
         if job.run is not None and groups.is_main:
             with (job.run / "metrics.jsonl").open("a") as file:
                 file.write(json.dumps({"step": step} | log.record(clock)) + "\n")
-    out.weights = sent(actor, [b.parameter for b in actor.bindings])
+    out.weights = cases.owned_tensors(actor, [b.parameter for b in actor.bindings])
     if job.folder is not None:
         out.delivered = _deliver(actor, turns, job.folder, version=step)
         turns.train()
@@ -143,7 +141,6 @@ def parts_of(rollouts: Sequence[Rollout], step: int, cfg: Config) -> Iterator[An
 
 
 def _recorder(job: Job, step: int, objective: Any, groups: Any) -> Any:
-    """Return a recorder for `tepo audit`, if the job is recorded."""
     from tepo_megatron.actor.recorder import TokenRecorder
 
     if job.run is None:
@@ -219,7 +216,7 @@ def _captured(actor: Any, out: Outcome) -> Iterator[None]:
     step, update = actor.optimizer.step, actor.update
 
     def step_and_keep() -> Any:
-        out.gradients.append(sent(actor, whole_gradients(actor)))
+        out.gradients.append(cases.full_gradients(actor))
         return step()
 
     def update_and_keep(*args: Any) -> Any:

@@ -37,10 +37,9 @@ import torch
 
 from benchmarks.results import commit
 from tepo_megatron.rollout import record
-from tests.e2e.conftest import Command, commands, settings
+from tests.e2e.conftest import Command, commands, settings, write_model
 from tests.living_folder import paths_below
 from tests.parallel.resume_worlds import records, weights
-from tests.tiny import tiny_qwen3
 
 STEPS, SAMPLES = 6, 4
 LEFT_SECONDS = 60.0
@@ -65,10 +64,8 @@ class Trial:
     """One line of the output.
 
     Attributes:
-        phase: Phase of the run in which the victims die.
         after: Seconds from the start of the phase until the victims die.
         stopped: Seconds from SIGSTOP to SIGKILL. None: SIGKILL at once.
-        killed: Roles that were killed.
         ended: Exit status of each start.
     """
 
@@ -87,13 +84,7 @@ class Trial:
 
     @classmethod
     def draw(cls, seed: int, number: int, engines: list[str]) -> Trial:
-        """Return trial `number`; every four in a row cover two engines and both modes.
-
-        Args:
-            seed: Seed of all trials.
-            number: Number of the trial.
-            engines: Engines to draw from.
-        """
+        """Return trial `number`; every four in a row cover two engines and both modes."""
         chance = random.Random(f"{seed}/{number}")
         engine, mode = engines[number // len(MODES) % len(engines)], MODES[number % len(MODES)]
         roles = [role for role in ROLES if engine != "scripted" or role not in ("guard", "server", "engine")]
@@ -104,10 +95,7 @@ class Trial:
 
 def write_inputs(model: Path) -> None:
     """Write a model with random weights, with problems and a reward that it earns by chance."""
-    tiny_qwen3(model, layers=2)
-    rows = [{"prompt": f"1+{i}?\n", "answer": str(1 + i)} for i in range(40)]
-    for name in ("train.jsonl", "eval.jsonl"):
-        (model / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_model(model)
     (model / "score.py").write_text(_SCORE)
 
 
@@ -122,7 +110,6 @@ class Bench:
         self._straight: dict[tuple[str, str], Path] = {}
 
     def _words(self, trial: Trial, name: str, resume: bool) -> list[str]:
-        """Return the command line of a run."""
         keys = RUN | {"name": name, "output": self.folder / "runs", "rollout__max_staleness": int(trial.mode == "ahead")}
         if trial.engine != "scripted":
             keys |= {"rollout__engine": trial.engine}
@@ -131,25 +118,13 @@ class Bench:
         return ["train", "examples/demo.yaml", *settings(self.model, **keys)]
 
     def start(self, start: Any, trial: Trial, name: str, resume: bool = False) -> Command:
-        """Start a run with a TMPDIR of its own, in which it may leave nothing.
-
-        Args:
-            start: See `tests.e2e.conftest.commands`.
-            trial: Trial of the run.
-            name: Name of the run.
-            resume: Whether to resume the run.
-        """
+        """Start a run with a TMPDIR of its own, in which it may leave nothing."""
         (self.folder / "t").mkdir(exist_ok=True)
         env = {"TMPDIR": str(self.folder / "t")}
         return start(*self._words(trial, name, resume), engine="slow" if trial.engine == "scripted" else None, env=env)
 
     def straight(self, start: Any, trial: Trial) -> Path:
-        """Return the folder of the undisturbed run.
-
-        Args:
-            start: See `tests.e2e.conftest.commands`.
-            trial: Trial whose engine and mode the run has.
-        """
+        """Return the folder of the undisturbed run."""
         key = (trial.engine, trial.mode)
         if key not in self._straight:
             name = f"straight-{trial.engine}-{trial.mode}"
@@ -161,7 +136,6 @@ class Bench:
 
 
 def roles_of(launcher: int) -> dict[str, list[psutil.Process]]:
-    """Return the processes of a run by role."""
     found: dict[str, list[psutil.Process]] = {role: [] for role in ROLES}
     with contextlib.suppress(psutil.Error):
         top = psutil.Process(launcher)
@@ -247,13 +221,7 @@ def _check_nothing_lives(trial: Trial, command: Command, seen: list[psutil.Proce
 
 
 def left_behind(temporary: Path, run: Path, private_memory: bool) -> list[str]:
-    """Return the files that a run has left in its TMPDIR and in shared memory, and the unfinished files in its folder.
-
-    Args:
-        temporary: TMPDIR of the run.
-        run: Folder of the run.
-        private_memory: Whether /dev/shm belongs to this process alone.
-    """
+    """Return the files that a run has left in its TMPDIR and in shared memory, and the unfinished files in its folder."""
     left = [path.name for path in temporary.iterdir() if not path.name.startswith(IGNORED)]
     if private_memory:
         left += [path.name for path in Path("/dev/shm").iterdir()]
@@ -262,7 +230,6 @@ def left_behind(temporary: Path, run: Path, private_memory: bool) -> list[str]:
 
 
 def _check_outcome(trial: Trial, bench: Bench, run: Path, straight: Path, private_memory: bool) -> None:
-    """Check the files of a run, and the numbers that it computed."""
     trial.failures += [f"file left: {name}" for name in left_behind(bench.folder / "t", run, private_memory)]
     if [row["step"] for row in records(run)] != list(range(1, STEPS + 1)):
         trial.failures.append(f"steps {[row['step'] for row in records(run)]}")

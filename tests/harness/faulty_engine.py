@@ -49,7 +49,6 @@ class Fault:
 
 
 def _ignored(now: State, history: Sequence[State], first: int) -> State:
-    """Ignore every update."""
     return history[first - 1]
 
 
@@ -59,7 +58,6 @@ def _older(k: int) -> Callable[[State, Sequence[State], int], State]:
 
 
 def _one_tensor(now: State, history: Sequence[State], first: int) -> State:
-    """Ignore every update of one tensor."""
     name = next(n for n in sorted(now) if n.startswith("model.layers.1.mlp.") and n.endswith("down_proj.weight"))
     return {**now, name: history[first - 1][name]}
 
@@ -75,7 +73,6 @@ def _one_shard(now: State, history: Sequence[State], first: int) -> State:
 
 
 def _swapped(now: State, history: Sequence[State], first: int) -> State:
-    """Exchange the first two layers."""
     other = {"layers.0.": "layers.1.", "layers.1.": "layers.0."}
     return {name: now[_replaced(name, other)] for name in now}
 
@@ -124,8 +121,6 @@ class FaultyEngine(ScriptedEngine):
     tensors. Models are in bf16 if the run is.
 
     Args:
-        cfg: Config of the run.
-        fault: Fault of the servers.
         book: File with a line for each sample: by how much, in nats, the fault moved each log-prob.
     """
 
@@ -166,7 +161,6 @@ class FaultyEngine(ScriptedEngine):
 
     @property
     def recipients(self) -> tuple[Recipient, ...]:
-        """See `WeightReceiver.recipients`."""
         return tuple(Recipient(SERVER.format(i), "127.0.0.1", 1, i) for i in range(len(self._inboxes)))
 
     def join_groups(self, specs: Mapping[Recipient, GroupSpec]) -> Future[None]:
@@ -302,8 +296,6 @@ class FaultyEngine(ScriptedEngine):
 
 
 class FaultyGroups:
-    """The `GroupStream` of a faulty engine."""
-
     def __init__(self, engine: FaultyEngine) -> None:
         self._engine = engine
         self._under_way: list[Callable[[], list[Rollout]]] = []

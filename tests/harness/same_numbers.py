@@ -49,7 +49,6 @@ NOT_COMPARED = (
 
 
 def extract(revision: str, folder: Path) -> Path:
-    """Write the tree of a commit into a folder and return the folder."""
     archive = subprocess.run(["git", "archive", revision], cwd=ROOT, check=True, capture_output=True).stdout
     with tarfile.open(fileobj=BytesIO(archive)) as tar:
         tar.extractall(folder, filter="data")

@@ -66,7 +66,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "function": {"rollout": {"function": FUNCTION}},
     "function, ahead": {"rollout": {"max_staleness": 1, "function": FUNCTION}},
     "function, 3 ahead, continue": {
-        "rollout": {"max_staleness": 3, "on_weight_update": "continue", "oversample": 1.5, "function": FUNCTION},
+        "rollout": {"max_staleness": 3, "on_weight_update": "continue", "oversample": 1.5, "function": FUNCTION}
     },
     "temperature 0.3": {"rollout": {"temperature": 0.3}},
     "experts": {},
@@ -109,7 +109,6 @@ class Verdict:
 
 
 def config(trial: Trial, model: Path, folder: Path) -> Config:
-    """Return the config of the trial's run."""
     if "expert" in trial.mode:
         model = experts.write_model(model)
     sections: dict[str, Any] = {name: dict(section) for name, section in MODES[trial.mode].items()}

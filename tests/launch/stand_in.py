@@ -89,7 +89,6 @@ class Store:
 
 
 def make(buildah: Store, cuda: str) -> None:
-    """Build the image `NAME`."""
     container = buildah("from", "scratch")
     root = Path(buildah("mount", container))
     inside = ["chroot", root, "env", "-i", *(f"{key}={value}" for key, value in ENVIRONMENT.items())]
@@ -158,6 +157,5 @@ def _package(packages: Path, name: str) -> str:
 
 
 def pin(engine: str, name: str) -> str:
-    """Return the line of a package in an engine's pins."""
     pins = (ROOT / "requirements" / f"gpu-{engine}.txt").read_text()
     return next(line for line in pins.splitlines() if line.startswith(f"{name}=="))

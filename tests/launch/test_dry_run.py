@@ -6,8 +6,6 @@ import contextlib
 import os
 import signal
 import subprocess
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,6 +15,7 @@ from launch.profile import Cluster
 from launch.sections import SlurmConfig
 from tepo_megatron.config.io import validate, validate_as
 from tests.launch import cases, profile_cases
+from tests.waiting import lives, until
 
 pytestmark = pytest.mark.slow
 
@@ -158,7 +157,6 @@ def test_a_failure_has_the_job_queued_again_once_at_each_checkpoint(tmp_path: Pa
     calls = tmp_path / "calls"
 
     def ends(status: int, state: str = "RUNNING", restarts: int = 0) -> str:
-        """Return the output of the script when it ends with this status."""
         calls.unlink(missing_ok=True)
         more = {"STATE": state, "REASON": "None", "EXIT": "0:0", "SLURM_RESTART_COUNT": str(restarts)}
         done = subprocess.run(
@@ -189,10 +187,10 @@ def test_when_the_batch_script_was_killed_its_guard_has_the_job_queued_again(
     environment |= {"STATE": "COMPLETING", "REASON": reason, "EXIT": exit_code}
     script = subprocess.Popen(["bash", "-c", f"{setup}\nsleep 60"], cwd=tmp_path, env=environment, start_new_session=True)
     try:
-        wait_for(lambda: "sleep" in children_of(tmp_path / "guard"))
+        until(lambda: "sleep" in children_of(tmp_path / "guard"))
         script.kill()
         os.kill(int((tmp_path / "guard").read_text()), signal.SIGTERM)
-        wait_for(lambda: ended(tmp_path / "guard"))  # between two of its commands it has no child either
+        until(lambda: not lives(int((tmp_path / "guard").read_text())))  # between two of its commands it has no child either
         said = "launch: the batch script was killed; queued again; newest checkpoint: step-00000005\n"
         assert (tmp_path / "guard.log").read_text() == (said if again else "")
         assert (tmp_path / "calls").exists() == again
@@ -208,18 +206,3 @@ def children_of(pid_file: Path) -> str:
         return ""
     words = ["ps", "--no-headers", "-o", "comm", "--ppid", pid_file.read_text().strip() or "0"]
     return subprocess.run(words, capture_output=True, text=True, check=False).stdout
-
-
-def ended(pid_file: Path) -> bool:
-    """Return whether the process is gone, or is a zombie."""
-    try:
-        return Path("/proc", pid_file.read_text().strip(), "stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except OSError:
-        return True
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)

@@ -42,7 +42,6 @@ echo "JobId=$4 JobState=$state Reason=None RunTime=0 TimeLimit=1 Restarts=0 Node
 
 @pytest.fixture
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A config and a profile, and a Slurm on PATH."""
     bin, folder = tmp_path / "bin", tmp_path / "work"
     for path in (bin, folder):
         path.mkdir()

@@ -38,7 +38,6 @@ class Login:
     Attributes:
         laptop: Clone of this project from which launch is called.
         site: Clone on the login node.
-        environment: Environment of the laptop.
     """
 
     laptop: Path

@@ -29,13 +29,6 @@ sys.exit(node_check.run(node_check.parse(sys.argv[1:])))
 
 
 class Machines:
-    """Machines of one check, each a process.
-
-    Attributes:
-        folder: Shared folder of the check.
-        names: Names of all machines of the job.
-    """
-
     def __init__(self, folder: Path, names: Sequence[str]) -> None:
         self.folder, self.names = folder, list(names)
         self.folder.mkdir()
@@ -44,7 +37,6 @@ class Machines:
     def start(
         self, name: str, *words: str, enter: Sequence[str] = (), program: Sequence[str] = (str(PROGRAM),), path: str = ""
     ) -> None:
-        """Start the check on one machine."""
         environment = os.environ | {"PATH": f"{path}:{os.environ['PATH']}"}
         command = [
             *enter,
@@ -73,12 +65,10 @@ class Machines:
 
     @property
     def good(self) -> list[str]:
-        """Return the machines that the job uses."""
         return (self.folder / "good").read_text().split()
 
     @property
     def fault(self) -> str:
-        """Return the message with which the job ends."""
         return (self.folder / "fault").read_text()
 
 
@@ -108,7 +98,6 @@ def test_a_machine_without_the_shared_folder_is_named(tmp_path: Path) -> None:
 
 
 def nvidia_smi(folder: Path, gpus: int, driver: str = "580.65.06") -> str:
-    """Write an `nvidia-smi` that lists some GPUs; return its folder."""
     folder.mkdir()
     (folder / "nvidia-smi").write_text(f"#!/bin/bash\nfor i in $(seq {gpus}); do echo {driver}; done\n")
     (folder / "nvidia-smi").chmod(0o755)

@@ -46,14 +46,7 @@ echo 4711
 
 
 class Project:
-    """A sound project, whose parts a test breaks.
-
-    Attributes:
-        folder: Working directory, with models, data, benchmarks and code.
-        config: Content of run.yaml.
-        profile: Content of mine.yaml.
-        words: Further words of the call.
-    """
+    """A sound project, whose parts a test breaks."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.folder, self.patch, self.words = folder / "work", monkeypatch, [""][:0]
@@ -89,7 +82,6 @@ class Project:
         return ["run.yaml", "--executor", "slurm", "--cluster", "mine.yaml", *self.words]
 
     def remove(self, path: str) -> None:
-        """Remove a file or folder of the project."""
         place = self.folder / path
         if place.is_dir():
             shutil.rmtree(place)

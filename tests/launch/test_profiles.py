@@ -122,11 +122,7 @@ def test_machines_of_eight(parallel: dict[str, int], rollout: dict[str, Any], ex
         ({"tp": 8, "dp": 2}, {"colocate": True}, r"parallel has 16 ranks, on 2 machines of 8.*--rollout\.server\.rendezvous"),
         ({"tp": 8}, {}, r"8 ranks and rollout\.servers=1 of rollout\.server\.tp=1 take 9 GPUs, and a machine has 8; let them"),
         ({"dp": 12}, {}, r"parallel has 12 ranks: on machines of 8 some would stay empty"),
-        (
-            {"tp": 8},
-            {"servers": 3, "server": {"rendezvous": "r", "tp": 4}},
-            r"rollout\.servers=3 of 4 GPUs: .* of 2 some",
-        ),
+        ({"tp": 8}, {"servers": 3, "server": {"rendezvous": "r", "tp": 4}}, r"rollout\.servers=3 of 4 GPUs: .* of 2 some"),
         (
             {"tp": 8, "dp": 4},
             {"colocate": True, "servers": 6, **APART},

@@ -38,7 +38,6 @@ def mark(folder: Path, name: str, word: str) -> None:
 
 @pytest.fixture
 def small(tmp_path: Path) -> Path:
-    """A checkout with one file of each kind."""
     for name in ("tepo_megatron/a.py", "tepo_megatron/page.html", "examples/run.yaml", "README.md", "mine/reward.py"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("one\n")

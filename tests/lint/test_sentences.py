@@ -35,7 +35,6 @@ def modules() -> dict[Path, ast.Module]:
 
 @cache
 def classes() -> dict[str, list[ast.ClassDef]]:
-    """Return the classes of the checked folders by name."""
     found: dict[str, list[ast.ClassDef]] = {}
     for tree in modules().values():
         for node in ast.walk(tree):
@@ -52,25 +51,9 @@ def name_of(base: ast.expr) -> str:
 
 
 def inherits(owner: ast.ClassDef, method: str) -> bool:
-    """Return whether a base class declares the method. A base outside of the checked folders may declare any.
-
-    Args:
-        owner: Class whose bases are searched.
-        method: Name of the method.
-    """
+    """Return whether a base class declares the method. A base outside of the checked folders may declare any."""
     for base in map(name_of, owner.bases):
-        if base in {
-            "Protocol",
-            "Generic",
-            "NamedTuple",
-            "TypedDict",
-            "ABC",
-            "Enum",
-            "StrEnum",
-            "Exception",
-            "object",
-            "BaseModel",
-        }:
+        if base in TYPING_BASES:
             continue
         known = classes().get(base)
         if known is None or any(
@@ -122,12 +105,7 @@ def is_documented_here(function: Definition) -> bool:
 
 
 def parameters(function: Definition, owner: ast.ClassDef | None) -> list[str]:
-    """Return the names of a function's parameters without `self` and `cls`.
-
-    Args:
-        function: Function or method.
-        owner: Class of a method. None: a function of a module.
-    """
+    """Return the names of a function's parameters without `self` and `cls`."""
     given = function.args
     names = [a.arg for a in [*given.posonlyargs, *given.args, *given.kwonlyargs, given.vararg, given.kwarg] if a is not None]
     is_static = any(name_of(d) == "staticmethod" for d in function.decorator_list)
@@ -135,12 +113,6 @@ def parameters(function: Definition, owner: ast.ClassDef | None) -> list[str]:
 
 
 def place(path: Path, line: int) -> str:
-    """Return file and line for a message.
-
-    Args:
-        path: File of the repository.
-        line: Number of the line, from 1.
-    """
     return f"{path.relative_to(ROOT)}:{line}"
 
 
@@ -152,12 +124,7 @@ def docstrings(tree: ast.Module) -> Iterator[tuple[int, str]]:
 
 
 def prose(source: str, tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """Yield the line and the text of every comment and string literal, docstrings included.
-
-    Args:
-        source: Text of the module.
-        tree: Its syntax tree.
-    """
+    """Yield the line and the text of every comment and string literal, docstrings included."""
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:
             yield token.start[0], token.string

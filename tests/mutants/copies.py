@@ -26,8 +26,6 @@ class Verdict:
 
     Attributes:
         caught_by: First test that failed. None: none did.
-        how: Error of that test.
-        seconds: Seconds until then.
     """
 
     name: str
@@ -67,11 +65,6 @@ class Copy:
         """Put the bug in, run tests until one fails, and take it out again.
 
         A bug does not count as caught when pytest cannot run the tests, or does not end in time.
-
-        Args:
-            exhibit: Exhibit with the bug.
-            tests: Arguments of pytest.
-            seconds: Time limit.
 
         Raises:
             NotFound: The exhibit does not fit the tree.

@@ -48,9 +48,7 @@ class Exhibit:
     """One silent bug.
 
     Attributes:
-        name: Unique name.
         source: Where the bug was published ("verl #6836"), or which of our own documents describes it.
-        kind: Class of the bug.
         bug: The wrong computation, and why nobody sees it; one or two sentences.
         cost: What it cost, or would have cost.
         symbol: The function, "Class.method" or module-level name in PLACES whose source is changed.
@@ -74,10 +72,6 @@ class Exhibit:
 
 def mutated(exhibit: Exhibit, root: Path) -> tuple[Path, str]:
     """Return the file of `root` that an exhibit changes, and its text afterwards.
-
-    Args:
-        exhibit: Exhibit to apply.
-        root: Root of the tree.
 
     Raises:
         NotFound: The symbol, or the text in it, does not occur exactly once.

@@ -21,13 +21,7 @@ the tests that are to notice it. This page is written by `python -m tests.mutant
 
 
 def write(root: Path, exhibits: Sequence[Exhibit], verdicts: Sequence[Verdict]) -> None:
-    """Add the verdicts to the results of other exhibits, and write the page of all current exhibits.
-
-    Args:
-        root: Root of the tree.
-        exhibits: All exhibits, in the order of the page.
-        verdicts: New verdicts.
-    """
+    """Add the verdicts to the results of other exhibits, and write the page of all current exhibits."""
     path = root / RESULTS
     known = {row["name"]: row for row in json.loads(path.read_text())} if path.exists() else {}
     known |= {verdict.name: asdict(verdict) for verdict in verdicts}
@@ -36,12 +30,7 @@ def write(root: Path, exhibits: Sequence[Exhibit], verdicts: Sequence[Verdict]) 
 
 
 def page(exhibits: Sequence[Exhibit], verdicts: dict[str, dict[str, object]]) -> str:
-    """Return the page.
-
-    Args:
-        exhibits: All exhibits, in the order of the page.
-        verdicts: Verdict of each exhibit by name, as in the file of results.
-    """
+    """Return the page."""
     lines = [_INTRODUCTION]
     for kind in dict.fromkeys(exhibit.kind for exhibit in exhibits):
         lines += [f"## {kind.capitalize()}", "", "| bug | source | what it cost | noticed by | s |", "|---|---|---|---|---|"]

@@ -100,7 +100,6 @@ def reference_steps(
 
 
 def reference_sequences(batch: TrainBatch) -> list[reference.Sequence]:
-    """Return the sequences of a batch for the reference."""
     assert batch.old_logprobs_N is not None and batch.old_entropies_N is not None
     old = (x.double().split(batch.response_lengths) for x in (batch.old_logprobs_N, batch.old_entropies_N))
     return [
@@ -200,7 +199,6 @@ def run_config(
     ddp: dict[str, Any] | None = None,
     **training: Any,
 ) -> Config:
-    """Return the run's config for a layout."""
     return validate({
         "name": "layout",
         "platform": "cpu",
@@ -221,19 +219,21 @@ def run_config(
     })  # fmt: skip
 
 
+def open_actor(cfg: Config) -> Any:
+    """Return the actor of a forked rank, on the mesh of the config."""
+    from tepo_megatron.actor.actor import Actor
+    from tepo_megatron.distributed import parallel
+    from tepo_megatron.platform import activate
+
+    return Actor.open(cfg, parallel.initialize(cfg.parallel, activate(cfg.platform), cfg.seed))
+
+
 def train_steps(rank: int, cfg: Config, batches: tuple[TrainBatch, ...]) -> list[dict[str, Any]]:
     """Take the optimizer steps in a forked rank; return each as {loss, grad_norm, gradients, weights}.
 
     Tensors are returned on the ranks that own them in their pipeline stage only.
     """
-    from tepo_megatron.actor.actor import Actor
-    from tepo_megatron.distributed import parallel
-    from tepo_megatron.platform import activate
-
-    groups = parallel.initialize(cfg.parallel, activate(cfg.platform), cfg.seed)
-    out = steps_of(Actor.open(cfg, groups), batches)
-    parallel.shutdown()
-    return out
+    return steps_of(open_actor(cfg), batches)
 
 
 def steps_of(actor: Any, batches: tuple[TrainBatch, ...], objective: Any = None) -> list[dict[str, Any]]:
@@ -313,10 +313,10 @@ def full_gradients(actor: Any) -> dict[str, Tensor]:
     import torch.distributed as dist
     from megatron.core.distributed.param_and_grad_buffer import shard_buffer
 
-    group = actor.groups.dp_cp.group
     kept = []
     for chunk in actor.chunks:
-        for bucket_group in chunk.bucket_groups:
+        for bucket_group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups:
+            group = bucket_group.intra_distributed_optimizer_instance_group
             for bucket in bucket_group.buckets:
                 kept.append((bucket.grad_data, bucket.grad_data.clone()))
                 shard = shard_buffer(bucket.grad_data, group.size())[group.rank()].clone()
@@ -328,13 +328,12 @@ def full_gradients(actor: Any) -> dict[str, Tensor]:
 
 
 def owned_tensors(actor: Any, tensors: list[Tensor]) -> dict[str, Tensor]:
-    """Return the part of `tensors` that this rank would send, in HF layout."""
-    from tepo_megatron.weights.gather import iterate_hf
+    """Return the part of `tensors` (one per binding) that this rank would send, in HF layout."""
+    from tepo_megatron.weights.gather import iterate_hf, sent_by
 
-    bindings = [replace(b, parameter=t) for b, t in zip(actor.bindings, tensors, strict=True)]
-    if not actor.groups.is_first_replica:
-        return {}
-    return {name: t.cpu() if t.is_cuda else t.clone() for name, t in iterate_hf(bindings, actor.arch, actor.groups.tp)}
+    bindings = sent_by([replace(b, parameter=t) for b, t in zip(actor.bindings, tensors, strict=True)], actor.groups)
+    found = iterate_hf(bindings, actor.arch, actor.groups.tp)
+    return {name: t.detach().cpu() if t.is_cuda else t.detach().clone() for name, t in found}
 
 
 def distance(a: Tensor, b: Tensor) -> float:

@@ -27,23 +27,13 @@ def run_config(model: Path, layout: dict[str, Any], precision: str = "fp32") -> 
     return replace(cfg, model=replace(cfg.model, precision=precision), optimizer=replace(cfg.optimizer, warmup_steps=3))
 
 
-def start(cfg: Config) -> Any:
-    from tepo_megatron.actor.actor import Actor
-    from tepo_megatron.distributed import parallel
-    from tepo_megatron.platform import activate
-
-    return Actor.open(cfg, parallel.initialize(cfg.parallel, activate("cpu"), cfg.seed))
-
-
 def checkpoints(folder: Path, actor: Any, timeout_seconds: float = 1800.0, **fields: Any) -> Any:
-    """Open the checkpoints of an actor."""
     from tepo_megatron.checkpoint.checkpoints import Checkpoints
 
     return Checkpoints.open(folder, CheckpointConfig(**fields), actor.groups, timeout_seconds)
 
 
 def update(actor: Any, step: int, batch: Any) -> float:
-    """Take one step of a run and return its loss."""
     from tepo_megatron.losses import build_objective
 
     actor.start_step(step)
@@ -63,7 +53,6 @@ def raw_state(actor: Any) -> list[Any]:
 
 
 def generators() -> tuple[Any, ...]:
-    """Return the state of every random generator of this process."""
     kind, keys, *rest = np.random.get_state()
     return random.getstate(), kind, keys.tolist(), rest, torch.get_rng_state().tolist()
 

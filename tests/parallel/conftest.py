@@ -1,5 +1,7 @@
 """Inputs that many worlds only read: made once."""
 
+import functools
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,3 +19,17 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> cases.Case:
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The model and datasets of runs that are killed, restarted and streamed."""
     return resume_worlds.write_inputs(tmp_path_factory.mktemp("inputs") / "model")
+
+
+@pytest.fixture(scope="session")
+def straight(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], resume_worlds.Outcome]:
+    """The run of `resume_worlds` that nobody kills or asks for anything, and that writes no checkpoints, by tp."""
+
+    @functools.cache
+    def run(tp: int) -> resume_worlds.Outcome:
+        folder = tmp_path_factory.mktemp("straight")
+        cfg = resume_worlds.run_config(model, folder, parallel={"tp": tp})
+        resume_worlds.attempt(cfg, folder / "journal")
+        return resume_worlds.outcome(cfg, folder / "journal")
+
+    return run

@@ -35,14 +35,12 @@ class Variant:
 
     @property
     def method(self) -> Method:
-        """Return the variant as a method of the reference."""
         parts = METHODS[self.row] | self.parts
         low, high = CORRECTION_BOUNDS[parts.get("correction", "none")]
         limit = LONGEST - max(PROMPTS)
         return Method(**{"correction_low": low, "correction_high": high, "max_response_tokens": limit} | parts)
 
     def config(self, material: Material, layout: Mapping[str, Any], max_tokens: int) -> Config:
-        """Return the run's config on a layout."""
         section = section_of({"name": self.row} | self.parts)
         if self.method.ref_beta:
             section.setdefault("ref_kl", {"beta": self.method.ref_beta})["path"] = str(material.other)

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 
 from tepo_megatron import report
 from tepo_megatron.config import Config
@@ -30,7 +29,7 @@ from tepo_megatron.utils.quiet import quiet_upstream
 from tepo_megatron.utils.save_requests import STOP
 from tepo_megatron.utils.seeding import derive_seed
 from tests.e2e.scripted_worker import ScriptedEngine
-from tests.tiny import tiny_qwen3
+from tests.tiny import tensors, tiny_qwen3
 from tests.worlds import run_world
 
 STEPS, PROMPTS = 5, 13  # an epoch ends in the middle of a step
@@ -45,7 +44,6 @@ class Kill:
         step: Step from which on calls count.
         call: Number of the call.
         after: Whether the kill comes after the call has returned, instead of before it begins.
-        rank: Rank to kill.
     """
 
     where: str
@@ -123,11 +121,7 @@ class HalfALine(Kill):
 
 @dataclass(frozen=True)
 class Request(Kill):
-    """A request for a checkpoint in place of a kill. It is a file in the run's folder, which lies next to the journal.
-
-    Attributes:
-        name: Name of the file.
-    """
+    """A request for a checkpoint in place of a kill. It is a file in the run's folder, which lies next to the journal."""
 
     name: str = STOP
 
@@ -165,7 +159,6 @@ class FollowingEngine(ScriptedEngine):
 
 
 def write_inputs(folder: Path) -> Path:
-    """Write a model directory with its datasets."""
     tiny_qwen3(folder, layers=2)
     for name, count in (("train", PROMPTS), ("eval", 4)):
         rows = [{"prompt": f"{i}+{len(name)}=", "answer": str(i + len(name))} for i in range(count)]
@@ -205,7 +198,6 @@ def attempt(cfg: Config, journal: Path, number: int = 0, kill: Kill | None = Non
 
 
 def run_rank(rank: int, cfg: Config, journal: Path, number: int, kill: Kill | None) -> None:
-    """Be one rank of an attempt."""
     quiet_upstream()
     if kill is None or not kill.where.endswith("write_report"):  # half of the seconds of such a run
         report.write_report = lambda folder: folder / "report.png"
@@ -247,7 +239,6 @@ class Outcome:
 
 
 def outcome(cfg: Config, journal: Path) -> Outcome:
-    """Return the outcome of a run that has ended."""
     evaluations = {derive_seed(cfg.seed, "evaluation")}
     evaluations |= {derive_seed(cfg.seed, "benchmark", name) for name in cfg.evaluation.benchmarks}
     asked = [row for row in journal_rows(journal) if "seed" in row and row["seed"] not in evaluations]
@@ -261,19 +252,6 @@ def outcome(cfg: Config, journal: Path) -> Outcome:
     assert seconds >= sum(json.loads(line)["seconds/total"] for line in _lines(cfg.run_dir / "metrics.jsonl"))
     evaluation = (cfg.run_dir / "evaluation.jsonl").read_text()
     return Outcome(records(cfg.run_dir), summary, evaluation, weights(cfg.run_dir), prompts)
-
-
-def undisturbed(model: Path, folder: Callable[[], Path]) -> Callable[[int], Outcome]:
-    """Return the function that makes a run which nobody disturbs, once for each tp, and returns its outcome."""
-
-    @functools.cache
-    def run(tp: int) -> Outcome:
-        place = folder()
-        cfg = run_config(model, place, parallel={"tp": tp})
-        attempt(cfg, place / "journal")
-        return outcome(cfg, place / "journal")
-
-    return run
 
 
 def assert_same(run: Outcome, straight: Outcome) -> None:
@@ -296,8 +274,7 @@ def records(folder: Path) -> list[dict[str, Any]]:
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
-    """Return the weights of the exported model."""
-    return {name: t for file in sorted((folder / "hf").glob("*.safetensors")) for name, t in load_file(file).items()}
+    return tensors(folder / "hf")
 
 
 def _lines(path: Path) -> list[str]:

@@ -8,24 +8,17 @@ import torch
 
 from tests.marks import slow_but
 from tests.parallel import cases
+from tests.parallel.cases import open_actor
 from tests.reference import tepo as reference
 from tests.worlds import run_world
 
 LAYOUTS = [{}, {"tp": 2, "sequence_parallel": True}, {"pp": 2, "vpp": 2}, {"cp": 2, "tp": 2}, {"dp": 2}]
 
 
-def start(cfg: Any) -> Any:
-    from tepo_megatron.actor.actor import Actor
-    from tepo_megatron.distributed import parallel
-    from tepo_megatron.platform import activate
-
-    return Actor.open(cfg, parallel.initialize(cfg.parallel, activate("cpu"), 0))
-
-
 def old_stats(rank: int, cfg: Any, batch: Any) -> dict[str, Any]:
     from tepo_megatron.actor.comparisons import mismatch
 
-    actor = start(cfg)
+    actor = open_actor(cfg)
     rows: list[int] = []
     output_layer = getattr(actor.chunks[-1].module, "output_layer", None)
     if actor.groups.is_last_stage:
@@ -67,7 +60,7 @@ def test_only_response_rows_reach_the_output_layer(case: cases.Case, layout: dic
 def low_precision_step(rank: int, cfg: Any, batch: Any) -> dict[str, Any]:
     from tepo_megatron.losses import build_objective
 
-    actor = start(cfg)
+    actor = open_actor(cfg)
     batch = actor.attach_old_stats(batch)
     masters = [p for group in actor.optimizer.param_groups for p in group["params"]]
     before = [p.detach().clone() for p in masters]
@@ -109,7 +102,7 @@ def test_bf16_follows_fp32(case: cases.Case, in_fp32: dict[str, Any], layout: di
 
 
 def warm_up(rank: int, cfg: Any) -> list[float]:
-    actor = start(cfg)
+    actor = open_actor(cfg)
     rates = []
     for step in range(1, 6):
         actor.start_step(step)
@@ -128,7 +121,7 @@ def poisoned_update(rank: int, cfg: Any, batch: Any) -> tuple[str, dict[str, Any
     from tepo_megatron.errors import NumericalError
     from tepo_megatron.losses import build_objective
 
-    actor = start(cfg)
+    actor = open_actor(cfg)
     before = {b.name: b.parameter.detach().clone() for b in actor.bindings}
     actor.start_step(1)
     try:

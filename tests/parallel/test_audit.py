@@ -51,7 +51,6 @@ def trained(material: Material, layout: str, rows: list[str], folder: Path) -> t
 
 
 def wrong(row: str, audited: AuditedStep) -> list[str]:
-    """Return what does not agree in the audit of a row."""
     said = [f"{row}, update {u.record.number}: {u.differing}" for u in audited.updates if u.differing]
     return said + ([f"{row}: the sums {audited.loss} and {audited.logged_loss}"] if not said and not audited.agrees else [])
 

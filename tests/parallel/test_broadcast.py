@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,53 +10,21 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tepo_megatron.config import GroupTransportConfig, RolloutConfig, ServerConfig
-from tepo_megatron.inference.engine_api import LaunchSpec
-from tepo_megatron.inference.servers import slot
-from tepo_megatron.inference.servers.endpoint import Endpoint
-from tepo_megatron.inference.servers.fleet import Fleet
-from tepo_megatron.inference.servers.local import LocalServer
+from tepo_megatron.config import GroupTransportConfig
 from tests.marks import marked
 from tests.parallel import cases
-from tests.parallel.test_weights import ROUNDS, tensors, tiny_moe
-from tests.scripted_api import ScriptedApi
+from tests.parallel.test_weights import ROUNDS, sync_of, tensors, tiny_moe
 from tests.tiny import tiny_qwen3
-from tests.unit.rollout.test_fleet import behave, process, until
+from tests.unit.rollout import test_fleet
+from tests.unit.rollout.test_fleet import behave, process
+from tests.waiting import until
 from tests.worlds import run_world
 
 SECONDS = 5.0  # of sync.transport.timeout_seconds
 
 
-@contextmanager
-def fleet(folder: Path, model: Path, servers: int, **server: Any) -> Iterator[Fleet]:
-    settings = {"restarts": 3, "heartbeat_timeout": 20.0, "ready_seconds": 60} | server
-    cfg = RolloutConfig(servers=servers, server=ServerConfig(**settings))
-    launch = LaunchSpec(model, max_model_len=64, platform="cpu", precision="fp32", seed=0)
-    endpoints = []
-    for i in range(servers):
-        api = ScriptedApi(takes_broadcasts=True)
-        here = LocalServer(f"server {i}", api, cfg.server, launch, folder / f"{i}.log")
-        endpoints.append(Endpoint(here, api, cfg.server, launch.max_model_len))
-    with pytest.MonkeyPatch.context() as patch, Fleet(endpoints, cfg) as made:
-        patch.setattr(slot, "BACKOFF_SECONDS", 0.05)
-        made.start()
-        made.wait_ready()
-        yield made
-
-
-def sync_of(cfg: Any, receiver: Fleet | None, join_seconds: float | None = None) -> Any:
-    """Return the sync of a new actor."""
-    from tepo_megatron.actor.actor import Actor
-    from tepo_megatron.distributed import parallel
-    from tepo_megatron.platform import activate
-    from tepo_megatron.weight_sync.sync import make_weight_sync
-
-    groups = parallel.initialize(cfg.parallel, activate("cpu"), 0)
-    actor = Actor.open(cfg, groups)
-    sync = make_weight_sync(cfg.sync, actor.bindings, actor.arch, groups, receiver)
-    if join_seconds is not None:
-        sync.transport.join_seconds = join_seconds
-    return sync
+def fleet(folder: Path, model: Path, servers: int, **server: Any) -> Any:
+    return test_fleet.fleet(folder, servers, model=model, takes_broadcasts=True, **server)
 
 
 def config_of(model: Path, layout: dict[str, int], **sync: Any) -> Any:

@@ -36,7 +36,7 @@ def moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def saving_run(rank: int, cfg: Any, batches: Any, folder: Path) -> dict[str, Any]:
     """Steps 1 to 3, saved after the first, with the writing held back until the third is over."""
-    actor = w.start(cfg)
+    actor = cases.open_actor(cfg)
     go = w.hold_back_writing()
     with w.checkpoints(folder, actor) as checkpoints:
         w.update(actor, 1, batches[0])
@@ -61,7 +61,7 @@ def saving_run(rank: int, cfg: Any, batches: Any, folder: Path) -> dict[str, Any
 
 
 def resumed_run(rank: int, cfg: Any, batches: Any, folder: Path) -> dict[str, Any]:
-    actor = w.start(cfg)
+    actor = cases.open_actor(cfg)
     w.draw(1 + rank)
     with w.checkpoints(folder, actor) as checkpoints, w.checkpoint_warnings() as warnings:
         found = checkpoints.newest()

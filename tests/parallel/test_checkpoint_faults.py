@@ -24,7 +24,6 @@ pytestmark = pytest.mark.slow
 
 
 def refused(action: Callable[[], Any]) -> str:
-    """The message of the CheckpointError that `action` raises."""
     with pytest.raises(CheckpointError) as caught:
         action()
     return str(caught.value)
@@ -46,7 +45,7 @@ def remove(path: Path, dice: random.Random) -> None:
 
 def damage_everything(rank: int, cfg: Any, folder: Path) -> list[tuple[str, str, int | None, tuple[str, ...]]]:
     """Damage every file of the newer of two checkpoints in three ways, one at a time, and restore it."""
-    actor, dice, out = w.start(cfg), random.Random(0), []
+    actor, dice, out = cases.open_actor(cfg), random.Random(0), []
     with w.checkpoints(folder, actor) as checkpoints, w.checkpoint_warnings():
         for step in (1, 2):
             checkpoints.save(step, actor, {"step": step})
@@ -80,7 +79,7 @@ def test_any_damaged_file_is_found_and_the_former_checkpoint_taken(case: cases.C
 
 
 def all_damaged(rank: int, cfg: Any, folder: Path) -> Any:
-    actor = w.start(cfg)
+    actor = cases.open_actor(cfg)
     with w.checkpoints(folder, actor) as checkpoints, w.checkpoint_warnings():
         nothing = checkpoints.newest()
         for step in (1, 2):
@@ -104,7 +103,7 @@ def test_when_none_is_valid_each_is_named(case: cases.Case, tmp_path: Path) -> N
 
 def fill_the_disk(rank: int, cfg: Any, batch: Any, folder: Path, victim: int) -> Any:
     """The kernel refuses what rank `victim` writes beyond 1 MB, in the midst of its file."""
-    actor = w.start(cfg)
+    actor = cases.open_actor(cfg)
     with w.checkpoints(folder, actor) as checkpoints:
         checkpoints.save(1, actor, {})
         checkpoints.wait()
@@ -136,7 +135,7 @@ def test_a_write_that_fails_on_one_rank_fails_on_all_and_leaves_the_former(
 
 
 def hang(rank: int, cfg: Any, folder: Path) -> Any:
-    actor = w.start(cfg)
+    actor = cases.open_actor(cfg)
     with pytest.raises(CheckpointError, match="no more"), w.checkpoints(folder, actor, timeout_seconds=5) as checkpoints:
         checkpoints.save(1, actor, {})
         checkpoints.wait()
@@ -161,7 +160,7 @@ def load_into_others(rank: int, cfg: Any, others: list[Any], folder: Path) -> li
     """Save, and load into an actor of each other config: the message, and whether its weights are what they were."""
     from tepo_megatron.actor.actor import Actor
 
-    actor, out = w.start(cfg), []
+    actor, out = cases.open_actor(cfg), []
     with w.checkpoints(folder, actor) as checkpoints:
         checkpoints.save(1, actor, {})
         checkpoints.wait()

@@ -56,7 +56,7 @@ def save_and_replace(rank: int, cfg: Any, batch: Any, folder: Path) -> list[tupl
     """Return, for each way to replace something, whether it changed the state, and whether the next save holds the state."""
     from tepo_megatron.actor.actor import Actor
 
-    actor, out = w.start(cfg), []
+    actor, out = cases.open_actor(cfg), []
     another = Actor.open(cfg, actor.groups)
 
     def loaded() -> list[Any]:

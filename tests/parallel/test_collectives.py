@@ -50,10 +50,7 @@ def call_collectives(rank: int, size: int, dtype: torch.dtype) -> dict[str, tupl
         return torch.cat(out)
 
     def exchange(out: Tensor) -> None:
-        ops = [
-            dist.P2POp(dist.isend, mine(), (rank + 1) % size),
-            dist.P2POp(dist.irecv, out, (rank - 1) % size),
-        ]
+        ops = [dist.P2POp(dist.isend, mine(), (rank + 1) % size), dist.P2POp(dist.irecv, out, (rank - 1) % size)]
         for work in dist.batch_isend_irecv(ops):
             work.wait()
 
@@ -63,10 +60,7 @@ def call_collectives(rank: int, size: int, dtype: torch.dtype) -> dict[str, tupl
     owners = ranks.repeat_interleave(torch.tensor(uneven))
     return {
         "all_reduce": (in_place(dist.all_reduce, mine()), total.expand(2)),
-        "all_reduce avg": (
-            in_place(lambda x: dist.all_reduce(x, op=ops.AVG), mine()),
-            (total / size).expand(2),
-        ),
+        "all_reduce avg": (in_place(lambda x: dist.all_reduce(x, op=ops.AVG), mine()), (total / size).expand(2)),
         "all_reduce max": (in_place(lambda x: dist.all_reduce(x, op=ops.MAX), mine()), ranks[-1].expand(2)),
         "broadcast": (in_place(lambda x: dist.broadcast(x, src=size - 1), mine()), ranks[-1].expand(2)),
         "all_gather_into_tensor": (into(lambda o: dist.all_gather_into_tensor(o, mine()), 2 * size), steps),
@@ -79,14 +73,8 @@ def call_collectives(rank: int, size: int, dtype: torch.dtype) -> dict[str, tupl
             steps.repeat(2),
         ),
         "reduce_scatter_tensor": (into(lambda o: dist.reduce_scatter_tensor(o, steps), 2), own * size),
-        "reduce_scatter_tensor avg": (
-            into(lambda o: dist.reduce_scatter_tensor(o, steps, op=ops.AVG), 2),
-            own,
-        ),
-        "reduce_scatter_tensor async": (
-            into(lambda o: dist.reduce_scatter_tensor(o, steps, async_op=True), 2),
-            own * size,
-        ),
+        "reduce_scatter_tensor avg": (into(lambda o: dist.reduce_scatter_tensor(o, steps, op=ops.AVG), 2), own),
+        "reduce_scatter_tensor async": (into(lambda o: dist.reduce_scatter_tensor(o, steps, async_op=True), 2), own * size),
         "reduce_scatter_tensor coalesced": (
             coalesced(lambda o: dist.reduce_scatter_tensor(o, steps, async_op=True), 2),
             own.repeat(2) * size,
@@ -107,10 +95,7 @@ def call_collectives(rank: int, size: int, dtype: torch.dtype) -> dict[str, tupl
             into_list(lambda o: dist.gather(mine(), o if rank == 0 else None, dst=0), [2] * size),
             steps if rank == 0 else empty(2 * size),
         ),
-        "scatter": (
-            into(lambda o: dist.scatter(o, list(steps.split(2)) if rank == 0 else None, src=0), 2),
-            own,
-        ),
+        "scatter": (into(lambda o: dist.scatter(o, list(steps.split(2)) if rank == 0 else None, src=0), 2), own),
     } | ({"batch_isend_irecv": (into(exchange, 2), ranks[rank - 1].expand(2))} if size > 1 else {})
 
 

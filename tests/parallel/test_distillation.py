@@ -13,6 +13,7 @@ from tepo_megatron.config import Config
 from tepo_megatron.config.io import plain, validate
 from tests.marks import full_but
 from tests.parallel import cases
+from tests.parallel.cases import open_actor
 from tests.parallel.test_reference_policy import other  # noqa: F401
 from tests.parallel.test_statistics import counting
 from tests.reference import tepo as reference
@@ -29,16 +30,11 @@ def config(model: Path, teacher: Path, layout: dict[str, Any], max_tokens: int =
 
 
 def updates(rank: int, cfg: Config, batches: Any) -> list[dict[str, Any]]:
-    from tepo_megatron.actor.actor import Actor
     from tepo_megatron.controller.method import resolve
-    from tepo_megatron.distributed import parallel
-    from tepo_megatron.platform import activate
 
-    groups = parallel.initialize(cfg.parallel, activate(cfg.platform), cfg.seed)
-    actor = Actor.open(cfg, groups)
+    actor = open_actor(cfg)
     actor.keep_reference()
     out = cases.steps_of(actor, batches, resolve(cfg).objective)
-    parallel.shutdown()
     return out
 
 

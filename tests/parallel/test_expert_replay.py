@@ -21,19 +21,9 @@ from tepo_megatron.rollout import record
 from tepo_megatron.types import NO_EXPERT, Rollout, TrainBatch
 from tests.marks import full_but
 from tests.parallel import cases
-from tests.parallel.test_families import (
-    EIGHT_HEADS,
-    EP2,
-    EXPERTS,
-    TOLERANCE,
-    TP_SP,
-    in_file_names,
-    rewarded_batch,
-    sent,
-    shaped,
-    transformers_model,
-    whole_gradients,
-)
+from tests.parallel.cases import open_actor
+from tests.parallel.test_families import EIGHT_HEADS, EP2, EXPERTS, TOLERANCE, TP_SP, in_file_names, rewarded_batch, shaped
+from tests.reference import tepo
 from tests.tiny import tiny_model
 from tests.worlds import run_world
 
@@ -79,7 +69,7 @@ def given() -> TrainBatch:
 
 def replayed_experts(model: Path, given: TrainBatch) -> tuple[Tensor, dict[str, Tensor]]:
     """Return fp64 log-probs [N] and gradients of -sum A log pi / N of transformers' model with the given experts."""
-    network = transformers_model(model).double()
+    network = tepo.load(model)
     chosen: dict[int, Tensor] = {}
 
     def gate(layer: int, module: Any) -> Any:
@@ -112,12 +102,9 @@ def expected(model: Path, given: TrainBatch) -> tuple[Tensor, dict[str, Tensor]]
 
 
 def old_pass_and_gradients(rank: int, cfg: Any, batch: TrainBatch, machines: bool = False) -> dict[str, Any]:
-    from tepo_megatron.actor.actor import Actor
-    from tepo_megatron.distributed import parallel
     from tepo_megatron.losses import build_objective
-    from tepo_megatron.platform import activate
 
-    actor = Actor.open(cfg, parallel.initialize(cfg.parallel, activate("cpu"), 0))
+    actor = open_actor(cfg)
     actor.start_step(1)
     if machines:
         batch = received(actor, batch)
@@ -127,9 +114,8 @@ def old_pass_and_gradients(rank: int, cfg: Any, batch: TrainBatch, machines: boo
     out = {
         "last first": actor.groups.broadcast_from_last_stage(last_first.clone()),
         "logprobs": actor.groups.broadcast_from_last_stage(old.old_logprobs_N.clone()),
-        "gradients": sent(actor, whole_gradients(actor)),
+        "gradients": cases.full_gradients(actor),
     }
-    parallel.shutdown()
     return out
 
 
@@ -230,11 +216,7 @@ def own_and_others(rank: int, cfg: Any, batch: TrainBatch) -> dict[str, Tensor]:
     """Log-probs of free routers, of their choices replayed, of those with one changed, of free routers again, and those of a
     reference policy, which is the policy.
     """
-    from tepo_megatron.actor.actor import Actor
-    from tepo_megatron.distributed import parallel
-    from tepo_megatron.platform import activate
-
-    actor = Actor.open(cfg, parallel.initialize(cfg.parallel, activate("cpu"), 0))
+    actor = open_actor(cfg)
     actor.keep_reference()
     experts = own_choices(actor, batch)
     changed = [e.clone() for e in experts]
@@ -247,7 +229,6 @@ def own_and_others(rank: int, cfg: Any, batch: TrainBatch) -> dict[str, Tensor]:
         "free again": actor.logprobs(with_experts(batch, changed), replays=False),
     }
     out["reference"] = actor.attach_ref_logprobs(with_experts(batch, changed)).ref_logprobs_N
-    parallel.shutdown()
     return out
 
 

@@ -8,27 +8,20 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import (
-    AutoModelForCausalLM,
-    LlamaConfig,
-    MistralConfig,
-    MixtralConfig,
-    PretrainedConfig,
-    Qwen2Config,
-    Qwen3Config,
-    Qwen3MoeConfig,
-)
+from transformers import LlamaConfig, MistralConfig, MixtralConfig, PretrainedConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 from tepo_megatron.types import Rollout, TrainBatch
 from tests.parallel import cases
+from tests.parallel.cases import open_actor
 from tests.parallel.test_weights import Recorder, tensors
-from tests.reference.hybrid import widen
+from tests.reference import tepo
 from tests.tiny import hybrid_config, tiny_model, tiny_multimodal
 from tests.worlds import run_world
 
@@ -110,13 +103,6 @@ STEPS = [
 ]  # fmt: skip
 
 
-def transformers_model(path: Path) -> torch.nn.Module:
-    """Return the fp32 model with eager attention and experts (grouped products take neither fp64 nor odd sizes)."""
-    widen()
-    plain = {"attn_implementation": "eager", "experts_implementation": "eager"}
-    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, **plain).eval()
-
-
 @functools.cache
 def reference(name: str, folder: Path) -> tuple[Path, list[Tensor], list[Tensor], list[int]]:
     """The model's directory; some sequences, transformers' logits [L, V] for each, and its greedy continuation of the first.
@@ -125,7 +111,7 @@ def reference(name: str, folder: Path) -> tuple[Path, list[Tensor], list[Tensor]
     """
     path = folder / name.replace("/", "-")
     tiny_model(path, MODELS[name](), seed=1, scale=8.0)
-    model = transformers_model(path)
+    model = tepo.load(path, torch.float32)
     generator = torch.Generator().manual_seed(3)
     sequences = [torch.randint(3, VOCAB, (n,), generator=generator) for n in (5, 41, 19, 64)]
     with torch.no_grad():
@@ -174,22 +160,17 @@ def gathered_logits(actor: Any, batch: TrainBatch) -> Tensor:
 
 def visit_model(rank: int, cfg: Any, sequences: list[Tensor], out: Path) -> dict[str, Any]:
     """Export, push to an engine, and compute logits of all positions in a forked rank; on one rank, also continue greedily."""
-    from tepo_megatron.actor.actor import Actor
-    from tepo_megatron.distributed import parallel
-    from tepo_megatron.platform import activate
     from tepo_megatron.weight_sync.sync import make_weight_sync
 
-    groups = parallel.initialize(cfg.parallel, activate("cpu"), 0)
-    actor = Actor.open(cfg, groups)
+    actor = open_actor(cfg)
     actor.export_hf(out)
     receiver = Recorder() if rank == 0 else None
-    with make_weight_sync(cfg.sync, actor.bindings, actor.arch, groups, receiver) as sync:
+    with make_weight_sync(cfg.sync, actor.bindings, actor.arch, actor.groups, receiver) as sync:
         sync.push(version=1)
     logits = gathered_logits(actor, batch_of(sequences))
     ids = sequences[0]
-    for _ in range(NEW_TOKENS if groups.world_size == 1 else 0):
+    for _ in range(NEW_TOKENS if actor.groups.world_size == 1 else 0):
         ids = torch.cat((ids, gathered_logits(actor, batch_of([ids], rows=1)).argmax(-1)))
-    parallel.shutdown()
     received = receiver.received if receiver else {}
     return {"logits": logits, "token by token": ids[len(sequences[0]) :].tolist(), "received": received}
 
@@ -276,27 +257,15 @@ def rewarded_batch() -> TrainBatch:
 
 
 @functools.cache
-def reference_step(name: str, folder: Path) -> tuple[dict[str, Tensor], float, dict[str, Tensor]]:
-    """Policy gradient of -sum A log pi / N in fp64, its norm, and the weights after clipping and AdamW; in the file's names."""
-    path = reference(name, folder)[0]
-    model = transformers_model(path).double()
-    batch = rewarded_batch()
+def reference_step(name: str, folder: Path) -> tepo.Step:
+    """A step with the policy gradient of -sum A log pi / N in fp64, in the file's names."""
+    trainer, batch = tepo.Trainer(reference(name, folder)[0], **cases.ADAM), rewarded_batch()
     loss = torch.zeros((), dtype=torch.float64)
     for rollout, advantage in zip(batch.rollouts, batch.advantages_B.double(), strict=True):
-        ids = rollout.token_ids_L
-        logp = torch.log_softmax(model(ids[None]).logits[0, :-1] / cases.TEMPERATURE, dim=-1)
-        loss = loss - advantage * logp.gather(1, ids[1:, None])[rollout.response_mask_L[1:]].sum() / batch.num_tokens
-    loss.backward()
-    gradients = in_file_names(name, {n: p.grad.clone() for n, p in model.named_parameters()})
-    vectors = [p for p in model.parameters() if p.ndim == 1]
-    matrices = [p for p in model.parameters() if p.ndim > 1]
-    decay, none = {"weight_decay": cases.ADAM["weight_decay"]}, {"weight_decay": 0.0}
-    settings = {k: cases.ADAM[k] for k in ("lr", "eps", "betas")}
-    optimizer = torch.optim.AdamW([{"params": matrices} | decay, {"params": vectors} | none], **settings)
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), cases.ADAM["clip"])
-    optimizer.step()
-    weights = in_file_names(name, {n: p.detach().clone() for n, p in model.named_parameters()})
-    return gradients, float(norm), weights
+        logprob, _ = tepo.statistics(trainer.model, rollout.token_ids_L, rollout.response_mask_L, cases.TEMPERATURE)
+        loss = loss - advantage * logprob.sum() / batch.num_tokens
+    step = trainer.take(loss)
+    return replace(step, gradients=in_file_names(name, step.gradients), weights=in_file_names(name, step.weights))
 
 
 def in_file_names(model: str, named: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -317,71 +286,9 @@ def in_file_names(model: str, named: dict[str, Tensor]) -> dict[str, Tensor]:
     return out
 
 
-def train_once(rank: int, cfg: Any, batch: TrainBatch) -> dict[str, Any]:
-    from tepo_megatron.actor.actor import Actor
-    from tepo_megatron.distributed import parallel
-    from tepo_megatron.losses import build_objective
-    from tepo_megatron.platform import activate
-
-    actor = Actor.open(cfg, parallel.initialize(cfg.parallel, activate("cpu"), 0))
-    actor.start_step(1)
-    gradients: dict[str, Tensor] = {}
-    step = actor.optimizer.step
-
-    def capture_then_step() -> Any:
-        gradients.update(sent(actor, whole_gradients(actor)))
-        return step()
-
-    actor.optimizer.step = capture_then_step
-    result = actor.update(batch, build_objective(cfg.objective))
-    weights = sent(actor, [b.parameter for b in actor.bindings])
-    parallel.shutdown()
-    return {"gradients": gradients, "weights": weights, "grad_norm": result.metrics["actor/grad_norm"][0]}
-
-
-def whole_gradients(actor: Any) -> list[Tensor]:
-    """Reduced gradients, one per binding: the distributed optimizer leaves each rank of a bucket's group a shard."""
-    import torch.distributed as dist
-    from megatron.core.distributed.param_and_grad_buffer import shard_buffer
-
-    kept = []
-    for chunk in actor.chunks:
-        for bucket_group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups:
-            group = bucket_group.intra_distributed_optimizer_instance_group
-            for bucket in bucket_group.buckets:
-                kept.append((bucket.grad_data, bucket.grad_data.clone()))
-                shard = shard_buffer(bucket.grad_data, group.size())[group.rank()].clone()
-                dist.all_gather_into_tensor(bucket.grad_data, shard, group=group)
-    whole = [b.parameter.main_grad.clone() for b in actor.bindings]
-    for data, original in kept:
-        data.copy_(original)
-    return whole
-
-
-def sent(actor: Any, values: list[Tensor]) -> dict[str, Tensor]:
-    """Return the part of `values` (one per binding) that this rank would send, in HF layout."""
-    from dataclasses import replace
-
-    from tepo_megatron.weights.gather import iterate_hf, sent_by
-
-    bindings = [replace(b, parameter=t) for b, t in zip(actor.bindings, values, strict=True)]
-    return {n: t.detach().clone() for n, t in iterate_hf(sent_by(bindings, actor.groups), actor.arch, actor.groups.tp)}
-
-
 @pytest.mark.parametrize(("name", "layout"), params(STEPS_ON_TWO_RANKS, STEPS))
 def test_a_training_step_equals_the_reference(folder: Path, name: str, layout: dict[str, Any]) -> None:
-    """Gradients and weights per tensor, by ||a - b|| / ||b||, and the gradient norm."""
-    gradients, norm, weights = reference_step(name, folder)
+    """Loss, gradient norm, and gradients and weights per tensor, by ||a - b|| / ||b||."""
     cfg = cases.run_config(reference(name, folder)[0], layout, max_tokens=50, objective={"name": "reinforce"})
-    ranks = run_world(cfg.parallel.world_size, train_once, cfg, rewarded_batch())
-    tolerance = HYBRID_TOLERANCE if name in HYBRIDS else TOLERANCE
-    for kind, expected in (("gradients", gradients), ("weights", weights)):
-        merged = {n: t for rank in ranks for n, t in rank[kind].items()}
-        assert merged.keys() == expected.keys()
-        assert sum(len(rank[kind]) for rank in ranks) == len(expected)  # each leaves through one rank
-        assert all(x.norm() > 0 for x in expected.values())
-        worst = max(expected, key=lambda n: cases.distance(merged[n], expected[n]))
-        found = cases.distance(merged[worst], expected[worst])
-        assert found <= tolerance, f"{kind} of {worst} differ by {found:.1e}"
-    for rank in ranks:
-        assert rank["grad_norm"] == pytest.approx(norm, rel=tolerance)
+    ranks = run_world(cfg.parallel.world_size, cases.train_steps, cfg, (rewarded_batch(),))
+    cases.compare(ranks, (reference_step(name, folder),), HYBRID_TOLERANCE if name in HYBRIDS else TOLERANCE)

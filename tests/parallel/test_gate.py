@@ -14,6 +14,7 @@ from tests.harness.faulty_engine import FAULTS
 from tests.marks import full_but
 from tests.parallel import cases
 from tests.parallel import resume_worlds as w
+from tests.parallel.cases import open_actor
 from tests.worlds import run_world
 
 LIMIT = 1e-3
@@ -22,12 +23,7 @@ EVERY_MODE = [(mode, False) for mode in harness.TURNS] + [(mode, True) for mode 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("mode", "one_server"),
-    full_but(
-        [("sync, old_logprobs rollout", True)],
-        [("3 ahead, continue", True)],
-        EVERY_MODE,
-    ),
+    ("mode", "one_server"), full_but([("sync, old_logprobs rollout", True)], [("3 ahead, continue", True)], EVERY_MODE)
 )
 def test_an_engine_that_ignores_updates_is_stopped_in_the_first_possible_step(
     model: Path, tmp_path: Path, mode: str, one_server: bool
@@ -75,20 +71,16 @@ def sampled(logprobs_N: torch.Tensor, batch: TrainBatch, version: int, servers: 
 
 def verdicts(rank: int, cfg: Any, batch: TrainBatch) -> dict[str, Any]:
     """Return the gate's verdicts on rollouts of version 0, by four servers, when the actor has version 1."""
-    from tepo_megatron.actor.actor import Actor
     from tepo_megatron.controller.gate import WeightsGate
-    from tepo_megatron.distributed import parallel
     from tepo_megatron.losses import build_objective
-    from tepo_megatron.platform import activate
 
-    groups = parallel.initialize(cfg.parallel, activate("cpu"), 0)
-    actor = Actor.open(cfg, groups)
-    gate = WeightsGate(cfg.rollout, cfg.training, cfg.sync, actor, groups)
-    of_few_tokens = WeightsGate(cfg.rollout, cfg.training, replace(cfg.sync, compared_tokens=1), actor, groups)
+    actor = open_actor(cfg)
+    gate = WeightsGate(cfg.rollout, cfg.training, cfg.sync, actor, actor.groups)
+    of_few_tokens = WeightsGate(cfg.rollout, cfg.training, replace(cfg.sync, compared_tokens=1), actor, actor.groups)
 
     def logprobs() -> torch.Tensor:
         actor.finish_step()
-        return groups.broadcast_from_last_stage(actor.logprobs(batch).clone()).cpu()
+        return actor.groups.broadcast_from_last_stage(actor.logprobs(batch).clone()).cpu()
 
     for each in (gate, of_few_tokens):
         each.delivered(0)
@@ -125,7 +117,7 @@ def verdicts(rank: int, cfg: Any, batch: TrainBatch) -> dict[str, Any]:
         "unknown": judge(sampled(of_0, batch, -1, 1)),
         "both": judge(tuple(of_both)),
     }
-    gate.with_old_stats(replace(batch, rollouts=tuple(of_both), old_logprobs_N=of_1.to(groups.device)), step=2)
+    gate.with_old_stats(replace(batch, rollouts=tuple(of_both), old_logprobs_N=of_1.to(actor.groups.device)), step=2)
     out["both, in the end"] = gate.values()
     out["same"] = all(torch.equal(a, b.parameter) for a, b in zip(weights, actor.bindings, strict=True))
     return out

@@ -118,17 +118,13 @@ def stopped(rank: int, configs: list[Config], batch: TrainBatch) -> list[list[bo
     """Return for each config whether `learn` ends on stale rollouts that say to be of the newest version; where rollouts may be
     a step old, on such that say to be of the version before; last, whether it ends on rollouts of the weights that they say.
     """
-    from tepo_megatron.actor.actor import Actor
     from tepo_megatron.controller.gate import WeightsGate
     from tepo_megatron.controller.learning import learn
     from tepo_megatron.controller.step_log import StepLog
-    from tepo_megatron.distributed import parallel
     from tepo_megatron.losses import build_objective
     from tepo_megatron.observability.timing import Clock
-    from tepo_megatron.platform import activate
 
-    groups = parallel.initialize(configs[0].parallel, activate("cpu"), 0)
-    actor = Actor.open(configs[0], groups)
+    actor = cases.open_actor(configs[0])
     actor.keep_reference()
 
     def weights() -> list[torch.Tensor]:
@@ -159,7 +155,7 @@ def stopped(rank: int, configs: list[Config], batch: TrainBatch) -> list[list[bo
     for cfg in configs:
         row = []
         for said, really in [(1, 0), *([(0, 1)] if cfg.rollout.max_staleness else []), (1, 1)]:
-            rollouts, gate = graded(said, really, cfg), WeightsGate(cfg.rollout, cfg.training, cfg.sync, actor, groups)
+            rollouts, gate = graded(said, really, cfg), WeightsGate(cfg.rollout, cfg.training, cfg.sync, actor, actor.groups)
             for version in (0, 1):
                 put(of[version])
                 gate.delivered(version)

@@ -9,37 +9,34 @@ import pytest
 
 from tests.parallel import cases
 from tests.parallel.test_broadcast import config_of, fleet, got, is_model
-from tests.parallel.test_quantized_sync import sync_of
-from tests.parallel.test_weights import left_of, tensors
+from tests.parallel.test_weights import left_of, sync_of, tensors
 from tests.tiny import tiny_qwen3
-from tests.unit.rollout.test_fleet import behave, until
+from tests.unit.rollout.test_fleet import behave
+from tests.waiting import until
 from tests.worlds import run_world
 
 
 def push_and_lose(rank: int, cfg: Any, folder: Path) -> dict[str, Any]:
     if rank > 0:
-        pushing, _ = sync_of(cfg, cfg.sync, None)
-        with pushing:
+        with sync_of(cfg, None) as pushing:
             for version in (1, 2, 2):
                 pushing.push(version)
             return {"left": left_of(pushing)}
-    with fleet(folder, Path(cfg.model.path), servers=2, tp=2) as servers:
-        pushing, _ = sync_of(cfg, cfg.sync, servers)
-        with pushing:
-            received = []
-            for i in range(2):
-                behave(servers, i, save=str(folder))
-            pushing.push(1)
-            received.append(got(folder))
-            behave(servers, 1, save=str(folder), broadcast="die")
-            pushing.push(2)
-            received.append(got(folder))
-            until(lambda: servers.needs_weights)
-            behave(servers, 1, save=str(folder))
-            pushing.push(2)
-            received.append(got(folder))
-            assert servers.version == 2 and not servers.needs_weights
-            return {"received": received, "left": left_of(pushing), "rounds": pushing.rounds}
+    with fleet(folder, Path(cfg.model.path), servers=2, tp=2) as servers, sync_of(cfg, servers) as pushing:
+        received = []
+        for i in range(2):
+            behave(servers, i, save=str(folder))
+        pushing.push(1)
+        received.append(got(folder))
+        behave(servers, 1, save=str(folder), broadcast="die")
+        pushing.push(2)
+        received.append(got(folder))
+        until(lambda: servers.needs_weights)
+        behave(servers, 1, save=str(folder))
+        pushing.push(2)
+        received.append(got(folder))
+        assert servers.version == 2 and not servers.needs_weights
+        return {"received": received, "left": left_of(pushing), "rounds": pushing.rounds}
 
 
 @pytest.mark.full

@@ -64,11 +64,7 @@ def test_untied_embeddings_train_to_the_reference(untied: cases.Case, name: str)
 
 @pytest.mark.parametrize(
     ("embeddings", "name"),
-    full_but(
-        [],
-        [("tied", "1 rank")],
-        itertools.product(["tied", "untied"], ["1 rank", "TP2", "CP2 TP2+SP", "TP2 PP2"]),
-    ),
+    full_but([], [("tied", "1 rank")], itertools.product(["tied", "untied"], ["1 rank", "TP2", "CP2 TP2+SP", "TP2 PP2"])),
 )
 def test_output_layer_in_chunks(request: pytest.FixtureRequest, name: str, embeddings: str) -> None:
     """Fuse the output layer with the token statistics, in microbatches, and with a budget that keeps no logits."""
@@ -82,8 +78,7 @@ SHARING = [
 
 
 @pytest.mark.parametrize(
-    ("name", "max_tokens", "training"),
-    full_but([("1 rank", 40, {}), ("CP2 TP2+SP", 4096, {})], [], SHARING),
+    ("name", "max_tokens", "training"), full_but([("1 rank", 40, {}), ("CP2 TP2+SP", 4096, {})], [], SHARING)
 )
 def test_shared_prompts(shared: cases.Case, name: str, max_tokens: int, training: dict) -> None:
     """Groups of one, two and three, prompts of one token and more, whole and cut over small microbatches."""

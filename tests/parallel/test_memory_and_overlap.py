@@ -16,6 +16,7 @@ from tepo_megatron.config import Config, MegatronConfig, ModelConfig
 from tepo_megatron.config.io import plain, validate
 from tests.marks import full_but
 from tests.parallel import cases
+from tests.parallel.cases import open_actor
 from tests.worlds import run_world
 
 UPDATES = 2
@@ -28,7 +29,6 @@ def config(
     ddp: dict[str, Any] | None = None,
     **sections: dict[str, Any],
 ) -> Config:
-    """Return the config of a layout."""
     tree = plain(cases.run_config(case.model, parallel or {}, max_tokens))
     for name, keys in sections.items():
         tree[name] |= keys
@@ -47,13 +47,9 @@ def agree(actor: Any) -> bool:
 
 def trained(rank: int, cfg: Config, case: cases.Case, settle: bool = False, multiple: int | None = None) -> dict[str, Any]:
     """Take some updates, one after another, then compute old statistics."""
-    from tepo_megatron.actor.actor import Actor
-    from tepo_megatron.distributed import parallel
     from tepo_megatron.losses import build_objective
-    from tepo_megatron.platform import activate
 
-    groups = parallel.initialize(cfg.parallel, activate("cpu"), cfg.seed)
-    actor, objective = Actor.open(cfg, groups), build_objective(cfg.objective)
+    actor, objective = open_actor(cfg), build_objective(cfg.objective)
     if actor.activations is not None:
         actor.activations.least_bytes = 1
     if multiple is not None:
@@ -70,13 +66,12 @@ def trained(rank: int, cfg: Config, case: cases.Case, settle: bool = False, mult
     out = {
         "norms": [r.metrics["actor/grad_norm"][0] for r in results],
         "losses": [r.metrics["loss/total"][0] for r in results],
-        "old": old.old_logprobs_N if groups.is_last_stage else None,
+        "old": old.old_logprobs_N if actor.groups.is_last_stage else None,
         "weights": [b.parameter.detach().clone() for b in actor.bindings],
         "whole": whole,
         "buckets": [len(chunk.bucket_groups) for chunk in actor.chunks],
         "moved": actor.activations.moved if actor.activations is not None else 0,
     }
-    parallel.shutdown()
     return out
 
 
@@ -97,14 +92,7 @@ OVERLAPS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("layout", "gather"),
-    full_but(
-        [],
-        [],
-        itertools.product(OVERLAPS, (False, True)),
-    ),
-)
+@pytest.mark.parametrize(("layout", "gather"), full_but([], [], itertools.product(OVERLAPS, (False, True))))
 def test_overlapped_communication_trains_the_same_bits(case: cases.Case, layout: str, gather: bool) -> None:
     parallel = OVERLAPS[layout]
     overlap = {"overlap_grad_reduce": True, "overlap_param_gather": gather, "bucket_size": 20_000}
@@ -124,9 +112,7 @@ def test_overlapped_communication_trains_the_same_bits(case: cases.Case, layout:
 @pytest.mark.parametrize(
     ("layout", "recompute"),
     full_but(
-        [("1 rank", "selective"), ("1 rank", "full")],
-        [],
-        itertools.product(["1 rank", "TP2+SP", "PP2"], ["selective", "full"]),
+        [("1 rank", "selective"), ("1 rank", "full")], [], itertools.product(["1 rank", "TP2+SP", "PP2"], ["selective", "full"])
     ),
 )
 def test_recomputed_activations_train_the_same_bits(case: cases.Case, layout: str, recompute: str) -> None:

@@ -79,10 +79,8 @@ class Layout:
     """A layout of the minibatch.
 
     Attributes:
-        max_tokens: Packed tokens of a microbatch.
         microbatches: Number of microbatches on each data-parallel rank, a multiple of `multiple`; the last ones may be empty.
         order: Seed of the order in which the sequences are packed.
-        shared: Whether equal prompts of a microbatch are packed once.
     """
 
     cp: int
@@ -169,7 +167,6 @@ def backward(laid: Laid, objective: Objective, packed: list[PackedMicrobatch], g
 
 @contextlib.contextmanager
 def counted(counts: Counter) -> Iterator[None]:
-    """Count the all-reduces within the block."""
     real = dist.all_reduce
 
     def wrapper(*args: Any, **kwargs: Any) -> Any:

@@ -15,13 +15,10 @@ from tepo_megatron.config.io import plain, validate
 from tepo_megatron.types import TrainBatch
 from tests.marks import full_but
 from tests.parallel import cases
+from tests.parallel.cases import open_actor
 from tests.worlds import run_world
 
-LAYOUTS: dict[str, dict[str, Any]] = {
-    "TP2": {"tp": 2, "sequence_parallel": True},
-    "PP2": {"pp": 2},
-    "DP2": {"dp": 2},
-}
+LAYOUTS: dict[str, dict[str, Any]] = {"TP2": {"tp": 2, "sequence_parallel": True}, "PP2": {"pp": 2}, "DP2": {"dp": 2}}
 CPU = torch.device("cpu")
 SLOW = [("DP2", "bf16", "cuda")]
 CASES = [(a, b, c) for a in LAYOUTS for b in ("fp32", "bf16") for c in ("cpu", "cuda")]
@@ -53,13 +50,9 @@ def sizes(actor: Any, part: Part) -> list[int]:
 
 def trained(rank: int, cfg: Config, batches: Sequence[TrainBatch], targets: str | None) -> dict[str, Any]:
     """Losses, gradient norms, weights and moments of some updates; with parts offloaded and loaded before and after each."""
-    from tepo_megatron.actor.actor import Actor
-    from tepo_megatron.distributed import parallel
     from tepo_megatron.losses import build_objective
-    from tepo_megatron.platform import activate
 
-    groups = parallel.initialize(cfg.parallel, activate("cpu"), cfg.seed)
-    actor, objective = Actor.open(cfg, groups), build_objective(cfg.objective)
+    actor, objective = open_actor(cfg), build_objective(cfg.objective)
     if targets is not None:
         offloads(actor, targets)
         actor.offload()  # before there are moments
@@ -74,7 +67,6 @@ def trained(rank: int, cfg: Config, batches: Sequence[TrainBatch], targets: str 
     shards = [
         {k: v.clone() for k, v in {"weight": shard.weight, **shard.state}.items()} for shard in _shards(actor)
     ]  # the moments too
-    parallel.shutdown()
     return {"losses": losses, "weights": [b.parameter.detach().clone() for b in actor.bindings], "shards": shards}
 
 

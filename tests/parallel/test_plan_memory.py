@@ -23,6 +23,7 @@ from tepo_megatron.types import Rollout, TrainBatch
 from tepo_megatron.utils.host_sizes import arena_bytes
 from tests.marks import full_but
 from tests.parallel import cases
+from tests.parallel.cases import open_actor
 from tests.parallel.test_families import MODELS, shaped
 from tests.tiny import hybrid_config, tiny_model
 from tests.worlds import run_world
@@ -53,17 +54,13 @@ def config(folder: Path, layout: dict[str, Any], precision: str, **training: Any
 
 def built(rank: int, cfg: Config) -> dict[str, int]:
     """Return the bytes of buffers, optimizer tensors and host memory after one step with zero gradients, in a forked rank."""
-    from tepo_megatron.actor.actor import Actor
     from tepo_megatron.actor.offload import ON_CUDA, Offloader, optimizer_tensors
     from tepo_megatron.checkpoint.state import saved_slices
     from tepo_megatron.checkpoint.tensors import HostCopy
-    from tepo_megatron.distributed import parallel
-    from tepo_megatron.platform import activate
 
-    groups = parallel.initialize(cfg.parallel, activate("cpu"), cfg.seed)
-    actor = Actor.open(cfg, groups)
+    actor = open_actor(cfg)
     actor.optimizer.step()
-    actor.offloader = Offloader(actor.chunks, actor.optimizer, groups.device, ON_CUDA)
+    actor.offloader = Offloader(actor.chunks, actor.optimizer, actor.groups.device, ON_CUDA)
     actor.offload()
     actor.load()
     actor.keep_reference()
@@ -74,8 +71,8 @@ def built(rank: int, cfg: Config) -> dict[str, int]:
     weights = {b.param_data.untyped_storage()._cdata: b.param_data.untyped_storage() for b in buffers}
     optimizer = {t.untyped_storage()._cdata: t.untyped_storage() for t in optimizer_tensors(actor.optimizer) if t.numel()}
     out = {
-        "pp": groups.pp.rank,
-        "dp_cp": groups.dp_cp.rank,
+        "pp": actor.groups.pp.rank,
+        "dp_cp": actor.groups.dp_cp.rank,
         "parameters": sum(p.numel() for chunk in actor.chunks for p in chunk.parameters()),
         "weights": sum(s.nbytes() for s in weights.values()),
         "gradients": sum(b.grad_data.nbytes for b in buffers),
@@ -85,7 +82,6 @@ def built(rank: int, cfg: Config) -> dict[str, int]:
         "checkpoint": copied.arena.allocated,
         "shard slices": len(shard_slices),
     }
-    parallel.shutdown()
     return out
 
 
@@ -144,7 +140,6 @@ def wide(model: str) -> PretrainedConfig:
 
 
 def one_batch(shared: bool) -> TrainBatch:
-    """Return a batch, whose sequences have one prompt if `shared`."""
     generator = torch.Generator().manual_seed(0)
     ids = [torch.randint(1, TABLE, (n,), generator=generator) for n in LENGTHS]
     rollouts = [
@@ -169,13 +164,9 @@ def kept(rank: int, cfg: Config) -> tuple[int, int, int]:
     every size; and the host memory of these copies.
     """
     from tepo_megatron.actor.activations import HostActivations
-    from tepo_megatron.actor.actor import Actor
-    from tepo_megatron.distributed import parallel
     from tepo_megatron.losses import build_objective
-    from tepo_megatron.platform import activate
 
-    groups = parallel.initialize(cfg.parallel, activate("cpu"), cfg.seed)
-    actor, objective = Actor.open(cfg, groups), build_objective(cfg.objective)
+    actor, objective = open_actor(cfg), build_objective(cfg.objective)
     batch = one_batch(cfg.training.share_prompts == "always")
     weights = {p.untyped_storage()._cdata for chunk in actor.chunks for p in chunk.parameters()}
     saved: dict[int, torch.UntypedStorage] = {}
@@ -193,15 +184,10 @@ def kept(rank: int, cfg: Config) -> tuple[int, int, int]:
     away = actor.activations = HostActivations(actor.chunks, torch.device("cpu"), least_bytes=1)
     for _ in range(2):  # the second pass knows how much a microbatch needs
         actor.backward(batch, objective)
-    parallel.shutdown()
     return sum(storage.nbytes() for storage in saved.values()), away.moved // 2, away.memory.allocated
 
 
-@pytest.mark.parametrize(
-    ("model", "layout", "precision", "training"),
-    full_but([], [KEPT[3]], KEPT),
-    ids=lambda x: str(x),
-)
+@pytest.mark.parametrize(("model", "layout", "precision", "training"), full_but([], [KEPT[3]], KEPT), ids=lambda x: str(x))
 def test_activations(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

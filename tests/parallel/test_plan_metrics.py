@@ -6,17 +6,15 @@ import pytest
 
 from tests.marks import slow_but
 from tests.parallel import cases
+from tests.parallel.cases import open_actor
 from tests.worlds import run_world
 
 
 def update(rank: int, cfg: Any, batch: Any) -> dict[str, Any]:
     """Take one update in a forked rank; return its metrics, and the tokens of the microbatches that this rank ran."""
-    from tepo_megatron.actor.actor import Actor
-    from tepo_megatron.distributed import parallel
     from tepo_megatron.losses import build_objective
-    from tepo_megatron.platform import activate
 
-    actor = Actor.open(cfg, parallel.initialize(cfg.parallel, activate("cpu"), 0))
+    actor = open_actor(cfg)
     tokens: list[int] = []
     run = actor.schedule.forward_backward
 
@@ -27,7 +25,6 @@ def update(rank: int, cfg: Any, batch: Any) -> dict[str, Any]:
     actor.schedule.forward_backward = counted  # type: ignore[method-assign]
     actor.start_step(1)
     result = actor.update(batch, build_objective(cfg.objective))
-    parallel.shutdown()
     return {"metrics": result.metrics, "tokens": tokens}
 
 

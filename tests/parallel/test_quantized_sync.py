@@ -15,7 +15,7 @@ from tests.marks import full_but
 from tests.parallel import cases
 from tests.parallel.test_broadcast import fleet, got
 from tests.parallel.test_relay import memory, simulated
-from tests.parallel.test_weights import ROUNDS, Recorder, tensors, tiny_moe
+from tests.parallel.test_weights import ROUNDS, Recorder, sync_of, tensors, tiny_moe
 from tests.tiny import tiny_qwen3
 from tests.unit.rollout.test_fleet import behave
 from tests.worlds import run_world
@@ -45,17 +45,6 @@ def convert(rank: int, words: list[str]) -> int:
     return main(words)
 
 
-def sync_of(cfg: Any, sync: SyncConfig, receiver: Any) -> tuple[Any, Any]:
-    from tepo_megatron.actor.actor import Actor
-    from tepo_megatron.distributed import parallel
-    from tepo_megatron.platform import activate
-    from tepo_megatron.weight_sync.sync import make_weight_sync
-
-    groups = parallel.initialize(cfg.parallel, activate("cpu"), 0)
-    actor = Actor.open(cfg, groups)
-    return make_weight_sync(sync, actor.bindings, actor.arch, groups, receiver), actor
-
-
 def plain(tensors: dict[str, torch.Tensor]) -> dict[str, tuple[torch.dtype, torch.Size, torch.Tensor]]:
     """Return tensors that can be pickled, which tensors in FP8 cannot."""
     return {name: (t.dtype, t.shape, t.reshape(-1).view(torch.uint8)) for name, t in tensors.items()}
@@ -63,8 +52,7 @@ def plain(tensors: dict[str, torch.Tensor]) -> dict[str, tuple[torch.dtype, torc
 
 def push(rank: int, cfg: Any, sync: SyncConfig) -> dict[str, Any]:
     receiver = Recorder() if rank == 0 else None
-    pushing, _ = sync_of(cfg, sync, receiver)
-    with pushing:
+    with sync_of(cfg, receiver, sync=sync) as pushing:
         pushing.push(1)
     return {} if receiver is None else {"received": plain(receiver.received), "bytes": receiver.data, "rounds": pushing.rounds}
 
@@ -72,15 +60,12 @@ def push(rank: int, cfg: Any, sync: SyncConfig) -> dict[str, Any]:
 def broadcast(rank: int, cfg: Any, sync: SyncConfig, folder: Path) -> dict[str, Any]:
     """Broadcast to a server that holds the FP8 model, whose receiver refuses other tensors."""
     if rank > 0:
-        pushing, _ = sync_of(cfg, sync, None)
-        with pushing:
+        with sync_of(cfg, None, sync=sync) as pushing:
             pushing.push(1)
         return {"bytes": pushing.transport.sent_bytes}
-    with fleet(folder, folder / "fp8", servers=1, tp=1) as servers:
-        pushing, _ = sync_of(cfg, sync, servers)
-        with pushing:
-            behave(servers, 0, save=str(folder / "got"))
-            pushing.push(1)
+    with fleet(folder, folder / "fp8", servers=1, tp=1) as servers, sync_of(cfg, servers, sync=sync) as pushing:
+        behave(servers, 0, save=str(folder / "got"))
+        pushing.push(1)
     return {"received": plain(got(folder / "got")[0]), "bytes": pushing.transport.sent_bytes, "rounds": pushing.rounds}
 
 
@@ -93,11 +78,7 @@ FAST = [("dense", "TP2", "shm"), ("MoE", "EP2", "ipc")]
 SLOW = [("dense", "PP2", "ipc"), ("dense", "PP2", "group"), ("dense", "PP2", "relay")]
 
 
-@pytest.mark.parametrize(
-    ("exported", "layout", "transport"),
-    full_but(FAST, SLOW, CASES),
-    indirect=["exported"],
-)
+@pytest.mark.parametrize(("exported", "layout", "transport"), full_but(FAST, SLOW, CASES), indirect=["exported"])
 def test_what_is_sent_is_what_the_export_writes(exported: Path, tmp_path: Path, layout: str, transport: str) -> None:
     """relay: the ranks are on two machines."""
     folder = exported

@@ -7,7 +7,9 @@ import pytest
 import torch
 
 from tests.parallel import cases
+from tests.parallel.cases import open_actor
 from tests.reference import tepo as reference
+from tests.tiny import change_tensors
 from tests.worlds import run_world
 
 LAYOUTS = [{}, {"cp": 2}, {"tp": 2, "pp": 2}]
@@ -19,32 +21,20 @@ def other(case: cases.Case, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A second model of the same architecture: the reference policy."""
     import shutil
 
-    from safetensors.torch import load_file, save_file
-
     folder = tmp_path_factory.mktemp("other") / "model"
     shutil.copytree(case.model, folder)
-    weights = load_file(folder / "model.safetensors")
     generator = torch.Generator().manual_seed(11)
-    moved = {n: w + 0.1 * w.abs().mean() * torch.randn(w.shape, generator=generator) for n, w in weights.items()}
-    save_file(moved, folder / "model.safetensors", metadata={"format": "pt"})
+    move = lambda w: w + 0.1 * w.abs().mean() * torch.randn(w.shape, generator=generator)  # noqa: E731
+    change_tensors(folder, lambda weights: weights.update({n: move(w) for n, w in weights.items()}))
     return folder
-
-
-def build(cfg: Any) -> Any:
-    from tepo_megatron.actor.actor import Actor
-    from tepo_megatron.distributed import parallel
-    from tepo_megatron.platform import activate
-
-    return Actor.open(cfg, parallel.initialize(cfg.parallel, activate("cpu"), cfg.seed))
 
 
 def with_reference(rank: int, cfg: Any, batch: Any) -> dict[str, Any]:
     """Return the statistics of the reference policy, and whether the policy is unchanged afterwards."""
     from tepo_megatron.actor.comparisons import reference_divergence
-    from tepo_megatron.distributed import parallel
     from tepo_megatron.losses import build_objective
 
-    actor = build(cfg)
+    actor = open_actor(cfg)
     before = [b.parameter.detach().clone() for b in actor.bindings]
     actor.keep_reference()
     batch = actor.attach_ref_logprobs(batch)
@@ -58,7 +48,6 @@ def with_reference(rank: int, cfg: Any, batch: Any) -> dict[str, Any]:
         "loss": result.metrics["loss/total"][0],
         "gradients": cases.full_gradients(actor),
     }
-    parallel.shutdown()
     return out
 
 
@@ -82,19 +71,14 @@ def _logprobs(path: Path, case: cases.Case) -> torch.Tensor:
 
 @pytest.mark.slow
 def test_reference_logprobs_are_those_of_the_other_model(case: cases.Case, other: Path, outs: list) -> None:
-    model = reference.load(other)
-    with torch.no_grad():
-        expected = [
-            reference.statistics(model, r.token_ids_L, r.response_mask_L, cases.TEMPERATURE)[0]
-            for r in case.batches[0].rollouts
-        ]
-    old = case.batches[0].old_logprobs_N.double().split(case.batches[0].response_lengths)
+    expected = _logprobs(other, case)
+    old, lengths = case.batches[0].old_logprobs_N.double(), case.batches[0].response_lengths
     for ranks in outs:
         for rank in ranks:
             assert rank["unchanged"]
             if rank["ref_logprobs_N"] is not None:
-                assert cases.distance(rank["ref_logprobs_N"], torch.cat(expected)) <= 1e-5
-            sums = torch.stack([(o - e).sum() for o, e in zip(old, expected, strict=True)])
+                assert cases.distance(rank["ref_logprobs_N"], expected) <= 1e-5
+            sums = torch.stack([difference.sum() for difference in (old - expected).split(lengths)])
             assert cases.distance(rank["divergence_B"], sums) <= 1e-5
 
 
@@ -115,10 +99,8 @@ def test_the_penalty_is_in_the_loss_on_every_layout(case: cases.Case, other: Pat
 
 
 def plain_step(rank: int, cfg: Any, batch: Any) -> float:
-    from tepo_megatron.distributed import parallel
     from tepo_megatron.losses import build_objective
 
-    actor = build(cfg)
+    actor = open_actor(cfg)
     result = actor.backward(batch, build_objective(cfg.objective)).reduce(actor.groups)
-    parallel.shutdown()
     return result.metrics["loss/total"][0]

@@ -37,12 +37,6 @@ PLACES = (
 )
 
 
-@pytest.fixture(scope="module")
-def straight(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Outcome]:
-    """The run that nobody kills, by tp."""
-    return w.undisturbed(model, lambda: tmp_path_factory.mktemp("straight"))
-
-
 @pytest.mark.full
 def test_kills_one_after_the_other_change_nothing(straight: Callable[[int], Outcome], model: Path, tmp_path: Path) -> None:
     cfg = w.run_config(model, tmp_path, checkpoint={"every": 2})

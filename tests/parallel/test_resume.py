@@ -54,12 +54,6 @@ AT_THE_END = {
 }
 
 
-@pytest.fixture(scope="module")
-def straight(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Outcome]:
-    """The run that nobody kills and that writes no checkpoints, by tp."""
-    return w.undisturbed(model, lambda: tmp_path_factory.mktemp("straight"))
-
-
 @pytest.mark.full
 def test_a_run_killed_several_times_ends_like_an_undisturbed_one(
     straight: Callable[[int], Outcome], model: Path, tmp_path: Path
@@ -110,12 +104,7 @@ OF_CHECKPOINTS = [where for where in PLACES if where.startswith(CHECKPOINT) or w
     ids=str,
 )
 def test_a_kill_at_any_place_changes_nothing(
-    straight: Callable[[int], Outcome],
-    model: Path,
-    tmp_path: Path,
-    where: str,
-    tp: int,
-    checkpoint: dict[str, Any],
+    straight: Callable[[int], Outcome], model: Path, tmp_path: Path, where: str, tp: int, checkpoint: dict[str, Any]
 ) -> None:
     """Kill before the call, and in the resumed run after the call."""
     cfg = w.run_config(model, tmp_path, parallel={"tp": tp}, checkpoint=checkpoint)

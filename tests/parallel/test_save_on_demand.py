@@ -41,12 +41,6 @@ PHASES = {
 NEVER_SAVED = ("save", "writing")  # phases that exist only with checkpoint.every
 
 
-@pytest.fixture(scope="module")
-def straight(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Outcome]:
-    """The run that nobody asks for anything, by tp."""
-    return w.undisturbed(model, lambda: tmp_path_factory.mktemp("straight"))
-
-
 def assert_no_step_was_repeated(run: Path, stops: int) -> None:
     """Assert that each of these requests ended the run, and that no recorded step was taken twice."""
     log = (run / "log.txt").read_text()

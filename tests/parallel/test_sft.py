@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from tepo_megatron.config import Config
 from tepo_megatron.config.io import plain, validate
@@ -20,8 +19,9 @@ from tepo_megatron.sft.conversations import Demonstration
 from tepo_megatron.sft.settings import CROSS_ENTROPY, supervised
 from tests.marks import full_but
 from tests.parallel import cases
+from tests.parallel.cases import open_actor
 from tests.reference import tepo as reference
-from tests.tiny import tiny_qwen3
+from tests.tiny import tensors, tiny_qwen3
 from tests.worlds import run_world
 
 LAYOUTS = {**cases.LAYOUTS, "EP2": {"ep": 2, "dp": 2}}
@@ -57,20 +57,15 @@ def config(model: Path, layout: dict[str, Any], max_tokens: int = 4096, **more: 
 
 def updates(rank: int, cfg: Config) -> list[dict[str, Any]]:
     """Take the two updates of a pass over the conversations, as `FineTuning` takes them."""
-    from tepo_megatron.actor.actor import Actor
     from tepo_megatron.controller.batch_memory import BatchMemory
     from tepo_megatron.controller.batch_receiver import BatchReceiver
-    from tepo_megatron.distributed import parallel
-    from tepo_megatron.platform import activate
     from tepo_megatron.sft.loop import ConversationSource
     from tepo_megatron.sft.plan import TrainingPlan
 
-    groups = parallel.initialize(cfg.parallel, activate(cfg.platform), cfg.seed)
     plan = TrainingPlan(len(LENGTHS), cfg.sft.batch_sequences, 1, None, cfg.seed)
-    source = ConversationSource(plan, 0, [], groups, BatchReceiver.open(groups), BatchMemory(), conversations())
-    actor = Actor.open(cfg, groups)
+    actor = open_actor(cfg)
+    source = ConversationSource(plan, 0, [], actor.groups, BatchReceiver.open(actor.groups), BatchMemory(), conversations())
     out = cases.steps_of(actor, tuple(source.batch(step) for step in (1, 2)), CROSS_ENTROPY)
-    parallel.shutdown()
     return out
 
 
@@ -180,8 +175,7 @@ def fine_tuned(files: Path, output: Path, layout: dict[str, Any], kill_at: int =
 def results(run: Path) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor], Any]:
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     rows = [{k: v for k, v in row.items() if "seconds" not in k and "per_second" not in k} for row in rows]
-    weights = {name: t for file in sorted((run / "hf").glob("*.safetensors")) for name, t in load_file(file).items()}
-    return rows, weights, json.loads((run / "summary.json").read_text())["held_out_loss"]
+    return rows, tensors(run / "hf"), json.loads((run / "summary.json").read_text())["held_out_loss"]
 
 
 KILLS = [({"tp": 2}, 6), ({}, 1), ({"dp": 2}, 4)]

@@ -12,6 +12,7 @@ import torch
 from tepo_megatron.types import Rollout, TrainBatch
 from tests.marks import full_but
 from tests.parallel import cases
+from tests.parallel.cases import open_actor
 from tests.parallel.test_expert_replay import model as model_with_experts  # noqa: F401  a fixture
 from tests.parallel.test_expert_replay import old_pass_and_gradients, random_experts, replayed_experts, replaying, with_experts
 from tests.parallel.test_families import TP_SP, rewarded_batch
@@ -28,11 +29,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> cases.Case:
 
 def other_passes(rank: int, cfg: Any, batch: TrainBatch) -> dict[str, Any]:
     """Return old and reference statistics, the noise floor, and the tokens of their forward passes, in a forked rank."""
-    from tepo_megatron.actor.actor import Actor
-    from tepo_megatron.distributed import parallel
-    from tepo_megatron.platform import activate
-
-    actor = Actor.open(cfg, parallel.initialize(cfg.parallel, activate("cpu"), 0))
+    actor = open_actor(cfg)
     tokens: list[int] = []
     forward = actor.schedule.forward
 
@@ -46,7 +43,6 @@ def other_passes(rank: int, cfg: Any, batch: TrainBatch) -> dict[str, Any]:
     out = {"noise": actor.measure_noise(batch), "tokens": tokens}
     if actor.groups.is_last_stage:
         out["stats"] = torch.stack((batch.old_logprobs_N, batch.old_entropies_N, batch.ref_logprobs_N))
-    parallel.shutdown()
     return out
 
 

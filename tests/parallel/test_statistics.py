@@ -15,14 +15,7 @@ ROWS, VOCAB = 23, 70
 
 def counting(counts: Counter, monkeypatch: pytest.MonkeyPatch) -> None:
     """Count every collective of torch.distributed from here on."""
-    for name in (
-        "all_reduce",
-        "all_gather_into_tensor",
-        "all_gather",
-        "reduce_scatter_tensor",
-        "broadcast",
-        "gather",
-    ):
+    for name in ("all_reduce", "all_gather_into_tensor", "all_gather", "reduce_scatter_tensor", "broadcast", "gather"):
         real = getattr(dist, name)
 
         def wrapper(*args: Any, _real=real, _name=name, **kwargs: Any) -> Any:
@@ -105,13 +98,7 @@ def ratio_on_rank(rank: int, size: int, constant_factors: bool) -> dict[str, Any
         forward = dict(counts)
         counts.clear()
         (ratio * per_token).sum().backward()
-    return {
-        "ratio": ratio.detach(),
-        "grad": x.grad,
-        "mine": mine,
-        "forward": forward,
-        "backward": dict(counts),
-    }
+    return {"ratio": ratio.detach(), "grad": x.grad, "mine": mine, "forward": forward, "backward": dict(counts)}
 
 
 def rows(size: int) -> tuple[torch.Tensor, ...]:

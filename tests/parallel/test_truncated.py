@@ -13,6 +13,7 @@ from tepo_megatron.config import Config
 from tepo_megatron.types import TrainBatch, Truncation
 from tests.marks import full_but
 from tests.parallel import cases
+from tests.parallel.cases import open_actor
 from tests.parallel.test_statistics import counting
 from tests.reference import tepo as tepo_reference
 from tests.truncated import kept, reference, rows
@@ -100,12 +101,9 @@ def test_steps_on_the_engines_masks_are_those_of_the_reference(truncated: cases.
 
 def passes(rank: int, cfg: Config, batch: TrainBatch) -> dict[str, Any]:
     """Attach masks, old and reference log-probs; take the first update, which compares the masks."""
-    from tepo_megatron.actor.actor import Actor
-    from tepo_megatron.distributed import parallel
     from tepo_megatron.losses import build_objective
-    from tepo_megatron.platform import activate
 
-    actor = Actor.open(cfg, parallel.initialize(cfg.parallel, activate("cpu"), 0))
+    actor = open_actor(cfg)
     actor.keep_reference()
     batch, metrics = actor.masks.attach(batch)
     batch = actor.attach_ref_logprobs(actor.attach_old_stats(batch))

@@ -93,8 +93,6 @@ def test_ranks_without_progress_are_named(tmp_path: Path) -> None:
 
 @dataclass(frozen=True)
 class Freeze(Kill):
-    """SIGSTOP instead of the kill."""
-
     def die(self, journal: Path, *args: Any) -> None:
         os.kill(os.getpid(), signal.SIGSTOP)
 

@@ -10,15 +10,17 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load, load_file, save_file
+from safetensors.torch import load
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
+from tepo_megatron.config import SyncConfig
 from tepo_megatron.errors import CheckpointError, SyncError
 from tepo_megatron.weight_sync.bucket_format import Bucket, crc32
 from tepo_megatron.weight_sync.ipc import open_buffer
 from tests.marks import full_but
 from tests.parallel import cases
-from tests.tiny import tiny_model, tiny_qwen3
+from tests.parallel.cases import open_actor
+from tests.tiny import change_tensors, tensors, tiny_model, tiny_qwen3
 from tests.worlds import run_world
 
 LAYOUTS = {
@@ -35,10 +37,7 @@ class Recorder:
     """The receiving side of a sync; it reads as late as an engine may, when its answer is awaited.
 
     Attributes:
-        version: Version that was finished.
         rounds: Names of the files of each round, or the ranks that export them.
-        data: Bytes of all tensors.
-        largest: Bytes of the largest round's tensors.
         peak: Largest number of bytes in the folder at a time, including files that have not been read.
     """
 
@@ -118,29 +117,15 @@ class Late(Future[None]):
 
 
 def export_and_push(rank: int, cfg: Any, out: Path) -> dict[str, Any]:
-    from tepo_megatron.actor.actor import Actor
-    from tepo_megatron.distributed import parallel
-    from tepo_megatron.platform import activate
-    from tepo_megatron.weight_sync.sync import make_weight_sync
-
-    groups = parallel.initialize(cfg.parallel, activate("cpu"), 0)
-    actor = Actor.open(cfg, groups)
+    actor = open_actor(cfg)
     actor.export_hf(out)
     receiver = Recorder() if rank == 0 else None
-    sync = make_weight_sync(cfg.sync, actor.bindings, actor.arch, groups, receiver)
-    sync.push(version=3)
-    left = list(sync.transport.folder.iterdir()) if rank == 0 else []
-    sync.close()
-    parallel.shutdown()
-    return (
-        {"received": receiver.received, "rounds": receiver.rounds, "left": left, "folder": str(sync.transport.folder)}
-        if receiver
-        else {}
-    )
-
-
-def tensors(path: Path) -> dict[str, torch.Tensor]:
-    return {k: v for file in path.glob("*.safetensors") for k, v in load_file(file).items()}
+    with sync_of(cfg, receiver, actor) as sync:
+        sync.push(version=3)
+        left = list(sync.transport.folder.iterdir()) if rank == 0 else []
+    if receiver is None:
+        return {}
+    return {"received": receiver.received, "rounds": receiver.rounds, "left": left, "folder": str(sync.transport.folder)}
 
 
 @pytest.mark.parametrize(
@@ -167,20 +152,12 @@ def test_round_trip_is_bitwise(tmp_path: Path, name: str, tied: bool) -> None:
     assert torch.equal(loaded(ids).logits, model(ids).logits)
 
 
-def actor_of(cfg: Any) -> Any:
-    from tepo_megatron.actor.actor import Actor
-    from tepo_megatron.distributed import parallel
-    from tepo_megatron.platform import activate
-
-    return Actor.open(cfg, parallel.initialize(cfg.parallel, activate("cpu"), 0))
-
-
-def sync_of(cfg: Any, receiver: Recorder | None, actor: Any = None) -> Any:
-    """Return a sync of the weights of `actor`. None: of a new actor."""
+def sync_of(cfg: Any, receiver: Any, actor: Any = None, sync: SyncConfig | None = None) -> Any:
+    """Return a sync of the weights of `actor`. None: of a new actor, as the config says."""
     from tepo_megatron.weight_sync.sync import make_weight_sync
 
-    actor = actor or actor_of(cfg)
-    return make_weight_sync(cfg.sync, actor.bindings, actor.arch, actor.groups, receiver)
+    actor = actor or open_actor(cfg)
+    return make_weight_sync(sync or cfg.sync, actor.bindings, actor.arch, actor.groups, receiver)
 
 
 def push_twice(rank: int, cfg: Any) -> Recorder | None:
@@ -229,12 +206,7 @@ def test_rounds_bound_the_memory_and_send_every_byte_once(tmp_path: Path, name: 
 
 
 class Keeper(Recorder):
-    """A receiver of updates that leave tensors out.
-
-    Attributes:
-        base: Version on which its next update builds.
-        kept: Names of the tensors that the last update left out.
-    """
+    """A receiver of updates that leave tensors out."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -252,7 +224,7 @@ class Keeper(Recorder):
 def push_changes(rank: int, cfg: Any) -> list[dict[str, Any]]:
     """Return the tensors of each push: all, none, after changes of an MLP and of all layers, and to servers that lack them."""
     receiver = Keeper() if rank == 0 else None
-    taken, actor = [], actor_of(cfg)
+    taken, actor = [], open_actor(cfg)
     with sync_of(cfg, receiver, actor) as sync:
         for version, change in enumerate(["", "nothing", "layers.1.mlp", "layers.", "nothing"]):
             if receiver is not None:
@@ -349,113 +321,49 @@ def test_an_export_that_fails_leaves_nothing_that_looks_complete(tmp_path: Path)
 
 
 def export_onto_a_full_disk(rank: int, cfg: Any, out: Path) -> None:
-    from tepo_megatron.actor.actor import Actor
-    from tepo_megatron.distributed import parallel
-    from tepo_megatron.platform import activate
     from tepo_megatron.weights import hf_io
 
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    actor = Actor.open(cfg, parallel.initialize(cfg.parallel, activate("cpu"), 0))
+    actor = open_actor(cfg)
     hf_io.save_file = full
     actor.export_hf(out)
 
 
-def build_actor(rank: int, cfg: Any) -> None:
-    from tepo_megatron.actor.actor import Actor
-    from tepo_megatron.distributed import parallel
-    from tepo_megatron.platform import activate
-
-    Actor.open(cfg, parallel.initialize(cfg.parallel, activate("cpu"), 0))
+def one_token_too_many(path: Path) -> None:
+    tokenizer = json.loads((path / "tokenizer.json").read_text())
+    tokenizer["added_tokens"].append(tokenizer["added_tokens"][0] | {"id": cases.VOCAB, "content": "<one too many>"})
+    (path / "tokenizer.json").write_text(json.dumps(tokenizer))
 
 
-def damage(path: Path, how: str) -> None:
-    file = path / "model.safetensors"
-    weights = load_file(file)
-    name = "model.layers.1.mlp.up_proj.weight"
-    if how == "missing tensor":
-        del weights[name]
-    elif how == "extra tensor":
-        weights["model.layers.1.mlp.up_proj.bias"] = torch.zeros(3)
-    elif how == "wrong shape":
-        weights[name] = weights[name][:-2].contiguous()
-    elif how == "nan":
-        weights[name][0, 0] = float("nan")
-    elif how == "swapped sizes":  # which add up to what the fused parameter needs
-        q, k = (f"model.layers.1.self_attn.{x}_proj.weight" for x in "qk")
-        weights[q], weights[k] = weights[k], weights[q]
-    elif how == "output layer":
-        weights["lm_head.weight"] = weights["model.embed_tokens.weight"] * 2
-    elif how == "tokenizer":
-        tokenizer = json.loads((path / "tokenizer.json").read_text())
-        tokenizer["added_tokens"].append(tokenizer["added_tokens"][0] | {"id": cases.VOCAB, "content": "<one too many>"})
-        (path / "tokenizer.json").write_text(json.dumps(tokenizer))
-    elif how == "missing shard":
-        names = dict.fromkeys(weights, file.name) | {name: "model-00002.safetensors"}
-        (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
-    elif how == "short embedding":
-        weights["model.embed_tokens.weight"] = weights["model.embed_tokens.weight"][:-5].contiguous()
-    elif how == "long embedding":
-        embedding = weights["model.embed_tokens.weight"]
-        weights["model.embed_tokens.weight"] = torch.cat([embedding, embedding[:9]])
-    elif how == "index":
-        (path / "model.safetensors.index.json").write_text('{"weight_map": {"a": ')
-        return
-    elif how == "field":
-        config = json.loads((path / "config.json").read_text())
-        del config["rms_norm_eps"]
-        (path / "config.json").write_text(json.dumps(config))
-        return
-    elif how == "no mapping":
-        (path / "config.json").write_text("[]")
-        return
-    elif how == "truncated":
-        file.write_bytes(file.read_bytes()[:-100])
-        return
-    elif how == "no weights":
-        file.unlink()
-        return
-    elif how == "no config":
-        (path / "config.json").unlink()
-        return
-    elif how == "config":
-        config = json.loads((path / "config.json").read_text())
-        (path / "config.json").write_text(json.dumps(config | {"use_sliding_window": True}))
-        return
-    elif how == "architecture":
-        config = json.loads((path / "config.json").read_text())
-        (path / "config.json").write_text(json.dumps(config | {"architectures": ["GPT2LMHeadModel"]}))
-        return
-    save_file(weights, file, {"format": "pt"})
+UP, EMBEDDING = "model.layers.1.mlp.up_proj.weight", "model.embed_tokens.weight"
+Q, K = (f"model.layers.1.self_attn.{x}_proj.weight" for x in "qk")
+# what a conversion does not check too, and one of each that it does (unit/weights/test_convert_faults.py)
+DAMAGED: dict[str, tuple[Callable[[dict[str, torch.Tensor]], object], str]] = {
+    "missing tensor": (lambda w: w.pop(UP), f"tensor {UP} .*is missing"),
+    "wrong shape": (lambda w: w.update({UP: w[UP][:-2]}), UP),
+    "swapped sizes": (  # which add up to what the fused parameter needs
+        lambda w: w.update({Q: w[K], K: w[Q]}),
+        rf"{Q}.* expected \[128, 64, 64\] rows, got \[64, 128, 64\]",
+    ),
+    "short embedding": (lambda w: w.update({EMBEDDING: w[EMBEDDING][:-5]}), r"expected \(70, 128\), got \(65, 128\)"),
+    "long embedding": (
+        lambda w: w.update({EMBEDDING: torch.cat([w[EMBEDDING], w[EMBEDDING][:9]])}),
+        r"expected \(70, 128\), got \(79, 128\)",
+    ),
+    "nan": (lambda w: w[UP].fill_(torch.nan), f"{UP} hold values that are not finite"),
+    "tokenizer": (lambda w: None, r"tokenizer.json: token '<one too many>' has id 70, but .*vocab_size=70"),
+}
 
 
-@pytest.mark.parametrize(
-    ("how", "message"),
-    [
-        ("missing tensor", "ConversionError: .*tensor model.layers.1.mlp.up_proj.weight is missing"),
-        ("extra tensor", "ConversionError: .*tensor model.layers.1.mlp.up_proj.bias"),
-        ("wrong shape", r"ConversionError: .*up_proj.weight"),
-        ("swapped sizes", r"ConversionError: .*q_proj.weight.* expected \[128, 64, 64\] rows, got \[64, 128, 64\]"),
-        ("output layer", "ConversionError: .*lm_head.weight differs from .*tie_word_embeddings=true"),
-        ("tokenizer", r"ConversionError: .*tokenizer.json: token '<one too many>' has id 70, but .*vocab_size=70"),
-        ("missing shard", "CheckpointError: .*model-00002.safetensors: missing, though the index names it"),
-        ("short embedding", r"ConversionError: .*embed_tokens.weight .*expected \(70, 128\), got \(65, 128\)"),
-        ("long embedding", r"ConversionError: .*embed_tokens.weight .*expected \(70, 128\), got \(79, 128\)"),
-        ("index", "CheckpointError: .*model.safetensors.index.json: not a safetensors index"),
-        ("field", "ConversionError: config.json: rms_norm_eps is missing"),
-        ("no mapping", "CheckpointError: .*config.json: holds no model config"),
-        ("nan", "ConversionError: .*up_proj.weight hold values that are not finite"),
-        ("truncated", "CheckpointError: .*model.safetensors: truncated or corrupt"),
-        ("no weights", "CheckpointError: .*no .*safetensors found"),
-        ("no config", "CheckpointError: .*config.json: not found"),
-        ("config", "ConversionError: config.json: use_sliding_window=True is not supported"),
-        ("architecture", "ConversionError: config.json: architecture GPT2LMHeadModel is not supported"),
-    ],
-)
 @pytest.mark.slow
-def test_damaged_checkpoints_are_refused_by_file_and_tensor(tmp_path: Path, how: str, message: str) -> None:
+@pytest.mark.parametrize("how", DAMAGED)
+def test_damaged_checkpoints_are_refused_by_file_and_tensor(tmp_path: Path, how: str) -> None:
     tiny_qwen3(tmp_path, layers=4, vocab_size=cases.VOCAB)
-    damage(tmp_path, how)
-    with pytest.raises(AssertionError, match=message):
-        run_world(1, build_actor, cases.run_config(tmp_path, {}))
+    change, message = DAMAGED[how]
+    change_tensors(tmp_path, change)
+    if how == "tokenizer":
+        one_token_too_many(tmp_path)
+    with pytest.raises(AssertionError, match=f"ConversionError: .*{message}"):
+        run_world(1, lambda rank, cfg: open_actor(cfg) and None, cases.run_config(tmp_path, {}))

@@ -24,7 +24,6 @@ class Outcome:
     """The result of an evaluation.
 
     Attributes:
-        loss: Loss, with its graph.
         magnitude: Sum of the absolute values that the loss adds up.
         margin: Least distance of a compared number to its threshold (of ratios: in nats).
         shares: Share of the tokens that each condition affects.

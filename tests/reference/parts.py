@@ -67,11 +67,7 @@ class Response:
 
 @dataclass
 class Conditions:
-    """Strict comparisons, and the closest of them so far. Exactly equal numbers are exactly equal in fp32 too.
-
-    Attributes:
-        limit: Bound on a log-ratio, before exp.
-    """
+    """Strict comparisons, and the closest of them so far. Exactly equal numbers are exactly equal in fp32 too."""
 
     margin: float = math.inf
     limit: float = LIMIT

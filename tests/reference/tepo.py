@@ -24,7 +24,6 @@ class Sequence:
     Attributes:
         ids: int64 [L].
         response: bool [L].
-        advantage: Advantage of the sequence.
         old_logprob: fp64 over the response tokens.
         old_entropy: fp64 over the response tokens.
         masks: Ids over which the distribution of each response token is renormalized. None: the whole vocabulary.
@@ -52,10 +51,10 @@ class Step:
 
 
 def load(path: Path, dtype: torch.dtype = torch.float64) -> torch.nn.Module:
-    """Return the HF model, with eager attention, in fp64 by default."""
+    """Return the HF model, with eager attention and experts (grouped products take no fp64), in fp64 by default."""
     widen()
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
-    return model.to(dtype)
+    eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, **eager).to(dtype)
 
 
 def statistics(
@@ -117,7 +116,6 @@ class Trainer:
         clip: float,
         dtype: torch.dtype = torch.float64,
     ) -> None:
-        """Load the model."""
         self.model = load(path, dtype)
         matrices = [p for p in self.model.parameters() if p.ndim > 1]
         vectors = [p for p in self.model.parameters() if p.ndim == 1]  # norms: never decayed
@@ -131,7 +129,6 @@ class Trainer:
         return self.take(loss, (shares["high"], shares["low"], shares["mask"]))
 
     def take(self, loss: Tensor, shares: tuple[float, float, float] = (0.0, 0.0, 0.0)) -> Step:
-        """Take one step with a loss of the current weights."""
         self.optimizer.zero_grad()
         loss.backward()
         gradients = {n: p.grad.clone() for n, p in self.model.named_parameters()}

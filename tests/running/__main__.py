@@ -43,14 +43,10 @@ class Session:
 
     Args:
         output: File for what it prints. A file next to it gets the rows of results.py.
-        args: Arguments of pytest.
 
     Attributes:
         collected: Number of tests. None: not known yet.
         running: Tests that run, and when each started.
-        outcomes: Outcome of each test that has ended.
-        texts: Tracebacks of each test that failed.
-        captured: What each test that failed had printed.
     """
 
     def __init__(self, output: Path, args: Sequence[str]) -> None:
@@ -114,13 +110,7 @@ class Session:
 
 
 class Stream:
-    """Tests that run one after another or in the workers of one pytest; those that failed then again, each alone.
-
-    Args:
-        name: Name, also of the output.
-        args: Arguments of pytest.
-        build: Folder for the output.
-    """
+    """Tests that run one after another or in the workers of one pytest; those that failed then again, each alone."""
 
     def __init__(self, name: str, args: str, build: Path) -> None:
         self.name, self._args, self._build = name, shlex.split(args), build
@@ -172,7 +162,6 @@ class Stream:
         kept.write_text(f"{test}\n\nfailed:\n{first}\n\npassed when it was run again:\n{second}")
 
     def progress(self) -> str:
-        """Return how far it is."""
         if self.session is None:
             return f"{self.name} ended"
         if self._failed:
@@ -183,13 +172,7 @@ class Stream:
 
 
 class Runner:
-    """Runs the streams, and ends every process below this one when it ends itself.
-
-    Args:
-        streams: Run at once.
-        then: Run at once after those.
-        seconds: Time between two lines of progress.
-    """
+    """Runs the streams, and ends every process below this one when it ends itself."""
 
     def __init__(self, streams: Sequence[Stream], then: Sequence[Stream], seconds: float) -> None:
         self._streams, self._then, self._seconds = list(streams), list(then), seconds

@@ -22,11 +22,7 @@ _END_SECONDS = 10.0  # for processes that were killed to be gone
 
 
 class Guard:
-    """Watches a process that runs tests.
-
-    Args:
-        pid: The process.
-    """
+    """Watches a process that runs tests."""
 
     def __init__(self, pid: int) -> None:
         self._pid = pid

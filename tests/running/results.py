@@ -17,11 +17,7 @@ import pytest
 
 
 class Rows:
-    """Writes the rows of a session; under pytest-xdist those of all its workers.
-
-    Args:
-        path: New file.
-    """
+    """Writes the rows of a session; under pytest-xdist those of all its workers."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("w", buffering=1)

@@ -19,6 +19,7 @@ from tepo_megatron.inference.engine_api import LaunchSpec
 from tepo_megatron.inference.engines import build_engine
 from tepo_megatron.types import NO_EXPERT, Rollout, Routing, TrainBatch
 from tests.parallel import cases
+from tests.parallel.cases import open_actor
 from tests.parallel.test_expert_replay import own_choices
 from tests.server.served import SAMPLING, make_prompts
 from tests.tiny import VOCAB_SIZE, tiny_model
@@ -43,11 +44,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def megatrons(rank: int, cfg: Any, batch: TrainBatch) -> tuple[list[Tensor], Tensor]:
     """Return the choices of Megatron's routers, and the log-probs with the engine's choices."""
-    from tepo_megatron.actor.actor import Actor
-    from tepo_megatron.distributed import parallel
-    from tepo_megatron.platform import activate
-
-    actor = Actor.open(cfg, parallel.initialize(cfg.parallel, activate("cpu"), 0))
+    actor = open_actor(cfg)
     return own_choices(actor, batch), actor.attach_old_stats(batch).old_logprobs_N
 
 

@@ -70,7 +70,6 @@ class Servers:
     control: Path
 
     def config(self, folder: Path, sections: dict[str, Any]) -> Config:
-        """Return the config of a run with these servers."""
         common: dict[str, dict[str, Any]] = {
             "rollout": {
                 "engine": self.engine, "servers": len(self.urls),

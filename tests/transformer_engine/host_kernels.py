@@ -49,27 +49,6 @@ def generic_gemm(
     """Compute the product op(b) @ op(a), in the order of cuBLAS.
 
     TN is a forward product, NN the gradient of an input, NT the gradient of a weight.
-
-    Args:
-        a: Right operand.
-        transa: Whether `a` is transposed.
-        b: Left operand.
-        transb: Whether `b` is transposed.
-        out: Output to write. None: a new tensor.
-        quantizer: Must be None.
-        out_dtype: Transformer Engine's dtype of the output.
-        bias: Bias of a forward product. In backward, its gradient is returned. None: no bias.
-        bias_dtype: Not used.
-        gelu: Must be false.
-        gelu_in: Not used.
-        grad: Whether this is a product of backward.
-        workspace: Not used.
-        workspace_size: Not used.
-        accumulate: Whether the product is added to `out`.
-        use_split_accumulator: Not used.
-        alpha: Must be 1.
-        beta: Not used.
-        overlap: Options of overlapped communication, which must be absent.
     """
     assert quantizer is None and not gelu and alpha == 1.0 and not any(overlap.values())
     a, b = plain(a), plain(b)
@@ -91,27 +70,7 @@ def te_general_grouped_gemm(
     biases: list[Tensor], bias_dtype: Any, single_output: bool, gelu_ins: list[Tensor], grad: bool, workspaces: list[Tensor],
     workspace_size: int, accumulate: bool, use_split_accumulator: bool, sm_count: int,
 ) -> list[Tensor]:  # fmt: skip
-    """Compute as many products as there are experts.
-
-    Args:
-        a: Right operand of each product.
-        transa: Whether the right operands are transposed.
-        b: Left operand of each product.
-        transb: Whether the left operands are transposed.
-        outs: Outputs to write.
-        out_dtype: Transformer Engine's dtype of the outputs.
-        m_splits: Rows of each product.
-        biases: Returned unchanged.
-        bias_dtype: Not used.
-        single_output: Whether the rows of all products are in the only output, one after the other.
-        gelu_ins: Not used.
-        grad: Whether these are products of backward.
-        workspaces: Not used.
-        workspace_size: Not used.
-        accumulate: Whether the products are added to the outputs.
-        use_split_accumulator: Not used.
-        sm_count: Not used.
-    """
+    """Compute as many products as there are experts."""
     parts = list(outs[0].view(-1, outs[0].shape[-1]).split(list(m_splits))) if single_output else outs
     for one, other, part in zip(a, b, parts, strict=True):
         generic_gemm(
@@ -123,18 +82,7 @@ def te_general_grouped_gemm(
 def rmsnorm_fwd(
     x: Tensor, weight: Tensor, eps: float, out: Tensor | None, quantizer: Any, dtype: Any, sm_margin: int, zero_centered: bool
 ) -> tuple[Any, None, Tensor]:
-    """Return the RMS norm of the rows of x [S, H], and 1 / rms of each, in fp32.
-
-    Args:
-        x: [S, H].
-        weight: [H].
-        eps: Added to the mean square.
-        out: Output to write. None: a new tensor.
-        quantizer: Quantizer of the output. None: no quantization.
-        dtype: Transformer Engine's dtype of the output.
-        sm_margin: Not used.
-        zero_centered: Whether the norm multiplies by 1 + weight.
-    """
+    """Return the RMS norm of the rows of x [S, H], and 1 / rms of each, in fp32."""
     rstd = torch.rsqrt(x.float().square().mean(-1) + eps)
     y = (x.float() * rstd[:, None] * (weight.float() + zero_centered)).to(torch_dtype(dtype))
     if quantizer is not None:
@@ -147,16 +95,7 @@ def rmsnorm_fwd(
 def rmsnorm_bwd(
     dy: Tensor, x: Tensor, rstd: Tensor, weight: Tensor, sm_margin: int, zero_centered: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of an RMS norm to its input and its weight.
-
-    Args:
-        dy: Gradient of the output.
-        x: Input [S, H].
-        rstd: 1 / rms of each row.
-        weight: [H].
-        sm_margin: Not used.
-        zero_centered: Whether the norm multiplies by 1 + weight.
-    """
+    """Return the gradients of an RMS norm to its input and its weight."""
     unit, grad = x.float() * rstd[:, None], dy.float()
     scaled = grad * (weight.float() + zero_centered)
     dx = rstd[:, None] * (scaled - unit * (scaled * unit).mean(-1, keepdim=True))
@@ -166,36 +105,14 @@ def rmsnorm_bwd(
 def fused_rope_forward(
     t: Tensor, freqs: Tensor, starts: None, form: Any, interleaved: bool, cu_seqlens: Tensor, cp_size: int, cp_rank: int
 ) -> Tensor:
-    """Rotate the heads of packed tokens t [S, heads, D] by their position in their sequence.
-
-    Args:
-        t: [S, heads, D].
-        freqs: Angles of each position.
-        starts: Must be None: every sequence starts at position 0.
-        form: Not used.
-        interleaved: Must be false.
-        cu_seqlens: Cumulative lengths of the sequences.
-        cp_size: Must be 1.
-        cp_rank: Not used.
-    """
+    """Rotate the heads of packed tokens t [S, heads, D] by their position in their sequence."""
     return _turned(t, freqs, starts, interleaved, cu_seqlens, cp_size, 1)
 
 
 def fused_rope_backward(
     t: Tensor, freqs: Tensor, starts: None, form: Any, interleaved: bool, cu_seqlens: Tensor, cp_size: int, cp_rank: int
 ) -> Tensor:
-    """Rotate a gradient back.
-
-    Args:
-        t: [S, heads, D].
-        freqs: Angles of each position.
-        starts: Must be None: every sequence starts at position 0.
-        form: Not used.
-        interleaved: Must be false.
-        cu_seqlens: Cumulative lengths of the sequences.
-        cp_size: Must be 1.
-        cp_rank: Not used.
-    """
+    """Rotate a gradient back."""
     return _turned(t, freqs, starts, interleaved, cu_seqlens, cp_size, -1)
 
 
@@ -211,14 +128,7 @@ def _turned(t: Tensor, freqs: Tensor, starts: None, interleaved: bool, cu_seqlen
 
 
 def convert_thd_to_bshd(thd: Tensor, cu_seqlens: Tensor, batch: int, longest: int) -> Tensor:
-    """Return packed tokens [S, heads, D] as rows of a padded [batch, longest, heads, D].
-
-    Args:
-        thd: [S, heads, D].
-        cu_seqlens: Cumulative lengths of the sequences.
-        batch: Number of sequences.
-        longest: Length of a row.
-    """
+    """Return packed tokens [S, heads, D] as rows of a padded [batch, longest, heads, D]."""
     out = thd.new_zeros(batch, longest, *thd.shape[1:])
     for row, (first, end) in enumerate(zip(cu_seqlens.tolist(), cu_seqlens.tolist()[1:], strict=False)):
         out[row, : end - first] = thd[first:end]
@@ -226,13 +136,7 @@ def convert_thd_to_bshd(thd: Tensor, cu_seqlens: Tensor, batch: int, longest: in
 
 
 def convert_bshd_to_thd(bshd: Tensor, cu_seqlens: Tensor, tokens: int) -> Tensor:
-    """Reverse `convert_thd_to_bshd`.
-
-    Args:
-        bshd: [batch, longest, heads, D].
-        cu_seqlens: Cumulative lengths of the sequences.
-        tokens: Number of packed tokens.
-    """
+    """Reverse `convert_thd_to_bshd`."""
     out = bshd.new_zeros(tokens, *bshd.shape[2:])
     for row, (first, end) in enumerate(zip(cu_seqlens.tolist(), cu_seqlens.tolist()[1:], strict=False)):
         out[first:end] = bshd[row, : end - first]
@@ -240,54 +144,26 @@ def convert_bshd_to_thd(bshd: Tensor, cu_seqlens: Tensor, tokens: int) -> Tensor
 
 
 def fused_multi_row_padding(tokens: Tensor, out: Tensor, rows: list[int], padded: list[int]) -> None:
-    """Copy each expert's rows, with zeros behind them up to the padded number of rows.
-
-    Args:
-        tokens: Rows of all experts.
-        out: Output to write.
-        rows: Rows of each expert.
-        padded: Padded rows of each expert.
-    """
+    """Copy each expert's rows, with zeros behind them up to the padded number of rows."""
     for part, target in zip(tokens.split(list(rows)), out.split(list(padded)), strict=True):
         target.zero_()
         target[: len(part)] = part
 
 
 def fused_multi_row_unpadding(padded: Tensor, out: Tensor, padded_rows: list[int], rows: list[int]) -> None:
-    """Reverse `fused_multi_row_padding`.
-
-    Args:
-        padded: Padded rows of all experts.
-        out: Output to write.
-        padded_rows: Padded rows of each expert.
-        rows: Rows of each expert.
-    """
+    """Reverse `fused_multi_row_padding`."""
     for part, target in zip(padded.split(list(padded_rows)), out.split(list(rows)), strict=True):
         target.copy_(part[: len(target)])
 
 
 def multi_tensor_l2norm(chunk: int, noop: Tensor, lists: Lists, per_tensor: bool = False) -> tuple[Tensor, Tensor]:
-    """Return the 2-norm over all tensors of the first list, and of each.
-
-    Args:
-        chunk: Not used.
-        noop: Not used.
-        lists: One list of tensors.
-        per_tensor: Whether the norm of each tensor is wanted.
-    """
+    """Return the 2-norm over all tensors of the first list, and of each."""
     norms = torch.stack([t.float().norm() for t in lists[0]])
     return norms.norm().reshape(1), norms if per_tensor else norms.new_empty(0)
 
 
 def multi_tensor_scale(chunk: int, noop: Tensor, lists: Lists, scale: float | Tensor) -> None:
-    """Set the second list to the first list times `scale`.
-
-    Args:
-        chunk: Not used.
-        noop: Not used.
-        lists: Inputs and outputs.
-        scale: Factor.
-    """
+    """Set the second list to the first list times `scale`."""
     for source, target in zip(*lists, strict=True):
         target.copy_(source * scale)
 
@@ -296,21 +172,7 @@ def multi_tensor_adam(
     chunk: int, noop: Tensor, lists: Lists, lr: float, beta1: float, beta2: float, eps: float, step: int, decoupled: bool,
     bias_correction: bool, weight_decay: float,
 ) -> None:  # fmt: skip
-    """Take one step of AdamW.
-
-    Args:
-        chunk: Not used.
-        noop: Not used.
-        lists: Gradients, parameters, first and second moments, and fp32 masters where there are any.
-        lr: Learning rate.
-        beta1: Decay of the first moment.
-        beta2: Decay of the second moment.
-        eps: Added to the root of the second moment.
-        step: Number of the step, from 1.
-        decoupled: Whether weight decay is decoupled.
-        bias_correction: Whether moments are corrected for their start at 0.
-        weight_decay: Coefficient.
-    """
+    """Take one step of AdamW."""
     assert decoupled
     first, second = (1 - beta1**step, 1 - beta2**step) if bias_correction else (1.0, 1.0)
     for grad, parameter, m, v, *master in zip(*lists, strict=True):

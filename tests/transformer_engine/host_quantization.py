@@ -32,14 +32,7 @@ def plain(tensor: Any) -> Tensor:
 
 
 def quantize(tensor: Tensor, quantizer: Any, out: Any = None, noop: Tensor | None = None) -> Any:
-    """Cast to the quantizer's format; into `out`, if there is one.
-
-    Args:
-        tensor: Tensor to cast.
-        quantizer: Format and scales.
-        out: Quantized tensor to write. None: a new one.
-        noop: Must be None.
-    """
+    """Cast to the quantizer's format; into `out`, if there is one."""
     assert noop is None
     x = tensor.detach()
     if out is None:
@@ -52,14 +45,7 @@ def quantize(tensor: Tensor, quantizer: Any, out: Any = None, noop: Tensor | Non
 
 
 def create_empty(quantizer: Any, shape: Sequence[int], dtype: torch.dtype, *_: Any) -> Any:
-    """Return a quantized tensor without values, for row-wise and column-wise use as the quantizer says.
-
-    Args:
-        quantizer: Format and scales.
-        shape: Shape of the tensor.
-        dtype: Dtype of the dequantized values.
-        _: Not used.
-    """
+    """Return a quantized tensor without values, for row-wise and column-wise use as the quantizer says."""
     shape = torch.Size(shape)
     if hasattr(quantizer, "scale"):  # fp8-delayed's describes no layout
         data = torch.empty(shape, dtype=torch.uint8)
@@ -73,25 +59,12 @@ def create_empty(quantizer: Any, shape: Sequence[int], dtype: torch.dtype, *_: A
 
 
 def split_quantize(tensor: Tensor, sizes: list[int], quantizers: list[Any], **_: Any) -> list[Any]:
-    """Cast the parts of a tensor's rows, each by its own quantizer.
-
-    Args:
-        tensor: Tensor to cast.
-        sizes: Rows of each part.
-        quantizers: Quantizer of each part.
-        _: Not used.
-    """
+    """Cast the parts of a tensor's rows, each by its own quantizer."""
     return [quantize(part, quantizer) for part, quantizer in zip(tensor.split(list(sizes)), quantizers, strict=True)]
 
 
 def transpose(data: Tensor, dtype: Any, out: Tensor | None = None) -> Tensor:
-    """Return the values of a tensor with its last dimension first.
-
-    Args:
-        data: Values in FP8.
-        dtype: Not used.
-        out: Tensor to write. None: a new one.
-    """
+    """Return the values of a tensor with its last dimension first."""
     moved = data.movedim(-1, 0)
     return moved.contiguous() if out is None else out.copy_(moved)
 

@@ -59,13 +59,7 @@ MODELS = {
 
 
 def write(name: str, folder: Path, scale: float = 4.0) -> Path:
-    """Write a random model of this name below `folder`, and return its directory.
-
-    Args:
-        name: A name in the table of models.
-        folder: Parent of the directory.
-        scale: See `tiny_model`.
-    """
+    """Write a random model of this name below `folder`, and return its directory."""
     tiny_model(folder / name, MODELS[name].config, scale=scale)
     return folder / name
 
@@ -81,12 +75,7 @@ def config(
     """Return the config of `tests/parallel/cases.py` for this model.
 
     Args:
-        path: The model.
-        parallel: The mesh.
-        precision: `model.precision`.
-        platform: "cpu" or "cuda".
         fused: megatron.transformer.gradient_accumulation_fusion. None: the platform's default.
-        sections: Further keys, by their section.
     """
     tree = plain(cases.run_config(path, parallel)) | {"platform": platform}
     tree["model"]["precision"] = precision
@@ -98,12 +87,7 @@ def config(
 
 
 def actor(cfg: Config, groups: ParallelDims) -> Actor:
-    """Return the actor of this config, as on the config's platform.
-
-    Args:
-        cfg: Config of the run.
-        groups: Mesh of the ranks.
-    """
+    """Return the actor of this config, as on the config's platform."""
     made = Actor.open(cfg, replace(groups, device=torch.device("cuda", 0)) if cfg.platform == "cuda" else groups)
     check_shapes(made.arch, cfg.model, cfg.parallel)
     return made

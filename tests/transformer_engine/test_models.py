@@ -85,7 +85,6 @@ def _recipe(config: Any, layer: int = -1) -> str | None:
 
 @pytest.fixture(scope="module")
 def facts(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], list[Facts]]:
-    """The facts of a model in a precision, by rank."""
     folder, found = tmp_path_factory.mktemp("models"), {}
     paths = {name: models.write(name, folder) for name in models.MODELS}
 

@@ -59,7 +59,6 @@ def _train(rank: int, cfg: Config, batches: tuple[TrainBatch, ...], change: Chan
 
 
 def _keys(max_tokens: int) -> dict[str, Any]:
-    """Return keys of section `training`."""
     return {"max_tokens_per_microbatch": max_tokens}
 
 

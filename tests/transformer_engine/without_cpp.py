@@ -127,7 +127,6 @@ def import_it() -> None:
 
 
 def _put(module: types.ModuleType) -> types.ModuleType:
-    """Let `import` find this module."""
     module.__spec__ = importlib.machinery.ModuleSpec(module.__name__, None)
     module.__all__ = []  # type: ignore[attr-defined]
     sys.modules[module.__name__] = module

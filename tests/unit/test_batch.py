@@ -14,12 +14,7 @@ def batch(groups: int = 7, samples: int = 3) -> TrainBatch:
             length = 2 + (g + s) % 4
             rollouts.append(
                 Rollout(
-                    g,
-                    torch.arange(1 + length),
-                    torch.arange(1 + length) > 0,
-                    torch.full((1 + length,), float(g)),
-                    0,
-                    "stop",
+                    g, torch.arange(1 + length), torch.arange(1 + length) > 0, torch.full((1 + length,), float(g)), 0, "stop"
                 )
             )
             n += length

@@ -38,8 +38,6 @@ evil{a="b"} 1\\n tepo_step 99
 
 
 class Engine:
-    """An engine with a fixed state."""
-
     def __init__(self, state: EngineReport) -> None:
         self._state = state
 

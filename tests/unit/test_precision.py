@@ -35,7 +35,6 @@ def model(name: str, **keys: Any) -> ModelConfig:
 
 
 def qwen(**keys: Any) -> Architecture:
-    """Qwen2.5-7B."""
     sizes: dict[str, Any] = {
         "num_layers": 28, "hidden_size": 3584, "ffn_size": 18944, "num_heads": 28, "num_query_groups": 4, "head_dim": 128,
         "vocab_size": 152064, "max_positions": 32768, "norm_eps": 1e-6, "rotary_base": 1e6, "tied_embeddings": False,

@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from tepo_megatron.grading.sandbox import PROGRAM, Finished, Limits, check, run
+from tests.waiting import until
 
 pytestmark = pytest.mark.skipif(shutil.which("bwrap") is None, reason="no bwrap (Debian: apt-get install bubblewrap)")
 LIMITS = Limits(cpu_seconds=1, wall_seconds=4, memory_mib=256, processes=8, output_bytes=10_000, disk_mib=4)
@@ -197,10 +198,7 @@ def assert_ends(mark: str) -> None:
         found = (p for p in psutil.process_iter(["cmdline", "name"]) if p.info["name"] != "bwrap")
         return [p for p in found if any(mark in word for word in p.info["cmdline"] or [])]
 
-    deadline = time.monotonic() + 30
-    while marked() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not marked()
+    until(lambda: not marked())
 
 
 def sleeper() -> tuple[str, str]:

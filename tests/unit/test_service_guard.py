@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,7 +13,7 @@ import pytest
 
 from tepo_megatron.errors import ConfigError
 from tepo_megatron.utils import service_guard
-from tepo_megatron.utils.processes import read_stat
+from tests.waiting import lives, until
 
 SERVICE = "import signal, time; signal.signal(signal.SIGTERM, {handler}); print('ready', flush=True); time.sleep(600)"
 
@@ -43,18 +42,6 @@ def start(supervisor: int, handler: str = "signal.SIG_DFL") -> tuple[Path, int, 
     pids = service_guard.read_pids(folder)
     assert pids is not None
     return folder, *pids
-
-
-def until(condition: object) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():  # type: ignore[operator]
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
-def lives(pid: int) -> bool:
-    stat = read_stat(pid)
-    return stat is not None and stat.state != "Z"
 
 
 def test_the_service_is_found_by_its_supervisor_alone(supervisor: subprocess.Popen[bytes], tmp_path: Path) -> None:

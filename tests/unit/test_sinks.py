@@ -90,10 +90,7 @@ def test_tensorboard_holds_the_scalars(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("module", "cfg"),
-    [
-        ("wandb", LoggingConfig(wandb_project="toy")),
-        ("torch.utils.tensorboard", LoggingConfig(tensorboard=True)),
-    ],
+    [("wandb", LoggingConfig(wandb_project="toy")), ("torch.utils.tensorboard", LoggingConfig(tensorboard=True))],
 )
 def test_a_sink_that_is_not_installed_is_named(
     module: str, cfg: LoggingConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -26,8 +26,6 @@ NEEDS = "this repository's environment: `make .venv/.ready`"
 
 
 def loss_of(objective: Objective) -> Loss:
-    """Return an objective as a loss function that the kit can call."""
-
     def loss(part: Part) -> Tensor:
         weights = None
         if objective.needs_batch_statistics and part.tokens:

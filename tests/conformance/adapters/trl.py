@@ -29,7 +29,6 @@ def loss_of(loss_type: str, level: str = "token", **keys: Any) -> Loss:
     """Return the loss that a `loss_type` of `GRPOConfig` selects.
 
     Args:
-        loss_type: Option of this name.
         level: `importance_sampling_level`.
         keys: `epsilon_low`, `epsilon_high`, `delta`, `beta`, `entropy_coef`.
     """

@@ -25,7 +25,6 @@ def loss_of(name: str, aggregation: str, ref_beta: float = 0.0, **keys: Any) -> 
     """Return a registered policy loss.
 
     Args:
-        name: Name in verl's registry.
         aggregation: `loss_agg_mode`.
         ref_beta: Coefficient of the KL to the reference, added as verl's actor adds it.
         keys: Fields of `ActorConfig`; `policy_loss` as a dict.
@@ -107,11 +106,7 @@ def subjects() -> list[Subject]:
                 "takes the mean over the sequences of each microbatch",
             ),
         ),
-        Subject(
-            "sapo",
-            loss_of("sapo", "seq-mean-token-mean", tau_pos=1.0, tau_neg=1.05),
-            Method(**METHODS["sapo"]),
-        ),
+        Subject("sapo", loss_of("sapo", "seq-mean-token-mean", tau_pos=1.0, tau_neg=1.05), Method(**METHODS["sapo"])),
         Subject("gpg", loss_of("gpg", "token-mean"), Method(**METHODS["gpg"]), True),
         Subject(
             "cispo", loss_of("cispo", "token-mean", clip_ratio_low=1.0, clip_ratio_high=4.0), Method(**METHODS["cispo"]), True

@@ -46,7 +46,6 @@ def anchors(page: Path) -> set[str]:
 
 
 def links(page: Path) -> Iterator[str]:
-    """Return the targets of its links and images."""
     for token in tokens(page):
         if token.type == "link_open":
             yield str(token.attrs["href"])
@@ -59,12 +58,6 @@ def links(page: Path) -> Iterator[str]:
 
 
 def fences(page: Path, info: str | None = None) -> list[str]:
-    """Return its blocks of code.
-
-    Args:
-        page: Path of the page.
-        info: Language of the blocks to return. None: all blocks.
-    """
     blocks = [token for token in tokens(page) if token.type == "fence"]
     return [block.content for block in blocks if info is None or block.info.strip() == info]
 

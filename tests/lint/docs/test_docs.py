@@ -246,7 +246,6 @@ def test_quoted_messages_are_the_code_s() -> None:
 
 
 def python_block(page: str) -> dict[str, object]:
-    """Return the definitions of the page's one example."""
     (block,) = fences(Path(page), "python")
     names: dict[str, object] = {}
     exec(compile(block, page, "exec"), names)

@@ -257,7 +257,6 @@ def test_the_other_reading_of_cispo_in_the_readme() -> None:
 
 
 def record(problem: str, answer: str) -> dict[str, object]:
-    """A row as the dataset has it."""
     asks = "The last line of your response should be of the form Answer: $Answer (without quotes) where $Answer is the answer"
     content = (
         f"Solve the following math problem step by step. {asks} to the problem.\n\n{problem}\n\n"

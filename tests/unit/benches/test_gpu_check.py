@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -14,10 +13,9 @@ import pytest
 import torch
 import yaml
 
-from benchmarks import results
 from benchmarks._token_stats_peers import FORMS, plain_formula
 from benchmarks.gpu import step
-from benchmarks.gpu.check import command, lines, machine, report, run_kernels, timeline, worlds
+from benchmarks.gpu.check import command, lines, machine, report, timeline, worlds
 from benchmarks.gpu.check.kernel_times import BINS, summary
 from benchmarks.gpu.check.lines import Check, Skip
 from benchmarks.gpu.check.model import run_tree
@@ -136,25 +134,6 @@ def _processes_of(*words: str) -> list[str]:
         ):
             commands.append(command)
     return commands
-
-
-def test_what_fails_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    here = check_of(tmp_path, "output layer")
-    monkeypatch.setitem(run_kernels.LIMITS, "output layer", 1e-9)
-    run_kernels.run(here)
-    statuses = {line["name"]: line["status"] for line in lines.read(here.file)}
-    assert statuses["error: output layer, logits kept"] == "failed" and statuses["output layer: time"] == "measured"
-    assert report.status_of(lines.read(here.file)) == "failed"
-
-
-@pytest.mark.parametrize("task", ["statistics", "activation"])
-def test_kernels_on_a_cpu(tmp_path: Path, task: str) -> None:
-    here = check_of(tmp_path, task)
-    run_kernels.run(here)
-    kernels = next(part for part in PARTS if part.name == "kernels")
-    reported = {line["name"]: line["status"] for line in lines.read(here.file)}
-    assert reported.keys() == set(next(t for t in kernels.tasks if t.name == task).lines)
-    assert set(reported.values()) == {"passed", "measured"}
 
 
 def test_a_line_that_raises_does_not_end_its_part(tmp_path: Path) -> None:
@@ -281,19 +260,6 @@ def test_the_committed_table_has_the_lines_of_the_code() -> None:
     assert command.PAGE.read_text() == report.markdown(committed) + "\n"
 
 
-def test_the_commit_is_unknown_without_git(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert len(results.commit().split()[0]) == 40 or results.commit().startswith("unknown")
-    monkeypatch.setenv("PATH", "/nonexistent")
-    assert results.commit() == "unknown: git is not installed"
-
-
-def test_the_gpu_tests_take_the_active_python() -> None:
-    outside = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}  # not a part of `make test`
-    command = ["make", "-n", "test-gpu"]
-    done = subprocess.run(command, cwd=ROOT, env=outside, capture_output=True, text=True, timeout=60, check=True)
-    assert done.stdout.split() == ["python", "-m", "pytest", "tests/gpu", "--confcutdir=tests/gpu"]
-
-
 def test_the_wheels_are_those_of_the_images() -> None:
     pins, wheels = (
         {line.strip() for line in (ROOT / "requirements" / name).read_text().splitlines() if line.strip() and line[0] != "#"}
@@ -301,11 +267,6 @@ def test_the_wheels_are_those_of_the_images() -> None:
     )
     peers = {line for line in wheels if line.partition("==")[0] in machine.PEER_WHEELS}
     assert wheels - peers and wheels - peers <= pins
-
-
-def test_the_page_names_every_part() -> None:
-    section = (ROOT / "docs/index.md").read_text().split("### Check a GPU machine")[1].split("\n## ")[0]
-    assert [line.split("`")[1] for line in section.splitlines() if line.startswith("| `")] == [part.name for part in PARTS]
 
 
 def test_the_timeline_of_a_traced_step(tmp_path: Path) -> None:
@@ -319,13 +280,3 @@ def test_the_timeline_of_a_traced_step(tmp_path: Path) -> None:
     assert f"]({timeline.FILE})" in report.markdown([result])
     timeline.draw(timeline.traces([result]), tmp_path / timeline.FILE)
     assert (tmp_path / timeline.FILE).stat().st_size > 5000
-
-
-def test_the_report_is_valid_json_at_any_time(tmp_path: Path) -> None:
-    file, page = tmp_path / "out/gpu.json", tmp_path / "out/gpu.md"
-    report.save(file, page, [])
-    report.save(
-        file, page, [report.result_of(PARTS[0], [report.TaskResult(PARTS[0].tasks[0], "skipped", [], "a | reason", {})])]
-    )
-    assert json.loads(file.read_text())[0]["lines"][0]["why"] == "a | reason"
-    assert "(a | reason)" in page.read_text() and not list(file.parent.glob("*.partial"))

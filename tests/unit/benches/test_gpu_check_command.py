@@ -7,8 +7,6 @@ import os
 import re
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +17,7 @@ from benchmarks.gpu.check.parts import PARTS, limit, seconds_of
 from benchmarks.gpu.check.task_process import places
 from tepo_megatron.utils.processes import read_stat
 from tests.unit.benches.gpu_tasks import SCENES
+from tests.waiting import lives, until
 
 ROOT = Path(__file__).parents[3]
 SECONDS = 60.0  # in which a process of this test has made progress
@@ -40,13 +39,6 @@ def known(out: Path) -> list[str]:
     return [name for name, line in lines(out).items() if line["status"] != "skipped"]
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + SECONDS
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 def test_a_kept_log_names_no_folder_of_the_machine() -> None:
     package = Path(pytest.__file__).parents[1]
     log = f'File "{ROOT}/benchmarks/a.py", line 1\n{package}/torch/b.py:2: UserWarning'
@@ -58,7 +50,7 @@ def test_a_kept_log_names_no_folder_of_the_machine() -> None:
 def test_a_killed_check_leaves_a_table_with_every_row_that_was_known(tmp_path: Path, rows: int) -> None:
     """The third row is that of a task that goes on; no task outlives the command."""
     process = command("rows", tmp_path)
-    wait_until(lambda: (tmp_path / "gpu.md").exists() and len(known(tmp_path)) >= rows)
+    until(lambda: (tmp_path / "gpu.md").exists() and len(known(tmp_path)) >= rows)
     process.kill()
     process.communicate()
     found = lines(tmp_path)
@@ -71,17 +63,17 @@ def test_a_killed_check_leaves_a_table_with_every_row_that_was_known(tmp_path: P
     assert rows_there == known(tmp_path)[: len(rows_there)], "the page is written after the JSON file"
     assert sorted(rows_there + missing) == sorted(found)
     pids = [int(pid) for name in ("a", "c") if found[name]["value"] for pid in found[name]["value"].split()[:1]]
-    wait_until(lambda: all(read_stat(pid) is None for pid in pids))
+    until(lambda: all(read_stat(pid) is None for pid in pids))
 
 
 def test_the_table_is_there_while_torch_still_starts(tmp_path: Path) -> None:
     torch = f"import os, time\nopen({str(tmp_path / 'pid')!r}, 'w').write(f'{{os.getpid()}}.')\ntime.sleep(3600)"
     process = command("rows", tmp_path / "out", platform="cuda", PYTHONPATH=stubs(tmp_path / "site", torch))
-    wait_until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text().endswith("."))
+    until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text().endswith("."))
     process.kill()
     process.communicate()
     assert {line["why"] for line in lines(tmp_path / "out").values()} == {"not run yet"} and not known(tmp_path / "out")
-    wait_until(lambda: read_stat(int((tmp_path / "pid").read_text()[:-1])) is None)
+    until(lambda: read_stat(int((tmp_path / "pid").read_text()[:-1])) is None)
 
 
 @pytest.mark.slow
@@ -106,20 +98,20 @@ def test_a_task_that_hangs_or_dies_takes_only_itself(tmp_path: Path) -> None:
     assert found["q"]["why"] == tasks["hangs"]["why"] and found["s"]["why"] == tasks["aborts"]["why"]
     pids = [int(pid) for pid in found["p"]["value"].split()]
     assert len(pids) == 2
-    wait_until(lambda: all((stat := read_stat(pid)) is None or stat.state == "Z" for pid in pids))
+    until(lambda: not any(map(lives, pids)))
 
 
 def test_the_next_task_starts_early_and_waits_for_its_turn(tmp_path: Path) -> None:
     """While one task hangs the next one is ready but has not run. It ends with the check."""
     ready = tmp_path / "never"
     process = command("rows", tmp_path / "out", PREPARED=str(tmp_path))
-    wait_until(lambda: ready.exists() and ready.read_text().endswith(".") and "c" in known(tmp_path / "out"))
+    until(lambda: ready.exists() and ready.read_text().endswith(".") and "c" in known(tmp_path / "out"))
     pid = int(ready.read_text()[:-1])
     assert read_stat(pid) is not None
     process.kill()
     process.communicate()
     assert lines(tmp_path / "out")["e"]["why"] == "not run yet"
-    wait_until(lambda: read_stat(pid) is None)
+    until(lambda: read_stat(pid) is None)
 
 
 def test_a_log_tells_where_each_rank_and_the_task_were() -> None:
@@ -173,10 +165,6 @@ def test_missing_wheels_are_said_before_torch_is_imported(tmp_path: Path) -> Non
     assert done.stderr.startswith(f"{', '.join(needed)} not installed: see requirements/gpu-check.txt\n")
     assert {line["why"] for line in lines(tmp_path / "out").values()} == {done.stderr.splitlines()[0]}
     assert lines(tmp_path / "out").keys() == {line for part in PARTS for line in part.lines}
-
-
-def test_the_wheels_are_looked_for_by_their_modules() -> None:
-    assert set(machine.PEER_WHEELS) < set(machine.wheels()) and machine.missing_packages("cpu") == ""
 
 
 @pytest.mark.slow

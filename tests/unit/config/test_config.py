@@ -4,11 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from tepo_megatron.actor.layout import check_layout
-from tepo_megatron.config import ParallelConfig, io
+from tepo_megatron.config import io
 from tepo_megatron.config.io import load_config, plain, to_yaml, validate
 from tepo_megatron.errors import ConfigError
-from tepo_megatron.weights.ops import Architecture
 
 MINIMAL = {"name": "run", "model": {"path": "model"}, "data": {"train": "train.jsonl"}}
 
@@ -21,11 +19,7 @@ def written(folder: Path, text: str) -> Path:
 
 def test_defaults_are_the_papers() -> None:
     cfg = validate(MINIMAL)
-    assert (cfg.rollout.prompts_per_step, cfg.rollout.samples_per_prompt, cfg.rollout.temperature) == (
-        64,
-        8,
-        1.0,
-    )
+    assert (cfg.rollout.prompts_per_step, cfg.rollout.samples_per_prompt, cfg.rollout.temperature) == (64, 8, 1.0)
     assert cfg.optimizer.lr == 5e-7 and cfg.training.minibatch_prompts == 16 and cfg.training.steps == 72
     assert 64 // 16 * cfg.training.epochs == 8  # "updated 8 times"
     assert cfg.objective.name == "tepo" and cfg.parallel.world_size == 1
@@ -70,12 +64,6 @@ def test_overrides_of_both_forms(tmp_path: Path) -> None:
             {"rollout": {"server": {"rendezvous": "/shared"}}},
             r"sync\.transport\.folder is not set, and shared memory does not reach",
         ),
-        ({"sync": {"delta": "elements"}}, r"sync\.delta=elements was removed: set sync\.delta: layers; see CHANGELOG\.md$"),
-        (
-            {"sync": {"transport": {"type": "group", "slices": True}}},
-            r"sync\.transport\.slices was removed: every rank .* remove the key; see CHANGELOG\.md$",
-        ),
-        ({"sync": {"canaries": 8}}, r"sync\.canaries was removed: sync\.max_logprob_diff .*; see CHANGELOG\.md$"),
         ({"sync": {"quantize": "fp8"}, "platform": "cpu"}, r"sync\.quantize=fp8 needs platform=cuda"),
         (
             {"sync": {"quantize": "fp8"}, "platform": "cuda", "rollout": {"server": {"precision": "fp32"}}},
@@ -92,15 +80,9 @@ def test_overrides_of_both_forms(tmp_path: Path) -> None:
         ({"parallel": {"vpp": 2}}, "parallel: vpp=2 needs pp > 1"),
         ({"parallel": {"ep": 3, "dp": 2}}, r"ep=3 does not divide dp\*cp=2"),
         ({"rollout": {"prompts_per_step": 8}}, "minibatch_prompts=16 exceeds rollout.prompts_per_step=8"),
-        (
-            {"training": {"max_tokens_per_microbatch": 100}},
-            "max_tokens_per_microbatch=100 cannot hold one sequence",
-        ),
+        ({"training": {"max_tokens_per_microbatch": 100}}, "max_tokens_per_microbatch=100 cannot hold one sequence"),
         ({"rollout": {"samples_per_prompt": 1}}, "rollout.samples_per_prompt: .*greater than or equal to 2"),
-        (
-            {"platform": "cpu", "model": {"path": "m", "attention": "te"}},
-            "model.attention=te needs platform=cuda",
-        ),
+        ({"platform": "cpu", "model": {"path": "m", "attention": "te"}}, "model.attention=te needs platform=cuda"),
         (
             {"training": {"share_prompts": "always"}, "model": {"path": "m", "attention": "te"}},
             "training.share_prompts=always with model.attention=te.*set model.attention to sdpa",
@@ -109,10 +91,7 @@ def test_overrides_of_both_forms(tmp_path: Path) -> None:
             {"parallel": {"cp": 2}, "model": {"path": "m", "attention": "te", "precision": "fp32"}, "platform": "cuda"},
             "precision=fp32 with model.attention=te and parallel.cp=2: .*set model.attention to auto or sdpa",
         ),
-        (
-            {"evaluation": {"samples": 4, "temperature": 0}},
-            "samples=4 at temperature=0 would all be the same",
-        ),
+        ({"evaluation": {"samples": 4, "temperature": 0}}, "samples=4 at temperature=0 would all be the same"),
         ({"name": "a/b"}, "name='a/b' must be a plain folder name"),
         ({"name": ".."}, r"name='\.\.' must be a plain folder name"),
         ({"evaluation": {"every": 5}}, r"evaluation\.every=5 needs data\.eval"),
@@ -155,8 +134,7 @@ def test_missing_keys_are_named_together() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
-    [("a: [", "not valid YAML"), ("- 1", "a config is a mapping"), ("", "a config is a mapping")],
+    ("text", "message"), [("a: [", "not valid YAML"), ("- 1", "a config is a mapping"), ("", "a config is a mapping")]
 )
 def test_malformed_files(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
@@ -207,40 +185,6 @@ def test_missing_file() -> None:
 def test_malformed_overrides(tmp_path: Path, words: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load_config(written(tmp_path, to_yaml(validate(MINIMAL))), words)
-
-
-def architecture(**change: int) -> Architecture:
-    sizes = {
-        "num_layers": 4,
-        "hidden_size": 128,
-        "ffn_size": 384,
-        "num_heads": 16,
-        "num_query_groups": 8,
-        "head_dim": 32,
-    }
-    return Architecture(
-        **(sizes | change),
-        vocab_size=64,
-        max_positions=512,
-        norm_eps=1e-6,
-        rotary_base=1e4,
-        tied_embeddings=True,
-        qk_norm=True,
-    )
-
-
-@pytest.mark.parametrize(
-    ("parallel", "message"),
-    [
-        ({"tp": 3}, "parallel.tp=3 does not divide num_query_groups=8; use 1, 2, 4 or 8"),
-        ({"pp": 5}, "parallel.pp=5 exceeds num_layers=4; use at most 4"),
-        ({"pp": 2, "vpp": 4}, r"parallel.pp \* parallel.vpp=8 does not divide num_layers=4"),
-        ({"ep": 2, "dp": 2}, "parallel.ep=2: the model has no experts"),
-    ],
-)
-def test_layouts_that_do_not_fit_the_model(parallel: dict, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        check_layout(architecture(), ParallelConfig(**parallel))
 
 
 OF_PROFILES = {"kuberay", "skypilot"}

@@ -29,7 +29,6 @@ def write(path: Path, tree: dict[str, Any]) -> Path:
 
 @pytest.fixture
 def child(tmp_path: Path) -> typing.Callable[..., Path]:
-    """A child of BASE, in a folder next to it."""
     write(tmp_path / "base.yaml", BASE)
     return lambda **keys: write(tmp_path / "rows" / "child.yaml", {"base": "../base.yaml", **keys})
 

@@ -11,7 +11,7 @@ import torch
 
 from tepo_megatron.actor import build, precision
 from tepo_megatron.actor.passed_fields import check_passed_fields, passed_fields
-from tepo_megatron.config import Config, MegatronConfig, ModelConfig, OptimizerConfig, ParallelConfig, TrainingConfig
+from tepo_megatron.config import Config, MegatronConfig, ModelConfig, ParallelConfig, TrainingConfig
 from tepo_megatron.config.io import load_config, to_yaml, validate
 from tepo_megatron.config.megatron import CHECKED, TESTED, untested_fields
 from tepo_megatron.config.owned_fields import OWNED
@@ -19,6 +19,7 @@ from tepo_megatron.doctor import versions
 from tepo_megatron.errors import ConfigError
 from tepo_megatron.weights.ops import Architecture, Experts
 from tests.parallel import cases
+from tests.parallel.cases import open_actor
 from tests.worlds import run_world
 
 BASE = {"name": "run", "model": {"path": "model"}, "data": {"train": "train.jsonl"}}
@@ -168,16 +169,11 @@ def test_what_no_test_trains_with_is_said() -> None:
 
 def _built(rank: int, cfg: Config) -> dict[str, dict[str, Any]]:
     """The passed fields as they are in the configs of a built actor."""
-    from tepo_megatron.actor.actor import Actor
-    from tepo_megatron.distributed import parallel
-    from tepo_megatron.platform import activate
-
-    actor = Actor.open(cfg, parallel.initialize(cfg.parallel, activate("cpu"), cfg.seed))
+    actor = open_actor(cfg)
     optimizer = getattr(actor.optimizer, "chained_optimizers", [actor.optimizer])[0]
     built = {"transformer": actor.config, "ddp": actor.chunks[0].ddp_config, "optimizer": optimizer.config}
     found = {section: {name: getattr(built[section], name) for name in fields} for section, fields in PASSED.items()}
     found["transformer"]["attention_backend"] = found["transformer"]["attention_backend"].name
-    parallel.shutdown()
     return found
 
 
@@ -186,8 +182,3 @@ def test_passed_fields_arrive_in_the_built_configs(tmp_path: Path) -> None:
     cfg = cases.run_config(case.model, {"dp": 1})
     cfg = dataclasses.replace(cfg, megatron=MegatronConfig(**PASSED))
     assert run_world(1, _built, cfg)[0] == PASSED
-
-
-def test_the_optimizer_section_keeps_its_own_keys() -> None:
-    names = {f.name for f in dataclasses.fields(OptimizerConfig)}
-    assert names == {"lr", "warmup_steps"}

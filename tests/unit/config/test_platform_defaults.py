@@ -16,7 +16,6 @@ TREE: dict[str, Any] = {"name": "run", "model": {"path": "model"}, "data": {"tra
 
 
 def value_of(tree: dict[str, Any], key: str) -> Any:
-    """Return the value of a plain config at a dotted key."""
     for part in key.split("."):
         tree = tree[part]
     return tree

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tepo_megatron.config import Config
-from tepo_megatron.config.io import load_config, validate
+from tepo_megatron.config.io import validate
 from tepo_megatron.errors import ConfigError
 from tepo_megatron.observability import run_dir
 from tepo_megatron.observability.sinks import LOST_FILE, METRICS_FILE, RunLog, read_metrics
@@ -19,7 +19,6 @@ def config(folder: Path, **change: object) -> Config:
 
 
 def write_run(folder: Path, *names: str) -> Path:
-    """A run with these files."""
     for name in names:
         file = folder / "a" / name
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -33,12 +32,6 @@ def files(run: Path) -> set[str]:
 
 RUN = ("metrics.jsonl", "log.txt", "checkpoints/step-00000002/run.json", "rollouts/step-000001.safetensors", "hf/config.json")
 END = ("summary.json", "evaluation.jsonl", "report.png")
-
-
-def test_resume_keeps_everything(tmp_path: Path) -> None:
-    run = write_run(tmp_path, *RUN)
-    assert load_config(run_dir.prepare(config(tmp_path, resume=True))).resume
-    assert files(run) == {*RUN, "config.yaml"}
 
 
 def test_a_run_that_goes_on_keeps_its_outcome_under_another_name(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from tepo_megatron.controller.service_client import ServiceClient
 from tepo_megatron.controller.service_start import ForkedProcess, start_service
 from tepo_megatron.controller.service_trace import ServiceTrace
 from tepo_megatron.errors import DataError, RolloutError
+from tests.waiting import lives, until
 
 HTTP_AND_TEXT = ("httpx", "aiohttp", "msgspec", "transformers", "tokenizers", "math_verify", "datasets", "pyarrow")
 ROLLOUT_SIDE = ("data", "evaluation", "grading", "rewards", "rollout", "report", "inference.servers", "inference.vllm")
@@ -112,10 +113,7 @@ def test_the_service_ends_with_rank_0(tmp_path: Path) -> None:
     pid = int(rank.stdout.readline())
     rank.kill()
     rank.communicate()
-    deadline = time.monotonic() + 30
-    while Path(f"/proc/{pid}").exists() and Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    until(lambda: not lives(pid))
 
 
 def test_answers_that_nobody_waits_for_yet_are_kept() -> None:

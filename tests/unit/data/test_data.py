@@ -42,11 +42,7 @@ def test_rows_become_prompts(tmp_path: Path, tokenizer: PreTrainedTokenizerFast)
     loaded = load(path, tokenizer)
     prompts = loaded.prompts
     assert str(loaded.report) == f"{path}: own (prompt, answer), 3 rows, 3 prompts; dropped: none"
-    assert [(p.id, p.answer, dict(p.meta)) for p in prompts] == [
-        (0, "7", {"level": 2}),
-        (2, "2", {}),
-        (3, "0.5", {}),
-    ]
+    assert [(p.id, p.answer, dict(p.meta)) for p in prompts] == [(0, "7", {"level": 2}), (2, "2", {}), (3, "0.5", {})]
     texts = ["".join(tokenizer.convert_ids_to_tokens(list(p.token_ids))) for p in prompts]
     assert texts == ["3+4?", "s:S|u:1+1?|a:", "half?"]
     assert all(type(token) is int for p in prompts for token in p.token_ids)
@@ -101,24 +97,11 @@ def test_bad_row_is_named(row: object, message: str, tmp_path: Path, tokenizer: 
         load(path, tokenizer)
 
 
-def test_chat_needs_a_template(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    plain = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer, unk_token="<unk>")
-    path = write(tmp_path / "d.jsonl", {"prompt": [{"role": "user", "content": "x"}], "answer": "1"})
-    with pytest.raises(DataError, match=r"d\.jsonl:1: .*no chat template"):
-        load(path, plain)
-
-
 def test_missing_and_empty_files_are_refused(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     with pytest.raises(DataError, match=r"none\.jsonl: cannot read .*No such file"):
         load(tmp_path / "none.jsonl", tokenizer)
     with pytest.raises(DataError, match=r"empty\.jsonl: the dataset is empty"):
         load(write(tmp_path / "empty.jsonl", b"", b"  "), tokenizer)
-
-
-def test_tokenizer_loads_from_its_directory(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    tokenizer.save_pretrained(tmp_path)
-    loaded = load_tokenizer(tmp_path)
-    assert loaded("3+4?", add_special_tokens=False).input_ids == tokenizer("3+4?", add_special_tokens=False).input_ids
 
 
 def test_tokenizer_errors_name_directory_and_file(tmp_path: Path) -> None:
@@ -233,10 +216,7 @@ LINE = '{"prompt": "x", "answer": 1}\n'
         (gzip.compress(b"PAR1" + b"0" * 99), r"d\.jsonl: is gzipped, and holds a gzip or parquet file; .*gunzip"),
         (b'{"prompt": "caf\xe9", "answer": 1}\n', r"d\.jsonl:1: not valid JSON .*utf-8"),
         (gzip.compress(b'{"prompt": "x", "answer": 1}\n' * 99)[:-9], r"d\.jsonl: cannot read the dataset \(.*end-of-stream"),
-        (
-            gzip.compress(b"")[:10] + b"\xff" * 30,
-            r"d\.jsonl: cannot read the dataset \(Error -3 while decompressing",
-        ),
+        (gzip.compress(b"")[:10] + b"\xff" * 30, r"d\.jsonl: cannot read the dataset \(Error -3 while decompressing"),
         (b'{"q": 1, "a": 2}\n', r"d\.jsonl:1: no known schema has these keys: 'q', 'a'; .*data\.prompt_key"),
     ],
     ids=[

@@ -103,12 +103,6 @@ def test_columns_with_different_answers_are_refused_until_a_key_says_which(
         assert prompt.answer == "3"
 
 
-def test_what_was_read_is_shown(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    path = write(tmp_path / "d.jsonl", {"problem": "1+1?", "answer": 5e-05, "messages": CHAT, "solution": r"\boxed{0.00005}"})
-    line = load(path, tokenizer).report.reading()
-    assert f"{path}:1 '1+1?' has the answer '0.00005'" in line and "plain (problem, solution)" in line
-
-
 def test_mixed_schemas_are_refused(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     path = write(tmp_path / "d.jsonl", VERL, {"problem": "1+2?", "answer": 3})
     with pytest.raises(DataError) as e:

@@ -167,18 +167,6 @@ def test_samples_survive_the_file(tmp_path: Path) -> None:
     assert read_samples(tmp_path / "a.jsonl") == made
 
 
-@pytest.mark.parametrize("line", ["{", "[]", '{"problem": 1}', '{"problem": 1, "score": 2}'])
-def test_a_malformed_sample_is_named_and_passed_over(tmp_path: Path, line: str, caplog: pytest.LogCaptureFixture) -> None:
-    path = tmp_path / "a.jsonl"
-    path.write_bytes(to_lines([sample(0, 0, True)]) + line.encode() + b"\n")
-    assert read_samples(path) == [sample(0, 0, True)]
-    (warning,) = caplog.records
-    assert warning.getMessage().startswith(f"{path}: line 2 cannot be read: ")
-    path.write_text("")
-    with pytest.raises(DataError, match="no sample in it"):
-        read_samples(path)
-
-
 def test_a_result_by_hand() -> None:
     """Problem 0: right, right, wrong, cut off; problem 1: wrong (7), wrong (7), right, no answer."""
     samples = [

@@ -26,9 +26,7 @@ def method(**sections: Any) -> Method:
 
 def test_dapo_refills_and_shapes() -> None:
     dapo = method(
-        objective={"name": "dapo"},
-        rollout={"max_response_tokens": 20480},
-        training={"max_tokens_per_microbatch": 22528},
+        objective={"name": "dapo"}, rollout={"max_response_tokens": 20480}, training={"max_tokens_per_microbatch": 22528}
     )
     assert dapo.max_generation_rounds == 10
     assert dapo.overlong == OverlongShaping(max_tokens=20480, buffer_tokens=4096, penalty=0.5)
@@ -88,10 +86,7 @@ def test_numbers_in_the_config_hold_for_every_objective() -> None:
             {"objective": {"name": "distill", "ref_kl": {"beta": 1.0, "path": "teacher"}}},
             r"drops groups of equal scores.*set filter_uniform_groups to false",
         ),
-        (
-            {"objective": {"name": "grpo", "advantage": "none"}},
-            r"advantage=none leaves nothing to learn",
-        ),
+        ({"objective": {"name": "grpo", "advantage": "none"}}, r"advantage=none leaves nothing to learn"),
         ({"objective": {"name": "tapo"}}, r"objective\.name='tapo' is unknown"),
     ],
 )

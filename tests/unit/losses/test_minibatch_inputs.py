@@ -25,10 +25,10 @@ def batch() -> TrainBatch:
     return TrainBatch(tuple(rollouts), torch.tensor([2.0, -1.0]), old, entropy, old - 1, update=1)
 
 
-def check_whole(module: object) -> None:
-    """The minibatch as a weighting sees it."""
+def test_the_whole_minibatch() -> None:
+    """As a weighting sees it."""
     stats = TokenStats(torch.tensor(OLD) + CURRENT * torch.arange(7.0), torch.zeros(7))
-    inputs = module.MinibatchInputs(batch(), torch.device("cpu"), None, 9).whole(stats)  # type: ignore[attr-defined]
+    inputs = minibatch.MinibatchInputs(batch(), torch.device("cpu"), None, 9).whole(stats)
     assert inputs.advantage_R.tolist() == [2.0] * 4 + [-1.0] * 3
     assert inputs.old_logprob_R.tolist() == OLD and inputs.old_entropy_R.tolist() == list(range(7))
     assert inputs.rollout_logprob_R.tolist() == [x + ROLLOUT for x in OLD]
@@ -41,7 +41,3 @@ def check_whole(module: object) -> None:
     ratio_R = sequence_ratio(stats.logprob_R - inputs.old_logprob_R, inputs.segments, True)
     means = [CURRENT * (0 + 1 + 2 + 3) / 4] * 4 + [CURRENT * (4 + 5 + 6) / 3] * 3
     torch.testing.assert_close(ratio_R, torch.tensor(means).exp())
-
-
-def test_the_whole_minibatch() -> None:
-    check_whole(minibatch)

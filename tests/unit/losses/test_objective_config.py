@@ -5,13 +5,7 @@ import torch
 
 from tepo_megatron.config import ObjectiveConfig
 from tepo_megatron.config.io import validate_as
-from tepo_megatron.config.objective import (
-    ClipCov,
-    GeometricMask,
-    KlCov,
-    ReferenceKl,
-    Steer,
-)
+from tepo_megatron.config.objective import ClipCov, GeometricMask, KlCov, ReferenceKl, Steer
 from tepo_megatron.errors import ConfigError
 from tepo_megatron.losses import OBJECTIVES, build_objective
 from tepo_megatron.losses.objective import Objective

@@ -23,7 +23,6 @@ LARGER = {"beta": 0.5, "entropy_coefficient": 0.1, "advantage_alpha": 0.4, "cov_
 
 
 def larger(parts: dict[str, Any]) -> dict[str, Any]:
-    """The parts with larger coefficients where they have any."""
     return parts | {k: math.copysign(v, parts[k]) for k, v in LARGER.items() if parts.get(k)}
 
 
@@ -85,7 +84,6 @@ REWARDS = [[1.0, 0.0, 0.0, 0.5], [0.25, 0.25, 0.25], [1.0], [0.0, 1.0], [-0.5, 1
 
 
 def rollouts(rewards: list[list[float]]) -> list[Rollout]:
-    """A group of each list, one token each."""
     ids, mask = torch.tensor([1, 2]), torch.tensor([False, True])
     return [Rollout(p, ids, mask, torch.zeros(2), 0, "stop", reward=r, score=r) for p, g in enumerate(rewards) for r in g]
 

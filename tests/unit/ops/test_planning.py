@@ -30,13 +30,7 @@ CHECKED = settings(max_examples=150, deadline=None, derandomize=True)
     pipeline=PIPELINES,
 )
 def test_plan_keeps_its_contract(
-    lengths: list[int],
-    dp: int,
-    max_tokens: int,
-    multiple: int,
-    alignment: Alignment,
-    longest: bool,
-    pipeline: Pipeline,
+    lengths: list[int], dp: int, max_tokens: int, multiple: int, alignment: Alignment, longest: bool, pipeline: Pipeline
 ) -> None:
     """Every sequence once; equally many microbatches, a multiple of what is asked; never over the token limit."""
     plan = plan_microbatches(lengths, dp, max_tokens, alignment, multiple, longest, pipeline)

@@ -21,7 +21,6 @@ SERVER = {"server/0/up": 1.0, "server/0/queue": 12.0, "server/0/tokens_per_secon
 
 
 async def click(tab: BrowserTab, text: str) -> None:
-    """Click the first button with this text."""
     found = f"[...document.querySelectorAll('button')].find((b) => b.textContent.startsWith({json.dumps(text)}) && !b.disabled)"
     await tab.until(f"!!{found}")
     await tab.run(f"{found}.click()")

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tepo_megatron.report import RunRecord, charts, read_run
+from tepo_megatron.report import charts, read_run
 from tepo_megatron.report.figures import NOTHING
 from tepo_megatron.report.live.columns import BUCKETS, ColumnCurves, MetricsTail
 from tepo_megatron.report.live.plots import Abscissas, plot_of
@@ -121,15 +121,3 @@ def test_a_run_that_begins_is_restarted_and_replaced_stays_on_the_page(tmp_path:
     first.refresh()
     assert first.version > version and first.plain()["notes"] and first.plain()["sections"] == []
     json.dumps([first.plain(), second.plain(), compared([first, second])], allow_nan=False)
-
-
-def test_a_report_of_columns_has_the_same_record(tmp_path: Path) -> None:
-    write_run(tmp_path, measured(7))
-    run, tail = read_run(tmp_path), MetricsTail(tmp_path)
-    tail.read()
-    curves = tail.curves()
-    assert isinstance(run, RunRecord)
-    for key in ("reward/mean", "tepo/entropy_noise_floor", "missing"):
-        np.testing.assert_array_equal(curves[key], run.curves[key])
-        assert (key in curves) == (key in run.curves)
-    np.testing.assert_array_equal(curves.between("tepo/entropy_noise_floor"), run.curves.between("tepo/entropy_noise_floor"))

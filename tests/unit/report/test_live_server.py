@@ -32,7 +32,6 @@ def write_hostile_run(folder: Path, characters: int = 100_000) -> Path:
     """Write a run of hostile tokens with an audited and recorded step, and a later one that is only recorded.
 
     Args:
-        folder: Folder of the run's folder and of its model.
         characters: Length of the line that is the later step's response and gold answer.
     """
     ids, run = tokenizer_of_characters(folder / "model"), folder / "run"
@@ -58,7 +57,6 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def get(url: str, path: str = "", method: str = "GET", **headers: str) -> tuple[int, str]:
-    """Return status and text."""
     parts = urlsplit(url)
     connection = HTTPConnection("127.0.0.1", parts.port, timeout=60)
     try:

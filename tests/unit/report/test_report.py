@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import matplotlib
@@ -16,7 +15,7 @@ from tepo_megatron.errors import DataError
 from tepo_megatron.observability.sinks import read_metrics
 from tepo_megatron.report import Curves, Summary, read_run, write_report
 from tepo_megatron.report.picture import write_picture
-from tepo_megatron.report.run import RunRecord, facts
+from tepo_megatron.report.run import RunRecord
 from tests.marks import full_but
 from tests.report_runs import SUMMARY, measured, records, write_run
 
@@ -42,21 +41,6 @@ def test_the_picture_of_a_finished_run(tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == [
         "config.yaml", "metrics.jsonl", "report.html", "report.png", "summary.json",
     ]  # fmt: skip
-
-
-def test_the_heading_names_the_run_and_its_result(tmp_path: Path) -> None:
-    write_run(tmp_path, records(4))
-    figure = drawn(tmp_path, Summary(steps=4, seconds=95.4, evaluations=[(0, 0.19, 0.02), (4, 0.812, 0.021)]))
-    assert tmp_path.name in texts(figure)
-    assert "tepo  ·  tiny  ·  tp2  ·  cpu fp32  ·  4 steps in 1 min 35 s" in texts(figure)
-    assert "19.0% ± 2.0  →  81.2% ± 2.1" in texts(figure)
-
-
-def test_a_run_under_way_says_how_far_it_is(tmp_path: Path) -> None:
-    write_run(tmp_path, records(1), training={"steps": 9, "max_tokens_per_microbatch": 16384})
-    figure = drawn(tmp_path)
-    assert "step 1 of 9" in texts(figure) and "→" not in texts(figure)
-    assert all(axis.get_xlim()[1] > 9 for axis in figure.axes)
 
 
 def test_every_recorded_value_is_drawn_and_a_missing_one_is_a_gap(tmp_path: Path) -> None:
@@ -90,31 +74,6 @@ def test_the_diagnostics_are_drawn_as_recorded(tmp_path: Path) -> None:
         ("trained on", "rollout/kept_groups"),
     ):
         assert found[label] == [row[key] for row in rows], label
-
-
-def test_entropy_changes_of_both_signs_share_a_scale_that_shows_the_noise_floor(tmp_path: Path) -> None:
-    write_run(tmp_path, measured(5))
-    axes = [a for a in drawn(tmp_path).axes if a.get_yscale() == "symlog"]
-    assert len(axes) == 2
-    for axis in axes:
-        assert axis.get_ylim() == axes[0].get_ylim()
-        assert axis.get_ylim()[0] < -0.12 < 0.12 < axis.get_ylim()[1]
-        assert len(axis.get_yticks()) <= 5
-        floor = next(c for c in axis.collections if c.get_label() == "noise floor")
-        heights = axis.transData.transform(floor.get_paths()[0].vertices)[:, 1]
-        assert heights.max() - heights.min() > 0.05 * axis.bbox.height
-
-
-def test_what_is_measured_at_some_steps_is_joined_between_them(tmp_path: Path) -> None:
-    rows = measured(5)
-    rows[3]["tepo/mask_below_noise"] = 0.4
-    write_run(tmp_path, rows)
-    shaded = [c for axis in drawn(tmp_path).axes for c in axis.collections if str(c.get_label()).startswith("of these")]
-    (area,) = shaded
-    tops = {x: max(y for x2, y in area.get_paths()[0].vertices if x2 == x) for x in range(1, 6)}
-    shares = [row["tepo/kl_mask_share"] for row in rows]
-    expected = [share * part for share, part in zip(shares, (0.1, 0.2, 0.3, 0.4, 0.4), strict=True)]
-    assert list(tops.values()) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(
@@ -152,13 +111,6 @@ def test_steps_without_any_value_are_drawn(tmp_path: Path) -> None:
     assert write_report(tmp_path).exists()
 
 
-@pytest.mark.parametrize(("precision", "limits"), [("fp32", 2), ("bf16", 0)])
-def test_the_fp32_limits_are_drawn_where_they_hold(tmp_path: Path, precision: str, limits: int) -> None:
-    write_run(tmp_path, records(2), model={"path": "m/tiny", "precision": precision})
-    panel = next(a for a in drawn(tmp_path).axes if a.get_title("left").startswith("Rollout/train"))
-    assert sum(str(line.get_label()).startswith("limit") for line in panel.lines) == limits
-
-
 def test_a_folder_without_metrics_is_a_data_error(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"metrics\.jsonl"):
         write_report(tmp_path)
@@ -171,15 +123,3 @@ def test_a_malformed_summary_is_named(tmp_path: Path, text: str) -> None:
     with pytest.raises(DataError, match=r"summary\.json: not the summary of a run"):
         write_report(tmp_path)
     assert not (tmp_path / "report.png").exists()
-
-
-def test_restarts_of_servers_are_counted_where_there_were_some(tmp_path: Path) -> None:
-    rows = measured(4)
-    for row, restarts in zip(rows, (0, 2, None, 1), strict=True):
-        row["rollout/server_restarts"] = restarts
-    write_run(tmp_path, rows)
-    run = read_run(tmp_path)
-    assert facts(replace(run, summary=None))[-2:] == ("step 4 of 72", "3 server restarts")
-    write_run(tmp_path, measured(4))  # written by a release that did not count them
-    run = read_run(tmp_path)
-    assert facts(replace(run, summary=None))[-1] == "step 4 of 72"

@@ -1,17 +1,16 @@
 """The page in a real browser, where there is one."""
 
 import re
-import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 
 from tepo_megatron.report import write_report
+from tests.browser import CHROMIUM
 from tests.report_runs import measured, record_step, rollout, write_run
 from tests.unit.report.test_report_page import HOSTILE, tokenizer_of_characters
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 PROBE = """<script>addEventListener("load", () => {
   const wide = document.documentElement.scrollWidth - document.documentElement.clientWidth;
   const plot = document.querySelectorAll(".plot")[2], box = plot.getBoundingClientRect();

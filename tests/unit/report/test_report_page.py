@@ -19,7 +19,7 @@ from tepo_megatron.report import drawing, panels, read_run, write_comparison, wr
 from tepo_megatron.report.charts import PanelChart, chart
 from tepo_megatron.report.comparison import names
 from tepo_megatron.report.live.run import LiveRun
-from tepo_megatron.report.svg import VARIABLES, css_color
+from tepo_megatron.report.svg import css_color
 from tepo_megatron.rollout.containment import LossCounter, lost_sample
 from tepo_megatron.types import Prompt
 from tests.report_runs import SUMMARY, fine_tuned, measured, record_step, rollout, write_run
@@ -130,17 +130,6 @@ def test_the_page_is_self_contained(hostile: tuple[Page, str]) -> None:
     assert not re.search(r"url\((?!#)|@import", text)
 
 
-def test_every_colour_is_known_to_light_and_dark(hostile: tuple[Page, str]) -> None:
-    page, text = hostile
-    light, dark = page.styles[0].split("@media (prefers-color-scheme: dark)")
-    dark = dark.split("}")[0]
-    for name in set(re.findall(r"var\(--(\w+)\)", text)):
-        assert f"--{name}: #" in light and f"--{name}: #" in dark, name
-    assert set(VARIABLES.values()) <= set(re.findall(r"--(\w+): #", dark))
-    drawings = "".join(re.findall(r"<svg.*?</svg>", text, re.DOTALL))
-    assert not re.findall(r"#[0-9a-f]{6}\b(?=[;\"])", drawings), "a colour that dark mode does not change"
-
-
 def test_what_lies_under_the_pointer_is_what_was_recorded(hostile: tuple[Page, str]) -> None:
     page, _ = hostile
     entropies = [None if row["actor/entropy"] is None else float(f"{row['actor/entropy']:.4g}") for row in ROWS]
@@ -150,16 +139,6 @@ def test_what_lies_under_the_pointer_is_what_was_recorded(hostile: tuple[Page, s
     assert shares["percent"] and shares["series"][0]["x"] == [1, 2, 3, 4, 5]
     left, top, right, bottom = shares["box"]
     assert 0 < left < right < 1 and 0 < top < bottom < 1
-
-
-@pytest.mark.slow
-def test_the_page_names_the_safety_checks_that_do_not_work(hostile: tuple[Page, str], tmp_path: Path) -> None:
-    assert "Safety checks: 2 of 4 work in this run" in hostile[1] and "sync.max_logprob_diff): every token" in hostile[1]
-    assert "log-probs of evaluations: OFF" in hostile[1]
-    write_run(tmp_path, [{"step": 1}], rollout={"replay": "rollouts"})
-    text = write_report(tmp_path).read_text()
-    assert "Safety checks: 0 of 3 work in this run" in text
-    assert "sync.max_logprob_diff): OFF, rollout.replay has no engine" in text
 
 
 @pytest.mark.parametrize("ahead", [False, True])
@@ -200,7 +179,6 @@ def two_runs(folder: Path) -> list[Path]:
 
 
 def rows_of(text: str) -> list[list[str]]:
-    """Return the rows of the tables of a page."""
     rows = re.findall(r"<tr>(.*?)</tr>", text, re.DOTALL)
     return [[re.sub("<.*?>", "", cell) for cell in re.findall(r"<t[dh]>(.*?)</t[dh]>", row, re.DOTALL)] for row in rows]
 
@@ -301,8 +279,3 @@ def test_no_record_at_all_is_an_error_and_the_older_page_stays(tmp_path: Path) -
     with pytest.raises(DataError, match=r"metrics\.jsonl: no step has been recorded"):
         write_report(tmp_path)
     assert (tmp_path / "report.html").read_text() == "older"
-
-
-def test_the_page_of_one_run_lies_in_its_folder(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["report", "runs/a", "--out", "x.html"]) == 1
-    assert "--out x.html: the page of one run is written into its folder" in capsys.readouterr().err

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from tepo_megatron.config import Config
-from tepo_megatron.errors import DataError
 from tepo_megatron.report import RunRecord, read_run
 from tepo_megatron.report.benchmarks import BenchmarkPanel, over_steps, read_benchmarks
 from tepo_megatron.report.charts import PanelChart, chart
@@ -95,16 +94,6 @@ def test_a_run_that_replays_shows_what_it_replays(run: RunRecord, tmp_path: Path
     cfg: Config = write_run(again, measured(1), rollout={"replay": str(run.folder / "rollouts")})
     found = read_samples(RunRecord(again, cfg, run.curves, None))
     assert found.groups[0].title == "step 1"
-
-
-def test_scores_and_steps_without_reading_the_tokens(tmp_path: Path) -> None:
-    assert record.steps(tmp_path / "none") == []
-    record_step(tmp_path, 10, [rollout(4, [5], [6], 0.0), rollout(2, [5], [6], 1.0)])
-    record_step(tmp_path, 9, [])
-    assert record.steps(tmp_path / "rollouts") == [9, 10]
-    assert record.scores(tmp_path / "rollouts", 10) == [(4, 0.0), (2, 1.0)]
-    with pytest.raises(DataError, match=r"step-000011\.safetensors: not the recorded rollouts"):
-        record.scores(tmp_path / "rollouts", 11)
 
 
 def test_special_tokens_and_tool_output_are_marked(tokenizer: PreTrainedTokenizerFast) -> None:

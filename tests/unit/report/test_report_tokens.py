@@ -11,13 +11,13 @@ import pytest
 
 from tepo_megatron.audit.comparison import audit_step
 from tepo_megatron.losses import OBJECTIVES
-from tepo_megatron.report import read_run, write_comparison, write_report
-from tepo_megatron.report.paper_figures import SECONDS, SOURCE
+from tepo_megatron.report import read_run, write_report
 from tepo_megatron.report.tokens import ENABLE, TOKENS, read_tokens
 from tests.audit_runs import FOLDER, write_audit
+from tests.browser import CHROMIUM
 from tests.objective_cases import draw
 from tests.report_runs import measured, write_run
-from tests.unit.report.test_report_browser import CHROMIUM, dom
+from tests.unit.report.test_report_browser import dom
 from tests.unit.report.test_report_page import HOSTILE, SPECIAL, Page, tokenizer_of_characters
 
 LENGTHS = (5, 17, 0, 3, TOKENS + 30, 2)
@@ -80,21 +80,6 @@ def test_what_is_missing_or_damaged_is_a_note(tmp_path: Path) -> None:
     (tmp_path / FOLDER / "update-000-shard-00001.safetensors").write_bytes(b"no")
     (note,) = read_tokens(read_run(tmp_path)).notes
     assert "not an audit record of a rank" in note and "not an audit record of a rank" in write_report(tmp_path).read_text()
-
-
-@pytest.mark.slow
-def test_the_figures_of_the_paper(tmp_path: Path) -> None:
-    for name in ("a", "b"):
-        (tmp_path / name).mkdir()
-        write_run(tmp_path / name, [row | {"loss/clip_fraction": 0.004 / row["step"]} for row in measured(4)])
-    page = Page(write_report(tmp_path / "a").read_text())
-    assert page.series("tokens clipped") == [[0.004, 0.002, 0.001333, 0.001]]
-    assert page.series("this run") == [[1.6] * 4]
-    for name, seconds in SECONDS.items():
-        assert f"{name} in the paper, {seconds:.0f} s" in page.said
-    assert [f"Figure {n}" in page.said for n in ("2a", "2b", "3a", "3b")] == [True] * 4 and page.said.count(SOURCE) == 4
-    both = write_comparison([tmp_path / "a", tmp_path / "b"], tmp_path / "both.html").read_text()
-    assert both.count("Figure 2b of") == 3, "in the comparison, and in each run"
 
 
 @pytest.mark.full

@@ -50,8 +50,6 @@ FATES = {
 
 
 class Pool:
-    """A pool with an event loop."""
-
     def __init__(self, workers: int) -> None:
         self._runner = asyncio.Runner()
         self.pool = GradingPool(PoolLimits(workers, 0.3, HARD_SECONDS, 1024), [], "the script")
@@ -65,7 +63,6 @@ class Pool:
 
 
 def pool(folder: Path, monkeypatch: pytest.MonkeyPatch, source: str, workers: int = 1) -> Pool:
-    """Return a pool of workers that run `source`."""
     script = folder / "worker.py"
     script.write_text(source)
     monkeypatch.setattr(process, "WORKER", script)

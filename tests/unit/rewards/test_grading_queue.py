@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import threading
-import time
-from collections.abc import Iterator
 from concurrent.futures import wait
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -23,6 +18,7 @@ from tepo_megatron.errors import RewardError
 from tepo_megatron.rewards import build_reward
 from tepo_megatron.types import Rollout
 from tests.graded import decode, rollout
+from tests.unit.rewards.test_remote_reward import Handler, url  # noqa: F401
 
 FUNCTIONS = """
 import time
@@ -64,48 +60,6 @@ def test_a_group_does_not_wait_for_the_time_out_of_another(functions: str) -> No
     assert [future.result()[0].reward for future in quick] == list(range(2, 20))
 
 
-class Judge(BaseHTTPRequestHandler):
-    """A reward server that takes its time, and counts the requests that it has at once."""
-
-    seconds: ClassVar[float] = 0.2
-    barrier: ClassVar[threading.Barrier | None] = None  # requests that must be there at once
-    now: ClassVar[int] = 0
-    most: ClassVar[int] = 0
-    samples: ClassVar[list[Any]] = []
-    lock = threading.Lock()
-
-    def do_POST(self) -> None:
-        cls = type(self)
-        samples = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["samples"]
-        with self.lock:
-            cls.now += 1
-            cls.most = max(cls.most, cls.now)
-            cls.samples += samples
-        if self.barrier is not None:
-            self.barrier.wait(30.0)
-        time.sleep(self.seconds)
-        with self.lock:
-            cls.now -= 1
-        self.send_response(200)
-        self.end_headers()
-        self.wfile.write(json.dumps({"rewards": [len(s["response"]) for s in samples]}).encode())
-
-    def log_message(self, format: str, *args: Any) -> None: ...
-
-
-@pytest.fixture
-def url() -> Iterator[str]:
-    Judge.now, Judge.most, Judge.samples, Judge.barrier = 0, 0, [], None
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Judge)
-    server.daemon_threads = True
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}/score"
-    server.shutdown()
-    server.server_close()
-    thread.join()
-
-
 def test_an_error_of_a_judge_reaches_the_group_and_the_others_end() -> None:
     cfg = config({"type": "http", "url": "http://127.0.0.1:9/score", "concurrency": 2})
     with pytest.MonkeyPatch.context() as patch:
@@ -135,7 +89,7 @@ def no_decode(ids: object) -> str:
     raise AssertionError("this process decodes")
 
 
-def test_workers_decode_what_the_policy_wrote(functions: str, url: str) -> None:
+def test_workers_decode_what_the_policy_wrote(functions: str, url: str) -> None:  # noqa: F811
     """Each kind of term gets the text without special tokens, and this process decodes nothing."""
     made = tokenizer()
     terms = [
@@ -148,5 +102,5 @@ def test_workers_decode_what_the_policy_wrote(functions: str, url: str) -> None:
         (graded,) = reward.score([sampled(made, "ask é", r"write \boxed{7}")])
         cpu_seconds = reward.cpu_seconds
     assert (graded.status, graded.score, graded.reward) == ("exact", 1.0, 1 + 10 + 200 + 1000 * 15)
-    assert Judge.samples == [{"prompt": "ask é", "response": r"write \boxed{7}", "answer": "7"}]
+    assert Handler.seen[0][1]["samples"] == [{"prompt": "ask é", "response": r"write \boxed{7}", "answer": "7"}]
     assert cpu_seconds > 0

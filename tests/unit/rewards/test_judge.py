@@ -34,7 +34,6 @@ class ChatApi:
         self.url = ""
 
     async def complete(self, request: web.Request) -> web.Response:
-        """Answer one request."""
         body = await request.json()
         self.seen.append((request.headers.get("Authorization"), body))
         said = self.script(body)
@@ -79,7 +78,6 @@ def grader(cfg: RewardConfig) -> Iterator[Callable[..., list[Rollout]]]:
 
 
 def quoted(body: dict[str, Any]) -> str:
-    """Return the response that a request quotes."""
     found = re.search(r"<response>(.*)</response>", body["messages"][-1]["content"], re.DOTALL)
     assert found is not None
     return found[1]
@@ -137,11 +135,7 @@ def test_hostile_texts_are_quoted(api: ChatApi) -> None:
 
 @pytest.mark.parametrize(
     ("status", "tries", "message"),
-    [
-        (500, judging.ATTEMPTS, "answered with 500"),
-        (429, judging.ATTEMPTS, "answered with 429"),
-        (401, 1, "with 401"),
-    ],
+    [(500, judging.ATTEMPTS, "answered with 500"), (429, judging.ATTEMPTS, "answered with 429"), (401, 1, "with 401")],
 )
 def test_a_server_that_fails_is_an_error_and_never_a_grade(api: ChatApi, status: int, tries: int, message: str) -> None:
     api.script = lambda body: status

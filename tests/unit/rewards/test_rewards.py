@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,23 +19,9 @@ from tepo_megatron.grading.answers import last_boxed
 from tepo_megatron.rewards import build_reward, process
 from tepo_megatron.rewards.terms import WeightedReward
 from tests.graded import decode, math_reward, rollout, statuses, worker_pids
+from tests.waiting import lives, until
 
 ENDLESS = r"\boxed{9^{9^9}}"
-
-
-def is_running(pid: int) -> bool:
-    """Return whether the process is neither gone nor a zombie."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
-def eventually(condition: Callable[[], bool], seconds: float = 30.0) -> bool:
-    deadline = time.monotonic() + seconds
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return condition()
 
 
 @pytest.fixture(scope="module")
@@ -141,7 +127,7 @@ def test_worker_that_hangs_is_replaced() -> None:
         os.kill(pid, signal.SIGSTOP)  # deaf to its own alarm, as in one long C call
         # it was about to read the first response, which cannot hang, so that another worker reads it again
         assert statuses(reward, [r"\boxed{7.00}", r"\boxed{7.000}", r"\boxed{8}"]) == ["equal", "equal", "wrong"]
-        assert not is_running(pid)
+        assert not lives(pid)
         assert worker_pids(reward) != [pid]
 
 
@@ -162,8 +148,8 @@ def test_close_leaves_no_worker() -> None:
     with build_reward(RewardConfig(workers=2), decode) as reward:
         pids = worker_pids(reward)
         assert len(pids) == 2
-        assert all(map(is_running, pids))
-    assert not any(map(is_running, pids))
+        assert all(map(lives, pids))
+    assert not any(map(lives, pids))
     reward.close()
     with pytest.raises(ValueError, match="closed"):
         reward.score([rollout(r"\boxed{8}")])
@@ -189,6 +175,6 @@ def test_worker_dies_with_its_parent() -> None:
         pid = int(parent.stdout.readline())
         too_late.cancel()
         time.sleep(0.3)
-        assert is_running(pid)
+        assert lives(pid)
         parent.kill()
-    assert eventually(lambda: not is_running(pid))
+    until(lambda: not lives(pid))

@@ -15,21 +15,15 @@ import pytest
 import torch
 
 from examples.arithmetic.task import build_tokenizer
-from tepo_megatron.config import LimitsConfig, RolloutConfig, ServerConfig
+from tepo_megatron.config import LimitsConfig
 from tepo_megatron.errors import ConfigError, RolloutError
 from tepo_megatron.inference.engine import GroupStream
-from tepo_megatron.inference.engine_api import LaunchSpec
 from tepo_megatron.inference.samples import checked_rollout
-from tepo_megatron.inference.servers import slot
-from tepo_megatron.inference.servers.endpoint import Endpoint
-from tepo_megatron.inference.servers.fleet import Fleet
-from tepo_megatron.inference.servers.local import LocalServer
 from tepo_megatron.ops.alignment import Alignment
 from tepo_megatron.ops.packing import pack
 from tepo_megatron.rollout.custom import CustomRollouts, load_function
 from tepo_megatron.types import Prompt, Rollout, SamplingParams, TrainBatch
-from tests.scripted_api import ScriptedApi
-from tests.unit.rollout.test_fleet import behave, mid_sampling, process
+from tests.unit.rollout.test_fleet import behave, fleet, mid_sampling, process
 from tests.zigzag import shard_zigzag_packed
 
 TOKENIZER = build_tokenizer()
@@ -193,23 +187,17 @@ def test_a_sample_is_made_again_when_the_weights_change_between_its_turns(tmp_pa
     assert len(seeds) == 4 and seeds[:2] == seeds[2:] and seeds[0] != seeds[1]
 
 
-def blocking(folder: Path, work: str, prompts: str) -> tuple[list[Rollout], list[str], float]:
-    """Return the samples and events of three prompts, some of which are blocked with `work`, and the seconds they took."""
+@pytest.mark.slow
+def test_each_of_several_blocking_samples_is_lost(tmp_path: Path) -> None:
     body = (
-        f"import time\nif conversation.prompt.id in {prompts}:\n    await asyncio.sleep(0.1)\n    {work}\n"
+        "import time\nif conversation.prompt.id in (10, 12):\n    await asyncio.sleep(0.1)\n    time.sleep(60)\n"
         "await asyncio.sleep(0.2)\nawait conversation.generate()\n"
     )
-    function = load_function(written(folder, agent(body)))
+    function = load_function(written(tmp_path, agent(body)))
     started = time.monotonic()
     with CustomRollouts(InProcess(count_up), function, encode, decode, limits=LimitsConfig(seconds=0.5)) as made:
         samples = made.generate(PROMPTS[:3], SamplingParams(1, 1.0, 20), seed=0)
-        return samples, made.take_events(), time.monotonic() - started
-
-
-@pytest.mark.slow
-def test_each_of_several_blocking_samples_is_lost(tmp_path: Path) -> None:
-    samples, _, seconds = blocking(tmp_path, "time.sleep(60)", "(10, 12)")
-    assert [bool(sample.failure) for sample in samples] == [True, False, True] and seconds < 20
+    assert [bool(sample.failure) for sample in samples] == [True, False, True] and time.monotonic() - started < 20
 
 
 @pytest.mark.parametrize(
@@ -241,24 +229,6 @@ def test_what_is_no_function_is_refused(spec: str, message: str, tmp_path: Path,
 
 
 # with real servers that fail
-
-
-@contextmanager
-def fleet(folder: Path, api: type[ScriptedApi] = ScriptedApi, servers: int = 3, **settings: Any) -> Iterator[Fleet]:
-    (folder / "model").mkdir(exist_ok=True)
-    settings_of_one = ServerConfig(heartbeat_timeout=20.0, concurrency=4, ready_seconds=60, **settings)
-    cfg = RolloutConfig(servers=servers, server=settings_of_one)
-    launch = LaunchSpec(folder / "model", max_model_len=64, platform="cpu", precision="fp32", seed=0)
-    endpoints = []
-    for i in range(servers):
-        made_of = api()
-        server = LocalServer(f"server {i}", made_of, cfg.server, launch, folder / f"{i}.log")
-        endpoints.append(Endpoint(server, made_of, cfg.server, launch.max_model_len))
-    with pytest.MonkeyPatch.context() as patch, Fleet(endpoints, cfg) as made:
-        patch.setattr(slot, "BACKOFF_SECONDS", 0.05)
-        made.start()
-        made.wait_ready()
-        yield made
 
 
 def ids(rollouts: list[Rollout]) -> list[list[int]]:

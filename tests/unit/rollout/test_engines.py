@@ -30,11 +30,7 @@ def first_of(cfg: Config) -> int:
 
 
 @pytest.mark.parametrize(
-    ("rollout", "first"),
-    [
-        ({"servers": 2, "server": {"tp": 2}}, 4),
-        ({"servers": 2, "server": {"tp": 2}, "colocate": True}, 0),
-    ],
+    ("rollout", "first"), [({"servers": 2, "server": {"tp": 2}}, 4), ({"servers": 2, "server": {"tp": 2}, "colocate": True}, 0)]
 )
 def test_servers_follow_the_ranks_of_their_machine(
     monkeypatch: pytest.MonkeyPatch, rollout: dict[str, Any], first: int

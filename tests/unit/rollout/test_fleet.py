@@ -26,6 +26,7 @@ from tepo_megatron.inference.servers.local import LocalServer
 from tepo_megatron.types import Prompt, Rollout, SamplingParams
 from tests.direct_requests import ask
 from tests.scripted_api import ScriptedApi
+from tests.waiting import until
 
 pytestmark = pytest.mark.slow
 SAMPLING = SamplingParams(samples=3, max_tokens=5)
@@ -34,16 +35,18 @@ PROMPTS = [Prompt(id=i, token_ids=(4, 5), answer="") for i in range(40)]
 
 @contextmanager
 def fleet(
-    folder: Path, servers: int = 3, min_servers: int = 1, attempts: int = 3, on_weight_update: str = "finish", **server: Any
+    folder: Path,
+    servers: int = 3,
+    min_servers: int = 1,
+    attempts: int = 3,
+    on_weight_update: str = "finish",
+    model: Path | None = None,
+    takes_broadcasts: bool = False,
+    **server: Any,
 ) -> Iterator[Fleet]:
     """Yield a fleet. It is patient where no server freezes, so that a busy machine does not look frozen."""
     (folder / "model").mkdir(exist_ok=True)
-    settings = {
-        "restarts": 3,
-        "heartbeat_timeout": 20.0,
-        "concurrency": 4,
-        "ready_seconds": 60,
-    } | server
+    settings = {"restarts": 3, "heartbeat_timeout": 20.0, "concurrency": 4, "ready_seconds": 60} | server
     cfg = RolloutConfig(
         servers=servers,
         min_servers=min_servers,
@@ -51,10 +54,10 @@ def fleet(
         on_weight_update=on_weight_update,
         server=ServerConfig(**settings),
     )
-    launch = LaunchSpec(folder / "model", max_model_len=64, platform="cpu", precision="fp32", seed=0)
+    launch = LaunchSpec(model or folder / "model", max_model_len=64, platform="cpu", precision="fp32", seed=0)
     endpoints = []
     for i in range(servers):
-        api = ScriptedApi()
+        api = ScriptedApi(takes_broadcasts=takes_broadcasts)
         server = LocalServer(f"server {i}", api, cfg.server, launch, folder / f"{i}.log")
         endpoints.append(Endpoint(server, api, cfg.server, launch.max_model_len))
     with pytest.MonkeyPatch.context() as patch, Fleet(endpoints, cfg) as made:
@@ -70,7 +73,6 @@ def behave(fleet: Fleet, server: int, **behaviour: Any) -> None:
 
 
 def process(fleet: Fleet, server: int) -> psutil.Process:
-    """The server's first process."""
     behind = fleet.endpoints[server].server
     assert isinstance(behind, LocalServer)
     assert behind.process is not None and behind.process.guard_pid is not None
@@ -81,16 +83,8 @@ def ids(rollouts: list[Rollout]) -> list[list[int]]:
     return [r.response_ids for r in rollouts]
 
 
-def until(condition: Any, seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.02)
-
-
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> list[list[int]]:
-    """The answers of one healthy server."""
     with fleet(tmp_path_factory.mktemp("one"), servers=1) as one:
         rollouts = one.generate(PROMPTS, SAMPLING, seed=7)
     assert [r.prompt_id for r in rollouts] == [p.id for p in PROMPTS for _ in range(3)]

@@ -10,7 +10,7 @@ from tepo_megatron.config import RendezvousServerConfig, RolloutConfig, ServerCo
 from tepo_megatron.inference.engines import beginning
 from tepo_megatron.inference.servers.fleet import Fleet
 from tests.direct_requests import ask
-from tests.unit.rollout.test_fleet import PROMPTS, SAMPLING, behave, expected, fleet, ids, process, until  # noqa: F401
+from tests.unit.rollout.test_fleet import PROMPTS, SAMPLING, behave, expected, fleet, ids, process  # noqa: F401
 
 pytestmark = pytest.mark.slow
 MIB = 100  # by which servers may grow here: more than an idle Python varies by

@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from tepo_megatron.utils import scratch
+from tests.waiting import until
 
 # A server that, like vLLM with open requests, ignores SIGTERM, and an engine process that notices nothing by itself, unless it
 # has the lifeline that our plugins give to those of real engines. `apart`: that one has left the server's session.
@@ -91,9 +92,7 @@ def servers(tmp_path: Path) -> Iterator[tuple[psutil.Process, list[dict[str, psu
                 pids = {"guard": guard, "server": int(content(folder / "server", owner)), "engine": int(engine)}
                 trees.append({name: psutil.Process(pid) for name, pid in pids.items()})
                 segments.append(segment)
-                deadline = time.monotonic() + 60
-                while segment not in content(folder / scratch.SEGMENTS, owner) and time.monotonic() < deadline:
-                    time.sleep(0.05)
+                until(lambda: segment in content(folder / scratch.SEGMENTS, owner))  # noqa: B023
             yield psutil.Process(owner.pid), trees, folders, segments
         finally:
             owner.kill()
@@ -128,10 +127,7 @@ def test_nothing_is_left_whoever_is_killed(servers) -> None:
             _, alive = psutil.wait_procs(list(trees[i].values()), timeout=60)
             assert not alive, f"after the death of {SUBSETS[i]}: {alive}"
     # where a guard survived its owner it removed the folder; the next start removes the others
-    deadline = time.monotonic() + 60
-    while (left := [i for i in together if folders[i].exists() and "guard" not in SUBSETS[i]]) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not left
+    until(lambda: not [i for i in together if folders[i].exists() and "guard" not in SUBSETS[i]])
     scratch.sweep(folders[0].parent)
     assert not [folder for folder in folders if folder.exists()]
     assert not [name for name in segments if (scratch.SHARED_MEMORY / name).exists()]

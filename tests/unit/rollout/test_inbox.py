@@ -14,12 +14,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 from tepo_megatron.distributed.rendezvous_store import open_store
-from tepo_megatron.weight_sync.broadcast_group import (
-    SENDER,
-    BroadcastGroup,
-    GroupSpec,
-    UnchangedTensors,
-)
+from tepo_megatron.weight_sync.broadcast_group import SENDER, BroadcastGroup, GroupSpec, UnchangedTensors
 from tepo_megatron.weight_sync.bucket_format import Bucket, TensorEntry, crc32
 from tepo_megatron.weight_sync.receiver.receiver import RankReceiver
 
@@ -42,14 +37,11 @@ def packed(number: int, *names: str, sender: int = 0) -> tuple[Bucket, torch.Ten
 
 
 class Trainer:
-    """The side of one sender."""
-
     def __init__(self, store: dist.TCPStore) -> None:
         self.store, self.specs = store, 0
         self.channel: BroadcastGroup | None = None
 
     def meet(self, inbox: RankReceiver, seconds: float = SECONDS) -> GroupSpec:
-        """A new group with that inbox."""
         self.specs += 1
         self.spec = GroupSpec("127.0.0.1", self.store.port, f"m{self.specs}", 1, 2, SENDER + 1, seconds, SECONDS)
         inbox.join_groups(self.spec, CPU)

@@ -33,7 +33,8 @@ from tepo_megatron.inference.servers.local import LocalServer
 from tepo_megatron.inference.servers.rendezvous import Rendezvous, ServerRecord, fingerprint
 from tepo_megatron.inference.servers.server_key import KEY_FILE, KEY_VARIABLE
 from tests.scripted_api import ScriptedApi
-from tests.unit.rollout.test_fleet import PROMPTS, SAMPLING, ids, until
+from tests.unit.rollout.test_fleet import PROMPTS, SAMPLING, ids
+from tests.waiting import until
 
 KEY = "a-key-for-the-tests-alone"
 OWN_SETTINGS: dict[str, Any] = {"heartbeat_timeout": 20.0, "ready_seconds": 60, "concurrency": 4}
@@ -79,8 +80,6 @@ def record_of(folder: Path, url: str, **change: Any) -> ServerRecord:
 
 @dataclasses.dataclass
 class Serving:
-    """`tepo serve` in a process of its own."""
-
     process: subprocess.Popen[bytes]
     rendezvous: Rendezvous
     log: Path
@@ -155,7 +154,6 @@ def killed_trainer(folder: Path, settings: dict[str, Any], after: str) -> None:
 
 
 def server_process(serving: Serving, record: ServerRecord) -> psutil.Process:
-    """The first process of the server with this record."""
     port = record.url.rpartition(":")[2]
     return next(psutil.Process(pid) for pid, line in serving.lines().items() if "tests.scripted_server" in line
                 and port in line[-2:] and "tepo_megatron.inference.servers.guard" not in line)  # fmt: skip

@@ -15,7 +15,8 @@ from tepo_megatron.inference.engine_api import LaunchSpec
 from tepo_megatron.inference.servers.fleet import Fleet
 from tepo_megatron.inference.vllm import VllmApi
 from tests.direct_requests import ask
-from tests.unit.rollout.test_fleet import PROMPTS, SAMPLING, behave, expected, fleet, ids, process, until  # noqa: F401
+from tests.unit.rollout.test_fleet import PROMPTS, SAMPLING, behave, expected, fleet, ids, process  # noqa: F401
+from tests.waiting import until
 
 pytestmark = pytest.mark.slow
 

@@ -36,7 +36,6 @@ def key(monkeypatch: pytest.MonkeyPatch) -> None:
 def endpoints_of(
     servers: list[CountingServer], concurrency: int, api: Callable[[], VllmApi] = VllmApi
 ) -> tuple[list[Endpoint], RolloutConfig]:
-    """Return an endpoint for each server, and the config of their pool."""
     urls = [server.url for server in servers]
     section = UrlServerConfig(urls=urls, concurrency=concurrency, restarts=0, ready_seconds=SECONDS)
     ends = [Endpoint(NamedServer(f"server {i}", section, url), api(), section, 64) for i, url in enumerate(urls)]

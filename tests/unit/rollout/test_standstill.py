@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tepo_megatron.inference.servers.fleet import Fleet
-from tests.unit.rollout.test_fleet import PROMPTS, SAMPLING, ids, until
+from tests.unit.rollout.test_fleet import PROMPTS, SAMPLING, ids
 from tests.unit.rollout.test_remote import (  # noqa: F401
     Serving,
     killed_trainer,
@@ -21,6 +21,7 @@ from tests.unit.rollout.test_remote import (  # noqa: F401
     trainer,
 )
 from tests.unit.rollout.test_sleep import released, wake
+from tests.waiting import until
 
 BOTH_PARTS = ["weights", "kv_cache"]
 

@@ -20,8 +20,6 @@ KEY = "secret-key"
 
 
 class Elsewhere:
-    """A server that others started."""
-
     name, running, resident_bytes, again = "a server", True, 0, ""
 
     def __init__(self, url: str) -> None:

@@ -8,7 +8,9 @@ from __future__ import annotations
 import contextlib
 import importlib
 import io
+import itertools
 import json
+import math
 import os
 import subprocess
 import sys
@@ -21,8 +23,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tests.marks import marked
-from tests.tiny import hybrid_config, tiny_model, tiny_multimodal, tiny_qwen3
+from tests.marks import full_but, marked
+from tests.parallel.cases import open_actor
+from tests.tiny import hybrid_config, tensors, tiny_model, tiny_multimodal, tiny_qwen3
 from tests.worlds import run_world
 
 pytestmark = pytest.mark.slow
@@ -54,10 +57,6 @@ def succeed(*words: object) -> str:
     status, out, err = convert(*words)
     assert status == 0, err
     return out
-
-
-def tensors(path: Path) -> dict[str, Tensor]:
-    return {k: v for file in sorted(path.glob("*.safetensors")) for k, v in load_file(file).items()}
 
 
 def assert_same(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
@@ -207,28 +206,19 @@ def load_both_ways(rank: int, layout: dict[str, int], hf: Path, megatron: Path) 
     return len(bindings)
 
 
-@pytest.mark.parametrize(
-    ("name", "tied"),
-    [marked((name, True), pytest.mark.full) if name in ("1 rank", "TP2", "PP2") else (name, True) for name in LAYOUTS]
-    + [("TP2 PP2", False)]
-    + [marked((name, False), pytest.mark.full) for name in LAYOUTS if name != "TP2 PP2"],
-)
-def test_megatron_core_loads_it_on_every_layout(tmp_path: Path, name: str, tied: bool) -> None:
+FAST = {("TP2 PP2", True), ("TP2 PP2", False), ("TP2 PP2", "hybrid"), ("PP2 VPP2", True), ("CP2 DP2", True)}
+
+
+@pytest.mark.parametrize(("name", "tied"), full_but(FAST, set(), itertools.product(LAYOUTS, (True, False, "hybrid"))))
+def test_megatron_core_loads_it_on_every_layout(tmp_path: Path, name: str, tied: bool | str) -> None:
     """RAISE_ALL: no key of any layout is missing, and none is left over."""
-    tiny_qwen3(tmp_path / "hf", tied=tied, layers=4, vocab_size=VOCAB)
+    if tied == "hybrid":
+        tiny_model(tmp_path / "hf", hybrid_config(vocab_size=VOCAB))
+    else:
+        tiny_qwen3(tmp_path / "hf", tied=tied, layers=4, vocab_size=VOCAB)
     succeed("import", "--hf", tmp_path / "hf", "--out", tmp_path / "megatron")
-    layout = LAYOUTS[name]
-    size = layout.get("tp", 1) * layout.get("pp", 1) * layout.get("cp", 1) * layout.get("dp", 1)
-    assert all(run_world(size, load_both_ways, layout, tmp_path / "hf", tmp_path / "megatron"))
-
-
-@pytest.mark.parametrize("name", [n if n == "TP2 PP2" else marked(n, pytest.mark.full) for n in LAYOUTS])
-def test_megatron_core_loads_a_hybrid_on_every_layout(tmp_path: Path, name: str) -> None:
-    tiny_model(tmp_path / "hf", hybrid_config(vocab_size=VOCAB))
-    succeed("import", "--hf", tmp_path / "hf", "--out", tmp_path / "megatron")
-    layout = LAYOUTS[name]
-    size = layout.get("tp", 1) * layout.get("pp", 1) * layout.get("cp", 1) * layout.get("dp", 1)
-    assert all(run_world(size, load_both_ways, layout, tmp_path / "hf", tmp_path / "megatron"))
+    size = math.prod(LAYOUTS[name].get(axis, 1) for axis in ("tp", "pp", "cp", "dp"))
+    assert all(run_world(size, load_both_ways, LAYOUTS[name], tmp_path / "hf", tmp_path / "megatron"))
 
 
 def save_with_megatron(rank: int, layout: dict[str, int], hf: Path, out: Path, metadata: dict[str, Any] | None) -> None:
@@ -244,22 +234,19 @@ def save_with_megatron(rank: int, layout: dict[str, int], hf: Path, out: Path, m
 
 
 @pytest.mark.full  # Megatron-Core's writer starts processes
-@pytest.mark.parametrize("layout", [{"tp": 2, "pp": 2}, {"tp": 4}], ids=["TP2 PP2", "TP4"])
-@pytest.mark.parametrize("metadata", [None, {"non_homogeneous_layers": True}], ids=["stacked", "by layer"])
-def test_what_megatron_core_saves_is_exported(tmp_path: Path, layout: dict[str, int], metadata: dict[str, Any] | None) -> None:
+@pytest.mark.parametrize(
+    ("kind", "layout"),
+    [
+        *itertools.product(("stacked", "by layer"), ({"tp": 2, "pp": 2}, {"tp": 4})),
+        *itertools.product(("hybrid",), ({"tp": 2, "pp": 2}, {"tp": 2, "pp": 2, "vpp": 2})),
+    ],
+    ids=str,
+)
+def test_what_megatron_core_saves_is_exported(tmp_path: Path, kind: str, layout: dict[str, int]) -> None:
     """Megatron-Core's writer shards tensors over ranks and pads the vocabulary; config and tokenizer come from --hf."""
-    check_export_of_megatron(tmp_path, four_heads(), layout, metadata)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("layout", [{"tp": 2, "pp": 2}, {"tp": 2, "pp": 2, "vpp": 2}], ids=["TP2 PP2", "VPP2"])
-def test_what_megatron_core_saves_of_a_hybrid_is_exported(tmp_path: Path, layout: dict[str, int]) -> None:
-    check_export_of_megatron(tmp_path, hybrid_config(vocab_size=VOCAB), layout, None)
-
-
-def check_export_of_megatron(tmp_path: Path, config: Any, layout: dict[str, int], metadata: dict[str, Any] | None) -> None:
+    metadata = {"non_homogeneous_layers": True} if kind == "by layer" else None
     hf, run = tmp_path / "hf", tmp_path / "run"
-    tiny_model(hf, config, scale=4.0)
+    tiny_model(hf, hybrid_config(vocab_size=VOCAB) if kind == "hybrid" else four_heads(), scale=4.0)
     (run / "iter_0000012").mkdir(parents=True)
     (run / "latest_checkpointed_iteration.txt").write_text("12")
     size = layout["tp"] * layout.get("pp", 1)
@@ -281,13 +268,10 @@ def four_heads() -> Any:
 
 
 def train_and_save(rank: int, cfg: Any, folder: Path) -> None:
-    from tepo_megatron.actor.actor import Actor
     from tepo_megatron.checkpoint.checkpoints import Checkpoints
     from tepo_megatron.config import CheckpointConfig
-    from tepo_megatron.distributed import parallel
-    from tepo_megatron.platform import activate
 
-    actor = Actor.open(cfg, parallel.initialize(cfg.parallel, activate("cpu"), cfg.seed))
+    actor = open_actor(cfg)
     with Checkpoints.open(folder, CheckpointConfig(hf=False), actor.groups) as checkpoints:
         checkpoints.save(7, actor, {"policy_version": 7, "data": {}, "config": ""})
         checkpoints.wait()

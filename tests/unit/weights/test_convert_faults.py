@@ -16,30 +16,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from benchmarks.convert import CONFIG, make_model
 from tepo_megatron.convert import exporting
 from tepo_megatron.convert.output import new_directory
 from tepo_megatron.errors import CheckpointError
-from tests.tiny import tiny_qwen3
-from tests.unit.weights.test_convert import ROOT, command, convert, in_bf16, succeed, tensors
+from tests.tiny import change_config, change_tensors, tensors, tiny_qwen3
+from tests.unit.weights.test_convert import ROOT, command, convert, in_bf16, succeed
 from tests.worlds import run_world
 
 pytestmark = pytest.mark.slow
 
 UP = "model.layers.1.mlp.up_proj.weight"
-
-
-def change_tensors(path: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
-    weights = load_file(path / "model.safetensors")
-    change(weights)
-    save_file({k: v.contiguous() for k, v in weights.items()}, path / "model.safetensors", {"format": "pt"})
-
-
-def change_config(path: Path, **fields: object) -> None:
-    config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps({k: v for k, v in (config | fields).items() if v != "absent"}))
 
 
 def nan(weights: dict[str, torch.Tensor]) -> None:
@@ -114,6 +102,12 @@ BAD_HF: dict[str, tuple[Callable[[Path], object], str]] = {
     "truncated": (lambda p: truncate(p / "model.safetensors", 100), "model.safetensors: truncated or corrupt"),
     "no config": (lambda p: (p / "config.json").unlink(), "config.json: not found"),
     "no weights": (lambda p: (p / "model.safetensors").unlink(), "no *.safetensors found"),
+    "sliding window": (lambda p: change_config(p, use_sliding_window=True), "use_sliding_window=True is not supported"),
+    "no mapping": (lambda p: (p / "config.json").write_text("[]"), "config.json: holds no model config"),
+    "bad index": (
+        lambda p: (p / "model.safetensors.index.json").write_text('{"weight_map": {"a": '),
+        "model.safetensors.index.json: not a safetensors index",
+    ),
     "no directory": (shutil.rmtree, "no such directory; give a Hugging Face model directory"),
 }
 

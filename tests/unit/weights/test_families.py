@@ -268,8 +268,10 @@ def test_a_tokenizer_larger_than_the_embedding_is_refused(tmp_path: Path, kind: 
         ({"ep": 3, "dp": 3}, "parallel.ep=3 does not divide the model's 128 experts; use 1, 2, 4, 8"),
         ({"pp": 49}, "parallel.pp=49 exceeds num_layers=48; use at most 48"),
         ({"pp": 5, "vpp": 2}, r"parallel.pp \* parallel.vpp=10 does not divide num_layers=48; use 1, 2, .* or 48, or vpp=1"),
+        ({"ep": 2, "dp": 2}, "parallel.ep=2: the model has no experts"),
     ],
 )
-def test_layouts_that_do_not_fit_the_experts_are_refused(parallel: dict[str, Any], message: str) -> None:
+def test_layouts_that_do_not_fit_the_model_are_refused(parallel: dict[str, Any], message: str) -> None:
+    model = "Qwen2.5-1.5B" if "no experts" in message else "Qwen3-30B-A3B"
     with pytest.raises(ConfigError, match=message):
-        check_layout(read(PUBLISHED["Qwen3-30B-A3B"]), ParallelConfig(**parallel))
+        check_layout(read(PUBLISHED[model]), ParallelConfig(**parallel))

@@ -12,7 +12,8 @@ from tepo_megatron.errors import SyncError
 from tepo_megatron.inference.engine import INITIAL_VERSION
 from tepo_megatron.inference.servers.fleet import Fleet
 from tests.direct_requests import ask
-from tests.unit.rollout.test_fleet import PROMPTS, SAMPLING, behave, fleet, process, until
+from tests.unit.rollout.test_fleet import PROMPTS, SAMPLING, behave, fleet, process
+from tests.waiting import until
 
 pytestmark = pytest.mark.slow
 ROUNDS = [[Path("a"), Path("b")], [Path("c")]]
