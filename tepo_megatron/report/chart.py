@@ -95,14 +95,6 @@ class Chart:
         return {"title": self.title, "caption": self.caption, "axes": [_axis(axis, xs) for axis in self.axes]}
 
 
-@dataclass(frozen=True)
-class ChartSection:
-    """Charts under one heading."""
-
-    name: str
-    charts: Sequence[Chart]
-
-
 def line(curves: Curves, values: str | np.ndarray, color: str, label: str) -> Series:
     """Return a curve of one value per step, or of the key that holds them."""
     return Series("line", label, color, curves.steps, [curves[values] if isinstance(values, str) else values])

@@ -2,7 +2,6 @@
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -29,26 +28,6 @@ _FROM_ZERO = (
 )
 
 
-@dataclass(frozen=True)
-class RunComparison:
-    """Comparison of several runs.
-
-    Attributes:
-        charts: One chart per quantity, with a curve per run.
-        headings: Column headings of the table of final figures.
-        evaluation: Chart of the runs' last evaluations, or None.
-        differences: (run, paired difference of its evaluation to the first run's, in words).
-        settings: Rows (key, value in each run) of the settings that are not the same in all runs.
-    """
-
-    charts: Sequence[Chart]
-    headings: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    evaluation: Chart | None
-    differences: Sequence[tuple[str, str]]
-    settings: Sequence[Sequence[str]]
-
-
 def names(runs: Sequence[RunRecord]) -> list[str]:
     """Return the names of the runs, or their folders if two runs have the same name."""
     found = [run.cfg.name for run in runs]
@@ -60,20 +39,24 @@ def color(place: int) -> str:
     return COLORS[place % len(COLORS)]
 
 
-def compare(runs: Mapping[str, RunRecord], evaluated: Sequence[HeldOut]) -> RunComparison:
-    """Compare runs; the first is the baseline."""
+def compare(runs: Mapping[str, RunRecord], evaluated: Sequence[HeldOut]) -> dict[str, Any]:
+    """Return what comparison.html shows of runs, the first of which is the baseline.
+
+    `differences`: each run's name with the paired difference of its evaluation to the first one's, in words. `settings`: rows
+    (key, value in each run) of those that are not the same in all runs.
+    """
     records = list(runs.values())
     shown = [quantity for quantity in QUANTITIES if any(quantity.key in run.curves for run in records)]
     rows = [_figures(quantity, records) for quantity in shown]
     rows.insert(0, ("steps", *(f"{run.curves.steps[-1]:.0f}" for run in runs.values())))
-    return RunComparison(
-        charts=overlays(records),
-        headings=["", *runs],
-        rows=rows,
-        evaluation=_accuracies(runs),
-        differences=_differences(list(runs), evaluated),
-        settings=_settings([run.cfg for run in runs.values()]),
-    )
+    return {
+        "charts": overlays(records),
+        "headings": ["", *runs],
+        "rows": rows,
+        "evaluation": _accuracies(runs),
+        "differences": _differences(list(runs), evaluated),
+        "settings": _settings([run.cfg for run in runs.values()]),
+    }
 
 
 def overlays(runs: Sequence[RunRecord]) -> list[Chart]:

@@ -17,7 +17,6 @@ from tepo_megatron.report.chart import (
     RED,
     Chart,
     ChartAxis,
-    ChartSection,
     ReferenceLine,
     Series,
     band,
@@ -288,16 +287,13 @@ _SECTIONS: dict[str, tuple[Callable[[RunRecord], Chart | None], ...]] = {
 }
 
 
-def sections(run: RunRecord) -> list[ChartSection]:
-    """Return the charts of one run."""
+def sections(run: RunRecord) -> dict[str, list[Chart]]:
+    """Return the charts of one run by section."""
     if run.fine_tuned:
-        return [ChartSection("Learning", [panel(run) for panel in FINE_TUNING])]
-    of_run = [
-        ChartSection(name, [chart for panel in panels if (chart := panel(run)) is not None])
-        for name, panels in _SECTIONS.items()
-    ]
+        return {"Learning": [panel(run) for panel in FINE_TUNING]}
+    of_run = {name: [chart for panel in panels if (chart := panel(run))] for name, panels in _SECTIONS.items()}
     of_paper = [figure.chart(run, key) for key, figure in PAPER.items() if key in run.curves]
-    return [*of_run, ChartSection("Figures 2 and 3 of the paper", of_paper)]
+    return of_run | {"Figures 2 and 3 of the paper": of_paper}
 
 
 def _positive(run: RunRecord, key: str, color: str, label: str) -> Series:

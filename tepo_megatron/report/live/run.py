@@ -91,8 +91,8 @@ class LiveRun:
             )
         xs: list[np.ndarray] = []
         shown = [
-            {"name": section.name, "charts": [chart.plain(xs) for chart in section.charts]}
-            for section in ([] if thinned is None else sections(thinned))
+            {"name": name, "charts": [chart.plain(xs) for chart in charts]}
+            for name, charts in ({} if thinned is None else sections(thinned)).items()
         ]
         return {
             "name": self.name,

@@ -19,6 +19,30 @@ const swatch = (color) => {
   return made;
 };
 
+const table = (heads, rows) => el("div", { className: "scroll" }, [el("table", {}, [
+  el("thead", {}, [el("tr", {}, heads.map((textContent) => el("th", { textContent })))]),
+  el("tbody", {}, rows.map((row) => el("tr", {}, row.map((textContent) => el("td", { textContent }))))),
+])]);
+// Lets a click, or the arrow keys and Enter, choose one of the tokens in `parent`. `atOnce`: an arrow chooses, too.
+const chooseToken = (parent, cells, show, atOnce) => {
+  const focus = (to) => cells.forEach((cell, i) => { cell.tabIndex = i === to ? 0 : -1; });
+  const choose = (to) => {
+    cells.forEach((cell, i) => cell.classList.toggle("chosen", i === to));
+    focus(to);
+    show(to);
+  };
+  focus(0);
+  cells.forEach((cell, i) => { cell.onclick = () => choose(i); });
+  parent.addEventListener("keydown", (event) => {
+    const move = { ArrowLeft: -1, ArrowRight: 1, Enter: 0, " ": 0 }[event.key], from = cells.indexOf(event.target);
+    if (move === undefined || from < 0) return;
+    event.preventDefault();
+    const to = Math.min(cells.length - 1, Math.max(0, from + move));
+    (atOnce || !move ? choose : focus)(to);
+    cells[to].focus();
+  });
+};
+
 // Lists the values at the step under the pointer. `read` returns what the plot shows, or nothing.
 const followPointer = (plot, read) => {
   const rule = plot.appendChild(el("div", { className: "rule" })), tip = plot.appendChild(el("div", { className: "tip" }));

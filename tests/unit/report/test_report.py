@@ -20,7 +20,7 @@ from tests.report_runs import SUMMARY, measured, records, write_run
 
 def charts(folder: Path) -> dict[str, Chart]:
     """Return the charts of a run by title."""
-    return {chart.title: chart for section in sections(read_run(folder)) for chart in section.charts}
+    return {chart.title: chart for charts in sections(read_run(folder)).values() for chart in charts}
 
 
 def lines(folder: Path) -> dict[str, list[float]]:
