@@ -10,7 +10,7 @@ from tepo_megatron.errors import DataError
 from tepo_megatron.evaluation import Scores, read_evaluation
 from tepo_megatron.evaluation.statistics import Estimate, over_problems, paired_difference
 from tepo_megatron.observability.sinks import read_metrics
-from tepo_megatron.report.drawing import Curves
+from tepo_megatron.report.curves import Curves
 
 WINDOW = 5  # steps
 SHARE_OF_BEST = 0.9
@@ -53,7 +53,7 @@ class MethodRow:
 
 def read_outcome(run_dir: Path) -> RunOutcome:
     """Read a finished run. Raises DataError that names the file."""
-    return RunOutcome(Curves(read_metrics(run_dir)), read_evaluation(run_dir))
+    return RunOutcome(Curves.of(read_metrics(run_dir)), read_evaluation(run_dir))
 
 
 def rows(

@@ -128,7 +128,7 @@ def train(config_path: str, overrides: list[str], watched: bool = False) -> int:
     is_main = not inside_torchrun() or os.environ["RANK"] == "0"
     if run_dir.finished(cfg):
         if is_main:
-            from tepo_megatron.report.finished import print_results
+            from tepo_megatron.report import print_results
 
             print_results(cfg.run_dir, cfg.training.steps)
         return 0

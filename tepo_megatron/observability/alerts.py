@@ -27,7 +27,6 @@ NOISE_SHARE, MASKED = 0.5, 0.01
 LONGER, CUT_OFF = 3.0, 0.5
 KEPT = 0.1
 TAIL, IDLE, SYNC = 0.5, 0.3, 0.3
-SLOWER = 3.0
 
 
 class RecordHistory:

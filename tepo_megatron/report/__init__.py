@@ -1,18 +1,20 @@
 """`tepo report`: show a run as a page, `report.html`, and as a picture, `report.png`; compare several runs on one page."""
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
 from tepo_megatron.errors import ConfigError
-from tepo_megatron.report.drawing import STYLE, Curves
+from tepo_megatron.report.curves import Curves
 from tepo_megatron.report.page import render
-from tepo_megatron.report.picture import draw, save_picture, write_picture
+from tepo_megatron.report.picture import write_picture
 from tepo_megatron.report.run import RunRecord, Summary, read_run
 from tepo_megatron.utils.atomic import replace_file
+from tepo_megatron.utils.escaping import escaped
+from tepo_megatron.utils.run_lock import RunLock
 
 __all__ = [
-    "STYLE", "Curves", "RunRecord", "Summary", "draw", "read_run", "save_picture", "write_comparison", "write_page",
-    "write_report",
+    "Curves", "RunRecord", "Summary", "print_results", "read_run", "write_comparison", "write_page", "write_report",
 ]  # fmt: skip
 
 
@@ -56,3 +58,15 @@ def write_page(page: Path, text: str) -> Path:
     except OSError as e:
         raise ConfigError(f"{page}: the page cannot be written ({e.strerror}); free some space, or name another file") from None
     return page
+
+
+def print_results(folder: Path, steps: int) -> None:
+    """Print the results of a finished run; write its page and picture if it was killed before it did."""
+    names = ("summary.json", "report.html", "report.png", "hf")
+    if not (folder / "report.png").exists():  # a run removes the picture before it writes its summary
+        with RunLock(folder):
+            write_report(folder)
+    results = ", ".join(name for name in names if (folder / name).exists())
+    made = json.loads((folder / "summary.json").read_text())["steps"]
+    print(f"{escaped(str(folder))}: this run is finished, with {made} steps; its results: {results}")
+    print(f"only {'--evaluation.patience null' if made < steps else 'a higher training.steps'} makes it go on")

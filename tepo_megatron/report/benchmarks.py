@@ -9,11 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from matplotlib.figure import Figure
-from matplotlib.gridspec import SubplotSpec
-
 from tepo_megatron.errors import DataError
-from tepo_megatron.report.drawing import BLUE, GREEN, MUTED, ORANGE, PERCENT, PURPLE, RED, legend, stacked
+from tepo_megatron.report.chart import BLUE, GREEN, MUTED, ORANGE, PURPLE, RED, Chart, ChartAxis, Series, points
 from tepo_megatron.report.figures import NOTHING
 from tepo_megatron.report.run import RunRecord
 from tepo_megatron.report.samples import ReportSample, SampleGroup
@@ -85,17 +82,15 @@ def read_benchmarks(run: RunRecord) -> BenchmarkPanel:
     return BenchmarkPanel(scores, sorted(groups, key=lambda group: group.title), notes)
 
 
-def over_steps(figure: Figure, cell: SubplotSpec, scores: Scores) -> None:
-    """Draw a line with standard errors for each benchmark."""
-    axis: Any = stacked(figure, cell, "Benchmarks, avg@k", 1)[0]
+def over_steps(scores: Scores) -> Chart:
+    """Return a chart with a line and standard errors for each benchmark."""
+    series = []
     names = dict.fromkeys(itertools.chain.from_iterable(scores.values()))
     for name, color in zip(names, itertools.cycle(_COLORS), strict=False):
-        steps = [step for step, found in scores.items() if name in found]
-        means, errors = zip(*(scores[step][name] for step in steps), strict=True)
-        axis.errorbar(steps, means, errors, color=color, marker="o", ms=4, capsize=3, lw=1.6, label=name)
-        axis.plot(steps, means, color=color, lw=0, gid=name)  # read by `svg.listed`
-    axis.yaxis.set_major_formatter(PERCENT)
-    legend(axis)
+        bars = points([(step, *of_step[name]) for step, of_step in scores.items() if name in of_step], color, "")
+        series += [bars, Series("line", name, color, bars.x, bars.rows[:1])]
+    caption = "± standard error, clustered by problem."
+    return Chart("Benchmarks, avg@k", caption, [ChartAxis(series, format="percent")])
 
 
 def _written(score: tuple[float, float] | None) -> str:

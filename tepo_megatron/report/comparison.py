@@ -2,21 +2,17 @@
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from matplotlib.figure import Figure
-from matplotlib.gridspec import SubplotSpec
 
 from tepo_megatron.config import Config
 from tepo_megatron.config.io import plain
 from tepo_megatron.report import held_out
-from tepo_megatron.report.charts import Chart, PanelChart, chart
-from tepo_megatron.report.drawing import BLUE, GREEN, ORANGE, PERCENT, PURPLE, RED, from_zero, stacked
+from tepo_megatron.report.chart import BLUE, GREEN, ORANGE, PURPLE, RED, Chart, ChartAxis, Series
 from tepo_megatron.report.figures import NOTHING, QUANTITIES, Quantity, at_end
 from tepo_megatron.report.held_out import HeldOut
-from tepo_megatron.report.paper_figures import CAPTIONS
+from tepo_megatron.report.panels import PAPER
 from tepo_megatron.report.run import RunRecord
 
 COLORS = (BLUE, ORANGE, GREEN, PURPLE, RED)
@@ -32,26 +28,6 @@ _FROM_ZERO = (
 )
 
 
-@dataclass(frozen=True)
-class RunComparison:
-    """Comparison of several runs.
-
-    Attributes:
-        charts: One chart per quantity, with a curve per run.
-        headings: Column headings of the table of final figures.
-        evaluation: Chart of the runs' last evaluations, or None.
-        differences: (run, paired difference of its evaluation to the first run's, in words).
-        settings: Rows (key, value in each run) of the settings that are not the same in all runs.
-    """
-
-    charts: Sequence[Chart]
-    headings: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    evaluation: Chart | None
-    differences: Sequence[tuple[str, str]]
-    settings: Sequence[Sequence[str]]
-
-
 def names(runs: Sequence[RunRecord]) -> list[str]:
     """Return the names of the runs, or their folders if two runs have the same name."""
     found = [run.cfg.name for run in runs]
@@ -63,49 +39,42 @@ def color(place: int) -> str:
     return COLORS[place % len(COLORS)]
 
 
-def compare(runs: Mapping[str, RunRecord], evaluated: Sequence[HeldOut]) -> RunComparison:
-    """Compare runs; the first is the baseline."""
+def compare(runs: Mapping[str, RunRecord], evaluated: Sequence[HeldOut]) -> dict[str, Any]:
+    """Return what comparison.html shows of runs, the first of which is the baseline.
+
+    `differences`: each run's name with the paired difference of its evaluation to the first one's, in words. `settings`: rows
+    (key, value in each run) of those that are not the same in all runs.
+    """
     records = list(runs.values())
     shown = [quantity for quantity in QUANTITIES if any(quantity.key in run.curves for run in records)]
     rows = [_figures(quantity, records) for quantity in shown]
     rows.insert(0, ("steps", *(f"{run.curves.steps[-1]:.0f}" for run in runs.values())))
-    return RunComparison(
-        charts=list(map(chart, overlays(records))),
-        headings=["", *runs],
-        rows=rows,
-        evaluation=_accuracies(runs),
-        differences=_differences(list(runs), evaluated),
-        settings=_settings([run.cfg for run in runs.values()]),
-    )
+    return {
+        "charts": overlays(records),
+        "headings": ["", *runs],
+        "rows": rows,
+        "evaluation": _accuracies(runs),
+        "differences": _differences(list(runs), evaluated),
+        "settings": _settings([run.cfg for run in runs.values()]),
+    }
 
 
-def overlays(runs: Sequence[RunRecord]) -> list[PanelChart]:
-    """Return a chart for each quantity that some run has, with a line per run, without drawing them."""
+def overlays(runs: Sequence[RunRecord]) -> list[Chart]:
+    """Return a chart for each quantity that some run has, with a line per run."""
     return [_overlay(quantity, runs) for quantity in QUANTITIES if any(quantity.key in run.curves for run in runs)]
 
 
-def _overlay(quantity: Quantity, runs: Sequence[RunRecord]) -> PanelChart:
-    """Draw one line per run. The page's key explains the colours, and `gid` holds the run's name for the pointer."""
-    called = names(runs)
-
-    def panel(figure: Figure, cell: SubplotSpec) -> None:
-        axis: Any = stacked(figure, cell, quantity.label[0].upper() + quantity.label[1:], 1)[0]
-        widths = np.linspace(1.2 + 0.6 * min(4, len(runs)), 1.4, len(runs))  # decreasing, so identical curves all show
-        for place, run in enumerate(runs):
-            values = run.curves.between(quantity.key) if quantity.sparse else run.curves[quantity.key]
-            dash = DASHES[place // len(COLORS) % len(DASHES)]
-            marker = "o" if np.isfinite(values).sum() == 1 else ""  # a single point needs a marker to be visible
-            axis.plot(
-                run.curves.steps, values, color=color(place), ls=dash, lw=widths[place], marker=marker, ms=4, gid=called[place]
-            )
-        if quantity.percent:
-            axis.yaxis.set_major_formatter(PERCENT)
-        if quantity.key.startswith("rollout/logprob_diff"):
-            axis.set_yscale("log")
-        elif quantity.percent or quantity.key in _FROM_ZERO:
-            from_zero(axis, 0.01 if quantity.percent else 0.0)
-
-    return PanelChart(f"compare-{quantity.key}", CAPTIONS.get(quantity.key, ""), panel, max(run.last_step for run in runs))
+def _overlay(quantity: Quantity, runs: Sequence[RunRecord]) -> Chart:
+    key, series = quantity.key, []
+    widths = np.linspace(1.2 + 0.6 * min(4, len(runs)), 1.4, len(runs))  # decreasing, so identical curves all show
+    for place, (run, name) in enumerate(zip(runs, names(runs), strict=True)):
+        values = run.curves.between(key) if quantity.sparse else run.curves[key]
+        dash = DASHES[place // len(COLORS) % len(DASHES)]
+        series.append(Series("line", name, color(place), run.curves.steps, [values], dash, float(widths[place])))
+    least = 0.01 if quantity.percent else 0.0 if key in _FROM_ZERO else None
+    scale = "log" if key.startswith("rollout/logprob_diff") else "linear"
+    axis = ChartAxis(series, format="percent" if quantity.percent else "", scale=scale, least=least)
+    return Chart(quantity.label[0].upper() + quantity.label[1:], PAPER[key].caption if key in PAPER else "", [axis])
 
 
 def _figures(quantity: Quantity, runs: Sequence[RunRecord]) -> tuple[str, ...]:
@@ -124,8 +93,7 @@ def _accuracies(runs: Mapping[str, RunRecord]) -> Chart | None:
     ]
     if not found:
         return None
-    caption = "After each run; bars: 95 % intervals over problems."
-    return chart(PanelChart("compare-evaluation", caption, lambda f, cell: held_out.accuracies(f, cell, found), None))
+    return held_out.accuracies(found, "After each run; bars: 95 % intervals over problems.")
 
 
 def _differences(called: Sequence[str], evaluated: Sequence[HeldOut]) -> list[tuple[str, str]]:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tepo_megatron.report.drawing import Curves
+from tepo_megatron.report.curves import Curves
 
 WINDOW = 5  # number of last values that "at the end" refers to
 NOTHING = "–"  # noqa: RUF001

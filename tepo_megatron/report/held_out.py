@@ -3,16 +3,14 @@
 import statistics
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from matplotlib.figure import Figure
-from matplotlib.gridspec import SubplotSpec
+import numpy as np
 
 from tepo_megatron.config import DataConfig
 from tepo_megatron.data.schemas import Messages, detect, prompt_and_answer
 from tepo_megatron.data.sources import DatasetSource
 from tepo_megatron.errors import DataError
-from tepo_megatron.report.drawing import INK, PERCENT, stacked
+from tepo_megatron.report.chart import Chart, ChartAxis, Series
 from tepo_megatron.report.run import RunRecord
 
 EVALUATION_FILE = "evaluation.jsonl"
@@ -114,20 +112,13 @@ def read_held_out(run: RunRecord) -> HeldOut:
     return HeldOut(accuracies, change(scores.after, scores.before), changed, scores.after, notes)
 
 
-def accuracies(figure: Figure, cell: SubplotSpec, found: Sequence[tuple[str, float, float, str]]) -> None:
-    """Draw accuracies with 95 % intervals, from top to bottom."""
-    axis: Any = stacked(figure, cell, "Accuracy on held-out problems", 1)[0]
-    for place, (label, mean, error, color) in enumerate(found):
-        bars = [[min(_HALF * error, mean)], [min(_HALF * error, 1 - mean)]]  # an accuracy lies in [0, 1]
-        axis.errorbar([mean], [place], xerr=bars, fmt="D", color=color, ms=6, capsize=4, lw=1.8)
-        words = {"xycoords": axis.get_yaxis_transform(), "va": "center", "color": INK}
-        axis.annotate(label, (0.0, place - 0.32), **words)
-        axis.annotate(f"{mean:.1%}", (1.0, place - 0.32), ha="right", **words)
-    axis.set_ylim(len(found) - 0.6, -0.6)
-    axis.set_yticks([])
-    axis.margins(x=0.1)
-    axis.spines["left"].set_visible(False)
-    axis.xaxis.set_major_formatter(PERCENT)
+def accuracies(results: Sequence[tuple[str, float, float, str]], caption: str) -> Chart:
+    """Return a chart of accuracies with 95 % intervals, from (label, mean, standard error, colour) of each."""
+    series = []
+    for label, mean, error, color in results:
+        ends = max(mean - _HALF * error, 0.0), min(mean + _HALF * error, 1.0)  # an accuracy lies in [0, 1]
+        series.append(Series("points", label, color, np.zeros(1), [np.array([value]) for value in (mean, *ends)]))
+    return Chart("Accuracy on held-out problems", caption, [ChartAxis(series, format="percent", across=True)])
 
 
 def _rows(data: DataConfig, wanted: Collection[int]) -> dict[int, tuple[str, str]]:

@@ -3,56 +3,20 @@
 import base64
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import jinja2
 from markupsafe import Markup
 
 from tepo_megatron import __version__
 from tepo_megatron.config.io import to_yaml
-from tepo_megatron.config.safety import SafetyCheck, safety_checks
-from tepo_megatron.report import benchmarks, charts, comparison, figures, held_out, samples, tokens, words
-from tepo_megatron.report.charts import Chart, ChartSection, PanelChart
-from tepo_megatron.report.drawing import BLUE, MUTED
+from tepo_megatron.config.safety import safety_checks
+from tepo_megatron.report import benchmarks, comparison, figures, held_out, panels, samples, tokens, words
+from tepo_megatron.report.chart import BLUE, MUTED, Chart, css_color, on_page
 from tepo_megatron.report.run import RunRecord, facts
-from tepo_megatron.report.svg import css_color
 
 _TEMPLATES = Path(__file__).parent / "templates"
-
-
-@dataclass(frozen=True)
-class RunView:
-    """Contents of the page for one run.
-
-    Attributes:
-        facts: Circumstances of the run, in a few words each.
-        fine_tuned: Whether it has neither samples nor evaluations: a run of `tepo sft`.
-        notes: Sentences on faults of its records.
-        contents: (heading, anchor) of each entry of the table of contents.
-        evaluation: Chart of these, None without any.
-        over_steps: Chart of these, None without any.
-        table: Rows of the table of figures.
-        config: Config of the run as YAML.
-    """
-
-    name: str
-    anchor: str
-    color: str
-    facts: Sequence[str]
-    fine_tuned: bool
-    safety: Sequence[SafetyCheck]
-    notes: Sequence[str]
-    sections: Sequence[ChartSection]
-    contents: Sequence[tuple[str, str]]
-    held_out: held_out.HeldOut
-    evaluation: Chart | None
-    benchmarks: benchmarks.BenchmarkPanel
-    over_steps: Chart | None
-    samples: samples.ReportSamples
-    tokens: tokens.TokenPanel
-    table: Sequence[Sequence[str]]
-    config: str
 
 
 def render(runs: Sequence[RunRecord]) -> str:
@@ -60,12 +24,14 @@ def render(runs: Sequence[RunRecord]) -> str:
     names = comparison.names(runs)
     views = [_view(run, name, place) for place, (run, name) in enumerate(zip(runs, names, strict=True))]
     several = len(runs) > 1
-    compared = comparison.compare(dict(zip(names, runs, strict=True)), [view.held_out for view in views]) if several else None
+    compared = (
+        comparison.compare(dict(zip(names, runs, strict=True)), [view["held_out"] for view in views]) if several else None
+    )
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(_TEMPLATES), autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True
     )
-    environment.filters |= {"markup": Markup, "pieces": lambda text: words.of_text(text, "text")}
-    script = (_TEMPLATES / "page.js").read_text()
+    environment.filters |= {"on_page": on_page, "pieces": lambda text: words.of_text(text, "text")}
+    script = "\n".join((_TEMPLATES / name).read_text() for name in ("plots.js", "page.js"))
     return environment.get_template("page.html").render(
         title="Comparison of runs" if several else names[0],
         style=Markup((_TEMPLATES / "style.css").read_text()),
@@ -73,49 +39,43 @@ def render(runs: Sequence[RunRecord]) -> str:
         script_hash="sha256-" + base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         version=__version__,
         window=figures.WINDOW,
+        last_step=max(run.last_step for run in runs),
         runs=views,
         comparison=compared,
     )
 
 
-def _view(run: RunRecord, name: str, place: int) -> RunView:
+def _view(run: RunRecord, name: str, place: int) -> dict[str, Any]:
+    """Return what run.html shows of a run."""
     anchor, evaluated, suite = f"run-{place}", held_out.read_held_out(run), benchmarks.read_benchmarks(run)
-    sections = charts.sections(run, anchor)
-    numbered = [(section.name, f"{anchor}-{number}") for number, section in enumerate(sections, start=1)]
+    sections = panels.sections(run)
+    numbered = [(name, f"{anchor}-{number}") for number, name in enumerate(sections, start=1)]
     others = ("figures",) if run.fine_tuned else ("evaluation", "samples", "tokens", "figures")
     rest = [(heading.capitalize(), f"{anchor}-{heading}") for heading in others]
-    return RunView(
-        name=name,
-        anchor=anchor,
-        color=css_color(comparison.color(place)),
-        facts=facts(run),
-        fine_tuned=run.fine_tuned,
-        safety=safety_checks(run.cfg),
-        notes=run.notes,
-        sections=sections,
-        contents=[*numbered, *rest],
-        held_out=evaluated,
-        evaluation=_evaluation(run, anchor),
-        benchmarks=suite,
-        over_steps=_over_steps(run, suite, anchor),
-        samples=samples.read_samples(run),
-        tokens=tokens.read_tokens(run),
-        table=figures.table(run.curves),
-        config=to_yaml(run.cfg),
-    )
+    return {
+        "name": name,
+        "anchor": anchor,
+        "color": css_color(comparison.color(place)),
+        "facts": facts(run),
+        "fine_tuned": run.fine_tuned,
+        "safety": safety_checks(run.cfg),
+        "notes": run.notes,
+        "sections": sections,
+        "contents": [*numbered, *rest],
+        "held_out": evaluated,
+        "evaluation": _evaluation(run),
+        "benchmarks": suite,
+        "over_steps": benchmarks.over_steps(suite.scores) if suite.scores else None,
+        "samples": samples.read_samples(run),
+        "tokens": tokens.read_tokens(run),
+        "table": figures.table(run.curves),
+        "config": to_yaml(run.cfg),
+        "last_step": run.last_step,
+    }
 
 
-def _evaluation(run: RunRecord, anchor: str) -> Chart | None:
+def _evaluation(run: RunRecord) -> Chart | None:
     if run.summary is None or not run.summary.evaluations:
         return None
-    found = [(f"step {step}", mean, error, MUTED if step == 0 else BLUE) for step, mean, error in run.summary.evaluations]
-    caption = "Bars: 95 % intervals over problems."
-    panel = PanelChart(f"{anchor}-evaluation", caption, lambda f, cell: held_out.accuracies(f, cell, found), None)
-    return charts.chart(panel)
-
-
-def _over_steps(run: RunRecord, suite: benchmarks.BenchmarkPanel, anchor: str) -> Chart | None:
-    if not suite.scores:
-        return None
-    name, caption = f"{anchor}-benchmarks", "± standard error, clustered by problem."
-    return charts.chart(PanelChart(name, caption, lambda f, cell: benchmarks.over_steps(f, cell, suite.scores), run.last_step))
+    results = [(f"step {step}", mean, error, MUTED if step == 0 else BLUE) for step, mean, error in run.summary.evaluations]
+    return held_out.accuracies(results, "Bars: 95 % intervals over problems.")

@@ -1,232 +1,302 @@
-"""The panels of the picture. Each function draws one cell of the grid; quantities that no step measured are left out."""
+"""The charts of a run, by section. Quantities that no step measured are left out."""
 
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
-from matplotlib.figure import Figure
-from matplotlib.gridspec import SubplotSpec
 
-from tepo_megatron.report import drawing as draw
-from tepo_megatron.report.drawing import Curves
+from tepo_megatron.report.chart import (
+    BLUE,
+    GREEN,
+    GREY,
+    INK,
+    MUTED,
+    ORANGE,
+    PURPLE,
+    RED,
+    Chart,
+    ChartAxis,
+    ReferenceLine,
+    Series,
+    band,
+    line,
+    points,
+)
+from tepo_megatron.report.run import RunRecord
 
 # fp32 on the CPU platform keeps the rollout/train log-prob difference below these if the engine serves the actor's weights
-FP32_MEAN_GATE = 1e-5
-FP32_MAX_GATE = 1e-3
-
-PHASES = (
-    ("rollout", draw.BLUE), ("grading_wait", draw.ORANGE), ("old_stats", draw.PURPLE), ("update", draw.GREEN),
-    ("sync", draw.RED),
-)  # fmt: skip
-LOSSES = {"raised": draw.RED, "timed_out": draw.ORANGE, "over_limit": draw.PURPLE}
-PHASES_AHEAD = (("wait", draw.BLUE), *PHASES[2:])
+FP32_GATES = {"max": 1e-3, "mean": 1e-5}
+PHASES = {"rollout": BLUE, "grading_wait": ORANGE, "old_stats": PURPLE, "update": GREEN, "sync": RED}
+PHASES_AHEAD = {"wait": BLUE, "old_stats": PURPLE, "update": GREEN, "sync": RED}
+LOSSES = {"raised": RED, "timed_out": ORANGE, "over_limit": PURPLE}
+SOURCE = "arXiv 2604.12736"  # Figures 2 and 3 of the TEPO paper; its curves have no printed values
+SECONDS = {"TEPO": 338.0, "DAPO/GRPO": 357.0}  # mean seconds per step: caption of Figure 2
 
 
-def learning(figure: Figure, cell: SubplotSpec, curves: Curves, evaluations: Sequence[tuple[float, float, float]]) -> None:
-    """Draw reward and accuracy."""
-    (axis,) = draw.stacked(figure, cell, "Reward and accuracy", 1)
-    reward, accuracy = curves["reward/mean"], curves["accuracy/mean"]
-    if np.array_equal(reward, accuracy, equal_nan=True):
-        draw.line(axis, curves, accuracy, draw.BLUE, "rollouts: reward = accuracy")
+def learning(run: RunRecord) -> Chart:
+    """Reward and accuracy."""
+    curves, evaluations = run.curves, run.summary.evaluations if run.summary else []
+    if np.array_equal(curves["reward/mean"], curves["accuracy/mean"], equal_nan=True):
+        series = [line(curves, "accuracy/mean", BLUE, "rollouts: reward = accuracy")]
     else:
-        draw.line(axis, curves, reward, draw.ORANGE, "rollouts: reward")
-        draw.line(axis, curves, accuracy, draw.BLUE, "accuracy")
-    if evaluations:
-        steps, means, errors = zip(*evaluations, strict=True)
-        axis.errorbar(steps, means, errors, fmt="D", color=draw.INK, ms=6, capsize=4, lw=1.5, zorder=5, label="evaluation")
-    axis.yaxis.set_major_formatter(draw.PERCENT)
-    draw.legend(axis)
+        series = [
+            line(curves, "reward/mean", ORANGE, "rollouts: reward"),
+            line(curves, "accuracy/mean", BLUE, "accuracy"),
+        ]
+    series += [points(evaluations, INK, "evaluation")] if evaluations else []
+    caption = "All samples; points in the colour of text: held-out problems, ± standard error."
+    return Chart("Reward and accuracy", caption, [ChartAxis(series, format="percent")])
 
 
-def cross_entropy(figure: Figure, cell: SubplotSpec, curves: Curves) -> None:
-    """Draw the loss of fine-tuning, and that of the held-out conversations at the updates that measured it."""
-    (axis,) = draw.stacked(figure, cell, "Cross-entropy, nats per token", 1)
-    draw.line(axis, curves, curves["sft/loss"], draw.BLUE, "conversations of the update")
-    if "sft/eval_loss" in curves:
-        draw.line(axis, curves, curves.between("sft/eval_loss"), draw.ORANGE, "held-out conversations")
-    draw.from_zero(axis)
-    draw.legend(axis)
-
-
-def gradients(figure: Figure, cell: SubplotSpec, curves: Curves) -> None:
-    """Draw the gradient norm and the tokens of each update of fine-tuning."""
-    top, bottom = draw.stacked(figure, cell, "Gradient norm and tokens of an update", 2)
-    draw.line(top, curves, curves["actor/grad_norm"], draw.ORANGE, "gradient norm before clipping")
-    draw.line(bottom, curves, curves["sft/learned_tokens"], draw.BLUE, "tokens that are learned")
-    for axis in (top, bottom):
-        draw.from_zero(axis)
-    draw.legend(top, bottom)
-
-
-def entropy(figure: Figure, cell: SubplotSpec, curves: Curves) -> None:
-    """Draw the entropy and, if there is a reference policy, the KL to it: per token in the loss, per response in the reward."""
-    units = {"loss/ref_kl": "nats per token", "reward/ref_kl": "nats per response"}
+def entropy(run: RunRecord) -> Chart:
+    """Entropy and, if there is a reference policy, the KL to it: per token in the loss, per response in the reward."""
+    curves, units = run.curves, {"loss/ref_kl": "nats per token", "reward/ref_kl": "nats per response"}
     measured = [key for key in units if key in curves]
-    top, *rest = draw.stacked(figure, cell, "Entropy and KL to the reference" if measured else "Entropy", 1 + len(measured))
-    draw.line(top, curves, curves["actor/entropy"], draw.PURPLE, "mean over response tokens, nats")
-    draw.from_zero(top)
-    draw.legend(top)
-    for axis, key in zip(rest, measured, strict=True):
-        draw.line(axis, curves, curves[key], draw.BLUE, f"KL to the reference, {units[key]}")
-        draw.legend(axis)
+    title = "Entropy and KL to the reference" if measured else "Entropy"
+    axes = [ChartAxis([line(curves, "actor/entropy", PURPLE, "mean over response tokens, nats")], least=0.0)]
+    axes += [ChartAxis([line(curves, key, BLUE, f"KL to the reference, {units[key]}")]) for key in measured]
+    return Chart(title, "A fall to 0 means that all samples of a prompt become the same.", axes)
 
 
-def ratio(figure: Figure, cell: SubplotSpec, curves: Curves) -> None:
-    """Draw the importance ratio w, the geometric mean of a sequence's token ratios: median, 1st and 99th percentile."""
-    (axis,) = draw.stacked(figure, cell, "Ratio w to the old policy", 1)
-    draw.line(axis, curves, curves["tepo/ratio_p50"], draw.GREEN, "median")
-    draw.band(axis, curves, curves["tepo/ratio_p01"], curves["tepo/ratio_p99"], draw.GREEN, "1st to 99th percentile")
-    axis.axhline(1, color=draw.MUTED, lw=1, ls=":")
-    draw.legend(axis)
+def updates(run: RunRecord) -> Chart:
+    """Gradient norm and response length."""
+    gradient = line(run.curves, "actor/grad_norm", ORANGE, "gradient norm before clipping")
+    length = line(run.curves, "rollout/response_tokens_mean", BLUE, "mean response, tokens")
+    caption = "A sudden large gradient, or responses that keep growing, precede a collapse."
+    return Chart("Gradient norm and response length", caption, [ChartAxis([gradient], least=0.0), ChartAxis([length])])
 
 
-def entropy_change(figure: Figure, cell: SubplotSpec, curves: Curves) -> None:
-    """Draw dH = H - H_old on one scale, for A > 0 above and A < 0 below. Values within the grey area are rounding noise."""
-    axes = draw.stacked(figure, cell, "Entropy change dH by sign of A, nats", 2)
-    floor = curves.between("tepo/entropy_noise_floor")
-    magnitudes = [0.0]
-    for axis, side, color, label in zip(
-        axes, ("up", "down"), (draw.BLUE, draw.ORANGE), ("A > 0: median", "A < 0: median"), strict=True
-    ):
-        low, middle, high = (curves[f"tepo/dH_{side}_p{q}"] for q in ("05", "50", "95"))
-        magnitudes += [float(v) for v in np.abs(np.concatenate((low, high))) if math.isfinite(v)]
-        draw.line(axis, curves, middle, color, label)
-        draw.band(axis, curves, low, high, color, "5th to 95th percentile")
-        if "tepo/entropy_noise_floor" in curves:
-            axis.fill_between(curves.steps, -floor, floor, color=draw.GREY, alpha=0.6, lw=0, zorder=0.5, label="noise floor")
-        axis.axhline(0, color=draw.MUTED, lw=1, ls=":")
-        draw.legend(axis)
-    extreme = max(magnitudes) or 1.0
+def sampling(run: RunRecord) -> Chart:
+    """Groups that were sampled and trained on, and the share of responses that hit the length limit."""
+    curves, sampled = run.curves, "rollout/sampled_groups"
+    groups = [line(curves, sampled, MUTED, "groups sampled")] if sampled in curves else []
+    groups.append(line(curves, "rollout/kept_groups", GREEN, "trained on"))
+    cut = ChartAxis([line(curves, "rollout/truncated", RED, "responses at the length limit")], format="percent", least=0.01)
+    caption = "Groups all right or all wrong have no advantage; by default they are not trained on."
+    return Chart("Groups and truncated responses", caption, [ChartAxis(groups, least=0.0), cut])
+
+
+def lost(run: RunRecord) -> Chart | None:
+    """Samples that steps lost, by what went wrong with their function; None if none was lost."""
+    keys = {kind: f"rollout/samples_{kind}" for kind in LOSSES}
+    if not any(np.nansum(run.curves[key]) > 0 for key in keys.values()):
+        return None
+    series = [line(run.curves, key, LOSSES[kind], kind.replace("_", " ")) for kind, key in keys.items()]
+    return Chart(
+        "Lost samples of a step", "Samples whose function failed, which training left out.", [ChartAxis(series, least=0.0)]
+    )
+
+
+def ratio(run: RunRecord) -> Chart:
+    """Importance ratio w, the geometric mean of a sequence's token ratios: median, 1st and 99th percentile."""
+    low, high = (run.curves[f"tepo/ratio_{q}"] for q in ("p01", "p99"))
+    spread = band(run.curves, low, high, GREEN, "1st to 99th percentile")
+    caption = "Geometric mean of a sequence's token ratios. Clip bounds act outside 1 ± eps."
+    axis = ChartAxis([line(run.curves, "tepo/ratio_p50", GREEN, "median"), spread], [ReferenceLine(1.0)])
+    return Chart("Ratio w to the old policy", caption, [axis])
+
+
+def entropy_change(run: RunRecord) -> Chart:
+    """dH = H - H_old on one scale, for A > 0 above and A < 0 below. Values within the grey area are rounding noise."""
+    curves, floor = run.curves, run.curves.between("tepo/entropy_noise_floor")
+    noise = [band(curves, -floor, floor, GREY, "noise floor")] if "tepo/entropy_noise_floor" in curves else []
+    bounds = {side: [curves[f"tepo/dH_{side}_{q}"] for q in ("p05", "p95")] for side in ("up", "down")}
+    sizes = np.abs(np.concatenate([*bounds["up"], *bounds["down"]]))
+    extreme = float(sizes[np.isfinite(sizes)].max(initial=0.0)) or 1.0
     measured = floor[floor > 0]
     linear = float(np.median(measured)) if measured.size else extreme / 100
-    draw.symmetric_log(axes, linear, max(extreme, 10 * linear))
+    axes = []
+    for side, color, label in (("up", BLUE, "A > 0: median"), ("down", ORANGE, "A < 0: median")):
+        spread = band(curves, bounds[side][0], bounds[side][1], color, "5th to 95th percentile")
+        series = [*noise, line(curves, f"tepo/dH_{side}_p50", color, label), spread]
+        axes.append(ChartAxis(series, [ReferenceLine(0.0)], scale="symlog", linear=linear, extreme=max(extreme, 10 * linear)))
+    caption = "TEPO's KL mask selects tokens with A > 0 and falling entropy: the negative values of the upper plot."
+    return Chart("Entropy change dH by sign of A, nats", caption, axes)
 
 
-def token_shares(figure: Figure, cell: SubplotSpec, curves: Curves) -> None:
-    """Draw the share of tokens under the KL penalty and, if there is a weighting, of those that it affects."""
-    weighted = "weighting/affected_share" in curves
-    top, *rest = draw.stacked(figure, cell, "KL mask and weighting" if weighted else "KL mask", 2 if weighted else 1)
-    share = curves["tepo/kl_mask_share"]
-    draw.line(top, curves, share, draw.GREEN, "tokens under the mask")
+def token_shares(run: RunRecord) -> Chart:
+    """Share of tokens under the KL penalty and, if there is a weighting, of those that it affects."""
+    curves, share = run.curves, run.curves["tepo/kl_mask_share"]
+    masked = [line(curves, share, GREEN, "tokens under the mask")]
     if "tepo/mask_below_noise" in curves:
         noise = share * curves.between("tepo/mask_below_noise")
-        top.fill_between(curves.steps, 0, noise, color=draw.GREY, alpha=0.8, lw=0, label="of these, dH below the noise floor")
-    for axis in rest:
-        draw.line(axis, curves, curves["weighting/affected_share"], draw.PURPLE, "tokens that the weighting acts on")
-    for axis, at_least in zip((top, *rest), (1e-2, 1e-4), strict=False):
-        axis.yaxis.set_major_formatter(draw.PERCENT)
-        draw.from_zero(axis, at_least)
-        draw.legend(axis)
+        masked.append(band(curves, np.zeros_like(noise), noise, GREY, "of these, dH below the noise floor"))
+    axes = [ChartAxis(masked, format="percent", least=1e-2)]
+    if "weighting/affected_share" in curves:
+        affected = line(curves, "weighting/affected_share", PURPLE, "tokens that the weighting acts on")
+        axes.append(ChartAxis([affected], format="percent", least=1e-4))
+    return Chart("KL mask and weighting" if len(axes) > 1 else "KL mask", "Grey: masked by rounding alone.", axes)
 
 
-def constraints(figure: Figure, cell: SubplotSpec, curves: Curves) -> None:
-    """Draw the share of tokens whose ratio is clipped, and the KL term."""
-    top, bottom = draw.stacked(figure, cell, "Clipping and KL term", 2)
-    draw.line(top, curves, curves["loss/clip_fraction_high"], draw.RED, "tokens clipped: upper bound")
-    draw.line(top, curves, curves["loss/clip_fraction_low"], draw.BLUE, "lower bound")
-    top.yaxis.set_major_formatter(draw.PERCENT)
-    draw.from_zero(top, at_least=1e-3)
-    kl = curves["loss/kl"]
-    draw.line(bottom, curves, kl, draw.GREEN, "KL term, nats per token")
-    if not (kl < 0).any():  # only the k1 estimator can be negative
-        draw.from_zero(bottom, at_least=1e-6)
-    bottom.yaxis.set_major_formatter(draw.SMALL)
-    draw.legend(top, bottom)
+def constraints(run: RunRecord) -> Chart:
+    """Share of tokens whose ratio is clipped, and the KL term, which only the k1 estimator can make negative."""
+    curves, kl = run.curves, run.curves["loss/kl"]
+    clipped = [
+        line(curves, "loss/clip_fraction_high", RED, "tokens clipped: upper bound"),
+        line(curves, "loss/clip_fraction_low", BLUE, "lower bound"),
+    ]
+    axes = [
+        ChartAxis(clipped, format="percent", least=1e-3),
+        ChartAxis([line(curves, kl, GREEN, "KL term, nats per token")], format="small", least=None if (kl < 0).any() else 1e-6),
+    ]
+    caption = "The constraints on the policy: the bounds of the ratio, and the KL under the mask."
+    return Chart("Clipping and KL term", caption, axes)
 
 
-def updates(figure: Figure, cell: SubplotSpec, curves: Curves) -> None:
-    """Draw gradient norm and response length."""
-    top, bottom = draw.stacked(figure, cell, "Gradient norm and response length", 2)
-    draw.line(top, curves, curves["actor/grad_norm"], draw.ORANGE, "gradient norm before clipping")
-    draw.from_zero(top)
-    draw.line(bottom, curves, curves["rollout/response_tokens_mean"], draw.BLUE, "mean response, tokens")
-    draw.legend(top, bottom)
+def mismatch(run: RunRecord) -> Chart:
+    """Log-prob difference between engine and actor and, if present, the weight that corrects for it."""
+    curves, series, rules = run.curves, [], []
+    gated = run.cfg.platform == "cpu" and run.cfg.model.precision == "fp32"
+    for name, color in (("max", ORANGE), ("mean", BLUE)):
+        series.append(_positive(run, f"rollout/logprob_diff_{name}", color, name))
+        rules += [ReferenceLine(FP32_GATES[name], color, f"limit {FP32_GATES[name]:g}")] if gated else []
+    axes = [ChartAxis(series, rules, scale="log")]
+    if "correction/weight_mean" in curves:
+        axes.append(ChartAxis([line(curves, "correction/weight_mean", PURPLE, "mean correction weight")], [ReferenceLine(1.0)]))
+    caption = "Engine and actor on the same tokens: growth means that they no longer agree."
+    return Chart("Rollout/train log-prob difference, nats", caption, axes)
 
 
-def sampling(figure: Figure, cell: SubplotSpec, curves: Curves) -> None:
-    """Draw how many groups were sampled and trained on, and the share of responses that hit the length limit."""
-    top, bottom = draw.stacked(figure, cell, "Groups and truncated responses", 2)
-    if "rollout/sampled_groups" in curves:
-        draw.line(top, curves, curves["rollout/sampled_groups"], draw.MUTED, "groups sampled")
-    draw.line(top, curves, curves["rollout/kept_groups"], draw.GREEN, "trained on")
-    draw.from_zero(top)
-    draw.line(bottom, curves, curves["rollout/truncated"], draw.RED, "responses at the length limit")
-    bottom.yaxis.set_major_formatter(draw.PERCENT)
-    draw.from_zero(bottom, at_least=0.01)
-    draw.legend(top, bottom)
-
-
-def lost(figure: Figure, cell: SubplotSpec, curves: Curves) -> None:
-    """Draw the samples that steps lost, by what went wrong with their function."""
-    (axis,) = draw.stacked(figure, cell, "Lost samples of a step", 1)
-    for kind, color in LOSSES.items():
-        draw.line(axis, curves, curves[f"rollout/samples_{kind}"], color, kind.replace("_", " "))
-    draw.from_zero(axis)
-    draw.legend(axis)
-
-
-def mismatch(figure: Figure, cell: SubplotSpec, curves: Curves, gated: bool) -> None:
-    """Draw the log-prob difference between engine and actor and, if present, the weight that corrects for it.
-
-    Args:
-        gated: Draw the limits of fp32.
-    """
-    corrected = "correction/weight_mean" in curves
-    axis, *rest = draw.stacked(figure, cell, "Rollout/train log-prob difference, nats", 2 if corrected else 1)
-    for name, color, gate in (("max", draw.ORANGE, FP32_MAX_GATE), ("mean", draw.BLUE, FP32_MEAN_GATE)):
-        values = curves[f"rollout/logprob_diff_{name}"]
-        draw.line(axis, curves, np.where(values > 0, values, math.nan), color, name)  # a log scale cannot show 0
-        if gated:
-            axis.axhline(gate, color=color, lw=1.2, ls="--", label=f"limit {gate:g}")
-    axis.set_yscale("log")
-    draw.legend(axis)
-    for below in rest:
-        draw.line(below, curves, curves["correction/weight_mean"], draw.PURPLE, "mean correction weight")
-        below.axhline(1, color=draw.MUTED, lw=1, ls=":")
-        draw.legend(below)
-
-
-def seconds(figure: Figure, cell: SubplotSpec, curves: Curves, ahead: bool) -> None:
-    """Draw the seconds of each step by phase."""
-    axis: Any = draw.stacked(figure, cell, "Seconds per step", 1)[0]
-    phases = PHASES_AHEAD if ahead else PHASES
-    layers = [(phase.replace("_", " "), np.nan_to_num(curves[f"seconds/{phase}"]), color) for phase, color in phases]
+def seconds(run: RunRecord) -> Chart:
+    """Seconds of each step by phase, stacked."""
+    curves, ahead = run.curves, run.cfg.rollout.max_staleness > 0
+    layers = [(name, np.nan_to_num(curves[f"seconds/{name}"]), c) for name, c in (PHASES_AHEAD if ahead else PHASES).items()]
     known = np.sum([height for _, height, _ in layers], axis=0)
-    layers.append(("other", np.clip(np.nan_to_num(curves["seconds/total"]) - known, 0, None), draw.GREY))
-    draw.stack(axis, curves, layers)
+    layers.append(("other", np.clip(np.nan_to_num(curves["seconds/total"]) - known, 0, None), GREY))
+    series, bottom = [], np.zeros_like(curves.steps)
+    for name, height, color in layers:
+        series.append(Series("bar", name.replace("_", " "), color, curves.steps, [bottom, bottom + height]))
+        bottom = bottom + height
+    caption = "Stacked: what training spent each step on."
     if ahead:
-        draw.line(axis, curves, curves["seconds/rollout"], draw.INK, "rollout")
-    axis.grid(axis="x", visible=False)
-    axis.set_xlabel("step")
-    draw.from_zero(axis)
-    draw.legend(axis)
+        series.append(line(curves, "seconds/rollout", INK, "rollout"))
+        caption += " The line: rollouts, which were sampled meanwhile."
+    return Chart("Seconds per step", caption, [ChartAxis(series, least=0.0)])
 
 
-def throughput(figure: Figure, cell: SubplotSpec, curves: Curves) -> None:
-    """Draw tokens per second of the whole step, and the shares of padding and pipeline bubbles."""
-    top, bottom = draw.stacked(figure, cell, "Throughput and layout", 2)
-    draw.line(top, curves, curves["tokens_per_second"], draw.BLUE, "trained tokens per second, prompts too")
-    draw.from_zero(top)
-    draw.line(bottom, curves, curves["packing/padding_share"], draw.ORANGE, "padding")
-    if "packing/bubble_share" in curves:
-        draw.line(bottom, curves, curves["packing/bubble_share"], draw.PURPLE, "pipeline bubble")
-    bottom.yaxis.set_major_formatter(draw.PERCENT)
-    draw.from_zero(bottom, at_least=0.01)
-    draw.legend(top, bottom)
+def throughput(run: RunRecord) -> Chart:
+    """Tokens per second of the whole step, and the shares of padding and pipeline bubbles."""
+    curves, bubbles = run.curves, "packing/bubble_share"
+    speed = line(curves, "tokens_per_second", BLUE, "trained tokens per second, prompts too")
+    shares = [line(curves, "packing/padding_share", ORANGE, "padding")]
+    shares += [line(curves, bubbles, PURPLE, "pipeline bubble")] if bubbles in curves else []
+    caption = "Padding and bubbles are shares of a step's work that teach nothing."
+    return Chart(
+        "Throughput and layout", caption, [ChartAxis([speed], least=0.0), ChartAxis(shares, format="percent", least=0.01)]
+    )
 
 
-def memory(figure: Figure, cell: SubplotSpec, curves: Curves) -> None:
-    """Draw the most memory that any phase of a step held, for each kind of memory that is measured."""
-    (axis,) = draw.stacked(figure, cell, "Memory, GiB, most of any phase", 1)
-    keys = curves.named("memory/")
-    things = sorted({key.rpartition("_")[2] for key in keys})
-    for thing, color in zip(things, (draw.BLUE, draw.ORANGE, draw.GREEN, draw.PURPLE, draw.RED), strict=False):
-        draw.line(axis, curves, np.fmax.reduce([curves[key] for key in keys if key.endswith(f"_{thing}")]), color, thing)
-    draw.from_zero(axis)
-    draw.legend(axis)
+def memory(run: RunRecord) -> Chart | None:
+    """The most memory that any phase of a step held, for each kind that is measured; None if none is."""
+    curves, keys = run.curves, run.curves.named("memory/")
+    if not keys:
+        return None
+    kinds = sorted({key.rpartition("_")[2] for key in keys})
+    series = [
+        line(curves, np.fmax.reduce([curves[key] for key in keys if key.endswith(f"_{kind}")]), color, kind)
+        for kind, color in zip(kinds, (BLUE, ORANGE, GREEN, PURPLE, RED), strict=False)
+    ]
+    caption = "Memory of the rank that holds most, and of all servers together."
+    return Chart("Memory, GiB, most of any phase", caption, [ChartAxis(series, least=0.0)])
 
 
-def has_limits(platform: str, precision: str) -> bool:
-    """Return whether the limits of fp32 apply to the rollout/train difference."""
-    return platform == "cpu" and precision == "fp32"
+def cross_entropy(run: RunRecord) -> Chart:
+    """Loss of fine-tuning, and that of the held-out conversations at the updates that measured it."""
+    curves = run.curves
+    series = [line(curves, "sft/loss", BLUE, "conversations of the update")]
+    if "sft/eval_loss" in curves:
+        series.append(line(curves, curves.between("sft/eval_loss"), ORANGE, "held-out conversations"))
+    caption = "A held-out loss that rises while the other falls: the model learns by heart."
+    return Chart("Cross-entropy, nats per token", caption, [ChartAxis(series, least=0.0)])
+
+
+def gradients(run: RunRecord) -> Chart:
+    """Gradient norm and tokens of each update of fine-tuning."""
+    top = ChartAxis([line(run.curves, "actor/grad_norm", ORANGE, "gradient norm before clipping")], least=0.0)
+    bottom = ChartAxis([line(run.curves, "sft/learned_tokens", BLUE, "tokens that are learned")], least=0.0)
+    caption = "A sudden large gradient precedes a loss that rises."
+    return Chart("Gradient norm and tokens of an update", caption, [top, bottom])
+
+
+@dataclass(frozen=True)
+class PaperFigure:
+    """One plot of the paper's figures, drawn from a run.
+
+    Attributes:
+        seconds: Whether the paper's two means are drawn too. The axis is logarithmic then: machines differ a lot.
+    """
+
+    title: str
+    label: str
+    color: str
+    caption: str
+    format: str = ""
+    least: float | None = None
+    seconds: bool = False
+
+    def chart(self, run: RunRecord, key: str) -> Chart:
+        """Return the plot of a run."""
+        means = [
+            ReferenceLine(mean, color, f"{name} in the paper, {mean:.0f} s")
+            for (name, mean), color in zip(SECONDS.items(), (GREEN, ORANGE), strict=True)
+        ]
+        if self.seconds:
+            axis = ChartAxis([_positive(run, key, self.color, self.label)], means, scale="log")
+        else:
+            axis = ChartAxis([line(run.curves, key, self.color, self.label)], format=self.format, least=self.least)
+        return Chart(self.title, self.caption, [axis])
+
+
+PAPER = {
+    "loss/clip_fraction": PaperFigure(
+        title="Figure 2a: clip ratio",
+        label="tokens clipped",
+        color=RED,
+        caption=f"Figure 2a of {SOURCE}: TEPO's is below that of DAPO/GRPO. It prints no values.",
+        format="percent",
+        least=1e-3,
+    ),
+    "seconds/total": PaperFigure(
+        title="Figure 2b: seconds per step",
+        label="this run",
+        color=BLUE,
+        caption=f"Figure 2b of {SOURCE}: 338 s for TEPO, 357 s for DAPO/GRPO, machines not named.",
+        seconds=True,
+    ),
+    "reward/mean": PaperFigure(
+        title="Figure 3a: reward",
+        label="reward of rollouts",
+        color=ORANGE,
+        caption=f"Figure 3a of {SOURCE}: TEPO's is steadier and higher. It prints no values.",
+        format="percent",
+    ),
+    "actor/grad_norm": PaperFigure(
+        title="Figure 3b: gradient norm",
+        label="before gradient clipping",
+        color=PURPLE,
+        caption=f"Figure 3b of {SOURCE}, in percent of what it does not say: TEPO's is higher throughout.",
+        least=0.0,
+    ),
+}
+FINE_TUNING = (cross_entropy, gradients, throughput)
+_SECTIONS: dict[str, tuple[Callable[[RunRecord], Chart | None], ...]] = {
+    "Learning": (learning, entropy, updates, sampling, lost),
+    "TEPO": (ratio, entropy_change, token_shares, constraints),
+    "Mismatch and time": (mismatch, seconds, throughput, memory),
+}
+
+
+def sections(run: RunRecord) -> dict[str, list[Chart]]:
+    """Return the charts of one run by section."""
+    if run.fine_tuned:
+        return {"Learning": [panel(run) for panel in FINE_TUNING]}
+    of_run = {name: [chart for panel in panels if (chart := panel(run))] for name, panels in _SECTIONS.items()}
+    of_paper = [figure.chart(run, key) for key, figure in PAPER.items() if key in run.curves]
+    return of_run | {"Figures 2 and 3 of the paper": of_paper}
+
+
+def _positive(run: RunRecord, key: str, color: str, label: str) -> Series:
+    """Return a curve without the values that a logarithmic scale cannot show."""
+    values = run.curves[key]
+    return line(run.curves, np.where(values > 0, values, math.nan), color, label)

@@ -12,7 +12,7 @@ from tepo_megatron.config.io import load_config
 from tepo_megatron.errors import DataError
 from tepo_megatron.observability.alerts import judge
 from tepo_megatron.observability.sinks import METRICS_FILE, read_steps
-from tepo_megatron.report.drawing import Curves
+from tepo_megatron.report.curves import Curves
 
 _LOST = re.compile(r"step \d+: \d+ of \d+ samples were lost; ")  # as `rollout/containment.py` writes it
 _SHOWN_LOSSES = 3
@@ -66,7 +66,7 @@ def read_run(folder: Path) -> RunRecord:
     notes = (*(f"{METRICS_FILE}: {fault}." for fault in found.faults), *(f"{alert.message}." for alert in alerts))
     notes += tuple(lost_samples(folder / "log.txt"))
     summary = read_summary(folder / "summary.json")
-    return RunRecord(folder, load_config(folder / "config.yaml"), Curves(found.records), summary, notes)
+    return RunRecord(folder, load_config(folder / "config.yaml"), Curves.of(found.records), summary, notes)
 
 
 def lost_samples(log: Path) -> list[str]:

@@ -1,7 +1,4 @@
-"""Follow a growing metrics.jsonl: read only what is new, and thin long runs for a page.
-
-Letters in shapes: K keys, S steps.
-"""
+"""Follow a growing metrics.jsonl: read only what is new."""
 
 import math
 import os
@@ -10,68 +7,11 @@ from pathlib import Path
 import numpy as np
 
 from tepo_megatron.observability.sinks import METRICS_FILE
-from tepo_megatron.report.drawing import Curves
+from tepo_megatron.report.curves import Curves
 from tepo_megatron.utils.records import parse_lines, steps_of
 
-BUCKETS = 500  # a longer run is thinned to two values for each of this many ranges of steps
-_MEANS = "seconds/"  # these are stacked, so a range keeps their mean: the extremes of the parts have other sums than the whole
 _CHUNK = 16 << 20  # bytes read at once
 _TAIL = 64  # bytes before the place of the last read, which tell a file that was cut and grew again
-
-
-class ColumnCurves(Curves):
-    """Curves of a run by column. It reads like `Curves`, of which it holds no record.
-
-    Args:
-        steps: Steps, ascending, float64 _S.
-        columns: Values by key, float64 _S; NaN where a step has none.
-    """
-
-    def __init__(self, steps: np.ndarray, columns: dict[str, np.ndarray]) -> None:
-        self.steps, self._columns = steps, columns
-
-    def __getitem__(self, key: str) -> np.ndarray:
-        return self._columns.get(key, np.full(len(self.steps), math.nan))
-
-    def __contains__(self, key: str) -> bool:
-        """Return whether some step has a value."""
-        return key in self._columns and bool(np.isfinite(self._columns[key]).any())
-
-    def named(self, prefix: str) -> list[str]:
-        """Return the keys that begin with `prefix` and have a value at some step."""
-        return [key for key in self._columns if key.startswith(prefix) and key in self]
-
-    def thinned(self, buckets: int = BUCKETS) -> "ColumnCurves":
-        """Return at most 2 * `buckets` values of each key: the least and the greatest of each range, in the order they came.
-
-        Each pair is drawn at the first and the last step of its range. A short run is returned unchanged.
-        """
-        count = len(self.steps)
-        if count <= 2 * buckets:
-            return self
-        width = math.ceil(count / buckets)
-        rows = math.ceil(count / width)
-        ends = np.minimum(np.arange(1, rows + 1) * width, count) - 1
-        steps = np.stack([self.steps[np.arange(rows) * width], self.steps[ends]], axis=1).reshape(-1)
-        return ColumnCurves(steps, {key: _thinned(x, rows, width, key) for key, x in self._columns.items()})
-
-
-def _thinned(values: np.ndarray, rows: int, width: int, key: str) -> np.ndarray:
-    padded = np.full(rows * width, math.nan)
-    padded[: len(values)] = values
-    table = padded.reshape(rows, width)
-    known = np.isfinite(table)
-    some = known.any(axis=1)
-    if key.startswith(_MEANS):
-        mean = np.where(known, table, 0.0).sum(axis=1) / np.maximum(known.sum(axis=1), 1)
-        pair = np.stack([mean, mean], axis=1)
-    else:
-        low = np.where(known, table, math.inf).argmin(axis=1)
-        high = np.where(known, table, -math.inf).argmax(axis=1)
-        row = np.arange(rows)
-        pair = np.stack([table[row, np.minimum(low, high)], table[row, np.maximum(low, high)]], axis=1)
-    pair[~some] = math.nan
-    return pair.reshape(-1)
 
 
 class MetricsTail:
@@ -145,12 +85,12 @@ class MetricsTail:
         self._columns[key] = np.full(max(1024, 2 * row), math.nan)
         self._columns[key][: len(former)] = former
 
-    def curves(self) -> ColumnCurves:
+    def curves(self) -> Curves:
         """Return all steps that were read, ascending."""
         steps = np.array(list(self._row), dtype=np.int64)
         order = np.argsort(steps)
         columns = {key: _whole(x, len(steps))[order] for key, x in self._columns.items()}
-        return ColumnCurves(steps[order].astype(np.float64), columns)
+        return Curves(steps[order].astype(np.float64), columns)
 
 
 def _whole(values: np.ndarray, count: int) -> np.ndarray:

@@ -1,23 +1,27 @@
 """One run of the live page: follow its folder, and give what the page draws as JSON."""
 
+import math
 import time
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from tepo_megatron.config import Config
 from tepo_megatron.config.io import load_config
 from tepo_megatron.errors import ConfigError, DataError
 from tepo_megatron.observability.sinks import METRICS_FILE
-from tepo_megatron.report.charts import PanelChart, panel_sections
+from tepo_megatron.report.chart import css_color
 from tepo_megatron.report.comparison import color, overlays
-from tepo_megatron.report.figures import table
-from tepo_megatron.report.live.columns import BUCKETS, ColumnCurves, MetricsTail
-from tepo_megatron.report.live.plots import Abscissas, plot_of
-from tepo_megatron.report.live.servers import server_rows
+from tepo_megatron.report.curves import BUCKETS, Curves
+from tepo_megatron.report.figures import NOTHING, table
+from tepo_megatron.report.live.columns import MetricsTail
+from tepo_megatron.report.panels import sections
 from tepo_megatron.report.run import RunRecord, Summary, facts, read_summary
-from tepo_megatron.report.svg import css_color
 from tepo_megatron.utils.escaping import excerpt
 
+_SERVER = "server/"  # first part of the keys that a step records of its servers
+_STATES = {1.0: "up", 0.0: "lost"}
 _Stamp = tuple[int, int, int] | None  # identity, size and time of a file; None: there is none
 
 
@@ -62,7 +66,7 @@ class LiveRun:
         """Return the run's name, or its folder's while it has no config."""
         return self.folder.name if self._cfg is None else self._cfg.name
 
-    def record(self, curves: ColumnCurves) -> RunRecord | None:
+    def record(self, curves: Curves) -> RunRecord | None:
         """Return the run as the report's panels read it; None while it has no config or no step."""
         if self._cfg is None or not len(curves.steps):
             return None
@@ -85,8 +89,11 @@ class LiveRun:
                 f"The {len(self.curves.steps):,} steps are shown as at most {BUCKETS} parts: by the least and greatest value "
                 f"of each, and seconds by their mean."
             )
-        sections = [] if thinned is None else panel_sections(thinned, f"run-{self._place}")
-        xs = Abscissas()
+        xs: list[np.ndarray] = []
+        shown = [
+            {"name": name, "charts": [chart.plain(xs) for chart in charts]}
+            for name, charts in ({} if thinned is None else sections(thinned)).items()
+        ]
         return {
             "name": self.name,
             "folder": str(self.folder),
@@ -94,8 +101,8 @@ class LiveRun:
             "facts": [] if whole is None else facts(whole),
             "notes": notes,
             "state": self._state(),
-            "sections": [{"name": one.name, "charts": plots(one.charts, xs)} for one in sections],
-            "x": xs.plain(),
+            "sections": shown,
+            "x": [x.tolist() for x in xs],
             "servers": server_rows(self.curves),
             "table": [] if whole is None else table(self.curves),
         }
@@ -106,18 +113,28 @@ class LiveRun:
         return {"ended": self._summary is not None, "written": None if stamp is None else stamp[2] / 1e9, "now": time.time()}
 
 
-def plots(charts: list[PanelChart] | Any, xs: Abscissas) -> list[dict[str, Any]]:
-    """Return charts as JSON."""
-    return [plot_of(chart, xs) for chart in charts]
+def server_rows(curves: Curves) -> list[tuple[str, ...]]:
+    """Return a row for each server: name, state, requests at once, tokens per second, restarts, at the last step.
+
+    Empty: the run has no servers of its own, or was recorded by a version that recorded nothing of them.
+    """
+    rows = []
+    names = {key.split("/")[1] for key in curves.named(_SERVER)}
+    for name in sorted(names, key=lambda name: (len(name), name)):
+        keys = (f"{_SERVER}{name}/{key}" for key in ("up", "queue", "tokens_per_second", "restarts"))
+        state, *numbers = (float(curves[key][-1]) for key in keys)
+        word = _STATES.get(state, NOTHING if math.isnan(state) else "starting")
+        rows.append((f"server {name}", word, *(NOTHING if math.isnan(x) else f"{x:,.0f}" for x in numbers)))
+    return rows
 
 
 def compared(runs: list[LiveRun]) -> dict[str, Any]:
     """Return the curves of several runs in shared axes, as JSON."""
     known = [run.thinned for run in runs]
-    xs = Abscissas()
+    xs: list[np.ndarray] = []
     # a run without a step yet has no curve, and the others keep their colours only if all are there
     charts = overlays([run for run in known if run is not None]) if all(run is not None for run in known) else []
-    return {"charts": plots(charts, xs), "x": xs.plain()}
+    return {"charts": [chart.plain(xs) for chart in charts], "x": [x.tolist() for x in xs]}
 
 
 def _stamp(path: Path) -> _Stamp:

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tepo_megatron.observability.run_dir import audit_folder
+from tepo_megatron.report.chart import rounded
 from tepo_megatron.report.run import RunRecord
 from tepo_megatron.report.samples import ReportSample, find_tokenizer, read_folder, sample_of
-from tepo_megatron.report.svg import rounded
 from tepo_megatron.report.words import TextSpan, of_text, of_tokens, shortened
 
 if TYPE_CHECKING:

@@ -1,6 +1,6 @@
 """The HTTP server of the live page: on the loopback interface, GET only, behind a secret in the path.
 
-    GET /SECRET/                                     the page; with style.css, report.js, plots.js and watch.js
+    GET /SECRET/                                     the page; with style.css, plots.js and watch.js
     GET /SECRET/runs?seen=V,V,...                    what has changed: the charts of each run, and the comparison
     GET /SECRET/runs/R/samples?step=K&order=O&page=P some samples of a step
     GET /SECRET/runs/R/tokens?step=K&place=S&first=T the numbers of one sample's tokens
@@ -38,7 +38,6 @@ _TEMPLATES = Path(__file__).parents[1] / "templates"
 _FILES = {  # the style of the report comes first
     "": (("watch.html",), "text/html"),
     "style.css": (("style.css", "watch.css"), "text/css"),
-    "report.js": (("page.js",), "text/javascript"),
     "plots.js": (("plots.js",), "text/javascript"),
     "watch.js": (("watch.js",), "text/javascript"),
 }

@@ -1,5 +1,6 @@
 "use strict";
-// Draws the charts that live/plots.py records. `xs` are the lists of steps that their series name by index.
+// Draws the charts of chart.py. `xs` are the lists of steps that their series name by index.
+// Text is only ever set as text, never as markup.
 const SVG = "http://www.w3.org/2000/svg", MARGIN = { left: 52, right: 10, top: 6, bottom: 20 };
 
 const el = (tag, options = {}, children = []) => {
@@ -16,6 +17,64 @@ const swatch = (color) => {
   const made = el("i");
   made.style.background = color;
   return made;
+};
+
+const table = (heads, rows) => el("div", { className: "scroll" }, [el("table", {}, [
+  el("thead", {}, [el("tr", {}, heads.map((textContent) => el("th", { textContent })))]),
+  el("tbody", {}, rows.map((row) => el("tr", {}, row.map((textContent) => el("td", { textContent }))))),
+])]);
+// Lets a click, or the arrow keys and Enter, choose one of the tokens in `parent`. `atOnce`: an arrow chooses, too.
+const chooseToken = (parent, cells, show, atOnce) => {
+  const focus = (to) => cells.forEach((cell, i) => { cell.tabIndex = i === to ? 0 : -1; });
+  const choose = (to) => {
+    cells.forEach((cell, i) => cell.classList.toggle("chosen", i === to));
+    focus(to);
+    show(to);
+  };
+  focus(0);
+  cells.forEach((cell, i) => { cell.onclick = () => choose(i); });
+  parent.addEventListener("keydown", (event) => {
+    const move = { ArrowLeft: -1, ArrowRight: 1, Enter: 0, " ": 0 }[event.key], from = cells.indexOf(event.target);
+    if (move === undefined || from < 0) return;
+    event.preventDefault();
+    const to = Math.min(cells.length - 1, Math.max(0, from + move));
+    (atOnce || !move ? choose : focus)(to);
+    cells[to].focus();
+  });
+};
+
+// Lists the values at the step under the pointer. `read` returns what the plot shows, or nothing.
+const followPointer = (plot, read) => {
+  const rule = plot.appendChild(el("div", { className: "rule" })), tip = plot.appendChild(el("div", { className: "tip" }));
+  const hide = () => { rule.hidden = tip.hidden = true; };
+  hide();
+  const written = (value, percent) => value === null ? "–" : percent ? `${+(100 * value).toPrecision(4)}%` : `${value}`;
+  const nearest = (steps, step) => {
+    let best = 0;
+    steps.forEach((s, i) => { if (Math.abs(s - step) < Math.abs(steps[best] - step)) best = i; });
+    return best;
+  };
+  plot.addEventListener("pointerleave", hide);
+  plot.addEventListener("pointermove", (event) => {
+    const axis = read(), area = plot.getBoundingClientRect();
+    if (!axis?.series.length) return;
+    const [left, top, right, bottom] = axis.box, [low, high] = axis.limits;
+    const x = (event.clientX - area.left) / area.width, y = (event.clientY - area.top) / area.height;
+    if (x < left || x > right || y < top || y > bottom) return hide();
+    const asked = low + (x - left) / (right - left) * (high - low);
+    const steps = axis.series.map((s) => s.x[nearest(s.x, asked)]);
+    const step = steps[nearest(steps, asked)], place = left + (step - low) / (high - low) * (right - left);
+    const rows = axis.series.filter((s) => s.x.includes(step)).map(({ label, color, x: steps, y: values }) => {
+      const shown = values.map((row) => written(row[steps.indexOf(step)], axis.percent)).join(" … ");
+      return el("div", {}, [swatch(color), label, el("b", { textContent: shown })]);
+    });
+    tip.replaceChildren(`step ${step}`, ...rows);
+    rule.hidden = tip.hidden = false;
+    Object.assign(rule.style, { left: `${100 * place}%`, top: `${100 * top}%`, height: `${100 * (bottom - top)}%` });
+    const toTheRight = { left: `calc(${100 * place}% + 10px)`, right: "auto" };
+    const toTheLeft = { left: "auto", right: `calc(${100 * (1 - place)}% + 10px)` };
+    Object.assign(tip.style, place < 0.5 ? toTheRight : toTheLeft, { top: `${100 * top}%` });
+  });
 };
 
 // Returns the function from values to places on a linear axis; a missing value has none.
@@ -81,18 +140,19 @@ const pathOf = (points) => {
   return path;
 };
 const DRAW = {
-  line(parent, { color, dash, y }, x, X, Y) {
-    const points = x.map((step, i) => [X(step), Y(y[0][i])]), dashes = { "--": "6 4", ":": "2 3", "-.": "6 3 2 3" }[dash];
-    const style = { fill: "none", stroke: color, "stroke-width": 1.6, "stroke-dasharray": dashes ?? "none" };
+  line(parent, { color, dash, width, y }, x, X, Y) {
+    const dashes = { "--": "6 4", ":": "2 3", "-.": "6 3 2 3" }[dash];
+    const points = x.map((step, i) => [X(step), Y(y[0][i])]), known = points.filter(([, at]) => Number.isFinite(at));
+    const style = { fill: "none", stroke: color, "stroke-width": width, "stroke-dasharray": dashes ?? "none" };
     shape("path", { d: pathOf(points), ...style }, parent);
-    if (x.length > 60) return;
-    for (const [cx, cy] of points) if (Number.isFinite(cy)) shape("circle", { cx, cy, r: 2, fill: color }, parent);
+    if (x.length > 60 && known.length > 1) return; // a single point has no line
+    for (const [cx, cy] of known) shape("circle", { cx, cy, r: 2, fill: color }, parent);
   },
-  band(parent, { color, y }, x, X, Y) {
+  band(parent, { color, opacity, y }, x, X, Y) {
     const known = x.map((step, i) => [X(step), Y(y[0][i]), Y(y[1][i])]).filter(([, a, b]) => Number.isFinite(a + b));
     if (!known.length) return;
     const edge = [...known.map(([s, a]) => [s, a]), ...known.reverse().map(([s, , b]) => [s, b])];
-    shape("path", { d: `${pathOf(edge)}Z`, fill: color, "fill-opacity": 0.22 }, parent);
+    shape("path", { d: `${pathOf(edge)}Z`, fill: color, "fill-opacity": opacity }, parent);
   },
   bar(parent, { color, y }, x, X, Y) {
     const middles = x.slice(1).map((step, i) => (X(x[i]) + X(step)) / 2), half = x.length > 1 ? middles[0] - X(x[0]) : 20;
@@ -111,15 +171,37 @@ const DRAW = {
   },
 };
 
+// Draws values with their error bars in rows, along a horizontal axis.
+const drawRows = ({ svg }, axis, width, height) => {
+  const values = axis.series.flatMap(({ y }) => y.flat()), low = Math.min(...values), high = Math.max(...values);
+  const room = 0.1 * (high - low) || 0.05, begin = low - room, end = high + room;
+  const left = MARGIN.right, right = width - MARGIN.right, bottom = height - MARGIN.bottom;
+  const X = (value) => left + (value - begin) / (end - begin) * (right - left);
+  for (const tick of niceTicks(begin, end, Math.max(2, width / 90))) {
+    shape("line", { x1: X(tick), x2: X(tick), y1: 0, y2: bottom, stroke: "var(--grid)" }, svg);
+    const made = shape("text", { x: X(tick), y: height - 4, "text-anchor": "middle" }, svg);
+    made.textContent = tickText(tick, axis.format);
+  }
+  axis.series.forEach(({ label, color, y: [[mean], [least], [most]] }, i) => {
+    const y = (i + 0.65) / axis.series.length * bottom;
+    shape("text", { x: left, y: y - 12 }, svg).textContent = label;
+    shape("text", { x: right, y: y - 12, "text-anchor": "end" }, svg).textContent = `${(100 * mean).toFixed(1)}%`;
+    shape("line", { x1: X(least), x2: X(most), y1: y, y2: y, stroke: color, "stroke-width": 1.8 }, svg);
+    shape("circle", { cx: X(mean), cy: y, r: 4, fill: color }, svg);
+  });
+};
+
 let clips = 0;
-const drawAxis = (block, axis, xs) => {
+const drawAxis = (block, axis, xs, planned) => {
   const { plot, svg, legend } = block, width = plot.clientWidth, height = plot.clientHeight;
   const left = MARGIN.left, right = width - MARGIN.right, top = MARGIN.top, bottom = height - MARGIN.bottom;
   svg.replaceChildren();
   svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
+  if (axis.across) return drawRows(block, axis, width, height);
   const place = scaleOf(axis), [low, high] = limitsOf(axis, place);
   const lists = axis.series.map((s) => xs[s.x]).filter((x) => x.length);
-  const first = Math.min(...lists.map((x) => x[0])), last = Math.max(...lists.map((x) => x.at(-1)));
+  const first = planned ? 0 : Math.min(...lists.map((x) => x[0]));
+  const last = Math.max(planned ?? 0, ...lists.map((x) => x.at(-1)));
   const room = 0.012 * (last - first) || 0.5, begin = first - room, end = last + room;
   const X = (step) => left + (step - begin) / (end - begin) * (right - left);
   const Y = (value) => bottom - (place(value) - low) / (high - low) * (bottom - top);
@@ -140,16 +222,15 @@ const drawAxis = (block, axis, xs) => {
     const style = { stroke: color, "stroke-dasharray": label ? "5 3" : "1 3" };
     shape("line", { x1: left, x2: right, y1: Y(y), y2: Y(y), ...style }, inside);
   }
-  const bottomFirst = [...axis.series].sort((a, b) => (b.under ?? false) - (a.under ?? false));
-  for (const series of bottomFirst) DRAW[series.kind](inside, series, xs[series.x], X, Y);
+  for (const series of axis.series) DRAW[series.kind](inside, series, xs[series.x], X, Y);
   const values = { bar: ({ y }) => [y[1].map((v, i) => v - y[0][i])], points: ({ y }) => [y[0]] };
   const listed = (s) => ({ label: s.label, color: s.color, x: xs[s.x], y: (values[s.kind] ?? ((it) => it.y))(s) });
-  block.listed = [{
+  block.listed = {
     box: [left / width, top / height, right / width, bottom / height],
     limits: [begin, end],
     percent: axis.format === "percent",
-    series: axis.series.map(listed),
-  }];
+    series: axis.series.filter((s) => s.label).map(listed),
+  };
   const named = new Map([...axis.series, ...axis.rules].filter((s) => s.label).map((s) => [s.label, s.color]));
   legend.replaceChildren(...[...named].map(([label, color]) => el("span", {}, [swatch(color), label])));
 };
@@ -161,7 +242,7 @@ const draw = (figure) => {
   if (!chart?.stale || !inWindow.has(figure)) return;
   chart.stale = false;
   chart.width = figure.clientWidth;
-  chart.blocks.forEach((block, i) => drawAxis(block, chart.data.axes[i], chart.xs));
+  chart.blocks.forEach((block, i) => drawAxis(block, chart.data.axes[i], chart.xs, chart.data.end));
 };
 const views = new IntersectionObserver((entries) => entries.forEach(({ target, isIntersecting }) => {
   inWindow[isIntersecting ? "add" : "delete"](target);
@@ -185,14 +266,15 @@ const forget = (figure) => {
 };
 const makeChart = (figure, data, xs) => {
   const blocks = data.axes.map((_, i) => {
-    const block = { plot: el("div", { className: "plot", role: "img", ariaLabel: data.title }), listed: [] };
+    const block = { plot: el("div", { className: "plot", role: "img", ariaLabel: data.title }), listed: null };
     block.legend = el("div", { className: "legend" });
     block.isLast = i === data.axes.length - 1;
     block.svg = shape("svg", { "aria-hidden": "true" }, block.plot);
     followPointer(block.plot, () => block.listed);
+    if (data.axes[i].across) block.plot.style.height = `${40 + 44 * data.axes[i].series.length}px`;
     return block;
   });
-  figure.className = `chart live${blocks.length > 1 ? " stacked" : ""}`;
+  figure.className = `chart${blocks.length > 1 ? " stacked" : ""}`;
   figure.replaceChildren(el("h3", { textContent: data.title }), ...blocks.flatMap(({ legend, plot }) => [legend, plot]),
     el("figcaption", { textContent: data.caption }));
   CHARTS.set(figure, { blocks, data, xs, stale: true });

@@ -5,10 +5,6 @@ const LEVELS = 4, TOKENS = 1000; // shades of a colour; tokens of a page
 const spans = (found) => found.map(([kind, text]) => el("span", { className: kind, textContent: text }));
 const note = (textContent, kind = "") => el("p", { className: `note ${kind}`, textContent });
 const button = (textContent, onclick, disabled = false) => el("button", { type: "button", textContent, onclick, disabled });
-const table = (heads, rows) => el("div", { className: "scroll" }, [el("table", {}, [
-  el("thead", {}, [el("tr", {}, heads.map((textContent) => el("th", { textContent })))]),
-  el("tbody", {}, rows.map((row) => el("tr", {}, row.map((textContent) => el("td", { textContent }))))),
-])]);
 const ask = async (path, options = {}) => {
   const query = new URLSearchParams(Object.entries(options).filter(([, value]) => value !== null && value !== ""));
   const answer = await fetch(`${path}?${query}`);
@@ -35,10 +31,10 @@ class Tokens {
     this.numbers = el("div", { className: "numbers", ariaLive: "polite" });
     this.key = el("span");
     this.cells = tokens.map((token) => el("span", { className: "token", role: "button", tabIndex: -1 }, spans(token)));
-    this.cells.forEach((cell, i) => { cell.onclick = () => this.choose(i); });
     this.by = el("select", { ariaLabel: "colour by", onchange: () => this.color() },
       this.names.map((value) => el("option", { value, textContent: value })));
-    const text = el("pre", { dir: "auto", onkeydown: (event) => this.move(event) }, this.cells), end = first + tokens.length;
+    const text = el("pre", { dir: "auto" }, this.cells), end = first + tokens.length;
+    chooseToken(text, this.cells, (i) => this.choose(i), false);
     const pages = count > tokens.length ? [
       button("earlier tokens", () => this.show(Math.max(0, first - TOKENS)), !first),
       button("later tokens", () => this.show(end), end >= count),
@@ -46,7 +42,6 @@ class Tokens {
     const controls = el("div", { className: "controls" }, [el("label", {}, ["colour by", this.by]), this.key, ...pages]);
     this.place.replaceChildren(controls,
       ...(this.found.note ? [note(this.found.note)] : []), el("div", { className: "split" }, [text, this.numbers]));
-    if (this.cells.length) this.cells[0].tabIndex = 0;
     this.color();
   }
   color() {
@@ -63,19 +58,9 @@ class Tokens {
   }
   choose(i) {
     const { sequence, first, ids, numbers } = this.found;
-    this.cells.forEach((cell, j) => { cell.classList.toggle("chosen", i === j); cell.tabIndex = i === j ? 0 : -1; });
     const rows = this.names.map((name) => [name, numbers[name][i] ?? "–"]);
     this.numbers.replaceChildren(`token ${first + i}, id ${ids[i]}`, table(["", "value"], rows));
     if (sequence !== null) this.audit(`${sequence}:${first + i}`);
-  }
-  move(event) {
-    const step = { ArrowLeft: -1, ArrowRight: 1, Enter: 0, " ": 0 }[event.key], from = this.cells.indexOf(event.target);
-    if (step === undefined || from < 0) return;
-    event.preventDefault();
-    const to = Math.min(this.cells.length - 1, Math.max(0, from + step));
-    if (!step) return this.choose(to);
-    [this.cells[from].tabIndex, this.cells[to].tabIndex] = [-1, 0];
-    this.cells[to].focus();
   }
   async audit(token) {
     const printed = el("pre", { className: "audit", textContent: "auditing …" });

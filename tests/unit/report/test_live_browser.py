@@ -16,7 +16,7 @@ from tests.unit.report.test_live_server import write_hostile_run
 from tests.unit.report.test_report_page import HOSTILE
 
 WIDE = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
-UNDRAWN = "document.querySelectorAll('.chart.live:not(:has(svg *))').length"
+UNDRAWN = "document.querySelectorAll('.chart:not(:has(svg *))').length"
 SERVER = {"server/0/up": 1.0, "server/0/queue": 12.0, "server/0/tokens_per_second": 1234.5, "server/0/restarts": 0.0}
 
 
@@ -34,7 +34,7 @@ async def look(folder: Path) -> None:
     async with LivePage([run, other]).served() as url, browser(folder) as tab:
         for width, dark in ((1400, False), (390, True)):
             await tab.open(url, width, dark)
-            await tab.until("document.body?.dataset.drawn && document.querySelectorAll('.live path').length > 6")
+            await tab.until("document.body?.dataset.drawn && document.querySelectorAll('.chart path').length > 6")
             assert await tab.run(WIDE) == 0, f"the page is wider than a window of {width}"
             assert await tab.run(UNDRAWN) > 0, "charts out of view are drawn when they come into view"
             await tab.call("Page.printToPDF")

@@ -1,4 +1,4 @@
-"""The live page follows a file that grows, is cut and is replaced; panels draw the same there and in the report."""
+"""The live page follows a file that grows, is cut and is replaced."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tepo_megatron.report import charts, read_run
+from tepo_megatron.report import Curves
+from tepo_megatron.report.curves import BUCKETS
 from tepo_megatron.report.figures import NOTHING
-from tepo_megatron.report.live.columns import BUCKETS, ColumnCurves, MetricsTail
-from tepo_megatron.report.live.plots import Abscissas, plot_of
+from tepo_megatron.report.live.columns import MetricsTail
 from tepo_megatron.report.live.run import LiveRun, compared
-from tests.report_runs import SUMMARY, measured, records, write_run
+from tests.report_runs import measured, records, write_run
 
 
 def lines(rows: list[dict[str, Any]]) -> bytes:
@@ -56,7 +56,7 @@ def test_long_runs_are_thinned_to_their_extremes() -> None:
     noise[[3, 5000, count - 1]] = 50.0, -60.0, math.nan
     rare = np.where(np.arange(count) % 700 == 0, rng.normal(size=count), math.nan)
     columns = {"x": noise, "rare": rare, "seconds/total": rng.random(count), "none": np.full(count, math.nan)}
-    whole = ColumnCurves(np.arange(1.0, count + 1), columns)
+    whole = Curves(np.arange(1.0, count + 1), columns)
     thin = whole.thinned()
     assert len(thin.steps) <= 2 * BUCKETS and thin.steps[0] == 1 and thin.steps[-1] == count and (np.diff(thin.steps) > 0).all()
     assert np.nanmax(thin["x"]) == 50.0 and np.nanmin(thin["x"]) == -60.0
@@ -67,35 +67,6 @@ def test_long_runs_are_thinned_to_their_extremes() -> None:
     assert np.isin(rare[np.isfinite(rare)], thin["rare"]).all() and "none" not in thin
     assert thin["seconds/total"].mean() == pytest.approx(columns["seconds/total"].mean(), rel=1e-3)
     assert whole.thinned(count) is whole
-
-
-def test_panels_draw_live_what_they_draw_in_the_report(tmp_path: Path) -> None:
-    write_run(tmp_path, [row | {"loss/ref_kl": 0.1, "weighting/affected_share": 0.01} for row in measured(5)])
-    (tmp_path / "summary.json").write_text(json.dumps(SUMMARY))
-    run = read_run(tmp_path)
-    drawn, compared_values = 0, 0
-    for section in charts.panel_sections(run, "run"):
-        for panel in section.charts:
-            report, xs = charts.chart(panel), Abscissas()
-            live = plot_of(panel, xs)
-            assert live["title"] == report.title and len(live["axes"]) == len(report.axes)
-            for axis, other in zip(live["axes"], report.axes, strict=True):
-                here = {s["label"]: s for s in axis["series"]}
-                for series in other["series"]:
-                    mine = here[series["label"]]
-                    if mine["kind"] == "bar":
-                        heights = np.subtract(mine["y"][1], mine["y"][0])
-                        assert heights == pytest.approx(np.array(series["y"][0]), abs=1e-3)
-                    else:
-                        assert mine["y"] == series["y"]
-                    assert xs.plain()[mine["x"]] == series["x"], series["label"]
-                    assert mine["color"] == series["color"]
-                    compared_values += len(series["x"])
-                assert (axis["format"] == "percent") == other["percent"]
-            drawn += 1
-    assert drawn >= 14 and compared_values > 100
-    (learning,) = plot_of(charts.panel_sections(run, "run")[0].charts[0], Abscissas())["axes"]
-    assert [s["y"] for s in learning["series"] if s["kind"] == "points"] == [[[0.19, 0.81], [0.17, 0.79], [0.21, 0.83]]]
 
 
 def test_a_run_that_begins_is_restarted_and_replaced_stays_on_the_page(tmp_path: Path) -> None:
@@ -121,3 +92,15 @@ def test_a_run_that_begins_is_restarted_and_replaced_stays_on_the_page(tmp_path:
     first.refresh()
     assert first.version > version and first.plain()["notes"] and first.plain()["sections"] == []
     json.dumps([first.plain(), second.plain(), compared([first, second])], allow_nan=False)
+
+
+def test_the_curves_of_a_growing_file_are_those_of_its_records(tmp_path: Path) -> None:
+    rows = measured(7)
+    write_run(tmp_path, rows)
+    tail = MetricsTail(tmp_path)
+    tail.read()
+    curves, whole = tail.curves(), Curves.of(rows)
+    for key in ("reward/mean", "tepo/entropy_noise_floor", "missing"):
+        np.testing.assert_array_equal(curves[key], whole[key])
+        np.testing.assert_array_equal(curves.between(key), whole.between(key))
+        assert (key in curves) == (key in whole)

@@ -86,7 +86,7 @@ def test_only_who_knows_the_secret_may_ask_and_only_for_this_run(run: Path) -> N
     async def act(ask: Callable[..., Awaitable[Any]], url: str) -> None:
         port, secret = urlsplit(url).port, urlsplit(url).path.strip("/")
         assert urlsplit(url).hostname == "127.0.0.1" and len(secret) >= 32
-        files = {"": "<!doctype html>", "style.css": ":root", "report.js": "followPointer", "watch.js": "EventListener"}
+        files = {"": "<!doctype html>", "style.css": ":root", "plots.js": "followPointer", "watch.js": "EventListener"}
         for name, kind in files.items():
             status, text = await ask(name)
             assert status == 200 and kind in text

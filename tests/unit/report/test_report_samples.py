@@ -11,7 +11,6 @@ from transformers import PreTrainedTokenizerFast
 from tepo_megatron.config import Config
 from tepo_megatron.report import RunRecord, read_run
 from tepo_megatron.report.benchmarks import BenchmarkPanel, over_steps, read_benchmarks
-from tepo_megatron.report.charts import PanelChart, chart
 from tepo_megatron.report.held_out import change, read_held_out
 from tepo_megatron.report.samples import MOST_CHANGED, read_samples
 from tepo_megatron.report.words import TextSpan, of_text, of_tokens, shortened
@@ -175,8 +174,9 @@ def test_benchmarks_of_a_run(run: RunRecord) -> None:
     assert [g.title for g in found.groups] == ["amc, problem 1: 1 → 0.5", "amc, problem 2: 0 → 1"]
     before, after = found.groups[1].samples
     assert text(before.response) == "0 2 0 U+D800" and not before.right and after.right and after.title.startswith("step 2, ")
-    drawn = chart(PanelChart("benchmarks", "", lambda f, cell: over_steps(f, cell, found.scores), 2))
-    assert [(s["label"], s["x"], s["y"]) for s in drawn.axes[0]["series"]] == [("amc", [0, 2], [[0.0, 0.5]])]
+    (axis,) = over_steps(found.scores).axes
+    drawn = [(s.label, s.x.tolist(), [row.tolist() for row in s.rows]) for s in axis.series]
+    assert drawn == [("", [0, 2], [[0.0, 0.5], [-0.125, 0.375], [0.125, 0.625]]), ("amc", [0, 2], [[0.0, 0.5]])]
     (run.folder / "evaluation" / "step-00000002" / "amc.jsonl").write_text("{}\n")
     (run.folder / "evaluation" / "step-00000000" / "evaluation.json").write_text("{}")
     write_benchmark(run, 1, {0: [1.0]})

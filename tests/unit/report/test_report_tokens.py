@@ -11,24 +11,15 @@ import pytest
 
 from tepo_megatron.audit.comparison import audit_step
 from tepo_megatron.losses import OBJECTIVES
-from tepo_megatron.report import read_run, write_report
+from tepo_megatron.report import read_run, write_comparison, write_report
+from tepo_megatron.report.panels import SECONDS
 from tepo_megatron.report.tokens import ENABLE, TOKENS, read_tokens
 from tests.audit_runs import FOLDER, write_audit
-from tests.browser import CHROMIUM
 from tests.objective_cases import draw
 from tests.report_runs import measured, write_run
-from tests.unit.report.test_report_browser import dom
 from tests.unit.report.test_report_page import HOSTILE, SPECIAL, Page, tokenizer_of_characters
 
 LENGTHS = (5, 17, 0, 3, TOKENS + 30, 2)
-CLICK = """<script>addEventListener("load", () => {
-  const sample = document.querySelectorAll(".tokens")[1], cells = sample.querySelectorAll(".token");
-  cells[2].click();
-  cells[2].dispatchEvent(new KeyboardEvent("keydown", {key: "ArrowRight", bubbles: true}));
-  document.body.dataset.numbers = sample.querySelector(".numbers").textContent;
-  document.body.dataset.chosen = [...cells].findIndex((cell) => cell.classList.contains("chosen"));
-  document.body.dataset.wide = document.documentElement.scrollWidth - document.documentElement.clientWidth;
-});</script>"""
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +36,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tokens_of(text: str) -> list[dict[str, Any]]:
     """Return the numbers behind the tokens of each sample of a page."""
     found = [json.loads(script) for script in Page(text).scripts[:-1]]
-    return [it for it in found if isinstance(it, dict)]
+    return [it for it in found if "tokens" in it]
 
 
 def test_every_number_is_on_the_page_and_no_token_becomes_markup(run: Path) -> None:
@@ -82,17 +73,16 @@ def test_what_is_missing_or_damaged_is_a_note(tmp_path: Path) -> None:
     assert "not an audit record of a rank" in note and "not an audit record of a rank" in write_report(tmp_path).read_text()
 
 
-@pytest.mark.full
-@pytest.mark.skipif(CHROMIUM is None, reason="no chromium is installed (Debian: apt-get install chromium)")
-def test_a_click_shows_the_numbers_of_a_token(run: Path, tmp_path: Path) -> None:
-    text = write_report(run).read_text()
-    assert "<title>run</title>" in dom(run / "report.html", 1400)
-    free = tmp_path / "free.html"
-    free.write_text(re.sub(r"<meta http-equiv[^>]*>", "", text).replace("</body>", CLICK + "</body>"))
-    for width in (1400, 500):
-        found = dom(free, width)
-        said = re.findall(r'data-numbers="([^"]*)"', found)[0]
-        token = tokens_of(text)[1]["tokens"][3]
-        assert 'data-chosen="3"' in found and 'data-wide="0"' in found
-        assert said.startswith(token["place"]) and "importance ratio" in said
-        assert all(used in said for _, used, _ in token["updates"][0][1])
+@pytest.mark.slow
+def test_the_figures_of_the_paper(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        write_run(tmp_path / name, [row | {"loss/clip_fraction": 0.004 / row["step"]} for row in measured(4)])
+    page = Page(write_report(tmp_path / "a").read_text())
+    labels = {item["label"] for axis in page.charts() for item in (*axis["series"], *axis["rules"])}
+    assert page.series("tokens clipped") == [[0.004, 0.002, 0.001333, 0.001]]
+    assert page.series("this run") == [[1.6] * 4]
+    for name, seconds in SECONDS.items():
+        assert f"{name} in the paper, {seconds:.0f} s" in labels
+    both = write_comparison([tmp_path / "a", tmp_path / "b"], tmp_path / "both.html").read_text()
+    assert both.count("Figure 2b of") == 3, "in the comparison, and in each run"
