@@ -15,7 +15,7 @@ from torch import Tensor
 from tepo_megatron.convert.dist_reader import DistCheckpointReader, read_common
 from tepo_megatron.convert.importing import check_finite
 from tepo_megatron.convert.output import new_directory
-from tepo_megatron.convert.places import carried_folder
+from tepo_megatron.convert.places import carried_folder, stop_tokens_of_run
 from tepo_megatron.convert.plan import ConversionPlan, ParameterSlot, make_plan
 from tepo_megatron.convert.progress import Advance, progress_bar
 from tepo_megatron.convert.safetensors_writer import SafetensorsWriter
@@ -63,7 +63,7 @@ def export_hf(checkpoint: Path, out: Path, form: ExportFormat = ExportFormat(), 
     """Write the model of a Megatron checkpoint to a HF directory, and return the bytes of tensors written.
 
     The memory that it takes is that of `import_hf`. Tensors that the family carries over are copied from the folder that has
-    config and tokenizer, in their dtype.
+    config and tokenizer, in their dtype. generation_config.json gets the stop tokens of the run whose checkpoint it is.
 
     Args:
         form: the dtypes to write.
@@ -99,7 +99,7 @@ def export_hf(checkpoint: Path, out: Path, form: ExportFormat = ExportFormat(), 
                 writer.finish()
             finally:
                 writer.close()
-            carry_over(folder, filling)
+            carry_over(folder, filling, stop_token_ids=stop_tokens_of_run(checkpoint))
             set_config(filling, _config_changes(plan, _merged([*announced, shapes]), hf_config))
     return total
 
