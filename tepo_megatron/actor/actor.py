@@ -316,7 +316,8 @@ class Actor:
     def export_hf(self, out: Path, check_in_place: Callable[[], object] = lambda: None) -> None:
         """Write the current weights as a Hugging Face directory. Args: see `gather.export_hf`."""
         self.require_loaded("an export", "parameters")
-        export_hf(self.bindings, self.family, self.arch, self.groups, Path(self.cfg.model.path), out, check_in_place)
+        base, stops = Path(self.cfg.model.path), self.cfg.rollout.stop_token_ids
+        export_hf(self.bindings, self.family, self.arch, self.groups, base, out, check_in_place, stops)
 
     @property
     def _stats(self) -> OutputStats:

@@ -11,6 +11,7 @@ from tepo_megatron.cli import commands
 from tepo_megatron.errors import ConfigError, RunStopped, TepoError
 from tepo_megatron.observability import run_dir
 from tepo_megatron.utils.escaping import escaped
+from tepo_megatron.utils.scratch import home
 
 # They take --section.key VALUE.
 COMMANDS_WITH_KEYS = ("train", "sft", "replay", "ablate", "serve", "doctor", "evaluate", "plan")
@@ -42,7 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if overrides and args.command not in COMMANDS_WITH_KEYS:
             raise ConfigError(f"tepo {args.command} takes no {overrides[0]}")
-        return args.run(args, overrides)
+        with home():
+            return args.run(args, overrides)
     except RunStopped as e:
         print(f"tepo: {escaped(str(e))}", file=sys.stderr)
         return os.EX_TEMPFAIL

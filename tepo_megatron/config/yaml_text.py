@@ -18,7 +18,7 @@ class _Loader(yaml.SafeLoader):
 
 def parse(text: str) -> Any:
     """Return the value of a YAML document. Raises yaml.YAMLError, with the lines, also for a key that is written twice."""
-    return yaml.load(text, _Loader)
+    return yaml.load(text, Loader=_Loader)
 
 
 def means_more(text: str) -> bool:

@@ -14,7 +14,7 @@ from torch import Tensor
 from tepo_megatron.convert.dist_reader import DistCheckpointReader, read_common
 from tepo_megatron.convert.importing import check_finite
 from tepo_megatron.convert.output import new_directory
-from tepo_megatron.convert.places import carried_folder
+from tepo_megatron.convert.places import carried_folder, stop_tokens_of_run
 from tepo_megatron.convert.plan import ConversionPlan, ParameterSlot, make_plan
 from tepo_megatron.convert.progress import Advance, progress_bar
 from tepo_megatron.convert.world import world_of_one
@@ -59,7 +59,8 @@ def export_hf(checkpoint: Path, out: Path, form: ExportFormat = ExportFormat(), 
     """Write the model of a Megatron checkpoint to a HF directory, and return the bytes of tensors written.
 
     It takes the memory of the tensors of one file, 1 GiB, or of one larger tensor. Tensors that the family carries over are
-    copied from the folder that has config and tokenizer, in their dtype.
+    copied from the folder that has config and tokenizer, in their dtype. generation_config.json gets the stop tokens of the run
+    whose checkpoint it is.
 
     Args:
         form: the dtypes to write.
@@ -80,7 +81,7 @@ def export_hf(checkpoint: Path, out: Path, form: ExportFormat = ExportFormat(), 
         with new_directory(out, total) as filling, progress_bar("export", total) as advance:
             written = write_shards(_written(plan, reader, form, carried, advance), filling, "model", FILE_BYTES)
             write_index(filling, written, total)
-            carry_over(folder, filling)
+            carry_over(folder, filling, stop_token_ids=stop_tokens_of_run(checkpoint))
             set_config(filling, _config_changes(plan, announced, hf_config))
     return total
 

@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+from tepo_megatron.config.io import read_layers
 from tepo_megatron.convert import HF_FOLDER
 from tepo_megatron.errors import CheckpointError
 from tepo_megatron.weights.hf_io import carried_files
@@ -72,3 +73,11 @@ def carried_folder(checkpoint: Path, base: Path | None) -> Path:
         option = "" if base else " with --hf"
         raise CheckpointError(f"{folder / 'config.json'}: not found; give the model's Hugging Face directory{option}")
     return folder
+
+
+def stop_tokens_of_run(checkpoint: Path) -> list[int]:
+    """Return `rollout.stop_token_ids` of the run in whose folder this checkpoint lies; none if it lies elsewhere."""
+    config = checkpoint.resolve().parents[1] / "config.yaml"
+    if not (_STEP.fullmatch(checkpoint.resolve().name) and config.exists()):
+        return []
+    return list((read_layers(config).tree.get("rollout") or {}).get("stop_token_ids") or [])

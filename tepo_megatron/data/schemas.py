@@ -30,6 +30,8 @@ _WORKED = ("solution", "output", "messages")  # columns that may hold prose with
 _HASHES = re.compile(r"(?<!#)####[ \t]*([^\s#][^\n]*?)\s*$")  # GSM8K's worked solutions end like this
 _WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2}")  # a text with words, and without a box or `####`, is prose
 
+_NAMED = re.compile(r"^[A-Za-z](=|\\in(?![a-z]))(?!.*=)")  # `x=` of one solution
+
 
 @dataclass(frozen=True)
 class Schema:
@@ -104,11 +106,26 @@ def answers_of(row: Row) -> dict[str, str]:
 
 def same_gold(a: str, b: str) -> bool:
     """Return whether two gold answers are the same, but for spelling. Values are not compared: 1/2 is not 0.5."""
-    a, b = (re.sub(r"\s|\\left|\\right", "", canonical(text)) for text in (a, b))
+    a, b = map(_spelling, (a, b))
+    if bool(_NAMED.match(a)) != bool(_NAMED.match(b)):  # `x=3` and `3`; `x=3` and `y=3` stay apart
+        a, b = (_NAMED.sub("", text) for text in (a, b))
     try:
         return a == b or Decimal(a.replace(",", "")) == Decimal(b.replace(",", ""))
     except ArithmeticError:
         return False
+
+
+def _spelling(gold: str) -> str:
+    r"""Return an answer without spaces, fonts, braces around one character, and parentheses around one capital.
+
+    >>> _spelling(r"\frac{1}{2}"), _spelling("1/2"), _spelling(r"\textbf{(B)}"), _spelling("x = 3")
+    ('\\frac12', '\\frac12', 'B', 'x=3')
+    """
+    text = re.sub(r"\s|\\left(?![a-z])|\\right(?![a-z])|\\(?=%)", "", canonical(gold))
+    text = re.sub(r"\\(?:text|mathrm|textbf|mathbf)\{([^{}]*)\}", r"\1", text)
+    text = re.sub(r"^(-?)(\d+)/(\d+)$", r"\1\\frac{\2}{\3}", text)
+    text = re.sub(r"\{(\w)\}", r"\1", text)
+    return re.sub(r"^\(([A-Z])\)$", r"\1", text)
 
 
 def _ends_with_answer(row: Row, key: str) -> bool:

@@ -75,7 +75,7 @@ class PromptStream:
             raise DataError("data.train: two prompts have the same id; ids are unique over all sets")
         self._seed, self._shuffle = seed, shuffle
         self._walks = [_SetCursor(prompts, weight, seed, shuffle) for prompts, weight in sets]
-        self._fingerprint = _fingerprint(self._prompts)
+        self._fingerprint = fingerprint(self._prompts)
         self._returned: deque[Prompt] = deque()
 
     def take(self, n: int, excluding: Collection[int] = ()) -> list[Prompt]:
@@ -181,7 +181,7 @@ def _digest(text: str) -> str:
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-def _fingerprint(prompts: Sequence[Prompt]) -> str:
+def fingerprint(prompts: Sequence[Prompt]) -> str:
     """Return a digest of ids, tokens and answers, in order."""
     digest = hashlib.blake2b(digest_size=16)
     for prompt in prompts:

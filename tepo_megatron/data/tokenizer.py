@@ -8,11 +8,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from tepo_megatron.errors import CheckpointError, ConfigError, DataError
 from tepo_megatron.utils.atomic import replace_file
 from tepo_megatron.utils.scratch import PrivateFolder
+from tepo_megatron.utils.stop_tokens import eos_token_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -143,14 +144,8 @@ def stop_tokens(model_path: str | Path, tokenizer: "PreTrainedTokenizerBase", fu
         ConfigError: An id of `further` is outside the model's vocabulary.
     """
     config = json.loads((Path(model_path) / "config.json").read_text())
-    text = config.get("text_config") or {}  # of a model that also reads images
-    of_model = {token for part in (config, text) for token in _listed(part.get("eos_token_id"))}
-    rows = config.get("vocab_size") or text["vocab_size"]
+    rows = config.get("vocab_size") or config["text_config"]["vocab_size"]
     if wrong := [token for token in further if token >= rows]:
         raise ConfigError(f"rollout.stop_token_ids={list(further)}: {wrong[0]} is no token of {model_path}, which has {rows}")
-    stops = {*further, *of_model, tokenizer.eos_token_id} - {None}
+    stops = {*further, *eos_token_ids(config), tokenizer.eos_token_id} - {None}
     return tuple(sorted(stops))
-
-
-def _listed(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else [value]

@@ -6,13 +6,17 @@ from functools import partial
 from pathlib import Path
 
 from tepo_megatron.config import Config, RolloutConfig
+from tepo_megatron.config.io import plain, validate
+from tepo_megatron.data import load_tokenizer
 from tepo_megatron.doctor import inputs, machine, model, trial, versions
 from tepo_megatron.doctor.findings import Finding, found_by
+from tepo_megatron.sft.conversations import load_all
+from tepo_megatron.sft.settings import supervised
 from tepo_megatron.utils.scratch import PrivateFolder
 
 
 def examine(
-    cfg: Config, check: Callable[[Config], None], start: Callable[[Config], None], launch: Callable[..., None], quick: bool
+    cfg: Config, check: Callable[..., None], start: Callable[[Config], None], launch: Callable[..., None], quick: bool
 ) -> Iterator[Finding]:
     """Yield findings about a run as they are made, cheap checks first."""
 
@@ -21,6 +25,16 @@ def examine(
         yield Finding(
             "config", "pass", f"{cfg.model.path} on {cfg.parallel.world_size} {cfg.platform} ranks, {cfg.rollout.engine}"
         )
+
+    def conversations() -> Iterator[Finding]:
+        """Read the data of `tepo sft`, if the config has a section for it."""
+        if cfg.sft.data is None:
+            return
+        supervised_cfg = validate(supervised(plain(cfg)))
+        check(supervised_cfg, {"sft.max_tokens": cfg.sft.max_tokens})
+        tokenizer = load_tokenizer(cfg.model.path)
+        for loaded in load_all(cfg.sft, cfg.data, cfg.model.path, tokenizer, cfg.rollout.stop_token_ids):
+            yield Finding("conversations", "pass", loaded.line)
 
     failed, ranks = False, cfg.parallel.world_size
     kernels = partial(versions.kernels, cfg.model, cfg.megatron, cfg.platform, cfg.parallel.cp)
@@ -38,6 +52,7 @@ def examine(
         ("conversion", partial(model.conversion, cfg.model.path, cfg.parallel.tp)),
         ("tokenizer", partial(model.tokenizer, cfg.model.path, cfg.data, cfg.rollout.stop_token_ids)),
         ("data", partial(inputs.data, cfg.model.path, cfg.data, cfg.reward, cfg.rollout.prompts_per_step)),
+        ("conversations", conversations),
     ):
         for finding in found_by(name, look):
             failed |= finding.verdict == "fail"

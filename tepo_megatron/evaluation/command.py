@@ -9,7 +9,7 @@ from typing import get_args
 from tepo_megatron.config import AnswerTermConfig, Benchmark, Config, ModelConfig, RolloutConfig
 from tepo_megatron.config.io import read_layers, with_overrides
 from tepo_megatron.config.layers import Layers
-from tepo_megatron.data import decoder_file, load_tokenizer, stop_tokens, text_functions
+from tepo_megatron.data import decoder_file, load_tokenizer, stop_tokens, text_functions, tokenizer_digests
 from tepo_megatron.errors import ConfigError
 from tepo_megatron.evaluation.benchmarks import BENCHMARKS
 from tepo_megatron.evaluation.checkpoint import hf_model
@@ -120,9 +120,11 @@ def _evaluate(
     tokenizer = load_tokenizer(cfg.model.path, out)
     suite = load_benchmarks(cfg.evaluation, tokenizer, cfg.data.max_prompt_tokens)
     stops = stop_tokens(cfg.model.path, tokenizer, cfg.rollout.stop_token_ids)
-
     encode, decode = text_functions(tokenizer)
-    folder = EvaluationFolder(out, {"checkpoint": str(request.checkpoint), "seed": cfg.seed})
+    about = {"checkpoint": str(request.checkpoint), "seed": cfg.seed, "stop tokens": list(stops)} | tokenizer_digests(tokenizer)
+    folder = EvaluationFolder(out, about)
+    if cfg.resume:
+        folder.refuse_changes(suite)
     todo = folder.take_over(suite) if cfg.resume else suite
     for name in folder.results:
         tell(f"{BENCHMARKS[name].title}: evaluated before, kept")

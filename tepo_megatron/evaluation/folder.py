@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tepo_megatron.data.stream import fingerprint
 from tepo_megatron.errors import DataError
 from tepo_megatron.evaluation.problems import Problems
 from tepo_megatron.evaluation.results import Result, result
@@ -29,7 +30,7 @@ class EvaluationFolder:
     def __init__(self, path: Path, about: Mapping[str, Any]) -> None:
         """Open the folder; nothing is written yet."""
         self.path, self._about = path, dict(about)
-        self._protocols: dict[str, Any] = {}
+        self._entries: dict[str, Any] = {}
         self.changes: dict[str, Sequence[str]] = {}
         self.results: dict[str, Result] = {}
 
@@ -43,7 +44,7 @@ class EvaluationFolder:
         todo = []
         for problems in suite:
             entry = former.get(problems.name)
-            if not isinstance(entry, dict) or entry.get("protocol") != protocol(problems):
+            if not isinstance(entry, dict) or {key: entry.get(key) for key in ("protocol", "data")} != _entry(problems):
                 todo.append(problems)
                 continue
             path = samples_file(self.path, problems.name)
@@ -61,17 +62,39 @@ class EvaluationFolder:
                 self._note(problems, samples)
         return todo
 
+    def refuse_changes(self, suite: Sequence[Problems]) -> None:
+        """Raise DataError for the first thing on which samples depend, and that the folder's evaluation has otherwise."""
+        record = self._record()
+        pairs = [(name, record.get(name, now), now) for name, now in self._about.items()]
+        for problems in suite:
+            entry, now = record.get("benchmarks", {}).get(problems.name, {}), _entry(problems)
+            if not isinstance(entry, dict):
+                continue  # damaged, so it is evaluated again
+            before = entry.get("protocol", {})
+            pairs += [(f"{problems.name}: {key}", before.get(key, value), value) for key, value in now["protocol"].items()]
+            pairs.append((f"{problems.name}: its prompts and answers", entry.get("data", now["data"]), now["data"]))
+        for name, former, present in pairs:
+            if former != present:
+                raise DataError(
+                    f"{self.path}: {name} was {former} and is {present}; resume with what it was, give another --out, or set "
+                    "--overwrite true instead of --resume"
+                )
+
     def _former(self) -> dict[str, Any]:
-        """Return what an earlier process recorded of the same model and seed; nothing if the record is damaged."""
+        """Return what an earlier process recorded of the same model and seed."""
+        record = self._record()
+        same = {key: record.get(key) for key in self._about} == self._about
+        return dict(record["benchmarks"]) if same else {}
+
+    def _record(self) -> dict[str, Any]:
+        """Return what an earlier process recorded; nothing if the record is damaged."""
         if not (self.path / RECORD_FILE).exists():
             return {}
         try:
-            record = read_record(self.path)
+            return read_record(self.path)
         except DataError as e:
             _LOGGER.warning("%s: all of it is evaluated again", e)
             return {}
-        same = {key: record.get(key) for key in self._about} == self._about
-        return dict(record["benchmarks"]) if same else {}
 
     def add(self, problems: Problems, samples: Sequence[BenchmarkSample]) -> Result:
         """Write the samples of a benchmark, then the record with its result; return the result.
@@ -86,7 +109,7 @@ class EvaluationFolder:
         self._note(problems, samples)
         record = self._about | {
             "benchmarks": {
-                name: {"protocol": self._protocols[name], "changes": self.changes[name], "result": dataclasses.asdict(r)}
+                name: self._entries[name] | {"changes": self.changes[name], "result": dataclasses.asdict(r)}
                 for name, r in self.results.items()
             }
         }
@@ -96,13 +119,14 @@ class EvaluationFolder:
     def _note(self, problems: Problems, samples: Sequence[BenchmarkSample]) -> None:
         self.results[problems.name] = result(samples)
         self.changes[problems.name] = problems.changes
-        self._protocols[problems.name] = protocol(problems)
+        self._entries[problems.name] = _entry(problems)
 
 
-def protocol(problems: Problems) -> dict[str, Any]:
-    """Return how a benchmark is sampled and graded, the source of its rows, and their number, as plain JSON."""
-    entry = dataclasses.asdict(problems.entry)
-    return entry | {"max_tokens": problems.max_tokens, "source": problems.source, "problems": len(problems.prompts)}
+def _entry(problems: Problems) -> dict[str, Any]:
+    """Return what the samples of a benchmark depend on, as plain JSON: its protocol, and a digest of prompts and answers."""
+    protocol = dataclasses.asdict(problems.entry)
+    protocol |= {"max_tokens": problems.max_tokens, "source": problems.source, "problems": len(problems.prompts)}
+    return {"protocol": protocol, "data": fingerprint(problems.prompts)}
 
 
 def samples_file(folder: Path, name: str) -> Path:

@@ -4,14 +4,15 @@ The tokens are those that template and tokenizer give for the whole conversation
 turn, up to the turn's first stop token.
 """
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from tepo_megatron.config import SftConfig
+from tepo_megatron.config import DataConfig, SftConfig
+from tepo_megatron.data import stop_tokens
 from tepo_megatron.data.readers import RowReader
 from tepo_megatron.data.rendering import ChatRenderer, TokenSpans
 from tepo_megatron.data.report import RowFaults
@@ -49,6 +50,20 @@ class LoadedConversations:
 
     conversations: list[Demonstration]
     line: str
+
+
+def load_all(
+    cfg: SftConfig, data: DataConfig, model_path: str, tokenizer: "PreTrainedTokenizerBase", stop_token_ids: Sequence[int]
+) -> list[LoadedConversations]:
+    """Load the conversations to learn from, and the held-out ones if there are any.
+
+    Raises:
+        DataError: As `load_conversations`.
+    """
+    assert cfg.data is not None, "the command refuses it"
+    stops = stop_tokens(model_path, tokenizer, stop_token_ids)
+    shared = cfg, tokenizer, stops, data.template_kwargs, data.skip_bad_rows
+    return [load_conversations(source, *shared) for source in (cfg.data, cfg.eval) if source is not None]
 
 
 def load_conversations(

@@ -17,7 +17,7 @@ from tepo_megatron.config import Config, DataConfig, SftConfig
 from tepo_megatron.config.io import plain
 from tepo_megatron.controller.batch_memory import BatchMemory
 from tepo_megatron.controller.batch_receiver import BatchReceiver
-from tepo_megatron.data import load_tokenizer, refuse_changes, stop_tokens, tokenizer_digests
+from tepo_megatron.data import load_tokenizer, refuse_changes, tokenizer_digests
 from tepo_megatron.distributed import parallel
 from tepo_megatron.distributed.objects import broadcast_object, broadcast_result
 from tepo_megatron.errors import DataError, RunStopped
@@ -27,7 +27,7 @@ from tepo_megatron.observability.run_dir import rename_outcome
 from tepo_megatron.observability.sinks import Column, RunLog
 from tepo_megatron.observability.timing import Clock
 from tepo_megatron.platform import Platform
-from tepo_megatron.sft.conversations import Demonstration, load_conversations
+from tepo_megatron.sft.conversations import Demonstration, load_all
 from tepo_megatron.sft.plan import TrainingPlan
 from tepo_megatron.sft.settings import CROSS_ENTROPY
 from tepo_megatron.types import Rollout, TrainBatch
@@ -124,11 +124,7 @@ class ConversationSource:
             if not groups.is_main:
                 return 0, 0, {}
             tokenizer = load_tokenizer(model_path, run_dir)
-            stops = stop_tokens(model_path, tokenizer, stop_token_ids)
-            assert cfg.data is not None, "the command refuses it"
-            for source in (cfg.data, *([cfg.eval] if cfg.eval is not None else [])):
-                shared = cfg, tokenizer, stops, data.template_kwargs, data.skip_bad_rows
-                loaded.append(load_conversations(source, *shared))
+            loaded.extend(load_all(cfg, data, model_path, tokenizer, stop_token_ids))
             compared = tokenizer_digests(tokenizer) | {
                 "seed": seed,
                 "sft.batch_sequences": cfg.batch_sequences,

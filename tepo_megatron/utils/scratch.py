@@ -17,7 +17,7 @@ import secrets
 import shutil
 import stat
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Self
 
@@ -57,6 +57,20 @@ class PrivateFolder(contextlib.AbstractContextManager["PrivateFolder"]):
             _remove(self.path)
             os.close(self._lock)
             self._lock = -1
+
+
+@contextlib.contextmanager
+def home() -> Iterator[None]:
+    """Where nothing says where the user's home is, have a private one: libraries would make a folder named `~` in this one."""
+    if os.path.expanduser("~") != "~":
+        yield
+        return
+    with PrivateFolder.create("home") as folder:
+        os.environ["HOME"] = str(folder.path)
+        try:
+            yield
+        finally:
+            del os.environ["HOME"]
 
 
 def new_name(purpose: str) -> str:

@@ -138,6 +138,7 @@ def export_hf(
     base: Path,
     out: Path,
     check_in_place: Callable[[], object] = lambda: None,
+    stop_token_ids: Sequence[int] = (),
 ) -> None:
     """Write the model as a HF directory, which appears complete or not at all.
 
@@ -145,6 +146,8 @@ def export_hf(
     and the tensors of the base model that the family carries over.
     Collectives: those of `iterate_hf`, and four all-gathers of objects over the host group.
 
+    Args:
+        stop_token_ids: see `hf_io.carry_over`.
     Raises:
         CheckpointError: on every rank, naming the rank and the file, when one rank cannot write or `check_in_place` fails.
     """
@@ -173,7 +176,7 @@ def export_hf(
             everything.append((carried_files, carried.bytes))
             all_files = {file: names for files, _ in everything for file, names in files.items()}
             hf_io.write_index(temporary, all_files, total_bytes=sum(size for _, size in everything))
-            hf_io.carry_over(base, temporary, next(iter(bindings)).parameter.dtype)
+            hf_io.carry_over(base, temporary, next(iter(bindings)).parameter.dtype, stop_token_ids)
             check_in_place()
             with writing(temporary):
                 hf_io.publish(temporary, out)

@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import Tensor
 from tepo_megatron.errors import CheckpointError, ConversionError
 from tepo_megatron.utils.atomic import sync
 from tepo_megatron.utils.file_kinds import SNIFFED_BYTES, foreign_kind
+from tepo_megatron.utils.stop_tokens import eos_token_ids
 from tepo_megatron.utils.tensor_files import follow_umask
 
 INDEX = "model.safetensors.index.json"
@@ -171,11 +172,12 @@ def carried_files() -> tuple[str, ...]:
     return (*_CARRIED, f"{_TEMPLATES}/*")
 
 
-def carry_over(source: Path, target: Path, dtype: torch.dtype | None = None) -> None:
+def carry_over(source: Path, target: Path, dtype: torch.dtype | None = None, stop_token_ids: Sequence[int] = ()) -> None:
     """Copy config, generation config and tokenizer of the base model, as far as they exist.
 
     Args:
         dtype: dtype of the weights, to be stated in config.json; None: config.json stays as it is.
+        stop_token_ids: tokens that ended a response besides the model's; generation_config.json names them, for engines.
     """
     for name in _CARRIED:
         if (source / name).exists():
@@ -185,6 +187,11 @@ def carry_over(source: Path, target: Path, dtype: torch.dtype | None = None) -> 
     if dtype is not None:
         config = json.loads((target / "config.json").read_text())
         set_config(target, {"dtype" if "dtype" in config else "torch_dtype": str(dtype).removeprefix("torch.")})
+    if stop_token_ids:
+        path = target / "generation_config.json"
+        advice = json.loads(path.read_text()) if path.exists() else {}
+        stops = {*stop_token_ids, *eos_token_ids(json.loads((target / "config.json").read_text())), *eos_token_ids(advice)}
+        path.write_text(json.dumps(advice | {"eos_token_id": sorted(stops)}, indent=2))
 
 
 class CarriedTensors:

@@ -10,8 +10,8 @@ from tools.structure import ROLLOUT, WEIGHT, arrows, hops, modules, package_of, 
 def test_the_top_of_the_package_is_small() -> None:
     assert len({package_of(name) for name in modules()} - {"", "__main__"}) <= 32
     assert (
-        len(arrows()) <= 207
-    )  # the second training loop, `sft`, uses 14 of the packages below it; traces: servers record spans
+        len(arrows()) <= 208
+    )  # the second training loop, `sft`, uses 14 packages below it, and doctor reads its data; traces: servers record spans
 
 
 def test_functions_take_what_they_use() -> None:
@@ -20,7 +20,7 @@ def test_functions_take_what_they_use() -> None:
 
 def test_the_package_fits_its_budget() -> None:
     """Lines of files. A cut lowers the bound; a feature that raises it says in its commit what it replaces."""
-    assert sum(len(path.read_text().splitlines()) for path in modules().values()) <= 51_450
+    assert sum(len(path.read_text().splitlines()) for path in modules().values()) <= 51_550
 
 
 def test_functions_files_and_classes_are_small() -> None:

@@ -139,7 +139,9 @@ def export_and_push(rank: int, cfg: Any, out: Path) -> dict[str, Any]:
 def test_round_trip_is_bitwise(tmp_path: Path, name: str, tied: bool) -> None:
     model = tiny_qwen3(tmp_path / "base", tied=tied, layers=4, vocab_size=cases.VOCAB)
     cfg = cases.run_config(tmp_path / "base", LAYOUTS[name])
+    cfg = replace(cfg, rollout=replace(cfg.rollout, stop_token_ids=[7]))
     rank0 = run_world(cfg.parallel.world_size, export_and_push, cfg, tmp_path / "out")[0]
+    assert json.loads((tmp_path / "out" / "generation_config.json").read_text())["eos_token_id"] == [2, 7]
     before = tensors(tmp_path / "base")
     for after in (tensors(tmp_path / "out"), rank0["received"]):
         assert after.keys() == before.keys()

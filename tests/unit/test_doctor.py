@@ -18,14 +18,18 @@ from safetensors.torch import save_file
 from transformers import AutoTokenizer
 
 from tepo_megatron.config import Config
-from tepo_megatron.config.io import validate
+from tepo_megatron.config.io import plain, validate
+from tepo_megatron.controller.opening import open_driver
+from tepo_megatron.convert.world import world_of_one
 from tepo_megatron.data import stop_tokens
 from tepo_megatron.doctor import examine, machine, print_findings, trial, versions
 from tepo_megatron.doctor import model as model_checks
 from tepo_megatron.doctor.findings import Finding
-from tepo_megatron.errors import ConfigError
+from tepo_megatron.errors import ConfigError, TepoError
 from tepo_megatron.inference.servers.served_model import cache_tokens
 from tepo_megatron.launcher.preflight import preflight
+from tepo_megatron.sft.loop import ConversationSource
+from tepo_megatron.sft.settings import supervised
 from tepo_megatron.utils.escaping import escaped
 from tepo_megatron.weights.hf_io import carry_over
 from tests.tiny import change_tensors, hybrid_config, tiny_model, tiny_multimodal, tiny_qwen3
@@ -395,6 +399,108 @@ def test_the_doctor_and_the_loaders_of_runs_agree(
     status, _, refused = convert("import", "--hf", folder, "--out", tmp_path / "megatron")  # joins a mesh: not in this process
     found = findings(made(model={"path": str(folder)}))["conversion"]
     assert (found.verdict == "fail") == bool(status), (found, refused)
+
+
+QA = {"prompt": "1+1?", "answer": "2"}
+TALK = {"messages": [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}]}
+PAIR = {"prompt": "1+1?", "response": "2"}
+LFS = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
+
+
+def lines(*rows: Any, times: int = 8) -> str:
+    """JSON lines; each row several times, with another prompt."""
+    made = [json.loads(json.dumps(row).replace("1+1?", f"1+{i}?")) for i in range(times) for row in rows]
+    return "".join(json.dumps(row) + "\n" for row in made)
+
+
+@pytest.mark.parametrize(
+    ("text", "settings", "refused"),
+    [
+        (lines(QA), {}, False),
+        ("", {}, True),
+        ("\n\n", {}, True),
+        (LFS, {}, True),
+        ("<html></html>", {}, True),
+        (json.dumps([QA]), {}, True),
+        (lines({"prompt": "1+1?"}), {}, True),
+        (lines({"prompt": "1+1?", "a": "2"}), {"answer_key": "a"}, False),
+        (lines(QA | {"solution": "3"}), {}, True),
+        (lines(QA | {"solution": "3"}), {"answer_key": "answer"}, False),
+        (lines(QA | {"solution": "So it is 2."}), {}, False),
+        (lines({"prompt": "1+1?" * 9, "answer": "2"}), {}, True),
+        (lines(QA) + lines({"prompt": "1+1?" * 9, "answer": "2"}), {}, False),
+        (lines(QA) + "{", {}, True),
+        (lines(QA) + "{", {"skip_bad_rows": True}, False),
+        (lines(QA) + lines({"prompt": "1+1?", "answer": None}, times=1), {}, True),
+        (lines(QA) + lines(QA | {"answer": "3"}), {}, True),
+        (lines(QA) + lines(QA | {"answer": r"\boxed{}"}, times=20), {"skip_bad_rows": True}, False),
+        (lines(QA, times=7), {}, True),
+        (lines(QA | {"answer": r"\frac{"}), {"check_answers": "error"}, True),
+        (lines(QA | {"answer": r"\frac{"}), {"check_answers": "drop"}, True),
+        (lines(TALK), {}, True),
+        (lines({"text": "1+1?"}), {}, True),
+        (lines(QA), {"train": "train.jsonl[:4]"}, True),
+        (lines(QA), {"train": "no.jsonl"}, True),
+        (lines(QA), {"eval": "no.jsonl"}, True),
+    ],
+)
+def test_the_doctor_and_training_agree_on_odd_data(
+    made: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, settings: dict[str, Any], refused: bool
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.jsonl").write_text(text)
+    cfg = made(data={"train": "train.jsonl"} | settings)
+    cfg.run_dir.mkdir(parents=True)
+
+    def engine(cfg: Config) -> Any:
+        raise StopIteration("the data is read")
+
+    error = ""
+    try:
+        with open_driver(cfg, engine):
+            pass
+    except TepoError as e:
+        error = str(e)
+    except RuntimeError as e:
+        assert "StopIteration" in str(e)
+    failed = {name for name, finding in findings(cfg).items() if finding.verdict == "fail"}
+    assert (bool(error), bool(failed & {"data", "prompts"})) == (refused, refused), (error, failed)
+
+
+@pytest.mark.parametrize(
+    ("text", "settings", "refused"),
+    [
+        (lines(PAIR), {}, False),
+        ("", {}, True),
+        (LFS, {}, True),
+        (lines(TALK), {}, True),  # the tokenizer has no chat template
+        (lines(PAIR | {"history": [["a", "b"]]}), {}, True),
+        (lines(PAIR | {"system": "s"}), {}, True),
+        (lines(PAIR) + "{", {}, True),
+        (lines(PAIR) + "{", {"data": {"skip_bad_rows": True}}, False),
+        (lines({"prompt": "1+1?"}), {"data": {"skip_bad_rows": True}}, True),
+        (lines({"prompt": "1+1?" * 9, "response": "2"}), {}, True),
+        (lines(PAIR) + lines({"prompt": "1+1?" * 9, "response": "2"}), {}, False),
+        (lines(PAIR), {"sft": {"eval": "no.jsonl"}}, True),
+        (lines(PAIR), {"sft": {"response_key": "answer"}}, True),
+        (lines(PAIR), {"sft": {"max_tokens": 65}}, True),  # training.max_tokens_per_microbatch=64
+    ],
+)
+def test_the_doctor_and_fine_tuning_agree_on_odd_data(
+    made: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, settings: dict[str, Any], refused: bool
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("sft.jsonl").write_text(text)
+    cfg = made(**settings | {"sft": {"data": "sft.jsonl", "max_tokens": 32} | settings.get("sft", {})})
+    error = ""
+    try:
+        own = validate(supervised(plain(cfg)))
+        with world_of_one() as groups:
+            ConversationSource.open(own.sft, own.data, own.model.path, own.rollout.stop_token_ids, 0, groups, tmp_path)
+    except TepoError as e:
+        error = str(e)
+    failed = findings(cfg)["conversations"].verdict == "fail"
+    assert (bool(error), failed) == (refused, refused), error
 
 
 def test_a_nested_config_is_read_as_training_reads_it(made: Make, model: Path, tmp_path: Path) -> None:

@@ -34,6 +34,19 @@ def test_a_folder_is_private_and_goes_with_its_end(tmp_path: Path) -> None:
     folder.remove()
 
 
+def test_who_has_no_home_gets_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container whose user has no passwd entry: `~` stays `~`, and libraries make a folder of that name."""
+    before = os.environ.get("HOME")
+    with scratch.home():
+        assert os.environ.get("HOME") == before
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path.replace("~", os.environ.get("HOME", "~"), 1))
+    with scratch.home():
+        home = Path(os.environ["HOME"])
+        assert home.is_absolute() and home.is_dir()
+    assert not home.exists() and "HOME" not in os.environ
+
+
 def test_a_killed_owners_folder_is_swept_and_a_live_ones_is_not(tmp_path: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", HOLDER, tmp_path], stdout=subprocess.PIPE, text=True) as owner:
         assert owner.stdout is not None

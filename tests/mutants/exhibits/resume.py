@@ -239,4 +239,15 @@ EXHIBITS = (
         new="if False:",
         tests=("tests/parallel/test_sft.py::test_a_checkpoint_of_another_order_is_refused",),
     ),
+    Exhibit(
+        name="an_evaluation_of_other_problems_goes_on",
+        source="own: issue 41",
+        kind="resume",
+        bug="A resumed evaluation keeps a benchmark whose file has other problems or answers, or whose prompts changed.",
+        cost="The table has figures of two versions of the data, and of two chat templates.",
+        symbol="_entry",
+        old='"data": fingerprint(problems.prompts)',
+        new='"data": ""',
+        tests=("tests/unit/evaluation/test_evaluate.py::test_a_resume_with_something_else_is_refused",),
+    ),
 )

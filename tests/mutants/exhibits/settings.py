@@ -27,4 +27,15 @@ EXHIBITS = (
         new="return int(loader.construct_yaml_int(node))",
         tests=("tests/unit/config/test_config.py::test_a_value_is_what_it_looks_like",),
     ),
+    Exhibit(
+        name="an_export_without_the_stop_tokens_of_its_run",
+        source="own: issue 41",
+        kind="settings",
+        bug="An exported model names the stop tokens of the base model, not those of rollout.stop_token_ids.",
+        cost="An engine samples on where the run's engine stopped, so the model answers otherwise than in training.",
+        symbol="carry_over",
+        old="if stop_token_ids:",
+        new="if False:",
+        tests=("tests/unit/weights/test_convert.py::test_an_export_stops_where_the_run_stopped",),
+    ),
 )

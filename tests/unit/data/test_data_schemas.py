@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from tepo_megatron.config import DataConfig
 from tepo_megatron.data import LoadedPrompts, load_prompts
-from tepo_megatron.data.schemas import gold
+from tepo_megatron.data.schemas import gold, same_gold
 from tepo_megatron.errors import ConfigError, DataError
 from tests.datasets import character_tokenizer, text, write
 
@@ -203,3 +203,30 @@ def test_settings_of_chats_that_would_do_nothing_are_refused(tmp_path: Path, tok
     plain = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer, unk_token="<unk>")
     with pytest.raises(DataError, match=r"d\.jsonl:1: 'prompt' .*no chat template"):
         load(path, plain, as_chat=True)
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "same"),
+    [
+        *(
+            (a, b, True)
+            for a, b in (
+                *((r"\frac12", r"\frac{1}{2}"), (r"\dfrac{1}{2}", r"\tfrac12"), ("1/2", r"\frac{1}{2}"), ("-1/2", r"-\frac12")),
+                *(("0.5", ".5"), ("2.0", "2"), ("$2$", "2"), ("1,000", "1000"), ("50%", r"50\%"), ("{2}", "2")),
+                *((r"\sqrt2", r"\sqrt{2}"), ("x^2", "x^{2}"), (r"\left(1, 2\right)", "(1,2)"), ("A", "(A)")),
+                *((r"\text{(B)}", "B"), (r"\textbf{(B)}", "B"), (r"\mathrm{yes}", "yes")),
+                *(("x=3", "3"), ("x = 3", "$3$"), (r"x \in [1,2]", "[1, 2]")),
+            )
+        ),
+        *(
+            (a, b, False)
+            for a, b in (
+                *(("3", "4"), ("3", "-3"), ("0.5", "5"), ("A", "B"), ("(1,2)", "[1,2]"), ("x", "2x"), ("1/2", "0.5")),
+                *(("x=3", "y=3"), ("x=3", "x=4"), ("x=3", "4"), ("x=1, x=2", "x=2"), ("x>3", "3"), ("(1)", "1")),
+                *((r"\frac{1}{23}", r"\frac{12}{3}"), (r"\frac12", r"\frac21"), ("x^{12}", "x^12"), ("x^{2}3", "x^{23}")),
+            )
+        ),
+    ],
+)
+def test_two_columns_may_spell_an_answer_in_their_ways(a: str, b: str, same: bool) -> None:
+    assert same_gold(a, b) == same_gold(b, a) == same

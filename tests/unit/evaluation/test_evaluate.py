@@ -117,8 +117,79 @@ def test_it_goes_on_where_it_was_killed_and_ends_the_same(model: Path, engines: 
         (part / "amc.jsonl").write_bytes(damaged)
         run(request(model, part, **wanted), lines.append, engines)
         assert (part / "amc.jsonl").read_bytes() == (whole / "amc.jsonl").read_bytes(), "damaged samples are taken again"
-    run(request(model, part, **wanted, seed=1), lines.append, engines)  # another evaluation: nothing is kept
-    assert (part / "amc.jsonl").read_bytes() != (whole / "amc.jsonl").read_bytes()
+
+
+def _another_template(folder: Path) -> None:
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": "{{ messages[0].content }}"}))
+
+
+def _another_tokenizer(folder: Path) -> None:
+    path = folder / "tokenizer.json"
+    tree = json.loads(path.read_text())
+    tree["added_tokens"][0]["lstrip"] = True
+    path.write_text(json.dumps(tree))
+
+
+@pytest.mark.parametrize(
+    ("change", "words", "name"),
+    [
+        (_another_template, {}, "model.path: the chat template"),
+        (_another_tokenizer, {}, "model.path: the tokenizer"),
+        (None, {"seed": 1}, "seed"),
+        (None, {"rollout__stop_token_ids": "[7]"}, "stop tokens"),
+        (None, {"evaluation__benchmark_samples": 2}, "amc: samples"),
+        (None, {"evaluation__benchmark_tokens": 40}, "amc: max_tokens"),
+        ("problem", {}, "amc: its prompts and answers"),
+        ("answer", {}, "amc: its prompts and answers"),
+    ],
+)
+def test_a_resume_with_something_else_is_refused(
+    model: Path, engines: Engines, tmp_path: Path, change: Any, words: dict[str, Any], name: str
+) -> None:
+    """Else one folder would hold benchmarks of two protocols, tokenizers or data."""
+    own = Path(shutil.copytree(model, tmp_path / "model"))
+    rows = [json.loads(line) for line in Path("tests/problems/amc.jsonl").read_text().splitlines()]
+    path = tmp_path / "amc.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    short = {
+        "evaluation__benchmarks": "[amc]",
+        "evaluation__benchmark_samples": 1,
+        "evaluation__benchmark_folder": str(tmp_path),
+    }
+    out = run(request(own, tmp_path / "out", **short), print, engines)
+    run(request(own, out, **short, resume="true"), print, engines)
+    if isinstance(change, str):
+        rows[0][change] = "1"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    elif change is not None:
+        change(own)
+    before = (out / "amc.jsonl").read_bytes()
+    with pytest.raises(DataError, match=f"{name} was .* and is .*; resume with what it was, give another --out"):
+        run(request(own, out, **short | words, resume="true"), print, engines)
+    assert (out / "amc.jsonl").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("config", "words", "message"),
+    [
+        ({"max_position_embeddings": 303}, {}, r"evaluation\.benchmark_tokens = 304 tokens, and the model has .*=303"),
+        (
+            {},
+            {"rollout__server__kv_cache_gib": 1e-5},
+            r"kv_cache_gib=1e-05 holds \d+ tokens, and .* \+ evaluation",
+        ),
+    ],
+)
+def test_a_context_that_does_not_fit_is_refused_before_an_engine_starts(
+    model: Path, engines: Engines, tmp_path: Path, config: dict[str, Any], words: dict[str, Any], message: str
+) -> None:
+    own = Path(shutil.copytree(model, tmp_path / "model"))
+    path = own / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | config))
+    with pytest.raises(ConfigError, match=message):
+        run(request(own, tmp_path / "out", **words), print, engines)
+    assert engines.launches == []
 
 
 @pytest.mark.full

@@ -98,6 +98,20 @@ def test_there_and_back_is_bitwise(tmp_path: Path, tied: bool, dtype: str) -> No
     assert {p.name for p in tmp_path.iterdir()} == {"hf", "megatron", "back"}
 
 
+def test_an_export_stops_where_the_run_stopped(tmp_path: Path) -> None:
+    """A checkpoint in the folder of a run: engines read the stop tokens of generation_config.json."""
+    tiny_qwen3(tmp_path / "hf", vocab_size=VOCAB)
+    advice = tmp_path / "hf" / "generation_config.json"
+    advice.write_text(json.dumps({"eos_token_id": 5, "top_k": 20}))
+    step = tmp_path / "run" / "checkpoints" / "step-00000003"
+    succeed("import", "--hf", tmp_path / "hf", "--out", step)
+    for number, (stops, expected) in enumerate([("[]", 5), ("[7, 3]", [2, 3, 5, 7])]):
+        (tmp_path / "run" / "config.yaml").write_text(f"rollout: {{stop_token_ids: {stops}}}\n")
+        succeed("export", "--megatron", step.parent, "--out", tmp_path / f"out{number}")
+        found = json.loads((tmp_path / f"out{number}" / "generation_config.json").read_text())
+        assert found == {"eos_token_id": expected, "top_k": 20}
+
+
 @pytest.mark.parametrize(
     "name", ["llama", "qwen3_moe", "qwen3_5", *(marked(n, pytest.mark.full) for n in ("qwen2", "mistral", "mixtral"))]
 )
