@@ -141,16 +141,9 @@ def _evaluate(
         log_path = out / "server.log"
         made = make_engine(cfg, launch, log_path) if make_engine else build_engine(cfg.rollout, launch, log_path)
         engine: RolloutEngine = stack.enter_context(made)
-        sampler, sampler_events = stack.enter_context(
-            open_sampler(
-                engine,
-                cfg.rollout.function,
-                encode,
-                decode,
-                limits=cfg.rollout.limits,
-                chat=ChatFormat(tokenizer, encode, decode),
-            )
-        )
+        chat = ChatFormat(tokenizer, encode, decode)
+        opened = open_sampler(engine, cfg.rollout.function, encode, decode, limits=cfg.rollout.limits, chat=chat)
+        sampler, sampler_events = stack.enter_context(opened)
         engine.start()
         kinds, file = {problems.entry.grader for problems in todo}, stack.enter_context(decoder_file(tokenizer))
         graders = {
