@@ -1,6 +1,7 @@
 """Turn the checkpoint that a user names into a Hugging Face directory that an engine can load."""
 
 import contextlib
+import hashlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -46,6 +47,15 @@ def hf_model(path: Path, scratch: Path, tell: Callable[[str], None]) -> Iterator
 def is_model(folder: Path) -> bool:
     """Return whether the folder holds a config and weights."""
     return (folder / "config.json").is_file() and any(folder.glob("*.safetensors"))
+
+
+def weights_digest(folder: Path) -> str:
+    """Return a digest of the weights in a Hugging Face directory, whose files it reads once."""
+    digest = hashlib.blake2b(digest_size=8)
+    for path in sorted(folder.glob("*.safetensors")):
+        with path.open("rb") as file:
+            digest.update(hashlib.file_digest(file, "blake2b").digest())
+    return digest.hexdigest()
 
 
 def _convert(checkpoint: Path, out: Path) -> None:

@@ -12,7 +12,7 @@ from tepo_megatron.config.layers import Layers
 from tepo_megatron.data import decoder_file, load_tokenizer, stop_tokens, text_functions, tokenizer_digests
 from tepo_megatron.errors import ConfigError
 from tepo_megatron.evaluation.benchmarks import BENCHMARKS
-from tepo_megatron.evaluation.checkpoint import hf_model
+from tepo_megatron.evaluation.checkpoint import hf_model, weights_digest
 from tepo_megatron.evaluation.comparing import compare_folders
 from tepo_megatron.evaluation.folder import RECORD_FILE, TABLE_FILE, EvaluationFolder, read_record
 from tepo_megatron.evaluation.problems import Problems, load_benchmarks
@@ -121,8 +121,8 @@ def _evaluate(
     suite = load_benchmarks(cfg.evaluation, tokenizer, cfg.data.max_prompt_tokens)
     stops = stop_tokens(cfg.model.path, tokenizer, cfg.rollout.stop_token_ids)
     encode, decode = text_functions(tokenizer)
-    about = {"checkpoint": str(request.checkpoint), "seed": cfg.seed, "stop tokens": list(stops)} | tokenizer_digests(tokenizer)
-    folder = EvaluationFolder(out, about)
+    about = {"checkpoint": str(request.checkpoint), "its weights": weights_digest(Path(cfg.model.path)), "seed": cfg.seed}
+    folder = EvaluationFolder(out, about | {"stop tokens": list(stops)} | tokenizer_digests(tokenizer))
     if cfg.resume:
         folder.refuse_changes(suite)
     todo = folder.take_over(suite) if cfg.resume else suite

@@ -21,7 +21,7 @@ from tepo_megatron.evaluation.results import result
 from tepo_megatron.evaluation.samples import read_samples
 from tepo_megatron.inference.engine_api import LaunchSpec
 from tests.e2e.scripted_worker import ScriptedEngine
-from tests.tiny import tiny_qwen3
+from tests.tiny import change_tensors, tiny_qwen3
 from tests.worlds import run_world
 
 WORDS = {
@@ -131,11 +131,16 @@ def _another_tokenizer(folder: Path) -> None:
     path.write_text(json.dumps(tree))
 
 
+def _other_weights(folder: Path) -> None:
+    change_tensors(folder, lambda weights: weights["model.norm.weight"].add_(1))
+
+
 @pytest.mark.parametrize(
     ("change", "words", "name"),
     [
         (_another_template, {}, "model.path: the chat template"),
         (_another_tokenizer, {}, "model.path: the tokenizer"),
+        (_other_weights, {}, "its weights"),
         (None, {"seed": 1}, "seed"),
         (None, {"rollout__stop_token_ids": "[7]"}, "stop tokens"),
         (None, {"evaluation__benchmark_samples": 2}, "amc: samples"),
