@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from tests.e2e.test_resume import model  # noqa: F401
 from tests.parallel.resume_worlds import weights
 
 pytestmark = [pytest.mark.server, pytest.mark.e2e, pytest.mark.full]
@@ -39,7 +38,7 @@ def records(run: Path) -> list[dict[str, Any]]:
 def test_a_run_in_turns_learns_what_the_same_rollouts_teach_without_them(
     tepo,
     arguments,
-    model: Path,  # noqa: F811
+    random_model: Path,
     tmp_path: Path,
     engine: str,
 ) -> None:
@@ -48,9 +47,9 @@ def test_a_run_in_turns_learns_what_the_same_rollouts_teach_without_them(
     """
     runs = tmp_path / "runs"
     turns = RUN | {"rollout__colocate": "true", "rollout__record": "true", "checkpoint__every": 2, "rollout__engine": engine}
-    output = finished(tepo(*arguments(model, **turns, name="turns")))
+    output = finished(tepo(*arguments(random_model, **turns, name="turns")))
     again = RUN | {"rollout__replay": runs / "turns" / "rollouts", "rollout__oversample": 1}
-    finished(tepo(*arguments(model, **again, name="apart")))
+    finished(tepo(*arguments(random_model, **again, name="apart")))
     with_turns, without = records(runs / "turns"), records(runs / "apart")
     assert len(with_turns) == len(without) == 3
     for a, b in zip(with_turns, without, strict=True):

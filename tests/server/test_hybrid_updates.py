@@ -15,7 +15,6 @@ from torch import Tensor
 from tepo_megatron.config import GroupTransportConfig, IpcTransportConfig, ShmTransportConfig
 from tepo_megatron.types import Rollout
 from tests.parallel import cases
-from tests.parallel.test_weights import actor_of
 from tests.server.hybrids import hybrid_with_vision, tiny_hybrid
 from tests.server.served import SAMPLING, WORLD_SECONDS, logprob_diff, make_prompts, serve
 from tests.worlds import run_world
@@ -53,7 +52,7 @@ def push(
     with serve("vllm", folder, make=make, tp=tp) as served:
         cfg = cases.run_config(folder / "model", {})
         sync = replace(cfg.sync, delta=delta, transport=TRANSPORTS[transport], bucket_mib=1, verify_every=1)
-        actor = actor_of(replace(cfg, sync=sync))
+        actor = cases.open_actor(replace(cfg, sync=sync))
         sent = []
         with make_weight_sync(sync, actor.bindings, actor.arch, actor.groups, served.engine) as pushes:
             for version in range(3):
